@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import signal
+import subprocess
 
 import pytest
 from complaints import complaint
@@ -322,3 +324,48 @@ def test_a_device_that_takes_nothing_is_said_to(tmp_path):
     done = generate("--input", "in.jsonl", "--output", "/dev/full", cwd=tmp_path)
     assert done.returncode == 1
     assert "/dev/full" in complaint(done)
+
+
+@pytest.mark.parametrize("ordered", [(), ("--ordered",)], ids=["as done", "ordered"])
+@pytest.mark.parametrize(
+    "harm", ["the file is removed", "its folder is removed", "the file is replaced", "it is moved"]
+)
+def test_a_file_that_is_taken_away_in_mid_run_is_not_called_done(tmp_path, harm, ordered):
+    rows = [{"id": f"r{number}", "prompt": "sluggish" if number == 40 else f"p{number}"} for number in range(41)]
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    folder = tmp_path / "answers"
+    folder.mkdir()
+    out = folder / "out.jsonl"
+    os.mkfifo(tmp_path / "held_up")
+    words = ["--input", "in.jsonl", "--output", out, *ordered, "--batch-size", 64, "-B", "max_rows=1"]
+    with started(*words, cwd=tmp_path, environment={"SLUGGISH": "held_up"}) as process:
+        until(lambda: out.exists() and out.read_bytes().count(b"\n") == 40, process)
+        if harm == "its folder is removed":
+            shutil.rmtree(folder)
+        elif harm == "it is moved":
+            folder.rename(tmp_path / "elsewhere")
+            folder.mkdir()
+        else:
+            out.unlink()
+            if harm == "the file is replaced":
+                out.write_text("another's\n")
+        (tmp_path / "held_up").write_bytes(b"")
+        said, errors = process.communicate(timeout=240)
+    assert process.returncode == 1, (said, errors)
+    told = complaint(subprocess.CompletedProcess(words, 1, said.decode(), errors.decode()))
+    if harm == "it is moved":
+        kept = tmp_path / "elsewhere" / "out.jsonl"
+        assert "was moved while answers were written to it" in told
+        assert f"the answers are in {kept}. What was answered before is kept." in told
+        assert kept.read_bytes().count(b"\n") >= 40
+        folder.rmdir()
+        kept.parent.rename(folder)
+        assert generate(*words, "--resume", cwd=tmp_path).returncode == 0
+        assert len(rows_of(out)) == 41
+    else:
+        assert "was removed while answers were written to it" in told
+        assert "They are lost" in told
+        assert ("another file lies there now" in told) == (harm == "the file is replaced")
+        assert "is kept" not in told
+    if harm == "the file is replaced":
+        assert out.read_text() == "another's\n"

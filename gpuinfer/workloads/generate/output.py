@@ -44,13 +44,13 @@ class OpenedOutput:
         self.aside: Aside | None = None  # for answers that wait for an earlier one
         self.before: Earlier | None = None
         self._note: RunNote | None = None
-        self._path = Path(name)
+        self.path: Path | None = None  # None: it is a stream
         self._is_ours = self._finished = False
         self.is_useless = False  # it goes when it is closed
 
     def bind(self, note: RunNote, path: Path, is_ours: bool) -> None:
         """The output is a file with a note. `is_ours`: there was no such file before."""
-        self._note, self._path, self._is_ours = note, path, is_ours
+        self._note, self.path, self._is_ours = note, path, is_ours
 
     def take(self, digest: str) -> bytes | None:
         """The line of the row of this digest, where an earlier run has answered it and it is to be put in its place."""
@@ -85,11 +85,11 @@ class OpenedOutput:
         for store in (self.aside, self.before):
             if store is not None:
                 store.close()
-        if self._note is not None:
-            empty = not self._finished and not os.fstat(self.descriptor).st_size and not _parts(self._path)
+        if self._note is not None and self.path is not None:
+            empty = not self._finished and not os.fstat(self.descriptor).st_size and not _parts(self.path)
             unused = empty or self.is_useless
             if unused and self._is_ours:
-                self._path.unlink(missing_ok=True)
+                self.path.unlink(missing_ok=True)
             self._note.close(remove=unused)
         if self.name != STDOUT:
             os.close(self.descriptor)

@@ -95,7 +95,7 @@ class Pump:
         self.under_way = under_way(limits)
         self._asker = Asker(infer, self.under_way, widest(limits))
         self._enter = infer.lane("input").enter
-        self._outlet = Outlet(output.descriptor, output.name, infer.lane("output"), output.aside)
+        self._outlet = Outlet(output.descriptor, output.name, infer.lane("output"), output.aside, output.path)
         window = 4 * self.under_way
         self._order: InOrder | AsDone = InOrder(self._outlet, window, output.left) if ordered else AsDone(self._outlet)
         self._most = most

@@ -31,13 +31,22 @@ APPENDING = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
 
 class Outlet:
     """Writes to a descriptor, which stays the caller's. `name` is what people call it; `aside` takes what must wait.
+    `path` is where its file has to stay, if it is one: answers that are removed meanwhile are not called done.
+    `path` is where its file has to stay, if it is one: answers that are removed meanwhile are not called done.
 
     `add` and its like belong to the event loop. After a failure nothing more is written, and everything raises it; of a
     regular file the line that was half written is taken back. `lane` is told of the thread's time: write, sync.
     """
 
-    def __init__(self, descriptor: int, name: str, lane: Lane | None = None, aside: Aside | None = None) -> None:
-        self._descriptor, self._name, self._aside = descriptor, name, aside
+    def __init__(
+        self,
+        descriptor: int,
+        name: str,
+        lane: Lane | None = None,
+        aside: Aside | None = None,
+        path: Path | None = None,
+    ) -> None:
+        self._descriptor, self._name, self._aside, self._path = descriptor, name, aside, path
         self._enter = (lambda station: None) if lane is None else lane.enter
         self._regular = stat.S_ISREG(os.fstat(descriptor).st_mode)
         self._waiting: list[bytes] = []
@@ -110,8 +119,10 @@ class Outlet:
         try:
             self._write_all()
         except OSError as error:
-            self._failure = unwritable(self._name, error, self._regular)
+            self._failure = self._displaced() or unwritable(self._name, error, self._regular)
             self._failure.__cause__ = error
+        except WorkError as error:
+            self._failure = error
         finally:
             self._say_room()
 
@@ -135,6 +146,8 @@ class Outlet:
             if unsynced and (over or unsynced > SYNC_BYTES or time.monotonic() > since + SYNC_S):
                 self._sync()
                 unsynced = 0
+            if not unsynced and (displaced := self._displaced()):
+                raise displaced
             if over:
                 return
 
@@ -186,6 +199,56 @@ class Outlet:
         if self._aside is not None:
             self._aside.sync()
         self._enter("idle")
+
+    def _displaced(self) -> WorkError | None:
+        """Why what is written does not come to lie at `path` any more, if so."""
+        if self._path is None:
+            return None
+        opened = os.fstat(self._descriptor)
+        try:
+            if os.path.samestat(opened, self._path.stat()):
+                return None
+            there = "another file lies there now"
+        except (FileNotFoundError, NotADirectoryError):
+            there = "it is not there any more"
+        except OSError:  # nobody can tell
+            return None
+        if not opened.st_nlink:
+            return WorkError(
+                f"{self._name} was removed while answers were written to it; {there}. They are lost: --resume has "
+                "nothing to go on with. Run again, and leave the file and its folder alone until the run has ended."
+            )
+        with contextlib.suppress(OSError):  # Linux alone says where
+            there += f", and the answers are in {os.readlink(f'/proc/self/fd/{self._descriptor}')}"
+        return WorkError(
+            f"{self._name} was moved while answers were written to it; {there}. What was answered before is kept. Move "
+            f"it back to {self._path} with the files beside it, then run again with --resume."
+        )
+
+    def _displaced(self) -> WorkError | None:
+        """Why what is written does not come to lie at `path` any more, if so."""
+        if self._path is None:
+            return None
+        opened = os.fstat(self._descriptor)
+        try:
+            if os.path.samestat(opened, self._path.stat()):
+                return None
+            there = "another file lies there now"
+        except (FileNotFoundError, NotADirectoryError):
+            there = "it is not there any more"
+        except OSError:  # nobody can tell
+            return None
+        if not opened.st_nlink:
+            return WorkError(
+                f"{self._name} was removed while answers were written to it; {there}. They are lost: --resume has "
+                "nothing to go on with. Run again, and leave the file and its folder alone until the run has ended."
+            )
+        with contextlib.suppress(OSError):  # Linux alone says where
+            there += f", and the answers are in {os.readlink(f'/proc/self/fd/{self._descriptor}')}"
+        return WorkError(
+            f"{self._name} was moved while answers were written to it; {there}. What was answered before is kept. Move "
+            f"it back to {self._path} with the files beside it, then run again with --resume."
+        )
 
 
 def unwritable(name: str, error: OSError, regular: bool) -> WorkError:
