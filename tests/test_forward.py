@@ -301,7 +301,8 @@ def test_out_of_memory_halves_the_step_says_so_once_and_goes_on(fixed_shape, cap
     assert module.batches[:3] == [16, 8, 4]
     assert max(module.batches[3:]) == 4
     assert [record.message for record in caplog.records] == [
-        "out of memory at 16 rows: going on with at most 8 at a time. Set -B chunk_rows=8 to start there."
+        "out of memory at 16 rows: going on with at most 4 at a time. "
+        "Set chunk_rows=4 (on the command line -B chunk_rows=4) to start there."
     ]
 
 

@@ -39,7 +39,9 @@ def test_the_step_after_failures(failed, left):
 def test_a_single_row_is_given_up_once_no_step_is_larger():
     step = StepSize(2, "cuda:1")
     step.make_room(1, FULL)
-    with pytest.raises(BackendError, match=r"a single row on cuda:1: CUDA out of memory\. Tried.*model, dtype bfloat16"):
+    with pytest.raises(
+        BackendError, match=r"a single row on cuda:1: CUDA out of memory\. Tried.*model, dtype bfloat16"
+    ):
         step.make_room(1, FULL)
 
 
@@ -82,16 +84,35 @@ def until(holds):
 
 def test_the_device_is_named_where_there_may_be_several(caplog):
     with caplog.at_level(logging.WARNING, "gpuinfer"):
-        StepSize(64, "cuda:1").make_room(64, FULL)
+        step = StepSize(64, "cuda:1")
+        step.make_room(64, FULL)
+        step.made(32)
     assert caplog.messages == [
-        "out of memory at 64 rows on cuda:1: going on with at most 32 at a time. Set -B chunk_rows=32 to start there."
+        "out of memory at 64 rows on cuda:1: going on with at most 32 at a time. "
+        "Set chunk_rows=32 (on the command line -B chunk_rows=32) to start there."
     ]
 
 
 def test_the_model_is_named_too(caplog):
     with caplog.at_level(logging.WARNING, "gpuinfer"):
-        StepSize(64, "cuda:1", "blobnet (best.safetensors)").make_room(64, FULL)
+        step = StepSize(64, "cuda:1", "blobnet (best.safetensors)")
+        step.make_room(64, FULL)
+        step.made(32)
     assert "out of memory at 64 rows of blobnet (best.safetensors) on cuda:1: going on" in caplog.text
+
+
+def test_nothing_is_advised_before_it_is_known_how_many_rows_fit(caplog):
+    step = StepSize(1024)
+    with caplog.at_level(logging.WARNING, "gpuinfer"):
+        for rows in (64, 64, 64, 64, 64, 32):
+            step.make_room(rows, FULL)
+        step.made(5)  # a rest, of which nobody learns whether more would have fitted
+        assert caplog.messages == []
+        step.made(16)
+        step.made(16)
+    assert [one[: one.index("(")] for one in caplog.messages] == [
+        "out of memory at 64 rows: going on with at most 16 at a time. Set chunk_rows=16 "
+    ]
 
 
 class Shared(nn.Module):

@@ -73,6 +73,7 @@ class CentralServer:
         deterministic: bool = False,
         strategy: str | Strategy = "dynamic",
         max_rows: int | None = None,
+        chunk_rows: int | None = None,
         in_flight: int | None = None,
         threads: int | None = None,
         max_clients: int = 256,
@@ -84,6 +85,7 @@ class CentralServer:
         _refuse_odd(
             inputs=inputs,
             max_rows=max_rows,
+            chunk_rows=chunk_rows,
             in_flight=in_flight,
             threads=threads,
             max_clients=max_clients,
@@ -95,7 +97,7 @@ class CentralServer:
         setup = Setup(
             spec, tuple(device.split(",")), dtype, seed, deterministic=deterministic, max_queue_rows=max_queue_rows
         )
-        tuning = ServerTuning(max_rows, in_flight, threads)
+        tuning = ServerTuning(max_rows, in_flight, threads, chunk_rows)
         chosen = registry.load("strategies", strategy)(setup) if isinstance(strategy, str) else strategy
         self._prepare(setup, tuning, chosen, None, max_clients, batch_timeout, restart)
 

@@ -74,6 +74,7 @@ class CpuForward:
                 if failure is not None:
                     self.step.make_room(shape, failure)
                     continue
+                self.step.made(shape)
                 chunks.append(answers)
                 done += rows
             return run.split(joined(chunks))
@@ -89,6 +90,7 @@ class CpuForward:
         try:
             with self.step.under_way(rows):
                 answers = self._through(inputs, rows)
+            self.step.made(rows)
             return like(answers, [tensor.numpy() for tensor in tensors_of(answers)])
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):

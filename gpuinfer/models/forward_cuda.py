@@ -123,6 +123,7 @@ class CudaForward:
                 torch.cuda.empty_cache()
                 self.step.make_room(shape, failure)
                 continue
+            self.step.made(shape)
             done += rows
 
     def _attempt(self, slot: Slot, run: Blocks, start: int, rows: int, chunk: int, room: Any) -> BaseException | None:
@@ -170,11 +171,14 @@ class CudaForward:
         while True:
             chunk = self.step.rows
             try:
-                return self._warm_up_to(chunk, slots)
+                answers = self._warm_up_to(chunk, slots)
             except RuntimeError as error:
                 if not is_out_of_memory(error):
                     raise
                 failure = error.with_traceback(None)
+            else:
+                self.step.made(chunk)
+                return answers
             for slot in slots:
                 slot.graphs.clear()
             torch.cuda.empty_cache()

@@ -51,6 +51,7 @@ class StepSize:
         self._ended = threading.Condition()
         self._under_way: dict[object, int] = {}  # rows of each step that may hold memory
         self._one_by_one = threading.Lock()
+        self._failed = 0  # rows of the first step for which memory ran out
         self._said = False
 
     @contextlib.contextmanager
@@ -58,7 +59,7 @@ class StepSize:
         """Around a step of so many rows, up to its end or failure. Once memory has run out for all but single rows they
         go one by one, so that none fails for another's.
         """
-        alone = self._said and self.rows <= 1 and self._one_by_one.acquire(timeout=self._wait_s)
+        alone = self._failed and self.rows <= 1 and self._one_by_one.acquire(timeout=self._wait_s)
         step = object()
         with self._ended:
             self._under_way[step] = rows
@@ -84,12 +85,21 @@ class StepSize:
             if max(failed_rows, self.rows) <= 1:
                 raise self._single(cause)
             self.rows = min(self.rows, failed_rows // 2) if failed_rows >= self.rows else self.rows // 2
-            rows, said, self._said = self.rows, self._said, True
+            self._failed = self._failed or failed_rows
+
+    def made(self, rows: int) -> None:
+        """A step of so many rows has been answered. Says, once, how many fit after memory has run out."""
+        if self._said or not self._failed or rows < self.rows:  # of a smaller one nobody learns what does
+            return
+        with self._ended:
+            failed, said, self._said = self._failed, self._said, True
         if not said:
             logger.warning(
-                "out of memory at %d rows%s: going on with at most %d at a time. Set -B chunk_rows=%d to start there.",
-                failed_rows,
+                "out of memory at %d rows%s: going on with at most %d at a time. "
+                "Set chunk_rows=%d (on the command line -B chunk_rows=%d) to start there.",
+                failed,
                 self._where,
+                rows,
                 rows,
                 rows,
             )

@@ -506,3 +506,8 @@ def test_an_argument_that_the_factory_does_not_take_is_refused(model, arguments,
     with pytest.raises(UsageError) as refused:
         served(model, arguments=arguments).start()
     assert said in str(refused.value)
+
+
+def test_chunk_rows_are_how_many_rows_go_through_at_once():
+    with serving("models:Together", chunk_rows=16) as server, server.client() as client:
+        assert (client.evaluate(named(1, 1, 64)) == 16).all()

@@ -51,6 +51,7 @@ class StagedForward:
             for span, outcome in zip(left, outcomes, strict=True):
                 if not isinstance(outcome, BaseException):
                     answers[span] = outcome
+                    self.step.made(step if self._fixed_shape else span[1] - span[0])
                 elif is_out_of_memory(outcome):
                     failed.append((span, outcome.with_traceback(None)))  # its frames hold on to the memory
                 else:
