@@ -56,6 +56,7 @@ class Connection:
     """Not thread-safe: one thread, or one lock, at a time."""
 
     largest_body = LARGEST_BODY
+    asked_for = "rows"
 
     def __init__(self, address: Address, restarts_within_s: float = 0.0) -> None:
         """`restarts_within_s`: how long a server that died may take to come back; 0 when it will not."""
@@ -75,6 +76,7 @@ class Connection:
         self._numbers = 0
         self._ended: GpuinferError | None = None  # why nothing more will come on this line
         self._said: GpuinferError | None = None  # by a server as it died, since the last answer
+        self._lives = 0  # how often it has come back since
         self._knocking: socket.socket | None = None  # the line on which a greeting is awaited
         self._presenting = threading.Lock()  # one thread may take a block, or give up, while another comes back
         self._closed = False
@@ -156,6 +158,7 @@ class Connection:
                 line.close()
                 raise cause
             self._socket = line
+            self._lives += 1
             self._ask_again()
 
     def _ask_again(self) -> None:
@@ -316,11 +319,22 @@ class Connection:
         except OSError:
             data = b""
         if not data:
-            raise BackendDied("the central server is gone. Start it again; with the option restart it comes back.")
+            raise self._gone()
         settled = self._take(data)
         if self._ended is not None and not settled:  # else the next call raises: what was answered before is answered
             raise self._ended
         return settled
+
+    def _gone(self) -> BackendDied:
+        if self._patience_s <= 0:
+            return BackendDied("the central server is gone. Start it again; with the option restart it comes back.")
+        if self._lives:
+            times = "once" if self._lives == 1 else f"{self._lives} times"
+            return BackendDied(
+                f"the central server is gone: it came back {times}, and died again before it answered. "
+                f"Probably these {self.asked_for} end it: look at them, or at the model, and start it again."
+            )
+        return BackendDied("the central server is gone, and has not come back. See its last words, and start it again.")
 
     def _take(self, data: bytes) -> list[tuple[int, Any]]:
         settled = []
@@ -333,7 +347,8 @@ class Connection:
         except GpuinferError as error:
             self._ended = self._said = error
         else:
-            self._said = None if settled else self._said
+            if settled:
+                self._said, self._lives = None, 0
         return settled
 
     def _settle(self, record: Record) -> tuple[int, Any] | None:

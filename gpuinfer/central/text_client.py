@@ -55,6 +55,7 @@ class TextConnection(Connection):
     """`soon` calls a function once whoever asks now has asked."""
 
     largest_body = LARGEST_FRAME
+    asked_for = "prompts"
 
     def __init__(
         self, address: Address, restarts_within_s: float, soon: Callable[[Callable[[], None]], object]

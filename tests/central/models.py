@@ -6,6 +6,7 @@ float32 however a matrix product adds them up.
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from pathlib import Path
@@ -78,7 +79,7 @@ class Unspeakable(Exception):
 class Faulty(Tagged):
     """Like `Tagged`, but for rows that ask for a fault: `how` it fails is theirs to say, in the feature before last."""
 
-    RAISES, ANSWERS_NAN, OTHER_SHAPE, OTHER_NAMES, EXITS, HANGS, CHATTERS, UNSPEAKABLE = range(8)
+    RAISES, ANSWERS_NAN, OTHER_SHAPE, OTHER_NAMES, EXITS, HANGS, CHATTERS, UNSPEAKABLE, DIES = range(9)
 
     def forward(self, rows: Tensor) -> Tensor | tuple[Tensor, ...] | dict[str, Tensor]:
         answer = super().forward(rows)
@@ -92,6 +93,8 @@ class Faulty(Tagged):
             raise ValueError("x" * 10_000_000)
         if how == self.UNSPEAKABLE:
             raise Unspeakable
+        if how == self.DIES:
+            os._exit(3)
         if how == self.EXITS:
             sys.exit("the model has had enough")
         if how == self.HANGS:

@@ -147,6 +147,17 @@ def test_a_server_that_dies_again_and_again_is_given_up():
         until(lambda: not listening(server), "the end of a server that only dies")
 
 
+@pytest.mark.thorough
+def test_rows_that_end_the_server_each_time_it_comes_back_are_told_of():
+    with serving("models:faulty", restart=True) as server, server.client() as client:
+        client.evaluate(named(1, 1, 4))
+        rows = named(1, 2, 4)
+        rows[0, -2:] = 8, 999  # ends the process
+        with pytest.raises(BackendDied, match=r"came back 2 times, and died again .* these rows end it") as died:
+            client.evaluate(rows, timeout=200)
+        assert "restart" not in str(died.value)
+
+
 @pytest.mark.soak
 def test_a_stopped_server_is_noticed_and_replaced():
     with serving(restart=True) as server, server.client() as client:
