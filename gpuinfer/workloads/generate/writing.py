@@ -219,32 +219,8 @@ class Outlet:
                 "nothing to go on with. Run again, and leave the file and its folder alone until the run has ended."
             )
         with contextlib.suppress(OSError):  # Linux alone says where
-            there += f", and the answers are in {os.readlink(f'/proc/self/fd/{self._descriptor}')}"
-        return WorkError(
-            f"{self._name} was moved while answers were written to it; {there}. What was answered before is kept. Move "
-            f"it back to {self._path} with the files beside it, then run again with --resume."
-        )
-
-    def _displaced(self) -> WorkError | None:
-        """Why what is written does not come to lie at `path` any more, if so."""
-        if self._path is None:
-            return None
-        opened = os.fstat(self._descriptor)
-        try:
-            if os.path.samestat(opened, self._path.stat()):
-                return None
-            there = "another file lies there now"
-        except (FileNotFoundError, NotADirectoryError):
-            there = "it is not there any more"
-        except OSError:  # nobody can tell
-            return None
-        if not opened.st_nlink:
-            return WorkError(
-                f"{self._name} was removed while answers were written to it; {there}. They are lost: --resume has "
-                "nothing to go on with. Run again, and leave the file and its folder alone until the run has ended."
-            )
-        with contextlib.suppress(OSError):  # Linux alone says where
-            there += f", and the answers are in {os.readlink(f'/proc/self/fd/{self._descriptor}')}"
+            place = os.readlink(f"/proc/self/fd/{self._descriptor}")
+            there += f", and the answers are in {place}" if os.path.exists(place) else ""
         return WorkError(
             f"{self._name} was moved while answers were written to it; {there}. What was answered before is kept. Move "
             f"it back to {self._path} with the files beside it, then run again with --resume."
