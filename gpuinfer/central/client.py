@@ -24,7 +24,10 @@ PROBE_AGAIN = 64  # waits without a spin, after one that was in vain
 
 
 class Pending:
-    """An answer that is on its way."""
+    """An answer that is on its way. `done` once it is there: then `error` or, if that is None, `value`.
+
+    Both are taken in only while somebody of this client waits or asks.
+    """
 
     __slots__ = ("_client", "done", "error", "number", "timeout", "value")
 
@@ -37,8 +40,15 @@ class Pending:
         self._client = client
 
     def result(self, timeout: float | None = None) -> Result:
-        """Wait for the answer, for `timeout` seconds at most. Raises what `Client.evaluate` raises."""
+        """Wait for the answer, for `timeout` seconds at most. Raises what `Client.evaluate` raises.
+
+        After `Expired` of that timeout the answer is still on its way, and another call waits for it again.
+        """
         return self._client.wait(self, timeout)
+
+    def cancel(self) -> None:
+        """Give the answer up, unless it is there: `result` raises `Closed` then, and the server need not compute it."""
+        self._client.abandon(self, Closed("this request was cancelled. Send the rows again if they are wanted."))
 
 
 class Client:
@@ -97,7 +107,12 @@ class Client:
         where the server's queue is full or the client's own blocks leave no room, `Expired` after `timeout` seconds,
         `BackendDied` when the server is gone, `Closed`.
         """
-        return self.submit(rows, timeout=timeout, priority=priority, group=group).result(timeout)
+        pending = self.submit(rows, timeout=timeout, priority=priority, group=group)
+        try:
+            return self.wait(pending, timeout)
+        except Expired as error:
+            self.abandon(pending, error)
+            raise
 
     def submit(
         self,
@@ -179,23 +194,26 @@ class Client:
     # Waiting
 
     def wait(self, pending: Pending, timeout: float | None = None) -> Result:
-        """The answer of `pending`, or its error raised."""
+        """The answer of `pending`, or its error raised; `Expired` if neither is there after `timeout` seconds."""
         give_up_at = _deadline(timeout)
         self._refuse_other_process()
         with self._changed:
             while not pending.done:
-                try:
-                    self._wait_on(give_up_at, timeout)
-                except Expired as error:
-                    self._abandon(pending, error)
+                self._wait_on(give_up_at, timeout)
         if pending.error is not None:
             raise pending.error
         return pending.value
 
-    def _abandon(self, pending: Pending, error: Expired) -> None:
-        self._settle(pending.number, error)
-        if self._connection is not None:
-            self._connection.abandon(pending.number)
+    def abandon(self, pending: Pending, error: GpuinferError) -> None:
+        """Let `pending` fail with `error`, unless its answer is there, and tell the server that nobody wants it."""
+        self._refuse_other_process()
+        with self._changed:
+            if pending.done:
+                return
+            self._settle(pending.number, error)
+            if self._connection is not None:
+                self._connection.abandon(pending.number)
+            self._changed.notify_all()
 
     def _read(self, seconds: float) -> None:
         """Wait that long at most, without the lock, and take in what has come."""

@@ -58,8 +58,7 @@ def ask_ahead(client: Client, who: int, line: Line, seed: int, requests: int, wi
             sent = blocks[place][:rows] if place is not None else payload
             outstanding.append((client.submit(sent), payload, place))
             if place is None and chance.random() < 0.05:  # nobody will ever ask for this one
-                with contextlib.suppress(GpuinferError):
-                    outstanding.pop()[0].result(timeout=0.0)
+                outstanding.pop()[0].cancel()
             while len(outstanding) > 6 or (outstanding and request == requests - 1):
                 pending, expected, taken = outstanding.pop(chance.randrange(len(outstanding)))
                 if fault := wrong(expected, pending.result(60)):
