@@ -97,7 +97,21 @@ def check_model(own: ModelOptions, command: str) -> None:
         flags = " or ".join(f"--{flag.replace('_', '-')}" for flag in given)
         both = f"{command} takes {flags}, and not both" if given else f"{command} needs a model"
         raise UsageError(f"{both}. Give --model DIR, --model tiny, or --checkpoint model.pt --meta meta.json.")
+    if own.model is not None and not Path(own.model).exists():  # a folder's name may be any bytes
+        check_text("--model", own.model)
     check_parts(own)
+
+
+def check_text(flag: str, value: Any) -> None:
+    """Raises `UsageError` for a text, or texts in a list or an object, that UTF-8 has no bytes for: what a command line
+    held other bytes for, and half a character of JSON.
+    """
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        code = ord(error.object[error.start])
+        what = f"byte 0x{code - 0xDC00:02x}" if 0xDC80 <= code <= 0xDCFF else f"\\u{code:04x}, half of a character"
+        raise UsageError(f"{flag} is not UTF-8: it has {what}. Write it in UTF-8.") from None
 
 
 class Parts(Protocol):
@@ -156,6 +170,8 @@ def sampling_of(own: DrawingOptions, **more: Any) -> Sampling:
         raise UsageError(f"--min-tokens {own.min_tokens} is more than --max-new-tokens {own.max_new_tokens}. Lower it.")
     if "" in own.stop:
         raise UsageError("--stop has an empty text, which would end every answer. Leave it out.")
+    for name in ("stop", "regex", "choice"):
+        check_text(f"--{name}", getattr(own, name))
     found = {name: getattr(own, name) for name in SAME}
     found |= {"max_tokens": own.max_new_tokens, "top_k": max(0, own.top_k), "constraint": constraint_of(own)}
     return Sampling(stop=tuple(own.stop), stop_token_ids=tuple(own.stop_token_ids), **(found | more))
@@ -172,6 +188,7 @@ def rendering_of(own: DrawingOptions) -> Rendering:
         raise UsageError(f"--chat-template-kwargs {given} is not JSON: {error}. Write {example}.") from error
     if not isinstance(variables, dict) or "messages" in variables:
         raise UsageError(f"--chat-template-kwargs {given} is no JSON object of settings. Write {example}.")
+    check_text("--chat-template-kwargs", variables)
     return Rendering(variables=variables)
 
 
@@ -182,7 +199,9 @@ def constraint_of(own: DrawingOptions) -> Constraint | None:
         flags = " and ".join(f"--{name.replace('_', '-')}" for name in given)
         raise UsageError(f"{flags} each say what an answer must be. Give one of them.")
     if own.json_schema:
-        return Constraint(json_schema=_schema(own.json_schema))
+        schema = _schema(own.json_schema)
+        check_text("--json-schema", schema)
+        return Constraint(json_schema=schema)
     if own.grammar:
         return Constraint(grammar=_text(own.grammar, "--grammar"))
     if own.choice:

@@ -106,6 +106,13 @@ def test_flags_reach_the_model(tmp_path):
         (["--input", "in.jsonl", "--regex", "a", "--choice", "b"], "--regex and --choice"),
         (["--input", "in.jsonl", "--json-schema", "in.jsonl"], "is not JSON"),
         (["--input", "in.jsonl", "--grammar", "absent"], "cannot be read"),
+        (["--prompt", "a\udcff"], "--prompt is not UTF-8: it has byte 0xff. Write it in UTF-8."),
+        (["--input", "in.jsonl", "--stop", "\udcff"], "--stop is not UTF-8: it has byte 0xff"),
+        (["--input", "in.jsonl", "--stop", "a", "--stop", "\udcc3"], "--stop is not UTF-8: it has byte 0xc3"),
+        (["--input", "in.jsonl", "--regex", "\udcff+"], "--regex is not UTF-8: it has byte 0xff"),
+        (["--input", "in.jsonl", "--choice", "a", "--choice", "\udcff"], "--choice is not UTF-8: it has byte 0xff"),
+        (["--input", "in.jsonl", "--model", "\udcff"], "--model is not UTF-8: it has byte 0xff"),
+        (["--input", "in.jsonl", "--chat-template-kwargs", '{"a": "\\ud800"}'], "it has \\ud800, half of a character"),
     ],
 )
 def test_bad_usage_is_refused_before_anything_is_done(gpuinfer, tmp_path, monkeypatch, words, said):

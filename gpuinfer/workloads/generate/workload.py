@@ -19,7 +19,7 @@ from gpuinfer.host.following import followed
 from gpuinfer.host.terminal import show_status
 from gpuinfer.openai.adapters import adapters_of, digests_of
 from gpuinfer.openai.identity import arithmetic, fingerprint
-from gpuinfer.openai.options import check_model, model_of, rendering_of, sampling_of, try_out
+from gpuinfer.openai.options import check_model, check_text, model_of, rendering_of, sampling_of, try_out
 from gpuinfer.openai.requests import PromptDefaults
 from gpuinfer.openai.rows import RowReader
 from gpuinfer.openai.unmasking import unmasking_of
@@ -53,6 +53,7 @@ class Generate(Workload):
         own = self.options
         self.target = "-" if own.test else own.output
         check_model(own, "generate")
+        check_text("--prompt", own.prompt)
         self._check_files()
         self.adapters = adapters_of(own.adapter)
         most = min(own.max_new_tokens, TEST_TOKENS) if own.test else own.max_new_tokens
