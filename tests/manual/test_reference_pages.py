@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from rich.text import Text
 
 from gpuinfer.cli.plugins import PREFIXES
 from gpuinfer.config import options, registry
@@ -27,6 +28,18 @@ def written():
     finally:
         sys.path.remove(str(ROOT))
         registry.switch_off([before] if before else [])
+
+
+def test_no_help_loses_words_in_brackets_to_markup(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT))
+    monkeypatch.setenv(registry.DISABLED, "")  # put back at the end
+    from tools import tree
+
+    helps, text = [], tree._text
+    monkeypatch.setattr(tree, "_text", lambda help: helps.append(help) or text(help))
+    tree.commands()
+    assert any("gpuinfer\\[onnx]" in help for help in helps)
+    assert [help for help in helps if Text.from_markup(help).plain != help.replace("\\[", "[")] == []
 
 
 @pytest.mark.parametrize("name", ["commands.md", "contract.md", "metrics.md", "plugins.md", "report.md"])
