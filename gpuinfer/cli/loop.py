@@ -134,7 +134,10 @@ def execute(values: Mapping[str, Any]) -> int:
         error = caught
     finally:
         told = story.document(plan, settings, command, ended)
-        destination.write(told)
+        if error is None:
+            destination.write(told)
+        else:
+            destination.write_failed(told, error)
         pages.write(plan, told)
         folder.release()
     if told["iterations"]:

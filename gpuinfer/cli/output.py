@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import logging
 import os
 import re
 import sys
@@ -16,7 +17,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from gpuinfer.errors import UsageError, WorkError
+from gpuinfer.errors import GpuinferError, UsageError, WorkError
 from gpuinfer.host import spoken, standard_files
 from gpuinfer.host.files import no_folder
 
@@ -24,6 +25,8 @@ BESIDE_OUTPUT = (".run.json", ".early", ".before")  # what a run keeps beside th
 MANIFEST = "manifest.json"  # of a folder of records
 REPLACED = re.compile(rb'\{\s*"(schema": "gpuinfer\.(report|loop|trace)/|host": )')
 """How reports, traces and ready files begin: those that an earlier run has left in its folder are replaced."""
+
+log = logging.getLogger(__name__)
 
 Named = tuple[str, str | Path]  # a flag, and the file or folder that it names
 
@@ -61,6 +64,18 @@ class Destination:
             place = self.path or "standard output"
             cure = "Make room there, or give --json another place."
             raise WorkError(f"the report could not be written to {place}: {error.strerror}. {cure}") from error
+
+    def write_failed(self, report: Mapping[str, Any], error: BaseException) -> None:
+        """Write the report of work that has failed with `error`, which its caller raises. A report that cannot be
+        written either takes no error's place: it is said behind it.
+        """
+        try:
+            self.write(report)
+        except WorkError as second:
+            if isinstance(error, GpuinferError):
+                error.args = (f"{error}\n{second}",)
+            else:
+                log.error("%s", second)
 
 
 def _encodable(report: Mapping[str, Any], encoding: str) -> str:

@@ -128,11 +128,11 @@ def _failed_report(destination: output.Destination, workload: Workload) -> Itera
     try:
         yield
     except BaseException as error:
-        if (report := getattr(error, "report", None)) is not None:
-            destination.write(report)
         if isinstance(error, WorkError) and "--resume" not in str(error) and (place := _goes_on_in(workload)):
             kept = f"What was finished is kept in {place}: the same command with --resume goes on."
             error.args = (f"{error}\n{kept}",)
+        if (report := getattr(error, "report", None)) is not None:
+            destination.write_failed(report, error)
         raise
 
 

@@ -319,6 +319,16 @@ def test_a_full_disk_ends_the_run_with_the_cure_and_leaves_whole_lines(whole, tm
     assert (tmp_path / "out.jsonl").read_bytes() == whole
 
 
+def test_where_neither_the_answers_nor_the_report_have_room_both_are_said(tmp_path):
+    prompts(tmp_path / "in.jsonl", COUNT)
+    done = generate(*WORK, "--json", "/dev/full", cwd=tmp_path, limit=100_003)
+    assert done.returncode == 1
+    answers, report = complaint(done).splitlines()
+    assert "answers cannot be written to" in answers
+    assert answers.endswith("Free some space, then run again with --resume.")
+    assert "the report could not be written to /dev/full" in report
+
+
 def test_a_device_that_takes_nothing_is_said_to(tmp_path):
     prompts(tmp_path / "in.jsonl", 5)
     done = generate("--input", "in.jsonl", "--output", "/dev/full", cwd=tmp_path)
