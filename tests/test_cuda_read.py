@@ -14,6 +14,7 @@ import gpuinfer
 from gpuinfer.host import machine
 from gpuinfer.models.capturing import captured, wait_for_device
 from gpuinfer.models.stages.stage_cuda import Launched
+from gpuinfer.text.decoder import torch_static
 from gpuinfer.text.decoder.torch_static import Replays
 
 SOURCES = Path(gpuinfer.__file__).parent
@@ -151,6 +152,25 @@ def test_a_capture_without_memory_says_so_and_not_how_it_ended(cuda):
     with pytest.raises(torch.OutOfMemoryError), captured(SimpleNamespace(device=SECOND), None):
         raise torch.OutOfMemoryError("CUDA out of memory.")
     assert cuda.current[SECOND] == "default 1"
+
+
+def test_a_graph_that_there_was_no_memory_for_is_tried_again_later(cuda, monkeypatch, caplog):
+    monkeypatch.setattr(torch_static, "FIRST_PAUSE", 4)
+    full = [True]
+
+    def work(form):
+        if cuda.at_once and full:
+            full.pop()
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    replays = Replays(FIRST, True)
+    for _ in range(6):
+        replays(work, 8)
+    assert (len(cuda.captures), cuda.events) == (1, [])
+    for _ in range(2):
+        replays(work, 8)
+    assert (len(cuda.captures), cuda.events) == (2, ["launched"])
+    assert [record.getMessage()[:40] for record in caplog.records] == ["there is no memory for a further CUDA gr"]
 
 
 class Tensor(torch.Tensor):

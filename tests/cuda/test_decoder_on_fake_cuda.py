@@ -19,7 +19,7 @@ from random_adapters import random_adapter
 from random_models import LLAMA, MIXTURES, VARIANTS, random_weights
 from steps import seeing, step_of
 
-from gpuinfer.text.decoder import torch_batch
+from gpuinfer.text.decoder import torch_batch, torch_layers
 from gpuinfer.text.decoder.torch_decoder import TorchDecoder
 from gpuinfer.text.shape import Masking
 
@@ -161,3 +161,15 @@ def test_what_the_host_wrote_is_copied_before_it_is_written_over(fake_cuda, monk
         one, two = uploads.sent([np.arange(3), np.arange(5, dtype=np.int32)])
         assert (one.device, one.shape, two.shape) == (fake_cuda, (3,), (5,))
     assert log == ["copy queued", "copied", "copy queued"]
+
+
+def test_weights_that_are_exchanged_are_kept_until_they_are_copied(fake_cuda, monkeypatch):
+    """Another thread packs them, on its own stream: freed there, they would be written over before this one reads."""
+    one, kept = decoder(LLAMA, fake_cuda, graphs=False), []
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "the decoder's")
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: kept.append((id(tensor), stream)))
+    with unset_fake_temporarily():
+        weights = random_weights(LLAMA, torch.float32)
+    packed = one.pack(weights)
+    one.swap(packed)
+    assert kept == [(id(tensor), "the decoder's") for tensor in torch_layers.tensors_of(packed)]

@@ -178,6 +178,8 @@ class TorchDecoder:
         assert isinstance(packed, Weights)
         for own, other in zip(torch_layers.tensors_of(self._weights), torch_layers.tensors_of(packed), strict=True):
             own.copy_(other)
+            if other.device.type == "cuda":  # packed by another thread, whose stream would have its memory at once
+                other.record_stream(torch.cuda.current_stream(other.device))
 
     @torch.no_grad()
     def pack_adapter(self, adapter: Adapter) -> Adapter:

@@ -32,6 +32,7 @@ logger = logging.getLogger("gpuinfer")
 
 MOST_WIDTH = 64  # tokens of a run that is padded: a block of a diffusion model. A longer one takes longer than a launch
 MOST_RUN_TOKENS = 4096  # of all rows
+FIRST_PAUSE = 256  # steps without a graph before one is tried again; twice as many each time
 Form = TypeVar("Form", bound=Hashable)
 
 
@@ -40,7 +41,7 @@ class Replays(Generic[Form]):
 
     The first time, and always on a device that has no graphs, it simply runs. The second time it is captured too, since
     a shape that came twice will come often; from then on the graph is launched. Graphs share their working memory: they
-    never run at the same time.
+    never run at the same time. Where there is no memory for one, it is tried again later, after more and more work.
     """
 
     def __init__(self, device: torch.device, wanted: bool) -> None:
@@ -48,6 +49,7 @@ class Replays(Generic[Form]):
         self.wanted = wanted and device.type == "cuda"
         self._seen: set[Form] = set()
         self._graphs: dict[Form, torch.cuda.CUDAGraph] = {}
+        self._wait, self._pause = 0, FIRST_PAUSE
         if self.wanted:
             self._pool = torch.cuda.graph_pool_handle()
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -57,7 +59,9 @@ class Replays(Generic[Form]):
             graph.replay()
             return
         work(shape)
-        if self.wanted and shape in self._seen:
+        if self._wait:
+            self._wait -= 1
+        elif self.wanted and shape in self._seen:
             self._capture(work, shape)
         self._seen.add(shape)
 
@@ -66,12 +70,19 @@ class Replays(Generic[Form]):
             with captured(self._stream, self._pool) as graph:
                 work(shape)
         except RuntimeError as error:
+            if is_out_of_memory(error):
+                if self._pause == FIRST_PAUSE:
+                    logger.warning(
+                        "there is no memory for a further CUDA graph: such steps launch each kernel by itself, and it "
+                        "is tried again later. Fewer slots (--batch-size) or pages (-B pages) leave more."
+                    )
+                self._wait, self._pause = self._pause, 2 * self._pause
+                return
             self.wanted = False
             logger.warning(
-                "%s, so that from here on each kernel is launched by itself. -B graphs=false silences this.",
-                "there is no memory for a further CUDA graph"
-                if is_out_of_memory(error)
-                else f"this model cannot be captured in a CUDA graph ({first_line(error)})",
+                "this model cannot be captured in a CUDA graph (%s), so that each kernel is launched by itself. "
+                "-B graphs=false silences this.",
+                first_line(error),
             )
             return
         self._graphs[shape] = graph
