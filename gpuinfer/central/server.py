@@ -534,6 +534,7 @@ def _spec(
         inputs = model.inputs
     elif callable(model):
         model = modules.name_of(model)
+    modules.refuse_without_file(model.name if isinstance(model, ModelSpec) else model)
     if inputs < 1:
         raise UsageError("how many features has a row? Say CentralServer(…, inputs=N).")
     if isinstance(model, ModelSpec):

@@ -43,16 +43,20 @@ def name_of(factory: Any) -> str:
     if "<" in name:
         what = "a lambda" if name.endswith("<lambda>") else f"'{name.rpartition('.')[2]}', made inside of a function"
         raise UsageError(f"model is {what}, which no other process can import. Define a function at a module's top.")
-    if factory.__module__ == "__main__" and not os.path.isfile(
-        getattr(sys.modules["__main__"], "__file__", None) or ""
-    ):
-        raise UsageError(
-            f"'{name}' is defined in a notebook or a program without a file (standard input, python -c), which the "
-            f"server's process cannot import. Write it into a file, such as model.py, and give 'model:{name}'."
-        )
+    refuse_without_file(f"{factory.__module__}:{name}")
     if factory.__module__ not in sys.modules:
         raise UsageError(f"'{name}' says that it is of a module '{factory.__module__}', which is not imported.")
     return f"{factory.__module__}:{name}"
+
+
+def refuse_without_file(name: str) -> None:
+    """Raises `UsageError` for `__main__:function` of a notebook, a prompt or standard input."""
+    module, _, function = name.partition(":")
+    if module == "__main__" and not os.path.isfile(getattr(sys.modules["__main__"], "__file__", None) or ""):
+        raise UsageError(
+            f"'{function}' is defined in a notebook or a program without a file (standard input, python -c), which the "
+            f"server's process cannot import. Write it into a file, such as model.py, and give 'model:{function}'."
+        )
 
 
 def _refuse_unnamed(factory: Any) -> NoReturn:

@@ -92,9 +92,11 @@ def test_a_program_without_a_guard_is_told_so():
     assert done.stderr.count("Traceback") == 1, done.stderr
 
 
+@pytest.mark.parametrize("given", ["Doubled", '"__main__:Doubled"'], ids=["the class", "its name"])
 @pytest.mark.parametrize("way", ["-", "-c"])
-def test_a_network_of_a_program_without_a_file_is_refused_with_what_to_do(way):
-    text = (HERE / "unguarded.py").read_text()
+def test_a_network_of_a_program_without_a_file_is_refused_with_what_to_do(way, given):
+    text = (HERE / "unguarded.py").read_text().replace("CentralServer(Doubled", f"CentralServer({given}")
+    assert f"CentralServer({given}" in text
     done = program("-", text=text) if way == "-" else program("-c", text)
     assert done.returncode == 1
     assert "Write it into a file, such as model.py, and give 'model:Doubled'." in done.stderr.splitlines()[-1]
