@@ -431,6 +431,14 @@ class Snapshot:
     rss_peak_mb: float = _counter(PEAK, 0.0)
     device: Mapping[str, Any] = _counter(DEVICE, dict)
 
+    def __repr__(self) -> str:
+        """Without the histograms, which are thousands of numbers: `to_wire` has all."""
+        errors = {name: count for name, count in self.errors.items() if count}
+        return (
+            f"Snapshot(requests={self.requests}, rows={self.rows}, batches={sum(self.batches.values())}, "
+            f"errors={errors}, waiting={self.waiting}, …)"
+        )
+
     def to_wire(self) -> dict[str, Any]:
         """Plain values only, for msgpack."""
         return asdict(self)

@@ -39,6 +39,11 @@ class Pending:
         self.error: GpuinferError | None = None
         self._client = client
 
+    def __repr__(self) -> str:
+        if not self.done:
+            return f"<Pending {self.number}: no answer yet>"
+        return f"<Pending {self.number}: {'answered' if self.error is None else type(self.error).__name__}>"
+
     def result(self, timeout: float | None = None) -> Result:
         """Wait for the answer, for `timeout` seconds at most. Raises what `Client.evaluate` raises.
 
@@ -70,6 +75,11 @@ class Client:
         self._poll = select.poll()
         self._asleep = 0  # waits since the last that a spin was enough for
         self._lost: GpuinferError | None = None
+
+    def __repr__(self) -> str:
+        opened = "open" if self._ready is not None else "not open" if self._connection is None else "waits for its server"
+        state = "closed" if self._closed else "lost" if self._lost is not None else opened
+        return f"<Client of a CentralServer: {state}, {len(self._pending)} pending>"
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Client, self._arguments

@@ -36,6 +36,11 @@ class SelfPlayRecords(Dataset[dict[str, torch.Tensor]]):
         self._ends = list(accumulate(_rows(shard) for shard in self._shards))
         self._open = lru_cache(OPEN_SHARDS)(_load)
 
+    def __repr__(self) -> str:
+        return (
+            f"<SelfPlayRecords: {len(self):,} moves in {len(self._shards):,} shards of {str(self._shards[0].parent)!r}>"
+        )
+
     def __len__(self) -> int:
         return self._ends[-1]
 

@@ -7,6 +7,7 @@ import contextlib
 import errno
 import gc
 import os
+import re
 import resource
 import socket
 import subprocess
@@ -303,6 +304,35 @@ def test_an_answer_that_was_waited_for_too_briefly_can_be_waited_for_again():
         assert wrong(named(1, 0, 3), pending.result(SECONDS)) is None
         assert (pending.done, pending.error) == (True, None)
         assert wrong(named(1, 0, 3), pending.value) is None
+
+
+def test_what_a_prompt_shows_of_clients_answers_and_counts_is_short_and_says_their_state():
+    with serving_held() as (server, hold):
+        client = server.client()
+        assert repr(client) == "<Client of a CentralServer: not open, 0 pending>"
+        with client:
+            hold.close()
+            pending, given_up = (client.submit(named(1, number, 3)) for number in range(2))
+            assert repr(client) == "<Client of a CentralServer: open, 2 pending>"
+            assert repr(pending) == f"<Pending {pending.number}: no answer yet>"
+            given_up.cancel()
+            assert repr(given_up) == f"<Pending {given_up.number}: Closed>"
+            hold.open()
+            pending.result(SECONDS)
+            assert repr(pending) == f"<Pending {pending.number}: answered>"
+        assert repr(client) == "<Client of a CentralServer: closed, 0 pending>"
+        until(lambda: server.stats().rows >= 3, "what it has counted")
+        assert re.fullmatch(r"Snapshot\(requests=\d, rows=\d, batches=\d, errors={.*}, .*\)", repr(server.stats()))
+
+
+def test_completion_offers_what_nobody_has_asked_for_yet():
+    done = subprocess.run(
+        [sys.executable, "-c", "import gpuinfer; print(*dir(gpuinfer))"],
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+    )
+    assert {"CentralServer", "__version__"} <= set(done.stdout.split())
 
 
 async def test_an_event_loop_may_ask_from_threads(client):

@@ -240,6 +240,8 @@ def test_a_loader_reads_every_row_once(folder, games, workers):
 def test_a_dataset_counts_from_either_end(folder):
     dataset = SelfPlayRecords(folder.path)
     assert len(dataset) == sum(len(np.load(shard)["game"]) for shard in folder.shards())
+    shards = len(list(folder.shards()))
+    assert repr(dataset) == f"<SelfPlayRecords: {len(dataset)} moves in {shards} shards of {str(folder.path)!r}>"
     assert dataset[-1]["move"] == dataset[len(dataset) - 1]["move"]
     for beyond in (len(dataset), -len(dataset) - 1):
         with pytest.raises(IndexError):
