@@ -11,7 +11,8 @@ from gpuinfer.cli import doctor
 from gpuinfer.config import registry
 
 WORKS = {"cuda": None, "gpus": [], "cpu": "AVX2"}
-GPU = {"cuda": "13.0", "gpus": ["H200"], "cpu": "AVX2"}
+H200 = {"name": "H200", "capability": [9, 0], "free": 140e9, "total": 150e9}
+GPU = {"cuda": "13.0", "gpus": [H200], "cpu": "AVX2", "triton": True, "driver": "580.1", "registers": True}
 BROKEN = {"error": "ImportError: libfoo. Reinstall torch (pip install --force-reinstall torch)."}
 
 
@@ -46,6 +47,27 @@ def test_machine_versions_and_places_are_found(monkeypatch):
 
 def test_torch_is_asked_in_a_child_that_answers():
     assert doctor.probe_torch("print('{\"gpus\": []}')") == {"gpus": []}
+
+
+def test_what_is_fast_or_slow_on_a_gpu_is_told(monkeypatch):
+    found = examined(monkeypatch, GPU)
+    assert "compute capability 9.0, 140" in found["cuda:0"].remark
+    assert found["driver"].value == "580.1"
+    assert found["layers of text"].value == "our own kernels, in Triton"
+    assert all(found[name].ok for name in ("driver", "layers of text", "shared memory"))
+    old = {"name": "T4", "capability": [7, 5], "free": 15e9, "total": 16e9}
+    lacking = {**GPU, "gpus": [old], "triton": False, "nvml": "ModuleNotFoundError: pynvml", "registers": False}
+    found = examined(monkeypatch, lacking)
+    wanted = {
+        "cuda:0": "float16",
+        "driver": "nvidia-ml-py",
+        "layers of text": "pip install triton",
+        "shared memory": "ulimit",
+    }
+    for name, cure in wanted.items():
+        assert not found[name].ok
+        assert not found[name].serious
+        assert cure in found[name].remark
 
 
 @pytest.mark.parametrize(

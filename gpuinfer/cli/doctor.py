@@ -32,9 +32,25 @@ PROBE_S = 90.0  # torch's first import from a cold disk
 DRIVER_S = 20.0
 
 PROBE = """
-import json, torch
-gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
-print(json.dumps({"cuda": torch.version.cuda, "gpus": gpus, "cpu": torch.backends.cpu.get_cpu_capability()}))
+import importlib.util, json, torch
+gpus, there = [], torch.cuda.is_available()
+for index in range(torch.cuda.device_count() if there else 0):
+    free, total = torch.cuda.mem_get_info(index)
+    told = torch.cuda.get_device_properties(index)
+    gpus.append({"name": told.name, "capability": [told.major, told.minor], "free": free, "total": total})
+spec = importlib.util.find_spec("triton")
+found = {"cuda": torch.version.cuda, "gpus": gpus, "cpu": torch.backends.cpu.get_cpu_capability()}
+found["triton"] = spec is not None and spec.origin is not None
+if gpus:
+    try:
+        import pynvml
+        pynvml.nvmlInit()
+        found["driver"] = str(pynvml.nvmlSystemGetDriverVersion())
+    except Exception as error:
+        found["nvml"] = f"{type(error).__name__}: {error}"
+    memory = torch.empty(1 << 20, dtype=torch.uint8)
+    found["registers"] = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0)) == 0
+print(json.dumps(found))
 """
 
 
@@ -120,10 +136,36 @@ def _torch_state(package: str, torch: Mapping[str, Any]) -> tuple[str, bool]:
 def _devices(torch: Mapping[str, Any]) -> Iterator[Fact]:
     works = "error" not in torch
     yield Fact("cpu", "ready" if works else "torch does not work", ok=works)
-    for index, name in enumerate(torch.get("gpus", ())):
-        yield Fact(f"cuda:{index}", str(name))
+    for index, gpu in enumerate(torch.get("gpus", ())):
+        yield _gpu(index, gpu)
     if not torch.get("gpus"):
         yield Fact("cuda", "none", _why_no_cuda(torch), ok=False, serious=False)
+        return
+    yield from _around_cuda(torch)
+
+
+def _gpu(index: int, gpu: Mapping[str, Any]) -> Fact:
+    major, minor = gpu["capability"]
+    remark = f"compute capability {major}.{minor}, {number(gpu['free'])}B free of {number(gpu['total'])}B"
+    slow = major < 8
+    if slow:
+        remark += "; before 8.0 bfloat16 is emulated, and slow: take --dtype float16"
+    return Fact(f"cuda:{index}", str(gpu["name"]), remark, ok=not slow, serious=False)
+
+
+def _around_cuda(torch: Mapping[str, Any]) -> Iterator[Fact]:
+    """What is fast or slow on all of the devices, and why."""
+    if "nvml" in torch:
+        said = f"{torch['nvml']}: other programs on the device are not seen. pip install nvidia-ml-py"
+        yield Fact("driver", "not asked", said, ok=False, serious=False)
+    else:
+        yield Fact("driver", str(torch.get("driver", "")))
+    own = "our own kernels, in Triton" if torch.get("triton") else "torch's kernels"
+    lacks = "" if torch.get("triton") else "Triton is missing, and decoding is slower: pip install triton"
+    yield Fact("layers of text", own, lacks, ok=not lacks, serious=False)
+    registers = bool(torch.get("registers"))
+    lacks = "" if registers else "memory cannot be registered (ulimit -l): rows of other processes are copied"
+    yield Fact("shared memory", "read by the device" if registers else "copied", lacks, ok=registers, serious=False)
 
 
 def _why_no_cuda(torch: Mapping[str, Any]) -> str:
