@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import numbers
 import os
 import select
 import threading
@@ -77,7 +78,8 @@ class Client:
         self._lost: GpuinferError | None = None
 
     def __repr__(self) -> str:
-        opened = "open" if self._ready is not None else "not open" if self._connection is None else "waits for its server"
+        opened = "waits for its server" if self._connection is not None else "not open"
+        opened = "open" if self._ready is not None else opened
         state = "closed" if self._closed else "lost" if self._lost is not None else opened
         return f"<Client of a CentralServer: {state}, {len(self._pending)} pending>"
 
@@ -340,9 +342,11 @@ def _too_late(timeout: float | None) -> Expired:
 
 
 def _deadline(timeout: float | None) -> float:
-    """When so many seconds are over; inf for None. Raises `UsageError` for NaN."""
+    """When so many seconds are over; inf for None. Raises `UsageError` for what is no number."""
     if timeout is None:
         return math.inf
+    if not isinstance(timeout, numbers.Real):
+        raise UsageError(f"timeout is {timeout!r}. Give seconds as a number, or None to wait as long as it takes.")
     if math.isnan(timeout):
         raise UsageError("timeout is NaN. Give seconds, or None to wait as long as it takes.")
     return time.monotonic() + timeout

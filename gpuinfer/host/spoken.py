@@ -29,8 +29,9 @@ def kind_of(thing: Any) -> str:
 
 
 def in_full(error: BaseException) -> str:
-    """Such as `ValueError: no such row`."""
-    return f"{kind_of(error)}: {said(error)}"
+    """Such as `ValueError: no such row`; of one that says nothing only `ValueError`."""
+    text = said(error)
+    return f"{kind_of(error)}: {text}" if text else kind_of(error)
 
 
 def in_short(error: BaseException) -> str:

@@ -159,7 +159,7 @@ def load_weights(module: nn.Module, path: str, model: str) -> None:
 def read_weights(path: Path) -> dict[str, Tensor]:
     """Raises `UsageError` when the file is absent, damaged, or holds anything but named tensors."""
     if not path.is_file():
-        raise UsageError(f"no weights file {path}. Check --weights.")
+        raise UsageError(f"no weights file {path}. Check the path that was given as weights.")
     try:
         if path.suffix == ".safetensors":
             return load_file(path)

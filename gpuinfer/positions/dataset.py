@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from bisect import bisect_right
 from functools import lru_cache
 from itertools import accumulate
@@ -14,7 +13,7 @@ import torch
 from torch.utils.data import Dataset
 
 from gpuinfer.errors import UsageError
-from gpuinfer.positions.records import UNREADABLE, Folder, read
+from gpuinfer.positions.records import UNREADABLE, read, shards_of
 
 FIELDS = ("observation", "legal", "policy", "value", "player", "game", "move")
 OPEN_SHARDS = 8  # kept in memory; a shuffled epoch over many shards reads them again and again
@@ -28,11 +27,7 @@ class SelfPlayRecords(Dataset[dict[str, torch.Tensor]]):
     """
 
     def __init__(self, path: str | Path) -> None:
-        self._shards = sorted(Folder(Path(path)).shards())
-        if not self._shards:
-            raise UsageError(
-                f"{path} holds no records. Write some with `gpuinfer selfplay --out {shlex.quote(str(path))}`."
-            )
+        self._shards = shards_of(Path(path))
         self._ends = list(accumulate(_rows(shard) for shard in self._shards))
         self._open = lru_cache(OPEN_SHARDS)(_load)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -15,7 +14,7 @@ from numpy.typing import NDArray
 from gpuinfer.errors import UsageError
 from gpuinfer.host import machine
 from gpuinfer.host.records import differences
-from gpuinfer.positions.records import UNREADABLE, Folder, read
+from gpuinfer.positions.records import UNREADABLE, Folder, read, shards_of
 from gpuinfer.positions.symmetries import Symmetries
 
 GAME = ("game", "game_options")  # of a manifest's settings: positions of one game alone go together
@@ -62,7 +61,7 @@ KEYS = ("game", "move")
 
 def sizes_of(paths: Sequence[Path]) -> Sizes:
     """Of the first shard of each folder, which must agree. Raises `UsageError`, as `positions_of` does."""
-    found = {path: _sizes(next(iter(_shards(path)))) for path in paths}
+    found = {path: _sizes(next(iter(shards_of(path)))) for path in paths}
     _refuse_games_that_differ(paths)
     (first, sizes), *others = found.items()
     for path, other in others:
@@ -87,7 +86,7 @@ def positions_of(paths: Sequence[Path], newest: int | None = None) -> Positions:
     than there is memory for.
     """
     sizes = sizes_of(paths)
-    shards = [(number, shard) for number, path in enumerate(paths) for shard in _shards(path)]
+    shards = [(number, shard) for number, path in enumerate(paths) for shard in shards_of(path)]
     keys = [_read(shard, KEYS) for _, shard in shards]
     lengths = [len(one["game"]) for one in keys]
     folder = np.repeat([number for number, _ in shards], lengths)
@@ -111,15 +110,6 @@ def positions_of(paths: Sequence[Path], newest: int | None = None) -> Positions:
             arrays[name][place[start:end][wanted]] = array[wanted]
     _, numbered = np.unique(np.stack([folder[order], game[order]]), axis=1, return_inverse=True)
     return Positions(**arrays, game=numbered.reshape(-1).astype(np.int64))
-
-
-def _shards(path: Path) -> list[Path]:
-    shards = sorted(Folder(path).shards())
-    if not shards:
-        raise UsageError(
-            f"{path} holds no records. Write some with `gpuinfer selfplay --out {shlex.quote(str(path))}`."
-        )
-    return shards
 
 
 def _read(shard: Path, names: Sequence[str]) -> dict[str, NDArray[Any]]:

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shlex
 import uuid
 import zipfile
 import zlib
@@ -104,6 +105,18 @@ class Folder(RecordFolder):
             np.savez(file, **arrays)  # type: ignore[arg-type]  # its `allow_pickle` comes with NumPy 2.1
 
         return self.put(f"shard-{uuid.uuid4().hex}.npz", save)
+
+
+def shards_of(path: Path) -> list[Path]:
+    """In order. Raises `UsageError` where there are none."""
+    if path.is_file():
+        raise UsageError(f"{path} is a file. Give the folder that `gpuinfer selfplay --out` wrote.")
+    shards = sorted(Folder(path).shards())
+    if not shards:
+        raise UsageError(
+            f"{path} holds no records. Write some with `gpuinfer selfplay --out {shlex.quote(str(path))}`."
+        )
+    return shards
 
 
 def merge(parts: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:

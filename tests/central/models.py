@@ -79,7 +79,7 @@ class Unspeakable(Exception):
 class Faulty(Tagged):
     """Like `Tagged`, but for rows that ask for a fault: `how` it fails is theirs to say, in the feature before last."""
 
-    RAISES, ANSWERS_NAN, OTHER_SHAPE, OTHER_NAMES, EXITS, HANGS, CHATTERS, UNSPEAKABLE, DIES = range(9)
+    RAISES, ANSWERS_NAN, OTHER_SHAPE, OTHER_NAMES, EXITS, HANGS, CHATTERS, UNSPEAKABLE, DIES, INTERRUPTS = range(10)
 
     def forward(self, rows: Tensor) -> Tensor | tuple[Tensor, ...] | dict[str, Tensor]:
         answer = super().forward(rows)
@@ -93,6 +93,8 @@ class Faulty(Tagged):
             raise ValueError("x" * 10_000_000)
         if how == self.UNSPEAKABLE:
             raise Unspeakable
+        if how == self.INTERRUPTS:
+            raise KeyboardInterrupt
         if how == self.DIES:
             os._exit(3)
         if how == self.EXITS:

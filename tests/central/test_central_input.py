@@ -219,6 +219,7 @@ FAULTS = [
     pytest.param(Faulty.EXITS, BackendError, "SystemExit", id="leaves"),
     pytest.param(Faulty.OTHER_NAMES, BadResult, "agreed", id="answers under other names"),
     pytest.param(Faulty.CHATTERS, BackendError, "xxx …|… xxx|xxx", id="says very much"),
+    pytest.param(Faulty.INTERRUPTS, BackendError, r"raised KeyboardInterrupt\. Only", id="raises without a word"),
     pytest.param(Faulty.UNSPEAKABLE, BackendError, "raised Unspeakable", id="raises what cannot be put into words"),
 ]
 
@@ -525,8 +526,10 @@ def test_a_server_that_was_never_started_has_counted_nothing():
 
 
 def test_a_timeout_that_is_no_number_is_refused_and_the_client_goes_on(client):
-    with pytest.raises(UsageError, match="timeout is NaN"):
-        client.evaluate(named(1, 1, 3), timeout=float("nan"))
+    for timeout, said in ((float("nan"), "timeout is NaN"), ("1s", "timeout is '1s'. Give seconds as a number")):
+        with pytest.raises(UsageError, match=said):
+            client.evaluate(named(1, 1, 3), timeout=timeout)
+    assert client.evaluate(named(1, 1, 3), timeout=np.float32(60))["name"].shape == (3, 3)
     assert well(client)
 
 

@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader
 from gpuinfer.errors import UsageError, WorkError
 from gpuinfer.host.records import unwritable
 from gpuinfer.positions.dataset import FIELDS, SelfPlayRecords
+from gpuinfer.positions.reading import sizes_of
 from gpuinfer.positions.records import Folder
 from gpuinfer.workloads.selfplay.games.blob import Blob
 
@@ -253,6 +254,15 @@ def test_a_dataset_names_a_damaged_shard_and_its_cure(folder, how):
     damaged(next(folder.shards()), how)
     with pytest.raises(UsageError, match=r"shard-\w+\.npz cannot be read .* --resume"):
         SelfPlayRecords(folder.path)
+
+
+def test_a_dataset_of_a_file_does_not_advise_to_write_records_over_it(tmp_path):
+    (tmp_path / "file").write_text("of somebody's")
+    for read in (SelfPlayRecords, lambda path: sizes_of([path])):
+        with pytest.raises(
+            UsageError, match=r"file is a file\. Give the folder that `gpuinfer selfplay --out` wrote\.$"
+        ):
+            read(tmp_path / "file")
 
 
 def test_a_dataset_of_nothing_says_how_to_make_records(tmp_path):
