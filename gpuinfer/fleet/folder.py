@@ -28,6 +28,7 @@ class Private:
     def __init__(self, parent: str | Path) -> None:
         _remove_abandoned(Path(parent))
         self.path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))  # 0700
+        self._needed = [self.path]
         self._lock = os.fdopen(os.open(self.path / f"{LOCK}.new", os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600), "w")
         with contextlib.suppress(OSError):  # a file system without locks: nobody else removes it
             fcntl.flock(self._lock, fcntl.LOCK_EX)
@@ -40,7 +41,16 @@ class Private:
         path = self.path / name
         with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
             file.write(contents)
+        self._needed.append(path)
         return path
+
+    def touch(self) -> bool:
+        """Make all of it look new to what removes old files from /tmp. Whether what a fleet needs is still there."""
+        with contextlib.suppress(OSError):  # the folder is gone, or a file that went meanwhile
+            for one in self.path.iterdir():
+                os.utime(one, follow_symlinks=False)
+            os.utime(self.path)
+        return all(one.exists() for one in self._needed)
 
     def remove(self, keep_logs: bool = False) -> bool:
         """All of it, or all but logs that lie in it. Whether there are any that were kept."""
@@ -72,9 +82,15 @@ class Folder(Private):
         """Where the control socket lies: on this machine, and with a path as short as sockets want."""
         path = self.path / "control.sock"
         if len(str(path)) < SOCKET_PATH and self.path.parent == Path(tempfile.gettempdir()):
+            self._needed.append(path)
             return path
         self._near = Private("/tmp")
-        return self._near.path / "control.sock"
+        self._near._needed.append(path := self._near.path / "control.sock")
+        return path
+
+    def touch(self) -> bool:
+        near = self._near is None or self._near.touch()
+        return super().touch() and near
 
     def remove(self, keep_logs: bool = False) -> bool:
         if self._near is not None:

@@ -38,6 +38,7 @@ from gpuinfer.stats import Snapshot
 log = logging.getLogger(__name__)
 
 KEPT_DECISIONS = 32
+TOUCH_S = 10.0  # between looks at the fleet's folder
 END_S = 10.0  # for replicas to leave, once nothing is under way
 NOTHING = MemberCounters()
 
@@ -94,7 +95,7 @@ class Fleet:
         for error in failures:
             self._tell(str(error))
         fresh = keep_fresh(self.plan.access.files, self._exchange_keys)
-        self._tasks = [asyncio.create_task(one) for one in (self._scale(), self._count(), fresh)]
+        self._tasks = [asyncio.create_task(one) for one in (self._scale(), self._count(), self._keep_folder(), fresh)]
         return self.url
 
     async def add(self, url: str | None = None, key: str | None = None) -> Worker:
@@ -223,6 +224,17 @@ class Fleet:
         while True:
             await self.snapshot()
             await asyncio.sleep(EVERY_S)
+
+    async def _keep_folder(self) -> None:
+        """Until it is gone, which is said once."""
+        there = True
+        while there:
+            await asyncio.sleep(TOUCH_S)
+            there = await asyncio.to_thread(self._folder.touch)
+        self._tell(
+            f"Files of the fleet in {self._folder.path} were removed: no replica can be started any more, and /health, "
+            "/stats and /workers may not answer. Start the fleet anew; TMPDIR=DIR puts them where nothing cleans up."
+        )
 
     async def _scale(self) -> None:
         while not self.plan.limits.fixed:

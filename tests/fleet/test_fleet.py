@@ -5,7 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
+import shutil
 import signal
+import socket
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -17,7 +20,7 @@ from killing import Load, drive, standin_answers
 from ports import free_port
 from standin_replica import text
 
-from gpuinfer.fleet.folder import Private
+from gpuinfer.fleet.folder import Folder, Private
 from gpuinfer.http.client import Client, Unreachable
 
 ASKED = {"prompt": "abc", "seed": 3}
@@ -296,6 +299,42 @@ async def test_a_fleet_of_which_no_replica_comes_up_ends_with_its_last_words(tmp
         assert await it.ended() == 1
         assert "none of 2 replicas came up" in it.log
         assert "no such checkpoint, alas" in it.log
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["one folder", "the socket lies apart"])
+def test_what_removes_old_files_finds_none_in_a_folder_that_is_touched(tmp_path, monkeypatch, shared):
+    monkeypatch.setattr("tempfile.tempdir", "/tmp")  # a short path, as sockets want
+    folder = Folder(tmp_path if shared else None)
+    control = folder.socket()
+    assert (control.parent == folder.path) != shared
+    bound = socket.socket(socket.AF_UNIX)
+    bound.bind(str(control))
+    try:
+        (folder.path / "replica-0.log").write_text("words")
+        found = [one for place in {folder.path, control.parent} for one in (place, *place.iterdir())]
+        assert len(found) == (8 if shared else 6)  # a folder and its lock, once or twice; two keys, the socket, a log
+        for one in found:
+            os.utime(one, (0, 0))
+        assert folder.touch()
+        assert all(one.stat().st_mtime > 0 < one.stat().st_atime for one in found)
+        control.unlink()
+        assert not folder.touch()
+    finally:
+        bound.close()
+        folder.remove()
+    assert not folder.touch()
+
+
+async def test_a_fleet_whose_folder_is_removed_says_so_with_the_cure_and_still_answers(tmp_path):
+    async with fleet(tmp_path) as it:
+        shutil.rmtree(it.told["folder"])
+        await standins.until(lambda: "Start the fleet anew; TMPDIR=DIR" in it.log, "the loss is said")
+        assert choice((await it.ask("POST", "/v1/completions", ASKED)).body) == SAID
+        (replica,) = [one for one in it.family() if "standin_replica" in " ".join(one.cmdline())]
+        replica.kill()
+        await standins.until(lambda: "cannot be started: its log" in it.log, "the replica's failure is said")
+        it.signal(signal.SIGTERM)
+        assert await it.ended() == 0
 
 
 @pytest.mark.thorough

@@ -45,7 +45,11 @@ class Local(Launcher):
         return self._start(plan)
 
     def _start(self, plan: ReplicaPlan) -> Child:
-        log = os.open(plan.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        try:
+            log = os.open(plan.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            cure = "Mend that, or start the fleet anew."
+            raise WorkError(f"{plan.name} cannot be started: its log {plan.log}: {error.strerror}. {cure}") from None
         try:
             begins = os.lseek(log, 0, os.SEEK_END)
             process = subprocess.Popen(
