@@ -21,6 +21,7 @@ from gpuinfer.config import blame, registry
 from gpuinfer.config.foreign import hub_hint
 from gpuinfer.config.options import check
 from gpuinfer.errors import UsageError, WorkError
+from gpuinfer.host.files import no_folder
 from gpuinfer.openai.options import TEXT_MODELS
 
 if TYPE_CHECKING:
@@ -140,7 +141,10 @@ def execute(values: Mapping[str, Any]) -> int:
         if found:
             document = _document(options, network, subject, found, len(content))
             _show(document, on_stderr=destination.stdout)
-            destination.write(document)
+            if (failed := sys.exception()) is None:
+                destination.write(document)
+            else:
+                destination.write_failed(document, failed)
     return 0
 
 
@@ -159,8 +163,7 @@ def _refuse(options: Options) -> None:
     if options.out.exists():
         raise UsageError(f"{options.out} exists already. Give another --out.")
     if not options.out.parent.is_dir():
-        folder = options.out.parent
-        raise UsageError(f"--out {options.out}: there is no folder {folder}. Create it (mkdir -p {folder}).")
+        raise no_folder("--out", options.out)
     ways = [name for name in ("records", "game", "features") if getattr(options, name)]
     if len(ways) > 1:
         raise UsageError(f"--{ways[0]} says how large a row is, and --{ways[1]} too. Leave one of them out.")
