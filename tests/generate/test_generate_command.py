@@ -223,7 +223,7 @@ def test_standard_input_of_another_form_ends_the_run_and_leaves_nothing(tmp_path
 def test_json_with_faults_is_no_other_form(tmp_path, text):
     (tmp_path / "in.csv").write_text(text)
     done = generate("--input", "in.csv", cwd=tmp_path)
-    assert "one JSON object a line. " not in done.stderr
+    assert "prompts are read as one JSON object a line" not in done.stderr
     assert done.stdout
 
 

@@ -209,7 +209,7 @@ def test_the_panel_says_it_in_words():
         "10 steps, waited 200 ms, 2% of its time",
         "3 of 4 groups, staleness 0.5, most 1 of 1",
         "of the trainer's time: adapter load 3%",
-        "beside it other, 16 slots",
+        "beside: other, 16 slots",
     ):
         assert words in said
 

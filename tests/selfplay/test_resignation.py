@@ -402,5 +402,5 @@ def test_a_game_that_says_it_is_won_or_lost_and_is_not_is_found_by_the_kit_and_e
     words = ["--game", "broken_in_python:Graded", "--model", "uniform", "--workers", 1, "--games", 20, "--quiet"]
     made = selfplay(*words, "--resign", 1, "--resign-check", 1, cwd=HERE)
     assert made.returncode == 2, made.stderr
-    assert "game 'Graded' brought [" in complaint(made)
-    assert complaint(made).endswith("Leave --resign out, or mend `returns`.")
+    assert "won_or_lost = True says that they are 1 and -1" in complaint(made)
+    assert complaint(made).endswith("Give those, or leave won_or_lost out.")

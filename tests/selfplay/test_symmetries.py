@@ -67,10 +67,12 @@ def test_a_true_symmetry_is_borne_out_and_a_wrong_one_named_before_anything_is_p
     for name in ("broken_in_python.py", "in_python.py"):
         shutil.copy(Path(__file__).with_name(name), tmp_path)
     words = ["gpuinfer", "selfplay", "--model", "uniform", "--games", "4", "--workers", "1", "--quiet", "--game"]
-    done = forking.run([*words, "broken_in_python:WronglyMirrored"], tmp_path)
+    assert forking.run([*words, "broken_in_python:Mirrored"], tmp_path).returncode == 0
+    done = forking.run(
+        [*words, "broken_in_python:WronglyMirrored"], tmp_path
+    )  # another game of a file that was looked at
     assert done.returncode == 2
     assert "is not played, since it does what it must not: symmetry 0 of `symmetries` turns" in done.stderr
-    assert forking.run([*words, "broken_in_python:Mirrored"], tmp_path).returncode == 0
 
 
 def test_the_kit_turns_compiled_games_too():

@@ -97,7 +97,8 @@ class PrefixTree:
 
     def add(self, parent: Node, key: bytes, page: int) -> Node:
         """A row's page can be found from now on, behind `parent`. There must be none with these very tokens."""
-        assert key not in parent.children, "a node that is nobody's child could not be dropped"
+        if key in parent.children:  # the one that is there would be nobody's child, and could not be dropped
+            raise RuntimeError("these tokens are known behind this page already")
         node = Node(parent, key, page, parent.start + len(parent.key) // BYTES)
         parent.children[key] = node
         if len(key) >= HEAD:

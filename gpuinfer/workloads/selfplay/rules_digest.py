@@ -25,6 +25,7 @@ def of_game(game: Game) -> str:
     parts = [repr([(name, _plain(getattr(game, name))) for name in SIZES]).encode(), game.config.tobytes()]
     theirs = [kind.__module__ for kind in type(game).__mro__ if not _is_ours(kind.__module__)]
     theirs = [module for module in theirs if module not in sys.stdlib_module_names]
+    parts.append(type(game).__qualname__.encode())  # a file may have several games
     parts += source_of(theirs) if theirs else [str(game.rules_version).encode()]
     if game.compiled and not _is_ours(game.rules):
         from gpuinfer.workloads.selfplay import kernels  # which needs Numba: half a second, and ours are never asked

@@ -45,14 +45,16 @@ class Turn:
 
 
 def refuse_symmetries(game: PythonGame, games: int, seconds: float) -> None:
-    """Raises `OutOfBounds` for a symmetry that is none. Plays so many games, or as many as half of the time allows."""
+    """Raises `OutOfBounds` for a symmetry that is none. Plays so many games, or as many as half of the time allows. The
+    time is the processor's: a busy machine looks at as much.
+    """
     symmetries = None if game.hidden else checked(game.symmetries(), game.features, game.actions, "the game")
     if symmetries is None:
         return
     first = game.actions  # the mask of legal actions stands before what is observed
     both = zip(symmetries.features, symmetries.actions, strict=True)
     turns = [Turn(number, features[first:] - first, actions) for number, (features, actions) in enumerate(both)]
-    began, rules = time.monotonic(), CheckedRules(game)
+    began, rules = time.thread_time(), CheckedRules(game)
     found = _reached(rules, games, began + seconds / 2)
     if found is None:
         return
@@ -69,7 +71,7 @@ def refuse_symmetries(game: PythonGame, games: int, seconds: float) -> None:
     as_it_is = Turn(len(turns), np.arange(game.features - first), np.arange(game.actions))
     for number in range(games if at_first else 0):
         _play_both(rules, *at_first[number % len(at_first)], [*turns, as_it_is], random.Random(number))
-        if time.monotonic() > began + seconds:
+        if time.thread_time() > began + seconds:
             break
 
 
@@ -88,7 +90,7 @@ def _reached(rules: CheckedRules, games: int, end: float) -> tuple[dict[bytes, K
             if pool.setdefault(one.row.tobytes(), one).leads != one.leads:
                 return None
             one = _known(rules, rules.apply(one.position, moves.choice(list(one.leads))))
-        if time.monotonic() > end:
+        if time.thread_time() > end:
             break
     return pool, starts
 
