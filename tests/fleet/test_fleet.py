@@ -224,7 +224,7 @@ async def test_a_crowded_router_answers_health_checks_and_refuses_work(tmp_path)
                 assert (b"too many connections" in answer) == (status == b"503")
         finally:
             for _, writer in crowd:
-                writer.close()
+                await _closed(writer)
         await standins.until(lambda: _answers(port, "/stats"), "room for others")
 
 
@@ -236,7 +236,13 @@ async def _alone(port: int, path: str) -> bytes:
         head = await reader.readuntil(b"\r\n\r\n")
         return head + (await reader.read() if b"close" in head.lower() else b"")
     finally:
-        writer.close()
+        await _closed(writer)
+
+
+async def _closed(writer: asyncio.StreamWriter) -> None:
+    writer.close()
+    with contextlib.suppress(OSError):  # the router was quicker
+        await writer.wait_closed()
 
 
 async def _answers(port: int, path: str) -> bool:

@@ -46,7 +46,15 @@ def test_a_file_describes_a_server_as_well_as_flags_do(tmp_path):
         answers = [server.ask("/v1/completions", {"prompt": [1] * long, "max_tokens": 1}) for long in (95, 97)]
         assert [answer.status for answer in answers] == [200, 400]
         with pytest.raises(UsageError, match=r"is a server of gpuinfer's\. Ask it with --backend fleet"):
-            asyncio.run(Endpoint(server.url, None, 1, 1.0).open(None))
+            asyncio.run(opened(server.url))
+
+
+async def opened(url):
+    endpoint = Endpoint(url, None, 1, 1.0)
+    try:
+        await endpoint.open(None)
+    finally:
+        await endpoint.end()
 
 
 def test_a_file_is_for_its_owner_alone(tmp_path):
