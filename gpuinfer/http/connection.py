@@ -16,7 +16,7 @@ from gpuinfer.http import replies, request_log
 from gpuinfer.http.departures import Departures, say_all
 from gpuinfer.http.exchange import ClientGone, Exchange, Handler, Quick
 from gpuinfer.http.incoming import Incoming
-from gpuinfer.http.limits import HttpLimits
+from gpuinfer.http.limits import CROWDED_S, HttpLimits
 from gpuinfer.http.malformed import Malformed
 from gpuinfer.http.strict import Head, check_target
 
@@ -28,7 +28,6 @@ LINGER_S = 2.0  # how long the rest of a refused request is read and dropped, so
 LINGER_BYTES = 1 << 20
 NEW_S = 1.0  # a connection without a request is given so much when the server stops
 CROWDED = Malformed(503, "too many connections. Try again.")
-CROWDED_S = 2.0
 FULL = Malformed(503, "the bodies of other requests fill the server's memory. Try again.")
 QUICK_TURNS = 64  # pipelined requests that are answered on the spot before other connections have their turn
 FAILED = "the server failed at this request; its log says how. Try another."

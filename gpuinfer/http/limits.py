@@ -6,6 +6,8 @@ from dataclasses import dataclass, replace
 
 REFUSALS = 1024
 OWN = 16  # descriptors for anything but connections
+SPARE = 64  # connections beyond the limit that are still heard, so that probes come through
+CROWDED_S = 2.0  # for one of these to ask
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +42,11 @@ def fitting(connections: int, descriptors: int, each: int = 1) -> tuple[int, int
         return connections, REFUSALS
     refusals = min(REFUSALS, descriptors // 4)
     return max(1, min(connections, (descriptors - refusals - OWN) // each)), refusals
+
+
+def heard(refusals: int) -> int:
+    """How many connections beyond the limit may still ask, where so many can be refused."""
+    return min(SPARE, refusals // 2)
 
 
 def fewer(wanted: int, connections: int) -> str:

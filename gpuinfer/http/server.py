@@ -15,12 +15,11 @@ from gpuinfer.http import binding
 from gpuinfer.http.connection import Connection
 from gpuinfer.http.departures import Departures
 from gpuinfer.http.exchange import Handler, Quick
-from gpuinfer.http.limits import HttpLimits
+from gpuinfer.http.limits import HttpLimits, heard
 from gpuinfer.http.tls import Certificate
 
 log = logging.getLogger(__name__)
 
-SPARE = 64  # connections beyond the limit that are still heard, so that probes come through
 TOLD_S = 10.0  # from one line of the log about too many connections to the next
 LOOK_S = 1.0  # how often deadlines are looked at, at most
 
@@ -118,7 +117,7 @@ class HttpServer:
         if beyond > 0:
             self._counts["crowded"] += 1
             self._tell()
-            connection.crowd(heard=beyond <= min(SPARE, self.limits.refusals // 2))
+            connection.crowd(heard=beyond <= heard(self.limits.refusals))
 
     def lingers(self, connection: Connection) -> bool:
         """Its last response is written. Whether there is room to wait until the client closes too."""

@@ -19,6 +19,7 @@ from gpuinfer.fleet.router.trip import Trip
 from gpuinfer.http import replies, request_log
 from gpuinfer.http.chunked import ChunkedBody
 from gpuinfer.http.departures import say_all
+from gpuinfer.http.limits import CROWDED_S, heard
 from gpuinfer.http.malformed import Malformed
 
 log = logging.getLogger(__name__)
@@ -28,8 +29,6 @@ AHEAD = 16 << 10  # bytes of further requests that are taken in while one is ans
 SLOWEST = 16 << 10  # bytes a second: a body that comes more slowly is not waited for beyond `body_s`
 FULL = Refusal(503, "the router holds as many requests as it may. Try again later.", 1)
 CROWDED = Refusal(503, "too many connections. Try again later.", 1)
-SPARE = 64  # connections beyond the limit that are still heard, so that probes come through
-CROWDED_S = 2.0  # for one of these to ask
 HEALTH = b"/health"
 TRACE = re.compile(rb"(?i)\r\ntraceparent:[ \t]*([0-9a-f-]{55,128})[ \t]*(?=\r|$)")
 TOLD_S = 10.0  # from one line of the log about too many connections to the next
@@ -136,7 +135,7 @@ class ClientSide(asyncio.Protocol):
         self._relay.count(Total.CONNECTIONS)
         if (beyond := door.open - config.connections) > 0:
             door.crowded()
-            if beyond <= min(SPARE, config.refusals // 2):
+            if beyond <= heard(config.refusals):
                 self._crowded = True
                 return
             self.refuse(CROWDED.status, CROWDED.message, CROWDED.retry_s)
@@ -368,7 +367,7 @@ class ClientSide(asyncio.Protocol):
         if key is not None and tokens is not None:
             self._door.gate.quotas.spend(key, sum(tokens))
         looks = trip.member is None and trip.method == b"GET"  # again and again, at /health and /metrics
-        if not logs or (looks and (status < 400 or trip.asked.target == b"/health")):
+        if not logs or (looks and (status < 400 or trip.asked.target == HEALTH)):
             return
         notes: dict[str, object] = {"id": trip.request_id.decode("latin-1")}
         if trip.model is not None:
