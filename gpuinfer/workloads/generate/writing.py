@@ -32,7 +32,6 @@ APPENDING = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
 class Outlet:
     """Writes to a descriptor, which stays the caller's. `name` is what people call it; `aside` takes what must wait.
     `path` is where its file has to stay, if it is one: answers that are removed meanwhile are not called done.
-    `path` is where its file has to stay, if it is one: answers that are removed meanwhile are not called done.
 
     `add` and its like belong to the event loop. After a failure nothing more is written, and everything raises it; of a
     regular file the line that was half written is taken back. `lane` is told of the thread's time: write, sync.
