@@ -127,7 +127,7 @@ class Evidence:
         """Cores, on average, that computed nothing while nobody else had them: no thread wanted them, or one of ours
         waited there (`threads_waited_s`). 0 where it is not known, or the model is elsewhere.
         """
-        if not (self.wall_s > 0 and self._cores_known):
+        if not self._cores_known:
             return 0.0
         unused = self.unused_cores
         if unused is None:
@@ -139,7 +139,7 @@ class Evidence:
         """Seconds on a core in which a thread of ours waited, actively, for the other threads of a step. While one of
         these is ready and has no core, somebody else's program is why. 0 where it is not known.
         """
-        if not (self.wall_s > 0 and self._cores_known):
+        if not self._cores_known:
             return 0.0
         waited, computed = (self.steps.get(f"threads_{what}_s", 0.0) for what in ("waited", "busy"))
         held_up = ((self.threads or 1) - 1) * self.cpu_wait_s
@@ -147,7 +147,8 @@ class Evidence:
 
     @property
     def _cores_known(self) -> bool:
-        return self.on_cpu and bool(self.cpu_s or self.unused_cores is not None) and self.computes_here
+        measured = self.wall_s > 0 and (self.cpu_s > 0 or self.unused_cores is not None)
+        return measured and self.on_cpu and self.computes_here
 
     @property
     def computes_here(self) -> bool:
