@@ -20,6 +20,7 @@ from gpuinfer.report import learning, models, resignation, sharing, strength, te
 from gpuinfer.report.evidence import Evidence, is_forward
 from gpuinfer.report.judging import judge
 from gpuinfer.report.stages import of_stages
+from gpuinfer.report.text import SHORTAGES
 from gpuinfer.stats import ERRORS, Snapshot, mean_size, percentile, summarise
 from gpuinfer.unmasked import Unmasked
 
@@ -203,8 +204,7 @@ def unmasking(snapshot: Snapshot) -> dict[str, float] | None:
 def pages(snapshot: Snapshot) -> dict[str, float] | None:
     """What it came to that pages of the cache ran short; None where nothing has them."""
     steps = snapshot.device.get("steps") or {}
-    counts = ("waited_rows", "preempted_rows", "recomputed_tokens")
-    return {name: steps.get(name, 0) for name in counts} if "preempted_rows" in steps else None
+    return {name: steps.get(name, 0) for name in SHORTAGES} if "preempted_rows" in steps else None
 
 
 def slots_of_a_lane(snapshot: Snapshot) -> float:

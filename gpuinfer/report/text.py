@@ -14,6 +14,7 @@ from gpuinfer.report.crowding import neighbours
 from gpuinfer.report.evidence import Evidence, station_s
 from gpuinfer.report.forecast import DOUBT, Gain
 from gpuinfer.report.laws import Curve
+from gpuinfer.units import whole
 
 DISTURBED = 0.15  # of the time in which our threads were ready to run: so long they waited for others
 LARGE = 0.3  # of the time: worth a verdict of its own
@@ -303,22 +304,29 @@ MOST_SLOTS = 64, 1024  # that a device has by itself, the CPU and CUDA: no more 
 def too_few_pages(case: Case) -> Verdict | None:
     """Rows wait for pages of keys and values, or give theirs back and are computed again."""
     run = case.run
-    waited, preempted, again = (run.steps.get(name, 0.0) for name in SHORTAGE)
+    waited, preempted, again = (run.steps.get(name, 0.0) for name in SHORTAGES)
     tokens = run.steps.get("prompt_tokens", 0.0) + run.steps.get("output_tokens", 0.0)
     rows = _rows(run)
     if max(waited, preempted) <= SHORT_OF_PAGES * rows or (_used(run) >= FULL and again < COMPUTED_AGAIN * tokens):
         return None
-    parts = [(waited, "rows waited for some"), (preempted, "times a row gave its own back")]
-    parts += [(again, "tokens were computed again")]
-    found = ", ".join(f"{count:,.0f} {what}" for count, what in parts if count)
     used = f"{_used(run) * run.slots:,.1f} of {run.slots:,} slots were in use"
-    why = f"Pages of keys and values ran short: {found}; {used}."
+    why = f"Pages of keys and values ran short: {shortage(run.steps)}; {used}."
     advice, change = _more_pages(run, rows)
     gain = Gain.up_to(min(1 / max(_used(run), 0.01), MOST_GAIN))
     return Verdict("too few pages", "idle", why, advice, change, gain)
 
 
-SHORTAGE = ("waited_rows", "preempted_rows", "recomputed_tokens")
+SHORTAGES = {
+    "waited_rows": "rows waited for some",
+    "preempted_rows": "times a row gave its own back",
+    "recomputed_tokens": "tokens were computed again",
+}
+"""What pages that run short come to, as steps count it and the report's `pages` has it, in words."""
+
+
+def shortage(counts: Mapping[str, float]) -> str:
+    """What it came to; "" where no pages ran short."""
+    return ", ".join(f"{whole(count)} {words}" for name, words in SHORTAGES.items() if (count := counts.get(name)))
 
 
 def _more_pages(run: Evidence, rows: int) -> tuple[str, Change | None]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from gpuinfer.report.text import shortage
 from gpuinfer.screen import resignation, rollouts, strength, training
 from gpuinfer.screen.rows import PanelRow
 from gpuinfer.screen.view import LEAST_SHARE, device_of, errors_of, on_cores, row_word, with_failed
@@ -110,17 +111,8 @@ def _batches(batches: Mapping[str, Any]) -> Iterator[PanelRow]:
 
 def _pages(found: Mapping[str, float]) -> Iterator[PanelRow]:
     """What it came to that pages of keys and values ran short, where they did."""
-    said = [
-        f"{whole(found[name])} {what}"
-        for name, what in (
-            ("waited_rows", "rows waited for some"),
-            ("preempted_rows", "times a row gave its own back"),
-            ("recomputed_tokens", "tokens computed again"),
-        )
-        if found.get(name)
-    ]
-    if said:
-        yield PanelRow("pages", f"ran short: {', '.join(said)}", "warning")
+    if said := shortage(found):
+        yield PanelRow("pages", f"ran short: {said}", "warning")
 
 
 def _unmasking(found: Mapping[str, float]) -> Iterator[PanelRow]:
