@@ -7,16 +7,17 @@ of those that somebody would have resigned, fewer than 5 % are to be games that 
 from __future__ import annotations
 
 import math
+from array import array
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
-
+from gpuinfer.report.strength import NORMAL_95
 from gpuinfer.units import whole
 
 MOST_FALSE = 0.05  # of the checked games that somebody would have resigned
 STEP = 0.005  # between thresholds that are looked at
-NORMAL_95 = 1.959964  # standard deviations
+THRESHOLDS = array("f", [round(step * STEP, 3) for step in range(1, round(1 / STEP) + 1)])  # float32, as in the search
 COUNTED = ("threshold", "games", "resigned", "checked", "would_have_resigned", "false")
 ADVISED = "advised"  # a fact where there is such a threshold
 FACT = "resignation: "  # before each of them, in `Progress.facts`
@@ -38,7 +39,9 @@ class Resignations:
     def __init__(self, threshold: float) -> None:
         self._threshold = threshold
         self._known: set[int] = set()
-        self._lowest: list[tuple[float, float]] = []  # of each checked game, and among those not lost
+        # Checked games by how many of the thresholds they would have been resigned at, and falsely so.
+        self._reached = [0] * (len(THRESHOLDS) + 1)
+        self._reached_falsely = [0] * (len(THRESHOLDS) + 1)
         self._counts = dict.fromkeys(COUNTED[1:], 0)
 
     def add(self, games: Mapping[int, Sequence[Any]]) -> None:
@@ -54,7 +57,8 @@ class Resignations:
             self._counts["would_have_resigned"] += one.resigned and one.checked
             if one.checked:
                 self._counts["false"] += one.false
-                self._lowest.append((one.lowest, one.lowest_false))
+                self._reached[bisect_right(THRESHOLDS, -one.lowest)] += 1
+                self._reached_falsely[bisect_right(THRESHOLDS, -one.lowest_false)] += 1
 
     def facts(self) -> dict[str, float]:
         """What `of_resignation` reads; nothing before a game has ended."""
@@ -70,13 +74,13 @@ class Resignations:
         should be, and some rightly. Counted a little too strictly: a game whose loser would have resigned first counts
         as false where the other came to think even worse of it.
         """
-        lowest, lowest_false = np.sort(np.array(self._lowest, np.float32), axis=0).T
-        for step in range(math.floor(self._threshold / STEP) + 1, round(1 / STEP) + 1):
-            threshold = round(step * STEP, 3)
-            resigned, false = (np.searchsorted(one, np.float32(-threshold), "right") for one in (lowest, lowest_false))
+        found, resigned, false = None, 0, 0
+        for step in range(len(THRESHOLDS), math.floor(self._threshold / STEP), -1):
+            resigned += self._reached[step]
+            false += self._reached_falsely[step]
             if resigned and false <= MOST_FALSE * resigned:
-                return threshold
-        return None
+                found = round(step * STEP, 3)
+        return found
 
 
 def _too_many(found: Mapping[str, float]) -> bool:
