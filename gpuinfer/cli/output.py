@@ -20,9 +20,9 @@ from pydantic import BaseModel
 from gpuinfer.errors import GpuinferError, UsageError, WorkError
 from gpuinfer.host import spoken, standard_files
 from gpuinfer.host.files import no_folder
+from gpuinfer.host.records import MANIFEST
 
 BESIDE_OUTPUT = (".run.json", ".early", ".before")  # what a run keeps beside the file that it writes
-MANIFEST = "manifest.json"  # of a folder of records
 REPLACED = re.compile(rb'\{\s*"(schema": "gpuinfer\.(report|loop|trace)/|host": )')
 """How reports, traces and ready files begin: those that an earlier run has left in its folder are replaced."""
 
