@@ -36,11 +36,16 @@ def checked(tmp_path_factory):
     """What the command says of the whole package, in a terminal of 80 columns."""
     folder = tmp_path_factory.mktemp("site")
     install_broken(folder)
+    return check("broken", folder, columns=80)
+
+
+def check(what: str, folder: Path, columns: int) -> subprocess.CompletedProcess[str]:
+    """The command, with what is installed in the folder."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("GPUINFER_")}
     path = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
     return subprocess.run(
-        [sys.executable, "-m", "gpuinfer", "plugins", "check", "broken", "--each", "1s"],
-        env={**environment, "PYTHONPATH": path, "COLUMNS": "80"},
+        [sys.executable, "-m", "gpuinfer", "plugins", "check", what, "--each", "1s"],
+        env={**environment, "PYTHONPATH": path, "COLUMNS": str(columns)},
         cwd=folder,
         capture_output=True,
         text=True,
@@ -142,13 +147,6 @@ def test_a_game_in_order_passes_every_check(site, monkeypatch):
 )
 def test_a_class_is_checked_by_its_path(tmp_path, path, code, said):
     install_broken(tmp_path)
-    done = subprocess.run(
-        [sys.executable, "-m", "gpuinfer", "plugins", "check", path, "--each", "1s"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env={**os.environ, "COLUMNS": "200"},
-    )
+    done = check(path, tmp_path, columns=200)
     assert done.returncode == code, done.stdout + done.stderr
     assert said in " ".join((done.stdout + done.stderr).split())
