@@ -228,7 +228,7 @@ class Admission:
         """Whether a row that is computing more of its beginning by as much as a copy is worth makes it wait. That row
         comes before it, so waiting costs nothing.
         """
-        most = min(row.first - 1, row.echoed_from)
+        most = row.may_share
         if most < LEAST or (alike := self._beginnings.get(_beginning(row))) is None:
             return False
         owners = [one for one in list(alike)[-OWNERS_LOOKED_AT:] if not self._table.outdated[one.slot]]

@@ -207,6 +207,13 @@ class Row:
         self.computed = 0  # so many of its positions have been computed, when it last had to give its pages back
         self.resumed = False  # the tokens that it goes through are those of an answer that goes on
 
+    @property
+    def may_share(self) -> int:
+        """How many of its first tokens others may have computed for it: not the last one, nor those whose logits are
+        wanted.
+        """
+        return 0 if self.alone else min(self.first - 1, self.echoed_from)
+
     def suspend(self, filled: int, answer: Ints | None) -> None:
         """It has lost its pages, which held `filled` positions, and goes through these tokens once more. `answer`: all
         tokens of prompt and answer, if it was past its first ones.

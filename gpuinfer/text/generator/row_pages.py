@@ -37,13 +37,8 @@ class RowPages:
         return len(self.pool) + self.tree.unused
 
     def find(self, row: Row) -> Match:
-        """What there is of its first tokens. The last one is never part of it, nor are those whose logits are wanted:
-        they are computed.
-        """
-        if row.alone:
-            return Match(None, [])
-        most = min(row.first - 1, row.echoed_from)
-        return self.tree.find(row.work.adapter_number, row.known[:most])
+        """What there is of its first tokens. Those that it may not share are computed."""
+        return self.tree.find(row.work.adapter_number, row.known[: row.may_share])
 
     def seat(self, row: Row, match: Match, spare: int) -> bool:
         """Give a row pages for all that it goes through at first, and one for each follower's copy of the last page, if
