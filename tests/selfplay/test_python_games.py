@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import re
 import shutil
 from pathlib import Path
@@ -46,7 +47,7 @@ from in_python import Kuhn, PythonBlob, PythonConnectFour, Wager
 from matches import arena_of, played, random_linear, same, search_of
 
 from gpuinfer.errors import UsageError, WorkError
-from gpuinfer.testing import assert_ok
+from gpuinfer.testing import assert_ok, python_games
 from gpuinfer.testing.games import check_game
 from gpuinfer.testing.hidden import CompiledAsPython, fault_of_hiding
 from gpuinfer.workloads.selfplay import arrays, games, kernels
@@ -275,6 +276,15 @@ def test_the_kit_remarks_on_returns_that_are_too_large():
     [found] = [finding for finding in check_game(Rich) if finding.name == "returns are between -1 and 1"]
     assert found.ok
     assert "as large as 100" in found.detail
+
+
+def test_games_that_fail_when_they_are_played_for_longer_end_no_other_check(monkeypatch):
+    monkeypatch.setattr(python_games, "PLAYED_S", 0.0)  # one game, as of rules that take long
+    monkeypatch.setattr(NanLate, "ended", itertools.count())
+    monkeypatch.setattr(NanLate, "known", 3)
+    found = {finding.name: finding for finding in check_game(NanLate)}
+    assert found[python_games.PLAYS].ok
+    assert "`returns` gave [nan, 1.0] for seats = 2" in found[python_games.COMPANY].detail
 
 
 def test_what_symmetries_raise_is_the_games_fault(tmp_path):

@@ -271,7 +271,7 @@ def main() -> None:
         with np.errstate(all="ignore"):
             game = games.build(order["game"], order["options"])
             if isinstance(game, PythonGame):
-                found = {"fault": python_playthrough.fault_of(game, range(order["games"]), order["seconds"])}
+                found = {"fault": python_playthrough.fault_of(game, range(order["games"]), order["seconds"], [])}
             else:
                 rules = importlib.import_module(game.rules)
                 found = played(game, rules, range(order["games"]), order["seconds"], plain=order["plain"])

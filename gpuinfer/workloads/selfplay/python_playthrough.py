@@ -24,13 +24,15 @@ Seen = tuple[int, list[Any], np.ndarray]
 """All that a position says of itself: who moves, the legal actions or the outcomes of chance, the features."""
 
 
-def fault_of(game: PythonGame, numbers: Iterable[int], seconds: float) -> str | None:
-    """What is wrong with it and the cure, as one of these games shows it, or as many of them as the time allows."""
+def fault_of(game: PythonGame, numbers: Iterable[int], seconds: float, returned: list[list[float]]) -> str | None:
+    """What is wrong with it and the cure, as one of these games shows it, or as many of them as the time allows.
+    `returned` takes the returns of each.
+    """
     end = time.monotonic() + seconds
     try:
         check_sizes(game)
         for number in numbers:
-            PythonPlaythrough(game, number).play()
+            returned.append(PythonPlaythrough(game, number).play())
             if time.monotonic() > end:
                 break
         refuse_symmetries(game, TURNED, seconds)
