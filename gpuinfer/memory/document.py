@@ -65,10 +65,10 @@ def _batches(device: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def notes(document: Mapping[str, Any], device: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    largest, noun = device["largest"], rows_of(document)
+    largest = device["largest"]
     free, room = memory(device["free_bytes"]), memory(device["room_bytes"])
     yield "free", f"{free}, of which {room} are counted with: the rest of the program grows too"
-    yield "largest batch", _largest(device, noun, document["facts"])
+    yield "largest batch", _largest(document, device)
     yield from _pages(document["facts"], device["pages"])
     if document["kind"] == "rows" and device["device"] == "cpu" and not device["stages"]:
         yield "", "in one piece: a run takes larger batches in portions of 1,024 rows, unless -B chunk_rows says more"
@@ -97,8 +97,9 @@ def _pages(facts: Mapping[str, Any], own: Mapping[str, int] | None) -> Iterator[
         yield "", f"a run has {room}, {said}: shorter rows leave room for others"
 
 
-def _largest(device: Mapping[str, Any], noun: str, facts: Mapping[str, Any]) -> str:
-    largest, pages = device["largest"], facts.get("asked_pages")
+def _largest(document: Mapping[str, Any], device: Mapping[str, Any]) -> str:
+    largest, noun, facts = device["largest"], rows_of(document), document["facts"]
+    pages = facts.get("asked_pages")
     each = f" in each of the {device['copies']} copies" if device["copies"] > 1 else ""
     if pages and largest["batch"] == pages:
         full = pages // facts["row_pages"]
@@ -175,6 +176,6 @@ def stage_notes(document: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield "free", ", ".join(f"{memory(device['free_bytes'])} on {device['device']}" for device in devices)
     least = min(devices, key=lambda one: one["largest"]["batch"])
     where = f": the least of all, on {least['device']}" if len(devices) > 1 else ": all stages share this memory"
-    yield "largest batch", _largest(least, rows_of(document), facts) + where
+    yield "largest batch", _largest(document, least) + where
     if any(device["tried"] for device in devices):
         yield "measured", "all stages of a memory together, in the table above; those here are reckoned one by one"

@@ -18,6 +18,7 @@ from gpuinfer.memory.text import (
     MOST,
     answered,
     cache_bytes,
+    cache_pages,
     facts_of_pages,
     lengths_of,
     pages_of,
@@ -33,7 +34,6 @@ from gpuinfer.text.checkpoint.estimate import (
     most_copied,
     page_bytes,
     refuse_short,
-    row_pages,
     weight_bytes,
     working,
 )
@@ -120,15 +120,12 @@ class StagedText:
         between this stage and the next.
         """
         shape, own = self._known.portions[number].shape, self._own(number)
-        cache = cache_bytes(shape, self._pages_of(batch), self._dtype, own)
+        cache = cache_bytes(shape, cache_pages(self._given, batch, self.length), self._dtype, own)
         copied = most_copied(self._places[number])
         step = working(shape, tokens, batch, self.length, self._dtype, own, copied)
         last = number == len(self.places) - 1
         waiting = 0 if last else min(pieces, ROOM + 1) * tokens * shape.hidden * FLOAT
         return Parts(0, self._weights[number], cache, step.activations, step.copies + waiting)
-
-    def _pages_of(self, batch: int) -> int:
-        return self._given.pages or batch * row_pages(self.length)
 
     def _own(self, number: int) -> bool:
         return own_kernels(self._known.portions[number].shape, self._dtype, self._places[number], compile=False)
@@ -152,7 +149,7 @@ class StagedText:
         )
 
     def run(self, batch: int) -> float:
-        pages = self._pages_of(batch)
+        pages = cache_pages(self._given, batch, self.length)
         tuning = replace(self._given, slots=batch, pages=pages, context=self.length, step_tokens=self._step_tokens)
         lengths = lengths_of(self._shape, batch, self.length, self._step_tokens)
         return answered(self._spec, self._setup, tuning, lengths)

@@ -76,8 +76,7 @@ class TextSubject:
         """There is nothing that the checkpoint does not say."""
 
     def parts(self, batch: int) -> Parts:
-        pages = self._tuning.pages or batch * row_pages(self.length)
-        cache = cache_bytes(self._shape, pages, self._dtype, self._own)
+        cache = cache_bytes(self._shape, cache_pages(self._tuning, batch, self.length), self._dtype, self._own)
         rows = max(batch, self._tuning.step_tokens or 1)
         step = working(self._shape, rows, batch, self.length, self._dtype, self._own, most_copied(self._device))
         return Parts(self.process, self._weights, cache, step.activations, step.copies)
@@ -102,7 +101,7 @@ class TextSubject:
         )
 
     def run(self, batch: int) -> float:
-        pages = self._tuning.pages or batch * row_pages(self.length)
+        pages = cache_pages(self._tuning, batch, self.length)
         tuning = replace(self._tuning, slots=batch, pages=pages, context=self.length)
         lengths = lengths_of(self._shape, batch, self.length, self._tuning.step_tokens or 1)
         return answered(self._spec, self._setup, tuning, lengths, self._copies)
@@ -119,6 +118,11 @@ class TextSubject:
 def tuning_of(options: Mapping[str, Any]) -> Tuning:
     """What a backend's options say of generation."""
     return Tuning(**{name: options[name] for name in TUNED if options.get(name) is not None})
+
+
+def cache_pages(tuning: Tuning, rows: int, length: int) -> int:
+    """As many as are asked for, however many rows there are; where none are, what so many full rows take."""
+    return tuning.pages or rows * row_pages(length)
 
 
 def cache_bytes(shape: Shape, pages: int, dtype: torch.dtype, own: bool) -> int:
