@@ -75,6 +75,11 @@ class Shape:
         """Values that one position of one row keeps in the cache: keys and values of all layers."""
         return 2 * self.layers * self.kv_heads * self.head_dim
 
+    @property
+    def layer_windows(self) -> tuple[int | None, ...]:
+        """`windows`, of a model without any, too: one for each layer."""
+        return self.windows or (None,) * self.layers
+
     def mixed(self, layer: int) -> bool:
         """Whether the layer has experts."""
         return self.experts is not None and layer not in self.experts.dense

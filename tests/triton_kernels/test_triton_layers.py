@@ -107,8 +107,8 @@ def test_deterministic_answers_are_the_same_bits_in_any_company():
 def attention(shape, reaches, most, splits, window=None, length=256):
     """Attention of rows that see `reaches` positions of rows of their own, by our kernels; and as float64 has it."""
     generator = torch.Generator().manual_seed(0)
-    layers = TritonLayers(shape, None, None, None, length)
-    layers.windows, layers._split = (window,), splits
+    layers = TritonLayers(replace(shape, layers=1, windows=(window,)), None, None, None, length)
+    layers._split = splits
     count = len(reaches)
     cache = PageCache(replace(shape, layers=1), count * (length // PAGE), length, CPU, torch.float32)
     for held in (cache.keys, cache.values):

@@ -120,7 +120,7 @@ def _model_arrays(weights: Weights, shape: Shape, positions: int) -> tuple[NDArr
         torch.stack([ones if norm is None else norm.scale.float() for norm in found])
         for found in zip(*((layer.query_norm, layer.key_norm) for layer in weights.layers), strict=True)
     )
-    windows = np.array([window or 0 for window in shape.windows or [None] * shape.layers], np.int64)
+    windows = np.array([window or 0 for window in shape.layer_windows], np.int64)
     inners = np.array([(shape.inner(layer), shape.mixed(layer)) for layer in range(shape.layers)], np.int64)
     return (
         as_stored(embedding).copy(),

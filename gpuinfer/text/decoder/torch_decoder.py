@@ -118,7 +118,7 @@ class TorchDecoder:
             self._static = StaticBatches(
                 self._cache,
                 self._uploads,
-                set(self.shape.windows or (None,)),
+                set(self.shape.layer_windows),
                 self.shape,
                 tile if self.deterministic else slots,
                 self._hidden,
@@ -222,7 +222,7 @@ class TorchDecoder:
     def _batch(self, step: Step) -> StepBatch:
         """The step, padded to no fixed shape."""
         if self._tile_rows is None:
-            batch = batch_of(step, self._cache, set(self.shape.windows or (None,)), self._uploads)
+            batch = batch_of(step, self._cache, set(self.shape.layer_windows), self._uploads)
         else:
             batch = tiled_batch_of(step, self._cache, self._uploads, self._tile_rows)
         return replace(batch, adapted=self._adapted(step), vectors=self._vectors(step))

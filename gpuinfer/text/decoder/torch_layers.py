@@ -312,7 +312,6 @@ class PlainLayers:
         """`compiled` is what makes the parts of a layer quicker, such as `torch.compile`."""
         self.shape, self._mix, self._cosines, self._sines = shape, mix, cosines, sines
         self.attention = attention
-        self._windows = shape.windows or (None,) * shape.layers
         self._asked: Callable[..., tuple[Tensor, Tensor, Tensor]] = compiled(partial(asked, shape))
         self._further: Callable[..., Tensor] = compiled(partial(further, shape, mix))
 
@@ -321,7 +320,7 @@ class PlainLayers:
         the cache.
         """
         cosines, sines = self._turns(batch.positions)
-        chosen = [one.chosen for one in batch.adapted]
+        chosen, windows = [one.chosen for one in batch.adapted], self.shape.layer_windows
         for number, layer in enumerate(weights.layers):
             before, after = partial(self._asked, layer), partial(self._further, layer)
             if batch.adapted:  # not compiled: what they add has as many forms as there are adapters
@@ -330,7 +329,7 @@ class PlainLayers:
                 after = partial(further_adapted, self.shape, self._mix, layer, lows)
             queries, keys, values = in_tiles(batch.tile, before, x, cosines, sines, *chosen)
             cache.write(number, batch.places, keys, values)
-            mixed = attend(batch, queries, cache, number, self._windows[number], self.attention)
+            mixed = attend(batch, queries, cache, number, windows[number], self.attention)
             x = in_tiles(batch.tile, after, x, mixed, *chosen)
         return x
 

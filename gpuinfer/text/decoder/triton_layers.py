@@ -47,7 +47,7 @@ class TritonLayers:
         self._width = power_of_two(shape.head_dim)
         self._half = 0 if cosines is None else cosines.shape[1]
         self._split = max(LEAST_SPLIT, power_of_two(-(-length // MOST_PORTIONS)))
-        self.windows = shape.windows or (None,) * shape.layers
+        self._windows = tuple(window or 0 for window in shape.layer_windows)
 
     def hidden(self, weights: Weights, x: Tensor, batch: StepBatch, cache: PageCache) -> Tensor:
         """What the last layer gives, [rows, hidden], of what goes into the first, with the batch's keys and values in
@@ -148,7 +148,7 @@ class TritonLayers:
     def _attend(
         self, tiles: Tiles, queries: Tensor, batch: StepBatch, cache: PageCache, number: int, mixed: Tensor
     ) -> None:
-        shape, window = self.shape, self.windows[number] or 0
+        shape, window = self.shape, self._windows[number]
         count = len(tiles.table) if tiles.rows is None else len(tiles.rows[0])
         firsts, counts, segments = (batch.positions,) * 3 if tiles.rows is None else tiles.rows
         portions = -(-tiles.reach // self._split)
@@ -213,7 +213,7 @@ def compare(own: TritonLayers, plain: PlainLayers, weights: Weights, device: tor
         starts, lengths = np.array([start], np.int32), np.array([end - start], np.int32)
         step = Step(tokens[start:end], pages, starts, lengths, nothing)
         ours = tiled_batch_of(step, caches[0], uploads, tile_rows(shape))
-        theirs = batch_of(step, caches[1], {own.windows[0]}, uploads)
+        theirs = batch_of(step, caches[1], {own.shape.layer_windows[0]}, uploads)
         given = weights.embedding[ours.tokens]
         found = own.hidden(first, given, ours, caches[0]).float(), plain.hidden(first, given, theirs, caches[1]).float()
         difference, size = (found[0] - found[1]).abs().max().item(), found[1].abs().max().item()
