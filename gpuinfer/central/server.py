@@ -531,15 +531,14 @@ def _spec(
     if isinstance(model, ModelSpec):
         if model.kind == "text":
             raise UsageError("a CentralServer of your own takes rows. For text: `gpuinfer generate --backend central`.")
-        inputs = model.inputs
-    elif callable(model):
-        model = modules.name_of(model)
-    modules.refuse_without_file(model.name if isinstance(model, ModelSpec) else model)
-    if inputs < 1:
+        spec = model
+    else:
+        name = model if isinstance(model, str) else modules.name_of(model)
+        spec = ModelSpec(name, weights, inputs, input_dtype, arguments, strict=True)
+    modules.refuse_without_file(spec.name)
+    if spec.inputs < 1:
         raise UsageError("how many features has a row? Say CentralServer(…, inputs=N).")
-    if isinstance(model, ModelSpec):
-        return model
-    return ModelSpec(model, weights, inputs, input_dtype, arguments, strict=True)
+    return spec
 
 
 def summary(stats: Snapshot) -> str:

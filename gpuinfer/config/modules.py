@@ -36,14 +36,13 @@ def refuse_absent(name: str, what: str = "model") -> None:
 
 
 def name_of(factory: Any) -> str:
-    """`module:function` of what another process is to find by that name. Raises `UsageError` where it cannot."""
+    """`module:function` of what another process is to find by that name. Raises `UsageError` for what has none."""
     name = getattr(factory, "__qualname__", None)
     if not isinstance(name, str):
         return _refuse_unnamed(factory)
     if "<" in name:
         what = "a lambda" if name.endswith("<lambda>") else f"'{name.rpartition('.')[2]}', made inside of a function"
         raise UsageError(f"model is {what}, which no other process can import. Define a function at a module's top.")
-    refuse_without_file(f"{factory.__module__}:{name}")
     if factory.__module__ not in sys.modules:
         raise UsageError(f"'{name}' says that it is of a module '{factory.__module__}', which is not imported.")
     return f"{factory.__module__}:{name}"
