@@ -127,8 +127,9 @@ def trainable(spec: ModelSpec, seed: int) -> nn.Module:
 
 def from_catalogue(spec: ModelSpec) -> nn.Module:
     if spec.name not in NETWORKS:
-        dotted = spec.name.replace(".", "").isidentifier() and spec.name.rpartition(".")
-        hint = f"Did you mean '{dotted[0]}:{dotted[2]}'?" if dotted and dotted[0] else ""
+        module, _, function = spec.name.rpartition(".")
+        dotted = module and spec.name.replace(".", "").isidentifier()
+        hint = f"Did you mean '{module}:{function}'?" if dotted else ""
         raise UnknownName("model", spec.name, [*NETWORKS, "module:factory"], label="Choices", hint=hint)
     if spec.strict:
         refuse_untaken(spec, SIZES, SIZES)
