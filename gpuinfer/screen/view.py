@@ -76,10 +76,7 @@ class ViewLines:
             *rates_of(rates),
             *batch_of(update.snapshot),
             *models_of(update.snapshot),
-            *rollouts.live(update.progress.facts),
-            *strength.live(update.progress.facts),
-            *resignation.live(update.progress.facts),
-            *training.live(update.progress.facts),
+            *workload_of(update.progress.facts),
             left_of(update),
         ]
         return " · ".join(filter(None, parts))
@@ -196,10 +193,7 @@ def health_of(update: Update, rates: Mapping[str, float]) -> list[str]:
         parts.append(each_of(several))
     parts += unmasked_of(snapshot)
     parts += models_of(snapshot)
-    parts += rollouts.live(update.progress.facts)
-    parts += strength.live(update.progress.facts)
-    parts += resignation.live(update.progress.facts)
-    parts += training.live(update.progress.facts)
+    parts += workload_of(update.progress.facts)
     if update.roofline and update.roofline.rows_per_s and (rate := rates.get(row_word(snapshot.slots))):
         share = rate / update.roofline.rows_per_s
         parts.append(f"{share:.0%} of the roofline" if share <= 1 else "above the roofline measured before")
@@ -230,6 +224,11 @@ def models_of(snapshot: Snapshot) -> Iterator[str]:
     had = {name: line["device_s"] for name, line in snapshot.models.items()}
     if total := math.fsum(had.values()):
         yield f"device: {', '.join(f'{name} {seconds / total:.0%}' for name, seconds in had.items())}"
+
+
+def workload_of(facts: Mapping[str, float]) -> list[str]:
+    """What the workload tells of itself, such as how its games stand."""
+    return [told for part in (rollouts, strength, resignation, training) for told in part.live(facts)]
 
 
 def device_of(device: Mapping[str, Any]) -> Iterator[str]:
