@@ -11,6 +11,7 @@ from random_models import LLAMA, random_weights
 from steps import COLUMNS, step_of
 
 from gpuinfer.errors import UsageError
+from gpuinfer.report.text import MOST_SLOTS
 from gpuinfer.text.checkpoint.estimate import CPU_COPIED, CUDA_COPIED, Estimate, page_bytes, working_bytes
 from gpuinfer.text.decoder import open_decoder, open_sized, sizing
 from gpuinfer.text.decoder.open_decoder import NullDecoder
@@ -60,6 +61,11 @@ def test_a_page_takes_its_keys_and_values():
 def test_with_plenty_of_memory_there_are_as_many_slots_as_are_worth_while_and_pages_for_all(device, slots):
     found = estimated(PLENTY, device=device, length=100)
     assert (found.slots, found.pages) == (slots, slots * 4)
+
+
+def test_the_verdict_knows_how_many_slots_a_device_has_by_itself():
+    """It is reached without torch, so it has the numbers once more."""
+    assert MOST_SLOTS == (sizing.CPU_SLOTS, sizing.CUDA_SLOTS)
 
 
 @pytest.mark.parametrize(("device", "share"), [(CPU, 0.5), (CUDA, 0.9)])
