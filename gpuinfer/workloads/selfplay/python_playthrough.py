@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from gpuinfer.host import spoken
-from gpuinfer.workloads.selfplay.bounded import OutOfBounds, check_sizes
+from gpuinfer.workloads.selfplay.bounded import OutOfBounds
 from gpuinfer.workloads.selfplay.drawing import Draw, seed_stream
 from gpuinfer.workloads.selfplay.game import is_won_or_lost
 from gpuinfer.workloads.selfplay.python_game import CHANCE, OVER, Position, PythonGame, raised
@@ -30,7 +30,6 @@ def fault_of(game: PythonGame, numbers: Iterable[int], seconds: float, returned:
     """
     end = time.monotonic() + seconds
     try:
-        check_sizes(game)
         for number in numbers:
             returned.append(PythonPlaythrough(game, number).play())
             if time.monotonic() > end:
