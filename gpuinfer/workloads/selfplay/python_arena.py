@@ -16,7 +16,7 @@ from gpuinfer.workloads.selfplay.bounded import OutOfBounds
 from gpuinfer.workloads.selfplay.drawing import Draw, draw_by_visits, draw_noise, seed_stream, unit_of
 from gpuinfer.workloads.selfplay.forest import Found
 from gpuinfer.workloads.selfplay.python_game import CHANCE, OVER, Position, PythonGame, calling
-from gpuinfer.workloads.selfplay.python_rules import CLOSE, CheckedRules, Length, refuse, refuse_long
+from gpuinfer.workloads.selfplay.python_rules import CLOSE, CheckedRules, Length, refuse_long
 from gpuinfer.workloads.selfplay.slots import Slots
 
 ROOT = -1  # the parent of a root, and the edge that leads to it
@@ -357,7 +357,8 @@ class PythonArena(Slots):
 
     def _refuse(self, positions: Sequence[Position], roots: int) -> None:
         """Raises `OutOfBounds` for the first of these positions of which a method returns what it may not."""
-        refuse(self.game, ((one, "determinize" if at < roots else "apply") for at, one in enumerate(positions)))
+        for place, position in enumerate(positions):
+            self._rules.look(position, "determinize" if place < roots else "apply")
 
     def _refuse_guesses(self, found: Found, trees: np.ndarray) -> None:
         """Raises `OutOfBounds` unless at these roots, the first of what was found, the game's own seat moves."""

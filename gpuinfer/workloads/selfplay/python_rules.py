@@ -6,7 +6,7 @@ positions are asked here again, one by one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -114,15 +114,6 @@ class CheckedRules:
         else:
             self.legal(position, made_by)
             self.observe(position)
-
-
-def refuse(game: PythonGame, positions: Iterable[tuple[Position, str]]) -> None:
-    """Raises `OutOfBounds` for the first of these positions of which a method returns what it may not; each with the
-    method that returned the position itself.
-    """
-    rules = CheckedRules(game)
-    for position, made_by in positions:
-        rules.look(position, made_by)
 
 
 class Length:
