@@ -15,11 +15,10 @@ from pydantic import Field
 
 from gpuinfer import api
 from gpuinfer.api import ModelSpec, Setup
-from gpuinfer.cli import flags, output
+from gpuinfer.cli import flags
 from gpuinfer.cli.problems import CHECK_FAILED
 from gpuinfer.config import blame, registry
 from gpuinfer.config.foreign import hub_hint
-from gpuinfer.config.options import check
 from gpuinfer.errors import UsageError, WorkError
 from gpuinfer.host.files import no_folder
 from gpuinfer.openai.options import TEXT_MODELS
@@ -97,15 +96,12 @@ def _app() -> typer.Typer:
 
 def execute(values: Mapping[str, Any]) -> int:
     """Export, compare, show. Raises `Apart` when the file is not kept."""
-    from gpuinfer.cli.building import merge, setup_of
-    from gpuinfer.cli.workload import log_to_people
+    from gpuinfer.cli.building import setup_of
+    from gpuinfer.cli.workload import begin, progress_lines
 
-    merged = merge(NAME, values)
+    merged, destination, options = begin(NAME, Options, values)
     common = merged.common
-    destination = output.Destination(common.report)
-    options = Options(**check(Options, merged.table(NAME), NAME))
-    log_to_people(common.verbose)
-    say = _silent if common.quiet else _say
+    say = progress_lines(NAME, common.quiet)
     _refuse(options)
     subject = _subject(options, setup_of(common))
 
@@ -119,7 +115,8 @@ def execute(values: Mapping[str, Any]) -> int:
     say(f"positions of {subject.of}")
     rows = subject.rows()
     say(f"writing '{options.model}' to {options.out}")
-    content = onnx_file.content(network, _told(network, subject))
+    metadata = _metadata(network, subject)
+    content = onnx_file.content(network, metadata)
     found: list[tuple[int, dict[str, float]]] = []
 
     def write(file: Any) -> None:
@@ -139,7 +136,7 @@ def execute(values: Mapping[str, Any]) -> int:
         raise WorkError(f"{options.out} cannot be written: {error.strerror}. Give another --out.") from error
     finally:
         if found:
-            document = _document(options, network, subject, found, len(content))
+            document = _document(options, network, subject, metadata, found, len(content))
             _show(document, on_stderr=destination.stdout)
             if (failed := sys.exception()) is None:
                 destination.write(document)
@@ -264,8 +261,8 @@ def _of_sizes(options: Options, seed: int) -> Subject:
     return Subject(spec, rows, "no game: random ones")
 
 
-def _told(network: Exportable, subject: Subject) -> dict[str, str]:
-    """The file's metadata, by name."""
+def _metadata(network: Exportable, subject: Subject) -> dict[str, str]:
+    """That of the file, by name."""
     import torch
 
     from gpuinfer import __version__
@@ -292,7 +289,12 @@ def _worst(found: Sequence[tuple[int, Mapping[str, float]]]) -> float:
 
 
 def _document(
-    options: Options, network: Exportable, subject: Subject, found: Sequence[tuple[int, Mapping[str, float]]], size: int
+    options: Options,
+    network: Exportable,
+    subject: Subject,
+    metadata: Mapping[str, str],
+    found: Sequence[tuple[int, Mapping[str, float]]],
+    size: int,
 ) -> dict[str, Any]:
     from gpuinfer.models import onnx_file
 
@@ -305,7 +307,7 @@ def _document(
         "opset": onnx_file.OPSET,
         "inputs": {onnx_file.INPUT: [onnx_file.BATCH, subject.spec.inputs]},
         "outputs": {name: [onnx_file.BATCH, *shape] for name, shape in shapes},
-        "metadata": _told(network, subject),
+        "metadata": metadata,
         "positions": subject.of,
         "tolerance": options.tolerance,
         "difference": worst,
@@ -335,14 +337,6 @@ def _shaped(tensors: Mapping[str, Sequence[Any]]) -> str:
 
 def _text(path: Path | None) -> str | None:
     return None if path is None else str(path)
-
-
-def _say(line: str) -> None:
-    print(f"export · {line}", file=sys.stderr, flush=True)
-
-
-def _silent(line: str) -> None:
-    pass
 
 
 app = _app()

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from typing import Any
 
 import typer
 
-from gpuinfer.cli import flags, output
+from gpuinfer.cli import flags
 from gpuinfer.cli.progress import interruptible
 
 NAME = "memory"
@@ -34,25 +33,20 @@ def _app() -> typer.Typer:
 
 def execute(values: Mapping[str, Any]) -> int:
     """Estimate, measure, show, write. Raises `UsageError` for a batch that does not fit."""
-    from gpuinfer.cli.building import merge, setup_of
-    from gpuinfer.cli.workload import log_to_people
+    from gpuinfer.cli.building import setup_of
+    from gpuinfer.cli.workload import begin, progress_lines
     from gpuinfer.config import registry
-    from gpuinfer.config.options import check
     from gpuinfer.memory import asked, document, probing
     from gpuinfer.screen.display import comparison
 
-    merged = merge(NAME, values)
+    merged, destination, options = begin(NAME, asked.Options, values)
     common = merged.common
-    destination = output.Destination(common.report)
-    options = asked.Options(**check(asked.Options, merged.table(NAME), NAME))
     backend = registry.load("backends", BACKEND)
     own = backend.Options(**merged.options("backends", BACKEND, backend)).model_dump(mode="json")
-    log_to_people(common.verbose)
     setup = setup_of(common)
     spec = asked.model_of(options, setup)
-    if not common.quiet:
-        how = "measuring small batches of" if options.probe else "looking at"
-        print(f"memory · {how} '{spec.name}' in a process of its own", file=sys.stderr, flush=True)
+    how = "measuring small batches of" if options.probe else "looking at"
+    progress_lines(NAME, common.quiet)(f"{how} '{spec.name}' in a process of its own")
     with interruptible():
         found = probing.examined(spec, setup, options, own)
     for device in found["devices"]:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from typing import Any
 
 import typer
 
-from gpuinfer.cli import flags, output
+from gpuinfer.cli import flags
 from gpuinfer.cli.problems import CHECK_FAILED, PARTIAL
 from gpuinfer.cli.progress import interruptible
 
@@ -37,19 +36,14 @@ def _app() -> typer.Typer:
 def execute(values: Mapping[str, Any]) -> int:
     """Verify, show, write. The exit code: 3 stopped, 4 when a check does not hold, else 0."""
     from gpuinfer.api import Setup
-    from gpuinfer.cli.building import merge
-    from gpuinfer.cli.workload import log_to_people
-    from gpuinfer.config.options import check
+    from gpuinfer.cli.workload import begin, progress_lines
     from gpuinfer.verifying.rig import Options
     from gpuinfer.verifying.verification import Verification
 
-    merged = merge(NAME, values)
+    merged, destination, options = begin(NAME, Options, values)
     common = merged.common
-    destination = output.Destination(common.report)
-    options = Options(**check(Options, merged.table(NAME), NAME))
-    log_to_people(common.verbose)
     setup = Setup(devices=common.devices, dtype=common.dtype, seed=common.seed, deterministic=options.deterministic)
-    verification = Verification(options, setup, say=_silent if common.quiet else _say)
+    verification = Verification(options, setup, say=progress_lines(NAME, common.quiet))
     stopped = False
     with interruptible():
         try:
@@ -69,14 +63,6 @@ def _show(document: dict[str, Any], on_stderr: bool) -> None:
 
     title, notes = verification.heading(document), list(verification.notes(document))
     comparison(title, verification.COLUMNS, verification.rows(document), notes, on_stderr=on_stderr)
-
-
-def _say(line: str) -> None:
-    print(f"verify · {line}", file=sys.stderr, flush=True)
-
-
-def _silent(line: str) -> None:
-    pass
 
 
 app = _app()

@@ -8,9 +8,10 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import typer
+from pydantic import BaseModel
 
 from gpuinfer.cli import beside, flags, output
 from gpuinfer.cli.building import build, merge
@@ -18,6 +19,7 @@ from gpuinfer.cli.flags import anew
 from gpuinfer.cli.problems import FAILED, PARTIAL
 from gpuinfer.cli.trial import EndOfRun
 from gpuinfer.config import registry, settings
+from gpuinfer.config.options import check
 from gpuinfer.errors import UsageError, WorkError
 from gpuinfer.host.terminal import show_status
 
@@ -25,6 +27,8 @@ if TYPE_CHECKING:
     from gpuinfer.api import Workload
     from gpuinfer.runtime.run import RunPlan
     from gpuinfer.trace.merge import Merged
+
+Own = TypeVar("Own", bound=BaseModel)
 
 EXIT_CODES = {"done": 0, "failed": FAILED, "partial": PARTIAL}
 
@@ -159,3 +163,21 @@ def log_to_people(verbose: int, form: logging.Formatter | None = None) -> None:
     handler = _ToPeople()
     handler.setFormatter(form)
     log.handlers = [handler]
+
+
+def begin(name: str, own: type[Own], values: Mapping[str, Any]) -> tuple[settings.Settings, output.Destination, Own]:
+    """How a command without a workload begins: its settings, its report's place, its own options. What is logged from
+    now on reaches people. Raises `UsageError` for what cannot be, before any work is done.
+    """
+    merged = merge(name, values)
+    destination = output.Destination(merged.common.report)
+    options = own(**check(own, merged.table(name), name))
+    log_to_people(merged.common.verbose)
+    return merged, destination, options
+
+
+def progress_lines(name: str, quiet: bool) -> Callable[[str], None]:
+    """Says on standard error how far that command has come; nothing when it is quiet."""
+    if quiet:
+        return lambda line: None
+    return lambda line: print(f"{name} · {line}", file=sys.stderr, flush=True)
