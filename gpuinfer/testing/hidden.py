@@ -18,7 +18,7 @@ import numpy as np
 
 from gpuinfer.testing.reference import random_linear, search_of
 from gpuinfer.workloads.selfplay import arrays, kernels
-from gpuinfer.workloads.selfplay.drawing import Draw, seed_stream
+from gpuinfer.workloads.selfplay.drawing import Draw, draw_of
 from gpuinfer.workloads.selfplay.game import Game
 from gpuinfer.workloads.selfplay.python_arena import PythonArena
 from gpuinfer.workloads.selfplay.python_game import CHANCE, OVER, Position, PythonGame
@@ -51,7 +51,7 @@ def fault_of_hiding(game: PythonGame) -> str | None:
         )
     began = time.monotonic()
     for one, _, _ in guesses[:PAIRS]:
-        game.determinize(one, _draw(0))
+        game.determinize(one, draw_of(0))
     if time.monotonic() - began > PAIRS * SLOW_S:
         return None
     for pairs in (alike, guesses):
@@ -87,7 +87,7 @@ def _seen(game: PythonGame) -> Iterator[Seen]:
     """Positions of random games."""
     end: float | None = None  # from the end of the first, which may compile
     for number in range(GAMES):
-        draw, moves = _draw(number), random.Random(number)
+        draw, moves = draw_of(number), random.Random(number)
         position, done, found = game.deal(draw), hashlib.sha256(), 0
         views = [hashlib.sha256() for _ in range(game.seats)]  # of each seat: what it saw whenever it moved
         for _ in range(PLAYOUT):
@@ -119,7 +119,7 @@ def _alike(seen: Sequence[Seen]) -> Iterator[tuple[Position, Position]]:
 
 def _guessed(game: PythonGame, seen: Sequence[Seen]) -> Iterator[tuple[Position, Position]]:
     """Positions, each with a guess at it."""
-    draw = _draw(GAMES)
+    draw = draw_of(GAMES)
     for one in seen[:: max(1, len(seen) // TOLD_APART)]:
         guess = one.position
         for _ in range(CHAIN):
@@ -171,12 +171,6 @@ def _outcome(game: PythonGame, position: Position, moves: random.Random) -> int:
     outcomes, chances = zip(*game.chances(position), strict=True)
     drawn: int = moves.choices(outcomes, chances)[0]
     return drawn
-
-
-def _draw(number: int) -> Draw:
-    stream = np.zeros(2, np.uint64)
-    seed_stream(stream, 0, number)
-    return Draw(stream)
 
 
 def _are_searched_apart(game: PythonGame, one: Position, other: Position) -> bool:

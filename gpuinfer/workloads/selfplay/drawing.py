@@ -54,3 +54,10 @@ class Draw:
     def unit(self) -> float:
         """Uniform on [0, 1)."""
         return float(random_unit(self.stream))
+
+
+def draw_of(number: int) -> Draw:
+    """Those of this game of a run whose seed is 0."""
+    stream = np.zeros(2, np.uint64)
+    seed_stream(stream, 0, number)
+    return Draw(stream)

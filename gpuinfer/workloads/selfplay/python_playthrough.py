@@ -11,7 +11,7 @@ import numpy as np
 
 from gpuinfer.host import spoken
 from gpuinfer.workloads.selfplay.bounded import OutOfBounds
-from gpuinfer.workloads.selfplay.drawing import Draw, seed_stream
+from gpuinfer.workloads.selfplay.drawing import draw_of
 from gpuinfer.workloads.selfplay.game import is_won_or_lost
 from gpuinfer.workloads.selfplay.python_game import CHANCE, OVER, Position, PythonGame, raised
 from gpuinfer.workloads.selfplay.python_rules import CheckedRules, Length
@@ -49,9 +49,7 @@ class PythonPlaythrough:
         self.game, self._number = game, number
         self._rules = CheckedRules(game)
         self._moves = random.Random(number)
-        stream = np.zeros(2, np.uint64)
-        seed_stream(stream, 0, number)
-        self._draw = Draw(stream)
+        self._draw = draw_of(number)
 
     def play(self) -> list[float]:
         """Its returns, by seat. Raises `OutOfBounds`, and what the game raises."""

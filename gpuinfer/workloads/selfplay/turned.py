@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from gpuinfer.positions.symmetries import checked
 from gpuinfer.workloads.selfplay.bounded import OutOfBounds
-from gpuinfer.workloads.selfplay.drawing import Draw, seed_stream
+from gpuinfer.workloads.selfplay.drawing import draw_of
 from gpuinfer.workloads.selfplay.python_game import CHANCE, OVER, Position, PythonGame
 from gpuinfer.workloads.selfplay.python_rules import CheckedRules
 
@@ -81,9 +81,7 @@ def _reached(rules: CheckedRules, games: int, end: float) -> tuple[dict[bytes, K
     """
     pool, starts = dict[bytes, Known](), set[bytes]()
     for number in range(games):
-        moves, stream = random.Random(number), np.zeros(2, np.uint64)
-        seed_stream(stream, 0, number)
-        one = _known(rules, rules.game.deal(Draw(stream)))
+        moves, one = random.Random(number), _known(rules, rules.game.deal(draw_of(number)))
         if one is not None:
             starts.add(one.row.tobytes())
         while one is not None:
