@@ -35,6 +35,11 @@ def is_won_or_lost(returns: Sequence[float]) -> bool:
     return sorted(returns) in ([-1.0, 1.0], [0.0, 0.0])
 
 
+def is_ours(module: str) -> bool:
+    """Whether this module is one of gpuinfer's own: of those a version says when they have changed."""
+    return module.partition(".")[0] == "gpuinfer"
+
+
 class Game(Plugin):
     """How large a game is, given its options. A subclass sets these in `__init__`, or raises UsageError."""
 

@@ -21,6 +21,7 @@ from gpuinfer.errors import UsageError
 from gpuinfer.host import spoken
 from gpuinfer.models import kernel_cache
 from gpuinfer.models.compiled_once import compiled_once
+from gpuinfer.workloads.selfplay.game import is_ours
 
 FUNCTIONS = ("deal", "to_move", "legal", "apply", "returns", "observe", "determinize")
 FROZEN = (bool, int, float, str, tuple, np.generic)
@@ -85,14 +86,15 @@ def reached(rules: ModuleType, *, ours: bool = True) -> tuple[set[str], set[byte
     seen: set[FunctionType] = set()
     while pending:
         function = pending.pop()
-        if function in seen or not (ours or function.__module__.partition(".")[0] != "gpuinfer"):
+        if function in seen or (not ours and is_ours(function.__module__)):
             continue
         seen.add(function)
         files.add(function.__code__.co_filename)
         used = inspect.getclosurevars(function)
         for name, value in {**used.globals, **used.nonlocals}.items():
             if isinstance(value, ModuleType):
-                files |= file_of(value) if ours or value.__name__.partition(".")[0] != "gpuinfer" else set()
+                if ours or not is_ours(value.__name__):
+                    files |= file_of(value)
                 pending += [found.py_func for found in attributes(value, function) if hasattr(found, "py_func")]
             elif hasattr(value, "py_func"):
                 pending.append(value.py_func)

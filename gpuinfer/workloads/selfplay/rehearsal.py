@@ -17,7 +17,7 @@ from typing import Any
 from gpuinfer.errors import UsageError
 from gpuinfer.host import commands
 from gpuinfer.workloads.selfplay import rules_digest
-from gpuinfer.workloads.selfplay.game import Game
+from gpuinfer.workloads.selfplay.game import Game, is_ours
 
 SECONDS = 1.0  # of play before a run
 GAMES = 200  # at most
@@ -42,7 +42,7 @@ class Rehearsal:
 
 def is_due(game: Game) -> bool:
     """Whether rules that are not ours have not been rehearsed as they are now."""
-    return not type(game).__module__.startswith("gpuinfer.") and not _mark(game).exists()
+    return not is_ours(type(game).__module__) and not _mark(game).exists()
 
 
 def ensure(game: Game, name: str, options: Mapping[str, Any]) -> None:

@@ -13,9 +13,8 @@ from importlib.machinery import ModuleSpec
 from importlib.util import find_spec, resolve_name
 from pathlib import Path
 
-from gpuinfer.workloads.selfplay.game import Game
+from gpuinfer.workloads.selfplay.game import Game, is_ours
 
-OURS = "gpuinfer"  # of our own games a version says when they have changed
 SIZES = ("seats", "actions", "max_legal", "max_moves", "features", "words", "feature_dtype", "hidden", "won_or_lost")
 INSTALLED = {"site-packages", "dist-packages"}  # folders whose modules have nothing to do with one another
 
@@ -23,11 +22,11 @@ INSTALLED = {"site-packages", "dist-packages"}  # folders whose modules have not
 def of_game(game: Game) -> str:
     """Of its sizes and its rules: their source, or of our own games their version."""
     parts = [repr([(name, _plain(getattr(game, name))) for name in SIZES]).encode(), game.config.tobytes()]
-    theirs = [kind.__module__ for kind in type(game).__mro__ if not _is_ours(kind.__module__)]
+    theirs = [kind.__module__ for kind in type(game).__mro__ if not is_ours(kind.__module__)]
     theirs = [module for module in theirs if module not in sys.stdlib_module_names]
     parts.append(type(game).__qualname__.encode())  # a file may have several games
     parts += source_of(theirs) if theirs else [str(game.rules_version).encode()]
-    if game.compiled and not _is_ours(game.rules):
+    if game.compiled and not is_ours(game.rules):
         from gpuinfer.workloads.selfplay import kernels  # which needs Numba: half a second, and ours are never asked
 
         files, constants = kernels.reached(kernels.rules_of(game.rules), ours=False)
@@ -51,7 +50,7 @@ def source_of(modules: Iterable[str]) -> list[bytes]:
     packages = {name.partition(".")[0] for name in pending}
     while pending:
         name = pending.pop()
-        if name in found or _is_ours(name) or (spec := _spec(name)) is None or not spec.origin:
+        if name in found or is_ours(name) or (spec := _spec(name)) is None or not spec.origin:
             continue
         if name.partition(".")[0] not in packages and _home(name) not in homes:
             continue
@@ -121,10 +120,6 @@ def _normal(file: Path) -> bytes:
 def _plain(value: object) -> object:
     """A size, by its number alone: 2 and np.int64(2) are the same."""
     return value if isinstance(value, str | bool) else int(value)  # type: ignore[call-overload]
-
-
-def _is_ours(module: str) -> bool:
-    return module.partition(".")[0] == OURS
 
 
 def _digest(parts: Iterable[bytes]) -> str:
