@@ -125,13 +125,15 @@ def wilson(hits: int, trials: int) -> list[float]:
 
 
 def in_share(found: Mapping[str, Any]) -> str:
-    """Such as `31 % of 2,000 games`: of a report's `resignation`, those that may be resigned."""
+    """Such as `31% of 2,000 games`: of a report's `resignation`, those that may be resigned."""
     free = found["games"] - found["checked"]
     return f"{found['resigned'] / free:.0%} of {whole(free)} games" if free else "no game: all are checked"
 
 
 def in_rate(found: Mapping[str, Any]) -> str:
-    """Such as `2 of 61 falsely (3.3 %, 0.9 to 11.2 %)`: what came of the games that nobody may resign."""
+    """What came of the games that nobody may resign, such as `false in 2 of 61 checked games that would have been
+    resigned (3.3 %, 0.9 to 11.2 %)`.
+    """
     would = found["would_have_resigned"]
     if not would:
         return f"of {whole(found['checked'])} checked games none would have been resigned"
