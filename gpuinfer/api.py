@@ -168,15 +168,22 @@ class Setup:
         return self.devices[0]
 
 
+BETWEEN_DEVICES = " + "  # in the arrangement of a roofline
+
+
 @dataclass(frozen=True, slots=True)
 class Roofline:
     """What the bare model does on this machine with nothing else running: the most that any run can reach."""
 
     rows_per_s: float
     at_rows: int  # the batch size that reached it
-    arrangement: str  # such as "2 forwards × 1 thread"
+    arrangement: str  # such as "2 forwards × 1 thread"; one for each device, with `BETWEEN_DEVICES` between them
     measured: Sequence[float] = ()  # rows per second of each measurement, before the run first; the highest counts
     raised: bool = False  # the run itself did more than the bare model in any of them, and its own rate counts
+
+    @property
+    def devices(self) -> int:
+        return 1 + self.arrangement.count(BETWEEN_DEVICES)
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from gpuinfer.api import ModelSpec, Roofline
+from gpuinfer.api import BETWEEN_DEVICES, ModelSpec, Roofline
 from gpuinfer.host import machine
 from gpuinfer.models.capturing import captured, wait_for_device
 from gpuinfer.models.device import resolve_devices, resolve_dtype
@@ -242,12 +242,9 @@ def measure(
     return added(found)
 
 
-MORE = " + "
-
-
 def added(found: Sequence[Roofline]) -> Roofline:
     """Of several devices together; `at_rows` is the largest of the batches at which each is at its best."""
-    arrangements = MORE.join(one.arrangement for one in found)
+    arrangements = BETWEEN_DEVICES.join(one.arrangement for one in found)
     return Roofline(sum(one.rows_per_s for one in found), max(one.at_rows for one in found), arrangements)
 
 
@@ -255,7 +252,7 @@ def of_one(only: Roofline | None, count: int) -> Sequence[Roofline | None]:
     """What `added` made of so many, for each of them."""
     if only is None:
         return [None] * count
-    return [replace(only, arrangement=arrangement) for arrangement in only.arrangement.split(MORE)]
+    return [replace(only, arrangement=arrangement) for arrangement in only.arrangement.split(BETWEEN_DEVICES)]
 
 
 def measured_on(

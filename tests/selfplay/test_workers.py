@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,9 +12,10 @@ from command import records_of, selfplay
 from matches import arena_of, same
 from table import Table
 
-from gpuinfer.api import BackendContext, ModelSpec, Request, Setup
+from gpuinfer.api import BackendContext, ModelSpec, Request, Roofline, Setup
 from gpuinfer.backends.inprocess import InProcess
 from gpuinfer.host import machine
+from gpuinfer.models.bare import added
 from gpuinfer.workloads.selfplay import arrays
 from gpuinfer.workloads.selfplay.games.blob import Blob
 from gpuinfer.workloads.selfplay.workload import SelfPlay
@@ -87,6 +89,23 @@ def test_the_table_deals_what_the_search_deals():
 def test_as_many_workers_start_as_make_sense_unless_told_to(cores, asked, oversubscribe, started, monkeypatch):
     monkeypatch.setattr(machine, "cores", lambda: cores)
     assert SelfPlay(workers=asked, oversubscribe=oversubscribe).processes == started
+
+
+@pytest.mark.parametrize(
+    ("device", "devices", "workers", "block"),
+    [
+        pytest.param("cuda", 1, 1, 32_768, id="one worker has a device's best batch"),
+        pytest.param("cuda", 1, 16, 2_048, id="sixteen share it"),
+        pytest.param("cuda", 4, 16, 8_192, id="sixteen share those of four devices"),
+        pytest.param("cuda", 1, 1_000, 640, id="no block is smaller than what one costs"),
+        pytest.param("cpu", 1, 16, 32_768, id="each computes on cores of its own"),
+    ],
+)
+def test_workers_on_the_same_devices_share_their_best_batch(device, devices, workers, block, monkeypatch):
+    monkeypatch.setattr(machine, "memory_available", lambda: 1 << 50)
+    roofline = added([Roofline(4e7, 32_768, "2 forwards × 1 thread")] * devices)
+    play = SelfPlay(Setup(devices=(device,)), game="connect-four", workers=workers)
+    assert play.slots(SimpleNamespace(roofline=roofline), workers, 10**9) == 2 * block
 
 
 @pytest.mark.usefixtures("children_forked")

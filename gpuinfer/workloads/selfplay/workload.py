@@ -344,14 +344,16 @@ class SelfPlay(Workload):
 
     def slots(self, infer: Infer, workers: int, left: int) -> int:
         """How many games a worker has in flight: with a network, two blocks of the best batch size, or one of twice it;
-        with two networks, which divide each block, twice as many.
+        with two networks, which divide each block, twice as many. Workers that share CUDA devices share their best batch.
 
         Games come and go, so a block is never quite full: more than the best size costs nothing, less does.
         """
         if self.options.games_in_flight is not None:
             share = math.ceil(self.options.games_in_flight / workers)
         elif self.evaluator == "network":
-            share = 2 * max(1, half_block(infer.roofline) // self.determinizations)
+            # The workers' blocks meet in the batches of the same devices; on a CPU, each worker's in those of its cores.
+            block = half_block(infer.roofline, workers if self.on_cuda else 1)
+            share = 2 * max(1, block // self.determinizations)
             share *= 1 if self.opponent is None else 2
         else:
             share = CACHED_BYTES // (self.determinizations * self.tree_bytes)
@@ -410,11 +412,14 @@ def _digest(path: Path | None) -> str | None:
     return None if path is None else hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def half_block(roofline: Roofline | None) -> int:
-    """Rows of half a block: the best batch, or more where that costs nothing. See docs/decisions/halves.md."""
+def half_block(roofline: Roofline | None, sharing: int) -> int:
+    """Rows of half a block of each of `sharing` workers, which together fill the best batch of each device; or more,
+    where that costs nothing. See docs/decisions/halves.md.
+    """
     if roofline is None:
         return LEAST_ROWS
-    return max(HEAVY_ROWS if roofline.rows_per_s < HEAVY_PER_S else LEAST_ROWS, roofline.at_rows)
+    least = HEAVY_ROWS if roofline.rows_per_s < HEAVY_PER_S else LEAST_ROWS
+    return max(least, math.ceil(roofline.at_rows * roofline.devices / sharing))
 
 
 def parsed(text: str) -> dict[str, str]:
