@@ -344,14 +344,14 @@ class SelfPlay(Workload):
 
     def slots(self, infer: Infer, workers: int, left: int) -> int:
         """How many games a worker has in flight: with a network, two blocks of the best batch size, or one of twice it;
-        with two networks, which divide each block, twice as many. Workers that share CUDA devices share their best batch.
+        with two networks, which divide each block, twice as many. Workers on the same CUDA devices share their best batch.
 
         Games come and go, so a block is never quite full: more than the best size costs nothing, less does.
         """
         if self.options.games_in_flight is not None:
             share = math.ceil(self.options.games_in_flight / workers)
         elif self.evaluator == "network":
-            # The workers' blocks meet in the batches of the same devices; on a CPU, each worker's in those of its cores.
+            # Blocks of all workers meet in the batches of a device; on a CPU, a worker has cores of its own.
             block = half_block(infer.roofline, workers if self.on_cuda else 1)
             share = 2 * max(1, block // self.determinizations)
             share *= 1 if self.opponent is None else 2
