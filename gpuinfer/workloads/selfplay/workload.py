@@ -344,7 +344,7 @@ class SelfPlay(Workload):
 
     def slots(self, infer: Infer, workers: int, left: int) -> int:
         """How many games a worker has in flight: with a network, two blocks of the best batch size, or one of twice it;
-        with two networks, which divide each block, twice as many. Workers on the same CUDA devices share their best batch.
+        with two networks, which divide each block, twice as many. Workers on the same CUDA devices share a best batch.
 
         Games come and go, so a block is never quite full: more than the best size costs nothing, less does.
         """
