@@ -42,9 +42,9 @@ def kept_by(path, logits, sampling):
         compiled_cut(logits, record[0], scratch(len(logits)), kept)
         return kept & (probabilities(logits, sampling.temperature) > 0)
     values = torch.from_numpy(logits)[None]
-    best, found = values.amax(1, keepdim=True), torch_path.orders(values)
-    asked = torch_path.Wanted.of(record, np.zeros(1), values.device)
-    return (found >= torch_path.cut(found, best, asked, sort=True))[0].numpy()
+    best, wanted = values.amax(1, keepdim=True), torch_path.Wanted.of(record, np.zeros(1), values.device)
+    amounts = torch_path.weights(values, best, wanted.inverse)
+    return torch_path.kept(torch_path.keys_of(values), amounts, best, wanted)[0].numpy()
 
 
 LOGITS = st.one_of(

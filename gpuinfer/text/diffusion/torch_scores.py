@@ -106,8 +106,7 @@ def sampled(values: Tensor, sure: Sure, flat: Flat, places: NDArray[np.intp]) ->
     if not len(rows):
         return sure.tokens
     wants = records[rows]
-    asked = Wanted.of(wants, units(flat.positions[places[rows]], TOKENS, wants), values.device)
-    sorts = bool((wants["top_k"] > 0).any() or (wants["top_p"] < 1).any())
+    wanted = Wanted.of(wants, units(flat.positions[places[rows]], TOKENS, wants), values.device)
     at, tokens = on(values, rows), sure.tokens.clone()
-    tokens[at], _ = drawn(values[at], sure.best[at].float(), asked, sorts)
+    tokens[at], _ = drawn(values[at], sure.best[at].float(), wanted)
     return tokens

@@ -1,15 +1,16 @@
-"""The way from logits to tokens in torch operations: for CUDA devices, and a second opinion on the compiled kernels.
+"""From logits to tokens in torch operations: for CUDA devices, and a second opinion on the compiled kernels.
 
-Values in a total order, and weights in whole numbers, as `cpu_values` describes them: no result depends on how a device
-groups its sums, nor on the other rows of a call.
+All rows of a call go through the same operations, whatever each of them wants: how many there are depends on the
+options that occur, and not on the rows. The host sends what the rows want in one copy, and waits for the device once.
 
-What changes single logits before a token is drawn.
-
-Filters, draws and log-probabilities over whole blocks of rows, in torch operations.
+Values in a total order and weights in whole numbers, as `cpu_values` describes them and to the same bits: no result
+depends on how a device groups its sums, nor on the other rows of a call.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,107 +19,25 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from gpuinfer.text.decoder import cpu_math
+from gpuinfer.text.decoder.torch_batch import Uploads
 from gpuinfer.text.sampling import cpu_draw, cpu_values
-from gpuinfer.text.sampling.cpu_draw import BROKEN, EMPTY, ONLY
+from gpuinfer.text.sampling.cpu_draw import ALL_BUT, BROKEN, EMPTY, ONLY
 from gpuinfer.text.sampling.slots import Rules, Slots
 
 Pairs = tuple[NDArray[np.int64], NDArray[np.int64]]  # (row, place in the list of the row's slot)
+Arrays = dict[str, NDArray[np.int64]]  # on their way to the device; of other formats the bits
 
-
-def edited(
-    values: Tensor,
-    slots: NDArray[np.int32],
-    records: NDArray[Any],
-    masks: NDArray[np.int32] | None,
-    rules: Rules | None,
-    lists: Slots,
-) -> Tensor:
-    """The logits as they count: float32 [rows, vocabulary], a copy where anything is to be changed."""
-    early = records["drawn"] < records["min_tokens"]
-    if masks is None and rules is None and not (early.any() or records["biases"].any() or records["penalised"].any()):
-        return values
-    values = values.clone()
-    add_biases(values, slots, records, lists)
-    penalise(values, slots, records, lists)
-    if masks is not None:
-        values.masked_fill_(~allowed(torch.from_numpy(masks).to(values.device), values.shape[1]), -torch.inf)
-    if rules is not None:
-        keep_to(values, rules)
-    if early.any():
-        bar_ends(values, slots, records, early, lists)
-    return values
-
-
-@dataclass(frozen=True, slots=True)
-class SomeRules:
-    """`slots.Rules` of some of the rows."""
-
-    kinds: NDArray[np.int8]
-    starts: NDArray[np.int32]
-    ids: NDArray[np.int32]
-
-
-def rules_of(rules: Rules | None, first: int, end: int) -> SomeRules | None:
-    """Those of the rows from `first` to `end`."""
-    if rules is None:
-        return None
-    starts = rules.starts[first : end + 1]
-    return SomeRules(rules.kinds[first:end], starts - starts[0], rules.ids[starts[0] : starts[-1]])
-
-
-def keep_to(values: Tensor, rules: Rules) -> None:
-    """Take away what the rows may not say."""
-    rows, _ = pairs(np.diff(rules.starts))
-    only = rules.kinds[rows] == ONLY
-    ids = rules.ids[: len(rows)].astype(np.int64)
-    kept_at = on(values, rows[only]), on(values, ids[only])
-    kept = values[kept_at]
-    values[on(values, np.flatnonzero(rules.kinds == ONLY))] = -torch.inf
-    values[kept_at] = kept
-    values[on(values, rows[~only]), on(values, ids[~only])] = -torch.inf
-
-
-def add_biases(values: Tensor, slots: NDArray[np.int32], records: NDArray[Any], lists: Slots) -> None:
-    rows, places = pairs(records["biases"])
-    if len(rows):
-        at = on(values, rows), on(values, lists.bias_ids.values[slots[rows], places].astype(np.int64))
-        values[at] += on(values, lists.bias_values.values[slots[rows], places])
-
-
-def penalise(values: Tensor, slots: NDArray[np.int32], records: NDArray[Any], lists: Slots) -> None:
-    """See `cpu_edits.penalise`."""
-    rows, places = pairs(records["seen"])
-    if not len(rows):
-        return
-    at = on(values, rows), on(values, lists.seen_ids.values[slots[rows], places].astype(np.int64))
-    counts = on(values, lists.seen_counts.values[slots[rows], places].astype(np.float32))
-    repetition, presence, frequency = (
-        on(values, records[name][rows]) for name in ("repetition", "presence", "frequency")
-    )
-    found = values[at]
-    found = torch.where(found > 0, found / repetition, found * repetition)
-    values[at] = torch.where(counts > 0, (found - frequency * counts) - presence, found)
-
-
-def allowed(words: Tensor, vocabulary: int) -> Tensor:
-    """bool [rows, vocabulary] from bits, int32 [rows, words]."""
-    bits = torch.arange(32, dtype=torch.int32, device=words.device)
-    return ((words[:, :, None] >> bits) & 1).bool().flatten(1)[:, :vocabulary]
-
-
-def bar_ends(
-    values: Tensor, slots: NDArray[np.int32], records: NDArray[Any], early: NDArray[np.bool_], lists: Slots
-) -> None:
-    """Take end and stop tokens away from early rows, but for those that would be left with nothing."""
-    stop_rows, places = pairs(np.where(early, records["stops"], 0))
-    stops = lists.stops.values[slots[stop_rows], places]
-    early_rows = np.flatnonzero(early)
-    rows = np.concatenate([stop_rows, np.repeat(early_rows, len(lists.ends))])
-    at = on(values, rows), on(values, np.concatenate([stops, np.tile(lists.ends, len(early_rows))]).astype(np.int64))
-    before = values[at]
-    values[at] = -torch.inf
-    emptied = (values.amax(1) == -torch.inf)[at[0]]
-    values[at] = torch.where(emptied, before, -torch.inf)
+ONE_WEIGHT = 2.0**40
+MAGNITUDE = 0x7FFFFFFF
+LOWEST_KEY = -(1 << 31)
+LOGIT_BYTES = 32  # that filters take at most for each logit, beside the logits
+WORK_BYTES = {"cuda": 1 << 30, "cpu": 1 << 24}  # that filters take at once: more rows than fit go through in pieces. On
+# a processor they are as small as its caches
+WANTED = ("inverse", "top_k", "top_p", "floor")  # fields of a record that a draw goes by
+EXP_TERMS = [float(getattr(cpu_math, f"C{power}")) for power in range(7, 1, -1)] + [1.0, 1.0]
+LOG2_E, LEAST = float(cpu_math.LOG2_E), float(cpu_math.LEAST)
+LN2 = float(np.float32(cpu_math.LN2_HIGH + cpu_math.LN2_LOW))
 
 
 def pairs(lengths: NDArray[Any]) -> Pairs:
@@ -133,49 +52,199 @@ def on(values: Tensor, array: NDArray[Any]) -> Tensor:
     return torch.from_numpy(np.ascontiguousarray(array)).to(values.device)
 
 
-ONE_WEIGHT = 2.0**40
-MAGNITUDE = 0x7FFFFFFF
+def bits(values: NDArray[Any]) -> NDArray[np.int64]:
+    """Numbers as int64: of floating point the bits of their float64, of integers themselves."""
+    if values.dtype.kind == "f":
+        found: NDArray[np.int64] = np.ascontiguousarray(values, np.float64).view(np.int64)
+        return found
+    return values.astype(np.int64)
+
+
+# What changes single logits before a token is drawn
+
+
+def edits_of(
+    slots: NDArray[np.int32],
+    records: NDArray[Any],
+    masks: NDArray[np.int32] | None,
+    rules: Rules | None,
+    lists: Slots,
+    vocabulary: int,
+) -> Arrays:
+    """What `edited` and `restricted` go by. Names that end in `_at` are places in the flat logits, row × vocabulary +
+    token; arrays that would be empty are left out.
+    """
+    found: Arrays = {}
+    if rules is not None:
+        rows, _ = pairs(np.diff(rules.starts))
+        at, kinds = rows * vocabulary + rules.ids[: len(rows)], rules.kinds[rows]
+        found["only_rows"], found["only_at"] = np.flatnonzero(rules.kinds == ONLY), at[kinds == ONLY]
+        found["barred_at"] = at[kinds == ALL_BUT]
+    rows, places = pairs(records["biases"])
+    found["bias_at"] = rows * vocabulary + lists.bias_ids.values[slots[rows], places]
+    found["bias_values"] = bits(lists.bias_values.values[slots[rows], places])
+    rows, places = pairs(records["seen"])
+    found["seen_at"] = rows * vocabulary + lists.seen_ids.values[slots[rows], places]
+    found["seen_counts"] = bits(lists.seen_counts.values[slots[rows], places])
+    if len(rows):
+        found |= {name: bits(records[name]) for name in ("repetition", "presence", "frequency")}
+    if masks is not None:
+        words = np.full((len(masks), -(-vocabulary // 64) * 2), -1, np.int32)
+        words[:, : -(-vocabulary // 32)] = masks[:, : -(-vocabulary // 32)]
+        found["masks"] = words.view(np.int64).ravel()
+    early = records["drawn"] < records["min_tokens"]
+    rows, places = pairs(np.where(early, records["stops"], 0))
+    stops = rows * vocabulary + lists.stops.values[slots[rows], places]
+    ends = (np.flatnonzero(early)[:, None] * vocabulary + lists.ends).ravel()
+    found["early_at"] = np.concatenate([stops, ends])
+    return {name: array for name, array in found.items() if len(array)}
+
+
+def restricted(values: Tensor, sent: Mapping[str, Tensor]) -> Tensor:
+    """A copy with nothing but a rule's tokens in rows that these alone may come in: others are not looked at, nor
+    whether they are numbers.
+    """
+    if "only_rows" not in sent:
+        return values
+    flat = values.reshape(-1)
+    found = values.index_fill(0, sent["only_rows"], -torch.inf)
+    if "only_at" in sent:
+        found.view(-1).index_copy_(0, sent["only_at"], flat[sent["only_at"]])
+    return found
+
+
+def edited(values: Tensor, sent: Mapping[str, Tensor]) -> Tensor:
+    """The logits as they count: float32 [rows, vocabulary], a copy where anything is changed."""
+    if not sent.keys() & {"bias_at", "seen_at", "masks", "barred_at", "early_at"}:
+        return values
+    values = values.clone(memory_format=torch.contiguous_format)
+    flat = values.view(-1)
+    if "bias_at" in sent:
+        at = sent["bias_at"]
+        flat[at] = flat[at] + sent["bias_values"].view(torch.float64).float()
+    if "seen_at" in sent:
+        penalise(flat, sent, values.shape[1])
+    if "masks" in sent:
+        words = sent["masks"].view(torch.int32).view(len(values), -1)
+        values.masked_fill_(~allowed(words, values.shape[1]), -torch.inf)
+    if "barred_at" in sent:
+        flat.index_fill_(0, sent["barred_at"], -torch.inf)
+    if "early_at" in sent:
+        bar_ends(values, sent["early_at"])
+    return values
+
+
+def penalise(flat: Tensor, sent: Mapping[str, Tensor], vocabulary: int) -> None:
+    """See `cpu_values.penalise`."""
+    at, counts = sent["seen_at"], sent["seen_counts"].float()
+    rows = at.div(vocabulary, rounding_mode="floor")
+    repetition, presence, frequency = (
+        sent[name].view(torch.float64).float()[rows] for name in ("repetition", "presence", "frequency")
+    )
+    found = flat[at]
+    found = torch.where(found > 0, found / repetition, found * repetition)
+    flat[at] = torch.where(counts > 0, (found - frequency * counts) - presence, found)
+
+
+def allowed(words: Tensor, vocabulary: int) -> Tensor:
+    """bool [rows, vocabulary] from bits, int32 [rows, words]."""
+    bits = torch.arange(32, dtype=torch.int32, device=words.device)
+    return ((words[:, :, None] >> bits) & 1).bool().flatten(1)[:, :vocabulary]
+
+
+def bar_ends(values: Tensor, at: Tensor) -> None:
+    """Take end and stop tokens away from early rows, but for those that would be left with nothing."""
+    flat, rows = values.view(-1), at.div(values.shape[1], rounding_mode="floor")
+    before = flat[at]
+    flat.index_fill_(0, at, -torch.inf)
+    emptied = values.amax(1) == -torch.inf
+    flat[at] = torch.where(emptied[rows], before, -torch.inf)
+
+
+# Draws
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """What rows ask for, each a tensor [rows, 1] beside the logits. `most`: the largest top-k, 0 when one has none."""
+    """What rows want, each a tensor [rows, 1] beside the logits: the fields of `slots.SETTINGS`, and a number from 0 to
+    under 1 for the draw. `counts`: top-k has a say in some rows, `masses`: top-p has.
+    """
 
     inverse: Tensor
     top_k: Tensor
     top_p: Tensor
     floor: Tensor
     units: Tensor
-    most: int
+    counts: bool
+    masses: bool
 
     @classmethod
     def of(cls, records: NDArray[Any], units: NDArray[np.float64], device: torch.device) -> Wanted:
         """From the rows' records and their random numbers."""
+        columns = torch.from_numpy(np.stack(list(columns_of(records, units).values()))).to(device)
+        return cls.sent(columns, records)
 
-        def column(values: NDArray[Any]) -> Tensor:
-            return torch.from_numpy(np.ascontiguousarray(values)).to(device)[:, None]
+    @classmethod
+    def sent(cls, columns: Tensor, records: NDArray[Any]) -> Wanted:
+        """From what `columns_of` has of the records, int64 [5, rows] on the device."""
+        exact = columns[:, :, None].view(torch.float64)
+        sampled = records["inverse"] != 0
+        counts = bool(((records["top_k"] > 0) | ~sampled).any())
+        masses = bool(((records["top_p"] < 1) & sampled).any())
+        return cls(exact[0].float(), columns[1, :, None], exact[2], exact[3], exact[4], counts, masses)
 
-        inverse, top_k, top_p, floor = (column(records[name]) for name in ("inverse", "top_k", "top_p", "floor"))
-        most = int(records["top_k"].max()) if records["top_k"].all() else 0
-        return cls(inverse, top_k, top_p, floor, column(units), most)
+    def of_rows(self, first: int, end: int) -> Wanted:
+        """Those of the rows from `first` to `end`."""
+        some = slice(first, end)
+        return Wanted(
+            self.inverse[some],
+            self.top_k[some],
+            self.top_p[some],
+            self.floor[some],
+            self.units[some],
+            self.counts,
+            self.masses,
+        )
+
+
+def columns_of(records: NDArray[Any], units: NDArray[np.float64]) -> Arrays:
+    """What a draw goes by. A row that takes its likeliest token keeps one, the first of the best."""
+    greedy = records["inverse"] == 0
+    plain = {"inverse": 1.0, "top_k": 1, "top_p": 1.0, "floor": -math.inf}
+    return {name: bits(np.where(greedy, plain[name], records[name])) for name in WANTED} | {"units": bits(units)}
+
+
+def keys_of(values: Tensor) -> Tensor:
+    """int32 that sort as the logits do."""
+    bits = (values + 0.0).view(torch.int32)  # -0 becomes 0, which it equals
+    return bits ^ ((bits >> 31) & MAGNITUDE)
 
 
 def orders(values: Tensor) -> Tensor:
     """int64 [rows, vocabulary] that sort as the logits do, then lowest token first: see `cpu_values`."""
-    bits = (values + 0.0).view(torch.int32)
-    keys = bits ^ ((bits >> 31) & MAGNITUDE)
     places = torch.arange(values.shape[1], device=values.device)
-    return (keys.long() << 32) | (MAGNITUDE - places)
+    return (keys_of(values).long() << 32) | (MAGNITUDE - places)
 
 
-def values_in(found: Tensor) -> Tensor:
-    """The logits of orders."""
-    keys = (found >> 32).int()
-    return (keys ^ ((keys >> 31) & MAGNITUDE)).view(torch.float32)
+def exponentials(x: Tensor) -> Tensor:
+    """e^x of float32, x ≤ 0, to the bits of `cpu_math.exp` as it is compiled: each product is added to unrounded, and
+    both parts of ln 2 are one number. In float64 such a product is exact.
+    """
+    x = x.clamp(min=LEAST)
+    exact = x.double()
+    powers = (exact * LOG2_E).sub_(0.5).float().int()
+    rest = exact.sub_(powers.double().mul_(LN2)).float().double()
+    x.fill_(EXP_TERMS[0])
+    product = torch.empty_like(rest)
+    for term in EXP_TERMS[1:]:
+        torch.mul(rest, x, out=product)
+        x.copy_(product.add_(term))  # rounds to float32
+    return x.mul_(powers.add_(127).bitwise_left_shift_(23).view(torch.float32))
 
 
 def weights(values: Tensor, best: Tensor, inverse: Tensor) -> Tensor:
-    return (((values - best) * inverse).exp() * ONE_WEIGHT).long()
+    """int64, in units of 2^-40: see `cpu_values.weight_of`."""
+    return exponentials((values - best).mul_(inverse)).mul_(ONE_WEIGHT).long()
 
 
 def first_of(values: Tensor, best: Tensor) -> Tensor:
@@ -184,72 +253,156 @@ def first_of(values: Tensor, best: Tensor) -> Tensor:
     return places.where(values == best[:, None], values.shape[1]).amin(1).clamp_(max=values.shape[1] - 1)
 
 
-def drawn(values: Tensor, best: Tensor, asked: Wanted, sort: bool) -> tuple[Tensor, Tensor]:
+def drawn(values: Tensor, best: Tensor, wanted: Wanted) -> tuple[Tensor, Tensor]:
     """Tokens int64 [rows]: where the weights, added up in the order of the tokens, pass `units` of their sum; and that
-    sum, int64 [rows, 1].
+    sum, int64 [rows].
     """
     best = best[:, None]
-    found = orders(values)
-    threshold = cut(found, best, asked, sort)
-    reached = weights(values, best, asked.inverse).masked_fill_(found < threshold, 0).cumsum(1)
+    keys, amounts = keys_of(values), weights(values, best, wanted.inverse)
+    amounts.masked_fill_(~kept(keys, amounts, best, wanted), 0)
+    reached = amounts.cumsum(1)
     total = reached[:, -1:]
-    left = torch.minimum((asked.units * total.double()).long(), total - 1)
+    left = torch.minimum((wanted.units * total.double()).long(), total - 1)
     tokens = torch.searchsorted(reached, left.contiguous(), right=True).squeeze(1).clamp_(max=values.shape[1] - 1)
-    return tokens, total
+    return tokens, total.squeeze(1)
 
 
-def processed_of(values: Tensor, best: Tensor, tokens: Tensor, asked: Wanted, total: Tensor) -> Tensor:
-    """float64 [rows]: see `cpu_draw.processed_of`."""
-    above = values.gather(1, tokens[:, None]).double() - best[:, None].double()
-    return (above * asked.inverse.double() - (total.double() / ONE_WEIGHT).log()).squeeze(1)
+def kept(keys: Tensor, amounts: Tensor, best: Tensor, wanted: Wanted) -> Tensor:
+    """bool [rows, vocabulary]: the tokens that top-k, top-p and min-p leave."""
+    floor = keys_of((best.double() + wanted.floor).float())
+    if not (wanted.counts or wanted.masses):
+        return keys >= floor
+    key, ties = last_kept(keys, amounts, wanted)
+    ties = ties.masked_fill(floor > key, keys.shape[1])
+    key = torch.maximum(floor, key)
+    tied = keys == key
+    return (keys > key) | (tied & (tied.cumsum(1) <= ties))
 
 
-def cut(found: Tensor, best: Tensor, asked: Wanted, sort: bool) -> Tensor:
-    """The order from which on tokens stay: int64 [rows, 1]. `sort`: top-k or top-p has a say."""
-    floor = (orders((best.double() + asked.floor).float()) >> 32) << 32  # below every token of that logit
-    return torch.maximum(floor, cut_sorted(found, best, asked)) if sort else floor
+def last_kept(keys: Tensor, amounts: Tensor, wanted: Wanted) -> tuple[Tensor, Tensor]:
+    """The least key of the tokens that top-k and top-p keep, int32 [rows, 1], and how many tokens of that key, the
+    lowest, they keep at most; int64 [rows, 1].
+    """
+    vocabulary = keys.shape[1]
+    key = torch.full_like(wanted.top_k, LOWEST_KEY, dtype=torch.int32)
+    ties = torch.full_like(wanted.top_k, vocabulary)
+    if wanted.counts:
+        some = (wanted.top_k > 0) & (wanted.top_k < vocabulary)
+        found, left = reaching(keys, None, wanted.top_k)
+        key, ties = torch.where(some, found, key), torch.where(some, left, ties)
+    if wanted.masses:
+        total = torch.where(keys > key, amounts, 0).sum(1, keepdim=True)
+        if wanted.counts:
+            tied = keys == key
+            total += torch.where(tied & (tied.cumsum(1) <= ties), amounts, 0).sum(1, keepdim=True)
+        need = torch.minimum((wanted.top_p * total.double()).ceil().long().clamp_(min=1), total)
+        found, left = reaching(keys, amounts, need)
+        own = torch.where(keys == found, amounts, 0).amax(1, keepdim=True).clamp_(min=1)
+        some = wanted.top_p < 1
+        key = torch.where(some, found, key)
+        ties = torch.where(some, (left + own - 1).div(own, rounding_mode="floor"), ties)
+    return key, ties
 
 
-def cut_sorted(found: Tensor, best: Tensor, asked: Wanted) -> Tensor:
-    """The order from which on top-k and top-p keep tokens: int64 [rows, 1]."""
-    vocabulary = found.shape[1]
-    if 0 < asked.most < vocabulary:
-        found = found.topk(asked.most, dim=1).values
-    else:
-        found = found.sort(dim=1, descending=True).values
-    top_k = torch.where(asked.top_k > 0, asked.top_k, vocabulary)
-    kept = torch.arange(found.shape[1], device=found.device) < top_k
-    mass = weights(values_in(found), best, asked.inverse) * kept
-    reached = mass.cumsum(1)
-    total = reached[:, -1:]
-    need = (asked.top_p * total.double()).ceil().long().clamp(min=1)
-    need = torch.where(asked.top_p < 1, torch.minimum(need, total), 1 << 62)
-    kept &= reached - mass < need
-    return found.gather(1, (kept.sum(1, keepdim=True) - 1).clamp(min=0))
+def reaching(keys: Tensor, amounts: Tensor | None, need: Tensor) -> tuple[Tensor, Tensor]:
+    """The largest key, int32 [rows, 1], such that the tokens from it on reach `need` in sum: of their `amounts`, or of
+    1 each; and what those of that key have to add, int64 [rows, 1].
+
+    It is found digit by digit, from the highest on, by the sums of all tokens that have the digits before: sums of
+    whole numbers, which are the same in whatever order a device adds them.
+    """
+    found, ones = torch.zeros_like(need, dtype=torch.int32), torch.ones((), dtype=torch.int64, device=keys.device)
+    for shift, digits in ((21, 11), (10, 11), (0, 10)):
+        places = keys >> shift
+        if shift == 21:
+            places += 1 << 10  # of the highest one, which has the sign
+            added = ones.expand(keys.shape) if amounts is None else amounts
+        else:
+            before = places >> digits == found
+            places &= (1 << digits) - 1
+            added = before.long() if amounts is None else torch.where(before, amounts, 0)
+        sums = need.new_zeros((len(keys), 1 << digits)).scatter_add_(1, places.long(), added)
+        reached = sums.flip(1).cumsum(1).flip(1)
+        digit = ((reached >= need).sum(1, keepdim=True) - 1).clamp_(min=0)
+        need = need - (reached - sums).gather(1, digit)
+        found = digit.int() - (1 << 10) if shift == 21 else (found << digits) | digit.int()
+    return found, need
 
 
-def logprobs(values: Tensor, chosen: Tensor, most: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Ranks int64 [rows], log-probabilities float64 [rows, 1 + most], the likeliest int32 [rows, most]."""
+# Results on the host
+
+
+def to_host(values: Tensor) -> NDArray[Any]:
+    """The tensor's values, once the device has come to them. Nothing else in this file waits for it."""
+    found: NDArray[Any] = values.cpu().numpy()
+    return found
+
+
+def values_in(keys: NDArray[np.int64]) -> NDArray[np.float64]:
+    """The logits of keys."""
+    short = keys.astype(np.int32)
+    found: NDArray[np.float32] = (short ^ ((short >> 31) & np.int32(MAGNITUDE))).view(np.float32)
+    return found.astype(np.float64)
+
+
+def log_total(total: int) -> float:
+    """The logarithm of a sum of weights; 0 for that of a row without any."""
+    return math.log(total / ONE_WEIGHT) if total > 0 else 0.0
+
+
+def described(values: Tensor, chosen: Tensor, most: int) -> Tensor:
+    """What log-probabilities are made of: int64 [rows, 4 + most], the chosen token's rank, 0 where a row has NaN, +inf
+    or no finite value; the sum of the weights; keys of the best logit and the chosen one; orders of the likeliest.
+    """
     best = values.amax(1, keepdim=True)
-    sound = (values < torch.inf).all(1) & (best[:, 0] > -torch.inf)
+    sound = (values < torch.inf).all(1, keepdim=True) & (best > -torch.inf)
     total = weights(values, best, torch.ones_like(best)).sum(1, keepdim=True)
-    whole = best.double() + (total.double() / ONE_WEIGHT).log()
     found = orders(values)
     own = found.gather(1, chosen[:, None])
-    likeliest = found.topk(most, dim=1).values
-    ranks = ((found > own).sum(1) + 1) * sound
-    logits = torch.cat([values.gather(1, chosen[:, None]), values_in(likeliest)], 1)
-    return ranks, logits.double() - whole, (MAGNITUDE - (likeliest & 0xFFFFFFFF)).int()
+    ranks = ((found > own).sum(1, keepdim=True) + 1) * sound
+    return torch.cat([ranks, total, keys_of(best).long(), own >> 32, found.topk(most, dim=1).values], 1)
 
 
-ROWS = 64  # at once: filters take some tens of bytes for each logit
+Described = tuple[NDArray[np.int64], NDArray[np.float64], NDArray[np.int32]]
+
+
+def logprobs_of(found: NDArray[np.int64]) -> Described:
+    """Ranks int64 [rows], log-probabilities float64 [rows, 1 + most], the likeliest int32 [rows, most], from what
+    `described` has given.
+    """
+    ranks, totals, best, likeliest = found[:, 0], found[:, 1], found[:, 2], found[:, 4:]
+    whole = values_in(best) + np.array([log_total(total) for total in totals.tolist()], np.float64)
+    logits = values_in(np.concatenate([found[:, 3:4], likeliest >> 32], 1))
+    tokens = (MAGNITUDE - (likeliest & 0xFFFFFFFF)).astype(np.int32)
+    return ranks.copy(), logits - whole[:, None], tokens
+
+
+def piece_of(logits: Tensor) -> int:
+    """Rows that the filters take at once."""
+    return max(1, WORK_BYTES.get(logits.device.type, WORK_BYTES["cuda"]) // (LOGIT_BYTES * logits.shape[1]))
+
+
+@dataclass(frozen=True, slots=True)
+class Beside:
+    """Log-probabilities that have come with the tokens of a draw: of its `rows`, in ascending order."""
+
+    logits: Tensor
+    rows: NDArray[np.int64]
+    found: Described
 
 
 class TorchPath:
-    """Draws and log-probabilities over logits on any device. One call at a time."""
+    """Draws and log-probabilities over logits on any device. One call at a time.
+
+    A draw waits for the device once, and sends it one copy at most; nothing when the rows want what they wanted in the
+    draw before, as all do that take their likeliest token.
+    """
 
     def __init__(self, slots: Slots, vocabulary: int) -> None:
         self._slots, self._vocabulary = slots, vocabulary
+        self._uploads: Uploads | None = None
+        self._last: tuple[NDArray[np.int64], Tensor] | None = None  # what was sent, and where it is
+        self._beside: Beside | None = None
 
     @torch.inference_mode()
     def draw(
@@ -261,78 +414,109 @@ class TorchPath:
         rules: Rules | None = None,
     ) -> NDArray[np.int32]:
         """A token for each row, or BROKEN or EMPTY; noted in the slots. `processed` as `cpu.CpuPath.draw` fills it."""
-        told = torch.zeros(len(processed), dtype=torch.float64, device=logits.device)
-        parts = [
-            self._some(
-                logits[at : at + ROWS],
-                slots[at : at + ROWS],
-                None if masks is None else masks[at : at + ROWS],
-                told[at : at + ROWS],
-                rules_of(rules, at, at + ROWS),
-            )
-            for at in range(0, len(slots), ROWS)
-        ]
-        tokens = torch.cat(parts).cpu().numpy().astype(np.int32) if parts else np.zeros(0, np.int32)
-        processed[:] = told.cpu().numpy()
-        cpu_values.note_all(tokens, slots, self._slots.records, self._slots.lists())
-        return tokens
+        rows, records = len(slots), self._slots.records[slots]
+        self._beside = None
+        if not rows:
+            return np.zeros(0, np.int32)
+        arrays = edits_of(slots, records, masks, rules, self._slots, self._vocabulary)
+        samples = bool(records["inverse"].any())
+        if samples:
+            units = np.zeros(rows)
+            cpu_draw.units(self._slots.records, slots, units)
+            arrays |= columns_of(records, units)
+        told = np.flatnonzero(records["logprobs"] >= 0)
+        if 0 < len(told) < rows:
+            arrays["told"] = told
+        sent = self._sent(arrays, logits.device)
+
+        values = restricted(logits.float(), sent)
+        broken = ~((values < torch.inf).all(1))
+        values = edited(values, sent)
+        best = values.amax(1)
+        total = None
+        if samples:
+            columns = torch.stack([sent[name] for name in (*WANTED, "units")])
+            tokens, total = self._drawn(values, best, Wanted.sent(columns, records))
+        else:
+            tokens = first_of(values, best)
+        coded = tokens.masked_fill(best == -torch.inf, EMPTY).masked_fill(broken, BROKEN)
+        parts = [coded]
+        if len(processed) and total is not None:
+            own = values.gather(1, tokens[:, None]).squeeze(1)
+            parts += [total, keys_of(best).long(), keys_of(own).long()]
+        most = min(int(records["logprobs"].max()), self._vocabulary)
+        if len(told):
+            parts.append(self._described(logits, sent.get("told"), tokens, most).flatten())
+        found = to_host(torch.cat(parts) if len(parts) > 1 else coded)
+
+        drawn = found[:rows].astype(np.int32)
+        if len(processed):
+            processed[:] = processed_of(found[rows : 4 * rows].reshape(3, rows), records, drawn) if samples else 0.0
+        if len(told):
+            beside = logprobs_of(found[len(found) - len(told) * (4 + most) :].reshape(len(told), -1))
+            self._beside = Beside(logits, told, beside)
+        cpu_values.note_all(drawn, slots, self._slots.records, self._slots.lists())
+        return drawn
 
     @torch.inference_mode()
     def logprobs(
         self, logits: Tensor, rows: NDArray[np.int64], chosen: NDArray[np.int32], wanted: NDArray[np.int64]
-    ) -> tuple[NDArray[np.int64], NDArray[np.float64], NDArray[np.int32]]:
-        """Ranks, log-probabilities and likeliest tokens: see `cpu_logprobs.logprob_rows`."""
-        most, parts = int(wanted.max(initial=0)), []
-        for at in range(0, len(rows), ROWS):
-            values = logits[torch.from_numpy(rows[at : at + ROWS]).to(logits.device)]
-            tokens = torch.from_numpy(chosen[at : at + ROWS].astype(np.int64)).to(logits.device)
-            parts.append(logprobs(values.float(), tokens, most))
-        if not parts:
+    ) -> Described:
+        """Ranks, log-probabilities and likeliest tokens: see `cpu_draw.logprob_rows`. Those of the tokens that have
+        just been drawn from the same logits are there already.
+        """
+        most, beside, self._beside = int(wanted.max(initial=0)), self._beside, None
+        if beside is not None and beside.logits is logits:
+            at = np.searchsorted(beside.rows, rows)
+            ranks, found, likeliest = beside.found
+            return ranks[at], found[at, : 1 + most], likeliest[at, :most]
+        if not len(rows):
             return np.zeros(0, np.int64), np.zeros((0, 1)), np.zeros((0, 0), np.int32)
-        ranks, found, likeliest = (torch.cat(part).cpu().numpy() for part in zip(*parts, strict=True))
-        return ranks, found, likeliest
+        sent = self._sent({"rows": rows, "chosen": bits(chosen)}, logits.device)
+        return logprobs_of(to_host(self._described(logits, sent["rows"], sent["chosen"], most, taken=True)))
 
     def close(self) -> None:
         """Nothing to let go of."""
 
-    def _some(
-        self,
-        logits: Tensor,
-        slots: NDArray[np.int32],
-        masks: NDArray[np.int32] | None,
-        processed: Tensor,
-        rules: Rules | None,
-    ) -> Tensor:
-        """Tokens int64 [rows], for few enough rows."""
-        values, records = logits.float(), self._slots.records[slots]
-        broken = ~((values < torch.inf).all(1))
-        values = edited(values, slots, records, masks, rules, self._slots)
-        best = values.amax(1)
-        if (records["inverse"] == 0).all():
-            tokens = first_of(values, best)
-        else:
-            tokens = self._mixed(values, best, slots, records, processed)
-        empty = tokens.new_tensor(EMPTY).where(best == -torch.inf, tokens)
-        return tokens.new_tensor(BROKEN).where(broken, empty)
+    def _sent(self, arrays: Arrays, device: torch.device) -> dict[str, Tensor]:
+        """Each array on the device, all in one copy, which is left out when they are those that were sent last."""
+        if not arrays:
+            return {}
+        whole = np.concatenate(list(arrays.values()))
+        if self._last is None or not np.array_equal(self._last[0], whole):
+            self._uploads = self._uploads or Uploads(device)
+            (there,) = self._uploads.sent([whole])
+            self._last = whole, there
+        parts = torch.split(self._last[1], [len(array) for array in arrays.values()])
+        return dict(zip(arrays, parts, strict=True))
 
-    def _mixed(
-        self, values: Tensor, best: Tensor, slots: NDArray[np.int32], records: NDArray[Any], processed: Tensor
-    ) -> Tensor:
-        """Rows that take the likeliest token, and rows that draw, each by the cheapest way."""
-        units = np.zeros(len(slots))
-        cpu_draw.units(self._slots.records, slots, units)
-        tokens = torch.zeros(len(slots), dtype=torch.int64, device=values.device)
-        sorts = ((records["top_k"] > 0) & (records["top_k"] < self._vocabulary)) | (records["top_p"] < 1)
-        greedy = records["inverse"] == 0
-        for chosen, way in ((greedy, "first"), (~greedy & sorts, "sort"), (~greedy & ~sorts, "draw")):
-            if chosen.any():
-                rows = torch.from_numpy(np.flatnonzero(chosen)).to(values.device)
-                of_rows, best_of_rows = values[rows], best[rows]
-                if way == "first":
-                    tokens[rows] = first_of(of_rows, best_of_rows)
-                else:
-                    asked = Wanted.of(records[chosen], units[chosen], values.device)
-                    tokens[rows], total = drawn(of_rows, best_of_rows, asked, way == "sort")
-                    if len(processed):
-                        processed[rows] = processed_of(of_rows, best_of_rows, tokens[rows], asked, total)
-        return tokens
+    def _drawn(self, values: Tensor, best: Tensor, wanted: Wanted) -> tuple[Tensor, Tensor]:
+        """Tokens and totals, in as many pieces as memory calls for."""
+        size = piece_of(values)
+        if len(values) <= size:
+            return drawn(values, best, wanted)
+        parts = [
+            drawn(values[at : at + size], best[at : at + size], wanted.of_rows(at, at + size))
+            for at in range(0, len(values), size)
+        ]
+        tokens, totals = zip(*parts, strict=True)
+        return torch.cat(tokens), torch.cat(totals)
+
+    def _described(self, logits: Tensor, rows: Tensor | None, tokens: Tensor, most: int, taken: bool = False) -> Tensor:
+        """See `described`, of some rows of the logits or all. `tokens` are of these rows alone if `taken`."""
+        if rows is not None and not taken:
+            tokens = tokens[rows]
+        size, count, parts = piece_of(logits), len(tokens), []
+        for at in range(0, count, size):
+            values = logits[at : at + size] if rows is None else logits[rows[at : at + size]]
+            parts.append(described(values.float(), tokens[at : at + size], most))
+        return torch.cat(parts) if len(parts) > 1 else parts[0]
+
+
+def processed_of(found: NDArray[np.int64], records: NDArray[Any], tokens: NDArray[np.int32]) -> NDArray[np.float64]:
+    """float64 [rows], see `cpu_draw.processed_of`; from sums of weights, keys of best and of drawn logits."""
+    best, own = values_in(found[1]), values_in(found[2])
+    wants = (records["processed"] != 0) & (records["inverse"] != 0) & (tokens >= 0)
+    logs = np.array([log_total(total) for total in found[0].tolist()])
+    with np.errstate(invalid="ignore"):  # of rows that have no token
+        return np.where(wants, (own - best) * records["inverse"].astype(np.float64) - logs, 0.0)
