@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from fake_device import fake_device, load_guard
+from host_waits import Device
 
 
 @pytest.fixture(scope="session")
@@ -20,4 +21,11 @@ def guard(tmp_path_factory: pytest.TempPathFactory) -> None:
 def fake_cuda(guard: None) -> Iterator[torch.device]:
     """Tensors on this device are fake within the test, and events are over at once."""
     with fake_device() as device:
+        yield device
+
+
+@pytest.fixture
+def cuda(guard: None) -> Iterator[Device]:
+    """The one CUDA device, of fake tensors, beside real memory of the host: see `host_waits.py`."""
+    with Device() as device:
         yield device
