@@ -1,19 +1,20 @@
-"""All of it on a CUDA machine, in ten minutes: the GPU tests, then figures of each part, as one table and as JSON.
+"""What can be learnt on a CUDA machine in ten minutes: a part of the findings after another, as one table and as JSON.
 
-`benchmarks/gpu.sh` makes an environment and starts this; its header has the settings. Each part is given its share of
-the time that is left. A command that has not ended by then is asked to stop, and what it had measured is taken; a part
-that has no time left is skipped. Both are said in the table. The files are written anew with each figure.
+`benchmarks/gpu.sh` makes an environment and starts this; its header says what each part does. A part is given its share
+of the time that is left, and ends within it: a command that has not ended by then is asked to stop, and killed if it
+does not; what it had found is taken. A part that has no time left is skipped. Both are said in the table. The files are
+written anew with each finding. This process imports nothing heavy: its parts start while torch would be read.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import functools
 import json
 import os
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -25,11 +26,12 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-SCHEMA = "gpuinfer.gpu/1"
-LEAST_S = 8.0  # of a command: less is not begun
-STOPPING_S = 10.0  # for a command to end by itself once it was asked to
+SCHEMA = "gpuinfer.gpu/2"
+LEAST_S = 16.0  # of a command, of which the last STOPPING_S are for its end: less is not begun
+STOPPING_S = 8.0  # for a command to end by itself once it was asked to
+LOOK_S = 0.5  # between two looks at what a command has found so far
 AIM_GAMES, FIRST_STEP_GAMES = 300_000, 100_000  # games/min of Blob on one H200 with 16 cores
-AIM_OVER_ONE_ROW = 30  # times
+COMMANDS = "commands"  # the folder of what commands wrote, within the results
 
 
 @dataclass(frozen=True)
@@ -37,49 +39,49 @@ class Size:
     """How much is asked of a device: of a GPU, or of a CPU on which the program itself is tried."""
 
     model: str
-    workers: tuple[int, ...]
+    workers: int
     seconds: float  # of one run
+    in_flight: tuple[int, ...]  # batches at once
+    games_in_flight: int
     whole_games: int  # of self-play
-    rows: tuple[int, ...]  # of text at once
     tokens: int  # of an answer
     diffusion_rows: int
     block: int
     games: int  # whose positions are trained on
     steps: int
     batch: int  # of training
-    rounds: int  # of two models
-    text: Mapping[str, int]  # sizes of the Llama and the GPT-2 whose memory is looked at
+    text: Mapping[str, int]  # sizes of the Llama whose memory is looked at
 
 
 ON_CUDA = Size(
     model="blobnet",
-    workers=(16, 8, 4, 2, 1),  # the most first: whatever is cut short, they are there
+    workers=16,
     seconds=4.0,
-    whole_games=30_000,
-    rows=(1, 16, 64, 256),
-    tokens=128,
+    in_flight=(4, 2),
+    games_in_flight=20_000,
+    whole_games=20_000,
+    tokens=64,
     diffusion_rows=16,
     block=32,
     games=400,
-    steps=60,
+    steps=40,
     batch=4096,
-    rounds=3,
-    text={"width": 1024, "layers": 8},
+    text={"width": 1024, "layers": 8, "vocabulary": 32_000},
 )
 ON_CPU = Size(
     model="blobnet-small",
-    workers=(1,),
+    workers=1,
     seconds=2.0,
-    whole_games=6,
-    rows=(1, 4),
+    in_flight=(1,),
+    games_in_flight=8,
+    whole_games=4,
     tokens=8,
     diffusion_rows=2,
     block=4,
-    games=8,
-    steps=4,
+    games=6,
+    steps=2,
     batch=32,
-    rounds=1,
-    text={"width": 64, "layers": 2},
+    text={"width": 64, "layers": 2, "vocabulary": 300},
 )
 
 
@@ -91,7 +93,7 @@ class Figure:
     case: str
     figures: dict[str, float | None]
     status: str = "done"  # or shortened, failed, skipped
-    why: str = ""
+    why: str = ""  # what was found in words, or why nothing was
 
 
 class Clock:
@@ -129,6 +131,11 @@ class Bench:
     def cuda(self) -> bool:
         return self.device != "cpu"
 
+    @property
+    def allowed(self) -> float:
+        """Seconds for the next command."""
+        return (self.clock.left - self.until) / max(1, self.commands)
+
     def begin(self, part: str, share: float) -> float:
         """Give a part its share of what is left; how many seconds that is."""
         self.part, self.commands, allowed = part, 1, max(0.0, self.clock.left) * share
@@ -137,6 +144,7 @@ class Bench:
 
     def add(self, case: str, figures: Mapping[str, float | None], status: str = "done", why: str = "") -> None:
         self.found.append(Figure(self.part, case, dict(figures), status, why))
+        print(f"gpu: {self.part}: {case}: {shown(asdict(self.found[-1]))}", file=sys.stderr, flush=True)
         write(self)
 
     def skip(self, case: str, why: str) -> None:
@@ -150,10 +158,29 @@ class Bench:
     def of_rows(self) -> list[object]:
         return [*SELFPLAY, "--model", self.size.model, "--device", self.device, "--dtype", self.dtype]
 
+    def probes(self) -> None:
+        """The part of that name in `gpu_probes.py`: one process, whose findings are taken as it writes them."""
+        file = self.file("", "findings")
+        file.unlink(missing_ok=True)
+        taken = 0
+
+        def take() -> None:
+            nonlocal taken
+            lines = file.read_text().split("\n")[:-1] if file.exists() else []  # what follows the last is not whole
+            for line in lines[taken:]:
+                one = json.loads(line)
+                self.add(one["case"], one["figures"], one["status"], one["why"])
+            taken = len(lines)
+
+        own = [sys.executable, ROOT / "benchmarks" / "gpu_probes.py", self.part, "--file", file]
+        own += ["--device", self.device, "--dtype", self.dtype, "--seconds", max(1.0, self.allowed - 2 * STOPPING_S)]
+        status = self.run("probes", own, take)
+        if status in ("failed", "shortened"):
+            self.add("the rest", {}, status, self.last("probes") if status == "failed" else "no time left")
+
     def compared(self, case: str, target: str, *words: object) -> None:
         """A `gpuinfer bench` of one repeat: a row for each of its variants."""
-        course = ["--seconds", self.size.seconds, "--warmup", self.size.seconds / 4, "--repeats", 1]
-        course += [] if self.cuda else ["--no-roofline"]
+        course = ["--seconds", self.size.seconds, "--warmup", self.size.seconds / 4, "--repeats", 1, "--no-roofline"]
         if (found := self.gpuinfer(case, "bench", target, *words, *course)) is None:
             return
         document, status = found
@@ -178,7 +205,7 @@ class Bench:
         """Run `gpuinfer` with a `--json` of its own: what it wrote, and `done` or `shortened`. One that fails may have
         written what it found until then, and says there what failed.
         """
-        file = self.results / f"{name_of(f'{self.part}-{case}')}.json"
+        file = self.file(case, "json")
         file.unlink(missing_ok=True)
         status = self.run(case, [sys.executable, "-m", "gpuinfer", *words, "--json", file])
         if status is None:
@@ -189,40 +216,56 @@ class Bench:
             self.add(case, {}, status, self.last(case) if status == "failed" else "it had measured nothing yet")
             return None
 
-    def run(self, case: str, words: Sequence[object]) -> str | None:
-        """`done`, `shortened` or `failed`; None where there was no time for it, which the table then says."""
-        allowed = (self.clock.left - self.until) / max(1, self.commands)
+    def run(
+        self,
+        case: str,
+        words: Sequence[object],
+        meanwhile: Callable[[], None] = lambda: None,
+        environment: Mapping[str, str] | None = None,
+    ) -> str | None:
+        """`done`, `shortened` or `failed`; None where there was no time for it, which the table then says. `meanwhile`
+        is called now and then, and once at the end; `environment` is added to ours.
+        """
+        allowed = self.allowed
         self.commands -= 1
         if allowed < LEAST_S:
             self.skip(case, "no time left")
             return None
-        print(f"gpu: {self.part}: {case}", file=sys.stderr, flush=True)
-        with self.log(case).open("wb") as log:
+        print(f"gpu: {self.part}: {case} …", file=sys.stderr, flush=True)
+        with self.file(case, "log").open("wb") as log:
             process = subprocess.Popen(
                 list(map(str, words)),
                 cwd=ROOT,
+                env={**os.environ, **(environment or {})},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
             )
-        code = ended(process, max(LEAST_S, allowed - STOPPING_S))
+        code = ended(process, allowed - STOPPING_S, meanwhile)
+        meanwhile()
         return "shortened" if code is None else "failed" if code else "done"
 
-    def log(self, case: str) -> Path:
-        return self.results / f"{name_of(f'{self.part}-{case}')}.log"
+    def file(self, case: str, kind: str) -> Path:
+        """Where something of a command is kept."""
+        folder = self.results / COMMANDS
+        folder.mkdir(exist_ok=True)
+        return folder / f"{name_of(f'{self.part}-{case}')}.{kind}"
 
     def last(self, case: str) -> str:
         """The last words of what it printed."""
-        said = self.log(case).read_text(errors="replace").strip().splitlines()
+        said = self.file(case, "log").read_text(errors="replace").strip().splitlines()
         return said[-1].strip() if said else "it said nothing"
 
 
-def ended(process: subprocess.Popen[bytes], seconds: float) -> int | None:
+def ended(process: subprocess.Popen[bytes], seconds: float, meanwhile: Callable[[], None] = lambda: None) -> int | None:
     """Its exit code; None where it had to be stopped. Nothing of it is left."""
+    stops = time.monotonic() + max(0.0, seconds)
     try:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            return process.wait(seconds)
+        while (left := stops - time.monotonic()) > 0:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                return process.wait(min(LOOK_S, left))
+            meanwhile()
         process.send_signal(signal.SIGINT)
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(STOPPING_S)
@@ -251,6 +294,7 @@ def of_run(report: Mapping[str, Any]) -> dict[str, float | None]:
         "fragmentation": ("memory", "fragmentation"),
         "tokens a forward": ("unmasking", "tokens_per_forward"),
         "bubbles": ("stages", "bubble_share"),
+        "setup s": ("setup_s",),
     }
     figures = {name: value for name, path in found.items() if (value := at(report, *path)) is not None}
     return {name: value for name, value in figures.items() if value or name != "games/min"}  # no game has ended yet
@@ -273,6 +317,37 @@ def prompts(folder: Path, count: int) -> Path:
 # The parts
 
 
+PYTEST = ("-m", "gpu", "-W", "default", "--maxfail=15", "--timeout=45", "-p", "no:cacheprovider", "-q")
+SENSITIVE = "weights or stream or flight or exchanged or stages or pinned or two_models"  # to what a sanitizer sees
+
+
+def tests(it: Bench) -> None:
+    """The GPU tests but the one that compiles with torch."""
+    tried(it, "not torch_compiles")
+
+
+def sanitizer(it: Bench) -> None:
+    """Those of streams and weights with torch's sanitizer, which finds kernels that nothing keeps apart."""
+    tried(it, f"({SENSITIVE}) and not torch_compiles", {"TORCH_CUDA_SANITIZER": "1"})
+
+
+def tried(it: Bench, chosen: str, environment: Mapping[str, str] | None = None) -> None:
+    """How many tests there were, and each that failed."""
+    files = [path for path in sorted((ROOT / "tests").rglob("test_*.py")) if "mark.gpu" in path.read_text()]
+    words = [sys.executable, "-m", "pytest", *PYTEST, "-k", chosen, *files]
+    wide = {"COLUMNS": "250"}  # else pytest cuts off why a test has failed
+    if (status := it.run("GPU tests", words, environment={**wide, **(environment or {})})) is None:
+        return
+    said = it.file("GPU tests", "log").read_text(errors="replace")
+    for name, why in re.findall(r"^(?:FAILED|ERROR) (.+?)(?: - (.*))?$", said, re.M):
+        it.add(name, {}, "failed", why[:200])
+    counted = re.findall(r"(\d+) (passed|failed|skipped|errors?)\b", said.strip().rpartition("\n")[2])
+    it.add("GPU tests", {what: float(count) for count, what in counted}, status)
+
+
+SELFPLAY = ("--game", "blob", "--players", 4, "--cards", 5, "--determinizations", 3, "--simulations", 30)
+
+
 def kernels(it: Bench) -> None:
     """Compile what searches and samples: on a new machine that would be the time of whichever part needs it first."""
     play = ["selfplay", *SELFPLAY, "--model", "uniform", "--games", 4, "--workers", 1, "--no-roofline", "--quiet"]
@@ -284,33 +359,21 @@ def kernels(it: Bench) -> None:
             it.add(case, {"seconds": it.clock.spent - before}, status, it.last(case) if status == "failed" else "")
 
 
-def tests(it: Bench) -> None:
-    if not it.cuda:
-        it.skip("GPU tests", "they need a CUDA device")
-        return
-    files = [path for path in sorted((ROOT / "tests").rglob("test_*.py")) if "mark.gpu" in path.read_text()]
-    status = it.run("GPU tests", [sys.executable, "-m", "pytest", "-m", "gpu", "-p", "no:cacheprovider", *files])
-    if status is not None:
-        said = it.log("GPU tests").read_text(errors="replace").rpartition("\n=")[2]
-        counted = re.findall(r"(\d+) (passed|failed|skipped|errors?)", said)
-        it.add("GPU tests", {what: float(count) for count, what in counted}, status)
-
-
-SELFPLAY = ("--game", "blob", "--players", 4, "--cards", 5, "--determinizations", 3, "--simulations", 30)
-
-
-def selfplay(it: Bench) -> None:
-    """Blob 4 × 5, 3 × 30, at 1 to 16 workers: a model in each of them, and one in a server for all. Those are runs of
-    seconds, in which hardly a game ends; so many games to their end are played once.
+def central(it: Bench) -> None:
+    """Blob 4 × 5, 3 × 30: all workers, one server; so many games at once and as many as it chooses, several batches in
+    flight. Those are runs of seconds, in which hardly a game ends; so many games to their end are played once.
     """
-    cores = len(os.sched_getaffinity(0))
-    workers = [count for count in it.size.workers if count <= cores]
     it.commands = 3
-    for backend in ("central", "inprocess"):
-        it.compared(backend, "selfplay", *it.of_rows, "--backend", backend, "--workers", ",".join(map(str, workers)))
-    whole = ["--backend", "central", "--workers", max(workers), "--games", it.size.whole_games, "--no-roofline"]
-    if (found := it.gpuinfer("whole games", "selfplay", *it.of_rows, *whole)) is not None:
-        it.add(f"central: {it.size.whole_games:,} games, {max(workers)} workers", of_run(found[0]), found[1])
+    workers = min(it.size.workers, len(os.sched_getaffinity(0)))
+    rows = [*it.of_rows, "--backend", "central", "--workers", workers]
+    batches = ("--compare", f"in_flight={','.join(map(str, it.size.in_flight))}")
+    it.compared(
+        f"{it.size.games_in_flight:,} games", "selfplay", *rows, "--games-in-flight", it.size.games_in_flight, *batches
+    )
+    it.compared("as many games as it chooses", "selfplay", *rows, *batches)
+    whole = ["--games", it.size.whole_games, "--no-roofline", "--games-in-flight", it.size.games_in_flight]
+    if (found := it.gpuinfer("whole games", "selfplay", *rows, *whole)) is not None:
+        it.add(f"{it.size.whole_games:,} games, {workers} workers", of_run(found[0]), found[1])
     reached = [rate for figures in it.figures() if (rate := figures.get("games/min"))]
     if reached:
         it.add(
@@ -318,87 +381,28 @@ def selfplay(it: Bench) -> None:
         )
 
 
-def generation(it: Bench) -> None:
-    """Text at several numbers of rows at once, and the most of them in other ways."""
-    it.commands = 4 if it.cuda else 1
-    it.text("rows at once", it.size.rows, it.text_model)
-    rates = [rate for figures in it.figures() if (rate := figures.get("tokens/s"))]
-    if len(rates) > 1:
-        it.add("over one row at a time", {"times": max(rates) / rates[0], "aim": float(AIM_OVER_ONE_ROW)})
-    if it.cuda:
-        ways = {
-            "without CUDA graphs": "-B graphs=false",
-            "torch.compile": "-B compile=true",
-            "deterministic": "--deterministic",
-        }
-        for case, words in ways.items():
-            it.text(case, it.size.rows[-1:], it.text_model, *words.split())
-
-
 def diffusion(it: Bench) -> None:
-    ways = (("threshold", "dual"), ("threshold", "none"), ("low-confidence", "none"))
-    ways = ways if it.cuda else ways[:1]
+    ways = (("threshold", "dual"), ("threshold", "none")) if it.cuda else (("threshold", "dual"),)
     it.commands = len(ways)
     for decoder, cache in ways:
         how = ("--decoder", decoder, "--cache", cache, "--block-length", it.size.block)
         it.text(f"{decoder}, cache {cache}", [it.size.diffusion_rows], it.diffusion_model, *how)
 
 
-def devices(it: Bench) -> None:
-    """A copy of the model on each device against the first alone; where there is one, that against stand-ins."""
-    first, count = ("cuda:0", cuda_devices()) if it.cuda else ("cpu", 0)
-    several = "+".join(f"cuda:{number}" for number in range(count)) if count > 1 else "cpu+cpu"
-    words = [*it.of_rows[:-4], "--backend", "inprocess", "--workers", 1]  # float32: the CPU may have no other
-    it.compared("data parallel", "selfplay", "--compare", f"device={first},{several}", *words)
-
-
 def stages(it: Bench) -> None:
     """Two stages, also where there is one device: they share it."""
     words = [*it.of_rows, "--backend", "inprocess", "--workers", 1, "-B", "stages=2"]
-    it.compared("two stages", "selfplay", "--compare", "parallel=data,layers,pipeline", *words)
-
-
-def models(it: Bench) -> None:
-    """Two models in one server: in turns, at once on streams of their own, and whichever of them it finds faster."""
-    pairs = ("rows", "text") if it.cuda else ("rows",)
-    it.commands = len(pairs)
-    for pair in pairs:
-        words = [
-            "--pair",
-            pair,
-            "--ways",
-            "turns,at-once,one",
-            "--rounds",
-            it.size.rounds,
-            "--seconds",
-            it.size.seconds / 2,
-        ]
-        file = it.results / f"models-{pair}-found.json"
-        file.unlink(missing_ok=True)
-        given = [sys.executable, ROOT / "benchmarks" / "models.py", *words, "--device", it.device, "--json", file]
-        status = it.run(f"two of {pair}", given)
-        if status is not None and not file.exists():
-            it.add(f"two of {pair}", {}, status, it.last(f"two of {pair}"))
-        for way, rates in (json.loads(file.read_text()) if file.exists() else {}).items():
-            figures = {f"{UNIT[pair]} of {name}": rate for name, rate in zip("ab", rates, strict=True)}
-            it.add(f"two of {pair}, {WAYS[way]}", figures)
-
-
-UNIT = {"rows": "rows/s", "text": "tokens/s"}
-WAYS = {"turns": "in turns", "at-once": "at once", "one": "as it chooses"}
+    it.compared("two stages", "selfplay", "--compare", "parallel=data,pipeline", *words)
 
 
 def memory(it: Bench) -> None:
     """What is estimated beside what was measured."""
-    it.commands = 3
-    for name, family in {"blobnet": None, "Llama": "llama", "GPT-2": "gpt2"}.items():
+    it.commands = 2
+    for name in ("blobnet", "Llama"):
         with tempfile.TemporaryDirectory() as folder:
-            try:
-                model = it.size.model if family is None else checkpoint(Path(folder), family, it.size.text)
-            except ImportError as error:
-                it.skip(name, f"{error}: transformers writes the checkpoint")
-                continue
-            words = ["--model", model, *([] if family is None else ["--context", 256])]
+            text = name == "Llama"
+            model = llama_folder(Path(folder), it.size.text) if text else it.size.model
+            words = ["--model", model, *(["--context", 256] if text else [])]
             found = it.gpuinfer(name, "memory", *words, "--device", it.device, "--dtype", it.dtype)
         if found is None:
             continue
@@ -411,17 +415,42 @@ def memory(it: Bench) -> None:
             it.skip(name, place["not_tried"] or "nothing was tried")
 
 
-def checkpoint(folder: Path, family: str, sizes: Mapping[str, int]) -> Path:
-    """A folder with random weights, as transformers writes it."""
-    sys.path.append(str(ROOT / "tests"))
-    from text.tiny import tiny_checkpoint
+def llama_folder(folder: Path, sizes: Mapping[str, int]) -> Path:
+    """A Llama as transformers writes it, with random weights, and tokens that are bytes."""
+    import numpy as np
+    from safetensors.numpy import save_file
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-    width, layers = sizes["width"], sizes["layers"]
-    changes = {
-        "llama": {"hidden_size": width, "intermediate_size": 2 * width, "num_hidden_layers": layers},
-        "gpt2": {"n_embd": width, "n_layer": layers},
-    }
-    return tiny_checkpoint(family, **changes[family]).rename(folder / family)
+    width, layers, vocabulary = sizes["width"], sizes["layers"], sizes["vocabulary"]
+    heads, inner = width // 16 if width < 256 else width // 64, 2 * width
+    config = {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": width, "intermediate_size": inner,
+        "num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": heads // 2,
+        "vocab_size": vocabulary, "max_position_embeddings": 1024, "rms_norm_eps": 1e-6, "rope_theta": 10000.0,
+        "hidden_act": "silu", "tie_word_embeddings": False, "torch_dtype": "float16", "eos_token_id": 0,
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config))
+    letters = {letter: token for token, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    tokenizer = Tokenizer(models.BPE(letters, []))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(), decoders.ByteLevel()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    dice = np.random.default_rng(0)
+
+    def drawn(out: int, into: int) -> Any:
+        return (dice.standard_normal((out, into), np.float32) / into**0.5).astype(np.float16)
+
+    tensors = {"model.embed_tokens.weight": drawn(vocabulary, width), "lm_head.weight": drawn(vocabulary, width)}
+    tensors["model.norm.weight"] = np.ones(width, np.float16)
+    for number in range(layers):
+        of = f"model.layers.{number}."
+        for norm in ("input_layernorm", "post_attention_layernorm"):
+            tensors[f"{of}{norm}.weight"] = np.ones(width, np.float16)
+        for name, out in {"q": width, "k": width // 2, "v": width // 2, "o": width}.items():
+            tensors[f"{of}self_attn.{name}_proj.weight"] = drawn(out, width)
+        for name, (out, into) in {"gate": (inner, width), "up": (inner, width), "down": (width, inner)}.items():
+            tensors[f"{of}mlp.{name}_proj.weight"] = drawn(out, into)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    return folder
 
 
 def training(it: Bench) -> None:
@@ -445,26 +474,20 @@ def training(it: Bench) -> None:
             it.add(case, {**figures, **of_run(report)}, status)
 
 
-def fragmentation(it: Bench) -> None:
-    """Prompts of all lengths, one run: what torch's allocator had reserved and no tensor ever filled."""
-    if not it.cuda:
-        it.skip("ragged prompts", "it is counted on CUDA alone")
-        return
-    it.text("ragged prompts", [it.size.diffusion_rows], it.text_model, "--max-new-tokens", "200")
-
-
 PARTS: dict[str, tuple[Callable[[Bench], None], float]] = {
-    "kernels": (kernels, 60),
-    "tests": (tests, 90),
-    "selfplay": (selfplay, 140),
-    "generation": (generation, 90),
-    "diffusion": (diffusion, 50),
-    "devices": (devices, 40),
-    "stages": (stages, 40),
-    "models": (models, 60),
-    "memory": (memory, 45),
-    "training": (training, 35),
-    "fragmentation": (fragmentation, 10),
+    "versions": (Bench.probes, 30),
+    "attention": (Bench.probes, 45),
+    "tests": (tests, 85),
+    "sanitizer": (sanitizer, 35),
+    "blobnet": (Bench.probes, 50),
+    "kernels": (kernels, 40),
+    "central": (central, 110),
+    "text": (Bench.probes, 75),
+    "permuted": (Bench.probes, 25),
+    "memory": (memory, 35),
+    "training": (training, 40),
+    "stages": (stages, 25),
+    "diffusion": (diffusion, 25),
 }
 """And the seconds that each is thought to take on a GPU: by these they share what is left."""
 
@@ -489,8 +512,9 @@ def write(it: Bench) -> None:
     document = {
         "schema": SCHEMA,
         "device": it.device,
-        "device_name": device_name(it.device),
+        "device_name": device_name(it),
         "tried_on_a_cpu": not it.cuda,
+        "dtype": it.dtype,
         "budget_s": it.clock.seconds,
         "spent_s": round(it.clock.spent, 1),
         "figures": [asdict(one) for one in it.found],
@@ -509,8 +533,9 @@ def table(document: Mapping[str, Any]) -> str:
 
 def shown(figure: Mapping[str, Any]) -> str:
     cells = [f"{name} {number(value)}" for name, value in figure["figures"].items()]
-    if figure["status"] != "done":
-        cells.append(" ".join(filter(None, [f"**{figure['status']}**", figure["why"].replace("|", "/")])))
+    status = "" if figure["status"] == "done" else f"**{figure['status']}**"
+    if said := " ".join(filter(None, [status, figure["why"].replace("|", "/")])):
+        cells.append(said)
     return "; ".join(cells)
 
 
@@ -520,17 +545,10 @@ def number(value: float | None) -> str:
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
-@functools.cache
-def device_name(device: str) -> str:
-    from gpuinfer.models.device import device_name, resolve_device
-
-    return device_name(resolve_device(device))
-
-
-def cuda_devices() -> int:
-    import torch
-
-    return torch.cuda.device_count()
+def device_name(it: Bench) -> str:
+    """As the probe of versions has found it."""
+    named = [one.why for one in it.found if (one.part, one.case, one.status) == ("versions", "device", "done")]
+    return named[0] if named else it.device
 
 
 def main() -> int:
@@ -549,10 +567,8 @@ def main() -> int:
     if unknown := [name for name in parts if name not in PARTS]:
         parser.error(f"no part {', '.join(unknown)}. There are {', '.join(PARTS)}.")
     cuda = own.device != "cpu"
-    if cuda and not cuda_devices():
-        parser.error(
-            "torch sees no CUDA device. Run it on a machine with one (nvidia-smi tells whether the driver works)."
-        )
+    if cuda and not (shutil.which("nvidia-smi") or Path("/dev/nvidiactl").exists()):
+        parser.error("there is no NVIDIA driver here. DEVICE=cpu tries the program itself, with small counts.")
     own.results.mkdir(parents=True, exist_ok=True)
     clock, size = Clock(own.seconds), ON_CUDA if cuda else ON_CPU
     it = Bench(own.device, own.dtype, size, own.results.resolve(), clock, own.text_model, own.diffusion_model)

@@ -1,44 +1,70 @@
 #!/usr/bin/env bash
-# On a CUDA machine, all of this within ten minutes: the GPU tests; self-play at 1 to 16 workers, a model in each
-# (inprocess) and one in a server for all of them (central); text generation at batch sizes from 1 up, and a diffusion
-# model; data parallel over all devices, or one of them against two stand-ins on the CPU; a model in two stages; two models
-# in turns and at once; memory, estimated beside measured; training with and without checkpointed layers; fragmentation.
-# Needs no installation of gpuinfer itself.
+# What can be learnt on a CUDA machine within ten minutes, what matters most first:
 #
-#   benchmarks/gpu.sh [RESULTS]        default: benchmarks/results/gpu
+#   versions    torch, cuDNN, numpy, numba, Triton; does numba compile; what `varlen_attn` takes; GB/s of copies of
+#               pageable, pinned and registered shared memory; what another thread may do during a capture (wait for a
+#               stream, copy, take memory, wait for the device); what an allocator does after a capture that fails
+#   attention   torch's kernels one by one, first call and 20th, decoding 256 rows × 8 × 4 heads at 512 positions and
+#               prompts of 20 lengths; a layer by our Triton kernels and by torch's, and how long ours take to compile
+#   tests       the GPU tests (pytest -m gpu -W default --maxfail=15) but the one that compiles with torch
+#   sanitizer   those of streams and weights with TORCH_CUDA_SANITIZER=1
+#   blobnet     the bare network at 65,536 to 2,048 rows, eager and as a graph; a profile of a forward; with copies
+#   kernels     compiles what searches and samples once, so that it is no other part's time
+#   central     self-play, 16 workers, one server: 20,000 games at once and as many as it chooses, 4 and 2 batches in
+#               flight; then 20,000 games to their end
+#   text        a random Llama of 1 B made on the device, 256 rows and then 64: steps alone, greedy, top-p; a generator at
+#               work; profiles of 20 decode steps and 5 of prompts
+#   permuted    rows of a batch of 2,048 in another order, and rows of text: how many have the same bits
+#   memory      estimated beside measured;  training: with all activations and with those of segments
+#   stages      a model in two stages;  diffusion: a model that fills masks in
 #
-#   PYTHON=python3.12   the interpreter, with a CUDA torch
-#   SECONDS_IN_ALL=570  what it may take, from its start: what has no time left is shortened or skipped, and the table says so
-#   PARTS=tests,memory  some of kernels, tests, selfplay, generation, diffusion, devices, stages, models, memory, training, fragmentation
+#   benchmarks/gpu.sh [RESULTS]           default: benchmarks/results/gpu
+#   benchmarks/gpu.sh --pack FOLDER       where there is a network: gather the packages that travel, and say their size
+#
+#   PYTHON=python3.12   the interpreter, with a CUDA torch (tried for: Python 3.12, torch 2.11 for CUDA 13)
+#   SECONDS_IN_ALL=570  what it may take, from its start. Each part gets its share of what is left and ends within it; what
+#                       has no time left is shortened or skipped, and the table says so
+#   PARTS=tests,text    some of the parts above
 #   DTYPE=float32       the number format; by default bfloat16
-#   TEXT_MODEL=DIR      what generates: a Hugging Face folder; by default the built-in tiny one, which a GPU hardly feels
+#   TEXT_MODEL=DIR      what part kernels generates with: a Hugging Face folder; by default the built-in tiny one
 #   DIFFUSION_MODEL=DIR a masked diffusion model; by default the built-in tiny one
-#   WHEELS=DIR          packages to add, as wheels (below)
-#   DEVICE=cpu          tries the program itself where there is no GPU, with small counts: its table says so
+#   WHEELS=DIR          packages to add, as --pack gathers them
+#   DEVICE=cpu          tries the program itself where there is no GPU, with small counts: the table says so, and what
+#                       needs CUDA says "no CUDA device", which is no failure
 #
-# RESULTS gets gpu.md (one table), gpu.json (the same figures), and a JSON report and a log for each command. The exit
-# code is 1 when a test or a command failed; the rest is still done. The aims that the table names: for Blob 4 × 5, 3 × 30,
-# the 4.8 M network in bfloat16, `central` on one H200 with 16 cores 300,000 games/min, 100,000 as a first step; for
-# generation 30 times as many tokens a second in batches as one row after another.
+# A process is started for each part of probes, and for each command of the others. RESULTS gets gpu.md (one table) and
+# gpu.json (the same figures), both written anew with each finding, so that a run that is cut off keeps what it has found;
+# and commands/, what commands wrote: logs, reports, findings line by line, profiles. That folder is packed into
+# commands.tar.gz at the end. The exit code is 1 when a test, a probe or a command failed; the rest is still done.
 #
-# A machine without a network: packages that it lacks travel as wheels. Where there is a network, for Python 3.12:
-#   pip download --dest wheels --only-binary=:all: --python-version 3.12 --implementation cp \
-#     --platform manylinux_2_28_x86_64 --platform manylinux_2_27_x86_64 --platform manylinux_2_17_x86_64 \
-#     --platform manylinux_2_31_x86_64 --platform manylinux2014_x86_64 -r benchmarks/gpu-packages.txt
-# (With what they depend on, so that versions fit one another; torch is not among them.) Copy the folder over, and there:
-# WHEELS=wheels.
+# To a machine without a network travel this repository, which needs no installation there, and the wheels of
+# gpu-packages.txt: `--pack` downloads them for Python 3.12, and refuses when wheels and repository together are larger
+# than 64 MiB. torch, Triton, numpy, numba and llvmlite are the machine's own. Of the wheels those are used whose package the
+# machine lacks, or has in a version that does not fit. There: WHEELS=FOLDER benchmarks/gpu.sh
 set -uo pipefail
 
-cd "$(dirname "$0")/.." || exit 1
-results=${1:-benchmarks/results/gpu}
 python=${PYTHON:-python3}
+if [ "${1:-}" = --pack ]; then
+    exec "$python" "$(dirname "$0")/gpu_wheels.py" pack "${2:?into which folder?}"
+fi
+given=${1:-benchmarks/results/gpu}
+results=$(realpath -m "$given") # of the folder it is started in, as WHEELS is
+[ $# -gt 0 ] || results=$(realpath -m "$(dirname "$0")/../$given")
+wheels=${WHEELS:+$(realpath -m "$WHEELS")}
+cd "$(dirname "$0")/.." || exit 1
 
 site=$(mktemp -d) || exit 1
-trap 'rm -rf "$site"' EXIT
 child=
+ended() { # few files, and those of commands in one
+    if [ -d "$results/commands" ] && tar -czf "$results/commands.tar.gz" -C "$results" commands; then
+        rm -rf "$results/commands"
+    fi
+    rm -rf "$site"
+}
+trap ended EXIT
 trap 'kill "$child" 2>/dev/null; wait "$child"; exit 143' TERM INT # which ends what it had started, too
-if [ -n "${WHEELS:-}" ]; then
-    "$python" -m pip install --quiet --no-index --no-deps --no-compile --target "$site" "$WHEELS"/*.whl || exit 1
+if [ -n "$wheels" ]; then
+    "$python" benchmarks/gpu_wheels.py unpack "$wheels" "$site" || exit 1
 fi
 # After the repository and before anything installed; exported, since worker processes need it too.
 export PYTHONPATH="$PWD:$site${PYTHONPATH:+:$PYTHONPATH}"

@@ -1,29 +1,42 @@
-"""`benchmarks/gpu.sh` where there is no GPU: its clock, its table, what it carries; each part leaves figures."""
+"""`benchmarks/gpu.sh` where there is no GPU: its clock, its table, what travels; each part leaves findings."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import os
 import re
 import subprocess
 import sys
+import tarfile
 import tomllib
+import zipfile
 from importlib.metadata import PackageNotFoundError, requires
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 import pytest
+import torch
 from packaging.markers import default_environment
 from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parent.parent
-SCRIPT = importlib.util.spec_from_file_location("gpu", ROOT / "benchmarks" / "gpu.py")
-assert SCRIPT is not None
-assert SCRIPT.loader is not None
-gpu = sys.modules["gpu"] = importlib.util.module_from_spec(SCRIPT)  # where dataclasses look for it
-SCRIPT.loader.exec_module(gpu)
+
+
+def script(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, ROOT / "benchmarks" / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)  # where dataclasses look for it
+    spec.loader.exec_module(module)
+    return module
+
+
+gpu, gpu_probes, gpu_wheels = map(script, ("gpu", "gpu_probes", "gpu_wheels"))
 
 BESIDE_TORCH = {"filelock", "fsspec", "networkx", "numpy", "setuptools", "sympy", "torch", "typing-extensions"}
+OF_THE_MACHINE = {"numba", "llvmlite"}
 NOT_LOADED = {"huggingface-hub"}  # tokenizers names it, and has no need of it here
 OF_TESTS = ("pytest", "pytest-timeout", "hypothesis")
 THERE = {**default_environment(), "python_version": "3.12", "python_full_version": "3.12.0", "extra": ""}
@@ -98,16 +111,83 @@ def test_a_part_that_fails_costs_its_own_figures_alone(bench, monkeypatch):
     assert it.found[0].why == "ZeroDivisionError: alas"
 
 
-def test_a_command_that_takes_too_long_is_asked_to_stop_and_what_it_wrote_counts(bench, monkeypatch):
-    it = bench(100.0, Hand())
-    monkeypatch.setattr(gpu, "LEAST_S", 0.5)
-    it.begin("part", 1.0)
-    it.until = it.clock.left - gpu.STOPPING_S - 0.5
+@pytest.fixture
+def short(monkeypatch):
+    """A bench whose next commands have half a second each."""
+
+    def made(it):
+        monkeypatch.setattr(gpu, "LEAST_S", 0.5)
+        it.begin("part", 1.0)
+        it.until = it.clock.left - gpu.STOPPING_S - 0.5
+        return it
+
+    return made
+
+
+def test_a_command_that_takes_too_long_is_asked_to_stop_and_what_it_wrote_counts(bench, short):
+    it = short(bench(100.0, Hand()))
     says = "import signal, time\nsignal.signal(signal.SIGINT, lambda *_: exit(3))\ntime.sleep(60)"
     assert it.run("slow", [sys.executable, "-c", says]) == "shortened"
     assert it.run("quick", [sys.executable, "-c", "pass"]) == "done"
     assert it.run("broken", [sys.executable, "-c", "print('no such thing'); exit(1)"]) == "failed"
     assert it.last("broken") == "no such thing"
+
+
+PROBES = """
+import json, sys, time
+with open(sys.argv[sys.argv.index("--file") + 1], "a") as file:
+    for case in ("one", "two"):
+        found = {"part": "part", "case": case, "figures": {"ms": 2.0}, "status": "done", "why": ""}
+        print(json.dumps(found), file=file)
+    print('{"part": "pa', end="", file=file, flush=True)
+    {END}
+"""
+
+
+@pytest.mark.parametrize(
+    ("end", "rest"),
+    [
+        pytest.param("time.sleep(60)", [("the rest", "shortened", "no time left")], id="cut off"),
+        pytest.param("exit('alas')", [("the rest", "failed", "alas")], id="failed"),
+        pytest.param("pass", [], id="well"),
+    ],
+)
+def test_what_probes_have_found_is_kept_however_they_end(bench, short, monkeypatch, tmp_path, end, rest):
+    (tmp_path / "benchmarks").mkdir()
+    (tmp_path / "benchmarks" / "gpu_probes.py").write_text(PROBES.replace("{END}", end))
+    monkeypatch.setattr(gpu, "ROOT", tmp_path)
+    it = bench(100.0, Hand())
+    it.begin("part", 1.0)
+    if "sleep" in end:
+        short(it)
+    it.probes()
+    well = [("one", "done", ""), ("two", "done", "")]
+    assert [(one.case, one.status, one.why) for one in it.found] == well + rest
+    assert json.loads((tmp_path / "gpu.json").read_text())["figures"][0]["figures"] == {"ms": 2.0}
+
+
+def test_tests_that_fail_are_named(bench, monkeypatch):
+    it = bench(100.0, Hand())
+    it.begin("tests", 1.0)
+    said = [
+        "..F",
+        "FAILED tests/test_gpu.py::test_graphs[a case] - AssertionError: 3 - 4",
+        "ERROR tests/text/test_x.py::test_it",
+        "1 failed, 2 passed, 7 deselected, 1 error in 3.20s",
+    ]
+
+    def run(case, words, **more):
+        it.file(case, "log").write_text("\n".join(said) + "\n")
+        return "failed"
+
+    monkeypatch.setattr(it, "run", run)
+    gpu.tests(it)
+    assert [(one.case, one.why, one.figures) for one in it.found] == [
+        ("tests/test_gpu.py::test_graphs[a case]", "AssertionError: 3 - 4", {}),
+        ("tests/text/test_x.py::test_it", "", {}),
+        ("GPU tests", "", {"failed": 1.0, "passed": 2.0, "error": 1.0}),
+    ]
+    assert all(one.status == "failed" for one in it.found)
 
 
 @pytest.mark.parametrize(
@@ -157,11 +237,12 @@ def needed() -> dict[str, Requirement]:
     own = [Requirement(line) for line in project["dependencies"]]
     own += [one for one in map(Requirement, more) if one.name in (*OF_TESTS, "nvidia-ml-py")]
     found: dict[str, Requirement] = {}
+    without = BESIDE_TORCH | OF_THE_MACHINE | NOT_LOADED
     pending = [(one, True) for one in own]
     while pending:
         one, direct = pending.pop(0)
         name = re.sub(r"[-_.]+", "-", one.name).lower()
-        if name in found or name in BESIDE_TORCH | NOT_LOADED:
+        if name in found or name in without:
             continue
         found[name] = one if direct else Requirement(name)
         try:
@@ -180,24 +261,169 @@ def test_the_packages_that_travel_are_all_that_is_needed():
     assert {name: listed[name].specifier for name in asked} == asked
 
 
-@pytest.mark.soak  # ten minutes of many processes
-@pytest.mark.timeout(600)
+PARTS = [pytest.param(part, id=part) for part in gpu_probes.PARTS if part != "versions"]  # which the script has below
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_each_part_of_probes_leaves_findings_on_a_cpu(part, tmp_path):
+    file = tmp_path / "findings"
+    assert gpu_probes.main([part, "--file", str(file), "--device", "cpu", "--dtype", "float32"]) == 0
+    found = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [one for one in found if one["status"] == "failed"] == []
+    assert {one["why"] for one in found if one["status"] == "skipped"} <= {gpu_probes.NO_DEVICE}
+    measured = [one for one in found if one["status"] == "done"]
+    assert len(measured) >= 4
+    assert all(one["figures"] or one["why"] for one in measured)
+    if part == "permuted":
+        assert all(one["figures"]["share of the same bits"] == 1.0 for one in measured)
+
+
+@pytest.fixture
+def probes(tmp_path, monkeypatch):
+    """Probes on a CPU that stands in for a device with streams, waits and captures."""
+    for name in ("Stream", "graph_pool_handle"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_: SimpleNamespace())
+    return gpu_probes.Probes("part", torch.device("cpu"), torch.float32, gpu_probes.ON_CPU, tmp_path / "findings")
+
+
+def refusing(*_):
+    raise RuntimeError("operation not permitted\nwhen stream is capturing")
+
+
+@pytest.mark.parametrize(
+    ("act", "ends", "said"),
+    [
+        pytest.param(lambda it: None, lambda: None, "allowed; the capture survived", id="all is well"),
+        pytest.param(
+            refusing,
+            lambda: None,
+            "refused: operation not permitted; the capture survived",
+            id="what is done is refused",
+        ),
+        pytest.param(
+            lambda it: None, refusing, "allowed; the capture broke: operation not permitted", id="the capture breaks"
+        ),
+    ],
+)
+def test_what_becomes_of_a_capture_is_told(probes, monkeypatch, act, ends, said):
+    @contextlib.contextmanager
+    def captured(stream, pool):
+        yield
+        ends()
+
+    monkeypatch.setattr(gpu_probes, "captured", captured)
+    assert gpu_probes.during_a_capture(probes, act) == said
+
+
+def test_a_probe_that_fails_is_a_finding_and_the_others_go_on(probes):
+    def lacks():
+        raise gpu_probes.NotHere("it is not here")
+
+    probes.attempt("broken", refusing)
+    probes.attempt("lacking", lacks)
+    probes.attempt("of CUDA", refusing, cuda=True)
+    probes.attempt("well", lambda: {"ms": 1.0})
+    probes.seconds = 0.0
+    probes.attempt("late", lambda: {"ms": 1.0})
+    found = [json.loads(line) for line in probes.file.read_text().splitlines()]
+    assert [(one["case"], one["status"], one["why"]) for one in found] == [
+        ("broken", "failed", "RuntimeError: operation not permitted"),
+        ("lacking", "skipped", "it is not here"),
+        ("of CUDA", "skipped", "no CUDA device"),
+        ("well", "done", ""),
+        ("late", "skipped", "no time left"),
+    ]
+
+
+def wheel(folder: Path, name: str, version: str, *needs: str) -> None:
+    with zipfile.ZipFile(folder / f"{name}-{version}-py3-none-any.whl", "w") as archive:
+        head = [f"Name: {name}", f"Version: {version}", *(f"Requires-Dist: {one}" for one in needs)]
+        archive.writestr(f"{name}-{version}.dist-info/METADATA", "Metadata-Version: 2.1\n" + "\n".join(head) + "\n\n")
+        archive.writestr(f"{name}/__init__.py", "")
+        archive.writestr(f"{name}-{version}.data/purelib/{name}_more.py", "")
+
+
+@pytest.mark.parametrize(
+    ("here", "taken"),
+    [
+        pytest.param({}, ["a", "core"], id="nothing is there"),
+        pytest.param({"a": "2.1", "core": "1.0"}, [], id="all of it is there"),
+        pytest.param({"a": "1.0", "core": "1.0"}, ["a", "core"], id="too old, and what a newer one needs"),
+        pytest.param({"a": "2.1"}, ["core"], id="one of them"),
+    ],
+)
+def test_what_the_machine_has_is_preferred(monkeypatch, tmp_path, here, taken):
+    for one in ("wheels", "site"):
+        (tmp_path / one).mkdir()
+    wheel(tmp_path / "wheels", "a", "2.3", "core==1.5", "numpy>=2", "extra; extra == 'more'")
+    wheel(tmp_path / "wheels", "core", "1.5")
+    wheel(tmp_path / "wheels", "numba", "0.65")  # never: the machine's own
+    (tmp_path / "listed").write_text("# a comment\na>=2\ncore\nnumba>=0.62\n")
+    monkeypatch.setattr(gpu_wheels, "LISTED", tmp_path / "listed")
+    monkeypatch.setattr(gpu_wheels, "installed", lambda: here)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    assert gpu_wheels.main(["unpack", str(tmp_path / "wheels"), str(tmp_path / "site")]) == 0
+    site = tmp_path / "site"
+    assert sorted(one.name for one in site.iterdir() if (one / "__init__.py").exists()) == taken
+    assert sorted(one.name for one in site.glob("*_more.py")) == [f"{name}_more.py" for name in taken]
+
+
+def test_more_than_may_travel_is_refused_with_its_size(capsys):
+    mib = 1 << 20
+    assert gpu_wheels.said(40 * mib, 10 * mib, 45) == 0
+    assert "45 wheels of 40.0 MiB and a repository of 10.0 MiB, 50.0 MiB in all" in capsys.readouterr().out
+    assert gpu_wheels.said(60 * mib, 10 * mib, 46) == 1
+    assert "too much: 46 wheels of 60.0 MiB" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="not a checkout")
+def test_the_repository_leaves_room_for_the_packages():
+    assert 1 << 20 < gpu_wheels.tree(ROOT / "nowhere") < 20 << 20
+
+
+def started(folder: Path, seconds: int, **more: str) -> subprocess.Popen[str]:
+    given = {"PYTHON": sys.executable, "DEVICE": "cpu", "DTYPE": "float32", "SECONDS_IN_ALL": str(seconds), **more}
+    command = [ROOT / "benchmarks" / "gpu.sh", folder]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen(command, env={**os.environ, **given}, text=True, **pipes)
+
+
+def test_the_script_leaves_a_table_and_few_files(tmp_path):
+    process = started(tmp_path / "results", 240, PARTS="versions")
+    out, err = process.communicate(timeout=250)
+    assert process.returncode == 0, err
+    assert {one.name for one in (tmp_path / "results").iterdir()} == {"gpu.md", "gpu.json", "commands.tar.gz"}
+    with tarfile.open(tmp_path / "results" / "commands.tar.gz") as packed:
+        assert "commands/versions-probes.log" in packed.getnames()
+    assert (tmp_path / "results" / "gpu.md").read_text() in out
+    assert "The program was tried on a CPU" in out
+    figures = json.loads((tmp_path / "results" / "gpu.json").read_text())["figures"]
+    found = {one["case"]: (one["status"], one["why"]) for one in figures}
+    assert found["torch"] == ("done", torch.__version__)
+    assert found["numba compiles"][0] == "done"
+    assert found["after a capture that fails"] == ("skipped", "no CUDA device")
+    assert not any(status == "failed" for status, _ in found.values())
+
+
+def test_there_is_no_part_of_another_name(tmp_path):
+    process = started(tmp_path, 60, PARTS="versions,blobnets")
+    _, err = process.communicate(timeout=60)
+    assert process.returncode != 0
+    assert "no part blobnets. There are versions, attention" in err
+
+
+@pytest.mark.thorough  # minutes of many processes
+@pytest.mark.timeout(900)
 def test_all_of_it_on_a_cpu_leaves_figures_of_every_part(tmp_path):
-    environment = {**os.environ, "PYTHON": sys.executable, "DEVICE": "cpu", "DTYPE": "float32", "SECONDS_IN_ALL": "500"}
-    done = subprocess.run(
-        [ROOT / "benchmarks" / "gpu.sh", tmp_path],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=560,
-        check=False,
-    )
+    process = started(tmp_path, 600)
+    out, err = process.communicate(timeout=700)
     document = json.loads((tmp_path / "gpu.json").read_text())
     failed = [one for one in document["figures"] if one["status"] == "failed"]
-    assert (done.returncode, failed) == (0, []), done.stderr
+    assert (process.returncode, failed) == (0, []), err
     assert document["tried_on_a_cpu"]
+    assert document["spent_s"] < 600
     found = {one["part"] for one in document["figures"] if one["figures"]}
     cut = {one["part"] for one in document["figures"] if one["status"] == "shortened"}  # on a busy machine
-    assert found | cut == gpu.PARTS.keys() - {"tests", "fragmentation"}  # which need CUDA, and say so
-    assert {"kernels", "selfplay", "memory"} <= found
-    assert (tmp_path / "gpu.md").read_text() in done.stdout
+    assert found | cut == gpu.PARTS.keys()
+    assert {"attention", "blobnet", "text", "permuted", "memory"} <= found
+    assert (tmp_path / "gpu.md").read_text() in out
