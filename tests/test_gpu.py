@@ -1,16 +1,19 @@
 """On a CUDA device: the same promises as on the CPU, and what only a CUDA device has."""
 
 import asyncio
+import json
 import logging
 import threading
 
 import numpy as np
 import pytest
 import torch
+from one_batch import answered
 from torch import nn
 
 from gpuinfer.api import BackendContext, ModelSpec, Request, Setup
 from gpuinfer.backends.inprocess import InProcess
+from gpuinfer.cli.app import run
 from gpuinfer.engine.engine import Engine
 from gpuinfer.errors import BackendError, UsageError
 from gpuinfer.models.bare import measure
@@ -165,6 +168,19 @@ def test_with_a_fixed_shape_a_rows_answer_is_the_same_bits_in_any_company(name, 
         assert np.concatenate(forward([everything[rows]])[0], axis=1).tobytes() == reference[rows].tobytes()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", NETWORKS)
+def test_a_large_batch_in_another_order_has_the_same_bits_row_by_row(name, dtype):
+    rows = 2048
+    forward, everything = on_cuda(network(name, dtype), dtype, rows, fixed_shape=True), positions(rows)
+    reference = np.concatenate(forward([everything])[0], axis=1)
+    for seed in range(3):
+        order = np.random.default_rng(seed).permutation(rows)
+        found = np.concatenate(forward([everything[order]])[0], axis=1)
+        different = (found != reference[order]).any(axis=1)
+        assert found.tobytes() == reference[order].tobytes(), f"{different.sum()} rows of {rows} differ"
+
+
 class Greedy(nn.Module):
     """Wants more memory than there is for more than `most` rows."""
 
@@ -228,6 +244,52 @@ async def test_the_backend_serves_from_the_device(deterministic):
     assert (policy.shape, values.shape) == ((77, ACTIONS), (77, SEATS))
     assert device["name"] == torch.cuda.get_device_name(0)
     assert device["allocated_mb"] > 0
+
+
+STAGED = [
+    pytest.param({"parallel": "layers"}, id="layers"),
+    pytest.param({"parallel": "pipeline", "stages": 3}, id="pipeline"),
+    pytest.param({"parallel": "pipeline", "stages": 2, "micro_batch_rows": 7}, id="small micro-batches"),
+    pytest.param({"parallel": "pipeline", "stages": 2, "graphs": False}, id="without graphs"),
+]
+
+
+@pytest.mark.parametrize("options", STAGED)
+@pytest.mark.parametrize("name", NETWORKS)
+async def test_stages_that_share_a_device_answer_as_the_cpu_does(name, options):
+    batch = [Request(positions(rows, seed), rows) for seed, rows in enumerate((300, 1, 40))]
+    expected = await answered(InProcess(Setup(spec(name), ("cpu",))), batch)
+    assert_alike(await answered(InProcess(Setup(spec(name), ("cuda",)), **options), batch), expected, 1e-4)
+
+
+@pytest.mark.parametrize("gate", [True, False], ids=["sharing the device", "each as if alone"])
+async def test_two_models_at_once_do_not_mix(gate):
+    backends = [InProcess(Setup(spec(name), ("cuda",)), gate=gate, max_rows=512) for name in NETWORKS]
+    batches = [[Request(positions(rows, seed), rows)] for seed, rows in enumerate((500, 17, 300, 64))]
+    expected = [
+        [await answered(InProcess(Setup(spec(name), ("cpu",))), batch) for batch in batches] for name in NETWORKS
+    ]
+    for backend in backends:
+        await backend.start(BackendContext())
+    try:
+        for _ in range(5):
+            asked = [backend.infer(batch) for backend in backends for batch in batches]
+            found = await asyncio.wait_for(asyncio.gather(*asked), 120)
+            for ours, theirs in zip(found, [one for of in expected for one in of], strict=True):
+                assert_alike(ours, theirs, 1e-4)
+    finally:
+        for backend in backends:
+            await backend.close()
+
+
+@pytest.mark.parametrize("model", ["blobnet", "tiny", "tiny-llada"])
+def test_memory_is_near_what_is_estimated(model, capsys):
+    assert run(["memory", "--model", model, "--device", "cuda", "--json", "-"]) == 0
+    (device,) = json.loads(capsys.readouterr().out)["devices"]
+    assert device["not_tried"] is None
+    assert device["tried"]
+    ratios = {one["batch"]: one["ratio"] for one in device["tried"]}
+    assert all(0.7 < ratio < 1.4 for ratio in ratios.values()), ratios
 
 
 def test_the_roofline_is_measured_on_the_device():

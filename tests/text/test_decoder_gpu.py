@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
 
 import numpy as np
@@ -11,9 +12,12 @@ from decoders import in_stages
 from random_models import LLAMA, MIXTURES, VARIANTS, random_weights
 from steps import COLUMNS, seeing, step_of
 
+from gpuinfer.text.decoder import triton_layers
 from gpuinfer.text.decoder.sizing import estimate, free_memory, open_and_try
 from gpuinfer.text.decoder.torch_decoder import TorchDecoder
+from gpuinfer.text.decoder.triton_layers import TritonLayers
 from gpuinfer.text.shape import Masking
+from gpuinfer.text.step import Step
 
 pytestmark = [
     pytest.mark.gpu,
@@ -147,6 +151,86 @@ def test_a_canvas_has_the_same_bits_alone_and_in_company(shape, dtype):
     assert torch.equal(found[140:207], expected)
     part = all_logits(several, [seeing(canvas(2, TOKENS[11:30], 11, 67), canvas(4, OTHER[:50]))])
     assert torch.equal(part[:19], expected[11:30])
+
+
+KINDS = [pytest.param(replace(LLAMA, **changes), id=name) for name, changes in (VARIANTS | MIXTURES).items()]
+TRITON = pytest.mark.skipif(not triton_layers.is_there(), reason="needs Triton")
+
+
+@TRITON
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", KINDS)
+def test_our_kernels_answer_as_torchs_layers_do(shape, dtype):
+    ours, theirs = (decoder(shape, dtype, kernels=kernels) for kernels in (True, False))
+    assert isinstance(ours._layers, TritonLayers), "they are not used"
+    found, wanted = all_logits(ours), all_logits(theirs)
+    leeway = {torch.float32: 1e-4, torch.float16: 0.02, torch.bfloat16: 0.1}[dtype]
+    assert (found - wanted).abs().max() < leeway * wanted.abs().max()
+
+
+@TRITON
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [pytest.param(MASKED, id="masked"), *MIXED[:2]])
+def test_our_kernels_answer_canvases_as_torchs_layers_do(shape, dtype):
+    ours, theirs = (decoder(shape, dtype, kernels=kernels) for kernels in (True, False))
+    found, wanted = all_logits(ours, SEEING), all_logits(theirs, SEEING)
+    leeway = {torch.float32: 1e-4, torch.float16: 0.02, torch.bfloat16: 0.1}[dtype]
+    assert (found - wanted).abs().max() < leeway * wanted.abs().max()
+
+
+@TRITON
+def test_a_long_row_in_portions_is_answered_as_by_torch():
+    """Few rows of many positions: several programs share one, and another kernel joins what they find."""
+    shape = replace(LLAMA, positions=4096)
+    tokens = [int(token) for token in np.random.default_rng(1).integers(0, LLAMA.vocabulary, 3000)]
+    given = {"tokens": np.array(tokens, np.int32), "pages": np.arange(128, dtype=np.int32)[None]}
+    numbers = {name: np.array([value], np.int32) for name, value in (("starts", 0), ("lengths", 3000))}
+    prompt = Step(**given, **numbers, wanted=np.array([2999], np.int32))
+    one = {"tokens": np.array([5], np.int32), "starts": np.array([3000], np.int32), "lengths": np.array([1], np.int32)}
+    after = replace(prompt, **one, wanted=np.array([0], np.int32))
+    ours, theirs = (decoder(shape, slots=1, pages=128, length=4096, kernels=kernels) for kernels in (True, False))
+    found, wanted = all_logits(ours, [prompt, after]), all_logits(theirs, [prompt, after])
+    torch.testing.assert_close(found, wanted, atol=1e-3, rtol=0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_rows_of_a_step_in_another_order_have_the_same_bits(dtype):
+    """A step of 256 rows, when `deterministic`."""
+    rows, dice = 256, np.random.default_rng(3)
+    some = decoder(dtype=dtype, slots=rows, pages=rows * COLUMNS, deterministic=True)
+    lengths = dice.integers(1, 40, rows)
+    begun = [step_of((row, 0, TOKENS[: lengths[row]]), last_only=True) for row in range(rows)]
+    for step in begun:
+        some.forward(step)
+    segments = [(row, int(lengths[row]), [int(dice.integers(0, LLAMA.vocabulary))]) for row in range(rows)]
+    reference = some.forward(step_of(*segments)).clone()
+    for _ in range(3):
+        order = dice.permutation(rows)
+        found = some.forward(step_of(*(segments[row] for row in order)))
+        assert torch.equal(found, reference[torch.from_numpy(order).to(found.device)])
+
+
+@pytest.mark.parametrize("graphs", [True, False])
+def test_two_models_at_once_do_not_mix(graphs):
+    weights = [random_weights(LLAMA, seed=seed) for seed in (1, 2)]
+    options = {"slots": 5, "pages": 5 * COLUMNS, "length": 160, "graphs": graphs}
+    models = [TorchDecoder(LLAMA, given, CUDA, torch.float32, **options) for given in weights]
+    expected = [all_logits(TorchDecoder(LLAMA, given, CPU, torch.float32, **options)) for given in weights]
+    found: list[list[torch.Tensor]] = [[], []]
+
+    def compute(number):
+        for _ in range(10):
+            found[number].append(all_logits(models[number]))
+
+    threads = [threading.Thread(target=compute, args=(number,)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    for ours, wanted in zip(found, expected, strict=True):
+        assert len(ours) == 10
+        for one in ours:
+            torch.testing.assert_close(one, wanted, atol=1e-3, rtol=0)
 
 
 @pytest.mark.filterwarnings("ignore")  # the compiler's own

@@ -268,6 +268,7 @@ def test_the_built_in_loss_is_finite_where_moves_are_forbidden(rows, seed, weigh
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("segments", [None, 3])
 async def test_gradients_on_cuda_are_the_cpus(segments):
     weights = {name: one.numpy() for name, one in trainable(spec("blobnet"), 7).state_dict().items()}
