@@ -1,4 +1,4 @@
-"""What a decode step asks of a CUDA device, counted on fake tensors where there is none.
+"""What a decode step asks of a CUDA device, and the draw behind it, counted on fake tensors where there is none.
 
 python benchmarks/cuda_counts.py [--slots 256] [--context 4096]
 """
@@ -8,12 +8,17 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
+import numpy as np
 import torch
 from rich.console import Console
 from rich.table import Table
+from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 sys.path += [str(Path(__file__).parents[1] / "tests" / part) for part in ("cuda", "text")]
@@ -23,7 +28,28 @@ from fake_device import fake_device, load_guard
 from random_models import LLAMA, random_weights
 from steps import step_of
 
+from gpuinfer.generation import Sampling
 from gpuinfer.text.decoder.torch_decoder import TorchDecoder
+from gpuinfer.text.sampling import Sampler, torch_path
+
+FILTERS = {"temperature": 0.8, "top_p": 0.9, "min_p": 0.02, "top_k": 50}
+PENALTIES = {"repetition_penalty": 1.1, "presence_penalty": 0.1, "frequency_penalty": 0.1}
+DRAWS = {
+    "greedy": [Sampling(temperature=0)],
+    "greedy, logit bias": [Sampling(temperature=0, logit_bias={3: 1.0})],
+    "greedy, 5 logprobs": [Sampling(temperature=0, logprobs=5)],
+    "temperature": [Sampling(temperature=0.8)],
+    "top-k": [Sampling(top_k=50)],
+    "top-p": [Sampling(top_p=0.9)],
+    "all filters": [Sampling(**FILTERS)],
+    "all filters, penalties": [Sampling(**FILTERS, **PENALTIES)],
+    "rows of all kinds": [
+        Sampling(temperature=0),
+        Sampling(**FILTERS, **PENALTIES, min_tokens=9, logit_bias={3: 1.0}, logprobs=3),
+        Sampling(logprobs=0),
+        Sampling(processed_logprobs=True),
+    ],
+}
 
 
 def step_of_rows(device: torch.device, layers: int, kernels: bool) -> Asked:
@@ -51,6 +77,38 @@ def forms(device: torch.device, slots: int, context: int, kernels: bool) -> int:
     return len(one._static.row_buckets) * len(one._static.reach_buckets)
 
 
+def draw_of_rows(device: torch.device, options: Sequence[Sampling], draws: int = 2) -> tuple[Asked, int]:
+    """What the last of some draws for eight rows asks of the device, and how often the host waits in it."""
+    rows, vocabulary, waits = 8, 1000, 0
+
+    def to_host(values: Tensor) -> Any:
+        nonlocal waits
+        waits += 1
+        with unset_fake_temporarily():
+            return torch.ones(values.shape, dtype=values.dtype).numpy()
+
+    sampler = Sampler(rows, vocabulary, device, seed=1, end_tokens=[0], threads=1)
+    for slot in range(rows):
+        sampler.admit(slot, options[slot % len(options)], np.arange(9, dtype=np.int32), "", slot)
+    logits, slots = torch.empty((rows, vocabulary), device=device), np.arange(rows, dtype=np.int32)
+    with mock.patch.object(torch_path, "to_host", to_host):
+        for _ in range(draws):
+            asked, waits = Asked(), 0
+            with asked:
+                sampler.draw(logits, slots)
+    return asked, waits
+
+
+def draws_of(device: torch.device) -> Table:
+    """A row for each set of options."""
+    columns = ("host syncs a decode step", "uploads a step", "kernels a sampled step")
+    table = Table("of a draw", *columns)
+    for name, options in DRAWS.items():
+        asked, waits = draw_of_rows(device, options)
+        table.add_row(name, str(waits), str(asked.copies), str(asked.kernels.total()))
+    return table
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--slots", type=int, default=256)
@@ -67,7 +125,9 @@ def main() -> None:
             table.add_row("copies from the host", *(str(of[1].copies) for of in steps.values()))
             counts = [str(forms(device, given.slots, given.context, kernels)) for kernels in ways]
             table.add_row(f"graph forms, {given.slots} slots × {given.context:,}", *counts)
+            draws = draws_of(device)
     Console().print(table)
+    Console().print(draws)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import numpy as np
 import pytest
 import torch
@@ -12,7 +14,9 @@ from sampling_reference import NO_TOKENS, PATHS, draw, mask_of, sampler
 
 from gpuinfer.errors import BadPrompt, BadResult
 from gpuinfer.generation import Sampling
-from gpuinfer.text.sampling import check_sampling, lanes
+from gpuinfer.text.sampling import check_sampling, lanes, torch_path
+from gpuinfer.text.sampling.cpu_values import compiled as compiled_kernel
+from gpuinfer.text.sampling.cpu_values import weight_of
 
 SETTINGS = st.builds(
     Sampling,
@@ -74,6 +78,92 @@ def test_both_ways_draw_the_same(asked, seed, masked):
         masks = np.tile(mask_of(range(0, vocabulary, 3), vocabulary), (rows, 1)) if masked else None
         compiled, torched = (draw(way, logits, masks=masks).tokens.tolist() for way in ways)
         assert compiled == torched
+
+
+WIDE = st.builds(
+    Sampling,
+    temperature=st.sampled_from([0.0, 0.01, 0.7, 1.0, 2.0, 100.0]),
+    top_k=st.sampled_from([0, 0, 1, 5, 40, 1000, 1 << 50]),
+    top_p=st.sampled_from([1.0, 1.0, 1e-9, 0.5, 0.95, 0.999999]),
+    min_p=st.sampled_from([0.0, 0.0, 0.1, 1.0]),
+    repetition_penalty=st.sampled_from([1.0, 1.0, 1.3]),
+    presence_penalty=st.sampled_from([0.0, 0.5]),
+    frequency_penalty=st.sampled_from([0.0, -0.5]),
+    min_tokens=st.sampled_from([0, 3]),
+    seed=st.sampled_from([None, 5]),
+    logprobs=st.sampled_from([None, None, 0, 3, 20]),
+    processed_logprobs=st.booleans(),
+    logit_bias=st.sampled_from([{}, {0: 2.0}]),
+)
+KINDS = ("normal", "narrow", "ties", "equal", "few", "nothing", "NaN", "infinite", "huge", "tiny")
+
+
+def row_of(kind, vocabulary, random):
+    """float32 [vocabulary], of a kind that is hard in its own way."""
+    row = (random.standard_normal(vocabulary) * 2).astype(np.float32)
+    some = random.integers(0, vocabulary, 3)
+    if kind == "narrow":
+        row *= np.float32(1e-6)
+    elif kind == "ties":
+        row = np.round(row)
+    elif kind == "equal":
+        row[:] = random.choice([0.0, -0.0, 3.5, -7.25])
+    elif kind in ("few", "nothing"):
+        held = row[some]
+        row[:] = -np.inf
+        row[some] = held if kind == "few" else -np.inf
+    elif kind in ("NaN", "infinite"):
+        row[some] = random.choice([np.nan, -np.nan]) if kind == "NaN" else np.inf
+    elif kind == "huge":
+        row *= np.float32(1e37)
+    elif kind == "tiny":
+        row *= np.float32(1e-42)
+    return row
+
+
+@settings(max_examples=examples(100), deadline=None)
+@given(
+    asked=st.lists(st.tuples(WIDE, st.sampled_from(KINDS)), min_size=1, max_size=12),
+    vocabulary=st.sampled_from([1, 2, 31, 64, 65, 127, 1000, 5000, 50_000]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    masked=st.booleans(),
+    piece=st.sampled_from([1, 5, 1000]),
+    seed=st.integers(0, 1 << 20),
+)
+def test_both_ways_draw_and_describe_the_same_to_the_bit(asked, vocabulary, dtype, masked, piece, seed):
+    rows, random = len(asked), np.random.default_rng(seed)
+    ways = [sampler(path, rows, vocabulary) for path in PATHS]
+    for way in ways:
+        for row, (sampling, _) in enumerate(asked):
+            way.admit(row, sampling, np.arange(min(vocabulary, 10), dtype=np.int32), "", row)
+    for _ in range(2):
+        whole = torch.from_numpy(np.stack([row_of(kind, vocabulary, random) for _, kind in asked])).to(dtype)
+        masks = np.tile(mask_of(range(0, vocabulary, 3), vocabulary), (rows, 1)) if masked else None
+        with mock.patch.dict(torch_path.WORK_BYTES, cpu=piece * vocabulary * torch_path.LOGIT_BYTES):
+            compiled, torched = (way.draw(whole, np.arange(rows, dtype=np.int32), masks) for way in ways)
+        assert compiled.tokens.tolist() == torched.tokens.tolist()
+        assert compiled.logprobs == torched.logprobs
+        assert {row: str(why) for row, why in compiled.bad.items()} == {
+            row: str(why) for row, why in torched.bad.items()
+        }
+        if compiled.processed is not None:
+            assert compiled.processed.tolist() == torched.processed.tolist()  # but for the sign of 0
+
+
+@pytest.mark.parametrize("scale", [1e-3, 1.0, 30.0, 100.0])
+def test_both_ways_weigh_the_same_to_the_bit(scale):
+    above = -np.random.default_rng(1).random(1 << 17, np.float32) * np.float32(scale)
+    above[:4] = 0.0, -0.0, -np.inf, -87.0
+    compiled = np.empty(len(above), np.int64)
+    weigh_each(above, np.float32(0), np.float32(1), compiled)
+    one = torch.ones(1, 1)
+    assert torch_path.weights(torch.from_numpy(above)[None], 0 * one, one)[0].tolist() == compiled.tolist()
+
+
+@compiled_kernel
+def weigh_each(values, best, inverse, out):
+    for token in range(values.shape[0]):
+        out[token] = weight_of(values[token], best, inverse)
 
 
 @pytest.mark.parametrize("path", PATHS)

@@ -181,8 +181,7 @@ class Wanted:
     @classmethod
     def of(cls, records: NDArray[Any], units: NDArray[np.float64], device: torch.device) -> Wanted:
         """From the rows' records and their random numbers."""
-        columns = torch.from_numpy(np.stack(list(columns_of(records, units).values()))).to(device)
-        return cls.sent(columns, records)
+        return cls.sent(torch.from_numpy(columns_of(records, units)).to(device), records)
 
     @classmethod
     def sent(cls, columns: Tensor, records: NDArray[Any]) -> Wanted:
@@ -207,11 +206,13 @@ class Wanted:
         )
 
 
-def columns_of(records: NDArray[Any], units: NDArray[np.float64]) -> Arrays:
-    """What a draw goes by. A row that takes its likeliest token keeps one, the first of the best."""
+def columns_of(records: NDArray[Any], units: NDArray[np.float64]) -> NDArray[np.int64]:
+    """What a draw goes by: the fields WANTED, and `units`; int64 [5, rows]. A row that takes its likeliest token keeps
+    one token, the first of the best.
+    """
     greedy = records["inverse"] == 0
     plain = {"inverse": 1.0, "top_k": 1, "top_p": 1.0, "floor": -math.inf}
-    return {name: bits(np.where(greedy, plain[name], records[name])) for name in WANTED} | {"units": bits(units)}
+    return np.stack([*(bits(np.where(greedy, plain[name], records[name])) for name in WANTED), bits(units)])
 
 
 def keys_of(values: Tensor) -> Tensor:
@@ -374,7 +375,8 @@ def logprobs_of(found: NDArray[np.int64]) -> Described:
     whole = values_in(best) + np.array([log_total(total) for total in totals.tolist()], np.float64)
     logits = values_in(np.concatenate([found[:, 3:4], likeliest >> 32], 1))
     tokens = (MAGNITUDE - (likeliest & 0xFFFFFFFF)).astype(np.int32)
-    return ranks.copy(), logits - whole[:, None], tokens
+    with np.errstate(invalid="ignore"):  # of rows without any finite value
+        return ranks.copy(), logits - whole[:, None], tokens
 
 
 def piece_of(logits: Tensor) -> int:
@@ -423,7 +425,7 @@ class TorchPath:
         if samples:
             units = np.zeros(rows)
             cpu_draw.units(self._slots.records, slots, units)
-            arrays |= columns_of(records, units)
+            arrays["columns"] = columns_of(records, units).ravel()
         told = np.flatnonzero(records["logprobs"] >= 0)
         if 0 < len(told) < rows:
             arrays["told"] = told
@@ -435,8 +437,7 @@ class TorchPath:
         best = values.amax(1)
         total = None
         if samples:
-            columns = torch.stack([sent[name] for name in (*WANTED, "units")])
-            tokens, total = self._drawn(values, best, Wanted.sent(columns, records))
+            tokens, total = self._drawn(values, best, Wanted.sent(sent["columns"].view(-1, rows), records))
         else:
             tokens = first_of(values, best)
         coded = tokens.masked_fill(best == -torch.inf, EMPTY).masked_fill(broken, BROKEN)

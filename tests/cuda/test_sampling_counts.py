@@ -1,0 +1,174 @@
+"""What a draw asks of a CUDA device, for each set of options: one wait, one copy, launches whatever the rows."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from counting import Asked, real_host_memory
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+from gpuinfer.generation import Sampling
+from gpuinfer.text.sampling import Sampler, torch_path
+
+VOCABULARY = 200
+PENALTIES = {"repetition_penalty": 1.1, "presence_penalty": 0.1, "frequency_penalty": 0.1}
+EDITS = {"min_tokens": 40, "stop_token_ids": (5, 6), "logit_bias": {3: 1.0}, **PENALTIES}
+FILTERS = {"temperature": 0.8, "top_p": 0.9, "min_p": 0.02, "top_k": 50}
+OPTIONS = {
+    "greedy": [Sampling(temperature=0)],
+    "temperature": [Sampling(temperature=0.8)],
+    "seeds": [Sampling(temperature=0.8, seed=5)],
+    "top-k": [Sampling(top_k=50)],
+    "top-p": [Sampling(top_p=0.9)],
+    "min-p": [Sampling(min_p=0.1)],
+    "all filters": [Sampling(**FILTERS)],
+    "bias": [Sampling(temperature=0, logit_bias={3: 1.0, 9: -2.0})],
+    "penalties": [Sampling(temperature=0, **PENALTIES)],
+    "min tokens": [Sampling(temperature=0, min_tokens=5, stop_token_ids=(5, 6))],
+    "logprobs": [Sampling(temperature=0, logprobs=5)],
+    "processed log-probabilities": [Sampling(processed_logprobs=True)],
+    "rows of all kinds": [Sampling(temperature=0), Sampling(**FILTERS, **EDITS, logprobs=3), Sampling(logprobs=0)],
+}
+NOTHING_SENT = ("greedy", "logprobs")
+MOST_LAUNCHES = {
+    "greedy": 16,
+    "temperature": 80,
+    "seeds": 80,
+    "top-k": 165,
+    "top-p": 185,
+    "min-p": 80,
+    "all filters": 270,
+    "bias": 22,
+    "penalties": 40,
+    "min tokens": 28,
+    "logprobs": 95,
+    "processed log-probabilities": 95,
+    "rows of all kinds": 390,
+}
+MORE_WITH_CONSTRAINTS = 14
+
+
+class Waits:
+    """Stands in for `torch_path.to_host`: what comes to the host is ones. A wait at another place raises."""
+
+    def __init__(self, monkeypatch):
+        self.count = 0
+        monkeypatch.setattr(torch_path, "to_host", self.to_host)
+
+    def to_host(self, values):
+        assert values.device.type == "cuda"
+        self.count += 1
+        with unset_fake_temporarily():
+            return torch.ones(values.shape, dtype=values.dtype).numpy()
+
+
+@pytest.fixture(autouse=True)
+def host():
+    with real_host_memory():
+        yield
+
+
+@pytest.fixture
+def waits(fake_cuda, monkeypatch):
+    return Waits(monkeypatch)
+
+
+def sampler_of(device, rows, options):
+    found = Sampler(rows, VOCABULARY, device, seed=1, end_tokens=[0, 1], threads=1)
+    for slot in range(rows):
+        found.admit(slot, options[slot % len(options)], np.arange(9, dtype=np.int32), "", slot)
+    return found
+
+
+def asked_by(found, rows, device, dtype=torch.float32, **given):
+    """What one draw for that many rows asks of the device."""
+    asked = Asked()
+    logits = torch.empty((rows, VOCABULARY), dtype=dtype, device=device)
+    with asked:
+        drawn = found.draw(logits, np.arange(rows, dtype=np.int32), **given)
+    assert len(drawn.tokens) == rows
+    return asked
+
+
+def constraints(rows):
+    """Masks; and rules, of the same rows, of all three kinds."""
+    masks = np.full((rows, -(-VOCABULARY // 32)), -1, np.int32)
+    kinds = np.arange(rows, dtype=np.int8) % 3
+    counts = np.where(kinds > 0, 4, 0)
+    starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
+    return masks, SimpleNamespace(kinds=kinds, starts=starts, ids=np.tile(np.arange(4, dtype=np.int32), rows))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "constrained"),
+    [
+        pytest.param(torch.float32, False, id="free, of float32"),
+        pytest.param(torch.bfloat16, True, id="masks and rules, of bfloat16"),
+    ],
+)
+@pytest.mark.parametrize("name", OPTIONS)
+def test_a_draw_waits_once_and_sends_one_copy_whatever_the_rows(fake_cuda, waits, name, dtype, constrained):
+    launched = []
+    for rows in (3, 130):
+        found = sampler_of(fake_cuda, rows, OPTIONS[name])
+        masks, rules = constraints(rows) if constrained else (None, None)
+        waits.count = 0
+        asked = asked_by(found, rows, fake_cuda, dtype, masks=masks, rules=rules)
+        assert waits.count == 1
+        assert asked.copies == (constrained or name not in NOTHING_SENT)
+        launched.append(asked.kernels)
+    assert launched[0] == launched[1]
+    assert launched[0].total() <= MOST_LAUNCHES[name] + MORE_WITH_CONSTRAINTS * constrained, launched[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "copies"), [("greedy", [0, 0]), ("bias", [1, 0]), ("top-p", [1, 1]), ("penalties", [1, 1])]
+)
+def test_nothing_is_sent_again_that_is_there(fake_cuda, waits, name, copies):
+    found = sampler_of(fake_cuda, 4, OPTIONS[name])
+    assert [asked_by(found, 4, fake_cuda).copies for _ in copies] == copies
+
+
+def test_log_probabilities_of_prompts_are_one_copy_and_one_wait(fake_cuda, waits):
+    found, asked = sampler_of(fake_cuda, 1, OPTIONS["greedy"]), Asked()
+    logits = torch.empty((150, VOCABULARY), device=fake_cuda)
+    with asked:
+        found.given_logprobs(logits, np.zeros(150, np.int32), 3)
+    assert (waits.count, asked.copies) == (1, 1)
+
+
+def test_copies_are_of_pinned_memory_and_waited_for_before_it_is_written_again(fake_cuda, waits, monkeypatch):
+    log = []
+
+    class Event:
+        def record(self, stream):
+            log.append("queued")
+
+        def synchronize(self):
+            log.append("copied")
+
+    copy = torch.Tensor.copy_
+
+    def noted(into, source, non_blocking=False):
+        if into.device.type == "cuda" and source.device.type == "cpu":
+            log.append("in the background" if non_blocking else "waits")
+        return copy(into, source, non_blocking)
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.Tensor, "copy_", noted)
+    found = sampler_of(fake_cuda, 3, OPTIONS["all filters"])
+    for _ in range(2):
+        asked_by(found, 3, fake_cuda)
+    assert log == ["in the background", "queued", "copied", "in the background", "queued"]
+
+
+@pytest.mark.parametrize(("rows", "pieces"), [(256, 1), (257, 2), (1024, 4)])
+def test_rows_go_through_in_pieces_where_memory_would_not_hold_them_all(fake_cuda, waits, monkeypatch, rows, pieces):
+    monkeypatch.setitem(torch_path.WORK_BYTES, "cuda", 256 * VOCABULARY * torch_path.LOGIT_BYTES)
+    found = sampler_of(fake_cuda, rows, OPTIONS["top-p"])
+    asked = asked_by(found, rows, fake_cuda)
+    assert asked.kernels["searchsorted"] == pieces
+    assert (waits.count, asked.copies) == (1, 1)
