@@ -334,6 +334,7 @@ def sanitizer(it: Bench) -> None:
 def tried(it: Bench, chosen: str, environment: Mapping[str, str] | None = None) -> None:
     """How many tests there were, and each that failed."""
     files = [path for path in sorted((ROOT / "tests").rglob("test_*.py")) if "mark.gpu" in path.read_text()]
+    files.sort(key=lambda path: path.parent.name in ("central", "serving") or "memory" in path.name)  # start processes
     words = [sys.executable, "-m", "pytest", *PYTEST, "-k", chosen, *files]
     wide = {"COLUMNS": "250"}  # else pytest cuts off why a test has failed
     if (status := it.run("GPU tests", words, environment={**wide, **(environment or {})})) is None:
@@ -477,8 +478,8 @@ def training(it: Bench) -> None:
 PARTS: dict[str, tuple[Callable[[Bench], None], float]] = {
     "versions": (Bench.probes, 30),
     "attention": (Bench.probes, 45),
-    "tests": (tests, 85),
-    "sanitizer": (sanitizer, 35),
+    "tests": (tests, 95),
+    "sanitizer": (sanitizer, 30),
     "blobnet": (Bench.probes, 50),
     "kernels": (kernels, 40),
     "central": (central, 110),

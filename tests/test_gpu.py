@@ -1,7 +1,6 @@
 """On a CUDA device: the same promises as on the CPU, and what only a CUDA device has."""
 
 import asyncio
-import json
 import logging
 import threading
 
@@ -13,7 +12,6 @@ from torch import nn
 
 from gpuinfer.api import BackendContext, ModelSpec, Request, Setup
 from gpuinfer.backends.inprocess import InProcess
-from gpuinfer.cli.app import run
 from gpuinfer.engine.engine import Engine
 from gpuinfer.errors import BackendError, UsageError
 from gpuinfer.models.bare import measure
@@ -280,16 +278,6 @@ async def test_two_models_at_once_do_not_mix(gate):
     finally:
         for backend in backends:
             await backend.close()
-
-
-@pytest.mark.parametrize("model", ["blobnet", "tiny", "tiny-llada"])
-def test_memory_is_near_what_is_estimated(model, capsys):
-    assert run(["memory", "--model", model, "--device", "cuda", "--json", "-"]) == 0
-    (device,) = json.loads(capsys.readouterr().out)["devices"]
-    assert device["not_tried"] is None
-    assert device["tried"]
-    ratios = {one["batch"]: one["ratio"] for one in device["tried"]}
-    assert all(0.7 < ratio < 1.4 for ratio in ratios.values()), ratios
 
 
 def test_the_roofline_is_measured_on_the_device():
