@@ -11,7 +11,7 @@ import platform
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -32,25 +32,44 @@ PROBE_S = 90.0  # torch's first import from a cold disk
 DRIVER_S = 20.0
 
 PROBE = """
-import importlib.util, json, torch
+import importlib.util, json, mmap, os, shutil, sys, sysconfig, torch
 gpus, there = [], torch.cuda.is_available()
 for index in range(torch.cuda.device_count() if there else 0):
-    free, total = torch.cuda.mem_get_info(index)
     told = torch.cuda.get_device_properties(index)
-    gpus.append({"name": told.name, "capability": [told.major, told.minor], "free": free, "total": total})
-spec = importlib.util.find_spec("triton")
+    gpus.append({"name": told.name, "capability": [told.major, told.minor], "total": told.total_memory})
+    try:
+        gpus[-1]["free"] = torch.cuda.mem_get_info(index)[0]
+    except RuntimeError as error:
+        gpus[-1]["trouble"] = str(error).strip().split("\\n")[0]
 found = {"cuda": torch.version.cuda, "gpus": gpus, "cpu": torch.backends.cpu.get_cpu_capability()}
-found["triton"] = spec is not None and spec.origin is not None
 if gpus:
+    spec = importlib.util.find_spec("triton")
+    found["triton"] = spec is not None and spec.origin is not None
+    named = shutil.which(os.environ.get("CC") or "gcc") or shutil.which("clang")
+    headers = os.path.exists(os.path.join(sysconfig.get_path("include"), "Python.h"))
+    found["triton_lacks"] = "" if named and headers else "Python's headers" if named else "a C compiler"
+    found["kernels_for"] = torch.cuda.get_arch_list()
+    kinds = {"flash": "flash", "mem_efficient": "memory-efficient", "math": "plain"}
+    found["attention"] = [kinds[kind] for kind in kinds if getattr(torch.backends.cuda, kind + "_sdp_enabled")()]
     try:
         import pynvml
         pynvml.nvmlInit()
-        found["driver"] = str(pynvml.nvmlSystemGetDriverVersion())
+        driver = pynvml.nvmlSystemGetDriverVersion()
+        found["driver"] = driver.decode() if isinstance(driver, bytes) else driver
+        newest = pynvml.nvmlSystemGetCudaDriverVersion()
+        found["driver_cuda"] = f"{newest // 1000}.{newest % 1000 // 10}"
     except Exception as error:
         found["nvml"] = f"{type(error).__name__}: {error}"
-    memory = torch.empty(1 << 20, dtype=torch.uint8)
-    found["registers"] = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0)) == 0
-print(json.dumps(found))
+    try:
+        number = os.memfd_create("gpuinfer")  # as blocks of rows are shared between processes
+        os.ftruncate(number, 1 << 20)
+        memory = torch.frombuffer(mmap.mmap(number, 1 << 20), dtype=torch.uint8)
+        torch.cuda.init()
+        found["registers"] = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 1)) == 0
+    except (AttributeError, OSError, RuntimeError) as error:
+        found["registers"], found["unregistered"] = False, str(error).strip().split("\\n")[0]
+print(json.dumps(found), flush=True)
+os._exit(0)  # the memory is still registered
 """
 
 
@@ -137,20 +156,50 @@ def _devices(torch: Mapping[str, Any]) -> Iterator[Fact]:
     works = "error" not in torch
     yield Fact("cpu", "ready" if works else "torch does not work", ok=works)
     for index, gpu in enumerate(torch.get("gpus", ())):
-        yield _gpu(index, gpu)
+        yield _gpu(index, gpu, torch.get("kernels_for", ()))
     if not torch.get("gpus"):
         yield Fact("cuda", "none", _why_no_cuda(torch), ok=False, serious=False)
         return
     yield from _around_cuda(torch)
 
 
-def _gpu(index: int, gpu: Mapping[str, Any]) -> Fact:
+BFLOAT16_FROM = 8  # major compute capability; so too torch's flash attention
+SHORT = 0.2  # of a device's memory: with less of it free, it is short
+
+
+def _gpu(index: int, gpu: Mapping[str, Any], kernels_for: Sequence[str]) -> Fact:
+    """A device, and what makes it slow or unusable."""
     major, minor = gpu["capability"]
-    remark = f"compute capability {major}.{minor}, {number(gpu['free'])}B free of {number(gpu['total'])}B"
-    slow = major < 8
-    if slow:
-        remark += "; before 8.0 bfloat16 is emulated, and slow: take --dtype float16"
-    return Fact(f"cuda:{index}", str(gpu["name"]), remark, ok=not slow, serious=False)
+    said = [f"compute capability {major}.{minor}"]
+    if "free" not in gpu:
+        return Fact(f"cuda:{index}", str(gpu["name"]), f"cannot be used: {gpu['trouble']}", ok=False, serious=False)
+    said.append(f"{number(gpu['free'])}B free of {number(gpu['total'])}B")
+    slow = []
+    if kernels_for and not runs_on(major, minor, kernels_for):
+        slow.append(
+            f"this torch has no kernels for it, only for {', '.join(kernels_for)}: install another build of torch"
+        )
+    if major < BFLOAT16_FROM:
+        slow.append("before 8.0 bfloat16 is emulated, and slow: take --dtype float16")
+    if gpu["free"] < SHORT * gpu["total"]:
+        slow.append("other programs have most of its memory: batches are smaller. nvidia-smi names them")
+    return Fact(f"cuda:{index}", str(gpu["name"]), "; ".join([", ".join(said), *slow]), ok=not slow, serious=False)
+
+
+def runs_on(major: int, minor: int, kernels_for: Sequence[str]) -> bool:
+    """Whether a device of this capability runs code that was compiled for these, as `torch.cuda.get_arch_list` names
+    them: `sm_90` machine code runs on 9.0 and later 9.x, `sm_90a` on 9.0 alone; `compute_90` is compiled for any later.
+    """
+    for one in kernels_for:
+        kind, _, digits = one.partition("_")
+        own = digits.rstrip("af")
+        if not own.isdigit():
+            continue
+        of = int(own[:-1]), int(own[-1])
+        exact, later = (major, minor) == of, (major, minor) >= of
+        if exact or (later and own == digits and (kind == "compute" or major == of[0])):
+            return True
+    return False
 
 
 def _around_cuda(torch: Mapping[str, Any]) -> Iterator[Fact]:
@@ -159,13 +208,38 @@ def _around_cuda(torch: Mapping[str, Any]) -> Iterator[Fact]:
         said = f"{torch['nvml']}: other programs on the device are not seen. pip install nvidia-ml-py"
         yield Fact("driver", "not asked", said, ok=False, serious=False)
     else:
-        yield Fact("driver", str(torch.get("driver", "")))
-    own = "our own kernels, in Triton" if torch.get("triton") else "torch's kernels"
-    lacks = "" if torch.get("triton") else "Triton is missing, and decoding is slower: pip install triton"
-    yield Fact("layers of text", own, lacks, ok=not lacks, serious=False)
+        newest = f"for CUDA {torch['driver_cuda']} and before" if torch.get("driver_cuda") else ""
+        yield Fact("driver", str(torch.get("driver", "")), newest)
+    lacks = ""
+    if not torch.get("triton"):
+        lacks = "Triton is missing, and decoding is slower: pip install triton"
+    elif missing := torch.get("triton_lacks"):
+        lacks = f"Triton is there and lacks {missing}, and decoding is slower: install gcc and python3-dev, or set CC"
+    yield Fact(
+        "layers of text",
+        "torch's kernels" if lacks else "our own kernels, in Triton",
+        lacks,
+        ok=not lacks,
+        serious=False,
+    )
+    yield _attention(torch, own=not lacks)
     registers = bool(torch.get("registers"))
-    lacks = "" if registers else "memory cannot be registered (ulimit -l): rows of other processes are copied"
+    why = torch.get("unregistered") or "ulimit -l"
+    lacks = "" if registers else f"memory cannot be registered ({why}): rows of other processes are copied"
     yield Fact("shared memory", "read by the device" if registers else "copied", lacks, ok=registers, serious=False)
+
+
+def _attention(torch: Mapping[str, Any], own: bool) -> Fact:
+    """Which kernel decoders attend with, on the least of the devices."""
+    if own:
+        return Fact("attention", "our own kernel", "over the pages of the cache; nothing is padded")
+    kinds = list(torch.get("attention", ()))
+    if min(gpu["capability"][0] for gpu in torch["gpus"]) < BFLOAT16_FROM:
+        kinds = [kind for kind in kinds if kind != "flash"]
+    slow = "rows are padded to the longest of a step, which costs most where lengths differ"
+    if kinds == ["plain"] or not kinds:
+        slow = "neither flash nor memory-efficient attention is allowed: scores of all positions are written to memory"
+    return Fact("attention", f"torch's: {' or '.join(kinds) or 'none'}", slow, ok=False, serious=False)
 
 
 def _why_no_cuda(torch: Mapping[str, Any]) -> str:
