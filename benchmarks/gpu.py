@@ -133,8 +133,9 @@ class Bench:
 
     @property
     def allowed(self) -> float:
-        """Seconds for the next command."""
-        return (self.clock.left - self.until) / max(1, self.commands)
+        """Seconds for the next command: its share of what the part has left, and LEAST_S if there is as much."""
+        left = self.clock.left - self.until
+        return min(left, max(LEAST_S, left / max(1, self.commands)))
 
     def begin(self, part: str, share: float) -> float:
         """Give a part its share of what is left; how many seconds that is."""
@@ -178,9 +179,12 @@ class Bench:
         if status in ("failed", "shortened"):
             self.add("the rest", {}, status, self.last("probes") if status == "failed" else "no time left")
 
-    def compared(self, case: str, target: str, *words: object) -> None:
-        """A `gpuinfer bench` of one repeat: a row for each of its variants."""
-        course = ["--seconds", self.size.seconds, "--warmup", self.size.seconds / 4, "--repeats", 1, "--no-roofline"]
+    def compared(self, case: str, target: str, *words: object, roofline: bool = False) -> None:
+        """A `gpuinfer bench` of one repeat: a row for each of its variants. `roofline`: measure the bare model, whose
+        best batch decides how many games are in flight.
+        """
+        course = ["--seconds", self.size.seconds, "--warmup", self.size.seconds / 4, "--repeats", 1]
+        course += [] if roofline else ["--no-roofline"]
         if (found := self.gpuinfer(case, "bench", target, *words, *course)) is None:
             return
         document, status = found
@@ -351,7 +355,9 @@ SELFPLAY = ("--game", "blob", "--players", 4, "--cards", 5, "--determinizations"
 
 def kernels(it: Bench) -> None:
     """Compile what searches and samples: on a new machine that would be the time of whichever part needs it first."""
-    play = ["selfplay", *SELFPLAY, "--model", "uniform", "--games", 4, "--workers", 1, "--no-roofline", "--quiet"]
+    play = ["selfplay", *SELFPLAY, "--model", "uniform", "--games", it.size.games, "--workers", 1, "--no-roofline"]
+    play += ["--quiet", "--out", positions(it)]
+    shutil.rmtree(positions(it), ignore_errors=True)
     write = ["generate", "--model", it.text_model, "--prompt", "a", "--max-new-tokens", 4, "--quiet"]
     it.commands = 2
     for case, words in {"search": play, "text": [*write, "--device", it.device, "--dtype", it.dtype]}.items():
@@ -360,18 +366,25 @@ def kernels(it: Bench) -> None:
             it.add(case, {"seconds": it.clock.spent - before}, status, it.last(case) if status == "failed" else "")
 
 
+def positions(it: Bench) -> Path:
+    """Where part kernels leaves positions to train on."""
+    return it.results / COMMANDS / "positions"
+
+
 def central(it: Bench) -> None:
     """Blob 4 × 5, 3 × 30: all workers, one server; so many games at once and as many as it chooses, several batches in
-    flight. Those are runs of seconds, in which hardly a game ends; so many games to their end are played once.
+    flight. Those are runs of seconds, in which hardly a game ends; so many games to their end are played once. The
+    first command has half of the time, and the second half of the rest.
     """
-    it.commands = 3
     workers = min(it.size.workers, len(os.sched_getaffinity(0)))
     rows = [*it.of_rows, "--backend", "central", "--workers", workers]
     batches = ("--compare", f"in_flight={','.join(map(str, it.size.in_flight))}")
+    it.commands = 2
     it.compared(
         f"{it.size.games_in_flight:,} games", "selfplay", *rows, "--games-in-flight", it.size.games_in_flight, *batches
     )
-    it.compared("as many games as it chooses", "selfplay", *rows, *batches)
+    it.commands = 2
+    it.compared("as many games as it chooses", "selfplay", *rows, *batches, roofline=it.cuda)
     whole = ["--games", it.size.whole_games, "--no-roofline", "--games-in-flight", it.size.games_in_flight]
     if (found := it.gpuinfer("whole games", "selfplay", *rows, *whole)) is not None:
         it.add(f"{it.size.whole_games:,} games, {workers} workers", of_run(found[0]), found[1])
@@ -384,7 +397,6 @@ def central(it: Bench) -> None:
 
 def diffusion(it: Bench) -> None:
     ways = (("threshold", "dual"), ("threshold", "none")) if it.cuda else (("threshold", "dual"),)
-    it.commands = len(ways)
     for decoder, cache in ways:
         how = ("--decoder", decoder, "--cache", cache, "--block-length", it.size.block)
         it.text(f"{decoder}, cache {cache}", [it.size.diffusion_rows], it.diffusion_model, *how)
@@ -397,9 +409,8 @@ def stages(it: Bench) -> None:
 
 
 def memory(it: Bench) -> None:
-    """What is estimated beside what was measured."""
-    it.commands = 2
-    for name in ("blobnet", "Llama"):
+    """What is estimated beside what was measured. The first has all the time that it needs."""
+    for name in ("Llama", "blobnet"):
         with tempfile.TemporaryDirectory() as folder:
             text = name == "Llama"
             model = llama_folder(Path(folder), it.size.text) if text else it.size.model
@@ -455,14 +466,13 @@ def llama_folder(folder: Path, sizes: Mapping[str, int]) -> Path:
 
 
 def training(it: Bench) -> None:
-    """`gpuinfer train` with all activations kept, and with those of segments: time and memory."""
-    it.commands = 3
+    """`gpuinfer train` with all activations kept, and with those of segments if there is time: time and memory."""
+    if not positions(it).is_dir():
+        it.skip("all of it", "part kernels, which plays the games, has left no positions")
+        return
     with tempfile.TemporaryDirectory() as place:
-        games = ["--games", it.size.games, "--model", "uniform", "--no-roofline", "--out", f"{place}/games", *SELFPLAY]
-        if it.gpuinfer("positions", "selfplay", *games) is None:
-            return
         for case, more in {"all kept": [], "3 segments": ["-B", "checkpoint_segments=3"]}.items():
-            words = ["--records", f"{place}/games", "--out", f"{place}/{name_of(case)}", "--model", "blobnet", *more]
+            words = ["--records", positions(it), "--out", f"{place}/{name_of(case)}", "--model", "blobnet", *more]
             words += ["--steps", it.size.steps, "--batch-size", it.size.batch, "--dtype", it.dtype]
             if (found := it.gpuinfer(case, "train", *words, "--device", it.device)) is None:
                 continue
@@ -476,19 +486,19 @@ def training(it: Bench) -> None:
 
 
 PARTS: dict[str, tuple[Callable[[Bench], None], float]] = {
-    "versions": (Bench.probes, 30),
-    "attention": (Bench.probes, 45),
-    "tests": (tests, 95),
+    "versions": (Bench.probes, 25),
+    "attention": (Bench.probes, 40),
+    "tests": (tests, 90),
     "sanitizer": (sanitizer, 30),
-    "blobnet": (Bench.probes, 50),
+    "blobnet": (Bench.probes, 45),
     "kernels": (kernels, 40),
-    "central": (central, 110),
-    "text": (Bench.probes, 75),
+    "central": (central, 140),
+    "text": (Bench.probes, 65),
     "permuted": (Bench.probes, 25),
     "memory": (memory, 35),
-    "training": (training, 40),
-    "stages": (stages, 25),
-    "diffusion": (diffusion, 25),
+    "training": (training, 25),
+    "stages": (stages, 30),
+    "diffusion": (diffusion, 20),
 }
 """And the seconds that each is thought to take on a GPU: by these they share what is left."""
 

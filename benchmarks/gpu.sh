@@ -55,7 +55,8 @@ cd "$(dirname "$0")/.." || exit 1
 
 site=$(mktemp -d) || exit 1
 child=
-ended() { # few files, and those of commands in one
+ended() { # few files, and those of commands in one, without the positions that were trained on
+    rm -rf "$results/commands/positions"
     if [ -d "$results/commands" ] && tar -czf "$results/commands.tar.gz" -C "$results" commands; then
         rm -rf "$results/commands"
     fi

@@ -111,6 +111,20 @@ def test_a_part_that_fails_costs_its_own_figures_alone(bench, monkeypatch):
     assert it.found[0].why == "ZeroDivisionError: alas"
 
 
+def test_a_command_has_its_share_but_no_less_than_is_worth_while(bench):
+    now = Hand()
+    it = bench(100.0, now)
+    it.begin("part", 0.5)
+    it.commands = 2
+    assert it.allowed == 25.0
+    it.commands = 5
+    assert it.allowed == gpu.LEAST_S
+    now.time += 45.0
+    assert it.allowed == 5.0
+    assert it.run("late", [sys.executable, "-c", "pass"]) is None
+    assert (it.found[-1].status, it.found[-1].why) == ("skipped", "no time left")
+
+
 @pytest.fixture
 def short(monkeypatch):
     """A bench whose next commands have half a second each."""
