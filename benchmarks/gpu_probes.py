@@ -17,6 +17,7 @@ import mmap
 import os
 import platform
 import statistics
+import subprocess
 import sys
 import threading
 import time
@@ -214,7 +215,11 @@ def first_line(error: BaseException) -> str:
 
 
 def versions(it: Probes) -> None:
-    """What is there, and how CUDA behaves where gpuinfer's code relies on it."""
+    """What is there, and how CUDA behaves where gpuinfer's code relies on it. A capture that fails may spoil a process:
+    it has one of its own, which writes to the same file.
+    """
+    own = [sys.executable, __file__, "failed-capture", "--file", it.file, "--device", it.device.type]
+    failing = subprocess.Popen(own, stdin=subprocess.DEVNULL) if it.cuda else None
     for name in ("torch", "numpy", "numba", "llvmlite", "triton"):
         it.attempt(name, installed, name)
     it.add("python", why=f"{platform.python_version()}, {len(os.sched_getaffinity(0))} cores")
@@ -229,6 +234,13 @@ def versions(it: Probes) -> None:
     it.attempt("a blocking copy during a capture", during_a_capture, it, blocking_copy, cuda=True)
     it.attempt("memory is taken during a capture", during_a_capture, it, take_memory, cuda=True)
     it.attempt("the device is waited for during a capture", during_a_capture, it, wait_for_all, cuda=True)
+    if failing is None:
+        failed_capture(it)
+    elif failing.wait(max(1.0, it.left)):
+        raise RuntimeError(f"the process whose capture fails ended with {failing.returncode}")
+
+
+def failed_capture(it: Probes) -> None:
     it.attempt("after a capture that fails", after_a_failed_capture, it, cuda=True)
 
 
@@ -801,6 +813,7 @@ def alike_text(it: Probes, shape: Shape, weights: Weights, deterministic: bool) 
 
 PARTS: dict[str, Callable[[Probes], None]] = {
     "versions": versions,
+    "failed-capture": failed_capture,  # of which versions starts a process
     "attention": attention,
     "blobnet": blobnet,
     "text": text,

@@ -275,10 +275,10 @@ def test_the_packages_that_travel_are_all_that_is_needed():
     assert {name: listed[name].specifier for name in asked} == asked
 
 
-PARTS = [pytest.param(part, id=part) for part in gpu_probes.PARTS if part != "versions"]  # which the script has below
+BARE = ("attention", "blobnet", "text", "permuted")  # the script below has versions
 
 
-@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("part", BARE)
 def test_each_part_of_probes_leaves_findings_on_a_cpu(part, tmp_path):
     file = tmp_path / "findings"
     assert gpu_probes.main([part, "--file", str(file), "--device", "cpu", "--dtype", "float32"]) == 0
@@ -327,6 +327,29 @@ def test_what_becomes_of_a_capture_is_told(probes, monkeypatch, act, ends, said)
 
     monkeypatch.setattr(gpu_probes, "captured", captured)
     assert gpu_probes.during_a_capture(probes, act) == said
+
+
+def test_after_a_capture_that_fails_memory_and_captures_are_tried(probes, monkeypatch):
+    @contextlib.contextmanager
+    def captured(stream, pool):
+        yield
+        ends()
+
+    def ends():
+        ended.append(True)
+        if len(ended) == 1:
+            refusing()
+
+    ended: list[bool] = []
+    monkeypatch.setattr(gpu_probes, "captured", captured)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 0 if emptied else 256 << 20)
+    emptied: list[bool] = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(True))
+    said = "fails (operation not permitted); 256 of 256 MiB given back; another capture: works"
+    assert gpu_probes.after_a_failed_capture(probes) == said
+    monkeypatch.setattr(torch.cuda, "empty_cache", refusing)
+    ended.clear()
+    assert "empty_cache fails: operation not permitted" in gpu_probes.after_a_failed_capture(probes)
 
 
 def test_a_probe_that_fails_is_a_finding_and_the_others_go_on(probes):
