@@ -61,7 +61,7 @@ def masked_steps():
 def decoder(shape, device, kernel="memory-efficient", dtype=torch.bfloat16, **options):
     with unset_fake_temporarily():
         weights = random_weights(shape, torch.float32)
-    one = TorchDecoder(shape, weights, device, dtype, slots=5, pages=40, length=160, **options)
+    one = TorchDecoder(shape, weights, device, dtype, **({"slots": 5, "pages": 40, "length": 160} | options))
     one._layers.attention = KERNELS[kernel]
     return one
 
@@ -103,23 +103,45 @@ def test_every_step_runs_in_kernels_of_our_own_and_waits_for_nothing(fake_cuda, 
             assert (logits.device, logits.shape) == (fake_cuda, (len(step.wanted), shape.vocabulary))
 
 
-def kernels_of_a_step(device, layers, **options):
-    """What a step of one token each asks of the device."""
+DECODE = ((0, 35, [5]), (3, 4, [8]), (1, 145, [7]))  # segments of a step of one token each
+PROMPTS = ((0, 35, [5]), (3, 0, TOKENS[:40]), (1, 145, OTHER[:3]))
+
+
+def kernels_of_a_step(device, layers, segments=DECODE, **options):
+    """What a step asks of the device, of which it wants each row's last logits."""
     asked = Asked()
     with own_kernels(asked):
         one = decoder(replace(LLAMA, layers=layers), device, **options)
         asked.kernels.clear()
         with asked:
-            one.forward(step_of((0, 35, [5]), (3, 4, [8]), (1, 145, [7])))
+            one.forward(step_of(*segments, last_only=True))
     return asked
 
 
-def test_a_layer_is_ten_launches_and_a_step_one_copy(fake_cuda):
-    of_two, of_three = (kernels_of_a_step(fake_cuda, layers, kernels=True) for layers in (2, 3))
+@pytest.mark.parametrize(("segments", "launches"), [(DECODE, 10), (PROMPTS, 11)], ids=["decode", "prompts"])
+def test_a_layer_is_few_launches_and_a_step_one_copy(fake_cuda, segments, launches):
+    of_two, of_three = (kernels_of_a_step(fake_cuda, layers, segments, kernels=True) for layers in (2, 3))
     layer = of_three.kernels - of_two.kernels
-    assert sum(layer.values()) <= 10, layer
+    assert sum(layer.values()) <= launches, layer
     assert of_three.copies == 1
-    assert sum((kernels_of_a_step(fake_cuda, 3).kernels - kernels_of_a_step(fake_cuda, 2).kernels).values()) > 30
+    theirs = [kernels_of_a_step(fake_cuda, layers, segments).kernels for layers in (2, 3)]
+    assert sum((theirs[1] - theirs[0]).values()) > 30
+
+
+def test_steps_with_prompts_become_graphs_of_few_shapes(fake_cuda):
+    """Whatever prompts there are beside whatever rows: the number of tokens alone decides, and few shapes are all."""
+    with own_kernels():
+        one = decoder(LLAMA, fake_cuda, kernels=True)
+        forms = {
+            one._static.form_of_prompts(step_of(*segments))
+            for segments in (PROMPTS, PROMPTS[:2], ((2, 0, TOKENS[:127]),), ((0, 0, TOKENS[:60]), (1, 9, OTHER[:60])))
+        }
+        assert len(forms) == 1
+        assert one._static.form_of_prompts(step_of((2, 0, TOKENS[:128]))) not in forms
+        assert one._static.form_of_prompts(step_of((2, 0, TOKENS * 8))) is None  # longer than launches take
+        large = decoder(LLAMA, fake_cuda, kernels=True, slots=256, pages=256, length=4096)
+        static = large._static
+        assert len(static.row_buckets) * len(static.reach_buckets) + len(static.prompt_tokens) <= 20
 
 
 @pytest.mark.parametrize("way", WAYS)

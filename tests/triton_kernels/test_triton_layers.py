@@ -11,7 +11,7 @@ from random_adapters import random_adapter
 from random_models import LLAMA, MIXTURES, VARIANTS, random_weights
 from steps import seeing, step_of
 
-from gpuinfer.text.decoder import triton_layers
+from gpuinfer.text.decoder import torch_static, triton_layers
 from gpuinfer.text.decoder.torch_cache import PageCache
 from gpuinfer.text.decoder.torch_decoder import TorchDecoder
 from gpuinfer.text.decoder.torch_layers import PlainLayers, StepBatch, Tiles
@@ -30,6 +30,12 @@ WAYS = {
     "in fixed shapes": {"graphs": True},
     "deterministic": {"graphs": True, "deterministic": True},
 }
+
+
+@pytest.fixture(autouse=True)
+def small_forms(monkeypatch):
+    """What fills a step up is computed too, and slowly here."""
+    monkeypatch.setattr(torch_static, "PROMPT_TOKENS", (12, 24, 48))
 
 
 def decoder(shape, dtype=torch.float32, kernels=True, **options):
@@ -156,6 +162,28 @@ def test_portions_of_a_row_done_apart_are_the_same_bits(monkeypatch, window):
     apart, _ = attention(shape, [3, 64, 65, 129, 200], 1, 64, window)
     assert torch.equal(by_one, apart)
     assert (by_one - wanted).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("rows", [32, 1])
+def test_steps_with_prompts_are_padded_to_few_forms_and_answered_as_without(rows, monkeypatch):
+    """Rows that decode, chunks of one, of a few and of many tokens, wanted or not, and as many rows as there may be."""
+    shape = CAUSAL["windows"]
+    monkeypatch.setattr(triton_layers, "RUN_QUERIES", rows * shape.heads // shape.kv_heads)
+    assert triton_layers.tile_rows(shape) == rows
+    padded, plain = (decoder(shape, graphs=graphs) for graphs in (True, False))
+    forms = []
+    prompts = padded._static.prompts
+    padded._static.prompts = lambda step, form: forms.append(form.tokens) or prompts(step, form)
+    for step in (
+        step_of((0, 0, TOKENS[:11])),
+        step_of((0, 11, [5]), (1, 0, OTHER[:2]), (3, 0, OTHER[:20]), last_only=True),
+        step_of((0, 12, [6]), (1, 2, [7]), (3, 20, OTHER[20:50]), (2, 0, TOKENS[:1])),
+        step_of((0, 13, [6]), (1, 3, OTHER[3:37]), (2, 1, TOKENS[1:13]), (3, 50, [1])),  # as many tokens as a form has
+    ):
+        found, wanted = padded.forward(step).clone(), plain.forward(step)
+        assert found.shape == wanted.shape
+        assert (found - wanted).abs().max() < 1e-5 * wanted.abs().max()
+    assert forms == [12, 24, 48]
 
 
 def test_pages_behind_what_a_row_sees_may_hold_anything():

@@ -141,7 +141,7 @@ def tiled_batch_of(step: Step, cache: PageCache, uploads: Uploads, most: int) ->
     tokens, where, into, seen, pages, *rest = uploads.sent(arrays)
     pages, reach = pages.view(table.shape), int(sees.max())
     given = [(rest[3 * i], rest[3 * i + 1], rest[3 * i + 2]) for i in range(len(sizes))]
-    each = sizes == [1]  # then tile i is row i, and segment i
+    each = bool((step.lengths == 1).all())  # then tile i is row i, and segment i
     tiles = tuple(Tiles(pages, None if each else rows, size, reach) for size, rows in zip(sizes, given, strict=True))
     return StepBatch(tokens, where, into, tiles=tiles, sees=seen)
 

@@ -15,6 +15,7 @@ from typing import Generic, TypeVar
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from gpuinfer.errors import UsageError
@@ -22,7 +23,7 @@ from gpuinfer.models.capturing import captured
 from gpuinfer.models.forward_cuda import bucket_for
 from gpuinfer.models.memory import first_line, is_out_of_memory
 from gpuinfer.text.decoder.segments import Integers, firsts_of, sees_of
-from gpuinfer.text.decoder.torch_batch import Uploads, of_tokens, reach_buckets, row_buckets
+from gpuinfer.text.decoder.torch_batch import Uploads, attention_tiles, of_tokens, reach_buckets, row_buckets
 from gpuinfer.text.decoder.torch_cache import PageCache, table_of
 from gpuinfer.text.decoder.torch_layers import Adapted, Group, StepBatch, Tiles, Window, mask
 from gpuinfer.text.shape import Shape
@@ -32,8 +33,18 @@ logger = logging.getLogger("gpuinfer")
 
 MOST_WIDTH = 64  # tokens of a run that is padded: a block of a diffusion model. A longer one takes longer than a launch
 MOST_RUN_TOKENS = 4096  # of all rows
+PROMPT_TOKENS = (
+    128,
+    192,
+    256,
+    384,
+    512,
+    768,
+    1024,
+)  # that a step with prompts is padded to; more take longer than launches
 FIRST_PAUSE = 256  # steps without a graph before one is tried again; twice as many each time
 Form = TypeVar("Form", bound=Hashable)
+Memory = TypeVar("Memory", Tensor, NDArray[np.int64])
 
 
 class Replays(Generic[Form]):
@@ -98,9 +109,16 @@ class GraphForm:
     width: int = 1  # tokens of a row
 
 
+@dataclass(frozen=True)
+class PromptForm:
+    """The shape of a step of prompts, or chunks of them, beside rows that decode one token each."""
+
+    tokens: int  # one more than the step's at least
+
+
 class StaticBatches:
     """Runs rows of one token, or of short runs of tokens, through `hidden`, and of one token through `logits`, launched
-    as CUDA graphs where the device has them.
+    as CUDA graphs where the device has them. With a kernel for pages, steps with prompts too.
 
     What only fills up is token 0 at position 0, sees that position of the blank page, and writes to the spare one.
     Tokens, positions, places, what is seen and the table of pages lie one behind the other, so that they are sent over
@@ -132,13 +150,17 @@ class StaticBatches:
             row_buckets(most),
             [cache.room] if tile_rows else reach_buckets(cache.room),
         )
-        self.run_tokens = MOST_RUN_TOKENS if shape.masking is not None else 0
+        self.rows, self.run_tokens = most, MOST_RUN_TOKENS if shape.masking is not None else 0
+        self.prompt_tokens = PROMPT_TOKENS if tile_rows and shape.masking is None else ()
         room = max(most, self.run_tokens)
         size = 4 * room + room * cache.columns
+        if self.prompt_tokens:
+            size = max(size, self._prompt_size(self.prompt_tokens[-1]))
         self._inputs = torch.zeros(size, dtype=torch.int64, device=device)
         self._outputs = torch.zeros((most, shape.vocabulary), device=device)
-        self._found = torch.zeros((self.run_tokens, shape.hidden), device=device, dtype=cache.keys.dtype)
-        self._run: Replays[GraphForm] = Replays(device, graphs)
+        found = max(self.run_tokens, *self.prompt_tokens, 0)
+        self._found = torch.zeros((found, shape.hidden), device=device, dtype=cache.keys.dtype)
+        self._run: Replays[GraphForm | PromptForm] = Replays(device, graphs)
 
     def decode(self, step: Step) -> Tensor:
         """Logits [padded rows, vocabulary] of a step that brings one token of each segment, in their order. The next
@@ -185,8 +207,63 @@ class StaticBatches:
         if adapted:
             self._compute(form, adapted)
         else:
-            self._run(self._compute, form)
+            self._run(self._work, form)
         return (self._outputs if form.width == 1 else self._found)[: form.rows * form.width]
+
+    def form_of_prompts(self, step: Step) -> PromptForm | None:
+        """The form of a step with prompts; None without a kernel for pages, and for more tokens than any form has."""
+        if step.sees is not None or not self.prompt_tokens or len(step.tokens) >= self.prompt_tokens[-1]:
+            return None
+        return PromptForm(bucket_for(len(step.tokens) + 1, self.prompt_tokens))
+
+    def prompts(self, step: Step, form: PromptForm) -> tuple[Tensor, Tensor]:
+        """What the last layer gives, [padded tokens, hidden], and which of them are wanted, int64 [wanted] on the
+        device. The next call overwrites both.
+        """
+        assert self._tile_rows is not None
+        segments, count, blank = len(step.lengths), len(step.tokens), self.rows
+        used = self._prompt_size(form.tokens)
+        inputs, table, lone, runs, wanted = self._prompt_fields(self._uploads.room(used), form)
+        inputs[:2], inputs[2], inputs[3] = 0, self.cache.spare * PAGE, 1
+        inputs[:, :count] = of_tokens(step)
+        table[:segments] = table_of(step, np.arange(segments), self.cache.columns, self.cache.blank)
+        table[segments:] = self.cache.blank
+        # The tokens that fill up are a run of a segment of their own; tiles that do are its last token once more.
+        for tiles in (lone, runs):
+            tiles[:] = np.array([[form.tokens - 1], [1], [blank]])
+        found = np.stack(attention_tiles(step, np.flatnonzero(step.lengths == 1), 1))
+        lone[:, : found.shape[1]] = found
+        found = np.stack(attention_tiles(step, np.flatnonzero(step.lengths > 1), self._tile_rows))
+        firsts = np.arange(count, form.tokens, self._tile_rows)
+        filling = np.minimum(self._tile_rows, form.tokens - firsts)
+        ends = np.cumsum((found.shape[1], len(firsts)))
+        runs[:, : ends[0]] = found
+        runs[:, ends[0] : ends[1]] = firsts, filling, np.full(len(firsts), blank)
+        wanted[0, : len(step.wanted)] = step.wanted
+        self._uploads.copy(self._inputs[:used])
+        self._run(self._work, form)
+        on_device: tuple[Tensor, ...] = self._prompt_fields(self._inputs, form)
+        return self._found[: form.tokens], on_device[4][0, : len(step.wanted)]
+
+    def _prompt_size(self, tokens: int) -> int:
+        """Integers of a form of so many tokens."""
+        assert self._tile_rows is not None
+        tiles = self.rows + self._run_tiles(tokens)
+        return 5 * tokens + (self.rows + 1) * self.cache.columns + 3 * tiles
+
+    def _run_tiles(self, tokens: int) -> int:
+        """Tiles of runs of so many tokens together, at most: each of the segments may end within one."""
+        assert self._tile_rows is not None
+        return tokens // self._tile_rows + self.rows + 1
+
+    def _prompt_fields(self, memory: Memory, form: PromptForm) -> tuple[Memory, ...]:
+        """Parts of it: `of_tokens` [4, tokens]; the table [rows + 1, columns], whose last row is blank; tiles [3,
+        tiles] of segments of one token, and of longer ones; which tokens are wanted [1, tokens].
+        """
+        rows, columns = self.rows + 1, self.cache.columns
+        shapes = (4, form.tokens), (rows, columns), (3, self.rows), (3, self._run_tiles(form.tokens)), (1, form.tokens)
+        ends = np.cumsum([lines * length for lines, length in shapes]).tolist()
+        return tuple(memory[end - a * b : end].reshape(a, b) for end, (a, b) in zip(ends, shapes, strict=True))
 
     def nbytes(self) -> int:
         return self._inputs.nbytes + self._outputs.nbytes + self._found.nbytes
@@ -199,6 +276,22 @@ class StaticBatches:
     def _form(self, step: Step, width: int, answered: bool) -> GraphForm:
         reach = bucket_for(int(sees_of(step).max()), self.reach_buckets)
         return GraphForm(bucket_for(len(step.lengths), self.row_buckets), reach, answered, width)
+
+    def _work(self, form: GraphForm | PromptForm) -> None:
+        if isinstance(form, PromptForm):
+            self._compute_prompts(form)
+        else:
+            self._compute(form)
+
+    def _compute_prompts(self, form: PromptForm) -> None:
+        inputs, table, lone, runs, _ = self._prompt_fields(self._inputs, form)
+        tokens, positions, into, sees = inputs.unbind()
+        tiles = (self._tiles_of(table, lone, 1), self._tiles_of(table, runs, self._tile_rows or 1))
+        self._found[: form.tokens].copy_(self._hidden(StepBatch(tokens, positions, into, tiles=tiles, sees=sees)))
+
+    def _tiles_of(self, table: Tensor, tiles: Tensor, most: int) -> Tiles:
+        firsts, counts, segments = tiles.unbind()
+        return Tiles(table, (firsts, counts, segments), most, self.cache.room)
 
     def _compute(self, form: GraphForm, adapted: tuple[Adapted, ...] = ()) -> None:
         size, width, columns = form.rows * form.width, form.width, form.reach // PAGE
