@@ -33,15 +33,8 @@ logger = logging.getLogger("gpuinfer")
 
 MOST_WIDTH = 64  # tokens of a run that is padded: a block of a diffusion model. A longer one takes longer than a launch
 MOST_RUN_TOKENS = 4096  # of all rows
-PROMPT_TOKENS = (
-    128,
-    192,
-    256,
-    384,
-    512,
-    768,
-    1024,
-)  # that a step with prompts is padded to; more take longer than launches
+# What a step with prompts is padded to: more tokens take longer than launches.
+PROMPT_TOKENS = (128, 192, 256, 384, 512, 768, 1024)
 FIRST_PAUSE = 256  # steps without a graph before one is tried again; twice as many each time
 Form = TypeVar("Form", bound=Hashable)
 Memory = TypeVar("Memory", Tensor, NDArray[np.int64])
