@@ -1,7 +1,7 @@
 """CUDA graphs, captured one after the other: torch allows for one capture at a time in a process.
 
-Nor may any thread wait for a whole device meanwhile, which breaks a capture in another one: `wait_for_device` waits for
-the capture first.
+Nor may any thread wait for a whole device meanwhile, which breaks a capture in another one, or have torch's allocator
+give cached memory back: `wait_for_device` and `release_cached_memory` wait for the capture first.
 """
 
 from __future__ import annotations
@@ -36,11 +36,32 @@ def captured(stream: torch.cuda.Stream, pool: Any) -> Iterator[torch.cuda.CUDAGr
                     own = error
                     raise
         except RuntimeError:
+            _end_pool(stream.device, pool)
             if own is not None:
                 raise own from None  # the end of a capture that was broken off raises too, and says less
             raise
         finally:
             torch.cuda.set_stream(before)  # a capture that fails leaves its own in force
+
+
+def _end_pool(device: torch.device, pool: Any) -> None:
+    """Before 2.12 torch leaves its allocator at a capture whose end has failed: no cached memory could be given back
+    from then on.
+    """
+    if tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 12):
+        return
+    for name in ("_cuda_endAllocateToPool", "_cuda_endAllocateCurrentStreamToPool"):
+        if (end := getattr(torch._C, name, None)) is not None:
+            with contextlib.suppress(RuntimeError):  # it has ended, which is the usual case
+                end(device.index, pool)
+                torch._C._cuda_releasePool(device.index, pool)  # the graph does so only if it was captured
+            return
+
+
+def release_cached_memory() -> None:
+    """Give free memory that torch keeps of CUDA devices back to the driver."""
+    with _one:
+        torch.cuda.empty_cache()
 
 
 def wait_for_device(device: torch.device | None = None) -> None:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from gpuinfer.api import ModelSpec, enter_station
-from gpuinfer.models.capturing import captured, wait_for_device
+from gpuinfer.models.capturing import captured, release_cached_memory, wait_for_device
 from gpuinfer.models.layouts import BITS, called, row_dtype, row_shape
 from gpuinfer.models.memory import StepSize, first_line, is_out_of_memory
 from gpuinfer.models.pinned import sources
@@ -93,7 +93,7 @@ class CudaForward:
             slot_list = [Slot(chunk_rows, spec, device) for _ in range(slots)]
             wait_for_device(device)  # weights and buffers were made on the default stream
             self._shaped_like = self._warm_up(slot_list)
-            torch.cuda.empty_cache()  # the graphs have memory of their own; that of the first runs is free again
+            release_cached_memory()  # the graphs have memory of their own; that of the first runs is free again
         self._free: queue.SimpleQueue[Slot] = queue.SimpleQueue()
         for slot in slot_list:
             self._free.put(slot)
@@ -120,7 +120,7 @@ class CudaForward:
             with self.step.under_way(shape):
                 failure = self._attempt(slot, run, done, rows, chunk, room)
             if failure is not None:
-                torch.cuda.empty_cache()
+                release_cached_memory()
                 self.step.make_room(shape, failure)
                 continue
             self.step.made(shape)
@@ -181,7 +181,7 @@ class CudaForward:
                 return answers
             for slot in slots:
                 slot.graphs.clear()
-            torch.cuda.empty_cache()
+            release_cached_memory()
             self.step.make_room(chunk, failure)
 
     def _warm_up_to(self, chunk: int, slots: Sequence[Slot]) -> Any:

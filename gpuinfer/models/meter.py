@@ -9,7 +9,7 @@ import torch
 
 from gpuinfer.host.machine import memory_available
 from gpuinfer.host.resident import forget_peak, peak_bytes, resident_bytes, take_at_most
-from gpuinfer.models.capturing import wait_for_device
+from gpuinfer.models.capturing import release_cached_memory, wait_for_device
 
 
 class Meter(Protocol):
@@ -65,7 +65,7 @@ class CudaMeter:
 
     def free(self) -> int:
         gc.collect()
-        torch.cuda.empty_cache()
+        release_cached_memory()
         return int(torch.cuda.mem_get_info(self._device)[0])
 
     def held(self) -> int:
@@ -74,7 +74,7 @@ class CudaMeter:
     def forget(self) -> None:
         gc.collect()
         wait_for_device(self._device)
-        torch.cuda.empty_cache()
+        release_cached_memory()
         torch.cuda.reset_peak_memory_stats(self._device)
 
     def peak(self) -> int:

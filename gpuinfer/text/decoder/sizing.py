@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from gpuinfer.errors import UsageError
 from gpuinfer.host.machine import memory_available
-from gpuinfer.models.capturing import wait_for_device
+from gpuinfer.models.capturing import release_cached_memory, wait_for_device
 from gpuinfer.models.memory import first_line, is_out_of_memory
 from gpuinfer.text.checkpoint.estimate import (
     SAMPLING_COPIES,
@@ -68,7 +68,7 @@ def free_memory(device: torch.device) -> int:
     if device.type != "cuda":
         return memory_available()
     gc.collect()
-    torch.cuda.empty_cache()
+    release_cached_memory()
     return int(torch.cuda.mem_get_info(device)[0])
 
 

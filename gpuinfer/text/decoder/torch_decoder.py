@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from gpuinfer.models.capturing import release_cached_memory
 from gpuinfer.models.lost import says_lost
 from gpuinfer.models.memory import first_line, is_out_of_memory
 from gpuinfer.text.decoder import torch_layers, triton_layers
@@ -358,4 +359,4 @@ class TorchDecoder:
         if hasattr(self, "_static"):
             del self._static, self._cache
             if self.device.type == "cuda":
-                torch.cuda.empty_cache()
+                release_cached_memory()

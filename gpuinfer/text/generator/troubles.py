@@ -12,6 +12,7 @@ from typing import Generic, Protocol, TypeVar
 import torch
 
 from gpuinfer.errors import BackendDied, BackendError
+from gpuinfer.models.capturing import release_cached_memory
 from gpuinfer.models.lost import says_lost
 from gpuinfer.models.memory import first_line, is_out_of_memory
 
@@ -86,7 +87,7 @@ class Troubles(Generic[R]):
 
     def _shrink(self, rows: Sequence[R], tokens: int, error: Exception) -> R | None:
         if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+            release_cached_memory()
         if tokens <= 1:
             return rows[0]
         if self.most is None:
