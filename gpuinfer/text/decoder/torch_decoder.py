@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -30,6 +30,8 @@ from gpuinfer.text.step import PAGE, Step
 from gpuinfer.text.weights import Adapter, Weights
 
 logger = logging.getLogger("gpuinfer")
+
+Packed = TypeVar("Packed", Weights, Adapter)
 
 CPU_TILE, CUDA_TILE = 16, 32  # rows that `deterministic` always computes at once, padded
 
@@ -171,7 +173,7 @@ class TorchDecoder:
     @torch.no_grad()
     def pack(self, weights: Weights) -> Weights:
         """See `step.Decoder.pack`."""
-        return torch_layers.on_device(weights, self.device, self.dtype)
+        return self._made_here(torch_layers.on_device(weights, self.device, self.dtype))
 
     @torch.no_grad()
     def swap(self, packed: object) -> None:
@@ -179,13 +181,12 @@ class TorchDecoder:
         assert isinstance(packed, Weights)
         for own, other in zip(torch_layers.tensors_of(self._weights), torch_layers.tensors_of(packed), strict=True):
             own.copy_(other)
-            if other.device.type == "cuda":  # packed by another thread, whose stream would have its memory at once
-                other.record_stream(torch.cuda.current_stream(other.device))
+        _keep_for_steps(torch_layers.tensors_of(packed))
 
     @torch.no_grad()
     def pack_adapter(self, adapter: Adapter) -> Adapter:
         """See `step.Decoder.pack_adapter`."""
-        return torch_layers.adapter_on_device(adapter, self.device, self.dtype)
+        return self._made_here(torch_layers.adapter_on_device(adapter, self.device, self.dtype))
 
     def load(self, number: int, packed: object) -> None:
         """See `step.Decoder.load`."""
@@ -194,12 +195,21 @@ class TorchDecoder:
 
     def unload(self, number: int) -> None:
         """See `step.Decoder.unload`."""
-        del self._adapters[number]
+        adapter = self._adapters.pop(number)
+        _keep_for_steps(tensor for layer in adapter.layers for low in layer for tensor in (low.down, low.up))
 
     @torch.no_grad()
     def empty(self) -> None:
         """Forget what all pages hold; all of the cache is resident from then on."""
         self._cache.empty()
+
+    def _made_here(self, packed: Packed) -> Packed:
+        """What this thread has made on the device, complete: steps are on another thread's stream."""
+        if self.device.type == "cuda":
+            made = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            made.record(torch.cuda.current_stream(self.device))
+            made.synchronize()
+        return packed
 
     def cache_bytes(self) -> int:
         return self._cache.nbytes()
@@ -360,3 +370,12 @@ class TorchDecoder:
             del self._static, self._cache
             if self.device.type == "cuda":
                 release_cached_memory()
+
+
+def _keep_for_steps(packed: Iterable[Tensor]) -> None:
+    """Let this thread's stream be done with them before their memory is anybody else's. Another thread packed them,
+    whose stream would have it at once.
+    """
+    for tensor in packed:
+        if tensor.device.type == "cuda":
+            tensor.record_stream(torch.cuda.current_stream(tensor.device))

@@ -16,6 +16,7 @@ from gpuinfer.errors import BackendDied, Closed, UsageError
 from gpuinfer.generation import Generation, Part
 from gpuinfer.host import compiling
 from gpuinfer.host.first_touch import FirstTouch
+from gpuinfer.models.capturing import own_stream
 from gpuinfer.models.gate import NoPlace, Place
 from gpuinfer.models.memory import first_line
 from gpuinfer.stats import Lane as LedgerLane
@@ -271,8 +272,9 @@ class Driver:
     def _run(self) -> None:
         compiling.book_in(lambda: self._lane)
         try:
-            while self._fetch():
-                self._step()
+            with own_stream(self.generator.device):
+                while self._fetch():
+                    self._step()
             reason: Exception = _closed()
         except BaseException as error:  # noqa: BLE001  whatever it is, nobody may wait for this thread for ever
             reason = error if isinstance(error, BackendDied) else _died(error)
