@@ -1,0 +1,243 @@
+"""No work on streams leaves a race: `recording.py` finds those that `test_streams_planted.py` plants."""
+
+from __future__ import annotations
+
+import sys
+from concurrent.futures import Future
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+sys.path += [str(Path(__file__).parents[1] / part) for part in (".", "text", "adapters")]
+
+from random_adapters import random_adapter
+from random_models import MIXTURES, random_weights
+from recording import Cuda, missing
+from streamed import (
+    FIRST,
+    SECOND,
+    SHAPE,
+    SPECS,
+    WAIT_S,
+    blocks_of,
+    check,
+    decoder_of,
+    exchange,
+    expected,
+    forward_of_rows,
+    found,
+    in_threads,
+    split_decoder,
+    stages,
+    two_rows,
+)
+from text.toy import END, toy_language
+
+import gpuinfer
+from gpuinfer.api import BackendContext
+from gpuinfer.generation import Prompt, Sampling
+from gpuinfer.models.capturing import own_stream, release_cached_memory, wait_for_device
+from gpuinfer.models.gate import AT_ONCE, Gate
+from gpuinfer.models.pinned import register
+from gpuinfer.models.stages.forward import StagedForward
+from gpuinfer.models.stages.moving import OnCuda
+from gpuinfer.models.stages.pipeline import Pipeline
+from gpuinfer.text.generator import Driver, Generator
+
+SOURCES = Path(gpuinfer.__file__).parent
+
+
+@pytest.fixture
+def cuda(guard):
+    if why := missing():
+        pytest.skip(why)
+    torch.set_num_threads(1)
+    with Cuda().recording() as one:
+        yield one
+
+
+@pytest.mark.parametrize("options", [{}, {"graphs": False}, {"fixed_shape": True}], ids=["graphs", "eager", "fixed"])
+@pytest.mark.parametrize("kind", SPECS)
+def test_rows_of_several_threads_share_a_forward(cuda, kind, options):
+    forward = forward_of_rows(kind, **options)
+
+    def ask(number):
+        blocks, rows = blocks_of(kind, [3 + number, 20, 40], number)
+        check(forward(blocks), rows)
+
+    in_threads(3, ask)
+    assert found(cuda) == []
+    assert bool(cuda.graphs) is options.get("graphs", True)
+
+
+def test_rows_are_fetched_from_shared_memory_that_is_pinned(cuda, monkeypatch):
+    monkeypatch.setattr("gpuinfer.models.pinned.WORTH_A_COPY", 200)
+    forward = forward_of_rows()
+    (few, many), rows = blocks_of("bytes", [2, 30])
+    shared = register(many, FIRST)
+    assert shared.pinned
+    for _ in range(2):
+        check(forward([few, many, few]), np.concatenate([rows, rows[:2]]))
+    shared.close()
+    assert found(cuda) == []
+
+
+PLACES = {"one device": (FIRST,) * 3, "two devices": (FIRST, SECOND, SECOND)}
+
+
+@pytest.mark.parametrize("kind", SPECS)
+@pytest.mark.parametrize("places", PLACES.values(), ids=PLACES)
+def test_micro_batches_follow_one_another_through_stages(cuda, places, kind):
+    pipeline = Pipeline(stages(places, kind), BackendContext().lane)
+    forward = StagedForward(pipeline, OnCuda(SPECS[kind]), 8, even=False, fixed_shape=False, alone=False)
+
+    def ask(number):
+        blocks, rows = blocks_of(kind, [30, 5], number)
+        np.testing.assert_allclose(np.concatenate(forward(blocks)), expected(rows)["policy"], rtol=1e-4, atol=1e-5)
+
+    in_threads(2, ask)
+    pipeline.close()
+    assert found(cuda) == []
+
+
+SHAPES = {"plain": SHAPE, "experts": replace(SHAPE, **MIXTURES["experts of plain inner layers"])}
+
+
+def logits_of(decoder):
+    """Of those steps, which follow one another without a wait."""
+    logits = [decoder.forward(step).clone() for step in two_rows()]
+    return [one.cpu().numpy() for one in logits]
+
+
+def close(logits, shape=SHAPE, seed=0):
+    """Whether they are what a processor computes."""
+    weights = random_weights(shape, seed=seed)
+    for one, other in zip(
+        logits, logits_of(decoder_of(shape, torch.device("cpu"), weights, graphs=False)), strict=True
+    ):
+        np.testing.assert_allclose(one, other, rtol=1e-3, atol=1e-4)
+
+
+WAYS = {"kernel by kernel": {"graphs": False}, "graphs": {}, "deterministic": {"deterministic": True}}
+
+
+@pytest.mark.parametrize("options", WAYS.values(), ids=WAYS)
+def test_steps_of_a_decoder_follow_one_another_without_a_wait(cuda, options):
+    decoder = decoder_of(**options)
+    with own_stream(FIRST):
+        close(logits_of(decoder))
+    assert found(cuda) == []
+    assert bool(cuda.graphs) is (options != {"graphs": False})
+
+
+MAKERS = {
+    "whole": decoder_of,
+    "in stages": split_decoder,
+    "in stages on two devices": lambda shape: split_decoder(shape, (FIRST, SECOND)),
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
+def test_weights_that_another_thread_packs_are_exchanged_between_two_steps(cuda, make, shape):
+    decoder = make(shape)
+    with own_stream(FIRST):
+        decoder.forward(next(two_rows()))
+        exchange(decoder, shape)
+        close(logits_of(decoder), shape, 2)
+    decoder.close()
+    assert found(cuda) == []
+
+
+def adapt(decoder, shape):
+    """A step with an adapter that another thread has packed, which is given back right behind it."""
+    (packed,) = in_threads(1, lambda number: decoder.pack_adapter(random_adapter(shape, 4, 0)))
+    decoder.load(1, packed)
+    packed = None
+    decoder.forward(replace(next(two_rows()), adapters=np.array([1, 0], np.int32)))
+    decoder.unload(1)
+    decoder.copy_pages([0], [1])
+
+
+@pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
+def test_an_adapter_that_another_thread_packs_is_given_back_behind_a_step(cuda, make):
+    decoder = make(SHAPE)
+    with own_stream(FIRST):
+        adapt(decoder, SHAPE)
+    decoder.close()
+    assert found(cuda) == []
+
+
+def driver_of(place=None):
+    generator = Generator(
+        decoder_of(),
+        toy_language(),
+        seed=7,
+        end_tokens=(END,),
+        step_tokens=16,
+        threads=1,
+        deterministic=False,
+        read=lambda place: random_weights(SHAPE, seed=int(place)),
+    )
+    return Driver(generator, place=place)
+
+
+def submitted(driver, texts):
+    futures = []
+    sampling = Sampling(max_tokens=4, top_p=0.9, ignore_eos=True)
+    for prepared in driver.generator.prepare([Prompt(text=text, key=text, sampling=sampling) for text in texts]):
+        futures.append(future := Future())
+        driver.submit(prepared, future.set_result)
+    return futures
+
+
+def tokens_of(futures):
+    return [future.result(WAIT_S).completions[0].tokens for future in futures]
+
+
+def test_models_of_text_and_of_rows_share_a_device(cuda):
+    gate = Gate(AT_ONCE, of_cores=False)
+    drivers = [driver_of(gate.join()) for _ in range(2)]
+    forward, place = forward_of_rows(), gate.join()
+
+    def text(driver):
+        """Some prompts, while weights are exchanged."""
+        futures = submitted(driver, ["abc", "hello", "x y", "abcd"])
+        driver.update("1", driver.generator.read_weights("1"), drain=False).result(WAIT_S)
+        return tokens_of(futures + submitted(driver, ["abc"]))
+
+    def rows():
+        for seed in range(3):
+            blocks, features = blocks_of("bytes", [50], seed)
+            with place.turn(1, lambda station: None):
+                check(forward(blocks), features)
+            wait_for_device(FIRST)
+            release_cached_memory()
+
+    answers = in_threads(3, lambda number: text(drivers[number]) if number < 2 else rows())
+    for driver in drivers:
+        driver.close()
+    assert found(cuda) == []
+    assert [[len(tokens) for tokens in one] for one in answers[:2]] == [[4] * 5] * 2
+
+
+def test_each_model_of_text_has_a_stream_of_its_own(cuda):
+    """On the default stream two of them would wait for one another."""
+    drivers = [driver_of() for _ in range(2)]
+    before = {stream: stream.launched for stream in cuda.streams}
+    in_threads(2, lambda number: tokens_of(submitted(drivers[number], ["abc", "hello"])))
+    used = [stream.name for stream in cuda.streams if stream.launched > before.get(stream, 0)]
+    for driver in drivers:
+        driver.close()
+    assert "the default stream of cuda:0" not in used
+    assert len(used) >= 2
+    assert found(cuda) == []
+
+
+def test_nothing_but_capturing_gives_cached_memory_back():
+    """It would do so while another thread captures."""
+    places = [str(path.relative_to(SOURCES)) for path in SOURCES.rglob("*.py") if "empty_cache(" in path.read_text()]
+    assert places == ["models/capturing.py"]
