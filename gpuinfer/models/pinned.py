@@ -1,6 +1,7 @@
 """Memory that others have made, such as shared blocks, pinned so that a CUDA device copies from it by itself.
 
-Which rows a device may fetch from where they lie, and which go by way of the staging buffer.
+Which rows a device may fetch from where they lie, and which go by way of the staging buffer; small arrays that are
+pinned for their one copy.
 """
 
 from __future__ import annotations
@@ -103,3 +104,9 @@ def staged(pieces: Sequence[Block], room: Tensor) -> Tensor:
         return part.copy_(as_tensor(pieces[0]))  # with all of torch's threads
     np.concatenate(pieces, out=part.numpy())
     return part
+
+
+def queued(array: NDArray[Any], device: torch.device) -> Tensor:
+    """The array on the device, to be used in the order of its current stream. The host does not wait for the copy."""
+    tensor = as_tensor(array)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)

@@ -2,7 +2,7 @@
 
 A wait is what may stop the calling thread until the device has got there: a value that comes back, a copy in either
 direction that is not queued (`non_blocking`) or not of pinned memory, a shape that depends on values, and `synchronize`
-of an event, a stream or a device. What the host reads there is made up: zeros.
+of an event, a stream or a device. What the host reads there is made up: ones by default, and nothing is true.
 """
 
 from __future__ import annotations
@@ -47,6 +47,12 @@ def _place() -> tuple[str, int]:
     return "outside of gpuinfer", 0
 
 
+class _Fakes(FakeTensorMode):
+    """As where torch has no device: `torch.tensor` makes what is meant for one in memory of the host first."""
+
+    avoid_device_init = True
+
+
 class Device(TorchDispatchMode):
     """`torch.cuda` and tensors on CUDA devices within the block, as if there were one, or as many as `devices`.
 
@@ -57,15 +63,17 @@ class Device(TorchDispatchMode):
         super().__init__()
         self.device, self.devices = torch.device("cuda", 0), 1  # how many there are
         self.waits = Counter[str]()
+        self.read = 1.0  # each number that comes back
         self.replayed = 0  # graphs
         self.captured = 0
         self.log: list[str] = []  # what was done to streams and events, in order
         self.allocated = 0  # bytes that `torch.cuda.memory_allocated` and its peak answer
         self.registered: list[tuple[int, int]] = []  # address and bytes of host memory that was pinned later
+        self._elsewhere: list[str] = []  # waits that are not allowed
         self._allowed: Collection[str] | None = None
         self._capturing = False
         self._pinned = weakref.WeakSet[Any]()
-        self._fakes = FakeTensorMode(allow_non_fake_inputs=True)
+        self._fakes = _Fakes(allow_non_fake_inputs=True)
         self._around = contextlib.ExitStack()
 
     def __enter__(self) -> Self:
@@ -95,10 +103,11 @@ class Device(TorchDispatchMode):
     @contextlib.contextmanager
     def waiting_only_in(self, *places: str) -> Iterator[None]:
         """Each of `places`, such as `models/lost.py answers`, must wait for the device; nothing else may."""
-        before, self._allowed = self.waits, places
-        self.waits = Counter()
+        before, self.waits, self._allowed = self.waits, Counter(), places
+        self._elsewhere.clear()
         try:
             yield
+            assert not self._elsewhere, self._elsewhere[0]  # which somebody may have caught
             assert set(places) <= set(self.waits), f"no longer waits: {sorted(set(places) - set(self.waits))}"
         finally:
             self.waits, self._allowed = before + self.waits, None
@@ -108,7 +117,9 @@ class Device(TorchDispatchMode):
         said = f"gpuinfer/{place.replace(' ', f':{line} ')} waits for the device: {what}"
         if self._capturing:
             raise RuntimeError(f"CUDA error: operation not permitted when stream is capturing ({said})")
-        assert self._allowed is None or place in self._allowed, f"{said}. Queue it, or let the test name '{place}'."
+        if self._allowed is not None and place not in self._allowed:
+            self._elsewhere.append(f"{said}. Queue it, or let the test name '{place}'.")
+            raise AssertionError(self._elsewhere[-1])
         self.waits[place] += 1
 
     def __torch_dispatch__(self, function: Any, types: Any, given: Any = (), named: Any = None) -> Any:
@@ -128,7 +139,7 @@ class Device(TorchDispatchMode):
         if name == "_local_scalar_dense":
             self.wait("a value")
             dtype = given[0].dtype
-            return False if dtype == torch.bool else 0.0 if dtype.is_floating_point else 0
+            return False if dtype == torch.bool else self.read if dtype.is_floating_point else int(self.read)
         if name in BY_VALUE:
             self.wait(name)
             return _by_value(name, given[0])
@@ -164,11 +175,14 @@ class Device(TorchDispatchMode):
         assert isinstance(source, FakeTensor)
         with unset_fake_temporarily():
             if name == "copy_":
-                return given[0].zero_()
-            return torch.zeros(source.shape, dtype=named.get("dtype") or source.dtype)
+                return given[0].fill_(self.read if given[0].dtype != torch.bool else False)
+            dtype = named.get("dtype") or source.dtype
+            return torch.full(source.shape, self.read if dtype != torch.bool else False, dtype=dtype)
 
     def _indexed(self, name: str, given: Any) -> Any:
         """Masks choose as many as they have places; that is a number which the host must know."""
+        if any(one.device.type == "cpu" for one in given[1] if isinstance(one, Tensor)):
+            self.wait("indices on the host")
         masks = [one for one in given[1] if isinstance(one, Tensor) and one.dtype in (torch.bool, torch.uint8)]
         if not masks or (name != "index" and given[2].numel() == 1):  # which becomes `masked_fill_`
             return given
@@ -234,7 +248,6 @@ class _FakeCuda:
 
     def __init__(self, fake: Device) -> None:
         self._fake = fake
-        self._current = default = SimpleNamespace(device=fake.device, name="default")
 
         class Stream:
             def __init__(self, device: torch.device | None = None) -> None:
@@ -264,7 +277,7 @@ class _FakeCuda:
                 fake.replayed += 1
 
         self.Stream, self.Event, self.CUDAGraph = Stream, Event, CUDAGraph
-        self._default = default
+        self._current = {number: Stream(torch.device("cuda", number)) for number in range(8)}  # of each device
         self.default_generators = (torch.Generator(),)
 
     Stream: Any
@@ -277,15 +290,16 @@ class _FakeCuda:
 
     @contextlib.contextmanager
     def stream(self, stream: Any) -> Iterator[None]:
-        before, self._current = self._current, stream
+        before = self._current[stream.device.index]
+        self.set_stream(stream)
         yield
-        self._current = before
+        self.set_stream(before)
 
     def set_stream(self, stream: Any) -> None:
-        self._current = stream
+        self._current[stream.device.index] = stream
 
     def current_stream(self, device: Any = None) -> Any:
-        return self._current
+        return self._current[torch.device(device or self._fake.device).index or 0]
 
     @contextlib.contextmanager
     def graph(self, graph: Any, *, pool: Any, stream: Any, capture_error_mode: str) -> Iterator[None]:

@@ -9,6 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from gpuinfer.models.pinned import queued
 from gpuinfer.text.checkpoint.estimate import SPARE_PAGES, most_copied, row_pages
 from gpuinfer.text.decoder.segments import Integers, ends_of
 from gpuinfer.text.shape import Shape
@@ -76,7 +77,7 @@ class PageCache:
         """See `step.Decoder.copy_pages`."""
         if not len(targets):
             return
-        from_pages, into = (torch.tensor(given, device=self.keys.device) for given in (sources, targets))
+        from_pages, into = (queued(np.array(given, np.int64), self.keys.device) for given in (sources, targets))
         for held in (self.keys, self.values):
             held.index_copy_(1, into, held.index_select(1, from_pages))
         self._filled[targets] = self._filled[sources]
@@ -104,7 +105,7 @@ class PageCache:
     def _clear(self, pages: NDArray[np.int32], starts: Integers, ends: Integers) -> None:
         counts = ends - starts
         offsets = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
-        places = torch.from_numpy(np.repeat(pages * np.int64(PAGE) + starts, counts) + offsets).to(self.keys.device)
+        places = queued(np.repeat(pages * np.int64(PAGE) + starts, counts) + offsets, self.keys.device)
         self._flat_keys.index_fill_(1, places, 0)
         self._flat_values.index_fill_(1, places, 0)
 

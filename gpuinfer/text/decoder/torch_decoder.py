@@ -17,6 +17,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from gpuinfer.models.capturing import release_cached_memory
 from gpuinfer.models.lost import says_lost
 from gpuinfer.models.memory import first_line, is_out_of_memory
+from gpuinfer.models.pinned import queued
 from gpuinfer.text.decoder import torch_layers, triton_layers
 from gpuinfer.text.decoder.segments import Integers, adapters_of, sees_of, segments_of
 from gpuinfer.text.decoder.torch_batch import Uploads, batch_of, of_tokens, tiled_batch_of, tiles
@@ -255,7 +256,7 @@ class TorchDecoder:
             return ()
         of_rows = adapters_of(step)
         return tuple(
-            Adapted(self._adapters[number], torch.from_numpy(np.flatnonzero(of_rows == number)).to(self.device))
+            Adapted(self._adapters[number], queued(np.flatnonzero(of_rows == number), self.device))
             for number in np.unique(of_rows).tolist()
             if number
         )
@@ -263,8 +264,9 @@ class TorchDecoder:
     def _vectors(self, step: Step) -> tuple[Tensor, Tensor] | None:
         if step.vectors is None:
             return None
-        rows = torch.from_numpy(step.vectors.places.astype(np.int64)).to(self.device)
-        return rows, torch.as_tensor(step.vectors.values).to(self.device, self.dtype)
+        values, places = step.vectors.values, queued(step.vectors.places.astype(np.int64), self.device)
+        values = values if isinstance(values, Tensor) else queued(values, self.device)
+        return places, values.to(self.device, self.dtype)
 
     def _picked(self, found: Tensor, rows: NDArray[Any]) -> Tensor:
         if np.array_equal(rows, np.arange(len(rows))):
@@ -295,7 +297,7 @@ class TorchDecoder:
                 found = self._logits(together[number * rows : (number + 1) * rows])
             if answered:
                 into = np.searchsorted(step.wanted, members[asked_for])
-                answers[torch.from_numpy(into)] = self._picked(found, where[asked_for])
+                answers.index_copy_(0, queued(into, self.device), self._picked(found, where[asked_for]))
         return answers
 
     def _cut(self, step: Step) -> list[tuple[Integers, int]]:

@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from gpuinfer.text.decoder.torch_batch import Uploads
 from gpuinfer.text.diffusion import cpu_blend
 from gpuinfer.text.sampling.cpu_values import BLOCK
 from gpuinfer.text.sampling.lanes import Lanes
@@ -23,15 +24,22 @@ class Blender:
     def __init__(self, decoder: Decoder, mask_token: int, threads: int) -> None:
         self._decoder, self._mask_token = decoder, mask_token
         self._lanes = Lanes(threads, "blending")
+        self._uploads: Uploads | None = None
 
     def blended(self, logits: Tensor, places: NDArray[np.int64], share: float) -> NDArray[np.float32]:
         """float32 [n, hidden]: the mask's embedding + `share` × Σ probability × embedding, of the logits at `places` of
         float32 [all, vocabulary].
         """
         embedding = self._decoder.embedding()
-        found = self._compiled if embedding.device.type == "cpu" else _elsewhere
-        own: NDArray[np.float32] = embedding[self._mask_token].float().cpu().numpy()
-        return own + np.float32(share) * found(logits, places, embedding)
+        own = embedding[self._mask_token].float()
+        if embedding.device.type == "cpu":
+            of_mask: NDArray[np.float32] = own.numpy()
+            return of_mask + np.float32(share) * self._compiled(logits, places, embedding)
+        self._uploads = self._uploads or Uploads(embedding.device)
+        (there,) = self._uploads.sent([places])
+        chances = logits.index_select(0, there).softmax(-1)
+        found: NDArray[np.float32] = (own + share * (chances.to(embedding.dtype) @ embedding).float()).cpu().numpy()
+        return found
 
     def close(self) -> None:
         """Let go of threads."""
@@ -55,9 +63,3 @@ def _stored(embedding: Tensor) -> NDArray[Any]:
     if embedding.dtype == torch.bfloat16:
         return embedding.view(torch.uint16).numpy()  # type: ignore[no-any-return]
     return embedding.float().numpy()  # type: ignore[no-any-return]
-
-
-def _elsewhere(logits: Tensor, places: NDArray[np.int64], embedding: Tensor) -> NDArray[np.float32]:
-    chances = logits[torch.from_numpy(places).to(logits.device)].softmax(-1)
-    expected: NDArray[np.float32] = (chances.to(embedding.dtype) @ embedding).float().cpu().numpy()
-    return expected

@@ -20,6 +20,7 @@ from gpuinfer.config import blame
 from gpuinfer.errors import BackendError, BadPrompt, UsageError, WorkError
 from gpuinfer.generation import Generation, Part, Prompt
 from gpuinfer.models.memory import first_line, is_out_of_memory
+from gpuinfer.models.pinned import queued
 from gpuinfer.text import bare
 from gpuinfer.text.adapter_options import MAX_ADAPTERS
 from gpuinfer.text.cost import extent_of
@@ -328,7 +329,7 @@ class DiffusionGenerator:
 def adjust(turn: Turn, logits: Tensor) -> None:
     """Have a row's decoder change the logits of its block's masks. Raises `WorkError` that names it."""
     row, decoder = turn.row, turn.row.plan.decoder
-    places = torch.from_numpy(turn.logits + np.searchsorted(turn.asked, row.masks))
+    places = queued(turn.logits + np.searchsorted(turn.asked, row.masks), logits.device)
     own = logits[places].cpu()
     values = own.numpy()
     with blame.calling_within(decoder, "adjust"):

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from gpuinfer.errors import RequestError
 from gpuinfer.generation import Logprob
+from gpuinfer.text.decoder.torch_batch import Uploads
 from gpuinfer.text.diffusion import cpu_scores, torch_scores
 from gpuinfer.text.diffusion.asking import CHOICES, Asked, Flat, flat_of, units
 from gpuinfer.text.diffusion.deciding import Need
@@ -82,6 +83,7 @@ class Scorer:
         self._ends = [token for token in end_tokens if 0 <= token < vocabulary]
         self._mask = -1 if mask_token is None or mask_token >= vocabulary else mask_token
         self._on_cpu = torch.device(device).type == "cpu"
+        self._uploads = Uploads(torch.device(device))  # of no account on the CPU
         self._lanes = Lanes(threads, "scoring")
         self._work = [work_of(vocabulary) for _ in range(self._lanes.threads)] if self._on_cpu else []
         self._sampler = Sampler(0, vocabulary, device, seed=seed, end_tokens=(), threads=1)  # for log-probabilities
@@ -106,7 +108,7 @@ class Scorer:
         if self._on_cpu:
             self._compiled(logits, flat, out)
         else:
-            torch_scores.score_rows(logits, flat, self._mask, out)
+            torch_scores.score_rows(logits, flat, self._mask, out, self._uploads)
         tokens, confidence, margin, entropy = out
         told = margin if "margin" in needs else None, entropy if "entropy" in needs else None
         return Scored(tokens, confidence, *told, bad_of(tokens, flat), rows, flat, logits, self._sampler)

@@ -6,6 +6,7 @@ of all tokens but the best, where `second` is the largest of these. So a confide
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,9 +15,21 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from gpuinfer.text.decoder.torch_batch import Uploads
 from gpuinfer.text.diffusion.asking import NOBODY, TOKENS, Flat, units
 from gpuinfer.text.sampling.cpu_draw import BROKEN, EMPTY
-from gpuinfer.text.sampling.torch_path import Pairs, Wanted, drawn, first_of, on, pairs
+from gpuinfer.text.sampling.torch_path import (
+    Arrays,
+    Pairs,
+    Wanted,
+    bits,
+    columns_of,
+    drawn,
+    edited,
+    first_of,
+    pairs,
+    to_host,
+)
 
 ROWS = 64  # at once: a vocabulary of 150,000 in float64 takes 80 MB of them
 ONE_WEIGHT = 2.0**44  # of up to 2^18 tokens the sum is still an int64
@@ -34,44 +47,62 @@ class Sure:
 
 
 @torch.inference_mode()
-def score_rows(logits: Tensor, flat: Flat, mask: int, out: tuple[NDArray[Any], ...]) -> None:
-    """As `cpu_scores.score_rows`. `out`: tokens, confidence, margin, entropy."""
+def score_rows(logits: Tensor, flat: Flat, mask: int, out: tuple[NDArray[Any], ...], uploads: Uploads) -> None:
+    """As `cpu_scores.score_rows`. `out`: tokens, confidence, margin, entropy. What the rows want goes to the device in
+    one copy by `uploads`, and the host waits for it once.
+    """
     if mask >= 0:
         logits[:, mask] = -torch.inf
     places = np.flatnonzero(flat.owners != NOBODY)
-    parts = [scores(logits, flat, places[at : at + ROWS]) for at in range(0, len(places), ROWS)]
-    if parts:
-        for array, values in zip(out, torch.cat(parts, 1).cpu().numpy(), strict=True):  # one way over for all of it
-            if len(array):
-                array[places] = values
+    pieces = [piece_of(flat, places[at : at + ROWS], logits.shape[1]) for at in range(0, len(places), ROWS)]
+    if not pieces:
+        return
+    sent = iter(uploads.sent([array for piece in pieces for array in piece.arrays.values()]))
+    parts = [scores(logits, piece.wants, {name: next(sent) for name in piece.arrays}) for piece in pieces]
+    for array, values in zip(out, to_host(torch.cat(parts, 1)), strict=True):
+        if len(array):
+            array[places] = values
 
 
-def scores(logits: Tensor, flat: Flat, places: NDArray[np.intp]) -> Tensor:
-    """Tokens, confidence, margin and entropy of some of the logits: float64 [4, rows]."""
-    given = logits[on(logits, places)].float()
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Some of the logits, as many as are scored at once."""
+
+    wants: NDArray[Any]  # of ROW: those of their rows that draw tokens
+    arrays: Arrays  # those of `torch_path.edits_of` that there are; `places`, and of rows that draw `drawn`, `columns`
+
+
+def piece_of(flat: Flat, places: NDArray[np.intp], vocabulary: int) -> Piece:
+    owners, positions = flat.owners[places], flat.positions[places]
+    rows, entries = listed(flat.rows["biases"], owners)
+    found = {"bias_at": rows * vocabulary + flat.bias_ids[entries], "bias_values": bits(flat.bias_values[entries])}
+    early = np.flatnonzero(positions < flat.rows["min_tokens"][owners])
+    rows, entries = listed(flat.rows["stops"], owners[early])
+    found["barred_at"] = early[rows] * vocabulary + flat.stops[entries]
+    drawn = np.flatnonzero(flat.rows["inverse"][owners] != 0)
+    wants = flat.rows[owners[drawn]]
+    if len(drawn):
+        found |= {"drawn": drawn, "columns": columns_of(wants, units(positions[drawn], TOKENS, wants)).ravel()}
+    return Piece(wants, {"places": places, **{name: array for name, array in found.items() if len(array)}})
+
+
+def scores(logits: Tensor, wants: NDArray[Any], sent: Mapping[str, Tensor]) -> Tensor:
+    """Tokens, confidence, margin and entropy of the logits of a piece: float64 [4, rows]. `sent`: its arrays."""
+    given = logits.index_select(0, sent["places"]).float()
     broken = ~((given < torch.inf).all(1))
-    values = edited(given, flat, places)
+    values = edited(given, sent)
     sure = surveyed(values)
-    tokens = sampled(values, sure, flat, places)
+    tokens = sure.tokens
+    if "drawn" in sent:
+        at = sent["drawn"]
+        wanted = Wanted.sent(sent["columns"].view(-1, len(at)), wants)
+        found, _ = drawn(values.index_select(0, at), sure.best.index_select(0, at).float(), wanted)
+        tokens = tokens.index_copy(0, at, found)
     own = values.gather(1, tokens[:, None]).squeeze(1).double()
     confidence = (own - sure.best).exp() / sure.total
     margin = (1 - (sure.second - sure.best).exp()) / sure.total
     tokens = tokens.masked_fill(sure.best == -torch.inf, EMPTY).masked_fill(broken, BROKEN)
     return torch.stack([tokens.double(), confidence, margin, sure.entropy])
-
-
-def edited(values: Tensor, flat: Flat, places: NDArray[np.intp]) -> Tensor:
-    """The logits as they count, a copy where anything is to be changed."""
-    if not flat.edited:
-        return values
-    values, owners = values.clone(), flat.owners[places]
-    rows, entries = listed(flat.rows["biases"], owners)
-    biased = on(values, rows), on(values, flat.bias_ids[entries].astype(np.int64))
-    values[biased] += on(values, flat.bias_values[entries])
-    early = np.flatnonzero(flat.positions[places] < flat.rows["min_tokens"][owners])
-    rows, entries = listed(flat.rows["stops"], owners[early])
-    values[on(values, early[rows]), on(values, flat.stops[entries].astype(np.int64))] = -torch.inf
-    return values
 
 
 def listed(starts: NDArray[np.int32], owners: NDArray[np.int32]) -> Pairs:
@@ -97,16 +128,3 @@ def surveyed(values: Tensor) -> Sure:
 
 def whole_sum(weights: Tensor) -> Tensor:
     return (weights * ONE_WEIGHT).long().sum(1).double() / ONE_WEIGHT
-
-
-def sampled(values: Tensor, sure: Sure, flat: Flat, places: NDArray[np.intp]) -> Tensor:
-    """The tokens, int64 [rows]: drawn for those that have a temperature."""
-    records = flat.rows[flat.owners[places]]
-    rows = np.flatnonzero(records["inverse"] != 0)
-    if not len(rows):
-        return sure.tokens
-    wants = records[rows]
-    wanted = Wanted.of(wants, units(flat.positions[places[rows]], TOKENS, wants), values.device)
-    at, tokens = on(values, rows), sure.tokens.clone()
-    tokens[at], _ = drawn(values[at], sure.best[at].float(), wanted)
-    return tokens

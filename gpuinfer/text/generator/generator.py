@@ -17,6 +17,7 @@ from torch import Tensor
 from gpuinfer.api import TextRoofline
 from gpuinfer.errors import BadPrompt, UsageError
 from gpuinfer.generation import Generation, Logprob, Part, Prompt
+from gpuinfer.models.pinned import queued
 from gpuinfer.text import bare
 from gpuinfer.text.adapter_options import MAX_ADAPTERS
 from gpuinfer.text.cost import extent_of
@@ -221,7 +222,7 @@ class Generator:
         if not len(plan.draws):
             return None, echoes
         if plan.picks is not None:
-            logits = logits.index_select(0, torch.from_numpy(plan.picks).to(logits.device))
+            logits = logits.index_select(0, queued(plan.picks, logits.device))
         if rules is None:
             return self.sampler.draw(logits, plan.draws, masks), echoes
         return self.sampler.draw(logits, plan.draws, masks, rules), echoes
