@@ -91,7 +91,7 @@ ON_CUDA = Counts(
     timed=200,
 )
 ON_CPU = Counts(
-    rows=(64, 16),
+    rows=(64, 32, 16),
     text_rows=(4, 2),
     text=SMALL,
     context=128,
@@ -266,7 +266,7 @@ def varlen_signature() -> str:
         raise NotHere("this torch has none")
     for one in ast.walk(ast.parse(Path(spec.origin).read_text())):
         if isinstance(one, ast.FunctionDef) and one.name == "varlen_attn":
-            return ast.unparse(one.args)
+            return ", ".join(given.arg for given in (*one.args.args, *one.args.kwonlyargs))
     raise NotHere("this torch has the module, and not the function")
 
 

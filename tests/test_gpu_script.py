@@ -438,6 +438,7 @@ def test_the_script_leaves_a_table_and_few_files(tmp_path):
     found = {one["case"]: (one["status"], one["why"]) for one in figures}
     assert found["torch"] == ("done", torch.__version__)
     assert found["numba compiles"][0] == "done"
+    assert found["varlen_attn"] == ("skipped", "this torch has none") or "cu_seq_q" in found["varlen_attn"][1]
     assert found["after a capture that fails"] == ("skipped", "no CUDA device")
     assert not any(status == "failed" for status, _ in found.values())
 
