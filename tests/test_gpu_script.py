@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 import tarfile
+import threading
 import tomllib
 import zipfile
 from importlib.metadata import PackageNotFoundError, requires
@@ -320,13 +321,23 @@ def refusing(*_):
     ],
 )
 def test_what_becomes_of_a_capture_is_told(probes, monkeypatch, act, ends, said):
+    seen: list[bool] = []
+    capturing = threading.Event()
+
     @contextlib.contextmanager
     def captured(stream, pool):
+        capturing.set()
         yield
+        capturing.clear()
         ends()
 
+    def acts(it):
+        seen.append(capturing.is_set())
+        act(it)
+
     monkeypatch.setattr(gpu_probes, "captured", captured)
-    assert gpu_probes.during_a_capture(probes, act) == said
+    assert gpu_probes.during_a_capture(probes, acts) == said
+    assert seen == [True]
 
 
 def test_after_a_capture_that_fails_memory_and_captures_are_tried(probes, monkeypatch):
