@@ -43,7 +43,14 @@ except ImportError:  # a torch without it
 
 aten = torch.ops.aten
 SOURCES = str(Path(capturing.__file__).parents[1])
-NEEDED = ("_handle_kernel_launch", "_handle_event_record", "_handle_event_wait", "_handle_stream_creation")
+NEEDED = (
+    "_handle_kernel_launch",
+    "_handle_event_record",
+    "_handle_event_wait",
+    "_handle_event_deletion",
+    "_handle_memory_deallocation",
+    "_handle_stream_creation",
+)
 LAUNCH = ["self", "stream", "read_only", "read_write", "outputs", "operator", "tensor_aliases"]
 NOTHING = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "record_stream", "is_pinned"}
 WAITED_FOR = {"_local_scalar_dense", "nonzero", "equal", "masked_select", "_unique2", "unique_dim", "is_nonzero"}
@@ -57,6 +64,8 @@ def missing() -> str | None:
         return "this torch has no torch.cuda._sanitizer with the interface that is used here"
     if list(inspect.signature(handler._handle_kernel_launch).parameters) != LAUNCH:
         return "torch.cuda._sanitizer.EventHandler takes other arguments in this torch"
+    if not hasattr(torch._C, "_set_only_lift_cpu_tensors"):
+        return "torch.tensor passes dispatch modes by in this torch"
     return None
 
 
@@ -339,6 +348,7 @@ class Cuda:
         self.stream_numbers = itertools.count(1)
         self.captures: list[Capture] = []  # that are under way
         self.capturing_pools: list[Any] = []  # that the allocator takes from
+        self.both = threading.Barrier(2, timeout=60.0)  # where two threads meet, which orders nothing that is recorded
         self.graphs = 0  # captured
         self.released = 0  # pools, by hand
         self.waited = 0  # for a device

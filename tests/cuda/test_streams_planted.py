@@ -68,16 +68,29 @@ def plant(monkeypatch, owner, name, old, new):
 
 def rows(monkeypatch):
     """Batches of two threads, that are launched together, of two steps each."""
-    both, launch = threading.Barrier(2, timeout=WAIT_S), CudaForward._launch
+    launch = CudaForward._launch
 
     def launched(forward, *given):
-        both.wait()
+        Cuda.running.both.wait()
         launch(forward, *given)
 
     monkeypatch.setattr(CudaForward, "_launch", launched)
     forward = forward_of_rows()
     for one in in_threads(2, lambda number: forward(blocks_of("bytes", [60], number)[0])):
         np.concatenate([answers["policy"] for answers in one])
+
+
+def rows_without_memory(monkeypatch):
+    """Rows that are on their way to the device when there is no memory for more than half of them."""
+    forward, launch = forward_of_rows(), CudaForward._launch
+
+    def launched(forward, slot, rows, *given):
+        if rows > 20:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        launch(forward, slot, rows, *given)
+
+    monkeypatch.setattr(CudaForward, "_launch", launched)
+    forward(blocks_of("bytes", [40])[0])
 
 
 def micro_batches(places, kind="bytes"):
@@ -155,6 +168,9 @@ PLANTS = {
     ),
     "rows are staged over those that are being copied": (
         rows, CudaForward, "_attempt", "slot.done.synchronize()", "pass", "the host in .* writing",
+    ),
+    "rows are staged again while those that there was no memory for are being copied": (
+        rows_without_memory, CudaForward, "_attempt", "slot.stream.synchronize()", "pass", "the host in .* writing",
     ),
     "the event is recorded on another stream than the kernels are on": (
         rows, CudaForward, "_attempt", "with torch.cuda.stream(slot.stream):", "if True:", "the host in .* reading",
