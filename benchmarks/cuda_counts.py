@@ -23,7 +23,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 sys.path += [str(Path(__file__).parents[1] / "tests" / part) for part in ("cuda", "text")]
 
-from counting import Asked, own_kernels, real_host_memory
+from counting import Asked, CountedDraws, own_kernels, real_host_memory
 from fake_device import fake_device, load_guard
 from random_models import LLAMA, random_weights
 from steps import step_of
@@ -77,8 +77,8 @@ def forms(device: torch.device, slots: int, context: int, kernels: bool) -> int:
     return len(one._static.row_buckets) * len(one._static.reach_buckets)
 
 
-def draw_of_rows(device: torch.device, options: Sequence[Sampling], draws: int = 2) -> tuple[Asked, int]:
-    """What the last of some draws for eight rows asks of the device, and how often the host waits in it."""
+def draw_of_rows(device: torch.device, options: Sequence[Sampling], kernels: bool) -> tuple[int, int, int]:
+    """How often the host waits in the second of two draws for eight rows; copies from it; kernels."""
     rows, vocabulary, waits = 8, 1000, 0
 
     def to_host(values: Tensor) -> Any:
@@ -91,21 +91,26 @@ def draw_of_rows(device: torch.device, options: Sequence[Sampling], draws: int =
     for slot in range(rows):
         sampler.admit(slot, options[slot % len(options)], np.arange(9, dtype=np.int32), "", slot)
     logits, slots = torch.empty((rows, vocabulary), device=device), np.arange(rows, dtype=np.int32)
+    own = CountedDraws()
+    if kernels:
+        sampler._path = torch_path.TorchPath(sampler._slots, vocabulary, own)
     with mock.patch.object(torch_path, "to_host", to_host):
-        for _ in range(draws):
+        for _ in range(2):
             asked, waits = Asked(), 0
+            own.launched.clear()
             with asked:
                 sampler.draw(logits, slots)
-    return asked, waits
+    return waits, asked.copies, (asked.kernels + own.launched).total()
 
 
 def draws_of(device: torch.device) -> Table:
     """A row for each set of options."""
-    columns = ("host syncs a decode step", "uploads a step", "kernels a sampled step")
+    columns = ("host syncs a decode step", "uploads a step", "kernels a sampled step", "with our kernels")
     table = Table("of a draw", *columns)
     for name, options in DRAWS.items():
-        asked, waits = draw_of_rows(device, options)
-        table.add_row(name, str(waits), str(asked.copies), str(asked.kernels.total()))
+        waits, copies, plain = draw_of_rows(device, options, kernels=False)
+        own = draw_of_rows(device, options, kernels=True)[2]
+        table.add_row(name, *map(str, (waits, copies, plain, own)))
     return table
 
 

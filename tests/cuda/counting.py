@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from gpuinfer.text.decoder import torch_batch, torch_static, triton_layers
 from gpuinfer.text.decoder.triton_layers import TritonLayers
+from gpuinfer.text.sampling.triton_draws import TritonDraws
 
 NAMES = ("attend", "join", "norm", "place", "activate")
 # What returns memory or another view of it, and launches nothing.
@@ -69,6 +70,18 @@ def own_kernels(asked: Asked | None = None) -> Iterator[None]:
         mock.patch.object(triton_layers, "compare", return_value=None),
     ):
         yield
+
+
+class CountedDraws(TritonDraws):
+    """Launches its kernels into nothing, and counts them."""
+
+    def __init__(self) -> None:
+        self._kernels = SimpleNamespace(weigh="weigh", pick="pick")
+        self.launched = Counter[str]()
+
+    def _launch(self, kernel: str, grid: Any, *given: Any, **sizes: Any) -> None:
+        assert all(one.device.type == "cuda" for one in given if isinstance(one, torch.Tensor)), kernel
+        self.launched[kernel] += 1
 
 
 class Replays(torch_static.Replays):

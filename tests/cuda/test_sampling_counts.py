@@ -7,11 +7,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from counting import Asked, real_host_memory
+from counting import Asked, CountedDraws, real_host_memory
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from gpuinfer.generation import Sampling
-from gpuinfer.text.sampling import Sampler, torch_path
+from gpuinfer.text.sampling import Sampler, torch_path, triton_draws
 
 VOCABULARY = 200
 PENALTIES = {"repetition_penalty": 1.1, "presence_penalty": 0.1, "frequency_penalty": 0.1}
@@ -49,6 +49,7 @@ MOST_LAUNCHES = {
     "rows of all kinds": 390,
 }
 MORE_WITH_CONSTRAINTS = 14
+MOST_WITH_OWN_KERNELS = {"greedy": 16, "top-p": 11, "all filters": 11, "logprobs": 55, "rows of all kinds": 110}
 
 
 class Waits:
@@ -124,6 +125,16 @@ def test_a_draw_waits_once_and_sends_one_copy_whatever_the_rows(fake_cuda, waits
     assert launched[0].total() <= MOST_LAUNCHES[name] + MORE_WITH_CONSTRAINTS * constrained, launched[0]
 
 
+@pytest.mark.parametrize("name", MOST_WITH_OWN_KERNELS)
+def test_kernels_of_our_own_draw_in_few_launches(fake_cuda, waits, name):
+    found, draws = sampler_of(fake_cuda, 9, OPTIONS[name]), CountedDraws()
+    found._path = torch_path.TorchPath(found._slots, VOCABULARY, draws)
+    asked = asked_by(found, 9, fake_cuda)
+    assert (waits.count, asked.copies) == (1, name not in NOTHING_SENT)
+    assert (asked.kernels + draws.launched).total() <= MOST_WITH_OWN_KERNELS[name], asked.kernels
+    assert draws.launched["pick"] == (name not in NOTHING_SENT)
+
+
 @pytest.mark.parametrize(
     ("name", "copies"), [("greedy", [0, 0]), ("bias", [1, 0]), ("top-p", [1, 1]), ("penalties", [1, 1])]
 )
@@ -172,3 +183,11 @@ def test_rows_go_through_in_pieces_where_memory_would_not_hold_them_all(fake_cud
     asked = asked_by(found, rows, fake_cuda)
     assert asked.kernels["searchsorted"] == pieces
     assert (waits.count, asked.copies) == (1, 1)
+
+
+def test_kernels_that_do_not_work_are_not_used(fake_cuda, monkeypatch, caplog):
+    """Here there is no Triton, or no device that it could draw on."""
+    monkeypatch.setattr(triton_draws, "is_there", lambda: True)
+    found = sampler_of(fake_cuda, 2, OPTIONS["top-p"])
+    assert "do not work here" in caplog.text
+    assert found._path._draw is torch_path.drawn

@@ -14,6 +14,7 @@ from gpuinfer.text.sampling.torch_path import TorchPath
 
 NO_TOKENS = np.zeros(0, np.int32)
 PATHS = ("compiled", "torch")
+KINDS = ("normal", "narrow", "ties", "equal", "few", "nothing", "NaN", "infinite", "huge", "tiny")  # of rows
 
 
 def sampler(path: str = "compiled", slots: int = 4, vocabulary: int = 50, **given: object) -> Sampler:
@@ -28,6 +29,29 @@ def sampler(path: str = "compiled", slots: int = 4, vocabulary: int = 50, **give
 def draw(found: Sampler, logits: NDArray[np.float32], slots: Iterable[int] | None = None, masks=None):
     which = np.arange(len(logits)) if slots is None else np.array(list(slots))
     return found.draw(torch.from_numpy(np.array(logits, np.float32)), which.astype(np.int32), masks)
+
+
+def row_of(kind: str, vocabulary: int, random: np.random.Generator) -> NDArray[np.float32]:
+    """float32 [vocabulary], of a kind that is hard in its own way."""
+    row = (random.standard_normal(vocabulary) * 2).astype(np.float32)
+    some = random.integers(0, vocabulary, 3)
+    if kind == "narrow":
+        row *= np.float32(1e-6)
+    elif kind == "ties":
+        row = np.round(row)
+    elif kind == "equal":
+        row[:] = random.choice([0.0, -0.0, 3.5, -7.25])
+    elif kind in ("few", "nothing"):
+        held = row[some]
+        row[:] = -np.inf
+        row[some] = held if kind == "few" else -np.inf
+    elif kind in ("NaN", "infinite"):
+        row[some] = random.choice([np.nan, -np.nan]) if kind == "NaN" else np.inf
+    elif kind == "huge":
+        row *= np.float32(1e37)
+    elif kind == "tiny":
+        row *= np.float32(1e-42)
+    return row
 
 
 def mask_of(allowed: Iterable[int], vocabulary: int) -> NDArray[np.int32]:

@@ -10,7 +10,7 @@ import torch
 from counts import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sampling_reference import NO_TOKENS, PATHS, draw, mask_of, sampler
+from sampling_reference import KINDS, NO_TOKENS, PATHS, draw, mask_of, row_of, sampler
 
 from gpuinfer.errors import BadPrompt, BadResult
 from gpuinfer.generation import Sampling
@@ -95,30 +95,6 @@ WIDE = st.builds(
     processed_logprobs=st.booleans(),
     logit_bias=st.sampled_from([{}, {0: 2.0}]),
 )
-KINDS = ("normal", "narrow", "ties", "equal", "few", "nothing", "NaN", "infinite", "huge", "tiny")
-
-
-def row_of(kind, vocabulary, random):
-    """float32 [vocabulary], of a kind that is hard in its own way."""
-    row = (random.standard_normal(vocabulary) * 2).astype(np.float32)
-    some = random.integers(0, vocabulary, 3)
-    if kind == "narrow":
-        row *= np.float32(1e-6)
-    elif kind == "ties":
-        row = np.round(row)
-    elif kind == "equal":
-        row[:] = random.choice([0.0, -0.0, 3.5, -7.25])
-    elif kind in ("few", "nothing"):
-        held = row[some]
-        row[:] = -np.inf
-        row[some] = held if kind == "few" else -np.inf
-    elif kind in ("NaN", "infinite"):
-        row[some] = random.choice([np.nan, -np.nan]) if kind == "NaN" else np.inf
-    elif kind == "huge":
-        row *= np.float32(1e37)
-    elif kind == "tiny":
-        row *= np.float32(1e-42)
-    return row
 
 
 @settings(max_examples=examples(100), deadline=None)

@@ -9,6 +9,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
@@ -21,12 +22,15 @@ from random_models import LLAMA
 from gpuinfer.text.decoder.torch_cache import PageCache
 from gpuinfer.text.decoder.torch_layers import StepBatch, Tiles
 from gpuinfer.text.decoder.triton_layers import TritonLayers, tile_rows
+from gpuinfer.text.sampling.slots import SETTINGS
+from gpuinfer.text.sampling.torch_path import Wanted
+from gpuinfer.text.sampling.triton_draws import TritonDraws
 from gpuinfer.text.weights import Layer, Linear, Norm
 
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.int64: "i64"}
 
 
-class Compiling(TritonLayers):
+class Ahead:
     """Compiles what it would launch, once for each form."""
 
     capabilities: tuple[int, ...] = ()
@@ -45,6 +49,20 @@ class Compiling(TritonLayers):
             built = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
             told = {"kernel": kernel.fn.__name__, "capability": capability, "sizes": sizes}
             print(json.dumps({**told, "bytes": len(built.asm["cubin"]), "shared": built.metadata.shared}), flush=True)
+
+
+class Compiling(Ahead, TritonLayers):
+    pass
+
+
+class CompilingDraws(Ahead, TritonDraws):
+    pass
+
+
+def compile_draws(vocabulary: int) -> None:
+    records = np.zeros(4, np.dtype(SETTINGS))
+    values = torch.zeros(4, vocabulary)
+    CompilingDraws().drawn(values, values[:, 0], Wanted.of(records, np.zeros(4), values.device))
 
 
 def compile_all(heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> None:
@@ -72,5 +90,7 @@ def compile_all(heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype) ->
 
 
 if __name__ == "__main__":
-    Compiling.capabilities = tuple(map(int, sys.argv[1].split(",")))
+    Ahead.capabilities = tuple(map(int, sys.argv[1].split(",")))
     compile_all(32, 8, 128, torch.bfloat16)
+    compile_draws(128_256)
+    compile_draws(151_665)  # no multiple of anything

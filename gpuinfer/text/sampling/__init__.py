@@ -5,7 +5,8 @@ sampler.py       what the generator calls
 slots.py         what is known of each slot, and what may be asked
 cpu.py           the compiled way: cpu_values.py (order and weights), cpu_filters.py (top-k, top-p, min-p as one
                  threshold), cpu_draw.py (counter-based random numbers, draws, log-probabilities)
-torch_path.py    the same in torch operations: CUDA, and a second opinion
+torch_path.py    the same in torch operations, to the bit: CUDA, and a second opinion
+triton_draws.py  draws on CUDA devices in kernels of our own, triton_kernels.py, where there is Triton
 ```
 """
 

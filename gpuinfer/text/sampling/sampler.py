@@ -17,6 +17,7 @@ from gpuinfer.text.sampling.cpu import CpuPath
 from gpuinfer.text.sampling.cpu_draw import EMPTY
 from gpuinfer.text.sampling.slots import NO_TOKENS, Rules, Slots
 from gpuinfer.text.sampling.torch_path import TorchPath
+from gpuinfer.text.sampling.triton_draws import draws_for
 
 NOT_WANTED: NDArray[np.float64] = np.zeros(0)
 IMPOSSIBLE = -9999.0  # stands for a log-probability of minus infinity, which JSON has no number for, as in OpenAI's API
@@ -51,8 +52,11 @@ class Sampler:
     ) -> None:
         self.vocabulary = vocabulary
         self._slots = Slots(slots, vocabulary, seed, end_tokens)
-        on_cpu = torch.device(device).type == "cpu"
-        self._path: Any = CpuPath(self._slots, vocabulary, threads) if on_cpu else TorchPath(self._slots, vocabulary)
+        self._path: Any
+        if torch.device(device).type == "cpu":
+            self._path = CpuPath(self._slots, vocabulary, threads)
+        else:
+            self._path = TorchPath(self._slots, vocabulary, draws_for(torch.device(device)))
         self._words = -(-vocabulary // 32)
 
     def admit(

@@ -10,9 +10,9 @@ depends on how a device groups its sums, nor on the other rows of a call.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -166,15 +166,11 @@ def bar_ends(values: Tensor, at: Tensor) -> None:
 
 @dataclass(frozen=True)
 class Wanted:
-    """What rows want, each a tensor [rows, 1] beside the logits: the fields of `slots.SETTINGS`, and a number from 0 to
-    under 1 for the draw. `counts`: top-k has a say in some rows, `masses`: top-p has.
+    """What rows want: `columns` int64 [5, rows] beside the logits, as `columns_of` has them; and whether top-k has a
+    say in some row, and top-p.
     """
 
-    inverse: Tensor
-    top_k: Tensor
-    top_p: Tensor
-    floor: Tensor
-    units: Tensor
+    columns: Tensor
     counts: bool
     masses: bool
 
@@ -185,25 +181,40 @@ class Wanted:
 
     @classmethod
     def sent(cls, columns: Tensor, records: NDArray[Any]) -> Wanted:
-        """From what `columns_of` has of the records, int64 [5, rows] on the device."""
-        exact = columns[:, :, None].view(torch.float64)
+        """From columns that are on the device already."""
         sampled = records["inverse"] != 0
         counts = bool(((records["top_k"] > 0) | ~sampled).any())
-        masses = bool(((records["top_p"] < 1) & sampled).any())
-        return cls(exact[0].float(), columns[1, :, None], exact[2], exact[3], exact[4], counts, masses)
+        return cls(columns, counts, bool(((records["top_p"] < 1) & sampled).any()))
 
     def of_rows(self, first: int, end: int) -> Wanted:
         """Those of the rows from `first` to `end`."""
-        some = slice(first, end)
-        return Wanted(
-            self.inverse[some],
-            self.top_k[some],
-            self.top_p[some],
-            self.floor[some],
-            self.units[some],
-            self.counts,
-            self.masses,
-        )
+        return Wanted(self.columns[:, first:end], self.counts, self.masses)
+
+    @property
+    def inverse(self) -> Tensor:
+        """float32 [rows, 1], the inverse of the temperature."""
+        return self._exact(0).float()
+
+    @property
+    def top_k(self) -> Tensor:
+        """int64 [rows, 1]"""
+        return self.columns[1, :, None]
+
+    @property
+    def top_p(self) -> Tensor:
+        """float64 [rows, 1], as the next two."""
+        return self._exact(2)
+
+    @property
+    def floor(self) -> Tensor:
+        return self._exact(3)
+
+    @property
+    def units(self) -> Tensor:
+        return self._exact(4)
+
+    def _exact(self, column: int) -> Tensor:
+        return self.columns[column, :, None].view(torch.float64)
 
 
 def columns_of(records: NDArray[Any], units: NDArray[np.float64]) -> NDArray[np.int64]:
@@ -351,13 +362,20 @@ def log_total(total: int) -> float:
     return math.log(total / ONE_WEIGHT) if total > 0 else 0.0
 
 
-def described(values: Tensor, chosen: Tensor, most: int) -> Tensor:
+class Draws(Protocol):
+    """What `drawn` and `weights` do, by other means."""
+
+    def drawn(self, values: Tensor, best: Tensor, wanted: Wanted) -> tuple[Tensor, Tensor]: ...
+    def weights(self, values: Tensor, best: Tensor, inverse: Tensor) -> Tensor: ...
+
+
+def described(values: Tensor, chosen: Tensor, most: int, weigh: Callable[..., Tensor] = weights) -> Tensor:
     """What log-probabilities are made of: int64 [rows, 4 + most], the chosen token's rank, 0 where a row has NaN, +inf
     or no finite value; the sum of the weights; keys of the best logit and the chosen one; orders of the likeliest.
     """
     best = values.amax(1, keepdim=True)
     sound = (values < torch.inf).all(1, keepdim=True) & (best > -torch.inf)
-    total = weights(values, best, torch.ones_like(best)).sum(1, keepdim=True)
+    total = weigh(values, best, torch.ones_like(best)).sum(1, keepdim=True)
     found = orders(values)
     own = found.gather(1, chosen[:, None])
     ranks = ((found > own).sum(1, keepdim=True) + 1) * sound
@@ -400,8 +418,10 @@ class TorchPath:
     draw before, as all do that take their likeliest token.
     """
 
-    def __init__(self, slots: Slots, vocabulary: int) -> None:
+    def __init__(self, slots: Slots, vocabulary: int, own: Draws | None = None) -> None:
         self._slots, self._vocabulary = slots, vocabulary
+        self._draw = drawn if own is None else own.drawn
+        self._weigh = weights if own is None else own.weights
         self._uploads: Uploads | None = None
         self._last: tuple[NDArray[np.int64], Tensor] | None = None  # what was sent, and where it is
         self._beside: Beside | None = None
@@ -450,14 +470,14 @@ class TorchPath:
             parts.append(self._described(logits, sent.get("told"), tokens, most).flatten())
         found = to_host(torch.cat(parts) if len(parts) > 1 else coded)
 
-        drawn = found[:rows].astype(np.int32)
+        codes = found[:rows].astype(np.int32)
         if len(processed):
-            processed[:] = processed_of(found[rows : 4 * rows].reshape(3, rows), records, drawn) if samples else 0.0
+            processed[:] = processed_of(found[rows : 4 * rows].reshape(3, rows), records, codes) if samples else 0.0
         if len(told):
             beside = logprobs_of(found[len(found) - len(told) * (4 + most) :].reshape(len(told), -1))
             self._beside = Beside(logits, told, beside)
-        cpu_values.note_all(drawn, slots, self._slots.records, self._slots.lists())
-        return drawn
+        cpu_values.note_all(codes, slots, self._slots.records, self._slots.lists())
+        return codes
 
     @torch.inference_mode()
     def logprobs(
@@ -495,9 +515,9 @@ class TorchPath:
         """Tokens and totals, in as many pieces as memory calls for."""
         size = piece_of(values)
         if len(values) <= size:
-            return drawn(values, best, wanted)
+            return self._draw(values, best, wanted)
         parts = [
-            drawn(values[at : at + size], best[at : at + size], wanted.of_rows(at, at + size))
+            self._draw(values[at : at + size], best[at : at + size], wanted.of_rows(at, at + size))
             for at in range(0, len(values), size)
         ]
         tokens, totals = zip(*parts, strict=True)
@@ -510,7 +530,7 @@ class TorchPath:
         size, count, parts = piece_of(logits), len(tokens), []
         for at in range(0, count, size):
             values = logits[at : at + size] if rows is None else logits[rows[at : at + size]]
-            parts.append(described(values.float(), tokens[at : at + size], most))
+            parts.append(described(values.float(), tokens[at : at + size], most, self._weigh))
         return torch.cat(parts) if len(parts) > 1 else parts[0]
 
 
