@@ -144,6 +144,9 @@ class TorchDecoder:
             if (form := self._static.form_of_runs(step)) is not None:
                 found, where = self._static.runs(step, form)
                 return self._logits(self._picked(found, where[step.wanted]))
+            if (of_prompts := self._static.form_of_prompts(step)) is not None:
+                found, wanted = self._static.prompts(step, of_prompts)
+                return self._logits(found.index_select(0, wanted))
         found = self._hidden(self._batch(step))
         return self._logits(self._picked(found, step.wanted))
 
@@ -211,6 +214,12 @@ class TorchDecoder:
             made.record(torch.cuda.current_stream(self.device))
             made.synchronize()
         return packed
+
+    @property
+    def most_prompt_tokens(self) -> int:
+        """Tokens of a step with prompts that becomes a graph, at most; 0: none does."""
+        forms = self._static.prompt_tokens if self._graphs and not self.deterministic else ()
+        return forms[-1] - 1 if forms else 0
 
     def cache_bytes(self) -> int:
         return self._cache.nbytes()
