@@ -89,14 +89,15 @@ class CudaTensor(torch.Tensor):
 
     @staticmethod
     def of(inner: torch.Tensor, device: torch.device, block: Block) -> CudaTensor:
-        made = torch.Tensor._make_wrapper_subclass(
-            CudaTensor,
-            inner.size(),
-            strides=inner.stride(),
-            storage_offset=inner.storage_offset(),
-            dtype=inner.dtype,
-            device=device,
-        )
+        with torch.inference_mode(inner.is_inference()):  # a view of what is not is not either
+            made = torch.Tensor._make_wrapper_subclass(
+                CudaTensor,
+                inner.size(),
+                strides=inner.stride(),
+                storage_offset=inner.storage_offset(),
+                dtype=inner.dtype,
+                device=device,
+            )
         made.inner, made.block = inner, block
         return made
 

@@ -16,11 +16,14 @@ sys.path += [str(Path(__file__).parents[1] / part) for part in (".", "text", "ad
 from random_adapters import random_adapter
 from random_models import MIXTURES, random_weights
 from recording import Cuda, missing
+from steps import seeing
 from streamed import (
+    FEATURES,
     FIRST,
     SECOND,
     SHAPE,
     SPECS,
+    TOKENS,
     WAIT_S,
     blocks_of,
     check,
@@ -37,15 +40,18 @@ from streamed import (
 from text.toy import END, toy_language
 
 import gpuinfer
-from gpuinfer.api import BackendContext
+from gpuinfer.api import BackendContext, ModelSpec
 from gpuinfer.generation import Prompt, Sampling
 from gpuinfer.models.capturing import own_stream, release_cached_memory, wait_for_device
+from gpuinfer.models.forward_cuda import CudaForward
 from gpuinfer.models.gate import AT_ONCE, Gate
+from gpuinfer.models.load import build
 from gpuinfer.models.pinned import register
 from gpuinfer.models.stages.forward import StagedForward
 from gpuinfer.models.stages.moving import OnCuda
 from gpuinfer.models.stages.pipeline import Pipeline
 from gpuinfer.text.generator import Driver, Generator
+from gpuinfer.text.shape import Masking
 
 SOURCES = Path(gpuinfer.__file__).parent
 
@@ -71,6 +77,21 @@ def test_rows_of_several_threads_share_a_forward(cuda, kind, options):
     in_threads(3, ask)
     assert found(cuda) == []
     assert bool(cuda.graphs) is options.get("graphs", True)
+
+
+@pytest.mark.parametrize("name", ["blobnet", "blobnet-small"])
+def test_the_networks_that_come_with_it_are_computed(cuda, name):
+    spec = ModelSpec(name, inputs=FEATURES, arguments={"actions": 12, "seats": 3})
+    there, here = (build(spec, device=device, dtype=torch.float32, seed=3) for device in (FIRST, torch.device("cpu")))
+    forward = CudaForward(there, spec, device=FIRST, dtype=torch.float32, chunk_rows=16)
+    blocks, rows = blocks_of("bytes", [9, 11])
+    with torch.inference_mode():
+        wanted = [value.numpy() for value in here(torch.from_numpy(rows).float())]
+    for number, value in enumerate(wanted):
+        np.testing.assert_allclose(
+            np.concatenate([one[number] for one in forward(blocks)]), value, rtol=1e-3, atol=1e-4
+        )
+    assert found(cuda) == []
 
 
 def test_rows_are_fetched_from_shared_memory_that_is_pinned(cuda, monkeypatch):
@@ -131,6 +152,23 @@ def test_steps_of_a_decoder_follow_one_another_without_a_wait(cuda, options):
         close(logits_of(decoder))
     assert found(cuda) == []
     assert bool(cuda.graphs) is (options != {"graphs": False})
+
+
+@pytest.mark.parametrize("options", WAYS.values(), ids=WAYS)
+def test_canvases_of_a_diffusion_model_follow_one_another_without_a_wait(cuda, options):
+    shape = replace(SHAPE, masking=Masking(0))
+    steps = [seeing((0, 0, TOKENS[:6], [6] * 6), (2, 0, TOKENS[7:11], [4] * 4)) for _ in range(4)]
+
+    def logits(decoder):
+        return [one.cpu().numpy() for one in [decoder.forward(step).clone() for step in steps]]
+
+    decoder = decoder_of(shape, **options)
+    with own_stream(FIRST):
+        answers = logits(decoder)
+    for one, other in zip(answers, logits(decoder_of(shape, torch.device("cpu"), graphs=False)), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-3, atol=1e-4)
+    assert found(cuda) == []
+    assert bool(cuda.graphs) is (options == {})
 
 
 MAKERS = {
