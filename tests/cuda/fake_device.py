@@ -47,6 +47,7 @@ def fake_device() -> Iterator[torch.device]:
     with (
         mock.patch.object(torch.cuda, "Event", Event),
         mock.patch.object(torch.cuda, "current_stream", return_value=None),
+        mock.patch.object(torch.Tensor, "pin_memory", lambda tensor: tensor),  # fake tensors have none
         FakeTensorMode(allow_non_fake_inputs=True),
     ):
         yield torch.device("cuda", 0)
