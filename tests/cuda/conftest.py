@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
 from fake_device import fake_device, load_guard
 from host_waits import Device
+from inline import Inline, at_once
+from kernels import KERNELS
 
 
 @pytest.fixture(scope="session")
@@ -29,3 +32,33 @@ def cuda(guard: None) -> Iterator[Device]:
     """The one CUDA device, of fake tensors, beside real memory of the host: see `host_waits.py`."""
     with Device() as device:
         yield device
+
+
+@pytest.fixture
+def text(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Models of text have two layers, and none of our own kernels, which have tests of their own; attention has a CUDA
+    kernel's strides.
+    """
+    from gpuinfer.text.checkpoint import builtin
+    from gpuinfer.text.decoder import torch_decoder, triton_layers
+    from gpuinfer.text.sampling import triton_draws
+
+    shape = replace(builtin.tiny_shape(), layers=2)
+    monkeypatch.setitem(builtin.BUILT_IN, "tiny", lambda: shape)
+    monkeypatch.setattr(triton_layers, "is_there", lambda: False)
+    monkeypatch.setattr(triton_draws, "is_there", lambda: False)
+    monkeypatch.setattr(torch_decoder, "scaled_dot_product_attention", KERNELS["memory-efficient"])
+
+
+@pytest.fixture
+def stages_inline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stages compute in the thread of the test, and their layers are timed there, twice each."""
+    from gpuinfer.models.stages import open_staged, timing
+    from gpuinfer.text.stages import open_staged as open_staged_text
+    from gpuinfer.text.stages import timing as timing_of_text
+
+    for opening, times in ((open_staged, timing), (open_staged_text, timing_of_text)):
+        monkeypatch.setattr(opening, "Pipeline", Inline)
+        monkeypatch.setattr(times, "in_thread", at_once)
+    monkeypatch.setattr(timing, "MOST", 1)
+    monkeypatch.setattr(timing_of_text, "PASSES", 1)

@@ -1,0 +1,239 @@
+"""Each function of gpuinfer that asks for CUDA, in the source, and the test here that runs it on fake tensors."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import gpuinfer
+
+SOURCES = Path(gpuinfer.__file__).parent
+HERE = Path(__file__).parent
+TAKEN = {
+    "test_decoder_on_fake_cuda.py::test_a_layer_is_few_launches_and_a_step_one_copy": (
+        "text/decoder/torch_batch.py Uploads.copy",
+        "text/decoder/torch_batch.py host_memory",
+        "text/decoder/torch_cache.py PageCache.read",
+        "text/decoder/torch_cache.py zeros",
+        "text/decoder/torch_decoder.py TorchDecoder.__init__",
+        "text/decoder/torch_decoder.py TorchDecoder._chosen_layers",
+        "text/decoder/torch_decoder.py TorchDecoder._drop",
+        "text/decoder/torch_decoder.py TorchDecoder.resize",
+        "text/decoder/torch_static.py Replays.__init__",
+    ),
+    "test_decoder_on_fake_cuda.py::test_rows_with_adapters_and_hidden_states_run_on_the_device_too": (
+        "text/decoder/torch_decoder.py TorchDecoder._made_here",
+    ),
+    "test_decoder_on_fake_cuda.py::test_weights_that_are_exchanged_are_kept_until_they_are_copied": (
+        "text/decoder/torch_decoder.py _keep_for_steps",
+    ),
+    "test_devices_on_fake_cuda.py::test_a_device_that_still_answers_is_not_lost": (
+        "models/lost.py answers",
+        "models/lost.py is_lost",
+    ),
+    "test_devices_on_fake_cuda.py::test_a_gauge_tells_what_tensors_and_allocator_hold": (
+        "models/device.py Gauge.__init__",
+        "models/device.py Gauge.read",
+        "models/device.py device_name",
+    ),
+    "test_devices_on_fake_cuda.py::test_devices_are_found_by_name": (
+        "models/device.py _every",
+        "models/device.py cuda_state",
+        "models/device.py device_labels",
+        "models/device.py of_each",
+        "models/device.py resolve_device",
+        "models/device.py resolve_devices",
+        "models/device_names.py index_of",
+    ),
+    "test_devices_on_fake_cuda.py::test_memory_that_ran_out_is_given_back_before_a_smaller_step": (
+        "text/generator/troubles.py Troubles._shrink",
+    ),
+    "test_devices_on_fake_cuda.py::test_the_roofline_of_text_waits_for_the_device_after_each_pass": (
+        "models/pinned.py queued",
+        "text/bare.py _look",
+        "text/bare.py bytes_per_s",
+        "text/bare.py measure",
+        "text/decoder/torch_decoder.py TorchDecoder.use",
+    ),
+    "test_devices_on_fake_cuda.py::test_steps_are_larger_on_a_device_and_weights_meet_rows_of_their_own_format": (
+        "text/arithmetic.py computes_in",
+        "text/generator/setup.py usual_step_tokens",
+    ),
+    "test_memory_on_fake_cuda.py::test_a_meter_reads_the_devices_allocator_once_the_device_is_done": (
+        "models/meter.py CudaMeter.bound",
+        "models/meter.py CudaMeter.forget",
+        "models/meter.py CudaMeter.free",
+        "models/meter.py CudaMeter.held",
+        "models/meter.py CudaMeter.peak",
+        "models/meter.py meter_of",
+    ),
+    "test_memory_on_fake_cuda.py::test_a_model_is_described_and_tried_on_the_device": (
+        "memory/examining.py Examination.__init__",
+        "memory/measuring.py _subjects",
+        "memory/measuring.py examine",
+        "memory/rows.py RowsSubject.__init__",
+        "memory/rows.py RowsSubject.describe",
+        "memory/rows.py RowsSubject.parts",
+        "memory/rows.py warm_up",
+        "memory/staged_rows.py StagedRows.__init__",
+        "memory/staged_rows.py _stage",
+        "memory/staged_text.py StagedText.pages",
+        "memory/text.py usual_slots",
+        "models/footprint.py device_peak_bytes",
+        "models/nvml.py other_processes",
+    ),
+    "test_rows_on_fake_cuda.py::test_a_batch_is_one_graph_and_one_wait": (
+        "models/capturing.py captured",
+        "models/capturing.py release_cached_memory",
+        "models/capturing.py wait_for_device",
+        "models/forward_cuda.py CudaForward.__call__",
+        "models/forward_cuda.py CudaForward.__init__",
+        "models/forward_cuda.py CudaForward._attempt",
+        "models/forward_cuda.py CudaForward._ready",
+        "models/forward_cuda.py Slot.__init__",
+        "models/frozen.py Affine.best",
+        "models/frozen.py Affine.relu",
+        "models/open_model.py limits_for",
+        "models/open_model.py open_model",
+    ),
+    "test_rows_on_fake_cuda.py::test_rows_in_pinned_blocks_go_straight_to_the_device": (
+        "models/pinned.py call",
+        "models/pinned.py register",
+    ),
+    "test_rows_on_fake_cuda.py::test_the_roofline_waits_for_the_device_around_what_it_times": (
+        "models/bare.py cuda_looks",
+        "models/bare.py launcher",
+        "models/bare.py launcher.eager",
+        "models/bare.py launcher.replay",
+        "models/bare.py measure",
+        "models/bare.py measured_on",
+        "models/bare.py measured_on.look",
+    ),
+    "test_sampling_counts.py::test_a_draw_waits_once_and_sends_one_copy_whatever_the_rows": (
+        "text/sampling/sampler.py Sampler.__init__",
+        "text/sampling/triton_draws.py draws_for",
+    ),
+    "test_stages_on_fake_cuda.py::test_layers_are_timed_where_they_would_run_and_the_device_waited_for": (
+        "models/stages/open_staged.py cut_model",
+        "models/stages/open_staged.py limits_of",
+        "models/stages/placing.py stages_at",
+        "models/stages/planning.py count_for",
+        "models/stages/planning.py room_on",
+        "models/stages/stage_cuda.py CudaStage.__init__",
+        "models/stages/timing.py _pass",
+        "models/stages/timing.py _wait_for",
+    ),
+    "test_stages_on_fake_cuda.py::test_rows_cross_the_stages_of_one_device": (
+        "models/stages/stage_cuda.py CudaStage.at_work",
+        "models/stages/stage_cuda.py CudaStage.compute",
+        "models/stages/stage_cuda.py Launched.for_stream",
+    ),
+    "test_streams.py::test_an_adapter_that_another_thread_packs_is_given_back_behind_a_step": (
+        "models/capturing.py own_stream",
+    ),
+    "test_text_on_fake_cuda.py::test_log_probabilities_of_prompts_are_read_for_each_chunk": (
+        "text/checkpoint/estimate.py most_copied",
+        "text/decoder/open_decoder.py open_sized",
+        "text/decoder/open_decoder.py own_kernels",
+        "text/decoder/sizing.py estimate",
+        "text/decoder/sizing.py free_memory",
+        "text/decoder/sizing.py largest_step_bytes",
+        "text/generator/generator.py Generator.__init__",
+        "text/generator/setup.py _assembled",
+    ),
+    "test_text_on_fake_cuda.py::test_masks_are_blended_on_the_device": (
+        "text/diffusion/blending.py Blender.blended",
+        "text/diffusion/scoring.py Scorer.__init__",
+    ),
+    "test_text_on_fake_cuda.py::test_stages_answer_as_one_device_does": (
+        "text/stages/decoder.py StagedDecoder._here",
+        "text/stages/decoder.py StagedDecoder._rooms",
+        "text/stages/open_staged.py Making.decoder",
+        "text/stages/open_staged.py _stages",
+        "text/stages/open_staged.py cutter_of",
+        "text/stages/open_staged.py open_in_stages",
+        "text/stages/timing.py _seconds",
+    ),
+    "test_training_on_fake_cuda.py::test_a_pass_reads_back_the_loss_and_the_gradients": (
+        "models/gradients.py GradientPass._clock",
+        "models/gradients.py GradientPass._gradients",
+        "models/gradients.py GradientPass._random",
+        "models/gradients.py open_gradients",
+    ),
+}
+ELSEWHERE = {
+    "models/nvml.py handle_of": "NVML, for which tests/test_nvml.py has a driver's library that is made up",
+    "peers/with_transformers.py _device": "the process of another generator, which a benchmark starts",
+    "text/checkpoint/pickled.py plain_tensors": "where a pickle says that its tensors are, which tests of checkpoints read",
+    "verifying/masks.py Masks._judge": "a comparison of answers, which fake tensors do not have",
+}
+
+
+def is_branch(node: ast.AST) -> bool:
+    """Whether this asks for CUDA: a comparison of a device's type, or a part of torch that only CUDA has."""
+    if isinstance(node, ast.Compare):
+        sides = [node.left, *node.comparators]
+        words = {one.value for one in sides if isinstance(one, ast.Constant)}
+        typed = any(isinstance(one, ast.Attribute) and one.attr == "type" for one in sides)
+        return "cuda" in words or ("cpu" in words and typed)
+    return isinstance(node, ast.Attribute) and (node.attr == "is_cuda" or ast.unparse(node.value) == "torch.cuda")
+
+
+def branches_in(node: ast.AST, function: str = "") -> Iterator[tuple[str, int]]:
+    """The function around each branch on CUDA, and its line. What is only an annotation is none."""
+    if is_branch(node):
+        yield function or "outside of functions", node.lineno
+    for name, value in ast.iter_fields(node):
+        if name in ("annotation", "returns"):
+            continue
+        for child in value if isinstance(value, list) else [value]:
+            if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                yield from branches_in(child, f"{function}.{child.name}".lstrip("."))
+            elif isinstance(child, ast.AST):
+                yield from branches_in(child, function)
+
+
+def branches() -> dict[str, int]:
+    """`models/lost.py answers` → the first line in it that asks for CUDA."""
+    found: dict[str, int] = {}
+    for path in sorted(SOURCES.rglob("*.py")):
+        for function, line in branches_in(ast.parse(path.read_text())):
+            found.setdefault(f"{path.relative_to(SOURCES).as_posix()} {function}", line)
+    return found
+
+
+def test_every_branch_on_cuda_is_taken_by_a_test_or_has_a_reason():
+    found, listed = branches(), [name for names in TAKEN.values() for name in names] + [*ELSEWHERE]
+    new = [f"gpuinfer/{name.replace(' ', f':{line} ')}" for name, line in found.items() if name not in listed]
+    assert not new, (
+        f"{', '.join(new)}: no test runs this on a CUDA device. Write one here that does, with the fixture `cuda`, and "
+        "name the function beside it in TAKEN; or give the reason in ELSEWHERE why none can."
+    )
+    gone = [name for name in listed if name not in found]
+    assert not gone, f"{', '.join(gone)}: no longer asks for CUDA, or not under this name. Take it out of TAKEN."
+    assert len(listed) == len(set(listed))
+
+
+@pytest.mark.parametrize("test", TAKEN)
+def test_each_test_that_takes_a_branch_is_there(test):
+    file, _, name = test.partition("::")
+    assert f"def {name}(" in (HERE / file).read_text()
+
+
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ("def f(device):\n    if device.type == 'cuda':\n        pass", [("f", 2)]),
+        ("class A:\n    def f(self):\n        return self.device.type != 'cpu'", [("A.f", 3)]),
+        ("def f(inputs):\n    return lambda: inputs.is_cuda", [("f", 2)]),
+        ("def f():\n    def g():\n        torch.cuda.empty_cache()", [("f.g", 3)]),
+        ("x = torch.cuda.Stream()", [("outside of functions", 1)]),
+        ("def f(stream: torch.cuda.Stream) -> torch.cuda.Event: ...", []),
+        ("def f(name):\n    return name == 'cpu'", []),
+    ],
+)
+def test_branches_are_found_in_source(source, found):
+    assert list(branches_in(ast.parse(source))) == found
