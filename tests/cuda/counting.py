@@ -32,11 +32,11 @@ NO_KERNELS = {
 
 
 class Asked(TorchDispatchMode):
-    """Counts `kernels` by name, and `copies` from the host to the device."""
+    """Counts `kernels` by name, `copies` from the host to the device, and `reads`, copies to the host."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.kernels, self.copies = Counter[str](), 0
+        self.kernels, self.copies, self.reads = Counter[str](), 0, 0
 
     def __torch_dispatch__(self, function: Any, types: Any, given: Any = (), named: Any = None) -> Any:
         composite = "CompositeImplicitAutograd"
@@ -48,6 +48,8 @@ class Asked(TorchDispatchMode):
         on_device = isinstance(found, torch.Tensor) and found.device.type == "cuda"
         if name in ("copy_", "_to_copy") and on_device and tensors[-1].device.type == "cpu":
             self.copies += 1
+        elif name in ("copy_", "_to_copy") and not on_device and tensors[-1].device.type == "cuda":
+            self.reads += 1
         elif not function.is_view and name not in NO_KERNELS and (on_device or isinstance(found, (tuple, list))):
             self.kernels[name] += 1
         return found

@@ -91,6 +91,7 @@ def asked_by(found, rows, device, dtype=torch.float32, **given):
     with asked:
         drawn = found.draw(logits, np.arange(rows, dtype=np.int32), **given)
     assert len(drawn.tokens) == rows
+    assert asked.reads == 0  # but for what `waits` stands in for
     return asked
 
 

@@ -40,7 +40,9 @@ def row_of(kind: str, vocabulary: int, random: np.random.Generator) -> NDArray[n
     elif kind == "ties":
         row = np.round(row)
     elif kind == "equal":
-        row[:] = random.choice([0.0, -0.0, 3.5, -7.25])
+        row[:] = random.choice([0.0, 0.0, 3.5, -7.25])
+        if not row.any():
+            row[::2] = -0.0
     elif kind in ("few", "nothing"):
         held = row[some]
         row[:] = -np.inf

@@ -117,6 +117,12 @@ def test_equal_logits_are_filtered_in_the_order_of_the_tokens(path, vocabulary):
 
 
 @pytest.mark.parametrize("path", PATHS)
+def test_a_share_that_is_missed_by_less_than_one_unit_of_weight_takes_one_token_more(path):
+    for share, count in ((1 / 3, 1), (1 / 3 + 1e-14, 2)):
+        assert kept_by(path, np.zeros(3, np.float32), Sampling(top_p=share)).sum() == count
+
+
+@pytest.mark.parametrize("path", PATHS)
 @settings(max_examples=examples(40), deadline=None)
 @given(
     seed=st.integers(0, 1 << 30),

@@ -19,6 +19,7 @@ OPTIONS = [
     Sampling(temperature=0.8),
     Sampling(temperature=0.01, top_p=0.5),
     Sampling(top_k=1),
+    Sampling(top_k=150, processed_logprobs=True),
     Sampling(temperature=2.0, top_k=40),
     Sampling(top_p=1e-9),
     Sampling(temperature=0.8, top_p=0.95),
@@ -26,6 +27,7 @@ OPTIONS = [
     Sampling(min_p=0.1),
     Sampling(temperature=1.7, top_k=40, top_p=0.9, min_p=0.02),
     Sampling(top_k=5000, top_p=0.3, logprobs=3),
+    Sampling(top_p=1 / 3 + 1e-14, processed_logprobs=True),
     Sampling(top_p=0.7, repetition_penalty=1.3, logit_bias={0: 2.0}, processed_logprobs=True),
 ]
 
@@ -48,7 +50,13 @@ def kernels_and_torch(rows, vocabulary):
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of NumPy, which the interpreter computes with
 @pytest.mark.parametrize(
     ("kind", "vocabulary", "masked"),
-    [*((kind, 200, False) for kind in KINDS), ("normal", 1, False), ("ties", 128, True), ("normal", 129, True)],
+    [
+        *((kind, 200, False) for kind in KINDS),
+        ("normal", 1, False),
+        ("equal", 3, False),
+        ("ties", 128, True),
+        ("normal", 129, True),
+    ],
 )
 def test_rows_of_all_kinds_draw_the_same_to_the_bit(kind, vocabulary, masked):
     rows, random = len(OPTIONS), np.random.default_rng(vocabulary)
