@@ -42,6 +42,7 @@ except ImportError:  # a torch without it
     sanitizer = None  # type: ignore[assignment]
 
 aten = torch.ops.aten
+UnrecordedQueue = queue.SimpleQueue  # what is handed over by it is ordered in time, and by nothing that is recorded
 SOURCES = str(Path(capturing.__file__).parents[1])
 NEEDED = (
     "_handle_kernel_launch",

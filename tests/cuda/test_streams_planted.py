@@ -10,7 +10,7 @@ import threading
 import numpy as np
 import pytest
 import torch
-from recording import Cuda, missing
+from recording import Cuda, UnrecordedQueue, missing
 from streamed import (
     FIRST,
     SECOND,
@@ -36,7 +36,7 @@ from gpuinfer.models.forward_cuda import CudaForward, Slot
 from gpuinfer.models.pinned import register
 from gpuinfer.models.stages import stage_cuda
 from gpuinfer.models.stages.forward import StagedForward
-from gpuinfer.models.stages.moving import OnCuda
+from gpuinfer.models.stages.moving import OnCuda, ToCuda
 from gpuinfer.models.stages.pipeline import Pipeline
 from gpuinfer.models.stages.stage_cuda import CudaStage, Launched
 from gpuinfer.text.decoder import torch_static
@@ -54,6 +54,9 @@ def cuda(guard):
     torch.set_num_threads(1)
     with Cuda().recording() as one:
         yield one
+
+
+ONE, TWO = (FIRST,) * 3, (FIRST, SECOND, SECOND)
 
 
 def plant(monkeypatch, owner, name, old, new):
@@ -102,6 +105,25 @@ def micro_batches(places, kind="bytes"):
         pipeline.close()
 
     return run
+
+
+def micro_batches_in_time(monkeypatch):
+    """Each is loaded once the one before it is on its way to the device."""
+    on_its_way, load, enter = UnrecordedQueue(), OnCuda.load, ToCuda.__call__
+    on_its_way.put(None)
+
+    def loaded(moving, *given):
+        on_its_way.get(timeout=WAIT_S)
+        return load(moving, *given)
+
+    def entered(stage, rows):
+        there = enter(stage, rows)
+        on_its_way.put(None)
+        return there
+
+    monkeypatch.setattr(OnCuda, "load", loaded)
+    monkeypatch.setattr(ToCuda, "__call__", entered)
+    micro_batches(ONE)(monkeypatch)
 
 
 def steps(**options):
@@ -161,7 +183,6 @@ def capture_beside(monkeypatch):
         replays(work, 4)
 
 
-ONE, TWO = (FIRST,) * 3, (FIRST, SECOND, SECOND)
 PLANTS = {
     "answers are read before they are there": (
         rows, CudaForward, "_attempt", "slot.done.synchronize()", "pass", "the host in .* reading",
@@ -198,7 +219,7 @@ PLANTS = {
         "self._wait(BEHIND)", "the host in .* reading",
     ),
     "micro-batches are loaded into the same pinned memory": (
-        micro_batches(ONE), OnCuda, "load", "torch.empty((shape, *self._shape), dtype=self._dtype, pin_memory=True)",
+        micro_batches_in_time, OnCuda, "load", "torch.empty((shape, *self._shape), dtype=self._dtype, pin_memory=True)",
         "self.__dict__.setdefault('kept', torch.empty((64, *self._shape), dtype=self._dtype, pin_memory=True))[:shape]",
         "the host in .* writing",
     ),
