@@ -32,8 +32,9 @@ ONE_WEIGHT = 2.0**40
 MAGNITUDE = 0x7FFFFFFF
 LOWEST_KEY = -(1 << 31)
 LOGIT_BYTES = 32  # that filters take at most for each logit, beside the logits
-WORK_BYTES = {"cuda": 1 << 30, "cpu": 1 << 24}  # that filters take at once: more rows than fit go through in pieces. On
+WORK_BYTES = {"cuda": 1 << 29, "cpu": 1 << 24}  # that filters take at once: more rows than fit go through in pieces. On
 # a processor they are as small as its caches
+KEY_DIGITS = ((21, 11), (10, 11), (0, 10))  # bits of a key behind each digit, and in it
 WANTED = ("inverse", "top_k", "top_p", "floor")  # fields of a record that a draw goes by
 EXP_TERMS = [float(getattr(cpu_math, f"C{power}")) for power in range(7, 1, -1)] + [1.0, 1.0]
 LOG2_E, LEAST = float(cpu_math.LOG2_E), float(cpu_math.LEAST)
@@ -240,17 +241,17 @@ def orders(values: Tensor) -> Tensor:
 
 def exponentials(x: Tensor) -> Tensor:
     """e^x of float32, x ≤ 0, to the bits of `cpu_math.exp` as it is compiled: each product is added to unrounded, and
-    both parts of ln 2 are one number. In float64 such a product is exact.
+    both parts of ln 2 are one number. In float64 such a product is exact. `x` is where they go.
     """
-    x = x.clamp(min=LEAST)
-    exact = x.double()
-    powers = (exact * LOG2_E).sub_(0.5).float().int()
-    rest = exact.sub_(powers.double().mul_(LN2)).float().double()
+    rest = x.clamp_(min=LEAST).double()
+    product = rest * LOG2_E
+    powers = x.copy_(product.sub_(0.5)).int()
+    rest.sub_(product.copy_(powers).mul_(LN2))
+    rest.copy_(x.copy_(rest))  # rounds to float32
     x.fill_(EXP_TERMS[0])
-    product = torch.empty_like(rest)
     for term in EXP_TERMS[1:]:
         torch.mul(rest, x, out=product)
-        x.copy_(product.add_(term))  # rounds to float32
+        x.copy_(product.add_(term))
     return x.mul_(powers.add_(127).bitwise_left_shift_(23).view(torch.float32))
 
 
@@ -270,7 +271,8 @@ def drawn(values: Tensor, best: Tensor, wanted: Wanted) -> tuple[Tensor, Tensor]
     sum, int64 [rows].
     """
     best = best[:, None]
-    keys, amounts = keys_of(values), weights(values, best, wanted.inverse)
+    amounts = weights(values, best, wanted.inverse)
+    keys = keys_of(values)
     amounts.masked_fill_(~kept(keys, amounts, best, wanted), 0)
     reached = amounts.cumsum(1)
     total = reached[:, -1:]
@@ -323,22 +325,30 @@ def reaching(keys: Tensor, amounts: Tensor | None, need: Tensor) -> tuple[Tensor
     It is found digit by digit, from the highest on, by the sums of all tokens that have the digits before: sums of
     whole numbers, which are the same in whatever order a device adds them.
     """
-    found, ones = torch.zeros_like(need, dtype=torch.int32), torch.ones((), dtype=torch.int64, device=keys.device)
-    for shift, digits in ((21, 11), (10, 11), (0, 10)):
-        places = keys >> shift
-        if shift == 21:
-            places += 1 << 10  # of the highest one, which has the sign
-            added = ones.expand(keys.shape) if amounts is None else amounts
-        else:
-            before = places >> digits == found
-            places &= (1 << digits) - 1
-            added = before.long() if amounts is None else torch.where(before, amounts, 0)
-        sums = need.new_zeros((len(keys), 1 << digits)).scatter_add_(1, places.long(), added)
+    found = torch.zeros_like(need, dtype=torch.int32)
+    for shift, digits in KEY_DIGITS:
+        sums = sums_by_digit(keys, amounts, found, shift, digits)
         reached = sums.flip(1).cumsum(1).flip(1)
         digit = ((reached >= need).sum(1, keepdim=True) - 1).clamp_(min=0)
         need = need - (reached - sums).gather(1, digit)
         found = digit.int() - (1 << 10) if shift == 21 else (found << digits) | digit.int()
     return found, need
+
+
+def sums_by_digit(keys: Tensor, amounts: Tensor | None, found: Tensor, shift: int, digits: int) -> Tensor:
+    """What the tokens add up to whose keys have the digits `found` before this one, by this digit: int64 [rows, 2 to
+    the power of `digits`].
+    """
+    places = keys >> shift
+    if shift == 21:
+        places = (places + (1 << 10)).long()  # the highest digit has the sign
+        added = torch.ones((), dtype=torch.int64, device=keys.device) if amounts is None else amounts
+    else:
+        before = places >> digits == found
+        places = (places & ((1 << digits) - 1)).long()
+        added = before.long() if amounts is None else torch.where(before, amounts, 0)
+    sums = torch.zeros((len(keys), 1 << digits), dtype=torch.int64, device=keys.device)
+    return sums.scatter_add_(1, places, added.expand(keys.shape))
 
 
 # Results on the host
@@ -363,7 +373,9 @@ def log_total(total: int) -> float:
 
 
 class Draws(Protocol):
-    """What `drawn` and `weights` do, by other means."""
+    """What `drawn` and `weights` do, by other means: `drawn` takes `logit_bytes` for each logit beside the logits."""
+
+    logit_bytes: int
 
     def drawn(self, values: Tensor, best: Tensor, wanted: Wanted) -> tuple[Tensor, Tensor]: ...
     def weights(self, values: Tensor, best: Tensor, inverse: Tensor) -> Tensor: ...
@@ -397,9 +409,9 @@ def logprobs_of(found: NDArray[np.int64]) -> Described:
         return ranks.copy(), logits - whole[:, None], tokens
 
 
-def piece_of(logits: Tensor) -> int:
-    """Rows that the filters take at once."""
-    return max(1, WORK_BYTES.get(logits.device.type, WORK_BYTES["cuda"]) // (LOGIT_BYTES * logits.shape[1]))
+def piece_of(logits: Tensor, logit_bytes: int = LOGIT_BYTES) -> int:
+    """Rows that go through at once, where so much is taken for each logit."""
+    return max(1, WORK_BYTES.get(logits.device.type, WORK_BYTES["cuda"]) // (logit_bytes * logits.shape[1]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -422,6 +434,7 @@ class TorchPath:
         self._slots, self._vocabulary = slots, vocabulary
         self._draw = drawn if own is None else own.drawn
         self._weigh = weights if own is None else own.weights
+        self._logit_bytes = LOGIT_BYTES if own is None else own.logit_bytes
         self._uploads: Uploads | None = None
         self._last: tuple[NDArray[np.int64], Tensor] | None = None  # what was sent, and where it is
         self._beside: Beside | None = None
@@ -513,7 +526,7 @@ class TorchPath:
 
     def _drawn(self, values: Tensor, best: Tensor, wanted: Wanted) -> tuple[Tensor, Tensor]:
         """Tokens and totals, in as many pieces as memory calls for."""
-        size = piece_of(values)
+        size = piece_of(values, self._logit_bytes)
         if len(values) <= size:
             return self._draw(values, best, wanted)
         parts = [

@@ -25,6 +25,8 @@ COMPARED_TOKENS = 5000  # of each row that both ways draw for when the kernels a
 class TritonDraws:
     """The same as `torch_path.drawn` and `torch_path.weights`, to the bit."""
 
+    logit_bytes = 4  # that a draw takes for each logit beside the logits
+
     def __init__(self) -> None:
         from gpuinfer.text.sampling import triton_kernels
 
