@@ -15,6 +15,7 @@ from torch import nn
 
 sys.path += [str(Path(__file__).parents[1] / part) for part in (".", "text", "adapters")]
 
+from random_adapters import random_adapter
 from random_models import LLAMA, random_weights
 from steps import step_of
 from text.toy import END, VOCABULARY
@@ -130,3 +131,13 @@ def exchange(decoder, shape):
         (packed,) = in_threads(1, lambda number, seed=seed: decoder.pack(random_weights(shape, seed=seed)))
         decoder.swap(packed)
         packed = None
+
+
+def adapt(decoder, shape):
+    """A step with an adapter that another thread has packed, which is given back right behind it."""
+    (packed,) = in_threads(1, lambda number: decoder.pack_adapter(random_adapter(shape, 4, 0)))
+    decoder.load(1, packed)
+    packed = None
+    decoder.forward(replace(next(two_rows()), adapters=np.array([1, 0], np.int32)))
+    decoder.unload(1)
+    decoder.copy_pages([0], [1])

@@ -13,7 +13,6 @@ import torch
 
 sys.path += [str(Path(__file__).parents[1] / part) for part in (".", "text", "adapters")]
 
-from random_adapters import random_adapter
 from random_models import MIXTURES, random_weights
 from recording import Cuda, missing
 from steps import seeing
@@ -25,6 +24,7 @@ from streamed import (
     SPECS,
     TOKENS,
     WAIT_S,
+    adapt,
     blocks_of,
     check,
     decoder_of,
@@ -188,16 +188,6 @@ def test_weights_that_another_thread_packs_are_exchanged_between_two_steps(cuda,
         close(logits_of(decoder), shape, 2)
     decoder.close()
     assert found(cuda) == []
-
-
-def adapt(decoder, shape):
-    """A step with an adapter that another thread has packed, which is given back right behind it."""
-    (packed,) = in_threads(1, lambda number: decoder.pack_adapter(random_adapter(shape, 4, 0)))
-    decoder.load(1, packed)
-    packed = None
-    decoder.forward(replace(next(two_rows()), adapters=np.array([1, 0], np.int32)))
-    decoder.unload(1)
-    decoder.copy_pages([0], [1])
 
 
 @pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)

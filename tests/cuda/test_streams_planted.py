@@ -17,6 +17,7 @@ from streamed import (
     SHAPE,
     SPECS,
     WAIT_S,
+    adapt,
     blocks_of,
     decoder_of,
     exchange,
@@ -152,6 +153,13 @@ def weights(make, shape):
     return run
 
 
+def adapters(monkeypatch):
+    decoder = decoder_of()
+    with own_stream(FIRST):
+        adapt(decoder, SHAPE)
+    decoder.close()
+
+
 def converted(monkeypatch):
     """Weights that are on the device already, in another number format."""
     decoder = decoder_of(dtype=torch.bfloat16)
@@ -246,6 +254,9 @@ PLANTS = {
     "packed weights are given back while a stage copies them": (
         weights(split_decoder, SHAPE), TorchDecoder, "swap",
         "_keep_for_steps(torch_layers.tensors_of(packed))", "pass", "memory that was freed",
+    ),
+    "an adapter is given back while a step computes with it": (
+        adapters, TorchDecoder, "unload", "_keep_for_steps(", "tuple(", "memory that was freed",
     ),
     "weights are copied before they are packed": (
         converted, TorchDecoder, "_made_here", "made.synchronize()", "pass", "copy_ reading .* copy_ writing",
