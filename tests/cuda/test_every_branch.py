@@ -167,7 +167,7 @@ TAKEN = {
 ELSEWHERE = {
     "models/nvml.py handle_of": "NVML, for which tests/test_nvml.py has a driver's library that is made up",
     "peers/with_transformers.py _device": "the process of another generator, which a benchmark starts",
-    "text/checkpoint/pickled.py plain_tensors": "where a pickle says that its tensors are, which tests of checkpoints read",
+    "text/checkpoint/pickled.py plain_tensors": "where a pickle says that its tensors are, for tests of checkpoints",
     "verifying/masks.py Masks._judge": "a comparison of answers, which fake tensors do not have",
 }
 
@@ -179,7 +179,10 @@ def is_branch(node: ast.AST) -> bool:
         words = {one.value for one in sides if isinstance(one, ast.Constant)}
         typed = any(isinstance(one, ast.Attribute) and one.attr == "type" for one in sides)
         return "cuda" in words or ("cpu" in words and typed)
-    return isinstance(node, ast.Attribute) and (node.attr == "is_cuda" or ast.unparse(node.value) == "torch.cuda")
+    if not isinstance(node, ast.Attribute):
+        return False
+    of_torch = isinstance(node.value, ast.Attribute) and ast.unparse(node.value) == "torch.cuda"
+    return node.attr == "is_cuda" or of_torch
 
 
 def branches_in(node: ast.AST, function: str = "") -> Iterator[tuple[str, int]]:
@@ -200,7 +203,10 @@ def branches() -> dict[str, int]:
     """`models/lost.py answers` → the first line in it that asks for CUDA."""
     found: dict[str, int] = {}
     for path in sorted(SOURCES.rglob("*.py")):
-        for function, line in branches_in(ast.parse(path.read_text())):
+        source = path.read_text()
+        if "cuda" not in source and '"cpu"' not in source:
+            continue
+        for function, line in branches_in(ast.parse(source)):
             found.setdefault(f"{path.relative_to(SOURCES).as_posix()} {function}", line)
     return found
 
