@@ -7,22 +7,17 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from inline import Inline, at_once
 
 from gpuinfer.api import ModelSpec, Setup
 from gpuinfer.models.layouts import BITS, row_dtype, row_shape
-from gpuinfer.models.stages import open_staged, timing
+from gpuinfer.models.stages import open_staged
 
 FEATURES, ACTIONS, SEATS, ROWS = 44, 8, 3, 32
 STAGE = "models/stages/stage_cuda.py CudaStage."
 WAITS = (STAGE + "at_work", STAGE + "_wait")
 
 
-@pytest.fixture(autouse=True)
-def one_thread(monkeypatch):
-    monkeypatch.setattr(open_staged, "Pipeline", Inline)
-    monkeypatch.setattr(timing, "in_thread", at_once)
-    monkeypatch.setattr(timing, "MOST", 1)
+pytestmark = pytest.mark.usefixtures("stages_inline")
 
 
 def staged(network="blobnet-small", input_dtype="uint8", devices=("cuda:0",), dtype="bfloat16", **options):

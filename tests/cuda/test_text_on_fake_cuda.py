@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from inline import Inline, at_once
-from kernels import KERNELS
 
 sys.path.append(str(Path(__file__).parents[1]))
 
@@ -18,10 +15,7 @@ from text.unmasking import run as run_masks
 
 from gpuinfer.api import ModelSpec, Setup
 from gpuinfer.generation import Generation, Prompt, Sampling
-from gpuinfer.text.checkpoint import builtin
-from gpuinfer.text.decoder import torch_decoder, triton_layers
 from gpuinfer.text.generator import Tuning, open_generator
-from gpuinfer.text.stages import open_staged, timing
 
 UPLOADS = "text/decoder/torch_batch.py Uploads.room"  # until the copy before is over
 DRAWN = "text/sampling/torch_path.py to_host"
@@ -30,13 +24,7 @@ STAGES = ("models/stages/stage_cuda.py CudaStage.at_work", "models/stages/stage_
 LONG = "a longer prompt that has to go through in chunks, beside others and before others: "
 
 
-@pytest.fixture(autouse=True)
-def kernels(monkeypatch):
-    """Without kernels of our own, which `test_decoder_on_fake_cuda.py` has; attention with a CUDA kernel's strides."""
-    monkeypatch.setattr(triton_layers, "is_there", lambda: False)
-    monkeypatch.setattr(torch_decoder, "scaled_dot_product_attention", KERNELS["memory-efficient"])
-    shape = replace(builtin.tiny_shape(), layers=2)
-    monkeypatch.setitem(builtin.BUILT_IN, "tiny", lambda: shape)
+pytestmark = pytest.mark.usefixtures("text")
 
 
 def opened(model="tiny", dtype="bfloat16", deterministic=False, devices=("cuda:0",), **tuning):
@@ -126,9 +114,7 @@ def test_masks_are_blended_on_the_device(cuda):
     ],
     ids=str,
 )
-def test_stages_answer_as_one_device_does(cuda, monkeypatch, model, parallel, devices):
-    monkeypatch.setattr(open_staged, "Pipeline", Inline)
-    monkeypatch.setattr(timing, "in_thread", at_once)
+def test_stages_answer_as_one_device_does(cuda, stages_inline, model, parallel, devices):
     cuda.devices = 2
     one = opened(model, devices=devices, parallel=parallel, stages=2)
     with cuda.waiting_only_in(UPLOADS, DRAWN, *STAGES):
