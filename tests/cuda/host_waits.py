@@ -65,8 +65,8 @@ class Device(TorchDispatchMode):
         self.device, self.devices = torch.device("cuda", 0), 1  # how many there are
         self.waits = Counter[str]()
         self.read = 1.0  # each number that comes back
-        self.replayed = 0  # graphs
-        self.captured = 0
+        self.captured = self.replayed = 0  # graphs
+        self.sent = 0  # copies from the host
         self.log: list[str] = []  # what was done to streams and events, in order
         self.allocated = 0  # bytes that `torch.cuda.memory_allocated` and its peak answer
         self.registered: list[tuple[int, int]] = []  # address and bytes of host memory that was pinned later
@@ -170,6 +170,7 @@ class Device(TorchDispatchMode):
         host = next((one for one in given[:2] if isinstance(one, Tensor) and not isinstance(one, FakeTensor)), None)
         if not (queued and host is not None and self._is_pinned(host)):
             self.wait(f"a copy to the {'host' if back else 'device'} that is not queued, or not of pinned memory")
+        self.sent += not back
         if not back:  # real tensors alone would be computed with
             given = [self._fakes.from_tensor(one) if one is host else one for one in given]
             return function(*given, **named)
