@@ -660,6 +660,8 @@ class Cuda:
                 return function.decompose(*given, **named)
         tensors = tensors_in((given, named))
         wanted = named.get("device")
+        if wanted is not None and torch.device(wanted).type == "meta":
+            return function(*tree_map(inner_of, given), **tree_map(inner_of, named))
         there = [one for one in tensors if isinstance(one, CudaTensor)]
         if (wanted is not None and torch.device(wanted).type == "cpu") or (not there and wanted is None):
             return self._on_host(function, name, given, named, there)

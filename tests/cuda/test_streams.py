@@ -38,9 +38,10 @@ from streamed import (
     two_rows,
 )
 from text.toy import END, toy_language
+from text.unmasking import prompt_of
 
 import gpuinfer
-from gpuinfer.api import BackendContext, ModelSpec
+from gpuinfer.api import BackendContext, ModelSpec, Setup
 from gpuinfer.generation import Prompt, Sampling
 from gpuinfer.models.capturing import own_stream, release_cached_memory, wait_for_device
 from gpuinfer.models.forward_cuda import CudaForward
@@ -50,7 +51,7 @@ from gpuinfer.models.pinned import register
 from gpuinfer.models.stages.forward import StagedForward
 from gpuinfer.models.stages.moving import OnCuda
 from gpuinfer.models.stages.pipeline import Pipeline
-from gpuinfer.text.generator import Driver, Generator
+from gpuinfer.text.generator import Driver, Generator, Tuning, open_generator
 from gpuinfer.text.shape import Masking
 
 SOURCES = Path(gpuinfer.__file__).parent
@@ -262,6 +263,20 @@ def test_each_model_of_text_has_a_stream_of_its_own(cuda):
         driver.close()
     assert "the default stream of cuda:0" not in used
     assert len(used) >= 2
+    assert found(cuda) == []
+
+
+def test_a_diffusion_model_fills_masks_on_a_stream_of_its_own(cuda):
+    tuning = Tuning(slots=2, context=64, threads=1, pages=6)
+    generator = open_generator(
+        ModelSpec("tiny-llada", kind="text"), Setup(devices=("cuda:0",), dtype="float32"), tuning
+    )
+    driver, futures = Driver(generator), list[Future]()
+    for prepared in generator.prepare([prompt_of("what is", 8), prompt_of("so it", 8)]):
+        futures.append(future := Future())
+        driver.submit(prepared, future.set_result)
+    assert [len(tokens) for tokens in tokens_of(futures)] == [8, 8]
+    driver.close()
     assert found(cuda) == []
 
 
