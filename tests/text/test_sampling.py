@@ -269,6 +269,22 @@ def test_the_prompt_has_log_probabilities_too(path):
     found.close()
 
 
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("fails", [False, True])
+def test_log_probabilities_of_a_prompt_are_not_those_of_the_draw_before(path, fails):
+    """Nor when the logits are the same memory, as a decoder's are from step to step."""
+    found, logits = sampler(path, 1, 100), torch.from_numpy(logits_of(1, 100, 3))
+    found.admit(0, Sampling(logprobs=2), NO_TOKENS)
+    if fails:
+        logits[0, 5] = torch.nan
+    assert bool(found.draw(logits, np.zeros(1, np.int32)).bad) == fails
+    logits.copy_(torch.from_numpy(logits_of(1, 100, 4)))
+    expected = torch.log_softmax(logits.double(), 1)[0, 9].item()
+    assert found.given_logprobs(logits, np.array([9], np.int32), 2)[0].chosen.logprob == pytest.approx(
+        expected, abs=2e-6
+    )
+
+
 def test_tokens_without_probability_are_not_among_the_likeliest():
     found = sampler(vocabulary=10)
     logits = np.full((1, 10), -np.inf, np.float32)

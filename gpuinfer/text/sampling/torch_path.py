@@ -48,11 +48,6 @@ def pairs(lengths: NDArray[Any]) -> Pairs:
     return rows, np.arange(len(rows)) - np.repeat(starts, lengths)
 
 
-def on(values: Tensor, array: NDArray[Any]) -> Tensor:
-    """The array as a tensor beside the logits."""
-    return torch.from_numpy(np.ascontiguousarray(array)).to(values.device)
-
-
 def bits(values: NDArray[Any]) -> NDArray[np.int64]:
     """Numbers as int64: of floating point the bits of their float64, of integers themselves."""
     if values.dtype.kind == "f":
@@ -459,9 +454,9 @@ class TorchPath:
             units = np.zeros(rows)
             cpu_draw.units(self._slots.records, slots, units)
             arrays["columns"] = columns_of(records, units).ravel()
-        told = np.flatnonzero(records["logprobs"] >= 0)
-        if 0 < len(told) < rows:
-            arrays["told"] = told
+        wanting = np.flatnonzero(records["logprobs"] >= 0)
+        if 0 < len(wanting) < rows:
+            arrays["logprob_rows"] = wanting
         sent = self._sent(arrays, logits.device)
 
         values = restricted(logits.float(), sent)
@@ -479,16 +474,16 @@ class TorchPath:
             own = values.gather(1, tokens[:, None]).squeeze(1)
             parts += [total, keys_of(best).long(), keys_of(own).long()]
         most = min(int(records["logprobs"].max()), self._vocabulary)
-        if len(told):
-            parts.append(self._described(logits, sent.get("told"), tokens, most).flatten())
+        if len(wanting):
+            parts.append(self._described(logits, sent.get("logprob_rows"), tokens, most).flatten())
         found = to_host(torch.cat(parts) if len(parts) > 1 else coded)
 
         codes = found[:rows].astype(np.int32)
         if len(processed):
             processed[:] = processed_of(found[rows : 4 * rows].reshape(3, rows), records, codes) if samples else 0.0
-        if len(told):
-            beside = logprobs_of(found[len(found) - len(told) * (4 + most) :].reshape(len(told), -1))
-            self._beside = Beside(logits, told, beside)
+        if (codes[wanting] >= 0).any():  # then they are taken at once
+            beside = logprobs_of(found[len(found) - len(wanting) * (4 + most) :].reshape(len(wanting), -1))
+            self._beside = Beside(logits, wanting, beside)
         cpu_values.note_all(codes, slots, self._slots.records, self._slots.lists())
         return codes
 
