@@ -188,7 +188,9 @@ REAL = {
 
 
 def observe(command: Command) -> dict[str, Any]:
-    """`{evidence, told}` of one run. Raises `RuntimeError` with its last words when it leaves none."""
+    """`{evidence, told}` of one run. Raises `RuntimeError` with its last words when it leaves none, and `TimeoutError`
+    when it takes longer than `GIVE_UP_S`.
+    """
     with tempfile.TemporaryDirectory() as folder, _neighbours(command.neighbours):
         lines = [json.dumps(row).encode() + b"\n" for row in command.rows]
         Path(folder, "in.jsonl").write_bytes(b"".join(lines))
@@ -214,14 +216,19 @@ def observe(command: Command) -> dict[str, Any]:
             ]
             for thread in threads:
                 thread.start()
-            with contextlib.suppress(subprocess.TimeoutExpired):
+            ended = True
+            try:
                 child.wait(GIVE_UP_S)
+            except subprocess.TimeoutExpired:
+                ended = False
             child.kill()
             for thread in threads:
                 thread.join()
             said.seek(0)
             words_last = said.read()[-300:]
         found = json.loads(seen.read_text()) if seen.exists() else []
+    if not ended:
+        raise TimeoutError(f"{shlex.join(command.words)}: not done in {GIVE_UP_S:.0f} s. {words_last!r}")
     if not found:
         raise RuntimeError(f"{shlex.join(command.words)}: no report. {words_last!r}")
     return found[0]  # type: ignore[no-any-return]

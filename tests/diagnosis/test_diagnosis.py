@@ -7,6 +7,7 @@ wakes sleepers late. The full counts are `make soak`'s, best on a machine that d
 from __future__ import annotations
 
 import json
+import os
 import random
 
 import pytest
@@ -15,6 +16,8 @@ from keeping import from_plain, judged, to_plain
 from outcomes import CLOSE, STRONG, Outcome, healthy_verdicts, matrix, predictions, strong, table
 from plants import PLANTS, healthy, report_of
 from real import REAL
+
+from gpuinfer.host import machine
 
 pytestmark = pytest.mark.usefixtures("children_forked")
 
@@ -120,7 +123,12 @@ def test_a_cause_that_is_planted_into_a_real_command_is_named(name):
     """Of three runs that show it in one at least; not judged where other programs had the cores, unless they are it."""
     told = []
     for seed in range(1000, 1003):
-        outcome = try_plant(name, seed, cure=False)
+        try:
+            outcome = try_plant(name, seed, cure=False)
+        except TimeoutError:
+            if os.getloadavg()[0] <= 2 * machine.cores():
+                raise
+            continue
         if outcome.right:
             return
         if outcome.counts and not crowded(outcome.told):
