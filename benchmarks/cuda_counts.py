@@ -1,4 +1,4 @@
-"""What a decode step asks of a CUDA device, and the draw behind it, counted on fake tensors where there is none.
+"""What steps of a decoder ask of a CUDA device, and the draws behind them, counted on fake tensors where there is none.
 
 python benchmarks/cuda_counts.py [--slots 256] [--context 4096]
 """
@@ -11,11 +11,13 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
@@ -28,9 +30,15 @@ from fake_device import fake_device, load_guard
 from random_models import LLAMA, random_weights
 from steps import step_of
 
+from gpuinfer.api import Roofline, Setup
 from gpuinfer.generation import Sampling
+from gpuinfer.models.forward_cuda import bucket_for
 from gpuinfer.text.decoder.torch_decoder import TorchDecoder
+from gpuinfer.text.decoder.torch_static import StaticBatches
 from gpuinfer.text.sampling import Sampler, torch_path
+from gpuinfer.workloads.selfplay.workload import SelfPlay
+
+Segment = tuple[int, int, Sequence[int]]
 
 FILTERS = {"temperature": 0.8, "top_p": 0.9, "min_p": 0.02, "top_k": 50}
 PENALTIES = {"repetition_penalty": 1.1, "presence_penalty": 0.1, "frequency_penalty": 0.1}
@@ -52,8 +60,14 @@ DRAWS = {
 }
 
 
-def step_of_rows(device: torch.device, layers: int, kernels: bool) -> Asked:
-    """One token each of three rows, in bfloat16."""
+DECODE = ((0, 35, [5]), (3, 4, [8]), (1, 145, [7]))  # segments of a step: slot, first position, tokens
+PROMPTS = ((0, 35, [5]), (3, 0, list(range(40))), (1, 145, [7, 8, 9]))
+SAMPLES, PROMPT, ANSWER = 64, 1024, 256  # of one prompt; positions of it, and of each answer
+WORKERS, BEST_BATCH = 16, 65_536
+
+
+def step_of_rows(device: torch.device, segments: Sequence[Segment], layers: int, kernels: bool) -> Asked:
+    """In bfloat16, each row's last logits wanted."""
     asked, shape = Asked(), replace(LLAMA, layers=layers)
     with unset_fake_temporarily():
         weights = random_weights(shape)
@@ -61,12 +75,11 @@ def step_of_rows(device: torch.device, layers: int, kernels: bool) -> Asked:
         one = TorchDecoder(shape, weights, device, torch.bfloat16, slots=5, pages=40, length=160, kernels=kernels)
         asked.kernels.clear()
         with asked:
-            one.forward(step_of((0, 35, [5]), (3, 4, [8]), (1, 145, [7])))
+            one.forward(step_of(*segments, last_only=True))
     return asked
 
 
-def forms(device: torch.device, slots: int, context: int, kernels: bool) -> int:
-    """Shapes of a decode step that may each become a graph."""
+def batches(device: torch.device, slots: int, context: int, kernels: bool) -> StaticBatches:
     shape = replace(LLAMA, layers=1, positions=context)
     with unset_fake_temporarily():
         weights = random_weights(shape)
@@ -74,7 +87,25 @@ def forms(device: torch.device, slots: int, context: int, kernels: bool) -> int:
         one = TorchDecoder(
             shape, weights, device, torch.bfloat16, slots=slots, pages=slots, length=context, kernels=kernels
         )
-    return len(one._static.row_buckets) * len(one._static.reach_buckets)
+    return one._static
+
+
+def forms(static: StaticBatches) -> int:
+    """Shapes of steps that may each become a graph."""
+    return len(static.row_buckets) * len(static.reach_buckets) + len(static.prompt_tokens)
+
+
+def keys_read(static: StaticBatches, ends: NDArray[np.int64], needed: int, kernels: bool) -> str:
+    """Positions that a decode step of rows that see `ends` positions reads, for each that it `needed` to."""
+    padded = bucket_for(len(ends), static.row_buckets) * bucket_for(int(ends.max()), static.reach_buckets)
+    return f"{(int(ends.sum()) if kernels else padded) / needed:.1f}"
+
+
+def games_in_flight() -> int:
+    """Of Connect Four, all workers together, for a device that is at its best with batches of so many rows."""
+    play = SelfPlay(Setup(devices=("cuda",)), game="connect-four", workers=WORKERS)
+    roofline = Roofline(4e7, BEST_BATCH, "2 forwards × 1 thread")
+    return WORKERS * play.slots(SimpleNamespace(roofline=roofline), WORKERS, 1 << 40)
 
 
 def draw_of_rows(device: torch.device, options: Sequence[Sampling], kernels: bool) -> tuple[int, int, int]:
@@ -119,20 +150,29 @@ def main() -> None:
     parser.add_argument("--slots", type=int, default=256)
     parser.add_argument("--context", type=int, default=4096)
     given = parser.parse_args()
-    table = Table("of a decode step, Llama's shape, bfloat16", "torch's kernels", "our kernels")
+    table = Table("of a decoder, Llama's shape, bfloat16", "torch's kernels", "our kernels")
     with tempfile.TemporaryDirectory() as folder:
         if not load_guard(Path(folder)):
             sys.exit("there is no C++ compiler for the device guard that fake CUDA tensors need: install g++")
         with fake_device() as device, real_host_memory():
             ways = (False, True)
-            steps = {kernels: [step_of_rows(device, layers, kernels) for layers in (2, 3)] for kernels in ways}
-            table.add_row("kernels a layer", *(str((of[1].kernels - of[0].kernels).total()) for of in steps.values()))
-            table.add_row("copies from the host", *(str(of[1].copies) for of in steps.values()))
-            counts = [str(forms(device, given.slots, given.context, kernels)) for kernels in ways]
-            table.add_row(f"graph forms, {given.slots} slots × {given.context:,}", *counts)
+            for name, segments in (("decode step", DECODE), ("step with prompts", PROMPTS)):
+                steps = [[step_of_rows(device, segments, layers, kernels) for layers in (2, 3)] for kernels in ways]
+                counts = [str((of[1].kernels - of[0].kernels).total()) for of in steps]
+                table.add_row(f"kernels a layer, {name}", *counts)
+                table.add_row(f"copies from the host, {name}", *(str(of[1].copies) for of in steps))
+            static = [batches(device, given.slots, given.context, kernels) for kernels in ways]
+            table.add_row(f"graph forms, {given.slots} slots × {given.context:,}", *(str(forms(one)) for one in static))
+            ends = np.random.default_rng(0).integers(1, given.context, given.slots)
+            read = [keys_read(one, ends, int(ends.sum()), kernels) for one, kernels in zip(static, ways, strict=True)]
+            table.add_row(f"keys read ÷ needed, {given.slots} rows of 1 to {given.context:,}", *read)
+            ends, needed = np.full(SAMPLES, PROMPT + ANSWER), PROMPT + SAMPLES * ANSWER
+            read = [keys_read(one, ends, needed, kernels) for one, kernels in zip(static, ways, strict=True)]
+            table.add_row(f"the same, {SAMPLES} answers of {ANSWER} to one prompt of {PROMPT:,}", *read)
             draws = draws_of(device)
     Console().print(table)
     Console().print(draws)
+    print(f"games in flight, {WORKERS} workers, a device at its best with {BEST_BATCH:,} rows: {games_in_flight():,}")
 
 
 if __name__ == "__main__":
