@@ -321,7 +321,7 @@ def prompts(folder: Path, count: int) -> Path:
 # The parts
 
 
-PYTEST = ("-m", "gpu", "-W", "default", "--maxfail=15", "--timeout=45", "-p", "no:cacheprovider", "-q")
+PYTEST = ("-m", "gpu", "-W", "default", "--maxfail=15", "--timeout=45", "-p", "no:cacheprovider", "-v")
 SENSITIVE = "weights or stream or flight or exchanged or stages or pinned or two_models"  # to what a sanitizer sees
 
 

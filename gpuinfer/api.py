@@ -183,6 +183,7 @@ class Roofline:
 
     @property
     def devices(self) -> int:
+        """How many it was measured on."""
         return 1 + self.arrangement.count(BETWEEN_DEVICES)
 
 

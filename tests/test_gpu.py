@@ -245,7 +245,7 @@ async def test_the_backend_serves_from_the_device(deterministic):
 
 
 STAGED = [
-    pytest.param({"parallel": "layers"}, id="layers"),
+    pytest.param({"parallel": "layers", "stages": 2}, id="layers"),
     pytest.param({"parallel": "pipeline", "stages": 3}, id="pipeline"),
     pytest.param({"parallel": "pipeline", "stages": 2, "micro_batch_rows": 7}, id="small micro-batches"),
     pytest.param({"parallel": "pipeline", "stages": 2, "graphs": False}, id="without graphs"),

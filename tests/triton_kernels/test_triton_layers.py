@@ -195,6 +195,13 @@ def test_pages_behind_what_a_row_sees_may_hold_anything():
     assert torch.equal(one.forward(step), before)
 
 
+def test_kernels_are_used_in_a_later_stage_too_whose_embedding_has_a_single_row():
+    weights = random_weights(LLAMA)
+    later = replace(weights, embedding=torch.zeros_like(weights.embedding[:1]))
+    one = TorchDecoder(LLAMA, later, CPU, torch.float32, slots=2, pages=8, length=64, kernels=True, graphs=False)
+    assert isinstance(one._layers, TritonLayers)
+
+
 def test_kernels_that_answer_wrongly_are_not_used(monkeypatch, caplog):
     norm = TritonLayers.sum_norm
     monkeypatch.setattr(TritonLayers, "sum_norm", lambda *given: tuple(2 * one for one in norm(*given)))
