@@ -7,8 +7,10 @@ within a repeat stay true. Each repeat has a seed of its own, the same for every
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
@@ -19,6 +21,8 @@ from typing import Any
 from gpuinfer.bench import parity
 from gpuinfer.bench.measure import MeasuredRun, Rooflines, Variant, Watch, measure, reason
 from gpuinfer.bench.parity import Parity
+
+log = logging.getLogger(__name__)
 
 FIRST_GUESS_S = 4.0  # what a step takes beyond its measuring, before any has been seen
 
@@ -170,6 +174,7 @@ class Series:
                     step, watch
                 )
         except Exception as error:  # noqa: BLE001 (whatever a plugin raises, the others are compared)
+            log.debug("%s", "".join(traceback.format_exception(error)))
             self._note(step, error)
         self._took.setdefault(step.kind, []).append(time.monotonic() - began)
 

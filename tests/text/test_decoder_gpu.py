@@ -260,13 +260,13 @@ def test_when_memory_runs_out_there_are_fewer_pages_and_the_work_goes_on(caplog)
     some = decoder(slots=1, length=4096)
     wanted = {"slots": 64, "pages": None, "length": 4096, "step_tokens": 64}
     sizing = estimate(LLAMA, torch.float32, CUDA, 1 << 60, **wanted)
-    needed = sizing.estimated_bytes
-    free, total = torch.cuda.mem_get_info(CUDA)
-    torch.cuda.set_per_process_memory_fraction((total - free + needed // 2) / total, CUDA)
+    torch.cuda.empty_cache()
+    allowed = torch.cuda.memory_reserved(CUDA) + sizing.cache_bytes // 2
+    torch.cuda.set_per_process_memory_fraction(allowed / torch.cuda.mem_get_info(CUDA)[1], CUDA)
     try:
         some, sizing = open_and_try(some, sizing, 64)
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0, CUDA)
     assert 128 <= some.pages < 64 * 128
-    assert "going on with" in caplog.messages[0]
+    assert any("going on with" in message for message in caplog.messages)
     assert some.forward(step_of((0, 0, TOKENS))).isfinite().all()

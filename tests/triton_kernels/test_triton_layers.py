@@ -195,10 +195,12 @@ def test_pages_behind_what_a_row_sees_may_hold_anything():
     assert torch.equal(one.forward(step), before)
 
 
-def test_kernels_are_used_in_a_later_stage_too_whose_embedding_has_a_single_row():
+@pytest.mark.parametrize("length", [1, 2, 64])
+def test_kernels_are_used_in_a_later_stage_too_whose_embedding_has_a_single_row(length):
+    """And where stages are timed, with rows of one position."""
     weights = random_weights(LLAMA)
     later = replace(weights, embedding=torch.zeros_like(weights.embedding[:1]))
-    one = TorchDecoder(LLAMA, later, CPU, torch.float32, slots=2, pages=8, length=64, kernels=True, graphs=False)
+    one = TorchDecoder(LLAMA, later, CPU, torch.float32, slots=2, pages=8, length=length, kernels=True, graphs=False)
     assert isinstance(one._layers, TritonLayers)
 
 

@@ -42,7 +42,7 @@ class TritonLayers:
     def __init__(self, shape: Shape, mix: Mix, cosines: Tensor | None, sines: Tensor | None, length: int) -> None:
         from gpuinfer.text.decoder import triton_kernels
 
-        self.shape, self._mix, self._kernels = shape, mix, triton_kernels
+        self.shape, self.length, self._mix, self._kernels = shape, length, mix, triton_kernels
         self._cosines, self._sines = cosines, sines
         self._width = power_of_two(shape.head_dim)
         self._half = 0 if cosines is None else cosines.shape[1]
@@ -207,9 +207,10 @@ def compare(own: TritonLayers, plain: PlainLayers, weights: Weights, device: tor
     first = replace(weights, layers=weights.layers[:1])
     caches = [PageCache(shape, 2, 2 * PAGE, device, dtype) for _ in range(2)]
     uploads = Uploads(device)
-    tokens = np.arange(PAGE + 3, dtype=np.int32) % len(weights.embedding)  # of a later stage there are few
+    count = min(PAGE + 3, own.length)
+    tokens = np.arange(count, dtype=np.int32) % len(weights.embedding)  # a later stage has one for all
     pages, nothing = np.array([[1, 0]], np.int32), np.zeros(0, np.int32)
-    for start, end in ((0, PAGE + 2), (PAGE + 2, PAGE + 3)):
+    for start, end in ((0, count - 1), (count - 1, count)) if count > 1 else ((0, 1),):
         starts, lengths = np.array([start], np.int32), np.array([end - start], np.int32)
         step = Step(tokens[start:end], pages, starts, lengths, nothing)
         ours = tiled_batch_of(step, caches[0], uploads, tile_rows(shape))
