@@ -4,6 +4,7 @@ import asyncio
 import multiprocessing
 import os
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -81,6 +82,18 @@ async def test_messages_far_larger_than_a_socket_buffer_pass_both_ways_at_once()
             await workers.send(0, big)
         for _ in range(3):
             assert (await anext(heard))[1]["echo"] == big
+
+
+async def test_a_message_for_a_worker_that_has_ended_says_so():
+    """Whatever Python's transports do: in 3.12 one that is closed raises `TypeError` from `writelines`."""
+    ours, theirs = socket.socketpair()
+    theirs.close()
+    closed = await line.WorkerLine.open(ours)
+    closed.close()
+    await asyncio.sleep(0)
+    with pytest.raises(line.LineClosed):
+        for _ in range(3):
+            await closed.send({"mark": True})
 
 
 async def test_a_message_that_is_too_large_is_refused_before_it_is_sent(monkeypatch):

@@ -196,6 +196,7 @@ class CudaForward:
             answers = self._forward(slot.inputs[:bucket])
         slot.stream.synchronize()
         if self.graphs:
+            release_cached_memory()  # of this run: the graph has memory of its own, and both together are twice as much
             self._capture(slot, bucket)
         return answers
 

@@ -44,7 +44,7 @@ class WorkerLine:
         if len(packed) > LARGEST:
             raise WorkError(f"a message of {len(packed):,} bytes is over the limit of {LARGEST:,}. Send it in parts.")
         try:
-            self._writer.writelines((HEADER.pack(len(packed)), packed))
+            self._writer.write(HEADER.pack(len(packed)) + packed)  # `writelines` of a closed line fails in Python 3.12
             await self._writer.drain()
         except (OSError, RuntimeError) as error:  # RuntimeError: after `finish`
             raise LineClosed("the line is closed") from error
