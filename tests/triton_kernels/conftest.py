@@ -6,9 +6,11 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import torch
 
 sys.path += [str(Path(__file__).parents[1] / part) for part in ("text", "adapters")]
 
@@ -18,3 +20,18 @@ def interpreted():
     if os.environ.get("TRITON_INTERPRET") != "1":
         pytest.fail("set TRITON_INTERPRET=1, as `make vllm` does")
     pytest.importorskip("triton")
+
+
+@pytest.fixture
+def made_current(monkeypatch):
+    """The tensors whose device is made the current one, which Triton launches on, at the moment."""
+    tensors = []
+
+    @contextmanager
+    def device_of(tensor):
+        tensors.append(tensor)
+        yield
+        tensors.pop()
+
+    monkeypatch.setattr(torch.cuda, "device_of", device_of)
+    return tensors

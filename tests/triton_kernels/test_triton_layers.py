@@ -204,6 +204,18 @@ def test_kernels_are_used_in_a_later_stage_too_whose_embedding_has_a_single_row(
     assert isinstance(one._layers, TritonLayers)
 
 
+def test_layers_are_launched_on_the_device_of_their_rows_whichever_is_current(made_current, monkeypatch):
+    launch, launched = TritonLayers._launch, []
+
+    def noted(layers, kernel, grid, *given, **sizes):
+        launched.append(len(made_current))
+        launch(layers, kernel, grid, *given, **sizes)
+
+    monkeypatch.setattr(TritonLayers, "_launch", noted)
+    decoder(CAUSAL["plain"]).forward(step_of((0, 0, TOKENS[:3])))
+    assert set(launched) == {1}
+
+
 def test_kernels_that_answer_wrongly_are_not_used(monkeypatch, caplog):
     norm = TritonLayers.sum_norm
     monkeypatch.setattr(TritonLayers, "sum_norm", lambda *given: tuple(2 * one for one in norm(*given)))

@@ -78,6 +78,16 @@ def test_weights_are_the_same_to_the_bit():
     assert torch.equal(TritonDraws().weights(values, best, inverse), torch_path.weights(values, best, inverse))
 
 
+def test_tokens_are_drawn_on_the_device_of_the_logits_whichever_is_current(made_current, monkeypatch):
+    way, values, launched = TritonDraws(), torch.zeros(1, 8), []
+    for name in ("weigh", "pick"):
+        kernel = dict.fromkeys([(1,), (1, 1)], lambda *given, **sizes: launched.append(made_current[-1].device))
+        monkeypatch.setattr(way._kernels, name, kernel)
+    wanted = torch_path.Wanted(torch.zeros(5, 1, dtype=torch.int64), False, False)
+    way.drawn(values, values.amax(1), wanted)
+    assert launched == [values.device] * 2
+
+
 def test_both_ways_are_compared_before_the_kernels_are_used(monkeypatch, caplog):
     monkeypatch.setattr(triton_draws, "COMPARED_TOKENS", 300)
     triton_draws.compare(TritonDraws(), torch.device("cpu"))

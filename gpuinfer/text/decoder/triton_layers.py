@@ -55,6 +55,11 @@ class TritonLayers:
         """
         if not weights.layers:
             return x
+        # Triton launches on the current device, wherever its arguments are.
+        with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]
+            return self._hidden(weights, x, batch, cache)
+
+    def _hidden(self, weights: Weights, x: Tensor, batch: StepBatch, cache: PageCache) -> Tensor:
         given = self.norm(x, weights.layers[0].attention_norm)
         for number, layer in enumerate(weights.layers):
             product = partial(self._product, batch, number)

@@ -66,7 +66,9 @@ class TritonDraws:
 
     def _launch(self, kernel: Any, grid: tuple[int, ...], *given: Any, **sizes: Any) -> None:
         """Products and sums are not contracted, so that they are the bits of torch's."""
-        kernel[grid](*given, **sizes, enable_fp_fusion=False)
+        # Triton launches on the current device, wherever its arguments are.
+        with torch.cuda.device_of(given[0]):  # type: ignore[no-untyped-call]
+            kernel[grid](*given, **sizes, enable_fp_fusion=False)
 
 
 def draws_for(device: torch.device) -> TritonDraws | None:
