@@ -173,6 +173,23 @@ def test_trying_the_largest_step_leaves_nothing_behind():
     assert torch.equal(tried.forward(step), fresh.forward(step))
 
 
+class WithGraphs(TorchDecoder):
+    """Steps of so many tokens with prompts become graphs."""
+
+    most_prompt_tokens = 16
+
+    def forward(self, step):
+        self.taken = [*getattr(self, "taken", []), len(step.tokens)]
+        return super().forward(step)
+
+
+def test_the_largest_step_is_tried_beside_the_memory_that_graphs_of_smaller_ones_keep():
+    """These are captured when they come the second time."""
+    one = WithGraphs(LLAMA, random_weights(LLAMA), CPU, torch.float32, slots=3, pages=3 * COLUMNS, length=64)
+    largest_step_bytes(one, 40)
+    assert one.taken == 2 * [3, 16, 3, 40]
+
+
 class Small(TorchDecoder):
     """There is memory for so many pages."""
 

@@ -161,10 +161,14 @@ def largest_step_bytes(decoder: TorchDecoder, step_tokens: int) -> int:
     before = torch.cuda.memory_allocated(decoder.device) - decoder.held_bytes() if cuda else 0
     if cuda:
         torch.cuda.reset_peak_memory_stats(decoder.device)
-    steps = largest_steps(decoder.shape, decoder.slots, decoder.pages, decoder.length, step_tokens)
-    if cuda and decoder.most_prompt_tokens:  # of graphs, which keep what they work in
-        most = min(step_tokens, decoder.most_prompt_tokens)
-        steps += largest_steps(decoder.shape, decoder.slots, decoder.pages, decoder.length, most)
+    sizes = [step_tokens]
+    if decoder.most_prompt_tokens:  # first those of graphs, which keep what they work in while the largest is taken
+        sizes.insert(0, min(step_tokens, decoder.most_prompt_tokens))
+    steps = [
+        step
+        for size in sizes
+        for step in largest_steps(decoder.shape, decoder.slots, decoder.pages, decoder.length, size)
+    ]
     for step in 2 * steps:  # what is captured as a graph is captured the second time
         logits = decoder.forward(step)
         copies = scratch(decoder.shape, logits)
