@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -70,6 +70,7 @@ def own_kernels(asked: Asked | None = None) -> Iterator[None]:
         mock.patch.dict(sys.modules, {"gpuinfer.text.decoder.triton_kernels": module}),
         mock.patch.object(TritonLayers, "_launch", launch),
         mock.patch.object(triton_layers, "compare", return_value=None),
+        mock.patch.object(torch.cuda, "device_of", nullcontext),
     ):
         yield
 

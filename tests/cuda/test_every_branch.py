@@ -23,6 +23,7 @@ TAKEN = {
         "text/decoder/torch_decoder.py TorchDecoder._drop",
         "text/decoder/torch_decoder.py TorchDecoder.resize",
         "text/decoder/torch_static.py Replays.__init__",
+        "text/decoder/triton_layers.py TritonLayers.hidden",
     ),
     "test_decoder_on_fake_cuda.py::test_rows_with_adapters_and_hidden_states_run_on_the_device_too": (
         "text/decoder/torch_decoder.py TorchDecoder._made_here",
@@ -168,8 +169,7 @@ ELSEWHERE = {
     "models/nvml.py handle_of": "NVML, for which tests/test_nvml.py has a driver's library that is made up",
     "peers/with_transformers.py _device": "the process of another generator, which a benchmark starts",
     "text/checkpoint/pickled.py plain_tensors": "where a pickle says that its tensors are, for tests of checkpoints",
-    "text/decoder/triton_layers.py TritonLayers.hidden": "kernels in Triton, which tests/triton_kernels interprets",
-    "text/sampling/triton_draws.py TritonDraws._launch": "the same",
+    "text/sampling/triton_draws.py TritonDraws._launch": "kernels in Triton, which tests/triton_kernels interprets",
     "verifying/masks.py Masks._judge": "a comparison of answers, which fake tensors do not have",
 }
 
