@@ -154,6 +154,19 @@ CASES = [
         id="forward lanes without a pause, no roofline known",
     ),
     pytest.param(
+        a_run(
+            lane("search", search=4.0),
+            *(lane(f"forward {number}", forward=4.1, transfer=3.3, reply=0.9, idle=1.7) for number in range(2)),
+            on_cpu=False,
+            dtype="bfloat16",
+            cores=16,
+        ),
+        "transfer-bound",
+        "all of them together computed for 82% of it",
+        "gpuinfer selfplay -B in_flight=3",
+        id="two busy forward lanes on a device that they leave idle",
+    ),
+    pytest.param(
         a_run(lane("search", search=5.0), lane("forward 0", forward=3.0, other=2.0)),
         "inconclusive",
         "10% of the lanes' time is in no known station",

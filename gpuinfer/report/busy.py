@@ -59,7 +59,7 @@ def forwards(case: Case) -> Verdict | None:
     if case.curve and best > run.rows_mean > 0 and case.faster(best) > WORTH:
         return cap_too_small(case, best) if limit == "cap" else more_rows(case, case.curve.enough())
     why = f"The forward lanes were busy {run.busy(run.forwards):.0%} of the time, {run.rows_mean:,.0f} rows a batch"
-    if (idle := _idle_cores(case, why)) is not None:
+    if (idle := _idle_cores(case, why) or _idle_device(case, why, computing)) is not None:
         return idle
     return _saturated(run, why + (f"; {run.efficiency:.0%} of the roofline." if run.roofline else "."))
 
@@ -79,6 +79,21 @@ def _idle_cores(case: Case, why: str) -> Verdict | None:
     places = max(1, len({place(lane["name"]) for lane in run.forwards}))
     change = run.change("-B", lanes // places + 1, "in_flight")
     return Verdict("idle cores", "forward", why, "Compute more batches at once.", change, gain)
+
+
+def _idle_device(case: Case, why: str, computing: float) -> Verdict | None:
+    """The forward lanes are busy, and yet a CUDA device is not: even one forward after the other, all of
+    them together leave it idle while rows and answers are moved.
+    """
+    run = case.run
+    at_work = computing / run.wall_s
+    if run.on_cpu or at_work >= SATURATED or run.efficiency >= SATURATED:
+        return None
+    why += f". But all of them together computed for {at_work:.0%} of it, and moved rows and answers meanwhile."
+    queues = max(1, len({place(lane["name"]) for lane in run.forwards}))
+    change = run.change("-B", len(run.forwards) // queues + 1, "in_flight")
+    gain = Gain.up_to(_left(run, 1 / at_work))
+    return Verdict("transfer-bound", "transfer", why, "Compute one batch while others are moved.", change, gain)
 
 
 def _transfer(case: Case, moving: float, computing: float) -> Verdict:

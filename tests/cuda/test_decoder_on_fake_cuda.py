@@ -142,6 +142,9 @@ def test_steps_with_prompts_become_graphs_of_few_shapes(fake_cuda):
         large = decoder(LLAMA, fake_cuda, kernels=True, slots=256, pages=256, length=4096)
         static = large._static
         assert len(static.row_buckets) * len(static.reach_buckets) + len(static.prompt_tokens) <= 20
+        assert large.most_prompt_tokens == 1023
+        for options in ({"deterministic": True}, {"graphs": False}):
+            assert decoder(LLAMA, fake_cuda, kernels=True, **options).most_prompt_tokens == 0
 
 
 @pytest.mark.parametrize("way", WAYS)

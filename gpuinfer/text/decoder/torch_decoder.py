@@ -40,12 +40,12 @@ CPU_TILE, CUDA_TILE = 16, 32  # rows that `deterministic` always computes at onc
 class TorchDecoder:
     """`step.Decoder` for any device and float32, bfloat16 or float16.
 
-    With `graphs` a step of one token a row, or of a diffusion model's short runs, is padded to one of few shapes, each
-    of which becomes a CUDA graph on a CUDA device. With `deterministic` every token goes through in tiles of one fixed
-    shape that its own position chooses, so that its logits are the same bits whatever shares the step and however its
-    prompt is cut: a matrix product may add up in another order for another number of rows, but not for another row of
-    the same; nor does it show in which pages a row lies. `compile` merges what lies between the matrix products; raises
-    `UsageError` when torch cannot.
+    With `graphs` a step of one token a row, of a diffusion model's short runs, or with kernels of our own of few tokens
+    of prompts, is padded to one of few shapes, each of which becomes a CUDA graph on a CUDA device. With
+    `deterministic` every token goes through in tiles of one fixed shape that its own position chooses, so that its
+    logits are the same bits whatever shares the step and however its prompt is cut: a matrix product may add up in
+    another order for another number of rows, but not for another row of the same; nor does it show in which pages a row
+    lies. `compile` merges what lies between the matrix products; raises `UsageError` when torch cannot.
 
     What lies between the products is done by kernels of our own (`triton_layers`) on a CUDA device with Triton, unless
     it is to be compiled: `kernels` says so for tests. Kernels that do not answer as torch does are not used.
@@ -218,7 +218,7 @@ class TorchDecoder:
     @property
     def most_prompt_tokens(self) -> int:
         """Tokens of a step with prompts that becomes a graph, at most; 0: none does."""
-        forms = self._static.prompt_tokens if self._graphs and not self.deterministic else ()
+        forms = self._static.prompt_tokens
         return forms[-1] - 1 if forms else 0
 
     def cache_bytes(self) -> int:

@@ -111,7 +111,7 @@ class PromptForm:
 
 class StaticBatches:
     """Runs rows of one token, or of short runs of tokens, through `hidden`, and of one token through `logits`, launched
-    as CUDA graphs where the device has them. With a kernel for pages, steps with prompts too.
+    as CUDA graphs where the device has them. With a kernel for pages, steps with prompts too, unless `together`.
 
     What only fills up is token 0 at position 0, sees that position of the blank page, and writes to the spare one.
     Tokens, positions, places, what is seen and the table of pages lie one behind the other, so that they are sent over
@@ -144,7 +144,8 @@ class StaticBatches:
             [cache.room] if tile_rows else reach_buckets(cache.room),
         )
         self.rows, self.run_tokens = most, MOST_RUN_TOKENS if shape.masking is not None else 0
-        self.prompt_tokens = PROMPT_TOKENS if tile_rows and shape.masking is None else ()
+        of_prompts = graphs and not together and tile_rows is not None and shape.masking is None
+        self.prompt_tokens = PROMPT_TOKENS if of_prompts else ()
         room = max(most, self.run_tokens)
         size = 4 * room + room * cache.columns
         if self.prompt_tokens:
@@ -204,7 +205,7 @@ class StaticBatches:
         return (self._outputs if form.width == 1 else self._found)[: form.rows * form.width]
 
     def form_of_prompts(self, step: Step) -> PromptForm | None:
-        """The form of a step with prompts; None without a kernel for pages, and for more tokens than any form has."""
+        """The form of a step with prompts; None where they have none, and for more tokens than any form has."""
         if step.sees is not None or not self.prompt_tokens or len(step.tokens) >= self.prompt_tokens[-1]:
             return None
         return PromptForm(bucket_for(len(step.tokens) + 1, self.prompt_tokens))

@@ -93,7 +93,7 @@ class Tuning:
     step_tokens: int | None = None  # most tokens of one step, prompts chunked; None: `usual_step_tokens`
     threads: int | None = None  # of the decoder and the sampler on a CPU; None: this process's share of the cores
     compile: bool = False  # torch.compile what lies between the matrix products
-    graphs: bool = True  # on CUDA, steps of one token a row are captured graphs
+    graphs: bool = True  # on CUDA, steps of one token a row, and of few tokens of prompts, are captured graphs
     adapters: Mapping[str, str] | None = None  # folders by name, that are loaded from the start
     max_adapters: int = MAX_ADAPTERS  # loaded at once
     parallel: Parallel = "data"  # from here on: `models.stages.options`
@@ -104,7 +104,7 @@ class Tuning:
 
 CPU_STEP_TOKENS, CUDA_STEP_TOKENS = 512, 2048
 CPU_CANVAS_TOKENS, CUDA_CANVAS_TOKENS = 2048, 8192  # of diffusion models, whose rows bring all of their positions
-CUDA_GATHER_STEPS = 8  # a step with prompts is no captured graph, and takes as long as several that are
+CUDA_GATHER_STEPS = 8  # a step of many tokens of prompts is no captured graph, and takes as long as several that are
 NULL_STEP_TOKENS = 1 << 16  # where nothing is computed a step never takes long
 
 
