@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,13 +13,18 @@ import torch
 
 import gpuinfer
 from gpuinfer.host import machine
-from gpuinfer.models.capturing import captured, wait_for_device
+from gpuinfer.models.capturing import captured, new_stream, wait_for_device
 from gpuinfer.models.stages.stage_cuda import Launched
 from gpuinfer.text.decoder import torch_static
 from gpuinfer.text.decoder.torch_static import Replays
 
 SOURCES = Path(gpuinfer.__file__).parent
 FIRST, SECOND = torch.device("cuda", 0), torch.device("cuda", 1)
+
+
+class Stream:
+    def __init__(self, device, handle=None):
+        self.device, self.cuda_stream = device, handle or id(self)
 
 
 class Cuda:
@@ -31,7 +37,7 @@ class Cuda:
         self.end_fails = False
         for name in ("device", "stream", "graph", "set_stream", "current_stream"):
             monkeypatch.setattr(torch.cuda, name, getattr(self, name))
-        monkeypatch.setattr(torch.cuda, "Stream", lambda device: SimpleNamespace(device=device))
+        monkeypatch.setattr(torch.cuda, "Stream", Stream)
         monkeypatch.setattr(
             torch.cuda, "CUDAGraph", lambda: SimpleNamespace(replay=lambda: self.events.append("launched"))
         )
@@ -226,3 +232,19 @@ def test_devices_are_those_that_the_process_may_see(visible, count, monkeypatch,
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     assert machine.cuda_devices() == count
+
+
+def test_a_stream_is_nobody_elses_as_long_as_there_are_any(monkeypatch):
+    """torch hands out a few of a device in turn."""
+    handles = itertools.cycle((11, 12, 13))
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: Stream(device, next(handles)))
+    first, second = new_stream(FIRST), new_stream(FIRST)
+    for _ in range(4):
+        assert new_stream(FIRST).cuda_stream == 13  # which nobody holds on to
+    third = new_stream(FIRST)
+    assert {one.cuda_stream for one in (first, second, third)} == {11, 12, 13}
+    del second
+    assert new_stream(FIRST).cuda_stream == 12
+    fourth = new_stream(FIRST)
+    assert new_stream(FIRST).cuda_stream in {11, 12, 13}
+    assert fourth.cuda_stream == 12

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from gpuinfer.api import BETWEEN_DEVICES, ModelSpec, Roofline
 from gpuinfer.host import machine
-from gpuinfer.models.capturing import captured, wait_for_device
+from gpuinfer.models.capturing import captured, new_stream, wait_for_device
 from gpuinfer.models.device import resolve_devices, resolve_dtype
 from gpuinfer.models.load import build
 from gpuinfer.models.memory import is_out_of_memory, keep_freed_memory
@@ -146,7 +146,7 @@ def timed(launches: Sequence[Callable[[], None]], rounds: int) -> float:
 
 def launcher(module: nn.Module, inputs: Tensor) -> Callable[[], None]:
     """Queues one forward on a stream of its own; by itself, kernel by kernel, when it cannot be captured."""
-    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    stream = new_stream()
     wait_for_device()
 
     def eager() -> None:

@@ -10,12 +10,29 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 
-_one = threading.Lock()
+STREAMS = 32  # that torch has of a device: it hands the same ones out again, in turn
+
+_one, _taking = threading.Lock(), threading.Lock()
+_taken: weakref.WeakValueDictionary[int, torch.cuda.Stream] = weakref.WeakValueDictionary()
+
+
+def new_stream(device: torch.device | None = None) -> torch.cuda.Stream:
+    """One of a CUDA device, the current one by default, that nobody else has, as long as there are any: what a thread
+    launches on a stream that another one captures would become part of that graph.
+    """
+    with _taking:
+        for _ in range(STREAMS):
+            stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            if stream.cuda_stream not in _taken:
+                break
+        _taken[stream.cuda_stream] = stream
+    return stream
 
 
 @contextlib.contextmanager
@@ -80,7 +97,7 @@ def own_stream(device: torch.device) -> Iterator[None]:
     if device.type != "cuda":
         yield
         return
-    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    stream = new_stream(device)
     stream.wait_stream(torch.cuda.default_stream(device))  # type: ignore[no-untyped-call]
     try:
         with torch.cuda.device(device), torch.cuda.stream(stream):

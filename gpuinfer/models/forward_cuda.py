@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from gpuinfer.api import ModelSpec, enter_station
-from gpuinfer.models.capturing import captured, release_cached_memory, wait_for_device
+from gpuinfer.models.capturing import captured, new_stream, release_cached_memory, wait_for_device
 from gpuinfer.models.layouts import BITS, called, row_dtype, row_shape
 from gpuinfer.models.memory import StepSize, first_line, is_out_of_memory
 from gpuinfer.models.pinned import sources
@@ -57,7 +57,7 @@ class Slot:
     """What one batch in flight needs for itself. One thread at a time uses it."""
 
     def __init__(self, rows: int, spec: ModelSpec, device: torch.device) -> None:
-        self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self.stream = new_stream(device)
         self.done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # sleeps: the core has searching to do
         shape, dtype = (rows, *row_shape(spec)), getattr(torch, row_dtype(spec).name)
         self.staging = torch.empty(shape, dtype=dtype, pin_memory=True)

@@ -255,6 +255,7 @@ class _FakeCuda:
         class Stream:
             def __init__(self, device: torch.device | None = None) -> None:
                 self.device = device or fake.device
+                self.cuda_stream = id(self)
 
             def synchronize(self) -> None:
                 fake.wait("synchronize of a stream")

@@ -115,6 +115,7 @@ class Stream:
         cuda = Cuda.running
         self.cuda, self.device, self.key = cuda, cuda.device_of(device), cuda.new_key()
         self.name = name or f"stream {next(cuda.stream_numbers)} of {self.device}"
+        self.cuda_stream = self.key
         self.captured_by: Capture | None = None
         self.launched = 0  # operations
         with cuda.lock:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from gpuinfer.api import Lane
-from gpuinfer.models.capturing import wait_for_device
+from gpuinfer.models.capturing import new_stream, wait_for_device
 from gpuinfer.models.stages.stage import Mode, Segment, mapped
 
 BEHIND = 1  # micro-batches that a device may still be at when the next is launched
@@ -64,8 +64,8 @@ class CudaStage:
         self.name, self.segments, self.device = name, segments, device
         self._enter, self._leave = enter, leave
         self.threads = 1
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._away = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # so that the next one goes on meanwhile
+        self._stream = new_stream(device)
+        self._away = new_stream(device)  # so that the next one goes on meanwhile
         self._behind: deque[torch.cuda.Event] = deque()
 
     @contextlib.contextmanager

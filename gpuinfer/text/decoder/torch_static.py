@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gpuinfer.errors import UsageError
-from gpuinfer.models.capturing import captured
+from gpuinfer.models.capturing import captured, new_stream
 from gpuinfer.models.forward_cuda import bucket_for
 from gpuinfer.models.memory import first_line, is_out_of_memory
 from gpuinfer.text.decoder.segments import Integers, firsts_of, sees_of
@@ -56,7 +56,7 @@ class Replays(Generic[Form]):
         self._wait, self._pause = 0, FIRST_PAUSE
         if self.wanted:
             self._pool = torch.cuda.graph_pool_handle()
-            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            self._stream = new_stream(device)
 
     def __call__(self, work: Callable[[Form], None], shape: Form) -> None:
         if (graph := self._graphs.get(shape)) is not None:
