@@ -60,11 +60,6 @@ class Flat:
     bias_values: NDArray[np.float32]
     stops: NDArray[np.int32]  # of each row, the model's end tokens among them; where `min_tokens` bars them
 
-    @property
-    def edited(self) -> bool:
-        """Whether any row's logits count otherwise than they are."""
-        return bool(len(self.bias_ids) or len(self.stops))
-
 
 def flat_of(asked: Sequence[Asked], count: int, seed: int, ends: Sequence[int], hash_of: Any) -> Flat:
     """Of `count` logits. `seed`: the run's; `ends`: the model's end tokens; `hash_of`: 64 bits for a key."""

@@ -79,10 +79,10 @@ def piece_of(flat: Flat, places: NDArray[np.intp], vocabulary: int) -> Piece:
     early = np.flatnonzero(positions < flat.rows["min_tokens"][owners])
     rows, entries = listed(flat.rows["stops"], owners[early])
     found["barred_at"] = early[rows] * vocabulary + flat.stops[entries]
-    drawn = np.flatnonzero(flat.rows["inverse"][owners] != 0)
-    wants = flat.rows[owners[drawn]]
-    if len(drawn):
-        found |= {"drawn": drawn, "columns": columns_of(wants, units(positions[drawn], TOKENS, wants)).ravel()}
+    at = np.flatnonzero(flat.rows["inverse"][owners] != 0)
+    wants = flat.rows[owners[at]]
+    if len(at):
+        found |= {"drawn": at, "columns": columns_of(wants, units(positions[at], TOKENS, wants)).ravel()}
     return Piece(wants, {"places": places, **{name: array for name, array in found.items() if len(array)}})
 
 
