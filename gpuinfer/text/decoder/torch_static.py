@@ -248,7 +248,10 @@ class StaticBatches:
     def _run_tiles(self, tokens: int) -> int:
         """Tiles of runs of so many tokens together, at most: each of the segments may end within one."""
         assert self._tile_rows is not None
-        return tokens // self._tile_rows + self.rows + 1
+        most = tokens // self._tile_rows + self.rows + 1
+        return (
+            most + most % 2
+        )  # arrays of integers behind one another are aligned alike in all forms: one compiled kernel
 
     def _prompt_fields(self, memory: Memory, form: PromptForm) -> tuple[Memory, ...]:
         """Parts of it: `of_tokens` [4, tokens]; the table [rows + 1, columns], whose last row is blank; tiles [3,
