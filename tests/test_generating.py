@@ -207,7 +207,8 @@ async def test_the_stations_of_a_lane_sum_to_the_time_it_is_open():
         stations = lane.stations()
         # two looks at one clock: what passed between them is in the stations, all of it and nothing twice
         assert 0 <= next(ticks) - (sum(stations.values()) - before) <= 3
-        assert stations.keys() == {"prefill", "forward", "sample", "reply", "idle"}
+        # whether memory is touched for the first time is the system's
+        assert stations.keys() - {"first touch"} == {"prefill", "forward", "sample", "reply", "idle"}
         assert prompts.stations().keys() == {"understand", "idle"}
 
 
