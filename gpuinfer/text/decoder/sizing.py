@@ -161,9 +161,8 @@ def largest_step_bytes(decoder: TorchDecoder, step_tokens: int) -> int:
     before = torch.cuda.memory_allocated(decoder.device) - decoder.held_bytes() if cuda else 0
     if cuda:
         torch.cuda.reset_peak_memory_stats(decoder.device)
-    sizes = [step_tokens]
-    if decoder.most_prompt_tokens:  # first those of graphs, which keep what they work in while the largest is taken
-        sizes.insert(0, min(step_tokens, decoder.most_prompt_tokens))
+    # First those of graphs, which keep what they work in while the largest is taken.
+    sizes = sorted({min(step_tokens, decoder.most_prompt_tokens), step_tokens} - {0})
     steps = [
         step
         for size in sizes

@@ -215,29 +215,25 @@ class StaticBatches:
         device. The next call overwrites both.
         """
         assert self._tile_rows is not None
-        segments, count, blank = len(step.lengths), len(step.tokens), self.rows
+        segments, count = len(step.lengths), len(step.tokens)
         used = self._prompt_size(form.tokens)
         inputs, table, lone, runs, wanted = self._prompt_fields(self._uploads.room(used), form)
         inputs[:2], inputs[2], inputs[3] = 0, self.cache.spare * PAGE, 1
         inputs[:, :count] = of_tokens(step)
         table[:segments] = table_of(step, np.arange(segments), self.cache.columns, self.cache.blank)
         table[segments:] = self.cache.blank
-        # The tokens that fill up are a run of a segment of their own; tiles that do are its last token once more.
-        for tiles in (lone, runs):
-            tiles[:] = np.array([[form.tokens - 1], [1], [blank]])
-        found = np.stack(attention_tiles(step, np.flatnonzero(step.lengths == 1), 1))
-        lone[:, : found.shape[1]] = found
-        found = np.stack(attention_tiles(step, np.flatnonzero(step.lengths > 1), self._tile_rows))
-        firsts = np.arange(count, form.tokens, self._tile_rows)
-        filling = np.minimum(self._tile_rows, form.tokens - firsts)
-        ends = np.cumsum((found.shape[1], len(firsts)))
-        runs[:, : ends[0]] = found
-        runs[:, ends[0] : ends[1]] = firsts, filling, np.full(len(firsts), blank)
+        # What fills up is one more segment, of the blank page, and tiles that do are its last token once more.
+        filled = replace(step, lengths=np.append(step.lengths, np.int32(form.tokens - count)))
+        alone = filled.lengths == 1
+        for room, members, most in ((lone, alone, 1), (runs, ~alone, self._tile_rows)):
+            tiles = np.stack(attention_tiles(filled, np.flatnonzero(members), most))
+            room[:, : tiles.shape[1]] = tiles
+            room[:, tiles.shape[1] :] = [[form.tokens - 1], [1], [segments]]
         wanted[0, : len(step.wanted)] = step.wanted
         self._uploads.copy(self._inputs[:used])
         self._run(self._work, form)
-        on_device: tuple[Tensor, ...] = self._prompt_fields(self._inputs, form)
-        return self._found[: form.tokens], on_device[4][0, : len(step.wanted)]
+        *_, on_device = self._prompt_fields(self._inputs, form)
+        return self._found[: form.tokens], on_device[0, : len(step.wanted)]
 
     def _prompt_size(self, tokens: int) -> int:
         """Integers of a form of so many tokens."""
@@ -249,9 +245,7 @@ class StaticBatches:
         """Tiles of runs of so many tokens together, at most: each of the segments may end within one."""
         assert self._tile_rows is not None
         most = tokens // self._tile_rows + self.rows + 1
-        return (
-            most + most % 2
-        )  # arrays of integers behind one another are aligned alike in all forms: one compiled kernel
+        return most + most % 2  # arrays one behind another are aligned alike in all forms: one compiled kernel
 
     def _prompt_fields(self, memory: Memory, form: PromptForm) -> tuple[Memory, ...]:
         """Parts of it: `of_tokens` [4, tokens]; the table [rows + 1, columns], whose last row is blank; tiles [3,
