@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -15,8 +14,6 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from gpuinfer.models.capturing import release_cached_memory
-from gpuinfer.models.lost import says_lost
-from gpuinfer.models.memory import first_line, is_out_of_memory
 from gpuinfer.models.pinned import queued
 from gpuinfer.text.decoder import torch_layers, triton_layers
 from gpuinfer.text.decoder.segments import Integers, adapters_of, sees_of, segments_of
@@ -29,8 +26,6 @@ from gpuinfer.text.decoder.triton_layers import TritonLayers
 from gpuinfer.text.shape import Shape
 from gpuinfer.text.step import PAGE, Step
 from gpuinfer.text.weights import Adapter, Weights
-
-logger = logging.getLogger("gpuinfer")
 
 Packed = TypeVar("Packed", Weights, Adapter)
 
@@ -96,19 +91,15 @@ class TorchDecoder:
             kernels = device.type == "cuda" and not compile and triton_layers.is_there()
         if not kernels:
             return plain
-        try:
+
+        def own_layers() -> TritonLayers:
             own = TritonLayers(shape, mix, cosines, sines, self.length)
             triton_layers.compare(own, plain, self._weights, device, self.dtype)
-        except Exception as error:
-            if is_out_of_memory(error) or says_lost(error):
-                raise
-            logger.warning(
-                "the kernels for this device do not work here (%s: %s), so that torch's compute, which takes longer.",
-                type(error).__name__,
-                first_line(error),
-            )
-            return plain
-        return own
+            return own
+
+        return (
+            triton_layers.tried_out(own_layers, "the kernels for this device", "compute, which takes longer") or plain
+        )
 
     def resize(self, slots: int, pages: int) -> None:
         """Another number of rows in a step, and of pages, all of them empty. Raises `torch.OutOfMemoryError` when they

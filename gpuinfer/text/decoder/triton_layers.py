@@ -6,16 +6,19 @@ Plain torch launches four times as many, and pads attention to the longest row o
 from __future__ import annotations
 
 import importlib.util
+import logging
 import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from gpuinfer.models.lost import says_lost
+from gpuinfer.models.memory import first_line, is_out_of_memory
 from gpuinfer.text.decoder.torch_batch import Uploads, batch_of, tiled_batch_of
 from gpuinfer.text.decoder.torch_cache import PageCache
 from gpuinfer.text.decoder.torch_experts import Mix
@@ -23,6 +26,8 @@ from gpuinfer.text.decoder.torch_layers import PlainLayers, StepBatch, Tiles, in
 from gpuinfer.text.shape import Shape
 from gpuinfer.text.step import PAGE, Step
 from gpuinfer.text.weights import Layer, Linear, Norm, Product, Weights
+
+logger = logging.getLogger("gpuinfer")
 
 LEAST_SPLIT, MOST_PORTIONS = 512, 32  # positions of a portion at least; portions of a row at most
 FEW_PROGRAMS = 512  # with fewer tiles than that a device has room for several programs a tile
@@ -34,6 +39,28 @@ def is_there() -> bool:
     """Whether Triton can be imported, as far as can be told without importing it."""
     found = importlib.util.find_spec("triton")
     return found is not None and found.origin is not None  # a folder of that name is something else
+
+
+Own = TypeVar("Own")
+
+
+def tried_out(make: Callable[[], Own], kernels: str, instead: str) -> Own | None:
+    """What `make` makes: kernels of our own, which it holds against torch's. None, with a warning, where they cannot be
+    had or do not answer alike. Raises what says that memory ran out, or that the device is lost.
+    """
+    try:
+        return make()
+    except Exception as error:
+        if is_out_of_memory(error) or says_lost(error):
+            raise
+        logger.warning(
+            "%s do not work here (%s: %s), so that torch's %s.",
+            kernels,
+            type(error).__name__,
+            first_line(error),
+            instead,
+        )
+    return None
 
 
 class TritonLayers:

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from gpuinfer.models.lost import says_lost
-from gpuinfer.models.memory import first_line, is_out_of_memory
-from gpuinfer.text.decoder.triton_layers import is_there
+from gpuinfer.text.decoder.triton_layers import is_there, tried_out
 from gpuinfer.text.sampling import torch_path
 from gpuinfer.text.sampling.slots import SETTINGS
 from gpuinfer.text.sampling.torch_path import Wanted, to_host
-
-logger = logging.getLogger(__name__)
 
 BLOCK, WARPS = 4096, 16  # logits that a program looks at at once: as many as one has registers for
 COMPARED_TOKENS = 5000  # of each row that both ways draw for when the kernels are chosen
@@ -75,19 +70,13 @@ def draws_for(device: torch.device) -> TritonDraws | None:
     """The kernels where they can be had and answer as torch does."""
     if device.type != "cuda" or not is_there():
         return None
-    try:
+
+    def own_draws() -> TritonDraws:
         own = TritonDraws()
         compare(own, device)
-    except Exception as error:
-        if is_out_of_memory(error) or says_lost(error):
-            raise
-        logger.warning(
-            "the kernels that draw on this device do not work here (%s: %s), so that torch's do, which take longer.",
-            type(error).__name__,
-            first_line(error),
-        )
-        return None
-    return own
+        return own
+
+    return tried_out(own_draws, "the kernels that draw on this device", "do, which take longer")
 
 
 @torch.inference_mode()
