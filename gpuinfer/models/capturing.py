@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from packaging.version import Version
 
 STREAMS = 32  # that torch has of a device: it hands the same ones out again, in turn
 
@@ -67,7 +68,7 @@ def _end_pool(device: torch.device, pool: Any) -> None:
     """Before 2.12 torch leaves its allocator at a capture whose end has failed: no cached memory could be given back
     from then on.
     """
-    if tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 12):
+    if Version(torch.__version__).release >= (2, 12):
         return
     for name in ("_cuda_endAllocateToPool", "_cuda_endAllocateCurrentStreamToPool"):
         if (end := getattr(torch._C, name, None)) is not None:
