@@ -11,6 +11,7 @@ from fake_device import fake_device, load_guard
 from host_waits import Device
 from inline import Inline, at_once
 from kernels import KERNELS
+from recording import Cuda, missing
 
 
 @pytest.fixture(scope="session")
@@ -32,6 +33,16 @@ def cuda(guard: None) -> Iterator[Device]:
     """The one CUDA device, of fake tensors, beside real memory of the host: see `host_waits.py`."""
     with Device() as device:
         yield device
+
+
+@pytest.fixture
+def recorded(guard: None) -> Iterator[Cuda]:
+    """`torch.cuda` as recorded within the test, whose tensors have values: see `recording.py`."""
+    if why := missing():
+        pytest.skip(why)
+    torch.set_num_threads(1)
+    with Cuda().recording() as one:
+        yield one
 
 
 @pytest.fixture

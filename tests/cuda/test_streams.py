@@ -14,7 +14,6 @@ import torch
 sys.path += [str(Path(__file__).parents[1] / part) for part in (".", "text", "adapters")]
 
 from random_models import MIXTURES, random_weights
-from recording import Cuda, missing
 from steps import seeing
 from streamed import (
     FEATURES,
@@ -58,12 +57,8 @@ SOURCES = Path(gpuinfer.__file__).parent
 
 
 @pytest.fixture
-def cuda(guard):
-    if why := missing():
-        pytest.skip(why)
-    torch.set_num_threads(1)
-    with Cuda().recording() as one:
-        yield one
+def cuda(recorded):
+    return recorded
 
 
 @pytest.mark.parametrize("options", [{}, {"graphs": False}, {"fixed_shape": True}], ids=["graphs", "eager", "fixed"])

@@ -49,12 +49,8 @@ from gpuinfer.text.stages.decoder import StagedDecoder
 
 
 @pytest.fixture
-def cuda(guard):
-    if why := missing():
-        pytest.skip(why)
-    torch.set_num_threads(1)
-    with Cuda().recording() as one:
-        yield one
+def cuda(recorded):
+    return recorded
 
 
 ONE, TWO = (FIRST,) * 3, (FIRST, SECOND, SECOND)
