@@ -42,7 +42,7 @@ class Step:
     same page in the same column, all columns before are the same too. No page that a step writes into has two segments.
     """
 
-    tokens: NDArray[np.int32]  # [all tokens], segment after segment
+    tokens: NDArray[np.int32]  # [all tokens], segment after segment; see `drawn`
     pages: NDArray[np.int32]  # [segments, columns] numbers of pages, 0 to before `Decoder.pages`
     starts: NDArray[np.int32]  # [segments]
     lengths: NDArray[np.int32]  # [segments], each 1 or more
@@ -55,6 +55,9 @@ class Step:
     cache. They may lie after its own, also beyond the segment: such are in the cache. What lies behind all that a step
     sees of a row is forgotten. None: each up to itself."""
     vectors: Vectors | None = None
+    drawn: Tensor | None = None
+    """int64 [n] on the decoder's device, n at most `Decoder.slots`: tokens that the host has not seen yet. Where `tokens`
+    says -1 - i, the i-th of them goes through; token 0 in the place of a negative one. For decoders that read them."""
 
 
 class Decoder(Protocol):
@@ -68,6 +71,7 @@ class Decoder(Protocol):
     length: int  # positions of a row, at most
     device: Any  # torch.device
     computes_in: str  # the number format that rows have when they meet the weights, by name
+    reads_drawn: bool  # whether a step may have `Step.drawn`: it queues its work, and does not wait for it
 
     def forward(self, step: Step) -> Tensor:
         """Logits [len(step.wanted), vocabulary], float32, on the decoder's device; the cache is filled.

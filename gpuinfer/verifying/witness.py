@@ -58,7 +58,7 @@ class Witness:
         self.shape, self.slots, self.length = decoder.shape, decoder.slots, decoder.length
         self.pages = decoder.pages if pages is None else pages
         self.device: Any = decoder.device
-        self.computes_in = decoder.computes_in
+        self.computes_in, self.reads_drawn = decoder.computes_in, False
 
     def forward(self, step: Step) -> Tensor:
         """See `step.Decoder.forward`."""

@@ -69,6 +69,7 @@ class CpuDecoder:
         self.shape, self.slots, self.pages, self.length = shape, slots, pages, length
         self.device = torch.device("cpu")
         self.computes_in = computes_in(dtype, self.device, deterministic=deterministic)
+        self.reads_drawn = False
         self._kind = _kind(dtype, self.computes_in)
         self._multiplied = np.dtype(np.uint16 if self._kind in ("amx", "avx512") else np.float32)
         self._dtype, self._padded = dtype, -(-shape.head_dim // TILE) * TILE

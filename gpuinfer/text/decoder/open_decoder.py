@@ -32,6 +32,7 @@ class NullDecoder:
         self, shape: Shape, *, slots: int, pages: int, length: int, dtype: torch.dtype = torch.float32
     ) -> None:
         self.computes_in = str(dtype).removeprefix("torch.")
+        self.reads_drawn = False
         self.shape, self.slots, self.pages, self.length = shape, slots, pages, length
         self.device = torch.device("cpu")
         self.token = next(token for token in (LETTER, *range(shape.vocabulary)) if self._suits(token))

@@ -199,27 +199,34 @@ def mask_of(part: BatchPart, positions: Tensor, sees: Tensor, window: Window, ca
 
 
 class Uploads:
-    """Integers on their way to the device, written to memory that a CUDA device copies from while the host goes on."""
+    """Integers on their way to the device, written to memory that a CUDA device copies from while the host goes on.
+
+    Two buffers in turn: one is written while the copy of the other waits for work that was queued before it.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._memory, self._array = host_memory(0, device)
-        self._copied: torch.cuda.Event | None = None
+        self._buffers = [host_memory(0, device) for _ in range(2)]
+        self._copied: list[torch.cuda.Event | None] = [None, None]
+        self._turn = 0
 
     def room(self, count: int) -> NDArray[np.int64]:
-        """Where to write the next ones, [count], once the last ones have been copied."""
-        if self._copied is not None:
-            self._copied.synchronize()
-        if count > len(self._memory):
-            self._memory, self._array = host_memory(count, self.device)
-        return self._array[:count]
+        """Where to write the next ones, [count], once those before the last ones have been copied."""
+        self._turn = 1 - self._turn
+        copied = self._copied[self._turn]
+        if copied is not None:
+            copied.synchronize()
+        if count > len(self._buffers[self._turn][0]):
+            self._buffers[self._turn] = host_memory(count, self.device)
+        return self._buffers[self._turn][1][:count]
 
     def copy(self, into: Tensor) -> None:
         """Have the first of what was written copied to `into`, int64 on the device."""
-        into.copy_(self._memory[: len(into)], non_blocking=True)
+        into.copy_(self._buffers[self._turn][0][: len(into)], non_blocking=True)
         if self.device.type == "cuda":
-            self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._copied.record(torch.cuda.current_stream(self.device))
+            copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            copied.record(torch.cuda.current_stream(self.device))
+            self._copied[self._turn] = copied
 
     def sent(self, arrays: Sequence[NDArray[Any]]) -> list[Tensor]:
         """Each array as int64 on the device, all in one copy."""

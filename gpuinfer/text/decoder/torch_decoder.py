@@ -69,6 +69,7 @@ class TorchDecoder:
         self.shape, self.length, self.device, self.dtype = shape, length, device, dtype
         self.computes_in = str(dtype).removeprefix("torch.")
         self.deterministic, self._graphs = deterministic, graphs
+        self.reads_drawn = device.type == "cuda" and not deterministic
         if device.type == "cuda":  # cuDNN plans for each exact shape, 0.4 s each, and ragged prompts bring new ones
             torch.backends.cuda.enable_cudnn_sdp(False)
         self._adapters: dict[int, Adapter] = {}
@@ -107,6 +108,7 @@ class TorchDecoder:
         """
         self._drop()
         self.slots, self.pages = slots, pages
+        self._drawn = torch.zeros(slots, dtype=torch.int64, device=self.device) if self.reads_drawn else None
         tile = CUDA_TILE if self.device.type == "cuda" else CPU_TILE
         with torch.no_grad():
             self._cache = PageCache(self.shape, pages, self.length, self.device, self.dtype)
@@ -129,6 +131,8 @@ class TorchDecoder:
         self._begin(step, in_parts=self.deterministic and step.sees is None and step.vectors is None)  # see `_in_tiles`
         if self.deterministic:
             return self._in_tiles(step)
+        if step.drawn is not None and self._drawn is not None:
+            torch.clamp(step.drawn, min=0, out=self._drawn[: len(step.drawn)])
         if self._graphs and step.vectors is None and (step.adapters is None or not step.adapters.any()):
             if len(step.tokens) == len(step.lengths):
                 return self._picked(self._static.decode(step), step.wanted)
@@ -354,7 +358,8 @@ class TorchDecoder:
     def _hidden(self, batch: StepBatch) -> Tensor:
         """What the last layer gives, [rows, hidden], with the batch's keys and values in the cache."""
         weights = self._weights
-        x = weights.embedding[batch.tokens]
+        tokens = batch.tokens if self._drawn is None else looked_up(batch.tokens, self._drawn)
+        x = weights.embedding[tokens]
         if batch.vectors is not None:
             x.index_copy_(0, *batch.vectors)
         if weights.positions is not None:
@@ -372,6 +377,11 @@ class TorchDecoder:
             del self._static, self._cache
             if self.device.type == "cuda":
                 release_cached_memory()
+
+
+def looked_up(tokens: Tensor, drawn: Tensor) -> Tensor:
+    """int64 [rows]: `drawn[i]` in the place of -1 - i."""
+    return torch.where(tokens < 0, drawn.index_select(0, tokens.bitwise_not().clamp_(min=0)), tokens)
 
 
 def _keep_for_steps(packed: Iterable[Tensor]) -> None:

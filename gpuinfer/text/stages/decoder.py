@@ -94,6 +94,7 @@ class StagedDecoder:
         self.shape, self.slots, self.length = shape, decoders[0].slots, decoders[0].length
         self.pages = decoders[0].pages  # every stage has as many, and a page's number is the same in all of them
         self.device, self.computes_in = decoders[-1].device, decoders[-1].computes_in
+        self.reads_drawn = False  # each stage's work is waited for
         self._portions, self._decoders, self._pipeline = portions, decoders, pipeline
         self._cutter, self._alone, self._told = cutter, alone, told
         self._room = torch.empty((0, shape.vocabulary))
