@@ -210,6 +210,27 @@ def test_a_quick_device_is_preferred_while_both_are_idle():
     assert run_virtual(asked_in_turn())[2:] == ["a"] * 10  # each was tried once
 
 
+def test_what_a_device_that_fails_should_have_written_another_one_writes():
+    def writing(steps):
+        forward = forward_of(steps)
+
+        def write(blocks, targets):
+            for (part,), answer in zip(targets, forward(blocks), strict=True):
+                part[:] = answer
+            return [True] * len(blocks)
+
+        return write
+
+    copies = [
+        Copy(f"cpu:{number}", CPU, Opened(None, Limits(8), None, None, dict, None, write=writing(steps)))
+        for number, steps in enumerate((0, 1000))
+    ]
+    place = np.zeros((2, 1), np.float32)
+    assert DataParallel(copies).write([block(value=3)], [[place]]) == [True]
+    assert place.tolist() == [[FEATURES * 3]] * 2
+    assert [bool(copy.count.failed) for copy in copies] == [True, False]
+
+
 def test_a_lane_that_is_retired_gets_no_further_batch():
     backend = Paced(slow=1.0, lost_after=2)
 

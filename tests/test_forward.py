@@ -14,6 +14,7 @@ from torch import nn
 
 from gpuinfer import api
 from gpuinfer.api import ModelSpec
+from gpuinfer.engine.answering import find_fault
 from gpuinfer.errors import BackendError
 from gpuinfer.models import pinned
 from gpuinfer.models.forward import CpuForward
@@ -21,7 +22,7 @@ from gpuinfer.models.forward_cuda import bucket_for, buckets_up_to
 from gpuinfer.models.load import build
 from gpuinfer.models.memory import is_out_of_memory
 from gpuinfer.models.pinned import WORTH_A_COPY, lies_pinned, sources
-from gpuinfer.models.staging import Blocks, table_of, unpacked
+from gpuinfer.models.staging import Blocks, sound_rows, table_of, unpacked
 
 FEATURES, ACTIONS, SEATS = 40, 12, 3
 DTYPES = [pytest.param(torch.float32, id="float32"), pytest.param(torch.bfloat16, id="bfloat16")]
@@ -204,6 +205,29 @@ def test_a_device_unpacks_bits_as_the_host_does(features, dtype):
     assert found.dtype == dtype
     assert found.is_contiguous()
     np.testing.assert_array_equal(found.float().numpy(), expected)
+
+
+# Faults in answers, as a device looks for them
+
+VALUES = st.sampled_from([0.0, -1.5, 3e38, -np.inf, np.inf, np.nan])
+
+
+@given(
+    rows=st.integers(1, 6),
+    shapes=st.lists(st.sampled_from([(), (1,), (3,), (2, 2), (0,)]), min_size=1, max_size=3),
+    data=st.data(),
+)
+def test_a_device_finds_the_faults_that_the_host_finds(rows, shapes, data):
+    parts = []
+    for shape in shapes:
+        count = rows * int(np.prod(shape))
+        values = data.draw(st.lists(VALUES, min_size=count, max_size=count))
+        parts.append(np.array(values, np.float32).reshape(rows, *shape))
+    sound = sound_rows([torch.from_numpy(part) for part in parts], rows)
+    assert (sound.dtype, sound.shape) == (torch.bool, (rows,))
+    assert sound.tolist() == [
+        find_fault(tuple(part[row : row + 1] for part in parts), 1) is None for row in range(rows)
+    ]
 
 
 # The same answer whatever the company

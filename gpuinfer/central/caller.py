@@ -42,6 +42,7 @@ class Caller:
         self.number = number
         self.welcome = False  # it has shown that it is one of ours
         self.gone = False
+        self.client = b""  # whose line it is: a client that takes us for dead hangs up, and may come back on another
         self.serving = 0  # of its requests are in a batch now
         self.asked: set[int] = set()  # numbers of the blocks with requests that are not settled
         self.since = time.monotonic()
@@ -97,7 +98,9 @@ class Caller:
             raise Garbled("no greeting")
         if told.get("version") != VERSION:
             raise UsageError("client and server run different versions of gpuinfer. Let both run the same.")
-        self.welcome = True
+        if not isinstance(client := told.get("client"), bytes):
+            raise Garbled("a greeting of nobody")
+        self.welcome, self.client = True, client
 
     def attach(self, record: Record, form: BlockForm, max_rows: int) -> None:
         """Take a block of its memory in, in the place of any idle one of the same number.
@@ -117,7 +120,7 @@ class Caller:
         if (replaced := self.blocks.pop(record.block, None)) is not None:
             replaced.let_go()
         block = Block(record.block, record.rows, mapping, form)
-        block.pin = self._pin(block.rows)
+        block.pin = self._pin(block.memory)
         self.blocks[record.block] = block
 
     def send(self, data: bytes, descriptors: tuple[int, ...] = ()) -> bool:
@@ -163,7 +166,7 @@ class Caller:
         self.send(pack(Record(Kind.GOODBYE, body=error_to_wire(error))))
 
     def hang_up(self) -> None:
-        """Let go of the line now, and of the memory as soon as no batch reads it."""
+        """Let go of the line now, and of the memory as soon as no batch uses it."""
         with self.sending, contextlib.suppress(OSError):  # a descriptor that is closed may be another client's at once
             self.gone = True
             self._line.close()

@@ -6,6 +6,7 @@ It neither waits nor knows threads or loops: `client.py` (for any program) and t
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 import struct
 import threading
@@ -22,7 +23,7 @@ from gpuinfer.central import memory
 from gpuinfer.central.address import Address
 from gpuinfer.central.memory import AWAY_S, LATE_S, PER_CLIENT, Block, BlockForm, SharedPulse
 from gpuinfer.central.memory import SIZE as PULSE_SIZE
-from gpuinfer.central.wire import LARGEST_BODY, VERSION, Garbled, Kind, Record, Unpacker, pack
+from gpuinfer.central.wire import LARGEST_BODY, Garbled, Kind, Record, Unpacker, hello, pack
 from gpuinfer.engine.admission import class_of
 from gpuinfer.errors import BackendDied, BadResult, Closed, GpuinferError, QueueFull, RequestError, UsageError
 from gpuinfer.host.error_wire import error_from_wire
@@ -63,6 +64,7 @@ class Connection:
         self.limits: Limits
         self.form: BlockForm
         self._address, self._patience_s = address, restarts_within_s
+        self._name = os.urandom(16)  # with the process, for a child by fork that opens a copy of its own
         self._socket: socket.socket | None = None
         self._pulse: SharedPulse
         self._unpacker = Unpacker(self.largest_body)
@@ -115,7 +117,7 @@ class Connection:
         try:
             line.settimeout(timeout_s)
             line.connect(self._address.path)
-            line.sendall(pack(Record(Kind.HELLO, body={"token": self._address.token, "version": VERSION})))
+            line.sendall(pack(hello(self._address.token, self._name + os.getpid().to_bytes(8))))
             record, descriptors, self._unpacker = _greeting(line, until, self.largest_body)
             if record.kind != Kind.WELCOME or len(descriptors) != 1:
                 raise parting(record)

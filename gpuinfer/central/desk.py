@@ -143,7 +143,7 @@ class Desk:
         lane.enter("queue")
         ready = self._lines.look()  # what has come while no thread watched
         while not self._closing:
-            if ready or self._lines.overdue:
+            if ready or self._lines.due:
                 with self._state:
                     self._lines.take_in(ready, self._on_record, self._queue.forget)
             with self._state:

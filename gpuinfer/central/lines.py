@@ -27,6 +27,7 @@ PAUSE_S = 0.1  # without new clients while there are no descriptors
 SCARCE = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 MOST_STRANGERS = 256  # that have not yet
 LONGEST_WAIT_S = 3600.0  # at once: the system counts a wait in milliseconds, and refuses one of a month
+HELD_S = 0.01  # between two looks whether a client that has come back may be let in
 FINE_S = 2e-3  # below it a wait needs a finer clock than the selector's milliseconds
 
 Ready = Sequence[tuple[selectors.SelectorKey, int]]
@@ -35,7 +36,11 @@ Forget = Callable[[Caller], None]
 
 
 class ClientLines:
-    """One thread at a time waits and takes in; any thread may send."""
+    """One thread at a time waits and takes in; any thread may send.
+
+    A client that takes us for dead may come back with the same blocks on another line. It is let in once no batch
+    uses them any more for the line before: what that writes, or has the device write, is never over something else.
+    """
 
     def __init__(
         self,
@@ -49,6 +54,8 @@ class ClientLines:
         """`welcome` is the record that greets a client, and the descriptor that travels along; `pin` see `Caller`."""
         self.callers: dict[int, Caller] = {}
         self._strangers: set[Caller] = set()  # of the callers, those that have not said who they are
+        self._held: list[Caller] = []  # of the callers, those that have, and have another line that is not over
+        self._leaving: list[Caller] = []  # gone, with requests in a batch
         self._listener, self._token = listener, token
         self._most_clients = most_clients
         self._welcome, self._pin, self._bounds = welcome, pin, bounds
@@ -78,6 +85,8 @@ class ClientLines:
         """What is ready, as soon as anything is, at the latest after so many seconds."""
         if self._strangers:
             seconds = min(seconds, GREETING_S)
+        if self._held:
+            seconds = min(seconds, HELD_S)
         if LONGEST_WAIT_S < seconds < math.inf:
             seconds = LONGEST_WAIT_S
         if seconds < FINE_S:
@@ -99,6 +108,15 @@ class ClientLines:
                 self._drop(key.data, forget)
         for caller in self.overdue:
             self._drop(caller, forget)
+        for caller in tuple(self._held):
+            if not self._has_another_line(caller):
+                self._held.remove(caller)
+                self._greet(caller)
+
+    @property
+    def due(self) -> bool:
+        """Whether `take_in` may have something to do although nothing is ready."""
+        return bool(self._held or self.overdue)
 
     @property
     def overdue(self) -> list[Caller]:
@@ -142,6 +160,8 @@ class ClientLines:
             return True
         try:
             for record in caller.receive():
+                if caller in self._held:
+                    raise Garbled("a request before the greeting was answered")
                 if caller.welcome:
                     on_record(caller, record)
                 else:
@@ -167,16 +187,32 @@ class ClientLines:
                 f"the server has {self._most_clients} clients already. "
                 "Close some, or start it with a larger max_clients."
             )
+        if self._has_another_line(caller):
+            self._held.append(caller)
+        else:
+            self._greet(caller)
+
+    def _greet(self, caller: Caller) -> None:
         record, descriptor = self._welcome
         caller.send(record, (descriptor,))
+
+    def _has_another_line(self, caller: Caller) -> bool:
+        """Whether the same client has one whose end has not been read yet, or whose requests are in a batch."""
+        self._leaving = [one for one in self._leaving if one.serving]
+        others = [*self.callers.values(), *self._leaving]
+        return any(one is not caller and one.client == caller.client and one not in self._held for one in others)
 
     def _drop(self, caller: Caller, forget: Forget) -> None:
         with caller.sending:  # another thread may be about to watch for room on its line
             self._selector.unregister(caller.fileno())
         del self.callers[caller.number]
         self._strangers.discard(caller)
+        if caller in self._held:
+            self._held.remove(caller)
         forget(caller)
         caller.hang_up()
+        if caller.serving:
+            self._leaving.append(caller)
 
     # Sending
 

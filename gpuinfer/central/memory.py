@@ -171,24 +171,29 @@ class BlockForm:
 
 
 class Block:
-    """One block, mapped: `rows` as the model takes them [room, ...], `answers` float32 [room, ...] for each part."""
+    """One block, mapped: `rows` as the model takes them [room, ...], `answers` float32 [room, ...] for each part, and
+    `memory`, uint8, all of it.
+    """
 
-    __slots__ = ("_form", "answers", "number", "pin", "room", "rows")
+    __slots__ = ("_form", "answers", "memory", "number", "pin", "room", "rows")
 
     def __init__(self, number: int, room: int, memory: mmap.mmap, form: BlockForm) -> None:
         self.number, self.room = number, room
         self.pin: Any = None  # the server's registration of this memory with a device
         self._form = form
         offsets = form.offsets(room)
+        self.memory: NDArray[np.uint8] = np.frombuffer(memory, np.uint8)
         self.rows: NDArray[Any] = _array(memory, offsets[0], (room, *row_shape(form.spec)), row_dtype(form.spec))
         parts = zip(form.answer.shapes, offsets[1:], strict=False)
         self.answers = [_array(memory, offset, (room, *shape), np.dtype(np.float32)) for shape, offset in parts]
 
     def let_go(self) -> None:
-        """Use it no more: unmapped when the last array over its memory is collected, whoever still knows the block."""
+        """Use it no more: unmapped when the last array over its memory is collected, whoever still knows the block. No
+        batch in flight may read or write it.
+        """
         if self.pin is not None:
             self.pin.close()
-        del self.rows, self.answers
+        del self.rows, self.answers, self.memory
 
     def answer(self, rows: int, copied: bool) -> Any:
         """The answer to the first `rows` rows as the model gives it: a view of this memory, or a copy."""

@@ -35,10 +35,6 @@ class BlockRows:
     def __init__(self, caller: Caller, number: int, block: Block, rows: int) -> None:
         self.caller, self.number, self.block, self.rows = caller, number, block, rows
 
-    @property
-    def wanted(self) -> bool:
-        return not self.caller.gone
-
 
 class RowQueue:
     """The requests of all clients of one server, from the time they are taken in until they are settled."""

@@ -26,9 +26,6 @@ class Rows(Protocol):
     block: Block
     rows: int
 
-    @property
-    def wanted(self) -> bool: ...
-
 
 class Served(NamedTuple):
     """What came of one batch."""
@@ -43,7 +40,7 @@ class Answerer:
 
     def __init__(self, opened: Opened) -> None:
         self.pin = opened.pin
-        self._forward, self._layout = opened.forward, opened.answer
+        self._forward, self._write, self._layout = opened.forward, opened.write, opened.answer
 
     def answer(self, batch: Sequence[Rows]) -> Served:
         """Write each answer beside its rows.
@@ -52,9 +49,8 @@ class Answerer:
         alone.
         """
         try:
-            results = self._forward([ask.block.rows[: ask.rows] for ask in batch])
-            if len(batch) == 1 or not unlike(results[0], self._layout):  # one odd row makes the answers of all odd
-                return Served([self._keep(ask, result) for ask, result in zip(batch, results, strict=True)])
+            if (errors := self._errors(batch)) is not None:
+                return Served(errors)
         except BaseException as error:  # noqa: BLE001 (a model may raise anything, and even leave)
             if isinstance(error, BackendDied | DeviceLost):  # whatever comes next meets the same, or another device
                 return Served([error] * len(batch), whole=False)
@@ -62,13 +58,29 @@ class Answerer:
                 return Served([failure(error)], whole=False)
         return Served([self.answer([ask]).errors[0] for ask in batch], again=True, whole=False)
 
+    def _errors(self, batch: Sequence[Rows]) -> Sequence[GpuinferError | None] | None:
+        """Answer a batch: what is wrong with each answer. None when one odd row has made the answers of all odd.
+
+        A client that is gone is answered like the others: its memory stays where it is until the batch is over, and no
+        line of the same client has it before (`ClientLines`).
+        """
+        blocks = [ask.block.rows[: ask.rows] for ask in batch]
+        if self._write is not None:
+            sound = self._write(blocks, [[part[: ask.rows] for part in ask.block.answers] for ask in batch])
+            return [
+                None if fine else self._fault(ask, ask.block.answer(ask.rows, copied=False))
+                for ask, fine in zip(batch, sound, strict=True)
+            ]
+        results = self._forward(blocks)
+        if len(batch) > 1 and unlike(results[0], self._layout):
+            return None
+        return [self._keep(ask, result) for ask, result in zip(batch, results, strict=True)]
+
     def _keep(self, ask: Rows, result: Result) -> GpuinferError | None:
         """Copy one answer into its block, if it is one."""
         arrays = parts(result)
         if not is_plainly_sound(arrays, ask.rows, self._layout) and (error := self._fault(ask, result)) is not None:
             return error
-        if not ask.wanted:  # its memory may be with a new line of the same client, who took us for dead
-            return None
         for room, array in zip(ask.block.answers, arrays, strict=True):
             room[: ask.rows] = array
         return None

@@ -204,7 +204,7 @@ class TextDesk:
         self._loop.add_reader(self._lines.fileno(), self._turn)
         while True:
             await asyncio.sleep(LOOK_S)
-            if self._lines.overdue:
+            if self._lines.due:
                 self._turn()
 
     def _turn(self) -> None:

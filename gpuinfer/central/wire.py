@@ -21,7 +21,7 @@ from gpuinfer.errors import BackendError, BadPrompt
 from gpuinfer.generation import Generation, Part, Prompt
 from gpuinfer.text.frames import LARGEST_PROMPT, UNFIT, packed_answer, packed_prompt
 
-VERSION = 4
+VERSION = 5
 HEADER = struct.Struct("<BBHIIIId")  # in the order of Record's fields, then the bytes of the body and `left_s`
 LARGEST_BODY = 1 << 20  # bytes: checked before the memory is taken
 NOBODY = 0xFFFFFFFF  # as the client of a request: nobody says who asks
@@ -31,7 +31,7 @@ class Kind(enum.IntEnum):
     """What a record says."""
 
     # from a client
-    HELLO = 1  # body: token, version
+    HELLO = 1  # body: token, version, client: whose line it is, the same bytes each time that one comes back
     BLOCK = 2  # from now on this is block number `block`, room for `rows` rows; its descriptor travels along
     ASK = 3  # answer the first `rows` rows of `block`; body, if any: group
     CANCEL = 4  # nobody wants the answer to request `number` any more
@@ -62,6 +62,11 @@ class Record(NamedTuple):
         0.0  # to the deadline: times that two processes mean by the same clock reading would not be portable
     )
     body: Any = None
+
+
+def hello(token: bytes, client: bytes) -> Record:
+    """A client's greeting."""
+    return Record(Kind.HELLO, body={"token": token, "version": VERSION, "client": client})
 
 
 class Garbled(Exception):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -43,6 +43,7 @@ def open_on_devices(spec: ModelSpec, setup: Setup, tuning: ForwardTuning, roofli
         limits=joined([copy.opened.limits for copy in copies], copies),
         forward=several,
         device=several.device,
+        write=several.write if all(copy.opened.write is not None for copy in copies) else None,
     )
 
 
@@ -68,11 +69,11 @@ class Copy:
         self.label, self.device, self.opened = label, device, opened
         self.count = DeviceCount()
 
-    def answers_to(self, blocks: Sequence[Block]) -> list[Any]:
+    def run(self, blocks: Sequence[Block], compute: Callable[[Opened], Sequence[Any]]) -> Sequence[Any]:
         rows = 0
         self.count.begin()
         try:
-            answers = self.opened.forward(blocks)
+            answers = compute(self.opened)
             rows = sum(map(len, blocks))
             return answers
         finally:
@@ -92,10 +93,22 @@ class DataParallel:
         """Raises what the model raises; `DeviceLost` for a batch that has cost two devices, or one by its own fault;
         `BackendDied` when all are gone.
         """
+        return list(self._run(blocks, lambda opened: opened.forward(blocks)))
+
+    def write(self, blocks: Sequence[Block], targets: Sequence[Sequence[Block]]) -> Sequence[bool]:
+        """As `Opened.write`, of devices that all have it. Raises as `__call__` does."""
+
+        def compute(opened: Opened) -> Sequence[bool]:
+            assert opened.write is not None
+            return opened.write(blocks, targets)
+
+        return self._run(blocks, compute)
+
+    def _run(self, blocks: Sequence[Block], compute: Callable[[Opened], Sequence[Any]]) -> Sequence[Any]:
         copy = self._of_lane() or self._other()
         for last in (False, True):
             try:
-                return copy.answers_to(blocks)
+                return copy.run(blocks, compute)
             except Exception as error:
                 if not is_lost(error, copy.device):
                     raise

@@ -1,6 +1,7 @@
 """Runs a module on blocks of rows, on a CUDA device.
 
-Rows cross the bus as they arrived (one byte a feature, or one bit) from pinned memory and are cast over there.
+Rows cross the bus as they arrived (one byte a feature, or one bit) from pinned memory and are cast over there. Answers
+go where the caller wants them, and for each row the device says whether they hold NaN or +inf: the host reads none.
 Each slot has buffers and a stream of its own, so that with two slots one batch's copies overlap the other's kernels.
 Launching a small network's kernels one by one would cost more than running them: a CUDA graph launches all at once.
 
@@ -9,21 +10,26 @@ The few batch sizes that a CUDA graph is captured for: a batch is padded to the 
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import math
 import queue
 from bisect import bisect_left
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from gpuinfer.api import ModelSpec, enter_station
 from gpuinfer.models.capturing import captured, new_stream, release_cached_memory, wait_for_device
 from gpuinfer.models.layouts import BITS, called, row_dtype, row_shape
 from gpuinfer.models.memory import StepSize, first_line, is_out_of_memory
-from gpuinfer.models.pinned import sources
-from gpuinfer.models.staging import Block, Blocks, like, table_of, tensors_of, unpacked
+from gpuinfer.models.pinned import WORTH_A_COPY, deliver, sources, unstage
+from gpuinfer.models.staging import Block, Blocks, like, sound_rows, table_of, tensors_of, unpacked
 
 SMALLEST = 16
 HALF_STEPS_FROM = 1024  # from here on padding costs more than a further graph: sizes grow by 1.5 and 1.33 in turn
@@ -62,9 +68,19 @@ class Slot:
         shape, dtype = (rows, *row_shape(spec)), getattr(torch, row_dtype(spec).name)
         self.staging = torch.empty(shape, dtype=dtype, pin_memory=True)
         self.inputs = torch.zeros(shape, dtype=dtype, device=device)
+        self.sound = torch.empty(rows, dtype=torch.bool, pin_memory=True)
+        self._answers: dict[int, Tensor] = {}
         # Its graphs never run at the same time, so that they may share their working memory.
         self.pool = torch.cuda.graph_pool_handle()
         self.graphs: dict[int, tuple[torch.cuda.CUDAGraph, Any]] = {}
+
+    def room(self, part: int, shape: Sequence[int], rows: int) -> Tensor:
+        """Pinned float32 [rows or more, *shape], where that part of the answers waits to be copied further."""
+        held = self._answers.get(part)
+        if held is None or len(held) < rows:
+            most = 1 << (rows - 1).bit_length()
+            held = self._answers[part] = torch.empty((most, *shape), dtype=torch.float32, pin_memory=True)
+        return held
 
 
 class CudaForward:
@@ -92,7 +108,7 @@ class CudaForward:
             self._table = table_of(dtype, device) if spec.input_dtype == BITS else None
             slot_list = [Slot(chunk_rows, spec, device) for _ in range(slots)]
             wait_for_device(device)  # weights and buffers were made on the default stream
-            self._shaped_like = self._warm_up(slot_list)
+            self._shaped_like, _ = self._warm_up(slot_list)
             release_cached_memory()  # the graphs have memory of their own; that of the first runs is free again
         self._free: queue.SimpleQueue[Slot] = queue.SimpleQueue()
         for slot in slot_list:
@@ -100,25 +116,43 @@ class CudaForward:
 
     def __call__(self, blocks: Sequence[Block]) -> list[Any]:
         """The same promise as `CpuForward.__call__`."""
+        run = Blocks(blocks)
+        room = room_for(self._shaped_like, run.rows)
+        self._answer(run, [Blocks([tensor.numpy()]) for tensor in tensors_of(room)])
+        return run.split(room)
+
+    def write(self, blocks: Sequence[Block], targets: Sequence[Sequence[Block]]) -> list[bool]:
+        """Answer each block in its own float32 arrays [rows, ...], one for each part of an answer. Returns for each
+        block whether its answers are free of NaN and +inf.
+
+        Where an array lies in memory that is pinned, see `Opened.pin`, the device writes it: until this returns or
+        raises, and not afterwards. Raises as `__call__` does; then nobody knows what the arrays hold.
+        """
+        run = Blocks(blocks)
+        sound = np.empty(run.rows, np.bool_)
+        self._answer(run, [Blocks(part) for part in zip(*targets, strict=True)], sound)
+        if sound.all():
+            return [True] * len(blocks)
+        return [bool(sound[start : start + len(block)].all()) for start, block in zip(run.starts, blocks, strict=False)]
+
+    def _answer(self, run: Blocks, targets: Sequence[Blocks], sound: NDArray[np.bool_] | None = None) -> None:
+        """Fill `targets`, as many rows as `run` has for each part of an answer, and `sound`, see `sound_rows`."""
         slot = self._free.get()
         try:
             with torch.inference_mode(), torch.cuda.device(self.device):
                 enter_station("transfer")
-                run = Blocks(blocks)
-                room = room_for(self._shaped_like, run.rows)
-                self._fill(slot, run, room)
-                return run.split(room)
+                self._fill(slot, run, targets, sound)
         finally:
             self._free.put(slot)
 
-    def _fill(self, slot: Slot, run: Blocks, room: Any) -> None:
+    def _fill(self, slot: Slot, run: Blocks, targets: Sequence[Blocks], sound: NDArray[np.bool_] | None) -> None:
         done = 0
         while done < run.rows:
             chunk = self.step.rows
             rows = min(chunk, run.rows - done)
             shape = chunk if self.fixed_shape else rows
             with self.step.under_way(shape):
-                failure = self._attempt(slot, run, done, rows, chunk, room)
+                failure = self._attempt(slot, run, done, rows, chunk, targets, sound)
             if failure is not None:
                 release_cached_memory()
                 self.step.make_room(shape, failure)
@@ -126,48 +160,75 @@ class CudaForward:
             self.step.made(shape)
             done += rows
 
-    def _attempt(self, slot: Slot, run: Blocks, start: int, rows: int, chunk: int, room: Any) -> BaseException | None:
-        """Answer the rows from `start` on in `room`, or say why memory did not suffice."""
+    def _attempt(
+        self,
+        slot: Slot,
+        run: Blocks,
+        start: int,
+        rows: int,
+        chunk: int,
+        targets: Sequence[Blocks],
+        sound: NDArray[np.bool_] | None,
+    ) -> BaseException | None:
+        """Answer the rows from `start` on, or say why memory did not suffice.
+
+        However it ends, the device is done with the rows, the targets and the slot.
+        """
+        stop = start + rows
         try:
-            parts = list(sources(run.pieces(start, start + rows), slot.staging))
+            parts = list(sources(run.pieces(start, stop), slot.staging))
             enter_station("forward")
             with torch.cuda.stream(slot.stream):
                 for at, part in parts:
                     slot.inputs[at : at + len(part)].copy_(part, non_blocking=True)
-                self._launch(slot, rows, self._buckets(chunk), room, start)
+                answers, is_sound = self._launch(slot, rows, self._buckets(chunk))
+                staged = []
+                for number, (part, target) in enumerate(zip(tensors_of(answers), targets, strict=True)):
+                    room = partial(slot.room, number, part.shape[1:])
+                    staged += deliver(part[:rows], target.pieces(start, stop), room)
+                if sound is not None:
+                    slot.sound[:rows].copy_(is_sound[:rows], non_blocking=True)
                 slot.done.record(slot.stream)
             slot.done.synchronize()
             enter_station("transfer")
-        except RuntimeError as error:
-            if not is_out_of_memory(error):
+        except BaseException as error:
+            with contextlib.suppress(RuntimeError):  # a device that is lost has said so before
+                slot.stream.synchronize()
+            if not (isinstance(error, RuntimeError) and is_out_of_memory(error)):
                 raise
-            slot.stream.synchronize()  # nothing may still read the buffers
             return error.with_traceback(None)
+        unstage(staged)
+        if sound is not None:
+            np.copyto(sound[start:stop], slot.sound[:rows].numpy())
         return None
 
-    def _launch(self, slot: Slot, rows: int, buckets: Sequence[int], room: Any, start: int) -> None:
-        """Queue everything for the first `rows` rows of the slot's inputs on the current stream: forward, copy out."""
+    def _launch(self, slot: Slot, rows: int, buckets: Sequence[int]) -> tuple[Any, Tensor]:
+        """Queue the forward of the first `rows` rows of the slot's inputs on the current stream. Returns what
+        `_forward` does, of as many rows or more.
+        """
         padded = bucket_for(rows, buckets)
         if padded > rows:
             slot.inputs[rows:padded].zero_()
         if padded in slot.graphs:
-            graph, answers = slot.graphs[padded]
+            graph, found = slot.graphs[padded]
             graph.replay()
-        else:
-            answers = self._forward(slot.inputs[:padded])
-        store(answers, room, start, rows)
+            return found  # type: ignore[no-any-return]
+        return self._forward(slot.inputs[:padded])
 
-    def _forward(self, inputs: Tensor) -> Any:
-        """Cast, run, cast back: contiguous float32 on the device, so that the copy out is plain."""
+    def _forward(self, inputs: Tensor) -> tuple[Any, Tensor]:
+        """Cast, run, cast back: contiguous float32 on the device, so that the copy out is plain; and `sound_rows`."""
         features = inputs.to(self.dtype) if self._table is None else unpacked(inputs, self.spec.inputs, self._table)
         answers = self.module(features)
-        return like(answers, [tensor.float().contiguous() for tensor in tensors_of(answers)])
+        parts = [tensor.float().contiguous() for tensor in tensors_of(answers)]
+        return like(answers, parts), sound_rows(parts, len(inputs))
 
     def _buckets(self, chunk: int) -> list[int]:
         return [chunk] if self.fixed_shape else buckets_up_to(chunk)
 
     def _warm_up(self, slots: Sequence[Slot]) -> Any:
-        """Run each bucket once in each slot and capture its graph, before any traffic; answers of the least bucket."""
+        """Run each bucket once in each slot and capture its graph, before any traffic. Returns what `_forward` does, of
+        the least bucket.
+        """
         while True:
             chunk = self.step.rows
             try:
@@ -218,12 +279,14 @@ class CudaForward:
 
 
 def room_for(answers: Any, rows: int) -> Any:
-    """Uninitialised pinned float32 tensors for `rows` rows of answers shaped like `answers`."""
-    shapes = [(rows, *tensor.shape[1:]) for tensor in tensors_of(answers)]
-    return like(answers, [torch.empty(shape, dtype=torch.float32, pin_memory=True) for shape in shapes])
+    """Uninitialised float32 tensors for `rows` rows of answers shaped like `answers`, that are the caller's to keep.
 
-
-def store(answers: Any, room: Any, start: int, rows: int) -> None:
-    """Queue the copy of the first `rows` rows of `answers` to place `start` of `room`."""
-    for source, target in zip(tensors_of(answers), tensors_of(room), strict=True):
-        target[start : start + rows].copy_(source[:rows], non_blocking=True)
+    Only those that the device writes by itself are pinned: torch keeps such memory and hands it out again, which still
+    costs more than to copy a few rows once more.
+    """
+    made = []
+    for tensor in tensors_of(answers):
+        shape = (rows, *tensor.shape[1:])
+        pinned = 4 * math.prod(shape) >= WORTH_A_COPY
+        made.append(torch.empty(shape, dtype=torch.float32, pin_memory=pinned))
+    return like(answers, made)

@@ -51,6 +51,10 @@ class ForwardTuning(Protocol):
     def graphs(self) -> bool: ...
 
 
+Write = Callable[[Sequence[Block], Sequence[Sequence[Block]]], Sequence[bool]]
+"""See `CudaForward.write`."""
+
+
 @dataclass(frozen=True)
 class Opened:
     """A model at work. As many threads as `limits.in_flight` may call `forward` at once."""
@@ -60,9 +64,10 @@ class Opened:
     forward: Callable[[Sequence[Block]], list[Any]]
     answer: AnswerLayout  # what `forward` answers to each block
     device: Callable[[], Mapping[str, Any]]
-    pin: Callable[[NDArray[Any]], Registration]  # memory that blocks will lie in, so that the device fetches them there
+    pin: Callable[[NDArray[Any]], Registration]  # memory of blocks and answers, so that the device itself uses it
     close: Callable[[], None] = lambda: None  # ends threads of its own, within seconds, and fails what they are at
     waits_for: Callable[[], str] = lambda: ""  # as `Backend.waits_for`
+    write: Write | None = None  # as `forward`, where the device itself writes answers and finds faults in them
 
 
 def open_model(spec: ModelSpec, setup: Setup, tuning: ForwardTuning, roofline: Roofline | None = None) -> Opened:
@@ -82,7 +87,7 @@ def open_model(spec: ModelSpec, setup: Setup, tuning: ForwardTuning, roofline: R
     answer = probe(module, spec, device=device, dtype=compute)
     if tuning.compile:
         module = compiled(module, spec, device, compute)
-    forward: Callable[[Sequence[Block]], list[Any]]
+    forward: CpuForward | CudaForward
     if device.type == "cuda":
         forward = cuda_forward(module, spec, device, compute, limits, setup, tuning)
     else:
@@ -99,6 +104,7 @@ def open_model(spec: ModelSpec, setup: Setup, tuning: ForwardTuning, roofline: R
         answer,
         lambda: {**gauge.read(), "computes_in": computed, "threads": threads, "in_force": in_force},
         partial(register, device=device),
+        write=forward.write if isinstance(forward, CudaForward) else None,
     )
 
 

@@ -1,7 +1,7 @@
-"""Memory that others have made, such as shared blocks, pinned so that a CUDA device copies from it by itself.
+"""Memory that others have made, such as shared blocks, pinned so that a CUDA device reads and writes it by itself.
 
-Which rows a device may fetch from where they lie, and which go by way of the staging buffer; small arrays that are
-pinned for their one copy.
+Which rows a device may fetch from where they lie, which answers it may write to their place, and which of both go by
+way of a staging buffer; small arrays that are pinned for their one copy.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ PORTABLE = 1  # cudaHostRegisterPortable, of CUDA's driver_types.h: pinned for e
 
 
 class Registration:
-    """Holds on to an array for as long as the device may read it."""
+    """Holds on to an array for as long as the device may read and write it."""
 
     def __init__(self, array: NDArray[Any] | None = None) -> None:
         self._array = array
@@ -35,7 +35,7 @@ class Registration:
         return self._array is not None
 
     def close(self) -> None:
-        """Unpin, while the memory is still mapped and no batch in flight reads it. A second time: nothing."""
+        """Unpin, while the memory is still mapped and no batch in flight uses it. A second time: nothing."""
         array, self._array = self._array, None
         if array is not None:
             failure = call("cudaHostUnregister", array.ctypes.data)
@@ -45,7 +45,7 @@ class Registration:
 def register(array: NDArray[Any], device: torch.device) -> Registration:
     """Pin the memory of a contiguous array for a CUDA device; nothing is done for a CPU.
 
-    Where the system refuses, a warning says so, and rows take the longer way by a staging buffer.
+    Where the system refuses, a warning says so, and rows and answers take the longer way by a staging buffer.
     """
     if device.type != "cuda" or not array.nbytes:
         return Registration()
@@ -54,8 +54,8 @@ def register(array: NDArray[Any], device: torch.device) -> Registration:
     if not failure:
         return Registration(array)
     logger.warning(
-        "CUDA cannot pin %d MiB of shared memory (error %d): rows are copied once more on their way to the device. "
-        "Raise the limit of locked memory (`ulimit -l`).",
+        "CUDA cannot pin %d MiB of shared memory (error %d): rows and answers are copied once more on their way to the "
+        "device and back. Raise the limit of locked memory (`ulimit -l`).",
         array.nbytes >> 20,
         failure,
     )
@@ -76,11 +76,11 @@ def forget() -> None:
         torch.zeros(1, device="cuda")
 
 
-WORTH_A_COPY = 64 << 10  # bytes; queueing one more copy to the device takes as long as staging about so many
+WORTH_A_COPY = 64 << 10  # bytes; queueing one more copy takes as long as staging about so many, in either direction
 
 
 def lies_pinned(piece: Block) -> bool:
-    """Whether `piece` lies in memory that the device reads by itself, and is large enough for a copy of its own."""
+    """Whether `piece` lies in memory that the device uses by itself, and is large enough for a copy of its own."""
     return piece.nbytes >= WORTH_A_COPY and as_tensor(piece).is_pinned()
 
 
@@ -104,6 +104,45 @@ def staged(pieces: Sequence[Block], room: Tensor) -> Tensor:
         return part.copy_(as_tensor(pieces[0]))  # with all of torch's threads
     np.concatenate(pieces, out=part.numpy())
     return part
+
+
+def deliver(
+    answers: Tensor,
+    targets: Sequence[Block],
+    room: Callable[[int], Tensor],
+    pinned: Callable[[Block], bool] = lies_pinned,
+) -> list[tuple[Sequence[Block], Block]]:
+    """Queue the copies of `answers`, rows on a device, to `targets`, which have as many together: straight to those
+    that are pinned, and for the others to `room(rows)`, staging memory that is.
+
+    Returns what `unstage` is to copy to the others once the device is done.
+    """
+    runs = [(straight, list(group)) for straight, group in groupby(targets, pinned)]
+    count = sum(sum(map(len, run)) for straight, run in runs if not straight)
+    staging = room(count) if count else answers
+    later: list[tuple[Sequence[Block], Block]] = []
+    at = used = 0
+    for straight, run in runs:
+        rows = sum(map(len, run))
+        if straight:
+            for target in run:
+                as_tensor(target).copy_(answers[at : at + len(target)], non_blocking=True)
+                at += len(target)
+            continue
+        part = staging[used : used + rows]
+        part.copy_(answers[at : at + rows], non_blocking=True)
+        later.append((run, part.numpy()))
+        at, used = at + rows, used + rows
+    return later
+
+
+def unstage(later: Sequence[tuple[Sequence[Block], Block]]) -> None:
+    """Copy each array to the targets that have as many rows together."""
+    for targets, rows in later:
+        at = 0
+        for target in targets:
+            np.copyto(target, rows[at : at + len(target)])
+            at += len(target)
 
 
 def queued(array: NDArray[Any], device: torch.device) -> Tensor:

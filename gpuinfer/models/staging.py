@@ -7,6 +7,7 @@ Rows that arrive as bits, eight features in a byte, unpacked to zeros and ones o
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
@@ -100,6 +101,19 @@ def as_tensor(block: Block) -> Tensor:
     """A view where torch can have one: it wants neither read-only arrays nor negative strides."""
     usable = block.flags.c_contiguous and block.flags.writeable
     return torch.from_numpy(block if usable else np.array(block, order="C"))
+
+
+def sound_rows(parts: Sequence[Tensor], rows: int) -> Tensor:
+    """For each row whether its answers hold neither NaN nor +inf, bool [rows], computed where `parts` are: what
+    `answering.find_fault` looks for. -inf is allowed.
+    """
+    most: Tensor | None = None
+    for part in parts:
+        values = part.reshape(len(part), -1) if part.numel() else part.new_zeros(rows, 1)
+        largest = values.squeeze(1) if values.shape[1] == 1 else values.amax(1)  # a NaN wins
+        most = largest if most is None else torch.maximum(most, largest)
+    assert most is not None
+    return most < math.inf
 
 
 def taken(answers: Any, rows: int, inputs: Tensor) -> Any:

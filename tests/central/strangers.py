@@ -10,21 +10,26 @@ import numpy as np
 
 from gpuinfer.central import memory
 from gpuinfer.central.memory import Block, BlockForm
-from gpuinfer.central.wire import HEADER, VERSION, Kind, Record, Unpacker, pack
+from gpuinfer.central.wire import HEADER, Kind, Record, Unpacker, hello, pack
 
 
 class Stranger:
     """One line to a server. Every wait has an end."""
 
-    def __init__(self, server: Any, greet: bool = True, seconds: float = 60.0) -> None:
+    def __init__(self, server: Any, greet: bool = True, seconds: float = 60.0, client: bytes = b"") -> None:
         self.address = server.address
         self.line = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self.line.settimeout(seconds)
         self.line.connect(self.address.path)
         self.unpacker, self.records, self.blocks = Unpacker(), [], {}
+        if greet or client:
+            self.send(hello(self.address.token, client or os.urandom(16)))
         if greet:
-            self.send(Record(Kind.HELLO, body={"token": self.address.token, "version": VERSION}))
-            self.form = BlockForm.from_wire(self.next().body["form"])
+            self.welcomed()
+
+    def welcomed(self) -> None:
+        """Wait until the server has let it in."""
+        self.form = BlockForm.from_wire(self.next().body["form"])
 
     def __enter__(self) -> Stranger:
         return self

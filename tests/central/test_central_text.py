@@ -20,7 +20,7 @@ from texts import SLOTS, asking, long, serving_text, short
 from gpuinfer.api import ModelSpec, Priority
 from gpuinfer.central.child import Texts
 from gpuinfer.central.server import CentralServer
-from gpuinfer.central.wire import HEADER, LARGEST_BEGUN, VERSION, Kind, Record, Unpacker, pack
+from gpuinfer.central.wire import HEADER, LARGEST_BEGUN, Kind, Record, Unpacker, hello, pack
 from gpuinfer.errors import (
     BackendDied,
     BackendError,
@@ -157,7 +157,7 @@ async def test_a_prompt_that_waits_over_there_past_its_deadline_expires(server):
 
 def greeted(server):
     stranger = Stranger(server, greet=False)
-    stranger.send(Record(Kind.HELLO, body={"token": server.address.token, "version": VERSION}))
+    stranger.send(hello(server.address.token, b"a stranger"))
     assert stranger.next().body == {"max_rows": SLOTS, "slots": SLOTS}
     return stranger
 

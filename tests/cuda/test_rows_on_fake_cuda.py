@@ -12,7 +12,7 @@ from torch import nn
 
 from gpuinfer.api import ModelSpec, Setup
 from gpuinfer.errors import BackendError
-from gpuinfer.models import bare, pinned
+from gpuinfer.models import bare, forward_cuda, pinned
 from gpuinfer.models.forward_cuda import CudaForward, buckets_up_to
 from gpuinfer.models.layouts import BITS, row_dtype, row_shape
 from gpuinfer.models.open_model import open_model
@@ -116,6 +116,47 @@ def test_rows_in_pinned_blocks_go_straight_to_the_device(cuda, monkeypatch):
         one.forward([rows])
     held.close()
     assert cuda.registered == []
+
+
+def places_for(rows):
+    return [np.zeros((rows, *shape), np.float32) for shape in ((ACTIONS,), (SEATS,))]
+
+
+def test_answers_to_large_pinned_blocks_are_written_there_and_all_others_staged_together(cuda, monkeypatch):
+    one = opened(spec_of(), chunk_rows=4096)
+    sizes = (3000, 5, 7)
+    places = [places_for(rows) for rows in sizes]
+    held = [one.pin(part) for parts in places for part in parts]
+    staged, unstage = [], pinned.unstage
+    monkeypatch.setattr(forward_cuda, "unstage", lambda later: staged.extend(later) or unstage(later))
+    monkeypatch.setattr(forward_cuda, "room_for", lambda *given: pytest.fail("takes pinned memory for each batch"))
+    for _ in range(2):
+        with cuda.waiting_only_in(ANSWERED):
+            sound = one.write([block(spec_of(), rows) for rows in sizes], places)
+        assert cuda.waits[ANSWERED] == cuda.replayed
+    assert sound == [False] * 3  # what the device says is made up: nothing is true
+    assert all((part == cuda.read).all() for parts in places for part in parts)
+    policies, values = 5 + 7, sum(sizes)  # the values of 3,000 rows are too few bytes for a copy of their own
+    assert [sum(map(len, targets)) for targets, _ in staged] == [policies, values] * 2
+    for registration in held:
+        registration.close()
+    assert cuda.registered == []
+
+
+def test_answers_to_blocks_that_are_not_pinned_are_staged(cuda):
+    one = opened(spec_of(), chunk_rows=4096)
+    places = places_for(3000)
+    with cuda.waiting_only_in(ANSWERED):
+        one.write([block(spec_of(), 3000)], [places])
+    assert all((part == cuda.read).all() for part in places)
+
+
+def test_a_batch_that_fails_is_over_on_the_device_before_it_is_told(cuda, monkeypatch):
+    one = opened(spec_of())
+    monkeypatch.setattr(CudaForward, "_launch", lambda *given: [].pop())
+    with cuda.waiting_only_in(ANSWERED), pytest.raises(IndexError):
+        one.write([block(spec_of(), 3)], [places_for(3)])
+    assert cuda.waits[ANSWERED] == 1
 
 
 @pytest.mark.parametrize("network", ["blobnet", "blobnet-small"])

@@ -72,7 +72,7 @@ def rows(monkeypatch):
 
     def launched(forward, *given):
         Cuda.running.both.wait()
-        launch(forward, *given)
+        return launch(forward, *given)
 
     monkeypatch.setattr(CudaForward, "_launch", launched)
     forward = forward_of_rows()
@@ -87,7 +87,7 @@ def rows_without_memory(monkeypatch):
     def launched(forward, slot, rows, *given):
         if rows > 20:
             raise torch.OutOfMemoryError("CUDA out of memory.")
-        launch(forward, slot, rows, *given)
+        return launch(forward, slot, rows, *given)
 
     monkeypatch.setattr(CudaForward, "_launch", launched)
     forward(blocks_of("bytes", [40])[0])
