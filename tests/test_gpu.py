@@ -115,6 +115,46 @@ def test_blocks_in_pinned_memory_are_fetched_from_there():
     assert not lies_pinned(memory[:3000])
 
 
+class Marks(nn.Module):
+    """Answers NaN, +inf or -inf to rows whose first feature is 1, 2 or 3."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("values", torch.tensor([0.0, torch.nan, torch.inf, -torch.inf], device=CUDA))
+
+    def forward(self, x):
+        return x.cumsum(1), self.values[x[:, 0].long()]
+
+
+@pytest.mark.parametrize("graphs", [pytest.param(True, id="graphs"), pytest.param(False, id="eager")])
+def test_answers_are_written_into_pinned_memory_and_faults_found_on_the_device(graphs):
+    forward, sizes = on_cuda(Marks(), chunk_rows=4096, graphs=graphs), (3000, 5, 2500, 300, 1, 7)
+    blocks = [positions(rows, seed) for seed, rows in enumerate(sizes)]
+    for block, mark in zip(blocks, (0, 1, 2, 3, 0, 0), strict=True):
+        block[:, 0] = 0
+        block[-1, 0] = mark
+    memory, at, targets = np.full(sum(sizes) * (FEATURES + 3), 7.0, np.float32), 0, []
+    for rows in sizes:  # with as many numbers between two of them as there are rows
+        targets.append(
+            [memory[at : at + rows * FEATURES].reshape(rows, FEATURES), memory[at + rows * FEATURES :][:rows]]
+        )
+        at += rows * (FEATURES + 3)
+    registration = register(memory, CUDA)
+    assert registration.pinned
+    assert lies_pinned(targets[0][0])
+    try:
+        for _ in range(3):
+            assert forward.write(blocks, targets) == [True, False, False, True, True, True]
+    finally:
+        registration.close()
+    at = 0
+    for rows, parts, answers in zip(sizes, targets, forward(blocks), strict=True):
+        for part, answer in zip(parts, answers, strict=True):
+            np.testing.assert_array_equal(part, answer)
+        assert (memory[at + rows * (FEATURES + 1) : at + rows * (FEATURES + 3)] == 7.0).all()
+        at += rows * (FEATURES + 3)
+
+
 def test_memory_that_cannot_be_pinned_does_no_harm(caplog):
     memory = positions(6000)
     first = register(memory, CUDA)

@@ -17,7 +17,7 @@ import queue
 from bisect import bisect_left
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -59,6 +59,17 @@ logger = logging.getLogger("gpuinfer")
 DETERMINISTIC_CHUNK_ROWS = 2048
 
 
+Found = tuple[Any, Tensor]
+"""A module's answers, float32 on the device, and for each row whether they are sound, see `sound_rows`."""
+
+
+class Targets(NamedTuple):
+    """Where the answers to a run of rows go."""
+
+    parts: Sequence[Blocks]  # for each part of an answer float32 arrays, which have as many rows together
+    sound: NDArray[np.bool_] | None = None  # for each row: whether its answers hold neither NaN nor +inf
+
+
 class Slot:
     """What one batch in flight needs for itself. One thread at a time uses it."""
 
@@ -72,7 +83,7 @@ class Slot:
         self._answers: dict[int, Tensor] = {}
         # Its graphs never run at the same time, so that they may share their working memory.
         self.pool = torch.cuda.graph_pool_handle()
-        self.graphs: dict[int, tuple[torch.cuda.CUDAGraph, Any]] = {}
+        self.graphs: dict[int, tuple[torch.cuda.CUDAGraph, Found]] = {}
 
     def room(self, part: int, shape: Sequence[int], rows: int) -> Tensor:
         """Pinned float32 [rows or more, *shape], where that part of the answers waits to be copied further."""
@@ -118,7 +129,7 @@ class CudaForward:
         """The same promise as `CpuForward.__call__`."""
         run = Blocks(blocks)
         room = room_for(self._shaped_like, run.rows)
-        self._answer(run, [Blocks([tensor.numpy()]) for tensor in tensors_of(room)])
+        self._answer(run, Targets([Blocks([tensor.numpy()]) for tensor in tensors_of(room)]))
         return run.split(room)
 
     def write(self, blocks: Sequence[Block], targets: Sequence[Sequence[Block]]) -> list[bool]:
@@ -130,29 +141,28 @@ class CudaForward:
         """
         run = Blocks(blocks)
         sound = np.empty(run.rows, np.bool_)
-        self._answer(run, [Blocks(part) for part in zip(*targets, strict=True)], sound)
+        self._answer(run, Targets([Blocks(part) for part in zip(*targets, strict=True)], sound))
         if sound.all():
             return [True] * len(blocks)
         return [bool(sound[start : start + len(block)].all()) for start, block in zip(run.starts, blocks, strict=False)]
 
-    def _answer(self, run: Blocks, targets: Sequence[Blocks], sound: NDArray[np.bool_] | None = None) -> None:
-        """Fill `targets`, as many rows as `run` has for each part of an answer, and `sound`, see `sound_rows`."""
+    def _answer(self, run: Blocks, targets: Targets) -> None:
         slot = self._free.get()
         try:
             with torch.inference_mode(), torch.cuda.device(self.device):
                 enter_station("transfer")
-                self._fill(slot, run, targets, sound)
+                self._fill(slot, run, targets)
         finally:
             self._free.put(slot)
 
-    def _fill(self, slot: Slot, run: Blocks, targets: Sequence[Blocks], sound: NDArray[np.bool_] | None) -> None:
+    def _fill(self, slot: Slot, run: Blocks, targets: Targets) -> None:
         done = 0
         while done < run.rows:
             chunk = self.step.rows
             rows = min(chunk, run.rows - done)
             shape = chunk if self.fixed_shape else rows
             with self.step.under_way(shape):
-                failure = self._attempt(slot, run, done, rows, chunk, targets, sound)
+                failure = self._attempt(slot, run, done, rows, chunk, targets)
             if failure is not None:
                 release_cached_memory()
                 self.step.make_room(shape, failure)
@@ -161,14 +171,7 @@ class CudaForward:
             done += rows
 
     def _attempt(
-        self,
-        slot: Slot,
-        run: Blocks,
-        start: int,
-        rows: int,
-        chunk: int,
-        targets: Sequence[Blocks],
-        sound: NDArray[np.bool_] | None,
+        self, slot: Slot, run: Blocks, start: int, rows: int, chunk: int, targets: Targets
     ) -> BaseException | None:
         """Answer the rows from `start` on, or say why memory did not suffice.
 
@@ -181,13 +184,13 @@ class CudaForward:
             with torch.cuda.stream(slot.stream):
                 for at, part in parts:
                     slot.inputs[at : at + len(part)].copy_(part, non_blocking=True)
-                answers, is_sound = self._launch(slot, rows, self._buckets(chunk))
+                answers, sound = self._launch(slot, rows, self._buckets(chunk))
                 staged = []
-                for number, (part, target) in enumerate(zip(tensors_of(answers), targets, strict=True)):
+                for number, (part, target) in enumerate(zip(tensors_of(answers), targets.parts, strict=True)):
                     room = partial(slot.room, number, part.shape[1:])
                     staged += deliver(part[:rows], target.pieces(start, stop), room)
-                if sound is not None:
-                    slot.sound[:rows].copy_(is_sound[:rows], non_blocking=True)
+                if targets.sound is not None:
+                    slot.sound[:rows].copy_(sound[:rows], non_blocking=True)
                 slot.done.record(slot.stream)
             slot.done.synchronize()
             enter_station("transfer")
@@ -198,13 +201,13 @@ class CudaForward:
                 raise
             return error.with_traceback(None)
         unstage(staged)
-        if sound is not None:
-            np.copyto(sound[start:stop], slot.sound[:rows].numpy())
+        if targets.sound is not None:
+            np.copyto(targets.sound[start:stop], slot.sound[:rows].numpy())
         return None
 
-    def _launch(self, slot: Slot, rows: int, buckets: Sequence[int]) -> tuple[Any, Tensor]:
-        """Queue the forward of the first `rows` rows of the slot's inputs on the current stream. Returns what
-        `_forward` does, of as many rows or more.
+    def _launch(self, slot: Slot, rows: int, buckets: Sequence[int]) -> Found:
+        """Queue the forward of the first `rows` rows of the slot's inputs on the current stream; what it finds may be
+        of more rows.
         """
         padded = bucket_for(rows, buckets)
         if padded > rows:
@@ -212,11 +215,11 @@ class CudaForward:
         if padded in slot.graphs:
             graph, found = slot.graphs[padded]
             graph.replay()
-            return found  # type: ignore[no-any-return]
+            return found
         return self._forward(slot.inputs[:padded])
 
-    def _forward(self, inputs: Tensor) -> tuple[Any, Tensor]:
-        """Cast, run, cast back: contiguous float32 on the device, so that the copy out is plain; and `sound_rows`."""
+    def _forward(self, inputs: Tensor) -> Found:
+        """Cast, run, cast back to contiguous float32, so that the copy out is plain, and look for faults."""
         features = inputs.to(self.dtype) if self._table is None else unpacked(inputs, self.spec.inputs, self._table)
         answers = self.module(features)
         parts = [tensor.float().contiguous() for tensor in tensors_of(answers)]
@@ -225,46 +228,44 @@ class CudaForward:
     def _buckets(self, chunk: int) -> list[int]:
         return [chunk] if self.fixed_shape else buckets_up_to(chunk)
 
-    def _warm_up(self, slots: Sequence[Slot]) -> Any:
-        """Run each bucket once in each slot and capture its graph, before any traffic. Returns what `_forward` does, of
-        the least bucket.
-        """
+    def _warm_up(self, slots: Sequence[Slot]) -> Found:
+        """Run each bucket once in each slot and capture its graph, before any traffic; what the least bucket finds."""
         while True:
             chunk = self.step.rows
             try:
-                answers = self._warm_up_to(chunk, slots)
+                found = self._warm_up_to(chunk, slots)
             except RuntimeError as error:
                 if not is_out_of_memory(error):
                     raise
                 failure = error.with_traceback(None)
             else:
                 self.step.made(chunk)
-                return answers
+                return found
             for slot in slots:
                 slot.graphs.clear()
             release_cached_memory()
             self.step.make_room(chunk, failure)
 
-    def _warm_up_to(self, chunk: int, slots: Sequence[Slot]) -> Any:
-        answers: Any = None
+    def _warm_up_to(self, chunk: int, slots: Sequence[Slot]) -> Found:
+        found: Any = None
         for bucket in reversed(self._buckets(chunk)):  # largest first: the others then find their memory in the pool
             for slot in slots:
-                answers = self._ready(slot, bucket)
-        return answers
+                found = self._ready(slot, bucket)
+        return found  # type: ignore[no-any-return]
 
-    def _ready(self, slot: Slot, bucket: int) -> Any:
+    def _ready(self, slot: Slot, bucket: int) -> Found:
         with torch.cuda.stream(slot.stream):
-            answers = self._forward(slot.inputs[:bucket])
+            found = self._forward(slot.inputs[:bucket])
         slot.stream.synchronize()
         if self.graphs:
             release_cached_memory()  # of this run: the graph has memory of its own, and both together are twice as much
             self._capture(slot, bucket)
-        return answers
+        return found
 
     def _capture(self, slot: Slot, bucket: int) -> None:
         try:
             with captured(slot.stream, slot.pool) as graph:
-                answers = self._forward(slot.inputs[:bucket])
+                found = self._forward(slot.inputs[:bucket])
         except RuntimeError as error:
             if is_out_of_memory(error):
                 raise
@@ -275,7 +276,7 @@ class CudaForward:
                 first_line(error),
             )
             return
-        slot.graphs[bucket] = graph, answers
+        slot.graphs[bucket] = graph, found
 
 
 def room_for(answers: Any, rows: int) -> Any:
