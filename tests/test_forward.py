@@ -11,6 +11,7 @@ from counts import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from gpuinfer import api
 from gpuinfer.api import ModelSpec
@@ -21,7 +22,7 @@ from gpuinfer.models.forward import CpuForward
 from gpuinfer.models.forward_cuda import bucket_for, buckets_up_to
 from gpuinfer.models.load import build
 from gpuinfer.models.memory import is_out_of_memory
-from gpuinfer.models.pinned import WORTH_A_COPY, lies_pinned, sources
+from gpuinfer.models.pinned import WORTH_A_COPY, deliver, lies_pinned, sources, unstage
 from gpuinfer.models.staging import Blocks, sound_rows, table_of, unpacked
 
 FEATURES, ACTIONS, SEATS = 40, 12, 3
@@ -230,6 +231,21 @@ def test_a_device_finds_the_faults_that_the_host_finds(rows, shapes, data):
     ]
 
 
+def test_looking_for_faults_costs_few_kernels():
+    """They run with every batch: one for each part that is wider than a number, to join two, and to compare."""
+    launched = []
+
+    class Counting(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, given=(), named=None):
+            if not function.is_view:
+                launched.append(function.overloadpacket.__name__)
+            return function(*given, **(named or {}))
+
+    with Counting():
+        sound_rows([torch.ones(5, 52), torch.ones(5), torch.ones(5, 4)], 5)
+    assert sorted(launched) == ["amax", "amax", "lt", "maximum", "maximum", "ones", "ones", "ones"]
+
+
 # The same answer whatever the company
 
 
@@ -396,7 +412,7 @@ def test_few_buckets_cover_a_whole_gpu():
     assert len(buckets_up_to(65_536)) <= 20
 
 
-# What a CUDA device fetches from where it lies
+# What a CUDA device fetches from where it lies, and writes where it belongs
 
 ROWS = WORTH_A_COPY // FEATURES + 1  # enough to be worth a copy to the device
 
@@ -415,6 +431,26 @@ def test_pinned_blocks_go_to_the_device_as_they_lie_and_the_others_together_by_s
     assert len(parts) == len(straight) + len(staged)
     assert all(any(np.shares_memory(part.numpy(), block) for _, part in parts) for block in straight)
     assert len(staged) <= len(straight) + 1
+
+
+@given(st.lists(st.tuples(st.integers(1, 9), st.booleans()), min_size=1, max_size=8))
+def test_answers_to_pinned_blocks_are_written_there_and_those_to_others_by_staging(batch):
+    targets = [np.zeros((rows, 3), np.float32) for rows, _ in batch]
+    lying = {id(target): lies_so for target, (_, lies_so) in zip(targets, batch, strict=True)}
+    answers, taken = torch.rand(sum(map(len, targets)), 3), []
+
+    def room(rows):
+        taken.append(rows)
+        return torch.full((rows + 2, 3), torch.nan)
+
+    later = deliver(answers, targets, room, lambda target: lying[id(target)])
+    staged = [target for target in targets if not lying[id(target)]]
+    assert taken == ([sum(map(len, staged))] if staged else [])
+    assert not any(target.any() for target in staged)
+    assert [id(target) for run, _ in later for target in run] == [id(target) for target in staged]
+    assert len(later) <= len(targets) - len(staged) + 1
+    unstage(later)
+    np.testing.assert_array_equal(np.concatenate(targets), answers.numpy())
 
 
 @pytest.mark.parametrize("rows", [pytest.param(1, id="one row"), pytest.param(ROWS, id="many rows")])
