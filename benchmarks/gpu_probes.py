@@ -45,6 +45,7 @@ from gpuinfer.text.weights import Layer, Linear, Norm, Weights
 
 NO_DEVICE = "no CUDA device"
 FEATURES, ACTIONS, SEATS = 320, 52, 4  # about Blob's
+CLIENTS = 16  # whose blocks make a batch
 Figures = Mapping[str, float | None]
 
 
@@ -603,6 +604,7 @@ def blobnet(it: Probes) -> None:
                 it.profile("one forward", partial(module, inputs), 3)
     for rows in (it.counts.rows[0], it.counts.rows[-2]):
         it.attempt(f"{rows:,} rows with copies", with_copies, it, module, spec, rows)
+        it.attempt(f"{rows:,} rows in blocks of {CLIENTS} clients", in_blocks, it, module, spec, rows, cuda=True)
 
 
 def spec_of(it: Probes) -> ModelSpec:
@@ -627,6 +629,30 @@ def with_copies(it: Probes, module: torch.nn.Module, spec: ModelSpec, rows: int)
     opened = time.perf_counter() - started
     took = it.ms(partial(forward, [given]))
     return {"ms": took, "M rows/s": rows / took / 1000, "s to open": opened}
+
+
+def in_blocks(it: Probes, module: torch.nn.Module, spec: ModelSpec, rows: int) -> Figures:
+    """As the central server: rows are fetched from pinned blocks of shared memory, and answers written there."""
+    from gpuinfer.central.memory import Block, BlockForm
+    from gpuinfer.models.layouts import AnswerLayout
+    from gpuinfer.models.pinned import register
+
+    forward: Any = forward_of(it, module, spec, rows)
+    each, calls = rows // CLIENTS, 10
+    form = BlockForm(spec, AnswerLayout("tuple", ((ACTIONS,), (SEATS,))))
+    blocks = [Block(number, each, mmap.mmap(-1, form.size(each)), form) for number in range(CLIENTS)]
+    for block in blocks:
+        block.rows[:] = positions(each)
+        block.pin = register(block.memory, it.device)
+    work = partial(forward.write, [block.rows for block in blocks], [block.answers for block in blocks])
+    sound, took = all(work()), it.ms(work)
+    started = time.process_time()
+    for _ in range(calls):
+        work()
+    core_ms = 1000 * (time.process_time() - started) / calls
+    for block in blocks:
+        block.let_go()
+    return {"ms": took, "M rows/s": rows / took / 1000, "ms of a core": core_ms, "is sound": float(sound)}
 
 
 def positions(rows: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
