@@ -18,7 +18,6 @@ from gpuinfer.api import Limits, ModelSpec, Setup, enter_station
 from gpuinfer.errors import BackendError, UsageError
 from gpuinfer.gradients import Gradients, TrainingBatch
 from gpuinfer.models import losses, segments
-from gpuinfer.models.capturing import wait_for_device
 from gpuinfer.models.device import Gauge, resolve_device
 from gpuinfer.models.layers import check_same
 from gpuinfer.models.layouts import BITS, misfit, row_dtype
@@ -27,6 +26,7 @@ from gpuinfer.models.load import probe, trainable
 from gpuinfer.models.memory import first_line, is_out_of_memory, keep_freed_memory
 from gpuinfer.models.networks import SHOWN, load_weights, mismatches
 from gpuinfer.models.open_model import ForwardTuning, compute_with, divide_cores, threads_for
+from gpuinfer.models.pinned import queued
 from gpuinfer.models.processor import computed_in, refuse_float16_gradients
 from gpuinfer.models.staging import as_tensor, like, tensors_of
 
@@ -196,13 +196,13 @@ class GradientPass:
         else:
             if batch.version != self._loaded:
                 self._load(weights)
-            source = {name: as_tensor(np.asarray(weights[name])) for name in self._buffers}
+            source = {name: _tensor(weights[name]) for name in self._buffers}
         self._loaded = None if weights is None else batch.version
         with torch.no_grad():
             for name, buffer in self._buffers.items():
                 buffer.copy_(source[name])
 
-    def _load(self, weights: Mapping[str, NDArray[Any]]) -> None:
+    def _load(self, weights: Mapping[str, NDArray[Any] | Tensor]) -> None:
         known: dict[str, Tensor] = {**self._parameters, **self._buffers}
         given: dict[str, Any] = {
             name: one for name, one in weights.items() if name in known or name not in self._states
@@ -214,54 +214,59 @@ class GradientPass:
                 "Send those of its state_dict."
             )
         for name, parameter in self._parameters.items():
-            parameter.data = as_tensor(weights[name]).to(self._device, parameter.dtype)
+            parameter.data = _tensor(weights[name]).to(self._device, parameter.dtype)
 
     def _passed(self, batch: TrainingBatch) -> Gradients:
+        kept = batch.keep_on_device and self._device.type != "cpu"
         self.module.train()
         with self._counted(len(batch.features)), self._random(batch.version):
-            began = time.perf_counter()
+            began = self._mark()
             loss, parts = self._forward(batch)
-            buffers = {name: one.detach().cpu().numpy().copy() for name, one in self._buffers.items()}
-            half = self._clock()
+            # Before the way back, in which layers in segments go forward once more.
+            buffers = {name: one.detach().clone() for name, one in self._buffers.items()}
+            half = self._mark()
             enter_station("backward")
             loss.backward()  # type: ignore[no-untyped-call]
-            ended = self._clock()
+            ended = self._mark()
+        number, named = self._read(loss, parts, batch)
         enter_station("transfer")
         return Gradients(
-            self._number(loss, batch),
-            self._gradients(),
-            parts,
-            buffers,
+            number,
+            self._gradients(kept),
+            named,
+            buffers if kept else {name: one.cpu().numpy() for name, one in buffers.items()},
             self._measured[len(batch.features)],
-            half - began,
-            ended - half,
+            seconds_between(began, half),
+            seconds_between(half, ended),
             self._loss_name,
         )
 
     def _tried(self, batch: TrainingBatch) -> Gradients:
         self.module.eval()
         with torch.no_grad():
-            began = time.perf_counter()
+            began = self._mark()
             loss, parts = self._forward(batch)
-            return Gradients(
-                self._number(loss, batch), {}, parts, forward_s=self._clock() - began, loss_name=self._loss_name
-            )
+            ended = self._mark()
+            number, named = self._read(loss, parts, batch)
+        return Gradients(number, {}, named, forward_s=seconds_between(began, ended), loss_name=self._loss_name)
 
-    def _forward(self, batch: TrainingBatch) -> tuple[Tensor, dict[str, float]]:
+    def _forward(self, batch: TrainingBatch) -> tuple[Tensor, dict[str, float | Tensor]]:
         rows = batch.features
         if self._spec.input_dtype == BITS:
             rows = np.unpackbits(rows, axis=1, count=self._spec.inputs, bitorder="little")
-        inputs = as_tensor(rows).to(self._device).float()
-        targets = {name: as_tensor(one).to(self._device) for name, one in batch.targets.items()}
+        inputs = queued(rows, self._device).float()
+        targets = {name: queued(one, self._device) for name, one in batch.targets.items()}
         enter_station("forward")
         with torch.autocast(self._device.type, self._autocast, enabled=self._autocast is not None):
             answers = self.module(inputs)
         answers = like(answers, [one.float() for one in tensors_of(answers)])
-        loss, parts = losses.told(self._loss_name, self._loss, answers, targets, batch.settings)
-        return loss, parts
+        return losses.told(self._loss_name, self._loss, answers, targets, batch.settings)
 
-    def _number(self, loss: Tensor, batch: TrainingBatch) -> float:
-        value = float(loss.detach())
+    def _read(
+        self, loss: Tensor, parts: Mapping[str, float | Tensor], batch: TrainingBatch
+    ) -> tuple[float, dict[str, float]]:
+        """The loss and its parts as numbers, by one wait. Raises `BackendError` for a loss that is NaN or infinite."""
+        value, named = losses.read(loss, parts)
         if not math.isfinite(value):
             for what, rows in {"features": batch.features, **batch.targets}.items():
                 if rows.dtype.kind == "f" and not np.isfinite(rows).all():
@@ -273,11 +278,13 @@ class GradientPass:
                 f"the loss '{self._loss_name}' is {value}. Lower the learning rate, clip gradients more tightly, or "
                 "look for NaN in the targets."
             )
-        return value
+        return value, named
 
-    def _gradients(self) -> dict[str, NDArray[np.float32]]:
-        """By name, in memory of their own."""
+    def _gradients(self, kept: bool) -> dict[str, Any]:
+        """By name; arrays in memory of their own, or where they are `kept` on the device tensors."""
         found = {name: one.grad for name, one in self._parameters.items() if one.grad is not None}
+        if kept:
+            return {name: grad.float() for name, grad in found.items()}
         if self._device.type == "cpu":
             return {name: grad.float().contiguous().numpy() for name, grad in found.items()}
         flat = torch.cat([grad.float().reshape(-1) for grad in found.values()]).cpu().numpy()  # one copy, not hundreds
@@ -285,10 +292,13 @@ class GradientPass:
         pieces = np.split(flat, bounds)
         return {name: piece.reshape(tuple(found[name].shape)) for name, piece in zip(found, pieces, strict=True)}
 
-    def _clock(self) -> float:
-        if self._device.type == "cuda":
-            wait_for_device(self._device)
-        return time.perf_counter()
+    def _mark(self) -> float | torch.cuda.Event:
+        """This moment: on a CUDA device when it has got here, which is to be read once the host has waited for it."""
+        if self._device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self._device))  # type: ignore[no-untyped-call]
+        return event
 
     @contextlib.contextmanager
     def _random(self, version: int) -> Iterator[None]:
@@ -325,6 +335,18 @@ class GradientPass:
             for hook in hooks:
                 hook.remove()
         self._measured[rows] = live.most
+
+
+def _tensor(value: NDArray[Any] | Tensor) -> Tensor:
+    return value if isinstance(value, Tensor) else as_tensor(np.asarray(value))
+
+
+def seconds_between(begin: float | torch.cuda.Event, end: float | torch.cuda.Event) -> float:
+    """Of two marks of one pass, which the host has waited for."""
+    if isinstance(begin, float):
+        assert isinstance(end, float)
+        return end - begin
+    return float(begin.elapsed_time(end)) / 1e3  # type: ignore[arg-type, no-untyped-call]
 
 
 def answers_to(passed: Callable[[TrainingBatch], Gradients], batches: Sequence[TrainingBatch]) -> list[Any]:

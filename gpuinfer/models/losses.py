@@ -70,8 +70,13 @@ def _arguments(loss: Loss) -> frozenset[str] | None:
     return frozenset(one.name for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY))
 
 
-def told(name: str, loss: Loss, answers: Any, targets: Mapping[str, Tensor], settings: Mapping[str, float]) -> Any:
-    """The scalar and its parts. Raises `BackendError` for what is no loss, or no number."""
+def told(
+    name: str, loss: Loss, answers: Any, targets: Mapping[str, Tensor], settings: Mapping[str, float]
+) -> tuple[Tensor, dict[str, float | Tensor]]:
+    """The scalar and its parts. Raises `BackendError` for what is no loss, or no number.
+
+    Parts on a CUDA device stay there, as tensors float64 [], until they are `read`: the host would wait for each.
+    """
     try:
         found = loss(answers, targets, **takes(loss, settings))
     except Exception as error:
@@ -95,15 +100,30 @@ def told(name: str, loss: Loss, answers: Any, targets: Mapping[str, Tensor], set
     return scalar.reshape(()), _numbers(parts, called(name, "loss"))
 
 
-def _numbers(parts: Any, whose: str) -> dict[str, float]:
+def read(scalar: Tensor, parts: Mapping[str, float | Tensor]) -> tuple[float, dict[str, float]]:
+    """A loss and its parts as numbers, by one wait for the device."""
+    if scalar.device.type == "cpu":
+        return float(scalar.detach()), {name: float(one) for name, one in parts.items()}
+    there = [one for one in parts.values() if isinstance(one, Tensor)]
+    value, *numbers = torch.stack([scalar.detach().double(), *there]).cpu().tolist()
+    return value, {name: numbers.pop(0) if isinstance(one, Tensor) else one for name, one in parts.items()}
+
+
+def _numbers(parts: Any, whose: str) -> dict[str, float | Tensor]:
     """The parts of a loss. Raises `BackendError` for what are none."""
     try:
-        return {str(key): float(value.detach() if isinstance(value, Tensor) else value) for key, value in parts.items()}
+        return {str(key): _number(value) for key, value in parts.items()}
     except (AttributeError, TypeError, ValueError, RuntimeError) as error:
         raise BackendError(
             f"{whose} returned, beside the scalar, what are no numbers by name ({error}). Let it return a dict of "
             "numbers there, or the scalar alone."
         ) from error
+
+
+def _number(value: Any) -> float | Tensor:
+    if not isinstance(value, Tensor) or value.device.type == "cpu":
+        return float(value.detach() if isinstance(value, Tensor) else value)
+    return value.detach().double().reshape(())
 
 
 def _kind(found: Any) -> str:

@@ -64,6 +64,7 @@ class Device(TorchDispatchMode):
         super().__init__()
         self.device, self.devices = torch.device("cuda", 0), 1  # how many there are
         self.waits = Counter[str]()
+        self.waited = 0  # how often in all
         self.read = 1.0  # each number that comes back
         self.captured = self.replayed = 0  # graphs
         self.sent = 0  # copies from the host
@@ -85,7 +86,7 @@ class Device(TorchDispatchMode):
         self._around.enter_context(mock.patch.object(torch.Tensor, "record_stream"))
         self._around.enter_context(mock.patch.object(gc, "collect"))  # takes longer than all else, and frees nothing
         self._around.enter_context(mock.patch.object(torch.nn.Module, "_apply", _applied))
-        self._around.enter_context(mock.patch.object(torch.Tensor, "backward", _backward))
+        self._around.enter_context(mock.patch.object(torch.Tensor, "backward", backward))
         self._around.enter_context(self._fakes)
         super().__enter__()
         return self
@@ -123,6 +124,7 @@ class Device(TorchDispatchMode):
             self._elsewhere.append(f"{said}. Queue it, or let the test name '{place}'.")
             raise AssertionError(self._elsewhere[-1])
         self.waits[place] += 1
+        self.waited += 1
 
     def __torch_dispatch__(self, function: Any, types: Any, given: Any = (), named: Any = None) -> Any:
         composite = "CompositeImplicitAutograd"
@@ -206,7 +208,7 @@ def _by_value(name: str, given: Tensor) -> Any:
     return given.new_empty(shape, dtype=torch.int64 if name == "nonzero" else given.dtype)
 
 
-def _backward(loss: Tensor) -> None:
+def backward(loss: Tensor) -> None:
     """As `Tensor.backward`: autograd's own engine wants streams of a device that is there."""
     order: list[Any] = []
     inputs: dict[Any, list[Tensor | None]] = {}
@@ -266,11 +268,17 @@ class _FakeCuda:
             wait_stream = wait_event
 
         class Event:
-            def __init__(self, blocking: bool = False) -> None:
-                self.recorded = False
+            def __init__(self, enable_timing: bool = False, blocking: bool = False) -> None:
+                self.recorded, self.timed, self.after = False, enable_timing, 0
 
             def record(self, stream: Any = None) -> None:
-                self.recorded = True
+                self.recorded, self.after = True, fake.waited
+
+            def elapsed_time(self, end: Any) -> float:
+                assert self.timed, "an event that does not take the time"
+                assert end.timed, "an event that does not take the time"
+                assert fake.waited > end.after, "an event that the host has not waited for"
+                return fake.read
 
             def synchronize(self) -> None:
                 assert self.recorded, "an event that nothing has recorded"

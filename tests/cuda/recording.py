@@ -30,6 +30,7 @@ from unittest import mock
 
 import numpy as np
 import torch
+from host_waits import backward
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
@@ -106,6 +107,14 @@ class CudaTensor(torch.Tensor):
     def __torch_dispatch__(cls, function: Any, types: Any, given: Any = (), named: Any = None) -> Any:
         raise RuntimeError("a tensor of a recorded device is used in a thread that is not recorded")
 
+    @property
+    def data(self) -> torch.Tensor:
+        return self.detach()
+
+    @data.setter
+    def data(self, value: CudaTensor) -> None:
+        self.inner, self.block = value.inner, value.block
+
     def record_stream(self, stream: Stream) -> None:  # type: ignore[override]
         self.block.kept_for.add(stream)
 
@@ -173,6 +182,9 @@ class Event:
                 cuda.refuse("an event of a captured stream is waited for", self.capture)
             if self.stream is not None:
                 cuda.handler._handle_event_wait(self.key, cuda.host())
+
+    def elapsed_time(self, end: Event) -> float:
+        return 1.0
 
     def query(self) -> bool:
         self.synchronize()
@@ -812,6 +824,8 @@ class Cuda:
             "get_overwrite_module_params_on_conversion",
             lambda: True,
         )  # they become of another class
+        yield torch.cuda, "default_generators", (torch.Generator(), torch.Generator())
+        yield torch.Tensor, "backward", backward
         yield torch.cuda, "mem_get_info", lambda device=None: (1 << 30, 1 << 31)
         for name, found in (("is_available", True), ("device_count", 2), ("get_device_name", "a recorded device")):
             yield torch.cuda, name, lambda device=None, found=found: found

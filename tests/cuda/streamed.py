@@ -13,15 +13,19 @@ import numpy as np
 import torch
 from torch import nn
 
-sys.path += [str(Path(__file__).parents[1] / part) for part in (".", "text", "adapters")]
+sys.path += [str(Path(__file__).parents[1] / part) for part in (".", "text", "adapters", "train")]
 
 from random_adapters import random_adapter
 from random_models import LLAMA, random_weights
 from steps import step_of
 from text.toy import END, VOCABULARY
+from train_models import ACTIONS, SEATS, batch_of
+from train_models import FEATURES as OBSERVED
 
 from gpuinfer.api import BackendContext, ModelSpec
 from gpuinfer.models.forward_cuda import CudaForward
+from gpuinfer.models.gradients import GradientPass
+from gpuinfer.models.load import trainable
 from gpuinfer.models.stages.moving import ToCuda, from_cuda
 from gpuinfer.models.stages.pipeline import Pipeline
 from gpuinfer.models.stages.stage_cuda import CudaStage
@@ -29,6 +33,7 @@ from gpuinfer.text.decoder.torch_decoder import TorchDecoder
 from gpuinfer.text.stages.decoder import PortionSegment, StagedDecoder
 from gpuinfer.text.stages.micro_batches import Cutter
 from gpuinfer.text.stages.portions import Portion
+from gpuinfer.workloads.train.stepping import Stepper
 
 FIRST, SECOND = torch.device("cuda", 0), torch.device("cuda", 1)
 WAIT_S = 60.0
@@ -141,3 +146,25 @@ def adapt(decoder, shape):
     decoder.forward(replace(next(two_rows()), adapters=np.array([1, 0], np.int32)))
     decoder.unload(1)
     decoder.copy_pages([0], [1])
+
+
+class Training:
+    """A small network in training on `device`, dropout apart: passes and steps of the optimizer in turn."""
+
+    def __init__(self, model="train_models:Normed", device=FIRST):
+        spec = ModelSpec(model, inputs=OBSERVED, arguments={"actions": ACTIONS, "seats": SEATS}, input_dtype="uint8")
+        self.passes, self.stepper = GradientPass(trainable(spec, 0).to(device), spec), Stepper(spec, 1, 0.01, 0.5)
+        self.version = 0
+
+    def passed(self):
+        given = {"weights": self.stepper.weights, "version": self.version, "keep_on_device": True}
+        return self.passes(batch_of(16, self.version, **given))
+
+    def steps(self, count):
+        """The loss and the norm of each."""
+        found = []
+        for _ in range(count):
+            gradients = self.passed()
+            found.append((gradients.loss, self.stepper.step(gradients, 1e-2)))
+            self.version += 1
+        return found

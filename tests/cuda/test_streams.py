@@ -23,6 +23,7 @@ from streamed import (
     SPECS,
     TOKENS,
     WAIT_S,
+    Training,
     adapt,
     blocks_of,
     check,
@@ -41,6 +42,7 @@ from text.unmasking import prompt_of
 
 import gpuinfer
 from gpuinfer.api import BackendContext, ModelSpec, Setup
+from gpuinfer.errors import WorkError
 from gpuinfer.generation import Prompt, Sampling
 from gpuinfer.models.capturing import own_stream, release_cached_memory, wait_for_device
 from gpuinfer.models.forward_cuda import CudaForward
@@ -279,3 +281,45 @@ def test_nothing_but_capturing_gives_cached_memory_back():
     """It would do so while another thread captures."""
     places = [str(path.relative_to(SOURCES)) for path in SOURCES.rglob("*.py") if "empty_cache(" in path.read_text()]
     assert places == ["models/capturing.py"]
+
+
+def assert_close(state, expected):
+    assert state.keys() == expected.keys()
+    for name, one in expected.items():
+        np.testing.assert_allclose(state[name].numpy(), one.numpy(), rtol=1e-4, atol=1e-5, err_msg=name)
+
+
+@pytest.mark.parametrize("model", ["blobnet-small", "train_models:Normed"])
+def test_steps_of_training_on_the_device_are_the_cpus(cuda, model):
+    there, here = Training(model), Training(model, torch.device("cpu"))
+    np.testing.assert_allclose(there.steps(3), here.steps(3), rtol=1e-4)
+    assert {one.device for one in there.stepper.weights.values()} == {FIRST}
+    assert_close(there.stepper.state(), here.stepper.state())
+    assert found(cuda) == []
+
+
+def test_training_goes_on_on_another_device_from_a_checkpoint(cuda):
+    there, whole, resumed = Training(), Training(device=torch.device("cpu")), Training()
+    there.steps(2)
+    resumed.stepper.restore(there.stepper.state())
+    resumed.version = 2
+    whole.steps(4)
+    resumed.steps(2)
+    assert_close(resumed.stepper.state(), whole.stepper.state())
+    assert found(cuda) == []
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+def test_gradients_on_the_device_that_are_not_finite_change_nothing(cuda, value):
+    training = Training()
+    training.steps(2)
+    before = {name: one.clone() for name, one in training.stepper.state().items()}
+    gradients = training.passed()
+    gradients.by_name["heads.weight"][0, 0] = value
+    with pytest.raises(
+        WorkError, match=f"the gradients' norm is {value}: training has diverged. Lower --learning-rate"
+    ):
+        training.stepper.step(gradients, 1e-2)
+    after = training.stepper.state()
+    assert all(torch.equal(after[name], one) for name, one in before.items())
+    assert found(cuda) == []

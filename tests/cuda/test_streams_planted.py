@@ -17,6 +17,7 @@ from streamed import (
     SHAPE,
     SPECS,
     WAIT_S,
+    Training,
     adapt,
     blocks_of,
     decoder_of,
@@ -31,7 +32,7 @@ from streamed import (
 )
 
 from gpuinfer.api import BackendContext
-from gpuinfer.models import capturing
+from gpuinfer.models import capturing, losses
 from gpuinfer.models.capturing import captured, own_stream, release_cached_memory, wait_for_device
 from gpuinfer.models.forward_cuda import CudaForward, Slot
 from gpuinfer.models.pinned import register
@@ -46,6 +47,7 @@ from gpuinfer.text.decoder.torch_decoder import TorchDecoder
 from gpuinfer.text.decoder.torch_layers import on_device
 from gpuinfer.text.decoder.torch_static import Replays
 from gpuinfer.text.stages.decoder import StagedDecoder
+from gpuinfer.workloads.train.stepping import Stepper
 
 
 @pytest.fixture
@@ -175,6 +177,10 @@ def text_in_stages(monkeypatch):
     decoder.close()
 
 
+def training(monkeypatch):
+    Training().steps(3)
+
+
 def capture_beside(monkeypatch):
     """Another thread takes memory meanwhile."""
     replays, value = Replays(FIRST, True), torch.zeros(4, device=FIRST)
@@ -259,6 +265,14 @@ PLANTS = {
     ),
     "a model's own stream does not wait for what was loaded": (
         steps(), capturing, "own_stream", "stream.wait_stream(torch.cuda.default_stream(device))", "pass", "zeros",
+    ),
+    "weights are stepped on a stream that the next pass does not wait for": (
+        training, Stepper, "_step", "self._optimizer.step()",
+        "with torch.cuda.stream(torch.cuda.Stream(self._device)):\n        self._optimizer.step()",
+        "_fused_adamw_ writing",
+    ),
+    "a loss is read before it is there": (
+        training, losses, "read", ".cpu()", ".to('cpu', non_blocking=True).numpy()", "the host in .* reading",
     ),
     "no thread may take memory while another one captures": (
         capture_beside, torch_static, "captured", '"thread_local"', '"global"', "memory outside of its pool",

@@ -2,23 +2,40 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 from gpuinfer.api import ModelSpec, Setup
+from gpuinfer.errors import WorkError
 from gpuinfer.gradients import TrainingBatch
 from gpuinfer.models.gradients import open_gradients
 from gpuinfer.models.layouts import BITS, row_dtype, row_shape
 from gpuinfer.models.load import trainable
+from gpuinfer.workloads.train.stepping import Stepper
 
 FEATURES, ACTIONS, SEATS, ROWS = 44, 8, 3, 16
 HERE = "models/gradients.py GradientPass."
-FORWARD = (HERE + "_forward", HERE + "_clock", HERE + "_number", "models/losses.py _numbers")
-BACKWARD = (*FORWARD, HERE + "_gradients")
+LOSS, ARRAYS, LOADED = "models/losses.py read", HERE + "_gradients", HERE + "_load"
+STEPPER = "workloads/train/stepping.py Stepper."
+NORM = STEPPER + "_step"
+
+
+class Normed(nn.Module):
+    """With running means, which a pass changes beside the gradients."""
+
+    def __init__(self, features, actions, seats):
+        super().__init__()
+        self.norm, self.heads, self.actions = nn.BatchNorm1d(features), nn.Linear(features, actions + seats), actions
+
+    def forward(self, rows):
+        answer = self.heads(self.norm(rows))
+        return answer[:, : self.actions], answer[:, self.actions :]
 
 
 def training(network="blobnet-small", input_dtype="uint8", dtype="bfloat16", **options):
@@ -51,22 +68,22 @@ def batch_of(spec, **named):
 def test_a_pass_reads_back_the_loss_and_the_gradients(cuda, network, dtype, input_dtype, segments):
     spec, one = training(network, input_dtype, dtype, checkpoint_segments=segments)
     wanted = {name: tuple(tensor.shape) for name, tensor in trainable(spec, 0).named_parameters()}
-    with cuda.waiting_only_in(*BACKWARD):
+    with cuda.waiting_only_in(LOSS, ARRAYS):
         found = one.passed(batch_of(spec))
     assert {name: grad.shape for name, grad in found.by_name.items()} == wanted
     assert {grad.dtype for grad in found.by_name.values()} == {np.dtype(np.float32)}
     assert sorted(found.parts) == ["policy", "value"]
     assert found.activation_bytes > 0
-    with cuda.waiting_only_in(*FORWARD):
+    with cuda.waiting_only_in(LOSS):
         assert one.passed(batch_of(spec, backward=False)).by_name == {}
 
 
 def test_weights_of_a_version_are_uploaded_once(cuda):
     spec, one = training()
     weights = {name: tensor.detach().numpy() for name, tensor in trainable(spec, 1).named_parameters()}
-    with cuda.waiting_only_in(*BACKWARD, HERE + "_load"):
+    with cuda.waiting_only_in(LOSS, ARRAYS, LOADED):
         one.passed(batch_of(spec, weights=weights, version=1))
-    with cuda.waiting_only_in(*BACKWARD):
+    with cuda.waiting_only_in(LOSS, ARRAYS):
         one.passed(batch_of(spec, weights=weights, version=1))
 
 
@@ -77,3 +94,49 @@ def test_what_is_random_is_drawn_from_the_devices_generator_and_that_put_back(cu
     before = own.get_state()
     one.passed(batch_of(spec))
     assert bool((own.get_state() == before).all())
+
+
+def on_device(spec, stepper, version):
+    return batch_of(spec, weights=stepper.weights, version=version, keep_on_device=True)
+
+
+@pytest.mark.parametrize("network", ["blobnet-small", "test_training_on_fake_cuda:Normed"])
+def test_after_the_first_step_only_the_batch_the_loss_and_the_norm_cross_the_bus(cuda, network):
+    spec, one = training(network)
+    stepper, trained = Stepper(spec, 0, 0.01, 1.0), trainable(spec, 0)
+    parameters, buffers = (dict(one).keys() for one in (trained.named_parameters(), trained.named_buffers()))
+    with cuda.waiting_only_in(LOSS, LOADED, *([HERE + "_use"] if buffers else [])):
+        found = one.passed(on_device(spec, stepper, 0))
+    with cuda.waiting_only_in(NORM, STEPPER + "_hold"):
+        stepper.step(found, 1e-3)
+    for version in (1, 2):
+        sent, before = cuda.sent, cuda.waited
+        with cuda.waiting_only_in(LOSS, NORM):
+            batch = on_device(spec, stepper, version)
+            found = one.passed(batch)
+            stepper.step(found, 1e-3)
+        assert cuda.waited - before == 2
+        assert cuda.sent - sent == 1 + len(batch.targets)
+        assert {type(one) for one in found.parts.values()} == {float}
+        assert {tensor.device for tensor in (*found.by_name.values(), *found.buffers.values())} == {cuda.device}
+        assert (found.by_name.keys(), found.buffers.keys()) == (parameters, buffers)
+    with cuda.waiting_only_in(LOSS):
+        one.passed(replace(on_device(spec, stepper, 3), backward=False))
+    with cuda.waiting_only_in(STEPPER + "state"):
+        state = stepper.state()
+    assert {tensor.device.type for tensor in state.values()} == {"cpu"}
+
+
+def test_a_device_without_memory_for_the_optimizer_is_named(cuda, monkeypatch):
+    spec, one = training()
+    stepper = Stepper(spec, 0, 0.01, 1.0)
+    found = one.passed(on_device(spec, stepper, 0))
+
+    def full(self):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", full)
+    with pytest.raises(
+        WorkError, match=r"in a step of the optimizer, which keeps two numbers .* on cuda:0: CUDA out of"
+    ):
+        stepper.step(found, 1e-3)

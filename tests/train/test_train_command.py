@@ -344,6 +344,24 @@ def test_a_step_is_that_of_plain_torch(train, records, tmp_path):
         np.testing.assert_allclose(one, module.state_dict()[name].numpy(), atol=1e-6, err_msg=name)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("model", ["blobnet-small", "train_models:Normed"])
+def test_training_on_cuda_has_the_losses_of_the_cpu_and_goes_on_there(train, tmp_path, model):
+    changes = {"model": model, "schedule": "constant"}
+    assert train(out="cpu", **changes)[0] == 0
+    code, out, errors = train("--json", "-", out="cuda", device="cuda", steps=15, **changes)
+    assert code == 0, errors
+    assert all(json.loads(out)["training"][name] > 0 for name in ("forward_s", "backward_s", "optimizer_s"))
+    assert train("--resume", out="cuda", **changes)[0] == 0
+    there, here = curve(tmp_path / "cuda"), curve(tmp_path / "cpu")
+    for name in ("loss", "gradient_norm", "validation"):
+        found, expected = ([row[name] for row in rows if name in row] for rows in (there, here))
+        np.testing.assert_allclose(found, expected, rtol=2e-3, err_msg=name)
+    for name, one in weights(tmp_path / "cuda").items():
+        np.testing.assert_allclose(one, weights(tmp_path / "cpu")[name], atol=0.02, err_msg=name)
+
+
 def test_features_that_are_no_numbers_are_the_records_fault_and_not_the_learning_rates(train, tmp_path):
     part = positions(400)
     part["observation"] = np.where(part["observation"] > 0, np.nan, 0.0).astype(np.float32)

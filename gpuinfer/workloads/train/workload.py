@@ -209,7 +209,8 @@ class _Training:
         if self._step > self._kept:
             await self._keep()
         if self._step == own.steps:
-            await self._do(self._files, self.folder.finish, self._step, self._loss_name, self._stepper.state())
+            state = await self._do(self._compute, self._stepper.state)
+            await self._do(self._files, self.folder.finish, self._step, self._loss_name, state)
         if own.picture and self._step > self._begun:
             await self._do(self._files, self.folder.draw_curve)
         yield self._progress()
@@ -244,7 +245,14 @@ class _Training:
     async def _ask(self, batch: TrainingBatch, me: Hashable) -> Gradients:
         own, step = self._own, self._step
         settings = {"value_weight": own.value_weight}
-        batch = replace(batch, weights=self._stepper.weights, version=step, settings=settings, executor=self._compute)
+        batch = replace(
+            batch,
+            weights=self._stepper.weights,
+            version=step,
+            settings=settings,
+            keep_on_device=True,
+            executor=self._compute,
+        )
         self._lane.enter("idle")
         found: Gradients = await self._infer(batch, rows=len(batch.features), client=me)
         if self._loss_name not in ("", found.loss_name):
@@ -293,7 +301,8 @@ class _Training:
         self._lane.enter("record")
         self._add_row()
         await self._write_curve()  # before the checkpoint: what is done again begins after it
-        await self._do(self._files, self.folder.keep, self._step, self._loss_name, self._stepper.state())
+        state = await self._do(self._compute, self._stepper.state)
+        await self._do(self._files, self.folder.keep, self._step, self._loss_name, state)
         self._lane.enter("idle")
         self._kept = self._step
 
