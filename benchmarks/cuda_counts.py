@@ -31,9 +31,12 @@ from random_models import LLAMA, random_weights
 from steps import step_of
 
 from gpuinfer.api import Roofline, Setup
+from gpuinfer.text.decoder.prefix_plan import nothing_shared
 from gpuinfer.generation import Sampling
 from gpuinfer.models.forward_cuda import bucket_for
 from gpuinfer.text.decoder.torch_decoder import TorchDecoder
+from gpuinfer.text.shape import Rope
+from gpuinfer.text.step import PAGE, Step
 from gpuinfer.text.decoder.torch_static import StaticBatches
 from gpuinfer.text.sampling import Sampler, torch_path
 from gpuinfer.workloads.selfplay.workload import SelfPlay
@@ -80,7 +83,8 @@ def step_of_rows(device: torch.device, segments: Sequence[Segment], layers: int,
 
 
 def batches(device: torch.device, slots: int, context: int, kernels: bool) -> StaticBatches:
-    shape = replace(LLAMA, layers=1, positions=context)
+    """Of one layer whose heads are as those of a model of some billion weights: four share keys."""
+    shape = replace(LLAMA, layers=1, positions=context, heads=8, head_dim=64, rope=Rope((1.0,) * 32))
     with unset_fake_temporarily():
         weights = random_weights(shape)
     with own_kernels():
@@ -95,10 +99,20 @@ def forms(static: StaticBatches) -> int:
     return len(static.row_buckets) * len(static.reach_buckets) + len(static.prompt_tokens)
 
 
-def keys_read(static: StaticBatches, ends: NDArray[np.int64], needed: int, kernels: bool) -> str:
-    """Positions that a decode step of rows that see `ends` positions reads, for each that it `needed` to."""
-    padded = bucket_for(len(ends), static.row_buckets) * bucket_for(int(ends.max()), static.reach_buckets)
-    return f"{(int(ends.sum()) if kernels else padded) / needed:.1f}"
+def keys_read(static: StaticBatches, shared: int, ends: NDArray[np.int64], kernels: bool) -> str:
+    """Positions of which a decode step reads keys, for each that it needs: of rows that see `ends` positions, and have
+    the first `shared` pages in common. A row that only fills up sees one position.
+    """
+    rows, columns = len(ends), static.cache.columns
+    padded = bucket_for(rows, static.row_buckets)
+    read = padded * bucket_for(int(ends.max()), static.reach_buckets)
+    if kernels:
+        pages = np.arange(rows * columns, dtype=np.int32).reshape(rows, columns)
+        pages[:, :shared] = pages[0, :shared]
+        step = Step(*([np.zeros(rows, np.int32), pages, ends.astype(np.int32) - 1] + 2 * [np.ones(rows, np.int32)]))
+        plan = static.shared_by(step, padded) or nothing_shared(rows)
+        read = plan.positions_read(ends) + padded - rows
+    return f"{read / (shared * PAGE + int((ends - shared * PAGE).sum())):.2f}"
 
 
 def games_in_flight() -> int:
@@ -164,10 +178,10 @@ def main() -> None:
             static = [batches(device, given.slots, given.context, kernels) for kernels in ways]
             table.add_row(f"graph forms, {given.slots} slots × {given.context:,}", *(str(forms(one)) for one in static))
             ends = np.random.default_rng(0).integers(1, given.context, given.slots)
-            read = [keys_read(one, ends, int(ends.sum()), kernels) for one, kernels in zip(static, ways, strict=True)]
+            read = [keys_read(one, 0, ends, kernels) for one, kernels in zip(static, ways, strict=True)]
             table.add_row(f"keys read ÷ needed, {given.slots} rows of 1 to {given.context:,}", *read)
-            ends, needed = np.full(SAMPLES, PROMPT + ANSWER), PROMPT + SAMPLES * ANSWER
-            read = [keys_read(one, ends, needed, kernels) for one, kernels in zip(static, ways, strict=True)]
+            ends, shared = np.full(SAMPLES, PROMPT + ANSWER), PROMPT // PAGE
+            read = [keys_read(one, shared, ends, kernels) for one, kernels in zip(static, ways, strict=True)]
             table.add_row(f"the same, {SAMPLES} answers of {ANSWER} to one prompt of {PROMPT:,}", *read)
             draws = draws_of(device)
     Console().print(table)

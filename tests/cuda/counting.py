@@ -17,7 +17,7 @@ from gpuinfer.text.decoder import torch_batch, torch_static, triton_layers
 from gpuinfer.text.decoder.triton_layers import TritonLayers
 from gpuinfer.text.sampling.triton_draws import TritonDraws
 
-NAMES = ("attend", "join", "norm", "place", "activate")
+NAMES = ("attend", "attend_shared", "join", "norm", "place", "activate")
 # What returns memory or another view of it, and launches nothing.
 NO_KERNELS = {
     "empty",

@@ -172,6 +172,7 @@ ELSEWHERE = {
     "models/nvml.py handle_of": "NVML, for which tests/test_nvml.py has a driver's library that is made up",
     "peers/with_transformers.py _device": "the process of another generator, which a benchmark starts",
     "text/checkpoint/pickled.py plain_tensors": "where a pickle says that its tensors are, for tests of checkpoints",
+    "text/decoder/triton_layers.py compare_shared": "kernels in Triton, which tests/triton_kernels interprets",
     "text/sampling/triton_draws.py TritonDraws._launch": "kernels in Triton, which tests/triton_kernels interprets",
     "verifying/masks.py Masks._judge": "a comparison of answers, which fake tensors do not have",
 }

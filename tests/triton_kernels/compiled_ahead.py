@@ -20,7 +20,7 @@ sys.path.append(str(Path(__file__).parents[1] / "text"))
 from random_models import LLAMA
 
 from gpuinfer.text.decoder.torch_cache import PageCache
-from gpuinfer.text.decoder.torch_layers import StepBatch, Tiles
+from gpuinfer.text.decoder.torch_layers import SharedPrefixes, StepBatch, Tiles
 from gpuinfer.text.decoder.triton_layers import TritonLayers, tile_rows
 from gpuinfer.text.sampling.slots import SETTINGS
 from gpuinfer.text.sampling.torch_path import Wanted
@@ -71,9 +71,13 @@ def compile_all(heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype) ->
     cache = PageCache(shape, 4, 64, torch.device("cpu"), dtype)
     rows = torch.zeros(256, dtype=torch.int64)
     many, few = torch.zeros(256, 128, dtype=torch.int64), torch.zeros(8, 128, dtype=torch.int64)
+    shared = SharedPrefixes(torch.zeros(6, 128, dtype=torch.int64), rows, rows, rows, 8)
     forms = [
         Tiles(many, None, 1, 4096),
+        Tiles(many, None, 1, 4096, shared),
         Tiles(few, None, 1, 4096),
+        Tiles(few, None, 1, 4096, shared),
+        Tiles(many, (rows, rows, rows), 1, 4096, shared),
         Tiles(few, (rows, rows, rows), tile_rows(shape), 4096),
     ]
     for tiles in forms:

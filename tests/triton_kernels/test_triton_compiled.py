@@ -27,6 +27,6 @@ def test_every_kernel_is_compiled_for_devices_that_are_not_there(tmp_path):
     assert done.returncode == 0, done.stderr
     built = [json.loads(line) for line in done.stdout.splitlines()]
     kernels = Counter(one["kernel"] for one in built)
-    assert set(kernels) == {"attend", "join", "norm", "place", "activate", "weigh", "pick"}
+    assert set(kernels) == {"attend", "attend_shared", "join", "norm", "place", "activate", "weigh", "pick"}
     assert {one["capability"] for one in built} == set(CAPABILITIES)
     assert all(one["bytes"] > 1000 and one["shared"] <= SHARED for one in built), built

@@ -36,6 +36,7 @@ WAYS = {
 def small_forms(monkeypatch):
     """What fills a step up is computed too, and slowly here."""
     monkeypatch.setattr(torch_static, "PROMPT_TOKENS", (12, 24, 48))
+    monkeypatch.setattr(torch_static, "LEAST_ITEMS", 4)
 
 
 def decoder(shape, dtype=torch.float32, kernels=True, **options):
@@ -114,7 +115,7 @@ def attention(shape, reaches, most, splits, window=None, length=256):
     """Attention of rows that see `reaches` positions of rows of their own, by our kernels; and as float64 has it."""
     generator = torch.Generator().manual_seed(0)
     layers = TritonLayers(replace(shape, layers=1, windows=(window,)), None, None, None, length)
-    layers._split = splits
+    layers.split = splits
     count = len(reaches)
     cache = PageCache(replace(shape, layers=1), count * (length // PAGE), length, CPU, torch.float32)
     for held in (cache.keys, cache.values):

@@ -14,6 +14,8 @@ cpu_vectors.py    cpu_math.py          cpu_intrinsics.py    vectors and what LLV
 torch_decoder.py  any device and format    torch_layers.py   torch_experts.py   torch_batch.py   torch_cache.py
 segments.py       where the tokens of a step are, and what they see
 torch_static.py   batches of fixed shape: compiled, and captured as CUDA graphs
+triton_layers.py  layers in kernels of our own for CUDA, triton_kernels.py
+prefix_plan.py    which keys and values those read once for several rows
 ```
 """
 

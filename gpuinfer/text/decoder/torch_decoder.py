@@ -16,6 +16,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from gpuinfer.models.capturing import release_cached_memory
 from gpuinfer.models.pinned import queued
 from gpuinfer.text.decoder import torch_layers, triton_layers
+from gpuinfer.text.decoder.prefix_plan import PrefixPlanner
 from gpuinfer.text.decoder.segments import Integers, adapters_of, sees_of, segments_of
 from gpuinfer.text.decoder.torch_batch import Uploads, batch_of, of_tokens, tiled_batch_of, tiles
 from gpuinfer.text.decoder.torch_cache import PageCache, table_of
@@ -43,7 +44,9 @@ class TorchDecoder:
     lies. `compile` merges what lies between the matrix products; raises `UsageError` when torch cannot.
 
     What lies between the products is done by kernels of our own (`triton_layers`) on a CUDA device with Triton, unless
-    it is to be compiled: `kernels` says so for tests. Kernels that do not answer as torch does are not used.
+    it is to be compiled: `kernels` says so for tests. Kernels that do not answer as torch does are not used. With
+    `graphs` they read the keys and values of a prefix that rows share once, where `share` is true and the run is not
+    `deterministic`.
 
     A step in which rows have adapters is launched kernel by kernel, graphs or not, and what an adapter adds is computed
     for its rows together; with `deterministic`, for all rows of each tile.
@@ -65,10 +68,11 @@ class TorchDecoder:
         compile: bool = False,
         graphs: bool = True,
         kernels: bool | None = None,
+        share: bool = True,
     ) -> None:
         self.shape, self.length, self.device, self.dtype = shape, length, device, dtype
         self.computes_in = str(dtype).removeprefix("torch.")
-        self.deterministic, self._graphs = deterministic, graphs
+        self.deterministic, self._graphs, self._share = deterministic, graphs, share
         self.reads_drawn = device.type == "cuda" and not deterministic
         if device.type == "cuda":  # cuDNN plans for each exact shape, 0.4 s each, and ragged prompts bring new ones
             torch.backends.cuda.enable_cudnn_sdp(False)
@@ -123,6 +127,7 @@ class TorchDecoder:
                 self._graphs,
                 self.deterministic,
                 self._tile_rows,
+                self._prefixes(),
             )
 
     @torch.no_grad()
@@ -246,6 +251,12 @@ class TorchDecoder:
     @property
     def _tile_rows(self) -> int | None:
         return triton_layers.tile_rows(self.shape) if isinstance(self._layers, TritonLayers) else None
+
+    def _prefixes(self) -> PrefixPlanner | None:
+        rows = triton_layers.shared_rows(self.shape, self.dtype)
+        if not isinstance(self._layers, TritonLayers) or rows == 1 or not self._share:
+            return None
+        return PrefixPlanner(rows, self._layers.split)
 
     def _begin(self, step: Step, in_parts: bool) -> None:
         """Kernels of our own read no page further than a row sees: nothing has to be forgotten for them."""

@@ -239,6 +239,19 @@ class Group:
 
 
 @dataclass(frozen=True)
+class SharedPrefixes:
+    """What rows of one token each, which are tiles of one row, read together before each goes on by itself: a
+    `prefix_plan.PrefixPlan` on the device, int64. Windows look at none of it.
+    """
+
+    items: Tensor  # [fields, items]; those of no rows fill up
+    members: Tensor  # [tiles]
+    begins: Tensor  # [tiles]
+    slots: Tensor  # [tiles]
+    room: int  # slots of a tile, at most
+
+
+@dataclass(frozen=True)
 class Tiles:
     """Rows as a kernel for pages takes them, in tiles of one segment each: it reads what `StepBatch.sees` says, and
     nothing is padded.
@@ -250,6 +263,7 @@ class Tiles:
     )  # [tiles]: first row, how many, segment; None: tile i is row i, segment i
     most: int  # rows of a tile
     reach: int  # positions that a row sees, at most
+    shared: SharedPrefixes | None = None
 
 
 @dataclass(frozen=True)

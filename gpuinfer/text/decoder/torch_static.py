@@ -8,6 +8,7 @@ torch.compile for the parts of a layer that see each token for itself.
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Callable, Collection, Hashable, Iterator
 from dataclasses import dataclass, replace
@@ -22,10 +23,11 @@ from gpuinfer.errors import UsageError
 from gpuinfer.models.capturing import captured, new_stream
 from gpuinfer.models.forward_cuda import bucket_for
 from gpuinfer.models.memory import first_line, is_out_of_memory
+from gpuinfer.text.decoder.prefix_plan import FIELDS, LEVELS, PrefixPlan, PrefixPlanner, whole_pages
 from gpuinfer.text.decoder.segments import Integers, firsts_of, sees_of
 from gpuinfer.text.decoder.torch_batch import Uploads, attention_tiles, of_tokens, reach_buckets, row_buckets
 from gpuinfer.text.decoder.torch_cache import PageCache, table_of
-from gpuinfer.text.decoder.torch_layers import Adapted, Group, StepBatch, Tiles, Window, mask
+from gpuinfer.text.decoder.torch_layers import Adapted, Group, SharedPrefixes, StepBatch, Tiles, Window, mask
 from gpuinfer.text.shape import Shape
 from gpuinfer.text.step import PAGE, Step
 
@@ -35,9 +37,13 @@ MOST_WIDTH = 64  # tokens of a run that is padded: a block of a diffusion model.
 MOST_RUN_TOKENS = 4096  # of all rows
 # What a step with prompts is padded to: more tokens take longer than launches.
 PROMPT_TOKENS = (128, 192, 256, 384, 512, 768, 1024)
+LEAST_SHARING = 4  # rows of a form at least, for prefixes that rows share to be read once
+LEAST_ITEMS = 32  # of shared prefixes in a step at least: enough for a device to read as fast as it can
+MOST_SLOTS, SHARED_PARTS = 32, 2048  # of a row, and of all together: partial results for which there is room
 FIRST_PAUSE = 256  # steps without a graph before one is tried again; twice as many each time
 Form = TypeVar("Form", bound=Hashable)
 Memory = TypeVar("Memory", Tensor, NDArray[np.int64])
+Shapes = tuple[tuple[int, int], ...]
 
 
 class Replays(Generic[Form]):
@@ -114,8 +120,12 @@ class StaticBatches:
     as CUDA graphs where the device has them. With a kernel for pages, steps with prompts too, unless `together`.
 
     What only fills up is token 0 at position 0, sees that position of the blank page, and writes to the spare one.
-    Tokens, positions, places, what is seen and the table of pages lie one behind the other, so that they are sent over
-    in one copy.
+    Tokens, positions, places, what is seen, which prefixes are shared and the table of pages lie one behind the other,
+    so that they are sent over in one copy.
+
+    With `prefixes` the keys and values that rows of one token share are read once for many of them, beside prompts too.
+    In which parts such a row is summed up depends on where others cease to share with it; a row that shares nothing is
+    answered with the same bits as without.
     """
 
     def __init__(
@@ -130,13 +140,16 @@ class StaticBatches:
         graphs: bool,
         together: bool,
         tile_rows: int | None,
+        prefixes: PrefixPlanner | None = None,
     ) -> None:
         """`most` rows at once; `together`: all rows of a batch go through attention together, so that what a row goes
         through does not depend on its place. `tile_rows`: how many of a segment a kernel for pages takes; None: there
-        is none, and attention is over groups, padded.
+        is none, and attention is over groups, padded. `prefixes` needs that kernel.
         """
         self.cache, self.windows, self._hidden, self._logits = cache, windows, hidden, logits
         self._uploads, self._together, self._tile_rows = uploads, together, tile_rows
+        self._prefixes = prefixes if tile_rows is not None and not together and None in windows else None
+        self._planned: tuple[NDArray[np.int32], Integers, PrefixPlan] | None = None
         device = cache.keys.device
         # A kernel for pages reads what each row sees, whatever the batch has room for.
         self.row_buckets, self.reach_buckets = (
@@ -146,10 +159,9 @@ class StaticBatches:
         self.rows, self.run_tokens = most, MOST_RUN_TOKENS if shape.masking is not None else 0
         of_prompts = graphs and not together and tile_rows is not None and shape.masking is None
         self.prompt_tokens = PROMPT_TOKENS if of_prompts else ()
-        room = max(most, self.run_tokens)
-        size = 4 * room + room * cache.columns
+        size = max(self.run_tokens, most) * (4 + cache.columns) + size_of(self._shared_shapes(most))
         if self.prompt_tokens:
-            size = max(size, self._prompt_size(self.prompt_tokens[-1]))
+            size = max(size, size_of(self._prompt_shapes(self.prompt_tokens[-1])))
         self._inputs = torch.zeros(size, dtype=torch.int64, device=device)
         self._outputs = torch.zeros((most, shape.vocabulary), device=device)
         found = max(self.run_tokens, *self.prompt_tokens, 0)
@@ -162,7 +174,19 @@ class StaticBatches:
         """
         form = self._form(step, 1, answered=True)
         table = table_of(step, np.arange(len(step.lengths)), form.reach // PAGE, self.cache.blank)
-        return self.compute(form, np.arange(len(table)), of_tokens(step), table)
+        return self.compute(form, np.arange(len(table)), of_tokens(step), table, shared=self.shared_by(step, form.rows))
+
+    def shared_by(self, step: Step, rows: int) -> PrefixPlan | None:
+        """Which prefixes are read once in a step that brings one token of each segment, in a form of so many rows.
+        Steps in the very same pages have the same plan.
+        """
+        items, slots = self._shared_room(rows)
+        if self._prefixes is None or not items:
+            return None
+        whole, known = whole_pages(step.starts, sees_of(step)), self._planned
+        if known is None or known[0] is not step.pages or len(known[1]) != len(whole) or (whole < known[1]).any():
+            self._planned = known = step.pages, whole, self._prefixes.plan(step.pages, whole, items, slots)
+        return known[2]
 
     def form_of_runs(self, step: Step) -> GraphForm | None:
         """The form of a step of short runs; None when there is none that fits: one with far more tokens than the step
@@ -185,18 +209,23 @@ class StaticBatches:
         return self.compute(form, where, of_tokens(step), table), where
 
     def compute(
-        self, form: GraphForm, where: Integers, given: Integers, table: Integers, adapted: tuple[Adapted, ...] = ()
+        self,
+        form: GraphForm,
+        where: Integers,
+        given: Integers,
+        table: Integers,
+        adapted: tuple[Adapted, ...] = (),
+        shared: PrefixPlan | None = None,
     ) -> Tensor:
         """The same for tokens [4, tokens] (`of_tokens`) at the places `where`, and the pages [rows, columns] that the
-        first rows of the form read. With adapters it is no graph.
+        first rows of the form read, of which they share what `shared` says. With adapters it is no graph.
         """
-        size, columns = form.rows * form.width, form.reach // PAGE
-        used = 4 * size + form.rows * columns
-        room = self._uploads.room(used)
-        inputs, pages = room[: 4 * size].reshape(4, size), room[4 * size :].reshape(form.rows, columns)
+        used = size_of(self._shapes(form))
+        inputs, items, prefixes, pages = fields(self._uploads.room(used), self._shapes(form))
         inputs[:2], inputs[2], inputs[3] = 0, self.cache.spare * PAGE, 1
         inputs[:, where] = given
         pages[: len(table)], pages[len(table) :] = table, self.cache.blank
+        write_plan(shared, items, prefixes)
         self._uploads.copy(self._inputs[:used])
         if adapted:
             self._compute(form, adapted)
@@ -216,8 +245,9 @@ class StaticBatches:
         """
         assert self._tile_rows is not None
         segments, count = len(step.lengths), len(step.tokens)
-        used = self._prompt_size(form.tokens)
-        inputs, table, lone, runs, wanted = self._prompt_fields(self._uploads.room(used), form)
+        shapes = self._prompt_shapes(form.tokens)
+        used = size_of(shapes)
+        inputs, table, lone, runs, wanted, items, prefixes = fields(self._uploads.room(used), shapes)
         inputs[:2], inputs[2], inputs[3] = 0, self.cache.spare * PAGE, 1
         inputs[:, :count] = of_tokens(step)
         table[:segments] = table_of(step, np.arange(segments), self.cache.columns, self.cache.blank)
@@ -230,31 +260,48 @@ class StaticBatches:
             room[:, : tiles.shape[1]] = tiles
             room[:, tiles.shape[1] :] = [[form.tokens - 1], [1], [segments]]
         wanted[0, : len(step.wanted)] = step.wanted
+        write_plan(self._shared_beside(step), items, prefixes)
         self._uploads.copy(self._inputs[:used])
         self._run(self._work, form)
-        *_, on_device = self._prompt_fields(self._inputs, form)
+        on_device = fields(self._inputs, shapes)[4]
         return self._found[: form.tokens], on_device[0, : len(step.wanted)]
 
-    def _prompt_size(self, tokens: int) -> int:
-        """Integers of a form of so many tokens."""
-        assert self._tile_rows is not None
-        tiles = self.rows + self._run_tiles(tokens)
-        return 5 * tokens + (self.rows + 1) * self.cache.columns + 3 * tiles
+    def _shared_beside(self, step: Step) -> PrefixPlan | None:
+        """Which prefixes are read once of the segments that bring one token each, in a step with prompts."""
+        items, slots = self._shared_room(self.rows)
+        lone = np.flatnonzero(step.lengths == 1)
+        if self._prefixes is None or not items or len(lone) < 2:
+            return None
+        whole = step.starts[lone].astype(np.int64) // PAGE
+        return self._prefixes.plan(step.pages[lone], whole, items, slots)
+
+    def _shapes(self, form: GraphForm) -> Shapes:
+        """`of_tokens` [4, tokens]; which prefixes are shared; the table [rows, columns]."""
+        shared = self._shared_shapes(form.rows if form.width == 1 else 0)
+        return (4, form.rows * form.width), *shared, (form.rows, form.reach // PAGE)
+
+    def _prompt_shapes(self, tokens: int) -> Shapes:
+        """`of_tokens` [4, tokens]; the table [rows + 1, columns], whose last row is blank; tiles [3, tiles] of segments
+        of one token, and of longer ones; which tokens are wanted [1, tokens]; which prefixes are shared.
+        """
+        table, tiles = (self.rows + 1, self.cache.columns), ((3, self.rows), (3, self._run_tiles(tokens)))
+        return (4, tokens), table, *tiles, (1, tokens), *self._shared_shapes(self.rows)
+
+    def _shared_shapes(self, rows: int) -> Shapes:
+        """Items [FIELDS, items]; members, begins and slots [3, rows], as `PrefixPlan` has them."""
+        items, _ = self._shared_room(rows)
+        return (FIELDS, items), (3, even(rows) if items else 0)
+
+    def _shared_room(self, rows: int) -> tuple[int, int]:
+        """Items of a form of so many rows, and partial results of each of them, at most. 0: nothing is shared."""
+        if self._prefixes is None or rows < LEAST_SHARING:
+            return 0, 0
+        return even(max(LEAST_ITEMS, rows // 2)), min(MOST_SLOTS, max(LEVELS, SHARED_PARTS // rows))
 
     def _run_tiles(self, tokens: int) -> int:
         """Tiles of runs of so many tokens together, at most: each of the segments may end within one."""
         assert self._tile_rows is not None
-        most = tokens // self._tile_rows + self.rows + 1
-        return most + most % 2  # arrays one behind another are aligned alike in all forms: one compiled kernel
-
-    def _prompt_fields(self, memory: Memory, form: PromptForm) -> tuple[Memory, ...]:
-        """Parts of it: `of_tokens` [4, tokens]; the table [rows + 1, columns], whose last row is blank; tiles [3,
-        tiles] of segments of one token, and of longer ones; which tokens are wanted [1, tokens].
-        """
-        rows, columns = self.rows + 1, self.cache.columns
-        shapes = (4, form.tokens), (rows, columns), (3, self.rows), (3, self._run_tiles(form.tokens)), (1, form.tokens)
-        ends = np.cumsum([lines * length for lines, length in shapes]).tolist()
-        return tuple(memory[end - a * b : end].reshape(a, b) for end, (a, b) in zip(ends, shapes, strict=True))
+        return even(tokens // self._tile_rows + self.rows + 1)
 
     def nbytes(self) -> int:
         return self._inputs.nbytes + self._outputs.nbytes + self._found.nbytes
@@ -275,24 +322,33 @@ class StaticBatches:
             self._compute(form)
 
     def _compute_prompts(self, form: PromptForm) -> None:
-        inputs, table, lone, runs, _ = self._prompt_fields(self._inputs, form)
+        inputs, table, lone, runs, _, items, prefixes = fields(self._inputs, self._prompt_shapes(form.tokens))
         tokens, positions, into, sees = inputs.unbind()
-        tiles = (self._tiles_of(table, lone, 1), self._tiles_of(table, runs, self._tile_rows or 1))
+        shared = self._shared_on_device(items, prefixes, self.rows)
+        tiles = (self._tiles_of(table, lone, 1, shared), self._tiles_of(table, runs, self._tile_rows or 1))
         self._found[: form.tokens].copy_(self._hidden(StepBatch(tokens, positions, into, tiles=tiles, sees=sees)))
 
-    def _tiles_of(self, table: Tensor, tiles: Tensor, most: int) -> Tiles:
+    def _tiles_of(self, table: Tensor, tiles: Tensor, most: int, shared: SharedPrefixes | None = None) -> Tiles:
         firsts, counts, segments = tiles.unbind()
-        return Tiles(table, (firsts, counts, segments), most, self.cache.room)
+        return Tiles(table, (firsts, counts, segments), most, self.cache.room, shared)
+
+    def _shared_on_device(self, items: Tensor, prefixes: Tensor, rows: int) -> SharedPrefixes | None:
+        _, slots = self._shared_room(rows)
+        members, begins, used = (line[:rows] for line in prefixes.unbind())
+        return SharedPrefixes(items, members, begins, used, slots) if slots else None
 
     def _compute(self, form: GraphForm, adapted: tuple[Adapted, ...] = ()) -> None:
-        size, width, columns = form.rows * form.width, form.width, form.reach // PAGE
-        tokens, positions, into, sees = self._inputs[: 4 * size].view(4, size).unbind()
-        table = self._inputs[4 * size :][: form.rows * columns].view(form.rows, columns)
+        size, width = form.rows * form.width, form.width
+        inputs, items, prefixes, table = fields(self._inputs, self._shapes(form))
+        tokens, positions, into, sees = inputs.unbind()
         batch = StepBatch(tokens, positions, into, adapted=adapted)
         if self._tile_rows is None:
             batch = replace(batch, groups=tuple(self._groups(form, positions, sees, table)))
         else:
-            batch = replace(batch, tiles=(self._tiles(form, table, min(self._tile_rows, width)),), sees=sees)
+            tiles = self._tiles(form, table, min(self._tile_rows, width))
+            if width == 1:
+                tiles = replace(tiles, shared=self._shared_on_device(items, prefixes, form.rows))
+            batch = replace(batch, tiles=(tiles,), sees=sees)
         found = self._hidden(batch)
         if width > 1:
             self._found[:size].copy_(found)
@@ -313,6 +369,29 @@ class StaticBatches:
             return Tiles(table, None, 1, form.reach)
         firsts = torch.arange(0, form.rows * form.width, most, device=table.device)
         return Tiles(table, (firsts, torch.full_like(firsts, most), firsts // form.width), most, form.reach)
+
+
+def even(count: int) -> int:
+    """At least so many: arrays one behind another are aligned alike in all forms, and one compiled kernel serves."""
+    return count + count % 2
+
+
+def size_of(shapes: Shapes) -> int:
+    return sum(lines * length for lines, length in shapes)
+
+
+def fields(memory: Memory, shapes: Shapes) -> tuple[Memory, ...]:
+    """Arrays of these shapes, one behind another."""
+    ends = itertools.accumulate(lines * length for lines, length in shapes)
+    return tuple(memory[end - a * b : end].reshape(a, b) for end, (a, b) in zip(ends, shapes, strict=True))
+
+
+def write_plan(plan: PrefixPlan | None, items: Integers, prefixes: Integers) -> None:
+    """`plan` into items [FIELDS, items] and members, begins and slots [3, rows]; what is left over is of no rows."""
+    items[:], prefixes[:] = 0, 0
+    if plan is not None:
+        items[:, : plan.items.shape[1]] = plan.items
+        prefixes[:, : len(plan.members)] = plan.members, plan.begins, plan.slots
 
 
 Result = TypeVar("Result")

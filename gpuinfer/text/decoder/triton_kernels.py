@@ -5,6 +5,9 @@ the positions in blocks with a running maximum (Dao et al. 2022, "FlashAttention
 are joined in their order afterwards, by one program or by as many as there are portions (Dao et al. 2023,
 "Flash-Decoding"): both ways are the same sums. Contraction of products and sums is off, so that they are the same bits.
 
+Where rows share a prefix (`prefix_plan`), `attend_shared` reads it once for many of them, and each row goes on behind
+it: then the sums of a row are cut where others cease to share with it. A row that shares nothing has the sums above.
+
 This file needs Triton, which torch brings along where it is built for CUDA; nothing imports it elsewhere.
 """
 
@@ -24,6 +27,58 @@ def joined(total, total_max, total_sum, part, part_max, part_sum):
 
 
 @triton.jit
+def over(
+    asking,  # [QUERIES, WIDTH]
+    keys,
+    values,
+    pages,  # of the segment
+    head,
+    low,  # the first position, and the end
+    high,
+    seen,  # [QUERIES] positions that each sees
+    at,  # [QUERIES] the position of each
+    scale,
+    window,
+    KV_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    QUERIES: tl.constexpr,
+    KEYS: tl.constexpr,
+    PAGE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """What queries find from `low` to before `high`: the mix of values, the largest score, the sum of the weights.
+    Blocks of keys begin at multiples of KEYS, wherever `low` is.
+    """
+    value = tl.arange(0, WIDTH)
+    there = value < DIM
+    part = tl.zeros([QUERIES, WIDTH], tl.float32)
+    part_max = tl.full([QUERIES], float("-inf"), tl.float32)
+    part_sum = tl.zeros([QUERIES], tl.float32)
+    for start in range(low // KEYS * KEYS, high, KEYS):
+        position = start + tl.arange(0, KEYS)
+        held = (position >= low) & (position < high)
+        page = tl.load(pages + position // PAGE, mask=held, other=0)
+        lies = ((page * PAGE + position % PAGE) * KV_HEADS + head) * DIM
+        key = tl.load(keys + lies[None, :] + value[:, None], mask=there[:, None] & held[None, :], other=0.0)
+        scores = tl.dot(asking, key, input_precision=PRECISION) * scale
+        visible = held[None, :] & (position[None, :] < seen[:, None])
+        if window > 0:
+            visible &= position[None, :] > at[:, None] - window
+        scores = tl.where(visible, scores, float("-inf"))
+        new_max = tl.maximum(part_max, tl.max(scores, 1))
+        base = tl.where(new_max == float("-inf"), 0.0, new_max)
+        weights = tl.exp2(scores - base[:, None])
+        kept = tl.exp2(part_max - base)
+        held_values = tl.load(values + lies[:, None] + value[None, :], mask=held[:, None] & there[None, :], other=0.0)
+        mixed = tl.dot(weights.to(held_values.dtype), held_values, input_precision=PRECISION)
+        part = part * kept[:, None] + mixed
+        part_sum = part_sum * kept + tl.sum(weights, 1)
+        part_max = new_max
+    return part, part_max, part_sum
+
+
+@triton.jit
 def attend(
     queries,  # [rows, HEADS, DIM]
     keys,  # [pages, PAGE, KV_HEADS, DIM] of one layer
@@ -31,6 +86,11 @@ def attend(
     out,  # [rows, HEADS, DIM]; of portions float32 [portions, tiles, HEADS, DIM]
     most,  # of portions: float32 [portions, tiles, HEADS], and the sum of the weights beside it
     sums,
+    shared,  # as `attend_shared` leaves them
+    shared_most,
+    shared_sums,
+    begins,  # int64 [tiles], with FOLLOWING: the first position of each that is in none of them, and how many there are
+    slots,
     table,  # int64 [segments, columns] numbers of pages
     firsts,  # int64 [tiles]: the first row of each, how many rows, and their segment
     counts,
@@ -50,6 +110,7 @@ def attend(
     PAGE: tl.constexpr,
     ALONE: tl.constexpr,  # tile i is row i, and segment i
     PORTIONS: tl.constexpr,  # tiles are one row each, and each program does one portion, which it leaves to `join`
+    FOLLOWING: tl.constexpr,  # tiles are one row each, and what `attend_shared` did comes first
     PRECISION: tl.constexpr,
 ):
     """A program is a tile of rows of one segment, for the heads that share one head of keys."""
@@ -73,60 +134,105 @@ def attend(
     lowest = 0
     if window > 0:
         lowest = tl.maximum(tl.min(tl.where(asked, at - window + 1, reach), 0), 0)
+    if FOLLOWING:
+        lowest = tl.load(begins + tile).to(tl.int32)
     value = tl.arange(0, WIDTH)
     there = value < DIM
+    inside = asked[:, None] & there[None, :]
     place = (row * HEADS + number) * DIM
-    asking = tl.load(queries + place[:, None] + value[None, :], mask=asked[:, None] & there[None, :], other=0.0)
+    asking = tl.load(queries + place[:, None] + value[None, :], mask=inside, other=0.0)
 
-    total = tl.zeros([QUERIES, WIDTH], tl.float32)
-    total_max = tl.full([QUERIES], float("-inf"), tl.float32)
-    total_sum = tl.zeros([QUERIES], tl.float32)
     if PORTIONS:
-        first_portion = tl.program_id(2)
-        end_portion = first_portion + 1
-    else:
-        first_portion = lowest // SPLIT
-        end_portion = (reach + SPLIT - 1) // SPLIT
-    for portion in range(first_portion, end_portion):
-        part = tl.zeros([QUERIES, WIDTH], tl.float32)
-        part_max = tl.full([QUERIES], float("-inf"), tl.float32)
-        part_sum = tl.zeros([QUERIES], tl.float32)
-        begin = tl.maximum(portion * SPLIT, lowest // KEYS * KEYS)
-        for start in range(begin, tl.minimum(portion * SPLIT + SPLIT, reach), KEYS):
-            position = start + tl.arange(0, KEYS)
-            held = position < reach
-            page = tl.load(table + segment * columns + position // PAGE, mask=held, other=0)
-            lies = ((page * PAGE + position % PAGE) * KV_HEADS + head) * DIM
-            key = tl.load(keys + lies[None, :] + value[:, None], mask=there[:, None] & held[None, :], other=0.0)
-            scores = tl.dot(asking, key, input_precision=PRECISION) * scale
-            visible = position[None, :] < seen[:, None]
-            if window > 0:
-                visible &= position[None, :] > at[:, None] - window
-            scores = tl.where(visible, scores, float("-inf"))
-            new_max = tl.maximum(part_max, tl.max(scores, 1))
-            base = tl.where(new_max == float("-inf"), 0.0, new_max)
-            weights = tl.exp2(scores - base[:, None])
-            kept = tl.exp2(part_max - base)
-            held_values = tl.load(
-                values + lies[:, None] + value[None, :], mask=held[:, None] & there[None, :], other=0.0
-            )
-            mixed = tl.dot(weights.to(held_values.dtype), held_values, input_precision=PRECISION)
-            part = part * kept[:, None] + mixed
-            part_sum = part_sum * kept + tl.sum(weights, 1)
-            part_max = new_max
-        if PORTIONS:
-            place = ((portion * tl.num_programs(0) + tile) * HEADS + number) * DIM
-            total, total_max, total_sum = part, part_max, part_sum
-        else:
-            total, total_max, total_sum = joined(total, total_max, total_sum, part, part_max, part_sum)
-    if PORTIONS:
-        beside = place // DIM
+        portion = tl.program_id(2)
+        low, high = tl.maximum(portion * SPLIT, lowest), tl.minimum(portion * SPLIT + SPLIT, reach)
+        total, total_max, total_sum = over(
+            asking, keys, values, table + segment * columns, head, low, high, seen, at, scale, window,
+            KV_HEADS, DIM, WIDTH, QUERIES, KEYS, PAGE, PRECISION,
+        )  # fmt: skip
+        beside = (portion * tl.num_programs(0) + tile) * HEADS + number
+        place = beside * DIM
         tl.store(most + beside, total_max, mask=asked)
         tl.store(sums + beside, total_sum, mask=asked)
     else:
+        total = tl.zeros([QUERIES, WIDTH], tl.float32)
+        total_max = tl.full([QUERIES], float("-inf"), tl.float32)
+        total_sum = tl.zeros([QUERIES], tl.float32)
+        if FOLLOWING:
+            for slot in range(tl.load(slots + tile).to(tl.int32)):
+                beside = (slot * tl.num_programs(0) + tile) * HEADS + number
+                part = tl.load(shared + beside[:, None] * DIM + value[None, :], mask=inside, other=0.0)
+                part_max = tl.load(shared_most + beside, mask=asked, other=float("-inf"))
+                part_sum = tl.load(shared_sums + beside, mask=asked, other=0.0)
+                total, total_max, total_sum = joined(total, total_max, total_sum, part, part_max, part_sum)
+        for portion in range(lowest // SPLIT, (reach + SPLIT - 1) // SPLIT):
+            low, high = tl.maximum(portion * SPLIT, lowest), tl.minimum(portion * SPLIT + SPLIT, reach)
+            part, part_max, part_sum = over(
+                asking, keys, values, table + segment * columns, head, low, high, seen, at, scale, window,
+                KV_HEADS, DIM, WIDTH, QUERIES, KEYS, PAGE, PRECISION,
+            )  # fmt: skip
+            total, total_max, total_sum = joined(total, total_max, total_sum, part, part_max, part_sum)
         total = total / tl.where(asked, total_sum, 1.0)[:, None]
-    inside = asked[:, None] & there[None, :]
     tl.store(out + place[:, None] + value[None, :], total.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def attend_shared(
+    queries,  # [rows, HEADS, DIM]
+    keys,  # [pages, PAGE, KV_HEADS, DIM] of one layer
+    values,
+    parts,  # float32 [slots, tiles, HEADS, DIM]
+    most,  # float32 [slots, tiles, HEADS], and the sum of the weights beside it
+    sums,
+    table,  # int64 [segments, columns] numbers of pages
+    firsts,  # int64 [tiles]: the row of each
+    segments,
+    items,  # int64 [fields, items], as in `prefix_plan`: an item's rows are tiles; those without rows do nothing
+    members,  # int64 [tiles]
+    scale,
+    columns,
+    tiles,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    QUERIES: tl.constexpr,
+    KEYS: tl.constexpr,
+    PAGE: tl.constexpr,
+    ALONE: tl.constexpr,  # tile i is row i, and segment i
+    PRECISION: tl.constexpr,
+):
+    """A program is an item, for the heads that share one head of keys: positions that many rows see, in pages of one of
+    them.
+    """
+    item, head, every = tl.program_id(0), tl.program_id(1), tl.num_programs(0)
+    SHARING: tl.constexpr = HEADS // KV_HEADS
+    count = tl.load(items + every + item)
+    if count == 0:
+        return
+    first, segment = tl.load(items + item), tl.load(items + 2 * every + item)
+    low, high = tl.load(items + 3 * every + item).to(tl.int32), tl.load(items + 4 * every + item).to(tl.int32)
+    slot = tl.load(items + 5 * every + item)
+    query = tl.arange(0, QUERIES)
+    asked = query // SHARING < count
+    tile = tl.load(members + first + query // SHARING, mask=asked, other=0)
+    row = tile
+    if not ALONE:
+        row = tl.load(firsts + tile, mask=asked, other=0)
+        segment = tl.load(segments + segment)
+    number = head * SHARING + query % SHARING
+    value = tl.arange(0, WIDTH)
+    inside = asked[:, None] & (value < DIM)[None, :]
+    place = (row * HEADS + number) * DIM
+    asking = tl.load(queries + place[:, None] + value[None, :], mask=inside, other=0.0)
+    seen = tl.zeros([QUERIES], tl.int32) + high
+    part, part_max, part_sum = over(
+        asking, keys, values, table + segment * columns, head, low, high, seen, seen, scale, 0,
+        KV_HEADS, DIM, WIDTH, QUERIES, KEYS, PAGE, PRECISION,
+    )  # fmt: skip
+    beside = (slot * tiles + tile) * HEADS + number
+    tl.store(most + beside, part_max, mask=asked)
+    tl.store(sums + beside, part_sum, mask=asked)
+    tl.store(parts + beside[:, None] * DIM + value[None, :], part, mask=inside)
 
 
 @triton.jit
@@ -134,6 +240,11 @@ def join(
     parts,  # as `attend` leaves them
     most,
     sums,
+    shared,  # as `attend_shared` leaves them; of each tile the position where they end, and how many there are
+    shared_most,
+    shared_sums,
+    begins,
+    slots,
     out,  # [rows, HEADS, DIM]
     firsts,
     positions,
@@ -144,6 +255,7 @@ def join(
     WIDTH: tl.constexpr,
     SPLIT: tl.constexpr,
     ALONE: tl.constexpr,
+    FOLLOWING: tl.constexpr,  # as for `attend`
 ):
     """A program is one head of one tile, which is one row: its portions, in their order."""
     tile, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -157,6 +269,13 @@ def join(
     total = tl.zeros([1, WIDTH], tl.float32)
     total_max = tl.full([1], float("-inf"), tl.float32)
     total_sum = tl.zeros([1], tl.float32)
+    if FOLLOWING:
+        lowest = tl.load(begins + tile).to(tl.int32)
+        for slot in range(tl.load(slots + tile).to(tl.int32)):
+            beside = (slot * tl.num_programs(0) + tile) * HEADS + head + tl.arange(0, 1)
+            part = tl.load(shared + beside[:, None] * DIM + value[None, :], mask=there[None, :], other=0.0)
+            part_max, part_sum = tl.load(shared_most + beside), tl.load(shared_sums + beside)
+            total, total_max, total_sum = joined(total, total_max, total_sum, part, part_max, part_sum)
     for portion in range(lowest // SPLIT, (seen + SPLIT - 1) // SPLIT):
         beside = (portion * tl.num_programs(0) + tile) * HEADS + head + tl.arange(0, 1)
         part = tl.load(parts + beside[:, None] * DIM + value[None, :], mask=there[None, :], other=0.0)

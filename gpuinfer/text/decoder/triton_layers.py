@@ -1,4 +1,4 @@
-"""The layers of a decoder on a CUDA device in kernels of our own, but for the products: nine or ten launches a layer.
+"""The layers of a decoder on a CUDA device in kernels of our own, but for the products: nine to eleven launches each.
 
 Plain torch launches four times as many, and pads attention to the longest row of a group.
 """
@@ -15,14 +15,16 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from gpuinfer.models.lost import says_lost
 from gpuinfer.models.memory import first_line, is_out_of_memory
+from gpuinfer.text.decoder.prefix_plan import PrefixPlanner
 from gpuinfer.text.decoder.torch_batch import Uploads, batch_of, tiled_batch_of
 from gpuinfer.text.decoder.torch_cache import PageCache
 from gpuinfer.text.decoder.torch_experts import Mix
-from gpuinfer.text.decoder.torch_layers import PlainLayers, StepBatch, Tiles, in_tiles, with_adapters
+from gpuinfer.text.decoder.torch_layers import PlainLayers, SharedPrefixes, StepBatch, Tiles, in_tiles, with_adapters
 from gpuinfer.text.shape import Shape
 from gpuinfer.text.step import PAGE, Step
 from gpuinfer.text.weights import Layer, Linear, Norm, Product, Weights
@@ -32,6 +34,7 @@ logger = logging.getLogger("gpuinfer")
 LEAST_SPLIT, MOST_PORTIONS = 512, 32  # positions of a portion at least; portions of a row at most
 FEW_PROGRAMS = 512  # with fewer tiles than that a device has room for several programs a tile
 RUN_QUERIES = 64  # rows × heads that share keys, in one program of a prompt
+SHARED_QUERIES, SHARED_BYTES = 128, 32 << 10  # the same of rows that share a prefix; of these queries, at most
 LEEWAY_HALF, LEEWAY_SINGLE = 0.05, 1e-3  # of the largest value: what rounding explains and no fault of a kernel's does
 
 
@@ -73,7 +76,7 @@ class TritonLayers:
         self._cosines, self._sines = cosines, sines
         self._width = power_of_two(shape.head_dim)
         self._half = 0 if cosines is None else cosines.shape[1]
-        self._split = max(LEAST_SPLIT, power_of_two(-(-length // MOST_PORTIONS)))
+        self.split = max(LEAST_SPLIT, power_of_two(-(-length // MOST_PORTIONS)))
         self._windows = tuple(window or 0 for window in shape.layer_windows)
 
     def hidden(self, weights: Weights, x: Tensor, batch: StepBatch, cache: PageCache) -> Tensor:
@@ -183,32 +186,56 @@ class TritonLayers:
         shape, window = self.shape, self._windows[number]
         count = len(tiles.table) if tiles.rows is None else len(tiles.rows[0])
         firsts, counts, segments = (batch.positions,) * 3 if tiles.rows is None else tiles.rows
-        portions = -(-tiles.reach // self._split)
+        portions = -(-tiles.reach // self.split)
         apart = tiles.most == 1 and portions > 1 and count * shape.kv_heads < FEW_PROGRAMS
-        out, most, sums = mixed, mixed, mixed
-        if apart:
-            most, sums = (queries.new_empty((portions, count, shape.heads), dtype=torch.float32) for _ in range(2))
-            out = queries.new_empty((portions, count, *queries.shape[1:]), dtype=torch.float32)
         sharing, half = shape.heads // shape.kv_heads, queries.dtype != torch.float32
         numbers = power_of_two(max(16, tiles.most * sharing))
+        sizes: dict[str, Any] = {
+            "HEADS": shape.heads, "KV_HEADS": shape.kv_heads, "DIM": shape.head_dim, "WIDTH": self._width,
+            "KEYS": 2 * PAGE if half and self._width <= 128 else PAGE, "PAGE": PAGE,
+            "ALONE": tiles.rows is None, "PRECISION": "tf32" if half else "ieee",
+        }  # fmt: skip
+        scale, columns = math.log2(math.e) / math.sqrt(shape.head_dim), tiles.table.shape[1]
+        held = cache.keys[number], cache.values[number]
+        following = tiles.shared is not None and not window
+        shared, begins, slots = (mixed,) * 3, batch.positions, batch.positions
+        if following:
+            assert tiles.shared is not None
+            shared = self._partial(queries, tiles.shared.room, count)
+            begins, slots = tiles.shared.begins, tiles.shared.slots
+            together = power_of_two(shared_rows(shape, queries.dtype) * sharing)
+            self._launch(
+                self._kernels.attend_shared,
+                (tiles.shared.items.shape[1], shape.kv_heads),
+                queries, *held, *shared, tiles.table, firsts, segments, tiles.shared.items, tiles.shared.members,
+                scale, columns, count,
+                **sizes, QUERIES=together, num_warps=8 if together * self._width >= 8192 else 4,
+            )  # fmt: skip
+        found = self._partial(queries, portions, count) if apart else (mixed,) * 3
         self._launch(
             self._kernels.attend,
             (count, shape.kv_heads, portions if apart else 1),
-            queries, cache.keys[number], cache.values[number], out, most, sums, tiles.table, firsts, counts, segments,
-            batch.positions, batch.sees, math.log2(math.e) / math.sqrt(shape.head_dim), window, tiles.table.shape[1],
-            HEADS=shape.heads, KV_HEADS=shape.kv_heads, DIM=shape.head_dim, WIDTH=self._width,
-            QUERIES=numbers, KEYS=2 * PAGE if half and self._width <= 128 else PAGE, SPLIT=self._split, PAGE=PAGE,
-            ALONE=tiles.rows is None, PORTIONS=apart, PRECISION="tf32" if half else "ieee",
+            queries, *held, *found, *shared, begins, slots,
+            tiles.table, firsts, counts, segments, batch.positions, batch.sees, scale, window, columns,
+            **sizes, QUERIES=numbers, SPLIT=self.split, PORTIONS=apart, FOLLOWING=following,
             num_warps=8 if numbers * self._width >= 8192 else 4,
         )  # fmt: skip
         if apart:
             self._launch(
                 self._kernels.join,
                 (count, shape.heads),
-                out, most, sums, mixed, firsts, batch.positions, batch.sees, window,
-                HEADS=shape.heads, DIM=shape.head_dim, WIDTH=self._width, SPLIT=self._split,
-                ALONE=tiles.rows is None, num_warps=1,
+                *found, *shared, begins, slots, mixed, firsts, batch.positions, batch.sees, window,
+                HEADS=shape.heads, DIM=shape.head_dim, WIDTH=self._width, SPLIT=self.split,
+                ALONE=tiles.rows is None, FOLLOWING=following, num_warps=1,
             )  # fmt: skip
+
+    def _partial(self, queries: Tensor, slots: int, tiles: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Room for results over some positions: mixes [slots, tiles, heads, head_dim], largest scores and sums of
+        weights [slots, tiles, heads].
+        """
+        form = (slots, tiles, *queries.shape[1:])
+        mixes, most, sums = (queries.new_empty(size, dtype=torch.float32) for size in (form, form[:-1], form[:-1]))
+        return mixes, most, sums
 
     def activate(self, inner: Tensor) -> Tensor:
         """From what an up projection gives, [..., size], to what goes into the down projection."""
@@ -248,15 +275,57 @@ def compare(own: TritonLayers, plain: PlainLayers, weights: Weights, device: tor
         ours = tiled_batch_of(step, caches[0], uploads, tile_rows(shape))
         theirs = batch_of(step, caches[1], {own.shape.layer_windows[0]}, uploads)
         given = weights.embedding[ours.tokens]
-        found = own.hidden(first, given, ours, caches[0]).float(), plain.hidden(first, given, theirs, caches[1]).float()
-        difference, size = (found[0] - found[1]).abs().max().item(), found[1].abs().max().item()
-        if not difference <= (LEEWAY_HALF if dtype != torch.float32 else LEEWAY_SINGLE) * max(size, 1e-3):
-            raise RuntimeError(f"answers up to {size:.3g} differ by {difference:.3g}")
+        require_alike(own.hidden(first, given, ours, caches[0]), plain.hidden(first, given, theirs, caches[1]))
+    if None in own.shape.layer_windows and own.length > PAGE and shared_rows(own.shape, dtype) > 1:
+        compare_shared(own, device, dtype)
+
+
+def compare_shared(own: TritonLayers, device: torch.device, dtype: torch.dtype) -> None:
+    """Have rows attend to a page that they share and to one of their own, by themselves and together. Raises as
+    `compare` does.
+    """
+    number = own.shape.layer_windows.index(None)
+    cache = PageCache(replace(own.shape, layers=number + 1), 4, 2 * PAGE, device, dtype)
+    drawn = torch.Generator(device).manual_seed(0)
+    for held in (cache.keys, cache.values):
+        held[number].normal_(generator=drawn)
+    queries = torch.empty((3, own.shape.heads, own.shape.head_dim), device=device, dtype=dtype).normal_(generator=drawn)
+    pages, sees = np.array([[2, 0], [2, 1], [3, 0]], np.int32), np.array([PAGE + 1, 2 * PAGE, 5])
+    plan = PrefixPlanner(shared_rows(own.shape, dtype), own.split, worth=1).plan(pages, (sees - 1) // PAGE, 1, 1)
+    arrays: tuple[NDArray[Any], ...] = pages, sees - 1, sees, plan.items, plan.members, plan.begins, plan.slots
+    flat = Uploads(device).sent([array.ravel() for array in arrays])
+    table, positions, seen, items, members, begins, slots = (
+        one.view(given.shape) for one, given in zip(flat, arrays, strict=True)
+    )
+    shared = SharedPrefixes(items, members, begins, slots, room=1)
+    for reach in (2 * PAGE, 2 * own.split):  # by one program a row, and in portions
+        tiles = Tiles(table, None, 1, reach)
+        alone, together = (
+            StepBatch(positions, positions, positions, tiles=(replace(tiles, shared=one),), sees=seen)
+            for one in (None, shared)
+        )
+        with torch.cuda.device_of(queries):  # type: ignore[no-untyped-call]
+            require_alike(*(own.attend(queries, batch, cache, number) for batch in (together, alone)))
+
+
+def require_alike(found: Tensor, wanted: Tensor) -> None:
+    """Raises `RuntimeError` where they differ by more than rounding explains."""
+    leeway = LEEWAY_HALF if wanted.dtype != torch.float32 else LEEWAY_SINGLE
+    found, wanted = found.float(), wanted.float()
+    difference, size = (found - wanted).abs().max().item(), wanted.abs().max().item()
+    if not difference <= leeway * max(size, 1e-3):
+        raise RuntimeError(f"answers up to {size:.3g} differ by {difference:.3g}")
 
 
 def power_of_two(size: int) -> int:
     """The next one, 16 at least: what a block of Triton's may be."""
     return max(16, 1 << (size - 1).bit_length())
+
+
+def shared_rows(shape: Shape, dtype: torch.dtype) -> int:
+    """Rows that one program takes over a prefix that they share. 1: it would read for each what each could itself."""
+    queries = min(SHARED_QUERIES, SHARED_BYTES // (power_of_two(shape.head_dim) * dtype.itemsize))
+    return max(1, queries // (shape.heads // shape.kv_heads))
 
 
 def tile_rows(shape: Shape) -> int:
