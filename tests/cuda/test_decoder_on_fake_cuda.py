@@ -129,6 +129,44 @@ def test_a_layer_is_few_launches_and_a_step_one_copy(fake_cuda, segments, launch
     assert sum((theirs[1] - theirs[0]).values()) > 30
 
 
+def sharing_step(prompts, samples, prompt_pages, columns):
+    """A token each of so many samples of each prompt, in the last page of a row."""
+    rows = prompts * samples
+    pages = np.arange(rows * columns, dtype=np.int32).reshape(rows, columns)
+    pages[:, :prompt_pages] = np.repeat(pages[::samples, :prompt_pages], samples, axis=0)
+    step = step_of(*((row, columns * PAGE - 1, [5]) for row in range(rows)))
+    return replace(step, pages=np.ascontiguousarray(pages))
+
+
+@pytest.mark.parametrize("rope", [32, 64], ids=["heads of 64 values", "heads of 128 values"])
+def test_a_prompt_that_samples_share_is_read_once_or_twice(fake_cuda, rope):
+    """64 answers of 256 positions to one prompt of 1,024, of a model whose heads share keys by fours."""
+    shape = replace(LLAMA, layers=1, heads=8, head_dim=2 * rope, rope=Rope((1.0,) * rope), positions=2048)
+    step = sharing_step(1, 64, 32, 40)
+    with own_kernels():
+        for options in ({}, {"share": False}, {"deterministic": True}):
+            static = decoder(shape, fake_cuda, kernels=True, slots=256, pages=4096, length=2048, **options)._static
+            plan = static.shared_by(step, 64)
+            if options:
+                assert plan is None
+                continue
+            needed = 1024 + 64 * 256
+            assert needed <= plan.positions_read(np.full(64, 40 * PAGE)) <= 1.1 * needed
+
+
+def test_prefixes_are_planned_once_for_steps_in_the_same_pages(fake_cuda, monkeypatch):
+    with own_kernels():
+        static = decoder(LLAMA, fake_cuda, kernels=True, slots=8, pages=64, length=160)._static
+    step = sharing_step(1, 4, 3, 5)
+    plan = static.shared_by(step, 4)
+    assert len(plan.items)
+    step.starts[:] += 1
+    assert static.shared_by(step, 4) is plan
+    step.starts[1] = 70  # taken back to before the end of what is shared
+    assert static.shared_by(step, 4).begins.tolist() == [2 * PAGE, 2 * PAGE, 2 * PAGE, 2 * PAGE]
+    assert static.shared_by(replace(step, pages=step.pages.copy()), 4) is not plan
+
+
 def test_steps_with_prompts_become_graphs_of_few_shapes(fake_cuda):
     """Whatever prompts there are beside whatever rows: the number of tokens alone decides, and few shapes are all."""
     with own_kernels():
