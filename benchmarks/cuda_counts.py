@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -20,25 +19,24 @@ import torch
 from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
-from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 sys.path += [str(Path(__file__).parents[1] / "tests" / part) for part in ("cuda", "text")]
 
-from counting import Asked, CountedDraws, own_kernels, real_host_memory
+from counting import Asked, CountedDownloads, CountedDraws, own_kernels, real_host_memory
 from fake_device import fake_device, load_guard
 from random_models import LLAMA, random_weights
 from steps import step_of
 
 from gpuinfer.api import Roofline, Setup
-from gpuinfer.text.decoder.prefix_plan import nothing_shared
 from gpuinfer.generation import Sampling
 from gpuinfer.models.forward_cuda import bucket_for
+from gpuinfer.text.decoder.prefix_plan import nothing_shared
 from gpuinfer.text.decoder.torch_decoder import TorchDecoder
-from gpuinfer.text.shape import Rope
-from gpuinfer.text.step import PAGE, Step
 from gpuinfer.text.decoder.torch_static import StaticBatches
 from gpuinfer.text.sampling import Sampler, torch_path
+from gpuinfer.text.shape import Rope
+from gpuinfer.text.step import PAGE, Step
 from gpuinfer.workloads.selfplay.workload import SelfPlay
 
 Segment = tuple[int, int, Sequence[int]]
@@ -124,14 +122,7 @@ def games_in_flight() -> int:
 
 def draw_of_rows(device: torch.device, options: Sequence[Sampling], kernels: bool) -> tuple[int, int, int]:
     """How often the host waits in the second of two draws for eight rows; copies from it; kernels."""
-    rows, vocabulary, waits = 8, 1000, 0
-
-    def to_host(values: Tensor) -> Any:
-        nonlocal waits
-        waits += 1
-        with unset_fake_temporarily():
-            return torch.ones(values.shape, dtype=values.dtype).numpy()
-
+    rows, vocabulary, waits = 8, 1000, CountedDownloads()
     sampler = Sampler(rows, vocabulary, device, seed=1, end_tokens=[0], threads=1)
     for slot in range(rows):
         sampler.admit(slot, options[slot % len(options)], np.arange(9, dtype=np.int32), "", slot)
@@ -139,13 +130,13 @@ def draw_of_rows(device: torch.device, options: Sequence[Sampling], kernels: boo
     own = CountedDraws()
     if kernels:
         sampler._path = torch_path.TorchPath(sampler._slots, vocabulary, own)
-    with mock.patch.object(torch_path, "to_host", to_host):
+    with mock.patch.object(torch_path, "Download", waits.of):
         for _ in range(2):
-            asked, waits = Asked(), 0
+            asked, waits.count = Asked(), 0
             own.launched.clear()
             with asked:
                 sampler.draw(logits, slots)
-    return waits, asked.copies, (asked.kernels + own.launched).total()
+    return waits.count, asked.copies, (asked.kernels + own.launched).total()
 
 
 def draws_of(device: torch.device) -> Table:

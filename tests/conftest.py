@@ -62,6 +62,16 @@ def gpuinfer(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str
     return run
 
 
+@pytest.fixture(scope="module", params=[False, True], ids=["step by step", "ahead"])
+def ahead(request: pytest.FixtureRequest) -> Iterator[bool]:
+    """Generators of `text.toy` compose each step when the tokens before are known, or before, as on a CUDA device."""
+    from text import toy
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(toy, "AHEAD", request.param)
+        yield request.param
+
+
 @pytest.fixture(scope="module")
 def children_forked() -> Iterator[None]:
     """Worker processes and servers that tests of this module start need not load torch (`preloaded.py`)."""

@@ -56,8 +56,9 @@ class Step:
     sees of a row is forgotten. None: each up to itself."""
     vectors: Vectors | None = None
     drawn: Tensor | None = None
-    """int64 [n] on the decoder's device, n at most `Decoder.slots`: tokens that the host has not seen yet. Where `tokens`
-    says -1 - i, the i-th of them goes through; token 0 in the place of a negative one. For decoders that read them."""
+    """int64 [n] on the decoder's device, n at most `Decoder.slots`: tokens that the host has not seen yet. Where
+    `tokens` says -1 - i, the i-th of them goes through; token 0 in the place of a negative one. Only for decoders that
+    read them."""
 
 
 class Decoder(Protocol):

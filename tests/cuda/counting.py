@@ -6,11 +6,13 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import torch
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gpuinfer.text.decoder import torch_batch, torch_static, triton_layers
@@ -85,6 +87,22 @@ class CountedDraws(TritonDraws):
     def _launch(self, kernel: str, grid: Any, *given: Any, **sizes: Any) -> None:
         assert all(one.device.type == "cuda" for one in given if isinstance(one, torch.Tensor)), kernel
         self.launched[kernel] += 1
+
+
+class CountedDownloads:
+    """`of` stands in for `torch_path.Download`: what comes to the host is ones. `count`: how often it waits."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def of(self, values: torch.Tensor) -> Any:
+        assert values.device.type == "cuda"
+        return SimpleNamespace(values=partial(self._waited, values.shape, values.dtype))
+
+    def _waited(self, shape: torch.Size, dtype: torch.dtype) -> Any:
+        self.count += 1
+        with unset_fake_temporarily():
+            return torch.ones(shape, dtype=dtype).numpy()
 
 
 class Replays(torch_static.Replays):

@@ -18,7 +18,7 @@ sys.path += [str(Path(__file__).parents[1] / part) for part in (".", "text", "ad
 from random_adapters import random_adapter
 from random_models import LLAMA, random_weights
 from steps import step_of
-from text.toy import END, VOCABULARY
+from text.toy import END, VOCABULARY, toy_language
 from train_models import ACTIONS, SEATS, batch_of
 from train_models import FEATURES as OBSERVED
 
@@ -30,6 +30,7 @@ from gpuinfer.models.stages.moving import ToCuda, from_cuda
 from gpuinfer.models.stages.pipeline import Pipeline
 from gpuinfer.models.stages.stage_cuda import CudaStage
 from gpuinfer.text.decoder.torch_decoder import TorchDecoder
+from gpuinfer.text.generator import Generator
 from gpuinfer.text.stages.decoder import PortionSegment, StagedDecoder
 from gpuinfer.text.stages.micro_batches import Cutter
 from gpuinfer.text.stages.portions import Portion
@@ -109,6 +110,19 @@ TOKENS = [int(token) for token in np.random.default_rng(0).integers(0, VOCABULAR
 def decoder_of(shape=SHAPE, device=FIRST, weights=None, dtype=torch.float32, **options):
     weights = random_weights(shape) if weights is None else weights
     return TorchDecoder(shape, weights, device, dtype, slots=4, pages=32, length=64, **options)
+
+
+def generator_of(**options):
+    return Generator(
+        decoder_of(**options),
+        toy_language(),
+        seed=7,
+        end_tokens=(END,),
+        step_tokens=16,
+        threads=1,
+        deterministic=False,
+        read=lambda place: random_weights(SHAPE, seed=int(place)),
+    )
 
 
 def split_decoder(shape=SHAPE, places=(FIRST, FIRST)):

@@ -144,6 +144,7 @@ TAKEN = {
         "text/decoder/sizing.py largest_step_bytes",
         "text/generator/generator.py Generator.__init__",
         "text/generator/setup.py _assembled",
+        "text/sampling/torch_path.py Download.__init__",
     ),
     "test_text_on_fake_cuda.py::test_masks_are_blended_on_the_device": (
         "text/diffusion/blending.py Blender.blended",

@@ -32,12 +32,12 @@ from streamed import (
     expected,
     forward_of_rows,
     found,
+    generator_of,
     in_threads,
     split_decoder,
     stages,
     two_rows,
 )
-from text.toy import END, toy_language
 from text.unmasking import prompt_of
 
 import gpuinfer
@@ -52,7 +52,8 @@ from gpuinfer.models.pinned import register
 from gpuinfer.models.stages.forward import StagedForward
 from gpuinfer.models.stages.moving import OnCuda
 from gpuinfer.models.stages.pipeline import Pipeline
-from gpuinfer.text.generator import Driver, Generator, Tuning, open_generator
+from gpuinfer.text.decoder.torch_decoder import TorchDecoder
+from gpuinfer.text.generator import Driver, Tuning, open_generator
 from gpuinfer.text.shape import Masking
 
 SOURCES = Path(gpuinfer.__file__).parent
@@ -197,18 +198,8 @@ def test_an_adapter_that_another_thread_packs_is_given_back_behind_a_step(cuda, 
     assert found(cuda) == []
 
 
-def driver_of(place=None):
-    generator = Generator(
-        decoder_of(),
-        toy_language(),
-        seed=7,
-        end_tokens=(END,),
-        step_tokens=16,
-        threads=1,
-        deterministic=False,
-        read=lambda place: random_weights(SHAPE, seed=int(place)),
-    )
-    return Driver(generator, place=place)
+def driver_of(place=None, **options):
+    return Driver(generator_of(**options), place=place)
 
 
 def submitted(driver, texts):
@@ -248,6 +239,26 @@ def test_models_of_text_and_of_rows_share_a_device(cuda):
         driver.close()
     assert found(cuda) == []
     assert [[len(tokens) for tokens in one] for one in answers[:2]] == [[4] * 5] * 2
+
+
+@pytest.mark.parametrize("options", WAYS.values(), ids=WAYS)
+def test_a_generator_goes_on_with_tokens_that_it_has_not_seen(cuda, monkeypatch, options):
+    """But for a deterministic one; and its answers are those of a processor."""
+    ahead, forward = [], TorchDecoder.forward
+
+    def noted(decoder, step):
+        ahead.append(step.drawn is not None)
+        return forward(decoder, step)
+
+    monkeypatch.setattr(TorchDecoder, "forward", noted)
+    texts, answers = ["abc", "hello", "x y", "abcd", "what", "say"], []
+    for device in (FIRST, torch.device("cpu")):
+        driver = driver_of(device=device, **options)
+        answers.append(tokens_of(submitted(driver, texts)))
+        driver.close()
+    assert found(cuda) == []
+    assert answers[0] == answers[1]
+    assert any(ahead) is (options != {"deterministic": True})
 
 
 def test_each_model_of_text_has_a_stream_of_its_own(cuda):

@@ -24,6 +24,7 @@ from streamed import (
     exchange,
     forward_of_rows,
     found,
+    generator_of,
     in_threads,
     random_weights,
     split_decoder,
@@ -32,6 +33,7 @@ from streamed import (
 )
 
 from gpuinfer.api import BackendContext
+from gpuinfer.generation import Prompt, Sampling
 from gpuinfer.models import capturing, losses
 from gpuinfer.models.capturing import captured, own_stream, release_cached_memory, wait_for_device
 from gpuinfer.models.forward_cuda import CudaForward, Slot
@@ -46,6 +48,7 @@ from gpuinfer.text.decoder.torch_batch import Uploads
 from gpuinfer.text.decoder.torch_decoder import TorchDecoder
 from gpuinfer.text.decoder.torch_layers import on_device
 from gpuinfer.text.decoder.torch_static import Replays
+from gpuinfer.text.sampling import torch_path
 from gpuinfer.text.stages.decoder import StagedDecoder
 from gpuinfer.workloads.train.stepping import Stepper
 
@@ -136,6 +139,18 @@ def steps(**options):
                 decoder.forward(step)
 
     return run
+
+
+def answers(monkeypatch):
+    """Of a generator, which composes each step before it has seen the tokens of the one before."""
+    with own_stream(FIRST):
+        generator = generator_of()
+        prompts = [Prompt(text=text, sampling=Sampling(max_tokens=4, ignore_eos=True)) for text in ("abc", "hello")]
+        for ticket, prepared in enumerate(generator.prepare(prompts)):
+            generator.add(ticket, prepared)
+        while generator.busy:
+            generator.step()
+        generator.close()
 
 
 def weights(make, shape):
@@ -241,10 +256,13 @@ PLANTS = {
         "outcome._value", "add_ writing",
     ),
     "a step is written over the one that is being copied": (
-        steps(graphs=False), Uploads, "room", "self._copied.synchronize()", "pass", "the host in .* writing",
+        steps(graphs=False), Uploads, "room", "copied.synchronize()", "pass", "the host in .* writing",
     ),
     "a step is written over the one that a graph is to read": (
-        steps(), Uploads, "room", "self._copied.synchronize()", "pass", "the host in .* writing",
+        steps(), Uploads, "room", "copied.synchronize()", "pass", "the host in .* writing",
+    ),
+    "tokens are read before they have come": (
+        answers, torch_path.Download, "values", "self._done.synchronize()", "pass", "the host in .* reading",
     ),
     "weights are exchanged for others under the graphs": (
         steps(), TorchDecoder, "swap", "own.copy_(other)", "self._weights = packed", "a graph uses memory that has",

@@ -18,7 +18,7 @@ from gpuinfer.generation import Generation, Prompt, Sampling
 from gpuinfer.text.generator import Tuning, open_generator
 
 UPLOADS = "text/decoder/torch_batch.py Uploads.room"  # until the copy before is over
-DRAWN = "text/sampling/torch_path.py to_host"
+DRAWN = "text/sampling/torch_path.py Download.values"
 BLENDED = "text/diffusion/blending.py Blender.blended"
 STAGES = ("models/stages/stage_cuda.py CudaStage.at_work", "models/stages/stage_cuda.py CudaStage._wait")
 LONG = "a longer prompt that has to go through in chunks, beside others and before others: "

@@ -11,6 +11,8 @@ from gpuinfer.errors import BackendDied, BackendError, BadPrompt
 from gpuinfer.generation import Constraint, Generation, Prompt, Sampling, Unmasking
 from gpuinfer.text.sampling import Sampler
 
+pytestmark = pytest.mark.usefixtures("ahead")
+
 LONG = "a beginning of forty tokens that is long"  # 40
 
 
@@ -74,7 +76,7 @@ def test_short_prompts_go_in_one_step():
 
 
 def test_prompts_gather_beside_rows_that_answer():
-    generator = toy_generator(slots=64, gather_steps=3)
+    generator = toy_generator(slots=64, gather_steps=3, ahead=False)
     first, *later = generator.prepare([prompt("abc", 30), prompt("de", 30), *[prompt("fg", 30)] * 4])
     generator.add("first", first)
     generator.step()
@@ -112,7 +114,7 @@ def test_a_cancelled_rows_slots_are_free_at_once():
 
 
 def test_who_waited_for_a_cancelled_rows_prefill_takes_over_what_there_is():
-    generator = toy_generator(step_tokens=20)
+    generator = toy_generator(step_tokens=20, ahead=False)
     added(generator, prompt(LONG + " one"), prompt(LONG + " two"))
     generator.step()
     generator.cancel(0)

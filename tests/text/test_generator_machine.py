@@ -33,9 +33,10 @@ class Served(RuleBasedStateMachine):
         gather_steps=st.sampled_from([0, 2]),
         pages=st.sampled_from([None, 2, 3, 5, 21, 40]),
         nan=st.sampled_from([None, NAN]),
+        ahead=st.booleans(),
     )
-    def start(self, slots, step_tokens, gather_steps, pages, nan):
-        self.generator = toy_generator(slots, LENGTH, step_tokens, gather_steps=gather_steps, pages=pages)
+    def start(self, slots, step_tokens, gather_steps, pages, nan, ahead):
+        self.generator = toy_generator(slots, LENGTH, step_tokens, gather_steps=gather_steps, pages=pages, ahead=ahead)
         self.generator.decoder.poison, self.generator.decoder.nan = POISON, nan
         self.open: dict[int, Prompt] = {}
         self.given: dict[int, list] = {}

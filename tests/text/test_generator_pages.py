@@ -19,6 +19,8 @@ from gpuinfer.text.generator.pages import PagePool
 from gpuinfer.text.generator.prefixes import PrefixTree
 from gpuinfer.text.step import PAGE
 
+pytestmark = pytest.mark.usefixtures("ahead")
+
 SYSTEM = "a system prompt of forty tokens, this is"  # 40
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -48,9 +49,12 @@ class Dictated:
     def release(self, slot):
         del self._at[slot]
 
-    def draw(self, logits, slots, masks):
+    remembers = False
+
+    def begin(self, logits, slots, masks):
         drawn = np.array([self._next(slot) for slot in slots.tolist()], np.int32)
-        return Dictation(drawn, self.given_logprobs(logits, drawn, 0))
+        found = Dictation(drawn, self.given_logprobs(logits, drawn, 0))
+        return SimpleNamespace(tokens=torch.from_numpy(drawn), finish=lambda kept: found)
 
     def given_logprobs(self, logits, tokens, wanted):
         return [Logprob(Candidate(token, -1.0 - token, 1)) for token in tokens.tolist()]
@@ -155,7 +159,7 @@ def test_what_a_stop_string_may_take_back_waits():
 
 
 def test_with_many_readers_a_part_holds_several_tokens_but_the_first_token_does_not_wait():
-    generator = toy_generator(most_parts_s=1e-9)
+    generator = toy_generator(most_parts_s=1e-9, ahead=False)
     early, late = generator.prepare([Prompt(text="abc", key=key, sampling=LONG) for key in "ab"])
     generator.add("early", replace(early, parts=True))
     sizes = [count(generator.step()) for _ in range(3)]

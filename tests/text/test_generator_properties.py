@@ -72,6 +72,7 @@ mixes = {
     "gather_steps": st.sampled_from([0, 0, 3]),
     "most_parts_s": st.sampled_from([math.inf, 2000.0, 1e-9]),
     "pages": st.sampled_from([None, None, 3, 4, 6]),  # 3 hold the longest row
+    "ahead": st.booleans(),
 }
 
 
@@ -122,10 +123,15 @@ def test_an_answer_is_its_own_in_any_company_many_times(**mix):
 
 
 @settings(max_examples=examples(25), deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(coming=st.lists(arrivals, min_size=2, max_size=8), room=st.integers(1, 12), poison=st.booleans())
-def test_trouble_leaves_the_others_answers_as_they_are(coming, room, poison):
+@given(
+    coming=st.lists(arrivals, min_size=2, max_size=8),
+    room=st.integers(1, 12),
+    poison=st.booleans(),
+    ahead=st.booleans(),
+)
+def test_trouble_leaves_the_others_answers_as_they_are(coming, room, poison, ahead):
     """Steps of more than `room` tokens find no memory, and a "?" fails every step that it is part of."""
-    generator = toy_generator(4, 64, 32)
+    generator = toy_generator(4, 64, 32, ahead=ahead)
     generator.decoder.room = room
     if poison:
         generator.decoder.poison = LETTERS.index("?")

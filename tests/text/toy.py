@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -39,6 +40,7 @@ SHAPE = Shape(
     positions=64,
     end_tokens=(END,),
 )
+AHEAD = False  # what generators do that are not told
 NO_NUMBER = np.uint64(0)  # what is computed of it is not either
 NOWHERE = np.uint64(0x9E3779B97F4A7C15)
 
@@ -62,12 +64,14 @@ class ToyDecoder:
     page, position or copy is found, as these form no chain. It checks what a step must be.
     """
 
-    def __init__(self, slots: int, length: int, pages: int | None = None) -> None:
+    def __init__(self, slots: int, length: int, pages: int | None = None, reads_drawn: bool = False) -> None:
+        self.reads_drawn = reads_drawn
         self.shape, self.slots, self.length, self.device = SHAPE, slots, length, torch.device("cpu")
         self.pages = 2 * slots * pages_for(length) if pages is None else pages
         self.cache = np.random.default_rng(0).integers(0, 2**63, (self.pages * PAGE, 2)).astype(np.uint64)
         self.steps: list[Step] = []
         self.copied = 0  # pages
+        self.ahead = 0  # steps whose tokens the host had not seen
         self.closed = False
         self.poison: int | None = None  # a token that no step survives
         self.nan: int | None = None  # a token that turns into NaN, with all that its segment brings
@@ -77,6 +81,8 @@ class ToyDecoder:
         self.unloaded: list[int] = []
 
     def forward(self, step: Step) -> torch.Tensor:
+        if step.drawn is not None:
+            step = self.looked_up(step)
         self.check(step)
         if self.room is not None and len(step.tokens) > self.room:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
@@ -99,6 +105,15 @@ class ToyDecoder:
             Step(*(part.copy() for part in (step.tokens, step.pages, step.starts, step.lengths, step.wanted)))
         )
         return logits_of(np.array(found, np.uint64)[step.wanted])
+
+    def looked_up(self, step: Step) -> Step:
+        assert self.reads_drawn
+        assert len(step.drawn) <= self.slots
+        drawn, tokens = np.maximum(step.drawn.numpy(), 0), step.tokens.copy()
+        unseen = tokens < 0
+        tokens[unseen] = drawn[-1 - tokens[unseen]]
+        self.ahead += int(unseen.any())
+        return replace(step, tokens=tokens, drawn=None)
 
     def check(self, step: Step) -> None:
         for part in (step.tokens, step.pages, step.starts, step.lengths, step.wanted):
@@ -194,9 +209,11 @@ def toy_generator(
     most_parts_s: float = math.inf,
     max_adapters: int = 8,
     pages: int | None = None,
+    ahead: bool | None = None,
 ) -> Generator:
+    """`ahead`: the next step is composed before the tokens are known that the last one draws, as on a CUDA device."""
     return Generator(
-        ToyDecoder(slots, length, pages),
+        ToyDecoder(slots, length, pages, AHEAD if ahead is None else ahead),
         toy_language(),
         seed=seed,
         end_tokens=(END,),

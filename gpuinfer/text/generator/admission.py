@@ -103,7 +103,7 @@ class Admission:
         if not row.found:
             return False
         row.alone = True
-        self._suspend(row, table.tokens[slot, : table.filled[slot]] if table.decodes[slot] else None)
+        self._suspend(row, table.tokens[slot, : table.known(slot)] if table.decodes[slot] else None)
         return True
 
     def forget(self) -> None:
@@ -268,6 +268,14 @@ class Admission:
             self._changed()
         self._steps_left = int(left.min(initial=PAGE)) - 1
 
+    @property
+    def must_preempt(self) -> bool:
+        """Whether the next step needs more pages for rows that answer than can be had."""
+        if self._steps_left > 0:
+            return False
+        left = self._positions_left(np.flatnonzero(self._table.decodes))
+        return int(np.count_nonzero(left <= 0)) > self.pages.available
+
     def _positions_left(self, slots: NDArray[np.integer[Any]]) -> Ints:
         """How many more tokens of each row its pages have room for; more than AHEAD where it needs no other page."""
         room = self._table.held[slots] * PAGE
@@ -290,7 +298,7 @@ class Admission:
     def _preempt(self, row: Row) -> None:
         """Have it give its pages to an older row."""
         table, slot = self._table, row.slot
-        self._suspend(row, table.tokens[slot, : table.filled[slot] + 1] if table.decodes[slot] else None)
+        self._suspend(row, table.tokens[slot, : table.known(slot)] if table.decodes[slot] else None)
         self.preempted += 1
 
     def _suspend(self, row: Row, tokens: Ints | None) -> None:
@@ -302,8 +310,10 @@ class Admission:
         self._leave_prefill(row)
         self.pages.give_back(row)
         row.suspend(filled, None if tokens is None else tokens.copy())
+        table.begin_anew(slot)
         if tokens is not None:
             table.last[slot] = tokens[-1]
+            self._sampler.go_back(slot, len(tokens) - len(row.work.prepared.tokens))
         table.decodes[slot] = False
         table.filled[slot] = 0
         bisect.insort(self._queue, row, key=_age)

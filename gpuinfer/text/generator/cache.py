@@ -28,7 +28,9 @@ class SlotTable:
         self.held = np.zeros(slots, np.int32)  # so many columns of `pages` are the row's
         self.filled = np.zeros(slots, np.int32)  # positions that the cache holds
         self.prompt = np.zeros(slots, np.int32)  # tokens of the living row's prompt; 0: free
-        self.last = np.zeros(slots, np.int32)  # the token drawn last: what the next step takes
+        self.last = np.zeros(slots, np.int32)  # the token drawn last: what the next step takes; see `Step.drawn`
+        self.unread = np.zeros(slots, np.int32)  # tokens that have been drawn for it and that the host has not seen
+        self.epoch = np.zeros(slots, np.int64)  # grows when a row moves in, out, or begins anew
         self.final = np.zeros(slots, np.int32)  # the position of the last token that the answer may have
         self.decodes = np.zeros(slots, np.bool_)  # past its prompt: one token a step
         self.ends = np.zeros(slots, np.bool_)  # the end token ends it
@@ -53,6 +55,7 @@ class SlotTable:
     def occupy(self, row: Row) -> None:
         """A row moves in: the tokens of its prompt, and those it has begun with, are known; none is computed."""
         slot, prepared = row.slot, row.work.prepared
+        self.begin_anew(slot)
         sampling, prompt = prepared.sampling, len(prepared.tokens)
         self.tokens[slot, : row.first] = row.known[: row.first]
         self.filled[slot] = 0
@@ -83,6 +86,7 @@ class SlotTable:
     def leave(self, slot: int) -> None:
         """Its row is gone."""
         row, self.rows[slot] = self.rows[slot], None
+        self.begin_anew(slot)
         if row is not None and row.walk is not None and self.walks is not None:
             self.walks.leave(slot)
             self.listed -= 1
@@ -94,6 +98,19 @@ class SlotTable:
         if self.read[slot]:
             self.read[slot] = False
             self.readers -= 1
+
+    def begin_anew(self, slot: int) -> None:
+        """What steps under way draw for this slot is no longer wanted."""
+        self.unread[slot] = 0
+        self.epoch[slot] += 1
+
+    def known(self, slot: int) -> int:
+        """Tokens of prompt and answer that the host knows, of a row that is past its prompt."""
+        return int(self.filled[slot] + 1 - self.unread[slot])
+
+    def known_filled(self, slot: int) -> int:
+        """Positions of the cache of which the host knows the tokens."""
+        return int(self.filled[slot] - max(0, self.unread[slot] - 1))
 
     def walked(self, slots: Ints, tokens: Ints) -> NDArray[np.int8]:
         """These rows have said these tokens: for each 0, 1 when its list is complete, 2 when that cannot be said."""

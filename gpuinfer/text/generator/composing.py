@@ -6,26 +6,31 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
-from gpuinfer.text.cost import counted_again
+from gpuinfer.generation import Logprob
+from gpuinfer.text.cost import Extent, counted_again
 from gpuinfer.text.generator.cache import SlotTable
 from gpuinfer.text.generator.prepared import Row
-from gpuinfer.text.generator.seams import Ints
+from gpuinfer.text.generator.seams import Drawing, Ints
 from gpuinfer.text.step import Step
 
+Echo = tuple[Sequence[Logprob], Sequence[Logprob]]
+"""Log-probabilities of tokens of a prompt, and of those that an answer has begun with."""
 ECHO_BYTES = 64 * 2**20  # of logits of prompt tokens, in one step
 
 
 class Chunk:
     """Of the tokens that a row goes through at first those from `start` to `end`."""
 
-    __slots__ = ("draws", "echoes", "end", "last", "logits", "row", "start")
+    __slots__ = ("draws", "echoes", "end", "last", "logits", "resumes", "row", "start")
 
     def __init__(self, row: Row, start: int, end: int, logits: int) -> None:
         self.row, self.start, self.end = row, start, end
         self.logits = logits  # where its logits begin among those asked for
         self.last = end == row.first
         self.echoes = max(0, end - max(start, row.echoed_from))  # its last tokens, whose logits are asked for
+        self.resumes = row.resumed  # the answer of its row goes on behind it
         self.draws = self.last and row.draws and not row.resumed  # its last logits give the first tokens of answers
 
     @property
@@ -55,6 +60,20 @@ class StepPlan:
     def prompt_tokens(self) -> int:
         """Of them, those that are computed for the first time."""
         return len(self.step.tokens) - len(self.decoding) - self.recomputed
+
+
+@dataclass(frozen=True, slots=True)
+class StepUnderWay:
+    """A step that has been launched, what it draws, and how things stood then."""
+
+    plan: StepPlan
+    drawing: Drawing | None
+    echoes: Sequence[Echo]
+    positions: Ints  # [draws] of the tokens that are drawn
+    epochs: NDArray[np.int64]  # [draws] of their slots
+    extent: Extent
+    held: bool
+    echoing: bool
 
 
 class Composer:
@@ -89,7 +108,7 @@ class Composer:
         """
         if most is None and only is None and self._gathers(prefilling):
             prefilling = ()
-        if self._steady is None or prefilling or most is not None or only is not None:
+        if self._steady is None or prefilling or most is not None or only is not None or self._any_full(self._steady):
             decoding = self._decoding(most, only)
             chunks = self._chunks(prefilling, len(decoding), most, only)
             self._begun = self.left = len(chunks) < len(prefilling) or not all(chunk.last for chunk in chunks)
@@ -119,8 +138,8 @@ class Composer:
     def _decoding(self, most: int | None, only: Collection[Row] | None) -> Ints:
         """Slots of the rows that answer; in turns when not all may go."""
         table = self._table
-        if only is None:
-            slots = np.flatnonzero(table.decodes).astype(np.int32)
+        if only is None:  # a row whose last token is being drawn has nothing more to compute
+            slots = np.flatnonzero(table.decodes & (table.filled < table.final)).astype(np.int32)
         else:
             slots = np.array(sorted(row.slot for row in only if table.decodes[row.slot]), np.int32)
         if most is None or len(slots) <= most:
@@ -151,6 +170,10 @@ class Composer:
             logits += chunk.echoes or chunk.draws
             room -= end - start
         return chunks
+
+    def _any_full(self, plan: StepPlan) -> bool:
+        """Whether the last token of some row in it is being drawn."""
+        return bool((self._table.filled[plan.slots] >= self._table.final[plan.slots]).any())
 
     def _plain(self, decoding: Ints) -> StepPlan:
         rows = len(decoding)

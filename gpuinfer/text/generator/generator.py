@@ -6,8 +6,10 @@ go beside rows that answer (Agrawal et al. 2024, "Sarathi-Serve").
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,7 +17,7 @@ import torch
 from torch import Tensor
 
 from gpuinfer.api import TextRoofline
-from gpuinfer.errors import BadPrompt, UsageError
+from gpuinfer.errors import BackendDied, BadPrompt, UsageError
 from gpuinfer.generation import Generation, Logprob, Part, Prompt
 from gpuinfer.models.pinned import queued
 from gpuinfer.text import bare
@@ -24,13 +26,13 @@ from gpuinfer.text.cost import extent_of
 from gpuinfer.text.generator.adapters import Adapters, check_name
 from gpuinfer.text.generator.admission import Admission
 from gpuinfer.text.generator.cache import SlotTable
-from gpuinfer.text.generator.composing import Chunk, Composer, StepPlan
+from gpuinfer.text.generator.composing import Chunk, Composer, Echo, StepPlan, StepUnderWay
 from gpuinfer.text.generator.giving import MOST_PARTS_S
 from gpuinfer.text.generator.prepared import Prepared, PromptWork, Row, prepare
 from gpuinfer.text.generator.protocol import Stepped
-from gpuinfer.text.generator.seams import Drawn, Ints, Language, Sampler
-from gpuinfer.text.generator.settling import Echo, Settling
-from gpuinfer.text.generator.troubles import Troubles, alone
+from gpuinfer.text.generator.seams import Drawing, Ints, Language, Sampler
+from gpuinfer.text.generator.settling import Settling
+from gpuinfer.text.generator.troubles import Troubles, alone, died
 from gpuinfer.text.sampling.slots import Rules
 from gpuinfer.text.step import PAGE, Decoder
 from gpuinfer.text.weights import Adapter, Weights
@@ -85,6 +87,8 @@ class Generator:
         self._masks = np.full((decoder.slots, -(-vocabulary // 32)), -1, np.int32)
         self._counted = (0, 0, 0)  # what steps have told of `Admission.cached`, `waited` and `preempted`
         self._queued = decoder.device.type == "cuda"
+        self._under_way: StepUnderWay | None = None  # a step that has been launched before the last one was settled
+        self._stepped: StepUnderWay | None = None  # one that has been settled, and not reported
 
     @property
     def device(self) -> torch.device:
@@ -100,7 +104,7 @@ class Generator:
 
     @property
     def busy(self) -> bool:
-        return bool(self._settling.works) or bool(self._settling.finished)
+        return bool(self._settling.works) or bool(self._settling.finished) or self._stepped is not None
 
     def prepare(
         self, prompts: Sequence[Prompt], enter: Callable[[str], None] = lambda station: None
@@ -130,19 +134,20 @@ class Generator:
         return work is not None
 
     def step(self) -> Stepped:
-        for work, error in self._admission.place():
-            self._settling.fail(work, error)
-        plan = self._compose()
-        if plan is None:
+        if self._stepped is None:
+            step, self._under_way = self._under_way or self._launched(), None
+            if step is None:
+                return Stepped(*self._taken())
+            self._under_way = self._launched(step.drawing) if self._may_go_ahead() else None
+            self._settle(step)
+        return self._outcome()
+
+    def _outcome(self) -> Stepped:
+        """What the step did that has been settled."""
+        step, self._stepped = self._stepped, None
+        if step is None:
             return Stepped(*self._taken())
-        try:
-            drawn, echoes = self._run(plan)
-        except Exception as error:  # noqa: BLE001  whose fault it is must be found out
-            self._after_failure(plan, error.with_traceback(None))  # its frames hold on to the memory
-            return Stepped(*self._taken())
-        self.enter("reply")
-        self._troubles.passed()
-        self._settling.settle(plan, drawn, echoes, time.perf_counter())
+        plan = step.plan
         before, counts = self._counted, (self._admission.cached, self._admission.waited, self._admission.preempted)
         self._counted = counts
         return Stepped(
@@ -155,10 +160,67 @@ class Generator:
             waited=counts[1] - before[1],
             preempted=counts[2] - before[2],
             output_tokens=len(plan.draws),
-            held=self._composer.left and len(plan.step.tokens) >= self._composer.step_tokens,
-            echoing=self._composer.left and any(chunk.echoes for chunk in plan.chunks),
-            extent=extent_of(plan.step, plan.again),
+            held=step.held,
+            echoing=step.echoing,
+            extent=step.extent,
         )
+
+    def _may_go_ahead(self) -> bool:
+        """Whether the next step can be composed before the tokens are known that the last one draws: the decoder reads
+        them where they are drawn, and nothing else depends on them.
+        """
+        table, troubles = self._table, self._troubles
+        if not self.decoder.reads_drawn or troubles.only is not None or troubles.most is not None:
+            return False
+        depends = table.listed or self.sampler.remembers or (table.constrained & table.decodes).any()
+        return not depends and not self._admission.must_preempt
+
+    def _launched(self, before: Drawing | None = None) -> StepUnderWay | None:
+        """The next step, launched; `before`: what the step draws that is under way. None: there is nothing to compute,
+        or it failed, in which case nothing has changed, and it is tried again when none is under way.
+        """
+        for work, error in self._admission.place():
+            self._settling.fail(work, error)
+        plan = self._compose()
+        if plan is None:
+            return None
+        try:
+            drawing, echoes = self._run(plan, before)
+        except Exception as error:  # noqa: BLE001  whose fault it is must be found out
+            if before is None:
+                self._after_failure(plan, error.with_traceback(None))  # its frames hold on to the memory
+            return None
+        self._settling.advance(plan)
+        table, held = self._table, self._composer.left
+        return StepUnderWay(
+            plan,
+            drawing,
+            echoes,
+            positions=table.filled[plan.draws],
+            epochs=table.epoch[plan.draws],
+            extent=extent_of(plan.step, plan.again),
+            held=held and len(plan.step.tokens) >= self._composer.step_tokens,
+            echoing=held and any(chunk.echoes for chunk in plan.chunks),
+        )
+
+    def _settle(self, step: StepUnderWay) -> None:
+        """Wait for what it draws, and write it down. Raises `BackendDied` when the device never comes to it."""
+        kept = self._table.epoch[step.plan.draws] == step.epochs
+        try:
+            drawn = None if step.drawing is None else step.drawing.finish(kept)
+        except Exception as error:
+            raise died(error) from error
+        if self._under_way is None:  # else the device is at work on it
+            self.enter("reply")
+        self._troubles.passed()
+        self._settling.settle(step, kept, drawn, time.perf_counter(), last=self._under_way is None)
+        self._stepped = step
+
+    def _settle_all(self) -> None:
+        """No step is under way any more."""
+        step, self._under_way = self._under_way, None
+        if step is not None:
+            self._settle(step)
 
     def read_weights(self, place: str) -> object:
         if self._read is None:
@@ -166,6 +228,7 @@ class Generator:
         return self.decoder.pack(self._read(place))
 
     def update(self, version: str, weights: object) -> None:
+        self._settle_all()
         self.decoder.swap(weights)
         self._admission.forget()
         self._settling.change_version(version)
@@ -188,6 +251,7 @@ class Generator:
         self._adapters.unload(name)
 
     def measure(self, rows: int, seconds: float) -> TextRoofline:
+        self._settle_all()
         self._admission.forget()  # the pages that it kept are written over
         return bare.measure(self.decoder, rows, int(self.facts.get("step_tokens") or rows), seconds)
 
@@ -198,6 +262,8 @@ class Generator:
         self.decoder.rest()
 
     def close(self) -> None:
+        with contextlib.suppress(BackendDied):
+            self._settle_all()  # graphs at work must not be freed
         self.sampler.close()
         self.decoder.close()
 
@@ -210,10 +276,10 @@ class Generator:
             troubles.passed()  # none of them has anything to compute now
         return self._composer.compose(prefilling, troubles.most, None)
 
-    def _run(self, plan: StepPlan) -> tuple[Drawn | None, list[Echo]]:
-        """The step's tokens and log-probabilities of prompts. What it changes, the same step changes alike again."""
+    def _run(self, plan: StepPlan, before: Drawing | None) -> tuple[Drawing | None, list[Echo]]:
+        """What the step draws, and log-probabilities of prompts. What it changes, the same step changes alike again."""
         self.enter("prefill" if 2 * plan.prompt_tokens > len(plan.step.tokens) else "forward")
-        logits = self.decoder.forward(plan.step)
+        logits = self.decoder.forward(plan.step if before is None else replace(plan.step, drawn=before.tokens))
         masks, rules = self._masked(plan.draws), self._ruled(plan.draws)
         if not self._queued:
             self.enter("sample")
@@ -224,8 +290,8 @@ class Generator:
         if plan.picks is not None:
             logits = logits.index_select(0, queued(plan.picks, logits.device))
         if rules is None:
-            return self.sampler.draw(logits, plan.draws, masks), echoes
-        return self.sampler.draw(logits, plan.draws, masks, rules), echoes
+            return self.sampler.begin(logits, plan.draws, masks), echoes
+        return self.sampler.begin(logits, plan.draws, masks, rules), echoes
 
     def _copy_for_followers(self, chunks: Sequence[Chunk]) -> None:
         """The last page of their prompt, which is not full: each of them goes on in its own."""

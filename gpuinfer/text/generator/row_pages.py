@@ -147,7 +147,7 @@ class RowPages:
         own, as all behind it must share it too. `last`: the page that is not full as well.
         """
         table, slot = self._table, row.slot
-        filled = int(table.filled[slot])
+        filled = table.known_filled(slot)
         assert row.node is not None
         column = (row.node.start + PAGE) // PAGE if row.node.key else 0
         while column < filled // PAGE:

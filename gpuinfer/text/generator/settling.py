@@ -2,28 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import cast
 
 import numpy as np
 from msgspec import structs
+from numpy.typing import NDArray
 
-from gpuinfer.errors import BackendError, BadResult, GpuinferError
+from gpuinfer.errors import BackendError, BadResult, GpuinferError, RequestError
 from gpuinfer.generation import Completion, Generation, Logprob, Part
 from gpuinfer.models.memory import first_line
 from gpuinfer.text.generator.adapters import Loaded, weights_name
 from gpuinfer.text.generator.admission import Admission
 from gpuinfer.text.generator.cache import SlotTable
-from gpuinfer.text.generator.composing import Chunk, Composer, StepPlan
+from gpuinfer.text.generator.composing import Chunk, Composer, Echo, StepPlan, StepUnderWay
 from gpuinfer.text.generator.ending import END_TOKEN, NOTHING, Ending, completion, ending
 from gpuinfer.text.generator.giving import MOST_PARTS_S
 from gpuinfer.text.generator.prepared import PromptWork, Row, row_of
-from gpuinfer.text.generator.seams import Drawn, Ints, Language
+from gpuinfer.text.generator.seams import Drawn, Language
 from gpuinfer.text.versions import then, until
 
 GOES_ON, COMPLETE, REFUSED = 0, 1, 2  # what a list says to a token
-Echo = tuple[Sequence[Logprob], Sequence[Logprob]]
-"""Log-probabilities of tokens of a prompt, and of those that an answer has begun with."""
 
 
 class Settling:
@@ -73,27 +72,49 @@ class Settling:
 
     def _drawn(self, row: Row) -> int:
         """How many tokens of its answer are known."""
-        known = self._table.filled[row.slot] + 1 if self._table.decodes[row.slot] else len(row.known)
-        return int(known) - len(row.work.prepared.tokens)
+        known = self._table.known(row.slot) if self._table.decodes[row.slot] else len(row.known)
+        return known - len(row.work.prepared.tokens)
 
-    def settle(self, plan: StepPlan, drawn: Drawn | None, echoes: Sequence[Echo], now: float) -> None:
-        """After a step: `echoes` are those of the chunks that want them, in order."""
+    def advance(self, plan: StepPlan) -> None:
+        """The step has been launched: what follows from that, whatever it draws. Rows that it draws for name their
+        tokens by their places among those drawn.
+        """
         table = self._table
         table.filled[plan.decoding] += 1
+        for chunk in plan.chunks:
+            table.filled[chunk.row.slot] = chunk.end
+            self._admission.computed(chunk.row)
+            if not chunk.last:
+                continue
+            self._admission.prefilled(chunk.row)
+            self._composer.changed()
+            if chunk.row.resumed:
+                chunk.row.resumed = False
+                table.decodes[chunk.row.slot] = True
         if plan.chunks:
-            self._settle_chunks(plan.chunks, echoes, now)
             table.decodes[plan.draws] = True
+        table.unread[plan.draws] += 1
+        table.last[plan.draws] = -1 - np.arange(len(plan.draws), dtype=np.int32)
+
+    def settle(self, step: StepUnderWay, kept: NDArray[np.bool_], drawn: Drawn | None, now: float, last: bool) -> None:
+        """What the step has found. `kept`, bool [draws]: rows whose tokens are still wanted; `last`: no other step has
+        been launched since.
+        """
+        table, plan = self._table, step.plan
+        if plan.chunks:
+            self._settle_chunks(plan.chunks, step.echoes, now)
         if drawn is None:
             return
         slots, tokens, processed, logprobs = plan.draws, drawn.tokens, drawn.processed, drawn.logprobs
-        if drawn.bad:
-            self._settle_bad(slots, drawn)
-            good = np.setdiff1d(np.arange(len(slots)), list(drawn.bad))
-            slots, tokens, logprobs = slots[good], tokens[good], [logprobs[i] for i in good.tolist()]
+        at, bad = step.positions, {slots[i]: error for i, error in drawn.bad.items() if kept[i]}
+        if drawn.bad or not kept.all():
+            good = np.setdiff1d(np.flatnonzero(kept), list(drawn.bad))
+            slots, tokens, at, logprobs = slots[good], tokens[good], at[good], [logprobs[i] for i in good.tolist()]
             processed = None if processed is None else processed[good]
-        at = table.filled[slots]
+        table.unread[slots] -= 1
         table.flat[table.bases[slots] + at] = tokens
-        table.last[slots] = tokens
+        if last:
+            table.last[slots] = tokens
         if processed is not None and table.processed is not None:
             table.processed[slots, at] = processed
         ended = table.is_end[tokens] & table.ends[slots]
@@ -103,6 +124,7 @@ class Settling:
         said = table.walked(slots, tokens)
         if table.listed:
             self._enter("reply")
+        self._settle_bad(bad)
         looked = np.flatnonzero(ended | full | table.watched[slots] | (said != GOES_ON))
         if len(looked):
             columns = (looked, slots[looked], at[looked], ended[looked], full[looked], said[looked])
@@ -155,18 +177,16 @@ class Settling:
         if work.adapter is not None:
             self._give_back(work.adapter)
 
-    def _settle_bad(self, slots: Ints, drawn: Drawn) -> None:
-        """Those of these rows that no token could be drawn for."""
-        for i, error in drawn.bad.items():
-            if (row := self._table.rows[slots[i]]) is not None:  # else another sample of its prompt has failed just now
+    def _settle_bad(self, bad: Mapping[int, RequestError]) -> None:
+        """By slot, rows that no token could be drawn for."""
+        for slot, error in bad.items():
+            if (row := self._table.rows[slot]) is not None:  # else another sample of its prompt has failed just now
                 self.fail_row(row, error, error)
 
     def _settle_chunks(self, chunks: Sequence[Chunk], echoes: Sequence[Echo], now: float) -> None:
         echo = iter(echoes)
         for chunk in chunks:
             work = chunk.row.work
-            self._table.filled[chunk.row.slot] = chunk.end
-            self._admission.computed(chunk.row)
             if chunk.echoes:
                 self._note(chunk.row, *next(echo))
             if not chunk.last:
@@ -175,14 +195,10 @@ class Settling:
                 work.first_token = now
             if work.prepared.parts:
                 self._parts_due = now
-            self._admission.prefilled(chunk.row)
-            self._composer.changed()
-            if chunk.row.resumed:
-                chunk.row.resumed = False
-                self._table.decodes[chunk.row.slot] = True
-            elif not chunk.draws:
+            if not chunk.draws and not chunk.resumes:
                 for row in chunk.rows:
-                    self._conclude(row, now)
+                    if self._table.rows[row.slot] is row:  # else nobody waits for it any more
+                        self._conclude(row, now)
 
     def _note(self, row: Row, of_prompt: Sequence[Logprob], of_answer: Sequence[Logprob]) -> None:
         sampling = row.work.prepared.sampling
@@ -253,7 +269,7 @@ class Settling:
             if row is None or row.given is None:
                 continue
             try:
-                answer = table.tokens[slot, table.prompt[slot] : table.filled[slot] + 1]
+                answer = table.tokens[slot, table.prompt[slot] : table.known(slot)]
                 processed = self._processed(row, len(answer))
                 if (part := row.given.more(answer, row.logprobs, processed, row.versions)) is not None:
                     self.parts.append((row.work.ticket, part))

@@ -73,10 +73,7 @@ class Troubles(Generic[R]):
             return self._shrink(rows, tokens, error)
         self._failures += 1
         if self._failures > MOST_FAILURES or says_lost(error):
-            raise BackendDied(
-                f"the model fails at every step ({type(error).__name__}: {first_line(error)}). "
-                "Start again; if it stays so, `gpuinfer doctor` may tell why."
-            ) from error
+            raise died(error) from error
         if self._suspects:
             self._suspects.pop()
         if len(rows) == 1:
@@ -101,6 +98,14 @@ class Troubles(Generic[R]):
             )
         self.most = tokens // 2
         return None
+
+
+def died(error: Exception) -> BackendDied:
+    """What is said of a model that answers no more."""
+    return BackendDied(
+        f"the model fails at every step ({type(error).__name__}: {first_line(error)}). "
+        "Start again; if it stays so, `gpuinfer doctor` may tell why."
+    )
 
 
 def alone(error: Exception) -> BackendError:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -13,9 +14,25 @@ from gpuinfer.text.sampling.cpu_filters import LEAST_BUCKETS, MOST_BUCKETS
 from gpuinfer.text.sampling.cpu_values import BLOCK
 from gpuinfer.text.sampling.lanes import Lanes
 from gpuinfer.text.sampling.slots import Rules, Slots
+from gpuinfer.text.sampling.torch_path import Found
 
 NO_MASKS: NDArray[np.int32] = np.zeros((0, 0), np.int32)
+NO_ROWS: NDArray[np.int64] = np.zeros(0, np.int64)
 NO_RULES = np.zeros(0, np.int8), np.zeros(1, np.int32), np.zeros(0, np.int32)
+
+
+class Complete:
+    """A draw that has been made: see `torch_path.Queued`."""
+
+    def __init__(self, found: Found) -> None:
+        self._found = found
+
+    @property
+    def tokens(self) -> Tensor:
+        return torch.from_numpy(self._found.codes.astype(np.int64))
+
+    def finish(self, kept: NDArray[np.bool_] | None) -> Found:
+        return self._found
 
 
 class CpuPath:
@@ -27,18 +44,16 @@ class CpuPath:
         self._edited = [np.zeros(vocabulary, np.float32) for _ in range(self._lanes.threads)]
         self._few = [np.zeros(vocabulary, np.float32) for _ in range(self._lanes.threads)]
 
-    def draw(
+    def begin(
         self,
         logits: Tensor,
         slots: NDArray[np.int32],
         masks: NDArray[np.int32] | None,
-        processed: NDArray[np.float64],
+        processes: bool,
         rules: Rules | None = None,
-    ) -> NDArray[np.int32]:
-        """A token for each row, or BROKEN or EMPTY; noted in the slots. `processed` [rows], or [0] if no row wants it,
-        gets what rows want that do.
-        """
-        tokens = np.empty(len(slots), np.int32)
+    ) -> Complete:
+        """Draw a token for each row; noted in the slots."""
+        tokens, processed = np.empty(len(slots), np.int32), np.zeros(len(slots) if processes else 0)
         values = as_rows(logits)
         given = NO_MASKS if masks is None else masks
         ruled = NO_RULES if rules is None else (rules.kinds, rules.starts, rules.ids)
@@ -62,7 +77,11 @@ class CpuPath:
             )
 
         self._lanes.share(run, values.size if rules is None else looked_at(values.shape[1], rules))
-        return tokens
+        wanted = records["logprobs"][slots].astype(np.int64)
+        wanting = np.flatnonzero((wanted >= 0) & (tokens >= 0)) if self._slots.with_logprobs else NO_ROWS
+        most = np.minimum(wanted[wanting], values.shape[1])
+        described = self.logprobs(logits, wanting, tokens[wanting], most) if len(wanting) else None
+        return Complete(Found(tokens, processed, wanting, described))
 
     def logprobs(
         self, logits: Tensor, rows: NDArray[np.int64], chosen: NDArray[np.int32], wanted: NDArray[np.int64]

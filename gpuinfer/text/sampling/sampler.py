@@ -13,13 +13,12 @@ from torch import Tensor
 
 from gpuinfer.errors import BadPrompt, BadResult, RequestError
 from gpuinfer.generation import Candidate, Logprob, Sampling
-from gpuinfer.text.sampling.cpu import CpuPath
+from gpuinfer.text.sampling.cpu import Complete, CpuPath
 from gpuinfer.text.sampling.cpu_draw import EMPTY
 from gpuinfer.text.sampling.slots import NO_TOKENS, Rules, Slots
-from gpuinfer.text.sampling.torch_path import TorchPath
+from gpuinfer.text.sampling.torch_path import Described, Queued, TorchPath
 from gpuinfer.text.sampling.triton_draws import draws_for
 
-NOT_WANTED: NDArray[np.float64] = np.zeros(0)
 IMPOSSIBLE = -9999.0  # stands for a log-probability of minus infinity, which JSON has no number for, as in OpenAI's API
 
 
@@ -31,6 +30,29 @@ class Drawn:
     logprobs: Sequence[Logprob | None]
     processed: NDArray[np.float64] | None = None  # [rows], of those that want it; None: no row does
     bad: Mapping[int, RequestError] = field(default_factory=dict)
+
+
+class Drawing:
+    """A draw that has begun. `tokens` int64 [rows] lie on the device of the logits, once it has come to them; they are
+    negative for rows that no token can be drawn for.
+    """
+
+    def __init__(self, queued: Queued | Complete, wanted: NDArray[np.int32], processes: bool) -> None:
+        self._queued, self._wanted, self._processes, self.tokens = queued, wanted, processes, queued.tokens
+
+    def finish(self, kept: NDArray[np.bool_] | None = None) -> Drawn:
+        """Wait for what was drawn. Of rows that are not `kept`, bool [rows], nothing is noted: their slots may be
+        others' by now.
+        """
+        found = self._queued.finish(kept)
+        tokens = found.codes
+        bad = _bad(tokens) if len(tokens) and tokens.min() < 0 else {}
+        logprobs: list[Logprob | None] = [None] * len(tokens)
+        if found.described is not None:
+            wanted, chosen = self._wanted[found.rows], tokens[found.rows]
+            for row, logprob in zip(found.rows.tolist(), logprobs_of(found.described, chosen, wanted), strict=True):
+                logprobs[row] = logprob if tokens[row] >= 0 else None
+        return Drawn(tokens, logprobs, found.processed if self._processes else None, bad)
 
 
 class Sampler:
@@ -79,6 +101,15 @@ class Sampler:
         """The slot's answer is done."""
         self._slots.release(slot)
 
+    @property
+    def remembers(self) -> bool:
+        """Whether what some row draws next depends on which tokens it has drawn, and not on their number alone."""
+        return bool(self._slots.penalised)
+
+    def go_back(self, slot: int, drawn: int) -> None:
+        """The slot's answer has so many tokens: those that were drawn after them are not wanted."""
+        self._slots.records["drawn"][slot] = drawn
+
     def draw(
         self,
         logits: Tensor,
@@ -86,6 +117,16 @@ class Sampler:
         masks: NDArray[np.int32] | None = None,
         rules: Rules | None = None,
     ) -> Drawn:
+        """See `begin`; and wait for it."""
+        return self.begin(logits, slots, masks, rules).finish()
+
+    def begin(
+        self,
+        logits: Tensor,
+        slots: NDArray[np.int32],
+        masks: NDArray[np.int32] | None = None,
+        rules: Rules | None = None,
+    ) -> Drawing:
         """A token for each row of `logits` float32 [rows, vocabulary]; row i is slot `slots[i]`'s; none comes twice.
 
         masks: int32 [rows, words of 32 tokens]; the tokens whose bits are set may come. Where they leave nothing but
@@ -102,11 +143,9 @@ class Sampler:
         if masks is not None:
             masks = np.require(masks, np.int32, ["C", "W"])
         self._slots.make_room_to_note()
-        processed = np.zeros(len(slots)) if self._slots.with_processed else NOT_WANTED
-        tokens = self._path.draw(logits, slots, masks, processed, rules)
-        bad = self._bad(tokens) if len(tokens) and tokens.min() < 0 else {}
-        logprobs = self._logprobs(logits, slots, tokens) if self._slots.with_logprobs else [None] * len(slots)
-        return Drawn(tokens, logprobs, processed if self._slots.with_processed else None, bad)
+        processes = bool(self._slots.with_processed)
+        wanted = np.minimum(self._slots.records["logprobs"][slots], self.vocabulary)
+        return Drawing(self._path.begin(logits, slots, masks, processes, rules), wanted, processes)
 
     def given_logprobs(self, logits: Tensor, tokens: NDArray[np.int32], wanted: int) -> list[Logprob]:
         """Of each row of `logits` [rows, vocabulary] the log-probability of a token that was not drawn here, and the
@@ -114,37 +153,31 @@ class Sampler:
 
         Raises BadResult when a row holds NaN or +inf.
         """
-        rows = np.arange(len(tokens), dtype=np.int64)
-        return self._described(logits, rows, np.array(tokens, np.int32), np.full(len(tokens), wanted, np.int64))
+        rows, chosen = np.arange(len(tokens), dtype=np.int64), np.array(tokens, np.int32)
+        each = np.full(len(tokens), min(wanted, self.vocabulary), np.int64)
+        described = self._path.logprobs(logits, rows, chosen, each)
+        ranks = described[0]
+        if len(ranks) and ranks.min() < 1:
+            raise BadResult(f"the model's logits hold NaN or +inf in {int((ranks < 1).sum())} rows. Check the weights.")
+        return logprobs_of(described, chosen, each)
 
     def close(self) -> None:
         """Let go of threads."""
         self._path.close()
 
-    def _logprobs(self, logits: Tensor, slots: NDArray[np.int32], tokens: NDArray[np.int32]) -> list[Logprob | None]:
-        wanted = self._slots.records["logprobs"][slots].astype(np.int64)
-        rows = np.flatnonzero((wanted >= 0) & (tokens >= 0))
-        found: list[Logprob | None] = [None] * len(slots)
-        if len(rows):
-            for row, logprob in zip(rows, self._described(logits, rows, tokens[rows], wanted[rows]), strict=True):
-                found[row] = logprob
-        return found
 
-    def _described(
-        self, logits: Tensor, rows: NDArray[np.int64], chosen: NDArray[np.int32], wanted: NDArray[np.int64]
-    ) -> list[Logprob]:
-        wanted = np.minimum(wanted, self.vocabulary)
-        ranks, logprobs, likeliest = self._path.logprobs(logits, rows, chosen, wanted)
-        if len(ranks) and ranks.min() < 1:
-            raise BadResult(f"the model's logits hold NaN or +inf in {int((ranks < 1).sum())} rows. Check the weights.")
-        columns = (chosen, ranks, logprobs, likeliest, wanted)
-        return [logprob_of(*row) for row in zip(*(column.tolist() for column in columns), strict=True)]
+def logprobs_of(described: Described, chosen: NDArray[np.int32], wanted: NDArray[Any]) -> list[Logprob]:
+    """Of each row, of which `wanted` of the likeliest are told."""
+    ranks, logprobs, likeliest = described
+    columns = (chosen, ranks, logprobs, likeliest, wanted)
+    return [logprob_of(*row) for row in zip(*(column.tolist() for column in columns), strict=True)]
 
-    def _bad(self, tokens: NDArray[np.int32]) -> dict[int, RequestError]:
-        """Why rows have failed; their tokens become -1."""
-        bad = {int(row): failure(int(tokens[row])) for row in np.flatnonzero(tokens < 0)}
-        tokens[list(bad)] = -1
-        return bad
+
+def _bad(tokens: NDArray[np.int32]) -> dict[int, RequestError]:
+    """Why rows have failed; their tokens become -1."""
+    bad = {int(row): failure(int(tokens[row])) for row in np.flatnonzero(tokens < 0)}
+    tokens[list(bad)] = -1
+    return bad
 
 
 def failure(code: int) -> RequestError:

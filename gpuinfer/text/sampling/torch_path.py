@@ -349,10 +349,29 @@ def sums_by_digit(keys: Tensor, amounts: Tensor | None, found: Tensor, shift: in
 # Results on the host
 
 
+class Download:
+    """A tensor's values on their way to the host, behind the work that has been queued until now."""
+
+    def __init__(self, values: Tensor) -> None:
+        self._done: torch.cuda.Event | None = None
+        self._host = values
+        if values.device.type == "cuda":
+            self._host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+            self._host.copy_(values, non_blocking=True)
+            self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._done.record(torch.cuda.current_stream(values.device))
+
+    def values(self) -> NDArray[Any]:
+        """Once the device has come to them. Nothing else in this file waits for it."""
+        if self._done is not None:
+            self._done.synchronize()
+        found: NDArray[Any] = self._host.numpy()
+        return found
+
+
 def to_host(values: Tensor) -> NDArray[Any]:
-    """The tensor's values, once the device has come to them. Nothing else in this file waits for it."""
-    found: NDArray[Any] = values.cpu().numpy()
-    return found
+    """The tensor's values."""
+    return Download(values).values()
 
 
 def values_in(keys: NDArray[np.int64]) -> NDArray[np.float64]:
@@ -410,12 +429,40 @@ def piece_of(logits: Tensor, logit_bytes: int = LOGIT_BYTES) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Beside:
-    """Log-probabilities that have come with the tokens of a draw: of its `rows`, in ascending order."""
+class Found:
+    """What a draw has found: `codes` int32 [rows], tokens, or BROKEN or EMPTY; `processed` float64 [rows], or [0] if no
+    row wants it; the log-probabilities of some rows, ascending, where any has a token and wants them.
+    """
 
-    logits: Tensor
+    codes: NDArray[np.int32]
+    processed: NDArray[np.float64]
     rows: NDArray[np.int64]
-    found: Described
+    described: Described | None
+
+
+class Queued:
+    """A draw that the device has yet to come to. `tokens` int64 [rows] lie there: tokens, or BROKEN or EMPTY."""
+
+    def __init__(self, path: TorchPath, slots: NDArray[np.int32], tokens: Tensor, download: Download) -> None:
+        self._path, self._slots, self._download, self.tokens = path, slots, download, tokens
+        self.records = path.records[slots]
+        self.processes = self.samples = False  # whether `processed` is wanted, and whether sums come with the tokens
+        self.wanting: NDArray[np.int64] = np.zeros(0, np.int64)  # rows that want log-probabilities, `most` at most
+        self.most = 0
+
+    def finish(self, kept: NDArray[np.bool_] | None) -> Found:
+        """Wait for it. Tokens are noted in the slots of the rows that are `kept`; None: all are."""
+        found, rows = self._download.values(), len(self._slots)
+        codes = found[:rows].astype(np.int32)
+        processed = np.zeros(rows if self.processes else 0)
+        if self.processes and self.samples:
+            processed = processed_of(found[rows : 4 * rows].reshape(3, rows), self.records, codes)
+        described = None
+        if (codes[self.wanting] >= 0).any():
+            last = len(self.wanting) * (4 + self.most)
+            described = logprobs_of(found[len(found) - last :].reshape(len(self.wanting), -1))
+        self._path.note(codes, self._slots, kept)
+        return Found(codes, processed, self.wanting, described)
 
 
 class TorchPath:
@@ -432,25 +479,26 @@ class TorchPath:
         self._logit_bytes = LOGIT_BYTES if own is None else own.logit_bytes
         self._uploads: Uploads | None = None
         self._last: tuple[NDArray[np.int64], Tensor] | None = None  # what was sent, and where it is
-        self._beside: Beside | None = None
+
+    @property
+    def records(self) -> NDArray[Any]:
+        """Of all slots."""
+        return self._slots.records
 
     @torch.inference_mode()
-    def draw(
+    def begin(
         self,
         logits: Tensor,
         slots: NDArray[np.int32],
         masks: NDArray[np.int32] | None,
-        processed: NDArray[np.float64],
+        processes: bool,
         rules: Rules | None = None,
-    ) -> NDArray[np.int32]:
-        """A token for each row, or BROKEN or EMPTY; noted in the slots. `processed` as `cpu.CpuPath.draw` fills it."""
+    ) -> Queued:
+        """Queue the draw of a token for each row. From now on the slots count one more."""
         rows, records = len(slots), self._slots.records[slots]
-        self._beside = None
-        if not rows:
-            return np.zeros(0, np.int32)
         arrays = edits_of(slots, records, masks, rules, self._slots, self._vocabulary)
         samples = bool(records["inverse"].any())
-        if samples:
+        if samples and rows:
             units = np.zeros(rows)
             cpu_draw.units(self._slots.records, slots, units)
             arrays["columns"] = columns_of(records, units).ravel()
@@ -470,35 +518,31 @@ class TorchPath:
             tokens = first_of(values, best)
         coded = tokens.masked_fill(best == -torch.inf, EMPTY).masked_fill(broken, BROKEN)
         parts = [coded]
-        if len(processed) and total is not None:
+        if processes and total is not None:
             own = values.gather(1, tokens[:, None]).squeeze(1)
             parts += [total, keys_of(best).long(), keys_of(own).long()]
-        most = min(int(records["logprobs"].max()), self._vocabulary)
+        most = min(int(records["logprobs"].max(initial=-1)), self._vocabulary)
         if len(wanting):
             parts.append(self._described(logits, sent.get("logprob_rows"), tokens, most).flatten())
-        found = to_host(torch.cat(parts) if len(parts) > 1 else coded)
+        queued = Queued(self, slots, coded, Download(torch.cat(parts) if len(parts) > 1 else coded))
+        queued.processes, queued.samples, queued.wanting, queued.most = processes, samples, wanting, most
+        self._slots.records["drawn"][slots] += 1
+        return queued
 
-        codes = found[:rows].astype(np.int32)
-        if len(processed):
-            processed[:] = processed_of(found[rows : 4 * rows].reshape(3, rows), records, codes) if samples else 0.0
-        if (codes[wanting] >= 0).any():  # then they are taken at once
-            beside = logprobs_of(found[len(found) - len(wanting) * (4 + most) :].reshape(len(wanting), -1))
-            self._beside = Beside(logits, wanting, beside)
-        cpu_values.note_all(codes, slots, self._slots.records, self._slots.lists())
-        return codes
+    def note(self, codes: NDArray[np.int32], slots: NDArray[np.int32], kept: NDArray[np.bool_] | None) -> None:
+        """These tokens have been drawn: what `begin` has counted, but for rows that have none."""
+        if kept is not None:
+            codes, slots = codes[kept], slots[kept]
+        if self._slots.penalised or (codes < 0).any():
+            self._slots.records["drawn"][slots] -= 1
+            cpu_values.note_all(codes, slots, self._slots.records, self._slots.lists())
 
     @torch.inference_mode()
     def logprobs(
         self, logits: Tensor, rows: NDArray[np.int64], chosen: NDArray[np.int32], wanted: NDArray[np.int64]
     ) -> Described:
-        """Ranks, log-probabilities and likeliest tokens: see `cpu_draw.logprob_rows`. Those of the tokens that have
-        just been drawn from the same logits are there already.
-        """
-        most, beside, self._beside = int(wanted.max(initial=0)), self._beside, None
-        if beside is not None and beside.logits is logits:
-            at = np.searchsorted(beside.rows, rows)
-            ranks, found, likeliest = beside.found
-            return ranks[at], found[at, : 1 + most], likeliest[at, :most]
+        """Ranks, log-probabilities and likeliest tokens: see `cpu_draw.logprob_rows`."""
+        most = int(wanted.max(initial=0))
         if not len(rows):
             return np.zeros(0, np.int64), np.zeros((0, 1)), np.zeros((0, 0), np.int32)
         sent = self._sent({"rows": rows, "chosen": bits(chosen)}, logits.device)
