@@ -495,6 +495,7 @@ PARTS: dict[str, tuple[Callable[[Bench], None], float]] = {
     "central": (central, 140),
     "text": (Bench.probes, 65),
     "permuted": (Bench.probes, 25),
+    "prefixes": (Bench.probes, 20),
     "memory": (memory, 35),
     "training": (training, 25),
     "stages": (stages, 30),

@@ -67,6 +67,7 @@ class Counts:
     prompts: tuple[int, int]  # the shortest and the longest of ragged prompts
     shared_mb: int
     permuted: int  # rows
+    prefixes: tuple[int, int, int, int]  # rows, of which so many sample one prompt; positions of that, and of an answer
     timed: int  # calls, at most
 
 
@@ -89,6 +90,7 @@ ON_CUDA = Counts(
     prompts=(100, 1000),
     shared_mb=256,
     permuted=2048,
+    prefixes=(256, 64, 1024, 256),
     timed=200,
 )
 ON_CPU = Counts(
@@ -102,6 +104,7 @@ ON_CPU = Counts(
     prompts=(10, 30),
     shared_mb=1,
     permuted=64,
+    prefixes=(8, 4, 64, 32),
     timed=3,
 )
 
@@ -574,6 +577,57 @@ def decoding(rows: int, columns: int, at: int) -> Step:
     )
 
 
+# Prefixes that rows share
+
+
+def prefixes(it: Probes) -> None:
+    """Decode steps of samples of some prompts, and of rows that share nothing: where shared keys and values are read
+    once, and where each row reads its own.
+    """
+    weights = weights_of(it.counts.text, it)
+    steps = {"samples": sampling_step(it, True), "nothing shared": sampling_step(it, False)}
+    answers = dict[str, list[Tensor]]()
+    for way, share in {"together": True, "each row by itself": False}.items():
+        it.attempt(way, prefix_steps, it, weights, steps, share, answers.setdefault(way, []))
+    for case, *both in zip(steps, *answers.values(), strict=False):
+        it.add(f"{case}, both ways", compared(*(one.float().cpu().numpy() for one in both)))
+
+
+def sampling_step(it: Probes, shared: bool) -> Step:
+    rows, samples, prompt, answer = it.counts.prefixes
+    step = decoding(rows, (prompt + answer) // PAGE, prompt + answer - 1)
+    if shared:
+        firsts = step.pages[::samples, : prompt // PAGE]
+        step.pages[:, : prompt // PAGE] = np.repeat(firsts, samples, axis=0)
+    return step
+
+
+def prefix_steps(
+    it: Probes, weights: Weights, steps: Mapping[str, Step], share: bool, answers: list[Tensor]
+) -> Figures:
+    """Over random keys and values. `answers`: where the logits of each step go."""
+    from gpuinfer.text.decoder.torch_decoder import TorchDecoder
+
+    pages, figures = next(iter(steps.values())).pages, dict[str, float | None]()
+    decoder = TorchDecoder(
+        it.counts.text, weights, it.device, it.dtype, slots=len(pages), pages=pages.size, length=pages.shape[1] * PAGE,
+        share=share,
+    )  # fmt: skip
+    made = torch.Generator(device=it.device).manual_seed(0)
+    for held in (*decoder._cache.keys, *decoder._cache.values):
+        held.normal_(generator=made)
+    for case, step in steps.items():
+        figures[f"{case}: ms a step"] = it.ms(partial(decoder.forward, step), 1.0)
+        answers.append(decoder.forward(step).clone())
+        started = time.perf_counter()
+        if (plan := decoder._static.shared_by(replace(step, pages=step.pages.copy()), len(pages))) is not None:
+            figures[f"{case}: ms to plan"] = 1000 * (time.perf_counter() - started)
+            sees = (step.starts + 1).astype(np.int64)
+            figures[f"{case}: share of positions read"] = plan.positions_read(sees) / int(sees.sum())
+    decoder.close()
+    return figures
+
+
 # Rows
 
 
@@ -844,6 +898,7 @@ PARTS: dict[str, Callable[[Probes], None]] = {
     "blobnet": blobnet,
     "text": text,
     "permuted": permuted,
+    "prefixes": prefixes,
 }
 
 
