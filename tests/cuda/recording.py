@@ -184,6 +184,15 @@ class Event:
                 cuda.handler._handle_event_wait(self.key, cuda.host())
 
     def elapsed_time(self, end: Event) -> float:
+        """Some milliseconds, once both are over."""
+        cuda = self.cuda
+        with cuda.lock:
+            seen = cuda.handler.syncs.current_sync_states[cuda.host()]
+            for one in (self, end):
+                assert one.stream is not None, "an event that nothing has recorded"
+                at = cuda.handler.syncs.recorded_sync_states[one.key][one.stream.key]
+                if seen.get(one.stream.key, -1) < at:
+                    cuda.wrong.append("the time of an event is read that may not be over")
         return 1.0
 
     def query(self) -> bool:
