@@ -118,6 +118,29 @@ def test_a_system_prompt_is_read_once_for_the_samples_of_all_prompts():
     assert plan.positions_read(np.full(14, 24 * PAGE)) == (9 + 3 * 11 + 14 * 4) * PAGE
 
 
+def test_rows_of_a_node_are_neighbours_whether_they_share_further_pages_or_not():
+    paths = [(name, *(kind * 7)) for name in ("one", "other") for kind in ("a", "b", "b", "c")]
+    paths = [(*(path[0] for _ in range(8)), *path[1:], row, row) for row, path in enumerate(paths)]
+    plan = planned(paths, 17)
+    assert plan.positions_read(np.full(8, 17 * PAGE)) == 2 * (8 + 7 + 2 * 2 + 2 * 9) * PAGE
+
+
+def test_nodes_below_nodes_are_shared_as_deep_as_there_are_levels():
+    """Of 40 rows one leaves the others at each fourth page."""
+    paths = [tuple("same" if column < 4 * row + 4 else row for column in range(180)) for row in range(40)]
+    plan = planned(paths, 180, split=4096)
+    assert plan.slots.max() == LEVELS
+    assert plan.begins.max() == LEVELS * 4 * PAGE
+
+
+def test_a_page_that_rows_have_in_different_columns_is_not_shared():
+    pages = np.array([[*range(9)], [*range(1, 10)], [*range(2, 11)]], np.int32)
+    pages[:2, 0] = 20
+    plan = PrefixPlanner(8, 64, worth=1).plan(pages, np.full(3, 8), 9, LEVELS)
+    assert plan.begins.tolist() == [PAGE, PAGE, 0]
+    covered(plan, pages, np.full(3, 8), 8, 9, LEVELS)
+
+
 def test_items_end_at_multiples_of_a_portion_and_where_a_prefix_does():
     plan = planned(grouped([4], 21, 24), 24)
     assert sorted(zip(plan.items[BEGIN].tolist(), plan.items[END].tolist(), strict=True)) == [(0, 512), (512, 672)]
