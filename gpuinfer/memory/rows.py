@@ -16,7 +16,7 @@ from gpuinfer.api import ModelSpec, Setup
 from gpuinfer.errors import UsageError
 from gpuinfer.memory.asked import SIZES
 from gpuinfer.memory.parts import Parts, StageParts, Stopwatch, at_once
-from gpuinfer.models.footprint import FORWARDS, Allocations, allocations, device_peak_bytes, traced, weight_bytes
+from gpuinfer.models.footprint import FORWARDS, Allocations, allocations, bytes_of_a_row, traced, weight_bytes
 from gpuinfer.models.forward import CHUNK_ROWS
 from gpuinfer.models.heap import Event
 from gpuinfer.models.layouts import row_dtype, row_shape
@@ -43,7 +43,7 @@ class RowsSubject:
         self.process = self._weights = 0
         self._allocations = Allocations([])
         self._building: list[Event] = []
-        self._on_device = 0.0  # bytes of a row on a CUDA device
+        self._on_device = 0.0  # bytes of a row on a CUDA device, features and answers among them
         self._answer = 0  # bytes of one row's
         cuda = device.type == "cuda"
         self._forwards = int(options.get("in_flight") or (2 if cuda else 1))  # each with memory of its own
@@ -58,8 +58,7 @@ class RowsSubject:
         self._weights = weight_bytes(module)
         self._answer = FLOAT * sum(int(np.prod(shape)) for shape in opened.answer.shapes)
         if self._device.type == "cuda":
-            few, more = (device_peak_bytes(self._eager(opened, rows), self._device) for rows in TRACED)
-            self._on_device = (more - few) / (TRACED[1] - TRACED[0])
+            self._on_device = bytes_of_a_row(partial(self._eager, opened), self._device, *TRACED)
         else:
             self._building = traced(lambda: self._opened(TRACED[-1]))
             fresh = {rows: self._opened(rows) for rows in TRACED}  # each with buffers for as many rows
@@ -70,7 +69,7 @@ class RowsSubject:
         rows_in, answers = self._block(1).nbytes, self._answer
         if self._device.type != "cuda":
             return self._resident(batch, at_once, rows_in)
-        activations = round(self._forwards * at_once * max(0.0, self._on_device - answers))
+        activations = round(self._forwards * at_once * max(0.0, self._on_device - rows_in - answers))
         return Parts(self.process, self._weights, 0, activations, self._forwards * at_once * (rows_in + answers))
 
     def _resident(self, batch: int, at_once: int, rows_in: int) -> Parts:
@@ -106,13 +105,8 @@ class RowsSubject:
     def _eager(self, opened: Opened, rows: int) -> Any:
         """One forward outside of graphs, whose memory was taken when they were captured."""
         forward: Any = opened.forward
-        inputs = torch.from_numpy(self._block(rows)).to(self._device)
-
-        def call() -> Any:
-            with torch.inference_mode():
-                return forward._forward(inputs)
-
-        return call
+        with torch.inference_mode():
+            return forward._forward(torch.from_numpy(self._block(rows)).to(self._device))
 
 
 def warm_up(setup: Setup, options: Mapping[str, Any], device: torch.device) -> None:

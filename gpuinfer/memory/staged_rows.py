@@ -20,7 +20,7 @@ from torch import nn
 from gpuinfer.api import ModelSpec, Setup
 from gpuinfer.memory.parts import Parts, at_once
 from gpuinfer.memory.rows import FLOAT, MOST, TRACED, block_of, seconds_of, sizes_named, warm_up
-from gpuinfer.models.footprint import allocations, device_peak_bytes, weight_bytes
+from gpuinfer.models.footprint import allocations, device_peaks, weight_bytes
 from gpuinfer.models.forward import padded
 from gpuinfer.models.open_model import CPU_MAX_ROWS, CUDA_MAX_ROWS
 from gpuinfer.models.stages.open_staged import Cut, cut_model, in_flight_of, open_staged
@@ -151,7 +151,7 @@ def _stage(segments: Sequence[nn.Module], place: torch.device, entering: Sequenc
         return own(fresh[rows])
 
     if place.type == "cuda":
-        small, large = (device_peak_bytes(partial(call, rows), place) for rows in TRACED)
+        small, large = (device_peaks(call, place, rows)[0] for rows in TRACED)
         held: Callable[[int], int] = partial(_in_proportion, max(0.0, large - small) / (more - few))
     else:
         held = lru_cache(4096)(allocations(call, few, more).resident_bytes)

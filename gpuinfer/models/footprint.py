@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gpuinfer.models.capturing import wait_for_device
+from gpuinfer.models.capturing import release_cached_memory, wait_for_device
 from gpuinfer.models.heap import Event, Heap
 
+COARSE = (8192, 1024)  # rows of which tensors are large enough that torch rounds their memory up by little
 FORWARDS = 3  # after so many the heap is as it stays
 KEPT = 1 << 32  # numbers of pieces below it were there before the calls
 
@@ -110,12 +111,26 @@ def _walked(nodes: Sequence[Any]) -> Iterator[Any]:
         yield from _walked(node.children)
 
 
-def device_peak_bytes(call: Callable[[], Any], device: torch.device) -> int:
-    """The most memory of a CUDA device that was out at once while `call` ran, beyond what was before."""
+def bytes_of_a_row(call: Callable[[int], Any], device: torch.device, few: int, more: int) -> float:
+    """What a call of n rows takes of a CUDA device's memory for each of them, beyond what was taken before.
+
+    `few` and `more` rows tell how much tensors take; then as many as fill large pieces of memory tell how much
+    torch's allocator keeps for them, which is more where later tensors do not fit into what earlier ones have left.
+    """
+    each = (device_peaks(call, device, more)[0] - device_peaks(call, device, few)[0]) / (more - few)
+    many = next((rows for rows in COARSE if 4 * rows * each < torch.cuda.mem_get_info(device)[0]), None)
+    if many is None:
+        return each
+    return max(each, (device_peaks(call, device, 2 * many)[1] - device_peaks(call, device, many)[1]) / many)
+
+
+def device_peaks(call: Callable[[int], Any], device: torch.device, rows: int) -> tuple[int, int]:
+    """The most bytes that tensors took at once while `call` ran, and that the allocator held, beyond before."""
     wait_for_device(device)
-    before = torch.cuda.memory_allocated(device)
+    release_cached_memory()
+    before = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
     torch.cuda.reset_peak_memory_stats(device)
-    answer = call()
+    answer = call(rows)
     wait_for_device(device)
     del answer
-    return torch.cuda.max_memory_allocated(device) - before
+    return torch.cuda.max_memory_allocated(device) - before[0], torch.cuda.max_memory_reserved(device) - before[1]

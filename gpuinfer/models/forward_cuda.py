@@ -120,7 +120,6 @@ class CudaForward:
             slot_list = [Slot(chunk_rows, spec, device) for _ in range(slots)]
             wait_for_device(device)  # weights and buffers were made on the default stream
             self._shaped_like, _ = self._warm_up(slot_list)
-            release_cached_memory()  # the graphs have memory of their own; that of the first runs is free again
         self._free: queue.SimpleQueue[Slot] = queue.SimpleQueue()
         for slot in slot_list:
             self._free.put(slot)
@@ -247,20 +246,19 @@ class CudaForward:
             self.step.make_room(chunk, failure)
 
     def _warm_up_to(self, chunk: int, slots: Sequence[Slot]) -> Found:
+        buckets = self._buckets(chunk)[::-1]  # largest first: the others then find their memory in the pool
         found: Any = None
-        for bucket in reversed(self._buckets(chunk)):  # largest first: the others then find their memory in the pool
-            for slot in slots:
-                found = self._ready(slot, bucket)
+        for slot in slots:
+            for bucket in buckets:
+                with torch.cuda.stream(slot.stream):
+                    found = self._forward(slot.inputs[:bucket])
+            slot.stream.synchronize()
+            release_cached_memory()  # graphs have memory of their own: both together would be twice as much
+        for slot in slots:
+            for bucket in buckets:
+                if self.graphs:
+                    self._capture(slot, bucket)
         return found  # type: ignore[no-any-return]
-
-    def _ready(self, slot: Slot, bucket: int) -> Found:
-        with torch.cuda.stream(slot.stream):
-            found = self._forward(slot.inputs[:bucket])
-        slot.stream.synchronize()
-        if self.graphs:
-            release_cached_memory()  # of this run: the graph has memory of its own, and both together are twice as much
-            self._capture(slot, bucket)
-        return found
 
     def _capture(self, slot: Slot, bucket: int) -> None:
         try:

@@ -83,7 +83,8 @@ TAKEN = {
         "memory/staged_rows.py _stage",
         "memory/staged_text.py StagedText.pages",
         "memory/text.py usual_slots",
-        "models/footprint.py device_peak_bytes",
+        "models/footprint.py bytes_of_a_row",
+        "models/footprint.py device_peaks",
         "models/nvml.py other_processes",
     ),
     "test_rows_on_fake_cuda.py::test_a_batch_is_one_graph_and_one_wait": (
@@ -94,7 +95,7 @@ TAKEN = {
         "models/forward_cuda.py CudaForward.__init__",
         "models/forward_cuda.py CudaForward._answer",
         "models/forward_cuda.py CudaForward._attempt",
-        "models/forward_cuda.py CudaForward._ready",
+        "models/forward_cuda.py CudaForward._warm_up_to",
         "models/forward_cuda.py Slot.__init__",
         "models/frozen.py Affine.best",
         "models/frozen.py Affine.relu",
