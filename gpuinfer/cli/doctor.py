@@ -188,18 +188,17 @@ def _gpu(index: int, gpu: Mapping[str, Any], kernels_for: Sequence[str]) -> Fact
 
 def runs_on(major: int, minor: int, kernels_for: Sequence[str]) -> bool:
     """Whether a device of this capability runs code that was compiled for these, as `torch.cuda.get_arch_list` names
-    them: `sm_90` machine code runs on 9.0 and later 9.x, `sm_90a` on 9.0 alone; `compute_90` is compiled for any later.
+    them: `sm_90` and `sm_100f` machine code runs on later devices of the same first number, `sm_90a` on 9.0 alone;
+    `compute_90` is compiled for any later. True for names of other makers' devices, `gfx942`.
     """
-    for one in kernels_for:
-        kind, _, digits = one.partition("_")
-        own = digits.rstrip("af")
-        if not own.isdigit():
-            continue
-        of = int(own[:-1]), int(own[-1])
-        exact, later = (major, minor) == of, (major, minor) >= of
-        if exact or (later and own == digits and (kind == "compute" or major == of[0])):
+    known = [one.partition("_") for one in kernels_for if one.startswith(("sm_", "compute_"))]
+    for kind, _, digits in known:
+        number = digits.rstrip("af")
+        of = int(number[:-1]), int(number[-1])
+        later = (major, minor) >= of and not digits.endswith("a")
+        if (major, minor) == of or (later and (kind == "compute" or major == of[0])):
             return True
-    return False
+    return not known
 
 
 def _around_cuda(torch: Mapping[str, Any]) -> Iterator[Fact]:
