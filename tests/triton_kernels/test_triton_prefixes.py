@@ -43,7 +43,7 @@ SHAPES = [
 class Attending:
     """Rows with these beginnings in common, over random keys and values."""
 
-    def __init__(self, shape, names, sees):
+    def __init__(self, shape, names, sees, dtype=torch.float32):
         self.shape, self.rows = replace(shape, layers=1, windows=(None,)), len(names)
         self.pages = np.random.default_rng(1).permutation(self.rows * ROOM).astype(np.int32).reshape(self.rows, ROOM)
         held = {}
@@ -53,27 +53,30 @@ class Attending:
         self.sees = torch.tensor(sees)
         self.layers = TritonLayers(self.shape, None, None, None, ROOM * PAGE)
         self.layers.split = SPLIT
-        self.cache = PageCache(self.shape, self.rows * ROOM, ROOM * PAGE, CPU, torch.float32)
+        self.cache = PageCache(self.shape, self.rows * ROOM, ROOM * PAGE, CPU, dtype)
         generator = torch.Generator().manual_seed(0)
         for held in (self.cache.keys, self.cache.values):
             held.copy_(torch.randn(held.shape, generator=generator))
-        self.queries = torch.randn((self.rows, shape.heads, shape.head_dim), generator=generator)
+        self.queries = torch.randn((self.rows, shape.heads, shape.head_dim), generator=generator).to(dtype)
 
     def plan(self, tile, items):
         whole = (self.sees.numpy() - 1) // PAGE
         return PrefixPlanner(tile, SPLIT, worth=1).plan(self.pages, whole, items, ROOM)
 
     def mixed(self, plan=None, listed=False):
-        """Of rows that are all that there is, or that are `listed` as tiles, in another order than they stand."""
+        """Of rows that are all that there is, or `listed` as tiles, with tokens and tables in other orders."""
         table = torch.from_numpy(self.pages.astype(np.int64))
         order = torch.arange(self.rows).flip(0) if listed else torch.arange(self.rows)
+        segments = torch.arange(self.rows).roll(1)
+        if listed:
+            table = table[segments.argsort()]
         shared = None
         if plan is not None:
             items = torch.zeros((len(plan.items), plan.items.shape[1] + 2), dtype=torch.int64)
             items[:, : plan.items.shape[1]] = torch.from_numpy(plan.items)
             lines = [torch.from_numpy(line) for line in (plan.members, plan.begins, plan.slots)]
             shared = SharedPrefixes(items, *lines, room=ROOM)
-        tiles = (order, torch.ones_like(order), torch.arange(self.rows)) if listed else None
+        tiles = (order, torch.ones_like(order), segments) if listed else None
         sees = self.sees[order]
         batch = StepBatch(sees, sees - 1, sees, tiles=(Tiles(table, tiles, 1, ROOM * PAGE, shared),), sees=sees)
         found = self.layers.attend(self.queries[order], batch, self.cache, 0)
@@ -118,6 +121,17 @@ def test_whole_tiles_of_rows_and_heads_are_right(heads):
     plan = one.plan(triton_layers.shared_rows(one.shape, torch.float32), 100)
     assert plan.begins.tolist() == [4 * PAGE] * 4 + [2 * PAGE] * 3
     assert (one.mixed(plan) - one.wanted()).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("way", ["one program a row", "in portions"])
+@pytest.mark.parametrize("names", [["aaa"] * 3, ["abb", "abb", "acc"]])
+def test_a_prefix_may_end_within_a_block_of_keys(monkeypatch, names, way):
+    """Which are two pages each in half precision."""
+    monkeypatch.setattr(triton_layers, "FEW_PROGRAMS", 0 if way == "one program a row" else 1 << 20)
+    one = Attending(replace(LLAMA, heads=4, kv_heads=2, head_dim=16), names, [97, 128, 230], torch.float16)
+    plan = one.plan(triton_layers.shared_rows(one.shape, torch.float16), 100)
+    assert (plan.begins % (2 * PAGE)).any()
+    assert (one.mixed(plan) - one.wanted()).abs().max() < 2e-3
 
 
 @pytest.fixture
