@@ -19,7 +19,7 @@ from random_adapters import random_adapter
 from random_models import LLAMA, MIXTURES, VARIANTS, random_weights
 from steps import seeing, step_of
 
-from gpuinfer.text.decoder import torch_batch, torch_layers
+from gpuinfer.text.decoder import torch_batch, torch_layers, triton_layers
 from gpuinfer.text.decoder.torch_decoder import TorchDecoder
 from gpuinfer.text.shape import Masking, Rope
 from gpuinfer.text.step import PAGE
@@ -155,6 +155,7 @@ def test_a_prompt_that_samples_share_is_read_once_or_twice(fake_cuda, rope):
 
 
 def test_prefixes_are_planned_once_for_steps_in_the_same_pages(fake_cuda, monkeypatch):
+    monkeypatch.setattr(triton_layers, "LEAST_SAVED", 0)
     with own_kernels():
         static = decoder(LLAMA, fake_cuda, kernels=True, slots=8, pages=64, length=160)._static
     step = sharing_step(1, 4, 3, 5)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -10,6 +12,7 @@ from gpuinfer.text.decoder.prefix_plan import (
     COUNT,
     END,
     FIRST,
+    LEAST_SLOTS,
     LEVELS,
     ROW,
     SLOT,
@@ -77,8 +80,11 @@ def test_each_position_of_a_row_is_read_once_in_its_own_pages(seed):
     whole = random.integers(0, columns, rows) if seed % 2 else np.full(rows, columns - 1)
     tile, items = int(random.choice([2, 3, 8, 64])), int(random.choice([1, 2, 7, 100]))
     planner = PrefixPlanner(tile, int(random.choice([64, 128, 512])), worth=int(random.choice([1, WORTH])))
-    plan = planner.plan(pages, whole, items, LEVELS)
-    covered(plan, pages, whole, tile, items, LEVELS)
+    plan = planner.plan(pages, whole, items, LEAST_SLOTS)
+    covered(plan, pages, whole, tile, items, LEAST_SLOTS)
+    apart = replace(planner, few=50).plan(pages, whole, items, LEAST_SLOTS, apart=True)
+    covered(apart, pages, whole, tile, items, LEAST_SLOTS)
+    assert (apart.begins >= plan.begins).all()
     sees = whole * PAGE + 1
     assert plan.positions_read(sees) <= sees.sum()
     if not plan.begins.any():
@@ -136,9 +142,9 @@ def test_nodes_below_nodes_are_shared_as_deep_as_there_are_levels():
 def test_a_page_that_rows_have_in_different_columns_is_not_shared():
     pages = np.array([[*range(9)], [*range(1, 10)], [*range(2, 11)]], np.int32)
     pages[:2, 0] = 20
-    plan = PrefixPlanner(8, 64, worth=1).plan(pages, np.full(3, 8), 9, LEVELS)
+    plan = PrefixPlanner(8, 64, worth=1).plan(pages, np.full(3, 8), 9, LEAST_SLOTS)
     assert plan.begins.tolist() == [PAGE, PAGE, 0]
-    covered(plan, pages, np.full(3, 8), 8, 9, LEVELS)
+    covered(plan, pages, np.full(3, 8), 8, 9, LEAST_SLOTS)
 
 
 def test_items_end_at_multiples_of_a_portion_and_where_a_prefix_does():
@@ -150,6 +156,10 @@ def test_items_end_at_multiples_of_a_portion_and_where_a_prefix_does():
 
 def test_a_prefix_so_short_that_partial_results_take_longer_is_not_shared():
     assert not planned(grouped([2, 2], 3, 8), 8).begins.any()
+    pages, whole = table(grouped([3, 2], 4, 8), 8), np.full(5, 7)
+    for least, begin in ((12 * PAGE, 4 * PAGE), (12 * PAGE + 1, 0)):
+        plan = PrefixPlanner(32, 512, least=least).plan(pages, whole, 128, 8)
+        assert plan.begins.tolist() == [begin] * 5
     assert planned(grouped([2, 2], 4, 8), 8).begins.all()
     assert planned(grouped([5], 1, 8), 8).begins.all()
 
@@ -167,6 +177,21 @@ def test_where_slots_do_not_suffice_portions_are_longer():
     plan = planned(grouped([4], 127, 128), 128, slots=8)
     assert set((plan.items[END] - plan.items[BEGIN]).tolist()) == {512, 480}
     assert planned(grouped([4], 129, 132), 132, slots=8).items.shape[1] == 5
+
+
+def test_of_few_rows_long_ones_are_read_in_portions_beside_one_another():
+    pages, whole = table(grouped([1, 3, 1], 24, 70), 70), np.array([60, 69, 64, 20, 20])
+    planner = PrefixPlanner(32, 512, few=6)
+    plan = planner.plan(pages, whole, 64, 9, apart=True)
+    covered(plan, pages, whole, 32, 64, 9)
+    assert plan.begins.tolist() == [3 * 512, 4 * 512, 4 * 512, 20 * PAGE, 0]
+    assert plan.items[COUNT].max() == 3
+    fewer = planner.plan(pages, whole, 4, 9, apart=True)
+    covered(fewer, pages, whole, 32, 4, 9)
+    assert fewer.items.shape[1] == 4
+    assert planner.plan(pages[:1], whole[:1], 64, 9, apart=True).items.shape[1] == 3
+    assert planner.plan(pages[:0], whole[:0], 64, 9, apart=True).items.shape[1] == 0
+    assert not replace(planner, few=5).plan(pages, whole, 64, 9, apart=True).begins[0]
 
 
 def test_rows_that_share_nothing_are_as_without_a_plan():

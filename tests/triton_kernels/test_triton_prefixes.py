@@ -138,6 +138,7 @@ def test_a_prefix_may_end_within_a_block_of_keys(monkeypatch, names, way):
 def small_forms(monkeypatch):
     monkeypatch.setattr(torch_static, "PROMPT_TOKENS", (12, 24))
     monkeypatch.setattr(torch_static, "LEAST_ITEMS", 4)
+    monkeypatch.setattr(triton_layers, "LEAST_SAVED", 0)
 
 
 def decoder(shape, **options):
@@ -175,6 +176,23 @@ def test_steps_of_rows_that_share_are_answered_as_by_torch(variant, monkeypatch)
         assert (found - unshared).abs().max() < 1e-5 * wanted.abs().max()
     plans = [plan for plan in items if plan is not None]
     assert [plan.begins.tolist() for plan in plans] == [[64] * 4, [64] * 3]
+
+
+@pytest.mark.usefixtures("small_forms")
+def test_few_long_rows_beside_a_prompt_are_read_in_portions(monkeypatch):
+    monkeypatch.setattr(triton_layers, "LEAST_SPLIT", 32)
+    plans = []
+    written = torch_static.write_plan
+    monkeypatch.setattr(torch_static, "write_plan", lambda plan, *room: plans.append(plan) or written(plan, *room))
+    answers = []
+    for kernels in (True, False):
+        one, generator = decoder(LLAMA, kernels=kernels), torch.Generator().manual_seed(0)
+        for held in (one._cache.keys, one._cache.values):
+            held.copy_(torch.randn(held.shape, generator=generator))
+        one._cache._filled[:] = 0
+        answers.append(one.forward(step_of((0, 150, [5]), (1, 0, TOKENS[:5]), (2, 40, [7]), last_only=True)).clone())
+    assert [plan.begins.tolist() for plan in plans] == [[128, 0]]
+    assert (answers[0] - answers[1]).abs().max() < 1e-4 * answers[1].abs().max()
 
 
 def test_kernels_that_answer_wrongly_of_what_rows_share_are_not_used(monkeypatch, caplog):

@@ -18,7 +18,8 @@ from gpuinfer.text.decoder.segments import Integers
 from gpuinfer.text.step import PAGE
 
 WORTH = 4  # pages that need not be read again: with fewer the partial results take longer
-LEVELS = 8  # nodes on a row's way down the tree, at most; what is shared below is read by each row
+LEVELS = 7  # nodes on a row's way down the tree, at most; what is shared below is read by each row
+LEAST_SLOTS = LEVELS + 1  # of a row: of its nodes, and of what it reads by itself
 FIRST, COUNT, ROW, BEGIN, END, SLOT = range(6)  # of an item; see `PrefixPlan.items`
 FIELDS = 6
 
@@ -53,25 +54,53 @@ class PrefixPlanner:
 
     tile: int
     split: int
+    least: int = 0  # positions that all rows of a step together need not read, for anything to be shared
+    few: int = 0  # with fewer rows than that the device has room for several items a row
     worth: int = WORTH
 
-    def plan(self, pages: NDArray[np.int32], whole: Integers, items: int, slots: int) -> PrefixPlan:
+    def plan(
+        self, pages: NDArray[np.int32], whole: Integers, items: int, slots: int, apart: bool = False
+    ) -> PrefixPlan:
         """For rows with such `pages` [rows, columns], of which each may share its first `whole` [rows] ones. At most so
-        many `items` of all rows, and `slots` of a row; where there are too few, the rows of a deeper node read more of
-        their pages apart from others, or by themselves: first those that save least of a level of the tree.
+        many `items` of all rows, and `slots` of a row, LEAST_SLOTS or more; where there are too few, the rows of a node
+        read more of their pages apart from others, or by themselves: first those that save least of a level of the
+        tree. With `apart`, long rows are items of their own too, where rows are few.
         """
-        if len(whole) < 2 or not items or not _repeats(pages[whole > 0, 0]):
-            return nothing_shared(len(whole))
-        ends, names = _levels(pages, whole)
-        order = np.lexsort(names[::-1])
-        begins, groups = self._groups(ends[:, order], names[:, order], items)
+        rows = len(whole)
+        order, begins = np.arange(rows), np.zeros(rows, np.int64)
+        groups = np.zeros((0, 5), np.int64)
+        if items and _repeats(pages[whole > 0, 0]):
+            ends, names = _levels(pages, whole)
+            order = np.lexsort(names[::-1])
+            begins, groups = self._groups(ends[:, order], names[:, order], items)
+            _, _, count, begin, end = groups.T
+            if ((count - self._tiles(count)) * (end - begin)).sum() * PAGE < self.least:
+                begins, groups = np.zeros(rows, np.int64), groups[:0]
+        if apart and rows < self.few:
+            begins, groups = self._own(whole[order], begins, groups, items)
         if not len(groups):
-            return nothing_shared(len(whole))
-        found, used = self._items(groups, len(whole), items, slots)
+            return nothing_shared(rows)
+        found, used = self._items(groups, rows, items, slots)
         found[ROW] = order[found[FIRST]]
         back = np.empty_like(order)
-        back[order] = np.arange(len(order))
+        back[order] = np.arange(rows)
         return PrefixPlan(found, order, begins[back] * PAGE, used[back])
+
+    def _tiles(self, counts: Integers) -> Integers:
+        return -(-counts // self.tile)
+
+    def _own(self, whole: Integers, begins: Integers, groups: Integers, items: int) -> tuple[Integers, Integers]:
+        """As `_groups`, and with them of each row the portions behind its nodes, where there are several: the longest
+        rows first, as far as there are items.
+        """
+        ends = whole * PAGE // self.split * self.split // PAGE
+        left = items - int(self._tiles(groups[:, 2]).sum())
+        longest = np.argsort(begins - ends, kind="stable")[:left]
+        rows = longest[(ends - begins)[longest] * PAGE >= 2 * self.split]
+        own = np.stack((np.full(len(rows), LEVELS), rows, np.ones(len(rows), np.int64), begins[rows], ends[rows]), 1)
+        begins = begins.copy()
+        begins[rows] = ends[rows]
+        return begins, np.concatenate((groups, own))
 
     def _groups(self, ends: Integers, names: Integers, items: int) -> tuple[Integers, Integers]:
         """Of rows in their order: the column from which on each reads by itself, and the nodes that are worth it, of as
@@ -81,7 +110,7 @@ class PrefixPlanner:
         for level, (end, name) in enumerate(zip(ends, names, strict=True)):
             firsts = np.flatnonzero(np.append(True, name[1:] != name[:-1]))
             counts = np.diff(np.append(firsts, len(name)))
-            tiles = -(-counts // self.tile)
+            tiles = self._tiles(counts)
             saved = (end[firsts] - begins[firsts]) * (counts - tiles)
             kept = (end[firsts] > 0) & (counts > 1) & (saved >= self.worth)
             if tiles[kept].sum() > items:
@@ -97,11 +126,11 @@ class PrefixPlanner:
     def _items(self, groups: Integers, rows: int, items: int, slots: int) -> tuple[Integers, Integers]:
         """The items of these nodes, and the slots that each row uses, in their order."""
         level, first, count, begin, end = groups.T
-        begin, end, tiles = begin * PAGE, end * PAGE, -(-count // self.tile)
+        begin, end, tiles = begin * PAGE, end * PAGE, self._tiles(count)
         cut = self.split
         while True:
             portions = (end - 1) // cut - begin // cut + 1
-            used = np.zeros((LEVELS, rows + 1), np.int64)  # a row's portions on each level, as differences of rows
+            used = np.zeros((LEVELS + 1, rows + 1), np.int64)  # a row's portions on each level, as differences of rows
             np.add.at(used, (level, first), portions)
             np.subtract.at(used, (level, first + count), portions)
             used = np.cumsum(used[:, :-1], axis=1)

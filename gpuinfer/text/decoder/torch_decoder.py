@@ -256,7 +256,9 @@ class TorchDecoder:
         rows = triton_layers.shared_rows(self.shape, self.dtype)
         if not isinstance(self._layers, TritonLayers) or rows == 1 or not self._share:
             return None
-        return PrefixPlanner(rows, self._layers.split)
+        of_a_position = 2 * self.shape.kv_heads * self.shape.head_dim * self.dtype.itemsize
+        few = triton_layers.FEW_PROGRAMS // self.shape.kv_heads
+        return PrefixPlanner(rows, self._layers.split, triton_layers.LEAST_SAVED // of_a_position, few)
 
     def _begin(self, step: Step, in_parts: bool) -> None:
         """Kernels of our own read no page further than a row sees: nothing has to be forgotten for them."""

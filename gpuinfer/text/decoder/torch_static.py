@@ -23,7 +23,7 @@ from gpuinfer.errors import UsageError
 from gpuinfer.models.capturing import captured, new_stream
 from gpuinfer.models.forward_cuda import bucket_for
 from gpuinfer.models.memory import first_line, is_out_of_memory
-from gpuinfer.text.decoder.prefix_plan import FIELDS, LEVELS, PrefixPlan, PrefixPlanner, whole_pages
+from gpuinfer.text.decoder.prefix_plan import FIELDS, LEAST_SLOTS, PrefixPlan, PrefixPlanner, whole_pages
 from gpuinfer.text.decoder.segments import Integers, firsts_of, sees_of
 from gpuinfer.text.decoder.torch_batch import Uploads, attention_tiles, of_tokens, reach_buckets, row_buckets
 from gpuinfer.text.decoder.torch_cache import PageCache, table_of
@@ -124,8 +124,8 @@ class StaticBatches:
     so that they are sent over in one copy.
 
     With `prefixes` the keys and values that rows of one token share are read once for many of them, beside prompts too.
-    In which parts such a row is summed up depends on where others cease to share with it; a row that shares nothing is
-    answered with the same bits as without.
+    In which parts such a row is summed up depends on where others cease to share with it; beside rows of one token, one
+    that shares nothing is answered with the same bits as without.
     """
 
     def __init__(
@@ -267,13 +267,15 @@ class StaticBatches:
         return self._found[: form.tokens], on_device[0, : len(step.wanted)]
 
     def _shared_beside(self, step: Step) -> PrefixPlan | None:
-        """Which prefixes are read once of the segments that bring one token each, in a step with prompts."""
+        """Which prefixes are read once of the segments that bring one token each, in a step with prompts; and what
+        programs beside one another read of a long one, which a form for as many rows as there may be has no other for.
+        """
         items, slots = self._shared_room(self.rows)
         lone = np.flatnonzero(step.lengths == 1)
-        if self._prefixes is None or not items or len(lone) < 2:
+        if self._prefixes is None or not items or not len(lone):
             return None
         whole = step.starts[lone].astype(np.int64) // PAGE
-        return self._prefixes.plan(step.pages[lone], whole, items, slots)
+        return self._prefixes.plan(step.pages[lone], whole, items, slots, apart=True)
 
     def _shapes(self, form: GraphForm) -> Shapes:
         """`of_tokens` [4, tokens]; which prefixes are shared; the table [rows, columns]."""
@@ -296,7 +298,7 @@ class StaticBatches:
         """Items of a form of so many rows, and partial results of each of them, at most. 0: nothing is shared."""
         if self._prefixes is None or rows < LEAST_SHARING:
             return 0, 0
-        return even(max(LEAST_ITEMS, rows // 2)), min(MOST_SLOTS, max(LEVELS, SHARED_PARTS // rows))
+        return even(max(LEAST_ITEMS, rows // 2)), min(MOST_SLOTS, max(LEAST_SLOTS, SHARED_PARTS // rows))
 
     def _run_tiles(self, tokens: int) -> int:
         """Tiles of runs of so many tokens together, at most: each of the segments may end within one."""

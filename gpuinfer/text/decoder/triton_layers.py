@@ -35,6 +35,7 @@ LEAST_SPLIT, MOST_PORTIONS = 512, 32  # positions of a portion at least; portion
 FEW_PROGRAMS = 512  # with fewer tiles than that a device has room for several programs a tile
 RUN_QUERIES = 64  # rows × heads that share keys, in one program of a prompt
 SHARED_QUERIES, SHARED_BYTES = 128, 32 << 10  # the same of rows that share a prefix; of these queries, at most
+LEAST_SAVED = 16 << 20  # bytes that a layer need not read, for a prefix to be shared: what takes longer than a launch
 LEEWAY_HALF, LEEWAY_SINGLE = 0.05, 1e-3  # of the largest value: what rounding explains and no fault of a kernel's does
 
 
