@@ -280,6 +280,10 @@ class _FakeCuda:
                 assert fake.waited > end.after, "an event that the host has not waited for"
                 return fake.read
 
+            def query(self) -> bool:
+                assert self.recorded, "an event that nothing has recorded"
+                return False
+
             def synchronize(self) -> None:
                 assert self.recorded, "an event that nothing has recorded"
                 fake.wait("synchronize of an event")

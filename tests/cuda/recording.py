@@ -177,11 +177,14 @@ class Event:
     def synchronize(self) -> None:
         cuda = self.cuda
         with cuda.lock:
-            cuda.may_wait("an event is waited for")
-            if self.capture is not None and self.capture.underway:
-                cuda.refuse("an event of a captured stream is waited for", self.capture)
+            self._may_be_looked_at()
             if self.stream is not None:
                 cuda.handler._handle_event_wait(self.key, cuda.host())
+
+    def _may_be_looked_at(self) -> None:
+        self.cuda.may_wait("an event is waited for")
+        if self.capture is not None and self.capture.underway:
+            self.cuda.refuse("an event of a captured stream is waited for", self.capture)
 
     def elapsed_time(self, end: Event) -> float:
         """Some milliseconds, once both are over."""
@@ -196,8 +199,10 @@ class Event:
         return 1.0
 
     def query(self) -> bool:
-        self.synchronize()
-        return True
+        """Never over before somebody waits for it, so that nobody is behind it by having asked."""
+        with self.cuda.lock:
+            self._may_be_looked_at()
+        return False
 
 
 class Capture:

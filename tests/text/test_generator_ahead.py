@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from itertools import groupby
+
 import pytest
 from text.pages_held import all_free
 from text.toy import LETTERS, alone, run, toy_generator
 
 from gpuinfer.errors import BackendDied, BadResult
 from gpuinfer.generation import Constraint, Prompt, Sampling
+from gpuinfer.text.sampling.cpu import Complete
 
 LONG = "what does the fox say, and why "
 
@@ -157,6 +160,17 @@ def test_a_row_whose_logits_are_no_numbers_fails_alone_while_the_next_step_is_un
     assert [isinstance(outcomes[n], BadResult) for n in range(8)] == spoilt
     assert all(outcomes[n].completions == alone(one) for n, one in enumerate(asked) if not spoilt[n])
     all_free(generator)
+
+
+@pytest.mark.parametrize("late", [True, False], ids=["the host is late", "the device is"])
+def test_the_hosts_time_counts_as_the_devices_where_that_is_at_work(monkeypatch, late):
+    """And where it has done all that was launched, the host keeps it waiting."""
+    monkeypatch.setattr(Complete, "ready", late)
+    generator, entered = started(prompt("abc", 6, ignore_eos=True)), []
+    generator.enter = entered.append
+    finished(generator)
+    again = ["reply", "forward", "sample"] if late else ["forward", "sample"]
+    assert [one for one, _ in groupby(entered)] == ["prefill", "sample", "forward", "sample", *again * 4, "reply"]
 
 
 def test_a_generator_is_closed_with_a_step_under_way():

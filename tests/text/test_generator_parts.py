@@ -54,7 +54,7 @@ class Dictated:
     def begin(self, logits, slots, masks):
         drawn = np.array([self._next(slot) for slot in slots.tolist()], np.int32)
         found = Dictation(drawn, self.given_logprobs(logits, drawn, 0))
-        return SimpleNamespace(tokens=torch.from_numpy(drawn), finish=lambda kept: found)
+        return SimpleNamespace(tokens=torch.from_numpy(drawn), finish=lambda kept: found, ready=True)
 
     def given_logprobs(self, logits, tokens, wanted):
         return [Logprob(Candidate(token, -1.0 - token, 1)) for token in tokens.tolist()]

@@ -88,6 +88,7 @@ class Generator:
         self._counted = (0, 0, 0)  # what steps have told of `Admission.cached`, `waited` and `preempted`
         self._queued = decoder.device.type == "cuda"
         self._under_way: StepUnderWay | None = None  # a step that has been launched before the last one was settled
+        self._device_waits = False  # it was done before the last step was launched
         self._stepped: StepUnderWay | None = None  # one that has been settled, and not reported
 
     @property
@@ -135,12 +136,22 @@ class Generator:
 
     def step(self) -> Stepped:
         if self._stepped is None:
+            self._enter_host()
             step, self._under_way = self._under_way or self._launched(), None
             if step is None:
                 return Stepped(*self._taken())
             self._under_way = self._launched(step.drawing) if self._may_go_ahead() else None
             self._settle(step)
         return self._outcome()
+
+    def _enter_host(self) -> None:
+        """What the host does now holds up the device if that is done with all that was launched: then it does so at
+        each step, also where it has not been found out yet.
+        """
+        step = self._under_way
+        self._device_waits = step is not None and (step.drawing is None or step.drawing.ready)
+        if self._device_waits:
+            self.enter("reply")
 
     def _outcome(self) -> Stepped:
         """What the step did that has been settled."""
@@ -210,7 +221,7 @@ class Generator:
             drawn = None if step.drawing is None else step.drawing.finish(kept)
         except Exception as error:
             raise died(error) from error
-        if self._under_way is None:  # else the device is at work on it
+        if self._under_way is None or self._device_waits:  # else the device is at work on what is under way
             self.enter("reply")
         self._troubles.passed()
         self._settling.settle(step, kept, drawn, time.perf_counter(), last=self._under_way is None)

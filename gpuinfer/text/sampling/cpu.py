@@ -24,6 +24,8 @@ NO_RULES = np.zeros(0, np.int8), np.zeros(1, np.int32), np.zeros(0, np.int32)
 class Complete:
     """A draw that has been made: see `torch_path.Queued`."""
 
+    ready = True
+
     def __init__(self, found: Found) -> None:
         self._found = found
 

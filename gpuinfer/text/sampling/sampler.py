@@ -40,6 +40,11 @@ class Drawing:
     def __init__(self, queued: Queued | Complete, wanted: NDArray[np.int32], processes: bool) -> None:
         self._queued, self._wanted, self._processes, self.tokens = queued, wanted, processes, queued.tokens
 
+    @property
+    def ready(self) -> bool:
+        """Whether `finish` has nothing to wait for."""
+        return self._queued.ready
+
     def finish(self, kept: NDArray[np.bool_] | None = None) -> Drawn:
         """Wait for what was drawn. Of rows that are not `kept`, bool [rows], nothing is noted: their slots may be
         others' by now.

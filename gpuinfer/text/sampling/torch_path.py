@@ -361,6 +361,11 @@ class Download:
             self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._done.record(torch.cuda.current_stream(values.device))
 
+    @property
+    def ready(self) -> bool:
+        """Whether they have come."""
+        return self._done is None or bool(self._done.query())  # type: ignore[no-untyped-call]
+
     def values(self) -> NDArray[Any]:
         """Once the device has come to them. Nothing else in this file waits for it."""
         if self._done is not None:
@@ -449,6 +454,11 @@ class Queued:
         self.processes = self.samples = False  # whether `processed` is wanted, and whether sums come with the tokens
         self.wanting: NDArray[np.int64] = np.zeros(0, np.int64)  # rows that want log-probabilities, `most` at most
         self.most = 0
+
+    @property
+    def ready(self) -> bool:
+        """Whether the device has come to it."""
+        return self._download.ready
 
     def finish(self, kept: NDArray[np.bool_] | None) -> Found:
         """Wait for it. Tokens are noted in the slots of the rows that are `kept`; None: all are."""
