@@ -184,7 +184,8 @@ def _levels(pages: NDArray[np.int32], whole: Integers) -> tuple[Integers, Intege
     level = np.arange(len(rows)) - firsts[rows]
     near = level < LEVELS
     rows, last, level = rows[near], last[near], level[near]
-    ends, names = np.zeros((LEVELS, len(whole)), np.int64), np.full((LEVELS, len(whole)), -1, np.int64)
+    form = int(level.max(initial=0)) + 1, len(whole)
+    ends, names = np.zeros(form, np.int64), np.full(form, -1, np.int64)
     ends[level, rows] = last + 1
     names[level, rows] = (last + 1) * (1 << 32) + pages[rows, last]
     return ends, names
