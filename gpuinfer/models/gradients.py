@@ -25,7 +25,7 @@ from gpuinfer.models.live_bytes import LiveBytes
 from gpuinfer.models.load import probe, trainable
 from gpuinfer.models.memory import first_line, is_out_of_memory, keep_freed_memory
 from gpuinfer.models.networks import SHOWN, load_weights, mismatches
-from gpuinfer.models.open_model import ForwardTuning, compute_with, divide_cores, threads_for
+from gpuinfer.models.open_model import ForwardTuning, compute_with, computing_threads, divide_cores, threads_for
 from gpuinfer.models.pinned import queued
 from gpuinfer.models.processor import computed_in, refuse_float16_gradients
 from gpuinfer.models.staging import as_tensor, like, tensors_of
@@ -91,7 +91,14 @@ def open_gradients(spec: ModelSpec, setup: Setup, tuning: GradientTuning) -> Ope
         return passes(batch)
 
     return OpenedGradients(
-        limits, passed, lambda: {**gauge.read(), "computes_in": computed, "threads": threads, "in_force": in_force}
+        limits,
+        passed,
+        lambda: {
+            **gauge.read(),
+            "computes_in": computed,
+            "threads": computing_threads(device, threads),
+            "in_force": in_force,
+        },
     )
 
 

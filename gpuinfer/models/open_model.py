@@ -102,7 +102,12 @@ def open_model(spec: ModelSpec, setup: Setup, tuning: ForwardTuning, roofline: R
         limits,
         forward,
         answer,
-        lambda: {**gauge.read(), "computes_in": computed, "threads": threads, "in_force": in_force},
+        lambda: {
+            **gauge.read(),
+            "computes_in": computed,
+            "threads": computing_threads(device, threads),
+            "in_force": in_force,
+        },
         partial(register, device=device),
         write=forward.write if isinstance(forward, CudaForward) else None,
     )
@@ -121,6 +126,11 @@ def limits_for(device: torch.device, setup: Setup, tuning: ForwardTuning, roofli
 def threads_for(setup: Setup, tuning: ForwardTuning) -> int:
     """For one forward. A row's answer must not depend on how many threads its matrix products are divided among."""
     return tuning.threads or (1 if setup.deterministic else cores_of(setup))
+
+
+def computing_threads(device: torch.device, threads: int) -> int:
+    """How many threads a forward keeps busy while it computes: on a CUDA device the one that launches it."""
+    return threads if device.type == "cpu" else 1
 
 
 def divide_cores(setup: Setup, tuning: ForwardTuning) -> None:

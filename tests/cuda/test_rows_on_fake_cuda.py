@@ -46,6 +46,7 @@ def test_a_batch_is_one_graph_and_one_wait(cuda, network, dtype, input_dtype):
     spec = spec_of(network, input_dtype)
     one = opened(spec, dtype)
     assert (one.limits.in_flight, cuda.captured) == (2, 2 * len(buckets_up_to(CHUNK)))
+    assert one.device()["threads"] == 1  # that compute beside a lane, which are none
     with cuda.waiting_only_in(ANSWERED):
         answers = one.forward([block(spec, 5), block(spec, 30)])
     assert [(policy.shape, values.shape) for policy, values in answers] == [
