@@ -20,7 +20,15 @@ from packaging.version import Version
 STREAMS = 32  # that torch has of a device: it hands the same ones out again, in turn
 
 _one, _taking = threading.Lock(), threading.Lock()
-_taken: weakref.WeakValueDictionary[int, torch.cuda.Stream] = weakref.WeakValueDictionary()
+
+
+class Lease:
+    """An attribute of a stream, which lives as long as that: weak references to streams themselves are left behind
+    when these end, in torch 2.9 to 2.12, and whoever comes upon one crashes (PyTorch's pull request 183403).
+    """
+
+
+_leases: weakref.WeakValueDictionary[int, Lease] = weakref.WeakValueDictionary()  # by the stream's number
 
 
 def new_stream(device: torch.device | None = None) -> torch.cuda.Stream:
@@ -30,9 +38,10 @@ def new_stream(device: torch.device | None = None) -> torch.cuda.Stream:
     with _taking:
         for _ in range(STREAMS):
             stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-            if stream.cuda_stream not in _taken:
+            if stream.cuda_stream not in _leases:
                 break
-        _taken[stream.cuda_stream] = stream
+        lease = _leases[stream.cuda_stream] = Lease()
+        stream.__dict__["lease"] = lease
     return stream
 
 

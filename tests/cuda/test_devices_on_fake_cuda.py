@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import weakref
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -10,6 +12,7 @@ import torch
 
 from gpuinfer.api import ModelSpec, Setup
 from gpuinfer.errors import UsageError
+from gpuinfer.models.capturing import new_stream
 from gpuinfer.models.device import Gauge, device_labels, device_name, of_each, resolve_device, resolve_devices
 from gpuinfer.models.lost import answers, is_lost
 from gpuinfer.models.stages.planning import count_for
@@ -74,3 +77,22 @@ def test_memory_that_ran_out_is_given_back_before_a_smaller_step(cuda):
     troubles = Troubles(SimpleNamespace(rows=[]))
     assert troubles.failed(["a", "b"], 8, torch.OutOfMemoryError("CUDA out of memory.")) is None
     assert cuda.log == ["the cache is emptied"]
+
+
+def test_a_stream_is_nobody_elses_until_it_ends_and_there_are_no_weak_references_to_it(monkeypatch):
+    """A stream that has had one crashes torch 2.11 when the next with its number is taken."""
+    numbers = itertools.cycle(range(70, 73))
+
+    class Stream:
+        __slots__ = ("__dict__", "cuda_stream")
+
+        def __init__(self, device):
+            self.cuda_stream = next(numbers)
+
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    held = [new_stream() for _ in range(3)]
+    assert [one.cuda_stream for one in held] == [70, 71, 72]
+    with pytest.raises(TypeError, match="weak reference"):
+        weakref.ref(held[0])
+    del held[1]
+    assert [new_stream().cuda_stream for _ in range(2)] == [71, 71]  # each given back at once

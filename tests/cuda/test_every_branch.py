@@ -99,6 +99,7 @@ TAKEN = {
         "models/forward_cuda.py Slot.__init__",
         "models/frozen.py Affine.best",
         "models/frozen.py Affine.relu",
+        "models/open_model.py computing_threads",
         "models/open_model.py limits_for",
         "models/open_model.py open_model",
     ),
