@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from itertools import groupby
+from itertools import count, groupby
 
 import pytest
+import torch
 from text.pages_held import all_free
 from text.toy import LETTERS, alone, run, toy_generator
 
@@ -106,6 +107,22 @@ def test_steps_that_find_no_memory_are_tried_again_when_none_is_under_way(caplog
     outcomes = finished(generator)
     assert [outcomes[n].completions for n in range(3)] == [alone(one) for one in asked]
     assert caplog.text.count("out of memory") == 1
+
+
+def test_a_step_that_fails_behind_one_that_draws_nothing_is_tried_again_too(monkeypatch, caplog):
+    asked = prompt(LONG, 5, ignore_eos=True)
+    generator = started(asked, step_tokens=8)
+    forward, calls = generator.decoder.forward, count()
+
+    def without_memory_once(step):
+        if next(calls) == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return forward(step)
+
+    monkeypatch.setattr(generator.decoder, "forward", without_memory_once)
+    assert finished(generator)[0].completions == alone(asked)
+    assert max(len(step.tokens) for step in generator.decoder.steps[1:]) == 8
+    assert "out of memory" not in caplog.text
 
 
 def test_weights_change_behind_the_step_that_is_under_way():

@@ -140,7 +140,7 @@ class Generator:
             step, self._under_way = self._under_way or self._launched(), None
             if step is None:
                 return Stepped(*self._taken())
-            self._under_way = self._launched(step.drawing) if self._may_go_ahead() else None
+            self._under_way = self._launched(step) if self._may_go_ahead() else None
             self._settle(step)
         return self._outcome()
 
@@ -186,9 +186,9 @@ class Generator:
         depends = table.listed or self.sampler.remembers or (table.constrained & table.decodes).any()
         return not depends and not self._admission.must_preempt
 
-    def _launched(self, before: Drawing | None = None) -> StepUnderWay | None:
-        """The next step, launched; `before`: what the step draws that is under way. None: there is nothing to compute,
-        or it failed, in which case nothing has changed, and it is tried again when none is under way.
+    def _launched(self, before: StepUnderWay | None = None) -> StepUnderWay | None:
+        """The next step, launched; `before`: the one that is under way. None: there is nothing to compute, or it
+        failed. Then nothing has changed, and with a step `before` it is tried again when that has been settled.
         """
         for work, error in self._admission.place():
             self._settling.fail(work, error)
@@ -196,7 +196,7 @@ class Generator:
         if plan is None:
             return None
         try:
-            drawing, echoes = self._run(plan, before)
+            drawing, echoes = self._run(plan, None if before is None else before.drawing)
         except Exception as error:  # noqa: BLE001  whose fault it is must be found out
             if before is None:
                 self._after_failure(plan, error.with_traceback(None))  # its frames hold on to the memory
