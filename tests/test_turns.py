@@ -165,6 +165,7 @@ def test_on_a_device_that_takes_whole_forwards_one_takes_all_of_it_in_turns_alon
         members = [turns.join(1.0), turns.join(1.0)]
         asked = [turns.ask(member, 2, 0.0, alone=1) for member in members]
         assert turns.due(0.0)[0] == asked[:begun]
+        assert asked[0].of_all is (way is Way.TURNS)
 
 
 def test_freely_nobody_waits():

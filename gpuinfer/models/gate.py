@@ -90,6 +90,12 @@ class Place:
         """How many cores a forward has that wanted so many."""
         return wanted if turn is None or not self._gate.of_cores else min(wanted, turn.width)
 
+    def has_all(self, turn: Turn | None) -> bool:
+        """Whether a CUDA device is this forward's alone until it ends, and another model's then: what it has launched
+        must be done.
+        """
+        return turn is not None and turn.of_all
+
     def end(self, turn: Turn | None, *, again: bool = False, work: float = 1.0) -> bool:
         """The forward is over, and has done so much `work` (rows, tokens: always the same). `again`: the next one comes
         at once, so that its turn may be kept for it. Whether other models have its part of the device meanwhile.

@@ -72,6 +72,11 @@ class Turn:
     began_at: float | None = None  # None: it waits
     charged: float = 0.0
 
+    @property
+    def of_all(self) -> bool:
+        """Whether it has more of the room than it takes alone: others, who have work, wait for its end."""
+        return self.width > self.widths[2]
+
 
 class Turns:
     """Of one device. `room`: how much may run at once: cores on a CPU, forwards on CUDA.

@@ -14,6 +14,7 @@ from text.toy import alone, toy_generator
 from gpuinfer.api import TextRoofline
 from gpuinfer.errors import BackendDied, Closed
 from gpuinfer.generation import Prompt, Sampling
+from gpuinfer.models.gate import NoPlace
 from gpuinfer.stats import Lane
 from gpuinfer.text import bare
 from gpuinfer.text.cost import StepCost
@@ -75,6 +76,22 @@ def test_what_is_submitted_is_answered(driver):
     prompts = [prompt(f"prompt {'abcdefgh'[number]}", samples=1 + number % 3) for number in range(8)]
     futures = submitted(driver, *prompts)
     assert [future.result(WAIT_S).completions for future in futures] == [alone(one) for one in prompts]
+
+
+@pytest.mark.parametrize("beside", [False, True], ids=["alone", "beside another model"])
+def test_no_step_is_left_on_a_device_that_another_model_has_next(beside):
+    """Its time would be taken for the other model's."""
+
+    class Turns(NoPlace):
+        def has_all(self, turn):
+            return beside
+
+    generator, asked = toy_generator(ahead=True), prompt("abc", 9)
+    driver = Driver(generator, place=Turns())
+    (future,) = submitted(driver, asked)
+    assert future.result(WAIT_S).completions == alone(asked)
+    driver.close()
+    assert bool(generator.decoder.ahead) is not beside
 
 
 def test_the_outcomes_of_a_step_are_delivered_together(generator):

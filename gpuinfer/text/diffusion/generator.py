@@ -79,6 +79,7 @@ class DiffusionGenerator:
         self.decoder, self.language = decoder, language
         self.facts: Mapping[str, Any] = facts or {}
         self.enter: Callable[[str], None] = lambda station: None
+        self.goes_ahead = True  # it never does, whatever it is told
         self._attention, self._choose = shape.masking.block, choose
         self._read, self._read_adapter = read, read_adapter
         self._scorer = Scorer(

@@ -337,6 +337,7 @@ class Driver:
         turn, tokens = self._place.begin(self._width, self.generator.enter), 0.0
         try:
             self._use(self._place.cores_of(turn, self._width))
+            self.generator.goes_ahead = not self._place.has_all(turn)
             self._first_touch.begin()
             started = time.perf_counter()
             stepped = self.generator.step()

@@ -70,6 +70,7 @@ class Generator:
         self.facts: Mapping[str, Any] = facts or {}
         self._read, self._read_adapter = read, read_adapter
         self.enter: Callable[[str], None] = lambda station: None
+        self.goes_ahead = True
         self._table = SlotTable(decoder.slots, decoder.length, vocabulary, end_tokens)
         self._composer = Composer(self._table, step_tokens, gather_steps)
         self._admission = Admission(decoder, self._table, self.sampler, language, self._composer.changed)
@@ -178,10 +179,10 @@ class Generator:
 
     def _may_go_ahead(self) -> bool:
         """Whether the next step can be composed before the tokens are known that the last one draws: the decoder reads
-        them where they are drawn, and nothing else depends on them.
+        them where they are drawn, and nothing else depends on them; and no other model has the device after this step.
         """
         table, troubles = self._table, self._troubles
-        if not self.decoder.reads_drawn or troubles.only is not None or troubles.most is not None:
+        if not (self.goes_ahead and self.decoder.reads_drawn) or troubles.only is not None or troubles.most is not None:
             return False
         depends = table.listed or self.sampler.remembers or (table.constrained & table.decodes).any()
         return not depends and not self._admission.must_preempt

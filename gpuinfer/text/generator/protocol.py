@@ -44,6 +44,7 @@ class TextGenerator(Protocol):
 
     facts: Mapping[str, Any]  # what was estimated, and what is there: for reports
     enter: Callable[[str], None]  # told what is going on: a station of the time ledger
+    goes_ahead: bool  # whether a further step may be at work on the device when `step` returns; told before each
 
     @property
     def device(self) -> Any:
