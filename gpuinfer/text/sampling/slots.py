@@ -152,8 +152,7 @@ class Slots:
         self.stops = Lists(slots, np.int32)
         self.seen_ids, self.seen_counts = Lists(slots, np.int32), Lists(slots, np.int32)  # counts: in the answer
         self.ends = np.array([token for token in end_tokens if 0 <= token < vocabulary], np.int32)
-        self.penalised, self.with_logprobs, self.edited = set[int](), set[int](), set[int]()
-        self.with_processed = set[int]()
+        self.penalised, self.with_logprobs, self.with_processed = set[int](), set[int](), set[int]()
         self._vocabulary, self._seed = vocabulary, seed
         self._last: tuple[Sampling, tuple[Any, ...]] | None = None  # most prompts share one
 
@@ -187,11 +186,9 @@ class Slots:
             self.with_logprobs.add(slot)
         if sampling.processed_logprobs:
             self.with_processed.add(slot)
-        if lengths[0] or is_penalised(sampling) or sampling.min_tokens:
-            self.edited.add(slot)
 
     def release(self, slot: int) -> None:
-        for group in (self.penalised, self.with_logprobs, self.with_processed, self.edited):
+        for group in (self.penalised, self.with_logprobs, self.with_processed):
             group.discard(slot)
 
     def make_room_to_note(self) -> None:
