@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from gpuinfer.api import ModelSpec, enter_station
+from gpuinfer.errors import BadResult
 from gpuinfer.models.capturing import captured, new_stream, release_cached_memory, wait_for_device
 from gpuinfer.models.layouts import BITS, called, row_dtype, row_shape
 from gpuinfer.models.memory import StepSize, first_line, is_out_of_memory
@@ -68,6 +69,18 @@ class Targets(NamedTuple):
 
     parts: Sequence[Blocks]  # for each part of an answer float32 arrays, which have as many rows together
     sound: NDArray[np.bool_] | None = None  # for each row: whether its answers hold neither NaN nor +inf
+
+
+def refuse_unlike(parts: Sequence[Tensor], rows: int, targets: Targets) -> None:
+    """Raises `BadResult` where answers do not have the shapes that there is room for."""
+    found = [tuple(part.shape[1:]) for part in parts if len(part) >= rows]
+    agreed = [target.blocks[0].shape[1:] for target in targets.parts]
+    if found != agreed:
+        shapes = [tuple(part.shape) for part in parts]
+        raise BadResult(
+            f"the model answered {rows} rows with shapes {shapes} where {agreed} a row were agreed. "
+            "Let the model always answer alike."
+        )
 
 
 class Slot:
@@ -184,6 +197,7 @@ class CudaForward:
                 for at, part in parts:
                     slot.inputs[at : at + len(part)].copy_(part, non_blocking=True)
                 answers, sound = self._launch(slot, rows, self._buckets(chunk))
+                refuse_unlike(tensors_of(answers), rows, targets)
                 staged = []
                 for number, (part, target) in enumerate(zip(tensors_of(answers), targets.parts, strict=True)):
                     room = partial(slot.room, number, part.shape[1:])

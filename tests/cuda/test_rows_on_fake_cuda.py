@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from gpuinfer.api import ModelSpec, Setup
-from gpuinfer.errors import BackendError
+from gpuinfer.errors import BackendError, BadResult
 from gpuinfer.models import bare, forward_cuda, pinned
 from gpuinfer.models.forward_cuda import CudaForward, buckets_up_to
 from gpuinfer.models.layouts import BITS, row_dtype, row_shape
@@ -158,6 +158,26 @@ def test_a_batch_that_fails_is_over_on_the_device_before_it_is_told(cuda, monkey
     with cuda.waiting_only_in(ANSWERED), pytest.raises(IndexError):
         one.write([block(spec_of(), 3)], [places_for(3)])
     assert cuda.waits[ANSWERED] == 1
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        pytest.param(lambda policy, values: (policy[:, :1], values), id="of another width"),
+        pytest.param(lambda policy, values: (policy[:1], values), id="one row for all"),
+        pytest.param(lambda policy, values: (policy,), id="too few parts"),
+    ],
+)
+def test_answers_of_other_shapes_are_refused_and_not_repeated_to_fill_the_room(cuda, monkeypatch, odd):
+    one, launch = opened(spec_of(), graphs=False), CudaForward._launch
+
+    def launched(*given):
+        answers, sound = launch(*given)
+        return odd(*answers), sound
+
+    monkeypatch.setattr(CudaForward, "_launch", launched)
+    with pytest.raises(BadResult, match=r"where \[\(8,\), \(3,\)\] a row were agreed"):
+        one.write([block(spec_of(), 3)], [places_for(3)])
 
 
 @pytest.mark.parametrize("network", ["blobnet", "blobnet-small"])

@@ -7,6 +7,7 @@ go beside rows that answer (Agrawal et al. 2024, "Sarathi-Serve").
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
@@ -19,6 +20,7 @@ from torch import Tensor
 from gpuinfer.api import TextRoofline
 from gpuinfer.errors import BackendDied, BadPrompt, UsageError
 from gpuinfer.generation import Generation, Logprob, Part, Prompt
+from gpuinfer.models.memory import first_line
 from gpuinfer.models.pinned import queued
 from gpuinfer.text import bare
 from gpuinfer.text.adapter_options import MAX_ADAPTERS
@@ -37,12 +39,18 @@ from gpuinfer.text.sampling.slots import Rules
 from gpuinfer.text.step import PAGE, Decoder
 from gpuinfer.text.weights import Adapter, Weights
 
+logger = logging.getLogger("gpuinfer")
+
 
 class Generator:
     """`protocol.TextGenerator` from left to right. Give it to a `Driver`, or step it yourself.
 
+    On CUDA a step is composed and launched while the device works on the one before, whose tokens it takes from where
+    they are drawn (`_may_go_ahead` says when not); only then are the tokens of the one before read and written down.
+
     `enter` is told what is going on: "prefill" (a step that is mostly prompt), "forward", "constrain", "sample",
-    "reply". On CUDA sampling is queued behind the forward, and both count as the forward, as do constraints.
+    "reply". On CUDA sampling is queued behind the forward, and both count as the forward, as do constraints, and what
+    the host does while the device is at work.
     """
 
     def __init__(
@@ -89,7 +97,7 @@ class Generator:
         self._counted = (0, 0, 0)  # what steps have told of `Admission.cached`, `waited` and `preempted`
         self._queued = decoder.device.type == "cuda"
         self._under_way: StepUnderWay | None = None  # a step that has been launched before the last one was settled
-        self._device_waits = False  # it was done before the last step was launched
+        self._device_waits = False  # it had finished all that was launched when the last step was begun
         self._stepped: StepUnderWay | None = None  # one that has been settled, and not reported
 
     @property
@@ -146,8 +154,8 @@ class Generator:
         return self._outcome()
 
     def _enter_host(self) -> None:
-        """What the host does now holds up the device if that is done with all that was launched: then it does so at
-        each step, also where it has not been found out yet.
+        """Find out whether the device has finished all that was launched. Then it waits for the host now, and for what
+        the host does until the next step is launched.
         """
         step = self._under_way
         self._device_waits = step is not None and (step.drawing is None or step.drawing.ready)
@@ -201,6 +209,8 @@ class Generator:
         except Exception as error:  # noqa: BLE001  whose fault it is must be found out
             if before is None:
                 self._after_failure(plan, error.with_traceback(None))  # its frames hold on to the memory
+            else:
+                logger.debug("a step could not be launched ahead (%s): it is tried again", first_line(error))
             return None
         self._settling.advance(plan)
         table, held = self._table, self._composer.left

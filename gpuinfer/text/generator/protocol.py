@@ -84,7 +84,10 @@ class TextGenerator(Protocol):
         ...
 
     def step(self) -> Stepped:
-        """Compute the next step. Raises `BackendDied` when there is no use in going on, nothing for a row's sake."""
+        """Compute the next step, and say what it did; where steps are launched ahead, what the one before it did.
+
+        Raises `BackendDied` when there is no use in going on, nothing for a row's sake.
+        """
         ...
 
     def read_weights(self, place: str) -> object:

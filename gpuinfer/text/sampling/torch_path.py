@@ -540,7 +540,9 @@ class TorchPath:
         return queued
 
     def note(self, codes: NDArray[np.int32], slots: NDArray[np.int32], kept: NDArray[np.bool_] | None) -> None:
-        """These tokens have been drawn: what `begin` has counted, but for rows that have none."""
+        """These tokens have been drawn. `begin` has counted one for each row, which `note_all` does itself for rows
+        that have a token; where there is nothing else to note, the count stands.
+        """
         if kept is not None:
             codes, slots = codes[kept], slots[kept]
         if self._slots.penalised or (codes < 0).any():

@@ -59,7 +59,8 @@ class Stepper:
         """One step at this learning rate; the norm of all gradients before it was clipped. `weights` are the new ones
         from then on: arrays on a CPU, changed where they lie, and tensors on any other device.
 
-        Raises `WorkError`, with the weights as they were, when the norm is not finite or memory runs out.
+        Raises `WorkError` when the norm is not finite, with the weights as they were, and when memory runs out, which
+        ends the training: some weights may be new then.
         """
         found = {name: _tensor(one) for name, one in gradients.by_name.items()}
         device = next((one.device for one in found.values()), self._device)
