@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+import time
 
 import numpy as np
 import pytest
 from msgspec import structs
 from peft import adapter
+from vllm_held import SECONDS
 
 from gpuinfer.api import BackendContext, ModelSpec, Request, Setup
 from gpuinfer.backends.inprocess import InProcess
@@ -189,16 +191,20 @@ def test_a_request_that_nobody_wants_any_more_is_taken_from_the_engine(held):
     request = Request(Prompt(text="long", sampling=Sampling(max_tokens=2000, ignore_eos=True)))
 
     async def left() -> None:
-        for _ in range(20):  # a machine that is held up may see it only when it is answered
+        """A machine that is held up may see it only when it is answered; or an engine that was held up starts again."""
+        ended: object = None
+        until = time.monotonic() + SECONDS / 2
+        while time.monotonic() < until:
             stream = held.backend.stream([request])
             reading = asyncio.ensure_future(anext(stream))
             seen = await busy_before(reading)
             reading.cancel()
-            await asyncio.gather(reading, return_exceptions=True)
+            (ended,) = await asyncio.gather(reading, return_exceptions=True)
             await stream.aclose()
             if seen:
                 return
-        pytest.fail("it was always answered before it was seen at work")
+            await asyncio.sleep(0.5)
+        pytest.fail(f"it always ended before it was seen at work: {ended!r:.500}")
 
     async def busy_before(reading) -> bool:
         while not reading.done():
