@@ -145,6 +145,7 @@ DESCRIPTORS = [
 
 @pytest.mark.parametrize("make", DESCRIPTORS)
 def test_memory_that_is_not_what_it_should_be_is_refused(server, friend, make):
+    assert well(friend)  # whose own memory is mapped from then on
     before = mapped(pid_of(server))
     with Stranger(server) as stranger:
         descriptor = make(stranger.form.size(100))
