@@ -18,6 +18,7 @@ from strangers import Stranger
 from texts import SLOTS, asking, long, serving_text, short
 
 from gpuinfer.api import ModelSpec, Priority
+from gpuinfer.central import server as server_module
 from gpuinfer.central.child import Texts
 from gpuinfer.central.server import CentralServer
 from gpuinfer.central.wire import HEADER, LARGEST_BEGUN, Kind, Record, Unpacker, hello, pack
@@ -234,7 +235,8 @@ def test_records_arrive_whole_in_whatever_pieces_they_come(bodies, data):
     assert arrived == sent
 
 
-async def test_whoever_asked_a_server_that_dies_again_and_again_hears_what_it_printed(tmp_path):
+async def test_whoever_asked_a_server_that_dies_again_and_again_hears_what_it_printed(tmp_path, monkeypatch):
+    monkeypatch.setattr(server_module, "BACK_S", 600.0)  # deaths in a row, however slowly it is asked again
     texts = Texts(Dying, called="the toy", log=str(tmp_path / "toy.log"))
     with serving_text(restart=True, texts=texts) as server:
         async with asking(server) as engine:

@@ -382,7 +382,7 @@ def test_steps_of_the_same_rows_use_the_same_arrays():
     seen = set()
     generator.step()
     forward = generator.decoder.forward
-    generator.decoder.forward = lambda step: seen.add(id(step)) or forward(step)
+    generator.decoder.forward = lambda step: seen.add(id(step.pages)) or forward(step)
     for _ in range(10):
         generator.step()
     assert len(seen) == 1
