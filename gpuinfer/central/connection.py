@@ -30,6 +30,7 @@ from gpuinfer.host.error_wire import error_from_wire
 from gpuinfer.models.layouts import misfit
 
 GREETING_S = 60.0  # for a server that is there already, and may be in the middle of long batches
+KNOCK_AGAIN_S = 0.1  # after a server has hung up instead of greeting
 LEAST_ROOM = 64  # rows of a block of ours: smaller payloads share one size
 CHUNK = 1 << 16  # bytes read at once
 SEND_TIMEOUT = struct.pack("@ll", 10, 0)  # seconds, microseconds: for a server that reads nothing any more
@@ -150,11 +151,7 @@ class Connection:
         self._hang_up()
         if not self.comes_back:
             raise cause
-        try:
-            line = self._greet(self._patience_s)
-        except BackendDied as error:
-            nobody = isinstance(error.__cause__, ConnectionError | FileNotFoundError)
-            raise (self._said or cause) if nobody else error from None
+        line = self._greet_again(cause)
         with self._presenting:
             if self._closed:
                 line.close()
@@ -162,6 +159,20 @@ class Connection:
             self._socket = line
             self._lives += 1
             self._ask_again()
+
+    def _greet_again(self, cause: BackendDied) -> socket.socket:
+        """A line to the server that has come back. One that is about to end may still take a line in, and hang up."""
+        until = time.monotonic() + self._patience_s
+        while True:
+            try:
+                return self._greet(max(0.0, until - time.monotonic()))
+            except BackendDied as error:
+                nobody_listens = isinstance(error.__cause__, ConnectionRefusedError | FileNotFoundError)
+                if nobody_listens or self._closed:
+                    raise (self._said or cause) from None
+                if not isinstance(error.__cause__, ConnectionError) or time.monotonic() >= until:
+                    raise error from None
+            time.sleep(KNOCK_AGAIN_S)
 
     def _ask_again(self) -> None:
         """Tell a server that has come back all that its predecessor knew."""

@@ -18,6 +18,7 @@ from servers import Program, listening, mapped, pid_of, programs, served, servin
 
 from gpuinfer.api import BackendContext, Request
 from gpuinfer.backends.central import Remote, Way
+from gpuinfer.central.connection import Connection
 from gpuinfer.errors import BackendDied, Closed, Expired, UsageError
 from gpuinfer.stats import since
 
@@ -156,6 +157,24 @@ def test_rows_that_end_the_server_each_time_it_comes_back_are_told_of():
         with pytest.raises(BackendDied, match=r"came back 2 times, and died again .* these rows end it") as died:
             client.evaluate(rows, timeout=200)
         assert "restart" not in str(died.value)
+
+
+def test_a_server_that_hangs_up_as_it_ends_is_asked_again_when_it_is_back(monkeypatch):
+    """It may take a line in just before it ends, or hold its greeting back until the line before is over."""
+    greet, hung_up = Connection._greet, []
+
+    def greeted(connection, timeout_s):
+        if not hung_up:
+            hung_up.append(timeout_s)
+            raise BackendDied("the central server does not answer.") from ConnectionResetError("it hung up")
+        return greet(connection, timeout_s)
+
+    with serving(restart=True) as server, server.client() as client:
+        assert wrong(named(1, 1, 9), client.evaluate(named(1, 1, 9))) is None
+        monkeypatch.setattr(Connection, "_greet", greeted)
+        os.kill(pid_of(server), signal.SIGKILL)
+        assert wrong(named(1, 2, 9), client.evaluate(named(1, 2, 9), timeout=60)) is None
+        assert hung_up
 
 
 @pytest.mark.soak
