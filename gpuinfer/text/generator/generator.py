@@ -144,14 +144,15 @@ class Generator:
         return work is not None
 
     def step(self) -> Stepped:
-        if self._stepped is None:
+        step, self._stepped = self._stepped, None
+        if step is None:
             self._enter_host()
             step, self._under_way = self._under_way or self._launched(), None
             if step is None:
                 return Stepped(*self._taken())
             self._under_way = self._launched(step) if self._may_go_ahead() else None
             self._settle(step)
-        return self._outcome()
+        return self._outcome(step)
 
     def _enter_host(self) -> None:
         """Find out whether the device has finished all that was launched. Then it waits for the host now, and for what
@@ -162,11 +163,8 @@ class Generator:
         if self._device_waits:
             self.enter("reply")
 
-    def _outcome(self) -> Stepped:
-        """What the step did that has been settled."""
-        step, self._stepped = self._stepped, None
-        if step is None:
-            return Stepped(*self._taken())
+    def _outcome(self, step: StepUnderWay) -> Stepped:
+        """What a step did that has been settled."""
         plan = step.plan
         before, counts = self._counted, (self._admission.cached, self._admission.waited, self._admission.preempted)
         self._counted = counts
@@ -236,13 +234,13 @@ class Generator:
             self.enter("reply")
         self._troubles.passed()
         self._settling.settle(step, kept, drawn, time.perf_counter(), last=self._under_way is None)
-        self._stepped = step
 
     def _settle_all(self) -> None:
         """No step is under way any more."""
         step, self._under_way = self._under_way, None
         if step is not None:
             self._settle(step)
+            self._stepped = step
 
     def read_weights(self, place: str) -> object:
         if self._read is None:

@@ -445,24 +445,28 @@ class Found:
     described: Described | None
 
 
+@dataclass(frozen=True)
 class Queued:
     """A draw that the device has yet to come to. `tokens` int64 [rows] lie there: tokens, or BROKEN or EMPTY."""
 
-    def __init__(self, path: TorchPath, slots: NDArray[np.int32], tokens: Tensor, download: Download) -> None:
-        self._path, self._slots, self._download, self.tokens = path, slots, download, tokens
-        self.records = path.records[slots]
-        self.processes = self.samples = False  # whether `processed` is wanted, and whether sums come with the tokens
-        self.wanting: NDArray[np.int64] = np.zeros(0, np.int64)  # rows that want log-probabilities, `most` at most
-        self.most = 0
+    path: TorchPath
+    slots: NDArray[np.int32]
+    records: NDArray[Any]  # of these slots, as they were
+    tokens: Tensor
+    download: Download
+    processes: bool  # whether `processed` is wanted
+    samples: bool  # whether sums come with the tokens
+    wanting: NDArray[np.int64]  # rows that want log-probabilities
+    most: int  # of the likeliest of each, at most
 
     @property
     def ready(self) -> bool:
         """Whether the device has come to it."""
-        return self._download.ready
+        return self.download.ready
 
     def finish(self, kept: NDArray[np.bool_] | None) -> Found:
         """Wait for it. Tokens are noted in the slots of the rows that are `kept`; None: all are."""
-        found, rows = self._download.values(), len(self._slots)
+        found, rows = self.download.values(), len(self.slots)
         codes = found[:rows].astype(np.int32)
         processed = np.zeros(rows if self.processes else 0)
         if self.processes and self.samples:
@@ -471,7 +475,7 @@ class Queued:
         if (codes[self.wanting] >= 0).any():
             last = len(self.wanting) * (4 + self.most)
             described = logprobs_of(found[len(found) - last :].reshape(len(self.wanting), -1))
-        self._path.note(codes, self._slots, kept)
+        self.path.note(codes, self.slots, kept)
         return Found(codes, processed, self.wanting, described)
 
 
@@ -489,11 +493,6 @@ class TorchPath:
         self._logit_bytes = LOGIT_BYTES if own is None else own.logit_bytes
         self._uploads: Uploads | None = None
         self._last: tuple[NDArray[np.int64], Tensor] | None = None  # what was sent, and where it is
-
-    @property
-    def records(self) -> NDArray[Any]:
-        """Of all slots."""
-        return self._slots.records
 
     @torch.inference_mode()
     def begin(
@@ -534,10 +533,9 @@ class TorchPath:
         most = min(int(records["logprobs"].max(initial=-1)), self._vocabulary)
         if len(wanting):
             parts.append(self._described(logits, sent.get("logprob_rows"), tokens, most).flatten())
-        queued = Queued(self, slots, coded, Download(torch.cat(parts) if len(parts) > 1 else coded))
-        queued.processes, queued.samples, queued.wanting, queued.most = processes, samples, wanting, most
+        download = Download(torch.cat(parts) if len(parts) > 1 else coded)
         self._slots.records["drawn"][slots] += 1
-        return queued
+        return Queued(self, slots, records, coded, download, processes, samples, wanting, most)
 
     def note(self, codes: NDArray[np.int32], slots: NDArray[np.int32], kept: NDArray[np.bool_] | None) -> None:
         """These tokens have been drawn. `begin` has counted one for each row, which `note_all` does itself for rows
