@@ -4,6 +4,7 @@ while a batch still uses its blocks.
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import select
 from dataclasses import replace
@@ -108,13 +109,9 @@ def test_a_closer_look_has_the_last_word(opened):
     assert [type(error) for error in errors] == [type(None), BadResult, type(None), type(None)]
 
 
-def is_greeted(stranger):
-    return bool(select.select([stranger.line], [], [], 0)[0])
-
-
-@pytest.mark.usefixtures("children_forked")
-def test_a_client_that_comes_back_is_let_in_once_no_batch_has_its_blocks():
-    """It took the server for dead: what its old line's batch writes must not land in answers to the new line."""
+@contextlib.contextmanager
+def left_in_a_batch():
+    """A server, what holds its batch, and a client that has hung up while its request is in there."""
     with serving_held(in_flight=2) as (server, hold):
         hold.close()
         before = Stranger(server, client=b"the same")
@@ -122,6 +119,17 @@ def test_a_client_that_comes_back_is_let_in_once_no_batch_has_its_blocks():
         before.ask(1, 0, named(1, 1, 10))
         hold.wait_until_reached()
         before.line.close()
+        yield server, hold, before
+
+
+def is_greeted(stranger):
+    return bool(select.select([stranger.line], [], [], 0)[0])
+
+
+@pytest.mark.usefixtures("children_forked")
+def test_a_client_that_comes_back_is_let_in_once_no_batch_has_its_blocks():
+    """It took the server for dead: what its old line's batch writes must not land in answers to the new line."""
+    with left_in_a_batch() as (server, hold, _):
         after = Stranger(server, greet=False, client=b"the same")
         with after, Stranger(server), Stranger(server):  # by then its greeting has been read
             assert not is_greeted(after)
@@ -135,13 +143,7 @@ def test_a_client_that_comes_back_is_let_in_once_no_batch_has_its_blocks():
 
 @pytest.mark.usefixtures("children_forked")
 def test_a_client_that_is_not_let_in_yet_may_leave_and_must_not_ask():
-    with serving_held(in_flight=2) as (server, hold):
-        hold.close()
-        before = Stranger(server, client=b"the same")
-        before.present(0, 10)
-        before.ask(1, 0, named(1, 1, 10))
-        hold.wait_until_reached()
-        before.line.close()
+    with left_in_a_batch() as (server, hold, before):
         with Stranger(server, greet=False, client=b"the same"):
             pass
         with Stranger(server, greet=False, client=b"the same") as asking:
