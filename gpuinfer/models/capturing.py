@@ -99,6 +99,13 @@ def wait_for_device(device: torch.device | None = None) -> None:
         torch.cuda.synchronize(device)
 
 
+def event_behind(device: torch.device) -> torch.cuda.Event:
+    """An event behind all that this thread has launched on a CUDA device's current stream."""
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record(torch.cuda.current_stream(device))  # type: ignore[no-untyped-call]
+    return event
+
+
 @contextlib.contextmanager
 def own_stream(device: torch.device) -> Iterator[None]:
     """What this thread launches on a CUDA device within this block has a stream of its own, behind what is on the

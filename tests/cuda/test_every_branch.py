@@ -14,6 +14,7 @@ SOURCES = Path(gpuinfer.__file__).parent
 HERE = Path(__file__).parent
 TAKEN = {
     "test_decoder_on_fake_cuda.py::test_a_layer_is_few_launches_and_a_step_one_copy": (
+        "models/capturing.py event_behind",
         "text/decoder/torch_batch.py Uploads.copy",
         "text/decoder/torch_batch.py host_memory",
         "text/decoder/torch_cache.py PageCache.read",

@@ -279,7 +279,8 @@ PLANTS = {
         adapters, TorchDecoder, "unload", "_keep_for_steps(", "tuple(", "memory that was freed",
     ),
     "weights are copied before they are packed": (
-        converted, TorchDecoder, "_made_here", "made.synchronize()", "pass", "copy_ reading .* copy_ writing",
+        converted, TorchDecoder, "_made_here", "event_behind(self.device).synchronize()", "pass",
+        "copy_ reading .* copy_ writing",
     ),
     "a model's own stream does not wait for what was loaded": (
         steps(), capturing, "own_stream", "stream.wait_stream(torch.cuda.default_stream(device))", "pass", "zeros",

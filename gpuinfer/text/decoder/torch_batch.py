@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from gpuinfer.models.capturing import event_behind
 from gpuinfer.text.decoder.segments import Integers, ends_of, firsts_of, positions_of, sees_of, segments_of
 from gpuinfer.text.decoder.torch_cache import PageCache, table_of
 from gpuinfer.text.decoder.torch_layers import Group, StepBatch, Tiles, Window, mask
@@ -224,9 +225,7 @@ class Uploads:
         """Have the first of what was written copied to `into`, int64 on the device."""
         into.copy_(self._buffers[self._turn][0][: len(into)], non_blocking=True)
         if self.device.type == "cuda":
-            copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            copied.record(torch.cuda.current_stream(self.device))
-            self._copied[self._turn] = copied
+            self._copied[self._turn] = event_behind(self.device)
 
     def sent(self, arrays: Sequence[NDArray[Any]]) -> list[Tensor]:
         """Each array as int64 on the device, all in one copy."""

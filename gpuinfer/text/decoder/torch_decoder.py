@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from gpuinfer.models.capturing import release_cached_memory
+from gpuinfer.models.capturing import event_behind, release_cached_memory
 from gpuinfer.models.pinned import queued
 from gpuinfer.text.decoder import torch_layers, triton_layers
 from gpuinfer.text.decoder.prefix_plan import PrefixPlanner
@@ -210,9 +210,7 @@ class TorchDecoder:
     def _made_here(self, packed: Packed) -> Packed:
         """What this thread has made on the device, complete: steps are on another thread's stream."""
         if self.device.type == "cuda":
-            made = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            made.record(torch.cuda.current_stream(self.device))
-            made.synchronize()
+            event_behind(self.device).synchronize()
         return packed
 
     @property

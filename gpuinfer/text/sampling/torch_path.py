@@ -19,6 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from gpuinfer.models.capturing import event_behind
 from gpuinfer.text.decoder import cpu_math
 from gpuinfer.text.decoder.torch_batch import Uploads
 from gpuinfer.text.sampling import cpu_draw, cpu_values
@@ -358,8 +359,7 @@ class Download:
         if values.device.type == "cuda":
             self._host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
             self._host.copy_(values, non_blocking=True)
-            self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._done.record(torch.cuda.current_stream(values.device))
+            self._done = event_behind(values.device)
 
     @property
     def ready(self) -> bool:
