@@ -25,9 +25,9 @@ import torch
 from gpuinfer.api import ModelSpec, Setup
 from gpuinfer.generation import Generation, Prompt, Sampling
 from gpuinfer.text.checkpoint import Checkpoint, open_checkpoint, read_adapter
-from gpuinfer.text.checkpoint.adapter import targets_of
+from gpuinfer.text.checkpoint.peft_adapter import targets_of
 from gpuinfer.text.generator import Driver, Tuning, open_generator
-from gpuinfer.text.step import Decoder, Step
+from gpuinfer.text.transformer import Decoder, Step
 
 STEPS = 24  # of one measurement
 ALLOWED = 0.02  # of the throughput, that exchanges may take

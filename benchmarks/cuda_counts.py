@@ -31,12 +31,11 @@ from steps import step_of
 from gpuinfer.api import Roofline, Setup
 from gpuinfer.generation import Sampling
 from gpuinfer.models.forward_cuda import bucket_for
-from gpuinfer.text.decoder.prefix_plan import nothing_shared
+from gpuinfer.text.decoder.attention_plan import nothing_shared
 from gpuinfer.text.decoder.torch_decoder import TorchDecoder
 from gpuinfer.text.decoder.torch_static import StaticBatches
 from gpuinfer.text.sampling import Sampler, torch_path
-from gpuinfer.text.shape import Rope
-from gpuinfer.text.step import PAGE, Step
+from gpuinfer.text.transformer import PAGE, Rope, Step
 from gpuinfer.workloads.selfplay.workload import SelfPlay
 
 Segment = tuple[int, int, Sequence[int]]

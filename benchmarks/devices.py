@@ -13,7 +13,7 @@ import asyncio
 
 from gpuinfer.backends.standin import StandIn
 from gpuinfer.engine.engine import Engine
-from gpuinfer.host.loop import run
+from gpuinfer.host.event_loop import run
 from gpuinfer.strategies.adaptive import Adaptive
 from gpuinfer.strategies.dynamic import Dynamic
 

@@ -34,11 +34,11 @@ import torch
 from llada_reference import Reference, Sizes, write_folder
 
 from gpuinfer.api import ModelSpec, Setup
-from gpuinfer.bench.interval import Interval, interval, ratio
 from gpuinfer.generation import Generation, Prompt, Sampling, Unmasking
 from gpuinfer.host import machine
+from gpuinfer.lab.bench.measurement import Interval, interval, ratio
+from gpuinfer.stats import DIFFUSION_COUNTS, DiffusionCounters
 from gpuinfer.text.generator import Driver, Tuning, open_generator
-from gpuinfer.unmasked import COUNTS, Unmasked
 
 SLOTS, BLOCK, HEAD = 16, 32, 12.0
 PROMPT, ANSWER = 64, 128
@@ -326,12 +326,12 @@ def ask(driver: Driver, asked: Sequence[Asked]) -> tuple[Measured, list[tuple[in
     before, began = driver.counters(), time.perf_counter()
     answers = answered(driver, prompts)
     seconds, after = time.perf_counter() - began, driver.counters()
-    steps = {name: after[name] - before[name] for name in COUNTS}
+    steps = {name: after[name] - before[name] for name in DIFFUSION_COUNTS}
     return Measured(sum(map(len, answers)), seconds, _forwards(steps)), answers
 
 
 def _forwards(steps: Mapping[str, float]) -> str:
-    counted = Unmasked.of(steps)
+    counted = DiffusionCounters.of(steps)
     if counted is None:
         return ""
     return f"{counted.tokens_per_forward:.2g} a forward, {counted.computed_share:.0%} anew"

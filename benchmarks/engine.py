@@ -16,9 +16,9 @@ from collections.abc import Callable, Sequence
 
 from gpuinfer.api import Backend, Limits, Request, Result, Strategy
 from gpuinfer.config import registry
-from gpuinfer.config.options import Given, check
+from gpuinfer.config.options import GivenValue, check
 from gpuinfer.engine.engine import Engine
-from gpuinfer.host import loop
+from gpuinfer.host import event_loop
 
 
 class Null(Backend):
@@ -57,7 +57,7 @@ async def loop_turns(turns: int) -> float:
 def maker(name: str, words: Sequence[str]) -> Callable[[], Strategy]:
     """Builds a strategy by its registered name, with options as `-S` takes them."""
     plugin = registry.load("strategies", name)
-    given = {key: Given(value, f"-S {key}") for key, _, value in (word.partition("=") for word in words)}
+    given = {key: GivenValue(value, f"-S {key}") for key, _, value in (word.partition("=") for word in words)}
     options = check(plugin.Options, given, f"strategy '{name}'")
     return lambda: plugin(None, **options)
 
@@ -70,7 +70,7 @@ def main() -> None:
     parser.add_argument("-S", dest="options", action="append", default=[], metavar="KEY=VALUE")
     parser.add_argument("--plain-loop", action="store_true")
     arguments = parser.parse_args()
-    run = asyncio.run if arguments.plain_loop else loop.run
+    run = asyncio.run if arguments.plain_loop else event_loop.run
     makers = {name: maker(name, arguments.options) for name in arguments.strategy.split(",")}
     for clients in (1, 64, 1024):
         requests = arguments.requests // (10 if clients == 1 else 1)

@@ -119,7 +119,7 @@ def scripts(folder: Path) -> tuple[Path, Path]:
     plain.write_text(f"wrk.method='POST'; wrk.headers['Content-Type']='application/json'\nwrk.body='{text}'\n")
     import numpy as np
 
-    from gpuinfer.models.bodies import MEDIA_TYPE, rows_to_body
+    from gpuinfer.models.row_format import MEDIA_TYPE, rows_to_body
 
     body = "".join(f"\\{byte:03d}" for byte in rows_to_body(np.array([row], np.float32)))
     binary = folder / "binary.lua"

@@ -23,13 +23,12 @@ import numpy as np
 import torch
 
 from gpuinfer.api import ModelSpec, Setup
-from gpuinfer.bench.generators import DrawnPrompts
-from gpuinfer.bench.interval import Interval, interval, ratio
 from gpuinfer.errors import WorkError
 from gpuinfer.generation import Prompt, Sampling
 from gpuinfer.host import machine
-from gpuinfer.peers.child import Child
-from gpuinfer.peers.programs import PROGRAMS, python_of, pythons
+from gpuinfer.lab.bench.generators import DrawnPrompts
+from gpuinfer.lab.bench.measurement import Interval, interval, ratio
+from gpuinfer.lab.peers.peer_process import PROGRAMS, PeerProcess, python_of, pythons
 from gpuinfer.text.checkpoint import open_checkpoint, save_folder
 from gpuinfer.text.generator import Driver, Tuning, open_generator
 
@@ -124,8 +123,8 @@ def beside(
                     rates.setdefault((dtype, size, PRODUCTS), []).append(found)
 
 
-def started(name: str, given: argparse.Namespace, ends: ExitStack, log: Path) -> Child:
-    child = Child(name, PROGRAMS[name].command(python_of(name, pythons(given.python))), log)
+def started(name: str, given: argparse.Namespace, ends: ExitStack, log: Path) -> PeerProcess:
+    child = PeerProcess(name, PROGRAMS[name].command(python_of(name, pythons(given.python))), log)
     ends.callback(child.close)
     return child
 

@@ -38,10 +38,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from gpuinfer.api import ModelSpec
 from gpuinfer.generation import Prompt, Sampling
-from gpuinfer.models.capturing import captured
-from gpuinfer.text.shape import Rope, Shape
-from gpuinfer.text.step import PAGE, Step
-from gpuinfer.text.weights import Layer, Linear, Norm, Weights
+from gpuinfer.models.cuda_graphs import captured
+from gpuinfer.text.transformer import PAGE, Layer, Linear, Norm, Rope, Shape, Step, Weights
 
 NO_DEVICE = "no CUDA device"
 FEATURES, ACTIONS, SEATS = 320, 52, 4  # about Blob's
@@ -301,7 +299,7 @@ def copies(it: Probes, host: Tensor) -> Figures:
 
 
 def registered_memfd(it: Probes) -> Figures:
-    from gpuinfer.models.pinned import register
+    from gpuinfer.models.pinned_memory import register
 
     number = os.memfd_create("probe")
     os.ftruncate(number, megabytes(it))
@@ -507,7 +505,7 @@ def our_attention(it: Probes, best: Sequence[float]) -> Figures:
     from gpuinfer.text.decoder.torch_decoder import TorchDecoder
     from gpuinfer.text.decoder.triton_layers import TritonLayers
 
-    if not triton_layers.is_there():
+    if not triton_layers.has_triton():
         raise NotHere("there is no Triton")
     rows, heads, sharing, values, reach = it.counts.attention
     shape = replace(
@@ -633,7 +631,7 @@ def prefix_steps(
 
 def blobnet(it: Probes) -> None:
     """The bare network at the largest batch first, eager and as a graph; then with the copies around it."""
-    from gpuinfer.models import bare
+    from gpuinfer.models import roofline_measurement
     from gpuinfer.models.load import build
 
     spec = spec_of(it)
@@ -646,7 +644,7 @@ def blobnet(it: Probes) -> None:
         return {"ms": took, "M rows/s": rows / took / 1000}
 
     def graph(rows: int, streams: int) -> Figures:
-        rate = bare.sustained(bare.cuda_looks(module, inputs[:rows], streams, 1.0))
+        rate = roofline_measurement.sustained(roofline_measurement.cuda_looks(module, inputs[:rows], streams, 1.0))
         return {"ms": 1000 * rows / rate, "M rows/s": rate / 1e6}
 
     for rows in it.counts.rows:
@@ -669,7 +667,7 @@ def spec_of(it: Probes) -> ModelSpec:
 def forward_of(
     it: Probes, module: torch.nn.Module, spec: ModelSpec, rows: int, fixed: bool = False
 ) -> Callable[..., Any]:
-    from gpuinfer.models.forward import CpuForward
+    from gpuinfer.models.forward_cpu import CpuForward
     from gpuinfer.models.forward_cuda import CudaForward
 
     if not it.cuda:
@@ -687,9 +685,9 @@ def with_copies(it: Probes, module: torch.nn.Module, spec: ModelSpec, rows: int)
 
 def in_blocks(it: Probes, module: torch.nn.Module, spec: ModelSpec, rows: int) -> Figures:
     """As the central server: rows are fetched from pinned blocks of shared memory, and answers written there."""
-    from gpuinfer.central.memory import Block, BlockForm
-    from gpuinfer.models.layouts import AnswerLayout
-    from gpuinfer.models.pinned import register
+    from gpuinfer.central.shared_memory import Block, BlockForm
+    from gpuinfer.models.pinned_memory import register
+    from gpuinfer.models.row_format import AnswerLayout
 
     forward: Any = forward_of(it, module, spec, rows)
     each, calls = rows // CLIENTS, 10
@@ -807,7 +805,7 @@ def generated(it: Probes, decoder: Any, rows: int, sampling: Sampling) -> Figure
     """Twice as many prompts as rows, so that slots are filled again."""
     from gpuinfer.text.generator import Generator
     from gpuinfer.text.language.language import Language
-    from gpuinfer.text.language.subwords import Bytes
+    from gpuinfer.text.language.tokenizer import Bytes
 
     decoder.empty()
     vocabulary = decoder.shape.vocabulary

@@ -17,10 +17,10 @@ from collections.abc import Awaitable, Callable
 import psutil
 
 from gpuinfer.http.access import Access
-from gpuinfer.http.client import Client
-from gpuinfer.http.exchange import Exchange
-from gpuinfer.http.loop import run
-from gpuinfer.http.paths import Paths, Route
+from gpuinfer.http.client import HttpClient
+from gpuinfer.http.http_exchange import Exchange
+from gpuinfer.http.network import run_loop
+from gpuinfer.http.route_table import Route, RouteTable
 from gpuinfer.http.server import HttpServer
 
 ANSWER = b'{"answer": "' + b"x" * 1010 + b'"}'
@@ -54,7 +54,7 @@ ROUTES = [
 
 
 async def serve(listening: socket.socket) -> None:
-    paths = Paths(ROUTES, Access())
+    paths = RouteTable(ROUTES, Access())
     server = HttpServer(paths, quick=paths.quick)
     port = await server.listen("127.0.0.1", 0)
     listening.sendall(f"{port}\n".encode())
@@ -69,7 +69,7 @@ class Server:
         self.pid = os.fork()
         if self.pid == 0:
             ours.close()
-            run(serve(theirs))
+            run_loop(serve(theirs))
             os._exit(0)
         theirs.close()
         self.port = int(ours.makefile().readline())
@@ -112,17 +112,17 @@ def _found(pattern: str, text: str) -> str:
 
 
 def with_client(
-    ask: Callable[[Client], Awaitable[int]], seconds: float, connections: int
+    ask: Callable[[HttpClient], Awaitable[int]], seconds: float, connections: int
 ) -> tuple[float, float, float]:
     """What our client reaches: requests or events a second; those for a second of its processor; mean ms."""
     with Server() as server:
-        return run(_asked(server, ask, seconds, connections))
+        return run_loop(_asked(server, ask, seconds, connections))
 
 
 async def _asked(
-    server: Server, ask: Callable[[Client], Awaitable[int]], seconds: float, connections: int
+    server: Server, ask: Callable[[HttpClient], Awaitable[int]], seconds: float, connections: int
 ) -> tuple[float, float, float]:
-    client = Client(f"http://127.0.0.1:{server.port}", connections=connections)
+    client = HttpClient(f"http://127.0.0.1:{server.port}", connections=connections)
     count = turns = 0
     end = time.perf_counter() + seconds
 
@@ -140,17 +140,17 @@ async def _asked(
     return count / took, count / spent, took * connections / turns * 1e3
 
 
-async def ask_health(client: Client) -> int:
+async def ask_health(client: HttpClient) -> int:
     await client.request("GET", "/health")
     return 1
 
 
-async def ask_answer(client: Client) -> int:
+async def ask_answer(client: HttpClient) -> int:
     await client.request("POST", "/answer", ANSWER)
     return 1
 
 
-async def ask_stream(client: Client) -> int:
+async def ask_stream(client: HttpClient) -> int:
     size = 0
     async with client.stream("GET", "/stream") as response:
         async for part in response:

@@ -32,8 +32,8 @@ from pathlib import Path
 
 import numpy as np
 
-from gpuinfer.http.client import Client
-from gpuinfer.models.bodies import MEDIA_TYPE, rows_to_body
+from gpuinfer.http.client import HttpClient
+from gpuinfer.models.row_format import MEDIA_TYPE, rows_to_body
 
 FEATURES, ROWS, TOKENS = 256, 256, 64
 PAIRS = {"rows": ("rows", "rows"), "text": ("text", "text"), "mixed": ("text", "rows")}
@@ -86,7 +86,7 @@ class Asked:
 
     async def rate(self, clients: int, seconds: float) -> float:
         """Rows or tokens a second."""
-        client = Client(self.url, connections=clients, timeout_s=120)
+        client = HttpClient(self.url, connections=clients, timeout_s=120)
         until, done = time.perf_counter() + seconds, 0
 
         async def loop() -> None:

@@ -31,7 +31,7 @@ def ours(name: str, seconds: float) -> float:
     from gpuinfer_openspiel import OpenSpiel
 
     from gpuinfer.models.networks import BlobNetSmall
-    from gpuinfer.testing.reference import search_of
+    from gpuinfer.testing.reference_search import search_of
     from gpuinfer.workloads.selfplay import arrays
     from gpuinfer.workloads.selfplay.python_arena import PythonArena
 

@@ -21,7 +21,7 @@ from collections.abc import Awaitable, Callable
 from gpuinfer.api import Infer, ModelSpec, Setup
 from gpuinfer.config import registry
 from gpuinfer.generation import Prompt, Sampling
-from gpuinfer.host import loop
+from gpuinfer.host import event_loop
 from gpuinfer.runtime.session import Session
 
 WINDOW_S = 10.0
@@ -113,7 +113,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--only", choices=["whole", "read", "deaf"])
     with contextlib.suppress(KeyboardInterrupt):
-        loop.run(measure(parser.parse_args()))
+        event_loop.run(measure(parser.parse_args()))
 
 
 if __name__ == "__main__":

@@ -18,10 +18,9 @@ from typing import Any
 
 import torch
 
-from gpuinfer.text.bare import bytes_per_s
-from gpuinfer.text.decoder.cpu_bfloat16 import kind_of_bfloat16
-from gpuinfer.text.decoder.cpu_panels import panel_bytes, panels_of
+from gpuinfer.text.decoder.cpu_panels import kind_of_bfloat16, panel_bytes, panels_of
 from gpuinfer.text.decoder.cpu_product import product_with
+from gpuinfer.text.text_roofline import bytes_per_s
 
 MODELS: Mapping[str, Sequence[tuple[int, int]]] = {  # inner, columns
     "smollm2-135m": ((576, 960), (576, 576), (576, 3072), (1536, 576), (576, 49152)),

@@ -30,12 +30,11 @@ import real_ours as ours
 import torch
 from real_models import NAMES, Model, opened
 
-from gpuinfer.bench.interval import interval, ratio
 from gpuinfer.errors import WorkError
 from gpuinfer.host import machine
+from gpuinfer.lab.bench.measurement import interval, ratio
+from gpuinfer.lab.peers.peer_process import PROGRAMS, PeerProcess
 from gpuinfer.models import processor
-from gpuinfer.peers.child import Child
-from gpuinfer.peers.programs import PROGRAMS
 
 PROMPT, NEW = 35, 64  # tokens
 CACHE = Path(__file__).parents[1] / "build" / "real"
@@ -141,14 +140,14 @@ def throughput(given: argparse.Namespace, model: Model, dtype: str, threads: int
 
 def loaded(
     given: argparse.Namespace, model: Model, dtype: str, threads: int, logs: Path, ends: ExitStack
-) -> Iterator[tuple[str, Child]]:
+) -> Iterator[tuple[str, PeerProcess]]:
     """The peers that can be had, ready to run."""
     before = dict(os.environ)
     os.environ["OMP_NUM_THREADS"] = str(threads)
     os.environ["VLLM_CPU_OMP_THREADS_BIND"] = f"0-{threads - 1}" if threads > 1 else "0"
     try:
         for name, command in commands(given, model).items():
-            child = Child(name, command, logs / f"{name}.log")
+            child = PeerProcess(name, command, logs / f"{name}.log")
             ends.callback(child.close)
             order = {"model": str(model.gguf if name == LLAMA else model.folder), "dtype": dtype, "device": "cpu"}
             order |= {"weights": None, "arguments": {}, "seed": 0, "threads": threads}

@@ -24,10 +24,9 @@ from pathlib import Path
 import psutil
 from router_streams import Streamed, measured, open_idle, started
 
-from gpuinfer.fleet.roster import Member, Roster
-from gpuinfer.fleet.router.config import RouterConfig
 from gpuinfer.fleet.router.processes import Routers
-from gpuinfer.http.loop import run
+from gpuinfer.fleet.router.protocol import FleetMember, Roster, RouterConfig
+from gpuinfer.http.network import run_loop
 
 UPSTREAMS = 9501, 9502
 PEERS = {"nginx": 9503, "vllm-router": 9504}
@@ -190,7 +189,7 @@ def crowds(bench: Bench, port: int, rounds: int) -> None:
 async def streams(routers: Routers, port: int, rounds: int) -> None:
     for gap_s, what in ((0.02, "an event every 20 ms"), (0.0, "as fast as they go")):
         process, upstream = await asyncio.to_thread(started, 100, gap_s)
-        routers.update(Roster(next(versions), (Member(9, "127.0.0.1", upstream, "up"),)))
+        routers.update(Roster(next(versions), (FleetMember(9, "127.0.0.1", upstream, "up"),)))
         seen = {"direct": [], "ours": []}
         for _ in range(rounds):
             for name, target in (("direct", upstream), ("ours", port)):
@@ -212,7 +211,7 @@ def medians(seen: Sequence[Streamed]) -> list[float]:
 
 async def memory(routers: Routers, port: int) -> None:
     process, upstream = await asyncio.to_thread(started, -1, 0.0)
-    routers.update(Roster(next(versions), (Member(10, "127.0.0.1", upstream, "up"),)))
+    routers.update(Roster(next(versions), (FleetMember(10, "127.0.0.1", upstream, "up"),)))
     (pid,) = routers.pids()
     before = psutil.Process(pid).memory_info().rss / 2**20
     readers = await open_idle(port, 4000)
@@ -236,7 +235,7 @@ async def all_of_it(given: argparse.Namespace, bench: Bench) -> None:
     config = RouterConfig("127.0.0.1", 0, f"{bench.tmp}/nobody.sock", "key")
     routers = Routers(config, lambda event: None)
     port = await routers.start()
-    members = tuple(Member(number, "127.0.0.1", upstream, "up") for number, upstream in enumerate(UPSTREAMS))
+    members = tuple(FleetMember(number, "127.0.0.1", upstream, "up") for number, upstream in enumerate(UPSTREAMS))
     routers.update(Roster(next(versions), members))
     bench.pids[port] = routers.pids()[0]
     ports = {name: PEERS[name] for name in PEERS if name == "nginx" or given.vllm_router} | {"ours": port}
@@ -276,7 +275,7 @@ def main() -> None:
         for port in (*UPSTREAMS, *(PEERS.values() if given.vllm_router else [PEERS["nginx"]])):
             until_there(port)
         pids = dict(zip(PEERS.values(), (process.pid for process in processes[1:]), strict=False))
-        run(all_of_it(given, Bench(tmp, given.wrk, given.seconds, pids)))
+        run_loop(all_of_it(given, Bench(tmp, given.wrk, given.seconds, pids)))
 
 
 if __name__ == "__main__":

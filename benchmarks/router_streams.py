@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from gpuinfer.http.loop import new_loop
+from gpuinfer.http.network import new_loop
 
 EVENT = (
     b'id: 0.17\ndata: {"id":"c","object":"chat.completion.chunk","choices":[{"index":0,"delta":{"content":"w"}}]}\n\n'

@@ -11,13 +11,13 @@ from typing import Any, NamedTuple
 import engine as engine_cost
 from strategies_run import Place, adaptive, best_fixed, blobnet, live, simulated, stand_in, traced, with_turn
 
-from gpuinfer.host import loop
-from gpuinfer.simulate import Closed, Mix, Poisson
-from gpuinfer.simulate.service import ServiceModel
+from gpuinfer.backends.service_model import ServiceModel
+from gpuinfer.engine.trace_reader import Trace
+from gpuinfer.host import event_loop
+from gpuinfer.lab.simulate import ClosedLoop, Mix, Poisson
 from gpuinfer.strategies.adaptive import Adaptive
 from gpuinfer.strategies.dynamic import Dynamic
 from gpuinfer.strategies.priority import ByPriority
-from gpuinfer.trace.reading import Trace
 
 TARGET_S = 0.05
 LINE = ServiceModel(alpha=0.0005, beta=0.005, jitter=0.1)
@@ -149,7 +149,7 @@ def closed_loop(seconds: float) -> Iterator[Row]:
     """At least 0.98 of the best fixed setting, with no knob touched: three rounds in turns."""
     for place in (stand_in(LINE), blobnet()):
         for clients in (1, 8, 64):
-            settings = best_fixed(place, Closed(clients), float("inf"), requests=3000, count=3)
+            settings = best_fixed(place, ClosedLoop(clients), float("inf"), requests=3000, count=3)
             builds = {"adaptive": Adaptive, "dynamic": Dynamic}
             builds |= {str(options): partial(Dynamic, **options) for options in settings}
             rates: dict[str, list[float]] = {name: [] for name in builds}
@@ -214,7 +214,7 @@ def reality(seconds: float) -> Iterator[Row]:
     for number, (place, rows, load, build) in enumerate(settings):
         mix = Mix((rows, rows))
         open_load = "rate" in load
-        arrivals = Poisson(load["rate"], mix) if open_load else Closed(load["clients"], load["think"], mix=mix)
+        arrivals = Poisson(load["rate"], mix) if open_load else ClosedLoop(load["clients"], load["think"], mix=mix)
         real = live(place, build, duration=seconds, seed=number, rows=str(rows), **load)
         made = simulated(place, build, arrivals, duration=seconds, seed=number)
         pairs = {
@@ -235,6 +235,6 @@ def reality(seconds: float) -> Iterator[Row]:
 def engine(seconds: float) -> Iterator[Row]:
     """At least 150,000 requests a second through engine and strategy with a backend that does nothing."""
     for name, build in (("dynamic", Dynamic), ("adaptive", Adaptive), ("priority", ByPriority)):
-        taken = [loop.run(engine_cost.seconds(build(), 64, 100_000)) for _ in range(5)]
+        taken = [event_loop.run(engine_cost.seconds(build(), 64, 100_000)) for _ in range(5)]
         rate = 100_000 / statistics.median(taken)
         yield Row(f"engine, {name}", f"{rate:,.0f} requests/s", rate >= 150_000, {"requests_per_s": rate})

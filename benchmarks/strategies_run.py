@@ -12,15 +12,15 @@ from typing import Any
 
 from gpuinfer.api import Backend, Limits, Setup, Strategy
 from gpuinfer.backends.inprocess import InProcess
+from gpuinfer.backends.service_model import ServiceModel
 from gpuinfer.backends.standin import StandIn
+from gpuinfer.engine.trace_reader import Trace, read
+from gpuinfer.lab.simulate import Arrivals, Outcome, simulate
+from gpuinfer.lab.simulate.fitting import of_trace
 from gpuinfer.runtime.run import run
-from gpuinfer.simulate import Arrivals, Outcome, simulate
-from gpuinfer.simulate.fitting import of_trace
-from gpuinfer.simulate.service import ServiceModel
 from gpuinfer.strategies.adaptive import Adaptive
 from gpuinfer.strategies.dynamic import Dynamic
-from gpuinfer.trace.reading import Trace, read
-from gpuinfer.workloads.load.workload import Load
+from gpuinfer.workloads.load import Load
 
 Build = Callable[[], Strategy]
 WAITS = (0.0, 0.001, 0.003, 0.01, 0.03)

@@ -31,13 +31,10 @@ from gpuinfer.models.gradients import GradientPass
 from gpuinfer.models.load import trainable
 from gpuinfer.models.losses import policy_value
 from gpuinfer.models.networks import WIDTH, OneTokenLayer
-from gpuinfer.positions.reading import positions_of
-from gpuinfer.positions.records import Folder
+from gpuinfer.models.positions import PositionsFolder, positions_of
 from gpuinfer.runtime.run import run
 from gpuinfer.strategies.dynamic import Dynamic
-from gpuinfer.workloads.train.batching import Batches
-from gpuinfer.workloads.train.schedule import rate_at
-from gpuinfer.workloads.train.workload import Train
+from gpuinfer.workloads.train import Train, TrainingBatches, rate_at
 
 FEATURES, ACTIONS, SEATS = 256, 52, 4  # of Blob with four players
 POSITIONS, GAMES = 20_000, 1000
@@ -130,7 +127,7 @@ def with_torch(records: Path, model: str, count: int, own: argparse.Namespace) -
 
 
 def plainly(records: Path, model: str, count: int, own: argparse.Namespace) -> tuple[float, float]:
-    device, batches = resolve_device(own.device), Batches(positions_of([records]), own.batch_size, 0, 0.0)
+    device, batches = resolve_device(own.device), TrainingBatches(positions_of([records]), own.batch_size, 0, 0.0)
     module = trainable(spec(model), 0).train().to(device)
     matrices = [one for one in module.parameters() if one.ndim > 1]
     vectors = [one for one in module.parameters() if one.ndim <= 1]
@@ -205,7 +202,7 @@ def made(rows: int) -> TrainingBatch:
 
 
 def write(path: Path) -> None:
-    folder = Folder(path)
+    folder = PositionsFolder(path)
     folder.open({"game": "made up"}, resume=False)
     numbers = np.arange(POSITIONS)
     folder.write(

@@ -24,13 +24,13 @@ from typing import Any
 
 from gpuinfer.api import ModelSpec, Setup
 from gpuinfer.backends.vllm import Vllm
+from gpuinfer.backends.vllm_engine.engine_arguments import engine_arguments
+from gpuinfer.backends.vllm_engine.engine_process import folder_of, has_tokenizer
+from gpuinfer.backends.vllm_engine.vllm_requests import sampling_parameters, vllm_seed
 from gpuinfer.engine.engine import Engine
 from gpuinfer.generation import Prompt, Sampling
 from gpuinfer.host import machine
 from gpuinfer.strategies.dynamic import Dynamic
-from gpuinfer.vllm.arguments import engine_arguments
-from gpuinfer.vllm.folder import folder_of, has_tokenizer
-from gpuinfer.vllm.sampling import parameters, seed_of
 
 SLOTS = 64
 CASES = {
@@ -52,7 +52,7 @@ def direct(line: Connection, arguments: dict[str, Any]) -> None:
     """Answers each batch that comes on the line with its seconds and tokens."""
     import os
 
-    from gpuinfer.vllm.engine import USUAL
+    from gpuinfer.backends.vllm_engine.async_llm import USUAL
 
     for name, value in USUAL.items():
         os.environ.setdefault(name, value)
@@ -91,8 +91,10 @@ def asked_of(prompt: Prompt, seed: int) -> tuple[list[int], dict[str, Any]]:
     """The same, as vLLM is asked directly."""
     sampling = prompt.sampling
     logprobs = 0 if sampling.processed_logprobs else None
-    own = seed_of(seed, sampling, prompt.key, 0)
-    fields = parameters(sampling, limit=sampling.max_tokens, seed=own, ends=(), logprobs=logprobs, growing=False)
+    own = vllm_seed(seed, sampling, prompt.key, 0)
+    fields = sampling_parameters(
+        sampling, limit=sampling.max_tokens, seed=own, ends=(), logprobs=logprobs, growing=False
+    )
     return list(prompt.tokens or ()), fields
 
 

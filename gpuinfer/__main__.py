@@ -26,12 +26,12 @@ def main() -> None:
 
 
 def _run() -> None:
-    from gpuinfer.host import pauses, plugin_folder, standard_files
+    from gpuinfer.host import installation, process
 
-    pauses.collect_seldom()
-    standard_files.keep_open()
-    standard_files.take_any_character()
-    if problem := plugin_folder.see_plugins():  # before anything looks for plugins
+    process.collect_seldom()
+    process.open_standard_files()
+    process.accept_any_character()
+    if problem := installation.add_plugin_folder():  # before anything looks for plugins
         print(f"gpuinfer: {problem}", file=sys.stderr)
     from gpuinfer.cli import main as command
 

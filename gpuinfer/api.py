@@ -408,7 +408,7 @@ class Backend(Plugin, ABC):
         they came to: {steps, seconds, prompt_tokens, held_s (in steps without room for all of the prompts' tokens),
         echoing_s (without room for the logits of their log-probabilities), waited_rows (for pages of the cache),
         preempted_rows (that gave theirs back), recomputed_tokens (computed again for that)}, and of diffusion models
-        what `gpuinfer.unmasked` counts.
+        what `gpuinfer.stats` counts.
         """
         return {}
 

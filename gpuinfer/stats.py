@@ -1,4 +1,9 @@
-"""Counters, histograms and the time ledger of a run, and the frozen Snapshot that every view of them draws from."""
+"""Counters, histograms and the time ledger of a run, and the frozen Snapshot that every view of them draws from.
+
+Also which station of which lane a thread has spent its CPU time on (each thread keeps its own account, by its own
+clock), the counters of masked diffusion steps, and the 95 % interval of a mean (Student, "The probable error of a
+mean", 1908).
+"""
 
 from __future__ import annotations
 
@@ -10,9 +15,65 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any
+from typing import Any, Protocol
 
-from gpuinfer.host import spending
+CPU_CLOCK_READ_S = 0.0005  # between two readings of the thread's clock, which takes a call of the system
+IDLE_STATION = "idle"  # a lane that waits: whatever its thread runs then is not for it
+
+
+class AccountedLane(Protocol):
+    """A lane, as far as this file knows it."""
+
+    stays: int  # how many stations it has entered so far
+    ran: dict[str, float]  # station → seconds on a core
+
+
+Stay = tuple[AccountedLane, str, int, float]
+"""The lane, the station, which of the lane's stays it is, and since when."""
+
+
+class _ThreadAccount:
+    """A thread's."""
+
+    __slots__ = ("ended", "open", "ran", "read_at")
+
+    def __init__(self) -> None:
+        self.read_at, self.ran = time.monotonic(), time.thread_time()
+        self.open: Stay | None = None
+        self.ended: list[tuple[AccountedLane, str, float]] = []  # since the last reading: lane, station, seconds in it
+
+
+class _ThreadAccounts(threading.local):
+    def __init__(self) -> None:
+        self.account = _ThreadAccount()
+
+
+_of_this_thread = _ThreadAccounts()
+
+
+def account_station(lane: AccountedLane, station: str) -> None:
+    """The calling thread has just taken this lane into this station."""
+    account, now = _of_this_thread.account, time.monotonic()
+    if account.open is not None:
+        last, place, number, since = account.open
+        # one that another thread has ended meanwhile is nobody's: how long it lasted is not known here
+        if place != IDLE_STATION and last.stays == number + (last is lane):
+            account.ended.append((last, place, now - since))
+    account.open = (lane, station, lane.stays, now)
+    if now - account.read_at >= CPU_CLOCK_READ_S:
+        _divide_cpu_time(account, now)
+
+
+def _divide_cpu_time(account: _ThreadAccount, now: float) -> None:
+    """Give what the thread ran since the last reading to the stations that it was in, each by its length."""
+    ran = time.thread_time()
+    lasted = sum(seconds for _, _, seconds in account.ended)
+    share = min(1.0, (ran - account.ran) / lasted) if lasted > 0 else 0.0
+    for lane, station, seconds in account.ended:
+        lane.ran[station] = lane.ran.get(station, 0.0) + seconds * share
+    account.ended.clear()
+    account.read_at, account.ran = now, ran
+
 
 SUB_BUCKETS = 64  # per doubling: a percentile is off by at most 1.1 %
 FLOOR = 1e-7  # seconds; anything shorter falls in the first bucket
@@ -108,7 +169,7 @@ class Lane:
         self._station, self._since = station, now
         self.stays += 1
         if self._real:  # on a virtual clock nobody runs
-            spending.entered(self, station)
+            account_station(self, station)
 
     @property
     def station(self) -> str:
@@ -501,3 +562,79 @@ def merge_in_turn(parts: Iterable[Snapshot]) -> Snapshot:
 def since(now: Snapshot, then: Snapshot) -> Snapshot:
     """What `now` counts beyond `then`, an earlier snapshot of the same process. Levels and maxima stay its own."""
     return Snapshot(**{name: rule.beyond(getattr(now, name), getattr(then, name)) for name, rule in RULES.items()})
+
+
+T_QUANTILES = (12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469)  # the 0.975 quantile for 1 to 6 degrees of freedom
+NORMAL_QUANTILE = 1.96
+
+
+def t_interval(count: int, total: float, squares: float) -> float:
+    """Half of the 95 % interval of a mean, by how many values there are, their sum and that of their squares; inf for
+    fewer than two.
+    """
+    if count < 2:
+        return math.inf
+    variance = max(0.0, squares - total * total / count) / (count - 1)
+    return t_quantile(count - 1) * math.sqrt(variance / count)
+
+
+def t_quantile(freedom: int) -> float:
+    """Of Student's distribution with so many degrees of freedom, at 0.975; beyond the table a little more than that."""
+    return (
+        T_QUANTILES[freedom - 1]
+        if freedom <= len(T_QUANTILES)
+        else NORMAL_QUANTILE + (T_QUANTILES[-1] - NORMAL_QUANTILE) * len(T_QUANTILES) / freedom
+    )
+
+
+DIFFUSION_COUNTS = ("rows", "tokens", "output_tokens", "positions", "committed", "idle")
+"""Of a backend's `steps`, what is needed for it."""
+
+
+@dataclass(frozen=True, slots=True)
+class DiffusionCounters:
+    """Totals over steps. A forward is one row in one step: a step of 16 rows is 16 of them."""
+
+    forwards: float
+    idle: float  # forwards that committed nothing
+    positions: float  # of their canvases, prompts and what guidance takes besides included
+    computed: float  # of these, those that went through the model: the others' keys and values were kept
+    committed: float  # masks that became tokens
+    useful: float  # tokens of answers: nothing of a prompt, nothing after the end of an answer, no mask
+
+    @classmethod
+    def of(cls, steps: Mapping[str, float] | None) -> DiffusionCounters | None:
+        """From the `steps` that a backend with slots tells; None where no canvas was in one."""
+        if not steps or not steps.get("positions"):
+            return None
+        rows, computed, useful, positions, committed, idle = (float(steps.get(name, 0)) for name in DIFFUSION_COUNTS)
+        return cls(rows, idle, positions, computed, committed, useful)
+
+    @property
+    def tokens_per_forward(self) -> float:
+        """Useful ones."""
+        return self.useful / self.forwards if self.forwards else 0.0
+
+    @property
+    def idle_share(self) -> float:
+        """Of the forwards."""
+        return self.idle / self.forwards if self.forwards else 0.0
+
+    @property
+    def computed_share(self) -> float:
+        """Of all positions, those that were computed anew."""
+        return self.computed / self.positions if self.positions else 0.0
+
+    def plain(self) -> dict[str, float]:
+        """As reports and `/stats` have it."""
+        return {
+            "forwards": self.forwards,
+            "idle_forwards": self.idle,
+            "committed_tokens": self.committed,
+            "useful_tokens": self.useful,
+            "positions": self.positions,
+            "computed_positions": self.computed,
+            "tokens_per_forward": self.tokens_per_forward,
+            "idle_share": self.idle_share,
+            "computed_share": self.computed_share,
+        }

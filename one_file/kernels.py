@@ -11,7 +11,7 @@ from pathlib import Path
 
 import packages
 
-PLACE = "kernels"  # in the folder's top: gpuinfer/host/one_file.py
+PLACE = "kernels"  # in the folder's top: gpuinfer/host/installation.py
 PLAYING = ("selfplay", "--games", "2", "--simulations", "4", "--workers", "1", "--model", "blobnet-small")
 COMMANDS = (
     (*PLAYING, "--game", "blob"),

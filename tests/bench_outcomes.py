@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gpuinfer.api import Progress, Roofline, Setup
-from gpuinfer.bench.compare import compare
-from gpuinfer.bench.document import build
-from gpuinfer.bench.measure import Variant
-from gpuinfer.bench.parity import Parity
-from gpuinfer.bench.series import Course, Measured, Outcome
+from gpuinfer.lab.bench.bench_document import build
+from gpuinfer.lab.bench.comparison import compare
+from gpuinfer.lab.bench.measurement import Variant
+from gpuinfer.lab.bench.parity import Parity
+from gpuinfer.lab.bench.series import Measured, SeriesOutcome, SeriesPlan
 from gpuinfer.report import report
 from gpuinfer.stats import Histogram, Snapshot
 
@@ -46,9 +46,9 @@ def variant(name: str) -> Variant:
     return Variant(name, lambda seed: None, {"backend": name}, f"gpuinfer selfplay --backend {name}")
 
 
-def outcome(rates: Mapping[str, Sequence[float]], **more: Any) -> Outcome:
+def outcome(rates: Mapping[str, Sequence[float]], **more: Any) -> SeriesOutcome:
     """Of variants by name, with the rates of their repeats."""
-    made = Outcome([variant(name) for name in rates], **more)
+    made = SeriesOutcome([variant(name) for name in rates], **more)
     for name, each in rates.items():
         made.runs += [
             Measured(name, repeat, repeat, "evaluations_per_s", rate, a_report(rate))
@@ -59,7 +59,7 @@ def outcome(rates: Mapping[str, Sequence[float]], **more: Any) -> Outcome:
 
 def document(rates: Mapping[str, Sequence[float]], **more: Any) -> dict[str, Any]:
     made = outcome(rates, **more)
-    return build("selfplay", made, compare(made), Course(), "2025-01-01T00:00:00+00:00")
+    return build("selfplay", made, compare(made), SeriesPlan(), "2025-01-01T00:00:00+00:00")
 
 
 RIGHT, WRONG, MISSHAPEN = Parity(1e-7, 1e-5, 400), Parity(0.5, 1e-5, 400), Parity(float("inf"), 1e-5, 400)

@@ -14,20 +14,19 @@ import socket
 from dataclasses import dataclass, field
 
 from gpuinfer.api import Backend, Limits, ModelSpec, Priority
-from gpuinfer.central import memory
-from gpuinfer.central.caller import ROWS, Caller
-from gpuinfer.central.memory import Block, BlockForm
-from gpuinfer.central.row_queue import RowQueue
-from gpuinfer.central.serving import Served
-from gpuinfer.central.wire import NOBODY, Kind, Record, Unpacker
+from gpuinfer.central import shared_memory
+from gpuinfer.central.client_sessions import ROW_BOUNDS, ClientSession
+from gpuinfer.central.protocol import NOBODY, RecordKind, Unpacker, WireRecord
+from gpuinfer.central.row_server import RowQueue, ServedBatch
+from gpuinfer.central.shared_memory import Block, BlockForm
+from gpuinfer.engine.arrivals import Offer
 from gpuinfer.engine.core import Batch
 from gpuinfer.engine.engine import Engine
 from gpuinfer.engine.watchdog import Patience
 from gpuinfer.errors import BackendError, GpuinferError
-from gpuinfer.host.error_wire import error_from_wire
-from gpuinfer.load.arrivals import Offer
-from gpuinfer.models.layouts import AnswerLayout
-from gpuinfer.simulate.replica import Replica
+from gpuinfer.host.error_text import error_from_wire
+from gpuinfer.lab.simulate.simulated_replica import SimulatedReplica
+from gpuinfer.models.row_format import AnswerLayout
 from gpuinfer.stats import Lane
 from gpuinfer.testing import VirtualLoop
 
@@ -199,7 +198,7 @@ def by_the_simulation(schedule, strategy):
     diary, events, order, live = Diary(), [], itertools.count(), set()
     numbers, failing = itertools.count(), [False]
     now = 0.0
-    replica = Replica(
+    replica = SimulatedReplica(
         kept_by(strategy, diary),
         schedule.limits,
         schedule.max_queue_rows,
@@ -247,16 +246,16 @@ def by_the_server(schedule, strategy):
 
     def told(caller, data):
         for record in unpacker.feed(data):
-            if record.kind == Kind.FAILED and record.number not in cancelled:
+            if record.kind == RecordKind.FAILED and record.number not in cancelled:
                 diary.told[record.number] = str(error_from_wire(record.body))
 
     kept = kept_by(strategy, diary)
     queue = RowQueue(form, schedule.limits, schedule.max_queue_rows, kept, told, diary, lambda: now)
     line, theirs = socket.socketpair()
     with line, theirs:
-        caller = Caller(line, 1, lambda rows: None, ROWS)
-        descriptor, mapping = memory.create(form.size(64))
-        memory.Descriptor(descriptor).close()
+        caller = ClientSession(line, 1, lambda rows: None, ROW_BOUNDS)
+        descriptor, mapping = shared_memory.create(form.size(64))
+        shared_memory.Descriptor(descriptor).close()
         caller.blocks = {number: Block(number, 64, mapping, form) for number in range(len(schedule.asks))}
         arrivals, ends = schedule.at_once(), []
         until, look_at, numbers, order = (
@@ -275,17 +274,18 @@ def by_the_server(schedule, strategy):
                     client = NOBODY if ask.client is None else ask.client
                     body = None if ask.group is None else {"group": ask.group}
                     queue.take(
-                        caller, Record(Kind.ASK, ask.priority, number, number, client, ask.rows, ask.timeout, body)
+                        caller,
+                        WireRecord(RecordKind.ASK, ask.priority, number, number, client, ask.rows, ask.timeout, body),
                     )
             elif cancels and cancels[0][0] == now:
                 _, number = cancels.pop(0)
                 if diary.waits(number):
                     cancelled.add(number)
-                    queue.take(caller, Record(Kind.CANCEL, number=number))
+                    queue.take(caller, WireRecord(RecordKind.CANCEL, number=number))
             elif ends and ends[0][0] == now:
                 _, _, batch, started, failed = heapq.heappop(ends)
                 errors = [FAILURE if failed else None] * len(batch.requests)
-                served = Served(errors, whole=not failed)
+                served = ServedBatch(errors, whole=not failed)
                 for _, data in queue.answers(batch, served).items():
                     told(caller, b"".join(data))
                 queue.settle(batch, served, started, now)

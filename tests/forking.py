@@ -34,7 +34,7 @@ LOADED = (
     "gpuinfer.backends.inprocess",
     "gpuinfer.cli.building",
     "gpuinfer.cli.workload",
-    "gpuinfer.screen.display",
+    "gpuinfer.cli.screen.display",
     "gpuinfer.text.checkpoint",
     "gpuinfer.text.generator",
     "gpuinfer.workloads.generate.workload",

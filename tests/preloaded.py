@@ -22,7 +22,7 @@ from gpuinfer.host import children
 
 LOADED = (
     "gpuinfer.backends.inprocess",
-    "gpuinfer.models.forward",
+    "gpuinfer.models.forward_cpu",
     "gpuinfer.models.load",
     "gpuinfer.text.generator",
     "gpuinfer.workloads.selfplay.player",

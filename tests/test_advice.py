@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import typer
 
-from gpuinfer.cli import bench_serve, beside
-from gpuinfer.cli.targets import Targets
+from gpuinfer.cli import bench_serve, subcommands
 from gpuinfer.cli.workload import command
+from gpuinfer.cli.workload_targets import WorkloadTargets
 from gpuinfer.config import options, registry
 
 PACKAGE = Path(__file__).parent.parent / "gpuinfer"
@@ -28,9 +28,12 @@ OTHERS = {
     "--format",
     "--local-dir",
 }  # flags of programs that are not ours
-OTHER_PROGRAMS = ("fleet/launchers/slurm", "packages/programs.py")  # write commands of SLURM's, pip's and uv's
-WHERE_INSTALLED = {("vllm", "text/checkpoint/keys.py"), ("vllm", "openai/options.py")}  # said only then, or as such
-OF_NEW_PACKAGES = {("packages/writing.py", "share")}  # the strategy that is written has it
+OTHER_PROGRAMS = ("fleet/launchers/slurm", "config/packages/pip.py")  # write commands of SLURM's, pip's and uv's
+WHERE_INSTALLED = {
+    ("vllm", "text/checkpoint/config_keys.py"),
+    ("vllm", "serving/openai/model_options.py"),
+}  # said only then, or as such
+OF_NEW_PACKAGES = {("config/packages/template.py", "share")}  # the strategy that is written has it
 FLAG = re.compile(r"(?<![\w/.-])--([a-z][a-z-]*[a-z])")
 OPTION = re.compile(r"(?<![\w-])-([BS]) ([a-z][a-z_]*)")
 PLUGIN = re.compile(r"--(backend|strategy) (?!out\b|names\b|a\b)([a-z]+)")
@@ -66,9 +69,9 @@ def commands() -> dict[str, Any]:
 def flags() -> frozenset[str]:
     found: set[str] = {"--version", "--help"}
     for one in commands().values():
-        below = [one.target(name) for name in WORKLOADS] if isinstance(one, Targets) else []
+        below = [one.target(name) for name in WORKLOADS] if isinstance(one, WorkloadTargets) else []
         below += [bench_serve.command()]
-        below += [beside.command(name, word) for name, words in beside.WORDS.items() for word in words]
+        below += [subcommands.command(name, word) for name, words in subcommands.WORDS.items() for word in words]
         below += list(getattr(one, "commands", {}).values())
         for each in (one, *below):
             for parameter in each.params:
@@ -111,7 +114,7 @@ def test_each_option_that_is_named_is_an_option_of_some_plugin(letter, kind):
 
 def test_each_command_that_is_named_is_one():
     below = {name: set(getattr(one, "commands", {})) | set(WORKLOADS) for name, one in commands().items()}
-    below |= {name: set(words) for name, words in beside.WORDS.items()}
+    below |= {name: set(words) for name, words in subcommands.WORDS.items()}
     wrong = {
         (path, f"gpuinfer {name} {more or ''}")
         for path, (name, more) in named(COMMAND)

@@ -10,7 +10,7 @@ import pytest
 from gpuinfer.api import Backend, Event, Limits
 from gpuinfer.errors import BackendError, BadPrompt
 from gpuinfer.generation import Completion, Generation, Part, Prompt
-from gpuinfer.runtime.background import BackgroundSession
+from gpuinfer.runtime.background_session import BackgroundSession
 from gpuinfer.strategies.dynamic import Dynamic
 
 

@@ -10,11 +10,11 @@ import jsonschema
 import pytest
 from packages import install_count
 
-from gpuinfer.bench.document import schema
 from gpuinfer.cli import tune
-from gpuinfer.cli.progress import interruptible
+from gpuinfer.cli.comparison_progress import interruptible
 from gpuinfer.config import registry
 from gpuinfer.host import machine
+from gpuinfer.lab.bench.bench_document import schema
 
 BENCH = ["bench", "count", "--backend", "parrot", "--strategy", "at-once", "--seconds", "0.3", "--warmup", "0"]
 SLOW = ["-B", "seconds=0,100ms"]  # the second is far slower than any noise

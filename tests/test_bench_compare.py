@@ -7,11 +7,11 @@ import jsonschema
 import pytest
 from bench_outcomes import MISSHAPEN, RIGHT, WRONG, document, outcome
 
-from gpuinfer.bench import tables
-from gpuinfer.bench.compare import compare
-from gpuinfer.bench.document import below, build, schema, wrong
-from gpuinfer.bench.series import Course
-from gpuinfer.cli.concluding import exit_code
+from gpuinfer.cli.comparison_end import exit_code
+from gpuinfer.lab.bench import bench_tables
+from gpuinfer.lab.bench.bench_document import below, build, schema, wrong
+from gpuinfer.lab.bench.comparison import compare
+from gpuinfer.lab.bench.series import SeriesPlan
 from gpuinfer.report import report
 
 CLEAR = {"a": [100, 102, 98], "b": [131, 133, 129]}
@@ -85,7 +85,7 @@ def test_runs_that_were_counted_otherwise_are_compared_by_what_all_have():
 
 def test_a_variant_that_counts_nothing_that_the_others_do_is_named_and_not_compared():
     made = counting(outcome(LEVEL), "c", "simulations_per_s", simulations_per_s=1e9)
-    found = build("selfplay", made, compare(made), Course(), "2025-01-01T00:00:00+00:00")
+    found = build("selfplay", made, compare(made), SeriesPlan(), "2025-01-01T00:00:00+00:00")
     assert [row["name"] for row in found["comparison"]] == ["a", "b"]
     (odd,) = found["failed"]
     assert (odd["name"], found["status"], found["winner"]) == ("c", "failed", "b")
@@ -135,8 +135,8 @@ def test_a_document_is_what_its_schema_says(made):
     for run in made["runs"]:
         jsonschema.validate(run, report.schema())
     assert json.loads(json.dumps(made, allow_nan=False)) == made
-    assert all(len(row) == len(tables.columns(made)) for row in tables.rows(made))
-    assert dict(tables.notes(made))["verdict"] == made["verdict"]
+    assert all(len(row) == len(bench_tables.comparison_columns(made)) for row in bench_tables.comparison_rows(made))
+    assert dict(bench_tables.notes(made))["verdict"] == made["verdict"]
 
 
 @pytest.mark.parametrize(
@@ -161,13 +161,13 @@ def test_what_could_not_be_measured_is_below_any_ratio():
     ],
 )
 def test_a_busy_machine_is_noticed(rates, said):
-    note = dict(tables.notes(document(rates))).get("unquiet")
+    note = dict(bench_tables.notes(document(rates))).get("unquiet")
     assert note is None if said is None else said in note
 
 
 def test_what_went_wrong_is_said():
     made = document(LEVEL, parity={"b": WRONG, "c": MISSHAPEN}, skipped={"a": "no such device."}, stopped=True)
-    notes = list(tables.notes(made))
+    notes = list(bench_tables.notes(made))
     assert ("skipped", "a: no such device.") in notes
     assert ("wrong answers", "b: 0.5 off, where 1e-05 is allowed") in notes
     assert any(name == "stopped" for name, _ in notes)

@@ -11,16 +11,24 @@ import jsonschema
 import pytest
 
 from gpuinfer.api import Setup
-from gpuinfer.bench import generators, grid, pages, plots, tables
-from gpuinfer.bench.compare import compare
-from gpuinfer.bench.document import below, build, schema
-from gpuinfer.bench.generators import METRIC, SEQUENTIAL, Cell, Contest, DrawnPrompts, Generators, Given, needed
-from gpuinfer.bench.series import Course, Outcome
 from gpuinfer.cli.variants import expand
 from gpuinfer.config import registry
 from gpuinfer.generation import Unmasking
-from gpuinfer.peers.child import Child, PeerFailed, Ran
-from gpuinfer.peers.programs import PROGRAMS
+from gpuinfer.lab.bench import bench_plots, bench_tables, generators, generators_tables
+from gpuinfer.lab.bench.bench_document import below, build, schema
+from gpuinfer.lab.bench.comparison import compare
+from gpuinfer.lab.bench.generators import (
+    METRIC,
+    SEQUENTIAL,
+    Contest,
+    DrawnPrompts,
+    FilePrompts,
+    GeneratorCell,
+    Generators,
+    needed,
+)
+from gpuinfer.lab.bench.series import SeriesOutcome, SeriesPlan
+from gpuinfer.lab.peers.peer_process import PROGRAMS, PeerFailed, PeerProcess, Ran
 
 PEER = f"""#!{sys.executable}
 import json, os, sys
@@ -57,8 +65,8 @@ def fake(tmp_path):
 def child(tmp_path, fake):
     opened = []
 
-    def start(**answers: str) -> Child:
-        opened.append(Child("peer", [fake(**answers)], tmp_path / "log"))
+    def start(**answers: str) -> PeerProcess:
+        opened.append(PeerProcess("peer", [fake(**answers)], tmp_path / "log"))
         return opened[-1]
 
     yield start
@@ -101,7 +109,7 @@ def test_a_child_that_is_silent_is_given_up_and_ended(child):
 
 def test_a_program_that_cannot_be_started_is_told(tmp_path):
     with pytest.raises(PeerFailed, match="cannot be started: No such file"):
-        Child("peer", [str(tmp_path / "nothing")], tmp_path / "log")
+        PeerProcess("peer", [str(tmp_path / "nothing")], tmp_path / "log")
 
 
 def test_a_package_that_is_missing_is_named(tmp_path):
@@ -109,7 +117,7 @@ def test_a_package_that_is_missing_is_named(tmp_path):
     absent = generators.PROGRAMS["transformers"].command(sys.executable)
     absent[2] = absent[2].replace("; main()", "; sys.modules['transformers'] = None; main()")
     assert "None" in absent[2]
-    one = Child("transformers", absent, tmp_path / "log")
+    one = PeerProcess("transformers", absent, tmp_path / "log")
     try:
         with pytest.raises(PeerFailed, match="transformers is not installed for"):
             one.load({**ORDER, "device": "cpu", "dtype": "float32"}, limit_s=120)
@@ -133,9 +141,9 @@ def work(**more) -> Contest:
     return Contest(**{**values, **more})
 
 
-def outcome_of(rates, given: Contest) -> Outcome:
+def outcome_of(rates, given: Contest) -> SeriesOutcome:
     """As if every cell had run at these rates, repeat by repeat."""
-    made = Outcome([generators.variant(cell, given) for cell in given.cells()])
+    made = SeriesOutcome([generators.variant(cell, given) for cell in given.cells()])
     for cell in given.cells():
         for repeat, rate in enumerate(rates[cell.name]):
             ran = Ran(cell.prompts * given.new_tokens / rate, cell.prompts * given.new_tokens)
@@ -155,11 +163,11 @@ RATES = {
 @pytest.fixture
 def document(tmp_path):
     given = work()
-    done = Generators(given, Course(3, None, None), tmp_path)
+    done = Generators(given, SeriesPlan(3, None, None), tmp_path)
     done.outcome, done.versions = outcome_of(RATES, given), dict.fromkeys(given.names, "1.2")
-    course = Course(3, None, None, roofline=False, parity=False)
+    course = SeriesPlan(3, None, None, roofline=False, parity=False)
     built = build("generate", done.outcome, compare(done.outcome), course, "2025-01-01T00:00:00+00:00")
-    return grid.completed(built, given, done)
+    return generators_tables.completed(built, given, done)
 
 
 def test_the_cells_of_a_batch_size_stand_side_by_side_and_one_at_a_time_is_measured_once():
@@ -170,8 +178,8 @@ def test_the_cells_of_a_batch_size_stand_side_by_side_and_one_at_a_time_is_measu
 
 def test_a_document_of_generators_fits_the_schema_and_is_told_as_a_grid(document):
     jsonschema.validate(json.loads(json.dumps(document)), schema())
-    assert tables.columns(document) == ("tokens/s at batch size", "1", "4")
-    cells = {row[0]: row[1:] for row in tables.brief(document)[1]}
+    assert bench_tables.comparison_columns(document) == ("tokens/s at batch size", "1", "4")
+    cells = {row[0]: row[1:] for row in bench_tables.brief(document)[1]}
     assert cells["vllm"] == ["50", "200"]
     assert cells["sequential"] == ["100", "100"]
     assert cells["batched ÷ vllm"] == ["1.98×", "1.52×"]
@@ -181,9 +189,9 @@ def test_a_document_of_generators_fits_the_schema_and_is_told_as_a_grid(document
 
 
 def test_a_document_of_generators_has_a_page_and_one_plot(document):
-    assert list(plots.plots(document)) == ["batch_sizes"]
-    assert "Tokens per second by batch size" in pages.page(document, {"batch_sizes": b"<svg/>"})
-    assert "| batched ÷ vllm |" in pages.markdown(document, {})
+    assert list(bench_plots.plots(document)) == ["batch_sizes"]
+    assert "Tokens per second by batch size" in bench_tables.page(document, {"batch_sizes": b"<svg/>"})
+    assert "| batched ÷ vllm |" in bench_tables.markdown(document, {})
 
 
 @pytest.mark.parametrize(
@@ -211,12 +219,12 @@ def test_drawn_prompts_are_the_same_for_all_and_new_in_each_run():
 
 
 def test_given_prompts_go_round():
-    assert Given([[1], [2], [3]]).of(1, 2) == [[3], [1]]
+    assert FilePrompts([[1], [2], [3]]).of(1, 2) == [[3], [1]]
 
 
 def test_runs_and_the_warm_up_have_given_prompts_of_their_own_where_there_are_enough():
     sizes, repeats = (2, 8), 3
-    given = Given([[number] for number in range(needed(sizes, repeats))])
+    given = FilePrompts([[number] for number in range(needed(sizes, repeats))])
     taken = [one for repeat in range(repeats + 1) for one in given.of(repeat, max(sizes))]
     assert sorted(taken) == list(given.tokens)
 
@@ -323,7 +331,7 @@ def test_transformers_makes_the_tokens_that_ours_makes_as_many(tmp_path):
     from gpuinfer.text.checkpoint import open_checkpoint, save_folder
 
     save_folder(open_checkpoint(ModelSpec("tiny", kind="text")), tmp_path / "model")
-    one = Child("transformers", PROGRAMS["transformers"].command(sys.executable), tmp_path / "log")
+    one = PeerProcess("transformers", PROGRAMS["transformers"].command(sys.executable), tmp_path / "log")
     try:
         one.load({"model": str(tmp_path / "model"), "dtype": "float32", "device": "cpu"}, limit_s=240)
         ran = one.run([[1, 2, 3], [4]], 3, limit_s=240)
@@ -334,7 +342,7 @@ def test_transformers_makes_the_tokens_that_ours_makes_as_many(tmp_path):
 
 
 def test_one_at_a_time_has_one_cell_for_all_batch_sizes():
-    assert Cell(SEQUENTIAL, 1).name == Cell(SEQUENTIAL, 64).name
+    assert GeneratorCell(SEQUENTIAL, 1).name == GeneratorCell(SEQUENTIAL, 64).name
 
 
 def test_our_own_are_told_how_masks_are_filled_in_and_others_are_not():

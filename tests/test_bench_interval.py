@@ -9,14 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import t as student
 
-from gpuinfer.bench.interval import Interval, interval, ratio, ratio_of_turns
-from gpuinfer.student import STUDENT
+from gpuinfer.lab.bench.measurement import Interval, interval, ratio, ratio_of_turns
+from gpuinfer.stats import T_QUANTILES
 
 speeds = st.floats(0.1, 1e7)
 
 
 def test_the_quantiles_are_students():
-    for degrees, quantile in enumerate(STUDENT, 1):
+    for degrees, quantile in enumerate(T_QUANTILES, 1):
         assert quantile == pytest.approx(student.ppf(0.975, degrees), abs=1e-4)
 
 

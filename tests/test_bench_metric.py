@@ -7,14 +7,13 @@ import pytest
 from bench_outcomes import WRONG, a_report, outcome
 
 from gpuinfer.api import Progress
-from gpuinfer.bench import pages, tables
-from gpuinfer.bench.compare import compare
-from gpuinfer.bench.document import below, build, schema
-from gpuinfer.bench.interval import LATENCY, goodness, interval
-from gpuinfer.bench.measure import Meter
-from gpuinfer.bench.plots import plots
-from gpuinfer.bench.series import Course
-from gpuinfer.runtime.run import Update
+from gpuinfer.lab.bench import bench_tables
+from gpuinfer.lab.bench.bench_document import below, build, schema
+from gpuinfer.lab.bench.bench_plots import plots
+from gpuinfer.lab.bench.comparison import compare
+from gpuinfer.lab.bench.measurement import LATENCY, SpeedMeter, goodness, interval
+from gpuinfer.lab.bench.series import SeriesPlan
+from gpuinfer.runtime.run import RunUpdate
 from gpuinfer.stats import Histogram, Snapshot
 
 MS = 1e-3
@@ -35,7 +34,7 @@ def rows_of(served, run):
 
 
 def document(made):
-    return build("engine", made, compare(made), Course(), "2025-01-01T00:00:00+00:00")
+    return build("engine", made, compare(made), SeriesPlan(), "2025-01-01T00:00:00+00:00")
 
 
 def test_the_lower_latency_wins():
@@ -62,7 +61,7 @@ def test_latencies_that_the_noise_does_not_tell_apart_are_a_tie():
 def test_who_does_not_keep_up_cannot_win(served, winner):
     made = latencies(CLEAR, {"b": served})
     assert compare(made).winner.name == winner
-    assert ("behind" in dict(tables.notes(document(made)))) == (winner == "a")
+    assert ("behind" in dict(bench_tables.notes(document(made)))) == (winner == "a")
 
 
 def test_who_serves_most_but_answers_wrong_leaves_the_others_in_the_race():
@@ -104,16 +103,18 @@ def test_the_verdict_speaks_of_latencies(made, said):
 def test_the_table_of_a_load_shows_what_became_of_its_requests():
     made = document(latencies(CLEAR))
     jsonschema.validate(made, schema())
-    rows = [dict(zip(tables.columns(made), row, strict=True)) for row in tables.rows(made)]
+    rows = [
+        dict(zip(bench_tables.comparison_columns(made), row, strict=True)) for row in bench_tables.comparison_rows(made)
+    ]
     assert [row["p95"] for row in rows] == ["20 ms", "10 ms"]
     assert rows[1][""] == "★ b"
     assert rows[1]["rows/s"] == "200"
     assert rows[1]["×"] == "2.00"
     assert rows[1]["cut"] == "full 100%"
-    assert tables.about(made).startswith("p95 latency, median of 3 runs")
-    columns, brief = tables.brief(made)
+    assert bench_tables.about(made).startswith("p95 latency, median of 3 runs")
+    columns, brief = bench_tables.brief(made)
     assert {len(row) for row in brief} == {len(columns)} == {8}
-    assert "20 ms" in pages.markdown(made, {})
+    assert "20 ms" in bench_tables.markdown(made, {})
 
 
 def test_the_plots_of_a_load_can_be_drawn():
@@ -138,11 +139,11 @@ def seen(*latencies_s):
 
 def look(elapsed_s, facts, rows=0, latency=()):
     snapshot = Snapshot(rows=rows, latency=seen(*latency))
-    return Update(Progress(0, facts=facts), snapshot, elapsed_s, 0.0, "running", None)
+    return RunUpdate(Progress(0, facts=facts), snapshot, elapsed_s, 0.0, "running", None)
 
 
 def test_a_load_from_outside_is_judged_by_its_latencies_past_the_start():
-    meter, facts = Meter(10.0), {"offered_rows_per_s": 200.0}
+    meter, facts = SpeedMeter(10.0), {"offered_rows_per_s": 200.0}
     slow = [1.0] * 50  # at the start, while the first batches warm up
     for at in range(11):
         meter.enough(look(at, facts, 200 * at, slow + [0.01] * (100 * (at - 1))))
@@ -153,7 +154,7 @@ def test_a_load_from_outside_is_judged_by_its_latencies_past_the_start():
 
 
 def test_a_load_that_plays_to_its_end_is_judged_as_a_whole():
-    meter = Meter(None)
+    meter = SpeedMeter(None)
     meter.enough(look(1.0, {"offered_rows_per_s": 200.0}, 200, [0.3] * 20))
     report = {**a_report(200), "latency_s": {"p95": 0.25}}
     assert meter.rate(report) == (LATENCY, 0.25)
@@ -161,7 +162,7 @@ def test_a_load_that_plays_to_its_end_is_judged_as_a_whole():
 
 @pytest.mark.parametrize("seconds", [4.0, None], ids=["timed", "to its end"])
 def test_clients_that_wait_are_judged_by_rows(seconds):
-    meter = Meter(seconds)
+    meter = SpeedMeter(seconds)
     for at in range(1, 5):
         meter.enough(look(at, {"clients": 8}, 50 * at))
     report = {"throughput": {"evaluations_per_s": 50.0, "rows_per_s": 50.0}, "latency_s": {}}
@@ -169,7 +170,7 @@ def test_clients_that_wait_are_judged_by_rows(seconds):
 
 
 def test_a_load_of_which_nothing_was_answered_has_no_latency():
-    meter = Meter(1.0)
+    meter = SpeedMeter(1.0)
     meter.enough(look(1.0, {"offered_rows_per_s": 5.0}))
     assert meter.rate({"throughput": {}, "latency_s": {}}) == (LATENCY, 0.0)
 

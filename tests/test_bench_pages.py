@@ -8,13 +8,12 @@ import jsonschema
 import pytest
 from bench_outcomes import RIGHT, WRONG, document, outcome
 
-from gpuinfer.bench import pages, plots
-from gpuinfer.bench.compare import compare
-from gpuinfer.bench.document import build, schema
-from gpuinfer.bench.pages import write
-from gpuinfer.bench.series import Course
-from gpuinfer.bench.tables import notes
 from gpuinfer.errors import WorkError
+from gpuinfer.lab.bench import bench_plots, bench_tables
+from gpuinfer.lab.bench.bench_document import build, schema
+from gpuinfer.lab.bench.bench_tables import notes, write
+from gpuinfer.lab.bench.comparison import compare
+from gpuinfer.lab.bench.series import SeriesPlan
 from gpuinfer.report import plotting
 
 RATES = {"inprocess": [100, 102, 98], "central": [131, 133, 129]}
@@ -58,8 +57,8 @@ def test_the_markdown_shows_every_plot_and_variant(folder):
 
 def test_names_are_text_wherever_they_stand():
     made = document({EVIL: [1.0, 2.0], "b": [3.0, 4.0]}, skipped={"c": EVIL})
-    assert "<script" not in pages.page(made, {})
-    lines = pages.markdown(made, {}).splitlines()
+    assert "<script" not in bench_tables.page(made, {})
+    lines = bench_tables.markdown(made, {}).splitlines()
     assert not [line for line in lines if "<script" in line and not line.startswith("    ")]  # but in a block of code
     columns = [line.replace("\\|", "").count("|") for line in lines if line[:1] == "|"]
     assert len(set(columns)) == 1
@@ -67,13 +66,13 @@ def test_names_are_text_wherever_they_stand():
 
 def test_a_comparison_without_runs_has_a_page_and_no_plots():
     made = document({"a": []}, skipped={"a": "no such device"})
-    assert plots.plots(made) == {}
-    assert "no such device" in pages.page(made, {})
+    assert bench_plots.plots(made) == {}
+    assert "no such device" in bench_tables.page(made, {})
 
 
 def test_the_same_comparison_makes_the_same_plots():
     made = document(RATES)
-    once, again = (plotting.image(plots.plots(made)["throughput"], "svg") for _ in range(2))
+    once, again = (plotting.image(bench_plots.plots(made)["throughput"], "svg") for _ in range(2))
     assert once == again
 
 
@@ -85,10 +84,10 @@ def test_a_folder_that_cannot_be_written_is_said(tmp_path):
 
 def test_runs_that_did_more_than_the_bare_model_tell_of_a_busy_machine():
     made = outcome({"a": [1e3, 1e3], "b": [1e3, 1e3]})
-    quiet = build("selfplay", made, compare(made), Course(), "2025-01-01T00:00:00+00:00")
+    quiet = build("selfplay", made, compare(made), SeriesPlan(), "2025-01-01T00:00:00+00:00")
     for run in made.runs:
         run.report["roofline"].update(raised=True, rows_per_s=124.0, measured=[90.0, 100.0])
-    busy = build("selfplay", made, compare(made), Course(), "2025-01-01T00:00:00+00:00")
+    busy = build("selfplay", made, compare(made), SeriesPlan(), "2025-01-01T00:00:00+00:00")
     jsonschema.validate(busy, schema())
     assert "unquiet" not in dict(notes(quiet))
     assert "a run reached 124% of what the bare model had been measured to do" in dict(notes(busy))["unquiet"]

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from gpuinfer.api import ModelSpec, Setup
 from gpuinfer.backends.central import Central
 from gpuinfer.backends.inprocess import InProcess
-from gpuinfer.bench.parity import BLOCKS, arrays, check, cut, difference, sample
+from gpuinfer.lab.bench.parity import BLOCKS, arrays, check, cut, difference, sample
 from gpuinfer.runtime.run import RunPlan
 from gpuinfer.strategies.dynamic import Dynamic
 

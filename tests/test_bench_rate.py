@@ -3,18 +3,20 @@
 import pytest
 
 from gpuinfer.api import Progress
-from gpuinfer.bench.measure import Meter, whole
-from gpuinfer.runtime.run import Update
+from gpuinfer.lab.bench.measurement import SpeedMeter, whole
+from gpuinfer.runtime.run import RunUpdate
 from gpuinfer.stats import Snapshot
 
 
 def look(elapsed_s, counts=(), rows=0, setup=False):
-    return Update(Progress(0, counts=dict(counts), setup=setup), Snapshot(rows=rows), elapsed_s, 0.0, "running", None)
+    return RunUpdate(
+        Progress(0, counts=dict(counts), setup=setup), Snapshot(rows=rows), elapsed_s, 0.0, "running", None
+    )
 
 
 def watched(seconds, counter, rate_after_start, slow_until=0.0, step=1.0):
     """A meter that has watched a counter grow, in steps, at a tenth of the speed until `slow_until`."""
-    meter, at = Meter(seconds), 0.0
+    meter, at = SpeedMeter(seconds), 0.0
     while True:
         count = 0.1 * rate_after_start * min(at, slow_until) + rate_after_start * max(0.0, at - slow_until)
         if meter.enough(look(at, {counter: count // step * step})):
@@ -49,7 +51,7 @@ def test_every_timed_run_of_a_kind_is_told_in_the_same_metric(step):
 
 
 def test_without_such_counters_the_rows_that_were_answered_are():
-    meter, rows = Meter(1.0), 0
+    meter, rows = SpeedMeter(1.0), 0
     while not meter.enough(look(rows / 100, {"games": 1}, rows=rows)):
         rows += 10
     told = report(evaluations_per_s=90.0, rows_per_s=90.0, games_per_min=9.0)
@@ -57,13 +59,13 @@ def test_without_such_counters_the_rows_that_were_answered_are():
 
 
 def test_setup_is_no_part_of_the_time():
-    assert not Meter(1.0).enough(look(5.0, setup=True))
-    assert not Meter(1.0).enough(look(0.0))
-    assert Meter(1.0).enough(look(1.0))
+    assert not SpeedMeter(1.0).enough(look(5.0, setup=True))
+    assert not SpeedMeter(1.0).enough(look(0.0))
+    assert SpeedMeter(1.0).enough(look(1.0))
 
 
 def test_without_a_time_a_run_ends_by_itself():
-    assert not Meter(None).enough(look(1e9))
+    assert not SpeedMeter(None).enough(look(1e9))
 
 
 @pytest.mark.parametrize(
@@ -77,4 +79,4 @@ def test_without_a_time_a_run_ends_by_itself():
 )
 def test_a_run_to_its_end_has_the_speed_of_its_report(throughput, found):
     assert whole(report(**throughput)) == found
-    assert Meter(3.0).rate(report(**throughput)) == found
+    assert SpeedMeter(3.0).rate(report(**throughput)) == found

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpuinfer.bench.tuning import axes, climb, ladder, trial_s
+from gpuinfer.lab.bench.tuning import axes, climb, ladder, trial_s
 
 
 @pytest.mark.parametrize(

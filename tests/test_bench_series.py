@@ -13,15 +13,15 @@ from helpers import AtOnce, Counting, Doubler, Unreachable
 
 from gpuinfer.api import ModelSpec, Progress, Roofline, Setup
 from gpuinfer.backends.inprocess import InProcess
-from gpuinfer.bench import measure, series, tuning
-from gpuinfer.bench.compare import compare
-from gpuinfer.bench.measure import MeasuredRun, Variant
-from gpuinfer.bench.series import Course, RunKind, Series
-from gpuinfer.bench.tuning import Space, Tuner, ladder
 from gpuinfer.errors import UsageError
+from gpuinfer.lab.bench import measurement, series, tuning
+from gpuinfer.lab.bench.comparison import compare
+from gpuinfer.lab.bench.measurement import MeasuredRun, Variant
+from gpuinfer.lab.bench.series import RunKind, Series, SeriesPlan
+from gpuinfer.lab.bench.tuning import Space, Tuner, ladder
 from gpuinfer.runtime.run import RunPlan
 
-BRIEF = Course(repeats=2, seconds=0.3, warmup_s=0.0)
+BRIEF = SeriesPlan(repeats=2, seconds=0.3, warmup_s=0.0)
 
 
 def variant(name, backend=Doubler, seeds=None, settings=None, **options):
@@ -55,12 +55,12 @@ def test_repeats_run_in_turn_after_everyone_has_warmed_up():
 
 
 def test_each_repeat_has_a_seed_that_all_variants_share():
-    outcome, _ = watched(variant("a"), variant("b"), course=Course(2, 0.2, None, seed=40))
+    outcome, _ = watched(variant("a"), variant("b"), course=SeriesPlan(2, 0.2, None, seed=40))
     assert [(one.variant, one.seed) for one in outcome.runs] == [("a", 40), ("b", 40), ("a", 41), ("b", 41)]
 
 
 def test_a_run_without_a_time_goes_to_its_end():
-    outcome, _ = watched(variant("a", total=30), course=Course(1, None, 0.0))
+    outcome, _ = watched(variant("a", total=30), course=SeriesPlan(1, None, 0.0))
     assert outcome.runs[0].report["progress"]["done"] == 30
     assert outcome.runs[0].metric == "games_per_min"
 
@@ -74,7 +74,7 @@ def test_a_run_without_a_time_goes_to_its_end():
     ],
 )
 def test_a_variant_that_cannot_run_is_skipped_with_its_reason(broken, said):
-    outcome, steps = watched(broken, variant("good"), course=Course(2, 0.2, 0.2))
+    outcome, steps = watched(broken, variant("good"), course=SeriesPlan(2, 0.2, 0.2))
     assert said in outcome.skipped["bad"]
     assert [one.variant for one in outcome.runs] == ["good", "good"]
     assert compare(outcome).winner.name == "good"
@@ -90,14 +90,14 @@ def test_a_variant_that_fails_later_is_left_out_and_the_rest_goes_on():
             raise UsageError("out of luck. Try another seed.")
         return RunPlan(Counting(total=10**9), Doubler(Setup()), AtOnce(), {})
 
-    outcome, _ = watched(Variant("bad", build, {}, ""), variant("good"), course=Course(3, 0.2, 0.0))
+    outcome, _ = watched(Variant("bad", build, {}, ""), variant("good"), course=SeriesPlan(3, 0.2, 0.0))
     assert outcome.failed == {"bad": "repeat 2 of 3: out of luck. Try another seed."}
     assert len([one for one in outcome.runs if one.variant == "good"]) == 3
     assert [row.name for row in compare(outcome).rows] == ["good"]
 
 
 def test_a_signal_keeps_the_runs_so_far():
-    outcome, steps = watched(variant("a"), variant("b", stop_after=5), course=Course(3, 0.3, None))
+    outcome, steps = watched(variant("a"), variant("b", stop_after=5), course=SeriesPlan(3, 0.3, None))
     assert outcome.stopped
     assert [one.variant for one in outcome.runs] == ["a"]
     assert steps[-1] == ("b", RunKind.REPEAT, 0)
@@ -113,7 +113,7 @@ def test_an_interrupt_between_two_runs_keeps_them_too():
             raise KeyboardInterrupt
         yield lambda update: None
 
-    outcome = Series([variant("a"), variant("b")], Course(3, 0.2, None, parity=False), show).run()
+    outcome = Series([variant("a"), variant("b")], SeriesPlan(3, 0.2, None, parity=False), show).run()
     assert outcome.stopped
     assert [one.variant for one in outcome.runs] == ["a", "b", "a"]
 
@@ -126,10 +126,10 @@ def test_the_time_left_shrinks_and_is_never_more_than_the_deadline_leaves():
         left.append(step.left_s)
         yield lambda update: None
 
-    Series([variant("a")], Course(3, 0.2, 0.0), show).run()
+    Series([variant("a")], SeriesPlan(3, 0.2, 0.0), show).run()
     assert left[-1] < left[0]
     left.clear()
-    outcome = Series([variant("a"), variant("b")], Course(9, 0.2, None), show, deadline=0.0).run()
+    outcome = Series([variant("a"), variant("b")], SeriesPlan(9, 0.2, None), show, deadline=0.0).run()
     assert set(left) == {0.0}
     assert [one.repeat for one in outcome.runs] == [0, 0]  # the first round is always run
 
@@ -166,9 +166,9 @@ def running(name, workload, backend=InProcess, dtype="float32"):
 
 
 def test_all_bare_models_are_measured_before_anything_warms_the_machine_up(monkeypatch):
-    monkeypatch.setattr(measure, "roofline_of", lambda backend: Roofline(1e9, 64, "none"))
+    monkeypatch.setattr(measurement, "roofline_of", lambda backend: Roofline(1e9, 64, "none"))
     both = running("a", Model), running("b", Model, dtype="bfloat16")
-    _, steps = watched(*both, course=Course(1, 0.2, 0.2, parity=False))
+    _, steps = watched(*both, course=SeriesPlan(1, 0.2, 0.2, parity=False))
     assert [kind for _, kind, _ in steps[:2]] == [RunKind.ROOFLINE] * 2
     assert RunKind.ROOFLINE not in [kind for _, kind, _ in steps[2:]]
 
@@ -182,7 +182,7 @@ def test_an_answer_that_cannot_be_checked_after_a_run_is_a_failure():
             raise UsageError("there is no way in. Ask its author.")
 
     both = running("bad", Model, Forgetful), running("good", Model)
-    outcome, _ = watched(*both, course=Course(1, 0.2, 0.1, roofline=False))
+    outcome, _ = watched(*both, course=SeriesPlan(1, 0.2, 0.1, roofline=False))
     assert outcome.failed == {"bad": "checking the answers: there is no way in. Ask its author."}
     assert not outcome.skipped
     assert [one.variant for one in outcome.runs] == ["good"]
@@ -221,7 +221,7 @@ def tuner(monkeypatch, budget_s, backends, ladders, show=None):
 
     space = Space(list(backends), build, lambda backend, facts: ladders)
     more = {"show": show} if show else {}
-    return Tuner(space, budget_s, Course(roofline=False), **more)
+    return Tuner(space, budget_s, SeriesPlan(roofline=False), **more)
 
 
 @pytest.mark.thorough
@@ -249,7 +249,7 @@ def test_a_tuner_skips_a_backend_that_cannot_run(monkeypatch):
 
 def test_a_tuner_says_why_when_nothing_was_answered():
     idle = running("idle", Idle, Doubler)
-    made = Tuner(Space(["idle"], lambda point: idle, lambda backend, facts: []), 0.0, Course(roofline=False))
+    made = Tuner(Space(["idle"], lambda point: idle, lambda backend, facts: []), 0.0, SeriesPlan(roofline=False))
     outcome = made.run()
     assert "nothing was answered within 1." in outcome.skipped["idle"]
 
@@ -310,7 +310,7 @@ def test_a_winner_whose_answers_are_not_the_models_wins_no_longer(monkeypatch, l
 
     for module in (tuning, series):  # speeds are given: the answers are what is tried
         monkeypatch.setattr(module, "measure", measured)
-    made = Tuner(Space(list(backends), build, lambda backend, facts: []), 0.0, Course(roofline=False))
+    made = Tuner(Space(list(backends), build, lambda backend, facts: []), 0.0, SeriesPlan(roofline=False))
     outcome = made.run()
     assert compare(outcome).winner.name == winner
     assert list(outcome.failed) == failed

@@ -3,9 +3,9 @@
 import pytest
 from packages import install, install_count
 
-from gpuinfer.cli.apply import apply, overruled
-from gpuinfer.cli.targets import seconds
+from gpuinfer.cli.comparison_end import apply, overruled
 from gpuinfer.cli.variants import expand
+from gpuinfer.cli.workload_targets import seconds
 from gpuinfer.config import registry
 from gpuinfer.errors import UnknownName, UsageError
 

@@ -6,7 +6,7 @@ import numba
 import numpy as np
 import pytest
 
-from gpuinfer.models.called_only import called_only
+from gpuinfer.models.kernel_cache import called_only
 
 
 def squares(values, out):

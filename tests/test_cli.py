@@ -16,13 +16,13 @@ from helpers import Counting
 from packages import install, install_count
 
 from gpuinfer.api import Options
+from gpuinfer.cli.app import first_sentence
 from gpuinfer.cli.building import build, merge
-from gpuinfer.cli.commands import first_sentence
 from gpuinfer.cli.flags import anew, spelled
 from gpuinfer.cli.output import Destination, replace_file
 from gpuinfer.cli.problems import verbosity
 from gpuinfer.config import registry
-from gpuinfer.host import standard_files
+from gpuinfer.host import process as standard_files
 
 RUN = ["count", "--backend", "parrot", "--strategy", "at-once"]
 
@@ -237,7 +237,7 @@ def test_a_standard_file_that_is_closed_becomes_no_pipe():
     """Whatever is opened later would be taken for it."""
     code = (
         "import os, sys\n"
-        "from gpuinfer.host.standard_files import keep_open\n"
+        "from gpuinfer.host.process import keep_open\n"
         "keep_open()\n"
         "print('lost', flush=True)\n"
         "print(*os.pipe(), *map(os.get_inheritable, (0, 1)), file=sys.stderr)"
@@ -387,7 +387,7 @@ STRUCK = """if True:
     from gpuinfer.__main__ import main
     main()
 """
-STARTS = ["selectors", "gpuinfer.host.pauses", "gpuinfer.cli", "typer", "pydantic_settings", "gpuinfer.runtime.run"]
+STARTS = ["selectors", "gpuinfer.host.process", "gpuinfer.cli", "typer", "pydantic_settings", "gpuinfer.runtime.run"]
 
 
 @pytest.mark.parametrize("at", STARTS)

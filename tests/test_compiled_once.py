@@ -16,8 +16,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from gpuinfer.host import compiling
-from gpuinfer.models import compiled_once, kernel_cache
+from gpuinfer.host import compile_status
+from gpuinfer.models import kernel_cache
 from gpuinfer.stats import Lane
 
 PROGRAM = '''
@@ -130,7 +130,7 @@ def test_when_the_one_that_compiles_is_killed_the_other_compiles(companions):
 
 def test_whoever_waited_long_enough_compiles_itself(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(compiled_once, "LOOKS", 3)
+    monkeypatch.setattr(kernel_cache, "LOOKS", 3)
     doubled = kernel_cache.compiler([Path(__file__)])(twice)
     code = twice.__code__
     lock = kernel_cache.folder_for([Path(__file__)]) / f"{__name__}.twice-{code.co_firstlineno}.lock"
@@ -152,17 +152,17 @@ def test_the_lock_is_free_afterwards(tmp_path, monkeypatch, way):
     (lock,) = tmp_path.rglob("*.lock")
     with lock.open("w") as free:
         fcntl.flock(free, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    assert not compiling.under_way()
+    assert not compile_status.is_compiling()
 
 
 def test_what_is_compiled_is_known_meanwhile_and_what_is_loaded_is_not(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     seen = []
-    monkeypatch.setattr(compiled_once.Turn, "take", lambda self: seen.append(compiling.under_way()))
+    monkeypatch.setattr(kernel_cache.KernelLock, "take", lambda self: seen.append(compile_status.is_compiling()))
     for _ in range(2):
         kernel_cache.compiler([Path(__file__)])(twice)(np.float64(4.0))
     assert seen == [True]
-    assert not compiling.under_way()
+    assert not compile_status.is_compiling()
 
 
 def twice(value):
@@ -175,7 +175,7 @@ def test_what_a_thread_compiles_is_a_station_of_its_lane(tmp_path):
     with_kernel = kernel_cache.compiler([Path(__file__)])(lambda x: x + 1)
 
     def first_call():
-        compiling.book_in(lambda: lane)
+        compile_status.set_lane(lambda: lane)
         with_kernel(np.float64(1))
         with_kernel(np.float64(2))
 

@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from gpuinfer.cli.chat import CtrlC
-from gpuinfer.cli.conversation import Conversation
+from gpuinfer.cli.chat import ChatConversation, CtrlC
 from gpuinfer.errors import BackendDied, BadPrompt, PromptTooLong
 from gpuinfer.generation import Completion, Generation, Part, Prompt, Sampling
 
@@ -68,7 +67,7 @@ def talk(script: Script, answer: Callable[[], Answer] = lambda: Answer("he", "ll
         asked.append(prompt)
         return answer()
 
-    Conversation(ask, script, Prompt(sampling=Sampling(max_tokens=3)), **given).run()
+    ChatConversation(ask, script, Prompt(sampling=Sampling(max_tokens=3)), **given).run()
     return asked
 
 
@@ -156,7 +155,7 @@ def test_a_conversation_that_has_grown_too_long_is_told_what_to_do():
 def test_an_answer_that_was_cut_off_says_why(reason, allowed, said):
     script = Script("one")
     plain = Prompt(sampling=Sampling(max_tokens=allowed))
-    Conversation(lambda prompt: Answer("a", reason=reason), script, plain).run()
+    ChatConversation(lambda prompt: Answer("a", reason=reason), script, plain).run()
     assert said in script.notes[0]
 
 

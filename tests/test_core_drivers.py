@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpuinfer.api import Limits, Priority, Reason, Strategy
+from gpuinfer.backends.service_model import ServiceModel
 from gpuinfer.errors import StrategyError
-from gpuinfer.simulate import Closed, simulate
-from gpuinfer.simulate.service import ServiceModel
+from gpuinfer.lab.simulate import ClosedLoop, simulate
 from gpuinfer.strategies.adaptive import Adaptive
 from gpuinfer.strategies.dynamic import Dynamic
 from gpuinfer.strategies.priority import ByPriority
@@ -208,7 +208,7 @@ def test_a_strategy_that_does_not_cut_is_named_alike_by_every_driver(later):
 def test_a_simulation_ends_with_the_name_of_a_strategy_that_does_not_cut(later, in_flight):
     said = r"^strategy 'Never' \(module .*\) does not cut: \d requests? waits?, and (nothing else|it has put that off)"
     with pytest.raises(StrategyError, match=said):
-        simulate(Closed(4), ServiceModel(beta=10.0), lambda: Never(later), Limits(1, in_flight), requests=10)
+        simulate(ClosedLoop(4), ServiceModel(beta=10.0), lambda: Never(later), Limits(1, in_flight), requests=10)
 
 
 def test_what_a_strategy_raises_in_observe_is_told_once_by_every_driver(caplog):

@@ -13,8 +13,8 @@ import torch
 
 import gpuinfer
 from gpuinfer.host import machine
-from gpuinfer.models.capturing import captured, new_stream, wait_for_device
-from gpuinfer.models.stages.stage_cuda import Launched
+from gpuinfer.models.cuda_graphs import captured, new_stream, wait_for_device
+from gpuinfer.models.pipeline.stage import LaunchedValues
 from gpuinfer.text.decoder import torch_static
 from gpuinfer.text.decoder.torch_static import Replays
 
@@ -198,7 +198,7 @@ def launched(cuda, log):
     value = torch.zeros(2).as_subclass(Tensor)
     value.log, value.cuda_ = log, cuda
     here, away = stream_named("stage 0", FIRST, log), stream_named("away", FIRST, log)
-    return Launched((value, None), here, "event", away)
+    return LaunchedValues((value, None), here, "event", away)
 
 
 def test_a_stage_on_the_same_device_waits_for_the_one_before_and_keeps_its_memory(cuda):

@@ -21,11 +21,10 @@ from gpuinfer.engine.lanes import FreeLanes, forward_lanes
 from gpuinfer.errors import BackendDied, BackendError, DeviceLost, UsageError
 from gpuinfer.host import machine
 from gpuinfer.models import device as devices
-from gpuinfer.models import device_names
-from gpuinfer.models.data_parallel import Copy, DataParallel
+from gpuinfer.models import model_options
 from gpuinfer.models.device import device_labels, of_each, resolve_devices, together
-from gpuinfer.models.lost import says_lost
-from gpuinfer.models.open_model import Opened
+from gpuinfer.models.open_model import DataParallel, ModelCopy, Opened
+from gpuinfer.models.out_of_memory import says_lost
 from gpuinfer.strategies.dynamic import Dynamic
 from gpuinfer.testing import run_virtual
 
@@ -153,7 +152,7 @@ async def test_answers_are_those_of_one_device(deterministic):
 def test_whatever_fails_an_answer_is_right_or_says_that_devices_failed(good_for, values):
     blocks = [block(value=value) for value in values]
     copies = [
-        Copy(f"cpu:{number}", CPU, Opened(None, Limits(8), forward_of(steps), None, dict, None))
+        ModelCopy(f"cpu:{number}", CPU, Opened(None, Limits(8), forward_of(steps), None, dict, None))
         for number, steps in enumerate(good_for)
     ]
     answer = DataParallel(copies)
@@ -222,7 +221,7 @@ def test_what_a_device_that_fails_should_have_written_another_one_writes():
         return write
 
     copies = [
-        Copy(f"cpu:{number}", CPU, Opened(None, Limits(8), None, None, dict, None, write=writing(steps)))
+        ModelCopy(f"cpu:{number}", CPU, Opened(None, Limits(8), None, None, dict, None, write=writing(steps)))
         for number, steps in enumerate((0, 1000))
     ]
     place = np.zeros((2, 1), np.float32)
@@ -357,7 +356,7 @@ async def test_names_that_say_it_themselves_are_refused_without_torch(kind, name
 def test_torch_is_asked_for_a_device_that_seems_not_to_be_there(names, there, asked, monkeypatch):
     monkeypatch.setattr(machine, "has_cuda", lambda: there > 0)
     monkeypatch.setattr(machine, "cuda_devices", lambda: max(1, there))
-    assert device_names.may_be_missing(names) is asked
+    assert model_options.may_be_missing(names) is asked
 
 
 async def test_a_device_that_is_not_there_is_refused_before_the_start():

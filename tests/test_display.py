@@ -16,9 +16,9 @@ from rich.console import Console
 
 from gpuinfer import units
 from gpuinfer.api import Progress, Roofline
-from gpuinfer.runtime.run import Update
-from gpuinfer.screen import summary, view
-from gpuinfer.screen.display import Display, frame, result_panel, svg
+from gpuinfer.cli.screen import final_panel, live_view
+from gpuinfer.cli.screen.display import Display, frame, result_panel, svg
+from gpuinfer.runtime.run import RunUpdate
 from gpuinfer.stats import Histogram, Snapshot
 
 LANES = (
@@ -27,7 +27,7 @@ LANES = (
 )
 
 
-def update(at: float = 4.0, **parts: Any) -> Update:
+def update(at: float = 4.0, **parts: Any) -> RunUpdate:
     """Half way through 200 games, `at` seconds into the run."""
     values = {
         "progress": Progress(100, 200, "games", {"evaluations": 9e4, "games": 100, "simulations": 2.7e5}),
@@ -37,7 +37,7 @@ def update(at: float = 4.0, **parts: Any) -> Update:
         "phase": "running",
         "roofline": Roofline(25_000.0, 512, "2 forwards × 1 thread"),
     }
-    return Update(**{**values, **parts})
+    return RunUpdate(**{**values, **parts})
 
 
 EMPTY = update(0.0, progress=Progress(0), snapshot=Snapshot(), setup_s=0.0, phase="", roofline=None)
@@ -102,7 +102,7 @@ def test_a_longer_bar_means_more(low, high):
 
 
 def test_rates_are_those_of_the_last_seconds_not_of_the_whole_run():
-    pace = view.Pace()
+    pace = live_view.ProgressPace()
     for second in range(20):
         games = second if second < 10 else 10 + (second - 10) * 5
         pace.add(update(second + 1.0, progress=Progress(games, 100, "games", {"games": games})))
@@ -110,7 +110,7 @@ def test_rates_are_those_of_the_last_seconds_not_of_the_whole_run():
 
 
 def test_rates_forget_what_was_before_the_clock_started_anew():
-    pace = view.Pace()
+    pace = live_view.ProgressPace()
     pace.add(update(9.0, progress=Progress(50, 100, "games", {"games": 50})))
     for second, games in ((1.0, 2), (2.0, 4)):
         pace.add(update(second, progress=Progress(games, 100, "games", {"games": games})))
@@ -134,7 +134,7 @@ def test_rates_forget_what_was_before_the_clock_started_anew():
     ],
 )
 def test_rates_say_what_there_is_to_say(rates, texts):
-    assert view.rates_of(rates) == texts
+    assert live_view.rates_of(rates) == texts
 
 
 @pytest.mark.parametrize(
@@ -147,19 +147,19 @@ def test_rates_say_what_there_is_to_say(rates, texts):
     ],
 )
 def test_the_time_left_is_told_once_it_can_be(progress, left):
-    assert view.left_of(update(4.0, progress=progress)) == left
+    assert live_view.left_of(update(4.0, progress=progress)) == left
 
 
 def test_plain_lines_and_wide_views_say_until_when_and_narrow_views_leave_it_out():
     moment = update(3600.0, progress=Progress(50, 200, "games"))
-    assert re.search(r" · about 3 h left, until \d\d:\d\d$", view.ViewLines().due(moment, {}))
+    assert re.search(r" · about 3 h left, until \d\d:\d\d$", live_view.ViewLines().due(moment, {}))
     assert re.search(r"about 3 h left, until \d\d:\d\d ", drawn(frame(moment, {}, "selfplay", 100, 30), 100))
     narrow = drawn(frame(moment, {}, "selfplay", 60, 30), 60)
     assert ("about 3 h left" in narrow, "until" in narrow) == (True, False)
 
 
 def test_batches_fall_into_powers_of_two():
-    chart = view.batch_chart(Snapshot(batches={1: 1, 2: 1, 256: 4, 257: 2}), rows=10)
+    chart = live_view.batch_chart(Snapshot(batches={1: 1, 2: 1, 256: 4, 257: 2}), rows=10)
     assert [(label, value) for label, _, value in chart.bars] == [
         ("≤ 1", "12%"),
         ("≤ 2", "12%"),
@@ -170,12 +170,12 @@ def test_batches_fall_into_powers_of_two():
 
 
 def test_stations_are_shares_of_all_lanes_largest_first_and_trifles_are_left_out():
-    chart = view.time_chart(update(snapshot=Snapshot(lanes=LANES)), rows=10)
+    chart = live_view.time_chart(update(snapshot=Snapshot(lanes=LANES)), rows=10)
     assert [label for label, _, _ in chart.bars] == ["forward", "search", "idle"]
 
 
 def test_plain_lines_come_every_few_seconds_and_at_each_new_phase():
-    lines = view.ViewLines()
+    lines = live_view.ViewLines()
     setup = Progress(0, 200, "games", note="compiling", setup=True)
     moments = [EMPTY, *[update(0.0, progress=setup, phase="compiling the search kernels (first run)")] * 3]
     moments += [update(second / 2) for second in range(1, 20)]
@@ -329,9 +329,9 @@ def test_the_final_panel_says_where_pages_ran_short(pages, said):
 
 
 def test_a_rate_is_a_number_and_a_unit():
-    assert view.value_and_unit("1.00 k output tokens/s") == ("1.00 k", "output tokens/s")
-    assert view.value_and_unit("200 input tokens/s") == ("200", "input tokens/s")
-    assert view.value_and_unit("60 games/min") == ("60", "games/min")
+    assert live_view.value_and_unit("1.00 k output tokens/s") == ("1.00 k", "output tokens/s")
+    assert live_view.value_and_unit("200 input tokens/s") == ("200", "input tokens/s")
+    assert live_view.value_and_unit("60 games/min") == ("60", "games/min")
 
 
 GENERATED: Mapping[str, Any] = {
@@ -363,7 +363,7 @@ GENERATED: Mapping[str, Any] = {
 
 
 def test_the_final_panel_of_text_says_tokens_steps_and_what_the_model_takes():
-    said = [(row.name, row.text) for row in summary.rows(GENERATED)]
+    said = [(row.name, row.text) for row in final_panel.rows(GENERATED)]
     assert said == [
         ("finished", "150 of 200 rows"),
         ("throughput", "640 output tokens/s\n90 input tokens/s\n5 sequences/s"),
@@ -377,21 +377,21 @@ def test_the_final_panel_of_text_says_tokens_steps_and_what_the_model_takes():
 
 def test_the_final_panel_of_a_run_that_was_stopped_takes_what_is_still_to_do_for_no_error():
     report = {**GENERATED, "errors": {"failed": 1, "cancelled": 28}}
-    said = {row.name: row.text for row in summary.rows(report)}
+    said = {row.name: row.text for row in final_panel.rows(report)}
     assert said["errors"] == "1 failed"
     cure = "The same command with --resume goes on."
     assert said[""] == f"Stopped with work left: 28 requests under way or waiting. {cure}"
     done = {**report, "status": "done"}
-    assert [row.text for row in summary.rows(done) if row.name == "errors"] == ["1 failed, 28 cancelled"]
+    assert [row.text for row in final_panel.rows(done) if row.name == "errors"] == ["1 failed, 28 cancelled"]
 
 
 def test_the_final_panel_counts_rows_that_could_not_even_be_asked():
     report = {**GENERATED, "errors": {"failed": 1, "retried": 0}, "failures": {"count": 3, "first": None}}
-    assert [row.text for row in summary.rows(report) if row.name == "errors"] == ["3 failed"]
+    assert [row.text for row in final_panel.rows(report) if row.name == "errors"] == ["3 failed"]
 
 
 def test_samples_of_one_row_are_sequences_and_no_rows():
-    pace = view.Pace()
+    pace = live_view.ProgressPace()
     for second in (1.0, 2.0):
         progress = Progress(int(second), 200, "rows")
         pace.add(update(second, snapshot=Snapshot(rows=int(4 * second), slots=64), progress=progress))
@@ -399,16 +399,16 @@ def test_samples_of_one_row_are_sequences_and_no_rows():
 
 
 def test_the_live_view_of_text_counts_tokens_as_they_are_drawn():
-    pace = view.Pace()
+    pace = live_view.ProgressPace()
     for second in range(6):
         tokens = {"input": 100.0, "output": 300.0 * second}
         shown = Snapshot(batches={60: 100}, slots=64, device={"tokens": tokens})
         progress = Progress(0, 200, "rows", {"input_tokens": 0, "output_tokens": 0})
         pace.add(last := update(second + 1, snapshot=shown, progress=progress))
     assert pace.rates()["output_tokens"] == pytest.approx(300.0)
-    chart = view.batch_chart(last.snapshot, 5)
+    chart = live_view.batch_chart(last.snapshot, 5)
     assert (chart.title, chart.remark) == ("rows in a step", "mean 60 of 64 slots")
-    assert "60 of 64 slots in use" in view.ViewLines().due(last, {})
+    assert "60 of 64 slots in use" in live_view.ViewLines().due(last, {})
 
 
 @pytest.mark.parametrize(
@@ -430,7 +430,7 @@ def test_the_final_panel_does_without_any_part(missing):
 
 
 def test_a_report_of_nothing_makes_a_panel():
-    assert [row.text for row in summary.rows({})] == ["nothing was finished"]
+    assert [row.text for row in final_panel.rows({})] == ["nothing was finished"]
 
 
 def test_progress_goes_to_standard_error_and_the_result_to_standard_output(capsys):
@@ -501,5 +501,5 @@ def test_the_final_panel_says_what_the_advice_should_bring(gain, words):
 
 
 def test_another_model_in_the_run_has_a_line_with_its_label():
-    said = [(row.name, row.text) for row in summary.rows({"beside": {"net:network": {}}})]
+    said = [(row.name, row.text) for row in final_panel.rows({"beside": {"net:network": {}}})]
     assert ("beside", "net:network") in said

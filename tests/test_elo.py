@@ -7,14 +7,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpuinfer.report.strength import FACT, Tally, elo, in_elo, in_score, of_strength
-from gpuinfer.screen import strength as shown
+from gpuinfer.cli.screen import workload_rows as shown
+from gpuinfer.report.game_statistics import STRENGTH_FACT, ScoreTally, elo, in_elo, in_score, of_strength
 
 SCORED = st.sampled_from([0.0, 0.5, 1.0])
 
 
 def strength_of(points):
-    return of_strength(Tally(dict(enumerate(points))).facts())
+    return of_strength(ScoreTally(dict(enumerate(points))).facts())
 
 
 @pytest.mark.parametrize(("score", "difference"), [(0.5, 0.0), (0.75, 190.849), (0.25, -190.849), (10 / 11, 400.0)])
@@ -24,12 +24,12 @@ def test_elo_is_that_of_the_logistic_curve(score, difference):
 
 @given(st.dictionaries(st.integers(0, 40), SCORED, min_size=1), st.randoms(use_true_random=False))
 def test_the_order_in_which_games_are_told_does_not_matter(points, order):
-    tally = Tally()
+    tally = ScoreTally()
     numbers = [*points, *points]  # each twice
     order.shuffle(numbers)
     for number in numbers:
         tally.add({number: points[number]})
-    assert tally.facts() == pytest.approx(Tally(points).facts())
+    assert tally.facts() == pytest.approx(ScoreTally(points).facts())
     found = of_strength(tally.facts())
     assert found["games"] == len(points) == found["wins"] + found["draws"] + found["losses"]
     assert found["score_ci95"][0] <= found["score"] <= found["score_ci95"][1]
@@ -74,9 +74,9 @@ def test_where_all_games_are_won_there_is_a_lower_bound_alone():
 
 
 def test_where_nobody_played_there_is_no_strength():
-    assert Tally().facts() == {}
+    assert ScoreTally().facts() == {}
     assert of_strength({"workers": 2.0}) is None
-    assert all(name.startswith(FACT) for name in Tally({0: 1.0}).facts())
+    assert all(name.startswith(STRENGTH_FACT) for name in ScoreTally({0: 1.0}).facts())
 
 
 def test_equals_are_neither_above_nor_below():
@@ -89,6 +89,6 @@ def test_strength_in_words():
     found = strength_of([1.0, 0.5, 1.0, 0.0])
     assert in_elo(found).startswith("+89 Elo (−")
     assert in_score(found).startswith("62.5 % (")
-    (row,) = shown.rows(found)
+    (row,) = shown.strength_rows(found)
     assert row.text.endswith("of 4 games: 2 wins, 1 draws, 1 losses")
-    assert list(shown.rows(None)) == []
+    assert list(shown.strength_rows(None)) == []

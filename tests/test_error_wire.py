@@ -4,7 +4,7 @@ import pytest
 
 from gpuinfer import errors
 from gpuinfer.errors import BadPrompt, GpuinferError
-from gpuinfer.host.error_wire import nearest, rebuilt
+from gpuinfer.host.error_text import nearest_error_type, rebuilt_error
 
 
 class Own(BadPrompt):
@@ -16,18 +16,18 @@ KINDS = [kind for kind in vars(errors).values() if isinstance(kind, type) and is
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 def test_every_error_of_ours_comes_back_as_it_was(kind):
-    name = nearest(kind.__new__(kind))
+    name = nearest_error_type(kind.__new__(kind))
     assert name == kind.__name__
-    error = rebuilt(name, "too long. Cut it.")
+    error = rebuilt_error(name, "too long. Cut it.")
     assert type(error) is kind
     assert str(error) == "too long. Cut it."
 
 
 def test_a_special_one_comes_back_as_the_nearest_of_ours():
-    assert nearest(Own("too long. Cut it.")) == "BadPrompt"
+    assert nearest_error_type(Own("too long. Cut it.")) == "BadPrompt"
 
 
 def test_what_is_none_of_ours_has_no_name():
-    assert nearest(ValueError("odd")) is None
-    assert rebuilt("ValueError", "odd") is None
-    assert rebuilt("unwrap", "odd") is None
+    assert nearest_error_type(ValueError("odd")) is None
+    assert rebuilt_error("ValueError", "odd") is None
+    assert rebuilt_error("unwrap", "odd") is None

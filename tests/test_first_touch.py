@@ -4,19 +4,21 @@ import mmap
 
 import pytest
 
-from gpuinfer.host.first_touch import FirstTouch, Spent, spent
+from gpuinfer.host.process_memory import FaultUsage, FirstTouchCost, fault_usage
 
 
 class Machine:
     """A clock that goes as far as it is told."""
 
     def __init__(self):
-        self.now = Spent(0.0, 0.0, 0)
-        self.counted = FirstTouch(lambda: self.now)
+        self.now = FaultUsage(0.0, 0.0, 0)
+        self.counted = FirstTouchCost(lambda: self.now)
 
     def work(self, seconds, system_s=0.0, faults=0):
         self.counted.begin()
-        self.now = Spent(*(known + more for known, more in zip(self.now, (seconds, system_s, faults), strict=True)))
+        self.now = FaultUsage(
+            *(known + more for known, more in zip(self.now, (seconds, system_s, faults), strict=True))
+        )
         return self.counted.end()
 
 
@@ -55,8 +57,8 @@ def test_no_stretch_has_more_than_its_own_time():
 
 
 def test_this_machine_counts_its_faults():
-    before = spent()
+    before = fault_usage()
     with mmap.mmap(-1, 4 << 20) as fresh:
         for place in range(0, len(fresh), mmap.PAGESIZE):
             fresh[place] = 1
-    assert spent().faults > before.faults
+    assert fault_usage().faults > before.faults

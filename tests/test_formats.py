@@ -16,8 +16,8 @@ from gpuinfer.errors import UsageError
 from gpuinfer.models import processor
 from gpuinfer.models.load import build
 from gpuinfer.models.processor import computed_in
-from gpuinfer.text import arithmetic
-from gpuinfer.text.arithmetic import notices
+from gpuinfer.text import precision
+from gpuinfer.text.precision import notices
 
 NARROW = ("bfloat16", "float16")
 SPEC = ModelSpec("blobnet-small", None, 32, "uint8", {"actions": 9, "seats": 4})
@@ -26,7 +26,7 @@ SPEC = ModelSpec("blobnet-small", None, 32, "uint8", {"actions": 9, "seats": 4})
 @pytest.fixture(params=[pytest.param(True, id="a processor with products"), pytest.param(False, id="one without")])
 def has_products(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     monkeypatch.setattr(processor, "NARROW", {name: lambda: request.param for name in NARROW})
-    monkeypatch.setattr(arithmetic, "multiplies_bfloat16", lambda: request.param)
+    monkeypatch.setattr(precision, "multiplies_bfloat16", lambda: request.param)
     return bool(request.param)
 
 

@@ -15,15 +15,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from gpuinfer import api
 from gpuinfer.api import ModelSpec
-from gpuinfer.engine.answering import find_fault
+from gpuinfer.engine.results import find_fault
 from gpuinfer.errors import BackendError
-from gpuinfer.models import pinned
-from gpuinfer.models.forward import CpuForward
+from gpuinfer.models import pinned_memory
+from gpuinfer.models.forward_cpu import CpuForward
 from gpuinfer.models.forward_cuda import bucket_for, buckets_up_to
 from gpuinfer.models.load import build
-from gpuinfer.models.memory import is_out_of_memory
-from gpuinfer.models.pinned import WORTH_A_COPY, deliver, lies_pinned, sources, unstage
-from gpuinfer.models.staging import Blocks, sound_rows, table_of, unpacked
+from gpuinfer.models.out_of_memory import is_out_of_memory
+from gpuinfer.models.pinned_memory import WORTH_A_COPY, deliver, lies_pinned, sources, unstage
+from gpuinfer.models.row_blocks import RowBlocks, sound_rows, table_of, unpacked
 
 FEATURES, ACTIONS, SEATS = 40, 12, 3
 DTYPES = [pytest.param(torch.float32, id="float32"), pytest.param(torch.bfloat16, id="bfloat16")]
@@ -387,7 +387,7 @@ def test_pieces_are_the_rows_asked_for(sizes, data):
     blocks = [positions(rows, seed) for seed, rows in enumerate(sizes)]
     start = data.draw(st.integers(0, sum(sizes)))
     stop = data.draw(st.integers(start, sum(sizes)))
-    pieces = Blocks(blocks).pieces(start, stop)
+    pieces = RowBlocks(blocks).pieces(start, stop)
     assert all(any(np.shares_memory(piece, block) for block in blocks) for piece in pieces)
     np.testing.assert_array_equal(np.concatenate([positions(0), *pieces]), np.concatenate(blocks)[start:stop])
 
@@ -459,7 +459,7 @@ def test_ordinary_memory_is_not_taken_for_pinned(rows):
 
 
 def test_nothing_is_pinned_for_a_cpu():
-    registration = pinned.register(positions(4), torch.device("cpu"))
+    registration = pinned_memory.register(positions(4), torch.device("cpu"))
     assert not registration.pinned
     registration.close()
 
@@ -485,13 +485,13 @@ def driver(request, monkeypatch):
     found = Driver(request.param)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: found)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
-    monkeypatch.setattr(pinned, "forget", lambda: None)
+    monkeypatch.setattr(pinned_memory, "forget", lambda: None)
     return found
 
 
 def test_pages_are_pinned_until_closed_and_a_refusal_is_told(driver, caplog):
     block = positions(4)
-    registration = pinned.register(block, torch.device("cuda", 0))
+    registration = pinned_memory.register(block, torch.device("cuda", 0))
     assert driver.pages == ({} if driver.error else {block.ctypes.data: block.nbytes})
     assert registration.pinned is not bool(driver.error)
     assert ("ulimit -l" in caplog.text) is bool(driver.error)

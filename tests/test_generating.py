@@ -15,7 +15,7 @@ from text.toy import Generating, alone, joined, toy_generator
 from gpuinfer.api import ModelSpec, Request, Setup
 from gpuinfer.backends.inprocess import InProcess
 from gpuinfer.engine.engine import Engine
-from gpuinfer.engine.streaming import PartStream, Unread
+from gpuinfer.engine.stream import PartStream, Unread
 from gpuinfer.errors import BackendDied, BackendError, BadPrompt, Closed, Expired, UsageError
 from gpuinfer.generation import Constraint, Prompt, Sampling
 from gpuinfer.report.report import schema

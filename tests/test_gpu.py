@@ -14,12 +14,12 @@ from gpuinfer.api import BackendContext, ModelSpec, Request, Setup
 from gpuinfer.backends.inprocess import InProcess
 from gpuinfer.engine.engine import Engine
 from gpuinfer.errors import BackendError, UsageError
-from gpuinfer.models.bare import measure
 from gpuinfer.models.device import resolve_device
-from gpuinfer.models.forward import CpuForward
+from gpuinfer.models.forward_cpu import CpuForward
 from gpuinfer.models.forward_cuda import CudaForward
 from gpuinfer.models.load import build
-from gpuinfer.models.pinned import lies_pinned, register
+from gpuinfer.models.pinned_memory import lies_pinned, register
+from gpuinfer.models.roofline_measurement import measure
 from gpuinfer.strategies.dynamic import Dynamic
 
 pytestmark = [

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpuinfer.models.halving import answers_to
+from gpuinfer.models.row_format import answers_by_halving
 
 
 class Model:
@@ -25,7 +25,7 @@ class Model:
 
 @given(st.lists(st.integers(-3, 10), min_size=1, max_size=64))
 def test_each_block_has_its_own_answer_or_its_own_error(blocks):
-    answers = answers_to(Model(), blocks)
+    answers = answers_by_halving(Model(), blocks)
     assert [answer.args[0] if isinstance(answer, ValueError) else answer // 2 for answer in answers] == blocks
     assert [isinstance(answer, ValueError) for answer in answers] == [block < 0 for block in blocks]
 
@@ -41,7 +41,7 @@ def test_each_block_has_its_own_answer_or_its_own_error(blocks):
 )
 def test_what_it_costs(blocks, forwards):
     model = Model()
-    answers_to(model, blocks)
+    answers_by_halving(model, blocks)
     assert model.forwards == forwards
 
 
@@ -50,4 +50,4 @@ def test_a_stop_is_no_answer():
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        answers_to(forward, [1, 2])
+        answers_by_halving(forward, [1, 2])

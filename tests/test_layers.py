@@ -1,4 +1,4 @@
-"""Imports point down only, and nothing heavy is imported before it is used."""
+"""No circles of imports, parts know one another by their facades, and nothing heavy is imported before its use."""
 
 from __future__ import annotations
 
@@ -9,60 +9,209 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parent.parent / "gpuinfer"
 
-# From the top down. A module imports from layers below its own, and from its own package or file; never across a layer.
-LAYERS = [
-    ["gpuinfer.__main__"],
-    ["gpuinfer.cli"],
-    [
-        "gpuinfer.bench",
-        "gpuinfer.loop",
-        "gpuinfer.memory",
-        "gpuinfer.packages",
-        "gpuinfer.screen",
-        "gpuinfer.serving",
-        "gpuinfer.testing",
-        "gpuinfer.verifying",
-    ],
-    [
-        "gpuinfer.backends",
-        "gpuinfer.runtime",
-        "gpuinfer.strategies",
-        "gpuinfer.workloads.generate",
-        "gpuinfer.workloads.load",
-        "gpuinfer.workloads.rollouts",
-        "gpuinfer.workloads.selfplay",
-        "gpuinfer.workloads.train",
-        "gpuinfer.workloads",
-    ],
-    ["gpuinfer.central", "gpuinfer.fleet", "gpuinfer.peers", "gpuinfer.simulate", "gpuinfer.vllm"],
-    [
-        "gpuinfer.engine",
-        "gpuinfer.load",
-        "gpuinfer.monitoring",
-        "gpuinfer.openai",
-        "gpuinfer.report",
-        "gpuinfer.rollouts",
-        "gpuinfer.routing",
-        "gpuinfer.text",
-    ],
-    ["gpuinfer.models", "gpuinfer.trace"],
-    ["gpuinfer.config", "gpuinfer.http", "gpuinfer.manual", "gpuinfer.positions", "gpuinfer.stats"],
-    ["gpuinfer.host", "gpuinfer.student", "gpuinfer.units", "gpuinfer.unmasked"],
-    ["gpuinfer.api", "gpuinfer.generation", "gpuinfer.gradients"],
-    ["gpuinfer.errors", "gpuinfer"],
-]
-ONLY_IN = {"typer": ["gpuinfer.cli"], "rich": ["gpuinfer.screen.display", "gpuinfer.screen.page"]}
+# What others may import of a part: its modules with these names, from the part on. All else is the part's own affair.
+FACADES: dict[str, set[str]] = {
+    "backends": {"inprocess", "service_model", "vllm_engine.list_constraints"},
+    "central": {"async_client", "connection", "protocol", "server", "server_process"},
+    "config": {
+        "blame",
+        "foreign_names",
+        "import_paths",
+        "options",
+        "packages.installer",
+        "packages.package_info",
+        "packages.pip",
+        "packages.places",
+        "packages.template",
+        "registry",
+        "settings",
+        "setup_file",
+    },
+    "engine": {
+        "arrivals",
+        "core",
+        "engine",
+        "lanes",
+        "results",
+        "scheduler",
+        "stream",
+        "trace_merge",
+        "trace_reader",
+        "trace_recorder",
+        "watchdog",
+    },
+    "fleet": {
+        "haproxy",
+        "launchers.base",
+        "launchers.local",
+        "owned_fleet",
+        "plan",
+        "replica_client",
+        "routing_policies",
+        "supervisor",
+    },
+    "host": {
+        "children",
+        "compile_status",
+        "cpu_contention",
+        "error_text",
+        "event_loop",
+        "files",
+        "installation",
+        "machine",
+        "process",
+        "process_memory",
+        "signals",
+        "terminal",
+    },
+    "http": {"access", "client", "http_exchange", "network", "parser", "route_table", "server"},
+    "lab": {
+        "bench.advice_trial",
+        "bench.bench_document",
+        "bench.bench_tables",
+        "bench.comparison",
+        "bench.generators",
+        "bench.generators_tables",
+        "bench.measurement",
+        "bench.series",
+        "bench.tuning",
+        "loop.loop_runner",
+        "loop.loop_summary",
+        "memory.memory_options",
+        "memory.memory_probe",
+        "peers.peer_process",
+        "rollouts_bench.constraint_speed",
+        "rollouts_bench.recorded_games",
+        "rollouts_bench.rollouts_cases",
+        "rollouts_bench.rollouts_tables",
+        "serve_bench.load_generator",
+        "serve_bench.load_series",
+        "serve_bench.load_summary",
+        "serve_bench.load_tables",
+        "serve_bench.requests",
+        "serve_bench.target_server",
+        "simulate",
+        "simulate.event_loop",
+        "simulate.fitting",
+        "simulate.outcome",
+        "simulate.simulation_tables",
+        "verify.verification",
+        "verify.verify_setup",
+    },
+    "models": {
+        "cuda_graphs",
+        "device",
+        "device_arbiter",
+        "footprint",
+        "forward_cpu",
+        "forward_cuda",
+        "gradients",
+        "kernel_cache",
+        "load",
+        "model_options",
+        "networks",
+        "onnx_export",
+        "open_model",
+        "out_of_memory",
+        "pinned_memory",
+        "pipeline.open_pipeline",
+        "pipeline.schedule",
+        "pipeline.stage",
+        "pipeline.stage_plan",
+        "positions",
+        "processor",
+        "roofline_measurement",
+        "roofline_process",
+        "row_format",
+    },
+    "report": {"causes_text", "game_statistics", "plotting", "report", "report_sections", "verdict"},
+    "rollouts": {
+        "agent",
+        "concurrency",
+        "environment",
+        "export",
+        "files",
+        "gameplay",
+        "guarded_environment",
+        "meter",
+        "record",
+        "reference_model",
+        "rollout_loop",
+        "steps",
+        "trainer",
+        "trainer_server",
+        "training",
+    },
+    "runtime": {"background_session", "run", "run_roofline", "session"},
+    "serving": {
+        "monitoring.live_page",
+        "monitoring.metrics",
+        "openai.model_options",
+        "openai.prompt_rows",
+        "openai.requests",
+        "openai.responses",
+        "openai.row_splitter",
+        "openai.sampling_fields",
+        "openai.schema",
+        "replica",
+        "serve_options",
+        "tracing",
+    },
+    "strategies": {"dynamic"},
+    "text": {
+        "answer_frames",
+        "checkpoint",
+        "checkpoint.built_in",
+        "checkpoint.memory_estimate",
+        "checkpoint.peft_adapter",
+        "decoder",
+        "decoder.open_decoder",
+        "decoder.torch_decoder",
+        "diffusion.unmasking_decoder",
+        "diffusion.unmasking_plan",
+        "generator",
+        "generator.answer",
+        "generator.interfaces",
+        "generator.prompts",
+        "generator.setup",
+        "language",
+        "language.detokenizer",
+        "language.grammar",
+        "language.language",
+        "language.list_trie",
+        "language.list_walks",
+        "language.tokenizer",
+        "model",
+        "multi_device",
+        "precision",
+        "sampling",
+        "sampling.slot_settings",
+        "stages.open_staged_decoder",
+        "text_options",
+        "transformer",
+    },
+    "workloads": {
+        "selfplay.arena",
+        "selfplay.arrays",
+        "selfplay.bits",
+        "selfplay.draw",
+        "selfplay.game",
+        "selfplay.games",
+        "selfplay.kernels",
+        "selfplay.playthrough",
+        "selfplay.python_arena",
+        "selfplay.python_game",
+        "selfplay.rehearsal",
+    },
+}
+ONLY_IN = {"typer": ["gpuinfer.cli"], "rich": ["gpuinfer.cli.screen.display", "gpuinfer.cli.screen.terminal_markdown"]}
 HEAVY = {
     "torch": [
-        "gpuinfer.memory.rows",  # which a child process alone imports
-        "gpuinfer.memory.staged_rows",
-        "gpuinfer.memory.staged_text",
-        "gpuinfer.memory.text",
+        "gpuinfer.lab.memory.rows_memory",  # which a child process alone imports
+        "gpuinfer.lab.memory.text_memory",
         "gpuinfer.models",
-        "gpuinfer.positions.dataset",
         "gpuinfer.text",
-        "gpuinfer.workloads.train.checkpoints",
-        "gpuinfer.workloads.train.stepping",
+        "gpuinfer.workloads.optimizer",
     ],
     "numba": ["gpuinfer.workloads.selfplay", "gpuinfer.models", "gpuinfer.text"],
     "matplotlib": [],
@@ -113,36 +262,66 @@ def inside(name: str, prefix: str) -> bool:
     return name == prefix or (prefix != "gpuinfer" and name.startswith(prefix + "."))
 
 
-def layer(name: str) -> tuple[int, str]:
-    """The layer of a module, or of a name that is imported from one, counted from the top."""
-    for level, members in enumerate(LAYERS):
-        for member in members:
-            if inside(name, member):
-                return level, member
-    if name.count(".") == 1 and not (PACKAGE / f"{name.split('.')[1]}.py").exists():
-        return layer("gpuinfer")  # a name from the package itself, such as __version__
-    raise AssertionError(f"{name} has no layer: give it one in LAYERS")
+def part(name: str) -> str:
+    """What a module belongs to: a folder of the package, or a file beside those folders."""
+    return name.split(".")[1] if "." in name else "gpuinfer"
 
 
-def test_every_module_has_a_layer():
-    assert {name: layer(name)[1] for name in modules()}
+def imported(name: str, *, at_once: bool) -> set[str]:
+    """The files that a file imports, at once or in a function too; a name stands for the file that it comes from."""
+    found = {
+        target if target in modules() else target.rpartition(".")[0]
+        for target, now in imports(name)
+        if now or not at_once
+    }
+    return {target for target in found if target in modules() and target != name}
+
+
+def assert_no_circle(arrows: dict[str, set[str]]) -> None:
+    done: dict[str, bool] = {}  # False while it is followed
+
+    def follow(name: str, way: tuple[str, ...]) -> None:
+        assert done.get(name, True), f"a circle of imports: {' → '.join((*way[way.index(name) :], name))}"
+        if name not in done:
+            done[name] = False
+            for target in sorted(arrows[name]):
+                follow(target, (*way, name))
+            done[name] = True
+
+    for name in sorted(arrows):
+        follow(name, ())
+
+
+def test_no_part_imports_in_a_circle():
+    arrows: dict[str, set[str]] = {part(name): set() for name in modules()}
+    for name in modules():
+        arrows[part(name)] |= {part(target) for target in imported(name, at_once=True)} - {part(name)}
+    assert_no_circle(arrows)
+
+
+def test_no_file_imports_in_a_circle():
+    assert_no_circle({name: imported(name, at_once=True) for name in modules()})
+
+
+def test_parts_import_one_another_by_their_facades():
+    def behind(name):
+        others = {target for target in imported(name, at_once=False) if part(target) != part(name)}
+        for target in others:
+            if target.count(".") > 1 and target.split(".", 2)[2] not in FACADES[part(target)]:
+                yield target
+
+    assert found_in_modules(behind) == {}
+
+
+def test_a_facade_is_imported_by_others():
+    needed = {target for name in modules() for target in imported(name, at_once=False) if part(target) != part(name)}
+    listed = {f"gpuinfer.{owner}.{module}" for owner, names in FACADES.items() for module in names}
+    assert listed - needed == set(), "what no other part imports any more is no facade"
 
 
 def found_in_modules(faults_of):
     """What there is to say against each file, if anything. One test for all: so many small ones take ten seconds."""
     return {name: faults for name in modules() if (faults := list(faults_of(name)))}
-
-
-def test_imports_point_down():
-    def upward(name):
-        own_level, own = layer(name)
-        for target, now in imports(name):
-            if inside(target, "gpuinfer") or target.startswith("gpuinfer."):
-                level, member = layer(target)
-                if member != own and level <= own_level and now:
-                    yield target
-
-    assert found_in_modules(upward) == {}
 
 
 def out_of_place(name, libraries, *, at_once):
@@ -157,28 +336,6 @@ def test_a_library_for_the_screen_is_imported_in_its_place_only():
 
 def test_heavy_libraries_are_imported_where_they_are_used():
     assert found_in_modules(lambda name: out_of_place(name, HEAVY, at_once=True)) == {}
-
-
-def test_no_two_files_import_one_another():
-    inside_of = {name: sorted(_modules_in(name)) for name in modules()}
-    done: dict[str, bool] = {}  # False while it is followed
-
-    def follow(name: str, way: tuple[str, ...]) -> None:
-        assert done.get(name, True), f"a circle of imports: {' → '.join((*way[way.index(name) :], name))}"
-        if name not in done:
-            done[name] = False
-            for target in inside_of[name]:
-                follow(target, (*way, name))
-            done[name] = True
-
-    for name in modules():
-        follow(name, ())
-
-
-def _modules_in(name: str) -> set[str]:
-    """The files that a file imports, at once or later; a name stands for the file that it comes from."""
-    found = {target if target in modules() else target.rpartition(".")[0] for target, _ in imports(name)}
-    return {target for target in found if target in modules() and target != name}
 
 
 def test_no_plugin_is_named_by_the_engine():

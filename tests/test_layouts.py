@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from gpuinfer.api import ModelSpec
 from gpuinfer.errors import BackendError, UnknownName
-from gpuinfer.models.layouts import INPUT_DTYPES, AnswerLayout, misfit, row_dtype, row_shape
+from gpuinfer.models.row_format import INPUT_DTYPES, AnswerLayout, misfit, row_dtype, row_shape
 
 
 def spec(input_dtype="uint8", inputs=13):
@@ -130,5 +130,5 @@ def test_anything_else_on_the_wire_is_refused(wire):
 
 
 def test_a_client_that_knows_the_layouts_has_not_imported_torch():
-    code = "import sys, gpuinfer.models.layouts; sys.exit('torch' in sys.modules)"
+    code = "import sys, gpuinfer.models.row_format; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=200).returncode == 0

@@ -9,8 +9,16 @@ from random import Random
 
 import pytest
 
-from gpuinfer.models.looks import LEAST_PAIRS, LONGEST, LOOK_S, MOST_PAIRS, REST, Looks, Way
-from gpuinfer.models.turns import Turns
+from gpuinfer.models.device_arbiter import FairScheduler
+from gpuinfer.models.sharing_experiment import (
+    LEAST_PAIRS,
+    LONGEST,
+    LOOK_S,
+    MOST_PAIRS,
+    REST,
+    SharingExperiment,
+    SharingWay,
+)
 
 CORES, SECONDS = 2, 20.0
 
@@ -34,7 +42,7 @@ class Model:
 
 def run(models, looks, seconds=SECONDS):
     """Forwards of each model, and the share of time in which they ran at once."""
-    turns = Turns(CORES, looks, Way.TURNS if looks is None else looks.way)
+    turns = FairScheduler(CORES, looks, SharingWay.TURNS if looks is None else looks.way)
     members = [turns.join(model.share) for model in models]
     order, now, done = iter(range(1 << 40)), 0.0, [0] * len(models)
     events = [(model.since, next(order), "ask", index) for index, model in enumerate(models)]
@@ -59,7 +67,7 @@ def run(models, looks, seconds=SECONDS):
             heapq.heappush(
                 events, (now + seconds_of * (model.crowded if len(running) > 1 else 1), next(order), "end", turn)
             )
-        if looks is None or looks.way is not Way.FREELY:
+        if looks is None or looks.way is not SharingWay.FREELY:
             assert sum(turn.width for turn in running) <= CORES
         if again_at < math.inf:
             heapq.heappush(events, (again_at + 1e-9, next(order), "look", None))
@@ -72,7 +80,7 @@ def shared(*models, **arguments):
 
 def on_cores():
     """As on a CPU."""
-    return Looks(Way.TURNS, Way.SHARES, likely=Way.SHARES)
+    return SharingExperiment(SharingWay.TURNS, SharingWay.SHARES, likely=SharingWay.SHARES)
 
 
 @pytest.mark.parametrize(
@@ -100,14 +108,14 @@ def test_the_faster_way_is_gone_for_nearly_all_of_the_time(models, at_once):
 
 
 def test_long_forwards_are_looked_at_too():
-    looks = Looks(Way.TURNS, Way.SHARES)
+    looks = SharingExperiment(SharingWay.TURNS, SharingWay.SHARES)
     run([Model(step_s=1.0), Model(step_s=1.0)], looks, seconds=60.0)
     assert all(one.pairs >= LEAST_PAIRS for one in looks.judged.values())
-    assert looks.way is Way.SHARES
+    assert looks.way is SharingWay.SHARES
 
 
 def test_looks_find_how_many_times_as_fast_it_is():
-    looks = Looks(Way.TURNS, Way.SHARES)
+    looks = SharingExperiment(SharingWay.TURNS, SharingWay.SHARES)
     run([Model(), Model(gain=1.6)], looks)
     small, large = (math.exp(one.logs / one.pairs) for one in looks.judged.values())
     assert (small, large) == pytest.approx((2.0, 2 / 1.6), rel=0.25)  # fair turns are of time, not of forwards
@@ -134,14 +142,14 @@ def test_a_model_that_keeps_its_threads_takes_turns():
 
 
 def test_what_is_usual_stays_but_for_the_looks():
-    looks = Looks(Way.TURNS, Way.FREELY, Way.FREELY)
+    looks = SharingExperiment(SharingWay.TURNS, SharingWay.FREELY, SharingWay.FREELY)
     _, part = run([Model(crowded=3.0), Model(crowded=3.0)], looks)
     assert part > 0.9
     assert all(one.pairs >= LEAST_PAIRS and one.logs < 0 for one in looks.judged.values())
 
 
 def test_one_that_comes_and_goes_is_never_looked_at_for_long():
-    looks = Looks(Way.TURNS, Way.SHARES)
+    looks = SharingExperiment(SharingWay.TURNS, SharingWay.SHARES)
     now = 0.0
     for _ in range(1000):
         for _ in range(20):
@@ -150,18 +158,18 @@ def test_one_that_comes_and_goes_is_never_looked_at_for_long():
         now += 0.2
         looks.ended("a", now - 0.004, now, 1.0, {"a": 1.0})
     assert not looks.judged
-    assert looks.way is Way.TURNS
+    assert looks.way is SharingWay.TURNS
 
 
 def test_another_company_is_looked_at_anew():
-    looks = Looks(Way.TURNS, Way.SHARES)
+    looks = SharingExperiment(SharingWay.TURNS, SharingWay.SHARES)
     run([Model(), Model(), Model(since=5.0)], looks)
     assert len(looks.judged) == 3
 
 
 def test_until_something_is_known_they_go_the_way_that_is_likely():
-    for likely in (Way.TURNS, Way.SHARES):
-        looks = Looks(Way.TURNS, Way.SHARES, likely=likely)
+    for likely in (SharingWay.TURNS, SharingWay.SHARES):
+        looks = SharingExperiment(SharingWay.TURNS, SharingWay.SHARES, likely=likely)
         looks.ended("a", 0.0, 0.1, 1.0, {"a": 1.0})
         assert looks.way is likely
 
@@ -169,7 +177,7 @@ def test_until_something_is_known_they_go_the_way_that_is_likely():
 def test_shares_that_are_no_whole_cores_are_likely_to_be_kept_by_turns():
     looks = on_cores()
     _, part = run([Model(gain=1.9, share=2), Model(gain=1.9)], looks, seconds=0.1)  # less than a look
-    assert looks.way is Way.TURNS
+    assert looks.way is SharingWay.TURNS
     assert part < 0.1
 
 
@@ -230,4 +238,4 @@ def test_looks_at_a_way_that_seems_faster_wait_for_nothing():
     looks = on_cores()
     disturbed = Model(gain=1.9, crowded=1.4, noise=0.1)
     run([disturbed, disturbed], looks, seconds=2 * LEAST_PAIRS * 2 * LOOK_S)
-    assert looks.way is Way.TURNS
+    assert looks.way is SharingWay.TURNS

@@ -13,11 +13,11 @@ from gpuinfer.api import ModelSpec, Setup
 from gpuinfer.backends.inprocess import InProcess
 from gpuinfer.cli.app import run
 from gpuinfer.errors import UsageError, WorkError
-from gpuinfer.host.commands import Ended
-from gpuinfer.memory import document, measuring, probing
-from gpuinfer.memory.asked import Options
-from gpuinfer.memory.measuring import examine
-from gpuinfer.memory.rows import RowsSubject
+from gpuinfer.host.children import FinishedProgram
+from gpuinfer.lab.memory import memory_probe, probe_child
+from gpuinfer.lab.memory.memory_options import MemoryOptions
+from gpuinfer.lab.memory.probe_child import examine
+from gpuinfer.lab.memory.rows_memory import RowsSubject
 from gpuinfer.units import size
 
 FREE = "2GiB"
@@ -26,13 +26,13 @@ FREE = "2GiB"
 def told(capsys, *words, device="cpu"):
     assert run(["memory", *words, "--json", "-", "--device", device, "-B", "threads=1"]) == 0
     found = json.loads(capsys.readouterr().out)
-    jsonschema.validate(found, probing.schema())
+    jsonschema.validate(found, memory_probe.schema())
     (device,) = found["devices"]
     return device
 
 
 def parts_add_up(said):
-    parts = [said[f"{part}_bytes"] for part in document.PARTS]
+    parts = [said[f"{part}_bytes"] for part in memory_probe.PARTS]
     return sum(parts) == said["estimated_bytes"]
 
 
@@ -104,17 +104,17 @@ def test_what_a_factory_wants_is_named_by_its_flags(parameters, cure, tmp_path, 
     ("free", "cure"), [(1 << 20, r"more than the 1\.0 MiB of --free. Give a larger"), (None, "Free some memory")]
 )
 def test_memory_that_runs_out_at_the_first_look_is_told_without_the_allocators_words(free, cure):
-    error = measuring.no_room(RuntimeError("DefaultCPUAllocator: can't allocate memory"), {"free": free})
+    error = probe_child.no_room(RuntimeError("DefaultCPUAllocator: can't allocate memory"), {"free": free})
     assert re.search(cure, str(error))
     assert "Allocator" not in str(error)
-    assert measuring.no_room(RuntimeError("shapes do not fit"), {"free": free}) is None
+    assert probe_child.no_room(RuntimeError("shapes do not fit"), {"free": free}) is None
 
 
 @pytest.mark.parametrize(("probe", "said"), [(True, "Try --no-probe"), (False, "`gpuinfer doctor`")])
 def test_a_child_without_a_word_is_told_with_a_cure_that_is_left(probe, said, monkeypatch):
-    monkeypatch.setattr(probing.commands, "run", lambda *_: Ended(1, b"", b"it broke"))
+    monkeypatch.setattr(memory_probe.commands, "run", lambda *_: FinishedProgram(1, b"", b"it broke"))
     with pytest.raises(WorkError, match=said) as caught:
-        probing.examined(ModelSpec("tiny", kind="text"), Setup(), Options(model="tiny", probe=probe), {})
+        memory_probe.examined(ModelSpec("tiny", kind="text"), Setup(), MemoryOptions(model="tiny", probe=probe), {})
     assert ("--no-probe" in str(caught.value)) == probe
 
 
@@ -125,7 +125,7 @@ def test_several_batches_are_estimated_and_the_largest_is_what_is_asked_for():
     (device,) = found["devices"]
     assert found["asked"] == device["batch"]["batch"] == 64
     assert [one["batch"] for one in device["also"]] == [2, 8]
-    assert document.columns({**found, "schema": ""}, device)[1:4] == ["2", "8", "64"]
+    assert memory_probe.columns({**found, "schema": ""}, device)[1:4] == ["2", "8", "64"]
     few, more = (one["estimated_bytes"] for one in device["also"])
     assert few < more < device["batch"]["estimated_bytes"]
 
@@ -138,7 +138,7 @@ def test_what_is_no_value_is_refused_before_anything_is_started(given):
         run(["memory", "--model", "blobnet", *given])
 
 
-PARTS = {"batch": 4, **{f"{part}_bytes": 1 << 20 for part in document.PARTS}, "estimated_bytes": 5 << 20}
+PARTS = {"batch": 4, **{f"{part}_bytes": 1 << 20 for part in memory_probe.PARTS}, "estimated_bytes": 5 << 20}
 DEVICE = {
     "device": "cuda:0",
     "copies": 1,
@@ -175,12 +175,12 @@ def said(*devices, asked=None):
 def after(monkeypatch, code, *lines, err=b"last words\n"):
     """What becomes of a child that says these lines and ends so."""
     out = b"".join(json.dumps(line).encode() + b"\n" for line in lines) + b'{"half a li'
-    monkeypatch.setattr(probing.commands, "run", lambda *given: Ended(code, out, err))
+    monkeypatch.setattr(memory_probe.commands, "run", lambda *given: FinishedProgram(code, out, err))
     from gpuinfer.api import ModelSpec, Setup
-    from gpuinfer.memory.asked import Options
+    from gpuinfer.lab.memory.memory_options import MemoryOptions
 
-    found = probing.examined(ModelSpec("toy", kind="text"), Setup(), Options(model="toy"), {})
-    jsonschema.validate(found, probing.schema())
+    found = memory_probe.examined(ModelSpec("toy", kind="text"), Setup(), MemoryOptions(model="toy"), {})
+    jsonschema.validate(found, memory_probe.schema())
     return found
 
 
@@ -195,7 +195,7 @@ def test_a_child_that_dies_while_it_measures_has_told_the_estimate(code, why, mo
     one, other = found["devices"]
     assert one["not_tried"] is None
     assert why in other["not_tried"]
-    assert ("not tried", other["not_tried"]) in list(document.notes(found, other))
+    assert ("not tried", other["not_tried"]) in list(memory_probe.notes(found, other))
 
 
 def test_a_child_that_dies_at_once_is_an_error_with_a_cure(monkeypatch):
@@ -217,12 +217,12 @@ def test_what_does_not_fit_is_told_of_the_device_with_least_room(monkeypatch):
 def test_people_see_each_batch_and_who_else_is_on_the_device(monkeypatch):
     found = after(monkeypatch, 0, said(DEVICE), said(TRIED))
     (device,) = found["devices"]
-    assert document.columns(found, device) == ["full rows", "4", "100", "400"]
-    shown = document.rows(device)
+    assert memory_probe.columns(found, device) == ["full rows", "4", "100", "400"]
+    shown = memory_probe.rows(device)
     assert shown[0] == ("process", "1.0 MiB", "1.0 MiB", "1.0 MiB")
     assert shown[-2:] == [("measured", "–", "100 MiB", "–"), ("ratio", "–", "0.05", "–")]
-    notes = [text for _, text in document.notes(found, device)]
+    notes = [text for _, text in memory_probe.notes(found, device)]
     assert "trainer (pid 7) holds 2.0 GiB of this device" in notes
     assert "a process (pid 8) holds memory that the driver does not tell of this device" in notes
     assert "400 by the estimate, 360 by what was measured" in notes
-    assert document.heading(found, device) == "memory · toy · float32 on cuda:0, a context of 64"
+    assert memory_probe.heading(found, device) == "memory · toy · float32 on cuda:0, a context of 64"

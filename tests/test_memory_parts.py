@@ -12,15 +12,14 @@ from torch import nn
 
 from gpuinfer.api import ModelSpec, Setup
 from gpuinfer.errors import UsageError
-from gpuinfer.memory.asked import Options, model_of
-from gpuinfer.memory.fitting import largest
-from gpuinfer.models.footprint import allocations, weight_bytes
-from gpuinfer.models.frozen import PackedAffine
-from gpuinfer.models.heap import Event, Heap
-from gpuinfer.models.memory import LARGEST_OF_ROWS as LARGEST
+from gpuinfer.lab.memory.batch_trials import largest
+from gpuinfer.lab.memory.memory_options import MemoryOptions, model_of
+from gpuinfer.models.footprint import HeapEvent, HeapReplay, allocations, weight_bytes
+from gpuinfer.models.networks import PackedAffine
+from gpuinfer.models.out_of_memory import LARGEST_OF_ROWS as LARGEST
 from gpuinfer.text.checkpoint import open_checkpoint
-from gpuinfer.text.checkpoint.estimate import page_bytes, working
-from gpuinfer.text.decoder.cpu import CpuDecoder, available
+from gpuinfer.text.checkpoint.memory_estimate import page_bytes, working
+from gpuinfer.text.decoder.compiled_decoder import CpuDecoder, cpu_available
 from gpuinfer.units import memory, size
 
 MIB = 1 << 20
@@ -30,8 +29,8 @@ MIB = 1 << 20
 
 
 def replayed(*events):
-    heap = Heap()
-    heap.replay([Event(piece, count) for piece, count in events])
+    heap = HeapReplay()
+    heap.replay([HeapEvent(piece, count) for piece, count in events])
     return heap
 
 
@@ -69,9 +68,9 @@ def series(draw):
 
 @given(series())
 def test_a_heap_holds_at_least_what_is_in_use_and_no_two_pieces_overlap(events):
-    heap, used, most = Heap(), {}, 0
+    heap, used, most = HeapReplay(), {}, 0
     for piece, count in events:
-        heap.replay([Event(piece, count)])
+        heap.replay([HeapEvent(piece, count)])
         used.pop(piece, None)
         if count > 0:
             used[piece] = count
@@ -120,7 +119,7 @@ def test_a_dip_above_what_does_not_fit_is_found():
 # Text
 
 
-@pytest.mark.skipif(not available(torch.float32), reason="no kernels of ours for this processor")
+@pytest.mark.skipif(not cpu_available(torch.float32), reason="no kernels of ours for this processor")
 @pytest.mark.parametrize("name", ["tiny", "tiny-llada"])
 @pytest.mark.parametrize("threads", [1, 2])
 def test_the_cache_of_our_own_kernels_is_as_estimated(name, threads):
@@ -144,7 +143,7 @@ def test_torch_needs_copies_that_our_kernels_do_not():
 
 
 def asked(**options):
-    return model_of(Options(**options), Setup())
+    return model_of(MemoryOptions(**options), Setup())
 
 
 def test_a_built_in_network_has_the_sizes_of_a_game():

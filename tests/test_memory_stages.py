@@ -11,18 +11,16 @@ import torch
 from gpuinfer.api import ModelSpec, Setup
 from gpuinfer.cli.app import run
 from gpuinfer.errors import UsageError
-from gpuinfer.memory import document, measuring, probing
-from gpuinfer.memory.measuring import examine
-from gpuinfer.memory.parts import Parts
-from gpuinfer.memory.staged_rows import StagedRows
-from gpuinfer.memory.staged_text import StagedText
-from gpuinfer.memory.stages import StagesHere
-from gpuinfer.memory.text import TextSubject
-from gpuinfer.models.meter import CpuMeter
-from gpuinfer.models.stages import timing
+from gpuinfer.lab.memory import memory_probe, probe_child
+from gpuinfer.lab.memory.batch_trials import MemoryParts, StagesHere
+from gpuinfer.lab.memory.probe_child import examine
+from gpuinfer.lab.memory.rows_memory import StagedRows
+from gpuinfer.lab.memory.text_memory import StagedText, TextSubject
+from gpuinfer.models.footprint import CpuMemoryMeter
+from gpuinfer.models.pipeline import stage_plan
 from gpuinfer.text.checkpoint import open_checkpoint
-from gpuinfer.text.checkpoint.estimate import empty_weights, weight_bytes
-from gpuinfer.text.stages.open_staged import layer_bytes
+from gpuinfer.text.checkpoint.memory_estimate import empty_weights, weight_bytes
+from gpuinfer.text.stages.open_staged_decoder import layer_bytes
 
 ROWS = {"name": "blobnet-small", "inputs": 64, "input_dtype": "uint8", "arguments": {"actions": 8, "seats": 2}}
 TEXT = {"name": "tiny", "kind": "text"}
@@ -34,11 +32,11 @@ BYTES = [f"{part}_bytes" for part in ("weights", "cache", "activations", "workin
 @pytest.fixture(autouse=True)
 def in_this_process(monkeypatch):
     """What the child would do to itself is not done to a process of tests, nor what only a probe needs."""
-    monkeypatch.setattr(CpuMeter, "bound", lambda self, beside: None)
-    monkeypatch.setattr(CpuMeter, "forget", lambda self: None)
+    monkeypatch.setattr(CpuMemoryMeter, "bound", lambda self, beside: None)
+    monkeypatch.setattr(CpuMemoryMeter, "forget", lambda self: None)
     for subject in (StagedRows, StagedText, TextSubject):
         monkeypatch.setattr(subject, "warm_up", lambda self: None)
-    monkeypatch.setattr(timing, "BUDGET_S", 0.0)
+    monkeypatch.setattr(stage_plan, "BUDGET_S", 0.0)
     yield
     torch.set_num_threads(1)
 
@@ -48,7 +46,7 @@ def looked_at(spec, batches=(), devices=("cpu",), context=None, **options):
     asked = {"spec": spec, "devices": list(devices), "dtype": "float32", "seed": 0, "probe": False}
     asked |= {"options": {**OPTIONS, **OF_ROWS, **options}, "batch_size": list(batches), "context": context}
     told = next(examine({**asked, "free": 4 << 30}))
-    found = {"schema": probing.SCHEMA, **told}
+    found = {"schema": memory_probe.SCHEMA, **told}
     (device,) = found["devices"]
     return found, device
 
@@ -67,7 +65,7 @@ def test_stages_add_up_to_the_memory_that_they_share(spec):
     assert device["batch"]["estimated_bytes"] == of_all(device, "estimated_bytes") + device["batch"]["process_bytes"]
     assert (found["facts"]["split"], found["facts"]["stages"]) == ("given", 2)
     assert device["largest"]["batch"] > 48
-    jsonschema.validate(found, probing.schema())
+    jsonschema.validate(found, memory_probe.schema())
 
 
 @pytest.mark.parametrize("devices", [("cpu",), ("cpu", "cpu")], ids=["one", "two stand-ins"])
@@ -89,10 +87,10 @@ def test_pages_that_are_asked_for_are_what_every_batch_has(parallel):
     assert [one["batch"] for one in (*device["also"], device["batch"])] == [4, 10]
     assert {one["cache_bytes"] for one in (*device["also"], device["batch"])} == {device["pages"]["cache_bytes"]}
     assert device["largest"]["batch"] == 10
-    said = dict(document.notes(found, device))
+    said = dict(memory_probe.notes(found, device))
     assert said["largest batch"] == "10 rows at once, of which 1 may be full: -B pages allows no more"
     assert "as -B pages says" in said[""]
-    jsonschema.validate(found, probing.schema())
+    jsonschema.validate(found, memory_probe.schema())
 
 
 def test_without_points_layers_of_text_are_split_by_their_weights_where_nothing_is_to_be_read():
@@ -176,7 +174,7 @@ class Three:
         return [(0, 1), (2, 2), (3, 5)]
 
     def parts(self, batch):
-        return [Parts(0, 100 * number, batch, 10, 1) for number in (1, 2, 3)]
+        return [MemoryParts(0, 100 * number, batch, 10, 1) for number in (1, 2, 3)]
 
     def run(self, batch):
         return 0.0
@@ -185,18 +183,18 @@ class Three:
 def test_a_memory_has_the_stages_that_lie_on_its_device_and_the_process():
     here = StagesHere(Three(), "cuda:0")
     here.process = 7
-    assert here.parts(5) == Parts(7, 400, 10, 20, 2)
+    assert here.parts(5) == MemoryParts(7, 400, 10, 20, 2)
     assert [(one.stage, one.layers) for one in here.stages(5)] == [(0, (0, 1)), (2, (3, 5))]
 
 
 def test_each_device_is_one_memory_whatever_the_model_does_there(monkeypatch):
     devices = [torch.device("cuda", number) for number in (0, 1)]
     setup = Setup(devices=("cuda:0", "cuda:1"))
-    monkeypatch.setattr(measuring, "_staged", lambda *_: Three())
-    monkeypatch.setattr(measuring, "_whole", lambda spec, own, *_: own.devices)
+    monkeypatch.setattr(probe_child, "_staged", lambda *_: Three())
+    monkeypatch.setattr(probe_child, "_whole", lambda spec, own, *_: own.devices)
 
     def subjects(parallel, devices):
-        return list(measuring._subjects(ModelSpec("net"), setup, {"options": {"parallel": parallel}}, devices))
+        return list(probe_child._subjects(ModelSpec("net"), setup, {"options": {"parallel": parallel}}, devices))
 
     first, second = subjects("pipeline", devices)
     assert [one.stage for one in first[2].stages(1)] == [0, 2]
@@ -233,7 +231,7 @@ def a_device(name, largest, *stages):
 def test_people_see_the_stages_of_all_devices_in_their_order_and_the_least_largest_batch():
     facts = {"parallel": "pipeline", "stages": 3, "split": "time", "micro_batch_rows": 512, "forwards": 4}
     found = {
-        "schema": probing.SCHEMA,
+        "schema": memory_probe.SCHEMA,
         "model": "net",
         "kind": "rows",
         "dtype": "float32",
@@ -244,16 +242,18 @@ def test_people_see_the_stages_of_all_devices_in_their_order_and_the_least_large
             a_device("cuda:1", 70, a_stage(1, [2, 3], cache_bytes=0)),
         ],
     }
-    jsonschema.validate(found, probing.schema())
-    assert document.staged(found)
-    assert document.heading(found, found["devices"][0]).endswith("on cuda:0, 2 of 3 stages in one memory (pipeline)")
-    assert document.stage_columns(found) == ["stage", "on", "weights", "caches", "activations", "working", "in all"]
-    assert [row[:2] for row in document.stage_rows(found)] == [
+    jsonschema.validate(found, memory_probe.schema())
+    assert memory_probe.staged(found)
+    assert memory_probe.heading(found, found["devices"][0]).endswith(
+        "on cuda:0, 2 of 3 stages in one memory (pipeline)"
+    )
+    assert memory_probe.stage_columns(found) == ["stage", "on", "weights", "caches", "activations", "working", "in all"]
+    assert [row[:2] for row in memory_probe.stage_rows(found)] == [
         ("0, layers 0 to 1", "cuda:0"),
         ("1, layers 2 to 3", "cuda:1"),
         ("2, layer 4", "cuda:0"),
     ]
-    notes = dict(document.stage_notes(found))
+    notes = dict(memory_probe.stage_notes(found))
     assert notes["largest batch"] == "70 rows: the least of all, on cuda:1"
     assert notes["free"] == "10.0 GiB on cuda:0, 10.0 GiB on cuda:1"
     assert "-B split_points=2,4 keeps it so" in notes["split"]

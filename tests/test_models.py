@@ -11,11 +11,10 @@ from torch import nn
 from gpuinfer.api import ModelSpec
 from gpuinfer.errors import UnknownName, UsageError
 from gpuinfer.models.device import device_name, resolve_device, resolve_dtype
-from gpuinfer.models.frozen import Affine, PackedAffine
-from gpuinfer.models.layouts import AnswerLayout
 from gpuinfer.models.load import build, called, probe, trainable
-from gpuinfer.models.networks import BlobNet, BlobNetSmall
+from gpuinfer.models.networks import Affine, BlobNet, BlobNetSmall, PackedAffine
 from gpuinfer.models.processor import cpu_name
+from gpuinfer.models.row_format import AnswerLayout
 
 CPU = torch.device("cpu")
 FEATURES, ACTIONS, SEATS = 64, 20, 4

@@ -8,11 +8,11 @@ from dataclasses import replace
 
 import pytest
 
-from gpuinfer.report import models
+from gpuinfer.cli.screen import final_panel
+from gpuinfer.cli.screen.live_view import models_of
+from gpuinfer.report import report_sections
 from gpuinfer.report.evidence import Evidence
-from gpuinfer.report.judging import judge
-from gpuinfer.screen import summary
-from gpuinfer.screen.view import models_of
+from gpuinfer.report.verdict import judge
 from gpuinfer.stats import Histogram, Snapshot, merge, of_model, since
 
 
@@ -31,16 +31,16 @@ BOTH = Snapshot(models={"chat": of("text", 2.0, 30, 6.0, 1.0), "net": of("rows",
 
 
 def test_the_device_time_is_shared_out_whole():
-    chat, net = models.lines(BOTH, 10.0)
+    chat, net = report_sections.model_lines(BOTH, 10.0)
     assert (chat["device_share"], net["device_share"]) == (0.75, 0.25)
     assert (chat["rows_per_s"], chat["output_tokens"], net["turn_wait_s"]) == (3.0, 150, 3.0)
 
 
 def test_lines_of_several_processes_add_up_and_count_from_a_mark():
     twice = merge([BOTH, BOTH])
-    assert [line["device_s"] for line in models.lines(twice, 1.0)] == [12.0, 4.0]
-    assert [line["share"] for line in models.lines(twice, 1.0)] == [2.0, 1.0]
-    assert models.lines(since(twice, BOTH), 1.0) == models.lines(BOTH, 1.0)
+    assert [line["device_s"] for line in report_sections.model_lines(twice, 1.0)] == [12.0, 4.0]
+    assert [line["share"] for line in report_sections.model_lines(twice, 1.0)] == [2.0, 1.0]
+    assert report_sections.model_lines(since(twice, BOTH), 1.0) == report_sections.model_lines(BOTH, 1.0)
     assert Snapshot.from_wire(BOTH.to_wire()) == BOTH
 
 
@@ -53,7 +53,7 @@ def test_without_turns_the_time_of_the_forward_lanes_counts():
 
 
 def test_the_screen_has_a_line_a_model():
-    told = [(row.name, row.text) for row in summary.rows({"models": models.lines(BOTH, 10.0)})]
+    told = [(row.name, row.text) for row in final_panel.rows({"models": report_sections.model_lines(BOTH, 10.0)})]
     assert ("models", "chat: 150 tokens, 75% of the device time, waited 10.0 ms in the queue, 1 s for turns") in told
     assert list(models_of(BOTH)) == ["device: chat 75%, net 25%"]
     assert list(models_of(Snapshot())) == []
@@ -73,7 +73,7 @@ RUN = Evidence(
     cpu_s=19.0,
     cpu_wait_s=15.0,
     options={"-B": {"gate": False, "threads": 2}},
-    models=models.lines(BOTH, 10.0),
+    models=report_sections.model_lines(BOTH, 10.0),
 )
 
 
@@ -104,7 +104,9 @@ def looked_at(*ratios: float) -> Evidence:
     snapshot = Snapshot(
         models={"chat": of("text", 2.0, 30, 6.0, 1.0, logs), "net": of("rows", 1.0, 10, 2.0, 3.0, logs)}
     )
-    return replace(RUN, models=models.lines(snapshot, 10.0), options={"-B": {"gate": True}}, cpu_wait_s=0.0)
+    return replace(
+        RUN, models=report_sections.model_lines(snapshot, 10.0), options={"-B": {"gate": True}}, cpu_wait_s=0.0
+    )
 
 
 def test_what_was_found_by_looks_is_in_the_line_of_each_model():

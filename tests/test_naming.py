@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from gpuinfer.api import ModelSpec
-from gpuinfer.runtime.naming import told_apart
+from gpuinfer.runtime.session_counters import distinct_names
 
 
 @pytest.mark.parametrize(
@@ -34,5 +34,5 @@ from gpuinfer.runtime.naming import told_apart
 )
 def test_models_are_told_apart(own, other, names):
     one, two = (ModelSpec(name, weights) for name, weights in (own, other))
-    assert told_apart(one, two) == names
-    assert told_apart(two, one) == (names[::-1] if own != other else names)
+    assert distinct_names(one, two) == names
+    assert distinct_names(two, one) == (names[::-1] if own != other else names)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from gpuinfer.host.neighbours import CoreTime, core_time
+from gpuinfer.host.cpu_contention import CoreTime, core_time
 
 TICK = 1 / os.sysconf("SC_CLK_TCK")
 

@@ -9,7 +9,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
-from gpuinfer.models import nvml
+from gpuinfer.models import device as nvml
 from gpuinfer.models.device import Gauge
 from gpuinfer.stats import DEVICE
 

@@ -10,19 +10,19 @@ import time
 import pytest
 
 from gpuinfer.config import settings
-from gpuinfer.fleet.launchers.slurm import Slurm
-from gpuinfer.host import one_file
+from gpuinfer.fleet.launchers.slurm import SlurmLauncher
+from gpuinfer.host import installation
 
-OLD_S = one_file.KEPT_S + 60
+OLD_S = installation.KEPT_S + 60
 
 
 @pytest.fixture
 def inside(tmp_path, monkeypatch):
     """The folder that this process seems to run from."""
     folder = made(tmp_path / "one-file", "2-b")
-    (folder / one_file.MARK).write_text("{}")
+    (folder / installation.ONE_FILE_MARK).write_text("{}")
     monkeypatch.setattr(sys, "base_prefix", str(folder))
-    monkeypatch.setenv(one_file.VARIABLE, "/opt/gpuinfer")
+    monkeypatch.setenv(installation.ONE_FILE_VARIABLE, "/opt/gpuinfer")
     return folder
 
 
@@ -43,29 +43,29 @@ def names(folder):
 
 
 def test_one_file_is_known_where_it_runs(inside):
-    assert str(one_file.one_file()) == "/opt/gpuinfer"
+    assert str(installation.one_file()) == "/opt/gpuinfer"
 
 
 def test_a_python_that_inherits_the_variable_is_not_inside(monkeypatch):
-    monkeypatch.setenv(one_file.VARIABLE, "/opt/gpuinfer")
-    assert one_file.one_file() is None
+    monkeypatch.setenv(installation.ONE_FILE_VARIABLE, "/opt/gpuinfer")
+    assert installation.one_file() is None
 
 
 def test_the_variable_is_no_setting(monkeypatch):
-    monkeypatch.setenv(one_file.VARIABLE, "/opt/gpuinfer")
+    monkeypatch.setenv(installation.ONE_FILE_VARIABLE, "/opt/gpuinfer")
     assert settings.load().common.backend == "inprocess"
 
 
 def test_a_version_that_nobody_has_used_for_a_day_goes(inside):
     made(inside.parent, "1-a", OLD_S)
-    made(inside.parent, "3-c", one_file.KEPT_S / 2)
-    one_file.clear_old()
+    made(inside.parent, "3-c", installation.KEPT_S / 2)
+    installation.remove_old_versions()
     assert names(inside) == {"2-b", "2-b.lock", "3-c", "3-c.lock"}
 
 
 def test_ours_stays_however_old(inside):
     os.utime(inside.parent / "2-b.lock", (0, 0))
-    one_file.clear_old()
+    installation.remove_old_versions()
     assert names(inside) == {"2-b", "2-b.lock"}
 
 
@@ -73,9 +73,9 @@ def test_a_version_that_a_process_uses_stays(inside):
     made(inside.parent, "1-a", OLD_S)
     with (inside.parent / "1-a.lock").open() as used:
         fcntl.flock(used, fcntl.LOCK_SH)
-        one_file.clear_old()
+        installation.remove_old_versions()
         assert {"1-a", "1-a.lock"} <= names(inside)
-    one_file.clear_old()
+    installation.remove_old_versions()
     assert names(inside) == {"2-b", "2-b.lock"}
 
 
@@ -83,20 +83,20 @@ def test_what_was_left_half_unpacked_or_half_removed_goes(inside):
     made(inside.parent, "1-a", OLD_S, end=".part")
     (inside.parent / "0-z.00c0ffee.part").mkdir()
     os.utime(inside.parent / "0-z.00c0ffee.part", (0, 0))
-    one_file.clear_old()
+    installation.remove_old_versions()
     assert names(inside) == {"2-b", "2-b.lock"}
 
 
 def test_what_is_being_unpacked_stays(inside):
     (inside.parent / "3-c.00c0ffee.part").mkdir()
-    one_file.clear_old()
+    installation.remove_old_versions()
     assert "3-c.00c0ffee.part" in names(inside)
 
 
 def test_elsewhere_nothing_is_removed(inside, monkeypatch):
     made(inside.parent, "1-a", OLD_S)
-    monkeypatch.delenv(one_file.VARIABLE)
-    one_file.clear_old()
+    monkeypatch.delenv(installation.ONE_FILE_VARIABLE)
+    installation.remove_old_versions()
     assert "1-a" in names(inside)
 
 
@@ -109,4 +109,4 @@ def test_elsewhere_nothing_is_removed(inside, monkeypatch):
     ],
 )
 def test_a_cluster_is_told_to_run_the_one_file(inside, options, program):
-    assert Slurm(Slurm.Options(**options))._command == program
+    assert SlurmLauncher(SlurmLauncher.Options(**options))._command == program

@@ -8,8 +8,8 @@ import pytest
 
 from gpuinfer.errors import BackendDied, BackendError, BadPrompt, Expired, PromptTooLong, QueueFull
 from gpuinfer.generation import Candidate, Completion, Generation, Logprob, Part
-from gpuinfer.openai.requests import BadRequest, PromptDefaults, RequestReader
-from gpuinfer.openai.responses import Chunks, Envelope, error_of, response, status_of
+from gpuinfer.serving.openai.requests import BadRequest, PromptDefaults, RequestReader
+from gpuinfer.serving.openai.responses import Chunks, Envelope, error_of, response, status_of
 
 CHAT, COMPLETION = Envelope("7", chat=True, model="m"), Envelope("7", chat=False, model="m")
 BOTH = pytest.mark.parametrize("envelope", [CHAT, COMPLETION], ids=["chat", "completion"])

@@ -7,7 +7,7 @@ import gc
 import pytest
 from helpers import AtOnce, Doubler
 
-from gpuinfer.host import pauses
+from gpuinfer.host import process
 from gpuinfer.runtime.session import Session
 
 
@@ -20,16 +20,16 @@ def thresholds():
 
 
 def test_full_collections_are_rare_as_long_as_anybody_serves(thresholds):
-    pauses.keep_short()
-    pauses.keep_short()
-    pauses.restore()
-    assert gc.get_threshold() == (*thresholds[:2], pauses.RARELY)
+    process.shorten_collections()
+    process.shorten_collections()
+    process.restore_collector()
+    assert gc.get_threshold() == (*thresholds[:2], process.THRESHOLDS_SERVING)
     assert gc.get_freeze_count() > 0
-    pauses.restore()
+    process.restore_collector()
 
 
 async def test_a_session_serves_from_its_first_request_to_its_end(thresholds):
     async with Session(Doubler(), AtOnce()) as infer:
         assert gc.get_threshold() == thresholds
         assert await infer(21) == 42
-        assert gc.get_threshold()[2] == pauses.RARELY
+        assert gc.get_threshold()[2] == process.THRESHOLDS_SERVING

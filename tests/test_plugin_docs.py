@@ -47,7 +47,7 @@ def test_the_backend_with_the_runs_model_keeps_the_contract(page):
 
 def test_the_page_names_every_check_that_is_made_of_a_kind(page):
     from gpuinfer.config.registry import KINDS
-    from gpuinfer.testing.plugins import CHECKS
+    from gpuinfer.testing.packages import CHECKS
 
     table = PAGE.read_text().partition("| of | is tried |")[2]
     assert [kind for kind in CHECKS if not re.search(rf"^\| an? {KINDS[kind]} \|", table, re.M)] == []

@@ -12,7 +12,7 @@ import time
 import pytest
 import uvloop
 
-from gpuinfer.host import loop as precise_loop
+from gpuinfer.host import event_loop as precise_loop
 
 
 @pytest.fixture

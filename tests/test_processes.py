@@ -17,7 +17,7 @@ from helpers import AtOnce, Doubler, Unpicklable, Unreachable
 from gpuinfer import errors
 from gpuinfer.api import ModelSpec, Setup
 from gpuinfer.errors import GpuinferError, QueueFull, UnknownName, UsageError, WorkerDied
-from gpuinfer.runtime import line, processes
+from gpuinfer.runtime import worker_pool
 from gpuinfer.runtime.session import Session
 from gpuinfer.runtime.worker import describe
 
@@ -88,15 +88,15 @@ async def test_a_message_for_a_worker_that_has_ended_says_so():
     """Whatever Python's transports do: in 3.12 one that is closed raises `TypeError` from `writelines`."""
     ours, theirs = socket.socketpair()
     theirs.close()
-    closed = await line.WorkerLine.open(ours)
+    closed = await worker_pool.WorkerLine.open(ours)
     closed.close()
     await asyncio.sleep(0)
-    with pytest.raises(line.LineClosed):
+    with pytest.raises(worker_pool.LineClosed):
         await closed.send({"mark": True})
 
 
 async def test_a_message_that_is_too_large_is_refused_before_it_is_sent(monkeypatch):
-    monkeypatch.setattr("gpuinfer.runtime.line.LARGEST", 1000)
+    monkeypatch.setattr("gpuinfer.runtime.worker_pool.LARGEST", 1000)
     async with session() as infer, infer.workers("helpers:echo", [{}]) as workers:
         with pytest.raises(GpuinferError, match="limit of 1,000"):
             await workers.send(0, {"block": bytes(1001)})
@@ -178,8 +178,10 @@ async def test_a_worker_that_vanishes_without_a_word_is_an_error(arguments, mess
 
 
 async def test_leaving_the_context_ends_workers_that_wait_for_a_message(monkeypatch):
-    monkeypatch.setattr("gpuinfer.runtime.processes.Workers._kill", lambda workers: None)  # they leave by themselves
-    monkeypatch.setattr(processes, "GRACE_S", 60.0)
+    monkeypatch.setattr(
+        "gpuinfer.runtime.worker_pool.WorkerPool._kill", lambda workers: None
+    )  # they leave by themselves
+    monkeypatch.setattr(worker_pool, "GRACE_S", 60.0)
     async with session() as infer:
         async with infer.workers("helpers:echo", [{}, {}]) as workers:
             heard = aiter(workers)
@@ -189,7 +191,7 @@ async def test_leaving_the_context_ends_workers_that_wait_for_a_message(monkeypa
 
 @pytest.mark.parametrize("target", ["busy_in_thread", "busy_in_loop"])
 async def test_leaving_the_context_ends_even_workers_that_cannot_listen(target, monkeypatch):
-    monkeypatch.setattr(processes, "GRACE_S", 0.2)
+    monkeypatch.setattr(worker_pool, "GRACE_S", 0.2)
     async with session() as infer:
         async with infer.workers(f"helpers:{target}", [{}]) as workers:
             pid = (await anext(aiter(workers)))[1]["pid"]
@@ -307,6 +309,6 @@ KINDS = [kind for kind in vars(errors).values() if isinstance(kind, type) and is
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 def test_every_error_of_ours_comes_back_as_itself(kind):
     sent = kind("model", "a", ["b"]) if kind is UnknownName else kind("what. Cure.")
-    back = line.as_error(3, describe(sent))
+    back = worker_pool.as_error(3, describe(sent))
     assert type(back) is kind
     assert str(back) == str(sent)

@@ -12,15 +12,15 @@ from helpers import AtOnce
 from remotes import Far
 from test_processes import collect, eventually, gone
 
-from gpuinfer.runtime import processes, pulse
-from gpuinfer.runtime.pulse import LATE_LOOKS, START_LOOKS, STARTING, WORKING, Heart, Pulse
+from gpuinfer.runtime import worker_pool
 from gpuinfer.runtime.session import Session
+from gpuinfer.runtime.worker_pool import LATE_LOOKS, START_LOOKS, STARTING, WORKING, WorkerHeartbeat, WorkerPulse
 
 
 @pytest.fixture
 def beating():
     """A pulse, with a beat of the given phase at each call."""
-    made = Pulse()
+    made = WorkerPulse()
     yield made, lambda phase: os.write(made.theirs.fileno(), phase)
     made.close()
 
@@ -81,17 +81,17 @@ def test_however_long_nobody_looked_one_look_finds_the_beats_of_all_that_time(be
 
 
 async def test_a_full_pipe_stops_no_heart(beating, monkeypatch):
-    monkeypatch.setattr(pulse, "BEAT_S", 0.01)
+    monkeypatch.setattr(worker_pool, "BEAT_S", 0.01)
     made, _ = beating
     fill(made, STARTING)
-    Heart(made.theirs).work()
+    WorkerHeartbeat(made.theirs).work()
     assert not made.is_stuck(0)  # takes the pipe's whole content
     assert await eventually(lambda: not made.is_stuck(0) and made._working)
 
 
 @pytest.mark.parametrize("target", ["helpers:echo", pytest.param("helpers:busy_in_thread", marks=pytest.mark.thorough)])
 async def test_a_worker_that_is_stopped_is_killed_and_ends_like_any_that_was(target, monkeypatch):
-    monkeypatch.setattr(processes, "LOOK_S", 0.6)
+    monkeypatch.setattr(worker_pool, "LOOK_S", 0.6)
     async with Session(Far(), AtOnce()) as infer, infer.workers(target, [{}, {}]) as workers:
         heard = aiter(workers)
         pids = dict([await anext(heard), await anext(heard)])
@@ -103,7 +103,7 @@ async def test_a_worker_that_is_stopped_is_killed_and_ends_like_any_that_was(tar
 
 @pytest.mark.thorough
 async def test_a_worker_that_computes_on_its_loop_is_left_alone(monkeypatch):
-    monkeypatch.setattr(processes, "LOOK_S", 0.6)
+    monkeypatch.setattr(worker_pool, "LOOK_S", 0.6)
     async with Session(Far(), AtOnce()) as infer, infer.workers("remotes:busy", [{"steps": 10**8}]) as workers:
         told = [message for _, message in await collect(workers) if message]
     assert told == [{"total": (10**8 - 1) * 10**8 // 2}]

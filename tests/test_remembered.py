@@ -13,11 +13,20 @@ from gpuinfer.api import ModelSpec, Roofline, Setup, TextRoofline
 from gpuinfer.backends.inprocess import InProcess
 from gpuinfer.errors import BackendDied
 from gpuinfer.host import machine
-from gpuinfer.models import processor, remembered
-from gpuinfer.models.remembered import FAR, KEPT_S, Found, place_of, recall, recall_text, remember, remember_text
-from gpuinfer.runtime import measuring
+from gpuinfer.models import processor, roofline_process
+from gpuinfer.models.roofline_process import (
+    FAR,
+    KEPT_S,
+    KeptSearch,
+    kept_path,
+    recall,
+    recall_text,
+    remember,
+    remember_text,
+)
+from gpuinfer.runtime import run_roofline
 
-FOUND = Found(1024, "2 forwards × 1 thread", 5e5, 300.0)
+FOUND = KeptSearch(1024, "2 forwards × 1 thread", 5e5, 300.0)
 SPEC = ModelSpec("blobnet-small", inputs=16, arguments={"actions": 5, "seats": 2})
 RUN = {"dtype": "float32", "compute": "auto", "cores": 2, "deterministic": False}
 
@@ -29,7 +38,7 @@ def cache(tmp_path, monkeypatch):
 
 
 def place(**changes):
-    return place_of(changes.pop("spec", SPEC), **{**RUN, **changes})
+    return kept_path(changes.pop("spec", SPEC), **{**RUN, **changes})
 
 
 def test_what_was_found_is_found_again():
@@ -66,7 +75,7 @@ def test_on_another_machine_nothing_is_known(changed, tmp_path, monkeypatch):
     if changed in lines:
         (tmp_path / "cpuinfo").write_text("\n".join({**lines, changed: lines[changed][:-1]}.values()))
     elif changed == "torch":
-        monkeypatch.setattr(remembered, "version", lambda package: "9.9")
+        monkeypatch.setattr(roofline_process, "version", lambda package: "9.9")
     else:
         monkeypatch.setenv("ATEN_CPU_CAPABILITY", "default")
     assert recall(place()) is None
@@ -129,7 +138,7 @@ def test_a_full_disk_is_no_failure(monkeypatch):
     def full(path, content):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(remembered.files, "write_whole", full)
+    monkeypatch.setattr(roofline_process.files, "write_whole", full)
     remember(place(), FOUND)
     assert recall(place()) is None
 
@@ -159,18 +168,18 @@ class Machine:
 
 @pytest.fixture
 def asked(monkeypatch):
-    monkeypatch.setattr(measuring, "Measurer", Machine)
+    monkeypatch.setattr(run_roofline, "Measurer", Machine)
     monkeypatch.setattr(Machine, "asked", [], raising=False)
     return Machine.asked
 
 
 def measured(device="cpu"):
-    return measuring.roofline_of(InProcess(Setup(model=SPEC, devices=(device,))))
+    return run_roofline.roofline_of(InProcess(Setup(model=SPEC, devices=(device,))))
 
 
 def test_the_second_run_measures_what_the_first_has_found(asked):
     assert measured() == measured() == Roofline(1e6, 512, "2 forwards × 1 thread", (1e6,))
-    assert asked == [(measuring.BEFORE_S, None), (measuring.KNOWN_S, 512)]
+    assert asked == [(run_roofline.BEFORE_S, None), (run_roofline.KNOWN_S, 512)]
 
 
 @pytest.mark.parametrize("factor", [0.9 / FAR, 1.1 * FAR])
@@ -178,10 +187,10 @@ def test_a_rate_that_is_far_from_what_it_was_is_looked_for_again(factor, asked, 
     measured()
     monkeypatch.setattr(Machine, "rate", factor * 1e6)
     assert measured().rows_per_s == factor * 1e6
-    assert asked[1:] == [(measuring.KNOWN_S, 512), (measuring.BEFORE_S, None)]
+    assert asked[1:] == [(run_roofline.KNOWN_S, 512), (run_roofline.BEFORE_S, None)]
     asked.clear()
     measured()
-    assert asked == [(measuring.KNOWN_S, 512)], "and is remembered as it is now"
+    assert asked == [(run_roofline.KNOWN_S, 512)], "and is remembered as it is now"
 
 
 def test_the_rate_is_measured_anew(asked, monkeypatch):
@@ -194,7 +203,7 @@ def test_a_cache_that_cannot_be_used_is_only_a_slower_start(asked, tmp_path, mon
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     assert measured() == measured()
-    assert [budget for budget, _ in asked] == [measuring.BEFORE_S] * 2
+    assert [budget for budget, _ in asked] == [run_roofline.BEFORE_S] * 2
 
 
 def test_of_cuda_nothing_is_kept(asked, monkeypatch):
@@ -205,7 +214,7 @@ def test_of_cuda_nothing_is_kept(asked, monkeypatch):
 
     monkeypatch.setattr(InProcess, "check", all_is_there)
     assert measured("cuda") == measured("cuda")
-    assert [budget for budget, _ in asked] == [measuring.BEFORE_S] * 2
+    assert [budget for budget, _ in asked] == [run_roofline.BEFORE_S] * 2
 
 
 TEXT = ModelSpec("tiny", kind="text")
@@ -248,9 +257,9 @@ class Measured(InProcess):
 
 def test_a_model_of_text_is_measured_after_its_run_for_a_tenth_of_its_time_and_remembered():
     backend = Measured(Setup(model=TEXT))
-    assert asyncio.run(measuring.text_roofline(backend, 48, 12.0)) == BEST
+    assert asyncio.run(run_roofline.text_roofline(backend, 48, 12.0)) == BEST
     assert backend.asked == (48, pytest.approx(1.2))
-    assert recall_text(measuring.place_of(backend, machine.cores())) == replace(BEST, remembered=True)
+    assert recall_text(run_roofline.place_of(backend, machine.cores())) == replace(BEST, remembered=True)
 
 
 @pytest.mark.parametrize(
@@ -265,4 +274,4 @@ def test_a_model_of_text_is_measured_after_its_run_for_a_tenth_of_its_time_and_r
 def test_a_run_goes_on_without_what_cannot_be_measured(rows, wall_s, outcome):
     backend = Measured(Setup(model=TEXT))
     backend.outcome = outcome
-    assert asyncio.run(measuring.text_roofline(backend, rows, wall_s)) is None
+    assert asyncio.run(run_roofline.text_roofline(backend, rows, wall_s)) is None

@@ -13,11 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpuinfer.api import Progress, Reason, Roofline, Setup
+from gpuinfer.cli.screen.final_panel import rows
 from gpuinfer.host import machine
-from gpuinfer.host.neighbours import CoreTime
+from gpuinfer.host.cpu_contention import CoreTime
 from gpuinfer.report.report import Run, batches, build, evidence, schema, throughput, time_s
-from gpuinfer.screen.summary import rows
-from gpuinfer.serving.figures import Recent, rates
+from gpuinfer.serving.health import RecentCounters, recent_rates
 from gpuinfer.stats import Histogram, Snapshot, merge, since
 
 seconds = st.floats(0, 1e6, allow_nan=False)
@@ -273,10 +273,10 @@ def test_tokens_and_steps_are_counted_on_from_an_earlier_moment():
     late = since(at(50, rows=9, idle=2), at(20, rows=4, idle=2))
     assert late.device == {"name": "cpu", "tokens": {"output": 30}, "steps": {"rows": 5, "idle": 0}}
     assert since(at(50, rows=9), Snapshot()).device["tokens"] == {"output": 50}
-    recent = Recent()
+    recent = RecentCounters()
     recent.take(1.0, at(20))
     recent.take(3.0, at(50))
-    assert rates(*recent.window())["output_tokens_per_s"] == 15.0
+    assert recent_rates(*recent.window())["output_tokens_per_s"] == 15.0
 
 
 def test_a_report_tells_what_came_of_a_diffusion_models_forwards():

@@ -11,8 +11,8 @@ from torch import nn
 
 from gpuinfer.api import ModelSpec, Roofline
 from gpuinfer.errors import BackendError, UsageError
-from gpuinfer.models import roofline
-from gpuinfer.models.bare import (
+from gpuinfer.models import roofline_process
+from gpuinfer.models.roofline_measurement import (
     Arrangement,
     LookMark,
     Timed,
@@ -26,8 +26,8 @@ from gpuinfer.models.bare import (
     stands,
     sustained,
 )
-from gpuinfer.models.roofline import Measurer, outcome, unpacked
-from gpuinfer.runtime.measuring import AFTER_S, LEAST_AFTER_S, LONGER, reconciled
+from gpuinfer.models.roofline_process import RooflineProcess, measurement_outcome, unpacked
+from gpuinfer.runtime.run_roofline import AFTER_S, LEAST_AFTER_S, LONGER, reconciled
 
 pytestmark = pytest.mark.usefixtures("children_forked")
 
@@ -277,7 +277,7 @@ def test_a_short_run_is_followed_by_a_short_look(wall_s, seconds):
 
 
 def test_the_parent_needs_no_torch():
-    code = "import sys, gpuinfer.models.roofline; sys.exit('torch' in sys.modules)"
+    code = "import sys, gpuinfer.models.roofline_process; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=200)
 
 
@@ -303,12 +303,12 @@ def bad_models(tmp_path, monkeypatch):
 )
 def test_what_the_child_says_of_a_model_that_cannot_be_had_is_raised(name, said, bad_models):
     with pytest.raises(UsageError, match=said):
-        unpacked(outcome(spec(name), RUN))
+        unpacked(measurement_outcome(spec(name), RUN))
 
 
 @pytest.fixture
 def measurer():
-    made = Measurer(spec(), **ON)
+    made = RooflineProcess(spec(), **ON)
     yield made
     made.close()
 
@@ -338,7 +338,7 @@ def test_a_child_that_is_killed_is_told_of(bad_models):
         return False
 
     with pytest.raises(BackendError, match=r"exit code -9 .* --no-roofline"):
-        Measurer(spec("a_bad_model:hangs"), **ON).measure(0.1, stopped=killed)
+        RooflineProcess(spec("a_bad_model:hangs"), **ON).measure(0.1, stopped=killed)
     assert not children()
 
 
@@ -361,16 +361,16 @@ def test_a_child_that_nobody_asks_ends_and_the_next_question_starts_another(meas
 
 
 def test_a_child_ends_by_itself_when_nobody_asks(monkeypatch):
-    monkeypatch.setattr(roofline, "IDLE_S", 0.0)
-    monkeypatch.setattr(roofline.children, "settle_in", lambda: None)
+    monkeypatch.setattr(roofline_process, "IDLE_S", 0.0)
+    monkeypatch.setattr(roofline_process.children, "settle_in", lambda: None)
     ours, theirs = multiprocessing.Pipe()
-    roofline.answer(theirs, spec(), ON)  # returns: there was no question
+    roofline_process.answer_measurements(theirs, spec(), ON)  # returns: there was no question
     ours.close()
 
 
 def test_a_child_that_hangs_is_told_of_and_ended(bad_models):
     with pytest.raises(BackendError, match=r"longer than 0\.2 s"):
-        Measurer(spec("a_bad_model:hangs"), **ON).measure(0.1, timeout_s=0.2)
+        RooflineProcess(spec("a_bad_model:hangs"), **ON).measure(0.1, timeout_s=0.2)
     assert not children()
 
 
@@ -378,5 +378,5 @@ def test_who_stops_it_does_not_wait_for_it(bad_models):
     """The child would take ten minutes; the second question whether it is still wanted ends it."""
     answers = iter([False, True])
     with pytest.raises(BackendError, match="was stopped"):
-        Measurer(spec("a_bad_model:hangs"), **ON).measure(0.1, stopped=lambda: next(answers))
+        RooflineProcess(spec("a_bad_model:hangs"), **ON).measure(0.1, stopped=lambda: next(answers))
     assert not children()

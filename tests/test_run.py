@@ -18,9 +18,9 @@ from remotes import Far
 
 from gpuinfer.api import Progress, Roofline, Setup
 from gpuinfer.errors import BackendError, UsageError
-from gpuinfer.models.remembered import Found
+from gpuinfer.models.roofline_process import KeptSearch
 from gpuinfer.report import report
-from gpuinfer.runtime import asking, measuring
+from gpuinfer.runtime import run_roofline, session
 from gpuinfer.runtime.run import execute, run
 
 pytestmark = pytest.mark.usefixtures("children_forked")
@@ -68,7 +68,7 @@ class Pondering(Doubler):
 
 
 def test_what_cannot_be_served_is_refused_before_anything_is_measured_or_started(monkeypatch, tmp_path):
-    monkeypatch.setattr(measuring, "roofline_of", lambda *_, **more: pytest.fail("it was measured"))
+    monkeypatch.setattr(run_roofline, "roofline_of", lambda *_, **more: pytest.fail("it was measured"))
     backend = Refusing(Setup(model=Modelled().model()), ready_file=str(tmp_path / "ready"))
     with pytest.raises(UsageError, match="8 layers"):
         run(Modelled(), backend, AtOnce(), update_s=0.01)
@@ -76,7 +76,7 @@ def test_what_cannot_be_served_is_refused_before_anything_is_measured_or_started
 
 
 def test_a_backend_that_does_not_say_whether_it_can_is_started(monkeypatch):
-    monkeypatch.setattr(asking, "ANSWER_S", 0.05)
+    monkeypatch.setattr(session, "ANSWER_S", 0.05)
     assert go(Counting(total=3), Pondering)["status"] == "done"
 
 
@@ -85,11 +85,11 @@ def test_a_backend_that_does_not_say_whether_it_can_is_started(monkeypatch):
 )
 def test_a_bare_model_is_measured_only_where_its_backend_does_not_refuse_it(kind, measured, monkeypatch, tmp_path):
     asked = []
-    monkeypatch.setattr(asking, "ANSWER_S", 0.05)
-    monkeypatch.setattr(measuring, "bare_model", lambda backend: asked.append(backend) or pytest.fail("measured"))
+    monkeypatch.setattr(session, "ANSWER_S", 0.05)
+    monkeypatch.setattr(run_roofline, "bare_model", lambda backend: asked.append(backend) or pytest.fail("measured"))
     backend = kind(Setup(model=Modelled().model()), ready_file=str(tmp_path / "ready"))
     with pytest.raises(pytest.fail.Exception if measured else UsageError):
-        measuring.roofline_of(backend)
+        run_roofline.roofline_of(backend)
     assert bool(asked) == measured
 
 
@@ -230,8 +230,8 @@ def serving_a_model():
 @pytest.mark.thorough
 def test_a_backend_with_a_model_has_its_roofline_measured_before_and_after(monkeypatch):
     for name, seconds in (("BEFORE_S", 0.3), ("LEAST_AFTER_S", 0.05)):
-        monkeypatch.setattr(measuring, name, seconds)
-    monkeypatch.setattr(measuring.remembered, "place_of", lambda *_, **__: None)
+        monkeypatch.setattr(run_roofline, name, seconds)
+    monkeypatch.setattr(run_roofline.remembered, "place_of", lambda *_, **__: None)
     phases = []
     made = checked(go(Modelled(total=3), serving_a_model, on_update=lambda update: phases.append(update.phase)))
     found = made["roofline"]
@@ -276,7 +276,7 @@ class Bare:
 
 def measured_by(monkeypatch, **arguments):
     told = []
-    monkeypatch.setattr(measuring, "BareModel", lambda backend: Bare(told, **arguments))
+    monkeypatch.setattr(run_roofline, "BareModel", lambda backend: Bare(told, **arguments))
     return told
 
 
@@ -295,7 +295,7 @@ class Preparing(Modelled):
             yield progress
 
 
-KNOWN = Found(64, "one", 1e9, 300.0)
+KNOWN = KeptSearch(64, "one", 1e9, 300.0)
 
 
 @pytest.mark.parametrize(

@@ -207,7 +207,7 @@ async def test_a_mark_forgets_what_the_far_side_did_before_it():
 
 
 async def test_a_far_side_that_says_nothing_holds_nobody_up_and_what_was_known_stays(monkeypatch):
-    monkeypatch.setattr("gpuinfer.runtime.counting.FAR_S", 0.01)
+    monkeypatch.setattr("gpuinfer.runtime.session_counters.FAR_S", 0.01)
     async with Session(Far(silent_after=2), AtOnce()) as infer:
         await infer.ready()
         for _ in range(4):

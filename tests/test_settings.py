@@ -14,7 +14,7 @@ from packages import install_count
 from pydantic import BaseModel, Field, ValidationError, field_validator
 
 from gpuinfer.config import options, registry, settings
-from gpuinfer.config.options import Given
+from gpuinfer.config.options import GivenValue
 from gpuinfer.errors import UsageError
 
 
@@ -36,7 +36,7 @@ def write(text: str, name: str = "gpuinfer.toml") -> Path:
     return Path(name)
 
 
-def complaint(**flags: Given) -> str:
+def complaint(**flags: GivenValue) -> str:
     with pytest.raises(UsageError) as caught:
         settings.load(flags)
     return str(caught.value)
@@ -49,7 +49,7 @@ def seed_from(layers, monkeypatch) -> settings.Settings:
     if "environment" in layers:
         monkeypatch.setenv("GPUINFER_SEED", "2")
     if "flag" in layers:
-        flags["seed"] = Given("3", "--seed")
+        flags["seed"] = GivenValue("3", "--seed")
     return settings.load(flags)
 
 
@@ -82,7 +82,7 @@ def test_layers_merge_key_by_key(monkeypatch):
 def test_a_dash_in_a_plugins_name_is_an_underscore_in_the_environment(monkeypatch):
     monkeypatch.setenv("GPUINFER_STRATEGIES__AT_ONCE__PATIENCE", "1")
     assert settings.load().table("strategies.at-once") == {
-        "patience": Given("1", "GPUINFER_STRATEGIES__AT_ONCE__PATIENCE")
+        "patience": GivenValue("1", "GPUINFER_STRATEGIES__AT_ONCE__PATIENCE")
     }
 
 
@@ -219,27 +219,27 @@ class Some(BaseModel):
     ],
 )
 def test_text_becomes_what_the_field_takes(key, text, value):
-    assert getattr(Some(**options.check(Some, {key: Given(text, "-B")}, "it")), key) == value
+    assert getattr(Some(**options.check(Some, {key: GivenValue(text, "-B")}, "it")), key) == value
 
 
 @given(st.one_of(st.integers(1, 10**12), st.floats(0, 1e9)))
 def test_a_number_written_out_is_read_as_itself(number):
     key = "rows" if isinstance(number, int) else "seconds"
-    assert getattr(Some(**options.check(Some, {key: Given(str(number), "-B")}, "it")), key) == number
+    assert getattr(Some(**options.check(Some, {key: GivenValue(str(number), "-B")}, "it")), key) == number
 
 
 @given(st.text(max_size=12))
 def test_any_text_at_all_is_taken_or_is_a_usage_error(text):
     for key in Some.model_fields:
         with contextlib.suppress(UsageError):
-            Some(**options.check(Some, {key: Given(text, f"-B {key}")}, "it"))
+            Some(**options.check(Some, {key: GivenValue(text, f"-B {key}")}, "it"))
 
 
 def test_an_unknown_option_names_the_nearest_even_if_the_model_would_ignore_it():
     with pytest.raises(
         UsageError, match=r"-B rosw: it has no option 'rosw'\. Did you mean 'rows'\? Options: fast, kind"
     ):
-        options.check(Some, {"rosw": Given(1, "-B rosw")}, "it")
+        options.check(Some, {"rosw": GivenValue(1, "-B rosw")}, "it")
 
 
 class Strict(BaseModel):
@@ -256,7 +256,7 @@ class Strict(BaseModel):
 )
 def test_a_number_or_a_word_is_complained_about_once(text, said):
     with pytest.raises(UsageError) as refused:
-        options.check(Some, {"stages": Given(text, "-B stages")}, "it")
+        options.check(Some, {"stages": GivenValue(text, "-B stages")}, "it")
     assert str(refused.value) == f"-B stages: {said}"
 
 
@@ -279,7 +279,7 @@ def test_a_validators_own_words_are_kept():
     with pytest.raises(
         UsageError, match=r"^-B rows: '3': an odd number of rows cannot be halved\. Give an even one\.$"
     ):
-        options.check(Picky, {"rows": Given("3", "-B rows")}, "it")
+        options.check(Picky, {"rows": GivenValue("3", "-B rows")}, "it")
 
 
 def test_the_common_settings_are_frozen():
@@ -297,10 +297,10 @@ def test_no_workload_can_have_the_name_of_a_setting():
     [("cuda:0,cuda:1", ("cuda:0", "cuda:1")), ("cpu+cpu", ("cpu", "cpu")), ("all", ("all",)), ("auto", ("auto",))],
 )
 def test_several_devices_are_named_in_one_setting(given, devices):
-    assert settings.load({"device": Given(given, "--device")}).common.devices == devices
+    assert settings.load({"device": GivenValue(given, "--device")}).common.devices == devices
 
 
 @pytest.mark.parametrize("given", ["cuda:0,", "all,cpu", "gpu", "cuda:x", "cpu,,cpu", "auto,auto"])
 def test_what_names_no_devices_is_refused(given):
     with pytest.raises(UsageError, match="--device"):
-        settings.load({"device": Given(given, "--device")})
+        settings.load({"device": GivenValue(given, "--device")})

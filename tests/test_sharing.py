@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
+from gpuinfer.cli.screen.final_panel import rows
+from gpuinfer.cli.screen.live_view import on_cores
 from gpuinfer.host import machine
-from gpuinfer.host.neighbours import CoreTime
-from gpuinfer.report.sharing import cores
-from gpuinfer.screen.summary import rows
-from gpuinfer.screen.view import on_cores
+from gpuinfer.host.cpu_contention import CoreTime
+from gpuinfer.report.report_sections import core_shares
 from gpuinfer.stats import Snapshot
 
 LANES = ({"name": "search", "stations": {"search": 6.0, "idle": 4.0}, "ran": {"search": 3.0}},
@@ -24,7 +24,7 @@ def two_cores(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def told(ours: float = 10.0, others: float = 6.0, **more: Any) -> dict[str, Any]:
     """Of ten seconds on two cores."""
-    return cores(Snapshot(lanes=LANES, **more), 10.0, CoreTime(ours, ours + others, 1.0))
+    return core_shares(Snapshot(lanes=LANES, **more), 10.0, CoreTime(ours, ours + others, 1.0))
 
 
 def test_the_cores_are_shared_out_whole() -> None:
@@ -51,7 +51,7 @@ def test_the_threads_of_a_forward_are_one_station(ours: float, threads: int, for
 
 def test_the_threads_of_a_step_of_prompts_are_of_its_station() -> None:
     lanes = ({"name": "forward 0", "ran": {"prefill": 6.0, "forward": 2.0, "sample": 1.0}},)
-    found = cores(Snapshot(lanes=lanes, device={"threads": 2}), 10.0, CoreTime(17.0, 17.0, 0.0))
+    found = core_shares(Snapshot(lanes=lanes, device={"threads": 2}), 10.0, CoreTime(17.0, 17.0, 0.0))
     assert found["stations"] == {"prefill": 12.0, "forward": 4.0, "sample": 1.0}
 
 
@@ -80,7 +80,7 @@ def test_where_the_model_computes_elsewhere_the_lanes_are_told_of() -> None:
 
 
 def test_where_nobody_tells_of_other_programs_only_ours_are_shared_out() -> None:
-    found = cores(Snapshot(lanes=LANES, cpu_s=7.5), 10.0, None)
+    found = core_shares(Snapshot(lanes=LANES, cpu_s=7.5), 10.0, None)
     assert found["idle_s"] is None
     assert [row.text for row in rows({"cores": found}) if row.name == "time"] == [
         "forward 53%, search 40%, transfer 7%"

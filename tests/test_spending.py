@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from gpuinfer.host import spending
+from gpuinfer import stats
 from gpuinfer.stats import COUNTED, Lane, Snapshot, since
 
 RUN_S = 0.03
@@ -40,7 +40,7 @@ clocks = Clocks()
 
 @pytest.fixture(autouse=True)
 def planted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(spending, "time", clocks)
+    monkeypatch.setattr(stats, "time", clocks)
 
 
 def compute(seconds: float = RUN_S) -> None:
@@ -62,7 +62,7 @@ def flush(lane: Lane) -> None:
 
 def test_on_the_real_clocks_no_more_is_told_than_was_run_and_nothing_of_what_was_slept() -> None:
     with pytest.MonkeyPatch.context() as real:
-        real.setattr(spending, "time", time)
+        real.setattr(stats, "time", time)
         lane, ran = Lane("search"), []
 
         def work() -> None:

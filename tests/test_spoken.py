@@ -13,8 +13,8 @@ from helpers import AtOnce
 from gpuinfer.api import Backend, Limits
 from gpuinfer.config import blame
 from gpuinfer.errors import BackendError
-from gpuinfer.host import spoken
-from gpuinfer.host.error_wire import error_from_wire, error_to_wire
+from gpuinfer.host import error_text
+from gpuinfer.host.error_text import error_from_wire, error_to_wire
 from gpuinfer.runtime.run import run
 from gpuinfer.testing import check_backend
 
@@ -67,11 +67,11 @@ class Ours(BackendError):
     ],
 )
 def test_an_exception_is_told_in_one_line_whatever_its_words_do(error, words):
-    assert spoken.in_short(error) == words
+    assert error_text.short_message(error) == words
 
 
 def test_words_without_end_are_cut():
-    assert len(spoken.said(ValueError("x" * 10_000_000))) < 2 * spoken.LONGEST
+    assert len(error_text.safe_str(ValueError("x" * 10_000_000))) < 2 * error_text.LONGEST_TEXT
 
 
 def test_an_error_of_ours_that_a_stranger_derived_goes_over_the_wire():

@@ -7,14 +7,14 @@ from pydantic import ValidationError
 
 from gpuinfer.api import BackendContext, ModelSpec, Request, Setup
 from gpuinfer.backends.standin import StandIn
-from gpuinfer.bench import parity
-from gpuinfer.bench.measure import Rooflines
 from gpuinfer.engine.engine import Engine
 from gpuinfer.errors import BackendDied, BackendError, UsageError
+from gpuinfer.lab.bench import parity
+from gpuinfer.lab.bench.measurement import Rooflines
 from gpuinfer.runtime.run import RunPlan
 from gpuinfer.strategies.dynamic import Dynamic
 from gpuinfer.testing import assert_ok, check_backend, run_virtual
-from gpuinfer.workloads.load.workload import Load
+from gpuinfer.workloads.load import Load
 
 
 def seconds_of(backend, *rows):

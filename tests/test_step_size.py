@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from gpuinfer.errors import BackendError
-from gpuinfer.models.forward import CpuForward
-from gpuinfer.models.memory import StepSize
+from gpuinfer.models.forward_cpu import CpuForward
+from gpuinfer.models.out_of_memory import StepSize
 
 FULL = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.")
 

@@ -8,7 +8,7 @@ import pytest
 
 from gpuinfer.api import Backend, Event, Limits
 from gpuinfer.engine.engine import Engine
-from gpuinfer.engine.streaming import PartStream, Unread
+from gpuinfer.engine.stream import PartStream, Unread
 from gpuinfer.errors import BackendError, BadResult, Closed
 from gpuinfer.generation import Candidate, Completion, Generation, Logprob, Part, Prompt
 from gpuinfer.runtime.session import Session

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gpuinfer.config import foreign, registry
+from gpuinfer.config import foreign_names, registry
 from gpuinfer.config.options import fields_of
 
 GENERATE = ["generate", "--model", "tiny", "--prompt", "a"]
@@ -68,7 +68,7 @@ def test_each_word_of_ours_that_is_suggested_is_one(commands):
     flags = {flag for command in commands for one in command.parameters for flag in one.flags}
     keys = set(fields_of(registry.load("backends", "inprocess").Options))
     wrong = []
-    for theirs, several in foreign.FLAGS.items():
+    for theirs, several in foreign_names.FLAGS.items():
         for ours in several:
             first, _, rest = ours.partition(" ")
             known = rest.partition("=")[0] in keys if first == "-B" else first in flags
@@ -79,12 +79,12 @@ def test_each_word_of_ours_that_is_suggested_is_one(commands):
 
 def test_each_command_that_is_suggested_is_one(commands):
     known = {command.name.removeprefix("gpuinfer ") for command in commands} | {"--version"}
-    meant = {ours.partition(" --")[0] for ours in foreign.COMMANDS.values() if not ours.endswith(".")}
+    meant = {ours.partition(" --")[0] for ours in foreign_names.COMMANDS.values() if not ours.endswith(".")}
     assert meant - known == set()
 
 
 def test_only_what_is_spelled_nearly_alike_is_taken_for_it():
-    assert foreign.flag_hint("--gamse", ["--games", "--workers"]) == "Did you mean '--games'?"
-    assert foreign.flag_hint("--quantise", ["--actions", "--quiet"]) == ""
-    assert foreign.option_hint("max_wiat", ["max_wait", "max_rows"]) == "Did you mean 'max_wait'?"
-    assert foreign.hub_hint("a/b/c") == foreign.hub_hint("./b") == foreign.hub_hint("b") == ""
+    assert foreign_names.flag_hint("--gamse", ["--games", "--workers"]) == "Did you mean '--games'?"
+    assert foreign_names.flag_hint("--quantise", ["--actions", "--quiet"]) == ""
+    assert foreign_names.option_hint("max_wiat", ["max_wait", "max_rows"]) == "Did you mean 'max_wait'?"
+    assert foreign_names.hub_hint("a/b/c") == foreign_names.hub_hint("./b") == foreign_names.hub_hint("b") == ""

@@ -15,19 +15,19 @@ import jsonschema
 import pytest
 
 from gpuinfer.api import Setup
-from gpuinfer.bench import trial as turns
-from gpuinfer.bench.trial import TrialCourse, Turns, course_for
-from gpuinfer.cli import flags, trial
+from gpuinfer.cli import flags, workload
 from gpuinfer.cli.app import run as gpuinfer
 from gpuinfer.cli.building import build, merge
-from gpuinfer.cli.targets import parameters
+from gpuinfer.cli.screen.display import Display
+from gpuinfer.cli.screen.final_panel import rows, tried
+from gpuinfer.cli.workload_targets import parameters
 from gpuinfer.config import registry
-from gpuinfer.config.change import Change
+from gpuinfer.config.options import OptionChange
 from gpuinfer.errors import WorkError
-from gpuinfer.report.judging import TriedAdvice, after, to_try
+from gpuinfer.lab.bench import advice_trial as turns
+from gpuinfer.lab.bench.advice_trial import AdviceTrial, TrialCourse, course_for
 from gpuinfer.report.report import schema
-from gpuinfer.screen.display import Display
-from gpuinfer.screen.summary import rows, tried
+from gpuinfer.report.verdict import TriedAdvice, after, to_try
 
 LOAD = ["load", "--backend", "standin", "--clients", "16"]
 STANDIN = ("alpha=0", "beta=20ms", "max_rows=1")  # one row each 20 ms, and more would cost nothing
@@ -49,7 +49,7 @@ def ways(merged, change):
     """The load as it is and with a change, as a trial builds them."""
     made = build("load", merged).workload
     report = a_report(change=change.plain())
-    found = trial.ahead(report, made, merged, 0.0)
+    found = workload.ahead(report, made, merged, 0.0)
     assert found is not None, report["bottleneck"]["not_tried"]
     return found
 
@@ -87,8 +87,8 @@ JUDGED = {**a_report()["bottleneck"], "healthy": False, "station": "forward", "s
 
 
 def test_a_change_that_helps_is_measured_in_turns_beside_the_setting_in_force():
-    found = ways(settings(*STANDIN, trial=True), Change("-B", "max_rows", 16))
-    series = Turns(found.present, found.changed, COURSE)
+    found = ways(settings(*STANDIN, trial=True), OptionChange("-B", "max_rows", 16))
+    series = AdviceTrial(found.present, found.changed, COURSE)
     measured, _, _ = series.run()  # the interval of two short pairs on a busy machine may be anything
     assert (series.done, series.pairs) == (4, 2)
     assert measured > 1.5  # sixteen times as many rows in the same time
@@ -96,21 +96,21 @@ def test_a_change_that_helps_is_measured_in_turns_beside_the_setting_in_force():
 
 def test_options_that_go_with_the_old_value_alone_are_left_out_of_both_command_and_trial():
     given = ["parallel=pipeline", "stages=2", "split_points=1", "max_rows=64"]
-    change = Change("-B", "parallel", "data", without=("stages", "split_points", "micro_batch_rows", "layers"))
+    change = OptionChange("-B", "parallel", "data", without=("stages", "split_points", "micro_batch_rows", "layers"))
     found = ways(settings(*given, backend="inprocess", trial=True), change)
     present, changed = found.present().backend.options, found.changed().backend.options
     assert (present.parallel, present.stages, present.max_rows) == ("pipeline", 2, 64)
     assert (changed.parallel, changed.stages, changed.split_points, changed.max_rows) == ("data", "auto", None, 64)
     command = "gpuinfer load -B stages=2 --clients 3 -B split-points=1 -B parallel=pipeline"
     assert change.in_command(command) == "gpuinfer load --clients 3 -B parallel=data"
-    assert Change(**change.plain()) == replace(change, without=list(change.without))
+    assert OptionChange(**change.plain()) == replace(change, without=list(change.without))
 
 
 def test_turns_alternate_so_that_a_drift_hits_both_alike(monkeypatch):
     order = []
     rates = {"present": 100.0, "changed": 150.0}
-    monkeypatch.setattr(Turns, "_turn", lambda self, build: order.append(build) or rates[build])
-    found = Turns("present", "changed", TrialCourse(4, 1.0, 60.0)).run()
+    monkeypatch.setattr(AdviceTrial, "_turn", lambda self, build: order.append(build) or rates[build])
+    found = AdviceTrial("present", "changed", TrialCourse(4, 1.0, 60.0)).run()
     assert order == ["present", "changed", "changed", "present"] * 2
     assert found == pytest.approx((1.5, 1.5, 1.5))
 
@@ -123,8 +123,8 @@ def test_when_time_runs_out_the_pairs_that_are_there_must_do(monkeypatch):
             raise TimeoutError
         return rate
 
-    monkeypatch.setattr(Turns, "_turn", turn)
-    series = Turns(None, None, TrialCourse(4, 1.0, 60.0))
+    monkeypatch.setattr(AdviceTrial, "_turn", turn)
+    series = AdviceTrial(None, None, TrialCourse(4, 1.0, 60.0))
     assert series.run()[0] == pytest.approx(1.5)
     assert series.pairs == 2
 
@@ -132,17 +132,17 @@ def test_when_time_runs_out_the_pairs_that_are_there_must_do(monkeypatch):
 def test_a_trial_never_outlasts_its_time_nor_do_its_processes():
     worker = multiprocessing.get_context("spawn").Process(target=time.sleep, args=(1000,))
     worker.start()
-    found = ways(settings(*STANDIN, trial=True), Change("-B", "max_rows", 16))
+    found = ways(settings(*STANDIN, trial=True), OptionChange("-B", "max_rows", 16))
     with pytest.raises(WorkError, match="took too long"):
-        Turns(found.present, found.changed, TrialCourse(2, 1000.0, 0.2)).run()
+        AdviceTrial(found.present, found.changed, TrialCourse(2, 1000.0, 0.2)).run()
     worker.join(60)
     assert worker.exitcode == -signal.SIGKILL
 
 
 def test_a_trial_whose_requests_fail_says_nothing_of_speed():
-    found = ways(settings("beta=2ms", "failures=0.5", trial=True), Change("-B", "max_rows", 16))
+    found = ways(settings("beta=2ms", "failures=0.5", trial=True), OptionChange("-B", "max_rows", 16))
     with pytest.raises(WorkError, match="failed"):
-        Turns(found.present, found.changed, COURSE).run()
+        AdviceTrial(found.present, found.changed, COURSE).run()
 
 
 # For how long
@@ -183,7 +183,7 @@ def test_a_trial_takes_its_share_of_the_runs_time_and_no_more(report, start_s, p
     ],
 )
 def test_how_long_a_start_takes_leaves_the_roofline_out(phases):
-    starting = trial.Starting()
+    starting = workload.Starting()
     for phase, setup_s in phases:
         starting.look(SimpleNamespace(elapsed_s=0.0, phase=phase, setup_s=setup_s))
     assert starting.seconds({"setup_s": 9.0}) == pytest.approx(2.1)
@@ -218,8 +218,8 @@ def test_a_load_from_outside_is_answered_as_fast_as_it_comes_and_is_not_tried():
     ],
 )
 def test_an_advice_is_tried(monkeypatch, asked, terminal, quiet, tries):
-    monkeypatch.setattr(trial, "_watched", lambda: terminal)
-    assert trial.wanted(settings(trial=asked, quiet=quiet or None).common) is tries
+    monkeypatch.setattr(workload, "_watched", lambda: terminal)
+    assert workload.wanted(settings(trial=asked, quiet=quiet or None).common) is tries
 
 
 # What is left of the advice
@@ -255,7 +255,7 @@ def test_an_advice_that_nobody_tried_is_marked_as_a_prediction():
 
 def test_why_it_was_not_tried_stands_beside_the_prediction():
     report = a_report()
-    report["bottleneck"]["not_tried"] = trial.TOO_SHORT
+    report["bottleneck"]["not_tried"] = workload.TOO_SHORT
     assert "Predicted, not tried (the run was too short): 2.0 times as fast (1.8 to 2.2)." in text_of(rows(report))
 
 
@@ -288,8 +288,8 @@ def test_what_was_measured_is_said(ends, words):
 
 
 def measured(report, **more):
-    ahead = trial.Ahead(Change("-B", "max_rows", 16), lambda: None, lambda: None, COURSE)
-    return trial.tried(report, ahead, Display("load", live=False))["bottleneck"]
+    ahead = workload.Ahead(OptionChange("-B", "max_rows", 16), lambda: None, lambda: None, COURSE)
+    return workload.tried(report, ahead, Display("load", live=False))["bottleneck"]
 
 
 @pytest.mark.parametrize(
@@ -304,14 +304,14 @@ def test_whatever_ends_a_trial_the_report_stays_and_says_so(monkeypatch, raised,
     def run(self):
         raise raised
 
-    monkeypatch.setattr(Turns, "run", run)
+    monkeypatch.setattr(AdviceTrial, "run", run)
     found = measured(a_report())
     assert found == {**a_report()["bottleneck"], "not_tried": said}
     assert text_of(tried(found)) == f"not tried: {said}. What the advice brings stays a prediction."
 
 
 def test_ctrl_c_ends_a_trial_in_the_midst_of_a_turn_and_its_processes_at_once():
-    found = ways(settings(*STANDIN, trial=True), Change("-B", "max_rows", 16))
+    found = ways(settings(*STANDIN, trial=True), OptionChange("-B", "max_rows", 16))
     looks, worker = [], multiprocessing.get_context("spawn").Process(target=time.sleep, args=(1000,))
     worker.start()
 
@@ -321,7 +321,7 @@ def test_ctrl_c_ends_a_trial_in_the_midst_of_a_turn_and_its_processes_at_once():
             os.kill(os.getpid(), signal.SIGINT)
 
     with pytest.raises(KeyboardInterrupt):
-        Turns(found.present, found.changed, TrialCourse(2, 1000.0, 1000.0), watch=interrupt).run()
+        AdviceTrial(found.present, found.changed, TrialCourse(2, 1000.0, 1000.0), watch=interrupt).run()
     assert set(looks) == {0}
     worker.join(60)
     assert worker.exitcode == -signal.SIGKILL
@@ -331,8 +331,8 @@ def test_a_workload_without_a_trial_leaves_a_prediction(monkeypatch):
     report, merged = a_report(), settings(*STANDIN, trial=True)
     made = build("load", merged).workload
     monkeypatch.setattr(type(made), "trial", lambda self, setup, **changes: None)
-    assert trial.ahead(report, made, merged, 0.0) is None
-    assert report["bottleneck"]["not_tried"] == trial.NO_TRIAL
+    assert workload.ahead(report, made, merged, 0.0) is None
+    assert report["bottleneck"]["not_tried"] == workload.NO_TRIAL
 
 
 def test_a_command_tries_its_advice_and_writes_what_it_measured(monkeypatch, capsys):
@@ -357,7 +357,9 @@ def test_a_report_is_on_the_disk_before_its_advice_is_tried(monkeypatch):
     kept = []
     monkeypatch.setattr("gpuinfer.report.report.judge", lambda run: JUDGED)
     monkeypatch.setattr(turns, "SHARE", 1000.0)
-    monkeypatch.setattr(Turns, "run", lambda self: kept.append(json.loads(Path("r.json").read_text())) or (1, 1, 1))
+    monkeypatch.setattr(
+        AdviceTrial, "run", lambda self: kept.append(json.loads(Path("r.json").read_text())) or (1, 1, 1)
+    )
     assert gpuinfer([*LOAD, "--duration", "0.1", "--trial", "--json", "r.json"]) == 0
     assert [report["bottleneck"]["trial"] for report in kept] == [None]
     assert json.loads(Path("r.json").read_text())["bottleneck"]["command"] is None  # it was no faster
@@ -365,7 +367,7 @@ def test_a_report_is_on_the_disk_before_its_advice_is_tried(monkeypatch):
 
 def test_without_a_terminal_nothing_is_tried_unless_asked_for(monkeypatch, capsys):
     monkeypatch.setattr("gpuinfer.report.report.judge", lambda run: JUDGED)
-    monkeypatch.setattr(Turns, "run", lambda self: pytest.fail("it was tried"))
+    monkeypatch.setattr(AdviceTrial, "run", lambda self: pytest.fail("it was tried"))
     assert gpuinfer([*LOAD, "--duration", "0.1", "--json", "r.json"]) == 0
     told = json.loads(Path("r.json").read_text())["bottleneck"]
     assert (told["trial"], told["not_tried"]) == (None, None)

@@ -11,9 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpuinfer.models.gate import STATION, Gate, Place
-from gpuinfer.models.looks import Way
-from gpuinfer.models.turns import PRESENT, PRESENT_S, Turns
+from gpuinfer.models.device_arbiter import PRESENT, PRESENT_S, STATION, DeviceArbiter, DeviceSlot, FairScheduler
+from gpuinfer.models.sharing_experiment import SharingWay
 
 CORES = 2
 
@@ -33,7 +32,7 @@ class Model:
 
 def had(*models: Model, room: int = CORES, seconds: float = 20.0) -> list[float]:
     """The part of the device that each model has had."""
-    turns = Turns(room)
+    turns = FairScheduler(room)
     members = [turns.join(model.share) for model in models]
     events: list = []
     order = iter(range(1 << 30))
@@ -109,14 +108,14 @@ def test_two_that_always_want_more_have_what_their_shares_say(first, second, sha
 
 
 def test_alone_it_waits_for_nobody():
-    turns = Turns(1)
+    turns = FairScheduler(1)
     member = turns.join(1.0)
     asked = [turns.ask(member, 1, 0.0) for _ in range(3)]
     assert turns.due(0.0)[0] == asked
 
 
 def test_at_once_each_has_its_share_of_the_room_and_alone_all_of_it():
-    turns = Turns(4, way=Way.SHARES)
+    turns = FairScheduler(4, way=SharingWay.SHARES)
     large, small = turns.join(3.0), turns.join(1.0)
     alone = turns.ask(large, 4, 0.0)
     assert turns.due(0.0)[0] == [alone]
@@ -136,9 +135,11 @@ def test_at_once_each_has_its_share_of_the_room_and_alone_all_of_it():
     assert later.width == 4
 
 
-@pytest.mark.parametrize(("way", "passed_on"), [(Way.TURNS, True), (Way.SHARES, False), (Way.FREELY, False)])
+@pytest.mark.parametrize(
+    ("way", "passed_on"), [(SharingWay.TURNS, True), (SharingWay.SHARES, False), (SharingWay.FREELY, False)]
+)
 def test_the_room_of_a_turn_is_passed_on_where_the_next_one_takes_all_of_it(way, passed_on):
-    turns = Turns(2, way=way)
+    turns = FairScheduler(2, way=way)
     first, second = turns.join(1.0), turns.join(1.0)
     ended, other = turns.ask(first, 2, 0.0), turns.ask(second, 2, 0.0)
     turns.due(0.0)
@@ -149,7 +150,7 @@ def test_the_room_of_a_turn_is_passed_on_where_the_next_one_takes_all_of_it(way,
 
 
 def test_a_forward_that_must_have_its_threads_waits_for_all_of_them():
-    turns = Turns(4, way=Way.SHARES)
+    turns = FairScheduler(4, way=SharingWay.SHARES)
     first, second = turns.join(1.0), turns.join(1.0)
     held, fixed = turns.ask(first, 4, 0.0), turns.ask(second, 4, 0.0, least=4)
     assert turns.due(0.0)[0] == [held]
@@ -160,16 +161,16 @@ def test_a_forward_that_must_have_its_threads_waits_for_all_of_them():
 
 
 def test_on_a_device_that_takes_whole_forwards_one_takes_all_of_it_in_turns_alone():
-    for way, begun in ((Way.TURNS, 1), (Way.SHARES, 2), (Way.FREELY, 2)):
-        turns = Turns(2, way=way)
+    for way, begun in ((SharingWay.TURNS, 1), (SharingWay.SHARES, 2), (SharingWay.FREELY, 2)):
+        turns = FairScheduler(2, way=way)
         members = [turns.join(1.0), turns.join(1.0)]
         asked = [turns.ask(member, 2, 0.0, alone=1) for member in members]
         assert turns.due(0.0)[0] == asked[:begun]
-        assert asked[0].of_all is (way is Way.TURNS)
+        assert asked[0].of_all is (way is SharingWay.TURNS)
 
 
 def test_freely_nobody_waits():
-    turns = Turns(2, way=Way.FREELY)
+    turns = FairScheduler(2, way=SharingWay.FREELY)
     members = [turns.join(1.0), turns.join(1.0), turns.join(1.0)]
     asked = [turns.ask(member, 2, 0.0) for member in members]
     assert turns.due(0.0)[0] == asked
@@ -182,9 +183,9 @@ def test_freely_nobody_waits():
 
 
 def test_threads_take_turns_at_a_gate():
-    gate, inside, most = Gate(CORES), [0], [0]
+    gate, inside, most = DeviceArbiter(CORES), [0], [0]
 
-    def work(place: Place) -> None:
+    def work(place: DeviceSlot) -> None:
         for _ in range(50):
             with place.turn(CORES, lambda station: None):
                 inside[0] += 1
@@ -201,7 +202,7 @@ def test_threads_take_turns_at_a_gate():
 
 
 def test_who_waits_says_so_and_a_model_that_is_closed_waits_for_nobody():
-    gate, stations, through = Gate(1), [], threading.Event()
+    gate, stations, through = DeviceArbiter(1), [], threading.Event()
     first, second = gate.join(), gate.join()
     held = first.begin(1, stations.append)
 

@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpuinfer.api import Roofline
-from gpuinfer.config.change import Change
+from gpuinfer.config.options import OptionChange
 from gpuinfer.report.evidence import Evidence, is_forward
-from gpuinfer.report.judging import judge
 from gpuinfer.report.report import schema
+from gpuinfer.report.verdict import judge
 
 ROOFLINE = Roofline(10_000.0, 512, "2 forwards × 1 thread")
 OPTIONS = {
@@ -338,15 +338,15 @@ def test_no_command_names_an_option_that_the_plugin_in_force_has_not():
 
 @pytest.mark.parametrize("run", [pytest.param(case.values[0], id=case.id) for case in CASES if case.values[3]])
 def test_what_is_in_force_already_is_never_advised(run):
-    change = Change(**judge(run)["change"])
+    change = OptionChange(**judge(run)["change"])
     forced = {**run.options, change.flag: {**run.options[change.flag], change.name: change.value}}
     assert judge(replace(run, options=forced))["change"] != asdict(change)
 
 
 def test_a_command_says_each_option_once():
-    assert [Change(*change).in_command("gpuinfer load --rows=8 -B max-rows=8 -B threads=2 -S max_rows=8 --name 'a b'")
-            for change in (("-B", "max_rows", 64), ("-S", "max_rows", 64), ("--", "rows", 64), ("--", "games_in", 2))
-            ] == [
+    command = "gpuinfer load --rows=8 -B max-rows=8 -B threads=2 -S max_rows=8 --name 'a b'"
+    changes = ("-B", "max_rows", 64), ("-S", "max_rows", 64), ("--", "rows", 64), ("--", "games_in", 2)
+    assert [OptionChange(*change).in_command(command) for change in changes] == [
         "gpuinfer load --rows=8 -B threads=2 -S max_rows=8 --name 'a b' -B max_rows=64",
         "gpuinfer load --rows=8 -B max-rows=8 -B threads=2 --name 'a b' -S max_rows=64",
         "gpuinfer load -B max-rows=8 -B threads=2 -S max_rows=8 --name 'a b' --rows 64",

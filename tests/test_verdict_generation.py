@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpuinfer.report.evidence import Evidence
-from gpuinfer.report.judging import judge
 from gpuinfer.report.report import schema
+from gpuinfer.report.verdict import judge
 
 CLASSES = schema()["properties"]["bottleneck"]["properties"]["class"]["enum"]
 BUSY = {"prefill": 1.0, "forward": 8.5, "sample": 0.3, "reply": 0.2}

@@ -8,17 +8,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpuinfer.api import Roofline
-from gpuinfer.report.evidence import Evidence
-from gpuinfer.report.forecast import alike, forecast, systems_of, with_rows, with_workers
-from gpuinfer.report.laws import Curve, bounds, cap, curve_of, served_s, think_s
-from gpuinfer.report.replay import System, rows_per_s
+from gpuinfer.report.evidence import Curve, Evidence, bounds, cap, curve_of, served_s, think_s
+from gpuinfer.report.forecast import QueueSystem, alike, forecast, rows_per_s, systems_of, with_rows, with_workers
 
 FLAT = Curve([(64, 0.020), (512, 0.020)])  # a batch costs the same whatever its size, up to 512 rows
 
 
 def a_system(**changes):
     plain = {"search_s": [0.001] * 4, "shares": [100] * 4, "blocks": 2, "rows": 64.0, "lanes": 1, "curve": FLAT}
-    return System(**{**plain, **changes})
+    return QueueSystem(**{**plain, **changes})
 
 
 def lane(name, station, seconds, count=0, wall_s=10.0):
@@ -152,7 +150,7 @@ def test_several_queues_work_beside_one_another():
 
 
 systems = st.builds(
-    System,
+    QueueSystem,
     search_s=st.lists(st.floats(0, 0.1), min_size=3, max_size=3),
     shares=st.lists(st.floats(0, 60), min_size=3, max_size=3),
     blocks=st.integers(1, 4),

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_verdict_generation import BUSY, COMMAND, SUBLINEAR, a_lane, a_run, steps
 
-from gpuinfer.report.judging import judge
+from gpuinfer.report.verdict import judge
 
 NOTHING_ASKED = {f"with_{name}": 0 for name in ("constraints", "lists", "stop", "logprobs", "penalties")}
 OPTIONS = {"-B": {"slots": 64, "threads": 2}, "--": {"batch_size": 64, "dtype": "bfloat16", "temperature": 1.0}}

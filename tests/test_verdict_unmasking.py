@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpuinfer.report.evidence import Evidence
-from gpuinfer.report.judging import judge
-from gpuinfer.unmasked import Unmasked
+from gpuinfer.report.verdict import judge
+from gpuinfer.stats import DiffusionCounters
 
 CANVAS, ANSWER, BLOCK, ROWS = 512, 256, 32, 200
 FLAGS = ("decoder", "threshold", "steps", "block_length", "cache")
@@ -132,7 +132,7 @@ def test_where_the_model_is_not_what_takes_the_time_neither_is_named(stations, n
 
 def test_a_model_that_goes_from_left_to_right_has_no_canvas():
     steps = {**counted(1.0, 1.0), "positions": 0}
-    assert Unmasked.of(steps) is None
+    assert DiffusionCounters.of(steps) is None
     assert judge(a_run(steps))["class"] == "device-saturated"
 
 

@@ -15,12 +15,12 @@ import transformers
 from text.test_checkpoint_nanogpt import saved
 from text.tiny import copy_of, llama_tokenizer, tiny_checkpoint
 
+from gpuinfer.lab.verify import logits_checks, probed_answers, transformers_child, transformers_peer, verification
+from gpuinfer.lab.verify.probed_answers import DecoderProbe
+from gpuinfer.lab.verify.verify_setup import open_setup
 from gpuinfer.text.generator import setup
-from gpuinfer.text.language import subwords
-from gpuinfer.text.language.chat import ChatTemplate
-from gpuinfer.verifying import asking, peer, peer_child, rounding, verification
-from gpuinfer.verifying.rig import open_rig
-from gpuinfer.verifying.witness import Witness
+from gpuinfer.text.language import tokenizer as subwords
+from gpuinfer.text.language.chat_template import ChatTemplate
 
 pytestmark = pytest.mark.usefixtures("children_forked")
 
@@ -46,7 +46,7 @@ CHECKS = [
 Alter = Callable[[torch.Tensor, bool], None]
 
 
-class Planted(Witness):
+class Planted(DecoderProbe):
     """A decoder that is not itself at one position: `alter` changes its row of logits, knowing if it has company."""
 
     alter: Alter
@@ -72,7 +72,7 @@ def one_lane(request, monkeypatch) -> None:
 def planted(monkeypatch) -> Callable[[Alter], None]:
     def plant(alter: Alter) -> None:
         def opened(options, setup):
-            rig = open_rig(options, setup)
+            rig = open_setup(options, setup)
             rig.decoder = Planted(rig.decoder)
             rig.decoder.alter = alter
             return rig
@@ -93,11 +93,11 @@ def near_peer(monkeypatch) -> None:
             """It ends when its channel does."""
 
     def started(channel, *arguments):
-        beside = Beside(target=peer_child.serve, args=(channel, *arguments), daemon=True)
+        beside = Beside(target=transformers_child.serve, args=(channel, *arguments), daemon=True)
         beside.start()
         return beside
 
-    monkeypatch.setattr(peer, "started", started)
+    monkeypatch.setattr(transformers_peer, "started", started)
 
 
 @pytest.fixture
@@ -146,7 +146,7 @@ def test_a_narrow_format_is_judged_by_its_distance_to_float32(verify, near_peer,
     found = checks(document)["gpuinfer = transformers"]
     far = found["from_float32"]
     assert found["status"] == "holds"
-    assert 0 < far["gpuinfer"] < rounding.FACTOR * far["transformers"]
+    assert 0 < far["gpuinfer"] < logits_checks.FACTOR * far["transformers"]
     assert found["largest_difference"] > 1e-3  # what two sound programs make of bfloat16
     assert document["tolerance"]["least"] < far["transformers"] * 4
     assert document["computed_in"] in ("bfloat16", "float32")
@@ -235,8 +235,8 @@ def test_deterministic_knows_no_ties(verify, planted):
 
 
 def test_other_tokens_drawn_from_the_same_logits_are_a_fault(verify, monkeypatch):
-    key = asking._key
-    monkeypatch.setattr(asking, "_key", lambda ask: key(ask) + ("" if ask.samples == 1 else "-other"))
+    key = probed_answers._key
+    monkeypatch.setattr(probed_answers, "_key", lambda ask: key(ask) + ("" if ask.samples == 1 else "-other"))
     code, document, _ = verify(*ALONE)
     assert code == 4
     found = checks(document)
@@ -298,7 +298,7 @@ def test_a_nanogpt_checkpoint_is_verified_without_transformers_that_has_no_such_
 
 
 def test_transformers_that_fails_is_no_fault_of_ours_and_is_said(verify, near_peer, monkeypatch):
-    monkeypatch.setattr(peer, "LOAD_S", 0.0)
+    monkeypatch.setattr(transformers_peer, "LOAD_S", 0.0)
     code, document, said = verify(*BRIEF, "--limit", "1")
     assert code == 0
     assert checks(document)["gpuinfer = transformers"]["status"] == "skipped"
@@ -319,7 +319,7 @@ def test_transformers_that_cannot_read_the_tokenizer_still_compares_the_logits(v
 
 
 def test_without_transformers_all_else_is_checked(verify, monkeypatch):
-    monkeypatch.setattr(peer, "find_spec", lambda name: None)
+    monkeypatch.setattr(transformers_peer, "find_spec", lambda name: None)
     code, document, _ = verify(*BRIEF, "--limit", "1")
     assert code == 0
     skipped = [check for check in document["checks"] if check["why"] == "transformers is not installed"]

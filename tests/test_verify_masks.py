@@ -9,9 +9,9 @@ import pytest
 from text.tiny_diffusion import tiny_diffusion
 
 from gpuinfer.api import Setup
+from gpuinfer.lab.verify.diffusion_checks import DiffusionChecks
+from gpuinfer.lab.verify.verify_setup import VerifyOptions, open_setup
 from gpuinfer.text.generator import setup
-from gpuinfer.verifying.masks import Masks
-from gpuinfer.verifying.rig import Options, open_rig
 
 BRIEF = ("--batch-sizes", "1,3", "--new-tokens", "8", "--limit", "4", "--block-length", "4", "--device", "cpu")
 
@@ -69,8 +69,8 @@ def test_a_model_without_masks_is_not_verified_with_words_on_them(verify):
 
 
 def test_a_row_that_feels_its_company_is_found():
-    options = Options(model="tiny-llada", batch_sizes=[2], new_tokens=4, limit=3)
-    rig = open_rig(options, Setup(devices=("cpu",)))
+    options = VerifyOptions(model="tiny-llada", batch_sizes=[2], new_tokens=4, limit=3)
+    rig = open_setup(options, Setup(devices=("cpu",)))
     plain = rig.generator.decoder.forward
 
     def forward(step: Any) -> Any:
@@ -82,7 +82,7 @@ def test_a_row_that_feels_its_company_is_found():
 
     rig.generator.decoder.forward = forward
     try:
-        masks = Masks(rig)
+        masks = DiffusionChecks(rig)
         masks.alone()
         findings = {name: check() for name, check in masks.checks()}
     finally:

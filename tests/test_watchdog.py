@@ -21,7 +21,7 @@ from gpuinfer.config import blame
 from gpuinfer.engine import watchdog
 from gpuinfer.engine.watchdog import Held, Patience, Watchdog
 from gpuinfer.errors import BackendDied, StrategyError
-from gpuinfer.host import compiling, loop, signals
+from gpuinfer.host import compile_status, event_loop, signals
 from gpuinfer.runtime.run import run
 
 HERE = str(Path(__file__).parent)
@@ -133,14 +133,14 @@ def test_words_come_at_doubling_times_and_the_end_once(caplog):
 
 def test_a_backend_that_compiles_is_said_to(caplog):
     dog = Noting([Held("starting", Evil(), "has been starting for {age}", 100.0)], say_s=10.0)
-    compiling.begin("step")
+    compile_status.begin("step")
     try:
         for _ in range(12):
             dog.look(1.0)
     finally:
-        compiling.end("step")
+        compile_status.end("step")
     (said,) = caplog.messages
-    assert f"has been starting for 10 s ({compiling.NOTE}). It is given up after" in said
+    assert f"has been starting for 10 s ({compile_status.NOTE}). It is given up after" in said
 
 
 def test_a_process_that_was_suspended_accuses_nobody(monkeypatch, caplog):
@@ -289,6 +289,6 @@ def test_a_loop_leaves_behind_what_does_not_end():
         await asyncio.sleep(0)
         return task
 
-    task = loop.run(main())
+    task = event_loop.run(main())
     assert not task.done()
     ended.set()

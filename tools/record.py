@@ -33,7 +33,7 @@ import pyte
 from rich.style import Style
 from rich.text import Text
 
-from gpuinfer.screen.display import svg
+from gpuinfer.cli.screen.display import svg
 
 COLOURS = {"brown": "yellow", "brightblack": "bright_black", "default": None}  # as pyte calls them → as rich does
 HALF = ("--when", "of .* (games|rows) .*[45][0-9]%")  # of the bar, and not of the time

@@ -28,7 +28,7 @@ ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / "docs" / "reference"
 SCHEMAS = {
     "report.schema.json": "The report of a run",
-    "bench/schema.json": "What `bench` writes",
+    "lab/bench/schema.json": "What `bench` writes",
     "memory.schema.json": "What `memory` writes",
 }
 EVERYWHERE = "Everywhere"

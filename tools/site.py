@@ -19,8 +19,8 @@ from typing import Any
 
 import tomlkit
 
-from gpuinfer.manual import contents
-from gpuinfer.manual.pages import FENCE, FOLDER, HOME, Page, pages
+from gpuinfer.cli.manual import manual_pages
+from gpuinfer.cli.manual.manual_pages import FENCE, FOLDER, HOME, ManualPage, pages
 
 ROOT = Path(__file__).parent.parent
 DOCS, STAGED, SITE = ROOT / "docs", ROOT / "build" / "pages", ROOT / "build" / "site"
@@ -92,7 +92,7 @@ def navigation() -> list[dict[str, Any]]:
     """Title → path, or title → list of these."""
     known = pages()
     found: list[dict[str, Any]] = [{"Home": f"{HOME}.md"}]
-    for group in contents.groups(known):
+    for group in manual_pages.groups(known):
         inside: list[dict[str, Any]] = []
         folders: dict[str, list[dict[str, Any]]] = {}
         for page in group.pages:
@@ -109,7 +109,7 @@ def navigation() -> list[dict[str, Any]]:
     return found
 
 
-def _path(page: Page, known: dict[str, Page]) -> str:
+def _path(page: ManualPage, known: dict[str, ManualPage]) -> str:
     is_folder = any(name.startswith(f"{page.name}/") for name in known)
     return f"{page.name}/{HOME}.md" if is_folder else f"{page.name}.md"
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import typer
 
-from gpuinfer.cli import beside, targets
+from gpuinfer.cli import subcommands, workload_targets
 from gpuinfer.cli.app import app
 from gpuinfer.config import registry
 from gpuinfer.config.options import accepts
@@ -64,8 +64,8 @@ def _below(command: Any, words: tuple[str, ...], parent: Any) -> Iterator[Comman
     yield _described(command, words, context, names)
     for name in names:
         yield from _below(command.resolve_command(context, [name])[1], (*words, name), context)
-        for word in beside.WORDS.get(name, ()) if parent is None else ():
-            yield from _below(beside.command(name, word), (*words, name, word), context)
+        for word in subcommands.WORDS.get(name, ()) if parent is None else ():
+            yield from _below(subcommands.command(name, word), (*words, name, word), context)
 
 
 def _described(command: Any, words: tuple[str, ...], context: Any, names: list[str]) -> Command:
@@ -115,7 +115,7 @@ def _text(help: str) -> str:
 def workload_of(command: Command) -> str:
     """The workload whose own options a command about workloads takes as well; "" for any other command."""
     about = len(command.words) == 3 and command.words[1] in ("bench", "tune")
-    called = {shown: name for name, shown in targets.NAMES.items()}
+    called = {shown: name for name, shown in workload_targets.NAMES.items()}
     name = called.get(command.words[-1], command.words[-1])
     return name if about and name in registry.names("workloads") else ""
 

@@ -11,38 +11,42 @@ from pydantic import Field, model_validator
 
 from gpuinfer import api
 from gpuinfer.api import Backend, BackendContext, Connector, Event, Limits, ModelSpec, Request, Result, Setup
-from gpuinfer.central.address import Address
-from gpuinfer.central.changes import Change
-from gpuinfer.central.child import ServerTuning
-from gpuinfer.central.connection import Connection
-from gpuinfer.central.link import Link
-from gpuinfer.central.remote import TextRemote, Way
+from gpuinfer.central.async_client import AsyncClient, RemoteTextBackend, TextConnector
+from gpuinfer.central.connection import CentralConnection
+from gpuinfer.central.protocol import ServerAddress, WeightsChange
 from gpuinfer.central.server import CentralServer
+from gpuinfer.central.server_process import ServerModelOptions
 from gpuinfer.errors import BackendDied, GpuinferError, UsageError
-from gpuinfer.models import device_names, processor
-from gpuinfer.models.forward_options import ChunkRows, Compile, Graphs, MaxRows
-from gpuinfer.models.stages.options import (
+from gpuinfer.models import model_options, processor
+from gpuinfer.models.model_options import (
     PARALLEL,
+    ChunkRows,
+    Compile,
+    Graphs,
+    MaxRows,
     MicroBatchRows,
     Parallel,
     SplitPoints,
     Stages,
     complaint_of,
 )
-from gpuinfer.text import arithmetic
-from gpuinfer.text.adapter_options import (
-    ADAPTERS,
+from gpuinfer.text import precision
+from gpuinfer.text.text_options import (
+    ADAPTERS_HELP,
     MAX_ADAPTERS,
-    MAX_ADAPTERS_SAID,
+    MAX_ADAPTERS_HELP,
     MOST_ADAPTERS,
     AdapterFolders,
+    ContextOption,
+    PagesOption,
+    SlotsOption,
+    StepTokensOption,
 )
-from gpuinfer.text.slot_options import Context, Pages, Slots, StepTokens
 
 PASSING = 64  # batches that pass through at once; how many run is for the server to say
 
 
-class Remote(TextRemote):
+class CentralRemote(RemoteTextBackend):
     """A way to a server that somebody else started, of rows or of text."""
 
     serves = ("rows", "text")
@@ -51,20 +55,20 @@ class Remote(TextRemote):
         self,
         setup: Setup | None = None,
         /,
-        address: Address | None = None,
+        address: ServerAddress | None = None,
         restarts_within_s: float = 0.0,
         **options: Any,
     ) -> None:
         super().__init__(setup, address, restarts_within_s, **options)
         self.limits = Limits(1, PASSING)
-        self._rows: Link | None = None
+        self._rows: AsyncClient | None = None
 
     async def start(self, context: BackendContext) -> None:
         spec = self.setup.model
         if spec is not None and spec.kind == "text":
             await super().start(context)
             return
-        self._rows = Link(Connection(self._there(), self._restarts_within_s))
+        self._rows = AsyncClient(CentralConnection(self._there(), self._restarts_within_s))
         await self._rows.open()
         self.limits = replace(self._rows.limits, in_flight=PASSING)
 
@@ -123,20 +127,20 @@ class Remote(TextRemote):
             self._rows = None
 
 
-class Central(Remote):
+class Central(CentralRemote):
     """Starts a server process that owns the model; worker processes ask it."""
 
     class Options(api.Options):
         max_rows: MaxRows = None
-        slots: Slots = None
-        pages: Pages = None
-        context: Context = None
-        step_tokens: StepTokens = None
+        slots: SlotsOption = None
+        pages: PagesOption = None
+        context: ContextOption = None
+        step_tokens: StepTokensOption = None
         in_flight: int | None = Field(
             None, ge=1, description="batches at once on a device; default one a core, 2 on CUDA"
         )
-        adapters: AdapterFolders = Field(None, description=ADAPTERS)
-        max_adapters: int = Field(MAX_ADAPTERS, ge=1, le=MOST_ADAPTERS, description=MAX_ADAPTERS_SAID)
+        adapters: AdapterFolders = Field(None, description=ADAPTERS_HELP)
+        max_adapters: int = Field(MAX_ADAPTERS, ge=1, le=MOST_ADAPTERS, description=MAX_ADAPTERS_HELP)
         threads: int | None = Field(None, ge=1, description="torch threads in one forward; default 1 on a CPU")
         chunk_rows: ChunkRows = None
         compute: processor.Compute = Field("auto", description=processor.COMPUTE)
@@ -171,7 +175,7 @@ class Central(Remote):
                 "nobody divides the device between these. Choose --backend inprocess, or leave --share out."
             )
         self._server: CentralServer | None = None
-        self.notices = arithmetic.notices(self.setup, self.options.compute)
+        self.notices = precision.notices(self.setup, self.options.compute)
 
     @property
     def compute(self) -> str:
@@ -182,8 +186,8 @@ class Central(Remote):
         if self.setup.model is None:
             return  # of a workload that brings its own answers
         self._refuse_what_does_not_fit()
-        device_names.check_names(self.setup.devices)
-        if device_names.may_be_missing(self.setup.devices):
+        model_options.check_names(self.setup.devices)
+        if model_options.may_be_missing(self.setup.devices):
             await asyncio.to_thread(self._look_for_devices)
 
     def _look_for_devices(self) -> None:
@@ -211,7 +215,7 @@ class Central(Remote):
         given = self.options
         self._server = CentralServer.of(
             self.setup,
-            ServerTuning(
+            ServerModelOptions(
                 max_rows=given.max_rows,
                 in_flight=given.in_flight,
                 threads=given.threads,
@@ -243,7 +247,7 @@ class Central(Remote):
     def connect(self) -> Connector:
         if self._server is None:
             raise UsageError("the backend 'central' has not been started. Await start() before connect().")
-        return Way(Remote, self.setup, self._server.address, self._server.restarts_within_s)
+        return TextConnector(CentralRemote, self.setup, self._server.address, self._server.restarts_within_s)
 
     def beside(self, spec: ModelSpec, share: float = 1.0) -> Backend:
         """A server of its own."""
@@ -259,7 +263,7 @@ class Central(Remote):
         if self._server is None or not self.updates:
             await super().update(version, weights, adapter=adapter, drain=drain)
             return
-        change = Change(version=version, weights=weights, adapter=adapter, drain=drain)
+        change = WeightsChange(version=version, weights=weights, adapter=adapter, drain=drain)
         await asyncio.to_thread(self._server.change, change)
 
     @property
@@ -270,7 +274,7 @@ class Central(Remote):
         if self._server is None or not self.updates:
             await super().unload(adapter)
         else:
-            await asyncio.to_thread(self._server.change, Change(adapter=adapter))
+            await asyncio.to_thread(self._server.change, WeightsChange(adapter=adapter))
 
     async def stats(self) -> Mapping[str, Any] | None:
         return None if self._server is None else (await asyncio.to_thread(self._server.stats)).to_wire()

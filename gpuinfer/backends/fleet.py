@@ -13,27 +13,28 @@ from pydantic import Field
 
 from gpuinfer import api
 from gpuinfer.api import Backend, BackendContext, Connector, Event, Limits, ModelSpec, Request, Result, Setup
-from gpuinfer.config.described import Described
+from gpuinfer.config.setup_file import ServerSetup
 from gpuinfer.errors import BackendDied, Closed, GpuinferError, UsageError
-from gpuinfer.fleet.calling import Caller, Served, Way
+from gpuinfer.fleet.replica_client import Endpoint, ReplicaClient, ServedModel
 from gpuinfer.generation import Part
 from gpuinfer.http.access import read_keys
 from gpuinfer.models import processor
-from gpuinfer.models.forward_options import Compile
-from gpuinfer.text import arithmetic
-from gpuinfer.text.adapter_options import (
-    ADAPTERS,
-    FIRST,
+from gpuinfer.models.model_options import Compile
+from gpuinfer.text import precision
+from gpuinfer.text.text_options import (
+    ADAPTERS_HELP,
+    FIRST_VERSION,
     MAX_ADAPTERS,
-    MAX_ADAPTERS_SAID,
+    MAX_ADAPTERS_HELP,
     MOST_ADAPTERS,
     AdapterFolders,
-    folders_given,
+    PagesOption,
+    StepTokensOption,
+    adapter_folders_given,
 )
-from gpuinfer.text.slot_options import Pages, StepTokens
 
 if TYPE_CHECKING:
-    from gpuinfer.fleet.owned import Owned
+    from gpuinfer.fleet.owned_fleet import OwnedFleet
 
 PASSING = 64  # blocks of rows under way at once; how many run is for the replicas to say
 AHEAD = 3  # times as many rows of text as there are slots: one that becomes free finds a row waiting there
@@ -45,19 +46,19 @@ PASSED_ON = (
 )
 
 
-class Remote(Backend):
+class FleetRemote(Backend):
     """A way to a server that somebody else started. `way` names it; `name` is what it must call its model."""
 
     serves = ("rows", "text")
     remote = True
 
     def __init__(
-        self, setup: Setup | None = None, /, way: Way | None = None, name: str | None = None, **options: Any
+        self, setup: Setup | None = None, /, way: Endpoint | None = None, name: str | None = None, **options: Any
     ) -> None:
         super().__init__(setup, **options)
         self.limits = Limits(1, PASSING)
         self._way, self._name = way, name
-        self._caller: Caller | None = None
+        self._caller: ReplicaClient | None = None
         self._slots = 0  # of one replica
         self._asked: dict[Request, asyncio.Task[Result]] = {}
 
@@ -68,21 +69,21 @@ class Remote(Backend):
             replicas = await looking.replicas()
         self._slots = served.slots or 0
         self.limits, connections = _limits(served, replicas)
-        self._caller = Caller(self._way, connections, looking.model)
+        self._caller = ReplicaClient(self._way, connections, looking.model)
 
     @contextlib.asynccontextmanager
-    async def _looking(self, way: Way) -> AsyncIterator[tuple[Caller, Served]]:
+    async def _looking(self, way: Endpoint) -> AsyncIterator[tuple[ReplicaClient, ServedModel]]:
         """A line to it, and what it serves. Raises `UsageError` for another model than the run's."""
-        looking = Caller(way, 1)
+        looking = ReplicaClient(way, 1)
         try:
-            own = None if self.setup.model is None else Described(setup=self.setup).name
+            own = None if self.setup.model is None else ServerSetup(setup=self.setup).name
             served = await looking.served(self._name or own)
             self._refuse_another(served, way.url)
             yield looking, served
         finally:
             await looking.close()
 
-    def _refuse_another(self, served: Served, url: str) -> None:
+    def _refuse_another(self, served: ServedModel, url: str) -> None:
         model = self.setup.model
         if model is None:
             return
@@ -98,7 +99,7 @@ class Remote(Backend):
                 f"this run's are {model.inputs} as {model.input_dtype}.\nServe this run's model: gpuinfer serve "
                 f"--model {model.name} --features {model.inputs} --input-dtype {model.input_dtype}{more}"
             )
-        name = self._name or Described(setup=self.setup).name
+        name = self._name or ServerSetup(setup=self.setup).name
         if name != served.id:
             raise UsageError(
                 f"{url} serves '{served.id}', and this run has '{name}'. If they are the same model, add "
@@ -179,7 +180,7 @@ class Remote(Backend):
             self._caller = None
 
 
-def _limits(served: Served, replicas: int) -> tuple[Limits, int]:
+def _limits(served: ServedModel, replicas: int) -> tuple[Limits, int]:
     """What may be asked at once, and over how many connections."""
     if served.slots is None:
         return Limits(served.max_rows, PASSING * replicas), PASSING * replicas
@@ -189,7 +190,7 @@ def _limits(served: Served, replicas: int) -> tuple[Limits, int]:
 
 
 @dataclass(frozen=True)
-class Connection:
+class FleetConnection:
     """How a worker process gets to the server. The key stays in its file."""
 
     setup: Setup
@@ -199,10 +200,10 @@ class Connection:
     name: str | None
 
     def open(self) -> Backend:
-        return Remote(self.setup, way=Way(self.url, _key_of(self.key_file), self.retry_s), name=self.name)
+        return FleetRemote(self.setup, way=Endpoint(self.url, _key_of(self.key_file), self.retry_s), name=self.name)
 
 
-class FleetBackend(Remote):
+class FleetBackend(FleetRemote):
     """Replicas behind a router: started for the run, or a server or fleet that runs already (-B endpoint=URL)."""
 
     class Options(api.Options):
@@ -219,11 +220,11 @@ class FleetBackend(Remote):
         backend: str = Field("inprocess", description="what answers in each replica")
         max_rows: int | None = Field(None, ge=1, description="of a replica: rows in one batch")
         slots: int | None = Field(None, ge=1, le=65_536, description="of a replica, of text: rows generated at once")
-        pages: Pages = None
+        pages: PagesOption = None
         context: int | None = Field(None, ge=1, description="of text: most tokens of prompt and answer")
-        step_tokens: StepTokens = None
-        adapters: AdapterFolders = Field(None, description=ADAPTERS)
-        max_adapters: int = Field(MAX_ADAPTERS, ge=1, le=MOST_ADAPTERS, description=MAX_ADAPTERS_SAID)
+        step_tokens: StepTokensOption = None
+        adapters: AdapterFolders = Field(None, description=ADAPTERS_HELP)
+        max_adapters: int = Field(MAX_ADAPTERS, ge=1, le=MOST_ADAPTERS, description=MAX_ADAPTERS_HELP)
         in_flight: int | None = Field(None, ge=1, description="of a replica: batches at once")
         threads: int | None = Field(None, ge=1, description="of a replica: torch threads in one forward")
         chunk_rows: int | None = Field(None, ge=1, description="of a replica: rows through the model at once")
@@ -236,10 +237,10 @@ class FleetBackend(Remote):
         super().__init__(setup, **options)
         given, own = self.options.model_fields_set, self.options
         self._name = own.model
-        self._owned: Owned | None = None
+        self._owned: OwnedFleet | None = None
         with_model = {} if self.setup.model is None else self.setup.model.arguments
-        names = folders_given(own.adapters, with_model)
-        self._loaded = {text for name in names for text in (name, f"{name}@{FIRST}")}
+        names = adapter_folders_given(own.adapters, with_model)
+        self._loaded = {text for name in names for text in (name, f"{name}@{FIRST_VERSION}")}
         if own.endpoint is None and (odd := {"key_file", "model"} & given):
             raise UsageError(f"-B {min(odd)} goes with -B endpoint=URL. Give both, or leave it out.")
         theirs = {"replicas", "gpus", "launcher", "launcher_options", "routing", "router_processes", "backend"}
@@ -252,7 +253,7 @@ class FleetBackend(Remote):
                 f"--adapter is said of replicas that are started, and {own.endpoint} runs already. Leave it out: rows "
                 "name the adapters that the server has."
             )
-        self.notices = () if own.endpoint else arithmetic.notices(self.setup, own.compute)
+        self.notices = () if own.endpoint else precision.notices(self.setup, own.compute)
 
     @property
     def compute(self) -> str:
@@ -261,7 +262,7 @@ class FleetBackend(Remote):
     async def check(self) -> None:
         """Of a server that runs already, that it serves the run's model."""
         if (url := self.options.endpoint) is not None:
-            async with self._looking(Way(url, _key_of(self.options.key_file), self.options.retry)):
+            async with self._looking(Endpoint(url, _key_of(self.options.key_file), self.options.retry)):
                 pass
 
     async def start(self, context: BackendContext) -> None:
@@ -270,7 +271,7 @@ class FleetBackend(Remote):
         if own.endpoint is None:
             await self._start_owned(context)
         else:
-            self._way = Way(own.endpoint, _key_of(own.key_file), own.retry)
+            self._way = Endpoint(own.endpoint, _key_of(own.key_file), own.retry)
         try:
             await super().start(context)
         except BaseException:
@@ -278,7 +279,7 @@ class FleetBackend(Remote):
             raise
 
     async def _start_owned(self, context: BackendContext) -> None:
-        from gpuinfer.fleet.owned import Owned, Wanted
+        from gpuinfer.fleet.owned_fleet import OwnedFleet, OwnedFleetPlan
 
         own = self.options
         if self.setup.model is None:
@@ -289,7 +290,7 @@ class FleetBackend(Remote):
         if context.strategy is None:
             raise UsageError("in a fleet the replicas form batches. Give start() a context with a strategy.")
         chosen = {name: getattr(own, name) for name in PASSED_ON if name in own.model_fields_set}
-        wanted = Wanted(
+        wanted = OwnedFleetPlan(
             replicas=own.replicas,
             gpus=own.gpus,
             launcher=own.launcher,
@@ -299,9 +300,9 @@ class FleetBackend(Remote):
             backend=own.backend,
             backend_options=chosen,
         )
-        self._owned = Owned(wanted, self.setup, context.strategy)
+        self._owned = OwnedFleet(wanted, self.setup, context.strategy)
         try:
-            self._way = Way(await self._owned.start(), self._owned.key, own.retry)
+            self._way = Endpoint(await self._owned.start(), self._owned.key, own.retry)
         except BaseException:
             await self.close()
             raise
@@ -310,7 +311,7 @@ class FleetBackend(Remote):
         if self._way is None:
             raise UsageError("the backend 'fleet' has not been started. Await start() before connect().")
         file = self._owned.key_file if self._owned else self.options.key_file
-        return Connection(self.setup, self._way.url, str(file) if file else None, self._way.retry_s, self._name)
+        return FleetConnection(self.setup, self._way.url, str(file) if file else None, self._way.retry_s, self._name)
 
     def beside(self, spec: ModelSpec, share: float = 1.0) -> Backend:
         """A fleet of its own. Raises `UsageError` for a server that runs already, which has one model."""

@@ -26,33 +26,38 @@ from gpuinfer.api import (
     enter_station,
 )
 from gpuinfer.errors import BackendDied, BackendError, GpuinferError, UsageError
-from gpuinfer.host import machine, spoken
-from gpuinfer.models import device_names, processor
-from gpuinfer.models.forward_options import ChunkRows, Compile, Graphs, MaxRows
-from gpuinfer.models.gate import NoPlace, Place, gate_of
-from gpuinfer.models.halving import answers_to
-from gpuinfer.models.layouts import misfit
-from gpuinfer.models.stages.options import (
+from gpuinfer.host import error_text, machine
+from gpuinfer.models import model_options, processor
+from gpuinfer.models.device_arbiter import DeviceSlot, UnsharedSlot, arbiter_of
+from gpuinfer.models.model_options import (
     LAYERS,
     PARALLEL,
     WITH_STAGES,
+    ChunkRows,
+    Compile,
+    Graphs,
+    MaxRows,
     MicroBatchRows,
     Parallel,
     SplitPoints,
     Stages,
     complaint_of,
 )
-from gpuinfer.text import arithmetic
-from gpuinfer.text.adapter_options import (
-    ADAPTERS,
+from gpuinfer.models.row_format import answers_by_halving, misfit
+from gpuinfer.text import precision
+from gpuinfer.text.model import TextModel
+from gpuinfer.text.multi_device import TextDevices, open_text
+from gpuinfer.text.text_options import (
+    ADAPTERS_HELP,
     MAX_ADAPTERS,
-    MAX_ADAPTERS_SAID,
+    MAX_ADAPTERS_HELP,
     MOST_ADAPTERS,
     AdapterFolders,
+    ContextOption,
+    PagesOption,
+    SlotsOption,
+    StepTokensOption,
 )
-from gpuinfer.text.devices import TextDevices, open_text
-from gpuinfer.text.model import TextModel
-from gpuinfer.text.slot_options import Context, Pages, Slots, StepTokens
 
 if TYPE_CHECKING:
     from gpuinfer.models.gradients import OpenedGradients
@@ -68,12 +73,12 @@ class InProcess(Backend):
 
     class Options(api.Options):
         max_rows: MaxRows = None
-        slots: Slots = None
-        pages: Pages = None
-        context: Context = None
-        step_tokens: StepTokens = None
-        adapters: AdapterFolders = Field(None, description=ADAPTERS)
-        max_adapters: int = Field(MAX_ADAPTERS, ge=1, le=MOST_ADAPTERS, description=MAX_ADAPTERS_SAID)
+        slots: SlotsOption = None
+        pages: PagesOption = None
+        context: ContextOption = None
+        step_tokens: StepTokensOption = None
+        adapters: AdapterFolders = Field(None, description=ADAPTERS_HELP)
+        max_adapters: int = Field(MAX_ADAPTERS, ge=1, le=MOST_ADAPTERS, description=MAX_ADAPTERS_HELP)
         threads: int | None = Field(None, ge=1, description="torch threads in one forward; default its share of cores")
         in_flight: int | None = Field(
             None, ge=1, description="batches at once on a device; default 1 on a CPU, 2 on CUDA"
@@ -114,10 +119,10 @@ class InProcess(Backend):
             self.notices = processor.training_notices(self.setup, self.options.compute)
         else:
             self._refuse_training_options()
-            self.notices = arithmetic.notices(self.setup, self.options.compute)
-        self._gate = gate_of(self.setup, free=not self.options.gate)  # the same one for all models of a run
+            self.notices = precision.notices(self.setup, self.options.compute)
+        self._gate = arbiter_of(self.setup, free=not self.options.gate)  # the same one for all models of a run
         self._stands_beside = False  # another model, which may be loaded before this one
-        self._place: Place = NoPlace()
+        self._place: DeviceSlot = UnsharedSlot()
         self._width = 1  # cores of one forward
         self._on_cuda = machine.wants_cuda(self.setup.devices)
         self._opened: Opened | None = None
@@ -148,16 +153,16 @@ class InProcess(Backend):
         if self.setup.model is None:
             return  # of a workload that brings its own answers
         spec = self._served()
-        device_names.check_names(self.setup.devices)
+        model_options.check_names(self.setup.devices)
         if self._stands_beside:
             await asyncio.to_thread(self._refuse_unloadable, spec)
         cut = self.options.parallel != "data" and spec.kind == "rows"
-        if cut or device_names.may_be_missing(self.setup.devices):
+        if cut or model_options.may_be_missing(self.setup.devices):
             await asyncio.to_thread(self._check_there, spec if cut else None)
 
     def _check_there(self, cut: ModelSpec | None) -> None:
         if cut is not None:
-            from gpuinfer.models.stages.early import check_layers
+            from gpuinfer.models.pipeline.open_pipeline import check_layers
 
             check_layers(cut, self.setup, self.options)
         else:
@@ -167,13 +172,13 @@ class InProcess(Backend):
 
     def _refuse_unloadable(self, spec: ModelSpec) -> None:
         if spec.kind == "text":
-            from gpuinfer.text.refusing import refuse_unloadable
+            from gpuinfer.text.generator.setup import refuse_unloadable
 
             refuse_unloadable(spec, self.setup, self.options)
         elif spec.kind == "rows":
-            from gpuinfer.models import refusing
+            from gpuinfer.models import load
 
-            refusing.refuse_unloadable(spec)
+            load.refuse_unloadable(spec)
 
     def _served(self) -> ModelSpec:
         """The model, which these options are for. Raises `UsageError`."""
@@ -221,10 +226,10 @@ class InProcess(Backend):
 
     def _open(self, spec: ModelSpec, context: BackendContext) -> Opened:
         if self.options.parallel != "data":
-            from gpuinfer.models.stages.open_staged import open_staged
+            from gpuinfer.models.pipeline.open_pipeline import open_staged
 
             return open_staged(spec, self.setup, self.options, context.roofline, context.lane)
-        from gpuinfer.models.data_parallel import open_on_devices
+        from gpuinfer.models.open_model import open_on_devices
 
         return open_on_devices(spec, self.setup, self.options, context.roofline)
 
@@ -257,7 +262,7 @@ class InProcess(Backend):
             return list(misfits.values())
         context = contextvars.copy_context()  # so that the thread finds its lane in the time ledger
         loop = asyncio.get_running_loop()
-        compute, rows = partial(answers_to, self._opened.forward, blocks), sum(map(len, blocks))
+        compute, rows = partial(answers_by_halving, self._opened.forward, blocks), sum(map(len, blocks))
         answers = await loop.run_in_executor(self._threads, context.run, self._in_turn, compute, rows)
         answers = [self._of_the_model(one) if isinstance(one, Exception) else one for one in answers]
         for index, error in misfits.items():  # in ascending order, so that each finds its place
@@ -271,7 +276,9 @@ class InProcess(Backend):
             return error
         from gpuinfer.models.load import called
 
-        made = BackendError(f"{called(spec.name)} raised {spoken.in_short(error)}. Run it again with -vv to see where.")
+        made = BackendError(
+            f"{called(spec.name)} raised {error_text.short_message(error)}. Run it again with -vv to see where."
+        )
         made.__cause__ = error
         return made
 

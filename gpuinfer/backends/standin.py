@@ -13,8 +13,8 @@ from pydantic import Field
 
 from gpuinfer import api
 from gpuinfer.api import Backend, BackendContext, Limits, Request, Result, Setup, lane_device
+from gpuinfer.backends.service_model import ServiceModel
 from gpuinfer.errors import BackendDied, BackendError, UsageError
-from gpuinfer.simulate.service import ServiceModel
 from gpuinfer.stats import DeviceCount
 
 ALPHA_S, BETA_S = 50e-6, 2e-3  # a row and a batch of a middling model on a middling card
@@ -24,9 +24,9 @@ class StandIn(Backend):
     """Takes the time of a model that you describe, and computes nothing: to try strategies and loads with.
 
     A batch of n rows takes alpha·n + beta, and a step for each full `step_rows` rows beyond the first. Batches in
-    flight do not slow one another. The time counts from the call of `infer`, and ends by the event loop's own timer:
-    an answer can be taken no sooner than the loop is free. On a loop of `gpuinfer.host.loop` that is true to about
-    0.1 ms; plain asyncio rounds it up to whole milliseconds.
+    flight do not slow one another. The time counts from the call of `infer`, and ends by the event loop's own timer: an
+    answer can be taken no sooner than the loop is free. On a loop of `host.event_loop` that is true to about 0.1 ms;
+    plain asyncio rounds it up to whole milliseconds.
     """
 
     class Options(api.Options):

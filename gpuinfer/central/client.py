@@ -14,8 +14,8 @@ from typing import Any
 from numpy.typing import NDArray
 
 from gpuinfer.api import Priority, Result
-from gpuinfer.central.address import Address
-from gpuinfer.central.connection import GREETING_S, LOOK_S, POOLED, Connection
+from gpuinfer.central.connection import GREETING_S, LOOK_S, POOLED, CentralConnection
+from gpuinfer.central.protocol import ServerAddress
 from gpuinfer.errors import BackendDied, Closed, Expired, GpuinferError, QueueFull, UsageError
 
 SPIN_S = 200e-6  # a short round trip between two processes that are awake; longer ones may sleep
@@ -24,7 +24,7 @@ PROBES = 3  # spins in vain, one after the other, after which it is not tried ag
 PROBE_AGAIN = 64  # waits without a spin, after one that was in vain
 
 
-class Pending:
+class PendingResult:
     """An answer that is on its way. `done` once it is there: then `error` or, if that is None, `value`.
 
     Both are taken in only while somebody of this client waits or asks.
@@ -32,7 +32,7 @@ class Pending:
 
     __slots__ = ("_client", "done", "error", "number", "timeout", "value")
 
-    def __init__(self, client: Client, number: int, timeout: float | None) -> None:
+    def __init__(self, client: CentralClient, number: int, timeout: float | None) -> None:
         self.number = number
         self.timeout = timeout  # seconds that it was given when it was sent
         self.done = False
@@ -57,22 +57,22 @@ class Pending:
         self._client.abandon(self, Closed("this request was cancelled. Send the rows again if they are wanted."))
 
 
-class Client:
+class CentralClient:
     """One process's way to the model of a `CentralServer`. Threads may share it.
 
     It can be handed to a child process of any start method as long as it has not been used; each process needs one of
     its own.
     """
 
-    def __init__(self, address: Address, restarts_within_s: float = 0.0) -> None:
+    def __init__(self, address: ServerAddress, restarts_within_s: float = 0.0) -> None:
         self._arguments = address, restarts_within_s
-        self._connection: Connection | None = None
-        self._ready: Connection | None = None  # the same, but while its server comes back and after the end
+        self._connection: CentralConnection | None = None
+        self._ready: CentralConnection | None = None  # the same, but while its server comes back and after the end
         self._process = 0  # that opened it
         self._closed = False
         self._changed = threading.Condition()
         self._reading = False  # a thread is
-        self._pending: dict[int, Pending] = {}
+        self._pending: dict[int, PendingResult] = {}
         self._poll = select.poll()
         self._asleep = 0  # waits since the last that a spin was enough for
         self._lost: GpuinferError | None = None
@@ -84,9 +84,9 @@ class Client:
         return f"<Client of a CentralServer: {state}, {len(self._pending)} pending>"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Client, self._arguments
+        return CentralClient, self._arguments
 
-    def __enter__(self) -> Client:
+    def __enter__(self) -> CentralClient:
         self._open()
         return self
 
@@ -133,7 +133,7 @@ class Client:
         timeout: float | None = None,
         priority: Priority = Priority.NORMAL,
         group: Hashable = None,
-    ) -> Pending:
+    ) -> PendingResult:
         """Send the rows and go on; `result()` of what this returns waits. Raises what is known to be wrong already.
 
         While so much is outstanding that no block is free (`connection.POOLED`), it waits until an answer frees one.
@@ -154,7 +154,7 @@ class Client:
                         raise
                     self._wait_on(deadline, timeout)
                 else:
-                    pending = self._pending[number] = Pending(self, number, timeout)
+                    pending = self._pending[number] = PendingResult(self, number, timeout)
                     return pending
 
     def _wait_on(self, deadline: float, timeout: float | None) -> None:
@@ -167,7 +167,7 @@ class Client:
         else:
             self._read(min(left, LOOK_S))
 
-    def _open(self, deadline: float = float("inf")) -> Connection:
+    def _open(self, deadline: float = float("inf")) -> CentralConnection:
         """The connection, made by whoever needs it first; while its server comes back, that is awaited."""
         while self._ready is None:
             left = deadline - time.monotonic()
@@ -184,7 +184,7 @@ class Client:
         return self._ready
 
     def _connect(self, deadline: float) -> None:
-        connection = self._connection = Connection(*self._arguments)  # already, so that `close` can interrupt it
+        connection = self._connection = CentralConnection(*self._arguments)  # already, so that `close` can interrupt it
         try:
             connection.open(min(deadline - time.monotonic(), GREETING_S))
         except GpuinferError as error:
@@ -205,7 +205,7 @@ class Client:
 
     # Waiting
 
-    def wait(self, pending: Pending, timeout: float | None = None) -> Result:
+    def wait(self, pending: PendingResult, timeout: float | None = None) -> Result:
         """The answer of `pending`, or its error raised; `Expired` if neither is there after `timeout` seconds."""
         give_up_at = _deadline(timeout)
         self._refuse_other_process()
@@ -216,7 +216,7 @@ class Client:
             raise pending.error
         return pending.value
 
-    def abandon(self, pending: Pending, error: GpuinferError) -> None:
+    def abandon(self, pending: PendingResult, error: GpuinferError) -> None:
         """Let `pending` fail with `error`, unless its answer is there, and tell the server that nobody wants it."""
         self._refuse_other_process()
         with self._changed:
@@ -283,7 +283,7 @@ class Client:
             else:
                 pending.value = outcome
 
-    def _come_back(self, connection: Connection, error: GpuinferError) -> None:
+    def _come_back(self, connection: CentralConnection, error: GpuinferError) -> None:
         """The server has gone: on to the one that takes its place, or fail all that wait.
 
         In a thread of its own, without the lock: whoever waits keeps to a deadline.
@@ -298,7 +298,7 @@ class Client:
             self._lose(connection, error)
         return None
 
-    def _return(self, connection: Connection, cause: BackendDied) -> None:
+    def _return(self, connection: CentralConnection, cause: BackendDied) -> None:
         final: GpuinferError | None = None
         try:
             connection.come_back(cause)
@@ -314,7 +314,7 @@ class Client:
                 self._ready = connection
             self._changed.notify_all()
 
-    def _lose(self, connection: Connection, error: GpuinferError) -> None:
+    def _lose(self, connection: CentralConnection, error: GpuinferError) -> None:
         self._lost = error
         connection.close()
         self._fail_all(error)

@@ -19,15 +19,22 @@ import msgpack
 from numpy.typing import NDArray
 
 from gpuinfer.api import Limits, Priority
-from gpuinfer.central import memory
-from gpuinfer.central.address import Address
-from gpuinfer.central.memory import AWAY_S, LATE_S, PER_CLIENT, Block, BlockForm, SharedPulse
-from gpuinfer.central.memory import SIZE as PULSE_SIZE
-from gpuinfer.central.wire import LARGEST_BODY, Garbled, Kind, Record, Unpacker, hello, pack
-from gpuinfer.engine.admission import class_of
+from gpuinfer.central import shared_memory
+from gpuinfer.central.protocol import (
+    LARGEST_BODY,
+    GarbledRecord,
+    RecordKind,
+    ServerAddress,
+    Unpacker,
+    WireRecord,
+    hello,
+    pack_record,
+)
+from gpuinfer.central.shared_memory import AWAY_S, LATE_S, PER_CLIENT, PULSE_SIZE, Block, BlockForm, SharedPulse
+from gpuinfer.engine.scheduler import class_of
 from gpuinfer.errors import BackendDied, BadResult, Closed, GpuinferError, QueueFull, RequestError, UsageError
-from gpuinfer.host.error_wire import error_from_wire
-from gpuinfer.models.layouts import misfit
+from gpuinfer.host.error_text import error_from_wire
+from gpuinfer.models.row_format import misfit
 
 GREETING_S = 60.0  # for a server that is there already, and may be in the middle of long batches
 KNOCK_AGAIN_S = 0.1  # after a server has hung up instead of greeting
@@ -40,7 +47,7 @@ POOLED = PER_CLIENT - 64  # blocks at most in the pool, for payloads that lie an
 
 
 @dataclass(slots=True)
-class Question:
+class OpenRequest:
     """One request that has been sent."""
 
     number: int
@@ -54,13 +61,13 @@ class Question:
     abandoned: bool = False
 
 
-class Connection:
+class CentralConnection:
     """Not thread-safe: one thread, or one lock, at a time."""
 
     largest_body = LARGEST_BODY
     asked_for = "rows"
 
-    def __init__(self, address: Address, restarts_within_s: float = 0.0) -> None:
+    def __init__(self, address: ServerAddress, restarts_within_s: float = 0.0) -> None:
         """`restarts_within_s`: how long a server that died may take to come back; 0 when it will not."""
         self.limits: Limits
         self.form: BlockForm
@@ -70,10 +77,12 @@ class Connection:
         self._pulse: SharedPulse
         self._unpacker = Unpacker(self.largest_body)
         self._blocks: list[Block] = []
-        self._descriptors: list[memory.Descriptor] = []  # of the blocks: a server that comes back needs them again
+        self._descriptors: list[
+            shared_memory.Descriptor
+        ] = []  # of the blocks: a server that comes back needs them again
         self._idle: list[Block] = []  # the pool: nobody uses them
         self._owned: dict[int, Block] = {}  # by the address of their memory: handed out by `block`
-        self._asked: dict[int, Question] = {}
+        self._asked: dict[int, OpenRequest] = {}
         self._busy: set[int] = set()  # numbers of blocks whose rows are with the server
         self.abandoned = 0  # questions that nobody waits for, and the server has not let go of
         self._numbers = 0
@@ -118,9 +127,9 @@ class Connection:
         try:
             line.settimeout(timeout_s)
             line.connect(self._address.path)
-            line.sendall(pack(hello(self._address.token, self._name + os.getpid().to_bytes(8))))
+            line.sendall(pack_record(hello(self._address.token, self._name + os.getpid().to_bytes(8))))
             record, descriptors, self._unpacker = _greeting(line, until, self.largest_body)
-            if record.kind != Kind.WELCOME or len(descriptors) != 1:
+            if record.kind != RecordKind.WELCOME or len(descriptors) != 1:
                 raise parting(record)
             self._learn(record.body, descriptors[0])
             line.settimeout(None)
@@ -140,7 +149,7 @@ class Connection:
         """What the server says of itself in its greeting."""
         self.limits = Limits(told["max_rows"], PER_CLIENT)
         self.form = BlockForm.from_wire(told["form"])
-        self._pulse = SharedPulse(memory.attach(pulse, PULSE_SIZE))
+        self._pulse = SharedPulse(shared_memory.attach(pulse, PULSE_SIZE))
 
     def come_back(self, cause: BackendDied) -> None:
         """After the server has gone: wait for it, and ask again for all that is outstanding. Blocks.
@@ -204,14 +213,14 @@ class Connection:
                     "none is free. Wait for answers in between, or send larger requests."
                 )
             number = min(self._idle, key=lambda block: block.room).number
-        descriptor, mapping = memory.create(self.form.size(room))
+        descriptor, mapping = shared_memory.create(self.form.size(room))
         with self._presenting:
             block = Block(number, room, mapping, self.form)
-            self._install(block, memory.Descriptor(descriptor))
+            self._install(block, shared_memory.Descriptor(descriptor))
             self._present(block, self._descriptors[number])
         return block
 
-    def _install(self, block: Block, descriptor: memory.Descriptor) -> None:
+    def _install(self, block: Block, descriptor: shared_memory.Descriptor) -> None:
         """Keep it under its number; whichever idle block had that number is no more."""
         if block.number == len(self._blocks):
             self._blocks.append(block)
@@ -223,8 +232,8 @@ class Connection:
         self._descriptors[block.number].close()
         self._blocks[block.number], self._descriptors[block.number] = block, descriptor
 
-    def _present(self, block: Block, descriptor: memory.Descriptor) -> None:
-        self._send(Record(Kind.BLOCK, block=block.number, rows=block.room), [descriptor.number])
+    def _present(self, block: Block, descriptor: shared_memory.Descriptor) -> None:
+        self._send(WireRecord(RecordKind.BLOCK, block=block.number, rows=block.room), [descriptor.number])
 
     def _borrow(self, rows: int) -> Block:
         """A block of the pool with room for so many rows."""
@@ -268,18 +277,18 @@ class Connection:
         elif block.number in self._busy:
             raise RequestError("this block is with the server already. Await its answer first, or take a second block.")
         self._numbers = (self._numbers + 1) % 2**32
-        question = Question(self._numbers, block, rows, client, priority, deadline, group, borrowed)
+        question = OpenRequest(self._numbers, block, rows, client, priority, deadline, group, borrowed)
         self._asked[question.number] = question
         self._busy.add(block.number)
         self._send_question(question)
         return question.number
 
-    def _send_question(self, question: Question) -> None:
+    def _send_question(self, question: OpenRequest) -> None:
         left_s = question.deadline - time.monotonic() if question.deadline < float("inf") else question.deadline
         body = None if question.group is None else {"group": question.group}
         self._send(
-            Record(
-                Kind.ASK,
+            WireRecord(
+                RecordKind.ASK,
                 question.priority,
                 question.block.number,
                 question.number,
@@ -296,10 +305,10 @@ class Connection:
             if (question := self._asked.get(number)) is not None and not question.abandoned:
                 question.abandoned = True
                 self.abandoned += 1
-                self._send(Record(Kind.CANCEL, number=number))
+                self._send(WireRecord(RecordKind.CANCEL, number=number))
 
-    def _send(self, record: Record, descriptors: Sequence[int] = ()) -> None:
-        self._put(pack(record), descriptors)
+    def _send(self, record: WireRecord, descriptors: Sequence[int] = ()) -> None:
+        self._put(pack_record(record), descriptors)
 
     def _put(self, data: bytes, descriptors: Sequence[int] = ()) -> None:
         """A broken line is noticed by whoever reads from it: what is sent now will be sent again then, or never."""
@@ -355,7 +364,7 @@ class Connection:
             for record in self._unpacker.feed(data):
                 if (done := self._settle(record)) is not None:
                     settled.append(done)
-        except Garbled as error:
+        except GarbledRecord as error:
             self._ended = BackendDied(f"the central server sent {error}. Let both ends run the same version.")
         except GpuinferError as error:
             self._ended = self._said = error
@@ -364,8 +373,8 @@ class Connection:
                 self._said, self._lives = None, 0
         return settled
 
-    def _settle(self, record: Record) -> tuple[int, Any] | None:
-        if record.kind == Kind.GOODBYE:
+    def _settle(self, record: WireRecord) -> tuple[int, Any] | None:
+        if record.kind == RecordKind.GOODBYE:
             raise parting(record)
         question = self._asked.pop(record.number, None)
         if question is None:
@@ -377,10 +386,14 @@ class Connection:
             self._idle.append(question.block)
         return None if question.abandoned else (question.number, outcome)
 
-    def _outcome(self, question: Question, record: Record) -> Any:
-        if record.kind == Kind.ANSWER:
+    def _outcome(self, question: OpenRequest, record: WireRecord) -> Any:
+        if record.kind == RecordKind.ANSWER:
             return None if question.abandoned else question.block.answer(question.rows, question.borrowed)
-        return error_from_wire(record.body) if record.kind == Kind.FAILED else BadResult("an answer of no known kind")
+        return (
+            error_from_wire(record.body)
+            if record.kind == RecordKind.FAILED
+            else BadResult("an answer of no known kind")
+        )
 
     def stopped(self) -> BackendDied | None:
         """Why to wait no longer, if the server is there but has no pulse. Ask at least every `pulse.AWAY_S` seconds."""
@@ -431,7 +444,7 @@ def _new_line() -> socket.socket:
         ) from error
 
 
-def _greeting(line: socket.socket, deadline: float, largest_body: int) -> tuple[Record, list[int], Unpacker]:
+def _greeting(line: socket.socket, deadline: float, largest_body: int) -> tuple[WireRecord, list[int], Unpacker]:
     """The server's first record, with the descriptors that came along."""
     unpacker, descriptors = Unpacker(largest_body), []
     while True:
@@ -444,8 +457,8 @@ def _greeting(line: socket.socket, deadline: float, largest_body: int) -> tuple[
             return records[0], descriptors, unpacker
 
 
-def parting(record: Record) -> GpuinferError:
-    if record.kind == Kind.GOODBYE:
+def parting(record: WireRecord) -> GpuinferError:
+    if record.kind == RecordKind.GOODBYE:
         return error_from_wire(record.body)
     return BackendDied("the central server did not say what it serves. Let both ends run the same version.")
 

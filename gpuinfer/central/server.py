@@ -23,16 +23,16 @@ from typing import Any
 import msgpack
 
 from gpuinfer.api import Limits, ModelSpec, Roofline, Setup, Strategy
-from gpuinfer.central import address, memory
-from gpuinfer.central.changes import Change, standing
-from gpuinfer.central.child import CHANGING_S, ServerOrder, ServerTuning, Texts, main
-from gpuinfer.central.client import Client
-from gpuinfer.central.memory import LATE_S, SIZE, SharedPulse
-from gpuinfer.config import modules, registry
+from gpuinfer.central import protocol, shared_memory
+from gpuinfer.central.client import CentralClient
+from gpuinfer.central.protocol import WeightsChange, changes_to_replay
+from gpuinfer.central.server_process import CHANGING_S, OtherTextBackend, ServerModelOptions, ServerStart, server_main
+from gpuinfer.central.shared_memory import LATE_S, PULSE_SIZE, SharedPulse
+from gpuinfer.config import import_paths, registry
 from gpuinfer.errors import BackendDied, Closed, GpuinferError, UsageError
-from gpuinfer.host import children, machine, spoken
-from gpuinfer.host.error_wire import error_from_wire
-from gpuinfer.host.logs import quoted_words
+from gpuinfer.host import children, error_text, machine
+from gpuinfer.host.children import quoted_log_line
+from gpuinfer.host.error_text import error_from_wire
 from gpuinfer.stats import Snapshot, mean_size, merge_in_turn, percentile, summarise
 
 log = logging.getLogger(__name__)
@@ -97,24 +97,24 @@ class CentralServer:
         setup = Setup(
             spec, tuple(device.split(",")), dtype, seed, deterministic=deterministic, max_queue_rows=max_queue_rows
         )
-        tuning = ServerTuning(max_rows, in_flight, threads, chunk_rows)
+        tuning = ServerModelOptions(max_rows, in_flight, threads, chunk_rows)
         chosen = registry.load("strategies", strategy)(setup) if isinstance(strategy, str) else strategy
         self._prepare(setup, tuning, chosen, None, max_clients, batch_timeout, restart)
 
-    _texts: Texts | None = None
+    _texts: OtherTextBackend | None = None
 
     @classmethod
     def of(
         cls,
         setup: Setup,
-        tuning: ServerTuning,
+        tuning: ServerModelOptions,
         strategy: Strategy,
         *,
         roofline: Roofline | None = None,
         max_clients: int = 256,
         batch_timeout: float = 300.0,
         restart: bool = False,
-        texts: Texts | None = None,
+        texts: OtherTextBackend | None = None,
     ) -> CentralServer:
         """A server from a run's own terms. `texts`: what answers prompts there, if not our own model of text."""
         server = cls.__new__(cls)
@@ -125,7 +125,7 @@ class CentralServer:
     def _prepare(
         self,
         setup: Setup,
-        tuning: ServerTuning,
+        tuning: ServerModelOptions,
         strategy: Strategy,
         roofline: Roofline | None,
         max_clients: int,
@@ -135,7 +135,7 @@ class CentralServer:
         self.limits: Limits  # once it has started
         self.adapters: tuple[str, ...] = ()  # that prompts may ask for
         self._at_start: frozenset[str] | None = None  # the adapters that each start brings back
-        self._changes: list[Change] = []  # of the weights since the start, that one started again is told
+        self._changes: list[WeightsChange] = []  # of the weights since the start, that one started again is told
         self._changed: dict[int, Any] = {}  # what has come of questions for such
         self._setup, self._tuning, self._strategy = setup, tuning, strategy
         self._roofline, self._max_clients = roofline, max_clients
@@ -144,7 +144,7 @@ class CentralServer:
         self._owner = os.getpid()
         self._process: BaseProcess | None = None
         self._watcher: threading.Thread | None = None  # once it has served
-        self._address: address.Address | None = None
+        self._address: protocol.ServerAddress | None = None
         self._line_lock = threading.Lock()  # one question to the process at a time
         self._questions = 0  # asked so far: an answer that comes too late is not taken for the next one's
         self._error: GpuinferError | None = None  # why it is not there
@@ -170,9 +170,9 @@ class CentralServer:
             raise UsageError("this server has been started before. Make another.")
         if self._owner != os.getpid():
             raise UsageError("this server came here by fork. Start it where it was made, or make another here.")
-        self._listener, self._address = address.listen()
-        descriptor, mapping = memory.create(SIZE)
-        self._heart, self._pulse = memory.Descriptor(descriptor), SharedPulse(mapping)
+        self._listener, self._address = protocol.listen()
+        descriptor, mapping = shared_memory.create(PULSE_SIZE)
+        self._heart, self._pulse = shared_memory.Descriptor(descriptor), SharedPulse(mapping)
         self._at_exit = Finalize(None, self.close, kwargs={"quiet": True}, exitpriority=0)  # else it would be joined
         try:
             self._spawn()
@@ -190,11 +190,11 @@ class CentralServer:
         what = theirs, self._listener, self._heart, self._order()
         children.refuse_while_imported("a server")
         try:
-            with children.threads_each(1) if self._texts is None else contextlib.nullcontext():
-                process = children.spawn(main, *what, name="gpuinfer server")
+            with children.threads_per_process(1) if self._texts is None else contextlib.nullcontext():
+                process = children.spawn(server_main, *what, name="gpuinfer server")
         except Exception as error:
             raise UsageError(
-                f"the server process could not be started: {spoken.in_full(error)}. The strategy's class and "
+                f"the server process could not be started: {error_text.full_message(error)}. The strategy's class and "
                 "options must be picklable: define classes at the top of a module."
             ) from error
         finally:
@@ -238,10 +238,10 @@ class CentralServer:
         if self._closing.is_set():
             raise Closed(_CLOSED_EARLY)
 
-    def _order(self) -> ServerOrder:
+    def _order(self) -> ServerStart:
         assert self._address is not None
         strategy = self._strategy
-        return ServerOrder(
+        return ServerStart(
             setup=replace(self._setup, processes=1),
             tuning=self._shares(),
             roofline=self._roofline,
@@ -256,7 +256,7 @@ class CentralServer:
             changes=tuple(self._changes),
         )
 
-    def _shares(self) -> ServerTuning:
+    def _shares(self) -> ServerModelOptions:
         """On a CPU several single-threaded forwards at once beat one that has all threads. A model of text has one."""
         tuning = self._tuning
         if self._is_text or machine.wants_cuda(self._setup.devices):
@@ -267,7 +267,7 @@ class CentralServer:
 
     # Serving
 
-    def client(self) -> Client:
+    def client(self) -> CentralClient:
         """A way in for one process: hand it over, and use it there.
 
         Raises `Closed` unless the server runs, and why it died when it will not come back.
@@ -276,10 +276,10 @@ class CentralServer:
             raise self._error
         if self._address is None or self._final is not None:
             raise Closed("this server does not run. Use it as `with CentralServer(…) as server:`.")
-        return Client(self._address, self.restarts_within_s)
+        return CentralClient(self._address, self.restarts_within_s)
 
     @property
-    def address(self) -> address.Address:
+    def address(self) -> protocol.ServerAddress:
         if self._address is None:
             raise Closed("this server has not been started. Call start() first.")
         return self._address
@@ -328,13 +328,13 @@ class CentralServer:
 
     def update(self, version: str, weights: str, *, adapter: str | None, drain: bool) -> None:
         """As `Backend.update`, of a model of text: see `change`."""
-        self.change(Change(version=version, weights=weights, adapter=adapter, drain=drain))
+        self.change(WeightsChange(version=version, weights=weights, adapter=adapter, drain=drain))
 
     def unload(self, adapter: str) -> None:
         """As `Backend.unload`, likewise."""
-        self.change(Change(adapter=adapter))
+        self.change(WeightsChange(adapter=adapter))
 
-    def change(self, change: Change) -> None:
+    def change(self, change: WeightsChange) -> None:
         """Have the model change its weights or adapters; a process that is brought back is told it again. Blocks.
 
         Raises what the model raises, `BackendDied` when the process ends meanwhile, and `Closed`.
@@ -358,7 +358,7 @@ class CentralServer:
         if "refused" in told:
             raise error_from_wire(told["refused"])
         self.adapters = tuple(told["adapters"])
-        self._changes = standing(self._changes, change, self._at_start or ())
+        self._changes = changes_to_replay(self._changes, change, self._at_start or ())
 
     def _take_in(self) -> int:
         """One message of the process: the number of the question that it answers, 0 for last words."""
@@ -427,7 +427,7 @@ class CentralServer:
     def _words(self) -> str:
         """What it printed last, where that goes to a file."""
         path = None if self._texts is None else self._texts.log
-        return "" if path is None else quoted_words(path)
+        return "" if path is None else quoted_log_line(path)
 
     def _obituary(self) -> str:
         process = self._process
@@ -477,7 +477,7 @@ class CentralServer:
             self._listener.close()  # clients that wait for a new server learn that none will come
         self._heart.close()
         if self._address is not None:
-            address.forget(self._address)
+            protocol.remove_address(self._address)
 
     def _disown(self) -> None:
         """In a forked child: hold nothing open that would seem to others to be our parent's."""
@@ -489,7 +489,7 @@ class CentralServer:
 
     def _kill(self) -> None:
         if (process := self._process) is not None:
-            (children.end if self._texts is None else children.end_group)(process, CLOSE_S)
+            (children.end_process if self._texts is None else children.end_group)(process, CLOSE_S)
 
 
 _RUNNING: weakref.WeakSet[CentralServer] = weakref.WeakSet()
@@ -533,9 +533,9 @@ def _spec(
             raise UsageError("a CentralServer of your own takes rows. For text: `gpuinfer generate --backend central`.")
         spec = model
     else:
-        name = model if isinstance(model, str) else modules.name_of(model)
+        name = model if isinstance(model, str) else import_paths.name_of(model)
         spec = ModelSpec(name, weights, inputs, input_dtype, arguments, strict=True)
-    modules.refuse_without_file(spec.name)
+    import_paths.refuse_without_file(spec.name)
     if spec.inputs < 1:
         raise UsageError("how many features has a row? Say CentralServer(…, inputs=N).")
     return spec

@@ -1,16 +1,114 @@
-"""The `gpuinfer` command: what it is made of, and how it ends."""
+"""The `gpuinfer` command: its list of commands, our own and one for each installed workload, none imported before it is
+used; and how it ends.
+"""
 
 from __future__ import annotations
 
+import ast
+import importlib
 import os
+import re
 import sys
 from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import typer
+from typer.core import TyperGroup
 
-from gpuinfer.cli.commands import Commands
+from gpuinfer.cli import subcommands
 from gpuinfer.cli.problems import PARTIAL, exit_code, tell
+from gpuinfer.config import foreign_names, registry
+from gpuinfer.config.registry import COMMANDS as OWN
+from gpuinfer.errors import UnknownName
+
+SENTENCE = re.compile(r".+?[.!?](?=\s+[A-Z`]|$)|.+")  # no name of an author ends one: Wu et al. 2025
+
+
+class Commands(TyperGroup):
+    """Our commands and the workloads, each loaded when it is called and only named when they are listed."""
+
+    def list_commands(self, ctx: typer.Context) -> list[str]:  # type: ignore[override]
+        return [*registry.names("workloads"), *OWN]
+
+    def get_command(self, ctx: typer.Context, cmd_name: str) -> Any:  # type: ignore[override]
+        """A stand-in that knows the command's name and one line about it: enough for --help and completion."""
+        return _stand_in(cmd_name) if cmd_name in self.list_commands(ctx) else None
+
+    def resolve_command(self, ctx: typer.Context, args: list[str]) -> tuple[str, Any, list[str]]:  # type: ignore[override]
+        """The real command. Raises `UnknownName`, or `PluginError` when it cannot be loaded."""
+        name = args[0]
+        if name.startswith("-"):  # a flag of no command: Typer says so
+            return super().resolve_command(ctx, args)  # type: ignore[return-value]
+        if (word := subcommands.word_of(args)) is not None:
+            return f"{name} {word}", subcommands.command(name, word), args[2:]
+        if name in OWN:
+            return name, typer.main.get_command(importlib.import_module(f"gpuinfer.cli.{name}").app), args[1:]
+        if not [record for record in registry.listing("workloads") if record.name == name]:
+            raise UnknownName(
+                "command", name, self.list_commands(ctx), label="Commands", hint=foreign_names.command_hint(name)
+            )
+        from gpuinfer.cli.workload import command
+
+        return name, command(name), args[1:]
+
+
+def _stand_in(name: str) -> Any:
+    return named(name, f"gpuinfer.cli.{name}") if name in OWN else workload_stand_in(name)
+
+
+def workload_stand_in(name: str, called: str | None = None) -> Any:
+    """A workload's name, or what it is called here, and one line about it: a command that does nothing.
+
+    Imports no plugin.
+    """
+    module = next(record.module for record in registry.listing("workloads") if record.name == name)
+    return named(called or name, module)
+
+
+def named(name: str, target: str) -> Any:
+    stand_in = typer.Typer(add_completion=False)
+    stand_in.command(name, help=first_sentence(target))(lambda: None)
+    return typer.main.get_command(stand_in)
+
+
+def first_sentence(target: str) -> str:
+    """The first sentence of the docstring of `module:Class`, or the first line of its module's, without importing it;
+    empty if unknown.
+    """
+    module, _, name = target.partition(":")
+    path = _source(module)
+    if path is None:
+        return ""
+    try:
+        source = path.read_bytes()
+        if not name and source.startswith(b'"""'):  # to read the rest of the file as Python takes some milliseconds
+            return source[3:].partition(b"\n")[0].decode().removesuffix('"""').strip()
+        tree = ast.parse(source)
+    except (OSError, SyntaxError, ValueError):
+        return ""
+    classes = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name]
+    text = (ast.get_docstring(classes[0]) if classes else None) or ast.get_docstring(tree) or ""
+    found = SENTENCE.match(" ".join(text.partition("\n\n")[0].split()))
+    return found[0] if found else ""
+
+
+def _source(module: str) -> Path | None:
+    """Where a module's source lies. Only the top package's finder is asked, since that runs no code of the package."""
+    top, *rest = module.split(".")
+    try:
+        spec = getattr(sys.modules.get(top), "__spec__", None) or find_spec(top)
+    except (ImportError, ValueError):
+        return None
+    if spec is None or spec.origin is None:
+        return None
+    if not rest:
+        return Path(spec.origin) if spec.origin.endswith(".py") else None
+    bases = [Path(folder, *rest) for folder in spec.submodule_search_locations or []]
+    candidates = [path for base in bases for path in (base.with_suffix(".py"), base / "__init__.py")]
+    return next((path for path in candidates if path.is_file()), None)
+
 
 app = typer.Typer(
     name="gpuinfer",

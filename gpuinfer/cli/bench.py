@@ -10,14 +10,22 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from gpuinfer.cli import bench_rollouts, flags, generators, output, targets
-from gpuinfer.cli.concluding import apply_winner, concluded, finished, own_flag, refuse_records, report_folder, single
-from gpuinfer.cli.progress import ComparisonProgress, interruptible
+from gpuinfer.cli import bench_generators, bench_rollouts, flags, output, workload_targets
+from gpuinfer.cli.comparison_end import (
+    apply_winner,
+    concluded,
+    finished,
+    own_flag,
+    refuse_records,
+    report_folder,
+    single,
+)
+from gpuinfer.cli.comparison_progress import ComparisonProgress, interruptible
 from gpuinfer.errors import UsageError
 
 if TYPE_CHECKING:
-    from gpuinfer.bench.measure import Variant
-    from gpuinfer.bench.series import Course
+    from gpuinfer.lab.bench.measurement import Variant
+    from gpuinfer.lab.bench.series import SeriesPlan
 
 DEFAULT_COMPARE = "inprocess,central"
 REPEATS = 3
@@ -25,14 +33,14 @@ SECONDS = 5.0  # of one run, when no amount of work was named
 LOAD_SECONDS = 3.0  # of a load: its requests are many and small, and three strategies are compared in about a minute
 WARM_UP_S = 1.0
 SERVE = "serve"  # the target that is no workload: a server, asked over HTTP
-MORE_FLAGS = {generators.TARGET: generators.more_flags, bench_rollouts.TARGET: bench_rollouts.more_flags}
+MORE_FLAGS = {bench_generators.TARGET: bench_generators.more_flags, bench_rollouts.TARGET: bench_rollouts.more_flags}
 TEXT = """Run the same work in several ways, in turn, and say which wins here, how sure that is, and why.
 
 A comma in a flag's value names several: `--workers 1,2,4`.
 """
 
 
-class Bench(targets.Targets):
+class Bench(workload_targets.WorkloadTargets):
     """`gpuinfer bench TARGET`."""
 
     text = TEXT
@@ -47,7 +55,7 @@ class Bench(targets.Targets):
         return [*super().list_commands(ctx), SERVE]
 
     def get_command(self, ctx: typer.Context, cmd_name: str) -> Any:  # type: ignore[override]
-        from gpuinfer.cli.commands import named
+        from gpuinfer.cli.app import named
 
         if cmd_name == SERVE:
             return named(SERVE, "gpuinfer.cli.bench_serve")
@@ -107,10 +115,10 @@ def execute(target: str, values: Mapping[str, Any], own: Mapping[str, Any]) -> i
         raise UsageError(f"--fail-under {own['fail_under']}: nothing could fail that. Give a ratio such as 0.95.")
     common = merge(target, single(values)).common
     destination, folder = output.Destination(common.report), report_folder(own["report"])
-    if target == generators.TARGET:
-        if names := generators.named(own["compare"], values):
-            return finished(target, generators.execute(names, values, own, folder), destination, folder, own)
-        values = generators.for_backends(values, own)
+    if target == bench_generators.TARGET:
+        if names := bench_generators.named(own["compare"], values):
+            return finished(target, bench_generators.execute(names, values, own, folder), destination, folder, own)
+        values = bench_generators.for_backends(values, own)
     if target == bench_rollouts.TARGET:
         if not own["compare"]:
             return finished(target, bench_rollouts.execute(values, own), destination, folder, own)
@@ -126,14 +134,14 @@ def compared(
     target: str, values: Mapping[str, Any], own: Mapping[str, Any], common: Any
 ) -> tuple[dict[str, Any], list[Variant]]:
     """Backends and settings of ours, in turn: the document, and what was compared."""
-    from gpuinfer.bench.series import Series
     from gpuinfer.cli.workload import log_to_people
+    from gpuinfer.lab.bench.series import Series
 
     course = _course(target, values, own, common.seed, common.roofline)
     variants = _variants(target, values, own["compare"] or [], course)
     log_to_people(common.verbose)
     began = datetime.now(UTC).isoformat(timespec="seconds")
-    progress = ComparisonProgress(f"bench {targets.called(target)}", common)
+    progress = ComparisonProgress(f"bench {workload_targets.called(target)}", common)
     with interruptible():
         series = Series(variants, course, progress.step)
         progress.watch(series)
@@ -141,19 +149,19 @@ def compared(
     return concluded(target, outcome, course, began), outcome.variants
 
 
-def _course(target: str, values: Mapping[str, Any], own: Mapping[str, Any], seed: int, roofline: bool) -> Course:
-    from gpuinfer.bench.series import Course
+def _course(target: str, values: Mapping[str, Any], own: Mapping[str, Any], seed: int, roofline: bool) -> SeriesPlan:
     from gpuinfer.cli.variants import AMOUNTS
+    from gpuinfer.lab.bench.series import SeriesPlan
 
-    usual = LOAD_SECONDS if target in targets.NAMES else SECONDS
+    usual = LOAD_SECONDS if target in workload_targets.NAMES else SECONDS
     seconds: float | None = None if any(values.get(amount) for amount in AMOUNTS) else usual
     if own["seconds"] is not None:
-        seconds = targets.seconds("--seconds", own["seconds"], least=0.1)
-    warmup = WARM_UP_S if own["warmup"] is None else targets.seconds("--warmup", own["warmup"])
-    return Course(own["repeats"], seconds, warmup, seed, roofline)
+        seconds = workload_targets.seconds("--seconds", own["seconds"], least=0.1)
+    warmup = WARM_UP_S if own["warmup"] is None else workload_targets.seconds("--warmup", own["warmup"])
+    return SeriesPlan(own["repeats"], seconds, warmup, seed, roofline)
 
 
-def _variants(target: str, values: Mapping[str, Any], compare: list[str], course: Course) -> list[Variant]:
+def _variants(target: str, values: Mapping[str, Any], compare: list[str], course: SeriesPlan) -> list[Variant]:
     from gpuinfer.cli.variants import expand
 
     refuse_records(target, values)

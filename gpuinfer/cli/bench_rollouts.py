@@ -14,17 +14,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gpuinfer.cli import flags
-from gpuinfer.cli.concluding import concluded, own_flag
-from gpuinfer.cli.progress import ComparisonProgress, interruptible
+from gpuinfer.cli.comparison_end import concluded, own_flag
+from gpuinfer.cli.comparison_progress import ComparisonProgress, interruptible
 from gpuinfer.config import registry
 from gpuinfer.errors import UsageError, WorkError
 
 if TYPE_CHECKING:
-    from gpuinfer.bench.measure import Variant
-    from gpuinfer.bench.rollouts.cases import Case, Wanted, Way
-    from gpuinfer.bench.rollouts.led import Said
-    from gpuinfer.bench.rollouts.replay import Recorded
-    from gpuinfer.bench.series import Course, Outcome
+    from gpuinfer.lab.bench.measurement import Variant
+    from gpuinfer.lab.bench.series import SeriesOutcome, SeriesPlan
+    from gpuinfer.lab.rollouts_bench.recorded_games import RecordedAnswers, RecordedCall
+    from gpuinfer.lab.rollouts_bench.rollouts_cases import RolloutsCase, RolloutsVariant, SelectedCases
     from gpuinfer.rollouts.record import Group
 
 TARGET = "rollouts"
@@ -42,7 +41,7 @@ Values = Mapping[str, Any]
 
 def more_flags() -> flags.Parameters:
     """What `bench rollouts` has beside the flags of every target."""
-    from gpuinfer.bench.rollouts.cases import CASES
+    from gpuinfer.lab.rollouts_bench.rollouts_cases import CASES
 
     names = ",".join(CASES)
     return {
@@ -72,11 +71,11 @@ def with_defaults(values: Values) -> dict[str, Any]:
 
 def execute(values: Values, own: Values) -> dict[str, Any]:
     """All cases; the document. Raises `UsageError` when none of them can begin."""
-    from gpuinfer.bench.rollouts.cases import CASES, Wanted, named
     from gpuinfer.cli.building import merge
-    from gpuinfer.cli.concluding import refuse_records
+    from gpuinfer.cli.comparison_end import refuse_records
     from gpuinfer.cli.variants import parts
     from gpuinfer.cli.workload import log_to_people
+    from gpuinfer.lab.rollouts_bench.rollouts_cases import CASES, SelectedCases, named
 
     if own["processor"]:
         return _processor(values, own)
@@ -88,7 +87,7 @@ def execute(values: Values, own: Values) -> dict[str, Any]:
             )
     refuse_records(TARGET, values)
     makers = named(parts(own["cases"]) if own["cases"] else list(CASES))
-    wanted = Wanted(_numbers("engines", own["engines"]), _numbers("depths", own["depths"]))
+    wanted = SelectedCases(_numbers("engines", own["engines"]), _numbers("depths", own["depths"]))
     values = with_defaults(values)
     common = merge(TARGET, values).common
     log_to_people(common.verbose)
@@ -101,16 +100,16 @@ def execute(values: Values, own: Values) -> dict[str, Any]:
 
 def _processor(values: Values, own: Values) -> dict[str, Any]:
     """What constraints that are lists cost in a step."""
-    from gpuinfer.bench import document
-    from gpuinfer.bench.compare import compare
-    from gpuinfer.bench.rollouts.processor import measure
-    from gpuinfer.bench.rollouts.section import of_processor
-    from gpuinfer.bench.series import Course, Outcome
     from gpuinfer.cli.building import merge
+    from gpuinfer.lab.bench import bench_document
+    from gpuinfer.lab.bench.comparison import compare
+    from gpuinfer.lab.bench.series import SeriesOutcome, SeriesPlan
+    from gpuinfer.lab.rollouts_bench.constraint_speed import measure
+    from gpuinfer.lab.rollouts_bench.rollouts_tables import of_processor
 
-    course = Course(own["repeats"], None, None, merge(TARGET, values).common.seed, roofline=False, parity=False)
-    began, nothing = datetime.now(UTC).isoformat(timespec="seconds"), Outcome([])
-    made = document.build(TARGET, nothing, compare(nothing), course, began)
+    course = SeriesPlan(own["repeats"], None, None, merge(TARGET, values).common.seed, roofline=False, parity=False)
+    began, nothing = datetime.now(UTC).isoformat(timespec="seconds"), SeriesOutcome([])
+    made = bench_document.build(TARGET, nothing, compare(nothing), course, began)
     return of_processor(made, [one.row() for one in measure()])
 
 
@@ -135,8 +134,8 @@ class Cases:
     repeats: int
     scratch: Path
     game: Group | None = None  # one game alone
-    recorded: Sequence[Recorded] = ()
-    said: Mapping[str, Said] = field(default_factory=dict)
+    recorded: Sequence[RecordedCall] = ()
+    said: Mapping[str, RecordedAnswers] = field(default_factory=dict)
     _numbers: Iterator[int] = field(default_factory=itertools.count)
     _steps: dict[str, Path] = field(default_factory=dict)  # of each way that has some, those of its last run
 
@@ -144,18 +143,17 @@ class Cases:
         """Play the whole for its prompts, if they are wanted; then one game for its tokens and its time. What compiles
         does it now.
         """
-        from gpuinfer.bench.rollouts.led import said
-        from gpuinfer.bench.rollouts.replay import calls
+        from gpuinfer.lab.rollouts_bench.recorded_games import calls, recorded_answers
 
         if recorded:
             played = self._record(RECORD, {})
-            self.recorded, self.said = calls(played), said(played)
+            self.recorded, self.said = calls(played), recorded_answers(played)
         groups = self._record(GAME, {"groups": "1", "samples_per_group": "1"})
         self.game = groups[0] if groups else None
 
-    def fitted(self, wanted: Wanted) -> Wanted:
+    def fitted(self, wanted: SelectedCases) -> SelectedCases:
         """With a trainer that a depth of one cannot keep up with, unless its time was given."""
-        from gpuinfer.bench.rollouts.cases import STARVED
+        from gpuinfer.lab.rollouts_bench.rollouts_cases import STARVED
 
         if self.common.backend != "fleet":
             wanted = replace(wanted, backend=self.common.backend)
@@ -165,25 +163,25 @@ class Cases:
         return replace(wanted, trainer_s=seconds)
 
     def _record(self, name: str, changes: Mapping[str, str]) -> list[Group]:
-        from gpuinfer.bench.measure import Rooflines, measure
-        from gpuinfer.bench.rollouts.cases import Way
-        from gpuinfer.bench.series import RunKind, SeriesStep
+        from gpuinfer.lab.bench.measurement import Rooflines, measure
+        from gpuinfer.lab.bench.series import RunKind, SeriesStep
+        from gpuinfer.lab.rollouts_bench.rollouts_cases import RolloutsVariant
         from gpuinfer.rollouts import files
 
         folder = self.scratch / f"record{next(self._numbers)}"
-        variant = self._variant(name, Way(name, {**changes, "out": str(folder)}))
+        variant = self._variant(name, RolloutsVariant(name, {**changes, "out": str(folder)}))
         with ComparisonProgress(f"bench {TARGET}", self.common).step(SeriesStep(variant, RunKind.WARM_UP)) as watch:
             report = measure(variant, self.common.seed, None, Rooflines(False), watch).report
         if report["status"] == "partial":
             raise KeyboardInterrupt
         return list(files.read(folder))
 
-    def run(self, cases: Sequence[Case]) -> dict[str, Any]:
-        from gpuinfer.bench.rollouts.section import joined, of_one_game, of_steps
-        from gpuinfer.bench.series import Course
-        from gpuinfer.rollouts.steps import read
+    def run(self, cases: Sequence[RolloutsCase]) -> dict[str, Any]:
+        from gpuinfer.lab.bench.series import SeriesPlan
+        from gpuinfer.lab.rollouts_bench.rollouts_tables import joined, of_one_game, of_steps
+        from gpuinfer.rollouts.steps import read_steps
 
-        course = Course(self.repeats, None, None, self.common.seed, roofline=False, parity=False)
+        course = SeriesPlan(self.repeats, None, None, self.common.seed, roofline=False, parity=False)
         found, left_out = [], dict[str, str]()
         for case in cases:
             try:
@@ -200,22 +198,22 @@ class Cases:
         if self.game is not None:
             document["rollouts"]["game"] = of_one_game(self.game.games[0])
         document["rollouts"]["steps"] = [
-            of_steps(name, list(read(path))) for name, path in self._steps.items() if path.exists()
+            of_steps(name, list(read_steps(path))) for name, path in self._steps.items() if path.exists()
         ]
         return document
 
-    def _one(self, case: Case, course: Course) -> tuple[dict[str, Any], bool]:
-        from gpuinfer.bench.rollouts.cases import full_name
-        from gpuinfer.bench.series import Series
+    def _one(self, case: RolloutsCase, course: SeriesPlan) -> tuple[dict[str, Any], bool]:
+        from gpuinfer.lab.bench.series import Series
+        from gpuinfer.lab.rollouts_bench.rollouts_cases import full_name
 
         began = datetime.now(UTC).isoformat(timespec="seconds")
         progress = ComparisonProgress(f"bench {TARGET}", self.common)
         series = Series([self._variant(full_name(case, way), way) for way in case.ways], course, progress.step)
         progress.watch(series)
-        outcome: Outcome = series.run()
+        outcome: SeriesOutcome = series.run()
         return concluded(TARGET, outcome, course, began), outcome.stopped
 
-    def _variant(self, name: str, way: Way) -> Variant:
+    def _variant(self, name: str, way: RolloutsVariant) -> Variant:
         from gpuinfer.cli.variants import variant, with_choices
 
         chosen = {(flag, ""): value for flag, value in way.flags.items()}
@@ -227,11 +225,10 @@ class Cases:
             made, name=name, settings={**way.flags, **way.backend}, build=lambda seed: self._build(name, way, own, seed)
         )
 
-    def _build(self, name: str, way: Way, own: Values, seed: int) -> Any:
+    def _build(self, name: str, way: RolloutsVariant, own: Values, seed: int) -> Any:
         """A run of this way, made anew; of a trainer's steps each run has a file."""
-        from gpuinfer.bench.rollouts.led import Led
-        from gpuinfer.bench.rollouts.replay import Replay
         from gpuinfer.cli.building import around, build, merge
+        from gpuinfer.lab.rollouts_bench.recorded_games import ForcedReplay, Replay
 
         more: dict[str, Any] = {"seed": str(self.common.seed if way.led or way.recorded else seed)}
         if way.steps:
@@ -244,7 +241,7 @@ class Cases:
         if not self.recorded:
             raise WorkError("nothing was recorded that could be asked again.")
         if way.led:
-            return around(TARGET, Led(plan.workload, self.said), merged)
+            return around(TARGET, ForcedReplay(plan.workload, self.said), merged)
         workload: Any = plan.workload
         replay = Replay(workload.setup, workload.model(), workload.sampling, self.recorded)
         return around(TARGET, replay, merged)

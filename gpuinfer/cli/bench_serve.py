@@ -4,26 +4,310 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import itertools
+import shlex
 import signal
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import typer
+from pydantic import Field
 
+from gpuinfer import api
 from gpuinfer.cli import flags, output
-from gpuinfer.cli.concluding import exit_code, own_flag, report_folder, show, write_report
-from gpuinfer.cli.serve_load import Options, calls_for, load_of, said
-from gpuinfer.cli.serve_ways import Server, expand, spelled
-from gpuinfer.config.options import Given, check
-from gpuinfer.errors import UsageError, WorkError
+from gpuinfer.cli.comparison_end import exit_code, own_flag, report_folder, show, write_report
+from gpuinfer.cli.variants import parts
+from gpuinfer.config import registry
+from gpuinfer.config.options import GivenValue, check
+from gpuinfer.errors import UnknownName, UsageError, WorkError
+from gpuinfer.fleet.routing_policies import POLICIES
 
 if TYPE_CHECKING:
-    from gpuinfer.bench.series import Course
-    from gpuinfer.bench.serve.ways import Plan, Turns
+    from gpuinfer.engine.arrivals import Arrivals
+    from gpuinfer.lab.bench.series import SeriesPlan
+    from gpuinfer.lab.serve_bench.load_generator import OfferedLoad
+    from gpuinfer.lab.serve_bench.load_series import LoadPlan, LoadSeries, ServerVariant
+    from gpuinfer.lab.serve_bench.requests import LengthRange, RequestSource
+    from gpuinfer.lab.serve_bench.target_server import TargetServer
+
+CONCURRENCY, DURATION_S, WARM_UP_S = 16, 10.0, 1.0
+INPUT_TOKENS, OUTPUT_TOKENS = "128", "64"
+FEATURES = 256
+
+
+class LoadOptions(api.Options):
+    """The flags of the load."""
+
+    endpoint: Literal["completions", "chat", "evaluate"] | None = Field(
+        None, description="what is asked; default: evaluate of a network of rows, else completions"
+    )
+    concurrency: int | None = Field(
+        None, ge=1, le=9_000, description="clients that each ask, wait for the answer, and ask again; default: 16"
+    )
+    rate: float | None = Field(None, gt=0, le=1e6, description="requests per second, whatever becomes of them")
+    arrivals: Literal["poisson", "bursty", "uniform"] = Field("poisson", description="how those of a rate come")
+    burst: float = Field(5.0, gt=1, le=1e6, description="rate in a burst, in mean rates; silence between bursts")
+    burst_s: float = Field(0.1, gt=0, le=1e6, description="mean length of a burst, as 100ms")
+    replay: Path | None = Field(None, description="a trace, whose requests are sent at the times at which they came")
+    per_replica: bool = Field(False, description="so many clients, or such a rate, for each replica")
+    requests: int | None = Field(None, ge=1, le=10**7, description="of one run; default: as many as come")
+    duration: float | None = Field(None, gt=0, le=1e6, allow_inf_nan=False, description="of one run; default: 10s")
+    warmup: float = Field(WARM_UP_S, ge=0, le=1e6, allow_inf_nan=False, description="of the same load, before a run")
+    timeout: float = Field(300.0, gt=0, le=1e6, description="that a request may take")
+    prompts: Path | None = Field(None, description="prompts, one a line: JSON with prompt or messages, or text")
+    input_tokens: str = Field(INPUT_TOKENS, description="of a drawn prompt, as the server counts: 128, or 64-256")
+    output_tokens: str = Field(OUTPUT_TOKENS, description="that an answer may have: 64, or 16-128")
+    ignore_eos: bool | None = Field(
+        None, description="answers end at their length alone; default: where the server is ours"
+    )
+    stream: bool = Field(True, description="answers as events, token by token")
+    users: int = Field(0, ge=0, le=10**6, description="of whom each request names one; 0: nobody says who asks")
+    rows: int = Field(1, ge=1, le=1 << 20, description="of one request to evaluate")
+    binary: bool = Field(False, description="rows and answers as safetensors, not JSON")
+    goodput: str | None = Field(None, description="times that are promised: ttft:200ms,tpot:20ms,e2e:1s")
+
+
+def load_of(own: LoadOptions, replicas: int = 1) -> OfferedLoad:
+    """When requests are sent. Raises `UsageError` for flags that contradict one another."""
+    from gpuinfer.lab.serve_bench.load_generator import OfferedLoad
+
+    named = [name for name in ("concurrency", "rate", "replay") if getattr(own, name) is not None]
+    if len(named) > 1:
+        raise UsageError(f"--{named[0]} and --{named[1]} each say what the load is. Give one of them.")
+    times = replicas if own.per_replica else 1
+    if own.per_replica and own.replay is not None:
+        raise UsageError("--per-replica is for --concurrency and --rate: a trace is as it is. Leave one of them out.")
+    arrivals = _arrivals(own, times)
+    ends = own.requests is not None or (arrivals is not None and arrivals.count is not None)
+    seconds = own.duration if own.duration is not None or ends else DURATION_S
+    return OfferedLoad(
+        concurrency=(own.concurrency or CONCURRENCY) * times,
+        arrivals=arrivals,
+        seconds=seconds,
+        requests=own.requests,
+        warmup_s=0.0 if own.replay is not None else own.warmup,
+        timeout_s=own.timeout,
+    )
+
+
+def _arrivals(own: LoadOptions, times: int) -> Arrivals | None:
+    from gpuinfer.engine.arrivals import Mix, open_arrivals
+    from gpuinfer.lab.simulate.fitting import replayed
+
+    if own.replay is not None:
+        return replayed(own.replay)
+    if own.rate is None:
+        return None
+    kind = "constant" if own.arrivals == "uniform" else own.arrivals
+    return open_arrivals(kind, own.rate * times, Mix(), own.burst, own.burst_s)
+
+
+def said(own: LoadOptions, calls: RequestSource | None) -> str:
+    """The load in words."""
+    each = " a replica" if own.per_replica else ""
+    if own.replay is not None:
+        when = f"the requests of {own.replay.name}"
+    elif own.rate is not None:
+        when = f"{own.rate:g} requests/s{each}, {own.arrivals}"
+    else:
+        when = f"{own.concurrency or CONCURRENCY} clients{each}"
+    if calls is None:
+        return when
+    if calls.endpoint == "evaluate":
+        kind = "safetensors" if own.binary else "JSON"
+        return f"{when}, {own.rows} row{'s' if own.rows > 1 else ''} each as {kind}"
+    prompts = f"prompts of {own.prompts.name}" if own.prompts else f"{own.input_tokens} tokens in"
+    return f"{when}, {prompts}, {own.output_tokens} out{', streamed' if calls.stream else ''}"
+
+
+def calls_for(own: LoadOptions, model: str | None, features: int | None) -> Any:
+    """The function from a target and a seed to its requests. Raises `UsageError` at once for what no target takes."""
+    given, asked = _length("input_tokens", own.input_tokens), _length("output_tokens", own.output_tokens)
+    if own.prompts is not None:
+        from gpuinfer.lab.serve_bench.requests import prompts_of
+
+        prompts_of(own.prompts, own.endpoint or "completions")
+
+    def calls(target: TargetServer, seed: str) -> RequestSource:
+        from gpuinfer.lab.serve_bench.requests import RowRequests, TextRequests, prompts_of
+
+        endpoint = own.endpoint or ("evaluate" if target.kind == "rows" else "completions")
+        if target.ours and (endpoint == "evaluate") != (target.kind == "rows"):
+            other = "evaluate" if target.kind == "rows" else "completions or chat"
+            raise UsageError(f"--endpoint {endpoint}: this server's model is one of {target.kind}. Give {other}.")
+        if endpoint == "evaluate":
+            width = features or target.features or FEATURES
+            named = target.model if target.several else None
+            return RowRequests(rows=own.rows, features=width, binary=own.binary, seed=seed, model=named)
+        ignore = target.ours if own.ignore_eos is None else own.ignore_eos
+        return TextRequests(
+            endpoint=endpoint,
+            model=target.model if target.ours or model is None else model,
+            stream=own.stream,
+            seed=seed,
+            input_tokens=given,
+            output_tokens=asked,
+            given=prompts_of(own.prompts, endpoint) if own.prompts else (),
+            users=own.users,
+            more={"ignore_eos": True} if ignore else {},
+        )
+
+    return calls
+
+
+def _length(name: str, text: str) -> LengthRange:
+    from gpuinfer.lab.serve_bench.requests import LengthRange
+
+    least, _, most = text.partition("-")
+    try:
+        found = int(least), int(most or least)
+    except ValueError:
+        found = (0, 0)
+    flag = f"--{name.replace('_', '-')}"
+    if not 1 <= found[0] <= found[1] <= 1 << 20:
+        raise UsageError(f"{flag} {text}: cannot be. Give a number of tokens such as 128, or a range such as 64-256.")
+    return LengthRange(*found)
+
+
+URL = "url"
+PLUGINS = {"S": ("-S", "strategy"), "B": ("-B", "backend")}  # `S.max_wait=0,5ms`: -S max_wait=0, -S max_wait=5ms
+OF_ANY = ("model", "features", "api_key_file")  # of a server at a URL too: what it is asked for, and with which key
+LOADS = ("concurrency", "rate", "input_tokens", "output_tokens")
+EXAMPLES = "replicas=1,2,4, routing=least-loaded,sticky, strategy=dynamic,adaptive, S.max_wait=0,5ms, or URLs"
+
+
+@dataclass(frozen=True)
+class ComparedServer:
+    """The flags of `gpuinfer serve` as it knows them: which there are, and those that were given, as words."""
+
+    known: Mapping[str, str]  # name → the flag that is written
+    given: Mapping[str, Sequence[str]]  # name → words
+
+    def words(self, chosen: Mapping[str, str]) -> list[str]:
+        """The command line, with these values in place of those that were given."""
+        words = [word for name, given in self.given.items() if name not in chosen for word in given]
+        for name, value in chosen.items():
+            kind, _, key = name.partition(".")
+            words += [PLUGINS[kind][0], f"{key}={value}"] if kind in PLUGINS and key else [self.known[name], value]
+        return words
+
+    def value(self, name: str) -> str | None:
+        words = self.given.get(name)
+        return words[-1] if words else None
+
+
+def expand(
+    compare: Sequence[str],
+    url: str | None,
+    server: ComparedServer,
+    load_of: Callable[[Mapping[str, str], int], OfferedLoad],
+    command: Callable[[Mapping[str, str]], str],
+) -> list[ServerVariant]:
+    """All combinations in the order in which they are named, the last axis fastest. Raises `UsageError`.
+
+    `load_of(changes, replicas)`: the load with some of its flags changed; `command`: what runs one way by itself.
+    """
+    from gpuinfer.lab.serve_bench.load_series import ServerVariant
+
+    axes = _axes(compare, server)
+    if url is not None and URL in axes:
+        raise UsageError("the URL and --compare both say who is asked. Leave one of them out.")
+    ours = [name for name in axes if name != URL and name not in LOADS]
+    ours_alone = [words[0] for name, words in server.given.items() if name not in OF_ANY]
+    if (url is not None or URL in axes) and (ours or ours_alone):
+        flag = flags.flag(ours[0]) if ours else ours_alone[0]
+        raise UsageError(f"{flag} is said of a server that is started here, and a URL has one already. Leave one out.")
+    found = []
+    for values in itertools.product(*axes.values()):
+        chosen = dict(zip(axes, values, strict=True))
+        there = chosen.get(URL, url)
+        own = {name: value for name, value in chosen.items() if name != URL and name not in LOADS}
+        replicas = _count(own.get("replicas") or server.value("replicas"))
+        found.append(
+            ServerVariant(
+                name=_name(chosen) or (there or "serve").removeprefix("http://"),
+                load=load_of({name: value for name, value in chosen.items() if name in LOADS}, replicas),
+                settings=chosen,
+                url=None if there is None else base(there),
+                words=() if there is not None else server.words(own),
+                replicas=replicas,
+                command=command(chosen),
+            )
+        )
+    return found
+
+
+def base(url: str) -> str:
+    """The address without the path that OpenAI's clients are given. Raises `UsageError` for what is none."""
+    found = url.strip().rstrip("/").removesuffix("/v1")
+    if not found.startswith("http://"):
+        cure = "Give http://HOST:PORT" + (
+            ", before the proxy that speaks TLS." if found.startswith("https://") else "."
+        )
+        raise UsageError(f"'{url}' is no address that is asked here. {cure}")
+    return found
+
+
+def _axes(compare: Sequence[str], server: ComparedServer) -> dict[str, list[str]]:
+    axes: dict[str, list[str]] = {}
+    for word in compare:
+        key, values = _split(word, server)
+        axes[key] = list(dict.fromkeys([*axes.get(key, []), *values]))
+    return axes
+
+
+def _split(word: str, server: ComparedServer) -> tuple[str, list[str]]:
+    found = parts(word)
+    if found and all(one.startswith(("http://", "https://")) for one in found):
+        return URL, found
+    key, equals, listed = word.partition("=")
+    if equals:
+        return _key(key.strip().removeprefix("--"), server), parts(listed)
+    for kind, known in _names().items():
+        if found and all(name in known for name in found):
+            return _key(kind, server), found
+    raise UsageError(f"--compare {word}: what is that? Give {EXAMPLES}.")
+
+
+def _key(key: str, server: ComparedServer) -> str:
+    kind, dot, option = key.partition(".")
+    kind = {"strategy": "S", "backend": "B"}.get(kind, kind) if dot else kind
+    if dot and option and kind in PLUGINS:
+        return f"{kind}.{option}"
+    name = key.replace("-", "_")
+    if name in server.known or name in LOADS or name == URL:
+        return name
+    raise UnknownName("setting to compare", key, {*server.known, *LOADS, URL}, label="Settings")
+
+
+def _names() -> dict[str, Sequence[str]]:
+    """What may stand without a key."""
+    return {
+        "strategy": registry.names("strategies"),
+        "routing": list(POLICIES),
+        "backend": registry.names("backends"),
+    }
+
+
+def _name(chosen: Mapping[str, str]) -> str:
+    """Such as `replicas=2, routing=sticky`; a URL and a plugin's name say by themselves what they are."""
+    alone = (URL, "strategy", "routing", "backend")
+    shown = {key: value.removeprefix("http://") if key == URL else value for key, value in chosen.items()}
+    return ", ".join(value if key in alone else f"{key}={value}" for key, value in shown.items())
+
+
+def _count(text: str | None) -> int:
+    return int(text) if text is not None and text.isdecimal() and int(text) > 0 else 1
+
+
+def spelled(url: str | None, words: Sequence[str]) -> str:
+    return shlex.join(["gpuinfer", "bench", "serve", *([url] if url else []), *words])
+
 
 NAME = "serve"
 COMMON = ("seed", "json", "quiet", "verbose", "config")
@@ -54,7 +338,7 @@ def command() -> Any:
         annotation=str | None,
     )
     common = {name: one for name, one in flags.common().items() if name in COMMON}
-    ours = {"url": url, **flags.of(Options, NAME), **_own_flags(), **common}
+    ours = {"url": url, **flags.of(LoadOptions, NAME), **_own_flags(), **common}
     parameters = {**ours, **{name: one for name, one in theirs.items() if name not in ours}}
 
     def call(**values: Any) -> None:
@@ -103,10 +387,10 @@ def _parameters_of_serve() -> flags.Parameters:
 
 def execute(values: Mapping[str, Any], theirs: Sequence[str]) -> int:
     """Compare, show, write. The exit code."""
-    from gpuinfer.bench.series import Course
-    from gpuinfer.bench.serve.ways import Turns
     from gpuinfer.cli.building import merge
     from gpuinfer.cli.workload import log_to_people
+    from gpuinfer.lab.bench.series import SeriesPlan
+    from gpuinfer.lab.serve_bench.load_series import LoadSeries
 
     merged = merge(NAME, {name: values[name] for name in COMMON})
     common = merged.common
@@ -122,10 +406,10 @@ def execute(values: Mapping[str, Any], theirs: Sequence[str]) -> int:
     destination, folder = output.Destination(common.report), report_folder(values["report"])
     log_to_people(common.verbose)
     longest = max((way.load.seconds for way in plan.ways if way.load.seconds is not None), default=None)
-    course = Course(values["repeats"], longest, own.warmup, common.seed, roofline=False, parity=False)
+    course = SeriesPlan(values["repeats"], longest, own.warmup, common.seed, roofline=False, parity=False)
     began = datetime.now(UTC).isoformat(timespec="seconds")
     with tempfile.TemporaryDirectory(prefix="gpuinfer-bench-") as scratch:
-        turns = Turns(plan, course, _logs(folder, Path(scratch)), _say(common.quiet))
+        turns = LoadSeries(plan, course, _logs(folder, Path(scratch)), _say(common.quiet))
         _run(turns)
         document = _document(turns, plan, course, own, began)
     show("bench serve", document, on_stderr=destination.stdout)
@@ -138,28 +422,28 @@ def _has_model(words: Sequence[str]) -> bool:
     return any(flags.flag(name) in words for name in MODELS)
 
 
-def _options(values: Mapping[str, Any], changes: Mapping[str, str] | None = None) -> Options:
+def _options(values: Mapping[str, Any], changes: Mapping[str, str] | None = None) -> LoadOptions:
     """The load's flags, with some changed. Raises `UsageError`."""
     given = {
-        name: Given(values[name], flags.flag(name))
-        for name in Options.model_fields
+        name: GivenValue(values[name], flags.flag(name))
+        for name in LoadOptions.model_fields
         if values.get(name) is not None and values[name] != []
     }
-    given |= {name: Given(value, f"--compare {name}") for name, value in (changes or {}).items()}
-    return Options(**check(Options, given, NAME))
+    given |= {name: GivenValue(value, f"--compare {name}") for name, value in (changes or {}).items()}
+    return LoadOptions(**check(LoadOptions, given, NAME))
 
 
-def _plan(own: Options, values: Mapping[str, Any], theirs: Sequence[str]) -> Plan:
+def _plan(own: LoadOptions, values: Mapping[str, Any], theirs: Sequence[str]) -> LoadPlan:
     """Everything checked that can be before a server is asked. Raises `UsageError`."""
-    from gpuinfer.bench.serve.goodput import promises
-    from gpuinfer.bench.serve.ways import Plan
     from gpuinfer.http.access import read_keys
+    from gpuinfer.lab.serve_bench.load_series import LoadPlan
+    from gpuinfer.lab.serve_bench.load_summary import promises
 
     url, compare = values["url"], values["compare"] or []
     written = {name: one.default.param_decls[0].split("/")[0] for name, one in _parameters_of_serve().items()}
     given = {name: _words(name, values[name], written[name]) for name in theirs if values[name] not in (None, [])}
     elsewhere = url is not None or any(word.startswith(("http", "url=")) for word in compare)
-    server = Server(written, given)
+    server = ComparedServer(written, given)
     ways = expand(
         compare,
         url,
@@ -172,7 +456,7 @@ def _plan(own: Options, values: Mapping[str, Any], theirs: Sequence[str]) -> Pla
         key = read_keys(file)[0]
     features = server.value("features")
     named = server.value("model") if elsewhere else None
-    return Plan(
+    return LoadPlan(
         ways=ways,
         calls=calls_for(own, named, int(features) if features else None),
         model=named,
@@ -192,7 +476,7 @@ def _words(name: str, value: Any, flag: str) -> list[str]:
 def _spelled(url: str | None, values: Mapping[str, Any], written: Mapping[str, str], chosen: Mapping[str, str]) -> str:
     """The command line that runs one way alone."""
     words: list[str] = []
-    for name in (*Options.model_fields, *written, "seed"):
+    for name in (*LoadOptions.model_fields, *written, "seed"):
         if values.get(name) in (None, [], 0) or name in chosen:
             continue
         words += _words(name, values[name], written.get(name, flags.flag(name)))
@@ -203,20 +487,20 @@ def _spelled(url: str | None, values: Mapping[str, Any], written: Mapping[str, s
     return spelled(chosen.get("url", url), words)
 
 
-def _run(turns: Turns) -> None:
+def _run(turns: LoadSeries) -> None:
     """Until all is done, or the user stops it: what has been measured stays."""
     from gpuinfer.host import machine
-    from gpuinfer.http import loop
+    from gpuinfer.http import network
 
     machine.descriptors()  # as many as it may have: each request under way has a connection
     try:
-        loop.run(_heeding(turns))
+        network.run_loop(_heeding(turns))
     except (KeyboardInterrupt, asyncio.CancelledError):
         turns.outcome.stopped = True
     _show_status("")
 
 
-async def _heeding(turns: Turns) -> None:
+async def _heeding(turns: LoadSeries) -> None:
     """Ctrl-C and SIGTERM let a run that sends end with what it has; once more, or at any other time, they end it all,
     and the server with it.
     """
@@ -239,7 +523,7 @@ async def _heeding(turns: Turns) -> None:
             events.remove_signal_handler(number)
 
 
-async def _watch(turns: Turns) -> None:
+async def _watch(turns: LoadSeries) -> None:
     """A line that says how a run goes, where there is a terminal."""
     while True:
         await asyncio.sleep(LOOK_S)
@@ -272,18 +556,18 @@ def _logs(folder: Path | None, scratch: Path) -> Path:
     return logs
 
 
-def _document(turns: Turns, plan: Plan, course: Course, own: Options, began: str) -> dict[str, Any]:
+def _document(turns: LoadSeries, plan: LoadPlan, course: SeriesPlan, own: LoadOptions, began: str) -> dict[str, Any]:
     """Raises `UsageError` when none of the ways could run, with the reasons."""
-    from gpuinfer.bench.serve import shown
-    from gpuinfer.cli.concluding import concluded
+    from gpuinfer.cli.comparison_end import concluded
+    from gpuinfer.lab.serve_bench import load_tables
 
     if len(plan.ways) == 1 and turns.outcome.skipped:
         raise WorkError(next(iter(turns.outcome.skipped.values())))
     document = concluded(NAME, turns.outcome, course, began)
     left = [one.variant for one in turns.outcome.runs]
     load = {**own.model_dump(mode="json"), "said": said(own, turns.calls)}
-    document["serve"] = shown.section(load, turns.summaries, left, {way.name: way.replicas for way in plan.ways})
-    document["serve"]["scaling"] = shown.scaling(document)
+    document["serve"] = load_tables.section(load, turns.summaries, left, {way.name: way.replicas for way in plan.ways})
+    document["serve"]["scaling"] = load_tables.scaling(document)
     document["why"] = ""
-    document["verdict"] = shown.verdict(document) or document["verdict"]
+    document["verdict"] = load_tables.verdict(document) or document["verdict"]
     return document

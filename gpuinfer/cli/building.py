@@ -12,7 +12,7 @@ from pydantic import BaseModel
 from gpuinfer.api import Backend, Setup, Strategy, Workload
 from gpuinfer.cli import flags
 from gpuinfer.config import blame, registry, settings
-from gpuinfer.config.options import Given, Several
+from gpuinfer.config.options import GivenValue, GivenValues
 from gpuinfer.errors import UsageError
 
 if TYPE_CHECKING:
@@ -28,21 +28,21 @@ def merge(name: str, values: Mapping[str, Any]) -> settings.Settings:
     return replace(merged, given={**merged.given, **option_flags(values, merged.common)})
 
 
-def plain_flags(name: str, values: Mapping[str, Any]) -> dict[str, Given]:
+def plain_flags(name: str, values: Mapping[str, Any]) -> dict[str, GivenValue]:
     """What was given by flags of their own, as settings."""
     common = flags.common()
     return {
-        key if key in common else f"{name}.{key}": Given(_given(value), flags.SHORTS.get(key) or flags.flag(key))
+        key if key in common else f"{name}.{key}": GivenValue(_given(value), flags.SHORTS.get(key) or flags.flag(key))
         for key, value in values.items()
         if value is not None and value != [] and key not in NO_SETTINGS and not (key == "verbose" and value == 0)
     }
 
 
 def _given(value: Any) -> Any:
-    return Several(value) if isinstance(value, list) else value
+    return GivenValues(value) if isinstance(value, list) else value
 
 
-def option_flags(values: Mapping[str, Any], common: settings.Common) -> dict[str, Given]:
+def option_flags(values: Mapping[str, Any], common: settings.Common) -> dict[str, GivenValue]:
     """What was given by -B and -S, as settings of the backend and the strategy in force."""
     backend = settings.table_name("backends", common.backend)
     strategy = settings.table_name("strategies", common.strategy)

@@ -13,7 +13,7 @@ from pydantic import BaseModel
 from gpuinfer.config import registry
 from gpuinfer.config.options import fields_of, missing
 from gpuinfer.errors import PluginError
-from gpuinfer.host import spoken
+from gpuinfer.host import error_text
 
 app = typer.Typer(add_completion=False, rich_markup_mode="rich")
 
@@ -30,11 +30,11 @@ def config(
     rows = list(_rows(merged))
     if as_json:
         plain = {key: {"value": value, "origin": origin} for key, value, origin in rows}
-        typer.echo(json.dumps(plain, indent=2, default=spoken.said))
+        typer.echo(json.dumps(plain, indent=2, default=error_text.safe_str))
         return
-    from gpuinfer.screen.display import facts
+    from gpuinfer.cli.screen.display import facts
 
-    shown = [(key, json.dumps(value, default=spoken.said), origin) for key, value, origin in rows]
+    shown = [(key, json.dumps(value, default=error_text.safe_str), origin) for key, value, origin in rows]
     facts(f"settings ({merged.file or 'no gpuinfer.toml here'})", shown)
 
 

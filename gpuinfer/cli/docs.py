@@ -10,12 +10,11 @@ from typing import Annotated, Any
 
 import typer
 
-from gpuinfer.config import foreign
+from gpuinfer.cli.manual import manual_pages
+from gpuinfer.cli.manual.manual_pages import ManualPage, ManualSection, pages
+from gpuinfer.cli.manual.manual_search import FoundSection, passage, search
+from gpuinfer.config import foreign_names
 from gpuinfer.errors import UsageError
-from gpuinfer.manual import contents
-from gpuinfer.manual.pages import Page, Section, pages
-from gpuinfer.manual.passage import passage
-from gpuinfer.manual.search import Found, search
 
 COLOURS = "-R"  # for less, which shows the signs of a colour unless it is told to heed them
 OTHERS = 8  # sections that are named below the best one
@@ -43,18 +42,18 @@ def docs(
     _show(parts)
 
 
-def _listing(known: Mapping[str, Page]) -> Iterator[Any]:
-    from gpuinfer.screen.page import listed
+def _listing(known: Mapping[str, ManualPage]) -> Iterator[Any]:
+    from gpuinfer.cli.screen.terminal_markdown import listed
 
-    about = contents.described(known)
-    for group in contents.groups(known):
+    about = manual_pages.described(known)
+    for group in manual_pages.groups(known):
         listing = [page for page in group.pages if page.name.rpartition("/")[0] not in known]
         yield listed(group.title, [(page.name, about[page.name]) for page in listing])
     yield "`gpuinfer docs PAGE` shows one, `gpuinfer docs WORD…` finds a passage."
 
 
-def _answer(known: Mapping[str, Page], query: str) -> Iterator[Any]:
-    from gpuinfer.screen.page import markdown
+def _answer(known: Mapping[str, ManualPage], query: str) -> Iterator[Any]:
+    from gpuinfer.cli.screen.terminal_markdown import markdown
 
     found = search(known.values(), query)
     if page := _page(known, query):
@@ -70,11 +69,11 @@ def _answer(known: Mapping[str, Page], query: str) -> Iterator[Any]:
         raise UsageError(_nothing(query, found))
 
 
-def _page(known: Mapping[str, Page], name: str) -> Page | None:
+def _page(known: Mapping[str, ManualPage], name: str) -> ManualPage | None:
     return known.get(name.lower().removeprefix("docs/").removesuffix(".md"))
 
 
-def _named(known: Mapping[str, Page], address: str) -> Section | None:
+def _named(known: Mapping[str, ManualPage], address: str) -> ManualSection | None:
     """The section of a `page#heading`."""
     name, mark, anchor = address.partition("#")
     page = _page(known, name) if mark else None
@@ -87,20 +86,20 @@ def _named(known: Mapping[str, Page], address: str) -> Section | None:
     raise UsageError(f"page '{page.name}' has no heading '{anchor}'. Headings: {anchors or 'none'}.")
 
 
-def _passage(section: Section, text: str) -> Any:
-    from gpuinfer.screen import page
+def _passage(section: ManualSection, text: str) -> Any:
+    from gpuinfer.cli.screen import terminal_markdown
 
-    return page.passage(" › ".join(section.headings), section.address, text)
+    return terminal_markdown.passage(" › ".join(section.headings), section.address, text)
 
 
-def _others(sections: Sequence[Section]) -> Iterator[Any]:
-    from gpuinfer.screen.page import listed
+def _others(sections: Sequence[ManualSection]) -> Iterator[Any]:
+    from gpuinfer.cli.screen.terminal_markdown import listed
 
     if sections:
         yield listed("Also", [(one.address, " › ".join(one.headings)) for one in sections])
 
 
-def _remarks(found: Found) -> Iterator[str]:
+def _remarks(found: FoundSection) -> Iterator[str]:
     for word, near in found.instead.items():
         yield f"No page says '{word}'. This is of '{near}':"
     for word, several in found.unknown.items():
@@ -109,7 +108,7 @@ def _remarks(found: Found) -> Iterator[str]:
         yield ""
 
 
-def _nothing(query: str, found: Found) -> str:
+def _nothing(query: str, found: FoundSection) -> str:
     near = [one for words in found.unknown.values() for one in words]
     here = "".join(map(_called_here, found.unknown))
     return (
@@ -120,7 +119,7 @@ def _nothing(query: str, found: Found) -> str:
 
 def _called_here(word: str) -> str:
     """What a flag of another program is called, as a sentence to follow; "" for any other word."""
-    if not (ours := foreign.FLAGS.get(word.lstrip("-").replace("_", "-"))):
+    if not (ours := foreign_names.FLAGS.get(word.lstrip("-").replace("_", "-"))):
         return ""
     return f" {ours[0]}" if ours[0].endswith(".") else f" Here it is '{ours[0]}'."
 
@@ -131,7 +130,7 @@ def _or_else(near: Sequence[str]) -> str:
 
 def _show(parts: Sequence[Any]) -> None:
     """On a terminal through its pager, where it is longer than the screen."""
-    from gpuinfer.screen.page import drawn
+    from gpuinfer.cli.screen.terminal_markdown import drawn
 
     terminal = sys.stdout.isatty()
     size = shutil.get_terminal_size()

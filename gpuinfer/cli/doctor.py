@@ -21,11 +21,11 @@ import platformdirs
 import psutil
 import typer
 
-from gpuinfer.cli.loading import inspect_all
+from gpuinfer.cli.plugin_probe import inspect_all
 from gpuinfer.cli.problems import FAILED
 from gpuinfer.config import registry, settings
 from gpuinfer.errors import UsageError
-from gpuinfer.host import commands, machine, one_file
+from gpuinfer.host import children, installation, machine
 from gpuinfer.units import number
 
 PROBE_S = 90.0  # torch's first import from a cold disk
@@ -98,7 +98,7 @@ def examine() -> Iterator[tuple[str, list[Fact]]]:
 
 def probe_torch(code: str = PROBE, limit_s: float = PROBE_S) -> dict[str, Any]:
     """What torch sees, asked in a child: a broken driver may crash or hang it. `{"error": …}` when it fails."""
-    child = commands.run([sys.executable, "-c", code], limit_s)
+    child = children.run_program([sys.executable, "-c", code], limit_s)
     if child.code is None:
         return {"error": f"importing it took over {limit_s:.0f} s. Try again, or reinstall torch."}
     if child.code:
@@ -133,7 +133,7 @@ def _memory() -> Iterator[Fact]:
 
 
 def _versions(torch: Mapping[str, Any]) -> Iterator[Fact]:
-    if (ours := one_file.one_file()) is not None:
+    if (ours := installation.one_file()) is not None:
         yield Fact("one file", str(ours), f"unpacked in {sys.base_prefix}")
     yield Fact("python", platform.python_version(), sys.executable)
     for package in ("gpuinfer", "torch", "numba", "numpy"):
@@ -259,7 +259,7 @@ def nvidia_smi() -> str:
         return ""
     query = [program, "--query-gpu=name", "--format=csv,noheader"]
     try:
-        child = commands.run(query, DRIVER_S)
+        child = children.run_program(query, DRIVER_S)
     except OSError:
         return ""
     return ", ".join(child.out.decode("utf-8", "replace").split("\n")).strip(", ") if child.code == 0 else ""
@@ -315,7 +315,7 @@ def doctor() -> None:
 
     Exits 1 when something is broken.
     """
-    from gpuinfer.screen.display import facts
+    from gpuinfer.cli.screen.display import facts
 
     healthy = True
     for title, findings in examine():

@@ -18,14 +18,14 @@ from gpuinfer.api import ModelSpec, Setup
 from gpuinfer.cli import flags
 from gpuinfer.cli.problems import CHECK_FAILED
 from gpuinfer.config import blame, registry
-from gpuinfer.config.foreign import hub_hint
+from gpuinfer.config.foreign_names import hub_hint
 from gpuinfer.errors import UsageError, WorkError
 from gpuinfer.host.files import no_folder
-from gpuinfer.openai.options import TEXT_MODELS
+from gpuinfer.serving.openai.model_options import TEXT_MODELS
 
 if TYPE_CHECKING:
-    from gpuinfer.models.onnx_file import Exportable
-    from gpuinfer.positions.symmetries import Symmetries
+    from gpuinfer.models.onnx_export import Exportable
+    from gpuinfer.models.positions import Symmetries
 
 NAME = "export"
 COMMON = ("seed", "json", "quiet", "verbose", "config")
@@ -47,7 +47,7 @@ code is 4. Needs pip install 'gpuinfer[onnx]'.
 """
 
 
-class Options(api.Options):
+class ExportOptions(api.Options):
     """The flags of `gpuinfer export`."""
 
     model: str = Field(
@@ -74,7 +74,7 @@ class Options(api.Options):
 
 
 @dataclass(frozen=True, slots=True)
-class Subject:
+class ExportSubject:
     """What the network is of. `rows` gives features, float32 [positions, features], and may take a while."""
 
     spec: ModelSpec
@@ -91,7 +91,7 @@ class Apart(WorkError):
 
 
 def _app() -> typer.Typer:
-    return flags.command(NAME, flags.of(Options, NAME), COMMON, TEXT, execute)
+    return flags.command(NAME, flags.of(ExportOptions, NAME), COMMON, TEXT, execute)
 
 
 def execute(values: Mapping[str, Any]) -> int:
@@ -99,30 +99,30 @@ def execute(values: Mapping[str, Any]) -> int:
     from gpuinfer.cli.building import setup_of
     from gpuinfer.cli.workload import begin, progress_lines
 
-    merged, destination, options = begin(NAME, Options, values)
+    merged, destination, options = begin(NAME, ExportOptions, values)
     common = merged.common
     say = progress_lines(NAME, common.quiet)
     _refuse(options)
     subject = _subject(options, setup_of(common))
 
     from gpuinfer.host.files import put_whole
-    from gpuinfer.models import onnx_file
+    from gpuinfer.models import onnx_export
 
-    onnx_file.require()
+    onnx_export.require()
     if options.weights is None and ":" not in options.model:
         say(f"no --weights: those of '{options.model}' are drawn from --seed {common.seed}")
-    network = onnx_file.opened(subject.spec, common.seed)
+    network = onnx_export.opened(subject.spec, common.seed)
     say(f"positions of {subject.of}")
     rows = subject.rows()
     say(f"writing '{options.model}' to {options.out}")
     metadata = _metadata(network, subject)
-    content = onnx_file.content(network, metadata)
+    content = onnx_export.content(network, metadata)
     found: list[tuple[int, dict[str, float]]] = []
 
     def write(file: Any) -> None:
         file.write(content)
         file.flush()
-        found.extend(onnx_file.compared(Path(file.name), network, rows))
+        found.extend(onnx_export.compared(Path(file.name), network, rows))
         if (worst := _worst(found)) > options.tolerance:
             raise Apart(
                 f"ONNX Runtime's answers differ from torch's by {worst:.2g}, and {options.tolerance:g} is allowed: "
@@ -145,7 +145,7 @@ def execute(values: Mapping[str, Any]) -> int:
     return 0
 
 
-def _refuse(options: Options) -> None:
+def _refuse(options: ExportOptions) -> None:
     """Raises `UsageError` for what is no network of rows, for a file that is there, and where no size is known."""
     name = options.model
     if name in NO_NETWORK:
@@ -174,30 +174,29 @@ def _refuse(options: Options) -> None:
         raise UsageError(f"--{odd[0].replace('_', '-')} does not go with --{ways[0]}. Leave it out.")
 
 
-def _subject(options: Options, setup: Setup) -> Subject:
+def _subject(options: ExportOptions, setup: Setup) -> ExportSubject:
     if options.records:
         return _of_records(options, options.records)
     return _of_game(options, setup) if options.game is not None else _of_sizes(options, setup.seed)
 
 
-def _of_records(options: Options, folders: list[Path]) -> Subject:
-    from gpuinfer.positions.reading import positions_of, sizes_of, symmetries_of
-    from gpuinfer.positions.records import Folder
+def _of_records(options: ExportOptions, folders: list[Path]) -> ExportSubject:
+    from gpuinfer.models.positions import PositionsFolder, positions_of, sizes_of, symmetries_of
 
     sizes = sizes_of(folders)
     arguments = {"actions": sizes.actions, "seats": sizes.seats}
     spec = ModelSpec(options.model, _text(options.weights), sizes.features, sizes.dtype, arguments)
-    settings = (Folder(folders[-1]).manifest() or {}).get("settings", {})
+    settings = (PositionsFolder(folders[-1]).manifest() or {}).get("settings", {})
     game = {name: settings[name] for name in ("game", "game_options") if name in settings}
 
     def rows() -> Any:
         return positions_of(folders, ROWS).observation.astype("float32")
 
-    return Subject(spec, rows, ", ".join(map(str, folders)), game, symmetries_of(folders))
+    return ExportSubject(spec, rows, ", ".join(map(str, folders)), game, symmetries_of(folders))
 
 
-def _of_game(options: Options, setup: Setup) -> Subject:
-    from gpuinfer.positions.symmetries import checked
+def _of_game(options: ExportOptions, setup: Setup) -> ExportSubject:
+    from gpuinfer.models.positions import checked
 
     given = {name: value for name in OF_GAME if (value := getattr(options, name)) is not None}
     told = {**given, "game": options.game, "model": options.model, "weights": options.weights}
@@ -208,7 +207,7 @@ def _of_game(options: Options, setup: Setup) -> Subject:
     def rows() -> Any:
         return _played(selfplay)
 
-    return Subject(
+    return ExportSubject(
         spec,
         rows,
         f"games of {options.game}, played for this",
@@ -242,7 +241,7 @@ def _played(selfplay: Any) -> Any:
     return np.stack(found[:ROWS])
 
 
-def _of_sizes(options: Options, seed: int) -> Subject:
+def _of_sizes(options: ExportOptions, seed: int) -> ExportSubject:
     sizes = {name: value for name in ("actions", "seats") if (value := getattr(options, name)) is not None}
     features = options.features or 0
     spec = ModelSpec(options.model, _text(options.weights), features, "float32", sizes)
@@ -258,10 +257,10 @@ def _of_sizes(options: Options, seed: int) -> Subject:
             drawn[np.arange(len(drawn)), dice.integers(actions, size=len(drawn))] = 1
         return drawn
 
-    return Subject(spec, rows, "no game: random ones")
+    return ExportSubject(spec, rows, "no game: random ones")
 
 
-def _metadata(network: Exportable, subject: Subject) -> dict[str, str]:
+def _metadata(network: Exportable, subject: ExportSubject) -> dict[str, str]:
     """That of the file, by name."""
     import torch
 
@@ -289,14 +288,14 @@ def _worst(found: Sequence[tuple[int, Mapping[str, float]]]) -> float:
 
 
 def _document(
-    options: Options,
+    options: ExportOptions,
     network: Exportable,
-    subject: Subject,
+    subject: ExportSubject,
     metadata: Mapping[str, str],
     found: Sequence[tuple[int, Mapping[str, float]]],
     size: int,
 ) -> dict[str, Any]:
-    from gpuinfer.models import onnx_file
+    from gpuinfer.models import onnx_export
 
     worst, shapes = _worst(found), zip(network.outputs, network.layout.shapes, strict=True)
     return {
@@ -304,9 +303,9 @@ def _document(
         "file": str(options.out),
         "bytes": size,
         "kept": worst <= options.tolerance,
-        "opset": onnx_file.OPSET,
-        "inputs": {onnx_file.INPUT: [onnx_file.BATCH, subject.spec.inputs]},
-        "outputs": {name: [onnx_file.BATCH, *shape] for name, shape in shapes},
+        "opset": onnx_export.OPSET,
+        "inputs": {onnx_export.INPUT: [onnx_export.BATCH, subject.spec.inputs]},
+        "outputs": {name: [onnx_export.BATCH, *shape] for name, shape in shapes},
         "metadata": metadata,
         "positions": subject.of,
         "tolerance": options.tolerance,
@@ -316,7 +315,7 @@ def _document(
 
 
 def _show(document: Mapping[str, Any], on_stderr: bool) -> None:
-    from gpuinfer.screen.display import comparison
+    from gpuinfer.cli.screen.display import comparison
     from gpuinfer.units import memory
 
     outputs = document["outputs"]

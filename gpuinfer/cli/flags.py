@@ -18,7 +18,7 @@ from pydantic.fields import FieldInfo
 
 from gpuinfer.api import Workload
 from gpuinfer.config import options, registry
-from gpuinfer.config.options import Given
+from gpuinfer.config.options import GivenValue
 from gpuinfer.errors import PluginError, UsageError
 
 EVERYWHERE = "Everywhere"  # the help panel of the common flags
@@ -124,20 +124,20 @@ def flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def pairs(given: list[str], short: str, table: str) -> dict[str, Given]:
+def pairs(given: list[str], short: str, table: str) -> dict[str, GivenValue]:
     """`key=value` words as settings of a plugin's table, such as `backends.inprocess`; a key that is there often has
     all its values. Raises `UsageError`.
     """
     return options.several(_pairs_of(given, short, table))
 
 
-def _pairs_of(given: list[str], short: str, table: str) -> Iterator[tuple[str, Given]]:
+def _pairs_of(given: list[str], short: str, table: str) -> Iterator[tuple[str, GivenValue]]:
     for word in given:
         key, equals, value = word.partition("=")
         if not (key and equals):
             raise UsageError(f"{short} {word}: not of the form key=value. Write {short} {key or 'key'}=VALUE.")
         key = key.strip().replace("-", "_")
-        yield f"{table}.{key}", Given(value, f"{short} {key}")
+        yield f"{table}.{key}", GivenValue(value, f"{short} {key}")
 
 
 def _of_field(name: str, field: FieldInfo) -> inspect.Parameter:

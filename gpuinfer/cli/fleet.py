@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from gpuinfer.cli.output import Destination
 from gpuinfer.config import options, settings
-from gpuinfer.config.options import Given
+from gpuinfer.config.options import GivenValue
 from gpuinfer.errors import UsageError
 
 NAME = "fleet"
@@ -28,7 +28,7 @@ app = typer.Typer(
 )
 
 
-class FleetOptions(BaseModel):
+class FleetStatusOptions(BaseModel):
     """The table `[fleet]` of the settings, and the flags of `haproxy-config`."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -60,7 +60,7 @@ def status(
 
 
 def _show(url: str, told: Mapping[str, Any], workers: Sequence[Mapping[str, Any]]) -> None:
-    from gpuinfer.screen.display import comparison
+    from gpuinfer.cli.screen.display import comparison
 
     throughput = told.get("throughput", {})
     rates = [f"{throughput[name]:,.3g} {name.removesuffix('_per_s')}/s" for name in throughput if name != "over_s"]
@@ -112,21 +112,23 @@ def haproxy_config(
     """A configuration of HAProxy for the same fleet, on standard output: haproxy -c -f FILE checks it."""
     flags = {"url": url, "worker": worker or None, "bind": bind, "routing": routing, "key_file": key_file}
     own = _options({**flags, "maxconn": maxconn, "timeout": timeout})
-    from gpuinfer.fleet.haproxy import Front, Target, write
+    from gpuinfer.fleet.haproxy import HaproxyPlan, HaproxyServer, render_haproxy
 
     found = _workers_of(own.url, api_key_file) if own.url and not own.worker else [*own.worker]
-    targets = [Target.of(one, own.maxconn) for one in found]
-    front = Front(own.bind, own.routing, _key(own.key_file), own.timeout)
-    print(write(targets, front), end="")
+    targets = [HaproxyServer.of(one, own.maxconn) for one in found]
+    front = HaproxyPlan(own.bind, own.routing, _key(own.key_file), own.timeout)
+    print(render_haproxy(targets, front), end="")
     if own.key_file is not None:
         print("gpuinfer: the configuration holds the key: keep it as safe (chmod 600).", file=sys.stderr)
 
 
-def _options(flags: Mapping[str, Any]) -> FleetOptions:
+def _options(flags: Mapping[str, Any]) -> FleetStatusOptions:
     """The table of the settings, with the flags on top. Raises `UsageError`."""
     table = settings.load().table(NAME)
-    given = {name: Given(value, f"--{name.replace('_', '-')}") for name, value in flags.items() if value is not None}
-    return FleetOptions(**options.check(FleetOptions, {**table, **given}, NAME))
+    given = {
+        name: GivenValue(value, f"--{name.replace('_', '-')}") for name, value in flags.items() if value is not None
+    }
+    return FleetStatusOptions(**options.check(FleetStatusOptions, {**table, **given}, NAME))
 
 
 def _workers_of(url: str, api_key_file: Path | None) -> list[str]:
@@ -150,14 +152,14 @@ def _key(path: Path | None) -> str | None:
 
 def _stats(url: str, api_key_file: Path | None) -> dict[str, Any]:
     """What `GET /stats` says. Raises `UsageError` for nobody, and for somebody else."""
-    from gpuinfer.fleet.calling import Caller, Way
-    from gpuinfer.http import loop
+    from gpuinfer.fleet.replica_client import Endpoint, ReplicaClient
+    from gpuinfer.http import network
 
     async def ask() -> dict[str, Any]:
-        caller = Caller(Way(url, _key(api_key_file)), 1)
+        caller = ReplicaClient(Endpoint(url, _key(api_key_file)), 1)
         try:
             return await caller.stats()
         finally:
             await caller.close()
 
-    return loop.run(ask())
+    return network.run_loop(ask())

@@ -25,7 +25,7 @@ from gpuinfer.units import duration, left_until, number, whole
 
 if TYPE_CHECKING:
     from gpuinfer.config.settings import Settings
-    from gpuinfer.loop.plan import Plan, Report, Step
+    from gpuinfer.lab.loop.loop_runner import LoopPlan, LoopStep, Report
 
 NAME = "loop"
 GATE_GAMES = 100  # unless somebody says how many
@@ -51,7 +51,7 @@ With `--gate 0.55` a new network plays only once it has won that share of games 
 """
 
 
-class Options(api.Options):
+class LoopOptions(api.Options):
     """The flags of `gpuinfer loop`."""
 
     game: str = Field("blob", description="the game, or module:Class", json_schema_extra={"kind": "games"})
@@ -98,18 +98,18 @@ class Options(api.Options):
 
 
 def _app() -> typer.Typer:
-    return flags.command(NAME, flags.of(Options, NAME), COMMON, TEXT, execute)
+    return flags.command(NAME, flags.of(LoopOptions, NAME), COMMON, TEXT, execute)
 
 
 def execute(values: Mapping[str, Any]) -> int:
     """Do what is left of the loop, show and write it. The exit code: 3 stopped, 4 too weak, else 0."""
     from gpuinfer.cli.building import merge
     from gpuinfer.cli.workload import log_to_people
-    from gpuinfer.host.records import RecordFolder
-    from gpuinfer.loop import pages, story
+    from gpuinfer.host.files import RecordFolder
+    from gpuinfer.lab.loop import loop_summary
 
     merged = merge(NAME, values)
-    options, common = Options(**check(Options, merged.table(NAME), NAME)), merged.common
+    options, common = LoopOptions(**check(LoopOptions, merged.table(NAME), NAME)), merged.common
     destination = output.Destination(common.report)
     log_to_people(common.verbose)
     if options.gate_games is not None and options.gate is None:
@@ -133,12 +133,12 @@ def execute(values: Mapping[str, Any]) -> int:
     except (UsageError, WorkError) as caught:
         error = caught
     finally:
-        told = story.document(plan, settings, command, ended)
+        told = loop_summary.document(plan, settings, command, ended)
         if error is None:
             destination.write(told)
         else:
             destination.write_failed(told, error)
-        pages.write(plan, told)
+        loop_summary.write(plan, told)
         folder.release()
     if told["iterations"]:
         _show(told, options, on_stderr=destination.stdout)
@@ -149,7 +149,7 @@ def execute(values: Mapping[str, Any]) -> int:
     return _judged(told, options.fail_under)
 
 
-def _network(options: Options, seed: int) -> tuple[ModelSpec, dict[str, Any]]:
+def _network(options: LoopOptions, seed: int) -> tuple[ModelSpec, dict[str, Any]]:
     """The network that learns; and digests of its source and the game's rules. Raises `UsageError` where there is none,
     and for whatever self-play refuses.
     """
@@ -163,7 +163,7 @@ def _network(options: Options, seed: int) -> tuple[ModelSpec, dict[str, Any]]:
     return spec, made.sources()
 
 
-def _refuse_what_training_refuses(plan: Plan, spec: ModelSpec, merged: Settings) -> None:
+def _refuse_what_training_refuses(plan: LoopPlan, spec: ModelSpec, merged: Settings) -> None:
     """Now, and not after the games of the first iteration. Raises `UsageError`."""
     from gpuinfer.cli.building import merge, served, setup_of
 
@@ -184,8 +184,8 @@ def _one_of(devices: Sequence[str]) -> str:
     return next((one for one in devices if one != "all"), "auto")
 
 
-def _plan(options: Options, folder: Path, merged: Settings) -> Plan:
-    from gpuinfer.loop.plan import Plan
+def _plan(options: LoopOptions, folder: Path, merged: Settings) -> LoopPlan:
+    from gpuinfer.lab.loop.loop_runner import LoopPlan
 
     common = merged.common
     play = [f"--game={options.game}"]
@@ -205,7 +205,7 @@ def _plan(options: Options, folder: Path, merged: Settings) -> Plan:
         "batch_size",
         "learning_rate",
     )
-    return Plan(
+    return LoopPlan(
         folder=folder,
         **{name: getattr(options, name) for name in (*names, "evaluation_games", "evaluate_every")},
         seed=common.seed,
@@ -219,41 +219,41 @@ def _plan(options: Options, folder: Path, merged: Settings) -> Plan:
     )
 
 
-def _deciding(options: Options, seed: int, dtype: str) -> dict[str, Any]:
+def _deciding(options: LoopOptions, seed: int, dtype: str) -> dict[str, Any]:
     """What all that lies in the folder has in common. More iterations, and more matches, may come to it."""
     kept = {name: value for name, value in options.model_dump(mode="json").items() if name not in NO_PART}
     digest = hashlib.sha256(options.weights.read_bytes()).hexdigest() if options.weights else None
     return {**kept, "weights": digest, "seed": seed, "dtype": dtype}
 
 
-def _write_first(plan: Plan, spec: ModelSpec, seed: int) -> None:
+def _write_first(plan: LoopPlan, spec: ModelSpec, seed: int) -> None:
     """The first generation, once: its weights as a file, so that what comes later begins with no others."""
     if plan.first.exists():
         return
-    from gpuinfer.models.first import write_weights
+    from gpuinfer.models.load import write_weights
 
     write_weights(spec, seed, plan.first)
 
 
-def _follow(plan: Plan, verbose: bool, quiet: bool) -> str:
+def _follow(plan: LoopPlan, verbose: bool, quiet: bool) -> str:
     """All steps; how they ended: done or partial."""
-    from gpuinfer.cli.progress import interruptible
-    from gpuinfer.loop.course import Remaining, follow
+    from gpuinfer.cli.comparison_progress import interruptible
+    from gpuinfer.lab.loop.loop_runner import Remaining, follow
 
     line, remaining = _Line(replaced=not verbose and sys.stderr.isatty()), Remaining(plan)
 
-    def say(step: Step, what: str, end: str = "\n") -> None:
+    def say(step: LoopStep, what: str, end: str = "\n") -> None:
         if not quiet:
             seconds = remaining.seconds()
             rest = f" · {left_until(seconds)}" if seconds else ""
             line.say(f"iteration {step.iteration} of {plan.iterations} · {what}{rest}", end)
 
-    def ended(step: Step, report: Report, seconds: float) -> None:
+    def ended(step: LoopStep, report: Report, seconds: float) -> None:
         remaining.ended(step, seconds)
         won = f": it {'plays from now on' if plan.has_won(step.iteration) else 'does not play'}"
         say(step, _told(step, report, seconds) + (won if step.kind == "gate" else ""))
 
-    def began(step: Step) -> None:
+    def began(step: LoopStep) -> None:
         if verbose:
             say(step, f"{step.kind} …")
         elif line.replaced:
@@ -284,10 +284,10 @@ class _Line(contextlib.AbstractContextManager["_Line"]):
             print(file=sys.stderr)
 
 
-def _told(step: Step, report: Report, seconds: float) -> str:
+def _told(step: LoopStep, report: Report, seconds: float) -> str:
     """What came of a step, in a line."""
-    from gpuinfer.loop.story import loss_of
-    from gpuinfer.report.strength import in_elo, in_score
+    from gpuinfer.lab.loop.loop_summary import loss_of
+    from gpuinfer.report.game_statistics import in_elo, in_score
 
     said = f"{step.kind} in {duration(seconds)}"
     if step.kind == "training":
@@ -302,7 +302,7 @@ def _told(step: Step, report: Report, seconds: float) -> str:
 
 def _resigned(found: Mapping[str, Any] | None) -> str:
     """Of games in which players may resign; what there is to do about it on a line of its own."""
-    from gpuinfer.report.resignation import in_share
+    from gpuinfer.report.game_statistics import in_share
 
     if found is None:
         return ""
@@ -310,17 +310,17 @@ def _resigned(found: Mapping[str, Any] | None) -> str:
     return f", {in_share(found)} resigned{advice}"
 
 
-def _show(told: Mapping[str, Any], options: Options, on_stderr: bool) -> None:
-    from gpuinfer.loop import drawing, story
-    from gpuinfer.screen.display import comparison
+def _show(told: Mapping[str, Any], options: LoopOptions, on_stderr: bool) -> None:
+    from gpuinfer.cli.screen.display import comparison
+    from gpuinfer.lab.loop import loop_summary
 
-    notes = [("strength", story.verdict(told)), *drawing.drawn(told)]
+    notes = [("strength", loop_summary.verdict(told)), *loop_summary.drawn(told)]
     notes += [("weights", told["weights"])] if told["weights"] else []
     notes += [("written", f"{options.out}/loop.html, and beside it JSON, Markdown and the plot")]
     comparison(
         f"loop · {options.game} · {options.model}",
-        story.columns(told),
-        list(story.rows(told)),
+        loop_summary.loop_columns(told),
+        list(loop_summary.loop_rows(told)),
         notes,
         on_stderr=on_stderr,
     )

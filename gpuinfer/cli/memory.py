@@ -8,7 +8,7 @@ from typing import Any
 import typer
 
 from gpuinfer.cli import flags
-from gpuinfer.cli.progress import interruptible
+from gpuinfer.cli.comparison_progress import interruptible
 
 NAME = "memory"
 COMMON = ("backend_options", "device", "dtype", "seed", "json", "quiet", "verbose", "config")
@@ -26,43 +26,43 @@ A network of rows needs to know how large a row is: --game, or --features with
 
 
 def _app() -> typer.Typer:
-    from gpuinfer.memory.asked import Options
+    from gpuinfer.lab.memory.memory_options import MemoryOptions
 
-    return flags.command(NAME, flags.of(Options, NAME), COMMON, TEXT, execute)
+    return flags.command(NAME, flags.of(MemoryOptions, NAME), COMMON, TEXT, execute)
 
 
 def execute(values: Mapping[str, Any]) -> int:
     """Estimate, measure, show, write. Raises `UsageError` for a batch that does not fit."""
     from gpuinfer.cli.building import setup_of
+    from gpuinfer.cli.screen.display import comparison
     from gpuinfer.cli.workload import begin, progress_lines
     from gpuinfer.config import registry
-    from gpuinfer.memory import asked, document, probing
-    from gpuinfer.screen.display import comparison
+    from gpuinfer.lab.memory import memory_options, memory_probe
 
-    merged, destination, options = begin(NAME, asked.Options, values)
+    merged, destination, options = begin(NAME, memory_options.MemoryOptions, values)
     common = merged.common
     backend = registry.load("backends", BACKEND)
     own = backend.Options(**merged.options("backends", BACKEND, backend)).model_dump(mode="json")
     setup = setup_of(common)
-    spec = asked.model_of(options, setup)
+    spec = memory_options.model_of(options, setup)
     how = "measuring small batches of" if options.probe else "looking at"
     progress_lines(NAME, common.quiet)(f"{how} '{spec.name}' in a process of its own")
     with interruptible():
-        found = probing.examined(spec, setup, options, own)
+        found = memory_probe.examined(spec, setup, options, own)
     for device in found["devices"]:
         comparison(
-            document.heading(found, device),
-            document.columns(found, device),
-            document.rows(device),
-            list(document.notes(found, device)),
+            memory_probe.heading(found, device),
+            memory_probe.columns(found, device),
+            memory_probe.rows(device),
+            list(memory_probe.notes(found, device)),
             on_stderr=destination.stdout,
         )
-    if document.staged(found):
+    if memory_probe.staged(found):
         comparison(
-            document.stage_heading(found),
-            document.stage_columns(found),
-            document.stage_rows(found),
-            list(document.stage_notes(found)),
+            memory_probe.stage_heading(found),
+            memory_probe.stage_columns(found),
+            memory_probe.stage_rows(found),
+            list(memory_probe.stage_notes(found)),
             on_stderr=destination.stdout,
         )
     destination.write(found)

@@ -18,9 +18,8 @@ from typing import Any
 from pydantic import BaseModel
 
 from gpuinfer.errors import GpuinferError, UsageError, WorkError
-from gpuinfer.host import spoken, standard_files
-from gpuinfer.host.files import no_folder
-from gpuinfer.host.records import MANIFEST
+from gpuinfer.host import error_text, process
+from gpuinfer.host.files import MANIFEST, no_folder
 
 BESIDE_OUTPUT = (".run.json", ".early", ".before")  # what a run keeps beside the file that it writes
 REPLACED = re.compile(rb'\{\s*"(schema": "gpuinfer\.(report|loop|trace)/|host": )')
@@ -36,7 +35,7 @@ class Destination:
 
     def __init__(self, target: str | None) -> None:
         self.stdout = target == "-"
-        if self.stdout and "stdout" in standard_files.closed:
+        if self.stdout and "stdout" in process.closed:
             raise UsageError("--json -: standard output is closed. Give a file, such as --json report.json.")
         self.path = Path(target) if target and target != "-" else None
         if self.path is not None:
@@ -80,11 +79,11 @@ class Destination:
 
 def _encodable(report: Mapping[str, Any], encoding: str) -> str:
     """The report as JSON; where the encoding lacks one of its characters, with escapes, which mean the same."""
-    text = json.dumps(report, indent=2, ensure_ascii=False, default=spoken.said)
+    text = json.dumps(report, indent=2, ensure_ascii=False, default=error_text.safe_str)
     try:
         text.encode(encoding)
     except UnicodeEncodeError:
-        return json.dumps(report, indent=2, default=spoken.said)
+        return json.dumps(report, indent=2, default=error_text.safe_str)
     return text
 
 

@@ -46,7 +46,7 @@ NAMED = 40  # moves that a complaint lists
 DEALS = 10**9
 
 
-class Options(api.Options):
+class PlayOptions(api.Options):
     """The flags of `gpuinfer play`."""
 
     game: str = Field(
@@ -73,7 +73,7 @@ class Options(api.Options):
 
 
 def _app() -> typer.Typer:
-    return flags.command(NAME, flags.of(Options, NAME), COMMON, TEXT, execute)
+    return flags.command(NAME, flags.of(PlayOptions, NAME), COMMON, TEXT, execute)
 
 
 def execute(values: Mapping[str, Any]) -> int:
@@ -83,21 +83,21 @@ def execute(values: Mapping[str, Any]) -> int:
 
     merged = merge(NAME, values)
     common = merged.common
-    own = Options(**check(Options, merged.table(NAME), NAME))
+    own = PlayOptions(**check(PlayOptions, merged.table(NAME), NAME))
     given = {name: value for name in OF_SELFPLAY if (value := getattr(own, name)) is not None}
     selfplay = blame.make(registry.load("workloads", "selfplay"), Setup(seed=common.seed), given)
     if own.seat > selfplay.game.seats:
         raise UsageError(f"--seat {own.seat}: {own.game} has {selfplay.game.seats}. Give one of them.")
     spec = selfplay.model()
     log_to_people(common.verbose)
-    screen = Screen(common.quiet)
+    screen = GameScreen(common.quiet)
     deal = random.randrange(DEALS) if own.deal is None else own.deal
     with contextlib.ExitStack() as open_until_the_end:
         with screen.waiting("getting the game ready; its search is compiled once, a minute or two"):
             if spec is None:
                 table, ask = selfplay.table(deal), _nobody
             else:
-                from gpuinfer.runtime.background import BackgroundSession
+                from gpuinfer.runtime.background_session import BackgroundSession
 
                 backend, strategy = served(NAME, replace(setup_of(common), model=spec), merged)
                 table = selfplay.table(deal)  # refused before a model is loaded
@@ -109,7 +109,7 @@ def execute(values: Mapping[str, Any]) -> int:
 
         opponent = "the network" if spec is not None else own.model
         screen.note(f"{own.game} against {own.model}, --deal {deal}. /help says what there is, /quit ends.")
-        game = Game(table, own.seat - 1, ask, screen, opponent)
+        game = TerminalGame(table, own.seat - 1, ask, screen, opponent)
         try:
             game.play()
         except (EOFError, KeyboardInterrupt):
@@ -122,10 +122,10 @@ def _nobody(rows: Any) -> Any:
     raise AssertionError("a search without a network asked for one")
 
 
-class Game:
+class TerminalGame:
     """One game between a person and whoever has the other seats. `ask`: how rows of features are answered."""
 
-    def __init__(self, table: Any, seat: int, ask: Callable[[Any], Any], screen: Screen, opponent: str) -> None:
+    def __init__(self, table: Any, seat: int, ask: Callable[[Any], Any], screen: GameScreen, opponent: str) -> None:
         self._table, self._seat, self._ask, self._screen, self._opponent = table, seat, ask, screen, opponent
         self.refused = 0  # lines that were no move
 
@@ -209,7 +209,7 @@ def _listed(names: Sequence[str]) -> str:
     return ", ".join(names[:NAMED]) + more
 
 
-class Screen:
+class GameScreen:
     """Moves from standard input, the game to standard output, and everything else to standard error."""
 
     def __init__(self, quiet: bool = False) -> None:

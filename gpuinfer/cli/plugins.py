@@ -1,30 +1,65 @@
-"""See which plugins there are, check, write and install them.
-
-What people see while a package is checked: each finding as soon as it is there, and what is being tried.
-"""
+"""See which plugins there are, check, write and install them."""
 
 from __future__ import annotations
 
+import os
 import shutil
 import sys
 import textwrap
 import threading
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from gpuinfer.cli import flags
-from gpuinfer.cli.commands import first_sentence
-from gpuinfer.cli.loading import inspect_all
+from gpuinfer.cli.app import first_sentence
+from gpuinfer.cli.plugin_probe import inspect_all
 from gpuinfer.cli.plugins_install import install, uninstall, upgrade
-from gpuinfer.cli.plugins_new import kinds_that_begin, new
 from gpuinfer.cli.problems import CHECK_FAILED
-from gpuinfer.config import contract, registry
+from gpuinfer.config import registry
 from gpuinfer.errors import UnknownName
 
 if TYPE_CHECKING:
     from gpuinfer.testing import Finding
+
+
+def kinds_that_begin(incomplete: str) -> list[str]:
+    """For completion."""
+    return [kind for kind in registry.KINDS.values() if kind.startswith(incomplete)]
+
+
+def new(
+    kind: Annotated[
+        str,
+        typer.Argument(
+            help="backend, strategy, workload, game, decoder or environment", autocompletion=kinds_that_begin
+        ),
+    ],
+    name: Annotated[str, typer.Argument(help="what it will be called, such as my-plugin")],
+    path: Annotated[Path, typer.Option(metavar="DIR", help="Where to put the folder gpuinfer-NAME.")] = Path(),
+) -> None:
+    """Write a package with a plugin: code, options, tests, README. It works as it is; nothing is overwritten."""
+    from gpuinfer.config import settings
+    from gpuinfer.config.packages import template
+
+    settings.load()  # they may switch plugins off
+    package = template.named(kind, name)
+    folder = template.write(package, path)
+    typer.secho(f"{folder}{os.sep}", bold=True)
+    for file, _ in sorted(template.files(package)):
+        typer.echo(f"  {file}")
+    typer.echo("Install it, see that it works, then make it yours:")
+    for line in [f"gpuinfer plugins install {_as_path(folder)}", *package.commands]:
+        typer.echo(f"  {line}")
+
+
+def _as_path(folder: Path) -> str:
+    """So that it is taken for a folder, and not for a package's name."""
+    text = str(folder)
+    return text if os.sep in text else f".{os.sep}{text}"
+
 
 SET = "Option of the plugins that have it, or NAME.KEY for one of them; repeatable."
 
@@ -52,7 +87,7 @@ def show_list(
     load: bool = typer.Option(False, "--load", help="Import each, to see whether it can be used."),
 ) -> None:
     """Every plugin and where it comes from. None is imported, unless --load asks for it."""
-    from gpuinfer.screen.display import facts
+    from gpuinfer.cli.screen.display import facts
 
     _apply_settings()
     records = inspect_all(registry.listing()) if load else registry.listing()
@@ -71,7 +106,7 @@ def _packages_of(records: Sequence[registry.PluginRecord]) -> list[tuple[str, st
 
 def _contract(record: registry.PluginRecord) -> str:
     if record.place == registry.BUILT_IN:
-        return f"the contract {contract.span()}"
+        return f"the contract {registry.contract_range()}"
     if record.contract is None:
         return "does not say for which gpuinfer"
     return f"for gpuinfer {record.contract}" if record.contract else "for any gpuinfer"
@@ -90,7 +125,7 @@ def show_one(
     name: str = typer.Argument(help="as `plugins list` names it", autocompletion=_names),
 ) -> None:
     """One plugin: what it is, where it comes from, its options."""
-    from gpuinfer.screen.display import facts
+    from gpuinfer.cli.screen.display import facts
 
     _apply_settings()
     record = registry.find(kind, name)
@@ -138,13 +173,13 @@ def check(
     """Run the conformance kit on every plugin of a package, or on one class of a module, in a process of its own. Exits
     4 when something does not hold.
     """
-    from gpuinfer.cli.targets import seconds
-    from gpuinfer.packages import sources
+    from gpuinfer.cli.workload_targets import seconds
+    from gpuinfer.config.packages import package_info
     from gpuinfer.testing import check_package
 
     _apply_settings()
     known = {record.distribution for record in registry.listing()}
-    package = next((name for name in sources.names_of(package, package) if name in known), package)
+    package = next((name for name in package_info.candidate_names(package, package) if name in known), package)
     if package not in known and ":" not in package:
         raise UnknownName("package with plugins", package, known)
     shown = Shown()

@@ -15,11 +15,10 @@ from gpuinfer.config import registry, settings
 from gpuinfer.errors import GpuinferError, UsageError, WorkError
 
 if TYPE_CHECKING:
-    from gpuinfer.packages.installing import Prepared
-    from gpuinfer.packages.places import Place
-    from gpuinfer.packages.programs import Lookup
-    from gpuinfer.packages.removing import Installed
-    from gpuinfer.packages.sources import Source
+    from gpuinfer.config.packages.installer import InstalledPackage, PreparedPackage
+    from gpuinfer.config.packages.package_info import PackageSource
+    from gpuinfer.config.packages.pip import PackageLookup
+    from gpuinfer.config.packages.places import InstallPlace
 
 RIGHTS = "A plugin is code that runs with your rights: it can read and change all that you can."
 
@@ -50,12 +49,12 @@ def install(
     limit: Limit = "10min",
 ) -> None:
     """Install packages with plugins, after saying what each adds. `echo` means gpuinfer-echo."""
-    from gpuinfer.packages import places, sources
+    from gpuinfer.config.packages import package_info, places
 
     settings.load()  # they may switch plugins off
     _refuse_unasked(yes)
-    place, lookup = places.choose(into), _lookup(limit, find_links, index)
-    for source in [sources.read(text) for text in what]:
+    place, lookup = places.choose_place(into), _lookup(limit, find_links, index)
+    for source in [package_info.read_source(text) for text in what]:
         if there := _there_already(source):
             _say(f"{there.offer.package} is installed already, in {there.place.words}.")
             _say(f"To renew it: gpuinfer plugins upgrade {there.offer.name}")
@@ -77,14 +76,18 @@ def upgrade(
     """Install newer versions of packages with plugins, where there are some for this gpuinfer; what came from a folder
     or a wheel, from there again.
     """
-    from gpuinfer.packages import removing
+    from gpuinfer.config.packages import installer
 
     settings.load()
     _refuse_unasked(yes)
     if bool(names) == every:
         raise UsageError("say what to upgrade: gpuinfer plugins upgrade NAME, or --all.")
     lookup = _lookup(limit, find_links, index)
-    meant = list(removing.installed().values()) if every else [removing.meant(name) for name in names or []]
+    meant = (
+        list(installer.installed_packages().values())
+        if every
+        else [installer.find_installed(name) for name in names or []]
+    )
     left: list[str] = []
     for one in meant:
         try:
@@ -102,8 +105,8 @@ def upgrade(
         )
 
 
-def _upgrade_one(one: Installed, lookup: Lookup, yes: bool, every: bool) -> None:
-    from gpuinfer.packages import removing
+def _upgrade_one(one: InstalledPackage, lookup: PackageLookup, yes: bool, every: bool) -> None:
+    from gpuinfer.config.packages import installer
 
     try:
         source = one.source()
@@ -112,7 +115,7 @@ def _upgrade_one(one: Installed, lookup: Lookup, yes: bool, every: bool) -> None
             raise
         _say(str(error))
         return
-    removing.refuse_foreign(one)
+    installer.refuse_foreign(one)
     _install_one(source, one.place, lookup, yes, _unless_newer(one) if source.kind == "name" else _unless_other(one))
 
 
@@ -122,42 +125,46 @@ def uninstall(
     limit: Limit = "10min",
 ) -> None:
     """Remove a package with plugins, and what came into your folder with it."""
-    from gpuinfer.packages import programs, removing
+    from gpuinfer.config.packages import installer, pip
 
     settings.load()
     _refuse_unasked(yes)
-    one = removing.meant(name)
-    removing.refuse_foreign(one)
-    removing.refuse_needed(one)
-    program = programs.find(one.place.path) if one.place.folder is None else None
+    one = installer.find_installed(name)
+    installer.refuse_foreign(one)
+    installer.refuse_needed(one)
+    program = pip.find_installer(one.place.path) if one.place.folder is None else None
     _say(f"{one.offer.package} adds {one.offer.words}; it is in {one.place.words}.")
-    if others := removing.left_over(one):
+    if others := installer.orphans_of(one):
         _say(f"With it goes what nothing else there needs: {_listed([f'{e.name} {e.version}' for e in others])}.")
     _ask("Remove it?", yes)
-    removing.remove(one, program, _lookup(limit, None, True))
+    installer.remove(one, program, _lookup(limit, None, True))
     _say(f"Removed {one.offer.package}.")
 
 
 def _install_one(
-    source: Source, place: Place, lookup: Lookup, yes: bool, why_not: Callable[[Prepared], str | None]
+    source: PackageSource,
+    place: InstallPlace,
+    lookup: PackageLookup,
+    yes: bool,
+    why_not: Callable[[PreparedPackage], str | None],
 ) -> None:
-    from gpuinfer.packages import installing, programs
+    from gpuinfer.config.packages import installer, pip
 
-    program = programs.find(place.path)
+    program = pip.find_installer(place.path)
     with tempfile.TemporaryDirectory(prefix="gpuinfer-plugin-") as folder:
         work = Path(folder)
-        prepared = installing.Preparation(place, program, lookup, work, _say).prepare(source)
+        prepared = installer.PackagePreparation(place, program, lookup, work, _say).prepare(source)
         if reason := why_not(prepared):
             _say(reason)
             return
         for line in _told_of(prepared, place):
             _say(line)
         _ask("Install it?", yes)
-        installing.install(prepared, place, program, lookup, work)
+        installer.install(prepared, place, program, lookup, work)
     _say(f"Installed {prepared.offer.package}. To see whether it holds: gpuinfer plugins check {prepared.offer.name}.")
 
 
-def _told_of(prepared: Prepared, place: Place) -> list[str]:
+def _told_of(prepared: PreparedPackage, place: InstallPlace) -> list[str]:
     offer = prepared.offer
     lines = [f"{offer.package}: {offer.summary or 'no description'}", f"  adds      {offer.words}"]
     if offer.contract:
@@ -169,8 +176,8 @@ def _told_of(prepared: Prepared, place: Place) -> list[str]:
     return [*lines, f"  goes to   {place.words}", RIGHTS]
 
 
-def _unless_newer(one: Installed) -> Callable[[Prepared], str | None]:
-    def why_not(prepared: Prepared) -> str | None:
+def _unless_newer(one: InstalledPackage) -> Callable[[PreparedPackage], str | None]:
+    def why_not(prepared: PreparedPackage) -> str | None:
         from packaging.version import InvalidVersion, Version
 
         try:
@@ -182,10 +189,10 @@ def _unless_newer(one: Installed) -> Callable[[Prepared], str | None]:
     return why_not
 
 
-def _unless_other(one: Installed) -> Callable[[Prepared], str | None]:
+def _unless_other(one: InstalledPackage) -> Callable[[PreparedPackage], str | None]:
     """Of a path: whatever version lies there now."""
 
-    def why_not(prepared: Prepared) -> str | None:
+    def why_not(prepared: PreparedPackage) -> str | None:
         if prepared.offer.plain == one.offer.plain:
             return None
         return f"{one.offer.package} came from {prepared.origin}, where there is {prepared.offer.package} now."
@@ -193,13 +200,13 @@ def _unless_other(one: Installed) -> Callable[[Prepared], str | None]:
     return why_not
 
 
-def _there_already(source: Source) -> Installed | None:
+def _there_already(source: PackageSource) -> InstalledPackage | None:
     """Of a name: what it means is here, in a version that will do."""
     from packaging.requirements import Requirement
 
-    from gpuinfer.packages import removing
+    from gpuinfer.config.packages import installer
 
-    known = removing.installed()
+    known = installer.installed_packages()
     for text in source.names:
         wanted = Requirement(text)
         one = known.get(registry.plain(wanted.name))
@@ -208,14 +215,14 @@ def _there_already(source: Source) -> Installed | None:
     return None
 
 
-def _lookup(limit: str, find_links: Sequence[Path] | None, index: bool) -> Lookup:
-    from gpuinfer.cli.targets import seconds
-    from gpuinfer.packages.programs import Lookup
+def _lookup(limit: str, find_links: Sequence[Path] | None, index: bool) -> PackageLookup:
+    from gpuinfer.cli.workload_targets import seconds
+    from gpuinfer.config.packages.pip import PackageLookup
 
     for folder in find_links or ():
         if not folder.is_dir():
             raise UsageError(f"--find-links: there is no folder {folder}. Give one that holds packages.")
-    return Lookup(seconds("limit", limit, 0.01), tuple(str(one.resolve()) for one in find_links or ()), index)
+    return PackageLookup(seconds("limit", limit, 0.01), tuple(str(one.resolve()) for one in find_links or ()), index)
 
 
 def _refuse_unasked(yes: bool) -> None:

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from gpuinfer.config import foreign
+from gpuinfer.config import foreign_names
 from gpuinfer.errors import GpuinferError
-from gpuinfer.host import spoken
+from gpuinfer.host import error_text
 
 FAILED, USAGE, PARTIAL, CHECK_FAILED = 1, 2, 3, 4
 
@@ -34,18 +34,20 @@ def tell(error: BaseException, words: list[str]) -> None:
         return
     if verbosity(words) >= 2:
         traceback.print_exception(error)
-    lines = message(error, words).splitlines() or [spoken.kind_of(error)]
+    lines = message(error, words).splitlines() or [error_text.type_name(error)]
     print(MARGIN + ("\n" + " " * len(MARGIN)).join(lines), file=sys.stderr)
 
 
 def message(error: BaseException, words: Sequence[str] = ()) -> str:
     if isinstance(error, GpuinferError):
-        return spoken.said(error)
+        return error_text.safe_str(error)
     if hasattr(error, "format_message"):  # Typer's: a flag or argument that it could not read
         return _usage(error, words)
     if _is_validation(error):
         return _refused(error)
-    return f"{spoken.in_short(error)}.\nThis was not foreseen. Run it again with -vv to see where it comes from."
+    return (
+        f"{error_text.short_message(error)}.\nThis was not foreseen. Run it again with -vv to see where it comes from."
+    )
 
 
 def verbosity(words: list[str]) -> int:
@@ -68,13 +70,13 @@ def _usage(error: Any, words: Sequence[str]) -> str:
         return f"{error.format_message().rstrip('.')}. {hint}See {command} --help."
     if not name.startswith("--"):  # Typer reads -ngl as -n -g -l
         name = next((word for word in words if word.startswith(name)), name)
-    hint = foreign.flag_hint(name, known)
+    hint = foreign_names.flag_hint(name, known)
     return f"{command} has no flag '{name}'. {hint}{' ' if hint else ''}See {command} --help."
 
 
 def _as_flag(word: str, known: Sequence[str]) -> str:
     """The flag that a word which stands alone may be the value of: of a command that has words only behind flags."""
-    file, folder = Path(word).is_file(), Path(word).is_dir() or foreign.HUB_NAME.fullmatch(word)
+    file, folder = Path(word).is_file(), Path(word).is_dir() or foreign_names.HUB_NAME.fullmatch(word)
     first = ("--input", "--records") if file else ("--model", "--records") if folder else ()
     flag = next((one for one in (*first, *ALONE) if one in known), None)
     return f"Did you mean {flag} {shlex.quote(word)}? " if flag else ""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from gpuinfer.cli.beside import WORDS
+from gpuinfer.cli.subcommands import WORDS
 from gpuinfer.errors import UnknownName, UsageError
 from gpuinfer.host.files import no_folder
 
@@ -48,8 +48,8 @@ def export(folder: Path = FOLDER, to: str = TO, out: Path = OUT) -> None:
 
 
 def show(folder: Path = FOLDER, all_of_them: bool = ALL) -> None:
+    from gpuinfer.cli.screen.display import comparison
     from gpuinfer.rollouts.files import header, read
-    from gpuinfer.screen.display import comparison
 
     settings = header(folder)
     tally = _Tally()

@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from gpuinfer.cli import flags, output
+from gpuinfer.cli.comparison_progress import interruptible
 from gpuinfer.cli.problems import CHECK_FAILED, PARTIAL
-from gpuinfer.cli.progress import interruptible
 from gpuinfer.errors import UsageError, WorkError
 from gpuinfer.host.files import no_folder
 
 if TYPE_CHECKING:
-    from gpuinfer.cli.simulation import Scenario
+    from gpuinfer.cli.simulation_options import Scenario
     from gpuinfer.config.settings import Common
-    from gpuinfer.simulate import Outcome
+    from gpuinfer.lab.simulate import Outcome
 
 COMMON = ("strategy", "strategy_options", "seed", "max_queue_rows", "json", "trace", "quiet", "verbose", "config")
 SUFFIXES = (".png", ".svg")
@@ -38,7 +38,7 @@ How many replicas: `--solve replicas --target 50ms`.
 
 
 def _app() -> typer.Typer:
-    from gpuinfer.cli.simulation import NAME, Options
+    from gpuinfer.cli.simulation_options import NAME, SimulationOptions
 
     sweep = typer.Option(
         None,
@@ -48,23 +48,23 @@ def _app() -> typer.Typer:
         show_default=False,
     )
     one = inspect.Parameter("sweep", inspect.Parameter.KEYWORD_ONLY, default=sweep, annotation=list[str] | None)
-    return flags.command(NAME, {**flags.of(Options, NAME), "sweep": one}, COMMON, TEXT, execute)
+    return flags.command(NAME, {**flags.of(SimulationOptions, NAME), "sweep": one}, COMMON, TEXT, execute)
 
 
 def execute(values: Mapping[str, Any]) -> int:
     """Simulate, show, write. The exit code: 4 when no number of replicas meets the target, 3 when stopped, else 0."""
-    from gpuinfer.cli import simulation
+    from gpuinfer.cli import simulation_options
     from gpuinfer.cli.flags import spelled
     from gpuinfer.cli.workload import log_to_people
 
     values = dict(values)
     swept = values.pop("sweep") or []
-    common = simulation.common(values)
+    common = simulation_options.common(values)
     destination = output.Destination(common.report)
     log_to_people(common.verbose)
-    cases = [simulation.case(flags, labels) for flags, labels in simulation.grid(swept, values)]
+    cases = [simulation_options.case(flags, labels) for flags, labels in simulation_options.grid(swept, values)]
     _check_files(cases, common)
-    command = spelled(simulation.NAME, {**values, "sweep": swept or None})
+    command = spelled(simulation_options.NAME, {**values, "sweep": swept or None})
     whole = True
     with interruptible():
         if cases[0].options.solve:
@@ -103,9 +103,9 @@ def _check_files(cases: Sequence[Scenario], common: Common) -> None:
 
 def _simulated(cases: Sequence[Scenario], common: Common, command: str, on_stderr: bool) -> tuple[dict[str, Any], bool]:
     """The document, and whether every setting came to be simulated before the user stopped it."""
-    from gpuinfer.screen.display import comparison
-    from gpuinfer.simulate import tables
-    from gpuinfer.simulate.document import document, run
+    from gpuinfer.cli.screen.display import comparison
+    from gpuinfer.lab.simulate import simulation_tables
+    from gpuinfer.lab.simulate.simulation_tables import document, run
 
     runs = []
     for number, case in enumerate(cases, 1):
@@ -117,16 +117,22 @@ def _simulated(cases: Sequence[Scenario], common: Common, command: str, on_stder
             _say(f"stopped; {len(runs)} of {len(cases)} settings are simulated", quiet=False)
             break
         if len(cases) > 1:
-            _say(f"{number} of {len(cases)} · {tables.name_of(runs[-1])}", common.quiet)
+            _say(f"{number} of {len(cases)} · {simulation_tables.name_of(runs[-1])}", common.quiet)
     if len(cases) == 1:
-        facts = [*tables.facts(runs[0]), *_beyond(cases[:1])]
+        facts = [*simulation_tables.facts(runs[0]), *_beyond(cases[:1])]
         comparison(
-            f"simulate · {cases[0].title}", tables.LATENCY, list(tables.latencies(runs[0])), facts, on_stderr=on_stderr
+            f"simulate · {cases[0].title}",
+            simulation_tables.LATENCY,
+            list(simulation_tables.latencies(runs[0])),
+            facts,
+            on_stderr=on_stderr,
         )
     else:
         title = f"simulate · {len(runs)} settings"
-        remarks = [*tables.remarks(runs), *_beyond(cases)]
-        comparison(title, tables.columns(runs), list(tables.rows(runs)), remarks, on_stderr=on_stderr)
+        remarks = [*simulation_tables.remarks(runs), *_beyond(cases)]
+        comparison(
+            title, simulation_tables.columns(runs), list(simulation_tables.rows(runs)), remarks, on_stderr=on_stderr
+        )
     return document(command, common.seed, runs, None), len(runs) == len(cases)
 
 
@@ -134,8 +140,8 @@ def _run(case: Scenario, trace: str | None) -> Outcome:
     """Simulate, and record what happens when a trace was asked for."""
     if trace is None:
         return case.simulate()
-    from gpuinfer.trace.merge import Merged, recording
-    from gpuinfer.trace.recorder import Recorder
+    from gpuinfer.engine.trace_merge import Merged, recording
+    from gpuinfer.engine.trace_recorder import Recorder
 
     def say(merged: Merged) -> None:
         print(f"trace: {merged.path} ({merged.requests} requests)", file=sys.stderr)
@@ -156,10 +162,10 @@ def _run(case: Scenario, trace: str | None) -> Outcome:
 
 
 def _solved(case: Scenario, common: Common, command: str, on_stderr: bool) -> dict[str, Any]:
-    from gpuinfer.screen.display import comparison
-    from gpuinfer.simulate import tables
-    from gpuinfer.simulate.document import document, run
-    from gpuinfer.simulate.solving import solve
+    from gpuinfer.cli.screen.display import comparison
+    from gpuinfer.lab.simulate import simulation_tables
+    from gpuinfer.lab.simulate.outcome import solve
+    from gpuinfer.lab.simulate.simulation_tables import document, run
 
     def outcome(replicas: int) -> Outcome:
         _say(f"simulating {replicas} replica{'s' if replicas > 1 else ''} …", common.quiet)
@@ -177,10 +183,10 @@ def _solved(case: Scenario, common: Common, command: str, on_stderr: bool) -> di
     runs = [
         run({"replicas": str(trial.replicas)}, case.strategy, trial.outcome, case.target_s) for trial in solution.tried
     ]
-    columns = tables.columns(runs) if runs else ("replicas", *tables.FIGURES)
+    columns = simulation_tables.columns(runs) if runs else ("replicas", *simulation_tables.FIGURES)
     notes = [("answer", solution.answer), *_beyond([case])]
     title = f"simulate · {case.title.rpartition(' · ')[0]} · how many replicas?"
-    comparison(title, columns, list(tables.rows(runs)), notes, on_stderr=on_stderr)
+    comparison(title, columns, list(simulation_tables.rows(runs)), notes, on_stderr=on_stderr)
     return document(command, common.seed, runs, solution)
 
 
@@ -199,7 +205,7 @@ def _draw(path: Path | None, document: Mapping[str, Any]) -> None:
     if not document["runs"]:
         print(f"plot: nothing was simulated, so there is no {path}", file=sys.stderr)
         return
-    from gpuinfer.simulate.plots import draw
+    from gpuinfer.lab.simulate.simulation_tables import draw
 
     try:
         path.write_bytes(draw(document, path.suffix.lower().removeprefix(".")))

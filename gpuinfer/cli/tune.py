@@ -8,17 +8,17 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from gpuinfer.cli import flags, output, targets
-from gpuinfer.cli.concluding import apply_winner, concluded, own_flag, refuse_records, show, single
+from gpuinfer.cli import flags, output, workload_targets
+from gpuinfer.cli.comparison_end import apply_winner, concluded, own_flag, refuse_records, show, single
+from gpuinfer.cli.comparison_progress import ComparisonProgress, interruptible
 from gpuinfer.cli.problems import CHECK_FAILED, FAILED, PARTIAL
-from gpuinfer.cli.progress import ComparisonProgress, interruptible
 from gpuinfer.config import registry
 from gpuinfer.errors import UsageError
 from gpuinfer.host import machine
 
 if TYPE_CHECKING:
-    from gpuinfer.bench.measure import Variant
-    from gpuinfer.bench.tuning import Axis, Point, Space
+    from gpuinfer.lab.bench.measurement import Variant
+    from gpuinfer.lab.bench.tuning import Axis, Point, Space
 
 BACKENDS = ("inprocess", "central")  # tried unless others are named, as far as they are installed
 BUDGET_S, LEAST_S = 60.0, 10.0
@@ -31,14 +31,14 @@ TEXT = """Find good settings for this machine: backend, workers, games in flight
 A setting that is given stays as it is: `--workers 2` searches the others. `--backend a,b` names the backends to try."""
 
 
-class Tune(targets.Targets):
+class Tune(workload_targets.WorkloadTargets):
     """`gpuinfer tune TARGET`."""
 
     text = TEXT
 
     def workloads(self) -> dict[str, str]:
         """All but the load generator: what comes from outside is not to be tuned."""
-        return {target: name for target, name in super().workloads().items() if name not in targets.NAMES}
+        return {target: name for target, name in super().workloads().items() if name not in workload_targets.NAMES}
 
     def own_flags(self) -> flags.Parameters:
         return own_flags()
@@ -64,18 +64,18 @@ def own_flags() -> flags.Parameters:
 
 def execute(target: str, values: Mapping[str, Any], own: Mapping[str, Any]) -> int:
     """Search, show, write. The exit code."""
-    from gpuinfer.bench.series import Course
-    from gpuinfer.bench.tuning import Tuner, searched
     from gpuinfer.cli.building import merge
     from gpuinfer.cli.workload import log_to_people
+    from gpuinfer.lab.bench.series import SeriesPlan
+    from gpuinfer.lab.bench.tuning import Tuner, searched
 
-    budget_s = BUDGET_S if own["budget"] is None else targets.seconds("--budget", own["budget"], least=LEAST_S)
+    budget_s = BUDGET_S if own["budget"] is None else workload_targets.seconds("--budget", own["budget"], least=LEAST_S)
     common = merge(target, single(values)).common
     destination = output.Destination(common.report)
     refuse_records(target, values)
     log_to_people(common.verbose)
     began = datetime.now(UTC).isoformat(timespec="seconds")
-    course = Course(seed=common.seed, roofline=common.roofline)
+    course = SeriesPlan(seed=common.seed, roofline=common.roofline)
     progress = ComparisonProgress(f"tune {target}", common)
     with interruptible():
         tuner = Tuner(space(target, values), budget_s, course, progress.step)
@@ -92,8 +92,8 @@ def execute(target: str, values: Mapping[str, Any], own: Mapping[str, Any]) -> i
 
 def space(target: str, values: Mapping[str, Any]) -> Space:
     """What may be varied: what the command line leaves open. Raises `UsageError` when no backend is there to try."""
-    from gpuinfer.bench.tuning import Space
     from gpuinfer.cli.variants import parts
+    from gpuinfer.lab.bench.tuning import Space
 
     given = values.get("backend")
     backends = parts(given) if given else [name for name in BACKENDS if name in registry.names("backends")]
@@ -103,7 +103,7 @@ def space(target: str, values: Mapping[str, Any]) -> Space:
     free = [name for name in SEARCHED if values.get(name) is None]
 
     def axes(backend: str, facts: Mapping[str, float]) -> list[Axis]:
-        from gpuinfer.bench import tuning
+        from gpuinfer.lab.bench import tuning
 
         return tuning.axes(facts, machine.cores(), [*free, *(["max_rows"] if _may_cap(values, backend) else [])])
 
@@ -139,7 +139,7 @@ def _advice(document: Mapping[str, Any]) -> str:
 
 def _exit_code(document: Mapping[str, Any]) -> int:
     """3 stopped, 4 one answered wrong, 1 the winner failed when it was checked, else 0."""
-    from gpuinfer.bench.document import wrong
+    from gpuinfer.lab.bench.bench_document import wrong
 
     if document["status"] == "partial":
         return PARTIAL

@@ -10,12 +10,12 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from pathlib import Path
 from typing import Any
 
-from gpuinfer.bench.measure import Variant
 from gpuinfer.cli import flags
 from gpuinfer.cli.building import build, merge
 from gpuinfer.cli.flags import SHORTS, spelled
 from gpuinfer.config import options, registry
 from gpuinfer.errors import UnknownName, UsageError
+from gpuinfer.lab.bench.measurement import Variant
 
 KINDS = {"backend_options": "backends", "strategy_options": "strategies"}
 # Flags that take one value: no part of a run, or, the seed, counted up by the repeats.

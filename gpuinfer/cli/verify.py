@@ -8,8 +8,8 @@ from typing import Any
 import typer
 
 from gpuinfer.cli import flags
+from gpuinfer.cli.comparison_progress import interruptible
 from gpuinfer.cli.problems import CHECK_FAILED, PARTIAL
-from gpuinfer.cli.progress import interruptible
 
 NAME = "verify"
 COMMON = ("device", "dtype", "seed", "json", "quiet", "verbose", "config")
@@ -28,19 +28,19 @@ Exits 4 when a check does not hold.
 
 
 def _app() -> typer.Typer:
-    from gpuinfer.verifying.rig import Options
+    from gpuinfer.lab.verify.verify_setup import VerifyOptions
 
-    return flags.command(NAME, flags.of(Options, NAME), COMMON, TEXT, execute)
+    return flags.command(NAME, flags.of(VerifyOptions, NAME), COMMON, TEXT, execute)
 
 
 def execute(values: Mapping[str, Any]) -> int:
     """Verify, show, write. The exit code: 3 stopped, 4 when a check does not hold, else 0."""
     from gpuinfer.api import Setup
     from gpuinfer.cli.workload import begin, progress_lines
-    from gpuinfer.verifying.rig import Options
-    from gpuinfer.verifying.verification import Verification
+    from gpuinfer.lab.verify.verification import Verification
+    from gpuinfer.lab.verify.verify_setup import VerifyOptions
 
-    merged, destination, options = begin(NAME, Options, values)
+    merged, destination, options = begin(NAME, VerifyOptions, values)
     common = merged.common
     setup = Setup(devices=common.devices, dtype=common.dtype, seed=common.seed, deterministic=options.deterministic)
     verification = Verification(options, setup, say=progress_lines(NAME, common.quiet))
@@ -58,8 +58,8 @@ def execute(values: Mapping[str, Any]) -> int:
 
 
 def _show(document: dict[str, Any], on_stderr: bool) -> None:
-    from gpuinfer.screen.display import comparison
-    from gpuinfer.verifying import verification
+    from gpuinfer.cli.screen.display import comparison
+    from gpuinfer.lab.verify import verification
 
     title, notes = verification.heading(document), list(verification.notes(document))
     comparison(title, verification.COLUMNS, verification.rows(document), notes, on_stderr=on_stderr)

@@ -22,7 +22,7 @@ from gpuinfer import api
 from gpuinfer.api import Setup
 from gpuinfer.config import registry
 from gpuinfer.errors import BackendError, GpuinferError, StrategyError, WorkError, WorkloadError, unwrap
-from gpuinfer.host import spoken
+from gpuinfer.host import error_text
 
 log = logging.getLogger(__name__)
 
@@ -107,14 +107,14 @@ def failure(plugin: Any, what: str) -> WorkError:
 
 def raised(plugin: Any, method: str, error: BaseException) -> WorkError:
     """The error that says what a plugin's method raised; that is its cause."""
-    made = failure(plugin, f"{method} raised {spoken.in_short(error)}")
+    made = failure(plugin, f"{method} raised {error_text.short_message(error)}")
     made.__cause__ = error
     return made
 
 
 def warn(plugin: Any, method: str, error: BaseException) -> None:
     """Say what a plugin raised where nothing depends on it; with -vv also where."""
-    log.warning("%s: %s raised %s. %s", who(plugin), method, spoken.in_short(error), cure(plugin))
+    log.warning("%s: %s raised %s. %s", who(plugin), method, error_text.short_message(error), cure(plugin))
     log.debug("%s", "".join(traceback.format_exception(error)))
 
 
@@ -143,7 +143,7 @@ def calling(plugin: Any, method: str) -> Iterator[None]:
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class PluginCall:
     """A call of a plugin that has not come back."""
 
     number: int
@@ -152,7 +152,7 @@ class Call:
 
 
 _numbers = itertools.count()
-_within: dict[int, Call] = {}  # by the thread that has called
+_within: dict[int, PluginCall] = {}  # by the thread that has called
 
 
 @contextlib.contextmanager
@@ -161,7 +161,7 @@ def calling_within(plugin: Any, method: str) -> Iterator[None]:
     back (`calls_within`).
     """
     thread = threading.get_ident()
-    before, _within[thread] = _within.get(thread), Call(next(_numbers), plugin, method)
+    before, _within[thread] = _within.get(thread), PluginCall(next(_numbers), plugin, method)
     try:
         with calling(plugin, method):
             yield
@@ -172,7 +172,7 @@ def calling_within(plugin: Any, method: str) -> Iterator[None]:
             _within[thread] = before
 
 
-def calls_within() -> list[Call]:
+def calls_within() -> list[PluginCall]:
     """Those that are under way now, in any thread. Any thread may ask."""
     return list(_within.values())
 

@@ -1,23 +1,26 @@
-"""Values for typed options: text into what a field takes, complaints into sentences that end with a cure."""
+"""Values for typed options: text into what a field takes, complaints into sentences that end with a cure, and one
+option changed in a command line.
+"""
 
 from __future__ import annotations
 
 import collections.abc
 import json
 import re
+import shlex
 import types
 import typing
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from gpuinfer.config.foreign import option_hint
+from gpuinfer.config.foreign_names import option_hint
 from gpuinfer.errors import UsageError, nearest
-from gpuinfer.host import spoken
+from gpuinfer.host import error_text
 
 FACTORS = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30}
 SECONDS = {"us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}
@@ -48,27 +51,27 @@ PROBLEMS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Given:
+class GivenValue:
     """A value that somebody gave, and how: `--games`, `GPUINFER_DEVICE`, `gpuinfer.toml [selfplay] games`."""
 
     value: Any
     origin: str
 
 
-class Several(list[str]):
+class GivenValues(list[str]):
     """The texts of a flag that was given several times. A field that takes no list takes the last."""
 
 
-def several(given: Iterable[tuple[str, Given]]) -> dict[str, Given]:
+def several(given: Iterable[tuple[str, GivenValue]]) -> dict[str, GivenValue]:
     """Values by key, in the order in which they were given; those of one key become `Several`."""
-    found: dict[str, Given] = {}
+    found: dict[str, GivenValue] = {}
     for key, one in given:
         before = found.get(key)
         if before is None:
             found[key] = one
         else:
-            earlier = before.value if isinstance(before.value, Several) else [before.value]
-            found[key] = Given(Several([*earlier, one.value]), one.origin)
+            earlier = before.value if isinstance(before.value, GivenValues) else [before.value]
+            found[key] = GivenValue(GivenValues([*earlier, one.value]), one.origin)
     return found
 
 
@@ -77,7 +80,9 @@ def missing(model: type[BaseModel], given: Iterable[str]) -> list[str]:
     return [key for key, field in fields_of(model).items() if field.is_required() and key not in set(given)]
 
 
-def check(model: type[BaseModel], given: Mapping[str, Given], owner: str, *, complete: bool = True) -> dict[str, Any]:
+def check(
+    model: type[BaseModel], given: Mapping[str, GivenValue], owner: str, *, complete: bool = True
+) -> dict[str, Any]:
     """The given values as `model` takes them, ready for `model(**values)`.
 
     Raises `UsageError` for unknown, ill-typed and refused values: one line each, with origin and cure. So does, unless
@@ -99,11 +104,13 @@ def check(model: type[BaseModel], given: Mapping[str, Given], owner: str, *, com
     return values
 
 
-def _is_empty(one: Given) -> bool:
-    return one.value == "" or (isinstance(one.value, Several) and one.value == [""])
+def _is_empty(one: GivenValue) -> bool:
+    return one.value == "" or (isinstance(one.value, GivenValues) and one.value == [""])
 
 
-def explain(details: Iterable[ErrorDetails], given: Mapping[str, Given], model: type[BaseModel], owner: str) -> str:
+def explain(
+    details: Iterable[ErrorDetails], given: Mapping[str, GivenValue], model: type[BaseModel], owner: str
+) -> str:
     """At most three lines: what was given and where, what is wrong with it, what is allowed."""
     lines = [_explain_one(detail, given, model, owner) for detail in _of_each_value(list(details))]
     more = len(lines) - SHOWN
@@ -124,7 +131,7 @@ def natural(value: Any, annotation: Any) -> Any:
     """
     members = list(_members(annotation))
     lists = [member for member in members if takes_list(member)]
-    if isinstance(value, Several):
+    if isinstance(value, GivenValues):
         return [part for text in value for part in _parts(text, lists)] if lists else natural(value[-1], annotation)
     if not isinstance(value, str):
         return value
@@ -165,7 +172,7 @@ def out_of_place(model: type[BaseModel], given: Mapping[str, Any]) -> set[str]:
 
 
 def _natural_of(field: FieldInfo, value: Any) -> Any:
-    return list(value) if isinstance(value, Several) and repeatable(field) else natural(value, field.annotation)
+    return list(value) if isinstance(value, GivenValues) and repeatable(field) else natural(value, field.annotation)
 
 
 def _parts(text: str, lists: Iterable[Any]) -> list[Any]:
@@ -219,7 +226,7 @@ def default_text(field: FieldInfo) -> str | None:
     if isinstance(default, bool):
         return "true" if default else "false"
     several = isinstance(default, (list, tuple, set, frozenset))
-    return (",".join(map(spoken.said, default)) if several else spoken.said(default)) or None
+    return (",".join(map(error_text.safe_str, default)) if several else error_text.safe_str(default)) or None
 
 
 def _members(annotation: Any) -> Iterator[Any]:
@@ -251,7 +258,7 @@ def _unknown(key: str, origin: str, known: list[str], owner: str) -> str:
     return f"{origin}: {owner} has no option '{key}'.{between} Options: {', '.join(sorted(known)) or 'none'}."
 
 
-def _explain_one(detail: ErrorDetails, given: Mapping[str, Given], model: type[BaseModel], owner: str) -> str:
+def _explain_one(detail: ErrorDetails, given: Mapping[str, GivenValue], model: type[BaseModel], owner: str) -> str:
     if not detail["loc"]:  # a rule over several options
         return f"{owner}: {_own_words(detail)}"
     key = str(detail["loc"][0])
@@ -268,7 +275,7 @@ def _explain_one(detail: ErrorDetails, given: Mapping[str, Given], model: type[B
 
 def _own_words(detail: ErrorDetails) -> str:
     """What a validator of the plugin said, or else pydantic."""
-    message = spoken.said(detail.get("ctx", {}).get("error", detail["msg"])).rstrip(".")
+    message = error_text.safe_str(detail.get("ctx", {}).get("error", detail["msg"])).rstrip(".")
     return f"{message}."
 
 
@@ -297,3 +304,50 @@ def _bounds(detail: ErrorDetails) -> dict[str, str]:
     return {
         name: f"{value:g}" if isinstance(value, float) else str(value) for name, value in detail.get("ctx", {}).items()
     }
+
+
+OptionFlag = Literal["-B", "-S", "--"]  # an option of the backend, of the strategy, of the workload or of every command
+
+
+@dataclass(frozen=True, slots=True)
+class OptionChange:
+    """`-B max_rows=512`, `-S max_wait=0` or `--workers 4`, by the option's name in the settings."""
+
+    flag: OptionFlag
+    name: str
+    value: int | float | str
+    without: Sequence[str] = ()  # options of the same plugin that go with the old value alone: they are left out
+
+    @property
+    def words(self) -> list[str]:
+        """As they stand on a command line."""
+        if self.flag == "--":
+            return [f"--{self.name.replace('_', '-')}", f"{self.value}"]
+        return [self.flag, f"{self.name}={self.value}"]
+
+    def plain(self) -> dict[str, Any]:
+        """Its fields, without those that say nothing: `Change(**plain)` is the same."""
+        found = asdict(self)
+        without = {"without": list(found.pop("without"))}
+        return {**found, **without} if self.without else found
+
+    def in_command(self, command: str) -> str:
+        """The command with this change: what it said of the option before is gone from it."""
+        return shlex.join([*self._without(shlex.split(command)), *self.words])
+
+    def _without(self, words: Sequence[str]) -> Iterator[str]:
+        skip = False
+        for word, after in zip(words, [*words[1:], ""], strict=True):
+            if skip:
+                skip = False
+            elif self._sets(word, after):
+                skip = "=" not in word
+            else:
+                yield word
+
+    def _sets(self, word: str, after: str) -> bool:
+        """Whether this word, with the one after it, gives the option a value."""
+        if self.flag == "--":
+            return word.partition("=")[0] == self.words[0]
+        named = after.partition("=")[0].replace("-", "_")
+        return word == self.flag and named in (self.name, *self.without)

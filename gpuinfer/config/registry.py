@@ -1,7 +1,8 @@
-"""Plugins by entry point: ours come by the same road as anyone's.
-
-Listing reads package metadata alone and imports nothing; only `load` and `inspect` run a plugin's code. A plugin runs
-with the user's rights, so each one says which package it came from, and can be switched off.
+"""Plugins by entry point (ours come by the same road as anyone's), and for which versions of gpuinfer each was written.
+Listing reads package metadata alone and imports nothing; only `load` and `inspect` run a plugin's code. A plugin
+runs with the user's rights, so each one says which package it came from, and can be switched off. The contract has
+the version of gpuinfer: a package says which it is for in its dependency, such as `gpuinfer>=0.1,<0.2`, so that a
+plugin for another contract is named before anything of it is imported.
 """
 
 from __future__ import annotations
@@ -13,15 +14,77 @@ import re
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from functools import lru_cache
-from importlib.metadata import Distribution, entry_points
+from functools import cache, lru_cache
+from importlib.metadata import Distribution, PackageNotFoundError, entry_points, version
 from pathlib import Path
 from typing import Any
 
-from gpuinfer.config import contract
 from gpuinfer.errors import PluginError, UnknownName
-from gpuinfer.host import spoken
-from gpuinfer.host.plugin_folder import plugin_folder
+from gpuinfer.host import error_text
+from gpuinfer.host.installation import plugin_folder
+
+UNKNOWN_VERSION = "0.0.0"  # what gpuinfer calls itself where it was never installed
+OUR_REQUIREMENT = re.compile(r"gpuinfer\s*(?![\w.-])", re.IGNORECASE)  # how a requirement of gpuinfer itself begins
+
+
+@cache
+def own_version() -> str:
+    """The version of gpuinfer that runs here: `gpuinfer.__version__`, which imports what imports this."""
+    try:
+        return version("gpuinfer")
+    except PackageNotFoundError:
+        return UNKNOWN_VERSION
+
+
+def wanted_versions(requires: Iterable[str] | None) -> str | None:
+    """The range of gpuinfer's versions among the requirements of a package, such as `>=0.1,<0.2`; "" for any version.
+    None where it does not say that it needs gpuinfer.
+    """
+    mine = [line for line in requires or () if OUR_REQUIREMENT.match(line.strip())]
+    if not mine:
+        return None
+    from packaging.requirements import InvalidRequirement, Requirement  # some milliseconds
+
+    meant, ranges = False, list[str]()
+    for line in mine:
+        try:
+            one = Requirement(line)
+        except InvalidRequirement:
+            continue
+        if one.marker is None or one.marker.evaluate({"extra": ""}):
+            meant = True
+            ranges += sorted(map(str, one.specifier), key=lambda each: each.startswith("<"))
+    return ",".join(ranges) if meant else None
+
+
+@lru_cache(maxsize=256)
+def fits_version(wanted: str | None, here: str | None = None) -> bool:
+    """Whether a package that wants these versions can be used with this one. One that says nothing may be."""
+    here = here or own_version()
+    if not wanted or here == UNKNOWN_VERSION:
+        return True
+    from packaging.specifiers import InvalidSpecifier, SpecifierSet
+
+    try:
+        return SpecifierSet(wanted).contains(here, prereleases=True)
+    except InvalidSpecifier:
+        return True
+
+
+def contract_range(here: str | None = None) -> str:
+    """The versions of gpuinfer that keep this one's contract: before 1.0 those of one minor version, afterwards of one
+    major version (Semantic Versioning 2.0.0).
+    """
+    from packaging.version import Version
+
+    major, minor = (*Version(here or own_version()).release, 0)[:2]
+    return f">={major}.{minor},<{major + 1}" if major else f">=0.{minor},<0.{minor + 1}"
+
+
+def contract_error(package: str, wanted: str) -> str:
+    """What to say of a package for another contract; the cure is the caller's."""
+    return f"{package} is for gpuinfer {wanted}, and this is gpuinfer {own_version()}"
+
 
 KINDS = {
     "backends": "backend",
@@ -37,7 +100,7 @@ BASES = {
     "backends": "gpuinfer.api:Backend",
     "strategies": "gpuinfer.api:Strategy",
     "workloads": "gpuinfer.api:Workload",
-    "decoders": "gpuinfer.text.diffusion.deciding:UnmaskingDecoder",
+    "decoders": "gpuinfer.text.diffusion.unmasking_decoder:UnmaskingDecoder",
 }
 """What plugins of a kind derive from. By name: some stand above us, and pydantic is slow for who only lists."""
 
@@ -129,7 +192,7 @@ def inspect(record: PluginRecord) -> PluginRecord:
         plugin = _load(record)
     except PluginError as error:
         cause = error.__cause__
-        return replace(record, ok=False, reason=spoken.in_short(cause) if cause else str(error))
+        return replace(record, ok=False, reason=error_text.short_message(cause) if cause else str(error))
     problem = missing(plugin)
     return replace(record, ok=True, reason=f"{LACKS}{problem}" if problem else "")
 
@@ -215,7 +278,7 @@ def _told_of(distribution: Distribution | None, folder: Path) -> tuple[str, str,
         return "unknown package", "", ENVIRONMENT, None
     name = distribution.name
     place = place_of(name, distribution, folder)
-    wanted = None if place == BUILT_IN else contract.wanted(distribution.requires)
+    wanted = None if place == BUILT_IN else wanted_versions(distribution.requires)
     return name, distribution.version, place, wanted
 
 
@@ -236,7 +299,7 @@ def _switched_off(record: PluginRecord) -> bool:
 
 
 def _ruled_out(record: PluginRecord) -> bool:
-    return _switched_off(record) or _taken(record) or not contract.fits(record.contract)
+    return _switched_off(record) or _taken(record) or not fits_version(record.contract)
 
 
 def _taken(record: PluginRecord) -> bool:
@@ -249,7 +312,7 @@ def _judged(record: PluginRecord) -> PluginRecord:
         return replace(record, ok=False, reason="switched off by disabled_plugins")
     if _taken(record):
         return replace(record, ok=False, reason=_named_like_ours(record))
-    if not contract.fits(record.contract):
+    if not fits_version(record.contract):
         return replace(record, ok=False, reason=_of_another_contract(record))
     try:
         _only_offer(record.kind, record.name)
@@ -270,7 +333,7 @@ def _only_offer(kind: str, name: str) -> PluginRecord:
         )
     if _taken(active[0]):
         raise PluginError(_named_like_ours(active[0]))
-    fitting = [record for record in active if contract.fits(record.contract)]
+    fitting = [record for record in active if fits_version(record.contract)]
     if not fitting:
         raise PluginError(f"{KINDS[kind]} '{name}': {_of_another_contract(active[0])}")
     active = fitting
@@ -290,7 +353,7 @@ def _named_like_ours(record: PluginRecord) -> str:
 def _of_another_contract(record: PluginRecord) -> str:
     """Said before anything of it has been imported."""
     return (
-        f"{contract.complaint(record.package, record.contract or '')}. Install a version of it for this one (gpuinfer "
+        f"{contract_error(record.package, record.contract or '')}. Install a version of it for this one (gpuinfer "
         f"plugins upgrade {record.distribution}), or the gpuinfer that it is for."
     )
 
@@ -312,7 +375,8 @@ def _load(record: PluginRecord) -> Any:
         raise
     except BaseException as error:  # a module may raise anything at all, SystemExit too
         raise PluginError(
-            f"{KINDS[record.kind]} '{record.name}' of {record.package} cannot be imported: {spoken.in_short(error)}. "
+            f"{KINDS[record.kind]} '{record.name}' of {record.package} cannot be imported: "
+            f"{error_text.short_message(error)}. "
             f'{_repair(record)}, or switch it off: disabled_plugins = ["{record.kind}.{record.name}"] in gpuinfer.toml.'
         ) from error
     _check_class(record, plugin)

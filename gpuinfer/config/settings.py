@@ -22,15 +22,19 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, create_model
 
 from gpuinfer.config import registry
-from gpuinfer.config.options import Given, check, fields_of
+from gpuinfer.config.options import GivenValue, check, fields_of
 from gpuinfer.errors import UsageError
-from gpuinfer.host import one_file
+from gpuinfer.host import installation
 
 log = logging.getLogger(__name__)
 
 FILE = Path("gpuinfer.toml")
 PREFIX = "GPUINFER_"
-RESERVED = {"GPUINFER_CONFIG", "GPUINFER_PLUGINS", one_file.VARIABLE}  # say where something is, and are no settings
+RESERVED = {
+    "GPUINFER_CONFIG",
+    "GPUINFER_PLUGINS",
+    installation.ONE_FILE_VARIABLE,
+}  # say where something is, and are no settings
 TABLES = ("backends", "strategies")  # tables of tables; a workload's table stands at the top
 COMMANDS = ("fleet", "serve")  # of ours, with a table of the same kind as a workload's
 
@@ -82,10 +86,10 @@ class Settings:
     """The merged settings. Plugins' options stay as they were given until `options` checks them."""
 
     common: Common
-    given: Mapping[str, Given]  # the winner for each key
+    given: Mapping[str, GivenValue]  # the winner for each key
     file: Path | None = None
 
-    def table(self, name: str) -> dict[str, Given]:
+    def table(self, name: str) -> dict[str, GivenValue]:
         """What was given under `selfplay` or `backends.inprocess`, by option."""
         prefix = f"{name}."
         return {key.removeprefix(prefix): one for key, one in self.given.items() if key.startswith(prefix)}
@@ -100,7 +104,7 @@ class Settings:
         return self.given[key].origin if key in self.given else "default"
 
 
-def load(flags: Mapping[str, Given] | None = None, config: Path | None = None) -> Settings:
+def load(flags: Mapping[str, GivenValue] | None = None, config: Path | None = None) -> Settings:
     """Merge flags, environment, file and defaults.
 
     Plugins that the settings switch off are off from here on. Raises `UsageError` for a value or key that is wrong,
@@ -152,7 +156,7 @@ def _regular(file: Path, cure: str) -> Path:
     raise UsageError(f"the settings file {file} {why}. {cure}")
 
 
-def _from_file(file: Path) -> dict[str, Given]:
+def _from_file(file: Path) -> dict[str, GivenValue]:
     try:
         content = tomllib.loads(file.read_text(encoding="utf-8"))
     except tomllib.TOMLDecodeError as error:
@@ -160,7 +164,7 @@ def _from_file(file: Path) -> dict[str, Given]:
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"{file} cannot be read: {error}. Make it a readable text file in UTF-8.") from error
     return {
-        ".".join(path): Given(value, _place_in_file(file, path))
+        ".".join(path): GivenValue(value, _place_in_file(file, path))
         for path, value in _flatten(content, lambda path: _place_in_file(file, path))
     }
 
@@ -170,7 +174,7 @@ def _place_in_file(file: Path, path: tuple[str, ...]) -> str:
     return f"{file}{table} {path[-1]}"
 
 
-def _from_environment() -> dict[str, Given]:
+def _from_environment() -> dict[str, GivenValue]:
     """What `GPUINFER_…` variables say. Raises `UsageError` for one that names no setting."""
     read = dict(_flatten(_read_environment(), _variable))
     taken = {_variable(path) for path in read} | RESERVED
@@ -180,7 +184,9 @@ def _from_environment() -> dict[str, Given]:
             known += [_variable((name, "…")) for name in (*TABLES, *_tables())]
             raise UsageError(_unknown("setting", variable, known, f"unset {variable}"))
     texts = {variable.upper(): text for variable, text in os.environ.items()}  # some releases read `7` as a number
-    return {".".join(path): Given(texts.get(_variable(path), value), _variable(path)) for path, value in read.items()}
+    return {
+        ".".join(path): GivenValue(texts.get(_variable(path), value), _variable(path)) for path, value in read.items()
+    }
 
 
 def _read_environment() -> dict[str, Any]:

@@ -19,10 +19,9 @@ from typing import Protocol
 
 from gpuinfer.api import BatchRecord, Limits, Reason, Request, Strategy
 from gpuinfer.config.blame import WarnOnce
-from gpuinfer.engine.admission import QueueBounds, Shed, make_room
-from gpuinfer.engine.cutting import Cut, Fault, next_cut, notices_of
+from gpuinfer.engine.counters import Tally
 from gpuinfer.engine.queue import Queue
-from gpuinfer.engine.tally import Tally
+from gpuinfer.engine.scheduler import Cut, Fault, QueueBounds, Shed, make_room, next_cut, notices_of
 from gpuinfer.engine.watchdog import Held, Patience
 from gpuinfer.errors import Expired, QueueFull
 from gpuinfer.stats import Lane, Snapshot

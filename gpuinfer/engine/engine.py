@@ -32,16 +32,14 @@ from gpuinfer.api import (
     prompts_lane,
 )
 from gpuinfer.config import blame
-from gpuinfer.engine.admission import class_of
-from gpuinfer.engine.answering import answer, as_failure
 from gpuinfer.engine.core import Batch, Core, Journal
-from gpuinfer.engine.cutting import Cut, PassThrough
 from gpuinfer.engine.lanes import FreeLanes
 from gpuinfer.engine.lanes import forward_lanes as opened_lanes
-from gpuinfer.engine.settling import OnPart, Unsettled
+from gpuinfer.engine.results import OnPart, Unsettled, answer, as_failure
+from gpuinfer.engine.scheduler import Cut, PassThrough, class_of
 from gpuinfer.engine.watchdog import Held, Patience
 from gpuinfer.errors import Closed, WorkError
-from gpuinfer.host.loop import Alarm
+from gpuinfer.host.event_loop import Alarm
 from gpuinfer.stats import Lane, Snapshot
 
 log = logging.getLogger(__name__)

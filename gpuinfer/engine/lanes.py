@@ -27,7 +27,7 @@ def forward_lanes(limits: Limits, clock: Callable[[], float], *, admits: bool = 
     return lanes
 
 
-class Pace:
+class BatchPace:
     """How long batches took lately, by size: within a factor of two of rows they are alike."""
 
     def __init__(self) -> None:
@@ -56,7 +56,7 @@ class FreeLanes:
     def __init__(self, lanes: Sequence[Lane]) -> None:
         self._free = list(lanes[::-1])
         self._several = any(lane.device for lane in lanes)
-        self._paces = {lane.device: Pace() for lane in lanes}
+        self._paces = {lane.device: BatchPace() for lane in lanes}
         self._at_work: Counter[str] = Counter()  # batches, by device
 
     def __len__(self) -> int:

@@ -132,7 +132,7 @@ class Waiting(Sequence[Request]):
         return self._requests[index]
 
 
-class GroupLine:
+class GroupQueue:
     """The waiting requests of one group, oldest first, and the rate at which their rows arrive."""
 
     __slots__ = ("_arrived", "_class_rows", "_looked", "_rate", "_requests", "_waiting", "members", "rows")
@@ -202,7 +202,7 @@ class Queue:
     def __init__(self) -> None:
         self.rows = 0
         self.clients = Clients()
-        self._lines: dict[Hashable, GroupLine] = {}
+        self._lines: dict[Hashable, GroupQueue] = {}
         self._deadlines: list[tuple[float, int, Request]] = []  # a heap; entries of requests that left are skipped
         self._numbers = itertools.count()
         self._dated = 0  # requests with a deadline that still wait
@@ -211,7 +211,7 @@ class Queue:
         line = self._lines.get(request.group)
         return line is not None and request in line.members
 
-    def views(self, now: float, limits: Limits) -> list[tuple[GroupLine, QueueView]]:
+    def views(self, now: float, limits: Limits) -> list[tuple[GroupQueue, QueueView]]:
         """The lines in which requests wait, and how a strategy sees them now."""
         deadline = self.next_deadline() if self._deadlines else math.inf
         return [(line, line.view(now, limits, self.clients, deadline)) for line in self._lines.values() if line.members]
@@ -259,10 +259,10 @@ class Queue:
             heapq.heappop(self._deadlines)
         return self._deadlines[0][0] if self._deadlines else math.inf
 
-    def _new_line(self, group: Hashable) -> GroupLine:
+    def _new_line(self, group: Hashable) -> GroupQueue:
         if len(self._lines) >= LINES_KEPT:
             self._lines = {name: line for name, line in self._lines.items() if line.members}
-        line = self._lines[group] = GroupLine()
+        line = self._lines[group] = GroupQueue()
         return line
 
     def _add_deadline(self, request: Request) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 from gpuinfer.api import Backend, Setup, Strategy
 from gpuinfer.config import blame
 from gpuinfer.errors import BackendDied, BackendError, WorkError
-from gpuinfer.host import compiling
+from gpuinfer.host import compile_status
 
 log = logging.getLogger(__name__)
 
@@ -152,7 +152,7 @@ class Watchdog:
         limits = [one.limit_s for one in held if one.plugin is blocking.plugin and one.limit_s < math.inf]
         return [replace(blocking, limit_s=max([blocking.limit_s, *limits]))]
 
-    def _call(self, call: blame.Call, held: Iterable[Held]) -> Held:
+    def _call(self, call: blame.PluginCall, held: Iterable[Held]) -> Held:
         """A plugin that a backend has called: it may take as long as that."""
         limits = [one.limit_s for one in held if isinstance(one.plugin, Backend)]
         limit_s = max(limits, default=self.patience.give_up_s)
@@ -169,7 +169,7 @@ class Watchdog:
             self._say_at[held.key] = 2 * say_at
             until = f" It is given up after {seconds(held.limit_s)}." if held.limit_s < math.inf else ""
             doing = held.doing.format(age=seconds(age_s))
-            doing += f" ({compiling.NOTE})" if compiling.under_way() else ""
+            doing += f" ({compile_status.NOTE})" if compile_status.is_compiling() else ""
             log.warning("%s%s %s.%s", self._name, blame.who(held.plugin), doing, until)
 
     def _end(self) -> None:

@@ -1,1 +1,3 @@
-"""Several replicas as one server: a router in front, supervision behind, replicas here or elsewhere."""
+"""Several replicas as one server: a router in front (`router`, `routing_policies`), supervision behind (`supervisor`),
+replicas here or elsewhere (`launchers`).
+"""

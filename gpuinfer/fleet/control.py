@@ -1,4 +1,6 @@
-"""The fleet's own application, on a Unix socket behind the router: how it is, what it counts, who belongs to it."""
+"""The fleet's control application, on a Unix socket behind the router: health, counters, metrics, members, and the live
+page.
+"""
 
 from __future__ import annotations
 
@@ -13,26 +15,36 @@ import msgspec
 
 from gpuinfer import __version__
 from gpuinfer.errors import UsageError, WorkError
-from gpuinfer.fleet import page
-from gpuinfer.fleet.changes import Changes
-from gpuinfer.fleet.router.config import CONTROL_KEY_HEADER
+from gpuinfer.fleet.router.protocol import CONTROL_KEY_HEADER
+from gpuinfer.fleet.weight_updates import WeightUpdates
 from gpuinfer.http.access import Access
-from gpuinfer.http.exchange import Exchange
-from gpuinfer.http.paths import Paths, Route
+from gpuinfer.http.http_exchange import Exchange
+from gpuinfer.http.route_table import Route, RouteTable
 from gpuinfer.http.server import HttpServer
-from gpuinfer.monitoring.events import Seen, Watching
-from gpuinfer.monitoring.measured import serving
-from gpuinfer.monitoring.metrics import CONTENT_TYPE, Floor, exposition
-from gpuinfer.monitoring.router import of_router
-from gpuinfer.monitoring.workers import of_workers
-from gpuinfer.openai.changing import CHANGES, LoadBody, UpdateBody
+from gpuinfer.serving.monitoring.live_page import FILES, LiveEvents, LiveState, send_file
+from gpuinfer.serving.monitoring.metrics import (
+    CONTENT_TYPE,
+    Floor,
+    exposition,
+    router_families,
+    served_models_family,
+    worker_families,
+)
+from gpuinfer.serving.openai.schema import CHANGES, LoadBody, UpdateBody
 from gpuinfer.stats import Snapshot
+
+
+def page_routes(watching: LiveEvents) -> list[Route]:
+    """The files hold nothing of the fleet's, and need no key; the events do."""
+    files = [Route("GET", path, send_file, "open", "The live page") for path in FILES]
+    return [*files, Route("GET", "/events", watching, "api", "Looks at the fleet, one a second (server-sent events)")]
+
 
 encode = msgspec.json.Encoder().encode
 OF_REPLICAS = ("/v1/completions and the other routes of models (GET /openapi.json)",)
 
 
-class View(Protocol):
+class FleetView(Protocol):
     """Of a fleet, what is asked here."""
 
     @property
@@ -46,7 +58,7 @@ class View(Protocol):
     async def remove(self, id: int) -> Any: ...
     async def ask_replica(self, path: str) -> bytes | None: ...
     @property
-    def changes(self) -> Changes: ...
+    def changes(self) -> WeightUpdates: ...
     async def update(self, body: Mapping[str, Any]) -> None: ...
     async def unload(self, adapter: str, model: str | None = None) -> None: ...
 
@@ -58,14 +70,14 @@ class Adding(msgspec.Struct, forbid_unknown_fields=True):
     key: str | None = None  # the bearer token that the server at this URL asks for
 
 
-class Control:
+class ControlServer:
     """Listens from `start` to `close`."""
 
-    def __init__(self, fleet: View, access: Access, key: str, socket: str) -> None:
+    def __init__(self, fleet: FleetView, access: Access, key: str, socket: str) -> None:
         self._fleet, self._key, self._socket = fleet, key, socket
-        self._watching = Watching(self._see)
+        self._watching = LiveEvents(self._see)
         self._floor: Floor = {}
-        self.paths = Paths(self._routes(), access, elsewhere=OF_REPLICAS)
+        self.paths = RouteTable(self._routes(), access, elsewhere=OF_REPLICAS)
         self._server: HttpServer | None = None
         self._began = time.monotonic()
 
@@ -104,12 +116,12 @@ class Control:
                 Route("POST", path, functools.partial(self._change, body), "admin", summary)
                 for path, (body, summary) in CHANGES.items()
             ),
-            *page.routes(self._watching),
+            *page_routes(self._watching),
         ]
 
-    async def _see(self) -> Seen:
+    async def _see(self) -> LiveState:
         about = {"version": __version__, "up_s": time.monotonic() - self._began, **self._fleet.about()}
-        return Seen(await self._fleet.snapshot(), self._fleet.workers(), about)
+        return LiveState(await self._fleet.snapshot(), self._fleet.workers(), about)
 
     async def _health(self, exchange: Exchange) -> None:
         workers = self._fleet.workers()
@@ -136,9 +148,9 @@ class Control:
         exchange.respond(200, encode(await self._fleet.stats()))
 
     async def _metrics(self, exchange: Exchange) -> None:
-        more = [*of_workers(self._fleet.workers()), *of_router(self._fleet.totals())]
+        more = [*worker_families(self._fleet.workers()), *router_families(self._fleet.totals())]
         if model := self._fleet.about().get("model"):
-            more.append(serving(model.split(", ")))
+            more.append(served_models_family(model.split(", ")))
         text = await asyncio.to_thread(exposition, await self._fleet.snapshot(), more, self._floor)
         exchange.respond(200, text, CONTENT_TYPE)
 

@@ -22,7 +22,7 @@ SOCKET_PATH = 100  # characters; the system allows 107
 PREFIX, LOCK = "gpuinfer-fleet-", "lock"
 
 
-class Private:
+class PrivateFolder:
     """A folder of this process's own in `parent`."""
 
     def __init__(self, parent: str | Path) -> None:
@@ -58,7 +58,7 @@ class Private:
             return self.path.exists() and _empty(self.path, keep_logs)
 
 
-class Folder(Private):
+class FleetFolder(PrivateFolder):
     """Made at once. `shared`: where it must lie for other hosts to see it. `logs`: a folder of the user's for logs."""
 
     def __init__(self, shared: Path | None = None, logs: Path | None = None) -> None:
@@ -76,7 +76,7 @@ class Folder(Private):
         self.key_file = self.write("replica.key", f"{self.key}\n".encode())
         self.admin_key = secrets.token_urlsafe(32)  # the supervisor's alone: the router never has it
         self.admin_key_file = self.write("admin.key", f"{self.admin_key}\n".encode())
-        self._near: Private | None = None
+        self._near: PrivateFolder | None = None
 
     def socket(self) -> Path:
         """Where the control socket lies: on this machine, and with a path as short as sockets want."""
@@ -84,7 +84,7 @@ class Folder(Private):
         if len(str(path)) < SOCKET_PATH and self.path.parent == Path(tempfile.gettempdir()):
             self._needed.append(path)
             return path
-        self._near = Private("/tmp")
+        self._near = PrivateFolder("/tmp")
         self._near._needed.append(path := self._near.path / "control.sock")
         return path
 

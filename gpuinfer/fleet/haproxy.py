@@ -21,7 +21,7 @@ KEY = re.compile(r"[\x21\x23-\x5b\x5d-\x7e]{1,512}")  # what needs no escape bet
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class HaproxyServer:
     """One replica. `most`: requests that it gets at once, the others wait in HAProxy."""
 
     host: str
@@ -29,7 +29,7 @@ class Target:
     most: int = 256
 
     @classmethod
-    def of(cls, text: str, most: int = 256) -> Target:
+    def of(cls, text: str, most: int = 256) -> HaproxyServer:
         """`HOST:PORT`, or a URL of http. Raises `UsageError`."""
         host, _, port = text.removeprefix("http://").rstrip("/").rpartition(":")
         if not HOST.fullmatch(host) or not (port.isascii() and port.isdecimal() and 0 < int(port[:6]) < 65_536):
@@ -38,7 +38,7 @@ class Target:
 
 
 @dataclass(frozen=True, slots=True)
-class Front:
+class HaproxyPlan:
     """What stands before the replicas. Times in seconds, as the router's own have them."""
 
     bind: str = "127.0.0.1:8000"
@@ -51,7 +51,7 @@ class Front:
     retries: int = 3
 
 
-def write(targets: Sequence[Target], front: Front) -> str:
+def render_haproxy(targets: Sequence[HaproxyServer], front: HaproxyPlan) -> str:
     """The configuration. Raises `UsageError` for what has no place in one."""
     if not targets:
         raise UsageError("there is no replica to write down. Give --worker HOST:PORT, or --url of a fleet that runs.")
@@ -72,7 +72,7 @@ def _global() -> list[str]:
     ]
 
 
-def _defaults(front: Front) -> list[str]:
+def _defaults(front: HaproxyPlan) -> list[str]:
     return [
         "defaults",
         "    mode http",
@@ -91,7 +91,7 @@ def _defaults(front: Front) -> list[str]:
     ]
 
 
-def _frontend(front: Front) -> list[str]:
+def _frontend(front: HaproxyPlan) -> list[str]:
     found = re.fullmatch(r"(\S*):(\d{1,5})", front.bind)
     if found is None or not (found[1] in ("", "*") or HOST.fullmatch(found[1])) or not 0 < int(found[2]) < 65_536:
         raise UsageError(f"--bind {front.bind} is no address. Write HOST:PORT, such as 127.0.0.1:8000.")
@@ -106,7 +106,7 @@ def _frontend(front: Front) -> list[str]:
     ]
 
 
-def _backend(targets: Sequence[Target], front: Front) -> list[str]:
+def _backend(targets: Sequence[HaproxyServer], front: HaproxyPlan) -> list[str]:
     sticky = front.routing == STICKY
     lines = ["backend replicas", f"    balance {BALANCE['least-loaded'] if sticky else BALANCE[front.routing]}"]
     if sticky:

@@ -1,7 +1,13 @@
-"""What a fleet is to be, decided before anything starts."""
+"""What a fleet is to be, decided before anything starts, and how many replicas there should be under its load.
+
+Scaling reads no clock and starts nothing. The load is the requests that wait or are answered in the whole fleet; so
+many replicas are wanted that none has more than `target` of it. A few looks in a row scale up; only a longer calm
+scales down.
+"""
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -10,9 +16,97 @@ from pathlib import Path
 from typing import Any, Literal
 
 from gpuinfer.errors import UsageError
-from gpuinfer.fleet.scaling import Scaling
 from gpuinfer.host import machine
 from gpuinfer.http.access import Access
+
+LOOK_S = 1.0  # between two looks
+UP_LOOKS = 3  # in a row over target, before more are started
+SLACK = 0.8  # of the target: what fewer replicas would have each, for them to be enough
+
+
+@dataclass(frozen=True, slots=True)
+class Scaling:
+    """The limits. `least` = `most`: no scaling."""
+
+    least: int
+    most: int
+    target: float = 16.0  # requests that wait or are being answered, per replica
+    down_delay_s: float = 60.0
+
+    @property
+    def fixed(self) -> bool:
+        return self.least == self.most
+
+
+@dataclass(frozen=True, slots=True)
+class ScalingDecision:
+    """From how many replicas to how many, and why, for people."""
+
+    at: float
+    before: int
+    after: int
+    reason: str
+
+    def told(self, now: float) -> dict[str, Any]:
+        """What `/stats` says of it."""
+        return {"ago_s": now - self.at, "before": self.before, "after": self.after, "reason": self.reason}
+
+
+class Scaler:
+    """Decides, look by look. `now` never goes back."""
+
+    def __init__(self, scaling: Scaling) -> None:
+        self._limits = scaling
+        self._over = 0  # looks in a row
+        self._roomy_since: float | None = None  # since when fewer would have been enough at every look
+        self._roomy_load = 0.0  # the most load since then
+
+    def look(self, now: float, load: float, replicas: int) -> ScalingDecision | None:
+        """What to change; None: nothing. `replicas`: all that are up, or are being started."""
+        limits = self._limits
+        if not limits.least <= replicas <= limits.most:
+            return self._within_limits(now, replicas)
+        needed = self._needed(load, limits.target)
+        self._over = self._over + 1 if needed > replicas else 0
+        if self._over >= UP_LOOKS:
+            return self._up(now, load, replicas, needed)
+        return self._down(now, load, replicas)
+
+    def _within_limits(self, now: float, replicas: int) -> ScalingDecision:
+        self._forget()
+        after = min(max(replicas, self._limits.least), self._limits.most)
+        word = "fewer than the least" if replicas < after else "more than the most"
+        return ScalingDecision(now, replicas, after, f"{replicas} replicas are {word} allowed, {after}")
+
+    def _up(self, now: float, load: float, replicas: int, needed: int) -> ScalingDecision:
+        self._forget()
+        each = load / max(1, replicas)
+        reason = f"{each:.1f} requests per replica, over the target of {self._limits.target:g} in {UP_LOOKS} looks"
+        return ScalingDecision(now, replicas, needed, reason)
+
+    def _down(self, now: float, load: float, replicas: int) -> ScalingDecision | None:
+        if self._needed(load, SLACK * self._limits.target) >= replicas:
+            self._roomy_since = None
+            return None
+        if self._roomy_since is None:
+            self._roomy_since, self._roomy_load = now, load
+        self._roomy_load = max(self._roomy_load, load)
+        if now - self._roomy_since < self._limits.down_delay_s:
+            return None
+        most = self._roomy_load
+        self._forget()
+        delay = f"{self._limits.down_delay_s:g} s"
+        return ScalingDecision(
+            now, replicas, replicas - 1, f"at most {most:g} requests under way for {delay}: fewer will do"
+        )
+
+    def _needed(self, load: float, each: float) -> int:
+        """Replicas for this load, within the limits."""
+        return min(max(math.ceil(load / each), self._limits.least), self._limits.most)
+
+    def _forget(self) -> None:
+        self._over, self._roomy_since = 0, None
+
 
 MOST_REPLICAS = 512  # as many as the router has counters for
 NODES = re.compile(r"nvidia\d+")

@@ -17,22 +17,19 @@ from dataclasses import asdict
 from typing import Any
 
 from gpuinfer.errors import WorkError
-from gpuinfer.fleet.changes import Changes
-from gpuinfer.fleet.control import Control
-from gpuinfer.fleet.counting import EVERY_S, FRESH_S, Counting
-from gpuinfer.fleet.figures import figures
-from gpuinfer.fleet.folder import Folder
-from gpuinfer.fleet.launchers.launcher import Launcher
-from gpuinfer.fleet.members import Members, NoRoom
-from gpuinfer.fleet.plan import FleetPlan, refuse_absent_gpus
-from gpuinfer.fleet.probe import bracketed
-from gpuinfer.fleet.router.config import RouterConfig
+from gpuinfer.fleet.control import ControlServer
+from gpuinfer.fleet.fleet_counters import EVERY_S, FRESH_S, ReplicaCounters, fleet_stats
+from gpuinfer.fleet.folder import FleetFolder
+from gpuinfer.fleet.launchers.base import Launcher
+from gpuinfer.fleet.membership import Membership, NoRoom
+from gpuinfer.fleet.plan import LOOK_S, FleetPlan, Scaler, ScalingDecision, refuse_absent_gpus
 from gpuinfer.fleet.router.processes import MemberCounters, Routers
-from gpuinfer.fleet.scaling import LOOK_S, Decision, Scaler
-from gpuinfer.fleet.worker import Worker
+from gpuinfer.fleet.router.protocol import RouterConfig
+from gpuinfer.fleet.weight_updates import WeightUpdates
+from gpuinfer.fleet.worker import Worker, bracketed
 from gpuinfer.host import machine
-from gpuinfer.http.access import Changing, keep_fresh
-from gpuinfer.http.limits import fewer, fitting
+from gpuinfer.http.access import ReloadableFile, reload_changed_files
+from gpuinfer.http.parser import fitting_connections, limit_notice
 from gpuinfer.stats import Snapshot
 
 log = logging.getLogger(__name__)
@@ -55,21 +52,21 @@ class Fleet:
             refuse_absent_gpus(plan.devices)
         self.plan, self.launcher = plan, launcher
         self.url, self.port = "", 0
-        self.decisions: deque[Decision] = deque(maxlen=KEPT_DECISIONS)
+        self.decisions: deque[ScalingDecision] = deque(maxlen=KEPT_DECISIONS)
         self._tell = tell
         self._began = time.monotonic()
         self._scaler = Scaler(plan.limits)
-        self._counting = Counting()
+        self._counting = ReplicaCounters()
         self._draining = False
         self._tasks: list[asyncio.Task[None]] = []
-        self._folder = Folder(launcher.shared, plan.logs)
+        self._folder = FleetFolder(launcher.shared, plan.logs)
         key, socket = secrets.token_urlsafe(32), str(self._folder.socket())
-        self._control = Control(self, plan.access, key, socket)
+        self._control = ControlServer(self, plan.access, key, socket)
         config = _router_config(plan, key, socket)
         if config.connections < plan.connections:
-            tell(f"Each router process takes {fewer(plan.connections, config.connections)}")
+            tell(f"Each router process takes {limit_notice(plan.connections, config.connections)}")
         self._routers = Routers(config, self._heard)
-        self._members = Members(
+        self._members = Membership(
             plan, launcher, self._folder, self._routers.update, lambda id: self._counted(id).in_flight, tell
         )
 
@@ -94,7 +91,7 @@ class Fleet:
             )
         for error in failures:
             self._tell(str(error))
-        fresh = keep_fresh(self.plan.access.files, self._exchange_keys)
+        fresh = reload_changed_files(self.plan.access.files, self._exchange_keys)
         self._tasks = [asyncio.create_task(one) for one in (self._scale(), self._count(), self._keep_folder(), fresh)]
         return self.url
 
@@ -107,7 +104,7 @@ class Fleet:
         return self._members.remove(id, self.plan.drain_s)
 
     @property
-    def changes(self) -> Changes:
+    def changes(self) -> WeightUpdates:
         return self._members.changes
 
     async def update(self, body: Mapping[str, Any]) -> None:
@@ -168,7 +165,7 @@ class Fleet:
                 "replicas": len(self._members.own),
                 "decisions": [decision.told(time.monotonic()) for decision in self.decisions],
             },
-            **figures(snapshot, *self._counting.recent()),
+            **fleet_stats(snapshot, *self._counting.recent()),
         }
 
     async def ask_replica(self, path: str) -> bytes | None:
@@ -208,7 +205,7 @@ class Fleet:
         if isinstance(id := event.get("member"), int):
             self._members.nudge(id)
 
-    def _exchange_keys(self, file: Changing, lines: list[str]) -> None:
+    def _exchange_keys(self, file: ReloadableFile, lines: list[str]) -> None:
         if file is self.plan.access.api:
             self._routers.exchange_keys(lines)
 
@@ -244,7 +241,7 @@ class Fleet:
             if (decision := self._scaler.look(time.monotonic(), load, len(own))) is not None:
                 self._follow(decision)
 
-    def _follow(self, decision: Decision) -> None:
+    def _follow(self, decision: ScalingDecision) -> None:
         self.decisions.append(decision)
         self._tell(f"{decision.before} → {decision.after} replicas: {decision.reason}.")
         try:
@@ -258,7 +255,9 @@ class Fleet:
 
 
 def _router_config(plan: FleetPlan, control_key: str, socket: str) -> RouterConfig:
-    connections, refusals = fitting(plan.connections, machine.descriptors(), 2)  # each has one to a replica too
+    connections, refusals = fitting_connections(
+        plan.connections, machine.descriptors(), 2
+    )  # each has one to a replica too
     return RouterConfig(
         host=plan.host,
         port=plan.port,

@@ -1,18 +1,27 @@
-"""Python processes of ours: how each starts, what it ignores, that it leaves with its parent, how it is ended."""
+"""Child processes: Python processes of ours and programs of others.
+
+How each starts, what it ignores, that it ends with its parent (also by `kill -9`: its standard input closes, and Linux
+sends the parent-death signal), how it is ended together with all that it started, and what it printed last.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import faulthandler
 import multiprocessing
 import os
+import re
 import signal
+import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from multiprocessing import resource_tracker
 from multiprocessing.process import BaseProcess
-from typing import Any
+from pathlib import Path
+from typing import IO, Any
 
 from gpuinfer.errors import UsageError
 from gpuinfer.host import machine
@@ -63,7 +72,7 @@ def refuse_while_imported(what: str) -> None:
         raise UsageError(UNGUARDED_SAID.format(what))
 
 
-def end(process: BaseProcess, within_s: float) -> None:
+def end_process(process: BaseProcess, within_s: float) -> None:
     """Kill it, and wait for so many seconds at most until the system has taken it away."""
     process.kill()
     process.join(within_s)
@@ -86,10 +95,10 @@ def end_group(process: BaseProcess, within_s: float) -> None:
     if process.pid is not None and process.pid > 1:
         with contextlib.suppress(OSError):  # nobody of it is left
             os.killpg(process.pid, signal.SIGKILL)
-    end(process, within_s)
+    end_process(process, within_s)
 
 
-def settle_in(group: bool = False) -> None:
+def set_up_child(group: bool = False) -> None:
     """The first thing that a child does. `group`: it starts processes itself, which end with it."""
     if group:
         _track_resources_apart()
@@ -136,7 +145,7 @@ def ignoring_interrupts() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def threads_each(processes: int) -> Iterator[None]:
+def threads_per_process(processes: int) -> Iterator[None]:
     """Give the children their share of the cores: numeric libraries read these variables once, when imported."""
     share = str(max(1, machine.cores() // max(1, processes)))
     added = {name: share for name in THREAD_COUNTS if name not in os.environ}
@@ -146,3 +155,126 @@ def threads_each(processes: int) -> Iterator[None]:
     finally:
         for name in added:
             os.environ.pop(name, None)
+
+
+REAPED_S = 10.0  # for the system to take a killed process away; one that waits for a broken disk may never go
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedProgram:
+    """What a program has come to. `code` is its exit code, or None where it took too long and was killed."""
+
+    code: int | None
+    out: bytes
+    err: bytes
+
+    @property
+    def last_words(self) -> str:
+        """The last line of its complaints."""
+        lines = self.err.decode("utf-8", "replace").strip().splitlines()
+        return lines[-1].strip() if lines else "it said nothing"
+
+
+def start_program(
+    command: Sequence[str], stderr: IO[Any] | int, environment: Mapping[str, str] | None = None
+) -> subprocess.Popen[bytes]:
+    """Start a program with pipes for its input and output. A Ctrl-C in the terminal does not reach it: we decide.
+
+    Raises `OSError` when there is no such program.
+    """
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=stderr, env=environment, start_new_session=True)
+
+
+def run_program(
+    command: Sequence[str], limit_s: float, told: bytes = b"", environment: Mapping[str, str] | None = None
+) -> FinishedProgram:
+    """Run a program to its end, with `told` as its standard input. Raises `OSError` when there is no such program."""
+    process = start_program(command, subprocess.PIPE, environment)
+    code: int | None
+    try:
+        out, err = process.communicate(told, limit_s)
+        code = process.returncode
+    except subprocess.TimeoutExpired:
+        kill_program(process)
+        out, err = _left_over(process)
+        code = None
+    finally:
+        kill_program(process)
+    return FinishedProgram(code, out, err)
+
+
+def kill_program(process: subprocess.Popen[Any]) -> None:
+    """End a program that was started here, and whatever it has started that is still in its session."""
+    kill_group(process)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(REAPED_S)
+
+
+def kill_group(process: subprocess.Popen[Any]) -> None:
+    """The same, without waiting until the system has taken it away."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def with_our_path(**more: str) -> dict[str, str]:
+    """This environment, where Python finds what it finds here, whichever folder the child runs in."""
+    path = os.pathsep.join(filter(None, map(os.path.abspath, sys.path)))
+    return {**os.environ, "PYTHONPATH": path, **more}
+
+
+def _left_over(process: subprocess.Popen[bytes]) -> tuple[bytes, bytes]:
+    """What it said before it was killed. A grandchild that left its session may hold the pipes for ever."""
+    try:
+        return process.communicate(timeout=1.0)
+    except subprocess.TimeoutExpired as expired:
+        return expired.stdout or b"", expired.stderr or b""
+
+
+SET_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of <linux/prctl.h>
+
+
+def end_with_parent() -> None:
+    """From now on, end at once with the process that holds our standard input, and take our own children along.
+
+    To be called from the main thread, before anything else reads standard input.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(SET_PARENT_DEATH_SIGNAL, ctypes.c_ulong(signal.SIGKILL), 0, 0, 0)
+    threading.Thread(target=_watch_parent, name="gpuinfer parent", daemon=True).start()
+
+
+def _watch_parent() -> None:
+    try:
+        while os.read(0, 4096):  # whoever writes to us is alive
+            pass
+    except OSError:
+        pass
+    if os.getpid() == os.getpgrp():
+        os.killpg(0, signal.SIGKILL)
+    os._exit(1)
+
+
+LOG_TAIL_BYTES = 65_536  # bytes at a log's end
+LOG_LINE_CHARS = 400  # characters of a line
+_ERROR = re.compile(r"\b\w*(?:Error|Exception|Killed|killed)\b: ?\S")
+
+
+def last_log_line(path: Path | str) -> str:
+    """Of a log's end the first line that speaks of an error, which those after it follow from; its last line when none
+    does; "" for none at all.
+    """
+    try:
+        with open(path, "rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - LOG_TAIL_BYTES))
+            said = file.read(LOG_TAIL_BYTES).decode("utf-8", "replace")
+    except OSError:
+        return ""
+    lines = [line.strip()[:LOG_LINE_CHARS] for line in said.splitlines() if line.strip()]
+    telling = [line for line in lines if _ERROR.search(line)]
+    return telling[0] if telling else (lines or [""])[-1]
+
+
+def quoted_log_line(path: Path | str) -> str:
+    """A sentence with these and where they stand, after a space."""
+    return f' Its last words, in {path}: "{last_log_line(path)}".'

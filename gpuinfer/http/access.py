@@ -1,4 +1,9 @@
-"""Who may use a route: keys, and requests that a browser was tricked into."""
+"""Who may use a route: API keys, Host and Origin, and quotas of requests and tokens a minute by key.
+
+Keys are kept as SHA-256 only; their file is read again when it changes. A quota is a token bucket (J. Turner, "New
+directions in communications", 1986) that begins with a minute's worth and fills at the rate of the limit; what an
+answer cost is known at its end, and the balance may fall below zero.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +11,13 @@ import asyncio
 import hashlib
 import hmac
 import logging
+import math
 import os
 import re
 import shlex
 import stat
+import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -67,7 +75,7 @@ class Keys:
     @classmethod
     def read(cls, path: str | Path) -> Keys:
         """Of a file. Raises UsageError."""
-        return cls(read_lines(path), Path(path))
+        return cls(read_key_lines(path), Path(path))
 
     def replace(self, lines: Iterable[str]) -> None:
         """These are let in from now on, and no others."""
@@ -96,7 +104,7 @@ class Keys:
         if self.path is None or version == self._version:
             return None
         self._version = version
-        lines = read_lines(self.path)
+        lines = read_key_lines(self.path)
         self.replace(lines)
         return lines
 
@@ -112,10 +120,10 @@ def _version(path: Path | None) -> object:
 
 def read_keys(path: str | Path) -> list[str]:
     """The keys of a file, for whoever asks with one. Raises UsageError."""
-    return [line.partition(" ")[0] for line in read_lines(path)]
+    return [line.partition(" ")[0] for line in read_key_lines(path)]
 
 
-def read_lines(path: str | Path) -> list[str]:
+def read_key_lines(path: str | Path) -> list[str]:
     """Of a file of keys, one a line: `KEY`, or `KEY name=alice requests=60 tokens=100000`, each with a name.
 
     Empty lines and those that begin with # are skipped. Raises UsageError.
@@ -188,7 +196,7 @@ def _key(line: str) -> Key:
     return Key(hashlib.sha256(key.encode("ascii")).digest(), told.get("name", ""), requests, tokens)
 
 
-class Changing(Protocol):
+class ReloadableFile(Protocol):
     """A file that is read again while the server runs. `look` is called beside the event loop."""
 
     @property
@@ -197,7 +205,9 @@ class Changing(Protocol):
     def look(self) -> list[str] | None: ...
 
 
-async def keep_fresh(files: Sequence[Changing], changed: Callable[[Changing, list[str]], None] | None = None) -> None:
+async def reload_changed_files(
+    files: Sequence[ReloadableFile], changed: Callable[[ReloadableFile, list[str]], None] | None = None
+) -> None:
     """Read files again that change, until this is cancelled; of one that is wrong what was read before holds."""
     while True:
         await asyncio.sleep(REREAD_S)
@@ -232,12 +242,12 @@ class Access:
         if self.hosts is None:
             return None
         host = headers.get("host", "").lower()  # which browsers always send
-        if "host" in headers and host not in self.hosts and name_of(host) not in self.hosts:
-            return not_called(host)
+        if "host" in headers and host not in self.hosts and host_name(host) not in self.hosts:
+            return host_refusal(host)
         origin = headers.get("origin")
         if origin is None or self.origins & {"*", origin.lower()}:
             return None
-        return None if origin.lower() in (f"http://{host}", f"https://{host}") else other_origin()
+        return None if origin.lower() in (f"http://{host}", f"https://{host}") else origin_refusal()
 
     @property
     def files(self) -> list[Keys]:
@@ -264,9 +274,9 @@ def preflight(headers: Mapping[str, str]) -> list[tuple[str, str]]:
     return told
 
 
-def not_called(host: str) -> str:
+def host_refusal(host: str) -> str:
     """Why a request for this Host is refused."""
-    name = name_of(host)
+    name = host_name(host)
     cure = f"--allowed-hosts {name}" if NAME.fullmatch(name) else "--allowed-hosts NAME"
     return (
         f"this server is not called by the name in Host. Ask it by its own, such as localhost, or start it with {cure} "
@@ -274,7 +284,7 @@ def not_called(host: str) -> str:
     )
 
 
-def other_origin() -> str:
+def origin_refusal() -> str:
     """Why a request of a page from another origin is refused, which a proxy that changes Host brings about too."""
     return (
         "a page of another origin than this server's asks. Start the server with --allowed-origins and that origin; if "
@@ -282,9 +292,95 @@ def other_origin() -> str:
     )
 
 
-def name_of(host: str) -> str:
+def host_name(host: str) -> str:
     """Without the port."""
     """Without the port."""
     if host.startswith("["):
         return host.partition("]")[0] + "]"
     return host.partition(":")[0]
+
+
+CODE = "rate_limit_exceeded"  # of OpenAI's error
+MINUTE_S = 60.0
+
+
+@dataclass(slots=True)
+class _Bucket:
+    level: float
+    at: float
+
+    def fill(self, limit: float, now: float) -> None:
+        self.level = min(limit, self.level + (now - self.at) * limit / MINUTE_S)
+        self.at = now
+
+
+@dataclass(frozen=True, slots=True)
+class Exceeded:
+    """Why a request is refused with 429; `kind` is requests or tokens, as OpenAI's error has its type."""
+
+    kind: str
+    message: str
+    retry_s: int
+
+
+class Quotas:
+    """Of all keys. Processes that share the clients tell one another now and then what was spent (`news`, `hear`)."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._buckets: dict[tuple[str, str], _Bucket] = {}
+        self._spent: Counter[tuple[str, str]] = Counter()  # here, since the last news
+        self._elsewhere: Counter[tuple[str, str]] = Counter()  # and elsewhere, of what no bucket knows yet
+
+    def take(self, key: Key) -> Exceeded | None:
+        """One request's worth, or why not."""
+        for kind, limit in key.limits():
+            bucket = self._bucket(key.name, kind, limit)
+            needed = 1.0 if kind == "requests" else 1e-9
+            if bucket.level < needed:
+                wait_s = math.ceil((needed - bucket.level) * MINUTE_S / limit)
+                message = f"the key '{key.name}' has used its {limit:g} {kind} a minute. Ask again in {wait_s} s."
+                return Exceeded(kind, message, wait_s)
+        if key.requests is not None:
+            self._pay(key.name, "requests", key.requests, 1)
+        return None
+
+    def spend(self, key: Key, tokens: int) -> None:
+        """An answer is over that cost so much."""
+        if key.tokens is not None and tokens:
+            self._pay(key.name, "tokens", key.tokens, tokens)
+
+    def news(self) -> list[tuple[str, str, int]]:
+        """Names, kinds and how much was spent here since this was asked last."""
+        told = [(name, kind, amount) for (name, kind), amount in self._spent.items()]
+        self._spent.clear()
+        return told
+
+    def hear(self, news: Iterable[tuple[str, str, int]]) -> None:
+        """What was spent in another process."""
+        for name, kind, amount in news:
+            self._elsewhere[name, kind] += amount
+
+    def headers(self, key: Key) -> list[tuple[str, str]]:
+        """What is left, as OpenAI tells it."""
+        told = []
+        for kind, limit in key.limits():
+            bucket = self._bucket(key.name, kind, limit)
+            full_s = (limit - bucket.level) * MINUTE_S / limit
+            told += [
+                (f"x-ratelimit-limit-{kind}", f"{limit:g}"),
+                (f"x-ratelimit-remaining-{kind}", f"{max(0, math.floor(bucket.level))}"),
+                (f"x-ratelimit-reset-{kind}", f"{full_s:.3f}s"),
+            ]
+        return told
+
+    def _pay(self, name: str, kind: str, limit: float, amount: int) -> None:
+        self._bucket(name, kind, limit).level -= amount
+        self._spent[name, kind] += amount
+
+    def _bucket(self, name: str, kind: str, limit: float) -> _Bucket:
+        now = self._clock()
+        bucket = self._buckets.setdefault((name, kind), _Bucket(limit, now))
+        bucket.fill(limit, now)
+        bucket.level -= self._elsewhere.pop((name, kind), 0)
+        return bucket

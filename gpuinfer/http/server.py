@@ -11,12 +11,11 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from gpuinfer.http import binding
-from gpuinfer.http.connection import Connection
-from gpuinfer.http.departures import Departures
-from gpuinfer.http.exchange import Handler, Quick
-from gpuinfer.http.limits import HttpLimits, heard
-from gpuinfer.http.tls import Certificate
+from gpuinfer.http import network
+from gpuinfer.http.http_exchange import Handler, Quick
+from gpuinfer.http.network import Certificate, DisconnectWatcher
+from gpuinfer.http.parser import HttpLimits, overflow_connections
+from gpuinfer.http.server_connection import ServerConnection
 
 log = logging.getLogger(__name__)
 
@@ -35,11 +34,13 @@ class HttpServer:
         self.quick = quick
         self.limits = limits or HttpLimits()
         self.loop = asyncio.get_running_loop()
-        self.departures = Departures(self.loop)
+        self.departures = DisconnectWatcher(self.loop)
         self.bodies = 0
         self.closing = False
-        self._connections: set[Connection] = set()
-        self._lingering: set[Connection] = set()  # those whose last response is written, until the client closes too
+        self._connections: set[ServerConnection] = set()
+        self._lingering: set[ServerConnection] = (
+            set()
+        )  # those whose last response is written, until the client closes too
         self._servers: list[asyncio.Server] = []
         self._sockets: list[socket.socket] = []
         self._tls: dict[str, Any] = {}
@@ -54,20 +55,20 @@ class HttpServer:
 
     async def listen(self, host: str, port: int, *, reuse_port: bool = False, tls: Certificate | None = None) -> int:
         """Listen; returns the port. Raises UsageError: it is in use (by whom, and which one is free), or not ours."""
-        sockets = binding.listeners(host, port, reuse_port)
+        sockets = network.bind_tcp(host, port, reuse_port)
         if tls is not None:
             self._tls = tls.of_server(self.limits.head_s)
         for one in sockets:
-            made = await self.loop.create_server(self._connection, sock=one, backlog=binding.BACKLOG, **self._tls)
+            made = await self.loop.create_server(self._connection, sock=one, backlog=network.BACKLOG, **self._tls)
             self._servers.append(made)
             self._sockets.append(one)
         return int(sockets[0].getsockname()[1])
 
     async def listen_unix(self, path: str) -> None:
         """Listen at a path that only this user can connect to. Raises UsageError."""
-        one = binding.unix_listener(path)
+        one = network.bind_unix(path)
         self._sockets.append(one)
-        self._servers.append(await self.loop.create_unix_server(self._connection, sock=one, backlog=binding.BACKLOG))
+        self._servers.append(await self.loop.create_unix_server(self._connection, sock=one, backlog=network.BACKLOG))
         self._paths.append(path)
 
     def stop_accepting(self) -> None:
@@ -107,7 +108,7 @@ class HttpServer:
 
     # For its connections
 
-    def opened(self, connection: Connection) -> None:
+    def opened(self, connection: ServerConnection) -> None:
         """One more; where that is too many, it is told so."""
         self._counts["accepted"] += 1
         self._connections.add(connection)
@@ -117,15 +118,15 @@ class HttpServer:
         if beyond > 0:
             self._counts["crowded"] += 1
             self._tell()
-            connection.crowd(heard=beyond <= heard(self.limits.refusals))
+            connection.crowd(heard=beyond <= overflow_connections(self.limits.refusals))
 
-    def lingers(self, connection: Connection) -> bool:
+    def lingers(self, connection: ServerConnection) -> bool:
         """Its last response is written. Whether there is room to wait until the client closes too."""
         self._leave(connection)
         self._lingering.add(connection)
         return len(self._connections) + len(self._lingering) <= self.limits.connections + self.limits.refusals
 
-    def closed(self, connection: Connection) -> None:
+    def closed(self, connection: ServerConnection) -> None:
         """It is gone."""
         self._lingering.discard(connection)
         self._leave(connection)
@@ -155,7 +156,7 @@ class HttpServer:
                     task.add_done_callback(self._late.discard)
         self._sockets.clear()
 
-    def _leave(self, connection: Connection) -> None:
+    def _leave(self, connection: ServerConnection) -> None:
         self._connections.discard(connection)
         if not self._connections:
             self._emptied.set()
@@ -172,8 +173,8 @@ class HttpServer:
                 return False
         return True
 
-    def _connection(self) -> Connection:
-        return Connection(self)
+    def _connection(self) -> ServerConnection:
+        return ServerConnection(self)
 
     def _look(self) -> None:
         now = self.loop.time()

@@ -1,20 +1,105 @@
-"""What a module of rows takes: its weights as they are held, and what a call of it asks of torch's allocator.
-
-That is learnt from two small batches.
+"""How much memory a module of rows takes: its weights, the allocations of a forward learnt from two small batches, and
+what this process holds of a device's memory while it tries something. Resident memory is more than what is in use,
+so the allocations are replayed by the rules of glibc's malloc (Lea 1996, "A memory allocator"; Gloger's ptmalloc): a
+piece comes from the heap's smallest hole that is large enough, else from its end; where that would have to grow, a
+large piece gets pages of its own, which go back to the system when it is freed.
 """
 
 from __future__ import annotations
 
+import gc
 import warnings
+from bisect import insort
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from gpuinfer.models.capturing import release_cached_memory, wait_for_device
-from gpuinfer.models.heap import Event, Heap
+from gpuinfer.host.machine import memory_available
+from gpuinfer.host.process_memory import limit_memory, peak_bytes, reset_peak, resident_bytes
+from gpuinfer.models.cuda_graphs import release_cached_memory, wait_for_device
+from gpuinfer.models.out_of_memory import LARGEST_OF_ROWS, STEP
+
+ALIGNED = 96  # bytes: an aligned piece is looked for as so much larger, so that the hole it leaves is too small for it
+
+
+@dataclass(frozen=True, slots=True)
+class HeapEvent:
+    """One step of a series: `size` bytes are taken as piece number `piece`, or that piece is freed (size -1)."""
+
+    piece: int
+    size: int
+
+
+class HeapReplay:
+    """Starts empty. Bytes."""
+
+    def __init__(self) -> None:
+        self._holes: list[tuple[int, int]] = []  # start and size, ascending, no two of them neighbours
+        self._top = self._highest = self._end = 0  # of what is in use; of all that ever was; of what the system gave
+        self._apart = 0  # in pages of their own
+        self._places: dict[int, tuple[int, int]] = {}  # of a piece: start (-1: apart) and size
+        self.peak = 0
+
+    @property
+    def taken(self) -> int:
+        """What is in use now."""
+        return sum(size for _, size in self._places.values())
+
+    def replay(self, events: Sequence[HeapEvent]) -> None:
+        """What is not freed in it stays taken."""
+        for event in events:
+            if event.size < 0:
+                self._free(event.piece)
+            elif event.size:
+                self._take(event.piece, event.size)
+
+    def free_from(self, number: int) -> None:
+        """All pieces of this number and above."""
+        for piece in [one for one in self._places if one >= number]:
+            self._free(piece)
+
+    def _take(self, piece: int, size: int) -> None:
+        start = self._place_for(size)
+        self._places[piece] = start, size
+        if start < 0:
+            self._apart += size
+        self.peak = max(self.peak, self._highest + self._apart)
+
+    def _place_for(self, size: int) -> int:
+        fitting = [hole for hole in self._holes if hole[1] >= size + ALIGNED]
+        if fitting:
+            hole = min(fitting, key=lambda one: one[1])
+            self._holes.remove(hole)
+            insort(self._holes, (hole[0] + size, hole[1] - size))
+            return hole[0]
+        start = self._top
+        if start + size + ALIGNED > self._end:
+            if size >= LARGEST_OF_ROWS:
+                return -1
+            self._end = start + size + STEP
+        self._top += size
+        self._highest = max(self._highest, self._top)
+        return start
+
+    def _free(self, piece: int) -> None:
+        start, size = self._places.pop(piece, (0, 0))
+        if start < 0:
+            self._apart -= size
+            return
+        insort(self._holes, (start, size))
+        joined: list[tuple[int, int]] = []
+        for begin, length in self._holes:
+            if joined and sum(joined[-1]) == begin:
+                joined[-1] = joined[-1][0], joined[-1][1] + length
+            else:
+                joined.append((begin, length))
+        if joined and sum(joined[-1]) == self._top:
+            self._top = joined.pop()[0]
+        self._holes = joined
+
 
 COARSE = (8192, 1024)  # rows of which tensors are large enough that torch rounds their memory up by little
 FORWARDS = 3  # after so many the heap is as it stays
@@ -45,22 +130,22 @@ class Allocations:
 
     pieces: Sequence[tuple[int, float, float]]  # number, fixed, each
 
-    def at(self, rows: int) -> list[Event]:
+    def at(self, rows: int) -> list[HeapEvent]:
         return [
-            Event(number, -1 if fixed < 0 and not each else max(0, round(fixed + each * rows)))
+            HeapEvent(number, -1 if fixed < 0 and not each else max(0, round(fixed + each * rows)))
             for number, fixed, each in self.pieces
         ]
 
-    def resident_bytes(self, rows: int, before: Sequence[Event] = ()) -> int:
+    def resident_bytes(self, rows: int, before: Sequence[HeapEvent] = ()) -> int:
         """The most that a process holds for calls of so many rows, one after the other, on the CPU.
 
         Without what is left of the events `before`.
         """
-        heap, events = Heap(), self.at(rows)
+        heap, events = HeapReplay(), self.at(rows)
         heap.replay(before)
         kept = heap.taken
         for call in range(1, FORWARDS + 1):
-            heap.replay([Event(call * KEPT + one.piece, one.size) for one in events])
+            heap.replay([HeapEvent(call * KEPT + one.piece, one.size) for one in events])
             heap.free_from(call * KEPT)
         return heap.peak - kept
 
@@ -80,7 +165,7 @@ def allocations(call: Callable[[int], Any], few: int, more: int) -> Allocations:
     return Allocations(pieces)
 
 
-def traced(call: Callable[[], Any]) -> list[Event]:
+def traced(call: Callable[[], Any]) -> list[HeapEvent]:
     """What torch's allocator for the CPU is asked while `call` runs. What it answers is kept."""
     from torch.profiler import ProfilerActivity, profile
 
@@ -93,14 +178,14 @@ def traced(call: Callable[[], Any]) -> list[Event]:
     found = [one for one in _walked(tree) if str(one.tag).endswith("Allocation")]
     found.sort(key=lambda one: one.start_time_ns)
     alive: dict[int, int] = {}
-    events: list[Event] = []
+    events: list[HeapEvent] = []
     for one in found:
         place, size = one.extra_fields.ptr, one.extra_fields.alloc_size
         if size >= 0:
             alive[place] = len(events)
-            events.append(Event(len(events), size))
+            events.append(HeapEvent(len(events), size))
         elif place in alive:  # else it was there before
-            events.append(Event(alive.pop(place), -1))
+            events.append(HeapEvent(alive.pop(place), -1))
     del answer
     return events
 
@@ -134,3 +219,81 @@ def device_peaks(call: Callable[[int], Any], device: torch.device, rows: int) ->
     wait_for_device(device)
     del answer
     return torch.cuda.max_memory_allocated(device) - before[0], torch.cuda.max_memory_reserved(device) - before[1]
+
+
+class MemoryMeter(Protocol):
+    """Bytes."""
+
+    def free(self) -> int:
+        """What could still be taken."""
+        ...
+
+    def held(self) -> int:
+        """What this process holds now."""
+        ...
+
+    def forget(self) -> None:
+        """Give back what was freed, and begin a new peak."""
+        ...
+
+    def peak(self) -> int:
+        """The most that was held since then."""
+        ...
+
+    def bound(self, beside: int) -> None:
+        """From now on at most `beside` bytes more: beyond it this process is refused memory, and no other suffers."""
+        ...
+
+
+class CpuMemoryMeter:
+    """Resident memory: of the interpreter, of libraries, of the model."""
+
+    def free(self) -> int:
+        return memory_available()
+
+    def held(self) -> int:
+        return resident_bytes()
+
+    def forget(self) -> None:
+        gc.collect()
+        reset_peak()
+
+    def peak(self) -> int:
+        return peak_bytes()
+
+    def bound(self, beside: int) -> None:
+        limit_memory(beside)
+
+
+class CudaMemoryMeter:
+    """What torch's allocator has reserved on one device: what lies between tensors counts, not the driver's own."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        torch.zeros(1, device=device)  # the driver takes its share
+
+    def free(self) -> int:
+        gc.collect()
+        release_cached_memory()
+        return int(torch.cuda.mem_get_info(self._device)[0])
+
+    def held(self) -> int:
+        return torch.cuda.memory_reserved(self._device)
+
+    def forget(self) -> None:
+        gc.collect()
+        wait_for_device(self._device)
+        release_cached_memory()
+        torch.cuda.reset_peak_memory_stats(self._device)
+
+    def peak(self) -> int:
+        wait_for_device(self._device)
+        return torch.cuda.max_memory_reserved(self._device)
+
+    def bound(self, beside: int) -> None:
+        whole = torch.cuda.get_device_properties(self._device).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, (self.held() + beside) / whole), self._device)
+
+
+def memory_meter_of(device: torch.device) -> MemoryMeter:
+    return CudaMemoryMeter(device) if device.type == "cuda" else CpuMemoryMeter()

@@ -26,11 +26,11 @@ from torch import Tensor, nn
 
 from gpuinfer.api import ModelSpec, enter_station
 from gpuinfer.errors import BadResult
-from gpuinfer.models.capturing import captured, new_stream, release_cached_memory, wait_for_device
-from gpuinfer.models.layouts import BITS, called, row_dtype, row_shape
-from gpuinfer.models.memory import StepSize, first_line, is_out_of_memory
-from gpuinfer.models.pinned import WORTH_A_COPY, deliver, sources, unstage
-from gpuinfer.models.staging import Block, Blocks, like, sound_rows, table_of, tensors_of, unpacked
+from gpuinfer.models.cuda_graphs import captured, new_stream, release_cached_memory, wait_for_device
+from gpuinfer.models.out_of_memory import StepSize, first_line, is_out_of_memory
+from gpuinfer.models.pinned_memory import WORTH_A_COPY, deliver, sources, unstage
+from gpuinfer.models.row_blocks import Block, RowBlocks, like, sound_rows, table_of, tensors_of, unpacked
+from gpuinfer.models.row_format import BITS, called, row_dtype, row_shape
 
 SMALLEST = 16
 HALF_STEPS_FROM = 1024  # from here on padding costs more than a further graph: sizes grow by 1.5 and 1.33 in turn
@@ -64,14 +64,14 @@ Found = tuple[Any, Tensor]
 """A module's answers, float32 on the device, and for each row whether they are sound, see `sound_rows`."""
 
 
-class Targets(NamedTuple):
+class AnswerTargets(NamedTuple):
     """Where the answers to a run of rows go."""
 
-    parts: Sequence[Blocks]  # for each part of an answer float32 arrays, which have as many rows together
+    parts: Sequence[RowBlocks]  # for each part of an answer float32 arrays, which have as many rows together
     sound: NDArray[np.bool_] | None = None  # for each row: whether its answers hold neither NaN nor +inf
 
 
-def refuse_unlike(parts: Sequence[Tensor], rows: int, targets: Targets) -> None:
+def refuse_unlike(parts: Sequence[Tensor], rows: int, targets: AnswerTargets) -> None:
     """Raises `BadResult` where answers do not have the shapes that there is room for."""
     found = [tuple(part.shape[1:]) for part in parts if len(part) >= rows]
     agreed = [target.blocks[0].shape[1:] for target in targets.parts]
@@ -83,7 +83,7 @@ def refuse_unlike(parts: Sequence[Tensor], rows: int, targets: Targets) -> None:
         )
 
 
-class Slot:
+class ForwardSlot:
     """What one batch in flight needs for itself. One thread at a time uses it."""
 
     def __init__(self, rows: int, spec: ModelSpec, device: torch.device) -> None:
@@ -130,18 +130,18 @@ class CudaForward:
         self.step = StepSize(chunk_rows, str(device), called(spec))
         with torch.inference_mode(), torch.cuda.device(device):
             self._table = table_of(dtype, device) if spec.input_dtype == BITS else None
-            slot_list = [Slot(chunk_rows, spec, device) for _ in range(slots)]
+            slot_list = [ForwardSlot(chunk_rows, spec, device) for _ in range(slots)]
             wait_for_device(device)  # weights and buffers were made on the default stream
             self._shaped_like, _ = self._warm_up(slot_list)
-        self._free: queue.SimpleQueue[Slot] = queue.SimpleQueue()
+        self._free: queue.SimpleQueue[ForwardSlot] = queue.SimpleQueue()
         for slot in slot_list:
             self._free.put(slot)
 
     def __call__(self, blocks: Sequence[Block]) -> list[Any]:
         """The same promise as `CpuForward.__call__`."""
-        run = Blocks(blocks)
+        run = RowBlocks(blocks)
         room = room_for(self._shaped_like, run.rows)
-        self._answer(run, Targets([Blocks([tensor.numpy()]) for tensor in tensors_of(room)]))
+        self._answer(run, AnswerTargets([RowBlocks([tensor.numpy()]) for tensor in tensors_of(room)]))
         return run.split(room)
 
     def write(self, blocks: Sequence[Block], targets: Sequence[Sequence[Block]]) -> list[bool]:
@@ -151,14 +151,14 @@ class CudaForward:
         Where an array lies in memory that is pinned, see `Opened.pin`, the device writes it: until this returns or
         raises, and not afterwards. Raises as `__call__` does; then nobody knows what the arrays hold.
         """
-        run = Blocks(blocks)
+        run = RowBlocks(blocks)
         sound = np.empty(run.rows, np.bool_)
-        self._answer(run, Targets([Blocks(part) for part in zip(*targets, strict=True)], sound))
+        self._answer(run, AnswerTargets([RowBlocks(part) for part in zip(*targets, strict=True)], sound))
         if sound.all():
             return [True] * len(blocks)
         return [bool(sound[start : start + len(block)].all()) for start, block in zip(run.starts, blocks, strict=False)]
 
-    def _answer(self, run: Blocks, targets: Targets) -> None:
+    def _answer(self, run: RowBlocks, targets: AnswerTargets) -> None:
         slot = self._free.get()
         try:
             with torch.inference_mode(), torch.cuda.device(self.device):
@@ -167,7 +167,7 @@ class CudaForward:
         finally:
             self._free.put(slot)
 
-    def _fill(self, slot: Slot, run: Blocks, targets: Targets) -> None:
+    def _fill(self, slot: ForwardSlot, run: RowBlocks, targets: AnswerTargets) -> None:
         done = 0
         while done < run.rows:
             chunk = self.step.rows
@@ -183,7 +183,7 @@ class CudaForward:
             done += rows
 
     def _attempt(
-        self, slot: Slot, run: Blocks, start: int, rows: int, chunk: int, targets: Targets
+        self, slot: ForwardSlot, run: RowBlocks, start: int, rows: int, chunk: int, targets: AnswerTargets
     ) -> BaseException | None:
         """Answer the rows from `start` on, or say why memory did not suffice.
 
@@ -218,7 +218,7 @@ class CudaForward:
             np.copyto(targets.sound[start:stop], slot.sound[:rows].numpy())
         return None
 
-    def _launch(self, slot: Slot, rows: int, buckets: Sequence[int]) -> Found:
+    def _launch(self, slot: ForwardSlot, rows: int, buckets: Sequence[int]) -> Found:
         """Queue the forward of the first `rows` rows of the slot's inputs on the current stream; what it finds may be
         of more rows.
         """
@@ -241,7 +241,7 @@ class CudaForward:
     def _buckets(self, chunk: int) -> list[int]:
         return [chunk] if self.fixed_shape else buckets_up_to(chunk)
 
-    def _warm_up(self, slots: Sequence[Slot]) -> Found:
+    def _warm_up(self, slots: Sequence[ForwardSlot]) -> Found:
         """Run each bucket once in each slot and capture its graph, before any traffic; what the least bucket finds."""
         while True:
             chunk = self.step.rows
@@ -259,7 +259,7 @@ class CudaForward:
             release_cached_memory()
             self.step.make_room(chunk, failure)
 
-    def _warm_up_to(self, chunk: int, slots: Sequence[Slot]) -> Found:
+    def _warm_up_to(self, chunk: int, slots: Sequence[ForwardSlot]) -> Found:
         buckets = self._buckets(chunk)[::-1]  # largest first: the others then find their memory in the pool
         found: Any = None
         for slot in slots:
@@ -274,7 +274,7 @@ class CudaForward:
                     self._capture(slot, bucket)
         return found  # type: ignore[no-any-return]
 
-    def _capture(self, slot: Slot, bucket: int) -> None:
+    def _capture(self, slot: ForwardSlot, bucket: int) -> None:
         try:
             with captured(slot.stream, slot.pool) as graph:
                 found = self._forward(slot.inputs[:bucket])

@@ -1,10 +1,13 @@
-"""Forward and backward of a batch: the gradients of a loss by a model's parameters, whatever weights it is given."""
+"""Forward and backward of a batch: the gradients of a loss by a model's parameters, whatever weights it is given, and
+the memory that the pass holds for its way back.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import math
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -13,22 +16,65 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
 
 from gpuinfer.api import Limits, ModelSpec, Setup, enter_station
 from gpuinfer.errors import BackendError, UsageError
 from gpuinfer.gradients import Gradients, TrainingBatch
-from gpuinfer.models import losses, segments
+from gpuinfer.models import losses, model_layers
 from gpuinfer.models.device import Gauge, resolve_device
-from gpuinfer.models.layers import check_same
-from gpuinfer.models.layouts import BITS, misfit, row_dtype
-from gpuinfer.models.live_bytes import LiveBytes
 from gpuinfer.models.load import probe, trainable
-from gpuinfer.models.memory import first_line, is_out_of_memory, keep_freed_memory
+from gpuinfer.models.model_layers import check_same
 from gpuinfer.models.networks import SHOWN, load_weights, mismatches
 from gpuinfer.models.open_model import ForwardTuning, compute_with, computing_threads, divide_cores, threads_for
-from gpuinfer.models.pinned import queued
+from gpuinfer.models.out_of_memory import first_line, is_out_of_memory, keep_freed_memory
+from gpuinfer.models.pinned_memory import queued
 from gpuinfer.models.processor import computed_in, refuse_float16_gradients
-from gpuinfer.models.staging import as_tensor, like, tensors_of
+from gpuinfer.models.row_blocks import as_tensor, like, tensors_of
+from gpuinfer.models.row_format import BITS, misfit, row_dtype
+
+
+class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Within it: the bytes of all storages that operations have made and that are alive, `now` and at `most`.
+
+    It costs some microseconds an operation: for one pass of a shape, not for each.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.now = self.most = 0
+        self._alive: dict[int, tuple[int, Any]] = {}  # by the storage's address: bytes, a reference that tells its end
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        given = {_key(one) for one in tree_iter((args, kwargs)) if isinstance(one, Tensor)}
+        for one in tree_iter(made):
+            if isinstance(one, Tensor) and _key(one) not in given:
+                self._enter(one)
+        return made
+
+    def leave(self, tensor: Tensor) -> None:
+        """Its storage is something else from now on: a parameter's gradient, which is no activation."""
+        self._leave(_key(tensor))
+
+    def _enter(self, tensor: Tensor) -> None:
+        storage, key = tensor.untyped_storage(), _key(tensor)
+        if key in self._alive:
+            return
+        size = storage.nbytes()
+        self._alive[key] = size, weakref.ref(storage, lambda _: self._leave(key))
+        self.now += size
+        self.most = max(self.most, self.now)
+
+    def _leave(self, key: int) -> None:
+        if (known := self._alive.pop(key, None)) is not None:
+            self.now -= known[0]
+
+
+def _key(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
 
 MAX_ROWS = 65_536
 SPREAD = 0x9E3779B97F4A7C15  # odd and large: seeds that follow one another draw other numbers at all steps
@@ -41,7 +87,7 @@ class GradientTuning(ForwardTuning, Protocol):
     @property
     def loss(self) -> str | None: ...
     @property
-    def checkpoint_segments(self) -> segments.Segments | None: ...
+    def checkpoint_segments(self) -> model_layers.Segments | None: ...
     @property
     def layers(self) -> str | None: ...
 
@@ -128,7 +174,7 @@ class GradientPass:
         loss_name: str = losses.POLICY_VALUE,
         autocast: torch.dtype | None = None,
         seed: int = 0,
-        checkpoint_segments: segments.Segments | None = None,
+        checkpoint_segments: model_layers.Segments | None = None,
         layers: str | None = None,
     ) -> None:
         self._spec, self._loss, self._loss_name, self._seed, self._autocast = spec, loss, loss_name, seed, autocast
@@ -166,15 +212,15 @@ class GradientPass:
             for parameter in self._parameters.values():
                 parameter.grad = None
 
-    def _divided(self, module: nn.Module, count: segments.Segments, layers: str | None) -> tuple[nn.Module, int]:
+    def _divided(self, module: nn.Module, count: model_layers.Segments, layers: str | None) -> tuple[nn.Module, int]:
         """The module in segments, tried: it must answer as it did."""
         rows = torch.ones(TRIED_ROWS, self._spec.inputs, device=self._device)
         with torch.inference_mode():
             before = module.eval()(rows)
-        module, made = segments.divide(module, count, layers, self._spec.name)
+        module, made = model_layers.divide(module, count, layers, self._spec.name)
         cure = (
             "Its layers must each be called with the last one's answer: name others with -B layers=attribute, or "
-            f"{segments.CURE}."
+            f"{model_layers.CURE}."
         )
         check_same(self._spec.name, before, lambda: module.eval()(rows), "with its layers in segments", cure)
         return module, made

@@ -1,17 +1,20 @@
-"""Where the machine code of compiled kernels is kept between runs: a folder named by all that it was made from.
+"""Where the machine code of Numba's kernels is kept between runs, and how one process alone compiles each.
 
-Numba itself looks at place and date of the one file that a function stands in: a change in a file that it calls into
-would go unnoticed, and the old code be run; a copy of the same files elsewhere would be compiled again. Which processor
-code is for Numba keeps beside it, and compiles anew for another.
+A kernel's folder is named by all that it was made from: Numba itself looks at place and date of the one file that a
+function stands in, so that a change in a file that it calls into would go unnoticed. Two locks are always taken in this
+order, a callee's file after its caller's: the kernel's file, and Numba's own lock, which lets one thread of a process
+compile at a time.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -25,11 +28,95 @@ from numba.core.ccallback import CFunc
 from numba.core.compiler_lock import global_compiler_lock
 from numba.core.registry import cpu_target
 from numba.core.sigutils import normalize_signature
+from numba.extending import register_jitable
 
 from gpuinfer.errors import UsageError
+from gpuinfer.host import compile_status
 from gpuinfer.host.files import make_ours
-from gpuinfer.host.one_file import carried_kernels
-from gpuinfer.models.compiled_once import compiled_once
+from gpuinfer.host.installation import carried_kernels
+
+LOOK_S = 0.05
+LOOKS = 6000
+"""Five minutes, and longer than a kernel takes on a busy machine: counted in looks, so that whoever was suspended does
+not find its time over. After them it compiles too."""
+
+
+class KernelLock:
+    """The lock of a file: one process has it at a time, and loses it when it ends, however it ends."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+        self._held: int | None = None
+
+    def take(self) -> None:
+        """Wait for it, not for ever. Without it something is compiled twice, which harms nobody."""
+        if self._held is not None:
+            return
+        try:
+            descriptor = os.open(self.file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        except OSError:
+            return
+        try:
+            if os.fstat(descriptor).st_uid == os.getuid() and _locked(descriptor):
+                self._held = descriptor
+        finally:
+            if self._held is None:
+                os.close(descriptor)
+
+    def give(self) -> None:
+        """Let the next one have it, if it is ours."""
+        if self._held is not None:
+            descriptor, self._held = self._held, None
+            fcntl.flock(descriptor, fcntl.LOCK_UN)  # closing alone leaves it with a copy that was forked meanwhile
+            os.close(descriptor)
+
+
+def _locked(descriptor: int) -> bool:
+    for _ in range(LOOKS):
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            time.sleep(LOOK_S)
+        except OSError:
+            return False  # a file system without locks
+        else:
+            return True
+    return False
+
+
+def compiled_once(function: Any, folder: Path) -> Any:
+    """The same function of Numba, compiled by one process at a time.
+
+    function: a dispatcher or a `CFunc` with its cache enabled, which has not been compiled yet. What is no such thing,
+              as where Numba is switched off, is left as it is
+    folder: where the file that is locked will be; ours alone (`kernel_cache.cache_folder`)
+    """
+    if not hasattr(function, "_cache"):
+        return function
+    python = function.__wrapped__
+    turn = KernelLock(folder / f"{python.__module__}.{python.__qualname__}-{python.__code__.co_firstlineno}.lock")
+    load, compile_it = function._cache.load_overload, function.compile
+
+    def load_or_take(signature: Any, context: Any) -> Any:
+        found = load(signature, context)
+        if found is None:
+            compile_status.begin(turn)
+            turn.take()
+            found = load(signature, context)  # what was compiled while we waited
+        return found
+
+    def compile_and_give(*signature: Any) -> Any:
+        with compile_status.in_compile_station(), global_compiler_lock:
+            try:
+                return compile_it(*signature)
+            finally:
+                turn.give()
+                compile_status.end(turn)
+
+    function._cache.load_overload = load_or_take
+    function.compile = compile_and_give
+    return function
+
 
 PROCESSOR = "processor"
 """The file beside the folders that are carried, which names whom their code is for."""
@@ -134,3 +221,11 @@ def c_compiler(files: Iterable[Path], signature: Any, **options: Any) -> Callabl
 
 def folder_for(files: Iterable[Path]) -> Path:
     return cache_folder(file.name.encode() + file.read_bytes() for file in sorted(files))
+
+
+def called_only(**options: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """A decorator: compiled code that calls the function has it compiled with these options of `numba.njit`. To Python
+    it is the function that it was.
+    """
+    decorate: Callable[[Callable[..., Any]], Callable[..., Any]] = register_jitable(no_cfunc_wrapper=True, **options)
+    return decorate

@@ -1,6 +1,5 @@
-"""From a ModelSpec to a module that is ready to answer.
-
-A model is tried on two small batches before any work relies on it.
+"""From a ModelSpec to a module that is ready to answer; what would keep it from being loaded; and its first weights as
+a file. A model is tried on two small batches before any work relies on it.
 """
 
 from __future__ import annotations
@@ -8,21 +7,24 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save
 from torch import Tensor, nn
 
 from gpuinfer.api import ModelSpec
-from gpuinfer.config import blame, modules
-from gpuinfer.errors import UnknownName, UsageError, nearest
-from gpuinfer.host import spoken
+from gpuinfer.config import blame, import_paths
+from gpuinfer.errors import UnknownName, UsageError, WorkError, nearest
+from gpuinfer.host import error_text
+from gpuinfer.host.files import put_whole
 from gpuinfer.models.device import device_name as device_name
 from gpuinfer.models.device import resolve_device as resolve_device
 from gpuinfer.models.device import resolve_dtype as resolve_dtype
-from gpuinfer.models.layouts import AnswerLayout
 from gpuinfer.models.networks import NETWORKS, load_weights
-from gpuinfer.models.staging import layout_of, tensors_of
+from gpuinfer.models.row_blocks import layout_of, tensors_of
+from gpuinfer.models.row_format import AnswerLayout
 
 OVERFLOWS = "; in float16 large values overflow: try dtype bfloat16 or float32"
 SIZES = ("actions", "seats")  # of a game: what the built-in networks are told
@@ -51,7 +53,7 @@ def attempt(module: nn.Module, spec: ModelSpec, rows: int, device: torch.device,
             answer = module(features)
         except Exception as error:
             raise UsageError(
-                f"{called(spec.name)} raised {spoken.in_full(error)}. It was given features "
+                f"{called(spec.name)} raised {error_text.full_message(error)}. It was given features "
                 f"{list(features.shape)} of {str(dtype).removeprefix('torch.')} on {device}. "
                 f"Let it take that shape and dtype{'' if dtype == torch.float32 else ', or try dtype float32'}."
             ) from error
@@ -157,7 +159,7 @@ def from_factory(spec: ModelSpec) -> nn.Module:
     except Exception as error:
         given = ", ".join(f"{key}={value!r}" for key, value in arguments.items())
         raise UsageError(
-            f"{called(spec.name)}: the factory raised {spoken.in_full(error)}. It was called with ({given}). "
+            f"{called(spec.name)}: the factory raised {error_text.full_message(error)}. It was called with ({given}). "
             "Mend it, or call it by hand with these arguments to see where it fails."
         ) from error
     if not isinstance(module, nn.Module):
@@ -174,12 +176,12 @@ def find_factory(name: str, what: str = "model") -> Any:
     `what` is made or computed by it, in the words of an error.
     """
     module_name, _, path = name.partition(":")
-    modules.in_working_folder()
+    import_paths.in_working_folder()
     try:
         found: Any = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
-        if modules.is_of(module_name, error):
-            raise modules.absent(name, error.name, what) from error
+        if import_paths.is_of(module_name, error):
+            raise import_paths.absent(name, error.name, what) from error
         raise unimportable(name, error, what) from error
     except Exception as error:
         raise unimportable(name, error, what) from error
@@ -215,7 +217,7 @@ def called(name: str, what: str = "model") -> str:
 def unimportable(name: str, error: Exception, what: str) -> UsageError:
     module_name = name.partition(":")[0]
     return UsageError(
-        f"{called(name, what)}: importing '{module_name}' raised {spoken.in_full(error)}. "
+        f"{called(name, what)}: importing '{module_name}' raised {error_text.full_message(error)}. "
         f"`python -c 'import {module_name}'` shows where."
     )
 
@@ -272,3 +274,33 @@ def accepted(factory: Any, offered: dict[str, Any], name: str) -> dict[str, Any]
             "given. Give the others defaults, or write a function around it that does.",
         )
     return {p.name: offered[p.name] for p in named if p.name in offered}
+
+
+def refuse_unloadable(spec: ModelSpec) -> None:
+    """Raises `UsageError` for a network of rows that is not there, or whose weights do not fit it.
+
+    Ours are built for that, which takes milliseconds; of others only the factory is looked up.
+    """
+    if spec.name in NETWORKS or ":" not in spec.name:
+        module = trainable(spec, 0)
+        if spec.weights is not None:
+            load_weights(module, spec.weights, spec.name)
+    else:
+        find_factory(spec.name)
+
+
+def write_weights(spec: ModelSpec, seed: int, path: Path) -> None:
+    """Those of the spec, or drawn from `seed` where it names none, as safetensors in float32.
+
+    Raises `UsageError` when the model cannot be had, `WorkError` when the file cannot be written.
+    """
+    module = trainable(spec, seed)
+    if spec.weights is not None:
+        load_weights(module, spec.weights, spec.name)
+    content = save({name: tensor.contiguous() for name, tensor in module.state_dict().items()})
+    try:
+        put_whole(path, lambda file: file.write(content))
+    except OSError as error:
+        raise WorkError(
+            f"{path} cannot be written: {error.strerror}. Make room there, or give another --out."
+        ) from error

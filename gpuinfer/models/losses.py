@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from gpuinfer.errors import BackendError, UsageError
-from gpuinfer.host import spoken
+from gpuinfer.host import error_text
 from gpuinfer.models.load import called, find_factory
 
 POLICY_VALUE = "policy-value"
@@ -82,7 +82,7 @@ def told(
     except Exception as error:
         given = ", ".join(f"{key} {list(tensor.shape)}" for key, tensor in targets.items())
         raise BackendError(
-            f"{called(name, 'loss')} raised {spoken.in_full(error)}. It was given {_shapes(answers)} and the "
+            f"{called(name, 'loss')} raised {error_text.full_message(error)}. It was given {_shapes(answers)} and the "
             f"targets {given}. Mend it, or name another with -B loss=module:function."
         ) from error
     scalar, parts = found if isinstance(found, tuple) and len(found) == 2 else (found, {})

@@ -1,15 +1,126 @@
-"""What a change would bring: the run replayed as it was and as it would be, and the two compared."""
+"""What a change would bring: the run replayed on a virtual clock as it was and as it would be, and the two compared.
+
+The replay is a closed queueing network: workers that search for one block at a time and have a few in flight, one
+queue, lanes whose service takes longer the larger the batch; a discrete-event simulation, since no formula covers
+service in batches (Bailey, 1954, solves only the open case). `RunCase` is the run as the causes look at it.
+"""
 
 from __future__ import annotations
 
+import heapq
 import math
+import random
 import statistics
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+import sys
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
-from gpuinfer.report.evidence import Evidence, Lane, busy_s, place, visits
-from gpuinfer.report.laws import Curve, cap, think_s
-from gpuinfer.report.replay import System, rows_per_s
+from gpuinfer.config.options import OptionChange
+from gpuinfer.report.evidence import BINDS, Curve, Evidence, Lane, bounds, busy_s, cap, curve_of, place, think_s, visits
+
+JITTER = 0.1  # of a search, both ways: without any, blocks march in step for ever
+MOST_BLOCKS = 1500  # replayed; a longer run is scaled down to it
+ARRIVE, SERVED, LOOK = range(3)
+
+
+@dataclass(frozen=True, slots=True)
+class QueueSystem:
+    """Workers that share one queue and its lanes."""
+
+    search_s: Sequence[float]  # of one block, for each worker
+    shares: Sequence[float]  # of the blocks, for each worker: how many it works through
+    blocks: int  # of one worker, in flight
+    rows: float  # of a block
+    lanes: int
+    curve: Curve
+    cap: float = math.inf  # rows in one batch
+    wait_s: float = 0.0  # that the oldest block may wait for company
+    patience_s: float = 0.0  # that it waits for those who are about to come back, where that is less than a batch costs
+
+
+def rows_per_s(systems: Sequence[QueueSystem]) -> float:
+    """Of all systems together, each working through its shares beside the others, until the last is done."""
+    blocks = math.fsum(share for system in systems for share in system.shares)
+    scale = min(1.0, MOST_BLOCKS / max(blocks, 1.0))
+    runs = [_Replay(system, scale) for system in systems]
+    seconds = max((run.play() for run in runs), default=0.0)
+    rows = math.fsum(run.done * run.system.rows for run in runs)
+    return rows / seconds if seconds > 0 else 0.0
+
+
+class _Replay:
+    def __init__(self, system: QueueSystem, scale: float) -> None:
+        self.system = system
+        self.done = 0  # blocks answered
+        capped = math.isfinite(system.cap)
+        self._fits = max(1, int(system.cap / system.rows + 0.01)) if capped else sys.maxsize  # blocks in one batch
+        self._random = random.Random(0)
+        self._left = [max(1, round(share * scale)) for share in system.shares]  # blocks that a worker has yet to begin
+        self._free_at = [0.0] * len(self._left)  # when a worker's thread is next free
+        self._queue: deque[tuple[float, int]] = deque()  # (arrived, worker)
+        self._free = system.lanes
+        self._serving = 0  # blocks in a lane
+        self._under_way = 0  # blocks there, in the queue, or searched for
+        self._events: list[tuple[float, int, int, list[int]]] = []
+        self._number = 0
+
+    def play(self) -> float:
+        """Seconds until the last block was answered."""
+        now = 0.0
+        for _ in range(min(self.system.blocks, max(self._left, default=0))):
+            for worker in range(len(self._left)):
+                self._search(worker, now)
+        while self._events:
+            now = self._events[0][0]
+            while self._events and self._events[0][0] <= now:  # all that happens at once, before a batch is cut
+                self._happen(now, *heapq.heappop(self._events)[2:])
+            self._cut(now)
+        return now
+
+    def _happen(self, now: float, kind: int, workers: list[int]) -> None:
+        if kind == ARRIVE:
+            self._queue.append((now, workers[0]))
+        elif kind == SERVED:
+            self._free += 1
+            self._serving -= len(workers)
+            self.done += len(workers)
+            self._under_way -= len(workers)
+            for worker in workers:
+                self._search(worker, now)
+
+    def _search(self, worker: int, now: float) -> None:
+        """The worker's thread takes its blocks in the order in which they come back."""
+        if not self._left[worker]:
+            return
+        self._left[worker] -= 1
+        self._under_way += 1
+        seconds = self.system.search_s[worker] * self._random.uniform(1 - JITTER, 1 + JITTER)
+        self._free_at[worker] = max(now, self._free_at[worker]) + seconds
+        self._schedule(self._free_at[worker], ARRIVE, [worker])
+
+    def _cut(self, now: float) -> None:
+        """Cut as `dynamic` does: when full, when the oldest has waited, or when there is nobody else to wait for."""
+        while self._free and self._queue:
+            fits, due = self._room(), self._queue[0][0] + (self.system.wait_s or self.system.patience_s)
+            anybody_else = len(self._queue) + self._serving < self._under_way
+            if len(self._queue) < fits and due > now and anybody_else:
+                self._schedule(due, LOOK, [])
+                return
+            batch = [self._queue.popleft()[1] for _ in range(min(fits, len(self._queue)))]
+            self._free -= 1
+            self._serving += len(batch)
+            self._schedule(now + self.system.curve.seconds(len(batch) * self.system.rows), SERVED, batch)
+
+    def _room(self) -> int:
+        """Blocks for the next batch: without a timer the lanes share what is under way alike."""
+        share = sys.maxsize if self.system.wait_s else math.ceil(self._under_way / self.system.lanes)
+        return min(self._fits, share)
+
+    def _schedule(self, when: float, kind: int, workers: list[int]) -> None:
+        self._number += 1
+        heapq.heappush(self._events, (when, self._number, kind, workers))
+
 
 FITS = 0.25  # a replay further than this from what was measured predicts nothing
 PATIENCE = 8.0  # times what clients take to come back: as long as `dynamic` waits for them, if that pays
@@ -30,7 +141,7 @@ class Gain:
         return cls(1.0, max(1.0, high if math.isfinite(high) else otherwise))
 
 
-def systems_of(run: Evidence, curve: Curve | None) -> list[System]:
+def systems_of(run: Evidence, curve: Curve | None) -> list[QueueSystem]:
     """The run's queues, each with its workers and lanes; none when too little is known of them."""
     places = dict.fromkeys(place(lane["name"]) for lane in run.forwards)
     blocks = run.blocks_outstanding
@@ -62,17 +173,17 @@ def _shares(run: Evidence, lanes: Sequence[Lane]) -> list[float]:
 
 def _system(
     run: Evidence, curve: Curve, search_s: Sequence[float], shares: Sequence[float], blocks: int, lanes: int
-) -> System:
+) -> QueueSystem:
     wait_s = run.longest_wait_s if run.cut_by("waited") >= 0.5 else 0.0
     back_s, cost_s = statistics.fmean(search_s) * (blocks + 1) / 2, curve.seconds(run.block_rows)
     patience_s = min(cost_s, PATIENCE * back_s) if back_s < cost_s else 0.0
-    return System(search_s, shares, blocks, run.block_rows, lanes, curve, cap(run), wait_s, patience_s)
+    return QueueSystem(search_s, shares, blocks, run.block_rows, lanes, curve, cap(run), wait_s, patience_s)
 
 
 def forecast(
     run: Evidence,
-    now: Sequence[System],
-    change: Callable[[Sequence[System]], Sequence[System]],
+    now: Sequence[QueueSystem],
+    change: Callable[[Sequence[QueueSystem]], Sequence[QueueSystem]],
     most: float = math.inf,
     *,
     anchored: bool = True,
@@ -97,19 +208,19 @@ def forecast(
 # Changes
 
 
-def without_waiting(systems: Sequence[System]) -> list[System]:
+def without_waiting(systems: Sequence[QueueSystem]) -> list[QueueSystem]:
     return [replace(system, wait_s=0.0, patience_s=0.0) for system in systems]
 
 
-def with_cap(systems: Sequence[System], rows: float) -> list[System]:
+def with_cap(systems: Sequence[QueueSystem], rows: float) -> list[QueueSystem]:
     return [replace(system, cap=rows) for system in systems]
 
 
-def with_lanes(systems: Sequence[System], more: int) -> list[System]:
+def with_lanes(systems: Sequence[QueueSystem], more: int) -> list[QueueSystem]:
     return [replace(system, lanes=system.lanes + more) for system in systems]
 
 
-def with_rows(systems: Sequence[System], factor: float, search: float) -> list[System]:
+def with_rows(systems: Sequence[QueueSystem], factor: float, search: float) -> list[QueueSystem]:
     """Blocks of so many times the rows, as many fewer, each `search` times as long to search for."""
     return [
         replace(
@@ -122,7 +233,7 @@ def with_rows(systems: Sequence[System], factor: float, search: float) -> list[S
     ]
 
 
-def with_workers(systems: Sequence[System], factor: float) -> list[System]:
+def with_workers(systems: Sequence[QueueSystem], factor: float) -> list[QueueSystem]:
     """So many times the workers, each like those there are; each with a queue of its own where they have."""
     if len(systems) > 1:
         count = max(1, round(len(systems) * factor))
@@ -132,7 +243,7 @@ def with_workers(systems: Sequence[System], factor: float) -> list[System]:
     return [_with(system, max(1, round(len(system.search_s) * factor))) for system in systems]
 
 
-def alike(systems: Sequence[System]) -> list[System]:
+def alike(systems: Sequence[QueueSystem]) -> list[QueueSystem]:
     """Every worker as fast as the middle one, with an equal share."""
     middle = statistics.median([seconds for system in systems for seconds in system.search_s])
     share = statistics.fmean([share for system in systems for share in system.shares])
@@ -142,6 +253,59 @@ def alike(systems: Sequence[System]) -> list[System]:
     ]
 
 
-def _with(system: System, count: int) -> System:
+def _with(system: QueueSystem, count: int) -> QueueSystem:
     share = math.fsum(system.shares) / count
     return replace(system, search_s=[statistics.fmean(system.search_s)] * count, shares=[share] * count)
+
+
+@dataclass(frozen=True, slots=True)
+class RunCase:
+    """The run, its bounds in rows/s by what limits them, its curve, and its queues for a replay; what is known."""
+
+    run: Evidence
+    bounds: Mapping[str, float]
+    curve: Curve | None
+    systems: Sequence[QueueSystem]
+
+    @classmethod
+    def of(cls, run: Evidence) -> RunCase:
+        curve = curve_of(run)
+        if run.slots:  # rows per second of steps are no rows per second of answers: a row takes many steps
+            return cls(run, {}, curve, ())
+        return cls(run, bounds(run, curve), curve, systems_of(run, curve))
+
+    def binds(self, limit: str) -> bool:
+        """Whether the run has come so close to this bound that no other change can help much."""
+        return self.reached(limit) >= BINDS
+
+    def reached(self, limit: str) -> float:
+        """How much of a bound the run has reached; 0 where the bound is not known."""
+        bound = self.bounds.get(limit, 0.0)
+        return self.run.rows_per_s / bound if bound else 0.0
+
+    def faster(self, rows: float) -> float:
+        """How many times as fast the model is with batches of so many rows as with the run's own."""
+        usual = self.run.rows_usual
+        return self.curve.rate(rows) / self.curve.rate(usual) if self.curve and usual else 1.0
+
+    def gain_of(
+        self,
+        change: Callable[[Sequence[QueueSystem]], Sequence[QueueSystem]],
+        most: float = math.inf,
+        *,
+        anchored: bool = True,
+    ) -> Gain:
+        return forecast(self.run, self.systems, change, most, anchored=anchored)
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """One sentence of evidence, one of advice, and what following it should bring."""
+
+    kind: str
+    station: str
+    why: str
+    advice: str
+    change: OptionChange | None = None  # that the advice speaks of
+    gain: Gain = field(default_factory=Gain)
+    healthy: bool = False  # nothing to mend: the run does what it can, or what is asked of it

@@ -12,17 +12,16 @@ from importlib import metadata, resources
 from typing import Any
 
 from gpuinfer.api import Progress, Reason, Roofline, Setup, TextRoofline
-from gpuinfer.config.change import Flag
-from gpuinfer.host import machine, spoken
-from gpuinfer.host.neighbours import CoreTime
+from gpuinfer.config.options import OptionFlag
+from gpuinfer.host import error_text, machine
+from gpuinfer.host.cpu_contention import CoreTime
 from gpuinfer.models.processor import has_bfloat16
-from gpuinfer.report import learning, models, resignation, sharing, strength, text_roofline, training
+from gpuinfer.report import causes_rollouts, game_statistics, report_sections
+from gpuinfer.report.causes_devices import of_stages
+from gpuinfer.report.causes_text import SHORTAGES
 from gpuinfer.report.evidence import Evidence, is_forward
-from gpuinfer.report.judging import judge
-from gpuinfer.report.stages import of_stages
-from gpuinfer.report.text import SHORTAGES
-from gpuinfer.stats import ERRORS, Snapshot, mean_size, percentile, summarise
-from gpuinfer.unmasked import Unmasked
+from gpuinfer.report.verdict import judge
+from gpuinfer.stats import ERRORS, DiffusionCounters, Snapshot, mean_size, percentile, summarise
 
 SCHEMA = "gpuinfer.report/1"
 LOST = ("failed", "rejected", "expired")  # of stats.ERRORS: those who asked wanted an answer, and have none
@@ -69,7 +68,7 @@ def build(run: Run) -> dict[str, Any]:
         "started_at": run.started_at,
         "setup_s": run.setup_s,
         "wall_s": run.wall_s,
-        "settings": json.loads(json.dumps(dict(run.settings), default=spoken.said)),
+        "settings": json.loads(json.dumps(dict(run.settings), default=error_text.safe_str)),
         "status": run.status,
         "progress": {
             "done": progress.done,
@@ -90,19 +89,20 @@ def build(run: Run) -> dict[str, Any]:
         "classes": {name: of_class(count) for name, count in snapshot.classes.items()},
         "time_s": time_s(snapshot.lanes, run.wall_s),
         "lanes": len(snapshot.lanes),
-        "cores": sharing.cores(snapshot, run.wall_s, run.cores) | {"threads_waited_s": told.threads_waited_s},
+        "cores": report_sections.core_shares(snapshot, run.wall_s, run.cores)
+        | {"threads_waited_s": told.threads_waited_s},
         "stations": stations(snapshot.lanes, run.wall_s),
         "roofline": against_roofline(run),
         "bottleneck": judge(told),
-        "rollouts": training.of_training(progress.facts, counted(run), snapshot.lanes, run.wall_s),
-        "strength": strength.of_strength(progress.facts),
-        "resignation": resignation.of_resignation(progress.facts),
-        "training": learning.of_learning(progress.facts),
+        "rollouts": causes_rollouts.of_training(progress.facts, counted(run), snapshot.lanes, run.wall_s),
+        "strength": game_statistics.of_strength(progress.facts),
+        "resignation": game_statistics.of_resignation(progress.facts),
+        "training": report_sections.of_learning(progress.facts),
         "errors": {name: snapshot.errors.get(name, 0) for name in ERRORS},
         "failures": failures(progress, snapshot, run.max_failures),
         "memory": memory(snapshot),
         "model": dict(snapshot.device["model"]) if "model" in snapshot.device else None,
-        "models": models.lines(snapshot, run.wall_s),
+        "models": report_sections.model_lines(snapshot, run.wall_s),
         "beside": {name: dict(model) for name, model in snapshot.device.get("beside", {}).items()},
         "notices": list(snapshot.notices),
         "device": device(snapshot, run.wall_s),
@@ -197,7 +197,7 @@ def batches(snapshot: Snapshot) -> dict[str, Any]:
 
 def unmasking(snapshot: Snapshot) -> dict[str, float] | None:
     """Of a diffusion model: how much came of its forwards, and how much of each was computed. None of others."""
-    found = Unmasked.of(snapshot.device.get("steps"))
+    found = DiffusionCounters.of(snapshot.device.get("steps"))
     return found.plain() if found else None
 
 
@@ -279,7 +279,9 @@ def against_roofline(run: Run) -> dict[str, Any] | None:
         device = run.snapshot.device
         drawn = (device.get("tokens") or {}).get("output", 0.0)
         usual = mean_size(run.snapshot.batches)
-        return text_roofline.against(device.get("steps") or {}, run.text_roofline, run.wall_s, drawn, usual)
+        return report_sections.against_text_roofline(
+            device.get("steps") or {}, run.text_roofline, run.wall_s, drawn, usual
+        )
     if run.roofline is None:
         return None
     return {
@@ -362,28 +364,28 @@ def evidence(run: Run) -> Evidence:
         bfloat16_pays=not on_cpu or has_bfloat16(),
         options=options(run),
         command=run.command,
-        models=models.lines(snapshot, run.wall_s),
+        models=report_sections.model_lines(snapshot, run.wall_s),
     )
 
 
 def _on_average(run: Run, whose: str) -> float | None:
     """How many cores were theirs at once."""
-    seconds = sharing.cores(run.snapshot, run.wall_s, run.cores)[whose]
+    seconds = report_sections.core_shares(run.snapshot, run.wall_s, run.cores)[whose]
     return None if seconds is None or run.wall_s <= 0 else seconds / run.wall_s
 
 
-def options(run: Run) -> dict[Flag, dict[str, Any]]:
+def options(run: Run) -> dict[OptionFlag, dict[str, Any]]:
     """The options of the plugins in force with their values, as far as the settings show them, and the number format.
 
     What was left to a plugin has the value that it took, where that shows: in the backend's `device`, in the facts.
     """
     slots = round(slots_of_a_lane(run.snapshot)) or None
-    taken: dict[Flag, Mapping[str, Any]] = {
+    taken: dict[OptionFlag, Mapping[str, Any]] = {
         "-B": {"slots": slots, **run.snapshot.device.get("in_force", {})},
         "-S": {},
         "--": {"batch_size": slots, **run.progress.facts},
     }
-    found: dict[Flag, Mapping[str, Any]] = {
+    found: dict[OptionFlag, Mapping[str, Any]] = {
         "-B": run.settings.get("backends", {}).get(run.backend) or {},
         "-S": run.settings.get("strategies", {}).get(run.strategy) or {},
         "--": {**(run.settings.get(run.workload) or {}), "dtype": run.setup.dtype},

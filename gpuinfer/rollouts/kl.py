@@ -19,7 +19,7 @@ from gpuinfer.rollouts.record import Group, Trajectory, Turn
 MOST_LOG_RATIO = 60.0  # e^60 is what a ratio counts for at most: beyond it a sum of others would be lost in it
 
 
-class Divergence(Struct, frozen=True, kw_only=True):
+class KlDivergence(Struct, frozen=True, kw_only=True):
     """KL(policy ‖ reference) for each token, estimated from tokens that the policy drew (Schulman 2020, "Approximating
     KL divergence"). With r = reference / policy: k1 = -log r, without bias but of either sign; k3 = (r - 1) - log r,
     without bias too, never negative, and of smaller variance.
@@ -40,13 +40,13 @@ class Drift(Struct, frozen=True, kw_only=True):
     effective: float  # the effective sample size (Kong 1992) as a share of the tokens: 1 when no ratio differs
 
 
-def divergence(policy: ArrayLike, reference: ArrayLike) -> Divergence | None:
+def divergence(policy: ArrayLike, reference: ArrayLike) -> KlDivergence | None:
     """Of log-probabilities [tokens] of the same tokens; None of none. Raises `ValueError` for unlike lengths."""
     ratio = _log_ratio(reference, policy)
     if not ratio.size:
         return None
     k3 = np.expm1(np.minimum(ratio, MOST_LOG_RATIO)) - ratio
-    return Divergence(
+    return KlDivergence(
         tokens=int(ratio.size), k1=float(-ratio.mean()), k3=float(k3.mean()), largest=float(k3.max(initial=0.0))
     )
 
@@ -64,7 +64,7 @@ def drift(trainer: ArrayLike, sampler: ArrayLike) -> Drift | None:
     )
 
 
-def from_reference(groups: Iterable[Group]) -> Divergence | None:
+def from_reference(groups: Iterable[Group]) -> KlDivergence | None:
     """Of all trainable tokens whose reference was computed; None where none was.
 
     The policy's log-probabilities are those before temperature and filters, as the reference's are.

@@ -1,11 +1,12 @@
 """The record of rollouts: exact to the token, and whole without the model's tokenizer.
 
-What was sampled is never tokenised again: the tokens here are those that the model was given and those that it drew.
+Versions of the policy are numbers where they are compared, and names where weights are told apart.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal
 
 from msgspec import Struct
@@ -121,3 +122,27 @@ class Group(Struct, frozen=True, kw_only=True):
             for span in turn.spans
         )
         return tuple(found)
+
+
+_NAMED = re.compile(r"(?:.*@)?v?([0-9]{1,18})")
+
+
+def version_name(number: int) -> str:
+    """How a backend is told of these weights: v7. With an adapter it calls them policy@v7."""
+    return f"v{number}"
+
+
+def version_number(name: str) -> int:
+    """Of the weights that a span names: v7, policy@v7 or 7 are 7. Those without a number are those of the start, 0."""
+    found = _NAMED.fullmatch(name)
+    return int(found[1]) if found else 0
+
+
+def oldest_version(group: Group, otherwise: int = 0) -> int:
+    """The oldest version that drew any trainable token; `otherwise` of a group without one."""
+    return min((version_number(name) for name in group.versions), default=otherwise)
+
+
+def version_lags(groups: Iterable[Group], version: int) -> list[int]:
+    """How many versions each group lies behind, counted from its oldest trainable token."""
+    return [version - oldest_version(group, version) for group in groups]

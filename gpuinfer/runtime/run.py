@@ -18,16 +18,16 @@ from typing import Any
 from gpuinfer import errors
 from gpuinfer.api import Backend, Plugin, Progress, Roofline, Strategy, TextRoofline, Workload
 from gpuinfer.config import blame
+from gpuinfer.engine.trace_merge import Merged, recording
 from gpuinfer.engine.watchdog import Held
 from gpuinfer.errors import WorkError
-from gpuinfer.host import compiling, loop, machine, neighbours, signals, spoken
-from gpuinfer.host.neighbours import CoreTime
-from gpuinfer.models import remembered
-from gpuinfer.report import report, sharing
-from gpuinfer.runtime import measuring
+from gpuinfer.host import compile_status, cpu_contention, error_text, event_loop, machine, signals
+from gpuinfer.host.cpu_contention import CoreTime
+from gpuinfer.models import roofline_process
+from gpuinfer.report import report, report_sections
+from gpuinfer.runtime import run_roofline
 from gpuinfer.runtime.session import Session
 from gpuinfer.stats import Snapshot
-from gpuinfer.trace.merge import Merged, recording
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ class RunPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class Update:
+class RunUpdate:
     """A look at a run while it goes on."""
 
     progress: Progress
@@ -68,7 +68,7 @@ class Update:
 
 def run(workload: Workload, backend: Backend, strategy: Strategy, **arguments: Any) -> dict[str, Any]:
     """`execute` for callers without an event loop."""
-    return loop.run(execute(workload, backend, strategy, **arguments))
+    return event_loop.run(execute(workload, backend, strategy, **arguments))
 
 
 async def execute(
@@ -78,8 +78,8 @@ async def execute(
     *,
     settings: Mapping[str, Any] | None = None,
     roofline: bool | Roofline = True,
-    on_update: Callable[[Update], None] = lambda update: None,
-    until: Callable[[Update], bool] = lambda update: False,
+    on_update: Callable[[RunUpdate], None] = lambda update: None,
+    until: Callable[[RunUpdate], bool] = lambda update: False,
     update_s: float = 0.25,
     command: str | None = None,
     grace_s: float = GRACE_S,
@@ -145,8 +145,8 @@ class _Execution:
         workload: Workload,
         backend: Backend,
         strategy: Strategy,
-        on_update: Callable[[Update], None],
-        until: Callable[[Update], bool],
+        on_update: Callable[[RunUpdate], None],
+        until: Callable[[RunUpdate], bool],
         update_s: float,
         grace_s: float,
         settings: Mapping[str, Any],
@@ -167,7 +167,7 @@ class _Execution:
         self._began = time.monotonic()
         self._started_at = datetime.now(UTC).isoformat(timespec="seconds")
         self.roofline: Roofline | None = None  # once it is measured in this run, or given
-        self._bare: measuring.BareModel | None = None
+        self._bare: run_roofline.BareModel | None = None
         self.text_roofline: TextRoofline | None = None  # of an earlier run, until it is measured after this one
         self._measures_text = False
         self._clock_from: float | None = None  # None while the run prepares
@@ -213,12 +213,12 @@ class _Execution:
         """
         if isinstance(wanted, Roofline):
             self.roofline = self.session.roofline = wanted
-        elif wanted and measuring.is_text(self.backend):
+        elif wanted and run_roofline.is_text(self.backend):
             self._measures_text = True
-            place = measuring.place_of(self.backend, machine.cores())
-            self.text_roofline = await asyncio.to_thread(remembered.recall_text, place)
-        elif wanted and measuring.has_roofline(self.backend):
-            self._bare = measuring.BareModel(self.backend)
+            place = run_roofline.place_of(self.backend, machine.cores())
+            self.text_roofline = await asyncio.to_thread(roofline_process.recall_text, place)
+        elif wanted and run_roofline.has_roofline(self.backend):
+            self._bare = run_roofline.BareModel(self.backend)
             if self.workload.prepares and self._bare.known is not None and self._bare.fits_beside:
                 self.session.roofline = self._bare.known.roofline  # for who asks at which batch size it is at its best
             else:
@@ -235,7 +235,7 @@ class _Execution:
         self.phase = MEASURING
         stopped = self.session.stopping.is_set
         measure = functools.partial(self._bare.before, stopped)
-        self.roofline = await asyncio.to_thread(measuring.attempted, measure, stopped)
+        self.roofline = await asyncio.to_thread(run_roofline.attempted, measure, stopped)
         self.session.roofline = self.roofline or self.session.roofline
 
     async def reconcile(self) -> None:
@@ -257,10 +257,10 @@ class _Execution:
         def once_more(seconds: float) -> Roofline | None:
             if bare is None or stopped() or needless:
                 return None
-            return measuring.attempted(functools.partial(bare.again, before, seconds, stopped), stopped)
+            return run_roofline.attempted(functools.partial(bare.again, before, seconds, stopped), stopped)
 
         self.phase = "measuring the roofline again"
-        reconciled = functools.partial(measuring.reconciled, before, rate, self.wall_s(), once_more)
+        reconciled = functools.partial(run_roofline.reconciled, before, rate, self.wall_s(), once_more)
         task = asyncio.create_task(asyncio.to_thread(reconciled))
         await self._watch(task, lambda: False)
         self.roofline = self.session.roofline = task.result()
@@ -275,7 +275,7 @@ class _Execution:
             return
         rows = round(math.fsum(rows * seconds for rows, (_, seconds) in sizes.items()) / steps_s)
         self.phase = MEASURING
-        task = asyncio.create_task(measuring.text_roofline(self.backend, rows, self.wall_s()))
+        task = asyncio.create_task(run_roofline.text_roofline(self.backend, rows, self.wall_s()))
         await self._watch(task, self.session.stopping.is_set)
         if task.done():
             self.text_roofline = task.result() or self.text_roofline
@@ -286,7 +286,7 @@ class _Execution:
         """Follow the workload to its end, or to ours."""
         if self.session.stopping.is_set():
             return
-        self._clock_from, self._cores_from = time.monotonic(), neighbours.core_time()
+        self._clock_from, self._cores_from = time.monotonic(), cpu_contention.core_time()
         task = asyncio.create_task(self._follow())
         self._following = True
         try:
@@ -296,7 +296,7 @@ class _Execution:
                 raise self._failure
         finally:
             self._following = False
-            self._clock_to, self._cores_to = time.monotonic(), neighbours.core_time()
+            self._clock_to, self._cores_to = time.monotonic(), cpu_contention.core_time()
             await self.session.refresh()  # while there still is a far side
             await self._end(task, quietly=True)
             self._final = self.session.snapshot()
@@ -341,7 +341,7 @@ class _Execution:
         elif self._clock_from is None:
             await self._measure()  # all is ready and waits for us
             await self.session.mark()
-            self._clock_from, self._cores_from = time.monotonic(), neighbours.core_time()
+            self._clock_from, self._cores_from = time.monotonic(), cpu_contention.core_time()
             self._counts_before, self._seen = dict(progress.counts), None
         self._at_work |= not progress.setup
         self._told += 1
@@ -375,7 +375,7 @@ class _Execution:
 
     def _stuck(self, error: WorkError) -> None:
         """A plugin that is given up blocks the loop. Called from another thread."""
-        self._abandon("failed", FAILED, spoken.said(error))
+        self._abandon("failed", FAILED, error_text.safe_str(error))
 
     def _abandon(self, status: str, code: int, why: str) -> None:
         if not signals.owned():
@@ -385,7 +385,7 @@ class _Execution:
             if not self.reported:
                 self.on_abandon(self.report(status))
         except Exception as error:  # noqa: BLE001 (the loop's thread is in the midst of something)
-            log.warning("there is no report: %s", spoken.in_short(error))
+            log.warning("there is no report: %s", error_text.short_message(error))
         print(f"gpuinfer: {why}", file=sys.stderr, flush=True)
         signals.now(code)
 
@@ -431,9 +431,9 @@ class _Execution:
         """What was counted while the clock ran; what comes after it is nobody's."""
         return self._final or self.session.snapshot()
 
-    def update(self) -> Update:
+    def update(self) -> RunUpdate:
         phase = "stopping" if self.session.stopping.is_set() else self.phase
-        phase = compiling.NOTE if phase == "starting" and compiling.under_way() else phase
+        phase = compile_status.NOTE if phase == "starting" and compile_status.is_compiling() else phase
         snapshot = self.snapshot()
         self._active = snapshot.requests, sum(snapshot.errors.values()), _busy_s(snapshot)
         for notice in (*self.backend.notices, *snapshot.notices):
@@ -441,8 +441,8 @@ class _Execution:
                 self._noticed.add(notice)
                 log.warning("%s", notice)
         elapsed_s, setup_s = self.wall_s(), self.setup_s()
-        cores = sharing.cores(snapshot, *self._used()) if elapsed_s else None
-        return Update(
+        cores = report_sections.core_shares(snapshot, *self._used()) if elapsed_s else None
+        return RunUpdate(
             self.progress, snapshot, elapsed_s, setup_s, phase, self.roofline, cores, text_roofline=self.text_roofline
         )
 
@@ -452,7 +452,7 @@ class _Execution:
             return self.wall_s(), self.cores()
         now = time.monotonic()
         if self._seen is None or now >= self._ask_at:
-            used, wall_s = neighbours.core_time(), self.wall_s()
+            used, wall_s = cpu_contention.core_time(), self.wall_s()
             self._seen = wall_s, used.since(self._cores_from) if used and self._cores_from else None
             self._ask_at = now + max(ASK_S, ASK_SHARE * (time.monotonic() - now))
         return self._seen

@@ -1,4 +1,7 @@
-"""A workload's way to answers, and the counters of all that it set going: its own engine's and its workers'."""
+"""A workload's session: its way to answers, and the counters of all that it started, its own engine's and its workers'.
+Before anything is measured, started or loaded, one bounded preflight question asks the backend whether it can serve
+what is wanted.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +9,12 @@ import asyncio
 import contextlib
 import functools
 import itertools
+import logging
 import math
 import os
+import threading
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
@@ -16,18 +22,52 @@ from gpuinfer import stats
 from gpuinfer.api import Backend, Infer, Limits, ModelSpec, Priority, Result, Roofline, Strategy, Stream
 from gpuinfer.config import blame
 from gpuinfer.engine.engine import Engine
-from gpuinfer.engine.settling import OnPart
-from gpuinfer.engine.streaming import PartStream
+from gpuinfer.engine.results import OnPart
+from gpuinfer.engine.stream import PartStream
+from gpuinfer.engine.trace_recorder import Recorder
 from gpuinfer.engine.watchdog import Held, Patience, Watchdog
 from gpuinfer.errors import WorkError
-from gpuinfer.host import pauses
-from gpuinfer.runtime import counting
-from gpuinfer.runtime.asking import let_refuse
-from gpuinfer.runtime.counting import Counting
-from gpuinfer.runtime.naming import called, free_name, told_apart
-from gpuinfer.runtime.processes import Job, Workers
+from gpuinfer.host import process
+from gpuinfer.runtime import session_counters
+from gpuinfer.runtime.session_counters import SessionCounters, distinct_names, free_name, model_name
+from gpuinfer.runtime.worker_pool import WorkerJob, WorkerPool
 from gpuinfer.stats import Snapshot
-from gpuinfer.trace.recorder import Recorder
+
+log = logging.getLogger(__name__)
+
+ANSWER_S = 60.0
+
+
+async def preflight(backend: Backend) -> None:
+    """Raise what its `check` raises. One that does not answer in time is named, and left to its start, which is
+    watched.
+
+    It is asked in a thread with an event loop of its own, so that one that blocks keeps nobody: neither the caller's
+    loop nor the process.
+    """
+    if type(backend).check is Backend.check:  # which knows of nothing
+        return
+    answered: Future[None] = Future()
+    answered.set_running_or_notify_cancel()  # whoever stops waiting leaves the thread to itself
+
+    def ask() -> None:
+        try:
+            with blame.calling(backend, "check"):
+                asyncio.run(backend.check())
+        except BaseException as error:  # noqa: BLE001 (raised where it is waited for)
+            answered.set_exception(error)
+        else:
+            answered.set_result(None)
+
+    threading.Thread(target=ask, name="gpuinfer check", daemon=True).start()
+    try:
+        await asyncio.wait_for(asyncio.wrap_future(answered), ANSWER_S)
+    except TimeoutError:  # ours: what a plugin raises is a `WorkError` that names it
+        log.warning(
+            "%s has not said within %g s whether it can serve this, and is started all the same.",
+            blame.who(backend),
+            ANSWER_S,
+        )
 
 
 class Session(Infer):
@@ -67,7 +107,7 @@ class Session(Infer):
         self._on_fault = on_fault
         self.watchdog = Watchdog(patience, self._give_up, on_stuck, name)
         self.watchdog.watch(functools.partial(self._held, patience), backend, strategy)
-        self._counting = Counting(backend, self._engine, of_process=within is None)
+        self._counting = SessionCounters(backend, self._engine, of_process=within is None)
         self._starting: asyncio.Task[None] | None = None
         self._pauses_short = False
         self._clients = itertools.count()
@@ -146,7 +186,7 @@ class Session(Infer):
 
     async def check(self) -> None:
         """Raises what the backend knows that it cannot serve (`Backend.check`), its own model alone. Starts nothing."""
-        await let_refuse(self._backend)
+        await preflight(self._backend)
 
     async def ready(self) -> Limits:
         if self._starting is None:
@@ -154,7 +194,7 @@ class Session(Infer):
         await asyncio.shield(self._starting)  # one impatient request does not stop it for the others
         if not self._started:
             self._counting.started = self._pauses_short = True
-            pauses.keep_short()
+            process.shorten_collections()
             if self._recorder is not None:
                 self._recorder.limits = self.limits
         return self.limits
@@ -223,9 +263,9 @@ class Session(Infer):
             backend = self._backend.beside(spec, share)
         strategy = type(self._strategy)(backend.setup, **self._strategy.options.model_dump())
         if name is None and (model := self._backend.setup.model) is not None:
-            own, name = told_apart(model, spec)
-            self.called = self.called or (own if own != called(model) else "")
-        name = free_name(name or called(spec), (one._name for one in self._beside))
+            own, name = distinct_names(model, spec)
+            self.called = self.called or (own if own != model_name(model) else "")
+        name = free_name(name or model_name(spec), (one._name for one in self._beside))
         one = Session(backend, strategy, name=name, within=self)  # what the report calls its model, and its lanes
         self.watchdog.watch(functools.partial(one._held, Patience.of(backend.setup)), backend, strategy)
         self._beside.append(one)
@@ -236,7 +276,7 @@ class Session(Infer):
     def _own_name(self) -> str:
         """By which the run's own model is told apart from those beside it."""
         model = self._backend.setup.model
-        name = self.called or (called(model) if model is not None else type(self._backend).__name__.lower())
+        name = self.called or (model_name(model) if model is not None else type(self._backend).__name__.lower())
         return f"own {name}" if name in {one._name for one in self._beside} else name
 
     @contextlib.contextmanager
@@ -251,18 +291,18 @@ class Session(Infer):
     def lane(self, name: str) -> stats.Lane:
         return self._counting.lane(name)
 
-    def workers(self, target: str, arguments: Sequence[Mapping[str, Any]]) -> Workers:
-        made = Workers(functools.partial(self._jobs, target, arguments))
+    def workers(self, target: str, arguments: Sequence[Mapping[str, Any]]) -> WorkerPool:
+        made = WorkerPool(functools.partial(self._jobs, target, arguments))
         self._counting.workers.append(made)
         return made
 
-    async def _jobs(self, target: str, arguments: Sequence[Mapping[str, Any]]) -> list[Job]:
+    async def _jobs(self, target: str, arguments: Sequence[Mapping[str, Any]]) -> list[WorkerJob]:
         if self._backend.remote:
             await self.ready()
         with blame.calling(self._backend, "connect"):
             connectors = [self._backend.connect() for _ in arguments]
         return [
-            Job(
+            WorkerJob(
                 index=index,
                 target=target,
                 arguments=given,
@@ -302,7 +342,7 @@ class Session(Infer):
 
     async def refresh(self) -> None:
         """Ask a remote backend what its far side has measured. What was known stays when it takes over a second."""
-        await counting.refresh(one._counting for one in self._all())
+        await session_counters.refresh(one._counting for one in self._all())
 
     def watch(self, kind: type) -> None:
         self.watchdog.watch(tuple, kind)
@@ -336,7 +376,7 @@ class Session(Infer):
         finally:
             if self._pauses_short:
                 self._pauses_short = False
-                pauses.restore()
+                process.restore_collector()
             if self._recorder is not None:
                 self._recorder.close()
 
@@ -344,7 +384,7 @@ class Session(Infer):
 class OwnPulse:
     """One engine of several: what `Session` tells of all of them together."""
 
-    def __init__(self, engine: Engine, counting: Counting) -> None:
+    def __init__(self, engine: Engine, counting: SessionCounters) -> None:
         self._engine, self._counting = engine, counting
 
     @property

@@ -18,20 +18,18 @@ from typing import Any
 from gpuinfer import errors
 from gpuinfer.api import Infer
 from gpuinfer.errors import UsageError, WorkError
-from gpuinfer.host import children, loop, spoken
-from gpuinfer.host.error_wire import nearest
-from gpuinfer.runtime.line import LineClosed, WorkerLine
-from gpuinfer.runtime.processes import Job
-from gpuinfer.runtime.pulse import Heart
+from gpuinfer.host import children, error_text, event_loop
+from gpuinfer.host.error_text import nearest_error_type
 from gpuinfer.runtime.session import Session
+from gpuinfer.runtime.worker_pool import LineClosed, WorkerHeartbeat, WorkerJob, WorkerLine
 
 REPORT_S = 0.5  # between two snapshots
 FAREWELL_S = 5.0  # to wind up after the line has closed; a kernel in a thread cannot be interrupted
 
-Target = Callable[[Infer, "Channel", Mapping[str, Any]], Awaitable[None]]
+Target = Callable[[Infer, "ParentChannel", Mapping[str, Any]], Awaitable[None]]
 
 
-class Channel:
+class ParentChannel:
     """The worker's end of its line (`api.Channel`)."""
 
     def __init__(self, line: WorkerLine) -> None:
@@ -45,11 +43,11 @@ class Channel:
         return await self.inbox.get()
 
 
-def main(end: socket.socket, pulse: Connection, job: Job) -> None:
+def main(end: socket.socket, pulse: Connection, job: WorkerJob) -> None:
     """Run one job, and leave no later than the parent."""
-    children.settle_in()
+    children.set_up_child()
     logging.getLogger("gpuinfer").addHandler(_ToPeople())
-    loop.run(_serve(end, Heart(pulse), job))
+    event_loop.run(_serve(end, WorkerHeartbeat(pulse), job))
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)  # all is closed and said: taking torch apart first would cost up to a second
@@ -62,7 +60,7 @@ class _ToPeople(logging.Handler):
         print(f"gpuinfer: {record.getMessage()}", file=sys.stderr, flush=True)
 
 
-async def _serve(end: socket.socket, heart: Heart, job: Job) -> None:
+async def _serve(end: socket.socket, heart: WorkerHeartbeat, job: WorkerJob) -> None:
     line = await WorkerLine.open(end)
     last: dict[str, Any] = {"end": True}
     try:
@@ -78,8 +76,8 @@ async def _serve(end: socket.socket, heart: Heart, job: Job) -> None:
     line.close()
 
 
-async def _work(line: WorkerLine, heart: Heart, job: Job) -> None:
-    target = find(job.target)
+async def _work(line: WorkerLine, heart: WorkerHeartbeat, job: WorkerJob) -> None:
+    target = find_target(job.target)
     strategy = job.strategy(job.setup, **job.options)
     work, faults = asyncio.current_task(), list[WorkError]()
 
@@ -108,9 +106,9 @@ async def _work(line: WorkerLine, heart: Heart, job: Job) -> None:
         raise
 
 
-async def _work_in(session: Session, target: Target, line: WorkerLine, heart: Heart, job: Job) -> None:
+async def _work_in(session: Session, target: Target, line: WorkerLine, heart: WorkerHeartbeat, job: WorkerJob) -> None:
     async with session:
-        channel, reporter = Channel(line), _Reporter(line, session)
+        channel, reporter = ParentChannel(line), _Reporter(line, session)
         work = asyncio.current_task()
         tasks = [asyncio.create_task(_listen(line, channel.inbox, reporter, work)), asyncio.create_task(reporter.run())]
         try:
@@ -170,13 +168,15 @@ def _leave_in(seconds: float) -> None:
     timer.start()
 
 
-def find(target: str) -> Target:
+def find_target(target: str) -> Target:
     """The function that `module:function` names. Raises `UsageError` when there is none."""
     module, _, name = target.partition(":")
     try:
         function: Target = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
-        raise UsageError(f"no worker function '{target}': {spoken.said(error)}. Name it as module:function.") from error
+        raise UsageError(
+            f"no worker function '{target}': {error_text.safe_str(error)}. Name it as module:function."
+        ) from error
     return function
 
 
@@ -184,7 +184,7 @@ def describe(error: BaseException) -> dict[str, str]:
     """An error as plain values: the nearest of our own types when it is one of them, its message, its traceback."""
     first = errors.unwrap(error)
     return {
-        "type": nearest(first) or spoken.kind_of(first),
-        "message": spoken.said(first),
+        "type": nearest_error_type(first) or error_text.type_name(first),
+        "message": error_text.safe_str(first),
         "traceback": "".join(traceback.format_exception(error)),
     }

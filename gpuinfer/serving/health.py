@@ -1,7 +1,7 @@
-"""Whether this replica is alive, ready, busy or stuck.
+"""Whether this replica is alive, ready, busy or stuck, and its counters as `GET /stats` answers them.
 
-Busy is healthy. Stuck is one that has work, and whose engine or generator has moved nothing for too long: its port may
-answer all the while. Looks are counted, not seconds, so that a process that was suspended does not call itself stuck.
+Busy is healthy. A replica is stuck when it has work and its engine has made no progress for too long, though its port
+may still answer. Looks are counted, not seconds, so that a suspended process does not call itself stuck.
 """
 
 from __future__ import annotations
@@ -9,9 +9,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
+
+from gpuinfer.report import report, report_sections
+from gpuinfer.stats import ERRORS, Snapshot, since, summarise, tokens_of
 
 LOOK_S = 0.25
 STUCK_S = 3.0
@@ -22,7 +26,7 @@ FIRST_S = 60.0  # until anything has been answered: kernels are compiled, memory
 Status = Literal["ready", "starting", "draining", "stuck"]
 
 
-class Pulse(Protocol):
+class EngineProgress(Protocol):
     """What there is to see of an engine at work."""
 
     @property
@@ -38,10 +42,10 @@ class Pulse(Protocol):
 
 
 @dataclass(slots=True)
-class Health:
+class ReplicaHealth:
     """One replica's. `in_flight` is counted by whoever takes requests, the rest is looked at."""
 
-    pulse: Pulse
+    pulse: EngineProgress
     model: str
     kind: str
     phase: Literal["starting", "ready", "draining"] = "starting"
@@ -102,7 +106,7 @@ class Health:
         }
 
 
-async def look(at: Sequence[Health], on_look: Callable[[], None]) -> None:
+async def watch_health(at: Sequence[ReplicaHealth], on_look: Callable[[], None]) -> None:
     """Look at all of them again and again, until it is cancelled. `on_look` is called each time."""
     with contextlib.suppress(asyncio.CancelledError):
         while True:
@@ -110,3 +114,74 @@ async def look(at: Sequence[Health], on_look: Callable[[], None]) -> None:
                 one.look_once()
             on_look()
             await asyncio.sleep(LOOK_S)
+
+
+EVERY_S, KEPT_S = 1.0, 10.0  # a look at the counters, and how far back the rates of /stats look
+
+
+@dataclass(slots=True)
+class RecentCounters:
+    """The counters of the last seconds, one snapshot a second."""
+
+    began: float = field(default_factory=time.monotonic)
+    _seen: deque[tuple[float, Snapshot]] = field(default_factory=deque)
+
+    def due(self, now: float) -> bool:
+        return not self._seen or now - self._seen[-1][0] >= EVERY_S
+
+    def take(self, now: float, snapshot: Snapshot) -> None:
+        self._seen.append((now, snapshot))
+        while len(self._seen) > 2 and now - self._seen[0][0] > KEPT_S:
+            self._seen.popleft()
+
+    def window(self) -> tuple[float, Snapshot]:
+        """For so many seconds it has been counted; both empty before there are two looks."""
+        if len(self._seen) < 2:
+            return 0.0, Snapshot()
+        (first, before), (last, now) = self._seen[0], self._seen[-1]
+        return last - first, since(now, before)
+
+    @property
+    def rows_per_s(self) -> float:
+        seconds, counted = self.window()
+        return counted.rows / seconds if seconds else 0.0
+
+
+def replica_stats(snapshot: Snapshot, recent: RecentCounters, about: dict[str, Any]) -> dict[str, Any]:
+    """What `GET /stats` answers: the JSON report's fields, live. Times are in seconds, sizes in rows."""
+    wall_s = time.monotonic() - recent.began
+    return {
+        **about,
+        "uptime_s": wall_s,
+        "requests": snapshot.requests,
+        "rows": snapshot.rows,
+        "waiting_rows": snapshot.waiting,
+        "slots": snapshot.slots or None,
+        "throughput": recent_rates(*recent.window()),
+        "batches": report.batches(snapshot),
+        "latency_s": summarise(snapshot.latency),
+        "queue_wait_s": summarise(snapshot.queue_wait),
+        "first_token_s": summarise(snapshot.first_token),
+        "between_tokens_s": summarise(snapshot.between_tokens),
+        "classes": {name: report.of_class(count) for name, count in snapshot.classes.items()},
+        "tokens": tokens_of(snapshot),
+        "unmasking": report.unmasking(snapshot),
+        "time_s": report.time_s(snapshot.lanes, wall_s),
+        "lanes": len(snapshot.lanes),
+        "stations": report.stations(snapshot.lanes, wall_s),
+        "errors": {name: snapshot.errors.get(name, 0) for name in ERRORS},
+        "memory": report.memory(snapshot),
+        "model": dict(snapshot.device["model"]) if "model" in snapshot.device else None,
+        "models": report_sections.model_lines(snapshot, wall_s),
+        "notices": list(snapshot.notices),
+        "device": report.device(snapshot, wall_s),
+    }
+
+
+def recent_rates(seconds: float, counted: Snapshot) -> dict[str, float]:
+    """For each second of the last ones."""
+    counts: dict[str, float] = {"requests": counted.requests, "rows": counted.rows, **tokens_of(counted)}
+    return {
+        "over_s": seconds,
+        **{f"{name}_per_s": count / seconds if seconds else 0.0 for name, count in counts.items()},
+    }

@@ -16,22 +16,21 @@ from pathlib import Path
 import msgspec
 
 from gpuinfer.api import Backend, Strategy
-from gpuinfer.config.described import Beside, Described
+from gpuinfer.config.setup_file import AdditionalModel, ServerSetup
 from gpuinfer.errors import UsageError, WorkError
 from gpuinfer.host import machine, signals
 from gpuinfer.host.files import write_whole
-from gpuinfer.http.access import LOOPBACK, Access, Changing, Keys, keep_fresh
-from gpuinfer.http.limits import HttpLimits, fewer
-from gpuinfer.http.paths import Paths
+from gpuinfer.http.access import LOOPBACK, Access, Keys, ReloadableFile, reload_changed_files
+from gpuinfer.http.network import Certificate
+from gpuinfer.http.parser import HttpLimits, limit_notice
+from gpuinfer.http.route_table import RouteTable
 from gpuinfer.http.server import HttpServer
-from gpuinfer.http.tls import Certificate
 from gpuinfer.runtime.session import Session
 from gpuinfer.serving import health
-from gpuinfer.serving.options import HERE
-from gpuinfer.serving.routes import routes
-from gpuinfer.serving.service import Service
-from gpuinfer.serving.several import Served
-from gpuinfer.serving.spans import NO_SPANS, Spans
+from gpuinfer.serving.routes import replica_routes
+from gpuinfer.serving.serve_options import HERE
+from gpuinfer.serving.service import ModelService, ServedModels
+from gpuinfer.serving.tracing import NO_SPANS, Spans
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +44,7 @@ LOOK_S = 0.02  # how often it is looked whether all is answered, while draining
 
 
 @dataclass(frozen=True)
-class Place:
+class ServerAddress:
     """Where a replica listens and who may ask it."""
 
     host: str = "127.0.0.1"
@@ -66,9 +65,9 @@ class Place:
         hosts = LOOPBACK | self.hosts | {self.host} if checked else None
         return Access(self.api, self.admin, hosts, self.origins)
 
-    def files(self) -> list[Changing]:
+    def files(self) -> list[ReloadableFile]:
         """What may change while it serves."""
-        found: list[Changing] = [*self.access().files]
+        found: list[ReloadableFile] = [*self.access().files]
         return found if self.tls is None else [*found, self.tls]
 
 
@@ -76,11 +75,16 @@ Say = Callable[[str, int], None]
 """Told once the server is ready: its address and port."""
 
 
-class Replica:
+class ReplicaServer:
     """One model behind HTTP, or several. Made and run on one event loop."""
 
     def __init__(
-        self, described: Described, backend: Backend, strategy: Strategy, place: Place, spans: Spans = NO_SPANS
+        self,
+        described: ServerSetup,
+        backend: Backend,
+        strategy: Strategy,
+        place: ServerAddress,
+        spans: Spans = NO_SPANS,
     ) -> None:
         if described.setup.model is None:
             raise UsageError("a server without a model has nothing to serve. Give it one.")
@@ -88,21 +92,21 @@ class Replica:
         self.session = Session(backend, strategy, on_fault=self._fault, on_stuck=self._stuck)
         if described.beside:
             self.session.called = described.name
-        first = Beside(name=described.name, model=described.setup.model, unmasking=described.unmasking)
+        first = AdditionalModel(name=described.name, model=described.setup.model, unmasking=described.unmasking)
         sessions = [self.session]
         sessions += [self.session.open_beside(one.model, one.name, one.share) for one in described.beside]
         models = (first, *described.beside)
-        self.served = Served([self._service(one, session) for one, session in zip(models, sessions, strict=True)])
+        self.served = ServedModels([self._service(one, session) for one, session in zip(models, sessions, strict=True)])
         self._loop = asyncio.get_running_loop()
         self.stop = asyncio.Event()  # asked to end
         self._at_once = asyncio.Event()  # asked again
         self._failure: WorkError | None = None
         self._dead: set[str] = set()  # models that have been told to be gone
 
-    def _service(self, model: Beside, session: Session) -> Service:
-        return Service(
+    def _service(self, model: AdditionalModel, session: Session) -> ModelService:
+        return ModelService(
             session,
-            health.Health(session.own, model.name, model.model.kind),
+            health.ReplicaHealth(session.own, model.name, model.model.kind),
             model.model,
             unmasking=model.unmasking,
             behind_router=self._place.behind_router,
@@ -115,15 +119,15 @@ class Replica:
         Raises `UsageError` for an address that cannot be had and for a model that cannot be loaded, and `WorkError`
         once its backend was given up.
         """
-        paths = Paths(routes(self.served), self._place.access())
+        paths = RouteTable(replica_routes(self.served), self._place.access())
         limits = self._place.limits.within(machine.descriptors())
         if limits.connections < self._place.limits.connections:
-            log.warning("%s", fewer(self._place.limits.connections, limits.connections))
+            log.warning("%s", limit_notice(self._place.limits.connections, limits.connections))
         server = HttpServer(paths, limits, quick=paths.quick)
         self.served.http_counts = lambda: server.counts
         port = await server.listen(self._place.host, self._place.port, tls=self._place.tls)
-        fresh = asyncio.create_task(keep_fresh(self._place.files()))
-        looking = asyncio.create_task(health.look([one.health for one in self.served.services], self._look))
+        fresh = asyncio.create_task(reload_changed_files(self._place.files()))
+        looking = asyncio.create_task(health.watch_health([one.health for one in self.served.services], self._look))
         before = sys.getswitchinterval()
         sys.setswitchinterval(SWITCH_S)
         try:

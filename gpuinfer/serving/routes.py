@@ -1,37 +1,236 @@
-"""All routes of one replica, in one table."""
+"""All routes of one replica in one table, and the OpenAPI document (3.1) made from it.
+
+Beside the endpoints of the models: updates of weights and adapters (which need the admin key, since they name paths),
+metrics, and the live page.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import msgspec
+from msgspec import Struct
 
-from gpuinfer.http.exchange import Exchange, Handler
-from gpuinfer.http.paths import Route
-from gpuinfer.models.bodies import MEDIA_TYPE
-from gpuinfer.openai.schema import RequestBody
-from gpuinfer.serving import openapi
-from gpuinfer.serving.answers import NoSuchModel, encode, plain_headers
-from gpuinfer.serving.asking import Asking, new_id
-from gpuinfer.serving.changes import changing
-from gpuinfer.serving.chats import Chats
-from gpuinfer.serving.evaluate import Evaluate
-from gpuinfer.serving.figures import figures
-from gpuinfer.serving.generations import Generations
-from gpuinfer.serving.openapi import answers, holding
-from gpuinfer.serving.predict import Predict, PredictBody
-from gpuinfer.serving.service import Service
-from gpuinfer.serving.several import Served
-from gpuinfer.serving.watched import watched
+from gpuinfer import __version__
+from gpuinfer.errors import UsageError
+from gpuinfer.http.http_exchange import Exchange, Handler
+from gpuinfer.http.route_table import Route
+from gpuinfer.models.row_format import MEDIA_TYPE
+from gpuinfer.serving.health import replica_stats
+from gpuinfer.serving.monitoring.live_page import FILES, LiveEvents, LiveState, send_file
+from gpuinfer.serving.monitoring.metrics import CONTENT_TYPE, Floor, exposition, models_up_family, served_models_family
+from gpuinfer.serving.openai.requests import BadRequest, unreadable
+from gpuinfer.serving.openai.schema import CHANGES, LoadBody, RequestBody, UnloadBody, UpdateBody
+from gpuinfer.serving.request import NoSuchModel, RequestContext, encode, new_id, plain_headers
+from gpuinfer.serving.row_endpoint import EvaluateEndpoint
+from gpuinfer.serving.service import ModelService, ServedModels, Work
+from gpuinfer.serving.text_endpoints import CompletionsEndpoint, GenerationsEndpoint, PredictBody, PredictEndpoint
+
+ERROR = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["message", "type", "param", "code"],
+            "properties": {
+                "message": {"type": "string"},
+                "type": {"type": "string"},
+                "param": {"type": ["string", "null"]},
+                "code": {"type": ["string", "null"]},
+            },
+        }
+    },
+}
+ERRORS = {
+    "400": "What is asked cannot be, and the message says why.",
+    "401": "No key, or a wrong one.",
+    "403": "Not under this name, or not without an admin key.",
+    "404": "No such path or model.",
+    "405": "Not with this method.",
+    "408": "The request's deadline has passed, or it came too slowly.",
+    "413": "A body that is too large.",
+    "422": "The model's answer to this is no answer.",
+    "429": "The queue is full. Come again after Retry-After seconds.",
+    "500": "The model failed.",
+    "503": "Loading or shutting down. Come again after Retry-After seconds.",
+}
+TEMPLATE = "#/components/schemas/{name}"
+
+
+def openapi_document(routes: Sequence[Route], url: str = "/") -> dict[str, Any]:
+    """Of these routes. One whose `openapi` is {"hidden": True} is left out."""
+    schemas: dict[str, Any] = {"Error": ERROR}
+    paths: dict[str, dict[str, Any]] = {}
+    for route in routes:
+        if not route.openapi.get("hidden"):
+            paths.setdefault(route.path, {})[route.method.lower()] = _operation(route, schemas)
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "gpuinfer", "version": __version__, "description": "Answers of one model."},
+        "servers": [{"url": url}],
+        "paths": paths,
+        "components": {
+            "schemas": schemas,
+            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+        },
+    }
+
+
+def _operation(route: Route, schemas: dict[str, Any]) -> dict[str, Any]:
+    own = route.openapi
+    made: dict[str, Any] = {
+        "summary": route.summary,
+        "operationId": f"{route.method.lower()}{route.path.replace('/', '_').rstrip('_')}",
+        "responses": {**_errors(), **own.get("responses", {"200": {"description": "Done."}})},
+    }
+    if route.access != "open":
+        made["security"] = [{"key": []}, {}]
+    if (body := own.get("body")) is not None:
+        content = {"application/json": {"schema": _schema(body, own.get("required", ()), schemas)}}
+        made["requestBody"] = {"required": True, "content": {**content, **own.get("content", {})}}
+    if parameters := own.get("parameters"):
+        made["parameters"] = parameters
+    return made
+
+
+def _errors() -> dict[str, Any]:
+    shape = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
+    return {code: {"description": text, "content": shape} for code, text in ERRORS.items()}
+
+
+def _schema(body: Any, required: Sequence[str], schemas: dict[str, Any]) -> Mapping[str, Any]:
+    """Of a msgspec structure, with its parts under `schemas`; `required` are fields without which it is nothing."""
+    (schema,), parts = msgspec.json.schema_components([body], ref_template=TEMPLATE)
+    schemas.update(parts)
+    if not required:
+        return schema
+    return {"allOf": [schema, {"required": list(required)}]}
+
+
+def json_responses(description: str, schema: Mapping[str, Any], *other: str) -> dict[str, Any]:
+    """The `responses` of a route that answers 200 with JSON of this schema, or with one of the `other` media types."""
+    content: dict[str, Any] = {"application/json": {"schema": schema}}
+    return {"200": {"description": description, "content": {**content, **{kind: {} for kind in other}}}}
+
+
+def object_schema(*names: str) -> dict[str, Any]:
+    """The schema of an object with at least these fields."""
+    return {"type": "object", "required": list(names)}
+
 
 HIDDEN: Mapping[str, Any] = {"hidden": True}
-CHOICES = holding("id", "object", "created", "model", "choices", "usage")
+TEXT = {"description": "Prometheus' text format.", "content": {"text/plain": {"schema": {"type": "string"}}}}
 
 
-def routes(served: Served) -> list[Route]:
+def monitoring_routes(served: ServedModels) -> list[Route]:
+    """The files of the page hold nothing of this server's and need no key; what it is told does."""
+    watching = LiveEvents(lambda: _see(served))
+    served.at_drain.append(watching.close)
+    return [
+        Route("GET", "/metrics", _metrics(served), "api", "Metrics for Prometheus.", {"responses": {"200": TEXT}}),
+        Route("GET", "/events", watching, "api", "What the page shows, once a second.", HIDDEN),
+        *(Route("GET", path, send_file, "open", "The live page.", HIDDEN) for path in FILES),
+    ]
+
+
+async def _see(served: ServedModels) -> LiveState:
+    await served.session.refresh()
+    about = {
+        "model": ", ".join(served.names),
+        "status": served.status,
+        "version": __version__,
+        "up_s": time.monotonic() - served.recent.began,
+    }
+    return LiveState(served.session.snapshot(), about=about)
+
+
+def _metrics(served: ServedModels) -> Handler:
+    floor: Floor = {}
+
+    async def handle(exchange: Exchange) -> None:
+        await served.session.refresh()
+        ready = {one.name: one.health.status == "ready" for one in served.services}
+        snapshot, more = served.session.snapshot(), [served_models_family(served.names), models_up_family(ready)]
+        exchange.respond(200, await asyncio.to_thread(exposition, snapshot, more, floor), CONTENT_TYPE)
+
+    return handle
+
+
+def update_routes(service: ModelService) -> list[Route]:
+    changes = _UpdateEndpoints(service)
+    works: Mapping[type[Struct], Any] = {
+        LoadBody: changes.load,
+        UnloadBody: changes.unload,
+        UpdateBody: changes.update,
+    }
+    told = json_responses("What there is now.", object_schema("model", "adapters"))
+    found = []
+    for url, (body, summary) in CHANGES.items():
+        handler = service.handler(changes.reading(body, works[body]))
+        found.append(Route("POST", url, handler, "admin", summary, {"body": body, "responses": told}))
+    return found
+
+
+class _UpdateEndpoints:
+    """Each refuses with 400 what the backend refuses, with its words: they are for whoever may change what runs."""
+
+    def __init__(self, service: ModelService) -> None:
+        self._service = service
+
+    async def load(self, asked: LoadBody) -> dict[str, Any]:
+        name, known = asked.lora_name, self._service.session.adapters
+        if not asked.load_inplace and name in known:
+            raise BadRequest(
+                f"the adapter '{name}' is loaded. Unload it first, or leave load_inplace out.", "lora_name"
+            )
+        version = asked.version or next_version(name, known)
+        await self._service.session.update(version, asked.lora_path, adapter=name)
+        return {"adapter": f"{name}@{version}"}
+
+    async def unload(self, asked: UnloadBody) -> dict[str, Any]:
+        await self._service.session.unload(asked.lora_name)
+        return {"adapter": asked.lora_name}
+
+    async def update(self, asked: UpdateBody) -> dict[str, Any]:
+        session = self._service.session
+        await session.update(asked.version, asked.weights, adapter=asked.adapter, drain=asked.drain)
+        return {"version": asked.version}
+
+    def reading(self, body: type[Struct], work: Callable[[Any], Awaitable[dict[str, Any]]]) -> Work:
+        """The work of a route: its body understood, and done."""
+        decoder: msgspec.json.Decoder[Any] = msgspec.json.Decoder(body)
+
+        async def handle(exchange: Exchange, asking: RequestContext) -> None:
+            try:
+                asked = decoder.decode(exchange.body)
+            except (ValueError, RecursionError) as error:
+                raise unreadable(error, body, exchange.body, "request") from error
+            self._service.adapter_of(asked.model)  # whose name it must be, or one of its adapters'
+            try:
+                told = await work(asked)
+            except UsageError as error:
+                raise BadRequest(str(error)) from None
+            own = {"model": self._service.name, "adapters": list(self._service.session.adapters)}
+            exchange.respond(200, encode(own | told), headers=plain_headers(asking.id))
+
+        return handle
+
+
+def next_version(name: str, known: Sequence[str]) -> str:
+    """One more than the largest number that is a version of it."""
+    versions = (one.removeprefix(f"{name}@") for one in known if one.startswith(f"{name}@"))
+    return str(1 + max((int(one) for one in versions if one.isascii() and one.isdecimal()), default=0))
+
+
+CHOICES = object_schema("id", "object", "created", "model", "choices", "usage")
+
+
+def replica_routes(served: ServedModels) -> list[Route]:
     """Those of models of the other kind are there too: they say which to ask instead."""
     each = [_of_a_model(service) for service in served.services]
     table = [
@@ -39,7 +238,7 @@ def routes(served: Served) -> list[Route]:
         Route("GET", "/v1/models", _models(served), "api", "The models and their limits.", _MODELS),
         *(each[0] if len(each) == 1 else _chosen(served, each)),
         Route("GET", "/stats", _stats(served), "api", "Counters, times and rates of the last seconds.", _STATS),
-        *watched(served),
+        *monitoring_routes(served),
     ]
     found: list[Route] = []
     found.append(Route("GET", "/openapi.json", _document(found), "api", "This document.", _PLAIN))
@@ -47,12 +246,12 @@ def routes(served: Served) -> list[Route]:
     return found
 
 
-def _of_a_model(service: Service) -> list[Route]:
+def _of_a_model(service: ModelService) -> list[Route]:
     own = _text(service) if service.health.kind == "text" else _rows(service)
-    return [*own, *changing(service), *_others(service)]
+    return [*own, *update_routes(service), *_others(service)]
 
 
-def _chosen(served: Served, each: Sequence[Sequence[Route]]) -> list[Route]:
+def _chosen(served: ServedModels, each: Sequence[Sequence[Route]]) -> list[Route]:
     """One route for each path, which the model answers that a request names."""
     found: dict[str, Route] = {}
     handlers: dict[str, dict[str, Handler]] = {}
@@ -69,20 +268,20 @@ def _chosen(served: Served, each: Sequence[Sequence[Route]]) -> list[Route]:
     ]
 
 
-def _health(served: Served) -> Route:
+def _health(served: ServedModels) -> Route:
     def now(exchange: Exchange) -> None:
         exchange.respond(served.code, encode(served.told()))
 
     async def handle(exchange: Exchange) -> None:
         now(exchange)
 
-    told = {"description": "Whether it is ready.", "content": {"application/json": {"schema": holding("status")}}}
+    told = {"description": "Whether it is ready.", "content": {"application/json": {"schema": object_schema("status")}}}
     own = {"responses": {"200": told, "503": told}}
     return Route("GET", "/health", handle, "open", "Alive, ready, busy or stuck.", own, immediate=now)
 
 
-def _text(service: Service) -> list[Route]:
-    chats = Chats(service)
+def _text(service: ModelService) -> list[Route]:
+    chats = CompletionsEndpoint(service)
     made = [
         Route("POST", url, service.handler(chats.answer(url)), "api", summary, _asked(field))
         for url, field, summary in (
@@ -90,25 +289,39 @@ def _text(service: Service) -> list[Route]:
             ("/v1/chat/completions", "messages", "Answer a chat, as OpenAI has it."),
         )
     ]
-    predicted = {"body": PredictBody, "responses": answers("The answers.", holding("samples"))}
+    predicted = {"body": PredictBody, "responses": json_responses("The answers.", object_schema("samples"))}
     return [
         *made,
-        Route("POST", "/predict", service.handler(Predict(service)), "api", "So many answers to one text.", predicted),
-        Route("POST", "/v1/generations", service.handler(Generations(service)), "api", "In frames of msgpack.", HIDDEN),
+        Route(
+            "POST",
+            "/predict",
+            service.handler(PredictEndpoint(service)),
+            "api",
+            "So many answers to one text.",
+            predicted,
+        ),
+        Route(
+            "POST",
+            "/v1/generations",
+            service.handler(GenerationsEndpoint(service)),
+            "api",
+            "In frames of msgpack.",
+            HIDDEN,
+        ),
     ]
 
 
-def _rows(service: Service) -> list[Route]:
-    evaluate = Evaluate(service)
+def _rows(service: ModelService) -> list[Route]:
+    evaluate = EvaluateEndpoint(service)
     own = {
         "body": evaluate.body,
         "content": {MEDIA_TYPE: {"schema": {"type": "string", "contentMediaType": MEDIA_TYPE}}},
-        "responses": answers("The model's answers.", {"type": "object"}, MEDIA_TYPE),
+        "responses": json_responses("The model's answers.", {"type": "object"}, MEDIA_TYPE),
     }
     return [Route("POST", "/v1/evaluate", service.handler(evaluate), "api", "The model's answers to rows.", own)]
 
 
-def _others(service: Service) -> list[Route]:
+def _others(service: ModelService) -> list[Route]:
     """What the other kind of model would answer."""
     if service.health.kind == "text":
         urls, instead = ["/v1/evaluate"], "continues text: POST /v1/completions"
@@ -118,13 +331,13 @@ def _others(service: Service) -> list[Route]:
             ("takes rows: POST /v1/evaluate"),
         )
 
-    async def work(exchange: Exchange, asking: Asking) -> None:
+    async def work(exchange: Exchange, asking: RequestContext) -> None:
         raise NoSuchModel(f"the model here, '{service.name}', {instead}.")
 
     return [Route("POST", url, service.handler(work), "api", "Not of this model.", HIDDEN) for url in urls]
 
 
-def _models(served: Served) -> Handler:
+def _models(served: ServedModels) -> Handler:
     """What OpenAI's clients read, and beside it what each model takes."""
 
     async def handle(exchange: Exchange) -> None:
@@ -134,14 +347,14 @@ def _models(served: Served) -> Handler:
     return handle
 
 
-def _listed(service: Service) -> list[dict[str, Any]]:
+def _listed(service: ModelService) -> list[dict[str, Any]]:
     """A model, and its adapters."""
     own: dict[str, Any] = {"id": service.name, "object": "model", "created": service.created, "owned_by": "gpuinfer"}
     own |= {"ready": service.health.status == "ready", **service.facts()}
     return [own, *({**own, "id": name, "parent": service.name} for name in service.session.adapters)]
 
 
-def _stats(served: Served) -> Handler:
+def _stats(served: ServedModels) -> Handler:
     """With `?form=wire` the snapshot itself, as msgpack: for whoever adds up several servers; with `model=NAME` that of
     one of several models.
     """
@@ -154,7 +367,7 @@ def _stats(served: Served) -> Handler:
             exchange.respond(200, msgspec.msgpack.encode(snapshot.to_wire()), "application/msgpack")
             return
         about = {**served.told(), "http": served.http_counts()}
-        told = await asyncio.to_thread(lambda: encode(figures(snapshot, served.recent, about)))
+        told = await asyncio.to_thread(lambda: encode(replica_stats(snapshot, served.recent, about)))
         exchange.respond(200, told, headers=plain_headers(new_id()))
 
     return handle
@@ -162,16 +375,20 @@ def _stats(served: Served) -> Handler:
 
 def _document(table: list[Route]) -> Handler:
     async def handle(exchange: Exchange) -> None:
-        exchange.respond(200, encode(openapi.document(table)))
+        exchange.respond(200, encode(openapi_document(table)))
 
     return handle
 
 
 def _asked(field: str) -> dict[str, Any]:
-    whole = answers("The answers; with `stream` as server-sent events.", CHOICES, "text/event-stream")
+    whole = json_responses("The answers; with `stream` as server-sent events.", CHOICES, "text/event-stream")
     return {"body": RequestBody, "required": [field], "responses": whole}
 
 
-_MODELS = {"responses": answers("The models, and their adapters.", holding("object", "data"))}
-_STATS = {"responses": answers("The counters.", holding("requests", "latency_s", "errors"), "application/msgpack")}
-_PLAIN = {"responses": answers("OpenAPI 3.1.", holding("openapi", "paths"))}
+_MODELS = {"responses": json_responses("The models, and their adapters.", object_schema("object", "data"))}
+_STATS = {
+    "responses": json_responses(
+        "The counters.", object_schema("requests", "latency_s", "errors"), "application/msgpack"
+    )
+}
+_PLAIN = {"responses": json_responses("OpenAPI 3.1.", object_schema("openapi", "paths"))}

@@ -1,47 +1,62 @@
-"""What all routes of a replica share: the way to the model, who is under way, and when nothing new is taken."""
+"""What all routes of a model share: the session, requests under way, when nothing new is taken; and all models of one
+replica, with the choice of the one that a request names.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 from urllib.parse import quote
 
+import msgspec
+
 from gpuinfer.api import ModelSpec
 from gpuinfer.errors import BackendDied, unwrap
 from gpuinfer.generation import Generation, Sampling, Unmasking
-from gpuinfer.http.exchange import ClientGone, Exchange, Handler
-from gpuinfer.http.malformed import Malformed
-from gpuinfer.openai.unmasking import USUAL_TOKENS
+from gpuinfer.http.http_exchange import ClientGone, Exchange, Handler
+from gpuinfer.http.parser import Malformed
+from gpuinfer.models.row_format import MEDIA_TYPE
 from gpuinfer.runtime.session import Session
-from gpuinfer.serving.answers import DRAINING, STARTING, NoSuchModel, Refused, Unavailable, plain_headers
-from gpuinfer.serving.asking import Asking, asking_of, new_id
-from gpuinfer.serving.figures import Recent
-from gpuinfer.serving.health import Health
-from gpuinfer.serving.spans import NO_SPANS, Spans
+from gpuinfer.serving.health import RecentCounters, ReplicaHealth
+from gpuinfer.serving.openai.requests import BadRequest
+from gpuinfer.serving.openai.sampling_fields import USUAL_TOKENS
+from gpuinfer.serving.request import (
+    DRAINING,
+    STARTING,
+    ErrorResponse,
+    NoSuchModel,
+    RequestContext,
+    Unavailable,
+    new_id,
+    plain_headers,
+    request_context,
+    resumed_bytes,
+)
+from gpuinfer.serving.tracing import NO_SPANS, Spans
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 LARGE = 64 << 10  # bytes of a body that is not decoded on the event loop
 
-Work = Callable[[Exchange, Asking], Awaitable[None]]
+Work = Callable[[Exchange, RequestContext], Awaitable[None]]
 
 
 @dataclass
-class Service:
+class ModelService:
     """One model, as its routes see it."""
 
     session: Session
-    health: Health
+    health: ReplicaHealth
     spec: ModelSpec
     unmasking: Unmasking | None = None  # where a request says nothing of it
     model: Mapping[str, Any] = field(default_factory=dict)  # what its backend tells of it, once it is loaded
     behind_router: bool = False
-    recent: Recent = field(default_factory=Recent)
+    recent: RecentCounters = field(default_factory=RecentCounters)
     spans: Spans = NO_SPANS
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -95,7 +110,7 @@ class Service:
 
         async def handle(exchange: Exchange) -> None:
             try:
-                asking = asking_of(exchange.headers, self.behind_router)
+                asking = request_context(exchange.headers, self.behind_router)
             except Exception as error:  # noqa: BLE001 (whatever is odd about a header)
                 self._refuse(exchange, error, new_id())
                 return
@@ -111,7 +126,7 @@ class Service:
                 exchange.notes["trace"] = asking.traceparent
             if self.spans.wanted:
                 asking.span = self.spans.begin(
-                    f"{exchange.method} {exchange.path}", asking.traceparent, attributes(exchange, asking)
+                    f"{exchange.method} {exchange.path}", asking.traceparent, span_attributes(exchange, asking)
                 )
             try:
                 await work(exchange, asking)
@@ -130,14 +145,14 @@ class Service:
 
         return handle
 
-    def refused(self, error: BaseException, request_id: str) -> Refused:
+    def refused(self, error: BaseException, request_id: str) -> ErrorResponse:
         """What a request that met this error is answered."""
         error = unwrap(error)
         if isinstance(error, BackendDied):
             self.health.dead = True
         elif not hasattr(error, "exit_code"):  # none of ours
             log.error("request %s: %s", request_id, error, exc_info=error)
-        return Refused(error, request_id, self.retry_s(), self.name)
+        return ErrorResponse(error, request_id, self.retry_s(), self.name)
 
     def _refuse(self, exchange: Exchange, error: BaseException, request_id: str) -> None:
         refused = self.refused(error, request_id)
@@ -170,7 +185,7 @@ def tokens_of(answers: Generation) -> tuple[int, int]:
     return answers.prompt_tokens, sum(len(one.tokens) for one in answers.completions)
 
 
-def attributes(exchange: Exchange, asking: Asking) -> dict[str, str]:
+def span_attributes(exchange: Exchange, asking: RequestContext) -> dict[str, str]:
     """What a request's span says of it."""
     return {
         "http.request.method": exchange.method,
@@ -180,6 +195,146 @@ def attributes(exchange: Exchange, asking: Asking) -> dict[str, str]:
     }
 
 
-def ways(asking: Asking) -> dict[str, Any]:
+def session_arguments(asking: RequestContext) -> dict[str, Any]:
     """What a request says to the engine."""
     return {"priority": asking.priority, "timeout": asking.timeout_s, "client": asking.client}
+
+
+SEVERAL = "several"  # kinds of model in one server
+WITHOUT_JSON = "/v1/generations"  # which has frames of msgpack for a body
+
+
+class _Named(msgspec.Struct):
+    """Of a body, what says which model is meant."""
+
+    model: Any = None
+
+
+_decode = msgspec.json.Decoder(_Named).decode
+
+
+@dataclass
+class ServedModels:
+    """What one replica serves. `session` is the first model's, which counts all of them."""
+
+    services: Sequence[ModelService]
+    recent: RecentCounters = field(default_factory=RecentCounters)  # of all of them
+    http_counts: Callable[[], Mapping[str, int]] = dict
+    at_drain: list[Callable[[], None]] = field(default_factory=list)  # ends what would go on for ever
+
+    @property
+    def session(self) -> Session:
+        return self.services[0].session
+
+    @property
+    def names(self) -> list[str]:
+        return [one.name for one in self.services]
+
+    @property
+    def in_flight(self) -> int:
+        """Requests that wait for their answers."""
+        return sum(one.health.in_flight for one in self.services)
+
+    def become(self, phase: Any) -> None:
+        """All of them are in this phase of their lives."""
+        for one in self.services:
+            one.health.phase = phase
+
+    # How they are
+
+    @property
+    def code(self) -> int:
+        """200, or 503 where one of them is not well."""
+        return max(one.health.code for one in self.services)
+
+    @property
+    def status(self) -> str:
+        """The first that is not ready is how all are."""
+        return next((one.health.status for one in self.services if one.health.status != "ready"), "ready")
+
+    def told(self) -> dict[str, Any]:
+        """What `GET /health` answers: of one model its own word, of several what holds for all, and each one's."""
+        each = [one.health.told() for one in self.services]
+        if len(each) == 1:
+            return each[0]
+        kinds = {one["kind"] for one in each}
+        return {
+            "server": each[0]["server"],
+            "status": self.status,
+            **{name: all(one[name] for one in each) for name in ("alive", "ready")},
+            **{name: any(one[name] for one in each) for name in ("busy", "stuck")},
+            "heartbeat_age_s": max(one["heartbeat_age_s"] for one in each),
+            **{name: sum(one[name] for one in each) for name in ("in_flight", "waiting_rows")},
+            "model": ", ".join(self.names),
+            "kind": kinds.pop() if len(kinds) == 1 else SEVERAL,
+            "models": [{name: value for name, value in one.items() if name != "server"} for one in each],
+        }
+
+    # Which is meant
+
+    def chosen(self, name: str | None, kinds: Sequence[str]) -> ModelService:
+        """The model that a request means which names this one; `kinds` of model answer it.
+
+        One that names none means the only one of its kind. Raises `BadRequest` where there are several, and
+        `NoSuchModel` for a name that is none of theirs.
+        """
+        if name is None:
+            fitting = [one for one in self.services if one.health.kind in kinds]
+            if len(fitting) > 1:
+                raise BadRequest(f"which model? Name one of {self._listed(fitting)} as `model`.", "model")
+            return (fitting or self.services)[0]
+        for one in self.services:
+            if name == one.name:
+                return one
+        owners = [one for one in self.services if name in one.session.adapters]
+        if len(owners) > 1:
+            words = " or ".join(f"'{one.name}:{name}'" for one in owners)
+            raise BadRequest(f"several models have an adapter of that name. Write {words}.", "model")
+        own = [one for one in self.services if name.removeprefix(f"{one.name}:") in one.session.adapters]
+        if not owners and not own:
+            known = self._listed(self.services)
+            raise NoSuchModel(f"there is no model of that name here. This server has {known} (GET /v1/models).")
+        return (owners or own)[0]
+
+    @staticmethod
+    def _listed(services: Sequence[ModelService]) -> str:
+        return ", ".join(f"'{one.name}'" for one in services)
+
+    def choosing(self, handlers: Mapping[str, Handler], kinds: Sequence[str]) -> Handler:
+        """A handler that hands a request to the one of the model that it means; `handlers` are by the models' names."""
+
+        async def handle(exchange: Exchange) -> None:
+            try:
+                service = self.chosen(await self._named(exchange), kinds)
+            except (BadRequest, NoSuchModel) as error:
+                await self.services[0].handler(_raising(error))(exchange)
+            else:
+                await handlers[service.name](exchange)
+
+        return handle
+
+    async def _named(self, exchange: Exchange) -> str | None:
+        """The model that the body names, or else the query."""
+        plain = exchange.path != WITHOUT_JSON and not exchange.headers.get("content-type", "").startswith(MEDIA_TYPE)
+        if plain:
+            body = exchange.body[resumed_bytes(exchange.headers, self.services[0].behind_router) :]
+            name = _name_in(body) if len(body) <= LARGE else await asyncio.to_thread(_name_in, body)
+            if name is not None:
+                return name
+        return exchange.query.get("model")
+
+
+def _name_in(body: bytes) -> str | None:
+    """None also for a body that is none: whoever reads all of it says what is wrong."""
+    try:
+        name = _decode(body).model
+    except (ValueError, RecursionError):
+        return None
+    return name if isinstance(name, str) else None
+
+
+def _raising(error: Exception) -> Callable[[Exchange, RequestContext], Any]:
+    async def work(exchange: Exchange, asking: RequestContext) -> None:
+        raise error
+
+    return work

@@ -10,7 +10,7 @@ from pydantic import Field
 from gpuinfer import api
 from gpuinfer.api import BatchRecord, QueueView, Reason, Request, Strategy
 from gpuinfer.strategies.priority import oldest_first
-from gpuinfer.strategies.timing import Timing
+from gpuinfer.strategies.timing import CutTiming
 
 GROWTH = 2  # a batch is at most so many times larger than any that was seen, while there is a target to miss
 ROOM = 1.1  # a cap must leave capacity for this many times what arrives
@@ -41,7 +41,7 @@ class Adaptive(Strategy):
 
     def __init__(self, setup: api.Setup | None = None, /, **options: object) -> None:
         super().__init__(setup, **options)
-        self._timing = Timing()
+        self._timing = CutTiming()
         self._service = self._timing.service
         self._feasible = True
         self._admits = False  # to slots, for as long as each row takes: a batch's time says nothing of its size

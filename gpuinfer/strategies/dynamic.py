@@ -9,7 +9,7 @@ from pydantic import Field
 from gpuinfer import api
 from gpuinfer.api import BatchRecord, QueueView, Reason, Request, Strategy
 from gpuinfer.strategies.priority import oldest_first
-from gpuinfer.strategies.timing import Timing
+from gpuinfer.strategies.timing import CutTiming
 
 
 class Dynamic(Strategy):
@@ -23,7 +23,7 @@ class Dynamic(Strategy):
 
     def __init__(self, setup: api.Setup | None = None, /, **options: object) -> None:
         super().__init__(setup, **options)
-        self._timing = Timing(self.options.max_rows)
+        self._timing = CutTiming(self.options.max_rows)
 
     def cut_at(self, queue: QueueView) -> float:
         if self.options.max_wait is None:

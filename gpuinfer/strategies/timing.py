@@ -26,7 +26,7 @@ TIMER_S = 1e-3  # so late may a wait end: a request whose deadline has come is n
 LULL = 3.0  # average gaps between arrivals: a longer one says that the rate was another
 
 
-class Timing:
+class CutTiming:
     """When the next batch is due, and why, from what batches have cost so far.
 
     While all lanes are busy the queue grows, so that a lane which becomes free finds a batch. It then takes what waits:
@@ -217,7 +217,7 @@ RARE = 0.01  # what happens to fewer than these counts for no 99th percentile
 TRIES = 32
 
 
-class Company:
+class CompanyBound:
     """Learns what batches cost and how fast the classes come; says how long a batch may get."""
 
     __slots__ = ("_asked", "_curve", "_rates", "_seen")

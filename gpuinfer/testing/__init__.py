@@ -9,11 +9,10 @@
 """
 
 from gpuinfer.testing.backends import check_backend
-from gpuinfer.testing.fakes import FakeInfer
+from gpuinfer.testing.fakes import FakeInfer, VirtualClock, VirtualLoop, run_virtual
 from gpuinfer.testing.findings import Finding, assert_ok
 from gpuinfer.testing.packages import check_package
 from gpuinfer.testing.strategies import check_strategy, waiting
-from gpuinfer.testing.virtual import VirtualClock, VirtualLoop, run_virtual
 from gpuinfer.testing.workloads import check_workload
 
 __all__ = [

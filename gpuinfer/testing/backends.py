@@ -1,4 +1,6 @@
-"""What a backend promises, tried with real batches.
+"""How far two answers lie apart, whatever they are made of.
+
+What a backend promises, tried with real batches.
 
 What a backend says beside arrays of rows: answers in text, and facts about its device.
 """
@@ -7,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import os
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
@@ -17,17 +20,54 @@ import numpy as np
 from msgspec import structs
 
 from gpuinfer.api import Backend, BackendContext, Event, Limits, ModelKind, Request, Result
-from gpuinfer.engine.answering import find_fault
 from gpuinfer.engine.engine import Engine
+from gpuinfer.engine.results import find_fault
 from gpuinfer.errors import GpuinferError, UsageError
 from gpuinfer.generation import Generation, Prompt, Sampling
-from gpuinfer.models.layouts import BITS
+from gpuinfer.models.row_format import BITS
 from gpuinfer.stats import Snapshot
 from gpuinfer.strategies.dynamic import Dynamic
-from gpuinfer.testing.answers import TOLERANCE, distance
 from gpuinfer.testing.findings import Examination, Finding, check_options, run_bounded
-from gpuinfer.testing.heeding import draws_as_told, reads_every_form, stops_as_told
-from gpuinfer.testing.parts import begun_goes_on, parts_make_the_answer, reader_may_leave
+from gpuinfer.testing.text_backends import (
+    begun_goes_on,
+    draws_as_told,
+    parts_make_the_answer,
+    reader_may_leave,
+    reads_every_form,
+    stops_as_told,
+)
+
+TOLERANCE = 1e-6
+
+
+def distance(first: Any, second: Any) -> float:
+    """The largest difference anywhere in two answers; inf when they are not of one shape, 0 when they are equal."""
+    if isinstance(first, Mapping) and isinstance(second, Mapping):
+        if first.keys() != second.keys():
+            return math.inf
+        return max((distance(first[key], second[key]) for key in first), default=0.0)
+    if isinstance(first, tuple | list) and isinstance(second, tuple | list):
+        if len(first) != len(second):
+            return math.inf
+        return max(map(distance, first, second), default=0.0)
+    if hasattr(first, "shape") and hasattr(second, "shape"):
+        return _distance_of_arrays(_to_numpy(first), _to_numpy(second))
+    return 0.0 if first == second else math.inf
+
+
+def _distance_of_arrays(first: Any, second: Any) -> float:
+    if first.shape != second.shape:
+        return math.inf
+    with np.errstate(invalid="ignore"):
+        gaps = np.where(first == second, 0.0, np.abs(first - second))  # -inf equals -inf
+    return float(gaps.max(initial=0.0))
+
+
+def _to_numpy(array: Any) -> Any:
+    if hasattr(array, "detach"):  # torch: from any device, and from types that NumPy does not have
+        array = array.detach().cpu().double()
+    return np.asarray(array, dtype=np.float64)
+
 
 DEVICE = {"utilisation": (0.0, 1.0), "allocated_mb": (0.0, 1e9), "reserved_mb": (0.0, 1e9)}
 UNITS = {"utilisation": "0 to 1", "allocated_mb": "MB", "reserved_mb": "MB"}

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from pydantic import ValidationError
 
 from gpuinfer.testing.findings import Examination, Finding, run_bounded
-from gpuinfer.text.diffusion.deciding import MOST_IDLE, Decision, Edited, UnmaskingDecoder, View
+from gpuinfer.text.diffusion.unmasking_decoder import MOST_IDLE, Decision, Edited, UnmaskingDecoder, View
 
 VOCABULARY = 50
 BLOCKS = 3  # of a row that is filled in
@@ -89,7 +89,8 @@ def _check(make: Make, examiner: Examination) -> None:
 def _fault_of_build(make: Make) -> str | None:
     decoder = make()
     if not isinstance(decoder, UnmaskingDecoder):
-        return f"it is a {type(decoder).__name__}. Derive it from gpuinfer.text.diffusion.deciding.UnmaskingDecoder."
+        module = UnmaskingDecoder.__module__
+        return f"it is a {type(decoder).__name__}. Derive it from {module}.UnmaskingDecoder."
     odd = sorted(set(decoder.needs) - {"margin", "entropy"})
     return f"it needs {', '.join(odd)}, which nobody has. Needs are margin and entropy." if odd else None
 
@@ -196,13 +197,13 @@ def _fault_of_filling(make: Make) -> str | None:
     for threshold in thresholds(decoder):
         for count in SIZES:
             for steps in (1, count, 3 * count):
-                if fault := Row(make(), count, steps, threshold).fill():
+                if fault := DecoderRow(make(), count, steps, threshold).fill():
                     return f"with {count} masks in {steps} steps, threshold {threshold}: {fault}"
     return None
 
 
 @dataclass(slots=True)
-class Row:
+class DecoderRow:
     """A row of some blocks of which a decoder decides, with confidences that mean nothing."""
 
     decoder: UnmaskingDecoder
@@ -245,7 +246,7 @@ class Row:
 def _fault_of_company(make: Make) -> str | None:
     """Two rows in turns, against each alone."""
     shared = make()
-    rows = [Row(shared, 7, 4, thresholds(shared)[0], seed) for seed in (1, 2)]
+    rows = [DecoderRow(shared, 7, 4, thresholds(shared)[0], seed) for seed in (1, 2)]
     together: list[list[Any]] = [[], []]
     turns = [row.decisions(shared.begin(), told.append) for row, told in zip(rows, together, strict=True)]
     while turns:

@@ -14,7 +14,7 @@ from gpuinfer.api import Plugin
 from gpuinfer.config import settings
 from gpuinfer.config.options import fields_of, missing
 from gpuinfer.errors import GpuinferError
-from gpuinfer.host import spoken
+from gpuinfer.host import error_text
 
 LOOK_S = 0.02  # between two looks at a check that may hang
 SLACK = 0.5  # of a check's limit: so much later it is taken to block
@@ -108,9 +108,9 @@ class Examination:
 def raised(error: BaseException) -> str:
     """What an error says: ours as it is, another with its kind."""
     return (
-        spoken.said(error)
+        error_text.safe_str(error)
         if isinstance(error, GpuinferError)
-        else f"raised {spoken.in_full(error)}. It must not raise here."
+        else f"raised {error_text.full_message(error)}. It must not raise here."
     )
 
 

@@ -1,21 +1,81 @@
-"""What a game promises: sizes that hold, rules that are the same compiled and plain, a search like the textbook's."""
+"""What a game promises: sizes that hold, rules that are the same compiled and plain, a search like the textbook's; and
+of a game in Python, positions that stay as they are and the same game in any company.
+"""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from gpuinfer.testing.findings import Examination, Finding, check_options, run_bounded
-from gpuinfer.testing.hidden import CompiledAsPython, fault_of_hiding
-from gpuinfer.testing.python_games import HIDDEN, check_python_game
-from gpuinfer.testing.reference import Table, Thinker, Tree, random_linear
-from gpuinfer.workloads.selfplay import arrays, bounded, games, kernels, playthrough, rehearsal
+from gpuinfer.testing.hidden_information import CompiledAsPython, fault_of_hiding
+from gpuinfer.testing.reference_search import ReferenceTable, ReferenceTree, Thinker, random_linear, search_of
+from gpuinfer.workloads.selfplay import arrays, games, kernels, playthrough, rehearsal
+from gpuinfer.workloads.selfplay import game as bounded
 from gpuinfer.workloads.selfplay.game import Game
+from gpuinfer.workloads.selfplay.playthrough import fault_of, refuse_symmetries
+from gpuinfer.workloads.selfplay.python_arena import PythonArena
 from gpuinfer.workloads.selfplay.python_game import PythonGame
-from gpuinfer.workloads.selfplay.turned import refuse_symmetries
+
+PLAYED_S, GAMES = 1.0, 200  # at random, each position looked at
+PYTHON_SEARCHED, PYTHON_SIMULATIONS = 3, 12  # games played by search, and simulations of each move
+MOVES = 20  # of each, at most
+
+PLAYS = "plays within its sizes, and leaves positions as they are"
+COMPANY = "is played the same in any company"
+HIDDEN = "is searched without what is hidden from the player to move"
+
+
+def check_python_game(game: PythonGame, examiner: Examination, long_s: float) -> None:
+    """Every promise of `workloads.selfplay.python_game`; `long_s`: what each check may take."""
+    returned: list[list[float]] = []
+    if not examiner.check(PLAYS, lambda: fault_of(game, range(GAMES), PLAYED_S, returned), long_s):
+        for other in (COMPANY, HIDDEN):
+            examiner.skip(other, "its rules do not hold")
+        return
+    if (most := max(abs(one) for returns in returned for one in returns)) > 1:
+        said = (
+            f"a return is as large as {most:g}: records keep it, but --exploration and a network's tanh are for -1 … 1."
+            " Divide by the most that can be won."
+        )
+        examiner.add(Finding("returns are between -1 and 1", True, said))
+    if examiner.check(COMPANY, lambda: _fault_of_company(game), long_s):
+        examiner.check(HIDDEN, lambda: fault_of_hiding(game), long_s)
+    else:
+        examiner.skip(HIDDEN, f"'{COMPANY}' does not hold")
+
+
+def _fault_of_company(game: PythonGame) -> str | None:
+    """The same games by search, each alone and several at once: the moves that both came to must be the same."""
+    alone = {number: moves for each in range(PYTHON_SEARCHED) for number, moves in _searched(game, [each]).items()}
+    for number, together in _searched(game, range(PYTHON_SEARCHED)).items():
+        for move, (one, other) in enumerate(zip(alone[number], together, strict=False)):
+            if not np.array_equal(one, other):
+                return (
+                    f"at move {move} of game {number} its search goes another way when other games are played beside "
+                    "it. Rules that remember something from one position to the next do that: answer from the position "
+                    "alone."
+                )
+    return None
+
+
+def _searched(game: PythonGame, numbers: Sequence[int]) -> dict[int, list[np.ndarray]]:
+    """The policies of each game, move by move, as far as it got."""
+    search = search_of(
+        evaluator=arrays.NETWORK, determinizations=2 if game.hidden else 1, simulations=PYTHON_SIMULATIONS
+    )
+    arena, model = PythonArena(game, search, len(numbers)), random_linear(game)
+    arena.add_games(numbers)
+    logits = values = None
+    for _ in range(MOVES * PYTHON_SIMULATIONS):
+        if not (rows := arena.play(logits, values)):
+            break
+        logits, values = model(arena.features[:rows])
+    return arena.policies()
+
 
 REHEARSED_S = 3.0  # of plain play
 TURNED_GAMES, TURNED_S = 1000, 6.0  # of plain play, turned and not
@@ -116,7 +176,7 @@ def _fault_of_search(game: Game) -> str | None:
         thinker.begin(table.state)
         expected = np.zeros(game.actions)
         for root in thinker.roots:
-            for action, visits in Tree(game, root, model, EXPLORATION).visits(SIMULATIONS).items():
+            for action, visits in ReferenceTree(game, root, model, EXPLORATION).visits(SIMULATIONS).items():
                 expected[action] += visits
         found = np.rint(thinker.finish(model) * TREES * (SIMULATIONS - 1))
         if found.tolist() != expected.tolist():
@@ -127,11 +187,11 @@ def _fault_of_search(game: Game) -> str | None:
     return None
 
 
-def _positions(game: Game, count: int) -> Iterator[Table]:
+def _positions(game: Game, count: int) -> Iterator[ReferenceTable]:
     """Positions with a choice, from random games."""
     moves = random.Random(0)
     for number in range(count):
-        table = Table(game, 0, number)
+        table = ReferenceTable(game, 0, number)
         for _ in range(moves.randrange(max(1, game.max_moves // 2))):
             if table.over:
                 break

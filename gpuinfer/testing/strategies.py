@@ -13,12 +13,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from gpuinfer.api import Backend, BatchRecord, Limits, Priority, QueueView, Reason, Request, Result, Strategy
-from gpuinfer.engine.cutting import choose, due_at
 from gpuinfer.engine.engine import Engine
+from gpuinfer.engine.scheduler import choose, due_at
 from gpuinfer.errors import StrategyError
-from gpuinfer.host import spoken
+from gpuinfer.host import error_text
+from gpuinfer.testing.fakes import run_virtual
 from gpuinfer.testing.findings import Examination, Finding, check_options, run_bounded
-from gpuinfer.testing.virtual import run_virtual
 
 
 def waiting(
@@ -128,9 +128,9 @@ def _first_fault(
             fault = fault_of(strategy_factory(), view)
         except Exception as error:  # noqa: BLE001 (the code under test may raise anything)
             fault = (
-                spoken.said(error)
+                error_text.safe_str(error)
                 if isinstance(error, StrategyError)
-                else f"raised {spoken.in_full(error)}. It must not raise here."
+                else f"raised {error_text.full_message(error)}. It must not raise here."
             )
         if fault:
             return f"with {name}: {fault}"

@@ -15,7 +15,7 @@ from typing import Any
 
 from gpuinfer.api import Backend, Infer, ModelSpec, Progress, Request, Result, Workload
 from gpuinfer.errors import GpuinferError
-from gpuinfer.host import spoken
+from gpuinfer.host import error_text
 from gpuinfer.runtime import run
 from gpuinfer.strategies.dynamic import Dynamic
 from gpuinfer.testing.fakes import Answerer, FakeInfer
@@ -53,7 +53,7 @@ class WorkloadTrial:
         workload = self._build()
         watched, began = _Watched(workload), time.monotonic()
 
-        def enough(update: run.Update) -> bool:
+        def enough(update: run.RunUpdate) -> bool:
             worked = watched.seen > 0 and not update.progress.setup and (stop or update.elapsed_s > self._run_s)
             watched.asked_at = watched.asked_at or (time.monotonic() if worked else 0.0)
             return worked
@@ -69,7 +69,7 @@ class WorkloadTrial:
                 grace_s=self._grace_s,
             )
         except GpuinferError as error:
-            return f"after {time.monotonic() - began:.1f} s its run ended with: {spoken.in_full(error)}"
+            return f"after {time.monotonic() - began:.1f} s its run ended with: {error_text.full_message(error)}"
         if watched.fault:
             return watched.fault
         if watched.asked_at and time.monotonic() - watched.asked_at > self._grace_s:

@@ -13,16 +13,16 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from gpuinfer import unmasked
+from gpuinfer import stats
 from gpuinfer.api import Event, Lane, Limits, ModelSpec, Request, Setup, TextRoofline, forward_lane, prompts_lane
 from gpuinfer.errors import BackendError, GpuinferError
 from gpuinfer.generation import Generation, Part, Prompt
-from gpuinfer.host import spoken
+from gpuinfer.host import error_text
 
 if TYPE_CHECKING:
-    from gpuinfer.models.gate import Place
+    from gpuinfer.models.device_arbiter import DeviceSlot
     from gpuinfer.text.generator import Driver, Prepared
-    from gpuinfer.text.generator.setup import Options
+    from gpuinfer.text.generator.setup import TextOptions
 
 Outcome = Generation | Exception
 FEW = 8  # prompts that are understood where they arrive, if they are short: another thread costs more
@@ -70,9 +70,9 @@ class TextModel:
         cls,
         spec: ModelSpec,
         setup: Setup,
-        options: Options,
+        options: TextOptions,
         stepped: Callable[[int, float], None],
-        place: Place | None = None,
+        place: DeviceSlot | None = None,
         lane: Callable[[str], Lane] | None = None,
     ) -> TextModel:
         """Load the model. `stepped` is told, on the loop, the rows and seconds of each forward step; each has a turn of
@@ -101,7 +101,7 @@ class TextModel:
         """What `Backend.device` tells."""
         counted = self._driver.counters()
         drawn = {"input": counted["prompt_tokens"] + counted["cached_tokens"], "output": counted["output_tokens"]}
-        steps = {name: counted[name] for name in (*TOLD, *unmasked.COUNTS) if name in counted}
+        steps = {name: counted[name] for name in (*TOLD, *stats.DIFFUSION_COUNTS) if name in counted}
         usage = self._usage()
         steps |= {f"threads_{name}": usage[name] for name in ("busy_s", "waited_s") if name in usage}
         told = {
@@ -342,14 +342,14 @@ class _Answers:
 
 
 def _drive(
-    spec: ModelSpec, setup: Setup, options: Options, place: Place | None, lane: Callable[[str], Lane] | None
+    spec: ModelSpec, setup: Setup, options: TextOptions, place: DeviceSlot | None, lane: Callable[[str], Lane] | None
 ) -> tuple[Driver, Callable[[], Mapping[str, Any]], Callable[[], str]]:
     """The model at work, what reads its device, and what tells whom it waits for."""
-    import gpuinfer.text.passive  # noqa: F401  before torch
+    import gpuinfer.text.torch_import  # noqa: F401  before torch
     from gpuinfer.models.device import Gauge, resolve_dtype
-    from gpuinfer.text.cost import StepCost
     from gpuinfer.text.generator import Driver, open_generator
-    from gpuinfer.text.stages.decoder import StagedDecoder
+    from gpuinfer.text.stages.staged_decoder import StagedDecoder
+    from gpuinfer.text.text_roofline import StepCost
 
     generator = open_generator(spec, setup, options, lane)
     decoder = generator.decoder
@@ -360,7 +360,7 @@ def _drive(
 
 
 def _broken(error: Exception) -> BackendError:
-    return BackendError(f"this prompt could not be understood ({spoken.in_full(error)}). Report this.")
+    return BackendError(f"this prompt could not be understood ({error_text.full_message(error)}). Report this.")
 
 
 def _cancelled() -> BackendError:

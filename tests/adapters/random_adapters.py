@@ -9,8 +9,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from gpuinfer.text.shape import Shape
-from gpuinfer.text.weights import Adapter, Layer, Linear, LowRank, Weights
+from gpuinfer.text.transformer import Adapter, Layer, Linear, LowRank, Shape, Weights
 
 ALL = ("q", "k", "v", "o", "gate", "up", "down")
 SIZE = 0.3  # of what an adapter adds, beside weights of about 1 / √in

@@ -18,11 +18,11 @@ from text.tiny import tiny_checkpoint
 
 from gpuinfer.api import ModelSpec, Setup
 from gpuinfer.backends.central import Central
-from gpuinfer.central.changes import Change, standing
+from gpuinfer.central.protocol import WeightsChange, changes_to_replay
 from gpuinfer.errors import BadPrompt, UsageError
 from gpuinfer.runtime.session import Session
-from gpuinfer.text.adapter_options import FIRST
-from gpuinfer.text.generator.adapters import Adapters
+from gpuinfer.text.generator.adapter_versions import AdapterVersions
+from gpuinfer.text.text_options import FIRST_VERSION
 
 pytestmark = pytest.mark.usefixtures("children_forked")
 
@@ -73,7 +73,9 @@ class NoDecoder:
 
 def meant(adapters):
     """Which version each bare name means, and which of the start are there."""
-    return {asked: one.label for asked, one in adapters._meant.items() if asked == one.name or one.version == FIRST}
+    return {
+        asked: one.label for asked, one in adapters._meant.items() if asked == one.name or one.version == FIRST_VERSION
+    }
 
 
 def do(adapters, change):
@@ -84,21 +86,21 @@ def do(adapters, change):
 
 
 def begun():
-    adapters = Adapters(NoDecoder(), 64)
+    adapters = AdapterVersions(NoDecoder(), 64)
     for name in AT_START:
-        adapters.load(name, FIRST, None)
+        adapters.load(name, FIRST_VERSION, None)
     return adapters
 
 
 AT_START = ("start", "begun")
 NAMES = (*AT_START, "later")
 LOADS = st.builds(
-    lambda name, version: Change(version=version, weights="x", adapter=name),
+    lambda name, version: WeightsChange(version=version, weights="x", adapter=name),
     st.sampled_from(NAMES),
     st.sampled_from(["1", "2", "3"]),
 )
 UNLOADS = st.builds(
-    lambda name, version: Change(adapter=f"{name}{version}"),
+    lambda name, version: WeightsChange(adapter=f"{name}{version}"),
     st.sampled_from(NAMES),
     st.sampled_from(["", "@0", "@1", "@2"]),
 )
@@ -109,13 +111,13 @@ UNLOADS = st.builds(
 @settings(max_examples=examples(2000), deadline=None)
 def test_after_a_restart_names_mean_what_they_meant(changes):
     adapters = begun()
-    at_start, told = frozenset(adapters.known), list[Change]()
+    at_start, told = frozenset(adapters.known), list[WeightsChange]()
     for change in changes:
         try:
             do(adapters, change)
         except UsageError:
             continue
-        told = standing(told, change, at_start)
+        told = changes_to_replay(told, change, at_start)
     again = begun()
     for change in told:
         do(again, change)
@@ -123,9 +125,9 @@ def test_after_a_restart_names_mean_what_they_meant(changes):
 
 
 def test_a_server_that_comes_back_is_told_the_newest_of_each():
-    changes: list[Change] = []
+    changes: list[WeightsChange] = []
     for adapter, version in (("a", "1"), (None, "w1"), ("b", "1"), ("a", "2"), (None, "w2")):
-        changes = standing(changes, Change(version=version, weights="x", adapter=adapter), ())
+        changes = changes_to_replay(changes, WeightsChange(version=version, weights="x", adapter=adapter), ())
     assert [(one.adapter, one.version) for one in changes] == [("b", "1"), ("a", "2"), (None, "w2")]
-    assert [one.adapter for one in standing(changes, Change(adapter="a"), ())] == ["b", None]
-    assert standing(changes, Change(adapter="a@1"), ()) == changes
+    assert [one.adapter for one in changes_to_replay(changes, WeightsChange(adapter="a"), ())] == ["b", None]
+    assert changes_to_replay(changes, WeightsChange(adapter="a@1"), ()) == changes

@@ -14,7 +14,7 @@ from text.random_models import LLAMA, VARIANTS, random_weights
 from text.steps import COLUMNS, seeing, step_of
 
 from gpuinfer.text.decoder.torch_decoder import TorchDecoder
-from gpuinfer.text.step import Vectors
+from gpuinfer.text.transformer import Vectors
 
 NEAR = 1e-4
 KERNELS = [name for name in DECODERS if name.startswith("kernels")]

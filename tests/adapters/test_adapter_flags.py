@@ -12,8 +12,8 @@ from text.decoders import opened
 from text.tiny import tiny_checkpoint
 
 from gpuinfer.errors import UsageError
-from gpuinfer.openai.adapters import adapters_of
-from gpuinfer.serving.options import ServeOptions, spec_of
+from gpuinfer.serving.openai.model_options import adapters_of
+from gpuinfer.serving.serve_options import ServeOptions, spec_of
 from gpuinfer.workloads.generate.workload import Generate
 
 

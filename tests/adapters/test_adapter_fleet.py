@@ -15,10 +15,10 @@ from text.tiny import tiny_checkpoint
 from gpuinfer.api import ModelSpec, Setup
 from gpuinfer.backends.fleet import FleetBackend
 from gpuinfer.errors import BackendDied, UsageError
-from gpuinfer.fleet.changes import UNLOAD, Changes
-from gpuinfer.fleet.router.request_head import CHANGES as KNOWN_BY_THE_ROUTER
-from gpuinfer.openai.changing import CHANGES
+from gpuinfer.fleet.router.http_message import CHANGES as KNOWN_BY_THE_ROUTER
+from gpuinfer.fleet.weight_updates import UNLOAD, WeightUpdates
 from gpuinfer.runtime.session import Session
+from gpuinfer.serving.openai.schema import CHANGES
 from gpuinfer.strategies.dynamic import Dynamic
 
 
@@ -32,7 +32,7 @@ class Worker:
         self.id, self.attempts, self.state, self.refuses, self.told = id, 1, state, refuses, []
 
 
-class Told(Changes):
+class Told(WeightUpdates):
     async def _ask(self, worker, path, body):
         await asyncio.sleep(0)
         if worker.refuses is not None:

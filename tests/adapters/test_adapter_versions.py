@@ -16,7 +16,7 @@ from text.toy import alone, run, toy_generator
 
 from gpuinfer.errors import BadPrompt, UsageError
 from gpuinfer.text.generator import Driver
-from gpuinfer.text.step import PAGE
+from gpuinfer.text.transformer import PAGE
 
 LONG = "the quick brown fox jumps over the lazy"
 

@@ -17,7 +17,7 @@ from text.toy import alone, joined, run, toy_generator
 
 from gpuinfer.errors import BadPrompt
 from gpuinfer.generation import Sampling
-from gpuinfer.text.resuming import Had
+from gpuinfer.text.answer_frames import DeliveredAnswer
 
 VOCABULARY_HERE = 50
 ENDS = (0,)
@@ -112,7 +112,7 @@ def test_a_stop_string_cuts_it_with_its_tokens_and_no_tokens_have_none():
 def test_who_goes_on_elsewhere_keeps_it(cut):
     one = asked("ab", top_k=5, temperature=0.7, samples=2)
     whole, parts = stepped(toy_generator(), one, {})
-    had = Had(one)
+    had = DeliveredAnswer(one)
     for part in parts[: 2 * cut]:
         had.fresh(part)
     again, _ = stepped(toy_generator(), had.rest(), {})

@@ -17,20 +17,20 @@ from gpuinfer.backends.inprocess import InProcess
 from gpuinfer.errors import BadPrompt, Closed, UsageError
 from gpuinfer.generation import Prompt, Sampling
 from gpuinfer.runtime.session import Session
-from gpuinfer.text.resuming import Had
-from gpuinfer.text.versions import begun_in, then, until
+from gpuinfer.text.answer_frames import DeliveredAnswer
+from gpuinfer.text.generator.answer import versions_begun_in, versions_until, with_version
 
 WAIT_S = 60.0
 
 
 def test_spans_are_joined_where_the_version_stays():
-    assert then((), 0, "a") == ((0, "a"),)
-    assert then((), 3, "a") == ((0, ""), (3, "a"))
-    assert then((), 3, "") == ((0, ""),)
-    assert then(((0, "a"), (4, "b")), 2, "a") == ((0, "a"),)
-    assert until(((0, "a"), (4, "b")), 4) == ((0, "a"),)
-    assert until(((5, "b"),), 9) == ((0, ""), (5, "b"))
-    assert begun_in(((0, ""), (5, "b")), 0) == ((5, "b"),)
+    assert with_version((), 0, "a") == ((0, "a"),)
+    assert with_version((), 3, "a") == ((0, ""), (3, "a"))
+    assert with_version((), 3, "") == ((0, ""),)
+    assert with_version(((0, "a"), (4, "b")), 2, "a") == ((0, "a"),)
+    assert versions_until(((0, "a"), (4, "b")), 4) == ((0, "a"),)
+    assert versions_until(((5, "b"),), 9) == ((0, ""), (5, "b"))
+    assert versions_begun_in(((0, ""), (5, "b")), 0) == ((5, "b"),)
 
 
 def test_an_answer_says_from_which_token_on_which_weights_drew_it():
@@ -63,14 +63,14 @@ def test_who_goes_on_elsewhere_says_what_drew_the_tokens_before(cut):
     asked = prompt("ab", 9, samples=2)
     changes = {3: ("v1", 5), 6: ("v2", 6)}
     _, parts = stepped(toy_generator(), asked, changes)
-    had = Had(asked)
+    had = DeliveredAnswer(asked)
     for part in parts[: 2 * cut]:
         had.fresh(part)
     second = toy_generator()
     second.update("v3", 9)
     whole, more = stepped(second, had.rest(), {})
     spans = ((0, ""), (3, "v1"), (6, "v2"))
-    wanted = then(tuple(span for span in spans if span[0] < cut), cut, "v3") if cut < 9 else spans
+    wanted = with_version(tuple(span for span in spans if span[0] < cut), cut, "v3") if cut < 9 else spans
     assert [one.versions for one in whole.completions] == [wanted] * 2
     fresh = [part for part in parts[: 2 * cut] if part.finish_reason is None or cut == 9]
     again = [part for part in more if part.finish_reason is None or cut < 9]

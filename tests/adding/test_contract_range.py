@@ -8,7 +8,7 @@ import pytest
 from packages import install
 
 from gpuinfer import __version__
-from gpuinfer.config import contract, registry
+from gpuinfer.config import registry
 from gpuinfer.errors import PluginError
 
 NEVER = "raise SystemExit('imported')"
@@ -28,7 +28,7 @@ NEVER = "raise SystemExit('imported')"
     ],
 )
 def test_what_a_package_wants(requires, wanted):
-    assert contract.wanted(requires) == wanted
+    assert registry.wanted_versions(requires) == wanted
 
 
 @pytest.mark.parametrize(
@@ -40,19 +40,19 @@ def test_what_a_package_wants(requires, wanted):
         (">=0.1,<0.2", "0.2.0", False),
         (">=0.2", "0.2.0.dev3", False),
         (">=0.1", "0.2.0.dev3", True),
-        (">=9", contract.UNKNOWN, True),
+        (">=9", registry.UNKNOWN_VERSION, True),
     ],
 )
 def test_whether_a_version_is_wanted(wanted, version, fits):
-    assert contract.fits(wanted, version) is fits
+    assert registry.fits_version(wanted, version) is fits
 
 
 @pytest.mark.parametrize(
     ("version", "span"), [("0.1.0", ">=0.1,<0.2"), ("0.12.3.dev1", ">=0.12,<0.13"), ("2.3.4", ">=2.3,<3")]
 )
 def test_the_versions_that_keep_a_contract(version, span):
-    assert contract.span(version) == span
-    assert contract.fits(span, version.partition(".dev")[0])
+    assert registry.contract_range(version) == span
+    assert registry.fits_version(span, version.partition(".dev")[0])
 
 
 @pytest.fixture

@@ -9,11 +9,10 @@ import pytest
 from pydantic import BaseModel, Field
 
 from gpuinfer import api
+from gpuinfer.rollouts.builtin_environments import Arithmetic, BlobText
 from gpuinfer.rollouts.environment import Environment, Observation, Outcome
 from gpuinfer.testing import assert_ok
 from gpuinfer.testing.environments import AGAIN, BEARS, BEGINS, SAME, check_environment
-from gpuinfer.workloads.rollouts.environments.arithmetic import Arithmetic
-from gpuinfer.workloads.rollouts.environments.blob_text import BlobText
 
 
 class Good(Environment):

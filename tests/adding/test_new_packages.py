@@ -12,7 +12,7 @@ import forking
 import pytest
 
 from gpuinfer.config import registry
-from gpuinfer.packages import writing
+from gpuinfer.config.packages import template
 
 pytestmark = [pytest.mark.thorough, pytest.mark.timeout(900)]
 
@@ -26,7 +26,7 @@ def place(tmp_path_factory):
     """All six packages, installed by the command into a folder of plugins."""
     place = tmp_path_factory.mktemp("new")
     for kind in KINDS:
-        writing.write(new(kind), place)
+        template.write(new(kind), place)
     paths = [new(kind).package + os.sep for kind in KINDS]
     done = gpuinfer("plugins", "install", *paths, "--yes", "--no-index", "--into", "folder", place=place)
     for kind in KINDS:
@@ -34,8 +34,8 @@ def place(tmp_path_factory):
     return place
 
 
-def new(kind: str) -> writing.NewPackage:
-    return writing.NewPackage(kind, f"try-{kind}")
+def new(kind: str) -> template.NewPackage:
+    return template.NewPackage(kind, f"try-{kind}")
 
 
 def environment(place: Path) -> dict[str, str]:

@@ -11,7 +11,7 @@ import pytest
 from packages import install
 
 from gpuinfer.config import registry
-from gpuinfer.host import plugin_folder
+from gpuinfer.host import installation
 
 BACKEND = """
     from gpuinfer.api import Backend, Limits
@@ -27,37 +27,37 @@ BACKEND = """
 def folder(tmp_path, monkeypatch):
     place = tmp_path / "plugins"
     place.mkdir(mode=0o700)
-    monkeypatch.setenv(plugin_folder.PLACE, str(place))
+    monkeypatch.setenv(installation.PLUGIN_FOLDER_VARIABLE, str(place))
     monkeypatch.setattr(sys, "path", list(sys.path))
     registry.refresh()
     return place
 
 
 def test_it_lies_in_the_users_data_apart_for_each_python(monkeypatch):
-    monkeypatch.delenv(plugin_folder.PLACE, raising=False)
+    monkeypatch.delenv(installation.PLUGIN_FOLDER_VARIABLE, raising=False)
     monkeypatch.setenv("XDG_DATA_HOME", "/somewhere")
     version = f"python{sys.version_info.major}.{sys.version_info.minor}"
-    assert plugin_folder.plugin_folder() == Path("/somewhere/gpuinfer/plugins", version)
+    assert installation.plugin_folder() == Path("/somewhere/gpuinfer/plugins", version)
 
 
 def test_it_comes_last_so_that_it_hides_nothing(folder):
-    assert plugin_folder.see_plugins() is None
+    assert installation.add_plugin_folder() is None
     assert sys.path[-1] == str(folder)
-    plugin_folder.see_plugins()
+    installation.add_plugin_folder()
     assert sys.path.count(str(folder)) == 1
 
 
 def test_a_folder_that_is_not_there_changes_nothing(folder):
     folder.rmdir()
     before = list(sys.path)
-    assert plugin_folder.see_plugins() is None
+    assert installation.add_plugin_folder() is None
     assert sys.path == before
 
 
 @pytest.mark.parametrize("mode", [0o777, 0o770, 0o702])
 def test_a_folder_that_others_may_write_to_is_not_used_and_said_to_be_so(folder, mode):
     folder.chmod(mode)
-    problem = plugin_folder.see_plugins()
+    problem = installation.add_plugin_folder()
     assert problem is not None
     assert f"mode {mode:04o}" in problem
     assert problem.endswith(f"chmod go-w {folder}.")
@@ -66,31 +66,31 @@ def test_a_folder_that_others_may_write_to_is_not_used_and_said_to_be_so(folder,
 
 def test_a_folder_above_it_that_anyone_may_write_to_is_as_bad(folder):
     folder.parent.chmod(0o777)
-    assert f"others may write to {folder.parent} " in str(plugin_folder.see_plugins())
+    assert f"others may write to {folder.parent} " in str(installation.add_plugin_folder())
     folder.parent.chmod(0o1777)  # as of /tmp: nobody can exchange what is another's
-    assert plugin_folder.see_plugins() is None
+    assert installation.add_plugin_folder() is None
 
 
 def test_a_folder_of_another_users_is_not_used(folder, monkeypatch):
     monkeypatch.setattr(os, "geteuid", lambda: 4711)
     if folder.stat().st_uid:
-        assert "belongs to another user" in str(plugin_folder.see_plugins())
+        assert "belongs to another user" in str(installation.add_plugin_folder())
     else:  # root's folders are anyone's to use
         os.chown(folder, 4712, -1)
-        assert "belongs to another user" in str(plugin_folder.see_plugins())
+        assert "belongs to another user" in str(installation.add_plugin_folder())
 
 
 def test_a_link_is_judged_by_where_it_leads(folder, tmp_path, monkeypatch):
     folder.chmod(0o777)
     (tmp_path / "link").symlink_to(folder)
-    monkeypatch.setenv(plugin_folder.PLACE, str(tmp_path / "link"))
-    assert "mode 0777" in str(plugin_folder.see_plugins())
+    monkeypatch.setenv(installation.PLUGIN_FOLDER_VARIABLE, str(tmp_path / "link"))
+    assert "mode 0777" in str(installation.add_plugin_folder())
 
 
 def gpuinfer(*words: str, folder: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "gpuinfer", *words],
-        env={**os.environ, plugin_folder.PLACE: str(folder), "COLUMNS": "150"},
+        env={**os.environ, installation.PLUGIN_FOLDER_VARIABLE: str(folder), "COLUMNS": "150"},
         capture_output=True,
         text=True,
         timeout=120,

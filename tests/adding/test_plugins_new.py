@@ -10,9 +10,9 @@ import pytest
 
 from gpuinfer import __version__
 from gpuinfer.cli.problems import USAGE
-from gpuinfer.config import contract, registry
+from gpuinfer.config import registry
+from gpuinfer.config.packages import template
 from gpuinfer.errors import UsageError
-from gpuinfer.packages import writing
 
 KINDS = list(registry.KINDS.values())
 
@@ -28,8 +28,8 @@ def test_every_kind_of_plugin_can_be_begun(kind, tmp_path, gpuinfer):
     tree = ast.parse((folder / module.replace(".", "/")).with_suffix(".py").read_text())
     assert name == "my-thing"
     assert next(node.name for node in tree.body if isinstance(node, ast.ClassDef)) == class_name
-    assert contract.wanted(project["project"]["dependencies"]) == contract.span()
-    assert contract.fits(contract.wanted(project["project"]["dependencies"]), __version__)
+    assert registry.wanted_versions(project["project"]["dependencies"]) == registry.contract_range()
+    assert registry.fits_version(registry.wanted_versions(project["project"]["dependencies"]), __version__)
     written = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
     assert {"README.md", ".gitignore", "gpuinfer_my_thing/py.typed", "tests/test_gpuinfer_my_thing.py"} <= written
     assert written == {line.strip() for line in out.splitlines() if line.strip() in written}
@@ -40,7 +40,7 @@ def test_every_kind_of_plugin_can_be_begun(kind, tmp_path, gpuinfer):
 
 
 def test_the_name_of_the_package_is_as_good_as_that_of_the_plugin():
-    assert writing.named("backend", "gpuinfer-mine").name == "mine"
+    assert template.named("backend", "gpuinfer-mine").name == "mine"
 
 
 @pytest.mark.parametrize(
@@ -58,7 +58,7 @@ def test_the_name_of_the_package_is_as_good_as_that_of_the_plugin():
 )
 def test_a_name_that_is_none_is_refused_with_a_better_one(name, hint):
     with pytest.raises(UsageError, match=f"is no name for a plugin.*{hint}"):
-        writing.named("backend", name)
+        template.named("backend", name)
 
 
 @pytest.mark.parametrize(
@@ -114,5 +114,5 @@ def test_what_is_torn_off_in_the_middle_leaves_nothing(tmp_path, monkeypatch):
 
     monkeypatch.setattr(Path, "write_text", torn)
     with pytest.raises(KeyboardInterrupt):
-        writing.write(writing.named("game", "mine"), tmp_path)
+        template.write(template.named("game", "mine"), tmp_path)
     assert list(tmp_path.iterdir()) == []

@@ -15,11 +15,11 @@ from packages import install
 
 from gpuinfer import testing
 from gpuinfer.config import registry
+from gpuinfer.config.packages import installer, package_info, places
+from gpuinfer.config.packages import places as user_folder
+from gpuinfer.config.packages.installer import uninterrupted
 from gpuinfer.errors import PluginError, UnknownName, UsageError, WorkError
-from gpuinfer.host import plugin_folder
-from gpuinfer.packages import folder as user_folder
-from gpuinfer.packages import needs, offers, places, removing, sources
-from gpuinfer.packages.installing import uninterrupted
+from gpuinfer.host import installation
 
 
 @pytest.mark.parametrize(
@@ -33,7 +33,7 @@ from gpuinfer.packages.installing import uninterrupted
     ],
 )
 def test_a_short_name_means_a_plugin_first(text, names):
-    assert sources.read(text).names == names
+    assert package_info.read_source(text).names == names
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,7 @@ def test_what_names_no_package_is_refused_with_what_would(text, said, tmp_path, 
     (tmp_path / "bare").mkdir()
     (tmp_path / "notes.txt").write_text("")
     with pytest.raises(UsageError, match=said):
-        sources.read(text)
+        package_info.read_source(text)
 
 
 def test_folders_wheels_and_archives_are_told_apart(tmp_path, monkeypatch):
@@ -65,13 +65,16 @@ def test_folders_wheels_and_archives_are_told_apart(tmp_path, monkeypatch):
     (tmp_path / "mine" / "pyproject.toml").write_text('[build-system]\nrequires = ["flit_core>=3"]\n')
     wheel = make_wheel(tmp_path, "acme")
     (tmp_path / "acme-1.0.tar.gz").write_bytes(b"")
-    assert sources.read("./mine").kind == "folder"
-    assert sources.read(f"{tmp_path}/mine").path == tmp_path / "mine"
-    assert (sources.read(wheel.name).kind, sources.read("acme-1.0.tar.gz").kind) == ("wheel", "archive")
-    assert sources.build_needs(tmp_path / "mine") == ["flit_core>=3"]
+    assert package_info.read_source("./mine").kind == "folder"
+    assert package_info.read_source(f"{tmp_path}/mine").path == tmp_path / "mine"
+    assert (package_info.read_source(wheel.name).kind, package_info.read_source("acme-1.0.tar.gz").kind) == (
+        "wheel",
+        "archive",
+    )
+    assert package_info.build_needs(tmp_path / "mine") == ["flit_core>=3"]
     (tmp_path / "mine" / "pyproject.toml").write_text("= no")
     with pytest.raises(UsageError, match=r"pyproject\.toml cannot be read"):
-        sources.build_needs(tmp_path / "mine")
+        package_info.build_needs(tmp_path / "mine")
 
 
 def unpacked(wheel: Path, folder: Path) -> Path:
@@ -80,8 +83,8 @@ def unpacked(wheel: Path, folder: Path) -> Path:
     return folder
 
 
-def offer_of(tmp_path: Path, name: str = "acme", **said) -> offers.Offer:
-    return offers.in_folder(unpacked(make_wheel(tmp_path / "made", name, **said), tmp_path / "staged"))
+def offer_of(tmp_path: Path, name: str = "acme", **said) -> package_info.PackageOffer:
+    return package_info.offer_in(unpacked(make_wheel(tmp_path / "made", name, **said), tmp_path / "staged"))
 
 
 def test_what_a_package_adds_is_read_and_not_imported(tmp_path):
@@ -89,7 +92,7 @@ def test_what_a_package_adds_is_read_and_not_imported(tmp_path):
     offer = offer_of(tmp_path, points=points, requires=["gpuinfer>=0.1"], modules={"acme": "raise SystemExit(1)"})
     assert offer.words == "backend best, backend good, workload chore"
     assert (offer.package, offer.contract, offer.summary) == ("acme 1.0", ">=0.1", "Made.")
-    offers.refuse_unusable(offer)
+    package_info.refuse_unusable(offer)
 
 
 @pytest.mark.parametrize(
@@ -115,12 +118,12 @@ def test_what_a_package_adds_is_read_and_not_imported(tmp_path):
 )
 def test_a_package_that_cannot_be_used_is_refused_by_name(tmp_path, points, requires, said):
     with pytest.raises(PluginError, match=said):
-        offers.refuse_unusable(offer_of(tmp_path, points=points, requires=requires))
+        package_info.refuse_unusable(offer_of(tmp_path, points=points, requires=requires))
 
 
 def test_a_folder_without_a_package_is_none(tmp_path):
     with pytest.raises(PluginError, match="holds no package that can be read"):
-        offers.in_folder(tmp_path)
+        package_info.offer_in(tmp_path)
 
 
 @pytest.fixture
@@ -145,13 +148,13 @@ def here(tmp_path):
     ],
 )
 def test_what_a_package_needs_against_what_is_here(here, requires, missing, odds):
-    found = needs.of(requires, here)
+    found = package_info.needs_of(requires, here)
     assert (found.missing, found.odds) == (missing, odds)
 
 
 def test_who_needs_a_package(here):
-    assert needs.who_needs("leaf", here) == ["stem 2.0"]
-    assert needs.who_needs("bud", here) == []  # only with an extra that nobody has asked for
+    assert package_info.who_needs("leaf", here) == ["stem 2.0"]
+    assert package_info.who_needs("bud", here) == []  # only with an extra that nobody has asked for
 
 
 # The user's folder
@@ -161,14 +164,14 @@ def test_who_needs_a_package(here):
 def mine(tmp_path, monkeypatch):
     place = tmp_path / "mine"
     place.mkdir(mode=0o700)
-    monkeypatch.setenv(plugin_folder.PLACE, str(place))
+    monkeypatch.setenv(installation.PLUGIN_FOLDER_VARIABLE, str(place))
     registry.refresh()
     yield place
     registry.refresh()
 
 
 def put(wheel: Path, folder: Path) -> None:
-    with user_folder.held(folder) as staged:
+    with user_folder.locked_folder(folder) as staged:
         user_folder.move_in(unpacked(wheel, staged), folder)
 
 
@@ -190,7 +193,7 @@ def test_what_is_taken_out_leaves_nothing_of_its_own_and_all_of_others(mine, tmp
     put(make_wheel(tmp_path / "made", "acme", modules={"shared/acme": "", "acme": ""}), mine)
     put(make_wheel(tmp_path / "made", "zeta", modules={"shared/zeta": ""}), mine)
     [acme] = [one for one in distributions(path=[str(mine)]) if one.name == "acme"]
-    with user_folder.held(mine):
+    with user_folder.locked_folder(mine):
         user_folder.take_out(acme, mine)
     assert {path for path in in_it(mine) if "dist-info" not in path} == {"shared/zeta.py"}
     assert [one.name for one in distributions(path=[str(mine)])] == ["zeta"]
@@ -212,7 +215,7 @@ def test_a_list_of_files_cannot_lead_out_of_the_folder(mine, tmp_path):
     record = mine / "acme-1.0.dist-info" / "RECORD"
     record.write_text(record.read_text() + f"../dear.txt,,\n{outside},,\n")
     [acme] = distributions(path=[str(mine)])
-    with user_folder.held(mine):
+    with user_folder.locked_folder(mine):
         user_folder.take_out(acme, mine)
     assert outside.read_text() == "dear"
 
@@ -226,9 +229,9 @@ def test_what_was_torn_off_is_cleared_away_by_the_next(mine, tmp_path):
 def test_one_process_at_a_time_changes_the_folder(mine, monkeypatch):
     monkeypatch.setattr(user_folder, "WAIT_S", 0.0)
     with (
-        user_folder.held(mine),
+        user_folder.locked_folder(mine),
         pytest.raises(WorkError, match="another gpuinfer is installing into"),
-        user_folder.held(mine),
+        user_folder.locked_folder(mine),
     ):
         raise AssertionError("two at once")
 
@@ -248,32 +251,32 @@ def test_a_ctrl_c_in_the_middle_is_heard_when_all_is_in_place():
 
 def test_a_folder_of_the_users_is_made_for_its_user_alone(tmp_path):
     folder = tmp_path / "new" / "plugins"
-    places.make(folder)
+    places.make_folder(folder)
     assert folder.stat().st_mode & 0o777 == 0o700
     folder.chmod(0o777)
     with pytest.raises(UsageError, match=r"nothing is installed into .* others may write"):
-        places.make(folder)
+        places.make_folder(folder)
 
 
 def test_in_one_file_plugins_go_to_the_folder(mine, monkeypatch):
     monkeypatch.setattr(places, "in_one_file", lambda: True)
-    assert places.choose().folder == mine
+    assert places.choose_place().folder == mine
     with pytest.raises(UsageError, match=r"gpuinfer runs from one file\. Leave out --into environment"):
-        places.choose("environment")
+        places.choose_place("environment")
 
 
 def test_with_uv_tool_they_go_to_the_folder_which_an_upgrade_leaves_alone(mine, tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "prefix", str(tmp_path))
     (tmp_path / "uv-receipt.toml").write_text("[tool]\n")
-    assert places.choose().folder == mine
+    assert places.choose_place().folder == mine
     with pytest.raises(UsageError, match=r"`uv tool`.* Leave out --into environment"):
-        places.choose("environment")
+        places.choose_place("environment")
 
 
 def test_in_an_environment_of_ones_own_they_go_there_unless_another_place_is_named(mine, monkeypatch):
     monkeypatch.setattr(places, "why_no_environment", lambda: None)
-    assert places.choose().folder is None
-    assert places.choose("folder").folder == mine
+    assert places.choose_place().folder is None
+    assert places.choose_place("folder").folder == mine
 
 
 # Removal
@@ -291,16 +294,16 @@ def planted(mine, tmp_path):
 
 
 def test_what_a_plugin_brought_goes_with_it_and_what_another_needs_stays(planted):
-    rose = removing.meant("rose")
-    assert sorted(one.name for one in removing.left_over(rose)) == ["leaf", "stem"]
-    removing.remove(rose, None, None)
+    rose = installer.find_installed("rose")
+    assert sorted(one.name for one in installer.orphans_of(rose)) == ["leaf", "stem"]
+    installer.remove(rose, None, None)
     assert sorted(one.name for one in distributions(path=[str(planted)])) == ["bud", "gpuinfer-lily"]
 
 
 def test_what_another_needs_is_not_removed(planted, tmp_path):
     put(plugin_wheel(tmp_path / "made", "gpuinfer-vase", backend="vase", requires=["gpuinfer-rose"]), planted)
     with pytest.raises(UsageError, match=r"gpuinfer-vase 1\.0 needs gpuinfer-rose\. Uninstall what needs it first"):
-        removing.refuse_needed(removing.meant("gpuinfer-rose"))
+        installer.refuse_needed(installer.find_installed("gpuinfer-rose"))
 
 
 @pytest.mark.parametrize(
@@ -313,7 +316,7 @@ def test_what_another_needs_is_not_removed(planted, tmp_path):
 )
 def test_what_is_no_plugin_is_not_removed(planted, name, error, said):
     with pytest.raises(error, match=said):
-        removing.meant(name)
+        installer.find_installed(name)
 
 
 @pytest.mark.parametrize("words", [("install", "echo"), ("upgrade", "--all"), ("uninstall", "echo")])

@@ -13,8 +13,8 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from gpuinfer.http import loop
-from gpuinfer.http.exchange import Exchange
+from gpuinfer.http import network
+from gpuinfer.http.http_exchange import Exchange
 from gpuinfer.http.server import HttpServer
 
 
@@ -165,4 +165,4 @@ async def main(place: str, words: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    loop.run(main(sys.argv[1], sys.argv[2:]))
+    network.run_loop(main(sys.argv[1], sys.argv[2:]))

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpuinfer.bench.serve.answers import Events, read_whole
-from gpuinfer.bench.serve.record import Record
+from gpuinfer.lab.serve_bench.requests import EventCounter, RequestRecord, read_whole
 
 
 def data(*events) -> bytes:
@@ -32,8 +31,8 @@ DONE = b"[DONE]"
 
 
 def fed(parts):
-    record = Record(0.0)
-    events = Events(record)
+    record = RequestRecord(0.0)
+    events = EventCounter(record)
     for at, part in parts:
         events.feed(at, part)
     events.finish()
@@ -99,6 +98,6 @@ def test_a_long_stream_keeps_only_its_end():
     ],
 )
 def test_a_whole_answer(body, tokens, error):
-    record = Record(0.0)
+    record = RequestRecord(0.0)
     read_whole(record, body)
     assert (record.tokens, record.error) == (tokens, error)

@@ -14,10 +14,10 @@ from pathlib import Path
 import jsonschema
 import pytest
 
-from gpuinfer.bench.document import schema
-from gpuinfer.cli import serve_ways
-from gpuinfer.cli.serve_load import Options, load_of
+from gpuinfer.cli import bench_serve
+from gpuinfer.cli.bench_serve import LoadOptions, load_of
 from gpuinfer.errors import UsageError
+from gpuinfer.lab.bench.bench_document import schema
 
 ROOT = Path(__file__).parent.parent.parent
 ENOUGH_S = 60.0
@@ -249,8 +249,8 @@ KNOWN = {"replicas": "--replicas", "routing": "--routing", "strategy": "--strate
 
 
 def ways(*compare, url=None, given=None):
-    server = serve_ways.Server(KNOWN, given or {})
-    return serve_ways.expand(compare, url, server, lambda changes, replicas: load_of(Options(), replicas), str)
+    server = bench_serve.ComparedServer(KNOWN, given or {})
+    return bench_serve.expand(compare, url, server, lambda changes, replicas: load_of(LoadOptions(), replicas), str)
 
 
 def test_ways_are_all_combinations():
@@ -286,10 +286,10 @@ def test_urls_lose_the_path_of_openais_clients():
 
 
 def test_a_load_for_each_replica():
-    assert load_of(Options(concurrency=16, per_replica=True), 4).concurrency == 64
-    assert load_of(Options(rate=5, per_replica=True), 4).arrivals.rows_per_s == 20
+    assert load_of(LoadOptions(concurrency=16, per_replica=True), 4).concurrency == 64
+    assert load_of(LoadOptions(rate=5, per_replica=True), 4).arrivals.rows_per_s == 20
     with pytest.raises(UsageError, match="Give one of them"):
-        load_of(Options(rate=5, concurrency=3))
+        load_of(LoadOptions(rate=5, concurrency=3))
 
 
 def test_the_key_is_the_first_that_a_server_would_read(gpuinfer, tmp_path):

@@ -7,46 +7,43 @@ from functools import partial
 
 import pytest
 
-from gpuinfer.bench.serve import target
-from gpuinfer.bench.serve.calls import Length, RowCalls, TextCalls, prompts_of
-from gpuinfer.bench.serve.record import clock
-from gpuinfer.bench.serve.sender import Load, Sender
-from gpuinfer.bench.serve.summary import summarised
-from gpuinfer.bench.serve.waking import waking
+from gpuinfer.engine.arrivals import ConstantRate, Poisson
 from gpuinfer.errors import UsageError, WorkError
-from gpuinfer.http import loop
-from gpuinfer.http.client import Client
-from gpuinfer.load.arrivals import Poisson
-from gpuinfer.load.options import Constant
+from gpuinfer.http import network
+from gpuinfer.http.client import HttpClient
+from gpuinfer.lab.serve_bench import target_server
+from gpuinfer.lab.serve_bench.load_generator import LoadGenerator, OfferedLoad, waking
+from gpuinfer.lab.serve_bench.load_summary import summarised
+from gpuinfer.lab.serve_bench.requests import LengthRange, RowRequests, TextRequests, clock, prompts_of
 from tests.bench_serve.scripted import Script, Scripted, serving
 
 Completions = partial(
-    TextCalls,
+    TextRequests,
     endpoint="completions",
     model="scripted",
     stream=True,
     seed="1",
-    input_tokens=Length(8, 8),
-    output_tokens=Length(4, 4),
+    input_tokens=LengthRange(8, 8),
+    output_tokens=LengthRange(4, 4),
 )
 
 
 def sent(script, load, calls=None, promised=None):
     async def send():
         async with serving(script) as url:
-            client = Client(url, connections=1000, timeout_s=load.timeout_s)
+            client = HttpClient(url, connections=1000, timeout_s=load.timeout_s)
             try:
-                return await Sender(client, calls or Completions(), load, "1").run()
+                return await LoadGenerator(client, calls or Completions(), load, "1").run()
             finally:
                 await client.close()
 
-    run = loop.run(send())
+    run = network.run_loop(send())
     return run, summarised(run, promised or {})
 
 
 def test_a_closed_loop_sends_so_many_and_no_more():
     script = Script()
-    run, figures = sent(script, Load(concurrency=4, seconds=None, requests=40, warmup_s=0.0))
+    run, figures = sent(script, OfferedLoad(concurrency=4, seconds=None, requests=40, warmup_s=0.0))
     assert (figures["requests"], figures["answered"], script.number) == (40, 40, 40)
     assert figures["output_tokens"] == 4
     assert figures["input_tokens"] == 8
@@ -55,7 +52,7 @@ def test_a_closed_loop_sends_so_many_and_no_more():
 
 
 def test_requests_that_end_before_the_clock_count_for_the_time_that_they_took():
-    _, figures = sent(Script(), Load(concurrency=1, seconds=3600.0, requests=5, warmup_s=0.0))
+    _, figures = sent(Script(), OfferedLoad(concurrency=1, seconds=3600.0, requests=5, warmup_s=0.0))
     assert figures["requests"] == 5
     assert figures["seconds"] < 3000
 
@@ -77,19 +74,19 @@ def test_never_more_at_once_than_there_are_clients():
 
         server = HttpServer(Counting(Script()))
         port = await server.listen("127.0.0.1", 0)
-        client = Client(f"http://127.0.0.1:{port}")
-        await Sender(client, Completions(stream=False), Load(5, None, None, 60, 0.0), "1").run()
+        client = HttpClient(f"http://127.0.0.1:{port}")
+        await LoadGenerator(client, Completions(stream=False), OfferedLoad(5, None, None, 60, 0.0), "1").run()
         await client.close()
         await server.close()
 
-    loop.run(send())
+    network.run_loop(send())
     assert most == 5
 
 
 def test_an_open_loop_heeds_no_answer_and_counts_from_when_requests_were_due():
     """Served one by one, 50 ms each, but due every 10 ms: a sender that waits would see 50 ms, and no queue."""
     script = Script(first_s=0.05, batch=1)
-    load = Load(arrivals=Constant(100.0), seconds=None, requests=12, warmup_s=0.0)
+    load = OfferedLoad(arrivals=ConstantRate(100.0), seconds=None, requests=12, warmup_s=0.0)
     run, figures = sent(script, load, Completions(stream=False))
     assert [round(one.due - run.began, 6) for one in run.records] == [round(at / 100, 6) for at in range(12)]
     assert figures["e2e_s"]["max"] >= 12 * 0.05 - 0.12
@@ -98,7 +95,7 @@ def test_an_open_loop_heeds_no_answer_and_counts_from_when_requests_were_due():
 def test_the_same_seed_brings_the_same_requests_at_the_same_times():
     def once():
         script = Script()
-        run, _ = sent(script, Load(arrivals=Poisson(300.0), seconds=None, requests=30, warmup_s=0.02))
+        run, _ = sent(script, OfferedLoad(arrivals=Poisson(300.0), seconds=None, requests=30, warmup_s=0.02))
         return [one.due - run.records[0].due for one in run.records], sorted(str(call) for call in script.seen)
 
     one, other = once(), once()
@@ -108,14 +105,14 @@ def test_the_same_seed_brings_the_same_requests_at_the_same_times():
 
 def test_the_warm_up_is_sent_and_not_counted():
     script = Script(first_s=0.005)
-    run, figures = sent(script, Load(concurrency=2, seconds=0.2, warmup_s=0.2), Completions(stream=False))
+    run, figures = sent(script, OfferedLoad(concurrency=2, seconds=0.2, warmup_s=0.2), Completions(stream=False))
     assert script.number == len(run.records) > figures["requests"]
     assert figures["seconds"] == pytest.approx(0.2)
 
 
 def test_times_of_tokens():
     script = Script(first_s=0.05, between_s=0.02)
-    _, figures = sent(script, Load(concurrency=1, seconds=None, requests=3, warmup_s=0.0))
+    _, figures = sent(script, OfferedLoad(concurrency=1, seconds=None, requests=3, warmup_s=0.0))
     assert (
         figures["ttft_s"]["p50"] >= 0.04
     )  # a little less than the script's: whoever reads late comes nearer to the next
@@ -125,7 +122,7 @@ def test_times_of_tokens():
 
 
 def test_without_usage_the_events_are_counted():
-    _, figures = sent(Script(usage=False), Load(1, None, None, 3, 0.0))
+    _, figures = sent(Script(usage=False), OfferedLoad(1, None, None, 3, 0.0))
     assert (figures["output_tokens"], figures["tokens_by_events"]) == (4, True)
 
 
@@ -139,44 +136,44 @@ def test_without_usage_the_events_are_counted():
     ],
 )
 def test_errors_by_kind(script, stream, kind):
-    load = Load(2, None, None, 4, 0.0, timeout_s=0.3 if kind == "timeout" else 30.0)
+    load = OfferedLoad(2, None, None, 4, 0.0, timeout_s=0.3 if kind == "timeout" else 30.0)
     _, figures = sent(script, load, Completions(stream=stream))
     assert figures["errors"] == {kind: 2 if script.fail else 4}
 
 
 def test_a_server_that_is_gone_is_an_error_of_each_request():
     async def send():
-        client = Client("http://127.0.0.1:9", timeout_s=5.0)
-        return await Sender(client, Completions(), Load(2, None, None, 4, 0.0), "1").run()
+        client = HttpClient("http://127.0.0.1:9", timeout_s=5.0)
+        return await LoadGenerator(client, Completions(), OfferedLoad(2, None, None, 4, 0.0), "1").run()
 
-    assert summarised(loop.run(send()), {})["errors"] == {"unreachable": 4}
+    assert summarised(network.run_loop(send()), {})["errors"] == {"unreachable": 4}
 
 
 def test_goodput_counts_what_was_in_time():
     script = Script(first_s=0.03)
-    _, figures = sent(script, Load(1, None, None, 4, 0.0), promised={"ttft": 0.005})
+    _, figures = sent(script, OfferedLoad(1, None, None, 4, 0.0), promised={"ttft": 0.005})
     assert (figures["goodput_per_s"], figures["goodput_share"]) == (0.0, 0.0)
-    _, figures = sent(script, Load(1, None, None, 4, 0.0), promised={"ttft": 60.0, "tpot": 60.0, "e2e": 60.0})
+    _, figures = sent(script, OfferedLoad(1, None, None, 4, 0.0), promised={"ttft": 60.0, "tpot": 60.0, "e2e": 60.0})
     assert figures["goodput_share"] == 1.0
 
 
 def test_who_answered_and_why():
     script = Script(route="replica=1; why=least-loaded 3<5; attempt=1")
-    _, figures = sent(script, Load(1, None, None, 5, 0.0))
+    _, figures = sent(script, OfferedLoad(1, None, None, 5, 0.0))
     assert figures["routes"] == {"1": {"least-loaded": 5}}
 
 
 @pytest.mark.parametrize("binary", [True, False])
 def test_rows_to_evaluate(binary):
-    calls = RowCalls(rows=3, features=5, binary=binary, seed="1")
-    _, figures = sent(Script(), Load(2, None, None, 10, 0.0), calls)
+    calls = RowRequests(rows=3, features=5, binary=binary, seed="1")
+    _, figures = sent(Script(), OfferedLoad(2, None, None, 10, 0.0), calls)
     assert figures["answered"] == 10
     assert figures["rows_per_s"] == pytest.approx(3 * figures["requests_per_s"])
-    assert calls.make(0).body == RowCalls(rows=3, features=5, binary=binary, seed="1").make(0).body
+    assert calls.make(0).body == RowRequests(rows=3, features=5, binary=binary, seed="1").make(0).body
 
 
 def test_a_thousand_streams_at_once():
-    _, figures = sent(Script(first_s=0.2, tokens=3), Load(900, None, None, 900, 0.0, timeout_s=60.0))
+    _, figures = sent(Script(first_s=0.2, tokens=3), OfferedLoad(900, None, None, 900, 0.0, timeout_s=60.0))
     assert figures["answered"] == 900
 
 
@@ -186,29 +183,29 @@ def test_a_thousand_streams_at_once():
 def asked(script, what):
     async def ask():
         async with serving(script) as url:
-            client = Client(url)
+            client = HttpClient(url)
             try:
                 return await what(client)
             finally:
                 await client.close()
 
-    return loop.run(ask())
+    return network.run_loop(ask())
 
 
 def test_prompts_are_as_long_as_the_server_counts():
     script = Script(per_word=3.0, besides=5)
-    scale = asked(script, lambda client: target.scale(client, Completions()))
+    scale = asked(script, lambda client: target_server.scale(client, Completions()))
     assert scale.words(128) == 41
-    assert len(Completions(scale=scale, input_tokens=Length(128, 128)).make(0).body.split()) == 41
+    assert len(Completions(scale=scale, input_tokens=LengthRange(128, 128)).make(0).body.split()) == 41
 
 
 def test_the_first_refusal_is_said_before_thousands_are():
     with pytest.raises(WorkError, match=r"HTTP 400: too much of this\nChange what is asked"):
-        asked(Script(fail=1, status=400), lambda client: target.ask(client, Completions()))
+        asked(Script(fail=1, status=400), lambda client: target_server.ask(client, Completions()))
 
 
 def test_a_server_of_others_is_known_by_its_models():
-    assert asked(Script(), target.look) == target.Target("scripted")
+    assert asked(Script(), target_server.look) == target_server.TargetServer("scripted")
 
 
 def test_of_several_models_the_one_that_is_named_is_asked():
@@ -216,12 +213,12 @@ def test_of_several_models_the_one_that_is_named_is_asked():
         {"id": "chat", "kind": "text", "owned_by": "gpuinfer"},
         {"id": "net", "kind": "rows", "owned_by": "gpuinfer", "features": 8},
     ]
-    net = asked(Script(listed=listed), lambda client: target.look(client, "net"))
-    assert net == target.Target("net", "rows", True, 8, True)
-    assert asked(Script(listed=listed), target.look).model == "chat"
+    net = asked(Script(listed=listed), lambda client: target_server.look(client, "net"))
+    assert net == target_server.TargetServer("net", "rows", True, 8, True)
+    assert asked(Script(listed=listed), target_server.look).model == "chat"
     with pytest.raises(UsageError, match="serves chat, net, and no 'nut'"):
-        asked(Script(listed=listed), lambda client: target.look(client, "nut"))
-    assert RowCalls(rows=1, features=8, binary=False, seed="1", model="net").path == "/v1/evaluate?model=net"
+        asked(Script(listed=listed), lambda client: target_server.look(client, "nut"))
+    assert RowRequests(rows=1, features=8, binary=False, seed="1", model="net").path == "/v1/evaluate?model=net"
 
 
 # What is asked
@@ -277,4 +274,4 @@ def test_a_sleep_ends_no_sooner_than_it_should_and_may_be_cancelled():
             await sleep_until(clock() + 0.001)
         return sleeping.cancelled()
 
-    assert loop.run(sleep())
+    assert network.run_loop(sleep())

@@ -6,15 +6,14 @@ from array import array
 
 import pytest
 
-from gpuinfer.bench.serve.goodput import kept, promises
-from gpuinfer.bench.serve.record import Record
-from gpuinfer.bench.serve.shown import middle
-from gpuinfer.bench.serve.summary import Run, gaps, percentiles, routes, summarised
 from gpuinfer.errors import UsageError
+from gpuinfer.lab.serve_bench.load_summary import LoadRun, gaps, kept, percentiles, promises, routes, summarised
+from gpuinfer.lab.serve_bench.load_tables import middle
+from gpuinfer.lab.serve_bench.requests import RequestRecord
 
 
 def record(due, ended, *, first=None, tokens=None, error=None, lag_s=0.0):
-    one = Record(due)
+    one = RequestRecord(due)
     one.ended, one.error, one.tokens, one.lag_s = ended, error, tokens, lag_s
     if first is not None:
         one.first, one.last, one.events = first, ended, array("d", [first, ended])
@@ -30,14 +29,14 @@ def test_percentiles_are_values_that_there_were():
 
 def test_rates_count_what_ended_within_the_window_and_latencies_what_was_due_after_the_warm_up():
     records = [record(9.5, 10.5), record(10.0, 11.0), record(11.0, 11.5), record(11.9, 13.0)]
-    figures = summarised(Run(records, began=10.0, ended=12.0), {})
+    figures = summarised(LoadRun(records, began=10.0, ended=12.0), {})
     assert figures["requests_per_s"] == 1.5
     assert (figures["requests"], figures["e2e_s"]["max"]) == (3, pytest.approx(1.1))
 
 
 def test_tokens_count_by_when_they_came():
     """Ten tokens from 11 to 13, half of them within the window that ends at 12."""
-    run = Run([record(10.0, 13.0, first=11.0, tokens=10)], began=10.0, ended=12.0)
+    run = LoadRun([record(10.0, 13.0, first=11.0, tokens=10)], began=10.0, ended=12.0)
     assert summarised(run, {})["output_tokens_per_s"] == 2.5
 
 
@@ -65,7 +64,7 @@ def test_tpot_is_of_the_tokens_after_the_first():
 )
 def test_when_the_sender_is_not_to_be_trusted(cpu, lag, saturated):
     records = [record(10.0, 11.0, lag_s=lag) for _ in range(10)]
-    assert summarised(Run(records, 10.0, 12.0, cpu), {})["sender"]["saturated"] is saturated
+    assert summarised(LoadRun(records, 10.0, 12.0, cpu), {})["sender"]["saturated"] is saturated
 
 
 def test_promises():

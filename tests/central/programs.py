@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from gpuinfer.backends.central import Remote
-from gpuinfer.central.client import Client
+from gpuinfer.backends.central import CentralRemote
+from gpuinfer.central.client import CentralClient
 from gpuinfer.errors import GpuinferError
 
 FEATURES = 8
@@ -40,7 +40,7 @@ def wrong(block: NDArray[np.float32], answer: NDArray[np.float32]) -> str | None
     return f"{answer[:2]} where {expected[:2]} was expected"
 
 
-def ask_ahead(client: Client, who: int, line: Line, seed: int, requests: int, widest: int) -> None:
+def ask_ahead(client: CentralClient, who: int, line: Line, seed: int, requests: int, widest: int) -> None:
     """Asks `requests` times with several outstanding, in blocks of its own and in arrays, gives some up, and tells how
     many answers were right. Says at the start that it is there, and at the end `right` or what was wrong.
     """
@@ -68,7 +68,7 @@ def ask_ahead(client: Client, who: int, line: Line, seed: int, requests: int, wi
     return line.send_bytes(b"right")
 
 
-def ask_forever(client: Client, who: int, line: Line, seed: int, widest: int) -> None:
+def ask_forever(client: CentralClient, who: int, line: Line, seed: int, widest: int) -> None:
     """Asks until it is told to stop or an error comes; sends `here` first, then how it ended and how often it asked."""
     chance, asked = random.Random(seed), 0
     try:
@@ -96,7 +96,7 @@ def _end(line: Line, how: str, asked: int) -> None:
         line.send_bytes(f"{how}|{asked}".encode())
 
 
-def ask_once(client: Client, who: int, line: Line) -> None:
+def ask_once(client: CentralClient, who: int, line: Line) -> None:
     """One request; sends what came of it."""
     try:
         with client:
@@ -106,7 +106,7 @@ def ask_once(client: Client, who: int, line: Line) -> None:
         line.send_bytes(f"{type(error).__name__}: {error}".encode())
 
 
-def use_inherited(client: Client, pending: Any, line: Line) -> None:
+def use_inherited(client: CentralClient, pending: Any, line: Line) -> None:
     """In a forked child: tries a client that its parent has opened, and to wait for what the parent asked."""
     told = []
     for attempt in (lambda: client.evaluate(named(0, 0, 1)), lambda: pending.result(5), lambda: client.block(3)):
@@ -124,7 +124,7 @@ def ask_in_loop(way: Any, who: int, line: Line, seed: int, widest: int) -> None:
     asyncio.run(_ask_in_loop(way.open(), who, line, seed, widest))
 
 
-async def _ask_in_loop(backend: Remote, who: int, line: Line, seed: int, widest: int) -> None:
+async def _ask_in_loop(backend: CentralRemote, who: int, line: Line, seed: int, widest: int) -> None:
     from gpuinfer.api import BackendContext, Request
 
     chance, asked = random.Random(seed), 0
@@ -150,7 +150,7 @@ async def _ask_in_loop(backend: Remote, who: int, line: Line, seed: int, widest:
     return _end(line, "stopped", asked)
 
 
-def hold(client: Client, line: Line) -> None:
+def hold(client: CentralClient, line: Line) -> None:
     """An idle client: connected, with a block, and nothing to ask after its first answer."""
     with client:
         client.evaluate(named(1, 0, 4))

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from gpuinfer.central import memory
-from gpuinfer.central.memory import Block, BlockForm
-from gpuinfer.central.wire import HEADER, Kind, Record, Unpacker, hello, pack
+from gpuinfer.central import shared_memory
+from gpuinfer.central.protocol import HEADER, RecordKind, Unpacker, WireRecord, hello, pack_record
+from gpuinfer.central.shared_memory import Block, BlockForm
 
 
 class Stranger:
@@ -37,8 +37,8 @@ class Stranger:
     def __exit__(self, *_: object) -> None:
         self.line.close()
 
-    def send(self, record: Record, *descriptors: int) -> None:
-        self.raw(pack(record), *descriptors)
+    def send(self, record: WireRecord, *descriptors: int) -> None:
+        self.raw(pack_record(record), *descriptors)
 
     def raw(self, data: bytes, *descriptors: int) -> None:
         """Send bytes; a server that has hung up already is not an error."""
@@ -52,17 +52,17 @@ class Stranger:
 
     def present(self, number: int, rows: int) -> Block:
         """A block as it should be."""
-        descriptor, mapping = memory.create(self.form.size(rows))
-        self.send(Record(Kind.BLOCK, block=number, rows=rows), descriptor)
+        descriptor, mapping = shared_memory.create(self.form.size(rows))
+        self.send(WireRecord(RecordKind.BLOCK, block=number, rows=rows), descriptor)
         os.close(descriptor)
         block = self.blocks[number] = Block(number, rows, mapping, self.form)
         return block
 
     def ask(self, number: int, block: int, payload: np.ndarray, left_s: float = float("inf"), **fields: Any) -> None:
         self.blocks[block].rows[: len(payload)] = payload
-        self.send(Record(Kind.ASK, block=block, number=number, rows=len(payload), left_s=left_s, **fields))
+        self.send(WireRecord(RecordKind.ASK, block=block, number=number, rows=len(payload), left_s=left_s, **fields))
 
-    def next(self) -> Record:
+    def next(self) -> WireRecord:
         """The server's next record. Raises `EOFError` when it has hung up, `TimeoutError` when it says nothing."""
         while not self.records:
             try:

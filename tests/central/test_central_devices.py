@@ -11,8 +11,8 @@ from texts import CONTEXT, SLOTS, asking, short
 
 from gpuinfer.api import BackendContext, ModelSpec, Setup
 from gpuinfer.backends.central import Central
-from gpuinfer.central.child import ServerTuning
 from gpuinfer.central.server import CentralServer
+from gpuinfer.central.server_process import ServerModelOptions
 from gpuinfer.config import registry
 from gpuinfer.engine.engine import Engine
 from gpuinfer.errors import BackendDied, UsageError
@@ -62,7 +62,7 @@ def test_text_is_that_of_one_device():
 
     def answers(devices):
         setup = Setup(ModelSpec("tiny", kind="text"), devices=devices, deterministic=True)
-        tuning = ServerTuning(slots=SLOTS, context=CONTEXT, threads=1)
+        tuning = ServerModelOptions(slots=SLOTS, context=CONTEXT, threads=1)
         server = CentralServer.of(setup, tuning, registry.load("strategies", "dynamic")(setup))
         server.start()
         try:

@@ -17,8 +17,9 @@ from programs import ask_forever, ask_in_loop, is_alive, named, own, stop, use_i
 from servers import Program, listening, mapped, pid_of, programs, served, serving, serving_held, until
 
 from gpuinfer.api import BackendContext, Request
-from gpuinfer.backends.central import Remote, Way
-from gpuinfer.central.connection import Connection
+from gpuinfer.backends.central import CentralRemote
+from gpuinfer.central.async_client import TextConnector
+from gpuinfer.central.connection import CentralConnection
 from gpuinfer.errors import BackendDied, Closed, Expired, UsageError
 from gpuinfer.stats import since
 
@@ -44,7 +45,7 @@ def test_clients_that_wait_for_a_killed_server_know_at_once(held):
         server.client() as client,
         programs(
             Program(ask_forever, server.client(), 1, 1, 16),
-            Program(ask_in_loop, Way(Remote, server._setup, server.address, 0.0), 2, 2, 16),
+            Program(ask_in_loop, TextConnector(CentralRemote, server._setup, server.address, 0.0), 2, 2, 16),
         ) as others,
     ):
         assert [other.hear() for other in others] == ["here", "here"]
@@ -65,7 +66,7 @@ def test_clients_that_wait_for_a_killed_server_know_at_once(held):
 
 async def test_whoever_awaits_a_killed_server_knows_at_once(held):
     server, hold = held
-    backend = Remote(server._setup, address=server.address)
+    backend = CentralRemote(server._setup, address=server.address)
     await backend.start(BackendContext())
     hold.close()
     asked = asyncio.ensure_future(backend.infer([Request(named(1, 1, 2), 2), Request(named(1, 2, 3), 3)]))
@@ -81,7 +82,7 @@ async def test_whoever_awaits_a_killed_server_knows_at_once(held):
 @pytest.mark.thorough
 async def test_a_cancelled_request_is_taken_back_from_the_server():
     with serving_held(in_flight=1, max_rows=8) as (server, hold):
-        backend = Remote(server._setup, address=server.address)
+        backend = CentralRemote(server._setup, address=server.address)
         await backend.start(BackendContext())
         requests = [Request(named(1, number, 8), 8) for number in range(4)]
         hold.close()
@@ -102,7 +103,7 @@ async def test_a_cancelled_request_is_taken_back_from_the_server():
 
 async def test_a_backend_that_is_closed_fails_whoever_still_waits(held):
     server, hold = held
-    backend = Remote(server._setup, address=server.address)
+    backend = CentralRemote(server._setup, address=server.address)
     await backend.start(BackendContext())
     hold.close()
     asked = asyncio.ensure_future(backend.infer([Request(named(1, 1, 2), 2)]))
@@ -114,7 +115,7 @@ async def test_a_backend_that_is_closed_fails_whoever_still_waits(held):
 @pytest.mark.thorough
 def test_a_server_that_restarts_answers_what_was_outstanding_once():
     with serving(arguments={"seconds": 0.05}, restart=True) as server:
-        way = Way(Remote, server._setup, server.address, server.restarts_within_s)
+        way = TextConnector(CentralRemote, server._setup, server.address, server.restarts_within_s)
         with (
             server.client() as client,
             programs(Program(ask_forever, server.client(), 1, 1, 64), Program(ask_in_loop, way, 2, 2, 64)) as others,
@@ -161,7 +162,7 @@ def test_rows_that_end_the_server_each_time_it_comes_back_are_told_of():
 
 def test_a_server_that_hangs_up_as_it_ends_is_asked_again_when_it_is_back(monkeypatch):
     """It may take a line in just before it ends, or hold its greeting back until the line before is over."""
-    greet, hung_up = Connection._greet, []
+    greet, hung_up = CentralConnection._greet, []
 
     def greeted(connection, timeout_s):
         if not hung_up:
@@ -171,7 +172,7 @@ def test_a_server_that_hangs_up_as_it_ends_is_asked_again_when_it_is_back(monkey
 
     with serving(restart=True) as server, server.client() as client:
         assert wrong(named(1, 1, 9), client.evaluate(named(1, 1, 9))) is None
-        monkeypatch.setattr(Connection, "_greet", greeted)
+        monkeypatch.setattr(CentralConnection, "_greet", greeted)
         os.kill(pid_of(server), signal.SIGKILL)
         assert wrong(named(1, 2, 9), client.evaluate(named(1, 2, 9), timeout=60)) is None
         assert hung_up
@@ -194,7 +195,7 @@ def test_a_stopped_server_is_noticed_and_replaced():
 @pytest.mark.thorough
 async def test_a_stopped_server_that_will_not_come_back_is_noticed_by_all_who_wait():
     with serving() as server, server.client() as client:
-        backend = Remote(server._setup, address=server.address)
+        backend = CentralRemote(server._setup, address=server.address)
         await backend.start(BackendContext())
         stop(pid_of(server))
         asked = asyncio.ensure_future(backend.infer([Request(named(1, 1, 2), 2)]))

@@ -10,8 +10,8 @@ import pytest
 from programs import hold
 from servers import Program, pid_of, programs, serving
 
-from gpuinfer.central.address import listen
-from gpuinfer.central.lines import ClientLines
+from gpuinfer.central.client_sessions import ClientAcceptor
+from gpuinfer.central.protocol import listen
 
 pytestmark = pytest.mark.usefixtures("children_forked")
 
@@ -40,7 +40,7 @@ def test_an_idle_server_with_eight_idle_clients_uses_next_to_no_cpu():
 def test_a_wait_of_any_length_can_be_begun(seconds):
     listener, address = listen()
     with listener:
-        lines = ClientLines(listener, address.token, 1, (b"", 0), lambda rows: None)
+        lines = ClientAcceptor(listener, address.token, 1, (b"", 0), lambda rows: None)
         lines.ring()
         found = lines.wait(seconds)
         for held in (lines._bell, lines._rope, lines._selector):  # a server keeps them as long as it lives

@@ -22,10 +22,10 @@ from programs import is_alive, named, wrong
 from servers import SECONDS, mapped, pid_of, served, serving, serving_held, until
 
 from gpuinfer.api import BackendContext, ModelSpec, Request
-from gpuinfer.backends.central import Remote
-from gpuinfer.central import memory
-from gpuinfer.central.address import listen
-from gpuinfer.central.lines import ClientLines
+from gpuinfer.backends.central import CentralRemote
+from gpuinfer.central import shared_memory
+from gpuinfer.central.client_sessions import ClientAcceptor
+from gpuinfer.central.protocol import listen
 from gpuinfer.errors import (
     BackendDied,
     BackendError,
@@ -202,7 +202,7 @@ def test_arrays_leave_room_for_the_blocks_that_a_client_takes():
 
 
 async def test_an_event_loop_may_ask_for_small_blocks_and_then_for_larger_ones(server):
-    backend = Remote(server._setup, address=server.address)
+    backend = CentralRemote(server._setup, address=server.address)
     await backend.start(BackendContext())
     for rows in (1, 65, 129):
         asked = [Request(named(1, number, rows), rows) for number in range(256)]
@@ -403,7 +403,7 @@ def test_a_limit_of_the_process_is_said_too():
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, before[1]))
     try:
         with pytest.raises(UsageError, match="8,388,608 bytes of shared memory cannot be had: File too large"):
-            memory.create(8 << 20)
+            shared_memory.create(8 << 20)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert len(os.listdir("/proc/self/fd")) <= descriptors  # fewer: another thread may let go of one meanwhile
@@ -412,14 +412,14 @@ def test_a_limit_of_the_process_is_said_too():
 def test_a_lack_of_descriptors_is_said_with_the_cure(server, no_descriptors):
     with no_descriptors():
         with pytest.raises(UsageError, match=r"4,096 bytes of shared memory.*ulimit -n"):
-            memory.create(4096)
+            shared_memory.create(4096)
         with pytest.raises(UsageError, match=r"no line to the central server.*ulimit -n"):
             server.client().evaluate(named(1, 1, 1))
 
 
 def test_a_server_without_descriptors_rests_until_there_are_some(no_descriptors):
     listener, address = listen()
-    lines = ClientLines(listener, address.token, 4, (b"", 0), lambda rows: None)
+    lines = ClientAcceptor(listener, address.token, 4, (b"", 0), lambda rows: None)
     with contextlib.closing(listener), socket.socket(socket.AF_UNIX) as client:
         client.connect(address.path)
         with no_descriptors():

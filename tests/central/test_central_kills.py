@@ -13,7 +13,8 @@ import pytest
 from programs import ask_forever, ask_in_loop, is_alive, own, wait_until_gone
 from servers import Program, pid_of, programs, served
 
-from gpuinfer.backends.central import Remote, Way
+from gpuinfer.backends.central import CentralRemote
+from gpuinfer.central.async_client import TextConnector
 
 pytestmark = pytest.mark.usefixtures("children_forked")
 
@@ -40,7 +41,7 @@ def strike(chance, victim, number):
     server, struck = served(restart=True), 0
     server.start()
     try:
-        way = Way(Remote, server._setup, server.address, server.restarts_within_s)
+        way = TextConnector(CentralRemote, server._setup, server.address, server.restarts_within_s)
         with programs(
             Program(ask_forever, server.client(), 1, chance.random(), EACH),
             Program(ask_in_loop, way, 2, chance.random(), EACH),

@@ -13,11 +13,11 @@ from test_central_text import SECONDS, all_of, greeted
 from text.toy import joined
 from texts import SLOTS, asking, long, serving_text, short
 
-from gpuinfer.central.wire import Kind, Record, asked_to_wire, generation_from_wire, part_from_wire
-from gpuinfer.engine.streaming import PartStream
+from gpuinfer.central.protocol import RecordKind, WireRecord, asked_to_wire, generation_from_wire, part_from_wire
+from gpuinfer.engine.stream import PartStream
 from gpuinfer.errors import BackendDied, BackendError
 from gpuinfer.generation import Generation, Part, Prompt, Sampling
-from gpuinfer.text.resuming import Had
+from gpuinfer.text.answer_frames import DeliveredAnswer
 
 pytestmark = pytest.mark.usefixtures("children_forked")
 
@@ -64,12 +64,12 @@ async def test_a_client_that_reads_nothing_stalls_nobody_and_is_owed_one_part_a_
     body = asked_to_wire(Prompt(text="much", samples=SLOTS - 1, sampling=sampling), None, parts=True)
     with greeted(server) as deaf:
         before = server.stats().requests
-        deaf.send(Record(Kind.PROMPT, rows=SLOTS - 1, number=1, left_s=float(SECONDS), body=body))
+        deaf.send(WireRecord(RecordKind.PROMPT, rows=SLOTS - 1, number=1, left_s=float(SECONDS), body=body))
         async with asking(server) as engine:
             assert joined(await read(reading(engine, short("other", 100))))
         await asyncio.to_thread(until, lambda: server.stats().requests == before + 2, "both answers")
         given = []
-        while (record := deaf.next()).kind == Kind.PART:
+        while (record := deaf.next()).kind == RecordKind.PART:
             given.append(part_from_wire(record.body))
     assert joined(given) == list(generation_from_wire(record.body).completions)
     assert max(len(part.tokens) for part in given) > 50, "joined while they waited"
@@ -107,7 +107,7 @@ def part(sample, text, reason=None):
 
 def test_what_a_reader_has_had_is_what_its_answer_goes_on_after():
     prompt = Prompt(text="x", samples=3, begun=((), (7,), ()))
-    had = Had(prompt)
+    had = DeliveredAnswer(prompt)
     assert had.rest() == prompt
     said = [part(0, "he"), part(1, "a"), part(0, "llo", "stop"), part(1, "b")]
     assert [had.fresh(one) for one in said] == said
@@ -118,4 +118,4 @@ def test_what_a_reader_has_had_is_what_its_answer_goes_on_after():
 
 def test_a_part_of_a_sample_that_nobody_asked_for_is_an_error():
     with pytest.raises(BackendError, match="nobody asked for"):
-        Had(Prompt(text="x", samples=2)).fresh(part(2, "a"))
+        DeliveredAnswer(Prompt(text="x", samples=2)).fresh(part(2, "a"))

@@ -16,7 +16,8 @@ from programs import ask_ahead, ask_forever, ask_in_loop, named, stop, wrong
 from servers import Program, mapped, pid_of, programs, serving, until
 
 from gpuinfer.api import Priority
-from gpuinfer.backends.central import Remote, Way
+from gpuinfer.backends.central import CentralRemote
+from gpuinfer.central.async_client import TextConnector
 from gpuinfer.errors import Closed, Expired
 
 pytestmark = pytest.mark.usefixtures("children_forked")
@@ -129,7 +130,7 @@ def test_clients_with_many_requests_outstanding_are_never_mixed_up(server, reque
 @pytest.mark.parametrize("kills", counts(4, 200))
 def test_clients_killed_beside_them_change_no_answer_and_leave_no_memory(server, kills):
     before, chance = mapped(pid_of(server)), random.Random(kills)
-    way = Way(Remote, server._setup, server.address, 0.0)
+    way = TextConnector(CentralRemote, server._setup, server.address, 0.0)
     with programs(
         Program(ask_forever, server.client(), 1, 1, WIDEST), Program(ask_in_loop, way, 2, 2, WIDEST)
     ) as steady:

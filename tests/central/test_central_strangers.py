@@ -15,8 +15,8 @@ from programs import named, wrong
 from servers import mapped, pid_of, serving, serving_held, until
 from strangers import Stranger, header
 
-from gpuinfer.central import memory
-from gpuinfer.central.wire import VERSION, Kind, Record, pack
+from gpuinfer.central import shared_memory
+from gpuinfer.central.protocol import VERSION, RecordKind, WireRecord, pack_record
 
 pytestmark = pytest.mark.usefixtures("children_forked")
 
@@ -43,14 +43,19 @@ GARBAGE = [
     pytest.param(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n" * 4, id="another protocol"),
     pytest.param(bytes(200), id="zeros"),
     pytest.param(b"\xff" * 200, id="ones"),
-    pytest.param(pack(Record(Kind.ASK, rows=1)), id="a request before the greeting"),
-    pytest.param(pack(Record(Kind.HELLO)), id="a greeting without a token"),
-    pytest.param(pack(Record(Kind.HELLO, body={"token": b"x" * 16, "version": VERSION})), id="a wrong token"),
-    pytest.param(pack(Record(Kind.HELLO, body={"token": "text", "version": VERSION})), id="a token that is not bytes"),
-    pytest.param(pack(Record(Kind.HELLO, body=["token"])), id="a greeting that is a list"),
-    pytest.param(header(Kind.HELLO, body=2**32 - 1), id="a body of four gigabytes"),
-    pytest.param(header(Kind.HELLO, body=3) + b"\xc1\xc1\xc1", id="a body that is not msgpack"),
-    pytest.param(header(Kind.HELLO, body=60_000) + b"\x91" * 60_000, id="a body that is nested without end"),
+    pytest.param(pack_record(WireRecord(RecordKind.ASK, rows=1)), id="a request before the greeting"),
+    pytest.param(pack_record(WireRecord(RecordKind.HELLO)), id="a greeting without a token"),
+    pytest.param(
+        pack_record(WireRecord(RecordKind.HELLO, body={"token": b"x" * 16, "version": VERSION})), id="a wrong token"
+    ),
+    pytest.param(
+        pack_record(WireRecord(RecordKind.HELLO, body={"token": "text", "version": VERSION})),
+        id="a token that is not bytes",
+    ),
+    pytest.param(pack_record(WireRecord(RecordKind.HELLO, body=["token"])), id="a greeting that is a list"),
+    pytest.param(header(RecordKind.HELLO, body=2**32 - 1), id="a body of four gigabytes"),
+    pytest.param(header(RecordKind.HELLO, body=3) + b"\xc1\xc1\xc1", id="a body that is not msgpack"),
+    pytest.param(header(RecordKind.HELLO, body=60_000) + b"\x91" * 60_000, id="a body that is nested without end"),
 ]
 
 
@@ -72,33 +77,35 @@ def test_whoever_says_nothing_is_dropped_after_a_while(server, friend):
 
 def test_another_version_is_told_so(server, friend):
     with Stranger(server, greet=False) as stranger:
-        stranger.send(Record(Kind.HELLO, body={"token": server.address.token, "version": VERSION + 1}))
+        stranger.send(WireRecord(RecordKind.HELLO, body={"token": server.address.token, "version": VERSION + 1}))
         assert "different versions" in stranger.next().body["message"]
         assert stranger.dropped()
     assert well(friend)
 
 
 def grouped(group):
-    return pack(Record(Kind.ASK, rows=1, left_s=math.inf, body={"group": group}))
+    return pack_record(WireRecord(RecordKind.ASK, rows=1, left_s=math.inf, body={"group": group}))
 
 
 IMPOSSIBLE = [
-    pytest.param([header(Kind.ASK, block=7, rows=1)], id="a block that was never presented"),
-    pytest.param([header(Kind.ASK, block=0, rows=0)], id="a request for no rows"),
-    pytest.param([header(Kind.ASK, block=0, rows=33)], id="more rows than the block has room for"),
-    pytest.param([header(Kind.ASK, block=0, rows=2**32 - 1)], id="four thousand million rows"),
-    pytest.param([header(Kind.ASK, block=0, rows=1, left_s=math.nan)], id="a deadline that is no number"),
-    pytest.param([header(Kind.ASK, block=0, rows=1, left_s=math.inf, number=n) for n in (1, 2)] * 200, id="twice"),
-    pytest.param([header(Kind.BLOCK, block=1, rows=8)], id="a block without memory"),
-    pytest.param([header(Kind.WELCOME)], id="what only a server says"),
+    pytest.param([header(RecordKind.ASK, block=7, rows=1)], id="a block that was never presented"),
+    pytest.param([header(RecordKind.ASK, block=0, rows=0)], id="a request for no rows"),
+    pytest.param([header(RecordKind.ASK, block=0, rows=33)], id="more rows than the block has room for"),
+    pytest.param([header(RecordKind.ASK, block=0, rows=2**32 - 1)], id="four thousand million rows"),
+    pytest.param([header(RecordKind.ASK, block=0, rows=1, left_s=math.nan)], id="a deadline that is no number"),
+    pytest.param(
+        [header(RecordKind.ASK, block=0, rows=1, left_s=math.inf, number=n) for n in (1, 2)] * 200, id="twice"
+    ),
+    pytest.param([header(RecordKind.BLOCK, block=1, rows=8)], id="a block without memory"),
+    pytest.param([header(RecordKind.WELCOME)], id="what only a server says"),
     pytest.param([header(77)], id="a kind that does not exist"),
-    pytest.param([header(Kind.HELLO)], id="a second greeting"),
-    pytest.param([header(Kind.ASK, rows=1, body=1 << 30)], id="a body of a gigabyte"),
-    pytest.param([header(Kind.ASK, rows=1, body=2) + b"\xc1\xc1"], id="a body that is not msgpack"),
+    pytest.param([header(RecordKind.HELLO)], id="a second greeting"),
+    pytest.param([header(RecordKind.ASK, rows=1, body=1 << 30)], id="a body of a gigabyte"),
+    pytest.param([header(RecordKind.ASK, rows=1, body=2) + b"\xc1\xc1"], id="a body that is not msgpack"),
     pytest.param([grouped({"a": 1})], id="a group that cannot be a key"),
     pytest.param([grouped([[{}]])], id="a list that cannot be a key"),
     pytest.param(
-        [header(Kind.ASK, rows=1, left_s=math.inf, body=20_008) + b"\x81\xa5group" + b"\x91" * 20_000 + b"\x01"],
+        [header(RecordKind.ASK, rows=1, left_s=math.inf, body=20_008) + b"\x81\xa5group" + b"\x91" * 20_000 + b"\x01"],
         id="a group nested deep",
     ),
 ]
@@ -128,7 +135,7 @@ def memfd_of(size, seals=0):
     return descriptor
 
 
-ALL_SEALS = memory.SEALS
+ALL_SEALS = shared_memory.SEALS
 WRITE_SEAL = 8
 DESCRIPTORS = [
     pytest.param(lambda size: memfd_of(size), id="not sealed"),
@@ -149,7 +156,7 @@ def test_memory_that_is_not_what_it_should_be_is_refused(server, friend, make):
     before = mapped(pid_of(server))
     with Stranger(server) as stranger:
         descriptor = make(stranger.form.size(100))
-        stranger.send(Record(Kind.BLOCK, block=0, rows=100), descriptor)
+        stranger.send(WireRecord(RecordKind.BLOCK, block=0, rows=100), descriptor)
         os.close(descriptor)
         assert stranger.dropped()
     assert well(friend)
@@ -167,8 +174,8 @@ def test_memory_that_is_not_what_it_should_be_is_refused(server, friend, make):
 def test_a_block_of_impossible_size_or_number_is_refused(server, friend, block, rows):
     with Stranger(server) as stranger:
         stranger.present(3, 10)
-        descriptor, _ = memory.create(stranger.form.size(rows))
-        stranger.send(Record(Kind.BLOCK, block=block, rows=rows), descriptor)
+        descriptor, _ = shared_memory.create(stranger.form.size(rows))
+        stranger.send(WireRecord(RecordKind.BLOCK, block=block, rows=rows), descriptor)
         os.close(descriptor)
         assert stranger.dropped()
     assert well(friend)
@@ -207,7 +214,7 @@ def test_descriptors_that_nothing_asks_for_are_not_kept(server, friend):
     before = descriptors_of(server)
     with Stranger(server) as stranger, open("/dev/null") as null:
         for _ in range(100):
-            stranger.raw(header(Kind.CANCEL), *[null.fileno()] * 16)
+            stranger.raw(header(RecordKind.CANCEL), *[null.fileno()] * 16)
         assert stranger.dropped()
     until(lambda: descriptors_of(server) <= before, "the descriptors' closing")
     assert well(friend)
@@ -222,7 +229,7 @@ def test_many_strangers_leave_room_for_a_client(server):
 
 
 def test_a_flood_of_requests_whose_answers_nobody_takes_ends_with_its_line(server, friend):
-    refused = header(Kind.ASK, block=0, rows=1, left_s=-1.0) * 1000
+    refused = header(RecordKind.ASK, block=0, rows=1, left_s=-1.0) * 1000
     with Stranger(server) as stranger:
         stranger.present(0, 32)
         with pytest.raises((BrokenPipeError, ConnectionResetError)):  # noqa: PT012 (one of many sends)
@@ -240,12 +247,12 @@ def test_each_request_is_replied_to_exactly_once_whatever_is_cancelled(server, f
                 left_s = 1e-5 if offset == 3 else math.inf
                 stranger.ask(number + offset, offset, named(1, number + offset, 1 + offset), left_s, client=offset)
                 if offset % 3 == 1:
-                    stranger.send(Record(Kind.CANCEL, number=number + offset))
-                    stranger.send(Record(Kind.CANCEL, number=number + offset))
+                    stranger.send(WireRecord(RecordKind.CANCEL, number=number + offset))
+                    stranger.send(WireRecord(RecordKind.CANCEL, number=number + offset))
             replies = [stranger.next() for _ in range(8)]
             assert sorted(reply.number for reply in replies) == list(range(number, number + 8))
             for reply in replies:
-                if reply.kind == Kind.ANSWER:
+                if reply.kind == RecordKind.ANSWER:
                     offset = reply.number - number
                     answer = stranger.blocks[offset].answer(1 + offset, copied=True)
                     assert wrong(named(1, reply.number, 1 + offset), answer) is None
@@ -255,11 +262,11 @@ def test_each_request_is_replied_to_exactly_once_whatever_is_cancelled(server, f
     assert well(friend)
 
 
-KINDS = [int(kind) for kind in Kind]
+KINDS = [int(kind) for kind in RecordKind]
 SMALL = st.integers(0, 40)
 RECORDS = st.builds(
     header,
-    st.sampled_from([*KINDS, int(Kind.ASK), int(Kind.CANCEL)]),
+    st.sampled_from([*KINDS, int(RecordKind.ASK), int(RecordKind.CANCEL)]),
     block=SMALL,
     number=SMALL,
     rows=SMALL,
@@ -267,7 +274,7 @@ RECORDS = st.builds(
     left_s=st.floats(),
 )
 BODIES = st.builds(
-    lambda body: pack(Record(Kind.ASK, rows=1, number=3, left_s=1.0, body=body)),
+    lambda body: pack_record(WireRecord(RecordKind.ASK, rows=1, number=3, left_s=1.0, body=body)),
     st.recursive(st.none() | st.integers(-5, 5) | st.text(max_size=3), lambda inner: st.lists(inner, max_size=3))
     | st.dictionaries(
         st.sampled_from(["group", "x"]), st.integers(-(2**63), 2**64 - 1) | st.lists(st.integers(0, 9)), max_size=2

@@ -19,9 +19,9 @@ from texts import SLOTS, asking, long, serving_text, short
 
 from gpuinfer.api import ModelSpec, Priority
 from gpuinfer.central import server as server_module
-from gpuinfer.central.child import Texts
+from gpuinfer.central.protocol import HEADER, LARGEST_BEGUN, RecordKind, Unpacker, WireRecord, hello, pack_record
 from gpuinfer.central.server import CentralServer
-from gpuinfer.central.wire import HEADER, LARGEST_BEGUN, Kind, Record, Unpacker, hello, pack
+from gpuinfer.central.server_process import OtherTextBackend
 from gpuinfer.errors import (
     BackendDied,
     BackendError,
@@ -33,7 +33,7 @@ from gpuinfer.errors import (
     UsageError,
 )
 from gpuinfer.generation import Constraint, Generation, Prompt, Sampling
-from gpuinfer.text.frames import LARGEST_PROMPT
+from gpuinfer.text.answer_frames import LARGEST_PROMPT
 
 pytestmark = pytest.mark.usefixtures("children_forked")
 
@@ -166,27 +166,30 @@ def greeted(server):
 @pytest.mark.parametrize(
     "sent",
     [
-        pytest.param(pack(Record(Kind.ASK, rows=1, left_s=1.0)), id="rows"),
+        pytest.param(pack_record(WireRecord(RecordKind.ASK, rows=1, left_s=1.0)), id="rows"),
         pytest.param(
-            HEADER.pack(Kind.PROMPT, 0, 0, 1, 0, 1, LARGEST_PROMPT + LARGEST_BEGUN + 1, 1.0),
+            HEADER.pack(RecordKind.PROMPT, 0, 0, 1, 0, 1, LARGEST_PROMPT + LARGEST_BEGUN + 1, 1.0),
             id="a body without a bound",
         ),
-        pytest.param(pack(Record(Kind.PROMPT, rows=1, left_s=float("nan"), body=b"x")), id="a deadline that is none"),
+        pytest.param(
+            pack_record(WireRecord(RecordKind.PROMPT, rows=1, left_s=float("nan"), body=b"x")),
+            id="a deadline that is none",
+        ),
     ],
 )
 async def test_a_client_that_sends_something_else_is_dismissed_and_the_others_are_served(server, sent):
     with greeted(server) as stranger:
         stranger.raw(sent)
-        assert stranger.next().kind == Kind.GOODBYE
+        assert stranger.next().kind == RecordKind.GOODBYE
     async with asking(server) as engine:
         assert isinstance((await all_of(engine, [short("good")]))[0], Generation)
 
 
 def test_bytes_that_are_no_prompt_are_answered_as_a_bad_prompt(server):
     with greeted(server) as stranger:
-        stranger.send(Record(Kind.PROMPT, rows=1, number=7, left_s=9.0, body=b"\xc1\xff"))
+        stranger.send(WireRecord(RecordKind.PROMPT, rows=1, number=7, left_s=9.0, body=b"\xc1\xff"))
         answer = stranger.next()
-    assert (answer.kind, answer.number, answer.body["type"]) == (Kind.FAILED, 7, "BadPrompt")
+    assert (answer.kind, answer.number, answer.body["type"]) == (RecordKind.FAILED, 7, "BadPrompt")
 
 
 @pytest.mark.thorough
@@ -225,8 +228,8 @@ def test_a_server_of_ones_own_says_that_it_takes_rows():
 @settings(max_examples=examples(50), deadline=None)
 @given(st.lists(st.binary(max_size=200), max_size=8), st.data())
 def test_records_arrive_whole_in_whatever_pieces_they_come(bodies, data):
-    sent = [Record(Kind.PROMPT, number=number, body=body or None) for number, body in enumerate(bodies)]
-    stream = b"".join(map(pack, sent))
+    sent = [WireRecord(RecordKind.PROMPT, number=number, body=body or None) for number, body in enumerate(bodies)]
+    stream = b"".join(map(pack_record, sent))
     unpacker, arrived = Unpacker(), []
     while stream:
         size = data.draw(st.integers(1, len(stream)))
@@ -237,7 +240,7 @@ def test_records_arrive_whole_in_whatever_pieces_they_come(bodies, data):
 
 async def test_whoever_asked_a_server_that_dies_again_and_again_hears_what_it_printed(tmp_path, monkeypatch):
     monkeypatch.setattr(server_module, "BACK_S", 600.0)  # deaths in a row, however slowly it is asked again
-    texts = Texts(Dying, called="the toy", log=str(tmp_path / "toy.log"))
+    texts = OtherTextBackend(Dying, called="the toy", log=str(tmp_path / "toy.log"))
     with serving_text(restart=True, texts=texts) as server:
         async with asking(server) as engine:
             (answer,) = await all_of(engine, [short("any")])
@@ -250,7 +253,7 @@ async def test_whoever_asked_a_server_that_dies_again_and_again_hears_what_it_pr
 
 
 async def test_a_server_that_fails_at_a_question_is_gone_and_says_why():
-    with serving_text(texts=Texts(Odd)) as server:
+    with serving_text(texts=OtherTextBackend(Odd)) as server:
         await asyncio.to_thread(server.stats)
         await asyncio.to_thread(until, lambda: server.lost, "its end")
         with pytest.raises(BackendDied, match=r"failed: KeyError: 'positions'"):

@@ -18,9 +18,9 @@ from servers import serving_held
 from strangers import Stranger
 
 from gpuinfer.api import ModelSpec, Setup
-from gpuinfer.central.memory import Block, BlockForm
-from gpuinfer.central.serving import Answerer
-from gpuinfer.engine.answering import find_fault
+from gpuinfer.central.row_server import BatchRunner
+from gpuinfer.central.shared_memory import Block, BlockForm
+from gpuinfer.engine.results import find_fault
 from gpuinfer.errors import BadResult
 from gpuinfer.models.open_model import open_model
 
@@ -80,7 +80,7 @@ def test_one_clients_fault_is_its_own_in_the_words_of_one_that_the_host_finds(op
     outcomes = []
     for model in (opened, writing(opened)):
         batch = batch_of(opened, 2, how, value)
-        outcomes.append(told(Answerer(model).answer(batch)))
+        outcomes.append(told(BatchRunner(model).answer(batch)))
         for number in (0, 1, 3):
             answers = [
                 part.reshape(ROWS[number], -1) for part in arrays(batch[number].block.answer(ROWS[number], True))
@@ -94,8 +94,8 @@ def test_one_clients_fault_is_its_own_in_the_words_of_one_that_the_host_finds(op
 
 
 def test_answers_in_which_the_device_finds_nothing_are_not_read_by_the_host(opened, monkeypatch):
-    monkeypatch.setattr("gpuinfer.central.serving.find_fault", lambda *given: pytest.fail("was read"))
-    served = Answerer(writing(opened)).answer(batch_of(opened))
+    monkeypatch.setattr("gpuinfer.central.row_server.find_fault", lambda *given: pytest.fail("was read"))
+    served = BatchRunner(writing(opened)).answer(batch_of(opened))
     assert told(served) == ([None] * 4, False, True)
 
 
@@ -105,7 +105,7 @@ def test_a_closer_look_has_the_last_word(opened):
     batch = batch_of(opened)
     for part in batch[1].block.answers:
         part[0] = np.inf
-    errors = Answerer(model).answer(batch).errors
+    errors = BatchRunner(model).answer(batch).errors
     assert [type(error) for error in errors] == [type(None), BadResult, type(None), type(None)]
 
 

@@ -7,9 +7,9 @@ from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 from gpuinfer.api import ModelSpec, Setup
-from gpuinfer.backends.central import Remote
-from gpuinfer.central.child import ServerTuning
+from gpuinfer.backends.central import CentralRemote
 from gpuinfer.central.server import CentralServer
+from gpuinfer.central.server_process import ServerModelOptions
 from gpuinfer.config import registry
 from gpuinfer.engine.engine import Engine
 from gpuinfer.generation import Prompt, Sampling
@@ -19,7 +19,7 @@ SLOTS, CONTEXT = 4, 2048
 
 
 def server_of_text(**options: Any) -> CentralServer:
-    tuning = ServerTuning(slots=SLOTS, context=CONTEXT, threads=1)
+    tuning = ServerModelOptions(slots=SLOTS, context=CONTEXT, threads=1)
     return CentralServer.of(SETUP, tuning, registry.load("strategies", "dynamic")(SETUP), **options)
 
 
@@ -36,7 +36,7 @@ def serving_text(**options: Any) -> Iterator[CentralServer]:
 @contextlib.asynccontextmanager
 async def asking(server: CentralServer) -> AsyncIterator[Engine]:
     """An engine that passes on to the server, as a run's or a worker's does."""
-    remote = Remote(SETUP, address=server.address, restarts_within_s=server.restarts_within_s)
+    remote = CentralRemote(SETUP, address=server.address, restarts_within_s=server.restarts_within_s)
     engine = Engine(remote, registry.load("strategies", "dynamic")(SETUP))
     await engine.start()
     try:

@@ -50,13 +50,13 @@ def text(monkeypatch: pytest.MonkeyPatch) -> None:
     """Models of text have two layers, and none of our own kernels, which have tests of their own; attention has a CUDA
     kernel's strides.
     """
-    from gpuinfer.text.checkpoint import builtin
+    from gpuinfer.text.checkpoint import built_in
     from gpuinfer.text.decoder import torch_decoder, triton_layers
     from gpuinfer.text.sampling import triton_draws
 
-    shape = replace(builtin.tiny_shape(), layers=2)
-    monkeypatch.setitem(builtin.BUILT_IN, "tiny", lambda: shape)
-    monkeypatch.setattr(triton_layers, "is_there", lambda: False)
+    shape = replace(built_in.tiny_shape(), layers=2)
+    monkeypatch.setitem(built_in.BUILT_IN, "tiny", lambda: shape)
+    monkeypatch.setattr(triton_layers, "has_triton", lambda: False)
     monkeypatch.setattr(triton_draws, "is_there", lambda: False)
     monkeypatch.setattr(torch_decoder, "scaled_dot_product_attention", KERNELS["memory-efficient"])
 
@@ -64,12 +64,12 @@ def text(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def stages_inline(monkeypatch: pytest.MonkeyPatch) -> None:
     """Stages compute in the thread of the test, and their layers are timed there, twice each."""
-    from gpuinfer.models.stages import open_staged, timing
-    from gpuinfer.text.stages import open_staged as open_staged_text
-    from gpuinfer.text.stages import timing as timing_of_text
+    from gpuinfer.models.pipeline import open_pipeline, stage_plan
+    from gpuinfer.text.stages import open_staged_decoder as open_staged_text
+    from gpuinfer.text.stages import open_staged_decoder as timing_of_text
 
-    for opening, times in ((open_staged, timing), (open_staged_text, timing_of_text)):
+    for opening, times in ((open_pipeline, stage_plan), (open_staged_text, timing_of_text)):
         monkeypatch.setattr(opening, "Pipeline", Inline)
         monkeypatch.setattr(times, "in_thread", at_once)
-    monkeypatch.setattr(timing, "MOST", 1)
+    monkeypatch.setattr(stage_plan, "MOST", 1)
     monkeypatch.setattr(timing_of_text, "PASSES", 1)

@@ -27,17 +27,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 import gpuinfer
-from gpuinfer.models import capturing, live_bytes
+from gpuinfer.models import cuda_graphs, gradients
 
 SOURCES = str(Path(gpuinfer.__file__).parent) + os.sep
 COPIES = ("_to_copy", "copy_")
 BY_VALUE = ("nonzero", "masked_select", "equal", "allclose")  # their shape or result depends on values
-BETWEEN = (capturing.__file__, live_bytes.__file__)  # whoever calls them is meant
+BETWEEN = (cuda_graphs.__file__, gradients.__file__)  # whoever calls them is meant
 BYTES = 80 << 30  # of the device's memory
 
 
 def _place() -> tuple[str, int]:
-    """`models/lost.py answers` of the innermost function of gpuinfer that runs, and its line."""
+    """`models/out_of_memory.py answers` of the innermost function of gpuinfer that runs, and its line."""
     frame = sys._getframe(1)
     while frame is not None:
         path = frame.f_code.co_filename
@@ -105,7 +105,7 @@ class Device(TorchDispatchMode):
 
     @contextlib.contextmanager
     def waiting_only_in(self, *places: str) -> Iterator[None]:
-        """Each of `places`, such as `models/lost.py answers`, must wait for the device; nothing else may."""
+        """Each of `places`, such as `models/out_of_memory.py answers`, must wait for the device; nothing else may."""
         before, self.waits, self._allowed = self.waits, Counter(), places
         self._elsewhere.clear()
         try:

@@ -34,8 +34,8 @@ from host_waits import backward
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
-from gpuinfer.models import capturing
-from gpuinfer.models.stages import channel
+from gpuinfer.models import cuda_graphs
+from gpuinfer.models.pipeline import schedule
 
 try:
     from torch.cuda import _sanitizer as sanitizer
@@ -44,7 +44,7 @@ except ImportError:  # a torch without it
 
 aten = torch.ops.aten
 UnrecordedQueue = queue.SimpleQueue  # what is handed over by it is ordered in time, and by nothing that is recorded
-SOURCES = str(Path(capturing.__file__).parents[1])
+SOURCES = str(Path(cuda_graphs.__file__).parents[1])
 NEEDED = (
     "_handle_kernel_launch",
     "_handle_event_record",
@@ -854,9 +854,9 @@ class Cuda:
         lock, recursive = threading.Lock, threading.RLock
         yield threading, "Lock", lambda: Lock(self, lock())
         yield threading, "RLock", lambda: RLock(self, recursive())
-        yield capturing, "_one", Lock(self, lock())
+        yield cuda_graphs, "_one", Lock(self, lock())
         yield queue, "SimpleQueue", SimpleQueue
-        yield channel, "SimpleQueue", SimpleQueue
+        yield schedule, "SimpleQueue", SimpleQueue
         yield from self._of_threads()
 
     def _of_threads(self) -> Iterator[tuple[Any, str, Any]]:

@@ -26,15 +26,13 @@ from gpuinfer.api import BackendContext, ModelSpec
 from gpuinfer.models.forward_cuda import CudaForward
 from gpuinfer.models.gradients import GradientPass
 from gpuinfer.models.load import trainable
-from gpuinfer.models.stages.moving import ToCuda, from_cuda
-from gpuinfer.models.stages.pipeline import Pipeline
-from gpuinfer.models.stages.stage_cuda import CudaStage
+from gpuinfer.models.pipeline.schedule import Pipeline
+from gpuinfer.models.pipeline.stage import CudaStage
+from gpuinfer.models.pipeline.staged_forward import ToCuda, from_cuda
 from gpuinfer.text.decoder.torch_decoder import TorchDecoder
 from gpuinfer.text.generator import Generator
-from gpuinfer.text.stages.decoder import PortionSegment, StagedDecoder
-from gpuinfer.text.stages.micro_batches import Cutter
-from gpuinfer.text.stages.portions import Portion
-from gpuinfer.workloads.train.stepping import Stepper
+from gpuinfer.text.stages.staged_decoder import MicroBatchCutter, Portion, PortionSegment, StagedDecoder
+from gpuinfer.workloads.optimizer import Stepper
 
 FIRST, SECOND = torch.device("cuda", 0), torch.device("cuda", 1)
 WAIT_S = 60.0
@@ -134,7 +132,7 @@ def split_decoder(shape=SHAPE, places=(FIRST, FIRST)):
         segments = [PortionSegment(number, portion, decoders[-1])]
         enter = None if number else lambda value: value
         parts.append(CudaStage(f"stage {number}", segments, place, enter, mode=torch.no_grad))
-    return StagedDecoder(shape, portions, decoders, Pipeline(parts, BackendContext().lane), Cutter(2, 1, 4))
+    return StagedDecoder(shape, portions, decoders, Pipeline(parts, BackendContext().lane), MicroBatchCutter(2, 1, 4))
 
 
 def two_rows(count=3):

@@ -21,8 +21,7 @@ from steps import seeing, step_of
 
 from gpuinfer.text.decoder import torch_batch, torch_layers, triton_layers
 from gpuinfer.text.decoder.torch_decoder import TorchDecoder
-from gpuinfer.text.shape import Masking, Rope
-from gpuinfer.text.step import PAGE
+from gpuinfer.text.transformer import PAGE, Masking, Rope
 
 TOKENS = [int(token) for token in np.random.default_rng(0).integers(0, LLAMA.vocabulary, 150)]
 OTHER = TOKENS[::-1]

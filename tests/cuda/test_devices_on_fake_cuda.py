@@ -12,17 +12,17 @@ import torch
 
 from gpuinfer.api import ModelSpec, Setup
 from gpuinfer.errors import UsageError
-from gpuinfer.models.capturing import new_stream
+from gpuinfer.models.cuda_graphs import new_stream
 from gpuinfer.models.device import Gauge, device_labels, device_name, of_each, resolve_device, resolve_devices
-from gpuinfer.models.lost import answers, is_lost
-from gpuinfer.models.stages.planning import count_for
-from gpuinfer.text import bare
-from gpuinfer.text.arithmetic import computes_in
-from gpuinfer.text.checkpoint.builtin import tiny_shape
+from gpuinfer.models.out_of_memory import answers, is_lost
+from gpuinfer.models.pipeline.stage_plan import count_for
+from gpuinfer.text import text_roofline
+from gpuinfer.text.checkpoint.built_in import tiny_shape
 from gpuinfer.text.generator import Tuning, open_generator
+from gpuinfer.text.generator.fault_isolation import FaultIsolation
 from gpuinfer.text.generator.setup import CUDA_CANVAS_TOKENS, CUDA_STEP_TOKENS, usual_step_tokens
-from gpuinfer.text.generator.troubles import Troubles
-from gpuinfer.text.shape import Masking
+from gpuinfer.text.precision import computes_in
+from gpuinfer.text.transformer import Masking
 
 
 def test_devices_are_found_by_name(cuda):
@@ -47,7 +47,7 @@ def test_a_gauge_tells_what_tensors_and_allocator_hold(cuda):
 
 
 def test_a_device_that_still_answers_is_not_lost(cuda):
-    with cuda.waiting_only_in("models/lost.py answers"):
+    with cuda.waiting_only_in("models/out_of_memory.py answers"):
         assert answers(cuda.device)
         assert not is_lost(RuntimeError("CUDA error: invalid configuration argument"), cuda.device)
 
@@ -64,17 +64,17 @@ def test_the_roofline_of_text_waits_for_the_device_after_each_pass(cuda, monkeyp
     generator = open_generator(
         ModelSpec("tiny", kind="text"), Setup(devices=("cuda:0",)), Tuning(slots=2, context=32, step_tokens=16)
     )
-    monkeypatch.setattr(bare, "LOOK_S", 0.0)
+    monkeypatch.setattr(text_roofline, "LOOK_S", 0.0)
     threads = torch.get_num_threads()
     generator.decoder.use(threads + 1)
     assert torch.get_num_threads() == threads  # which are the processor's
-    with cuda.waiting_only_in("text/bare.py _look", "text/decoder/torch_batch.py Uploads.room"):
-        found = bare.measure(generator.decoder, rows=2, step_tokens=16, seconds=0.0)
+    with cuda.waiting_only_in("text/text_roofline.py _look", "text/decoder/torch_batch.py Uploads.room"):
+        found = text_roofline.measure_roofline(generator.decoder, rows=2, step_tokens=16, seconds=0.0)
     assert found.at_rows == 2
 
 
 def test_memory_that_ran_out_is_given_back_before_a_smaller_step(cuda):
-    troubles = Troubles(SimpleNamespace(rows=[]))
+    troubles = FaultIsolation(SimpleNamespace(rows=[]))
     assert troubles.failed(["a", "b"], 8, torch.OutOfMemoryError("CUDA out of memory.")) is None
     assert cuda.log == ["the cache is emptied"]
 

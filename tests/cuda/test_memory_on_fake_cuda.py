@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import pytest
 
-from gpuinfer.memory import examining, staged_rows
-from gpuinfer.memory.measuring import examine
+from gpuinfer.lab.memory import batch_trials, rows_memory
+from gpuinfer.lab.memory.probe_child import examine
 from gpuinfer.models import footprint
-from gpuinfer.models.meter import CudaMeter, meter_of
+from gpuinfer.models.footprint import CudaMemoryMeter, memory_meter_of
 
 pytestmark = pytest.mark.usefixtures("text", "stages_inline")
 ROWS = dict.fromkeys(("max_rows", "in_flight", "chunk_rows", "threads", "split_points", "layers"))
 ROWS |= {"compile": False, "graphs": True, "compute": "auto", "micro_batch_rows": 64}
-METER = "models/meter.py CudaMeter."
+METER = "models/footprint.py CudaMeter."
 
 
 @pytest.fixture(autouse=True)
 def probe(monkeypatch):
     """Of what is tried one batch; batches in flight one after the other."""
-    monkeypatch.setattr(examining, "_series", lambda top: [top])
-    monkeypatch.setattr(staged_rows, "at_once", lambda calls: max(call() for call in calls))
+    monkeypatch.setattr(batch_trials, "_series", lambda top: [top])
+    monkeypatch.setattr(rows_memory, "at_once", lambda calls: max(call() for call in calls))
     monkeypatch.setattr(footprint, "_place", id)  # fake tensors have no address
 
 
@@ -50,8 +50,8 @@ def test_a_model_is_described_and_tried_on_the_device(cuda, kind, parallel):
 
 
 def test_a_meter_reads_the_devices_allocator_once_the_device_is_done(cuda):
-    meter = meter_of(cuda.device)
-    assert isinstance(meter, CudaMeter)
+    meter = memory_meter_of(cuda.device)
+    assert isinstance(meter, CudaMemoryMeter)
     cuda.allocated = 8 << 30
     with cuda.waiting_only_in(METER + "forget", METER + "peak"):
         meter.forget()

@@ -12,10 +12,10 @@ from torch import nn
 
 from gpuinfer.api import ModelSpec, Setup
 from gpuinfer.errors import BackendError, BadResult
-from gpuinfer.models import bare, forward_cuda, pinned
+from gpuinfer.models import forward_cuda, pinned_memory, roofline_measurement
 from gpuinfer.models.forward_cuda import CudaForward, buckets_up_to
-from gpuinfer.models.layouts import BITS, row_dtype, row_shape
 from gpuinfer.models.open_model import open_model
+from gpuinfer.models.row_format import BITS, row_dtype, row_shape
 
 FEATURES, ACTIONS, SEATS, CHUNK = 44, 8, 3, 64
 ANSWERED = "models/forward_cuda.py CudaForward._attempt"  # waits for the event behind its copies
@@ -112,7 +112,7 @@ def test_rows_in_pinned_blocks_go_straight_to_the_device(cuda, monkeypatch):
     rows = block(spec, 2048)
     held = one.pin(rows)
     assert held.pinned
-    monkeypatch.setattr(pinned, "staged", lambda pieces, room: pytest.fail("was staged"))
+    monkeypatch.setattr(pinned_memory, "staged", lambda pieces, room: pytest.fail("was staged"))
     with cuda.waiting_only_in(ANSWERED):
         one.forward([rows])
     held.close()
@@ -128,7 +128,7 @@ def test_answers_to_large_pinned_blocks_are_written_there_and_all_others_staged_
     sizes = (3000, 5, 7)
     places = [places_for(rows) for rows in sizes]
     held = [one.pin(part) for parts in places for part in parts]
-    staged, unstage = [], pinned.unstage
+    staged, unstage = [], pinned_memory.unstage
     monkeypatch.setattr(forward_cuda, "unstage", lambda later: staged.extend(later) or unstage(later))
     monkeypatch.setattr(forward_cuda, "room_for", lambda *given: pytest.fail("takes pinned memory for each batch"))
     for _ in range(2):
@@ -182,15 +182,17 @@ def test_answers_of_other_shapes_are_refused_and_not_repeated_to_fill_the_room(c
 
 @pytest.mark.parametrize("network", ["blobnet", "blobnet-small"])
 def test_the_roofline_waits_for_the_device_around_what_it_times(cuda, monkeypatch, network):
-    monkeypatch.setattr(bare, "CUDA_SIZES", (256, 512))
-    monkeypatch.setattr(bare, "MOST_LAUNCHES", 4)
+    monkeypatch.setattr(roofline_measurement, "CUDA_SIZES", (256, 512))
+    monkeypatch.setattr(roofline_measurement, "MOST_LAUNCHES", 4)
     given = {"devices": ("cuda:0",), "dtype": "bfloat16", "seed": 0, "cores": 2, "budget_s": 0.001}
-    building = {"models/frozen.py Affine.best", "models/bare.py measured_on"}
+    building = {"models/networks.py Affine.best", "models/roofline_measurement.py measured_on"}
     building |= {"models/networks.py BlobNet.freeze.norm"} if network == "blobnet" else set()
-    with cuda.waiting_only_in("models/bare.py timed", "models/bare.py launcher", *building):
-        found = bare.measure(spec_of(network), **given)
+    with cuda.waiting_only_in(
+        "models/roofline_measurement.py timed", "models/roofline_measurement.py launcher", *building
+    ):
+        found = roofline_measurement.measure(spec_of(network), **given)
     assert found.arrangement in ("1 stream, CUDA graph", "2 streams, CUDA graph")
-    again = bare.measure(spec_of(network), **given, only=found)
+    again = roofline_measurement.measure(spec_of(network), **given, only=found)
     assert (again.arrangement, again.at_rows) == (found.arrangement, found.at_rows)
     assert cuda.captured
     assert cuda.replayed

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from gpuinfer.api import ModelSpec, Setup
-from gpuinfer.models.layouts import BITS, row_dtype, row_shape
-from gpuinfer.models.stages import open_staged
+from gpuinfer.models.pipeline import open_pipeline
+from gpuinfer.models.row_format import BITS, row_dtype, row_shape
 
 FEATURES, ACTIONS, SEATS, ROWS = 44, 8, 3, 32
-STAGE = "models/stages/stage_cuda.py CudaStage."
+STAGE = "models/pipeline/stage.py CudaStage."
 WAITS = (STAGE + "at_work", STAGE + "_wait")
 
 
@@ -26,7 +26,7 @@ def staged(network="blobnet-small", input_dtype="uint8", devices=("cuda:0",), dt
     tuning = dict.fromkeys(("split_points", "layers", "in_flight", "chunk_rows", "threads", "max_rows"))
     tuning |= {"parallel": "pipeline", "stages": 2, "micro_batch_rows": ROWS, "compute": "auto", "compile": False}
     setup = Setup(model=spec, devices=devices, dtype=dtype, deterministic=options.pop("deterministic", False))
-    return spec, open_staged.open_staged(spec, setup, SimpleNamespace(**tuning | options))
+    return spec, open_pipeline.open_staged(spec, setup, SimpleNamespace(**tuning | options))
 
 
 def block(spec, rows):
@@ -66,6 +66,6 @@ def test_rows_cross_the_stages_of_two_devices(cuda, options):
 
 def test_layers_are_timed_where_they_would_run_and_the_device_waited_for(cuda):
     cuda.devices = 2
-    before = cuda.waits["models/stages/timing.py _wait_for"]
+    before = cuda.waits["models/pipeline/stage_plan.py _wait_for"]
     staged(devices=("cuda:0", "cuda:1"))
-    assert cuda.waits["models/stages/timing.py _wait_for"] > before
+    assert cuda.waits["models/pipeline/stage_plan.py _wait_for"] > before

@@ -44,17 +44,16 @@ import gpuinfer
 from gpuinfer.api import BackendContext, ModelSpec, Setup
 from gpuinfer.errors import WorkError
 from gpuinfer.generation import Prompt, Sampling
-from gpuinfer.models.capturing import own_stream, release_cached_memory, wait_for_device
+from gpuinfer.models.cuda_graphs import own_stream, release_cached_memory, wait_for_device
+from gpuinfer.models.device_arbiter import AT_ONCE, DeviceArbiter
 from gpuinfer.models.forward_cuda import CudaForward
-from gpuinfer.models.gate import AT_ONCE, Gate
 from gpuinfer.models.load import build
-from gpuinfer.models.pinned import register
-from gpuinfer.models.stages.forward import StagedForward
-from gpuinfer.models.stages.moving import OnCuda
-from gpuinfer.models.stages.pipeline import Pipeline
+from gpuinfer.models.pinned_memory import register
+from gpuinfer.models.pipeline.schedule import Pipeline
+from gpuinfer.models.pipeline.staged_forward import OnCuda, StagedForward
 from gpuinfer.text.decoder.torch_decoder import TorchDecoder
 from gpuinfer.text.generator import Driver, Tuning, open_generator
-from gpuinfer.text.shape import Masking
+from gpuinfer.text.transformer import Masking
 
 SOURCES = Path(gpuinfer.__file__).parent
 
@@ -94,7 +93,7 @@ def test_the_networks_that_come_with_it_are_computed(cuda, name):
 
 
 def test_rows_are_fetched_from_shared_memory_that_is_pinned(cuda, monkeypatch):
-    monkeypatch.setattr("gpuinfer.models.pinned.WORTH_A_COPY", 200)
+    monkeypatch.setattr("gpuinfer.models.pinned_memory.WORTH_A_COPY", 200)
     forward = forward_of_rows()
     (few, many), rows = blocks_of("bytes", [2, 30])
     shared = register(many, FIRST)
@@ -216,7 +215,7 @@ def tokens_of(futures):
 
 
 def test_models_of_text_and_of_rows_share_a_device(cuda):
-    gate = Gate(AT_ONCE, of_cores=False)
+    gate = DeviceArbiter(AT_ONCE, of_cores=False)
     drivers = [driver_of(gate.join()) for _ in range(2)]
     forward, place = forward_of_rows(), gate.join()
 
@@ -291,7 +290,7 @@ def test_a_diffusion_model_fills_masks_on_a_stream_of_its_own(cuda):
 def test_nothing_but_capturing_gives_cached_memory_back():
     """It would do so while another thread captures."""
     places = [str(path.relative_to(SOURCES)) for path in SOURCES.rglob("*.py") if "empty_cache(" in path.read_text()]
-    assert places == ["models/capturing.py"]
+    assert places == ["models/cuda_graphs.py"]
 
 
 def assert_close(state, expected):

@@ -34,23 +34,22 @@ from streamed import (
 
 from gpuinfer.api import BackendContext
 from gpuinfer.generation import Prompt, Sampling
-from gpuinfer.models import capturing, losses
-from gpuinfer.models.capturing import captured, own_stream, release_cached_memory, wait_for_device
-from gpuinfer.models.forward_cuda import CudaForward, Slot
-from gpuinfer.models.pinned import register
-from gpuinfer.models.stages import stage_cuda
-from gpuinfer.models.stages.forward import StagedForward
-from gpuinfer.models.stages.moving import OnCuda, ToCuda
-from gpuinfer.models.stages.pipeline import Pipeline
-from gpuinfer.models.stages.stage_cuda import CudaStage, Launched
+from gpuinfer.models import cuda_graphs, losses
+from gpuinfer.models.cuda_graphs import captured, own_stream, release_cached_memory, wait_for_device
+from gpuinfer.models.forward_cuda import CudaForward, ForwardSlot
+from gpuinfer.models.pinned_memory import register
+from gpuinfer.models.pipeline import stage as stage_cuda
+from gpuinfer.models.pipeline.schedule import Pipeline
+from gpuinfer.models.pipeline.stage import CudaStage, LaunchedValues
+from gpuinfer.models.pipeline.staged_forward import OnCuda, StagedForward, ToCuda
 from gpuinfer.text.decoder import torch_static
 from gpuinfer.text.decoder.torch_batch import Uploads
 from gpuinfer.text.decoder.torch_decoder import TorchDecoder
 from gpuinfer.text.decoder.torch_layers import on_device
 from gpuinfer.text.decoder.torch_static import Replays
 from gpuinfer.text.sampling import torch_path
-from gpuinfer.text.stages.decoder import StagedDecoder
-from gpuinfer.workloads.train.stepping import Stepper
+from gpuinfer.text.stages.staged_decoder import StagedDecoder
+from gpuinfer.workloads.optimizer import Stepper
 
 
 @pytest.fixture
@@ -131,7 +130,7 @@ def micro_batches_in_time(monkeypatch):
 def steps(**options):
     def run(monkeypatch):
         decoder = decoder_of(**options)
-        with capturing.own_stream(FIRST):
+        with cuda_graphs.own_stream(FIRST):
             for step in two_rows(4):
                 decoder.forward(step)
             decoder.swap(decoder.pack(decoder_of(graphs=False)._weights))
@@ -225,13 +224,13 @@ PLANTS = {
         rows, CudaForward, "__init__", "wait_for_device(device)", "pass", "copy_ reading .* zeros writing",
     ),
     "two slots have one working memory for their graphs": (
-        rows, Slot, "__init__", "torch.cuda.graph_pool_handle()", "(0, 99)", "working memory of graphs",
+        rows, ForwardSlot, "__init__", "torch.cuda.graph_pool_handle()", "(0, 99)", "working memory of graphs",
     ),
     "a stage does not wait for the one before": (
-        micro_batches(ONE), Launched, "for_stream", "stream.wait_event(self._event)", "pass", "relu writing",
+        micro_batches(ONE), LaunchedValues, "for_stream", "stream.wait_event(self._event)", "pass", "relu writing",
     ),
     "what leaves for another device does not wait for the stage": (
-        micro_batches(TWO), Launched, "for_stream", "self._away.wait_event(self._event)", "pass", "relu writing",
+        micro_batches(TWO), LaunchedValues, "for_stream", "self._away.wait_event(self._event)", "pass", "relu writing",
     ),
     "a stage's memory is given back while the next one reads it": (
         micro_batches(ONE), stage_cuda, "_used_on", "tensor.record_stream(stream)", "pass", "memory that was freed",
@@ -283,7 +282,7 @@ PLANTS = {
         "copy_ reading .* copy_ writing",
     ),
     "a model's own stream does not wait for what was loaded": (
-        steps(), capturing, "own_stream", "stream.wait_stream(torch.cuda.default_stream(device))", "pass", "zeros",
+        steps(), cuda_graphs, "own_stream", "stream.wait_stream(torch.cuda.default_stream(device))", "pass", "zeros",
     ),
     "weights are stepped on a stream that the next pass does not wait for": (
         training, Stepper, "_step", "self._optimizer.step()",
@@ -411,7 +410,7 @@ def test_who_waits_for_the_device_or_gives_memory_back_lets_a_capture_end(cuda, 
 
     def begin(beside):
         thread.start()
-        cuda.wait_until_blocked(capturing._one, WAIT_S)
+        cuda.wait_until_blocked(cuda_graphs._one, WAIT_S)
 
     Beside().run(here=begin)
     thread.join(WAIT_S)

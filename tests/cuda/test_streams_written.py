@@ -15,18 +15,18 @@ from test_streams_planted import plant
 from torch import nn
 
 from gpuinfer.api import ModelSpec
-from gpuinfer.central.memory import Block, BlockForm
-from gpuinfer.engine.answering import find_fault
+from gpuinfer.central.shared_memory import Block, BlockForm
+from gpuinfer.engine.results import find_fault
 from gpuinfer.models.forward_cuda import CudaForward
-from gpuinfer.models.layouts import AnswerLayout
-from gpuinfer.models.pinned import register
+from gpuinfer.models.pinned_memory import register
+from gpuinfer.models.row_format import AnswerLayout
 
 FORM = BlockForm(SPECS["bytes"], AnswerLayout("dict", ((3,), (1,)), ("policy", "sum")))
 
 
 @pytest.fixture
 def cuda(recorded, monkeypatch):
-    monkeypatch.setattr("gpuinfer.models.pinned.WORTH_A_COPY", 100)
+    monkeypatch.setattr("gpuinfer.models.pinned_memory.WORTH_A_COPY", 100)
     return recorded
 
 

@@ -19,8 +19,8 @@ from gpuinfer.text.generator import Tuning, open_generator
 
 UPLOADS = "text/decoder/torch_batch.py Uploads.room"  # until the copy before is over
 DRAWN = "text/sampling/torch_path.py Download.values"
-BLENDED = "text/diffusion/blending.py Blender.blended"
-STAGES = ("models/stages/stage_cuda.py CudaStage.at_work", "models/stages/stage_cuda.py CudaStage._wait")
+BLENDED = "text/diffusion/scoring.py Blender.blended"
+STAGES = ("models/pipeline/stage.py CudaStage.at_work", "models/pipeline/stage.py CudaStage._wait")
 LONG = "a longer prompt that has to go through in chunks, beside others and before others: "
 
 

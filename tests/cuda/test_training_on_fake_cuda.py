@@ -15,14 +15,14 @@ from gpuinfer.api import ModelSpec, Setup
 from gpuinfer.errors import WorkError
 from gpuinfer.gradients import TrainingBatch
 from gpuinfer.models.gradients import open_gradients
-from gpuinfer.models.layouts import BITS, row_dtype, row_shape
 from gpuinfer.models.load import trainable
-from gpuinfer.workloads.train.stepping import Stepper
+from gpuinfer.models.row_format import BITS, row_dtype, row_shape
+from gpuinfer.workloads.optimizer import Stepper
 
 FEATURES, ACTIONS, SEATS, ROWS = 44, 8, 3, 16
 HERE = "models/gradients.py GradientPass."
 LOSS, ARRAYS, LOADED = "models/losses.py read", HERE + "_gradients", HERE + "_load"
-STEPPER = "workloads/train/stepping.py Stepper."
+STEPPER = "workloads/optimizer.py Stepper."
 NORM = STEPPER + "_step"
 
 

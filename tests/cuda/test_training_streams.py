@@ -14,13 +14,13 @@ sys.path += [str(Path(__file__).parents[1] / part) for part in (".", "train")]
 from streamed import found
 from train_models import positions
 
-from gpuinfer.positions.records import Folder
+from gpuinfer.models.positions import PositionsFolder
 
 
 @pytest.fixture
 def train(gpuinfer, tmp_path):
     """The command on a device, to a folder of that name; the rows of its loss curve."""
-    games = Folder(tmp_path / "games")
+    games = PositionsFolder(tmp_path / "games")
     games.open({"game": "made up", "game_options": {}}, resume=False)
     games.write(positions(200))
     games.close(1)

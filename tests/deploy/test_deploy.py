@@ -23,9 +23,9 @@ from forking import Forked, own_environment
 from monitoring.exposed import everything, labels_of
 from ports import free_port
 
-from gpuinfer.cli.serving_fleet import FleetOptions
+from gpuinfer.cli.serve import ServeFleetOptions
 from gpuinfer.config.settings import Common
-from gpuinfer.monitoring.page import FILES
+from gpuinfer.serving.monitoring.live_page import FILES
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
@@ -81,7 +81,7 @@ def test_each_manifest_can_be_read(path):
     "path", [one for one in sorted(DEPLOY.rglob("*")) if one.is_file()], ids=lambda path: path.name
 )
 def test_each_option_of_ours_that_is_named_exists(path):
-    known = {f"--{name.replace('_', '-')}" for name in (*FleetOptions.model_fields, *Common.model_fields)}
+    known = {f"--{name.replace('_', '-')}" for name in (*ServeFleetOptions.model_fields, *Common.model_fields)}
     theirs = {
         "--config",
         "--target",

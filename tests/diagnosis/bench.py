@@ -29,7 +29,7 @@ from real import REAL
 
 from gpuinfer.host import machine
 from gpuinfer.models.processor import cpu_name
-from gpuinfer.report.judging import judge
+from gpuinfer.report.verdict import judge
 
 
 def try_plant(name: str, seed: int, cure: bool = True) -> Outcome:

@@ -24,7 +24,7 @@ def slow(call, seconds: float):
 
 def touch(megabytes: int) -> None:
     """Every other forward of the decoder writes to so much memory that nobody has touched before."""
-    from gpuinfer.text.decoder.cpu import CpuDecoder
+    from gpuinfer.text.decoder.compiled_decoder import CpuDecoder
 
     forward, steps = CpuDecoder.forward, iter(range(1 << 60))
 
@@ -43,7 +43,7 @@ def main() -> None:
 
     from gpuinfer.__main__ import main as command
     from gpuinfer.report import report
-    from gpuinfer.workloads.generate import writing
+    from gpuinfer.workloads.generate import output_writer
 
     target, write_s, sync_s, touched_mb, *words = sys.argv[1:]
     if int(touched_mb):
@@ -51,7 +51,7 @@ def main() -> None:
     disk = type(os)("os")
     disk.__dict__.update(os.__dict__)
     disk.write, disk.fsync = slow(os.write, float(write_s)), slow(os.fsync, float(sync_s))
-    writing.os = disk
+    output_writer.os = disk
     sys.argv = ["gpuinfer", *words]
     with judged() as seen:
         try:

@@ -16,10 +16,9 @@ from safetensors.torch import save_file
 
 import gpuinfer as package
 from gpuinfer.api import ModelSpec
-from gpuinfer.models import onnx_file
+from gpuinfer.models import onnx_export
 from gpuinfer.models.networks import BlobNetSmall
-from gpuinfer.positions.records import Folder
-from gpuinfer.positions.symmetries import checked
+from gpuinfer.models.positions import PositionsFolder, checked
 
 FEATURES, ACTIONS, SEATS = 12, 5, 2
 SIZES = ("--features", "12", "--actions", "5", "--seats", "2")
@@ -33,7 +32,7 @@ def records(tmp_path_factory):
     dice, rows = np.random.default_rng(0), 40
     observation = dice.integers(0, 2, (rows, FEATURES), dtype=np.uint8)
     observation[:, 0] = 1
-    folder = Folder(tmp_path_factory.mktemp("records") / "games")
+    folder = PositionsFolder(tmp_path_factory.mktemp("records") / "games")
     folder.open(SETTINGS, resume=False)
     folder.declare(checked([MIRRORED], FEATURES, ACTIONS, "the test"))
     folder.write(
@@ -174,12 +173,12 @@ def test_a_network_that_cannot_be_exported_is_told_so(export, tmp_path):
 
 def test_another_network_is_seen_by_the_comparison(tmp_path):
     spec = ModelSpec("blobnet-small", None, FEATURES, "float32", {"actions": ACTIONS, "seats": SEATS})
-    own, other = onnx_file.opened(spec, 0), onnx_file.opened(spec, 1)
+    own, other = onnx_export.opened(spec, 0), onnx_export.opened(spec, 1)
     path = tmp_path / "own.onnx"
-    path.write_bytes(onnx_file.content(own, {}))
+    path.write_bytes(onnx_export.content(own, {}))
     rows = np.ones((4, FEATURES), np.float32)
-    assert max(max(each.values()) for _, each in onnx_file.compared(path, own, rows)) < 1e-5
-    assert max(max(each.values()) for _, each in onnx_file.compared(path, other, rows)) > 1e-3
+    assert max(max(each.values()) for _, each in onnx_export.compared(path, own, rows)) < 1e-5
+    assert max(max(each.values()) for _, each in onnx_export.compared(path, other, rows)) > 1e-3
     assert own.digest() != other.digest()
 
 
@@ -198,7 +197,7 @@ INF, NAN = np.float32("inf"), np.float32("nan")
     ],
 )
 def test_differences(got, wanted, difference):
-    assert onnx_file.apart(np.array(got, np.float32), np.array(wanted, np.float32)) == difference
+    assert onnx_export.apart(np.array(got, np.float32), np.array(wanted, np.float32)) == difference
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ import psutil
 import standins
 from standin_fleet import ADMIN_KEY
 
-from gpuinfer.http.client import Client, Response
+from gpuinfer.http.client import HttpClient, HttpResponse
 
 HERE = Path(__file__).parent
 START_S = 300.0  # real models compile kernels when they are first used
@@ -29,7 +29,7 @@ class Program:
     def __init__(self, process: subprocess.Popen[bytes], folder: Path) -> None:
         self.process, self.folder = process, folder
         self.url, self.told = "", {}
-        self.client: Client | None = None
+        self.client: HttpClient | None = None
 
     @property
     def log(self) -> str:
@@ -47,13 +47,13 @@ class Program:
     async def asking(self) -> AsyncIterator[Program]:
         """With a client of the present event loop."""
         await self.wait_until_ready()
-        self.client = Client(self.url, connections=64, timeout_s=standins.LIMIT_S)
+        self.client = HttpClient(self.url, connections=64, timeout_s=standins.LIMIT_S)
         try:
             yield self
         finally:
             await self.client.close()
 
-    async def ask(self, method: str, path: str, body: Any = None, headers: Any = ()) -> Response:
+    async def ask(self, method: str, path: str, body: Any = None, headers: Any = ()) -> HttpResponse:
         assert self.client is not None
         data = body if isinstance(body, bytes) else b"" if body is None else json.dumps(body).encode()
         return await self.client.request(method, path, data, headers)

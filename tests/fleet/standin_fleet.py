@@ -14,8 +14,8 @@ from pathlib import Path
 
 import standins
 
-from gpuinfer.cli import serving_fleet
-from gpuinfer.fleet.scaling import Scaling
+from gpuinfer.cli import serve
+from gpuinfer.fleet.plan import Scaling
 from gpuinfer.fleet.supervisor import Fleet
 from gpuinfer.host import signals
 from gpuinfer.host.files import write_whole
@@ -35,7 +35,7 @@ def main(folder: Path, given: dict[str, object]) -> int:
 
     signals.own()
     tell = lambda news: print(news, flush=True)  # noqa: E731
-    return serving_fleet.run(plan, standins.launcher(), say, tell)
+    return serve.run(plan, standins.launcher(), say, tell)
 
 
 if __name__ == "__main__":

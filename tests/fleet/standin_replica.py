@@ -24,11 +24,11 @@ from pathlib import Path
 
 import msgpack
 
-from gpuinfer.host import leaving
+from gpuinfer.host import children
 from gpuinfer.host.files import write_whole
 from gpuinfer.http.access import Access, Keys
-from gpuinfer.http.exchange import Exchange
-from gpuinfer.http.paths import Paths, Route
+from gpuinfer.http.http_exchange import Exchange
+from gpuinfer.http.route_table import Route, RouteTable
 from gpuinfer.http.server import HttpServer
 from gpuinfer.stats import Snapshot
 
@@ -122,7 +122,7 @@ async def serve(given: argparse.Namespace, setup: dict[str, object]) -> None:
         Route("GET", "/stats", replica.stats, "api", ""),
         Route("POST", "/v1/completions", replica.complete, "api", ""),
     ]
-    paths = Paths(routes, Access(api=Keys.read(given.api_key_file)))
+    paths = RouteTable(routes, Access(api=Keys.read(given.api_key_file)))
     await asyncio.sleep(float(setup.get("starts_s", 0.0)))
     server = HttpServer(paths, quick=paths.quick)
     port = await server.listen(given.host, given.port)
@@ -145,7 +145,7 @@ def main() -> None:
     for name in ("--setup-file", "--api-key-file", "--admin-key-file", "--ready-file"):
         parser.add_argument(name, type=Path, required=True)
     given = parser.parse_args()
-    leaving.with_parent()
+    children.end_with_parent()
     setup = json.loads(given.setup_file.read_bytes())
     if words := setup.get("dies"):
         sys.exit(words)

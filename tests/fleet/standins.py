@@ -10,15 +10,15 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-from gpuinfer.fleet.launchers.local import Local
+from gpuinfer.fleet.launchers.local import LocalLauncher
 from gpuinfer.fleet.plan import FleetPlan
 
 REPLICA = Path(__file__).with_name("standin_replica.py")
 LIMIT_S = 60.0  # for anything to come about on a machine that has other things to do
 
 
-def launcher() -> Local:
-    return Local(command=(sys.executable, str(REPLICA)))
+def launcher() -> LocalLauncher:
+    return LocalLauncher(command=(sys.executable, str(REPLICA)))
 
 
 def plan(replicas: int = 1, *, standin: dict[str, Any] | None = None, **more: Any) -> FleetPlan:

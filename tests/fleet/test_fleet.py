@@ -20,8 +20,8 @@ from killing import Load, drive, standin_answers
 from ports import free_port
 from standin_replica import text
 
-from gpuinfer.fleet.folder import Folder, Private
-from gpuinfer.http.client import Client, Unreachable
+from gpuinfer.fleet.folder import FleetFolder, PrivateFolder
+from gpuinfer.http.client import HttpClient, Unreachable
 
 ASKED = {"prompt": "abc", "seed": 3}
 SAID = text("abc", 3, 12)
@@ -134,7 +134,7 @@ async def test_workers_come_and_go_by_the_admin_key(shared):
 
 async def test_the_control_socket_hears_nobody_but_the_router(shared):
     async with whole(shared) as it:
-        client = Client("http://localhost", unix=f"{it.told['folder']}/control.sock")
+        client = HttpClient("http://localhost", unix=f"{it.told['folder']}/control.sock")
         assert (await client.request("GET", "/workers", headers=ADMIN)).status == 403
         await client.close()
         forged = [*ADMIN, ("X-Gpuinfer-Control-Key", "guess")]
@@ -273,11 +273,11 @@ async def test_what_a_killed_supervisor_leaves_is_removed_by_the_next_fleet(tmp_
 
 
 def test_a_folder_of_another_host_is_left_alone(tmp_path):
-    ours, theirs = Private(tmp_path), Private(tmp_path)
+    ours, theirs = PrivateFolder(tmp_path), PrivateFolder(tmp_path)
     (theirs.path / "lock").write_text("another-host")
     theirs._lock.close()  # as if it had been killed
     ours._lock.close()
-    Private(tmp_path).remove()
+    PrivateFolder(tmp_path).remove()
     assert [one.name for one in tmp_path.iterdir()] == [theirs.path.name]
 
 
@@ -285,7 +285,7 @@ def test_a_folder_of_another_host_is_left_alone(tmp_path):
 async def test_requests_wait_for_the_first_replica(tmp_path):
     port = free_port()
     async with fleet(tmp_path, ready=False, port=port, standin={"starts_s": 3.0}):
-        client, refused = Client(f"http://127.0.0.1:{port}"), 0
+        client, refused = HttpClient(f"http://127.0.0.1:{port}"), 0
 
         async def asked():
             nonlocal refused
@@ -310,7 +310,7 @@ async def test_a_fleet_of_which_no_replica_comes_up_ends_with_its_last_words(tmp
 @pytest.mark.parametrize("shared", [False, True], ids=["one folder", "the socket lies apart"])
 def test_what_removes_old_files_finds_none_in_a_folder_that_is_touched(tmp_path, monkeypatch, shared):
     monkeypatch.setattr("tempfile.tempdir", "/tmp")  # a short path, as sockets want
-    folder = Folder(tmp_path if shared else None)
+    folder = FleetFolder(tmp_path if shared else None)
     control = folder.socket()
     assert (control.parent == folder.path) != shared
     bound = socket.socket(socket.AF_UNIX)

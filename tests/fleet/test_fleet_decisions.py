@@ -7,9 +7,9 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpuinfer.fleet.backoff import MOST_S, MOST_UP_S, WELL_S, Backoff
-from gpuinfer.fleet.heartbeat import LATE_LOOKS, Heartbeat
-from gpuinfer.fleet.scaling import LOOK_S, UP_LOOKS, Scaler, Scaling
+from gpuinfer.fleet.managed_replica import MOST_S, MOST_UP_S, WELL_S, Backoff
+from gpuinfer.fleet.plan import LOOK_S, UP_LOOKS, Scaler, Scaling
+from gpuinfer.fleet.worker import LATE_LOOKS, Heartbeat
 
 
 def looks(heartbeat: Heartbeat, count: int) -> list[str]:

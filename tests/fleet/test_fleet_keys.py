@@ -13,15 +13,15 @@ import psutil
 import pytest
 from serving.replica_servers import Server
 
-from gpuinfer.fleet.control import Control
+from gpuinfer.fleet.control import ControlServer
 from gpuinfer.http.access import Access
-from gpuinfer.monitoring.page import FILES
-from gpuinfer.openai.changing import CHANGES
+from gpuinfer.serving.monitoring.live_page import FILES
+from gpuinfer.serving.openai.schema import CHANGES
 
 pytestmark = pytest.mark.thorough
 KEY, ADMIN = "a-key-of-clients", "the-key-of-the-owner"
 OPEN = {"/health", *FILES}
-ROUTES = [(route.method, route.path, route.access) for route in Control(None, Access(), "key", "").paths.routes]
+ROUTES = [(route.method, route.path, route.access) for route in ControlServer(None, Access(), "key", "").paths.routes]
 REPLICAS = [("GET", "/v1/models", "api"), ("POST", "/v1/evaluate", "api"), ("POST", "/predict", "api")]
 SPELLINGS = [
     "//stats",

@@ -14,12 +14,12 @@ import pytest
 import standins
 
 from gpuinfer.errors import UsageError
-from gpuinfer.fleet.folder import Folder
-from gpuinfer.fleet.members import Members, NoRoom
-from gpuinfer.fleet.replica import Replica
-from gpuinfer.fleet.roster import Roster
+from gpuinfer.fleet.folder import FleetFolder
+from gpuinfer.fleet.managed_replica import ManagedReplica
+from gpuinfer.fleet.membership import Membership, NoRoom
+from gpuinfer.fleet.router.protocol import Roster
 from gpuinfer.fleet.worker import Worker
-from gpuinfer.http.client import Client
+from gpuinfer.http.client import HttpClient
 
 
 class Place:
@@ -31,8 +31,8 @@ class Place:
         self.under_way: dict[int, int] = {}
         plan = standins.plan(**more)
         self.launcher = standins.launcher()
-        self.folder = Folder(None, plan.logs)
-        self.members = Members(
+        self.folder = FleetFolder(None, plan.logs)
+        self.members = Membership(
             plan,
             self.launcher,
             self.folder,
@@ -62,13 +62,13 @@ async def up(worker: Worker) -> Worker:
     return worker
 
 
-async def started(there: Place) -> Replica:
+async def started(there: Place) -> ManagedReplica:
     replica = there.members.start()
     await up(replica)
     return replica
 
 
-async def again(replica: Replica, before: int) -> None:
+async def again(replica: ManagedReplica, before: int) -> None:
     await standins.until(lambda: replica.state == "up" and replica.pid != before, "another process up")
 
 
@@ -126,7 +126,7 @@ async def test_one_whose_work_stands_still_is_killed_and_replaced_though_its_por
     async with place(standin={"stuck": True}) as there:
         replica = await started(there)
         pid = replica.pid
-        client = Client(replica.url, headers=[("Authorization", f"Bearer {there.folder.key}")])
+        client = HttpClient(replica.url, headers=[("Authorization", f"Bearer {there.folder.key}")])
         await client.request("POST", "/v1/completions", b'{"prompt": "a"}')
         await client.close()
         await again(replica, pid)

@@ -10,10 +10,10 @@ import numpy as np
 from msgspec import structs
 
 from gpuinfer.generation import Completion, Generation, Part, Prompt
-from gpuinfer.http.exchange import Exchange
+from gpuinfer.http.http_exchange import Exchange
 from gpuinfer.http.server import HttpServer
-from gpuinfer.models import bodies
-from gpuinfer.text import frames
+from gpuinfer.models import row_format
+from gpuinfer.text import answer_frames
 
 Answer = Callable[[Exchange], Awaitable[None]]
 
@@ -54,18 +54,18 @@ async def far(served: dict, replicas: int = 1) -> AsyncIterator[Far]:
 async def usual(exchange: Exchange) -> None:
     """Rows are answered with (their doubles, their sums); a prompt with its text, a token for each character."""
     if exchange.path == "/v1/evaluate":
-        rows = bodies.rows_from_body(exchange.body)
+        rows = row_format.rows_from_body(exchange.body)
         answer = (rows * 2, rows.sum(axis=1, keepdims=True, dtype=np.float32))
-        exchange.respond(200, bodies.answer_to_body(answer), bodies.MEDIA_TYPE)
+        exchange.respond(200, row_format.answer_to_body(answer), row_format.MEDIA_TYPE)
         return
-    prompt = frames.prompt_from_body(exchange.body)
+    prompt = answer_frames.prompt_from_body(exchange.body)
     if exchange.query.get("parts") == "0":
-        exchange.respond(200, frames.to_frame(generation(prompt)), frames.FRAMES_TYPE)
+        exchange.respond(200, answer_frames.to_frame(generation(prompt)), answer_frames.FRAMES_TYPE)
         return
-    exchange.begin(200, frames.FRAMES_TYPE)
+    exchange.begin(200, answer_frames.FRAMES_TYPE)
     for part in parts(prompt):
-        await exchange.write(frames.to_frame(part))
-    await exchange.write(frames.to_frame(generation(prompt)))
+        await exchange.write(answer_frames.to_frame(part))
+    await exchange.write(answer_frames.to_frame(generation(prompt)))
     exchange.end()
 
 
@@ -99,9 +99,9 @@ def breaking_off(after: int) -> Answer:
     """So many parts, and then the connection is gone."""
 
     async def break_off(exchange: Exchange) -> None:
-        exchange.begin(200, frames.FRAMES_TYPE)
-        for part in parts(frames.prompt_from_body(exchange.body))[:after]:
-            await exchange.write(frames.to_frame(part))
+        exchange.begin(200, answer_frames.FRAMES_TYPE)
+        for part in parts(answer_frames.prompt_from_body(exchange.body))[:after]:
+            await exchange.write(answer_frames.to_frame(part))
         exchange._outlet.transport.abort()
 
     return break_off

@@ -12,8 +12,8 @@ import safetensors.numpy
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpuinfer.models import bodies
-from gpuinfer.models.bodies import NotTensors
+from gpuinfer.models import row_format
+from gpuinfer.models.row_format import NotTensors
 
 ROWS = np.arange(24, dtype=np.float32).reshape(4, 6)
 
@@ -30,11 +30,11 @@ def tensor(dtype="F32", shape=(2,), offsets=(0, 8)):
 @pytest.mark.parametrize("dtype", ["float32", "uint8", "int8", "float16", "int64"])
 def test_rows_are_read_as_they_were_written_by_us_and_by_the_library(dtype):
     rows = ROWS.astype(dtype)
-    for written in (bodies.rows_to_body(rows), safetensors.numpy.save({"anything": rows})):
-        read = bodies.rows_from_body(written)
+    for written in (row_format.rows_to_body(rows), safetensors.numpy.save({"anything": rows})):
+        read = row_format.rows_from_body(written)
         assert read.dtype == rows.dtype
         np.testing.assert_array_equal(read, rows)
-    np.testing.assert_array_equal(safetensors.numpy.load(bodies.rows_to_body(rows))["rows"], rows)
+    np.testing.assert_array_equal(safetensors.numpy.load(row_format.rows_to_body(rows))["rows"], rows)
 
 
 @pytest.mark.parametrize(
@@ -43,7 +43,7 @@ def test_rows_are_read_as_they_were_written_by_us_and_by_the_library(dtype):
     ids=["an array", "a tuple", "a tuple of one", "a dict"],
 )
 def test_an_answer_comes_back_in_its_form(answer):
-    read = bodies.answer_from_body(bodies.answer_to_body(answer))
+    read = row_format.answer_from_body(row_format.answer_to_body(answer))
     assert type(read) is type(answer)
     if isinstance(answer, dict):
         assert read.keys() == answer.keys()
@@ -54,15 +54,15 @@ def test_an_answer_comes_back_in_its_form(answer):
 
 def test_a_tuple_has_its_order_whatever_the_order_in_the_body():
     written = safetensors.numpy.save({"1": ROWS[:2].astype(np.float64), "0": ROWS}, {"answer": "tuple"})
-    first, second = bodies.answer_from_body(written)
+    first, second = row_format.answer_from_body(written)
     assert (first.shape, second.shape) == ((4, 6), (2, 6))
 
 
 def test_what_is_no_array_does_not_travel():
     with pytest.raises(NotTensors, match="does not travel"):
-        bodies.answer_to_body([1, 2, 3])
+        row_format.answer_to_body([1, 2, 3])
     with pytest.raises(NotTensors, match="does not travel"):
-        bodies.rows_to_body(np.array(["a"]))
+        row_format.rows_to_body(np.array(["a"]))
 
 
 @pytest.mark.parametrize(
@@ -93,11 +93,11 @@ def test_what_is_no_array_does_not_travel():
 )
 def test_a_wrong_body_is_refused(wrong):
     with pytest.raises(NotTensors):
-        bodies.rows_from_body(wrong)
+        row_format.rows_from_body(wrong)
 
 
 @given(st.binary(max_size=200))
 def test_no_bytes_do_harm(data):
     for wrong in (data, body(data), body({"a": tensor()}, data)):
         with contextlib.suppress(NotTensors):
-            bodies.answer_from_body(wrong)
+            row_format.answer_from_body(wrong)

@@ -24,7 +24,7 @@ from gpuinfer.errors import (
     UsageError,
 )
 from gpuinfer.generation import Generation, Part, Prompt
-from gpuinfer.text import frames
+from gpuinfer.text import answer_frames
 
 SECONDS = 60.0
 OF_ROWS = Setup(ModelSpec("blobnet-small", inputs=8, arguments={"actions": 4, "seats": 2}))
@@ -168,7 +168,9 @@ async def test_errors_are_ours_again(answer, kind, words):
 
 async def test_an_error_in_a_frame_is_the_requests_own():
     async def fail(exchange):
-        exchange.respond(200, frames.to_frame(BadPrompt("no such token. Use another.")), frames.FRAMES_TYPE)
+        exchange.respond(
+            200, answer_frames.to_frame(BadPrompt("no such token. Use another.")), answer_frames.FRAMES_TYPE
+        )
 
     async with far(TEXT) as there:
         backend = await opened(there, OF_TEXT)

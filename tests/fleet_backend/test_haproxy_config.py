@@ -7,9 +7,9 @@ import re
 import pytest
 
 from gpuinfer.errors import UsageError
-from gpuinfer.fleet.haproxy import Front, Target, write
+from gpuinfer.fleet.haproxy import HaproxyPlan, HaproxyServer, render_haproxy
 
-TWO = [Target.of("127.0.0.1:8001"), Target.of("http://node-7.cluster:8002/")]
+TWO = [HaproxyServer.of("127.0.0.1:8001"), HaproxyServer.of("http://node-7.cluster:8002/")]
 
 
 def sections(text: str) -> dict[str, list[str]]:
@@ -24,7 +24,7 @@ def sections(text: str) -> dict[str, list[str]]:
 
 
 def test_every_replica_is_a_server_with_a_bound_and_checks_of_its_health():
-    backend = sections(write(TWO, Front()))["backend replicas"]
+    backend = sections(render_haproxy(TWO, HaproxyPlan()))["backend replicas"]
     assert [line for line in backend if line.startswith("server ")] == [
         "server replica-0 127.0.0.1:8001 maxconn 256",
         "server replica-1 node-7.cluster:8002 maxconn 256",
@@ -36,7 +36,7 @@ def test_every_replica_is_a_server_with_a_bound_and_checks_of_its_health():
 
 
 def test_what_never_reached_a_replica_goes_to_another_one_and_nothing_else_does():
-    defaults = sections(write(TWO, Front()))["defaults"]
+    defaults = sections(render_haproxy(TWO, HaproxyPlan()))["defaults"]
     assert {"retry-on conn-failure", "option redispatch 1", "retries 3"} <= set(defaults)
     assert {line.split()[1] for line in defaults if line.startswith("timeout ")} >= {
         "connect",
@@ -47,7 +47,7 @@ def test_what_never_reached_a_replica_goes_to_another_one_and_nothing_else_does(
 
 
 def test_what_only_a_router_may_say_is_taken_away():
-    front = sections(write(TWO, Front()))["frontend gpuinfer"]
+    front = sections(render_haproxy(TWO, HaproxyPlan()))["frontend gpuinfer"]
     assert {"http-request del-header X-Gpuinfer-Begun", "http-request del-header X-Gpuinfer-Created"} <= set(front)
     assert "bind 127.0.0.1:8000" in front
 
@@ -57,7 +57,7 @@ def test_what_only_a_router_may_say_is_taken_away():
     [("round-robin", "roundrobin"), ("power-of-two", "random(2)"), ("random", "random(1)"), ("sticky", "leastconn")],
 )
 def test_each_policy_has_its_like(routing, balance):
-    backend = sections(write(TWO, Front(routing=routing)))["backend replicas"]
+    backend = sections(render_haproxy(TWO, HaproxyPlan(routing=routing)))["backend replicas"]
     assert f"balance {balance}" in backend
     assert any(line.startswith("stick on req.hdr(X-Gpuinfer-Session)") for line in backend) == (routing == "sticky")
 
@@ -68,19 +68,19 @@ def test_each_policy_has_its_like(routing, balance):
 )
 def test_an_address_that_is_none_is_refused(wrong):
     with pytest.raises(UsageError, match="no address of a replica"):
-        Target.of(wrong)
+        HaproxyServer.of(wrong)
     with pytest.raises(UsageError, match="is no address"):
-        write(TWO, Front(bind=wrong + " x"))
+        render_haproxy(TWO, HaproxyPlan(bind=wrong + " x"))
 
 
 def test_nothing_gets_in_by_a_key_or_a_policy():
     for key in ('a" \n    server x 1.2.3.4:1', "a b", 'a"b', "a\\b", ""):
         with pytest.raises(UsageError, match="key has characters"):
-            write(TWO, Front(key=key))
+            render_haproxy(TWO, HaproxyPlan(key=key))
     with pytest.raises(UsageError, match="Choose from"):
-        write(TWO, Front(routing="static-rr\n"))
+        render_haproxy(TWO, HaproxyPlan(routing="static-rr\n"))
     with pytest.raises(UsageError, match="no replica"):
-        write([], Front())
+        render_haproxy([], HaproxyPlan())
 
 
 def test_the_command_writes_what_flags_and_settings_say(gpuinfer, tmp_path, monkeypatch):

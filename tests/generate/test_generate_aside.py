@@ -11,10 +11,9 @@ import asking
 
 from gpuinfer.api import Limits, Setup
 from gpuinfer.testing.fakes import FakeInfer
-from gpuinfer.workloads.generate import ordering
-from gpuinfer.workloads.generate.ordering import InOrder
+from gpuinfer.workloads.generate import output_writer
+from gpuinfer.workloads.generate.output_writer import OrderedOutput, OutputWriter, SpillFile
 from gpuinfer.workloads.generate.workload import Generate
-from gpuinfer.workloads.generate.writing import Aside, Outlet
 
 
 def line(number: int) -> bytes:
@@ -22,7 +21,7 @@ def line(number: int) -> bytes:
 
 
 def test_what_lies_aside_stays_small_and_never_lacks_a_line_that_waits(tmp_path, monkeypatch):
-    monkeypatch.setattr(ordering, "LEAST_ASIDE", 2000)
+    monkeypatch.setattr(output_writer, "LEAST_ASIDE", 2000)
     (tmp_path / "early").write_bytes(b"".join(map(line, (1997, 1998))) + b'{"torn')
     sizes = asyncio.run(written(tmp_path))
     assert (tmp_path / "out").read_bytes() == b"".join(map(line, range(2000)))
@@ -32,10 +31,10 @@ def test_what_lies_aside_stays_small_and_never_lacks_a_line_that_waits(tmp_path,
 async def written(folder) -> list[int]:
     """Write 2000 lines out of order, looking at the files again and again; the sizes of that of those that wait."""
     left = [one for one in (folder / "early").read_bytes().splitlines(keepends=True) if one.endswith(b"\n")]
-    aside, sizes, given = Aside(folder / "early", left), [], set(left)
+    aside, sizes, given = SpillFile(folder / "early", left), [], set(left)
     with (folder / "out").open("ab", buffering=0) as file:
-        outlet = Outlet(file.fileno(), "out", aside=aside)
-        order = InOrder(outlet, 100, lambda: aside.left)
+        outlet = OutputWriter(file.fileno(), "out", aside=aside)
+        order = OrderedOutput(outlet, 100, lambda: aside.left)
         for turn, number in enumerate(shuffled(1997)):
             order.add(number, line(number))
             given.add(line(number))
@@ -51,7 +50,7 @@ async def written(folder) -> list[int]:
     return sizes
 
 
-async def emptied(outlet: Outlet) -> None:
+async def emptied(outlet: OutputWriter) -> None:
     """Nothing is left for the thread to do."""
     with outlet._change:
         outlet._closing = True

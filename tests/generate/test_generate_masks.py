@@ -82,7 +82,7 @@ def until_lines(folder: Path, count: int) -> None:
 ASKED = ("threshold", "idle", "low-confidence")
 IDLE = """
 import numpy as np
-from gpuinfer.text.diffusion.deciding import Decision, UnmaskingDecoder
+from gpuinfer.text.diffusion.unmasking_decoder import Decision, UnmaskingDecoder
 
 class Idle(UnmaskingDecoder):
     def decide(self, kept, view):

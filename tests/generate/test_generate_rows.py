@@ -10,16 +10,18 @@ from asking import infer_of, lines, run
 
 from gpuinfer.errors import UsageError
 from gpuinfer.generation import Constraint, Rendering, Sampling
-from gpuinfer.openai.requests import PromptDefaults
-from gpuinfer.openai.rows import RowReader, prompts_of
-from gpuinfer.workloads.generate.lines import LineWriter
+from gpuinfer.serving.openai.prompt_rows import PromptRowReader, prompts_of
+from gpuinfer.serving.openai.requests import PromptDefaults
+from gpuinfer.workloads.generate.answer_lines import LineWriter
 
 BATCH = {"custom_id": "a", "method": "POST", "url": "/v1/completions"}
 CHAT = [{"role": "user", "content": "hi"}]
 
 
 def asked(row, **defaults):
-    return RowReader(PromptDefaults(**defaults)).read((1, row if isinstance(row, bytes) else json.dumps(row).encode()))
+    return PromptRowReader(PromptDefaults(**defaults)).read(
+        (1, row if isinstance(row, bytes) else json.dumps(row).encode())
+    )
 
 
 @pytest.mark.parametrize(
@@ -237,10 +239,10 @@ def test_an_answer_that_cannot_be_written_is_its_rows_trouble_alone(tmp_path, mo
 
 
 def test_a_long_row_is_an_error_and_no_other_is(tmp_path, monkeypatch):
-    from gpuinfer.openai.splitting import Either
+    from gpuinfer.serving.openai.row_splitter import RowSplitter
     from gpuinfer.workloads.generate import pump
 
-    monkeypatch.setattr(pump, "Either", lambda: Either(1000))
+    monkeypatch.setattr(pump, "Either", lambda: RowSplitter(1000))
     rows = run(tmp_path, lines("x" * 2000, "short"))
     assert ["error" in row for row in rows] == [True, False]
 

@@ -16,7 +16,7 @@ from gpuinfer.api import Setup
 from gpuinfer.errors import UsageError
 from gpuinfer.generation import Completion, Generation
 from gpuinfer.testing.fakes import FakeInfer
-from gpuinfer.workloads.generate.showing import Page
+from gpuinfer.workloads.generate.answer_screen import TerminalPage
 from gpuinfer.workloads.generate.workload import Generate
 
 
@@ -86,7 +86,7 @@ def test_a_model_cannot_command_the_terminal():
 
 def test_what_comes_too_early_waits_for_its_turn():
     written: list[str] = []
-    page = Page(["a:", "b:", "c:"], lambda text: written.append(plain(text)))
+    page = TerminalPage(["a:", "b:", "c:"], lambda text: written.append(plain(text)))
     page.add(1, "second")
     page.add(0, "fi")
     assert "".join(written) == "a:fi"

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpuinfer.openai.splitting import Either, Unusable
+from gpuinfer.serving.openai.row_splitter import RowSplitter, Unusable
 
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text(),
@@ -19,7 +19,7 @@ ROWS = st.lists(st.dictionaries(st.text(), VALUES, max_size=3) | st.text(), max_
 
 
 def numbered(data: bytes, cuts: list[int], most: int = 1 << 20) -> list[tuple[int, object]]:
-    splitter, found, begun = Either(most), [], 0
+    splitter, found, begun = RowSplitter(most), [], 0
     for cut in [*sorted(cut % (len(data) + 1) for cut in cuts), len(data)]:
         found += splitter.feed(data[begun:cut])
         begun = cut

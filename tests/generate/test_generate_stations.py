@@ -9,7 +9,7 @@ from asking import answered, lines, run
 
 from gpuinfer.api import Limits
 from gpuinfer.testing.fakes import FakeInfer
-from gpuinfer.workloads.generate.writing import Outlet
+from gpuinfer.workloads.generate.output_writer import OutputWriter
 
 
 def test_reading_understanding_writing_and_syncing_are_booked_each_by_its_name(tmp_path):
@@ -30,7 +30,7 @@ def test_a_stream_that_takes_nothing_keeps_the_outputs_lane_in_write():
             def enter(self, station):
                 entered.append(station)
 
-        outlet = Outlet(writer, "a pipe", Noting())
+        outlet = OutputWriter(writer, "a pipe", Noting())
         outlet.add(b"x" * (1 << 20))
         first = await asyncio.to_thread(os.read, reader, 1)  # it is being written
         so_far = list(entered)

@@ -9,25 +9,27 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpuinfer.api import ModelSpec
-from gpuinfer.config.options import Given, Several, check, natural
+from gpuinfer.config.options import GivenValue, GivenValues, check, natural
 from gpuinfer.errors import UsageError
 from gpuinfer.generation import Sampling, Unmasking
-from gpuinfer.host.records import differences
-from gpuinfer.openai.options import try_out
-from gpuinfer.openai.requests import PromptDefaults
-from gpuinfer.openai.rows import RowReader
-from gpuinfer.openai.unmasking import UnmaskingOptions, over, unmasking_of
+from gpuinfer.host.files import differences
+from gpuinfer.serving.openai.model_options import check_with_model
+from gpuinfer.serving.openai.prompt_rows import PromptRowReader
+from gpuinfer.serving.openai.requests import PromptDefaults
+from gpuinfer.serving.openai.sampling_fields import UnmaskingOptions, override_unmasking, unmasking_of
 from gpuinfer.workloads.generate.workload import Generate
 
 
 def flags(**words: str | list[str]) -> UnmaskingOptions:
     """As a command line gives them."""
-    found = {name: Given(Several(one) if isinstance(one, list) else one, f"--{name}") for name, one in words.items()}
+    found = {
+        name: GivenValue(GivenValues(one) if isinstance(one, list) else one, f"--{name}") for name, one in words.items()
+    }
     return UnmaskingOptions(**check(UnmaskingOptions, found, "generate"))
 
 
 def read(row: dict, run: Unmasking | None = None):
-    reader = RowReader(PromptDefaults(Sampling(unmasking=run)))
+    reader = PromptRowReader(PromptDefaults(Sampling(unmasking=run)))
     return reader.read((1, json.dumps({"prompt": "a", **row}).encode()))
 
 
@@ -96,7 +98,7 @@ FIELDS = st.fixed_dictionaries(
 
 @given(FIELDS, FIELDS)
 def test_what_a_row_says_holds_whatever_the_run_says(run, row):
-    found = over(over(None, run), row)
+    found = override_unmasking(override_unmasking(None, run), row)
     for name, value in row.items():
         assert value == getattr(found, name) or name == "options"
     assert set(row.get("options", {}).items()) <= set(found.options.items())
@@ -165,4 +167,4 @@ def test_an_output_is_gone_on_with_by_the_same_settings_alone():
 @pytest.mark.parametrize("unmasking", [Unmasking(), Unmasking(threshold=0.9), Unmasking(options={"x": 1})])
 def test_a_model_that_goes_from_left_to_right_is_told_nothing_of_masks(unmasking):
     with pytest.raises(UsageError, match=r"this is a qwen2 model, which goes from left to right\. Leave it out"):
-        try_out(ModelSpec("tiny", kind="text"), Sampling(unmasking=unmasking))
+        check_with_model(ModelSpec("tiny", kind="text"), Sampling(unmasking=unmasking))

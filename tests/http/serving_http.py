@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gpuinfer.http.access import Access
-from gpuinfer.http.client import Client
-from gpuinfer.http.exchange import Exchange
-from gpuinfer.http.limits import HttpLimits
-from gpuinfer.http.paths import Paths, Route
+from gpuinfer.http.client import HttpClient
+from gpuinfer.http.http_exchange import Exchange
+from gpuinfer.http.parser import HttpLimits
+from gpuinfer.http.route_table import Route, RouteTable
 from gpuinfer.http.server import HttpServer
 
 PATIENCE_S = 60.0  # for what surely happens, on a machine that stalls
@@ -119,20 +119,20 @@ class Served:
     server: HttpServer
     port: int
     seen: Seen
-    paths: Paths
+    paths: RouteTable
 
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
-    def client(self, **options: Any) -> Client:
-        return Client(self.url, **options)
+    def client(self, **options: Any) -> HttpClient:
+        return HttpClient(self.url, **options)
 
 
 @contextlib.asynccontextmanager
 async def serving(limits: HttpLimits | None = None, access: Access | None = None) -> AsyncIterator[Served]:
     seen = Seen()
-    paths = Paths(seen.routes(), access or Access())
+    paths = RouteTable(seen.routes(), access or Access())
     server = HttpServer(paths, limits, quick=paths.quick)
     try:
         yield Served(server, await server.listen("127.0.0.1", 0), seen, paths)

@@ -13,9 +13,9 @@ from serving_http import answers, said_to, serving
 
 from gpuinfer.errors import UsageError
 from gpuinfer.http.access import LOOPBACK, Access, Keys
-from gpuinfer.http.exchange import Exchange
-from gpuinfer.http.loop import run
-from gpuinfer.http.paths import Paths, Route
+from gpuinfer.http.http_exchange import Exchange
+from gpuinfer.http.network import run_loop
+from gpuinfer.http.route_table import Route, RouteTable
 
 GUARDED = Access(Keys(["api-1", "api-2"]), Keys(["admin-1"]), None)
 
@@ -90,7 +90,7 @@ def test_every_route_without_its_key_is_denied(key):
                 assert head.status in ((401,) if route.method == "GET" and not allowed else (200, 405, 500, 401))
             await client.close()
 
-    run(main())
+    run_loop(main())
 
 
 @pytest.mark.parametrize(
@@ -107,7 +107,7 @@ def test_no_other_spelling_of_a_path_goes_around_the_key(target):
             said = await said_to(served.port, [get(b"Connection: close", target=target)])
             assert answers(said)[0].status in (400, 401, 404)
 
-    run(main())
+    run_loop(main())
 
 
 def test_a_body_is_not_waited_for_before_the_key_is_known():
@@ -120,7 +120,7 @@ def test_a_body_is_not_waited_for_before_the_key_is_known():
             assert answer.status == 401
             assert served.server.counts["body_bytes"] == 0
 
-    run(main())
+    run_loop(main())
 
 
 def test_admin_routes_without_an_admin_key_are_forbidden():
@@ -133,7 +133,7 @@ def test_admin_routes_without_an_admin_key_are_forbidden():
             assert (await client.request("GET", "/echo")).status == 200
             await client.close()
 
-    run(main())
+    run_loop(main())
 
 
 @pytest.mark.parametrize(
@@ -167,7 +167,7 @@ def test_on_loopback_browsers_cannot_be_tricked(headers, status):
                     assert answer.error["type"] == "permission_error"
                     assert "--allowed-hosts" in answer.error["message"]
 
-    run(main())
+    run_loop(main())
 
 
 def test_behind_a_proxy_the_refusal_names_the_option_and_the_name():
@@ -179,7 +179,7 @@ def test_behind_a_proxy_the_refusal_names_the_option_and_the_name():
         async with serving(access=Access(hosts=LOOPBACK | {"llm.example.org"})) as served:
             assert answers(await said_to(served.port, [raw]))[0].status == 200
 
-    run(main())
+    run_loop(main())
 
 
 def test_what_is_not_there_is_told_what_is():
@@ -191,7 +191,7 @@ def test_what_is_not_there_is_told_what_is():
             assert len(message) < 1000
             await client.close()
 
-    run(main())
+    run_loop(main())
 
 
 def test_a_probe_without_host_is_answered():
@@ -199,7 +199,7 @@ def test_a_probe_without_host_is_answered():
         async with serving(access=Access(hosts=LOOPBACK)) as served:
             assert answers(await said_to(served.port, [b"GET /health HTTP/1.0\r\n\r\n"]))[0].status == 200
 
-    run(main())
+    run_loop(main())
 
 
 def test_a_method_that_a_path_does_not_take_is_405():
@@ -215,7 +215,7 @@ def test_a_method_that_a_path_does_not_take_is_405():
                 assert (answer.status, answer.headers["allow"]) == (405, allowed)
             await client.close()
 
-    run(main())
+    run_loop(main())
 
 
 async def nothing(exchange: Exchange) -> None: ...
@@ -224,10 +224,10 @@ async def nothing(exchange: Exchange) -> None: ...
 def test_routes_that_contradict_one_another_are_refused():
     route = Route("GET", "/a", nothing, "open", "")
     with pytest.raises(ValueError, match="two routes for GET /a"):
-        Paths([route, route], Access())
+        RouteTable([route, route], Access())
     pattern = Route("GET", "/a/{x}", nothing, "open", "")
     with pytest.raises(ValueError, match="two routes"):
-        Paths([pattern, pattern], Access())
+        RouteTable([pattern, pattern], Access())
     with pytest.raises(ValueError, match="cannot be immediate"):
         Route("POST", "/a", nothing, "open", "", immediate=lambda exchange: None)
 
@@ -241,7 +241,7 @@ def test_parameters_are_taken_from_the_path():
                 assert (await client.request("GET", path)).status == 404
             await client.close()
 
-    run(main())
+    run_loop(main())
 
 
 def test_a_file_that_root_hands_to_a_service_may_be_read_by_the_services_group(tmp_path, monkeypatch):

@@ -12,9 +12,9 @@ import pytest
 from serving_http import PATIENCE_S, serving, until
 
 from gpuinfer.errors import GpuinferError, UsageError
-from gpuinfer.http.client import BrokenOff, Client, TimedOut, Unreachable
-from gpuinfer.http.limits import HttpLimits
-from gpuinfer.http.loop import run
+from gpuinfer.http.client import ConnectionBroken, HttpClient, RequestTimedOut, Unreachable
+from gpuinfer.http.network import run_loop
+from gpuinfer.http.parser import HttpLimits
 
 OK = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"
 CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
@@ -59,8 +59,8 @@ async def odd(*answers: bytes | None, close: bool = False) -> AsyncIterator[Odd]
 
 
 @contextlib.asynccontextmanager
-async def asking(url: str, **options: object) -> AsyncIterator[Client]:
-    client = Client(url, **{"timeout_s": PATIENCE_S, **options})
+async def asking(url: str, **options: object) -> AsyncIterator[HttpClient]:
+    client = HttpClient(url, **{"timeout_s": PATIENCE_S, **options})
     try:
         yield client
     finally:
@@ -94,7 +94,7 @@ def test_a_response_is_read_in_all_its_forms(answer, body):
         ):
             assert await streamed.read() == body
 
-    run(main())
+    run_loop(main())
 
 
 @pytest.mark.parametrize(
@@ -114,24 +114,24 @@ def test_a_response_that_is_none_is_broken_off(answer):
     async def main() -> None:
         for method in ("GET", "POST"):
             async with odd(answer, close=True) as server, asking(server.url) as client:
-                with pytest.raises(BrokenOff):
+                with pytest.raises(ConnectionBroken):
                     await client.request(method, "/")
             async with odd(answer, close=True) as server, asking(server.url) as client:
-                with pytest.raises(BrokenOff):
+                with pytest.raises(ConnectionBroken):
                     async with client.stream(method, "/") as streamed:
                         await streamed.read()
 
-    run(main())
+    run_loop(main())
 
 
 def test_a_body_that_is_too_large_is_broken_off():
     async def main() -> None:
         async with serving() as served, asking(served.url, body_bytes=1000) as client:
             assert len((await client.request("POST", "/echo", b"x" * 1000)).body) == 1000
-            with pytest.raises(BrokenOff, match="more than 1,000 bytes"):
+            with pytest.raises(ConnectionBroken, match="more than 1,000 bytes"):
                 await client.request("POST", "/echo", b"x" * 1001)
 
-    run(main())
+    run_loop(main())
 
 
 def test_a_head_request_has_no_body_and_its_connection_is_kept():
@@ -143,7 +143,7 @@ def test_a_head_request_has_no_body_and_its_connection_is_kept():
                 assert (await client.request("GET", "/echo")).body == b"nothing"
             assert served.server.counts["accepted"] == 1
 
-    run(main())
+    run_loop(main())
 
 
 @pytest.mark.parametrize("method", ["GET", "PUT", "DELETE", "HEAD"])
@@ -154,31 +154,31 @@ def test_what_may_be_repeated_is_repeated_once_on_a_kept_connection_that_was_clo
             assert (await client.request(method, "/")).status == 200
             assert (len(server.requests), server.connections) == (3, 2)
             if method != "HEAD":
-                with pytest.raises(BrokenOff):
+                with pytest.raises(ConnectionBroken):
                     await client.request(method, "/")
                 assert len(server.requests) == 5
 
-    run(main())
+    run_loop(main())
 
 
 def test_what_may_have_been_done_is_not_repeated():
     async def main() -> None:
         async with odd(OK, None, OK) as server, asking(server.url) as client:
             await client.request("POST", "/")
-            with pytest.raises(BrokenOff):
+            with pytest.raises(ConnectionBroken):
                 await client.request("POST", "/")
             assert len(server.requests) == 2
         async with odd(OK, b"HTTP/1.1 ", OK, close=False) as server, asking(server.url) as client:
             await client.request("GET", "/")
-            with pytest.raises(TimedOut):
+            with pytest.raises(RequestTimedOut):
                 await client.request("GET", "/", timeout_s=0.2)
             await until(lambda: len(server.requests) >= 2)
             assert len(server.requests) == 2
         async with odd(None, OK) as server, asking(server.url) as client:
-            with pytest.raises(BrokenOff):
+            with pytest.raises(ConnectionBroken):
                 await client.request("GET", "/")  # the connection was new: it is not the wait that ended it
 
-    run(main())
+    run_loop(main())
 
 
 def test_a_connection_that_was_closed_while_nobody_asked_is_not_used():
@@ -191,7 +191,7 @@ def test_a_connection_that_was_closed_while_nobody_asked_is_not_used():
                 await until(lambda: served.server.counts["connections"] == 0)
                 assert served.server.counts["accepted"] == number + 1
 
-    run(main())
+    run_loop(main())
 
 
 def test_who_is_not_there_is_unreachable():
@@ -208,39 +208,39 @@ def test_who_is_not_there_is_unreachable():
             with pytest.raises(Unreachable):
                 await client.request("GET", "/")
 
-    run(main())
+    run_loop(main())
 
 
 @pytest.mark.parametrize("url", ["ftp://a", "a:80", "http://", "http://a:b", "https://a", "http://a:70000"])
 def test_an_address_that_is_none_says_so(url):
     with pytest.raises(UsageError, match="is no address"):
-        Client(url)
+        HttpClient(url)
 
 
 def test_every_wait_has_an_end():
     async def main() -> None:
         async with serving() as served, asking(served.url, timeout_s=0.1, connections=1) as client:
-            with pytest.raises(TimedOut, match=r"within 0.1 s"):
+            with pytest.raises(RequestTimedOut, match=r"within 0.1 s"):
                 await client.request("POST", "/wait")
             await until(lambda: served.seen.cancelled == served.seen.begun)
-            with pytest.raises(TimedOut):
+            with pytest.raises(RequestTimedOut):
                 async with client.stream("GET", "/wait"):
                     pass
             async with client.stream("GET", "/events") as streamed:
-                with pytest.raises(TimedOut):
+                with pytest.raises(RequestTimedOut):
                     await streamed.read()
             assert (await client.request("GET", "/health", timeout_s=PATIENCE_S)).status == 200
             await until(lambda: served.server.counts["connections"] == 1)
             begun = served.seen.begun
             first = asyncio.ensure_future(client.request("GET", "/wait", timeout_s=PATIENCE_S))
             await until(lambda: served.seen.begun > begun)
-            with pytest.raises(TimedOut):  # while another has the only connection
+            with pytest.raises(RequestTimedOut):  # while another has the only connection
                 await client.request("GET", "/health")
             served.seen.release.set()
             assert (await first).body == b"at last"
             assert (await client.request("GET", "/health", timeout_s=PATIENCE_S)).status == 200
 
-    run(main())
+    run_loop(main())
 
 
 def test_requests_wait_their_turn_for_a_connection():
@@ -251,7 +251,7 @@ def test_requests_wait_their_turn_for_a_connection():
             assert [one.body for one in found] == bodies
             assert served.server.counts["accepted"] == 4
 
-    run(main())
+    run_loop(main())
 
 
 def test_requests_that_are_cancelled_give_their_connection_back():
@@ -268,7 +268,7 @@ def test_requests_that_are_cancelled_give_their_connection_back():
             await until(lambda: served.seen.cancelled == served.seen.begun)
             await until(lambda: served.server.counts["connections"] == 1)
 
-    run(main())
+    run_loop(main())
 
 
 def test_a_stream_is_read_as_it_comes_and_knows_when_it_came():
@@ -291,7 +291,7 @@ def test_a_stream_is_read_as_it_comes_and_knows_when_it_came():
             assert (await client.request("GET", "/health")).status == 200
             assert served.server.counts["accepted"] == 1
 
-    run(main())
+    run_loop(main())
 
 
 def test_a_stream_that_is_left_tells_the_server():
@@ -301,7 +301,7 @@ def test_a_stream_that_is_left_tells_the_server():
                 assert await anext(aiter(streamed))
             await until(lambda: served.seen.cancelled)
 
-    run(main())
+    run_loop(main())
 
 
 def test_a_stream_that_is_not_read_holds_its_server_back():
@@ -324,7 +324,7 @@ def test_a_stream_that_is_not_read_holds_its_server_back():
                     break
             assert served.seen.written > written
 
-    run(main())
+    run_loop(main())
 
 
 def test_closing_ends_what_is_under_way():
@@ -334,13 +334,13 @@ def test_closing_ends_what_is_under_way():
             asked = asyncio.ensure_future(client.request("GET", "/wait"))
             await until(lambda: served.seen.begun)
             await client.close()
-            with pytest.raises(BrokenOff, match="was closed"):
+            with pytest.raises(ConnectionBroken, match="was closed"):
                 await asked
             with pytest.raises(Unreachable, match="is closed"):
                 await client.request("GET", "/health")
             await until(lambda: served.seen.cancelled)
 
-    run(main())
+    run_loop(main())
 
 
 def test_headers_that_would_end_a_line_are_not_sent():
@@ -355,7 +355,7 @@ def test_headers_that_would_end_a_line_are_not_sent():
             with pytest.raises(ValueError, match="is no method"):
                 await client.request("GET / HTTP/1.1\r\n", "/")
 
-    run(main())
+    run_loop(main())
 
 
 def test_a_base_path_stands_before_each_path():
@@ -363,8 +363,8 @@ def test_a_base_path_stands_before_each_path():
         async with serving() as served, asking(served.url + "/workers/") as client:
             assert (await client.request("GET", "/3")).status == 403
 
-    run(main())
+    run_loop(main())
 
 
 def test_errors_are_ours():
-    assert all(issubclass(one, GpuinferError) for one in (Unreachable, TimedOut, BrokenOff))
+    assert all(issubclass(one, GpuinferError) for one in (Unreachable, RequestTimedOut, ConnectionBroken))

@@ -15,8 +15,8 @@ from counts import counts
 from damage import damaged
 from serving_http import Served, serving, until
 
-from gpuinfer.http.limits import HttpLimits
-from gpuinfer.http.loop import run
+from gpuinfer.http.network import run_loop
+from gpuinfer.http.parser import HttpLimits
 
 BATCH = 500
 AT_ONCE = 25
@@ -83,4 +83,4 @@ def test_damaged_requests_harm_nobody(number):
             assert served.server.departures.watched == 0
             await client.close()
 
-    run(main())
+    run_loop(main())

@@ -10,8 +10,8 @@ from counts import examples
 from damage import damaged
 from malformed_requests import CASES
 
-from gpuinfer.fleet.router.request_head import RequestHead
-from gpuinfer.http.strict import Malformed, check_head
+from gpuinfer.fleet.router.http_message import RequestHead
+from gpuinfer.http.parser import Malformed, check_head
 
 
 def taken(read: Callable[[bytes], object], head: bytes) -> bool:

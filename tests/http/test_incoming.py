@@ -9,10 +9,8 @@ from damage import damaged
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpuinfer.http import strict
-from gpuinfer.http.incoming import Incoming
-from gpuinfer.http.limits import HttpLimits
-from gpuinfer.http.strict import Malformed
+from gpuinfer.http import parser
+from gpuinfer.http.parser import HttpLimits, Malformed, RequestParser
 
 LIMITS = HttpLimits(head_bytes=2000, line_bytes=500, headers=8, body_bytes=5000)
 
@@ -24,7 +22,7 @@ BODY = st.binary(max_size=300)
 @st.composite
 def requests(draw: st.DrawFn) -> tuple[bytes, tuple[object, ...]]:
     """The bytes of a request, and what is to be seen of it."""
-    method = draw(st.sampled_from(sorted(strict.METHODS)))
+    method = draw(st.sampled_from(sorted(parser.METHODS)))
     path = "/" + draw(st.text("abc.-~123", max_size=10)).strip(".")
     headers = {"host": "a:1", **draw(st.dictionaries(TOKEN.map(str.lower), VALUE, max_size=4))}
     body = draw(BODY)
@@ -47,7 +45,7 @@ def requests(draw: st.DrawFn) -> tuple[bytes, tuple[object, ...]]:
 
 def seen(pieces: list[bytes]) -> tuple[list[tuple[object, ...]], int]:
     """The requests in the pieces, and the status of the fault at their end; 0: none."""
-    incoming, found, head = Incoming(LIMITS), [], None
+    incoming, found, head = RequestParser(LIMITS), [], None
     try:
         for piece in pieces:
             incoming.add(piece)
@@ -62,7 +60,7 @@ def seen(pieces: list[bytes]) -> tuple[list[tuple[object, ...]], int]:
                 body = incoming.body()
                 if body is None:
                     break
-                path = strict.check_target(head.target)
+                path = parser.check_target(head.target)
                 found.append((head.method, path, dict(head.headers), body))
                 head = None
     except Malformed as fault:

@@ -12,8 +12,8 @@ import pytest
 from malformed_requests import get, post
 from serving_http import Raw, answers, serving, turns, until
 
-from gpuinfer.http.client import Client
-from gpuinfer.http.loop import run
+from gpuinfer.http.client import HttpClient
+from gpuinfer.http.network import run_loop
 
 WAIT = get(target=b"/wait")
 RESET = struct.pack("ii", 1, 0)  # SO_LINGER: close at once
@@ -27,7 +27,7 @@ RESET = struct.pack("ii", 1, 0)  # SO_LINGER: close at once
         pytest.param(post(b"Content-Length: 9000000", body=b"x" * 150_000), id="a large body is on its way"),
     ],
 )
-@pytest.mark.parametrize("runner", [run, asyncio.run])
+@pytest.mark.parametrize("runner", [run_loop, asyncio.run])
 def test_the_handler_is_cancelled_when_the_client_resets(more, runner):
     async def main() -> None:
         async with serving() as served:
@@ -48,7 +48,7 @@ def test_the_handler_is_cancelled_when_the_client_resets(more, runner):
     runner(main())
 
 
-@pytest.mark.parametrize("runner", [run, asyncio.run])
+@pytest.mark.parametrize("runner", [run_loop, asyncio.run])
 def test_a_stream_is_cancelled_when_its_client_goes(runner):
     async def main() -> None:
         async with serving() as served:
@@ -83,7 +83,7 @@ def test_a_client_that_has_closed_before_its_answer_is_noticed_once_its_system_h
             assert served.seen.cancelled == 1
             assert served.server.counts["connections"] == 0
 
-    run(main())
+    run_loop(main())
 
 
 @pytest.mark.parametrize("reads", [False, True])
@@ -98,14 +98,14 @@ def test_a_client_of_ours_that_gives_up_is_gone_at_once(reads):
             await until(lambda: served.seen.cancelled)
             await client.close()
 
-    async def one_event(client: Client) -> None:
+    async def one_event(client: HttpClient) -> None:
         async with client.stream("GET", "/events") as response:
             await response.read()
 
-    run(main())
+    run_loop(main())
 
 
-@pytest.mark.parametrize("runner", [run, asyncio.run])
+@pytest.mark.parametrize("runner", [run_loop, asyncio.run])
 def test_whoever_has_said_all_gets_the_answer_and_nothing_else(runner):
     async def main() -> None:
         async with serving() as served:
@@ -139,7 +139,7 @@ def test_requests_sent_before_the_end_are_all_answered():
             said = await raw.rest()
             assert [one.body for one in answers(said)] == [b"at last"] + [b"nothing"] * 3 + [b"{}"]
 
-    run(main())
+    run_loop(main())
 
 
 def test_over_a_unix_socket_too(tmp_path: Path):
@@ -164,7 +164,7 @@ def test_over_a_unix_socket_too(tmp_path: Path):
                     made.close()
                     await until(lambda: served.seen.cancelled == 1)
 
-    run(main())
+    run_loop(main())
 
 
 def test_a_client_that_leaves_in_the_middle_of_a_request_costs_nothing():
@@ -178,4 +178,4 @@ def test_a_client_that_leaves_in_the_middle_of_a_request_costs_nothing():
             assert served.server.counts["broken_off"] == 2
             assert served.server.counts["body_bytes"] == 0
 
-    run(main())
+    run_loop(main())

@@ -14,9 +14,9 @@ import pytest
 from malformed_requests import chunked, get, post
 from serving_http import PATIENCE_S, Raw, answers, said_to, serving, until
 
-from gpuinfer.http import connection
-from gpuinfer.http.limits import HttpLimits, fitting
-from gpuinfer.http.loop import run
+from gpuinfer.http import server_connection
+from gpuinfer.http.network import run_loop
+from gpuinfer.http.parser import HttpLimits, fitting_connections
 
 SHORT = 0.2
 LIMITS = HttpLimits()
@@ -42,7 +42,7 @@ def test_whoever_waits_too_long_is_cut(limits, piece, status):
             await until(lambda: served.server.counts["connections"] == 0)
             assert served.server.counts.get("slow", 0) == (status == 408)
 
-    run(main())
+    run_loop(main())
 
 
 @pytest.mark.parametrize("piece", [b"G", b"GET /echo HTTP/1.1\r\nHost: a\r\n"])
@@ -59,7 +59,7 @@ def test_a_byte_now_and_then_does_not_help(piece):
                 await asyncio.sleep(0.01)
             assert [one.status for one in answers(await rest)] in ([408], [])
 
-    run(main())
+    run_loop(main())
 
 
 def test_a_server_that_was_suspended_blames_nobody():
@@ -78,7 +78,7 @@ def test_a_server_that_was_suspended_blames_nobody():
             started.socket.close()
             idle.socket.close()
 
-    run(main())
+    run_loop(main())
 
 
 def test_whoever_reads_nothing_is_cut():
@@ -91,7 +91,7 @@ def test_whoever_reads_nothing_is_cut():
             assert served.seen.written < 64 << 20
             raw.socket.close()
 
-    run(main())
+    run_loop(main())
 
 
 def test_requests_of_whoever_reads_nothing_are_not_read_either():
@@ -113,12 +113,12 @@ def test_requests_of_whoever_reads_nothing_are_not_read_either():
             assert sent < 64 << 20
             raw.socket.close()
 
-    run(main())
+    run_loop(main())
 
 
 def test_a_long_response_to_a_slow_reader_is_not_cut_short(monkeypatch):
     """Its reader takes longer than the time to linger, and pauses shorter than the time to write."""
-    monkeypatch.setattr(connection, "LINGER_S", 0.05)
+    monkeypatch.setattr(server_connection, "LINGER_S", 0.05)
 
     async def main() -> None:
         async with serving(replace(LIMITS, write_s=20.0, idle_s=0.1)) as served:
@@ -132,7 +132,7 @@ def test_a_long_response_to_a_slow_reader_is_not_cut_short(monkeypatch):
             said += await raw.rest()
             assert len(answers(said)[0].body) == size
 
-    run(main())
+    run_loop(main())
 
 
 def test_one_connection_too_many_hears_so_and_probes_come_through():
@@ -157,7 +157,7 @@ def test_one_connection_too_many_hears_so_and_probes_come_through():
             for raw in kept:
                 raw.socket.close()
 
-    run(main())
+    run_loop(main())
 
 
 @pytest.mark.parametrize(
@@ -172,7 +172,7 @@ def test_one_connection_too_many_hears_so_and_probes_come_through():
     ],
 )
 def test_no_more_connections_than_there_are_descriptors_for(descriptors, each, connections, refusals):
-    assert fitting(8192, descriptors, each) == (connections, refusals)
+    assert fitting_connections(8192, descriptors, each) == (connections, refusals)
 
 
 def test_too_many_connections_are_a_line_in_the_log(caplog):
@@ -183,7 +183,7 @@ def test_too_many_connections_are_a_line_in_the_log(caplog):
                 assert answers(await said_to(served.port, [get()]))[0].status == 503
             kept.socket.close()
 
-    run(main())
+    run_loop(main())
     assert [one.getMessage() for one in caplog.records if "connections at once" in one.getMessage()] == [
         "more than 1 connections at once: 1 have been refused so far, with 503."
     ]
@@ -200,7 +200,7 @@ def test_far_too_many_connections_are_closed_at_once():
             await until(lambda: served.server.counts["connections"] == 0)
             assert (await served.client().request("GET", "/echo")).status == 200
 
-    run(main())
+    run_loop(main())
 
 
 def test_bodies_are_bounded_alone():
@@ -217,7 +217,7 @@ def test_bodies_are_bounded_alone():
                 assert answers(await said_to(served.port, [raw]))[0].status == 413
             await client.close()
 
-    run(main())
+    run_loop(main())
 
 
 def test_bodies_are_bounded_together():
@@ -238,7 +238,7 @@ def test_bodies_are_bounded_together():
             first.socket.close()
             await until(lambda: served.server.counts["body_bytes"] == 0)
 
-    run(main())
+    run_loop(main())
 
 
 def test_chunks_of_a_byte_have_a_bound():
@@ -246,13 +246,13 @@ def test_chunks_of_a_byte_have_a_bound():
         async with serving() as served:
             assert answers(await said_to(served.port, [chunked(b"1\r\nx\r\n" * 70_000)]))[0].status == 413
 
-    run(main())
+    run_loop(main())
 
 
 FEW_DESCRIPTORS = """
 import asyncio, resource, socket, sys, time
 from gpuinfer.http.client import Client
-from gpuinfer.http.loop import run
+from gpuinfer.http.network import run
 from gpuinfer.http.server import HttpServer
 
 async def answer(exchange):

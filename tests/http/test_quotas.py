@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from gpuinfer.http.access import Key
-from gpuinfer.http.quotas import Quotas
+from gpuinfer.http.access import Key, Quotas
 
 
 class Clock:

@@ -8,7 +8,7 @@ import pytest
 from malformed_requests import chunked, get, post
 from serving_http import Raw, answers, said_to, serving
 
-from gpuinfer.http.loop import run
+from gpuinfer.http.network import run_loop
 
 CLOSE = b"Connection: close"
 
@@ -52,7 +52,7 @@ def test_it_is_answered(raw, body):
                 assert answer.headers["content-type"] == "text/plain"
                 assert answer.headers["date"].endswith(" GMT")
 
-    run(main())
+    run_loop(main())
 
 
 def test_a_connection_is_kept():
@@ -66,7 +66,7 @@ def test_a_connection_is_kept():
             assert served.server.counts["accepted"] == 1
             raw.socket.close()
 
-    run(main())
+    run_loop(main())
 
 
 @pytest.mark.parametrize("size", [1, 7, 100_000])
@@ -90,7 +90,7 @@ def test_requests_sent_at_once_are_answered_in_order(size):
             assert found == [*wanted, b"nothing"]
             assert served.server.counts["accepted"] == 1
 
-    run(main())
+    run_loop(main())
 
 
 def test_many_requests_on_the_spot_leave_others_their_turn():
@@ -101,7 +101,7 @@ def test_many_requests_on_the_spot_leave_others_their_turn():
             found = answers(await raw.rest())
             assert [one.body for one in found] == [b"{}"] * 2000 + [b"nothing"]
 
-    run(main())
+    run_loop(main())
 
 
 def test_a_request_waits_for_the_response_before_it():
@@ -114,7 +114,7 @@ def test_a_request_waits_for_the_response_before_it():
             served.seen.release.set()
             assert [one.body for one in answers(await raw.rest())] == [b"at last", b"nothing"]
 
-    run(main())
+    run_loop(main())
 
 
 def test_a_body_that_is_waited_for_is_asked_for():
@@ -130,7 +130,7 @@ def test_a_body_that_is_waited_for_is_asked_for():
             assert answers(said)[0].status == 413
             assert b"100 Continue" not in said
 
-    run(main())
+    run_loop(main())
 
 
 @pytest.mark.parametrize("path", [b"/echo", b"/health", b"/events", b"/nowhere"])
@@ -145,7 +145,7 @@ def test_a_head_has_no_body(path):
             if path == b"/echo":
                 assert first.headers["content-length"] == "7"
 
-    run(main())
+    run_loop(main())
 
 
 def test_a_stream_comes_in_chunks_and_for_old_clients_until_the_end():
@@ -159,7 +159,7 @@ def test_a_stream_comes_in_chunks_and_for_old_clients_until_the_end():
             assert new.headers["transfer-encoding"] == "chunked"
             assert b"ransfer" not in old_said
 
-    run(main())
+    run_loop(main())
 
 
 def test_a_large_body_is_taken():
@@ -171,7 +171,7 @@ def test_a_large_body_is_taken():
             await client.close()
             assert served.server.counts["body_bytes"] == 0
 
-    run(main())
+    run_loop(main())
 
 
 def test_queries_and_parameters_reach_the_handler():
@@ -184,7 +184,7 @@ def test_queries_and_parameters_reach_the_handler():
             assert (await client.request("GET", "/ask?a=%ff")).status == 400
             await client.close()
 
-    run(main())
+    run_loop(main())
 
 
 @pytest.mark.parametrize(
@@ -209,7 +209,7 @@ def test_a_handler_that_fails_is_500_and_says_nothing_of_the_inside(path, messag
             assert served.server.counts["accepted"] == 1
             await client.close()
 
-    run(main())
+    run_loop(main())
     assert path in caplog.text
 
 
@@ -220,5 +220,5 @@ def test_a_response_that_fails_half_way_does_not_look_whole(caplog):
             assert b"so far" in said
             assert not said.endswith(b"0\r\n\r\n")
 
-    run(main())
+    run_loop(main())
     assert "a secret of the inside" in caplog.text

@@ -16,9 +16,9 @@ from malformed_requests import get
 from serving_http import Raw, answers, serving, until
 
 from gpuinfer.errors import UsageError
-from gpuinfer.http.client import Client
-from gpuinfer.http.exchange import Exchange
-from gpuinfer.http.loop import run
+from gpuinfer.http.client import HttpClient
+from gpuinfer.http.http_exchange import Exchange
+from gpuinfer.http.network import run_loop
 from gpuinfer.http.server import HttpServer
 
 
@@ -46,7 +46,7 @@ def test_a_port_in_use_names_who_holds_it_and_a_free_one():
             free = int(message.split("--port ")[1].split(",")[0])
             assert await second.listen("127.0.0.1", free) == free
 
-    run(main())
+    run_loop(main())
 
 
 @pytest.mark.parametrize(
@@ -63,7 +63,7 @@ def test_an_address_that_is_not_ours_says_so(host, message):
             with pytest.raises(UsageError, match=message):
                 await server.listen(host, 0)
 
-    run(main())
+    run_loop(main())
 
 
 def test_several_servers_share_a_port():
@@ -72,23 +72,23 @@ def test_several_servers_share_a_port():
             port = await first.listen("127.0.0.1", 0, reuse_port=True)
             assert await second.listen("127.0.0.1", port, reuse_port=True) == port
             for _ in range(50):
-                client = Client(f"http://127.0.0.1:{port}")
+                client = HttpClient(f"http://127.0.0.1:{port}")
                 assert (await client.request("GET", "/")).status == 200
                 await client.close()
             assert first.counts["requests"] + second.counts["requests"] == 50
 
-    run(main())
+    run_loop(main())
 
 
 def test_a_name_with_two_addresses_is_one_port():
     async def main() -> None:
         async with closing(HttpServer(answer)) as server:
             port = await server.listen("localhost", 0)
-            client = Client(f"http://localhost:{port}")
+            client = HttpClient(f"http://localhost:{port}")
             assert (await client.request("GET", "/")).body.rpartition(b":")[0] in (b"127.0.0.1", b"::1")
             await client.close()
 
-    run(main())
+    run_loop(main())
 
 
 def test_a_unix_socket_is_its_owners_and_goes_with_the_server(tmp_path: Path):
@@ -97,7 +97,7 @@ def test_a_unix_socket_is_its_owners_and_goes_with_the_server(tmp_path: Path):
         async with closing(HttpServer(answer)) as server:
             await server.listen_unix(str(path))
             assert stat.S_IMODE(os.stat(path).st_mode) == 0o600
-            client = Client("http://localhost", unix=str(path))
+            client = HttpClient("http://localhost", unix=str(path))
             assert (await client.request("GET", "/")).body == b"unix"
             await client.close()
             async with closing(HttpServer(answer)) as other:
@@ -105,7 +105,7 @@ def test_a_unix_socket_is_its_owners_and_goes_with_the_server(tmp_path: Path):
                     await other.listen_unix(str(path))
         assert not os.path.exists(path)  # noqa: ASYNC240
 
-    run(main())
+    run_loop(main())
 
 
 def test_a_unix_socket_that_a_dead_process_left_is_replaced(tmp_path: Path):
@@ -126,7 +126,7 @@ def test_a_unix_socket_that_a_dead_process_left_is_replaced(tmp_path: Path):
             with pytest.raises(UsageError, match="cannot listen at"):
                 await server.listen_unix(str(tmp_path / ("long" * 50)))
 
-    run(main())
+    run_loop(main())
 
 
 def test_draining_answers_what_is_under_way_and_closes_the_rest():
@@ -148,7 +148,7 @@ def test_draining_answers_what_is_under_way_and_closes_the_rest():
             assert await drained
             idle.socket.close()
 
-    run(main())
+    run_loop(main())
 
 
 def test_draining_ends_when_its_time_is_over():
@@ -163,10 +163,10 @@ def test_draining_ends_when_its_time_is_over():
             assert answers(await raw.rest())[0].status == 503
             assert served.server.counts["connections"] == 0
 
-    run(main())
+    run_loop(main())
 
 
-@pytest.mark.parametrize("runner", [run, asyncio.run])
+@pytest.mark.parametrize("runner", [run_loop, asyncio.run])
 def test_connections_that_wait_to_be_taken_are_served_before_the_server_stops(runner):
     async def main() -> None:
         async with serving() as served:
@@ -188,11 +188,9 @@ def test_a_server_that_is_closed_twice_is_closed():
         async with serving() as served:
             await served.server.close()
 
-    run(main())
+    run_loop(main())
 
 
 def test_nothing_heavy_is_imported_with_the_package():
-    code = (
-        "import sys, gpuinfer.http.server, gpuinfer.http.client, gpuinfer.http.loop; sys.exit('uvloop' in sys.modules)"
-    )
+    code = "import sys, gpuinfer.http.server, gpuinfer.http.client; sys.exit('uvloop' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=200).returncode == 0

@@ -9,9 +9,8 @@ from counts import SOAK
 from malformed_requests import CASES, LONG, chunked, get, post
 from serving_http import Served, answers, said_to, serving
 
-from gpuinfer.http.limits import HttpLimits
-from gpuinfer.http.loop import run
-from gpuinfer.http.strict import Malformed, check_head, check_target
+from gpuinfer.http.network import run_loop
+from gpuinfer.http.parser import HttpLimits, Malformed, check_head, check_target
 
 SMUGGLED = get(target=b"/smuggled")
 LIMITS = HttpLimits(body_bytes=1 << 20)
@@ -48,7 +47,7 @@ def test_it_is_refused_however_it_is_cut(name):
             assert served.seen.requests == []
             assert served.server.counts["body_bytes"] == 0
 
-    run(main())
+    run_loop(main())
 
 
 def test_what_follows_a_refused_body_is_never_heard():
@@ -64,7 +63,7 @@ def test_what_follows_a_refused_body_is_never_heard():
                 assert len(answers(await said_to(served.port, [raw]))) == 1
             assert served.seen.requests == []
 
-    run(main())
+    run_loop(main())
 
 
 def test_a_good_request_before_a_bad_one_is_answered():
@@ -73,7 +72,7 @@ def test_a_good_request_before_a_bad_one_is_answered():
             for pieces in ([get() + b"BAD\r\n\r\n"], [get(), b"BAD\r\n\r\n"]):
                 assert [one.status for one in answers(await said_to(served.port, pieces))] == [200, 400]
 
-    run(main())
+    run_loop(main())
 
 
 def test_requests_sent_at_once_may_go_on_while_a_bad_one_is_answered():
@@ -85,7 +84,7 @@ def test_requests_sent_at_once_may_go_on_while_a_bad_one_is_answered():
             assert answers(said)[0].status == 413
             assert await served.client().request("GET", "/health")
 
-    run(main())
+    run_loop(main())
 
 
 @pytest.mark.parametrize(

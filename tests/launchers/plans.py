@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from gpuinfer.fleet.launchers.launcher import ReplicaPlan
+from gpuinfer.fleet.launchers.base import ReplicaPlan
 
 COMMAND = (sys.executable, str(Path(__file__).with_name("sham.py")))
 SECONDS = 60.0  # within which anything comes about, on a machine that has other things to do

@@ -9,16 +9,16 @@ import time
 import pytest
 from plans import COMMAND, SECONDS, plan
 
-from gpuinfer.config.options import Given
+from gpuinfer.config.options import GivenValue
 from gpuinfer.errors import UsageError
-from gpuinfer.fleet.launchers import named
-from gpuinfer.fleet.launchers.ray_host import Host
+from gpuinfer.fleet.launchers import base
+from gpuinfer.fleet.launchers.ray import RayActor
 
 
 def test_without_ray_the_way_to_install_it_is_named(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UsageError, match=r"pip install 'gpuinfer\[ray\]'"):
-        named.make("ray", {})
+        base.make_launcher("ray", {})
 
 
 @pytest.mark.parametrize(
@@ -26,10 +26,10 @@ def test_without_ray_the_way_to_install_it_is_named(monkeypatch):
 )
 def test_values_that_are_none_are_refused(option, value):
     with pytest.raises(UsageError, match=option):
-        named.make("ray", {option: Given(value, f"-L {option}")})
+        base.make_launcher("ray", {option: GivenValue(value, f"-L {option}")})
 
 
-def polled(host: Host, condition) -> dict:
+def polled(host: RayActor, condition) -> dict:
     until = time.monotonic() + SECONDS
     while not condition(told := host.poll(0)):
         assert time.monotonic() < until, told
@@ -39,12 +39,12 @@ def polled(host: Host, condition) -> dict:
 
 @pytest.fixture
 def host():
-    made = Host()
+    made = RayActor()
     yield made
     made.end()
 
 
-def started(host: Host, folder, *words: str) -> int:
+def started(host: RayActor, folder, *words: str) -> int:
     made = plan(folder, *words)
     files = {str(made.setup_file): b"{}", str(made.key_file): b"secret\n"}
     arguments = ("--setup-file", str(made.setup_file), *made.arguments)

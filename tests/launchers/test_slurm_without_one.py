@@ -8,16 +8,16 @@ import subprocess
 import pytest
 from plans import plan
 
-from gpuinfer.config.options import Given
+from gpuinfer.config.options import GivenValue
 from gpuinfer.errors import UsageError
-from gpuinfer.fleet.launchers import named, slurm_script
-from gpuinfer.fleet.launchers.slurm import Slurm
+from gpuinfer.fleet.launchers import base, slurm
+from gpuinfer.fleet.launchers.slurm import SlurmLauncher
 
 
 def test_where_there_is_no_slurm_the_cure_is_named(monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(UsageError, match="there is no SLURM here: no sbatch") as told:
-        Slurm().check()
+        SlurmLauncher().check()
     assert "login node" in str(told.value)
 
 
@@ -29,7 +29,7 @@ def test_one_that_does_not_answer_is_told_in_its_own_words(monkeypatch, tmp_path
         (tmp_path / program).chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
     with pytest.raises(UsageError, match="Unable to contact slurm controller"):
-        Slurm().check()
+        SlurmLauncher().check()
 
 
 @pytest.mark.parametrize(
@@ -50,7 +50,7 @@ def test_one_that_does_not_answer_is_told_in_its_own_words(monkeypatch, tmp_path
 )
 def test_values_that_are_more_than_values_are_refused(option, value):
     with pytest.raises(UsageError, match=option):
-        named.make("slurm", {option: Given(value, f"-L {option}")})
+        base.make_launcher("slurm", {option: GivenValue(value, f"-L {option}")})
 
 
 def test_mounts_need_a_container(monkeypatch, tmp_path):
@@ -59,7 +59,7 @@ def test_mounts_need_a_container(monkeypatch, tmp_path):
         (tmp_path / program).chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(UsageError, match="-L container=IMAGE"):
-        named.make("slurm", {"mounts": Given("/data:/data", "-L mounts")})
+        base.make_launcher("slurm", {"mounts": GivenValue("/data:/data", "-L mounts")})
 
 
 def test_the_script_takes_every_word_for_itself(tmp_path):
@@ -67,7 +67,7 @@ def test_the_script_takes_every_word_for_itself(tmp_path):
     folder.mkdir()
     words = ["--model", "a b; touch harm", "$(touch harm)", "`touch harm`", "'", '"', "\\", "*"]
     srun = ["--container-image=/images/my image$(touch harm).sqsh"]
-    made = slurm_script.write(plan(folder, *words), folder / "fleet.pulse", ["python", "-m", "gpuinfer"], srun)
+    made = slurm.write_batch_script(plan(folder, *words), folder / "fleet.pulse", ["python", "-m", "gpuinfer"], srun)
     subprocess.run(["bash", "-n", made], check=True)
     (line,) = [line for line in made.read_text().splitlines() if line.startswith("srun ")]
     told = shlex.split(line.removesuffix(' --host "$address"'))

@@ -12,10 +12,9 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from gpuinfer.api import Priority, Setup
+from gpuinfer.engine.arrivals import ConstantRate, PiecewiseArrivals, Poisson, classes_of, rows_of, schedule_of
 from gpuinfer.errors import UnknownName, UsageError
-from gpuinfer.load.arrivals import Poisson
-from gpuinfer.load.options import Constant, Pieces, classes_of, rows_of, schedule_of
-from gpuinfer.workloads.load.workload import Load
+from gpuinfer.workloads.load import Load
 
 
 def asked(seed=0, **options):
@@ -102,9 +101,9 @@ def test_how_long_a_load_lasts(options, seconds, total):
 def test_the_pieces_of_a_schedule_keep_their_order_and_their_time(pieces, seed):
     if not any(rate for rate, _ in pieces):
         with pytest.raises(UsageError, match="rate of 0"):
-            Pieces(pieces, Poisson)
+            PiecewiseArrivals(pieces, Poisson)
         return
-    load = Pieces(pieces, Poisson)
+    load = PiecewiseArrivals(pieces, Poisson)
     found = times(load.asks(random.Random(seed)))
     assert found == sorted(found)
     assert all(0 <= at < load.duration for at in found)
@@ -185,4 +184,4 @@ def test_words_as_people_write_them():
 
 def test_a_constant_rate_of_nothing_is_refused():
     with pytest.raises(UsageError, match="rate of 0"):
-        Constant(0)
+        ConstantRate(0)

@@ -7,8 +7,8 @@ from pathlib import Path
 import jsonschema
 import pytest
 
-from gpuinfer.bench.document import schema
 from gpuinfer.config import registry
+from gpuinfer.lab.bench.bench_document import schema
 
 pytestmark = pytest.mark.usefixtures("children_forked")
 

@@ -7,10 +7,9 @@ import pytest
 
 from gpuinfer.api import ModelSpec, Priority, Progress, Setup
 from gpuinfer.errors import BackendDied, BackendError, BadResult, Expired, QueueFull, UsageError
-from gpuinfer.models.layouts import BITS
+from gpuinfer.models.row_format import BITS
 from gpuinfer.testing import FakeInfer, assert_ok, check_workload, run_virtual
-from gpuinfer.workloads.load.asking import LoadTally, Payloads
-from gpuinfer.workloads.load.workload import Load
+from gpuinfer.workloads.load import Load, LoadTally, Payloads
 
 
 class Slow(FakeInfer):

@@ -9,7 +9,7 @@ import psutil
 import pytest
 from forking import Forked, own_environment
 
-from gpuinfer.loop.plan import KINDS
+from gpuinfer.lab.loop.loop_runner import KINDS
 
 TINY = ["--game", "connect-four", "--games", "12", "--simulations", "4", "--training-steps", "6", "--batch-size", "16"]
 WORK = [*TINY, "--iterations", "2", "--evaluation-games", "8", "--evaluate-every", "1", "--workers", "1", "--out", "l"]

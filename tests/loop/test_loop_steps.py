@@ -19,12 +19,11 @@ import pytest
 from gpuinfer.cli import loop
 from gpuinfer.cli.building import merge
 from gpuinfer.errors import UsageError, WorkError
-from gpuinfer.loop import course, drawing, pages, story
-from gpuinfer.loop.course import follow
-from gpuinfer.loop.plan import KINDS, Plan
+from gpuinfer.lab.loop import loop_runner, loop_summary
+from gpuinfer.lab.loop.loop_runner import KINDS, LoopPlan, follow
 
 COMMAND = str(Path(__file__).with_name("loop_command.py"))
-PLAN = Plan(
+PLAN = LoopPlan(
     folder=Path("loop"),
     model="blobnet-small",
     iterations=3,
@@ -83,7 +82,7 @@ def test_each_step_is_asked_for_what_the_ones_before_it_left(plan, go):
     [("cpu,cpu", "cpu"), ("cuda:1,cuda:0", "cuda:1"), ("all", "auto"), ("cpu", "cpu")],
 )
 def test_games_have_all_devices_and_training_the_first(tmp_path, given, one):
-    options, merged = loop.Options(out=tmp_path), merge("loop", {"device": given})
+    options, merged = loop.LoopOptions(out=tmp_path), merge("loop", {"device": given})
     for step in loop._plan(options, tmp_path, merged).steps():
         said = [word for word in step.words if word.startswith("--device=")]
         assert said == [f"--device={one if step.kind == 'training' else given}"]
@@ -100,7 +99,7 @@ def test_on_a_terminal_what_is_under_way_gives_place_to_what_came_of_it(capsys):
 
 def test_each_line_of_a_loop_says_how_long_the_rest_takes_once_that_is_known(plan, tmp_path, monkeypatch, capsys):
     program = [sys.executable, COMMAND, str(tmp_path / "journal"), "done"]
-    monkeypatch.setattr(course.follow, "__defaults__", (program,))
+    monkeypatch.setattr(loop_runner.follow, "__defaults__", (program,))
     assert loop._follow(plan, verbose=False, quiet=False) == "done"
     first, second, *_, last = capsys.readouterr().err.splitlines()
     assert re.fullmatch(r"iteration 1 of 3 · games in \d+ s: 30", first)  # how long training takes is not known
@@ -110,12 +109,12 @@ def test_each_line_of_a_loop_says_how_long_the_rest_takes_once_that_is_known(pla
 
 def test_the_rest_of_a_loop_takes_as_long_as_the_last_step_of_each_kind(plan, go):
     steps = list(plan.steps())
-    rest = course.Remaining(plan)
+    rest = loop_runner.Remaining(plan)
     for step, seconds in zip(steps, [10.0, 5.0, 20.0, 6.0, 100.0], strict=False):
         rest.ended(step, seconds)
     assert rest.seconds() == 20.0 + 6.0 + 100.0
     go("done", steps[:2])  # 3 s each, as their reports say
-    assert course.Remaining(plan).seconds() == 4 * 3.0 + 2 * 3.0 * 400 / 30  # matches of 400 games for 30
+    assert loop_runner.Remaining(plan).seconds() == 4 * 3.0 + 2 * 3.0 * 400 / 30  # matches of 400 games for 30
 
 
 def asked_with_gate(plan, tmp_path, gate, lost=()):
@@ -160,20 +159,20 @@ def test_a_network_plays_once_it_has_won_its_gate(plan, tmp_path, gate, lost, pl
     assert weights_of(plan, asked, "match") == plays[1:]
     assert weights_of(plan, asked, "match", "opponent-weights") == [FIRST] * 3
     assert {(one["games"], one["noise"]) for one in asked if one["kind"] == "gate"} == {("40", "0")}
-    told = story.document(plan, {}, "", "done")
+    told = loop_summary.document(plan, {}, "", "done")
     assert told["weights"] == str(plan.folder / plays[-1])
     won = [one != before for before, one in itertools.pairwise(plays)]
     assert [one["gate"]["won"] for one in told["iterations"]] == won
-    assert [row[-1].endswith(", won") for row in story.rows(told)] == won
-    assert f"| {story.GATE} |" in pages.markdown(told)
+    assert [row[-1].endswith(", won") for row in loop_summary.loop_rows(told)] == won
+    assert f"| {loop_summary.GATE} |" in loop_summary.markdown(told)
 
 
 def test_without_a_gate_there_are_no_games_for_one_and_no_column(plan, go):
     asked = go()
     assert not [one for one in asked if one["out"].endswith("gate")]
-    told = story.document(plan, {}, "", "done")
+    told = loop_summary.document(plan, {}, "", "done")
     assert [one["gate"] for one in told["iterations"]] == [None] * 3
-    assert story.columns(told) == story.COLUMNS
+    assert loop_summary.loop_columns(told) == loop_summary.COLUMNS
 
 
 def test_players_resign_in_self_play_alone(plan, tmp_path):
@@ -197,7 +196,7 @@ def test_the_line_of_games_says_how_many_were_resigned_and_what_to_do_where_too_
 
 def test_the_line_of_a_gate_says_who_plays_from_now_on(plan, tmp_path, monkeypatch, capsys):
     program = [sys.executable, COMMAND, str(tmp_path / "journal"), "done"]
-    monkeypatch.setattr(course.follow, "__defaults__", (program,))
+    monkeypatch.setattr(loop_runner.follow, "__defaults__", (program,))
     loop._follow(replace(plan, iterations=1, gate=0.55, gate_games=40), verbose=False, quiet=False)
     loop._follow(
         replace(plan, folder=tmp_path / "b", iterations=1, gate=0.9, gate_games=40), verbose=False, quiet=False
@@ -270,22 +269,22 @@ def test_a_report_of_a_run_that_was_not_done_counts_for_nothing(plan, go):
     first.report.parent.mkdir(parents=True)
     for content in ("", "{}", '{"status": "partial"}', "[]"):
         first.report.write_text(content)
-        assert story.document(plan, {}, "", "partial")["iterations"] == []
+        assert loop_summary.document(plan, {}, "", "partial")["iterations"] == []
     assert len(go()) == 8
 
 
 def test_the_story_is_told_in_a_table_a_page_a_plot_and_the_loss_of_each_step(plan, go):
     go()
-    told = story.document(plan, {"game": "connect-four"}, "gpuinfer loop --out loop", "done")
+    told = loop_summary.document(plan, {"game": "connect-four"}, "gpuinfer loop --out loop", "done")
     assert [one["loss"] for one in told["iterations"]] == [2.5, 2.5, 2.5]
     assert [bool(one["strength"]) for one in told["iterations"]] == [False, True, True]
-    assert story.verdict(told).startswith("After 3 iterations: 75.0 % (70.0 to 80.0) of 400 games")
-    assert list(story.rows(told))[1][-2:] == ("+191 Elo (+147 to +241)", "75.0%")
+    assert loop_summary.verdict(told).startswith("After 3 iterations: 75.0 % (70.0 to 80.0) of 400 games")
+    assert list(loop_summary.loop_rows(told))[1][-2:] == ("+191 Elo (+147 to +241)", "75.0%")
     for iteration in (1, 2):
         rows = [{"step": step, "loss": 3.0 / step} for step in range(1, 21)] + [{"step": 20, "validation": 0.2}]
         plan.curve(iteration).parent.mkdir(parents=True, exist_ok=True)
         plan.curve(iteration).write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    pages.write(plan, told)
+    loop_summary.write(plan, told)
     assert json.loads((plan.folder / "loop.json").read_text()) == told
     assert "| 3 | 30 | " in (plan.folder / "loop.md").read_text()
     assert "data:image/svg+xml" in (plan.folder / "loop.html").read_text()
@@ -298,10 +297,10 @@ def test_the_story_is_told_in_a_table_a_page_a_plot_and_the_loss_of_each_step(pl
 
 def test_a_strength_without_a_bound_is_drawn_too(plan, go):
     go()
-    told = story.document(plan, {}, "", "done")
+    told = loop_summary.document(plan, {}, "", "done")
     for one, ends in zip(told["iterations"], ([500.0, None], [None, -500.0], [None, None]), strict=True):
         one["strength"] = {**told["strength"], "elo": None, "elo_ci95": ends}
-    pages.plot(told, {})
+    loop_summary.plot(told, {})
 
 
 def matches(*found):
@@ -316,13 +315,13 @@ def matches(*found):
 
 @pytest.mark.parametrize("found", [[], [None, None]])
 def test_without_a_match_nothing_is_drawn(found):
-    assert list(drawing.drawn(matches(*found))) == []
+    assert list(loop_summary.drawn(matches(*found))) == []
 
 
 def test_matches_are_drawn_in_the_terminal_between_the_ends_of_all_intervals():
-    (name, scale), first, third = drawing.drawn(matches((-100, 0, 100), None, (135, 235, 370)))
+    (name, scale), first, third = loop_summary.drawn(matches((-100, 0, 100), None, (135, 235, 370)))
     assert (name, first[0], third[0]) == ("Elo", "iteration 1", "iteration 3")
-    assert (scale[:4], scale[10], scale[-4:], len(scale)) == ("−100", "0", "+370", drawing.WIDTH)
+    assert (scale[:4], scale[10], scale[-4:], len(scale)) == ("−100", "0", "+370", loop_summary.WIDTH)
     assert first[1] == "├─────────●─────────┤"
     assert third[1] == "          ┊             ├─────────●────────────┤"
 
@@ -336,11 +335,11 @@ def test_matches_are_drawn_in_the_terminal_between_the_ends_of_all_intervals():
     ],
 )
 def test_an_end_that_is_not_known_is_drawn_as_an_arrow(elo, line):
-    assert list(drawing.drawn(matches((-100, 0, 370), elo)))[-1][1] == line
+    assert list(loop_summary.drawn(matches((-100, 0, 370), elo)))[-1][1] == line
 
 
 def test_of_a_loop_that_has_just_begun_little_is_told(plan):
-    told = story.document(plan, {}, "gpuinfer loop", "partial")
+    told = loop_summary.document(plan, {}, "gpuinfer loop", "partial")
     assert told["weights"] is None
-    assert "No network has played" in pages.markdown(told)
-    pages.plot(told, {})
+    assert "No network has played" in loop_summary.markdown(told)
+    loop_summary.plot(told, {})

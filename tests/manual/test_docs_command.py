@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from gpuinfer.manual.pages import pages
+from gpuinfer.cli.manual.manual_pages import pages
 
 
 @pytest.fixture(autouse=True)

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from gpuinfer.manual import contents
-from gpuinfer.manual.pages import pages, read
+from gpuinfer.cli.manual import manual_pages
+from gpuinfer.cli.manual.manual_pages import pages, read
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -55,8 +55,8 @@ def test_a_page_is_cut_at_its_headings_but_not_inside_code():
 def test_a_page_is_described_by_the_home_page_or_by_its_title():
     home = read("index", "# Home\n\n## Guides\n\n- [Serving](serve.md): requests, *limits*,\n  keys\n- [Odd](odd.md)\n")
     known = {page.name: page for page in (home, read("serve", TEXT), read("odd", "# An odd page\n"))}
-    assert contents.described(known)["serve"] == "requests, limits, keys"
-    assert contents.described(known)["odd"] == "An odd page"
+    assert manual_pages.described(known)["serve"] == "requests, limits, keys"
+    assert manual_pages.described(known)["odd"] == "An odd page"
 
 
 @pytest.mark.parametrize("text", ["", "words alone", "## Below\n", "```\nnever closed\n# x"])
@@ -84,29 +84,29 @@ def test_all_pages_of_the_repository_travel(known):
 
 
 def test_every_page_has_one_place_in_the_contents(known):
-    named = [page.name for group in contents.groups(known) for page in group.pages]
+    named = [page.name for group in manual_pages.groups(known) for page in group.pages]
     assert sorted(named) == sorted(set(known) - {"index"})
     assert len(named) == len(set(named))
 
 
 def test_a_newcomer_meets_tutorials_first_and_decisions_last(known):
-    titles = [group.title for group in contents.groups(known)]
+    titles = [group.title for group in manual_pages.groups(known)]
     assert titles == ["Tutorials", "Guides", "Reference", "How it is made"]
-    last = contents.groups(known)[-1].pages
+    last = manual_pages.groups(known)[-1].pages
     assert [page.name for page in last][:1] == ["architecture"]
     assert last[-1].name.startswith("decisions/")
 
 
 def test_a_page_that_nobody_has_listed_stands_behind_its_like(known):
     more = {**known, "unlisted": read("unlisted", "# Unlisted\n"), "tutorials/zoo": read("tutorials/zoo", "# Zoo\n")}
-    tutorials, guides = contents.groups(more)[:2]
+    tutorials, guides = manual_pages.groups(more)[:2]
     assert tutorials.pages[-1].name == "tutorials/zoo"
     assert guides.pages[-1].name == "unlisted"
 
 
 def test_the_home_page_links_to_every_page_of_its_own_folders(known):
     """So that nobody who writes a page forgets the newcomer: a decision is listed by its folder's page."""
-    home = set(contents.linked(known["index"].text, known))
-    decided = {f"{name}" for name in contents.linked(known["decisions"].text, known, "decisions")}
+    home = set(manual_pages.linked(known["index"].text, known))
+    decided = {f"{name}" for name in manual_pages.linked(known["decisions"].text, known, "decisions")}
     missing = {name for name in known if name != "index" and name not in home | decided}
     assert {name for name in missing if name.startswith(("decisions/", "tutorials/", "reference/"))} == set()

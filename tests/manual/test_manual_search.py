@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from gpuinfer.manual.pages import pages, read
-from gpuinfer.manual.passage import passage
-from gpuinfer.manual.search import search, stem_of
+from gpuinfer.cli.manual.manual_pages import pages, read
+from gpuinfer.cli.manual.manual_search import passage, search, stem_of
 
 
 @pytest.fixture(scope="module")

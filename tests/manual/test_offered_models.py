@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from gpuinfer.config import registry
 from gpuinfer.config.options import fields_of
-from gpuinfer.openai.options import TEXT_MODELS
+from gpuinfer.serving.openai.model_options import TEXT_MODELS
 
 
 def test_models_of_text_are_those_that_are_built_in():
-    from gpuinfer.text.checkpoint.builtin import BUILT_IN
+    from gpuinfer.text.checkpoint.built_in import BUILT_IN
 
     assert set(TEXT_MODELS) == set(BUILT_IN)
 

@@ -12,11 +12,14 @@ from monitoring.synthetic import Server, worker
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-from gpuinfer.monitoring.measured import serving, up
-from gpuinfer.monitoring.metrics import exposition
-from gpuinfer.monitoring.page import asset
-from gpuinfer.monitoring.router import of_router
-from gpuinfer.monitoring.workers import of_workers
+from gpuinfer.serving.monitoring.live_page import asset
+from gpuinfer.serving.monitoring.metrics import (
+    exposition,
+    models_up_family,
+    router_families,
+    served_models_family,
+    worker_families,
+)
 
 PAGE = Path(__file__).parent.parent.parent / "docs" / "monitoring.md"
 
@@ -24,10 +27,10 @@ PAGE = Path(__file__).parent.parent.parent / "docs" / "monitoring.md"
 def everything() -> Sequence[Metric]:
     """All families, of a fleet of text that has counted everything."""
     more = [
-        serving(["tiny"]),
-        up({"tiny": True}),
-        *of_workers([worker(0), worker(1)]),
-        *of_router({"connections": 3, "requests": 7}),
+        served_models_family(["tiny"]),
+        models_up_family({"tiny": True}),
+        *worker_families([worker(0), worker(1)]),
+        *router_families({"connections": 3, "requests": 7}),
     ]
     text = exposition(Server().step(), more)
     return list(text_string_to_metric_families(text.decode()))

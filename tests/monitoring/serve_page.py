@@ -20,13 +20,11 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from monitoring.synthetic import Server, worker
 
 from gpuinfer.http.access import LOOPBACK, Access, Keys
-from gpuinfer.http.exchange import Exchange
-from gpuinfer.http.paths import Paths, Route
+from gpuinfer.http.http_exchange import Exchange
+from gpuinfer.http.route_table import Route, RouteTable
 from gpuinfer.http.server import HttpServer
-from gpuinfer.monitoring.events import Seen, Watching
-from gpuinfer.monitoring.metrics import CONTENT_TYPE, exposition
-from gpuinfer.monitoring.page import FILES, asset
-from gpuinfer.monitoring.workers import of_workers
+from gpuinfer.serving.monitoring.live_page import FILES, LiveEvents, LiveState, asset
+from gpuinfer.serving.monitoring.metrics import CONTENT_TYPE, exposition, worker_families
 
 EVIL = '<img src="http://192.0.2.1/x.png" onerror="document.title=\'owned\'"><script>document.title="owned"</script>'
 
@@ -40,7 +38,7 @@ class Pretence:
         self._began = self._last = time.monotonic()
         self._served = [0.0] * (4 if given.fleet else 0)
 
-    async def see(self) -> Seen:
+    async def see(self) -> LiveState:
         now = time.monotonic()
         seconds, self._last = now - self._last, now
         swell = 0.0 if self._given.idle else 55 + 25 * math.sin(now / 9) + self._dice.uniform(-8, 8)
@@ -51,7 +49,7 @@ class Pretence:
         about = {"model": EVIL if self._given.hostile else "Qwen3-8B", "version": "0.1.0", "backend": "inprocess"}
         if self._given.hostile:
             snapshot = self._server.snapshot(failure=EVIL, notices=(EVIL,), reasons={EVIL: 5}, errors={EVIL: 2})
-        return Seen(snapshot, self._workers(swell, seconds), {**about, "up_s": now - self._began + 4000})
+        return LiveState(snapshot, self._workers(swell, seconds), {**about, "up_s": now - self._began + 4000})
 
     def _workers(self, swell: float, seconds: float) -> list[Mapping[str, Any]]:
         found = []
@@ -78,7 +76,7 @@ class Pretence:
 
 
 def routes(pretence: Pretence) -> list[Route]:
-    watching = Watching(pretence.see, every_s=0.25)
+    watching = LiveEvents(pretence.see, every_s=0.25)
 
     async def page(exchange: Exchange) -> None:
         body, kind, headers = asset(exchange.path) or (b"", "", ())
@@ -86,7 +84,7 @@ def routes(pretence: Pretence) -> list[Route]:
 
     async def metrics(exchange: Exchange) -> None:
         seen = await pretence.see()
-        exchange.respond(200, exposition(seen.snapshot, list(of_workers(seen.workers))), CONTENT_TYPE)
+        exchange.respond(200, exposition(seen.snapshot, list(worker_families(seen.workers))), CONTENT_TYPE)
 
     return [
         *(Route("GET", path, page, "open", "the page") for path in FILES),
@@ -97,7 +95,7 @@ def routes(pretence: Pretence) -> list[Route]:
 
 async def main(given: argparse.Namespace) -> None:
     access = Access(api=Keys.read(given.key_file) if given.key_file else None, hosts=LOOPBACK)
-    paths = Paths(routes(Pretence(given)), access)
+    paths = RouteTable(routes(Pretence(given)), access)
     server = HttpServer(paths, quick=paths.quick)
     port = await server.listen("127.0.0.1", given.port)
     print(port, flush=True)

@@ -10,7 +10,7 @@ import pytest
 from monitoring.synthetic import Server, worker
 
 from gpuinfer.errors import GpuinferError
-from gpuinfer.monitoring.events import Seen, Watching
+from gpuinfer.serving.monitoring.live_page import LiveEvents, LiveState
 
 WITHIN_S = 60.0
 
@@ -48,11 +48,11 @@ class Source:
     def __init__(self) -> None:
         self.server, self.taken, self.error = Server(), 0, None
 
-    async def __call__(self) -> Seen:
+    async def __call__(self) -> LiveState:
         self.taken += 1
         if self.error is not None:
             raise self.error
-        return Seen(self.server.step(), [worker(0)], {"model": "tiny"})
+        return LiveState(self.server.step(), [worker(0)], {"model": "tiny"})
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -68,7 +68,7 @@ async def left(task: asyncio.Task) -> None:
 
 async def test_all_watchers_share_one_look():
     source, readers = Source(), [Reader() for _ in range(5)]
-    watching = Watching(source, every_s=0.01)
+    watching = LiveEvents(source, every_s=0.01)
     tasks = [asyncio.create_task(watching(reader)) for reader in readers]
     await until(lambda: all(len(reader.events) >= 3 for reader in readers))
     assert readers[0].headers["Content-Type"] == "text/event-stream"
@@ -84,7 +84,7 @@ async def test_all_watchers_share_one_look():
 
 async def test_nothing_is_taken_while_nobody_watches():
     source = Source()
-    watching = Watching(source, every_s=0.01)
+    watching = LiveEvents(source, every_s=0.01)
     assert source.taken == 0
     reader = Reader()
     task = asyncio.create_task(watching(reader))
@@ -103,7 +103,7 @@ async def test_nothing_is_taken_while_nobody_watches():
 
 async def test_one_who_reads_slowly_misses_looks_and_holds_nobody_up():
     reading = asyncio.Event()
-    slow, quick, watching = Reader(reading), Reader(), Watching(Source(), every_s=0.01)
+    slow, quick, watching = Reader(reading), Reader(), LiveEvents(Source(), every_s=0.01)
     tasks = [asyncio.create_task(watching(reader)) for reader in (slow, quick)]
     await until(lambda: len(quick.events) > 10)
     assert len(slow.events) == 1
@@ -116,7 +116,7 @@ async def test_one_who_reads_slowly_misses_looks_and_holds_nobody_up():
 
 
 async def test_more_watchers_than_there_may_be_are_refused():
-    watching = Watching(Source(), every_s=0.01, most=2)
+    watching = LiveEvents(Source(), every_s=0.01, most=2)
     tasks = [asyncio.create_task(watching(Reader())) for _ in range(2)]
     await until(lambda: watching.watchers == 2)
     third = Reader()
@@ -131,7 +131,7 @@ async def test_more_watchers_than_there_may_be_are_refused():
 
 
 async def test_a_server_that_closes_ends_its_streams():
-    watching, reader = Watching(Source(), every_s=3600.0), Reader()
+    watching, reader = LiveEvents(Source(), every_s=3600.0), Reader()
     task = asyncio.create_task(watching(reader))
     await until(lambda: bool(reader.events))
     watching.close()
@@ -145,7 +145,7 @@ async def test_a_server_that_closes_ends_its_streams():
 async def test_what_cannot_be_seen_is_said_and_watched_again():
     source, reader = Source(), Reader()
     source.error = GpuinferError("replica 2 is gone")
-    watching = Watching(source, every_s=0.01)
+    watching = LiveEvents(source, every_s=0.01)
     task = asyncio.create_task(watching(reader))
     await until(lambda: bool(reader.events))
     assert reader.events[0] == ("trouble", {"message": "replica 2 is gone"})
@@ -156,7 +156,7 @@ async def test_what_cannot_be_seen_is_said_and_watched_again():
 
 async def test_a_fault_in_what_is_seen_ends_the_stream_and_is_not_waited_on():
     source, reader = Source(), Reader()
-    watching = Watching(source, every_s=0.01)
+    watching = LiveEvents(source, every_s=0.01)
     source.error = ZeroDivisionError("a bug")
     with pytest.raises(ZeroDivisionError):
         await asyncio.wait_for(watching(reader), WITHIN_S)

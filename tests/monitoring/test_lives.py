@@ -5,27 +5,27 @@ from __future__ import annotations
 import pytest
 from monitoring.synthetic import Server
 
-from gpuinfer.monitoring.lives import Lives
-from gpuinfer.monitoring.look import look, totals_of
+from gpuinfer.fleet.fleet_counters import MonotonicCounters
+from gpuinfer.serving.monitoring.live_page import live_totals, live_view
 from gpuinfer.stats import merge
 
 
 def test_a_replica_that_starts_anew_adds_to_what_it_counted_before():
-    lives, first, second = Lives(), Server(1), Server(2)
+    lives, first, second = MonotonicCounters(), Server(1), Server(2)
     lives.saw(("0", "first"), first.step(requests=50))
     lives.saw(("1", "first"), second.step(requests=20))
     assert lives.total().requests == 70
     lives.only({("1", "first")})
-    assert totals_of(lives.total())["requests"] == 70
-    assert totals_of(lives.total())["output_tokens"] == 70 * 48
+    assert live_totals(lives.total())["requests"] == 70
+    assert live_totals(lives.total())["output_tokens"] == 70 * 48
     lives.saw(("0", "second"), Server(3).step(requests=5))
     lives.saw(("1", "first"), second.step(requests=1))
     assert lives.total().requests == 76
-    assert totals_of(lives.total())["output_tokens"] == 76 * 48
+    assert live_totals(lives.total())["output_tokens"] == 76 * 48
 
 
 def test_a_life_that_has_ended_has_no_queue_no_slots_and_no_memory():
-    lives = Lives()
+    lives = MonotonicCounters()
     lives.saw("a", Server(1).step())
     lives.ended("a")
     lives.ended("a")
@@ -37,14 +37,14 @@ def test_a_life_that_has_ended_has_no_queue_no_slots_and_no_memory():
 
 
 def test_lanes_of_one_name_are_one_so_that_a_look_tells_their_shares():
-    servers, lives = [Server(seed) for seed in range(3)], Lives()
+    servers, lives = [Server(seed) for seed in range(3)], MonotonicCounters()
     for number, server in enumerate(servers):
         lives.saw(number, server.step(10.0))
     before = lives.total()
     assert [lane["name"] for lane in before.lanes] == ["forward 0", "prompts 0"]
     for number, server in enumerate(servers):
         lives.saw(number, server.step(10.0))
-    shares = {place["station"]: place["share"] for place in look(lives.total(), before, 10.0)["places"]}
+    shares = {place["station"]: place["share"] for place in live_view(lives.total(), before, 10.0)["places"]}
     assert shares["forward"] == pytest.approx(0.72, abs=0.05)
 
 

@@ -10,11 +10,14 @@ from monitoring.synthetic import Server, worker
 from prometheus_client.parser import text_string_to_metric_families
 
 from gpuinfer.api import Reason
-from gpuinfer.monitoring.families import DURATIONS, durations
-from gpuinfer.monitoring.measured import serving
-from gpuinfer.monitoring.metrics import exposition
-from gpuinfer.monitoring.router import of_router
-from gpuinfer.monitoring.workers import of_workers
+from gpuinfer.serving.monitoring.metrics import (
+    DURATIONS,
+    durations,
+    exposition,
+    router_families,
+    served_models_family,
+    worker_families,
+)
 from gpuinfer.stats import ERRORS, Histogram, Snapshot
 
 WORKERS = [worker(0), worker(1, healthy=False, breaker="open", errors=7, restarts=2)]
@@ -40,7 +43,7 @@ def snapshot() -> Snapshot:
 
 
 def test_values_are_those_of_the_snapshot(snapshot):
-    samples = read(exposition(snapshot, list(of_workers(WORKERS))))
+    samples = read(exposition(snapshot, list(worker_families(WORKERS))))
     for name, count in snapshot.classes.items():
         labels = {"class_": name}
         assert of(samples, "gpuinfer_requests_total", **labels) == count["requests"]
@@ -109,7 +112,9 @@ def test_names_from_outside_are_escaped_and_bounded():
         {"name": f"{HOSTILE} lane-{lane}", "stations": {f"station {number} {HOSTILE}": 1.0 for number in range(100)}}
         for lane in "abcdefghijklmnopqrstuvwxyz"
     )
-    text = exposition(Server().snapshot(lanes=lanes), [serving([HOSTILE]), *of_workers([worker(0, id=HOSTILE)])])
+    text = exposition(
+        Server().snapshot(lanes=lanes), [served_models_family([HOSTILE]), *worker_families([worker(0, id=HOSTILE)])]
+    )
     samples = read(text)
     seconds = [value for (name, _), value in samples.items() if name == "gpuinfer_lane_seconds_total"]
     assert len(seconds) <= 17 * 25
@@ -125,7 +130,7 @@ def test_scrapes_share_nothing():
 
 @pytest.mark.system
 def test_promtool_has_nothing_to_say(snapshot):
-    more = [serving([HOSTILE]), *of_workers(WORKERS), *of_router({"requests": 7})]
+    more = [served_models_family([HOSTILE]), *worker_families(WORKERS), *router_families({"requests": 7})]
     for text in (exposition(Snapshot()), exposition(snapshot, more)):
         done = subprocess.run(
             ["promtool", "check", "metrics"], input=text, capture_output=True, timeout=60, check=False

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from gpuinfer.monitoring.page import FILES, asset
+from gpuinfer.serving.monitoring.live_page import FILES, asset
 
 KINDS = {
     "/": "text/html; charset=utf-8",

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from gpuinfer.api import Progress, Setup
-from gpuinfer.bench.compare import compare
-from gpuinfer.bench.document import build
-from gpuinfer.bench.measure import Variant
-from gpuinfer.bench.rollouts.cases import Case, Way, full_name
-from gpuinfer.bench.series import Course, Measured, Outcome
+from gpuinfer.lab.bench.bench_document import build
+from gpuinfer.lab.bench.comparison import compare
+from gpuinfer.lab.bench.measurement import Variant
+from gpuinfer.lab.bench.series import Measured, SeriesOutcome, SeriesPlan
+from gpuinfer.lab.rollouts_bench.rollouts_cases import RolloutsCase, RolloutsVariant, full_name
 from gpuinfer.report import report
 from gpuinfer.rollouts.record import Game, Group, Timing, Trajectory, Turn
 from gpuinfer.stats import Snapshot
 
-COURSE = Course(1, None, None, 0, roofline=False, parity=False)
+COURSE = SeriesPlan(1, None, None, 0, roofline=False, parity=False)
 
 
 def turn(step: int, prompt: int, completion: int, *, anew: bool = False, cached: int = 0, asked: float = 0.0) -> Turn:
@@ -48,10 +48,10 @@ def group(*games: Game) -> Group:
     return Group(id="g0", number=0, environment="made", games=games)
 
 
-def document(case: Case, rates: dict[str, float]) -> dict[str, object]:
+def document(case: RolloutsCase, rates: dict[str, float]) -> dict[str, object]:
     """As if each way of the case had run once, at that many tokens a second."""
     variants = [Variant(full_name(case, way), lambda seed: None, dict(way.flags), "gpuinfer") for way in case.ways]  # type: ignore[arg-type,return-value]
-    outcome = Outcome(variants)
+    outcome = SeriesOutcome(variants)
     for variant in variants:
         if (rate := rates.get(variant.name.partition(": ")[2])) is not None:
             outcome.runs.append(Measured(variant.name, 0, 0, "output_tokens_per_s", rate, _report(rate)))
@@ -77,5 +77,11 @@ def _report(rate: float) -> dict[str, object]:
     )
 
 
-TURNS = Case("turns", "All at once, against one call after another", [Way("one"), Way("all")])
-BUFFER = Case("buffer", "A trainer behind a buffer", [Way("depth 1", steps=True), Way("depth 2", steps=True)])
+TURNS = RolloutsCase(
+    "turns", "All at once, against one call after another", [RolloutsVariant("one"), RolloutsVariant("all")]
+)
+BUFFER = RolloutsCase(
+    "buffer",
+    "A trainer behind a buffer",
+    [RolloutsVariant("depth 1", steps=True), RolloutsVariant("depth 2", steps=True)],
+)

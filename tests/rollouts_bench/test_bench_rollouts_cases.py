@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from gpuinfer.bench.rollouts.cases import CASES, Wanted, named
 from gpuinfer.config import options, registry
 from gpuinfer.errors import UnknownName
+from gpuinfer.lab.rollouts_bench.rollouts_cases import CASES, SelectedCases, named
 from gpuinfer.workloads.rollouts.options import RolloutsOptions
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_case_has_ways_of_different_names_whose_flags_there_are(name):
-    case = CASES[name](Wanted())
+    case = CASES[name](SelectedCases())
     known = options.fields_of(RolloutsOptions)
     names = [way.name for way in case.ways]
     assert case.name == name
@@ -34,6 +34,6 @@ def test_a_case_that_there_is_not_is_named():
 
 
 def test_depths_and_engines_are_as_many_as_wanted():
-    wanted = Wanted(engines=(1, 3), depths=(2,))
+    wanted = SelectedCases(engines=(1, 3), depths=(2,))
     assert [way.name for way in CASES["engines"](wanted).ways] == ["1 engine", "3 engines"]
     assert [way.flags["buffer_depth"] for way in CASES["buffer"](wanted).ways] == ["2"]

@@ -10,8 +10,8 @@ from pathlib import Path
 import jsonschema
 import pytest
 
-from gpuinfer.bench.document import schema
-from gpuinfer.bench.rollouts import processor
+from gpuinfer.lab.bench.bench_document import schema
+from gpuinfer.lab.rollouts_bench import constraint_speed
 
 BENCH = ["bench", "rollouts", "--env", "arithmetic", "--model", "tiny", "--quiet"]
 SMALL = ["--groups", "2", "--samples-per-group", "2", "--batch-size", "4", "--max-new-tokens", "6"]
@@ -71,7 +71,7 @@ def test_the_steps_of_each_depth_are_told_and_drawn(gpuinfer):
 
 
 def test_decoding_between_tags_is_measured_by_itself(gpuinfer, monkeypatch):
-    monkeypatch.setattr(processor, "measure", partial(processor.measure, 4, 4096, 50, 10))
+    monkeypatch.setattr(constraint_speed, "measure", partial(constraint_speed.measure, 4, 4096, 50, 10))
     code, out, _ = gpuinfer("bench", "rollouts", "--processor", "--json", "all.json")
     document = json.loads(Path("all.json").read_text())
     jsonschema.validate(document, schema())

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from bench_rollouts_games import game, group, turn
 
-from gpuinfer.bench.rollouts.counted import Tokens, by_agent, by_step, of_game
-from gpuinfer.bench.rollouts.replay import Recorded, calls
+from gpuinfer.lab.rollouts_bench.recorded_games import RecordedCall, Tokens, by_agent, by_step, calls, of_game
 
 TWO = game(
     ("north", (turn(0, 10, 3, asked=1.0), turn(1, 5, 2, cached=12, asked=3.0))),
@@ -40,7 +39,7 @@ def test_a_game_without_turns_took_nothing():
 def test_calls_are_asked_again_in_the_order_of_their_asking_with_their_whole_prompts():
     found = calls([group(TWO)])
     assert [(len(one.tokens), one.length) for one in found] == [(10, 3), (20, 4), (18, 2), (7, 1)]
-    assert found[2] == Recorded((*range(10), 100, 101, 102, *range(5)), 2)
+    assert found[2] == RecordedCall((*range(10), 100, 101, 102, *range(5)), 2)
 
 
 def test_answers_of_no_tokens_are_not_asked_for_again():

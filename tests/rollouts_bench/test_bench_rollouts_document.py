@@ -8,10 +8,10 @@ import jsonschema
 import pytest
 from bench_rollouts_games import BUFFER, TURNS, document, game, turn
 
-from gpuinfer.bench import pages, plots, tables
-from gpuinfer.bench.document import below, schema
-from gpuinfer.bench.rollouts.processor import Cost
-from gpuinfer.bench.rollouts.section import joined, of_one_game, of_processor, of_steps
+from gpuinfer.lab.bench import bench_plots, bench_tables
+from gpuinfer.lab.bench.bench_document import below, schema
+from gpuinfer.lab.rollouts_bench.constraint_speed import ConstraintCost
+from gpuinfer.lab.rollouts_bench.rollouts_tables import joined, of_one_game, of_processor, of_steps
 from gpuinfer.rollouts.steps import StepRecord
 
 
@@ -45,19 +45,19 @@ def test_each_case_has_a_verdict_and_none_wins(whole):
 
 
 def test_a_case_that_could_not_begin_is_named_with_the_reason(whole):
-    assert ("skipped", "reference: there is no reference here. Add --ref-model.") in list(tables.notes(whole))
+    assert ("skipped", "reference: there is no reference here. Add --ref-model.") in list(bench_tables.notes(whole))
 
 
 def test_the_table_has_a_line_for_each_case_and_way(whole):
-    rows = list(tables.rows(whole))
+    rows = list(bench_tables.comparison_rows(whole))
     assert [row[0] for row in rows] == [TURNS.title, "  one", "  all", BUFFER.title, "  depth 1", "  depth 2"]
-    assert {len(row) for row in rows} == {len(tables.columns(whole))}
-    names, brief = tables.brief(whole)
+    assert {len(row) for row in rows} == {len(bench_tables.comparison_columns(whole))}
+    names, brief = bench_tables.brief(whole)
     assert {len(row) for row in brief} == {len(names)}
 
 
 def test_what_waited_is_told(whole):
-    notes = dict(tables.notes(whole))
+    notes = dict(bench_tables.notes(whole))
     assert notes["buffer"] == "depth 1: 3 s a step, 67% of it waiting; depth 2: 1 s a step, 40% of it waiting"
     assert notes["one game"].startswith("2 calls in 2 steps: 28 prompt tokens")
 
@@ -68,11 +68,11 @@ def test_a_ratio_that_is_asked_for_is_one_within_a_case(whole):
 
 
 def test_the_plots_are_the_steps_and_the_runs(whole):
-    assert list(plots.plots(whole)) == ["steps", "throughput"]
+    assert list(bench_plots.plots(whole)) == ["steps", "throughput"]
 
 
 def test_it_is_written(whole, tmp_path):
-    pages.write(tmp_path, whole)
+    bench_tables.write(tmp_path, whole)
     assert {path.name for path in tmp_path.iterdir()} == {
         "bench.json",
         "bench.md",
@@ -88,18 +88,18 @@ def test_it_is_written(whole, tmp_path):
 def test_without_a_trainer_and_a_game_there_is_less_to_show(tmp_path):
     alone = joined([(TURNS, document(TURNS, {"one": 100.0}))], {})
     jsonschema.validate(json.loads(json.dumps(alone)), schema())
-    assert list(plots.plots(alone)) == ["throughput"]
+    assert list(bench_plots.plots(alone)) == ["throughput"]
     assert "only 'one' was measured" in alone["verdict"]
-    pages.write(tmp_path, alone)
+    bench_tables.write(tmp_path, alone)
 
 
 def test_decoding_between_tags_stands_alone(tmp_path):
-    costs = [Cost("build 9 orders", 1.5), Cost("one step", 0.1, "with masks", 2.0)]
+    costs = [ConstraintCost("build 9 orders", 1.5), ConstraintCost("one step", 0.1, "with masks", 2.0)]
     alone = of_processor(document(TURNS, {}), [one.row() for one in costs])
     jsonschema.validate(json.loads(json.dumps(alone)), schema())
     assert alone["verdict"] == "one step: 0.05× with masks."
-    assert list(tables.rows(alone)) == [
+    assert list(bench_tables.comparison_rows(alone)) == [
         ["build 9 orders", "1.500", "", "", ""],
         ["one step", "0.100", "with masks", "2.000", "0.05"],
     ]
-    pages.write(tmp_path, alone)
+    bench_tables.write(tmp_path, alone)

@@ -13,11 +13,10 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 from record_draws import group_of, groups
 
-from gpuinfer.cli import beside
+from gpuinfer.cli import subcommands
 from gpuinfer.errors import UsageError, WorkError
 from gpuinfer.rollouts.export import FORMATS
-from gpuinfer.rollouts.export.advantages import advantages
-from gpuinfer.rollouts.export.samples import samples
+from gpuinfer.rollouts.export.samples import advantages, samples
 from gpuinfer.rollouts.files import Writer
 
 NAMES = list(FORMATS)
@@ -216,8 +215,8 @@ def test_the_command_shows_what_there_is_in_80_columns(gpuinfer, records, monkey
 
 
 def test_the_words_beside_rollouts_are_in_its_help():
-    assert "gpuinfer rollouts export --help" in beside.mentioned("rollouts")
-    assert beside.mentioned("generate") == ""
+    assert "gpuinfer rollouts export --help" in subcommands.mentioned("rollouts")
+    assert subcommands.mentioned("generate") == ""
 
 
 def test_what_is_compared_stands_in_one_line(tmp_path):

@@ -22,7 +22,7 @@ from record_draws import group_of, groups
 
 from gpuinfer.errors import UsageError, WorkError
 from gpuinfer.rollouts import header, read
-from gpuinfer.rollouts.files import Writer, lines, parquet
+from gpuinfer.rollouts.files import Writer, parquet, shards
 from gpuinfer.rollouts.record import Game, Group, Trajectory, Turn
 
 HEADER = {"env": "toy", "seed": 1, "model": {"fingerprint": "f00d"}}
@@ -52,10 +52,10 @@ def in_folder(folder):
 
 @given(groups)
 def test_a_group_comes_back_from_its_line_as_it_was(group):
-    line = lines.encode(group)
+    line = shards.encode(group)
     assert line.count(b"\n") == 1
-    assert lines.decode(line) == group
-    assert lines.number(line) == group.number
+    assert shards.decode(line) == group
+    assert shards.group_number(line) == group.number
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -9,13 +9,13 @@ from typing import Any
 from gpuinfer.api import ModelSpec, Setup
 from gpuinfer.backends.inprocess import InProcess
 from gpuinfer.generation import Sampling
+from gpuinfer.rollouts.agent import ChatEncoder
+from gpuinfer.rollouts.gameplay import GroupPlayer, PlayPlan
+from gpuinfer.rollouts.guarded_environment import open_environment
 from gpuinfer.runtime.session import Session
 from gpuinfer.strategies.dynamic import Dynamic
 from gpuinfer.text.checkpoint import open_checkpoint
 from gpuinfer.text.language import open_language
-from gpuinfer.workloads.rollouts.conversing import Conversing
-from gpuinfer.workloads.rollouts.loading import open_environment
-from gpuinfer.workloads.rollouts.playing import Player, PlayPlan
 
 HERE = "rollout_tables"
 
@@ -28,14 +28,14 @@ def language_of(name: str) -> Any:
 @contextlib.asynccontextmanager
 async def player(
     environment: str, options: Sequence[str] = (), *, model: str = "tiny", slots: int = 8, **plan: Any
-) -> AsyncIterator[Player]:
+) -> AsyncIterator[GroupPlayer]:
     spec = ModelSpec(model, arguments={"slots": slots, "context": 512}, kind="text")
     setup = Setup(model=spec, seed=plan.get("seed", 0))
     name = environment if ":" in environment or environment == "arithmetic" else f"{HERE}:{environment}"
     plan.setdefault("sampling", Sampling(max_tokens=6, logprobs=0, processed_logprobs=True))
-    chat = Conversing(language_of(model))
+    chat = ChatEncoder(language_of(model))
     try:
         async with Session(InProcess(setup), Dynamic(setup)) as session:
-            yield Player(session, open_environment(name, options), PlayPlan(**plan), chat)
+            yield GroupPlayer(session, open_environment(name, options), PlayPlan(**plan), chat)
     finally:
         chat.close()

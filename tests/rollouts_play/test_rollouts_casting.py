@@ -3,7 +3,7 @@ import re
 import pytest
 
 from gpuinfer.errors import UsageError
-from gpuinfer.workloads.rollouts.casting import Cast, Opponent
+from gpuinfer.workloads.rollouts.options import RoleOpponent, Roles
 
 
 @pytest.fixture
@@ -15,18 +15,18 @@ def adapter(tmp_path):
 
 
 def test_roles_have_models_adapters_and_temperatures(adapter):
-    cast = Cast.of(["enemy=tiny", "rival=adapter:old"], ["enemy=0.5"], [f"old={adapter}"])
-    assert cast.opponents == {"enemy": Opponent(model="tiny"), "rival": Opponent(adapter="old")}
+    cast = Roles.of(["enemy=tiny", "rival=adapter:old"], ["enemy=0.5"], [f"old={adapter}"])
+    assert cast.opponents == {"enemy": RoleOpponent(model="tiny"), "rival": RoleOpponent(adapter="old")}
     assert cast.temperatures == {"enemy": 0.5}
     assert cast.policy is None
 
 
 def test_the_adapter_called_policy_is_who_learns(adapter):
-    assert Cast.of([], [], [f"policy={adapter}"]).policy == "policy"
+    assert Roles.of([], [], [f"policy={adapter}"]).policy == "policy"
 
 
 def test_other_weights_of_an_adapter_decide_another_record(adapter):
-    cast = Cast.of([], [], [f"policy={adapter}"])
+    cast = Roles.of([], [], [f"policy={adapter}"])
     before = cast.deciding()
     assert cast.deciding() == before
     (adapter / "adapter_model.safetensors").write_bytes(b"1")
@@ -46,4 +46,4 @@ def test_other_weights_of_an_adapter_decide_another_record(adapter):
 )
 def test_what_cannot_be_is_refused(given, said):
     with pytest.raises(UsageError, match=re.escape(said)):
-        Cast.of(*given)
+        Roles.of(*given)

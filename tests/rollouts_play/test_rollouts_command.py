@@ -94,7 +94,7 @@ def test_an_environment_that_blocks_for_ever_is_named_and_given_up():
 
 BLOB = (
     "--env",
-    "gpuinfer.workloads.rollouts.environments.blob_text:BlobText",
+    "gpuinfer.rollouts.builtin_environments:BlobText",
     "--env-option",
     "cards=1",
     "--groups",

@@ -10,8 +10,8 @@ from text.tiny import END, copy_of, tiny_checkpoint
 
 from gpuinfer.errors import BadPrompt, UsageError
 from gpuinfer.generation import Completion, Prompt, Rendering
+from gpuinfer.rollouts.agent import ChatEncoder, TokenConversation
 from gpuinfer.rollouts.environment import Observation
-from gpuinfer.workloads.rollouts.conversing import Conversation, Conversing
 
 WORDS = st.text(st.sampled_from(list("abc de,.\nüß東{}<|>")), max_size=12)
 ROLES = st.sampled_from(["user", "system", "tool"])
@@ -38,7 +38,7 @@ def conversation(language, turns, ends=True, **options):
     """What was added and said in each turn, and all tokens."""
 
     async def talk():
-        chat, said, added = Conversing(language, **options), Conversation(), []
+        chat, said, added = ChatEncoder(language, **options), TokenConversation(), []
         try:
             for messages, answer in turns:
                 new = await chat.added(said, Observation(messages=messages))
@@ -78,7 +78,7 @@ def test_what_was_drawn_is_never_tokenised_again(language):
     """Tokens that no tokenizer would have chosen for their text."""
 
     async def talk():
-        chat, said = Conversing(language), Conversation()
+        chat, said = ChatEncoder(language), TokenConversation()
         first = await chat.added(said, Observation(messages=[{"role": "user", "content": "go on"}]))
         spelled = sum((tokens_of(language, letter) for letter in "hello"), ())
         said.say(first, Completion(text="hello", tokens=(*spelled, END), finish_reason="stop"))
@@ -94,7 +94,7 @@ def test_what_was_drawn_is_never_tokenised_again(language):
 
 def test_an_agent_that_forgets_begins_anew(language):
     async def talk():
-        chat, said = Conversing(language), Conversation()
+        chat, said = ChatEncoder(language), TokenConversation()
         question = Observation(messages=[{"role": "user", "content": "one"}])
         first = await chat.added(said, question)
         said.say(first, Completion(text="x", tokens=(END,), finish_reason="stop"))
@@ -135,7 +135,7 @@ def test_a_template_that_forgets_answers_is_refused_with_the_cure(folder, tmp_pa
 def test_a_model_without_a_template_is_refused_unless_chats_are_plain(folder, tmp_path):
     language = language_of(str(with_template(folder, tmp_path / "plain", None)))
     with pytest.raises(UsageError, match=r"no chat template.*--plain"):
-        Conversing(language)
+        ChatEncoder(language)
     turns = [([{"role": "user", "content": "one"}], "a"), ([{"role": "user", "content": "two"}], "b")]
     _, tokens = conversation(language, turns, ends=False, plain=True)
     assert language.decode(tokens) == "user: one\nassistant: a\nuser: two\nassistant: b"

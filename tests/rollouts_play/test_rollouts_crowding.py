@@ -7,9 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpuinfer.workloads.rollouts.crowding import Crowd
-from gpuinfer.workloads.rollouts.feeding import Feed, Open
-from gpuinfer.workloads.rollouts.speaking import Counts
+from gpuinfer.rollouts.agent import RolloutCounts
+from gpuinfer.rollouts.concurrency import ConcurrencyController, GroupFeed, OpenAdmission
 
 
 class Games:
@@ -54,7 +53,7 @@ async def settled():
 
 def played(play, slots, agents=1, counts=None):
     async def run():
-        games = Games(Crowd(counts or Counts(), slots), agents)
+        games = Games(ConcurrencyController(counts or RolloutCounts(), slots), agents)
         try:
             return await play(games)
         finally:
@@ -87,7 +86,7 @@ def test_conversations_have_slots_too_until_it_is_known_that_nothing_is_said_aga
         await settled()
         return before, list(games.inside)
 
-    assert played(play, slots=7, agents=3, counts=Counts(input_tokens=10)) == ([0, 1], [1, 2, 3])
+    assert played(play, slots=7, agents=3, counts=RolloutCounts(input_tokens=10)) == ([0, 1], [1, 2, 3])
 
 
 @pytest.mark.parametrize(
@@ -99,7 +98,7 @@ def test_conversations_have_slots_too_until_it_is_known_that_nothing_is_said_aga
     ],
 )
 def test_how_much_a_backend_remembers_is_found_out(cached, most):
-    counts = Counts()
+    counts = RolloutCounts()
 
     async def play(games):
         await games.come(0)
@@ -162,8 +161,8 @@ def fed(groups, limit, slots):
     """How many groups are begun before any is over."""
 
     async def run():
-        crowd = Crowd(Counts(), slots)
-        feed, begun = Feed(iter(range(groups)), Open(), crowd, limit), []
+        crowd = ConcurrencyController(RolloutCounts(), slots)
+        feed, begun = GroupFeed(iter(range(groups)), OpenAdmission(), crowd, limit), []
 
         async def begin():
             async for number in feed:

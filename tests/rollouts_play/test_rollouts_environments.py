@@ -3,9 +3,7 @@ import random
 
 import pytest
 
-from gpuinfer.workloads.rollouts.environments.arithmetic import Arithmetic
-from gpuinfer.workloads.rollouts.environments.blob_rules import Blob
-from gpuinfer.workloads.rollouts.environments.blob_text import BlobText, card_name
+from gpuinfer.rollouts.builtin_environments import Arithmetic, BlobRules, BlobText, card_name
 
 
 @pytest.mark.parametrize(
@@ -43,7 +41,7 @@ def test_blob_in_words_has_the_rules_of_the_compiled_game(players):
     cards, chance = 5, random.Random(players)
     config = blob.Blob(None, players=players, cards=cards).config
     for _ in range(20):
-        ours = Blob(players, cards, chance)
+        ours = BlobRules(players, cards, chance)
         state = compiled_state(ours, blob_rules)
         actions = np.zeros(64, np.int16)
         while not ours.over:

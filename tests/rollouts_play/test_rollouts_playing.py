@@ -8,9 +8,9 @@ from playing_here import HERE, player
 from rollouts_run import timeless
 
 from gpuinfer.errors import UnknownName, UsageError, WorkError
+from gpuinfer.rollouts.guarded_environment import open_environment
 from gpuinfer.rollouts.record import Group
-from gpuinfer.workloads.rollouts.loading import open_environment
-from gpuinfer.workloads.rollouts.reference import Reference
+from gpuinfer.rollouts.reference_model import ReferenceModel
 
 
 def played(environment, *options, groups=1, **plan):
@@ -149,7 +149,7 @@ def test_an_environment_that_keeps_all_others_waiting_is_told_of_once(caplog):
 def test_each_answer_is_asked_for_once_and_each_context_of_a_reference_once():
     async def play():
         async with player("Chatting", samples=3, model="null") as one:
-            reference, session = Reference(one._infer), one._infer
+            reference, session = ReferenceModel(one._infer), one._infer
             await reference.admit()
             group = await reference.add(await one.play(0))
             return group, session.snapshot().requests

@@ -7,12 +7,12 @@ from adapters.random_adapters import peft_folder
 
 from gpuinfer.api import ModelSpec
 from gpuinfer.errors import UsageError
-from gpuinfer.rollouts.steps import read
+from gpuinfer.rollouts.steps import read_steps
 from gpuinfer.text.checkpoint import open_checkpoint
 from gpuinfer.workloads.rollouts.stream import rollouts
 
 PATIENCE_S = 200.0
-ARITHMETIC = "gpuinfer.workloads.rollouts.environments.arithmetic:Arithmetic"
+ARITHMETIC = "gpuinfer.rollouts.builtin_environments:Arithmetic"
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +51,7 @@ def test_each_version_of_an_adapter_draws_what_is_asked_for_after_it_is_there(fo
         return stream.report["rollouts"]["trainer"]["groups_dropped"]
 
     dropped = asyncio.run(main())
-    found = list(read(tmp_path / "steps.jsonl"))
+    found = list(read_steps(tmp_path / "steps.jsonl"))
     assert [version for version, _ in seen] == list(range(len(found)))
     assert len(found) + dropped == 8  # one that was overtaken twice is too old
     assert all(name.startswith("policy@v") for _, names in seen for name in names)
@@ -78,7 +78,7 @@ def test_a_run_that_is_gone_on_with_begins_with_the_weights_that_its_trainer_mad
 
     asyncio.run(main(2))
     asyncio.run(main(None))
-    found = list(read(tmp_path / "steps.jsonl"))
+    found = list(read_steps(tmp_path / "steps.jsonl"))
     assert [one.version for one in found] == list(range(len(found)))
     assert [(one.weights.version, one.weights.weights) for one in found] == [
         (number + 1, folders[1]) for number in range(len(found))

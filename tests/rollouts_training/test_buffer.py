@@ -10,8 +10,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from played import group
 
 from gpuinfer.errors import Closed
-from gpuinfer.rollouts.buffer import Buffer, Shelf
-from gpuinfer.rollouts.versions import lags, number_of, oldest
+from gpuinfer.rollouts.buffer import GroupBuffer, Shelf
+from gpuinfer.rollouts.record import oldest_version, version_lags, version_number
 
 PATIENCE_S = 60.0
 
@@ -37,19 +37,19 @@ def numbers(groups):
     ("name", "number"), [("", 0), ("v7", 7), ("policy@v12", 12), ("3", 3), ("a@b@v2", 2), ("base", 0), ("v", 0)]
 )
 def test_numbers_of_versions(name, number):
-    assert number_of(name) == number
+    assert version_number(name) == number
 
 
 def test_a_group_is_as_old_as_its_oldest_trainable_token():
-    assert oldest(group(0, ["v5", "v3", "v4"])) == 3
-    assert oldest(group(0, ["v5"], opponent=["v1"])) == 5
-    assert oldest(group(0, ()), otherwise=9) == 9
-    assert lags([group(0, ["v5", "v3"]), group(1, ["policy@v6"])], 6) == [3, 0]
+    assert oldest_version(group(0, ["v5", "v3", "v4"])) == 3
+    assert oldest_version(group(0, ["v5"], opponent=["v1"])) == 5
+    assert oldest_version(group(0, ()), otherwise=9) == 9
+    assert version_lags([group(0, ["v5", "v3"]), group(1, ["policy@v6"])], 6) == [3, 0]
 
 
 def test_groups_are_taken_in_the_order_in_which_they_were_put():
     async def main():
-        buffer = Buffer(depth=4)
+        buffer = GroupBuffer(depth=4)
         for number in range(4):
             await buffer.put(group(number))
         assert numbers(await buffer.take(3)) == [0, 1, 2]
@@ -60,7 +60,7 @@ def test_groups_are_taken_in_the_order_in_which_they_were_put():
 
 def test_who_puts_waits_while_it_is_full():
     async def main():
-        buffer = Buffer(depth=2)
+        buffer = GroupBuffer(depth=2)
         putting = [asyncio.create_task(buffer.put(group(number))) for number in range(4)]
         await turns()
         assert [task.done() for task in putting] == [True, True, False, False]
@@ -74,7 +74,7 @@ def test_who_puts_waits_while_it_is_full():
 
 def test_nothing_is_given_before_it_was_filled_once():
     async def main():
-        buffer = Buffer(depth=2, prefill=3)
+        buffer = GroupBuffer(depth=2, prefill=3)
         taking = asyncio.create_task(buffer.take(1))
         for number in range(2):
             await buffer.put(group(number))
@@ -92,7 +92,7 @@ def test_nothing_is_given_before_it_was_filled_once():
 @pytest.mark.parametrize("prefill", [0, 5])
 def test_at_the_end_the_rest_is_given_and_then_nothing(prefill):
     async def main():
-        buffer = Buffer(depth=2, prefill=prefill)
+        buffer = GroupBuffer(depth=2, prefill=prefill)
         await buffer.put(group(0))
         taking = asyncio.create_task(buffer.take(4))
         await turns()
@@ -108,7 +108,7 @@ def test_at_the_end_the_rest_is_given_and_then_nothing(prefill):
 
 def test_those_that_wait_to_be_put_at_the_end_still_come():
     async def main():
-        buffer = Buffer(depth=1)
+        buffer = GroupBuffer(depth=1)
         putting = [asyncio.create_task(buffer.put(group(number))) for number in range(4)]
         await turns()
         buffer.end()
@@ -122,7 +122,7 @@ def test_those_that_wait_to_be_put_at_the_end_still_come():
 def test_what_is_too_old_is_dropped_whether_it_waits_or_comes():
     async def main():
         gone = []
-        buffer = Buffer(depth=8, max_staleness=1, on_drop=gone.append)
+        buffer = GroupBuffer(depth=8, max_staleness=1, on_drop=gone.append)
         for number, versions in enumerate([["v0"], ["v2", "v1"], ["v2"]]):
             assert await buffer.put(group(number, versions))
         assert buffer.advance(2) == 1
@@ -137,7 +137,7 @@ def test_what_is_too_old_is_dropped_whether_it_waits_or_comes():
 
 def test_who_waits_for_room_with_what_grows_too_old_does_not_wait_on():
     async def main():
-        buffer = Buffer(depth=1, max_staleness=0)
+        buffer = GroupBuffer(depth=1, max_staleness=0)
         await buffer.put(group(0, ["v1"]))
         putting = asyncio.create_task(buffer.put(group(1, ["v0"])))
         await turns()
@@ -150,13 +150,13 @@ def test_who_waits_for_room_with_what_grows_too_old_does_not_wait_on():
 
 def test_closing_wakes_all():
     async def main():
-        buffer = Buffer(depth=1)
+        buffer = GroupBuffer(depth=1)
         await buffer.put(group(0))
         waiting = [asyncio.create_task(buffer.put(group(number))) for number in (1, 2)]
         await turns()
         buffer.close()
         assert {type(end) for end in await asyncio.gather(*waiting, return_exceptions=True)} == {Closed}
-        empty = Buffer(depth=1)
+        empty = GroupBuffer(depth=1)
         taking = [asyncio.create_task(empty.take(1)) for _ in range(3)]
         await turns()
         empty.close()
@@ -168,7 +168,7 @@ def test_closing_wakes_all():
 @pytest.mark.parametrize("when", ["before it comes", "in the turn in which it comes"])
 def test_a_taker_that_is_cancelled_has_taken_nothing(when):
     async def main():
-        buffer = Buffer(depth=2)
+        buffer = GroupBuffer(depth=2)
         taking = asyncio.create_task(buffer.take(1))
         await turns()
         if when == "before it comes":
@@ -210,7 +210,9 @@ class BufferMachine(RuleBasedStateMachine):
         self.settle()
 
     async def made(self):
-        return Buffer(self.depth, self.prefill, self.staleness, on_drop=lambda one: self.dropped.append(one.number))
+        return GroupBuffer(
+            self.depth, self.prefill, self.staleness, on_drop=lambda one: self.dropped.append(one.number)
+        )
 
     def settle(self):
         """Let everything happen that can, and look at what has come of it."""
@@ -236,7 +238,7 @@ class BufferMachine(RuleBasedStateMachine):
                 taken = task.result()
                 assert len(taken) == wanted or self.ended
                 if self.staleness is not None:
-                    assert all(self.version - oldest(one, self.version) <= self.staleness for one in taken)
+                    assert all(self.version - oldest_version(one, self.version) <= self.staleness for one in taken)
                 self.given += numbers(taken)
 
     @rule(age=st.integers(0, 4))

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpuinfer.errors import Closed
-from gpuinfer.rollouts.capacity import Capacity, Gate
+from gpuinfer.rollouts.buffer import Capacity, CapacityGate
 
 PATIENCE_S = 60.0
 
@@ -47,7 +47,7 @@ async def turns(number=5):
 
 def test_a_gate_lets_in_as_many_as_there_is_room_for_in_the_order_in_which_they_asked():
     async def main():
-        gate, order = Gate(Capacity(concurrency=10, batch=2, staleness=0)), []
+        gate, order = CapacityGate(Capacity(concurrency=10, batch=2, staleness=0)), []
 
         async def ask(number):
             await gate.admitted()
@@ -79,7 +79,7 @@ def test_a_gate_lets_in_as_many_as_there_is_room_for_in_the_order_in_which_they_
 
 def test_closing_a_gate_wakes_all_who_wait_and_turns_away_who_comes():
     async def main():
-        gate = Gate(Capacity(concurrency=1))
+        gate = CapacityGate(Capacity(concurrency=1))
         await gate.admitted()
         waiting = [asyncio.create_task(gate.admitted()) for _ in range(3)]
         await turns()
@@ -95,7 +95,7 @@ def test_closing_a_gate_wakes_all_who_wait_and_turns_away_who_comes():
 @pytest.mark.parametrize("when", ["while it waits", "in the turn in which it is let in"])
 def test_who_is_cancelled_at_the_gate_takes_no_place(when):
     async def main():
-        gate = Gate(Capacity(concurrency=1))
+        gate = CapacityGate(Capacity(concurrency=1))
         await gate.admitted()
         gate.started()
         first, second = asyncio.create_task(gate.admitted()), asyncio.create_task(gate.admitted())
@@ -118,11 +118,11 @@ def test_who_is_cancelled_at_the_gate_takes_no_place(when):
 @pytest.mark.parametrize("misuse", ["started", "accepted", "failed", "dropped"])
 def test_what_never_began_cannot_end(misuse):
     with pytest.raises(RuntimeError):
-        getattr(Gate(Capacity(concurrency=1)), misuse)()
+        getattr(CapacityGate(Capacity(concurrency=1)), misuse)()
 
 
 def test_versions_never_go_back():
-    gate = Gate(Capacity(concurrency=1, staleness=0, first=3))
+    gate = CapacityGate(Capacity(concurrency=1, staleness=0, first=3))
     gate.advance(4)
     with pytest.raises(ValueError, match="version 3 comes after 4"):
         gate.advance(3)
@@ -139,7 +139,7 @@ def test_versions_never_go_back():
 def test_a_gate_never_lets_in_more_than_the_rule_and_keeps_nobody_out_without_need(concurrency, batch, eta, events):
     async def main():
         capacity = Capacity(concurrency=concurrency, batch=batch, staleness=eta)
-        gate, waiting, inside = Gate(capacity), [], 0
+        gate, waiting, inside = CapacityGate(capacity), [], 0
         for event in events:
             if event == "ask":
                 waiting.append(asyncio.create_task(gate.admitted()))

@@ -7,7 +7,7 @@ from played import group
 from trains import StandInTraining
 
 from gpuinfer.errors import Closed
-from gpuinfer.rollouts.handing import Handover, NotGiven
+from gpuinfer.rollouts.trainer import BatchHandoff, UnknownBatch
 
 PATIENCE_S = 60.0
 
@@ -21,7 +21,7 @@ def run(main):
 
 
 async def met():
-    hand = Handover()
+    hand = BatchHandoff()
     await hand.meet(StandInTraining())
     return hand
 
@@ -101,7 +101,7 @@ def test_what_is_said_twice_means_nothing_more_and_what_never_was_is_refused():
         hand.done(1)  # the answer was lost, and it is said again
         assert hand.batch is batch
         for number in (0, 3):
-            with pytest.raises(NotGiven, match="never given: the newest is 2"):
+            with pytest.raises(UnknownBatch, match="never given: the newest is 2"):
                 hand.done(number)
         hand.done(2)
         await there

@@ -9,9 +9,8 @@ from played import group
 from trains import StandInTraining
 
 from gpuinfer.errors import BackendDied, UsageError, WorkError
-from gpuinfer.http.client import Client
-from gpuinfer.workloads.rollouts.listening import Listening, ListenPlan
-from gpuinfer.workloads.rollouts.wire import Given
+from gpuinfer.http.client import HttpClient
+from gpuinfer.rollouts.trainer_server import TakeResponse, TrainerServer, TrainerServerPlan
 
 PATIENCE_S = 60.0
 KEY, ADMIN = "a" * 64, "b" * 64
@@ -37,7 +36,7 @@ class Run:
 
     def __init__(self, listening, trains):
         self.listening, self.trains = listening, trains
-        self.client = Client(listening.url)
+        self.client = HttpClient(listening.url)
         self.numbers = iter(range(10**6))
         self.told = []
 
@@ -62,13 +61,13 @@ class Run:
     async def take(self, **body):
         status, found = await self.ask("take", {"wait_s": 30, **body})
         assert status == 200, found
-        return msgspec.convert(found, Given)
+        return msgspec.convert(found, TakeResponse)
 
 
 @contextlib.asynccontextmanager
 async def running(batches=3, groups=2, plan=None):
     trains = StandInTraining()
-    listening = Listening(plan or ListenPlan("127.0.0.1", 0), groups)
+    listening = TrainerServer(plan or TrainerServerPlan("127.0.0.1", 0), groups)
     await listening.meet(trains)
     made = Run(listening, trains)
     working = asyncio.create_task(made.work(batches))
@@ -130,7 +129,7 @@ def test_msgpack_is_spoken_where_it_is_asked_for():
             kinds = [("Content-Type", "application/msgpack"), ("Accept", "application/msgpack")]
             found = await made.client.request("POST", "/v1/rollouts/take", body, kinds)
             assert found.headers["content-type"] == "application/msgpack"
-            assert msgspec.msgpack.decode(found.body, type=Given).groups == (group(0), group(1))
+            assert msgspec.msgpack.decode(found.body, type=TakeResponse).groups == (group(0), group(1))
 
     run(main())
 
@@ -227,7 +226,7 @@ def test_what_has_grown_too_old_while_nobody_trained_on_it_is_not_given_again():
 
 def test_weights_need_the_admin_key_and_batches_a_key_where_there_is_one(tmp_path):
     files = key_file(tmp_path, "keys", KEY), key_file(tmp_path, "admin", ADMIN)
-    plan = ListenPlan.of("127.0.0.1:0", *files, insecure=False, patience_s=60.0)
+    plan = TrainerServerPlan.of("127.0.0.1:0", *files, insecure=False, patience_s=60.0)
     update = {"version": 1, "weights": "adapter/", "adapter": "policy", "batch": 1}
 
     async def main():
@@ -282,7 +281,7 @@ def test_what_the_backend_says_of_weights_reaches_the_trainer(tmp_path, error, s
 
     async def main():
         admin = key_file(tmp_path, "admin", ADMIN)
-        plan = ListenPlan.of("127.0.0.1:0", None, admin, insecure=False, patience_s=60.0)
+        plan = TrainerServerPlan.of("127.0.0.1:0", None, admin, insecure=False, patience_s=60.0)
         async with running(plan=plan) as made:
             made.trains.update = refuse
             found = await made.ask("update", {"version": 1, "weights": "x"}, key=ADMIN)
@@ -295,19 +294,19 @@ def test_what_the_backend_says_of_weights_reaches_the_trainer(tmp_path, error, s
 @pytest.mark.parametrize("listen", ["9000", "127.0.0.1:", ":9000", "127.0.0.1:x", "127.0.0.1:70000"])
 def test_what_is_no_address_is_refused(listen):
     with pytest.raises(UsageError, match="not of the form HOST:PORT"):
-        ListenPlan.of(listen, None, None, insecure=False, patience_s=1.0)
+        TrainerServerPlan.of(listen, None, None, insecure=False, patience_s=1.0)
 
 
 def test_an_address_that_others_reach_needs_a_key_or_a_word():
     with pytest.raises(UsageError, match=r"lets others in.*--api-key-file"):
-        ListenPlan.of("0.0.0.0:0", None, None, insecure=False, patience_s=1.0)
-    assert ListenPlan.of("0.0.0.0:0", None, None, insecure=True, patience_s=1.0).access().hosts is None
-    assert ListenPlan.of("[::1]:9", None, None, insecure=False, patience_s=1.0).host == "::1"
+        TrainerServerPlan.of("0.0.0.0:0", None, None, insecure=False, patience_s=1.0)
+    assert TrainerServerPlan.of("0.0.0.0:0", None, None, insecure=True, patience_s=1.0).access().hosts is None
+    assert TrainerServerPlan.of("[::1]:9", None, None, insecure=False, patience_s=1.0).host == "::1"
 
 
 def test_a_run_that_no_trainer_comes_to_is_given_up():
     async def main():
-        listening = Listening(ListenPlan("127.0.0.1", 0, patience_s=0.05), 1)
+        listening = TrainerServer(TrainerServerPlan("127.0.0.1", 0, patience_s=0.05), 1)
         await listening.meet(StandInTraining())
         try:
             with pytest.raises(WorkError, match=r"no trainer has asked at http://127.* for 0.05 s"):

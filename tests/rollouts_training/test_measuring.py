@@ -6,9 +6,8 @@ import pytest
 
 from gpuinfer.generation import Completion, Generation
 from gpuinfer.rollouts.environment import Environment, Outcome
-from gpuinfer.rollouts.levels import Level
-from gpuinfer.workloads.rollouts.loading import EnvironmentMaker
-from gpuinfer.workloads.rollouts.measuring import EngineCounts, Meter, named
+from gpuinfer.rollouts.guarded_environment import EnvironmentMaker
+from gpuinfer.rollouts.meter import EngineCounts, LevelIntegral, RolloutMeter, with_version
 
 
 class Clock:
@@ -20,7 +19,7 @@ class Clock:
 
 def test_a_level_is_counted_over_time():
     clock = Clock()
-    level = Level(clock)
+    level = LevelIntegral(clock)
     clock.now = 1.0
     with level.during(3):
         clock.now = 3.0
@@ -65,7 +64,7 @@ class Blocking(Environment):
 
 def test_a_measured_environment_is_the_environment():
     async def main():
-        meter = Meter()
+        meter = RolloutMeter()
         made = meter.environments(EnvironmentMaker("toy", Blocking, ""))()
         assert made.agents == ("a",)
         assert made.roles == {"a": "policy"}
@@ -89,7 +88,7 @@ def test_a_measured_environment_is_the_environment():
 
 def test_what_is_no_environment_is_left_to_who_says_so():
     made = EnvironmentMaker("toy", lambda: object(), "")
-    assert type(Meter().environments(made).factory()) is object
+    assert type(RolloutMeter().environments(made).factory()) is object
 
 
 def generation(*spans):
@@ -107,7 +106,7 @@ def generation(*spans):
     ],
 )
 def test_tokens_without_a_version_are_of_that_which_was_in_force_when_they_were_asked_for(told, known):
-    assert named(generation(*told), "v3").completions[0].versions == known
+    assert with_version(generation(*told), "v3").completions[0].versions == known
 
 
 def test_the_counters_of_a_run_become_those_of_a_step():

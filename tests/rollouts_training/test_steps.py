@@ -5,7 +5,7 @@ import json
 import pytest
 
 from gpuinfer.errors import UsageError
-from gpuinfer.rollouts.steps import StepRecord, StepsFile, read
+from gpuinfer.rollouts.steps import StepRecord, StepsFile, read_steps
 
 
 def record(step):
@@ -16,12 +16,12 @@ def test_each_step_can_be_read_as_soon_as_it_is_written(tmp_path):
     file = StepsFile(tmp_path / "steps.jsonl")
     for step in range(3):
         file.add(record(step))
-        assert [one.step for one in read(file.path)] == list(range(step + 1))
+        assert [one.step for one in read_steps(file.path)] == list(range(step + 1))
     file.close()
     lines = [json.loads(line) for line in file.path.read_text().splitlines()]
     assert lines[2]["step"] == 2
     assert lines[2]["verdict"] is None
-    assert list(read(file.path)) == [record(step) for step in range(3)]
+    assert list(read_steps(file.path)) == [record(step) for step in range(3)]
 
 
 def test_a_line_that_a_crash_left_half_written_is_cut_off(tmp_path):
@@ -35,7 +35,7 @@ def test_a_line_that_a_crash_left_half_written_is_cut_off(tmp_path):
     assert again.before == [record(0)]
     again.add(record(1))
     again.close()
-    assert list(read(path)) == [record(0), record(1)]
+    assert list(read_steps(path)) == [record(0), record(1)]
 
 
 def test_a_file_is_written_anew_unless_it_is_gone_on_with(tmp_path):

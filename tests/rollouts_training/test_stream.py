@@ -5,11 +5,11 @@ import asyncio
 import pytest
 
 from gpuinfer.errors import UsageError
-from gpuinfer.rollouts.steps import read
+from gpuinfer.rollouts.steps import read_steps
 from gpuinfer.workloads.rollouts.stream import rollouts
 
 PATIENCE_S = 120.0
-ARITHMETIC = "gpuinfer.workloads.rollouts.environments.arithmetic:Arithmetic"
+ARITHMETIC = "gpuinfer.rollouts.builtin_environments:Arithmetic"
 
 
 def run(main):
@@ -46,7 +46,7 @@ def test_batches_come_as_an_iterator_and_versions_go_back(tmp_path):
         assert [len(numbers) for _, numbers in seen] == [2, 2, 2, 1]
 
     run(main())
-    found = list(read(tmp_path / "steps.jsonl"))
+    found = list(read_steps(tmp_path / "steps.jsonl"))
     assert [one.metrics for one in found] == [{"loss": 1.0}] * 4
     assert all(one.ratio_max == 1.0 for one in found)
     assert all(one.verdict is not None for one in found)

@@ -11,16 +11,16 @@ import pytest
 from ports import free_port
 from rollouts_play.rollouts_run import ended, groups_in, rollouts, started, until
 
-from gpuinfer.rollouts.steps import read
+from gpuinfer.rollouts.steps import read_steps
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "rollouts_trainer.py"
-ARITHMETIC = "gpuinfer.workloads.rollouts.environments.arithmetic:Arithmetic"
+ARITHMETIC = "gpuinfer.rollouts.builtin_environments:Arithmetic"
 SMALL = ("--env", ARITHMETIC, "--model", "null", "--plain", "--samples-per-group", 2, "--max-new-tokens", 4)
 WAIT_S = 120
 
 
 def steps_in(path):
-    return list(read(path)) if path.exists() else []
+    return list(read_steps(path)) if path.exists() else []
 
 
 def numbers(steps):

@@ -12,11 +12,11 @@ from played import group, trajectory, turn
 
 from gpuinfer.api import Infer, Limits
 from gpuinfer.errors import Closed, UsageError
+from gpuinfer.rollouts.meter import RolloutMeter
 from gpuinfer.rollouts.record import Game, Group
-from gpuinfer.rollouts.steps import StepsFile, read
+from gpuinfer.rollouts.steps import StepsFile, read_steps
 from gpuinfer.rollouts.trainer import SimulatedTrainer, Trained
-from gpuinfer.workloads.rollouts.measuring import Meter
-from gpuinfer.workloads.rollouts.training import Training, TrainingPlan
+from gpuinfer.rollouts.training import Training, TrainingPlan
 
 PATIENCE_S = 60.0
 
@@ -78,7 +78,7 @@ async def whole(side, numbers, made=None):
 
 
 def made_side(consumer, plan=None, steps=None, infer=None):
-    return Training(infer or Weights(), consumer, plan or TrainingPlan(), Meter(), steps)
+    return Training(infer or Weights(), consumer, plan or TrainingPlan(), RolloutMeter(), steps)
 
 
 def test_every_group_is_trained_on_and_every_step_told(tmp_path):
@@ -91,7 +91,7 @@ def test_every_group_is_trained_on_and_every_step_told(tmp_path):
         return side
 
     side = run(main())
-    found = list(read(tmp_path / "steps.jsonl"))
+    found = list(read_steps(tmp_path / "steps.jsonl"))
     assert [one.step for one in found] == [0, 1, 2, 3]
     assert [(one.version, one.version_after) for one in found] == [(0, 1), (1, 2), (2, 3), (3, 4)]
     assert [number for one in found for number in one.numbers] == list(range(7))
@@ -232,7 +232,7 @@ def test_the_divergence_and_its_coefficient_stand_in_each_step(tmp_path):
         file.close()
 
     run(main())
-    found = list(read(tmp_path / "steps.jsonl"))
+    found = list(read_steps(tmp_path / "steps.jsonl"))
     assert all(one.kl_k1 == pytest.approx(0.5) for one in found)
     assert all(one.kl == pytest.approx(2.718281828**-0.5 - 1 + 0.5, rel=1e-6) for one in found)
     assert [one.kl_coefficient for one in found] == pytest.approx([0.1 * 1.02**n for n in (1, 2, 3)])
@@ -252,7 +252,7 @@ def test_what_the_trainer_thinks_of_the_tokens_is_held_against_the_samplers(tmp_
         file.close()
 
     run(main())
-    for one in read(tmp_path / "steps.jsonl"):
+    for one in read_steps(tmp_path / "steps.jsonl"):
         assert (one.ratio_mean, one.ratio_max, one.effective) == (1.0, 1.0, 1.0)
         assert one.metrics == {"loss": 0.5}
 

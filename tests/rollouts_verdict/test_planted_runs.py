@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parent))  # the environment is found by it
 from planted_program import kinds
 from virtual_engine import World, lost
 
-from gpuinfer.rollouts.steps import read
+from gpuinfer.rollouts.steps import read_steps
 
 WELL = World(token=0.02, score=0.01, load=0.002, environment=0.004, train=0.8, groups=20)
 PLANTS = {
@@ -84,7 +84,7 @@ def test_what_was_planted_into_a_run_is_named(kind, played, tmp_path):
     for attempt in range(3):
         if attempt:
             play({kind: (file := tmp_path / f"{attempt}.jsonl")})
-        steps = list(read(file))
+        steps = list(read_steps(file))
         assert len(steps) == PLANTS[kind].groups // PLANTS[kind].batch
         if [most for most, _ in lost(steps).most_common(1)] == [kind]:
             return

@@ -10,7 +10,7 @@ sys.path.insert(0, str(Path(__file__).parent))  # the environment is found by it
 
 from virtual_engine import World, lost, run
 
-from gpuinfer.rollouts.stalls import SAID
+from gpuinfer.rollouts.steps import STALL_TEXTS
 
 WELL = World()
 HEALTHY = {
@@ -35,7 +35,7 @@ PLANTS = {
 
 
 def test_all_kinds_are_planted():
-    assert set(PLANTS) == set(SAID)
+    assert set(PLANTS) == set(STALL_TEXTS)
 
 
 @pytest.mark.parametrize("name", HEALTHY)

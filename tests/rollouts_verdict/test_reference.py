@@ -13,11 +13,11 @@ from gpuinfer.backends.inprocess import InProcess
 from gpuinfer.errors import BackendError, BadResult, UsageError, WorkError
 from gpuinfer.generation import Candidate, Generation, Logprob, Prompt, Sampling
 from gpuinfer.rollouts.files import read
-from gpuinfer.rollouts.steps import read as read_steps
+from gpuinfer.rollouts.reference_model import ReferenceModel, check_tokens
+from gpuinfer.rollouts.steps import read_steps
 from gpuinfer.runtime.session import Session
 from gpuinfer.testing.fakes import FakeInfer
 from gpuinfer.text.checkpoint import open_checkpoint
-from gpuinfer.workloads.rollouts.reference import Reference, check_tokens
 from gpuinfer.workloads.rollouts.workload import Rollouts
 
 
@@ -66,7 +66,7 @@ def pairs(played):
 async def test_they_are_those_of_a_separate_forward(other):
     policy, reference = spec_of(), spec_of(seed=1)
     async with session(policy, step_tokens=32) as infer:
-        scored = await Reference(infer, model=reference if other else None).add(PLAYED)
+        scored = await ReferenceModel(infer, model=reference if other else None).add(PLAYED)
     folder = (reference if other else policy).name
     for context, turns in pairs(scored):
         expected, at = separately(folder, context), 0
@@ -83,7 +83,7 @@ async def test_nothing_else_of_the_group_is_changed():
     from msgspec import structs
 
     async with session(spec_of()) as infer:
-        scored = await Reference(infer).add(PLAYED)
+        scored = await ReferenceModel(infer).add(PLAYED)
 
     def without(played):
         for game in played.games:
@@ -122,29 +122,29 @@ def told(request, versions=("",), shift=0):
 
 async def test_deferred_passes_are_of_the_lowest_class_and_few_at_once():
     infer = FakeInfer(told, Limits(max_rows=16, slots=16))
-    await Reference(infer, inline=False).add(PLAYED)
+    await ReferenceModel(infer, inline=False).add(PLAYED)
     assert {request.priority for request in infer.requests} == {Priority.LOW}
     inline = FakeInfer(told)
-    await Reference(inline).add(PLAYED)
+    await ReferenceModel(inline).add(PLAYED)
     assert {request.priority for request in inline.requests} == {Priority.NORMAL}
 
 
 async def test_a_base_whose_weights_have_changed_is_no_reference():
     infer = FakeInfer(lambda request: told(request, versions=("v3",)))
     with pytest.raises(WorkError, match=r"by now\. Name the reference"):
-        await Reference(infer).add(PLAYED)
+        await ReferenceModel(infer).add(PLAYED)
 
 
 async def test_a_backend_that_tells_of_other_tokens_is_no_reference():
     with pytest.raises(BadResult, match="of others"):
-        await Reference(FakeInfer(lambda request: told(request, shift=1))).add(PLAYED)
+        await ReferenceModel(FakeInfer(lambda request: told(request, shift=1))).add(PLAYED)
 
 
 async def test_a_pass_that_fails_says_whose_it_was():
     def fail(request):
         raise BackendError("no memory is left.")
 
-    reference = Reference(FakeInfer(fail))
+    reference = ReferenceModel(FakeInfer(fail))
     with pytest.raises(WorkError, match="the base model, could not score a game: no memory is left"):
         await reference.add(PLAYED)
     before = reference.seconds

@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from steady import Steady
 
-from gpuinfer.rollouts.stalls import LEAST, SAID, stall_of
-from gpuinfer.rollouts.steps import StepRecord
+from gpuinfer.rollouts.steps import LEAST_STALL, STALL_TEXTS, StepRecord, stall_of
 
 WELL = Steady()
 HEALTHY = [
@@ -49,13 +48,13 @@ def test_what_was_planted_is_named(kind, size):
     step = run.record()
     found = stall_of(step, run.ahead)
     assert found.kind == kind, found
-    assert found.share >= LEAST / 2
+    assert found.share >= LEAST_STALL / 2
     lost = (step.wait_s + step.adapter_load_s) / step.wall_s
     assert math.fsum(found.shares.values()) == pytest.approx(lost, abs=0.01)
 
 
 def test_all_kinds_are_planted():
-    assert set(PLANTS) == set(SAID)
+    assert set(PLANTS) == set(STALL_TEXTS)
 
 
 @pytest.mark.parametrize("kind", PLANTS)

@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 
 from gpuinfer.api import Progress, Setup
 from gpuinfer.backends.inprocess import InProcess
+from gpuinfer.cli.screen import workload_rows
+from gpuinfer.cli.screen.final_panel import rows
 from gpuinfer.report.evidence import Evidence
-from gpuinfer.report.judging import judge, to_try
 from gpuinfer.report.report import Run, build, schema
-from gpuinfer.rollouts.stalls import SAID
+from gpuinfer.report.verdict import judge, to_try
+from gpuinfer.rollouts.steps import STALL_TEXTS
 from gpuinfer.runtime.session import Session
-from gpuinfer.screen import rollouts
-from gpuinfer.screen.summary import rows
 from gpuinfer.stats import Histogram, Snapshot
 from gpuinfer.workloads.rollouts.workload import Rollouts
 
@@ -215,8 +215,8 @@ def test_the_panel_says_it_in_words():
 
 
 def test_the_live_view_has_the_buffer_and_the_trainer():
-    assert rollouts.live(TRAINED) == ["buffer 3 of 4", "trainer waited 2%", "version 10"]
-    assert rollouts.live(PLAYED) == []
+    assert workload_rows.rollouts_live(TRAINED) == ["buffer 3 of 4", "trainer waited 2%", "version 10"]
+    assert workload_rows.rollouts_live(PLAYED) == []
 
 
 async def test_the_advice_can_be_tried_on_games_without_end_that_write_nothing(tmp_path):
@@ -235,7 +235,7 @@ async def test_the_advice_can_be_tried_on_games_without_end_that_write_nothing(t
 
 
 told = st.dictionaries(
-    st.sampled_from(sorted({*LOST, *LIMITED, *(f"stall: {kind}" for kind in SAID)})), st.floats(0, 1e9)
+    st.sampled_from(sorted({*LOST, *LIMITED, *(f"stall: {kind}" for kind in STALL_TEXTS)})), st.floats(0, 1e9)
 )
 
 

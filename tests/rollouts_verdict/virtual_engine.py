@@ -17,15 +17,14 @@ from typing import Any
 
 from gpuinfer.api import Limits, ModelSpec, Setup
 from gpuinfer.generation import Candidate, Completion, Generation, Logprob, Prompt
+from gpuinfer.rollouts.agent import ChatEncoder
 from gpuinfer.rollouts.environment import Environment, Observation, Outcome
-from gpuinfer.rollouts.levels import Level
-from gpuinfer.rollouts.steps import StepRecord, read
+from gpuinfer.rollouts.meter import LevelIntegral
+from gpuinfer.rollouts.steps import StepRecord, read_steps
 from gpuinfer.rollouts.trainer import SimulatedTrainer
-from gpuinfer.testing.fakes import FakeInfer
-from gpuinfer.testing.virtual import VirtualLoop
+from gpuinfer.testing.fakes import FakeInfer, VirtualLoop
 from gpuinfer.text.checkpoint import open_checkpoint
 from gpuinfer.text.language import open_language
-from gpuinfer.workloads.rollouts.conversing import Conversing
 from gpuinfer.workloads.rollouts.workload import Rollouts
 
 TOKENS = 8  # of an answer
@@ -167,7 +166,7 @@ class Loop(VirtualLoop):
 def clock(loop: Loop, patched: Any) -> Iterator[None]:
     with patched.context() as one:
         one.setattr(time, "monotonic", loop.time)
-        one.setattr(Level.__init__, "__defaults__", (loop.time,))
+        one.setattr(LevelIntegral.__init__, "__defaults__", (loop.time,))
         yield
 
 
@@ -176,14 +175,14 @@ def run(world: World, path: Any, patched: Any) -> tuple[list[StepRecord], Mappin
     with asyncio.Runner(loop_factory=Loop) as runner, clock(runner.get_loop(), patched):
         patched.setattr(Waits, "seconds", world.environment)
         facts = runner.run(_run(world, path))
-    return list(read(path)), facts
+    return list(read_steps(path)), facts
 
 
 class Played(Rollouts):
     """The tokenizer is opened once for all runs."""
 
-    def _chat(self, spec: ModelSpec) -> Conversing:
-        return Conversing(_language(), self.rendering)
+    def _chat(self, spec: ModelSpec) -> ChatEncoder:
+        return ChatEncoder(_language(), self.rendering)
 
 
 @functools.cache

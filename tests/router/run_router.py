@@ -11,11 +11,10 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from gpuinfer.fleet.roster import Member
-from gpuinfer.fleet.router.board import Board, Cell, Total
-from gpuinfer.fleet.router.client_side import Door
-from gpuinfer.fleet.router.config import RouterConfig
+from gpuinfer.fleet.router.client_connection import Listener
+from gpuinfer.fleet.router.protocol import FleetMember, RouterConfig
 from gpuinfer.fleet.router.relay import Relay
+from gpuinfer.fleet.router.shared_counters import MemberCell, ProcessCell, SharedCounters
 
 LIMIT_S = 60.0
 ANSWER = b'HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 15\r\n\r\n{"answer": "ok"}'[:-1]
@@ -121,15 +120,15 @@ class Router:
     relay: Relay
     port: int
     told: list[Any]
-    board: Board
+    board: SharedCounters
 
-    def roster(self, *members: Member) -> None:
+    def roster(self, *members: FleetMember) -> None:
         self.relay.members.update((member, number) for number, member in enumerate(members))
 
-    def cell(self, slot: int, cell: Cell) -> int:
+    def cell(self, slot: int, cell: MemberCell) -> int:
         return self.board.sum_of(slot, cell)
 
-    def total(self, total: Total) -> int:
+    def total(self, total: ProcessCell) -> int:
         return self.board.total(total)
 
     async def connect(self) -> Connection:
@@ -226,8 +225,8 @@ def config(**changes: Any) -> RouterConfig:
     return RouterConfig(**(given | changes))
 
 
-def member(upstream: Upstream, number: int = 0, **more: Any) -> Member:
-    return Member(number, "127.0.0.1", upstream.port, more.pop("state", "up"), **more)
+def member(upstream: Upstream, number: int = 0, **more: Any) -> FleetMember:
+    return FleetMember(number, "127.0.0.1", upstream.port, more.pop("state", "up"), **more)
 
 
 @contextlib.asynccontextmanager
@@ -236,10 +235,10 @@ async def routing(*upstreams: Upstream, ours: bool = True, **changes: Any) -> As
     async with contextlib.AsyncExitStack() as stack:
         for upstream in upstreams:
             await stack.enter_async_context(upstream.running())
-        loop, told, board = asyncio.get_running_loop(), [], Board(1)
+        loop, told, board = asyncio.get_running_loop(), [], SharedCounters(1)
         relay = Relay(config(**changes), board, 0, loop, told.append)
         relay.wheel.start()
-        server = await loop.create_server(Door(relay).protocol, "127.0.0.1", 0)
+        server = await loop.create_server(Listener(relay).protocol, "127.0.0.1", 0)
         router = Router(relay, server.sockets[0].getsockname()[1], told, board)
         router.roster(*(member(upstream, number, ours=ours) for number, upstream in enumerate(upstreams)))
         try:

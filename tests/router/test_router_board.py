@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import stat
 
-from gpuinfer.fleet.router.board import Board, Cell, Total
+from gpuinfer.fleet.router.shared_counters import MemberCell, ProcessCell, SharedCounters
 
 
 def open_files() -> dict[int, str]:
@@ -16,7 +16,7 @@ def open_files() -> dict[int, str]:
 
 def test_their_memory_has_no_name_and_is_for_its_owner_alone():
     before = open_files()
-    board = Board(2)
+    board = SharedCounters(2)
     new = {number: name for number, name in open_files().items() if number not in before}
     assert new
     assert all(name.startswith("/memfd:gpuinfer-router") for name in new.values())
@@ -26,15 +26,15 @@ def test_their_memory_has_no_name_and_is_for_its_owner_alone():
 
 
 def test_what_a_dead_process_has_counted_stays_and_what_it_had_under_way_is_gone():
-    board = Board(2)
+    board = SharedCounters(2)
     for row in range(2):
-        board.cells[board.total_at(row, Total.REQUESTS)] = 5
-        board.cells[board.total_at(row, Total.CONNECTIONS)] = 3
-        board.cells[board.member_at(row, 7) + Cell.REQUESTS] = 4
-        board.cells[board.member_at(row, 7) + Cell.IN_FLIGHT] = 2
+        board.cells[board.total_at(row, ProcessCell.REQUESTS)] = 5
+        board.cells[board.total_at(row, ProcessCell.CONNECTIONS)] = 3
+        board.cells[board.member_at(row, 7) + MemberCell.REQUESTS] = 4
+        board.cells[board.member_at(row, 7) + MemberCell.IN_FLIGHT] = 2
     board.bury(0)
-    assert (board.total(Total.REQUESTS), board.total(Total.CONNECTIONS)) == (10, 3)
-    assert (board.sum_of(7, Cell.REQUESTS), board.sum_of(7, Cell.IN_FLIGHT)) == (8, 2)
+    assert (board.total(ProcessCell.REQUESTS), board.total(ProcessCell.CONNECTIONS)) == (10, 3)
+    assert (board.sum_of(7, MemberCell.REQUESTS), board.sum_of(7, MemberCell.IN_FLIGHT)) == (8, 2)
     board.clear(7)
-    assert [board.sum_of(7, cell) for cell in Cell] == [0] * len(Cell)
-    assert board.total(Total.REQUESTS) == 10
+    assert [board.sum_of(7, cell) for cell in MemberCell] == [0] * len(MemberCell)
+    assert board.total(ProcessCell.REQUESTS) == 10

@@ -9,15 +9,14 @@ import time
 import pytest
 from run_router import EVENTS, Upstream, chunk, member, post, routing, until
 
-from gpuinfer.fleet.router.affinity import affinity
-from gpuinfer.fleet.router.board import Cell
-from gpuinfer.fleet.router.request_head import RequestHead
+from gpuinfer.fleet.router.http_message import RequestHead, affinity_of
+from gpuinfer.fleet.router.shared_counters import MemberCell
 
 HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\n"
 
 
 def of(body: object, headers: bytes = b"") -> bytes | None:
-    return affinity(RequestHead(HEAD + headers + b"\r\n"), json.dumps(body).encode())
+    return affinity_of(RequestHead(HEAD + headers + b"\r\n"), json.dumps(body).encode())
 
 
 def test_a_session_goes_before_a_user_and_a_user_before_the_prompt():
@@ -58,8 +57,8 @@ async def test_load_counts_from_the_moment_of_choice():
     upstreams = [Upstream(hang) for _ in range(4)]
     async with routing(*upstreams) as router:
         tasks = [asyncio.create_task(router.post()) for _ in range(20)]
-        await until(lambda: sum(router.cell(slot, Cell.IN_FLIGHT) for slot in range(4)) == 20)
-        assert [router.cell(slot, Cell.IN_FLIGHT) for slot in range(4)] == [5, 5, 5, 5]
+        await until(lambda: sum(router.cell(slot, MemberCell.IN_FLIGHT) for slot in range(4)) == 20)
+        assert [router.cell(slot, MemberCell.IN_FLIGHT) for slot in range(4)] == [5, 5, 5, 5]
         for task in tasks:
             task.cancel()
         await until(lambda: router.relay.trips == 0)
@@ -89,7 +88,7 @@ async def test_a_replica_with_the_same_id_at_another_place_is_another(count):
         assert (await router.post()).status == 200
         assert (len(old.asked), len(new.asked)) == (count, 1)
         await until(lambda: old.open == 0)
-        assert router.cell(0, Cell.REQUESTS) == count + 1
+        assert router.cell(0, MemberCell.REQUESTS) == count + 1
 
 
 async def test_replicas_that_answer_at_once_are_asked_over_few_connections():

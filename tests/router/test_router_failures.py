@@ -7,9 +7,9 @@ import asyncio
 import pytest
 from run_router import ANSWER, EVENTS, Upstream, chunk, free_port, member, post, reset, routing, saying, until, well
 
-from gpuinfer.fleet.roster import Member
-from gpuinfer.fleet.router.board import Cell, Total
+from gpuinfer.fleet.router.protocol import FleetMember
 from gpuinfer.fleet.router.relay import LOSSES
+from gpuinfer.fleet.router.shared_counters import MemberCell, ProcessCell
 
 BUSY = b"HTTP/1.1 429 Too Many Requests\r\nRetry-After: 3\r\nContent-Length: 4\r\n\r\nbusy"
 DRAINING = b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nContent-Length: 5\r\n\r\nlater"
@@ -51,20 +51,20 @@ async def test_a_request_whose_replica_fails_is_answered_by_another(broken):
         answer = await router.post()
         assert (answer.status, answer.body) == (200, b'{"answer": "ok"')
         assert (answer.route["replica"], answer.route["attempt"]) == ("1", "2")
-        assert router.cell(0, Cell.ERRORS) == 1
-        assert router.cell(0, Cell.RETRIED) == 1
+        assert router.cell(0, MemberCell.ERRORS) == 1
+        assert router.cell(0, MemberCell.RETRIED) == 1
         assert [told["member"] for told in router.told] == [0]
-        assert [router.cell(slot, Cell.IN_FLIGHT) for slot in (0, 1)] == [0, 0]
+        assert [router.cell(slot, MemberCell.IN_FLIGHT) for slot in (0, 1)] == [0, 0]
 
 
 async def test_a_replica_that_refuses_connections_costs_its_requests_nothing():
     good = Upstream()
     async with routing(good, policy="round-robin") as router:
-        router.roster(Member(0, "127.0.0.1", free_port(), "up"), member(good, 1))
+        router.roster(FleetMember(0, "127.0.0.1", free_port(), "up"), member(good, 1))
         answers = [await router.post() for _ in range(8)]
         assert {answer.status for answer in answers} == {200}
         assert {"event": "failed", "member": 0, "kind": "refused"} in router.told
-        assert router.cell(0, Cell.BREAKER) == 2
+        assert router.cell(0, MemberCell.BREAKER) == 2
         assert answers[-1].route["attempt"] == "1"
 
 
@@ -75,7 +75,7 @@ async def test_a_replica_that_takes_no_connection_in_time_is_passed_over():
         async def never(protocol):
             await asyncio.Event().wait()
 
-        router.roster(Member(0, "127.0.0.1", 9, "up"), member(good, 1))
+        router.roster(FleetMember(0, "127.0.0.1", 9, "up"), member(good, 1))
         pool = router.relay.members._all[0].pool
         pool._open_connection, pool._connect_s = never, 0.05
         assert (await router.post()).status == 200
@@ -93,7 +93,7 @@ async def test_an_idle_connection_that_the_replica_closed_is_no_failure():
         await connection.send(post())
         answer = await connection.answer()
         assert (answer.status, answer.route["attempt"]) == (200, "1")
-        assert router.cell(0, Cell.ERRORS) == 0
+        assert router.cell(0, MemberCell.ERRORS) == 0
         connection.close()
 
 
@@ -113,7 +113,7 @@ async def test_a_replica_that_takes_nothing_new_is_left_alone_and_costs_nothing(
         for _ in range(20):
             assert (await router.post()).status == 200
         assert [len(one.asked) for one in upstreams[:2]] <= [1, 1]
-        assert router.cell(0, Cell.ERRORS) == 0
+        assert router.cell(0, MemberCell.ERRORS) == 0
         assert {"event": "failed", "member": 0, "kind": "draining"} in router.told or not upstreams[0].asked
 
 
@@ -180,8 +180,8 @@ async def test_answers_that_are_nobodys_failure_never_open_the_breaker():
             upstream.answers = [saying(answer) for answer in said]
             for _ in said:
                 await router.post()
-        assert router.cell(0, Cell.BREAKER) == 0
-        assert router.cell(0, Cell.ERRORS) == 0
+        assert router.cell(0, MemberCell.BREAKER) == 0
+        assert router.cell(0, MemberCell.ERRORS) == 0
 
 
 async def test_clients_that_go_away_never_open_the_breaker_and_cancel_their_requests():
@@ -194,9 +194,9 @@ async def test_clients_that_go_away_never_open_the_breaker_and_cancel_their_requ
             if number % 2:
                 connection.writer.write_eof()  # it is gone all the same
             connection.close()
-        await until(lambda: router.total(Total.CLIENT_GONE) == 6)
-        await until(lambda: router.cell(0, Cell.IN_FLIGHT) == 0)
-        assert router.cell(0, Cell.BREAKER) == 0
+        await until(lambda: router.total(ProcessCell.CLIENT_GONE) == 6)
+        await until(lambda: router.cell(0, MemberCell.IN_FLIGHT) == 0)
+        assert router.cell(0, MemberCell.BREAKER) == 0
         assert router.relay.trips == 0
 
 
@@ -204,10 +204,10 @@ async def test_an_open_breaker_lets_one_request_try_and_closes_when_that_is_answ
     upstream = Upstream(reset_at_once)
     async with routing(upstream, breaker_open_s=0.05) as router:
         await router.post()
-        assert router.cell(0, Cell.BREAKER) == 2
+        assert router.cell(0, MemberCell.BREAKER) == 2
         upstream.always = well
         assert (await router.post()).status == 200
-        assert router.cell(0, Cell.BREAKER) == 0
+        assert router.cell(0, MemberCell.BREAKER) == 0
         replica = router.relay.members.usable[0]
         assert replica.speed < 1
 
@@ -231,7 +231,7 @@ async def test_errors_in_bursts_open_the_breaker():
     async with routing(bad, good, policy="round-robin") as router:
         for _ in range(40):
             await router.post()
-        assert router.cell(0, Cell.BREAKER) == 2
+        assert router.cell(0, MemberCell.BREAKER) == 2
         assert len(bad.asked) == 20
 
 
@@ -258,12 +258,12 @@ async def test_with_no_replica_in_sight_a_request_is_refused_at_once():
         router.roster()
         answer = await router.post()
         assert (answer.status, answer.headers["retry-after"]) == (503, "2")
-        assert router.total(Total.UNROUTED) == 1
+        assert router.total(ProcessCell.UNROUTED) == 1
 
 
 async def test_waiting_for_a_replica_has_an_end():
     async with routing(wait_s=0.2) as router:
-        router.roster(Member(0, "127.0.0.1", 9, "starting"))
+        router.roster(FleetMember(0, "127.0.0.1", 9, "starting"))
         assert (await router.post()).status == 503
 
 
@@ -292,7 +292,7 @@ async def test_a_silent_replica_is_given_up_after_the_timeout():
         answer = await router.post()
         assert answer.status == 504
         assert router.told == [{"event": "failed", "member": 0, "kind": "timeout"}]
-        assert router.total(Total.TIMEOUTS) == 1
+        assert router.total(ProcessCell.TIMEOUTS) == 1
 
 
 async def test_an_answer_before_the_whole_request_came_is_passed_on():
@@ -305,7 +305,7 @@ async def test_an_answer_before_the_whole_request_came_is_passed_on():
 
     server = await asyncio.start_server(early, "127.0.0.1", 0)
     async with routing() as router:
-        router.roster(Member(0, "127.0.0.1", server.sockets[0].getsockname()[1], "up"))
+        router.roster(FleetMember(0, "127.0.0.1", server.sockets[0].getsockname()[1], "up"))
         answer = await router.post(b"x" * (20 << 20))
         assert (answer.status, answer.body) == (413, b"large")
     server.close()
@@ -319,7 +319,7 @@ async def test_an_unknown_length_that_breaks_off_breaks_off_at_the_client_too():
     async with routing(Upstream(saying(head + chunk(b"some") + b"5\r\nof", "reset"))) as router:
         answer = await router.post()
         assert not answer.whole
-        await until(lambda: router.total(Total.BROKEN_OFF) == 1)
+        await until(lambda: router.total(ProcessCell.BROKEN_OFF) == 1)
 
 
 async def test_a_large_answer_that_breaks_off_breaks_off_at_the_client_too():

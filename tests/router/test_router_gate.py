@@ -7,7 +7,7 @@ import asyncio
 import pytest
 from run_router import Connection, Upstream, post, read_request, routing, until
 
-from gpuinfer.fleet.router.board import Total
+from gpuinfer.fleet.router.shared_counters import ProcessCell
 
 OPEN = "Authorization: Bearer right\r\n"
 
@@ -93,7 +93,7 @@ async def test_connections_over_the_limit_are_told_so(caplog):
         assert "more than 2 connections at once" in caplog.text
         third.close()
         first.close()
-        await until(lambda: router.total(Total.CONNECTIONS) == 1)
+        await until(lambda: router.total(ProcessCell.CONNECTIONS) == 1)
         fourth = await router.connect()
         await fourth.send(post())
         assert (await fourth.answer()).status == 200
@@ -104,7 +104,7 @@ async def test_connections_over_the_limit_are_told_so(caplog):
 async def test_connections_far_over_the_limit_are_closed_at_once():
     async with routing(Upstream(), connections=1, refusals=2, head_s=1e6) as router:
         made = [await router.connect() for _ in range(10)]
-        await until(lambda: router.total(Total.CONNECTIONS) <= 3)
+        await until(lambda: router.total(ProcessCell.CONNECTIONS) <= 3)
         assert (await made[-1].answer()).status == 503
         for connection in made:
             connection.close()

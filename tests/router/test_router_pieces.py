@@ -12,14 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from run_router import ANSWER, EVENTS, Router, Upstream, chunk, post, routing
 
-from gpuinfer.fleet.router.chunks import BadChunk, ChunkReader
-from gpuinfer.fleet.router.client_side import Door
-from gpuinfer.fleet.router.events import Events
-from gpuinfer.fleet.router.link import Link
-from gpuinfer.fleet.router.request_head import RequestHead
-from gpuinfer.fleet.router.response_head import Broken, ResponseHead
-from gpuinfer.fleet.router.room import Room
-from gpuinfer.http.strict import Malformed, check_head, parse_head
+from gpuinfer.fleet.router.client_connection import Listener
+from gpuinfer.fleet.router.connection_pool import ReplicaConnection
+from gpuinfer.fleet.router.event_stream import ByteBudget, RelayedEvents
+from gpuinfer.fleet.router.http_message import BadChunk, BrokenResponse, ChunkReader, RequestHead, ResponseHead
+from gpuinfer.http.parser import Malformed, check_head, parse_head
 
 ANSWERS = {
     "a length": (ANSWER, b'{"answer": "ok"'),
@@ -72,10 +69,10 @@ class Fed:
 async def through(router: Router, request: list[bytes], answer: list[bytes]) -> tuple[bytes, bytes]:
     """What the replica and the client receive."""
     pool, upstream, client = router.relay.members.usable[0].pool, Fed(), Fed()
-    link = Link(pool)
+    link = ReplicaConnection(pool)
     link.connection_made(upstream)
     pool.take_back(link)
-    side = Door(router.relay).protocol()
+    side = Listener(router.relay).protocol()
     side.connection_made(client)
     for piece in request:
         side.data_received(piece)
@@ -216,7 +213,7 @@ def test_no_bytes_of_a_replica_do_more_than_break_its_connection(data):
         lambda: ResponseHead(b"HTTP/1.1 200 OK\r\n" + data + b"\r\n\r\n", b"GET"),
         lambda: ChunkReader().feed(data),
     ):
-        with contextlib.suppress(Broken, BadChunk):
+        with contextlib.suppress(BrokenResponse, BadChunk):
             read()
 
 
@@ -226,7 +223,7 @@ def test_no_bytes_of_a_replica_do_more_than_break_its_connection(data):
 )
 def test_only_whole_events_go_out_and_all_of_them(parts, places):
     whole = b"".join(parts)
-    events, found = Events(1 << 20, Room(1 << 20)), b""
+    events, found = RelayedEvents(1 << 20, ByteBudget(1 << 20)), b""
     for piece in cut(whole, places) if whole else []:
         out = events.take(piece)
         assert out == b"" or out.endswith((b"\n\n", b"\n\r\n"))

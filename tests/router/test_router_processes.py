@@ -12,8 +12,8 @@ import pytest
 from run_router import ANSWER, Answer, Connection, Upstream, config, free_port, member, post, until
 
 from gpuinfer.errors import UsageError
-from gpuinfer.fleet.roster import Member, Roster
 from gpuinfer.fleet.router.processes import Routers
+from gpuinfer.fleet.router.protocol import FleetMember, Roster
 
 
 @contextlib.asynccontextmanager
@@ -133,7 +133,7 @@ async def test_an_older_roster_changes_nothing():
 async def test_failures_are_told_to_the_owner():
     async with processes() as (routers, port):
         told.clear()
-        routers.update(Roster(2, (Member(7, "127.0.0.1", free_port(), "up"),)))
+        routers.update(Roster(2, (FleetMember(7, "127.0.0.1", free_port(), "up"),)))
         asking = asyncio.create_task(ask(port))
         await until(lambda: told)
         assert told[0] == {"event": "failed", "member": 7, "kind": "refused"}

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 from run_router import ANSWER, EVENTS, Upstream, chunk, post, routing, saying, until
 
-from gpuinfer.fleet.router.board import Cell, Total
+from gpuinfer.fleet.router.shared_counters import MemberCell, ProcessCell
 
 
 async def test_an_answer_says_which_replica_gave_it_and_why():
@@ -228,7 +228,7 @@ async def test_bodies_end_where_their_framing_says(answer, status, body):
             told = await connection.answer(body=status not in (204, 304))
             assert (told.status, told.body) == (status, body)
         connection.close()
-        assert router.cell(0, Cell.ERRORS) == 0
+        assert router.cell(0, MemberCell.ERRORS) == 0
     assert upstream.connections == 1
 
 
@@ -318,8 +318,8 @@ async def test_requests_of_a_client_that_has_said_all_are_all_answered():
         assert await connection.closed() == b""
         connection.close()
         assert [asked.body for asked in upstream.asked] == [b"1", b"2", b"3"]
-        await until(lambda: router.total(Total.CONNECTIONS) == 0)
-        assert router.total(Total.CLIENT_GONE) == 0
+        await until(lambda: router.total(ProcessCell.CONNECTIONS) == 0)
+        assert router.total(ProcessCell.CLIENT_GONE) == 0
 
 
 @pytest.mark.parametrize(
@@ -342,4 +342,4 @@ async def test_whoever_has_said_all_and_too_little_is_closed(part):
         said = await connection.closed()
         connection.close()
         assert said.startswith(b"HTTP/1.1 200 OK\r\n" if part.startswith(post()) else b"")
-        await until(lambda: router.total(Total.CONNECTIONS) == 0)
+        await until(lambda: router.total(ProcessCell.CONNECTIONS) == 0)

@@ -14,14 +14,14 @@ import pytest
 from forking import Forked
 from run_router import Router, post, routing
 
-from gpuinfer.fleet.roster import Member
-from gpuinfer.fleet.router.board import Cell
+from gpuinfer.fleet.router.protocol import FleetMember
+from gpuinfer.fleet.router.shared_counters import MemberCell
 
 START_S = 250.0
 
 
 @contextlib.asynccontextmanager
-async def replicas(count: int, folder: Path) -> AsyncIterator[list[tuple[Forked, Member]]]:
+async def replicas(count: int, folder: Path) -> AsyncIterator[list[tuple[Forked, FleetMember]]]:
     (folder / "key").write_text("the-key-of-the-replicas\n")
     (folder / "key").chmod(0o600)
     words = ["serve", "--model", "tiny", "-B", "threads=1", "--port", "0", "--behind-router", "--api-key-file", "key"]
@@ -42,14 +42,14 @@ async def replicas(count: int, folder: Path) -> AsyncIterator[list[tuple[Forked,
             process.wait(START_S)
 
 
-def ready(file: Path, number: int, process: Forked) -> Member:
+def ready(file: Path, number: int, process: Forked) -> FleetMember:
     end = time.monotonic() + START_S
     while not file.exists():
         over = time.monotonic() > end or process.poll() is not None
         assert not over, (file.parent / f"log-{number}").read_text()
         time.sleep(0.1)
     told = json.loads(file.read_text())
-    return Member(number, told["host"], told["port"], "up", key="the-key-of-the-replicas")
+    return FleetMember(number, told["host"], told["port"], "up", key="the-key-of-the-replicas")
 
 
 def ask(samples: int) -> bytes:
@@ -93,4 +93,4 @@ async def test_a_stream_goes_on_with_the_same_text_when_its_replica_is_killed(tm
             body += piece
         connection.close()
         assert told(body) == told(expected)
-        assert sum(router.cell(slot, Cell.RESUMED) for slot in (0, 1)) == 1, body[-3000:]
+        assert sum(router.cell(slot, MemberCell.RESUMED) for slot in (0, 1)) == 1, body[-3000:]

@@ -9,7 +9,7 @@ import pytest
 from resumable import Resumable
 from run_router import EVENTS, Upstream, chunk, post, routing, saying, until, well
 
-from gpuinfer.fleet.router.board import Cell, Total
+from gpuinfer.fleet.router.shared_counters import MemberCell, ProcessCell
 
 
 def tokens(body: bytes, sample: int = 0) -> list[int]:
@@ -62,7 +62,7 @@ async def test_a_stream_of_ours_goes_on_elsewhere_from_where_it_broke_off(sample
         assert set(answering.bodies) == {b'{"prompt": "hello"}'}
         assert len(set(answering.created)) == len(set(answering.ids)) == 1
         assert len(answering.begun) == len(breaks) + 1
-        assert sum(router.cell(slot, Cell.RESUMED) for slot in (0, 1)) == len(breaks)
+        assert sum(router.cell(slot, MemberCell.RESUMED) for slot in (0, 1)) == len(breaks)
         assert router.relay.room.left == router.relay.config.bodies_bytes
 
 
@@ -80,7 +80,7 @@ async def test_a_stream_that_was_done_but_for_its_end_is_done():
     async with routing(Upstream(saying(EVENTS + chunk(b"data: [DONE]\n\n"), "close"))) as router:
         answer = await router.post()
         assert (answer.whole, answer.body) == (True, b"data: [DONE]\n\n")
-        assert router.total(Total.BROKEN_OFF) == 0
+        assert router.total(ProcessCell.BROKEN_OFF) == 0
 
 
 async def test_a_stream_that_is_longer_than_what_is_kept_ends_with_an_error_event():
@@ -159,8 +159,8 @@ async def test_a_client_that_reads_nothing_is_cut_off():
     async with routing(Upstream(flood), write_s=0.2) as router:
         connection = await router.connect()
         await connection.send(post())
-        await until(lambda: router.total(Total.CLIENT_GONE) == 1)
-        assert router.cell(0, Cell.ERRORS) == 0
+        await until(lambda: router.total(ProcessCell.CLIENT_GONE) == 1)
+        assert router.cell(0, MemberCell.ERRORS) == 0
         connection.close()
 
 

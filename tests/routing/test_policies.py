@@ -10,28 +10,28 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpuinfer.errors import UnknownName, UsageError
-from gpuinfer.routing.policy import POLICIES, Asking, Load, make
+from gpuinfer.fleet.routing_policies import POLICIES, ReplicaLoad, RoutedRequest, make_policy
 
 loads_st = st.lists(
-    st.builds(Load, st.integers(0, 500), st.integers(0, 1000), st.floats(0.01, 8.0)),
+    st.builds(ReplicaLoad, st.integers(0, 500), st.integers(0, 1000), st.floats(0.01, 8.0)),
     min_size=1,
     max_size=16,
     unique_by=lambda load: load.member,
 )
-askings = st.builds(Asking, st.floats(1, 1e5), st.none() | st.binary(max_size=40))
+askings = st.builds(RoutedRequest, st.floats(1, 1e5), st.none() | st.binary(max_size=40))
 
 
 def policy(name, seed=1, **options):
-    return make(name, random.Random(seed), **options)
+    return make_policy(name, random.Random(seed), **options)
 
 
 def fleet(*in_flight):
-    return [Load(number, now) for number, now in enumerate(in_flight)]
+    return [ReplicaLoad(number, now) for number, now in enumerate(in_flight)]
 
 
 def shares(name, loads, times, affinity=None):
     chooser = policy(name)
-    return Counter(chooser.choose(loads, Asking(1, affinity)).load.member for _ in range(times))
+    return Counter(chooser.choose(loads, RoutedRequest(1, affinity)).load.member for _ in range(times))
 
 
 @given(st.lists(loads_st, min_size=1, max_size=8), askings, st.sampled_from(sorted(POLICIES)))
@@ -54,14 +54,16 @@ def test_least_loaded_finds_nobody_with_less(loads, asking):
 @pytest.mark.parametrize(
     ("loads", "member", "why"),
     [
-        pytest.param([Load(1, 5), Load(2, 3)], 2, "least-loaded 3<5", id="the fewer in flight"),
-        pytest.param([Load(1, 5, 2.0), Load(2, 3)], 1, "least-loaded 2.5<3", id="for its speed"),
-        pytest.param([Load(1, 4, 0.1), Load(2, 30)], 2, "least-loaded 30<40", id="a slow start takes less"),
-        pytest.param([Load(7, 4)], 7, "least-loaded alone", id="one alone"),
+        pytest.param([ReplicaLoad(1, 5), ReplicaLoad(2, 3)], 2, "least-loaded 3<5", id="the fewer in flight"),
+        pytest.param([ReplicaLoad(1, 5, 2.0), ReplicaLoad(2, 3)], 1, "least-loaded 2.5<3", id="for its speed"),
+        pytest.param(
+            [ReplicaLoad(1, 4, 0.1), ReplicaLoad(2, 30)], 2, "least-loaded 30<40", id="a slow start takes less"
+        ),
+        pytest.param([ReplicaLoad(7, 4)], 7, "least-loaded alone", id="one alone"),
     ],
 )
 def test_least_loaded_says_why(loads, member, why):
-    chosen, said = policy("least-loaded").choose(loads, Asking())
+    chosen, said = policy("least-loaded").choose(loads, RoutedRequest())
     assert (chosen.member, said) == (member, why)
 
 
@@ -79,33 +81,35 @@ def test_of_two_least_loaded_both_are_taken_and_no_other():
 
 def test_round_robin_goes_on_after_the_last_when_one_has_left():
     chooser, loads = policy("round-robin"), fleet(0, 0, 0, 0)
-    seen = [chooser.choose(loads, Asking()).load.member for _ in range(2)]
-    seen += [chooser.choose([loads[3], loads[0], loads[1]], Asking()).load.member for _ in range(4)]
+    seen = [chooser.choose(loads, RoutedRequest()).load.member for _ in range(2)]
+    seen += [chooser.choose([loads[3], loads[0], loads[1]], RoutedRequest()).load.member for _ in range(4)]
     assert seen == [0, 1, 3, 0, 1, 3]
 
 
 @pytest.mark.parametrize("members", [2, 3, 5, 8, 64])
 def test_sticky_spreads_affinities_evenly(members):
-    chooser, loads = policy("sticky"), [Load(number) for number in range(members)]
-    found = Counter(chooser.choose(loads, Asking(1, b"user %d" % user)).load.member for user in range(2000 * members))
+    chooser, loads = policy("sticky"), [ReplicaLoad(number) for number in range(members)]
+    found = Counter(
+        chooser.choose(loads, RoutedRequest(1, b"user %d" % user)).load.member for user in range(2000 * members)
+    )
     assert all(1750 < found[member] < 2250 for member in range(members))
 
 
 @given(st.sets(st.integers(0, 10**6), min_size=2, max_size=12), st.randoms(use_true_random=False))
 def test_when_one_leaves_only_what_was_its_own_moves(members, dice):
-    loads = [Load(member) for member in members]
+    loads = [ReplicaLoad(member) for member in members]
     dice.shuffle(loads)
     gone, chooser = loads[0], policy("sticky")
     for user in range(60):
-        asking = Asking(1, b"user %d" % user)
+        asking = RoutedRequest(1, b"user %d" % user)
         before, after = (chooser.choose(here, asking).load for here in (loads, loads[1:]))
         assert before is after or before is gone
 
 
 def test_two_routers_agree_on_the_favourite():
-    one, other, loads = policy("sticky", 1), policy("sticky", 2), [Load(number) for number in range(9)]
+    one, other, loads = policy("sticky", 1), policy("sticky", 2), [ReplicaLoad(number) for number in range(9)]
     for user in range(100):
-        asking = Asking(1, b"user %d" % user)
+        asking = RoutedRequest(1, b"user %d" % user)
         assert one.choose(loads, asking).load is other.choose(loads[::-1], asking).load
 
 
@@ -114,8 +118,8 @@ FAVOURITES = [1, 5, 7, 7, 0, 5, 3, 5, 0, 2]
 
 def test_the_favourites_are_the_same_in_every_process_and_version():
     """Otherwise a rolling restart of the routers would empty every cache."""
-    chooser, loads = policy("sticky"), [Load(number) for number in range(8)]
-    found = [chooser.choose(loads, Asking(1, b"user %d" % user)).load.member for user in range(10)]
+    chooser, loads = policy("sticky"), [ReplicaLoad(number) for number in range(8)]
+    found = [chooser.choose(loads, RoutedRequest(1, b"user %d" % user)).load.member for user in range(10)]
     assert found == FAVOURITES
 
 
@@ -127,7 +131,7 @@ def test_the_favourites_are_the_same_in_every_process_and_version():
     ],
 )
 def test_sticky_breaks_by_its_margin(ahead, why):
-    chooser, asking, loads = policy("sticky", margin=4), Asking(1, b"me"), fleet(0, 0, 0)
+    chooser, asking, loads = policy("sticky", margin=4), RoutedRequest(1, b"me"), fleet(0, 0, 0)
     favourite = chooser.choose(loads, asking).load
     favourite.in_flight = ahead
     chosen, said = chooser.choose(loads, asking)
@@ -136,16 +140,16 @@ def test_sticky_breaks_by_its_margin(ahead, why):
 
 
 def test_without_an_affinity_sticky_takes_the_least_loaded():
-    assert policy("sticky").choose(fleet(3, 1), Asking()).why == "least-loaded 1<3"
+    assert policy("sticky").choose(fleet(3, 1), RoutedRequest()).why == "least-loaded 1<3"
 
 
 def test_two_choices_bound_the_imbalance_where_one_does_not():
     """Balls into bins: the fullest holds ln n / ln ln n too many of n by chance, and ln ln n of the better of two."""
 
     def fullest(name):
-        chooser, loads = policy(name), [Load(number) for number in range(64)]
+        chooser, loads = policy(name), [ReplicaLoad(number) for number in range(64)]
         for _ in range(64 * 50):
-            chooser.choose(loads, Asking()).load.in_flight += 1
+            chooser.choose(loads, RoutedRequest()).load.in_flight += 1
         return max(load.in_flight for load in loads)
 
     assert fullest("least-loaded") == 50
@@ -170,4 +174,7 @@ def test_what_is_none_is_refused(name, options, error, said):
 
 
 def test_options_may_be_words():
-    assert make("sticky", random.Random(1), margin="2.5").choose(fleet(1, 1), Asking(1, b"a")).why == "sticky"
+    assert (
+        make_policy("sticky", random.Random(1), margin="2.5").choose(fleet(1, 1), RoutedRequest(1, b"a")).why
+        == "sticky"
+    )

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 from in_python import Kuhn, PythonConnectFour, Wager
 
-from gpuinfer.workloads.selfplay.drawing import Draw
+from gpuinfer.workloads.selfplay.draw import Draw
 from gpuinfer.workloads.selfplay.python_game import PythonGame
 
 

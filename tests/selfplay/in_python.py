@@ -7,8 +7,8 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from gpuinfer.testing.hidden import CompiledAsPython
-from gpuinfer.workloads.selfplay.drawing import Draw
+from gpuinfer.testing.hidden_information import CompiledAsPython
+from gpuinfer.workloads.selfplay.draw import Draw
 from gpuinfer.workloads.selfplay.games.blob import Blob
 from gpuinfer.workloads.selfplay.games.connect_four import ConnectFour
 from gpuinfer.workloads.selfplay.python_game import CHANCE, OVER, PythonGame

@@ -7,11 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from gpuinfer.testing.reference import Model as Model
-from gpuinfer.testing.reference import Thinker as Thinker
-from gpuinfer.testing.reference import load as load
-from gpuinfer.testing.reference import random_linear as random_linear
-from gpuinfer.testing.reference import search_of as search_of
+from gpuinfer.testing.reference_search import Model, load, search_of
 from gpuinfer.workloads.selfplay.arena import Arena
 from gpuinfer.workloads.selfplay.game import Game
 

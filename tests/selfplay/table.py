@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable, Iterator
 
-from gpuinfer.testing.reference import Table as Table
+from gpuinfer.testing.reference_search import ReferenceTable as Table
 from gpuinfer.workloads.selfplay.games.blob import Blob
 
 

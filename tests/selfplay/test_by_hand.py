@@ -16,9 +16,9 @@ from table import cards
 
 from gpuinfer.errors import UsageError
 from gpuinfer.workloads.selfplay import arrays
-from gpuinfer.workloads.selfplay.by_hand import Table
 from gpuinfer.workloads.selfplay.games.blob import RANKS, SUITS, Blob
 from gpuinfer.workloads.selfplay.games.connect_four import ConnectFour
+from gpuinfer.workloads.selfplay.manual_play import ManualGame
 
 COMPILED = [
     pytest.param(ConnectFour(), ConnectFour(), id="connect four"),
@@ -43,7 +43,7 @@ def without_forced_moves(rules):
 @pytest.mark.parametrize("number", range(4))
 def test_it_is_the_game_of_that_number_move_by_move(game, original, number):
     moves = random.Random(number)
-    table = Table(game, search_of(evaluator=arrays.UNIFORM), number)
+    table = ManualGame(game, search_of(evaluator=arrays.UNIFORM), number)
     rules = without_forced_moves(Rules(original, search_of().seed, number))
     while table.mover is not None:
         assert (table.mover, list(table.legal)) == (rules.mover, rules.legal())
@@ -63,7 +63,7 @@ def test_it_is_the_game_of_that_number_move_by_move(game, original, number):
 def test_its_search_is_that_of_self_play(game, evaluator):
     """Without noise and with nothing hidden a search depends on the position alone."""
     search = {"evaluator": evaluator, "simulations": 60, "determinizations": 1, "noise": 0.0}
-    table, rules = Table(game, search_of(**search), 0), Rules(ConnectFour(), search_of().seed, 0)
+    table, rules = ManualGame(game, search_of(**search), 0), Rules(ConnectFour(), search_of().seed, 0)
     thinker, answer = Thinker(ConnectFour(), **search), random_linear(ConnectFour())
     for move in (3, 3, 2, 4):
         found = table.think(network(ConnectFour()))
@@ -78,7 +78,7 @@ def test_its_search_is_that_of_self_play(game, evaluator):
     "game", [pytest.param(ConnectFour(), id="compiled"), pytest.param(ShownConnectFour(), id="Python")]
 )
 def test_it_sees_the_move_that_wins(game):
-    table = Table(game, search_of(evaluator=arrays.ROLLOUT, simulations=200, determinizations=1), 0)
+    table = ManualGame(game, search_of(evaluator=arrays.ROLLOUT, simulations=200, determinizations=1), 0)
     for move in (3, 0, 3, 0, 3, 1):
         table.play(move)
     best = table.think(network(game))[0]
@@ -89,7 +89,7 @@ def test_it_sees_the_move_that_wins(game):
 
 @pytest.mark.parametrize(("game", "original"), COMPILED)
 def test_a_move_is_taken_back_with_all_that_came_after_it(game, original):
-    table = Table(game, search_of(evaluator=arrays.UNIFORM), 5)
+    table = ManualGame(game, search_of(evaluator=arrays.UNIFORM), 5)
     seen = []
     moves = random.Random(1)
     while table.mover is not None:
@@ -106,7 +106,7 @@ def test_a_move_is_taken_back_with_all_that_came_after_it(game, original):
 
 
 def test_actions_that_are_called_the_same_are_told_apart_by_their_numbers():
-    table = Table(ShownBlob(), search_of(evaluator=arrays.UNIFORM), 0)
+    table = ManualGame(ShownBlob(), search_of(evaluator=arrays.UNIFORM), 0)
     assert table.names() == {str(action): action for action in table.legal}
 
 
@@ -204,12 +204,12 @@ def test_what_cannot_be_played_is_refused(tmp_path, words, said):
 
 
 def test_a_game_that_shows_nothing_is_told_so_by_its_method():
-    table = Table(Silent(), search_of(evaluator=arrays.UNIFORM, determinizations=1), 3)
+    table = ManualGame(Silent(), search_of(evaluator=arrays.UNIFORM, determinizations=1), 3)
     with pytest.raises(UsageError, match=r"game 'Silent': `show` returned None\. Return a text\."):
         table.shown(0)
 
 
 def test_shown_wager_is_a_game_by_hand():
-    table = Table(ShownWager(), search_of(evaluator=arrays.UNIFORM, determinizations=1, simulations=400), 3)
+    table = ManualGame(ShownWager(), search_of(evaluator=arrays.UNIFORM, determinizations=1, simulations=400), 3)
     best = table.think(network)[0]
     assert (best.action, best.value) == (ShownWager.WHEEL, pytest.approx(0.5, abs=0.2))

@@ -17,8 +17,8 @@ from matches import same
 from safetensors.torch import save_file
 
 from gpuinfer.report import report
-from gpuinfer.report.strength import Tally, of_strength
-from gpuinfer.workloads.selfplay.sides import Sides, points
+from gpuinfer.report.game_statistics import ScoreTally, of_strength
+from gpuinfer.workloads.selfplay.evaluator import Pairing, points_of_pairing
 
 HERE = Path(__file__).parent
 SMALL_SHARDS = str(HERE / "small_shards.py")
@@ -45,8 +45,10 @@ def done(*words, cwd):
 
 
 def strength_of(records):
-    found = dict(zip(records["finished"].tolist(), map(points, records["returns"], records["sides"]), strict=True))
-    return of_strength(Tally(found).facts())
+    found = dict(
+        zip(records["finished"].tolist(), map(points_of_pairing, records["returns"], records["sides"]), strict=True)
+    )
+    return of_strength(ScoreTally(found).facts())
 
 
 def test_a_match_says_who_is_stronger_and_records_say_whose_the_seats_were(tmp_path):
@@ -54,7 +56,7 @@ def test_a_match_says_who_is_stronger_and_records_say_whose_the_seats_were(tmp_p
     made = done(*words, "--games", 11, cwd=tmp_path)
     jsonschema.validate(made, report.schema())
     records = records_of(tmp_path / "games")
-    assert records["sides"].tolist() == [Sides(2, 0).of(number).tolist() for number in range(11)]
+    assert records["sides"].tolist() == [Pairing(2, 0).of(number).tolist() for number in range(11)]
     assert made["strength"] == strength_of(records)
     assert (made["strength"]["games"], made["strength"]["pairs"]) == (11, 5)
     again = done(*words, "--games", 14, "--resume", cwd=tmp_path)

@@ -12,9 +12,9 @@ from in_python import Wager
 
 from gpuinfer import stats
 from gpuinfer.errors import BackendDied, UsageError, WorkError, unwrap
-from gpuinfer.host import compiling
-from gpuinfer.positions import records
-from gpuinfer.workloads.selfplay import arrays, keeping, player
+from gpuinfer.host import compile_status
+from gpuinfer.models import positions
+from gpuinfer.workloads.selfplay import arrays, game_records, player
 
 
 class Session:
@@ -28,14 +28,14 @@ def part(number):
 
 @pytest.fixture
 def writer(tmp_path, monkeypatch):
-    monkeypatch.setattr(keeping, "SHARD_BYTES", 1)  # every part is worth a shard
-    return keeping.ShardWriter(tmp_path, Session())
+    monkeypatch.setattr(game_records, "SHARD_BYTES", 1)  # every part is worth a shard
+    return game_records.ShardWriter(tmp_path, Session())
 
 
 @pytest.fixture
 def gate(monkeypatch):
     """No shard is written before this is set. Its `writing`: one is waiting to be."""
-    opened, write = threading.Event(), records.Folder.write
+    opened, write = threading.Event(), positions.PositionsFolder.write
     opened.writing = threading.Event()
 
     def slow(self, arrays):
@@ -43,7 +43,7 @@ def gate(monkeypatch):
         assert opened.wait(60)
         return write(self, arrays)
 
-    monkeypatch.setattr(records.Folder, "write", slow)
+    monkeypatch.setattr(positions.PositionsFolder, "write", slow)
     return opened
 
 
@@ -55,7 +55,7 @@ async def test_two_who_ask_for_a_shard_at_once_lose_none(writer, gate, tmp_path)
     gate.set()
     await asyncio.gather(*others)
     await writer.flush()
-    assert records.Folder(tmp_path).finished() == {0, 1}
+    assert positions.PositionsFolder(tmp_path).finished() == {0, 1}
 
 
 async def test_whoever_is_cancelled_while_a_shard_is_written_leaves_it_whole(writer, gate, tmp_path):
@@ -67,14 +67,14 @@ async def test_whoever_is_cancelled_while_a_shard_is_written_leaves_it_whole(wri
         await impatient
     gate.set()
     await writer.flush()
-    assert records.Folder(tmp_path).finished() == {0, 1}
+    assert positions.PositionsFolder(tmp_path).finished() == {0, 1}
 
 
 async def test_a_shard_that_cannot_be_written_is_told_at_the_latest_by_flush(writer, monkeypatch):
     def full(self, arrays):
         raise WorkError("no space")
 
-    monkeypatch.setattr(records.Folder, "write", full)
+    monkeypatch.setattr(positions.PositionsFolder, "write", full)
     await writer.add(part(0))
     with pytest.raises(WorkError, match="no space"):
         await writer.flush()
@@ -111,10 +111,10 @@ class Told(list):
 async def test_what_is_compiled_while_a_worker_prepares_is_told_once(compiled):
     told, over = Told(), threading.Event()
     if compiled:
-        compiling.begin("search")
+        compile_status.begin("search")
     task = asyncio.create_task(player._telling(told, asyncio.to_thread(over.wait, 60)))
     await asyncio.sleep(5 * player.LOOK_S)
-    compiling.end("search")
+    compile_status.end("search")
     over.set()
     assert await task
     assert told == ([{"note": player.COMPILING}] if compiled else [])
@@ -166,14 +166,14 @@ class Silent(Told):
 
 
 def last_round(path):
-    return player.Round([LastSearch()], Dead(), Silent(), {"out": str(path)}).play()
+    return player.WorkerLoop([LastSearch()], Dead(), Silent(), {"out": str(path)}).play()
 
 
 async def test_games_that_finished_in_a_search_whose_answers_never_come_are_kept(tmp_path):
     with pytest.raises(ExceptionGroup) as failed:
         await last_round(tmp_path)
     assert isinstance(unwrap(failed.value), BackendDied)
-    assert records.Folder(tmp_path).finished() == {7}
+    assert positions.PositionsFolder(tmp_path).finished() == {7}
 
 
 async def test_a_parent_that_hangs_up_meanwhile_does_not_keep_them_from_the_disk(gate, tmp_path):
@@ -185,7 +185,7 @@ async def test_a_parent_that_hangs_up_meanwhile_does_not_keep_them_from_the_disk
     gate.set()
     with pytest.raises(ExceptionGroup):
         await playing
-    assert records.Folder(tmp_path).finished() == {7}
+    assert positions.PositionsFolder(tmp_path).finished() == {7}
 
 
 def test_features_that_are_no_numbers_are_the_games_fault_and_not_the_models():

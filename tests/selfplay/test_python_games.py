@@ -47,11 +47,12 @@ from in_python import Kuhn, PythonBlob, PythonConnectFour, Wager
 from matches import arena_of, played, random_linear, same, search_of
 
 from gpuinfer.errors import UsageError, WorkError
-from gpuinfer.testing import assert_ok, python_games
+from gpuinfer.testing import assert_ok
+from gpuinfer.testing import games as python_games
 from gpuinfer.testing.games import check_game
-from gpuinfer.testing.hidden import CompiledAsPython, fault_of_hiding
+from gpuinfer.testing.hidden_information import CompiledAsPython, fault_of_hiding
 from gpuinfer.workloads.selfplay import arrays, games, kernels
-from gpuinfer.workloads.selfplay.drawing import Draw
+from gpuinfer.workloads.selfplay.draw import Draw
 from gpuinfer.workloads.selfplay.python_arena import PythonArena
 from gpuinfer.workloads.selfplay.workload import parsed
 

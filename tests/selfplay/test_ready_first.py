@@ -9,8 +9,8 @@ from helpers import AtOnce
 from in_place import InPlace
 
 from gpuinfer.api import Roofline, Setup
-from gpuinfer.models.remembered import Found
-from gpuinfer.runtime import measuring
+from gpuinfer.models.roofline_process import KeptSearch
+from gpuinfer.runtime import run_roofline
 from gpuinfer.runtime.run import MEASURING, run
 from gpuinfer.workloads.selfplay.workload import SelfPlay
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("children_forked")
 
 
 class Bare:
-    known, fits_beside = Found(64, "one", 1e6, 300.0), True
+    known, fits_beside = KeptSearch(64, "one", 1e6, 300.0), True
 
     def __init__(self, backend):
         pass
@@ -36,7 +36,7 @@ class Bare:
 
 @pytest.mark.thorough
 def test_workers_that_are_ready_do_nothing_while_the_bare_model_is_measured(monkeypatch):
-    monkeypatch.setattr(measuring, "BareModel", Bare)
+    monkeypatch.setattr(run_roofline, "BareModel", Bare)
     match = SelfPlay(
         Setup(devices=("cpu",)), games=4, workers=1, model="blobnet-small", determinizations=2, simulations=6
     )

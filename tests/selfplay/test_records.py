@@ -16,10 +16,9 @@ from matches import arena_of, in_order, played, same
 from torch.utils.data import DataLoader
 
 from gpuinfer.errors import UsageError, WorkError
-from gpuinfer.host.records import unwritable
-from gpuinfer.positions.dataset import FIELDS, SelfPlayRecords
-from gpuinfer.positions.reading import sizes_of
-from gpuinfer.positions.records import Folder
+from gpuinfer.host.files import unwritable
+from gpuinfer.models.positions import PositionsFolder, sizes_of
+from gpuinfer.models.selfplay_dataset import FIELDS, SelfPlayRecords
 from gpuinfer.workloads.selfplay.games.blob import Blob
 
 SETTINGS = {"game": "blob", "seed": 1, "options": {"players": 4}}
@@ -35,7 +34,7 @@ def games():
 @pytest.fixture
 def folder(tmp_path, games):
     """A folder with two shards, closed."""
-    folder = Folder(tmp_path / "games")
+    folder = PositionsFolder(tmp_path / "games")
     folder.open(SETTINGS, resume=False)
     for part in games:
         folder.write(part)
@@ -71,7 +70,7 @@ def test_policies_add_up_over_the_legal_moves_alone(games):
 
 
 def test_a_folder_remembers_its_games(folder):
-    assert Folder(folder.path).open(SETTINGS, resume=True) == set(range(16))
+    assert PositionsFolder(folder.path).open(SETTINGS, resume=True) == set(range(16))
     manifest = json.loads((folder.path / "manifest.json").read_text())
     assert manifest["schema"] == "gpuinfer.records/1"
     assert manifest["settings"] == SETTINGS
@@ -80,23 +79,23 @@ def test_a_folder_remembers_its_games(folder):
 
 
 def test_an_empty_folder_may_be_resumed(tmp_path):
-    assert Folder(tmp_path / "new" / "deep").open(SETTINGS, resume=True) == set()
+    assert PositionsFolder(tmp_path / "new" / "deep").open(SETTINGS, resume=True) == set()
 
 
 def test_records_are_not_added_to_by_accident(folder):
     with pytest.raises(UsageError, match=r"holds records already\. Add --resume"):
-        Folder(folder.path).open(SETTINGS, resume=False)
+        PositionsFolder(folder.path).open(SETTINGS, resume=False)
 
 
 @pytest.mark.parametrize("resume", [False, True])
 def test_a_run_that_kept_nothing_decides_nothing(tmp_path, resume):
     """Such as one that was refused for its model: the next one has another, and no records to go on with."""
     path = tmp_path / "games"
-    failed = Folder(path)
+    failed = PositionsFolder(path)
     failed.open({**SETTINGS, "model": "nets:misspelt"}, resume=False)
     (path / "shard-1.npz.tmp").write_bytes(b"half")
     failed.release()
-    folder = Folder(path)
+    folder = PositionsFolder(path)
     assert folder.open(SETTINGS, resume) == set()
     assert [one.name for one in path.iterdir()] == ["manifest.json"]
     assert (folder.manifest() or {})["settings"] == SETTINGS
@@ -104,7 +103,7 @@ def test_a_run_that_kept_nothing_decides_nothing(tmp_path, resume):
 
 def test_other_settings_are_refused_and_shown(folder):
     with pytest.raises(UsageError, match=r"\(seed: 1 there, 2 here; size: null there, 3 here\)") as refused:
-        Folder(folder.path).open({**SETTINGS, "seed": 2, "size": 3}, resume=True)
+        PositionsFolder(folder.path).open({**SETTINGS, "seed": 2, "size": 3}, resume=True)
     assert "blob" not in str(refused.value)
 
 
@@ -122,32 +121,32 @@ def test_other_settings_are_refused_and_shown(folder):
 def test_a_manifest_that_is_none_is_refused(folder, text, message):
     (folder.path / "manifest.json").write_bytes(text.encode(errors="surrogateescape"))
     with pytest.raises(UsageError, match=message):
-        Folder(folder.path).open(SETTINGS, resume=True)
+        PositionsFolder(folder.path).open(SETTINGS, resume=True)
 
 
 def test_shards_without_a_manifest_are_refused(folder):
     (folder.path / "manifest.json").unlink()
     with pytest.raises(UsageError, match=r"has shards but no manifest\.json"):
-        Folder(folder.path).open(SETTINGS, resume=True)
+        PositionsFolder(folder.path).open(SETTINGS, resume=True)
 
 
 def test_two_runs_cannot_write_to_one_folder(folder):
-    first = Folder(folder.path)
+    first = PositionsFolder(folder.path)
     first.open(SETTINGS, resume=True)
     with pytest.raises(UsageError, match=r"is in use by another run\. Wait for it"):
-        Folder(folder.path).open(SETTINGS, resume=True)
+        PositionsFolder(folder.path).open(SETTINGS, resume=True)
     first.close(16)
-    second = Folder(folder.path)
+    second = PositionsFolder(folder.path)
     second.open(SETTINGS, resume=True)
     del second  # a run that fails never closes its folder
-    Folder(folder.path).open(SETTINGS, resume=True)
+    PositionsFolder(folder.path).open(SETTINGS, resume=True)
 
 
 def test_a_refused_folder_is_let_go_of(folder):
-    refused = Folder(folder.path)
+    refused = PositionsFolder(folder.path)
     with pytest.raises(UsageError, match="other settings"):
         refused.open({}, resume=True)
-    Folder(folder.path).open(SETTINGS, resume=True)
+    PositionsFolder(folder.path).open(SETTINGS, resume=True)
 
 
 def damaged(shard, how):
@@ -163,7 +162,7 @@ def damaged(shard, how):
 def test_a_damaged_shard_is_set_aside_and_its_games_are_played_again(folder, how, caplog):
     shard = next(s for s in folder.shards() if 0 in np.load(s)["finished"])
     damaged(shard, how)
-    assert Folder(folder.path).open(SETTINGS, resume=True) == set(range(10, 16))
+    assert PositionsFolder(folder.path).open(SETTINGS, resume=True) == set(range(10, 16))
     assert not shard.exists()
     assert shard.with_suffix(".broken").exists()
     assert "set aside" in caplog.text
@@ -176,13 +175,13 @@ def test_a_shard_with_objects_is_never_unpickled(folder):
 
     trap = np.array([Trap()], dtype=object)
     np.savez(folder.path / "shard-trap.npz", finished=trap, game=trap)
-    assert Folder(folder.path).open(SETTINGS, resume=True) == set(range(16))
+    assert PositionsFolder(folder.path).open(SETTINGS, resume=True) == set(range(16))
     assert not (folder.path / "sprung").exists()
 
 
 def test_torn_shards_of_a_killed_run_are_removed(folder):
     (folder.path / "shard-torn.tmp").write_bytes(b"half")
-    Folder(folder.path).open(SETTINGS, resume=True)
+    PositionsFolder(folder.path).open(SETTINGS, resume=True)
     assert not list(folder.path.glob("*.tmp"))
 
 
@@ -190,14 +189,14 @@ def test_torn_shards_of_a_killed_run_are_removed(folder):
 def test_a_folder_that_cannot_be_written_is_refused(tmp_path, path):
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(UsageError, match=r"cannot be written: .*Give another folder with --out\.$"):
-        Folder(tmp_path / path).open(SETTINGS, resume=False)
+        PositionsFolder(tmp_path / path).open(SETTINGS, resume=False)
 
 
 def write_with_little_room(path, part, results):
     """In a child: files may not grow beyond 10 kB. Sends what came of it."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000))
     try:
-        Folder(path).write(part)
+        PositionsFolder(path).write(part)
     except WorkError as error:
         results.send_bytes(str(error).encode())
     else:

@@ -22,14 +22,14 @@ from scipy import stats
 from table import Table
 
 from gpuinfer.api import Setup
+from gpuinfer.cli.screen import workload_rows as shown
 from gpuinfer.errors import UsageError
 from gpuinfer.report import report
-from gpuinfer.report.resignation import MOST_FALSE, Resignations, of_resignation, wilson
-from gpuinfer.screen import resignation as shown
+from gpuinfer.report.game_statistics import MOST_FALSE, Resignations, of_resignation, wilson
 from gpuinfer.testing.games import check_game
-from gpuinfer.testing.reference import Tree
-from gpuinfer.workloads.selfplay import arrays, resigning
-from gpuinfer.workloads.selfplay.drawing import seed_stream, unit_of
+from gpuinfer.testing.reference_search import ReferenceTree
+from gpuinfer.workloads.selfplay import arrays, game_records
+from gpuinfer.workloads.selfplay.draw import seed_stream, unit_of
 from gpuinfer.workloads.selfplay.games.blob import Blob
 from gpuinfer.workloads.selfplay.games.connect_four import ConnectFour
 from gpuinfer.workloads.selfplay.python_arena import PythonArena
@@ -107,7 +107,7 @@ def test_what_a_position_is_worth_is_that_of_a_plain_search(number):
     model, table = random_linear(game), Table(game, 5, number)
     thinker = Thinker(game, **told, resign=1000.0)
     thinker.begin(table.state)
-    trees = [Tree(game, root, model, 1.5) for root in thinker.roots]
+    trees = [ReferenceTree(game, root, model, 1.5) for root in thinker.roots]
     for tree in trees:
         tree.visits(30)
     means, visits, sums = (np.array(part) for part in zip(*(mean_and_best(tree.root) for tree in trees), strict=True))
@@ -189,8 +189,8 @@ def recounted(games, threshold):
 
 def counted(games, threshold):
     tally = Resignations(threshold)
-    tally.add(resigning.ended(games))
-    tally.add(resigning.ended(games))  # a worker's word and the records: each game once
+    tally.add(game_records.ended_games(games))
+    tally.add(game_records.ended_games(games))  # a worker's word and the records: each game once
     return of_resignation(tally.facts())
 
 
@@ -270,7 +270,7 @@ def test_the_mildest_threshold_that_holds_is_advised(games, advised):
     told = counted(as_arrays(games, 0.5), 0.5)
     assert told["advised"] == advised
     assert (told["advice"] is None) == (told["false_rate"] <= MOST_FALSE)
-    panel = list(shown.rows(told))
+    panel = list(shown.resignation_rows(told))
     assert "checked games that would have been resigned" in panel[0].text
     assert [row.tone for row in panel[1:]] == ["warning"] * (told["advice"] is not None)
     assert all(("--resign 0." in row.text) != ("leave --resign out" in row.text) for row in panel[1:])
@@ -278,14 +278,14 @@ def test_the_mildest_threshold_that_holds_is_advised(games, advised):
 
 def test_people_see_the_share_that_is_resigned_only_where_players_may_resign():
     tally = Resignations(0.9)
-    assert shown.live({}) == shown.live(tally.facts()) == []
-    assert list(shown.rows(None)) == []
+    assert shown.resignation_live({}) == shown.resignation_live(tally.facts()) == []
+    assert list(shown.resignation_rows(None)) == []
     tally.add({0: [True, False, False, 0.0, 0.0]})
-    assert shown.live(tally.facts()) == []
-    assert next(shown.rows(of_resignation(tally.facts()))).text.startswith("no game: all are checked")
+    assert shown.resignation_live(tally.facts()) == []
+    assert next(shown.resignation_rows(of_resignation(tally.facts()))).text.startswith("no game: all are checked")
     tally.add({number: [False, number < 3, False, -1.0, 1.0] for number in range(1, 5)})
-    assert shown.live(tally.facts()) == ["50% resigned"]
-    (row,) = shown.rows(of_resignation(tally.facts()))
+    assert shown.resignation_live(tally.facts()) == ["50% resigned"]
+    (row,) = shown.resignation_rows(of_resignation(tally.facts()))
     assert row.text == "50% of 4 games\nof 1 checked games none would have been resigned"
 
 

@@ -11,7 +11,7 @@ from matches import Thinker, arena_of, load, played, random_linear, same
 from scipy import stats
 from table import Table
 
-from gpuinfer.testing.reference import Tree
+from gpuinfer.testing.reference_search import ReferenceTree
 from gpuinfer.workloads.selfplay import arrays, bits
 from gpuinfer.workloads.selfplay.games.blob import Blob
 from gpuinfer.workloads.selfplay.games.connect_four import ConnectFour
@@ -59,7 +59,7 @@ def test_the_search_is_the_one_of_the_textbook(game, count):
         thinker.begin(table.state)
         expected = np.zeros(game.actions)
         for root in thinker.arena._trees.root:
-            for action, visits in Tree(game, root, model, 1.5).visits(40).items():
+            for action, visits in ReferenceTree(game, root, model, 1.5).visits(40).items():
                 expected[action] += visits
         assert np.rint(thinker.finish(model) * 3 * 39).tolist() == expected.tolist()
 

@@ -11,10 +11,16 @@ from hypothesis import strategies as st
 from matches import arena_of, in_order, played, random_linear, same
 
 from gpuinfer.workloads.selfplay import arrays
-from gpuinfer.workloads.selfplay.asking import WITHOUT_NETWORK, by_network, one_network, two_sides
+from gpuinfer.workloads.selfplay.evaluator import (
+    WITHOUT_NETWORK,
+    Pairing,
+    network_evaluator,
+    one_network,
+    points_of_pairing,
+    two_sides,
+)
 from gpuinfer.workloads.selfplay.games.blob import Blob
 from gpuinfer.workloads.selfplay.games.connect_four import ConnectFour
-from gpuinfer.workloads.selfplay.sides import Sides, points
 from gpuinfer.workloads.selfplay.workload import EVALUATORS
 
 SMALL = {"determinizations": 1, "evaluator": arrays.NETWORK, "games_per_deal": 2}
@@ -41,7 +47,7 @@ class Network:
 def between(arena, sides, *ways):
     """Those that are no name are asked."""
     return two_sides(
-        arena, sides, *(by_name(arena, one) if isinstance(one, str) else by_network(one, arena) for one in ways)
+        arena, sides, *(by_name(arena, one) if isinstance(one, str) else network_evaluator(one, arena) for one in ways)
     )
 
 
@@ -65,14 +71,14 @@ async def match(arena, asking, games):
 
 @given(st.integers(0, 10**6), st.integers(2, 12), st.integers(0, 2**63 - 1))
 def test_each_seat_is_had_once_by_each_side_in_a_pair(pair, seats, seed):
-    first, second = (Sides(seats, seed).of(number) for number in (2 * pair, 2 * pair + 1))
+    first, second = (Pairing(seats, seed).of(number) for number in (2 * pair, 2 * pair + 1))
     assert (first == ~second).all()
     assert first.sum() == seats // 2
-    assert (first == Sides(seats, seed).of(2 * pair)).all()
+    assert (first == Pairing(seats, seed).of(2 * pair)).all()
 
 
 def test_all_divisions_of_four_seats_come_about():
-    found = {tuple(np.flatnonzero(Sides(4, 0).of(number))) for number in range(200)}
+    found = {tuple(np.flatnonzero(Pairing(4, 0).of(number))) for number in range(200)}
     assert found == {(0, 1), (0, 2), (0, 3), (1, 2), (1, 3), (2, 3)}
 
 
@@ -88,7 +94,7 @@ def test_all_divisions_of_four_seats_come_about():
     ],
 )
 def test_points_go_to_the_side_with_the_higher_mean_return(returns, ours, scored):
-    assert points(np.array(returns, np.float32), np.array(ours)) == scored
+    assert points_of_pairing(np.array(returns, np.float32), np.array(ours)) == scored
 
 
 def test_games_of_a_pair_are_dealt_alike():
@@ -101,7 +107,7 @@ def test_games_of_a_pair_are_dealt_alike():
 @pytest.mark.parametrize("game", [ConnectFour(), Blob(None, players=3)], ids=["connect-four", "three at blob"])
 async def test_each_move_is_thought_of_by_the_network_whose_seat_it_is(game):
     """With one simulation and no noise the policy is the root's priors: those of the one or of the other."""
-    sides, ways = Sides(game.seats, 3), (Network(game, 1), Network(game, 2))
+    sides, ways = Pairing(game.seats, 3), (Network(game, 1), Network(game, 2))
     arena = arena_of(game, 4, **SMALL, simulations=1, noise=0.0)
     records = await match(arena, between(arena, sides, *ways), 12)
     assert records["finished"].tolist() == list(range(12))
@@ -117,7 +123,7 @@ async def test_a_network_against_itself_plays_as_it_does_alone():
     game = Blob()
     alone, divided = (arena_of(game, slots, **SMALL) for slots in (3, 5))
     records = await match(alone, one_network(Network(game, 1), alone), 10)
-    both = between(divided, Sides(game.seats, 0), Network(game, 1), Network(game, 1))
+    both = between(divided, Pairing(game.seats, 0), Network(game, 1), Network(game, 1))
     assert same(await match(divided, both, 10), records)
 
 
@@ -127,5 +133,5 @@ async def test_an_opponent_without_a_network_thinks_as_the_search_does_by_itself
     search = {**SMALL, "determinizations": 1 + game.hidden}
     divided = arena_of(game, 3, **search)
     plain = arena_of(game, 5, **{**search, "evaluator": EVALUATORS.index(name)})
-    records = await match(divided, between(divided, Sides(game.seats, 0), name, name), 8)
+    records = await match(divided, between(divided, Pairing(game.seats, 0), name, name), 8)
     assert same(records, played(plain, range(8)))

@@ -14,12 +14,11 @@ from broken_in_python import Mirrored, Shifted, ShiftedBoard, WronglyMirrored
 from table import Table
 
 from gpuinfer.errors import UsageError
-from gpuinfer.positions.records import Folder
-from gpuinfer.positions.symmetries import checked
+from gpuinfer.models.positions import PositionsFolder, checked
 from gpuinfer.testing.games import check_game
-from gpuinfer.workloads.selfplay.bounded import OutOfBounds
+from gpuinfer.workloads.selfplay.game import OutOfBounds
 from gpuinfer.workloads.selfplay.games.connect_four import ConnectFour
-from gpuinfer.workloads.selfplay.turned import refuse_symmetries
+from gpuinfer.workloads.selfplay.playthrough import refuse_symmetries
 
 PLAIN = ["--game", "connect-four", "--model", "uniform", "--simulations", "2", "--workers", "1"]
 
@@ -44,7 +43,7 @@ def test_records_say_the_symmetries_of_their_game_and_training_turns_positions(t
     words = ["gpuinfer", "selfplay", *PLAIN, "--games", "6", "--out", "games", "--quiet"]
     done = forking.run(words, tmp_path)
     assert done.returncode == 0, done.stderr
-    kept = Folder(tmp_path / "games").symmetries(91, 7)
+    kept = PositionsFolder(tmp_path / "games").symmetries(91, 7)
     assert [(kept.features[0].tolist(), kept.actions[0].tolist())] == ConnectFour().symmetries()
     train = ["gpuinfer", "train", "--records", "games", "--model", "blobnet-small", "--steps", "3", "--device", "cpu"]
     for name, more in (("turned", []), ("plain", ["--no-symmetries"])):
@@ -101,7 +100,7 @@ def test_what_is_no_symmetry_is_refused_with_its_number(pair):
 
 
 def test_a_file_of_symmetries_that_is_damaged_is_named_with_the_cure(tmp_path):
-    folder = Folder(Path(tmp_path))
+    folder = PositionsFolder(Path(tmp_path))
     assert folder.symmetries(3, 2) is None
     folder.declare(checked([GOOD], 3, 2, "g"))
     assert folder.symmetries(3, 2).plain() == {"features": [[1, 0, 2]], "actions": [[1, 0]]}

@@ -15,7 +15,7 @@ from table import Table
 from gpuinfer.api import BackendContext, ModelSpec, Request, Roofline, Setup
 from gpuinfer.backends.inprocess import InProcess
 from gpuinfer.host import machine
-from gpuinfer.models.bare import added
+from gpuinfer.models.roofline_measurement import added
 from gpuinfer.workloads.selfplay import arrays
 from gpuinfer.workloads.selfplay.games.blob import Blob
 from gpuinfer.workloads.selfplay.workload import SelfPlay

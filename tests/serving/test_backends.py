@@ -9,9 +9,9 @@ import pytest
 from replica_servers import serving
 
 from gpuinfer.api import ModelSpec, Setup
-from gpuinfer.config.described import Described
+from gpuinfer.backends.vllm_engine.endpoint import VllmEndpoint
+from gpuinfer.config.setup_file import ServerSetup
 from gpuinfer.errors import UsageError
-from gpuinfer.vllm.endpoint import Endpoint
 
 MODULE = """
 import torch
@@ -37,7 +37,7 @@ def test_a_network_of_ones_own_answers_by_its_own_names(tmp_path):
 
 def test_a_file_describes_a_server_as_well_as_flags_do(tmp_path):
     setup = Setup(model=ModelSpec("tiny", kind="text"), devices=("cpu",), seed=3)
-    Described(setup=setup, backend_options={"slots": 2, "threads": 1, "context": 96}, served_model_name="mine").write(
+    ServerSetup(setup=setup, backend_options={"slots": 2, "threads": 1, "context": 96}, served_model_name="mine").write(
         tmp_path / "setup"
     )
     with serving("--setup-file", "setup", folder=tmp_path) as server:
@@ -50,7 +50,7 @@ def test_a_file_describes_a_server_as_well_as_flags_do(tmp_path):
 
 
 async def opened(url):
-    endpoint = Endpoint(url, None, 1, 1.0)
+    endpoint = VllmEndpoint(url, None, 1, 1.0)
     try:
         await endpoint.open(None)
     finally:
@@ -58,13 +58,13 @@ async def opened(url):
 
 
 def test_a_file_is_for_its_owner_alone(tmp_path):
-    Described(setup=Setup()).write(tmp_path / "setup")
+    ServerSetup(setup=Setup()).write(tmp_path / "setup")
     assert (tmp_path / "setup").stat().st_mode & 0o077 == 0
 
 
 def test_clients_never_learn_where_a_checkpoint_lies(tmp_path: Path):
     spec = ModelSpec(str(tmp_path / "secret" / "my-model"), kind="text")
-    assert Described(setup=Setup(model=spec)).name == "my-model"
+    assert ServerSetup(setup=Setup(model=spec)).name == "my-model"
 
 
 @pytest.mark.thorough

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from gpuinfer.models.bodies import MEDIA_TYPE, answer_from_body, rows_to_body, to_body
+from gpuinfer.models.row_format import MEDIA_TYPE, answer_from_body, rows_to_body, to_body
 
 ROW = [1.0] * 4 + [0.25] * 12
 TENSORS = {"Content-Type": MEDIA_TYPE}

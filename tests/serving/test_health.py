@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from gpuinfer.serving.health import COMPUTING, FIRST_S, LOOK_S, STUCK_S, Health
+from gpuinfer.serving.health import COMPUTING, FIRST_S, LOOK_S, STUCK_S, ReplicaHealth
 
 
 @dataclass
@@ -18,10 +18,10 @@ class Engine:
     lost: bool = False
 
 
-def looked(engine: Engine, seconds: float, *, moves: bool = False, cores: float = 0.0) -> Health:
+def looked(engine: Engine, seconds: float, *, moves: bool = False, cores: float = 0.0) -> ReplicaHealth:
     """A ready replica after so many seconds of looks."""
     spent = [0.0]
-    health = Health(engine, "m", "rows", "ready", cpu_s=lambda: spent[0])
+    health = ReplicaHealth(engine, "m", "rows", "ready", cpu_s=lambda: spent[0])
     health.look_once()
     for _ in range(round(seconds / LOOK_S)):
         engine.moved += moves

@@ -8,11 +8,10 @@ import pytest
 from replica_servers import Server, serving
 
 from gpuinfer.api import ModelSpec
-from gpuinfer.monitoring.page import FILES
-from gpuinfer.serving.health import Health
-from gpuinfer.serving.routes import routes
-from gpuinfer.serving.service import Service
-from gpuinfer.serving.several import Served
+from gpuinfer.serving.health import ReplicaHealth
+from gpuinfer.serving.monitoring.live_page import FILES
+from gpuinfer.serving.routes import replica_routes
+from gpuinfer.serving.service import ModelService, ServedModels
 
 KEY = "a-key-of-the-tests"
 OPEN = {"/health", *FILES}
@@ -24,8 +23,8 @@ class Nothing:
 
 
 def table(kind: str) -> list:
-    health = Health(Nothing(), "m", kind)
-    return routes(Served([Service(Nothing(), health, ModelSpec("m", inputs=2, kind=kind))]))
+    health = ReplicaHealth(Nothing(), "m", kind)
+    return replica_routes(ServedModels([ModelService(Nothing(), health, ModelSpec("m", inputs=2, kind=kind))]))
 
 
 @pytest.fixture(scope="module")

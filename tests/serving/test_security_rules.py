@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from replica_servers import serving, until
 
-from gpuinfer.models.bodies import MEDIA_TYPE, rows_to_body
+from gpuinfer.models.row_format import MEDIA_TYPE, rows_to_body
 
 PACKAGE = Path(__file__).parent.parent.parent / "gpuinfer"
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
@@ -165,7 +165,7 @@ def beside(server: Any, bad: bytes, headers: dict[str, str]) -> Counter[tuple[st
 
 
 MODULES = sorted(PACKAGE.rglob("*.py"))
-HEARD = ("http", "serving", "fleet", "openai", "monitoring", "routing", "models/bodies.py")  # by strangers
+HEARD = ("http", "serving", "fleet", "openai", "monitoring", "routing", "models/row_format.py")  # by strangers
 
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
@@ -187,6 +187,6 @@ def test_no_guard_goes_away_and_no_shell_is_asked(path):
 
 def test_keys_are_compared_in_constant_time():
     """Wherever a bearer or a key of ours is looked at."""
-    for name in ("http/access.py", "fleet/control.py", "fleet/router/gate.py"):
+    for name in ("http/access.py", "fleet/control.py", "fleet/router/client_connection.py"):
         text = (PACKAGE / name).read_text()
         assert "compare_digest" in text or "keys.find(" in text, name

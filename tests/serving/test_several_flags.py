@@ -10,8 +10,8 @@ from gpuinfer.api import ModelSpec, Setup
 from gpuinfer.backends.central import Central
 from gpuinfer.backends.inprocess import InProcess
 from gpuinfer.errors import UsageError
-from gpuinfer.openai.several import models_in
-from gpuinfer.serving.options import ServeOptions, models_of, refuse_absent
+from gpuinfer.serving.openai.model_options import models_in
+from gpuinfer.serving.serve_options import ServeOptions, check_models_exist, models_of
 
 
 @pytest.mark.parametrize(
@@ -101,16 +101,16 @@ def test_what_does_not_go_together_is_refused(given, why):
 )
 def test_a_model_that_is_not_there_is_refused_before_any_is_loaded(given, why):
     first, second = (one.spec for one in chosen(**given))
-    refuse_absent(first)
+    check_models_exist(first)
     with pytest.raises(UsageError, match=why):
-        refuse_absent(second)
+        check_models_exist(second)
 
 
 @pytest.mark.parametrize("place", ["tiny", "null", "blobnet", "json:loads"])
 def test_what_is_there_is_not_refused(place, tmp_path):
     found = chosen(model=f"a={place},b={tmp_path}", features=256 if place not in ("tiny", "null") else None)
     for one in found:
-        refuse_absent(one.spec)
+        check_models_exist(one.spec)
 
 
 async def test_a_model_that_stands_beside_another_is_looked_at_before_any_is_loaded():

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from replica_servers import Server, serving
 
-from gpuinfer.models.bodies import MEDIA_TYPE, answer_from_body, rows_to_body
+from gpuinfer.models.row_format import MEDIA_TYPE, answer_from_body, rows_to_body
 
 ROW = [1.0] * 4 + [0.25] * 12
 FLAGS = ("--features", 16, "--actions", 4, "--seats", 2, "-B", "slots=8", "--share", "chat=2")

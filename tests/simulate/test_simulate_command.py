@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from gpuinfer.cli import simulation
+from gpuinfer.cli import simulation_options
 from gpuinfer.config import registry
-from gpuinfer.trace.reading import read
+from gpuinfer.engine.trace_reader import read
 
 MODEL = ["--alpha", "50us", "--beta", "2ms"]
 SMALL = ["simulate", "--rate", "2000", *MODEL, "--requests", "2000"]
@@ -170,8 +170,8 @@ def test_the_engines_own_time_takes_the_place_of_what_a_trace_says(gpuinfer):
 
 def test_a_sweep_reads_a_file_once(gpuinfer, monkeypatch):
     assert gpuinfer(*SMALL, "--trace", "t.jsonl")[0] == 0
-    read, seen = simulation.replayed, []
-    monkeypatch.setattr(simulation, "replayed", lambda path: seen.append(path) or read(path))
+    read, seen = simulation_options.replayed, []
+    monkeypatch.setattr(simulation_options, "replayed", lambda path: seen.append(path) or read(path))
     assert gpuinfer("simulate", "--replay", "t.jsonl", *MODEL, "--sweep", "strategy=dynamic,adaptive")[0] == 0
     assert len(seen) == 1
 
@@ -209,7 +209,7 @@ def test_ctrl_c_ends_it_as_stopped(gpuinfer, monkeypatch):
     def interrupted(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(simulation, "simulate", interrupted)
+    monkeypatch.setattr(simulation_options, "simulate", interrupted)
     assert gpuinfer(*SMALL, "--json", "o.json")[0] == 3
     assert not Path("o.json").exists()
 

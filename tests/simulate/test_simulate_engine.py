@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from virtual_engines import diary, serve, written
 
 from gpuinfer.api import Limits, Priority
-from gpuinfer.simulate import Bursty, Closed, Mix, Poisson, simulate
-from gpuinfer.simulate.service import ServiceModel
+from gpuinfer.backends.service_model import ServiceModel
+from gpuinfer.lab.simulate import Bursty, ClosedLoop, Mix, Poisson, simulate
 from gpuinfer.strategies.adaptive import Adaptive
 from gpuinfer.strategies.dynamic import Dynamic
 from gpuinfer.strategies.priority import ByPriority
@@ -22,7 +22,7 @@ MIXED = {Priority.HIGH: 0.2, Priority.NORMAL: 0.5, Priority.LOW: 0.3}
 
 def assert_alike(load, options, limits, *, strategy=Dynamic, service=SERVICE, seed=0, max_queue_rows=None):
     """The same batches in the same order, and the same counts."""
-    closed = load if isinstance(load, Closed) else None
+    closed = load if isinstance(load, ClosedLoop) else None
     (cuts, ran), seen = serve(
         load,
         closed,
@@ -92,7 +92,7 @@ def same_for_an_open_load(seed, in_flight, max_rows, chosen, rate, timeout):
 
 
 def same_for_a_closed_load(seed, in_flight, clients, chosen, think):
-    assert_alike(Closed(clients, think), chosen[1], Limits(16, in_flight), strategy=chosen[0], seed=seed)
+    assert_alike(ClosedLoop(clients, think), chosen[1], Limits(16, in_flight), strategy=chosen[0], seed=seed)
 
 
 def many(test, loads, examples):

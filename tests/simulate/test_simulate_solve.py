@@ -9,16 +9,16 @@ from pathlib import Path
 import pytest
 
 from gpuinfer.api import Limits, QueueView, Strategy
+from gpuinfer.backends.service_model import ServiceModel
+from gpuinfer.engine.trace_merge import merge
+from gpuinfer.engine.trace_reader import read
+from gpuinfer.engine.trace_recorder import Recorder
 from gpuinfer.errors import UsageError
+from gpuinfer.lab.simulate import ClosedLoop, Poisson, simulate
+from gpuinfer.lab.simulate.fitting import fitted, of_trace
+from gpuinfer.lab.simulate.outcome import solve
 from gpuinfer.report.report import service_times
-from gpuinfer.simulate import Closed, Poisson, simulate
-from gpuinfer.simulate.fitting import fitted, of_trace
-from gpuinfer.simulate.service import ServiceModel
-from gpuinfer.simulate.solving import solve
 from gpuinfer.strategies.dynamic import Dynamic
-from gpuinfer.trace.merge import merge
-from gpuinfer.trace.reading import read
-from gpuinfer.trace.recorder import Recorder
 
 PLAIN, PLAIN_LIMITS = ServiceModel(alpha=50e-6, beta=2e-3), Limits(64)
 
@@ -177,8 +177,8 @@ def test_a_trace_tells_the_engines_own_time(tmp_path, replicas):
     [
         pytest.param(Poisson(3000), Gathering, 1, id="a strategy that waits until a batch is full"),
         pytest.param(Poisson(6000), Dynamic, 2, id="two lanes, which tell nothing"),
-        pytest.param(Closed(16, 0.002), Dynamic, 1, id="clients that are waited for"),
-        pytest.param(Closed(16, 0.0005), Dynamic, 1, id="clients that are nearly always waited for"),
+        pytest.param(ClosedLoop(16, 0.002), Dynamic, 1, id="clients that are waited for"),
+        pytest.param(ClosedLoop(16, 0.0005), Dynamic, 1, id="clients that are nearly always waited for"),
     ],
 )
 def test_waiting_for_company_is_not_taken_for_the_engines_own_time(tmp_path, load, strategy, in_flight):
@@ -192,7 +192,7 @@ def test_waiting_for_company_is_not_taken_for_the_engines_own_time(tmp_path, loa
 def test_the_engines_own_time_delays_answers(limits):
     plain, slow = ServiceModel(beta=2e-3), ServiceModel(beta=2e-3, turn_s=1e-3)
     fast, late = (
-        simulate(Closed(1), service, Dynamic, limits, requests=100).latency_s["mean"] for service in (plain, slow)
+        simulate(ClosedLoop(1), service, Dynamic, limits, requests=100).latency_s["mean"] for service in (plain, slow)
     )
     assert late - fast == pytest.approx(1e-3)
 

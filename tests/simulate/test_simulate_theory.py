@@ -6,9 +6,9 @@ import random
 import pytest
 
 from gpuinfer.api import BatchRecord, Limits, Priority, QueueView, Strategy
+from gpuinfer.backends.service_model import ServiceModel
 from gpuinfer.errors import StrategyError, UnknownName, UsageError
-from gpuinfer.simulate import Bursty, Closed, Mix, Offer, Poisson, Recorded, Watch, simulate
-from gpuinfer.simulate.service import ServiceModel
+from gpuinfer.lab.simulate import Bursty, ClosedLoop, Mix, Offer, Poisson, RecordedArrivals, Watch, simulate
 from gpuinfer.stats import ERRORS, summarise
 from gpuinfer.strategies.dynamic import Dynamic
 
@@ -51,7 +51,7 @@ def test_two_lanes_wait_as_erlang_c_says():
 
 
 def test_a_lone_client_of_a_closed_loop_is_exact():
-    outcome = simulate(Closed(1, 0.01, constant=True), PLAIN, Dynamic, Limits(64), requests=500, warmup=0)
+    outcome = simulate(ClosedLoop(1, 0.01, constant=True), PLAIN, Dynamic, Limits(64), requests=500, warmup=0)
     tau = PLAIN.seconds(1)
     assert outcome.served_rows_per_s == pytest.approx(1 / (0.01 + tau))
     assert outcome.latency_s["mean"] == pytest.approx(tau)
@@ -60,7 +60,7 @@ def test_a_lone_client_of_a_closed_loop_is_exact():
 
 @pytest.mark.parametrize("in_flight", [1, 2])
 def test_many_clients_of_a_closed_loop_saturate_the_lanes(in_flight):
-    outcome = simulate(Closed(64 * 4, 0.001), PLAIN, Dynamic, Limits(64, in_flight), requests=15_000)
+    outcome = simulate(ClosedLoop(64 * 4, 0.001), PLAIN, Dynamic, Limits(64, in_flight), requests=15_000)
     capacity = in_flight * 64 / PLAIN.seconds(64)
     assert outcome.capacity_rows_per_s == pytest.approx(capacity)
     assert outcome.served_rows_per_s == pytest.approx(capacity, rel=0.01)
@@ -69,7 +69,7 @@ def test_many_clients_of_a_closed_loop_saturate_the_lanes(in_flight):
 
 def test_littles_law_holds():
     """Requests under way = rate × latency: counted here as the busy time of requests over the length of the run."""
-    outcome = simulate(Closed(40, 0.02), PLAIN, Dynamic, Limits(64), requests=15_000)
+    outcome = simulate(ClosedLoop(40, 0.02), PLAIN, Dynamic, Limits(64), requests=15_000)
     thinking = outcome.served_requests_per_s * 0.02
     assert thinking + outcome.served_requests_per_s * outcome.latency_s["mean"] == pytest.approx(40, rel=0.02)
 
@@ -81,9 +81,9 @@ def test_littles_law_holds():
         pytest.param(Poisson(3000, Mix((1, 8), {Priority.HIGH: 0.5, Priority.LOW: 0.5}, 0.02, 7)), id="poisson"),
         pytest.param(Poisson([(20_000, 0.2), (100, 0.5), (0, 0.1)], Mix(timeout=0.05)), id="steps"),
         pytest.param(Bursty(3000, 6, 0.05), id="bursty"),
-        pytest.param(Closed(50, 0.001, mix=Mix((1, 3))), id="closed"),
-        pytest.param(Closed(50, 0.0), id="closed, more clients than may wait"),
-        pytest.param(Recorded([Offer(0.01 * n, 1 + n % 3) for n in range(3000)]), id="recorded"),
+        pytest.param(ClosedLoop(50, 0.001, mix=Mix((1, 3))), id="closed"),
+        pytest.param(ClosedLoop(50, 0.0), id="closed, more clients than may wait"),
+        pytest.param(RecordedArrivals([Offer(0.01 * n, 1 + n % 3) for n in range(3000)]), id="recorded"),
     ],
 )
 @pytest.mark.parametrize("replicas", [1, 3])
@@ -191,7 +191,7 @@ def test_overload_is_said():
     assert outcome.served_rows_per_s == pytest.approx(12_308, rel=0.03)
 
 
-@pytest.mark.parametrize("load", [Poisson(100), Closed(4)], ids=["an open load", "clients that wait"])
+@pytest.mark.parametrize("load", [Poisson(100), ClosedLoop(4)], ids=["an open load", "clients that wait"])
 @pytest.mark.parametrize("later", [math.inf, 3600.0, 0.01], ids=["never", "an hour later", "a little later"])
 def test_a_strategy_that_never_cuts_ends_the_simulation(load, later):
     class Never(Strategy):
@@ -238,8 +238,8 @@ def test_classes_are_counted_apart():
         pytest.param(lambda: Bursty(0), "rate above 0", id="bursts of nothing"),
         pytest.param(lambda: Bursty(1, 1.0), "factor above 1", id="bursts that are none"),
         pytest.param(lambda: Bursty(1, 2.0, 0.0), "length above 0", id="bursts of no time"),
-        pytest.param(lambda: Closed(0), "Give 1 or more", id="no clients"),
-        pytest.param(lambda: Closed(1, -1), "Give 0 or more", id="think time below 0"),
+        pytest.param(lambda: ClosedLoop(0), "Give 1 or more", id="no clients"),
+        pytest.param(lambda: ClosedLoop(1, -1), "Give 0 or more", id="think time below 0"),
         pytest.param(lambda: Mix((0, 1)), "Give 1 or more", id="no rows"),
         pytest.param(lambda: Mix((3, 2)), "Give 1 or more", id="rows the wrong way round"),
         pytest.param(lambda: Mix(classes={Priority.LOW: 1.5}), "add up to 1.5", id="shares over 1"),
@@ -252,7 +252,7 @@ def test_classes_are_counted_apart():
         pytest.param(lambda: ServiceModel(alpha=1e300), "0 or more, 1e.06 at most", id="endless batches"),
         pytest.param(lambda: ServiceModel(alpha=1e-300), "takes no time", id="batches of next to no time"),
         pytest.param(lambda: ServiceModel(beta=1, jitter=1e200), "jitter", id="endless jitter"),
-        pytest.param(lambda: Recorded([]), "nothing arrives", id="an empty recording"),
+        pytest.param(lambda: RecordedArrivals([]), "nothing arrives", id="an empty recording"),
         pytest.param(lambda: simulate(Poisson(1), PLAIN, Dynamic, Limits(1)), "never ends", id="no end"),
         pytest.param(lambda: simulate(Poisson(1), PLAIN, Dynamic, Limits(1), requests=0), "Give 1", id="no requests"),
         pytest.param(
@@ -275,30 +275,30 @@ def test_an_unknown_routing_names_the_nearest():
 
 def test_a_short_run_of_full_batches_is_exact_too():
     """Counting begins and ends with the end of a batch, so that no part of one is counted twice or not at all."""
-    outcome = simulate(Closed(64, 0.0), PLAIN, Dynamic, Limits(64), requests=64 * 20, warmup=0.2)
+    outcome = simulate(ClosedLoop(64, 0.0), PLAIN, Dynamic, Limits(64), requests=64 * 20, warmup=0.2)
     assert outcome.served_rows_per_s == pytest.approx(64 / PLAIN.seconds(64))
 
 
 def test_clients_that_never_get_to_ask_are_not_waited_for():
-    outcome = simulate(Closed(64, 0.0), PLAIN, Dynamic, Limits(64), requests=8, warmup=0)
+    outcome = simulate(ClosedLoop(64, 0.0), PLAIN, Dynamic, Limits(64), requests=8, warmup=0)
     assert dict(outcome.snapshot.batches) == {8: 1}
     assert outcome.latency_s["max"] == pytest.approx(PLAIN.seconds(8))
 
 
 @pytest.mark.parametrize("warmup", [0.0, 0.05, 0.5, 0.9])
 def test_a_load_that_ebbs_before_it_is_warm_has_a_rate(warmup):
-    outcome = simulate(Closed(100, 1.0), PLAIN, Dynamic, Limits(64), requests=100, warmup=warmup)
+    outcome = simulate(ClosedLoop(100, 1.0), PLAIN, Dynamic, Limits(64), requests=100, warmup=warmup)
     assert outcome.seconds > 0
     assert 0 < outcome.served_rows_per_s < 200
 
 
 @pytest.mark.parametrize("think", [0.0, 0.01])
 def test_clients_of_whom_nobody_is_answered_come_to_an_end(think):
-    late = Closed(4, think, mix=Mix(timeout=1e-3))
+    late = ClosedLoop(4, think, mix=Mix(timeout=1e-3))
     outcome = simulate(late, ServiceModel(beta=10.0), Dynamic, Limits(1), duration=5, warmup=0)
     assert outcome.snapshot.errors["expired"] > 10
     assert outcome.snapshot.waiting == 0
-    never = simulate(Closed(4, think), ServiceModel(beta=1e-3, failures=0.99), Dynamic, Limits(4), duration=5)
+    never = simulate(ClosedLoop(4, think), ServiceModel(beta=1e-3, failures=0.99), Dynamic, Limits(4), duration=5)
     assert never.served_share < 0.1
 
 
@@ -324,7 +324,7 @@ def test_a_watch_counts_what_was_never_answered_as_endless():
 
 def test_a_client_stays_with_its_replica_under_sticky_routing():
     """Three clients who think long are never so many at one replica that their favourite is left."""
-    outcome = simulate(Closed(3, 0.5), PLAIN, Dynamic, Limits(8), replicas=64, routing="sticky", requests=300)
+    outcome = simulate(ClosedLoop(3, 0.5), PLAIN, Dynamic, Limits(8), replicas=64, routing="sticky", requests=300)
     served = [one.requests for one in outcome.replicas if one.requests]
     assert len(served) <= 3
     assert sum(served) == outcome.snapshot.requests

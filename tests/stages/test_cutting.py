@@ -7,7 +7,7 @@ from torch import nn
 
 from gpuinfer.errors import UnknownName, UsageError
 from gpuinfer.models.networks import BlobNet, BlobNetSmall
-from gpuinfer.models.stages.cutting import segments_of
+from gpuinfer.models.pipeline.layer_trace import segments_of
 
 
 def through(segments, features):

@@ -7,8 +7,7 @@ import threading
 import pytest
 
 from gpuinfer.errors import BackendDied
-from gpuinfer.models.stages.channel import Channel, ChannelClosed
-from gpuinfer.models.stages.pipeline import Pipeline
+from gpuinfer.models.pipeline.schedule import Pipeline, StageQueue, StageQueueClosed
 from gpuinfer.stats import Lane
 
 
@@ -172,14 +171,14 @@ def test_lanes_count_what_each_stage_did():
 
 
 def test_a_closed_channel_lets_everybody_go():
-    full, empty = Channel(1), Channel(1)
+    full, empty = StageQueue(1), StageQueue(1)
     full.put(1)
     ended = []
 
     def tries(what):
         try:
             what()
-        except ChannelClosed:
+        except StageQueueClosed:
             ended.append(what)
 
     threads = [threading.Thread(target=tries, args=(what,)) for what in (lambda: full.put(2), empty.get)]
@@ -190,5 +189,5 @@ def test_a_closed_channel_lets_everybody_go():
     for thread in threads:
         thread.join(30)
     assert len(ended) == 2
-    with pytest.raises(ChannelClosed):
+    with pytest.raises(StageQueueClosed):
         full.get()

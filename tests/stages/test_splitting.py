@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpuinfer.models.stages.splitting import at_points, deal, least_largest
+from gpuinfer.models.pipeline.stage_plan import at_points, deal, least_largest
 
 times = st.lists(st.floats(0, 100), min_size=1, max_size=8)
 

@@ -19,12 +19,12 @@ from pydantic import ValidationError
 from gpuinfer import api
 from gpuinfer.api import BackendContext, ModelSpec, Request, Setup
 from gpuinfer.backends.inprocess import InProcess
+from gpuinfer.cli.screen.final_panel import rows
 from gpuinfer.engine.engine import Engine
 from gpuinfer.engine.watchdog import Patience
 from gpuinfer.errors import BackendDied, BackendError, UsageError
 from gpuinfer.host.machine import cores
 from gpuinfer.report.report import Run, build, schema
-from gpuinfer.screen.summary import rows
 from gpuinfer.strategies.dynamic import Dynamic
 from gpuinfer.testing import assert_ok, check_backend
 

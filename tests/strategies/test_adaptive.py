@@ -8,10 +8,10 @@ from functools import partial
 import pytest
 
 from gpuinfer.api import BatchRecord, Limits, Reason
-from gpuinfer.config.options import Given, check
+from gpuinfer.backends.service_model import ServiceModel
+from gpuinfer.config.options import GivenValue, check
 from gpuinfer.errors import UsageError
-from gpuinfer.simulate import Closed, Offer, Poisson, Recorded, simulate
-from gpuinfer.simulate.service import ServiceModel
+from gpuinfer.lab.simulate import ClosedLoop, Offer, Poisson, RecordedArrivals, simulate
 from gpuinfer.strategies.adaptive import Adaptive
 from gpuinfer.strategies.dynamic import Dynamic
 from gpuinfer.testing.strategies import waiting
@@ -103,7 +103,7 @@ def test_a_service_time_that_doubles_is_lived_through():
 
 @pytest.mark.parametrize(
     "load",
-    [Closed(1), Closed(64), Poisson(1700), Poisson(300)],
+    [ClosedLoop(1), ClosedLoop(64), Poisson(1700), Poisson(300)],
     ids=["one client", "64 clients", "overload", "light"],
 )
 def test_a_target_that_cannot_be_kept_is_said_once_and_costs_no_throughput(load):
@@ -137,7 +137,7 @@ def test_a_target_counts_again_when_the_model_has_become_faster():
 
 @pytest.mark.parametrize("clients", [1, 8, 64])
 def test_a_closed_loop_needs_no_knob(clients):
-    run = partial(simulate, Closed(clients), LINE, limits=Limits(64), requests=3000, seed=1)
+    run = partial(simulate, ClosedLoop(clients), LINE, limits=Limits(64), requests=3000, seed=1)
     fixed = max(
         run(strategy=partial(Dynamic, max_wait=w, max_rows=r)).served_rows_per_s for w in (0, 0.005) for r in (8, 64)
     )
@@ -173,7 +173,7 @@ def test_groups_that_together_ask_for_more_than_small_batches_serve_get_larger_o
     for _ in range(8000):  # 1300 rows/s, of which each group has a third; 8 rows within 10 ms are 900 rows/s
         at += dice.expovariate(1300)
         asks.append(Offer(at, group=dice.choice("abc")))
-    seen = simulate(Recorded(asks), LINE, partial(Adaptive, latency_target=0.010), Limits(64), warmup=0.5)
+    seen = simulate(RecordedArrivals(asks), LINE, partial(Adaptive, latency_target=0.010), Limits(64), warmup=0.5)
     assert seen.latency_s["p95"] < 0.5
 
 
@@ -201,4 +201,6 @@ def test_slots_that_are_free_are_filled_at_once():
 @pytest.mark.parametrize("value", ["-1", "0", "0ms", "inf", "nan", "soon"])
 def test_a_target_that_is_none_is_refused_with_the_cure(value):
     with pytest.raises(UsageError, match=r"-S latency_target=.*(Give|Choose)"):
-        check(Adaptive.Options, {"latency_target": Given(value, f"-S latency_target={value}")}, "strategy 'adaptive'")
+        check(
+            Adaptive.Options, {"latency_target": GivenValue(value, f"-S latency_target={value}")}, "strategy 'adaptive'"
+        )

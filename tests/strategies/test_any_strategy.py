@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from watched import Watched
 
 from gpuinfer.api import Limits, Priority
-from gpuinfer.simulate import Offer, Poisson, Recorded, simulate
-from gpuinfer.simulate.service import ServiceModel
+from gpuinfer.backends.service_model import ServiceModel
+from gpuinfer.lab.simulate import Offer, Poisson, RecordedArrivals, simulate
 from gpuinfer.strategies.adaptive import Adaptive
 from gpuinfer.strategies.dynamic import Dynamic
 from gpuinfer.strategies.priority import ByPriority as Classes
@@ -50,7 +50,7 @@ def arriving(drawn):
     for gap, *rest in drawn:
         at += gap
         made.append(Offer(at, *rest))
-    return Recorded(made)
+    return RecordedArrivals(made)
 
 
 def play(build, drawn, service, in_flight, slots=None, max_queue_rows=None):

@@ -7,8 +7,8 @@ from functools import partial
 import pytest
 
 from gpuinfer.api import Limits
-from gpuinfer.simulate import Closed, simulate
-from gpuinfer.simulate.service import ServiceModel
+from gpuinfer.backends.service_model import ServiceModel
+from gpuinfer.lab.simulate import ClosedLoop, simulate
 from gpuinfer.strategies.adaptive import Adaptive
 from gpuinfer.strategies.dynamic import Dynamic
 from gpuinfer.strategies.timing import recent_gap
@@ -24,7 +24,7 @@ BETAS = (0.0, 0.25, 0.5, 1.0, 2.0)  # waits that are tried by hand, in fixed cos
 @pytest.mark.parametrize("think", [0.02, 0.3, 1.0, 3.0, 10.0])
 @pytest.mark.parametrize(("clients", "lanes"), [(8, 1), (64, 1), (64, 2)])
 def test_no_fixed_wait_is_much_better(strategy, constant, think, clients, lanes):
-    load = Closed(clients, think * CARD.beta, constant=constant)
+    load = ClosedLoop(clients, think * CARD.beta, constant=constant)
     run = partial(simulate, load, CARD, limits=Limits(64, lanes), requests=2500, seed=2)
     fixed = max(run(strategy=partial(Dynamic, max_wait=wait * CARD.beta)).served_rows_per_s for wait in BETAS)
     assert run(strategy=strategy).served_rows_per_s >= 0.97 * fixed

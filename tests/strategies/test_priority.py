@@ -6,7 +6,7 @@ from gpuinfer.api import BatchRecord, Limits, Priority, QueueView, Reason, Reque
 from gpuinfer.strategies.priority import ByPriority
 from gpuinfer.strategies.service_time import SizeCurve
 from gpuinfer.strategies.shares import CLIENTS_KEPT, Credits, FairClients, give_up
-from gpuinfer.strategies.timing import Company
+from gpuinfer.strategies.timing import CompanyBound
 from gpuinfer.testing import waiting
 
 HIGH, NORMAL, LOW = Priority
@@ -230,7 +230,7 @@ def test_a_class_beyond_its_share_does_not_shorten_batches():
 
 
 def test_a_class_that_comes_faster_than_it_can_be_served_alone_bears_any_company():
-    company = Company()
+    company = CompanyBound()
     company.observe(8, 0.08)
     company.observe(1, 0.01)
     company.account([1000, 0, 0], [1000, 0, 0], 1.0)

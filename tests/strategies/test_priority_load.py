@@ -3,8 +3,8 @@
 import pytest
 
 from gpuinfer.api import Limits, Priority
-from gpuinfer.simulate import Mix, Poisson, simulate
-from gpuinfer.simulate.service import ServiceModel
+from gpuinfer.backends.service_model import ServiceModel
+from gpuinfer.lab.simulate import Mix, Poisson, simulate
 from gpuinfer.stats import summarise
 from gpuinfer.strategies.priority import ByPriority
 

@@ -1,13 +1,13 @@
 import pytest
 from pydantic import ValidationError
 
-from gpuinfer.config.options import Given, check
+from gpuinfer.config.options import GivenValue, check
 from gpuinfer.errors import UsageError
 from gpuinfer.strategies.priority import ByPriority
 
 
 def shares_of(value):
-    values = check(ByPriority.Options, {"shares": Given(value, "-S shares")}, "the strategy priority")
+    values = check(ByPriority.Options, {"shares": GivenValue(value, "-S shares")}, "the strategy priority")
     return ByPriority(**values).options.shares
 
 

@@ -7,10 +7,10 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from gpuinfer.api import BatchRecord, Limits, Priority, QueueView, Request
-from gpuinfer.engine.cutting import Cut, next_cut
+from gpuinfer.backends.service_model import ServiceModel
 from gpuinfer.engine.queue import Queue
-from gpuinfer.simulate import Offer
-from gpuinfer.simulate.service import ServiceModel
+from gpuinfer.engine.scheduler import Cut, next_cut
+from gpuinfer.lab.simulate import Offer
 from gpuinfer.strategies.priority import ByPriority
 from gpuinfer.strategies.shares import give_up
 from gpuinfer.testing import waiting

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpuinfer.simulate.service import ServiceModel
+from gpuinfer.backends.service_model import ServiceModel
 from gpuinfer.strategies.service_time import ServiceTime, size_of
 
 

@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "serving"))
 from ports import free_port
 from replica_servers import SECONDS, Server
 
-from gpuinfer.fleet.haproxy import BALANCE, Front, Target, write
+from gpuinfer.fleet.haproxy import BALANCE, HaproxyPlan, HaproxyServer, render_haproxy
 
 pytestmark = [
     pytest.mark.system,
@@ -28,8 +28,8 @@ pytestmark = [
 @pytest.mark.parametrize("routing", [*BALANCE, "sticky"])
 @pytest.mark.parametrize("key", [None, "some-key_of.ours="])
 def test_haproxy_takes_what_is_written(routing, key, tmp_path):
-    targets = [Target.of("127.0.0.1:8001"), Target.of("[::1]:8002"), Target.of("localhost:8003")]
-    (tmp_path / "h.cfg").write_text(write(targets, Front(routing=routing, key=key)))
+    targets = [HaproxyServer.of("127.0.0.1:8001"), HaproxyServer.of("[::1]:8002"), HaproxyServer.of("localhost:8003")]
+    (tmp_path / "h.cfg").write_text(render_haproxy(targets, HaproxyPlan(routing=routing, key=key)))
     done = subprocess.run(["haproxy", "-c", "-f", tmp_path / "h.cfg"], capture_output=True, text=True, timeout=SECONDS)
     assert done.returncode == 0, done.stderr
     assert "warning" not in done.stderr.lower(), done.stderr

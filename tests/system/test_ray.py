@@ -20,8 +20,8 @@ sys.path.insert(0, SHAMS)
 from plans import COMMAND, SECONDS, plan  # noqa: E402
 
 from gpuinfer.errors import WorkError  # noqa: E402
-from gpuinfer.fleet.launchers import named  # noqa: E402
-from gpuinfer.fleet.launchers.ray import Ray  # noqa: E402
+from gpuinfer.fleet.launchers import base  # noqa: E402
+from gpuinfer.fleet.launchers.ray import RayLauncher  # noqa: E402
 
 pytestmark = [
     pytest.mark.system,
@@ -32,8 +32,8 @@ pytestmark = [
 LONG_S = 3 * SECONDS  # Ray takes its time where others compute
 
 
-def launcher(**options) -> Ray:
-    made = Ray(Ray.Options(**options), COMMAND)
+def launcher(**options) -> RayLauncher:
+    made = RayLauncher(RayLauncher.Options(**options), COMMAND)
     made.check()
     return made
 
@@ -107,7 +107,7 @@ async def test_a_replica_that_ends_first_is_told_and_one_without_a_place_waits_f
         with pytest.raises(WorkError, match="ended with code 1 before it served") as told:
             await replica.ready(LONG_S)
         assert "CUDA out of memory" in str(told.value)
-        ray.options = Ray.Options(cpus=4000, pending=6)
+        ray.options = RayLauncher.Options(cpus=4000, pending=6)
         waiting = await ray.launch(planned(tmp_path, index=1))
         with pytest.raises(WorkError, match="waited 6 s for its place"):
             await waiting.ready(LONG_S)
@@ -147,11 +147,11 @@ async def test_a_fleet_that_is_killed_leaves_nothing_behind(tmp_path):
 
 
 async def test_a_cluster_that_is_not_there_is_told_in_rays_words(tmp_path):
-    ray = Ray(Ray.Options(address="127.0.0.1:1"), COMMAND)
+    ray = RayLauncher(RayLauncher.Options(address="127.0.0.1:1"), COMMAND)
     with pytest.raises(WorkError, match=r"a Ray cluster at 127\.0\.0\.1:1 cannot be had"):
         await ray.launch(planned(tmp_path))
     await ray.close()
 
 
 def test_the_launcher_is_found_by_its_name():
-    assert isinstance(named.make("ray", {}), Ray)
+    assert isinstance(base.make_launcher("ray", {}), RayLauncher)

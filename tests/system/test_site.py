@@ -15,8 +15,7 @@ from urllib.parse import unquote, urlsplit
 import pytest
 from system.pages import DESKTOP, PHONE
 
-from gpuinfer.manual.contents import groups
-from gpuinfer.manual.pages import pages
+from gpuinfer.cli.manual.manual_pages import groups, pages
 
 pytestmark = pytest.mark.docs
 ROOT = Path(__file__).parent.parent.parent

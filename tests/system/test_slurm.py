@@ -17,8 +17,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "launchers"))
 from plans import COMMAND, SECONDS, plan
 
 from gpuinfer.errors import WorkError
-from gpuinfer.fleet.launchers import named
-from gpuinfer.fleet.launchers.slurm import Slurm
+from gpuinfer.fleet.launchers import base
+from gpuinfer.fleet.launchers.slurm import SlurmLauncher
 
 pytestmark = pytest.mark.system
 
@@ -29,8 +29,8 @@ def cluster():
         yield folder
 
 
-def launcher(**options) -> Slurm:
-    made = Slurm(Slurm.Options(**options), COMMAND, look_s=0.2)
+def launcher(**options) -> SlurmLauncher:
+    made = SlurmLauncher(SlurmLauncher.Options(**options), COMMAND, look_s=0.2)
     made.check()
     return made
 
@@ -164,4 +164,4 @@ async def test_a_job_whose_fleet_was_killed_ends_itself(tmp_path):
 
 
 def test_the_launcher_is_found_by_its_name_and_checks_its_options():
-    assert isinstance(named.make("slurm", {}), Slurm)
+    assert isinstance(base.make_launcher("slurm", {}), SlurmLauncher)

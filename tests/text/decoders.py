@@ -13,14 +13,12 @@ from text.steps import COLUMNS
 
 from gpuinfer.api import BackendContext, ModelSpec, Setup
 from gpuinfer.text.checkpoint import Checkpoint, open_checkpoint
-from gpuinfer.text.decoder.cpu import CpuDecoder, available
+from gpuinfer.text.decoder.compiled_decoder import CpuDecoder, cpu_available
 from gpuinfer.text.decoder.torch_decoder import TorchDecoder
 from gpuinfer.text.generator import Tuning
-from gpuinfer.text.shape import Shape
-from gpuinfer.text.stages.decoder import StagedDecoder
-from gpuinfer.text.stages.open_staged import open_in_stages
-from gpuinfer.text.step import Decoder
-from gpuinfer.text.weights import Weights
+from gpuinfer.text.stages.open_staged_decoder import open_in_stages
+from gpuinfer.text.stages.staged_decoder import StagedDecoder
+from gpuinfer.text.transformer import Decoder, Shape, Weights
 
 Make = Callable[..., Decoder]  # shape, weights, dtype, slots=, length=, and the pages of `steps.py` for so many rows
 
@@ -82,7 +80,7 @@ DECODERS: dict[str, Make] = {
     "torch in fixed shapes": partial(on_the_cpu, graphs=True),
     "torch, deterministic": partial(on_the_cpu, deterministic=True),
 }
-if available(torch.float32):
+if cpu_available(torch.float32):
     DECODERS["kernels"] = partial(kernels, threads=1)
     DECODERS["kernels on two threads"] = partial(kernels, threads=2)
     DECODERS["in stages"] = in_stages

@@ -11,9 +11,9 @@ from text.diffusion_reference import Filled, blocks_of
 from torch import Tensor
 
 from gpuinfer.generation import Sampling
-from gpuinfer.text.diffusion.choosing import threshold_for
-from gpuinfer.text.diffusion.deciding import MOST_IDLE, Edited, UnmaskingDecoder, View
 from gpuinfer.text.diffusion.scoring import Asked, Scorer
+from gpuinfer.text.diffusion.unmasking_decoder import MOST_IDLE, Edited, UnmaskingDecoder, View
+from gpuinfer.text.diffusion.unmasking_plan import threshold_for
 
 Model = Callable[..., Tensor]
 GREEDY = Sampling(temperature=0.0)

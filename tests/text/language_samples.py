@@ -9,7 +9,7 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from gpuinfer.text.language import Language, open_language
-from gpuinfer.text.shape import Shape
+from gpuinfer.text.transformer import Shape
 
 CORPUS = [
     'The quick brown fox said: "hello, world" and {"name": "Ann", "age": 42} was true, false or null.',

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from gpuinfer.text.shape import Shape
-from gpuinfer.text.weights import Layer, Linear, Mixture, Norm, Weights
+from gpuinfer.text.transformer import Layer, Linear, Mixture, Norm, Shape, Weights
 
 EXACT = torch.float64
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from gpuinfer.text.generator import Generator
-from gpuinfer.text.step import PAGE
+from gpuinfer.text.transformer import PAGE
 
 
 def check_pages(generator: Generator) -> None:

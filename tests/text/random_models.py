@@ -6,8 +6,7 @@ from typing import Any
 
 import torch
 
-from gpuinfer.text.shape import Experts, Rope, Shape
-from gpuinfer.text.weights import Layer, Linear, Mixture, Norm, Weights
+from gpuinfer.text.transformer import Experts, Layer, Linear, Mixture, Norm, Rope, Shape, Weights
 
 LLAMA = Shape("llama", 61, 32, 2, 4, 2, 16, 48, 256, rope=Rope(tuple(10.0 ** (-i / 2) for i in range(8))))
 VARIANTS: dict[str, dict[str, Any]] = {

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from gpuinfer.text.step import Step
+from gpuinfer.text.transformer import Step
 
 COLUMNS = 8  # pages of a row: 256 positions
 

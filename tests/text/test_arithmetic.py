@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from gpuinfer.api import ModelSpec, Setup
-from gpuinfer.text import arithmetic
+from gpuinfer.text import precision
 from gpuinfer.text.generator import Tuning, open_generator
 from gpuinfer.workloads.generate.workload import Generate
 
@@ -15,7 +15,7 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 @pytest.fixture(params=[True, False], ids=["multiplies bfloat16", "does not"])
 def multiplies(request, monkeypatch):
-    monkeypatch.setattr(arithmetic, "multiplies_bfloat16", lambda: request.param)
+    monkeypatch.setattr(precision, "multiplies_bfloat16", lambda: request.param)
     return request.param
 
 
@@ -23,7 +23,7 @@ def multiplies(request, monkeypatch):
 def test_bfloat16_is_multiplied_as_such_only_where_that_is_one_instruction_and_bits_do_not_count(
     multiplies, deterministic
 ):
-    found = arithmetic.computes_in(torch.bfloat16, CPU, deterministic=deterministic)
+    found = precision.computes_in(torch.bfloat16, CPU, deterministic=deterministic)
     assert found == ("bfloat16" if multiplies and not deterministic else "float32")
 
 
@@ -31,7 +31,7 @@ def test_bfloat16_is_multiplied_as_such_only_where_that_is_one_instruction_and_b
     ("dtype", "device"), [(torch.float32, CPU), (torch.float16, CPU), (torch.bfloat16, CUDA), (torch.float32, CUDA)]
 )
 def test_all_else_is_computed_in_the_format_of_its_weights(multiplies, dtype, device):
-    assert arithmetic.computes_in(dtype, device, deterministic=False) == str(dtype).removeprefix("torch.")
+    assert precision.computes_in(dtype, device, deterministic=False) == str(dtype).removeprefix("torch.")
 
 
 def test_a_run_that_goes_on_must_compute_in_the_same_format(multiplies, tmp_path):

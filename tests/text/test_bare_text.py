@@ -8,8 +8,8 @@ import torch
 from random_models import LLAMA
 
 from gpuinfer.errors import UsageError
-from gpuinfer.text import bare
-from gpuinfer.text.step import PAGE
+from gpuinfer.text import text_roofline
+from gpuinfer.text.transformer import PAGE
 
 
 class Recorded:
@@ -49,7 +49,7 @@ class Recorded:
     ],
 )
 def test_steps_of_answers_and_of_prompts_are_measured(decoder, rows, tokens):
-    found = bare.measure(decoder, rows, tokens, 0.2)
+    found = text_roofline.measure_roofline(decoder, rows, tokens, 0.2)
     assert 1 <= found.at_rows <= min(rows, decoder.slots, decoder.pages)
     assert 1 <= found.at_tokens <= tokens
     assert all(value > 0 for name, value in asdict(found).items() if name.endswith("per_s"))
@@ -59,14 +59,14 @@ def test_steps_of_answers_and_of_prompts_are_measured(decoder, rows, tokens):
 
 def test_a_model_without_layers_is_not_measured():
     with pytest.raises(UsageError, match="computes nothing"):
-        bare.measure(Recorded(shape=replace(LLAMA, layers=0)), 1, 8, 0.1)
+        text_roofline.measure_roofline(Recorded(shape=replace(LLAMA, layers=0)), 1, 8, 0.1)
 
 
 def test_a_look_leaves_out_what_its_threads_waited_for_a_core(monkeypatch):
     """Half of the time in which they wanted one somebody else had it: twice as fast alone."""
     clock = iter([(0.0, 0.0), (1.0, 1.0)])
-    monkeypatch.setattr(bare, "cpu_times", lambda: next(clock))
-    monkeypatch.setattr(bare.time, "perf_counter", iter(np.arange(0.0, 10.0, 0.5)).__next__)
-    rate, served = bare._look(lambda: None, torch.device("cpu"))
+    monkeypatch.setattr(text_roofline, "cpu_times", lambda: next(clock))
+    monkeypatch.setattr(text_roofline.time, "perf_counter", iter(np.arange(0.0, 10.0, 0.5)).__next__)
+    rate, served = text_roofline._look(lambda: None, torch.device("cpu"))
     assert served == 0.5
     assert rate == pytest.approx(1 / (1.0 * 0.5))

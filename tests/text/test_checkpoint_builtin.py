@@ -12,7 +12,7 @@ from text.tiny import FAMILIES, tiny_checkpoint
 from gpuinfer.api import ModelSpec
 from gpuinfer.errors import UsageError
 from gpuinfer.text.checkpoint import Checkpoint, Estimate, open_checkpoint, refuse_unfit, save_folder
-from gpuinfer.text.weights import Weights
+from gpuinfer.text.transformer import Weights
 
 
 def opened(name: object) -> Checkpoint:

@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpuinfer.errors import UsageError
-from gpuinfer.text.checkpoint.family import shape_of
-from gpuinfer.text.checkpoint.keys import ANOTHER_PROGRAM
+from gpuinfer.text.checkpoint.config_keys import ANOTHER_PROGRAM
+from gpuinfer.text.checkpoint.model_family import shape_of
 
 SIZES = {
     "vocab_size": 128,

@@ -19,8 +19,8 @@ from text.tiny import copy_of, tiny_checkpoint
 from gpuinfer.api import ModelSpec
 from gpuinfer.errors import UsageError
 from gpuinfer.text.checkpoint import open_checkpoint
-from gpuinfer.text.checkpoint.keys import ANOTHER_PROGRAM
-from gpuinfer.text.checkpoint.safetensors import SafetensorsStore, read_header
+from gpuinfer.text.checkpoint.config_keys import ANOTHER_PROGRAM
+from gpuinfer.text.checkpoint.safetensors_folder import SafetensorsStore, read_header
 
 QUERY = "model.layers.1.self_attn.q_proj.weight"
 

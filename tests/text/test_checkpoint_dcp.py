@@ -33,9 +33,9 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from gpuinfer.api import ModelSpec, Setup
 from gpuinfer.errors import UsageError
 from gpuinfer.generation import Prompt, Sampling
-from gpuinfer.openai.options import ModelOptions, check_model, model_of
+from gpuinfer.serving.openai.model_options import ModelOptions, check_model, model_of
 from gpuinfer.text.checkpoint import open_checkpoint, save_folder
-from gpuinfer.text.checkpoint.replacement import read_other_weights
+from gpuinfer.text.checkpoint.loader import read_other_weights
 from gpuinfer.text.generator import Tuning, open_generator
 
 
@@ -290,10 +290,10 @@ def test_metadata_that_does_not_hold_together_is_refused(unsound, tmp_path):
 
 
 def test_chunks_that_overlap_are_refused(tmp_path):
-    from gpuinfer.text.checkpoint.dcp import Chunk, _check_cover
+    from gpuinfer.text.checkpoint.distributed_checkpoint import TensorChunk, _check_cover
 
     def chunk(offsets, sizes):
-        return Chunk(offsets, sizes, tmp_path, 0, 0)
+        return TensorChunk(offsets, sizes, tmp_path, 0, 0)
 
     _check_cover("a", (4, 4), [chunk((0, 0), (2, 4)), chunk((2, 0), (2, 2)), chunk((2, 2), (2, 2))])
     with pytest.raises(ValueError, match="overlap"):

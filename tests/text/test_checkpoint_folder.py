@@ -13,7 +13,8 @@ from safetensors.torch import load_file, save_file
 from text.tiny import FAMILIES, copy_of, tiny_checkpoint
 
 from gpuinfer.api import ModelSpec
-from gpuinfer.text.checkpoint import Checkpoint, digests, open_checkpoint, safetensors
+from gpuinfer.text.checkpoint import Checkpoint, open_checkpoint, safetensors_folder
+from gpuinfer.text.checkpoint import checkpoint as digests
 
 CASES = [
     *(pytest.param(family, {}, id=family) for family in FAMILIES),
@@ -117,7 +118,7 @@ def test_weights_are_cast_as_torch_casts_them(family: str, stored: str, wanted: 
 
 
 def test_a_tensor_larger_than_the_staging_is_cast_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gpuinfer.text.checkpoint.safetensors.STAGING_BYTES", 1000)
+    monkeypatch.setattr("gpuinfer.text.checkpoint.safetensors_folder.STAGING_BYTES", 1000)
     folder = tiny_checkpoint("llama")
     state = load_file(folder / "model.safetensors")
     weights = opened(folder).weights(torch.bfloat16)
@@ -249,8 +250,10 @@ def counted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[int]:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(digests, "SETTLED_S", -3600.0)
     calls: list[int] = []
-    compute = safetensors.digests_of
-    monkeypatch.setattr(safetensors, "digests_of", lambda sources: (calls.append(len(sources)), compute(sources))[1])
+    compute = safetensors_folder.digests_of
+    monkeypatch.setattr(
+        safetensors_folder, "digests_of", lambda sources: (calls.append(len(sources)), compute(sources))[1]
+    )
     return calls
 
 

@@ -8,7 +8,7 @@ import pytest
 import transformers
 
 from gpuinfer.errors import UsageError
-from gpuinfer.text.checkpoint.family import shape_of
+from gpuinfer.text.checkpoint.model_family import shape_of
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"], "bos_token_id": 1, "eos_token_id": 2, "hidden_act": "silu",

@@ -24,12 +24,11 @@ from gpuinfer.api import ModelSpec
 from gpuinfer.errors import UsageError
 from gpuinfer.generation import Prompt
 from gpuinfer.text.checkpoint import open_checkpoint, read_adapter
-from gpuinfer.text.checkpoint.assembly import RotaryLayout, parts_of
-from gpuinfer.text.checkpoint.family import biases_of, shape_of
-from gpuinfer.text.checkpoint.replacement import read_other_weights
-from gpuinfer.text.checkpoint.tensor_names import names_of
+from gpuinfer.text.checkpoint.loader import read_other_weights
+from gpuinfer.text.checkpoint.model_family import biases_of, shape_of
+from gpuinfer.text.checkpoint.tensor_layout import RotaryLayout, names_of, parts_of
 from gpuinfer.text.language import open_language
-from gpuinfer.text.shape import Experts, Masking, Shape
+from gpuinfer.text.transformer import Experts, Masking, Shape
 
 LLADA_8B = {
     "d_model": 4096, "embedding_size": 126464, "eos_token_id": 126081, "mask_token_id": 126336,

@@ -18,7 +18,7 @@ from gpuinfer.api import ModelSpec
 from gpuinfer.errors import UsageError
 from gpuinfer.text.checkpoint import Checkpoint, open_checkpoint
 from gpuinfer.text.checkpoint.nanogpt import read_characters
-from gpuinfer.text.checkpoint.opcodes import plain_value
+from gpuinfer.text.checkpoint.pickle_reader import plain_value
 
 ALPHABET = "\n !abcdefghijklmnopqrstuvwxyzé東"
 SIZES = {"n_layer": 2, "n_head": 2, "n_embd": 16, "block_size": 32, "vocab_size": len(ALPHABET)}
@@ -249,7 +249,7 @@ def test_a_pickle_of_anything_but_plain_values_is_refused(data: bytes) -> None:
 
 
 def test_a_pickle_of_too_many_steps_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gpuinfer.text.checkpoint.opcodes.MOST_STEPS", 100)
+    monkeypatch.setattr("gpuinfer.text.checkpoint.pickle_reader.MOST_STEPS", 100)
     with pytest.raises(ValueError, match="steps"):
         plain_value(pickle.dumps(list(range(200))))
 

@@ -10,7 +10,7 @@ from tiny import copy_of, tiny_checkpoint
 from gpuinfer.api import ModelSpec
 from gpuinfer.errors import UsageError
 from gpuinfer.text.checkpoint import open_checkpoint
-from gpuinfer.text.checkpoint.replacement import read_other_weights
+from gpuinfer.text.checkpoint.loader import read_other_weights
 from gpuinfer.text.decoder.torch_layers import tensors_of
 
 

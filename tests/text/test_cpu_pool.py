@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mmap
 
-from gpuinfer.text.decoder import cpu_pool
+from gpuinfer.text.decoder import cpu_panels
 
 
 def test_a_kernel_without_large_pages_gives_memory_all_the_same(monkeypatch):
@@ -13,6 +13,6 @@ def test_a_kernel_without_large_pages_gives_memory_all_the_same(monkeypatch):
             raise OSError(22, "Invalid argument")
 
     monkeypatch.setattr(mmap, "mmap", Plain)
-    memory = cpu_pool.mapped(5000)
+    memory = cpu_panels.map_memory(5000)
     assert (len(memory), memory.any()) == (5000, False)
-    assert memory.ctypes.data % cpu_pool.LARGE == 0
+    assert memory.ctypes.data % cpu_panels.LARGE == 0

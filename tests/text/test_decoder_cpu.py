@@ -19,14 +19,12 @@ from numba import njit
 from random_models import LLAMA, VARIANTS, random_weights
 from steps import COLUMNS, copy_row, scattered, step_of, table_of
 
-from gpuinfer.text.decoder import cpu, cpu_math, cpu_sizes
-from gpuinfer.text.decoder.cpu import CpuDecoder, available
+from gpuinfer.text.decoder import compiled_decoder, cpu_math, cpu_sizes
+from gpuinfer.text.decoder.compiled_decoder import CpuDecoder, cpu_available
 from gpuinfer.text.decoder.cpu_panels import aligned
-from gpuinfer.text.shape import Rope
-from gpuinfer.text.step import PAGE
-from gpuinfer.text.weights import UnreadLayers
+from gpuinfer.text.transformer import PAGE, Rope, UnreadLayers
 
-pytestmark = pytest.mark.skipif(not available(torch.float32), reason="this processor has no FMA")
+pytestmark = pytest.mark.skipif(not cpu_available(torch.float32), reason="this processor has no FMA")
 
 CASES = [pytest.param(replace(LLAMA, **changes), id=name) for name, changes in VARIANTS.items()]
 UNEVEN = replace(
@@ -183,7 +181,7 @@ def test_what_memory_held_before_does_not_show(shape, dtype, monkeypatch):
         found.view(np.uint8)[...] = 0xFF  # NaN as any float
         return found
 
-    monkeypatch.setattr(cpu, "aligned", dirty)
+    monkeypatch.setattr(compiled_decoder, "aligned", dirty)
     several = decoder(shape, dtype, deterministic=True)
     several._pool._pages[...] = 0xFF
     prompt = several.forward(step_of((1, 0, TOKENS[:39]))).clone()

@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 from random_models import LLAMA, VARIANTS, random_weights
 
 from gpuinfer.text.decoder import cpu_sizes as at
-from gpuinfer.text.decoder.cpu import CpuDecoder, available
+from gpuinfer.text.decoder.attention_plan import sees_of
+from gpuinfer.text.decoder.compiled_decoder import CpuDecoder, cpu_available
 from gpuinfer.text.decoder.cpu_attention import SPAN
-from gpuinfer.text.decoder.cpu_plan import Plan, Planner
-from gpuinfer.text.decoder.segments import sees_of
-from gpuinfer.text.step import PAGE, Step
+from gpuinfer.text.decoder.cpu_plan import AttentionPlan, AttentionPlanner
+from gpuinfer.text.transformer import PAGE, Step
 
-pytestmark = pytest.mark.skipif(not available(torch.float32), reason="this processor has no FMA")
+pytestmark = pytest.mark.skipif(not cpu_available(torch.float32), reason="this processor has no FMA")
 
 LENGTH, ROWS, PAGES = 576, 5, 128
 SHAPES = {
@@ -65,12 +65,14 @@ def decoder(shape=LLAMA, dtype=torch.float32, threads=2):
     return CpuDecoder(shape, weights, dtype, slots=ROWS, pages=2048, length=LENGTH, threads=threads, deterministic=True)
 
 
-def planned(step: Step, heads: int = 2) -> Plan:
+def planned(step: Step, heads: int = 2) -> AttentionPlan:
     rows = np.arange(len(step.tokens))
-    return Planner(heads).plan(step, rows, np.repeat(np.arange(len(step.lengths)), step.lengths), sees_of(step))
+    return AttentionPlanner(heads).plan(
+        step, rows, np.repeat(np.arange(len(step.lengths)), step.lengths), sees_of(step)
+    )
 
 
-def pieces_of(plan: Plan) -> list[list[tuple[list[int], int, int]]]:
+def pieces_of(plan: AttentionPlan) -> list[list[tuple[list[int], int, int]]]:
     """Of each wave the members of its pieces, their first span and the end."""
     found = []
     for first, end in itertools.pairwise(plan.waves):
@@ -127,7 +129,7 @@ def test_the_tokens_of_a_prompt_go_together_as_many_as_there_is_room_for():
 
 
 def test_steps_in_the_same_pages_are_planned_once_until_a_row_sees_less():
-    rows, planner = Rows(), Planner(2)
+    rows, planner = Rows(), AttentionPlanner(2)
     step = rows.step((0, 300, [1]), (1, 300, [2]))
     places = np.arange(2)
     first = planner.plan(step, places, places, np.array([301, 301]))
@@ -206,4 +208,4 @@ def test_whatever_is_shared_each_row_has_the_bits_it_has_alone(actions):
             held = [[*tokens, (number + row) % 7] for row, tokens in enumerate(held)]
 
 
-DECODERS = (decoder(), decoder(threads=1)) if available(torch.float32) else ()
+DECODERS = (decoder(), decoder(threads=1)) if cpu_available(torch.float32) else ()

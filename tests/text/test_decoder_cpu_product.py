@@ -13,10 +13,9 @@ import numpy as np
 import pytest
 import torch
 
-from gpuinfer.text.decoder.cpu_bfloat16 import kind_of_bfloat16
-from gpuinfer.text.decoder.cpu_panels import aligned, panel_bytes, panels_of
+from gpuinfer.text.decoder.cpu_math import FEATURES
+from gpuinfer.text.decoder.cpu_panels import aligned, kind_of_bfloat16, panel_bytes, panels_of
 from gpuinfer.text.decoder.cpu_product import product_with
-from gpuinfer.text.decoder.cpu_vectors import FEATURES
 
 BUILT_FOR = FEATURES.split(",")  # what Numba compiles for
 pytestmark = pytest.mark.skipif("+fma" not in BUILT_FOR, reason="this processor has no FMA")

@@ -13,11 +13,10 @@ from random_models import LLAMA, MIXTURES, VARIANTS, random_weights
 from steps import COLUMNS, seeing, step_of
 
 from gpuinfer.text.decoder import triton_layers
-from gpuinfer.text.decoder.sizing import estimate, free_memory, open_and_try
+from gpuinfer.text.decoder.open_decoder import estimate, free_memory, open_and_try
 from gpuinfer.text.decoder.torch_decoder import TorchDecoder
 from gpuinfer.text.decoder.triton_layers import TritonLayers
-from gpuinfer.text.shape import Masking
-from gpuinfer.text.step import Step
+from gpuinfer.text.transformer import Masking, Step
 
 pytestmark = [
     pytest.mark.gpu,
@@ -154,7 +153,7 @@ def test_a_canvas_has_the_same_bits_alone_and_in_company(shape, dtype):
 
 
 KINDS = [pytest.param(replace(LLAMA, **changes), id=name) for name, changes in (VARIANTS | MIXTURES).items()]
-TRITON = pytest.mark.skipif(not triton_layers.is_there(), reason="needs Triton")
+TRITON = pytest.mark.skipif(not triton_layers.has_triton(), reason="needs Triton")
 
 
 @TRITON

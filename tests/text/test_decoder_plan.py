@@ -12,10 +12,10 @@ from steps import table_of
 
 from gpuinfer.models.forward_cuda import bucket_for
 from gpuinfer.text.decoder import torch_batch
-from gpuinfer.text.decoder.segments import ends_of, positions_of, sees_of, segments_of
+from gpuinfer.text.decoder.attention_plan import ends_of, positions_of, sees_of, segments_of
 from gpuinfer.text.decoder.torch_batch import back, parts_of, reach_buckets, row_buckets, rows_of, tiles
 from gpuinfer.text.decoder.torch_static import Replays
-from gpuinfer.text.step import Step
+from gpuinfer.text.transformer import Step
 
 ROOM = 512
 

@@ -18,7 +18,7 @@ from masked_attention import masked_logits
 from random_models import LLAMA, VARIANTS, random_weights
 from steps import COLUMNS, scattered, seeing, step_of
 
-from gpuinfer.text.shape import Masking
+from gpuinfer.text.transformer import Masking
 
 TOKENS = [int(token) for token in np.random.default_rng(3).integers(0, LLAMA.vocabulary, 150)]
 OTHER = TOKENS[::-1]

@@ -11,13 +11,12 @@ from random_models import LLAMA, random_weights
 from steps import COLUMNS, step_of
 
 from gpuinfer.errors import UsageError
-from gpuinfer.report.text import MOST_SLOTS
-from gpuinfer.text.checkpoint.estimate import CPU_COPIED, CUDA_COPIED, Estimate, page_bytes, working_bytes
-from gpuinfer.text.decoder import open_decoder, open_sized, sizing
-from gpuinfer.text.decoder.open_decoder import NullDecoder
-from gpuinfer.text.decoder.sizing import estimate, largest_step_bytes, largest_steps, open_and_try
+from gpuinfer.report.causes_text import MOST_SLOTS
+from gpuinfer.text.checkpoint.memory_estimate import CPU_COPIED, CUDA_COPIED, Estimate, page_bytes, working_bytes
+from gpuinfer.text.decoder import open_decoder, open_sized
+from gpuinfer.text.decoder.open_decoder import NullDecoder, estimate, largest_step_bytes, largest_steps, open_and_try
 from gpuinfer.text.decoder.torch_decoder import TorchDecoder
-from gpuinfer.text.shape import Masking
+from gpuinfer.text.transformer import Masking
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 PAGE_BYTES = page_bytes(LLAMA, torch.float32)
@@ -65,7 +64,7 @@ def test_with_plenty_of_memory_there_are_as_many_slots_as_are_worth_while_and_pa
 
 def test_the_verdict_knows_how_many_slots_a_device_has_by_itself():
     """It is reached without torch, so it has the numbers once more."""
-    assert MOST_SLOTS == (sizing.CPU_SLOTS, sizing.CUDA_SLOTS)
+    assert MOST_SLOTS == (open_decoder.CPU_SLOTS, open_decoder.CUDA_SLOTS)
 
 
 @pytest.mark.parametrize(("device", "share"), [(CPU, 0.5), (CUDA, 0.9)])
@@ -224,7 +223,7 @@ def test_no_room_for_one_row_is_refused(monkeypatch):
 
 def test_another_failure_is_not_mistaken_for_a_lack_of_memory(monkeypatch):
     decoder, found = small(3)
-    monkeypatch.setattr(sizing, "largest_step_bytes", lambda *_: (_ for _ in ()).throw(RuntimeError("a bug")))
+    monkeypatch.setattr(open_decoder, "largest_step_bytes", lambda *_: (_ for _ in ()).throw(RuntimeError("a bug")))
     with pytest.raises(RuntimeError, match="a bug"):
         open_and_try(decoder, found, step_tokens=32)
 

@@ -12,7 +12,7 @@ from decoders import each_decoder
 from random_models import LLAMA, VARIANTS, random_weights
 from steps import seeing, step_of
 
-from gpuinfer.text.step import Vectors
+from gpuinfer.text.transformer import Vectors
 
 TOKENS = [int(token) for token in np.random.default_rng(4).integers(0, LLAMA.vocabulary, 40)]
 MARK = 7

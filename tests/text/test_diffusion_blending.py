@@ -9,8 +9,8 @@ import pytest
 import torch
 from text.unmasking import MASK, answered, decoder_of, generator_over, prompt_of
 
-from gpuinfer.text.diffusion.blending import Blender
-from gpuinfer.text.step import Step
+from gpuinfer.text.diffusion.scoring import Blender
+from gpuinfer.text.transformer import Step
 
 
 def blender(embedding: torch.Tensor, threads: int = 1) -> Blender:

@@ -8,12 +8,11 @@ import pytest
 
 from gpuinfer.api import ModelSpec, Setup
 from gpuinfer.generation import Prompt, Sampling, Unmasking
-from gpuinfer.monitoring.metrics import exposition
 from gpuinfer.report.report import unmasking
-from gpuinfer.stats import Snapshot
+from gpuinfer.serving.monitoring.metrics import exposition
+from gpuinfer.stats import DIFFUSION_COUNTS, DiffusionCounters, Snapshot
 from gpuinfer.text.generator import Tuning, open_generator
-from gpuinfer.text.generator.driver import Counters
-from gpuinfer.unmasked import COUNTS, Unmasked
+from gpuinfer.text.generator.driver import DriverCounters
 
 PROMPT, ANSWER, BLOCK = 10, 24, 8
 SPEC = ModelSpec("tiny-llada", arguments={"slots": 4, "context": 64}, kind="text")
@@ -36,14 +35,14 @@ def prompt(number, **unmasking_of):
 
 def counted(generator, *prompts):
     """What answering them came to, and the answers' tokens."""
-    counters, answers = Counters(), []
+    counters, answers = DriverCounters(), []
     for number, prepared in enumerate(generator.prepare(prompts)):
         generator.add(number, prepared)
     while generator.busy:
         stepped = generator.step()
         counters.add(stepped, 0.001)
         answers += [answer.completions[0].tokens for _, answer in stepped.finished]
-    found = Unmasked.of({name: getattr(counters, name) for name in COUNTS})
+    found = DiffusionCounters.of({name: getattr(counters, name) for name in DIFFUSION_COUNTS})
     assert found is not None
     return found, answers
 
@@ -92,7 +91,7 @@ def test_what_follows_the_end_of_an_answer_is_committed_and_not_useful(generator
 
 def test_reports_and_metrics_tell_of_them_across_processes(generator):
     found, _ = counted(generator, prompt(0, steps=6))
-    steps = dict(zip(COUNTS, (6, found.computed, ANSWER, found.positions, ANSWER, 0), strict=True))
+    steps = dict(zip(DIFFUSION_COUNTS, (6, found.computed, ANSWER, found.positions, ANSWER, 0), strict=True))
     travelled = Snapshot.from_wire(Snapshot(slots=4, device={"tokens": {"output": ANSWER}, "steps": steps}).to_wire())
     assert unmasking(travelled) == found.plain()
     text = exposition(travelled).decode()
@@ -112,6 +111,6 @@ def test_a_backend_tells_its_steps_so():
             await model.close()
 
     device = asyncio.run(told())
-    assert set(COUNTS) <= device["steps"].keys()
+    assert set(DIFFUSION_COUNTS) <= device["steps"].keys()
     assert device["model"]["decoder"] == "low-confidence"
     assert device["model"]["cache"] == "none"

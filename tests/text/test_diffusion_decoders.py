@@ -17,10 +17,10 @@ from text.diffusion_toy import MASK, Toy, prompt_of
 from gpuinfer.config import registry
 from gpuinfer.errors import BadPrompt
 from gpuinfer.generation import Sampling, Unmasking
-from gpuinfer.text.diffusion.choosing import decoder_for
-from gpuinfer.text.diffusion.deciding import UnmaskingDecoder
-from gpuinfer.text.diffusion.decoders.dream import schedule
+from gpuinfer.text.diffusion.decoders import schedule
 from gpuinfer.text.diffusion.scoring import guided
+from gpuinfer.text.diffusion.unmasking_decoder import UnmaskingDecoder
+from gpuinfer.text.diffusion.unmasking_plan import decoder_for
 
 RECORDED = json.loads((Path(__file__).parent / "block_refinement.json").read_text())["cases"]
 SEEDS = st.integers(0, 50)

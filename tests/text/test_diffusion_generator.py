@@ -18,7 +18,7 @@ from text.unmasking import END, KINDS, MASK, Scripted, answered, decoder_of, gen
 from gpuinfer.config import blame, registry
 from gpuinfer.errors import BackendError, BadPrompt, PromptTooLong
 from gpuinfer.generation import Constraint, Generation, Prompt, Sampling
-from gpuinfer.text.diffusion.deciding import MOST_IDLE, Decision, UnmaskingDecoder
+from gpuinfer.text.diffusion.unmasking_decoder import MOST_IDLE, Decision, UnmaskingDecoder
 from gpuinfer.text.generator import Driver
 
 NAMES = registry.names("decoders")

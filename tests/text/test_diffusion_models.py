@@ -16,8 +16,7 @@ from text.steps import table_of
 from text.tiny_diffusion import FAMILIES, MASK, tiny_diffusion
 from torch import Tensor
 
-from gpuinfer.text.shape import Shape
-from gpuinfer.text.step import Decoder, Step
+from gpuinfer.text.transformer import Decoder, Shape, Step
 
 VARIANTS: dict[str, dict[str, Any]] = {
     **{family: {} for family in FAMILIES},

@@ -19,8 +19,8 @@ from gpuinfer.errors import PluginError
 from gpuinfer.generation import Sampling, Unmasking
 from gpuinfer.testing import assert_ok
 from gpuinfer.testing.decoders import check_decoder, viewed
-from gpuinfer.text.diffusion import choosing
-from gpuinfer.text.diffusion.deciding import Decision, Edited, UnmaskingDecoder
+from gpuinfer.text.diffusion import unmasking_plan
+from gpuinfer.text.diffusion.unmasking_decoder import Decision, Edited, UnmaskingDecoder
 
 PAGE = (Path(__file__).parent.parent.parent / "docs" / "plugins.md").read_text()
 EXAMPLE = next(code for code in re.findall(r"^```python\n(.*?)^```", PAGE, re.M | re.S) if "class Leftmost" in code)
@@ -33,11 +33,13 @@ def leftmost(tmp_path, monkeypatch):
     install(tmp_path, "acme", {"decoders": {"leftmost": "acme_decoders:Leftmost"}}, {"acme_decoders": EXAMPLE})
     yield
     sys.modules.pop("acme_decoders", None)
-    choosing.made.cache_clear()
+    unmasking_plan.make_decoder.cache_clear()
 
 
 def asking(**options) -> UnmaskingDecoder:
-    return choosing.decoder_for(Sampling(unmasking=Unmasking(decoder="leftmost", options=options)), "low-confidence")
+    return unmasking_plan.decoder_for(
+        Sampling(unmasking=Unmasking(decoder="leftmost", options=options)), "low-confidence"
+    )
 
 
 def test_the_example_is_short():

@@ -18,7 +18,7 @@ from text.unmasking import KINDS, decoder_of, generator_over, run
 
 from gpuinfer.config import registry
 from gpuinfer.generation import Completion, Generation, Part, Prompt, Sampling, Unmasking
-from gpuinfer.text.diffusion.choosing import with_threshold
+from gpuinfer.text.diffusion.unmasking_plan import with_threshold
 
 LENGTH = 72
 NAMES = registry.names("decoders")

@@ -13,7 +13,7 @@ from gpuinfer.errors import BadPrompt, BadResult
 from gpuinfer.generation import Sampling
 from gpuinfer.text.diffusion import torch_scores
 from gpuinfer.text.diffusion.scoring import Asked, Scored, Scorer, guided
-from gpuinfer.text.sampling import lanes
+from gpuinfer.text.sampling import compiled_path
 
 VOCABULARY = 301
 ENDS = (7,)
@@ -108,7 +108,7 @@ def test_a_row_has_the_same_scores_alone_and_in_company_and_with_any_threads(row
     ]
     many, one = (scorer_of("compiled", threads, end_tokens=ENDS, mask_token=300) for threads in (3, 1))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(lanes, "LARGE", 1)
+        patch.setattr(compiled_path, "LARGE", 1)
         together = many.score(logits.clone(), company, NEEDS)
     for number, row in enumerate(company):
         place = slice(row.first, row.first + len(row.positions))

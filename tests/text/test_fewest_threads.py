@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from gpuinfer.text.decoder.cpu_plan import AGAIN, SETTLE, TURNS, FewestThreads
 from gpuinfer.text.decoder.cpu_step import FEW_ROWS
-from gpuinfer.text.decoder.fewest_threads import AGAIN, SETTLE, TURNS, FewestThreads
 
 
 def steps(choice, count, seconds, rows=1, most=8):

@@ -230,7 +230,7 @@ def test_a_prompt_is_echoed_with_its_log_probabilities(max_tokens, step_tokens):
 
 
 def test_the_logits_of_an_echoed_prompt_are_asked_for_in_pieces(monkeypatch):
-    monkeypatch.setattr("gpuinfer.text.generator.composing.ECHO_BYTES", 4 * VOCABULARY * 8)
+    monkeypatch.setattr("gpuinfer.text.generator.composer.ECHO_BYTES", 4 * VOCABULARY * 8)
     generator = toy_generator(step_tokens=100)
     prompts = [prompt(LONG, prompt_logprobs=1), prompt("other" * 4, prompt_logprobs=1), prompt("beside it")]
     outcomes = run(generator, prompts)

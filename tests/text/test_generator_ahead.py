@@ -11,7 +11,7 @@ from text.toy import LETTERS, alone, run, toy_generator
 
 from gpuinfer.errors import BackendDied, BadResult
 from gpuinfer.generation import Constraint, Prompt, Sampling
-from gpuinfer.text.sampling.cpu import Complete
+from gpuinfer.text.sampling.compiled_path import CompleteDraw
 
 LONG = "what does the fox say, and why "
 
@@ -182,7 +182,7 @@ def test_a_row_whose_logits_are_no_numbers_fails_alone_while_the_next_step_is_un
 @pytest.mark.parametrize("late", [True, False], ids=["the host is late", "the device is"])
 def test_the_hosts_time_counts_as_the_devices_where_that_is_at_work(monkeypatch, late):
     """And where it has done all that was launched, the host keeps it waiting."""
-    monkeypatch.setattr(Complete, "ready", late)
+    monkeypatch.setattr(CompleteDraw, "ready", late)
     generator, entered = started(prompt("abc", 6, ignore_eos=True)), []
     generator.enter = entered.append
     finished(generator)

@@ -14,11 +14,11 @@ from text.toy import alone, toy_generator
 from gpuinfer.api import TextRoofline
 from gpuinfer.errors import BackendDied, Closed
 from gpuinfer.generation import Prompt, Sampling
-from gpuinfer.models.gate import NoPlace
+from gpuinfer.models.device_arbiter import UnsharedSlot
 from gpuinfer.stats import Lane
-from gpuinfer.text import bare
-from gpuinfer.text.cost import StepCost
+from gpuinfer.text import text_roofline
 from gpuinfer.text.generator import Driver
+from gpuinfer.text.text_roofline import StepCost
 
 WAIT_S = 60.0
 
@@ -82,7 +82,7 @@ def test_what_is_submitted_is_answered(driver):
 def test_no_step_is_left_on_a_device_that_another_model_has_next(beside):
     """Its time would be taken for the other model's."""
 
-    class Turns(NoPlace):
+    class Turns(UnsharedSlot):
         def has_all(self, turn):
             return beside
 
@@ -291,7 +291,9 @@ def test_memory_that_a_step_touches_first_is_a_station_of_its_own(generator):
 def test_the_model_is_measured_when_nothing_is_under_way_and_answers_are_the_same_after_it(generator, monkeypatch):
     best = TextRoofline(1.0, 1.0, 1.0, 1, 1, 1.0)
     seen = []
-    monkeypatch.setattr(bare, "measure", lambda decoder, rows, tokens, seconds: seen.append((rows, seconds)) or best)
+    monkeypatch.setattr(
+        text_roofline, "measure_roofline", lambda decoder, rows, tokens, seconds: seen.append((rows, seconds)) or best
+    )
     driver = Driver(generator)
     try:
         before = submitted(driver, prompt("abc"))[0].result(WAIT_S)
@@ -310,7 +312,7 @@ def test_a_measurement_that_nobody_waits_for_any_more_ends_nothing(generator, mo
         measuring.set()
         assert go_on.wait(WAIT_S)
 
-    monkeypatch.setattr(bare, "measure", slowly)
+    monkeypatch.setattr(text_roofline, "measure_roofline", slowly)
     driver = Driver(generator)
     try:
         first, second = driver.measure(3, 0.5), driver.measure(3, 0.5)
@@ -327,7 +329,7 @@ def test_a_model_that_cannot_be_measured_goes_on(generator, monkeypatch):
     def fails(*given):
         raise RuntimeError("no room")
 
-    monkeypatch.setattr(bare, "measure", fails)
+    monkeypatch.setattr(text_roofline, "measure_roofline", fails)
     driver = Driver(generator)
     try:
         with pytest.raises(RuntimeError, match="no room"):

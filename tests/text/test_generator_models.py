@@ -23,7 +23,7 @@ from gpuinfer.errors import BadPrompt, BadResult, UsageError
 from gpuinfer.generation import Constraint, Prompt, Sampling
 from gpuinfer.text.generator import Generator, Tuning, open_generator
 from gpuinfer.text.language.language import Language
-from gpuinfer.text.language.subwords import Characters
+from gpuinfer.text.language.tokenizer import Characters
 
 TEXTS = [
     "The quick brown fox",
@@ -257,19 +257,19 @@ def test_what_cannot_be_is_refused_before_anything_is_loaded(tuning, message, mo
 
 def test_a_context_that_nobody_asked_for_gets_shorter_until_it_fits():
     from gpuinfer.text.checkpoint import open_checkpoint
-    from gpuinfer.text.generator.setup import fitted
+    from gpuinfer.text.generator.setup import fit_to_memory
 
     checkpoint = open_checkpoint(ModelSpec(name="tiny", kind="text"))
-    whole, _ = fitted(checkpoint, 64, None, None, torch.float32, 10**12)
+    whole, _ = fit_to_memory(checkpoint, 64, None, None, torch.float32, 10**12)
     needed = checkpoint.estimate(64, 16, 512, torch.float32).peak_bytes
-    shorter, estimate = fitted(checkpoint, 64, None, None, torch.float32, int(needed / 0.9) + 2)
+    shorter, estimate = fit_to_memory(checkpoint, 64, None, None, torch.float32, int(needed / 0.9) + 2)
     assert (whole, shorter, estimate.peak_bytes) == (2048, 512, needed)
     with pytest.raises(UsageError, match="does not fit"):
-        fitted(checkpoint, 64, None, 2048, torch.float32, int(needed / 0.9) + 2)
+        fit_to_memory(checkpoint, 64, None, 2048, torch.float32, int(needed / 0.9) + 2)
     with pytest.raises(UsageError, match="hold 480, and one row of 512 tokens takes 16 pages"):
-        fitted(checkpoint, 64, 15, 512, torch.float32, 10**12)
+        fit_to_memory(checkpoint, 64, 15, 512, torch.float32, 10**12)
     with pytest.raises(UsageError, match=r"4,000,000 pages[^\n]*\nUse -B pages=\d+ or"):
-        fitted(checkpoint, 64, 4_000_000, 512, torch.float32, 10**10)
+        fit_to_memory(checkpoint, 64, 4_000_000, 512, torch.float32, 10**10)
 
 
 def test_prompts_that_cannot_be_served_fail_before_they_take_a_slot():

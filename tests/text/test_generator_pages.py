@@ -15,9 +15,8 @@ from text.toy import LETTERS, alone, joined, run, toy_generator
 from gpuinfer.errors import BadPrompt, BadResult
 from gpuinfer.generation import Constraint, Prompt, Sampling
 from gpuinfer.text.generator import Driver
-from gpuinfer.text.generator.pages import PagePool
-from gpuinfer.text.generator.prefixes import PrefixTree
-from gpuinfer.text.step import PAGE
+from gpuinfer.text.generator.page_pool import PagePool, PrefixTree
+from gpuinfer.text.transformer import PAGE
 
 pytestmark = pytest.mark.usefixtures("ahead")
 

@@ -11,7 +11,7 @@ from text.toy import alone, run, toy_generator
 
 from gpuinfer.errors import BackendDied, Closed, UsageError
 from gpuinfer.text.generator import Driver
-from gpuinfer.text.step import PAGE
+from gpuinfer.text.transformer import PAGE
 
 LONG = "the quick brown fox jumps over the lazy"
 NEW = 12345  # the weights of a toy decoder are a number

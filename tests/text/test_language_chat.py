@@ -5,7 +5,7 @@ from language_samples import byte_level, folder, language
 from test_language_encoding import refusal, transformers_tokenizer
 
 from gpuinfer.generation import Prompt, Rendering
-from gpuinfer.text.language import sandbox
+from gpuinfer.text.language import chat_template
 
 CHATML = """{%- if messages[0].role != 'system' -%}
 <|im_start|>system
@@ -297,7 +297,7 @@ def test_a_bad_chat_is_refused_with_a_reason(tmp_path, messages, said):
     ],
 )
 def test_a_template_that_misbehaves_fails_the_prompt_alone(tmp_path, template, said, monkeypatch):
-    monkeypatch.setattr(sandbox, "MOST_TURNS", 20_000)
+    monkeypatch.setattr(chat_template, "MOST_TURNS", 20_000)
     guarded = "{% if messages[0].content == 'bad' %}" + template + "{% else %}fine{% endif %}"
     opened = chat_language(tmp_path / "m", template if "if %}" in template else guarded)
     message = refusal(opened, Prompt(messages=({"role": "user", "content": "bad"},)))

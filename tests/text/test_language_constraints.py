@@ -14,7 +14,9 @@ from language_samples import Files, byte_fallback, byte_level, language, shape, 
 
 from gpuinfer.errors import BadPrompt
 from gpuinfer.generation import Constraint
-from gpuinfer.text.language import Language, examiner, grammars, matcher, open_language
+from gpuinfer.text.language import Language, grammar_examiner, open_language
+from gpuinfer.text.language import grammar as grammars
+from gpuinfer.text.language import grammar as matcher
 
 ALPHABET = tuple(' !"#\\[]{}:,.-_()+*/abcdefghijklmnopqrstuvwxyzABC0123456789\né')
 END = 1  # of the folders below
@@ -245,7 +247,7 @@ def test_a_bad_constraint_is_refused_with_a_reason(languages, constraint):
 
 def test_compiled_constraints_are_kept_but_not_for_ever(languages, monkeypatch):
     monkeypatch.setattr(matcher, "MOST_COMPILED", 3)
-    matchers = matcher.Matchers(languages["bytes"]._codec, 260, (256,))
+    matchers = matcher.GrammarMatchers(languages["bytes"]._codec, 260, (256,))
     compiled = []
     monkeypatch.setattr(matcher, "grammar_of", lambda key, real=matcher.grammar_of: compiled.append(key) or real(key))
     for text in ("a", "b", "a", "c", "d", "a", "b"):
@@ -271,10 +273,10 @@ PATTERNS = [{"type": "string", "pattern": f"[a-z]{{{n}}}.*[0-9]{{{n}}}"} for n i
 
 def test_a_schema_that_would_take_for_ever_is_given_up(languages, monkeypatch):
     fine = Constraint(regex="[ab]{3}")
-    monkeypatch.setattr(matcher, "EXAMINER", examiner.Examiner())
+    monkeypatch.setattr(matcher, "EXAMINER", grammar_examiner.GrammarExaminer())
     assert walk(languages["bytes"], fine, 0)
     with monkeypatch.context() as limited:
-        limited.setattr(examiner, "SECONDS", 0.3)
+        limited.setattr(grammar_examiner, "SECONDS", 0.3)
         with pytest.raises(BadPrompt, match="to compile"):
             languages["bytes"].matcher(Constraint(json_schema={"allOf": PATTERNS}))
     assert walk(languages["bytes"], Constraint(regex="[ab]{4}"), 0)
@@ -282,7 +284,7 @@ def test_a_schema_that_would_take_for_ever_is_given_up(languages, monkeypatch):
 
 
 def test_an_examiner_that_was_killed_is_replaced():
-    one = examiner.Examiner()
+    one = grammar_examiner.GrammarExaminer()
     grammar = 'start: "a"' + OPTIONS
     assert one.examine(grammar) == ""
     one._process.kill()
@@ -299,8 +301,8 @@ def test_an_examiner_says_what_the_library_says():
     asked.seek(0)
     with pytest.MonkeyPatch.context() as patch:
         for name in ("_bound", "_bound_next"):  # this process is not to be bounded
-            patch.setattr(examiner, name, lambda: None)
-        examiner.main(asked, answers)
+            patch.setattr(grammar_examiner, name, lambda: None)
+        grammar_examiner.main(asked, answers)
     said = [json.loads(line) for line in answers.getvalue().splitlines()]
     assert said[0] == ""
     assert "unknown name" in said[1]
@@ -311,8 +313,8 @@ AMBIGUOUS = Constraint(grammar='start: e\ne: e e e e | e e e | e e | "a"')  # mo
 
 
 def test_a_grammar_that_takes_ever_longer_is_given_up_and_others_go_on(languages, monkeypatch):
-    monkeypatch.setattr("gpuinfer.text.language.matcher.PATIENCE_S", 0.05)
-    monkeypatch.setattr("gpuinfer.text.language.matcher.TOKEN_S", 0.0)
+    monkeypatch.setattr("gpuinfer.text.language.grammar.PATIENCE_S", 0.05)
+    monkeypatch.setattr("gpuinfer.text.language.grammar.TOKEN_S", 0.0)
     language = languages["bytes"]
     slow, quick = language.matcher(AMBIGUOUS), language.matcher(Constraint(regex="a*"))
     words = np.zeros(matcher.words_of(language.vocabulary), np.int32)

@@ -11,8 +11,8 @@ from tokenizers import Tokenizer
 
 from gpuinfer.generation import Prompt
 from gpuinfer.text.language import Language, open_language
-from gpuinfer.text.language.growing import Growing
-from gpuinfer.text.language.subwords import Subwords
+from gpuinfer.text.language.detokenizer import IncrementalDetokenizer
+from gpuinfer.text.language.tokenizer import Subwords
 
 TOKENIZERS = {kind: Tokenizer.from_str(make()) for kind, make in KINDS.items()}
 LANGUAGES = {kind: Language(Subwords(one), one.get_vocab_size()) for kind, one in TOKENIZERS.items()}
@@ -37,7 +37,9 @@ def byte_tokens(language: Language, text: str) -> list[int]:
     return [single[bytes([byte])] for byte in text.encode() if bytes([byte]) in single]
 
 
-def grown(language: Language, tokens: list[int], stop: tuple[str, ...] = ()) -> tuple[Growing, str | None]:
+def grown(
+    language: Language, tokens: list[int], stop: tuple[str, ...] = ()
+) -> tuple[IncrementalDetokenizer, str | None]:
     growing = language.growing(stop)
     for token in tokens:
         if (found := growing.push(token)) is not None:

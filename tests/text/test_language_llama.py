@@ -10,8 +10,7 @@ import pytest
 import transformers
 from text.tiny import VOCABULARY, llama_tokenizer, tiny_checkpoint
 
-from gpuinfer.text.language.files import read_settings
-from gpuinfer.text.language.subwords import Subwords, open_subwords
+from gpuinfer.text.language.tokenizer import Subwords, open_subwords, read_settings
 
 TEXTS = [
     "The dog",

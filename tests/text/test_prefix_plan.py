@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from gpuinfer.text.decoder.prefix_plan import (
+from gpuinfer.text.decoder.attention_plan import (
     BEGIN,
     COUNT,
     END,
@@ -20,7 +20,7 @@ from gpuinfer.text.decoder.prefix_plan import (
     PrefixPlanner,
     whole_pages,
 )
-from gpuinfer.text.step import PAGE
+from gpuinfer.text.transformer import PAGE
 
 
 def table(paths, columns):

@@ -14,7 +14,7 @@ from sampling_reference import KINDS, NO_TOKENS, PATHS, draw, mask_of, row_of, s
 
 from gpuinfer.errors import BadPrompt, BadResult
 from gpuinfer.generation import Sampling
-from gpuinfer.text.sampling import check_sampling, lanes, torch_path
+from gpuinfer.text.sampling import check_sampling, compiled_path, torch_path
 from gpuinfer.text.sampling.cpu_values import compiled as compiled_kernel
 from gpuinfer.text.sampling.cpu_values import weight_of
 
@@ -41,7 +41,7 @@ def logits_of(rows, vocabulary, seed):
 @pytest.fixture
 def many_threads(monkeypatch):
     """Every call is large enough to be shared between threads."""
-    monkeypatch.setattr(lanes, "LARGE", 1)
+    monkeypatch.setattr(compiled_path, "LARGE", 1)
 
 
 @pytest.mark.usefixtures("many_threads")

@@ -12,9 +12,9 @@ from sampling_reference import PATHS, draw, edited, filtered, probabilities, sam
 
 from gpuinfer.generation import Sampling
 from gpuinfer.text.sampling import cpu_draw, torch_path
-from gpuinfer.text.sampling.cpu import scratch
+from gpuinfer.text.sampling.compiled_path import scratch
 from gpuinfer.text.sampling.cpu_values import compiled, order_of, survey, value_of
-from gpuinfer.text.sampling.slots import SLOT, settings_of
+from gpuinfer.text.sampling.slot_settings import SLOT, settings_of
 
 EDGE = 1e-5  # within it of a limit either answer is right: probabilities are float32
 
@@ -42,7 +42,7 @@ def kept_by(path, logits, sampling):
         compiled_cut(logits, record[0], scratch(len(logits)), kept)
         return kept & (probabilities(logits, sampling.temperature) > 0)
     values = torch.from_numpy(logits)[None]
-    best, wanted = values.amax(1, keepdim=True), torch_path.Wanted.of(record, np.zeros(1), values.device)
+    best, wanted = values.amax(1, keepdim=True), torch_path.WantedDraws.of(record, np.zeros(1), values.device)
     amounts = torch_path.weights(values, best, wanted.inverse)
     return torch_path.kept(torch_path.keys_of(values), amounts, best, wanted)[0].numpy()
 

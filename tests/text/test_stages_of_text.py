@@ -27,12 +27,10 @@ from gpuinfer.generation import Prompt, Sampling
 from gpuinfer.report.report import Run, build, schema
 from gpuinfer.strategies.dynamic import Dynamic
 from gpuinfer.text.decoder import torch_layers
-from gpuinfer.text.decoder.segments import positions_of
+from gpuinfer.text.decoder.attention_plan import positions_of
 from gpuinfer.text.generator import Tuning, open_generator
-from gpuinfer.text.stages.decoder import PortionSegment
-from gpuinfer.text.stages.micro_batches import Cutter
-from gpuinfer.text.stages.portions import Portion
-from gpuinfer.text.step import Step, Vectors
+from gpuinfer.text.stages.staged_decoder import MicroBatchCutter, Portion, PortionSegment
+from gpuinfer.text.transformer import Step, Vectors
 
 LONG = "a longer prompt that has to go through in chunks, beside others and before others: "
 PROMPTS = [
@@ -130,7 +128,7 @@ def test_micro_batches_are_the_step_in_parts(segments, rows, whole_segments, dat
         np.arange(total, dtype=np.int32) + 1 if whole_segments else None,
         Vectors(places, places[:, None].astype(np.float32)),
     )
-    cutter = Cutter(rows, least=3, most=4)
+    cutter = MicroBatchCutter(rows, least=3, most=4)
     for _ in range(2):  # the second time it knows where
         parts = cutter.cut(step)
         assert np.array_equal(np.concatenate([part.tokens for part in parts]), step.tokens)

@@ -13,14 +13,13 @@ from text.toy import LETTERS, OfText, alone, joined, toy_generator
 
 from gpuinfer.api import Request
 from gpuinfer.engine.engine import Engine
-from gpuinfer.engine.settling import OnPart
+from gpuinfer.engine.results import OnPart
 from gpuinfer.errors import BackendDied, BackendError, DeviceLost, UsageError
 from gpuinfer.generation import Prompt, Sampling
 from gpuinfer.strategies.dynamic import Dynamic
-from gpuinfer.text.beginnings import Beginnings
-from gpuinfer.text.devices import TextDevices
 from gpuinfer.text.generator import Driver
 from gpuinfer.text.model import TextModel
+from gpuinfer.text.multi_device import PrefixAffinity, TextDevices
 
 SECONDS = 60
 LOST = "CUDA error: unspecified launch failure"
@@ -225,7 +224,7 @@ async def test_a_device_that_dies_of_new_weights_is_given_up_and_the_others_have
 
 
 def test_beginnings_are_known_by_all_that_comes_before():
-    seen = Beginnings()
+    seen = PrefixAffinity()
     talk = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "hi"}]
     seen.note(Prompt(messages=tuple(talk)), "a")
     assert seen.find(Prompt(messages=(*talk, {"role": "user", "content": "more"}))) == "a"

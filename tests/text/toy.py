@@ -14,16 +14,15 @@ from msgspec import structs
 
 from gpuinfer.api import Backend
 from gpuinfer.generation import Completion, Part, Prompt, Sampling
-from gpuinfer.text.devices import TextDevices
 from gpuinfer.text.generator import Driver, Generator
-from gpuinfer.text.generator.pages import pages_for
+from gpuinfer.text.generator.answer import versions_until
+from gpuinfer.text.generator.page_pool import pages_for
 from gpuinfer.text.language.language import Language
-from gpuinfer.text.language.subwords import Characters
+from gpuinfer.text.language.tokenizer import Characters
 from gpuinfer.text.model import TextModel
+from gpuinfer.text.multi_device import TextDevices
 from gpuinfer.text.sampling import Sampler
-from gpuinfer.text.shape import Shape
-from gpuinfer.text.step import PAGE, Step
-from gpuinfer.text.versions import until
+from gpuinfer.text.transformer import PAGE, Shape, Step
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz .,!?"
 END = len(LETTERS)
@@ -304,7 +303,7 @@ def _whole(parts: Sequence[Part]) -> Completion:
         stop_reason=parts[-1].stop_reason,
         logprobs=None if parts[-1].logprobs is None else tuple(logprobs),
         processed=None if parts[-1].processed is None else tuple(one for part in parts for one in part.processed),
-        versions=until(tuple(span for part in parts for span in part.versions), 1 << 30),
+        versions=versions_until(tuple(span for part in parts for span in part.versions), 1 << 30),
     )
 
 

@@ -16,14 +16,12 @@ from text.toy import LETTERS
 
 from gpuinfer.api import ModelSpec, Setup
 from gpuinfer.generation import Completion, Generation, Prompt, Sampling, Unmasking
-from gpuinfer.text.diffusion.generator import DiffusionGenerator
-from gpuinfer.text.generator.pages import pages_for
+from gpuinfer.text.diffusion.diffusion_generator import DiffusionGenerator
+from gpuinfer.text.generator.page_pool import pages_for
 from gpuinfer.text.generator.setup import Tuning, open_generator
 from gpuinfer.text.language.language import Language
-from gpuinfer.text.language.subwords import Characters
-from gpuinfer.text.shape import Masking, Shape
-from gpuinfer.text.step import Decoder, Step
-from gpuinfer.text.weights import Weights
+from gpuinfer.text.language.tokenizer import Characters
+from gpuinfer.text.transformer import Decoder, Masking, Shape, Step, Weights
 
 END, MASK = len(LETTERS), len(LETTERS) + 1
 SHAPE = replace(LLAMA, family="llada", vocabulary=MASK + 1, end_tokens=(END,), masking=Masking(MASK))

@@ -7,7 +7,7 @@ import os
 import signal
 
 from gpuinfer.api import Limits, Priority, Reason, Request
-from gpuinfer.trace.recorder import Recorder
+from gpuinfer.engine.trace_recorder import Recorder
 
 START = 1000.0  # on the clock
 

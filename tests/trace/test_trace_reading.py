@@ -12,9 +12,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from playing import record_little
 
+from gpuinfer.engine import trace_merge, trace_reader
+from gpuinfer.engine.trace_reader import read
 from gpuinfer.errors import UsageError
-from gpuinfer.trace import merge, reading
-from gpuinfer.trace.reading import read
 
 HEADER = {
     "schema": "gpuinfer.trace/1",
@@ -42,7 +42,7 @@ def arrival(at, number=1, *, engine=0, rows=1, priority=1, client=None, left_s=N
 def test_a_trace_cut_off_at_any_byte_is_refused(tmp_path, name):
     path = tmp_path / name
     record_little(path, batches=1)
-    merge.merge(path)
+    trace_merge.merge(path)
     whole = path.read_bytes()
     most = len(whole) - (name == "trace.jsonl")  # the newline at the very end is no loss
     for size in range(most):
@@ -56,7 +56,7 @@ def test_a_trace_cut_off_at_any_byte_is_refused(tmp_path, name):
 def test_a_trace_with_a_line_taken_out_is_refused(tmp_path):
     path = tmp_path / "trace.jsonl"
     record_little(path)
-    merge.merge(path)
+    trace_merge.merge(path)
     lines = path.read_text().splitlines(keepends=True)
     for missing in range(len(lines)):
         path.write_text("".join(lines[:missing] + lines[missing + 1 :]))
@@ -197,7 +197,7 @@ def test_what_is_behind_the_end_is_refused(tmp_path):
 
 
 def test_one_line_cannot_take_all_the_memory(tmp_path, monkeypatch):
-    monkeypatch.setattr(reading, "LINE_BYTES", 10_000)
+    monkeypatch.setattr(trace_reader, "LINE_BYTES", 10_000)
     path = tmp_path / "trace.jsonl.gz"
     with gzip.open(path, "wb") as file:
         file.write(json.dumps(HEADER).encode() + b"\n")
@@ -216,7 +216,7 @@ def test_nested_lists_and_long_numbers_are_refused(tmp_path):
 
 
 def test_too_many_lines_are_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(reading, "MOST_LINES", 5)
+    monkeypatch.setattr(trace_reader, "MOST_LINES", 5)
     with pytest.raises(UsageError, match="too long"):
         read(written(tmp_path / "trace.jsonl", *(arrival(float(number), number) for number in range(10))))
 

@@ -15,21 +15,21 @@ from hypothesis import strategies as st
 from playing import START, check_trace, record_little, recorder, request
 
 from gpuinfer.api import Limits, Priority, Reason, Setup
+from gpuinfer.engine import trace_merge, trace_recorder
+from gpuinfer.engine.trace_merge import prepare, recording
+from gpuinfer.engine.trace_reader import Arrival, CutRecord, RanRecord, Settle, read
+from gpuinfer.engine.trace_recorder import Recorder
 from gpuinfer.errors import UsageError, WorkError
-from gpuinfer.trace import form, merge
-from gpuinfer.trace.merge import prepare, recording
-from gpuinfer.trace.reading import Arrival, CutRecord, RanRecord, Settle, read
-from gpuinfer.trace.recorder import Recorder
 
 
 def parts(path):
-    return form.parts_of(path)
+    return trace_recorder.parts_of(path)
 
 
 def test_a_trace_says_all_that_the_engine_was_told(tmp_path):
     path = tmp_path / "trace.jsonl"
     record_little(path, batches=1)
-    assert merge.merge(path) == merge.Merged(path, requests=2, incomplete=0)
+    assert trace_merge.merge(path) == trace_merge.Merged(path, requests=2, incomplete=0)
     trace = read(path)
     header = trace.header
     assert (header.strategy, header.engines, header.limits, header.incomplete) == ("dynamic", 1, Limits(64, 2), 0)
@@ -46,7 +46,7 @@ def test_a_trace_says_all_that_the_engine_was_told(tmp_path):
 def test_only_the_arrivals_can_be_read(tmp_path):
     path = tmp_path / "trace.jsonl"
     record_little(path)
-    merge.merge(path)
+    trace_merge.merge(path)
     trace = read(path, arrivals_only=True)
     assert trace.arrivals == read(path).arrivals
     assert trace.cuts == trace.batches == trace.settles == []
@@ -56,7 +56,7 @@ def test_a_name_that_ends_in_gz_is_packed(tmp_path):
     plain, packed = tmp_path / "trace.jsonl", tmp_path / "trace.jsonl.gz"
     for path in (plain, packed):
         record_little(path)
-        merge.merge(path)
+        trace_merge.merge(path)
     lines = gzip.decompress(packed.read_bytes()).splitlines()[1:]
     assert lines == plain.read_bytes().splitlines()[1:]
     assert read(packed).settles == read(plain).settles
@@ -66,14 +66,14 @@ def test_only_its_owner_may_read_a_trace_and_its_parts(tmp_path):
     path = tmp_path / "trace.jsonl"
     record_little(path)
     modes = [stat.S_IMODE(part.stat().st_mode) for part in parts(path)]
-    merge.merge(path)
+    trace_merge.merge(path)
     assert [*modes, stat.S_IMODE(path.stat().st_mode)] == [0o600, 0o600]
 
 
 def test_a_run_without_requests_makes_a_trace_of_nothing(tmp_path):
     path = tmp_path / "trace.jsonl"
     recorder(path).close()
-    assert merge.merge(path).requests == 0
+    assert trace_merge.merge(path).requests == 0
     assert read(path).arrivals == []
 
 
@@ -91,8 +91,8 @@ def test_long_names_are_cut_off_and_those_that_cannot_be_shown_are_named_by_thei
     for client in ("x" * 10_000, Shy()):
         one.arrived(request(client=client))
     one.close()
-    merge.merge(path)
-    assert [arrival.client for arrival in read(path).arrivals] == ["x" * form.TEXT_CHARS, "Shy"]
+    trace_merge.merge(path)
+    assert [arrival.client for arrival in read(path).arrivals] == ["x" * trace_recorder.TEXT_CHARS, "Shy"]
 
 
 def test_more_clients_than_are_remembered_keep_their_names(tmp_path):
@@ -101,7 +101,7 @@ def test_more_clients_than_are_remembered_keep_their_names(tmp_path):
     for number in range(5000):
         one.arrived(request(client=number))
     one.close()
-    merge.merge(path)
+    trace_merge.merge(path)
     assert [arrival.client for arrival in read(path).arrivals] == [str(number) for number in range(5000)]
 
 
@@ -112,7 +112,7 @@ def test_a_request_of_rows_that_cannot_be_is_not_recorded(tmp_path, rows):
     one.arrived(odd)
     one.settled(odd, "rejected", START)
     one.close()
-    merge.merge(path)
+    trace_merge.merge(path)
     assert read(path).arrivals == []
 
 
@@ -124,21 +124,21 @@ def test_what_is_told_late_stands_in_its_place(tmp_path):
     one.arrived(late)
     one.ran(batch, 0.4, START + 0.5)
     one.close()
-    merge.merge(path)
+    trace_merge.merge(path)
     trace = read(path)
     assert (trace.batches[0].at, trace.arrivals[1].at) == (0.5, 1.0)
     assert path.read_text().splitlines()[3].startswith('["b",')
 
 
 def test_a_line_that_comes_later_than_any_is_sorted_is_not_before_its_neighbours(tmp_path, monkeypatch):
-    monkeypatch.setattr(merge, "STRETCH", 4)
+    monkeypatch.setattr(trace_merge, "STRETCH", 4)
     path = tmp_path / "trace.jsonl"
     one = recorder(path)
     for number in range(20):
         one.arrived(request(1.0 + number))
     one.ran(1, 0.5, START)
     one.close()
-    merge.merge(path)
+    trace_merge.merge(path)
     trace = read(path)
     assert len(trace.arrivals) == 20
     assert len(trace.batches) == 1
@@ -177,12 +177,12 @@ def check_round_trip(folder, steps):
             serving[engine] += batch
             cut.append((engine, len(batch)))
         elif what == "settle" and serving[engine]:
-            outcome = form.OUTCOMES[rows % len(form.OUTCOMES)]
+            outcome = trace_recorder.OUTCOMES[rows % len(trace_recorder.OUTCOMES)]
             engines[engine].settled(serving[engine].pop(), outcome, now)
             settled.append((engine, outcome))
     for one in engines:
         one.close()
-    merged = merge.merge(path)
+    merged = trace_merge.merge(path)
     trace = read(path)
     assert merged.requests == len(arrived)
     opened = list(dict.fromkeys(engine for engine, *_ in arrived))  # they are numbered as they first write
@@ -221,7 +221,7 @@ def test_a_part_cut_off_at_any_byte_gives_a_trace_of_what_is_whole(tmp_path):
     seen = set()
     for size in range(len(whole)):
         name.write_bytes(whole[:size])
-        merged = merge.merge(path)
+        merged = trace_merge.merge(path)
         trace = read(path)
         check_trace(trace)
         lines = whole[:size].count(b"\n")
@@ -238,7 +238,7 @@ def test_a_killed_engine_leaves_those_of_others_whole(tmp_path):
     record_little(path)
     first, _ = parts(path)
     os.truncate(first, first.stat().st_size - 20)
-    merge.merge(path)
+    trace_merge.merge(path)
     trace = read(path)
     assert (trace.header.engines, trace.header.incomplete) == (2, 1)
     assert sum(one.engine == 1 for one in trace.settles) == 6 - sum(one.engine == 0 for one in trace.settles) + 6
@@ -252,7 +252,7 @@ def test_what_comes_after_the_end_is_not_recorded(tmp_path):
     one.close()
     one.settled(asked, "ok", START + 5)
     one.close()
-    assert merge.merge(path).incomplete == 0
+    assert trace_merge.merge(path).incomplete == 0
     assert read(path).settles == []
 
 
@@ -271,7 +271,7 @@ def test_a_recorder_that_finds_no_room_says_so_once_and_raises_nothing(tmp_path,
 def test_leftovers_of_a_crashed_run_are_taken_away_and_an_old_trace_stays(tmp_path):
     path = tmp_path / "trace.jsonl"
     record_little(path, batches=2)
-    merge.merge(path)
+    trace_merge.merge(path)
     record_little(path)
     (tmp_path / ".trace.jsonl.notes.part").write_text("of somebody")
     prepare(path)
@@ -291,7 +291,7 @@ def test_a_link_in_the_place_of_a_part_is_not_followed(tmp_path):
     record_little(secret)
     (other,) = parts(secret)
     (tmp_path / ".trace.jsonl.1.0.part").symlink_to(other)
-    assert merge.merge(path).requests == 0
+    assert trace_merge.merge(path).requests == 0
     assert other.exists()
 
 
@@ -329,7 +329,7 @@ def test_a_second_run_is_kept_from_the_file_of_the_first(tmp_path):
 
 def test_the_lock_of_a_crashed_run_holds_nobody_up(tmp_path):
     path = tmp_path / "trace.jsonl"
-    form.lock_path(path).touch()
+    trace_recorder.lock_path(path).touch()
     with recording(str(path)):
         record_little(path)
     assert list(tmp_path.iterdir()) == [path]
@@ -339,7 +339,7 @@ def test_where_files_cannot_be_locked_a_trace_is_recorded_all_the_same(tmp_path,
     def unable(*_):
         raise OSError(95, "Operation not supported")
 
-    monkeypatch.setattr(merge.fcntl, "flock", unable)
+    monkeypatch.setattr(trace_merge.fcntl, "flock", unable)
     with recording(str(tmp_path / "trace.jsonl")):
         record_little(tmp_path / "trace.jsonl")
     assert len(read(tmp_path / "trace.jsonl").arrivals) == 6
@@ -366,18 +366,18 @@ def test_a_trace_that_cannot_be_written_at_the_end_keeps_its_parts(tmp_path, mon
         raise OSError(28, "No space left on device")
 
     record_little(path)
-    monkeypatch.setattr(merge, "_write_lines", full)
+    monkeypatch.setattr(trace_merge, "_write_lines", full)
     with pytest.raises(WorkError, match="No space left"):
-        merge.merge(path)
+        trace_merge.merge(path)
     monkeypatch.undo()
     assert not path.exists()
-    assert merge.merge(path).requests == 6
+    assert trace_merge.merge(path).requests == 6
 
 
 def test_the_header_says_when_it_began(tmp_path):
     path = tmp_path / "trace.jsonl"
     record_little(path)
-    merge.merge(path)
+    trace_merge.merge(path)
     header = json.loads(path.read_text().splitlines()[0])
     assert header["schema"] == "gpuinfer.trace/1"
     assert header["started_at"].endswith("+00:00")

@@ -16,11 +16,11 @@ from remotes import Far
 
 from gpuinfer.api import Setup
 from gpuinfer.cli import main
+from gpuinfer.engine import trace_merge
+from gpuinfer.engine.trace_reader import read
+from gpuinfer.engine.trace_recorder import parts_of
 from gpuinfer.errors import UsageError, WorkError
 from gpuinfer.runtime.run import run
-from gpuinfer.trace import merge
-from gpuinfer.trace.form import parts_of
-from gpuinfer.trace.reading import read
 
 SELFPLAY = ["selfplay", "--games", "6", "--simulations", "5", "--model", "blobnet-small", "--no-roofline", "--quiet"]
 
@@ -81,7 +81,7 @@ def test_a_trace_that_finds_no_room_fails_the_run_but_not_its_report(tmp_path, m
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(merge, "_write_lines", full)
+    monkeypatch.setattr(trace_merge, "_write_lines", full)
     with pytest.raises(WorkError, match="could not be written") as failed:
         record(tmp_path / "trace.jsonl", Counting(total=4))
     assert failed.value.report["status"] == "done"
@@ -127,7 +127,7 @@ def test_the_page_about_traces_reads_one(tmp_path):
     page = (Path(__file__).parents[2] / "docs" / "traces.md").read_text()
     (example,) = re.findall(r"^```python\n(.*?)^```", page, re.M | re.S)
     record_little(tmp_path / "trace.jsonl")
-    merge.merge(tmp_path / "trace.jsonl")
+    trace_merge.merge(tmp_path / "trace.jsonl")
     done = subprocess.run([sys.executable, "-c", example], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.stdout.startswith("dynamic [(0.0, 3, ")
     assert done.stderr == ""

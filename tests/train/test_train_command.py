@@ -18,15 +18,11 @@ from train_models import ACTIONS, FEATURES, SEATS, positions
 
 from gpuinfer.errors import UsageError
 from gpuinfer.models.gradients import GradientPass
-from gpuinfer.positions.reading import Sizes, positions_of, sizes_of
-from gpuinfer.positions.records import Folder
-from gpuinfer.positions.symmetries import checked
+from gpuinfer.models.positions import PositionsFolder, Sizes, checked, positions_of, sizes_of
 from gpuinfer.report.report import schema
-from gpuinfer.workloads.train import workload
-from gpuinfer.workloads.train.batching import Batches
-from gpuinfer.workloads.train.checkpoints import TrainingFolder
-from gpuinfer.workloads.train.schedule import rate_at
-from gpuinfer.workloads.train.stepping import Stepper
+from gpuinfer.workloads import train as workload
+from gpuinfer.workloads.optimizer import Stepper, TrainingFolder
+from gpuinfer.workloads.train import TrainingBatches, rate_at
 
 SETTINGS = {"game": "made up", "game_options": {}}
 STEPS = 24
@@ -34,7 +30,7 @@ FILES = ("checkpoint.safetensors", "weights.safetensors")
 
 
 def written(path, parts, settings=SETTINGS):
-    folder = Folder(path)
+    folder = PositionsFolder(path)
     folder.open(settings, resume=False)
     for part in parts:
         folder.write(part)
@@ -325,7 +321,7 @@ def test_a_step_is_that_of_plain_torch(train, records, tmp_path):
 
     assert train(steps=6, validation_share=0)[0] == 0
     spec = ModelSpec("blobnet-small", None, FEATURES, "uint8", {"actions": ACTIONS, "seats": SEATS})
-    module, batches = trainable(spec, 0), Batches(positions_of([records]), 32, 0, 0.0)
+    module, batches = trainable(spec, 0), TrainingBatches(positions_of([records]), 32, 0, 0.0)
     parameters = list(module.parameters())
     groups = [[one for one in parameters if one.ndim > 1], [one for one in parameters if one.ndim == 1]]
     optimizer = torch.optim.AdamW(
@@ -415,7 +411,7 @@ def test_positions_come_in_the_order_of_play_whatever_shards_are_called(tmp_path
 
 def test_a_damaged_shard_is_named(tmp_path):
     path = written(tmp_path / "a", [positions(60)])
-    shard = next(Folder(path).shards())
+    shard = next(PositionsFolder(path).shards())
     content = bytearray(shard.read_bytes())
     content[len(content) // 2] ^= 0xFF
     shard.write_bytes(content)
@@ -448,7 +444,7 @@ def test_positions_of_different_games_do_not_go_together(tmp_path):
 @pytest.mark.parametrize("share", [0.0, 0.05, 0.5])
 def test_batches_depend_on_the_seed_and_the_step_alone(records, share):
     of = positions_of([records])
-    one, other = Batches(of, 32, 1, share), Batches(of, 32, 1, share)
+    one, other = TrainingBatches(of, 32, 1, share), TrainingBatches(of, 32, 1, share)
     expected = {step: one.at(step).features for step in range(3 * one.an_epoch)}
     for step in reversed(expected):
         np.testing.assert_array_equal(other.at(step).features, expected[step])
@@ -474,7 +470,7 @@ def test_positions_are_turned_at_random_with_what_is_to_be_learnt_of_them(record
         actions = draw.permutation(ACTIONS)
         pairs.append(([*actions, *(ACTIONS + draw.permutation(FEATURES - ACTIONS))], actions))
     symmetries = checked(pairs, FEATURES, ACTIONS, "g")
-    plain, turned = Batches(found, 64, 0, 0.1), Batches(found, 64, 0, 0.1, symmetries)
+    plain, turned = TrainingBatches(found, 64, 0, 0.1), TrainingBatches(found, 64, 0, 0.1, symmetries)
     seen = set()
     for step in range(4):
         one, other, again = plain.at(step), turned.at(step), turned.at(step)

@@ -12,7 +12,7 @@ from gpuinfer.api import ModelSpec
 from gpuinfer.errors import WorkError
 from gpuinfer.gradients import Gradients
 from gpuinfer.models.load import trainable
-from gpuinfer.workloads.train.stepping import Stepper
+from gpuinfer.workloads.optimizer import Stepper
 
 DECAY, CLIP, RATE = 0.1, 0.5, 0.01
 

@@ -15,8 +15,8 @@ from gpuinfer.generation import Listed
 sys.path.insert(0, str(Path(__file__).parent.parent / "text"))
 from language_samples import byte_fallback, byte_level
 
-from gpuinfer.text.language.spelling import Codec
-from gpuinfer.text.language.subwords import Bytes, Subwords
+from gpuinfer.text.language.detokenizer import Codec
+from gpuinfer.text.language.tokenizer import Bytes, Subwords
 
 ORDERS = Listed(
     items=(

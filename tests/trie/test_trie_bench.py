@@ -2,9 +2,8 @@
 
 from listing import units_suffice
 
-from gpuinfer.bench.rollouts.orders import Vocabulary, orders
-from gpuinfer.bench.rollouts.processor import Bench, measure
 from gpuinfer.generation import Listed
+from gpuinfer.lab.rollouts_bench.constraint_speed import ConstraintBench, Vocabulary, measure, orders
 
 
 def test_each_piece_has_a_time_and_what_it_stands_beside():
@@ -27,5 +26,5 @@ def test_what_is_measured_is_a_list_as_any_other():
     [tokens] = codec.encode([made[0][1]], False)
     assert codec.decode(tokens.tolist()) == made[0][1]
     assert not units_suffice([made[0][1]] * 2, Listed(items=tuple(made)))
-    bench = Bench(4, 1200, 60)
+    bench = ConstraintBench(4, 1200, 60)
     assert all(int(node) >= 0 for node in bench.walks._places["node"])

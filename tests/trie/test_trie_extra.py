@@ -3,9 +3,9 @@
 import msgspec
 import pytest
 
+from gpuinfer.backends.vllm_engine.list_constraints import KEY, extra_args, listed_in
 from gpuinfer.errors import BadPrompt
 from gpuinfer.generation import Listed
-from gpuinfer.vllm.listed import KEY, extra_args, listed_in
 
 LISTED = Listed(items=(("PAR", "A PAR H"), ("BRE", "F BRE - MAO")), begin="[", end="]", separator=", ", ends=False)
 

@@ -12,7 +12,7 @@ from toy import END, NOWHERE, VOCABULARY, logits_of, mixed, run, toy_generator, 
 
 from gpuinfer.errors import BadPrompt
 from gpuinfer.generation import Completion, Constraint, Listed, Prompt, Sampling
-from gpuinfer.text.language.matcher import words_of
+from gpuinfer.text.language.grammar import words_of
 from gpuinfer.text.sampling import Sampler
 
 LISTED = Listed(

@@ -12,11 +12,8 @@ from msgspec import structs
 
 from gpuinfer.errors import BadPrompt
 from gpuinfer.generation import Constraint, Listed
-from gpuinfer.text.language import Language
-from gpuinfer.text.language.trie import trie
-from gpuinfer.text.language.trie.lines import MOST_ITEMS, lines_of
-from gpuinfer.text.language.trie.tokens import TokenBytes
-from gpuinfer.text.language.trie.trie import MOST_KEPT, Tries
+from gpuinfer.text.language import Language, list_trie
+from gpuinfer.text.language.list_trie import MOST_ITEMS, MOST_KEPT, TokenBytes, Tries, lines_of
 
 
 def language_of(kind: str) -> Language:
@@ -136,6 +133,6 @@ def test_one_long_item_among_many_is_sorted_in_another_way_to_the_same(monkeypat
     listed = Listed(items=(*items, ("long", "7 " * 400)), begin="[", end="]")
     images = []
     for most in (1 << 30, 0):
-        monkeypatch.setattr(trie, "MOST_PADDED", most)
+        monkeypatch.setattr(list_trie, "MOST_PADDED", most)
         images.append(Tries(codec_of("byte level"), 600).trie(listed).image)
     assert np.array_equal(*images)

@@ -9,7 +9,7 @@ from msgspec import structs
 from gpuinfer.errors import BadPrompt
 from gpuinfer.generation import Constraint
 from gpuinfer.text.language import Language
-from gpuinfer.text.language.trie.replay import support
+from gpuinfer.text.language.list_walks import list_support
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -29,7 +29,7 @@ def test_the_support_is_what_was_allowed(kind):
     nodes = start.nodes(tokens)
     assert set(nodes[: len(said)]) == {-1}
     assert max(nodes) > 0
-    found = support(listed, language.tries(), tokens, nodes)
+    found = list_support(listed, language.tries(), tokens, nodes)
     for (ids, only), choices in zip(found, seen, strict=True):
         assert choices == (
             ids.tolist() if only else [one for one in range(language.vocabulary) if one not in set(ids.tolist())]
@@ -41,9 +41,9 @@ def test_another_list_is_noticed():
     text = "<orders>\nA PAR H\n</orders>"
     tokens = list(text.encode())
     nodes = language.matcher(Constraint(listed=ORDERS)).nodes(tokens)
-    assert len(support(ORDERS, language.tries(), tokens, nodes)) == len(tokens)
+    assert len(list_support(ORDERS, language.tries(), tokens, nodes)) == len(tokens)
     other = structs.replace(ORDERS, items=(("PAR", "A PAR S"),))
     with pytest.raises(BadPrompt, match="another list"):
-        support(other, language.tries(), tokens, nodes)
+        list_support(other, language.tries(), tokens, nodes)
     with pytest.raises(BadPrompt, match="not allowed by its list"):
-        support(other, language.tries(), tokens)
+        list_support(other, language.tries(), tokens)

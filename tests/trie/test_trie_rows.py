@@ -7,7 +7,7 @@ from listing import is_legal
 
 from gpuinfer.errors import BadPrompt
 from gpuinfer.generation import Constraint, Listed, Prompt
-from gpuinfer.openai.requests import PromptDefaults, RequestReader
+from gpuinfer.serving.openai.requests import PromptDefaults, RequestReader
 
 WHOLE = {"items": [["PAR", "A PAR H"], ["PAR", "A PAR - BUR"], ["BRE", "F BRE - MAO"]], "begin": "", "separator": "\n"}
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from gpuinfer.errors import BadPrompt, BadResult
 from gpuinfer.generation import Sampling
-from gpuinfer.text.language.matcher import bits_of, words_of
+from gpuinfer.text.language.grammar import bits_of, words_of
 from gpuinfer.text.sampling import Sampler
 from gpuinfer.text.sampling.torch_path import TorchPath
 

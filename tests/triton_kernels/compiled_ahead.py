@@ -22,10 +22,10 @@ from random_models import LLAMA
 from gpuinfer.text.decoder.torch_cache import PageCache
 from gpuinfer.text.decoder.torch_layers import SharedPrefixes, StepBatch, Tiles
 from gpuinfer.text.decoder.triton_layers import TritonLayers, tile_rows
-from gpuinfer.text.sampling.slots import SETTINGS
-from gpuinfer.text.sampling.torch_path import Wanted
+from gpuinfer.text.sampling.slot_settings import SETTINGS
+from gpuinfer.text.sampling.torch_path import WantedDraws
 from gpuinfer.text.sampling.triton_draws import TritonDraws
-from gpuinfer.text.weights import Layer, Linear, Norm
+from gpuinfer.text.transformer import Layer, Linear, Norm
 
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.int64: "i64"}
 
@@ -62,7 +62,7 @@ class CompilingDraws(Ahead, TritonDraws):
 def compile_draws(vocabulary: int) -> None:
     records = np.zeros(4, np.dtype(SETTINGS))
     values = torch.zeros(4, vocabulary)
-    CompilingDraws().drawn(values, values[:, 0], Wanted.of(records, np.zeros(4), values.device))
+    CompilingDraws().drawn(values, values[:, 0], WantedDraws.of(records, np.zeros(4), values.device))
 
 
 def compile_all(heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> None:

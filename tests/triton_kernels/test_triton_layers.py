@@ -16,8 +16,7 @@ from gpuinfer.text.decoder.torch_cache import PageCache
 from gpuinfer.text.decoder.torch_decoder import TorchDecoder
 from gpuinfer.text.decoder.torch_layers import PlainLayers, StepBatch, Tiles
 from gpuinfer.text.decoder.triton_layers import TritonLayers
-from gpuinfer.text.shape import Masking
-from gpuinfer.text.step import PAGE
+from gpuinfer.text.transformer import PAGE, Masking
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900), pytest.mark.usefixtures("interpreted")]
 

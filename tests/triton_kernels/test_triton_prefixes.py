@@ -11,12 +11,12 @@ from random_models import LLAMA, VARIANTS, random_weights
 from steps import copy_row, step_of
 
 from gpuinfer.text.decoder import torch_static, triton_layers
-from gpuinfer.text.decoder.prefix_plan import COUNT, PrefixPlanner
+from gpuinfer.text.decoder.attention_plan import COUNT, PrefixPlanner
 from gpuinfer.text.decoder.torch_cache import PageCache
 from gpuinfer.text.decoder.torch_decoder import TorchDecoder
 from gpuinfer.text.decoder.torch_layers import SharedPrefixes, StepBatch, Tiles
 from gpuinfer.text.decoder.triton_layers import TritonLayers
-from gpuinfer.text.step import PAGE
+from gpuinfer.text.transformer import PAGE
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900), pytest.mark.usefixtures("interpreted")]
 

@@ -83,7 +83,7 @@ def test_tokens_are_drawn_on_the_device_of_the_logits_whichever_is_current(made_
     for name in ("weigh", "pick"):
         kernel = dict.fromkeys([(1,), (1, 1)], lambda *given, **sizes: launched.append(made_current[-1].device))
         monkeypatch.setattr(way._kernels, name, kernel)
-    wanted = torch_path.Wanted(torch.zeros(5, 1, dtype=torch.int64), False, False)
+    wanted = torch_path.WantedDraws(torch.zeros(5, 1, dtype=torch.int64), False, False)
     way.drawn(values, values.amax(1), wanted)
     assert launched == [values.device] * 2
 

@@ -6,12 +6,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from gpuinfer.vllm import installed
+from gpuinfer.backends import vllm
 
 
 @pytest.fixture(scope="session")
 def held() -> Iterator[object]:
-    if (problem := installed.missing()) is not None:
+    if (problem := vllm.why_not_installed()) is not None:
         pytest.skip(problem)
     from vllm_held import Held
 

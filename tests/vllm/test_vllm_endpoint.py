@@ -16,9 +16,9 @@ from ports import free_port
 from vllm_held import Held
 
 from gpuinfer.api import ModelSpec, Setup
+from gpuinfer.backends.vllm_engine.engine_process import folder_of
 from gpuinfer.errors import BadPrompt, UsageError
 from gpuinfer.generation import Constraint, Part, Prompt, Sampling
-from gpuinfer.vllm.folder import folder_of
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 UP_S = 600.0

@@ -14,9 +14,9 @@ from vllm_held import SECONDS
 
 from gpuinfer.api import BackendContext, ModelSpec, Request, Setup
 from gpuinfer.backends.inprocess import InProcess
+from gpuinfer.backends.vllm_engine.engine_process import folder_of
 from gpuinfer.errors import BadPrompt, UsageError
 from gpuinfer.generation import Constraint, Generation, Listed, Part, Prompt, Sampling
-from gpuinfer.vllm.folder import folder_of
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 TEXTS = ("The capital", "once upon a time", "1 2 3 4", "gpuinfer", "a", "Zürich", "{", "one more prompt of them")

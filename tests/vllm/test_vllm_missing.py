@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from gpuinfer.backends import vllm
 from gpuinfer.config import registry
 from gpuinfer.config.registry import PluginRecord
-from gpuinfer.vllm import installed
 
 
 def test_a_plugin_whose_library_is_missing_can_be_loaded_and_says_what_it_needs(monkeypatch):
-    monkeypatch.setattr(installed.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(vllm.util, "find_spec", lambda name: None)
     record = PluginRecord("backends", "vllm", "gpuinfer", "0", "gpuinfer.backends.vllm:Vllm")
     found = registry.inspect(record)
     assert found.ok

@@ -25,9 +25,9 @@ from vllm import SamplingParams
 from vllm.v1.sample.logits_processor import BatchUpdate, MoveDirectionality
 from vllm.v1.worker.gpu.sample.logits_processor import LogitsContext
 
+from gpuinfer.backends.vllm_engine.list_constraints import extra_args
 from gpuinfer.generation import Constraint, Listed
 from gpuinfer.text.language import Language
-from gpuinfer.vllm.listed import extra_args
 
 KIND, PLACES, STEPS = "byte level", 6, 120
 FREE = structs.replace(ORDERS, ends=False)
@@ -81,7 +81,7 @@ def left(logits: torch.Tensor) -> list[int]:
 
 
 def test_the_first_interface_follows_a_batch(config):
-    from gpuinfer.vllm.processor_v1 import ListedProcessor
+    from gpuinfer.backends.vllm_engine.processor_v1 import ListedProcessor
 
     processor, draws, batch = ListedProcessor(config, torch.device("cpu"), False), random.Random(3), {}
     ways = (ORDERS, FREE, None)
@@ -119,7 +119,7 @@ def test_the_first_interface_follows_a_batch(config):
 
 
 def test_tokens_on_their_way_from_the_device_are_waited_for(config):
-    from gpuinfer.vllm.processor_v1 import ListedProcessor
+    from gpuinfer.backends.vllm_engine.processor_v1 import ListedProcessor
 
     processor, one = ListedProcessor(config, torch.device("cpu"), False), Asked(ORDERS, random.Random(1))
     processor.update_state(BatchUpdate(1, [], [(0, one.params, [5], one.output)], []))
@@ -146,7 +146,7 @@ class States:
 @pytest.mark.parametrize("proposed", [0, 3])
 def test_the_second_interface_follows_slots(config, proposed):
     """`proposed`: tokens of each request that a smaller model would have proposed, some of them impossible."""
-    from gpuinfer.vllm.processor_v2 import ListedProcessor
+    from gpuinfer.backends.vllm_engine.processor_v2 import ListedProcessor
 
     states, draws = States(PLACES, 200), random.Random(4)
     processor, requests = ListedProcessor(config, states), {}
@@ -205,7 +205,7 @@ def _choices(matcher: object) -> list[int]:
 def test_what_is_no_list_is_refused_before_it_reaches_the_engine(version):
     from importlib import import_module
 
-    processor = import_module(f"gpuinfer.vllm.processor_{version}").ListedProcessor
+    processor = import_module(f"gpuinfer.backends.vllm_engine.processor_{version}").ListedProcessor
     processor.validate_params(SamplingParams())
     processor.validate_params(SamplingParams(extra_args=extra_args(ORDERS, (1, 2))))
     with pytest.raises(ValueError, match="no items"):

@@ -19,18 +19,18 @@ import psutil
 from pydantic import BaseModel
 
 from gpuinfer.errors import WorkError
-from gpuinfer.fleet.launchers import readiness
-from gpuinfer.fleet.launchers.launcher import Launched, Launcher, ReplicaPlan
-from gpuinfer.host import children, commands, machine, one_file, plugin_folder
+from gpuinfer.fleet.launchers import base
+from gpuinfer.fleet.launchers.base import LaunchedReplica, Launcher, ReplicaPlan
+from gpuinfer.host import children, installation, machine
 
 COMMAND = (sys.executable, "-m", "gpuinfer")
 LEAVING = "--leave-with-parent"
 LOOK_S = 0.02
 OURS = "GPUINFER_"  # settings of the supervisor's, which has put what counts into files and flags
-KEPT = ("GPUINFER_DISABLED_PLUGINS", one_file.VARIABLE, plugin_folder.PLACE)
+KEPT = ("GPUINFER_DISABLED_PLUGINS", installation.ONE_FILE_VARIABLE, installation.PLUGIN_FOLDER_VARIABLE)
 
 
-class Local(Launcher):
+class LocalLauncher(Launcher):
     """Starts replicas on this machine. `command` is what a plan's arguments follow: tests put their own there."""
 
     name = "local"
@@ -41,10 +41,10 @@ class Local(Launcher):
         self.at_once = machine.cores()  # more would take as long, compile kernels in vain, and may take too long
         self._command = tuple(command)
 
-    async def launch(self, plan: ReplicaPlan) -> Child:
+    async def launch(self, plan: ReplicaPlan) -> LocalReplica:
         return self._start(plan)
 
-    def _start(self, plan: ReplicaPlan) -> Child:
+    def _start(self, plan: ReplicaPlan) -> LocalReplica:
         try:
             log = os.open(plan.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
         except OSError as error:
@@ -57,17 +57,17 @@ class Local(Launcher):
                 stdin=subprocess.PIPE,  # its end is ours
                 stdout=log,
                 stderr=log,
-                env=environment(plan),
+                env=replica_environment(plan),
                 start_new_session=True,
             )
         except OSError as error:
             raise WorkError(f"{plan.name} cannot be started: {error.strerror}. Look at {self._command[0]}.") from None
         finally:
             os.close(log)
-        return Child(plan, process, begins)
+        return LocalReplica(plan, process, begins)
 
 
-class Child(Launched):
+class LocalReplica(LaunchedReplica):
     """A replica that is a child of this process."""
 
     def __init__(self, plan: ReplicaPlan, process: subprocess.Popen[bytes], begins: int) -> None:
@@ -76,7 +76,7 @@ class Child(Launched):
         self._plan, self._process, self._begins = plan, process, begins
 
     async def ready(self, within_s: float) -> tuple[str, int]:
-        address = await readiness.wait(self._plan.ready_file, within_s, lambda: self.alive, self._failure)
+        address = await base.wait_until_ready(self._plan.ready_file, within_s, lambda: self.alive, self._failure)
         return address.host, address.port
 
     @property
@@ -101,7 +101,7 @@ class Child(Launched):
             return f"signal {-code}"
 
     def last_words(self) -> str:
-        return readiness.last_words(self.log, self._begins)
+        return base.last_log_lines(self.log, self._begins)
 
     async def terminate(self, within_s: float) -> None:
         if self.alive:
@@ -111,20 +111,20 @@ class Child(Launched):
 
     async def kill(self) -> None:
         """Its whole session, even when it has ended itself: what it started may live on."""
-        commands.kill_group(self._process)
-        await _until(lambda: not self.alive, commands.REAPED_S)
+        children.kill_group(self._process)
+        await _until(lambda: not self.alive, children.REAPED_S)
         if self._process.stdin is not None:
             self._process.stdin.close()
 
     def _failure(self, why: str) -> WorkError:
         if self.ending:
             why = f"{why} ({self.ending})"
-        return readiness.failure(self._plan.name, why, self.last_words(), self.log)
+        return base.launch_failure(self._plan.name, why, self.last_words(), self.log)
 
 
-def environment(plan: ReplicaPlan) -> dict[str, str]:
+def replica_environment(plan: ReplicaPlan) -> dict[str, str]:
     """Of a replica: this process's, with its own devices and share of the cores, and no settings but by its flags."""
-    given = {key: value for key, value in commands.with_our_path().items() if key in KEPT or not key.startswith(OURS)}
+    given = {key: value for key, value in children.with_our_path().items() if key in KEPT or not key.startswith(OURS)}
     if plan.devices is not None:
         given["CUDA_VISIBLE_DEVICES"] = plan.devices
     if plan.threads is not None:

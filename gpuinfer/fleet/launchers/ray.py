@@ -1,7 +1,8 @@
-"""Replicas as actors of Ray: each runs one `gpuinfer serve`, on a cluster that runs or on a fresh one here.
+"""Replicas as actors of Ray: each runs one `gpuinfer serve`, on a running cluster or a fresh local one.
 
-Ray places them by the GPUs and cores that each asks for. An actor that is gone with its node is a replica that is gone:
-the fleet starts another, and Ray finds it a place. Importing Ray takes a second, so it happens at the first launch.
+Ray places them by the GPUs and cores that each requires; when an actor is gone with its node, the fleet starts another.
+Nothing is read from a shared folder: the files of a replica come with the order, and its log goes back. Importing Ray
+takes a second, so it happens at the first use.
 """
 
 from __future__ import annotations
@@ -11,20 +12,111 @@ import contextlib
 import importlib.util
 import logging
 import os
+import shutil
 import signal
 import socket
+import subprocess
+import sys
+import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from gpuinfer.errors import UsageError, WorkError
-from gpuinfer.fleet.launchers import readiness
-from gpuinfer.fleet.launchers.launcher import Launched, Launcher, ReplicaPlan
-from gpuinfer.fleet.launchers.ray_host import Host
+from gpuinfer.fleet.launchers import base
+from gpuinfer.fleet.launchers.base import LaunchedReplica, Launcher, ReplicaPlan
+from gpuinfer.fleet.launchers.local import KEPT, LEAVING, OURS
+from gpuinfer.host import children
+
+READY = "ready.json"
+CHUNK = 256 << 10  # bytes of log that travel at once
+
+
+class RayActor:
+    """One replica's. All methods come back at once, but `end`, which waits for the system for a moment."""
+
+    def __init__(self) -> None:
+        self._folder = Path(tempfile.mkdtemp(prefix="gpuinfer-ray-"))  # 0700
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(
+        self,
+        command: Sequence[str],
+        arguments: Sequence[str],
+        files: Mapping[str, bytes],
+        ready: str,
+        threads: int | None,
+        host: str | None = None,
+    ) -> int:
+        """The process id. `files`: what lies at the paths that the arguments name, which lies elsewhere here.
+
+        `ready` is where the arguments want the ready file; `host` where it listens, by default at this node's address.
+        """
+        places = {path: str(self._write(number, contents)) for number, (path, contents) in enumerate(files.items())}
+        places[ready] = str(self._folder / READY)
+        words = [places.get(word, word) for word in arguments]
+        program = command or (sys.executable, "-m", "gpuinfer")
+        with (self._folder / "log").open("ab") as log:
+            self._process = subprocess.Popen(
+                [*program, *words, "--host", host or _address(), LEAVING],
+                stdin=subprocess.PIPE,  # its end is ours: the replica leaves when this actor does
+                stdout=log,
+                stderr=log,
+                env=_environment(threads),
+                start_new_session=True,
+            )
+        return self._process.pid
+
+    def poll(self, after: int) -> dict[str, Any]:
+        """Whether it runs, its address once it serves, and its log from this byte on."""
+        process = self._process
+        code = None if process is None else process.poll()
+        with (self._folder / "log").open("rb") as log:
+            log.seek(after)
+            said = log.read(CHUNK)
+        address = base.read_ready_file(self._folder / READY)
+        told = None if address is None else [address.host, address.port]
+        return {"alive": process is not None and code is None, "code": code, "log": said, "address": told}
+
+    def terminate(self) -> None:
+        """Ask it to finish what is under way and leave."""
+        if self._process is not None and self._process.poll() is None:
+            self._process.send_signal(signal.SIGTERM)
+
+    def end(self) -> None:
+        """Now, with all that it has started."""
+        if self._process is not None:
+            children.kill_program(self._process)
+            if self._process.stdin is not None:
+                self._process.stdin.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _write(self, number: int, contents: bytes) -> Path:
+        path = self._folder / f"file-{number}"
+        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+            file.write(contents)
+        return path
+
+
+def _address() -> str:
+    """Of this node, as the others know it."""
+    import ray
+
+    util: Any = ray.util
+    return str(util.get_node_ip_address())
+
+
+def _environment(threads: int | None) -> dict[str, str]:
+    """The actor's, devices included, and no settings but by flags."""
+    given = {key: value for key, value in os.environ.items() if key in KEPT or not key.startswith(OURS)}
+    if threads is not None:
+        given |= dict.fromkeys(children.THREAD_COUNTS, str(threads))  # Ray sets 1 there, whatever was asked for
+    return given
+
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +132,7 @@ no background work, which by Ray's default of 15 a busy neighbour would starve.
 """
 
 
-class Ray(Launcher):
+class RayLauncher(Launcher):
     """Starts an actor for each replica. `command` is for tests: what a plan's arguments follow on the node."""
 
     class Options(BaseModel):
@@ -63,7 +155,7 @@ class Ray(Launcher):
         self._ray: Any = None
         self._ours = False  # whether this launcher has connected, and lets go
         self._opening = asyncio.Lock()
-        self._launched: set[Actor] = set()
+        self._launched: set[RayReplica] = set()
 
     def check(self) -> None:
         if importlib.util.find_spec("ray") is None:
@@ -71,7 +163,7 @@ class Ray(Launcher):
                 "Ray is not installed, which --launcher ray needs. Run: pip install 'gpuinfer[ray]', or leave it out."
             )
 
-    async def launch(self, plan: ReplicaPlan) -> Actor:
+    async def launch(self, plan: ReplicaPlan) -> RayReplica:
         if plan.devices is not None:
             raise UsageError("--gpus names devices of this machine, and Ray chooses them. Say -L gpus=1 instead.")
         async with self._opening:
@@ -80,7 +172,7 @@ class Ray(Launcher):
                 _take_signals_back()
         needed = (plan.setup_file, plan.key_file, plan.admin_key_file)
         files = {str(path): path.read_bytes() for path in needed if path is not None}
-        actor = Actor(plan, self._ray, self._placed(plan), self.options.pending)
+        actor = RayReplica(plan, self._ray, self._placed(plan), self.options.pending)
         actor.begin(self._command, files)
         self._launched.add(actor)
         return actor
@@ -121,7 +213,7 @@ class Ray(Launcher):
         if gpus is None:
             gpus = 1.0 if self._ray.cluster_resources().get("GPU") else 0.0
         wanted = {"num_cpus": self.options.cpus, "num_gpus": gpus, "max_restarts": 0, "max_concurrency": 4}
-        return self._ray.remote(Host).options(**wanted).remote()
+        return self._ray.remote(RayActor).options(**wanted).remote()
 
     async def close(self) -> None:
         await asyncio.gather(*(actor.kill() for actor in self._launched), return_exceptions=True)
@@ -132,7 +224,7 @@ class Ray(Launcher):
         self._ray = None
 
 
-class Actor(Launched):
+class RayReplica(LaunchedReplica):
     """A replica in the care of an actor."""
 
     def __init__(self, plan: ReplicaPlan, ray: Any, handle: Any, pending_s: float) -> None:
@@ -220,7 +312,7 @@ class Actor(Launched):
         return not self._over
 
     def last_words(self) -> str:
-        return readiness.last_words(self.log, self._begins)
+        return base.last_log_lines(self.log, self._begins)
 
     async def terminate(self, within_s: float) -> None:
         if self.alive and self._placed.is_set():
@@ -247,7 +339,7 @@ class Actor(Launched):
             await asyncio.to_thread(self._ray.kill, handle)
 
     def _failure(self, why: str) -> WorkError:
-        return readiness.failure(self._plan.name, why, self.last_words(), self.log)
+        return base.launch_failure(self._plan.name, why, self.last_words(), self.log)
 
 
 def _take_signals_back() -> None:

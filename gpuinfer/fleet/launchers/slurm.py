@@ -1,6 +1,6 @@
-"""Replicas as jobs of a SLURM cluster: one sbatch each, ended with the fleet, submitted anew when an allocation ends.
-
-A job that waits in the queue is no replica that hangs: how long it may wait is an option of its own.
+"""Replicas as jobs of a SLURM cluster: one sbatch each, cancelled with the fleet, submitted again when an allocation
+ends. SLURM's own programs are run, each with a timeout. A job that waits in the queue does not count as a replica
+that hangs: how long it may wait is an option of its own.
 """
 
 from __future__ import annotations
@@ -11,22 +11,165 @@ import contextlib
 import getpass
 import itertools
 import logging
+import shlex
 import shutil
 import socket
 import sys
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from gpuinfer.errors import UsageError, WorkError
-from gpuinfer.fleet.launchers import local, readiness, slurm_jobs, slurm_script
-from gpuinfer.fleet.launchers.launcher import Launched, Launcher, ReplicaPlan
-from gpuinfer.fleet.launchers.slurm_jobs import Job
-from gpuinfer.host import one_file
+from gpuinfer.fleet.launchers import base, local
+from gpuinfer.fleet.launchers.base import LaunchedReplica, Launcher, ReplicaPlan
+from gpuinfer.host import children, installation
 
 log = logging.getLogger(__name__)
+
+LIMIT_S = 30.0  # for one of its programs: a controller that is overloaded answers late
+LEAVING_S = 10.0  # the same where this process is about to end
+FORM = "%i|%T|%N|%r"  # job, state, node, reason
+NO_SUCH = "Invalid job id"
+ENDED = {"COMPLETED", "COMPLETING", "CANCELLED", "FAILED", "TIMEOUT", "PREEMPTED", "NODE_FAIL", "BOOT_FAIL"}
+ENDED |= {"DEADLINE", "OUT_OF_MEMORY", "REVOKED", "SPECIAL_EXIT", "REQUEUE_HOLD"}
+
+
+@dataclass(frozen=True, slots=True)
+class SlurmJobState:
+    """How a job is. `state` is SLURM's word for it; `reason` says why one that is pending does not run."""
+
+    state: str
+    node: str = ""
+    reason: str = ""
+
+    @property
+    def ended(self) -> bool:
+        return self.state in ENDED
+
+    @property
+    def settled(self) -> bool:
+        """Whether how it ended is known: while its node tidies up, SLURM says only that it does."""
+        return self.ended and self.state != "COMPLETING"
+
+    @property
+    def waits(self) -> bool:
+        return self.state in ("PENDING", "CONFIGURING", "REQUEUED")
+
+
+GONE = SlurmJobState("COMPLETED", reason="SLURM has forgotten it")
+
+
+async def submit_job(arguments: Sequence[str], environment: Mapping[str, str]) -> str:
+    """The number of the job. Raises `WorkError` with sbatch's own words."""
+    ended = await _run(["sbatch", "--parsable", *arguments], environment)
+    number = ended.out.decode("utf-8", "replace").strip().partition(";")[0]
+    if ended.code != 0 or not number.isdigit():
+        raise WorkError(
+            f"sbatch refused the job: {error_output(ended)}\nCorrect what it names (-L account=, partition=, …)."
+        )
+    return number
+
+
+async def job_states(jobs: Sequence[str]) -> dict[str, SlurmJobState] | None:
+    """Each job that was asked for; None when SLURM does not answer, which says nothing about them."""
+    ended = await _run(["squeue", "--noheader", "--states=all", f"--jobs={','.join(jobs)}", f"--format={FORM}"])
+    if ended.code != 0 and NO_SUCH not in error_output(ended):
+        log.info("squeue does not tell how the jobs are: %s", error_output(ended))
+        return None
+    found = {}
+    for line in ended.out.decode("utf-8", "replace").splitlines():
+        number, state, node, reason = (*map(str.strip, line.split("|", 3)), "", "", "")[:4]
+        found[number] = SlurmJobState(state, node, reason)
+    return {job: found.get(job, GONE) for job in jobs}
+
+
+async def cancel_job(*arguments: str) -> None:
+    """Whether a job was there to be cancelled does not matter."""
+    await _run(["scancel", "--quiet", *arguments])
+
+
+def cancel_job_now(jobs: Sequence[str]) -> None:
+    """The same for a process that is about to end, without an event loop."""
+    with contextlib.suppress(OSError):
+        children.run_program(["scancel", "--quiet", *jobs], LEAVING_S)
+
+
+def slurm_failure() -> str:
+    """Why SLURM cannot be asked; empty when it can."""
+    try:
+        ended = children.run_program(["squeue", "--noheader", "--jobs=0"], LIMIT_S)
+    except OSError as error:
+        return str(error)
+    return "" if ended.code == 0 or NO_SUCH in error_output(ended) else error_output(ended)
+
+
+def error_output(ended: children.FinishedProgram) -> str:
+    """What a program of SLURM's complained of, in its own words."""
+    if ended.code is None:
+        return f"it did not answer within {LIMIT_S:g} s"
+    said = [line.strip() for line in ended.err.decode("utf-8", "replace").splitlines() if line.strip()]
+    return "; ".join(said[-3:])[:600] or f"it ended with {ended.code} and said nothing"
+
+
+async def _run(command: Sequence[str], environment: Mapping[str, str] | None = None) -> children.FinishedProgram:
+    try:
+        return await asyncio.to_thread(children.run_program, command, LIMIT_S, b"", environment)
+    except OSError as error:
+        raise WorkError(f"{command[0]} cannot be run: {error.strerror}. Is SLURM still installed here?") from None
+
+
+PULSE_LOOK_S = 10  # between two looks at the fleet's pulse
+LOOKS = 12  # at one that stands still, after which the fleet is gone: file systems of clusters show news late
+
+# The replica listens at the address by which SLURM knows the node, where the fleet reaches it.
+SCRIPT = """\
+#!/bin/bash
+# {name} of a gpuinfer fleet, which ends this job when it ends.
+set -u
+address=$(scontrol show node "$SLURMD_NODENAME" 2>/dev/null | sed -n 's/.*NodeAddr=\\([^ ]*\\).*/\\1/p')
+address=${{address:-$SLURMD_NODENAME}}
+
+leave_with_the_fleet() {{
+    local seen="" same=0 now
+    while kill -0 $$; do
+        read -rt {look_s} <> <(:)
+        now=$(<{pulse})
+        if [ "$now" = "$seen" ]; then same=$((same + 1)); else same=0; seen=$now; fi
+        if [ "$same" -ge {looks} ]; then
+            echo "the fleet that started this job is gone, so it ends"
+            scancel "$SLURM_JOB_ID"
+            return
+        fi
+    done
+}} 2>/dev/null
+leave_with_the_fleet &
+
+srun {srun} {command} --host "$address"
+code=$?
+kill %1
+exit $code
+"""
+
+
+def write_batch_script(plan: ReplicaPlan, pulse: Path, command: Sequence[str], srun: Sequence[str]) -> Path:
+    """The script, in the plan's folder. `command` runs gpuinfer there; whatever is in it stands for itself."""
+    script = plan.folder / f"{plan.name}.sbatch"
+    script.write_text(
+        SCRIPT.format(
+            name=plan.name,
+            pulse=shlex.quote(str(pulse)),
+            look_s=PULSE_LOOK_S,
+            looks=LOOKS,
+            srun=shlex.join(srun),
+            command=shlex.join([*command, *plan.arguments]),
+        )
+    )
+    script.chmod(0o700)
+    return script
+
 
 PROGRAMS = ("sbatch", "srun", "squeue", "scancel", "scontrol")
 PULSE = "fleet.pulse"  # in the fleet's folder: as long as it changes, there is a fleet
@@ -38,7 +181,7 @@ PATH = r"^[A-Za-z0-9_./~][^\x00-\x1f\x7f]*$"
 EVERYWHERE = ("0.0.0.0", "::", "")
 
 
-class Slurm(Launcher):
+class SlurmLauncher(Launcher):
     """Submits each replica as a job. `command` and `look_s` are for tests."""
 
     class Options(BaseModel):
@@ -70,14 +213,14 @@ class Slurm(Launcher):
         self.shared = Path(self.options.folder or "gpuinfer-fleet").expanduser().absolute()
         self._command = tuple(command) if command else self._program
         self._look_s = look_s
-        self._jobs: dict[str, SlurmJob] = {}  # those of which it is not known how they ended
+        self._jobs: dict[str, SlurmReplica] = {}  # those of which it is not known how they ended
         self._pulses: set[Path] = set()
         self._tasks: list[asyncio.Task[None]] = []
 
     @property
     def _program(self) -> tuple[str, ...]:
         """The one file itself, where it is that: the node unpacks it into a cache of its own."""
-        ours = one_file.one_file()
+        ours = installation.one_file()
         if ours is not None and not self.options.python and not self.options.container:
             return (str(ours),)
         python = self.options.python or ("python3" if self.options.container else sys.executable)
@@ -92,7 +235,7 @@ class Slurm(Launcher):
             )
         if self.options.mounts and not self.options.container:
             raise UsageError("-L mounts goes with -L container=IMAGE. Give both, or leave it out.")
-        if why := slurm_jobs.answers():
+        if why := slurm_failure():
             raise UsageError(f"SLURM does not answer here: {why}\nAsk `sinfo`, or leave --launcher slurm out.")
 
     @property
@@ -101,16 +244,16 @@ class Slurm(Launcher):
         where = f"{getpass.getuser()}@{short if full.startswith('localhost') else full}"
         return (f"from your own machine: ssh -N -L {{port}}:127.0.0.1:{{port}} {where}",)
 
-    async def launch(self, plan: ReplicaPlan) -> SlurmJob:
+    async def launch(self, plan: ReplicaPlan) -> SlurmReplica:
         if plan.devices is not None:
             raise UsageError("--gpus names devices of this machine, and SLURM chooses them. Say -L gpus=1 instead.")
         pulse = plan.folder / PULSE
         self._begin(pulse)
-        script = slurm_script.write(plan, pulse, self._command, self._step())
+        script = write_batch_script(plan, pulse, self._command, self._step())
         begins = plan.log.stat().st_size if plan.log.exists() else 0
-        environment = local.environment(plan)
-        number = await slurm_jobs.submit([*self._allocation(plan), str(script)], environment)
-        job = SlurmJob(plan, number, begins, self.options.pending, self._look)
+        environment = local.replica_environment(plan)
+        number = await submit_job([*self._allocation(plan), str(script)], environment)
+        job = SlurmReplica(plan, number, begins, self.options.pending, self._look)
         if not self._jobs:
             atexit.register(self._leave)
         self._jobs[number] = job
@@ -154,7 +297,7 @@ class Slurm(Launcher):
         """Learn how all jobs are. One of which it is known how it ended is not asked for any more."""
         if not self._jobs:
             return
-        found = await slurm_jobs.states(list(self._jobs))
+        found = await job_states(list(self._jobs))
         for number, job in (found or {}).items():
             if (known := self._jobs.get(number)) is not None:  # another look may have seen its end
                 known.learn(job)
@@ -168,7 +311,7 @@ class Slurm(Launcher):
             await asyncio.wait(self._tasks, timeout=GONE_S)
         self._tasks = []
         if self._jobs:
-            await slurm_jobs.cancel(*self._jobs)
+            await cancel_job(*self._jobs)
         self._jobs.clear()
         atexit.unregister(self._leave)
         for pulse in self._pulses:
@@ -177,22 +320,22 @@ class Slurm(Launcher):
     def _leave(self) -> None:
         """Whatever has ended this process: what it has started goes with it."""
         if self._jobs:
-            slurm_jobs.cancel_now(list(self._jobs))
+            cancel_job_now(list(self._jobs))
 
 
-class SlurmJob(Launched):
+class SlurmReplica(LaunchedReplica):
     """A replica that is a job."""
 
     def __init__(
         self, plan: ReplicaPlan, number: str, begins: int, pending_s: float, look: Callable[[], Awaitable[None]]
     ) -> None:
         self.number = number
-        self.job = Job("PENDING")
+        self.job = SlurmJobState("PENDING")
         self.log: Path | None = plan.log
         self._plan, self._begins, self._pending_s, self._look = plan, begins, pending_s, look
         self._changed = asyncio.Event()
 
-    def learn(self, job: Job) -> None:
+    def learn(self, job: SlurmJobState) -> None:
         """How it is now."""
         if job == self.job:
             return
@@ -209,7 +352,9 @@ class SlurmJob(Launched):
                 f"waited {self._pending_s:g} s in the queue ({self.job.reason}), which -L pending bounds"
             )
         # not `alive`: the failure tells how the job ended, which SLURM knows a moment after its last process has
-        address = await readiness.wait(self._plan.ready_file, within_s, lambda: not self.job.settled, self._failure)
+        address = await base.wait_until_ready(
+            self._plan.ready_file, within_s, lambda: not self.job.settled, self._failure
+        )
         return (self.job.node if address.host in EVERYWHERE else address.host), address.port
 
     @property
@@ -217,18 +362,18 @@ class SlurmJob(Launched):
         return not self.job.ended
 
     def last_words(self) -> str:
-        return readiness.last_words(self.log, self._begins)
+        return base.last_log_lines(self.log, self._begins)
 
     async def terminate(self, within_s: float) -> None:
         if self.alive and not self.job.waits:
-            await slurm_jobs.cancel("--signal=TERM", self.number)
+            await cancel_job("--signal=TERM", self.number)
             await self._gone(within_s)
         await self.kill()
 
     async def kill(self) -> None:
         if self.alive:
-            await slurm_jobs.cancel("--signal=KILL", "--full", self.number)
-            await slurm_jobs.cancel(self.number)  # also one that waits
+            await cancel_job("--signal=KILL", "--full", self.number)
+            await cancel_job(self.number)  # also one that waits
             if not await self._gone(GONE_S):
                 log.warning("%s: job %s is cancelled, and not gone yet", self._plan.name, self.number)
 
@@ -249,7 +394,7 @@ class SlurmJob(Launched):
                     await self._changed.wait()
 
     def _failure(self, why: str) -> WorkError:
-        return readiness.failure(
+        return base.launch_failure(
             f"{self._plan.name} (job {self.number}, {self.job.state})", why, self.last_words(), self.log
         )
 

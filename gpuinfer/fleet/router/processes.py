@@ -1,26 +1,183 @@
-"""The router as its owner sees it: some processes, told who is in the fleet, and started anew when one dies."""
+"""The router processes: as their owner sees them (started, told who is in the fleet, started again when one dies), and
+the life of one. A member that has left keeps its slot among the shared counters until all others are taken.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
+import os
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
 
 from gpuinfer.errors import WorkError
-from gpuinfer.fleet.roster import Roster
-from gpuinfer.fleet.router.board import Board, Cell, Total
-from gpuinfer.fleet.router.child import Seat, main
-from gpuinfer.fleet.router.config import RouterConfig
-from gpuinfer.fleet.router.frames import Frames
-from gpuinfer.fleet.router.seats import Seats
-from gpuinfer.host import children
-from gpuinfer.http.binding import listeners
+from gpuinfer.fleet.router.client_connection import Listener
+from gpuinfer.fleet.router.protocol import FleetMember, MessageChannel, Roster, RouterConfig
+from gpuinfer.fleet.router.relay import Relay
+from gpuinfer.fleet.router.shared_counters import SLOTS, MemberCell, ProcessCell, SharedCounters
+from gpuinfer.host import children, machine
+from gpuinfer.host.process import shorten_collections
+from gpuinfer.http.access import reload_changed_files
+from gpuinfer.http.http_exchange import JsonLogFormatter
+from gpuinfer.http.network import Certificate, bind_tcp, new_loop
+
+BACKLOG = 4096
+SPENDING_S = 0.1  # between two tellings of what keys have spent
+
+
+class MemberSlot(msgspec.Struct, frozen=True):
+    """A member, and the slot on the board that it has."""
+
+    member: FleetMember
+    slot: int
+
+
+def router_main(
+    line: socket.socket, listeners: Sequence[socket.socket], board: SharedCounters, row: int, config: bytes
+) -> None:
+    """Runs until its owner ends it, or is gone."""
+    children.set_up_child()
+    machine.descriptors()  # as many as it may have
+    told = msgspec.msgpack.decode(config, type=RouterConfig)
+    if told.log is not None:
+        _log(told.log)
+    with asyncio.Runner(loop_factory=new_loop) as runner:
+        runner.run(_serve(line, listeners, board, row, told))
+    os._exit(0)
+
+
+def _log(form: str) -> None:
+    """Requests on standard error, which is the supervisor's."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(JsonLogFormatter() if form == "json" else logging.Formatter("gpuinfer: %(message)s"))
+    log = logging.getLogger("gpuinfer")
+    log.setLevel(logging.INFO)
+    log.handlers = [handler]
+
+
+async def _serve(
+    line: socket.socket, listeners: Sequence[socket.socket], board: SharedCounters, row: int, config: RouterConfig
+) -> None:
+    router = _RouterProcess(listeners, board, row, config)
+    await router.run(line)
+
+
+class _RouterProcess:
+    """Does what its owner says on their line."""
+
+    def __init__(
+        self, listeners: Sequence[socket.socket], board: SharedCounters, row: int, config: RouterConfig
+    ) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._listeners = listeners
+        self._over = asyncio.Event()
+        self._draining: asyncio.Task[None] | None = None
+        self._servers: list[asyncio.Server] = []
+        self._frames = MessageChannel(self._obey, self._over.set)
+        self._relay = Relay(config, board, row, self._loop, self._frames.send)
+        self._door = Listener(self._relay)
+        self._several = config.processes > 1
+        self._certificate = None if config.tls is None else Certificate(*map(Path, config.tls))
+        self._tls: dict[str, Any] = {}
+        if self._certificate is not None:
+            self._tls = self._certificate.of_server(config.head_s)
+
+    async def run(self, line: socket.socket) -> None:
+        await self._loop.create_connection(lambda: self._frames, sock=line)
+        self._relay.wheel.start()
+        shorten_collections()
+        self._frames.send({"event": "here"})
+        fresh = self._loop.create_task(reload_changed_files([] if self._certificate is None else [self._certificate]))
+        spending = self._loop.create_task(self._tell_spending())
+        await self._over.wait()
+        fresh.cancel()
+        spending.cancel()
+
+    async def _tell_spending(self) -> None:
+        """What keys have spent here, for the other processes."""
+        while self._several:
+            await asyncio.sleep(SPENDING_S)
+            if news := self._door.gate.quotas.news():
+                self._frames.send({"event": "spent", "spent": news})
+
+    def _obey(self, message: Mapping[str, Any]) -> None:
+        if "members" in message:
+            seats = msgspec.convert(message["members"], list[MemberSlot])
+            self._relay.members.update((seat.member, seat.slot) for seat in seats)
+            if not self._servers and self._draining is None:
+                self._loop.create_task(self._listen())
+        elif "spent" in message:
+            self._door.gate.quotas.hear((name, kind, amount) for name, kind, amount in message["spent"])
+        elif "keys" in message:
+            if self._door.gate.keys is not None:
+                self._door.gate.keys.replace(message["keys"])
+        elif "drain" in message and self._draining is None:
+            self._draining = self._loop.create_task(self._drain())
+
+    async def _listen(self) -> None:
+        for listener in self._listeners:
+            own = listener.dup()  # the server closes what it is given
+            made = await self._loop.create_server(self._door.protocol, sock=own, backlog=BACKLOG, **self._tls)
+            self._servers.append(made)
+        self._frames.send({"event": "ready"})
+
+    async def _drain(self) -> None:
+        """Take in who is at the door, answer what is under way, and say so."""
+        self._relay.closing = True
+        for server in self._servers:
+            server.close()
+        for listener in self._listeners:
+            await self._take_last(listener, self._door.protocol)
+            listener.close()
+        await self._door.empty()
+        self._relay.close()
+        self._frames.send({"event": "drained"})
+
+    async def _take_last(self, listener: socket.socket, protocol: Callable[[], asyncio.Protocol]) -> None:
+        """Connections that the system has made, and nobody has accepted yet, would be lost with their socket."""
+        listener.setblocking(False)
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                connection, _ = listener.accept()
+                connection.setblocking(False)
+                await self._loop.connect_accepted_socket(protocol, connection, **self._tls)
+
+
+class MemberSlots:
+    """A member that has left keeps its slot, and with it its counters, until all others are taken."""
+
+    def __init__(self, board: SharedCounters) -> None:
+        self._board = board
+        self.taken: dict[int, int] = {}  # member id → slot; who has left longest ago first among those who have left
+
+    def seated(self, roster: Roster) -> list[MemberSlot]:
+        """All of a roster; those for whom there is no slot are left out."""
+        present = {member.id for member in roster.members}
+        return [
+            MemberSlot(member, slot) for member in roster.members if (slot := self._slot(member, present)) is not None
+        ]
+
+    def _slot(self, member: FleetMember, present: set[int]) -> int | None:
+        if member.id in self.taken:
+            return self.taken[member.id]
+        if len(self.taken) < SLOTS:
+            slot = len(self.taken)
+        else:
+            gone = next((one for one in self.taken if one not in present), None)
+            if gone is None:
+                return None
+            slot = self.taken.pop(gone)
+            self._board.clear(slot)
+        self.taken[member.id] = slot
+        return slot
+
 
 Breaker = Literal["closed", "half-open", "open"]
 _BREAKERS: tuple[Breaker, ...] = ("closed", "half-open", "open")
@@ -68,11 +225,11 @@ class Routers:
     def __init__(self, config: RouterConfig, on_event: Callable[[Mapping[str, Any]], None]) -> None:
         self.config = config
         self._on_event = on_event
-        self._board = Board(config.processes)
-        self._seats = Seats(self._board)
+        self._board = SharedCounters(config.processes)
+        self._seats = MemberSlots(self._board)
         self._roster = Roster(-1, ())
-        self._members: list[Seat] = []
-        self._processes: list[_Process] = []
+        self._members: list[MemberSlot] = []
+        self._processes: list[_ProcessHandle] = []
 
     async def start(self) -> int:
         """Start them, and return the port. Raises `UsageError` when it is in use, `WorkError` when none comes up."""
@@ -81,9 +238,9 @@ class Routers:
         if several:  # a port that others share would not count as in use
             port = _free(config.host, port)
         for row in range(config.processes):
-            sockets = listeners(config.host, port, several)
+            sockets = bind_tcp(config.host, port, several)
             port = sockets[0].getsockname()[1]
-            self._processes.append(_Process(self, row, sockets))
+            self._processes.append(_ProcessHandle(self, row, sockets))
         self.config = msgspec.structs.replace(config, port=port)
         try:
             await asyncio.gather(*(process.start() for process in self._processes))
@@ -107,7 +264,7 @@ class Routers:
         for process in self._processes:
             process.tell({"keys": lines})
 
-    def spread(self, teller: _Process, news: Mapping[str, Any]) -> None:
+    def spread(self, teller: _ProcessHandle, news: Mapping[str, Any]) -> None:
         """Tell all processes but the one that says so."""
         for process in self._processes:
             if process is not teller:
@@ -120,17 +277,17 @@ class Routers:
     def _counters(self, slot: int) -> MemberCounters:
         board = self._board
         return MemberCounters(
-            requests=board.sum_of(slot, Cell.REQUESTS),
-            errors=board.sum_of(slot, Cell.ERRORS),
-            in_flight=board.sum_of(slot, Cell.IN_FLIGHT),
-            retried=board.sum_of(slot, Cell.RETRIED),
-            resumed=board.sum_of(slot, Cell.RESUMED),
-            breaker=_BREAKERS[board.most_of(slot, Cell.BREAKER)],
+            requests=board.sum_of(slot, MemberCell.REQUESTS),
+            errors=board.sum_of(slot, MemberCell.ERRORS),
+            in_flight=board.sum_of(slot, MemberCell.IN_FLIGHT),
+            retried=board.sum_of(slot, MemberCell.RETRIED),
+            resumed=board.sum_of(slot, MemberCell.RESUMED),
+            breaker=_BREAKERS[board.most_of(slot, MemberCell.BREAKER)],
         )
 
     def totals(self) -> RouterCounters:
         return RouterCounters(
-            **{total.name.lower(): self._board.total(total) for total in Total},
+            **{total.name.lower(): self._board.total(total) for total in ProcessCell},
             restarts=sum(process.restarts for process in self._processes),
         )
 
@@ -152,24 +309,24 @@ class Routers:
         await asyncio.gather(*(process.close() for process in self._processes))
 
     @property
-    def board(self) -> Board:
+    def board(self) -> SharedCounters:
         return self._board
 
     @property
-    def members(self) -> list[Seat]:
+    def members(self) -> list[MemberSlot]:
         return self._members
 
     def heard(self, message: Mapping[str, Any]) -> None:
         self._on_event(message)
 
 
-class _Process:
+class _ProcessHandle:
     """One of them: started, heard, started again."""
 
     def __init__(self, routers: Routers, row: int, sockets: list[socket.socket]) -> None:
         self._routers, self._row, self._sockets = routers, row, sockets
         self._process: BaseProcess | None = None
-        self._frames: Frames | None = None
+        self._frames: MessageChannel | None = None
         self._here = asyncio.Event()
         self._drained = asyncio.Event()
         self._lost = asyncio.Event()
@@ -192,13 +349,13 @@ class _Process:
         try:
             packed = msgspec.msgpack.encode(self._routers.config)
             arguments = (theirs, self._sockets, self._routers.board, self._row, packed)
-            self._process = children.spawn(main, *arguments, name=f"gpuinfer router {self._row}")
+            self._process = children.spawn(router_main, *arguments, name=f"gpuinfer router {self._row}")
         except BaseException:
             ours.close()
             raise
         finally:
             theirs.close()
-        frames = self._frames = Frames(self._hear, self._lost.set)
+        frames = self._frames = MessageChannel(self._hear, self._lost.set)
         await asyncio.get_running_loop().create_connection(lambda: frames, sock=ours)
         await self._up()
         if self._routers.config.api_keys:  # they may have been exchanged while it started
@@ -246,7 +403,7 @@ class _Process:
 
     def _bury(self) -> None:
         if self._process is not None:
-            children.end(self._process, END_S)
+            children.end_process(self._process, END_S)
         self._routers.board.bury(self._row)
 
     def _stop_listening(self) -> None:
@@ -280,7 +437,7 @@ class _Process:
 
 
 def _free(host: str, port: int) -> int:
-    sockets = listeners(host, port, False)
+    sockets = bind_tcp(host, port, False)
     port = int(sockets[0].getsockname()[1])
     for one in sockets:
         one.close()

@@ -6,11 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from gpuinfer.rollouts.export.art import Art
-from gpuinfer.rollouts.export.form import Format, Written
-from gpuinfer.rollouts.export.prime_rl import PrimeRl
-from gpuinfer.rollouts.export.skyrl import SkyRl
-from gpuinfer.rollouts.export.trl import Trl
-from gpuinfer.rollouts.export.verl import Verl
+from gpuinfer.rollouts.export.json_formats import PrimeRl, SkyRl, Trl, Verl
+from gpuinfer.rollouts.export.trainer_format import Format, Written
 
 FORMATS: Mapping[str, Format[Any]] = {one.name: one for one in (Verl(), SkyRl(), PrimeRl(), Trl(), Art())}
 

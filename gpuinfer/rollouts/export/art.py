@@ -15,12 +15,10 @@ from typing import IO, TYPE_CHECKING, Any
 import msgspec
 from msgspec import Struct
 
-from gpuinfer.rollouts.export.form import OWN, Format
-from gpuinfer.rollouts.export.kept import Block, Kept, Piece, by_start
 from gpuinfer.rollouts.export.samples import Sample
+from gpuinfer.rollouts.export.trainer_format import OWN, Block, ExportPiece, Format, Kept, by_start
 from gpuinfer.rollouts.files.parquet import require
-from gpuinfer.rollouts.record import Turn
-from gpuinfer.rollouts.versions import number_of
+from gpuinfer.rollouts.record import Turn, version_number
 
 if TYPE_CHECKING:
     import pyarrow
@@ -118,7 +116,7 @@ class Art(Format[GroupLine]):
                 facts=GroupFacts(metadata={"group": of_agent[0][0].start, OWN: own}), trajectories=trajectories
             )
 
-    def pieces(self, line: GroupLine) -> Iterator[Piece]:
+    def pieces(self, line: GroupLine) -> Iterator[ExportPiece]:
         if (own := line.facts.metadata.get(OWN)) is None:
             raise ValueError(f"its metadata have no {OWN}")
         kepts = msgspec.json.decode(own, type=tuple[Kept, ...])
@@ -159,7 +157,7 @@ def _rows(number: int, line: GroupLine) -> Iterator[Item]:
 def _trajectory(samples: Sequence[Sample]) -> TrajectoryLine:
     """Of its samples, one a context."""
     whole, played = samples[0].trajectory, samples[0].group.games[samples[0].place.game]
-    versions = [number_of(version) for one in samples for version in one.versions] or [0]
+    versions = [version_number(version) for one in samples for version in one.versions] or [0]
     first, *others = (_items(one.turns) for one in samples)
     return TrajectoryLine(
         messages_and_choices=first,
@@ -194,7 +192,7 @@ def _choice(before: tuple[int, ...], turn: Turn) -> Choice:
     )
 
 
-def _piece(kept: Kept, items: Sequence[Item]) -> Piece:
+def _piece(kept: Kept, items: Sequence[Item]) -> ExportPiece:
     choices = [msgspec.convert(item, Choice) for item in items if "finish_reason" in item and "token_ids" in item]
     if not choices:
         raise ValueError("a history has no answer")
@@ -208,4 +206,4 @@ def _piece(kept: Kept, items: Sequence[Item]) -> Piece:
             raise ValueError("an answer does not go on from what was before it")
         mask[begin:end] = [1] * len(choice.token_ids)
         logprobs[begin:end] = [one.logprob for one in choice.logprobs.content]
-    return Piece(kept, tokens[:shown], tokens[shown:], tuple(mask[shown:]), tuple(logprobs[shown:]))
+    return ExportPiece(kept, tokens[:shown], tokens[shown:], tuple(mask[shown:]), tuple(logprobs[shown:]))

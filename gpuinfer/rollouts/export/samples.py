@@ -1,11 +1,10 @@
-"""What can be trained on: one context of a trajectory of the policy is one sample, and one sequence of tokens.
-
-Tokens that the policy drew have mask 1; what it was shown has mask 0, other agents' words among it. An opponent's
-trajectory is no sample, and neither is a game that was replaced.
+"""What can be trained on: one context of a trajectory of the policy is one sample, and one sequence of tokens, with its
+advantage over the others from its start.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -13,13 +12,26 @@ from typing import TypeVar
 from msgspec import Struct
 
 from gpuinfer.errors import UsageError
-from gpuinfer.rollouts.export.advantages import advantages
 from gpuinfer.rollouts.record import Group, Trajectory, Turn
+
+
+def advantages(rewards: Sequence[float]) -> list[float]:
+    """Each reward less their mean, in standard deviations (Shao et al. 2024, GRPO, section 4.1.2); 0 where all got the
+    same.
+    """
+    scale = max(map(abs, rewards), default=0.0) or 1.0  # so that nothing overflows; it cancels out
+    scaled = [reward / scale for reward in rewards]
+    mean = math.fsum(scaled) / max(1, len(scaled))
+    deviation = math.sqrt(math.fsum((one - mean) ** 2 for one in scaled) / max(1, len(scaled)))
+    if deviation < 1e-12:
+        return [0.0] * len(rewards)
+    return [(one - mean) / deviation for one in scaled]
+
 
 T = TypeVar("T")
 
 
-class Place(Struct, frozen=True, array_like=True):
+class SamplePlace(Struct, frozen=True, array_like=True):
     """Where in its group a sample stands. `sizes`: of each turn, tokens before the answer and tokens of the answer."""
 
     game: int
@@ -33,7 +45,7 @@ class Sample:
     """`prompt` ends where the first answer begins; `response` is all that follows, and the rest is as long as it."""
 
     group: Group
-    place: Place
+    place: SamplePlace
     turns: tuple[Turn, ...]
     last: bool  # of its trajectory's samples
     advantage: float
@@ -105,7 +117,7 @@ def samples(group: Group) -> list[Sample]:
     """
     better = _advantages(group)
     return [
-        Sample(group, Place(game, at, context, _sizes(turns)), turns, last, better[game, at])
+        Sample(group, SamplePlace(game, at, context, _sizes(turns)), turns, last, better[game, at])
         for game, played in enumerate(group.games)
         for at, trajectory in enumerate(played.trajectories)
         for context, turns, last in _contexts(trajectory)

@@ -18,7 +18,7 @@ import msgspec
 from msgspec import structs
 
 from gpuinfer.errors import UsageError
-from gpuinfer.rollouts.files import layout, lines
+from gpuinfer.rollouts.files import shards
 from gpuinfer.rollouts.record import Game, Group, Span, Timing, Trajectory, Turn
 
 if TYPE_CHECKING:
@@ -107,8 +107,8 @@ def write(file: IO[bytes], groups: Iterable[Group]) -> None:
 
 def groups_of(journal: Path) -> Iterator[Group]:
     """Those of a journal, all of whose lines are whole."""
-    for line in layout.whole_lines(journal):
-        if (group := lines.decode(line)) is not None:
+    for line in shards.whole_lines(journal):
+        if (group := shards.decode(line)) is not None:
             yield group
 
 

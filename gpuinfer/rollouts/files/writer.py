@@ -1,9 +1,13 @@
-"""Writes groups as they end. A thread does it, so that nothing waits."""
+"""Writes groups as they end, by a thread so that nothing waits: to a journal, line by line, which becomes a shard when
+it is long enough.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
+import os
 import queue
 import threading
 import time
@@ -12,11 +16,133 @@ from pathlib import Path
 from typing import Any
 
 from gpuinfer.errors import UsageError, WorkError
-from gpuinfer.host import spoken
-from gpuinfer.host.records import RecordFolder, unwritable
-from gpuinfer.rollouts.files import layout, lines
-from gpuinfer.rollouts.files.journal import SHARD_BYTES, Journal
+from gpuinfer.host import error_text
+from gpuinfer.host.files import RecordFolder, sync_folder, unwritable
+from gpuinfer.rollouts.files import shards
 from gpuinfer.rollouts.record import Group
+
+SHARD_BYTES = 64 << 20  # of journal, before it becomes a shard
+APPENDING = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
+
+log = logging.getLogger(__name__)
+
+
+class Journal:
+    """Belongs to one thread at a time. All of it raises `OSError` for what the disk refuses; what was added stays."""
+
+    def __init__(self, folder: RecordFolder, form: str, shard_bytes: int = SHARD_BYTES) -> None:
+        self._folder, self._form, self._shard_bytes = folder, form, shard_bytes
+        self._number = 0
+        self._bytes = 0
+        self._descriptor: int | None = None
+
+    def recover(self) -> set[int]:
+        """What an earlier run left becomes shards; the numbers of all groups in them."""
+        path = self._folder.path
+        for stale in set(path.glob(f"shard-*{shards.JOURNAL}")) - set(shards.list_journals(path).values()):
+            stale.unlink()
+        for number, journal in shards.list_journals(path).items():
+            _cut_torn(journal)
+            self._seal(number, journal)
+        whole = shards.list_shards(path)
+        self._number = max(whole, default=-1) + 1
+        return {group for shard in whole.values() for group in _numbers(self._folder, shard)}
+
+    def add(self, line: bytes) -> None:
+        """At the end. On the disk after `sync`."""
+        if self._descriptor is None:
+            self._descriptor = os.open(self._path, APPENDING, 0o666)
+            sync_folder(self._folder.path)
+        _write_whole_line(self._descriptor, line, self._bytes)
+        self._bytes += len(line)
+
+    @property
+    def full(self) -> bool:
+        """Whether it is to be sealed."""
+        return self._bytes >= self._shard_bytes
+
+    def sync(self) -> None:
+        if self._descriptor is not None:
+            os.fsync(self._descriptor)
+
+    def seal(self) -> None:
+        """Make it a shard, on the disk; what comes goes to the next."""
+        if self._descriptor is None:
+            return
+        self.sync()
+        self.close()
+        self._seal(self._number, self._path)
+        self._number, self._bytes = self._number + 1, 0
+
+    def close(self) -> None:
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+    @property
+    def _path(self) -> Path:
+        return self._folder.path / shards.journal_name(self._number)
+
+    def _seal(self, number: int, journal: Path) -> None:
+        shard = self._folder.path / shards.shard_name(number, self._form)
+        if not journal.stat().st_size:
+            journal.unlink()
+        elif self._form == "jsonl":
+            journal.rename(shard)
+        else:
+            from gpuinfer.rollouts.files import parquet
+
+            self._folder.put(shard.name, lambda file: parquet.write(file, parquet.groups_of(journal)))
+            journal.unlink()
+        sync_folder(self._folder.path)
+
+
+def _write_whole_line(descriptor: int, line: bytes, before: int) -> None:
+    """Of a line that could not be written whole nothing stays."""
+    left = memoryview(line)
+    try:
+        while left:
+            left = left[os.write(descriptor, left) :]
+    except OSError:
+        with contextlib.suppress(OSError):
+            os.ftruncate(descriptor, before)
+            os.fsync(descriptor)
+        raise
+
+
+def _cut_torn(journal: Path) -> None:
+    """Leave the groups up to the first line that is none: a killed run wrote no further."""
+    whole = 0
+    for line in shards.whole_lines(journal):
+        if shards.decode(line) is None:
+            break
+        whole += len(line)
+    if whole < journal.stat().st_size:
+        with journal.open("r+b") as file:
+            file.truncate(whole)
+            os.fsync(file.fileno())
+
+
+def _numbers(folder: RecordFolder, shard: Path) -> set[int]:
+    """The groups of a shard. Of one that is damaged those that can be read stay, and the others are played again."""
+    if shard.suffix == ".parquet":
+        from gpuinfer.rollouts.files import parquet
+
+        if (numbers := parquet.numbers(shard)) is None:
+            log.warning("%s is damaged: kept as .broken; its groups are played again", shard)
+            shard.rename(shard.with_suffix(".broken"))
+        return numbers or set()
+    found = {
+        number: len(line) for line in shards.whole_lines(shard) if (number := shards.group_number(line)) is not None
+    }
+    if sum(found.values()) < shard.stat().st_size:
+        log.warning("%s is damaged: kept as .broken; its groups that cannot be read are played again", shard)
+        kept = [line for line in shards.whole_lines(shard) if shards.group_number(line) is not None]
+        with contextlib.suppress(FileExistsError):
+            os.link(shard, shard.with_suffix(".broken"))
+        folder.put(shard.name, lambda file: file.writelines(kept))
+    return set(found)
+
 
 SYNC_S = 1.0  # a group is on the disk no later than this after it was written
 MOST_WAITING = 16  # groups, before those who bring more must wait
@@ -41,19 +167,19 @@ class Writer:
     def __init__(
         self,
         folder: str | Path,
-        form: layout.Form,
+        form: shards.Form,
         header: Mapping[str, Any],
         *,
         resume: bool = False,
         shard_bytes: int = SHARD_BYTES,
     ) -> None:
-        if form not in layout.FORMS:
-            raise UsageError(f"there is no form {form} of records. Give one of {', '.join(layout.FORMS)}.")
+        if form not in shards.FORMS:
+            raise UsageError(f"there is no form {form} of records. Give one of {', '.join(shards.FORMS)}.")
         if form == "parquet":
             from gpuinfer.rollouts.files import parquet
 
             parquet.require("--format parquet")
-        self._folder = RecordFolder(Path(folder), layout.SCHEMA, f".{form}")
+        self._folder = RecordFolder(Path(folder), shards.SCHEMA, f".{form}")
         self._journal = Journal(self._folder, form, shard_bytes)
         self._done = self._claimed({**header, "format": form}, resume)
         self._orders: queue.SimpleQueue[Group | _Sync | None] = queue.SimpleQueue()
@@ -105,7 +231,7 @@ class Writer:
                 await self._further()
             self._raise()
             self._folder.note(
-                groups=len(self._done), shards=[one.name for one in layout.shards(self._folder.path).values()]
+                groups=len(self._done), shards=[one.name for one in shards.list_shards(self._folder.path).values()]
             )
         finally:
             self._folder.release()
@@ -161,7 +287,7 @@ class Writer:
             self._failure = error
         except Exception as error:  # noqa: BLE001 (whoever brings groups must learn of it)
             self._failure = WorkError(
-                f"records cannot be written to {self._folder.path}: {spoken.in_full(error)}. Report this."
+                f"records cannot be written to {self._folder.path}: {error_text.full_message(error)}. Report this."
             )
             self._failure.__cause__ = error
         finally:
@@ -178,7 +304,7 @@ class Writer:
                 self._journal.seal()
                 return
             if isinstance(order, Group):
-                self._journal.add(lines.encode(order))
+                self._journal.add(shards.encode(order))
                 sync_at = sync_at or time.monotonic() + SYNC_S
             else:
                 self._journal.sync()

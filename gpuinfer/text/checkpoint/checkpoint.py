@@ -1,19 +1,170 @@
-"""A checkpoint that has been opened and checked, and whose weights have not been read."""
+"""A checkpoint that has been opened and checked, and whose weights have not been read; digests of all bytes of its
+tensors, computed on all cores and cached while their file stays.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import hashlib
+import json
+import os
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any, NamedTuple
 
+import platformdirs
 import torch
 
-from gpuinfer.text.checkpoint.assembly import Gpt2Layout, RotaryLayout, Store, read_weights
-from gpuinfer.text.checkpoint.digests import fingerprint
-from gpuinfer.text.checkpoint.estimate import Estimate, estimate
-from gpuinfer.text.shape import Shape
-from gpuinfer.text.weights import Weights
+from gpuinfer.errors import UsageError
+from gpuinfer.host.machine import cores
+from gpuinfer.text.checkpoint.memory_estimate import Estimate, estimate
+from gpuinfer.text.checkpoint.tensor_layout import Gpt2Layout, RotaryLayout, Store, read_weights
+from gpuinfer.text.transformer import Shape, Weights
+
+CHUNK_BYTES = 4 << 20
+MOST_KEPT = 256  # files whose digests are kept
+SETTLED_S = 2.0  # a file that changed less than this ago may change again without another time
+FORMAT = f"sha256 of sha256 of chunks of {CHUNK_BYTES} bytes"
+
+Digests = dict[str, bytes]
+
+
+class DigestSource(NamedTuple):
+    """`size` bytes. `read(start, length)` gives some of them, and is called in several threads at once."""
+
+    size: int
+    read: Callable[[int, int], Any]
+
+
+def digests_of(sources: Mapping[str, DigestSource]) -> Digests:
+    """The digest of each. Raises what `read` raises."""
+    with ThreadPoolExecutor(cores(), "gpuinfer-digests") as pool:
+        leaves = {name: [pool.submit(_leaf, source, at) for at in _starts(source)] for name, source in sources.items()}
+        try:
+            return {name: _joined(parts) for name, parts in leaves.items()}
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+
+
+def _starts(source: DigestSource) -> range:
+    return range(0, source.size, CHUNK_BYTES)
+
+
+def _leaf(source: DigestSource, at: int) -> bytes:
+    return hashlib.sha256(source.read(at, min(CHUNK_BYTES, source.size - at))).digest()
+
+
+def _joined(leaves: list[Future[bytes]]) -> bytes:
+    return hashlib.sha256(b"".join(leaf.result() for leaf in leaves)).digest()
+
+
+def cached_digests(path: Path, names: Collection[str], compute: Callable[[], Digests]) -> Digests:
+    """The digests of these tensors of a file: those that are kept for it, as long as its size, its times and its place
+    on the disk are what they were; else computed, and kept.
+    """
+    began, stamp = time.time(), _stamp(path)
+    place = _place(path)
+    if stamp is not None and (known := _known(place, stamp)).keys() >= set(names):
+        return {name: known[name] for name in names}
+    found = compute()
+    if stamp is not None and stamp == _stamp(path) and max(stamp["changed"], stamp["moved"]) / 1e9 < began - SETTLED_S:
+        _keep(place, {"stamp": stamp, "digests": {name: digest.hex() for name, digest in found.items()}})
+    return found
+
+
+def _stamp(path: Path) -> dict[str, Any] | None:
+    """What changes with a file's content."""
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return {
+        "format": FORMAT,
+        "path": str(path.resolve()),
+        "size": status.st_size,
+        "changed": status.st_mtime_ns,
+        "moved": status.st_ctime_ns,
+        "node": [status.st_dev, status.st_ino],
+    }
+
+
+def _place(path: Path) -> Path:
+    name = hashlib.sha256(str(path.resolve()).encode(errors="replace")).hexdigest()[:32]
+    return Path(platformdirs.user_cache_dir("gpuinfer")) / "digests" / f"{name}.json"
+
+
+def _known(place: Path, stamp: Mapping[str, Any]) -> Digests:
+    try:
+        entry = json.loads(place.read_bytes())
+        if entry["stamp"] != stamp:
+            return {}
+        return {name: bytes.fromhex(digest) for name, digest in entry["digests"].items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return {}
+
+
+def _keep(place: Path, entry: Mapping[str, Any]) -> None:
+    """A folder that cannot be written costs the time of the next run, and nothing else."""
+    with contextlib.suppress(OSError):
+        place.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        draft = place.with_suffix(f".{os.getpid()}")
+        draft.write_text(json.dumps(entry))
+        draft.replace(place)
+        entries = sorted(place.parent.glob("*.json"), key=lambda one: one.stat().st_mtime)
+        for old in entries[:-MOST_KEPT]:
+            old.unlink(missing_ok=True)
+
+
+SETTINGS = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+
+
+def fingerprint(store: Store, files: Iterable[Path]) -> str:
+    """32 hexadecimal digits. All weights are read for it, unless they are known from before and unchanged.
+
+    The folder's place and how the weights are cut into shards do not enter.
+    """
+    digest = hashlib.sha256()
+    for path in files:
+        _add(digest, path.name.encode(), file_digest(path))
+    content = store.digests(store.tensors)
+    for name in sorted(store.tensors):
+        stored = store.tensors[name]
+        _add(digest, f"{name} {stored.dtype} {list(stored.shape)}".encode(), content[name])
+    return digest.hexdigest()[:32]
+
+
+def settings_of(folder: Path) -> list[Path]:
+    return [folder / name for name in SETTINGS if (folder / name).is_file()]
+
+
+def file_digest(path: Path) -> bytes:
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").digest()
+    except OSError as error:
+        raise UsageError(f"cannot read {path}: {error.strerror}. Check its permissions.") from None
+
+
+def _add(digest: hashlib._Hash, *pieces: bytes) -> None:
+    for piece in pieces:
+        digest.update(len(piece).to_bytes(8, "little"))
+        digest.update(piece)
 
 
 @dataclass(frozen=True)

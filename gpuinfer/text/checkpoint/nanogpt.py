@@ -13,14 +13,12 @@ from typing import Any
 from torch import Tensor
 
 from gpuinfer.errors import UsageError
-from gpuinfer.text.checkpoint.assembly import Gpt2Layout, check
-from gpuinfer.text.checkpoint.checkpoint import Checkpoint, LanguageFiles
-from gpuinfer.text.checkpoint.digests import settings_of
-from gpuinfer.text.checkpoint.family import Biases
-from gpuinfer.text.checkpoint.keys import Fields, read_json, refuse_unknown_keys
-from gpuinfer.text.checkpoint.opcodes import plain_value
-from gpuinfer.text.checkpoint.pickled import TensorStore, plain_tensors, read_torch_file
-from gpuinfer.text.shape import Shape
+from gpuinfer.text.checkpoint.checkpoint import Checkpoint, LanguageFiles, settings_of
+from gpuinfer.text.checkpoint.config_keys import ConfigFields, read_json, refuse_unknown_keys
+from gpuinfer.text.checkpoint.model_family import Biases
+from gpuinfer.text.checkpoint.pickle_reader import TensorStore, plain_tensors, plain_value, read_torch_file
+from gpuinfer.text.checkpoint.tensor_layout import Gpt2Layout, check_store
+from gpuinfer.text.transformer import Shape
 
 MOST_BYTES = 4 << 20  # all characters that there are fit in it
 
@@ -106,7 +104,7 @@ def open_nanogpt(path: Path, meta: Path | None, name: str) -> Checkpoint:
         transposed=False,
         norm_shifts="transformer.ln_f.bias" in store.tensors,
     )
-    check(store, layout, spare=[HEAD])
+    check_store(store, layout, spare=[HEAD])
     return Checkpoint(
         name=name,
         shape=layout.shape,
@@ -129,7 +127,7 @@ def unwrapped(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return plain
 
 
-def shape_of_nanogpt(arguments: Fields, store: TensorStore) -> Shape:
+def shape_of_nanogpt(arguments: ConfigFields, store: TensorStore) -> Shape:
     """Vocabulary and positions are those of the tensors where the arguments are silent."""
     rows = {name: store.tensors[name].shape[0] for name in (EMBEDDING, POSITIONS) if _is_matrix(store, name)}
     hidden, heads = arguments.integer("n_embd"), arguments.integer("n_head")
@@ -180,14 +178,14 @@ def _speaking(shape: Shape, language: LanguageFiles, path: Path) -> Shape:
     return shape
 
 
-def _arguments(content: Mapping[str, Any], path: Path) -> Fields:
+def _arguments(content: Mapping[str, Any], path: Path) -> ConfigFields:
     """`model_args`; else `config`, which in a training script's own form holds much that is no matter of the model."""
     if isinstance(content.get("model_args"), Mapping):
-        arguments = Fields(content["model_args"], f"{path}: model_args")
+        arguments = ConfigFields(content["model_args"], f"{path}: model_args")
         refuse_unknown_keys("nanogpt", arguments)
         return arguments
     if isinstance(content.get("config"), Mapping):
-        return Fields(content["config"], f"{path}: config")
+        return ConfigFields(content["config"], f"{path}: config")
     raise UsageError(f"{path} holds neither 'model_args' nor 'config'. Save it as nanoGPT's train.py does.")
 
 

@@ -13,10 +13,21 @@ terms: scores, and weights times values, are products as any other (`cpu_product
 import numpy as np
 
 from gpuinfer.text.decoder import cpu_sizes as at
-from gpuinfer.text.decoder.cpu_intrinsics import call_product, poke, store_at
-from gpuinfer.text.decoder.cpu_math import called, exp, inlined, narrow
-from gpuinfer.text.decoder.cpu_vectors import TILE, add_vectors, soften, store_scaled, turn_vectors
-from gpuinfer.text.step import PAGE
+from gpuinfer.text.decoder.cpu_math import (
+    TILE,
+    add_vectors,
+    call_product,
+    called,
+    exp,
+    inlined,
+    narrow,
+    poke,
+    soften,
+    store_at,
+    store_scaled,
+    turn_vectors,
+)
+from gpuinfer.text.transformer import PAGE
 
 PAGES = 4  # of a span
 SPAN = PAGES * PAGE

@@ -14,8 +14,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from gpuinfer.text.decoder.cpu_intrinsics import F32, I32, I64, VOID
-from gpuinfer.text.decoder.cpu_vectors import BITS, TILE, WIDE, WIDE_VECTORS, splat, sum_of_none
+from gpuinfer.text.decoder.cpu_math import BITS, F32, I32, I64, TILE, VOID, WIDE, WIDE_VECTORS, splat, sum_of_none
 
 BYTE, I16, BIT = ir.IntType(8), ir.IntType(16), ir.IntType(1)
 ADDRESS = ir.PointerType(BYTE)
@@ -57,7 +56,7 @@ def block(typing, kind, rows, inner, a, lda, panels, apart, c, ldc, columns, fre
         choice = builder.switch(values[1], done)
         for count in range(1, MOST_ROWS + 1):
             case = builder.append_basic_block(f"rows{count}")
-            choice.add_case(number(count), case)
+            choice.add_case(llvm_number(count), case)
             builder.position_at_end(case)
             builder.call(_function(builder.module, kind.literal_value, count), values[2:])
             builder.branch(done)
@@ -81,30 +80,30 @@ def _function(module, kind, rows):
 
 
 def _write(builder, kind, rows, panels, inner, a, lda, weight, apart, c, ldc, columns, fresh, ahead, gap, stride):
-    there = builder.udiv(builder.add(columns, number(TILE - 1)), number(TILE))
+    there = builder.udiv(builder.add(columns, llvm_number(TILE - 1)), llvm_number(TILE))
     sides = _Pointers.of_rows(builder, a, lda, rows)
     weights = _Pointers.of_panels(builder, weight, apart, panels, there)
     next_lines = _Moving(builder, ahead)
-    targets = [builder.add(c, builder.mul(ldc, number(row))) for row in range(rows)]
+    targets = [builder.add(c, builder.mul(ldc, llvm_number(row))) for row in range(rows)]
     sums = [[sum_of_none(builder) for _ in range(panels)] for _ in range(rows)]
-    whole = builder.icmp_signed(">=", columns, number(panels * TILE))
-    with builder.if_then(builder.icmp_unsigned("==", fresh, number(0))):
+    whole = builder.icmp_signed(">=", columns, llvm_number(panels * TILE))
+    with builder.if_then(builder.icmp_unsigned("==", fresh, llvm_number(0))):
         _load_sums(builder, targets, sums, columns, whole)
     terms = 1 if kind == "float32" else 2
-    steps = builder.udiv(inner, number(terms))
-    with cgutils.for_range_slice(builder, number(0), steps, number(1)):
+    steps = builder.udiv(inner, llvm_number(terms))
+    with cgutils.for_range_slice(builder, llvm_number(0), steps, llvm_number(1)):
         _add(builder, kind, sides, weights, sums)
         if panels > 2:  # so few rows that a panel is read once
-            asked = [builder.gep(place, [number(LINE * LINES_AHEAD)]) for place in weights.places()]
+            asked = [builder.gep(place, [llvm_number(LINE * LINES_AHEAD)]) for place in weights.places()]
         else:
             asked = [next_lines.value(), builder.gep(next_lines.value(), [gap])][:panels]
         for place in asked:
             prefetch(builder, builder.ptrtoint(place, I64))
         next_lines.move(stride)
-        sides.move(number(4 if kind in ("float32", "avx512") else 8))
-        weights.move(number(LINE))
+        sides.move(llvm_number(4 if kind in ("float32", "avx512") else 8))
+        weights.move(llvm_number(LINE))
     if terms == 2:
-        odd = builder.icmp_unsigned("!=", builder.and_(inner, number(1)), number(0))
+        odd = builder.icmp_unsigned("!=", builder.and_(inner, llvm_number(1)), llvm_number(0))
         with builder.if_then(odd, likely=False):
             _add(builder, kind, sides, weights, sums, last=True)
     _store_sums(builder, targets, sums, columns, whole)
@@ -158,7 +157,7 @@ def _add(builder, kind, sides, weights, sums, last=False):
         parts.append([_odd(builder, line) for line in lines])
     for part, terms in enumerate(parts):
         for place, totals in zip(sides.places(), sums, strict=True):
-            at = builder.gep(place, [number(4 * part)])
+            at = builder.gep(place, [llvm_number(4 * part)])
             value = splat(builder, builder.load(_cast(builder, at, F32), align=4))
             for total, term in zip(totals, terms, strict=True):
                 builder.store(call(builder, "llvm.fma.v16f32", WIDE, value, term, builder.load(total)), total)
@@ -235,7 +234,7 @@ def prefetch(builder, address):
 
 
 def _place(builder, target, panel):
-    return builder.inttoptr(builder.add(target, number(LINE * panel)), ir.PointerType(WIDE))
+    return builder.inttoptr(builder.add(target, llvm_number(LINE * panel)), ir.PointerType(WIDE))
 
 
 class _Moving:
@@ -263,20 +262,20 @@ class _Pointers:
     @classmethod
     def of_rows(cls, builder, a, lda, rows):
         firsts = range(0, rows, PER_POINTER)
-        moving = [_Moving(builder, builder.add(a, builder.mul(lda, number(row)))) for row in firsts]
-        distances = [number(0), lda, builder.mul(lda, number(2))]
+        moving = [_Moving(builder, builder.add(a, builder.mul(lda, llvm_number(row)))) for row in firsts]
+        distances = [llvm_number(0), lda, builder.mul(lda, llvm_number(2))]
         return cls(builder, moving, [(row // PER_POINTER, distances[row % PER_POINTER]) for row in range(rows)])
 
     @classmethod
     def of_panels(cls, builder, weight, apart, panels, there):
         """The last panel again for those that are not there."""
-        last = builder.sub(there, number(1))
+        last = builder.sub(there, llvm_number(1))
         moving = []
         for panel in range(panels):
-            within = builder.icmp_signed("<", number(panel), last)
-            at = builder.select(within, number(panel), last)
+            within = builder.icmp_signed("<", llvm_number(panel), last)
+            at = builder.select(within, llvm_number(panel), last)
             moving.append(_Moving(builder, builder.add(weight, builder.mul(at, apart))))
-        return cls(builder, moving, [(panel, number(0)) for panel in range(panels)])
+        return cls(builder, moving, [(panel, llvm_number(0)) for panel in range(panels)])
 
     def places(self):
         starts = [pointer.value() for pointer in self.moving]
@@ -297,5 +296,5 @@ def call(builder, name, result, *values):
     return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), values)
 
 
-def number(value):
+def llvm_number(value):
     return ir.Constant(I64, value)

@@ -1,15 +1,29 @@
-"""Weights as products read them: panels of 16 columns, which lie side by side for each term of their sums.
+"""Memory in large pages, of which a processor needs fewer entries to find its way, and the system fewer faults to make
+them: the pool of a cache's pages, and weights.
+
+Weights as products read them: panels of 16 columns, which lie side by side for each term of their sums.
 
 A weight [out, in] of float32 is [out / 16, in, 16]; of bfloat16 [out / 16, in / 2, 16, 2], pairs of terms side by side,
 as the processor's products of bfloat16 take them. There are zeros behind the last row, and behind the last term of
 bfloat16 up to a multiple of 32, which is what a tile of the matrix unit holds.
+
+What multiplies bfloat16 by itself here: the processor's matrix unit (AMX), its vectors (AVX512-BF16), or nothing.
+
+It follows from what Numba compiles for, from what the switches of other libraries leave, and from what the system
+permits, never from a measurement: a run that goes on computes as it began.
 """
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import functools
+import mmap
+import os
+import platform
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -19,11 +33,61 @@ from numba.extending import intrinsic
 from numpy.typing import NDArray
 
 from gpuinfer.host import machine
+from gpuinfer.models import processor
 from gpuinfer.models.kernel_cache import c_compiler
-from gpuinfer.text.decoder.cpu_intrinsics import I32, I64
-from gpuinfer.text.decoder.cpu_math import SOURCES
-from gpuinfer.text.decoder.cpu_pool import LARGE, Arena, mapped
-from gpuinfer.text.decoder.cpu_vectors import BITS, TILE
+from gpuinfer.text.decoder.cpu_math import BITS, FEATURES, I32, I64, SOURCES, TILE
+
+LINE = 64  # bytes: pages of a cache begin where a line of the processor's does
+LARGE = 1 << 21  # bytes: a large page of memory
+CHUNK = 64 << 20  # bytes that an arena maps at once, at least
+
+
+def map_memory(size: int) -> NDArray[np.uint8]:
+    """So many bytes, zero, that begin with a large page of memory. They are resident once they are written."""
+    memory = mmap.mmap(-1, size + LARGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # of a kernel that has no large pages
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    room = np.frombuffer(memory, np.uint8)
+    start = -room.ctypes.data % LARGE
+    return room[start : start + size]
+
+
+class MemoryArena:
+    """Memory for many arrays that are given up together, one behind the other in large pages."""
+
+    def __init__(self) -> None:
+        self._left: NDArray[np.uint8] = np.zeros(0, np.uint8)
+
+    def take(self, size: int) -> NDArray[np.uint8]:
+        """So many bytes, zero, that begin where a line of the processor's cache does."""
+        if size > len(self._left):
+            self._left = map_memory(max(size, CHUNK))
+        found = self._left[:size]
+        self._left = self._left[-(-size // LINE) * LINE :]
+        return found
+
+
+class CachePool:
+    """`pages` pages of `page_bytes` bytes each, all zero at first. Memory is resident as far as pages were written."""
+
+    def __init__(self, pages: int, page_bytes: int) -> None:
+        self.page_bytes = -(-page_bytes // LINE) * LINE
+        self._pages = map_memory(pages * self.page_bytes).reshape(pages, self.page_bytes)
+        self.address = self._pages.ctypes.data
+
+    @property
+    def nbytes(self) -> int:
+        return self._pages.nbytes
+
+    def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        for source, target in zip(sources, targets, strict=True):
+            self._pages[target] = self._pages[source]
+
+    def fill(self) -> None:
+        """Make all of it zero, and resident."""
+        self._pages[...] = 0
+
 
 ALIGNED = 64  # bytes: a cache line
 TERMS = 32  # of bfloat16 in a row of a tile
@@ -36,7 +100,7 @@ def panel_bytes(inner: int, size: int) -> int:
     return terms * TILE * size
 
 
-def panels_of(weight: torch.Tensor, arena: Arena | None = None, pool: Executor | None = None) -> NDArray[Any]:
+def panels_of(weight: torch.Tensor, arena: MemoryArena | None = None, pool: Executor | None = None) -> NDArray[Any]:
     """A weight [out, in], float32 or bfloat16, in panels: [out / 16, `panel_bytes` / its values' size], on cache lines.
 
     bfloat16 is there as its bits in uint16. They lie in the `arena`, or by themselves. The threads of the `pool`, if
@@ -78,7 +142,7 @@ def aligned(shape: tuple[int, ...], dtype: Any) -> NDArray[Any]:
     """An array, its values as they come, that begins where a cache line does; a large one in large pages of memory."""
     size = int(np.prod(shape)) * np.dtype(dtype).itemsize
     if size >= 8 * LARGE:
-        large: NDArray[Any] = mapped(size).view(dtype).reshape(shape)
+        large: NDArray[Any] = map_memory(size).view(dtype).reshape(shape)
         return large
     room = np.empty(size + ALIGNED, np.uint8)
     start = -room.ctypes.data % ALIGNED
@@ -147,3 +211,35 @@ def put_word(typing, source, there, size, target):  # type: ignore[no-untyped-de
         return context.get_dummy_value()
 
     return types.void(types.int64, types.boolean, size, types.int64), generate
+
+
+ARCH_PRCTL, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA = 158, 0x1023, 18  # Linux, x86-64: asm/prctl.h
+WITHOUT_AMX: Mapping[str, frozenset[str]] = {
+    "ATEN_CPU_CAPABILITY": frozenset({"avx512"}),
+    "ONEDNN_MAX_CPU_ISA": frozenset({"avx512_core_bf16", "avx512_core_fp16", "avx10_1_512"}),
+    "MKL_ENABLE_INSTRUCTIONS": frozenset({"avx512_e3", "avx512_e5"}),
+}
+"""Settings by which other libraries leave the matrix unit unused, though not bfloat16
+(`models/processor.WITHOUT_BFLOAT16`): ours does so too, so that all are of one processor."""
+
+
+@functools.cache
+def kind_of_bfloat16() -> Literal["amx", "avx512", "none"]:
+    """Which of our products of bfloat16 (`cpu_product`) this process can have computed."""
+    if processor.excludes_bfloat16():
+        return "none"
+    features = frozenset(FEATURES.split(","))
+    if {"+amx-bf16", "+amx-tile", "+avx512f"} <= features and not _excludes_amx() and _permitted():
+        return "amx"
+    return "avx512" if {"+avx512bf16", "+avx512f"} <= features else "none"
+
+
+def _excludes_amx() -> bool:
+    return any(os.environ.get(name, "").lower() in values for name, values in WITHOUT_AMX.items())
+
+
+def _permitted() -> bool:
+    """Ask the system for the matrix unit, for all threads of this process; False where it does not give it."""
+    if platform.system() != "Linux" or platform.machine() != "x86_64":
+        return False
+    return bool(ctypes.CDLL(None).syscall(ARCH_PRCTL, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0)

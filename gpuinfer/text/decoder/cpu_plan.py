@@ -1,9 +1,5 @@
-"""Which pieces of attention a step has: rows that share pages go through them together, then each through its own.
-
-Rows of one token whose tables begin with the same pages are a group; within a group those that share further ones are
-groups again, and so on: a system prompt, a game, a power, a sample. Pieces of a wave may be computed in any order and
-by any thread; a row's waves follow one another. What is shared decides which rows go through a span together, never
-their sums.
+"""How the compiled decoder goes about a step: which rows share pieces of attention, and how many threads compute a step
+that waits for memory.
 """
 
 from __future__ import annotations
@@ -14,16 +10,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpuinfer.text.decoder import cpu_sizes as at
+from gpuinfer.text.decoder.attention_plan import Integers
 from gpuinfer.text.decoder.cpu_attention import PAGES, QUERIES, SPAN
-from gpuinfer.text.decoder.segments import Integers
-from gpuinfer.text.step import Step
+from gpuinfer.text.decoder.cpu_step import FEW_ROWS
+from gpuinfer.text.transformer import Step
 
 Numbers = NDArray[np.int32] | Integers
 WORTH = 4  # spans that a group saves: with fewer the barrier behind its wave costs more
 
 
 @dataclass(frozen=True)
-class Plan:
+class AttentionPlan:
     """`pieces` int64 [pieces, PIECE], wave after wave, of which the first ones begin at `waves` [waves + 1]; `members`
     int32 names the rows of each, by their places among the rows that go on.
     """
@@ -42,16 +39,16 @@ class _Group:
     wave: int
 
 
-class Planner:
+class AttentionPlanner:
     """Plans the attention of `group` heads that share keys. Steps of lone tokens in the very same pages have the same
     plan.
     """
 
     def __init__(self, group: int) -> None:
         self._together = most_members(group)
-        self._known: tuple[Step, Numbers, Plan] | None = None
+        self._known: tuple[Step, Numbers, AttentionPlan] | None = None
 
-    def plan(self, step: Step, going: Numbers, owners: Numbers, sees: Numbers) -> Plan:
+    def plan(self, step: Step, going: Numbers, owners: Numbers, sees: Numbers) -> AttentionPlan:
         """`going`: the rows that go on, ascending; of each row of the step `owners` is its segment, and it sees so many
         positions as `sees` says.
         """
@@ -65,7 +62,7 @@ class Planner:
         self._known = (step, seen, plan) if lone else None
         return plan
 
-    def _planned(self, step: Step, tables: Numbers, seen: Numbers) -> Plan:
+    def _planned(self, step: Step, tables: Numbers, seen: Numbers) -> AttentionPlan:
         lone = step.lengths[tables] == 1
         begins = np.zeros(len(tables), np.int64)  # the span from which on a row goes by itself
         waves: list[list[tuple[Integers, int, int, int]]] = []
@@ -85,7 +82,7 @@ class Planner:
                 members.extend(part.tolist())
             ends.append(len(pieces))
         own = self._own(tables, lone, begins, len(members))
-        return Plan(
+        return AttentionPlan(
             np.concatenate([np.array(pieces, np.int64).reshape(-1, at.PIECE), own]),
             np.concatenate([np.array(members, np.int32), np.arange(len(tables), dtype=np.int32)]),
             [*ends, len(pieces) + len(own)],
@@ -149,3 +146,64 @@ def _repeated(pages: NDArray[np.int32]) -> list[int]:
     found, counts = np.unique(pages, return_counts=True)
     repeated: list[int] = found[counts > 1].tolist()
     return repeated
+
+
+SETTLE = 32  # such steps before the first trial: a short run is not worth one
+TURNS = 4  # steps with each of two numbers of threads, in turn
+AS_FAST = 1.03  # times the seconds of more threads
+FAR_SLOWER = 1.2  # times: no more turns are needed
+AGAIN = 2048  # such steps between two trials: what else reads memory comes and goes
+
+
+class FewestThreads:
+    """Ask `threads_for` before each step, and tell it with `took` how long the step took."""
+
+    def __init__(self) -> None:
+        self._most = self._chosen = 0  # of how many, and so many of them are enough
+        self._until_trial = SETTLE
+        self._rows = 0  # of the trial's steps
+        self._seconds: dict[int, list[float]] = {}  # of the trial, by threads; empty: there is none now
+
+    def threads_for(self, rows: int, most: int) -> int:
+        """How many of `most` threads compute a step of `rows` tokens."""
+        if most != self._most:
+            self._most, self._chosen, self._until_trial, self._seconds = most, most, SETTLE, {}
+        if rows > FEW_ROWS or most == 1:
+            return most
+        if self._seconds and rows == self._rows:
+            return min(self._seconds, key=lambda threads: (len(self._seconds[threads]), -threads))
+        return self._chosen
+
+    def took(self, rows: int, threads: int, seconds: float) -> None:
+        """A step of `rows` tokens has taken so many seconds with so many threads."""
+        if rows > FEW_ROWS or self._most == 1:
+            return
+        if self._seconds and rows == self._rows:
+            self._seconds[threads].append(seconds)
+            self._judge()
+            return
+        self._until_trial -= 1
+        if self._until_trial <= 0:
+            self._rows = rows
+            self._try(self._most)
+
+    def _try(self, threads: int) -> None:
+        """Begin the turns of so many threads and of half as many."""
+        self._seconds = {threads: [], threads // 2: []}
+
+    def _judge(self) -> None:
+        """Whether half as many threads are as fast: then half of those are tried, else the trial is over."""
+        more, fewer = max(self._seconds), min(self._seconds)
+        if not self._seconds[fewer]:
+            return
+        ratio = min(self._seconds[fewer]) / min(self._seconds[more])
+        complete = len(self._seconds[fewer]) == TURNS
+        if ratio > FAR_SLOWER or (complete and ratio > AS_FAST):
+            self._end(more)
+        elif complete and fewer > 1:
+            self._try(fewer)
+        elif complete:
+            self._end(fewer)
+
+    def _end(self, threads: int) -> None:
+        self._chosen, self._until_trial, self._seconds = threads, AGAIN, {}

@@ -12,13 +12,21 @@ Scratch of a thread has the thread for its first index.
 import numpy as np
 
 from gpuinfer.text.decoder import cpu_sizes as at
-from gpuinfer.text.decoder.cpu_activation import activate
 from gpuinfer.text.decoder.cpu_attention import attend, store_row
-from gpuinfer.text.decoder.cpu_experts import choose, into_experts, out_of_experts
-from gpuinfer.text.decoder.cpu_intrinsics import atomic_load, call_product, load_at, ticks
-from gpuinfer.text.decoder.cpu_math import called, compiled, inlined, narrow, widen
+from gpuinfer.text.decoder.cpu_math import (
+    TILE,
+    atomic_load,
+    call_product,
+    called,
+    compiled,
+    inlined,
+    load_at,
+    narrow,
+    ticks,
+    widen,
+)
+from gpuinfer.text.decoder.cpu_mlp import activate, choose, into_experts, out_of_experts
 from gpuinfer.text.decoder.cpu_threads import barrier, claim, wait_for_go
-from gpuinfer.text.decoder.cpu_vectors import TILE
 from gpuinfer.text.decoder.cpu_weights import panel_bytes
 
 ROWS_AT_ONCE = 4  # in a piece of what goes row by row

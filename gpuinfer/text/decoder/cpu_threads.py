@@ -16,8 +16,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpuinfer.text.decoder import cpu_sizes as at
-from gpuinfer.text.decoder.cpu_intrinsics import atomic_add, atomic_load, atomic_swap, call_int, relax, ticks
-from gpuinfer.text.decoder.cpu_math import compiled, inlined
+from gpuinfer.text.decoder.cpu_math import (
+    atomic_add,
+    atomic_load,
+    atomic_swap,
+    call_int,
+    compiled,
+    inlined,
+    relax,
+    ticks,
+)
 
 SPINS_BEFORE_YIELD = 2000
 SPINS_BEFORE_SLEEP = 40_000  # about a millisecond: longer than what lies between two steps

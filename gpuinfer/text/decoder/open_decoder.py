@@ -1,26 +1,224 @@
-"""Chooses the decoder for a checkpoint, a device and a number format, and finds its slots and pages.
-
-A decoder that computes nothing, to measure all that goes on around one.
+"""Chooses the decoder for a checkpoint, a device and a number format, and how many slots and pages it has: estimated
+first, then tried. NullDecoder computes nothing, to measure all that goes on around one.
 """
 
 from __future__ import annotations
 
+import gc
+import logging
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from gpuinfer.text.checkpoint.estimate import row_pages
-from gpuinfer.text.decoder.sizing import Sizing, estimate, free_memory, open_and_try
+from gpuinfer.errors import UsageError
+from gpuinfer.host.machine import memory_available
+from gpuinfer.models.cuda_graphs import release_cached_memory, wait_for_device
+from gpuinfer.models.out_of_memory import first_line, is_out_of_memory
+from gpuinfer.text.checkpoint.memory_estimate import (
+    SAMPLING_COPIES,
+    SCORED_ROWS,
+    most_copied,
+    most_outputs,
+    page_bytes,
+    row_pages,
+    working_bytes,
+)
 from gpuinfer.text.decoder.torch_decoder import TorchDecoder
-from gpuinfer.text.shape import Shape
-from gpuinfer.text.step import Decoder, Step
-from gpuinfer.text.weights import Adapter, Weights
+from gpuinfer.text.transformer import PAGE, Adapter, Decoder, Shape, Step, Weights
 
 if TYPE_CHECKING:
     from gpuinfer.text.checkpoint import Checkpoint
+
+logger = logging.getLogger("gpuinfer")
+
+CPU_SLOTS, CUDA_SLOTS = 64, 1024  # beyond them a step takes longer and no more rows come out of it in the same time
+CPU_SHARE, CUDA_SHARE = 0.5, 0.9  # of the free memory
+SLOTS_SHARE = (
+    0.25  # of these: what slots beyond the first may add to a step, such as their logits; the rest is for pages
+)
+SHRINK = 0.8
+MEBIBYTE = 1 << 20
+
+
+@dataclass(frozen=True)
+class Sizing:
+    """How slots and pages were found. Bytes; `cache_bytes` and `working_bytes` are what was expected."""
+
+    slots: int
+    pages: int
+    page_bytes: int
+    working_bytes: int  # of the largest step
+    free_bytes: int  # beside the weights, before there was a cache
+    measured_bytes: int | None = None  # cache and largest step together; None: not tried, as on the CPU
+
+    @property
+    def cache_bytes(self) -> int:
+        return self.pages * self.page_bytes
+
+    @property
+    def estimated_bytes(self) -> int:
+        """What `measured_bytes` should be."""
+        return self.cache_bytes + self.working_bytes
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that can still be taken there."""
+    if device.type != "cuda":
+        return memory_available()
+    gc.collect()
+    release_cached_memory()
+    return int(torch.cuda.mem_get_info(device)[0])
+
+
+def estimate(
+    shape: Shape,
+    dtype: torch.dtype,
+    device: torch.device,
+    free: int,
+    *,
+    slots: int | None,
+    pages: int | None,
+    length: int,
+    step_tokens: int,
+    own: bool = False,
+    sharing: int = 1,
+) -> Sizing:
+    """How many rows at once, and pages for rows of up to `length` positions, there is room for in `free` bytes; `slots`
+    and `pages` are what the user wants. `own`: our own kernels compute (see `checkpoint/estimate.py`); `sharing`:
+    models that find the same memory free and fill it later.
+
+    Raises `UsageError`, with the numbers, when there is no room for those pages, or not even for one row's.
+    """
+    share, most = (CUDA_SHARE, CUDA_SLOTS) if device.type == "cuda" else (CPU_SHARE, CPU_SLOTS)
+    each, of_a_row, room = page_bytes(shape, dtype, own), row_pages(length), int(free * share) // sharing
+
+    def step_bytes(count: int) -> int:
+        return working_bytes(shape, max(count, step_tokens), count, length, dtype, own, most_copied(device))
+
+    if slots is None:
+        few = step_bytes(1)
+        bound = few + SLOTS_SHARE * max(0, room - few)
+        slots = next(count for count in range(most, 0, -1) if count == 1 or step_bytes(count) <= bound)
+    least = Sizing(min(slots, pages or slots), pages or of_a_row, each, step_bytes(slots), free)
+    if least.estimated_bytes > free:
+        raise too_large(least, length)
+    if pages is not None:
+        return least
+    fitting = (room - least.working_bytes) // max(1, each)
+    pages = max(of_a_row, min(slots * of_a_row, fitting))
+    return replace(least, slots=min(slots, pages), pages=pages)
+
+
+def too_large(sizing: Sizing, length: int) -> UsageError:
+    sizes = (sizing.cache_bytes, sizing.working_bytes, sizing.free_bytes)
+    pages, step, free = (f"{round(size / MEBIBYTE):,} MiB" for size in sizes)
+    return UsageError(
+        f"{sizing.pages:,} pages of {PAGE} tokens need {pages} and a step of {sizing.slots:,} rows {step}, but only "
+        f"{free} are free beside the model; one row of {length:,} tokens takes {row_pages(length):,} pages. Use a "
+        "shorter --context, fewer -B pages, a smaller --batch-size, or --dtype bfloat16."
+    )
+
+
+def open_and_try(decoder: TorchDecoder, sizing: Sizing, step_tokens: int) -> tuple[TorchDecoder, Sizing]:
+    """`decoder` with the slots and pages that `sizing` says, after the largest step that it may see; with fewer pages
+    when there is no room for that. Raises `UsageError` when there is none for those of one row.
+    """
+    while True:
+        try:
+            decoder.resize(sizing.slots, sizing.pages)
+            return decoder, replace(sizing, measured_bytes=largest_step_bytes(decoder, step_tokens))
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            failure = error.with_traceback(None)  # its frames hold on to the memory
+        if sizing.pages == row_pages(decoder.length) and sizing.slots == 1:
+            raise too_large(sizing, decoder.length) from failure
+        sizing = fewer_pages(sizing, row_pages(decoder.length), failure)
+
+
+def fewer_pages(sizing: Sizing, of_a_row: int, failure: BaseException) -> Sizing:
+    """Fewer pages, and where there are only those of one row fewer slots."""
+    pages = max(of_a_row, int(sizing.pages * SHRINK))
+    slots = min(sizing.slots, pages) if pages < sizing.pages else max(1, int(sizing.slots * SHRINK))
+    flags = f"-B pages={pages}" if slots == sizing.slots else f"--batch-size {slots} -B pages={pages}"
+    logger.warning(
+        "no room for %d pages and steps of %d rows (%s): going on with %d and %d. Set %s to start there.",
+        sizing.pages,
+        sizing.slots,
+        first_line(failure),
+        pages,
+        slots,
+        flags,
+    )
+    return replace(sizing, slots=slots, pages=pages, working_bytes=sizing.working_bytes * slots // sizing.slots)
+
+
+def largest_step_bytes(decoder: TorchDecoder, step_tokens: int) -> int:
+    """Take the steps that need most memory, and tell what cache and steps took at the most."""
+    cuda = decoder.device.type == "cuda"
+    before = torch.cuda.memory_allocated(decoder.device) - decoder.held_bytes() if cuda else 0
+    if cuda:
+        torch.cuda.reset_peak_memory_stats(decoder.device)
+    # First those of graphs, which keep what they work in while the largest is taken.
+    sizes = sorted({min(step_tokens, decoder.most_prompt_tokens), step_tokens} - {0})
+    steps = [
+        step
+        for size in sizes
+        for step in largest_steps(decoder.shape, decoder.slots, decoder.pages, decoder.length, size)
+    ]
+    for step in 2 * steps:  # what is captured as a graph is captured the second time
+        logits = decoder.forward(step)
+        copies = sampling_scratch(decoder.shape, logits)
+        del copies, logits
+    decoder.empty()
+    if not cuda:
+        return decoder.held_bytes()
+    wait_for_device(decoder.device)
+    return torch.cuda.max_memory_allocated(decoder.device) - before
+
+
+def sampling_scratch(shape: Shape, logits: torch.Tensor) -> list[torch.Tensor]:
+    """As much memory as there is taken to go from logits to tokens."""
+    if shape.masking is None:
+        return [torch.empty_like(logits) for _ in range(SAMPLING_COPIES - 1)]
+    return [torch.empty_like(logits[:SCORED_ROWS], dtype=torch.float64) for _ in range(SAMPLING_COPIES)]
+
+
+def largest_steps(shape: Shape, slots: int, pages: int, length: int, step_tokens: int) -> list[Step]:
+    """One token in each full row; and the same but for one row, which takes as long a chunk of a prompt as can be.
+    Where there are fewer pages than full rows need they share some: what is computed means nothing.
+
+    Of a diffusion model as many whole canvases as there may be, one at least, and logits for as many of their tokens.
+    """
+    if shape.masking is not None:
+        return [_canvases(max(1, min(slots, step_tokens // length)), pages, length, most_outputs(shape))]
+    chunk = max(1, min(length, step_tokens - (slots - 1)))
+    steps = []
+    for last in sorted({1, chunk}):
+        lengths = np.array([1] * (slots - 1) + [last], np.int32)
+        wanted = np.cumsum(lengths, dtype=np.int32) - 1
+        tokens = np.zeros(int(lengths.sum()), np.int32)
+        steps.append(Step(tokens, _table(slots, pages, length), np.int32(length) - lengths, lengths, wanted))
+    return steps
+
+
+def _canvases(count: int, pages: int, length: int, outputs: int) -> Step:
+    tokens, starts = np.zeros(count * length, np.int32), np.zeros(count, np.int32)
+    wanted = np.arange(min(len(tokens), max(outputs, length)), dtype=np.int32)
+    lengths, sees = np.full(count, length, np.int32), np.full(len(tokens), length, np.int32)
+    return Step(tokens, _table(count, pages, length), starts, lengths, wanted, sees=sees)
+
+
+def _table(rows: int, pages: int, length: int) -> NDArray[np.int32]:
+    count = rows * row_pages(length)
+    return (np.arange(count, dtype=np.int32) % pages).reshape(rows, -1)
+
 
 LETTER = ord("a")
 
@@ -135,7 +333,7 @@ def open_sized(
     sizing = find(free_memory(device) - checkpoint.estimate(1, 1, length, weights_dtype).weights_bytes)
     if not own:
         return open_with(slots=sizing.slots, pages=sizing.pages, compile=compile, graphs=False), sizing
-    from gpuinfer.text.decoder.cpu import CpuDecoder
+    from gpuinfer.text.decoder.compiled_decoder import CpuDecoder
 
     counts = {"slots": sizing.slots, "pages": sizing.pages, "length": length, "threads": threads}
     return CpuDecoder(shape, weights, weights_dtype, **counts, deterministic=deterministic), sizing
@@ -150,6 +348,6 @@ def kernels_for(dtype: torch.dtype) -> bool:
     """Whether our own kernels can run here."""
     if dtype not in (torch.float32, torch.bfloat16):
         return False
-    from gpuinfer.text.decoder.cpu import available
+    from gpuinfer.text.decoder.compiled_decoder import cpu_available
 
-    return available(dtype)
+    return cpu_available(dtype)

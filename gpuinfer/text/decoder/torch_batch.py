@@ -14,11 +14,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gpuinfer.models.capturing import event_behind
-from gpuinfer.text.decoder.segments import Integers, ends_of, firsts_of, positions_of, sees_of, segments_of
+from gpuinfer.models.cuda_graphs import event_behind
+from gpuinfer.text.decoder.attention_plan import Integers, ends_of, firsts_of, positions_of, sees_of, segments_of
 from gpuinfer.text.decoder.torch_cache import PageCache, table_of
-from gpuinfer.text.decoder.torch_layers import Group, StepBatch, Tiles, Window, mask
-from gpuinfer.text.step import PAGE, Step
+from gpuinfer.text.decoder.torch_layers import PaddedGroup, StepBatch, Tiles, Window, mask
+from gpuinfer.text.transformer import PAGE, Step
 
 LEAST_REACH = 128  # positions: the smallest portion of the cache that a batch of fixed size reads
 LARGEST_GROUP = 1 << 25  # values of a mask: segments × tokens × positions read
@@ -113,7 +113,7 @@ def batch_of(step: Step, cache: PageCache, windows: Collection[Window], uploads:
     rows = [rows_of(step, part) for part in parts]
     sees = sees_of(step)
     tables = [table_of(step, part.segments, -(-part.reach // PAGE), cache.blank) for part in parts]
-    arrays: list[NDArray[Any]] = [step.tokens, positions, places(step, positions), back(step, parts, rows)]
+    arrays: list[NDArray[Any]] = [step.tokens, positions, cache_places(step, positions), back(step, parts, rows)]
     for table, asking in zip(tables, rows, strict=True):
         arrays += [table.ravel(), asking.ravel(), positions[asking].ravel(), sees[asking].ravel()]
     tokens, where, into, backward, *rest = uploads.sent(arrays)
@@ -122,7 +122,7 @@ def batch_of(step: Step, cache: PageCache, windows: Collection[Window], uploads:
         pages, asking_rows, asked_from, seen = rest[4 * i : 4 * i + 4]
         masks = {window: mask_of(part, asked_from, seen, window, cache) for window in windows}
         reading = side_by_side(tables[i]) or pages.view(tables[i].shape)
-        groups.append(Group(part.width, part.reach, reading, asking_rows, masks, part.order == "causal"))
+        groups.append(PaddedGroup(part.width, part.reach, reading, asking_rows, masks, part.order == "causal"))
     return StepBatch(tokens, where, into, tuple(groups), back=backward)
 
 
@@ -133,7 +133,7 @@ def tiled_batch_of(step: Step, cache: PageCache, uploads: Uploads, most: int) ->
     positions, sees = positions_of(step), sees_of(step)
     columns = -(-int(sees.max()) // PAGE)
     table = table_of(step, np.arange(len(step.lengths)), columns, cache.blank)
-    arrays: list[NDArray[Any]] = [step.tokens, positions, places(step, positions), sees, table.ravel()]
+    arrays: list[NDArray[Any]] = [step.tokens, positions, cache_places(step, positions), sees, table.ravel()]
     sizes = []
     for members, size in ((np.flatnonzero(step.lengths == 1), 1), (np.flatnonzero(step.lengths > 1), most)):
         if len(members):
@@ -161,16 +161,16 @@ def rows_of(step: Step, part: BatchPart) -> Integers:
     return firsts[:, None] + np.minimum(np.arange(part.width), step.lengths[part.segments, None] - 1)
 
 
-def places(step: Step, positions: Integers) -> Integers:
+def cache_places(step: Step, positions: Integers) -> Integers:
     """Where in the cache the keys of each token go: page × PAGE + position in it."""
     found: Integers = step.pages[segments_of(step), positions // PAGE].astype(np.int64) * PAGE + positions % PAGE
     return found
 
 
-def of_tokens(step: Step) -> Integers:
+def token_columns(step: Step) -> Integers:
     """[4, tokens]: each one's number, position, place in the cache, and how many positions it sees."""
     positions = positions_of(step)
-    return np.stack((step.tokens.astype(np.int64), positions, places(step, positions), sees_of(step)))
+    return np.stack((step.tokens.astype(np.int64), positions, cache_places(step, positions), sees_of(step)))
 
 
 def back(step: Step, parts: Sequence[BatchPart], rows: Sequence[Integers]) -> Integers:

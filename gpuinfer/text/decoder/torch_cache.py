@@ -9,11 +9,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gpuinfer.models.pinned import queued
-from gpuinfer.text.checkpoint.estimate import SPARE_PAGES, most_copied, row_pages
-from gpuinfer.text.decoder.segments import Integers, ends_of
-from gpuinfer.text.shape import Shape
-from gpuinfer.text.step import PAGE, Step
+from gpuinfer.models.pinned_memory import queued
+from gpuinfer.text.checkpoint.memory_estimate import SPARE_PAGES, most_copied, row_pages
+from gpuinfer.text.decoder.attention_plan import Integers, ends_of
+from gpuinfer.text.transformer import PAGE, Shape, Step
 
 
 class PageCache:

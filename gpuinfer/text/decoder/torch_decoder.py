@@ -13,20 +13,26 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from gpuinfer.models.capturing import event_behind, release_cached_memory
-from gpuinfer.models.pinned import queued
+from gpuinfer.models.cuda_graphs import event_behind, release_cached_memory
+from gpuinfer.models.pinned_memory import queued
 from gpuinfer.text.decoder import torch_layers, triton_layers
-from gpuinfer.text.decoder.prefix_plan import PrefixPlanner
-from gpuinfer.text.decoder.segments import Integers, adapters_of, sees_of, segments_of
-from gpuinfer.text.decoder.torch_batch import Uploads, batch_of, of_tokens, tiled_batch_of, tiles
+from gpuinfer.text.decoder.attention_plan import Integers, PrefixPlanner, adapters_of, sees_of, segments_of
+from gpuinfer.text.decoder.torch_batch import Uploads, batch_of, tiled_batch_of, tiles, token_columns
 from gpuinfer.text.decoder.torch_cache import PageCache, table_of
-from gpuinfer.text.decoder.torch_experts import Mix, sorted_mix, whole_mix
-from gpuinfer.text.decoder.torch_layers import Adapted, Group, PlainLayers, StepBatch, Tiles, plain_attention
+from gpuinfer.text.decoder.torch_layers import (
+    AdaptedRows,
+    Mix,
+    PaddedGroup,
+    PlainLayers,
+    StepBatch,
+    Tiles,
+    plain_attention,
+    sorted_mix,
+    whole_mix,
+)
 from gpuinfer.text.decoder.torch_static import GraphForm, StaticBatches, compiled, tried, uncompiled
 from gpuinfer.text.decoder.triton_layers import TritonLayers
-from gpuinfer.text.shape import Shape
-from gpuinfer.text.step import PAGE, Step
-from gpuinfer.text.weights import Adapter, Weights
+from gpuinfer.text.transformer import PAGE, Adapter, Shape, Step, Weights
 
 Packed = TypeVar("Packed", Weights, Adapter)
 
@@ -93,7 +99,7 @@ class TorchDecoder:
         if compile:
             tried(partial(plain.try_once, self._weights, rows=2))
         if kernels is None:
-            kernels = device.type == "cuda" and not compile and triton_layers.is_there()
+            kernels = device.type == "cuda" and not compile and triton_layers.has_triton()
         if not kernels:
             return plain
 
@@ -263,7 +269,7 @@ class TorchDecoder:
         if self._tile_rows is None:
             self._cache.begin(step, in_parts)
 
-    def _adapted(self, step: Step) -> tuple[Adapted, ...]:
+    def _adapted(self, step: Step) -> tuple[AdaptedRows, ...]:
         """Which rows of the step have which adapters. Such a step is launched kernel by kernel: a captured graph would
         compute the adapters of the step that it was captured with.
         """
@@ -271,7 +277,7 @@ class TorchDecoder:
             return ()
         of_rows = adapters_of(step)
         return tuple(
-            Adapted(self._adapters[number], queued(np.flatnonzero(of_rows == number), self.device))
+            AdaptedRows(self._adapters[number], queued(np.flatnonzero(of_rows == number), self.device))
             for number in np.unique(of_rows).tolist()
             if number
         )
@@ -297,7 +303,7 @@ class TorchDecoder:
         rows, cut = self._static.row_buckets[-1], self._cut(step)
         one_by_one = step.sees is None and step.vectors is None
         if one_by_one:
-            tokens, segments, adapters = of_tokens(step), segments_of(step), adapters_of(step)
+            tokens, segments, adapters = token_columns(step), segments_of(step), adapters_of(step)
         else:
             together, _ = self._tiles_together(step, cut)
         for number, (members, reach) in enumerate(cut):
@@ -328,7 +334,7 @@ class TorchDecoder:
             at[members] = number * rows + np.arange(len(members))
         padded = np.zeros((6, len(cut) * rows), np.int64)
         padded[2], padded[3], padded[5] = self._cache.spare * PAGE, 1, len(step.lengths)
-        padded[:4, at], padded[4, at], padded[5, at] = of_tokens(step), adapters_of(step), segments
+        padded[:4, at], padded[4, at], padded[5, at] = token_columns(step), adapters_of(step), segments
         blank = np.full((1, self._cache.columns), self._cache.blank)
         pages = np.concatenate(
             (table_of(step, np.arange(len(step.lengths)), self._cache.columns, self._cache.blank), blank)
@@ -336,17 +342,19 @@ class TorchDecoder:
         *given, table = self._uploads.sent([*padded, pages.ravel()])
         tokens, positions, places, sees, adapters, lines = given
         table = table.view(pages.shape)
-        groups, of_kernel = list[Group](), tuple[Tiles, ...]()
+        groups, of_kernel = list[PaddedGroup](), tuple[Tiles, ...]()
         if self._tile_rows is None:
             for number, (_, reach) in enumerate(cut):
                 tile = slice(number * rows, (number + 1) * rows)
                 masks = self._static.masks(positions[tile, None], sees[tile, None], reach)
-                groups.append(Group(1, reach, table[lines[tile], : reach // PAGE], tile, masks))
+                groups.append(PaddedGroup(1, reach, table[lines[tile], : reach // PAGE], tile, masks))
         else:
             each = torch.arange(len(tokens), device=self.device), torch.ones_like(tokens), lines
             of_kernel = (Tiles(table, each, 1, int(padded[3].max())),)
         adapted = tuple(
-            Adapted(self._adapters[number], adapters == number) for number in np.unique(padded[4]).tolist() if number
+            AdaptedRows(self._adapters[number], adapters == number)
+            for number in np.unique(padded[4]).tolist()
+            if number
         )
         vectors = self._vectors(step)
         if vectors is not None:
@@ -356,12 +364,12 @@ class TorchDecoder:
         )
         return self._hidden(batch), at
 
-    def _adapted_tile(self, numbers: NDArray[np.int32], rows: int) -> tuple[Adapted, ...]:
+    def _adapted_tile(self, numbers: NDArray[np.int32], rows: int) -> tuple[AdaptedRows, ...]:
         """The adapters of a tile of `rows` rows, of which the first have these numbers. All rows go through each."""
         padded = np.zeros(rows, np.int32)
         padded[: len(numbers)] = numbers
         return tuple(
-            Adapted(self._adapters[number], torch.from_numpy(padded == number).to(self.device))
+            AdaptedRows(self._adapters[number], torch.from_numpy(padded == number).to(self.device))
             for number in np.unique(padded).tolist()
             if number
         )

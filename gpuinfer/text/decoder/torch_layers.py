@@ -1,4 +1,9 @@
-"""The parts of a layer that see each token for itself, for any device and number format.
+"""A mixture of experts (Shazeer et al. 2017) in plain torch: rows sorted by expert, or every row through every expert.
+
+The first is less work. In the second no size depends on who goes where, which is what bits that are the same in any
+company need.
+
+The parts of a layer that see each token for itself, for any device and number format.
 
 Sums of norms, angles and scores are float32 whatever the weights are; what goes from part to part has the weights'
 format, as in transformers.
@@ -19,9 +24,77 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from gpuinfer.text.decoder.torch_cache import PageCache
-from gpuinfer.text.decoder.torch_experts import Mix, aligned
-from gpuinfer.text.shape import Shape
-from gpuinfer.text.weights import Adapter, Layer, Linear, LowRank, Mixture, Norm, Product, Weights
+from gpuinfer.text.transformer import Adapter, Experts, Layer, Linear, LowRank, Mixture, Norm, Product, Shape, Weights
+
+Activate = Callable[[Tensor], Tensor]
+"""From what up projections give to what goes into down projections."""
+ALIGNED = 16  # bytes: the kernel for all experts at once wants rows whose size is a multiple of it
+Mix = Callable[[Experts, Mixture, Tensor, Activate], Tensor]
+
+
+def chosen_for(experts: Experts, mixture: Mixture, x: Tensor) -> tuple[Tensor, Tensor]:
+    """The experts of rows [rows, hidden], int64 [rows, chosen], ascending; and what share of the sum each has."""
+    logits = F.linear(x.float(), mixture.router)
+    scores = logits.softmax(-1) if experts.scores == "softmax" else logits.sigmoid()
+    ranked = scores if mixture.bias is None else scores + mixture.bias
+    if experts.groups > 1:
+        ranked = _of_best_groups(experts, ranked)
+    chosen = ranked.topk(experts.chosen).indices.sort(-1).values
+    shares = scores.gather(-1, chosen)
+    if experts.normalised:
+        shares = shares / shares.sum(-1, keepdim=True)
+    return chosen, shares * experts.scale
+
+
+def _of_best_groups(experts: Experts, ranked: Tensor) -> Tensor:
+    """-inf for all experts but those of the groups whose two best have the highest sum (DeepSeek-AI 2024)."""
+    grouped = ranked.view(*ranked.shape[:-1], experts.groups, -1)
+    best = grouped.topk(min(2, grouped.shape[-1])).values.sum(-1).topk(experts.groups_chosen).indices
+    kept = torch.zeros_like(grouped[..., 0], dtype=torch.bool).scatter_(-1, best, True)
+    return grouped.masked_fill(~kept[..., None], -torch.inf).flatten(-2)
+
+
+def sorted_mix(experts: Experts, mixture: Mixture, x: Tensor, activate: Activate) -> Tensor:
+    """What the experts of rows [rows, hidden] give, float32 sums of what each does. No size depends on the choice, so
+    that it can be captured.
+    """
+    chosen, shares = chosen_for(experts, mixture, x)
+    by_expert, order = chosen.flatten().sort(stable=True)
+    ends = torch.searchsorted(by_expert, torch.arange(experts.count, device=x.device), right=True, out_int32=True)
+    inner = activate(grouped(x[order // experts.chosen], mixture.up, ends))
+    found = grouped(inner, mixture.down, ends)
+    given = torch.empty_like(found).index_copy_(0, order, found).view(*chosen.shape, -1)
+    return (given.float() * shares[..., None]).sum(1)
+
+
+def grouped(x: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+    """Rows [rows, in], each by its expert's of `weights` [experts, out, `aligned` in]; those of an expert end before
+    `ends`.
+    """
+    return F.grouped_mm(as_wide_as(weights, x), weights.transpose(1, 2), offs=ends)
+
+
+def aligned(weights: Tensor) -> Tensor:
+    """Weights of experts [experts, out, in] with zeros behind each row, up to a multiple of ALIGNED bytes."""
+    odd = -weights.shape[-1] % (ALIGNED // weights.itemsize)
+    return F.pad(weights, (0, odd)) if odd else weights
+
+
+def as_wide_as(weights: Tensor, x: Tensor) -> Tensor:
+    """Rows with as many values as those of `aligned` weights."""
+    odd = weights.shape[-1] - x.shape[-1]
+    return F.pad(x, (0, odd)) if odd else x
+
+
+def whole_mix(experts: Experts, mixture: Mixture, x: Tensor, activate: Activate) -> Tensor:
+    """The same, with every row through every expert."""
+    chosen, shares = chosen_for(experts, mixture, x)
+    inner = activate(torch.matmul(as_wide_as(mixture.up, x), mixture.up.transpose(1, 2)))
+    given = torch.matmul(
+        as_wide_as(mixture.down, inner), mixture.down.transpose(1, 2)
+    ).float()  # [experts, rows, hidden]
+    rows = torch.arange(len(x), device=x.device)[:, None]
+    return (given[chosen, rows] * shares[..., None]).sum(1)
 
 
 def on_device(weights: Weights, device: torch.device, dtype: torch.dtype) -> Weights:
@@ -95,7 +168,7 @@ def projected(x: Tensor, weights: Linear) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Adapted:
+class AdaptedRows:
     """Rows of a batch and the adapter that they have. `chosen`: their numbers, int64; or bool [rows], where all rows go
     through the adapter and only these are changed, so that no size of its products depends on how many they are.
     """
@@ -151,7 +224,7 @@ def angles(shape: Shape, positions: int, device: torch.device) -> tuple[Tensor, 
     return (angle.cos() * factor).to(device), (angle.sin() * factor).to(device)
 
 
-def asked(
+def queries_keys_values(
     shape: Shape, layer: Layer, x: Tensor, cosines: Tensor | None, sines: Tensor | None, added: Added = ()
 ) -> tuple[Tensor, Tensor, Tensor]:
     """What comes before attention: queries [rows, heads, head_dim], keys and values [rows, kv_heads, head_dim]."""
@@ -166,7 +239,7 @@ def asked(
     return queries, keys, values
 
 
-def further(shape: Shape, mix: Mix, layer: Layer, x: Tensor, mixed: Tensor, added: Added = ()) -> Tensor:
+def after_attention(shape: Shape, mix: Mix, layer: Layer, x: Tensor, mixed: Tensor, added: Added = ()) -> Tensor:
     """What comes after attention, whose `mixed` values are [rows, heads × head_dim]. `mix` is how experts are mixed."""
     x = x + with_adapters(mixed, layer.out, "out", added)
     given = normed(x, layer.mlp_norm, shape.norm, shape.norm_eps)
@@ -186,7 +259,7 @@ def between(shape: Shape, inner: Tensor) -> Tensor:
     return activated(gate, shape.activation) * value
 
 
-def asked_adapted(
+def queries_keys_values_adapted(
     shape: Shape,
     layer: Layer,
     lows: Sequence[Sequence[LowRank]],
@@ -196,14 +269,14 @@ def asked_adapted(
     *chosen: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`asked` where adapters, of which the layer has these parts, are for those `chosen` rows."""
-    return asked(shape, layer, x, cosines, sines, list(zip(chosen, lows, strict=True)))
+    return queries_keys_values(shape, layer, x, cosines, sines, list(zip(chosen, lows, strict=True)))
 
 
-def further_adapted(
+def after_attention_adapted(
     shape: Shape, mix: Mix, layer: Layer, lows: Sequence[Sequence[LowRank]], x: Tensor, mixed: Tensor, *chosen: Tensor
 ) -> Tensor:
     """`further` where adapters, of which the layer has these parts, are for those `chosen` rows."""
-    return further(shape, mix, layer, x, mixed, list(zip(chosen, lows, strict=True)))
+    return after_attention(shape, mix, layer, x, mixed, list(zip(chosen, lows, strict=True)))
 
 
 def activated(x: Tensor, activation: str) -> Tensor:
@@ -221,7 +294,7 @@ Results = TypeVar("Results", Tensor, tuple[Tensor, ...])
 
 
 @dataclass(frozen=True)
-class Group:
+class PaddedGroup:
     """Segments that go through attention together, each padded to `width` tokens; they read `reach` positions.
 
     `masks` has one mask for each kind of window in the model: added to the scores, as `mask` gives it for the queries
@@ -275,10 +348,10 @@ class StepBatch:
     tokens: Tensor  # [rows]
     positions: Tensor  # [rows]
     places: Tensor  # [rows] in the cache: page × PAGE + position in it
-    groups: tuple[Group, ...] = ()
+    groups: tuple[PaddedGroup, ...] = ()
     tiles: tuple[Tiles, ...] = ()
     sees: Tensor | None = None  # [rows] of `tiles`: how many positions of its segment each attends to
-    adapted: tuple[Adapted, ...] = ()
+    adapted: tuple[AdaptedRows, ...] = ()
     back: Tensor | None = None  # [rows] where a row is in what the groups give, one after another; None: in order
     vectors: tuple[Tensor, Tensor] | None = None  # rows that have an embedding of their own, and those [n, hidden]
     tile: int | None = None  # products are always of so many rows, which divides their number; None: of all
@@ -326,8 +399,8 @@ class PlainLayers:
         """`compiled` is what makes the parts of a layer quicker, such as `torch.compile`."""
         self.shape, self._mix, self._cosines, self._sines = shape, mix, cosines, sines
         self.attention = attention
-        self._asked: Callable[..., tuple[Tensor, Tensor, Tensor]] = compiled(partial(asked, shape))
-        self._further: Callable[..., Tensor] = compiled(partial(further, shape, mix))
+        self._asked: Callable[..., tuple[Tensor, Tensor, Tensor]] = compiled(partial(queries_keys_values, shape))
+        self._further: Callable[..., Tensor] = compiled(partial(after_attention, shape, mix))
 
     def hidden(self, weights: Weights, x: Tensor, batch: StepBatch, cache: PageCache) -> Tensor:
         """What the last layer gives, [rows, hidden], of what goes into the first, with the batch's keys and values in
@@ -339,8 +412,8 @@ class PlainLayers:
             before, after = partial(self._asked, layer), partial(self._further, layer)
             if batch.adapted:  # not compiled: what they add has as many forms as there are adapters
                 lows = [one.adapter.layers[number] for one in batch.adapted]
-                before = partial(asked_adapted, self.shape, layer, lows)
-                after = partial(further_adapted, self.shape, self._mix, layer, lows)
+                before = partial(queries_keys_values_adapted, self.shape, layer, lows)
+                after = partial(after_attention_adapted, self.shape, self._mix, layer, lows)
             queries, keys, values = in_tiles(batch.tile, before, x, cosines, sines, *chosen)
             cache.write(number, batch.places, keys, values)
             mixed = attend(batch, queries, cache, number, windows[number], self.attention)
@@ -390,7 +463,7 @@ def plain_attention(
 
 
 def of_group(
-    group: Group, queries: Tensor, cache: PageCache, layer: int, window: Window, attention: Attention
+    group: PaddedGroup, queries: Tensor, cache: PageCache, layer: int, window: Window, attention: Attention
 ) -> Tensor:
     """The same for one group: [segments × width, heads × head_dim]."""
     asking = queries

@@ -20,16 +20,23 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gpuinfer.errors import UsageError
-from gpuinfer.models.capturing import captured, new_stream
+from gpuinfer.models.cuda_graphs import captured, new_stream
 from gpuinfer.models.forward_cuda import bucket_for
-from gpuinfer.models.memory import first_line, is_out_of_memory
-from gpuinfer.text.decoder.prefix_plan import FIELDS, LEAST_SLOTS, PrefixPlan, PrefixPlanner, whole_pages
-from gpuinfer.text.decoder.segments import Integers, firsts_of, sees_of
-from gpuinfer.text.decoder.torch_batch import Uploads, attention_tiles, of_tokens, reach_buckets, row_buckets
+from gpuinfer.models.out_of_memory import first_line, is_out_of_memory
+from gpuinfer.text.decoder.attention_plan import (
+    FIELDS,
+    LEAST_SLOTS,
+    Integers,
+    PrefixPlan,
+    PrefixPlanner,
+    firsts_of,
+    sees_of,
+    whole_pages,
+)
+from gpuinfer.text.decoder.torch_batch import Uploads, attention_tiles, reach_buckets, row_buckets, token_columns
 from gpuinfer.text.decoder.torch_cache import PageCache, table_of
-from gpuinfer.text.decoder.torch_layers import Adapted, Group, SharedPrefixes, StepBatch, Tiles, Window, mask
-from gpuinfer.text.shape import Shape
-from gpuinfer.text.step import PAGE, Step
+from gpuinfer.text.decoder.torch_layers import AdaptedRows, PaddedGroup, SharedPrefixes, StepBatch, Tiles, Window, mask
+from gpuinfer.text.transformer import PAGE, Shape, Step
 
 logger = logging.getLogger("gpuinfer")
 
@@ -174,7 +181,9 @@ class StaticBatches:
         """
         form = self._form(step, 1, answered=True)
         table = table_of(step, np.arange(len(step.lengths)), form.reach // PAGE, self.cache.blank)
-        return self.compute(form, np.arange(len(table)), of_tokens(step), table, shared=self.shared_by(step, form.rows))
+        return self.compute(
+            form, np.arange(len(table)), token_columns(step), table, shared=self.shared_by(step, form.rows)
+        )
 
     def shared_by(self, step: Step, rows: int) -> PrefixPlan | None:
         """Which prefixes are read once in a step that brings one token of each segment, in a form of so many rows.
@@ -206,7 +215,7 @@ class StaticBatches:
         segments = np.arange(len(step.lengths))
         where = np.repeat(segments * form.width - firsts_of(step), step.lengths) + np.arange(len(step.tokens))
         table = table_of(step, segments, form.reach // PAGE, self.cache.blank)
-        return self.compute(form, where, of_tokens(step), table), where
+        return self.compute(form, where, token_columns(step), table), where
 
     def compute(
         self,
@@ -214,7 +223,7 @@ class StaticBatches:
         where: Integers,
         given: Integers,
         table: Integers,
-        adapted: tuple[Adapted, ...] = (),
+        adapted: tuple[AdaptedRows, ...] = (),
         shared: PrefixPlan | None = None,
     ) -> Tensor:
         """The same for tokens [4, tokens] (`of_tokens`) at the places `where`, and the pages [rows, columns] that the
@@ -249,7 +258,7 @@ class StaticBatches:
         used = size_of(shapes)
         inputs, table, lone, runs, wanted, items, prefixes = fields(self._uploads.room(used), shapes)
         inputs[:2], inputs[2], inputs[3] = 0, self.cache.spare * PAGE, 1
-        inputs[:, :count] = of_tokens(step)
+        inputs[:, :count] = token_columns(step)
         table[:segments] = table_of(step, np.arange(segments), self.cache.columns, self.cache.blank)
         table[segments:] = self.cache.blank
         # What fills up is one more segment, of the blank page, and tiles that do are its last token once more.
@@ -339,7 +348,7 @@ class StaticBatches:
         members, begins, used = (line[:rows] for line in prefixes.unbind())
         return SharedPrefixes(items, members, begins, used, slots) if slots else None
 
-    def _compute(self, form: GraphForm, adapted: tuple[Adapted, ...] = ()) -> None:
+    def _compute(self, form: GraphForm, adapted: tuple[AdaptedRows, ...] = ()) -> None:
         size, width = form.rows * form.width, form.width
         inputs, items, prefixes, table = fields(self._inputs, self._shapes(form))
         tokens, positions, into, sees = inputs.unbind()
@@ -357,13 +366,13 @@ class StaticBatches:
         elif form.answered:
             self._outputs[:size].copy_(self._logits(found))
 
-    def _groups(self, form: GraphForm, positions: Tensor, sees: Tensor, table: Tensor) -> Iterator[Group]:
+    def _groups(self, form: GraphForm, positions: Tensor, sees: Tensor, table: Tensor) -> Iterator[PaddedGroup]:
         width = form.width
         together = form.rows if self._together else max(1, self.cache.most_copied // form.reach)
         for first in range(0, form.rows, together):
             rows = slice(first * width, min(first + together, form.rows) * width)
             masks = self.masks(positions[rows].view(-1, width), sees[rows].view(-1, width), form.reach)
-            yield Group(width, form.reach, table[first : first + together], rows, masks)
+            yield PaddedGroup(width, form.reach, table[first : first + together], rows, masks)
 
     def _tiles(self, form: GraphForm, table: Tensor, most: int) -> Tiles:
         """Widths of runs and rows of a tile are powers of two: no tile has rows of two runs."""

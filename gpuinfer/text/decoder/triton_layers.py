@@ -18,16 +18,20 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gpuinfer.models.lost import says_lost
-from gpuinfer.models.memory import first_line, is_out_of_memory
-from gpuinfer.text.decoder.prefix_plan import PrefixPlanner
+from gpuinfer.models.out_of_memory import first_line, is_out_of_memory, says_lost
+from gpuinfer.text.decoder.attention_plan import PrefixPlanner
 from gpuinfer.text.decoder.torch_batch import Uploads, batch_of, tiled_batch_of
 from gpuinfer.text.decoder.torch_cache import PageCache
-from gpuinfer.text.decoder.torch_experts import Mix
-from gpuinfer.text.decoder.torch_layers import PlainLayers, SharedPrefixes, StepBatch, Tiles, in_tiles, with_adapters
-from gpuinfer.text.shape import Shape
-from gpuinfer.text.step import PAGE, Step
-from gpuinfer.text.weights import Layer, Linear, Norm, Product, Weights
+from gpuinfer.text.decoder.torch_layers import (
+    Mix,
+    PlainLayers,
+    SharedPrefixes,
+    StepBatch,
+    Tiles,
+    in_tiles,
+    with_adapters,
+)
+from gpuinfer.text.transformer import PAGE, Layer, Linear, Norm, Product, Shape, Step, Weights
 
 logger = logging.getLogger("gpuinfer")
 
@@ -39,7 +43,7 @@ LEAST_SAVED = 16 << 20  # bytes that a layer need not read, for a prefix to be s
 LEEWAY_HALF, LEEWAY_SINGLE = 0.05, 1e-3  # of the largest value: what rounding explains and no fault of a kernel's does
 
 
-def is_there() -> bool:
+def has_triton() -> bool:
     """Whether Triton can be imported, as far as can be told without importing it."""
     found = importlib.util.find_spec("triton")
     return found is not None and found.origin is not None  # a folder of that name is something else

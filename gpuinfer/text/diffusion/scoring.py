@@ -2,6 +2,9 @@
 
 Of a position all of it depends on its own logits, its row's settings and its random number, and on nothing else in the
 call: the same bits with any number of rows and threads. On the CPU it is compiled (`cpu_scores.py`), elsewhere torch.
+
+Masks that enter the next step with a hint of what the model expects there (Ma et al. 2025, dInfer's "iteration
+smoothing"): their own embedding, and a share of the expected one.
 """
 
 from __future__ import annotations
@@ -20,14 +23,14 @@ from gpuinfer.errors import RequestError
 from gpuinfer.generation import Logprob
 from gpuinfer.text.decoder.torch_batch import Uploads
 from gpuinfer.text.diffusion import cpu_scores, torch_scores
-from gpuinfer.text.diffusion.asking import CHOICES, Asked, Flat, flat_of, units
-from gpuinfer.text.diffusion.deciding import Need
+from gpuinfer.text.diffusion.torch_scores import CHOICES, Asked, FlatRequests, flattened_requests, units
+from gpuinfer.text.diffusion.unmasking_decoder import Need
 from gpuinfer.text.sampling import Sampler
-from gpuinfer.text.sampling.cpu import as_rows, scratch
+from gpuinfer.text.sampling.compiled_path import Lanes, as_rows, scratch
 from gpuinfer.text.sampling.cpu_values import BLOCK
-from gpuinfer.text.sampling.lanes import Lanes
-from gpuinfer.text.sampling.sampler import failure
-from gpuinfer.text.sampling.slots import hash_of
+from gpuinfer.text.sampling.sampler import draw_failure
+from gpuinfer.text.sampling.slot_settings import hash_of
+from gpuinfer.text.transformer import Decoder
 
 __all__ = ["Asked", "Scored", "Scorer", "guided"]
 
@@ -44,7 +47,7 @@ class Scored:
     entropy: NDArray[np.float64] | None  # [n] in nats
     bad: Mapping[int, RequestError] = field(default_factory=dict)  # by row of the call: why it cannot go on
     _rows: Sequence[Asked] = ()
-    _flat: Flat | None = None
+    _flat: FlatRequests | None = None
     _logits: Tensor | None = None
     _sampler: Sampler | None = None
 
@@ -98,7 +101,7 @@ class Scorer:
         if logits.ndim != 2 or logits.shape[1] != self._vocabulary:
             raise ValueError(f"logits {tuple(logits.shape)} are not of {self._vocabulary} tokens.")
         count = len(logits)
-        flat = flat_of(rows, count, self._seed, self._ends, self._hash_of)
+        flat = flattened_requests(rows, count, self._seed, self._ends, self._hash_of)
         out = (
             np.full(count, -1, np.int32),
             np.zeros(count),
@@ -118,7 +121,7 @@ class Scorer:
         self._lanes.close()
         self._sampler.close()
 
-    def _compiled(self, logits: Tensor, flat: Flat, out: tuple[NDArray[Any], ...]) -> None:
+    def _compiled(self, logits: Tensor, flat: FlatRequests, out: tuple[NDArray[Any], ...]) -> None:
         values = as_rows(logits)
         arrays = flat.owners, flat.positions, flat.rows, flat.bias_ids, flat.bias_values, flat.stops
 
@@ -135,10 +138,10 @@ def work_of(vocabulary: int) -> tuple[tuple[NDArray[Any], ...], NDArray[np.float
     return (*scratch(vocabulary), *blocks), np.zeros(vocabulary, np.float32)
 
 
-def bad_of(tokens: NDArray[np.int32], flat: Flat) -> dict[int, RequestError]:
+def bad_of(tokens: NDArray[np.int32], flat: FlatRequests) -> dict[int, RequestError]:
     """Why rows cannot go on, by the first of their logits that fails; its token becomes -1."""
     failed = np.flatnonzero((tokens < 0) & (flat.owners >= 0))
-    bad = {int(flat.owners[place]): failure(int(tokens[place])) for place in failed[::-1]}
+    bad = {int(flat.owners[place]): draw_failure(int(tokens[place])) for place in failed[::-1]}
     tokens[failed] = -1
     return bad
 
@@ -149,3 +152,50 @@ def guided(conditional: Tensor, unconditional: Tensor, scale: float) -> None:
     Salimans 2022; as Nie et al. 2025, "LLaDA", scale it).
     """
     conditional.sub_(unconditional).mul_(scale + 1.0).add_(unconditional)
+
+
+class Blender:
+    """All calls come from one thread. A mask's vector depends on its own logits alone, on the CPU to the bit."""
+
+    def __init__(self, decoder: Decoder, mask_token: int, threads: int) -> None:
+        self._decoder, self._mask_token = decoder, mask_token
+        self._lanes = Lanes(threads, "blending")
+        self._uploads: Uploads | None = None
+
+    def blended(self, logits: Tensor, places: NDArray[np.int64], share: float) -> NDArray[np.float32]:
+        """float32 [n, hidden]: the mask's embedding + `share` × Σ probability × embedding, of the logits at `places` of
+        float32 [all, vocabulary].
+        """
+        embedding = self._decoder.embedding()
+        own = embedding[self._mask_token].float()
+        if embedding.device.type == "cpu":
+            of_mask: NDArray[np.float32] = own.numpy()
+            return of_mask + np.float32(share) * self._compiled(logits, places, embedding)
+        self._uploads = self._uploads or Uploads(embedding.device)
+        (there,) = self._uploads.sent([places])
+        chances = logits.index_select(0, there).softmax(-1)
+        found: NDArray[np.float32] = (own + share * (chances.to(embedding.dtype) @ embedding).float()).cpu().numpy()
+        return found
+
+    def close(self) -> None:
+        """Let go of threads."""
+        self._lanes.close()
+
+    def _compiled(self, logits: Tensor, places: NDArray[np.int64], embedding: Tensor) -> NDArray[np.float32]:
+        values, count = logits.numpy(), len(places)
+        stored = _stored(embedding)
+        out = np.zeros((count, stored.shape[1]), np.float32)
+
+        def run(lane: int, lanes: int) -> None:
+            own = np.zeros(count, np.float32), np.zeros(count), np.zeros((count, BLOCK), np.float32)
+            cpu_scores.expect(lane, lanes, values, places, stored, *own, out)
+
+        self._lanes.share(run, count * stored.size // 16)
+        return out
+
+
+def _stored(embedding: Tensor) -> NDArray[Any]:
+    """As kernels read it."""
+    if embedding.dtype == torch.bfloat16:
+        return embedding.view(torch.uint16).numpy()  # type: ignore[no-any-return]
+    return embedding.float().numpy()  # type: ignore[no-any-return]

@@ -10,19 +10,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from gpuinfer.text.generator.cache import SlotTable
-from gpuinfer.text.generator.pages import pages_for
-from gpuinfer.text.generator.prefixes import LEAST, Match
-from gpuinfer.text.generator.prepared import NO_TOKENS, PromptWork, Row, row_of
-from gpuinfer.text.generator.row_pages import RowPages
-from gpuinfer.text.generator.seams import Ints, Language, Sampler
-from gpuinfer.text.step import PAGE, Decoder
+from gpuinfer.text.generator.interfaces import Ints, LanguageProtocol, SamplerProtocol
+from gpuinfer.text.generator.page_pool import LEAST, PrefixMatch, pages_for
+from gpuinfer.text.generator.prompts import NO_TOKENS, PromptWork, SampleRow, row_of
+from gpuinfer.text.generator.slot_table import RowPages, SlotTable
+from gpuinfer.text.transformer import PAGE, Decoder
 
 AHEAD = 16  # positions before its page is full a row gets the next one: so rows are looked at in few steps
 OWNERS_LOOKED_AT = 64  # rows that compute something that begins alike, the latest ones
 
 
-class Admission:
+class SlotAdmission:
     """Places prompts in the order they came. `prefilling` are the rows that go through their first tokens, in that
     order; those in the queue have a slot, and wait for pages or for others to compute what they begin with.
 
@@ -32,7 +30,12 @@ class Admission:
     """
 
     def __init__(
-        self, decoder: Decoder, table: SlotTable, sampler: Sampler, language: Language, changed: Callable[[], None]
+        self,
+        decoder: Decoder,
+        table: SlotTable,
+        sampler: SamplerProtocol,
+        language: LanguageProtocol,
+        changed: Callable[[], None],
     ) -> None:
         self._table, self._sampler, self._language, self._changed = table, sampler, language, changed
         self.pages = RowPages(decoder, table)
@@ -40,9 +43,9 @@ class Admission:
         self._pending: deque[PromptWork] = deque()
         self._reserved = 0  # slots that pending prompts will take
         self._came = 0  # rows until now
-        self._queue: list[Row] = []  # the oldest first
-        self.prefilling: list[Row] = []
-        self._beginnings: dict[tuple[int, bytes], dict[Row, None]] = {}  # of those, by their first LEAST tokens
+        self._queue: list[SampleRow] = []  # the oldest first
+        self.prefilling: list[SampleRow] = []
+        self._beginnings: dict[tuple[int, bytes], dict[SampleRow, None]] = {}  # of those, by their first LEAST tokens
         self._steps_left = 0  # for which rows that answer have pages
         self.cached = 0  # prompt tokens that were not computed, in all
         self.waited = self.preempted = 0  # rows that there were no pages for, and that had to give theirs back
@@ -86,7 +89,7 @@ class Admission:
         if work.rows:
             self._queue[:] = [row for row in self._queue if row.work is not work]
 
-    def release(self, row: Row) -> None:
+    def release(self, row: SampleRow) -> None:
         """The row is done: its slot and its pages are free, and what these hold may serve others."""
         if row.draws:
             self._sampler.release(row.slot)
@@ -94,7 +97,7 @@ class Admission:
         self._table.leave(row.slot)
         self._free.append(row.slot)
 
-    def distrust(self, row: Row) -> bool:
+    def distrust(self, row: SampleRow) -> bool:
         """Its logits are no numbers. Whether that may be others' doing, whose pages it has taken over: then it goes
         through its tokens again, all by itself.
         """
@@ -116,11 +119,11 @@ class Admission:
         """It has been unloaded: no prompt will begin with what it has computed."""
         self.pages.tree.forget(number)
 
-    def computed(self, row: Row) -> None:
+    def computed(self, row: SampleRow) -> None:
         """A chunk of its first tokens has been."""
         self.pages.computed(row)
 
-    def prefilled(self, row: Row) -> None:
+    def prefilled(self, row: SampleRow) -> None:
         """It has gone through its first tokens, and its followers have what it has."""
         self._leave_prefill(row)
         self.pages.follow(row)
@@ -136,9 +139,9 @@ class Admission:
             work.rows += group
             self._queue.append(group[0])
 
-    def _give_slots(self, rows: list[Row]) -> None:
+    def _give_slots(self, rows: list[SampleRow]) -> None:
         """And make them known to the sampler. Raises `BadPrompt`, with none of them known."""
-        known: list[Row] = []
+        known: list[SampleRow] = []
         for row in rows:
             row.slot, row.age = self._free.pop(), self._came
             self._came += 1
@@ -159,7 +162,7 @@ class Admission:
 
     def _seat_all(self) -> None:
         """Pages for those in the queue, in their order, until there are too few."""
-        waiting: list[Row] = []
+        waiting: list[SampleRow] = []
         queue, self._queue, short = deque(self._queue), [], False
         while queue:
             row = queue.popleft()
@@ -173,7 +176,7 @@ class Admission:
                 self.waited += 1 + len(waiting[-1].followers)
         self._queue = waiting
 
-    def _waits_for_owner(self, row: Row) -> bool:
+    def _waits_for_owner(self, row: SampleRow) -> bool:
         """Whether another row is still computing what this one begins with."""
         owner, table = row.owner, self._table
         if owner is None:
@@ -184,7 +187,7 @@ class Admission:
         row.owner = None
         return False
 
-    def _seat(self, row: Row, behind: deque[Row]) -> bool:
+    def _seat(self, row: SampleRow, behind: deque[SampleRow]) -> bool:
         """Give it pages for what the tree does not have of its first tokens. False: it has none, and waits for pages,
         or for its `owner` if it has one now.
         """
@@ -208,7 +211,7 @@ class Admission:
             self.cached += row.found
         return True
 
-    def _spare(self, row: Row, alone: bool) -> int:
+    def _spare(self, row: SampleRow, alone: bool) -> int:
         """Pages that are left over when it begins, so that it is not stopped at once: one for each sample, and half a
         page for each row that answers where it has been stopped before.
         """
@@ -216,7 +219,7 @@ class Admission:
             return 0
         return 1 + len(row.followers) + (int(np.count_nonzero(self._table.decodes)) // 2 if row.computed else 0)
 
-    def _split(self, row: Row, behind: deque[Row]) -> None:
+    def _split(self, row: SampleRow, behind: deque[SampleRow]) -> None:
         """No row has pages, and this one and its followers would not get enough: some of them go later."""
         room = self.pages.available - pages_for(row.first)
         if row.first % PAGE and row.draws and len(row.followers) > room:
@@ -224,7 +227,7 @@ class Admission:
             row.followers = row.followers[: max(0, room)]
             behind.extendleft(reversed(later))
 
-    def _finds_owner(self, row: Row, match: Match) -> bool:
+    def _finds_owner(self, row: SampleRow, match: PrefixMatch) -> bool:
         """Whether a row that is computing more of its beginning by as much as a copy is worth makes it wait. That row
         comes before it, so waiting costs nothing.
         """
@@ -292,16 +295,16 @@ class Admission:
             if row.node is not None:
                 self.pages.extend(np.array([row.slot], np.int32))
 
-    def _seated(self) -> list[Row]:
+    def _seated(self) -> list[SampleRow]:
         return [row for row in self._table.rows if row is not None and row.node is not None]
 
-    def _preempt(self, row: Row) -> None:
+    def _preempt(self, row: SampleRow) -> None:
         """Have it give its pages to an older row."""
         table, slot = self._table, row.slot
         self._suspend(row, table.tokens[slot, : table.known(slot)] if table.decodes[slot] else None)
         self.preempted += 1
 
-    def _suspend(self, row: Row, tokens: Ints | None) -> None:
+    def _suspend(self, row: SampleRow, tokens: Ints | None) -> None:
         """Have it give back its pages, and go through its tokens again when there is room. Of an answer that has begun
         these are the `tokens`, the last of which goes through the model next.
         """
@@ -318,7 +321,7 @@ class Admission:
         table.filled[slot] = 0
         bisect.insort(self._queue, row, key=_age)
 
-    def _leave_prefill(self, row: Row) -> None:
+    def _leave_prefill(self, row: SampleRow) -> None:
         if row not in self.prefilling:
             return
         self.prefilling.remove(row)
@@ -328,9 +331,9 @@ class Admission:
             self._beginnings.pop(_beginning(row), None)
 
 
-def _beginning(row: Row) -> tuple[int, bytes]:
+def _beginning(row: SampleRow) -> tuple[int, bytes]:
     return row.work.adapter_number, row.known[:LEAST].tobytes()
 
 
-def _age(row: Row) -> int:
+def _age(row: SampleRow) -> int:
     return row.age

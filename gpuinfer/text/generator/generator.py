@@ -20,24 +20,23 @@ from torch import Tensor
 from gpuinfer.api import TextRoofline
 from gpuinfer.errors import BackendDied, BadPrompt, UsageError
 from gpuinfer.generation import Generation, Logprob, Part, Prompt
-from gpuinfer.models.memory import first_line
-from gpuinfer.models.pinned import queued
-from gpuinfer.text import bare
-from gpuinfer.text.adapter_options import MAX_ADAPTERS
-from gpuinfer.text.cost import extent_of
-from gpuinfer.text.generator.adapters import Adapters, check_name
-from gpuinfer.text.generator.admission import Admission
-from gpuinfer.text.generator.cache import SlotTable
-from gpuinfer.text.generator.composing import Chunk, Composer, Echo, StepPlan, StepUnderWay
-from gpuinfer.text.generator.giving import MOST_PARTS_S
-from gpuinfer.text.generator.prepared import Prepared, PromptWork, Row, prepare
-from gpuinfer.text.generator.protocol import Stepped
-from gpuinfer.text.generator.seams import Drawing, Ints, Language, Sampler
-from gpuinfer.text.generator.settling import Settling
-from gpuinfer.text.generator.troubles import Troubles, alone, died
-from gpuinfer.text.sampling.slots import Rules
-from gpuinfer.text.step import PAGE, Decoder
-from gpuinfer.text.weights import Adapter, Weights
+from gpuinfer.models.out_of_memory import first_line
+from gpuinfer.models.pinned_memory import queued
+from gpuinfer.text import text_roofline
+from gpuinfer.text.generator.adapter_versions import AdapterVersions, check_name
+from gpuinfer.text.generator.admission import SlotAdmission
+from gpuinfer.text.generator.answer import MOST_PARTS_S
+from gpuinfer.text.generator.apply_step import StepApplier
+from gpuinfer.text.generator.composer import Echo, LaunchedStep, PromptChunk, StepComposer, StepPlan
+from gpuinfer.text.generator.driver import Stepped
+from gpuinfer.text.generator.fault_isolation import FaultIsolation, model_died, row_failed
+from gpuinfer.text.generator.interfaces import DrawingProtocol, Ints, LanguageProtocol, SamplerProtocol
+from gpuinfer.text.generator.prompts import Prepared, PromptWork, SampleRow, prepare
+from gpuinfer.text.generator.slot_table import SlotTable
+from gpuinfer.text.sampling.slot_settings import TokenRules
+from gpuinfer.text.text_options import MAX_ADAPTERS
+from gpuinfer.text.text_roofline import step_extent
+from gpuinfer.text.transformer import PAGE, Adapter, Decoder, Weights
 
 logger = logging.getLogger("gpuinfer")
 
@@ -56,7 +55,7 @@ class Generator:
     def __init__(
         self,
         decoder: Decoder,
-        language: Language,
+        language: LanguageProtocol,
         *,
         seed: int,
         end_tokens: Sequence[int],
@@ -64,7 +63,7 @@ class Generator:
         threads: int,
         deterministic: bool,
         gather_steps: int = 0,
-        sampler: Sampler | None = None,
+        sampler: SamplerProtocol | None = None,
         facts: Mapping[str, Any] | None = None,
         read: Callable[[str], Weights] | None = None,
         read_adapter: Callable[[str], Adapter] | None = None,
@@ -80,9 +79,9 @@ class Generator:
         self.enter: Callable[[str], None] = lambda station: None
         self.goes_ahead = True
         self._table = SlotTable(decoder.slots, decoder.length, vocabulary, end_tokens)
-        self._composer = Composer(self._table, step_tokens, gather_steps)
-        self._admission = Admission(decoder, self._table, self.sampler, language, self._composer.changed)
-        self._settling = Settling(
+        self._composer = StepComposer(self._table, step_tokens, gather_steps)
+        self._admission = SlotAdmission(decoder, self._table, self.sampler, language, self._composer.changed)
+        self._settling = StepApplier(
             self._table,
             self._admission,
             self._composer,
@@ -91,14 +90,14 @@ class Generator:
             most_parts_s,
             lambda adapter: self._adapters.give_back(adapter),
         )
-        self._adapters = Adapters(decoder, max_adapters, self._admission.forget_adapter)
-        self._troubles: Troubles[Row] = Troubles(self._table, self.facts.get("model"))
+        self._adapters = AdapterVersions(decoder, max_adapters, self._admission.forget_adapter)
+        self._troubles: FaultIsolation[SampleRow] = FaultIsolation(self._table, self.facts.get("model"))
         self._masks = np.full((decoder.slots, -(-vocabulary // 32)), -1, np.int32)
         self._counted = (0, 0, 0)  # what steps have told of `Admission.cached`, `waited` and `preempted`
         self._queued = decoder.device.type == "cuda"
-        self._under_way: StepUnderWay | None = None  # a step that has been launched before the last one was settled
+        self._under_way: LaunchedStep | None = None  # a step that has been launched before the last one was settled
         self._device_waits = False  # it had finished all that was launched when the last step was begun
-        self._stepped: StepUnderWay | None = None  # one that has been settled, and not reported
+        self._stepped: LaunchedStep | None = None  # one that has been settled, and not reported
 
     @property
     def device(self) -> torch.device:
@@ -163,7 +162,7 @@ class Generator:
         if self._device_waits:
             self.enter("reply")
 
-    def _outcome(self, step: StepUnderWay) -> Stepped:
+    def _outcome(self, step: LaunchedStep) -> Stepped:
         """What a step did that has been settled."""
         plan = step.plan
         before, counts = self._counted, (self._admission.cached, self._admission.waited, self._admission.preempted)
@@ -193,7 +192,7 @@ class Generator:
         depends = table.listed or self.sampler.remembers or (table.constrained & table.decodes).any()
         return not depends and not self._admission.must_preempt
 
-    def _launched(self, before: StepUnderWay | None = None) -> StepUnderWay | None:
+    def _launched(self, before: LaunchedStep | None = None) -> LaunchedStep | None:
         """The next step, launched; `before`: the one that is under way. None: there is nothing to compute, or it
         failed. Then nothing has changed, and with a step `before` it is tried again when that has been settled.
         """
@@ -212,24 +211,24 @@ class Generator:
             return None
         self._settling.advance(plan)
         table, held = self._table, self._composer.left
-        return StepUnderWay(
+        return LaunchedStep(
             plan,
             drawing,
             echoes,
             positions=table.filled[plan.draws],
             epochs=table.epoch[plan.draws],
-            extent=extent_of(plan.step, plan.again),
+            extent=step_extent(plan.step, plan.again),
             held=held and len(plan.step.tokens) >= self._composer.step_tokens,
             echoing=held and any(chunk.echoes for chunk in plan.chunks),
         )
 
-    def _settle(self, step: StepUnderWay) -> None:
+    def _settle(self, step: LaunchedStep) -> None:
         """Wait for what it draws, and write it down. Raises `BackendDied` when the device never comes to it."""
         kept = self._table.epoch[step.plan.draws] == step.epochs
         try:
             drawn = None if step.drawing is None else step.drawing.finish(kept)
         except Exception as error:
-            raise died(error) from error
+            raise model_died(error) from error
         if self._under_way is None or self._device_waits:  # else the device is at work on what is under way
             self.enter("reply")
         self._troubles.passed()
@@ -273,7 +272,7 @@ class Generator:
     def measure(self, rows: int, seconds: float) -> TextRoofline:
         self._settle_all()
         self._admission.forget()  # the pages that it kept are written over
-        return bare.measure(self.decoder, rows, int(self.facts.get("step_tokens") or rows), seconds)
+        return text_roofline.measure_roofline(self.decoder, rows, int(self.facts.get("step_tokens") or rows), seconds)
 
     def use(self, threads: int) -> None:
         self.decoder.use(threads)
@@ -296,7 +295,7 @@ class Generator:
             troubles.passed()  # none of them has anything to compute now
         return self._composer.compose(prefilling, troubles.most, None)
 
-    def _run(self, plan: StepPlan, before: Drawing | None) -> tuple[Drawing | None, list[Echo]]:
+    def _run(self, plan: StepPlan, before: DrawingProtocol | None) -> tuple[DrawingProtocol | None, list[Echo]]:
         """What the step draws, and log-probabilities of prompts. What it changes, the same step changes alike again."""
         self.enter("prefill" if 2 * plan.prompt_tokens > len(plan.step.tokens) else "forward")
         logits = self.decoder.forward(plan.step if before is None else replace(plan.step, drawn=before.tokens))
@@ -313,7 +312,7 @@ class Generator:
             return self.sampler.begin(logits, plan.draws, masks), echoes
         return self.sampler.begin(logits, plan.draws, masks, rules), echoes
 
-    def _copy_for_followers(self, chunks: Sequence[Chunk]) -> None:
+    def _copy_for_followers(self, chunks: Sequence[PromptChunk]) -> None:
         """The last page of their prompt, which is not full: each of them goes on in its own."""
         sources: list[int] = []
         targets: list[int] = []
@@ -341,7 +340,7 @@ class Generator:
                 row.matcher.mask(masks[i])
         return masks
 
-    def _ruled(self, slots: Ints) -> Rules | None:
+    def _ruled(self, slots: Ints) -> TokenRules | None:
         """The same for lists, whose rows need no mask."""
         table = self._table
         if not table.listed or table.walks is None or not len(slots):
@@ -353,7 +352,7 @@ class Generator:
     def _echoes(self, plan: StepPlan, logits: Tensor) -> list[Echo]:
         return [self._echo(chunk, logits) for chunk in plan.chunks if chunk.echoes]
 
-    def _echo(self, chunk: Chunk, logits: Tensor) -> Echo:
+    def _echo(self, chunk: PromptChunk, logits: Tensor) -> Echo:
         """What the model thought of the tokens after those that are echoed, as far as they are known."""
         row, sampling = chunk.row, chunk.row.work.prepared.sampling
         place = chunk.end - chunk.echoes + 1
@@ -371,7 +370,7 @@ class Generator:
         rows = [row for slot in plan.slots if (row := self._table.rows[slot]) is not None]
         guilty = self._troubles.failed(rows, len(plan.step.tokens), error)
         if guilty is not None:
-            self._settling.fail_row(guilty, alone(error), error)
+            self._settling.fail_row(guilty, row_failed(error), error)
 
     def _taken(self) -> tuple[Sequence[tuple[Hashable, Generation | Exception]], Sequence[tuple[Hashable, Part]]]:
         settling = self._settling
@@ -380,12 +379,14 @@ class Generator:
         return finished, parts
 
 
-def _sampler(decoder: Decoder, seed: int, end_tokens: Sequence[int], threads: int, deterministic: bool) -> Sampler:
+def _sampler(
+    decoder: Decoder, seed: int, end_tokens: Sequence[int], threads: int, deterministic: bool
+) -> SamplerProtocol:
     from gpuinfer.text.sampling import Sampler as OwnSampler
 
     if not decoder.slots:
         raise UsageError("the decoder has no slots. Use -B slots=1 or more.")
-    sampler: Sampler = OwnSampler(
+    sampler: SamplerProtocol = OwnSampler(
         decoder.slots,
         decoder.shape.vocabulary,
         decoder.device,

@@ -1,8 +1,6 @@
 """From a run's setup to a generator: checkpoint, estimate, weights, language, decoder.
 
-What fits in memory, told before anything is loaded.
-
-How the user wants text generated; None leaves it to us.
+What does not fit in memory, or cannot be loaded, is refused before anything is.
 """
 
 from __future__ import annotations
@@ -19,21 +17,23 @@ from gpuinfer.api import BackendContext, Lane, ModelSpec, Setup
 from gpuinfer.errors import UsageError
 from gpuinfer.generation import Prompt, Sampling
 from gpuinfer.host.machine import cores
-from gpuinfer.host.resident import give_back
+from gpuinfer.host.process_memory import return_free_memory
 from gpuinfer.models.device import resolve_device, resolve_devices, resolve_dtype
-from gpuinfer.models.memory import keep_freed_memory
-from gpuinfer.models.stages.options import CutOptions, Parallel
-from gpuinfer.text.adapter_options import FIRST, MAX_ADAPTERS, folders_given
-from gpuinfer.text.generator.adapters import check_name
+from gpuinfer.models.model_options import CutOptions, Parallel
+from gpuinfer.models.out_of_memory import keep_freed_memory
+from gpuinfer.text.checkpoint import open_checkpoint, read_adapter
+from gpuinfer.text.checkpoint.memory_estimate import refuse_short
+from gpuinfer.text.generator.adapter_versions import check_name
 from gpuinfer.text.generator.generator import Generator
-from gpuinfer.text.generator.prepared import Prepared
-from gpuinfer.text.shape import Shape
-from gpuinfer.text.step import PAGE, Decoder
+from gpuinfer.text.generator.prompts import Prepared
+from gpuinfer.text.stages.open_staged_decoder import places_for
+from gpuinfer.text.text_options import FIRST_VERSION, MAX_ADAPTERS, adapter_folders_given
+from gpuinfer.text.transformer import PAGE, Decoder, Shape
 
 if TYPE_CHECKING:
     from gpuinfer.text.checkpoint import Checkpoint, Estimate
     from gpuinfer.text.decoder import Sizing
-    from gpuinfer.text.diffusion.generator import DiffusionGenerator
+    from gpuinfer.text.diffusion.diffusion_generator import DiffusionGenerator
     from gpuinfer.text.language import Language
 
 LONGEST = 4096  # positions of a row unless the user asks for more
@@ -41,7 +41,7 @@ SHORTEST = 256  # below it the user has to ask
 SHARE = 0.9  # of what is free: the rest of the program grows too
 
 
-def fitted(
+def fit_to_memory(
     checkpoint: Checkpoint,
     slots: int | None,
     pages: int | None,
@@ -57,7 +57,7 @@ def fitted(
     A context that nobody asked for is halved until one row fits. Raises `UsageError` with the numbers when none does,
     for pages that do not fit, and for fewer than one row takes.
     """
-    from gpuinfer.text.checkpoint.estimate import refuse_short, refuse_unfit, row_pages
+    from gpuinfer.text.checkpoint.memory_estimate import refuse_short, refuse_unfit, row_pages
 
     room, length = int(free_bytes * SHARE), checked_context(checkpoint.shape, context)
     refuse_short(pages, length)
@@ -108,7 +108,7 @@ CUDA_GATHER_STEPS = 8  # a step of many tokens of prompts is no captured graph, 
 NULL_STEP_TOKENS = 1 << 16  # where nothing is computed a step never takes long
 
 
-class Options(CutOptions, Protocol):
+class TextOptions(CutOptions, Protocol):
     """`Tuning`, or a backend's options that have the same fields."""
 
     @property
@@ -132,7 +132,7 @@ class Options(CutOptions, Protocol):
 
 
 def open_generator(
-    spec: ModelSpec, setup: Setup, tuning: Options, lane: Callable[[str], Lane] | None = None
+    spec: ModelSpec, setup: Setup, tuning: TextOptions, lane: Callable[[str], Lane] | None = None
 ) -> Generator | DiffusionGenerator:
     """A generator for a model of kind "text", on `setup.device`, or in stages on all of `setup.devices`.
     `spec.arguments` may carry slots, pages, context and step_tokens: the tuning's come before them. Its `facts` tell
@@ -142,19 +142,19 @@ def open_generator(
     """
     from gpuinfer.text.checkpoint import adapter_bytes, open_checkpoint, read_adapter
     from gpuinfer.text.decoder import own_kernels
-    from gpuinfer.text.decoder.sizing import free_memory
+    from gpuinfer.text.decoder.open_decoder import free_memory
     from gpuinfer.text.language import open_language
 
     devices = [resolve_device(setup.device)] if tuning.parallel == "data" else resolve_devices(setup.devices)
     device, dtype = devices[0], resolve_dtype(setup.dtype)
     keep_freed_memory()
     checkpoint = open_checkpoint(spec)
-    wanted = asked(spec, tuning, setup, device, checkpoint.shape)
+    wanted = resolved_tuning(spec, tuning, setup, device, checkpoint.shape)
     adapters = {name: read_adapter(checkpoint, place) for name, place in (wanted.adapters or {}).items()}
     beside = sum(adapter_bytes(one) for one in adapters.values())
     own = own_kernels(checkpoint.shape, dtype, device, wanted.compile)
     free = sum(map(free_memory, dict.fromkeys(devices)))
-    length, estimate = fitted(checkpoint, wanted.slots, wanted.pages, wanted.context, dtype, free, beside, own)
+    length, estimate = fit_to_memory(checkpoint, wanted.slots, wanted.pages, wanted.context, dtype, free, beside, own)
     with ThreadPoolExecutor(2, "gpuinfer-opening") as others:  # while weights are read, which needs no Python
         language = others.submit(open_language, checkpoint.language_files(), checkpoint.shape)
         if own:
@@ -165,8 +165,8 @@ def open_generator(
         generator = _assembled(checkpoint, setup, wanted, dtype, decoder, sizing, asdict(estimate), language.result())
     for name, adapter in adapters.items():
         check_name(name)
-        generator.load_adapter(name, FIRST, generator.decoder.pack_adapter(adapter))
-    give_back()  # what weights were read into, before they were packed
+        generator.load_adapter(name, FIRST_VERSION, generator.decoder.pack_adapter(adapter))
+    return_free_memory()  # what weights were read into, before they were packed
     _warm_up(generator)
     return generator
 
@@ -189,7 +189,7 @@ def _warm_up(generator: Generator | DiffusionGenerator) -> None:
         generator.step()
 
 
-def asked(spec: ModelSpec, tuning: Options, setup: Setup, device: torch.device, shape: Shape) -> Tuning:
+def resolved_tuning(spec: ModelSpec, tuning: TextOptions, setup: Setup, device: torch.device, shape: Shape) -> Tuning:
     """What was asked for, with what follows from the machine and the model.
 
     Raises `UsageError` for numbers below 1, and for more threads than there are cores.
@@ -211,7 +211,7 @@ def asked(spec: ModelSpec, tuning: Options, setup: Setup, device: torch.device, 
         threads,
         tuning.compile,
         tuning.graphs,
-        folders_given(tuning.adapters, spec.arguments),
+        adapter_folders_given(tuning.adapters, spec.arguments),
         tuning.max_adapters,
         tuning.parallel,
         tuning.stages,
@@ -240,7 +240,7 @@ def _first(name: str, own: int | None, arguments: Mapping[str, Any]) -> int | No
 def _decoder(
     checkpoint: Checkpoint,
     setup: Setup,
-    given: Options,
+    given: TextOptions,
     tuning: Tuning,
     dtype: torch.dtype,
     length: int,
@@ -255,7 +255,7 @@ def _decoder(
         "step_tokens": tuning.step_tokens or CPU_STEP_TOKENS,
     }
     if tuning.parallel != "data":
-        from gpuinfer.text.stages.open_staged import open_in_stages
+        from gpuinfer.text.stages.open_staged_decoder import open_in_stages
 
         lane = lane or BackendContext().lane
         return open_in_stages(checkpoint, dtype, setup, given, lane=lane, **wanted)
@@ -284,8 +284,8 @@ def _assembled(
     language: Language,
 ) -> Generator | DiffusionGenerator:
     from gpuinfer.text.checkpoint import read_adapter
-    from gpuinfer.text.checkpoint.replacement import read_other_weights
-    from gpuinfer.text.stages.decoder import StagedDecoder
+    from gpuinfer.text.checkpoint.loader import read_other_weights
+    from gpuinfer.text.stages.staged_decoder import StagedDecoder
 
     in_force = decoder.in_force if isinstance(decoder, StagedDecoder) else {}
     threads, step_tokens = tuning.threads or 1, tuning.step_tokens or CPU_STEP_TOKENS
@@ -319,10 +319,10 @@ def _assembled(
         },
     }
     if decoder.shape.masking is not None:
-        from gpuinfer.text.diffusion.generator import DiffusionGenerator
-        from gpuinfer.text.diffusion.planning import usual
+        from gpuinfer.text.diffusion.diffusion_generator import DiffusionGenerator
+        from gpuinfer.text.diffusion.unmasking_plan import usual_unmasking
 
-        common["facts"].update(usual(checkpoint.shape))
+        common["facts"].update(usual_unmasking(checkpoint.shape))
         return DiffusionGenerator(decoder, language, **common)
     graphs = decoder.device.type == "cuda" and tuning.graphs and tuning.parallel == "data"
     gather_steps = CUDA_GATHER_STEPS if graphs else 0
@@ -332,3 +332,17 @@ def _assembled(
 def _measured(weights_bytes: int, cache_and_step_bytes: int | None) -> int | None:
     """All that the device holds at the peak, as it was tried; None where it was not."""
     return None if cache_and_step_bytes is None else weights_bytes + cache_and_step_bytes
+
+
+def refuse_unloadable(spec: ModelSpec, setup: Setup, options: TextOptions) -> None:
+    """Raises `UsageError` for a model that is not there, a context that is longer than its own, pages for less than one
+    row of it, more threads than cores, stages that its layers do not allow, and adapters that are not for it. Of the
+    model's own files only headers are read.
+    """
+    checkpoint, devices = open_checkpoint(spec), resolve_devices(setup.devices)
+    wanted = resolved_tuning(spec, options, setup, devices[0], checkpoint.shape)
+    refuse_short(wanted.pages, checked_context(checkpoint.shape, wanted.context))
+    if options.parallel != "data":
+        places_for(checkpoint, setup, options)
+    for folder in (wanted.adapters or {}).values():
+        read_adapter(checkpoint, folder)

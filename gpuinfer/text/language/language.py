@@ -1,23 +1,34 @@
-"""A model's language: prompts to tokens, tokens to text, and what an answer must match."""
+"""A model's language: prompts to tokens, tokens to text, and what an answer must match; and how it is opened from a
+checkpoint's files.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from gpuinfer.errors import BadPrompt
+from gpuinfer.errors import BadPrompt, UsageError
 from gpuinfer.generation import Candidate, Constraint, Logprob, Prompt, Rendering
-from gpuinfer.text.language.chat import ChatTemplates
-from gpuinfer.text.language.growing import Growing
-from gpuinfer.text.language.matcher import Matcher, Matchers
-from gpuinfer.text.language.spelling import Codec, Encoded
+from gpuinfer.text.language.chat_template import ChatTemplates
+from gpuinfer.text.language.detokenizer import Codec, Encoded, IncrementalDetokenizer
+from gpuinfer.text.language.grammar import GrammarMatcher, GrammarMatchers
+from gpuinfer.text.language.tokenizer import (
+    Bytes,
+    Characters,
+    Subwords,
+    TokenizerSettings,
+    open_subwords,
+    read_settings,
+)
+from gpuinfer.text.transformer import Shape
 
 if TYPE_CHECKING:
-    from gpuinfer.text.language.trie.matcher import ListedMatcher
-    from gpuinfer.text.language.trie.trie import Tries
+    from gpuinfer.text.language.list_trie import Tries
+    from gpuinfer.text.language.list_walks import ListedMatcher
 
 LONGEST_TEXT = 16 * 2**20  # characters of one prompt
 
@@ -36,7 +47,7 @@ class Language:
         self._codec, self._beginning, self._template = codec, beginning, template
         self.vocabulary = vocabulary
         self.end_tokens = tuple(end_tokens)
-        self._matchers = Matchers(codec, vocabulary, self.end_tokens)
+        self._matchers = GrammarMatchers(codec, vocabulary, self.end_tokens)
 
     @property
     def has_chat_template(self) -> bool:
@@ -75,11 +86,13 @@ class Language:
         name = piece.encode() if isinstance(piece, str) else piece
         return Candidate(one.token, one.logprob, one.rank, name, not special_tokens and one.token in self._codec.hidden)
 
-    def growing(self, stop: Sequence[str] = (), special_tokens: bool = False, told: bool = True) -> Growing:
+    def growing(
+        self, stop: Sequence[str] = (), special_tokens: bool = False, told: bool = True
+    ) -> IncrementalDetokenizer:
         """For an answer whose text is wanted as it grows (`told`), or ends with a stop string."""
-        return Growing(self._codec.literal if special_tokens else self._codec.spelling, stop, told=told)
+        return IncrementalDetokenizer(self._codec.literal if special_tokens else self._codec.spelling, stop, told=told)
 
-    def matcher(self, constraint: Constraint) -> Matcher | ListedMatcher:
+    def matcher(self, constraint: Constraint) -> GrammarMatcher | ListedMatcher:
         """Compiled under limits, kept in a bounded cache. Any thread may call it. Raises `BadPrompt`."""
         return self._matchers.matcher(constraint)
 
@@ -130,3 +143,69 @@ class Language:
         if len(text) > LONGEST_TEXT:
             raise BadPrompt(f"the prompt has {len(text)} characters. Give at most {LONGEST_TEXT}.")
         return text
+
+
+ENDS_BEGIN = ("gpt2", "nanogpt")  # families whose end token stood between texts, and so before each
+
+
+class LanguageSource(Protocol):
+    """Where a checkpoint's tokenizer is to be found: in a folder, as an alphabet, or nowhere: then tokens are bytes."""
+
+    @property
+    def folder(self) -> Path | None: ...
+    @property
+    def characters(self) -> tuple[str, ...] | None: ...
+    @property
+    def bytes(self) -> bool: ...
+    @property
+    def template(self) -> str | None: ...
+
+
+def open_language(files: LanguageSource, shape: Shape) -> Language:
+    """Raises `UsageError` when there is no tokenizer, or one that cannot be used."""
+    if files.bytes:
+        ends = shape.end_tokens
+        return Language(Bytes(), shape.vocabulary, ends, _first(shape.beginning_token, *ends), _templates(files))
+    if files.characters is not None:
+        characters = Characters(files.characters)
+        beginning = _first(shape.beginning_token, characters.token("\n"))  # as nanoGPT begins
+        return Language(characters, shape.vocabulary, shape.end_tokens, beginning)
+    if files.folder is None:
+        raise UsageError("the model has no tokenizer. Give its alphabet with --meta, or a folder with tokenizer.json.")
+    return _from_folder(files.folder, shape)
+
+
+def has_chat_template(files: LanguageSource) -> bool:
+    """Whether chats can be written out. Quicker than to open the language."""
+    return _templates(files) is not None
+
+
+def _templates(files: LanguageSource) -> ChatTemplates | None:
+    settings = TokenizerSettings(template=files.template) if files.folder is None else read_settings(files.folder)
+    return None if settings.template is None else ChatTemplates(settings)
+
+
+def _from_folder(folder: Path, shape: Shape) -> Language:
+    settings = read_settings(folder)
+    codec = open_subwords(folder, shape.family, settings)
+    ends = _end_tokens(codec, settings, shape)
+    spare = ends if shape.family in ENDS_BEGIN else ()
+    beginning = _first(shape.beginning_token, _token(codec, settings, "bos_token"), *spare)
+    template = None if settings.template is None else ChatTemplates(settings)
+    return Language(codec, shape.vocabulary, ends, beginning, template)
+
+
+def _end_tokens(codec: Subwords, settings: TokenizerSettings, shape: Shape) -> tuple[int, ...]:
+    """All that config.json, generation_config.json and the tokenizer call the end: any of them ends an answer."""
+    own = _token(codec, settings, "eos_token")
+    ends = [*shape.end_tokens, *settings.end_tokens, *([] if own is None else [own])]
+    return tuple(dict.fromkeys(token for token in ends if token < shape.vocabulary))
+
+
+def _token(codec: Subwords, settings: TokenizerSettings, name: str) -> int | None:
+    text = settings.named.get(name)
+    return None if text is None else codec.tokenizer.token_to_id(text)
+
+
+def _first(*tokens: int | None) -> int | None:
+    return next((token for token in tokens if token is not None), None)

@@ -1,4 +1,9 @@
-"""One token for each row of logits: the compiled way from end to end.
+"""Rows of which a few tokens alone may come: only these are looked at, in a row of their own.
+
+All that a draw goes by is the order of the tokens, their values, and sums of whole numbers: without the tokens that may
+not come, which weigh nothing, it is the same draw, to the bit.
+
+One token for each row of logits: the compiled way from end to end.
 
 Random numbers from a counter: Philox4x32-10 (Salmon, Moraes, Dror, Shaw 2011, Parallel random numbers: as easy as
 1, 2, 3). A number depends on (seed, key, sample, position) alone, so a row draws the same in any company.
@@ -12,19 +17,23 @@ import math
 
 import numpy as np
 
-from gpuinfer.text.sampling.cpu_few import bar_few, edit_few, narrowed, pick
-from gpuinfer.text.sampling.cpu_filters import bound_for, cut, draw, gather, select
 from gpuinfer.text.sampling.cpu_values import (
     ALL,
     BLOCK,
     HIGHEST_KEY,
     LARGEST,
+    LEAST_BUCKETS,
     LOWEST_KEY,
+    NOTHING,
     NOTHING_KEY,
     ONE_WEIGHT,
     bar_ends,
+    bound_for,
     called,
     compiled,
+    cut,
+    draw,
+    gather,
     inlined,
     is_edited,
     key_in,
@@ -32,11 +41,53 @@ from gpuinfer.text.sampling.cpu_values import (
     mask_out,
     note,
     penalise,
+    select,
     survey,
     token_in,
     value_of,
     weigh,
 )
+
+# mypy: ignore-errors
+
+
+@inlined
+def narrowed(work, count):
+    """Work space for a row of so many tokens."""
+    tops, orders, counts, masses, buckets, weights, sums = work
+    blocks = (count + BLOCK - 1) // BLOCK
+    return tops[:blocks], orders, counts[:LEAST_BUCKETS], masses[:LEAST_BUCKETS], buckets, weights, sums[:blocks]
+
+
+@inlined
+def pick(values, ids, few):
+    """few[i] = values[ids[i]]"""
+    for place in range(ids.shape[0]):
+        few[place] = values[ids[place]]
+
+
+@inlined
+def edit_few(values, few, ids, slot, record, lists, edited, tops):
+    """Write to `few` what the tokens of `ids` count. `edited`, of the whole vocabulary, is work space. As `edit`."""
+    if not is_edited(record):
+        return
+    for bars in (True, False):
+        for place in range(ids.shape[0]):
+            edited[ids[place]] = values[ids[place]]
+        penalise(edited, slot, record, lists)
+        if bars and record.drawn < record.min_tokens:
+            bar_ends(edited, slot, record, lists)
+        pick(edited, ids, few)
+        best, _ = survey(few, tops)
+        if best > NOTHING_KEY:
+            break
+
+
+@inlined
+def bar_few(edited, ids):
+    for place in range(ids.shape[0]):
+        edited[ids[place]] = NOTHING
+
 
 # mypy: ignore-errors
 

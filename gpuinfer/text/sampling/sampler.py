@@ -13,17 +13,17 @@ from torch import Tensor
 
 from gpuinfer.errors import BadPrompt, BadResult, RequestError
 from gpuinfer.generation import Candidate, Logprob, Sampling
-from gpuinfer.text.sampling.cpu import Complete, CpuPath
+from gpuinfer.text.sampling.compiled_path import CompleteDraw, CpuPath
 from gpuinfer.text.sampling.cpu_draw import EMPTY
-from gpuinfer.text.sampling.slots import NO_TOKENS, Rules, Slots
-from gpuinfer.text.sampling.torch_path import Described, Queued, TorchPath
+from gpuinfer.text.sampling.slot_settings import NO_TOKENS, SamplingSlots, TokenRules
+from gpuinfer.text.sampling.torch_path import Described, QueuedDraw, TorchPath
 from gpuinfer.text.sampling.triton_draws import draws_for
 
 IMPOSSIBLE = -9999.0  # stands for a log-probability of minus infinity, which JSON has no number for, as in OpenAI's API
 
 
 @dataclass(frozen=True, slots=True)
-class Drawn:
+class DrawnTokens:
     """What one call drew: `tokens` int32 [rows]; -1 for the rows in `bad`, which says why each of them has failed."""
 
     tokens: NDArray[np.int32]
@@ -32,12 +32,12 @@ class Drawn:
     bad: Mapping[int, RequestError] = field(default_factory=dict)
 
 
-class Drawing:
+class PendingDraw:
     """A draw that has begun. `tokens` int64 [rows] lie on the device of the logits, once it has come to them; they are
     negative for rows that no token can be drawn for.
     """
 
-    def __init__(self, queued: Queued | Complete, wanted: NDArray[np.int32], processes: bool) -> None:
+    def __init__(self, queued: QueuedDraw | CompleteDraw, wanted: NDArray[np.int32], processes: bool) -> None:
         self._queued, self._wanted, self._processes, self.tokens = queued, wanted, processes, queued.tokens
 
     @property
@@ -45,7 +45,7 @@ class Drawing:
         """Whether `finish` has nothing to wait for."""
         return self._queued.ready
 
-    def finish(self, kept: NDArray[np.bool_] | None = None) -> Drawn:
+    def finish(self, kept: NDArray[np.bool_] | None = None) -> DrawnTokens:
         """Wait for what was drawn. Of rows that are not `kept`, bool [rows], nothing is noted: their slots may be
         others' by now.
         """
@@ -57,7 +57,7 @@ class Drawing:
             wanted, chosen = self._wanted[found.rows], tokens[found.rows]
             for row, logprob in zip(found.rows.tolist(), logprobs_of(found.described, chosen, wanted), strict=True):
                 logprobs[row] = logprob if tokens[row] >= 0 else None
-        return Drawn(tokens, logprobs, found.processed if self._processes else None, bad)
+        return DrawnTokens(tokens, logprobs, found.processed if self._processes else None, bad)
 
 
 class Sampler:
@@ -78,7 +78,7 @@ class Sampler:
         deterministic: bool = False,  # it always is
     ) -> None:
         self.vocabulary = vocabulary
-        self._slots = Slots(slots, vocabulary, seed, end_tokens)
+        self._slots = SamplingSlots(slots, vocabulary, seed, end_tokens)
         self._path: Any
         if torch.device(device).type == "cpu":
             self._path = CpuPath(self._slots, vocabulary, threads)
@@ -120,8 +120,8 @@ class Sampler:
         logits: Tensor,
         slots: NDArray[np.int32],
         masks: NDArray[np.int32] | None = None,
-        rules: Rules | None = None,
-    ) -> Drawn:
+        rules: TokenRules | None = None,
+    ) -> DrawnTokens:
         """See `begin`; and wait for it."""
         return self.begin(logits, slots, masks, rules).finish()
 
@@ -130,8 +130,8 @@ class Sampler:
         logits: Tensor,
         slots: NDArray[np.int32],
         masks: NDArray[np.int32] | None = None,
-        rules: Rules | None = None,
-    ) -> Drawing:
+        rules: TokenRules | None = None,
+    ) -> PendingDraw:
         """A token for each row of `logits` float32 [rows, vocabulary]; row i is slot `slots[i]`'s; none comes twice.
 
         masks: int32 [rows, words of 32 tokens]; the tokens whose bits are set may come. Where they leave nothing but
@@ -150,7 +150,7 @@ class Sampler:
         self._slots.make_room_to_note()
         processes = bool(self._slots.with_processed)
         wanted = np.minimum(self._slots.records["logprobs"][slots], self.vocabulary)
-        return Drawing(self._path.begin(logits, slots, masks, processes, rules), wanted, processes)
+        return PendingDraw(self._path.begin(logits, slots, masks, processes, rules), wanted, processes)
 
     def given_logprobs(self, logits: Tensor, tokens: NDArray[np.int32], wanted: int) -> list[Logprob]:
         """Of each row of `logits` [rows, vocabulary] the log-probability of a token that was not drawn here, and the
@@ -180,12 +180,12 @@ def logprobs_of(described: Described, chosen: NDArray[np.int32], wanted: NDArray
 
 def _bad(tokens: NDArray[np.int32]) -> dict[int, RequestError]:
     """Why rows have failed; their tokens become -1."""
-    bad = {int(row): failure(int(tokens[row])) for row in np.flatnonzero(tokens < 0)}
+    bad = {int(row): draw_failure(int(tokens[row])) for row in np.flatnonzero(tokens < 0)}
     tokens[list(bad)] = -1
     return bad
 
 
-def failure(code: int) -> RequestError:
+def draw_failure(code: int) -> RequestError:
     if code == EMPTY:
         return BadPrompt("no token may come: the constraint and the biases leave nothing. Loosen the constraint.")
     return BadResult("the model's logits hold NaN or +inf for this row. Check the weights, or try another dtype.")

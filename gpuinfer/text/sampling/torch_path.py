@@ -19,12 +19,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gpuinfer.models.capturing import event_behind
+from gpuinfer.models.cuda_graphs import event_behind
 from gpuinfer.text.decoder import cpu_math
 from gpuinfer.text.decoder.torch_batch import Uploads
 from gpuinfer.text.sampling import cpu_draw, cpu_values
 from gpuinfer.text.sampling.cpu_draw import ALL_BUT, BROKEN, EMPTY, ONLY
-from gpuinfer.text.sampling.slots import Rules, Slots
+from gpuinfer.text.sampling.slot_settings import SamplingSlots, TokenRules
 
 Pairs = tuple[NDArray[np.int64], NDArray[np.int64]]  # (row, place in the list of the row's slot)
 Arrays = dict[str, NDArray[np.int64]]  # on their way to the device; of other formats the bits
@@ -64,8 +64,8 @@ def edits_of(
     slots: NDArray[np.int32],
     records: NDArray[Any],
     masks: NDArray[np.int32] | None,
-    rules: Rules | None,
-    lists: Slots,
+    rules: TokenRules | None,
+    lists: SamplingSlots,
     vocabulary: int,
 ) -> Arrays:
     """What `edited` and `restricted` go by. Names that end in `_at` are places in the flat logits, row × vocabulary +
@@ -162,7 +162,7 @@ def bar_ends(values: Tensor, at: Tensor) -> None:
 
 
 @dataclass(frozen=True)
-class Wanted:
+class WantedDraws:
     """What rows want: `columns` int64 [5, rows] beside the logits, as `columns_of` has them; and whether top-k has a
     say in some row, and top-p.
     """
@@ -172,20 +172,20 @@ class Wanted:
     masses: bool
 
     @classmethod
-    def of(cls, records: NDArray[Any], units: NDArray[np.float64], device: torch.device) -> Wanted:
+    def of(cls, records: NDArray[Any], units: NDArray[np.float64], device: torch.device) -> WantedDraws:
         """From the rows' records and their random numbers."""
         return cls.sent(torch.from_numpy(columns_of(records, units)).to(device), records)
 
     @classmethod
-    def sent(cls, columns: Tensor, records: NDArray[Any]) -> Wanted:
+    def sent(cls, columns: Tensor, records: NDArray[Any]) -> WantedDraws:
         """From columns that are on the device already."""
         sampled = records["inverse"] != 0
         counts = bool(((records["top_k"] > 0) | ~sampled).any())
         return cls(columns, counts, bool(((records["top_p"] < 1) & sampled).any()))
 
-    def of_rows(self, first: int, end: int) -> Wanted:
+    def of_rows(self, first: int, end: int) -> WantedDraws:
         """Those of the rows from `first` to `end`."""
-        return Wanted(self.columns[:, first:end], self.counts, self.masses)
+        return WantedDraws(self.columns[:, first:end], self.counts, self.masses)
 
     @property
     def inverse(self) -> Tensor:
@@ -262,7 +262,7 @@ def first_of(values: Tensor, best: Tensor) -> Tensor:
     return places.where(values == best[:, None], values.shape[1]).amin(1).clamp_(max=values.shape[1] - 1)
 
 
-def drawn(values: Tensor, best: Tensor, wanted: Wanted) -> tuple[Tensor, Tensor]:
+def drawn(values: Tensor, best: Tensor, wanted: WantedDraws) -> tuple[Tensor, Tensor]:
     """Tokens int64 [rows]: where the weights, added up in the order of the tokens, pass `units` of their sum; and that
     sum, int64 [rows].
     """
@@ -277,7 +277,7 @@ def drawn(values: Tensor, best: Tensor, wanted: Wanted) -> tuple[Tensor, Tensor]
     return tokens, total.squeeze(1)
 
 
-def kept(keys: Tensor, amounts: Tensor, best: Tensor, wanted: Wanted) -> Tensor:
+def kept(keys: Tensor, amounts: Tensor, best: Tensor, wanted: WantedDraws) -> Tensor:
     """bool [rows, vocabulary]: the tokens that top-k, top-p and min-p leave."""
     floor = keys_of((best.double() + wanted.floor).float())
     if not (wanted.counts or wanted.masses):
@@ -289,7 +289,7 @@ def kept(keys: Tensor, amounts: Tensor, best: Tensor, wanted: Wanted) -> Tensor:
     return (keys > key) | (tied & (tied.cumsum(1) <= ties))
 
 
-def last_kept(keys: Tensor, amounts: Tensor, wanted: Wanted) -> tuple[Tensor, Tensor]:
+def last_kept(keys: Tensor, amounts: Tensor, wanted: WantedDraws) -> tuple[Tensor, Tensor]:
     """The least key of the tokens that top-k and top-p keep, int32 [rows, 1], and how many tokens of that key, the
     lowest, they keep at most; int64 [rows, 1].
     """
@@ -391,12 +391,12 @@ def log_total(total: int) -> float:
     return math.log(total / ONE_WEIGHT) if total > 0 else 0.0
 
 
-class Draws(Protocol):
+class DrawMethod(Protocol):
     """What `drawn` and `weights` do, by other means: `drawn` takes `logit_bytes` for each logit beside the logits."""
 
     logit_bytes: int
 
-    def drawn(self, values: Tensor, best: Tensor, wanted: Wanted) -> tuple[Tensor, Tensor]: ...
+    def drawn(self, values: Tensor, best: Tensor, wanted: WantedDraws) -> tuple[Tensor, Tensor]: ...
     def weights(self, values: Tensor, best: Tensor, inverse: Tensor) -> Tensor: ...
 
 
@@ -434,7 +434,7 @@ def piece_of(logits: Tensor, logit_bytes: int = LOGIT_BYTES) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class DrawFindings:
     """What a draw has found: `codes` int32 [rows], tokens, or BROKEN or EMPTY; `processed` float64 [rows], or [0] if no
     row wants it; the log-probabilities of some rows, ascending, where any has a token and wants them.
     """
@@ -446,7 +446,7 @@ class Found:
 
 
 @dataclass(frozen=True)
-class Queued:
+class QueuedDraw:
     """A draw that the device has yet to come to. `tokens` int64 [rows] lie there: tokens, or BROKEN or EMPTY."""
 
     path: TorchPath
@@ -464,7 +464,7 @@ class Queued:
         """Whether the device has come to it."""
         return self.download.ready
 
-    def finish(self, kept: NDArray[np.bool_] | None) -> Found:
+    def finish(self, kept: NDArray[np.bool_] | None) -> DrawFindings:
         """Wait for it. Tokens are noted in the slots of the rows that are `kept`; None: all are."""
         found, rows = self.download.values(), len(self.slots)
         codes = found[:rows].astype(np.int32)
@@ -476,7 +476,7 @@ class Queued:
             last = len(self.wanting) * (4 + self.most)
             described = logprobs_of(found[len(found) - last :].reshape(len(self.wanting), -1))
         self.path.note(codes, self.slots, kept)
-        return Found(codes, processed, self.wanting, described)
+        return DrawFindings(codes, processed, self.wanting, described)
 
 
 class TorchPath:
@@ -486,7 +486,7 @@ class TorchPath:
     draw before, as all do that take their likeliest token.
     """
 
-    def __init__(self, slots: Slots, vocabulary: int, own: Draws | None = None) -> None:
+    def __init__(self, slots: SamplingSlots, vocabulary: int, own: DrawMethod | None = None) -> None:
         self._slots, self._vocabulary = slots, vocabulary
         self._draw = drawn if own is None else own.drawn
         self._weigh = weights if own is None else own.weights
@@ -501,8 +501,8 @@ class TorchPath:
         slots: NDArray[np.int32],
         masks: NDArray[np.int32] | None,
         processes: bool,
-        rules: Rules | None = None,
-    ) -> Queued:
+        rules: TokenRules | None = None,
+    ) -> QueuedDraw:
         """Queue the draw of a token for each row. From now on the slots count one more."""
         rows, records = len(slots), self._slots.records[slots]
         arrays = edits_of(slots, records, masks, rules, self._slots, self._vocabulary)
@@ -522,7 +522,7 @@ class TorchPath:
         best = values.amax(1)
         total = None
         if samples:
-            tokens, total = self._drawn(values, best, Wanted.sent(sent["columns"].view(-1, rows), records))
+            tokens, total = self._drawn(values, best, WantedDraws.sent(sent["columns"].view(-1, rows), records))
         else:
             tokens = first_of(values, best)
         coded = tokens.masked_fill(best == -torch.inf, EMPTY).masked_fill(broken, BROKEN)
@@ -535,7 +535,7 @@ class TorchPath:
             parts.append(self._described(logits, sent.get("logprob_rows"), tokens, most).flatten())
         download = Download(torch.cat(parts) if len(parts) > 1 else coded)
         self._slots.records["drawn"][slots] += 1
-        return Queued(self, slots, records, coded, download, processes, samples, wanting, most)
+        return QueuedDraw(self, slots, records, coded, download, processes, samples, wanting, most)
 
     def note(self, codes: NDArray[np.int32], slots: NDArray[np.int32], kept: NDArray[np.bool_] | None) -> None:
         """These tokens have been drawn. `begin` has counted one for each row, which `note_all` does itself for rows
@@ -573,7 +573,7 @@ class TorchPath:
         parts = torch.split(self._last[1], [len(array) for array in arrays.values()])
         return dict(zip(arrays, parts, strict=True))
 
-    def _drawn(self, values: Tensor, best: Tensor, wanted: Wanted) -> tuple[Tensor, Tensor]:
+    def _drawn(self, values: Tensor, best: Tensor, wanted: WantedDraws) -> tuple[Tensor, Tensor]:
         """Tokens and totals, in as many pieces as memory calls for."""
         size = piece_of(values, self._logit_bytes)
         if len(values) <= size:

@@ -8,10 +8,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gpuinfer.text.decoder.triton_layers import is_there, tried_out
+from gpuinfer.text.decoder.triton_layers import has_triton, tried_out
 from gpuinfer.text.sampling import torch_path
-from gpuinfer.text.sampling.slots import SETTINGS
-from gpuinfer.text.sampling.torch_path import Wanted, to_host
+from gpuinfer.text.sampling.slot_settings import SETTINGS
+from gpuinfer.text.sampling.torch_path import WantedDraws, to_host
 
 BLOCK, WARPS = 4096, 16  # logits that a program looks at at once: as many as one has registers for
 COMPARED_TOKENS = 5000  # of each row that both ways draw for when the kernels are chosen
@@ -23,15 +23,15 @@ class TritonDraws:
     logit_bytes = 4  # that a draw takes for each logit beside the logits
 
     def __init__(self) -> None:
-        from gpuinfer.text.sampling import triton_kernels
+        from gpuinfer.text.sampling import triton_draw_kernels
 
-        self._kernels = triton_kernels
+        self._kernels = triton_draw_kernels
 
     def weights(self, values: Tensor, best: Tensor, inverse: Tensor) -> Tensor:
         """int64 [rows, vocabulary]."""
         return self._weighed(values, best, inverse).long()
 
-    def drawn(self, values: Tensor, best: Tensor, wanted: Wanted) -> tuple[Tensor, Tensor]:
+    def drawn(self, values: Tensor, best: Tensor, wanted: WantedDraws) -> tuple[Tensor, Tensor]:
         """Tokens int64 [rows], and the sums of the weights that they were drawn by, int64 [rows]."""
         rows, vocabulary = values.shape
         values, best = values.contiguous(), best.contiguous()
@@ -68,7 +68,7 @@ class TritonDraws:
 
 def draws_for(device: torch.device) -> TritonDraws | None:
     """The kernels where they can be had and answer as torch does."""
-    if device.type != "cuda" or not is_there():
+    if device.type != "cuda" or not has_triton():
         return None
 
     def own_draws() -> TritonDraws:
@@ -98,7 +98,7 @@ def compare(own: TritonDraws, device: torch.device) -> None:
     logits = random.standard_normal((len(cases), COMPARED_TOKENS), np.float32) * 2
     logits[:, ::3] = np.round(logits[:, ::3])
     values = torch.from_numpy(logits).to(device)
-    wanted, best = Wanted.of(records, random.random(len(cases)), device), values.amax(1)
+    wanted, best = WantedDraws.of(records, random.random(len(cases)), device), values.amax(1)
     both = [torch.stack(way.drawn(values, best, wanted)) for way in (own, torch_path)]
     ours, theirs = to_host(torch.stack(both))
     if (ours != theirs).any():

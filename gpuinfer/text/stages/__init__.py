@@ -1,1 +1,1 @@
-"""A model of text in stages: each has some of its layers, with their share of the cache."""
+"""A text model in stages: each has some of its layers, with their share of the cache."""

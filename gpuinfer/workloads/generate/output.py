@@ -21,11 +21,10 @@ from pathlib import Path
 from typing import Any
 
 from gpuinfer.errors import UsageError
-from gpuinfer.host.files import no_folder, sync_folder
-from gpuinfer.host.records import differences
-from gpuinfer.workloads.generate.done import Done, Earlier, read, rewrite
-from gpuinfer.workloads.generate.seen import Seen
-from gpuinfer.workloads.generate.writing import Aside, waiting
+from gpuinfer.host.files import differences, no_folder, sync_folder
+from gpuinfer.workloads.generate.answer_lines import DoneRows, EarlierAnswers, read_key, rewrite_output
+from gpuinfer.workloads.generate.input_rows import KeySet
+from gpuinfer.workloads.generate.output_writer import SpillFile, unfinished_lines
 
 BEFORE, EARLY = ".before", ".early"
 STDOUT = "standard output"
@@ -40,9 +39,9 @@ class OpenedOutput:
     def __init__(self, name: str, descriptor: int) -> None:
         self.name = name
         self.descriptor = descriptor
-        self.done = Seen()
-        self.aside: Aside | None = None  # for answers that wait for an earlier one
-        self.before: Earlier | None = None
+        self.done = KeySet()
+        self.aside: SpillFile | None = None  # for answers that wait for an earlier one
+        self.before: EarlierAnswers | None = None
         self._note: RunNote | None = None
         self.path: Path | None = None  # None: it is a stream
         self._is_ours = self._finished = False
@@ -65,7 +64,7 @@ class OpenedOutput:
     def rest(self) -> Iterator[bytes]:
         """Lines of an earlier run whose rows the input has no more, each once."""
         for line in (*self.left(), *(self.before.rest() if self.before else ())):
-            found = read(line)
+            found = read_key(line)
             if found is not None and not self.done.count([found[0]])[0]:
                 yield line
 
@@ -95,7 +94,7 @@ class OpenedOutput:
             os.close(self.descriptor)
 
 
-def check(name: str, input_name: str, resume: bool) -> None:
+def check_output(name: str, input_name: str, resume: bool) -> None:
     """Raises `UsageError` for an output that cannot be. Touches nothing."""
     path = Path(name)
     if name == "-" or (path.exists() and not path.is_file() and not path.is_dir()):
@@ -148,13 +147,13 @@ def _opened(
     is_ours = not path.exists()
     before, early = _beside(path)
     retry = retry and not before.exists()  # else that has begun already
-    done = Seen() if is_ours else _mend(path, before, retry, ordered)
+    done = KeySet() if is_ours else _mend(path, before, retry, ordered)
     output = OpenedOutput(str(path), os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666))
     output.bind(note, path, is_ours)
     output.done = done
     if ordered:
-        output.aside = Aside(early, waiting(early, done, retry))
-        output.before = Earlier(before) if before.exists() else None
+        output.aside = SpillFile(early, unfinished_lines(early, done, retry))
+        output.before = EarlierAnswers(before) if before.exists() else None
     sync_folder(path.parent)
     return output
 
@@ -192,14 +191,14 @@ def _bind(path: Path, note: RunNote, settings: Mapping[str, Any]) -> None:
 def _answers(path: Path) -> bool:
     """Whether there is any line but errors."""
     with path.open("rb") as file:
-        found = (read(line) for line in file if line.endswith(b"\n"))
+        found = (read_key(line) for line in file if line.endswith(b"\n"))
         return any(one is None or not one[1] for one in found)
 
 
-def _mend(path: Path, before: Path, retry: bool, ordered: bool) -> Seen:
+def _mend(path: Path, before: Path, retry: bool, ordered: bool) -> KeySet:
     """Leave only whole lines that are to stay; the rows that are done."""
     with path.open("r+b") as file:
-        done = Done(file, retry)
+        done = DoneRows(file, retry)
         if done.whole_bytes < os.fstat(file.fileno()).st_size:
             file.truncate(done.whole_bytes)
     if done.unreadable:
@@ -208,8 +207,8 @@ def _mend(path: Path, before: Path, retry: bool, ordered: bool) -> Seen:
         return done.rows
     if ordered and not before.exists():
         path.rename(before)
-        return Seen()
-    rewrite(path, done.keeps)
+        return KeySet()
+    rewrite_output(path, done.keeps)
     return done.rows
 
 
@@ -257,12 +256,12 @@ def _locked(note: Path, output: Path) -> int:
             raise UsageError(why) from None
         except OSError as error:
             log.info("%s: no locks on this file system (%s)", note, error)
-        if _is(lock, note):
+        if _is_same_file(lock, note):
             return lock
         os.close(lock)  # the run that had it has removed it meanwhile
 
 
-def _is(descriptor: int, path: Path) -> bool:
+def _is_same_file(descriptor: int, path: Path) -> bool:
     try:
         return os.path.samestat(os.fstat(descriptor), path.stat())
     except FileNotFoundError:

@@ -1,7 +1,6 @@
-"""Keeps the model busy with rows, and brings its answers to the output, with little of either in memory.
+"""Keeps the model busy with rows and brings its answers to the output, with little of either in memory.
 
-A fixed number of tasks ask, each one row at a time: a few times as many rows as the backend has slots are under way, so
-that a slot that becomes free finds a row waiting. One task reads ahead, as long as few rows wait to be asked.
+A prompt with more samples than a batch can take is asked piece by piece.
 """
 
 from __future__ import annotations
@@ -9,22 +8,136 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import msgspec
 
 from gpuinfer.api import Infer, Limits
-from gpuinfer.errors import BackendDied, BackendError, BadPrompt, BadResult, GpuinferError, RequestError, WorkError
-from gpuinfer.generation import Generation
-from gpuinfer.host import spoken
-from gpuinfer.openai.rows import RowReader
-from gpuinfer.openai.splitting import Either, Piece
-from gpuinfer.workloads.generate.asking import Asker
-from gpuinfer.workloads.generate.done import key_of
-from gpuinfer.workloads.generate.lines import LineWriter
-from gpuinfer.workloads.generate.naming import NamedRow, Namer
-from gpuinfer.workloads.generate.ordering import AsDone, InOrder
+from gpuinfer.engine.stream import retry_when_full
+from gpuinfer.errors import (
+    BackendDied,
+    BackendError,
+    BadPrompt,
+    BadResult,
+    GpuinferError,
+    RequestError,
+    WorkError,
+    unwrap,
+)
+from gpuinfer.generation import Generation, Part, Prompt
+from gpuinfer.host import error_text
+from gpuinfer.serving.openai.prompt_rows import PromptRowReader
+from gpuinfer.serving.openai.row_splitter import Piece, RowSplitter
+from gpuinfer.workloads.generate.answer_lines import LineWriter, key_of
+from gpuinfer.workloads.generate.input_rows import InputSource, NamedRow, Namer
 from gpuinfer.workloads.generate.output import OpenedOutput
-from gpuinfer.workloads.generate.reading import Source
-from gpuinfer.workloads.generate.writing import Outlet
+from gpuinfer.workloads.generate.output_writer import OrderedOutput, OutputWriter, UnorderedOutput
+
+TRIES = 2000  # at a queue that is full
+
+
+class PromptRequester:
+    """Asks with at most `rows` rows under way, all askers together; a request has at most `widest`."""
+
+    def __init__(self, infer: Infer, rows: int, widest: int) -> None:
+        self._infer, self._room, self._widest = infer, RowBudget(rows), widest
+
+    async def ask(self, prompt: Prompt, reads: Callable[[Part], None] | None = None) -> Generation:
+        """Raises what `infer` raises; a full queue is tried again, as others may ask the same backend.
+
+        `reads` is told the parts of the answer as they come.
+        """
+        if prompt.samples <= self._widest:
+            return await self._one(prompt, reads)
+        try:
+            async with asyncio.TaskGroup() as group:
+                pieces = [
+                    group.create_task(self._one(piece, shift_part(reads, piece.first_sample - prompt.first_sample)))
+                    for piece in split_samples(prompt, self._widest)
+                ]
+        except BaseExceptionGroup as errors:
+            raise unwrap(errors) from None
+        return join_samples([piece.result() for piece in pieces])
+
+    async def _one(self, prompt: Prompt, reads: Callable[[Part], None] | None) -> Generation:
+        rows = prompt.samples
+        taken = await self._room.take(rows)
+        try:
+            if reads is None:
+                found = await retry_when_full(lambda: self._infer(prompt, rows=rows), TRIES)
+            else:
+                found = await retry_when_full(lambda: self._read(prompt, reads), TRIES)
+        finally:
+            self._room.give(taken)
+        if type(found) is not Generation or len(found.completions) != rows:
+            raise BadResult(f"the backend answered a prompt of {rows} samples with {found!r:.80}. Use another backend.")
+        return found
+
+    async def _read(self, prompt: Prompt, reads: Callable[[Part], None]) -> Any:
+        async with self._infer.stream(prompt, rows=prompt.samples) as stream:
+            async for part in stream:
+                reads(part)
+            return stream.result
+
+
+def shift_part(reads: Callable[[Part], None] | None, first: int) -> Callable[[Part], None] | None:
+    """For the piece of a prompt whose samples begin at `first`."""
+    if reads is None or not first:
+        return reads
+    return lambda part: reads(msgspec.structs.replace(part, sample=part.sample + first))
+
+
+def split_samples(prompt: Prompt, widest: int) -> list[Prompt]:
+    """Prompts of at most so many samples, which draw the same answers as the whole."""
+    first, end = prompt.first_sample, prompt.first_sample + prompt.samples
+    return [
+        msgspec.structs.replace(prompt, first_sample=start, samples=min(widest, end - start))
+        for start in range(first, end, widest)
+    ]
+
+
+def join_samples(pieces: Sequence[Generation]) -> Generation:
+    """The answers of all pieces as one."""
+    return msgspec.structs.replace(
+        pieces[0],
+        completions=tuple(one for piece in pieces for one in piece.completions),
+        first_token_s=min(piece.first_token_s for piece in pieces),
+        seconds=max(piece.seconds for piece in pieces),
+    )
+
+
+class RowBudget:
+    """Room for so many rows; first come, first let in. What is wider than all of it gets in alone."""
+
+    def __init__(self, rows: int) -> None:
+        self._rows = self._free = rows
+        self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
+
+    async def take(self, rows: int) -> int:
+        """Wait for room; returns what to give back."""
+        rows = min(rows, self._rows)
+        if self._free >= rows and not self._waiting:
+            self._free -= rows
+            return rows
+        turn = asyncio.get_running_loop().create_future()
+        self._waiting.append((rows, turn))
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled():
+                self.give(rows)
+            raise
+        return rows
+
+    def give(self, rows: int) -> None:
+        self._free += rows
+        while self._waiting and (self._waiting[0][1].cancelled() or self._waiting[0][0] <= self._free):
+            wanted, turn = self._waiting.popleft()
+            if not turn.cancelled():
+                self._free -= wanted
+                turn.set_result(None)
+
 
 BLOCK = 512  # rows that are understood before anything else may run
 MOST_UNDER_WAY = 16_384
@@ -61,13 +174,13 @@ class RowCounts:
         self.first_failure = self.first_failure or error
 
 
-def under_way(limits: Limits) -> int:
+def rows_in_flight(limits: Limits) -> int:
     """How many rows to have under way: enough that a free slot always finds one that waits."""
     once = limits.slots or limits.max_rows * limits.in_flight
     return min(3 * once, max(once + limits.max_rows, MOST_UNDER_WAY))
 
 
-def widest(limits: Limits) -> int:
+def most_samples(limits: Limits) -> int:
     """How many samples one request may ask for."""
     return limits.max_rows if limits.slots is None else min(limits.max_rows, limits.slots)
 
@@ -78,9 +191,9 @@ class Pump:
     def __init__(
         self,
         infer: Infer,
-        source: Source,
+        source: InputSource,
         output: OpenedOutput,
-        reader: RowReader,
+        reader: PromptRowReader,
         namer: Namer,
         writer: LineWriter,
         *,
@@ -88,16 +201,18 @@ class Pump:
         most: int | None = None,
     ) -> None:
         self.counts = RowCounts()
-        self.splitter = Either()
+        self.splitter = RowSplitter()
         self._source, self._output = source, output
         self._reader, self._namer, self._writer = reader, namer, writer
         limits = infer.limits
-        self.under_way = under_way(limits)
-        self._asker = Asker(infer, self.under_way, widest(limits))
+        self.under_way = rows_in_flight(limits)
+        self._asker = PromptRequester(infer, self.under_way, most_samples(limits))
         self._enter = infer.lane("input").enter
-        self._outlet = Outlet(output.descriptor, output.name, infer.lane("output"), output.aside, output.path)
+        self._outlet = OutputWriter(output.descriptor, output.name, infer.lane("output"), output.aside, output.path)
         window = 4 * self.under_way
-        self._order: InOrder | AsDone = InOrder(self._outlet, window, output.left) if ordered else AsDone(self._outlet)
+        self._order: OrderedOutput | UnorderedOutput = (
+            OrderedOutput(self._outlet, window, output.left) if ordered else UnorderedOutput(self._outlet)
+        )
         self._most = most
         self._places = 0  # given away
         self._jobs: deque[NamedRow] = deque()
@@ -220,7 +335,7 @@ class Pump:
         try:
             return self._writer.answer(job, generation, seconds)
         except Exception as error:
-            why = f"the answer cannot be written ({spoken.in_full(error)})"
+            why = f"the answer cannot be written ({error_text.full_message(error)})"
             raise BadResult(f"{why}. Leave out what is unusual in the row.") from error
 
     def _fail(self, job: NamedRow, error: GpuinferError) -> None:

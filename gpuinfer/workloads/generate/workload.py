@@ -1,4 +1,7 @@
-"""Generate: the workload that reads prompts, asks a model to go on with each, and writes the answers down."""
+"""Generate: the workload that reads prompts, asks a model to go on with each, and writes the answers down.
+
+Its options are the flags of the command.
+"""
 
 from __future__ import annotations
 
@@ -8,29 +11,73 @@ import os
 import sys
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
+from pydantic import Field
 
-from gpuinfer import errors
+from gpuinfer import api, errors
 from gpuinfer.api import Infer, ModelSpec, Progress, Setup, Workload
 from gpuinfer.errors import UsageError, WorkError
-from gpuinfer.host.following import followed
+from gpuinfer.generation import MOST_LOGPROBS
+from gpuinfer.host.event_loop import follow_task
 from gpuinfer.host.terminal import show_status
-from gpuinfer.openai.adapters import adapters_of, digests_of
-from gpuinfer.openai.identity import arithmetic, fingerprint
-from gpuinfer.openai.options import check_model, check_text, model_of, rendering_of, sampling_of, try_out
-from gpuinfer.openai.requests import PromptDefaults
-from gpuinfer.openai.rows import RowReader
-from gpuinfer.openai.unmasking import unmasking_of
-from gpuinfer.workloads.generate import output, reading
-from gpuinfer.workloads.generate.lines import LineWriter
-from gpuinfer.workloads.generate.naming import Namer
-from gpuinfer.workloads.generate.options import GenerateOptions
+from gpuinfer.serving.openai.model_options import (
+    REPEATABLE,
+    AdapterOptions,
+    ModelOptions,
+    SamplingOptions,
+    adapters_of,
+    arithmetic,
+    check_model,
+    check_text,
+    check_with_model,
+    digests_of,
+    fingerprint,
+    model_of,
+    rendering_of,
+    sampling_of,
+)
+from gpuinfer.serving.openai.prompt_rows import PromptRowReader
+from gpuinfer.serving.openai.requests import PromptDefaults
+from gpuinfer.serving.openai.sampling_fields import UnmaskingOptions, unmasking_of
+from gpuinfer.serving.openai.schema import MOST_SAMPLES
+from gpuinfer.workloads.generate import input_rows, output
+from gpuinfer.workloads.generate.answer_lines import LineWriter
+from gpuinfer.workloads.generate.answer_screen import AnswerScreen
+from gpuinfer.workloads.generate.input_rows import InputSource, Namer, input_of_texts, texts_as_rows
 from gpuinfer.workloads.generate.output import OpenedOutput, open_output
 from gpuinfer.workloads.generate.pump import Pump, RowCounts
-from gpuinfer.workloads.generate.reading import Source, given, rows_of
-from gpuinfer.workloads.generate.showing import Showing
+
+
+class PlaceOptions(api.Options):
+    """Where prompts come from, and where answers go."""
+
+    prompt: list[str] = Field([], description="a text to go on with; repeatable", json_schema_extra=REPEATABLE)
+    input: str | None = Field(None, description="prompts: JSONL or a JSON array; - is standard input")
+    output: str = Field("-", description="answers, as JSONL; - is standard output")
+
+
+class GenerateOptions(UnmaskingOptions, SamplingOptions, PlaceOptions, AdapterOptions, ModelOptions):
+    """What `gpuinfer generate` takes; `[generate]` of gpuinfer.toml too."""
+
+    num_samples: int = Field(1, ge=1, le=MOST_SAMPLES, description="answers to each prompt")
+    logprobs: int | None = Field(
+        None, ge=0, le=MOST_LOGPROBS, description="log-probabilities of tokens, and of so many likeliest"
+    )
+    prompt_logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS, description="the same of the prompt")
+    truncate: Literal["left", "right"] | None = Field(
+        None, description="what goes of a prompt that does not fit; without it the row is an error"
+    )
+    batch_size: int | None = Field(None, ge=1, le=1 << 20, description="rows at once [as memory allows]")
+    token_ids: bool = Field(False, description="write the tokens of each answer too")
+    timing: bool = Field(False, description="write how long each answer took")
+    ordered: bool = Field(False, description="write answers in the order of the prompts")
+    strict: bool = Field(True, description="a field that is not known makes its row an error")
+    resume: bool = Field(False, description="go on with --output: what is done is not asked again")
+    retry_errors: bool = Field(False, description="with --resume, ask rows again that ended with an error")
+    test: bool = Field(False, description="three rows of a few tokens, to standard output; --output stays as it is")
+
 
 TEST_ROWS, TEST_TOKENS = 3, 16
 DECIDING = ("num_samples", "truncate", "context", "deterministic", "mask_token_id")  # beside sampling and model
@@ -73,12 +120,12 @@ class Generate(Workload):
         if own.prompt and own.input is not None:
             raise UsageError("--prompt and --input each say what is asked. Give one of them.")
         if own.input is not None:
-            reading.check(own.input)
+            input_rows.check_input(own.input)
         elif not own.prompt:
             raise UsageError(
                 "generate needs prompts. Give --prompt TEXT, --input FILE, or --input - for standard input."
             )
-        output.check(self.target, own.input or "-", own.resume and not own.test)
+        output.check_output(self.target, own.input or "-", own.resume and not own.test)
 
     def trial(self, setup: Setup, **changes: Any) -> Generate | None:
         """The prompts from the first on, to nowhere. None where they can be read only once."""
@@ -121,7 +168,7 @@ class Generate(Workload):
             return
         opening = asyncio.create_task(asyncio.to_thread(self._open))
         waiting = asyncio.create_task(ended(opening))  # a thread cannot be cancelled, and leaves things open
-        async for _ in followed(waiting, infer.stopping):
+        async for _ in follow_task(waiting, infer.stopping):
             yield Progress(0, note="reading what is done" if own.resume else "opening the model", setup=True)
         await ended(opening)
         source, target, settings = opening.result()
@@ -133,11 +180,11 @@ class Generate(Workload):
             source.close()
             target.close()
 
-    def _open(self) -> tuple[Source, OpenedOutput, dict[str, Any]]:
+    def _open(self) -> tuple[InputSource, OpenedOutput, dict[str, Any]]:
         """Everything that may take a while before the first row: the model's fingerprint, and what is done."""
         own = self.options
         settings = self.deciding_settings()
-        try_out(self.model(), self.sampling)
+        check_with_model(self.model(), self.sampling)
         target = open_output(
             self.target,
             {**settings, **self.form()},
@@ -146,16 +193,16 @@ class Generate(Workload):
             ordered=self.ordered,
         )
         try:
-            return given(own.prompt) if own.prompt else Source(own.input or "-"), target, settings
+            return input_of_texts(own.prompt) if own.prompt else InputSource(own.input or "-"), target, settings
         except BaseException:
             target.close()
             raise
 
     async def _answer(
-        self, infer: Infer, source: Source, target: OpenedOutput, settings: Mapping[str, Any]
+        self, infer: Infer, source: InputSource, target: OpenedOutput, settings: Mapping[str, Any]
     ) -> AsyncIterator[Progress]:
         loading = asyncio.create_task(loaded(infer))
-        async for _ in followed(loading, infer.stopping):
+        async for _ in follow_task(loading, infer.stopping):
             yield Progress(0, note="loading the model", setup=True)
         if loading.cancelled():
             return
@@ -164,7 +211,7 @@ class Generate(Workload):
             infer,
             source,
             target,
-            RowReader(self.defaults()),
+            PromptRowReader(self.defaults()),
             Namer(settings),
             LineWriter(token_ids=own.token_ids, timing=own.timing, model=self.model().name),
             ordered=self.ordered,
@@ -174,7 +221,7 @@ class Generate(Workload):
         yield self._progress(pump, counting)  # the run's clock starts
         running = asyncio.create_task(pump.run())
         try:
-            async for _ in followed(running, infer.stopping):
+            async for _ in follow_task(running, infer.stopping):
                 yield self._progress(pump, counting)
             if not running.cancelled():
                 target.finish(useless=pump.counts.none_right)
@@ -192,20 +239,23 @@ class Generate(Workload):
         """The texts of the command line, answered on the terminal."""
         loading = asyncio.create_task(self._load(infer))
         try:
-            async for _ in followed(loading, infer.stopping):
+            async for _ in follow_task(loading, infer.stopping):
                 show_status("loading the model")
                 yield Progress(0, note="loading the model", setup=True)
         finally:
             show_status("")
         if loading.cancelled():
             return
-        reader, prompts = RowReader(self.defaults()), self.options.prompt[: TEST_ROWS if self.options.test else None]
-        rows = [reader.read((number, row)) for number, row in enumerate(rows_of(prompts), 1)]
-        showing = Showing(infer, Namer({}).name(rows))  # their digests are not written
+        reader, prompts = (
+            PromptRowReader(self.defaults()),
+            self.options.prompt[: TEST_ROWS if self.options.test else None],
+        )
+        rows = [reader.read((number, row)) for number, row in enumerate(texts_as_rows(prompts), 1)]
+        showing = AnswerScreen(infer, Namer({}).name(rows))  # their digests are not written
         yield told(showing.counts, len(rows))  # the run's clock starts
         running = asyncio.create_task(showing.run())
         try:
-            async for _ in followed(running, infer.stopping):
+            async for _ in follow_task(running, infer.stopping):
                 yield told(showing.counts, len(rows))
         except BaseExceptionGroup as group:
             raise errors.unwrap(group) from group
@@ -213,7 +263,7 @@ class Generate(Workload):
         yield told(showing.counts, len(rows))
 
     async def _load(self, infer: Infer) -> None:
-        await asyncio.to_thread(try_out, self.model(), self.sampling)
+        await asyncio.to_thread(check_with_model, self.model(), self.sampling)
         await infer.ready()
 
     def _progress(self, pump: Pump, counting: asyncio.Task[int | None]) -> Progress:

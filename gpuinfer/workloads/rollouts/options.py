@@ -1,15 +1,28 @@
-"""The options of `rollouts`, which are its flags."""
+"""The options of `rollouts`, which are its flags, and the roles that they speak of: the policy, an adapter, or another
+model beside it.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
 from gpuinfer import api
+from gpuinfer.errors import UsageError
 from gpuinfer.generation import MOST_TEMPERATURE
-from gpuinfer.openai.options import REPEATABLE, DrawingOptions, ModelOptions
+from gpuinfer.rollouts.agent import POLICY
+from gpuinfer.serving.openai.model_options import (
+    REPEATABLE,
+    ModelOptions,
+    SamplingOptions,
+    adapters_of,
+    digests_of,
+    pairs_of,
+)
 
 MOST_GROUPS = 10**9
 MOST_SAMPLES = 4096  # of a group
@@ -95,7 +108,7 @@ class TrainingOptions(api.Options):
     )
 
 
-class RolloutsOptions(TrainingOptions, PartyOptions, DrawingOptions, ModelOptions, GameOptions):
+class RolloutsOptions(TrainingOptions, PartyOptions, SamplingOptions, ModelOptions, GameOptions):
     """What `gpuinfer rollouts` takes; `[rollouts]` of gpuinfer.toml too."""
 
     temperature: float = Field(1.0, ge=0, le=MOST_TEMPERATURE, description="0 takes the likeliest token")
@@ -103,3 +116,77 @@ class RolloutsOptions(TrainingOptions, PartyOptions, DrawingOptions, ModelOption
     out: Path | None = Field(None, description="write the record to this folder")
     format: Literal["jsonl", "parquet"] = Field("jsonl", description="of the record")
     resume: bool = Field(False, description="go on with the record in --out: what is done is not played again")
+
+
+ADAPTER = "adapter:"
+START = "v0"  # the version of adapters that are there from the start
+
+
+@dataclass(frozen=True)
+class RoleOpponent:
+    """Who plays a role that does not learn. Exactly one is set."""
+
+    model: str | None = None
+    adapter: str | None = None
+
+    @property
+    def name(self) -> str:
+        return self.model or str(self.adapter)
+
+
+@dataclass(frozen=True)
+class Roles:
+    """What the flags say of who plays."""
+
+    opponents: Mapping[str, RoleOpponent]  # by role
+    temperatures: Mapping[str, float]  # likewise
+    adapters: Mapping[str, Path]  # by name
+
+    @classmethod
+    def of(cls, opponents: Sequence[str], temperatures: Sequence[str], adapters: Sequence[str]) -> Roles:
+        """Raises `UsageError` for what is not of the flags' form, or names what is not there."""
+        found = cls(
+            {role: _opponent(role, said) for role, said in pairs_of("--opponent", opponents, "role=MODEL").items()},
+            {
+                role: _temperature(role, said)
+                for role, said in pairs_of("--role-temperature", temperatures, "role=0.7").items()
+            },
+            adapters_of(adapters),
+        )
+        for role, one in found.opponents.items():
+            if one.adapter is not None and one.adapter not in found.adapters:
+                raise UsageError(
+                    f"--opponent {role}={ADAPTER}{one.adapter}: no such adapter. Add --adapter {one.adapter}=DIR."
+                )
+        return found
+
+    @property
+    def policy(self) -> str | None:
+        """The adapter of those who learn; None: the model itself."""
+        return POLICY if POLICY in self.adapters else None
+
+    def deciding(self) -> dict[str, Any]:
+        """What a record depends on, as plain values. Reads the adapters' files."""
+        return {
+            "opponents": {role: one.name for role, one in self.opponents.items()},
+            "temperatures": dict(self.temperatures),
+            "adapters": digests_of(self.adapters),
+        }
+
+
+def _opponent(role: str, said: str) -> RoleOpponent:
+    if said.startswith(ADAPTER):
+        return RoleOpponent(adapter=said.removeprefix(ADAPTER))
+    return RoleOpponent(model=said)
+
+
+def _temperature(role: str, said: str) -> float:
+    try:
+        number = float(said)
+    except ValueError:
+        number = -1.0
+    if not 0 <= number <= MOST_TEMPERATURE:
+        raise UsageError(
+            f"--role-temperature {role}={said}: no temperature. Give a number from 0 to {MOST_TEMPERATURE:g}."
+        )
+    return number

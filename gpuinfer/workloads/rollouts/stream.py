@@ -16,8 +16,7 @@ from typing import Any, Self
 
 from gpuinfer.api import Backend, Setup, Strategy
 from gpuinfer.config import blame, registry
-from gpuinfer.rollouts.handing import Handover
-from gpuinfer.rollouts.trainer import Batch
+from gpuinfer.rollouts.trainer import Batch, BatchHandoff
 from gpuinfer.workloads.rollouts.workload import Rollouts
 
 __all__ = ["RolloutStream", "rollouts"]
@@ -32,7 +31,7 @@ class RolloutStream:
 
     def __init__(self, workload: Rollouts, backend: Backend, strategy: Strategy, settings: Mapping[str, Any]) -> None:
         self._workload, self._backend, self._strategy, self._settings = workload, backend, strategy, settings
-        self._hand = workload.consumer = Handover()
+        self._hand = workload.consumer = BatchHandoff()
         self._run: asyncio.Task[dict[str, Any]] | None = None
         self._out: int | None = None  # the batch that the trainer has
         self._told: dict[str, Any] = {}  # of it

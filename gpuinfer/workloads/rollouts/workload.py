@@ -16,40 +16,43 @@ import msgspec
 from gpuinfer import errors
 from gpuinfer.api import Infer, ModelSpec, Progress, Setup, Workload
 from gpuinfer.errors import UsageError
-from gpuinfer.host.following import followed
-from gpuinfer.openai.identity import arithmetic, fingerprint
-from gpuinfer.openai.options import TEXT_MODELS, check_model, model_of, rendering_of, sampling_of, try_out
+from gpuinfer.host.event_loop import follow_task
+from gpuinfer.rollouts.agent import ChatEncoder, RolloutCounts, Speaker
+from gpuinfer.rollouts.concurrency import ConcurrencyController, GroupFeed
 from gpuinfer.rollouts.files import Writer
+from gpuinfer.rollouts.gameplay import GroupPlayer, PlayPlan
+from gpuinfer.rollouts.guarded_environment import open_environment
+from gpuinfer.rollouts.reference_model import ReferenceModel, check_tokens
+from gpuinfer.rollouts.rollout_loop import GroupKeeper, NoReference, NullKeeper, RolloutLoop, RolloutTally, report_facts
 from gpuinfer.rollouts.trainer import Consumer
-from gpuinfer.text import naming
-from gpuinfer.workloads.rollouts import attaching
-from gpuinfer.workloads.rollouts.accounting import slots_of
-from gpuinfer.workloads.rollouts.attaching import OtherEnd, other_end
-from gpuinfer.workloads.rollouts.casting import START, Cast, Opponent
-from gpuinfer.workloads.rollouts.conversing import Conversing
-from gpuinfer.workloads.rollouts.crowding import Crowd
-from gpuinfer.workloads.rollouts.feeding import Feed
-from gpuinfer.workloads.rollouts.keeping import Keeper, Nowhere
-from gpuinfer.workloads.rollouts.loading import open_environment
-from gpuinfer.workloads.rollouts.options import RolloutsOptions
-from gpuinfer.workloads.rollouts.playing import Player, PlayPlan
-from gpuinfer.workloads.rollouts.reference import Reference, check_tokens
-from gpuinfer.workloads.rollouts.running import Loop, NoReference, Tally
-from gpuinfer.workloads.rollouts.speaking import Counts, Speaker
-from gpuinfer.workloads.rollouts.telling import facts
+from gpuinfer.rollouts.training import slots_of
+from gpuinfer.serving.openai.model_options import (
+    TEXT_MODELS,
+    arithmetic,
+    check_model,
+    check_with_model,
+    fingerprint,
+    model_of,
+    rendering_of,
+    sampling_of,
+)
+from gpuinfer.text import text_options
+from gpuinfer.workloads.rollouts import trainer_link
+from gpuinfer.workloads.rollouts.options import START, RoleOpponent, Roles, RolloutsOptions
+from gpuinfer.workloads.rollouts.trainer_link import TrainerLink, open_trainer_link
 
 log = logging.getLogger(__name__)
 
 
 @dataclass
-class Stage:
+class RolloutStage:
     """What a run has ready before its first game."""
 
-    chat: Conversing
-    keeper: Keeper
-    reference: Reference | NoReference = field(default_factory=NoReference)
+    chat: ChatEncoder
+    keeper: GroupKeeper
+    reference: ReferenceModel | NoReference = field(default_factory=NoReference)
     opponents: dict[str, Speaker] = field(default_factory=dict)  # by role
-    chats: dict[str, Conversing] = field(default_factory=dict)  # of other models, by name
+    chats: dict[str, ChatEncoder] = field(default_factory=dict)  # of other models, by name
 
     async def close(self) -> None:
         for chat in (self.chat, *self.chats.values()):
@@ -81,11 +84,11 @@ class Rollouts(Workload):
         raw = None if own.reference == "none" else 0  # what the reference's are compared with
         self.sampling = sampling_of(own, logprobs=raw, processed_logprobs=True)
         self.rendering = rendering_of(own)
-        self.cast = Cast.of(own.opponent, own.role_temperature, own.adapter)
+        self.cast = Roles.of(own.opponent, own.role_temperature, own.adapter)
         for model in (own.ref_model, *(one.model for one in self.cast.opponents.values())):
             if model is not None:  # before the run's own is loaded
-                naming.refuse_absent(model, TEXT_MODELS)
-        attaching.check(own)
+                text_options.refuse_absent(model, TEXT_MODELS)
+        trainer_link.check_training(own)
         self.consumer: Consumer | None = None  # a trainer in this process
         self._groups: int | None = own.groups  # None: without end
 
@@ -122,7 +125,7 @@ class Rollouts(Workload):
 
     async def run(self, infer: Infer) -> AsyncIterator[Progress]:
         preparing = asyncio.create_task(self._prepare(infer))
-        async for _ in followed(preparing, infer.stopping):
+        async for _ in follow_task(preparing, infer.stopping):
             yield Progress(0, note="loading the model", setup=True)
         if preparing.cancelled():
             return
@@ -136,29 +139,29 @@ class Rollouts(Workload):
                 infer.watch(self.environment.factory)
             crowd = self._crowd(infer)
             made, plan = end.environments(self.environment), self.plan(stage.opponents)
-            player = Player(end.infer, made, plan, stage.chat, crowd)
-            feed = Feed(self._numbers(stage.keeper.done), end.gate, crowd, self.options.groups_in_flight)
-            loop = Loop(feed, end.gate, player, stage.reference, stage.keeper, end.trainer)
+            player = GroupPlayer(end.infer, made, plan, stage.chat, crowd)
+            feed = GroupFeed(self._numbers(stage.keeper.done), end.gate, crowd, self.options.groups_in_flight)
+            loop = RolloutLoop(feed, end.gate, player, stage.reference, stage.keeper, end.trainer)
             yield self._progress(loop.tally, player, end)  # the run's clock starts
             running = asyncio.create_task(loop.run())
             try:
-                async for _ in followed(running, infer.stopping):
+                async for _ in follow_task(running, infer.stopping):
                     yield self._progress(loop.tally, player, end)
             except BaseExceptionGroup as group:
                 raise errors.unwrap(group) from group
         self._say(loop.tally, stopped=running.cancelled())
         yield self._progress(loop.tally, player, end)
 
-    def _other_end(self, infer: Infer) -> AbstractAsyncContextManager[OtherEnd]:
+    def _other_end(self, infer: Infer) -> AbstractAsyncContextManager[TrainerLink]:
         policy = self.cast.adapters.get(self.cast.policy) if self.cast.policy else None
-        return other_end(self.options, infer, consumer=self.consumer, resume=self.options.resume, policy=policy)
+        return open_trainer_link(self.options, infer, consumer=self.consumer, resume=self.options.resume, policy=policy)
 
-    async def _prepare(self, infer: Infer) -> Stage:
+    async def _prepare(self, infer: Infer) -> RolloutStage:
         """Everything that may take a while before the first game."""
         spec = self.model()
-        await asyncio.to_thread(try_out, spec, self.sampling)
+        await asyncio.to_thread(check_with_model, spec, self.sampling)
         async with contextlib.AsyncExitStack() as if_refused:
-            stage = Stage(await asyncio.to_thread(self._chat, spec), Nowhere())
+            stage = RolloutStage(await asyncio.to_thread(self._chat, spec), NullKeeper())
             if_refused.push_async_callback(stage.close)
             if self.options.out is not None:
                 settings = await asyncio.to_thread(self.deciding_settings)
@@ -172,18 +175,18 @@ class Rollouts(Workload):
             if_refused.pop_all()
         return stage
 
-    async def _reference(self, infer: Infer) -> Reference | NoReference:
+    async def _reference(self, infer: Infer) -> ReferenceModel | NoReference:
         own = self.options
         if own.reference == "none":
             return NoReference()
         spec = None if own.ref_model is None else replace(self.model(), name=own.ref_model, weights=None)
         if spec is not None:
             await asyncio.to_thread(check_tokens, self.model(), spec)
-        found = Reference(infer, inline=own.reference == "inline", model=spec)
+        found = ReferenceModel(infer, inline=own.reference == "inline", model=spec)
         await found.ready()
         return found
 
-    async def _speaker(self, infer: Infer, role: str, opponent: Opponent, stage: Stage) -> Speaker:
+    async def _speaker(self, infer: Infer, role: str, opponent: RoleOpponent, stage: RolloutStage) -> Speaker:
         """Who is no part of what learns."""
         temperature = self.cast.temperatures.get(role, self.sampling.temperature)
         sampling = msgspec.structs.replace(self.sampling, temperature=temperature)
@@ -196,13 +199,13 @@ class Rollouts(Workload):
         await other.ready()
         return Speaker(other, stage.chats[opponent.model], sampling, opponent.name, trainable=False)
 
-    def _chat(self, spec: ModelSpec) -> Conversing:
+    def _chat(self, spec: ModelSpec) -> ChatEncoder:
         from gpuinfer.text.checkpoint import open_checkpoint
         from gpuinfer.text.language import open_language
 
         checkpoint = open_checkpoint(spec)
         language = open_language(checkpoint.language_files(), checkpoint.shape)
-        return Conversing(language, self.rendering, plain=self.options.plain)
+        return ChatEncoder(language, self.rendering, plain=self.options.plain)
 
     def deciding_settings(self) -> dict[str, Any]:
         """All that decides what is played: a record is gone on with by a run with the same alone."""
@@ -221,17 +224,17 @@ class Rollouts(Workload):
             "reference": None if own.reference == "none" else own.ref_model or "the base",
         }
 
-    def _crowd(self, infer: Infer) -> Crowd:
+    def _crowd(self, infer: Infer) -> ConcurrencyController:
         """Whoever says how many groups there are to be at once has all of them at once."""
         if self.options.groups_in_flight is not None:
-            return Crowd(Counts())
-        return Crowd(Counts(), slots_of(infer))
+            return ConcurrencyController(RolloutCounts())
+        return ConcurrencyController(RolloutCounts(), slots_of(infer))
 
     def _numbers(self, done: frozenset[int]) -> Iterator[int]:
         numbers = itertools.count() if self._groups is None else iter(range(self._groups))
         return (number for number in numbers if number not in done)
 
-    def _progress(self, tally: Tally, player: Player, end: OtherEnd) -> Progress:
+    def _progress(self, tally: RolloutTally, player: GroupPlayer, end: TrainerLink) -> Progress:
         counts = player.counts
         return Progress(
             tally.done,
@@ -243,12 +246,12 @@ class Rollouts(Workload):
                 "output_tokens": counts.output_tokens,
                 "cached_tokens": counts.cached_tokens,
             },
-            facts={**facts(tally, player, self.options.groups_in_flight), **end.facts()},
+            facts={**report_facts(tally, player, self.options.groups_in_flight), **end.facts()},
             note=f"{tally.failed} games played again" if tally.failed else "",
             before=tally.before,
         )
 
-    def _say(self, tally: Tally, stopped: bool) -> None:
+    def _say(self, tally: RolloutTally, stopped: bool) -> None:
         if tally.failed:
             log.warning(
                 "%d games ended in an error and were played again; the record has them as failed.", tally.failed

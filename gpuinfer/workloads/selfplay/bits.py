@@ -5,7 +5,7 @@ from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic
 
-from gpuinfer.models.called_only import called_only
+from gpuinfer.models.kernel_cache import called_only
 
 GAMMA = np.uint64(0x9E3779B97F4A7C15)
 MIX_1 = np.uint64(0xBF58476D1CE4E5B9)

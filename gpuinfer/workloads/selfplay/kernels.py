@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 
 from gpuinfer.errors import UsageError
-from gpuinfer.host import spoken
+from gpuinfer.host import error_text
 from gpuinfer.models import kernel_cache
-from gpuinfer.models.compiled_once import compiled_once
+from gpuinfer.models.kernel_cache import compiled_once
 from gpuinfer.workloads.selfplay.game import is_ours
 
 FUNCTIONS = ("deal", "to_move", "legal", "apply", "returns", "observe", "determinize")
@@ -55,7 +55,7 @@ def rules_of(name: str) -> ModuleType:
         rules = importlib.import_module(name)
     except ImportError as error:
         raise UsageError(
-            f"a game's rules cannot be imported: {spoken.said(error)}. Let `rules` name their module."
+            f"a game's rules cannot be imported: {error_text.safe_str(error)}. Let `rules` name their module."
         ) from error
     for function in FUNCTIONS:
         if not hasattr(getattr(rules, function, None), "py_func"):

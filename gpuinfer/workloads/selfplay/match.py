@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass
-class Hand:
+class WorkerGames:
     """What one worker has, and has done."""
 
     arguments: Mapping[str, Any]
@@ -73,7 +73,7 @@ class Match:
         self.left = total - len(finished)  # nobody has them
         self._total, self._before = total, len(finished)
         self._ids: Iterator[int] = itertools.filterfalse(finished.__contains__, range(total))
-        self._hands = [Hand(one) for one in arguments]
+        self._hands = [WorkerGames(one) for one in arguments]
         self._on_disk, self._tallies = on_disk, tallies or {}
         self._playing = False
         self._over = False

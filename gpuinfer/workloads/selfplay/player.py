@@ -19,26 +19,26 @@ import numpy as np
 
 from gpuinfer.api import Channel, Infer
 from gpuinfer.errors import UsageError
-from gpuinfer.host import compiling
-from gpuinfer.workloads.selfplay import arrays, games, kernels, resigning
-from gpuinfer.workloads.selfplay.arena import Arena
-from gpuinfer.workloads.selfplay.asking import (
+from gpuinfer.host import compile_status
+from gpuinfer.workloads.selfplay import arrays, game_records, games, kernels
+from gpuinfer.workloads.selfplay.arena import Arena, GameSlots
+from gpuinfer.workloads.selfplay.evaluator import (
     WITHOUT_NETWORK,
     Answer,
     Answers,
     Ask,
-    by_network,
+    Pairing,
     network,
+    network_evaluator,
     one_network,
-    room,
+    points_of_pairing,
+    rows_in_place,
     two_sides,
 )
 from gpuinfer.workloads.selfplay.game import Game
-from gpuinfer.workloads.selfplay.keeping import Keeper, ShardWriter, Unwritten
+from gpuinfer.workloads.selfplay.game_records import GameKeeper, NumbersOnly, ShardWriter
 from gpuinfer.workloads.selfplay.python_arena import PythonArena
 from gpuinfer.workloads.selfplay.python_game import PythonGame
-from gpuinfer.workloads.selfplay.sides import Sides, points
-from gpuinfer.workloads.selfplay.slots import Slots
 
 REPORT_S = 0.25  # between two reports
 PLAY_S = 0.03  # one call into the kernel, when no network sets the pace
@@ -58,31 +58,31 @@ async def play(infer: Infer, channel: Channel, arguments: Mapping[str, Any]) -> 
     slots = blocks(arguments["slots"], arguments["halves"], arguments["search"]["determinizations"], max_rows)
     determinizations = arguments["search"]["determinizations"]
     in_place = arguments["network"] and against is None  # rows of two networks lie there only once they are divided
-    rooms = [room(infer, game, count * determinizations) if in_place else None for count in slots]
+    rooms = [rows_in_place(infer, game, count * determinizations) if in_place else None for count in slots]
     arenas = await _telling(channel, asyncio.to_thread(_prepare, game, slots, rooms, arguments))
     await channel.send({"ready": slots})
-    await Round(arenas, infer, channel, arguments, against).play()
+    await WorkerLoop(arenas, infer, channel, arguments, against).play()
 
 
 @dataclass(frozen=True)
-class Opponent:
+class PlayerOpponent:
     """Who holds the other seats: another network, or one of `asking.WITHOUT_NETWORK`, for which nobody is asked."""
 
     model: str
     infer: Infer | None
-    sides: Sides
+    sides: Pairing
 
 
-async def opponent_of(arguments: Mapping[str, Any], infer: Infer, game: Game) -> Opponent | None:
+async def opponent_of(arguments: Mapping[str, Any], infer: Infer, game: Game) -> PlayerOpponent | None:
     """With its model loaded. Raises `UsageError` when there can be none beside the run's own."""
     if (said := arguments["opponent"]) is None:
         return None
-    sides = Sides(game.seats, arguments["search"]["seed"])
+    sides = Pairing(game.seats, arguments["search"]["seed"])
     if said["model"] in WITHOUT_NETWORK:
-        return Opponent(said["model"], None, sides)
+        return PlayerOpponent(said["model"], None, sides)
     way = infer.beside(network(game, said["model"], said["weights"]))
     await way.ready()
-    return Opponent(said["model"], way, sides)
+    return PlayerOpponent(said["model"], way, sides)
 
 
 def _refuse_features(game: Game, features: np.ndarray) -> None:
@@ -113,7 +113,7 @@ async def _telling(channel: Channel, preparing: Coroutine[Any, Any, Made]) -> Ma
     """What was prepared. The first time that something is compiled meanwhile, the parent is told."""
     task = asyncio.create_task(preparing)
     while not (await asyncio.wait({task}, timeout=LOOK_S))[0]:
-        if compiling.under_way():
+        if compile_status.is_compiling():
             await channel.send({"note": COMPILING})
             break
     return await task
@@ -121,15 +121,15 @@ async def _telling(channel: Channel, preparing: Coroutine[Any, Any, Made]) -> Ma
 
 def _prepare(
     game: Game, slots: Sequence[int], rooms: Sequence[np.ndarray | None], arguments: Mapping[str, Any]
-) -> list[Slots]:
+) -> list[GameSlots]:
     """The arenas, with the kernels compiled or loaded."""
     search = arrays.Search(**arguments["search"])
-    make: Callable[[int, np.ndarray | None], Slots]
+    make: Callable[[int, np.ndarray | None], GameSlots]
     if isinstance(game, PythonGame):
         make = functools.partial(PythonArena, game, search)
     else:
         make = functools.partial(Arena, game, kernels.load(game.rules), search)
-    arenas: list[Slots] = [make(count, block) for count, block in zip(slots, rooms, strict=True)]
+    arenas: list[GameSlots] = [make(count, block) for count, block in zip(slots, rooms, strict=True)]
     arenas[0].play()  # with no games queued: compiles, and does nothing
     if (arguments["opponent"] or {}).get("model") == "rollout":
         nothing = np.zeros((0, game.actions), np.float32), np.zeros((0, game.seats), np.float32)
@@ -137,16 +137,16 @@ def _prepare(
     return arenas
 
 
-class Round:
+class WorkerLoop:
     """One run of a worker: while one arena's block is in the model, another is searched."""
 
     def __init__(
         self,
-        arenas: list[Slots],
+        arenas: list[GameSlots],
         infer: Infer,
         channel: Channel,
         arguments: Mapping[str, Any],
-        opponent: Opponent | None = None,
+        opponent: PlayerOpponent | None = None,
     ) -> None:
         self._arenas, self._infer, self._channel, self._opponent = arenas, infer, channel, opponent
         told = {"points": opponent is not None, "resignations": arenas[0].search.resign}
@@ -161,7 +161,7 @@ class Round:
         # A thread for the search, so that blocks can be cut and answered meanwhile; alone, it would only add a hop.
         self._thread = ThreadPoolExecutor(1, "gpuinfer-search") if len(arenas) > 1 else None
         self._lane = infer.lane("search")
-        self._keeper: Keeper = ShardWriter(Path(arguments["out"]), infer) if arguments["out"] else Unwritten()
+        self._keeper: GameKeeper = ShardWriter(Path(arguments["out"]), infer) if arguments["out"] else NumbersOnly()
         self._began = time.monotonic()
 
     async def play(self) -> None:
@@ -192,12 +192,12 @@ class Round:
             await self._collect(arena)
         await self._keeper.flush()
 
-    async def _run(self, arena: Slots) -> None:
+    async def _run(self, arena: GameSlots) -> None:
         play = self._with_network if arena.search.evaluator == arrays.NETWORK else self._alone
         while await self._has_games(arena):
             await play(arena)
 
-    async def _with_network(self, arena: Slots) -> None:
+    async def _with_network(self, arena: GameSlots) -> None:
         """Search, block to the model, search, … until it has no games. Answers are used up before the block is sent
         again, so they may lie in memory that is then written anew.
         """
@@ -212,7 +212,7 @@ class Round:
                     raise
                 await self._collect(arena)
 
-    def _asking(self, arena: Slots) -> AbstractContextManager[Ask]:
+    def _asking(self, arena: GameSlots) -> AbstractContextManager[Ask]:
         other = self._opponent
         if other is None:
             return one_network(self._infer, arena)
@@ -220,10 +220,10 @@ class Round:
         if other.infer is None:
             theirs = contextlib.nullcontext(functools.partial(self._in_thread, WITHOUT_NETWORK[other.model], arena))
         else:
-            theirs = by_network(other.infer, arena, "the opponent")
-        return two_sides(arena, other.sides, by_network(self._infer, arena), theirs)
+            theirs = network_evaluator(other.infer, arena, "the opponent")
+        return two_sides(arena, other.sides, network_evaluator(self._infer, arena), theirs)
 
-    async def _alone(self, arena: Slots) -> None:
+    async def _alone(self, arena: GameSlots) -> None:
         """An evaluator inside the kernel: many rounds a call."""
         rounds = 1
         while await self._supply(arena):
@@ -234,7 +234,7 @@ class Round:
             await self._collect(arena)
             await asyncio.sleep(0)
 
-    async def _search(self, arena: Slots, answers: Answers | None) -> int:
+    async def _search(self, arena: GameSlots, answers: Answers | None) -> int:
         logits, values = answers or (None, None)
         return await self._in_thread(arena.play, logits, values)
 
@@ -250,7 +250,7 @@ class Round:
         self._lane.enter("idle")
         return made
 
-    async def _has_games(self, arena: Slots) -> bool:
+    async def _has_games(self, arena: GameSlots) -> bool:
         """Wait for games. False when there never will be any, or when the run is to stop."""
         while not self._over and not self._infer.stopping.is_set():
             heard = self._heard  # before the look at what there is, so that no news goes unnoticed
@@ -261,7 +261,7 @@ class Round:
             self._idle -= 1
         return False
 
-    async def _supply(self, arena: Slots) -> bool:
+    async def _supply(self, arena: GameSlots) -> bool:
         """Queue games for free slots, and ask for more in time. False when it has none, or when the run is to stop."""
         busy = arena.busy
         arena.add_games([self._queue.popleft() for _ in range(min(arena.spare(busy), len(self._queue)))])
@@ -303,7 +303,7 @@ class Round:
         async with self._news:
             self._news.notify_all()
 
-    async def _collect(self, arena: Slots) -> None:
+    async def _collect(self, arena: GameSlots) -> None:
         finished = arena.collect()
         if finished is None:
             return
@@ -312,10 +312,10 @@ class Round:
         if self._opponent is not None:
             numbers, returns = finished["finished"].tolist(), finished["returns"]
             finished["sides"] = np.stack([self._opponent.sides.of(number) for number in numbers])
-            self._told["points"].update(zip(numbers, map(points, returns, finished["sides"]), strict=True))
+            self._told["points"].update(zip(numbers, map(points_of_pairing, returns, finished["sides"]), strict=True))
         if arena.search.resign:
-            resigning.refuse_returns(arena.game, finished["returns"])
-            self._told["resignations"].update(resigning.ended(finished))
+            game_records.refuse_returns(arena.game, finished["returns"])
+            self._told["resignations"].update(game_records.ended_games(finished))
         await self._keeper.add(finished)
 
     async def _report(self) -> None:

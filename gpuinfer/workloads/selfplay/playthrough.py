@@ -1,8 +1,5 @@
-"""Plays a game at random and looks at each thing its rules say: run in a child process where no slip can do harm.
-
-There Numba compiles nothing (NUMBA_DISABLE_JIT), so that the rules are plain Python on arrays that know their bounds;
-or it compiles them with bounds checked (NUMBA_BOUNDSCHECK), where they use what plain Python does not have. The search
-gives the rules memory that it has used before; so does this. `rehearsal.py` is the parent's side.
+"""Plays a game at random and checks each thing that its rules say, compiled or in Python, and that its symmetries hold.
+Run in a child process where no slip can do harm.
 """
 
 from __future__ import annotations
@@ -19,17 +16,250 @@ import time
 import traceback
 import warnings
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from types import FrameType, ModuleType
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from gpuinfer.errors import GpuinferError
-from gpuinfer.host import spoken
-from gpuinfer.workloads.selfplay import bits, games, python_playthrough
-from gpuinfer.workloads.selfplay.bounded import OutOfBounds, Sized, check_sizes
-from gpuinfer.workloads.selfplay.game import Game, is_won_or_lost
-from gpuinfer.workloads.selfplay.python_game import PythonGame
+from gpuinfer.host import error_text
+from gpuinfer.models.positions import checked
+from gpuinfer.workloads.selfplay import bits, games
+from gpuinfer.workloads.selfplay.draw import draw_of
+from gpuinfer.workloads.selfplay.game import Game, OutOfBounds, Sized, check_sizes, is_won_or_lost
+from gpuinfer.workloads.selfplay.python_game import CHANCE, OVER, CheckedRules, GameLength, Position, PythonGame, raised
+
+CURE = "Turn features and actions alike, or leave it out."
+
+
+@dataclass(frozen=True, slots=True)
+class KnownPosition:
+    """A position in which somebody moves; what its actions lead to is told as it is however the board is turned."""
+
+    position: Position
+    mover: int
+    leads: dict[int, tuple[Any, ...]]  # by legal action
+    row: NDArray[Any]  # what `observe` writes
+
+
+@dataclass(frozen=True, slots=True)
+class BoardSymmetry:
+    """One of the symmetries; the last one stands for the position as it is."""
+
+    number: int
+    row: NDArray[np.int64]  # from where the features of `observe` come
+    actions: NDArray[np.int64]
+
+
+def refuse_symmetries(game: PythonGame, games: int, seconds: float) -> None:
+    """Raises `OutOfBounds` for a symmetry that is none. Plays so many games, or as many as half of the time allows. The
+    time is the processor's: a busy machine looks at as much.
+    """
+    symmetries = None if game.hidden else checked(game.symmetries(), game.features, game.actions, "the game")
+    if symmetries is None:
+        return
+    first = game.actions  # the mask of legal actions stands before what is observed
+    both = zip(symmetries.features, symmetries.actions, strict=True)
+    turns = [
+        BoardSymmetry(number, features[first:] - first, actions) for number, (features, actions) in enumerate(both)
+    ]
+    began, rules = time.thread_time(), CheckedRules(game)
+    found = _reached(rules, games, began + seconds / 2)
+    if found is None:
+        return
+    pool, starts = found
+    pairs = [
+        (one, there, turn)
+        for turn in turns
+        for one in pool.values()
+        if (there := pool.get(one.row[turn.row].tobytes())) is not None
+    ]
+    for one, there, turn in pairs:
+        _refuse(one, there, turn)
+    at_first = [pair for pair in pairs if pair[0].row.tobytes() in starts]
+    as_it_is = BoardSymmetry(len(turns), np.arange(game.features - first), np.arange(game.actions))
+    for number in range(games if at_first else 0):
+        _play_both(rules, *at_first[number % len(at_first)], [*turns, as_it_is], random.Random(number))
+        if time.thread_time() > began + seconds:
+            break
+
+
+def _reached(rules: CheckedRules, games: int, end: float) -> tuple[dict[bytes, KnownPosition], set[bytes]] | None:
+    """Positions of random games by their features, and which of them are first ones. None where two have the same
+    features and are played otherwise.
+    """
+    pool, starts = dict[bytes, KnownPosition](), set[bytes]()
+    for number in range(games):
+        moves, one = random.Random(number), _known(rules, rules.game.deal(draw_of(number)))
+        if one is not None:
+            starts.add(one.row.tobytes())
+        while one is not None:
+            if pool.setdefault(one.row.tobytes(), one).leads != one.leads:
+                return None
+            one = _known(rules, rules.apply(one.position, moves.choice(list(one.leads))))
+        if time.thread_time() > end:
+            break
+    return pool, starts
+
+
+def _play_both(
+    rules: CheckedRules,
+    one: KnownPosition,
+    other: KnownPosition,
+    turn: BoardSymmetry,
+    turns: list[BoardSymmetry],
+    moves: random.Random,
+) -> None:
+    """Play on in both, as long as one is seen to be the other one turned."""
+    at: tuple[KnownPosition, KnownPosition, BoardSymmetry] | None = (one, other, turn)
+    while at is not None:
+        one, other, turn = at
+        _refuse(one, other, turn)
+        place = moves.choice(list(other.leads))
+        after = _known(rules, rules.apply(one.position, int(turn.actions[place])))
+        there = _known(rules, rules.apply(other.position, place))
+        if after is None or there is None:
+            return
+        first = [turn, *turns]  # whoever moves next may see the board from another side
+        at = next(((after, there, by) for by in first if np.array_equal(after.row[by.row], there.row)), None)
+
+
+def _known(rules: CheckedRules, position: Position) -> KnownPosition | None:
+    """None where nobody moves."""
+    if (mover := rules.to_move(position)) < 0:
+        return None
+    leads = {action: _leads(rules, rules.apply(position, action), mover) for action in rules.legal(position)}
+    return KnownPosition(position, mover, leads, rules.observe(position))
+
+
+def _leads(rules: CheckedRules, position: Position, mover: int) -> tuple[Any, ...]:
+    after = rules.to_move(position)
+    if after == OVER:
+        return OVER, tuple(np.roll(rules.returns(position), -mover).round(4).tolist())
+    if after == CHANCE:
+        return CHANCE, len(rules.chances(position))
+    return (after - mover) % rules.game.seats, len(rules.legal(position))
+
+
+def _refuse(one: KnownPosition, there: KnownPosition, turn: BoardSymmetry) -> None:
+    turned = {place: one.leads[action] for place, action in enumerate(turn.actions.tolist()) if action in one.leads}
+    if turned.keys() != there.leads.keys():
+        raise OutOfBounds(
+            f"symmetry {turn.number} of `symmetries` turns a position into another one and its legal actions into "
+            f"{_short(list(turned))}; there {_short(list(there.leads))} are legal. {CURE}"
+        )
+    for place, leads in turned.items():
+        if leads != there.leads[place]:
+            raise OutOfBounds(
+                f"symmetry {turn.number} of `symmetries` turns action {turn.actions[place]} into {place}, and they "
+                f"lead to different things: {_leads_in_words(leads)}; {_leads_in_words(there.leads[place])}. {CURE}"
+            )
+
+
+def _leads_in_words(leads: tuple[Any, ...]) -> str:
+    kind, said = leads
+    if kind == OVER:
+        return f"the end, with returns {list(said)} from the mover on"
+    return f"chance with {said} outcomes" if kind == CHANCE else f"{said} legal actions of another position"
+
+
+def _short(actions: list[int]) -> str:
+    return str(actions) if len(actions) < 9 else f"[{', '.join(map(str, actions[:8]))}, …]"
+
+
+TURNED = 1000  # games of which the beginnings are looked at where a game declares symmetries
+LOOKED_AT = 200  # positions of one game, at most: the longest ones have thousands
+
+SeenPosition = tuple[int, list[Any], np.ndarray]
+"""All that a position says of itself: who moves, the legal actions or the outcomes of chance, the features."""
+
+
+def fault_of(game: PythonGame, numbers: Iterable[int], seconds: float, returned: list[list[float]]) -> str | None:
+    """What is wrong with it and the cure, as one of these games shows it, or as many of them as the time allows.
+    `returned` takes the returns of each.
+    """
+    end = time.monotonic() + seconds
+    try:
+        for number in numbers:
+            returned.append(PythonPlaythrough(game, number).play())
+            if time.monotonic() > end:
+                break
+        refuse_symmetries(game, TURNED, seconds)
+    except OutOfBounds as fault:
+        return str(fault)
+    except Exception as error:  # noqa: BLE001 (rules may raise anything)
+        return error_text.safe_str(raised(game, error))
+    return None
+
+
+class PythonPlaythrough:
+    """One game at random; the first two go to the edges: always the first action, always the last."""
+
+    def __init__(self, game: PythonGame, number: int) -> None:
+        self.game, self._number = game, number
+        self._rules = CheckedRules(game)
+        self._moves = random.Random(number)
+        self._draw = draw_of(number)
+
+    def play(self) -> list[float]:
+        """Its returns, by seat. Raises `OutOfBounds`, and what the game raises."""
+        rules, position, length, looked = self._rules, self.game.deal(self._draw), GameLength(self.game), 0
+        mover = rules.to_move(position, "deal")
+        while mover != OVER:
+            seen = self._seen(position, mover)
+            if mover >= 0 and len(seen[1]) > 1 and looked < LOOKED_AT:
+                self._guess(position, seen)
+            after = rules.apply(position, self._choice(mover, seen[1]))
+            length.count(mover)
+            mover_after = rules.to_move(after)
+            if looked < LOOKED_AT and not _same_position(seen, self._seen(position, rules.to_move(position))):
+                raise OutOfBounds(
+                    "`apply` changes the position that it is given. Make another one: the tree keeps them all."
+                )
+            looked, position, mover = looked + 1, after, mover_after
+        return self._returns(position)
+
+    def _choice(self, mover: int, choices: list[Any]) -> int:
+        actions: list[int] = [action for action, _ in choices] if mover == CHANCE else choices
+        if self._number < 2:
+            return actions[-self._number]
+        return self._moves.choice(actions)
+
+    def _seen(self, position: Position, mover: int) -> SeenPosition:
+        """A second look must see the same."""
+        rules = self._rules
+        if mover < 0:
+            return mover, rules.chances(position) if mover == CHANCE else [], np.zeros(0)
+        row = rules.observe(position)
+        if not np.array_equal(row, rules.observe(position)):
+            raise OutOfBounds("`observe` writes other features at a second look. Write them from the position alone.")
+        return mover, rules.legal(position), row
+
+    def _guess(self, position: Position, seen: SeenPosition) -> None:
+        guess = self.game.determinize(position, self._draw)
+        if not _same_position(seen, self._seen(guess, self._rules.to_move(guess, "determinize"))):
+            raise OutOfBounds(
+                "`determinize` gives a position that the player to move can tell from the true one: other seat, "
+                "actions or features. Change only what that player cannot see."
+            )
+        if not _same_position(seen, self._seen(position, self._rules.to_move(position))):
+            raise OutOfBounds("`determinize` changes the position that it is given. Make another one.")
+
+    def _returns(self, position: Position) -> list[float]:
+        returns: list[float] = self._rules.returns(position).tolist()
+        if self.game.won_or_lost and not is_won_or_lost(returns):
+            raise OutOfBounds(
+                f"`returns` gives {returns}, and won_or_lost = True says that they are 1 and -1, or 0 for both. Give "
+                "those, or leave won_or_lost out."
+            )
+        return returns
+
+
+def _same_position(one: SeenPosition, other: SeenPosition) -> bool:
+    return one[:2] == other[:2] and np.array_equal(one[2], other[2])
+
 
 GUESSES = 2  # determinizations of a position
 ALWAYS = 20  # positions, of which at least one is guessed otherwise than it is where something is hidden
@@ -216,10 +446,6 @@ def _place(error: BaseException, rules: ModuleType) -> str:
     return f" ({os.path.basename(frames[-1].filename)}, line {frames[-1].lineno})" if frames else ""
 
 
-def _short(actions: list[int]) -> str:
-    return str(actions) if len(actions) < 9 else f"[{', '.join(map(str, actions[:8]))}, …]"
-
-
 def played(game: Game, rules: ModuleType, numbers: Iterable[int], seconds: float, *, plain: bool) -> dict[str, Any]:
     """Plays one of these games, and others as far as the time allows. What was found, as plain values.
 
@@ -239,7 +465,7 @@ def played(game: Game, rules: ModuleType, numbers: Iterable[int], seconds: float
     except OutOfBounds as fault:
         found["fault"] = str(fault)
     except Exception as error:  # noqa: BLE001 (rules may raise anything)
-        found["odd"] = f"{spoken.in_full(error)}{_place(error, rules)}"
+        found["odd"] = f"{error_text.full_message(error)}{_place(error, rules)}"
     return found
 
 
@@ -271,7 +497,7 @@ def main() -> None:
         with np.errstate(all="ignore"):
             game = games.build(order["game"], order["options"])
             if isinstance(game, PythonGame):
-                found = {"fault": python_playthrough.fault_of(game, range(order["games"]), order["seconds"], [])}
+                found = {"fault": fault_of(game, range(order["games"]), order["seconds"], [])}
             else:
                 rules = importlib.import_module(game.rules)
                 found = played(game, rules, range(order["games"]), order["seconds"], plain=order["plain"])

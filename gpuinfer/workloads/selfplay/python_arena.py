@@ -11,18 +11,27 @@ from typing import Any
 
 import numpy as np
 
-from gpuinfer.workloads.selfplay import arrays, forest, growing
-from gpuinfer.workloads.selfplay.bounded import OutOfBounds
-from gpuinfer.workloads.selfplay.drawing import Draw, draw_by_visits, draw_noise, seed_stream, unit_of
-from gpuinfer.workloads.selfplay.forest import Found
-from gpuinfer.workloads.selfplay.python_game import CHANCE, OVER, Position, PythonGame, calling
-from gpuinfer.workloads.selfplay.python_rules import CLOSE, CheckedRules, Length, refuse_long
-from gpuinfer.workloads.selfplay.slots import Slots
+from gpuinfer.workloads.selfplay import arrays, python_search
+from gpuinfer.workloads.selfplay.arena import GameSlots
+from gpuinfer.workloads.selfplay.arrays import FoundNodes
+from gpuinfer.workloads.selfplay.draw import Draw, draw_by_visits, draw_noise, seed_stream, unit_of
+from gpuinfer.workloads.selfplay.game import OutOfBounds
+from gpuinfer.workloads.selfplay.python_game import (
+    CHANCE,
+    CLOSE,
+    OVER,
+    CheckedRules,
+    GameLength,
+    Position,
+    PythonGame,
+    calling,
+    refuse_long,
+)
 
 ROOT = -1  # the parent of a root, and the edge that leads to it
 
 
-class PythonArena(Slots):
+class PythonArena(GameSlots):
     """Games whose rules are Python."""
 
     game: PythonGame
@@ -43,9 +52,9 @@ class PythonArena(Slots):
         self._checked = np.zeros(slots, np.bool_)
         self._lowest = np.full((slots, game.seats), np.inf, np.float32)
         self._log: list[dict[str, np.ndarray]] = []
-        self._forest = forest.allocate(self.trees, search.simulations, game.seats, game.max_legal)
+        self._forest = arrays.allocate_forest(self.trees, search.simulations, game.seats, game.max_legal)
         self._positions: list[list[Position]] = [[] for _ in range(self.trees)]  # of each node
-        self._wanted = forest.wanted(self.trees)
+        self._wanted = arrays.allocate_wanted(self.trees)
         self._rows_of = np.zeros(self.trees, np.int32)
         self._rows = 0
         self._seats = np.zeros(game.seats, np.float32)
@@ -56,7 +65,7 @@ class PythonArena(Slots):
 
     def play(self, logits: np.ndarray | None = None, values: np.ndarray | None = None, rounds: int = 1) -> int:
         for _ in range(rounds):
-            growing.absorb(
+            python_search.absorb(
                 self.search,
                 self._forest,
                 self._noise,
@@ -77,7 +86,7 @@ class PythonArena(Slots):
         while True:
             positions = self._go_on()
             roots = len(positions)
-            count = growing.descend(
+            count = python_search.descend(
                 self.search, self._forest, self._streams, self.counters, self._wanted, np.int64(roots)
             )
             if count == 0 and not len(self._ended()):
@@ -129,7 +138,7 @@ class PythonArena(Slots):
         """Make forced moves and those of chance up to the next choice. False when the game is over first."""
         rules, state = self._rules, self._states[slot]
         legal: list[int] = []
-        length, made_by = Length(self.game), "apply" if self._moves[slot] else "deal"
+        length, made_by = GameLength(self.game), "apply" if self._moves[slot] else "deal"
         while (mover := rules.to_move(state, made_by)) != OVER:
             if mover == CHANCE:
                 action = _drawn(rules.chances(state), self._draws[slot].unit())
@@ -187,7 +196,7 @@ class PythonArena(Slots):
             policy[legal] = visits / visits.sum(dtype=np.float64)
             self._records[slot][-1]["policy"] = policy
         if search.resign:
-            gives_up = growing.would_resign(search, self._forest, np.int64(first), self._lowest[slot])
+            gives_up = python_search.would_resign(search, self._forest, np.int64(first), self._lowest[slot])
             if gives_up and self._resigned[slot] == arrays.NOBODY:
                 self._resigned[slot] = self._movers[slot]
             if self._resigned[slot] != arrays.NOBODY and not self._checked[slot]:
@@ -275,9 +284,9 @@ class PythonArena(Slots):
             self._refuse_guesses(found, trees[:roots])
         nodes = int(self._forest.nodes_used[trees].max()) + 1
         edges = int((self._forest.edges_used[trees] + found.width).max())
-        self._forest = forest.with_room(self._forest, nodes, edges)
+        self._forest = arrays.with_room(self._forest, nodes, edges)
         before = self._rows
-        rows = growing.grow(
+        rows = python_search.grow(
             self._forest,
             self._wanted,
             found,
@@ -288,7 +297,7 @@ class PythonArena(Slots):
             np.int64(self.game.max_legal),
             self._rows_of,
         )
-        if rows == growing.UNSOUND:
+        if rows == python_search.UNSOUND:
             self._refuse(positions, roots)
             raise OutOfBounds("its methods answer otherwise at a second look. Answer from the position alone.")
         self._rows = int(rows)
@@ -298,7 +307,7 @@ class PythonArena(Slots):
         leaves = np.flatnonzero(seats).tolist()
         for row, place in enumerate(leaves, before):
             observe(positions[place], self.features[row, actions:])
-        if self.features.dtype.kind == "f" and not growing.are_finite(self.features[before : self._rows]):
+        if self.features.dtype.kind == "f" and not python_search.are_finite(self.features[before : self._rows]):
             self._refuse(positions, roots)
         if self.search.evaluator == arrays.ROLLOUT:
             for row, place in enumerate(leaves, before):
@@ -306,7 +315,7 @@ class PythonArena(Slots):
                 draw = self._draws[tree // self.search.determinizations]
                 self._forest.values[tree] = self._played_out(positions[place], draw)
 
-    def _look_at(self, positions: list[Position]) -> Found:
+    def _look_at(self, positions: list[Position]) -> FoundNodes:
         """What there is to know of each, once. Forced moves are made at once: a position in the list is replaced by the
         one after them.
         """
@@ -342,7 +351,7 @@ class PythonArena(Slots):
             movers.append(mover)
             counts.append(len(choices))
             actions.extend(choices)
-        found = Found(
+        found = FoundNodes(
             _whole(movers),
             np.array(counts, np.int32),
             _whole(actions),
@@ -360,7 +369,7 @@ class PythonArena(Slots):
         for place, position in enumerate(positions):
             self._rules.look(position, "determinize" if place < roots else "apply")
 
-    def _refuse_guesses(self, found: Found, trees: np.ndarray) -> None:
+    def _refuse_guesses(self, found: FoundNodes, trees: np.ndarray) -> None:
         """Raises `OutOfBounds` unless at these roots, the first of what was found, the game's own seat moves."""
         count = len(trees)
         slots = trees // self.search.determinizations
@@ -373,7 +382,7 @@ class PythonArena(Slots):
 
     def _played_out(self, position: Position, draw: Draw) -> np.ndarray:
         """float32 [seats]: what comes of moves at random."""
-        game, length = self.game, Length(self.game)
+        game, length = self.game, GameLength(self.game)
         try:
             while (mover := game.to_move(position)) != OVER:
                 if mover == CHANCE:

@@ -6,6 +6,11 @@ rules cost a fraction of one.
 
 Moves with one legal action are played, not searched, as everywhere. Chance is a player of its own: its outcomes are
 drawn in proportion to their probabilities, in the game and in the tree.
+
+What the methods of a game in Python may return: whatever else one returns is refused, with its name.
+
+The search asks in a hurry, and looks at what many positions gave at once. Where that is not in order, the same
+positions are asked here again, one by one.
 """
 
 from __future__ import annotations
@@ -14,19 +19,18 @@ import contextlib
 import sys
 import traceback
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
 from gpuinfer.errors import GpuinferError, UsageError, WorkError
-from gpuinfer.host import spoken
-from gpuinfer.workloads.selfplay.bounded import OutOfBounds
-from gpuinfer.workloads.selfplay.game import Game
+from gpuinfer.host import error_text
+from gpuinfer.workloads.selfplay.game import Game, OutOfBounds
 
 if TYPE_CHECKING:
-    from gpuinfer.workloads.selfplay.drawing import Draw  # compiles
+    from gpuinfer.workloads.selfplay.draw import Draw  # compiles
 
 OVER, CHANCE = -1, -2  # who moves when nobody does
 
@@ -102,10 +106,171 @@ def raised(game: Game, error: Exception) -> WorkError:
     files = {getattr(sys.modules.get(kind.__module__), "__file__", None) for kind in type(game).__mro__}
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename in files - {__file__}]
     place = f"`{frames[0].name}` ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else "a call"
-    said = spoken.in_short(error)
+    said = error_text.short_message(error)
     cure = (
         "Draw with `draw.below(n)`, a whole number from 0 to n - 1, or `draw.unit()`, a number from 0 to 1"
         if "'Draw' object" in said
         else "Mend it there"
     )
     return WorkError(f"game '{type(game).__name__}': {place} raised {said}. {cure}.")
+
+
+MOST_CHANCES = 10_000  # moves of chance in one game, beside those of the players
+CLOSE = 1e-3  # to 1: the sum of an outcome's probabilities, which people round
+LARGEST = float(np.finfo(np.float32).max)  # in records
+SHOWN = 100  # characters of what a method returned
+
+LIST = "Return a list or an array of whole numbers, each action once, in ascending order"
+
+
+class CheckedRules:
+    """Asks one game, and checks for some microseconds. All methods raise `OutOfBounds`, and what the game raises."""
+
+    def __init__(self, game: PythonGame) -> None:
+        self.game = game
+
+    def to_move(self, position: Position, made_by: str = "apply") -> int:
+        """`made_by`: the method that returned this position, whose fault it is where that is none."""
+        mover = _asked(self.game.to_move, position, made_by)
+        if not isinstance(mover, int | np.integer | np.bool_) or not CHANCE <= mover < self.game.seats:
+            raise OutOfBounds(
+                f"`to_move` returned {_told(mover)} where seats = {self.game.seats}. Return a seat, counted from 0, "
+                "OVER or CHANCE."
+            )
+        return int(mover)
+
+    def legal(self, position: Position, made_by: str = "apply") -> list[int]:
+        found = _asked(self.game.legal, position, made_by)
+        legal = _whole_numbers(found)
+        if legal is None:
+            mask = isinstance(found, np.ndarray) and found.dtype == np.bool_
+            cure = "Return the numbers of the legal actions, as np.flatnonzero(mask) has them" if mask else LIST
+            raise OutOfBounds(f"`legal` returned {_told(found)}. {cure}.")
+        if not 1 <= len(legal) <= self.game.max_legal:
+            cure = "Return OVER from `to_move`" if not legal else f"Declare max_legal = {len(legal)} or more"
+            raise OutOfBounds(f"`legal` names {len(legal)} actions; max_legal = {self.game.max_legal}. {cure}.")
+        if legal != sorted(set(legal)):
+            raise OutOfBounds(f"`legal` returned {_told(found)}. Name each action once, in ascending order.")
+        if not 0 <= legal[0] <= legal[-1] < self.game.actions:
+            raise OutOfBounds(
+                f"`legal` returned {_told(found)} where actions = {self.game.actions}. Actions count from 0."
+            )
+        return legal
+
+    def chances(self, position: Position) -> list[tuple[int, float]]:
+        """Those that can happen."""
+        found = _asked(self.game.chances, position, "apply")
+        try:
+            outcomes = [(action, float(chance)) for action, chance in found] if _is_sequence(found) else []
+            actions = _whole_numbers([action for action, _ in outcomes])
+        except (TypeError, ValueError):
+            actions = None
+        if not actions:
+            raise OutOfBounds(f"`chances` returned {_told(found)}. Return a list of pairs: outcome, probability.")
+        total = sum(chance for _, chance in outcomes)
+        if not abs(total - 1.0) <= CLOSE or min(chance for _, chance in outcomes) < 0:
+            raise OutOfBounds(
+                f"`chances` returned {_told(found)}, which adds up to {total:g}. Name each outcome that can "
+                "happen; together they are 1, and none is less than 0."
+            )
+        return [(action, chance) for action, (_, chance) in zip(actions, outcomes, strict=True) if chance > 0]
+
+    def apply(self, position: Position, action: int) -> Position:
+        return self.game.apply(position, action)
+
+    def returns(self, position: Position) -> np.ndarray:
+        """float32 [seats]"""
+        found = _asked(self.game.returns, position, "apply")
+        try:
+            returns = np.asarray(found, np.float64)
+        except (TypeError, ValueError, OverflowError):
+            returns = np.zeros(0)
+        if returns.shape != (self.game.seats,) or not np.abs(returns).max() <= LARGEST:
+            raise OutOfBounds(
+                f"`returns` gave {_told(found)} for seats = {self.game.seats}. Give each seat a finite number."
+            )
+        return returns.astype(np.float32)
+
+    def observe(self, position: Position) -> np.ndarray:
+        """The row, [features - actions] of the game's dtype."""
+        row = np.zeros(self.game.features - self.game.actions, self.game.feature_dtype)
+        found = _asked(lambda one: self.game.observe(one, row), position, "apply")
+        if found is not None and found is not row and not row.any():
+            raise OutOfBounds(f"`observe` returned {_told(found)} and wrote nothing. Write the features into `row`.")
+        if len(odd := np.flatnonzero(~np.isfinite(row.astype(float)))):
+            raise OutOfBounds(
+                f"`observe` wrote {row[odd[0]]} to feature {odd[0]} of `row`, counted from 0. A network answers NaN to "
+                "features that are not finite."
+            )
+        return row
+
+    def look(self, position: Position, made_by: str) -> None:
+        """Ask all there is to ask of one position."""
+        mover = self.to_move(position, made_by)
+        if mover == CHANCE:
+            self.chances(position)
+        elif mover == OVER:
+            self.returns(position)
+        else:
+            self.legal(position, made_by)
+            self.observe(position)
+
+
+class GameLength:
+    """How long a game has gone on: `max_moves` at most, as far as its players move."""
+
+    def __init__(self, game: PythonGame) -> None:
+        self._game, self._moves, self._chances = game, 0, 0
+
+    def count(self, mover: int) -> None:
+        """A move more, by this seat or by chance. Raises `OutOfBounds` for one that is too many."""
+        if mover == CHANCE:
+            self._chances += 1
+            if self._chances > MOST_CHANCES:
+                raise OutOfBounds(f"`to_move` said CHANCE more than {MOST_CHANCES} times in one game. Let it end.")
+        else:
+            self._moves += 1
+            refuse_long(self._game, self._moves)
+
+
+def refuse_long(game: PythonGame, moves: int) -> None:
+    """Raises `OutOfBounds` for a game of so many moves of its players."""
+    if moves > game.max_moves:
+        raise OutOfBounds(
+            f"a game goes on after {game.max_moves} moves. Declare max_moves of the longest one; `to_move` returns "
+            "OVER where it ends."
+        )
+
+
+def _asked(method: Callable[[Position], Any], position: Position, made_by: str) -> Any:
+    try:
+        return method(position)
+    except Exception:
+        if position is None:  # and so it is no position of this game
+            raise OutOfBounds(f"`{made_by}` returned None. Return the position.") from None
+        raise
+
+
+def _is_sequence(found: Any) -> bool:
+    return hasattr(found, "__len__") and hasattr(found, "__getitem__") and not isinstance(found, str | bytes | dict)
+
+
+def _whole_numbers(found: Any) -> list[int] | None:
+    """As plain ones; None of what is no list of them."""
+    if not _is_sequence(found):
+        return None
+    try:
+        array = np.asarray(found)
+    except ValueError:
+        return None
+    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+        return None
+    numbers: list[int] = array.tolist()
+    return numbers
+
+
+def _told(found: Any) -> str:
+    if type(found) in (list, tuple) and all(isinstance(one, np.generic) for one in found):
+        found = [one.item() for one in found]
+    text = " ".join(error_text.safe_repr(found).split())
+    return text if len(text) <= SHOWN else f"{text[: SHOWN - 3]}…"

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from gpuinfer.errors import UsageError
-from gpuinfer.host import commands
+from gpuinfer.host import children
 from gpuinfer.workloads.selfplay import rules_digest
 from gpuinfer.workloads.selfplay.game import Game, is_ours
 
@@ -23,7 +23,7 @@ SECONDS = 1.0  # of play before a run
 GAMES = 200  # at most
 GRACE_S = 20.0  # beyond the time of play, for one call that takes long
 START_S = 60.0  # to import Numba on a busy machine, and to compile the rules where need be
-LOOKING = ("playthrough.py", "python_playthrough.py", "python_rules.py", "turned.py")
+LOOKING = ("playthrough.py", "python_game.py")
 
 HOW = {True: {"NUMBA_DISABLE_JIT": "1"}, False: {"NUMBA_BOUNDSCHECK": "1"}, None: {}}
 """What the child is told of Numba, where compiled rules are played plain, compiled, or not at all."""
@@ -88,7 +88,7 @@ def _child(order: Mapping[str, Any]) -> dict[str, Any]:
         how = HOW[order["plain"]] | ({"NUMBA_CACHE_DIR": cache} if order["plain"] is False else {})
         limit_s = order["limit_s"] + START_S
         program = [sys.executable, "-m", "gpuinfer.workloads.selfplay.playthrough"]
-        done = commands.run(program, limit_s, json.dumps(order).encode(), commands.with_our_path(**how))
+        done = children.run_program(program, limit_s, json.dumps(order).encode(), children.with_our_path(**how))
     if done.code is None:
         return {"odd": f"TimeoutError: it did not come back within {limit_s:g} s"}
     try:

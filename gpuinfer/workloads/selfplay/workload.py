@@ -15,23 +15,20 @@ from pydantic import Field
 
 from gpuinfer import api
 from gpuinfer.api import Infer, ModelSpec, Progress, Roofline, Setup, Workload
-from gpuinfer.config import modules
+from gpuinfer.config import import_paths
 from gpuinfer.errors import UnknownName, UsageError
 from gpuinfer.host import machine
-from gpuinfer.openai.several import refuse_several
-from gpuinfer.positions.records import Folder
-from gpuinfer.positions.symmetries import checked
-from gpuinfer.report.resignation import Resignations
-from gpuinfer.report.strength import Tally
-from gpuinfer.workloads.selfplay import forest, games, rehearsal, resigning, rules_digest
-from gpuinfer.workloads.selfplay.asking import WITHOUT_NETWORK, network
+from gpuinfer.models.positions import PositionsFolder, checked
+from gpuinfer.report.game_statistics import Resignations, ScoreTally
+from gpuinfer.serving.openai.model_options import refuse_several
+from gpuinfer.workloads.selfplay import arrays, game_records, games, rehearsal, rules_digest
+from gpuinfer.workloads.selfplay.evaluator import PAIR, WITHOUT_NETWORK, network, recorded_points
 from gpuinfer.workloads.selfplay.game import Game
 from gpuinfer.workloads.selfplay.match import GameTally, Match
 from gpuinfer.workloads.selfplay.python_game import PythonGame, calling
-from gpuinfer.workloads.selfplay.sides import PAIR, kept
 
 if TYPE_CHECKING:
-    from gpuinfer.workloads.selfplay.by_hand import Table
+    from gpuinfer.workloads.selfplay.manual_play import ManualGame
 
 ENDLESS = 10**9  # games
 PLAYER = "gpuinfer.workloads.selfplay.player:play"
@@ -121,7 +118,7 @@ class SelfPlay(Workload):
         if self.options.model not in MODELS and ":" not in self.options.model:
             raise UnknownName("model", self.options.model, MODELS, label="Choices")
         if ":" in self.options.model:
-            modules.refuse_absent(self.options.model)
+            import_paths.refuse_absent(self.options.model)
         self._check_opponent()
         if self.options.resume and self.options.out is None:
             raise UsageError("--resume needs to know where the records are. Add --out DIR.")
@@ -130,7 +127,7 @@ class SelfPlay(Workload):
                 raise UsageError(f"{flag}: no file '{file}'. Give the file that holds the weights.")
 
         if self.options.resign is not None:
-            resigning.refuse(self.game, self.options.game, self.options.resign, self.options.simulations)
+            game_records.refuse_resigning(self.game, self.options.game, self.options.resign, self.options.simulations)
         elif self.options.resign_check is not None:
             raise UsageError(f"--resign-check {self.options.resign_check:g}: nobody resigns. Add --resign 0.9.")
         self._games = self.options.games
@@ -149,7 +146,7 @@ class SelfPlay(Workload):
         if model not in MODELS and ":" not in model:
             raise UnknownName("opponent", model, MODELS, label="Choices")
         if ":" in model:
-            modules.refuse_absent(model, "opponent")
+            import_paths.refuse_absent(model, "opponent")
         if self.evaluator != "network":
             raise UsageError(
                 f"--opponent-model {model}: the run's own side must be a network, and --model is {self.options.model}. "
@@ -168,7 +165,7 @@ class SelfPlay(Workload):
         played._games = ENDLESS
         return played
 
-    def table(self, number: int) -> Table:
+    def table(self, number: int) -> ManualGame:
         """The game of that number, of which each move is said by somebody (`gpuinfer play`). Takes a minute where its
         search has never been compiled. Raises `UsageError` for a game that cannot show itself.
         """
@@ -177,11 +174,14 @@ class SelfPlay(Workload):
                 f"game '{self.options.game}' cannot show itself. Give its class a method show(position, seat), which "
                 "returns the position as text; docs/selfplay.md has one."
             )
-        from gpuinfer.workloads.selfplay import arrays, by_hand  # compiled: only who plays by hand waits for it
+        from gpuinfer.workloads.selfplay import (
+            arrays,
+            manual_play,  # compiled: only who plays by hand waits for it
+        )
 
         if rehearsal.is_due(self.game):
             rehearsal.ensure(self.game, self.options.game, self._game_options)
-        return by_hand.Table(self.game, arrays.Search(**self.search()), number)
+        return manual_play.ManualGame(self.game, arrays.Search(**self.search()), number)
 
     def model(self) -> ModelSpec | None:
         if self.evaluator != "network":
@@ -232,7 +232,7 @@ class SelfPlay(Workload):
 
     async def run(self, infer: Infer) -> AsyncIterator[Progress]:
         self._say_how_many()
-        folder = Folder(self.options.out) if self.options.out else None
+        folder = PositionsFolder(self.options.out) if self.options.out else None
         with calling(self.game):
             symmetries = checked(
                 self.game.symmetries(), self.game.features, self.game.actions, f"game '{self.options.game}'"
@@ -274,13 +274,13 @@ class SelfPlay(Workload):
             folder.close(match.done)
         yield match.progress()
 
-    def _counted(self) -> dict[str, tuple[GameTally, Callable[[Folder], Mapping[int, Any]]]]:
+    def _counted(self) -> dict[str, tuple[GameTally, Callable[[PositionsFolder], Mapping[int, Any]]]]:
         """What is counted of games, by the name under which workers tell of it; and what reads it from records."""
-        counted: dict[str, tuple[GameTally, Callable[[Folder], Mapping[int, Any]]]] = {}
+        counted: dict[str, tuple[GameTally, Callable[[PositionsFolder], Mapping[int, Any]]]] = {}
         if self.options.opponent_model is not None:
-            counted["points"] = Tally(), kept
+            counted["points"] = ScoreTally(), recorded_points
         if self.options.resign is not None:
-            counted["resignations"] = Resignations(self.options.resign), resigning.kept
+            counted["resignations"] = Resignations(self.options.resign), game_records.recorded_ends
         return counted
 
     def _say_how_many(self) -> None:
@@ -340,7 +340,7 @@ class SelfPlay(Workload):
         """The share of games that nobody may resign."""
         if self.options.resign is None:
             return 0.0
-        return resigning.CHECKED if self.options.resign_check is None else self.options.resign_check
+        return game_records.CHECKED if self.options.resign_check is None else self.options.resign_check
 
     def slots(self, infer: Infer, workers: int, left: int) -> int:
         """How many games a worker has in flight: with a network, two blocks of the best batch size, or one of twice it;
@@ -373,7 +373,7 @@ class SelfPlay(Workload):
     def tree_bytes(self) -> int:
         """About, of one tree: 12-byte nodes, 16-byte edges, the root's position; or larger ones, and all positions."""
         if isinstance(self.game, PythonGame):
-            return (self.options.simulations + 1) * forest.node_bytes(self.game)
+            return (self.options.simulations + 1) * arrays.node_bytes(self.game)
         return (self.options.simulations + 1) * (12 + 16 * self.game.max_legal) + 8 * self.game.words
 
     def deciding_settings(self) -> dict[str, Any]:

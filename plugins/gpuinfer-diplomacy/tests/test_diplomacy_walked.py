@@ -14,7 +14,7 @@ from gpuinfer_diplomacy.said import said
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from gpuinfer.text.language import Language
-from gpuinfer.text.language.subwords import Bytes, Subwords
+from gpuinfer.text.language.tokenizer import Bytes, Subwords
 
 MOST = 2000  # tokens of an answer
 GO_ON = 0.8  # how often the list goes on where it could end

@@ -10,7 +10,7 @@ import pyspiel
 from pydantic import Field
 
 from gpuinfer import api
-from gpuinfer.workloads.selfplay.drawing import Draw
+from gpuinfer.workloads.selfplay.draw import Draw
 from gpuinfer.workloads.selfplay.python_game import CHANCE, OVER, PythonGame
 from gpuinfer_openspiel import loading, size
 

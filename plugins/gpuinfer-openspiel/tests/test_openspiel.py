@@ -11,9 +11,9 @@ from gpuinfer_openspiel import OpenSpiel, loading, size
 
 from gpuinfer.errors import UsageError
 from gpuinfer.testing import assert_ok, check_package
-from gpuinfer.testing.reference import random_linear, search_of
-from gpuinfer.workloads.selfplay import arrays, games, resigning
-from gpuinfer.workloads.selfplay.drawing import Draw
+from gpuinfer.testing.reference_search import random_linear, search_of
+from gpuinfer.workloads.selfplay import arrays, game_records, games
+from gpuinfer.workloads.selfplay.draw import Draw
 from gpuinfer.workloads.selfplay.python_arena import PythonArena
 from gpuinfer.workloads.selfplay.python_game import CHANCE, OVER
 
@@ -96,7 +96,9 @@ def test_returns_are_shares_of_the_most_that_one_can_win_or_lose():
 def test_players_may_resign_where_a_game_is_won_or_lost(name, won_or_lost):
     assert OpenSpiel(name=name).won_or_lost is won_or_lost
     if won_or_lost:
-        assert all(resigning.is_won_or_lost(one) for one in searched(name, range(4), simulations=4)["returns"].tolist())
+        assert all(
+            game_records.is_won_or_lost(one) for one in searched(name, range(4), simulations=4)["returns"].tolist()
+        )
 
 
 @pytest.mark.parametrize("name", ["tic_tac_toe", "pig(winscore=15)", "kuhn_poker"])

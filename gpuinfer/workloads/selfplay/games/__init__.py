@@ -8,12 +8,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from gpuinfer.config import blame, modules, registry
-from gpuinfer.config.options import Given, check
+from gpuinfer.config import blame, import_paths, registry
+from gpuinfer.config.options import GivenValue, check
 from gpuinfer.errors import UnknownName, UsageError
-from gpuinfer.host import spoken
-from gpuinfer.workloads.selfplay.bounded import OutOfBounds, check_sizes
-from gpuinfer.workloads.selfplay.game import Game
+from gpuinfer.host import error_text
+from gpuinfer.workloads.selfplay.game import Game, OutOfBounds, check_sizes
 from gpuinfer.workloads.selfplay.python_game import PythonGame
 
 SIZES = ("rules", "seats", "actions", "max_legal", "max_moves", "features", "words", "config")
@@ -29,7 +28,7 @@ def build(name: str, options: Mapping[str, Any]) -> Game:
     Raises UsageError for an unknown game, and for options that it does not have or cannot play with.
     """
     kind, variant = _found(name)
-    given = {key: Given(value, _flag(key)) for key, value in options.items() if value is not None}
+    given = {key: GivenValue(value, _flag(key)) for key, value in options.items() if value is not None}
     if twice := given.keys() & variant.keys():
         raise UsageError(f"game '{name}' names its {twice.pop()}, and --game-options too. Leave one of them out.")
     given |= variant
@@ -39,7 +38,7 @@ def build(name: str, options: Mapping[str, Any]) -> Game:
     return game
 
 
-def _found(name: str) -> tuple[type[Game], dict[str, Given]]:
+def _found(name: str) -> tuple[type[Game], dict[str, GivenValue]]:
     """The class that the name means, and the option that it holds, if any."""
     registered, colon, variant = name.partition(":")
     if not colon:
@@ -47,15 +46,15 @@ def _found(name: str) -> tuple[type[Game], dict[str, Given]]:
             return registry.load("games", name), {}
         except UnknownName as error:
             module = name.removesuffix(".py")
-            if not (found := modules.classes_in(Path(f"{module}.py"), "Game")):
+            if not (found := import_paths.classes_in(Path(f"{module}.py"), "Game")):
                 raise
             said = f"no game is installed as '{name}', but there is one in {module}.py"
             raise UsageError(f"{said}. Give --game {module}:{found[-1]}.") from error
     if any(record.name == registered for record in registry.listing("games")):
         kind: type[Game] = registry.load("games", registered)
         if kind.variant is not None:
-            return kind, {kind.variant: Given(variant, f"--game {registered}:…")}
-        modules.in_working_folder()
+            return kind, {kind.variant: GivenValue(variant, f"--game {registered}:…")}
+        import_paths.in_working_folder()
         if find_spec(registered) is None:
             raise UsageError(f"game '{registered}' has no variants, and '{variant}' is none. Give --game {registered}.")
     return _imported(name), {}
@@ -70,16 +69,16 @@ def _imported(name: str) -> type[Game]:
         raise UsageError(
             f"game '{name}' names a file, and a module is wanted. Give --game {path.name}:{attribute}{there}."
         )
-    modules.in_working_folder()
+    import_paths.in_working_folder()
     try:
         found = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError, ValueError) as error:
         raise UsageError(
-            f"game '{name}': {spoken.said(error)}. Name it as module:Class, where the module can be imported."
+            f"game '{name}': {error_text.safe_str(error)}. Name it as module:Class, where the module can be imported."
         ) from error
     except Exception as error:
         raise UsageError(
-            f"game '{name}': importing '{module}' raised {spoken.in_full(error)}. "
+            f"game '{name}': importing '{module}' raised {error_text.full_message(error)}. "
             f"`python -c 'import {module}'` shows where."
         ) from error
     if not (isinstance(found, type) and issubclass(found, Game)):

@@ -1,0 +1,323 @@
+"""One vLLM engine: started, asked, told of adapters and weights, counted, closed.
+
+Runs in the engine's process alone. All that touches vLLM's own classes, but for the logits processors, lies here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import os
+import sys
+import time
+import types
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from importlib.util import find_spec
+from typing import Any
+
+from gpuinfer.api import Lane
+from gpuinfer.backends.vllm_engine.engine_arguments import refuse_unknown
+from gpuinfer.backends.vllm_engine.list_constraints import processor_for
+from gpuinfer.backends.vllm_engine.lora_versions import VllmAdapter
+from gpuinfer.errors import BackendDied, BadPrompt, GpuinferError, UsageError
+
+
+class VllmCounters:
+    """Told by vLLM's output handler once a step, on the event loop. All names of vLLM's are read with care: it calls
+    these classes unstable.
+    """
+
+    def __init__(self) -> None:
+        self.on_step: Callable[[int, float], None] | None = None
+        self.lane: Lane | None = None
+        self.running = self.waiting = 0
+        self.preemptions = self.steps = 0
+        self.prompt_tokens = self.cached_tokens = self.output_tokens = 0
+        self.prefix_queries = self.prefix_hits = 0
+        self.cache_usage = self.seconds = self.held_s = 0.0
+        self._since: float | None = None  # when the step under way began; None: nothing is under way
+
+    def forget(self) -> None:
+        """What has been counted so far was only tried."""
+        told = self.on_step, self.lane
+        VllmCounters.__init__(self)
+        self.on_step, self.lane = told
+
+    def begin(self) -> None:
+        """Something has been asked for."""
+        if self._since is None:
+            self._since = time.monotonic()
+            self._enter("forward")
+
+    def rest(self) -> None:
+        """Nothing is under way any more."""
+        self._since = None
+        self._enter("idle")
+
+    def _enter(self, station: str) -> None:
+        if self.lane is not None:
+            self.lane.enter(station)
+
+    def record(self, scheduler: Any, iteration: Any) -> None:
+        """One step's outputs have come."""
+        if scheduler is not None:
+            self.running, self.waiting = int(scheduler.num_running_reqs), int(scheduler.num_waiting_reqs)
+            self.cache_usage = float(scheduler.kv_cache_usage)
+            self.prefix_queries += int(scheduler.prefix_cache_stats.queries)
+            self.prefix_hits += int(scheduler.prefix_cache_stats.hits)
+        if iteration is None:
+            return
+        prompts = iteration.prompt_token_stats
+        drawn = int(iteration.num_generation_tokens)
+        self.output_tokens += drawn
+        self.prompt_tokens += int(prompts.computed)
+        self.cached_tokens += int(prompts.cached_tokens)
+        self.preemptions += int(iteration.num_preempted_reqs)
+        self._step(drawn)
+
+    def _step(self, rows: int) -> None:
+        now = time.monotonic()
+        seconds = 0.0 if self._since is None else now - self._since
+        self.steps += 1
+        self.seconds += seconds
+        self.held_s += seconds * (self.waiting > 0)
+        if self._since is not None:
+            self._since = now
+            self._enter("reply")  # so that whoever looks on sees it move
+            self._enter("forward")
+        if self.on_step is not None and rows:
+            self.on_step(rows, seconds)
+
+    def counters(self) -> dict[str, Any]:
+        """As our own driver counts."""
+        return {
+            "steps": self.steps,
+            "seconds": self.seconds,
+            "prompt_tokens": self.prompt_tokens,
+            "cached_tokens": self.cached_tokens,
+            "output_tokens": self.output_tokens,
+            "preempted_rows": self.preemptions,
+            "held_s": self.held_s,
+            "echoing_s": 0.0,
+        }
+
+    def engine(self) -> dict[str, Any]:
+        """What vLLM says of itself: levels of this moment, and totals."""
+        return {
+            "running": self.running,
+            "waiting": self.waiting,
+            "preemptions": self.preemptions,
+            "cache_usage": round(self.cache_usage, 4),
+            "prefix_queries": self.prefix_queries,
+            "prefix_hits": self.prefix_hits,
+        }
+
+
+def stat_logger_factory(counting: VllmCounters) -> Any:
+    """What AsyncLLM makes its logger of: an instance for each engine, of which there is one."""
+    from vllm.v1.metrics.loggers import StatLoggerBase
+
+    class Logger(StatLoggerBase):  # type: ignore[misc]
+        def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:
+            pass
+
+        def record(
+            self, scheduler_stats: Any, iteration_stats: Any, mm_cache_stats: Any = None, engine_idx: int = 0, **_: Any
+        ) -> None:
+            counting.record(scheduler_stats, iteration_stats)
+
+        def log_engine_initialized(self) -> None:
+            pass
+
+    return Logger
+
+
+USUAL = {
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+    "HF_HUB_OFFLINE": "1",  # a model is a folder: nothing is looked for elsewhere
+    "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",  # all cores compute
+    "TORCHDYNAMO_DISABLE": "1",  # this process has threads, and lines that nobody may inherit
+}
+TRIED: tuple[dict[str, Any], ...] = (
+    {"temperature": 0.0},
+    {"temperature": 0.8, "top_p": 0.9, "seed": 1, "logprobs": 1, "prompt_logprobs": 0},
+)
+WAIT_S = 600.0  # for what the engine is asked beside prompts
+
+
+class VllmEngine:
+    """AsyncLLM. `dead` says why it answers no more."""
+
+    def __init__(self, llm: Any, counting: VllmCounters) -> None:
+        self._llm, self.counting = llm, counting
+        self._dead: BackendDied | None = None
+
+    @classmethod
+    def open(cls, arguments: Mapping[str, Any], counting: VllmCounters) -> VllmEngine:
+        """Start it, which takes as long. On the event loop that will ask it. Raises `UsageError`, `BackendDied`."""
+        for name, value in USUAL.items():
+            os.environ.setdefault(name, value)
+        _spare_main()
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        refuse_unknown(arguments, [field.name for field in dataclasses.fields(AsyncEngineArgs)])
+        try:
+            config = AsyncEngineArgs(**arguments).create_engine_config()
+            processors = find_spec("gpuinfer.backends.vllm_engine.processor_v1") is not None
+            if processors and not arguments["skip_tokenizer_init"] and not config.model_config.logits_processors:
+                config.model_config.logits_processors = [processor_for(config.use_v2_model_runner)]
+        except Exception as error:
+            raise UsageError(
+                f"vLLM does not take these engine arguments: {_line(error)} Correct that option."
+            ) from error
+        try:
+            llm = AsyncLLM.from_vllm_config(
+                config, stat_loggers=[stat_logger_factory(counting)], disable_log_stats=True
+            )
+        except Exception as error:
+            raise BackendDied(f"the vLLM engine did not start: {_line(error)}") from error
+        return cls(llm, counting)
+
+    @property
+    def rows(self) -> int:
+        return int(self._llm.vllm_config.scheduler_config.max_num_seqs)
+
+    @property
+    def length(self) -> int:
+        return int(self._llm.vllm_config.model_config.max_model_len)
+
+    @property
+    def facts(self) -> Mapping[str, Any]:
+        config = self._llm.vllm_config
+        return {
+            "slots": self.rows,
+            "context": self.length,
+            "step_tokens": int(config.scheduler_config.max_num_batched_tokens),
+            "computes_in": str(config.model_config.dtype).removeprefix("torch."),
+            "prefix_caching": bool(config.cache_config.enable_prefix_caching),
+            "cache_tokens": int(config.cache_config.num_gpu_blocks or 0) * int(config.cache_config.block_size or 0),
+            "model_runner": "v2" if config.use_v2_model_runner else "v1",
+        }
+
+    @property
+    def dead(self) -> BackendDied | None:
+        if self._dead is None and self._llm.errored:
+            self._dead = BackendDied("the vLLM engine died. Start it again, unless it is already.")
+        return self._dead
+
+    async def generate(
+        self,
+        number: str,
+        tokens: Sequence[int],
+        fields: Mapping[str, Any],
+        *,
+        adapter: VllmAdapter | None = None,
+        grammar: str | None = None,
+        growing: bool = False,
+        priority: int = 0,
+    ) -> AsyncIterator[Any]:
+        """vLLM's outputs: what is new each time when `growing`, else one at the end. Leaving early aborts it.
+
+        Raises `BadPrompt` for what vLLM refuses, `BackendDied` when the engine dies.
+        """
+        from vllm import SamplingParams
+        from vllm.exceptions import VLLMClientError
+        from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        if (dead := self.dead) is not None:
+            raise dead
+        try:
+            sampling = SamplingParams(
+                **fields,
+                output_kind=RequestOutputKind.DELTA if growing else RequestOutputKind.FINAL_ONLY,
+                structured_outputs=None if grammar is None else StructuredOutputsParams(grammar=grammar),
+            )
+            asked = self._llm.generate(
+                {"type": "token", "prompt_token_ids": tokens},
+                sampling,
+                number,
+                lora_request=None if adapter is None else _lora(adapter),
+            )
+            try:
+                async for output in asked:
+                    yield output
+            finally:
+                await asked.aclose()
+        except EngineDeadError:
+            raise self.dead or BackendDied("the vLLM engine died. Ask again.") from None
+        except (ValueError, VLLMClientError) as error:
+            raise BadPrompt(f"vLLM refuses this prompt: {_line(error)} Correct it.") from None
+
+    async def try_out(self) -> None:
+        """Have it answer once, so that what it makes ready at first use is ready before work comes."""
+        for number, fields in enumerate(TRIED):
+            async for _ in self.generate(f"try-{number}", [0], {**fields, "max_tokens": 2, "detokenize": False}):
+                pass
+        self.counting.forget()
+
+    async def load(self, one: VllmAdapter) -> None:
+        """Raises `UsageError` for an adapter that does not fit."""
+        config = self._llm.vllm_config.lora_config
+        if config is None:
+            raise UsageError(
+                "this vLLM engine was started without room for adapters. Start it with -B enable_lora=true."
+            )
+        try:
+            added = await asyncio.wait_for(self._llm.add_lora(_lora(one)), WAIT_S)
+        except Exception as error:
+            raise self._told(error, f"the adapter in '{one.folder}' cannot be used") from error
+        if not added:
+            raise UsageError(f"vLLM has not loaded the adapter in '{one.folder}'. See the engine's log.")
+
+    async def unload(self, one: VllmAdapter) -> None:
+        if self.dead is None:
+            await asyncio.wait_for(self._llm.remove_lora(one.number), WAIT_S)
+
+    async def reload(self, folder: str, *, version: str, drain: bool, changed: Callable[[], None]) -> None:
+        """Other weights of the same shape. With `drain` what is under way is finished first; without, it goes on, and
+        what was cached of it is computed anew. `changed` is called when nothing is computed by the old ones any more.
+        """
+        try:
+            await self._llm.pause_generation(mode="wait" if drain else "keep", clear_cache=drain)
+            try:
+                await asyncio.wait_for(
+                    self._llm.collective_rpc("reload_weights", kwargs={"weights_path": folder}), WAIT_S
+                )
+                if not await self._llm.reset_prefix_cache(reset_running_requests=not drain):
+                    raise RuntimeError("the prefix cache could not be emptied")
+                await self._llm.engine_core.set_weight_version_async(version)
+                changed()
+            finally:
+                await self._llm.resume_generation()
+        except Exception as error:
+            raise self._told(error, f"the weights in '{folder}' cannot be used") from error
+
+    def _told(self, error: Exception, what: str) -> GpuinferError:
+        return self.dead or UsageError(f"{what}: {_line(error)} Give one that was made for this model.")
+
+    def close(self) -> None:
+        """End its processes."""
+        self._llm.shutdown(timeout=2.0)
+
+
+def _spare_main() -> None:
+    """Processes that vLLM spawns import no program of ours or a user's: it costs seconds, and vLLM does not start in
+    one that has imported Numba.
+    """
+    sys.modules["__main__"] = types.ModuleType("__main__")
+
+
+def _lora(one: VllmAdapter) -> Any:
+    from vllm.lora.request import LoRARequest
+
+    return LoRARequest(one.called, one.number, one.folder)
+
+
+def _line(error: BaseException) -> str:
+    """The first line of what it says, with a stop at its end."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    text = " ".join(lines[:3])[:400] or type(error).__name__
+    return text if text.endswith(".") else f"{text}."

@@ -1,0 +1,210 @@
+"""The backend in the engine's process: `central.server_process` opens it, and its event loop asks it.
+
+vLLM reads a model as a Hugging Face folder only, which is found or written here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+from pydantic import Field
+
+from gpuinfer.api import Backend, BackendContext, Event, Limits, ModelSpec, Request, Result
+from gpuinfer.backends.vllm_engine.async_llm import VllmCounters, VllmEngine
+from gpuinfer.backends.vllm_engine.engine_arguments import EngineOptions, engine_arguments
+from gpuinfer.backends.vllm_engine.lora_versions import VllmAdapter, VllmAdapters
+from gpuinfer.errors import UsageError
+from gpuinfer.text.text_options import (
+    ADAPTERS_HELP,
+    FIRST_VERSION,
+    MAX_ADAPTERS,
+    MAX_ADAPTERS_HELP,
+    MOST_ADAPTERS,
+    AdapterFolders,
+    adapter_folders_given,
+)
+
+TOKENIZER = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
+
+
+def folder_of(spec: ModelSpec, room: Path) -> Path:
+    """The model's own folder, or one that is written into `room`: of "tiny", and of a model in training.
+
+    Raises `UsageError` for a model that vLLM cannot be given.
+    """
+    from gpuinfer.text.checkpoint import open_checkpoint, save_folder
+
+    checkpoint = open_checkpoint(spec)
+    if checkpoint.shape.masking is not None:
+        raise UsageError(
+            f"the backend 'vllm' goes from left to right, and '{spec.name}' is a diffusion model "
+            f"({checkpoint.shape.family}). Use the backend inprocess."
+        )
+    if checkpoint.folder is not None and spec.weights is None:
+        return checkpoint.folder.resolve()
+    if checkpoint.shape.family in ("null", "nanogpt"):
+        raise UsageError(
+            f"the backend 'vllm' cannot serve '{spec.name}', which is no Hugging Face folder. "
+            "Use the backend inprocess, or name another --model."
+        )
+    to = room / "model"
+    save_folder(checkpoint, to)
+    if checkpoint.language.bytes:
+        write_bytes_tokenizer(to, checkpoint.shape.vocabulary, checkpoint.shape.end_tokens[0])
+    return to
+
+
+def has_tokenizer(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in TOKENIZER)
+
+
+def write_bytes_tokenizer(folder: Path, vocabulary: int, end: int) -> None:
+    """A tokenizer.json whose token i is byte i: what "tiny" has built in, as others read it."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+    letters = _letters()
+    pieces = {letters[byte]: byte for byte in range(256)}
+    tokenizer = Tokenizer(models.BPE(pieces, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken("<|end|>", special=True, normalized=False)])
+    spare = [f"<|spare {number}|>" for number in range(end + 1, vocabulary)]
+    tokenizer.add_special_tokens([AddedToken(one, special=True, normalized=False) for one in spare])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|end|>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+
+
+def _letters() -> list[str]:
+    """What stands for each byte in a byte-level vocabulary (Radford et al. 2019, GPT-2's `bytes_to_unicode`)."""
+    plain = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
+    others = iter(range(256, 512))
+    return [chr(byte) if byte in plain else chr(next(others)) for byte in range(256)]
+
+
+AHEAD = 0.25  # rows with vLLM beyond those that it computes, as a share of them: its queue is never empty
+
+
+class VllmTextBackend(Backend):
+    """A text model whose engine is vLLM."""
+
+    class Options(EngineOptions):
+        room: str = Field(description="a folder for what this run needs on disk")
+        on_cpu: bool = Field(False, description="whether the engine computes on the CPU")
+        adapters: AdapterFolders = Field(None, description=ADAPTERS_HELP)
+        max_adapters: int = Field(MAX_ADAPTERS, ge=1, le=MOST_ADAPTERS, description=MAX_ADAPTERS_HELP)
+
+    options: Options
+    serves = ("text",)
+
+    async def start(self, context: BackendContext) -> None:
+        """Open the model's language, start vLLM, load the adapters."""
+        from gpuinfer.backends.vllm_engine.vllm_driver import VllmDriver
+        from gpuinfer.backends.vllm_engine.vllm_requests import PromptPreparer
+        from gpuinfer.text.checkpoint import open_checkpoint
+        from gpuinfer.text.language import open_language
+        from gpuinfer.text.model import TextModel
+
+        own, spec = self.options, self.setup.model
+        if spec is None:
+            raise UsageError("vLLM serves a model, and none was named. Name one.")
+        room = Path(own.room)
+        adapters = adapter_folders_given(own.adapters, spec.arguments)
+        self._checkpoint = checkpoint = open_checkpoint(spec)
+        folder = folder_of(spec, room)
+        tokenizer = has_tokenizer(folder)
+        arguments = engine_arguments(
+            own,
+            self.setup,
+            str(folder),
+            tokenizer=tokenizer,
+            on_cpu=own.on_cpu,
+            adapters=own.max_adapters if adapters or own.enable_lora else 0,
+            positions=checkpoint.shape.positions,
+        )
+        counting = VllmCounters()
+        self._engine = VllmEngine.open(arguments, counting)
+        language = open_language(checkpoint.language_files(), checkpoint.shape)
+        facts = {"model": checkpoint.name, "device": _device(), **self._engine.facts}
+        length = self._engine.length - 1  # it draws a token also where none is asked for
+        processed = arguments["logprobs_mode"] == "processed_logprobs"
+        prompts = PromptPreparer(
+            language, checkpoint.shape, self._engine.rows, length, {**facts, "context": length}, tokenizer, processed
+        )
+        self._adapters = VllmAdapters(self._load, self._engine.unload, own.max_adapters)
+        self._driver = VllmDriver(self._engine, prompts, self._adapters, seed=self.setup.seed, processed=processed)
+        self._text = TextModel(cast(Any, self._driver), context.stepped, lambda: {"name": facts["device"]})
+        self._updating = asyncio.Lock()
+        await self._engine.try_out()
+        for name, where in adapters.items():
+            await self._adapters.add(name, FIRST_VERSION, where)
+        rows = self._engine.rows
+        ahead = rows + max(1, int(AHEAD * rows))
+        self.limits = Limits(rows, in_flight=ahead, slots=ahead)
+
+    async def infer(self, batch: Sequence[Request]) -> Sequence[Result]:
+        answers = {event.request: event.error or event.value async for event in self.stream(batch)}
+        return [answers[request] for request in batch]
+
+    async def stream(self, batch: Sequence[Request]) -> AsyncIterator[Event]:
+        async for event in self._text.stream(batch):
+            yield event
+
+    def cancel(self, request: Request) -> None:
+        self._text.cancel(request)
+
+    async def update(self, version: str, weights: str, *, adapter: str | None = None, drain: bool = True) -> None:
+        """An adapter's new version, or other weights for all of the model."""
+        async with self._updating:
+            if adapter is not None:
+                await self._adapters.add(adapter, version, weights)
+            else:
+                await self._reload(version, weights, drain)
+
+    async def unload(self, adapter: str) -> None:
+        async with self._updating:
+            await self._adapters.remove(adapter)
+
+    @property
+    def adapters(self) -> Sequence[str]:
+        return self._adapters.names
+
+    async def _load(self, one: VllmAdapter) -> None:
+        """Checked as our own engine checks it: vLLM takes one of another shape without a word."""
+        from gpuinfer.text.checkpoint.peft_adapter import read_adapter
+
+        await asyncio.to_thread(read_adapter, self._checkpoint, one.folder)
+        await self._engine.load(one)
+
+    async def _reload(self, version: str, weights: str, drain: bool) -> None:
+        await asyncio.to_thread(refuse_no_folder, weights)
+        changed = partial(self._driver.change_version, version)
+        await self._engine.reload(weights, version=version, drain=drain, changed=changed)
+
+    def device(self) -> Mapping[str, Any]:
+        if not hasattr(self, "_text"):
+            return {}
+        return {**self._text.device(), "engine": self._engine.counting.engine(), "adapters": list(self._adapters.names)}
+
+    async def close(self) -> None:
+        if hasattr(self, "_text"):
+            await self._text.close()
+        elif hasattr(self, "_engine"):
+            await asyncio.to_thread(self._engine.close)
+
+
+def refuse_no_folder(weights: str) -> None:
+    """Raises `UsageError` for what is no Hugging Face folder."""
+    if not Path(weights, "config.json").is_file():
+        raise UsageError(f"there is no model folder '{weights}'. Give one with config.json and safetensors files.")
+
+
+def _device() -> str:
+    from vllm.platforms import current_platform
+
+    return str(current_platform.get_device_name(0))

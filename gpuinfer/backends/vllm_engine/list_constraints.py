@@ -1,0 +1,228 @@
+"""Lists between tags inside vLLM's engine: how they travel in `SamplingParams.extra_args`, what each request has said
+and may say next, and the masks on its logits. The same for both interfaces of logits processors; `processor_for`
+names the one that vLLM's model runner takes. Nothing is opened before there is a first list.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+
+from gpuinfer.errors import BadPrompt
+from gpuinfer.generation import Listed
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+    from torch import Tensor
+
+    from gpuinfer.text.language.list_trie import Tries
+    from gpuinfer.text.language.list_walks import ListedMatcher, ListRules, SeatedWalks
+
+KEY, BEGUN = "gpuinfer_listed", "gpuinfer_listed_begun"
+V1 = "gpuinfer.backends.vllm_engine.processor_v1:ListedProcessor"
+V2 = "gpuinfer.backends.vllm_engine.processor_v2:ListedProcessor"
+
+
+def processor_for(v2: bool) -> str:
+    """What `logits_processors` names, as module:class, for an engine with the second model runner or without."""
+    return V2 if v2 else V1
+
+
+def extra_args(listed: Listed, begun: Sequence[int] = ()) -> dict[str, Any]:
+    """What `SamplingParams.extra_args` holds for it: plain values, which JSON and msgpack have too.
+
+    `begun`: the last tokens of the prompt are those that the answer has begun with elsewhere.
+
+    Once the list is complete and the answer with it (`ends`), nothing but the request's stop tokens may come; where it
+    has none, anything. Whoever reads the answer ends it with the list's last token, as our own engine does: a matcher
+    of its own says when (`Language.matcher`).
+    """
+    found: dict[str, Any] = {KEY: msgspec.to_builtins(listed)}
+    return found | ({BEGUN: list(begun)} if begun else {})
+
+
+def begun_in(extra: Mapping[str, Any] | None) -> tuple[int, ...]:
+    """Raises `BadPrompt`."""
+    try:
+        return msgspec.convert((extra or {}).get(BEGUN, ()), tuple[int, ...])
+    except msgspec.ValidationError as error:
+        raise BadPrompt(f"`{BEGUN}` is no list of tokens: {error}. Give it as `extra_args` makes it.") from None
+
+
+def listed_in(extra: Mapping[str, Any] | None) -> Listed | None:
+    """The list in them, if there is one. Raises `BadPrompt` for one that is none."""
+    given = (extra or {}).get(KEY)
+    if given is None:
+        return None
+    try:
+        return msgspec.convert(given, Listed)
+    except msgspec.ValidationError as error:
+        raise BadPrompt(f"`{KEY}` is no list between tags: {error}. Give it as `extra_args` makes it.") from None
+
+
+ONLY = 1  # kinds of rules, as in cpu_walk.py
+
+
+def mask_logits(logits: Tensor, rows: NDArray[np.int32], rules: ListRules | None) -> Tensor:
+    """Leave the allowed tokens in `logits` float32 [any rows, vocabulary], in place: `rules` are those of `rows`.
+
+    All others of such a row become minus infinity: one pass over the row, as any mask takes, and a few numbers besides.
+    """
+    import torch
+
+    if rules is None:
+        return logits
+    count, kinds, starts = int(rules.starts[len(rows)]), rules.kinds[: len(rows)], rules.starts[: len(rows) + 1]
+    lengths = starts[1:] - starts[:-1]
+    places = np.repeat(rows * np.int64(logits.stride(0)), lengths)
+    places += rules.ids[:count]
+    flat = logits.as_strided((logits.shape[0] * logits.stride(0),), (1,), logits.storage_offset())
+    at, few = torch.from_numpy(places).to(logits.device), rows
+    if kinds.min() != ONLY or kinds.max() != ONLY:
+        few = rows[kinds == ONLY]
+        only = np.repeat(kinds == ONLY, lengths)
+        flat[torch.from_numpy(places[~only]).to(logits.device)] = -torch.inf
+        at = torch.from_numpy(places[only]).to(logits.device)
+    kept = flat.index_select(0, at)
+    for first, end in [(0, len(few))] if len(few) == len(logits) else _runs(few):
+        logits[first:end].fill_(-torch.inf)
+    flat.index_copy_(0, at, kept)
+    return logits
+
+
+def _runs(rows: NDArray[np.int32]) -> list[tuple[int, int]]:
+    """Rows that lie side by side, together: (first, end)."""
+    if not len(rows):
+        return []
+    ordered = np.sort(rows)
+    breaks = np.flatnonzero(np.diff(ordered) > 1)
+    firsts = np.concatenate([ordered[:1], ordered[breaks + 1]])
+    ends = np.concatenate([ordered[breaks], ordered[-1:]]) + 1
+    return list(zip(firsts.tolist(), ends.tolist(), strict=True))
+
+
+def force_tokens(logits: Tensor, place: int, tokens: Sequence[int]) -> None:
+    """One of these tokens comes next in the row, whatever the model would say."""
+    logits[place].fill_(-float("inf"))
+    logits[place, list(tokens)] = 0.0
+
+
+log = logging.getLogger("gpuinfer")
+REFUSED = 2  # outcomes of a walk
+
+
+def validate_list(params: Any) -> None:
+    """Raises `ValueError`, which vLLM tells whoever asked, for parameters that hold no list that can be read."""
+    from gpuinfer.text.language.list_trie import check_list
+
+    try:
+        listed, _ = listed_in(params.extra_args), begun_in(params.extra_args)
+        if listed is not None:
+            check_list(listed)
+    except BadPrompt as error:
+        raise ValueError(str(error)) from None
+
+
+class ListedRows:
+    """`count` rows, each of a request with a list or of none."""
+
+    def __init__(self, folder: str, family: str, vocabulary: int, count: int) -> None:
+        self._folder, self._family, self._vocabulary, self._count = Path(folder), family, vocabulary, count
+        self._tries: Tries | None = None
+        self._walks: SeatedWalks | None = None
+        self._ends: list[Sequence[int]] = [()] * count
+        self.listed: set[int] = set()
+
+    @classmethod
+    def of(cls, config: Any, count: int) -> ListedRows:
+        """From a `VllmConfig`."""
+        model = config.model_config
+        return cls(str(model.tokenizer), str(model.hf_config.model_type), int(model.get_vocab_size()), count)
+
+    def begin(self, row: int, params: Any) -> bool:
+        """A request takes the row. Whether it has a list that can be followed."""
+        self.leave(row)
+        try:
+            listed = listed_in(params.extra_args)
+            if listed is None:
+                return False
+            matcher, begun = self._matcher(listed), begun_in(params.extra_args)
+        except BadPrompt as error:  # whoever asked has been told by `validate`, or has compiled it too
+            log.error("a list between tags is not followed: %s", error)
+            return False
+        if self._walks is None:
+            self._walks = matcher.many(self._count)
+        self._walks.sit(row, matcher)
+        self.listed.add(row)
+        self._ends[row] = sorted({*(params.stop_token_ids or ()), *getattr(params, "all_stop_token_ids", ())})
+        self.say(row, begun)
+        return True
+
+    def leave(self, row: int) -> None:
+        """Its request is gone, or is followed no more."""
+        if row in self.listed:
+            self.listed.discard(row)
+            if self._walks is not None:
+                self._walks.leave(row)
+
+    def say(self, row: int, tokens: Sequence[int]) -> None:
+        """The row's request has said these tokens."""
+        if self._walks is None or not len(tokens) or row not in self.listed:
+            return
+        if self._walks.done(row):  # what is said after the end is nobody's
+            return
+        _, followed = self._walks.follow(row, np.array(tokens, np.int32))
+        if followed < len(tokens) and not self._walks.done(row):
+            self._lost(row, int(tokens[followed]))
+
+    def say_each(self, rows: NDArray[np.int32], tokens: NDArray[np.int32]) -> None:
+        """Each of these rows has said one token."""
+        if self._walks is None:
+            return
+        outcomes = self._walks.advance(rows, tokens)
+        for place in np.flatnonzero(outcomes == REFUSED).tolist():
+            if not self._walks.done(int(rows[place])):
+                self._lost(int(rows[place]), int(tokens[place]))
+
+    def apply(self, logits: Tensor, rows: NDArray[np.int32], places: NDArray[np.int32]) -> Tensor:
+        """Leave what each of `rows` may say in its row of the logits, which is `places`, in place."""
+        walks = self._walks
+        if walks is None or not len(rows):
+            return logits
+        mask_logits(logits, places, walks.rules(rows))
+        for row, place in zip(rows.tolist(), places.tolist(), strict=True):
+            if walks.done(row) and len(self._ends[row]):
+                force_tokens(logits, place, self._ends[row])
+        return logits
+
+    def at(self, row: int) -> ListedMatcher:
+        """Another at the row's place, for tokens that are not said yet."""
+        from gpuinfer.text.language.list_walks import ListedMatcher
+
+        if self._walks is None:
+            raise ValueError(f"row {row} has no list.")
+        return ListedMatcher.of(self._walks, row)
+
+    def _lost(self, row: int, token: int) -> None:
+        log.error("token %d was drawn, which the list of its request does not allow: it is followed no more.", token)
+        self.leave(row)
+
+    def _matcher(self, listed: Listed) -> ListedMatcher:
+        from gpuinfer.text.language.list_walks import ListedMatcher
+
+        tries = self._opened()
+        return ListedMatcher(tries.said(), tries.trie(listed))
+
+    def _opened(self) -> Tries:
+        if self._tries is None:
+            from gpuinfer.text.language.list_trie import Tries
+            from gpuinfer.text.language.tokenizer import open_subwords, read_settings
+
+            codec = open_subwords(self._folder, self._family, read_settings(self._folder))
+            self._tries = Tries(codec, self._vocabulary)
+        return self._tries

@@ -1,0 +1,125 @@
+"""LoRA adapters by name and version. vLLM must never be given another adapter under a name that it knows: what it has
+cached of keys and values it finds by that name (vllm #42125). So each version has a name and a number of its own.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+
+from gpuinfer.errors import BadPrompt, UsageError
+
+SEPARATOR = "@"
+
+
+@dataclass
+class VllmAdapter:
+    """One version of an adapter, as the engine has it."""
+
+    name: str
+    version: str
+    folder: str
+    number: int
+    users: int = field(default=0)  # answers under way that it computes
+
+    @property
+    def called(self) -> str:
+        return f"{self.name}{SEPARATOR}{self.version}" if self.version else self.name
+
+
+Load = Callable[[VllmAdapter], Awaitable[None]]
+
+
+class VllmAdapters:
+    """At most `most` versions, and more for as long as answers are under way with them.
+
+    `load` and `unload` tell the engine; `load` raises `UsageError` for an adapter that it cannot use.
+    """
+
+    def __init__(self, load: Load, unload: Load, most: int) -> None:
+        self._load, self._unload, self._most = load, unload, most
+        self._newest: dict[str, VllmAdapter] = {}
+        self._known: dict[str, VllmAdapter] = {}  # by what they are called; the one that was asked for last comes last
+        self._left: set[int] = set()  # that no name leads to any more, and that compute answers still
+        self._numbers = itertools.count(1)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What prompts may ask for: names, and names with versions."""
+        return tuple(sorted({*self._newest, *self._known}))
+
+    def found(self, name: str) -> None:
+        """One that the engine has already, under this very name."""
+        one = VllmAdapter(name, "", "", next(self._numbers))
+        self._newest[name] = self._known[name] = one
+
+    async def add(self, name: str, version: str, folder: str) -> None:
+        """What `name` means for prompts from now on. Raises `UsageError`, with nothing changed."""
+        refuse_odd(name)
+        if name not in self._newest and len(self._newest) >= self._most:
+            raise UsageError(
+                f"{self._most} adapters are loaded ({', '.join(sorted(self._newest))}), and there is room for no more. "
+                f"Unload one, or start with -B max_adapters={2 * self._most}."
+            )
+        one = VllmAdapter(name, version, folder, next(self._numbers))
+        await self._load(one)
+        replaced = self._known.pop(one.called, None)
+        self._newest[name] = self._known[one.called] = one
+        if replaced is not None:
+            await self._let_go(replaced)
+        await self._trim()
+
+    async def remove(self, asked: str) -> None:
+        """Prompts may not ask for it any more, all its versions or the one that is named; answers under way keep it.
+
+        Raises `UsageError` for one that is not there.
+        """
+        gone = [one for one in self._known.values() if asked in (one.name, one.called)]
+        if not gone:
+            raise UsageError(f"there is no adapter '{asked}'. Loaded: {', '.join(self.names) or 'none'}.")
+        for one in gone:
+            del self._known[one.called]
+            if self._newest.get(one.name) is one:
+                del self._newest[one.name]
+            await self._let_go(one)
+
+    def use(self, asked: str) -> VllmAdapter:
+        """The adapter that a prompt asks for: by its name the newest, by name and version that one. `release` it.
+
+        Raises `BadPrompt` when there is none.
+        """
+        one = self._newest.get(asked) or self._known.get(asked)
+        if one is None:
+            raise BadPrompt(
+                f"it asks for the adapter '{asked}', and the engine has {', '.join(self.names) or 'none'}. Load it, or "
+                "leave `adapter` out."
+            )
+        self._known[one.called] = self._known.pop(one.called)
+        one.users += 1
+        return one
+
+    async def release(self, one: VllmAdapter) -> None:
+        one.users -= 1
+        if one.number in self._left:
+            await self._let_go(one)
+
+    async def _trim(self) -> None:
+        """Those that were asked for longest ago go, but none that is the newest of its name."""
+        old = [one for one in self._known.values() if self._newest.get(one.name) is not one]
+        for one in old[: max(0, len(self._known) - self._most)]:
+            del self._known[one.called]
+            await self._let_go(one)
+
+    async def _let_go(self, one: VllmAdapter) -> None:
+        """No name leads to it: the engine unloads it as soon as nobody uses it."""
+        self._left.add(one.number)
+        if not one.users:
+            self._left.discard(one.number)
+            await self._unload(one)
+
+
+def refuse_odd(name: str) -> None:
+    """Raises `UsageError` for a name that prompts cannot ask for."""
+    if not name or SEPARATOR in name or name != name.strip():
+        raise UsageError(f"an adapter cannot be called '{name}'. Use a name without spaces around it and without @.")

@@ -1,0 +1,419 @@
+"""An event loop's clients of a central server: of rows, of text, and the backend of text on top of them.
+
+Prompts and answers of text travel in records themselves, and those that come together are sent in one piece: short ones
+would cost a system call each.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import AsyncIterator, Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+from numpy.typing import NDArray
+
+from gpuinfer.api import Backend, BackendContext, Event, Limits, ModelKind, Priority, Request, Result, Setup
+from gpuinfer.central import shared_memory
+from gpuinfer.central.connection import LOOK_S, POOLED, CentralConnection, parting, refuse_group
+from gpuinfer.central.protocol import (
+    LARGEST_BEGUN,
+    NOBODY,
+    RecordKind,
+    ServerAddress,
+    WireRecord,
+    asked_to_wire,
+    generation_from_wire,
+    pack_record,
+    part_from_wire,
+)
+from gpuinfer.central.shared_memory import PULSE_SIZE, SharedPulse
+from gpuinfer.engine.scheduler import class_of
+from gpuinfer.errors import BackendDied, BackendError, Closed, GpuinferError, UsageError
+from gpuinfer.generation import Part
+from gpuinfer.host.error_text import error_from_wire
+from gpuinfer.text.answer_frames import LARGEST_FRAME, LARGEST_PROMPT, DeliveredAnswer
+
+
+class AsyncClient:
+    """One loop's connection. Like `client.Client`, but waiting is awaiting."""
+
+    def __init__(self, connection: CentralConnection) -> None:
+        self._connection = connection
+        self._waiting: dict[int, Any] = {}  # by the number of a request: the future of its answer
+        self._numbers: dict[Hashable, int] = {}  # of the requests that wait, by their tags
+        self._clients: dict[Hashable, int] = {}  # numbers, for the wire
+        self._room = asyncio.Semaphore(POOLED)
+        self._up = asyncio.Event()  # cleared while the server comes back
+        self._lost: GpuinferError | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    @property
+    def limits(self) -> Limits:
+        return self._connection.limits
+
+    async def open(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        await asyncio.to_thread(self._connection.open)
+        self._listen()
+        self._keep(self._watch())
+
+    def _listen(self) -> None:
+        self._loop.add_reader(self._connection.fileno(), self._read)
+        self._up.set()
+
+    def _keep(self, work: Any) -> None:
+        task = self._loop.create_task(work)
+        self._tasks.add(task)  # the loop itself holds tasks only weakly
+        task.add_done_callback(self._tasks.discard)
+
+    def block(self, rows: int) -> NDArray[Any]:
+        return self._connection.block(rows)
+
+    async def ask(
+        self,
+        payload: Any,
+        rows: int,
+        *,
+        priority: Priority = Priority.NORMAL,
+        deadline: float = math.inf,
+        group: Hashable = None,
+        client: Hashable = None,
+        tag: Hashable,
+    ) -> Result:
+        """Send one request and wait for its answer. Raises as `Connection.ask` does, and the request's own error.
+
+        `tag` is what `cancel` knows it by.
+        """
+        async with self._room:
+            await self._up.wait()
+            if self._lost is not None:
+                raise self._lost
+            who = NOBODY if client is None else self._clients.setdefault(client, len(self._clients))
+            number = self._connection.ask(payload, rows, client=who, priority=priority, deadline=deadline, group=group)
+            future = self._waiting[number] = self._loop.create_future()
+            self._numbers[tag] = number
+            try:
+                return await future
+            finally:
+                del self._numbers[tag]
+                if self._waiting.pop(number, None) is not None:  # whoever asked was cancelled
+                    self._connection.abandon(number)
+
+    def cancel(self, tag: Hashable) -> None:
+        """Nobody wants this answer any more: whoever awaits it gets `Closed`, and the server is told."""
+        if (number := self._numbers.get(tag)) is not None:
+            self._settle(number, Closed("this request was cancelled."))
+            self._connection.abandon(number)
+
+    def _read(self) -> None:
+        try:
+            settled = self._connection.receive()
+        except GpuinferError as error:
+            self._gone(error)
+            return
+        for number, outcome in settled:
+            self._settle(number, outcome)
+
+    def _settle(self, number: int, outcome: Any) -> None:
+        future = self._waiting.pop(number, None)
+        if future is None or future.done():
+            return
+        if isinstance(outcome, GpuinferError):
+            future.set_exception(outcome)
+        else:
+            future.set_result(outcome)
+
+    async def _watch(self) -> None:
+        """Look at the server's pulse: a stopped one hangs up by no other sign."""
+        while self._lost is None:
+            await asyncio.sleep(LOOK_S)
+            if self._up.is_set() and (error := self._connection.stopped()) is not None:
+                self._gone(error)
+
+    def _gone(self, error: GpuinferError) -> None:
+        self._loop.remove_reader(self._connection.fileno())
+        self._up.clear()
+        self._keep(self._come_back(error))
+
+    async def _come_back(self, error: GpuinferError) -> None:
+        try:
+            if not isinstance(error, BackendDied):
+                raise error
+            await asyncio.to_thread(self._connection.come_back, error)
+            self._listen()
+        except GpuinferError as final:
+            self._lose(final)
+        except Exception as strange:  # noqa: BLE001 (whatever it is, nobody may wait for ever)
+            self._lose(BackendDied(f"the way to the central server is lost: {strange!r}. Start it again."))
+
+    @property
+    def lost(self) -> BackendDied | None:
+        """Why there is no way back to the server; None while there is, and after `close`."""
+        return self._lost if isinstance(self._lost, BackendDied) else None
+
+    def _lose(self, error: GpuinferError) -> None:
+        """There is no way back: all who wait, and all who ask from now on, get this error."""
+        self._lost = error
+        for number in tuple(self._waiting):
+            self._settle(number, error)
+        self._up.set()
+
+    async def close(self) -> None:
+        self._lose(Closed("the backend was closed before this request was answered. Ask before you close it."))
+        self._connection.give_up()
+        for task in tuple(self._tasks):
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=1.0)
+        if self._connection.is_open:
+            self._loop.remove_reader(self._connection.fileno())
+        self._connection.close()
+
+
+AHEAD = 3  # times as many rows with the server as it has slots: one that becomes free finds a row waiting there
+LEAST_AHEAD = 64  # rows, where there are few slots and answers come faster than they travel
+
+
+class SentPrompt(NamedTuple):
+    """One request that has been sent: a server that comes back is sent it again."""
+
+    body: bytes
+    group: Hashable
+    rows: int
+    client: int
+    priority: int
+    deadline: float
+    had: DeliveredAnswer | None = None  # by a reader who reads along, where the server may come back
+
+
+class TextConnection(CentralConnection):
+    """`soon` calls a function once whoever asks now has asked."""
+
+    largest_body = LARGEST_FRAME
+    asked_for = "prompts"
+
+    def __init__(
+        self, address: ServerAddress, restarts_within_s: float, soon: Callable[[Callable[[], None]], object]
+    ) -> None:
+        super().__init__(address, restarts_within_s)
+        self._sent: dict[int, SentPrompt] = {}
+        self._outbox: list[bytes] = []
+        self._soon = soon
+
+    def _learn(self, told: Any, pulse: int) -> None:
+        slots = told["slots"]
+        self.limits = Limits(told["max_rows"], in_flight=slots, slots=max(LEAST_AHEAD, AHEAD * slots))
+        self._pulse = SharedPulse(shared_memory.attach(pulse, PULSE_SIZE))
+
+    def ask(
+        self,
+        payload: Any,
+        rows: int,
+        *,
+        client: int = 0,
+        priority: int = Priority.NORMAL,
+        deadline: float = float("inf"),
+        group: Hashable = None,
+        parts: bool = False,
+    ) -> int:
+        """Send a prompt soon; returns its number. Raises `BadPrompt` for one that cannot travel, `Closed`."""
+        if self._socket is None:
+            raise Closed("the way to the central server is closed. Open another.")
+        refuse_group(group)
+        body = asked_to_wire(payload, group, parts)
+        had = DeliveredAnswer(payload) if parts and self.comes_back else None
+        sent = SentPrompt(body, group, rows, client, class_of(priority), deadline, had)
+        self._numbers = (self._numbers + 1) % 2**32
+        self._sent[self._numbers] = sent
+        self._post(_packed(self._numbers, sent))
+        return self._numbers
+
+    def abandon(self, number: int) -> None:
+        with self._presenting:
+            if self._sent.pop(number, None) is not None:
+                self._post(pack_record(WireRecord(RecordKind.CANCEL, number=number)))
+
+    def _post(self, record: bytes) -> None:
+        if not self._outbox:
+            self._soon(self._flush)
+        self._outbox.append(record)
+
+    def _flush(self) -> None:
+        with self._presenting:
+            outbox, self._outbox = self._outbox, []
+            self._put(b"".join(outbox))
+
+    def _ask_again(self) -> None:
+        self._outbox.clear()
+        for number, sent in self._sent.items():
+            if sent.had is not None:  # it goes on after what its reader has had
+                most = LARGEST_PROMPT + LARGEST_BEGUN
+                body = asked_to_wire(sent.had.rest(), sent.group, parts=True, most=most)
+                self._sent[number] = sent._replace(body=body)
+        self._put(b"".join(_packed(number, sent) for number, sent in self._sent.items()))
+
+    def _settle(self, record: WireRecord) -> tuple[int, Any] | None:
+        if record.kind == RecordKind.GOODBYE:
+            raise parting(record)
+        if record.kind == RecordKind.PART:
+            return self._part(record)
+        if self._sent.pop(record.number, None) is None:  # nobody waits for it any more
+            return None
+        if record.kind == RecordKind.GENERATION:
+            return record.number, generation_from_wire(record.body)
+        if record.kind == RecordKind.FAILED:
+            return record.number, error_from_wire(record.body)
+        return record.number, BackendError("the central server sent an answer of no known kind. Start it again.")
+
+    def _part(self, record: WireRecord) -> tuple[int, Any] | None:
+        """A part, or the error that ends its request: None for what its reader has had, or does not want any more."""
+        if (sent := self._sent.get(record.number)) is None:
+            return None
+        outcome: Part | GpuinferError | None = part_from_wire(record.body)
+        if isinstance(outcome, Part) and sent.had is not None:
+            try:
+                outcome = sent.had.fresh(outcome)
+            except BackendError as error:
+                outcome = error
+        if isinstance(outcome, GpuinferError):
+            self.abandon(record.number)
+        return None if outcome is None else (record.number, outcome)
+
+
+class AsyncTextClient(AsyncClient):
+    """One loop's connection. Its waiting requests are those of the streams that are followed."""
+
+    _connection: TextConnection
+
+    async def stream(self, batch: Sequence[Request]) -> AsyncIterator[Event]:
+        """Each answer as it comes, in parts where they are wanted. What is unanswered is cancelled with the stream."""
+        await self._up.wait()
+        if self._lost is not None:
+            raise self._lost
+        answers: asyncio.Queue[Event] = asyncio.Queue()
+        for request in batch:
+            self._send(request, answers)
+        try:
+            left = len(batch)
+            while left:
+                event = await answers.get()
+                left -= event.last
+                yield event
+        finally:
+            for request in batch:
+                self.cancel(request)
+
+    def _send(self, request: Request, answers: asyncio.Queue[Event]) -> None:
+        client = request.client
+        who = NOBODY if client is None else self._clients.setdefault(client, len(self._clients))
+        try:
+            number = self._connection.ask(
+                request.payload,
+                request.rows,
+                client=who,
+                priority=request.priority,
+                deadline=request.deadline,
+                group=request.group,
+                parts=request.parts,
+            )
+        except GpuinferError as error:
+            answers.put_nowait(Event(request, error=error))
+            return
+        self._waiting[number] = request, answers
+        self._numbers[request] = number
+
+    def _settle(self, number: int, outcome: Any) -> None:
+        if isinstance(outcome, Part):
+            if (asked := self._waiting.get(number)) is not None:
+                request, answers = asked
+                answers.put_nowait(Event(request, outcome, last=False))
+            return
+        if (asked := self._waiting.pop(number, None)) is None:
+            return
+        request, answers = asked
+        del self._numbers[request]
+        failed = isinstance(outcome, GpuinferError)
+        answers.put_nowait(Event(request, error=outcome) if failed else Event(request, outcome))
+
+
+def _packed(number: int, sent: SentPrompt) -> bytes:
+    left_s = sent.deadline - time.monotonic()
+    return pack_record(
+        WireRecord(RecordKind.PROMPT, sent.priority, 0, number, sent.client, sent.rows, left_s, sent.body)
+    )
+
+
+class RemoteTextBackend(Backend):
+    """A way to that process. `called`: the backend that starts it, by the name that users give."""
+
+    serves: ClassVar[Sequence[ModelKind]] = ("text",)
+    remote = True
+    called = "central"
+
+    def __init__(
+        self,
+        setup: Setup | None = None,
+        /,
+        address: ServerAddress | None = None,
+        restarts_within_s: float = 0.0,
+        **options: Any,
+    ) -> None:
+        super().__init__(setup, **options)
+        self.limits = Limits(1)
+        self._address, self._restarts_within_s = address, restarts_within_s
+        self._link: AsyncTextClient | None = None
+
+    async def start(self, context: BackendContext) -> None:
+        soon = asyncio.get_running_loop().call_soon
+        self._link = AsyncTextClient(TextConnection(self._there(), self._restarts_within_s, soon))
+        await self._link.open()
+        self.limits = self._link.limits
+
+    def _there(self) -> ServerAddress:
+        """Raises `UsageError` where nobody has said where."""
+        if self._address is None:
+            raise UsageError(f"there is nothing to connect to. Start it with the backend '{self.called}'.")
+        return self._address
+
+    async def infer(self, batch: Sequence[Request]) -> Sequence[Result]:
+        answers = {event.request: event.error or event.value async for event in self.stream(batch)}
+        return [answers[request] for request in batch]
+
+    async def stream(self, batch: Sequence[Request]) -> AsyncIterator[Event]:
+        """Each answer as it comes, in parts where they are wanted. What is unanswered is cancelled with the stream."""
+        if self._link is None:
+            raise self._closed()
+        async for event in self._link.stream(batch):
+            yield event
+
+    def _closed(self) -> BackendDied:
+        return BackendDied(f"the backend '{self.called}' is not running. Await start() first, and not after close().")
+
+    @property
+    def lost(self) -> BackendDied | None:
+        return None if self._link is None else self._link.lost
+
+    def cancel(self, request: Request) -> None:
+        if self._link is not None:
+            self._link.cancel(request)
+
+    async def close(self) -> None:
+        if self._link is not None:
+            await self._link.close()
+            self._link = None
+
+
+@dataclass(frozen=True)
+class TextConnector:
+    """How a worker process gets there."""
+
+    kind: type[RemoteTextBackend]
+    setup: Setup
+    address: ServerAddress
+    restarts_within_s: float
+
+    def open(self) -> Backend:
+        return self.kind(self.setup, address=self.address, restarts_within_s=self.restarts_within_s)

@@ -1,0 +1,398 @@
+"""The server's side of its clients: the acceptor of connections, and a session for each client with its line and its
+blocks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hmac
+import logging
+import math
+import os
+import select
+import selectors
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+from gpuinfer.central import shared_memory
+from gpuinfer.central.protocol import VERSION, GarbledRecord, RecordKind, Unpacker, WireRecord, is_own_user, pack_record
+from gpuinfer.central.shared_memory import PER_CLIENT, Block, BlockForm
+from gpuinfer.errors import BackendError, GpuinferError, UsageError
+from gpuinfer.host import error_text
+from gpuinfer.host.error_text import error_to_wire
+
+CHUNK = 1 << 16  # bytes read at once
+DESCRIPTORS = 16  # taken along with them
+ANCILLARY = socket.CMSG_SPACE(4 * DESCRIPTORS)
+Ancillary = list[tuple[int, int, bytes]]
+CLOSE_ON_EXEC = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
+
+
+class RecordBounds(NamedTuple):
+    """What one client may send, and what is kept for it, in bytes."""
+
+    body: int = 1 << 16  # of a record: a token, or the group of a request
+    unsent: int = 4 << 20  # far more than all that a client can have outstanding
+
+
+ROW_BOUNDS = RecordBounds()
+
+
+class ClientSession:
+    """One connected client. The line never blocks; what it does not take at once waits in `_unsent`."""
+
+    def __init__(self, line: socket.socket, number: int, pin: Callable[[Any], Any], bounds: RecordBounds) -> None:
+        self.number = number
+        self.welcome = False  # it has shown that it is one of ours
+        self.gone = False
+        self.client = b""  # whose line it is: a client that takes us for dead hangs up, and may come back on another
+        self.serving = 0  # of its requests are in a batch now
+        self.asked: set[int] = set()  # numbers of the blocks with requests that are not settled
+        self.since = time.monotonic()
+        self.names: set[Hashable] = set()  # of the clients in that process, as the queue knows them
+        self.blocks: dict[int, Block] = {}
+        self.sending = threading.RLock()  # held while anything is done with the line's descriptor
+        self._line = line
+        self._pin = pin  # registers a block's memory with the device
+        self._unpacker = Unpacker(bounds.body)
+        self._most_unsent = bounds.unsent
+        self._descriptors: deque[int] = deque()
+        self._unsent = bytearray()
+        line.setblocking(False)
+
+    def fileno(self) -> int:
+        return self._line.fileno()
+
+    def receive(self) -> Iterator[WireRecord]:
+        """What it has sent. Raises `EOFError` when it has hung up, `Garbled` when it is not one of ours."""
+        try:
+            data, ancillary, _, _ = self._line.recvmsg(CHUNK, ANCILLARY, CLOSE_ON_EXEC)
+        except BlockingIOError:
+            return iter(())
+        except OSError:
+            raise EOFError from None
+        if not data:
+            raise EOFError
+        if ancillary:
+            data += self._read_on(ancillary)
+        return self._unpacker.feed(data)
+
+    def _read_on(self, ancillary: Ancillary) -> bytes:
+        """Keep the descriptors. What follows: a read ends where the next descriptor comes, and there may be many."""
+        more = bytearray()
+        with contextlib.suppress(OSError):  # nothing more, or its end, which the next read meets
+            while ancillary:
+                for level, kind, packed in ancillary:
+                    if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+                        self._descriptors.extend(memoryview(packed[: len(packed) // 4 * 4]).cast("i"))
+                if len(self._descriptors) >= DESCRIPTORS:
+                    break
+                data, ancillary, _, _ = self._line.recvmsg(CHUNK, ANCILLARY, CLOSE_ON_EXEC)
+                more += data
+        if len(self._descriptors) > DESCRIPTORS:
+            raise GarbledRecord("more descriptors than blocks")
+        return bytes(more)
+
+    def admit(self, hello: WireRecord, token: bytes) -> None:
+        """Check that this is one of our owner's processes. Raises `Garbled`, or `UsageError` for another version."""
+        told = hello.body if isinstance(hello.body, dict) else {}
+        given = told.get("token")
+        if hello.kind != RecordKind.HELLO or not isinstance(given, bytes) or not hmac.compare_digest(given, token):
+            raise GarbledRecord("no greeting")
+        if told.get("version") != VERSION:
+            raise UsageError("client and server run different versions of gpuinfer. Let both run the same.")
+        if not isinstance(client := told.get("client"), bytes):
+            raise GarbledRecord("a greeting of nobody")
+        self.welcome, self.client = True, client
+
+    def attach(self, record: WireRecord, form: BlockForm, max_rows: int) -> None:
+        """Take a block of its memory in, in the place of any idle one of the same number.
+
+        Raises `Garbled` for one that is not what it says.
+        """
+        if not self._descriptors:
+            raise GarbledRecord("a block without its memory")
+        descriptor = self._descriptors.popleft()
+        if not (1 <= record.rows <= max_rows and record.block < PER_CLIENT and record.block not in self.asked):
+            os.close(descriptor)
+            raise GarbledRecord("a block of impossible size or number")
+        try:
+            mapping = shared_memory.attach(descriptor, form.size(record.rows))
+        except shared_memory.Unshareable as error:
+            raise GarbledRecord(f"a block of {error}") from error
+        if (replaced := self.blocks.pop(record.block, None)) is not None:
+            replaced.let_go()
+        block = Block(record.block, record.rows, mapping, form)
+        block.pin = self._pin(block.memory)
+        self.blocks[record.block] = block
+
+    def send(self, data: bytes, descriptors: tuple[int, ...] = ()) -> bool:
+        """Send, as far as the line takes it; whether all has gone out. Any thread may.
+
+        A client that is gone loses what it was sent.
+        """
+        with self.sending:
+            was_stuck = self.stuck
+            if data and not was_stuck and not descriptors:
+                data = data[self._sent(data) :]
+                if not data:  # as nearly always
+                    return True
+                was_stuck = True
+            self._unsent += data
+            if was_stuck and len(self._unsent) > self._most_unsent:  # it asks and asks, and takes no answers
+                self._unsent.clear()
+                with contextlib.suppress(OSError):
+                    self._line.shutdown(socket.SHUT_RDWR)
+            elif data == b"" or not was_stuck:
+                self._push(descriptors)
+            return not self._unsent
+
+    def _push(self, descriptors: tuple[int, ...]) -> None:
+        del self._unsent[: self._sent(self._unsent, descriptors)]
+
+    def _sent(self, data: bytes | bytearray, descriptors: tuple[int, ...] = ()) -> int:
+        """How many bytes the line has taken; all, when nobody is there: the reader will notice."""
+        try:
+            return socket.send_fds(self._line, [data], descriptors) if descriptors else self._line.send(data)
+        except BlockingIOError:
+            return 0
+        except OSError:
+            return len(data)
+
+    @property
+    def stuck(self) -> bool:
+        """Whether its line does not take what it was sent."""
+        return bool(self._unsent)
+
+    def dismiss(self, error: GpuinferError) -> None:
+        """Say why it is served no more; whoever calls this hangs up afterwards."""
+        self.send(pack_record(WireRecord(RecordKind.GOODBYE, body=error_to_wire(error))))
+
+    def hang_up(self) -> None:
+        """Let go of the line now, and of the memory as soon as no batch uses it."""
+        with self.sending, contextlib.suppress(OSError):  # a descriptor that is closed may be another client's at once
+            self.gone = True
+            self._line.close()
+        for descriptor in self._descriptors:
+            os.close(descriptor)
+        self._descriptors.clear()
+        self.release()
+
+    def release(self) -> None:
+        if self.gone and not self.serving:
+            for block in self.blocks.values():
+                block.let_go()
+            self.blocks.clear()
+
+
+log = logging.getLogger(__name__)
+
+GREETING_S = 5.0  # for a new client to say who it is
+PAUSE_S = 0.1  # without new clients while there are no descriptors
+SCARCE = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+MOST_STRANGERS = 256  # that have not yet
+LONGEST_WAIT_S = 3600.0  # at once: the system counts a wait in milliseconds, and refuses one of a month
+HELD_S = 0.01  # between two looks whether a client that has come back may be let in
+FINE_S = 2e-3  # below it a wait needs a finer clock than the selector's milliseconds
+
+Ready = Sequence[tuple[selectors.SelectorKey, int]]
+OnRecord = Callable[[ClientSession, WireRecord], None]
+Forget = Callable[[ClientSession], None]
+
+
+class ClientAcceptor:
+    """One thread at a time waits and takes in; any thread may send.
+
+    A client that takes us for dead may come back with the same blocks on another line. It is let in once no batch
+    uses them any more for the line before: what that writes, or has the device write, is never over something else.
+    """
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        token: bytes,
+        most_clients: int,
+        welcome: tuple[bytes, int],
+        pin: Callable[[Any], Any],
+        bounds: RecordBounds = ROW_BOUNDS,
+    ) -> None:
+        """`welcome` is the record that greets a client, and the descriptor that travels along; `pin` see `Caller`."""
+        self.callers: dict[int, ClientSession] = {}
+        self._strangers: set[ClientSession] = set()  # of the callers, those that have not said who they are
+        self._held: list[ClientSession] = []  # of the callers, those that have, and have another line that is not over
+        self._leaving: list[ClientSession] = []  # gone, with requests in a batch
+        self._listener, self._token = listener, token
+        self._most_clients = most_clients
+        self._welcome, self._pin, self._bounds = welcome, pin, bounds
+        self._numbers = 0
+        self._paused = False  # since the last that was accepted
+        self._bell, self._rope = socket.socketpair()
+        self._selector = selectors.DefaultSelector()
+        listener.setblocking(False)
+        self._selector.register(listener, selectors.EVENT_READ, None)
+        self._selector.register(self._bell, selectors.EVENT_READ, None)
+
+    # Waiting
+
+    def fileno(self) -> int:
+        """For whoever waits elsewhere: it is readable when `look` finds something."""
+        return self._selector.fileno()
+
+    def ring(self) -> None:
+        """Wake whoever waits, now and from now on."""
+        self._rope.send(b"!")
+
+    def look(self) -> Ready:
+        """What is ready now."""
+        return self._selector.select(0)
+
+    def wait(self, seconds: float) -> Ready:
+        """What is ready, as soon as anything is, at the latest after so many seconds."""
+        if self._strangers:
+            seconds = min(seconds, GREETING_S)
+        if self._held:
+            seconds = min(seconds, HELD_S)
+        if LONGEST_WAIT_S < seconds < math.inf:
+            seconds = LONGEST_WAIT_S
+        if seconds < FINE_S:
+            select.select([self._selector], [], [], max(0.0, seconds))  # type: ignore[list-item]
+            seconds = 0
+        return self._selector.select(None if seconds == math.inf else seconds)
+
+    # Taking in
+
+    def take_in(self, ready: Ready, on_record: OnRecord, forget: Forget) -> None:
+        """Hand each record to `on_record`, and to `forget` each client that has gone, or is sent away for what it said.
+
+        `on_record` raises `Garbled`, or a `GpuinferError` that the client is told, for a record that makes no sense.
+        """
+        for key, events in ready:
+            if key.fileobj is self._listener:
+                self._accept(forget)
+            elif key.data is not None and not key.data.gone and not self._hear(key.data, events, on_record):
+                self._drop(key.data, forget)
+        for caller in self.overdue:
+            self._drop(caller, forget)
+        for caller in tuple(self._held):
+            if not self._has_another_line(caller):
+                self._held.remove(caller)
+                self._greet(caller)
+
+    @property
+    def due(self) -> bool:
+        """Whether `take_in` may have something to do although nothing is ready."""
+        return bool(self._held or self.overdue)
+
+    @property
+    def overdue(self) -> list[ClientSession]:
+        """Who should have said by now who it is; the next `take_in` sends them away."""
+        return [one for one in self._strangers if time.monotonic() - one.since > GREETING_S] if self._strangers else []
+
+    def _accept(self, forget: Forget) -> None:
+        try:
+            line, _ = self._listener.accept()
+        except OSError as error:  # it has left again, or there are no more descriptors
+            if error.errno in SCARCE:
+                self._pause(error)
+            return
+        if not is_own_user(line):
+            line.close()
+            return
+        self._paused = False
+        self._numbers += 1
+        caller = ClientSession(line, self._numbers, self._pin, self._bounds)
+        self._selector.register(line, selectors.EVENT_READ, caller)
+        self.callers[caller.number] = caller
+        self._strangers.add(caller)
+        if len(self._strangers) > MOST_STRANGERS:  # a client of ours speaks at once
+            self._drop(min(self._strangers, key=lambda stranger: stranger.since), forget)
+
+    def _pause(self, error: OSError) -> None:
+        """Accept nobody for a moment: the listener stays ready, and whoever waits would turn round and round."""
+        if not self._paused:
+            log.warning("no client can be taken in: %s. Allow more open files (`ulimit -n`).", error.strerror)
+        self._paused = True
+        self._selector.unregister(self._listener)
+        again = threading.Timer(PAUSE_S, self._selector.register, (self._listener, selectors.EVENT_READ, None))
+        again.daemon = True
+        again.start()
+
+    def _hear(self, caller: ClientSession, events: int, on_record: OnRecord) -> bool:
+        """Take in what one client has sent; whether it may stay."""
+        if events & selectors.EVENT_WRITE:
+            self.send(caller, b"")
+        if not events & selectors.EVENT_READ:
+            return True
+        try:
+            for record in caller.receive():
+                if caller in self._held:
+                    raise GarbledRecord("a request before the greeting was answered")
+                if caller.welcome:
+                    on_record(caller, record)
+                else:
+                    self._admit(caller, record)
+        except EOFError:
+            return False
+        except GarbledRecord as error:
+            caller.dismiss(UsageError(f"the server was sent {error}. Use gpuinfer's own client."))
+        except GpuinferError as error:
+            caller.dismiss(error)
+        except Exception as error:  # noqa: BLE001 (whatever one client sends, the others are served)
+            log.warning("a client was dropped: %s.", error_text.full_message(error))
+            caller.dismiss(BackendError("the server could not make sense of this client. See its last words."))
+        else:
+            return True
+        return False
+
+    def _admit(self, caller: ClientSession, hello: WireRecord) -> None:
+        caller.admit(hello, self._token)
+        self._strangers.discard(caller)
+        if len(self.callers) - len(self._strangers) > self._most_clients:
+            raise UsageError(
+                f"the server has {self._most_clients} clients already. "
+                "Close some, or start it with a larger max_clients."
+            )
+        if self._has_another_line(caller):
+            self._held.append(caller)
+        else:
+            self._greet(caller)
+
+    def _greet(self, caller: ClientSession) -> None:
+        record, descriptor = self._welcome
+        caller.send(record, (descriptor,))
+
+    def _has_another_line(self, caller: ClientSession) -> bool:
+        """Whether the same client has one whose end has not been read yet, or whose requests are in a batch."""
+        self._leaving = [one for one in self._leaving if one.serving]
+        others = [*self.callers.values(), *self._leaving]
+        return any(one is not caller and one.client == caller.client and one not in self._held for one in others)
+
+    def _drop(self, caller: ClientSession, forget: Forget) -> None:
+        with caller.sending:  # another thread may be about to watch for room on its line
+            self._selector.unregister(caller.fileno())
+        del self.callers[caller.number]
+        self._strangers.discard(caller)
+        if caller in self._held:
+            self._held.remove(caller)
+        forget(caller)
+        caller.hang_up()
+        if caller.serving:
+            self._leaving.append(caller)
+
+    # Sending
+
+    def send(self, caller: ClientSession, data: bytes) -> None:
+        """Not with a lock held, where that can be helped: whoever is woken by it may take this core at once."""
+        with caller.sending:
+            stuck = caller.stuck
+            if caller.gone or caller.send(data) != stuck:
+                return
+            # from now on, or no longer, we must know when its line takes more
+            events = selectors.EVENT_READ if stuck else selectors.EVENT_READ | selectors.EVENT_WRITE
+            with contextlib.suppress(KeyError):  # it is being dropped
+                self._selector.modify(caller.fileno(), events, caller)

@@ -1,0 +1,488 @@
+"""The server of rows: its queue, its forward threads, and one batch through the model.
+
+One free thread leads: it watches the lines and asks the strategy; when a batch is due it hands the lead to the next
+free thread and runs the batch itself, so that a request passes from the line through the model and back without a hop
+between threads (leader/followers: Schmidt, O'Ryan, Kircher, Pyarali, Buschmann 2000). While all threads compute none
+reads, and what arrives makes the next batch. A batch that takes less than handing the lead over is run before.
+"""
+
+from __future__ import annotations
+
+import math
+import socket
+import threading
+import time
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gpuinfer.api import Limits, Priority, Request, Result, Strategy, forward_lane
+from gpuinfer.central.client_sessions import ClientAcceptor, ClientSession, Ready
+from gpuinfer.central.protocol import NOBODY, GarbledRecord, RecordKind, WireRecord, pack_record
+from gpuinfer.central.shared_memory import Block, BlockForm
+from gpuinfer.engine.core import Batch, Core, Journal, outcome_of
+from gpuinfer.engine.lanes import BatchPace, forward_lanes
+from gpuinfer.engine.results import find_fault
+from gpuinfer.engine.scheduler import Cut
+from gpuinfer.engine.watchdog import Held, Patience
+from gpuinfer.errors import BackendDied, BackendError, BadResult, Closed, DeviceLost, GpuinferError, WorkError
+from gpuinfer.host import error_text
+from gpuinfer.host.error_text import error_to_wire
+from gpuinfer.models.row_format import AnswerLayout
+from gpuinfer.stats import Lane, Snapshot
+
+if TYPE_CHECKING:
+    from gpuinfer.models.open_model import Opened
+
+
+class RequestRows(Protocol):
+    """The first `rows` rows of a block."""
+
+    block: Block
+    rows: int
+
+
+class ServedBatch(NamedTuple):
+    """What came of one batch."""
+
+    errors: Sequence[GpuinferError | None]  # what went wrong with each request, if anything
+    again: bool = False  # each request was run a second time, alone
+    whole: bool = True  # the model answered the batch at once: its time is that of so many rows
+
+
+class BatchRunner:
+    """The model of one server. As many threads as it allows forwards may call `answer` at once."""
+
+    def __init__(self, opened: Opened) -> None:
+        self.pin = opened.pin
+        self._forward, self._write, self._layout = opened.forward, opened.write, opened.answer
+
+    def answer(self, batch: Sequence[RequestRows]) -> ServedBatch:
+        """Write each answer beside its rows.
+
+        A batch that the model raises on is run again one by one: the request with the row that it cannot take fails
+        alone.
+        """
+        try:
+            if (errors := self._errors(batch)) is not None:
+                return ServedBatch(errors)
+        except BaseException as error:  # noqa: BLE001 (a model may raise anything, and even leave)
+            if isinstance(error, BackendDied | DeviceLost):  # whatever comes next meets the same, or another device
+                return ServedBatch([error] * len(batch), whole=False)
+            if len(batch) == 1:
+                return ServedBatch([batch_failure(error)], whole=False)
+        return ServedBatch([self.answer([ask]).errors[0] for ask in batch], again=True, whole=False)
+
+    def _errors(self, batch: Sequence[RequestRows]) -> Sequence[GpuinferError | None] | None:
+        """Answer a batch: what is wrong with each answer. None when one odd row has made the answers of all odd.
+
+        A client that is gone is answered like the others: its memory stays where it is until the batch is over, and no
+        line of the same client has it before (`ClientLines`).
+        """
+        blocks = [ask.block.rows[: ask.rows] for ask in batch]
+        if self._write is not None:
+            sound = self._write(blocks, [[part[: ask.rows] for part in ask.block.answers] for ask in batch])
+            return [
+                None if fine else self._fault(ask, ask.block.answer(ask.rows, copied=False))
+                for ask, fine in zip(batch, sound, strict=True)
+            ]
+        results = self._forward(blocks)
+        if len(batch) > 1 and unlike(results[0], self._layout):
+            return None
+        return [self._keep(ask, result) for ask, result in zip(batch, results, strict=True)]
+
+    def _keep(self, ask: RequestRows, result: Result) -> GpuinferError | None:
+        """Copy one answer into its block, if it is one."""
+        arrays = block_parts(result)
+        if not is_plainly_sound(arrays, ask.rows, self._layout) and (error := self._fault(ask, result)) is not None:
+            return error
+        for room, array in zip(ask.block.answers, arrays, strict=True):
+            room[: ask.rows] = array
+        return None
+
+    def _fault(self, ask: RequestRows, result: Result) -> GpuinferError | None:
+        fault = find_fault(result, ask.rows) or unlike(result, self._layout)
+        if fault is None:
+            return None
+        rows = ask.block.rows[: ask.rows]
+        if rows.dtype.kind == "f" and np.isnan(rows.max()):
+            return BackendError("the rows hold NaN, and so does the answer. Check where the rows come from.")
+        return BadResult(f"the model answered badly: {fault}")
+
+
+def block_parts(result: Result) -> Sequence[NDArray[np.float32]]:
+    """The arrays of an answer, in order."""
+    if isinstance(result, tuple | list):
+        return result
+    return list(result.values()) if isinstance(result, Mapping) else [result]
+
+
+def is_plainly_sound(arrays: Sequence[NDArray[np.float32]], rows: int, layout: AnswerLayout) -> bool:
+    """The quick way to know that nothing is wrong, as nearly always; False says only that it takes a closer look."""
+    if layout.kind == "dict" or len(arrays) != len(layout.shapes):
+        return False
+    for array, shape in zip(arrays, layout.shapes, strict=True):
+        if array.shape != (rows, *shape) or not array.size or not array.max() < math.inf:  # a NaN wins every max
+            return False
+    return True
+
+
+def unlike(result: Result, layout: AnswerLayout) -> str | None:
+    """What differs from the answers that were agreed on."""
+    shapes = tuple(part.shape[1:] for part in block_parts(result))
+    names = tuple(result) if isinstance(result, Mapping) else ()
+    if shapes == layout.shapes and names != layout.names:
+        return f"the names {list(names)} where {list(layout.names)} were agreed. Let the model always answer alike."
+    if shapes == layout.shapes:
+        return None
+    return f"shapes {list(shapes)} a row where {list(layout.shapes)} were agreed. Let the model always answer alike."
+
+
+def batch_failure(error: BaseException) -> GpuinferError:
+    if isinstance(error, GpuinferError):
+        return error
+    return BackendError(
+        f"the model raised {error_text.full_message(error)}. Only the requests of this block failed; look at their "
+        "rows, or at the model."
+    )
+
+
+NAMES = 1024  # of clients in one process that are told apart: they cost memory as long as it is connected
+PRIORITIES = tuple(Priority)
+
+Send = Callable[[ClientSession, bytes], None]
+
+
+class BlockRows:
+    """The payload of a request here: the first rows of a caller's block."""
+
+    __slots__ = ("block", "caller", "number", "rows")
+
+    def __init__(self, caller: ClientSession, number: int, block: Block, rows: int) -> None:
+        self.caller, self.number, self.block, self.rows = caller, number, block, rows
+
+
+class RowQueue:
+    """The requests of all clients of one server, from the time they are taken in until they are settled."""
+
+    def __init__(
+        self,
+        form: BlockForm,
+        limits: Limits,
+        max_queue_rows: int | None,
+        strategy: Strategy,
+        send: Send,
+        recorder: Journal | None,
+        clock: Callable[[], float],
+    ) -> None:
+        self._core = Core(strategy, recorder)
+        self._core.open(limits, max_queue_rows)
+        self._form, self._limits, self._send, self._clock = form, limits, send, clock
+        self._waiting: dict[tuple[int, int], Request] = {}  # by caller and number, until they are cut
+
+    # What clients say
+
+    def take(self, caller: ClientSession, record: WireRecord) -> bool:
+        """Do what a record says; whether it has brought a request into the queue. Raises `Garbled` for nonsense."""
+        if record.kind == RecordKind.ASK:
+            return self._ask(caller, record)
+        if record.kind == RecordKind.BLOCK:
+            caller.attach(record, self._form, self._limits.max_rows)
+        elif record.kind == RecordKind.CANCEL:
+            self._cancel(caller, record.number)
+        else:
+            raise GarbledRecord(f"a record of kind {record.kind}")
+        return False
+
+    def _ask(self, caller: ClientSession, record: WireRecord) -> bool:
+        block = caller.blocks.get(record.block)
+        if block is None or not 1 <= record.rows <= block.room or math.isnan(record.left_s):
+            raise GarbledRecord("a request for rows that are not there")
+        if record.block in caller.asked or (caller.number, record.number) in self._waiting:
+            raise GarbledRecord("a second request before the first is answered")
+        request = self._request(caller, record, block)
+        if (shed := self._core.arrive(request)) is not None:
+            for other, error in shed.turned_away:
+                self._fail(other, error, outcome_of(error))
+            if shed.refusal is not None:
+                self._send(caller, _failed(record.number, shed.refusal))
+                return False
+        self._waiting[caller.number, record.number] = request
+        caller.asked.add(record.block)
+        if (client := request.client) is not None and client not in caller.names:
+            caller.names.add(client)
+            self._core.join(client, request.arrived)
+        return True
+
+    def _request(self, caller: ClientSession, record: WireRecord, block: Block) -> Request:
+        now = self._clock()
+        group = _hashable(record.body.get("group")) if isinstance(record.body, dict) else None
+        hash(group)  # raises for what cannot be one, before anything is done
+        client = None if record.client == NOBODY else (caller.number, record.client % NAMES)
+        priority = PRIORITIES[min(record.priority, Priority.LOW)]
+        payload = BlockRows(caller, record.number, block, record.rows)
+        return Request(payload, record.rows, now, priority, now + record.left_s, group, client)
+
+    def _cancel(self, caller: ClientSession, number: int) -> None:
+        """Take a request that waits out of the queue; the answer to one that is being served is dropped over there."""
+        request = self._waiting.get((caller.number, number))
+        if request is not None:
+            self._core.withdraw(request)
+            self._fail(request, Closed("this request was cancelled."), "cancelled")
+
+    def forget(self, caller: ClientSession) -> None:
+        """A client has gone, and with it all that it has asked for and that is not in a batch."""
+        now = self._clock()
+        for key, request in [item for item in self._waiting.items() if item[0][0] == caller.number]:
+            self._core.withdraw(request)
+            self._core.settled(request, "cancelled", now)
+            del self._waiting[key]
+        for name in caller.names:
+            self._core.leave(name)
+
+    def _fail(self, request: Request, error: GpuinferError, outcome: str) -> None:
+        """Settle a request that has left the queue and was not cut."""
+        asked: BlockRows = request.payload
+        self._waiting.pop((asked.caller.number, asked.number), None)
+        asked.caller.asked.discard(asked.block.number)
+        self._core.settled(request, outcome, self._clock(), error)
+        self._send(asked.caller, _failed(asked.number, error))
+
+    # Batches
+
+    def next_batch(self, now: float, lanes: int = 1) -> Batch | float:
+        """The batch that is due when so many lanes are free, or when to look again."""
+        while not isinstance(step := self._core.decide(now, lanes), float):
+            if isinstance(step, Cut):
+                for request in step.requests:
+                    asked: BlockRows = request.payload
+                    asked.caller.serving += 1
+                    del self._waiting[asked.caller.number, asked.number]
+                return self._core.launch(step, now)
+            for request in step.requests:
+                error = step.error_of(request)
+                self._fail(request, error, outcome_of(error))
+        return step
+
+    @staticmethod
+    def answers(batch: Batch, served: ServedBatch) -> dict[ClientSession, list[bytes]]:
+        """What is to be sent, by caller. From here on it may ask for the same blocks again. Needs no lock."""
+        answers: dict[ClientSession, list[bytes]] = {}
+        for request, error in zip(batch.requests, served.errors, strict=True):
+            asked: BlockRows = request.payload
+            asked.caller.asked.discard(asked.block.number)
+            answer = (
+                pack_record(WireRecord(RecordKind.ANSWER, number=asked.number))
+                if error is None
+                else _failed(asked.number, error)
+            )
+            answers.setdefault(asked.caller, []).append(answer)
+        return answers
+
+    def settle(self, batch: Batch, served: ServedBatch, started: float, ended: float) -> None:
+        """Count a batch whose answers are on their way."""
+        for request, error in zip(batch.requests, served.errors, strict=True):
+            caller: ClientSession = request.payload.caller
+            caller.serving -= 1
+            caller.release()
+            if error is None:
+                self._core.settled(request, "ok", ended)
+            else:
+                self._core.settled(request, outcome_of(error), ended, error)
+        if served.again:
+            self._core.retried(batch.requests)
+        if served.whole:
+            self._core.ended(batch, started, ended - started, ended)
+
+    def lose_lane(self) -> None:
+        """One batch in flight less from now on."""
+        self._core.lose_lane()
+
+    # What there is to see
+
+    def held(self, patience: Patience) -> Iterator[Held]:
+        """Whether the strategy lets requests wait for nothing. Any thread may ask."""
+        return self._core.held(patience)
+
+    def snapshot(self, lanes: list[Lane]) -> Snapshot:
+        return self._core.snapshot(lanes)
+
+
+def _failed(number: int, error: GpuinferError) -> bytes:
+    return pack_record(WireRecord(RecordKind.FAILED, number=number, body=error_to_wire(error)))
+
+
+def _hashable(value: Any) -> Hashable:
+    return tuple(map(_hashable, value)) if isinstance(value, list) else value
+
+
+SPIN_S = 100e-6  # waking up costs as much, and what runs next runs slower
+HAND_OVER_S = 300e-6  # what waking another thread costs both, and more
+ACCOUNTS = 50  # milliseconds at most that a snapshot waits for what is being counted
+
+
+class RowServer:
+    """Serves the clients of one listening socket with `limits.in_flight` threads."""
+
+    def __init__(
+        self,
+        answerer: BatchRunner,
+        form: BlockForm,
+        limits: Limits,
+        strategy: Strategy,
+        listener: socket.socket,
+        token: bytes,
+        pulse: int,
+        *,
+        most_clients: int,
+        max_queue_rows: int | None = None,
+        recorder: Journal | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`pulse` is the descriptor of the pulse's memory, which every client gets. `recorder` writes all down, and is
+        closed by its maker.
+        """
+        self.limits = limits
+        self.lanes = forward_lanes(limits, clock)
+        self.started_at: dict[Lane, float] = {}  # of the batch that runs in a lane
+        self._owing: set[Lane] = set()  # lanes whose last batch has been answered and not yet been counted
+        self.fault: WorkError | None = None  # why it cannot go on
+        self._answerer = answerer
+        self._clock = clock
+        welcome = pack_record(
+            WireRecord(RecordKind.WELCOME, body={"form": form.to_wire(), "max_rows": limits.max_rows})
+        )
+        self._lines = ClientAcceptor(listener, token, most_clients, (welcome, pulse), answerer.pin)
+        self._queue = RowQueue(form, limits, max_queue_rows, strategy, self._lines.send, recorder, clock)
+        self._lead = threading.Lock()  # of the thread that watches the lines
+        self._state = threading.Lock()  # queue and callers; held for moments
+        self._pace = BatchPace()
+        self._spin_pays = True
+        self._closing = False
+        self._threads = [
+            threading.Thread(target=self._work, args=(lane,), name=lane.name, daemon=True) for lane in self.lanes
+        ]
+
+    def start(self) -> None:
+        for thread in self._threads:
+            thread.start()
+
+    def close(self, patience_s: float) -> bool:
+        """Take nothing more, dismiss everybody, let batches end; whether they have."""
+        self._closing = True
+        self._lines.ring()
+        until = time.monotonic() + patience_s
+        for thread in self._threads:
+            thread.join(max(0.0, until - time.monotonic()))
+        self.dismiss_all(Closed("the server was closed before this request was answered. Ask another."))
+        return not any(thread.is_alive() for thread in self._threads)
+
+    def held(self, patience: Patience) -> Iterator[Held]:
+        """What the strategy has in hand: forwards that do not end are seen by `busy_s`."""
+        return self._queue.held(patience)
+
+    def dismiss_all(self, error: GpuinferError) -> None:
+        """Tell every client why it is served no more."""
+        with self._state:
+            for caller in self._lines.callers.values():
+                caller.dismiss(error)
+
+    def snapshot(self) -> Snapshot:
+        """The counters of this moment: a client that has its answer finds it counted."""
+        for _ in range(ACCOUNTS):
+            if not self._owing:
+                break
+            time.sleep(0.001)
+        with self._state:
+            return self._queue.snapshot(self.lanes)
+
+    def busy_s(self) -> float:
+        """How long the batch that has run longest has been running."""
+        started = min(self.started_at.copy().values(), default=math.inf)
+        return max(0.0, self._clock() - started)
+
+    # Leading
+
+    def _work(self, lane: Lane) -> None:
+        """The life of one forward thread."""
+        forward_lane.set(lane)
+        try:
+            self._take_turns(lane)
+            if lane.retired:  # its device is gone: the others go on
+                with self._state:
+                    self._queue.lose_lane()
+        except BaseException as error:  # a server with a lane less would go on, and some would wait for ever
+            self.fault = BackendDied(
+                f"the central server failed: {error_text.full_message(error)}. Start it again, and report this."
+            )
+            raise
+
+    def _take_turns(self, lane: Lane) -> None:
+        while not lane.retired:
+            with self._lead:
+                while (batch := self._next(lane)) is not None and self._pace.seconds(batch.rows) < HAND_OVER_S:
+                    self._serve(batch, lane)
+                    if lane.retired:
+                        return
+            if batch is None:
+                return
+            self._serve(batch, lane)
+
+    def _next(self, lane: Lane) -> Batch | None:
+        """Lead until a batch is due; None when the desk closes."""
+        lane.enter("queue")
+        ready = self._lines.look()  # what has come while no thread watched
+        while not self._closing:
+            if ready or self._lines.due:
+                with self._state:
+                    self._lines.take_in(ready, self._on_record, self._queue.forget)
+            with self._state:
+                due = self._queue.next_batch(self._clock())
+            if isinstance(due, Batch):
+                return due
+            lane.enter("idle")
+            ready = self._wait(due - self._clock())
+            lane.enter("queue")
+        return None
+
+    def _on_record(self, caller: ClientSession, record: WireRecord) -> None:
+        if self._queue.take(caller, record):
+            self._spin_pays = True
+
+    def _wait(self, seconds: float) -> Ready:
+        """What is ready on the lines, after that long at most. Spins a little first, as long as that pays."""
+        if self._spin_pays and not self.started_at:  # a thread that computes would have to share the interpreter
+            until = self._clock() + min(SPIN_S, seconds)
+            while self._clock() < until:
+                if ready := self._lines.look():
+                    return ready
+            self._spin_pays = False
+        return self._lines.wait(seconds)
+
+    # Serving
+
+    def _serve(self, batch: Batch, lane: Lane) -> None:
+        """Run a batch and answer it. What must be counted is counted when the answers are on their way."""
+        started = self.started_at[lane] = self._clock()
+        lane.enter("forward")
+        served = self._answerer.answer([request.payload for request in batch.requests])
+        if (died := next((error for error in served.errors if isinstance(error, BackendDied)), None)) is not None:
+            self.fault = self.fault or died  # its last device is gone
+        ended = self._clock()
+        lane.enter("reply")
+        answers = self._queue.answers(batch, served)
+        del self.started_at[lane]
+        self._owing.add(lane)
+        last, parts = answers.popitem()
+        for caller, earlier in answers.items():
+            self._lines.send(caller, b"".join(earlier))
+        lane.enter("idle")  # a client that is answered may well take this core, and a single one certainly does
+        self._lines.send(last, b"".join(parts))
+        lane.enter("reply")
+        with self._state:
+            self._queue.settle(batch, served, started, ended)
+            self._pace.took(batch.rows, ended - started)
+        self._owing.discard(lane)
+        lane.enter("idle")

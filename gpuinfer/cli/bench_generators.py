@@ -1,0 +1,218 @@
+"""`gpuinfer bench generate` with generators: our own, one prompt at a time and batched, beside transformers and vLLM.
+
+What is compared there are programs, and not settings of ours; `--compare inprocess,central` compares as elsewhere.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shlex
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gpuinfer.cli import flags
+from gpuinfer.cli.comparison_end import concluded, own_flag
+from gpuinfer.cli.comparison_progress import interruptible
+from gpuinfer.config import registry
+from gpuinfer.errors import UsageError
+from gpuinfer.lab.peers.peer_process import PEERS, PROGRAMS, pythons
+from gpuinfer.serving.openai.sampling_fields import UNMASKING_FIELDS, UnmaskingOptions, unmasking_of
+
+if TYPE_CHECKING:
+    from gpuinfer.config.settings import Settings
+    from gpuinfer.lab.bench.generators import Contest
+    from gpuinfer.lab.bench.series import SeriesPlan
+
+TARGET = "generate"
+DEFAULT = tuple(PROGRAMS)
+BATCH_SIZES = (1, 8, 16, 32, 64, 128)
+NEW_TOKENS, REPEATS, MOST = 128, 3, 1 << 16
+TAKEN = (
+    "model",
+    "checkpoint",
+    "meta",
+    "input",
+    "max_new_tokens",
+    "mask_token_id",
+    *UNMASKING_FIELDS,
+)  # of the workload's flags
+COMMON = ("device", "dtype", "seed", "json", "live", "quiet", "verbose", "config", "roofline")
+NOT_HERE = ("seconds", "warmup", "apply")  # of bench's own flags
+
+Values = Mapping[str, Any]
+
+
+def named(compare: Sequence[str] | None, values: Values) -> list[str]:
+    """The generators that are to be compared; none when it is backends or settings."""
+    from gpuinfer.cli.variants import parts
+
+    if not compare:
+        several = any(isinstance(value, str) and "," in value for value in values.values())
+        return [] if several or values.get("backend") or values.get("input") else list(DEFAULT)
+    names = [name for word in compare for name in parts(word)]
+    return names if all(name in PROGRAMS for name in names) else []
+
+
+def for_backends(values: Values, own: Values) -> dict[str, Any]:
+    """The workload's flags, where backends or settings are compared: those of generators have names of their own."""
+    if own["python"]:
+        raise UsageError(f"--python is for {' and '.join(PEERS)}. Add --compare batched,vllm, or leave it out.")
+    told = {"max_new_tokens": own["new_tokens"], "input": own["prompts"], "batch_size": own["batch_sizes"]}
+    values = {**values, **{key: str(value) for key, value in told.items() if value is not None}}
+    if values.get("input") == "-":
+        raise UsageError("--input -: a comparison reads the prompts many times. Give a file.")
+    return values
+
+
+def execute(names: Sequence[str], values: Values, own: Values, folder: Path | None) -> dict[str, Any]:
+    """Compare; the document. Raises `UsageError` when none of them can be had."""
+    from gpuinfer.cli.building import merge
+    from gpuinfer.cli.workload import log_to_people
+    from gpuinfer.lab.bench.generators import Generators
+    from gpuinfer.lab.bench.generators_tables import completed
+    from gpuinfer.lab.bench.series import SeriesPlan
+
+    _refuse_others(values, own)
+    merged = merge(TARGET, values)
+    log_to_people(merged.common.verbose)
+    course = SeriesPlan(own["repeats"], None, None, merged.common.seed, roofline=False, parity=False)
+    began = datetime.now(UTC).isoformat(timespec="seconds")
+    with tempfile.TemporaryDirectory(prefix="gpuinfer-bench-") as scratch, interruptible():
+        work = _work(names, merged, values, own, course, Path(scratch))
+        generators = Generators(work, course, _logs(folder, Path(scratch)), _say(merged.common.quiet))
+        outcome = generators.run()
+        return completed(concluded(TARGET, outcome, course, began), work, generators)
+
+
+def _refuse_others(values: Values, own: Values) -> None:
+    """What would be ignored is refused: all generators take the likeliest token, and ours runs as it comes."""
+    given = {key: value for key, value in values.items() if value is not None and value != [] and value != 0}
+    more = {key: own[key] for key in NOT_HERE if own[key]}
+    for key in {**given, **more}:
+        if key not in (*TAKEN, *COMMON):
+            raise UsageError(
+                f"{flags.flag(key)} is no part of a comparison of generators, which all take the likeliest token and "
+                "run to the end. Leave it out, or compare backends: --compare inprocess,central."
+            )
+
+
+def _work(
+    names: Sequence[str], merged: Settings, values: Values, own: Values, course: SeriesPlan, scratch: Path
+) -> Contest:
+    """Everything checked: the model, the prompts, and that they fit."""
+    from gpuinfer.api import ModelSpec, Setup
+    from gpuinfer.generation import Sampling
+    from gpuinfer.lab.bench.generators import Contest, needed
+    from gpuinfer.serving.openai.model_options import check_with_model
+    from gpuinfer.text.checkpoint import open_checkpoint
+
+    given = merged.options("workloads", TARGET, registry.load("workloads", TARGET))
+    sizes = _sizes(own["batch_sizes"])
+    chosen, meta = given.get("model") or given.get("checkpoint"), given.get("meta")
+    if chosen is None:
+        raise UsageError("bench generate needs a model. Give --model DIR, or --model tiny, which is built in.")
+    weights = None if given.get("model") else str(chosen)
+    arguments: dict[str, Any] = {"meta": str(meta)} if meta else {}
+    if given.get("mask_token_id") is not None:
+        arguments["mask_token"] = given["mask_token_id"]
+    spec = ModelSpec(str(chosen), weights=weights, arguments=arguments, kind="text")
+    checkpoint = open_checkpoint(spec)
+    unmasking = unmasking_of(UnmaskingOptions(**{name: given[name] for name in UNMASKING_FIELDS if name in given}))
+    if unmasking is not None:
+        check_with_model(spec, Sampling(unmasking=unmasking))
+    common = merged.common
+    work = Contest(
+        model=str(chosen),
+        names=names,
+        batch_sizes=sizes,
+        new_tokens=own["new_tokens"] or given.get("max_new_tokens") or NEW_TOKENS,
+        prompts=_prompts(own["prompts"] or given.get("input"), checkpoint, common.seed, needed(sizes, course.repeats)),
+        setup=Setup(devices=common.devices, dtype=common.dtype, seed=common.seed),
+        folder=_folder(checkpoint, scratch) if set(names) & set(PEERS) else None,
+        weights=weights,
+        arguments=arguments,
+        unmasking=unmasking,
+        pythons=pythons(own["python"] or []),
+        command=_spelled(values),
+    )
+    if work.length > checkpoint.shape.positions:
+        raise UsageError(
+            f"a prompt of {work.prompts.longest} tokens and {work.new_tokens} new ones do not fit into the "
+            f"{checkpoint.shape.positions} positions of {work.model}. Take a smaller --new-tokens, or shorter prompts."
+        )
+    return work
+
+
+def _spelled(values: Values) -> str:
+    """The flags that say what is run, as they were given."""
+    kept = ("model", "checkpoint", "meta", "device", "dtype", "mask_token_id", *UNMASKING_FIELDS)
+    given = ((key, one) for key in kept if values.get(key) for one in _several(values[key]))
+    return "".join(f" {flags.SHORTS.get(key) or flags.flag(key)} {shlex.quote(str(one))}" for key, one in given)
+
+
+def _several(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
+
+
+def _sizes(text: str | None) -> list[int]:
+    from gpuinfer.cli.variants import parts
+
+    if text is None:
+        return list(BATCH_SIZES)
+    try:
+        found = sorted({int(part) for part in parts(text)})
+    except ValueError:
+        found = []
+    if not found or not all(1 <= size <= MOST for size in found):
+        raise UsageError(f"--batch-sizes {text}: not whole numbers from 1 to {MOST}. Write --batch-sizes 1,8,64.")
+    return found
+
+
+def _prompts(path: Any, checkpoint: Any, seed: int, most: int) -> Any:
+    """Those of the file, or drawn ones."""
+    from gpuinfer.lab.bench.generators import DrawnPrompts, from_file
+    from gpuinfer.text.language import open_language
+
+    if path is None:
+        return DrawnPrompts(checkpoint.shape.vocabulary, checkpoint.shape.end_tokens, seed)
+    return from_file(Path(path), open_language(checkpoint.language_files(), checkpoint.shape), most)
+
+
+def _folder(checkpoint: Any, scratch: Path) -> Path | None:
+    """The model as others read it: its folder, or that of a built-in one, written now. None: there is no such thing."""
+    from gpuinfer.text.checkpoint import save_folder
+
+    if checkpoint.folder is not None:
+        return Path(checkpoint.folder).resolve()
+    with contextlib.suppress(UsageError):
+        save_folder(checkpoint, scratch / "model")
+        return scratch / "model"
+    return None
+
+
+def _logs(folder: Path | None, scratch: Path) -> Path:
+    """Where the children's noise goes: it stays beside a report."""
+    logs = (folder or scratch) / "logs"
+    logs.mkdir(exist_ok=True)
+    return logs
+
+
+def _say(quiet: bool) -> Any:
+    return (lambda line: None) if quiet else (lambda line: print(line, file=sys.stderr, flush=True))
+
+
+def more_flags() -> flags.Parameters:
+    """What `bench generate` has beside the flags of every target."""
+    sizes = ",".join(map(str, BATCH_SIZES))
+    return {
+        "batch_sizes": own_flag("batch_sizes", str | None, "N,N", f"Prompts at once. [default: {sizes}]"),
+        "new_tokens": own_flag(
+            "new_tokens", int | None, "N", f"Of each answer, no fewer and no more. [default: {NEW_TOKENS}]", min=1
+        ),
+        "prompts": own_flag("prompts", Path | None, "FILE", "Prompts, as of --input. [default: random tokens]"),
+        "python": own_flag("python", list[str] | None, "NAME=PATH", "A peer's own Python, vllm=PATH; repeatable."),
+    }

@@ -1,0 +1,230 @@
+"""One batch and its backend: call it, check its results, settle each request exactly once.
+
+A backend answers one row of output for each row of input, with no NaN or +inf anywhere. Arrays are known by what they
+offer (`shape`, `dtype`, `max`), so that NumPy, torch and others are all checked and none of them is imported.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from typing import Any
+
+from gpuinfer.api import Backend, Event, Lane, Request, Result
+from gpuinfer.config import blame
+from gpuinfer.engine.core import outcome_of
+from gpuinfer.errors import BackendError, BadResult, GpuinferError
+from gpuinfer.generation import Part
+from gpuinfer.host import error_text
+
+OnPart = Callable[[Part], None]
+
+Settled = Callable[[Request, str, float, object], None]
+"""Called with each request as it leaves: how it ended ("ok", or one of `stats.ERRORS`), when, its result or error."""
+
+
+class Unsettled:
+    """Requests and their futures, from `submit` to the answer. Settling a request that has left does nothing."""
+
+    __slots__ = ("_clock", "_futures", "_on_part", "parts", "settled")
+
+    def __init__(self, settled: Settled, clock: Callable[[], float]) -> None:
+        self.parts = 0  # handed over so far
+        self._futures: dict[Request, asyncio.Future[Any]] = {}
+        self._on_part: dict[Request, OnPart] = {}  # of the requests that are read as they grow
+        self.settled, self._clock = settled, clock
+
+    def __len__(self) -> int:
+        return len(self._futures)
+
+    def __contains__(self, request: Request) -> bool:
+        return request in self._futures
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter(tuple(self._futures))
+
+    def add(self, request: Request, future: asyncio.Future[Result], on_part: OnPart | None = None) -> None:
+        """`on_part` is handed the parts of the answer as they come; it must neither wait nor raise."""
+        self._futures[request] = future
+        if on_part is not None:
+            self._on_part[request] = on_part
+
+    def cancelled(self, request: Request) -> bool:
+        """Whether its client has given up, though it may not have said so yet."""
+        return self._futures[request].done()
+
+    def hand_over(self, request: Request, part: Part) -> None:
+        """Give a part to the one who reads along, if there is one."""
+        if (on_part := self._on_part.get(request)) is not None and not self._futures[request].done():
+            self.parts += 1
+            on_part(part)
+
+    def answer(self, request: Request, result: Result, now: float) -> None:
+        if future := self._release(request, "ok", now, result):
+            future.set_result(result)
+
+    def fail(self, request: Request, error: GpuinferError) -> None:
+        if future := self._release(request, outcome_of(error), self._clock(), error):
+            future.set_exception(error)
+
+    def fail_all(self, requests: Iterable[Request], error: GpuinferError) -> None:
+        for request in requests:
+            self.fail(request, error)
+
+    def drop(self, request: Request) -> None:
+        """Forget a request whose client wants no answer any more."""
+        self._futures[request].cancel()
+        self._release(request, "cancelled", self._clock())
+
+    def _release(self, request: Request, outcome: str, now: float, told: object = "") -> asyncio.Future[Result] | None:
+        """Take a request off the books. Its future is for the caller to settle; None when it has been cancelled."""
+        future = self._futures.pop(request, None)
+        if future is None:
+            return None
+        if request.parts:
+            self._on_part.pop(request, None)
+        gone = future.done()
+        self.settled(request, "cancelled" if gone else outcome, now, told)
+        return None if gone else future
+
+
+PLAIN = frozenset({type(None), bool, int, float, str, bytes})  # by far the most common answers that hold no array
+
+
+def find_fault(result: Any, rows: int) -> str | None:
+    """What is wrong with one request's result, ending with the cure; None when nothing is.
+
+    Arrays count wherever they lie in tuples, lists and mappings. -inf is allowed: it is how logits are masked.
+    """
+    if type(result) in PLAIN:
+        return None
+    try:
+        return _fault_of(result, rows, "the result")
+    except Exception as error:  # noqa: BLE001 (an odd object must fail its own request, not the engine)
+        complaint = error_text.full_message(error)
+        return f"the result cannot be checked: {complaint}. Return arrays [rows, ...], or plain values."
+
+
+def _fault_of(value: Any, rows: int, name: str) -> str | None:
+    parts: Iterable[tuple[Any, Any]]
+    if isinstance(value, Mapping):
+        parts = value.items()
+    elif isinstance(value, tuple | list):
+        parts = enumerate(value)
+    else:
+        shape = getattr(value, "shape", None)
+        is_array = isinstance(shape, tuple) and hasattr(value, "dtype")
+        return _fault_of_array(value, shape, rows, name) if is_array else None
+    for key, part in parts:
+        if type(part) not in PLAIN and (fault := _fault_of(part, rows, f"{name}[{key!r}]")):
+            return fault
+    return None
+
+
+def _fault_of_array(array: Any, shape: Any, rows: int, name: str) -> str | None:
+    if not shape or shape[0] != rows:
+        return (
+            f"{name} has shape {list(shape)} for a request of {rows} {'row' if rows == 1 else 'rows'}. "
+            f"Return [{rows}, ...]: one row of output for each row of input."
+        )
+    if _is_floating(array.dtype) and 0 not in shape and not float(array.max()) < math.inf:  # a NaN wins every max
+        return (
+            f"{name}, {array.dtype} {list(shape)}, holds NaN or +inf. "
+            f"Check the model's weights and inputs; to mask logits use -inf."
+        )
+    return None
+
+
+def _is_floating(dtype: Any) -> bool:
+    floating = getattr(dtype, "is_floating_point", None)  # torch
+    return bool(floating) if floating is not None else getattr(dtype, "kind", "") == "f"
+
+
+async def answer(
+    backend: Backend, requests: tuple[Request, ...], unsettled: Unsettled, lane: Lane, clock: Callable[[], float]
+) -> float:
+    """Have the backend answer, and settle what it answers; returns when the backend was done.
+
+    Raises whatever the backend raises, and `BadResult` or `BackendError` when it does not answer every request: then
+    some are left unsettled.
+    """
+    if backend.streams:
+        await _follow(backend, requests, unsettled, clock)
+        return clock()
+    results = await backend.infer(requests)
+    ended = clock()
+    lane.enter("reply")
+    _check_count(backend, requests, results)
+    for request, result in zip(requests, results, strict=True):
+        _settle(backend, request, result, unsettled, ended)
+    return ended
+
+
+async def _follow(
+    backend: Backend, requests: tuple[Request, ...], unsettled: Unsettled, clock: Callable[[], float]
+) -> None:
+    async for event in backend.stream(requests):
+        if not event.last:
+            if event.request.parts:
+                _hand_over(backend, event, unsettled)
+        elif event.error is not None:
+            unsettled.fail(event.request, as_failure(backend, event.error))
+        else:
+            _settle(backend, event.request, event.value, unsettled, clock())
+    missing = sum(request in unsettled for request in requests)
+    if missing:
+        raise BackendError(
+            f"{blame.who(backend)}: stream ended with {missing} of {len(requests)} requests unanswered. "
+            f"Yield an Event with last=True for each request."
+        )
+
+
+def _hand_over(backend: Backend, event: Event, unsettled: Unsettled) -> None:
+    if isinstance(event.value, Part):
+        unsettled.hand_over(event.request, event.value)
+        return
+    unsettled.fail(
+        event.request,
+        BadResult(
+            f"{blame.who(backend)}: a part of an answer is a {type(event.value).__name__}. "
+            f"Yield Event(request, generation.Part(…), last=False), or no parts at all."
+        ),
+    )
+
+
+def _check_count(backend: Backend, requests: Sequence[Request], results: Sequence[Result]) -> None:
+    if not isinstance(results, Sized):
+        got = f"a {type(results).__name__}"
+    elif len(results) != len(requests):
+        got = f"{len(results)} results"
+    else:
+        return
+    raise BadResult(
+        f"{blame.who(backend)}: infer gave {got} for {len(requests)} requests. "
+        f"Return a list with one result for each request, in order."
+    )
+
+
+def _settle(backend: Backend, request: Request, result: Result, unsettled: Unsettled, now: float) -> None:
+    if isinstance(result, BaseException):  # this request's own failure: its neighbours are answered
+        unsettled.fail(request, as_failure(backend, result))
+        return
+    fault = find_fault(result, request.rows)
+    if fault is None:
+        unsettled.answer(request, result, now)
+    else:
+        unsettled.fail(request, BadResult(f"{blame.who(backend)} answered badly: {fault}"))
+
+
+def as_failure(backend: Backend, error: BaseException) -> GpuinferError:
+    """What a request that met this error is told: our own errors as they are, anything else as a BackendError."""
+    if isinstance(error, GpuinferError):
+        return error
+    method = "stream" if backend.streams else "infer"
+    failure = BackendError(
+        f"{blame.who(backend)}: {method} raised {error_text.short_message(error)}. Only its batch failed. "
+        f"{blame.cure(backend)}"
+    )
+    failure.__cause__ = error
+    return failure

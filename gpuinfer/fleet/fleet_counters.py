@@ -1,0 +1,165 @@
+"""What the replicas have counted together: fetched from each now and then, kept when one dies so that no counter falls,
+and as the JSON of `GET /stats`. Times are in seconds, sizes in rows.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections import deque
+from collections.abc import Hashable, Iterable
+from dataclasses import replace
+from typing import Any
+
+import msgpack
+
+from gpuinfer.errors import GpuinferError
+from gpuinfer.fleet.worker import Worker
+from gpuinfer.http.client import HttpClient
+from gpuinfer.report import report, report_sections
+from gpuinfer.stats import DONE_BY_A_DEVICE, ERRORS, LANES, Snapshot, merge, since, summarise, tokens_of
+
+
+class MonotonicCounters:
+    """What the replicas of a fleet have counted together, those included that have died or were removed.
+
+    A replica counts from nothing again when it is started anew; each such life has a name of its own, such as its id
+    and process id. The latest snapshot of a life stands for it. A life that has ended keeps its counts, and loses its
+    levels: rows that wait, slots, memory. Lanes of one name are one lane.
+    """
+
+    def __init__(self) -> None:
+        self._now: dict[Hashable, Snapshot] = {}
+        self._past = Snapshot()
+
+    def saw(self, life: Hashable, snapshot: Snapshot) -> None:
+        """The latest that is known of a life."""
+        self._now[life] = snapshot
+
+    def ended(self, life: Hashable) -> None:
+        """It will count no more. One that was never seen has nothing to leave."""
+        if (last := self._now.pop(life, None)) is not None:
+            self._past = _together([self._past, _left(last)])
+
+    def only(self, lives: set[Hashable]) -> None:
+        """All lives but these have ended."""
+        for life in self._now.keys() - lives:
+            self.ended(life)
+
+    def total(self) -> Snapshot:
+        """All of them as one."""
+        return _together([*self._now.values(), self._past])
+
+
+def _left(last: Snapshot) -> Snapshot:
+    device = {what: last.device[what] for what in DONE_BY_A_DEVICE if what in last.device}
+    models = {name: {**line, "waiting": 0} for name, line in last.models.items()}
+    return replace(last, waiting=0, slots=0, rss_peak_mb=0.0, device=device, models=models)
+
+
+def _together(parts: list[Snapshot]) -> Snapshot:
+    lanes = LANES.in_turn([part.lanes for part in parts]) if LANES.in_turn is not None else ()
+    return replace(merge(parts), lanes=lanes)
+
+
+EVERY_S = 1.0
+ANSWER_S = 1.5
+FRESH_S = 0.5  # no use in asking again
+KEPT = 11  # looks: rates are of the last ten seconds
+PATH = "/stats?form=wire"
+Life = tuple[int, int]  # id and number of start: a replica that was started again counts from nothing
+
+
+class ReplicaCounters:
+    """Of our own replicas: what others count is not ours to add up."""
+
+    def __init__(self) -> None:
+        self._lives = MonotonicCounters()
+        self._clients: dict[Life, HttpClient] = {}
+        self._looks: deque[tuple[float, Snapshot]] = deque(maxlen=KEPT)
+        self._fetched_at, self._total = -FRESH_S, Snapshot()
+
+    async def fetch(self, workers: Iterable[Worker], fresh_s: float = FRESH_S) -> Snapshot:
+        """Ask those that are up, each on a connection of its own. One that gives no answer keeps its last.
+
+        What is no older than `fresh_s` is not asked for again.
+        """
+        now = time.monotonic()
+        if now - self._fetched_at < fresh_s:
+            return self._total
+        there = {(one.id, one.attempts): one for one in workers if one.ours}
+        await self._only(set(there))
+        await asyncio.gather(*(self._ask(life, one) for life, one in there.items() if one.healthy or one.leaving))
+        total = self._lives.total()
+        self._fetched_at, self._total = now, total
+        if not self._looks or now - self._looks[-1][0] >= FRESH_S:
+            self._looks.append((now, total))
+        return total
+
+    def recent(self) -> tuple[float, Snapshot]:
+        """For so many seconds, what was counted in them; both empty before there are two looks."""
+        if len(self._looks) < 2:
+            return 0.0, Snapshot()
+        (first, before), (last, now) = self._looks[0], self._looks[-1]
+        return last - first, since(now, before)
+
+    async def ask(self, workers: Iterable[Worker], path: str) -> bytes | None:
+        """What the first replica that is up answers there; None without one."""
+        for one in workers:
+            if one.ours and one.state == "up":
+                with contextlib.suppress(GpuinferError):
+                    response = await self._client((one.id, one.attempts), one).request("GET", path)
+                    if response.status == 200:
+                        return response.body
+        return None
+
+    async def close(self) -> None:
+        await self._only(set())
+
+    async def _only(self, lives: set[Life]) -> None:
+        self._lives.only(set(lives))
+        for life in self._clients.keys() - lives:
+            await self._clients.pop(life).close()
+
+    async def _ask(self, life: Life, worker: Worker) -> None:
+        try:
+            response = await self._client(life, worker).request("GET", PATH)
+            if response.status == 200:
+                self._lives.saw(life, read_snapshot(response.body))
+        except (GpuinferError, ValueError, TypeError, KeyError):  # gone, or of another version
+            return
+
+    def _client(self, life: Life, worker: Worker) -> HttpClient:
+        if life not in self._clients:
+            bearer = [("Authorization", f"Bearer {worker.key}")]
+            self._clients[life] = HttpClient(worker.url, connections=1, timeout_s=ANSWER_S, headers=bearer)
+        return self._clients[life]
+
+
+def read_snapshot(body: bytes) -> Snapshot:
+    """Raises `ValueError`, `TypeError` or `KeyError` for what is no snapshot."""
+    return Snapshot.from_wire(msgpack.unpackb(body, strict_map_key=False))
+
+
+def fleet_stats(snapshot: Snapshot, seconds: float, recent: Snapshot) -> dict[str, Any]:
+    """`recent`: what was counted in the last so many seconds. Fields are those of the report."""
+    counts = {"requests": recent.requests, "rows": recent.rows, **tokens_of(recent)}
+    rates = {f"{name}_per_s": count / seconds if seconds else 0.0 for name, count in counts.items()}
+    return {
+        "requests": snapshot.requests,
+        "rows": snapshot.rows,
+        "waiting_rows": snapshot.waiting,
+        "slots": snapshot.slots or None,
+        "throughput": {"over_s": seconds, **rates},
+        "batches": report.batches(snapshot),
+        "latency_s": summarise(snapshot.latency),
+        "queue_wait_s": summarise(snapshot.queue_wait),
+        "first_token_s": summarise(snapshot.first_token),
+        "between_tokens_s": summarise(snapshot.between_tokens),
+        "tokens": tokens_of(snapshot),
+        "unmasking": report.unmasking(snapshot),
+        "models": report_sections.model_lines(snapshot, 0.0),
+        "errors": {name: snapshot.errors.get(name, 0) for name in ERRORS},
+        "notices": list(snapshot.notices),
+    }

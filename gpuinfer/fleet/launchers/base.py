@@ -1,0 +1,212 @@
+"""Launchers: the interface between supervision and a place where replicas run, launchers by name, and waiting for a
+replica's ready file. The supervisor plans a replica down to its command line and gets a `LaunchedReplica` for the
+plan, which it polls, ends, and replaces. A launcher decides nothing, and none is imported before it is used.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib
+import os
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+import msgspec
+from pydantic import BaseModel, ConfigDict
+
+from gpuinfer.config import options
+from gpuinfer.config.options import GivenValue
+from gpuinfer.errors import UnknownName, WorkError
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaPlan:
+    """All that a launcher needs to know of one replica. `index` is its number, kept when it is replaced."""
+
+    index: int
+    setup_file: Path
+    key_file: Path  # 0600; the replica asks its callers for this key
+    folder: Path  # 0700; the replica's ready file and its log
+    devices: str | None  # CUDA_VISIBLE_DEVICES; None: leave the variable as it is
+    threads: int | None  # cores for its numeric libraries; None: as many as they like
+    arguments: tuple[str, ...]  # all of the command line that follows `gpuinfer`
+    attempt: int = 0  # how often this index was started before
+    logs: Path | None = None  # where its log goes instead, when people named a folder
+    admin_key_file: Path | None = None  # 0600; who changes its weights has this key
+
+    @property
+    def name(self) -> str:
+        return f"replica-{self.index}"
+
+    @property
+    def ready_file(self) -> Path:
+        """Where the replica writes its address once it serves; another file for each attempt, so none is stale."""
+        return self.folder / f"{self.name}.{self.attempt}.ready"
+
+    @property
+    def log(self) -> Path:
+        """What it prints; attempts follow one another in one file."""
+        return (self.logs or self.folder) / f"{self.name}.log"
+
+
+class LaunchedReplica(ABC):
+    """One replica that was started. It ends at most once; whatever is asked of one that has ended does no harm."""
+
+    log: Path | None = None
+
+    @abstractmethod
+    async def ready(self, within_s: float) -> tuple[str, int]:
+        """Wait until it serves: host and port, as this process reaches them.
+
+        Raises `WorkError`, with its last words, when it ends first or takes longer; it is not ended for that. May be
+        cancelled.
+        """
+
+    @property
+    @abstractmethod
+    def alive(self) -> bool:
+        """Whether it runs, or waits to be run, as far as is known at once and without waiting."""
+
+    @property
+    def ending(self) -> str:
+        """How it ended, such as `exit code 1`; empty while it runs, and where that is not known."""
+        return ""
+
+    def last_words(self) -> str:
+        """The last lines of its log, for people; empty when it said nothing."""
+        return ""
+
+    @property
+    def suspended(self) -> bool:
+        """Whether somebody has stopped it (SIGSTOP), as far as that can be seen from here."""
+        return False
+
+    @abstractmethod
+    async def terminate(self, within_s: float) -> None:
+        """Ask it to finish what is under way and leave; past the limit, kill it. Comes back when it has ended."""
+
+    @abstractmethod
+    async def kill(self) -> None:
+        """End it now, with all that it has started: also one that is suspended."""
+
+
+class Launcher(ABC):
+    """A place where replicas can run. Made once for a fleet, with its options from `-L key=value`."""
+
+    class Options(BaseModel):
+        model_config = ConfigDict(extra="forbid", frozen=True)
+
+    name: ClassVar[str]
+    here: bool = False  # whether all replicas share this machine's cores and devices
+    at_once: int = 1024  # replicas that may come up at a time
+    bind: str = "127.0.0.1"  # the address at which replicas listen (`--host`)
+    shared: Path | None = None  # where the fleet's folder must lie, for all hosts to see; None: anywhere
+    start_s: float = 600.0  # for a replica to serve, unless people say otherwise: models are large, vLLM compiles
+
+    def __init__(self, options: BaseModel | None = None) -> None:
+        self.options = options if options is not None else self.Options()
+
+    def check(self) -> None:  # noqa: B027
+        """Raise `UsageError`, with the cure, where this launcher cannot work: no SLURM here, no Ray."""
+
+    @property
+    def notices(self) -> Sequence[str]:
+        """What people should know once the fleet serves, such as a tunnel. `{port}` stands for its port."""
+        return ()
+
+    @abstractmethod
+    async def launch(self, plan: ReplicaPlan) -> LaunchedReplica:
+        """Start one replica, without waiting until it serves. Raises `WorkError` when it cannot be started.
+
+        What was started leaves when this process does, however that ends.
+        """
+
+    async def close(self) -> None:  # noqa: B027
+        """Let go of what the launcher itself holds. All that it launched has been ended before."""
+
+
+LAUNCHERS = {
+    "local": "gpuinfer.fleet.launchers.local:LocalLauncher",
+    "slurm": "gpuinfer.fleet.launchers.slurm:SlurmLauncher",
+    "ray": "gpuinfer.fleet.launchers.ray:RayLauncher",
+}
+
+
+def make_launcher(name: str, given: Mapping[str, GivenValue]) -> Launcher:
+    """The launcher of this name with these options. Raises `UnknownName`; `UsageError` for options, or where it
+    cannot work here.
+    """
+    if name not in LAUNCHERS:
+        raise UnknownName("launcher", name, LAUNCHERS, label="Launchers")
+    module, _, attribute = LAUNCHERS[name].partition(":")
+    kind: type[Launcher] = getattr(importlib.import_module(module), attribute)
+    launcher = kind(kind.Options(**options.check(kind.Options, given, f"launcher '{name}'")))
+    launcher.check()
+    return launcher
+
+
+LOOK_S = 0.05  # between two looks at the file
+SHOWN, READ = 3, 8 << 10  # lines of last words; bytes of the log that are looked at
+LINE = 300  # characters of one line
+
+
+class ReplicaAddress(msgspec.Struct, frozen=True):
+    """What a replica writes into its ready file."""
+
+    host: str
+    port: int
+    pid: int = 0
+
+
+def read_ready_file(path: Path) -> ReplicaAddress | None:
+    """None while it is not there. The file is written elsewhere and moved into place, so it is never half there."""
+    with contextlib.suppress(FileNotFoundError):
+        try:
+            return msgspec.json.decode(path.read_bytes(), type=ReplicaAddress)
+        except msgspec.MsgspecError as error:
+            raise WorkError(f"{path} is no ready file: {error}. Do not write to the fleet's folder.") from None
+    return None
+
+
+async def wait_until_ready(
+    path: Path, within_s: float, alive: Callable[[], bool], failed: Callable[[str], WorkError]
+) -> ReplicaAddress:
+    """Look until the file is there. Raises `failed(why)` when the replica has ended, or the time is over."""
+    until = time.monotonic() + within_s
+    while True:
+        was_alive = alive()  # before the look: one that wrote its file and then ended is told by its end
+        if (address := read_ready_file(path)) is not None:
+            return address
+        if not was_alive:
+            raise failed("ended before it served")
+        if time.monotonic() > until:
+            raise failed(f"did not come up within {within_s:g} s (--start-timeout)")
+        await asyncio.sleep(LOOK_S)
+
+
+def last_log_lines(log: Path | None, after: int = 0) -> str:
+    """The last lines of a log from this byte on that say something; empty when there are none. In a log that somebody
+    has cut shorter since, all of it is later.
+    """
+    if log is None:
+        return ""
+    try:
+        with log.open("rb") as file:
+            end = file.seek(0, os.SEEK_END)
+            file.seek(max(after if after <= end else 0, end - READ))
+            said = file.read(READ).decode("utf-8", "replace")
+    except OSError:
+        return ""
+    lines = [line.strip()[:LINE] for line in said.splitlines() if line.strip()]
+    return "\n".join(lines[-SHOWN:])
+
+
+def launch_failure(name: str, why: str, words: str, log: Path | None) -> WorkError:
+    """A replica that never came up, with what it said last and where there is more."""
+    quoted = f' Its last words: "{words}".' if words else " It said nothing."
+    return WorkError(f"{name} {why}.{quoted}" + (f"\nMore is in {log}." if log else ""))

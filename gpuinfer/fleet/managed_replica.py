@@ -1,0 +1,228 @@
+"""One replica of ours: started, probed, killed when it hangs, started again when it is gone, with exponential backoff.
+The states are starting → up → (draining) → starting, or down while it does not come up. It is up once it has written
+its ready file and answered a probe. After a first death it is started again at once, then ever later: at most
+seconds where it had served well, at most half a minute where it does not even come up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from typing import Any
+
+from msgspec import structs
+
+from gpuinfer.errors import WorkError
+from gpuinfer.fleet.launchers.base import LaunchedReplica, Launcher, ReplicaPlan
+from gpuinfer.fleet.router.protocol import FleetMember
+from gpuinfer.fleet.worker import LATE_LOOKS, LOOK_S, ProbedHealth, Worker
+from gpuinfer.fleet.worker import HeartbeatState as Beat
+from gpuinfer.host import error_text
+
+FIRST_S = 0.5
+MOST_S = 30.0  # of one that does not come up
+MOST_UP_S = 4.0  # of one that does
+WELL_S = 5.0  # one that has served for so long had a good start: its next death counts as a first
+
+
+class Backoff:
+    """Of one replica: exponential, told how long each attempt has served."""
+
+    __slots__ = ("_short", "failed")
+
+    def __init__(self) -> None:
+        self._short = self.failed = 0  # in a row: short lives, attempts that did not come up
+
+    def after(self, served_s: float) -> float:
+        """Seconds until the next attempt. `served_s`: how long the one that ended had served, 0 if it never came up."""
+        if served_s <= 0.0:
+            self.failed += 1
+            return _doubled(self.failed, MOST_S)
+        self.failed = 0
+        self._short = 0 if served_s >= WELL_S else self._short + 1
+        return _doubled(self._short - 1, MOST_UP_S) if self._short > 1 else 0.0
+
+
+def _doubled(times: int, most_s: float) -> float:
+    return float(min(most_s, FIRST_S * 2 ** min(times - 1, 16)))
+
+
+log = logging.getLogger(__name__)
+
+KILL_S = 30.0  # for a launcher to end something
+CAUSES = {
+    "late": f"gave no sign of life for {LATE_LOOKS * LOOK_S:g} s and was killed",
+    "stuck": "had work and did none of it, and was killed",
+}
+
+
+async def no_news(worker: Worker) -> None:
+    """Where all that there is to know was said at the start."""
+
+
+class ManagedReplica(Worker):
+    """`starting` is held by its first attempt, so that not too many come up at once; later ones wait for nobody.
+
+    `first` is done once the first attempt has come up, or has failed: its result is the error, or None.
+    """
+
+    ours = True
+    founding = False  # one of those that the fleet began with
+
+    def __init__(
+        self,
+        plan: ReplicaPlan,
+        key: str,
+        launcher: Launcher,
+        starting: asyncio.Semaphore,
+        start_s: float,
+        changed: Callable[[], None],
+        tell: Callable[[str], None],
+        catch_up: Callable[[Worker], Awaitable[None]] = no_news,
+    ) -> None:
+        """`catch_up` has it take the fleet's present weights and adapters, before it gets its first request."""
+        super().__init__(plan.index, key, changed, tell)
+        self.plan = plan
+        self._catch_up = catch_up
+        self._caught_up = 0  # the attempt that has
+        self._catching: asyncio.Task[None] | None = None
+        self.first: asyncio.Future[WorkError | None] = asyncio.get_running_loop().create_future()
+        self._launcher, self._starting, self._start_s = launcher, starting, start_s
+        self._backoff = Backoff()
+        self._launching: asyncio.Task[LaunchedReplica] | None = None
+
+    @property
+    def pid(self) -> int | None:
+        """Of a child of this process."""
+        return getattr(self._launched, "pid", None)
+
+    @property
+    def _launched(self) -> LaunchedReplica | None:
+        """What the latest attempt has started."""
+        task = self._launching
+        if task is None or not task.done() or task.cancelled() or task.exception() is not None:
+            return None
+        return task.result()
+
+    async def run(self) -> None:
+        while True:
+            try:
+                served_s = await self._attempt()
+            except Exception as error:
+                log.error("%s: %s", self.plan.name, error_text.safe_str(error), exc_info=error)
+                await self._gone(self.plan, f"{self.plan.name}: {error_text.full_message(error)}")
+                self._first_is_over(WorkError(self.failure))
+                served_s = 0.0
+            delay_s = self._backoff.after(served_s)
+            if delay_s:
+                self._tell(f"{self.plan.name} is started again in {delay_s:g} s.")
+            await asyncio.sleep(delay_s)
+
+    async def end(self, within_s: float) -> None:
+        await self._over()
+        self._first_is_over(None)
+        if self._launching is not None:
+            await asyncio.wait({self._launching}, timeout=KILL_S)
+        if (launched := self._launched) is not None:
+            await (launched.terminate(within_s) if within_s > 0 else launched.kill())
+        self.state = "down"
+
+    def member(self) -> FleetMember:
+        """A founding one needs no slow start: there is nobody warmer to take its requests."""
+        member = super().member()
+        return structs.replace(member, since=0.0) if self.founding and self.attempts == 1 else member
+
+    def told(self) -> dict[str, Any]:
+        plan = self.plan
+        return {**super().told(), "pid": self.pid, "devices": plan.devices, "log": str(plan.log)}
+
+    async def _attempt(self) -> float:
+        """Start it, and look after it until it is gone. For how many seconds it served."""
+        self.since = 0.0
+        self._become("starting")
+        plan = self._planned()
+        self.attempts += 1
+        try:
+            async with self._starting if self.attempts == 1 else contextlib.nullcontext():
+                launched, (host, port) = await self._started(plan)
+        except WorkError as error:
+            await self._gone(plan, str(error), told=self.first.done(), hopeless=self._backoff.failed > 0)
+            self._first_is_over(error)
+            return 0.0
+        up_at: float | None = None
+        async with self._probed(host, port):
+            while (beat := await self._look(lambda: not launched.alive)) == "well":
+                if up_at is None and self.since:
+                    up_at = time.monotonic()
+                    self._tell(f"{plan.name} is up at {self.url}.")
+                    self._first_is_over(None)
+        await self._gone(plan, _death_notice(plan, beat, launched))
+        self._first_is_over(WorkError(self.failure))
+        return 0.0 if up_at is None else time.monotonic() - up_at
+
+    def _answered(self, health: ProbedHealth) -> None:
+        """It is up only with the weights that the others have."""
+        if not health.ready or self._caught_up == self.attempts:
+            super()._answered(health)
+        elif self._catching is None or self._catching.done():
+            self._catching = asyncio.create_task(self._catches_up())
+
+    async def _catches_up(self) -> None:
+        attempt = self.attempts
+        try:
+            await self._catch_up(self)
+        except Exception as error:  # noqa: BLE001 (whatever it is, it is tried again at the next probe)
+            if self.failure != str(error):
+                self.failure = str(error)
+                self._tell(f"{self.plan.name} has not the weights of the others yet: {error}")
+            return
+        self._caught_up = attempt
+        self.nudge()
+
+    def _planned(self) -> ReplicaPlan:
+        plan = replace(self.plan, attempt=self.attempts)
+        return replace(plan, arguments=(*plan.arguments, "--ready-file", str(plan.ready_file)))
+
+    async def _started(self, plan: ReplicaPlan) -> tuple[LaunchedReplica, tuple[str, int]]:
+        """Raises `WorkError` when it cannot be started, ends or is suspended meanwhile, or takes too long."""
+        self._launching = asyncio.create_task(self._launcher.launch(plan))
+        launched = await asyncio.shield(self._launching)
+        ready = asyncio.create_task(launched.ready(self._start_s))
+        suspended = 0
+        try:
+            while not ready.done():
+                await asyncio.wait({ready}, timeout=LOOK_S)
+                suspended = suspended + 1 if launched.suspended else 0
+                if suspended >= LATE_LOOKS:
+                    raise WorkError(f"{plan.name} was suspended while it started, and killed.")
+            return launched, ready.result()
+        finally:
+            ready.cancel()
+
+    async def _gone(self, plan: ReplicaPlan, why: str, *, told: bool = True, hopeless: bool = False) -> None:
+        """`hopeless`: it has not come up several times, so nobody should wait for it."""
+        self.failure = why
+        if told:
+            self._tell(why)
+        self._become("down" if hopeless else "starting")
+        if (launched := self._launched) is not None:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(KILL_S):
+                    await launched.kill()
+        plan.ready_file.unlink(missing_ok=True)
+
+    def _first_is_over(self, error: WorkError | None) -> None:
+        if not self.first.done():
+            self.first.set_result(error)
+
+
+def _death_notice(plan: ReplicaPlan, beat: Beat | None, launched: LaunchedReplica) -> str:
+    """For people. `beat`: why it was killed; None: it died by itself."""
+    if beat is not None:
+        return f"{plan.name} {CAUSES[beat]}."
+    how, words = launched.ending, launched.last_words()
+    return f"{plan.name} died" + (f" ({how})." if how else ".") + (f' Its last words: "{words}".' if words else "")

@@ -1,0 +1,149 @@
+"""A fleet that is started for one run, and ended with it."""
+
+from __future__ import annotations
+
+import secrets
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from gpuinfer.api import Setup, Strategy
+from gpuinfer.config import registry
+from gpuinfer.config.options import GivenValue
+from gpuinfer.config.setup_file import ServerSetup
+from gpuinfer.errors import UsageError
+from gpuinfer.fleet.folder import PrivateFolder
+from gpuinfer.fleet.replica_client import ANSWER_S
+from gpuinfer.host import machine
+from gpuinfer.http.access import LOOPBACK, Access, Keys
+from gpuinfer.stats import Snapshot
+
+if TYPE_CHECKING:
+    from gpuinfer.fleet.launchers.base import Launcher
+    from gpuinfer.fleet.supervisor import Fleet
+
+MOST_BYTES = 1 << 30  # of one block of rows
+DRAIN_S = 2.0  # nothing is under way any more when a run ends
+
+
+@dataclass(frozen=True)
+class OwnedFleetPlan:
+    """What a run says of the fleet that it wants."""
+
+    replicas: int
+    gpus: str | None
+    launcher: str
+    launcher_options: Mapping[str, str]
+    routing: str
+    router_processes: int
+    backend: str
+    backend_options: Mapping[str, Any] = field(default_factory=dict)
+
+
+class OwnedFleet:
+    """The fleet, on loopback and with a key of its own, so that nobody else on this machine asks it."""
+
+    def __init__(self, wanted: OwnedFleetPlan, setup: Setup, strategy: Strategy) -> None:
+        # a replica is told what its plugins are by name, and reads that from a file
+        described = ServerSetup(
+            setup=setup,
+            backend=wanted.backend,
+            backend_options=wanted.backend_options,
+            strategy=_name_of(strategy),
+            strategy_options=strategy.options.model_dump(mode="json"),
+        )
+        self._wanted, self._described = wanted, described
+        self._fleet: Fleet | None = None
+        self._folder: PrivateFolder | None = None
+        self.key = secrets.token_urlsafe(32)
+
+    async def start(self) -> str:
+        """The URL, once all replicas have come up. Raises `UsageError`, and `WorkError` with a replica's last words."""
+        from gpuinfer.fleet.launchers import base
+        from gpuinfer.fleet.plan import FleetPlan, gpus_of
+        from gpuinfer.fleet.supervisor import Fleet
+
+        wanted = self._wanted
+        given = {
+            name: GivenValue(value, f"-B launcher_options {name}") for name, value in wanted.launcher_options.items()
+        }
+        launcher = base.make_launcher(wanted.launcher, given)
+        self._folder = PrivateFolder(tempfile.gettempdir())
+        setup = replace(self._described.setup, processes=wanted.replicas if launcher.here else 1)
+        if wanted.gpus:
+            setup = replace(setup, devices=("cuda",))  # a replica that cannot use its own does not fall back on the CPU
+        plan = FleetPlan(
+            setup=msgspec.json.encode(msgspec.structs.replace(self._described, setup=setup)),
+            replicas=wanted.replicas,
+            devices=gpus_of(wanted.gpus) if wanted.gpus else _devices_here(launcher, setup),
+            devices_named=wanted.gpus is not None,
+            routing=wanted.routing,
+            router_processes=wanted.router_processes,
+            api_keys=(self.key,),
+            access=Access(Keys.read(self.key_file), None, LOOPBACK),
+            request_timeout_s=ANSWER_S,
+            drain_s=DRAIN_S,
+            body_bytes=MOST_BYTES,
+            arguments=("--quiet", "--drain-timeout", f"{DRAIN_S:g}", "--max-body", str(MOST_BYTES)),
+        )
+        self._fleet = Fleet(plan, launcher)
+        url: str = await self._fleet.start()
+        return url
+
+    @property
+    def key_file(self) -> Path:
+        """For worker processes: the key, which its owner alone can read."""
+        if self._folder is None:
+            raise UsageError("this fleet has not been started. Await start() first.")
+        path = self._folder.path / "key"
+        return path if path.exists() else self._folder.write(path.name, f"{self.key}\n".encode())
+
+    @property
+    def notices(self) -> Sequence[str]:
+        return () if self._fleet is None else self._fleet.launcher.notices
+
+    async def update(self, body: Mapping[str, Any]) -> None:
+        """See `Fleet.update`."""
+        await self._there().update(body)
+
+    async def unload(self, adapter: str) -> None:
+        await self._there().unload(adapter)
+
+    def _there(self) -> Fleet:
+        if self._fleet is None:
+            raise UsageError("this fleet has not been started. Await start() first.")
+        return self._fleet
+
+    async def snapshot(self) -> Snapshot:
+        """What all replicas have counted."""
+        return Snapshot() if self._fleet is None else await self._fleet.snapshot(0.0)
+
+    async def close(self) -> None:
+        if self._fleet is not None:
+            await self._fleet.close()
+            self._fleet = None
+        if self._folder is not None:
+            self._folder.remove()
+            self._folder = None
+
+
+def _devices_here(launcher: Launcher, setup: Setup) -> tuple[str, ...]:
+    """Those that the replicas take in turn."""
+    from gpuinfer.fleet.plan import gpus_here
+
+    return gpus_here() if launcher.here and machine.wants_cuda(setup.devices) else ()
+
+
+def _name_of(strategy: Strategy) -> str:
+    """By which replicas find the strategy. Raises `UsageError` for a class that is no installed plugin."""
+    for name in registry.names("strategies"):
+        if registry.load("strategies", name) is type(strategy):
+            return name
+    raise UsageError(
+        f"the strategy {type(strategy).__name__} is no installed plugin, so that replicas do not find it. "
+        "Offer it by an entry point, or use another backend."
+    )

@@ -1,0 +1,104 @@
+"""A relayed stream of server-sent events: only whole events go out, and what went out is kept, within a byte budget, to
+resume at another replica. A replica of ours puts `id: SAMPLE.TOKEN,TOKEN,…` before each event with the tokens that
+it carries, and `!` behind them in the last of its sample. They are read only when the replica is lost.
+"""
+
+from __future__ import annotations
+
+import re
+
+import msgspec
+
+
+class ByteBudget:
+    """Some bytes, taken and given back."""
+
+    __slots__ = ("left",)
+
+    def __init__(self, size: int) -> None:
+        self.left = size
+
+    def take(self, size: int) -> bool:
+        """Whether there were so many."""
+        if size > self.left:
+            return False
+        self.left -= size
+        return True
+
+    def give(self, size: int) -> None:
+        self.left += size
+
+
+_ID = re.compile(rb"(?:^|\n)id: ?([0-9]{1,9})\.([0-9,]*)(!?)\r?(?=\n)")
+
+
+class RelayedEvents:
+    """The events of one stream, from any number of replicas in turn."""
+
+    __slots__ = ("_kept", "_limit", "_part", "_room", "_size", "ended", "moved", "sent")
+
+    def __init__(self, limit: int, room: ByteBudget) -> None:
+        """Keeps up to `limit` bytes as far as there is room; 0 for a stream that cannot go on elsewhere once begun."""
+        self._limit, self._room = limit, room
+        self._kept: list[bytes] | None = []
+        self._size = 0
+        self._part = b""
+        self.sent = False  # whether any event went out
+        self.moved = False  # whether any did since the last restart
+        self.ended = False  # whether the last of them did
+
+    def take(self, data: bytes) -> bytes:
+        """The whole events that this piece completes."""
+        if self._part:
+            data = self._part + data
+        end = _end_of_events(data)
+        whole, self._part = (data, b"") if end == len(data) else (data[:end], data[end:])
+        if whole:
+            self._note(whole)
+        return whole
+
+    def _note(self, whole: bytes) -> None:
+        self.sent = self.moved = True
+        self.ended = whole.endswith((b"data: [DONE]\n\n", b"data: [DONE]\r\n\r\n"))
+        if self._kept is not None:
+            size = len(whole)
+            if self._size + size <= self._limit and self._room.take(size):
+                self._size += size
+                self._kept.append(whole)
+            else:
+                self.forget()
+
+    def forget(self) -> None:
+        """What was kept is needed no more, or has no room."""
+        self._room.give(self._size)
+        self._size, self._kept = 0, None
+
+    def restart(self) -> None:
+        """Go on with another replica's events: the part of one that came from the last replica is void."""
+        self._part, self.moved = b"", False
+
+    def tokens(self) -> int:
+        """How many were sent, of a stream that is kept."""
+        return sum(found[2].count(b",") + bool(found[2]) for found in _ID.finditer(b"".join(self._kept or ())))
+
+    @property
+    def resumable(self) -> bool:
+        return not self.sent or self._kept is not None
+
+    def begun(self) -> bytes:
+        """What goes before the body of the request that is sent to another replica; empty when nothing went out."""
+        samples: dict[str, dict[str, object]] = {}
+        for found in _ID.finditer(b"".join(self._kept or ())):
+            sample = samples.setdefault(found[1].decode(), {"tokens": [], "ended": False})
+            tokens = sample["tokens"]
+            if isinstance(tokens, list):
+                tokens += [int(token) for token in found[2].split(b",") if token]
+            sample["ended"] = sample["ended"] or bool(found[3])
+        return msgspec.json.encode(samples) if samples else b""
+
+
+def _end_of_events(data: bytes) -> int:
+    """Behind the last empty line, with LF or CRLF; 0 when there is none."""
+    if data.endswith((b"\n\n", b"\n\r\n")):
+        return len(data)
+    return max(data.rfind(b"\n\n") + 2, data.rfind(b"\n\r\n") + 3, 3) if b"\n\n" in data or b"\n\r\n" in data else 0

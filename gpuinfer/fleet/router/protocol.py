@@ -1,0 +1,131 @@
+"""What the supervisor and its router processes exchange: the configuration at the start, the roster of members, and
+messages in msgpack over a socket pair, each after its length.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, cast
+
+import msgspec
+from msgspec import Struct, field
+
+from gpuinfer.http.parser import REFUSALS
+
+CONTROL_KEY_HEADER = "X-Gpuinfer-Control-Key"  # proves to the control application that the router speaks, and no client
+
+
+class RouterConfig(Struct, frozen=True):
+    """Sizes in bytes, times in seconds.
+
+    Requests for /v1/* and /predict go to replicas, but for those that change weights (`openai.changing`); these and
+    all others to the control application on the Unix socket `control`:
+    with the client's own Authorization, and with `control_key` under `CONTROL_KEY_HEADER`.
+    """
+
+    host: str
+    port: int  # 0: a free one
+    control: str
+    control_key: str
+    processes: int = 1
+    policy: str = "least-loaded"
+    policy_options: dict[str, Any] = field(default_factory=dict)
+    api_keys: tuple[str, ...] = ()  # lines of a key file; none: /v1/* and /predict are open
+    hosts: tuple[str, ...] = ()  # names that a Host or Origin may have, without ports; none: any
+    origins: tuple[str, ...] = ()  # of other servers' pages that may ask; "*": all
+    tls: tuple[str, str] | None = None  # files of a certificate and its key
+    log: Literal["plain", "json"] | None = None  # requests, on standard error
+
+    timeout_s: float = 300.0  # to the first byte of an answer, and between two pieces of it
+    connect_s: float = 2.0
+    wait_s: float = 15.0  # of a request for a replica, while none can take it but one may soon
+    slow_start_s: float = 10.0
+    retry_budget: float = 0.2  # of all requests, as many may be repeated because of an answer that says to try again
+    attempts: int = 8  # of one request, whatever happens
+
+    breaker_failures: int = 3  # in a row open a replica's breaker
+    breaker_share: float = 0.5  # of the latest `breaker_window` answers that were errors opens it, too
+    breaker_window: int = 20
+    breaker_open_s: float = 1.0  # before one request is let through to try it; doubles with each that fails
+    breaker_longest_s: float = 15.0
+
+    head_bytes: int = 32 << 10
+    body_bytes: int = 64 << 20
+    bodies_bytes: int = 1 << 30  # all that one process keeps of requests
+    connections: int = 8192  # of clients, to one process
+    refusals: int = REFUSALS  # connections beyond those that are told so; still more are closed at once
+    head_s: float = 10.0
+    body_s: float = 60.0  # between two pieces of it
+    idle_s: float = 75.0
+    write_s: float = 60.0  # of a client that takes nothing
+    write_bytes: int = 256 << 10  # written and not yet taken by a client: above it no more is read from its replica
+    kept_bytes: int = 4 << 20  # of a stream, to take it up elsewhere; one that is longer cannot be
+    whole_bytes: int = 256 << 10  # an answer of a known length up to this one goes out only when it is whole
+
+
+LARGEST = 16 << 20
+_LENGTH = struct.Struct("<I")
+
+
+class MessageChannel(asyncio.Protocol):
+    """One end. The other end's messages are plain values."""
+
+    def __init__(self, on_message: Callable[[Mapping[str, Any]], None], on_lost: Callable[[], None]) -> None:
+        self._on_message, self._on_lost = on_message, on_lost
+        self._transport = cast(asyncio.Transport, None)
+        self._part = b""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+
+    def send(self, message: Any) -> None:
+        """What is sent after the other end is gone is lost."""
+        if not self._transport.is_closing():
+            packed = msgspec.msgpack.encode(message)
+            self._transport.write(_LENGTH.pack(len(packed)) + packed)
+
+    def data_received(self, data: bytes) -> None:
+        data = self._part + data
+        at = 0
+        while len(data) - at >= _LENGTH.size:
+            (size,) = _LENGTH.unpack_from(data, at)
+            if size > LARGEST:
+                self._transport.abort()
+                return
+            end = at + _LENGTH.size + size
+            if end > len(data):
+                break
+            self._on_message(msgspec.msgpack.decode(data[at + _LENGTH.size : end]))
+            at = end
+        self._part = data[at:]
+
+    def close(self) -> None:
+        self._transport.abort()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._on_lost()
+
+
+State = Literal["starting", "up", "draining", "down"]
+
+
+class FleetMember(Struct, frozen=True):
+    """One replica. Whatever takes the place of one that is gone may keep its id, but no other one gets it."""
+
+    id: int
+    host: str
+    port: int
+    state: State  # only those up get new requests; what is under way at one that drains comes to its end
+    ours: bool = True  # `gpuinfer serve --behind-router`: a stream that breaks off there can be taken up elsewhere
+    speed: float = 1.0  # beside the others': one of 2.0 gets twice the requests
+    since: float = 0.0  # `time.time()` when it came up: it is given more little by little (`slow_start_s`)
+    key: str | None = None  # its bearer token
+
+
+class Roster(Struct, frozen=True):
+    """All members at once. A version counts up, so that an older roster never replaces a newer one."""
+
+    version: int
+    members: tuple[FleetMember, ...]

@@ -1,0 +1,142 @@
+"""Other weights and adapters for a fleet that serves: told to each replica of ours, and to one that is started anew.
+
+A change is tried at one replica first: what that refuses is refused by all, with nothing changed anywhere.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from gpuinfer.errors import BackendDied, GpuinferError, UsageError
+from gpuinfer.fleet.worker import Worker
+from gpuinfer.http.client import HttpClient
+from gpuinfer.text.text_options import FIRST_VERSION
+
+ANSWER_S = 3600.0  # weights are read from disks that may be slow, and answers under way may have to end
+UPDATE, UNLOAD = "/v1/update_weights", "/v1/unload_lora_adapter"
+Life = tuple[int, int]  # id and number of start
+Whose = tuple[str | None, str | None]  # model (None: the only one), and adapter (None: the model itself)
+
+
+@dataclass(frozen=True)
+class WeightUpdate:
+    """One that stands: `body` goes to `path`. Later ones have higher numbers."""
+
+    number: int
+    path: str
+    body: Mapping[str, Any]
+
+
+class _Complaint(msgspec.Struct):
+    message: str = ""
+
+
+class _Refusal(msgspec.Struct):
+    error: _Complaint
+
+
+class WeightUpdates:
+    """What all replicas are to have. `admin_key` is theirs."""
+
+    def __init__(self, admin_key: str) -> None:
+        self._headers = [("Authorization", f"Bearer {admin_key}"), ("Content-Type", "application/json")]
+        self._standing: dict[Whose, WeightUpdate] = {}
+        self._unloaded: dict[Whose, WeightUpdate] = {}  # that each start may bring back
+        self._had: dict[Life, int] = {}  # the number of the latest change that it has
+        self._number = 0
+        self._one_at_a_time = asyncio.Lock()
+
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        """Those that were loaded since the start, and their newest versions."""
+        named = [(name, one.body["version"]) for (_, name), one in self._standing.items() if name is not None]
+        return tuple(sorted({text for name, version in named for text in (name, f"{name}@{version}")}))
+
+    async def update(self, workers: Iterable[Worker], body: Mapping[str, Any]) -> None:
+        """Have all replicas that are up change so, and those that come up later. Raises `UsageError` when the first one
+        refuses, and `BackendDied` when none is up.
+        """
+        async with self._one_at_a_time:
+            first, *others = self._there(workers)
+            await self._ask(first, UPDATE, body)
+            self._number += 1
+            self._standing[body.get("model"), body.get("adapter")] = WeightUpdate(self._number, UPDATE, body)
+            await self._all((first, *others), others, UPDATE, body)
+
+    async def unload(self, workers: Iterable[Worker], adapter: str, model: str | None = None) -> None:
+        """The same of an adapter that no prompt may ask for any more; of several models: of which one."""
+        async with self._one_at_a_time:
+            first, *others = self._there(workers)
+            body = {"lora_name": adapter, **({} if model is None else {"model": model})}
+            await self._ask(first, UNLOAD, body)
+            name, _, version = adapter.partition("@")
+            if (one := self._standing.get((model, name))) is not None and version in ("", one.body["version"]):
+                del self._standing[model, name]
+            self._number += 1
+            if version in ("", FIRST_VERSION):
+                self._unloaded[model, adapter] = WeightUpdate(self._number, UNLOAD, body)
+            await self._all((first, *others), others, UNLOAD, body)
+
+    async def catch_up(self, worker: Worker) -> None:
+        """Tell it all that stands and that it has not had. One that has just started has had nothing."""
+        async with self._one_at_a_time:
+            had = self._had.get(_life(worker), 0)
+            for change in sorted((*self._standing.values(), *self._unloaded.values()), key=lambda one: one.number):
+                if change.number > had:
+                    await self._tell(worker, change)
+            self._had[_life(worker)] = self._number
+
+    async def _tell(self, worker: Worker, change: WeightUpdate) -> None:
+        try:
+            await self._ask(worker, change.path, change.body)
+        except UsageError:
+            if change.path == UPDATE:
+                raise
+            self._unloaded.pop((change.body.get("model"), change.body["lora_name"]), None)  # no start brings it back
+
+    def next_version(self) -> str:
+        """Of an adapter that is loaded without one: it is the same at all replicas."""
+        return str(self._number + 1)
+
+    def _there(self, workers: Iterable[Worker]) -> list[Worker]:
+        """Those that have been told all until now, the ones that serve first. Raises `BackendDied` when none serves."""
+        ours = [one for one in workers if one.ours and (one.state == "up" or _life(one) in self._had)]
+        ours.sort(key=lambda one: one.state != "up")
+        if not ours or ours[0].state != "up":
+            raise BackendDied("no replica is up that could change its weights. Ask again when one is.")
+        return ours
+
+    async def _all(self, there: Iterable[Worker], others: Iterable[Worker], path: str, body: Mapping[str, Any]) -> None:
+        """Tell the others too. One that is gone meanwhile is told when it is back."""
+        told = await asyncio.gather(*(self._ask(one, path, body) for one in others), return_exceptions=True)
+        self._had |= {_life(one): self._number for one in there}
+        for outcome in told:
+            if isinstance(outcome, UsageError):
+                raise outcome
+
+    async def _ask(self, worker: Worker, path: str, body: Mapping[str, Any]) -> None:
+        client = HttpClient(worker.url, connections=1, timeout_s=ANSWER_S, headers=self._headers)
+        try:
+            response = await client.request("POST", path, msgspec.json.encode(body))
+        finally:
+            await client.close()
+        if response.status != 200:
+            raise refusal_text(response.status, response.body)
+
+
+def refusal_text(status: int, body: bytes) -> GpuinferError:
+    """What a server has said that does not do it."""
+    try:
+        words = msgspec.json.decode(body, type=_Refusal).error.message
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        words = f"it answered with status {status}."
+    return UsageError(words) if status in (400, 401, 403, 404) else BackendDied(words)
+
+
+def _life(worker: Worker) -> Life:
+    return worker.id, worker.attempts

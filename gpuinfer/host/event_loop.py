@@ -1,0 +1,250 @@
+"""The event loop: `asyncio.run` with timers that go off when they are due, and the cancelling and following of tasks.
+Linux is asked for waits of whole milliseconds by `epoll_wait`, so that asyncio's timers are up to 1 ms late, and by
+the kernel's timer slack of 50 µs on top: a strategy that waits 0.3 ms for company would wait four times as long.
+uvloop rounds likewise, so a timer of the kernel's wakes it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import contextvars
+import ctypes
+import functools
+import math
+import os
+import select
+import selectors
+import sys
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+MONOTONIC, FLAGS, ABSOLUTE = 1, os.O_NONBLOCK | os.O_CLOEXEC, 1  # of <sys/timerfd.h>
+LEAST_S = 1e-6  # a time of nought would disarm it
+
+
+class _Spec(ctypes.Structure):
+    _fields_ = (("every_s", ctypes.c_long), ("every_ns", ctypes.c_long), ("s", ctypes.c_long), ("ns", ctypes.c_long))
+
+
+class KernelTimer:
+    """Calls `ring` on the loop once the time that was set last has come. Close it before the loop."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, ring: Callable[[], None]) -> None:
+        """Raises `OSError` where there is no such timer."""
+        try:
+            self._library = ctypes.CDLL(None, use_errno=True)
+            descriptor = self._library.timerfd_create(MONOTONIC, FLAGS) if sys.platform == "linux" else -1
+        except AttributeError:
+            descriptor = -1
+        if descriptor < 0:
+            raise OSError("no timers of the kernel here")
+        self._descriptor, self._loop, self._ring = descriptor, loop, ring
+        loop.add_reader(descriptor, self._rung)
+
+    def set(self, at: float) -> None:
+        """`at` is a time of `time.monotonic`; one that is past means now."""
+        seconds = int(at := max(at, LEAST_S))
+        spec = _Spec(0, 0, seconds, int((at - seconds) * 1e9))
+        self._library.timerfd_settime(self._descriptor, ABSOLUTE, ctypes.byref(spec), None)
+
+    def close(self) -> None:
+        """It does not ring any more."""
+        if self._descriptor >= 0:
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                self._loop.remove_reader(self._descriptor)
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    def _rung(self) -> None:
+        with contextlib.suppress(BlockingIOError):  # it was set anew meanwhile
+            os.read(self._descriptor, 8)
+            self._ring()
+
+
+T = TypeVar("T")
+
+WIND_UP_S = 1.0
+SELECTABLE = 1024  # FD_SETSIZE: `select` takes only descriptors below it
+SLACK_NS = 1_000  # how much later than asked a wait may end, for the kernel to save energy
+SET_SLACK, GET_SLACK = 29, 30  # PR_SET_TIMERSLACK and PR_GET_TIMERSLACK of <linux/prctl.h>
+
+if hasattr(selectors, "EpollSelector"):
+
+    class PreciseSelector(selectors.EpollSelector):
+        """Waits for the epoll descriptor itself with `select`, which takes microseconds, and then asks without waiting.
+
+        A descriptor is readable when something that it watches is ready. One too large for `select` waits as ever.
+        """
+
+        def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+            if timeout is not None and timeout > 0 and self.fileno() < SELECTABLE:
+                select.select((self.fileno(),), (), (), timeout)
+                timeout = 0
+            return super().select(timeout)
+
+    def new_loop() -> asyncio.AbstractEventLoop:
+        """A loop with precise timers."""
+        return asyncio.SelectorEventLoop(PreciseSelector())
+
+else:  # kqueue takes nanoseconds
+
+    def new_loop() -> asyncio.AbstractEventLoop:
+        """A loop with precise timers."""
+        return asyncio.new_event_loop()
+
+
+def run(main: Coroutine[Any, Any, T], loops: Callable[[], asyncio.AbstractEventLoop] = new_loop) -> T:
+    """Like `asyncio.run`, with precise timers, and with an end: a task that does not heed its cancellation, or a thread
+    that is not done, is waited for `WIND_UP_S` at most, and then left behind. `loops` makes the loop.
+    """
+    with _little_slack():
+        runner, threads = asyncio.Runner(loop_factory=loops), ThreadPoolExecutor(thread_name_prefix="asyncio")
+        loop = runner.get_loop()
+        loop.set_default_executor(threads)
+        try:
+            return runner.run(main)
+        finally:
+            if runner.run(_wound_up()) and _ended(threads):
+                runner.close()
+            else:  # which would wait for them
+                asyncio.set_event_loop(None)
+                loop.close()
+
+
+async def _wound_up() -> bool:
+    """Cancel all that is left. Whether it has ended."""
+    left = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in left:
+        task.cancel()
+    _, left = await asyncio.wait(left, timeout=WIND_UP_S) if left else (None, set())
+    for task in left:
+        task._log_destroy_pending = False  # type: ignore[attr-defined]  # whose it is has been said
+    return not left
+
+
+def _ended(threads: ThreadPoolExecutor) -> bool:
+    ending = threading.Thread(target=threads.shutdown, kwargs={"cancel_futures": True}, daemon=True)
+    ending.start()
+    ending.join(WIND_UP_S)
+    return not ending.is_alive()
+
+
+@contextlib.contextmanager
+def _little_slack() -> Iterator[None]:
+    """For this thread, and for those that it starts meanwhile. Does nothing where there is no such thing."""
+    before = _prctl(GET_SLACK, 0)
+    if before <= 0:
+        yield
+        return
+    _prctl(SET_SLACK, SLACK_NS)
+    try:
+        yield
+    finally:
+        _prctl(SET_SLACK, before)
+
+
+def _prctl(what: int, value: int) -> int:
+    call = _library_call()
+    return int(call(what, ctypes.c_ulong(value), 0, 0, 0)) if call else -1
+
+
+@functools.cache
+def _library_call() -> Any:
+    try:
+        return ctypes.CDLL(None).prctl
+    except (AttributeError, OSError):  # no Linux
+        return None
+
+
+class Alarm:
+    """Calls `ring`, in the context of whoever made the alarm. After it has rung it must be set again.
+
+    It may ring early, for a time that no longer matters: `ring` looks at the clock for itself.
+    """
+
+    __slots__ = ("_clock", "_context", "_due", "_kernel", "_loop", "_ring", "_rounds", "_timer")
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, ring: Callable[[], None]) -> None:
+        self._loop = loop
+        self._ring = ring
+        self._context = contextvars.copy_context()
+        self._due = math.inf  # when it rings
+        self._rounds = not isinstance(loop, asyncio.SelectorEventLoop)  # times to milliseconds
+        self._clock = time.monotonic if self._rounds else loop.time
+        self._timer: asyncio.TimerHandle | None = None
+        self._kernel: KernelTimer | None = None
+
+    def ring_within(self, seconds: float) -> None:
+        """Ring after this time, unless it rings earlier anyway."""
+        due = self._clock() + seconds
+        if due >= self._due:
+            return
+        self._due = due
+        if self._kernel is None and self._rounds:
+            with contextlib.suppress(OSError):  # then by the loop's timers, as good as they are
+                self._kernel = KernelTimer(self._loop, functools.partial(self._context.run, self._go_off))
+        if self._kernel is not None:
+            self._kernel.set(due)
+            return
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = self._loop.call_later(seconds, self._go_off, context=self._context)
+
+    def ring_soon(self) -> None:
+        """Ring once the present turn of the loop is over; for each call, whatever else is set."""
+        self._loop.call_soon(self._ring, context=self._context)
+
+    def clear(self) -> None:
+        """Do not ring after all, as far as `ring_within` set it."""
+        self._due = math.inf
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self._kernel is not None:
+            self._kernel.close()
+            self._kernel = None
+
+    def _go_off(self) -> None:
+        self._due, self._timer = math.inf, None
+        self._ring()
+
+
+CANCEL_AGAIN_S = 0.5
+
+
+async def cancel_until_done(task: asyncio.Task[Any] | None) -> None:
+    """Cancel a task until it has ended. A cancellation can get lost: that of one that awaits `asyncio.wait_for`, when
+    what it waits for happens in the same moment (Python 3.11; bpo-37658). What the task raises is not raised here.
+    """
+    while task is not None and not task.done():
+        task.cancel()
+        await asyncio.wait({task}, timeout=CANCEL_AGAIN_S)
+    if task is not None and not task.cancelled():
+        task.exception()  # seen
+
+
+FOLLOW_INTERVAL_S = 0.1  # between two words on how it goes
+
+
+async def follow_task(task: asyncio.Task[Any], stopping: asyncio.Event) -> AsyncIterator[None]:
+    """Comes back now and then until the task has ended; asked to stop, it cancels the task. Raises what that raises."""
+    stop = asyncio.create_task(stopping.wait())
+    try:
+        while not task.done():
+            await asyncio.wait({task, stop}, timeout=FOLLOW_INTERVAL_S, return_when=asyncio.FIRST_COMPLETED)
+            if stop.done() and not task.done():
+                task.cancel()
+                await asyncio.wait({task})
+            yield
+        with contextlib.suppress(asyncio.CancelledError):
+            task.result()
+    finally:
+        stop.cancel()
+        task.cancel()
+        await asyncio.wait({task})
+        if not task.cancelled():
+            task.exception()  # seen, though something else is being raised

@@ -1,0 +1,296 @@
+"""What a loop does, step by step: for each the command, the folder that it goes on with, and the report that it leaves.
+
+DIR/first.safetensors                    the first generation: weights that nobody has trained, or those given
+DIR/iteration-003/games                  records of self-play, with the weights of iteration 2; games.json its report
+DIR/iteration-003/training               weights.safetensors, from the games of the last iterations; training.json
+DIR/iteration-003/gate                   games against the network that plays, where the new one has to win; gate.json
+DIR/iteration-003/match                  games of the network that plays against the first generation; match.json
+
+A loop on its way: one command after the other, each in a process of its own, none twice.
+
+A step's report is written at once when all of it is done, and a step that was stopped goes on with what lies in its
+folder. So whatever is killed when, the next run does what is left and nothing else. A command ends with this process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, Literal
+
+from gpuinfer.errors import UsageError, WorkError
+from gpuinfer.host import children
+from gpuinfer.report import plotting
+
+FIRST, WEIGHTS = "first.safetensors", "weights.safetensors"
+
+Kind = Literal["games", "training", "gate", "match"]
+KINDS: tuple[Kind, ...] = ("games", "training", "gate", "match")
+
+Report = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class LoopStep:
+    """One command. It is done once its report is there and says so."""
+
+    kind: Kind
+    iteration: int  # from 1
+    words: Sequence[str]  # of the command line, after `gpuinfer`
+    report: Path
+
+    @property
+    def log(self) -> Path:
+        """What it says meanwhile."""
+        return self.report.with_suffix(".log")
+
+
+def reported(step: LoopStep) -> Report | None:
+    """What a step has left; None where it is not done."""
+    try:
+        report = json.loads(step.report.read_text("utf-8"))
+    except (OSError, ValueError):
+        return None
+    return report if isinstance(report, dict) and report.get("status") == "done" else None
+
+
+@dataclass(frozen=True, slots=True)
+class LoopPlan:
+    """A loop in `folder`. `common` are words that every command gets, `play` those of self-play alone (what is played
+    and how, and on which devices), `training` those of training."""
+
+    folder: Path
+    model: str
+    iterations: int
+    games: int  # of self-play, an iteration
+    temperature_moves: int  # of each such game
+    window: int  # iterations whose games are learnt from
+    training_steps: int
+    batch_size: int
+    learning_rate: float
+    evaluation_games: int
+    evaluate_every: int  # iterations; 0: after the last one alone
+    seed: int
+    resign: float | None = None  # in self-play alone: a match is to say who wins
+    resign_check: float | None = None
+    gate: float | None = None  # the score at which a new network becomes the one that plays; None: each one does
+    gate_games: int = 0
+    play: Sequence[str] = ()
+    training: Sequence[str] = ()
+    common: Sequence[str] = ()
+
+    @property
+    def first(self) -> Path:
+        return self.folder / FIRST
+
+    def of(self, iteration: int) -> Path:
+        return self.folder / f"iteration-{iteration:03d}"
+
+    def weights(self, iteration: int) -> Path:
+        """Those that an iteration has come to; of 0, the first generation's."""
+        return self.first if iteration == 0 else self.of(iteration) / "training" / WEIGHTS
+
+    def curve(self, iteration: int) -> Path:
+        """Where its training says what the loss of each step was."""
+        return self.of(iteration) / "training" / plotting.LOSS_FILE
+
+    def is_evaluated(self, iteration: int) -> bool:
+        return iteration == self.iterations or bool(self.evaluate_every and iteration % self.evaluate_every == 0)
+
+    def playing(self, iteration: int) -> int:
+        """The iteration whose network plays after this one: the newest that has won its gate, 0 for the first
+        generation. Known once the gates up to here are done.
+        """
+        if self.gate is None:
+            return iteration
+        return next((one for one in range(iteration, 0, -1) if self.has_won(one)), 0)
+
+    def has_won(self, iteration: int) -> bool:
+        """Whether its network has won its gate."""
+        report = reported(self._step("gate", iteration, {}))
+        return self.gate is not None and report is not None and float(report["strength"]["score"]) >= self.gate
+
+    def steps(self) -> Iterator[LoopStep]:
+        """All that is to be done, in order. What a step is asked may depend on the gates before it: take one after the
+        other.
+        """
+        for iteration in range(1, self.iterations + 1):
+            for kind in KINDS:
+                if (kind != "gate" or self.gate is not None) and (kind != "match" or self.is_evaluated(iteration)):
+                    yield self.step(kind, iteration)
+
+    def step(self, kind: Kind, iteration: int) -> LoopStep:
+        asked = {"games": self._games, "training": self._training, "gate": self._gate, "match": self._match}
+        return self._step(kind, iteration, asked[kind](iteration))
+
+    def _step(self, kind: Kind, iteration: int, words: Mapping[str, Any]) -> LoopStep:
+        report = self.of(iteration) / f"{kind}.json"
+        command = ["train", *self.training] if kind == "training" else ["selfplay", *self.play]
+        everyone = {"model": self.model, "out": report.with_suffix(""), "json": report}
+        said = [f"--{name}={value}" for name, value in {**everyone, **words}.items()]
+        if kind == "training":
+            window = range(max(1, iteration - self.window + 1), iteration + 1)
+            said += [f"--records={self.of(one) / 'games'}" for one in window]
+            said += ["--no-picture"]  # the loop draws one of all iterations
+        return LoopStep(kind, iteration, [*command, *said, "--resume", *self.common], report)
+
+    def _games(self, iteration: int) -> dict[str, Any]:
+        """Other games in each iteration: their random numbers begin where no other's do."""
+        words = {
+            "weights": self.weights(self.playing(iteration - 1)),
+            "games": self.games,
+            "temperature-moves": self.temperature_moves,
+            "seed": self.seed + iteration,
+            "resign": self.resign,
+            "resign-check": self.resign_check,
+        }
+        return {name: said for name, said in words.items() if said is not None}
+
+    def _training(self, iteration: int) -> dict[str, Any]:
+        """From the network that was trained last, whether it has won or not, as AlphaGo Zero (Silver et al. 2017)."""
+        return {
+            "weights": self.weights(iteration - 1),
+            "steps": self.training_steps,
+            "batch-size": self.batch_size,
+            "learning-rate": f"{self.learning_rate:g}",
+            "seed": self.seed + iteration,
+        }
+
+    def _gate(self, iteration: int) -> dict[str, Any]:
+        against = self.weights(self.playing(iteration - 1))
+        return self._against(against, self.weights(iteration), self.gate_games, self.seed + iteration)
+
+    def _match(self, iteration: int) -> dict[str, Any]:
+        """The same deals in each: what changes from one to the next is the network."""
+        return self._against(self.first, self.weights(self.playing(iteration)), self.evaluation_games, self.seed)
+
+    def _against(self, opponent: Path, weights: Path, games: int, seed: int) -> dict[str, Any]:
+        """Without noise."""
+        return {
+            "weights": weights,
+            "opponent-model": self.model,
+            "opponent-weights": opponent,
+            "games": games,
+            "noise": 0,
+            "seed": seed,
+        }
+
+
+STOP_S = 60.0  # for a command to keep what is finished, once it is asked to stop
+USAGE, PARTIAL = 2, 3  # exit codes
+MARGIN = "gpuinfer: "
+
+
+class Remaining:
+    """How long the rest of a loop takes, by how long the last step of each kind took."""
+
+    def __init__(self, plan: LoopPlan) -> None:
+        self._plan = plan
+        self._kinds: dict[Path, Kind] = {}  # of steps that are not done, by their reports
+        self._took: dict[Kind, float] = {}
+        for step in plan.steps():
+            if (report := reported(step)) is None:
+                self._kinds[step.report] = step.kind
+            else:
+                self._took[step.kind] = seconds_of(report)
+
+    def ended(self, step: LoopStep, seconds: float) -> None:
+        """A step was done in so many seconds."""
+        self._kinds.pop(step.report, None)
+        self._took[step.kind] = seconds
+
+    def seconds(self) -> float | None:
+        """Of all steps that have not ended; None before one of each kind has."""
+        took = dict(self._took)
+        if "games" in took:  # games of a match are about as long as those of self-play
+            a_game = took["games"] / self._plan.games
+            took = {"match": a_game * self._plan.evaluation_games, "gate": a_game * self._plan.gate_games, **took}
+        if any(kind not in took for kind in self._kinds.values()):
+            return None
+        return sum(took[kind] for kind in self._kinds.values())
+
+
+def seconds_of(report: Report) -> float:
+    """All of the command's last run: getting ready and working."""
+    return float(report["setup_s"]) + float(report["wall_s"])
+
+
+def run(step: LoopStep, program: Sequence[str], verbose: bool) -> Report:
+    """Do what is left of a step: `program` and the step's words. Its report.
+
+    Raises `UsageError` for what the command refuses, `WorkError` when it fails, and `KeyboardInterrupt` when it was
+    stopped, by us or by itself.
+    """
+    step.report.parent.mkdir(parents=True, exist_ok=True)
+    with step.log.open("ab") as log:
+        begins = log.tell()
+        code = _ended([*program, *step.words], None if verbose else log)
+    if code == 0 and (report := reported(step)) is not None:
+        return report
+    if code == PARTIAL:
+        raise KeyboardInterrupt
+    raise _failure(step, code, "" if verbose else _said(step.log, begins))
+
+
+def _ended(command: Sequence[str], log: IO[bytes] | None) -> int:
+    """The command's exit code. It holds our standard input's other end, and leaves when we do (`host/children.py`)."""
+    out = log or subprocess.DEVNULL
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=out, stderr=log, start_new_session=True) as process:
+        try:
+            return process.wait()
+        except KeyboardInterrupt:
+            _stop(process)
+            raise
+        finally:
+            children.kill_program(process)
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    """Ask it to keep what is finished; a second Ctrl-C waits no longer."""
+    process.send_signal(signal.SIGTERM)
+    with contextlib.suppress(KeyboardInterrupt, subprocess.TimeoutExpired):
+        process.wait(STOP_S)
+
+
+def _failure(step: LoopStep, code: int, said: str) -> Exception:
+    """What to raise for a command that ended with this code, having said this."""
+    what = f"{step.kind} of iteration {step.iteration}"
+    lines = said.strip().splitlines()
+    begins = max((at for at, line in enumerate(lines) if line.startswith(MARGIN)), default=None)
+    complaint = "\n".join(line.removeprefix(MARGIN).strip() for line in lines[begins:]) if begins is not None else ""
+    if code == USAGE and complaint:
+        return UsageError(f"{what}: {complaint}")
+    if code < 0:
+        complaint = f"it was ended by {signal.Signals(-code).name} (out of memory?)."
+    after = f"The whole of it: {step.log}. What is finished is kept: the same command with --resume goes on."
+    return WorkError(f"{what} failed: {complaint or f'it ended with code {code}.'}\n{after}")
+
+
+def _said(log: Path, begins: int) -> str:
+    with contextlib.suppress(OSError):
+        return log.read_bytes()[begins:].decode("utf-8", "replace")
+    return ""
+
+
+def follow(
+    steps: Iterable[LoopStep],
+    verbose: bool,
+    began: Callable[[LoopStep], None],
+    ended: Callable[[LoopStep, Report, float], None],
+    program: Sequence[str] = (sys.executable, "-m", "gpuinfer.lab.loop.loop_child"),
+) -> None:
+    """All steps that are not done. `ended` is told the seconds that each took. Raises what `run` does."""
+    for step in steps:
+        if (done := reported(step)) is not None:
+            continue
+        began(step)
+        start = time.monotonic()
+        done = run(step, program, verbose)
+        ended(step, done, time.monotonic() - start)

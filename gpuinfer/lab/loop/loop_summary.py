@@ -1,0 +1,275 @@
+"""A loop for people, from the reports of its steps: the document `gpuinfer.loop/1`, its table, its verdict, the
+strength of each generation as a drawing in the terminal, and `loop.md`, `loop.html` and `loop.svg`. The loss of each
+training step is in `loss.jsonl`.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from html import escape
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from gpuinfer.errors import WorkError
+from gpuinfer.host.files import put_whole
+from gpuinfer.lab.loop.loop_runner import KINDS, LoopPlan, Report, reported, seconds_of
+from gpuinfer.report import plotting
+from gpuinfer.report.game_statistics import in_elo, in_score, signed
+from gpuinfer.units import duration, number, whole
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+SCHEMA = "gpuinfer.loop/1"
+COLUMNS = ("iteration", "games", "playing", "loss", "training", "against the first", "score")
+GATE = "its gate"  # where there are gates
+
+Document = Mapping[str, Any]
+
+
+def document(plan: LoopPlan, settings: Mapping[str, Any], command: str, status: str) -> dict[str, Any]:
+    """What is known until now. `status`: done, partial or failed, as of a report."""
+    found: dict[int, dict[str, Report]] = {}
+    for iteration in range(1, plan.iterations + 1):
+        for kind in KINDS:  # matches too that were due under another --iterations
+            if (report := reported(plan.step(kind, iteration))) is not None:
+                found.setdefault(iteration, {})[kind] = report
+    iterations = [_iteration(number, reports, plan.has_won(number)) for number, reports in found.items()]
+    return {
+        "schema": SCHEMA,
+        "status": status,
+        "command": command,
+        "settings": dict(settings),
+        "environment": next((one["environment"] for reports in found.values() for one in reports.values()), None),
+        "weights": str(plan.weights(plan.playing(plan.iterations))) if status == "done" else None,
+        "iterations": iterations,
+        "strength": next((one["strength"] for one in reversed(iterations) if one["strength"]), None),
+    }
+
+
+def _iteration(number: int, reports: Mapping[str, Report], has_won: bool) -> dict[str, Any]:
+    """None for what is not done, or was not to be."""
+    games, training, gate, match = (reports.get(kind) for kind in KINDS)
+    return {
+        "iteration": number,
+        "games": games and games["progress"]["done"],
+        "games_s": games and seconds_of(games),
+        "resignation": games and games.get("resignation"),
+        "games_per_min": games and games["throughput"].get("games_per_min"),
+        "loss": training and loss_of(training),
+        "training_s": training and seconds_of(training),
+        "gate": gate and {"won": has_won, **gate["strength"]},
+        "gate_s": gate and seconds_of(gate),
+        "strength": match and match["strength"],
+        "match_s": match and seconds_of(match),
+    }
+
+
+def loss_of(report: Report) -> float | None:
+    """At the end of a training, on what it has not seen where something was kept apart."""
+    training = report["training"]
+    found = training["validation"] or training["loss"]
+    return None if found is None else float(found["total"])
+
+
+def loop_columns(told: Document) -> Sequence[str]:
+    """The heads of the table."""
+    return (*COLUMNS, GATE) if _has_gates(told) else COLUMNS
+
+
+def _has_gates(told: Document) -> bool:
+    return any(one["gate"] for one in told["iterations"])
+
+
+def _told_of_gate(gate: Mapping[str, Any] | None) -> str:
+    return f"{gate['score']:.1%}, {'won' if gate['won'] else 'not won'}" if gate else "–"
+
+
+def loop_rows(told: Document) -> Iterator[Sequence[str]]:
+    """The table, an iteration a row."""
+    gates = _has_gates(told)
+    for one in told["iterations"]:
+        strength = one["strength"]
+        yield (
+            str(one["iteration"]),
+            _or_dash(one["games"], whole),
+            _or_dash(one["games_s"], duration),
+            _or_dash(one["loss"], number),
+            _or_dash(one["training_s"], duration),
+            in_elo(strength) if strength else "–",
+            f"{strength['score']:.1%}" if strength else "–",
+            *([_told_of_gate(one["gate"])] if gates else []),
+        )
+
+
+def verdict(told: Document) -> str:
+    """How the last network that played stands against the first."""
+    strength = told["strength"]
+    if strength is None:
+        return "No network has played against the first generation yet."
+    number = next(one["iteration"] for one in reversed(told["iterations"]) if one["strength"])
+    iterations = f"{number} iteration{'s' if number > 1 else ''}"
+    return f"After {iterations}: {in_score(strength)} against the first generation, {in_elo(strength)}."
+
+
+def _or_dash(value: Any, words: Any) -> str:
+    return "–" if value is None else str(words(value))
+
+
+WIDTH = 48  # columns
+ZERO, BEGIN, LINE, MEAN, END = "┊├─●┤"
+BEYOND = "◀", "▶"  # an end that is not known: no number of Elo is that far
+
+
+def drawn(told: Document) -> Iterator[tuple[str, str]]:
+    """Lines with their names; none before there was a match."""
+    matches = {one["iteration"]: one["strength"] for one in told["iterations"] if one["strength"]}
+    known = [0.0, *(elo for one in matches.values() for elo in (one["elo"], *one["elo_ci95"]) if elo is not None)]
+    low, high = min(known), max(known)
+    if low == high:  # all matches drawn, or none whose interval has an end
+        low, high = -1.0, 1.0
+    if matches:
+        yield "Elo", _scale(low, high)
+    for iteration, strength in matches.items():
+        yield f"iteration {iteration}", _line(strength, low, high)
+
+
+def _column(elo: float, low: float, high: float) -> int:
+    return round((elo - low) / (high - low) * (WIDTH - 1))
+
+
+def _scale(low: float, high: float) -> str:
+    """The ends, and 0 where there is room for it between them."""
+    left, right = (signed(end) if end else "0" for end in (low, high))
+    line = list(left + right.rjust(WIDTH - len(left)))
+    zero = _column(0.0, low, high)
+    if all(line[at] == " " for at in range(max(0, zero - 1), min(WIDTH, zero + 2))):
+        line[zero] = "0"
+    return "".join(line)
+
+
+def _line(strength: Mapping[str, Any], low: float, high: float) -> str:
+    begin, end = strength["elo_ci95"]
+    first = 0 if begin is None else _column(begin, low, high)
+    last = WIDTH - 1 if end is None else _column(end, low, high)
+    line = [" "] * WIDTH
+    line[_column(0.0, low, high)] = ZERO
+    line[first : last + 1] = LINE * (last + 1 - first)
+    line[first], line[last] = BEGIN if begin is not None else BEYOND[0], END if end is not None else BEYOND[1]
+    if strength["elo"] is not None:
+        line[_column(strength["elo"], low, high)] = MEAN
+    return "".join(line).rstrip()
+
+
+TITLE = "gpuinfer loop"
+ALT = "Elo over the first generation, and the loss, by iteration"
+SIZE = 8.0, 4.6  # inches
+STYLE = """
+body { font: 16px/1.5 system-ui, sans-serif; max-width: 62rem; margin: 2rem auto; padding: 0 1rem }
+html { color: #222; background: #fff } h1 { line-height: 1.2 } img { max-width: 100% }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; display: block; overflow-x: auto }
+th, td { padding: .3rem .8rem; text-align: right; border-bottom: 1px solid #ddd; white-space: nowrap }
+th { color: #777; font-weight: normal } pre { background: #f4f4f4; padding: .6rem; overflow-x: auto }
+.verdict { font-size: 1.15rem; font-weight: 600 }
+"""
+
+
+def write(plan: LoopPlan, told: Document) -> None:
+    """Put `loop.json`, `loop.md`, `loop.html`, `loop.svg` and `loss.jsonl` into the plan's folder. Raises `WorkError`
+    when one cannot be.
+    """
+    folder, curves = plan.folder, {at: plotting.read_losses(plan.curve(at)) for at in range(1, plan.iterations + 1)}
+    picture = plotting.image(plot(told, curves), "svg")
+    rows = [{"iteration": at, **row} for at, curve in curves.items() for row in curve]
+    texts = {
+        plotting.LOSS_FILE: b"".join(msgspec.json.encode(row) + b"\n" for row in rows),
+        "loop.json": json.dumps(told, indent=2, ensure_ascii=False).encode() + b"\n",
+        "loop.md": markdown(told).encode(),
+        "loop.html": page(told, picture).encode(),
+        "loop.svg": picture,
+    }
+    for name, content in texts.items():
+        try:
+            put_whole(folder / name, lambda file, content=content: file.write(content))  # type: ignore[misc]
+        except OSError as error:
+            raise WorkError(f"{folder / name} cannot be written: {error.strerror}. Make room there.") from error
+
+
+def markdown(told: Document) -> str:
+    """The verdict, the table, and a link to the plot that lies beside it."""
+    lines = [f"# {TITLE}", "", verdict(told), "", f"    {told['command']}", ""]
+    columns = loop_columns(told)
+    lines += [
+        _strength_line(columns),
+        _strength_line(["---:"] * len(columns)),
+        *map(_strength_line, loop_rows(told)),
+        "",
+    ]
+    return "\n".join([*lines, f"![{ALT}](loop.svg)", ""])
+
+
+def page(told: Document, picture: bytes) -> str:
+    """One HTML file with everything in it."""
+    data = base64.b64encode(picture).decode("ascii")
+    table = "".join(f"\n<tr>{''.join(f'<td>{escape(cell)}' for cell in row)}" for row in loop_rows(told))
+    return (
+        f'<!doctype html>\n<html lang="en"><meta charset="utf-8"><title>{TITLE}</title>\n'
+        f'<meta name="viewport" content="width=device-width">\n<style>{STYLE}</style>\n<h1>{TITLE}</h1>\n'
+        f'<p class="verdict">{escape(verdict(told))}</p>\n<pre>{escape(told["command"])}</pre>\n'
+        f'<img alt="{ALT}" src="data:image/svg+xml;base64,{data}">\n'
+        f"<table><tr>{''.join(f'<th>{escape(column)}' for column in loop_columns(told))}{table}\n</table>\n</html>\n"
+    )
+
+
+def plot(told: Document, curves: Mapping[int, Sequence[plotting.LossRow]]) -> Figure:
+    """Elo with its interval above, the loss below: of each step as a line, at the end of each iteration as a dot."""
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+    figure = Figure(figsize=SIZE, layout="constrained")
+    above, below = figure.subplots(2, sharex=True, height_ratios=(2, 1))
+    _strength(above, told)
+    trained = [(one["iteration"], one["loss"]) for one in told["iterations"] if one["loss"] is not None]
+    steps = [
+        (iteration - 1 + row["step"] / curve[-1]["step"], row["loss"])
+        for iteration, curve in curves.items()
+        for row in curve
+        if row.get("loss") is not None
+    ]
+    plotting.draw_losses(below, steps, plotting.COLOURS[1])
+    below.plot([at for at, _ in trained], [loss for _, loss in trained], "o", color=plotting.COLOURS[1], markersize=4)
+    below.set_ylabel("loss")
+    below.set_xlabel("iteration")
+    below.xaxis.set_major_locator(MaxNLocator(integer=True))
+    for axes in (above, below):
+        axes.spines[["top", "right"]].set_visible(False)
+    return figure
+
+
+def _strength(axes: Axes, told: Document) -> None:
+    """A dot a match, its interval a whisker; one without a bound is drawn to where it is known, with an arrow."""
+    colour = plotting.COLOURS[0]
+    axes.axhline(0, color="#999999", linewidth=1, linestyle=":")
+    dots: list[tuple[int, float]] = [(0, 0.0)]
+    for one in told["iterations"]:
+        if (strength := one["strength"]) is None:
+            continue
+        low, high = strength["elo_ci95"]
+        ends = [end for end in (low, high) if end is not None]
+        at, elo = one["iteration"], strength["elo"]
+        elo = elo if elo is not None else ends[0] if ends else 0.0
+        dots.append((at, elo))
+        axes.plot([at, at], [low if low is not None else elo, high if high is not None else elo], color=colour)
+        if strength["elo"] is None:
+            axes.plot([at], [elo], "^" if strength["score"] else "v", color=colour, markersize=9)
+        axes.annotate(in_elo(strength), (at, elo), textcoords="offset points", xytext=(0, 9), ha="right", fontsize=7)
+    axes.plot([at for at, _ in dots], [elo for _, elo in dots], "o-", color=colour, markersize=4, alpha=0.8)
+    axes.set_ylabel("Elo over the first generation,\n95 % interval")
+
+
+def _strength_line(cells: Any) -> str:
+    return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"

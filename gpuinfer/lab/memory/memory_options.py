@@ -1,0 +1,132 @@
+"""The options of `gpuinfer memory`, and the model that they mean: of rows, with its sizes, or of text."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, Field
+
+from gpuinfer import api
+from gpuinfer.api import ModelSpec, Setup
+from gpuinfer.config import registry
+from gpuinfer.config.foreign_names import hub_hint
+from gpuinfer.errors import UsageError, nearest
+from gpuinfer.serving.openai.model_options import TEXT_MODELS, check_parts, spec_of
+from gpuinfer.serving.openai.schema import MOST_TOKENS
+from gpuinfer.units import size
+
+NETWORKS = ("blobnet", "blobnet-small")
+NO_NETWORK = ("uniform", "rollout")  # evaluators of self-play that hold nothing
+GAMES = "selfplay"  # the workload that knows of games
+GAME, SIZES = ("game", "players", "cards"), ("features", "actions", "seats")
+
+
+def _size_of(given: Any) -> Any:
+    return size(given) if isinstance(given, str) else given
+
+
+class MemoryOptions(api.Options):
+    """The flags of `gpuinfer memory`."""
+
+    model: str | None = Field(
+        None,
+        description="blobnet, blobnet-small, module:factory, or a folder with a checkpoint",
+        json_schema_extra={"names": ["blobnet", "blobnet-small", *TEXT_MODELS]},
+    )
+    weights: Path | None = Field(None, description="of a network of rows: safetensors, or a torch file")
+    game: str | None = Field(None, description="a network of rows has this game's sizes [blob; of a factory none]")
+    players: int | None = Field(None, description="at its table")
+    cards: int | None = Field(None, description="dealt to each")
+    features: int | None = Field(None, ge=1, le=1 << 24, description="of a row, instead of a game's")
+    actions: int | None = Field(None, ge=1, le=1 << 24, description="policy logits of a row, likewise")
+    seats: int | None = Field(None, ge=1, le=1 << 16, description="values of a row, likewise")
+    checkpoint: Path | None = Field(None, description="a nanoGPT checkpoint, model.pt, instead of --model")
+    meta: Path | None = Field(None, description="its characters: meta.pkl or meta.json")
+    dcp_path: Path | None = Field(None, description="a torch distributed checkpoint, a folder, instead of --model")
+    base_model: Path | None = Field(None, description="the folder with its config.json and tokenizer")
+    mask_token_id: int | None = Field(
+        None, ge=0, lt=1 << 31, description="of a diffusion model whose config does not say it"
+    )
+    batch_size: tuple[Annotated[int, Field(ge=1, le=1 << 30)], ...] | None = Field(
+        None,
+        min_length=1,
+        description="rows that go through the model at once, several as 64,256; of text, full ones [a run's own]",
+    )
+    context: int | None = Field(None, ge=1, le=MOST_TOKENS, description="of text: tokens of prompt and answer")
+    free: Annotated[int | None, BeforeValidator(_size_of)] = Field(
+        None, ge=1, le=1 << 50, description="count with so much memory, as 8GiB, instead of what is free now"
+    )
+    probe: bool = Field(True, description="measure some small batches beside the estimate")
+
+
+def model_of(options: MemoryOptions, setup: Setup) -> ModelSpec:
+    """The model that they name, with all that it needs to know. Raises `UsageError`."""
+    given = [flag for flag in ("model", "checkpoint", "dcp_path") if getattr(options, flag) is not None]
+    if len(given) != 1:
+        named = " and ".join(f"--{flag.replace('_', '-')}" for flag in given)
+        raise UsageError(
+            f"memory takes one model, and got {named or 'none'}. Give --model blobnet, --model module:factory, "
+            "--model FOLDER, or --checkpoint model.pt."
+        )
+    return _of_rows(options, setup) if of_rows(options) else _of_text(options)
+
+
+def of_rows(options: MemoryOptions) -> bool:
+    name = options.model
+    return name is not None and not Path(name).exists() and (name in (*NETWORKS, *NO_NETWORK) or ":" in name)
+
+
+def _of_text(options: MemoryOptions) -> ModelSpec:
+    unheard = [name for name in ("weights", *GAME, *SIZES) if getattr(options, name) is not None]
+    if unheard:
+        raise UsageError(
+            f"--{unheard[0]} belongs to a network of rows, and '{_called(options)}' is a model of text. Leave it out."
+        )
+    name = options.model
+    if name is not None and name not in TEXT_MODELS and not Path(name).exists():
+        near = nearest(name, [*NETWORKS, *TEXT_MODELS])
+        meant = f" Did you mean '{near}'?" if near else f" {hub}" if (hub := hub_hint(name)) else ""
+        raise UsageError(
+            f"no model named '{name}', and no such folder.{meant} Choices: {', '.join((*NETWORKS, *TEXT_MODELS))}, "
+            "module:factory, or a folder with a checkpoint."
+        )
+    check_parts(options)
+    return spec_of(name, options, {"mask_token": options.mask_token_id})
+
+
+def _called(options: MemoryOptions) -> str:
+    return str(options.model or options.checkpoint or options.dcp_path)
+
+
+def _of_rows(options: MemoryOptions, setup: Setup) -> ModelSpec:
+    name = options.model or ""
+    if name in NO_NETWORK:
+        raise UsageError(f"'{name}' is no network: it answers by itself, and holds nothing. Give --model blobnet.")
+    for one in ("context", "meta", "base_model", "mask_token_id"):
+        if getattr(options, one) is not None:
+            raise UsageError(f"--{one.replace('_', '-')} belongs to a model of text, and '{name}' takes rows.")
+    sizes = {one: value for one in SIZES if (value := getattr(options, one)) is not None}
+    weights = None if options.weights is None else str(options.weights)
+    if "features" in sizes:
+        if named := [one for one in GAME if getattr(options, one) is not None]:
+            raise UsageError(f"--features says how large a row is, and --{named[0]} too. Leave one of them out.")
+        inputs = sizes.pop("features")
+        return ModelSpec(name, weights, inputs, "float32", arguments=sizes)
+    if name in NETWORKS or options.game is not None:
+        spec = _of_game(options, setup, name)
+        return replace(spec, weights=weights, arguments={**spec.arguments, **sizes})
+    raise UsageError(
+        f"model '{name}' is made by a factory, and how large its rows are is not known. Give --game NAME, or "
+        "--features N (and --actions N --seats N where the factory takes them)."
+    )
+
+
+def _of_game(options: MemoryOptions, setup: Setup, name: str) -> ModelSpec:
+    """As a run of self-play would ask for it. Raises `UsageError` for a game that is not there."""
+    given = {one: value for one in GAME if (value := getattr(options, one)) is not None}
+    workload = registry.load("workloads", GAMES)(setup, model=name, **given)
+    spec = workload.model()
+    assert isinstance(spec, ModelSpec)
+    return spec

@@ -1,0 +1,139 @@
+"""The child process: what a model should take, and what some batches of it took.
+
+The order comes on standard input as a JSON object; findings go out a line at a time, each with more than the last:
+first the estimate, then what was measured, so that a child that dies in the middle has still reported something.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from gpuinfer.api import ModelSpec, Setup
+from gpuinfer.errors import GpuinferError, UsageError
+from gpuinfer.host.error_text import error_to_wire
+from gpuinfer.host.machine import memory_available
+from gpuinfer.units import memory
+
+if TYPE_CHECKING:
+    import torch
+
+    from gpuinfer.lab.memory.batch_trials import MemorySubject, Staged
+
+
+def examine(asked: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """What is known, each time there is more of it. Raises `UsageError` for what was asked in vain."""
+    available = memory_available()  # before there is torch in this process, whose memory counts
+    from gpuinfer.lab.memory.batch_trials import MemoryExamination
+    from gpuinfer.models.device import resolve_devices
+    from gpuinfer.models.footprint import memory_meter_of
+
+    spec = ModelSpec(**asked["spec"])
+    setup = Setup(model=spec, devices=tuple(asked["devices"]), dtype=asked["dtype"], seed=asked["seed"])
+    devices = resolve_devices(setup.devices)
+    together = devices[0].type == "cpu"  # all copies, or stages, in one memory
+    pages = asked["options"].get("pages") or sys.maxsize  # each row that is there at once has one at least
+    batches = sorted({min(batch, pages) for batch in asked["batch_size"] or []})
+    examinations, facts = [], {}
+    for device, copies, subject in _subjects(spec, setup, asked, devices):
+        meter = memory_meter_of(device)
+        subject.warm_up()
+        free = asked["free"] or (available if together else meter.free())
+        examinations.append(MemoryExamination(subject, meter, device, copies, free, batches))
+        subject.describe()
+        facts = dict(subject.facts())
+    told: dict[str, Any] = {
+        "model": spec.name,
+        "kind": spec.kind,
+        "dtype": setup.dtype,
+        "asked": batches[-1] if batches else None,
+        "facts": facts,
+        "devices": [one.estimated() for one in examinations],
+    }
+    yield told
+    for place, one in enumerate(examinations if asked["probe"] else []):
+        told["devices"][place] = one.measured()
+        yield told
+
+
+def _subjects(
+    spec: ModelSpec, setup: Setup, asked: Mapping[str, Any], devices: Sequence[torch.device]
+) -> Iterator[tuple[torch.device, int, MemorySubject]]:
+    """For each memory its device, how many copies lie there, and the model, whole or those of its stages."""
+    from gpuinfer.lab.memory.batch_trials import StagesHere
+    from gpuinfer.models.device import of_each
+
+    each = list(dict.fromkeys(devices))  # of stand-ins on the CPU one
+    if asked["options"].get("parallel", "data") != "data":
+        staged = _staged(spec, setup, asked, devices)
+        for device in each:
+            yield device, 1, StagesHere(staged, str(device))
+        return
+    for device, own in zip(each, of_each(setup, devices), strict=False):
+        copies = len(devices) if device.type == "cpu" else 1
+        yield device, copies, _whole(spec, own, asked, device, copies)
+
+
+def _whole(spec: ModelSpec, setup: Setup, asked: Mapping[str, Any], device: torch.device, copies: int) -> MemorySubject:
+    if spec.kind == "text":
+        from gpuinfer.lab.memory.text_memory import TextSubject
+
+        return TextSubject(spec, setup, asked["options"], device, copies, asked["context"])
+    from gpuinfer.lab.memory.rows_memory import RowsSubject
+
+    return RowsSubject(spec, setup, asked["options"], device, copies)
+
+
+def _staged(spec: ModelSpec, setup: Setup, asked: Mapping[str, Any], devices: Sequence[torch.device]) -> Staged:
+    if spec.kind == "text":
+        from gpuinfer.lab.memory.text_memory import StagedText
+
+        return StagedText(spec, setup, asked["options"], devices, asked["context"], asked["probe"])
+    from gpuinfer.lab.memory.rows_memory import StagedRows
+
+    return StagedRows(spec, setup, asked["options"], devices)
+
+
+def no_room(error: Exception, asked: Mapping[str, Any]) -> UsageError | None:
+    """What to say where memory ran out before anything was known; None where it did not."""
+    from gpuinfer.models.out_of_memory import is_out_of_memory
+
+    if not is_out_of_memory(error):
+        return None
+    more, cure = "is free", "Free some memory"
+    if asked.get("free"):
+        more, cure = f"the {memory(asked['free'])} of --free", "Give a larger one"
+    return UsageError(f"there is no room to open the model: even to look at it takes more than {more}. {cure}.")
+
+
+def main() -> None:
+    said = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # whatever a model prints
+
+    def say(told: Mapping[str, Any]) -> None:
+        said.write(json.dumps(told) + "\n")
+        said.flush()
+
+    code, asked, has_told = 0, {}, False
+    try:
+        asked = json.loads(sys.stdin.read())
+        for found in examine(asked):
+            say(found)
+            has_told = True
+    except GpuinferError as error:
+        say({"error": error_to_wire(error)})
+    except Exception as error:  # noqa: BLE001 (told by its last line)
+        traceback.print_exc()
+        if not has_told and (refused := no_room(error, asked)) is not None:
+            say({"error": error_to_wire(refused)})
+        code = 1
+    sys.stderr.flush()
+    os._exit(code)  # threads that a model has left behind may hang
+
+
+if __name__ == "__main__":
+    main()

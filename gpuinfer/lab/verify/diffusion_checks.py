@@ -1,0 +1,250 @@
+"""The ways to ask a diffusion model. Each must give the answers that a prompt gets alone, but for caches that change
+what is computed: of those it is told how many tokens they change.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, cast
+
+import msgspec
+import numpy as np
+
+from gpuinfer.errors import WorkError
+from gpuinfer.generation import Completion, Generation, Prompt, Sampling, Unmasking
+from gpuinfer.lab.verify.divergence import AnswerDivergence, Difference
+from gpuinfer.lab.verify.probed_answers import IDLE_STEPS, SAMPLES, SOME, Answers, RouteOptions, VerifyQuestion
+from gpuinfer.lab.verify.verify_setup import Item, VerifySetup
+from gpuinfer.serving.openai.sampling_fields import unmasking_of
+
+APPROXIMATE = ("prefix", "dual", "vicinity")  # caches of models whose tokens see those after them
+Check = tuple[str, Callable[[], Difference]]
+Answered = list[Completion]  # by the number of the ask
+
+
+@dataclass(frozen=True, slots=True)
+class DiffusionRoute:
+    """One answer. Those of one item, sampling and sample are compared."""
+
+    item: Item
+    sampling: Sampling
+    sample: int = 0
+    samples: int = 1
+
+    @property
+    def prompt(self) -> Prompt:
+        return Prompt(
+            tokens=tuple(self.item.tokens.tolist()),
+            sampling=self.sampling,
+            samples=self.samples,
+            first_sample=self.sample,
+            key=f"verify-{hash(self.item.tokens.tobytes())}",
+        )
+
+
+class DiffusionChecks:
+    """All checks of one rig, in their order."""
+
+    def __init__(self, rig: VerifySetup) -> None:
+        options = rig.options
+        self._rig = rig
+        self._own = unmasking_of(options) or Unmasking()
+        self._likeliest = self._sampling(0.0)
+        self._asks = [DiffusionRoute(item, self._likeliest) for item in rig.items]
+        self._alone: Answered = []
+
+    def _sampling(self, temperature: float, **changed: object) -> Sampling:
+        return Sampling(
+            max_tokens=self._rig.options.new_tokens,
+            temperature=temperature,
+            top_p=1.0 if temperature == 0.0 else 0.95,
+            ignore_eos=True,
+            logprobs=0,
+            unmasking=msgspec.structs.replace(self._own, **changed),
+        )
+
+    def alone(self) -> Answered:
+        """Ask each prompt alone: what all else is compared with."""
+        self._alone = self._one_by_one(self._asks)
+        return self._alone
+
+    def checks(self) -> Iterator[Check]:
+        """After `alone`."""
+        slots, some = self._rig.generator.slots, min(SOME, self._rig.generator.slots)
+        for size in self._rig.options.batch_sizes:
+            yield f"{size} at once = alone", partial(self._batched, size)
+        yield "any order = alone", partial(self._shuffled, some)
+        yield "any company = alone", partial(self._in_company, some)
+        drawn = [DiffusionRoute(item, self._sampling(0.9)) for item in self._rig.items]
+        yield "drawn, at once = alone", partial(self._drawn, drawn, some)
+        if (samples := min(SAMPLES, slots // self._width)) > 1:
+            yield f"{samples} samples = one by one", partial(self._several, drawn, samples, some)
+        yield from self._caches(some)
+
+    @property
+    def _width(self) -> int:
+        """Slots of one answer: one that is guided has a second canvas."""
+        return 2 if self._own.cfg_scale else 1
+
+    def _caches(self, some: int) -> Iterator[Check]:
+        if self._rig.decoder.shape.masking.block is not None:  # type: ignore[union-attr]  # it is a diffusion model
+            yield "exact cache = none", partial(self._cached, "exact", "none", some)
+            return
+        for cache in APPROXIMATE:
+            yield f"{cache} cache ~ none", partial(self._cached, cache, "none", some)
+
+    def _batched(self, size: int) -> Difference:
+        asks = [self._asks[i % len(self._asks)] for i in range(max(size, len(self._asks)))]
+        known = [self._alone[i % len(self._asks)] for i in range(len(asks))]
+        return self._compared(asks, known, self._at_once(asks, size), (f"{size} at once", "alone"))
+
+    def _shuffled(self, some: int) -> Difference:
+        order = np.random.default_rng(self._rig.setup.seed).permutation(len(self._asks)).tolist()
+        asks = [self._asks[i] for i in order]
+        return self._compared(
+            asks, [self._alone[i] for i in order], self._at_once(asks, some), ("another order", "alone")
+        )
+
+    def _in_company(self, some: int) -> Difference:
+        """Between each two rows one that is filled in otherwise, and is of another length."""
+        other = msgspec.structs.replace(
+            self._sampling(1.0, decoder="random", steps=None, threshold=None, options={}),
+            max_tokens=max(1, self._rig.options.new_tokens // 2),
+        )
+        mixed = [ask for one in self._asks for ask in (DiffusionRoute(one.item, other), one)]
+        answers = self._at_once(mixed, some)[1::2]
+        return self._compared(self._asks, self._alone, answers, ("other company", "alone"))
+
+    def _drawn(self, asks: Sequence[DiffusionRoute], some: int) -> Difference:
+        return self._compared(asks, self._one_by_one(asks), self._at_once(asks, some), ("at once", "alone"))
+
+    def _several(self, asks: Sequence[DiffusionRoute], samples: int, some: int) -> Difference:
+        singly = [DiffusionRoute(one.item, one.sampling, sample) for one in asks for sample in range(samples)]
+        several = [DiffusionRoute(one.item, one.sampling, 0, samples) for one in asks]
+        together = self._at_once(several, max(some, samples * self._width))
+        return self._compared(singly, self._at_once(singly, 1), together, ("several samples", "one by one"))
+
+    def _cached(self, cache: str, other: str, some: int) -> Difference:
+        """Exact caches change nothing; of others it is told what they change, as whoever chooses them wants to know."""
+        sides = []
+        for one in (cache, other):
+            sampling = self._sampling(0.0, cache=one)
+            sides.append(self._at_once([DiffusionRoute(item, sampling) for item in self._rig.items], some))
+        finding = self._compared(self._asks, sides[1], sides[0], (cache, other))
+        if cache in APPROXIMATE:
+            finding.status, finding.divergences = "told", []
+            tokens = [(a, b) for x, y in zip(*sides, strict=True) for a, b in zip(x.tokens, y.tokens, strict=True)]
+            changed = sum(a != b for a, b in tokens)
+            finding.compared, finding.unit = len(tokens), "tokens"
+            finding.why = f"{changed} of {len(tokens):,} tokens differ ({changed / max(1, len(tokens)):.1%})"
+        return finding
+
+    def _one_by_one(self, asks: Sequence[DiffusionRoute]) -> Answered:
+        return [answer for ask in asks for answer in self._at_once([ask], 1)]
+
+    def _at_once(self, asks: Sequence[DiffusionRoute], rows: int) -> Answered:
+        """So many rows under way, or as many as one of them needs."""
+        generator = self._rig.generator
+        waiting = deque(enumerate(generator.prepare([ask.prompt for ask in asks])))
+        found: dict[int, tuple[Completion, ...]] = {}
+        under_way = idle = 0
+        while waiting or generator.busy:
+            while waiting and (one := _ready(waiting[0][1])) and self._admits(one.samples, under_way, rows):
+                generator.add(waiting.popleft()[0], one)
+                under_way += one.samples
+            stepped = generator.step()
+            for ticket, outcome in stepped.finished:
+                found[cast(int, ticket)] = _completions(outcome)
+                under_way -= asks[cast(int, ticket)].samples * self._width
+            idle = 0 if stepped.tokens or stepped.finished else idle + 1
+            if idle > IDLE_STEPS:
+                raise WorkError("the generator goes on without doing anything. Please report this.")
+        return [one for number in range(len(asks)) for one in found[number]]
+
+    def _admits(self, samples: int, under_way: int, rows: int) -> bool:
+        return samples <= self._rig.generator.free_slots and (not under_way or under_way + samples <= rows)
+
+    def _compared(
+        self, asks: Sequence[DiffusionRoute], known: Answered, others: Answered, sides: tuple[str, str]
+    ) -> Difference:
+        finding = Difference("", compared=len(others))
+        for number, (ask, one, other) in enumerate(zip(asks, known, others, strict=True)):
+            if (parting := _parting(ask, number, one, other, sides)) is not None:
+                finding.divergences.append(parting)
+            finding.difference = max(finding.difference, _apart(one, other))
+        if finding.divergences:
+            self._judge(finding)
+        return finding
+
+    def _judge(self, finding: Difference) -> None:
+        """On the CPU a row's bits depend on nothing else. On a GPU the order of sums may, and near-ties fall otherwise:
+        that fails where the same bits are demanded.
+        """
+        finding.why = finding.divergences[0].why
+        exact = self._rig.decoder.device.type == "cpu" or self._rig.setup.deterministic
+        finding.status = "fails" if exact else "told"
+
+
+def _ready(prepared: object) -> Any:
+    if isinstance(prepared, Exception):
+        raise WorkError(f"a prompt was refused: {prepared}") from prepared
+    return prepared
+
+
+def _completions(outcome: Generation | Exception) -> tuple[Completion, ...]:
+    if isinstance(outcome, Exception):
+        raise WorkError(f"a prompt failed: {outcome}") from outcome
+    return outcome.completions
+
+
+def _parting(
+    ask: DiffusionRoute, number: int, one: Completion, other: Completion, sides: tuple[str, str]
+) -> AnswerDivergence | None:
+    """The first token in which two answers differ, or the first whose log-probability does."""
+    mine, theirs = _told(one), _told(other)
+    if mine == theirs:
+        return None
+    place = next(i for i, pair in enumerate(zip(mine, theirs, strict=True)) if pair[0] != pair[1])
+    (first, sure), (second, surer) = mine[place], theirs[place]
+    changed = sum(a[0] != b[0] for a, b in zip(mine, theirs, strict=True))
+    return AnswerDivergence(
+        ask.item.text,
+        number,
+        ask.sample,
+        place,
+        (first, second),
+        {},
+        tie=False,
+        why=f"{sides[1]} has token {first} there ({sure:.4g}), {sides[0]} token {second} ({surer:.4g}); "
+        f"{changed} of {len(mine)} tokens differ",
+    )
+
+
+def _told(answer: Completion) -> list[tuple[int, float]]:
+    """Each token with its log-probability at the step that committed it."""
+    return [(token, told.chosen.logprob) for token, told in zip(answer.tokens, answer.logprobs or (), strict=True)]
+
+
+def _apart(one: Completion, other: Completion) -> float:
+    """The largest difference of two tokens' log-probabilities, as far as the answers are the same."""
+    worst = 0.0
+    for (first, sure), (second, surer) in zip(_told(one), _told(other), strict=True):
+        if first != second:
+            break
+        worst = max(worst, abs(sure - surer))
+    return worst
+
+
+def half_filled(rig: VerifySetup, answers: Answered) -> Answers:
+    """Canvases on which every other token of an answer is still a mask, for `positions.sequences`: it leaves the last
+    token of an answer out, so that they have one more.
+    """
+    mask = rig.decoder.shape.masking.mask_token  # type: ignore[union-attr]  # it is a diffusion model
+    asks = [VerifyQuestion(item, number) for number, item in enumerate(rig.items)]
+    canvases = [
+        tuple(token if place % 2 else mask for place, token in enumerate((*answer.tokens, mask))) for answer in answers
+    ]
+    return Answers(RouteOptions("half filled in", asks, Sampling()), [[canvas] for canvas in canvases])

@@ -1,0 +1,242 @@
+"""Two ways' answers compared: where they part, and whether that is a tie or a fault."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gpuinfer.generation import Sampling
+from gpuinfer.lab.verify.probed_answers import Answers, History, VerifyQuestion, asked, history, redrawn
+from gpuinfer.lab.verify.verify_setup import Tolerance, VerifySetup
+
+Row = NDArray[np.float32]
+MOST_KEPT = 256 << 20  # bytes of rows of logits that are looked at
+
+Status = Literal["holds", "fails", "differs", "told", "skipped"]
+"""differs: the two sides do, and it is the other side that is wrong. told: they do, as they may, and it is said how."""
+
+
+@dataclass(frozen=True)
+class AnswerDivergence:
+    """Where two sides part. Each side's logits are those of the first side's token and of the second's."""
+
+    prompt: str
+    number: int  # of the prompt, from 0
+    sample: int
+    position: int  # in the answer, from 0; in prompt and answer where positions are compared
+    tokens: tuple[int, int]
+    logits: Mapping[str, tuple[float, float]]  # by side
+    tie: bool
+    why: str
+    theirs: bool = False  # the other side is the one that is wrong
+
+
+@dataclass
+class Difference:
+    """What came of one check."""
+
+    name: str
+    status: Status = "holds"
+    why: str = ""
+    compared: int = 0  # answers, or positions
+    unit: str = "answers"
+    difference: float = 0.0  # the largest between two logits
+    from_float32: dict[str, float] = field(
+        default_factory=dict
+    )  # by side: the largest distance, where it was judged by
+    divergences: list[AnswerDivergence] = field(default_factory=list)
+    seconds: float = 0.0
+
+    @property
+    def ties(self) -> int:
+        return sum(one.tie for one in self.divergences)
+
+
+class Parting(NamedTuple):
+    """Two answers, and the first place where they differ."""
+
+    ask: VerifyQuestion
+    sample: int
+    position: int
+    first: int
+    second: int
+    past: History
+
+
+class DivergenceJudge:
+    """Compares routes with the answers to each prompt alone. `sides` are the two sides' names."""
+
+    def __init__(self, rig: VerifySetup, tolerance: Tolerance) -> None:
+        self._rig, self.tolerance = rig, tolerance
+        self._bitwise = rig.setup.deterministic
+
+    def compare(self, name: str, reference: Answers, other: Answers, sides: tuple[str, str]) -> Difference:
+        """Whether `other` has the reference's answers. Where not, both sides are asked again, and watched."""
+        finding = Difference(name)
+        known = {(ask.number, ask.first_sample + j): one for ask, j, one in _answers(reference)}
+        partings = []
+        for ask, sample, tokens in _answers(other):
+            finding.compared += 1
+            number = ask.first_sample + sample
+            if parting := _parting(ask, number, known[ask.number, number], tokens):
+                partings.append(parting)
+        finding.difference = self._differences(reference, other, finding, sides)
+        finding.divergences += self._judged(_distinct(partings), reference, other, sides)
+        faults = [one for one in finding.divergences if not one.tie]
+        if faults:
+            finding.status, finding.why = "fails", faults[0].why
+        return finding
+
+    def _differences(self, reference: Answers, other: Answers, finding: Difference, sides: tuple[str, str]) -> float:
+        """The largest difference of the two largest logits, wherever both sides saw the same tokens. One that is too
+        large is a fault, although no answer need have changed.
+        """
+        worst, place = 0.0, None
+        unequal = None
+        for past, sights in other.sights.items():
+            for known in reference.sights.get(past, ())[:1]:
+                for sight in sights:
+                    off = max(abs(known.largest - sight.largest), abs(known.second - sight.second))
+                    off = math.inf if math.isnan(off) else off
+                    if off > worst:
+                        worst, place = off, (past, known.largest, sight.largest)
+                    if known.bits != sight.bits:
+                        unequal = unequal or (past, known.largest, sight.largest)
+        allowed = float(self.tolerance.allowed(np.array(place[1:2] if place else [0.0], np.float32))[0])
+        if worst > allowed and place is not None:
+            why = f"the logits differ by {worst:.2g}, and {allowed:.2g} is allowed"
+            finding.divergences.append(_of_logits(reference, *place, sides, why))
+        elif self._bitwise and unequal is not None:
+            finding.divergences.append(_of_logits(reference, *unequal, sides, "the logits are not the same bits"))
+        return worst
+
+    def _judged(
+        self, partings: Sequence[Parting], reference: Answers, other: Answers, sides: tuple[str, str]
+    ) -> Iterator[AnswerDivergence]:
+        """Each parting with the logits of both sides, as they come when both are asked once more."""
+        if not partings:
+            return
+        most = max(1, MOST_KEPT // (8 * self._rig.decoder.shape.vocabulary))
+        watched = {parting.past for parting in partings[:most]}
+        concerned = {parting.ask.number for parting in partings[:most]}
+        few = replace(reference.route, asks=[ask for ask in reference.route.asks if ask.number in concerned])
+        ours, theirs = (asked(self._rig, route, watched).rows for route in (few, other.route))
+        drawn = reference.route.sampling.temperature > 0
+        for parting in partings:
+            first, second = ours.get(parting.past, []), theirs.get(parting.past, [])
+            yield self._divergence(parting, first, second, sides, reference.route.sampling if drawn else None)
+
+    def _divergence(
+        self,
+        parting: Parting,
+        ours: Sequence[Row],
+        theirs: Sequence[Row],
+        sides: tuple[str, str],
+        drawn: Sampling | None,
+    ) -> AnswerDivergence:
+        tokens = (parting.first, parting.second)
+        logits: dict[str, tuple[float, float]] = {}
+        if not ours or not theirs:
+            why, tie = "asked once more they did not part there: an answer is not the same each time", False
+        else:
+            mine = ours[0]
+            # Of several rows with that past, the one that parted.
+            other = next((row for row in theirs if self._chosen(parting, row, drawn) == parting.second), theirs[0])
+            logits = {side: _of(row, tokens) for side, row in zip(sides, (mine, other), strict=True)}
+            tie, why = self._likeliest(mine, other, tokens)
+            if drawn is not None:
+                tie, why = self._border(parting, mine, other, drawn)
+        if self._bitwise and tie:
+            tie, why = False, f"{why}, but with --deterministic there is none"
+        prompt = parting.ask.item.text
+        return AnswerDivergence(prompt, parting.ask.number, parting.sample, parting.position, tokens, logits, tie, why)
+
+    def _likeliest(self, mine: Row, other: Row, tokens: tuple[int, int]) -> tuple[bool, str]:
+        gaps = [float(mine[tokens[0]] - mine[tokens[1]]), float(other[tokens[1]] - other[tokens[0]])]
+        if all(abs(gap) <= self.tolerance.least for gap in gaps):
+            return True, f"a tie: the two logits are {max(map(abs, gaps)):.2g} apart"
+        return False, f"the two logits are {gaps[0]:.2g} and {gaps[1]:.2g} apart: no tie"
+
+    def _border(self, parting: Parting, mine: Row, other: Row, sampling: Sampling) -> tuple[bool, str]:
+        """Drawn tokens may differ when the logits do, by as much as is allowed: the draw fell on a border. Drawn once
+        more, all alone, each side's logits must give that side's token.
+        """
+        apart = np.abs(mine - other)
+        worst = float(np.nan_to_num(apart, nan=math.inf).max())
+        if not (apart <= self.tolerance.allowed(mine)).all():
+            return False, f"the logits are up to {worst:.2g} apart"
+        for row, token in ((mine, parting.first), (other, parting.second)):
+            if self._chosen(parting, row, sampling) != token:
+                return False, f"alone, token {token} is not what these logits and this seed give"
+        return True, f"a draw on the border: the logits are up to {worst:.2g} apart"
+
+    def _chosen(self, parting: Parting, row: Row, sampling: Sampling | None) -> int:
+        """The token that a row of logits gives at this place: the likeliest, or the one that is drawn."""
+        if sampling is None:
+            return int(row.argmax())
+        return redrawn(self._rig, sampling, parting.ask, parting.sample, parting.position, row)
+
+
+def document(divergence: AnswerDivergence) -> dict[str, Any]:
+    return {
+        "prompt": divergence.prompt,
+        "number": divergence.number,
+        "sample": divergence.sample,
+        "position": divergence.position,
+        "tokens": list(divergence.tokens),
+        "logits": {side: list(values) for side, values in divergence.logits.items()},
+        "tie": divergence.tie,
+        "theirs": divergence.theirs,
+        "why": divergence.why,
+    }
+
+
+def _answers(answers: Answers) -> Iterator[tuple[VerifyQuestion, int, tuple[int, ...]]]:
+    for ask, completions in zip(answers.route.asks, answers.tokens, strict=True):
+        for sample, tokens in enumerate(completions):
+            yield ask, sample, tokens
+
+
+def _parting(ask: VerifyQuestion, sample: int, known: tuple[int, ...], tokens: tuple[int, ...]) -> Parting | None:
+    if known == tokens:
+        return None
+    unequal = (place for place, (one, other) in enumerate(zip(known, tokens, strict=False)) if one != other)
+    place = next(unequal, min(len(known), len(tokens)))
+    past = history([*ask.item.tokens.tolist(), *known[:place]])
+    end = (-1,)  # an answer that is over says nothing here
+    return Parting(ask, sample, place, (known[place:] or end)[0], (tokens[place:] or end)[0], past)
+
+
+def _distinct(partings: Sequence[Parting]) -> list[Parting]:
+    """Equal prompts that part alike part once."""
+    return list({(one.ask.number, one.sample, one.position, one.second): one for one in partings}.values())
+
+
+def _of_logits(
+    reference: Answers, past: History, mine: float, other: float, sides: tuple[str, str], why: str
+) -> AnswerDivergence:
+    """A difference of the likeliest token's logits where the answers need not differ."""
+    ask, position, token = _place(reference, past)
+    logits = {side: (value, value) for side, value in zip(sides, (mine, other), strict=True)}
+    return AnswerDivergence(ask.item.text, ask.number, 0, position, (token, token), logits, False, why)
+
+
+def _place(reference: Answers, past: History) -> tuple[VerifyQuestion, int, int]:
+    """Which prompt, which position of its answer, and which token came there."""
+    for ask, _, tokens in _answers(reference):
+        before = history(ask.item.tokens.tolist())
+        for position, token in enumerate(tokens):
+            if before == past:
+                return ask, position, token
+            before = history((token,), before)
+    return reference.route.asks[0], 0, -1
+
+
+def _of(row: Row, tokens: tuple[int, int]) -> tuple[float, float]:
+    first, second = (float(row[token]) if token >= 0 else math.nan for token in tokens)
+    return first, second

@@ -1,1 +1,0 @@
-"""A load of requests: when they arrive, and what they ask for."""

@@ -1,0 +1,192 @@
+"""Where a model's layers are, whether it answers the same when called by its layers, and activation checkpointing by
+segments of layers. Of each segment only the inputs are kept on the way forward, and what lies between is computed
+again on the way back (Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost").
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeGuard
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from gpuinfer.errors import UnknownName, UsageError
+from gpuinfer.models.load import called
+from gpuinfer.models.out_of_memory import first_line
+from gpuinfer.models.row_blocks import tensors_of
+
+SEGMENTS = "segments"
+SHOWN = 5  # attributes in a message
+RELATIVE, ABSOLUTE = 1e-3, 1e-5  # between answers that come of the same operations, and hardly need any
+
+
+@dataclass(frozen=True)
+class Layers:
+    """A model's layers in their order. `path` is the attribute that holds them, dotted: `encoder.blocks`; "" where the
+    model does nothing but call them, each with what the one before it answered.
+    """
+
+    layers: Sequence[nn.Module]
+    path: str = ""
+
+
+def find_layers(module: nn.Module, name: str, attribute: str | None, otherwise: str) -> Layers:
+    """The layers of `module`, the model `name`: those under `attribute`; else what its method `segments()` lists; of a
+    `Sequential` its members, and theirs where they are Sequential too; else the one row of alike layers that it has.
+
+    Raises `UsageError` where they cannot be told apart: it names the attributes to choose from, and ends with what to
+    do `otherwise`.
+    """
+    if attribute is not None:
+        return Layers(_members(module, name, attribute, otherwise), attribute)
+    if callable(listing := getattr(module, SEGMENTS, None)):
+        return Layers(_listed(listing(), name))
+    if _is_plain_sequential(module):
+        return Layers(_flattened(module))
+    found = list(_rows_of_layers(module, ""))
+    if len(found) == 1:
+        return Layers(_members(module, name, found[0], otherwise), found[0])
+    what = f"{', '.join(found)} are all rows of alike layers" if found else f"it is a {type(module).__name__}"
+    raise UsageError(f"the layers of {called(name)} cannot be told apart: {what}. {_cure(module, otherwise)}")
+
+
+def check_same(name: str, before: Any, again: Callable[[], Any], how: str, cure: str) -> None:
+    """Raises `UsageError`, which ends with `cure`, unless the model called `how` ("layer by layer") answers `again` as
+    it did `before`, up to rounding.
+    """
+    try:
+        with torch.inference_mode():
+            after = tensors_of(again())
+    except Exception as error:
+        raise UsageError(
+            f"{called(name)} cannot be called {how}: {type(error).__name__}: {first_line(error)}. {cure}"
+        ) from error
+    old = tensors_of(before)
+    if len(old) != len(after) or not all(map(_close, old, after)):
+        raise UsageError(f"{called(name)} answers otherwise when it is called {how}. {cure}")
+
+
+def _close(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and torch.allclose(one.float(), other.float(), RELATIVE, ABSOLUTE, equal_nan=True)
+
+
+def _listed(found: object, name: str) -> list[nn.Module]:
+    """What `segments()` gave. Raises `UsageError` for anything but modules."""
+    parts = list(found) if isinstance(found, Sequence | nn.ModuleList) else []
+    if not parts or not all(isinstance(part, nn.Module) for part in parts):
+        raise UsageError(
+            f"{called(name)}: segments() returned {type(found).__name__}, not a list of modules. Let it return the "
+            "modules that its forward calls one after the other."
+        )
+    return parts
+
+
+def _is_plain_sequential(module: nn.Module) -> TypeGuard[nn.Sequential]:
+    """Whether calling the members in turn is all that it does: no forward of its own, and no hooks."""
+    plain = isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward
+    return plain and not (module._forward_hooks or module._forward_pre_hooks)
+
+
+def _flattened(module: nn.Module) -> list[nn.Module]:
+    if not _is_plain_sequential(module):
+        return [module]
+    return [part for child in module for part in _flattened(child)]
+
+
+def _members(module: nn.Module, name: str, attribute: str, otherwise: str) -> list[nn.Module]:
+    """The members of that ModuleList or Sequential. Raises `UsageError`, which names those that there are."""
+    found: object = module
+    for part in attribute.split("."):
+        found = getattr(found, part, None)
+    if isinstance(found, nn.ModuleList | nn.Sequential) and len(found):
+        return list(found)
+    known = _candidates(module)
+    if found is None and known:
+        raise UnknownName(f"list of layers in {called(name)}", attribute, known, label="It has")
+    what = "has no such attribute" if found is None else f"'{attribute}' is {type(found).__name__}"
+    raise UsageError(
+        f"{called(name)}: layers={attribute}: {what}, and a ModuleList is wanted. {_cure(module, otherwise)}"
+    )
+
+
+def _rows_of_layers(module: nn.Module, before: str) -> Iterator[str]:
+    """The paths of all rows of alike layers, without those inside such a row."""
+    for name, child in module.named_children():
+        path = f"{before}{name}"
+        if isinstance(child, nn.ModuleList | nn.Sequential) and len(child) > 1 and len({*map(_form, child)}) == 1:
+            yield path
+        else:
+            yield from _rows_of_layers(child, f"{path}.")
+
+
+def _form(layer: nn.Module) -> Any:
+    """What alike layers have in common: their class, and the names and shapes of their parameters."""
+    return type(layer), tuple((name, tuple(one.shape)) for name, one in layer.named_parameters())
+
+
+def _candidates(module: nn.Module) -> list[str]:
+    """The names of attributes that may hold its layers, the longest list first."""
+    lists = [
+        (len(part), path)
+        for path, part in module.named_modules()
+        if path and isinstance(part, nn.ModuleList | nn.Sequential) and len(part) > 1
+    ]
+    return [path for _, path in sorted(lists, key=lambda one: -one[0])]
+
+
+def _cure(module: nn.Module, otherwise: str) -> str:
+    own = "a method segments() that lists the modules which its forward calls one after the other"
+    if names := _candidates(module):
+        others = f" (or {', '.join(names[1:SHOWN])})" if len(names) > 1 else ""
+        return f"Name the attribute that holds them, -B layers={names[0]}{others}, or give it {own}."
+    return f"It has no ModuleList to name either: give it {own}, or {otherwise}."
+
+
+Segments = int | Literal["auto"]
+CURE = "leave -B checkpoint_segments out"
+
+
+class Segment(nn.Module):
+    """Consecutive layers, of which the input alone is kept unless `kept`."""
+
+    def __init__(self, layers: Sequence[nn.Module], kept: bool) -> None:
+        super().__init__()
+        self.layers, self._kept = nn.ModuleList(layers), kept
+
+    def forward(self, inputs: Any, *rest: Any, **named: Any) -> Any:
+        if self._kept or not torch.is_grad_enabled():
+            return self._through(inputs, *rest, **named)
+        return checkpoint(self._through, inputs, *rest, use_reentrant=False, **named)
+
+    def _through(self, inputs: Any, *rest: Any, **named: Any) -> Any:
+        for layer in self.layers:
+            inputs = layer(inputs, *rest, **named)
+        return inputs
+
+
+def divide(module: nn.Module, segments: Segments, attribute: str | None, name: str) -> tuple[nn.Module, int]:
+    """`module` with its layers in so many segments (`auto`: about the square root of the layers), and how many there
+    are. Its parameters stay the same objects; their names do not. Raises `UsageError`.
+    """
+    found = find_layers(module, name, attribute, CURE)
+    layers = found.layers
+    count = round(math.sqrt(len(layers))) if segments == "auto" else segments
+    if count > len(layers):
+        raise UsageError(
+            f"checkpoint_segments={count}, and {called(name)} has {len(layers)} layers. Give no more, or auto."
+        )
+    bounds = [round(index * len(layers) / count) for index in range(count + 1)]
+    # what comes last is needed first on the way back: to compute it again would save nothing
+    made = [Segment(layers[low:high], high == len(layers)) for low, high in itertools.pairwise(bounds)]
+    if not found.path:
+        return nn.Sequential(*made), count
+    held = module.get_submodule(found.path)
+    owner, _, place = found.path.rpartition(".")
+    row = nn.Sequential(*made) if isinstance(held, nn.Sequential) else nn.ModuleList(made)
+    setattr(module.get_submodule(owner), place, row)
+    return module, count

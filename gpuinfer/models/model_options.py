@@ -1,0 +1,175 @@
+"""How a model is run, as a user says it: its devices, its forward, its stages.
+
+Without torch, which takes a second to load: a command line is checked before anything is loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal, Protocol
+
+from pydantic import Field
+from pydantic.config import JsonDict
+
+from gpuinfer.errors import UnknownName, UsageError
+from gpuinfer.host import machine
+
+EVERY = ("cuda", "all")  # of several: each CUDA device
+UNKNOWN = ("auto", "all")  # of which kind they are depends on the machine
+
+
+def index_of(name: str) -> int | None:
+    """The number of a CUDA device, 0 of `cuda`; None of what is no CUDA device by its name. Raises `UnknownName`."""
+    if name in ("cpu", *UNKNOWN):
+        return None
+    kind, _, index = name.partition(":")
+    if kind != "cuda" or not (index.isdecimal() or name == "cuda"):
+        raise UnknownName("device", name, ["auto", "all", "cpu", "cuda", "cuda:1"], label="Choices")
+    return int(index or 0)
+
+
+def check_names(names: Sequence[str]) -> None:
+    """Raises `UsageError` for a name that is none, for a CPU beside CUDA devices, and for a device that is named twice:
+    what can be told from names alone.
+    """
+    numbers = {name: index_of(name) for name in names}
+    kinds = {"cpu" if number is None else "cuda" for name, number in numbers.items() if name not in UNKNOWN}
+    if len(kinds) > 1:
+        raise mixed(names)
+    found = [f"cuda:{numbers[name]}" for name in names if numbers[name] is not None and name not in EVERY]
+    if twice := next((one for place, one in enumerate(found) if one in found[:place]), None):
+        raise named_twice(names, twice)
+
+
+def may_be_missing(names: Sequence[str]) -> bool:
+    """Whether one of them is a CUDA device that this machine seems not to have: torch is then to be asked."""
+    numbers = [number for name in names if (number := index_of(name)) is not None]
+    return bool(numbers) and (not machine.has_cuda() or max(numbers) >= machine.cuda_devices())
+
+
+def mixed(names: Sequence[str]) -> UsageError:
+    return UsageError(
+        f"--device {','.join(names)} mixes the CPU with CUDA devices, beside which it does next to nothing. "
+        "Name devices of one kind."
+    )
+
+
+def named_twice(names: Sequence[str], twice: object) -> UsageError:
+    return UsageError(f"--device {','.join(names)} names {twice} twice. Name each device once.")
+
+
+MaxRows = Annotated[
+    Annotated[int, Field(ge=1)] | None,
+    Field(description="rows in one batch; default 4096 on a CPU, more on CUDA"),
+]
+ChunkRows = Annotated[Annotated[int, Field(ge=1)] | None, Field(description="rows that go through the model at once")]
+Compile = Annotated[bool, Field(description="compile the model with torch.compile")]
+Graphs = Annotated[bool, Field(description="on CUDA, launch each batch as one captured graph")]
+
+
+Parallel = Literal["data", "layers", "pipeline"]
+
+STAGED = ("layers", "pipeline")
+OF_STAGES = ("stages", "split_points", "micro_batch_rows", "layers")  # options that go with those two alone
+MOST_STAGES = 1024
+WITH_STAGES: JsonDict = {"only_with": {"parallel": list(STAGED)}}
+"""For the fields of these options: a comparison leaves them out of `data`."""
+PARALLEL = (
+    "data: each batch goes through a whole model; layers: the model's layers over the devices, one batch at a time; "
+    "pipeline: the same with micro-batches of several batches in flight"
+)
+LAYERS = (
+    "of stages and checkpoint_segments: the attribute with the layers, where they cannot be told, as encoder.blocks"
+)
+
+Stages = Annotated[
+    Annotated[int, Field(ge=2, le=MOST_STAGES)] | Literal["auto"],
+    Field(
+        description="of layers and pipeline: how many; auto: one a device, two on a single CPU",
+        json_schema_extra=WITH_STAGES,
+    ),
+]
+SplitPoints = Annotated[
+    tuple[Annotated[int, Field(ge=1)], ...] | None,
+    Field(
+        description="of layers and pipeline: the layers at which stages begin, as 2,4; default by measured time and "
+        "memory",
+        json_schema_extra=WITH_STAGES,
+    ),
+]
+MicroBatchRows = Annotated[
+    Annotated[int, Field(ge=1)] | None,
+    Field(
+        description="of layers and pipeline: rows, of text tokens, that go through a stage at once; default by the "
+        "batch",
+        json_schema_extra=WITH_STAGES,
+    ),
+]
+
+
+class CutOptions(Protocol):
+    """Into how many stages, where, and what goes through one at once."""
+
+    @property
+    def parallel(self) -> Parallel: ...
+    @property
+    def stages(self) -> int | Literal["auto"]: ...
+    @property
+    def split_points(self) -> Sequence[int] | None: ...
+    @property
+    def micro_batch_rows(self) -> int | None: ...
+
+
+class StageOptions(CutOptions, Protocol):
+    """What an options class with these has."""
+
+    @property
+    def layers(self) -> str | None: ...
+    @property
+    def in_flight(self) -> int | None: ...
+    @property
+    def compile(self) -> bool: ...
+
+
+def complaint_of(given: StageOptions, layers_serve: bool = False) -> str | None:
+    """What is wrong with these together, with the cure; None when nothing is. `layers_serve`: there is another use for
+    the layers than stages.
+    """
+    said: Mapping[str, Any] = {
+        "stages": None if given.stages == "auto" else given.stages,
+        "split_points": None if given.split_points is None else ",".join(map(str, given.split_points)),
+        "micro_batch_rows": given.micro_batch_rows,
+        "layers": None if layers_serve else given.layers,
+    }
+    if given.parallel == "data":
+        name = next((name for name in OF_STAGES if said[name] is not None), None)
+        return name and (
+            f"{name}={said[name]} says how a model is cut into stages, and with parallel=data it is not cut. Add "
+            f"-B parallel=pipeline or -B parallel=layers, or leave {name} out"
+        )
+    return _points(given, said["split_points"]) or _whole(given)
+
+
+def _points(given: StageOptions, said: str | None) -> str | None:
+    points = given.split_points
+    if points is None:
+        return None
+    if not points or list(points) != sorted(set(points)):
+        return f"split_points={said} do not ascend. Name the layers at which stages begin in their order, such as 2,4"
+    if given.stages not in ("auto", len(points) + 1):
+        return (
+            f"split_points={said} make {len(points) + 1} stages, and stages={given.stages} asks for another number. "
+            "Leave one of them out"
+        )
+    return None
+
+
+def _whole(given: StageOptions) -> str | None:
+    if given.compile:
+        return f"compile=true compiles a whole model, and parallel={given.parallel} cuts it. Leave one of them out"
+    if given.parallel == "layers" and (given.in_flight or 1) > 1:
+        return (
+            f"in_flight={given.in_flight} batches at once, and with parallel=layers there is one. Use "
+            "parallel=pipeline, or leave in_flight out"
+        )
+    return None

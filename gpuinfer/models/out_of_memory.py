@@ -1,0 +1,205 @@
+"""Errors of a device: smaller steps when its memory runs out, said once, and whether an error says that the device is
+lost and not that a batch was bad. Also an allocator that keeps large buffers for the next forward.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import logging
+import threading
+from collections.abc import Iterator
+
+import torch
+
+from gpuinfer.errors import BackendError
+from gpuinfer.host import error_text
+
+logger = logging.getLogger("gpuinfer")
+
+# What the CPU allocator, oneDNN and CUDA's libraries say; torch.OutOfMemoryError is CUDA's alone.
+PHRASES = (
+    "can't allocate memory",
+    "not enough memory",
+    "out of memory",
+    "could not create a memory object",
+    "status_alloc_failed",  # cuBLAS and cuDNN, of their own workspace
+)
+WAIT_S = 60.0  # for another thread's step to end: longer than any that is of use to anybody
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether `error` says that memory ran out, on the device or on the host."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(phrase in error_text.safe_str(error).lower() for phrase in PHRASES)
+
+
+class StepSize:
+    """How many rows go through the model at once; it only ever shrinks. Threads may share one.
+
+    Whoever fails beside a step that was begun before the last halving waits for it to end, instead of halving for its
+    sake: otherwise several would come down to a single row, and fail, while one is held up with a large step in hand.
+    """
+
+    def __init__(self, rows: int, where: str = "", whose: str = "", *, wait_s: float = WAIT_S) -> None:
+        """`where` names the device and `whose` the model, where there may be several. `wait_s` is the most seconds that
+        anybody waits for a step of another's.
+        """
+        self.rows = rows
+        self.waiting = 0  # threads that have failed and wait for another's step
+        self._where = (f" of {whose}" if whose else "") + (f" on {where}" if where else "")
+        self._wait_s = wait_s
+        self._ended = threading.Condition()
+        self._under_way: dict[object, int] = {}  # rows of each step that may hold memory
+        self._one_by_one = threading.Lock()
+        self._failed = 0  # rows of the first step for which memory ran out
+        self._said = False
+
+    @contextlib.contextmanager
+    def under_way(self, rows: int) -> Iterator[None]:
+        """Around a step of so many rows, up to its end or failure. Once memory has run out for all but single rows they
+        go one by one, so that none fails for another's.
+        """
+        alone = self._failed and self.rows <= 1 and self._one_by_one.acquire(timeout=self._wait_s)
+        step = object()
+        with self._ended:
+            self._under_way[step] = rows
+        try:
+            yield
+        finally:
+            with self._ended:
+                self._under_way.pop(step, None)
+                self._ended.notify_all()
+            if alone:
+                self._one_by_one.release()
+
+    def make_room(self, failed_rows: int, cause: BaseException) -> None:
+        """After a step of `failed_rows` rows did not fit and has ended: wait for a larger one, or halve. Raises
+        `BackendError` when a single row does not fit.
+
+        Fewer than a step may have failed because another thread's step held the memory: then that one is halved, and
+        those rows are tried again as they are.
+        """
+        with self._ended:
+            if self._larger_has_ended():
+                return
+            if max(failed_rows, self.rows) <= 1:
+                raise self._single(cause)
+            self.rows = min(self.rows, failed_rows // 2) if failed_rows >= self.rows else self.rows // 2
+            self._failed = self._failed or failed_rows
+
+    def made(self, rows: int) -> None:
+        """A step of so many rows has been answered. Says, once, how many fit after memory has run out."""
+        if self._said or not self._failed or rows < self.rows:  # of a smaller one nobody learns what does
+            return
+        with self._ended:
+            failed, said, self._said = self._failed, self._said, True
+        if not said:
+            logger.warning(
+                "out of memory at %d rows%s: going on with at most %d at a time. "
+                "Set chunk_rows=%d (on the command line -B chunk_rows=%d) to start there.",
+                failed,
+                self._where,
+                rows,
+                rows,
+                rows,
+            )
+
+    def _larger_has_ended(self) -> bool:
+        """Whether one of the steps larger than those that begin now has ended, which takes at most `wait_s`."""
+        larger = [step for step, rows in self._under_way.items() if rows > self.rows]
+        if not larger:
+            return False
+        self.waiting += 1
+        try:
+            ended = self._ended.wait_for(lambda: any(step not in self._under_way for step in larger), self._wait_s)
+        finally:
+            self.waiting -= 1
+        if not ended:
+            for step in larger:  # it hangs: nobody waits for it again
+                self._under_way.pop(step, None)
+        return ended
+
+    def _single(self, cause: BaseException) -> BackendError:
+        error = BackendError(
+            f"out of memory on a single row{self._where}: {first_line(cause)}. Use a smaller model, dtype bfloat16, "
+            "or a device with more free memory."
+        )
+        error.__cause__ = cause
+        return error
+
+
+RAISED_IN = "raised in "
+
+
+def raised_in(error: BaseException, where: str) -> None:
+    """Note where a part of a model raised it, unless that is known: its traceback and `first_line` tell."""
+    if not _places(error):
+        error.add_note(f"{RAISED_IN}{where}")
+
+
+def first_line(error: BaseException) -> str:
+    line = error_text.safe_str(error).strip().partition("\n")[0].rstrip(".") or error_text.type_name(error)
+    return "".join([line, *(f" ({place})" for place in _places(error))])
+
+
+def _places(error: BaseException) -> list[str]:
+    return [note for note in getattr(error, "__notes__", ()) if note.startswith(RAISED_IN)]
+
+
+# of glibc's malloc.h
+M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3
+KEPT, STEP = 1 << 30, 1 << 20  # bytes
+LARGEST = 32 << 20  # the largest threshold that glibc takes
+LARGEST_OF_ROWS = 8 << 20
+"""Of a network of rows on the CPU. A run's portions of 1,024 rows have no piece of that size, unless a layer is 2,048
+wide and more, where the product takes a hundred times as long as its pages. Larger portions fill the holes that pieces
+of other sizes leave behind so badly that a process held half as much again as it used."""
+
+
+def keep_freed_memory(largest: int = LARGEST) -> None:
+    """Let freed memory stay with this process, but for pieces of `largest` bytes and more; does nothing where the C
+    library has no such knobs.
+
+    By default glibc gives large buffers back to the system at once, and the next forward takes a page fault for each
+    4 KiB of them again: a tenth of its time on a virtual machine.
+    """
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (OSError, AttributeError):
+        return
+    for knob, value in ((M_MMAP_THRESHOLD, largest), (M_TRIM_THRESHOLD, KEPT), (M_TOP_PAD, STEP)):
+        mallopt(knob, value)
+
+
+# What CUDA, its libraries and torch say when nothing works on the device afterwards.
+WORDS = ("cuda error", "device-side assert", "illegal memory access", "unspecified launch failure", "nccl")
+ROWS_FAULT = "device-side assert"  # code of the model's own saw a value that it cannot take, such as an index
+
+
+def says_lost(error: BaseException) -> bool:
+    """Whether these are the words for it. Out of memory is something else, whatever words say it."""
+    return not is_out_of_memory(error) and any(word in error_text.safe_str(error).lower() for word in WORDS)
+
+
+def is_lost(error: BaseException, device: torch.device) -> bool:
+    """Whether `device` is gone. CUDA says some errors once, such as a launch of too many threads, and others for ever:
+    so a device whose error may be of the second kind is asked for a sign of life.
+    """
+    return says_lost(error) and (device.type != "cuda" or not answers(device))
+
+
+def answers(device: torch.device) -> bool:
+    """Whether a CUDA device still does anything."""
+    try:
+        with torch.cuda.device(device):
+            torch.zeros(1, device=device).add_(1).item()
+    except Exception:  # noqa: BLE001 (whatever it says, it does not work)
+        return False
+    return True
+
+
+def is_the_rows_fault(error: BaseException) -> bool:
+    """Whether the rows took the device along, as they would any other."""
+    return ROWS_FAULT in error_text.safe_str(error).lower()

@@ -1,0 +1,109 @@
+"""A model as a list of layers that can be called one after the other, also where its forward is no plain sequence:
+embed → layers → heads, values that skip some. The forward is traced once with torch.fx (Reed et al., "torch.fx:
+Practical Program Capture and Transformation for Deep Learning in Python", MLSys 2022), its layers left whole. What
+it does before the first layer goes with that, what it does after a layer with the next one, and after the last with
+that; values that are needed further on travel along.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+from torch import Tensor, fx, nn
+
+from gpuinfer.errors import UsageError
+from gpuinfer.host import error_text
+from gpuinfer.models.load import called
+from gpuinfer.models.model_layers import find_layers
+
+
+class _Alone(nn.Module):
+    """The module with the features as its one argument: what else its forward takes has its defaults."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, features: Tensor) -> Any:
+        return self.module(features)
+
+
+class _Whole(fx.Tracer):
+    """Leaves these modules whole, and goes into whatever holds one of them."""
+
+    def __init__(self, layers: Sequence[nn.Module]) -> None:
+        super().__init__()
+        self.layers = set(layers)
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        if m in self.layers:
+            return True
+        return not self.layers & set(m.modules()) and super().is_leaf_module(m, module_qualified_name)
+
+
+class TracedSegment(nn.Module):
+    """One stretch of a traced forward. The first takes the features and the last gives the answer; between them goes a
+    tuple of the values that are still needed.
+    """
+
+    def __init__(self, root: nn.Module, nodes: Sequence[fx.Node], takes: Sequence[fx.Node], gives: Any) -> None:
+        super().__init__()
+        graph, known = fx.Graph(), dict[fx.Node, fx.Node]()
+        for node in takes:
+            known[node] = graph.placeholder(node.name)
+        for node in nodes:
+            known[node] = graph.node_copy(node, known.__getitem__)
+        graph.output(fx.node.map_arg(gives, known.__getitem__))
+        self.body = fx.GraphModule(root, graph)
+        self._first = [node.op for node in takes] == ["placeholder"]
+
+    def forward(self, values: Any) -> Any:
+        return self.body(values) if self._first else self.body(*values)
+
+
+def traced_along(module: nn.Module, layers: Sequence[nn.Module], name: str, attribute: str) -> list[nn.Module]:
+    """The forward of `module` as one segment for each of `layers`. Raises `UsageError` where it cannot be cut so."""
+    root, tracer = _Alone(module), _Whole(layers)
+    try:
+        nodes = list(tracer.trace(root).nodes)
+    except Exception as error:
+        raise UsageError(
+            f"{called(name)}: its forward cannot be cut at '{attribute}', as what it does depends on values that it "
+            f"computes ({error_text.short_message(error)}). Give it a method "
+            "segments() that lists the modules which it calls one after the other."
+        ) from error
+    modules = {node: root.get_submodule(str(node.target)) for node in nodes if node.op == "call_module"}
+    calls = [node for node, one in modules.items() if one in tracer.layers]
+    if [modules[node] for node in calls] != list(layers):
+        raise UsageError(
+            f"{called(name)}: its forward does not call the members of '{attribute}' once each and in their order. "
+            "Name another attribute, or give it a method segments()."
+        )
+    return _cut(root, nodes, [nodes.index(node) + 1 for node in calls[:-1]])
+
+
+def _cut(root: nn.Module, nodes: Sequence[fx.Node], places: Sequence[int]) -> list[nn.Module]:
+    """The segments that end before each of these places, and one for the rest."""
+    at = {node: place for place, node in enumerate(nodes)}
+    answer = nodes[-1].args[0]
+    segments: list[nn.Module] = []
+    takes = [node for node in nodes if node.op == "placeholder"]
+    for start, stop in pairwise([0, *places, len(nodes)]):
+        inside = [node for node in nodes[start:stop] if node.op not in ("placeholder", "output")]
+        needed = [node for node in [*takes, *inside] if any(at[user] >= stop for user in node.users)]
+        gives: Any = answer if stop == len(nodes) else tuple(needed)
+        segments.append(TracedSegment(root, inside, takes, gives))
+        takes = needed
+    return segments
+
+
+def segments_of(module: nn.Module, name: str, attribute: str | None = None) -> list[nn.Module]:
+    """What `module` computes, as modules that are called in this order, each with what the one before it answered.
+
+    Where it does more than call its layers (`models.layers`), its forward is cut at each of them. Raises `UsageError`
+    for a model `name` whose layers cannot be told apart.
+    """
+    found = find_layers(module, name, attribute, "use -B parallel=data")
+    return traced_along(module, found.layers, name, found.path) if found.path else list(found.layers)

@@ -1,0 +1,269 @@
+"""From a run's setup to a model in stages that answers blocks: checked, cut, tried out, split, and each stage at its
+place, on its device or on a CPU with threads and cores of its own.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial, reduce
+from typing import Any
+
+import torch
+from torch import nn
+
+from gpuinfer.api import BackendContext, Lane, Limits, ModelSpec, Roofline, Setup
+from gpuinfer.host import machine
+from gpuinfer.models.device import MEGABYTE, Gauge, resolve_devices, seen_together
+from gpuinfer.models.load import build, probe, resolve_dtype
+from gpuinfer.models.model_layers import check_same
+from gpuinfer.models.model_options import StageOptions
+from gpuinfer.models.networks import unpack
+from gpuinfer.models.open_model import CPU_ENOUGH_ROWS, Opened, cores_of, limits_for
+from gpuinfer.models.out_of_memory import LARGEST, LARGEST_OF_ROWS, keep_freed_memory
+from gpuinfer.models.pinned_memory import register
+from gpuinfer.models.pipeline.layer_trace import segments_of
+from gpuinfer.models.pipeline.schedule import Pipeline
+from gpuinfer.models.pipeline.stage import CpuStage, CudaStage
+from gpuinfer.models.pipeline.stage_plan import (
+    Split,
+    StageTuning,
+    bytes_of,
+    count_for,
+    deal,
+    fits_one,
+    places_of,
+    rows_for,
+    split_for,
+    times_on,
+)
+from gpuinfer.models.pipeline.staged_forward import OnCpu, OnCuda, StagedForward, ToCuda, from_cuda
+from gpuinfer.models.processor import computed_in
+from gpuinfer.models.row_format import AnswerLayout, row_dtype
+
+Placed = CpuStage | CudaStage
+
+
+def stages_at(
+    places: Sequence[torch.device],
+    split: Split,
+    segments: Sequence[nn.Module],
+    times: Sequence[Sequence[float]],
+    spec: ModelSpec,
+    setup: Setup,
+    tuning: StageTuning,
+    dtype: torch.dtype,
+) -> list[Placed]:
+    """Each with its layers where it computes; on the CPU with its threads, and its cores where there are enough."""
+    seconds = [sum(times[number][start:stop]) for number, (start, stop) in enumerate(split)]
+    # As in one forward, a row's answer must not depend on how many they are.
+    threads = threads_of(seconds, setup, tuning.threads or (1 if setup.deterministic else None))
+    cores = own_cores(threads, setup)
+    stages: list[Placed] = []
+    there: dict[object, torch.device] = {}  # modules and parameters → where they are
+    for number, (place, (start, stop)) in enumerate(zip(places, split, strict=True)):
+        own = nn.ModuleList(segments[start:stop])
+        if any(there.get(part, place) != place for part in (*own.modules(), *own.parameters())):
+            own = copy.deepcopy(own)  # layers that share weights, on two devices
+        there |= dict.fromkeys([*own.modules(), *own.parameters()], place)
+        own = own.to(place)
+        name = f"{said(start, stop)} on {place}"
+        if place.type == "cpu":
+            stages.append(CpuStage(name, list(own), threads[number], cores[number]))
+        else:
+            enter = ToCuda(spec, place, dtype) if number == 0 else None
+            leave = from_cuda if number == len(places) - 1 else None
+            stages.append(CudaStage(name, list(own), place, enter, leave))
+    return stages
+
+
+def threads_of(seconds: Sequence[float], setup: Setup, threads: int | None) -> list[int]:
+    """For each stage on the CPU: `threads`, or its share of the cores and those left over to the slowest."""
+    return deal(cores_of(setup), seconds) if threads is None else [threads] * len(seconds)
+
+
+def own_cores(threads: Sequence[int], setup: Setup) -> list[list[int] | None]:
+    """The cores of each stage; None for all where they do not suffice, or other processes of the run want them too."""
+    none: list[list[int] | None] = [None] * len(threads)
+    if setup.processes > 1 or not hasattr(os, "sched_getaffinity"):
+        return none
+    allowed = sorted(os.sched_getaffinity(0))
+    if sum(threads) > len(allowed) or len(allowed) > machine.cores():  # a quota of time is no core of one's own
+        return none
+    found: list[list[int] | None] = []
+    for count in threads:
+        found.append(allowed[:count])
+        allowed = allowed[count:]
+    return found
+
+
+def said(start: int, stop: int) -> str:
+    return f"layer {start}" if stop == start + 1 else f"layers {start} to {stop - 1}"
+
+
+HOST = torch.device("cpu")
+CHECKED_ROWS = 2  # as few as a model is tried with in any case
+BY_LAYER = "layer by layer"
+
+
+@dataclass(frozen=True)
+class ModelCut:
+    """A model of rows on the host, cut into stages that are not at their places yet."""
+
+    segments: Sequence[nn.Module]
+    places: Sequence[torch.device]  # of each stage
+    split: Split
+    times: Sequence[Sequence[float]]  # seconds of each layer at each stage's place
+    sizes: Sequence[int]  # bytes of each layer's weights
+    rows: int  # of a micro-batch, at most
+    answer: AnswerLayout
+    computed: str  # the number format
+    on_cpu: bool
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return resolve_dtype(self.computed)
+
+
+def cut_model(spec: ModelSpec, setup: Setup, tuning: StageTuning) -> ModelCut:
+    """Build the model and cut it: how long each layer takes is measured. Sets threads and the allocator for the whole
+    process. Raises `UsageError` when the model cannot be had or not be cut.
+    """
+    row_dtype(spec)  # refuses one that is unknown before anything is built
+    devices = resolve_devices(setup.devices)
+    on_cpu = all(device.type == "cpu" for device in devices)
+    computed = computed_in(setup.dtype, tuning.compute, on_cpu)
+    dtype = resolve_dtype(computed)
+    keep_freed_memory(LARGEST_OF_ROWS if on_cpu else LARGEST)
+    torch.set_num_threads(1 if setup.deterministic else cores_of(setup))
+    module = build(spec, device=HOST, dtype=resolve_dtype(setup.dtype), seed=setup.seed, compute=dtype)
+    if not on_cpu:
+        unpack(module)
+    answer = probe(module, spec, device=HOST, dtype=dtype)
+    segments = segments_of(module, spec.name, tuning.layers)
+    check_cut(module, segments, spec, dtype)
+
+    places = places_of(tuning, devices, len(segments), spec.name)
+    rows = rows_for(setup, tuning, on_cpu)
+    features = torch.zeros(min(rows, CPU_ENOUGH_ROWS) if on_cpu else rows, spec.inputs, dtype=dtype)
+    times = times_on(places, segments, features, setup, tuning)
+    sizes = [bytes_of(segment) for segment in segments]
+    split = split_for(tuning, places, sizes, times, spec.name)
+    return ModelCut(segments, places, split, times, sizes, rows, answer, computed, on_cpu)
+
+
+def open_staged(
+    spec: ModelSpec,
+    setup: Setup,
+    tuning: StageTuning,
+    roofline: Roofline | None = None,
+    lane: Callable[[str], Lane] | None = None,
+) -> Opened:
+    """`cut_model`, and each stage where it runs. `lane` gives a lane of the ledger for each."""
+    made = cut_model(spec, setup, tuning)
+    places, split, sizes, rows, on_cpu, dtype = made.places, made.split, made.sizes, made.rows, made.on_cpu, made.dtype
+    cut: dict[str, Any] = {"mode": tuning.parallel, "fits_one": fits_one(places, sum(sizes))}
+    stages = stages_at(places, split, made.segments, made.times, spec, setup, tuning, dtype)
+    weights = [sum(sizes[start:stop]) for start, stop in split]
+    cut["stages"] = [told_of(*one) for one in zip(stages, split, weights, strict=True)]
+
+    limits = limits_of(setup, tuning, places, rows, roofline)
+    pipeline = Pipeline(stages, lane or BackendContext().lane)
+    torch.set_num_threads(1)  # of those who call `forward`: they only join what the stages have computed
+    forward = StagedForward(
+        pipeline,
+        OnCpu(spec, dtype) if on_cpu else OnCuda(spec),
+        rows,
+        even=on_cpu and tuning.parallel == "pipeline" and not (setup.deterministic or tuning.micro_batch_rows),
+        fixed_shape=setup.deterministic,
+        alone=tuning.parallel == "layers",
+    )
+    gauges = [Gauge(device) for device in dict.fromkeys(places)]
+    threads = max(stage.threads for stage in stages)
+    in_force = {
+        "max_rows": limits.max_rows,
+        "in_flight": limits.in_flight,
+        "threads": threads,
+        "stages": len(stages),
+        "micro_batch_rows": rows,
+    }
+    facts = {"computes_in": made.computed, "threads": threads, "in_force": in_force, "parallel": cut}
+
+    def device() -> Mapping[str, Any]:
+        return {**reading(gauges), **facts, "stages": pipeline.counts()}
+
+    return Opened(
+        spec,
+        limits,
+        forward,
+        made.answer,
+        device,
+        partial(register, device=places[0]),
+        pipeline.close,
+        pipeline.waits_for,
+    )
+
+
+def check_cut(module: nn.Module, segments: Sequence[nn.Module], spec: ModelSpec, dtype: torch.dtype) -> None:
+    """Raises `UsageError` unless the segments, one after the other, answer as the model itself."""
+    features = torch.ones(CHECKED_ROWS, spec.inputs, dtype=dtype)
+    with torch.inference_mode():
+        whole = module(features.clone())
+    cure = "Mend its segments(), or name the attribute with its layers, -B layers=attribute."
+    check_same(spec.name, whole, lambda: reduce(lambda value, layer: layer(value), segments, features), BY_LAYER, cure)
+
+
+def limits_of(
+    setup: Setup, tuning: StageTuning, places: Sequence[torch.device], rows: int, roofline: Roofline | None
+) -> Limits:
+    """As of a whole model, but for how many batches are in flight and what is enough for all stages."""
+    usual = limits_for(places[0], setup, tuning, roofline)
+    in_flight = in_flight_of(tuning, places)
+    enough = min(usual.max_rows, rows * len(places)) if places[0].type == "cpu" else None
+    return replace(usual, in_flight=in_flight, enough_rows=enough)
+
+
+def in_flight_of(tuning: StageTuning, places: Sequence[torch.device]) -> int:
+    """Batches: of `layers` one, else as many as keep all stages at work where each is but one micro-batch."""
+    return 1 if tuning.parallel == "layers" else tuning.in_flight or len(places) + 1
+
+
+def told_of(stage: Placed, layers: tuple[int, int], weights: int) -> dict[str, Any]:
+    """What the report says of a stage with so many bytes of weights, in plain values."""
+    return {
+        "layers": [layers[0], layers[1] - 1],
+        "device": str(stage.device),
+        "threads": stage.threads,
+        "weights_mb": weights / MEGABYTE,
+    }
+
+
+def reading(gauges: Sequence[Gauge]) -> dict[str, Any]:
+    """Of all devices together: memory added up, the mean utilisation."""
+    parts = [gauge.read() for gauge in gauges]
+    found: dict[str, Any] = {"name": ", ".join(dict.fromkeys(str(part["name"]) for part in parts))}
+    for key in ("allocated_mb", "reserved_mb"):
+        if known := [part[key] for part in parts if key in part]:
+            found[key] = sum(known)
+    if used := [part["utilisation"] for part in parts if "utilisation" in part]:
+        found["utilisation"] = sum(used) / len(used)
+    return {**found, **seen_together(parts)}
+
+
+def check_layers(spec: ModelSpec, setup: Setup, options: StageOptions) -> None:
+    """Raises `UsageError` where `open_staged` would: for layers that cannot be told, and for stages and points that
+    they do not allow. The weights are not read.
+    """
+    devices = resolve_devices(setup.devices)
+    with ThreadPoolExecutor(1) as thread:  # which ends: others are told their number of cores as they first compute
+        segments = thread.submit(_count, spec, setup, options.layers).result()
+    count_for(options, devices, segments, spec.name)
+
+
+def _count(spec: ModelSpec, setup: Setup, layers: str | None) -> int:
+    bare = replace(spec, weights=None)
+    module = build(bare, device=torch.device("cpu"), dtype=torch.float32, seed=setup.seed)
+    return len(segments_of(module, spec.name, layers))

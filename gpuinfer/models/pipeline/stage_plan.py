@@ -1,0 +1,265 @@
+"""How many stages, of which layers, and how many rows at once: from what the user says and what each layer was measured
+to take. The split is the one whose largest stage is least: a chain of layers over a chain of processors, by dynamic
+programming over the number of layers that the first stages have (Bokhari, "Partitioning Problems in Parallel,
+Pipelined, and Distributed Computing", IEEE Transactions on Computers 37:1, 1988).
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import accumulate, pairwise
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from gpuinfer.api import Setup
+from gpuinfer.errors import UsageError
+from gpuinfer.host import machine
+from gpuinfer.models.cuda_graphs import wait_for_device
+from gpuinfer.models.device import MEGABYTE, device_name
+from gpuinfer.models.forward_cpu import CHUNK_ROWS, DETERMINISTIC_CHUNK_ROWS
+from gpuinfer.models.forward_cuda import DETERMINISTIC_CHUNK_ROWS as CUDA_DETERMINISTIC_CHUNK_ROWS
+from gpuinfer.models.load import called
+from gpuinfer.models.model_options import CutOptions, StageOptions
+from gpuinfer.models.open_model import CPU_ENOUGH_ROWS, ForwardTuning, cores_of
+from gpuinfer.models.out_of_memory import is_out_of_memory
+from gpuinfer.models.pipeline.stage import mapped, settle_on
+
+Split = list[tuple[int, int]]
+"""For each stage its first layer, and the one after its last."""
+
+
+Best = tuple[tuple[float, float], list[int]]
+"""The largest stage and the sum of squares, and where each stage begins."""
+
+
+def least_largest(
+    seconds: Sequence[Sequence[float]], sizes: Sequence[float] = (), room: Sequence[float] = ()
+) -> Split | None:
+    """The split of layers into `len(seconds)` stages, none of them empty, whose largest stage takes least time.
+
+    `seconds[stage][layer]` is what a layer takes where that stage would run, ≥ 0; of layers of `sizes[layer]` bytes a
+    stage holds no more than `room[stage]`. Of splits that are as good, the one whose stages are most alike (least sum
+    of squares). None where nothing fits; raises `ValueError` for fewer layers than stages.
+    """
+    stages, layers = len(seconds), len(seconds[0])
+    if stages > layers:
+        raise ValueError(f"{layers} layers make no {stages} stages")
+    taken = [[0.0, *accumulate(of_stage)] for of_stage in seconds]
+    held = [0.0, *accumulate(sizes or [0.0] * layers)]
+    most = room or [math.inf] * stages
+    none: Best = ((math.inf, math.inf), [])
+    best = [((0.0, 0.0), list[int]()), *[none] * layers]  # of the first so many layers, on the stages so far
+    for stage in range(stages):
+        following = [none] * (layers + 1)
+        for end in range(stage + 1, layers - (stages - stage - 1) + 1):
+            for start in range(stage, end):
+                (largest, squares), starts = best[start]
+                if held[end] - held[start] > most[stage] or largest == math.inf:
+                    continue
+                own = taken[stage][end] - taken[stage][start]
+                found = (max(largest, own), squares + own * own)
+                if found < following[end][0]:
+                    following[end] = (found, [*starts, start])
+        best = following
+    cost, starts = best[layers]
+    return None if cost == none[0] else list(pairwise([*starts, layers]))
+
+
+def at_points(points: Sequence[int], layers: int) -> Split:
+    """The stages that begin at layer 0 and at each of `points`, which ascend and lie between 1 and `layers` - 1."""
+    return list(pairwise([0, *points, layers]))
+
+
+def deal(cores: int, seconds: Sequence[float]) -> list[int]:
+    """Cores for stages that take so long: as many for each, one at least, and those left over to the slowest."""
+    each, left = divmod(cores, len(seconds))
+    if not each:
+        return [1] * len(seconds)
+    slowest = sorted(range(len(seconds)), key=lambda stage: -seconds[stage])[:left]
+    return [each + (stage in slowest) for stage in range(len(seconds))]
+
+
+BUDGET_S = 0.4  # for all layers together, beside the first pass
+LEAST, MOST = 3, 30  # passes
+Found = TypeVar("Found")
+
+
+def seconds_of(segments: Sequence[nn.Module], features: torch.Tensor, place: torch.device, threads: int) -> list[float]:
+    """Of each segment at `place`: the least of several passes, since a neighbour only ever adds to it.
+
+    A segment is there only while it computes: the device need not have room for all of them. Raises what one raises.
+    """
+
+    def measure() -> list[list[float]]:
+        with torch.inference_mode():
+            return list(_passes(segments, features, place))
+
+    found = in_thread(measure, threads)
+    return [min(of_one) for of_one in zip(*found[1:], strict=True)]  # the first pass lays weights out
+
+
+def in_thread(measure: Callable[[], Found], threads: int) -> Found:
+    """What `measure` finds in a thread that computes with so many threads, as a stage's does. Raises what it raises."""
+
+    def measured() -> Found:
+        settle_on(threads, None)
+        return measure()
+
+    with ThreadPoolExecutor(1, thread_name_prefix="gpuinfer-layers") as thread:  # threads are a thread's own
+        return thread.submit(measured).result()
+
+
+def _passes(segments: Sequence[nn.Module], features: torch.Tensor, place: torch.device) -> Iterator[list[float]]:
+    started = time.perf_counter()
+    for done in range(MOST + 1):
+        if done > LEAST and time.perf_counter() - started > BUDGET_S:
+            break
+        yield list(_pass(segments, mapped(features, lambda tensor: tensor.to(place, copy=True))))
+
+
+def _pass(segments: Sequence[nn.Module], value: Any) -> Iterator[float]:
+    place = value.device
+    for segment in segments:
+        there = segment if place.type == "cpu" else copy.deepcopy(segment).to(place)
+        _wait_for(place)
+        before = time.perf_counter()
+        value = there(value)
+        _wait_for(place)
+        yield time.perf_counter() - before
+
+
+def _wait_for(place: torch.device) -> None:
+    if place.type == "cuda":
+        wait_for_device(place)
+
+
+CPU_STAGES = 2  # the fewest that are a pipeline: each more makes them harder to keep alike
+CUDA_ROWS = 8192  # of a micro-batch: enough to fill a large device
+ROOM_SHARE = 0.8  # of a device's free memory for weights; the rest is for what is computed with them
+
+
+class StageTuning(ForwardTuning, StageOptions, Protocol):
+    """How the user wants it cut."""
+
+
+def places_of(tuning: CutOptions, devices: Sequence[torch.device], layers: int, name: str) -> list[torch.device]:
+    """The device of each stage: neighbours share one where there are fewer devices. Raises as `count_for` does."""
+    count = count_for(tuning, devices, layers, name)
+    return [devices[number * len(devices) // count] for number in range(count)]
+
+
+def count_for(tuning: CutOptions, devices: Sequence[torch.device], layers: int, name: str) -> int:
+    """How many stages. Raises `UsageError` where there are too few layers, or too few devices to say."""
+    on_cpu = devices[0].type == "cpu"
+    if tuning.split_points is not None:
+        count = len(tuning.split_points) + 1
+        if tuning.split_points and tuning.split_points[-1] >= layers:
+            raise UsageError(
+                f"split_points={','.join(map(str, tuning.split_points))}: {called(name)} has {layers} layers, 0 to "
+                f"{layers - 1}, and a stage begins at each of the points. Name points from 1 to {layers - 1}."
+            )
+    elif tuning.stages != "auto":
+        count = tuning.stages
+    elif len(devices) > 1:
+        count = len(devices)
+    elif on_cpu:
+        count = CPU_STAGES
+    else:
+        raise UsageError(
+            f"parallel={tuning.parallel} puts layers on several devices, and there is one, {devices[0]}. Name several, "
+            "--device cuda:0,cuda:1; or say how many stages share it, -B stages=2."
+        )
+    if count > layers:
+        raise UsageError(
+            f"{count} stages, and {called(name)} has {layers} layer{'s' if layers > 1 else ''}: a stage needs one at "
+            f"least. {f'Use -B stages={layers}, or fewer.' if layers > 1 else 'Use -B parallel=data.'}"
+        )
+    if count < len(devices):
+        raise UsageError(
+            f"{len(devices)} devices and {count} stage{'s' if count > 1 else ''}: some would have nothing to do. Name "
+            f"as many devices as stages, or ask for more: -B stages={len(devices)}."
+        )
+    return count
+
+
+def rows_for(setup: Setup, tuning: StageTuning, on_cpu: bool) -> int:
+    """The most rows of a micro-batch. Where answers must not depend on company it is what one device computes at once,
+    so that they are the same bits as that one's.
+    """
+    if rows := tuning.micro_batch_rows or tuning.chunk_rows:
+        return rows
+    if setup.deterministic:
+        return DETERMINISTIC_CHUNK_ROWS if on_cpu else CUDA_DETERMINISTIC_CHUNK_ROWS
+    if on_cpu:
+        return CHUNK_ROWS if tuning.parallel == "layers" else CPU_ENOUGH_ROWS
+    return CUDA_ROWS
+
+
+def times_on(
+    places: Sequence[torch.device],
+    segments: Sequence[nn.Module],
+    features: Tensor,
+    setup: Setup,
+    tuning: StageTuning,
+) -> list[list[float]]:
+    """Seconds of each layer at each stage's place; the places of one name are measured once."""
+    threads = tuning.threads or (1 if setup.deterministic else max(1, cores_of(setup) // len(places)))
+    found: dict[str, list[float]] = {}
+    for place in dict.fromkeys(places):
+        if (name := device_name(place)) not in found:
+            found[name] = as_many_as_fit(segments, features, place, threads)
+    return [found[device_name(place)] for place in places]
+
+
+def as_many_as_fit(segments: Sequence[nn.Module], features: Tensor, place: torch.device, threads: int) -> list[float]:
+    """`seconds_of`, with half of the rows where memory does not suffice, and half of those."""
+    while True:
+        try:
+            return seconds_of(segments, features, place, threads)
+        except (RuntimeError, MemoryError) as error:
+            if len(features) < 2 or not is_out_of_memory(error):
+                raise
+        features = features[: len(features) // 2]
+
+
+def split_for(
+    tuning: CutOptions,
+    places: Sequence[torch.device],
+    sizes: Sequence[int],
+    times: Sequence[Sequence[float]],
+    name: str,
+) -> Split:
+    """Which layers, of `sizes` bytes, are whose. Raises `UsageError` where the devices have no room for them."""
+    if tuning.split_points is not None:
+        return at_points(tuning.split_points, len(sizes))
+    room = [room_on(place, places) for place in places]
+    found = least_largest(times, sizes, room)
+    if found is None:
+        free = ", ".join(f"{place} {most / MEGABYTE:,.0f} MB" for place, most in zip(places, room, strict=True))
+        raise UsageError(
+            f"{called(name)} has {sum(sizes) / MEGABYTE:,.0f} MB of weights, {max(sizes) / MEGABYTE:,.0f} MB in its "
+            f"largest layer, and the stages have room for {free}. Use more devices, or --dtype bfloat16."
+        )
+    return found
+
+
+def fits_one(places: Sequence[torch.device], whole: int) -> bool:
+    """Whether each of the devices has room for the whole model, of so many bytes, before any of it is there."""
+    return all(room_on(place, [place]) >= whole for place in dict.fromkeys(places))
+
+
+def bytes_of(module: nn.Module) -> int:
+    tensors = {id(tensor): tensor for tensor in (*module.parameters(), *module.buffers())}
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+
+
+def room_on(place: torch.device, places: Sequence[torch.device]) -> float:
+    """Bytes for the weights of one stage there."""
+    free = torch.cuda.mem_get_info(place)[0] if place.type == "cuda" else machine.memory_available()
+    return ROOM_SHARE * free / sum(place == other for other in places)

@@ -1,0 +1,351 @@
+"""How a game's positions can be turned or mirrored, as its records say it: training learns from them turned, too.
+
+What self-play leaves on disk: a manifest and shards of finished games, each whole or not there at all.
+
+A shard is an npz file without objects. One row a searched move:
+
+    observation  [rows, features]  as the network saw it       player  int8 [rows]   seat that moved
+    legal        bool [rows, actions]                          game    int64 [rows]  the game's number
+    policy       float32 [rows, actions], visits, sum 1        move    int16 [rows]  moves made before, forced ones too
+    value        float32 [rows, seats]: the game's returns, column k of the k-th seat after the one that moved
+
+and one row a game: `finished` int64 [games], its number; `returns` float32 [games, seats], by seat; against an opponent
+also `sides` bool [games, seats], true where the run's own model sat. Where players may resign also
+
+    resigned  int8 [games]            the seat that resigned, and so lost, or would have if it were allowed to; -1: none
+    checked   bool [games]            nobody was allowed to: the game was played to its end
+    lowest    float32 [games, seats]  the least that a position was worth to the seat that moved, by its search, where
+                                      no position of the game before it was worth less; inf: nowhere
+
+A game is in exactly one shard, with all its rows; moves without a choice have no row.
+
+Searched positions of several folders of records, in the order in which they were played.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import shlex
+import uuid
+import zipfile
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import IO, Any, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gpuinfer.errors import UsageError
+from gpuinfer.host import machine
+from gpuinfer.host.files import RecordFolder, differences
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Symmetries:
+    """Permutations, one of either a symmetry; the identity is none of them. A turned row has `row[features[k]]`, and
+    `policy[actions[k]]` in the place of what it had.
+    """
+
+    features: NDArray[np.int64]  # [symmetries, features]
+    actions: NDArray[np.int64]  # [symmetries, actions]
+
+    def __len__(self) -> int:
+        return len(self.actions)
+
+    def plain(self) -> dict[str, Any]:
+        """As JSON has it."""
+        return {"features": self.features.tolist(), "actions": self.actions.tolist()}
+
+
+def checked(pairs: Sequence[Any], features: int, actions: int, who: str) -> Symmetries | None:
+    """Those of `Game.symmetries`, pairs of permutations of features and of actions; None where there are none.
+
+    Raises `UsageError`, which names `who` declares them, for what is no symmetry of such rows.
+    """
+    for number, pair in enumerate(pairs):
+        try:
+            rows, moves = (np.asarray(part) for part in pair)
+            fits = _permutes(rows, features) and _permutes(moves, actions) and (rows[:actions] == moves).all()
+        except (TypeError, ValueError):
+            fits = False
+        if not fits:
+            raise UsageError(
+                f"{who}: symmetry {number} is no permutation of {features} features with one of {actions} actions that "
+                "has the first features, the mask of legal actions, permuted alike. Mend `symmetries`."
+            )
+    if not len(pairs):
+        return None
+    whole = [np.array(parts, np.int64) for parts in zip(*pairs, strict=True)]
+    return Symmetries(features=whole[0], actions=whole[1])
+
+
+def _permutes(places: NDArray[Any], count: int) -> bool:
+    return places.shape == (count,) and places.dtype.kind in "iu" and set(places.tolist()) == set(range(count))
+
+
+SCHEMA = "gpuinfer.records/1"
+SYMMETRIES = "symmetries.json"  # of the game, where it declares some
+UNREADABLE = (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error)
+
+log = logging.getLogger(__name__)
+
+
+class PositionsFolder(RecordFolder):
+    """The folder that `--out` names. Raises UsageError when it cannot serve."""
+
+    tells: ClassVar[Sequence[str]] = (SYMMETRIES,)
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, SCHEMA, ".npz")
+        self._known: dict[str, list[int]] = {}  # the games of shards that have been read
+
+    def open(self, settings: Mapping[str, Any], resume: bool) -> set[int]:
+        """Claim the folder for these settings, until `close` or the end of this object; the games that it holds.
+
+        `settings` are those that decide how a game goes. Raises UsageError as `claim` does.
+        """
+        return self.finished() if self.claim(settings, resume) else set()
+
+    def close(self, games: int) -> None:
+        """Note in the manifest what there is, and let others in. Raises WorkError when it cannot be written.
+
+        Nobody may be writing any more: what a killed worker left half written goes.
+        """
+        try:
+            self.remove_torn()
+            self.note(games=games, shards=sorted(shard.name for shard in self.shards()))
+        finally:
+            self.release()
+
+    def declare(self, symmetries: Symmetries) -> None:
+        """Say how its positions can be turned. Raises WorkError when it cannot be written."""
+        content = json.dumps(symmetries.plain(), separators=(",", ":")).encode()
+        self.put(SYMMETRIES, lambda file: file.write(content))
+
+    def symmetries(self, features: int, actions: int) -> Symmetries | None:
+        """What it says of that; None where it says nothing. Raises UsageError for what cannot be."""
+        path = self.path / SYMMETRIES
+        try:
+            found = json.loads(path.read_bytes())
+            pairs = list(zip(found["features"], found["actions"], strict=True))
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+            raise UsageError(f"{path} cannot be read ({error}). Delete it, or train with --no-symmetries.") from error
+        return checked(pairs, features, actions, str(path))
+
+    def finished(self) -> set[int]:
+        """The numbers of all games in whole shards; a shard that cannot be read is set aside. Each is read once."""
+        for shard in self.shards():
+            try:
+                if shard.name not in self._known:
+                    self._known[shard.name] = _finished(shard)
+            except UNREADABLE as error:
+                log.warning("%s cannot be read (%s): set aside as .broken, its games are played again", shard, error)
+                shard.rename(shard.with_suffix(".broken"))
+        return {game for games in self._known.values() for game in games}
+
+    def write(self, arrays: Mapping[str, np.ndarray]) -> Path:
+        """Add one shard: on disk, under its final name, when this returns. Raises WorkError when it cannot be."""
+
+        def save(file: IO[bytes]) -> None:
+            np.savez(file, **arrays)  # type: ignore[arg-type]  # its `allow_pickle` comes with NumPy 2.1
+
+        return self.put(f"shard-{uuid.uuid4().hex}.npz", save)
+
+
+def shards_of(path: Path) -> list[Path]:
+    """In order. Raises `UsageError` where there are none."""
+    if path.is_file():
+        raise UsageError(f"{path} is a file. Give the folder that `gpuinfer selfplay --out` wrote.")
+    shards = sorted(PositionsFolder(path).shards())
+    if not shards:
+        raise UsageError(
+            f"{path} holds no records. Write some with `gpuinfer selfplay --out {shlex.quote(str(path))}`."
+        )
+    return shards
+
+
+def merge(parts: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
+    """Several collections of finished games as one."""
+    return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+
+
+def _finished(shard: Path) -> list[int]:
+    """The games in a shard, all of whose bytes are as they were written. Raises one of UNREADABLE."""
+    with zipfile.ZipFile(shard) as archive:
+        if (damaged := archive.testzip()) is not None:
+            raise ValueError(f"{damaged} is damaged")
+    games: list[int] = read_shard(shard, ["finished"])["finished"].tolist()
+    return games
+
+
+def read_shard(shard: Path, names: Iterable[str]) -> dict[str, np.ndarray]:
+    """Some arrays of a shard. Raises one of UNREADABLE."""
+    with shard.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
+        return {name: arrays[name] for name in names}
+
+
+GAME = ("game", "game_options")  # of a manifest's settings: positions of one game alone go together
+MEMORY_SHARE = 0.7  # of what is available now
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """What a model of these positions must take and answer."""
+
+    features: int
+    dtype: str
+    actions: int
+    seats: int
+
+    def __str__(self) -> str:
+        return f"{self.features} features of {self.dtype}, {self.actions} actions and {self.seats} seats"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Positions:
+    """One row a position; see `records` for what is in them."""
+
+    observation: NDArray[Any]  # [rows, features]
+    legal: NDArray[np.bool_]  # [rows, actions]
+    policy: NDArray[np.float32]  # [rows, actions]
+    value: NDArray[np.float32]  # [rows, seats]
+    game: NDArray[np.int64]  # [rows]: each game of each folder has a number of its own
+
+    def __len__(self) -> int:
+        return len(self.game)
+
+    def digest(self) -> str:
+        """Of all that is in them: another one means other positions."""
+        made = hashlib.blake2b(digest_size=16)
+        for one in fields(self):
+            made.update(np.ascontiguousarray(getattr(self, one.name)).data)
+        return made.hexdigest()
+
+
+ARRAYS = ("observation", "legal", "policy", "value")
+KEYS = ("game", "move")
+
+
+def sizes_of(paths: Sequence[Path]) -> Sizes:
+    """Of the first shard of each folder, which must agree. Raises `UsageError`, as `positions_of` does."""
+    found = {path: _sizes(next(iter(shards_of(path)))) for path in paths}
+    _refuse_games_that_differ(paths)
+    (first, sizes), *others = found.items()
+    for path, other in others:
+        if other != sizes:
+            raise UsageError(
+                f"{first} holds positions with {sizes}, and {path} with {other}. Give records of one game alone."
+            )
+    return sizes
+
+
+def symmetries_of(paths: Sequence[Path]) -> Symmetries | None:
+    """Those of their game, from the newest folder that says some. Raises `UsageError`, as `positions_of` does."""
+    sizes = sizes_of(paths)
+    found = (PositionsFolder(path).symmetries(sizes.features, sizes.actions) for path in reversed(paths))
+    return next((one for one in found if one is not None), None)
+
+
+def positions_of(paths: Sequence[Path], newest: int | None = None) -> Positions:
+    """All positions of these folders, or so many of the newest: of later folders, later games, later moves.
+
+    Raises `UsageError` for folders without records, shards that cannot be read or do not fit, and for more positions
+    than there is memory for.
+    """
+    sizes = sizes_of(paths)
+    shards = [(number, shard) for number, path in enumerate(paths) for shard in shards_of(path)]
+    keys = [_read(shard, KEYS) for _, shard in shards]
+    lengths = [len(one["game"]) for one in keys]
+    folder = np.repeat([number for number, _ in shards], lengths)
+    game, move = (np.concatenate([one[name] for one in keys]) for name in KEYS)
+    order = np.lexsort((move, game, folder))[-newest if newest is not None else None :]
+    _refuse_too_many(len(order), sizes)
+    starts = np.cumsum([0, *lengths])
+    place = np.empty(int(starts[-1]), np.int64)  # of each position in the shards, in the result
+    place.fill(-1)
+    place[order] = np.arange(len(order))
+    arrays: dict[str, NDArray[Any]] = {}
+    for (_, shard), start, end in zip(shards, starts[:-1], starts[1:], strict=True):
+        wanted = place[start:end] >= 0
+        if not wanted.any():
+            continue
+        part = _read(shard, ARRAYS)
+        _refuse_misfit(shard, part, int(end - start), sizes)
+        for name, array in part.items():
+            if name not in arrays:
+                arrays[name] = np.empty((len(order), array.shape[1]), array.dtype)
+            arrays[name][place[start:end][wanted]] = array[wanted]
+    _, numbered = np.unique(np.stack([folder[order], game[order]]), axis=1, return_inverse=True)
+    return Positions(**arrays, game=numbered.reshape(-1).astype(np.int64))
+
+
+def _read(shard: Path, names: Sequence[str]) -> dict[str, NDArray[Any]]:
+    try:
+        return read_shard(shard, names)
+    except UNREADABLE as error:
+        raise UsageError(
+            f"{shard} cannot be read ({error}). Run gpuinfer selfplay with --resume to play its games again."
+        ) from error
+
+
+def _sizes(shard: Path) -> Sizes:
+    part = _read(shard, ARRAYS)
+    if any(array.ndim != 2 for array in part.values()):
+        raise _misfit(shard, part)
+    observation, policy, value = part["observation"], part["policy"], part["value"]
+    return Sizes(observation.shape[1], str(observation.dtype), policy.shape[1], value.shape[1])
+
+
+def _refuse_misfit(shard: Path, part: Mapping[str, NDArray[Any]], rows: int, sizes: Sizes) -> None:
+    wanted = {
+        "observation": ((rows, sizes.features), sizes.dtype),
+        "legal": ((rows, sizes.actions), "bool"),
+        "policy": ((rows, sizes.actions), "float32"),
+        "value": ((rows, sizes.seats), "float32"),
+    }
+    if any((part[name].shape, str(part[name].dtype)) != told for name, told in wanted.items()):
+        raise _misfit(shard, part)
+    if not (np.isfinite(part["policy"]).all() and np.isfinite(part["value"]).all()):
+        raise UsageError(f"{shard} holds what is no number. Take it out of the folder, and train without it.")
+
+
+def _misfit(shard: Path, part: Mapping[str, NDArray[Any]]) -> UsageError:
+    found = ", ".join(f"{name} {array.dtype} {list(array.shape)}" for name, array in part.items())
+    return UsageError(
+        f"{shard} does not hold what self-play writes, or not of this game: {found}. "
+        "Take it out of the folder, or give another with --records."
+    )
+
+
+def _refuse_games_that_differ(paths: Sequence[Path]) -> None:
+    told = list(_games(paths))
+    for path, game in told[1:]:
+        if shown := differences(told[0][1], game):
+            raise UsageError(f"{told[0][0]} and {path} hold different games ({shown}). Give records of one game alone.")
+
+
+def _games(paths: Sequence[Path]) -> Iterator[tuple[Path, Mapping[str, Any]]]:
+    """The folders that say which game they hold, and what they say."""
+    for path in paths:
+        try:
+            manifest = PositionsFolder(path).manifest()
+        except UsageError as error:
+            raise UsageError(str(error).replace("--out", "--records")) from error
+        if manifest is not None:
+            yield path, {name: manifest["settings"].get(name) for name in GAME}
+
+
+def _refuse_too_many(rows: int, sizes: Sizes) -> None:
+    row = sizes.features * np.dtype(sizes.dtype).itemsize + 5 * sizes.actions + 4 * sizes.seats + 8
+    room = int(MEMORY_SHARE * machine.memory_available())
+    if rows * row > room:
+        raise UsageError(
+            f"{rows:,} positions take {rows * row / 2**30:.1f} GiB, and there are {room / 2**30:.1f} GiB for them. "
+            f"Train on the newest alone: --window {room // row}."
+        )

@@ -1,0 +1,306 @@
+"""How rows, answers, training batches and gradients look to both ends of a line, without torch: layouts in memory, and
+safetensors bodies of requests. A body holds 8 bytes with the length of the header (little-endian), the header
+(JSON), and the tensors' bytes one behind the other (https://github.com/huggingface/safetensors, "Format"); it is
+read in place, and every number of the header is checked. A block of rows is one tensor, `rows`; an answer is as many
+tensors as the model gives.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+import numpy as np
+from msgspec import Struct
+from numpy.typing import NDArray
+
+from gpuinfer.api import ModelSpec, Result
+from gpuinfer.errors import BackendDied, BackendError, DeviceLost, UnknownName
+
+BITS = "bits"
+"""Features that are 0 or 1, eight in a byte: feature i of a row is bit i % 8, the lowest first, of its byte i // 8."""
+
+ROW_DTYPES = {name: np.dtype("uint8" if name == BITS else name) for name in ("uint8", "int8", "float32", BITS)}
+INPUT_DTYPES = tuple(ROW_DTYPES)
+"""What `ModelSpec.input_dtype` may be."""
+
+KINDS = ("tensor", "tuple", "dict")
+
+
+def row_dtype(spec: ModelSpec) -> np.dtype[Any]:
+    """Of the array in which the rows travel. Raises `UnknownName` for an input dtype that nobody serves."""
+    if spec.input_dtype not in ROW_DTYPES:
+        raise UnknownName("input dtype", spec.input_dtype, INPUT_DTYPES, label="Choices")
+    return ROW_DTYPES[spec.input_dtype]
+
+
+def row_shape(spec: ModelSpec) -> tuple[int, ...]:
+    """Of one row in that array: a payload is [rows, *row_shape(spec)]."""
+    return (packed_width(spec.inputs) if spec.input_dtype == BITS else spec.inputs,)
+
+
+def packed_width(features: int) -> int:
+    """Bytes that so many features take as bits."""
+    return -(-features // 8)
+
+
+def called(spec: ModelSpec) -> str:
+    """What people know a network by that may have others beside it: its name, and where its weights are from."""
+    return spec.name if spec.weights is None else f"{spec.name} ({Path(spec.weights).name})"
+
+
+def misfit(payload: Any, rows: int, spec: ModelSpec) -> BackendError | None:
+    """The error, unless `payload` is an array of the rows, features and dtype that were agreed."""
+    wanted: tuple[int | str, ...] = (rows, *row_shape(spec))
+    is_array = isinstance(payload, np.ndarray)
+    if is_array and payload.shape == wanted and payload.dtype == row_dtype(spec) and rows > 0:
+        return None
+    if is_array and payload.shape[:1] == (0,):
+        return BackendError("a request of 0 rows asks for nothing. Send at least one row.")
+    if is_array and payload.shape == wanted[1:]:
+        rows = 0  # what was taken for their number is the number of its features
+    wanted = wanted if rows > 0 else ("rows", *wanted[1:])
+    found = f"{payload.dtype} {list(payload.shape)}" if is_array else type(payload).__name__
+    packed = f", {spec.inputs} features packed as bits," if spec.input_dtype == BITS else ""
+    return BackendError(
+        f"model '{spec.name}' takes a NumPy array {row_dtype(spec)} [{', '.join(map(str, wanted))}]{packed} for a "
+        f"request of {rows if rows > 0 else 'so many'} rows, and got {found}. {_cure(payload, spec)}"
+    )
+
+
+def _cure(payload: Any, spec: ModelSpec) -> str:
+    """What makes rows of a payload that is none."""
+    wanted = row_dtype(spec)
+    if hasattr(payload, "numpy"):
+        return "Send rows.numpy()."
+    if isinstance(payload, list | tuple):
+        return f"Send np.asarray(rows, np.{wanted})."
+    if not isinstance(payload, np.ndarray):
+        return "Send that."
+    if payload.shape == row_shape(spec):
+        return "That is one row without the axis of the rows: send row[None]."
+    if payload.ndim > 2 and math.prod(payload.shape[1:]) == math.prod(row_shape(spec)):
+        return "Send rows.reshape(len(rows), -1), and let the model give them their shape back."
+    if payload.dtype != wanted and payload.shape[1:] == row_shape(spec):
+        return f"Send rows.astype(np.{wanted}), or name another input_dtype."
+    return "Send that, or name other inputs."
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerLayout:
+    """What a model answers to a block of rows: float32 arrays [rows, *shape], alone, in a tuple or in a dict."""
+
+    kind: str  # one of KINDS
+    shapes: tuple[tuple[int, ...], ...]  # of one row, for each array in order
+    names: tuple[str, ...] = ()  # the keys of a dict, in the same order
+
+    def __str__(self) -> str:
+        shapes = " and ".join(str(list(shape)) for shape in self.shapes)
+        return f"{self.kind} {', '.join(self.names)}{' of ' if self.names else ''}{shapes}"
+
+    def arrange(self, arrays: Sequence[NDArray[np.float32]]) -> Result:
+        """The arrays, one for each shape and in that order, as the model would have answered them."""
+        if self.kind == "dict":
+            return dict(zip(self.names, arrays, strict=True))
+        return tuple(arrays) if self.kind == "tuple" else arrays[0]
+
+    def to_wire(self) -> dict[str, Any]:
+        """Plain values only, for msgpack."""
+        return {"kind": self.kind, "names": list(self.names), "shapes": [list(shape) for shape in self.shapes]}
+
+    @classmethod
+    def from_wire(cls, wire: Any) -> AnswerLayout:
+        """Raises `BackendError` for anything that `to_wire` does not make."""
+        if not is_layout(wire):
+            raise BackendError(
+                "the server describes its answers in a way that is not understood here. "
+                "Let both ends run the same version of gpuinfer."
+            )
+        return cls(wire["kind"], tuple(map(tuple, wire["shapes"])), tuple(wire["names"]))
+
+
+def is_layout(wire: Any) -> bool:
+    if not isinstance(wire, Mapping) or wire.get("kind") not in KINDS:
+        return False
+    shapes, names = wire.get("shapes"), wire.get("names")
+    if not isinstance(shapes, list) or not isinstance(names, list) or not shapes:
+        return False
+    named = len(shapes) if wire["kind"] == "dict" else 0
+    return (
+        all(isinstance(shape, list) and all(type(size) is int and size >= 0 for size in shape) for shape in shapes)
+        and all(isinstance(name, str) for name in names)
+        and len(set(names)) == len(names) == named
+        and (wire["kind"] != "tensor" or len(shapes) == 1)
+    )
+
+
+MEDIA_TYPE = "application/x-safetensors"
+ROWS = "rows"
+LARGEST_HEADER = 64 << 10  # bytes
+MOST_TENSORS = 256
+MOST_DIMENSIONS = 8
+DTYPES: dict[str, np.dtype[Any]] = {
+    "F32": np.dtype("<f4"),
+    "F64": np.dtype("<f8"),
+    "F16": np.dtype("<f2"),
+    "U8": np.dtype("u1"),
+    "I8": np.dtype("i1"),
+    "BOOL": np.dtype("?"),
+    "I16": np.dtype("<i2"),
+    "I32": np.dtype("<i4"),
+    "I64": np.dtype("<i8"),
+}
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+METADATA = "__metadata__"
+_LENGTH = struct.Struct("<Q")
+
+
+class NotTensors(ValueError):
+    """Bytes that are no safetensors, or not such as are read here. The message says why."""
+
+
+class _Tensor(Struct, forbid_unknown_fields=True):
+    dtype: str
+    shape: list[int]
+    data_offsets: tuple[int, int]
+
+
+_header = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_tensor = msgspec.json.Decoder(_Tensor)
+_metadata = msgspec.json.Decoder(dict[str, str])
+
+
+def to_body(tensors: Mapping[str, NDArray[Any]], metadata: Mapping[str, str] | None = None) -> bytes:
+    """Raises `NotTensors` for an array of a dtype that does not travel."""
+    header: dict[str, Any] = {METADATA: dict(metadata)} if metadata else {}
+    pieces, at = [b"", b""], 0
+    for name, array in tensors.items():
+        known = NAMES.get(array.dtype)
+        if known is None:
+            raise NotTensors(f"an array of {array.dtype} does not travel. Use one of {', '.join(map(str, NAMES))}.")
+        data = np.ascontiguousarray(array)
+        header[name] = {"dtype": known, "shape": list(array.shape), "data_offsets": (at, at + data.nbytes)}
+        pieces.append(data.data.cast("B") if data.size else b"")  # type: ignore[arg-type]  # joined as it lies
+        at += data.nbytes
+    encoded = msgspec.json.encode(header)
+    encoded += b" " * (-len(encoded) % 8)  # so that numbers lie where processors read them best
+    pieces[:2] = [_LENGTH.pack(len(encoded)), encoded]
+    return b"".join(pieces)
+
+
+def from_body(body: bytes) -> tuple[dict[str, NDArray[Any]], dict[str, str]]:
+    """The tensors, views of `body`, and the metadata. Raises `NotTensors`."""
+    header, data = _split(body)
+    metadata = _decoded(_metadata, header.pop(METADATA)) if METADATA in header else {}
+    if len(header) > MOST_TENSORS:
+        raise NotTensors(f"{len(header)} tensors, and at most {MOST_TENSORS} are read.")
+    told: dict[str, _Tensor] = {name: _decoded(_tensor, one) for name, one in header.items()}
+    _refuse_gaps([tensor.data_offsets for tensor in told.values()], len(data))
+    return {name: _array(name[:40], tensor, data) for name, tensor in told.items()}, metadata
+
+
+def _refuse_gaps(offsets: Sequence[tuple[int, int]], size: int) -> None:
+    """They must follow one another and fill the body: nothing is read twice, and nothing is hidden."""
+    at = 0
+    for begin, end in sorted(offsets):
+        if begin != at or end < begin:
+            raise NotTensors(f"a tensor begins at byte {begin:,} of the data, and the one before it ends at {at:,}.")
+        at = end
+    if at != size:
+        raise NotTensors(f"{size:,} bytes of tensors, and the header tells of {at:,}.")
+
+
+def _split(body: bytes) -> tuple[dict[str, Any], memoryview]:
+    if len(body) < _LENGTH.size:
+        raise NotTensors(f"{len(body)} bytes are no safetensors.")
+    (length,) = _LENGTH.unpack_from(body)
+    if not 2 <= length <= min(LARGEST_HEADER, len(body) - _LENGTH.size):
+        raise NotTensors(f"a header of {length:,} bytes in {len(body):,}; at most {LARGEST_HEADER:,} are read.")
+    end = _LENGTH.size + length
+    return _decoded(_header, body[_LENGTH.size : end]), memoryview(body)[end:]
+
+
+def _decoded(decoder: Any, data: Any) -> Any:
+    try:
+        return decoder.decode(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise NotTensors(f"a header that is not understood: {error}.") from error
+
+
+def _array(name: str, tensor: _Tensor, data: memoryview) -> NDArray[Any]:
+    dtype = DTYPES.get(tensor.dtype)
+    if dtype is None:
+        raise NotTensors(f"the tensor '{name}' is of {tensor.dtype[:20]}. Use one of {', '.join(DTYPES)}.")
+    if len(tensor.shape) > MOST_DIMENSIONS or not all(0 <= size < 1 << 40 for size in tensor.shape):
+        raise NotTensors(f"the tensor '{name}' has a shape that is none.")
+    begin, end = tensor.data_offsets
+    if end - begin != math.prod(tensor.shape) * dtype.itemsize:
+        raise NotTensors(f"the tensor '{name}' has {end - begin:,} bytes, which its shape and dtype do not make.")
+    found: NDArray[Any] = np.frombuffer(data[begin:end], dtype)
+    return found.reshape(tensor.shape)
+
+
+def rows_to_body(rows: NDArray[Any]) -> bytes:
+    """A block of rows, [rows, ...]. Raises `NotTensors`."""
+    return to_body({ROWS: rows})
+
+
+def rows_from_body(body: bytes) -> NDArray[Any]:
+    """The block: the one tensor, whatever its name, a view of `body`. Its shape and dtype are for the model to check
+    (`layouts.misfit`). Raises `NotTensors`."""
+    tensors, _ = from_body(body)
+    if len(tensors) != 1:
+        raise NotTensors(f"{len(tensors)} tensors where one is wanted, with a row of the model in each of its rows.")
+    (rows,) = tensors.values()
+    if not rows.ndim:
+        raise NotTensors("a single number where a block of rows is wanted.")
+    return rows
+
+
+def answer_to_body(answer: Result) -> bytes:
+    """What a model answered: an array, or a tuple, list or dict of arrays. Raises `NotTensors` for anything else."""
+    kind = "dict" if isinstance(answer, Mapping) else "tuple" if isinstance(answer, Sequence) else "tensor"
+    parts = answer if kind == "dict" else dict(enumerate(answer if kind == "tuple" else [answer]))
+    if not all(isinstance(part, np.ndarray) for part in parts.values()):
+        raise NotTensors(f"an answer that is {type(answer).__name__} does not travel. Answer with arrays.")
+    return to_body({str(name): part for name, part in parts.items()}, {"answer": kind})
+
+
+def answer_from_body(body: bytes) -> Result:
+    """As the model answered it; arrays are views of `body`. Raises `NotTensors`."""
+    tensors, metadata = from_body(body)
+    kind = metadata.get("answer", "tensor" if len(tensors) == 1 else "dict")
+    if kind not in KINDS or not tensors or (kind == "tensor" and len(tensors) != 1):
+        raise NotTensors(f"an answer of kind '{kind[:20]}' with {len(tensors)} tensors.")
+    if kind == "dict":
+        return tensors
+    if kind == "tensor":
+        return next(iter(tensors.values()))
+    if tensors.keys() != set(map(str, range(len(tensors)))):  # other writers put them in an order of their own
+        raise NotTensors("the tensors of a tuple are not called 0, 1, ….")
+    return tuple(tensors[str(number)] for number in range(len(tensors)))
+
+
+Block = TypeVar("Block")
+
+
+def answers_by_halving(forward: Callable[[Sequence[Block]], list[Any]], blocks: Sequence[Block]) -> list[Any]:
+    """One result for each block, in order: what `forward` gives, and for a block at which it raises that exception.
+
+    Where nothing raises, it is one forward. Of n blocks one bad one costs about 2 log2(n) forwards more; if all are
+    bad it is twice as many as if each had come alone.
+    """
+    try:
+        return forward(blocks)
+    except (BackendDied, DeviceLost) as error:  # no block is known to be at fault, and each try costs a device
+        return [error] * len(blocks)
+    except Exception as error:  # noqa: BLE001 (a model may raise anything, which is its block's answer)
+        if len(blocks) == 1:
+            return [error]
+    middle = len(blocks) // 2
+    return [*answers_by_halving(forward, blocks[:middle]), *answers_by_halving(forward, blocks[middle:])]

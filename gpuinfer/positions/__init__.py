@@ -1,1 +1,0 @@
-"""Searched positions on disk: what self-play leaves and training reads."""

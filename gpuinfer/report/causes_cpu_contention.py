@@ -1,0 +1,164 @@
+"""Cores that there are too few of: for threads of our own, or since other programs have them.
+
+Search and model share the same cores: what one of them could save, the other would have. A lane that is busy then says
+little, since it counts the time in which another has its core. What counts is whose the work is: a saving in one part
+gains as Amdahl (1967) has it, 1 / (1 - f + f / s).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from gpuinfer.config.options import OptionChange
+from gpuinfer.report.causes_rows import cap_too_small, more_rows
+from gpuinfer.report.evidence import ROOMY, Evidence, busy_s, cap, outstanding
+from gpuinfer.report.forecast import Gain, RunCase, Verdict
+
+CROWDED = 1.25  # threads that want a core, for each core
+HIDDEN = 0.5  # threads for each core that no lane knows of: a forward's own
+OURS = 0.25  # of the cores: a run that uses fewer waits for somebody else's threads
+TAKEN = 0.2  # of the cores: other programs that take less are no neighbours to speak of
+WAITED = 0.15  # of the time in which our threads were ready to run: less, and others took what nobody wanted
+AT_WORK = 0.8  # of the cores, ours and the others' together: else some were free
+YIELDS = (
+    "device-saturated",
+    "search-bound",
+    "client-bound",
+    "too few rows outstanding",  # of games that are all in flight, say
+    "host-bound",
+    "below the roofline",
+    "inconclusive",
+)
+"""Classes that neighbours alone can make, where no change of ours would mend them."""
+
+
+def too_many_threads(case: RunCase) -> Verdict | None:
+    """More threads of ours want a core than there are cores, by somebody's setting. Threads that merely take turns, a
+    worker's search with its own forward, lose nothing by that: as many cores are at work.
+    """
+    run = case.run
+    if not run.on_cpu or run.runnable <= CROWDED * run.cores or run.cores_busy < OURS * run.cores:
+        return None
+    found = _fewer_threads(run) or _fewer_workers(run)
+    if found is None:
+        return None
+    advice, change = found
+    why = f"{run.runnable:.1f} threads wanted a core at once and there are {run.cores}, so they took turns"
+    if run.cpu_wait_s:
+        why += f": ready to run, they waited {run.waited:.0%} of their time"
+    gain = Gain.up_to(min(run.runnable / run.cores, 1 / run.efficiency if run.efficiency else run.runnable))
+    return Verdict("oversubscribed CPUs", run.largest(), why + ".", advice, change, gain)
+
+
+def _fewer_threads(run: Evidence) -> tuple[str, OptionChange | None] | None:
+    """Where more threads want cores than the lanes account for, and the forwards are set to have more than there are;
+    where nobody knows how they are set, they must be seen at work: an event loop that waits its turn is none of them.
+    """
+    lanes, forwards = busy_s(run.lanes) / run.wall_s, len(run.forwards)
+    most = max(1, run.cores // max(forwards, 1))
+    many = run.cores_busy - lanes >= OURS * run.cores if run.threads is None else run.threads > most
+    if not forwards or not many or run.runnable - lanes < HIDDEN * run.cores:
+        return None
+    return "Use fewer threads in each forward.", run.change("-B", most, "threads")
+
+
+def _fewer_workers(run: Evidence) -> tuple[str, OptionChange | None] | None:
+    if run.facts.get("workers", len(run.work)) <= run.cores or busy_s(run.work) / run.wall_s <= CROWDED * run.cores:
+        return None
+    return "Use no more workers than there are cores.", run.change("--", run.cores, "workers")
+
+
+def others_have_the_cores(case: RunCase) -> Verdict | None:
+    """This run's threads wait for cores, and it is not for one another: where the system does not tell who had them."""
+    run = case.run
+    if run.others is not None or not run.on_cpu:
+        return None
+    if run.runnable <= CROWDED * run.cores or run.cores_busy >= OURS * run.cores:
+        return None
+    why = (
+        f"{run.runnable:.1f} threads wanted a core at once, and this run had {run.cores_busy:.1f} of {run.cores}: "
+        "other programs had the rest."
+    )
+    return _let_alone(run, why, run.cores / run.cores_busy if run.cores_busy else 1.0)
+
+
+def beside_others(verdict: Verdict, run: Evidence) -> Verdict:
+    """The verdict, and the neighbours that it must be seen beside. They are the verdict where there is no other, or
+    none that a change of ours would mend.
+    """
+    taken = neighbours(run)
+    unknown = verdict.kind == "inconclusive" and verdict.station == "other"  # nothing follows from such numbers
+    if taken is None or unknown or verdict.kind in ("arrival-bound", "oversubscribed CPUs"):
+        return verdict
+    beside = f"Other programs took {taken:.1f} of {run.cores} cores."
+    mended = verdict.change is not None or verdict.gain != Gain()
+    if verdict.healthy or (verdict.kind in YIELDS and not mended):
+        why = f"{beside} Ready to run, threads of this run waited {run.waited:.0%} of their time. Beside that: "
+        return _let_alone(run, why + verdict.why, run.cores / max(run.cores - taken, 0.1 * run.cores))
+    return replace(verdict, why=f"{beside} {verdict.why}")
+
+
+def neighbours(run: Evidence) -> float | None:
+    """The cores that others took while our threads waited for one; None where they took none that were missed."""
+    taken = run.others or 0.0
+    missed = run.waited >= WAITED and run.cores_busy + taken >= AT_WORK * run.cores
+    return taken if taken >= TAKEN * run.cores and missed else None
+
+
+ALONE = "Let it run alone."
+
+
+def _let_alone(run: Evidence, why: str, high: float) -> Verdict:
+    left = int(run.cores_busy if run.others is None else run.cores - run.others)  # whole ones: a thread takes one
+    threads = run.threads is None or run.threads > left
+    ours = [
+        *(["thread"] if run.forwards and threads else []),
+        *(["worker"] if run.facts.get("workers", len(run.work)) > left else []),
+    ]
+    fewer = " and ".join(f"{left} {name}{'' if left == 1 else 's'}" for name in ours)
+    cores = "1 core is" if left == 1 else f"{left} cores are"
+    advice = f"Let it run alone, or with {fewer}: {cores} left." if ours and left else ALONE
+    most = min(high, 1 / run.efficiency if run.efficiency else high)
+    return Verdict("oversubscribed CPUs", run.largest(), why, advice, None, Gain.up_to(most))
+
+
+OURS_AT_WORK = 0.8  # of the cores that are left to us
+WORTH = 1.15  # what larger batches must promise
+ALWAYS = 0.5  # of the batches cut for a cap: then it is one, whatever else may be known
+SMALL = 16  # rows: batches that nearly any model does better than, where it was seen with no others
+DOUBT = 0.5  # of what larger batches promise: on shared cores it is Amdahl's bound, and no measurement
+
+
+def small_batches(case: RunCase) -> Verdict | None:
+    """Batches are small, and the model would take less of the cores with larger ones."""
+    run, curve = case.run, case.curve
+    if not run.on_cpu or not run.work or not run.forwards or curve is None or run.rows_mean <= 0:
+        return None
+    if run.cores_busy < OURS_AT_WORK * run.cores_left:
+        return None
+    if math.isfinite(cap(run)) and run.cut_by("full", "cap") >= ALWAYS:
+        return _for_a_cap(case, curve.best())
+    rows = curve.enough()
+    gain = _gain(case, rows)
+    return more_rows(case, rows, _promised(gain)) if gain >= WORTH else None
+
+
+def _for_a_cap(case: RunCase, best: float) -> Verdict | None:
+    run, gain = case.run, _gain(case, best)
+    if gain >= WORTH:
+        return cap_too_small(case, best, _promised(gain))
+    if run.rows_mean <= SMALL and best <= ROOMY * cap(run):  # nobody has seen larger ones
+        return cap_too_small(case, min(outstanding(run) / len(run.forwards), SMALL * cap(run)), Gain())
+    return None
+
+
+def _gain(case: RunCase, rows: float) -> float:
+    """Of batches of so many rows, if the time that the forwards save is the searches' and theirs."""
+    run = case.run
+    forwards = busy_s(run.answering) / (busy_s(run.answering) + busy_s(run.work))
+    return 1 / (1 - forwards + forwards / max(case.faster(rows), 1.0)) if rows > run.rows_usual else 1.0
+
+
+def _promised(gain: float) -> Gain:
+    return Gain(1 + (gain - 1) * (1 - DOUBT), gain)

@@ -1,0 +1,212 @@
+"""Causes in how devices are shared: several models at one device, at once or in turns (which is faster was looked at
+while they ran, in `models.looks`), or one model in stages. A *bubble* is the time of a stage that has nothing to
+compute while a batch is in the pipeline (Huang et al., "GPipe", NeurIPS 2019, section 2.3). With one batch at a time
+over s equal stages it is (s - 1) / s of their time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from gpuinfer.models.model_options import OF_STAGES
+from gpuinfer.report.causes_cpu_contention import CROWDED
+from gpuinfer.report.evidence import Evidence, Lane, busy_s, is_stage, place, station_s
+from gpuinfer.report.forecast import Gain, RunCase, Verdict
+from gpuinfer.stats import Snapshot
+
+WAITED = 0.25  # of the forward lanes' time: so much waiting for turns is worth a sentence
+
+
+@dataclass(frozen=True, slots=True)
+class ModelsAtOnce:
+    """How many times as much models got done at once as in turns, all of them by their shares, and the ends of that."""
+
+    times: float
+    low: float
+    high: float
+    pairs: int
+    time_share: float  # of the time in which several had work, that in which they ran at once
+
+    @classmethod
+    def of(cls, lines: Sequence[Mapping[str, Any]]) -> ModelsAtOnce | None:
+        """None where that has not been looked at. The looks are the same for all, so that their ends add up."""
+        looked = [line for line in lines if line.get("at_once")]
+        total = math.fsum(line["share"] for line in looked)
+        if len(looked) < 2 or not total:
+            return None
+
+        def mean(what: str) -> float:
+            ends = (line["share"] * math.log(line["at_once"][what]) for line in looked)
+            return math.exp(math.fsum(ends) / total)
+
+        first = looked[0]["at_once"]
+        return cls(mean("times"), mean("low"), mean("high"), first["pairs"], first["time_share"])
+
+
+def by_side(case: RunCase) -> Verdict | None:
+    """Models compute at once as if each were alone, as somebody has set it, and get less done than in turns; where that
+    has not been looked at, more of their threads want a core than there are.
+    """
+    run = case.run
+    if run.options.get("-B", {}).get("gate") is not False or len(run.models) < 2:
+        return None
+    found, change = ModelsAtOnce.of(run.models), run.change("-B", "true", "gate")
+    if found is not None:
+        if found.high >= 1:
+            return None
+        why = (
+            f"At once, each as if it were alone, {_named(run)} got {found.times:.2f} times as much done as in turns "
+            f"({found.low:.2f} to {found.high:.2f}, {found.pairs} looks at each)."
+        )
+        gain = Gain(1 / found.high, 1 / found.low, 1 / found.times)
+        return Verdict("oversubscribed CPUs" if run.on_cpu else "GPU-bound", "forward", why, CURE, change, gain)
+    if not run.on_cpu or run.runnable <= CROWDED * run.cores:
+        return None
+    why = (
+        f"The forwards of {_named(run)} ran at once: {run.runnable:.1f} threads wanted a core and there are {run.cores}"
+    )
+    if run.cpu_wait_s:
+        why += f"; ready to run, they waited {run.waited:.0%} of their time"
+    gain = Gain.up_to(run.runnable / run.cores)
+    return Verdict("oversubscribed CPUs", "forward", f"{why}.", CURE, change, gain)
+
+
+CURE = "Let the models share the device."
+
+
+def in_turns(verdict: Verdict, run: Evidence) -> Verdict:
+    """The verdict, and how models shared the device: what was found when both ways were looked at, and that they took
+    turns, where that is what their forwards waited for.
+    """
+    if len(run.models) < 2:
+        return verdict
+    told = [*_looked(run), *_waited(run)]
+    return replace(verdict, why=" ".join([*told, verdict.why])) if told else verdict
+
+
+def _looked(run: Evidence) -> list[str]:
+    found = ModelsAtOnce.of(run.models)
+    if found is None or run.options.get("-B", {}).get("gate") is False:
+        return []
+    if found.low <= 1 <= found.high:
+        known = f"Side by side {_named(run)} got as much done as in turns ({found.low:.2f} to {found.high:.2f})."
+        return [known] if found.high / found.low < CLEAR else []
+    faster, ends = found.times > 1, sorted((found.low, found.high))
+    if not faster:
+        ends = sorted(1 / end for end in ends)
+    ways = ("side by side", "in turns") if faster else ("in turns", "side by side")
+    times = max(found.times, 1 / found.times)
+    ran = found.time_share if faster else 1 - found.time_share
+    got = f"{ways[0].capitalize()} {_named(run)} got {times:.2f} times as much done as {ways[1]}"
+    looks = f"({ends[0]:.2f} to {ends[1]:.2f}, {found.pairs} looks at each)"
+    return [f"{got} {looks}, and so they ran for {ran:.0%} of the time in which they had work together."]
+
+
+CLEAR = 1.2  # from end to end: an interval around 1 that is wider says nothing
+
+
+def _waited(run: Evidence) -> list[str]:
+    forwards = run.forwards
+    waited = station_s(forwards, "turn") / (run.wall_s * len(forwards)) if forwards else 0.0
+    if waited < WAITED:
+        return []
+    had = " and ".join(f"{line['name']} {line['device_share']:.0%}" for line in run.models)
+    return [f"The models took turns: forwards waited {waited:.0%} of the time for theirs; of the device, {had}."]
+
+
+def _named(run: Evidence) -> str:
+    return " and ".join(line["name"] for line in run.models)
+
+
+BUBBLES_TOLD = "pipeline bubbles"  # the verdict's class
+BUSY = 0.8  # of the time there was a batch in the stages: with less it is not they who hold the run back
+BUBBLES = 0.03  # of the stages' time: less is what any queue costs
+UNEVEN = 0.9  # the stages' mean use of the busiest one's: below it the split is to blame
+
+
+def of_stages(snapshot: Snapshot, wall_s: float) -> dict[str, Any] | None:
+    """What the report says of them; None of a model that is not cut. Several processes with stages of their own are
+    taken together.
+    """
+    cut, counted = snapshot.device.get("parallel"), snapshot.device.get("stages")
+    lanes = [lane for lane in snapshot.lanes if is_stage(lane["name"])]
+    if not cut or not counted or not lanes or wall_s <= 0:
+        return None
+    each = [
+        {**stage, "busy_share": _busy(_of_number(lanes, number), wall_s)} for number, stage in enumerate(cut["stages"])
+    ]
+    processes = len({place(lane["name"]) for lane in lanes})
+    active_s = min(float(counted["active_s"]), wall_s * processes)
+    could = active_s * len(each)
+    return {
+        "parallel": cut["mode"],
+        "stages": each,
+        "batches": round(counted["batches"]),
+        "micro_batches": round(counted["micro_batches"]),
+        "active_share": active_s / (wall_s * processes),
+        "bubble_share": max(0.0, 1 - busy_s(lanes) / could) if could else 0.0,
+        "fits_one": cut["fits_one"],
+    }
+
+
+def _of_number(lanes: Sequence[Lane], number: int) -> list[Lane]:
+    return [lane for lane in lanes if lane["name"].rpartition(": ")[2] == f"stage {number}"]
+
+
+def _busy(lanes: Sequence[Lane], wall_s: float) -> float:
+    return min(1.0, busy_s(lanes) / (wall_s * len(lanes))) if lanes else 0.0
+
+
+def bubbles(case: RunCase) -> Verdict | None:
+    """The stages hold the run back, and part of their time is bubbles: whole models would have none."""
+    run = case.run
+    if not run.staged or run.staged["active_share"] < BUSY or run.staged["bubble_share"] < BUBBLES:
+        return None
+    gain = Gain.up_to(min(1 / (1 - run.staged["bubble_share"]), 1 / run.efficiency if run.efficiency else math.inf))
+    advice, value = _advice(run, run.staged)
+    change = run.change("-B", value, "parallel") if value else None
+    if change and value == "data":
+        change = replace(change, without=OF_STAGES)
+    return Verdict(BUBBLES_TOLD, "forward", _why(run, run.staged), advice, change, gain)
+
+
+def beside(verdict: Verdict, run: Evidence) -> Verdict:
+    """Whatever holds the run back: a model that is cut although it fits whole is told to be so."""
+    if not run.staged or not run.staged["fits_one"] or verdict.kind == BUBBLES_TOLD:
+        return verdict
+    told = f"The model is cut into {len(run.staged['stages'])} stages and fits whole: parallel=data on {_where(run)} "
+    return replace(verdict, why=f"{verdict.why} {told}is the better choice.")
+
+
+def _where(run: Evidence) -> str:
+    return "the same cores" if run.on_cpu else "each of these devices"
+
+
+def _why(run: Evidence, staged: Mapping[str, Any]) -> str:
+    used = [stage["busy_share"] for stage in staged["stages"]]
+    shares = ", ".join(f"{share:.0%}" for share in used)
+    why = (
+        f"The {len(used)} stages were busy {shares} of the time, and {staged['bubble_share']:.0%} of what they had was "
+    )
+    why += "bubbles: a batch was there, and not with them."
+    if staged["parallel"] == "layers":
+        why += " Of layers one stage at a time computes."
+    elif sum(used) < UNEVEN * max(used) * len(used):
+        why += f" Stage {used.index(max(used))} takes longest."
+    if run.efficiency:
+        why += (
+            f" It is {run.efficiency:.0%} of what whole models do beside one another on the same cores (the roofline)."
+        )
+    return why
+
+
+def _advice(run: Evidence, staged: Mapping[str, Any]) -> tuple[str, str | None]:
+    """And the value of `parallel` that it speaks of."""
+    if staged["fits_one"]:
+        return f"The model fits whole: parallel=data on {_where(run)} has no bubbles, and is the better choice.", "data"
+    if staged["parallel"] == "layers":
+        return "Keep several micro-batches in flight.", "pipeline"
+    return "Have more rows outstanding, make micro-batches smaller, or cut it elsewhere (split_points).", None

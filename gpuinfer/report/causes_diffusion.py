@@ -1,0 +1,123 @@
+"""Causes of a masked diffusion model that computes all the time: few tokens come of a forward, or it computes again
+what it could have kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from gpuinfer.config.options import OptionChange
+from gpuinfer.report.causes_text import forward_share
+from gpuinfer.report.evidence import Evidence
+from gpuinfer.report.forecast import DOUBT, Gain, RunCase, Verdict
+from gpuinfer.stats import DiffusionCounters
+
+BUSY = 0.7  # of the time in forwards: with less the model is not what holds the run back
+FEW = 2.0  # useful tokens a forward: from there on the decoder does what it is for
+WORTH = 1.15  # times as fast: less is no reason to change what comes out
+SCHEDULED = frozenset({"low-confidence", "random", "dream"})  # commit as many as the schedule says, sure or not
+CONFIDENT = {"threshold": 0.9, "hierarchical": 0.9, "credit": 0.9, "smoothing": 0.9, "block-refinement": 0.9}
+"""Decoder → the threshold from which lower ones are the trade that papers make (Wu et al. 2025, "Fast-dLLM")."""
+MOST = 8.0  # times as fast: what committing several tokens a forward is ever said to bring
+KEPT = {"prefix": "the keys and values before the block", "dual": "all keys and values but the block's"}
+CAUTION = "`gpuinfer verify` with it tells how many tokens differ."
+
+
+def recomputation(case: RunCase) -> Verdict | None:
+    """Whole canvases are computed in every step, of which only a block changes."""
+    run, found = case.run, _model_bound(case.run)
+    if found is None or run.steps.get("positions", 0) <= 0:
+        return None
+    if (cache := _cache_to_take(run)) is None:
+        return None
+    left = _left_with(cache, run, found)
+    share = forward_share(run, "forward", "prefill")
+    expected = 1 / (1 - share + share * min(1.0, left / found.computed_share)) if found.computed_share else 1.0
+    if expected < WORTH:
+        return None
+    why = (
+        f"{found.computed_share:.0%} of all positions were computed anew in each of {found.forwards:,.0f} forwards "
+        f"(cache {_in_force(run, 'cache') or 'none'}), of {found.positions / found.forwards:,.0f} on average; with the "
+        f"cache {cache} it would be {left:.0%}."
+    )
+    low = expected * (1 - DOUBT) if run.on_cpu else 1.0  # elsewhere a small step mostly reads weights
+    gain = Gain(max(1.0, low), expected * (1 + DOUBT), expected)
+    return Verdict("recomputation", "forward", why, _caveat(cache), run.change("--", cache, "cache"), gain)
+
+
+def few_tokens(case: RunCase) -> Verdict | None:
+    """Forwards commit hardly more than one token each, by the schedule or since the threshold is high."""
+    run, found = case.run, _model_bound(case.run)
+    if found is None or found.tokens_per_forward >= FEW:
+        return None
+    decoder = str(_in_force(run, "decoder") or "")
+    cured = _more_a_forward(run, decoder)
+    if cured is None:
+        return None
+    in_force, advice, change = cured
+    idle = f", and {found.idle_share:.0%} of them committed none" if found.idle else ""
+    why = (
+        f"{found.tokens_per_forward:.2f} useful tokens came of each of {found.forwards:,.0f} forwards{idle}: the "
+        f"decoder is {decoder}, {in_force}."
+    )
+    share = forward_share(run, "forward", "prefill")
+    gain = Gain.up_to(1 / (1 - share + share / MOST))
+    return Verdict("few tokens a forward", "forward", why, f"{advice} {CAUTION}", change, gain)
+
+
+def _model_bound(run: Evidence) -> DiffusionCounters | None:
+    """What its steps came to, of a diffusion model that computes nearly all of the time."""
+    found = DiffusionCounters.of(run.steps)
+    return found if found and found.forwards and forward_share(run, "forward", "prefill") >= BUSY else None
+
+
+def _more_a_forward(run: Evidence, decoder: str) -> tuple[str, str, OptionChange | None] | None:
+    """What is in force, how more tokens come of a forward, and the option for it."""
+    if decoder in SCHEDULED:
+        steps = _in_force(run, "steps")
+        in_force = f"and the schedule has {steps:,} steps" if steps else "and the schedule has a step for each token"
+        advice = "Commit every token that the model is sure of, in as few steps as that takes"
+        advice += "; or give fewer --steps." if "steps" in run.options.get("--", {}) else "."
+        return in_force, advice, run.change("--", "threshold", "decoder")
+    threshold, usual = _in_force(run, "threshold"), CONFIDENT.get(decoder)
+    if usual is None or threshold is None or threshold <= usual:
+        return None  # the model is not sure of more: another threshold would be a worse answer
+    advice = f"Commit tokens from a confidence of {usual:g} on."
+    return f"and the threshold is {threshold:g}", advice, run.change("--", usual, "threshold")
+
+
+def _cache_to_take(run: Evidence) -> str | None:
+    """The cache that keeps more than the one in force; None where there is none."""
+    cache = _in_force(run, "cache") or "none"
+    if run.model.get("block_causal"):
+        return "exact" if cache != "exact" else None
+    return "dual" if cache in ("none", "prefix") else None
+
+
+def _left_with(cache: str, run: Evidence, found: DiffusionCounters) -> float:
+    """The share of positions that would be computed: each block's, and whole canvases as often as it takes.
+
+    A block of B positions takes B / (tokens committed a forward) forwards, of which one has the whole canvas; of
+    block-causal models none has, and one more is needed to store the block.
+    """
+    canvas = found.positions / found.forwards
+    answer = run.steps.get("output_tokens", 0) / max(run.requests, 1)
+    block = min(float(_in_force(run, "block_length") or run.model.get("block") or answer or canvas), canvas)
+    forwards = max(1.0, block * found.forwards / max(found.committed, 1.0))
+    if cache == "exact":
+        return min(1.0, (forwards + 1) * block / (forwards * canvas))
+    return min(1.0, ((forwards - 1) * block + canvas) / (forwards * canvas))
+
+
+def _caveat(cache: str) -> str:
+    if cache == "exact":
+        return "Keep finished blocks: in a block-causal model that changes no answer."
+    kept = KEPT[cache]
+    return f"Keep {kept} until the next block: what is kept was computed over masks, so answers may change. {CAUTION}"
+
+
+def _in_force(run: Evidence, name: str) -> Any:
+    """Of an option of decoding: as it was given, or as the model has it."""
+    given: Mapping[str, Any] = run.options.get("--", {})
+    return run.model.get(name) if given.get(name) is None else given[name]

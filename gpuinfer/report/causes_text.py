@@ -1,0 +1,595 @@
+"""Causes of a backend with slots, whose batches are forward steps: a row takes part in many, and leaves when done.
+
+Causes beside a model of text: rows that come slowly, or are slow to understand, to constrain, to write, to sync.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+from gpuinfer.config.options import OptionChange
+from gpuinfer.report.causes_cpu_contention import neighbours
+from gpuinfer.report.evidence import Curve, Evidence, station_s
+from gpuinfer.report.forecast import DOUBT, Gain, RunCase, Verdict
+from gpuinfer.units import whole
+
+DISTURBED = 0.15  # of the time in which our threads were ready to run: so long they waited for others
+LARGE = 0.3  # of the time: worth a verdict of its own
+BUSY_SHARE = 0.5  # of the time in which the model had nothing to do, at least, that a station must have been busy
+ALL = 0.9  # of the cores
+LEAST_ROWS = 16  # fewer do not tell how fast rows come
+SLOW = {
+    "read": "rows come slowly",
+    "understand": "reading rows and turning prompts into tokens takes long",
+    "constrain": "constraints take long to compile",
+    "write": "answers are taken slowly",
+    "sync": "the disk takes long to say that it has them (fsync)",
+}
+"""Station → what is slow there."""
+
+
+def _cure(run: Evidence, station: str) -> str:
+    """What mends it, by where rows come from and answers go."""
+    given = run.options.get("--", {})
+    if station == "read":
+        if given.get("input") in (None, "-"):
+            file = "--input with a local file in the place of a pipe" if "input" in given else "from a local file"
+            return f"Give them faster: {file}, or a faster program at its other end."
+        return "Give them faster: put the input on a local disk."
+    if station == "understand":
+        return 'Give prompts as tokens ({"prompt": [1, 2, 3]}), shorter ones, or share the input between several runs.'
+    if station == "constrain":
+        return "Give many rows the same constraint, which is compiled once, or simpler ones."
+    if "output" not in given:
+        return "Let whoever reads the answers read faster."
+    if station == "sync":
+        return "Put --output on a local disk: answers are made safe once a second, and a slow disk is waited for."
+    if given["output"] in (None, "-"):
+        return "Write to a local file (--output FILE), or let whoever reads the output read faster."
+    return "Put --output on a local disk."
+
+
+def idle(case: RunCase) -> Verdict | None:
+    """The model has nothing to do: the station beside it that was busy meanwhile is why."""
+    run, empty = case.run, forward_share(case.run, "idle")
+    if empty < LARGE or empty < forward_share(run, "reply"):
+        return None
+    why, gain = f"The model had nothing to do {empty:.0%} of the time", Gain.up_to(1 / max(1 - empty, 0.01))
+    station, spent = max(((name, _beside(run, name)) for name in SLOW), key=lambda found: found[1])
+    if spent >= BUSY_SHARE * empty:
+        if station == "read" and (rows := run.requests + run.lost) < LEAST_ROWS:
+            told = f"{why}, but {rows} row{'' if rows == 1 else 's'} are too few to tell how fast they come."
+            return Verdict("inconclusive", station, told, "Give it more rows in one run.")
+        told = f"{why}: {SLOW[station]} (“{station}” {spent:.0%} of the time)."
+        return Verdict("host-bound", station, told, _cure(run, station), None, gain)
+    return Verdict("host-bound", "idle", f"{why}: rows are asked and answers taken more slowly.", _all(run), None, gain)
+
+
+def between(case: RunCase) -> Verdict | None:
+    """The model's thread is busy with tokens between steps: with constraints, or with answers."""
+    run = case.run
+    replying, constraining = _undisturbed(run, "reply"), _undisturbed(run, "constrain")
+    if replying + constraining < LARGE:
+        return None
+    spent, steps = replying + constraining, forward_share(run, "prefill", "forward", "sample")
+    gain = Gain.up_to(1 / max(1 - spent, 0.01))
+    if constraining >= replying:
+        why = (
+            f"{constraining:.0%} of the time went into what constraints allow, token by token; {steps:.0%} into steps."
+        )
+        cheaper = {"constraints": "simpler constraints", "lists": "shorter lists of texts"}
+        said = _used_by_prompts(run, cheaper) or cheaper["constraints"]
+        advice = f"{said[0].upper()}{said[1:]} cost less; none at all costs nothing."
+        return Verdict("host-bound", "constrain", why, advice, None, gain)
+    why = f"{replying:.0%} of the time went into what is done with tokens between steps, {steps:.0%} into them."
+    return Verdict("host-bound", "reply", why, _less_beside(run, REPLYING), _more_rows_a_step(run), gain)
+
+
+FEATURES = {
+    "constraints": "constraints",
+    "lists": "lists of texts",
+    "stop": "stop strings",
+    "logprobs": "log-probabilities",
+    "penalties": "penalties",
+}
+"""What prompts may ask for beside their tokens, as the generator counts it (`with_…` of its steps) → its name."""
+REPLYING, SAMPLING = ("stop", "logprobs", "constraints"), ("penalties", "logprobs")
+BLAMED = {"sample": SAMPLING, "reply": REPLYING, "constrain": ("constraints", "lists")}  # by station
+
+
+def in_use(run: Evidence, feature: str) -> bool:
+    """Whether any prompt asked for this."""
+    return run.steps.get(f"with_{feature}", 0) > 0
+
+
+def _less_beside(run: Evidence, features: Sequence[str]) -> str:
+    """The features that were asked for, since these cost; where there were none, what lets a step cost less."""
+    if used := _used_by_prompts(run, {name: FEATURES[name] for name in features}):
+        return f"{used[0].upper()}{used[1:]} cost most here: ask for fewer of them."
+    if features is REPLYING and run.steps.get("read_as_they_grow", 0):
+        return "Answers that are read while they grow cost most here: read whole ones where that does."
+    return "It is the same for few rows and for many: steps of more rows make it matter less."
+
+
+def _used_by_prompts(run: Evidence, called: Mapping[str, str]) -> str:
+    """Those of these features that prompts asked for, and how many did: in words, or ""."""
+    used = {name: words for name, words in called.items() if in_use(run, name)}
+    return " and ".join(f"{words} (in {run.steps[f'with_{name}']:,.0f} prompts)" for name, words in used.items())
+
+
+def _more_rows_a_step(run: Evidence) -> OptionChange | None:
+    """Twice the slots, where it is known that no feature is to blame, and there are rows for them."""
+    blamed = any(in_use(run, name) for name in REPLYING) or run.steps.get("read_as_they_grow", 0)
+    if "with_stop" not in run.steps or blamed or run.rows_per_s * run.wall_s < 2 * MORE * run.slots:
+        return None
+    wanted = MORE * run.slots
+    return run.change("--", wanted, "batch_size") or run.change("-B", wanted, "slots")
+
+
+def _undisturbed(run: Evidence, station: str) -> float:
+    """The share of the forward lanes' time in a station; where other programs have the cores, of what it ran there, as
+    a thread that waits for a core says nothing of where it does so.
+    """
+    share, lanes = forward_share(run, station), run.forwards
+    if run.waited < DISTURBED or not any(lane.get("ran") for lane in lanes):
+        return share
+    ran = math.fsum(lane.get("ran", {}).get(station, 0.0) for lane in lanes)
+    return min(share, ran / (run.wall_s * len(lanes)))
+
+
+def forward_share(run: Evidence, *stations: str) -> float:
+    """Of the forward lanes' time."""
+    lanes = run.forwards
+    return math.fsum(station_s(lanes, name) for name in stations) / (run.wall_s * len(lanes)) if lanes else 0.0
+
+
+def _beside(run: Evidence, station: str) -> float:
+    """How much of the time the lanes beside the forward were in a station, all together."""
+    lanes = [lane for lane in run.lanes if lane not in run.forwards]
+    return min(1.0, station_s(lanes, station) / run.wall_s)
+
+
+def _all(run: Evidence) -> str:
+    if run.cores_busy >= ALL * run.cores_left:
+        return "All cores are at work: only more cores, or less to write for each row, make this faster."
+    return "Ask for less of each row, or share the input between several runs."
+
+
+IDLE, FIRST_TOUCH = "idle cores", "first touch"
+ALONE = ("sample", "reply", "constrain", "compile", FIRST_TOUCH)  # stations in which one thread works
+UNUSED = 0.15  # of the cores: so much is idle in no run that is saturated
+EXPLAINED = 0.5  # of what is idle: enough to be called the cause
+SHORT_S = 10.0  # a run that is shorter is judged by nothing where others have the cores
+SHORT_CONTEXT = 256  # tokens: a shorter one is no advice
+LEAST_STEPS = 16  # fewer say nothing
+FULL = 0.75  # of the slots, on average over the time in steps
+QUEUED = 0.1  # of a row's time: waited so long for a slot, so there was no lack of rows but at the end
+MORE = 2  # times the slots: what is advised
+WORTH = 1.15  # what that must promise
+ENOUGH = 16  # slots: with fewer rows a step is mostly reading weights, on any device
+WIDE = 256  # tokens: with fewer a step is mostly reading weights, on any device
+WIDER = 512  # tokens of a step, where they are too few
+MOST_GAIN = 8.0  # times as fast: what steps of more tokens are ever said to bring
+LONG = 0.1  # of a step's tokens: longer prompts fill one before there are many of them
+HELD = 0.3  # of the time in steps: so long prompts had no room in them
+FASTER_DTYPE = 2.0  # the most that bfloat16 is known to bring
+
+
+def too_short(case: RunCase) -> Verdict | None:
+    """Too little was seen to go by: said before anything else."""
+    run = case.run
+    steps = sum(count for count, _ in run.batch_s.values())
+    if steps < LEAST_STEPS:
+        why = f"The model took {steps} step{'' if steps == 1 else 's'}: too few to go by."
+        return Verdict("inconclusive", "other", why, "Give it more rows, or longer answers.")
+    taken = neighbours(run)
+    rows = run.requests + run.lost + run.cancelled
+    if taken is None or rows >= LEAST_ROWS or run.wall_s >= SHORT_S:
+        return None
+    why = (
+        f"{rows} row{'' if rows == 1 else 's'} in {run.wall_s:.2g} s, while other programs took {taken:.1f} of "
+        f"{run.cores} cores: too short and too disturbed to judge by."
+    )
+    return Verdict("inconclusive", "other", why, "Give it more rows in one run, or let it run alone.")
+
+
+def starting(case: RunCase) -> Verdict | None:
+    """Kernels are loaded or compiled when they are first needed: neither sampling nor forwards."""
+    share = forward_share(case.run, "compile")
+    if share < LARGE:
+        return None
+    why = f"{share:.0%} of the time went into loading and compiling kernels that were needed for the first time."
+    advice = "It is paid once: a later run finds them on the disk, and a longer one pays no more."
+    return Verdict("cold start", "compile", why, advice, None, Gain.up_to(1 / max(1 - share, 0.01)))
+
+
+def first_touch(case: RunCase) -> Verdict | None:
+    """Memory is touched for the first time, and the system has to find it and to clear it."""
+    run, share = case.run, forward_share(case.run, FIRST_TOUCH)
+    if share < LARGE:
+        return None
+    why = (
+        f"{share:.0%} of the time went into memory that was touched for the first time "
+        f"({run.steps.get('faults', 0):,.0f} page faults)."
+    )
+    advice = "It is paid once: a longer run, or a server that stays, pays no more."
+    if run.options.get("--", {}).get("context") or run.model.get("context", 0) > SHORT_CONTEXT:
+        advice += " A shorter context or fewer rows at once touch less of it."
+    return Verdict("first touch", FIRST_TOUCH, why, advice, None, Gain.up_to(1 / max(1 - share, 0.01)))
+
+
+def sampling(case: RunCase) -> Verdict | None:
+    run, share = case.run, forward_share(case.run, "sample")
+    if share < LARGE:
+        return None
+    steps = forward_share(run, "forward", "prefill")
+    why = f"{share:.0%} of the time went into drawing tokens, {steps:.0%} into the model."
+    gain = Gain.up_to(1 / max(1 - share, 0.01))
+    if any(in_use(run, name) for name in SAMPLING):
+        return Verdict("sampling-bound", "sample", why, _less_beside(run, SAMPLING), None, gain)
+    if run.options.get("--", {}).get("temperature"):
+        dear = "Filters and chance cost" if _filters(run) else "Chance costs"
+        advice = f"{dear} most here: --temperature 0, the likeliest token, is cheapest."
+        return Verdict("sampling-bound", "sample", why, advice, None, gain)
+    advice = "Nothing that was asked for makes it dear: it goes through the whole vocabulary for each token."
+    return Verdict("sampling-bound", "sample", why, advice, None, gain)
+
+
+def _filters(run: Evidence) -> bool:
+    """Whether tokens are drawn from some of the vocabulary alone, as far as flags say so."""
+    given = run.options.get("--", {})
+    return (given.get("top_k") or 0) > 0 or (given.get("top_p") or 1) < 1 or (given.get("min_p") or 0) > 0
+
+
+def few_threads(case: RunCase) -> Verdict | None:
+    """The decoder has fewer threads than there are cores, and the others idle while it computes."""
+    run, threads = case.run, case.run.threads
+    if threads is None or threads >= run.cores or not _leaves_cores_idle(run):
+        return None
+    if forward_share(run, "forward", "prefill") < LARGE:
+        return None
+    why = f"{_idle(run)} The decoder has {threads} thread{'' if threads == 1 else 's'} for {run.cores} cores."
+    change = run.change("-B", run.cores, "threads")
+    return Verdict(IDLE, "forward", why, "Let it compute on all cores.", change, Gain.up_to(run.cores / threads))
+
+
+def idle_cores(case: RunCase) -> Verdict | None:
+    """Cores are idle though the model has something to do, and something between its steps or within them is why."""
+    run = case.run
+    if not _leaves_cores_idle(run):
+        return None
+    gain = Gain.up_to(run.cores / max(run.cores - run.idle_cores, 1.0))
+    computing = run.model.get("decoder_threads", run.cores)
+    if computing < min(run.threads or run.cores, run.cores):
+        why = f"{_idle(run)} The model's shape is shared out between {computing:,.0f} of {run.threads} threads."
+        return Verdict(IDLE, "forward", why, "Report it: every shape is to be shared out between all.", None, gain)
+    alone = {name: forward_share(run, name) for name in ALONE}
+    station = max(alone, key=alone.__getitem__)
+    if sum(alone.values()) * (run.cores - 1) >= EXPLAINED * run.idle_cores:
+        why = f"{_idle(run)} One thread alone worked {sum(alone.values()):.0%} of the time, most of it at “{station}”."
+        change = _more_rows_a_step(run)
+        return Verdict(IDLE, station, why, _less_beside(run, BLAMED.get(station, ())), change, gain)
+    waited = run.steps.get("threads_waited_s", 0.0) / (run.wall_s * run.cores)
+    why = _idle(run)
+    if waited >= EXPLAINED * run.idle_cores / run.cores:
+        why += f" Threads waited for one another {waited:.0%} of the time: the parts of a step are small."
+    else:
+        why += " Nothing here says what its threads waited for."
+    if _mostly_prompts(run):
+        change = run.change("-B", WIDER, "step_tokens") if _step_tokens(run) < WIDER else None
+        return Verdict(IDLE, "prefill", why, "Steps of more tokens have larger parts.", change, gain)
+    return Verdict(IDLE, "forward", why, "Steps of more rows have larger parts.", _more_rows_a_step(run), gain)
+
+
+def _step_tokens(run: Evidence) -> int:
+    return int(run.options.get("-B", {}).get("step_tokens") or WIDER)
+
+
+def _leaves_cores_idle(run: Evidence) -> bool:
+    return run.cores > 1 and run.idle_cores > UNUSED * run.cores
+
+
+def _idle(run: Evidence) -> str:
+    return f"{run.idle_cores:.1f} of {run.cores} cores were idle."
+
+
+SHORT_OF_PAGES = 0.1  # of the rows: so many waited for pages or gave theirs back
+COMPUTED_AGAIN = 0.1  # of all tokens: so many are worth a verdict though the slots are full
+MOST_SLOTS = 64, 1024  # that a device has by itself, the CPU and CUDA: no more rows are at once unless told to
+
+
+def too_few_pages(case: RunCase) -> Verdict | None:
+    """Rows wait for pages of keys and values, or give theirs back and are computed again."""
+    run = case.run
+    waited, preempted, again = (run.steps.get(name, 0.0) for name in SHORTAGES)
+    tokens = run.steps.get("prompt_tokens", 0.0) + run.steps.get("output_tokens", 0.0)
+    rows = _rows(run)
+    if max(waited, preempted) <= SHORT_OF_PAGES * rows or (_used(run) >= FULL and again < COMPUTED_AGAIN * tokens):
+        return None
+    used = f"{_used(run) * run.slots:,.1f} of {run.slots:,} slots were in use"
+    why = f"Pages of keys and values ran short: {shortage(run.steps)}; {used}."
+    advice, change = _more_pages(run, rows)
+    gain = Gain.up_to(min(1 / max(_used(run), 0.01), MOST_GAIN))
+    return Verdict("too few pages", "idle", why, advice, change, gain)
+
+
+SHORTAGES = {
+    "waited_rows": "rows waited for some",
+    "preempted_rows": "times a row gave its own back",
+    "recomputed_tokens": "tokens were computed again",
+}
+"""What pages that run short come to, as steps count it and the report's `pages` has it, in words."""
+
+
+def shortage(counts: Mapping[str, float]) -> str:
+    """What it came to; "" where no pages ran short."""
+    return ", ".join(f"{whole(count)} {words}" for name, words in SHORTAGES.items() if (count := counts.get(name)))
+
+
+def _more_pages(run: Evidence, rows: int) -> tuple[str, OptionChange | None]:
+    """Pages for as many rows of full length as there may be at once."""
+    pages, context = run.model.get("pages", 0), run.model.get("context", 0)
+    if not (run.pages_given and pages and context):
+        return "Memory has no room for more: a shorter context, or fewer rows at once, need fewer.", None
+    most = min(rows, MOST_SLOTS[not run.on_cpu]) if run.slots >= pages else run.slots  # fewer pages allow fewer slots
+    wanted = most * math.ceil(context / run.model["page_positions"])
+    size = wanted * run.model.get("cache_bytes", 0) / pages / 2**20
+    advice = (
+        f"{wanted:,} pages ({size:,.0f} MiB) are enough for {most:,} rows at once; with the option left out there are "
+        "as many as all rows need, or as memory allows."
+    )
+    return advice, run.change("-B", wanted, "pages")
+
+
+def small_pieces(case: RunCase) -> Verdict | None:
+    """Prompts go through the model in small pieces, or wait, since few tokens may go into a step."""
+    run = case.run
+    held, tokens = _held(run), run.options.get("-B", {}).get("step_tokens")
+    if held < HELD or not tokens or tokens >= WIDE:
+        return None
+    why = (
+        f"Steps have {tokens:,} tokens at most, and {held:.0%} of their time that left no room for all of the prompts'."
+    )
+    gain = Gain.up_to(min(1 / (1 - held + held * tokens / WIDER), MOST_GAIN))
+    change = run.change("-B", WIDER, "step_tokens")
+    return Verdict("batch cap too small", "prefill", why, "Let more tokens into a step.", change, gain)
+
+
+def long_prompts(case: RunCase) -> Verdict | None:
+    """Steps are full of a few prompts' tokens: the other slots wait for their turn, and nothing is amiss."""
+    run = case.run
+    if _used(run) >= FULL or not _mostly_prompts(run) or _held(run) < HELD:
+        return None
+    each = run.steps.get("prompt_tokens", 0) / max(run.requests, 1)
+    if each < LONG * (run.options.get("-B", {}).get("step_tokens") or WIDER):
+        return None
+    why = (
+        f"Prompts took {forward_share(run, 'prefill'):.0%} of the time, with {each:,.0f} tokens on average: a few of "
+        f"them fill a step, so that {_used(run) * run.slots:,.1f} of {run.slots:,} slots had a part in one."
+    )
+    if _held(run, "echoing_s") >= HELD:
+        why += " Log-probabilities of the prompt are wanted, which need the whole vocabulary's for each of its tokens."
+        advice = "Shorter prompts cost less, and their log-probabilities in fewer rows; nothing else is amiss."
+        return idle_cores(case) or Verdict("device-saturated", "prefill", why, advice, healthy=True)
+    return idle_cores(case) or below_the_roofline(case) or _saturated(run, why)
+
+
+def too_few_rows(case: RunCase) -> Verdict | None:
+    """Empty slots: fewer rows than slots, or a few long answers when all the others are done."""
+    run, used = case.run, _used(case.run)
+    if used >= FULL or (_held(run) >= HELD and not _mostly_prompts(run)):  # those that were there had no room in steps
+        return None
+    rows = _rows(run)
+    slots = f"{used * run.slots:,.1f} of {run.slots:,} slots were in use, on average over the time in steps"
+    slots += _of_the_bandwidth(run)
+    kind, station = "too few rows outstanding", "idle"
+    if rows <= run.slots:
+        why = f"All {rows:,} rows were under way at once: {slots}."
+        advice = "Nothing needs mending: more rows in one run would share its steps."
+        return Verdict(kind, station, why, advice, healthy=True)
+    if run.queue_wait_s < QUEUED * run.latency_s:
+        return Verdict(kind, station, f"Rows hardly waited for a slot: {slots}.", "Ask for more rows at once.")
+    if _mostly_prompts(run):  # a step is full of one prompt's tokens while the other slots wait for theirs
+        return None
+    if run.cancelled:  # the end, in which slots stay empty, did not come
+        why = f"The run was stopped with {run.cancelled:,} rows under way or waiting: {slots}."
+        return Verdict("inconclusive", station, why, "Let it go on to its end, or for longer.")
+    why = f"The last answers went on when no rows were left to begin: {slots}."
+    advice = "More rows in one run make the end matter less"
+    advice += "; so does a smaller --max-new-tokens." if "max_new_tokens" in run.options.get("--", {}) else "."
+    return Verdict(kind, station, why, advice, None, Gain.up_to(1 / used))
+
+
+def more_slots(case: RunCase) -> Verdict | None:
+    """The slots are full and steps with more rows would be worth it, by what smaller ones took in this very run."""
+    run, wanted = case.run, max(MORE * case.run.slots, ENOUGH)
+    if run.rows_per_s * run.wall_s < 2 * wanted or _mostly_prompts(run):  # it would hardly fill them, or gain by them
+        return None
+    gain = _gain(run, case.curve) if wanted == MORE * run.slots else None
+    if gain is None and run.slots < ENOUGH:
+        gain, because = Gain(), "a step reads all weights, however few rows it has"
+    elif gain is not None and (gain.expected or 1.0) >= WORTH:
+        because = "a step of more rows takes hardly longer"
+    else:
+        return None
+    why = f"{_in_use(run)}, and {because}{_of_the_bandwidth(run)}."
+    change = run.change("--", wanted, "batch_size") or run.change("-B", wanted, "slots")
+    advice = "Generate more rows at once; where memory has no room for them, with a shorter context."
+    return Verdict("batch cap too small", "forward", why, advice, change, gain)
+
+
+def _gain(run: Evidence, curve: Curve | None) -> Gain | None:
+    """Of so many more slots, where steps of half as many rows as now and of nearly all of them were seen.
+
+    The seconds of a step are taken to go on along the line through those two sizes; prompts gain nothing.
+    """
+    if curve is None or curve.points[0][0] > run.slots / 2 or curve.points[-1][0] < 0.9 * run.slots:
+        return None
+    half, full = curve.seconds(run.slots / 2), curve.seconds(run.slots)
+    larger = full + (MORE - 1) * 2 * (full - half)
+    faster = MORE * full / larger
+    forward = forward_share(run, "forward")
+    expected = 1 / (1 - forward + forward / faster)
+    return Gain(max(1.0, expected * (1 - DOUBT)), max(expected, min(expected * (1 + DOUBT), MORE)), expected)
+
+
+def memory_bandwidth(case: RunCase) -> Verdict | None:
+    """Steps of answers read weights, keys and values about as fast as memory gives them."""
+    run, share = case.run, _bandwidth(case.run)
+    if share < READS or _mostly_prompts(run):
+        return None
+    each = (run.steps["bytes"] - run.steps.get("prefill_bytes", 0.0)) / max(_steps_of_answers(run), 1)
+    why = (
+        f"{_in_use(run)}, and its steps read some {each / 2**20:,.0f} MiB each, weights above all, "
+        f"{_as_fast_as(share, run.text_roofline['gbytes_per_s'])}."
+    )
+    if run.dtype == "float32" and (change := run.change("--", "bfloat16", "dtype")):
+        gain = Gain.up_to(FASTER_DTYPE)
+        return Verdict("memory bandwidth", "forward", why, "Weights of bfloat16 are half as many bytes.", change, gain)
+    advice = "More rows in a step share what it reads; nothing else is amiss."
+    return Verdict("memory bandwidth", "forward", why, advice, healthy=True)
+
+
+def _bandwidth(run: Evidence) -> float:
+    """Of what memory gives, what steps of answers read; 0 where it was not measured."""
+    gives = run.text_roofline.get("gbytes_per_s", 0.0) * 1e9
+    seconds = forward_share(run, "forward") * run.wall_s * len(run.forwards)
+    read = run.steps.get("bytes", 0.0) - run.steps.get("prefill_bytes", 0.0)
+    return read / seconds / gives if gives and seconds else 0.0
+
+
+def _of_the_bandwidth(run: Evidence) -> str:
+    share = _bandwidth(run)
+    return f", and a step read memory {_as_fast_as(share)}" if share >= NOTABLE else ""
+
+
+def _as_fast_as(share: float, gives: float | None = None) -> str:
+    """Of what memory gives, in GB/s. No run reads faster than that: more is said to be beyond what was measured."""
+    what = "what it" if gives is None else f"the {gives:,.0f} GB/s that memory"
+    return f"at {share:.0%} of {what} gives here" if share <= 1 else f"faster than {what} gave when it was measured"
+
+
+def _steps_of_answers(run: Evidence) -> float:
+    """Roughly: of the steps, by their share of the time."""
+    steps, share = sum(count for count, _ in run.batch_s.values()), forward_share(run, "forward", "prefill")
+    return steps * forward_share(run, "forward") / share if share else 0.0
+
+
+READS = 0.6  # of the memory's bandwidth: with so much there is little to gain but by reading less
+NOTABLE = 0.3
+WELL = 0.6  # of the roofline: what reaches it is not said to fall short
+
+
+def below_the_roofline(case: RunCase) -> Verdict | None:
+    """The run takes far longer than its steps would at the least: what the largest part of the difference is."""
+    run = case.run
+    efficiency = run.text_roofline.get("efficiency", 1.0)
+    if efficiency >= WELL:
+        return None
+    lost = _lost(run)
+    (station, what), share = max(lost.items(), key=lambda part: part[1])
+    others = [f"{name} {part:.0%}" for (_, name), part in sorted(lost.items(), key=lambda part: -part[1])[1:3]]
+    why = (
+        f"The run did {efficiency:.0%} of what this machine can do with this model at "
+        f"{run.text_roofline['at_rows']:,} rows. {what[0].upper()}{what[1:]} took {share:.0%} of the time"
+    )
+    why += "".join(f", {other}" for other in others if not other.endswith(" 0%")) + "."
+    return Verdict(BELOW, station, why, _of_station(run, station, what), None, Gain.up_to(1 / max(efficiency, 0.01)))
+
+
+BELOW, ATTENTION, SLOW_PRODUCTS = "below the roofline", "attention", "products that a library computes faster"
+BETWEEN = "what lies between products within a step"
+OTHERS, UNUSED_CORES = "other programs", "cores that were idle in steps"
+LONG_CONTEXT = 0.05  # of the operations, for attention: with so many it is what lies between products
+
+
+def _lost(run: Evidence) -> dict[tuple[str, str], float]:
+    """(station, what it is called) → share of the time, of what is not in the least time."""
+    named = {
+        "idle": "waiting for rows",
+        "sample": "sampling",
+        "constrain": "constraints",
+        "reply": "Python between steps",
+    }
+    lost = {(name, called): forward_share(run, name) for name, called in named.items()}
+    lost["compile", "loading and compiling kernels"] = forward_share(run, "compile")
+    lost[FIRST_TOUCH, "first touch of memory"] = forward_share(run, FIRST_TOUCH)
+    computing, best = forward_share(run, "forward", "prefill"), run.text_roofline
+    least = best["least_s"] / run.wall_s
+    answers = run.steps.get("flops", 0.0) - run.steps.get("prefill_flops", 0.0)
+    slower = answers * (1 / best["own_gflops_per_s"] - 1 / best["gflops_per_s"]) / 1e9 / run.wall_s
+    left = max(0.0, computing - least)
+    share_idle = run.idle_cores / run.cores
+    lost["forward", OTHERS] = min(left, computing * (run.others or 0.0) / run.cores)
+    lost["forward", UNUSED_CORES] = min(left, computing * share_idle)
+    lost["forward", SLOW_PRODUCTS] = min(left, max(0.0, slower))
+    of_attention = run.steps.get("attention_flops", 0.0) >= LONG_CONTEXT * run.steps.get("flops", 0.0)
+    known = math.fsum(lost["forward", name] for name in (OTHERS, UNUSED_CORES, SLOW_PRODUCTS))
+    lost["forward", ATTENTION if of_attention else BETWEEN] = max(0.0, left - known)
+    return lost
+
+
+def _of_station(run: Evidence, station: str, what: str) -> str:
+    if station in BLAMED:
+        return _less_beside(run, BLAMED[station])
+    if station in ("compile", FIRST_TOUCH):
+        return "It is paid once: a longer run, or a server that stays, pays no more."
+    if station == "idle":
+        return _all(run)
+    return {
+        ATTENTION: "Shorter prompts and answers have less of it; so do prompts with a beginning in common.",
+        OTHERS: "Let it run alone.",
+        UNUSED_CORES: "Steps of more rows have larger parts, which more threads share out.",
+        SLOW_PRODUCTS: "Nothing that is set here mends it: report it with the model's config.json.",
+    }.get(what, "Steps of more rows share it; where there are no more rows, nothing that is set here mends it.")
+
+
+def model(case: RunCase) -> Verdict | None:
+    run = case.run
+    prompts, answers = forward_share(run, "prefill"), forward_share(run, "forward")
+    why = (
+        f"{_in_use(run)}, and the model computed {prompts + answers:.0%} of the time: {prompts:.0%} on prompts, "
+        f"{answers:.0%} on answers."
+    )
+    if (efficiency := run.text_roofline.get("efficiency")) is not None:
+        why += f" The run did {efficiency:.0%} of what this machine can do with this model."
+    return _saturated(run, why)
+
+
+def _saturated(run: Evidence, why: str) -> Verdict:
+    station = "prefill" if _mostly_prompts(run) else "forward"
+    if run.dtype == "float32" and run.bfloat16_pays:
+        change, gain = run.change("--", "bfloat16", "dtype"), Gain(1.0, FASTER_DTYPE)
+        return Verdict("device-saturated", station, why, "Compute in bfloat16.", change, gain, healthy=True)
+    advice = "Only a smaller model or a faster device makes this faster."
+    return Verdict("device-saturated", station, why, advice, healthy=True)
+
+
+def _held(run: Evidence, what: str = "held_s") -> float:
+    """The share of the time in steps in which prompts had no room."""
+    seconds = run.steps.get("seconds", 0.0)
+    return run.steps.get(what, 0.0) / seconds if seconds else 0.0
+
+
+def _mostly_prompts(run: Evidence) -> bool:
+    return forward_share(run, "prefill") > forward_share(run, "forward")
+
+
+def _in_use(run: Evidence) -> str:
+    if _used(run) < FULL and _held(run) >= HELD:
+        return f"Steps were full with the tokens of {_used(run) * run.slots:,.1f} of {run.slots:,} slots"
+    return "The only slot was in use" if run.slots == 1 else f"{_used(run):.0%} of the {run.slots:,} slots were in use"
+
+
+def _rows(run: Evidence) -> int:
+    """That were answered, or were to be: in a run that was stopped, those under way or waiting too."""
+    return round(run.rows_per_s * run.wall_s) + run.lost + run.cancelled
+
+
+def _used(run: Evidence) -> float:
+    """The share of the slots that had rows, over the time in steps."""
+    spent = math.fsum(seconds for _, seconds in run.batch_s.values())
+    if not spent:
+        return 0.0
+    return math.fsum(rows * seconds for rows, (_, seconds) in run.batch_s.items()) / (spent * run.slots)

@@ -1,0 +1,186 @@
+"""The verdict: the first cause that recognises the run, in an order that is the argument.
+
+First whether the numbers add up; then whether anything is left to gain; then the bounds, from the parts that are busy
+all the time, and that nothing but their own cure can move, to what is left when no part is: waiting for one another.
+
+`judge` names what holds a run back, with the evidence, and the change that would help; `after` says what is left
+of an advice that was tried.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from gpuinfer.config.options import OptionChange
+from gpuinfer.report import (
+    causes_cpu_contention,
+    causes_devices,
+    causes_diffusion,
+    causes_rollouts,
+    causes_rows,
+    causes_text,
+)
+from gpuinfer.report.evidence import Evidence
+from gpuinfer.report.forecast import RunCase, Verdict
+
+CAUSES: Sequence[Callable[[RunCase], Verdict | None]] = (
+    causes_rows.numbers_do_not_add_up,
+    causes_rows.at_the_roofline,
+    causes_rows.for_arrivals,
+    causes_devices.by_side,
+    causes_cpu_contention.too_many_threads,
+    causes_devices.bubbles,
+    causes_cpu_contention.others_have_the_cores,
+    causes_cpu_contention.small_batches,
+    causes_rows.forwards,
+    causes_rows.one_worker,
+    causes_rows.all_workers,
+    causes_rows.all_cores,
+    causes_rows.for_the_timer,
+    causes_rows.for_clients,
+    causes_rows.for_one_another,
+    causes_rows.for_nobody_known,
+)
+GENERATION: Sequence[Callable[[RunCase], Verdict | None]] = (
+    causes_text.too_short,
+    causes_rows.numbers_do_not_add_up,
+    causes_rows.for_arrivals,
+    causes_rollouts.slow_trainer,
+    causes_devices.by_side,
+    causes_devices.bubbles,
+    causes_cpu_contention.others_have_the_cores,
+    causes_rollouts.slow_environment,
+    causes_rollouts.few_groups,
+    causes_text.idle,
+    causes_text.starting,
+    causes_text.first_touch,
+    causes_text.between,
+    causes_text.sampling,
+    causes_text.few_threads,
+    causes_text.too_few_pages,
+    causes_text.small_pieces,
+    causes_text.long_prompts,
+    causes_text.too_few_rows,
+    causes_diffusion.recomputation,
+    causes_diffusion.few_tokens,
+    causes_text.more_slots,
+    causes_text.memory_bandwidth,
+    causes_text.idle_cores,
+    causes_text.below_the_roofline,
+    causes_text.model,
+)  # for backends with slots: their batches are forward steps, so none of the laws above speaks of them
+NOTHING = Verdict("inconclusive", "idle", "Nothing was measured.", "Let the run go on for longer.")
+
+NOTHING_ASKED = Verdict("inconclusive", "idle", "Nothing was asked.", "Let the load last longer, or raise its rate.")
+
+NOTHING_TO_DO = Verdict("inconclusive", "idle", "There was nothing to do.", "Give it something to do.")
+
+
+def judge(run: Evidence) -> dict[str, Any]:
+    """What the report says: the class, its evidence, the bounds in rows/s, the advice and its gain as a factor."""
+    if not (run.wall_s > 0 and run.lanes):
+        return _told(NOTHING, run, {})
+    if run.total == 0 and not (run.requests or run.lost or run.rows_per_s):
+        return _told(NOTHING_TO_DO, run, {})
+    if {"offered_rows_per_s", "clients"} & run.facts.keys() and not (run.requests or run.lost or run.rows_per_s):
+        return _told(NOTHING_ASKED, run, {})
+    case = RunCase.of(run)
+    causes = GENERATION if run.slots else CAUSES
+    fitting = (found for cause in causes if (found := cause(case)) and not _done_already(found, run))
+    verdict = causes_cpu_contention.beside_others(next(fitting, None) or causes_rows.no_cause_fits(case), run)
+    verdict = causes_devices.beside(causes_devices.in_turns(verdict, run), run)
+    return _told(_beside(verdict, run), run, dict(case.bounds))
+
+
+def _done_already(verdict: Verdict, run: Evidence) -> bool:
+    """Whether it advises what is in force: then something else must be the cause."""
+    return verdict.change is not None and run.in_force(verdict.change)
+
+
+def _beside(verdict: Verdict, run: Evidence) -> Verdict:
+    """The verdict, and what it must be seen beside: a load that is more than is answered."""
+    offered = run.facts.get("offered_rows_per_s", 0.0)
+    if verdict.kind == "arrival-bound" or run.rows_per_s >= causes_rows.KEEPS_UP * offered:
+        return verdict
+    beside = f"{offered:,.0f} rows/s arrived and only {run.rows_per_s:,.0f} were answered."
+    return replace(verdict, why=f"{beside} {verdict.why}", healthy=False)
+
+
+def _told(verdict: Verdict, run: Evidence, bounds: dict[str, float]) -> dict[str, Any]:
+    measured, change = run.wall_s > 0 and bool(run.lanes), verdict.change
+    return {
+        "class": verdict.kind,
+        "healthy": verdict.healthy,
+        "station": verdict.station,
+        "share": run.share(verdict.station) if measured else 0.0,
+        "why": verdict.why,
+        "advice": verdict.advice,
+        "change": change.plain() if change else None,
+        "command": change.in_command(run.command) if change else None,
+        "gain": asdict(verdict.gain),
+        "trial": None,
+        "not_tried": None,
+        "bounds": bounds,
+        "unexplained": run.share("other") if measured else 0.0,
+    }
+
+
+# Options that change how the same work is done, so that its speed says all: not how much there is of it, nor what.
+QUICK = {
+    *(
+        "dtype",
+        "workers",
+        "games_in_flight",
+        "groups_in_flight",
+        "batch_size",
+        "max_rows",
+        "max_wait",
+        "slots",
+        "step_tokens",
+        "chunk_rows",
+    ),
+    *("threads", "in_flight", "parallel", "gate"),
+}
+UNCLEAR = 1.15  # times as fast: where as much is left possible, an interval around 1 does not say that nothing is won
+
+
+@dataclass(frozen=True, slots=True)
+class TriedAdvice:
+    """How many times as fast the change was than the setting in force, both having run in turns."""
+
+    measured: float
+    low: float  # of the 95 % interval
+    high: float
+    seconds: float  # of a turn
+    turns: int  # of both
+    command: str  # that was tried
+
+    @property
+    def faster(self) -> bool:
+        return self.low > 1
+
+    @property
+    def unclear(self) -> bool:
+        return self.low <= 1 and self.high > UNCLEAR
+
+
+def to_try(report: Mapping[str, Any]) -> OptionChange | None:
+    """The change that a finished run's advice speaks of, where trying it for some seconds says whether it helps."""
+    change = report["bottleneck"].get("change")
+    from_outside = "arrival" in report["bottleneck"]["bounds"]  # that load is answered as fast as it comes
+    if report["status"] != "done" or change is None or change["name"] not in QUICK or from_outside:
+        return None
+    return OptionChange(**change)
+
+
+def after(bottleneck: Mapping[str, Any], trial: TriedAdvice) -> dict[str, Any]:
+    """The report's `bottleneck` once its advice was tried: what has brought nothing is no advice any more."""
+    told = {**bottleneck, "trial": asdict(trial), "not_tried": None}
+    if trial.faster or trial.unclear:
+        return told
+    words = " ".join(OptionChange(**bottleneck["change"]).words)
+    found = "no faster" if trial.high >= 1 else f"slower, {trial.measured:.2f} times as fast"
+    advice = f"Tried {words}: {found} ({trial.low:.2f} to {trial.high:.2f}). Nothing simple to change."
+    return {**told, "advice": advice, "change": None, "command": None}

@@ -1,0 +1,197 @@
+"""How many games are under way at once, as many as keep the model busy and no more than its cache holds, and which
+group is begun when.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+from gpuinfer.errors import Closed
+from gpuinfer.rollouts.agent import RolloutCounts
+
+CARRIED = 0.5  # of all prompt tokens, what was said before: from there on conversations count
+KEPT, LOST = 0.9, 0.7  # of what was said before, what is found again: there may be more; there were too many
+MOST_GAMES = 4  # for each slot, however slow the environment is
+GROWTH = 1.25  # of the conversations that there may be
+
+
+@dataclass(eq=False)
+class GamePlace:
+    """One game's. Its agents are known once it has begun."""
+
+    agents: int | None = None
+    asks: bool = False  # it has asked for its first answers
+
+
+class ConcurrencyController:
+    """Lets games in, in the order in which they come; all at once without `slots`.
+
+    All methods belong to one event loop.
+    """
+
+    def __init__(self, counts: RolloutCounts, slots: int | None = None) -> None:
+        self.counts, self._slots = counts, math.inf if slots is None else slots
+        self._most = self._slots  # conversations at once
+        self._ceiling = math.inf
+        self._judged = (0, 0, 0)  # of `Counts`, when `_most` was judged last
+        self._waiting: deque[asyncio.Future[None]] = deque()
+        self._places: set[GamePlace] = set()
+        self._agents: int | None = None  # of the latest game
+        self._carries: bool | None = None  # most of a prompt is what was said before; None: no game is over yet
+        self.changed: Callable[[], None] = lambda: None  # is told when there may be room for more than those who wait
+        counts.changed = self.look
+
+    @property
+    def games(self) -> int:
+        return len(self._places)
+
+    @property
+    def room(self) -> bool:
+        """Whether a game that came now would be let in at once."""
+        return not self._waiting and self._has_room
+
+    @contextlib.asynccontextmanager
+    async def place(self) -> AsyncIterator[GamePlace]:
+        """Wait for the place of one game, and leave it in the end."""
+        place = await self._come()
+        try:
+            yield place
+        finally:
+            self._places.discard(place)
+            self._judge()
+            self.look()
+
+    def seated(self, place: GamePlace, agents: int) -> None:
+        """The game has begun, and so many may speak in it."""
+        place.agents = self._agents = agents
+        self.look()
+
+    def asking(self, place: GamePlace) -> None:
+        """The game has asked for its first answers."""
+        if not place.asks:
+            place.asks = True
+            self.look()
+
+    def look(self) -> None:
+        """Let in whom there is room for."""
+        while self._waiting and (self._waiting[0].done() or self._has_room):
+            turn = self._waiting.popleft()
+            if not turn.done():
+                turn.set_result(None)
+                return  # it takes its place, and looks again
+        if not self._waiting:
+            self.changed()
+
+    async def _come(self) -> GamePlace:
+        if not self.room:
+            turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._waiting.append(turn)
+            try:
+                await turn
+            except asyncio.CancelledError:
+                if turn.done():
+                    asyncio.get_running_loop().call_soon(self.look)
+                raise
+        place = GamePlace(self._agents)
+        self._places.add(place)
+        self.look()
+        return place
+
+    @property
+    def _has_room(self) -> bool:
+        if not self._places or self._slots == math.inf:
+            return True
+        quiet = sum(1 for place in self._places if not place.asks)
+        if (
+            len(self._places) >= MOST_GAMES * self._slots
+            or self.counts.asked + quiet * self.counts.width >= self._slots
+        ):
+            return False
+        return self._carries is False or self._conversations + (self._agents or math.inf) <= self._most
+
+    @property
+    def _conversations(self) -> float:
+        return sum(place.agents or math.inf for place in self._places)
+
+    def _judge(self) -> None:
+        """A game is over: how much of the prompts was said before, and what of that was found again?"""
+        counts = self.counts
+        self._carries = counts.carried_tokens >= CARRIED * counts.input_tokens
+        turns, carried, kept = counts.again - self._judged[0], *self._since()
+        if turns < 2 * self._most or not carried:
+            return
+        self._judged = counts.again, counts.carried_tokens, counts.kept_tokens
+        if kept >= KEPT * carried:
+            self._most = min(self._ceiling, GROWTH * self._most)
+        elif kept < LOST * carried and self._most > self._slots:
+            self._most = self._ceiling = max(self._slots, self._most / GROWTH)
+
+    def _since(self) -> tuple[int, int]:
+        return self.counts.carried_tokens - self._judged[1], self.counts.kept_tokens - self._judged[2]
+
+
+class Admission(Protocol):
+    """What else may keep a group from being begun: the capacity rule of a trainer."""
+
+    async def admitted(self) -> None: ...
+    def started(self) -> None: ...
+    def accepted(self) -> None: ...
+    def failed(self) -> None: ...
+
+
+class OpenAdmission:
+    """A gate that keeps nobody."""
+
+    async def admitted(self) -> None:
+        pass
+
+    def started(self) -> None:
+        pass
+
+    def accepted(self) -> None:
+        pass
+
+    def failed(self) -> None:
+        pass
+
+
+class GroupFeed:
+    """Gives out numbers of groups: while fewer than `limit` are under way, or, without one, whenever there is room in
+    the crowd for one more game.
+    """
+
+    def __init__(
+        self, numbers: Iterable[int], gate: Admission, crowd: ConcurrencyController, limit: int | None = None
+    ) -> None:
+        self._numbers, self._gate, self._crowd, self._limit = numbers, gate, crowd, limit
+        self.under_way = 0  # groups that have been begun and are not over
+        self._change = asyncio.Event()
+        crowd.changed = self._change.set
+
+    async def __aiter__(self) -> AsyncIterator[int]:
+        for number in self._numbers:
+            try:
+                await self._gate.admitted()
+            except Closed:  # nobody wants more
+                return
+            while not self._room:
+                self._change.clear()
+                await self._change.wait()
+            self._gate.started()
+            self.under_way += 1
+            yield number
+
+    def finished(self) -> None:
+        """One group is over."""
+        self.under_way -= 1
+        self._change.set()
+
+    @property
+    def _room(self) -> bool:
+        return self._crowd.room if self._limit is None else self.under_way < self._limit

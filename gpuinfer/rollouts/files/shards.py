@@ -1,0 +1,127 @@
+"""What lies in a folder of rollouts, and a group as one line of JSON: every float comes back as it was, every token as
+an integer.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Literal, get_args
+
+import msgspec
+from msgspec import Struct, structs
+
+from gpuinfer.errors import WorkError
+from gpuinfer.host import error_text
+from gpuinfer.rollouts.record import Game, Group, Turn
+
+SCHEMA = "gpuinfer.rollouts/1"
+Form = Literal["jsonl", "parquet"]
+FORMS: tuple[Form, ...] = get_args(Form)
+JOURNAL = ".journal"
+_NAME = re.compile(r"shard-(\d{6,})\.(jsonl|parquet)")
+
+
+def shard_name(number: int, form: str) -> str:
+    return f"shard-{number:06d}.{form}"
+
+
+def journal_name(number: int) -> str:
+    return f"shard-{number:06d}{JOURNAL}"
+
+
+def list_shards(folder: Path) -> dict[int, Path]:
+    """Whole shards by number, in order."""
+    found = {int(match[1]): path for path in folder.iterdir() if (match := _NAME.fullmatch(path.name))}
+    return dict(sorted(found.items()))
+
+
+def list_journals(folder: Path) -> dict[int, Path]:
+    """Journals by number, in order, without those whose groups a shard has: a run was killed before it removed them."""
+    whole = list_shards(folder)
+    found = {int(path.stem.removeprefix("shard-")): path for path in folder.glob(f"shard-*{JOURNAL}")}
+    return {number: path for number, path in sorted(found.items()) if number not in whole}
+
+
+def whole_lines(path: Path) -> Iterator[bytes]:
+    """Up to the first that is torn. Raises `OSError`."""
+    with path.open("rb") as file:
+        for line in file:
+            if not line.endswith(b"\n"):
+                return
+            yield line
+
+
+_encode = msgspec.json.Encoder().encode
+_decode = msgspec.json.Decoder(Group).decode
+MOST_SEED = 2**63  # a seed is an integer of 64 bits in every form
+
+
+class _Numbered(Struct):
+    number: int
+
+
+_numbered = msgspec.json.Decoder(_Numbered).decode
+
+
+def encode(group: Group) -> bytes:
+    """Raises `WorkError` for what no form of file holds: a number that is not finite, a seed past 64 bits.
+
+    Game by game, so that other threads come in between.
+    """
+    check_group(group)
+    try:
+        games = [msgspec.Raw(_encode(game)) for game in group.games]
+        return _encode({**structs.asdict(group), "games": games}) + b"\n"
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        raise WorkError(
+            f"group {group.number} cannot be written ({error_text.safe_str(error)}). Messages hold JSON alone."
+        ) from error
+
+
+def decode(line: bytes) -> Group | None:
+    """None for what is no line of `encode`."""
+    try:
+        return _decode(line) if line.endswith(b"\n") else None
+    except (ValueError, RecursionError):
+        return None
+
+
+def group_number(line: bytes) -> int | None:
+    """The group's; None for what is no whole line."""
+    try:
+        return _numbered(line).number if line.endswith(b"\n") else None
+    except (ValueError, RecursionError):
+        return None
+
+
+def check_group(group: Group) -> None:
+    """Raises `WorkError` that names what is not finite."""
+    for game in (*group.games, *group.failed):
+        if not -MOST_SEED <= game.seed < MOST_SEED:
+            raise WorkError(
+                f"the seed {game.seed} of {_called(group, game)} has more than 64 bits. Draw a smaller one."
+            )
+        for name, values in _floats(game):
+            if not all(map(math.isfinite, values)):
+                raise WorkError(
+                    f"{name} of {_called(group, game)} is not finite. See to what its environment and model give."
+                )
+
+
+def _called(group: Group, game: Game) -> str:
+    return f"group {group.number}, sample {game.sample}"
+
+
+def _floats(game: Game) -> Iterator[tuple[str, Sequence[float]]]:
+    yield "a metric", tuple(game.metrics.values())
+    for trajectory in game.trajectories:
+        yield "a reward", (trajectory.reward, *(turn.reward for turn in trajectory.turns))
+        for turn in trajectory.turns:
+            yield "a log-probability", _logprobs(turn)
+
+
+def _logprobs(turn: Turn) -> tuple[float, ...]:
+    return (*turn.logprobs, *(turn.reference_logprobs or ()), *(turn.policy_logprobs or ()))

@@ -1,0 +1,503 @@
+"""The training side of a run: groups wait in the buffer, the trainer takes them and gives weights, and each step is
+recorded, from what was measured and what the engine has counted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from gpuinfer.api import Infer
+from gpuinfer.errors import Closed, UsageError
+from gpuinfer.rollouts import kl
+from gpuinfer.rollouts.buffer import Capacity, CapacityGate, GroupBuffer
+from gpuinfer.rollouts.meter import EngineCounts, RolloutMeter
+from gpuinfer.rollouts.record import Group, version_lags, version_name
+from gpuinfer.rollouts.steps import Handed, StepRecord, StepsFile
+from gpuinfer.rollouts.trainer import Consumer, Trained, facts_of
+
+StepJudge = Callable[[StepRecord], StepRecord]
+
+
+@dataclass(frozen=True, slots=True)
+class EndedStep:
+    """What the training itself knows of a step that has just ended. Times are of the monotonic clock."""
+
+    number: int
+    version: int  # of the trainer's weights when it took the batch
+    version_after: int
+    weights: Handed | None
+    groups: Sequence[Group]
+    trained: Trained
+    asked: float
+    taken: float
+    done: float
+    loading_s: float  # of `taken` to `done`: new weights were on their way, for which the trainer waited
+    waiting: int  # groups in the buffer when the trainer asked
+    left: int  # and when it ended
+    running: int  # groups under way
+    dropped: int  # groups, since the beginning
+
+
+class StepRecorder:
+    """One run's. A step is told while the next one is under way already: asking a far engine may take a while.
+
+    `judge` completes each record with its verdict.
+    """
+
+    def __init__(
+        self, infer: Infer, meter: RolloutMeter, controller: kl.AdaptiveKl, steps: StepsFile | None, judge: StepJudge
+    ) -> None:
+        self.meter, self.controller, self.totals = meter, controller, StepTotals()
+        self._infer, self._steps, self._judge = infer, steps, judge
+        self._ready: dict[int, float] = {}  # group's number → when it came
+        self._began = self._ended = time.monotonic()
+        self._engine = EngineCounts()
+        self._loading_s = 0.0  # in the present step
+        self._dropped = 0  # before it
+        self._tail_from: float | None = None  # since when no more groups are begun
+        self._telling: asyncio.Task[None] | None = None
+
+    async def open(self) -> None:
+        """Count from now on."""
+        self._began = self._ended = self.meter.began = time.monotonic()
+        self.meter.take()
+        self._engine = EngineCounts.of(await self._infer.counted())
+
+    async def close(self) -> None:
+        """The last step is told. Raises what the telling did."""
+        if self._telling is not None:
+            await self._telling
+            self._telling = None
+
+    def abandon(self) -> None:
+        """What is not told yet stays untold."""
+        if self._telling is not None:
+            self._telling.cancel()
+
+    # What happens in between
+
+    def came(self, group: Group) -> None:
+        self._ready[group.number] = time.monotonic()
+
+    def went(self, group: Group) -> None:
+        """Nobody trains on it."""
+        self._ready.pop(group.number, None)
+
+    def loaded(self, seconds: float) -> None:
+        """New weights are in force, after so long."""
+        self._loading_s += seconds
+        self.totals.adapter_loads += 1
+
+    @property
+    def loading_s(self) -> float:
+        """In this step, until now."""
+        return self._loading_s
+
+    def all_begun(self) -> None:
+        self._tail_from = time.monotonic()
+
+    async def ended(self, step: EndedStep) -> None:
+        """It has ended now. Raises what the telling of the one before did."""
+        await self.close()
+        now = time.monotonic()
+        wall_s, asked = now - self._ended, step.asked - self._ended
+        dropped, self._dropped = step.dropped - self._dropped, step.dropped
+        loading_s, self._loading_s, self._ended = self._loading_s, 0.0, now
+        record = StepRecord(
+            step=step.number,
+            version=step.version,
+            version_after=step.version_after,
+            weights=step.weights,
+            at_s=now - self._began,
+            wall_s=wall_s,
+            absent_s=max(0.0, asked),
+            **times_of(step),
+            adapter_load_s=loading_s,
+            **self._of_batch(step.groups, step.version),
+            **self._of_policy(step.groups, step.trained),
+            buffer_before=step.waiting,
+            buffer_after=step.left,
+            running=step.running,
+            dropped=dropped,
+            tail_s=0.0 if self._tail_from is None else min(wall_s, now - self._tail_from),
+            metrics=step.trained.metrics,
+        )
+        self._telling = asyncio.create_task(self._tell(record, self.meter.take()))
+
+    async def _tell(self, record: StepRecord, measured: Mapping[str, float]) -> None:
+        counted = EngineCounts.of(await self._infer.counted())
+        engine, self._engine = counted.since(self._engine), counted
+        found = engine_fields(engine, measured, record.wall_s, engine.slots or slots_of(self._infer))
+        record = self._judge(msgspec.structs.replace(record, **found))
+        self.totals.add(record)
+        if self._steps is not None:
+            self._steps.add(record)
+
+    def _of_batch(self, groups: Sequence[Group], version: int) -> dict[str, Any]:
+        facts, behind = facts_of(groups), version_lags(groups, version)
+        ready = [self._ready.pop(group.number, self._ended) for group in groups]
+        begun = [came - group.seconds - group.reference_s for came, group in zip(ready, groups, strict=True)]
+        return {
+            "groups": facts["groups"],
+            "games": facts["games"],
+            "numbers": tuple(group.number for group in groups),
+            "tokens_per_game": facts["drawn_tokens"] / max(1, facts["games"]),
+            "tokens_per_call": facts["drawn_tokens"] / max(1, facts["calls"]),
+            "staleness_mean": sum(behind) / max(1, len(behind)),
+            "staleness_max": max(behind, default=0),
+            "reference_share": sum(_reference_share(group) for group in groups) / max(1, len(groups)),
+            "step_rollout_s": max(ready, default=0.0) - min(begun, default=0.0),
+        }
+
+    def _of_policy(self, groups: Sequence[Group], trained: Trained) -> dict[str, Any]:
+        told: dict[str, Any] = {"kl_coefficient": self.controller.coefficient}
+        found = kl.from_reference(groups)
+        if found is not None:
+            games = sum(len(group.games) for group in groups)
+            coefficient = self.controller.update(found.k3, games)
+            told = {"kl": found.k3, "kl_k1": found.k1, "kl_coefficient": coefficient}
+        if trained.logprobs and (moved := kl.from_trainer(groups, trained.logprobs)) is not None:
+            told |= {"ratio_mean": moved.mean, "ratio_max": moved.largest, "effective": moved.effective}
+        return told
+
+
+def times_of(step: EndedStep) -> dict[str, Any]:
+    """Of a step, how long the trainer waited and how long it trained. What it knows better than we is believed: a loop
+    that was busy heard of it late.
+    """
+    busy_s = max(0.0, step.done - step.taken - step.loading_s)
+    train_s = min(busy_s, step.trained.seconds) if step.trained.seconds else busy_s
+    return {"wait_s": step.taken - step.asked + busy_s - train_s, "train_s": train_s}
+
+
+def _reference_share(group: Group) -> float:
+    whole = group.seconds + group.reference_s
+    return group.reference_s / whole if whole else 0.0
+
+
+def slots_of(infer: Infer) -> int:
+    """Rows that may be under way at once."""
+    limits = infer.limits
+    return limits.max_rows * limits.in_flight if limits.slots is None else limits.slots
+
+
+def engine_fields(engine: EngineCounts, measured: Mapping[str, float], wall_s: float, slots: int) -> dict[str, Any]:
+    """The fields of a step that tell of the engine's time, and of what it was asked."""
+    inference_s = min(engine.inference_s, wall_s)
+    room = slots * wall_s
+    given, drawn = engine.input_tokens, engine.output_tokens
+    if not engine.counts:  # the backend tells of none: those of the answers that have come
+        given, drawn = int(measured["input_tokens"]), int(measured["output_tokens"])
+    games_s = max(measured["environment_share"] * wall_s, min(wall_s, measured["blocked_s"]))
+    return {
+        "input_tokens": given,
+        "output_tokens": drawn,
+        "calls": int(measured["calls"]),
+        "slots": slots,
+        "inference_s": inference_s,
+        "tokens_per_s_wall": drawn / wall_s if wall_s else 0.0,
+        "tokens_per_s_inference": drawn / inference_s if inference_s else 0.0,
+        "occupancy": engine.row_s / (slots * engine.step_s) if slots and engine.step_s else 0.0,
+        "busy": engine.row_s / room if room else 0.0,
+        "offered": measured["rows_s"] / room if room else 0.0,
+        "offered_working": measured["rows_s"] / (slots * measured["working_s"])
+        if slots and measured["working_s"]
+        else 0.0,
+        "working_s": measured["working_s"],
+        "gated_s": measured["gated_s"],
+        "reference_s": measured["reference_s"],
+        "constraint_s": min(engine.constraint_s, wall_s),
+        "environment_s": games_s,
+        "cold_start_s": min(measured["cold_start_s"], wall_s),
+    }
+
+
+class StepTotals:
+    """Of all steps together: what the report tells."""
+
+    def __init__(self) -> None:
+        self.steps = self.adapter_loads = self.staleness_max = 0
+        self._sums: dict[str, float] = dict.fromkeys(SUMMED, 0.0)
+        self._staleness_groups = 0.0
+        self._groups = 0
+        self._kl: float | None = None
+        self._stalls: dict[str, float] = {}  # seconds, by kind
+
+    def add(self, record: StepRecord) -> None:
+        self.steps += 1
+        self.staleness_max = max(self.staleness_max, record.staleness_max)
+        self._staleness_groups += record.staleness_mean * record.groups
+        self._groups += record.groups
+        self._kl = record.kl if record.kl is not None else self._kl
+        fields = msgspec.structs.asdict(record)
+        for name in SUMMED:
+            self._sums[name] += fields[name]
+        verdict = record.verdict or {"kind": "healthy"}
+        for kind, share in verdict["shares"].items() if verdict["kind"] != "healthy" else ():
+            self._stalls[kind] = self._stalls.get(kind, 0.0) + share * record.wall_s
+
+    def facts(self) -> dict[str, float]:
+        told: dict[str, float] = {
+            "steps": self.steps,
+            "trained_groups": self._groups,
+            "staleness_max": self.staleness_max,
+            "staleness_mean": self._staleness_groups / self._groups if self._groups else 0.0,
+            "adapter_loads": self.adapter_loads,
+            **self._sums,
+            **{f"stall: {kind}": seconds for kind, seconds in self._stalls.items()},
+        }
+        return told if self._kl is None else {**told, "kl": self._kl}
+
+
+SUMMED = (
+    *("wait_s", "train_s", "absent_s", "adapter_load_s", "step_rollout_s"),
+    *("reference_s", "constraint_s", "environment_s", "gated_s"),
+)
+
+
+ANY_STALENESS = 1 << 30  # groups under way, where only the feed bounds them
+
+
+@dataclass(frozen=True)
+class TrainingPlan:
+    """How groups wait, and how old they may become."""
+
+    depth: int = 2  # groups that wait for the trainer
+    batch: int = 1  # groups of one step
+    prefill: int = 0  # groups that must wait before the first step
+    max_staleness: int | None = None  # η, in versions; None: as many as the buffer holds batches
+    concurrency: int = ANY_STALENESS
+    version: int = 0  # to begin with
+    step: int = 0
+    kl_target: float | None = None
+    kl_coefficient: float = 0.0
+    kl_horizon: float = 10_000.0  # games
+
+    @property
+    def staleness(self) -> int:
+        """A buffer of so many batches keeps the engine busy for so many steps of the trainer ahead."""
+        return -(-self.depth // self.batch) if self.max_staleness is None else self.max_staleness
+
+    def check(self) -> None:
+        """Raises `UsageError` where the first step could never begin."""
+        most = (self.staleness + 1) * self.batch
+        if self.prefill > most:
+            raise UsageError(
+                f"--prefill {self.prefill} groups cannot wait before the first step: with --batch-groups {self.batch} "
+                f"and {self.staleness} versions of staleness no more than {most} are begun. "
+                f"Use --prefill {most}, or a greater --buffer-depth."
+            )
+
+
+class Training:
+    """One run's. All methods belong to its event loop.
+
+    `judge` completes each step's record with its verdict.
+    """
+
+    def __init__(
+        self,
+        infer: Infer,
+        consumer: Consumer,
+        plan: TrainingPlan,
+        meter: RolloutMeter,
+        steps: StepsFile | None = None,
+        judge: StepJudge = lambda record: record,
+    ) -> None:
+        plan.check()
+        self.plan, self.meter, self.consumer = plan, meter, consumer
+        self.version, self.step = plan.version, plan.step
+        self.gate = CapacityGate(
+            Capacity(concurrency=plan.concurrency, batch=plan.batch, staleness=plan.staleness, first=plan.version)
+        )
+        self.buffer = GroupBuffer(plan.depth, plan.prefill, plan.staleness, plan.version, on_drop=self._drop)
+        self.controller = kl.AdaptiveKl(plan.kl_target, plan.kl_coefficient, plan.kl_horizon)
+        self.books = StepRecorder(infer, meter, self.controller, steps, judge)
+        self.first = asyncio.Event()  # what goes to the trainer before anything new has been put
+        self.first.set()
+        self._infer = infer
+        self._gone = set[int]()  # of the batch that is out
+        self.weights: Handed | None = None  # that the backend has been given last
+        self._updating = asyncio.Lock()
+
+    # The gate of the loop
+
+    async def admitted(self) -> None:
+        with self.meter.gated.during():
+            await self.first.wait()
+            await self.gate.admitted()
+
+    def started(self) -> None:
+        self.gate.started()
+        self.meter.groups.add(1)
+
+    def accepted(self) -> None:
+        self.gate.accepted()
+        self.meter.groups.add(-1)
+
+    def failed(self) -> None:
+        self.gate.failed()
+        self.meter.groups.add(-1)
+
+    # The trainer of the loop
+
+    async def put(self, group: Group) -> None:
+        """Wait for room in the buffer. When the trainer has left, nobody wants it."""
+        self.books.came(group)
+        try:
+            await self.buffer.put(group)
+        except Closed:
+            self.books.went(group)
+
+    async def put_again(self, group: Group) -> None:
+        """One that an earlier run has played, and nobody has trained on; it counts as if this run had."""
+        await self.gate.admitted()
+        self.gate.started()
+        self.gate.accepted()
+        await self.put(group)
+
+    def all_begun(self) -> None:
+        """No more groups will be begun."""
+        self.books.all_begun()
+
+    def end(self) -> None:
+        """No more groups will come."""
+        self.buffer.end()
+
+    def close(self) -> None:
+        """Nothing is admitted, put or taken any more."""
+        self.first.set()
+        self.gate.close()
+        self.buffer.close()
+
+    async def run(self) -> None:
+        """Step after step, until there are no more groups or the trainer wants none. Raises what the trainer does."""
+        await self.books.open()
+        try:
+            while await self._one_step():
+                pass
+            await self.books.close()
+        finally:
+            self.books.abandon()
+            self.close()
+
+    async def _one_step(self) -> bool:
+        """Whether there was one."""
+        wanted = await self.consumer.asks()
+        asked, before = time.monotonic(), len(self.buffer)
+        if wanted is None:
+            return False
+        groups = await self.buffer.take(wanted)
+        if not groups:
+            return False
+        taken, version, loaded_s = time.monotonic(), self.version, self.books.loading_s
+        try:
+            trained = await self.consumer.train(groups, self.step)
+        except Closed:  # it has left with them
+            return False
+        done, loading_s = time.monotonic(), self.books.loading_s - loaded_s
+        groups = [group for group in groups if group.number not in self._gone]
+        self._gone.clear()
+        if trained.version > self.version:
+            await self.update(trained.version, trained.weights, trained.adapter)
+        await self.books.ended(
+            EndedStep(
+                number=self.step,
+                version=version,
+                version_after=self.version,
+                weights=self.weights,
+                groups=groups,
+                trained=trained,
+                asked=asked,
+                taken=taken,
+                done=done,
+                loading_s=loading_s,
+                waiting=before,
+                left=len(self.buffer),
+                running=self.gate.capacity.running,
+                dropped=self.buffer.shelf.dropped,
+            )
+        )
+        self.step += 1
+        return True
+
+    async def update(self, version: int, weights: str | None = None, adapter: str | None = None) -> None:
+        """The trainer's weights are of this version now; the one it has, or the next. With `weights` the backend
+        computes with them from now on, and answers under way go on.
+
+        Raises `UsageError` for another version, and for weights that the backend cannot take, with the old ones in
+        force.
+        """
+        async with self._updating:
+            if version == self.version:
+                return
+            if version != self.version + 1:
+                raise UsageError(
+                    f"version {version} cannot come after {self.version}. Count versions one by one: "
+                    f"send {self.version + 1}."
+                )
+            if weights is not None:
+                began = time.monotonic()
+                await self._infer.update(version_name(version), weights, adapter=adapter, drain=False)
+                self.books.loaded(time.monotonic() - began)
+                self.weights = Handed(version=version, weights=weights, adapter=adapter)
+            self.version = version
+            self.gate.advance(version)
+            self.buffer.advance(version)
+
+    async def restore(self, handed: Handed) -> None:
+        """Begin with the weights that an earlier run had from its trainer last. Raises `UsageError`."""
+        try:
+            await self._infer.update(version_name(handed.version), handed.weights, adapter=handed.adapter, drain=False)
+        except UsageError as error:
+            raise UsageError(
+                f"version {handed.version}, which the trainer made last, cannot be gone on with: {error}"
+            ) from error
+        self.weights = handed
+
+    def too_old(self, groups: Sequence[Group]) -> list[Group]:
+        """Those of a batch that was given out which are dropped, as it is to be given again to a newer trainer."""
+        gone = [group for group in groups if self.buffer.shelf.stale(group)]
+        self._gone |= {group.number for group in gone}
+        self.buffer.shelf.dropped += len(gone)
+        self.buffer.shelf.given -= len(gone)
+        for group in gone:
+            self._drop(group)
+        return gone
+
+    @property
+    def starved_of(self) -> str:
+        """What a trainer waits for: "rollouts", or "version": no more groups are begun before its weights are newer."""
+        return "version" if self.gate.waiting and not self.gate.capacity.running else "rollouts"
+
+    def asked_with(self) -> str | None:
+        """The name of the weights that an answer is drawn by which is asked for now, where the backend has not been
+        told of one.
+        """
+        return version_name(self.version) if self.version and self.weights is None else None
+
+    def _drop(self, group: Group) -> None:
+        """It was too old for the trainer; another is begun in its place."""
+        self.books.went(group)
+        self.gate.dropped()
+
+    # What it says
+
+    def facts(self) -> dict[str, float]:
+        """For the report: totals of all steps, and where the buffer is now."""
+        return {
+            **self.books.totals.facts(),
+            "buffer_depth": self.plan.depth,
+            "buffer_batch": self.plan.batch,
+            "buffer_waiting": len(self.buffer),
+            "groups_dropped": self.buffer.shelf.dropped,
+            "policy_version": self.version,
+            "max_staleness": self.plan.staleness,
+            "kl_coefficient": self.controller.coefficient,
+        }

@@ -1,1 +1,0 @@
-"""Which replica a request goes to: policies that the router and the simulator share."""

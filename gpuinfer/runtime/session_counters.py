@@ -1,0 +1,228 @@
+"""What a session has counted since a mark: in this process, in its workers, and on the far side of a remote backend.
+
+Models of one run get names here that tell them apart.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from pathlib import PurePath
+from typing import Any
+
+from gpuinfer import stats
+from gpuinfer.api import Backend, ModelSpec
+from gpuinfer.config import blame
+from gpuinfer.engine.engine import Engine
+from gpuinfer.errors import GpuinferError
+from gpuinfer.host import machine
+from gpuinfer.runtime.worker_pool import WorkerPool
+from gpuinfer.stats import Snapshot, merge, since
+
+NO_FILE = "no weights file"
+
+
+def model_name(spec: ModelSpec) -> str:
+    """A path's last part."""
+    return PurePath(spec.name).name or spec.name
+
+
+def distinct_names(own: ModelSpec, other: ModelSpec) -> tuple[str, str]:
+    """The run's own model and another: by name, or of one name by the files of their weights.
+
+    `blobnet` and `blobnet-small`; `a/chat` and `b/chat`; `blobnet (new.pt)` and `blobnet (old.pt)`.
+    """
+    if own.name != other.name:
+        return _tails(own.name, other.name)
+    name = model_name(own)
+    if own.weights == other.weights:
+        return f"own {name}", name
+    if own.weights is None or other.weights is None:
+        files = tuple(PurePath(one).name if one else NO_FILE for one in (own.weights, other.weights))
+    else:
+        files = _tails(own.weights, other.weights)
+    return f"{name} ({files[0]})", f"{name} ({files[1]})"
+
+
+def _tails(one: str, other: str) -> tuple[str, str]:
+    """As few of the last parts of two paths as tell them apart."""
+    parts = PurePath(one).parts, PurePath(other).parts
+    for count in range(1, max(map(len, parts)) + 1):
+        found = tuple(str(PurePath(*part[-count:])) for part in parts)
+        if found[0] != found[1]:
+            return found[0], found[1]
+    return one, other
+
+
+def free_name(name: str, taken: Iterable[str]) -> str:
+    """This one, or else the first of `name 2`, `name 3`, … that is not taken."""
+    known = set(taken)
+    names = itertools.chain([name], (f"{name} {number}" for number in itertools.count(2)))
+    return next(free for free in names if free not in known)
+
+
+log = logging.getLogger(__name__)
+
+FAR_S = 1.0  # for a remote backend to say what it has measured
+
+
+class SessionCounters:
+    """Of one session. `of_process`: what all of this process took is counted here, and in no other session of it.
+
+    What the far side has measured is as fresh as the last `refresh`.
+    """
+
+    def __init__(self, backend: Backend, engine: Engine, *, of_process: bool) -> None:
+        self.lanes: list[stats.Lane] = []
+        self.workers: list[WorkerPool] = []
+        self.started = False  # the backend
+        self.model = ""  # by which name it is told apart from others in the run; "": it is the only one
+        self._backend, self._engine, self._of_process = backend, engine, of_process
+        self._warned: set[str] = set()  # of the backend's methods
+        self._mark = Snapshot()
+        self._far, self._far_mark = Snapshot(), Snapshot()
+        self._asking: asyncio.Task[None] | None = None  # the far side
+
+    def lane(self, name: str) -> stats.Lane:
+        """A new one, of this name or one like it."""
+        self.lanes.append(stats.Lane(free_name(name, (lane.name for lane in self.lanes))))
+        return self.lanes[-1]
+
+    async def mark(self) -> None:
+        """Count from here on, the workers too. The far side: from its last `mark_far` on."""
+        self._mark = self._counted()
+        for workers in self.workers:
+            await workers.mark()
+
+    def mark_far(self) -> None:
+        self._far_mark = self._far
+
+    @property
+    def is_far(self) -> bool:
+        """Whether there is a far side that could be asked."""
+        return self._backend.remote and self.started
+
+    def ask(self) -> asyncio.Task[None]:
+        """Ask the far side, unless it is being asked already."""
+        if self._asking is None or self._asking.done():
+            self._asking = asyncio.create_task(self._ask_far())
+        return self._asking
+
+    async def _ask_far(self) -> None:
+        try:
+            wire = await self._backend.stats()
+            self._far = self._far if wire is None else Snapshot.from_wire(wire)
+        except GpuinferError as error:  # a server that is gone: its requests say so
+            log.info("the far side's counters are those of before: %s", error)
+        except Exception as error:  # noqa: BLE001 (a plugin may raise anything)
+            self._warn("stats", error)
+
+    def snapshot(self, beside: Iterable[tuple[str, Snapshot]]) -> Snapshot:
+        """The counters since the mark, of this process and the latest of every worker, lanes of the dead included.
+
+        With a remote backend: requests, rows, latency and errors as those who asked saw them, the rest of the far side.
+        `beside`: names of other models in the same run, and their counters.
+        """
+        parts = [own := since(self._counted(), self._mark)]
+        for workers in self.workers:
+            found = sorted(workers.snapshots.items())
+            parts += [_named(f"worker {worker}", part) for worker, part in found]
+        parts.append(far := _served(since(self._far, self._far_mark)))
+        if self.model:
+            parts.append(Snapshot(models={self.model: self._line(merge([own, far]))}))
+        parts += [_beside(name, part) for name, part in beside]
+        return merge(parts)
+
+    def own(self) -> Snapshot:
+        """Those of this model alone, without workers."""
+        return merge([since(self._counted(), self._mark), _served(since(self._far, self._far_mark))])
+
+    def _line(self, counted: Snapshot) -> Mapping[str, Any]:
+        setup = self._backend.setup
+        return stats.of_model(counted, "rows" if setup.model is None else setup.model.kind, setup.share)
+
+    def _counted(self) -> Snapshot:
+        """This process alone, since its start."""
+        own = Snapshot(lanes=tuple(lane.to_wire() for lane in self.lanes))
+        if self._of_process:
+            ran, waited = machine.cpu_times()
+            own = replace(own, cpu_s=ran, cpu_wait_s=waited, rss_peak_mb=machine.rss_peak_mb())
+        if not self.started:
+            return own
+        engine = self._engine.snapshot()
+        served = _asked(engine) if self._backend.remote else replace(engine, device=self._device())
+        return merge([served, own])
+
+    def _device(self) -> Mapping[str, Any]:
+        """What the backend says of the device; nothing where it cannot say."""
+        try:
+            return dict(self._backend.device())
+        except Exception as error:  # noqa: BLE001 (a plugin may raise anything)
+            self._warn("device", error)
+            return {}
+
+    @property
+    def lost(self) -> bool:
+        """Whether the backend says that it will answer nothing any more."""
+        try:
+            return self.started and self._backend.lost is not None
+        except Exception as error:  # noqa: BLE001 (a plugin may raise anything)
+            self._warn("lost", error)
+            return False
+
+    def _warn(self, method: str, error: Exception) -> None:
+        """Once: it would be the same at every look."""
+        if method not in self._warned:
+            self._warned.add(method)
+            blame.warn(self._backend, method, error)
+
+    def close(self) -> None:
+        if self._asking is not None:
+            self._asking.cancel()
+
+
+async def refresh(all_of_them: Iterable[SessionCounters]) -> None:
+    """Ask their far sides what they have measured. What was known stays where that takes over a second."""
+    if asking := {one.ask() for one in all_of_them if one.is_far}:
+        await asyncio.wait(asking, timeout=FAR_S)
+
+
+def _named(whose: str, part: Snapshot) -> Snapshot:
+    lanes = ({**lane, "name": f"{whose}: {lane['name']}"} for lane in part.lanes)
+    return replace(part, lanes=tuple(lanes))
+
+
+def _beside(name: str, part: Snapshot) -> Snapshot:
+    """Of a model beside the run's own: it is named as such, and what it has taken of the device is counted already."""
+    device = {kept: part.device[kept] for kept in stats.DONE_BY_A_DEVICE if kept in part.device}
+    if part.device:
+        device["beside"] = {name: part.device.get("model", {})}
+    return replace(_named(f"beside {name}", part), device=device)
+
+
+def _asked(engine: Snapshot) -> Snapshot:
+    """What those who ask see of it: an engine that only passes on forms no batches of its own."""
+    return Snapshot(
+        requests=engine.requests,
+        rows=engine.rows,
+        latency=engine.latency,
+        first_token=engine.first_token,
+        between_tokens=engine.between_tokens,
+        errors=engine.errors,
+        failure=engine.failure,
+        classes={name: {**count, "queue_wait": Snapshot().queue_wait} for name, count in engine.classes.items()},
+        waiting=engine.waiting,
+    )
+
+
+def _served(far: Snapshot) -> Snapshot:
+    """What only the far side sees: the rest, and how many requests it ran again, which those who asked cannot know."""
+    retried = {kind: count for kind, count in far.errors.items() if kind == "retried"}
+    none = Snapshot()
+    seen: dict[str, Any] = {name: getattr(none, name) for name in ("requests", "rows", "latency")}  # by those who asked
+    classes = {name: {**count, **seen, "errors": {}} for name, count in far.classes.items()}
+    tokens: dict[str, Any] = {name: getattr(none, name) for name in ("first_token", "between_tokens")}
+    return replace(far, **seen, **tokens, errors=retried, failure="", classes=classes)

@@ -1,0 +1,403 @@
+"""Metrics in Prometheus' text format: families of samples of a snapshot, of a fleet's replicas and of its router.
+
+Names and units follow https://prometheus.io/docs/practices/naming/: base units (seconds, bytes), `_total` for what only
+grows, one meaning for each name; docs/monitoring.md lists them all. Sets of labels are bounded, whatever plugins call
+lanes and stations.
+"""
+
+from __future__ import annotations
+
+import platform
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+from gpuinfer import __version__
+from gpuinfer.api import Priority, Reason
+from gpuinfer.stats import ERRORS, FLOOR, SUB_BUCKETS, ClassCount, DiffusionCounters, Snapshot, tokens_of
+
+if TYPE_CHECKING:
+    from prometheus_client import Metric
+
+Labels: TypeAlias = Mapping[str, str]
+Kind: TypeAlias = Literal["counter", "gauge", "histogram", "summary"]
+
+DURATIONS = (
+    *(0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05),
+    *(0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0, 300.0),
+)
+"""Upper bounds in seconds of the buckets of durations: from a small network's forward to the longest timeout."""
+SIZES = tuple(float(1 << power) for power in range(13))
+"""Upper bounds in rows of the buckets of batch sizes: 1 to 4,096."""
+
+
+@dataclass(frozen=True, slots=True)
+class Distribution:
+    """A histogram's values: how many were at most each bound (cumulative, the last is infinity), and their sum."""
+
+    buckets: tuple[tuple[float, int], ...]
+    total: float
+
+    @property
+    def count(self) -> int:
+        return self.buckets[-1][1]
+
+
+Value: TypeAlias = float | Distribution
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """The samples of one metric, each with the same names of labels. A counter's name is given without `_total`."""
+
+    name: str
+    help: str
+    kind: Kind
+    samples: Sequence[tuple[Labels, Value]]
+
+
+def single_sample(name: str, help: str, kind: Kind, value: Value) -> Family:
+    """A family of one sample without labels."""
+    return Family(name, help, kind, [({}, value)])
+
+
+def durations(wire: Mapping[str, Any]) -> Distribution:
+    """A `stats.Histogram` in its wire form, in the coarser buckets of DURATIONS.
+
+    One of its own buckets that a bound cuts in two counts where its middle is: an edge is off by 0.6 % at most.
+    """
+    counted = {FLOOR * 2 ** ((int(bucket) + 0.5) / SUB_BUCKETS): times for bucket, times in wire["counts"].items()}
+    return distribution(counted, DURATIONS, wire["total"])
+
+
+def sizes(counted: Mapping[int, int]) -> Distribution:
+    """Batch sizes in rows → how many batches, in the buckets of SIZES."""
+    return distribution(counted, SIZES, float(sum(size * times for size, times in counted.items())))
+
+
+def distribution(
+    counted: Mapping[float, int] | Mapping[int, int], bounds: Sequence[float], total: float
+) -> Distribution:
+    """Values → how often each occurred, as what is at most each of the ascending bounds, and at most infinity."""
+    counts = [0] * (len(bounds) + 1)
+    for value, times in counted.items():
+        counts[bisect_left(bounds, value)] += times
+    return Distribution(tuple(zip((*bounds, float("inf")), accumulate(counts), strict=True)), total)
+
+
+MEGABYTE = 1 << 20
+MOST_LANES, MOST_STATIONS = 16, 24  # kinds of lanes, and stations of each: what comes after them is `other`
+MOST_MODELS = 32
+OTHER = "other"
+NAME = 100  # characters of a name from outside
+
+
+def snapshot_families(snapshot: Snapshot) -> Iterator[Family]:
+    """Every family of one snapshot, always in the same order. What is not known (tokens of rows) has none."""
+    yield from _requests(snapshot)
+    yield from _text(snapshot)
+    yield from _unmasking(snapshot)
+    yield from _batches(snapshot)
+    yield from _lanes(snapshot)
+    yield from _machine(snapshot)
+    yield from _models(snapshot)
+
+
+def _models(snapshot: Snapshot) -> Iterator[Family]:
+    """A line each, where there are several."""
+    lines = {shortened(name): line for name, line in list(snapshot.models.items())[:MOST_MODELS]}
+    if not lines:
+        return
+
+    def by_model(what: str) -> list[tuple[dict[str, str], float]]:
+        return [({"model": name}, line[what]) for name, line in lines.items()]
+
+    for name, told in (
+        ("requests", "Of several models in one server: requests that a model answered."),
+        ("rows", "Rows of these."),
+    ):
+        yield Family(f"gpuinfer_model_{name}", told, "counter", by_model(name))
+    for way, told in (("input", "Tokens of a model's prompts."), ("output", "Tokens of its answers.")):
+        tokens = [({"model": name}, line["tokens"].get(way, 0)) for name, line in lines.items()]
+        yield Family(f"gpuinfer_model_{way}_tokens", told, "counter", tokens)
+    errors = [
+        ({"model": name, "kind": kind}, line["errors"].get(kind, 0)) for name, line in lines.items() for kind in ERRORS
+    ]
+    yield Family("gpuinfer_model_errors", "As gpuinfer_errors, of each model.", "counter", errors)
+    told = "Device time that it had, of all of the device."
+    yield Family("gpuinfer_model_device_seconds", told, "counter", by_model("device_s"))
+    told = "For how long its forwards waited while others had the device."
+    yield Family("gpuinfer_model_turn_wait_seconds", told, "counter", by_model("turn_wait_s"))
+    yield Family("gpuinfer_model_waiting_rows", "Rows that wait in its queue now.", "gauge", by_model("waiting"))
+    waited: list[tuple[dict[str, str], Distribution]] = [
+        ({"model": name}, durations(line["queue_wait"])) for name, line in lines.items()
+    ]
+    told = "From a request's arrival to its batch."
+    yield Family("gpuinfer_model_queue_wait_seconds", told, "histogram", waited)
+
+
+def _requests(snapshot: Snapshot) -> Iterator[Family]:
+    classes = {name: snapshot.classes.get(name) or ClassCount().to_wire() for name in _classes(snapshot)}
+
+    def by_class(what: str) -> list[tuple[dict[str, str], float]]:
+        return [({"class": name}, count[what]) for name, count in classes.items()]
+
+    def times(what: str) -> list[tuple[dict[str, str], Distribution]]:
+        return [({"class": name}, durations(count[what])) for name, count in classes.items()]
+
+    errors = [({"kind": kind}, snapshot.errors.get(kind, 0)) for kind in ERRORS]
+    yield Family("gpuinfer_requests", "Requests that were answered.", "counter", by_class("requests"))
+    yield Family("gpuinfer_rows", "Rows of the requests that were answered.", "counter", by_class("rows"))
+    yield Family("gpuinfer_errors", "Requests without an answer, and repeated ones (retried).", "counter", errors)
+    duration = "From a request's arrival to its answer."
+    yield Family("gpuinfer_request_duration_seconds", duration, "histogram", times("latency"))
+    waited = "From a request's arrival to its batch."
+    yield Family("gpuinfer_queue_wait_seconds", waited, "histogram", times("queue_wait"))
+    yield single_sample("gpuinfer_waiting_rows", "Rows that wait in the queue now.", "gauge", snapshot.waiting)
+
+
+def _classes(snapshot: Snapshot) -> list[str]:
+    """All that there may be, so that a counter is there before it first counts."""
+    known = [priority.name.lower() for priority in Priority]
+    return [*known, *(name for name in snapshot.classes if name not in known)]
+
+
+def _text(snapshot: Snapshot) -> Iterator[Family]:
+    first, between = durations(snapshot.first_token), durations(snapshot.between_tokens)
+    told = "From a prompt's arrival to its first token."
+    yield single_sample("gpuinfer_time_to_first_token_seconds", told, "histogram", first)
+    told = "From one token of an answer to its next: the mean of each answer."
+    yield single_sample("gpuinfer_time_between_tokens_seconds", told, "histogram", between)
+    tokens = tokens_of(snapshot)
+    for name, told in (("input_tokens", "Tokens of prompts that were taken in."), ("output_tokens", "Tokens drawn.")):
+        if name in tokens:
+            yield single_sample(f"gpuinfer_{name}", told, "counter", tokens[name])
+
+
+def _unmasking(snapshot: Snapshot) -> Iterator[Family]:
+    """Of diffusion models. Shares and tokens a forward are for who reads it, over the time that is looked at."""
+    if (found := DiffusionCounters.of(snapshot.device.get("steps"))) is None:
+        return
+    for name, told, value in (
+        (
+            "forwards",
+            "Rows of all steps of a diffusion model: output tokens are to be seen beside them.",
+            found.forwards,
+        ),
+        ("idle_forwards", "Of these, those that committed no token.", found.idle),
+        ("committed_tokens", "Masks that became tokens, also those that no answer has in the end.", found.committed),
+        ("canvas_positions", "Positions of the canvases of all forwards.", found.positions),
+        ("computed_positions", "Of these, those that were computed anew.", found.computed),
+    ):
+        yield single_sample(f"gpuinfer_{name}", told, "counter", value)
+
+
+def _batches(snapshot: Snapshot) -> Iterator[Family]:
+    yield single_sample(
+        "gpuinfer_batch_rows", "Rows of each batch; of text: of each step.", "histogram", sizes(snapshot.batches)
+    )
+    count = sum(int(times) for times, _ in snapshot.batch_s.values())
+    seconds = sum(spent for _, spent in snapshot.batch_s.values())
+    took = Distribution(((float("inf"), count),), seconds)
+    yield single_sample("gpuinfer_batch_duration_seconds", "What the model took for a batch or step.", "summary", took)
+    known = [reason.value for reason in Reason]
+    reasons = [*known, *(reason for reason in snapshot.reasons if reason not in known)]
+    cuts = [({"reason": reason}, snapshot.reasons.get(reason, 0)) for reason in reasons]
+    yield Family("gpuinfer_batches", "Batches cut from the queue, by what was the reason.", "counter", cuts)
+    yield single_sample("gpuinfer_slots", "Rows of text that may be under way at once.", "gauge", snapshot.slots)
+
+
+def _lanes(snapshot: Snapshot) -> Iterator[Family]:
+    seconds: dict[tuple[str, str], float] = {}
+    for lane in snapshot.lanes:
+        kind = lane_kind(lane["name"])
+        kinds = {known for known, _ in seconds}
+        kind = kind if kind in kinds or len(kinds) < MOST_LANES else OTHER
+        for station, spent in lane["stations"].items():
+            key = (kind, _bounded(station, kind, seconds))
+            seconds[key] = seconds.get(key, 0.0) + spent
+    samples = [({"lane": lane, "station": station}, spent) for (lane, station), spent in seconds.items()]
+    told = "Where the time of the lanes (forward slots, worker threads) went, by kind of lane and station."
+    yield Family("gpuinfer_lane_seconds", told, "counter", samples)
+
+
+def lane_kind(lane: str) -> str:
+    """`forward` of `forward 3`: a name without its number."""
+    words = lane.split()
+    return shortened(" ".join(words[:-1] if len(words) > 1 and words[-1].isdigit() else words)) or OTHER
+
+
+def _bounded(station: str, kind: str, seen: Mapping[tuple[str, str], float]) -> str:
+    station = shortened(station)
+    known = (kind, station) in seen or sum(lane == kind for lane, _ in seen) < MOST_STATIONS
+    return station if known else OTHER
+
+
+def _machine(snapshot: Snapshot) -> Iterator[Family]:
+    device = snapshot.device
+    peak = "The most memory that the processes have had, added up."
+    yield single_sample("gpuinfer_memory_peak_bytes", peak, "gauge", snapshot.rss_peak_mb * MEGABYTE)
+    for name in ("allocated", "reserved"):
+        if (taken := device.get(f"{name}_mb")) is not None:
+            told = f"Memory of the device that is {name}."
+            yield single_sample(f"gpuinfer_device_memory_{name}_bytes", told, "gauge", taken * MEGABYTE)
+    if (busy := device.get("utilisation")) is not None:
+        yield single_sample(
+            "gpuinfer_device_utilization_ratio", "How busy the device says it is, 0 to 1.", "gauge", busy
+        )
+    if several := device.get("devices"):
+        rows = [({"device": shortened(name)}, one["rows"]) for name, one in several.items()]
+        lost = [({"device": shortened(name)}, float(bool(one["failed"]))) for name, one in several.items()]
+        yield Family("gpuinfer_each_device_rows", "Rows that each of several devices has answered.", "counter", rows)
+        yield Family("gpuinfer_each_device_failed", "Whether each of several was given up, 0 or 1.", "gauge", lost)
+    yield _info("gpuinfer_device_info", "The device that computes.", {"name": device.get("name")})
+    versions = {"version": __version__, "python": platform.python_version()}
+    yield _info("gpuinfer_build_info", "What is running.", versions)
+
+
+def served_models_family(models: Sequence[str]) -> Family:
+    """Which models a server serves: its snapshot does not know."""
+    samples = [({"name": shortened(model)}, 1.0) for model in models]
+    return Family("gpuinfer_model_info", "The models that are served.", "gauge", samples)
+
+
+def models_up_family(models: Mapping[str, bool]) -> Family:
+    """Which of them would answer now."""
+    samples = [({"model": shortened(name)}, float(ready)) for name, ready in list(models.items())[:MOST_MODELS]]
+    return Family("gpuinfer_model_up", "Whether a model answers now, 0 or 1.", "gauge", samples)
+
+
+def _info(name: str, help: str, facts: Mapping[str, Any]) -> Family:
+    return Family(name, help, "gauge", [({key: shortened(value or "unknown") for key, value in facts.items()}, 1.0)])
+
+
+def shortened(name: object) -> str:
+    """A name from outside, bounded in length."""
+    return str(name)[:NAME]
+
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+Floor: TypeAlias = dict[tuple[str, ...], float]
+"""Of counters, what was told before. A server keeps one, and gives it to each call."""
+
+
+def exposition(snapshot: Snapshot, more: Sequence[Family] = (), floor: Floor | None = None) -> bytes:
+    """Prometheus' text format, to be served as CONTENT_TYPE; `more` are families beside those of the snapshot.
+
+    Takes some milliseconds of a core: a server with little patience calls it in a thread. Counters rise from call to
+    call as long as those of the snapshot do: `stats.merge` of replicas of which one has died does not, and
+    `monitoring.lives.Lives` does. A lane that is just changing its station may be told a few microseconds too much;
+    with `floor` such a second is not taken back, which Prometheus would take for a new start from zero.
+    """
+    from prometheus_client import CollectorRegistry, generate_latest
+
+    families = list(snapshot_families(snapshot))
+    if floor is not None:
+        families = [_risen(family, floor) if family.kind == "counter" else family for family in families]
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(_Collector([*families, *more]))
+    return generate_latest(registry)
+
+
+def _risen(family: Family, floor: Floor) -> Family:
+    samples: list[tuple[Labels, Value]] = []
+    for labels, value in family.samples:
+        key = (family.name, *labels.values())
+        if not isinstance(value, Distribution):
+            value = floor[key] = max(value, floor.get(key, 0.0))
+        samples.append((labels, value))
+    return replace(family, samples=samples)
+
+
+class _Collector:
+    """Hands the families to a registry in the library's own form."""
+
+    def __init__(self, families: Sequence[Family]) -> None:
+        self._families = families
+
+    def collect(self) -> Iterator[Metric]:
+        return map(_metric, self._families)
+
+
+def _metric(family: Family) -> Metric:
+    from prometheus_client import core
+
+    makers = {
+        "counter": core.CounterMetricFamily,
+        "gauge": core.GaugeMetricFamily,
+        "histogram": core.HistogramMetricFamily,
+        "summary": core.SummaryMetricFamily,
+    }
+    names = list(family.samples[0][0]) if family.samples else []
+    made: Any = makers[family.kind](family.name, family.help, labels=names)
+    for labels, value in family.samples:
+        values = [labels[name] for name in names]
+        if not isinstance(value, Distribution):
+            made.add_metric(values, value)
+        elif family.kind == "summary":
+            made.add_metric(values, value.count, value.total)
+        else:
+            made.add_metric(values, [(_bound(bound), times) for bound, times in value.buckets], value.total)
+    metric: Metric = made
+    return metric
+
+
+def _bound(bound: float) -> str:
+    return "+Inf" if bound == float("inf") else repr(bound)
+
+
+ROUTER_COUNTERS = (
+    ("requests", "Requests of clients."),
+    ("unrouted", "Requests that no replica could take: answered with 503."),
+    ("timeouts", "Requests that no replica has answered in time."),
+    ("client_gone", "Requests whose client went away before the answer."),
+    ("broken_off", "Answers that had begun and could not be brought to their end."),
+    ("restarts", "Router processes that were started anew."),
+)
+
+
+def router_families(totals: Mapping[str, float]) -> Iterator[Family]:
+    """Of all router processes together; `totals` has the names of COUNTED, and connections."""
+    open_now = "Connections of clients that are open now."
+    yield single_sample("gpuinfer_router_connections", open_now, "gauge", totals.get("connections", 0))
+    for name, told in ROUTER_COUNTERS:
+        yield single_sample(f"gpuinfer_router_{name}", told, "counter", totals.get(name, 0))
+
+
+BREAKER = ("closed", "half-open", "open")
+WORKER_COUNTERS = (
+    ("requests", "requests_served", "Requests that a replica has answered through the router."),
+    ("errors", "errors", "Requests at which a replica itself has failed."),
+    ("retried", "retried", "Requests that were sent elsewhere after this replica failed them."),
+    ("resumed", "resumed", "Streams that were taken up elsewhere after this replica broke off."),
+    ("restarts", "restarts", "How often a replica was started again."),
+)
+
+
+def worker_families(workers: Sequence[Mapping[str, Any]]) -> Iterator[Family]:
+    """Families of a fleet's replicas, each labelled `worker` with its `id`.
+
+    `workers` are those of `/stats`: {index or id, url, healthy, requests_served, errors, in_flight} and, where they
+    are known, {breaker, restarts, retried, resumed}. There is one series for each replica that is there now.
+    """
+    named = [({"worker": worker_name(worker)}, worker) for worker in workers]
+    up: list[tuple[Labels, Value]] = [(labels, float(bool(worker.get("healthy")))) for labels, worker in named]
+    yield Family("gpuinfer_worker_up", "Whether a replica is healthy and takes requests.", "gauge", up)
+    for name, key, told in WORKER_COUNTERS:
+        counts = [(labels, float(worker.get(key) or 0)) for labels, worker in named]
+        yield Family(f"gpuinfer_worker_{name}", told, "counter", counts)
+    load = [(labels, float(worker.get("in_flight") or 0)) for labels, worker in named]
+    yield Family("gpuinfer_worker_in_flight", "Requests that a replica is answering now.", "gauge", load)
+    states = [
+        ({**labels, "state": state}, float(worker.get("breaker", "closed") == state))
+        for labels, worker in named
+        for state in BREAKER
+    ]
+    yield Family("gpuinfer_worker_breaker_state", "1 for the state of its circuit breaker.", "gauge", states)
+
+
+def worker_name(worker: Mapping[str, Any]) -> str:
+    """What a replica is called on the page and in metrics: its number in the fleet."""
+    return str(worker.get("id", worker.get("index", "")))

@@ -1,0 +1,425 @@
+"""Flags that commands share: which model or models (`chat=DIR,small=DIR`), which adapters, how answers are drawn where
+no request says otherwise; and what tells the answers of one model from those of another, so that only the same one
+continues an output.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from pydantic import Field
+from pydantic.config import JsonDict
+
+from gpuinfer import api
+from gpuinfer.api import ModelSpec, Setup
+from gpuinfer.errors import BadPrompt, UsageError
+from gpuinfer.generation import MOST_PENALTY, MOST_REPETITION, MOST_TEMPERATURE, Constraint, Prompt, Rendering, Sampling
+from gpuinfer.serving.openai.schema import MOST_TOKENS
+
+if TYPE_CHECKING:
+    from gpuinfer.text.language import Language
+
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@+-]{0,99}")  # what stands in requests, in logs and as a metric's label
+WHAT = "letters, digits and any of . _ @ + -, a letter or a digit first, 100 at most"
+FORM = "--model NAME=DIR,NAME=DIR"
+
+
+def models_in(text: str) -> dict[str, str] | None:
+    """Places by name, in their order; None where it is the place of one model, which may have a `=` in it.
+
+    A path that is there is a path, and so is what has a `/` before its first `=`. Raises `UsageError` for a list that
+    is none: a name that is empty, odd or there twice, a name without a place, a place without a name.
+    """
+    if "=" not in text or _is_place(text):
+        return None
+    found: dict[str, str] = {}
+    for word in text.split(","):
+        name, equals, place = word.partition("=")
+        name, place = name.strip(), place.strip()
+        if not equals:
+            raise UsageError(
+                f"--model {text}: commas stand between models, and '{word}' has no name. Write {FORM}; a folder with a "
+                "comma in its path needs a link without one."
+            )
+        if not NAME.fullmatch(name):
+            what = f"'{name}' is no name for one" if name else f"'{word}' has no name"
+            raise UsageError(f"--model {text}: {what}. Write {FORM}, names of {WHAT}.")
+        if not place:
+            raise UsageError(f"--model {text}: '{name}' has no model. Write {FORM}.")
+        if name in found:
+            raise UsageError(f"--model {text}: '{name}' is there twice. Give each model a name of its own.")
+        found[name] = place
+    return found
+
+
+def _is_place(text: str) -> bool:
+    """Whether it is one model's."""
+    if "/" in text.partition("=")[0]:
+        return "," not in text or Path(text).exists()
+    try:
+        return Path(text).exists()
+    except (OSError, ValueError):  # too long for a path, or with a zero byte
+        return False
+
+
+def values_by_model(flag: str, text: str, models: Mapping[str, str], form: str) -> dict[str, str]:
+    """What a flag says of some of these models: `a=2,b=1`. Raises `UsageError`, which shows the form."""
+    found: dict[str, str] = {}
+    for word in text.split(","):
+        name, equals, value = (part.strip() for part in word.partition("="))
+        if not (name and equals and value):
+            raise UsageError(f"{flag} {text}: not of the form {form}. Write {flag} {form}.")
+        if name not in models:
+            raise UsageError(f"{flag} {text}: there is no model '{name}'. Choose from {', '.join(models)}.")
+        if name in found:
+            raise UsageError(f"{flag} {text}: '{name}' is there twice. Leave one of them out.")
+        found[name] = value
+    return found
+
+
+def refuse_several(text: str | None, command: str, cure: str = "") -> None:
+    """Raises `UsageError` where a command that runs one model is given several. `cure`: what it has in their place."""
+    if text is not None and (found := models_in(text)) is not None:
+        name, place = next(iter(found.items()))
+        raise UsageError(
+            f"{command} runs one model, and --model {text} names {' and '.join(found)}. Give one, such as --model "
+            f"{place}{cure}. Several are served together, gpuinfer serve --model {text}, and asked one by one: "
+            f"--backend fleet -B endpoint=URL -B model={name}"
+        )
+
+
+REPEATABLE: JsonDict = {"repeatable": True}  # a flag that is given once for each value
+FORMS = ("json_schema", "regex", "choice", "grammar")
+SAME = (
+    *("min_tokens", "temperature", "top_p", "min_p", "ignore_eos", "skip_special_tokens"),
+    *("repetition_penalty", "presence_penalty", "frequency_penalty"),
+)
+TEXT_MODELS = ("tiny", "tiny-llada", "tiny-llada-moe", "tiny-llada2", "tiny-dream", "tiny-sdar", "null")
+"""What is built in (`text.checkpoint.builtin`, which imports torch)."""
+GUIDED = 2  # slots of an answer with guidance, the most that one takes
+MOST_FILE = 1 << 20  # bytes of a schema or a grammar
+
+log = logging.getLogger(__name__)
+
+
+class ModelOptions(api.Options):
+    """Which text model, and how it is run."""
+
+    model: str | None = Field(
+        None,
+        description="a folder with a checkpoint, or tiny, tiny-llada or null, which are built in",
+        json_schema_extra={"names": [*TEXT_MODELS]},
+    )
+    checkpoint: Path | None = Field(None, description="a nanoGPT checkpoint, model.pt, instead of --model")
+    meta: Path | None = Field(None, description="its characters: meta.pkl or meta.json")
+    dcp_path: Path | None = Field(None, description="a torch distributed checkpoint, a folder, instead of --model")
+    base_model: Path | None = Field(None, description="the folder with its config.json and tokenizer")
+    context: int | None = Field(None, ge=1, le=MOST_TOKENS, description="tokens of prompt and answer [the model's]")
+    deterministic: bool = Field(False, description="the same bits for a row in any batch")
+    mask_token_id: int | None = Field(
+        None, ge=0, lt=1 << 31, description="of a diffusion model whose config does not say it"
+    )
+    trust_remote_code: bool = Field(
+        False,
+        description="passed on to --backend vllm; code that comes with a checkpoint (auto_map) is never run here",
+    )
+
+
+class SamplingOptions(api.Options):
+    """How an answer is drawn."""
+
+    max_new_tokens: int = Field(128, ge=1, le=MOST_TOKENS, description="of each answer, at most")
+    min_tokens: int = Field(0, ge=0, le=MOST_TOKENS, description="of each answer, before it may end")
+    temperature: float = Field(1.0, ge=0, le=MOST_TEMPERATURE, description="0 takes the likeliest token")
+    top_k: int = Field(0, ge=-1, lt=1 << 31, description="draw from so many likeliest tokens; 0: from all")
+    top_p: float = Field(1.0, gt=0, le=1, description="draw from the likeliest that make up this share")
+    min_p: float = Field(0.0, ge=0, le=1, description="leave out what is less likely than this part of the likeliest")
+    repetition_penalty: float = Field(
+        1.0, gt=0, le=MOST_REPETITION, description="divides logits of tokens that were there"
+    )
+    presence_penalty: float = Field(
+        0.0, ge=-MOST_PENALTY, le=MOST_PENALTY, description="off logits of tokens in the answer"
+    )
+    frequency_penalty: float = Field(0.0, ge=-MOST_PENALTY, le=MOST_PENALTY, description="the same, for each time")
+    skip_special_tokens: bool = Field(True, description="leave special tokens out of the answers' texts")
+    chat_template_kwargs: str | None = Field(
+        None, description="JSON that the chat template reads: '{\"enable_thinking\": false}'"
+    )
+    stop: list[str] = Field(
+        [], max_length=64, description="end the answer before this text; repeatable", json_schema_extra=REPEATABLE
+    )
+    stop_token_ids: list[int] = Field([], max_length=1024, description="end the answer after one of these: 1,2")
+    ignore_eos: bool = Field(False, description="go on past the model's end token")
+    json_schema: Path | None = Field(None, description="answers are JSON that fits the schema in this file")
+    regex: str | None = Field(None, description="answers match this pattern")
+    choice: list[str] = Field([], description="answers are one of these; repeatable", json_schema_extra=REPEATABLE)
+    grammar: Path | None = Field(None, description="answers follow the grammar in this file: Lark or GBNF")
+
+
+def check_model(own: ModelOptions, command: str) -> None:
+    """Raises `UsageError` unless they name one model that may be run."""
+    refuse_several(own.model, command)
+    given = [flag for flag in ("model", "checkpoint", "dcp_path") if getattr(own, flag) is not None]
+    if len(given) != 1:
+        flags = " or ".join(f"--{flag.replace('_', '-')}" for flag in given)
+        both = f"{command} takes {flags}, and not both" if given else f"{command} needs a model"
+        raise UsageError(f"{both}. Give --model DIR, --model tiny, or --checkpoint model.pt --meta meta.json.")
+    if own.model is not None and not Path(own.model).exists():  # a folder's name may be any bytes
+        check_text("--model", own.model)
+    check_parts(own)
+
+
+def check_text(flag: str, value: Any) -> None:
+    """Raises `UsageError` for a text, or texts in a list or an object, that UTF-8 has no bytes for: what a command line
+    held other bytes for, and half a character of JSON.
+    """
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        code = ord(error.object[error.start])
+        what = f"byte 0x{code - 0xDC00:02x}" if 0xDC80 <= code <= 0xDCFF else f"\\u{code:04x}, half of a character"
+        raise UsageError(f"{flag} is not UTF-8: it has {what}. Write it in UTF-8.") from None
+
+
+class ModelParts(Protocol):
+    """What names the parts of a model that is no folder."""
+
+    checkpoint: Path | None
+    meta: Path | None
+    dcp_path: Path | None
+    base_model: Path | None
+
+
+def check_parts(own: ModelParts) -> None:
+    """Raises `UsageError` unless what is given belongs together and is there."""
+    if own.meta is not None and own.checkpoint is None:
+        raise UsageError("--meta belongs to a nanoGPT checkpoint. Add --checkpoint model.pt, or leave --meta out.")
+    if (own.dcp_path is None) != (own.base_model is None):
+        raise UsageError(
+            "--dcp-path DIR has weights alone, and --base-model DIR config.json and the tokenizer: they go together. "
+            "Give both, or --model DIR."
+        )
+    for flag, file in (("checkpoint", own.checkpoint), ("meta", own.meta)):
+        if file is not None and not file.is_file():
+            raise UsageError(f"--{flag}: there is no file '{file}'. Give one that exists.")
+    for flag, folder in (("dcp-path", own.dcp_path), ("base-model", own.base_model)):
+        if folder is not None and not folder.is_dir():
+            raise UsageError(f"--{flag}: there is no folder '{folder}'. Give one that exists.")
+
+
+def spec_of(model: str | None, own: ModelParts, arguments: Mapping[str, Any]) -> ModelSpec:
+    """The model of text that they name; `arguments` that are None are left out."""
+    weights = own.checkpoint or own.dcp_path
+    parts = {"meta": own.meta and str(own.meta), "base_model": own.base_model and str(own.base_model)}
+    return ModelSpec(
+        name=model or str(weights),
+        weights=None if weights is None else str(weights),
+        arguments={name: value for name, value in {**parts, **arguments}.items() if value is not None},
+        kind="text",
+    )
+
+
+def model_of(own: ModelOptions, slots: int | None = None, adapters: Mapping[str, Path] | None = None) -> ModelSpec:
+    """The model that they name, and folders of `adapters` over it, by name."""
+    wanted = {
+        "slots": slots,
+        "context": own.context,
+        "mask_token": own.mask_token_id,
+        "trust_remote_code": own.trust_remote_code or None,
+        "adapters": {name: str(folder) for name, folder in adapters.items()} if adapters else None,
+    }
+    return spec_of(own.model, own, wanted)
+
+
+def sampling_of(own: SamplingOptions, **more: Any) -> Sampling:
+    """What the flags say on how an answer is drawn, and `more` fields. Raises `UsageError`."""
+    if own.min_tokens > own.max_new_tokens:
+        raise UsageError(f"--min-tokens {own.min_tokens} is more than --max-new-tokens {own.max_new_tokens}. Lower it.")
+    if "" in own.stop:
+        raise UsageError("--stop has an empty text, which would end every answer. Leave it out.")
+    for name in ("stop", "regex", "choice"):
+        check_text(f"--{name}", getattr(own, name))
+    found = {name: getattr(own, name) for name in SAME}
+    found |= {"max_tokens": own.max_new_tokens, "top_k": max(0, own.top_k), "constraint": constraint_of(own)}
+    return Sampling(stop=tuple(own.stop), stop_token_ids=tuple(own.stop_token_ids), **(found | more))
+
+
+def rendering_of(own: SamplingOptions) -> Rendering:
+    """What the flags say on how chats are written out. Raises `UsageError`."""
+    if own.chat_template_kwargs is None:
+        return Rendering()
+    given, example = own.chat_template_kwargs, "--chat-template-kwargs '{\"enable_thinking\": false}'"
+    try:
+        variables: Any = json.loads(given)
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"--chat-template-kwargs {given} is not JSON: {error}. Write {example}.") from error
+    if not isinstance(variables, dict) or "messages" in variables:
+        raise UsageError(f"--chat-template-kwargs {given} is no JSON object of settings. Write {example}.")
+    check_text("--chat-template-kwargs", variables)
+    return Rendering(variables=variables)
+
+
+def constraint_of(own: SamplingOptions) -> Constraint | None:
+    """The form that the flags demand of every answer. Raises `UsageError`."""
+    given = [name for name in FORMS if getattr(own, name) not in (None, [])]
+    if len(given) > 1:
+        flags = " and ".join(f"--{name.replace('_', '-')}" for name in given)
+        raise UsageError(f"{flags} each say what an answer must be. Give one of them.")
+    if own.json_schema:
+        schema = _schema(own.json_schema)
+        check_text("--json-schema", schema)
+        return Constraint(json_schema=schema)
+    if own.grammar:
+        return Constraint(grammar=_text(own.grammar, "--grammar"))
+    if own.choice:
+        return Constraint(choice=tuple(own.choice))
+    return None if own.regex is None else Constraint(regex=own.regex)
+
+
+def check_with_model(spec: ModelSpec, wanted: Sampling) -> None:
+    """Tries what the flags ask of every answer with the model, so that a mistake is told once and not for each answer.
+
+    Takes seconds at most. Raises `UsageError` for what cannot be. Of a model that only its backend can read nothing is
+    known yet.
+    """
+    from gpuinfer.text.checkpoint import open_checkpoint
+    from gpuinfer.text.diffusion.unmasking_plan import decoder_for, plan_of
+    from gpuinfer.text.generator.prompts import refuse_masks
+    from gpuinfer.text.language import open_language
+
+    try:
+        checkpoint = open_checkpoint(spec)
+    except UsageError as error:
+        log.info("the flags are not checked for %s: %s", spec.name, error)
+        return
+    try:
+        if checkpoint.shape.masking is None:
+            refuse_masks(wanted, checkpoint.shape)
+        else:
+            plan_of(Prompt(sampling=wanted), checkpoint.shape, decoder_for, slots=GUIDED)
+    except BadPrompt as error:
+        raise UsageError(str(error)) from error
+    if wanted.constraint or wanted.stop_token_ids:  # the rest has its limits whatever the model
+        _check_words(wanted, open_language(checkpoint.language_files(), checkpoint.shape))
+
+
+def _check_words(wanted: Sampling, language: Language) -> None:
+    """What speaks of texts and tokens. Raises `UsageError`."""
+    from gpuinfer.text.sampling.slot_settings import check_sampling
+
+    name = "stop_token_ids"
+    try:
+        check_sampling(wanted, language.vocabulary)
+        if wanted.constraint is not None:
+            (name,) = [one for one in FORMS if getattr(wanted.constraint, one) is not None]
+            language.matcher(wanted.constraint)
+    except BadPrompt as error:
+        raise UsageError(f"--{name.replace('_', '-')}: {error}") from error
+
+
+def _schema(path: Path) -> dict[str, Any] | bool:
+    try:
+        schema: Any = json.loads(_text(path, "--json-schema"))
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"--json-schema {path} is not JSON: {error}. Correct it.") from error
+    if not isinstance(schema, dict) and schema is not True:
+        raise UsageError(
+            f"--json-schema {path} is no JSON schema that an answer can fit: {json.dumps(schema)[:40]}. Give an object."
+        )
+    return schema
+
+
+def _text(path: Path, flag: str) -> str:
+    try:
+        if path.stat().st_size > MOST_FILE:
+            raise UsageError(f"{flag} {path} has more than {MOST_FILE:,} bytes. Give a smaller one.")
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{flag} {path} cannot be read: {error}. Give a readable file in UTF-8.") from error
+
+
+class AdapterOptions(api.Options):
+    """Adapters over the model that a command names."""
+
+    adapter: list[str] = Field(
+        [],
+        max_length=64,
+        description="a LoRA adapter over the model, as NAME=DIR; repeatable",
+        json_schema_extra=REPEATABLE,
+    )
+
+
+def adapters_of(given: Sequence[str]) -> dict[str, Path]:
+    """Folders by name, in their order. Raises `UsageError` for what is not of the form, or no adapter's folder."""
+    return {name: _folder(name, said) for name, said in pairs_of("--adapter", given, "NAME=DIR").items()}
+
+
+def pairs_of(flag: str, given: Sequence[str], form: str) -> dict[str, str]:
+    """What a flag says each time, split at its first `=`. Raises `UsageError`, which shows the form."""
+    found: dict[str, str] = {}
+    for word in given:
+        name, equals, value = word.partition("=")
+        if not (name.strip() and equals and value.strip()):
+            raise UsageError(f"{flag} {word}: not of the form {form}. Write {flag} {form}.")
+        if name.strip() in found:
+            raise UsageError(f"{flag} names '{name.strip()}' twice. Leave one of them out.")
+        found[name.strip()] = value.strip()
+    return found
+
+
+def digests_of(adapters: Mapping[str, Path]) -> dict[str, str]:
+    """What tells each from another of its name. Reads their files."""
+    return {name: _digest(folder) for name, folder in adapters.items()}
+
+
+def _folder(name: str, said: str) -> Path:
+    folder = Path(said)
+    if not (folder / "adapter_config.json").is_file():
+        raise UsageError(
+            f"--adapter {name}={said}: there is no adapter_config.json in it. Name a folder with a LoRA "
+            "adapter as PEFT writes it."
+        )
+    return folder.resolve()  # other processes may be elsewhere
+
+
+def _digest(folder: Path) -> str:
+    """Of all its files, by name."""
+    found = hashlib.blake2b(digest_size=16)
+    for path in sorted(folder.iterdir()):
+        if path.is_file():
+            found.update(path.name.encode() + b"\0")
+            with path.open("rb") as file:
+                found.update(hashlib.file_digest(file, "blake2b").digest())
+    return found.hexdigest()
+
+
+def fingerprint(spec: ModelSpec) -> str:
+    """What tells this model from others; its name where the checkpoint is not one that we read ourselves."""
+    from gpuinfer.text.checkpoint import open_checkpoint
+
+    try:
+        return str(open_checkpoint(spec).fingerprint)
+    except UsageError as error:
+        log.info("no fingerprint of %s: %s", spec.name, error)  # a backend that cannot read it will say so
+        return f"name {spec.name}"
+
+
+def arithmetic(setup: Setup) -> str:
+    """The number format that the model will be computed in here; what was asked for where there is no such device."""
+    if setup.dtype != "bfloat16":
+        return setup.dtype  # always, and known without importing torch
+    from gpuinfer.text.precision import computes_in_here
+
+    try:
+        return computes_in_here(setup)
+    except UsageError as error:
+        log.info(
+            "no device %s: %s", ",".join(setup.devices), error
+        )  # the backend will say so, if it is to compute there
+        return setup.dtype

@@ -1,0 +1,196 @@
+"""Rows of a file of prompts: our own, and requests in the form of OpenAI's batches.
+
+`RowReader` understands one row, `prompts_of` reads a small file whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+
+from gpuinfer.errors import BadPrompt, GpuinferError, UsageError
+from gpuinfer.generation import Prompt
+from gpuinfer.host import error_text
+from gpuinfer.serving.openai.requests import (
+    MOST_SHOWN,
+    URLS,
+    BadRequest,
+    PromptDefaults,
+    RequestReader,
+    parse_prompt,
+    refuse_unsupported,
+    unreadable,
+)
+from gpuinfer.serving.openai.row_splitter import (
+    CHAT_FIELDS,
+    HEAD_BYTES,
+    TEXT_FIELDS,
+    Content,
+    Piece,
+    RowSplitter,
+    Unusable,
+    foreign_format,
+)
+from gpuinfer.serving.openai.schema import InputRow, LooseRow
+
+CHUNK = 1 << 20  # bytes of a file that are read at once
+LOOSE = ", put it under `metadata`, or add --no-strict"  # with a field that is not known
+
+
+class ParsedRow(Struct, kw_only=True, gc=False):
+    """One row as it is understood. Either `prompt` or `error` is set; the prompt has no key yet."""
+
+    prompt: Prompt | None = None
+    error: GpuinferError | None = None
+    line: int = 0  # of the input, that it begins on
+    content: bytes = b""  # what tells it from others, but for its id
+    id: str | int | None = None  # as it was given
+    openai: str | None = None  # completion or chat, for a request of the batch format
+    model: str | None = None  # that a batch request named
+    metadata: dict[str, Any] | None = None
+
+
+class PromptRowReader:
+    """Understands rows. Never raises: what cannot be asked comes back as an error of its row."""
+
+    def __init__(self, defaults: PromptDefaults) -> None:
+        self._defaults, self._requests = defaults, RequestReader(defaults, cure=LOOSE)
+        self._row: Any = msgspec.json.Decoder(str | (InputRow if defaults.strict else LooseRow))
+        self._encode = msgspec.msgpack.Encoder(order="deterministic").encode
+
+    def read(self, piece: Piece) -> ParsedRow:
+        line, content = piece
+        try:
+            asked = self._read(content)
+        except Exception as error:  # noqa: BLE001 - whatever is odd about one row must not end all others
+            why = f"the row cannot be used ({error_text.full_message(error)}). Write it with plain values."
+            odd = content if isinstance(content, bytes) else content.content
+            asked = ParsedRow(error=BadRequest(why), content=b"unusable" + odd)
+        asked.line = line
+        return asked
+
+    def _read(self, piece: Content) -> ParsedRow:
+        if isinstance(piece, Unusable):
+            return ParsedRow(error=BadRequest(piece.why), content=b"unusable" + piece.content)
+        try:
+            row = self._row.decode(piece)
+        except (ValueError, RecursionError) as error:
+            why = _misnamed(piece) or unreadable(error, InputRow, piece, "row", LOOSE)
+            return ParsedRow(error=why, content=b"unreadable" + piece, id=_id_of(piece))
+        if isinstance(row, str):
+            row = InputRow(prompt=row)
+        is_request = bool(row.body) or row.custom_id is not None or row.url is not None
+        asked = _request_of(row) if is_request else ParsedRow(id=row.id, metadata=row.metadata)
+        try:
+            refuse_unsupported(row)
+            if is_request:
+                self._take_request(row, asked)
+            else:
+                asked.prompt, said = parse_prompt(row, row.prompt_token_ids, self._defaults)
+                asked.content = self._content((*said, None, row.metadata))
+                if row.adapter is not None:
+                    asked.content += b"adapter" + row.adapter.encode()
+            if (adapter := self._defaults.adapter if row.adapter is None else row.adapter) and asked.prompt:
+                asked.prompt = msgspec.structs.replace(asked.prompt, adapter=adapter)
+        except BadPrompt as error:
+            error = _misnamed(piece) or error
+            asked.error, asked.metadata, asked.content = error, None, b"refused" + piece
+        return asked
+
+    def _take_request(self, row: InputRow, asked: ParsedRow) -> None:
+        """What a request of the batch format asks. Raises `BadPrompt`."""
+        url = _url_of(row)
+        asked.openai = "chat" if URLS[url] == "messages" else "completion"
+        found = self._requests.read(row.body, url)
+        asked.prompt, asked.model = found.prompt, found.model
+        asked.content = self._content((*found.said, asked.openai, None))
+
+    def _content(self, whole: tuple[Any, ...]) -> bytes:
+        try:
+            return self._encode(whole)
+        except OverflowError:  # msgpack ends at 64 bits, JSON does not
+            return b"json" + msgspec.json.encode(whole, order="deterministic")
+
+
+def prompts_of(path: Path, flag: str, *, strict: bool = True) -> Iterator[Prompt]:
+    """The prompts of a file as `generate` takes it, one after the other.
+
+    Raises `UsageError`, which names the flag that named the file, for a row that cannot be asked and a file that cannot
+    be read.
+    """
+    reader = PromptRowReader(PromptDefaults(strict=strict))
+    for number, piece in enumerate(_pieces(path, flag), 1):
+        asked = reader.read(piece)
+        if asked.prompt is None:
+            raise UsageError(f"{flag} {path}, row {number}: {asked.error}")
+        yield asked.prompt
+
+
+def _pieces(path: Path, flag: str) -> Iterator[Piece]:
+    splitter = RowSplitter()
+    try:
+        with path.open("rb") as file:
+            head = file.read(HEAD_BYTES)
+            if found := foreign_format(head, str(path), whole=len(head) < HEAD_BYTES):
+                raise UsageError(found.refused(f"{flag} {path}", f"> rows.jsonl\nand give {flag} rows.jsonl."))
+            file.seek(0)
+            while chunk := file.read(CHUNK):
+                yield from splitter.feed(chunk)
+    except OSError as error:
+        raise UsageError(f"{flag} {path} cannot be read: {error.strerror}. Give a file of prompts.") from error
+    yield from splitter.end()
+
+
+def _request_of(row: InputRow) -> ParsedRow:
+    """Of the batch format, not yet understood: a completion, until its url says that it is a chat."""
+    return ParsedRow(id=row.id if row.custom_id is None else row.custom_id, openai="completion")
+
+
+def _url_of(row: InputRow) -> str:
+    """Where a batch request would go. Raises `BadRequest`."""
+    if row.url not in URLS:
+        raise BadRequest(f"no requests of url {_short(row.url)} are answered. Choose from {', '.join(URLS)}.")
+    if row.method not in (None, "POST"):
+        raise BadRequest(f"a request of method {_short(row.method)} asks nothing. Write POST.")
+    if not row.body:
+        raise BadRequest("the request has no body. Give one.")
+    if row.adapter is not None:
+        raise BadRequest("a request of OpenAI's form names no adapter beside its body. Leave it out.", "adapter")
+    return str(row.url)
+
+
+def _short(value: str | None) -> str:
+    return "none" if value is None else f"'{value[:MOST_SHOWN]}'"
+
+
+def _misnamed(piece: bytes) -> BadRequest | None:
+    """What is wrong with a row that holds its prompt or its chat under another name; None for any other row."""
+    try:
+        row = msgspec.json.decode(piece, type=dict[str, msgspec.Raw])
+    except (ValueError, RecursionError):
+        return None
+    if not row.keys().isdisjoint(("prompt", "prompt_token_ids", "messages", "body")):
+        return None
+    for wanted, others in (("prompt", TEXT_FIELDS), ("messages", CHAT_FIELDS)):
+        for name in others:
+            if name in row:
+                return BadRequest(f"the row has `{name}` where `{wanted}` is read. Rename it to `{wanted}`.", name)
+    return None
+
+
+class _Named(Struct):
+    id: str | int | None = None
+    custom_id: str | None = None
+
+
+def _id_of(piece: bytes) -> str | int | None:
+    """The id of a row that is wrong elsewhere, so that its error can be told whose it is."""
+    try:
+        named = msgspec.json.decode(piece, type=_Named)
+    except (ValueError, RecursionError):
+        return None
+    return named.id if named.custom_id is None else named.custom_id

@@ -1,0 +1,239 @@
+"""From what a request or a row says of its answer to the changed fields of `Sampling`, `Rendering` and `Unmasking`; and
+the flags of unmasking. Only diffusion models have masks; whoever has the model refuses these fields for another one.
+"""
+
+from __future__ import annotations
+
+import json
+import operator
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
+
+import msgspec
+from pydantic import Field, field_validator
+
+from gpuinfer import api
+from gpuinfer.errors import BadPrompt, UsageError
+from gpuinfer.generation import MOST_GUIDANCE, Constraint, Listed, Rendering, Unmasking
+from gpuinfer.serving.openai.schema import (
+    DRAWING,
+    MOST_DECODER_OPTIONS,
+    MOST_TOKENS,
+    ListedFormat,
+    ResponseFormat,
+    SamplingFields,
+    Structured,
+)
+
+SAMPLING_FIELDS = (
+    "min_tokens",
+    "temperature",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "seed",
+    "ignore_eos",
+    "logit_bias",
+    "prompt_logprobs",
+    "skip_special_tokens",
+)
+LENGTHS = ("max_completion_tokens", "max_tokens", "max_new_tokens")  # the first that is given counts
+NOTHING = (None,) * len(DRAWING)
+said = operator.attrgetter(*DRAWING)
+
+
+def says_nothing(request: SamplingFields) -> bool:
+    """Whether it leaves everything to the defaults; most rows do."""
+    return bool(said(request) == NOTHING)
+
+
+def sampling_changes(request: SamplingFields) -> dict[str, Any]:
+    """The fields of `Sampling` that it sets, by name. Raises `BadPrompt` for what contradicts itself."""
+    found = {name: value for name in SAMPLING_FIELDS if (value := getattr(request, name)) is not None}
+    lengths = [value for name in LENGTHS if (value := getattr(request, name)) is not None]
+    if lengths:
+        found["max_tokens"] = lengths[0]
+    if request.top_k is not None:
+        found["top_k"] = max(0, request.top_k)  # -1: all, as vLLM has it
+    if request.stop is not None:
+        found["stop"] = (request.stop,) if isinstance(request.stop, str) else tuple(request.stop)
+        if "" in found["stop"]:
+            raise BadPrompt("`stop` holds an empty text, which would end every answer. Take it out.")
+    if request.stop_token_ids is not None:
+        found["stop_token_ids"] = tuple(request.stop_token_ids)
+    if request.logprobs is not None or request.top_logprobs is not None:
+        found["logprobs"] = _logprobs(request)
+    return found | _constraint(request)
+
+
+def requested_rendering(request: SamplingFields, plain: Rendering) -> Rendering:
+    """How its chat is written out, where that differs from the defaults. Raises `BadPrompt`."""
+    variables = {**plain.variables, **(request.chat_template_kwargs or {})}
+    if request.reasoning_effort is not None:
+        variables["reasoning_effort"] = request.reasoning_effort
+    goes_on, begins = bool(request.continue_final_message), request.add_generation_prompt
+    if goes_on and begins:
+        raise BadPrompt(
+            "`continue_final_message` goes on with the last message and `add_generation_prompt` begins a new one. "
+            "Ask for one of them."
+        )
+    return Rendering(
+        tools=tuple(request.tools) if request.tools else None,
+        variables=variables,
+        add_generation_prompt=not goes_on if begins is None else begins,
+        continue_final_message=goes_on,
+    )
+
+
+def _logprobs(request: SamplingFields) -> int | None:
+    """A number as completions have it, or yes and no beside `top_logprobs` as chats have it."""
+    if request.logprobs is False:
+        return None
+    if request.logprobs is True or request.logprobs is None:
+        return request.top_logprobs or 0
+    return request.logprobs
+
+
+def _constraint(request: SamplingFields) -> dict[str, Any]:
+    found = list(_constraints(request))
+    if len(found) > 1:
+        raise BadPrompt("more than one form of the answer is asked for. Keep one of them.")
+    return {"constraint": found[0]} if found else {}
+
+
+def _constraints(request: SamplingFields) -> Iterator[Constraint | None]:
+    """None: any text, whatever the defaults say."""
+    if (form := request.response_format) is not None:
+        yield _of_format(form)
+    guided = Structured(
+        json=request.guided_json,
+        regex=request.guided_regex,
+        choice=request.guided_choice,
+        grammar=request.guided_grammar,
+    )
+    for one in (request.structured_outputs, guided):
+        if one is not None:
+            yield from _of_structured(one)
+
+
+def _of_format(form: ResponseFormat) -> Constraint | None:
+    if form.type == "text":
+        return None
+    if form.type == "json_object":
+        return Constraint(json_schema={"type": "object"})
+    if form.json_schema is None:
+        raise BadPrompt("response_format says json_schema and gives none. Add json_schema, or say json_object.")
+    return Constraint(json_schema=_schema(form.json_schema.schema))
+
+
+def _of_structured(wanted: Structured) -> Iterator[Constraint]:
+    if wanted.json is not None:
+        yield Constraint(json_schema=_schema(wanted.json))
+    if wanted.regex is not None:
+        yield Constraint(regex=wanted.regex)
+    if wanted.choice is not None:
+        yield Constraint(choice=tuple(wanted.choice))
+    if wanted.grammar is not None:
+        yield Constraint(grammar=wanted.grammar)
+    if wanted.listed is not None:
+        yield Constraint(listed=_listed(wanted.listed))
+
+
+def _listed(wanted: ListedFormat) -> Listed:
+    items = [(one, one) if isinstance(one, str) else one for one in wanted.items]
+    tags = {
+        name: value for name in ("begin", "end", "separator", "ends") if (value := getattr(wanted, name)) is not None
+    }
+    return Listed(items=tuple(items), **tags)
+
+
+def _schema(given: Mapping[str, Any] | str | bool) -> Mapping[str, Any] | bool:
+    """Raises `BadPrompt` for what is no schema, and for the one that nothing fits."""
+    try:
+        schema = msgspec.json.decode(given, type=dict[str, Any] | bool) if isinstance(given, str) else given
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise BadPrompt(f"the JSON schema is none: {error}. Give a schema as JSON.") from error
+    if schema is False:
+        raise BadPrompt("the JSON schema is false, which no answer fits. Give an object, or leave it out.")
+    return schema
+
+
+Cache = Literal["none", "prefix", "dual", "vicinity", "exact"]
+COPIED_FIELDS = ("decoder", "steps", "block_length", "threshold", "cfg_scale", "cache")
+UNMASKING_FIELDS = (*COPIED_FIELDS, "decoder_options")
+USUAL_TOKENS = 128  # of a diffusion model's answer where nobody says: each step computes all of them
+OF_A_DECODER = ("threshold", "options")  # another one reads them otherwise, or not at all
+
+
+class UnmaskingOptions(api.Options):
+    """How a diffusion model fills its masks in. What is not given is the model's own."""
+
+    decoder: str | None = Field(
+        None,
+        description="of a diffusion model: which masks a step fills in [the model's]",
+        json_schema_extra={"kind": "decoders"},
+    )
+    threshold: float | None = Field(None, ge=0, le=1, description="confidence from which a mask is filled in")
+    steps: int | None = Field(None, ge=1, le=MOST_TOKENS, description="of a whole answer [one for each token]")
+    block_length: int | None = Field(
+        None, ge=1, le=MOST_TOKENS, description="tokens that are filled in together [the model's, or the whole answer]"
+    )
+    cfg_scale: float | None = Field(None, ge=0, le=MOST_GUIDANCE, description="classifier-free guidance [none]")
+    cache: Cache | None = Field(
+        None, description="what a step does not compute anew [none; exact if blocks are causal]"
+    )
+    decoder_options: dict[str, Any] = Field(
+        {},
+        max_length=MOST_DECODER_OPTIONS,
+        description="option of the decoder; repeatable",
+        json_schema_extra={"repeatable": True, "short": "-D"},
+    )
+
+    @field_validator("decoder_options", mode="before")
+    @classmethod
+    def _of_words(cls, given: Any) -> Any:
+        """`key=value`, as a command line has them."""
+        return dict(map(_pair, given)) if isinstance(given, list) else given
+
+
+def _pair(word: str) -> tuple[str, Any]:
+    key, equals, value = word.partition("=")
+    if not (key and equals):
+        raise ValueError(f"not of the form key=value. Write -D {key or 'key'}=VALUE")
+    try:
+        return key.strip().replace("-", "_"), json.loads(value)
+    except ValueError:
+        return key.strip().replace("-", "_"), value
+
+
+def unmasking_of(own: UnmaskingOptions) -> Unmasking | None:
+    """What the flags say; None: nothing. Raises `UsageError`."""
+    said: dict[str, Any] = {name: value for name in COPIED_FIELDS if (value := getattr(own, name)) is not None}
+    if own.decoder_options:
+        said["options"] = own.decoder_options
+    if said.get("decoder") == "":
+        raise UsageError("--decoder is empty. Name one (`gpuinfer plugins list` has them), or leave it out.")
+    return override_unmasking(None, said) if said else None
+
+
+def requested_unmasking(request: SamplingFields) -> dict[str, Any]:
+    """The fields of `Unmasking` that a row or a request sets, by name."""
+    found: dict[str, Any] = {name: value for name in COPIED_FIELDS if (value := getattr(request, name)) is not None}
+    if request.decoder_options is not None:
+        found["options"] = request.decoder_options
+    return found
+
+
+def override_unmasking(base: Unmasking | None, said: Mapping[str, Any]) -> Unmasking:
+    """`base` with what is `said` in its place, options key by key. Where that names another decoder, the threshold and
+    the options of the one before are left out: they meant something else.
+    """
+    base, said = base or Unmasking(), dict(said)
+    if said.get("decoder", base.decoder) != base.decoder:
+        plain = Unmasking()
+        base = msgspec.structs.replace(base, **{name: getattr(plain, name) for name in OF_A_DECODER})
+    if "options" in said:
+        said["options"] = {**base.options, **said["options"]}
+    return msgspec.structs.replace(base, **said)

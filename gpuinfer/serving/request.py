@@ -1,0 +1,249 @@
+"""What one request says beside its prompt (id, class, deadline, client, trace), the bounds that it is checked against
+before anything is done for it, and errors as responses: status, OpenAI's shape, Retry-After. What is internal stays
+in the log.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+import re
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from gpuinfer.api import Priority
+from gpuinfer.errors import BackendDied, BadPrompt, BadResult, Closed, Expired, GpuinferError, QueueFull, RequestError
+from gpuinfer.generation import Constraint, Prompt
+from gpuinfer.host import error_text
+from gpuinfer.host.error_text import nearest_error_type
+from gpuinfer.serving.openai.requests import BadRequest
+from gpuinfer.serving.openai.responses import error_body, error_of, status_of
+from gpuinfer.serving.tracing import NO_SPAN, RequestSpan
+
+CLASSES = {"high": Priority.HIGH, "normal": Priority.NORMAL, "low": Priority.LOW}
+PLAIN = re.compile(
+    r"[A-Za-z0-9._:@/+=-]{1,128}"
+)  # what an id may consist of, so that it can stand in a header and a log
+TRACE = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}(-.*)?")  # W3C Trace Context, version 00 and on
+MOST_S = 86_400.0  # of a deadline
+
+_prefix, _numbers = secrets.token_hex(6), itertools.count(1)
+
+
+@dataclass(slots=True)
+class RequestContext:
+    """One request's own. `begun`: so many bytes at the body's beginning say what its client has been sent already."""
+
+    id: str
+    priority: Priority = Priority.NORMAL
+    timeout_s: float = math.inf
+    client: str | None = None
+    traceparent: str | None = None
+    created: int | None = None  # when its first attempt was begun, in seconds since 1970
+    begun: int = 0
+    span: RequestSpan = NO_SPAN
+
+
+def request_context(headers: Mapping[str, str], behind_router: bool) -> RequestContext:
+    """Raises `BadRequest` for a class or a deadline that is none. What only a router may say counts only behind one."""
+    given = headers.get("x-request-id")
+    asking = RequestContext(given if given is not None and PLAIN.fullmatch(given) else new_id())
+    if (name := headers.get("x-gpuinfer-priority")) is not None:
+        asking.priority = _priority(name)
+    if (text := headers.get("x-gpuinfer-timeout")) is not None:
+        asking.timeout_s = _seconds(text)
+    if (client := headers.get("x-gpuinfer-client")) is not None and PLAIN.fullmatch(client):
+        asking.client = client
+    if (trace := headers.get("traceparent")) is not None and len(trace) <= 128 and TRACE.fullmatch(trace):
+        asking.traceparent = trace
+    if behind_router:
+        asking.created = _whole(headers, "x-gpuinfer-created")
+        asking.begun = _whole(headers, "x-gpuinfer-begun") or 0
+    return asking
+
+
+def resumed_bytes(headers: Mapping[str, str], behind_router: bool) -> int:
+    """How many bytes stand before a body (`Asking.begun`); 0 where that is not told, or is no number."""
+    text = headers.get("x-gpuinfer-begun", "") if behind_router else ""
+    return int(text) if text.isascii() and text.isdecimal() and len(text) <= 15 else 0
+
+
+def new_id() -> str:
+    """Not to be guessed from outside, and never twice."""
+    return f"{_prefix}-{next(_numbers):x}"
+
+
+def _priority(name: str) -> Priority:
+    if name not in CLASSES:
+        raise BadRequest(f"X-Gpuinfer-Priority is none of {', '.join(CLASSES)}. Write one of them, or leave it out.")
+    return CLASSES[name]
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds <= MOST_S:
+        raise BadRequest(f"X-Gpuinfer-Timeout is no number of seconds from 0 to {MOST_S:,.0f}. Write one, such as 30.")
+    return seconds
+
+
+def _whole(headers: Mapping[str, str], name: str) -> int | None:
+    text = headers.get(name)
+    if text is None:
+        return None
+    if not (text.isascii() and text.isdecimal() and len(text) <= 15):
+        raise BadRequest(f"{name} is no whole number. Leave it out.")
+    return int(text)
+
+
+MOST_PROMPTS = 256  # in one request for completions
+MOST_PATTERN = 32 << 10  # characters of a regular expression
+MOST_GRAMMAR = 128 << 10  # of a grammar
+MOST_NODES = 20_000  # values in a JSON schema
+MOST_DEPTH = 64  # of its nesting
+MOST_VALUE = 1_000  # characters of a template's argument
+TEMPLATE_ARGUMENTS = frozenset(
+    ("enable_thinking", "thinking", "thinking_budget", "reasoning_effort", "preserve_thinking", "date_string", "today")
+)
+"""What a client may say to a chat template: models read these, and anything else means whatever a template makes of it.
+"""
+
+
+def check_request(prompt: Prompt, widest: int) -> None:
+    """Raises `BadRequest`, which names the field. `widest`: the most rows of one request."""
+    if prompt.samples > widest:
+        raise BadRequest(
+            f"`n` is {prompt.samples}, and {widest} answers at once are the most here. Ask for fewer.", "n"
+        )
+    _check_template(prompt.rendering.variables)
+    if (wanted := prompt.sampling.constraint) is not None:
+        _check_constraint(wanted)
+
+
+def _check_template(given: Mapping[str, Any]) -> None:
+    for name, value in given.items():
+        if name not in TEMPLATE_ARGUMENTS:
+            known = ", ".join(sorted(TEMPLATE_ARGUMENTS))
+            why = f"`{name[:60]}` is no argument of a chat template that may be given here. Choose from {known}."
+            raise BadRequest(why, "chat_template_kwargs")
+        if not isinstance(value, bool | int | float | str | None) or len(str(value)) > MOST_VALUE:
+            why = (
+                f"`{name}` is no plain value of at most {MOST_VALUE} characters. Give a text, a number, true or false."
+            )
+            raise BadRequest(why, "chat_template_kwargs")
+
+
+def _check_constraint(wanted: Constraint) -> None:
+    if wanted.regex is not None and len(wanted.regex) > MOST_PATTERN:
+        raise BadRequest(f"a pattern of {len(wanted.regex):,} characters; {MOST_PATTERN:,} are the most. Shorten it.")
+    if wanted.grammar is not None and len(wanted.grammar) > MOST_GRAMMAR:
+        raise BadRequest(f"a grammar of {len(wanted.grammar):,} characters; {MOST_GRAMMAR:,} are the most. Shorten it.")
+    if isinstance(wanted.json_schema, Mapping):
+        _check_schema(wanted.json_schema)
+
+
+def _check_schema(schema: Any) -> None:
+    """Level by level, so that no schema is too deep for the check itself."""
+    level, seen = [schema], 0
+    for _ in range(MOST_DEPTH):
+        seen += len(level)
+        if seen > MOST_NODES:
+            raise BadRequest(f"a JSON schema of more than {MOST_NODES:,} values. Make it smaller.", "response_format")
+        level = [one for value in level for one in _inside(value)]
+        if not level:
+            return
+    raise BadRequest(f"a JSON schema nested more than {MOST_DEPTH} deep. Make it flatter.", "response_format")
+
+
+def _inside(value: Any) -> list[Any]:
+    if isinstance(value, Mapping):
+        return list(value.values())
+    return value if isinstance(value, list) else []
+
+
+log = logging.getLogger(__name__)
+
+encode = msgspec.json.Encoder().encode
+DRAINING = "this server is shutting down, and takes no new requests. Ask again, or ask another."
+STARTING = "this server is still loading its model. Ask again in a moment."
+MOST_RETRY_S = 60
+SAID = (BadPrompt, Expired, QueueFull, Closed)  # whose words are for the client
+
+
+class NoSuchModel(BadPrompt):
+    """A model by a name that is not served here."""
+
+
+class Unavailable(Closed):
+    """Nothing new is taken: not yet, or not any more."""
+
+
+class ErrorResponse:
+    """One error as a response."""
+
+    __slots__ = ("body", "headers", "message", "status")
+
+    def __init__(
+        self, error: BaseException, request_id: str, retry_s: float | None = None, model: str | None = None
+    ) -> None:
+        """`model`: by its name, where one has been asked."""
+        ours = error if isinstance(error, GpuinferError) else None
+        self.status = http_status_of(error)
+        body = error_bytes_of(error, request_id, model)
+        self.body, self.message = encode(body), str(body["error"]["message"])
+        self.headers: list[tuple[str, str]] = []
+        if ours is not None and (name := nearest_error_type(ours)):
+            self.headers.append(("X-Gpuinfer-Error", name))  # by which another process of ours makes it again
+        if self.status in (429, 503):
+            self.headers.append(("Retry-After", str(retry_after_s(error, retry_s))))
+
+
+def http_status_of(error: BaseException) -> int:
+    """422: what was asked can be understood, and the model's answer to it is no answer."""
+    if isinstance(error, NoSuchModel):
+        return 404
+    if isinstance(error, BadResult):
+        return 422
+    if type(error) is RequestError:  # more rows than a batch takes, a class that is none
+        return 400
+    return status_of(error) if isinstance(error, GpuinferError) else 500
+
+
+def error_bytes_of(error: BaseException, request_id: str, model: str | None = None) -> dict[str, Any]:
+    """The body, in OpenAI's shape. What may name something internal is written to the log, under the request's id."""
+    if isinstance(error, NoSuchModel):
+        return error_body(str(error), "invalid_request_error", "model", "model_not_found")
+    if isinstance(error, SAID) or type(error) is RequestError:
+        ours = error if type(error) is not RequestError else BadPrompt(str(error))
+        return error_of(ours)
+    log.warning("request %s failed: %s: %s", request_id, error_text.type_name(error), error_text.safe_str(error))
+    if isinstance(error, BadResult):
+        why = "the model's answer to this holds NaN or +inf, or has the wrong shape. Check the values that were sent."
+        return error_body(why, "invalid_request_error", None, "no_answer")
+    if isinstance(error, BackendDied):
+        which = "the model" if model is None else f"the model '{model}'"
+        why = f"{which} behind this server is gone. Ask again in a while, or another server."
+        return error_body(why, "overloaded_error")
+    why = f"the model failed at this request. The server's log says why, under the request's id {request_id}."
+    return error_body(why, "server_error")
+
+
+def retry_after_s(error: BaseException, otherwise: float | None) -> int:
+    """Whole seconds for Retry-After: what the strategy said, or what the queue's rate says."""
+    said = getattr(error, "retry_after_s", None)
+    seconds = said if said is not None else otherwise
+    if seconds is None or not math.isfinite(seconds):
+        return 1
+    return max(1, min(MOST_RETRY_S, math.ceil(seconds)))
+
+
+def plain_headers(request_id: str, more: Sequence[tuple[str, str]] = ()) -> list[tuple[str, str]]:
+    """What every response of ours says."""
+    return [("X-Request-Id", request_id), *more]

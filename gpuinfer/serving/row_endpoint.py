@@ -1,0 +1,184 @@
+"""POST /v1/evaluate for models of rows: rows and answers as JSON or safetensors.
+
+Dtype, rank, shape and byte count are checked before anything is used. A value that is not finite is refused, as the
+engine refuses NaN and +inf.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from typing import Annotated, Any
+
+import msgspec
+import numpy as np
+from msgspec import Meta
+from numpy.typing import NDArray
+
+from gpuinfer.api import ModelSpec, Result
+from gpuinfer.http.http_exchange import Exchange
+from gpuinfer.models.row_format import (
+    BITS,
+    MEDIA_TYPE,
+    NotTensors,
+    answer_to_body,
+    row_dtype,
+    row_shape,
+    rows_from_body,
+)
+from gpuinfer.serving.openai.requests import BadRequest, unreadable
+from gpuinfer.serving.request import RequestContext, plain_headers
+from gpuinfer.serving.service import LARGE, ModelService
+
+Block = NDArray[Any]
+ELEMENTS: Mapping[str, Any] = {
+    "float32": float,
+    "uint8": Annotated[int, Meta(ge=0, le=255)],
+    "int8": Annotated[int, Meta(ge=-128, le=127)],
+    BITS: Annotated[int, Meta(ge=0, le=1)],
+}
+_encode = msgspec.json.Encoder().encode
+
+
+def body_of(spec: ModelSpec) -> Any:
+    """The structure of a request in JSON: rows of this model."""
+    element: Any = ELEMENTS[spec.input_dtype]
+    fields: Any = [
+        ("rows", list[list[element]] | None, None),
+        ("x", list[element] | None, None),
+        ("model", str | None, None),
+    ]
+    return msgspec.defstruct("EvaluateBody", fields, forbid_unknown_fields=True)
+
+
+class RowsReader:
+    """Understands the rows of one model, as a `body_of` it: at most `most` in a request."""
+
+    def __init__(self, spec: ModelSpec, body: Any, most: int) -> None:
+        self._body = body
+        self._decode: Callable[[bytes], Any] = msgspec.json.Decoder(body).decode
+        self._spec, self._most = spec, most
+        self._dtype, self._inputs = row_dtype(spec), spec.inputs
+        self._bits, self._floats = spec.input_dtype == BITS, self._dtype.kind == "f"
+
+    def from_json(self, body: bytes) -> tuple[Block, bool, str | None]:
+        """The block [rows, …], whether it was one row, given as `x`, and the model named. Raises `BadRequest`."""
+        try:
+            given = self._decode(body)
+        except (ValueError, RecursionError) as error:
+            raise unreadable(error, self._body, body, "request") from error
+        rows, alone = given.rows, given.x is not None
+        if alone == (rows is not None):
+            raise BadRequest('one of `rows` and `x` is wanted. Write {"rows": [[…], …]}, or {"x": […]} for one row.')
+        rows = (given.x,) if alone else rows
+        self._check_count(len(rows))
+        for row in rows:
+            if len(row) != self._inputs:
+                raise BadRequest(
+                    f"a row has {len(row)} values, and this model takes {self._inputs}.", "x" if alone else "rows"
+                )
+        with np.errstate(over="ignore"):  # becomes inf, which is refused
+            block = np.array(rows, self._dtype)
+        block = np.packbits(block, axis=1, bitorder="little") if self._bits else block
+        return self._checked(block), alone, given.model
+
+    def from_tensors(self, body: bytes) -> Block:
+        """The block, a view of `body`. Raises `BadRequest`."""
+        try:
+            block = rows_from_body(body)
+        except NotTensors as error:
+            raise BadRequest(f"the body is not as it should be: {error}") from error
+        wanted = row_shape(self._spec)
+        if block.dtype != self._dtype or block.shape[1:] != wanted:
+            raise BadRequest(
+                f"a tensor {block.dtype} {list(block.shape)}, and this model takes {self._dtype} "
+                f"[rows, {', '.join(map(str, wanted))}]. Send that."
+            )
+        self._check_count(len(block))
+        return self._checked(block)
+
+    def _check_count(self, rows: int) -> None:
+        if not 1 <= rows <= self._most:
+            raise BadRequest(f"{rows} rows, and a request holds 1 to {self._most}. Send several requests.", "rows")
+
+    def _checked(self, block: Block) -> Block:
+        if self._floats and not _is_finite(block):
+            raise BadRequest("a value is NaN, infinite, or too large for the model's rows. Send finite numbers.")
+        return block
+
+
+def _is_finite(block: Block) -> bool:
+    """The sum of the squares is quicker, and finite only if they all are; not if, as large ones overflow."""
+    flat = block.ravel()
+    with np.errstate(over="ignore", invalid="ignore"):
+        return math.isfinite(np.dot(flat, flat)) or bool(np.isfinite(block).all())
+
+
+class RowAnswerWriter:
+    """Answers of one model for clients. An infinite value, as of a move that is not allowed, is null in JSON."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        plays = {"actions", "seats"} <= spec.arguments.keys()
+        self._names: Sequence[str] = ("policy", "values") if plays else ()
+
+    def to_json(self, result: Result, alone: bool) -> bytes:
+        """`{"outputs": …}`, or `{"y": …}` for one row given as `x`: of one tensor its rows, else each by name."""
+        if alone:
+            return _encode({"y": self._plain(result, lambda one: one[0].tolist())})
+        return _encode({"outputs": self._plain(result, lambda one: one.tolist())})
+
+    def _plain(self, result: Result, plain: Callable[[Any], Any]) -> Any:
+        if isinstance(result, np.ndarray):
+            return plain(result)
+        if isinstance(result, Mapping):
+            return {str(name): plain(one) for name, one in result.items()}
+        if isinstance(result, Sequence):
+            names = self._names if len(self._names) == len(result) else map(str, range(len(result)))
+            return {name: plain(one) for name, one in zip(names, result, strict=True)}
+        return plain(np.asarray(result))
+
+    @staticmethod
+    def to_tensors(result: Result) -> bytes:
+        """See `models.bodies`."""
+        return answer_to_body(result)
+
+
+MANY = 1024  # rows of an answer that is not written out as JSON on the event loop
+
+
+class EvaluateEndpoint:
+    """The route of one service, once its limits are known."""
+
+    def __init__(self, service: ModelService) -> None:
+        self._service, self._session = service, service.session
+        self._writer, self.body = RowAnswerWriter(service.spec), body_of(service.spec)
+
+    @cached_property
+    def _reader(self) -> RowsReader:
+        """Once the backend has started and its limits are known."""
+        return RowsReader(self._service.spec, self.body, self._service.widest)
+
+    async def __call__(self, exchange: Exchange, asking: RequestContext) -> None:
+        """In JSON or safetensors; the answer in the form of the question, unless `Accept` names the other."""
+        kind, wanted = exchange.headers.get("content-type", ""), exchange.headers.get("accept", "")
+        binary, alone, body, name = kind.startswith(MEDIA_TYPE), False, exchange.body, None
+        if binary:
+            block = self._reader.from_tensors(body)
+        elif len(body) <= LARGE:
+            block, alone, name = self._reader.from_json(body)
+        else:
+            block, alone, name = await self._service.decoded(self._reader.from_json, body)
+        self._service.adapter_of(name or exchange.query.get("model"))  # of rows there are none
+        result = await self._session(
+            block, rows=len(block), priority=asking.priority, timeout=asking.timeout_s, client=asking.client
+        )
+        if wanted.startswith(MEDIA_TYPE) or (binary and not wanted.startswith("application/json")):
+            exchange.respond(200, self._writer.to_tensors(result), MEDIA_TYPE, plain_headers(asking.id))
+            return
+        if len(block) <= MANY:
+            said = self._writer.to_json(result, alone)
+        else:
+            said = await asyncio.to_thread(self._writer.to_json, result, alone)
+        exchange.respond(200, said, headers=plain_headers(asking.id))

@@ -1,0 +1,379 @@
+"""The endpoints of text models: /v1/completions and /v1/chat/completions, whole or as server-sent events; /predict;
+/v1/generations in our own form for other processes of ours. A request may hold several prompts: their samples are
+counted through, those of prompt i begin at i × samples. Behind a router each event of a sample begins with a line
+`id: SAMPLE.TOKEN,TOKEN,…`, ending in `!` with the sample's finish reason: whoever has these lines knows exactly what
+the client has been sent, and resumes the stream elsewhere.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta, Struct
+
+from gpuinfer.errors import BackendError, BadPrompt, GpuinferError
+from gpuinfer.generation import MOST_TEMPERATURE, Generation, Part, Prompt
+from gpuinfer.http.http_exchange import ClientGone, Exchange
+from gpuinfer.runtime.session import Session
+from gpuinfer.serving.openai.requests import BadRequest, ParsedRequest, PromptDefaults, RequestReader, unreadable
+from gpuinfer.serving.openai.responses import Chunks, Envelope, response
+from gpuinfer.serving.openai.schema import MOST_SAMPLES, MOST_TOKENS
+from gpuinfer.serving.request import MOST_PROMPTS, SAID, RequestContext, check_request, encode, plain_headers
+from gpuinfer.serving.service import ModelService, session_arguments, tokens_of
+from gpuinfer.text.answer_frames import FRAMES_TYPE, prompt_from_body, to_frame
+
+CONTENT_TYPE = "text/event-stream; charset=utf-8"
+HEADERS = (("Cache-Control", "no-cache"), ("X-Accel-Buffering", "no"))
+DONE = b"data: [DONE]\n\n"
+_encode = msgspec.json.Encoder().encode
+
+
+class ResumedSample(msgspec.Struct, forbid_unknown_fields=True):
+    """What the client has been sent of one sample already."""
+
+    tokens: tuple[int, ...] = ()
+    ended: bool = False
+
+
+_begun: msgspec.json.Decoder[dict[str, ResumedSample]] = msgspec.json.Decoder(dict[str, ResumedSample])
+
+
+class CompletionEvents:
+    """The events of one response. `begun`: of each sample what an earlier attempt has sent, which is not said again."""
+
+    def __init__(self, chunks: Chunks, numbered: bool, begun: Mapping[int, ResumedSample] | None = None) -> None:
+        self._chunks, self._numbered = chunks, numbered
+        self._over = {sample for sample, one in (begun or {}).items() if one.ended}
+        for sample, one in (begun or {}).items():
+            chunks.taken_up(sample, len(one.tokens), one.ended)
+
+    def of(self, part: Part) -> bytes:
+        """Those of a part, as one piece; it may be empty."""
+        if part.sample in self._over:
+            return b""
+        return b"".join([self._event(chunk, part.tokens) for chunk in self._chunks.of(part)])
+
+    def end(self, answers: Generation) -> bytes:
+        """The last: what no part has said, the usage, and that nothing follows."""
+        said = self._numbered_end(answers) if self._numbered else map(_event, self._chunks.end(answers))
+        return b"".join([*said, DONE])
+
+    def _numbered_end(self, answers: Generation) -> Iterator[bytes]:
+        for chunk in self._chunks.end(answers):
+            sample = chunk["choices"][0]["index"] if chunk["choices"] else 0
+            yield self._event(chunk, answers.completions[sample].tokens)  # all of it: where there were no parts
+
+    def _event(self, chunk: dict[str, Any], tokens: tuple[int, ...]) -> bytes:
+        if not (self._numbered and chunk["choices"]):
+            return _event(chunk)
+        (choice,) = chunk["choices"]
+        told = ",".join(map(str, tokens)) if _says(choice) else ""
+        end = "!" if choice["finish_reason"] is not None else ""
+        return b"id: %d.%s%s\n%s" % (choice["index"], told.encode(), end.encode(), _event(chunk))
+
+
+def _says(choice: dict[str, Any]) -> bool:
+    """Whether it is the chunk with a part's tokens: not the role before it, nor the end after it."""
+    return "text" in choice or ("content" in choice["delta"] and "role" not in choice["delta"])
+
+
+def _event(chunk: Any) -> bytes:
+    return b"data: " + _encode(chunk) + b"\n\n"
+
+
+def error_event(body: bytes) -> bytes:
+    """An error in the midst of a stream, and that nothing follows."""
+    return b"data: " + body + b"\n\n" + DONE
+
+
+def split_resumed(body: bytes, length: int) -> tuple[dict[int, ResumedSample] | None, bytes]:
+    """What an earlier attempt has sent, and the request's own body. Raises `BadRequest`."""
+    if not length:
+        return None, body
+    try:
+        found = _begun.decode(body[:length]) if length <= len(body) else None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        found = None
+    if found is None or not all(name.isdecimal() and len(name) < 10 for name in found):
+        raise BadRequest("what has been sent already is not understood. Leave X-Gpuinfer-Begun out.")
+    return {int(name): one for name, one in found.items()}, body[length:]
+
+
+def resumed_tokens(begun: Mapping[int, ResumedSample], samples: int) -> tuple[tuple[int, ...], ...]:
+    """Of each sample the tokens that are known. Raises `BadPrompt` for samples that nobody asked for."""
+    if any(sample >= samples for sample in begun):
+        raise BadPrompt(f"something has been sent of a sample that was not asked for: there are {samples}.")
+    return tuple(begun[sample].tokens if sample in begun else () for sample in range(samples))
+
+
+News = tuple[int, Part | Generation | BaseException]
+
+
+async def whole_generation(session: Session, prompts: Sequence[Prompt], ways: dict[str, Any]) -> Generation:
+    """All answers. The first prompt that fails ends the others."""
+    if len(prompts) == 1:
+        found: Generation = await session(prompts[0], rows=prompts[0].samples, **ways)
+        return found
+    async with asyncio.TaskGroup() as group:
+        asked = [group.create_task(session(one, rows=one.samples, **ways)) for one in prompts]
+    return join_generations([task.result() for task in asked])
+
+
+async def stream_parts(
+    session: Session, prompts: Sequence[Prompt], ways: dict[str, Any]
+) -> AsyncGenerator[Part | Generation]:
+    """Parts as they come, and last the whole. Nothing is read ahead of whoever reads this."""
+    if len(prompts) > 1:
+        async with contextlib.aclosing(_several(session, prompts, ways)) as parts:
+            async for part in parts:
+                yield part
+        return
+    async with session.stream(prompts[0], rows=prompts[0].samples, **ways) as stream:
+        async for part in stream:
+            yield part
+        yield stream.result
+
+
+async def _several(
+    session: Session, prompts: Sequence[Prompt], ways: dict[str, Any]
+) -> AsyncGenerator[Part | Generation]:
+    news: asyncio.Queue[News] = asyncio.Queue(1)
+    readers = [asyncio.create_task(_read_parts(session, one, ways, index, news)) for index, one in enumerate(prompts)]
+    ended: dict[int, Generation] = {}
+    try:
+        while len(ended) < len(prompts):
+            index, what = await news.get()
+            if isinstance(what, BaseException):
+                raise what
+            if isinstance(what, Generation):
+                ended[index] = what
+            else:
+                yield msgspec.structs.replace(what, sample=index * prompts[0].samples + what.sample)
+        yield join_generations([ended[index] for index in range(len(prompts))])
+    finally:
+        for reader in readers:
+            reader.cancel()
+        await asyncio.wait(readers)
+
+
+async def _read_parts(
+    session: Session, prompt: Prompt, ways: dict[str, Any], index: int, news: asyncio.Queue[News]
+) -> None:
+    try:
+        async with session.stream(prompt, rows=prompt.samples, **ways) as stream:
+            async for part in stream:
+                await news.put((index, part))
+            await news.put((index, stream.result))
+    except Exception as error:  # noqa: BLE001 (whatever it is, the reader of all is told)
+        await news.put((index, error))
+
+
+def join_generations(answers: Sequence[Generation]) -> Generation:
+    """As one: completions in order, tokens added up."""
+    if len(answers) == 1:
+        return answers[0]
+    return Generation(
+        completions=tuple(one for each in answers for one in each.completions),
+        prompt_tokens=sum(one.prompt_tokens for one in answers),
+        cached_tokens=sum(one.cached_tokens for one in answers),
+        first_token_s=min(one.first_token_s for one in answers),
+        seconds=max(one.seconds for one in answers),
+        versions=tuple(dict.fromkeys(version for one in answers for version in one.versions)),
+    )
+
+
+USUAL = {"/v1/completions": 16, "/v1/chat/completions": MOST_TOKENS}
+"""Tokens of an answer that is asked for without a number: as OpenAI has them, where a chat goes on to its end."""
+
+
+class CompletionsEndpoint:
+    """Both routes of one service."""
+
+    def __init__(self, service: ModelService) -> None:
+        self._service = service
+        self._readers: dict[str, RequestReader] = {}
+
+    def _reader(self, url: str) -> RequestReader:
+        """Made with the first request: what is usual is known once the model is loaded."""
+        if url not in self._readers:
+            self._readers[url] = RequestReader(PromptDefaults(self._service.usual(USUAL[url])), streams=True)
+        return self._readers[url]
+
+    def answer(self, url: str) -> Callable[[Exchange, RequestContext], Any]:
+        """The work of the route `url`."""
+
+        async def work(exchange: Exchange, asking: RequestContext) -> None:
+            begun, body = split_resumed(exchange.body, asking.begun)
+            asked = await self._service.decoded(lambda body: self._reader(url).read_all(body, url, MOST_PROMPTS), body)
+            adapter = self._service.adapter_of(
+                exchange.query.get("model") if asked[0].model is None else asked[0].model
+            )
+            for one in asked:
+                check_request(one.prompt, self._service.widest)
+            prompts = _keyed(asked, asking.id, adapter)
+            if begun is not None:
+                prompts = _resumed(prompts, begun)
+            name, created = adapter or self._service.name, asking.created or int(time.time())
+            envelope = Envelope(asking.id, asked[0].chat, name, created)
+            if asked[0].stream:
+                chunks = Chunks(envelope, asked[0].usage)
+                await self._stream(
+                    exchange, asking, prompts, CompletionEvents(chunks, self._service.behind_router, begun)
+                )
+            else:
+                answers = await whole_generation(self._service.session, prompts, session_arguments(asking))
+                asking.span.generated(answers)
+                self._service.spent(exchange, *tokens_of(answers))
+                exchange.respond(200, encode(response(envelope, answers)), headers=plain_headers(asking.id))
+
+        return work
+
+    async def _stream(
+        self, exchange: Exchange, asking: RequestContext, prompts: Sequence[Prompt], told: CompletionEvents
+    ) -> None:
+        """The response begins with the first news: what fails before that fails with a status of its own."""
+        tokens = 0
+        try:
+            async with contextlib.aclosing(
+                stream_parts(self._service.session, prompts, session_arguments(asking))
+            ) as answers:
+                async for news in answers:
+                    if isinstance(news, Generation):
+                        asking.span.generated(news)
+                        self._service.spent(exchange, *tokens_of(news))
+                    else:
+                        tokens += len(news.tokens)
+                    data = told.end(news) if isinstance(news, Generation) else told.of(news)
+                    if not exchange.begun:
+                        exchange.begin(200, CONTENT_TYPE, plain_headers(asking.id, HEADERS))
+                    if data:
+                        await exchange.write(data)
+            exchange.end()
+        except (ClientGone, asyncio.CancelledError):
+            exchange.notes["output_tokens"] = tokens
+            raise
+        except Exception as error:
+            if not exchange.begun:
+                raise
+            asking.span.failed(type(error).__name__)
+            refused = self._service.refused(error, asking.id)
+            exchange.notes["refused"] = refused.message
+            await exchange.write(error_event(refused.body))
+            exchange.end()
+
+
+def _resumed(prompts: Sequence[Prompt], begun: Mapping[int, ResumedSample]) -> list[Prompt]:
+    """With the tokens that are known of each sample. Raises `BadPrompt`."""
+    samples = prompts[0].samples  # of each
+    known = resumed_tokens(begun, samples * len(prompts))
+    return [
+        msgspec.structs.replace(prompt, begun=known[index * samples : (index + 1) * samples])
+        for index, prompt in enumerate(prompts)
+    ]
+
+
+def _keyed(asked: Sequence[ParsedRequest], request_id: str, adapter: str | None) -> list[Prompt]:
+    """Each draws its own answer; those with a seed the answer of that seed, whoever asks."""
+    several = len(asked) > 1
+    found = []
+    for index, one in enumerate(asked):
+        own: dict[str, Any] = {} if adapter is None else {"adapter": adapter}
+        if one.prompt.sampling.seed is None:
+            own["key"] = f"{request_id}.{index}" if several else request_id
+        found.append(msgspec.structs.replace(one.prompt, **own) if own else one.prompt)
+    return found
+
+
+class PredictBody(Struct, forbid_unknown_fields=True):
+    """What is asked."""
+
+    prompt: str
+    num_samples: Annotated[int, Meta(ge=1, le=MOST_SAMPLES)] = 1
+    max_new_tokens: Annotated[int, Meta(ge=1, le=MOST_TOKENS)] = 128
+    temperature: Annotated[float, Meta(ge=0, le=MOST_TEMPERATURE)] = 1.0
+    model: str | None = None
+    seed: Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)] | None = None
+
+
+_decoder = msgspec.json.Decoder(PredictBody)
+
+
+class PredictEndpoint:
+    """The route of one service."""
+
+    def __init__(self, service: ModelService) -> None:
+        self._service = service
+
+    async def __call__(self, exchange: Exchange, asking: RequestContext) -> None:
+        asked = await self._service.decoded(_predict_body, exchange.body)
+        adapter = self._service.adapter_of(asked.model or exchange.query.get("model"))
+        usual = self._service.usual(asked.max_new_tokens)
+        sampling = msgspec.structs.replace(
+            usual, max_tokens=asked.max_new_tokens, temperature=asked.temperature, seed=asked.seed
+        )
+        key = "" if asked.seed is not None else asking.id
+        prompt = Prompt(text=asked.prompt, sampling=sampling, samples=asked.num_samples, key=key)
+        if adapter is not None:
+            prompt = msgspec.structs.replace(prompt, adapter=adapter)
+        check_request(prompt, self._service.widest)
+        found = await self._service.session(prompt, rows=prompt.samples, **session_arguments(asking))
+        asking.span.generated(found)
+        self._service.spent(exchange, *tokens_of(found))
+        samples: list[dict[str, Any]] = [{"text": one.text, "tokens": one.tokens} for one in found.completions]
+        exchange.respond(200, encode({"samples": samples}), headers=plain_headers(asking.id))
+
+
+def _predict_body(body: bytes) -> PredictBody:
+    try:
+        return _decoder.decode(body)
+    except (ValueError, RecursionError) as error:
+        raise unreadable(error, PredictBody, body, "request") from error
+
+
+class GenerationsEndpoint:
+    """The route of one service. With the query `parts=0` the answer comes as one frame."""
+
+    def __init__(self, service: ModelService) -> None:
+        self._service = service
+
+    async def __call__(self, exchange: Exchange, asking: RequestContext) -> None:
+        adapter = self._service.adapter_of(exchange.query.get("model"))
+        prompt = await self._service.decoded(prompt_from_body, exchange.body)
+        if adapter is not None and not prompt.adapter:
+            prompt = msgspec.structs.replace(prompt, adapter=adapter)
+        check_request(prompt, self._service.widest)
+        if exchange.query.get("parts") == "0":
+            found = await self._service.session(prompt, rows=prompt.samples, **session_arguments(asking))
+            self._service.spent(exchange, *tokens_of(found))
+            exchange.respond(200, to_frame(found), FRAMES_TYPE, plain_headers(asking.id))
+            return
+        try:
+            async with contextlib.aclosing(
+                stream_parts(self._service.session, [prompt], session_arguments(asking))
+            ) as answers:
+                async for news in answers:
+                    if not exchange.begun:
+                        exchange.begin(200, FRAMES_TYPE, plain_headers(asking.id))
+                    if isinstance(news, Generation):
+                        self._service.spent(exchange, *tokens_of(news))
+                    await exchange.write(to_frame(news))
+            exchange.end()
+        except (ClientGone, asyncio.CancelledError):
+            raise
+        except Exception as error:
+            if not exchange.begun:
+                raise
+            self._service.refused(error, asking.id)  # which logs what is internal
+            await exchange.write(to_frame(_for_clients(error, asking.id)))
+            exchange.end()
+
+
+def _for_clients(error: Exception, request_id: str) -> GpuinferError:
+    if isinstance(error, SAID):
+        return error
+    return BackendError(f"the model failed at this request. The server's log says why, under its id {request_id}.")

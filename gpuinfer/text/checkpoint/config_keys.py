@@ -1,0 +1,487 @@
+"""Every key of config.json is one that we honour, one that changes no logit, or an error: a key that nobody here knows
+may well change what a model computes. How each masked diffusion family is known, and what its keys mean.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gpuinfer.errors import UsageError
+
+
+@dataclass(frozen=True)
+class PublishedFamily:
+    """A family as its makers publish it."""
+
+    architecture: str
+    types: tuple[str, ...]  # model_type
+    honoured: frozenset[str]
+    harmless: frozenset[str]
+    neutral: Mapping[str, tuple[Any, ...]]  # the values that are computed here
+
+
+def _key_set(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+_SHARED = "mask_token_id hidden_act rms_norm_eps rope_theta rope_scaling rope_parameters partial_rotary_factor"
+_SIZES = (
+    "hidden_size num_hidden_layers num_attention_heads num_key_value_heads head_dim max_position_embeddings "
+    "original_max_position_embeddings"
+)
+_DENSE = f"{_SHARED} {_SIZES} intermediate_size"
+_NO_WINDOW = "sliding_window max_window_layers"  # which say nothing where use_sliding_window is false
+
+MASKED: Mapping[str, PublishedFamily] = {
+    "llada": PublishedFamily(
+        "LLaDAModelLM",
+        ("llada",),
+        _key_set(
+            "mask_token_id d_model n_heads n_kv_heads multi_query_attention n_layers mlp_hidden_size mlp_ratio "
+            "embedding_size max_sequence_length weight_tying activation_type rms_norm_eps rope_theta include_qkv_bias"
+        ),
+        _key_set(
+            "alibi_bias_max attention_layer_norm_with_affine init_cutoff_factor init_device init_fn init_std precision"
+        )
+        | _key_set("rope_full_precision"),  # angles are always float32 here
+        {
+            "attention_layer_norm": (False,),
+            "bias_for_layer_norm": (False,),
+            "block_group_size": (1,),
+            "block_type": ("llama",),
+            "include_bias": (False,),
+            "input_emb_norm": (False,),
+            "layer_norm_type": ("rms",),
+            "layer_norm_with_affine": (True,),
+            "rope": (True,),
+            "scale_logits": (False,),
+        },
+    ),
+    "llada-moe": PublishedFamily(
+        "LLaDAMoEModelLM",
+        ("llada", "lladamoe", "llada_moe"),
+        _key_set(
+            f"{_SHARED} {_SIZES} attention_bias qk_layernorm dense_intermediate_size expert_intermediate_size "
+            "moe_layer_freq num_experts num_experts_per_tok"
+        ),
+        frozenset(),
+        {
+            "moe_router_enable_expert_bias": (False,),
+            "moe_router_score_function": ("softmax",),
+            "norm_topk_prob": (False,),  # what its own code computes, whatever this says
+            "routed_scaling_factor": (1,),
+            "router_num_group": (1,),
+            "router_topk_group": (1,),
+            "shared_expert_intermediate_size": (0,),
+        },
+    ),
+    "llada2": PublishedFamily(
+        "LLaDA2MoeModelLM",
+        ("llada2_moe",),
+        _key_set(
+            f"{_DENSE} block_size first_k_dense_replace moe_intermediate_size moe_shared_expert_intermediate_size "
+            "n_group num_experts num_experts_per_tok num_shared_experts rotary_dim routed_scaling_factor topk_group "
+            "use_bias use_qkv_bias"
+        ),
+        _key_set(f"{_NO_WINDOW} output_dropout mtp_loss_scaling_factor"),
+        {
+            "moe_router_enable_expert_bias": (True,),
+            "norm_head": (False,),
+            "norm_softmax": (False,),
+            "norm_topk_prob": (True,),
+            "router_dtype": ("fp32", "float32"),
+            "score_function": ("sigmoid",),
+            "use_qk_norm": (True,),
+            "use_rmsnorm": (True,),
+        },
+    ),
+    "dream": PublishedFamily("DreamModel", ("Dream", "dream"), _key_set(_DENSE), _key_set(_NO_WINDOW), {}),
+    "sdar": PublishedFamily(
+        "SDARForCausalLM",
+        ("sdar",),
+        _key_set(f"{_DENSE} attention_bias block_size"),
+        _key_set(
+            f"{_NO_WINDOW} debug ep_size fuse_cross_entropy micro_forward save_gate skip_checkpoint use_deepep "
+            "use_fused_linear_cross_entropy"
+        ),
+        {},
+    ),
+}
+
+TOKENIZERS = {"dream": "DreamTokenizer"}  # classes of their own that only say what their files say: Qwen's vocabulary
+
+
+def family_of_architecture(architecture: str) -> str | None:
+    return next((family for family, one in MASKED.items() if one.architecture == architecture), None)
+
+
+def architectures_of(kind: str) -> tuple[str, ...]:
+    """Those that go by this model_type. None at all: it is no diffusion model's."""
+    return tuple(one.architecture for one in MASKED.values() if kind in one.types)
+
+
+MOST_JSON_BYTES = 64 << 20
+MOST = 1 << 28  # of any size: beyond every model there is, and products of two still fit in 64 bits
+
+
+@dataclass(frozen=True)
+class ConfigFields:
+    """A mapping, and what messages call it. null counts as absent, as transformers has it."""
+
+    values: Mapping[str, Any]
+    where: str = "config.json"
+
+    def integer(self, name: str, default: int | None = None, *, least: int = 1, most: int = MOST) -> int:
+        """Raises `UsageError` when it is absent without a default, no whole number, or out of bounds."""
+        value = self._value(name, default)
+        if isinstance(value, float) and value.is_integer():
+            value = int(value)
+        if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+            raise self.wrong(name, f"a whole number from {least} to {most}")
+        return value
+
+    def number(self, name: str, default: float | None = None, *, above: float = 0.0) -> float:
+        value = self._value(name, default)
+        if not isinstance(value, int | float) or isinstance(value, bool):
+            raise self.wrong(name, "a number")
+        try:
+            value = float(value)
+        except OverflowError:
+            value = math.inf
+        if not math.isfinite(value) or value <= above:
+            raise self.wrong(name, f"a number above {above:g}")
+        return value
+
+    def flag(self, name: str, default: bool) -> bool:
+        value = self._value(name, default)
+        if not isinstance(value, bool):
+            raise self.wrong(name, "true or false")
+        return value
+
+    def text(self, name: str, default: str) -> str:
+        value = self._value(name, default)
+        if not isinstance(value, str):
+            raise self.wrong(name, "a text")
+        return value
+
+    def mapping(self, name: str) -> Mapping[str, Any]:
+        value = self._value(name, {})
+        if not isinstance(value, Mapping):
+            raise self.wrong(name, "an object")
+        return value
+
+    def texts(self, name: str) -> tuple[str, ...]:
+        value = self._value(name, [])
+        if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
+            raise self.wrong(name, "a list of texts")
+        return tuple(value)
+
+    def ids(self, name: str, default: int | None = None) -> tuple[int, ...]:
+        """One token id or a list of them."""
+        value = self.values.get(name, default)  # null says that there is none
+        listed = value if isinstance(value, list) else [] if value is None else [value]
+        if not all(isinstance(one, int) and not isinstance(one, bool) for one in listed):
+            raise self.wrong(name, "a token id or a list of them")
+        return tuple(dict.fromkeys(listed))
+
+    def has(self, name: str) -> bool:
+        return self.values.get(name) is not None
+
+    def _value(self, name: str, default: Any) -> Any:
+        value = self.values.get(name)
+        if value is None and default is None:
+            raise UsageError(f"{self.where} has no '{name}'. Copy it again from where the model came.")
+        return default if value is None else value
+
+    def wrong(self, name: str, wanted: str) -> UsageError:
+        shown = repr(self.values.get(name))
+        shown = shown if len(shown) <= 60 else shown[:57] + "..."
+        return UsageError(f"{self.where}: '{name}' is {shown}, not {wanted}. Mend it, or copy the file again.")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file. Raises `UsageError` when it is absent, too large or none."""
+    try:
+        if path.stat().st_size > MOST_JSON_BYTES:
+            raise UsageError(f"{path} is over {MOST_JSON_BYTES >> 20} MiB, too much for what it should be. Check it.")
+        value = json.loads(path.read_text("utf-8"))
+    except FileNotFoundError:
+        raise UsageError(f"there is no {path}. Copy the whole model folder.") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise UsageError(f"{path} cannot be read as JSON: {error}. Copy it again from where the model came.") from None
+    if not isinstance(value, dict):
+        raise UsageError(f"{path} does not hold a JSON object. Copy it again from where the model came.")
+    return value
+
+
+SHOWN = 3  # keys in a message
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(text.split())
+
+
+_ANY = "model_type architectures auto_map quantization_config vocab_size tie_word_embeddings eos_token_id bos_token_id"
+_ROTARY = (
+    "hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim hidden_act "
+    "max_position_embeddings rms_norm_eps rope_theta rope_scaling rope_parameters partial_rotary_factor "
+    "original_max_position_embeddings num_experts num_local_experts n_routed_experts"
+)
+_QWEN = "use_sliding_window sliding_window max_window_layers layer_types"
+_GPT2 = (
+    "n_embd n_head n_layer n_inner n_positions layer_norm_epsilon activation_function scale_attn_weights "
+    "scale_attn_by_inverse_layer_idx add_cross_attention"
+)
+
+HONOURED: Mapping[str, frozenset[str]] = {
+    family: frozenset(names.split())
+    for family, names in {
+        "llama": f"{_ANY} {_ROTARY} attention_bias mlp_bias",
+        "mistral": f"{_ANY} {_ROTARY} sliding_window layer_types",
+        "qwen2": f"{_ANY} {_ROTARY} {_QWEN}",
+        "qwen3": f"{_ANY} {_ROTARY} {_QWEN} attention_bias",
+        "gpt2": f"{_ANY} {_GPT2}",
+        "nanogpt": "n_layer n_head n_embd block_size vocab_size",
+    }.items()
+}
+
+# Whatever they hold, the logits are the same. Those of biases are here because the tensors themselves tell: one too
+# many, or one that is missing, is refused when the weights are opened.
+HARMLESS = frozenset(
+    _names("""
+    name_or_path transformers_version torch_dtype dtype tokenizer_class finetuning_task task_specific_params prefix
+    license model_name model_revision is_llama_config transformers.js_config
+
+    output_hidden_states output_attentions output_scores output_logits return_dict return_dict_in_generate
+    use_return_dict use_cache cache_implementation torchscript use_bfloat16 tf_legacy_loss xla_device
+    chunk_size_feed_forward is_decoder tie_last_hidden_states attn_implementation experts_implementation
+    use_flash_attention use_flash_attention_2 use_flash_attn flash_attention use_fused_rms_norm
+    use_fused_rotary_embedding use_fused_cross_entropy fused_mlp reorder_and_upcast_attn pretraining_tp
+    tensor_parallel_degree
+    base_model_tp_plan base_model_pp_plan base_model_ep_plan keys_to_ignore_at_inference attention_softmax_in_fp32
+
+    initializer_range initializer_factor attention_dropout hidden_dropout hidden_dropout_prob residual_dropout
+    attention_probs_dropout_prob attn_pdrop resid_pdrop embd_pdrop dropout classifier_dropout classifier_dropout_prob
+    embedding_dropout attention_dropout_prob ffn_dropout gradient_checkpointing use_gradient_checkpointing
+    gradient_checkpointing_use_reentrant neftune_noise_alpha router_aux_loss_coef output_router_logits output_past
+    label2id id2label num_labels problem_type loss_type label_smoothing
+    summary_type summary_use_proj summary_activation summary_proj_to_labels summary_first_dropout summary_last_dropout
+
+    pad_token_id sep_token_id unk_token_id cls_token_id mask_token_id decoder_start_token_id pad_token bos_token
+    eos_token unk_token chat_template add_bos_token add_eos_token n_special predict_special_tokens padding_side
+    tokenizer_padding_side tokenizer_model_max_length padding_idx
+
+    max_length min_length max_new_tokens min_new_tokens do_sample early_stopping num_beams num_beam_groups
+    diversity_penalty temperature top_k top_p min_p typical_p repetition_penalty length_penalty no_repeat_ngram_size
+    encoder_no_repeat_ngram_size encoder_repetition_penalty bad_words_ids num_return_sequences forced_bos_token_id
+    forced_eos_token_id remove_invalid_values exponential_decay_length_penalty suppress_tokens begin_suppress_tokens
+    epsilon_cutoff eta_cutoff num_assistant_tokens num_assistant_tokens_schedule assistant_confidence_threshold
+    assistant_lookbehind target_lookbehind penalty_alpha renormalize_logits generation_config
+
+    max_window_layers n_ctx seq_length max_seq_len max_seq_length max_sequence_length model_max_length max_tokens
+
+    attention_bias mlp_bias qkv_bias use_bias bias use_qkv_bias attention_out_bias o_proj_bias lm_head_bias
+    """)
+)  # fmt: skip
+HARMLESS_BEGINNINGS = ("_", "unsloth_", "axolotl_", "summary_")
+
+# Features of other models, and the values that say that they are not used.
+NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    **dict.fromkeys(
+        _names("""
+        is_encoder_decoder add_cross_attention tie_encoder_decoder use_parallel_residual parallel_residual parallel_attn
+        alibi use_alibi new_decoder_architecture use_mrope use_qk_norm qk_norm qk_layernorm use_logn_attn
+        use_dynamic_ntk logn rope_interleaved rope_interleave use_rope_scaling scale_embeddings scale_embedding
+        normalize_embedding use_sliding_window use_scaled_rope norm_after_attention sandwich_norm use_post_norm
+        use_lora use_mup shared_input_output_embedding disable_qkv_norm use_mla enable_moe use_moe moe
+        """),
+        (False,),
+    ),
+    **dict.fromkeys(_names("is_causal use_rope use_rotary_embeddings causal"), (True,)),
+    **dict.fromkeys(
+        _names("""
+        embedding_multiplier residual_multiplier logits_scaling logit_scale embedding_scale lm_head_multiplier
+        scale_emb width_multiplier output_multiplier_scale rope_ratio rotary_pct rotary_percent rope_scaling_factor
+        partial_rotary_factor
+        """),
+        (1,),
+    ),
+    **dict.fromkeys(
+        _names("""
+        num_experts num_local_experts n_routed_experts n_shared_experts num_nextn_predict_layers attn_logit_softcapping
+        final_logit_softcapping logit_softcapping router_jitter_noise mtp_num_layers num_mtp_layers clip_qkv
+        """),
+        (0,),
+    ),
+    "hidden_activation": ("silu",),
+    "position_embedding_type": ("rope", "absolute"),
+    "normalization": ("rmsnorm",),
+    "norm_type": ("rmsnorm", "rms_norm"),
+    "rope_type": ("default",),
+    "layer_types": ("full_attention",),  # each of them
+}  # fmt: skip
+
+_ROPE = (
+    "rope_type type rope_theta factor original_max_position_embeddings attention_factor beta_fast beta_slow "
+    "low_freq_factor high_freq_factor mscale mscale_all_dim truncate partial_rotary_factor short_factor long_factor"
+)
+ROPE_HONOURED = frozenset(_ROPE.split())
+ROPE_HARMLESS = frozenset({"finetuned", "original_rope_theta"})
+ROPE_NEUTRAL: Mapping[str, tuple[Any, ...]] = dict.fromkeys(("attn_factor", "extrapolation_factor", "alpha"), (1,))
+
+
+def refuse_unknown_keys(family: str, config: ConfigFields) -> None:
+    """Raises `UsageError` that names keys and values, unless each is honoured, harmless, or says that nothing is so."""
+    honoured, harmless, neutral = _known(family)
+    known = honoured | harmless
+    strange = [
+        name
+        for name, value in config.values.items()
+        if name not in known and not name.startswith(HARMLESS_BEGINNINGS) and not _neutral(neutral, name, value)
+    ]
+    cure = "Generate with the program that trained it." if family == "nanogpt" else ANOTHER_PROGRAM
+    _refuse(config, strange, f"a {family} model here does not know", cure)
+
+
+def _known(family: str) -> tuple[frozenset[str], frozenset[str], Mapping[str, tuple[Any, ...]]]:
+    """Keys that are honoured, that are harmless, and that must have one of some values."""
+    if family not in MASKED:
+        return HONOURED[family], HARMLESS, NEUTRAL
+    own = MASKED[family]
+    return (
+        own.honoured | frozenset(_ANY.split()),
+        own.harmless | (HARMLESS - own.neutral.keys()),
+        {**NEUTRAL, **own.neutral},
+    )
+
+
+def refuse_unknown_rope_keys(scaling: ConfigFields) -> None:
+    """The same within rope_scaling or rope_parameters."""
+    known = ROPE_HONOURED | ROPE_HARMLESS
+    strange = [
+        name for name, value in scaling.values.items() if name not in known and not _neutral(ROPE_NEUTRAL, name, value)
+    ]
+    _refuse(scaling, strange, "the rotary positions here do not know", ANOTHER_PROGRAM)
+
+
+def _neutral(neutral: Mapping[str, tuple[Any, ...]], name: str, value: Any) -> bool:
+    """Nothing at all is always neutral."""
+    if value is None or value in ({}, [], ""):
+        return True
+    if isinstance(value, list) and not isinstance(value[0], dict | list):
+        return all(one in neutral.get(name, ()) for one in value)
+    return any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in neutral.get(name, ()))
+
+
+def _refuse(config: ConfigFields, strange: list[str], who: str, cure: str) -> None:
+    if not strange:
+        return
+    file = config.where.partition(":")[0]
+    shown = ", ".join(f"'{name[:60]}': {_short(config.values[name])}" for name in strange[:SHOWN])
+    more = f" and {len(strange) - SHOWN} more" if len(strange) > SHOWN else ""
+    raise UsageError(
+        f"{config.where} has {shown}{more}, which {who}: it may change what the model computes. "
+        f"{cure} If you know that it changes nothing, remove it from {file}."
+    )
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gpt2")
+ALIASES = {"ministral": "mistral"}  # what transformers calls a Mistral whose layers are of two kinds
+GENERATORS = ("ForCausalLM", "LMHeadModel", "Model")  # how transformers ends the names of what can generate
+
+
+ENCODERS = {
+    *("albert", "bert", "camembert", "deberta", "deberta-v2", "distilbert", "electra", "modernbert", "mpnet"),
+    *("nomic_bert", "roberta", "xlm-roberta"),
+}
+ANOTHER_PROGRAM = "Serve it with a program that does, such as vLLM's own server (`vllm serve`)."
+
+
+def elsewhere(what: str) -> UsageError:
+    """For what no backend does: the folder is read here whichever is to serve it."""
+    return UsageError(f"{what}, which no backend of gpuinfer runs, vllm neither. {ANOTHER_PROGRAM}")
+
+
+def no_generator(what: str) -> UsageError:
+    return UsageError(f"{what}, and no backend of gpuinfer serves such models. Run it with transformers.")
+
+
+def refuse_remote_code(settings: Mapping[str, Any], where: str) -> None:
+    """Code of a model's own never runs here, whoever trusts it."""
+    if settings.get("auto_map"):
+        raise UsageError(
+            f"{where} asks to run code of its own (auto_map), which is refused with every backend. If you know that "
+            f"the model is a plain one of its type, remove auto_map from {where}; else serve it with another program."
+        )
+
+
+def family_of(kind: str) -> str:
+    """The family that a model_type is of."""
+    return ALIASES.get(kind, kind)
+
+
+def refuse_unknown(config: ConfigFields) -> str:
+    """The family's name. Raises `UsageError` for a model that is none of ours."""
+    if (masked := _masked_family(config)) is not None:
+        return masked
+    kind = config.values.get("model_type")
+    if config.values.get("is_encoder_decoder") is True:
+        raise no_generator(f"the model is an encoder with a decoder (type '{str(kind)[:40]}')")
+    if isinstance(kind, str) and kind in ENCODERS:
+        raise no_generator(f"the model is an encoder (type '{kind}'), which reads text and writes none")
+    refuse_remote_code(config.values, config.where)
+    if not isinstance(kind, str):
+        raise UsageError(
+            f"{config.where} does not say its model_type. Save the model again with transformers "
+            f"(save_pretrained); these run here: {', '.join(FAMILIES)}."
+        )
+    if family_of(kind) not in FAMILIES:
+        raise elsewhere(f"the model is of type '{kind[:40]}' ({', '.join(FAMILIES)} run here)")
+    _refuse_quantised(config)
+    if any(config.values.get(name) for name in ("num_experts", "num_local_experts", "n_routed_experts")):
+        raise elsewhere("the model is a mixture of experts")
+    for name in config.texts("architectures"):
+        if not name.endswith(GENERATORS):
+            raise no_generator(f"the model is a {name[:60]}")
+    return family_of(kind)
+
+
+def _masked_family(config: ConfigFields) -> str | None:
+    """The family of a masked diffusion model, by its architecture; None: it is none.
+
+    Code of its own is not asked for: the folders of all of them bring some, which these families do not need here.
+    """
+    architecture = next(iter(config.texts("architectures")), "")
+    family, kind = family_of_architecture(architecture), config.values.get("model_type")
+    known = architectures_of(kind) if isinstance(kind, str) else ()
+    if family is None:
+        if known and not architecture:
+            raise UsageError(
+                f"{config.where} does not say its architecture, and models of type '{kind}' are of several kinds. Add "
+                f'"architectures": ["{known[0]}"], or which of these it is: {", ".join(known)}.'
+            )
+        if known:
+            raise elsewhere(f"the model is a {architecture[:60]} ({', '.join(known)} of type '{kind}' runs here)")
+        return None
+    if kind is not None and architecture not in known:
+        raise config.wrong(
+            "model_type", f"{' or '.join(repr(one) for one in MASKED[family].types)}, as a {architecture} has"
+        )
+    _refuse_quantised(config)
+    return family
+
+
+def _refuse_quantised(config: ConfigFields) -> None:
+    if config.has("quantization_config"):
+        method = config.mapping("quantization_config").get("quant_method", "an unnamed method")
+        raise elsewhere(f"the weights are quantised ({str(method)[:40]})")

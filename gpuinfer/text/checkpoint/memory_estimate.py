@@ -1,0 +1,220 @@
+"""What a model will take, told before anything is loaded.
+
+`own`, throughout: our own kernels for the CPU, which read the cache where it lies and draw from the logits as they are.
+Torch copies keys, values and logits, and has a mask in memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import Tensor
+
+from gpuinfer.errors import UsageError
+from gpuinfer.text.checkpoint.tensor_layout import TensorLayout, TensorPart, all_weights, size_of
+from gpuinfer.text.transformer import PAGE, Adapter, Shape, Weights
+
+STEP_TOKENS = 2048  # of one step: a chunk of prompt beside the rows that are one token further
+SAMPLING_COPIES = 6  # of the logits, while they are filtered and sorted
+LOGIT_BYTES = 512 * 2**20  # of one step of a diffusion model, which asks for those of many positions
+SCORED_ROWS = 64  # of these, that are scored at once, in float64
+CPU_COPIED = 1 << 20  # values of keys that torch copies for attention at once, unless one row has more: what processors
+CUDA_COPIED = 1 << 26  # cache; and on CUDA what fills the device
+SPARE_PAGES = 2  # of torch's cache: one that only padding writes, and one of zeros
+TILE = 16  # values of a head are a multiple of it in the cache of our own kernels
+GB = 1e9
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Bytes. The peak is weights, cache, and what one step needs beside them."""
+
+    weights_bytes: int
+    cache_bytes: int
+    peak_bytes: int
+
+
+@dataclass(frozen=True)
+class WorkingMemory:
+    """Bytes of one step beside weights and cache: of its tokens on their way through a layer, and of what is made of
+    them (keys and values copied for attention, masks, the logits as they are drawn from).
+    """
+
+    activations: int
+    copies: int
+
+    @property
+    def total(self) -> int:
+        return self.activations + self.copies
+
+
+def estimate(
+    layout: TensorLayout, slots: int, pages: int, length: int, dtype: torch.dtype, beside: int = 0, own: bool = False
+) -> Estimate:
+    """With `slots` rows in a step, `pages` in the cache and rows of `length` positions at most; `beside`: bytes of
+    adapters, which count as weights.
+    """
+    weights = weight_bytes(layout, dtype) + beside
+    cache = pages * page_bytes(layout.shape, dtype, own)
+    step = working_bytes(layout.shape, max(slots, STEP_TOKENS), slots, length, dtype, own)
+    return Estimate(weights, cache, weights + cache + step)
+
+
+def weight_bytes(layout: TensorLayout, dtype: torch.dtype) -> int:
+    """Matrices and biases in `dtype`, norms in float32."""
+    total = 0
+
+    def take(parts: Sequence[TensorPart], wide: bool) -> Tensor:
+        nonlocal total
+        total += sum(prod(part.shape) for part in parts) * (4 if wide else dtype.itemsize)
+        return torch.empty(size_of(parts), device="meta")
+
+    all_weights(layout, take)
+    return total
+
+
+def empty_weights(layout: TensorLayout, dtype: torch.dtype) -> Weights:
+    """Of the shapes and formats that `Checkpoint.weights` has, without memory (on the device `meta`)."""
+
+    def take(parts: Sequence[TensorPart], wide: bool) -> Tensor:
+        return torch.empty(size_of(parts), device="meta", dtype=torch.float32 if wide else dtype)
+
+    return all_weights(layout, take)
+
+
+def adapter_bytes(adapter: Adapter) -> int:
+    """What one takes as a decoder holds it: float32, its ranks and outputs in portions of 16."""
+
+    def portions(count: int) -> int:
+        return -(-count // 16) * 16
+
+    sizes = [(low.rank, low.down.shape[1], low.up.shape[0]) for layer in adapter.layers for low in layer]
+    return 4 * sum(portions(rank) * inputs + rank * portions(outputs) for rank, inputs, outputs in sizes)
+
+
+def row_pages(length: int) -> int:
+    """Pages that a row of `length` positions takes."""
+    return -(-length // PAGE)
+
+
+def page_bytes(shape: Shape, dtype: torch.dtype, own: bool = False) -> int:
+    """Keys and values of all layers at the positions of one page."""
+    width = -(-shape.head_dim // TILE) * TILE if own else shape.head_dim
+    return 2 * shape.layers * shape.kv_heads * width * PAGE * dtype.itemsize
+
+
+def most_copied(device: torch.device) -> int:
+    """Values of keys that torch copies for attention at once there, unless one row has more."""
+    return CUDA_COPIED if device.type == "cuda" else CPU_COPIED
+
+
+def working_bytes(
+    shape: Shape,
+    rows: int,
+    slots: int,
+    length: int,
+    dtype: torch.dtype,
+    own: bool = False,
+    copied: int = CPU_COPIED,
+) -> int:
+    """What a step of `rows` tokens in `slots` segments takes beside weights and cache: see `working`."""
+    return working(shape, rows, slots, length, dtype, own, copied).total
+
+
+def working(
+    shape: Shape,
+    rows: int,
+    slots: int,
+    length: int,
+    dtype: torch.dtype,
+    own: bool = False,
+    copied: int = CPU_COPIED,
+) -> WorkingMemory:
+    """What a step of `rows` tokens in `slots` segments takes beside weights and cache: the widest activations of a
+    layer, keys and values copied for attention (of `copied` values of keys at once), masks, and the logits as sampling
+    works on them.
+
+    A diffusion model's step has at least a whole canvas, and the one that guides it.
+    """
+    rows = rows if shape.masking is None else max(rows, 2 * length)
+    heads = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
+    activations = rows * (4 * shape.hidden + max(3 * heads, _inner(shape))) * (dtype.itemsize + 4)
+    logits = _logit_bytes(shape, rows, slots, length, 1 if own else SAMPLING_COPIES)
+    if own:
+        return WorkingMemory(activations, logits)
+    keys = length * shape.kv_heads * shape.head_dim  # of one row in one layer
+    attention = 2 * dtype.itemsize * min(slots * keys, max(keys, copied))
+    masks = rows * length * (dtype.itemsize + 1)
+    return WorkingMemory(activations, attention + masks + logits)
+
+
+def most_outputs(shape: Shape) -> int:
+    """Of how many tokens a diffusion model's step gives logits, unless a single row asks for more."""
+    return max(1, LOGIT_BYTES // (4 * shape.vocabulary))
+
+
+def _logit_bytes(shape: Shape, rows: int, slots: int, length: int, copies: int) -> int:
+    if shape.masking is None:
+        return slots * shape.vocabulary * 4 * copies
+    outputs = max(length, min(rows, most_outputs(shape)))
+    scored = min(outputs, SCORED_ROWS)
+    return shape.vocabulary * (outputs * 4 + scored * 8 * SAMPLING_COPIES)
+
+
+def _inner(shape: Shape) -> int:
+    """Values of one token between the products of an MLP: all those of its experts, beside what goes in and comes out
+    of each.
+    """
+    each = 3 if shape.gated else 2
+    dense, experts = each * shape.intermediate, shape.experts
+    if experts is None:
+        return dense
+    return max(dense, experts.chosen * (2 * shape.hidden + each * experts.intermediate) + each * experts.shared)
+
+
+def refuse_short(pages: int | None, length: int) -> None:
+    """Raises `UsageError` when `pages`, as the user wants them, do not hold one row of `length` positions."""
+    if pages is None or pages >= row_pages(length):
+        return
+    raise UsageError(
+        f"{pages:,} pages of {PAGE} tokens hold {pages * PAGE:,}, and one row of {length:,} tokens takes "
+        f"{row_pages(length):,} pages. Use -B pages={row_pages(length)}, or --context {pages * PAGE}."
+    )
+
+
+def refuse_unfit(
+    name: str, estimated: Estimate, free_bytes: int, *, pages: int, length: int, dtype: torch.dtype
+) -> None:
+    """Raises `UsageError` with the numbers and the cure when the peak is over `free_bytes`."""
+    if estimated.peak_bytes <= free_bytes:
+        return
+    kind = str(dtype).removeprefix("torch.")
+    raise UsageError(
+        f"model '{name}' does not fit: weights {_gb(estimated.weights_bytes)} in {kind}, {pages:,} pages of {PAGE} "
+        f"tokens {_gb(estimated.cache_bytes)}, {_gb(estimated.peak_bytes)} at the peak; {_gb(free_bytes)} are free. "
+        f"One row of {length:,} tokens takes {row_pages(length):,} pages.\n"
+        f"{_cure(estimated, free_bytes, pages, length, dtype)}"
+    )
+
+
+def _cure(estimated: Estimate, free_bytes: int, pages: int, length: int, dtype: torch.dtype) -> str:
+    """What helps, and how much of it: fewer pages only where one row has room in them."""
+    narrow = "" if dtype.itemsize <= 2 else "--dtype bfloat16, which halves both"
+    spare = free_bytes - (estimated.peak_bytes - estimated.cache_bytes)
+    fitting = spare * pages // estimated.cache_bytes if estimated.cache_bytes else 0
+    if fitting >= 1:
+        fewer = f"-B pages={fitting}" if fitting >= row_pages(length) else ""
+        choices = [fewer, f"--context {fitting * PAGE}" if not fewer else "", narrow]
+        return f"Use {' or '.join(choice for choice in choices if choice)}."
+    if estimated.weights_bytes + estimated.cache_bytes <= free_bytes:
+        return "A step takes more than is left: use a smaller --batch-size, or a smaller -B step_tokens."
+    if narrow and estimated.weights_bytes // 2 < free_bytes:
+        return f"Not even one page fits beside the weights: use {narrow}, or a larger device."
+    return "The weights alone are too large: use a smaller model, or a larger device."
+
+
+def _gb(size: int) -> str:
+    return f"{size / GB:.3g} GB"

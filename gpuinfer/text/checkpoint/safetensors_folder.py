@@ -1,0 +1,333 @@
+"""Opens a Hugging Face folder: its settings, its tokenizer, and the safetensors files with its weights.
+
+Headers are checked before a byte of weights is read, and tensors are read straight to where they are wanted.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import pairwise
+from math import prod
+from pathlib import Path
+from typing import Any, TypeGuard
+
+import torch
+from torch import Tensor
+
+from gpuinfer.errors import UsageError
+from gpuinfer.text.checkpoint.checkpoint import (
+    Checkpoint,
+    Digests,
+    DigestSource,
+    LanguageFiles,
+    cached_digests,
+    digests_of,
+    settings_of,
+)
+from gpuinfer.text.checkpoint.config_keys import TOKENIZERS, elsewhere, read_json, refuse_remote_code
+from gpuinfer.text.checkpoint.model_family import NO_HINTS, Biases, MaskHints, biases_of, shape_of
+from gpuinfer.text.checkpoint.tensor_layout import Gpt2Layout, RotaryLayout, Store, StoredTensor, check_store, names_of
+from gpuinfer.text.transformer import Shape
+
+MOST_HEADER_BYTES = 100_000_000  # the format's own bound
+STAGING_BYTES = 16 << 20  # for what is cast as it is read
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+OTHER_BYTES = {"BOOL": 1, "U8": 1, "I8": 1, "I16": 2, "U16": 2, "I32": 4, "U32": 4, "I64": 8, "U64": 8}
+QUANTISED = ("F8_", "F4", "F6_", "U8", "I8", "I32")  # how quantised weights are stored
+
+
+@dataclass(frozen=True)
+class TensorPlace(StoredTensor):
+    """A tensor's bytes in a file."""
+
+    path: Path
+    start: int
+
+
+def read_header(path: Path) -> dict[str, TensorPlace]:
+    """The tensors of a file by name; buffers that are no numbers of weights are left out.
+
+    Raises `UsageError` for a file that is damaged, cut short, or holds quantised weights.
+    """
+    try:
+        with path.open("rb") as file:
+            size = path.stat().st_size
+            (length,) = struct.unpack("<Q", _exactly(file.read(8), 8))
+            if length > min(size - 8, MOST_HEADER_BYTES):
+                raise ValueError(f"it says that its header has {length} bytes, but the file has {size}")
+            header = json.loads(_exactly(file.read(length), length))
+        return _places(header, path, 8 + length, size)
+    except OSError as error:
+        raise UsageError(f"cannot read {path}: {error.strerror}. Copy the whole model folder.") from None
+    except (ValueError, RecursionError) as error:
+        raise damaged(path, str(error)) from None
+
+
+def damaged(path: Path, why: str) -> UsageError:
+    return UsageError(f"{path} is damaged: {why}. Copy it again from where the model came.")
+
+
+def _exactly(data: bytes, length: int) -> bytes:
+    if len(data) != length:
+        raise ValueError("it ends within its header")
+    return data
+
+
+def _places(header: Any, path: Path, start: int, size: int) -> dict[str, TensorPlace]:
+    if not isinstance(header, dict):
+        raise ValueError("its header is no JSON object")
+    places, ends = {}, []
+    for name, entry in header.items():
+        if name == "__metadata__":
+            continue
+        begin, end, dtype, shape = _entry(name, entry, size - start)
+        ends.append((begin, end, name))
+        if dtype in DTYPES:
+            places[name] = TensorPlace(shape, DTYPES[dtype], path, start + begin)
+        elif dtype.startswith(QUANTISED) and name.endswith("weight"):
+            raise elsewhere(f"{path} holds quantised weights ({dtype[:16]})")
+    _refuse_overlaps(sorted(ends))
+    return places
+
+
+def _entry(name: str, entry: Any, room: int) -> tuple[int, int, str, tuple[int, ...]]:
+    """Begin, end, dtype and shape of a tensor, checked against one another and against the file's size."""
+    label = f"tensor '{name[:80]}'"
+    if not isinstance(entry, Mapping):
+        raise ValueError(f"{label} is described by no object")
+    dtype, shape, offsets = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
+    if not isinstance(dtype, str) or not _sizes(shape) or not _sizes(offsets) or len(offsets) != 2 or len(shape) > 16:
+        raise ValueError(f"{label} has no proper dtype, shape and data_offsets")
+    begin, end = offsets
+    if not begin <= end <= room:
+        raise ValueError(f"{label} lies at bytes {begin} to {end}, but the file has {room}: it was cut short")
+    width = DTYPES[dtype].itemsize if dtype in DTYPES else OTHER_BYTES.get(dtype)
+    if width is not None and prod(shape) * width != end - begin:
+        raise ValueError(f"{label} {shape} of {dtype} has {end - begin} bytes")
+    return begin, end, dtype, tuple(shape)
+
+
+def _sizes(value: Any) -> TypeGuard[list[int]]:
+    return isinstance(value, list) and all(
+        isinstance(size, int) and not isinstance(size, bool) and 0 <= size < 1 << 48 for size in value
+    )
+
+
+def _refuse_overlaps(ends: list[tuple[int, int, str]]) -> None:
+    for (_, end, name), (begin, _, other) in pairwise(ends):
+        if begin < end:
+            raise ValueError(f"tensors '{name[:80]}' and '{other[:80]}' overlap")
+
+
+class SafetensorsStore:
+    """The tensors of all shards of a folder."""
+
+    def __init__(self, where: str, tensors: Mapping[str, TensorPlace]) -> None:
+        self.where, self.tensors = where, tensors
+
+    def read(self, name: str, into: Tensor) -> None:
+        place = self.tensors[name]
+        try:
+            with place.path.open("rb", buffering=0) as file:
+                file.seek(place.start)
+                if into.dtype == place.dtype:
+                    _fill(file, into, place.path, name)
+                else:
+                    _fill_cast(file, into, place, name)
+        except OSError as error:
+            raise UsageError(f"cannot read {place.path}: {error.strerror}. Is its disk still there?") from None
+
+    def digests(self, names: Collection[str]) -> Digests:
+        """Those of a whole file are kept until it changes."""
+        found: Digests = {}
+        for path in sorted({self.tensors[name].path for name in names}):
+            wanted = {name: self.tensors[name] for name in names if self.tensors[name].path == path}
+            whole = len(wanted) == sum(place.path == path for place in self.tensors.values())
+            compute = partial(self._computed, path, wanted)
+            found |= cached_digests(path, wanted, compute) if whole else compute()
+        return found
+
+    def _computed(self, path: Path, places: Mapping[str, TensorPlace]) -> Digests:
+        try:
+            with path.open("rb", buffering=0) as file:
+                return digests_of({name: _source(file.fileno(), name, place) for name, place in places.items()})
+        except OSError as error:
+            raise UsageError(f"cannot read {path}: {error.strerror}. Is its disk still there?") from None
+
+
+def _source(file: int, name: str, place: TensorPlace) -> DigestSource:
+    """Its bytes, read at their place: threads share the open file."""
+
+    def read(start: int, length: int) -> bytes:
+        content = os.pread(file, length, place.start + start)
+        if len(content) != length:
+            raise damaged(place.path, f"it ends within tensor '{name}'")
+        return content
+
+    return DigestSource(prod(place.shape) * place.dtype.itemsize, read)
+
+
+def _fill(file: Any, into: Tensor, path: Path, name: str) -> None:
+    """A system call brings at most 2 GiB: ask until all is there."""
+    values: Any = into.reshape(-1).view(torch.uint8).numpy()
+    rest = memoryview(values)
+    while rest:
+        count = file.readinto(rest[: 1 << 30])
+        if not count:
+            raise damaged(path, f"it ends within tensor '{name}'")
+        rest = rest[count:]
+
+
+def _fill_cast(file: Any, into: Tensor, place: TensorPlace, name: str) -> None:
+    flat = into.reshape(-1)
+    staging = torch.empty(min(flat.numel(), STAGING_BYTES // place.dtype.itemsize), dtype=place.dtype)
+    for start in range(0, flat.numel(), max(1, staging.numel())):
+        part = staging[: flat.numel() - start]
+        _fill(file, part, place.path, name)
+        flat[start : start + part.numel()].copy_(part)
+
+
+WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+SHOWN = 3
+
+
+def open_shards(folder: Path) -> SafetensorsStore:
+    """Raises `UsageError` when there are none, one is missing, or their headers are damaged."""
+    if (folder / WHOLE).is_file():
+        return SafetensorsStore(str(folder), dict(read_header(folder / WHOLE)))
+    if (folder / INDEX).is_file():
+        return SafetensorsStore(str(folder), _indexed(folder))
+    raise _none(folder)
+
+
+def _indexed(folder: Path) -> dict[str, TensorPlace]:
+    names = _weight_map(folder / INDEX)
+    files = sorted(set(names.values()))
+    if missing := [file for file in files if not (folder / file).is_file()]:
+        more = f" and {len(missing) - SHOWN} more" if len(missing) > SHOWN else ""
+        raise UsageError(f"{folder} lacks {', '.join(missing[:SHOWN])}{more} of {len(files)} shards. Copy them too.")
+    tensors: dict[str, TensorPlace] = {}
+    for file in files:
+        header = read_header(folder / file)
+        tensors.update({name: place for name, place in header.items() if names.get(name) == file})
+    return tensors
+
+
+def _weight_map(path: Path) -> dict[str, str]:
+    names = read_json(path).get("weight_map")
+    if not isinstance(names, dict) or not names or not all(isinstance(file, str) for file in names.values()):
+        raise UsageError(f"{path} has no weight_map from tensors to files. Copy it again from where the model came.")
+    for file in names.values():
+        if Path(file).name != file or not file.endswith(".safetensors"):
+            raise UsageError(f"{path} names '{file[:80]}', no safetensors file of its own folder. Copy it again.")
+    return names
+
+
+def _none(folder: Path) -> UsageError:
+    if any(folder.glob("*.bin")):
+        return UsageError(
+            f"{folder} holds its weights as pickles (*.bin), which are not read, as they can run code. Convert them "
+            f'where you trust them: python -c "import transformers as t; '
+            f"t.AutoModelForCausalLM.from_pretrained('{folder}', dtype='auto').save_pretrained('{folder}')\""
+        )
+    return UsageError(f"{folder} has neither {WHOLE} nor {INDEX}. Copy the whole model folder.")
+
+
+HEAD = "lm_head.weight"
+
+
+def open_folder(folder: Path, name: str, told: MaskHints = NO_HINTS) -> Checkpoint:
+    """Reads settings and headers, and checks them against one another. Raises `UsageError`."""
+    return assembled(folder, name, folder, lambda shape: open_shards(folder), told)
+
+
+def assembled(
+    base: Path, name: str, folder: Path | None, open_weights: Callable[[Shape], Store], told: MaskHints = NO_HINTS
+) -> Checkpoint:
+    """Configuration and tokenizer of `base`, with weights that are opened once their shape is known.
+
+    `folder` is where all of it lies, if it is one place. Raises `UsageError`.
+    """
+    config = read_config(base)
+    shape = shape_of(config, optional(base / "generation_config.json"), told)
+    _refuse_code_of_a_tokenizer(shape, base / "tokenizer_config.json")
+    store = open_weights(shape)
+    layout = layout_for(shape, biases_of(config), store)
+    check_store(store, layout, spare=spare_tensors(shape))
+    return Checkpoint(
+        name=name,
+        shape=layout.shape,
+        folder=folder,
+        settings=settings_of(base),
+        dtype=stored_dtype(store),
+        layout=layout,
+        store=store,
+        language=LanguageFiles(folder=base),
+    )
+
+
+def spare_tensors(shape: Shape) -> list[str]:
+    """Tensors that may be stored and are not used: a head beside the embedding that it is tied to."""
+    names = names_of(shape.family)
+    return list(dict.fromkeys([HEAD, *(names.head_of(prefix) for prefix in (names.prefix, ""))]))
+
+
+def _refuse_code_of_a_tokenizer(shape: Shape, path: Path) -> None:
+    """But that of a known one is read from its files, without its code."""
+    settings, known = optional(path), TOKENIZERS.get(shape.family)
+    if known is None or settings.get("tokenizer_class") != known:
+        refuse_remote_code(settings, str(path))
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    if (folder / "config.json").is_file():
+        return read_json(folder / "config.json")
+    if (folder / "adapter_config.json").is_file():
+        raise UsageError(f"{folder} is an adapter, not a whole model. Merge it into its base model and save that.")
+    if files := sorted(folder.glob("*.pt")):
+        raise UsageError(f"{folder} has no config.json. For a nanoGPT model: --checkpoint {files[0]}.")
+    if any(folder.glob("*.gguf")):
+        raise UsageError(f"{folder} holds GGUF files, which are not read here. Give the original Hugging Face folder.")
+    raise UsageError(f"{folder} has no config.json: it is no Hugging Face model folder. Check --model.")
+
+
+def layout_for(shape: Shape, biases: Biases, store: Store) -> RotaryLayout | Gpt2Layout:
+    """The names that this store uses: with the prefix or without, head and embedding tied or apart."""
+    names = names_of(shape.family)
+    prefix = "transformer." if shape.family == "gpt2" else names.prefix
+    if not any(tensor.startswith(prefix) for tensor in store.tensors):
+        prefix = ""
+    gpt2 = shape.family == "gpt2"
+    embedding, head = (f"{prefix}wte.weight", HEAD) if gpt2 else (names.embedding_of(prefix), names.head_of(prefix))
+    only_head = shape.tied and embedding not in store.tensors and head in store.tensors
+    if shape.tied and not only_head and tensors_differ(store, embedding, head):
+        shape = replace(shape, tied=False)
+    name = head if only_head else None
+    if gpt2:
+        return Gpt2Layout(shape, biases, prefix, embedding_name=name)
+    return RotaryLayout(shape, biases, prefix, name, names)
+
+
+def tensors_differ(store: Store, one: str, other: str) -> bool:
+    """Whether both are there and differ: then they are not tied, whatever the config says. So does transformers."""
+    if one not in store.tensors or other not in store.tensors:
+        return False
+    if store.tensors[one].dtype != store.tensors[other].dtype:
+        return True
+    content = store.digests([one, other])
+    return content[one] != content[other]
+
+
+def stored_dtype(store: Store) -> str:
+    """That of most values' tensors."""
+    kinds = [str(stored.dtype).removeprefix("torch.") for stored in store.tensors.values() if len(stored.shape) > 1]
+    return max(set(kinds), key=kinds.count) if kinds else "float32"
+
+
+def optional(path: Path) -> dict[str, Any]:
+    return read_json(path) if path.is_file() else {}

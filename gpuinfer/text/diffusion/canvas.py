@@ -1,0 +1,367 @@
+"""Prompts under way in masked diffusion: each row a canvas that is filled in block by block, with its slot and pages,
+and the tokens that the next step computes of it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gpuinfer.generation import Completion, Logprob
+from gpuinfer.text.checkpoint.memory_estimate import most_outputs
+from gpuinfer.text.diffusion.unmasking_plan import WARM_STEPS, CanvasLayout, PlannedPrompt, cache_reach
+from gpuinfer.text.generator.adapter_versions import AdapterVersion
+from gpuinfer.text.generator.answer import PartEmitter, ResumedAnswer, VersionSpans, logprob_speller, with_version
+from gpuinfer.text.generator.interfaces import DetokenizerProtocol, Ints, LanguageProtocol
+from gpuinfer.text.generator.page_pool import PagePool, pages_for
+from gpuinfer.text.transformer import Shape, Step, Vectors
+
+NO_TOKENS: Ints = np.zeros(0, np.int32)
+
+
+class CanvasWork:
+    """One prompt. Each of its samples has a row of its own; nothing is shared between them."""
+
+    __slots__ = (
+        "adapter", "completions", "first_token", "left", "planned", "rows", "started", "ticket", "versions",
+    )  # fmt: skip
+
+    def __init__(
+        self, ticket: Hashable, planned: PlannedPrompt, started: float, adapter: AdapterVersion | None
+    ) -> None:
+        self.ticket, self.planned, self.started, self.adapter = ticket, planned, started, adapter
+        self.rows: list[CanvasRow] = []  # those that compute
+        self.left = planned.samples
+        self.completions: list[Completion | None] = [None] * planned.samples
+        self.first_token = started
+        self.versions: tuple[str, ...] = ()  # of the weights that have computed it
+
+    @property
+    def adapter_number(self) -> int:
+        """As steps name it; 0: none."""
+        return 0 if self.adapter is None else self.adapter.number
+
+
+class CanvasRow:
+    """One sample. Positions are those of its canvas, but where they are said to be of the answer."""
+
+    __slots__ = (
+        "begun", "blended", "block", "computed_by", "given", "growing", "idle", "kept", "layout", "logprobs", "masks",
+        "number", "plan", "revealed", "slot", "start", "step", "steps", "steps_done", "stop", "stored", "twin",
+        "understood", "version", "waited", "work",
+    )  # fmt: skip
+
+    def __init__(self, work: CanvasWork, number: int, layout: CanvasLayout) -> None:
+        planned = work.planned
+        self.work, self.number, self.plan, self.layout = work, number, planned.plan, layout
+        self.slot = self.twin = -1  # the twin's canvas has masks for a prompt: classifier-free guidance
+        self.begun: ResumedAnswer | None = planned.begun[number] if planned.begun else None
+        self.kept: Any = None  # by its decoder
+        self.growing: DetokenizerProtocol | None = None  # for stop strings
+        self.given: PartEmitter | None = None  # where the answer is given out while it grows
+        self.logprobs: list[Logprob | None] | None = None  # of each token of the answer, as it was committed
+        self.version = len(work.versions) - 1  # which of the work's computes it now
+        self.computed_by: NDArray[np.int16] | None = None  # which has, by token of the answer; None: none but that one
+        self.revealed = 0  # tokens of the answer that have no mask before them, and will stay
+        self.steps_done = 0  # that decided something
+        self.waited = False  # for pages
+        self.stored = 0  # positions from the beginning that will not change and are in the cache
+        self.understood = 0  # of the prompt, those that have been computed
+        self.enter_block(0)
+
+    def enter_block(self, number: int) -> None:
+        self.block, end = number, self.layout.end
+        self.start, self.stop = self.layout.bounds(number) if number < self.layout.blocks else (end, end)
+        self.masks: Ints = np.arange(self.start, self.stop, dtype=np.int32)  # ascending
+        self.blended: NDArray[np.float32] | None = None  # [masks, hidden] what these enter the next step with
+        self.step = self.idle = 0
+        self.steps = self.plan.steps_of(number, self.layout.blocks, self.stop - self.start)
+
+    @property
+    def slots(self) -> tuple[int, ...]:
+        return (self.slot,) if self.twin < 0 else (self.slot, self.twin)
+
+    @property
+    def asks(self) -> Ints:
+        """The positions whose logits its next decision is made from."""
+        return np.arange(self.start, self.stop, dtype=np.int32) if self.plan.decoder.edits else self.masks
+
+    @property
+    def known(self) -> int:
+        """So many positions from the beginning will stay as they are."""
+        if self.plan.decoder.edits:
+            return self.start
+        return int(self.masks[0]) if len(self.masks) else self.stop
+
+    @property
+    def spans(self) -> VersionSpans:
+        """Which weights have computed which tokens of the answer."""
+        if self.computed_by is None:
+            return ((0, self.work.versions[self.version]),)
+        found: VersionSpans = ()
+        changes = np.flatnonzero(np.diff(self.computed_by[: self.revealed], prepend=-1)).tolist()
+        for at in changes:
+            found = with_version(found, at, self.work.versions[self.computed_by[at]])
+        return found
+
+    def change_version(self, version: int) -> None:
+        """Another of the work's versions computes it from now on."""
+        if self.understood and self.computed_by is None:
+            self.computed_by = np.full(self.layout.end - self.layout.prompt, self.version, np.int16)
+        self.version = version
+
+    def reach(self) -> tuple[int, int]:
+        """What the next step computes of it."""
+        first, last = cache_reach(
+            self.plan.cache,
+            self.layout,
+            self.start,
+            self.stop,
+            fresh=not self.step,
+            warm=self.steps_done < WARM_STEPS,
+            stored=self.stored,
+        )
+        return (max(0, min(first, self.start - 1)) if self.plan.shifted else first), last
+
+    def passed(self, last: int, *, decided: bool) -> None:
+        """A step has computed it up to `last`. Before it there is no block that is not done."""
+        self.understood = max(self.understood, min(last, self.layout.prompt))
+        if self.plan.cache == "exact" and self.layout.attention is not None:
+            self.stored = self.start // self.layout.attention * self.layout.attention if decided else last
+
+
+def canvas_row(language: LanguageProtocol, work: CanvasWork, number: int, layout: CanvasLayout) -> CanvasRow:
+    """The sample of this number, with all that watches its answer. What has begun elsewhere is computed once more from
+    its beginning, as what is ahead of it is not known; only what follows is given out.
+    """
+    row, planned = CanvasRow(work, number, layout), work.planned
+    sampling, begun = planned.sampling, NO_TOKENS if row.begun is None else row.begun.tokens
+    if sampling.stop or planned.parts:
+        growing = language.growing(sampling.stop, not sampling.skip_special_tokens, planned.parts)
+        characters = growing.begin(begun.tolist())
+        row.growing = growing if sampling.stop else None
+        if planned.parts:
+            before, spell = (characters, len(begun)), logprob_speller(language, sampling)
+            row.given = PartEmitter(number, growing, pushed=bool(sampling.stop), before=before, spell=spell)
+    row.logprobs = None if sampling.logprobs is None else [None] * (layout.end - layout.prompt)
+    return row
+
+
+class CanvasSlots:
+    """`tokens` int32 [slots, positions] are all canvases, `pages` int32 [slots, columns] where their keys and values
+    lie: all that a canvas needs, from its beginning to its end. `active` are the rows that have one, as they came.
+    """
+
+    def __init__(self, slots: int, length: int, mask_token: int, pages: int | None = None) -> None:
+        """`pages`: of the cache; None: enough for all slots."""
+        self.tokens: NDArray[np.int32] = np.full((slots, length), mask_token, np.int32)
+        self.rows: list[CanvasRow | None] = [None] * slots  # whose each is; a guided row has two
+        self.active: list[CanvasRow] = []
+        self.pages: NDArray[np.int32] = np.zeros((slots, pages_for(length)), np.int32)
+        self.held: NDArray[np.int32] = np.zeros(slots, np.int32)  # columns of `pages` that are the canvas's
+        self.pool = PagePool(slots * pages_for(length) if pages is None else pages)
+        self.waited = 0  # rows that there was a slot for, and too few pages
+        self._mask_token = mask_token
+        self._free = list(range(slots))[::-1]
+        self._pending: deque[CanvasRow] = deque()
+        self._promised = 0  # slots that these will take
+
+    @property
+    def free(self) -> int:
+        """For rows that nobody has added yet. Guided ones may have been promised more than there are: they wait."""
+        return max(0, len(self._free) - self._promised)
+
+    def add(self, row: CanvasRow) -> None:
+        """It is placed as soon as there is room, slots and pages; rows are, in the order they came."""
+        self._pending.append(row)
+        self._promised += row.plan.slots
+
+    def place(self) -> list[CanvasRow]:
+        """Give slots to all that there is room for. They begin now."""
+        placed = []
+        while self._pending and self._pending[0].plan.slots <= len(self._free):
+            row = self._pending[0]
+            if row.plan.slots * pages_for(row.layout.end) > len(self.pool):
+                self.waited += not row.waited
+                row.waited = True
+                break
+            self._pending.popleft()
+            self._promised -= row.plan.slots
+            self._occupy(row)
+            placed.append(row)
+        return placed
+
+    def has(self, row: CanvasRow) -> bool:
+        """Whether it is under way still."""
+        return row.slot >= 0 and self.rows[row.slot] is row
+
+    def leave(self, row: CanvasRow) -> None:
+        """Nobody goes on with it: its slots are free."""
+        if row in self._pending:
+            self._pending.remove(row)
+            self._promised -= row.plan.slots
+        if not self.has(row):
+            return
+        self.active.remove(row)
+        for slot in row.slots:
+            self.rows[slot] = None
+            self._free.append(slot)
+            self.pool.free(self.pool.leave(self.pages[slot, : self.held[slot]]))
+            self.held[slot] = 0
+
+    def _occupy(self, row: CanvasRow) -> None:
+        row.slot = self._free.pop()
+        row.twin = self._free.pop() if row.plan.slots == 2 else -1
+        for slot in row.slots:
+            self.rows[slot] = row
+            self.held[slot] = pages_for(row.layout.end)
+            self.pages[slot, : self.held[slot]] = self.pool.take(int(self.held[slot]))
+            self.tokens[slot, : row.layout.end] = self._mask_token
+        self.tokens[row.slot, : row.layout.prompt] = row.work.planned.tokens
+        self.active.append(row)
+
+
+class CanvasTurn:
+    """What a step computes of one row: its positions from `first` to before `last`."""
+
+    __slots__ = ("asked", "first", "last", "logits", "row", "twin_logits")
+
+    def __init__(self, row: CanvasRow, first: int, last: int, asked: Ints) -> None:
+        self.row, self.first, self.last = row, first, last
+        self.asked = asked  # positions that are decided on; none while a long prompt is gone through in pieces
+        self.logits = self.twin_logits = 0  # where theirs begin among those of the step, and the guiding twin's
+
+    @property
+    def tokens(self) -> int:
+        return (self.last - self.first) * self.row.plan.slots
+
+    @property
+    def outputs(self) -> int:
+        return len(self.asked) * self.row.plan.slots
+
+    @property
+    def positions(self) -> int:
+        """What would be computed without a cache."""
+        return self.row.layout.seen(self.row.stop - 1) * self.row.plan.slots
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Of the prompt, those that have not been computed before."""
+        return max(0, min(self.last, self.row.layout.prompt) - max(self.first, self.row.understood))
+
+
+@dataclass(frozen=True, slots=True)
+class CanvasStepPlan:
+    """A step, and whose it is. The twins' segments and logits come after all others."""
+
+    step: Step
+    turns: Sequence[CanvasTurn]
+    outputs: int  # logits that are no twin's: the first ones
+    positions: int  # of all canvases: what would be computed without a cache
+    prompt_tokens: int  # of prompts, that have not been computed before
+    held: bool  # rows wait for another step, as no more tokens may go in
+
+
+class CanvasComposer:
+    """Composes steps of at most `step_tokens` tokens, or of one row. What a row computes does not depend on it.
+
+    Where rows compete for the room, the first come goes first: answers are complete sooner, on average, than if all
+    took turns, and as much is computed in a second.
+    """
+
+    def __init__(self, slots: CanvasSlots, shape: Shape, step_tokens: int) -> None:
+        assert shape.masking is not None
+        self.step_tokens = step_tokens
+        self._slots, self._attention, self._shifted = slots, shape.masking.block, shape.masking.shifted
+        self._most_outputs = most_outputs(shape)
+
+    def compose(self, most: int | None, only: Collection[CanvasRow] | None) -> CanvasStepPlan | None:
+        """The next step; None when there is no row. `most`: no more tokens than that fit in memory, unless of a single
+        row. `only`: none but these rows.
+        """
+        active = self._slots.active
+        rows = active if only is None else [row for row in active if row in only]
+        room = self.step_tokens if most is None else min(most, self.step_tokens)
+        turns = self._turns(rows, room)
+        if not turns:
+            return None
+        return self._plan(turns, held=len(turns) < len(rows))
+
+    def _turns(self, rows: Sequence[CanvasRow], room: int) -> list[CanvasTurn]:
+        turns: list[CanvasTurn] = []
+        left, outputs = room, self._most_outputs
+        for row in rows:
+            if left <= 0:
+                break
+            turn = self._turn(row, room)
+            if not turns or (turn.tokens <= left and turn.outputs <= outputs):
+                left, outputs = left - turn.tokens, outputs - turn.outputs
+                turns.append(turn)
+        return turns
+
+    def _turn(self, row: CanvasRow, room: int) -> CanvasTurn:
+        first, last = row.reach()
+        if row.plan.cache == "exact" and self._attention is not None and last - first > room // row.plan.slots:
+            # what lies before the block goes through in pieces, of whole blocks: these see themselves to their ends
+            done, before = row.stored, row.start // self._attention * self._attention
+            piece = done + max(self._attention, room // row.plan.slots // self._attention * self._attention)
+            if piece <= before:
+                return CanvasTurn(row, first, piece, NO_TOKENS)
+        return CanvasTurn(row, first, last, row.asks)
+
+    def _plan(self, turns: Sequence[CanvasTurn], held: bool) -> CanvasStepPlan:
+        canvases = self._slots.tokens
+        guided = [turn for turn in turns if turn.row.twin >= 0]
+        segments = [*turns, *guided]
+        slots = [turn.row.slot for turn in turns] + [turn.row.twin for turn in guided]
+        texts = [canvases[slot, turn.first : turn.last] for slot, turn in zip(slots, segments, strict=True)]
+        starts = np.array([turn.first for turn in segments], np.int32)
+        lengths = np.array([turn.last for turn in segments], np.int32) - starts
+        counts = np.array([len(turn.asked) for turn in segments], np.int32)
+        places = np.cumsum(lengths, dtype=np.int32) - lengths  # of each segment among the tokens
+        asked = np.concatenate([turn.asked for turn in segments])
+        wanted: Ints = asked + np.repeat(places - starts - self._shifted, counts).astype(np.int32)
+        step = Step(
+            np.concatenate(texts),
+            self._slots.pages[slots, : self._slots.held[slots].max()],
+            starts,
+            lengths,
+            wanted,
+            self._adapters(segments),
+            self._seen(segments, starts, lengths, places),
+            _vectors(segments, places),
+        )
+        ends = np.cumsum(counts)
+        for turn, end, count in zip(turns, ends.tolist(), counts.tolist(), strict=False):
+            turn.logits = end - count
+        for turn, end in zip(guided, ends[len(turns) :].tolist(), strict=True):
+            turn.twin_logits = end - len(turn.asked)
+        positions, understood = sum(turn.positions for turn in turns), sum(turn.prompt_tokens for turn in turns)
+        return CanvasStepPlan(step, turns, int(ends[len(turns) - 1]), positions, understood, held)
+
+    def _seen(self, segments: Sequence[CanvasTurn], starts: Ints, lengths: Ints, places: Ints) -> Ints:
+        ends = np.array([turn.row.layout.end for turn in segments], np.int32)
+        seen: Ints = np.repeat(ends, lengths)
+        if self._attention is None:
+            return seen
+        positions = np.arange(len(seen), dtype=np.int32) + np.repeat(starts - places, lengths)
+        return np.minimum(seen, (positions // self._attention + 1) * self._attention).astype(np.int32)
+
+    def _adapters(self, segments: Sequence[CanvasTurn]) -> Ints | None:
+        numbers = [turn.row.work.adapter_number for turn in segments]
+        return np.array(numbers, np.int32) if any(numbers) else None
+
+
+def _vectors(segments: Sequence[CanvasTurn], places: Ints) -> Vectors | None:
+    """Of the masks that do not enter as any mask does."""
+    found, values = [], []
+    for turn, place in zip(segments, places.tolist(), strict=True):
+        if turn.row.blended is not None:
+            found.append(turn.row.masks + np.int32(place - turn.first))
+            values.append(turn.row.blended)
+    return Vectors(np.concatenate(found), np.concatenate(values)) if found else None

@@ -1,1 +1,0 @@
-"""The built-in decoders, a file each, registered under `gpuinfer.decoders` like anyone's."""

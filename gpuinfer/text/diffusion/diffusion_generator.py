@@ -1,0 +1,374 @@
+"""Masked diffusion: each step computes what its rows need, and makes some of their masks tokens.
+
+A row goes on to its next block when it is done with one, whatever the others do, and a finished row's slot is taken by
+the next prompt in the very next step. Rows of all lengths share a step by positions of their own: none is padded.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gpuinfer.api import TextRoofline
+from gpuinfer.config import blame
+from gpuinfer.errors import BackendError, BadPrompt, UsageError, WorkError
+from gpuinfer.generation import Generation, Part, Prompt
+from gpuinfer.models.out_of_memory import first_line, is_out_of_memory
+from gpuinfer.models.pinned_memory import queued
+from gpuinfer.text import text_roofline
+from gpuinfer.text.diffusion.apply_unmasking import Unmasker, UnmaskingApplier
+from gpuinfer.text.diffusion.canvas import (
+    CanvasComposer,
+    CanvasRow,
+    CanvasSlots,
+    CanvasStepPlan,
+    CanvasTurn,
+    CanvasWork,
+    canvas_row,
+)
+from gpuinfer.text.diffusion.scoring import Asked, Blender, Scored, Scorer, guided
+from gpuinfer.text.diffusion.unmasking_decoder import UnmaskingDecoder
+from gpuinfer.text.diffusion.unmasking_plan import (
+    CanvasLayout,
+    Choose,
+    PlannedPrompt,
+    UnmaskingPlan,
+    decoder_for,
+    laid_out,
+    plan_of,
+    planned_prompt,
+)
+from gpuinfer.text.generator.adapter_versions import AdapterVersions, check_name
+from gpuinfer.text.generator.answer import MOST_PARTS_S
+from gpuinfer.text.generator.driver import Stepped
+from gpuinfer.text.generator.fault_isolation import FaultIsolation, row_failed
+from gpuinfer.text.generator.interfaces import LanguageProtocol
+from gpuinfer.text.generator.prompts import Prepared, prepare, refuse_unfit
+from gpuinfer.text.text_options import MAX_ADAPTERS
+from gpuinfer.text.text_roofline import step_extent
+from gpuinfer.text.transformer import Adapter, Decoder, Weights
+
+
+class DiffusionGenerator:
+    """`protocol.TextGenerator` that fills masks in. Give it to a `Driver`, or step it yourself.
+
+    `enter` is told what is going on: "prefill" (a step that is mostly prompt, for the first time), "forward", "sample",
+    "reply".
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        language: LanguageProtocol,
+        *,
+        seed: int,
+        end_tokens: Sequence[int],
+        step_tokens: int,
+        threads: int,
+        choose: Choose = decoder_for,
+        facts: Mapping[str, Any] | None = None,
+        read: Callable[[str], Weights] | None = None,
+        read_adapter: Callable[[str], Adapter] | None = None,
+        max_adapters: int = MAX_ADAPTERS,
+        most_parts_s: float = MOST_PARTS_S,
+    ) -> None:
+        """`choose` finds unmasking decoders: those that are installed, unless told otherwise. `read` finds other
+        weights for the same model (`read_weights`), `read_adapter` adapters; if any.
+        """
+        shape = decoder.shape
+        if shape.masking is None:
+            raise UsageError(f"a model of family {shape.family} fills no masks in: it goes from left to right.")
+        if not decoder.slots:
+            raise UsageError("the decoder has no slots. Use -B slots=1 or more.")
+        self.decoder, self.language = decoder, language
+        self.facts: Mapping[str, Any] = facts or {}
+        self.enter: Callable[[str], None] = lambda station: None
+        self.goes_ahead = True  # it never does, whatever it is told
+        self._attention, self._choose = shape.masking.block, choose
+        self._read, self._read_adapter = read, read_adapter
+        self._scorer = Scorer(
+            shape.vocabulary,
+            decoder.device,
+            threads=threads,
+            seed=seed,
+            end_tokens=end_tokens,
+            mask_token=shape.masking.mask_token,
+        )
+        self._slots = CanvasSlots(decoder.slots, decoder.length, shape.masking.mask_token, decoder.pages)
+        self._composer = CanvasComposer(self._slots, shape, step_tokens)
+        self._unmasker = Unmasker(self._slots)
+        self._blender = Blender(decoder, shape.masking.mask_token, threads)
+        self._adapters = AdapterVersions(decoder, max_adapters)
+        self._settling = UnmaskingApplier(
+            self._slots, language, shape.vocabulary, end_tokens, most_parts_s, self._adapters.give_back
+        )
+        self._waited = 0  # rows that steps have told of
+        self._troubles: FaultIsolation[CanvasRow] = FaultIsolation(self._slots, self.facts.get("model"))
+
+    @property
+    def device(self) -> torch.device:
+        return self.decoder.device  # type: ignore[no-any-return]
+
+    @property
+    def slots(self) -> int:
+        return self.decoder.slots
+
+    @property
+    def free_slots(self) -> int:
+        return self._slots.free
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._settling.works) or bool(self._settling.finished)
+
+    def prepare(
+        self, prompts: Sequence[Prompt], enter: Callable[[str], None] = lambda station: None
+    ) -> list[Prepared | Exception]:
+        plans = [self._planned(prompt) for prompt in prompts]
+        good = [prompt for prompt, plan in zip(prompts, plans, strict=True) if isinstance(plan, UnmaskingPlan)]
+        ready = iter(prepare(self.language, good, self.decoder, enter, self._adapters.refuse_unknown))
+        return [self._ready(next(ready), plan) if isinstance(plan, UnmaskingPlan) else plan for plan in plans]
+
+    def add(self, ticket: Hashable, prepared: Prepared) -> None:
+        if ticket in self._settling.works:
+            raise ValueError(f"ticket {ticket!r} is in use.")
+        if prepared.samples > self.free_slots:
+            raise ValueError(f"{prepared.samples} samples and {self.free_slots} free slots: wait for `free_slots`.")
+        if not isinstance(prepared, PlannedPrompt):
+            raise ValueError("this prompt was prepared for a model that goes from left to right.")
+        now = time.perf_counter()
+        try:
+            adapter = None if prepared.adapter is None else self._adapters.take(prepared.adapter)
+        except BadPrompt as error:  # it has been unloaded since the prompt was prepared
+            self._settling.finished.append((ticket, error))
+            return
+        work = CanvasWork(ticket, prepared, now, adapter)
+        layout = self._layout(prepared, prepared.plan)
+        self._settling.begin(work, lambda number: canvas_row(self.language, work, number, layout), now)
+
+    def cancel(self, ticket: Hashable) -> bool:
+        work = self._settling.works.get(ticket)
+        return work is not None and self._settling.withdraw(work)
+
+    def step(self) -> Stepped:
+        self._begin(self._slots.place())
+        plan = self._compose()
+        if plan is None:
+            return Stepped(*self._taken())
+        try:
+            logits, scored, asked = self._run(plan)
+        except Exception as error:  # noqa: BLE001  whose fault it is must be found out
+            self._after_failure(plan, error.with_traceback(None))  # its frames hold on to the memory
+            return Stepped(*self._taken())
+        self.enter("reply")
+        self._troubles.passed()
+        for turn in plan.turns:
+            turn.row.passed(turn.last, decided=bool(len(turn.asked)))
+        committed = self._unmask(asked, scored)
+        self._blend(asked, logits)
+        before, self._waited = self._waited, self._slots.waited
+        useful = self._settling.settle([turn.row for turn in asked], time.perf_counter())
+        return Stepped(
+            *self._taken(),
+            rows=len(plan.turns),
+            tokens=len(plan.step.tokens),
+            prompt_tokens=plan.prompt_tokens,
+            output_tokens=useful,
+            held=plan.held,
+            positions=plan.positions,
+            committed=sum(committed),
+            idle=committed.count(0),
+            waited=self._slots.waited - before,
+            extent=step_extent(plan.step),
+        )
+
+    def read_weights(self, place: str) -> object:
+        if self._read is None:
+            raise UsageError("this model has no files that its weights could be exchanged for. Start another model.")
+        return self.decoder.pack(self._read(place))
+
+    def update(self, version: str, weights: object) -> None:
+        self.decoder.swap(weights)
+        self._settling.change_version(version)
+
+    @property
+    def adapters(self) -> Sequence[str]:
+        return self._adapters.known
+
+    def read_adapter(self, name: str, place: str) -> object:
+        if self._read_adapter is None:
+            raise UsageError("this model takes no adapters. Start another model.")
+        check_name(name)
+        self._adapters.refuse_full(name)
+        return self.decoder.pack_adapter(self._read_adapter(place))
+
+    def load_adapter(self, name: str, version: str, adapter: object) -> None:
+        self._adapters.load(name, version, adapter)
+
+    def unload_adapter(self, name: str) -> None:
+        self._adapters.unload(name)
+
+    def measure(self, rows: int, seconds: float) -> TextRoofline:
+        return text_roofline.measure_roofline(self.decoder, rows, int(self.facts.get("step_tokens") or rows), seconds)
+
+    def use(self, threads: int) -> None:
+        self.decoder.use(threads)
+
+    def rest(self) -> None:
+        self.decoder.rest()
+
+    def close(self) -> None:
+        self._scorer.close()
+        self._blender.close()
+        self.decoder.close()
+
+    def _planned(self, prompt: Prompt) -> UnmaskingPlan | WorkError:
+        try:
+            return plan_of(prompt, self.decoder.shape, self._choose, self.slots)
+        except WorkError as problem:
+            return problem
+
+    def _ready(self, prepared: Prepared | BadPrompt, plan: UnmaskingPlan) -> PlannedPrompt | BadPrompt:
+        if isinstance(prepared, BadPrompt):
+            return prepared
+        try:
+            refuse_unfit(self._layout(prepared, plan).end, self.decoder.pages, plan.slots)
+        except BadPrompt as problem:
+            return problem
+        return planned_prompt(prepared, plan)
+
+    def _layout(self, prepared: Prepared, plan: UnmaskingPlan) -> CanvasLayout:
+        return laid_out(len(prepared.tokens), prepared.limit, plan.block, self._attention, self.decoder.length)
+
+    def _begin(self, rows: Sequence[CanvasRow]) -> None:
+        """Have their decoders begin."""
+        for row in rows:
+            try:
+                with blame.calling_within(row.plan.decoder, "begin"):
+                    row.kept = row.plan.decoder.begin()
+            except Exception as error:  # noqa: BLE001  a plugin's: its row fails alone
+                self._settling.fail(row.work, error)
+
+    def _compose(self) -> CanvasStepPlan | None:
+        troubles = self._troubles
+        while (only := troubles.only) is not None:
+            plan = self._composer.compose(troubles.most, only)
+            if plan is not None:
+                return plan
+            troubles.passed()
+        return self._composer.compose(troubles.most, None)
+
+    def _run(self, plan: CanvasStepPlan) -> tuple[Tensor, Scored, list[CanvasTurn]]:
+        """The step's logits, what is said of them, and the turns that they are of."""
+        self.enter("prefill" if 2 * plan.prompt_tokens > len(plan.step.tokens) else "forward")
+        logits = self.decoder.forward(plan.step)
+        self.enter("sample")
+        asked = [turn for turn in plan.turns if len(turn.asked)]
+        for turn in asked:
+            if turn.row.twin >= 0:
+                count = len(turn.asked)
+                own, twin = logits.narrow(0, turn.logits, count), logits.narrow(0, turn.twin_logits, count)
+                guided(own, twin, turn.row.plan.scale)
+        self._adjust(asked, logits)
+        needs = frozenset[Any]().union(*(turn.row.plan.decoder.needs for turn in asked))
+        scored = self._scorer.score(logits[: plan.outputs], [_asked(turn) for turn in asked], needs)
+        for found in (scored.tokens, scored.confidence, scored.margin, scored.entropy):
+            if found is not None:
+                found.setflags(write=False)  # decoders are shown parts of it
+        return logits, scored, asked
+
+    def _adjust(self, asked: list[CanvasTurn], logits: Tensor) -> None:
+        """Decoders that change logits do. What one raises ends its row."""
+        for turn in asked.copy():
+            if type(turn.row.plan.decoder).adjust is UnmaskingDecoder.adjust:
+                continue
+            try:
+                adjust(turn, logits)
+            except Exception as error:  # noqa: BLE001  a plugin's: its row fails alone
+                self._settling.fail(turn.row.work, error)
+                asked.remove(turn)
+
+    def _unmask(self, asked: Sequence[CanvasTurn], scored: Scored) -> list[int]:
+        """How many tokens each of these rows commits."""
+        committed = []
+        for number, turn in enumerate(asked):
+            if not self._slots.has(turn.row):  # another sample of its prompt has failed just now
+                continue
+            try:
+                if number in scored.bad:
+                    raise scored.bad[number]
+                committed.append(self._unmasker.unmask(turn, scored, number))
+            except Exception as error:  # noqa: BLE001  its neighbours go on
+                self._settling.fail(turn.row.work, error)
+        return committed
+
+    def _blend(self, asked: Sequence[CanvasTurn], logits: Tensor) -> None:
+        """What masks that are left enter the next step with, where their decoder has a say in it."""
+        for turn in asked:
+            row = turn.row
+            if type(row.plan.decoder).blend is UnmaskingDecoder.blend or not row.step or not self._slots.has(row):
+                continue
+            try:
+                share = share_of(row)
+                places = turn.logits + np.searchsorted(turn.asked, row.masks)
+                row.blended = self._blender.blended(logits, places, share) if share else None
+            except Exception as error:  # noqa: BLE001  a plugin's, or memory: its row fails alone
+                self._settling.fail(row.work, error)
+
+    def _after_failure(self, plan: CanvasStepPlan, error: Exception) -> None:
+        rows = [turn.row for turn in plan.turns]
+        if len(rows) == 1 and is_out_of_memory(error):
+            self._settling.fail(rows[0].work, _too_large(len(plan.step.tokens), error))
+            return
+        guilty = self._troubles.failed(rows, len(plan.step.tokens), error)
+        if guilty is not None:
+            self._settling.fail(guilty.work, row_failed(error))
+
+    def _taken(self) -> tuple[Sequence[tuple[Hashable, Generation | Exception]], Sequence[tuple[Hashable, Part]]]:
+        settling = self._settling
+        finished, parts = settling.finished, settling.parts
+        settling.finished, settling.parts = [], []
+        return finished, parts
+
+
+def adjust(turn: CanvasTurn, logits: Tensor) -> None:
+    """Have a row's decoder change the logits of its block's masks. Raises `WorkError` that names it."""
+    row, decoder = turn.row, turn.row.plan.decoder
+    places = queued(turn.logits + np.searchsorted(turn.asked, row.masks), logits.device)
+    own = logits[places].cpu()
+    values = own.numpy()
+    with blame.calling_within(decoder, "adjust"):
+        decoder.adjust(row.kept, row.masks - row.layout.prompt, values)
+    if np.isnan(values).any() or (values == np.inf).any():
+        raise blame.failure(decoder, "adjust left NaN or +inf in the logits")
+    logits[places] = own.to(logits.device)
+
+
+def share_of(row: CanvasRow) -> float:
+    """How much of what is expected its decoder adds to masks. Raises `WorkError` that names it."""
+    decoder = row.plan.decoder
+    with blame.calling_within(decoder, "blend"):
+        share = float(decoder.blend(row.kept, row.step))
+    if not math.isfinite(share):
+        raise blame.failure(decoder, f"blend returned {share}")
+    return share
+
+
+def _asked(turn: CanvasTurn) -> Asked:
+    """Its masks, as the scorer takes them; its tokens too where they may be edited."""
+    row, ready = turn.row, turn.row.work.planned
+    sample = ready.first_sample + row.number
+    return Asked(ready.sampling, ready.key, sample, turn.logits, turn.asked - row.layout.prompt, row.steps_done)
+
+
+def _too_large(tokens: int, error: Exception) -> BackendError:
+    return BackendError(
+        f"out of memory on a single row of {tokens} positions: {first_line(error)}. Ask for fewer tokens or a shorter "
+        "block, or use fewer slots (-B slots=N), a shorter context (--context N), or --dtype bfloat16."
+    )

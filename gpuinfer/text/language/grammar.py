@@ -1,0 +1,385 @@
+"""Keeps an answer to its grammar: constraints become grammars of llguidance, within limits (Moskal et al.
+
+2025), and a matcher says which tokens may come next.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from llguidance import LLMatcher, LLTokenizer, regex_to_lark
+from llguidance._tokenizer import TokenizerWrapper
+from llguidance.gbnf_to_lark import any_to_lark
+from numpy.typing import NDArray
+
+from gpuinfer.errors import BadPrompt
+from gpuinfer.generation import Constraint, Listed
+from gpuinfer.text.language.detokenizer import Codec, Piece, Spelling
+from gpuinfer.text.language.grammar_examiner import GrammarExaminer, limits
+
+if TYPE_CHECKING:
+    from gpuinfer.text.language.list_trie import Tries
+    from gpuinfer.text.language.list_walks import ListedMatcher
+
+LONGEST_SCHEMA = 128 * 1024  # characters of JSON
+LONGEST_REGEX = 16 * 1024
+LONGEST_GRAMMAR = 64 * 1024
+LONGEST_CHOICES = 256 * 1024  # characters of all together
+MOST_CHOICES = 10_000
+DEEPEST = 64  # levels of a schema
+SHOWN = 240  # characters of the library's message
+OPTIONS = '%llguidance {"no_forcing": true}\n'  # what is forced may be spelt by any tokens, not by one spelling alone
+STUCK = "no token of the model can go on from here"
+KINDS = ("json_schema", "regex", "choice", "grammar", "listed")
+_META = re.compile(r"[\\.+*?()|\[\]{}^$#&\-~/]")
+_CONTROL = re.compile(r"[\x00-\x1f\x7f]")
+
+Key = tuple[str, str]  # what kind of grammar, and its text: what a cache knows it by
+
+
+def key_of(constraint: Constraint) -> Key:
+    """Raises `BadPrompt` for none or several kinds at once, and for one over the limits."""
+    kinds = [name for name in KINDS if getattr(constraint, name) is not None]
+    if len(kinds) != 1:
+        found = " and ".join(kinds) or "nothing"
+        raise BadPrompt(f"a constraint sets {found}. Give exactly one of {', '.join(KINDS)}.")
+    if kinds == ["json_schema"]:
+        return "schema", _within(_schema(constraint.json_schema), LONGEST_SCHEMA, "JSON schema")
+    if kinds == ["regex"]:
+        return "regex", _within(constraint.regex, LONGEST_REGEX, "regex")
+    if kinds == ["choice"]:
+        return "choice", _choice(constraint.choice or ())
+    if kinds == ["listed"]:
+        raise BadPrompt("a list between tags is no grammar. It is matched in another way.")
+    return "grammar", _within(constraint.grammar, LONGEST_GRAMMAR, "grammar")
+
+
+def grammar_of(key: Key) -> str:
+    """The grammar as llguidance reads it. Raises whatever the library raises for a bad one."""
+    kind, text = key
+    if kind == "schema":
+        return f"start: %json {text}\n{OPTIONS}"
+    if kind in ("regex", "choice"):
+        return f"start: /{regex_to_lark(text)}/\n{OPTIONS}"
+    return f"{any_to_lark(text)}\n{OPTIONS}"
+
+
+def refused(what: str, message: str) -> BadPrompt:
+    """The library's complaint, without its inner state and on one line."""
+    message = message.split("<state>")[0].replace("<non-verbose/>", "")
+    if message.strip() == "NoExtensionBias":  # the library's name for a dead end
+        message = STUCK
+    own = re.search(r"^error: (.+)$", message, re.MULTILINE)
+    text = " ".join((own[1] if own else message).split())
+    text = text if len(text) <= SHOWN else text[: SHOWN - 1] + "…"
+    return BadPrompt(f"the {what} of this answer cannot be used: {text.rstrip('.')}. Correct or simplify it.")
+
+
+def _within(text: Any, longest: int, what: str) -> str:
+    if not isinstance(text, str) or not text:
+        raise BadPrompt(f"the {what} is no text, or empty. Write one, or leave the constraint out.")
+    if len(text) > longest:
+        raise BadPrompt(f"the {what} has {len(text)} characters. Give at most {longest}.")
+    if "\x00" in text:
+        raise BadPrompt(f"the {what} holds a zero byte. Leave it out.")
+    return text
+
+
+def _schema(schema: Any) -> str:
+    """`True` asks for JSON of any kind."""
+    if _depth(schema) > DEEPEST:
+        raise BadPrompt(f"the JSON schema is nested deeper than {DEEPEST} levels. Make it flatter, or use $ref.")
+    try:
+        return json.dumps({} if schema is True else schema, ensure_ascii=False, default=dict)
+    except (TypeError, ValueError) as error:
+        raise BadPrompt(f"the JSON schema is not JSON: {error}. Write it with JSON's own types.") from None
+
+
+def _depth(value: Any) -> int:
+    """Levels of objects and lists, counted no further than one beyond the limit."""
+    depth, level = 0, [value]
+    while level and depth <= DEEPEST:
+        inner = [one.values() if isinstance(one, Mapping) else one for one in level if isinstance(one, Mapping | list)]
+        level = [one for values in inner for one in values]
+        depth += bool(inner)
+        if not inner:
+            break
+    return depth
+
+
+def _choice(choices: tuple[str, ...]) -> str:
+    if not choices or not all(isinstance(one, str) for one in choices):
+        raise BadPrompt("choice holds no texts. Give at least one.")
+    if len(choices) > MOST_CHOICES or sum(map(len, choices)) > LONGEST_CHOICES:
+        raise BadPrompt(
+            f"choice is too long. Give at most {MOST_CHOICES} texts of {LONGEST_CHOICES} characters in all."
+        )
+    return "(?:" + "|".join(_literal(one) for one in choices) + ")"
+
+
+def _literal(text: str) -> str:
+    """A regex that matches this text alone."""
+    escaped = _META.sub(lambda match: "\\" + match[0], text)
+    return _CONTROL.sub(lambda match: f"\\x{ord(match[0]):02x}", escaped)
+
+
+EXAMINER = GrammarExaminer()
+MOST_COMPILED = 256  # grammars in the cache
+PATIENCE_S, TOKEN_S = 2.0, 0.005  # of the processor that one answer's grammar may take, and again with each token
+END = b"<|the end|>"
+Words = NDArray[np.int32]
+
+
+def words_of(vocabulary: int) -> int:
+    """How many int32 words hold one bit for each token."""
+    return -(-vocabulary // 32)
+
+
+def bits_of(tokens: Sequence[int], words: int) -> Words:
+    """One bit set for each of the tokens: bit `token % 32` of word `token // 32`."""
+    flags = np.zeros(words * 32, np.uint8)
+    flags[list(tokens)] = 1
+    return np.packbits(flags, bitorder="little").view("<i4").astype(np.int32)
+
+
+class GrammarMatchers:
+    """Compiles constraints for one vocabulary and keeps the latest. Threads may share it."""
+
+    def __init__(self, codec: Codec, vocabulary: int, end_tokens: Sequence[int]) -> None:
+        self._codec, self._vocabulary, self._end_tokens = codec, vocabulary, tuple(end_tokens)
+        self._table: TokenTable | None = None
+        self._compiled: OrderedDict[Key, GrammarMatcher | BadPrompt] = (
+            OrderedDict()
+        )  # bad ones too: each may take seconds
+        self._lock, self._building = threading.Lock(), threading.Lock()
+        self._tries: Tries | None = None
+
+    def matcher(self, constraint: Constraint) -> GrammarMatcher | ListedMatcher:
+        """A matcher at the beginning of an answer. Raises `BadPrompt`."""
+        if constraint.listed is not None and constraint == Constraint(listed=constraint.listed):
+            return self._listed(constraint.listed)
+        key = key_of(constraint)
+        with self._lock:
+            if (known := self._compiled.get(key)) is not None:
+                self._compiled.move_to_end(key)
+        if known is None:
+            known = self._kept(key)
+        if isinstance(known, BadPrompt):
+            raise BadPrompt(str(known))
+        return known.copy()
+
+    def _listed(self, listed: Listed) -> ListedMatcher:
+        from gpuinfer.text.language.list_walks import ListedMatcher
+
+        tries = self.tries()
+        return ListedMatcher(tries.said(), tries.trie(listed)).warmed()
+
+    def tries(self) -> Tries:
+        """Where lists are compiled."""
+        from gpuinfer.text.language.list_trie import Tries
+
+        with self._lock:
+            if self._tries is None:
+                self._tries = Tries(self._codec, self._vocabulary)
+            return self._tries
+
+    def _kept(self, key: Key) -> GrammarMatcher | BadPrompt:
+        compiled: GrammarMatcher | BadPrompt
+        try:
+            compiled = self._compile(key)
+        except BadPrompt as error:
+            compiled = BadPrompt(str(error))
+        with self._lock:
+            self._compiled[key] = compiled
+            while len(self._compiled) > MOST_COMPILED:
+                self._compiled.popitem(last=False)
+        return compiled
+
+    def _compile(self, key: Key) -> GrammarMatcher:
+        table = self._opened()
+        what = {"schema": "JSON schema"}.get(key[0], key[0])
+        try:
+            grammar = grammar_of(key)
+            if key[0] != "choice" and (wrong := EXAMINER.examine(grammar)):
+                raise ValueError(wrong)
+            inner = LLMatcher(table.tokenizer, grammar, log_level=0, limits=limits())
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # noqa: BLE001 - a panic of the library is no Exception
+            raise refused(what, str(error)) from None
+        matcher = GrammarMatcher(table, inner, what)
+        matcher.check()
+        return matcher
+
+    def _opened(self) -> TokenTable:
+        with self._building:
+            if self._table is None:
+                self._table = TokenTable(self._codec, self._vocabulary, self._end_tokens)
+            return self._table
+
+
+class TokenTable:
+    """A vocabulary as llguidance wants it. Making one takes half a second for 150,000 tokens."""
+
+    def __init__(self, codec: Codec, vocabulary: int, end_tokens: Sequence[int]) -> None:
+        if codec.spelling.joins:
+            raise BadPrompt("this model's tokens are whole words, and cannot follow a constraint. Leave it out.")
+        self.vocabulary, self.words = vocabulary, words_of(vocabulary)
+        # the library needs an end token: a model without one is given one beyond its vocabulary, never to be allowed
+        self.extra = 0 if end_tokens else 1
+        self.all_words = words_of(vocabulary + self.extra)
+        ends = list(end_tokens) or [vocabulary]
+        self.end = bits_of(ends, self.all_words)
+        self.tokenizer = self._tokenizer(codec, ends)
+        self.known = bits_of([token for token in range(vocabulary) if token not in ends], self.all_words)
+        self.lost_first, self.space = self._first(codec.spelling)
+
+    def _tokenizer(self, codec: Codec, ends: list[int]) -> LLTokenizer:
+        pieces = [_as_bytes(codec.spelling.piece(token)) for token in range(self.vocabulary)] + [END] * self.extra
+        special = sorted({token for token in codec.hidden if token < self.vocabulary} | set(ends))
+        for token in special:
+            pieces[token] = f"<|{token}|>".encode()
+        return LLTokenizer(TokenizerWrapper(_Pieces(pieces, special, ends[0])), eos_token=ends, slices=None)
+
+    def _first(self, spelling: Spelling) -> tuple[Words | None, Words | None]:
+        """Tokens that would lose a space as the first of a text, and those that are a space and nothing else."""
+        if not spelling.eats_spaces:
+            return None, None
+        pieces = {token: spelling.piece(token) for token in range(self.vocabulary)}
+        lost = [token for token, piece in pieces.items() if piece is not None and _loses(spelling, token, piece)]
+        space = [token for token in lost if pieces[token] in (" ", b" ")]
+        return bits_of(lost, self.all_words), bits_of(space, self.all_words)
+
+
+def _as_bytes(piece: Piece) -> bytes:
+    if isinstance(piece, str):
+        return piece.encode("utf-8", "replace")
+    return piece or b""  # nothing: never allowed
+
+
+def _loses(spelling: Spelling, token: int, piece: str | bytes) -> bool:
+    if spelling.lead is not None and spelling.lead(token) != piece:
+        return True
+    return spelling.strip > 0 and piece[:1] in (" ", b" ")
+
+
+class _Pieces:
+    """What the library's wrapper of a tokenizer asks for. It would be called for texts that a grammar forces, and the
+    grammars here force none.
+    """
+
+    def __init__(self, tokens: list[bytes], special: list[int], end: int) -> None:
+        self.tokens, self.special_token_ids, self.eos_token_id = tokens, special, end
+        self.bos_token_id = None
+
+    def __call__(self, text: str | bytes) -> list[int]:
+        return []
+
+
+class GrammarMatcher:
+    """Where one answer is in its grammar. One thread at a time."""
+
+    def __init__(self, table: TokenTable, inner: LLMatcher, what: str, first: bool = True) -> None:
+        self._table, self._inner, self._what, self._first = table, inner, what, first
+        self._mask = np.zeros(table.all_words, np.int32)
+        self._address, self._bytes = self._mask.ctypes.data, self._mask.nbytes
+        self._fresh = False  # whether the mask is that of the present place
+        self._free_space = False  # whether the next token is a space that the text will lose
+        self._left_s = PATIENCE_S  # of this answer; all others wait while it is used
+
+    def mask(self, into: Words) -> None:
+        """Set the bits of the tokens that may come next: int32 [words_of(vocabulary)], all of it is written.
+
+        The end token is among them exactly when the answer may end here. Raises `BadPrompt` when no token of the model
+        can go on as the grammar wants, or the grammar turns out too complex.
+        """
+        self._compute()
+        np.copyto(into, self._mask[: self._table.words])
+
+    def advance(self, token: int) -> None:
+        """This token has been chosen. Raises `BadPrompt` if it is not allowed."""
+        if self._free_at_first(token):
+            self._first = self._fresh = False
+            return
+        self._left_s = min(PATIENCE_S, self._left_s + TOKEN_S)
+        with self._measured():
+            allowed = self._inner.consume_token(int(token))
+        if not allowed:
+            raise self._refused(f"token {token} is not allowed here")
+        self._first = self._fresh = False
+
+    @property
+    def complete(self) -> bool:
+        """Whether nothing but the end may follow, or it has ended."""
+        if self._inner.is_stopped():
+            self._check_error()
+            return True
+        if not self._inner.is_accepting():
+            return False
+        self._compute()
+        return not (self._mask & ~self._table.end).any()
+
+    def copy(self) -> GrammarMatcher:
+        """Another at the same place."""
+        copied = GrammarMatcher(self._table, self._inner.deep_copy(), self._what, self._first)
+        copied._mask[:] = self._mask
+        copied._fresh, copied._free_space = self._fresh, self._free_space
+        return copied
+
+    def check(self) -> None:
+        """Raises `BadPrompt` when there is no way on."""
+        self._check_error()
+        if not self._inner.is_stopped():
+            self._compute()
+
+    def _compute(self) -> None:
+        if self._fresh:
+            return
+        with self._measured():
+            self._inner.unsafe_compute_mask_ptr(self._address, self._bytes)
+        self._check_error()
+        self._free_space = False
+        if self._first and self._table.lost_first is not None:
+            self._begin(self._table.lost_first)
+        if self._table.extra:
+            np.bitwise_and(self._mask, self._table.known, out=self._mask)
+        if not self._mask.any() and not self._inner.is_accepting():
+            raise self._refused(STUCK)
+        self._fresh = True
+
+    @contextmanager
+    def _measured(self) -> Iterator[None]:
+        """Counts the processor's time. Raises `BadPrompt` when there is none left: nobody else is served meanwhile."""
+        started = time.thread_time()
+        yield
+        self._left_s -= time.thread_time() - started
+        if self._left_s < 0:
+            raise self._refused("it takes too long to see which tokens may come next")
+
+    def _begin(self, lost: Words) -> None:
+        kept = self._mask & ~lost
+        if not kept.any() and self._mask.any() and self._table.space is not None:
+            self._free_space = True
+            kept = self._table.space
+        self._mask[:] = kept
+
+    def _free_at_first(self, token: int) -> bool:
+        if not self._first or self._table.lost_first is None:
+            return False
+        self._compute()
+        return self._free_space
+
+    def _check_error(self) -> None:
+        if self._inner.is_error():
+            raise self._refused(self._inner.get_error())
+
+    def _refused(self, why: Any) -> BadPrompt:
+        return refused(self._what, self._inner.get_error() or why)

@@ -1,0 +1,475 @@
+"""What each token of a vocabulary says, as bytes in one array.
+
+What a list says, line by line, as tokens.
+
+A line is the separator and an item, or the separator and the end. It is said in one way: by the tokens that the
+tokenizer makes of it, where they say nothing else.
+
+The tag before a list, as an automaton over bytes, and the tokens that say more than the tag.
+
+Lists compiled for one vocabulary: a tree of tokens, and the tag that leads into it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence, Sized
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gpuinfer.errors import BadPrompt
+from gpuinfer.generation import Listed
+from gpuinfer.text.language import cpu_trie
+from gpuinfer.text.language.detokenizer import REPLACEMENT, Codec, Piece, Spelling
+
+NOTHING, TEXT, BYTE = 0, 1, 2  # as in cpu_tag.py
+Ints = NDArray[np.int32]
+Bytes = NDArray[np.uint8]
+
+
+class TokenBytes:
+    """Token t says `data[starts[t]:starts[t + 1]]`; `kinds` uint8 [tokens]: NOTHING, TEXT, or one BYTE of a run.
+
+    At the beginning of a text tokens say what is in `lead`, and `strip` spaces are lost. Making one takes some tenths
+    of a second for 150,000 tokens. Raises `BadPrompt` for a vocabulary of whole words.
+    """
+
+    def __init__(self, spelling: Spelling, vocabulary: int) -> None:
+        if spelling.joins:
+            raise BadPrompt("this model's tokens are whole words, and cannot follow a constraint. Leave it out.")
+        pieces = [spelling.piece(token) for token in range(vocabulary)]
+        self.raw, self.strip = spelling.raw, spelling.strip
+        self.starts, self.data = _joined_pieces(pieces)
+        self.kinds = np.array([_kind(piece, spelling.raw) for piece in pieces], np.uint8)
+        self.differs = spelling.lead is not None
+        self.lead = (self.starts, self.data)
+        if spelling.lead is not None:
+            self.lead = _joined_pieces([spelling.lead(token) for token in range(vocabulary)])
+
+    @property
+    def arrays(self) -> tuple[NDArray[Any], ...]:
+        """What kernels take."""
+        return (self.starts, self.data, self.kinds, *self.lead)
+
+    @property
+    def vocabulary(self) -> int:
+        return len(self.kinds)
+
+    def said(self, tokens: Sequence[int]) -> list[bytes]:
+        """What each of the tokens says, in the middle of a text."""
+        starts, data = self.starts, self.data
+        return [data[starts[token] : starts[token + 1]].tobytes() for token in tokens]
+
+
+def _joined_pieces(pieces: Sequence[Piece]) -> tuple[NDArray[np.int64], Bytes]:
+    written = [_bytes(piece) for piece in pieces]
+    starts = np.zeros(len(written) + 1, np.int64)
+    np.cumsum([len(one) for one in written], out=starts[1:])
+    return starts, np.frombuffer(b"".join(written), np.uint8).copy()
+
+
+def _bytes(piece: Piece) -> bytes:
+    return piece.encode("utf-8", "replace") if isinstance(piece, str) else piece or b""
+
+
+def _kind(piece: Piece, raw: bool) -> int:
+    if piece is None:
+        return NOTHING
+    return BYTE if isinstance(piece, bytes) and not raw else TEXT
+
+
+MOST_ITEMS = 10_000
+LONGEST_ITEM = 1_000  # characters
+LONGEST_ITEMS = 1 << 20  # of all together
+LONGEST_TAG = 64  # bytes
+NONE: Ints = np.zeros(0, np.int32)
+SHOWN = 60  # characters of an item in a message
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ListLines:
+    """`tokens` int32, those of line i from `starts[i]` to `starts[i + 1]`; `units`: of each line the numbers of its
+    units, none for the end; `names`: of all units.
+    """
+
+    tokens: Ints
+    starts: NDArray[np.int64]
+    units: tuple[tuple[int, ...], ...]
+    names: tuple[str, ...]
+
+
+def check_list(listed: Listed) -> None:
+    """Raises `BadPrompt` for a list that is empty, too long, or can be read in two ways."""
+    for name in ("begin", "end", "separator") if listed.begin else ("end", "separator"):
+        _check_tag(name, getattr(listed, name))
+    if not listed.begin and (not listed.ends or listed.separator.startswith(" ")):
+        raise BadPrompt(
+            "a list without `begin` begins with the answer: it must end it too (`ends`), and its separator may not "
+            "begin with a space, which some tokenizers lose there. Give it a `begin`."
+        )
+    if not listed.items:
+        raise BadPrompt("the list has no items: nothing could be said in it. Give some, or leave the constraint out.")
+    texts = [text for _, text in listed.items]
+    if len(texts) > MOST_ITEMS or sum(map(len, texts)) > LONGEST_ITEMS:
+        raise BadPrompt(
+            f"the list has {len(texts)} items of {sum(map(len, texts))} characters. "
+            f"Give at most {MOST_ITEMS} of {LONGEST_ITEMS} in all."
+        )
+    for text in texts:
+        _check_item(text, listed)
+
+
+def _check_tag(name: str, text: str) -> None:
+    if not text or len(text.encode("utf-8", "replace")) > LONGEST_TAG:
+        raise BadPrompt(f"`{name}` of the list has {len(text)} characters. Give one to {LONGEST_TAG} bytes.")
+    _check_unicode(text)
+
+
+def _check_item(text: str, listed: Listed) -> None:
+    if not text or len(text) > LONGEST_ITEM:
+        raise BadPrompt(f"an item of the list has {len(text)} characters. Give 1 to {LONGEST_ITEM} to each.")
+    _check_unicode(text)
+    for name in ("separator", "end"):
+        if (inside := getattr(listed, name)) in text:
+            raise BadPrompt(
+                f"the item {_shown(text)} of the list holds its {name}, {inside!r}: it would be read as several. "
+                f"Use another {name}, or write the item in another way."
+            )
+
+
+def _check_unicode(text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise BadPrompt(f"{_shown(text)} in the list is no valid Unicode. Write whole characters.") from None
+    if REPLACEMENT in text:
+        raise BadPrompt(f"{_shown(text)} in the list holds a replacement character. Write the character itself.")
+
+
+def lines_of(listed: Listed, codec: Codec, said: TokenBytes) -> ListLines:
+    """Raises `BadPrompt` for a list that `check` refuses, or that the tokenizer cannot spell."""
+    check_list(listed)
+    names = tuple(dict.fromkeys(unit for unit, _ in listed.items))
+    numbers = {name: number for number, name in enumerate(names)}
+    units: dict[str, list[int]] = {}
+    for unit, text in listed.items:
+        units.setdefault(text, []).append(numbers[unit])
+    texts = [listed.separator + text for text in (*units, listed.end)]
+    spelt = spell_texts(texts, listed, codec, said)
+    if not listed.ends and said.kinds[spelt[-1][-1]] == BYTE:
+        raise BadPrompt(
+            f"the tokenizer spells the end of {listed.end!r} byte by byte, which what follows could undo. "
+            "Use another `end`, or let the answer end there (`ends`)."
+        )
+    if not listed.begin and said.differs:
+        _check_first(spelt, said)
+    return ListLines(
+        np.concatenate(spelt), offsets(spelt), (*(tuple(dict.fromkeys(some)) for some in units.values()), ()), names
+    )
+
+
+def _check_first(spelt: Sequence[Ints], said: TokenBytes) -> None:
+    """Each line may be the first of the text, where its first token must say the same as further on."""
+    starts, data = said.lead
+    for token in {int(tokens[0]) for tokens in spelt}:
+        if data[starts[token] : starts[token + 1]].tobytes() != said.said([token])[0]:
+            raise BadPrompt(
+                "the tokenizer says something else at the beginning of a text than further on, and a list without "
+                "`begin` begins there. Give it a `begin`."
+            )
+
+
+def spell_texts(texts: Sequence[str], listed: Listed, codec: Codec, said: TokenBytes) -> list[Ints]:
+    """The tokens of each text, in the middle of a longer one."""
+    found: list[Ints | None] = [None] * len(texts)
+    before = ("",) if said.raw else (listed.begin, "x", "")  # what a tokenizer puts before a text is no part of it
+    for context in before:
+        left = [number for number, tokens in enumerate(found) if tokens is None]
+        for number, tokens in zip(left, _spelt(context, [texts[number] for number in left], codec, said), strict=True):
+            found[number] = tokens
+    for tokens, text in zip(found, texts, strict=True):
+        if tokens is None:
+            item = text.removeprefix(listed.separator)
+            raise BadPrompt(
+                f"the tokenizer cannot spell {_shown(item)} of the list after {listed.separator!r}. "
+                "Write it with characters that the model knows."
+            )
+    return [tokens for tokens in found if tokens is not None]
+
+
+def _spelt(context: str, texts: Sequence[str], codec: Codec, said: TokenBytes) -> list[Ints | None]:
+    """Of each text the tokens after the context that say it and no more."""
+    if not texts:
+        return []
+    encoded = [
+        NONE if isinstance(tokens, BadPrompt) else tokens
+        for tokens in codec.encode([context + text for text in texts], False)
+    ]
+    written = [text.encode() for text in texts]
+    places = np.zeros(len(texts), np.int64)
+    starts, text_starts = offsets(encoded), offsets(written)
+    tokens, letters = np.concatenate(encoded), np.frombuffer(b"".join(written), np.uint8)
+    cpu_trie.endings(tokens.astype(np.int32), starts, letters, text_starts, said.starts, said.data, places)
+    return [one[place:] if place >= 0 else None for one, place in zip(encoded, places.tolist(), strict=True)]
+
+
+def offsets(parts: Sequence[Sized]) -> NDArray[np.int64]:
+    """Where each part begins when they lie one after another, and where the last one ends."""
+    starts = np.zeros(len(parts) + 1, np.int64)
+    np.cumsum([len(part) for part in parts], out=starts[1:])
+    return starts
+
+
+def _shown(text: str) -> str:
+    text = text.encode("utf-8", "replace").decode()
+    return repr(text if len(text) <= SHOWN else text[: SHOWN - 1] + "…")
+
+
+STATES_AT_ONCE = 1 << 14  # notes of tokens that go on after the tag, doubled until all fit
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ListTag:
+    """`goto` int32 [length, 256]. The other three are one entry for each state and token that completes the tag and
+    says something after it: ordered by state, then token; `offsets`: where in the vocabulary's data that begins.
+
+    State `length` stands for the very beginning of a text, where tokens may say something else.
+    """
+
+    goto: Ints
+    states: Ints
+    tokens: Ints
+    offsets: NDArray[np.int64]
+
+
+def tag_of(text: str, said: TokenBytes) -> ListTag:
+    """Takes some 10 ms for 150,000 tokens."""
+    goto = automaton(text.encode())
+    if not text:
+        return ListTag(goto, NONE, NONE, np.zeros(0, np.int64))
+    room = STATES_AT_ONCE
+    while True:
+        states, tokens, offsets = np.zeros(room, np.int32), np.zeros(room, np.int32), np.zeros(room, np.int64)
+        count = 0
+        for state in range(len(goto) + 1):
+            fresh = state == len(goto)
+            starts, data = said.lead if fresh else (said.starts, said.data)
+            strip = said.strip if fresh else 0
+            count = cpu_trie.bordering(goto, data, starts, said.kinds, strip, state, states, tokens, offsets, count)
+        if count <= room:
+            return ListTag(goto, states[:count].copy(), tokens[:count].copy(), offsets[:count].copy())
+        room = count
+
+
+def automaton(text: bytes) -> Ints:
+    """int32 [length, 256]: how many bytes of the text the bytes so far end with, after each byte more. Knuth, Morris
+    and Pratt (1977).
+    """
+    goto = np.zeros((len(text), 256), np.int32)
+    if not text:
+        return goto
+    goto[0, text[0]] = 1
+    fallback = 0
+    for state in range(1, len(text)):
+        goto[state] = goto[fallback]
+        goto[state, text[state]] = state + 1
+        fallback = int(goto[fallback, text[state]])
+    return goto
+
+
+MOST_KEPT, KEPT_BYTES = 256, 256 << 20  # compiled lists in the cache, and what their arrays take
+MOST_TAGS = 16
+MOST_PADDED = 1 << 20  # tokens of all lines, each as long as the longest, that are sorted column by column
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Trie:
+    """One list, compiled; nothing in it changes, so all rows of all threads share it.
+
+    `image`: int32, as `cpu_image` describes it; `words`: int32 words of a set of units; `most`: how many tokens any
+    place allows or bars at most.
+    """
+
+    image: Ints
+    words: int
+    most: int
+    nodes: int
+
+    @property
+    def tagged(self) -> bool:
+        """Whether a tag begins the list; else the answer does."""
+        return bool(self.image[cpu_trie.LENGTH])
+
+    @property
+    def address(self) -> int:
+        return int(self.image.ctypes.data)
+
+
+def build_trie(lines: ListLines, tag: ListTag, said: TokenBytes, ends: bool) -> Trie:
+    """From the tokens of all lines. Raises `BadPrompt` where a text could be read in two ways."""
+    order = sorted_lines(lines)
+    first, token, line = _grown(lines, order)
+    codes, sets, count = _codes([lines.units[number] for number in order.tolist()], len(lines.names))
+    nodes = len(token)
+    need, item = np.zeros(nodes, np.int32), np.zeros(nodes, np.int32)
+    count = cpu_trie.gather(nodes, first, line, codes, sets, count, need, item)
+    _check_ambiguous(first, token, item)
+    words = sets.shape[1]
+    parts = {
+        cpu_trie.FIRST: first,
+        cpu_trie.TOKEN: token,
+        cpu_trie.NEED: need,
+        cpu_trie.ITEM: item,
+        cpu_trie.SETS: sets[:count].reshape(-1),
+        cpu_trie.GOTO: tag.goto.reshape(-1),
+    }
+    lengths = {cpu_trie.NODES: nodes, cpu_trie.WORDS: words, cpu_trie.LENGTH: len(tag.goto)}
+    image = _joined_parts(parts, {**lengths, cpu_trie.ENDS: int(ends)})
+    letter = int(said.data[said.starts[token[1]]])  # each line begins with the separator
+    starts, bars = _bars(image, tag, said, letter)
+    image = np.concatenate([image, starts, bars])
+    image[cpu_trie.BAR_STARTS], image[cpu_trie.BARS] = len(image) - len(bars) - len(starts), len(image) - len(bars)
+    degrees = np.diff(first)
+    most = max(int(degrees.max()) + int(degrees[0]), int(np.diff(starts).max()))
+    image[cpu_trie.MOST] = most
+    return Trie(image, words, most, nodes)
+
+
+def sorted_lines(lines: ListLines) -> NDArray[np.int64]:
+    """Their numbers, in the order of their tokens; a line goes before those that it begins."""
+    lengths = np.diff(lines.starts)
+    if int(lengths.max()) * len(lengths) > MOST_PADDED:
+        written, starts = lines.tokens.astype(">u4").tobytes(), lines.starts.tolist()
+        keys = [written[4 * start : 4 * end] for start, end in pairwise(starts)]
+        return np.array(sorted(range(len(keys)), key=keys.__getitem__), np.int64)
+    padded = np.full((int(lengths.max()), len(lengths)), -1, np.int32)
+    inside = np.arange(len(padded))[:, None] < lengths
+    padded.T[inside.T] = lines.tokens
+    return np.lexsort(padded[::-1])
+
+
+def _grown(lines: ListLines, order: NDArray[np.int64]) -> tuple[Ints, Ints, Ints]:
+    """First children [nodes + 1], tokens [nodes] and lines [nodes] of the tree of the sorted lines."""
+    lengths = np.diff(lines.starts)[order]
+    starts = np.zeros(len(order) + 1, np.int64)
+    np.cumsum(lengths, out=starts[1:])
+    moved = np.repeat(lines.starts[:-1][order] - starts[:-1], lengths) + np.arange(starts[-1])
+    room = int(starts[-1]) + 1
+    first, token, line, low, high, depth = (np.empty(room + 1, np.int32) for _ in range(6))
+    nodes = cpu_trie.grow(lines.tokens[moved], starts, first, token, line, low, high, depth)
+    return first[: nodes + 1], token[:nodes], line[:nodes]
+
+
+def _codes(units: Sequence[Sequence[int]], count: int) -> tuple[Ints, NDArray[np.int32], int]:
+    """What `item` says of each line, the sets of units, and how many of these there are already: those of items that
+    have several.
+    """
+    several = sum(len(some) > 1 for some in units)
+    sets = np.zeros((several + 2 * len(units) + 1, -(-max(count, 1) // 32)), np.int32)
+    codes, row = np.empty(len(units), np.int32), 0
+    for place, some in enumerate(units):
+        codes[place] = some[0] if len(some) == 1 else -3 - row if some else cpu_trie.END
+        if len(some) > 1:
+            for unit in some:
+                sets[row, unit // 32] |= np.uint32(1 << unit % 32).astype(np.int32)
+            row += 1
+    return codes, sets, row
+
+
+def _check_ambiguous(first: Ints, token: Ints, item: Ints) -> None:
+    """Where an item is complete and another goes on, the tokens of the one may not be those of a new line."""
+    after_item = np.repeat(item != cpu_trie.NO_ITEM, np.diff(first))  # of each node but the first, in order
+    if np.isin(token[1:][after_item], token[first[0] : first[1]]).any():
+        raise BadPrompt(
+            "an item of the list begins with another one, and goes on as the separator does: the text could be "
+            "read in two ways. Use another separator."
+        )
+
+
+def _joined_parts(parts: dict[int, NDArray[np.int32]], numbers: dict[int, int]) -> Ints:
+    header = np.zeros(cpu_trie.HEADER, np.int32)
+    place = len(header)
+    for field, part in parts.items():
+        header[field] = place
+        place += len(part)
+    for field, number in numbers.items():
+        header[field] = number
+    return np.concatenate([header, *parts.values()])
+
+
+def _bars(image: Ints, tag: ListTag, said: TokenBytes, letter: int) -> tuple[Ints, Ints]:
+    """Tokens that may not come, by the state of the tag: they say it, and then what no list begins with."""
+    barred = np.ones(len(tag.tokens), np.bool_)
+    usual = np.flatnonzero(tag.states < len(tag.goto))  # at the beginning of a text none is taken
+    some, found = tag.offsets[usual], np.zeros(len(usual), np.bool_)
+    ends = said.starts[tag.tokens[usual] + 1]
+    cpu_trie.bar(int(image.ctypes.data), said.data, said.starts, some, ends, letter, found)
+    barred[usual] = found
+    counts = np.bincount(tag.states[barred], minlength=len(tag.goto) + 1)
+    return np.concatenate([[0], np.cumsum(counts)]).astype(np.int32), tag.tokens[barred]
+
+
+class Tries:
+    """Compiles lists for one vocabulary and keeps the latest, by content. Threads may share it."""
+
+    def __init__(self, codec: Codec, vocabulary: int) -> None:
+        self._codec, self._vocabulary = codec, vocabulary
+        self._said: TokenBytes | None = None
+        self._tags: OrderedDict[str, ListTag] = OrderedDict()
+        self._kept: OrderedDict[Listed, Trie | str] = OrderedDict()  # bad ones too, with the reason
+        self._bytes = 0
+        self._lock = threading.Lock()
+
+    def trie(self, listed: Listed) -> Trie:
+        """Raises `BadPrompt`. Those who ask for the same one at once wait for the first of them."""
+        with self._lock:
+            known = self._kept.get(listed)
+            if known is None:
+                known = self._compiled(listed)
+                self._keep(listed, known)
+            else:
+                self._kept.move_to_end(listed)
+        if isinstance(known, str):
+            raise BadPrompt(known)
+        return known
+
+    def said(self) -> TokenBytes:
+        """What the vocabulary's tokens say. Raises `BadPrompt`."""
+        with self._lock:
+            return self._opened()
+
+    def _opened(self) -> TokenBytes:
+        if self._said is None:
+            self._said = TokenBytes(self._codec.spelling, self._vocabulary)
+        return self._said
+
+    def _compiled(self, listed: Listed) -> Trie | str:
+        try:
+            said = self._opened()
+            lines = lines_of(listed, self._codec, said)
+            return build_trie(lines, self._tag(listed.begin, said), said, listed.ends)
+        except BadPrompt as error:
+            return str(error)
+
+    def _tag(self, text: str, said: TokenBytes) -> ListTag:
+        if text not in self._tags:
+            self._tags[text] = tag_of(text, said)
+            while len(self._tags) > MOST_TAGS:
+                self._tags.popitem(last=False)
+        self._tags.move_to_end(text)
+        return self._tags[text]
+
+    def _keep(self, listed: Listed, known: Trie | str) -> None:
+        self._kept[listed] = known
+        self._bytes += _size(known)
+        while len(self._kept) > 1 and (len(self._kept) > MOST_KEPT or self._bytes > KEPT_BYTES):
+            self._bytes -= _size(self._kept.popitem(last=False)[1])
+
+
+def _size(known: Trie | str) -> int:
+    return len(known) if isinstance(known, str) else known.image.nbytes

@@ -1,0 +1,334 @@
+"""Tokenizers of Hugging Face folders, through the `tokenizers` library, and the settings that lie beside them.
+
+Tokens that are bytes, as of the built-in models, and tokens that are characters, as of nanoGPT's.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+
+from gpuinfer.errors import BadPrompt, UsageError
+from gpuinfer.text.language.detokenizer import Encoded, Spelling, bad_unicode, spelling_of
+
+NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+DEFAULT, WITH_TOOLS = "default", "tool_use"  # templates by the names that transformers has for them
+LISTS = ("additional_special_tokens", "extra_special_tokens")
+
+
+@dataclass(frozen=True)
+class TokenizerSettings:
+    """tokenizer_config.json, special_tokens_map.json, generation_config.json and the template files of one folder."""
+
+    config: Mapping[str, Any] = field(default_factory=dict)
+    named: Mapping[str, str] = field(default_factory=dict)  # "bos_token" → "<s>", …: what a template may print
+    special: tuple[str, ...] = ()  # all special tokens that are spoken of
+    end_tokens: tuple[int, ...] = ()  # of generation_config.json
+    template: str | None = None
+    tool_template: str | None = None  # for chats with tools, where there is one of its own
+
+
+def read_settings(folder: Path) -> TokenizerSettings:
+    """Raises `UsageError` for a file that is not what its name says. Absent files are no error."""
+    config = read_object(folder / "tokenizer_config.json")
+    merged = {**read_object(folder / "special_tokens_map.json"), **config}
+    named = {name: text for name in NAMED_TOKENS if (text := _content(merged.get(name))) is not None}
+    listed = [text for name in LISTS for item in _listed(merged.get(name)) if (text := _content(item)) is not None]
+    return TokenizerSettings(
+        config=config,
+        named=named,
+        special=tuple(dict.fromkeys([*named.values(), *listed])),
+        end_tokens=_ids(read_object(folder / "generation_config.json").get("eos_token_id")),
+        template=_template(folder, config, DEFAULT),
+        tool_template=_template(folder, config, WITH_TOOLS),
+    )
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """A JSON object; {} when there is no such file."""
+    try:
+        value = json.loads(path.read_text("utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, RecursionError) as error:
+        raise UsageError(f"{path} cannot be read as JSON: {error}. Copy it again from where it came.") from None
+    if not isinstance(value, dict):
+        raise UsageError(f"{path} does not hold a JSON object. Copy it again from where it came.")
+    return value
+
+
+def _content(token: Any) -> str | None:
+    """A token is written as a text or, with its switches, as an object."""
+    if isinstance(token, Mapping):
+        token = token.get("content")
+    return token if isinstance(token, str) else None
+
+
+def _listed(value: Any) -> list[Any]:
+    if isinstance(value, Mapping):
+        return list(value.values())
+    return value if isinstance(value, list) else []
+
+
+def _ids(value: Any) -> tuple[int, ...]:
+    values = value if isinstance(value, list) else [value]
+    return tuple(one for one in values if isinstance(one, int) and not isinstance(one, bool) and one >= 0)
+
+
+def _template(folder: Path, config: Mapping[str, Any], name: str) -> str | None:
+    """The template of this name. A file of its own goes before the settings, as transformers has it."""
+    file = "chat_template.jinja" if name == DEFAULT else f"additional_chat_templates/{name}.jinja"
+    if (own := folder / file).is_file():
+        try:
+            return own.read_text("utf-8")
+        except (OSError, ValueError) as error:
+            raise UsageError(f"{own} cannot be read: {error}. Copy it again from where it came.") from None
+    for settings in (config, read_object(folder / "chat_template.json")):
+        if (template := _named(settings.get("chat_template"), name)) is not None:
+            return template
+    return None
+
+
+def _named(templates: Any, name: str) -> str | None:
+    """Of several templates the one of this name; the only one there is is the default."""
+    if isinstance(templates, list):
+        pairs = [one for one in templates if isinstance(one, Mapping)]
+        templates = {one.get("name"): one.get("template") for one in pairs}
+    if isinstance(templates, Mapping):
+        only = next(iter(templates.values())) if len(templates) == 1 and name == DEFAULT else None
+        found = templates.get(name, only)
+    else:
+        found = templates if name == DEFAULT else None
+    return found if isinstance(found, str) else None
+
+
+SPACE = "▁"
+CLASSES = ("LlamaTokenizer", "LlamaTokenizerFast")
+OWN = (
+    "mistral",
+    "qwen2",
+)  # families that transformers reads by the file, or by a class of their own, whatever it names
+
+
+def respaced(tokenizer: Tokenizer, family: str, settings: Mapping[str, Any]) -> None:
+    """Change the tokenizer in place, where it is one of those."""
+    if settings.get("tokenizer_class") not in CLASSES or family in OWN or not _spaced(tokenizer):
+        return
+    prefix = settings.get("add_prefix_space")
+    prefix = True if prefix is None else bool(prefix)
+    scheme = "never" if not prefix else "always" if settings.get("legacy") else "first"
+    tokenizer.normalizer = None
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(replacement=SPACE, prepend_scheme=scheme, split=False)
+    steps = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    tokenizer.decoder = decoders.Sequence([*steps, decoders.Strip(content=" ", left=1)] if prefix else steps)
+
+
+def _spaced(tokenizer: Tokenizer) -> bool:
+    """Whether pieces are merged from characters, with "▁" for a space."""
+    if type(tokenizer.model).__name__ != "BPE":
+        return False
+    normalizer = [step["type"] for step in _steps(tokenizer.normalizer, "normalizers")]
+    before = [step["type"] for step in _steps(tokenizer.pre_tokenizer, "pretokenizers")]
+    return (normalizer, before) in ((["Prepend", "Replace"], []), (["Replace"], []), ([], ["Metaspace"]))
+
+
+def _steps(part: Any, several: str) -> list[dict[str, Any]]:
+    if part is None:
+        return []
+    state = json.loads(part.__getstate__())
+    return list(state[several]) if state["type"] == "Sequence" else [state]
+
+
+# How Qwen2 cuts a text into words before it merges bytes (Qwen team 2024, tokenizer.json of the released models).
+QWEN_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+QWEN = ("qwen2", "qwen3", "dream", "sdar")  # families that have its vocabulary
+END_OF_TEXT = "<|endoftext|>"
+
+
+class Subwords:
+    """One of `tokenizers`, with nothing padded and nothing cut."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        tokenizer.no_padding()
+        tokenizer.no_truncation()
+        self.tokenizer = tokenizer
+        self.size = 1 + max(tokenizer.get_vocab().values(), default=-1)
+        added = tokenizer.get_added_tokens_decoder()
+        self.hidden = frozenset(token for token, entry in added.items() if entry.special)
+        self.spelling = spelling_of(tokenizer.decoder, self._text_of)
+        self.literal = spelling_of(tokenizer.decoder, self._literal_of)
+
+    def encode(self, texts: Sequence[str], special_tokens: bool) -> list[Encoded]:
+        try:
+            encodings = self.tokenizer.encode_batch_fast(list(texts), add_special_tokens=special_tokens)
+        except Exception:  # noqa: BLE001 - the library raises its own and Python's: one of the texts is bad
+            return [self._alone(text, special_tokens) for text in texts]
+        return [np.array(encoding.ids, np.int32) for encoding in encodings]
+
+    def decode(self, tokens: Sequence[int], special_tokens: bool = False) -> str:
+        plain = tokens if isinstance(tokens, list | tuple) else list(tokens)
+        return str(self.tokenizer.decode(plain, skip_special_tokens=not special_tokens))
+
+    def _alone(self, text: str, special_tokens: bool) -> Encoded:
+        try:
+            text.encode()
+            return np.array(self.tokenizer.encode(text, add_special_tokens=special_tokens).ids, np.int32)
+        except UnicodeEncodeError as error:
+            return bad_unicode(error)
+        except Exception as error:  # noqa: BLE001 - as above
+            return BadPrompt(f"the tokenizer refuses this text: {error}. Give its tokens instead.")
+
+    def _text_of(self, token: int) -> str | None:
+        return None if token in self.hidden else self._literal_of(token)
+
+    def _literal_of(self, token: int) -> str | None:
+        return None if token < 0 else self.tokenizer.id_to_token(token)
+
+
+def open_subwords(folder: Path, family: str, settings: TokenizerSettings) -> Subwords:
+    """The tokenizer of a folder. Raises `UsageError` when there is none, or it cannot be used."""
+    tokenizer = _opened(folder, family, settings)
+    _add(tokenizer, settings)
+    return Subwords(tokenizer)
+
+
+def _opened(folder: Path, family: str, settings: TokenizerSettings) -> Tokenizer:
+    whole, vocabulary, merges = (folder / name for name in ("tokenizer.json", "vocab.json", "merges.txt"))
+    try:
+        if whole.is_file():
+            tokenizer = Tokenizer.from_file(str(whole))
+            respaced(tokenizer, family, settings.config)
+            return tokenizer
+        if vocabulary.is_file() and merges.is_file():
+            return _from_merges(str(vocabulary), str(merges), family, settings)
+    except Exception as error:  # noqa: BLE001 - the library raises plain Exception
+        raise UsageError(f"the tokenizer in {folder} cannot be read: {error}. Copy it again.") from None
+    raise _no_tokenizer(folder)
+
+
+def _no_tokenizer(folder: Path) -> UsageError:
+    if (folder / "tokenizer.model").is_file():
+        return UsageError(
+            f"{folder} has its tokenizer as tokenizer.model alone, and tokenizer.json is needed. Make it with\n"
+            "transformers: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER), with sentencepiece installed."
+        )
+    return UsageError(f"{folder} has no tokenizer. Copy tokenizer.json (or vocab.json and merges.txt) into it.")
+
+
+def _from_merges(vocabulary: str, merges: str, family: str, settings: TokenizerSettings) -> Tokenizer:
+    """Byte-level BPE as it was published: the pieces and the order of their merges (Radford et al. 2019)."""
+    tokenizer = Tokenizer(models.BPE.from_file(vocabulary, merges))
+    space = bool(settings.config.get("add_prefix_space", False))
+    if family in QWEN:
+        tokenizer.normalizer = normalizers.NFC()
+        words = pre_tokenizers.Split(Regex(QWEN_WORDS), "isolated")
+        bytewise = pre_tokenizers.ByteLevel(add_prefix_space=space, use_regex=False)
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([words, bytewise])
+    else:
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=space)
+    tokenizer.decoder = decoders.ByteLevel()
+    if tokenizer.token_to_id(END_OF_TEXT) is not None:
+        tokenizer.add_special_tokens([END_OF_TEXT])
+    _begin(tokenizer, settings)
+    return tokenizer
+
+
+def _begin(tokenizer: Tokenizer, settings: TokenizerSettings) -> None:
+    """`add_bos_token` of the settings; tokenizer.json says so itself."""
+    beginning = settings.named.get("bos_token", END_OF_TEXT)
+    token = tokenizer.token_to_id(beginning)
+    if settings.config.get("add_bos_token") is True and token is not None:
+        template = [(beginning, token)]
+        tokenizer.post_processor = processors.TemplateProcessing(f"{beginning} $A", special_tokens=template)
+
+
+def _add(tokenizer: Tokenizer, settings: TokenizerSettings) -> None:
+    """Tokens that the settings know and the tokenizer does not, or not as special ones."""
+    for token, entry in _entries(settings):
+        if tokenizer.id_to_token(token) is None and token == tokenizer.get_vocab_size():
+            switches = {name: bool(entry.get(name, False)) for name in ("lstrip", "rstrip", "single_word", "special")}
+            added = AddedToken(str(entry["content"]), normalized=bool(entry.get("normalized", True)), **switches)
+            tokenizer.add_tokens([added])
+    known = {entry.content for entry in tokenizer.get_added_tokens_decoder().values()}
+    special = [one for one in settings.special if one not in known and tokenizer.token_to_id(one) is not None]
+    tokenizer.add_special_tokens([AddedToken(one, special=True, normalized=False) for one in special])
+
+
+def _entries(settings: TokenizerSettings) -> list[tuple[int, dict[str, object]]]:
+    """`added_tokens_decoder`, by token."""
+    entries = settings.config.get("added_tokens_decoder")
+    if not isinstance(entries, dict):
+        return []
+    good = [(int(token), entry) for token, entry in entries.items() if token.isdecimal() and isinstance(entry, dict)]
+    return sorted((pair for pair in good if isinstance(pair[1].get("content"), str)), key=lambda pair: pair[0])
+
+
+MOST_NAMED = 5  # of the characters that are not in an alphabet, how many an error shows
+
+
+class Bytes:
+    """Token i is byte i; what is above is special."""
+
+    size = 256
+
+    def __init__(self) -> None:
+        self.spelling = self.literal = Spelling(True, lambda token: bytes([token]) if 0 <= token < 256 else None)
+        self.hidden: frozenset[int] = frozenset()
+
+    def encode(self, texts: Sequence[str], special_tokens: bool) -> list[Encoded]:
+        return [self._encoded(text) for text in texts]
+
+    def decode(self, tokens: Sequence[int], special_tokens: bool = False) -> str:
+        return bytes([token for token in tokens if 0 <= token < 256]).decode("utf-8", "replace")
+
+    def _encoded(self, text: str) -> Encoded:
+        try:
+            return np.frombuffer(text.encode(), np.uint8).astype(np.int32)
+        except UnicodeEncodeError as error:
+            return bad_unicode(error)
+
+
+class Characters:
+    """Token i is the i-th character. There are no special tokens."""
+
+    def __init__(self, characters: Sequence[str]) -> None:
+        self._characters = tuple(characters)
+        self._tokens = {character: token for token, character in enumerate(self._characters)}
+        self.size = len(self._characters)
+        self.spelling = self.literal = Spelling(True, self._piece)
+        self.hidden: frozenset[int] = frozenset()
+
+    def encode(self, texts: Sequence[str], special_tokens: bool) -> list[Encoded]:
+        return [self._encoded(text) for text in texts]
+
+    def decode(self, tokens: Sequence[int], special_tokens: bool = False) -> str:
+        return "".join([self._characters[token] for token in tokens if 0 <= token < self.size])
+
+    def token(self, character: str) -> int | None:
+        return self._tokens.get(character)
+
+    def _encoded(self, text: str) -> Encoded:
+        try:
+            return np.array([self._tokens[character] for character in text], np.int32)
+        except KeyError:
+            return self._missing(text)
+
+    def _missing(self, text: str) -> BadPrompt:
+        missing = list(islice(dict.fromkeys(one for one in text if one not in self._tokens), MOST_NAMED + 1))
+        named = ", ".join(map(repr, missing[:MOST_NAMED])) + (", …" if len(missing) > MOST_NAMED else "")
+        return BadPrompt(f"the model's alphabet of {self.size} characters lacks {named}. Leave them out of the prompt.")
+
+    def _piece(self, token: int) -> bytes | None:
+        if not 0 <= token < self.size:
+            return None
+        return self._characters[token].encode("utf-8", "replace")

@@ -1,0 +1,362 @@
+"""A text model on several devices: a generator on each, one queue before them.
+
+A prompt goes where most slots are free, and preferably to a device that still holds its beginning. What a lost device
+had under way goes on elsewhere.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from gpuinfer.api import Event, Lane, Limits, ModelSpec, Request, Setup, forward_lane, forward_lanes
+from gpuinfer.errors import BackendDied, DeviceLost
+from gpuinfer.generation import Part, Prompt
+from gpuinfer.text.answer_frames import DeliveredAnswer
+from gpuinfer.text.model import TextModel
+
+if TYPE_CHECKING:
+    from gpuinfer.models.device_arbiter import DeviceSlot
+    from gpuinfer.text.generator.setup import TextOptions
+
+MOST_REMEMBERED = 8192  # beginnings that are remembered, those seen last
+CHARACTERS, TOKENS = 256, 64  # of a beginning, and of what each longer one has more
+MOST_OF_PROMPT = 32  # beginnings of one prompt: of those of a longer prompt the first tell enough
+
+
+class PrefixAffinity:
+    """Remembers who had which. What is cached there may be gone: it is a guess, which costs nothing where it fails."""
+
+    def __init__(self) -> None:
+        self._seen: OrderedDict[int, str] = OrderedDict()
+
+    def find(self, prompt: Prompt) -> str | None:
+        """Who had the longest beginning of this prompt; None: nobody that is remembered."""
+        found = None
+        for key in _keys(prompt):
+            if (who := self._seen.get(key)) is None:
+                break
+            found = who
+        return found
+
+    def note(self, prompt: Prompt, who: str) -> None:
+        for key in _keys(prompt):
+            self._seen[key] = who
+            self._seen.move_to_end(key)
+        while len(self._seen) > MOST_REMEMBERED:
+            self._seen.popitem(last=False)
+
+    def forget(self) -> None:
+        """Other weights: nothing that was computed serves anybody any more."""
+        self._seen.clear()
+
+
+def _keys(prompt: Prompt) -> Iterator[int]:
+    """One for each beginning, the shortest first; each says all that comes before it too."""
+    known: Hashable = prompt.adapter
+    for number, piece in enumerate(_pieces(prompt)):
+        if number == MOST_OF_PROMPT:
+            return
+        yield (known := hash((known, piece)))
+
+
+def _pieces(prompt: Prompt) -> Iterator[Hashable]:
+    if prompt.messages is not None:
+        for message in prompt.messages:
+            yield repr(message)
+    elif prompt.text is not None:
+        yield from (prompt.text[at : at + CHARACTERS] for at in range(0, len(prompt.text), CHARACTERS))
+    elif prompt.tokens is not None:
+        yield from (tuple(prompt.tokens[at : at + TOKENS]) for at in range(0, len(prompt.tokens), TOKENS))
+
+
+logger = logging.getLogger("gpuinfer")
+
+FULLER = 1 / 8  # of its slots: a device may have so many more rows than the emptiest and still get what it knows
+MOST_LOST = 2  # devices that one prompt may be with when they fail: after them it may be the cause
+
+
+async def open_text(
+    spec: ModelSpec,
+    setup: Setup,
+    options: TextOptions,
+    stepped: Callable[[int, float], None],
+    place: DeviceSlot | None = None,
+    lane: Callable[[str], Lane] | None = None,
+) -> TextModel | TextDevices:
+    """The model on `setup.devices`, a copy on each, or its stages on all of them; see `TextModel.open`. `options` are
+    of one copy.
+
+    Raises `UsageError` when it cannot be had on one of them.
+    """
+    if options.parallel != "data":
+        return await TextModel.open(spec, setup, options, stepped, place, lane)
+    each = await asyncio.to_thread(_each, setup)
+    if len(each) == 1:
+        return await TextModel.open(spec, setup, options, stepped, place)
+    models: dict[str, TextModel] = {}
+    try:
+        for label, of_one in each.items():  # in turn: what the first take of memory the next do not find
+            models[label] = await TextModel.open(spec, of_one, options, stepped, place)
+    except BaseException:
+        for model in models.values():
+            await model.close()
+        raise
+    return TextDevices(models)
+
+
+def _each(setup: Setup) -> dict[str, Setup]:
+    import gpuinfer.text.torch_import  # noqa: F401  before torch
+    from gpuinfer.models.device import device_labels, of_each, resolve_devices
+
+    devices = resolve_devices(setup.devices)
+    return dict(zip(device_labels(devices), of_each(setup, devices), strict=True))
+
+
+@dataclass
+class _RoutedPrompt:
+    """One request, and the device that has it."""
+
+    request: Request
+    label: str
+    had: DeliveredAnswer | None  # of one whose parts somebody reads
+    losses: int = 0  # devices that failed while they had it
+    released: bool = False
+
+
+class TextDevices:
+    """`TextModel` for several devices, each a model by its name. All methods belong to the event loop."""
+
+    def __init__(self, models: Mapping[str, TextModel]) -> None:
+        self._models = dict(models)
+        self._slots = {label: model.limits.max_rows for label, model in models.items()}
+        self._rows = dict.fromkeys(models, 0)  # under way
+        self._failed: dict[str, str] = {}  # which, and why
+        self._asked: dict[Request, _RoutedPrompt] = {}  # by the request as its device has it
+        self._of: dict[Request, Request] = {}  # by the request as it came, the one that a device has
+        self._beginnings = PrefixAffinity()
+        self._updating = asyncio.Lock()
+
+    @property
+    def limits(self) -> Limits:
+        """A request must fit in the slots of one device."""
+        slots = sum(self._slots.values())
+        return Limits(min(self._slots.values()), in_flight=slots, slots=slots, devices=tuple(self._models))
+
+    async def stream(self, batch: Sequence[Request]) -> AsyncIterator[Event]:
+        """As `TextModel.stream`. An answer that is begun again goes on after what its reader has had."""
+        news: asyncio.Queue[Event] = asyncio.Queue()
+        lanes = forward_lanes.get()
+        following: list[asyncio.Task[None]] = []
+
+        def follow(groups: Mapping[str, Sequence[Request]]) -> None:
+            for label, group in groups.items():
+                following.append(asyncio.create_task(self._follow(label, group, news, lanes)))
+
+        try:
+            follow(self._shared_out(batch))
+            left = len(batch)
+            while left:
+                event = await news.get()
+                asked = self._asked[event.request]
+                if not event.last:
+                    if (part := self._fresh(asked, event.value)) is not None:
+                        yield Event(asked.request, part, last=False)
+                    continue
+                if isinstance(event.error, BackendDied):
+                    self._lose(asked.label, event.error)
+                    if (sub := self._moved(event.request, asked)) is not None:
+                        follow({asked.label: [sub]})
+                        continue
+                left -= 1
+                self._forget(event.request, asked)
+                yield replace(event, request=asked.request, error=_told(event.error, asked))
+        finally:
+            for task in following:
+                task.cancel()
+            for request in batch:
+                if (sub := self._of.get(request)) is not None:  # nobody follows this stream to its end
+                    self._forget(sub, self._asked[sub])
+
+    def cancel(self, request: Request) -> None:
+        if (sub := self._of.get(request)) is not None:
+            asked = self._asked[sub]
+            self._release(asked)
+            self._models[asked.label].cancel(sub)
+
+    async def _follow(
+        self, label: str, group: Sequence[Request], news: asyncio.Queue[Event], lanes: Sequence[Lane]
+    ) -> None:
+        place = list(self._models).index(label)
+        if place < len(lanes):
+            forward_lane.set(lanes[place])
+        open_ones = set(group)
+        try:
+            async for event in self._models[label].stream(group):
+                news.put_nowait(event)
+                if event.last:
+                    open_ones.discard(event.request)
+        except Exception as error:  # noqa: BLE001 (whatever it is, each that it had must hear of it)
+            for request in open_ones:
+                news.put_nowait(Event(request, error=error))
+
+    # Who has what
+
+    def _shared_out(self, batch: Sequence[Request]) -> dict[str, list[Request]]:
+        groups: dict[str, list[Request]] = {}
+        for request in batch:
+            label = self._take(request)
+            wants_parts = request.parts and isinstance(request.payload, Prompt)
+            self._asked[request] = _RoutedPrompt(
+                request, label, DeliveredAnswer(request.payload) if wants_parts else None
+            )
+            self._of[request] = request
+            groups.setdefault(label, []).append(request)
+        return groups
+
+    def _take(self, request: Request) -> str:
+        """The device for this one, which has it from now on."""
+        free = {label: self._slots[label] - rows for label, rows in self._rows.items() if label not in self._failed}
+        label = max(free, key=lambda one: free[one], default=next(iter(self._models)))
+        if isinstance(request.payload, Prompt):
+            known = self._beginnings.find(request.payload)
+            if known in free and free[known] >= request.rows and self._is_little(free[label] - free[known], known):
+                label = known
+            self._beginnings.note(request.payload, label)
+        self._rows[label] += request.rows
+        return label
+
+    def _is_little(self, more: int, label: str) -> bool:
+        return more <= max(1, self._slots[label] * FULLER)
+
+    def _moved(self, sub: Request, asked: _RoutedPrompt) -> Request | None:
+        """The same for another device, from where its reader is; None when there is none, or it has cost too many."""
+        asked.losses += 1
+        if asked.released or asked.losses >= MOST_LOST or len(self._failed) == len(self._models):
+            return None
+        del self._asked[sub]
+        self._release(asked)
+        again = sub if asked.had is None else replace(sub, payload=asked.had.rest())
+        asked.label, asked.released = self._take(again), False
+        self._asked[again], self._of[asked.request] = asked, again
+        return again
+
+    @staticmethod
+    def _fresh(asked: _RoutedPrompt, part: Part) -> Part | None:
+        return part if asked.had is None else asked.had.fresh(part)
+
+    def _forget(self, sub: Request, asked: _RoutedPrompt) -> None:
+        self._release(asked)
+        self._asked.pop(sub, None)
+        self._of.pop(asked.request, None)
+
+    def _release(self, asked: _RoutedPrompt) -> None:
+        if not asked.released:
+            asked.released = True
+            self._rows[asked.label] -= asked.request.rows
+
+    def _lose(self, label: str, error: BackendDied) -> None:
+        if label not in self._failed:
+            self._failed[label] = str(error)
+            logger.error("device %s failed: %s Its prompts go to the others.", label, error)
+
+    # Weights
+
+    @property
+    def _working(self) -> dict[str, TextModel]:
+        return {label: model for label, model in self._models.items() if label not in self._failed}
+
+    async def update(self, version: str, weights: str, *, drain: bool) -> None:
+        """As `Backend.update`: read for each device before any has them."""
+        async with self._updating:
+            found = {label: await model.read_weights(weights) for label, model in self._working.items()}
+            await self._on_all(
+                {label: self._models[label].take_weights(version, one, drain=drain) for label, one in found.items()}
+            )
+            self._beginnings.forget()
+
+    @property
+    def adapters(self) -> Sequence[str]:
+        return next(iter((self._working or self._models).values())).adapters
+
+    async def load_adapter(self, name: str, version: str, place: str) -> None:
+        async with self._updating:
+            await self._on_all(
+                {label: model.load_adapter(name, version, place) for label, model in self._working.items()}
+            )
+
+    async def unload_adapter(self, name: str) -> None:
+        async with self._updating:
+            await self._on_all({label: model.unload_adapter(name) for label, model in self._working.items()})
+
+    async def _on_all(self, work: Mapping[str, Any]) -> None:
+        """Have it done on each; a device that fails at it is given up. Raises what the others refuse."""
+        outcomes = await asyncio.gather(*work.values(), return_exceptions=True)
+        for label, outcome in zip(work, outcomes, strict=True):
+            if isinstance(outcome, BackendDied):
+                self._lose(label, outcome)
+        if errors := [one for one in outcomes if isinstance(one, BaseException)]:
+            refused = [error for error in errors if not isinstance(error, BackendDied)]
+            if refused or len(errors) == len(outcomes):
+                raise (refused or errors)[0]
+
+    # What there is to tell
+
+    def device(self) -> Mapping[str, Any]:
+        """All together, and each under `devices`."""
+        from gpuinfer.models.device import together
+
+        told = {label: model.device() for label, model in self._models.items()}
+        first = next(iter(told.values()))
+        return {
+            **together(list(told.values())),
+            "model": _facts([one["model"] for one in told.values()], list(told)),
+            "computes_in": first["computes_in"],
+            "in_force": first["in_force"],
+            **{what: _sums([one[what] for one in told.values()]) for what in ("tokens", "steps")},
+            "devices": {label: self._of_one(label, one) for label, one in told.items()},
+        }
+
+    def _of_one(self, label: str, told: Mapping[str, Any]) -> dict[str, Any]:
+        counted = self._models[label].counted()
+        read = {key: value for key, value in told.items() if key in ("name", "utilisation") or key.endswith("_mb")}
+        done = {"rows": counted["rows"], "batches": counted["steps"], "busy_s": counted["seconds"], "copies": 1}
+        return {**read, **done, "failed": self._failed.get(label, "")}
+
+    def waits_for(self) -> str:
+        """As `TextModel.waits_for`."""
+        return ""
+
+    async def close(self) -> None:
+        await asyncio.gather(*(model.close() for model in self._models.values()))
+
+
+def _told(error: BaseException | None, asked: _RoutedPrompt) -> BaseException | None:
+    """Of a prompt that has been with several devices as they failed."""
+    if asked.losses < MOST_LOST or not isinstance(error, BackendDied):
+        return error
+    return DeviceLost(
+        f"{asked.losses} devices failed while they had this prompt ({error}). Leave it out, and try again."
+    )
+
+
+def _sums(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    return {
+        name: sum(part.get(name, 0) for part in parts) for name in dict.fromkeys(key for part in parts for key in part)
+    }
+
+
+def _facts(parts: Sequence[Mapping[str, Any]], labels: Sequence[str]) -> dict[str, Any]:
+    """Of one model on several devices: slots, pages and bytes add up."""
+    added = {
+        name: sum(part[name] for part in parts)
+        for name in parts[0]
+        if (name in ("slots", "pages") or name.endswith("_bytes"))
+        and all(isinstance(part.get(name), int) for part in parts)
+    }
+    least = {name: min(part[name] for part in parts) for name in ("context",) if name in parts[0]}
+    return {**parts[0], **added, **least, "device": ",".join(labels)}

@@ -1,0 +1,111 @@
+"""What a user says of a text model: its name, its adapters, and how many rows and pages it has; the options that all
+backends of text share. Neither numpy nor torch is imported.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Collection, Iterable, Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, Field
+
+from gpuinfer.config.foreign_names import hub_hint
+from gpuinfer.errors import UsageError
+
+MAX_ADAPTERS, MOST_ADAPTERS = 8, 1024
+ADAPTERS_HELP = "of text: LoRA adapters that are there from the start, as name=DIR,name=DIR"
+MAX_ADAPTERS_HELP = "of text: adapters that are loaded at once, versions that are not the newest included"
+FIRST_VERSION = "0"  # the version of an adapter that is there from the start
+
+
+def adapter_folders_of(given: Any) -> Any:
+    """Folders by name, from `name=DIR,name=DIR`, a list of such texts, or a mapping. What is none stays as it is."""
+    if isinstance(given, Mapping) or given is None:
+        return given
+    texts = given.split(",") if isinstance(given, str) else list(given)
+    found: dict[str, str] = {}
+    for text in texts:
+        name, sign, folder = text.strip().partition("=")
+        if not (sign and name and folder):
+            raise ValueError(f"'{text}' is not name=DIR")
+        if name in found:
+            raise ValueError(f"'{name}' is named twice")
+        found[name] = folder
+    return found
+
+
+def adapter_folders_given(options: Mapping[str, str] | None, arguments: Mapping[str, Any]) -> dict[str, str]:
+    """Those of a backend's options, then those that come with the model. Raises `UsageError` for a name in both."""
+    own = dict(options or {})
+    try:
+        more = adapter_folders_of(arguments.get("adapters")) or {}
+    except ValueError as error:
+        raise UsageError(f"adapters: {error}. Give name=DIR.") from None
+    if both := own.keys() & more.keys():
+        raise UsageError(f"the adapter '{min(both)}' is named twice. Leave one of them out.")
+    return own | more
+
+
+AdapterFolders = Annotated[dict[str, str] | None, BeforeValidator(adapter_folders_of)]
+
+
+SlotsOption = Annotated[
+    Annotated[int, Field(ge=1, le=65_536)] | None,
+    Field(description="of text: rows generated at once; default 64 on a CPU"),
+]
+PagesOption = Annotated[
+    Annotated[int, Field(ge=1)] | None,
+    Field(description="of text: pages of 32 tokens for keys and values; default what all rows need, or memory allows"),
+]
+ContextOption = Annotated[
+    Annotated[int, Field(ge=1)] | None,
+    Field(description="of text: most tokens of prompt and answer; default 4096"),
+]
+StepTokensOption = Annotated[
+    Annotated[int, Field(ge=1)] | None, Field(description="of text: most tokens that go through at once")
+]
+
+
+MOST_SIMILAR = 3
+
+
+def path_kind(name: str) -> tuple[Path, str]:
+    """The path that a name makes, and "folder", "file" or "nothing"."""
+    path = Path(name)
+    try:
+        path = path.expanduser()
+        kind = "folder" if name and path.is_dir() else "file" if path.is_file() else "nothing"
+    except (OSError, RuntimeError, ValueError):  # no such user, or no name that a file can have
+        kind = "nothing"
+    return path, kind
+
+
+def refuse_absent(name: str, built_in: Collection[str]) -> None:
+    """Raises `UsageError` where it is neither built in nor a path."""
+    path, kind = path_kind(name)
+    if kind == "nothing" and name not in built_in:
+        raise no_such_model(name, path, built_in)
+
+
+def no_such_model(name: str, path: Path, built_in: Iterable[str]) -> UsageError:
+    """No such folder: those beside it that are called alike, and the built-in models."""
+    found = similar_names(path, built_in)
+    hint = f" Did you mean {' or '.join(found)}?" if found else ""
+    if not found and (hub := hub_hint(name)):
+        return UsageError(f"there is no model folder '{name}', and nothing is downloaded.\n{hub}")
+    return UsageError(
+        f"there is no model folder '{name}', and nothing is downloaded.{hint} "
+        f"Give a Hugging Face folder, or one of: {', '.join(sorted(built_in))}."
+    )
+
+
+def similar_names(path: Path, built_in: Iterable[str]) -> list[str]:
+    try:
+        beside = [one.name for one in path.parent.iterdir() if one.is_dir()]
+    except (OSError, ValueError):
+        return []
+    names = [*beside, *built_in] if len(path.parts) == 1 else beside
+    alike = difflib.get_close_matches(path.name, names, n=MOST_SIMILAR, cutoff=0.6)
+    return [f"'{path.parent / one}'" for one in dict.fromkeys(alike)]

@@ -1,0 +1,291 @@
+"""The lines of the output: an answer or an error, in our own form or in that of OpenAI's batches.
+
+They are written here and read back when a run is resumed: which rows are done, and which lines cannot stay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+import msgspec
+import numpy as np
+from msgspec import Raw, Struct
+from numpy.typing import NDArray
+
+from gpuinfer.errors import BadPrompt, GpuinferError
+from gpuinfer.generation import Completion, Generation, Logprob
+from gpuinfer.host import error_text
+from gpuinfer.host.files import put_whole
+from gpuinfer.serving.openai.requests import BadRequest
+from gpuinfer.serving.openai.responses import Envelope, error_body, plain, response, status_of
+from gpuinfer.workloads.generate.input_rows import KEY_BYTES, KeySet, NamedRow
+
+BATCH_ANSWER = "batch_req_"  # before the digest, in the id of a batch's answer
+
+
+class TokenUsage(Struct, kw_only=True):
+    """In tokens."""
+
+    prompt_tokens: int
+    completion_tokens: int
+
+
+class SampleLine(Struct, kw_only=True, omit_defaults=True):
+    """One of several answers to a prompt."""
+
+    text: str
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    token_ids: tuple[int, ...] | None = None
+    logprobs: list[dict[str, Any]] | None = None
+
+
+class AnswerTiming(Struct, kw_only=True):
+    """How the answer came about: what differs from run to run. In seconds, but for the tokens."""
+
+    first_token_s: float  # from the admission to a slot
+    seconds: float  # from the admission to the last token
+    total_s: float  # from when the row was asked to its answer
+    cached_tokens: int  # of the prompt's, those that had been computed for another: who came first decides
+
+
+class Failure(Struct, kw_only=True):
+    """Why a row has no answer."""
+
+    type: str
+    message: str
+    row: int  # its place among the rows of the input, from 1
+    line: int  # the line of the input that it begins on, as an editor counts
+
+
+class OutputLine(Struct, kw_only=True, omit_defaults=True):
+    """A row of the output. With several answers they stand in `samples`, else one stands here."""
+
+    id: str | int
+    text: str | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    token_ids: tuple[int, ...] | None = None
+    logprobs: list[dict[str, Any]] | None = None
+    samples: list[SampleLine] | None = None
+    prompt_logprobs: list[dict[str, Any] | None] | None = None
+    usage: TokenUsage | None = None
+    timing: AnswerTiming | None = None
+    error: Failure | None = None
+    metadata: dict[str, Any] | None = None
+    digest: str = ""
+
+
+class LineWriter:
+    """Writes answers as lines of JSON. `model` is what a batch's answer calls it when its request named none."""
+
+    def __init__(self, *, token_ids: bool = False, timing: bool = False, model: str = "") -> None:
+        self._token_ids, self._timing, self._model = token_ids, timing, model
+        self._encode = msgspec.json.Encoder().encode
+
+    def answer(self, row: NamedRow, generation: Generation, seconds: float) -> bytes:
+        """The line of a row that was answered, `seconds` after it was asked."""
+        if row.openai is not None:
+            return self._encode(_batch_line(row, 200, self._response(row, generation), None)) + b"\n"
+        line = OutputLine(
+            id=row.id,
+            usage=_usage(generation),
+            timing=self._times(generation, seconds),
+            metadata=row.metadata,
+            digest=row.digest,
+        )
+        if generation.prompt_logprobs is not None:
+            line.prompt_logprobs = [None if one is None else plain(one) for one in generation.prompt_logprobs]
+        if len(generation.completions) > 1:
+            line.samples = [self._sample(one) for one in generation.completions]
+            return self._encode(line) + b"\n"
+        (one,) = generation.completions
+        line.text, line.finish_reason, line.stop_reason = one.text, one.finish_reason, one.stop_reason
+        line.token_ids = one.tokens if self._token_ids else None
+        line.logprobs = _all_plain(one.logprobs)
+        return self._encode(line) + b"\n"
+
+    def error(self, row: NamedRow, error: GpuinferError) -> bytes:
+        """The line of a row that has no answer. When the row's own words cannot be written it goes without them."""
+        try:
+            return self._error(row, error)
+        except Exception:  # noqa: BLE001 - an error must always get out
+            plain_id = str(row.id).encode(errors="backslashreplace").decode()
+            return self._error(msgspec.structs.replace(row, id=plain_id, metadata=None), error)
+
+    def _error(self, row: NamedRow, error: GpuinferError) -> bytes:
+        kind, message = kind_of(error), " ".join(error_text.safe_str(error).split())
+        if row.openai is None:
+            failure = Failure(type=kind, message=message, row=row.number, line=row.line)
+            return self._encode(OutputLine(id=row.id, error=failure, metadata=row.metadata, digest=row.digest)) + b"\n"
+        fault = {"code": kind, "message": message, "row": row.number, "line": row.line}
+        return self._encode(_batch_line(row, status_of(error), error_body(message, kind), fault)) + b"\n"
+
+    def _sample(self, one: Completion) -> SampleLine:
+        return SampleLine(
+            text=one.text,
+            finish_reason=one.finish_reason,
+            stop_reason=one.stop_reason,
+            token_ids=one.tokens if self._token_ids else None,
+            logprobs=_all_plain(one.logprobs),
+        )
+
+    def _times(self, generation: Generation, seconds: float) -> AnswerTiming | None:
+        if not self._timing:
+            return None
+        return AnswerTiming(
+            first_token_s=generation.first_token_s,
+            seconds=generation.seconds,
+            total_s=seconds,
+            cached_tokens=generation.cached_tokens,
+        )
+
+    def _response(self, row: NamedRow, generation: Generation) -> dict[str, Any]:
+        model, chat = row.model or self._model, row.openai == "chat"
+        return response(Envelope(row.digest, chat, model, token_ids=self._token_ids, cached=self._timing), generation)
+
+
+def kind_of(error: GpuinferError) -> str:
+    """The `type` of an error row, for scripts."""
+    if isinstance(error, BadRequest):
+        return "bad_row"
+    return "bad_prompt" if isinstance(error, BadPrompt) else "failed"
+
+
+def _batch_line(row: NamedRow, status: int, body: dict[str, Any], fault: dict[str, Any] | None) -> dict[str, Any]:
+    line = {
+        "id": BATCH_ANSWER + row.digest,
+        "custom_id": row.id,
+        "response": {"status_code": status, "request_id": row.digest, "body": body},
+        "error": fault,
+    }
+    return line if row.metadata is None else {**line, "metadata": row.metadata}
+
+
+def _usage(generation: Generation) -> TokenUsage:
+    return TokenUsage(
+        prompt_tokens=generation.prompt_tokens,
+        completion_tokens=sum([len(one.tokens) for one in generation.completions]),
+    )
+
+
+def _all_plain(found: Sequence[Logprob] | None) -> list[dict[str, Any]] | None:
+    return None if found is None else [plain(one) for one in found]
+
+
+BLOCK = 1024
+
+
+class _DoneLine(Struct):
+    id: str | int = ""
+    digest: str = ""
+    error: Raw = Raw(b"null")
+
+
+_decode = msgspec.json.Decoder(_DoneLine).decode
+
+
+def key_of(digest: str) -> bytes:
+    """A row's digest as `Seen` keeps it. Raises `ValueError` for what is none."""
+    key = bytes.fromhex(digest)
+    if len(key) != KEY_BYTES:
+        raise ValueError(f"{digest} is no digest")
+    return key
+
+
+def read_key(line: bytes) -> tuple[bytes, bool] | None:
+    """The key of a line's row, and whether the line is an error; None for what no run of ours has written."""
+    try:
+        found = _decode(line)
+        key = key_of(found.digest or str(found.id).removeprefix(BATCH_ANSWER))
+    except (ValueError, RecursionError):
+        return None
+    return (key, bytes(found.error) != b"null") if line.endswith(b"\n") else None
+
+
+class DoneRows:
+    """The rows of an output, by one look at all its lines. `retry`: rows with errors count as not done."""
+
+    def __init__(self, file: IO[bytes], retry: bool) -> None:
+        self.rows = KeySet()
+        self.dropped = 0  # lines that cannot stay: unreadable ones, and errors to be tried again
+        self.unreadable = 0  # of them, those that no run has written so
+        self.whole_bytes = 0  # up to the end of the last whole line
+        self._retry = retry
+        block: list[bytes] = []
+        for line in file:
+            if not line.endswith(b"\n"):
+                break  # torn: it is cut off
+            self.whole_bytes += len(line)
+            if (key := self.keeps(line)) is not None:
+                block.append(key)
+            if len(block) >= BLOCK:
+                self.rows.count(block)
+                block = []
+        self.rows.count(block)
+
+    def keeps(self, line: bytes) -> bytes | None:
+        """The key of a line that stays; None for one that does not, which is counted."""
+        found = read_key(line)
+        if found is not None and not (found[1] and self._retry):
+            return found[0]
+        self.dropped += 1
+        self.unreadable += found is None
+        return None
+
+
+def rewrite_output(path: Path, keeps: Callable[[bytes], object]) -> None:
+    """Leave out all lines but those that `keeps` has a key for. A crash leaves the old file or the new one."""
+    with path.open("rb") as old:
+        put_whole(path, lambda new: new.writelines(line for line in old if keeps(line) is not None))
+
+
+class EarlierAnswers:
+    """Answers of an output that was out of order or had errors, to be taken over when their rows come by.
+
+    Keeps 17 bytes a line in memory. The errors among them are not taken over.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file = path.open("rb")
+        keys, offsets, position = [], [], 0
+        for line in self._file:
+            found = read_key(line)
+            if found is not None and not found[1]:
+                keys.append(found[0][:8])
+                offsets.append(position)
+            position += len(line)
+        highs = np.frombuffer(b"".join(keys), np.uint64)
+        order = highs.argsort(kind="stable")
+        self._keys: NDArray[np.uint64] = highs[order]
+        self._offsets: NDArray[np.int64] = np.array(offsets, np.int64)[order]
+        self._taken = np.zeros(len(order), bool)
+
+    def take(self, digest: str) -> bytes | None:
+        """The line of the row of this digest, which has not been taken before."""
+        key = key_of(digest)
+        word = np.frombuffer(key[:8], np.uint64)
+        left, right = int(self._keys.searchsorted(word, "left")[0]), int(self._keys.searchsorted(word, "right")[0])
+        for index in range(left, right):
+            line = self._line(index)
+            found = read_key(line)
+            if found is not None and found[0] == key and not self._taken[index]:
+                self._taken[index] = True
+                return line
+        return None
+
+    def rest(self) -> Iterator[bytes]:
+        """Lines of rows that the input has no more, in their old order."""
+        left = np.flatnonzero(~self._taken)
+        for index in left[self._offsets[left].argsort(kind="stable")]:
+            yield self._line(int(index))
+
+    def _line(self, index: int) -> bytes:
+        self._file.seek(int(self._offsets[index]))
+        return self._file.readline()
+
+    def close(self) -> None:
+        self._file.close()

@@ -1,1 +1,0 @@
-"""The built-in environments, registered like anyone's."""

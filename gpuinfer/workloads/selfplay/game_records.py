@@ -1,0 +1,179 @@
+"""What is recorded of finished games: shards on the disk, after which a game counts, and how games with resignation
+ended. Which games may be resigned is checked here; the search decides when somebody does (`puct.would_resign`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from gpuinfer.api import Infer
+from gpuinfer.errors import UsageError
+from gpuinfer.models import positions
+from gpuinfer.report.game_statistics import EndedGame
+from gpuinfer.workloads.selfplay.arrays import NOBODY, OF_RESIGNATION
+from gpuinfer.workloads.selfplay.game import Game, is_won_or_lost
+
+SHARD_S, SHARD_BYTES = 10.0, 32 << 20  # whichever comes first: games finished longer ago are on disk
+
+
+class GameKeeper(Protocol):
+    """Takes in finished games, as `Arena.collect` gives them, and says which of them count."""
+
+    async def add(self, part: dict[str, np.ndarray]) -> None: ...
+
+    async def write_if_due(self) -> None: ...
+
+    async def flush(self) -> None:
+        """All games that were added count when this returns."""
+        ...
+
+    def take(self) -> list[int]:
+        """The numbers of the games that count now and have not been taken before."""
+        ...
+
+
+class NumbersOnly:
+    """Keeps the numbers alone."""
+
+    def __init__(self) -> None:
+        self._kept: list[int] = []
+
+    async def add(self, part: dict[str, np.ndarray]) -> None:
+        self._kept += part["finished"].tolist()
+
+    async def write_if_due(self) -> None: ...
+
+    async def flush(self) -> None: ...
+
+    def take(self) -> list[int]:
+        kept, self._kept = self._kept, []
+        return kept
+
+
+class ShardWriter(NumbersOnly):
+    """Collects finished games and writes them as shards, in a thread so that search and model go on."""
+
+    def __init__(self, path: Path, infer: Infer) -> None:
+        super().__init__()
+        self._folder = positions.PositionsFolder(path)
+        self._lane = infer.lane("records")
+        self._parts: list[dict[str, np.ndarray]] = []
+        self._bytes = 0
+        self._oldest = 0.0
+        self._turn = asyncio.Lock()
+        self._writing: asyncio.Task[None] | None = None
+
+    async def add(self, part: dict[str, np.ndarray]) -> None:
+        """Raises WorkError when an earlier shard could not be written."""
+        if not self._parts:
+            self._oldest = time.monotonic()
+        self._parts.append(part)
+        self._bytes += sum(array.nbytes for array in part.values())
+        await self.write_if_due()
+
+    async def write_if_due(self) -> None:
+        """Begin a shard when enough has come together, or the oldest game has waited long enough."""
+        if self._parts and (self._bytes > SHARD_BYTES or time.monotonic() > self._oldest + SHARD_S):
+            await self._start()
+
+    async def flush(self) -> None:
+        """Everything is on disk when this returns. Raises WorkError when it cannot be."""
+        async with self._turn:
+            await self._written()
+            self._begin()
+            await self._written()
+
+    async def _start(self) -> None:
+        async with self._turn:  # one shard at a time: memory stays bounded when the disk is slow
+            await self._written()
+            self._begin()
+
+    async def _written(self) -> None:
+        """Wait for the shard that is being written. Whoever waits may be cancelled; the shard is not."""
+        if self._writing is not None:
+            await asyncio.shield(self._writing)
+            self._writing = None
+
+    def _begin(self) -> None:
+        if self._parts:
+            parts, self._parts, self._bytes = self._parts, [], 0
+            self._writing = asyncio.create_task(self._store(parts))
+
+    async def _store(self, parts: list[dict[str, np.ndarray]]) -> None:
+        self._kept += await asyncio.to_thread(self._write, parts)
+
+    def _write(self, parts: list[dict[str, np.ndarray]]) -> list[int]:
+        self._lane.enter("record")
+        try:
+            whole = positions.merge(parts)
+            self._folder.write(whole)
+        finally:
+            self._lane.enter("idle")
+        return [int(game) for game in whole["finished"]]
+
+
+CHECKED = 0.1  # of all games, as in AlphaGo Zero
+
+
+def refuse_resigning(game: Game, name: str, threshold: float, simulations: int) -> None:
+    """Raises `UsageError` for a game in which it is not clear what a player who resigns has lost, or a search that
+    looks at no move.
+    """
+    given = f"--resign {threshold:g}"
+    if game.seats != 2:
+        seats = "1 player" if game.seats == 1 else f"{game.seats} players"
+        raise UsageError(
+            f"{given}: game '{name}' has {seats}, and who resigns loses to the one other. Leave --resign out."
+        )
+    if not game.won_or_lost:
+        raise UsageError(
+            f"{given}: game '{name}' does not say that it is won or lost, and by how much one loses who resigns is not "
+            "known. Set won_or_lost = True in its class if its returns are 1 and -1, or 0 for both; else leave "
+            "--resign out."
+        )
+    if simulations < 2:
+        raise UsageError(
+            f"{given}: a player resigns by what the best move is worth, and one simulation looks at no move. Ask for "
+            "--simulations 2 or more."
+        )
+
+
+def refuse_returns(game: Game, returns: np.ndarray) -> None:
+    """Raises `UsageError` for those of a game that was neither won, drawn nor lost. returns: float32 [games, seats]"""
+    for one in returns.tolist():
+        if not is_won_or_lost(one):
+            raise UsageError(
+                f"game '{type(game).__name__}' brought {one}, and says that it is won or lost: 1 and -1, or 0 for "
+                "both. Leave --resign out, or mend `returns`."
+            )
+
+
+def ended_games(games: Mapping[str, np.ndarray]) -> dict[int, Sequence[bool | float]]:
+    """By number, the fields of an `Ended` of each. `games`: the arrays of `arrays.OF_GAMES`."""
+    numbers, rows = games["finished"].tolist(), (games[name] for name in ("returns", *OF_RESIGNATION))
+    return {number: list(_ended_game(*one)) for number, *one in zip(numbers, *rows, strict=True)}
+
+
+def _ended_game(returns: np.ndarray, loser: np.int8, checked: np.bool_, lowest: np.ndarray) -> EndedGame:
+    unbeaten = returns >= 0
+    return EndedGame(
+        checked=bool(checked),
+        resigned=bool(loser != NOBODY),
+        false=bool(loser != NOBODY and unbeaten[loser]),
+        lowest=float(lowest.min()),
+        lowest_false=float(lowest[unbeaten].min()),
+    )
+
+
+def recorded_ends(folder: positions.PositionsFolder) -> Mapping[int, Sequence[bool | float]]:
+    """The same of all games in whole shards. Raises one of `records.UNREADABLE`."""
+    found: dict[int, Sequence[bool | float]] = {}
+    for shard in folder.shards():
+        found |= ended_games(positions.read_shard(shard, ["finished", "returns", *OF_RESIGNATION]))
+    return found

@@ -1,1 +1,0 @@
-"""Training of a network on the positions that self-play has left."""
