@@ -251,7 +251,7 @@ def test_chunks_of_a_byte_have_a_bound():
 
 FEW_DESCRIPTORS = """
 import asyncio, resource, socket, sys, time
-from gpuinfer.http.client import Client
+from gpuinfer.http.client import HttpClient
 from gpuinfer.http.network import run
 from gpuinfer.http.server import HttpServer
 
@@ -261,7 +261,7 @@ async def answer(exchange):
 async def main():
     server = HttpServer(answer)
     port = await server.listen("127.0.0.1", 0)
-    client = Client(f"http://127.0.0.1:{port}")
+    client = HttpClient(f"http://127.0.0.1:{port}")
     assert (await client.request("GET", "/")).status == 200
     made = []
     resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
@@ -285,7 +285,7 @@ async def main():
     assert (await client.request("GET", "/")).body == b"still here"  # whoever is connected is served
     for one in hogs + ours:
         one.close()
-    other = Client(f"http://127.0.0.1:{port}")
+    other = HttpClient(f"http://127.0.0.1:{port}")
     for _ in range(600):
         try:
             assert (await other.request("GET", "/")).body == b"still here"
