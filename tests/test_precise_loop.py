@@ -98,11 +98,11 @@ def test_subprocesses_work():
 
 WAITS = """
 import asyncio
-from gpuinfer.host import loop
+from gpuinfer.host import event_loop
 async def main():
     print("waiting", flush=True)
     await asyncio.sleep(600)
-loop.run(main())
+event_loop.run(main())
 """
 
 
