@@ -168,7 +168,7 @@ class Machine:
 
 @pytest.fixture
 def asked(monkeypatch):
-    monkeypatch.setattr(run_roofline, "Measurer", Machine)
+    monkeypatch.setattr(run_roofline, "RooflineProcess", Machine)
     monkeypatch.setattr(Machine, "asked", [], raising=False)
     return Machine.asked
 

@@ -362,7 +362,7 @@ def test_a_child_that_nobody_asks_ends_and_the_next_question_starts_another(meas
 
 def test_a_child_ends_by_itself_when_nobody_asks(monkeypatch):
     monkeypatch.setattr(roofline_process, "IDLE_S", 0.0)
-    monkeypatch.setattr(roofline_process.children, "settle_in", lambda: None)
+    monkeypatch.setattr(roofline_process.children, "set_up_child", lambda: None)
     ours, theirs = multiprocessing.Pipe()
     roofline_process.answer_measurements(theirs, spec(), ON)  # returns: there was no question
     ours.close()

@@ -36,7 +36,7 @@ THREAD_COUNTS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
 
 def spawn(target: Callable[..., None], *arguments: Any, name: str, daemon: bool = False) -> BaseProcess:
-    """Start a process that runs a function from the top of a module, which calls `settle_in` first.
+    """Start a process that runs a function from the top of a module, which calls `set_up_child` first.
 
     Raises whatever keeps the arguments from travelling, and `OSError` when the system has no room for a process.
     """
