@@ -46,9 +46,10 @@ kernels: $(READY)
 test: $(READY)
 	$(BIN)/python -m pytest -n 3 --dist loadfile -m "not thorough and not soak and not gpu and not system and not vllm and not docs and not binary and not dist and not real" tests plugins
 
+FILES ?= tests plugins
 thorough: $(READY)
 	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder \
-		-m "thorough and not soak and not gpu and not system and not vllm and not docs and not binary and not dist and not real" tests plugins
+		-m "thorough and not soak and not gpu and not system and not vllm and not docs and not binary and not dist and not real" $(FILES)
 
 processors: $(READY)
 	$(BIN)/python tests/processors.py
