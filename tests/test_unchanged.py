@@ -13,8 +13,8 @@ from tools import unchanged
 
 
 def test_a_test_of_one_part_depends_on_what_it_imports_and_no_more():
-    found = unchanged.closure("tests/strategies/test_adaptive.py")
-    assert {"gpuinfer/strategies/adaptive.py", "gpuinfer/api.py"} <= found
+    found = unchanged.closure("tests/selfplay/test_search.py")
+    assert {"gpuinfer/workloads/selfplay/search.py", "gpuinfer/api.py"} <= found
     assert not any(path.startswith(("gpuinfer/fleet/", "gpuinfer/serving/")) for path in found)
 
 

@@ -7,8 +7,8 @@
 
 A test file depends on itself, on the helpers of the tests and the modules of gpuinfer that it imports, at once or in a
 function, on what those import, and on modules that any of them names in a string. A test that starts commands, finds
-plugins or reads sources depends on all of gpuinfer. Any other stage depends on every file of the repository. Everything depends on
-COMMON, on the interpreter, on the processor and on the installed versions.
+plugins or reads sources depends on all of gpuinfer. Any other stage depends on every file of the repository. Everything
+depends on COMMON, on the interpreter, on the processor and on the installed versions.
 
 What passed is noted outside the repository, in `$XDG_CACHE_HOME/gpuinfer-tests`: a new machine runs everything.
 """
