@@ -237,8 +237,8 @@ def test_a_standard_file_that_is_closed_becomes_no_pipe():
     """Whatever is opened later would be taken for it."""
     code = (
         "import os, sys\n"
-        "from gpuinfer.host.process import keep_open\n"
-        "keep_open()\n"
+        "from gpuinfer.host.process import open_standard_files\n"
+        "open_standard_files()\n"
         "print('lost', flush=True)\n"
         "print(*os.pipe(), *map(os.get_inheritable, (0, 1)), file=sys.stderr)"
     )

@@ -112,7 +112,7 @@ def test_memory_that_runs_out_at_the_first_look_is_told_without_the_allocators_w
 
 @pytest.mark.parametrize(("probe", "said"), [(True, "Try --no-probe"), (False, "`gpuinfer doctor`")])
 def test_a_child_without_a_word_is_told_with_a_cure_that_is_left(probe, said, monkeypatch):
-    monkeypatch.setattr(memory_probe.commands, "run", lambda *_: FinishedProgram(1, b"", b"it broke"))
+    monkeypatch.setattr(memory_probe.children, "run_program", lambda *_: FinishedProgram(1, b"", b"it broke"))
     with pytest.raises(WorkError, match=said) as caught:
         memory_probe.examined(ModelSpec("tiny", kind="text"), Setup(), MemoryOptions(model="tiny", probe=probe), {})
     assert ("--no-probe" in str(caught.value)) == probe
@@ -175,7 +175,7 @@ def said(*devices, asked=None):
 def after(monkeypatch, code, *lines, err=b"last words\n"):
     """What becomes of a child that says these lines and ends so."""
     out = b"".join(json.dumps(line).encode() + b"\n" for line in lines) + b'{"half a li'
-    monkeypatch.setattr(memory_probe.commands, "run", lambda *given: FinishedProgram(code, out, err))
+    monkeypatch.setattr(memory_probe.children, "run_program", lambda *given: FinishedProgram(code, out, err))
     from gpuinfer.api import ModelSpec, Setup
     from gpuinfer.lab.memory.memory_options import MemoryOptions
 

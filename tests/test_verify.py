@@ -77,7 +77,7 @@ def planted(monkeypatch) -> Callable[[Alter], None]:
             rig.decoder.alter = alter
             return rig
 
-        monkeypatch.setattr(verification, "open_rig", opened)
+        monkeypatch.setattr(verification, "open_setup", opened)
 
     return plant
 

@@ -227,7 +227,13 @@ def models_of(snapshot: Snapshot) -> Iterator[str]:
 
 def workload_of(facts: Mapping[str, float]) -> list[str]:
     """What the workload tells of itself, such as how its games stand."""
-    return [told for part in (workload_rows, workload_rows, workload_rows, workload_rows) for told in part.live(facts)]
+    parts = (
+        workload_rows.rollouts_live,
+        workload_rows.strength_live,
+        workload_rows.resignation_live,
+        workload_rows.training_live,
+    )
+    return [text for part in parts for text in part(facts)]
 
 
 def device_of(device: Mapping[str, Any]) -> Iterator[str]:
