@@ -57,7 +57,7 @@ def text(monkeypatch: pytest.MonkeyPatch) -> None:
     shape = replace(built_in.tiny_shape(), layers=2)
     monkeypatch.setitem(built_in.BUILT_IN, "tiny", lambda: shape)
     monkeypatch.setattr(triton_layers, "has_triton", lambda: False)
-    monkeypatch.setattr(triton_draws, "is_there", lambda: False)
+    monkeypatch.setattr(triton_draws, "has_triton", lambda: False)
     monkeypatch.setattr(torch_decoder, "scaled_dot_product_attention", KERNELS["memory-efficient"])
 
 

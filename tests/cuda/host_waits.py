@@ -27,12 +27,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 import gpuinfer
-from gpuinfer.models import cuda_graphs, gradients
+from gpuinfer.models import cuda_graphs
 
 SOURCES = str(Path(gpuinfer.__file__).parent) + os.sep
 COPIES = ("_to_copy", "copy_")
 BY_VALUE = ("nonzero", "masked_select", "equal", "allclose")  # their shape or result depends on values
-BETWEEN = (cuda_graphs.__file__, gradients.__file__)  # whoever calls them is meant
+BETWEEN = (cuda_graphs.__file__,)  # the caller is meant, as it is of the dispatch mode `LiveBytes`
 BYTES = 80 << 30  # of the device's memory
 
 
@@ -41,7 +41,8 @@ def _place() -> tuple[str, int]:
     frame = sys._getframe(1)
     while frame is not None:
         path = frame.f_code.co_filename
-        if path.startswith(SOURCES) and path not in BETWEEN:
+        measuring = frame.f_code.co_qualname.startswith("LiveBytes.")
+        if path.startswith(SOURCES) and path not in BETWEEN and not measuring:
             function = re.sub(r"(\.<locals>\.<\w+>)+$", "", frame.f_code.co_qualname)  # a comprehension
             return f"{path.removeprefix(SOURCES)} {function.replace('<locals>.', '')}", frame.f_lineno
         frame = frame.f_back

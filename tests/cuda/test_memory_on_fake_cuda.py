@@ -12,7 +12,7 @@ from gpuinfer.models.footprint import CudaMemoryMeter, memory_meter_of
 pytestmark = pytest.mark.usefixtures("text", "stages_inline")
 ROWS = dict.fromkeys(("max_rows", "in_flight", "chunk_rows", "threads", "split_points", "layers"))
 ROWS |= {"compile": False, "graphs": True, "compute": "auto", "micro_batch_rows": 64}
-METER = "models/footprint.py CudaMeter."
+METER = "models/footprint.py CudaMemoryMeter."
 
 
 @pytest.fixture(autouse=True)

@@ -176,7 +176,7 @@ def test_rows_go_through_in_pieces_where_memory_would_not_hold_them_all(fake_cud
 
 def test_kernels_that_do_not_work_are_not_used(fake_cuda, monkeypatch, caplog):
     """Here there is no Triton, or no device that it could draw on."""
-    monkeypatch.setattr(triton_draws, "is_there", lambda: True)
+    monkeypatch.setattr(triton_draws, "has_triton", lambda: True)
     found = sampler_of(fake_cuda, 2, OPTIONS["top-p"])
     assert "do not work here" in caplog.text
     assert found._path._draw is torch_path.drawn
