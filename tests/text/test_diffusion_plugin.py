@@ -69,7 +69,9 @@ def test_it_keeps_the_contract():
 def test_what_is_no_decoder_cannot_be_one(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))
     install(tmp_path, "odd", {"decoders": {"odd": "odd_decoders:Odd"}}, {"odd_decoders": "class Odd: pass"})
-    with pytest.raises(PluginError, match=r"no subclass of gpuinfer\.text\.diffusion\.unmasking_decoder\.UnmaskingDecoder"):
+    with pytest.raises(
+        PluginError, match=r"no subclass of gpuinfer\.text\.diffusion\.unmasking_decoder\.UnmaskingDecoder"
+    ):
         registry.load("decoders", "odd")
 
 
