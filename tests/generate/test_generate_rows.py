@@ -242,7 +242,7 @@ def test_a_long_row_is_an_error_and_no_other_is(tmp_path, monkeypatch):
     from gpuinfer.serving.openai.row_splitter import RowSplitter
     from gpuinfer.workloads.generate import pump
 
-    monkeypatch.setattr(pump, "Either", lambda: RowSplitter(1000))
+    monkeypatch.setattr(pump, "RowSplitter", lambda: RowSplitter(1000))
     rows = run(tmp_path, lines("x" * 2000, "short"))
     assert ["error" in row for row in rows] == [True, False]
 

@@ -6,10 +6,10 @@ import sys
 from pathlib import Path
 
 import numpy as np
-from matches import random_linear
 
 from gpuinfer.api import Backend, BackendContext, Limits
 from gpuinfer.errors import BackendError
+from gpuinfer.testing.reference_search import random_linear
 from gpuinfer.workloads.selfplay import player
 from gpuinfer.workloads.selfplay.games.blob import Blob
 

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 from broken_in_python import Silent
 from forking import Forked, own_environment
-from matches import Thinker, random_linear, search_of
 from shown import ShownBlob, ShownConnectFour, ShownWager
 from table import Table as Rules
 from table import cards
 
 from gpuinfer.errors import UsageError
+from gpuinfer.testing.reference_search import Thinker, random_linear, search_of
 from gpuinfer.workloads.selfplay import arrays
 from gpuinfer.workloads.selfplay.games.blob import RANKS, SUITS, Blob
 from gpuinfer.workloads.selfplay.games.connect_four import ConnectFour

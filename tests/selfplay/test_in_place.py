@@ -6,12 +6,13 @@ import pytest
 from command import records_of
 from helpers import AtOnce
 from in_place import InPlace, Narrow
-from matches import arena_of, played, random_linear, same
+from matches import arena_of, played, same
 
 from gpuinfer.api import Setup
 from gpuinfer.backends.central import Central
 from gpuinfer.errors import WorkError
 from gpuinfer.runtime.run import run
+from gpuinfer.testing.reference_search import random_linear
 from gpuinfer.workloads.selfplay import arrays, workload
 from gpuinfer.workloads.selfplay.games.blob import Blob
 from gpuinfer.workloads.selfplay.workload import SelfPlay

@@ -44,13 +44,14 @@ from command import selfplay, shards
 from compiled_cards import HighCard
 from compiled_cards import Marked as MarkedCompiled
 from in_python import Kuhn, PythonBlob, PythonConnectFour, Wager
-from matches import arena_of, played, random_linear, same, search_of
+from matches import arena_of, played, same
 
 from gpuinfer.errors import UsageError, WorkError
 from gpuinfer.testing import assert_ok
 from gpuinfer.testing import games as python_games
 from gpuinfer.testing.games import check_game
 from gpuinfer.testing.hidden_information import CompiledAsPython, fault_of_hiding
+from gpuinfer.testing.reference_search import random_linear, search_of
 from gpuinfer.workloads.selfplay import arrays, games, kernels
 from gpuinfer.workloads.selfplay.draw import Draw
 from gpuinfer.workloads.selfplay.python_arena import PythonArena

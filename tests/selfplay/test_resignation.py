@@ -17,7 +17,7 @@ from complaints import complaint
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from in_python import PythonConnectFour
-from matches import FIELDS, Thinker, arena_of, played, random_linear, same, search_of
+from matches import FIELDS, arena_of, played, same
 from scipy import stats
 from table import Table
 
@@ -27,7 +27,7 @@ from gpuinfer.errors import UsageError
 from gpuinfer.report import report
 from gpuinfer.report.game_statistics import MOST_FALSE, Resignations, of_resignation, wilson
 from gpuinfer.testing.games import check_game
-from gpuinfer.testing.reference_search import ReferenceTree
+from gpuinfer.testing.reference_search import ReferenceTree, Thinker, random_linear, search_of
 from gpuinfer.workloads.selfplay import arrays, game_records
 from gpuinfer.workloads.selfplay.draw import seed_stream, unit_of
 from gpuinfer.workloads.selfplay.games.blob import Blob

@@ -7,11 +7,11 @@ import random
 import numpy as np
 import pytest
 from counts import counts
-from matches import Thinker, arena_of, load, played, random_linear, same
+from matches import arena_of, played, same
 from scipy import stats
 from table import Table
 
-from gpuinfer.testing.reference_search import ReferenceTree
+from gpuinfer.testing.reference_search import ReferenceTree, Thinker, load, random_linear
 from gpuinfer.workloads.selfplay import arrays, bits
 from gpuinfer.workloads.selfplay.games.blob import Blob
 from gpuinfer.workloads.selfplay.games.connect_four import ConnectFour

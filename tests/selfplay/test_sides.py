@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from matches import arena_of, in_order, played, random_linear, same
+from matches import arena_of, in_order, played, same
 
+from gpuinfer.testing.reference_search import random_linear
 from gpuinfer.workloads.selfplay import arrays
 from gpuinfer.workloads.selfplay.evaluator import (
     WITHOUT_NETWORK,

@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 from boards import holds, wins_in
 from counts import counts
-from matches import Thinker, arena_of, played
+from matches import arena_of, played
 from table import Table, blob_table, card
 
+from gpuinfer.testing.reference_search import Thinker
 from gpuinfer.workloads.selfplay.games.blob import Blob
 from gpuinfer.workloads.selfplay.games.connect_four import ConnectFour
 
