@@ -439,7 +439,7 @@ SECONDS = Rule(math.fsum, lambda late, early: max(0.0, late - early))  # threads
 FIRST = Rule(lambda parts: next(filter(None, parts), ""))
 OF_A_MODEL: Mapping[str, Rule] = {
     **dict.fromkeys(("requests", "rows"), COUNT),
-    **dict.fromkeys(("tokens", "errors", "sharing"), COUNTS),
+    **dict.fromkeys(("tokens", "errors"), COUNTS),
     **dict.fromkeys(("latency", "queue_wait"), HISTOGRAM),
     **dict.fromkeys(("device_s", "turn_wait_s"), SECONDS),
     "kind": FIRST,
@@ -518,8 +518,8 @@ def tokens_of(snapshot: Snapshot) -> dict[str, float]:
 
 
 def of_model(counted: Snapshot, kind: str, share: float) -> dict[str, Any]:
-    """What one model of several has counted. `device_s`: of a device that they take turns at, in seconds of all of it;
-    where they do not, the time for which its forward lanes were at work. `sharing`: see `models.gate.Place.told`.
+    """The counters of one model of several. `device_s`: device time in seconds of the whole device, or the time for
+    which its forward lanes were at work where the device is not shared out (`models.device_arbiter`).
     """
     turns = counted.device.get("turns") or {}
     return {
@@ -531,7 +531,6 @@ def of_model(counted: Snapshot, kind: str, share: float) -> dict[str, Any]:
         "errors": dict(counted.errors),
         "device_s": turns["had_s"] if "had_s" in turns else _forward_s(counted.lanes),
         "turn_wait_s": turns.get("waited_s", 0.0),
-        "sharing": {name: value for name, value in turns.items() if name not in ("had_s", "waited_s")},
         "latency": counted.latency,
         "queue_wait": counted.queue_wait,
         "waiting": counted.waiting,

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -16,12 +14,11 @@ from gpuinfer.report.verdict import judge
 from gpuinfer.stats import Histogram, Snapshot, merge, of_model, since
 
 
-def of(kind: str, share: float, requests: int, had_s: float, waited_s: float, logs: Sequence[float] = ()) -> dict:
+def of(kind: str, share: float, requests: int, had_s: float, waited_s: float) -> dict:
     waits = Histogram()
     for _ in range(requests):
         waits.add(0.01)
-    looked = {"pairs": len(logs), "pair_logs": sum(logs), "pair_squares": sum(log * log for log in logs)}
-    turns = {"had_s": had_s, "waited_s": waited_s, **looked, "together_s": 8.0, "at_once_s": 6.0}
+    turns = {"had_s": had_s, "waited_s": waited_s}
     device = {"turns": turns, "tokens": {"output": 5 * requests}}
     counted = Snapshot(requests=requests, rows=requests, queue_wait=waits.to_wire(), device=device)
     return of_model(counted, kind, share)
@@ -96,69 +93,3 @@ def test_that_forwards_waited_for_their_turns_stands_beside_the_verdict():
     assert told["why"].startswith(
         "The models took turns: forwards waited 50% of the time for theirs; of the device, chat 75% and net 25%."
     )
-
-
-def looked_at(*ratios: float) -> Evidence:
-    """A run of two models, each of which got so many times as much done at once as in turns."""
-    logs = [math.log(ratio) for ratio in ratios]
-    snapshot = Snapshot(
-        models={"chat": of("text", 2.0, 30, 6.0, 1.0, logs), "net": of("rows", 1.0, 10, 2.0, 3.0, logs)}
-    )
-    return replace(
-        RUN, models=report_sections.model_lines(snapshot, 10.0), options={"-B": {"gate": True}}, cpu_wait_s=0.0
-    )
-
-
-def test_what_was_found_by_looks_is_in_the_line_of_each_model():
-    chat, _ = looked_at(1.9, 2.0, 2.1).models
-    assert chat["at_once"]["times"] == pytest.approx(1.998, abs=0.001)
-    assert 1.7 < chat["at_once"]["low"] < 1.8 < 2.2 < chat["at_once"]["high"] < 2.3
-    assert (chat["at_once"]["pairs"], chat["at_once"]["time_share"]) == (3, 0.75)
-    assert looked_at(2.0).models[0]["at_once"] is None  # one pair says nothing of the noise
-
-
-@pytest.mark.parametrize(
-    ("ratios", "said"),
-    [
-        pytest.param(
-            (1.9, 2.0, 2.1),
-            "Side by side chat and net got 2.00 times as much done as in turns (1.76 to 2.26, 3 looks at each), and so "
-            "they ran for 75% of the time in which they had work together.",
-            id="at once is faster",
-        ),
-        pytest.param(
-            (0.5, 0.52, 0.48),
-            "In turns chat and net got 2.00 times as much done as side by side (1.81 to 2.21, 3 looks at each), and so "
-            "they ran for 25% of the time in which they had work together.",
-            id="at once is slower",
-        ),
-        pytest.param(
-            (0.99, 1.0, 1.01), "Side by side chat and net got as much done as in turns (0.98 to 1.03).", id="alike"
-        ),
-    ],
-)
-def test_the_verdict_says_which_way_was_faster_with_its_numbers(ratios, said):
-    assert judge(looked_at(*ratios))["why"].startswith(said)
-
-
-def test_looks_that_disagree_say_nothing():
-    assert "looks" not in judge(looked_at(0.5, 2.0))["why"]
-
-
-def test_models_that_get_less_done_at_once_than_in_turns_are_told_so_with_what_turns_would_bring():
-    told = judge(replace(looked_at(0.7, 0.72, 0.74), options={"-B": {"gate": False, "threads": 2}}))
-    assert (told["class"], told["command"]) == ("oversubscribed CPUs", "gpuinfer -B gate=true")
-    assert "got 0.72 times as much done as in turns (0.67 to 0.77, 3 looks at each)" in told["why"]
-    assert told["gain"]["expected"] == pytest.approx(1.39, abs=0.01)
-
-
-def test_models_that_get_as_much_done_at_once_are_not_told_to_share():
-    told = judge(replace(looked_at(1.0, 1.02, 0.98), options={"-B": {"gate": False}}, cpu_wait_s=15.0))
-    assert told["command"] != "gpuinfer -B gate=true"
-
-
-def test_what_looks_found_adds_up_over_processes_and_counts_from_a_mark():
-    line = of("text", 1.0, 30, 6.0, 1.0, [math.log(2), -math.log(4)])
-    twice = merge([Snapshot(models={"chat": line})] * 2)
-    assert twice.models["chat"]["sharing"]["pair_logs"] == pytest.approx(-2 * math.log(2))
-    assert since(twice, Snapshot(models={"chat": line})).models["chat"]["sharing"]["pairs"] == 2

@@ -262,8 +262,8 @@ class InProcess(Backend):
             return list(misfits.values())
         context = contextvars.copy_context()  # so that the thread finds its lane in the time ledger
         loop = asyncio.get_running_loop()
-        compute, rows = partial(answers_by_halving, self._opened.forward, blocks), sum(map(len, blocks))
-        answers = await loop.run_in_executor(self._threads, context.run, self._in_turn, compute, rows)
+        compute = partial(answers_by_halving, self._opened.forward, blocks)
+        answers = await loop.run_in_executor(self._threads, context.run, self._in_turn, compute)
         answers = [self._of_the_model(one) if isinstance(one, Exception) else one for one in answers]
         for index, error in misfits.items():  # in ascending order, so that each finds its place
             answers.insert(index, error)
@@ -291,11 +291,11 @@ class InProcess(Backend):
         loop = asyncio.get_running_loop()
         answers = partial(gradients.answers_to, opened.passed, payloads)
         executor: Executor = next(filter(None, (getattr(one, "executor", None) for one in payloads)), threads)
-        return await loop.run_in_executor(executor, context.run, self._in_turn, answers, len(batch))
+        return await loop.run_in_executor(executor, context.run, self._in_turn, answers)
 
-    def _in_turn(self, answers: Callable[[], list[Any]], work: int) -> list[Any]:
+    def _in_turn(self, answers: Callable[[], list[Any]]) -> list[Any]:
         """In a thread of its own, once it is its turn at the device, on as many cores as it has there."""
-        with self._place.turn(self._width, enter_station, work=work) as cores:
+        with self._place.turn(self._width, enter_station) as cores:
             if not (self._keeps_its_threads or self._on_cuda):
                 from gpuinfer.models.open_model import compute_with
 
@@ -360,14 +360,14 @@ class InProcess(Backend):
 
     def device(self) -> Mapping[str, Any]:
         serving = self._opened or self._gradients or self._text
-        return {**serving.device(), "turns": self._place.told()} if serving is not None else {}
+        return {**serving.device(), "turns": self._place.counters()} if serving is not None else {}
 
     def waits_for(self) -> str:
         serving = self._opened or self._text
         return "" if serving is None else serving.waits_for()
 
     async def close(self) -> None:
-        self._place.leave()
+        self._place.close()
         threads, self._threads, self._gradients = self._threads, None, None
         opened, self._opened = self._opened, None
         if opened is not None:

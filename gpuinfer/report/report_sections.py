@@ -15,7 +15,7 @@ from typing import Any
 from gpuinfer.api import TextRoofline
 from gpuinfer.host import machine
 from gpuinfer.host.cpu_contention import CoreTime
-from gpuinfer.stats import ERRORS, Snapshot, summarise, t_interval
+from gpuinfer.stats import ERRORS, Snapshot, summarise
 
 PLAIN = ("epochs", "learning_rate", "gradient_norm", "first_loss", "forward_s", "backward_s", "optimizer_s")
 
@@ -143,11 +143,10 @@ def seconds_on_cores(snapshot: Snapshot, busy_s: float) -> dict[str, float]:
 
 
 def model_lines(snapshot: Snapshot, wall_s: float) -> list[dict[str, Any]]:
-    """Of each model of several; none where there is one. Times in seconds, sizes in rows.
+    """One line a model where there are several, else none. Times in seconds, sizes in rows.
 
-    `device_share` is of the device time that all of them had, `share` what it may have of it while the others want it
-    too. `turn_wait_s` is for how long its forwards waited for others'. `at_once`: how many times as much it got done
-    while models ran at once as while they took turns, where both have been looked at.
+    `device_share`: of the device time of all models. `share`: its weight while the others have work too.
+    `turn_wait_s`: how long its forwards waited while other models computed.
     """
     total = math.fsum(line["device_s"] for line in snapshot.models.values())
     return [_line(name, line, total, wall_s) for name, line in snapshot.models.items()]
@@ -166,25 +165,8 @@ def _line(name: str, line: Mapping[str, Any], total: float, wall_s: float) -> di
         "device_s": line["device_s"],
         "device_share": line["device_s"] / total if total else 0.0,
         "turn_wait_s": line["turn_wait_s"],
-        "at_once": _at_once(line.get("sharing", {})),
         "queue_wait_s": summarise(line["queue_wait"]),
         "latency_s": summarise(line["latency"]),
         "waiting_rows": line["waiting"],
         "errors": {kind: line["errors"].get(kind, 0) for kind in ERRORS},
-    }
-
-
-def _at_once(sharing: Mapping[str, float]) -> dict[str, float] | None:
-    """By the pairs of looks that were taken (`models.sharing_experiment`), with the 95 % interval; at least two."""
-    pairs, logs = int(sharing.get("pairs", 0)), sharing.get("pair_logs", 0.0)
-    if pairs < 2:
-        return None
-    mean, half = logs / pairs, t_interval(pairs, logs, sharing.get("pair_squares", 0.0))
-    together_s = sharing.get("together_s", 0.0)
-    return {
-        "times": math.exp(mean),
-        "low": math.exp(mean - half),
-        "high": math.exp(mean + half),
-        "pairs": pairs,
-        "time_share": sharing.get("at_once_s", 0.0) / together_s if together_s else 0.0,
     }

@@ -155,7 +155,6 @@ logger = logging.getLogger("gpuinfer")
 
 CLOSE_S = 10.0  # how long `close` waits for the step under way
 FIRST_TOUCH = "first touch"  # of the ledger
-PROMPT = 1 / 8  # of a token's work, as models beside one another are compared: many go through at once, all the sooner
 Outcome = Generation | Exception
 Done = Callable[[Outcome], None]
 Deliver = Callable[[Sequence[tuple[int, Part]], Sequence[tuple[int, Outcome]]], None]
@@ -461,7 +460,7 @@ class Driver:
     def _step(self) -> None:
         if not self.generator.busy:
             return
-        turn, tokens = self._place.begin(self._width, self.generator.enter), 0.0
+        turn = self._place.begin(self._width, self.generator.enter)
         try:
             self._use(self._place.cores_of(turn, self._width))
             self.generator.goes_ahead = not self._place.has_all(turn)
@@ -469,9 +468,8 @@ class Driver:
             started = time.perf_counter()
             stepped = self.generator.step()
             seconds = time.perf_counter() - started
-            tokens = stepped.tokens - stepped.prompt_tokens + PROMPT * stepped.prompt_tokens
         finally:
-            if self._place.end(turn, again=self.generator.busy, work=tokens):
+            if self._place.end(turn):
                 self.generator.rest()
         if stepped.rows:
             self._counters.add(stepped, seconds)
