@@ -20,7 +20,6 @@ FACADES: dict[str, set[str]] = {
         "options",
         "packages.installer",
         "packages.package_info",
-        "packages.pip",
         "packages.places",
         "packages.template",
         "registry",

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -17,7 +17,6 @@ from gpuinfer.errors import GpuinferError, UsageError, WorkError
 if TYPE_CHECKING:
     from gpuinfer.config.packages.installer import InstalledPackage, PreparedPackage
     from gpuinfer.config.packages.package_info import PackageSource
-    from gpuinfer.config.packages.pip import PackageLookup
     from gpuinfer.config.packages.places import InstallPlace
 
 RIGHTS = "A plugin is code that runs with your rights: it can read and change all that you can."
@@ -53,13 +52,13 @@ def install(
 
     settings.load()  # they may switch plugins off
     _refuse_unasked(yes)
-    place, lookup = places.choose_place(into), _lookup(limit, find_links, index)
+    place, options = places.choose_place(into), _options(limit, find_links, index)
     for source in [package_info.read_source(text) for text in what]:
         if there := _there_already(source):
-            _say(f"{there.offer.package} is installed already, in {there.place.words}.")
-            _say(f"To renew it: gpuinfer plugins upgrade {there.offer.name}")
-            continue
-        _install_one(source, place, lookup, yes, lambda prepared: None)
+            typer.echo(f"{there.offer.package} is installed already, in {there.place.words}.")
+            typer.echo(f"To renew it: gpuinfer plugins upgrade {there.offer.name}")
+        else:
+            _install_one(source, place, options, yes)
 
 
 def upgrade(
@@ -82,30 +81,30 @@ def upgrade(
     _refuse_unasked(yes)
     if bool(names) == every:
         raise UsageError("say what to upgrade: gpuinfer plugins upgrade NAME, or --all.")
-    lookup = _lookup(limit, find_links, index)
+    options = _options(limit, find_links, index)
     meant = (
         list(installer.installed_packages().values())
         if every
         else [installer.find_installed(name) for name in names or []]
     )
-    left: list[str] = []
+    failed: list[str] = []
     for one in meant:
         try:
-            _upgrade_one(one, lookup, yes, every)
+            _upgrade_one(one, options, yes, every)
         except (GpuinferError, typer.Exit) as error:
             if len(meant) == 1:
                 raise
             if isinstance(error, GpuinferError):
-                _say(f"{one.offer.package} stays as it is: {error}")
-            left.append(one.offer.package)
-    if left:
+                typer.echo(f"{one.offer.package} stays as it is: {error}")
+            failed.append(one.offer.package)
+    if failed:
         raise WorkError(
-            f"{len(left)} of {len(meant)} packages stay as they are: {_listed(left)}. What keeps each is said above; "
-            "upgrade it by its name when that is mended."
+            f"{len(failed)} of {len(meant)} packages stay as they are: {', '.join(failed)}. What keeps each is said "
+            "above; upgrade it by its name when that is mended."
         )
 
 
-def _upgrade_one(one: InstalledPackage, lookup: PackageLookup, yes: bool, every: bool) -> None:
+def _upgrade_one(one: InstalledPackage, options: dict[str, Any], yes: bool, every: bool) -> None:
     from gpuinfer.config.packages import installer
 
     try:
@@ -113,10 +112,10 @@ def _upgrade_one(one: InstalledPackage, lookup: PackageLookup, yes: bool, every:
     except UsageError as error:
         if not every:
             raise
-        _say(str(error))
+        typer.echo(str(error))
         return
     installer.refuse_foreign(one)
-    _install_one(source, one.place, lookup, yes, _unless_newer(one) if source.kind == "name" else _unless_other(one))
+    _install_one(source, one.place, options, yes, one)
 
 
 def uninstall(
@@ -124,80 +123,59 @@ def uninstall(
     yes: Yes = False,
     limit: Limit = "10min",
 ) -> None:
-    """Remove a package with plugins, and what came into your folder with it."""
-    from gpuinfer.config.packages import installer, pip
+    """Remove a package with plugins. What came with it stays."""
+    from gpuinfer.cli.workload_targets import seconds
+    from gpuinfer.config.packages import installer
 
     settings.load()
     _refuse_unasked(yes)
     one = installer.find_installed(name)
     installer.refuse_foreign(one)
-    installer.refuse_needed(one)
-    program = pip.find_installer(one.place.path) if one.place.folder is None else None
-    _say(f"{one.offer.package} adds {one.offer.words}; it is in {one.place.words}.")
-    if others := installer.orphans_of(one):
-        _say(f"With it goes what nothing else there needs: {_listed([f'{e.name} {e.version}' for e in others])}.")
+    typer.echo(f"{one.offer.package} adds {one.offer.words}; it is in {one.place.words}.")
     _ask("Remove it?", yes)
-    installer.remove(one, program, _lookup(limit, None, True))
-    _say(f"Removed {one.offer.package}.")
+    installer.remove(one, seconds("limit", limit, 0.01))
+    typer.echo(f"Removed {one.offer.package}.")
 
 
 def _install_one(
     source: PackageSource,
     place: InstallPlace,
-    lookup: PackageLookup,
+    options: dict[str, Any],
     yes: bool,
-    why_not: Callable[[PreparedPackage], str | None],
+    old: InstalledPackage | None = None,
 ) -> None:
-    from gpuinfer.config.packages import installer, pip
+    """`old`: what is installed of it and is to be upgraded."""
+    from gpuinfer.config.packages import installer
 
-    program = pip.find_installer(place.path)
+    program = installer.find_installer(place.path, **options)
     with tempfile.TemporaryDirectory(prefix="gpuinfer-plugin-") as folder:
-        work = Path(folder)
-        prepared = installer.PackagePreparation(place, program, lookup, work, _say).prepare(source)
-        if reason := why_not(prepared):
-            _say(reason)
+        staged = Path(folder, "staged")
+        prepared = installer.PackagePreparation(place, program, staged, typer.echo).prepare(source)
+        offer = prepared.offer
+        if old is not None and (reason := _why_no_upgrade(prepared, old, source)):
+            typer.echo(reason)
             return
-        for line in _told_of(prepared, place):
-            _say(line)
+        typer.echo(f"{offer.package}: {offer.summary or 'no description'}\n  adds      {offer.words}")
+        if offer.contract:
+            typer.echo(f"  for       gpuinfer {offer.contract}")
+        if prepared.needed:
+            needed = ", ".join(prepared.needed).replace("==", " ")
+            typer.echo(f"  needs     {needed}, which will be installed with it")
+        if prepared.replaces:
+            typer.echo(f"  replaces  {offer.name} {prepared.replaces}")
+        typer.echo(f"  goes to   {place.words}\n{RIGHTS}")
         _ask("Install it?", yes)
-        installer.install(prepared, place, program, lookup, work)
-    _say(f"Installed {prepared.offer.package}. To see whether it holds: gpuinfer plugins check {prepared.offer.name}.")
+        installer.install(prepared, place, program, staged)
+    typer.echo(f"Installed {offer.package}. To see whether it holds: gpuinfer plugins check {offer.name}.")
 
 
-def _told_of(prepared: PreparedPackage, place: InstallPlace) -> list[str]:
-    offer = prepared.offer
-    lines = [f"{offer.package}: {offer.summary or 'no description'}", f"  adds      {offer.words}"]
-    if offer.contract:
-        lines.append(f"  for       gpuinfer {offer.contract}")
-    if prepared.needed:
-        lines.append(f"  needs     {_listed(prepared.needed)}, which will be installed with it")
-    if prepared.replaces:
-        lines.append(f"  replaces  {offer.name} {prepared.replaces}")
-    return [*lines, f"  goes to   {place.words}", RIGHTS]
-
-
-def _unless_newer(one: InstalledPackage) -> Callable[[PreparedPackage], str | None]:
-    def why_not(prepared: PreparedPackage) -> str | None:
-        from packaging.version import InvalidVersion, Version
-
-        try:
-            newer = Version(prepared.offer.version) > Version(one.offer.version)
-        except InvalidVersion:
-            newer = prepared.offer.version != one.offer.version
-        return None if newer else f"{one.offer.package} is the newest that is to be had for this gpuinfer."
-
-    return why_not
-
-
-def _unless_other(one: InstalledPackage) -> Callable[[PreparedPackage], str | None]:
-    """Of a path: whatever version lies there now."""
-
-    def why_not(prepared: PreparedPackage) -> str | None:
-        if prepared.offer.plain == one.offer.plain:
-            return None
-        return f"{one.offer.package} came from {prepared.origin}, where there is {prepared.offer.package} now."
-
-    return why_not
+def _why_no_upgrade(prepared: PreparedPackage, old: InstalledPackage, source: PackageSource) -> str | None:
+    """Of a path, whatever version lies there now renews it."""
+    if source.path is None and not prepared.words:
+        return f"{old.offer.package} is the newest that is to be had for this gpuinfer."
+    if prepared.offer.plain != old.offer.plain:
+        return f"{old.offer.package} came from {source.path}, where there is {prepared.offer.package} now."
+    return None
 
 
 def _there_already(source: PackageSource) -> InstalledPackage | None:
@@ -215,30 +193,25 @@ def _there_already(source: PackageSource) -> InstalledPackage | None:
     return None
 
 
-def _lookup(limit: str, find_links: Sequence[Path] | None, index: bool) -> PackageLookup:
+def _options(limit: str, find_links: Sequence[Path] | None, index: bool) -> dict[str, Any]:
+    """Of `installer.find_installer`."""
     from gpuinfer.cli.workload_targets import seconds
-    from gpuinfer.config.packages.pip import PackageLookup
 
     for folder in find_links or ():
         if not folder.is_dir():
             raise UsageError(f"--find-links: there is no folder {folder}. Give one that holds packages.")
-    return PackageLookup(seconds("limit", limit, 0.01), tuple(str(one.resolve()) for one in find_links or ()), index)
+    links = [str(one.resolve()) for one in find_links or ()]
+    return {"limit_s": seconds("limit", limit, 0.01), "find_links": links, "index": index}
 
 
 def _refuse_unasked(yes: bool) -> None:
     if not yes and not sys.stdin.isatty():
-        raise UsageError("nobody is there to be asked, and nothing is installed or removed unasked. Add --yes.")
+        raise UsageError(
+            "standard input is no terminal to ask the user at, and nothing is installed or removed unasked. Add --yes."
+        )
 
 
 def _ask(question: str, yes: bool) -> None:
     if not yes and not typer.confirm(question, err=True):
-        _say("Nothing was changed.")
+        typer.echo("Nothing was changed.")
         raise typer.Exit(FAILED)
-
-
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(name.replace("==", " ") for name in names)
-
-
-def _say(line: str) -> None:
-    typer.echo(line)

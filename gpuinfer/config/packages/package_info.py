@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import tomllib
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib.metadata import Distribution, distributions
 from pathlib import Path
 from typing import Literal
@@ -14,66 +13,6 @@ from packaging.requirements import InvalidRequirement, Requirement
 
 from gpuinfer.config import registry
 from gpuinfer.errors import PluginError, UsageError
-
-
-@dataclass(slots=True)
-class PackageNeeds:
-    """Requirements that nothing here meets, and sentences about those that something here cannot meet."""
-
-    missing: list[str] = field(default_factory=list)
-    odds: list[str] = field(default_factory=list)
-
-
-def needs_of(requires: Iterable[str], here: Mapping[str, Distribution]) -> PackageNeeds:
-    """What these requirements come to; of what is here already its own needs are taken to be met, but those of extras
-    that are asked for.
-    """
-    needs, seen = PackageNeeds(), set[str]()
-    left = [(line, "") for line in requires]
-    while left:
-        line, extra = left.pop(0)
-        if f"{line} {extra}" in seen:
-            continue
-        seen.add(f"{line} {extra}")
-        try:
-            one = Requirement(line)
-        except InvalidRequirement:
-            needs.odds.append(f"it needs '{line}', which nobody can read")
-            continue
-        if one.marker is not None and not one.marker.evaluate({"extra": extra}):
-            continue
-        found = here.get(registry.plain(one.name))
-        if found is None:
-            needs.missing.append(_bare(one))
-        elif not one.specifier.contains(found.version, prereleases=True):
-            needs.odds.append(f"it needs {one.name} {one.specifier}, and here is {found.version}")
-        else:
-            left += [(more, wanted) for wanted in sorted(one.extras) for more in found.requires or ()]
-    return needs
-
-
-def _bare(one: Requirement) -> str:
-    """Without its marker, which holds here."""
-    extras = f"[{','.join(sorted(one.extras))}]" if one.extras else ""
-    return f"{one.name}{extras} @ {one.url}" if one.url else f"{one.name}{extras}{one.specifier}"
-
-
-def who_needs(name: str, here: Mapping[str, Distribution]) -> list[str]:
-    """The packages here that need this one, whatever extras aside."""
-    found = []
-    for other, distribution in here.items():
-        if other != name and any(_means(line, name) for line in distribution.requires or ()):
-            found.append(f"{distribution.name} {distribution.version}")
-    return sorted(found)
-
-
-def _means(line: str, name: str) -> bool:
-    try:
-        one = Requirement(line)
-    except InvalidRequirement:
-        return False
-    return registry.plain(one.name) == name and (one.marker is None or one.marker.evaluate({"extra": ""}))
-
 
 GROUPS = {f"gpuinfer.{many}": many for many in registry.KINDS}
 
@@ -169,11 +108,6 @@ class PackageSource:
     path: Path | None = None
     names: tuple[str, ...] = ()
 
-    @property
-    def is_built(self) -> bool:
-        """Whether a script of its own runs before it can be said what it adds."""
-        return self.kind in ("folder", "archive")
-
 
 def read_source(text: str) -> PackageSource:
     """What is meant, as pip would take it: a path has a separator, begins with a dot or ends like a file of a package.
@@ -216,14 +150,11 @@ def source_at(path: Path) -> PackageSource:
 
 
 def build_needs(folder: Path) -> list[str]:
-    """What its build needs; of a folder without a say that is setuptools (PEP 518). Raises `UsageError`."""
+    """The requirements of its build; setuptools where the folder names none (PEP 518). Raises `UsageError`."""
     file = folder / "pyproject.toml"
-    if not file.is_file():
-        return ["setuptools"]
     try:
-        told = tomllib.loads(file.read_text(encoding="utf-8"))
+        read = tomllib.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise UsageError(f"{file} cannot be read: {error}. Correct it.") from error
-    found = told.get("build-system", {})
-    needs = found.get("requires", ["setuptools"]) if isinstance(found, dict) else ["setuptools"]
-    return [str(need) for need in needs]
+    system = read.get("build-system", {})
+    return [str(need) for need in (system.get("requires", ["setuptools"]) if isinstance(system, dict) else ())]

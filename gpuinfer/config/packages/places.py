@@ -1,28 +1,20 @@
-"""Where plugins are installed: the environment that gpuinfer runs in, or a folder of the user's.
-
-Packages are moved into that folder whole, and taken out by their own list of files, by one process at a time.
-"""
+"""Where plugins are installed: the environment that gpuinfer runs in, or a folder of the user's."""
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import shutil
 import sys
 import sysconfig
-import tempfile
-import time
-from collections.abc import Iterator
 from dataclasses import dataclass
-from importlib.metadata import Distribution, PathDistribution, distributions
+from importlib.metadata import Distribution, distributions
 from pathlib import Path
 from typing import Literal
 
 from gpuinfer.config import registry
-from gpuinfer.errors import UsageError, WorkError
+from gpuinfer.errors import UsageError
 from gpuinfer.host import installation
-from gpuinfer.host.installation import one_file
 
 UV_TOOL = "uv-receipt.toml"  # lies in an environment that `uv tool install` has made
 Into = Literal["environment", "folder"]
@@ -49,26 +41,25 @@ class InstallPlace:
 
     def here(self) -> dict[str, Distribution]:
         """What is installed, by its plain name (PEP 503): the first of each that Python finds."""
-        return dict(_by_name(self.path))
+        return _by_name(self.path)
 
 
 def packages_in(folder: Path) -> dict[str, Distribution]:
-    """What lies in the folder itself."""
-    return dict(_by_name([str(folder)]))
+    """The packages in this folder, by their plain names."""
+    return _by_name([str(folder)])
 
 
-def _by_name(path: list[str]) -> Iterator[tuple[str, Distribution]]:
-    seen = set[str]()
+def _by_name(path: list[str]) -> dict[str, Distribution]:
+    found: dict[str, Distribution] = {}
     for one in distributions(path=path):
-        name = one.name
-        if name and registry.plain(name) not in seen:
-            seen.add(registry.plain(name))
-            yield registry.plain(name), one
+        if one.name:
+            found.setdefault(registry.plain(one.name), one)
+    return found
 
 
 def choose_place(into: Into | None = None) -> InstallPlace:
-    """The environment where there is one that packages can be installed into, else the user's folder; or what is asked
-    for. Raises `UsageError` when that cannot be.
+    """The environment where packages can be installed into it, else the user's folder; or what the user named. Raises
+    `UsageError` when that cannot be.
     """
     why = why_no_environment()
     if into == "environment" and why:
@@ -78,14 +69,10 @@ def choose_place(into: Into | None = None) -> InstallPlace:
     return InstallPlace(None)
 
 
-def in_one_file() -> bool:
-    """Or in the smaller one, whose environment lies in a cache, as Pex marks it: the next version has another."""
-    return one_file() is not None or Path(sys.prefix, "PEX-INFO").exists()
-
-
 def why_no_environment() -> str | None:
     """What keeps packages from being installed into the Python that runs gpuinfer."""
-    if in_one_file():
+    # of the smaller file the environment lies in a cache, which Pex marks: the next version has another
+    if installation.one_file() is not None or Path(sys.prefix, "PEX-INFO").exists():
         return "gpuinfer runs from one file"
     if Path(sys.prefix, UV_TOOL).exists():
         return "it is one of `uv tool`, whose next upgrade takes out what uv has not put there itself"
@@ -96,7 +83,7 @@ def why_no_environment() -> str | None:
 
 
 def make_folder(folder: Path) -> None:
-    """Have the folder there, for its user alone. Raises `UsageError` when it cannot be, or others may write to it."""
+    """Create the folder for its user alone. Raises `UsageError` when that fails, or others may write to it."""
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         folder.mkdir(mode=0o700, exist_ok=True)
@@ -113,100 +100,45 @@ def make_folder(folder: Path) -> None:
         )
 
 
-WAIT_S = 60.0  # for another process that installs there
-LOOK_S = 0.1
-TORN = ".new-"  # how a folder begins whose packages are not in place yet
-
-
-@contextlib.contextmanager
-def locked_folder(folder: Path) -> Iterator[Path]:
-    """A new folder inside, on the same disk, for what is to be moved in; gone afterwards. Nobody else changes anything
-    meanwhile. Raises `WorkError` when another process takes too long.
-    """
-    with (folder / ".lock").open("w") as lock:
-        until = time.monotonic() + WAIT_S
-        while True:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except OSError:
-                if time.monotonic() > until:
-                    raise WorkError(
-                        f"another gpuinfer is installing into {folder}. Try again when it is done."
-                    ) from None
-                time.sleep(LOOK_S)
-        for torn in folder.glob(f"{TORN}*"):  # of one that was killed
-            shutil.rmtree(torn, ignore_errors=True)
-        with tempfile.TemporaryDirectory(prefix=TORN, dir=folder) as staged:
-            yield Path(staged)
-
-
 def files_of(distribution: Distribution, folder: Path) -> list[Path]:
-    """What it has installed in the folder and nowhere else, relative to it."""
+    """The files that a package has installed inside the folder, relative to it. Paths that lead out do not count."""
     listed = [Path(os.path.normpath(str(one))) for one in distribution.files or ()]
     return [path for path in listed if not path.is_absolute() and ".." not in path.parts and (folder / path).is_file()]
 
 
-def metadata_of(distribution: Distribution) -> Path:
-    """Where its metadata lie. Raises `WorkError` for what is no folder."""
-    path = getattr(distribution, "_path", None) if isinstance(distribution, PathDistribution) else None
-    if not (isinstance(path, Path) and path.is_dir()):
-        raise WorkError(f"{distribution.name} {distribution.version} has no folder of metadata. Remove it by hand.")
-    return path
+def put_in(staged: Path, folder: Path) -> None:
+    """Copy every package of `staged` into the folder, in the place of other versions of it.
 
-
-def move_in(staged: Path, folder: Path) -> None:
-    """Every package of `staged`, in the place of other versions of it. Its metadata come last: until then it is not
-    installed. Raises `UsageError` before anything has changed when a file would hide another package's.
+    Raises `UsageError`, before anything has changed, when a file would overwrite another package's.
     """
-    new = list(distributions(path=[str(staged)]))
-    names = {registry.plain(one.name) for one in new}
-    old = [one for one in distributions(path=[str(folder)]) if registry.plain(one.name) in names]
-    others = [one for one in distributions(path=[str(folder)]) if registry.plain(one.name) not in names]
-    taken = {path: one for one in others for path in files_of(one, folder)}
-    for one in new:
+    new, old = packages_in(staged), packages_in(folder)
+    owners = {path: one for name, one in old.items() if name not in new for path in files_of(one, folder)}
+    for one in new.values():
         for path in files_of(one, staged):
-            if path in taken:
-                owner = taken[path]
+            if path in owners:
                 raise UsageError(
-                    f"{one.name} {one.version} brings {path}, which is {owner.name}'s already. Remove that first: "
-                    f"gpuinfer plugins uninstall {owner.name}."
+                    f"{one.name} {one.version} brings {path}, which is {owners[path].name}'s already. Remove that "
+                    f"first: gpuinfer plugins uninstall {owners[path].name}."
                 )
-    for one in old:
-        take_out(one, folder)
-    for one in new:
-        metadata = metadata_of(one)
-        for path in files_of(one, staged):
-            if metadata.name != path.parts[0]:
-                (folder / path).parent.mkdir(parents=True, exist_ok=True)
-                os.replace(staged / path, folder / path)
-        shutil.rmtree(folder / metadata.name, ignore_errors=True)
-        os.rename(metadata, folder / metadata.name)
+    for name in new.keys() & old.keys():
+        take_out(old[name], folder)
+    for entry in staged.iterdir():  # not the folder itself, whose mode the user has set
+        if entry.is_dir():
+            shutil.copytree(entry, folder / entry.name, dirs_exist_ok=True)
+        else:
+            shutil.copy2(entry, folder / entry.name)
 
 
 def take_out(distribution: Distribution, folder: Path) -> None:
-    """Remove it; its metadata first, so that it is not half there."""
-    files, metadata = files_of(distribution, folder), metadata_of(distribution)
-    gone = Path(tempfile.mkdtemp(prefix=TORN, dir=folder))
-    os.rename(metadata, gone / metadata.name)
+    """Remove a package from the user's folder, where pip cannot: pip removes from environments alone."""
+    files = files_of(distribution, folder)
     for path in files:
-        with contextlib.suppress(FileNotFoundError):
-            (folder / path).unlink()
-        _forget_compiled(folder / path)
+        (folder / path).unlink(missing_ok=True)
+        if path.suffix == ".py":
+            for compiled in (folder / path).parent.glob(f"__pycache__/{path.stem}.*.pyc"):
+                compiled.unlink(missing_ok=True)
     for parent in sorted({each for path in files for each in path.parents}, key=lambda each: -len(each.parts)):
-        if parent != Path():
-            shutil.rmtree(folder / parent / "__pycache__", ignore_errors=True) if _is_bare(folder / parent) else None
-            with contextlib.suppress(OSError):
-                (folder / parent).rmdir()
-    shutil.rmtree(gone, ignore_errors=True)
-
-
-def _forget_compiled(path: Path) -> None:
-    if path.suffix == ".py":
-        for compiled in (path.parent / "__pycache__").glob(f"{path.stem}.*.pyc"):
-            compiled.unlink(missing_ok=True)
-
-
-def _is_bare(folder: Path) -> bool:
-    """Whether nothing but compiled code is left in it."""
-    return folder.is_dir() and all(one.name == "__pycache__" for one in folder.iterdir())
+        with contextlib.suppress(OSError):  # others' files are in it
+            (folder / parent / "__pycache__").rmdir()
+        with contextlib.suppress(OSError):
+            (folder / parent).rmdir() if parent != Path() else None
