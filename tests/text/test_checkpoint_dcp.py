@@ -1,4 +1,4 @@
-"""Torch distributed checkpoints: whatever a trainer calls its tensors, however they are cut, and nothing runs."""
+"""Torch distributed checkpoints: all names that trainers give tensors, all ways to cut them, and no code is run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import re
 import subprocess
 import sys
 import warnings
-import zipfile
+from contextlib import nullcontext
 from pathlib import Path
 
 import forking
@@ -35,6 +35,7 @@ from gpuinfer.errors import UsageError
 from gpuinfer.generation import Prompt, Sampling
 from gpuinfer.serving.openai.model_options import ModelOptions, check_model, model_of
 from gpuinfer.text.checkpoint import open_checkpoint, save_folder
+from gpuinfer.text.checkpoint.distributed_checkpoint import TensorChunk, _check_cover
 from gpuinfer.text.checkpoint.loader import read_other_weights
 from gpuinfer.text.generator import Tuning, open_generator
 
@@ -105,8 +106,7 @@ def test_diffusion_models_in_training_are_found_under_their_own_names(family, tm
 def test_a_tied_model_is_tied_and_keeps_its_dtype(family, tmp_path):
     folder = tiny_checkpoint(family, seed=1, dtype="bfloat16")
     checkpoint = trained(saved({"model": tensors(folder)}, tmp_path / "dcp"), tiny_checkpoint(family))
-    assert checkpoint.dtype == "bfloat16"
-    assert checkpoint.shape.tied
+    assert (checkpoint.dtype, checkpoint.shape.tied) == ("bfloat16", True)
     assert same(checkpoint.weights(torch.bfloat16), opened(folder).weights(torch.bfloat16))
 
 
@@ -128,17 +128,12 @@ def test_answers_are_those_of_transformers_with_the_same_weights(tmp_path):
     assert list(outcome.completions[0].tokens) == expected[0, inputs.shape[1] :].tolist()
 
 
-def test_a_model_at_work_takes_the_weights_of_a_checkpoint(tmp_path):
-    folder = tiny_checkpoint("llama", seed=1)
-    place = saved({"model": tensors(folder)}, tmp_path / "dcp")
-    found = read_other_weights(opened(tiny_checkpoint("llama")), str(place), torch.float32)
-    assert same(found, opened(folder).weights(torch.float32))
-
-
-def test_it_can_be_written_out_as_a_folder_that_transformers_opens(tmp_path):
-    folder = tiny_checkpoint("llama", seed=1)
-    save_folder(trained(saved(tensors(folder), tmp_path / "dcp"), tiny_checkpoint("llama")), tmp_path / "whole")
-    assert same(opened(tmp_path / "whole").weights(torch.float32), opened(folder).weights(torch.float32))
+def test_a_running_model_takes_the_weights_and_a_folder_is_written_with_them(tmp_path):
+    base, folder = tiny_checkpoint("llama"), tiny_checkpoint("llama", seed=1)
+    place, wanted = saved({"model": tensors(folder)}, tmp_path / "dcp"), opened(folder).weights(torch.float32)
+    assert same(read_other_weights(opened(base), str(place), torch.float32), wanted)
+    save_folder(trained(place, base), tmp_path / "whole")
+    assert same(opened(tmp_path / "whole").weights(torch.float32), wanted)
 
 
 SHARDING = """
@@ -199,107 +194,92 @@ class Vandal:
         return os.mkdir, (str(self.place),)
 
 
+def edited(place: Path, change, protocol: int = 4) -> None:
+    metadata = pickle.loads((place / ".metadata").read_bytes())  # noqa: S301  our own
+    (place / ".metadata").write_bytes(pickle.dumps(change(metadata) or metadata, protocol))
+
+
 @pytest.mark.parametrize("protocol", [2, 4])
-@pytest.mark.parametrize("where", ["in the place of all", "within"])
-def test_metadata_that_would_run_something_is_refused_and_runs_nothing(protocol, where, tmp_path):
+@pytest.mark.parametrize("where", ["in the place of all", "within", "in a tensor"])
+def test_what_would_run_code_is_refused_and_runs_nothing(protocol, where, tmp_path):
     base = tiny_checkpoint("llama")
     place = saved(tensors(base), tmp_path / "dcp")
     vandal = Vandal(tmp_path / "ran")
-    what = vandal if where == "in the place of all" else Metadata({}, vandal, {})
-    (place / ".metadata").write_bytes(pickle.dumps(what, protocol))
-    with pytest.raises(UsageError, match="mkdir"):
-        trained(place, base)
+    if where == "in a tensor":
+        archive = io.BytesIO()
+        torch.save(vandal, archive, pickle_protocol=protocol)
+        chunk = trained(place, base).store.tensors["model.norm.weight"].chunks[0]
+        with chunk.path.open("r+b") as file:
+            file.seek(chunk.start)
+            file.write(archive.getvalue())
+        edited(place, lambda metadata: shortened(metadata, "model.norm.weight", len(archive.getvalue())))
+    else:
+        edited(place, lambda _: vandal if where == "in the place of all" else Metadata({}, vandal, {}), protocol)
+    with pytest.raises(UsageError, match=r"mkdir|would run code|damaged"):
+        trained(place, base).weights(torch.float32)
     assert not (tmp_path / "ran").exists()
 
 
-def test_a_tensor_that_would_run_something_is_refused_and_runs_nothing(tmp_path):
-    base = tiny_checkpoint("llama")
-    place = saved(tensors(base), tmp_path / "dcp")
-    checkpoint = trained(place, base)
-    chunk = checkpoint.store.tensors["model.norm.weight"].chunks[0]
-    archive = io.BytesIO()
-    with zipfile.ZipFile(archive, "w") as written:
-        written.writestr("archive/data.pkl", pickle.dumps(Vandal(tmp_path / "ran"), 2))
-    data = bytearray(chunk.path.read_bytes())
-    data[chunk.start : chunk.start + chunk.length] = bytes(chunk.length - len(archive.getvalue())) + archive.getvalue()
-    chunk.path.write_bytes(data)
-    with pytest.raises(UsageError, match="mkdir"):
-        checkpoint.weights(torch.float32)
-    assert not (tmp_path / "ran").exists()
+def shortened(metadata, name: str, length: int) -> None:
+    for index, info in metadata.storage_data.items():
+        if index.fqn == name:
+            info.length = length
 
 
-def edited(place: Path, change) -> None:
-    metadata = pickle.loads((place / ".metadata").read_bytes())  # noqa: S301  our own
-    change(metadata)
-    (place / ".metadata").write_bytes(pickle.dumps(metadata, 4))
-
-
-def first_chunk(metadata):
-    return metadata.state_dict_metadata["lm_head.weight"].chunks[0]
-
-
-def elsewhere(metadata):
-    next(iter(metadata.storage_data.values())).relative_path = "../../secret.distcp"
-
-
-def compressed(metadata):
-    next(iter(metadata.storage_data.values())).transform_descriptors = ["zstd"]
+def tensor_of(metadata):
+    return metadata.state_dict_metadata["lm_head.weight"]
 
 
 def halved(metadata):
-    tensor = metadata.state_dict_metadata["lm_head.weight"]
-    tensor.chunks[0] = ChunkStorageMetadata(torch.Size([0, 0]), torch.Size([192, 64]))
+    tensor_of(metadata).chunks[0] = ChunkStorageMetadata(torch.Size([0, 0]), torch.Size([192, 64]))
 
 
-def huge(metadata):
-    metadata.state_dict_metadata["lm_head.weight"].size = torch.Size([1 << 40, 1 << 40])
-
-
-def shifted(metadata):
-    first_chunk(metadata).offsets = torch.Size([1, 0])
+def first_place(metadata):
+    return next(iter(metadata.storage_data.values()))
 
 
 def nowhere(metadata):
     metadata.storage_data = {key: one for key, one in metadata.storage_data.items() if key.fqn != "lm_head.weight"}
 
 
-def too_short(metadata):
-    for info in metadata.storage_data.values():
-        info.length = 100
-
-
 UNSOUND = {
-    "a file of another folder": (elsewhere, "no .distcp file of its own folder"),
-    "compressed": (compressed, "compressed"),
+    "a file of another folder": (
+        lambda metadata: setattr(first_place(metadata), "relative_path", "../../secret.distcp"),
+        "no .distcp file of its own folder",
+    ),
+    "compressed": (lambda metadata: setattr(first_place(metadata), "transform_descriptors", ["zstd"]), "compressed"),
     "half of it missing": (halved, "cannot have|not all of it"),
-    "a size beyond all": (huge, "no metadata of a checkpoint"),
-    "a chunk beyond the end": (shifted, "nobody says|beyond its end"),
-    "a tensor that lies nowhere": (nowhere, "nobody says where"),
-    "too few bytes": (too_short, "cannot have 100 bytes"),
+    "a size beyond all": (
+        lambda metadata: setattr(tensor_of(metadata), "size", torch.Size([1 << 40, 1 << 40])),
+        "no metadata of a checkpoint",
+    ),
+    "a chunk beyond the end": (
+        lambda metadata: setattr(tensor_of(metadata).chunks[0], "offsets", torch.Size([1, 0])),
+        "has no file|beyond its end",
+    ),
+    "a tensor without a place": (nowhere, "has no file"),
+    "too few bytes": (lambda metadata: shortened(metadata, "lm_head.weight", 100), "cannot have 100 bytes"),
 }
 
 
-@pytest.mark.parametrize("unsound", UNSOUND)
-def test_metadata_that_does_not_hold_together_is_refused(unsound, tmp_path):
-    change, said = UNSOUND[unsound]
+@pytest.mark.parametrize("case", UNSOUND)
+def test_metadata_that_contradicts_itself_is_refused(case, tmp_path):
+    change, why = UNSOUND[case]
     base = tiny_checkpoint("llama")
     place = saved(tensors(base), tmp_path / "dcp")
     edited(place, change)
-    with pytest.raises(UsageError, match=said):
+    with pytest.raises(UsageError, match=why):
         trained(place, base)
 
 
 def test_chunks_that_overlap_are_refused(tmp_path):
-    from gpuinfer.text.checkpoint.distributed_checkpoint import TensorChunk, _check_cover
+    def check(*chunks):
+        _check_cover("a", (4, 4), [TensorChunk(offsets, sizes, tmp_path, 0, 0) for offsets, sizes in chunks])
 
-    def chunk(offsets, sizes):
-        return TensorChunk(offsets, sizes, tmp_path, 0, 0)
-
-    _check_cover("a", (4, 4), [chunk((0, 0), (2, 4)), chunk((2, 0), (2, 2)), chunk((2, 2), (2, 2))])
-    with pytest.raises(ValueError, match="overlap"):
-        _check_cover("a", (4, 4), [chunk((0, 0), (2, 4)), chunk((1, 0), (2, 4))])
-    with pytest.raises(ValueError, match="beyond its end"):
-        _check_cover("a", (4, 4), [chunk((0, 0), (2, 4)), chunk((3, 0), (2, 4))])
+    check(((0, 0), (2, 4)), ((2, 0), (2, 2)), ((2, 2), (2, 2)))
+    for second, why in (((1, 0), "overlap"), ((3, 0), "beyond its end")):
+        with pytest.raises(ValueError, match=why):
+            check(((0, 0), (2, 4)), (second, (2, 4)))
 
 
 @settings(max_examples=examples(200), deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -332,12 +312,11 @@ def test_a_file_that_was_cut_short_is_told_with_its_tensor(tmp_path):
         trained(place, base).weights(torch.float32)
 
 
-def misspelt(state):
-    return {name.replace("o_proj", "out_proj"): one for name, one in state.items()}
-
-
 NOT_IT = {
-    "misspelt": (misspelt, "o_proj.weight' .* is missing .is it 'model.layers.0.self_attn.out_proj.weight'"),
+    "misspelt": (
+        lambda state: {name.replace("o_proj", "out_proj"): one for name, one in state.items()},
+        "o_proj.weight' .* is missing .is it 'model.layers.0.self_attn.out_proj.weight'",
+    ),
     "another model": (lambda state: {"weight": torch.zeros(3)}, "holds no tensor 'embed_tokens.weight'"),
     "two of them": (lambda state: {"actor": state, "critic": state}, "several models: 'actor"),
     "with more": (lambda state: {**state, "model.extra.weight": torch.zeros(3)}, "'model.extra.weight' is not part"),
@@ -345,50 +324,46 @@ NOT_IT = {
 
 
 @pytest.mark.parametrize("kind", NOT_IT)
-def test_a_checkpoint_of_something_else_is_refused_by_its_tensors(kind, tmp_path):
-    change, said = NOT_IT[kind]
+def test_a_checkpoint_of_another_model_is_refused_by_its_tensors(kind, tmp_path):
+    change, why = NOT_IT[kind]
     base = tiny_checkpoint("llama")
-    with pytest.raises(UsageError, match=said):
+    with pytest.raises(UsageError, match=why):
         trained(saved(change(tensors(base)), tmp_path / "dcp"), base)
 
 
-def test_a_folder_that_is_no_checkpoint_and_a_base_that_is_none_are_told(tmp_path):
+def test_a_folder_that_is_no_checkpoint_and_a_base_that_is_none_are_refused(tmp_path):
     with pytest.raises(UsageError, match=re.escape("has no .metadata")):
         trained(tmp_path, tiny_checkpoint("llama"))
     with pytest.raises(UsageError, match="--base-model"):
         trained(tmp_path, tmp_path / "nothing")
 
 
-def test_flags_name_a_checkpoint_and_its_base_together(tmp_path):
-    def flags(**given):
-        options = ModelOptions(**{name: tmp_path / path for name, path in given.items()})
-        check_model(options, "serve")
-        return model_of(options)
-
-    (tmp_path / "dcp").mkdir()
-    found = flags(dcp_path="dcp", base_model=".")
-    assert (found.name, found.weights) == (str(tmp_path / "dcp"),) * 2
-    assert found.arguments == {"base_model": str(tmp_path)}
-    for wrong, said in (
+@pytest.mark.parametrize(
+    ("flags", "why"),
+    [
+        ({"dcp_path": "dcp", "base_model": "."}, None),
         ({"dcp_path": "dcp"}, "go together"),
         ({"dcp_path": "none", "base_model": "."}, "--dcp-path: there is no folder"),
         ({"dcp_path": "dcp", "base_model": "none"}, "--base-model: there is no folder"),
         ({"dcp_path": "dcp", "base_model": ".", "checkpoint": "x"}, "and not both"),
-    ):
-        with pytest.raises(UsageError, match=said):
-            flags(**wrong)
-
-
-def command(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    return forking.run(["gpuinfer", *words], cwd)
+    ],
+)
+def test_flags_name_a_checkpoint_and_its_base_together(flags, why, tmp_path):
+    (tmp_path / "dcp").mkdir()
+    options = ModelOptions(**{name: tmp_path / path for name, path in flags.items()})
+    with nullcontext() if why is None else pytest.raises(UsageError, match=why):
+        check_model(options, "serve")
+        found = model_of(options)
+        assert (found.name, found.weights) == (str(tmp_path / "dcp"),) * 2
+        assert found.arguments == {"base_model": str(tmp_path)}
 
 
 @pytest.mark.thorough
 def test_commands_take_it_and_verify_finds_it_to_be_what_transformers_computes(tmp_path):
     place = saved({"model": tensors(tiny_checkpoint("llama", seed=1))}, tmp_path / "dcp")
     model = ["--dcp-path", str(place), "--base-model", str(tiny_checkpoint("llama"))]
-    done = command("generate", *model, "--prompt", "The sea", "--output", "a.jsonl", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    done = command("verify", *model, "--json", "v.json", "--dtype", "float32", "--batch-sizes", "3", cwd=tmp_path)
-    assert done.returncode == 0, done.stdout + done.stderr
+    verifying = ("--json", "v.json", "--dtype", "float32", "--batch-sizes", "3")
+    for words in (("generate", *model, "--prompt", "The sea", "--output", "a.jsonl"), ("verify", *model, *verifying)):
+        done = forking.run(["gpuinfer", *words], tmp_path)
+        assert done.returncode == 0, done.stdout + done.stderr
     assert "gpuinfer = transformers" in done.stdout

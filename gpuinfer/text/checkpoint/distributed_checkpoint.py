@@ -5,8 +5,6 @@ whose tensors are read a chunk at a time. All but the weights comes from the bas
 from __future__ import annotations
 
 import io
-import struct
-import zipfile
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from math import prod
@@ -22,18 +20,17 @@ from gpuinfer.text.checkpoint.checkpoint import Checkpoint, Digests
 from gpuinfer.text.checkpoint.model_family import NO_HINTS, MaskHints
 from gpuinfer.text.checkpoint.pickle_reader import (
     FLOATS,
-    PickledCall,
-    PickledName,
-    PickledReference,
+    PickledRecord,
     TensorStore,
-    described,
+    load_tensors,
+    read_pickle,
 )
 from gpuinfer.text.checkpoint.safetensors_folder import HEAD, assembled
 from gpuinfer.text.checkpoint.tensor_layout import StoredTensor, names_of
 from gpuinfer.text.transformer import Shape
 
 METADATA, SUFFIX = ".metadata", ".distcp"
-MOST_BYTES, MOST_STEPS = 256 << 20, 64_000_000
+MOST_BYTES = 256 << 20
 MOST_CHUNKS = 4096  # of one tensor: ranks that shared it
 MOST_SIZE, MOST_DIMENSIONS = 1 << 48, 16
 OVERHEAD = 1 << 16  # bytes that torch.save puts around a tensor, at most
@@ -78,7 +75,7 @@ def read_metadata(folder: Path) -> dict[str, ShardedTensor]:
     try:
         if path.stat().st_size > MOST_BYTES:
             raise ValueError(f"it has over {MOST_BYTES >> 20} MiB")
-        found = described(path.read_bytes(), METADATA_NAMES, MOST_STEPS)
+        found = read_pickle(path.read_bytes(), METADATA_NAMES)
         fields = _fields(found, "Metadata")
         places = dict(_place(index, info) for index, info in _mapping(fields.get("storage_data")).items())
         tensors = _mapping(fields.get("state_dict_metadata"))
@@ -86,9 +83,9 @@ def read_metadata(folder: Path) -> dict[str, ShardedTensor]:
             name: _tensor(name, _fields(entry, "TensorStorageMetadata"), places, folder)
             for name, entry in tensors.items()
             if isinstance(name, str)
-            and isinstance(entry, PickledCall)
+            and isinstance(entry, PickledRecord)
             and entry.name == f"{_META}TensorStorageMetadata"
-            if _dtype(entry) in FLOATS
+            and _dtype(_mapping(entry.state)) in FLOATS
         }
     except FileNotFoundError:
         raise UsageError(
@@ -102,7 +99,7 @@ def read_metadata(folder: Path) -> dict[str, ShardedTensor]:
 
 
 def _fields(made: Any, kind: str) -> Mapping[str, Any]:
-    if not isinstance(made, PickledCall) or made.name.rpartition(".")[2] != kind:
+    if not isinstance(made, PickledRecord) or made.name.rpartition(".")[2] != kind:
         raise ValueError(f"there is no {kind} where one must be")
     return _mapping(made.state)
 
@@ -113,12 +110,12 @@ def _mapping(value: Any) -> Mapping[Any, Any]:
     return value
 
 
-def _dtype(entry: PickledCall) -> torch.dtype | None:
+def _dtype(fields: Mapping[str, Any]) -> torch.dtype | None:
     """The first of the properties, which are a tuple or, in older files, fields."""
-    properties = _mapping(entry.state).get("properties")
-    state = properties.state if isinstance(properties, PickledCall) else None
+    properties = fields.get("properties")
+    state = properties.state if isinstance(properties, PickledRecord) else None
     named = state[0] if isinstance(state, tuple) and state else state.get("dtype") if isinstance(state, dict) else None
-    if not isinstance(named, PickledName):
+    if not isinstance(named, type) or not issubclass(named, PickledRecord):
         raise ValueError("a tensor has no dtype")
     found = getattr(torch, named.name.removeprefix("torch."), None)
     return found if isinstance(found, torch.dtype) else None
@@ -126,7 +123,7 @@ def _dtype(entry: PickledCall) -> torch.dtype | None:
 
 def _sizes(value: Any) -> tuple[int, ...]:
     """The numbers of a torch.Size."""
-    if isinstance(value, PickledCall) and value.name == "torch.Size" and len(value.arguments) == 1:
+    if isinstance(value, PickledRecord) and value.name == "torch.Size" and len(value.arguments) == 1:
         (numbers,) = value.arguments
         if isinstance(numbers, tuple | list) and len(numbers) <= MOST_DIMENSIONS:
             return tuple(_count(number) for number in numbers)
@@ -158,7 +155,7 @@ def _place(index: Any, info: Any) -> tuple[Key, Place]:
 
 def _tensor(name: str, fields: Mapping[str, Any], places: Mapping[Key, Place], folder: Path) -> ShardedTensor:
     shape, given = _sizes(fields.get("size")), fields.get("chunks")
-    dtype = _dtype(PickledCall("", (), fields))
+    dtype = _dtype(fields)
     if dtype is None or not isinstance(given, list) or not 1 <= len(given) <= MOST_CHUNKS:
         raise ValueError(f"tensor '{name[:80]}' has no proper list of chunks")
     chunks = {}
@@ -167,7 +164,7 @@ def _tensor(name: str, fields: Mapping[str, Any], places: Mapping[Key, Place], f
         offsets, sizes = _sizes(own.get("offsets")), _sizes(own.get("sizes"))
         place = places.get((name, offsets)) or places.get((name, ()))
         if place is None:
-            raise ValueError(f"nobody says where tensor '{name[:80]}' lies")
+            raise ValueError(f"a chunk of tensor '{name[:80]}' has no file")
         file, start, length = place
         if not 0 <= length - prod(sizes) * dtype.itemsize <= OVERHEAD:
             raise ValueError(f"a chunk {list(sizes)} of tensor '{name[:80]}' cannot have {length} bytes")
@@ -239,17 +236,6 @@ def _chosen(folder: str, begins: list[str], embedding: str) -> str:
     return usual[0]
 
 
-STORAGES = {
-    "torch.DoubleStorage": torch.float64,
-    "torch.FloatStorage": torch.float32,
-    "torch.HalfStorage": torch.float16,
-    "torch.BFloat16Storage": torch.bfloat16,
-}
-STORAGE_NAMES = frozenset(STORAGES) | {"torch._utils._rebuild_tensor_v2", "collections.OrderedDict"}
-LITTLE = b"little"  # the byte order
-LOCAL_HEADER = struct.Struct("<4s5H3I2H")  # of a file in a zip archive
-
-
 class DcpStore:
     """`names`: what a tensor is called here, and there."""
 
@@ -262,11 +248,10 @@ class DcpStore:
         for chunk in tensor.chunks:
             place = into[tuple(slice(at, at + size) for at, size in zip(chunk.offsets, chunk.sizes, strict=True))]
             try:
-                with chunk.path.open("rb", buffering=0) as file:
-                    place.copy_(_values(file, chunk, tensor.dtype))
+                place.copy_(_read_chunk(chunk, tensor.dtype))
             except OSError as error:
                 raise UsageError(f"cannot read {chunk.path}: {error.strerror}. Copy all of the checkpoint.") from None
-            except (ValueError, KeyError, struct.error, zipfile.BadZipFile, NotImplementedError) as error:
+            except ValueError as error:
                 raise UsageError(f"{chunk.path} is damaged at tensor '{name}': {error}. Copy it again.") from None
 
     def digests(self, names: Collection[str]) -> Digests:
@@ -279,97 +264,19 @@ class DcpStore:
         return found
 
 
-def _values(file: Any, chunk: TensorChunk, dtype: torch.dtype) -> Tensor:
+def _read_chunk(chunk: TensorChunk, dtype: torch.dtype) -> Tensor:
     """What the chunk holds. Raises `ValueError` for anything but a dense tensor of these sizes."""
-    part = _FilePart(file, chunk.start, chunk.length)
-    with zipfile.ZipFile(part) as archive:
-        entries = {entry.filename.partition("/")[2]: entry for entry in archive.infolist()}
-        text, order = entries["data.pkl"], entries.get("byteorder")
-        if text.file_size > OVERHEAD:
-            raise ValueError("it is described at too great a length")
-        if order is not None and (order.file_size != len(LITTLE) or archive.read(order) != LITTLE):
-            raise ValueError("it was written on a machine of another byte order")
-        key, offset, strides = _description(archive.read(text), dtype, chunk.sizes)
-        values = entries[f"data/{key}"]
-    count = prod(chunk.sizes)
-    if values.compress_type != zipfile.ZIP_STORED or values.file_size != count * dtype.itemsize:
-        raise ValueError(f"{list(chunk.sizes)} values of {dtype} cannot have {values.file_size} bytes")
-    flat = torch.empty(count, dtype=dtype)
-    _fill(part, _begin(part, values.header_offset), flat)
-    reach = offset + sum((size - 1) * stride for size, stride in zip(chunk.sizes, strides, strict=True))
-    if count and reach >= count:
-        raise ValueError("its values lie beyond its end")
-    return flat.as_strided(chunk.sizes, strides, offset)
-
-
-def _description(data: bytes, dtype: torch.dtype, sizes: tuple[int, ...]) -> tuple[str, int, tuple[int, ...]]:
-    """The name of the tensor's values, the place of the first of them, and its strides."""
-    found = described(data, STORAGE_NAMES)
-    if not isinstance(found, PickledCall) or not found.name.endswith("_rebuild_tensor_v2") or len(found.arguments) < 4:
+    with chunk.path.open("rb") as file:
+        file.seek(chunk.start)
+        data = file.read(chunk.length)
+    if len(data) != chunk.length:
+        raise ValueError("it ends within its values")
+    tensor = load_tensors(io.BytesIO(data))
+    if not isinstance(tensor, Tensor) or tensor.layout != torch.strided:
         raise ValueError("it holds no plain tensor")
-    storage, offset, shape, strides = found.arguments[:4]
-    if not isinstance(storage, PickledReference) or not isinstance(storage.id, tuple) or len(storage.id) != 5:
-        raise ValueError("it holds no values")
-    _, kind, key, _, count = storage.id
-    if not isinstance(kind, PickledName) or STORAGES.get(kind.name) != dtype or not isinstance(key, str):
-        raise ValueError(f"its values are not {dtype}, as .metadata says")
-    numbers = (offset, *shape, *strides) if isinstance(shape, tuple) and isinstance(strides, tuple) else (None,)
-    if not all(type(number) is int and number >= 0 for number in numbers) or len(strides) != len(sizes):
-        raise ValueError("its sizes are no numbers")
-    if shape != sizes or count != prod(sizes):
-        raise ValueError(f"it is {list(shape)}, and .metadata says {list(sizes)}")
-    return key, offset, strides
-
-
-def _begin(part: _FilePart, at: int) -> int:
-    """Where the bytes of an archive's file begin, whose header is `at`."""
-    part.seek(at)
-    fields = LOCAL_HEADER.unpack(part.read(LOCAL_HEADER.size))
-    if fields[0] != b"PK\x03\x04":
-        raise ValueError("its archive names a place where no file is")
-    return int(at + LOCAL_HEADER.size + fields[9] + fields[10])
-
-
-def _fill(part: _FilePart, at: int, into: Tensor) -> None:
-    values: Any = into.view(torch.uint8).numpy()
-    rest = memoryview(values)
-    part.seek(at)
-    while rest:
-        count = part.readinto(rest[: 1 << 30])
-        if not count:
-            raise ValueError("it ends within its values")
-        rest = rest[count:]
-
-
-class _FilePart(io.RawIOBase):
-    """Some bytes of a file as a file of their own."""
-
-    def __init__(self, file: Any, start: int, length: int) -> None:
-        super().__init__()
-        self._file, self._start, self._length, self._at = file, start, length, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._at
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._length}[whence]
-        if base + offset < 0:
-            raise ValueError("its archive points before its beginning")
-        self._at = base + offset
-        return self._at
-
-    def readinto(self, into: Any) -> int:
-        view = memoryview(into).cast("B")[: max(0, self._length - self._at)]
-        self._file.seek(self._start + self._at)
-        count = self._file.readinto(view)
-        self._at += count
-        return int(count)
+    if tensor.dtype != dtype or tuple(tensor.shape) != chunk.sizes:
+        raise ValueError(f"it is {tensor.dtype} {list(tensor.shape)}, and .metadata says {dtype} {list(chunk.sizes)}")
+    return tensor
 
 
 def is_dcp(path: Path) -> bool:

@@ -16,7 +16,7 @@ from gpuinfer.errors import UsageError
 from gpuinfer.text.checkpoint.checkpoint import Checkpoint, LanguageFiles, settings_of
 from gpuinfer.text.checkpoint.config_keys import ConfigFields, read_json, refuse_unknown_keys
 from gpuinfer.text.checkpoint.model_family import Biases
-from gpuinfer.text.checkpoint.pickle_reader import TensorStore, plain_tensors, plain_value, read_torch_file
+from gpuinfer.text.checkpoint.pickle_reader import TensorStore, plain_tensors, read_pickle, read_torch_file
 from gpuinfer.text.checkpoint.tensor_layout import Gpt2Layout, check_store
 from gpuinfer.text.transformer import Shape
 
@@ -44,7 +44,7 @@ def _pickled(path: Path) -> Any:
     try:
         if path.stat().st_size > MOST_BYTES:
             raise UsageError(f"{path} is over {MOST_BYTES >> 20} MiB, too much for an alphabet. Check --meta.")
-        return plain_value(path.read_bytes())
+        return read_pickle(path.read_bytes())
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror}. Check --meta.") from None
     except ValueError as error:
