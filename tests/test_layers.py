@@ -352,10 +352,11 @@ def test_a_workload_is_known_by_its_entry_point_alone():
 
 
 FORBIDDEN = {"pickle", "dill", "cloudpickle", "shelve", "marshal"}
+PICKLE_READER = "gpuinfer.text.checkpoint.pickle_reader"  # its unpickler imports nothing: docs/decisions/checkpoints.md
 
 
 def test_nothing_is_unpickled():
-    assert found_in_modules(unpickling) == {}
+    assert found_in_modules(unpickling) == {PICKLE_READER: ["pickle"]}
 
 
 def unpickling(name):
@@ -365,6 +366,8 @@ def unpickling(name):
             continue
         given = {word.arg: ast.unparse(word.value) for word in node.keywords}
         called = ast.unparse(node.func)
+        if called in ("pickle.load", "pickle.loads", "pickle.Unpickler"):
+            yield called
         if called == "torch.load" and given.get("weights_only") != "True":
             yield "torch.load without weights_only=True"
         if called in ("np.load", "numpy.load") and given.get("allow_pickle") != "False":
