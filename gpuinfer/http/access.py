@@ -21,7 +21,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Literal, Protocol
 
 from gpuinfer.errors import UsageError
 from gpuinfer.host.files import read_regular
@@ -46,6 +46,20 @@ EXPOSED = ", ".join(
 )
 HEADER_NAMES = re.compile(r"[A-Za-z0-9-]{1,64}(?:, ?[A-Za-z0-9-]{1,64}){0,63}")
 NAME = re.compile(r"[a-z0-9._-]{1,100}|\[[0-9a-f:.]{2,45}\]")  # a host's, as it may be repeated in an error
+
+
+@dataclass(frozen=True, slots=True)
+class RequestRefusal:
+    """Why a request is refused: status and message, headers of the answer, `kind` and `code` of OpenAI's error.
+
+    `kind` None: as the status says.
+    """
+
+    status: int
+    message: str
+    headers: Sequence[tuple[str, str]] = ()
+    kind: str | None = None
+    code: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +109,7 @@ class Keys:
         """Whether it is one of the keys."""
         return self.find(authorization) is not None
 
-    def look(self) -> list[str] | None:
+    def reload(self) -> list[str] | None:
         """Read the file again if it has changed since the last look; its lines if so.
 
         Raises UsageError, once, for a file that is wrong: the keys stay as they were.
@@ -197,12 +211,12 @@ def _key(line: str) -> Key:
 
 
 class ReloadableFile(Protocol):
-    """A file that is read again while the server runs. `look` is called beside the event loop."""
+    """A file that is read again while the server runs. `reload` is called beside the event loop."""
 
     @property
     def path(self) -> Path | None: ...
 
-    def look(self) -> list[str] | None: ...
+    def reload(self) -> list[str] | None: ...
 
 
 async def reload_changed_files(
@@ -213,7 +227,7 @@ async def reload_changed_files(
         await asyncio.sleep(REREAD_S)
         for one in files:
             try:
-                lines = await asyncio.to_thread(one.look)
+                lines = await asyncio.to_thread(one.reload)
             except UsageError as error:
                 log.error("%s What was read before holds.", error)
                 continue
@@ -237,17 +251,49 @@ class Access:
     hosts: frozenset[str] | None = None
     origins: frozenset[str] = frozenset()
 
-    def host_refused(self, headers: Mapping[str, str]) -> str | None:
-        """Why this request does not come from where it should, if so."""
+    def check_host(self, headers: Mapping[str, str]) -> RequestRefusal | None:
+        """Why a request is refused by its Host or Origin, if so."""
         if self.hosts is None:
             return None
         host = headers.get("host", "").lower()  # which browsers always send
         if "host" in headers and host not in self.hosts and host_name(host) not in self.hosts:
-            return host_refusal(host)
+            name = host_name(host)
+            cure = f"--allowed-hosts {name}" if NAME.fullmatch(name) else "--allowed-hosts NAME"
+            return RequestRefusal(
+                403,
+                "this server is not called by the name in Host. Ask it by its own, such as localhost, or start it with "
+                f"{cure} (behind a proxy: by the name that clients use).",
+            )
         origin = headers.get("origin")
         if origin is None or self.origins & {"*", origin.lower()}:
             return None
-        return None if origin.lower() in (f"http://{host}", f"https://{host}") else origin_refusal()
+        if origin.lower() in (f"http://{host}", f"https://{host}"):
+            return None
+        return RequestRefusal(
+            403,
+            "a page of another origin than this server's asks. Start the server with --allowed-origins and that "
+            "origin; if it is the server's own, have the proxy in front pass Host on as it came, and name it with "
+            "--allowed-hosts.",
+        )
+
+    def check_key(self, level: Literal["api", "admin"], authorization: str | None) -> Key | RequestRefusal | None:
+        """The key in an Authorization header, or why the request is refused; None where no key is needed."""
+        if level == "admin" and self.admin is None:
+            return RequestRefusal(
+                403, "this needs an admin key, and the server has none. Start it with --admin-key-file."
+            )
+        if level == "api" and self.api is None:
+            return None
+        for keys in (self.admin,) if level == "admin" else (self.api, self.admin):
+            if keys is not None and (key := keys.find(authorization)) is not None:
+                return key
+        which = "admin key" if level == "admin" else "API key"
+        return RequestRefusal(
+            401,
+            f"{'a wrong key' if authorization else 'no key'}. Send the {which}: Authorization: Bearer KEY.",
+            [("WWW-Authenticate", 'Bearer realm="gpuinfer"')],
+            code="invalid_api_key",
+        )
 
     @property
     def files(self) -> list[Keys]:
@@ -274,33 +320,13 @@ def preflight(headers: Mapping[str, str]) -> list[tuple[str, str]]:
     return told
 
 
-def host_refusal(host: str) -> str:
-    """Why a request for this Host is refused."""
-    name = host_name(host)
-    cure = f"--allowed-hosts {name}" if NAME.fullmatch(name) else "--allowed-hosts NAME"
-    return (
-        f"this server is not called by the name in Host. Ask it by its own, such as localhost, or start it with {cure} "
-        "(behind a proxy: by the name that clients use)."
-    )
-
-
-def origin_refusal() -> str:
-    """Why a request of a page from another origin is refused, which a proxy that changes Host brings about too."""
-    return (
-        "a page of another origin than this server's asks. Start the server with --allowed-origins and that origin; if "
-        "it is the server's own, have the proxy in front pass Host on as it came, and name it with --allowed-hosts."
-    )
-
-
 def host_name(host: str) -> str:
-    """Without the port."""
-    """Without the port."""
+    """A Host header's value without its port."""
     if host.startswith("["):
         return host.partition("]")[0] + "]"
     return host.partition(":")[0]
 
 
-CODE = "rate_limit_exceeded"  # of OpenAI's error
 MINUTE_S = 60.0
 
 
@@ -314,17 +340,8 @@ class _Bucket:
         self.at = now
 
 
-@dataclass(frozen=True, slots=True)
-class Exceeded:
-    """Why a request is refused with 429; `kind` is requests or tokens, as OpenAI's error has its type."""
-
-    kind: str
-    message: str
-    retry_s: int
-
-
 class Quotas:
-    """Of all keys. Processes that share the clients tell one another now and then what was spent (`news`, `hear`)."""
+    """The quotas of all keys. Processes with the same clients exchange what was spent (`take_news`, `add_news`)."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -332,15 +349,15 @@ class Quotas:
         self._spent: Counter[tuple[str, str]] = Counter()  # here, since the last news
         self._elsewhere: Counter[tuple[str, str]] = Counter()  # and elsewhere, of what no bucket knows yet
 
-    def take(self, key: Key) -> Exceeded | None:
-        """One request's worth, or why not."""
+    def take(self, key: Key) -> RequestRefusal | None:
+        """Take one request's worth; why not, where the quota is used up."""
         for kind, limit in key.limits():
             bucket = self._bucket(key.name, kind, limit)
             needed = 1.0 if kind == "requests" else 1e-9
             if bucket.level < needed:
                 wait_s = math.ceil((needed - bucket.level) * MINUTE_S / limit)
                 message = f"the key '{key.name}' has used its {limit:g} {kind} a minute. Ask again in {wait_s} s."
-                return Exceeded(kind, message, wait_s)
+                return RequestRefusal(429, message, [("Retry-After", str(wait_s))], kind, "rate_limit_exceeded")
         if key.requests is not None:
             self._pay(key.name, "requests", key.requests, 1)
         return None
@@ -350,13 +367,13 @@ class Quotas:
         if key.tokens is not None and tokens:
             self._pay(key.name, "tokens", key.tokens, tokens)
 
-    def news(self) -> list[tuple[str, str, int]]:
-        """Names, kinds and how much was spent here since this was asked last."""
-        told = [(name, kind, amount) for (name, kind), amount in self._spent.items()]
+    def take_news(self) -> list[tuple[str, str, int]]:
+        """Names, kinds and amounts spent here since the last call."""
+        news = [(name, kind, amount) for (name, kind), amount in self._spent.items()]
         self._spent.clear()
-        return told
+        return news
 
-    def hear(self, news: Iterable[tuple[str, str, int]]) -> None:
+    def add_news(self, news: Iterable[tuple[str, str, int]]) -> None:
         """What was spent in another process."""
         for name, kind, amount in news:
             self._elsewhere[name, kind] += amount

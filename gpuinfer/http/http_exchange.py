@@ -219,10 +219,12 @@ class Exchange:
         self._stage = ENDED
         self._outlet.send(head if bare or self.method == "HEAD" else head + body)
 
-    def refuse(self, status: int, message: str, headers: Pairs = (), *, code: str | None = None) -> None:
-        """Respond with an error in OpenAI's shape."""
+    def refuse(
+        self, status: int, message: str, headers: Pairs = (), kind: str | None = None, code: str | None = None
+    ) -> None:
+        """Respond with an error in OpenAI's shape. `kind` None: as the status says."""
         self.notes["refused"] = message
-        self.respond(status, error_bytes(message, error_type_of(status), None, code), headers=headers)
+        self.respond(status, error_bytes(message, kind or error_type_of(status), None, code), headers=headers)
 
     def begin(self, status: int, content_type: str, headers: Pairs = ()) -> None:
         """Begin a response whose length is not known: in chunks, for HTTP/1.0 up to the connection's end."""

@@ -187,7 +187,7 @@ class DisconnectWatcher:
         self._epoll.register(fd, select.EPOLLONESHOT)  # errors and hang-ups are told without being asked for
         self._calls[fd] = call
 
-    def watch_half(self, transport: asyncio.BaseTransport, call: Callable[[], None]) -> None:
+    def watch_half_closed(self, transport: asyncio.BaseTransport, call: Callable[[], None]) -> None:
         """The same of a side that has said all."""
         end = transport.get_extra_info("socket")
         if end is not None and end.family != socket.AF_UNIX and hasattr(socket, "TCP_KEEPIDLE"):
@@ -247,7 +247,7 @@ class Certificate:
         """What asyncio's `create_server` takes of it."""
         return {"ssl": self.context, "ssl_handshake_timeout": handshake_s, "ssl_shutdown_timeout": SHUTDOWN_S}
 
-    def look(self) -> list[str] | None:
+    def reload(self) -> list[str] | None:
         """Read them again if they have changed; something, if so. Raises UsageError, once, where they are wrong."""
         version = self._now()
         if version == self._version:

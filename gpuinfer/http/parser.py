@@ -173,55 +173,46 @@ class HttpHead(NamedTuple):
     keep: bool  # whether the connection goes on after it
 
 
-def parse_head(head: bytes, limits: HttpLimits = LIMITS) -> HttpHead:
-    """The head, given up to and with the empty line. Raises `Malformed`."""
+def match_head(head: bytes, limits: HttpLimits = LIMITS) -> re.Match[str]:
+    """The method, target, minor version and fields of a head, which ends with the empty line. Raises `Malformed`."""
     found = _HEAD.fullmatch(head.decode("latin-1"))
-    if found is None or not _within(head, limits):
+    short = len(head) <= limits.line_bytes or (
+        len(head) <= limits.head_bytes and max(map(len, head.split(b"\r\n"))) <= limits.line_bytes
+    )
+    if found is None or not short or found["method"] not in METHODS:
         raise diagnose(head, limits)
-    method, target, minor, fields = found.group("method", "target", "minor", "fields")
-    if method not in METHODS:
-        raise diagnose(head, limits)
-    headers = _headers(fields, limits)
+    if found["fields"].count("\r\n") > limits.headers:
+        raise Malformed(431, f"more than {limits.headers} headers. Send fewer.")
+    return found
+
+
+def join_values(headers: Mapping[str, str], name: str, value: str) -> str:
+    """The value of a header that comes again. Raises `Malformed` where only one is allowed."""
+    if name in _ONCE:
+        raise Malformed(400, f"several headers '{name}'. Send one.")
+    return f"{headers[name]}, {value}"
+
+
+def parse_head(head: bytes, limits: HttpLimits = LIMITS) -> HttpHead:
+    """A head as the server needs it. Raises `Malformed`."""
+    method, target, minor, fields = match_head(head, limits).group("method", "target", "minor", "fields")
+    headers: dict[str, str] = {}
+    for line in fields.split("\r\n")[:-1]:
+        name, _, value = line.partition(":")
+        name, value = name.lower(), value.strip(" \t")
+        headers[name] = join_values(headers, name, value) if name in headers else value
     return HttpHead(
         method,
         target.encode("latin-1"),
         int(minor),
         headers,
-        _length(headers, minor == "1"),
+        body_length(headers, minor == "1"),
         minor == "1" and ("connection" not in headers or "close" not in headers["connection"].lower()),
     )
 
 
-def check_head(head: bytes) -> None:
-    """Raise `Malformed` for what `parse_head` would, with the ordinary limits."""
-    parse_head(head)
-    check_target(head.split(b" ", 2)[1])
-
-
-def _within(head: bytes, limits: HttpLimits) -> bool:
-    if len(head) <= limits.line_bytes:
-        return True
-    return len(head) <= limits.head_bytes and max(map(len, head.split(b"\r\n"))) <= limits.line_bytes
-
-
-def _headers(fields: str, limits: HttpLimits) -> dict[str, str]:
-    lines = fields.split("\r\n")
-    if len(lines) - 1 > limits.headers:
-        raise Malformed(431, f"more than {limits.headers} headers. Send fewer.")
-    headers: dict[str, str] = {}
-    for line in lines[:-1]:
-        name, _, value = line.partition(":")
-        name, value = name.lower(), value.strip(" \t")
-        if name in headers:
-            if name in _ONCE:
-                raise Malformed(400, f"several headers '{name}'. Send one.")
-            value = f"{headers[name]}, {value}"
-        headers[name] = value
-    return headers
-
-
-def _length(headers: Mapping[str, str], modern: bool) -> int | None:
-    """The body's length; whether Host is there, once."""
+def body_length(headers: Mapping[str, str], modern: bool) -> int | None:
+    """The body's length in bytes, None for chunks. Raises `Malformed` for these headers, Host and Expect."""
     host = headers.get("host")
     if host is None:
         if modern:
@@ -230,11 +221,17 @@ def _length(headers: Mapping[str, str], modern: bool) -> int | None:
         raise Malformed(400, "a Host header that names no host.")
     coding, length = headers.get("transfer-encoding"), headers.get("content-length")
     if coding is not None:
-        _check_chunked(coding, length, modern)
-        return None
+        if length is not None:
+            raise Malformed(400, "both Content-Length and Transfer-Encoding. Send one of them.")
+        if not modern:
+            raise Malformed(400, "Transfer-Encoding in HTTP/1.0, which has none.")
+        if coding.lower() != "chunked":
+            raise Malformed(501, "an unknown transfer coding. Send the body with Content-Length, or chunked.")
     expect = headers.get("expect")
     if expect is not None and expect.lower() != "100-continue":
         raise Malformed(417, "an unknown expectation. Leave the Expect header out.")
+    if coding is not None:
+        return None
     if length is None:
         return 0
     if not _LENGTH.fullmatch(length):
@@ -242,15 +239,6 @@ def _length(headers: Mapping[str, str], modern: bool) -> int | None:
             raise Malformed(413, "a Content-Length beyond every limit.")
         raise Malformed(400, "a Content-Length that is no plain number.")
     return int(length)
-
-
-def _check_chunked(coding: str, length: str | None, modern: bool) -> None:
-    if length is not None:
-        raise Malformed(400, "both Content-Length and Transfer-Encoding. Send one of them.")
-    if not modern:
-        raise Malformed(400, "Transfer-Encoding in HTTP/1.0, which has none.")
-    if coding.lower() != "chunked":
-        raise Malformed(501, "an unknown transfer coding. Send the body with Content-Length, or chunked.")
 
 
 def check_target(target: bytes) -> str:
@@ -292,82 +280,106 @@ def parse_query(query: str) -> dict[str, str]:
         raise Malformed(400, f"a query that is not UTF-8, or of more than {QUERY_FIELDS} fields.") from None
 
 
-CHUNKS = 1 << 16  # of one body: a byte in each would cost far more time than memory
-_SIZE = re.compile(rb"[0-9A-Fa-f]{1,8}")
-SIZE_LINE = 10
+CHUNKS = 1 << 16  # of one request's body: a byte in each would cost far more time than memory
+TRAILER_BYTES = 8 << 10
+_SIZE_LINE = re.compile(rb"([0-9A-Fa-f]{1,8})\r\n")
+_PARTIAL_SIZE = re.compile(rb"[0-9A-Fa-f]{1,8}\r?")
 
 
-class ChunkedBody:
-    """Takes a body apart as it arrives. `size` is what has come of it, in bytes."""
+class ChunkDecoder:
+    """Decodes a body in chunks as it arrives (RFC 9112, 7.1): `feed` bytes, and take the content that they hold.
 
-    __slots__ = ("_chunks", "_last", "_left", "_limit", "_rest", "complete", "parts", "size")
+    Once `complete`, `rest` is what came after the body. `whole` says of the latest piece that it was whole chunks from
+    its first byte to its last, so that a proxy can pass it on unchanged. A request's body has a `limit` in bytes and no
+    trailer; a response's has none, and its `trailer` is kept, as lines.
+    """
 
-    def __init__(self, limit: int) -> None:
-        self.parts: list[bytes] = []
-        self.size = 0
-        self.complete = False
-        self._last = False  # the present chunk is the last one
+    __slots__ = ("_chunks", "_last", "_left", "_limit", "_part", "complete", "rest", "size", "trailer", "whole")
+
+    def __init__(self, limit: int | None = None) -> None:
+        self.size = 0  # bytes of content so far
+        self.complete = self.whole = False
+        self.rest = self.trailer = b""
         self._limit = limit
-        self._rest = b""  # what is not yet a whole size line, or a whole line end
-        self._left = -1  # of the present chunk, its line end counted; -1: a size line comes
+        self._last = False  # the present chunk is the last one, of no bytes
+        self._part = b""  # the beginning of a line that is not all there
+        self._left = -1  # bytes of the present chunk, its line end counted; -1: a size line comes
         self._chunks = 0
 
     def feed(self, data: bytes) -> bytes:
-        """Take bytes; returns those after the body's end. Raises `Malformed`."""
-        data, self._rest = self._rest + data, b""
-        at = 0
-        while at < len(data):
-            if self._left < 0:
-                end = data.find(b"\r\n", at, at + SIZE_LINE)
-                if end < 0:
-                    _check_partial_size(data[at : at + SIZE_LINE])
-                    self._rest = data[at:]
-                    return b""
-                at = self._begin(data, at, end)
-                continue
-            if self._left > 2:
-                part = data[at : at + self._left - 2]
-                self.parts.append(part)
+        """The content in these bytes. Raises `Malformed`."""
+        at_size = self._left < 0 and not self._part
+        if at_size and self._limit is None and (line := _SIZE_LINE.match(data)) is not None:
+            length = int(line[1], 16)  # most pieces of a stream are one chunk
+            if length and line.end() + length + 2 == len(data) and data.endswith(b"\r\n"):
+                self.size += length
+                self.whole = True
+                return data[line.end() : -2]
+        if self._part:
+            data, self._part = self._part + data, b""
+        at, end, content = 0, len(data), []
+        while at < end:
+            left = self._left
+            if left < 0:
+                line = _SIZE_LINE.match(data, at)
+                if line is None:
+                    self._part = data[at:]
+                    if not _PARTIAL_SIZE.fullmatch(self._part):
+                        raise Malformed(400, "a chunk whose size is no plain hexadecimal number, or has an extension.")
+                    break
+                at, length = line.end(), int(line[1], 16)
+                self._last, self._left = length == 0, length + 2
+                if self._limit is not None:
+                    self._check_limit(self._limit, length)
+            elif left > 2:
+                part = data[at : at + left - 2]
+                content.append(part)
                 self.size += len(part)
-                self._left -= len(part)
+                self._left = left - len(part)
                 at += len(part)
-                continue
-            if not b"\r\n".startswith(data[at : at + 2]):
+            elif self._last and self._limit is None:
+                at = self._read_trailer(data, at)
+            elif not b"\r\n".startswith(data[at : at + 2]):
                 raise Malformed(400, "a chunk that is longer than it says, or a trailer.")
-            if len(data) - at < 2:
-                self._rest = data[at:]
-                return b""
-            at += 2
-            self._left = -1
-            if self._last:
-                self.complete = True
-                return data[at:]
-        return b""
+            elif end - at < 2:
+                self._part = data[at:]
+                break
+            else:
+                at += 2
+                self._left = -1
+                self.complete = self._last
+            if self.complete:
+                self.rest = data[at:]
+                break
+        self.whole = at_size and self._left < 0 and not self._part and not self.complete
+        return content[0] if len(content) == 1 else b"".join(content)
 
-    def _begin(self, data: bytes, at: int, end: int) -> int:
-        size = data[at:end]
-        if not _SIZE.fullmatch(size):
-            raise Malformed(400, "a chunk whose size is no plain hexadecimal number. Extensions are not taken.")
-        length = int(size, 16)
+    def _check_limit(self, limit: int, length: int) -> None:
         self._chunks += 1
-        if self.size + length > self._limit:
-            raise Malformed(413, f"a body of more than {self._limit:,} bytes.")
+        if self.size + length > limit:
+            raise Malformed(413, f"a body of more than {limit:,} bytes.")
         if self._chunks > CHUNKS:
             raise Malformed(413, f"a body of more than {CHUNKS:,} chunks. Send larger ones.")
-        self._last = length == 0
-        self._left = length + 2
-        return end + 2
 
-
-def _check_partial_size(part: bytes) -> None:
-    if not re.fullmatch(rb"[0-9A-Fa-f]{0,8}\r?", part) or part.startswith(b"\r"):
-        raise Malformed(400, "a chunk whose size is no plain hexadecimal number. Extensions are not taken.")
+    def _read_trailer(self, data: bytes, at: int) -> int:
+        """Take one line of the trailer, or the empty one that ends the body; returns where the next line begins."""
+        line_end = data.find(b"\r\n", at)
+        line = data[at:] if line_end < 0 else data[at : line_end + 2]
+        if len(self.trailer) + len(line) > TRAILER_BYTES or b"\n" in line[:-2]:
+            raise Malformed(400, f"a trailer of more than {TRAILER_BYTES:,} bytes, or with a bare line end.")
+        if line_end < 0:
+            self._part = line
+        elif line_end == at:
+            self.complete, self._left = True, -1
+        else:
+            self.trailer += line
+        return at + len(line)
 
 
 class RequestParser:
     """`add` bytes; ask for a `head`; `expect` its body and ask for that. Then the next. All raise `Malformed`."""
 
-    __slots__ = ("_body", "_limits", "_missing", "_scanned", "buffer", "held")
+    __slots__ = ("_body", "_chunks", "_limits", "_missing", "_scanned", "buffer", "held")
 
     def __init__(self, limits: HttpLimits) -> None:
         self._limits = limits
@@ -375,7 +387,8 @@ class RequestParser:
         self.held = 0  # bytes of the present body that have come
         self._scanned = 0  # so much of the buffer has been seen to hold no whole head
         self._missing = 0  # bytes of the present body that are still to come, where its length is known
-        self._body: list[bytes] | ChunkedBody = []
+        self._body: list[bytes] = []  # its parts so far
+        self._chunks: ChunkDecoder | None = None  # of a body in chunks
 
     def add(self, data: bytes) -> None:
         self.buffer = self.buffer + data if self.buffer else data
@@ -396,40 +409,31 @@ class RequestParser:
 
     def expect(self, head: HttpHead) -> None:
         """The body of this head comes next."""
-        self.held = 0
-        if head.length is None:
-            self._body = ChunkedBody(self._limits.body_bytes)
-        else:
-            self._body = []
-            self._missing = head.length
+        self.held, self._body = 0, []
+        self._chunks = ChunkDecoder(self._limits.body_bytes) if head.length is None else None
+        self._missing = head.length or 0
 
     def body(self) -> bytes | None:
         """The body, once it is all there."""
-        if isinstance(self._body, ChunkedBody):
-            return self._chunked(self._body)
-        data, missing = self.buffer, self._missing
-        if len(data) > missing:
-            data, self.buffer = data[:missing], data[missing:]
+        data, self.buffer = self.buffer, b""
+        if self._chunks is not None:
+            data = self._chunks.feed(data)
+            self.held, self.buffer = self._chunks.size, self._chunks.rest
+            complete = self._chunks.complete
         else:
-            self.buffer = b""
-        self.held += len(data)
-        self._missing -= len(data)
-        if not self._missing and not self._body:
+            if len(data) > self._missing:
+                data, self.buffer = data[: self._missing], data[self._missing :]
+            self.held += len(data)
+            self._missing -= len(data)
+            complete = not self._missing
+        if complete and not self._body:
             return data
         self._body.append(data)
-        return None if self._missing else self._joined(self._body)
+        if not complete:
+            return None
+        parts, self._body = self._body, []
+        return b"".join(parts)
 
     def forget(self) -> None:
-        """The rest is of no interest."""
-        self.buffer = b""
-        self._body = []
-
-    def _chunked(self, body: ChunkedBody) -> bytes | None:
-        data, self.buffer = self.buffer, b""
-        self.buffer = body.feed(data)
-        self.held = body.size
-        return self._joined(body.parts) if body.complete else None
-
-    def _joined(self, parts: list[bytes]) -> bytes:
-        self._body = []
-        return b"".join(parts)
+        """Drop what has come and was not read."""
+        self.buffer, self._body = b"", []

@@ -6,11 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from gpuinfer.http import http_exchange
-from gpuinfer.http.access import CODE, Access, Quotas, cors, preflight
+from gpuinfer.http.access import Access, Quotas, RequestRefusal, cors, preflight
 from gpuinfer.http.http_exchange import Exchange, Handler
 
-UNAUTHORISED = [("WWW-Authenticate", 'Bearer realm="gpuinfer"')]
 LONGEST_PATH = 100  # characters of a path that an error repeats
 
 
@@ -51,12 +49,6 @@ OPENAIS = {
 """What OpenAI's API has under /v1/ and this server has not → what there is instead."""
 
 
-def _instead(path: str) -> str:
-    parts = path.split("/")
-    said = OPENAIS.get(parts[2]) if len(parts) > 2 and parts[1] == "v1" else None
-    return f": {said}" if said else ""
-
-
 class RouteTable:
     """A handler of exchanges: finds the route, checks access, calls the route's handler."""
 
@@ -84,15 +76,10 @@ class RouteTable:
         if key is None or route.method != "POST" or not key.limits():
             await route.handler(exchange)
             return
-        exceeded = quotas.take(key)
+        refusal = quotas.take(key)
         exchange.added += quotas.headers(key)
-        if exceeded is not None:
-            exchange.respond(
-                429,
-                http_exchange.error_bytes(exceeded.message, exceeded.kind, None, CODE),
-                headers=[("Retry-After", str(exceeded.retry_s))],
-            )
-            exchange.notes["refused"] = exceeded.message
+        if refusal is not None:
+            _refuse(exchange, refusal)
             return
         try:
             await route.handler(exchange)
@@ -112,20 +99,20 @@ class RouteTable:
 
     def _admitted(self, exchange: Exchange) -> Route | None:
         """The route, where it may be used; else it has been refused."""
-        refusal = self.access.host_refused(exchange.headers)
-        if refusal is not None:
-            exchange.refuse(403, refusal)
+        if (refusal := self.access.check_host(exchange.headers)) is not None:
+            _refuse(exchange, refusal)
             return None
         if self.access.origins:
             exchange.added = cors(self.access.origins, exchange.headers.get("origin"))
             if exchange.added and exchange.method == "OPTIONS":
                 exchange.respond(204, headers=preflight(exchange.headers))
                 return None
-        by_method = self._found(exchange)
+        by_method = self._find(exchange)
         if by_method is None:
-            exchange.refuse(
-                404, f"there is nothing at {exchange.path[:LONGEST_PATH]}{_instead(exchange.path)}. {self._listed}"
-            )
+            parts = exchange.path.split("/")
+            instead = OPENAIS.get(parts[2]) if len(parts) > 2 and parts[1] == "v1" else None
+            path = exchange.path[:LONGEST_PATH] + (f": {instead}" if instead else "")
+            exchange.refuse(404, f"there is nothing at {path}. {self._listed}")
             return None
         route = by_method.get("GET" if exchange.method == "HEAD" else exchange.method)
         if route is None:
@@ -133,27 +120,15 @@ class RouteTable:
             exchange.refuse(405, f"{exchange.path} takes {allowed}.", [("Allow", allowed)])
             return None
         exchange.routine = route.access == "open"
-        return route if exchange.routine or self._allowed(exchange, route) else None
-
-    def _allowed(self, exchange: Exchange, route: Route) -> bool:
-        access = self.access
-        if route.access == "admin" and access.admin is None:
-            exchange.refuse(403, "this needs an admin key, and the server has none. Start it with --admin-key-file.")
-            return False
-        if route.access == "api" and access.api is None:
-            return True
-        given = exchange.headers.get("authorization")
-        keys = [access.admin] if route.access == "admin" else [access.api, access.admin]
-        for one in keys:
-            if one is not None and (key := one.find(given)) is not None:
-                exchange.key, exchange.notes["key"] = key, key.name
-                return True
-        message = "a wrong key" if given else "no key"
-        which = "admin key" if route.access == "admin" else "API key"
-        exchange.refuse(
-            401, f"{message}. Send the {which}: Authorization: Bearer KEY.", UNAUTHORISED, code="invalid_api_key"
-        )
-        return False
+        if route.access == "open":
+            return route
+        found = self.access.check_key(route.access, exchange.headers.get("authorization"))
+        if isinstance(found, RequestRefusal):
+            _refuse(exchange, found)
+            return None
+        if found is not None:
+            exchange.key, exchange.notes["key"] = found, found.name
+        return route
 
     def _at(self, path: str) -> dict[str, Route]:
         if "{" not in path:
@@ -166,7 +141,7 @@ class RouteTable:
         self._patterns.append((segments, made))
         return made
 
-    def _found(self, exchange: Exchange) -> dict[str, Route] | None:
+    def _find(self, exchange: Exchange) -> dict[str, Route] | None:
         by_method = self._fixed.get(exchange.path)
         if by_method is not None or not self._patterns:
             return by_method
@@ -177,6 +152,10 @@ class RouteTable:
                 exchange.parameters = parameters
                 return routes
         return None
+
+
+def _refuse(exchange: Exchange, refusal: RequestRefusal) -> None:
+    exchange.refuse(refusal.status, refusal.message, refusal.headers, refusal.kind, refusal.code)
 
 
 def _match(pattern: list[str], segments: list[str]) -> dict[str, str] | None:

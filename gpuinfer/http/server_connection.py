@@ -113,7 +113,7 @@ class ServerConnection(asyncio.Protocol):
         self._half = True
         if self.stage != ANSWERING or not self.transport.can_write_eof():
             return False
-        self._host.departures.watch_half(self.transport, self.transport.abort)
+        self._host.departures.watch_half_closed(self.transport, self.transport.abort)
         return True
 
     def pause_writing(self) -> None:

@@ -286,17 +286,17 @@ def test_a_line_that_is_none_says_which_field_is_wrong_and_what_it_takes_and_tel
 def test_a_file_is_read_again_when_it_changes_and_one_that_went_wrong_when_it_is_mended(tmp_path):
     path = key_file(tmp_path, "one")
     keys = Keys.read(path)
-    assert keys.look() is None
+    assert keys.reload() is None
     path.write_text("one\ntwo")
-    assert keys.look() == ["one name=line-1", "two name=line-2"]
+    assert keys.reload() == ["one name=line-1", "two name=line-2"]
     path.chmod(0o644)
     path.write_text("three")
     with pytest.raises(UsageError, match="chmod 600"):
-        keys.look()
-    assert keys.look() is None, "it is said once"
+        keys.reload()
+    assert keys.reload() is None, "it is said once"
     assert keys.allow("Bearer two")
     path.chmod(0o600)
-    assert keys.look() == ["three name=line-1"]
+    assert keys.reload() == ["three name=line-1"]
     assert not keys.allow("Bearer two")
 
 
@@ -313,7 +313,7 @@ def test_what_is_no_regular_file_blocks_nothing_and_the_next_good_file_is_taken(
 
     def look() -> None:
         try:
-            keys.look()
+            keys.reload()
         except UsageError as error:
             raised.append(error)
 
@@ -323,11 +323,11 @@ def test_what_is_no_regular_file_blocks_nothing_and_the_next_good_file_is_taken(
     assert not looking.is_alive(), "it waits for what never comes"
     (error,) = raised
     assert "it is no regular file" in str(error)
-    assert keys.look() is None, "it is said once"
+    assert keys.reload() is None, "it is said once"
     assert keys.allow("Bearer withdrawn")
     (tmp_path / "next").mkdir()
     key_file(tmp_path / "next", "one").rename(path)
-    assert keys.look() == ["one name=line-1"]
+    assert keys.reload() == ["one name=line-1"]
     assert not keys.allow("Bearer withdrawn")
 
 

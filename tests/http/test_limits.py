@@ -252,7 +252,7 @@ def test_chunks_of_a_byte_have_a_bound():
 FEW_DESCRIPTORS = """
 import asyncio, resource, socket, sys, time
 from gpuinfer.http.client import HttpClient
-from gpuinfer.http.network import run
+from gpuinfer.http.network import run_loop
 from gpuinfer.http.server import HttpServer
 
 async def answer(exchange):
@@ -297,7 +297,7 @@ async def main():
         sys.exit(1)
     await server.close()
 
-run(main())
+run_loop(main())
 """
 
 

@@ -17,7 +17,7 @@ def test_a_minutes_worth_may_be_used_at_once_and_comes_back_evenly():
     quotas = Quotas(clock)
     assert [quotas.take(key) for _ in range(6)] == [None] * 6
     exceeded = quotas.take(key)
-    assert (exceeded.kind, exceeded.retry_s) == ("requests", 10)
+    assert (exceeded.kind, exceeded.headers) == ("requests", [("Retry-After", "10")])
     clock.now = 9.9
     assert quotas.take(key) is not None
     clock.now = 10.1
@@ -32,7 +32,7 @@ def test_who_has_spent_more_tokens_than_there_were_waits_until_they_are_back():
     assert quotas.take(key) is None
     quotas.spend(key, 800)
     exceeded = quotas.take(key)
-    assert (exceeded.kind, exceeded.retry_s) == ("tokens", 21)
+    assert (exceeded.kind, exceeded.headers) == ("tokens", [("Retry-After", "21")])
     assert ("x-ratelimit-remaining-tokens", "0") in quotas.headers(key)
     clock.now = 21
     assert quotas.take(key) is None
@@ -53,8 +53,8 @@ def test_what_is_spent_in_another_process_is_spent_here_too():
     for _ in range(7):
         assert there.take(key) is None
     there.spend(key, 90)
-    here.hear(there.news())
-    assert there.news() == [], "it is told once"
+    here.add_news(there.take_news())
+    assert there.take_news() == [], "it is told once"
     assert {("x-ratelimit-remaining-requests", "3"), ("x-ratelimit-remaining-tokens", "10")} <= set(here.headers(key))
     assert [here.take(key) is None for _ in range(4)] == [True] * 3 + [False]
-    assert here.news() == [("alice", "requests", 3)], "and not what was heard"
+    assert here.take_news() == [("alice", "requests", 3)], "and not what was heard"

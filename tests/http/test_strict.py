@@ -9,8 +9,9 @@ from counts import SOAK
 from malformed_requests import CASES, LONG, chunked, get, post
 from serving_http import Served, answers, said_to, serving
 
+from gpuinfer.fleet.router.http_message import RequestHead
 from gpuinfer.http.network import run_loop
-from gpuinfer.http.parser import HttpLimits, Malformed, check_head, check_target
+from gpuinfer.http.parser import HttpLimits, Malformed, check_target
 
 SMUGGLED = get(target=b"/smuggled")
 LIMITS = HttpLimits(body_bytes=1 << 20)
@@ -110,10 +111,10 @@ def test_a_head_is_refused_by_itself(name):
     status, raw = CASES[name]
     head = raw[: raw.find(b"\r\n\r\n") + 4] if b"\r\n\r\n" in raw else raw + b"\r\n\r\n"
     if head == chunked(b""):
-        check_head(head)
+        RequestHead(head)
         return
     with pytest.raises(Malformed) as refused:
-        check_head(head)
+        RequestHead(head)
     assert refused.value.status == status
 
 

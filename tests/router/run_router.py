@@ -237,7 +237,7 @@ async def routing(*upstreams: Upstream, ours: bool = True, **changes: Any) -> As
             await stack.enter_async_context(upstream.running())
         loop, told, board = asyncio.get_running_loop(), [], SharedCounters(1)
         relay = Relay(config(**changes), board, 0, loop, told.append)
-        relay.wheel.start()
+        relay.timer.start()
         server = await loop.create_server(Listener(relay).protocol, "127.0.0.1", 0)
         router = Router(relay, server.sockets[0].getsockname()[1], told, board)
         router.roster(*(member(upstream, number, ours=ours) for number, upstream in enumerate(upstreams)))
@@ -245,8 +245,8 @@ async def routing(*upstreams: Upstream, ours: bool = True, **changes: Any) -> As
             yield router
         finally:
             server.close()
-            for thing in relay.wheel.everything():
-                thing._transport.abort()  # type: ignore[attr-defined]
+            for connection in [one for slot in relay.timer._slots for one in slot]:
+                connection._transport.abort()  # type: ignore[attr-defined]
             relay.close()
             await asyncio.sleep(0)
 

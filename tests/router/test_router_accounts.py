@@ -36,7 +36,7 @@ async def test_an_answer_is_logged_with_who_asked_who_answered_and_what_it_cost_
 @pytest.mark.parametrize(
     ("request_line", "headers", "status", "why"),
     [
-        pytest.param("/v1/completions", "", 401, "no valid API key", id="no key"),
+        pytest.param("/v1/completions", "", 401, "no key", id="no key"),
         pytest.param("/v1/completions", f"{KEY}Host: twice\r\n", 400, "", id="no request"),
     ],
 )

@@ -61,7 +61,7 @@ async def test_load_counts_from_the_moment_of_choice():
         assert [router.cell(slot, MemberCell.IN_FLIGHT) for slot in range(4)] == [5, 5, 5, 5]
         for task in tasks:
             task.cancel()
-        await until(lambda: router.relay.trips == 0)
+        await until(lambda: router.relay.active == 0)
 
 
 async def test_a_replica_that_has_just_come_up_is_given_more_little_by_little():
@@ -120,5 +120,5 @@ async def test_streams_that_stay_open_get_a_connection_each():
             assert await connection.chunk() == b"data: 1\n\n"
         for connection in connections:
             connection.close()
-        await until(lambda: router.relay.trips == 0)
+        await until(lambda: router.relay.active == 0)
     assert upstream.connections == 400

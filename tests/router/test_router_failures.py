@@ -197,7 +197,7 @@ async def test_clients_that_go_away_never_open_the_breaker_and_cancel_their_requ
         await until(lambda: router.total(ProcessCell.CLIENT_GONE) == 6)
         await until(lambda: router.cell(0, MemberCell.IN_FLIGHT) == 0)
         assert router.cell(0, MemberCell.BREAKER) == 0
-        assert router.relay.trips == 0
+        assert router.relay.active == 0
 
 
 async def test_an_open_breaker_lets_one_request_try_and_closes_when_that_is_answered():

@@ -159,12 +159,12 @@ async def test_what_all_requests_keep_has_a_bound():
     async with routing(Upstream(), bodies_bytes=1 << 20, body_bytes=1 << 20) as router:
         first = await router.connect()
         await first.send(post(b"x" * 900_000)[:-1])
-        await until(lambda: router.relay.room.left < 500_000)
+        await until(lambda: router.relay.budget.left < 500_000)
         answer = await router.post(b"x" * 900_000)
         assert answer.status == 503
         assert answer.headers["retry-after"] == "1"
         first.close()
-        await until(lambda: router.relay.room.left == 1 << 20)
+        await until(lambda: router.relay.budget.left == 1 << 20)
         assert (await router.post(b"x" * 900_000)).status == 200
 
 

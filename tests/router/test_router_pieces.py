@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-from collections.abc import Callable
 
 import pytest
 from hypothesis import given
@@ -15,8 +14,8 @@ from run_router import ANSWER, EVENTS, Router, Upstream, chunk, post, routing
 from gpuinfer.fleet.router.client_connection import Listener
 from gpuinfer.fleet.router.connection_pool import ReplicaConnection
 from gpuinfer.fleet.router.event_stream import ByteBudget, RelayedEvents
-from gpuinfer.fleet.router.http_message import BadChunk, BrokenResponse, ChunkReader, RequestHead, ResponseHead
-from gpuinfer.http.parser import Malformed, check_head, parse_head
+from gpuinfer.fleet.router.http_message import BrokenResponse, ResponseHead
+from gpuinfer.http.parser import ChunkDecoder, Malformed
 
 ANSWERS = {
     "a length": (ANSWER, b'{"answer": "ok"'),
@@ -76,10 +75,10 @@ async def through(router: Router, request: list[bytes], answer: list[bytes]) -> 
     side.connection_made(client)
     for piece in request:
         side.data_received(piece)
-    assert side._trip is not None
+    assert side._request is not None
     for piece in answer:
         link.data_received(piece)
-    assert side._trip is None
+    assert side._request is None
     side.connection_lost(None)
     link.drop()
     return upstream.sent, client.sent
@@ -89,9 +88,9 @@ def content(data: bytes) -> bytes:
     head, _, body = data.partition(b"\r\n\r\n")
     if b"chunked" not in head:
         return body
-    reader = ChunkReader()
+    reader = ChunkDecoder()
     found = reader.feed(body)
-    assert (reader.done, reader.rest) == (True, b"")
+    assert (reader.complete, reader.rest) == (True, b"")
     return found
 
 
@@ -115,63 +114,6 @@ def test_any_pieces_are_read_as_the_whole(kind, cuts, other_cuts, chunked):
     assert content(answered) == expected
 
 
-def status(read: Callable[[bytes], object], raw: bytes) -> int | None:
-    """What a head is refused with."""
-    try:
-        read(raw)
-    except Malformed as error:
-        return error.status
-    return None
-
-
-NAMES = ["Host", "Content-Length", "Transfer-Encoding", "Connection", "X-A", "content-type", "Expect", "Authorization"]
-VALUES = [
-    "a",
-    "5",
-    "05",
-    "+5",
-    "5, 5",
-    "chunked",
-    "Chunked",
-    "gzip, chunked",
-    "close",
-    "keep-alive, x-a",
-    "",
-    " x ",
-    "[::1]:80",
-    "a b",
-]
-LINES = st.tuples(
-    st.sampled_from([*NAMES, "Bad Name", "", "X\xe9"]),
-    st.sampled_from([":", ": ", " :", ":\t"]),
-    st.sampled_from(VALUES),
-)
-
-
-@given(
-    st.sampled_from(["GET", "POST", "HEAD", "get", "BREW", "CONNECT"]),
-    st.sampled_from(["/v1/x", "/v1/%2e%2e/x", "*", "/a//b", "/v1/x?y=z", "/\xe9", "http://a/"]),
-    st.sampled_from(["HTTP/1.1", "HTTP/1.0", "HTTP/2.0", "HTTP/1.1 "]),
-    st.lists(LINES, max_size=5),
-    st.sampled_from(["\r\n", "\r\n", "\r\n", "\n", "\r\n "]),
-)
-def test_the_router_takes_no_head_that_the_strict_reader_refuses_and_reads_the_rest_alike(
-    method, target, version, lines, end
-):
-    text = f"{method} {target} {version}\r\n" + "".join(name + colon + value + end for name, colon, value in lines)
-    raw = f"{text}\r\n".encode("latin-1")
-    if (refused := status(check_head, raw)) is not None:
-        assert status(RequestHead, raw) == refused
-        return
-    ours, theirs = RequestHead(raw), parse_head(raw)
-    assert ours.method.decode() == theirs.method
-    assert (None if ours.length < 0 else ours.length) == theirs.length
-    assert ours.target == theirs.target
-    assert ours.close is not theirs.keep
-    for name in (b"connection", b"host", b"transfer-encoding", b"content-length", b"authorization", b"expect"):
-        assert b"\n" + name + b":" not in ours.lines.lower()
-
-
 @given(
     st.lists(st.binary(min_size=1, max_size=30), max_size=6),
     st.lists(st.integers(0, 500), max_size=10),
@@ -179,13 +121,13 @@ def test_the_router_takes_no_head_that_the_strict_reader_refuses_and_reads_the_r
 )
 def test_chunks_end_where_they_end_in_any_pieces(parts, places, after):
     data = b"".join(chunk(part) for part in parts) + b"0\r\n\r\n"
-    reader, found = ChunkReader(), b""
+    reader, found = ChunkDecoder(), b""
     *pieces, last = cut(data, places)
     for piece in pieces:
         found += reader.feed(piece)
-        assert not reader.done
+        assert not reader.complete
     found += reader.feed(last + after)
-    assert (found, reader.done, reader.rest) == (b"".join(parts), True, after)
+    assert (found, reader.complete, reader.rest) == (b"".join(parts), True, after)
 
 
 @pytest.mark.parametrize(
@@ -198,22 +140,22 @@ def test_chunks_end_where_they_end_in_any_pieces(parts, places, after):
         b"0x1\r\nx\r\n",
         b" 1\r\nx\r\n",
         b"1\r\nxy\r\n",
-        b"F" * 16,
+        b"F" * 9,
         b"0\r\nA\nB\r\n",
     ],
 )
 def test_what_is_no_chunk_is_not_taken_for_one(data):
-    with pytest.raises(BadChunk):
-        ChunkReader().feed(data)
+    with pytest.raises(Malformed):
+        ChunkDecoder().feed(data)
 
 
 @given(st.binary(max_size=200))
 def test_no_bytes_of_a_replica_do_more_than_break_its_connection(data):
     for read in (
         lambda: ResponseHead(b"HTTP/1.1 200 OK\r\n" + data + b"\r\n\r\n", b"GET"),
-        lambda: ChunkReader().feed(data),
+        lambda: ChunkDecoder().feed(data),
     ):
-        with contextlib.suppress(BrokenResponse, BadChunk):
+        with contextlib.suppress(BrokenResponse, Malformed):
             read()
 
 

@@ -301,7 +301,7 @@ async def test_much_that_comes_before_it_is_asked_for_is_held_back_and_answered_
         assert [(await connection.answer()).body for _ in bodies] == [body[:3] for body in bodies]
         await sending
         connection.close()
-        await until(lambda: router.relay.room.left == router.relay.config.bodies_bytes)
+        await until(lambda: router.relay.budget.left == router.relay.config.bodies_bytes)
 
 
 async def test_requests_of_a_client_that_has_said_all_are_all_answered():

@@ -63,7 +63,7 @@ async def test_a_stream_of_ours_goes_on_elsewhere_from_where_it_broke_off(sample
         assert len(set(answering.created)) == len(set(answering.ids)) == 1
         assert len(answering.begun) == len(breaks) + 1
         assert sum(router.cell(slot, MemberCell.RESUMED) for slot in (0, 1)) == len(breaks)
-        assert router.relay.room.left == router.relay.config.bodies_bytes
+        assert router.relay.budget.left == router.relay.config.bodies_bytes
 
 
 async def test_what_was_sent_is_told_sample_by_sample():
@@ -88,7 +88,7 @@ async def test_a_stream_that_is_longer_than_what_is_kept_ends_with_an_error_even
         answer = await router.post()
         assert answer.whole
         assert b'data: {"error"' in answer.body
-        assert router.relay.room.left == router.relay.config.bodies_bytes
+        assert router.relay.budget.left == router.relay.config.bodies_bytes
 
 
 async def test_a_stream_that_nobody_can_go_on_with_ends_with_an_error_event():
@@ -135,9 +135,9 @@ async def test_a_client_that_reads_slowly_holds_its_replica_back():
     async with routing(Upstream(flood), kept_bytes=1 << 20) as router:
         connection = await router.connect()
         await connection.send(post())
-        await until(lambda: router.relay.trips)
-        client = next(one for one in router.relay.wheel.everything() if one._trip is not None)
-        await until(lambda: client._trip.paused, "holding back")
+        await until(lambda: router.relay.active)
+        client = next(one for slot in router.relay.timer._slots for one in slot if one._request is not None)
+        await until(lambda: client._request.paused, "holding back")
         seen = -1
         while sent > seen:  # until what the system's own buffers take has been sent
             seen = sent
@@ -146,7 +146,7 @@ async def test_a_client_that_reads_slowly_holds_its_replica_back():
         while sent < seen + (8 << 20):
             await connection.reader.read(1 << 20)
         connection.close()
-        await until(lambda: router.relay.trips == 0)
+        await until(lambda: router.relay.active == 0)
 
 
 async def test_a_client_that_reads_nothing_is_cut_off():

@@ -6,10 +6,14 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable
-from typing import Protocol, cast
+from typing import TYPE_CHECKING, cast
 
-from gpuinfer.fleet.router.http_message import CHUNKED, BadChunk, BrokenResponse, ChunkReader, ResponseHead
+from gpuinfer.fleet.router.http_message import CHUNKED, BrokenResponse, ResponseHead
 from gpuinfer.http.network import reset_connection
+from gpuinfer.http.parser import ChunkDecoder, Malformed
+
+if TYPE_CHECKING:
+    from gpuinfer.fleet.router.proxied_request import ProxiedRequest
 
 LONGEST_HEAD = 64 << 10
 INTERIM = 8  # answers of 1xx before the real one
@@ -17,73 +21,41 @@ INTERIM = 8  # answers of 1xx before the real one
 _HEAD, _SIZED, _CHUNKS, _OPEN_END = range(4)
 
 
-class ConnectionUser(Protocol):
-    """A request under way, as the connection that carries it sees it."""
-
-    method: bytes
-
-    def answered(self, head: ResponseHead) -> None:
-        """The answer's head is here."""
-
-    def answered_whole(self, head: ResponseHead, body: bytes) -> None:
-        """`answered`, `content` and `ended` in one, of an answer that came in one piece."""
-
-    def content(self, data: bytes, plain: bool) -> None:
-        """Some of its body. `plain`: it stands in whole chunks in the bytes last received, which are `received`."""
-
-    def trailer(self, lines: bytes) -> None:
-        """What follows a body in chunks."""
-
-    def ended(self) -> None:
-        """The answer is whole. The link is free again by now, or closed."""
-
-    def lost(self, kind: str) -> None:
-        """No more of it will come over this link, which is closed."""
-
-
-class ConnectionHome(Protocol):
-    """Where links are kept while nobody travels."""
-
-    def take_back(self, link: ReplicaConnection) -> None: ...
-
-    def gone(self, link: ReplicaConnection) -> None: ...
-
-
 class ReplicaConnection(asyncio.Protocol):
-    """The replica's side of the relay."""
+    """One connection to a replica, and the request that it carries."""
 
     __slots__ = (
         "_chunks",
         "_head",
-        "_home",
         "_interim",
         "_last_head",
         "_last_method",
         "_last_raw",
         "_left",
         "_part",
+        "_pool",
         "_state",
         "_transport",
-        "heard",
+        "answering",
         "idle_since",
         "is_open",
         "received",
+        "request",
         "reused",
-        "traveller",
     )
 
-    def __init__(self, home: ConnectionHome) -> None:
-        self._home = home
+    def __init__(self, pool: ConnectionPool) -> None:
+        self._pool = pool
         self._transport = cast(asyncio.Transport, None)
         self._state, self._left, self._part, self._interim = _HEAD, 0, b"", 0
-        self._chunks: ChunkReader | None = None
+        self._chunks: ChunkDecoder | None = None
         self._head: ResponseHead | None = None
         self._last_raw = self._last_method = b""  # of the head before, and what it was read as
         self._last_head = cast(ResponseHead, None)
-        self.traveller: ConnectionUser | None = None
+        self.request: ProxiedRequest | None = None
         self.is_open = False
         self.reused = False  # it has carried a request before
-        self.heard = False  # whether anything of the answer has come
+        self.answering = False  # whether anything of the answer has come
         self.received = b""  # the latest piece, as it came
         self.idle_since = 0.0
 
@@ -91,33 +63,36 @@ class ReplicaConnection(asyncio.Protocol):
         self._transport = cast(asyncio.Transport, transport)
         self.is_open = True
 
-    def carry(self, traveller: ConnectionUser, message: bytes) -> None:
-        """Send a request; its answer goes to the traveller."""
-        self.traveller = traveller
-        self.heard = False
+    def carry(self, request: ProxiedRequest, message: bytes) -> None:
+        """Send a request's bytes; its answer is passed to it."""
+        self.request = request
+        self.answering = False
         self._transport.write(message)
 
     def data_received(self, data: bytes) -> None:
-        traveller = self.traveller
-        if traveller is None:  # nobody asked
+        request = self.request
+        if request is None:  # bytes that answer no request
             self._transport.abort()
             return
-        self.heard = True
+        self.answering = True
         self.received = data
         try:
             if self._state == _HEAD:
-                rest = self._take_head(traveller, self._part + data if self._part else data)
+                rest = self._take_head(request, self._part + data if self._part else data)
                 if rest is None:
                     return
                 data = rest
-                if self.traveller is not traveller:  # it has had enough
+                if self.request is not request:  # given up meanwhile
                     return
-            self._take_body(traveller, data)
-        except (BrokenResponse, BadChunk):
-            self._break("broken")
+            self._take_body(request, data)
+        except (BrokenResponse, Malformed):
+            request, self.request = self.request, None
+            self._close(abort=True)
+            if request is not None:
+                request.lost("broken")
 
-    def _take_head(self, traveller: ConnectionUser, data: bytes) -> bytes | None:
-        """What follows the head; None while that is not whole, or when nothing follows."""
+    def _take_head(self, request: ProxiedRequest, data: bytes) -> bytes | None:
+        """Take the answer's head; returns the bytes behind it, None while the head is incomplete or nothing follows."""
         while True:
             end = data.find(b"\r\n\r\n") + 4
             if end < 4:
@@ -125,7 +100,7 @@ class ReplicaConnection(asyncio.Protocol):
                     raise BrokenResponse
                 self._part = data
                 return None
-            head = self._read_head(data[:end], traveller.method)
+            head = self._read_head(data[:end], request.method)
             if head.status >= 200:
                 break
             data = data[end:]
@@ -139,77 +114,69 @@ class ReplicaConnection(asyncio.Protocol):
         self._head = head
         if head.length == len(data) - end:
             self._release()
-            traveller.answered_whole(head, data[end:])
+            request.answered_whole(head, data[end:])
             return None
         if head.length >= 0:
             self._state, self._left = _SIZED, head.length
         elif head.length == CHUNKED:
-            self._state, self._chunks = _CHUNKS, ChunkReader()
+            self._state, self._chunks = _CHUNKS, ChunkDecoder()
         else:
             self._state = _OPEN_END
-        traveller.answered(head)
+        request.answered(head)
         return data[end:] if end < len(data) else None
 
     def _read_head(self, raw: bytes, method: bytes) -> ResponseHead:
-        """Heads of answers that come within one second are often the same bytes: read once."""
+        """Parse a head; answers within one second often have the same one, which is parsed once."""
         if raw == self._last_raw and method == self._last_method:
             return self._last_head
         self._last_head = head = ResponseHead(raw, method)
         self._last_raw, self._last_method = raw, method
         return head
 
-    def _take_body(self, traveller: ConnectionUser, data: bytes) -> None:
+    def _take_body(self, request: ProxiedRequest, data: bytes) -> None:
         if self._state == _SIZED:
             self._left -= len(data)
             if self._left < 0:
                 raise BrokenResponse
             if data:
-                traveller.content(data, False)
+                request.content(data, False)
             if not self._left:
-                self._finish(traveller)
+                self._release()
+                request.ended()
         elif self._chunks is not None:
             chunks = self._chunks
             content = chunks.feed(data)
             if content:
-                traveller.content(content, chunks.plain and data is self.received)
-            if chunks.done and self.traveller is traveller:
+                request.content(content, chunks.whole and data is self.received)
+            if chunks.complete and self.request is request:
                 if chunks.rest:
                     raise BrokenResponse
                 if chunks.trailer:
-                    traveller.trailer(chunks.trailer)
-                self._finish(traveller)
+                    request.trailer(chunks.trailer)
+                self._release()
+                request.ended()
         else:
-            traveller.content(data, False)
-
-    def _finish(self, traveller: ConnectionUser) -> None:
-        self._release()
-        traveller.ended()
+            request.content(data, False)
 
     def _release(self) -> None:
-        """The answer is whole: be free for another, if that can be."""
+        """The answer is complete: give the connection back to the pool, or close it."""
         head, self._head, self._chunks = self._head, None, None
         self._state, self._interim = _HEAD, 0
-        self.traveller, self.received, self.reused = None, b"", True
+        self.request, self.received, self.reused = None, b"", True
         if head is None or not head.keep or self._transport.get_write_buffer_size():
-            self._close()  # the last: it has answered before it had the whole request
+            self._close()  # also after an answer to a request that is not all sent
         else:
-            self._home.take_back(self)
-
-    def _break(self, kind: str) -> None:
-        traveller, self.traveller = self.traveller, None
-        self._close(abort=True)
-        if traveller is not None:
-            traveller.lost(kind)
+            self._pool.take_back(self)
 
     def drop(self) -> None:
-        """Nobody wants the answer any more: the replica sees that its client has gone."""
-        self.traveller = None
+        """The answer is not wanted any more: reset the connection, so that the replica notices."""
+        self.request = None
         self._close(abort=True)
 
     def _close(self, abort: bool = False) -> None:
         if self.is_open:
             self.is_open = False
-            self._home.gone(self)
+            self._pool.gone(self)
         reset_connection(self._transport) if abort else self._transport.close()
 
     def pause(self) -> None:
@@ -224,34 +191,24 @@ class ReplicaConnection(asyncio.Protocol):
     def connection_lost(self, error: Exception | None) -> None:
         was_open, self.is_open = self.is_open, False
         if was_open:
-            self._home.gone(self)
-        traveller, self.traveller = self.traveller, None
-        if traveller is None:
+            self._pool.gone(self)
+        request, self.request = self.request, None
+        if request is None:
             return
         if self._state == _OPEN_END and error is None:
-            traveller.ended()
+            request.ended()
         else:
-            traveller.lost("reset")
+            request.lost("reset")
 
 
-CONNECTING = 32  # at once: a burst of requests takes links that come free instead of opening one each
-FREELY = 256  # links that are made whenever one is wanted; more only if those in use do not come free soon
+CONNECTING = 32  # at once: a burst of requests takes connections that come free instead of opening one each
+FREELY = 256  # connections that are made whenever one is wanted; more only if those in use are not free soon
 SOON = 4  # times the span between two ticks
-IDLE_S = 30.0  # then a link that nobody needs is closed
-AT_ONCE = 2**16  # bytes of a body that are cheaper to copy than to send by themselves
-
-
-class PoolWaiter(ConnectionUser, Protocol):
-    """A traveller that may still have to wait for its link."""
-
-    waits: bool  # it is not gone, and has no link yet
-
-    def board(self, link: ReplicaConnection) -> bytes:
-        """It has got this link; returns what to send."""
+IDLE_S = 30.0  # an idle connection is closed after it
 
 
 class ConnectionPool:
-    """Links are made as they are needed, some at a time. One that cannot be made is told to all who wait for one."""
+    """Makes connections as they are needed, some at a time. If one cannot be made, all waiting requests are `lost`."""
 
     def __init__(
         self,
@@ -261,43 +218,47 @@ class ConnectionPool:
     ) -> None:
         self._open_connection, self._connect_s, self._loop = open_connection, connect_s, loop
         self._idle: list[ReplicaConnection] = []
-        self._wanted: deque[PoolWaiter] = deque()
+        self._waiting: deque[ProxiedRequest] = deque()
         self._tasks: set[asyncio.Task[None]] = set()
         self._closed = False
-        self._open = 0  # links
-        self._returned = self._returns = 0  # links that came free since the last tick, and between the two before it
+        self._open = 0  # connections, idle or in use
+        self._returned = self._returns = (
+            0  # connections that came free since the last tick, and between the two before it
+        )
 
-    def take(self, passenger: PoolWaiter) -> None:
-        """Give it a link, now or when there is one. `lost` tells it that there is none."""
+    def take(self, request: ProxiedRequest) -> None:
+        """Send a request over an idle connection, or over the next one that is free."""
         if self._idle:
-            link = self._idle.pop()
-            link.carry(passenger, passenger.board(link))
+            connection = self._idle.pop()
+            connection.carry(request, request.attach(connection))
             return
-        self._wanted.append(passenger)
+        self._waiting.append(request)
         self._connect()
 
-    def take_back(self, link: ReplicaConnection) -> None:
+    def take_back(self, connection: ReplicaConnection) -> None:
+        """A connection is free: give it to a waiting request, or keep it."""
         self._returned += 1
-        while self._wanted:
-            passenger = self._wanted.popleft()
-            if passenger.waits:
-                link.carry(passenger, passenger.board(link))
+        while self._waiting:
+            request = self._waiting.popleft()
+            if request.waits:
+                connection.carry(request, request.attach(connection))
                 return
         if self._closed:
-            link.drop()
+            connection.drop()
         else:
-            link.idle_since = time.monotonic()
-            self._idle.append(link)
+            connection.idle_since = time.monotonic()
+            self._idle.append(connection)
 
-    def gone(self, link: ReplicaConnection) -> None:
+    def gone(self, connection: ReplicaConnection) -> None:
+        """A connection is closed."""
         self._open -= 1
-        if link.traveller is None and link in self._idle:
-            self._idle.remove(link)
+        if connection.request is None and connection in self._idle:
+            self._idle.remove(connection)
 
     def _connect(self) -> None:
-        if self._open >= FREELY and self._returns * SOON >= len(self._wanted):
-            return  # a replica that answers faster than we can ask gains nothing by more links
-        if len(self._tasks) < min(CONNECTING, len(self._wanted)):
+        if self._open >= FREELY and self._returns * SOON >= len(self._waiting):
+            return  # more connections do not speed up a replica that answers faster than requests come
+        if len(self._tasks) < min(CONNECTING, len(self._waiting)):
             task = self._loop.create_task(self._connect_one())
             self._tasks.add(task)
             task.add_done_callback(self._connected)
@@ -308,37 +269,38 @@ class ConnectionPool:
             self._connect()
 
     async def _connect_one(self) -> None:
-        link = ReplicaConnection(self)
+        connection = ReplicaConnection(self)
         try:
             async with asyncio.timeout(self._connect_s):
-                await self._open_connection(lambda: link)
+                await self._open_connection(lambda: connection)
         except TimeoutError:
             self._fail("timeout")
         except OSError:
             self._fail("refused")
         else:
-            self._open += 1  # before what `gone` may have taken off already
-            if link.is_open:
-                self.take_back(link)
+            self._open += 1  # before `gone` may have subtracted it
+            if connection.is_open:
+                self.take_back(connection)
 
     def _fail(self, kind: str) -> None:
-        waiting, self._wanted = self._wanted, deque()
-        for passenger in waiting:
-            if passenger.waits:
-                passenger.lost(kind)
+        waiting, self._waiting = self._waiting, deque()
+        for request in waiting:
+            if request.waits:
+                request.lost(kind)
 
     def tick(self) -> None:
+        """Called at each tick of the timer."""
         self._returns, self._returned = self._returned, 0
-        if self._wanted:
+        if self._waiting:
             self._connect()
 
     def tidy(self, now: float) -> None:
-        """Close what has been idle for long; the longest idle stand first."""
+        """Close connections that have been idle for long; those idle the longest are first in the list."""
         while self._idle and now - self._idle[0].idle_since > IDLE_S:
             self._idle.pop(0).drop()
 
     def close(self) -> None:
-        """Close what is idle, and what is in use once it is free."""
+        """Close idle connections now, and those in use once they are free."""
         self._closed = True
         while self._idle:
             self._idle.pop().drop()

@@ -82,7 +82,7 @@ class _RouterProcess:
         self._servers: list[asyncio.Server] = []
         self._frames = MessageChannel(self._obey, self._over.set)
         self._relay = Relay(config, board, row, self._loop, self._frames.send)
-        self._door = Listener(self._relay)
+        self._listener = Listener(self._relay)
         self._several = config.processes > 1
         self._certificate = None if config.tls is None else Certificate(*map(Path, config.tls))
         self._tls: dict[str, Any] = {}
@@ -91,7 +91,7 @@ class _RouterProcess:
 
     async def run(self, line: socket.socket) -> None:
         await self._loop.create_connection(lambda: self._frames, sock=line)
-        self._relay.wheel.start()
+        self._relay.timer.start()
         shorten_collections()
         self._frames.send({"event": "here"})
         fresh = self._loop.create_task(reload_changed_files([] if self._certificate is None else [self._certificate]))
@@ -104,7 +104,7 @@ class _RouterProcess:
         """What keys have spent here, for the other processes."""
         while self._several:
             await asyncio.sleep(SPENDING_S)
-            if news := self._door.gate.quotas.news():
+            if news := self._listener.gate.quotas.take_news():
                 self._frames.send({"event": "spent", "spent": news})
 
     def _obey(self, message: Mapping[str, Any]) -> None:
@@ -114,17 +114,17 @@ class _RouterProcess:
             if not self._servers and self._draining is None:
                 self._loop.create_task(self._listen())
         elif "spent" in message:
-            self._door.gate.quotas.hear((name, kind, amount) for name, kind, amount in message["spent"])
+            self._listener.gate.quotas.add_news((name, kind, amount) for name, kind, amount in message["spent"])
         elif "keys" in message:
-            if self._door.gate.keys is not None:
-                self._door.gate.keys.replace(message["keys"])
+            if (keys := self._listener.gate.access.api) is not None:
+                keys.replace(message["keys"])
         elif "drain" in message and self._draining is None:
             self._draining = self._loop.create_task(self._drain())
 
     async def _listen(self) -> None:
         for listener in self._listeners:
             own = listener.dup()  # the server closes what it is given
-            made = await self._loop.create_server(self._door.protocol, sock=own, backlog=BACKLOG, **self._tls)
+            made = await self._loop.create_server(self._listener.protocol, sock=own, backlog=BACKLOG, **self._tls)
             self._servers.append(made)
         self._frames.send({"event": "ready"})
 
@@ -134,9 +134,9 @@ class _RouterProcess:
         for server in self._servers:
             server.close()
         for listener in self._listeners:
-            await self._take_last(listener, self._door.protocol)
+            await self._take_last(listener, self._listener.protocol)
             listener.close()
-        await self._door.empty()
+        await self._listener.until_empty()
         self._relay.close()
         self._frames.send({"event": "drained"})
 

@@ -1,143 +1,109 @@
-"""One request on its way: to a replica, to another one when that fails, and the answer back to its client."""
+"""One request on its way to a replica, to another one when that fails, and its answer."""
 
 from __future__ import annotations
 
 import re
 from functools import lru_cache
-from typing import Protocol
+from typing import TYPE_CHECKING
 from urllib.parse import unquote
 
 from gpuinfer.fleet.router.connection_pool import ConnectionPool, ReplicaConnection
-from gpuinfer.fleet.router.event_stream import ByteBudget, RelayedEvents
-from gpuinfer.fleet.router.http_message import LAST, RequestHead, ResponseHead, encode_chunk
+from gpuinfer.fleet.router.event_stream import RelayedEvents
+from gpuinfer.fleet.router.http_message import RequestHead, ResponseHead
 from gpuinfer.fleet.router.replica_table import RoutedReplica
-from gpuinfer.http.http_exchange import error_bytes, error_type_of
+from gpuinfer.fleet.router.shared_counters import ProcessCell
+from gpuinfer.http.access import RequestRefusal
+from gpuinfer.http.http_exchange import chunk_bytes, error_bytes, error_type_of, last_chunk
+
+if TYPE_CHECKING:
+    from gpuinfer.fleet.router.client_connection import RouterClientConnection
+    from gpuinfer.fleet.router.relay import Relay
 
 TRY_AGAIN = frozenset({429, 502, 503})
-STALE_S = 0.1  # a link used before that breaks so soon was closed while nobody looked, by no fault of the replica's
-STALE = 2  # times that this is believed of one request
+STALE_S = (
+    0.1  # a connection used before that breaks so soon was closed while nobody looked, by no fault of the replica's
+)
+STALE = 2  # times that a request is sent again for this reason
 
 _USED = re.compile(rb"(?mi)^x-gpuinfer-used:[ \t]*([0-9]{1,15} [0-9]{1,15})[ \t]*\r$")
 _WAITING, _WHOLE, _PASSING, _STREAMING = range(4)
 
 
-class ResponseReceiver(Protocol):
-    """The client's connection."""
-
-    def write(self, data: bytes) -> None: ...
-
-    def finish(self, close: bool) -> None:
-        """The answer is whole."""
-
-    def break_off(self) -> None:
-        """The answer cannot be brought to its end, and the client sees that: its connection closes in the middle."""
-
-    def refuse(self, status: int, message: str, retry_s: int = 0, route: bytes = b"") -> None:
-        """An answer of the router's own."""
-
-
-class RequestDispatcher(Protocol):
-    """Who decides where trips go, and counts what becomes of them."""
-
-    now: float
-    wall: float
-    closing: bool
-    whole_bytes: int
-    kept_bytes: int
-    room: ByteBudget
-
-    def clock(self) -> float: ...
-
-    def place(self, trip: ProxiedRequest) -> None: ...
-
-    def may_try_again(self, trip: ProxiedRequest, status: int) -> bool: ...
-
-    def sent_away(self, trip: ProxiedRequest) -> None: ...
-
-    def failed(self, trip: ProxiedRequest, kind: str) -> None: ...
-
-    def answered(self, trip: ProxiedRequest, status: int) -> None: ...
-
-    def over(self, trip: ProxiedRequest) -> None: ...
-
-    def broken_off(self) -> None: ...
-
-
 class ProxiedRequest:
-    """Its request is kept whole until its answer has come to its end."""
+    """A request with its body, which is kept until the answer is complete."""
 
     __slots__ = (
+        "_answer_head",
         "_begun",
         "_close",
         "_created",
-        "_dispatcher",
         "_events",
-        "_head",
         "_held",
         "_mode",
         "_more",
         "_pool",
+        "_relay",
         "_reused",
         "_sent",
         "_sent_at",
         "_stale",
-        "asked",
-        "asker",
         "attempt",
         "body",
+        "client",
+        "connection",
+        "error_body",
         "extra",
+        "head",
         "last",
-        "link",
         "losses",
         "member",
         "method",
         "paused",
+        "probes",
         "queued_us",
+        "reason",
         "replica",
         "request_id",
         "retried",
-        "said",
         "started",
         "tried",
-        "tries",
         "used",
         "waits",
-        "why",
     )
 
     def __init__(
         self,
-        dispatcher: RequestDispatcher,
-        asker: ResponseReceiver,
-        asked: RequestHead,
+        relay: Relay,
+        client: RouterClientConnection,
+        head: RequestHead,
         body: bytes,
         request_id: bytes,
         more: bytes = b"",
         extra: bytes = b"",
     ) -> None:
-        """`more` are lines that are added to the request, `extra` to its answer, each with CRLF before it."""
-        self._dispatcher, self.asker, self.asked, self.body = dispatcher, asker, asked, body
-        self.request_id, self._more, self._created = request_id, more, dispatcher.wall
+        """`more`: lines that are added to the request; `extra`: to its answer; each line begins with CRLF."""
+        self._relay, self.client, self.head, self.body = relay, client, head, body
+        self.request_id, self._more, self._created = request_id, more, relay.wall
         self.extra = extra
-        self.said = b""  # the answer, where that is an error
-        self.member: int | None = None  # who had it last
-        self.used = b""  # "INPUT OUTPUT", in tokens, as the replica said it
-        self.method = asked.method
-        self.started = self._sent_at = dispatcher.clock()
-        self.last = dispatcher.now  # when something of an answer last came, or the request was sent
+        self.error_body = b""  # of the answer, where that is an error
+        self.member: int | None = None  # the replica that had the request last
+        self.used = b""  # "INPUT OUTPUT", in tokens, from the replica's trailer
+        self.method = head.method
+        self.started = self._sent_at = relay.clock()
+        self.last = relay.now  # when bytes of an answer last came, or the request was sent
         self.attempt = self.losses = self._stale = self.queued_us = 0
-        self.tried: tuple[int, ...] = ()  # members that failed it, or sent it away
-        self.tries = False  # what becomes of it decides about a half-open breaker
-        self.retried = ""  # statuses that it was repeated for
+        self.tried: tuple[int, ...] = ()  # members that failed, or refused since they drain
+        self.probes = False  # its outcome decides about a half-open breaker
+        self.retried = ""  # the statuses after which the request was sent again, as X-Gpuinfer-Route lists them
         self.replica: RoutedReplica | None = None
-        self.why = ""
-        self.link: ReplicaConnection | None = None
+        self.reason = ""
+        self.connection: ReplicaConnection | None = None
         self.waits = False
         self._mode = _WAITING
-        self._sent = False  # whether anything of an answer has gone to the client
+        self._sent = False  # whether the client has been sent any of an answer
         self._reused = self._close = False
         self._begun = b""
-        self._head: ResponseHead | None = None
+        self._answer_head: ResponseHead | None = None
         self._held: list[bytes] = []
         self._events: RelayedEvents | None = None
         self._pool: ConnectionPool | None = None
@@ -145,24 +111,26 @@ class ProxiedRequest:
 
     # To a replica
 
-    def go(self, pool: ConnectionPool) -> None:
+    def start(self, pool: ConnectionPool) -> None:
+        """Send the request over a connection of this pool, at once or when one is free."""
         self._pool = pool
         self.waits = True
-        self.last = self._dispatcher.now
+        self.last = self._relay.now
         pool.take(self)
 
-    def board(self, link: ReplicaConnection) -> bytes:
-        self.waits, self.link, self._reused = False, link, link.reused
-        self._sent_at = self._dispatcher.clock()
+    def attach(self, connection: ReplicaConnection) -> bytes:
+        """The request has got this connection; returns its bytes."""
+        self.waits, self.connection, self._reused = False, connection, connection.reused
+        self._sent_at = self._relay.clock()
         if self.replica is not None:
             self.member = self.replica.member
         self.queued_us = int((self._sent_at - self.started) * 1e6)
         if self.paused:
-            link.pause()
-        asked, body = self.asked, self.body
+            connection.pause()
+        head, body = self.head, self.body
         where = self._more if self.replica is None else self.replica.lines
         mine = b"%b%b\r\nX-Request-Id: %b\r\nX-Gpuinfer-Created: %d" % (
-            asked.lines,
+            head.lines,
             where,
             self.request_id,
             self._created,
@@ -171,76 +139,72 @@ class ProxiedRequest:
             begun, size = len(self._begun), len(self._begun) + len(body)
             mine += b"\r\nX-Gpuinfer-Begun: %d\r\nContent-Length: %d\r\n\r\n" % (begun, size)
             return mine + self._begun + body
-        if asked.sized:
+        if head.sized:
             return b"%b\r\nContent-Length: %d\r\n\r\n%b" % (mine, len(body), body)
         return mine + b"\r\n\r\n"
 
-    # The answer, by the link
+    # The answer
 
     def answered(self, head: ResponseHead) -> None:
-        self.last = self._dispatcher.now
-        self._dispatcher.answered(self, head.status)
+        """The head of an answer has come."""
+        self.last = self._relay.now
+        self._relay.answered(self, head.status)
         if self._sent:
-            self._go_on(head)
+            self._resume_with(head)
             return
-        self._head = head
-        if 0 <= head.length <= self._dispatcher.whole_bytes:
+        self._answer_head = head
+        if 0 <= head.length <= self._relay.whole_bytes:
             self._mode = _WHOLE
             return
         self._mode = _PASSING
         if head.events and head.status == 200 and head.length < 0 and self.replica is not None:
             self._mode = _STREAMING
-            limit = self._dispatcher.kept_bytes if self.replica.about.ours else 0
-            self._events = RelayedEvents(limit, self._dispatcher.room)
-        more = b"" if head.length >= 0 or self._to_the_end(head) else b"\r\nTransfer-Encoding: chunked"
+            limit = self._relay.kept_bytes if self.replica.fleet_member.ours else 0
+            self._events = RelayedEvents(limit, self._relay.budget)
+        more = b"" if head.length >= 0 or self.head.old else b"\r\nTransfer-Encoding: chunked"
         self._write(self._lines(head) + more + b"\r\n\r\n")
 
     def answered_whole(self, head: ResponseHead, body: bytes) -> None:
-        if self._sent or len(body) > self._dispatcher.whole_bytes:
+        """The answer has come in one piece."""
+        if self._sent or len(body) > self._relay.whole_bytes:
             self.answered(head)
-            if self._head is head:
+            if self._answer_head is head:
                 if body:
                     self.content(body, False)
                 self.ended()
             return
-        self.link, self._head = None, head
-        self._dispatcher.answered(self, head.status)
+        self.connection, self._answer_head = None, head
+        self._relay.answered(self, head.status)
         if head.status in TRY_AGAIN and self._again(head):
             return
         self._sent = True
         if head.status >= 400:
-            self.said = body
-        self.asker.write(b"%b\r\n\r\n%b" % (self._lines(head), body))
+            self.error_body = body
+        self.client.write(b"%b\r\n\r\n%b" % (self._lines(head), body))
         self._finish()
 
     def _again(self, head: ResponseHead) -> bool:
-        """Go elsewhere, if an answer that says to try again may be heeded."""
+        """Send the request to another replica, where the answer says to try again and that is allowed."""
         if head.leaving and self.replica is not None:
-            self._dispatcher.sent_away(self)
-        elif not self._dispatcher.may_try_again(self, head.status):
+            self._relay.refused_draining(self)
+        elif not self._relay.may_try_again(self, head.status):
             return False
         self._forget()
-        self._dispatcher.place(self)
+        self._relay.place(self)
         return True
 
-    def _go_on(self, head: ResponseHead) -> None:
-        """The head of an answer that continues one: the client has had its own."""
+    def _resume_with(self, head: ResponseHead) -> None:
+        """The head of an answer that continues another replica's: it is not passed on."""
         if head.status != 200 or not head.events:
-            link, self.link = self.link, None
-            if link is not None:
-                link.drop()
+            self._drop_connection()
             if head.leaving:
-                self._dispatcher.sent_away(self)
-                self._dispatcher.place(self)
+                self._relay.refused_draining(self)
+                self._relay.place(self)
                 return
             self._lost("refused" if head.status in TRY_AGAIN else "broken")
 
-    def _to_the_end(self, head: ResponseHead) -> bool:
-        """Whether the client learns by the connection's end where the body ends."""
-        return self.asked.old and head.length < 0
-
     def _lines(self, head: ResponseHead) -> bytes:
-        self._close = self.asked.close or self._dispatcher.closing or self._to_the_end(head)
+        self._close = self.head.close or self._relay.closing or (self.head.old and head.length < 0)
         more = self.route() + self.extra
         if not head.request_id:
             more += b"\r\nX-Request-Id: " + self.request_id
@@ -249,196 +213,193 @@ class ProxiedRequest:
         return head.lines + more
 
     def route(self) -> bytes:
-        """The header that says why the answer comes from where it does."""
-        if not self.why:
+        """The header X-Gpuinfer-Route: which replica answers, and why that one."""
+        if not self.reason:
             return b""
         where = "none" if self.replica is None else self.replica.member
-        chosen = _chosen(where, self.why, self.attempt)
+        chosen = _chosen(where, self.reason, self.attempt)
         if self.retried:
             return b"%b%d%b" % (chosen, self.queued_us, self.retried.encode("latin-1"))
         return b"%b%d" % (chosen, self.queued_us)
 
     @property
     def status(self) -> int:
-        """Of the answer that its client gets; 0 before that is known."""
-        return 0 if self._head is None else self._head.status
+        """The answer's status; 0 before it is known."""
+        return 0 if self._answer_head is None else self._answer_head.status
 
     @property
     def model(self) -> str | None:
-        """Who answers, as the replica said it."""
-        return unquote(self._head.model.decode("latin-1")) if self._head is not None and self._head.model else None
+        """The name of the model that answers, where the replica tells it."""
+        return (
+            unquote(self._answer_head.model.decode("latin-1"))
+            if self._answer_head is not None and self._answer_head.model
+            else None
+        )
 
     def tokens(self) -> tuple[int, int] | None:
-        """Of prompt and answers, as far as that is known; of an answer that breaks off, those that were sent."""
-        used = (self.used or (self._head.used if self._head is not None else b"")).split()
+        """Tokens of prompt and answers, where they are known; of an answer that breaks off, those that were sent."""
+        used = (self.used or (self._answer_head.used if self._answer_head is not None else b"")).split()
         if len(used) == 2 and all(part.isdigit() for part in used):
             return int(used[0]), int(used[1])
         sent = 0 if self._events is None else self._events.tokens()
         return (0, sent) if sent else None
 
     def trailer(self, lines: bytes) -> None:
-        """What the replica says after its answer."""
+        """Read the headers that follow the answer."""
         found = _USED.search(lines)
         if found is not None:
             self.used = found[1]
 
-    def content(self, data: bytes, plain: bool) -> None:
-        self.last = self._dispatcher.now
+    def content(self, data: bytes, whole: bool) -> None:
+        """Take a part of the body. `whole`: it stands in whole chunks in `connection.received`."""
+        self.last = self._relay.now
         if self._mode == _WHOLE:
             self._held.append(data)
         elif self._events is not None:
-            whole = self._events.take(data)
-            if whole:
-                self._pass(whole, plain and whole is data)
+            events = self._events.take(data)
+            if events:
+                self._pass(events, whole and events is data)
         else:
-            self._pass(data, plain)
+            self._pass(data, whole)
 
-    def _pass(self, data: bytes, plain: bool) -> None:
-        head = self._head
-        if head is None or head.length >= 0 or self.asked.old:
+    def _pass(self, data: bytes, whole: bool) -> None:
+        head = self._answer_head
+        if head is None or head.length >= 0 or self.head.old:
             self._write(data)
-        elif plain and self.link is not None:
-            self._write(self.link.received)
+        elif whole and self.connection is not None:
+            self._write(self.connection.received)
         else:
-            self._write(encode_chunk(data))
+            self._write(chunk_bytes(data))
 
     def _write(self, data: bytes) -> None:
         self._sent = True
-        self.asker.write(data)
+        self.client.write(data)
 
     def ended(self) -> None:
-        self.link = None
-        head = self._head
+        """The answer is complete."""
+        self.connection = None
+        head = self._answer_head
         if head is None:
             return
         if self._mode == _WHOLE:
             if head.status in TRY_AGAIN and self._again(head):
                 return
             self._write(b"".join((self._lines(head), b"\r\n\r\n", *self._held)))
-        elif head.length < 0 and not self.asked.old:
-            self._write(LAST)
+        elif head.length < 0 and not self.head.old:
+            self._write(last_chunk())
         self._finish()
 
     def _finish(self) -> None:
         self._over()
-        self.asker.finish(self._close)
+        self.client.finish(self._close)
 
     def _over(self) -> None:
         if self._events is not None:
             self._events.forget()
-        self._dispatcher.over(self)
+        self._relay.over(self)
 
     def _forget(self) -> None:
-        """What came of an answer that its client never sees."""
-        self._mode, self._head = _WAITING, None
+        """Drop an answer that the client is not sent."""
+        self._mode, self._answer_head = _WAITING, None
         self._held.clear()
 
     # When it goes wrong
 
     def lost(self, kind: str) -> None:
+        """The connection is lost, or none could be made; `kind`: reset, broken, refused, timeout."""
         self.waits = False
-        link, self.link = self.link, None
-        early = link is not None and not link.heard and self._reused
-        if early and self._stale < STALE and self._dispatcher.clock() - self._sent_at < STALE_S:
+        connection, self.connection = self.connection, None
+        early = connection is not None and not connection.answering and self._reused
+        if early and self._stale < STALE and self._relay.clock() - self._sent_at < STALE_S:
             self._stale += 1
             if self._pool is not None:
-                self.go(self._pool)
+                self.start(self._pool)
                 return
         self._lost(kind)
 
     def _lost(self, kind: str) -> None:
-        """Nothing more comes from this replica."""
+        """Nothing more comes from this replica: end, go on at another one, or give up."""
         if self._events is not None and self._events.ended:
-            self._end_stream()
+            if self._answer_head is not None and self._answer_head.length < 0 and not self.head.old:
+                self._write(last_chunk())
+            self._finish()
             return
-        self._dispatcher.failed(self, kind)
+        self._relay.failed(self, kind)
         if self.replica is None:
             self.give_up(502, "the fleet's control application does not answer. See its log.")
         elif not self._sent:
             self._forget()
-            self._dispatcher.place(self)
+            self._relay.place(self)
         elif self._events is not None and self.resumes:
-            self._go_on_elsewhere(self._events)
+            events = self._events
+            if events.moved:  # further than before: the request is not what replicas die of
+                self.attempt = self.losses = 0
+            self._begun = events.begun()
+            events.restart()
+            self._relay.place(self)
         else:
             self.give_up(502, "the replica was lost while it answered. Send the request again.")
 
-    def _go_on_elsewhere(self, events: RelayedEvents) -> None:
-        if events.moved:  # it has come further since the last time, so it is not what replicas die of
-            self.attempt = self.losses = 0
-        self._begun = events.begun()
-        events.restart()
-        self._dispatcher.place(self)
-
-    def _end_stream(self) -> None:
-        if self._head is not None and self._head.length < 0 and not self.asked.old:
-            self._write(LAST)
-        self._finish()
+    def _drop_connection(self) -> None:
+        connection, self.connection = self.connection, None
+        if connection is not None:
+            connection.drop()
 
     @property
     def resumes(self) -> bool:
-        """Whether its client has had the beginning of a stream that can go on elsewhere."""
+        """Whether the client has been sent the beginning of a stream that another replica can continue."""
         return self._sent and self._events is not None and self._events.resumable
 
     def give_up(self, status: int, message: str, retry_s: int = 0) -> None:
-        """There is no way on. A client that has had nothing gets this answer; one that reads events gets it as one."""
+        """Answer with an error, within a stream of events as an event; another answer that has begun is broken off."""
         self.waits = False
-        link, self.link = self.link, None
-        if link is not None:
-            link.drop()
+        self._drop_connection()
         route = self.route()
         self._over()
         if not self._sent:
-            self.asker.refuse(status, message, retry_s, route)
+            retry = [("Retry-After", str(retry_s))] if retry_s else []
+            self.client.refuse(RequestRefusal(status, message, retry), route)
             return
-        self._dispatcher.broken_off()
+        self._relay.count(ProcessCell.BROKEN_OFF)
         if self._events is not None:
-            self._pass(error_event(status, message), False)
-            if not self.asked.old:
-                self._write(LAST)
-            self.asker.finish(self._close)  # its client has been told of the end, and may go on
+            error = error_bytes(message, error_type_of(status), code=str(status))
+            self._pass(b"data: " + error + b"\n\n", False)
+            if not self.head.old:
+                self._write(last_chunk())
+            self.client.finish(self._close)
         else:
-            self.asker.break_off()
+            self.client.break_off()
 
     def abandon(self) -> None:
-        """The client has gone."""
+        """The client has disconnected."""
         self.waits = False
-        link, self.link = self.link, None
-        if link is not None:
-            link.drop()
+        self._drop_connection()
         if self._events is not None:
             self.used = self.used or b"0 %d" % self._events.tokens()
         self._over()
 
     def time_out(self) -> None:
-        """Nothing has come for too long."""
-        link, self.link = self.link, None
-        if link is not None:
-            link.drop()
+        """No byte of an answer has come for too long."""
+        self._drop_connection()
         if self._sent and self._events is not None:
             self._lost("timeout")
             return
-        self._dispatcher.failed(self, "timeout")
+        self._relay.failed(self, "timeout")
         self.give_up(504, "no answer came in time. Ask for less at once, or raise the router's timeout.")
 
     def pause(self) -> None:
-        """The client takes no more for now."""
+        """The client reads too slowly: read no more of the answer."""
         self.paused = True
-        if self.link is not None:
-            self.link.pause()
+        if self.connection is not None:
+            self.connection.pause()
 
     def resume(self) -> None:
         self.paused = False
-        self.last = self._dispatcher.now
-        if self.link is not None:
-            self.link.resume()
+        self.last = self._relay.now
+        if self.connection is not None:
+            self.connection.resume()
 
 
 @lru_cache(maxsize=4096)
 def _chosen(where: object, why: str, attempt: int) -> bytes:
-    """The beginning of the header, up to the time."""
     return f"\r\nX-Gpuinfer-Route: replica={where}; why={why}; attempt={attempt}; queued_us=".encode("latin-1")
-
-
-def error_event(status: int, message: str) -> bytes:
-    """What ends a stream that cannot go on."""
-    return b"data: " + error_bytes(message, error_type_of(status), code=str(status)) + b"\n\n"

@@ -1,7 +1,5 @@
-"""Where requests go: the decisions of one router process, with its retry budget and one timer for all connections.
-
-Retries are a share of all requests, so that they never flood the replicas. The timer looks at each connection once in a
-while, which knows itself whether it is late.
+"""The decisions of one router process: which replica gets a request, and what follows a failure; its retry budget, and
+one timer for all connections. Retries are a share of all requests, so that they never flood the replicas.
 """
 
 from __future__ import annotations
@@ -12,7 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from gpuinfer.fleet.router.connection_pool import ConnectionPool
 from gpuinfer.fleet.router.event_stream import ByteBudget
@@ -24,21 +22,19 @@ from gpuinfer.fleet.router.shared_counters import MemberCell, ProcessCell, Share
 from gpuinfer.fleet.routing_policies import RoutedRequest, make_policy
 from gpuinfer.http.network import DisconnectWatcher
 
+if TYPE_CHECKING:
+    from gpuinfer.fleet.router.client_connection import RouterClientConnection
+
 TICK_S = 0.125
-SLOTS = 8  # each thing is looked at once in SLOTS ticks
-
-
-class Tickable(Protocol):
-    def look(self, now: float) -> None:
-        """It is `now`: end what has taken too long."""
+SLOTS = 8  # each connection's timeouts are checked once in SLOTS ticks
 
 
 class TickTimer:
-    """`now` is `time.monotonic()` at the last tick: near enough for limits of seconds, and free."""
+    """One timer for all connections. `now` is `time.monotonic()` at the last tick: precise enough for timeouts."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, every_tick: Callable[[float], None]) -> None:
         self._loop, self._every_tick = loop, every_tick
-        self._slots: list[set[Tickable]] = [set() for _ in range(SLOTS)]
+        self._slots: list[set[RouterClientConnection]] = [set() for _ in range(SLOTS)]
         self._at = self._next = 0
         self._timer: asyncio.TimerHandle | None = None
         self.now = time.monotonic()
@@ -50,32 +46,29 @@ class TickTimer:
         if self._timer is not None:
             self._timer.cancel()
 
-    def add(self, thing: Tickable) -> int:
-        """Returns what `remove` takes."""
+    def add(self, connection: RouterClientConnection) -> int:
+        """Check this connection from now on; returns the slot for `remove`."""
         self._next = (self._next + 1) % SLOTS
-        self._slots[self._next].add(thing)
+        self._slots[self._next].add(connection)
         return self._next
 
-    def remove(self, thing: Tickable, slot: int) -> None:
-        self._slots[slot].discard(thing)
-
-    def everything(self) -> list[Tickable]:
-        return [thing for slot in self._slots for thing in slot]
+    def remove(self, connection: RouterClientConnection, slot: int) -> None:
+        self._slots[slot].discard(connection)
 
     def _tick(self) -> None:
         self.start()
         self.now = time.monotonic()
         self._every_tick(self.now)
         self._at = (self._at + 1) % SLOTS
-        for thing in list(self._slots[self._at]):
-            thing.look(self.now)
+        for connection in list(self._slots[self._at]):
+            connection.check_timeout(self.now)
 
 
 AT_FIRST, AT_MOST = 5.0, 100.0
 
 
 class RetryBudget:
-    """Each request earns a share of a retry, and each retry costs one."""
+    """Each request earns a share of a retry; each retry costs one."""
 
     __slots__ = ("_left", "_share")
 
@@ -88,31 +81,31 @@ class RetryBudget:
             self._left += self._share
 
     def spend(self) -> bool:
-        """Whether there is one."""
+        """Take one retry, if there is one. Whether there was."""
         if self._left < 1:
             return False
         self._left -= 1
         return True
 
 
-LOSSES = 5  # replicas that one request may lose while it is under way: it could be what they die of
-WAITING = 4096  # requests that wait for a replica at a time
-AWAY_S = 2.0  # for the roster to say of a replica that it drains
-TOLD_S = 0.1  # between two failures of one member that its owner is told
-TIDY_S = 5.0  # between two looks for links that nobody needs
+LOSSES = 5  # replicas that may die while they have one request, which could be the cause
+WAITING = 4096  # requests that may wait for a replica at a time
+DRAINING_S = 2.0  # until the roster shows that a replica drains
+REPORT_S = 0.1  # between two reports of one member's failures
+TIDY_S = 5.0  # between two searches for idle connections
 ANY = RoutedRequest()
 
 
 class Relay:
-    """Chooses replicas for trips, sends them on when one fails, lets them wait when there is none for now."""
+    """Chooses a replica for each request, another one when that fails, and lets requests wait while none is up."""
 
     def __init__(
         self,
         config: RouterConfig,
-        board: SharedCounters,
+        counters: SharedCounters,
         row: int,
         loop: asyncio.AbstractEventLoop,
-        tell: Callable[[Mapping[str, Any]], None],
+        report: Callable[[Mapping[str, Any]], None],
     ) -> None:
         self.config = config
         self.closing = False
@@ -120,18 +113,18 @@ class Relay:
         self.clock = time.monotonic
         self.now, self.wall = time.monotonic(), time.time()  # at the last tick
         self.kept_bytes = config.kept_bytes
-        self.room = ByteBudget(config.bodies_bytes)
-        self.wheel = TickTimer(loop, self._tick)
-        self.departures = DisconnectWatcher(loop)
-        self.members = ReplicaTable(config, board, row, loop, self._wake)
-        self.control = ConnectionPool(partial(_connect_unix, loop, config.control), config.connect_s, loop)
-        self.trips = 0  # under way
-        self._loop, self._tell = loop, tell
-        self._shared = board.processes > 1
+        self.budget = ByteBudget(config.bodies_bytes)
+        self.timer = TickTimer(loop, self._tick)
+        self.disconnects = DisconnectWatcher(loop)
+        self.members = ReplicaTable(config, counters, row, loop, self._wake)
+        self.control = ConnectionPool(partial(loop.create_unix_connection, path=config.control), config.connect_s, loop)
+        self.active = 0  # requests under way
+        self._loop, self._report = loop, report
+        self._shared = counters.processes > 1
         self._policy = make_policy(config.policy, random.Random(), **config.policy_options)
         self._budget = RetryBudget(config.retry_budget)
         self._waiting: deque[ProxiedRequest] = deque()
-        self._cells, self._totals = board.cells, board.total_at(row, ProcessCell.CONNECTIONS)
+        self._cells, self._totals = counters.cells, counters.total_at(row, ProcessCell.CONNECTIONS)
         self._requests = self._totals + int(ProcessCell.REQUESTS)
         self._woken = False
         self._tidy_at = self.now + TIDY_S
@@ -139,81 +132,75 @@ class Relay:
     def count(self, total: ProcessCell, by: int = 1) -> None:
         self._cells[self._totals + total] += by
 
-    # Trips that come and go
+    # Requests
 
-    def send(self, trip: ProxiedRequest) -> None:
-        """Take a new trip for a replica."""
-        self.trips += 1
+    def send(self, request: ProxiedRequest) -> None:
+        """Send a new request to a replica."""
+        self.active += 1
         self._cells[self._requests] += 1
         self._budget.earn()
-        self._choose(trip)
+        self._choose(request)
 
-    def send_to_control(self, trip: ProxiedRequest) -> None:
-        """Take a new trip for the control application."""
-        self.trips += 1
-        trip.go(self.control)
+    def send_to_control(self, request: ProxiedRequest) -> None:
+        """Send a new request to the control application."""
+        self.active += 1
+        request.start(self.control)
 
-    def over(self, trip: ProxiedRequest) -> None:
-        self.trips -= 1
-        self._leave(trip)
+    def over(self, request: ProxiedRequest) -> None:
+        """A request is over, whatever its outcome."""
+        self.active -= 1
+        self._leave(request)
 
-    def broken_off(self) -> None:
-        self.count(ProcessCell.BROKEN_OFF)
-
-    def _leave(self, trip: ProxiedRequest) -> None:
-        replica, trip.replica = trip.replica, None
+    def _leave(self, request: ProxiedRequest) -> None:
+        replica, request.replica = request.replica, None
         if replica is None:
             return
         replica.leave()
-        if replica.breaker.state == HALF_OPEN and trip.tries and replica.breaker.tried():
+        if replica.breaker.state == HALF_OPEN and request.probes and replica.breaker.probe_ended():
             self.members.changed(replica)
 
-    # Where to
+    # Which replica
 
-    def place(self, trip: ProxiedRequest) -> None:
-        """Send a trip to a replica, or let it wait for one, or give it up."""
-        self._leave(trip)
-        self._choose(trip)
+    def place(self, request: ProxiedRequest) -> None:
+        """Send a request to another replica, or let it wait for one, or give it up."""
+        self._leave(request)
+        self._choose(request)
 
-    def _choose(self, trip: ProxiedRequest) -> None:
+    def _choose(self, request: ProxiedRequest) -> None:
         usable = self.members.usable
-        loads = [one for one in usable if one.member not in trip.tried] if trip.tried else usable
-        if not loads or trip.attempt >= self.config.attempts or trip.losses >= LOSSES:
-            self._wait_or_give_up(trip)
+        loads = [one for one in usable if one.member not in request.tried] if request.tried else usable
+        if not loads or request.attempt >= self.config.attempts or request.losses >= LOSSES:
+            self._wait_or_give_up(request)
             return
         if self._shared:
             for one in loads:
-                one.look_around()
-        asking = RoutedRequest(1.0, affinity_of(trip.asked, trip.body)) if self._policy.needs_affinity else ANY
-        load, trip.why = self._policy.choose(loads, asking)
-        if isinstance(load, RoutedReplica):
-            self._enter(trip, load)
-
-    def _enter(self, trip: ProxiedRequest, replica: RoutedReplica) -> None:
-        trip.replica = replica
-        trip.attempt += 1
+                one.count_others()
+        asking = RoutedRequest(1.0, affinity_of(request.head, request.body)) if self._policy.needs_affinity else ANY
+        replica, request.reason = self._policy.choose(loads, asking)
+        if not isinstance(replica, RoutedReplica):
+            return
+        request.replica = replica
+        request.attempt += 1
         replica.enter()
-        trip.tries = replica.breaker.state == HALF_OPEN
-        if trip.tries:
-            replica.breaker.trying = True
+        request.probes = replica.breaker.state == HALF_OPEN
+        if request.probes:
+            replica.breaker.probing = True
             self.members.refresh()
-        trip.go(replica.pool)
+        request.start(replica.pool)
 
-    def _wait_or_give_up(self, trip: ProxiedRequest) -> None:
-        if trip.losses >= LOSSES or trip.attempt >= self.config.attempts:
-            trip.give_up(502, f"{trip.attempt} replicas failed while they had this request. Try it by itself.")
-        elif self.closing or len(self._waiting) >= WAITING or not self._hopeful(trip):
+    def _wait_or_give_up(self, request: ProxiedRequest) -> None:
+        may_wait = self.members.any_expected() and self.clock() - request.started < self.config.wait_s
+        if request.losses >= LOSSES or request.attempt >= self.config.attempts:
+            request.give_up(502, f"{request.attempt} replicas failed while they had this request. Try it by itself.")
+        elif self.closing or len(self._waiting) >= WAITING or not may_wait:
             self.count(ProcessCell.UNROUTED)
-            trip.give_up(503, "no replica is up. Try again.", retry_s=2)
+            request.give_up(503, "no replica is up. Try again.", retry_s=2)
         else:
-            self._waiting.append(trip)
-            trip.waits = True
-
-    def _hopeful(self, trip: ProxiedRequest) -> bool:
-        return self.members.hopeful() and self.clock() - trip.started < self.config.wait_s
+            self._waiting.append(request)
+            request.waits = True
 
     def _wake(self) -> None:
-        """Some replica may take requests now."""
+        """A replica may take requests again."""
         if self._waiting and not self._woken:
             self._woken = True
             self._loop.call_soon(self._place_waiting)
@@ -221,77 +208,84 @@ class Relay:
     def _place_waiting(self) -> None:
         self._woken = False
         waiting, self._waiting = self._waiting, deque()
-        for trip in waiting:
-            if trip.waits:
-                trip.waits = False
-                trip.tried = ()
-                self.place(trip)
+        for request in waiting:
+            if request.waits:
+                request.waits = False
+                request.tried = ()
+                self.place(request)
 
-    # What replicas do
+    # Outcomes
 
-    def answered(self, trip: ProxiedRequest, status: int) -> None:
-        replica = trip.replica
+    def answered(self, request: ProxiedRequest, status: int) -> None:
+        """A replica has answered with this status."""
+        replica = request.replica
         if replica is None:
             return
         breaker = replica.breaker
-        if status < 500 and breaker.sound:
+        if status < 500 and breaker.healthy:
             return
         if status >= 500 and status != 503:
             replica.add(MemberCell.ERRORS)
         if breaker.state == HALF_OPEN:
-            trip.tries = False
+            request.probes = False
         if breaker.answered(status, self.clock()):
             self.members.changed(replica)
 
-    def may_try_again(self, trip: ProxiedRequest, status: int) -> bool:
-        """Whether an answer that says to try again is not its client's answer yet, but sends the trip elsewhere."""
-        replica = trip.replica
-        if replica is None or self.closing or trip.attempt >= self.config.attempts or (status == 429 and trip.retried):
+    def may_try_again(self, request: ProxiedRequest, status: int) -> bool:
+        """Whether a request that was answered with 429, 502 or 503 is sent to another replica, for one retry."""
+        replica = request.replica
+        if (
+            replica is None
+            or self.closing
+            or request.attempt >= self.config.attempts
+            or (status == 429 and request.retried)
+        ):
             return False
-        tried = (*trip.tried, replica.member)
+        tried = (*request.tried, replica.member)
         others = [one for one in self.members.usable if one.member not in tried]
         if status == 429:
             others = [one for one in others if one.in_flight / one.speed < replica.in_flight / replica.speed]
         if not others or not self._budget.spend():
             return False
-        trip.tried = tried
-        trip.retried += f"; retried={status}"
+        request.tried = tried
+        request.retried += f"; retried={status}"
         replica.add(MemberCell.RETRIED)
         return True
 
-    def sent_away(self, trip: ProxiedRequest) -> None:
-        """By a replica that takes nothing new. It is no failure, costs nothing of the budget, and nobody else is sent
-        there: one that refuses at once would look like the least loaded of all.
+    def refused_draining(self, request: ProxiedRequest) -> None:
+        """A replica that drains has refused a request: no failure, and no retry is paid. It gets no further request,
+        since a replica that refuses at once would look like the least loaded of all.
         """
-        replica = trip.replica
+        replica = request.replica
         if replica is None:
             return
         replica.add(MemberCell.RETRIED)
-        trip.tried = (*trip.tried, replica.member)
-        trip.tries = False
-        if not replica.away_until:
-            replica.away_until = self.clock() + AWAY_S
-            self._tell({"event": "failed", "member": replica.member, "kind": "draining"})
+        request.tried = (*request.tried, replica.member)
+        request.probes = False
+        if not replica.draining_until:
+            replica.draining_until = self.clock() + DRAINING_S
+            self._report({"event": "failed", "member": replica.member, "kind": "draining"})
             self.members.refresh()
 
-    def failed(self, trip: ProxiedRequest, kind: str) -> None:
-        replica = trip.replica
+    def failed(self, request: ProxiedRequest, kind: str) -> None:
+        """A replica has failed a request; `kind` as `ProxiedRequest.lost` has it."""
+        replica = request.replica
         if replica is None:
             return
         replica.add(MemberCell.ERRORS)
-        replica.add(MemberCell.RESUMED if trip.resumes else MemberCell.RETRIED)
-        trip.tried = (*trip.tried, replica.member)
+        replica.add(MemberCell.RESUMED if request.resumes else MemberCell.RETRIED)
+        request.tried = (*request.tried, replica.member)
         if kind in ("reset", "broken"):
-            trip.losses += 1
+            request.losses += 1
         now = self.clock()
-        if now - replica.told > TOLD_S:
-            replica.told = now
-            self._tell({"event": "failed", "member": replica.member, "kind": kind})
-        trip.tries = False
+        if now - replica.reported_at > REPORT_S:
+            replica.reported_at = now
+            self._report({"event": "failed", "member": replica.member, "kind": kind})
+        request.probes = False
         if replica.breaker.failed(now):
             self.members.changed(replica)
 
-    # Time
+    # Timer
 
     def _tick(self, now: float) -> None:
         self.now, self.wall = now, time.time()
@@ -304,11 +298,7 @@ class Relay:
             self._place_waiting()
 
     def close(self) -> None:
-        self.wheel.stop()
-        self.departures.close()
+        self.timer.stop()
+        self.disconnects.close()
         self.members.close()
         self.control.close()
-
-
-async def _connect_unix(loop: asyncio.AbstractEventLoop, path: str, protocol: Callable[[], asyncio.Protocol]) -> object:
-    return await loop.create_unix_connection(protocol, path)

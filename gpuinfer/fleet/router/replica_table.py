@@ -26,12 +26,12 @@ class CircuitBreaker:
     Times are on any one clock. Methods return whether the state has changed.
     """
 
-    __slots__ = ("_config", "_failures", "_open_s", "_recent", "_wrong", "opens_at", "state", "trying")
+    __slots__ = ("_config", "_failures", "_open_s", "_recent", "_wrong", "opens_at", "probing", "state")
 
     def __init__(self, config: RouterConfig) -> None:
         self._config = config
         self.state = CLOSED
-        self.trying = False  # half-open: whether the one request is under way
+        self.probing = False  # half-open: whether the one request is under way
         self.opens_at = 0.0  # open: when it becomes half-open
         self._failures = 0  # in a row
         self._open_s = config.breaker_open_s
@@ -39,42 +39,21 @@ class CircuitBreaker:
         self._wrong = 0  # of the recent answers
 
     @property
-    def sound(self) -> bool:
-        """Nothing has gone wrong lately: an ordinary answer changes nothing."""
+    def healthy(self) -> bool:
+        """Whether nothing has gone wrong lately, so that an ordinary answer changes nothing."""
         return not (self.state or self._failures or self._wrong)
 
     def answered(self, status: int, now: float) -> bool:
-        """It has answered, with whatever status."""
+        """Record an answer's status."""
         self._failures = 0
         wrong = status >= 500 and status != 503
         if self.state == HALF_OPEN:
-            return self._close() if not wrong else self._open(now)
-        if status not in (429, 503) and (wrong or self._wrong):
-            return self._weigh(wrong, now)
-        return False
-
-    def failed(self, now: float) -> bool:
-        """It has not answered, by a fault of its own."""
-        self._failures += 1
-        if self.state == OPEN:
+            if wrong:
+                return self._open(now)
+            self.state, self.probing, self._open_s = CLOSED, False, self._config.breaker_open_s
+            return True
+        if status in (429, 503) or not (wrong or self._wrong):
             return False
-        if self.state == HALF_OPEN or self._failures >= self._config.breaker_failures:
-            return self._open(now)
-        return False
-
-    def tried(self) -> bool:
-        """The one request of a half-open breaker has ended without saying anything about the replica."""
-        was, self.trying = self.trying, False
-        return was
-
-    def ready(self, now: float) -> bool:
-        """Let one request through if it is time."""
-        if self.state != OPEN or now < self.opens_at:
-            return False
-        self.state, self.trying = HALF_OPEN, False
-        return True
-
-    def _weigh(self, wrong: bool, now: float) -> bool:
         recent = self._recent
         if len(recent) == recent.maxlen:
             self._wrong -= recent[0]
@@ -83,16 +62,32 @@ class CircuitBreaker:
         full = len(recent) == recent.maxlen
         return full and self._wrong >= self._config.breaker_share * len(recent) and self._open(now)
 
+    def failed(self, now: float) -> bool:
+        """Record a failure of the replica's own: it has not answered."""
+        self._failures += 1
+        if self.state == OPEN:
+            return False
+        if self.state == HALF_OPEN or self._failures >= self._config.breaker_failures:
+            return self._open(now)
+        return False
+
+    def probe_ended(self) -> bool:
+        """The one request of a half-open breaker has ended without an answer. Whether it was under way."""
+        was, self.probing = self.probing, False
+        return was
+
+    def ready(self, now: float) -> bool:
+        """Let one request through once the breaker has been open for long enough. Whether it does."""
+        if self.state != OPEN or now < self.opens_at:
+            return False
+        self.state, self.probing = HALF_OPEN, False
+        return True
+
     def _open(self, now: float) -> bool:
         self.opens_at = now + self._open_s
         self._open_s = min(2 * self._open_s, self._config.breaker_longest_s)
-        self.state, self.trying, self._failures, self._wrong = OPEN, False, 0, 0
+        self.state, self.probing, self._failures, self._wrong = OPEN, False, 0, 0
         self._recent.clear()
-        return True
-
-    def _close(self) -> bool:
-        self.state, self.trying = CLOSED, False
-        self._open_s = self._config.breaker_open_s
         return True
 
 
@@ -101,190 +96,180 @@ SLOWEST = 0.1  # of its speed, at the beginning of a slow start
 
 
 class RoutedReplica(ReplicaLoad):
-    """One member: its load, its breaker, its connections, and its cells on the board."""
+    """One member: its load, its breaker, its connections, and its cells on the counters."""
 
     __slots__ = (
-        "_board",
         "_cells",
+        "_counters",
         "_nowhere",
         "_others",
-        "about",
-        "away_until",
         "breaker",
+        "draining_until",
+        "fleet_member",
         "lines",
         "own",
         "pool",
-        "told",
+        "reported_at",
         "warm_at",
     )
 
     def __init__(
         self,
-        about: FleetMember,
+        member: FleetMember,
         pool: ConnectionPool,
         breaker: CircuitBreaker,
-        board: SharedCounters,
+        counters: SharedCounters,
         row: int,
         slot: int,
     ) -> None:
-        super().__init__(about.id, speed=about.speed)
-        self.about, self.pool, self.breaker = about, pool, breaker
+        super().__init__(member.id, speed=member.speed)
+        self.fleet_member, self.pool, self.breaker = member, pool, breaker
         self.own = 0  # requests under way there from this process
-        self.told = 0.0  # when its last failure was told
-        self.away_until = 0.0  # on the loop's clock: until then it takes nothing new, by its own word; 0: it does
+        self.reported_at = 0.0  # when its last failure was reported
+        self.draining_until = 0.0  # on the loop's clock: it drains, and gets no request before; 0: it does not
         self.warm_at = 0.0  # wall clock: when its slow start is over
-        self._board, self._cells = board.cells, board.member_at(row, slot)
-        self._nowhere = board.member_at(row, NOWHERE)
-        rows = (other for other in range(board.processes) if other != row)
-        self._others = [board.member_at(other, slot) + MemberCell.IN_FLIGHT for other in rows]
-        self._cells_set(MemberCell.IN_FLIGHT, 0)
-        host = f"[{about.host}]" if ":" in about.host else about.host
-        self.lines = f"\r\nHost: {host}:{about.port}".encode()
-        if about.key is not None:
-            self.lines += f"\r\nAuthorization: Bearer {about.key}".encode()
+        self._counters, self._cells = counters.cells, counters.member_at(row, slot)
+        self._nowhere = counters.member_at(row, NOWHERE)
+        rows = (other for other in range(counters.processes) if other != row)
+        self._others = [counters.member_at(other, slot) + MemberCell.IN_FLIGHT for other in rows]
+        self._counters[self._cells + MemberCell.IN_FLIGHT] = 0
+        host = f"[{member.host}]" if ":" in member.host else member.host
+        self.lines = f"\r\nHost: {host}:{member.port}".encode()
+        if member.key is not None:
+            self.lines += f"\r\nAuthorization: Bearer {member.key}".encode()
 
     def enter(self) -> None:
-        """A request has been sent here: it counts from this moment on."""
+        """Count a request that is sent here."""
         self.own += 1
-        self.in_flight = self._board[self._cells] = self.own
-        self._board[self._cells + _REQUESTS] += 1
+        self.in_flight = self._counters[self._cells] = self.own
+        self._counters[self._cells + _REQUESTS] += 1
 
     def leave(self) -> None:
+        """A request is over."""
         self.own -= 1
-        self.in_flight = self._board[self._cells] = self.own
+        self.in_flight = self._counters[self._cells] = self.own
 
-    def look_around(self) -> None:
-        """Count what the other processes have under way here."""
-        cells = self._board
+    def count_others(self) -> None:
+        """Add what the other processes have under way here."""
+        cells = self._counters
         self.in_flight = self.own + sum(cells[at] for at in self._others)
 
     def add(self, cell: MemberCell) -> None:
-        self._board[self._cells + cell] += 1
+        self._counters[self._cells + cell] += 1
 
     def show_breaker(self) -> None:
-        self._cells_set(MemberCell.BREAKER, self.breaker.state)
+        self._counters[self._cells + MemberCell.BREAKER] = self.breaker.state
 
     def retire(self) -> None:
-        """It is gone, or another has taken its place: what it still has under way counts no more."""
-        self._cells_set(MemberCell.IN_FLIGHT, 0)
+        """Close the replica, which has left or was replaced: what it still has under way counts no more."""
+        self._counters[self._cells + MemberCell.IN_FLIGHT] = 0
         self._cells, self._others = self._nowhere, []
         self.pool.close()
-
-    def _cells_set(self, cell: MemberCell, value: int) -> None:
-        self._board[self._cells + cell] = value
 
     @property
     def open_to_requests(self) -> bool:
         breaker = self.breaker
-        if self.about.state != "up" or self.away_until:
+        if self.fleet_member.state != "up" or self.draining_until:
             return False
-        return breaker.state == CLOSED or (breaker.state == HALF_OPEN and not breaker.trying)
+        return breaker.state == CLOSED or (breaker.state == HALF_OPEN and not breaker.probing)
 
     def warm(self, now: float, slow_start_s: float) -> None:
-        """`now` is on the wall clock. Its speed rises evenly to what it is said to be."""
+        """Set the speed, which rises evenly during a slow start; `now` is on the wall clock."""
         left = (self.warm_at - now) / slow_start_s if slow_start_s > 0 else 0.0
-        self.speed = self.about.speed * min(1.0, max(SLOWEST, 1.0 - left))
+        self.speed = self.fleet_member.speed * min(1.0, max(SLOWEST, 1.0 - left))
 
 
 class ReplicaTable:
-    """All of them, kept up to date with the rosters that come."""
+    """The replicas of the latest roster."""
 
     def __init__(
         self,
         config: RouterConfig,
-        board: SharedCounters,
+        counters: SharedCounters,
         row: int,
         loop: asyncio.AbstractEventLoop,
         on_more: Callable[[], None],
     ) -> None:
         """`on_more` is called when there may be room for a request that found none."""
-        self._config, self._board, self._row, self._loop, self._on_more = config, board, row, loop, on_more
+        self._config, self._counters, self._row, self._loop, self._on_more = config, counters, row, loop, on_more
         self._all: dict[int, RoutedReplica] = {}
-        self._dull: dict[int, RoutedReplica] = {}  # whose breaker is not closed, or whose slow start is not over
-        self._named = False  # whether any replica has ever been named
+        self._changing: dict[int, RoutedReplica] = {}  # breaker not closed, draining, or in slow start
+        self._ever_named = False  # whether any replica has ever been named
         self.usable: list[RoutedReplica] = []
 
     def update(self, members: Iterable[tuple[FleetMember, int]]) -> None:
-        """Each with its slot on the board."""
+        """Each with its slot on the counters."""
         before, self._all = self._all, {}
-        for about, slot in members:
-            self._all[about.id] = self._kept(before.pop(about.id, None), about, slot)
+        for member, slot in members:
+            replica = before.pop(member.id, None)
+            if replica is not None:
+                old = replica.fleet_member
+                if (old.host, old.port, old.key, old.since) != (member.host, member.port, member.key, member.since):
+                    replica.retire()
+                    replica = None
+            if replica is None:
+                connect = partial(self._loop.create_connection, host=member.host, port=member.port)
+                pool = ConnectionPool(connect, self._config.connect_s, self._loop)
+                replica = RoutedReplica(member, pool, CircuitBreaker(self._config), self._counters, self._row, slot)
+                replica.show_breaker()
+                if member.since:
+                    replica.warm_at = member.since + self._config.slow_start_s
+            replica.fleet_member, replica.speed = member, member.speed
+            self._all[member.id] = replica
         for replica in before.values():
             replica.retire()
-        self._named = self._named or bool(self._all)
+        self._ever_named = self._ever_named or bool(self._all)
         self.refresh()
 
-    def _kept(self, replica: RoutedReplica | None, about: FleetMember, slot: int) -> RoutedReplica:
-        if replica is not None and _same_place(replica.about, about):
-            replica.about = about
-            replica.speed = about.speed
-            return replica
-        if replica is not None:
-            replica.retire()
-        connect = partial(_connect, self._loop, about.host, about.port)
-        pool = ConnectionPool(connect, self._config.connect_s, self._loop)
-        fresh = RoutedReplica(about, pool, CircuitBreaker(self._config), self._board, self._row, slot)
-        fresh.show_breaker()
-        if about.since:
-            fresh.warm_at = about.since + self._config.slow_start_s
-        return fresh
-
     def refresh(self) -> None:
-        """Something about a replica has changed."""
+        """Find anew which replicas take requests."""
         self.usable = [replica for replica in self._all.values() if replica.open_to_requests]
         now = time.time()
-        self._dull = {
+        self._changing = {
             replica.member: replica
             for replica in self._all.values()
-            if replica.breaker.state != CLOSED or replica.warm_at > now or replica.away_until
+            if replica.breaker.state != CLOSED or replica.warm_at > now or replica.draining_until
         }
-        for replica in self._dull.values():
+        for replica in self._changing.values():
             replica.warm(now, self._config.slow_start_s)
             replica.show_breaker()
         if self.usable:
             self._on_more()
 
     def changed(self, replica: RoutedReplica) -> None:
-        """Its breaker has another state, or lets another request through."""
+        """The state of its breaker has changed, or the breaker lets another request through."""
         if replica.breaker.state == CLOSED:
             replica.warm_at = time.time() + self._config.slow_start_s
         replica.show_breaker()
         self.refresh()
 
     def tick(self, now: float) -> None:
-        """`now` is on the loop's clock."""
+        """Called at each tick; `now` is on the loop's clock."""
         wall = time.time()
         ready = False
         for replica in self._all.values():
             replica.pool.tick()
-        for replica in list(self._dull.values()):
+        for replica in list(self._changing.values()):
             replica.warm(wall, self._config.slow_start_s)
             ready |= replica.breaker.ready(now)
-            if replica.away_until and replica.away_until <= now:
-                replica.away_until, ready = 0.0, True
-            if replica.breaker.state == CLOSED and not replica.away_until and replica.warm_at <= wall:
-                del self._dull[replica.member]
+            if replica.draining_until and replica.draining_until <= now:
+                replica.draining_until, ready = 0.0, True
+            if replica.breaker.state == CLOSED and not replica.draining_until and replica.warm_at <= wall:
+                del self._changing[replica.member]
         if ready:
             self.refresh()
 
     def tidy(self, now: float) -> None:
+        """Close connections that have been idle for long."""
         for replica in self._all.values():
             replica.pool.tidy(now)
 
-    def hopeful(self) -> bool:
-        """Whether some replica may take requests soon: also as long as none has been named, as routers come first."""
-        return not self._named or any(replica.about.state in ("starting", "up") for replica in self._all.values())
+    def any_expected(self) -> bool:
+        """Whether some replica may take requests soon: also before the first roster, as routers start first."""
+        return not self._ever_named or any(
+            replica.fleet_member.state in ("starting", "up") for replica in self._all.values()
+        )
 
     def close(self) -> None:
         for replica in self._all.values():
             replica.pool.close()
-
-
-def _same_place(one: FleetMember, other: FleetMember) -> bool:
-    return (one.host, one.port, one.key, one.since) == (other.host, other.port, other.key, other.since)
-
-
-async def _connect(
-    loop: asyncio.AbstractEventLoop, host: str, port: int, protocol: Callable[[], asyncio.Protocol]
-) -> object:
-    return await loop.create_connection(protocol, host, port)
