@@ -14,7 +14,6 @@ from serving_http import answers, said_to, serving
 from gpuinfer.errors import UsageError
 from gpuinfer.http.access import LOOPBACK, Access, Keys
 from gpuinfer.http.http_exchange import Exchange
-from gpuinfer.http.network import run_loop
 from gpuinfer.http.route_table import Route, RouteTable
 
 GUARDED = Access(Keys(["api-1", "api-2"]), Keys(["admin-1"]), None)
@@ -67,30 +66,27 @@ def test_keys_are_kept_as_digests_only():
 
 
 @pytest.mark.parametrize("key", [None, "api-1", "api-2", "admin-1", "wrong"])
-def test_every_route_without_its_key_is_denied(key):
-    async def main() -> None:
-        async with serving(access=GUARDED) as served:
-            served.seen.release.set()
-            client = served.client(headers=[("Authorization", f"Bearer {key}")] if key else [])
-            for route in served.paths.routes:
-                path = route.path.replace("{id}", "3")
-                if path in ("/flood", "/fail-late"):
-                    continue
-                allowed = (
-                    route.access == "open" or key == "admin-1" or (route.access == "api" and key in ("api-1", "api-2"))
-                )
-                answer = await client.request(route.method, path)
-                assert (answer.status != 401) == allowed, (route, answer)
-                if not allowed:
-                    assert answer.headers["www-authenticate"] == 'Bearer realm="gpuinfer"'
-                    error = json.loads(answer.body)["error"]
-                    assert (error["type"], error["code"]) == ("invalid_request_error", "invalid_api_key")
-                    assert "wrong" not in error["message"].removeprefix("a wrong key")
-                head = await client.request("HEAD", path)
-                assert head.status in ((401,) if route.method == "GET" and not allowed else (200, 405, 500, 401))
-            await client.close()
-
-    run_loop(main())
+async def test_every_route_without_its_key_is_denied(key):
+    async with serving(access=GUARDED) as served:
+        served.seen.release.set()
+        client = served.client(headers=[("Authorization", f"Bearer {key}")] if key else [])
+        for route in served.paths.routes:
+            path = route.path.replace("{id}", "3")
+            if path in ("/flood", "/fail-late"):
+                continue
+            allowed = (
+                route.access == "open" or key == "admin-1" or (route.access == "api" and key in ("api-1", "api-2"))
+            )
+            answer = await client.request(route.method, path)
+            assert (answer.status != 401) == allowed, (route, answer)
+            if not allowed:
+                assert answer.headers["www-authenticate"] == 'Bearer realm="gpuinfer"'
+                error = json.loads(answer.body)["error"]
+                assert (error["type"], error["code"]) == ("invalid_request_error", "invalid_api_key")
+                assert "wrong" not in error["message"].removeprefix("a wrong key")
+            head = await client.request("HEAD", path)
+            assert head.status in ((401,) if route.method == "GET" and not allowed else (200, 405, 500, 401))
+        await client.close()
 
 
 @pytest.mark.parametrize(
@@ -101,39 +97,30 @@ def test_every_route_without_its_key_is_denied(key):
         b"/workers%23",
     ],
 )  # fmt: skip
-def test_no_other_spelling_of_a_path_goes_around_the_key(target):
-    async def main() -> None:
-        async with serving(access=GUARDED) as served:
-            said = await said_to(served.port, [get(b"Connection: close", target=target)])
-            assert answers(said)[0].status in (400, 401, 404)
-
-    run_loop(main())
+async def test_no_other_spelling_of_a_path_goes_around_the_key(target):
+    async with serving(access=GUARDED) as served:
+        said = await said_to(served.port, [get(b"Connection: close", target=target)])
+        assert answers(said)[0].status in (400, 401, 404)
 
 
-def test_a_body_is_not_waited_for_before_the_key_is_known():
-    async def main() -> None:
-        async with serving(access=GUARDED) as served:
-            head = b"POST /echo HTTP/1.1\r\nHost: a\r\nContent-Length: 5000000\r\n"
-            (answer,) = answers(await said_to(served.port, [head + b"Expect: 100-continue\r\n\r\n"]))
-            assert (answer.status, answer.headers["connection"]) == (401, "close")
-            (answer,) = answers(await said_to(served.port, [head + b"\r\n", b"x" * 100_000]))
-            assert answer.status == 401
-            assert served.server.counts["body_bytes"] == 0
-
-    run_loop(main())
+async def test_a_body_is_not_waited_for_before_the_key_is_known():
+    async with serving(access=GUARDED) as served:
+        head = b"POST /echo HTTP/1.1\r\nHost: a\r\nContent-Length: 5000000\r\n"
+        (answer,) = answers(await said_to(served.port, [head + b"Expect: 100-continue\r\n\r\n"]))
+        assert (answer.status, answer.headers["connection"]) == (401, "close")
+        (answer,) = answers(await said_to(served.port, [head + b"\r\n", b"x" * 100_000]))
+        assert answer.status == 401
+        assert served.server.counts["body_bytes"] == 0
 
 
-def test_admin_routes_without_an_admin_key_are_forbidden():
-    async def main() -> None:
-        async with serving(access=Access(api=Keys(["api-1"]))) as served:
-            client = served.client(headers=[("Authorization", "Bearer api-1")])
-            answer = await client.request("GET", "/workers")
-            assert answer.status == 403
-            assert "--admin-key-file" in json.loads(answer.body)["error"]["message"]
-            assert (await client.request("GET", "/echo")).status == 200
-            await client.close()
-
-    run_loop(main())
+async def test_admin_routes_without_an_admin_key_are_forbidden():
+    async with serving(access=Access(api=Keys(["api-1"]))) as served:
+        client = served.client(headers=[("Authorization", "Bearer api-1")])
+        answer = await client.request("GET", "/workers")
+        assert answer.status == 403
+        assert "--admin-key-file" in json.loads(answer.body)["error"]["message"]
+        assert (await client.request("GET", "/echo")).status == 200
+        await client.close()
 
 
 @pytest.mark.parametrize(
@@ -156,66 +143,51 @@ def test_admin_routes_without_an_admin_key_are_forbidden():
         pytest.param([b"Host: localhost:8000", b"Origin: http://localhost:8000.evil.example"], 403, id="longer"),
     ],
 )
-def test_on_loopback_browsers_cannot_be_tricked(headers, status):
-    async def main() -> None:
-        async with serving(access=Access(hosts=LOOPBACK)) as served:
-            for path in (b"/echo", b"/health", b"/nowhere"):
-                raw = b"GET " + path + b" HTTP/1.1\r\n" + b"\r\n".join([*headers, b"Connection: close", b"", b""])
-                (answer,) = answers(await said_to(served.port, [raw]))
-                assert answer.status == (404 if path == b"/nowhere" and status == 200 else status)
-                if status == 403:
-                    assert answer.error["type"] == "permission_error"
-                    assert "--allowed-hosts" in answer.error["message"]
-
-    run_loop(main())
-
-
-def test_behind_a_proxy_the_refusal_names_the_option_and_the_name():
-    async def main() -> None:
-        async with serving(access=Access(hosts=LOOPBACK)) as served:
-            raw = b"GET /health HTTP/1.1\r\nHost: llm.example.org:443\r\nConnection: close\r\n\r\n"
+async def test_on_loopback_browsers_cannot_be_tricked(headers, status):
+    async with serving(access=Access(hosts=LOOPBACK)) as served:
+        for path in (b"/echo", b"/health", b"/nowhere"):
+            raw = b"GET " + path + b" HTTP/1.1\r\n" + b"\r\n".join([*headers, b"Connection: close", b"", b""])
             (answer,) = answers(await said_to(served.port, [raw]))
-            assert "--allowed-hosts llm.example.org " in answer.error["message"]
-        async with serving(access=Access(hosts=LOOPBACK | {"llm.example.org"})) as served:
-            assert answers(await said_to(served.port, [raw]))[0].status == 200
-
-    run_loop(main())
-
-
-def test_what_is_not_there_is_told_what_is():
-    async def main() -> None:
-        async with serving() as served:
-            client = served.client()
-            message = json.loads((await client.request("GET", "/nowhere/" + "x" * 5000)).body)["error"]["message"]
-            assert "GET /echo, POST /echo" in message
-            assert len(message) < 1000
-            await client.close()
-
-    run_loop(main())
+            assert answer.status == (404 if path == b"/nowhere" and status == 200 else status)
+            if status == 403:
+                assert answer.error["type"] == "permission_error"
+                assert "--allowed-hosts" in answer.error["message"]
 
 
-def test_a_probe_without_host_is_answered():
-    async def main() -> None:
-        async with serving(access=Access(hosts=LOOPBACK)) as served:
-            assert answers(await said_to(served.port, [b"GET /health HTTP/1.0\r\n\r\n"]))[0].status == 200
+async def test_behind_a_proxy_the_refusal_names_the_option_and_the_name():
+    async with serving(access=Access(hosts=LOOPBACK)) as served:
+        raw = b"GET /health HTTP/1.1\r\nHost: llm.example.org:443\r\nConnection: close\r\n\r\n"
+        (answer,) = answers(await said_to(served.port, [raw]))
+        assert "--allowed-hosts llm.example.org " in answer.error["message"]
+    async with serving(access=Access(hosts=LOOPBACK | {"llm.example.org"})) as served:
+        assert answers(await said_to(served.port, [raw]))[0].status == 200
 
-    run_loop(main())
+
+async def test_what_is_not_there_is_told_what_is():
+    async with serving() as served:
+        client = served.client()
+        message = json.loads((await client.request("GET", "/nowhere/" + "x" * 5000)).body)["error"]["message"]
+        assert "GET /echo, POST /echo" in message
+        assert len(message) < 1000
+        await client.close()
 
 
-def test_a_method_that_a_path_does_not_take_is_405():
-    async def main() -> None:
-        async with serving(access=GUARDED) as served:
-            client = served.client(headers=[("Authorization", "Bearer admin-1")])
-            for method, path, allowed in (
-                ("DELETE", "/echo", "GET, HEAD, POST, PUT"),
-                ("POST", "/workers/3", "DELETE, GET, HEAD"),
-                ("OPTIONS", "/wait", "GET, HEAD, POST"),
-            ):
-                answer = await client.request(method, path)
-                assert (answer.status, answer.headers["allow"]) == (405, allowed)
-            await client.close()
+async def test_a_probe_without_host_is_answered():
+    async with serving(access=Access(hosts=LOOPBACK)) as served:
+        assert answers(await said_to(served.port, [b"GET /health HTTP/1.0\r\n\r\n"]))[0].status == 200
 
-    run_loop(main())
+
+async def test_a_method_that_a_path_does_not_take_is_405():
+    async with serving(access=GUARDED) as served:
+        client = served.client(headers=[("Authorization", "Bearer admin-1")])
+        for method, path, allowed in (
+            ("DELETE", "/echo", "GET, HEAD, POST, PUT"),
+            ("POST", "/workers/3", "DELETE, GET, HEAD"),
+            ("OPTIONS", "/wait", "GET, HEAD, POST"),
+        ):
+            answer = await client.request(method, path)
+            assert (answer.status, answer.headers["allow"]) == (405, allowed)
+        await client.close()
 
 
 async def nothing(exchange: Exchange) -> None: ...
@@ -232,16 +204,13 @@ def test_routes_that_contradict_one_another_are_refused():
         Route("POST", "/a", nothing, "open", "", immediate=lambda exchange: None)
 
 
-def test_parameters_are_taken_from_the_path():
-    async def main() -> None:
-        async with serving(access=GUARDED) as served:
-            client = served.client(headers=[("Authorization", "Bearer admin-1")])
-            assert json.loads((await client.request("GET", "/workers/a%20b")).body) == {"id": "a b"}
-            for path in ("/workers/", "/workers/3/4"):
-                assert (await client.request("GET", path)).status == 404
-            await client.close()
-
-    run_loop(main())
+async def test_parameters_are_taken_from_the_path():
+    async with serving(access=GUARDED) as served:
+        client = served.client(headers=[("Authorization", "Bearer admin-1")])
+        assert json.loads((await client.request("GET", "/workers/a%20b")).body) == {"id": "a b"}
+        for path in ("/workers/", "/workers/3/4"):
+            assert (await client.request("GET", path)).status == 404
+        await client.close()
 
 
 def test_a_file_that_root_hands_to_a_service_may_be_read_by_the_services_group(tmp_path, monkeypatch):

@@ -13,7 +13,6 @@ from serving_http import PATIENCE_S, serving, until
 
 from gpuinfer.errors import GpuinferError, UsageError
 from gpuinfer.http.client import ConnectionBroken, HttpClient, RequestTimedOut, Unreachable
-from gpuinfer.http.network import run_loop
 from gpuinfer.http.parser import HttpLimits
 
 OK = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"
@@ -80,21 +79,18 @@ async def asking(url: str, **options: object) -> AsyncIterator[HttpClient]:
         pytest.param(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n", b"", id="an empty body"),
     ],
 )
-def test_a_response_is_read_in_all_its_forms(answer, body):
-    async def main() -> None:
-        close = b"Length" not in answer and b"chunked" not in answer and b"204" not in answer
-        async with odd(answer, close=close) as server, asking(server.url) as client:
-            response = await client.request("GET", "/")
-            assert response.body == body
-            assert "a" not in response.headers
-        async with (
-            odd(answer, close=close) as server,
-            asking(server.url) as client,
-            client.stream("GET", "/") as streamed,
-        ):
-            assert await streamed.read() == body
-
-    run_loop(main())
+async def test_a_response_is_read_in_all_its_forms(answer, body):
+    close = b"Length" not in answer and b"chunked" not in answer and b"204" not in answer
+    async with odd(answer, close=close) as server, asking(server.url) as client:
+        response = await client.request("GET", "/")
+        assert response.body == body
+        assert "a" not in response.headers
+    async with (
+        odd(answer, close=close) as server,
+        asking(server.url) as client,
+        client.stream("GET", "/") as streamed,
+    ):
+        assert await streamed.read() == body
 
 
 @pytest.mark.parametrize(
@@ -110,105 +106,83 @@ def test_a_response_is_read_in_all_its_forms(answer, body):
         pytest.param(b"", id="nothing"),
     ],
 )
-def test_a_response_that_is_none_is_broken_off(answer):
-    async def main() -> None:
-        for method in ("GET", "POST"):
-            async with odd(answer, close=True) as server, asking(server.url) as client:
-                with pytest.raises(ConnectionBroken):
-                    await client.request(method, "/")
-            async with odd(answer, close=True) as server, asking(server.url) as client:
-                with pytest.raises(ConnectionBroken):
-                    async with client.stream(method, "/") as streamed:
-                        await streamed.read()
-
-    run_loop(main())
+async def test_a_response_that_is_none_is_broken_off(answer):
+    for method in ("GET", "POST"):
+        async with odd(answer, close=True) as server, asking(server.url) as client:
+            with pytest.raises(ConnectionBroken):
+                await client.request(method, "/")
+        async with odd(answer, close=True) as server, asking(server.url) as client:
+            with pytest.raises(ConnectionBroken):
+                async with client.stream(method, "/") as streamed:
+                    await streamed.read()
 
 
-def test_a_body_that_is_too_large_is_broken_off():
-    async def main() -> None:
-        async with serving() as served, asking(served.url, body_bytes=1000) as client:
-            assert len((await client.request("POST", "/echo", b"x" * 1000)).body) == 1000
-            with pytest.raises(ConnectionBroken, match="more than 1,000 bytes"):
-                await client.request("POST", "/echo", b"x" * 1001)
-
-    run_loop(main())
+async def test_a_body_that_is_too_large_is_broken_off():
+    async with serving() as served, asking(served.url, body_bytes=1000) as client:
+        assert len((await client.request("POST", "/echo", b"x" * 1000)).body) == 1000
+        with pytest.raises(ConnectionBroken, match="more than 1,000 bytes"):
+            await client.request("POST", "/echo", b"x" * 1001)
 
 
-def test_a_head_request_has_no_body_and_its_connection_is_kept():
-    async def main() -> None:
-        async with serving() as served, asking(served.url) as client:
-            for _ in range(3):
-                response = await client.request("HEAD", "/echo")
-                assert (response.headers["content-length"], response.body) == ("7", b"")
-                assert (await client.request("GET", "/echo")).body == b"nothing"
-            assert served.server.counts["accepted"] == 1
-
-    run_loop(main())
+async def test_a_head_request_has_no_body_and_its_connection_is_kept():
+    async with serving() as served, asking(served.url) as client:
+        for _ in range(3):
+            response = await client.request("HEAD", "/echo")
+            assert (response.headers["content-length"], response.body) == ("7", b"")
+            assert (await client.request("GET", "/echo")).body == b"nothing"
+        assert served.server.counts["accepted"] == 1
 
 
 @pytest.mark.parametrize("method", ["GET", "PUT", "DELETE", "HEAD"])
-def test_what_may_be_repeated_is_repeated_once_on_a_kept_connection_that_was_closed(method):
-    async def main() -> None:
-        async with odd(OK, None, OK, None, None) as server, asking(server.url) as client:
-            assert (await client.request("GET", "/")).status == 200
-            assert (await client.request(method, "/")).status == 200
-            assert (len(server.requests), server.connections) == (3, 2)
-            if method != "HEAD":
-                with pytest.raises(ConnectionBroken):
-                    await client.request(method, "/")
-                assert len(server.requests) == 5
-
-    run_loop(main())
+async def test_what_may_be_repeated_is_repeated_once_on_a_kept_connection_that_was_closed(method):
+    async with odd(OK, None, OK, None, None) as server, asking(server.url) as client:
+        assert (await client.request("GET", "/")).status == 200
+        assert (await client.request(method, "/")).status == 200
+        assert (len(server.requests), server.connections) == (3, 2)
+        if method != "HEAD":
+            with pytest.raises(ConnectionBroken):
+                await client.request(method, "/")
+            assert len(server.requests) == 5
 
 
-def test_what_may_have_been_done_is_not_repeated():
-    async def main() -> None:
-        async with odd(OK, None, OK) as server, asking(server.url) as client:
+async def test_what_may_have_been_done_is_not_repeated():
+    async with odd(OK, None, OK) as server, asking(server.url) as client:
+        await client.request("POST", "/")
+        with pytest.raises(ConnectionBroken):
             await client.request("POST", "/")
-            with pytest.raises(ConnectionBroken):
-                await client.request("POST", "/")
-            assert len(server.requests) == 2
-        async with odd(OK, b"HTTP/1.1 ", OK, close=False) as server, asking(server.url) as client:
-            await client.request("GET", "/")
-            with pytest.raises(RequestTimedOut):
-                await client.request("GET", "/", timeout_s=0.2)
-            await until(lambda: len(server.requests) >= 2)
-            assert len(server.requests) == 2
-        async with odd(None, OK) as server, asking(server.url) as client:
-            with pytest.raises(ConnectionBroken):
-                await client.request("GET", "/")  # the connection was new: it is not the wait that ended it
-
-    run_loop(main())
+        assert len(server.requests) == 2
+    async with odd(OK, b"HTTP/1.1 ", OK, close=False) as server, asking(server.url) as client:
+        await client.request("GET", "/")
+        with pytest.raises(RequestTimedOut):
+            await client.request("GET", "/", timeout_s=0.2)
+        await until(lambda: len(server.requests) >= 2)
+        assert len(server.requests) == 2
+    async with odd(None, OK) as server, asking(server.url) as client:
+        with pytest.raises(ConnectionBroken):
+            await client.request("GET", "/")  # the connection was new: it is not the wait that ended it
 
 
-def test_a_connection_that_was_closed_while_nobody_asked_is_not_used():
+async def test_a_connection_that_was_closed_while_nobody_asked_is_not_used():
     """Nothing was sent, so that anything may go over another."""
-
-    async def main() -> None:
-        async with serving(replace(HttpLimits(), idle_s=0.5)) as served, asking(served.url) as client:
-            for number in range(2):
-                assert (await client.request("POST", "/echo", b"x")).body == b"x"
-                await until(lambda: served.server.counts["connections"] == 0)
-                assert served.server.counts["accepted"] == number + 1
-
-    run_loop(main())
+    async with serving(replace(HttpLimits(), idle_s=0.5)) as served, asking(served.url) as client:
+        for number in range(2):
+            assert (await client.request("POST", "/echo", b"x")).body == b"x"
+            await until(lambda: served.server.counts["connections"] == 0)
+            assert served.server.counts["accepted"] == number + 1
 
 
-def test_who_is_not_there_is_unreachable():
-    async def main() -> None:
-        async with serving() as served:
-            url = served.url
-        async with asking(url) as client:
-            with pytest.raises(Unreachable, match="cannot reach http://127"):
-                await client.request("GET", "/")
-        async with asking("http://localhost", unix="/nowhere/at/all") as client:
-            with pytest.raises(Unreachable, match=r"cannot reach /nowhere/at/all"):
-                await client.request("GET", "/")
-        async with asking("http://no.such.host.invalid") as client:
-            with pytest.raises(Unreachable):
-                await client.request("GET", "/")
-
-    run_loop(main())
+async def test_who_is_not_there_is_unreachable():
+    async with serving() as served:
+        url = served.url
+    async with asking(url) as client:
+        with pytest.raises(Unreachable, match="cannot reach http://127"):
+            await client.request("GET", "/")
+    async with asking("http://localhost", unix="/nowhere/at/all") as client:
+        with pytest.raises(Unreachable, match=r"cannot reach /nowhere/at/all"):
+            await client.request("GET", "/")
+    async with asking("http://no.such.host.invalid") as client:
+        with pytest.raises(Unreachable):
+            await client.request("GET", "/")
 
 
 @pytest.mark.parametrize("url", ["ftp://a", "a:80", "http://", "http://a:b", "https://a", "http://a:70000"])
@@ -217,153 +191,126 @@ def test_an_address_that_is_none_says_so(url):
         HttpClient(url)
 
 
-def test_every_wait_has_an_end():
-    async def main() -> None:
-        async with serving() as served, asking(served.url, timeout_s=0.1, connections=1) as client:
-            with pytest.raises(RequestTimedOut, match=r"within 0.1 s"):
-                await client.request("POST", "/wait")
-            await until(lambda: served.seen.cancelled == served.seen.begun)
+async def test_every_wait_has_an_end():
+    async with serving() as served, asking(served.url, timeout_s=0.1, connections=1) as client:
+        with pytest.raises(RequestTimedOut, match=r"within 0.1 s"):
+            await client.request("POST", "/wait")
+        await until(lambda: served.seen.cancelled == served.seen.begun)
+        with pytest.raises(RequestTimedOut):
+            async with client.stream("GET", "/wait"):
+                pass
+        async with client.stream("GET", "/events") as streamed:
             with pytest.raises(RequestTimedOut):
-                async with client.stream("GET", "/wait"):
-                    pass
-            async with client.stream("GET", "/events") as streamed:
-                with pytest.raises(RequestTimedOut):
-                    await streamed.read()
-            assert (await client.request("GET", "/health", timeout_s=PATIENCE_S)).status == 200
-            await until(lambda: served.server.counts["connections"] == 1)
-            begun = served.seen.begun
-            first = asyncio.ensure_future(client.request("GET", "/wait", timeout_s=PATIENCE_S))
-            await until(lambda: served.seen.begun > begun)
-            with pytest.raises(RequestTimedOut):  # while another has the only connection
-                await client.request("GET", "/health")
+                await streamed.read()
+        assert (await client.request("GET", "/health", timeout_s=PATIENCE_S)).status == 200
+        await until(lambda: served.server.counts["connections"] == 1)
+        begun = served.seen.begun
+        first = asyncio.ensure_future(client.request("GET", "/wait", timeout_s=PATIENCE_S))
+        await until(lambda: served.seen.begun > begun)
+        with pytest.raises(RequestTimedOut):  # while another has the only connection
+            await client.request("GET", "/health")
+        served.seen.release.set()
+        assert (await first).body == b"at last"
+        assert (await client.request("GET", "/health", timeout_s=PATIENCE_S)).status == 200
+
+
+async def test_requests_wait_their_turn_for_a_connection():
+    async with serving() as served, asking(served.url, connections=4) as client:
+        bodies = [b"%d" % number for number in range(200)]
+        found = await asyncio.gather(*[client.request("POST", "/echo", body) for body in bodies])
+        assert [one.body for one in found] == bodies
+        assert served.server.counts["accepted"] == 4
+
+
+async def test_requests_that_are_cancelled_give_their_connection_back():
+    async with serving() as served, asking(served.url, connections=2) as client:
+        for _ in range(5):
+            some = [asyncio.ensure_future(client.request("GET", "/wait")) for _ in range(6)]
+            await asyncio.sleep(0.01)
+            for one in some:
+                one.cancel()
+            ended = await asyncio.gather(*some, return_exceptions=True)
+            assert {type(one) for one in ended} == {asyncio.CancelledError}
+        assert (await client.request("GET", "/health")).status == 200
+        await until(lambda: served.seen.cancelled == served.seen.begun)
+        await until(lambda: served.server.counts["connections"] == 1)
+
+
+async def test_a_stream_is_read_as_it_comes_and_knows_when_it_came():
+    async with serving() as served, asking(served.url) as client:
+        before = time.perf_counter()
+        async with client.stream("GET", "/events") as streamed:
+            assert (streamed.status, streamed.headers["content-type"]) == (200, "text/event-stream")
+            parts = streamed.timed()
+            came, first = await anext(parts)
+            assert first == b"data: 1\n\n"
+            assert before < streamed.first_byte <= came <= time.perf_counter()
+            await asyncio.sleep(0.05)
+            asked = time.perf_counter()
             served.seen.release.set()
-            assert (await first).body == b"at last"
-            assert (await client.request("GET", "/health", timeout_s=PATIENCE_S)).status == 200
-
-    run_loop(main())
-
-
-def test_requests_wait_their_turn_for_a_connection():
-    async def main() -> None:
-        async with serving() as served, asking(served.url, connections=4) as client:
-            bodies = [b"%d" % number for number in range(200)]
-            found = await asyncio.gather(*[client.request("POST", "/echo", body) for body in bodies])
-            assert [one.body for one in found] == bodies
-            assert served.server.counts["accepted"] == 4
-
-    run_loop(main())
+            later, second = await anext(parts)
+            assert second == b"data: 2\n\n"
+            assert asked < later <= streamed.last_byte
+            assert [part async for part in parts] == []
+        assert (await client.request("GET", "/health")).status == 200
+        assert served.server.counts["accepted"] == 1
 
 
-def test_requests_that_are_cancelled_give_their_connection_back():
-    async def main() -> None:
-        async with serving() as served, asking(served.url, connections=2) as client:
-            for _ in range(5):
-                some = [asyncio.ensure_future(client.request("GET", "/wait")) for _ in range(6)]
-                await asyncio.sleep(0.01)
-                for one in some:
-                    one.cancel()
-                ended = await asyncio.gather(*some, return_exceptions=True)
-                assert {type(one) for one in ended} == {asyncio.CancelledError}
-            assert (await client.request("GET", "/health")).status == 200
-            await until(lambda: served.seen.cancelled == served.seen.begun)
-            await until(lambda: served.server.counts["connections"] == 1)
-
-    run_loop(main())
-
-
-def test_a_stream_is_read_as_it_comes_and_knows_when_it_came():
-    async def main() -> None:
-        async with serving() as served, asking(served.url) as client:
-            before = time.perf_counter()
-            async with client.stream("GET", "/events") as streamed:
-                assert (streamed.status, streamed.headers["content-type"]) == (200, "text/event-stream")
-                parts = streamed.timed()
-                came, first = await anext(parts)
-                assert first == b"data: 1\n\n"
-                assert before < streamed.first_byte <= came <= time.perf_counter()
-                await asyncio.sleep(0.05)
-                asked = time.perf_counter()
-                served.seen.release.set()
-                later, second = await anext(parts)
-                assert second == b"data: 2\n\n"
-                assert asked < later <= streamed.last_byte
-                assert [part async for part in parts] == []
-            assert (await client.request("GET", "/health")).status == 200
-            assert served.server.counts["accepted"] == 1
-
-    run_loop(main())
-
-
-def test_a_stream_that_is_left_tells_the_server():
-    async def main() -> None:
-        async with serving() as served, asking(served.url) as client:
-            async with client.stream("GET", "/events") as streamed:
-                assert await anext(aiter(streamed))
-            await until(lambda: served.seen.cancelled)
-
-    run_loop(main())
-
-
-def test_a_stream_that_is_not_read_holds_its_server_back():
-    async def main() -> None:
-        async with (
-            serving() as served,
-            asking(served.url) as client,
-            client.stream("GET", "/flood") as streamed,
-        ):
+async def test_a_stream_that_is_left_tells_the_server():
+    async with serving() as served, asking(served.url) as client:
+        async with client.stream("GET", "/events") as streamed:
             assert await anext(aiter(streamed))
-            written = -1
-            while written != served.seen.written:
-                written = served.seen.written
-                await asyncio.sleep(0.1)
-            assert written < 64 << 20
-            read = 0
-            async for part in streamed:
-                read += len(part)
-                if read > written + (1 << 20):
-                    break
-            assert served.seen.written > written
-
-    run_loop(main())
+        await until(lambda: served.seen.cancelled)
 
 
-def test_closing_ends_what_is_under_way():
-    async def main() -> None:
-        async with serving() as served:
-            client = served.client()
-            asked = asyncio.ensure_future(client.request("GET", "/wait"))
-            await until(lambda: served.seen.begun)
-            await client.close()
-            with pytest.raises(ConnectionBroken, match="was closed"):
-                await asked
-            with pytest.raises(Unreachable, match="is closed"):
-                await client.request("GET", "/health")
-            await until(lambda: served.seen.cancelled)
-
-    run_loop(main())
-
-
-def test_headers_that_would_end_a_line_are_not_sent():
-    async def main() -> None:
-        async with serving() as served, asking(served.url) as client:
-            for bad in (("A", "b\r\nC: d"), ("A\n", "b"), ("A b", "c"), ("A", "b\0"), ("", "b")):
-                with pytest.raises(ValueError, match="cannot be sent"):
-                    await client.request("GET", "/health", headers=[bad])
-            for path in ("/a b", "/a\r\nB: c", "a", "/ä"):
-                with pytest.raises(ValueError, match="is no target"):
-                    await client.request("GET", path)
-            with pytest.raises(ValueError, match="is no method"):
-                await client.request("GET / HTTP/1.1\r\n", "/")
-
-    run_loop(main())
+async def test_a_stream_that_is_not_read_holds_its_server_back():
+    async with (
+        serving() as served,
+        asking(served.url) as client,
+        client.stream("GET", "/flood") as streamed,
+    ):
+        assert await anext(aiter(streamed))
+        written = -1
+        while written != served.seen.written:
+            written = served.seen.written
+            await asyncio.sleep(0.1)
+        assert written < 64 << 20
+        read = 0
+        async for part in streamed:
+            read += len(part)
+            if read > written + (1 << 20):
+                break
+        assert served.seen.written > written
 
 
-def test_a_base_path_stands_before_each_path():
-    async def main() -> None:
-        async with serving() as served, asking(served.url + "/workers/") as client:
-            assert (await client.request("GET", "/3")).status == 403
+async def test_closing_ends_what_is_under_way():
+    async with serving() as served:
+        client = served.client()
+        asked = asyncio.ensure_future(client.request("GET", "/wait"))
+        await until(lambda: served.seen.begun)
+        await client.close()
+        with pytest.raises(ConnectionBroken, match="was closed"):
+            await asked
+        with pytest.raises(Unreachable, match="is closed"):
+            await client.request("GET", "/health")
+        await until(lambda: served.seen.cancelled)
 
-    run_loop(main())
+
+async def test_headers_that_would_end_a_line_are_not_sent():
+    async with serving() as served, asking(served.url) as client:
+        for bad in (("A", "b\r\nC: d"), ("A\n", "b"), ("A b", "c"), ("A", "b\0"), ("", "b")):
+            with pytest.raises(ValueError, match="cannot be sent"):
+                await client.request("GET", "/health", headers=[bad])
+        for path in ("/a b", "/a\r\nB: c", "a", "/ä"):
+            with pytest.raises(ValueError, match="is no target"):
+                await client.request("GET", path)
+        with pytest.raises(ValueError, match="is no method"):
+            await client.request("GET / HTTP/1.1\r\n", "/")
+
+
+async def test_a_base_path_stands_before_each_path():
+    async with serving() as served, asking(served.url + "/workers/") as client:
+        assert (await client.request("GET", "/3")).status == 403
 
 
 def test_errors_are_ours():

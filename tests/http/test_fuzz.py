@@ -15,7 +15,6 @@ from counts import counts
 from damage import damaged
 from serving_http import Served, serving, until
 
-from gpuinfer.http.network import run_loop
 from gpuinfer.http.parser import HttpLimits
 
 BATCH = 500
@@ -60,27 +59,23 @@ async def batch(served: Served, dice: random.Random, statuses: Counter[int]) -> 
 
 
 @pytest.mark.parametrize("number", counts(1_500, 100_000))
-def test_damaged_requests_harm_nobody(number):
+async def test_damaged_requests_harm_nobody(number):
     dice = random.Random(number)
-
-    async def main() -> None:
-        async with serving(HttpLimits(body_bytes=1 << 20, bodies_bytes=8 << 20)) as served:
-            served.seen.release.set()
-            statuses: Counter[int] = Counter()
-            client = served.client()
-            assert (await client.request("GET", "/echo")).status == 200
-            before = psutil.Process().num_fds()
-            for _ in range(number // BATCH):
-                await batch(served, dice, statuses)
-                assert (await client.request("POST", "/echo", b"good")).body == b"good"
-                await until(lambda: served.server.counts["connections"] == 1)
-                assert served.server.counts["body_bytes"] == 0
-                assert asyncio.all_tasks() == {asyncio.current_task()}
-                assert psutil.Process().num_fds() <= before
-                served.seen.requests.clear()
-            assert {200, 400, 404, 501} <= set(statuses)
-            assert statuses[200] > number // 50, "what is damaged must not be all refused at the first byte"
-            assert served.server.departures.watched == 0
-            await client.close()
-
-    run_loop(main())
+    async with serving(HttpLimits(body_bytes=1 << 20, bodies_bytes=8 << 20)) as served:
+        served.seen.release.set()
+        statuses: Counter[int] = Counter()
+        client = served.client()
+        assert (await client.request("GET", "/echo")).status == 200
+        before = psutil.Process().num_fds()
+        for _ in range(number // BATCH):
+            await batch(served, dice, statuses)
+            assert (await client.request("POST", "/echo", b"good")).body == b"good"
+            await until(lambda: served.server.counts["connections"] == 1)
+            assert served.server.counts["body_bytes"] == 0
+            assert asyncio.all_tasks() == {asyncio.current_task()}
+            assert psutil.Process().num_fds() <= before
+            served.seen.requests.clear()
+        assert {200, 400, 404, 501} <= set(statuses)
+        assert statuses[200] > number // 50, "what is damaged must not be all refused at the first byte"
+        assert served.server.departures.watched == 0
+        await client.close()

@@ -69,21 +69,18 @@ def test_a_stream_is_cancelled_when_its_client_goes(runner):
 
 @pytest.mark.thorough
 @pytest.mark.skipif(not hasattr(socket, "TCP_KEEPIDLE"), reason="this system keeps nothing alive as asked")
-def test_a_client_that_has_closed_before_its_answer_is_noticed_once_its_system_has_forgotten_it():
-    async def main() -> None:
-        async with serving() as served:
-            raw = await Raw.connect(served.port)
-            await raw.send(WAIT)
-            await until(lambda: served.seen.begun)
-            raw.socket.close()  # ends its side, as one that has said all does
-            for _ in range(150):  # Linux keeps a closed side for 60 s
-                await asyncio.sleep(1.0)
-                if served.seen.cancelled:
-                    break
-            assert served.seen.cancelled == 1
-            assert served.server.counts["connections"] == 0
-
-    run_loop(main())
+async def test_a_client_that_has_closed_before_its_answer_is_noticed_once_its_system_has_forgotten_it():
+    async with serving() as served:
+        raw = await Raw.connect(served.port)
+        await raw.send(WAIT)
+        await until(lambda: served.seen.begun)
+        raw.socket.close()  # ends its side, as one that has said all does
+        for _ in range(150):  # Linux keeps a closed side for 60 s
+            await asyncio.sleep(1.0)
+            if served.seen.cancelled:
+                break
+        assert served.seen.cancelled == 1
+        assert served.server.counts["connections"] == 0
 
 
 @pytest.mark.parametrize("reads", [False, True])
@@ -128,54 +125,45 @@ def test_whoever_has_said_all_gets_the_answer_and_nothing_else(runner):
     runner(main())
 
 
-def test_requests_sent_before_the_end_are_all_answered():
-    async def main() -> None:
-        async with serving() as served:
+async def test_requests_sent_before_the_end_are_all_answered():
+    async with serving() as served:
+        raw = await Raw.connect(served.port)
+        await raw.send(WAIT + get() * 3 + get(target=b"/health"))
+        raw.shut()
+        await until(lambda: served.seen.begun)
+        served.seen.release.set()
+        said = await raw.rest()
+        assert [one.body for one in answers(said)] == [b"at last"] + [b"nothing"] * 3 + [b"{}"]
+
+
+async def test_over_a_unix_socket_too(tmp_path: Path):
+    async with serving() as served:
+        path = str(tmp_path / "s")
+        await served.server.listen_unix(path)
+        for shuts in (True, False):
+            made = socket.socket(socket.AF_UNIX)
+            made.connect(path)
+            made.sendall(WAIT)
+            made.setblocking(False)
+            await until(lambda shuts=shuts: served.seen.begun == 2 - shuts)
+            if shuts:
+                made.shutdown(socket.SHUT_WR)
+                await asyncio.sleep(0.01)
+                served.seen.release.set()
+                raw = Raw(0, made)
+                assert answers(await raw.rest())[0].body == b"at last"
+                served.seen.release.clear()
+            else:
+                made.close()
+                await until(lambda: served.seen.cancelled == 1)
+
+
+async def test_a_client_that_leaves_in_the_middle_of_a_request_costs_nothing():
+    async with serving() as served:
+        for part in (b"GET /ec", post(b"Content-Length: 500", body=b"x" * 100), b""):
             raw = await Raw.connect(served.port)
-            await raw.send(WAIT + get() * 3 + get(target=b"/health"))
-            raw.shut()
-            await until(lambda: served.seen.begun)
-            served.seen.release.set()
-            said = await raw.rest()
-            assert [one.body for one in answers(said)] == [b"at last"] + [b"nothing"] * 3 + [b"{}"]
-
-    run_loop(main())
-
-
-def test_over_a_unix_socket_too(tmp_path: Path):
-    async def main() -> None:
-        async with serving() as served:
-            path = str(tmp_path / "s")
-            await served.server.listen_unix(path)
-            for shuts in (True, False):
-                made = socket.socket(socket.AF_UNIX)
-                made.connect(path)
-                made.sendall(WAIT)
-                made.setblocking(False)
-                await until(lambda shuts=shuts: served.seen.begun == 2 - shuts)
-                if shuts:
-                    made.shutdown(socket.SHUT_WR)
-                    await asyncio.sleep(0.01)
-                    served.seen.release.set()
-                    raw = Raw(0, made)
-                    assert answers(await raw.rest())[0].body == b"at last"
-                    served.seen.release.clear()
-                else:
-                    made.close()
-                    await until(lambda: served.seen.cancelled == 1)
-
-    run_loop(main())
-
-
-def test_a_client_that_leaves_in_the_middle_of_a_request_costs_nothing():
-    async def main() -> None:
-        async with serving() as served:
-            for part in (b"GET /ec", post(b"Content-Length: 500", body=b"x" * 100), b""):
-                raw = await Raw.connect(served.port)
-                await raw.send(part)
-                raw.socket.close()
-            await until(lambda: served.server.counts["accepted"] == 3 and served.server.counts["connections"] == 0)
-            assert served.server.counts["broken_off"] == 2
-            assert served.server.counts["body_bytes"] == 0
-
-    run_loop(main())
+            await raw.send(part)
+            raw.socket.close()
+        await until(lambda: served.server.counts["accepted"] == 3 and served.server.counts["connections"] == 0)
+        assert served.server.counts["broken_off"] == 2
+        assert served.server.counts["body_bytes"] == 0

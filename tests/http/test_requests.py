@@ -8,8 +8,6 @@ import pytest
 from malformed_requests import chunked, get, post
 from serving_http import Raw, answers, said_to, serving
 
-from gpuinfer.http.network import run_loop
-
 CLOSE = b"Connection: close"
 
 
@@ -42,35 +40,29 @@ CLOSE = b"Connection: close"
         ),
     ],
 )
-def test_it_is_answered(raw, body):
-    async def main() -> None:
-        async with serving() as served:
-            for pieces in ([raw], [raw[at : at + 1] for at in range(len(raw))]):
-                (answer,) = answers(await said_to(served.port, pieces))
-                assert (answer.status, answer.body) == (200, body)
-                assert answer.headers["connection"] == "close"
-                assert answer.headers["content-type"] == "text/plain"
-                assert answer.headers["date"].endswith(" GMT")
-
-    run_loop(main())
+async def test_it_is_answered(raw, body):
+    async with serving() as served:
+        for pieces in ([raw], [raw[at : at + 1] for at in range(len(raw))]):
+            (answer,) = answers(await said_to(served.port, pieces))
+            assert (answer.status, answer.body) == (200, body)
+            assert answer.headers["connection"] == "close"
+            assert answer.headers["content-type"] == "text/plain"
+            assert answer.headers["date"].endswith(" GMT")
 
 
-def test_a_connection_is_kept():
-    async def main() -> None:
-        async with serving() as served:
-            raw = await Raw.connect(served.port)
-            for number in range(3):
-                await raw.send(post(b"Content-Length: 1", body=b"%d" % number))
-                said = await raw.receive_until(b"%d" % number)
-                assert b"Connection" not in said
-            assert served.server.counts["accepted"] == 1
-            raw.socket.close()
-
-    run_loop(main())
+async def test_a_connection_is_kept():
+    async with serving() as served:
+        raw = await Raw.connect(served.port)
+        for number in range(3):
+            await raw.send(post(b"Content-Length: 1", body=b"%d" % number))
+            said = await raw.receive_until(b"%d" % number)
+            assert b"Connection" not in said
+        assert served.server.counts["accepted"] == 1
+        raw.socket.close()
 
 
 @pytest.mark.parametrize("size", [1, 7, 100_000])
-def test_requests_sent_at_once_are_answered_in_order(size):
+async def test_requests_sent_at_once_are_answered_in_order(size):
     """Some on the spot, some by tasks; cut anyhow."""
     numbers = range(30)
     raw = b"".join(
@@ -81,110 +73,85 @@ def test_requests_sent_at_once_are_answered_in_order(size):
             for number in numbers
         ]
     ) + get(CLOSE)
-
-    async def main() -> None:
-        async with serving() as served:
-            pieces = [raw[at : at + size] for at in range(0, len(raw), size)]
-            found = [one.body for one in answers(await said_to(served.port, pieces))]
-            wanted = [body for number in numbers for body in (b"{}", b"%02d" % number, b"%02d" % (number + 30))]
-            assert found == [*wanted, b"nothing"]
-            assert served.server.counts["accepted"] == 1
-
-    run_loop(main())
+    async with serving() as served:
+        pieces = [raw[at : at + size] for at in range(0, len(raw), size)]
+        found = [one.body for one in answers(await said_to(served.port, pieces))]
+        wanted = [body for number in numbers for body in (b"{}", b"%02d" % number, b"%02d" % (number + 30))]
+        assert found == [*wanted, b"nothing"]
+        assert served.server.counts["accepted"] == 1
 
 
-def test_many_requests_on_the_spot_leave_others_their_turn():
-    async def main() -> None:
-        async with serving() as served:
-            raw = await Raw.connect(served.port)
-            await raw.send(get(target=b"/health") * 2000 + get(CLOSE))
-            found = answers(await raw.rest())
-            assert [one.body for one in found] == [b"{}"] * 2000 + [b"nothing"]
-
-    run_loop(main())
+async def test_many_requests_on_the_spot_leave_others_their_turn():
+    async with serving() as served:
+        raw = await Raw.connect(served.port)
+        await raw.send(get(target=b"/health") * 2000 + get(CLOSE))
+        found = answers(await raw.rest())
+        assert [one.body for one in found] == [b"{}"] * 2000 + [b"nothing"]
 
 
-def test_a_request_waits_for_the_response_before_it():
-    async def main() -> None:
-        async with serving() as served:
-            raw = await Raw.connect(served.port)
-            await raw.send(get(target=b"/wait"), get(CLOSE))
-            assert served.seen.begun == 1
-            assert served.seen.requests == []
-            served.seen.release.set()
-            assert [one.body for one in answers(await raw.rest())] == [b"at last", b"nothing"]
-
-    run_loop(main())
+async def test_a_request_waits_for_the_response_before_it():
+    async with serving() as served:
+        raw = await Raw.connect(served.port)
+        await raw.send(get(target=b"/wait"), get(CLOSE))
+        assert served.seen.begun == 1
+        assert served.seen.requests == []
+        served.seen.release.set()
+        assert [one.body for one in answers(await raw.rest())] == [b"at last", b"nothing"]
 
 
-def test_a_body_that_is_waited_for_is_asked_for():
-    async def main() -> None:
-        async with serving() as served:
-            raw = await Raw.connect(served.port)
-            await raw.send(post(CLOSE, b"Content-Length: 5", b"Expect: 100-Continue"))
-            assert await raw.receive() == b"HTTP/1.1 100 Continue\r\n\r\n"
-            await raw.send(b"hello")
-            assert answers(await raw.rest())[0].body == b"hello"
+async def test_a_body_that_is_waited_for_is_asked_for():
+    async with serving() as served:
+        raw = await Raw.connect(served.port)
+        await raw.send(post(CLOSE, b"Content-Length: 5", b"Expect: 100-Continue"))
+        assert await raw.receive() == b"HTTP/1.1 100 Continue\r\n\r\n"
+        await raw.send(b"hello")
+        assert answers(await raw.rest())[0].body == b"hello"
 
-            said = await said_to(served.port, [post(b"Content-Length: 999999999", b"Expect: 100-continue")])
-            assert answers(said)[0].status == 413
-            assert b"100 Continue" not in said
-
-    run_loop(main())
+        said = await said_to(served.port, [post(b"Content-Length: 999999999", b"Expect: 100-continue")])
+        assert answers(said)[0].status == 413
+        assert b"100 Continue" not in said
 
 
 @pytest.mark.parametrize("path", [b"/echo", b"/health", b"/events", b"/nowhere"])
-def test_a_head_has_no_body(path):
-    async def main() -> None:
-        async with serving() as served:
-            served.seen.release.set()
-            said = await said_to(served.port, [b"HEAD " + path + b" HTTP/1.1\r\nHost: a\r\n\r\n" + get(CLOSE)])
-            first, second = answers(said, ["HEAD"])
-            assert first.status == (404 if path == b"/nowhere" else 200)
-            assert second.body == b"nothing"
-            if path == b"/echo":
-                assert first.headers["content-length"] == "7"
-
-    run_loop(main())
+async def test_a_head_has_no_body(path):
+    async with serving() as served:
+        served.seen.release.set()
+        said = await said_to(served.port, [b"HEAD " + path + b" HTTP/1.1\r\nHost: a\r\n\r\n" + get(CLOSE)])
+        first, second = answers(said, ["HEAD"])
+        assert first.status == (404 if path == b"/nowhere" else 200)
+        assert second.body == b"nothing"
+        if path == b"/echo":
+            assert first.headers["content-length"] == "7"
 
 
-def test_a_stream_comes_in_chunks_and_for_old_clients_until_the_end():
-    async def main() -> None:
-        async with serving() as served:
-            served.seen.release.set()
-            (new,) = answers(await said_to(served.port, [get(CLOSE, target=b"/events")]))
-            old_said = await said_to(served.port, [b"GET /events HTTP/1.0\r\n\r\n"])
-            (old,) = answers(old_said)
-            assert new.body == old.body == b"data: 1\n\ndata: 2\n\n"
-            assert new.headers["transfer-encoding"] == "chunked"
-            assert b"ransfer" not in old_said
-
-    run_loop(main())
+async def test_a_stream_comes_in_chunks_and_for_old_clients_until_the_end():
+    async with serving() as served:
+        served.seen.release.set()
+        (new,) = answers(await said_to(served.port, [get(CLOSE, target=b"/events")]))
+        old_said = await said_to(served.port, [b"GET /events HTTP/1.0\r\n\r\n"])
+        (old,) = answers(old_said)
+        assert new.body == old.body == b"data: 1\n\ndata: 2\n\n"
+        assert new.headers["transfer-encoding"] == "chunked"
+        assert b"ransfer" not in old_said
 
 
-def test_a_large_body_is_taken():
-    async def main() -> None:
-        async with serving() as served:
-            body = bytes(range(256)) * (20 << 12)  # 20 MB
-            client = served.client()
-            assert (await client.request("POST", "/echo", body)).body == body
-            await client.close()
-            assert served.server.counts["body_bytes"] == 0
-
-    run_loop(main())
+async def test_a_large_body_is_taken():
+    async with serving() as served:
+        body = bytes(range(256)) * (20 << 12)  # 20 MB
+        client = served.client()
+        assert (await client.request("POST", "/echo", body)).body == body
+        await client.close()
+        assert served.server.counts["body_bytes"] == 0
 
 
-def test_queries_and_parameters_reach_the_handler():
-    async def main() -> None:
-        async with serving() as served:
-            client = served.client()
-            asked = await client.request("GET", "/ask?a=1&b=x%20y+z&a=2&c=&%C3%A4=%00")
-            assert json.loads(asked.body) == {"a": "2", "b": "x y z", "c": "", "ä": "\0"}
-            assert (await client.request("GET", "/ask?" + "&".join(["a=b"] * 200))).status == 400
-            assert (await client.request("GET", "/ask?a=%ff")).status == 400
-            await client.close()
-
-    run_loop(main())
+async def test_queries_and_parameters_reach_the_handler():
+    async with serving() as served:
+        client = served.client()
+        asked = await client.request("GET", "/ask?a=1&b=x%20y+z&a=2&c=&%C3%A4=%00")
+        assert json.loads(asked.body) == {"a": "2", "b": "x y z", "c": "", "ä": "\0"}
+        assert (await client.request("GET", "/ask?" + "&".join(["a=b"] * 200))).status == 400
+        assert (await client.request("GET", "/ask?a=%ff")).status == 400
+        await client.close()
 
 
 @pytest.mark.parametrize(
@@ -195,30 +162,24 @@ def test_queries_and_parameters_reach_the_handler():
         ("/neglect", "failed"),
     ],
 )
-def test_a_handler_that_fails_is_500_and_says_nothing_of_the_inside(path, message, caplog):
-    async def main() -> None:
-        async with serving() as served:
-            client = served.client()
-            for _ in range(2):
-                answer = await client.request("GET", path)
-                assert answer.status == 500
-                error = json.loads(answer.body)["error"]
-                assert error["type"] == "server_error"
-                assert message in error["message"]
-                assert b"secret" not in answer.body
-            assert served.server.counts["accepted"] == 1
-            await client.close()
-
-    run_loop(main())
+async def test_a_handler_that_fails_is_500_and_says_nothing_of_the_inside(path, message, caplog):
+    async with serving() as served:
+        client = served.client()
+        for _ in range(2):
+            answer = await client.request("GET", path)
+            assert answer.status == 500
+            error = json.loads(answer.body)["error"]
+            assert error["type"] == "server_error"
+            assert message in error["message"]
+            assert b"secret" not in answer.body
+        assert served.server.counts["accepted"] == 1
+        await client.close()
     assert path in caplog.text
 
 
-def test_a_response_that_fails_half_way_does_not_look_whole(caplog):
-    async def main() -> None:
-        async with serving() as served:
-            said = await said_to(served.port, [get(target=b"/fail-late")])
-            assert b"so far" in said
-            assert not said.endswith(b"0\r\n\r\n")
-
-    run_loop(main())
+async def test_a_response_that_fails_half_way_does_not_look_whole(caplog):
+    async with serving() as served:
+        said = await said_to(served.port, [get(target=b"/fail-late")])
+        assert b"so far" in said
+        assert not said.endswith(b"0\r\n\r\n")
     assert "a secret of the inside" in caplog.text

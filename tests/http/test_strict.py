@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import pytest
 from counts import SOAK
 from malformed_requests import CASES, LONG, chunked, get, post
 from serving_http import Served, answers, said_to, serving
 
 from gpuinfer.fleet.router.http_message import RequestHead
-from gpuinfer.http.network import run_loop
 from gpuinfer.http.parser import HttpLimits, Malformed, check_target
 
 SMUGGLED = get(target=b"/smuggled")
@@ -35,57 +32,42 @@ async def outcome(served: Served, pieces: tuple[bytes, ...]) -> tuple[int, str, 
 
 @pytest.mark.property
 @pytest.mark.parametrize("name", CASES)
-def test_it_is_refused_however_it_is_cut(name):
+async def test_it_is_refused_however_it_is_cut(name):
     status, raw = CASES[name]
-
-    async def main() -> None:
-        async with serving(LIMITS) as served:
-            whole = await outcome(served, (raw + SMUGGLED,))
-            assert whole[0] == status
-            assert whole[1] == "invalid_request_error"
-            for pieces in cuts(raw):
-                assert (await outcome(served, pieces))[0] == status, pieces
-            assert served.seen.requests == []
-            assert served.server.counts["body_bytes"] == 0
-
-    run_loop(main())
+    async with serving(LIMITS) as served:
+        whole = await outcome(served, (raw + SMUGGLED,))
+        assert whole[0] == status
+        assert whole[1] == "invalid_request_error"
+        for pieces in cuts(raw):
+            assert (await outcome(served, pieces))[0] == status, pieces
+        assert served.seen.requests == []
+        assert served.server.counts["body_bytes"] == 0
 
 
-def test_what_follows_a_refused_body_is_never_heard():
+async def test_what_follows_a_refused_body_is_never_heard():
     """A body that two parsers would end at two places."""
-
-    async def main() -> None:
-        async with serving(LIMITS) as served:
-            for raw in (
-                post(b"Content-Length: 0", b"Content-Length: 60", body=SMUGGLED),
-                post(b"Content-Length: 60", b"Transfer-Encoding: chunked", body=b"0\r\n\r\n" + SMUGGLED),
-                chunked(b"0;\n60\r\n" + SMUGGLED + b"\r\n0\r\n\r\n"),
-            ):
-                assert len(answers(await said_to(served.port, [raw]))) == 1
-            assert served.seen.requests == []
-
-    run_loop(main())
+    async with serving(LIMITS) as served:
+        for raw in (
+            post(b"Content-Length: 0", b"Content-Length: 60", body=SMUGGLED),
+            post(b"Content-Length: 60", b"Transfer-Encoding: chunked", body=b"0\r\n\r\n" + SMUGGLED),
+            chunked(b"0;\n60\r\n" + SMUGGLED + b"\r\n0\r\n\r\n"),
+        ):
+            assert len(answers(await said_to(served.port, [raw]))) == 1
+        assert served.seen.requests == []
 
 
-def test_a_good_request_before_a_bad_one_is_answered():
-    async def main() -> None:
-        async with serving() as served:
-            for pieces in ([get() + b"BAD\r\n\r\n"], [get(), b"BAD\r\n\r\n"]):
-                assert [one.status for one in answers(await said_to(served.port, pieces))] == [200, 400]
-
-    run_loop(main())
+async def test_a_good_request_before_a_bad_one_is_answered():
+    async with serving() as served:
+        for pieces in ([get() + b"BAD\r\n\r\n"], [get(), b"BAD\r\n\r\n"]):
+            assert [one.status for one in answers(await said_to(served.port, pieces))] == [200, 400]
 
 
-def test_requests_sent_at_once_may_go_on_while_a_bad_one_is_answered():
+async def test_requests_sent_at_once_may_go_on_while_a_bad_one_is_answered():
     """A client that sends a large body with a bad head still reads why it was refused."""
-
-    async def main() -> None:
-        async with serving(LIMITS) as served:
-            said = await said_to(served.port, [post(b"Content-Length: 99999999", body=b"x" * 500_000)])
-            assert answers(said)[0].status == 413
-            assert await served.client().request("GET", "/health")
-
-    run_loop(main())
+    async with serving(LIMITS) as served:
+        said = await said_to(served.port, [post(b"Content-Length: 99999999", body=b"x" * 500_000)])
+        assert answers(said)[0].status == 413
+        assert await served.client().request("GET", "/health")
 
 
 @pytest.mark.parametrize(
@@ -116,14 +98,3 @@ def test_a_head_is_refused_by_itself(name):
     with pytest.raises(Malformed) as refused:
         RequestHead(head)
     assert refused.value.status == status
-
-
-def test_loops_of_other_kinds_serve_too():
-    """Without uvloop."""
-
-    async def main() -> None:
-        async with serving() as served:
-            assert answers(await said_to(served.port, [get(b"Connection: close")]))[0].body == b"nothing"
-            assert (await outcome(served, (b"\0",)))[0] == 400
-
-    asyncio.run(main())
