@@ -31,49 +31,23 @@ def test_a_word_shows_its_passage_and_where_else_it_stands(gpuinfer):
     assert "  reference/contract" in out
 
 
-def test_a_page_is_shown_whole(gpuinfer):
-    _, out, _ = gpuinfer("docs", "traces")
-    for section in pages()["traces"].sections:
-        assert section.headings[-1] in out
-
-
-def test_an_address_from_the_list_shows_that_section(gpuinfer):
-    code, out, _ = gpuinfer("docs", "serve#headers")
-    assert code == 0
-    assert "X-Gpuinfer-Priority" in out
-    assert "Networks of rows" not in out
-
-
-def test_a_heading_that_a_page_has_not_is_told_with_those_that_it_has(gpuinfer):
-    code, _, err = gpuinfer("docs", "serve#nothing")
-    assert code == 2
-    assert "headers" in err
-
-
-def test_a_flag_is_a_word(gpuinfer):
-    code, out, _ = gpuinfer("docs", "--goodput")
-    assert code == 0
-    assert "--goodput" in out
-
-
-def test_the_misspelled_are_told_what_they_are_shown(gpuinfer):
-    code, out, _ = gpuinfer("docs", "roofine")
-    assert code == 0
-    assert "No page says 'roofine'" in out
-    assert "roofline" in out
-
-
-def test_a_word_that_finds_nothing_ends_with_the_cure(gpuinfer):
-    code, out, err = gpuinfer("docs", "zzyzxqq")
-    assert (code, out) == (2, "")
-    assert "Either it is not there, or it has another name here." in err
-    assert err.strip().endswith("`gpuinfer docs` lists the pages.")
-
-
-def test_a_flag_of_another_program_that_no_page_names_is_told_by_ours(gpuinfer):
-    code, out, err = gpuinfer("docs", "--n_ctx")
-    assert (code, out) == (2, "")
-    assert "no page says '--n_ctx'. Here it is '--context'." in err
+@pytest.mark.parametrize(
+    ("words", "code", "shown", "error"),
+    [
+        pytest.param("traces", 0, [one.headings[-1] for one in pages()["traces"].sections], "", id="a page, whole"),
+        pytest.param("serve#headers", 0, ["X-Gpuinfer-Priority"], "", id="a section, by its address"),
+        pytest.param("--goodput", 0, ["--goodput"], "", id="a flag"),
+        pytest.param("roofine", 0, ["No page says 'roofine'", "roofline"], "", id="a misspelled word"),
+        pytest.param("serve#nothing", 2, [], "headers", id="no such heading: those that there are"),
+        pytest.param("zzyzxqq", 2, [], "`gpuinfer docs` lists the pages.", id="nothing: the list of pages"),
+        pytest.param("--n_ctx", 2, [], "Here it is '--context'.", id="a flag of another program: ours"),
+    ],
+)
+def test_a_query_is_answered(gpuinfer, words, code, shown, error):
+    found, out, err = gpuinfer("docs", words)
+    assert found == code
+    assert [text for text in shown if text not in out] == []
+    assert error in err
 
 
 def test_it_imports_nothing_heavy():

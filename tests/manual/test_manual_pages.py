@@ -60,12 +60,9 @@ def test_a_page_is_described_by_the_home_page_or_by_its_title():
 
 
 @pytest.mark.parametrize("text", ["", "words alone", "## Below\n", "```\nnever closed\n# x"])
-def test_a_page_of_any_form_has_a_section(text):
-    assert read("odd", text).sections
-
-
-def test_a_folders_own_page_has_the_folders_name():
-    assert read("decisions/README", "# Why\n").name == "decisions"
+def test_a_page_of_any_form_has_a_section_and_a_folders_own_page_the_folders_name(text):
+    page = read("decisions/README", text)
+    assert (page.name, bool(page.sections)) == ("decisions", True)
 
 
 def test_all_pages_of_the_repository_travel(known):
