@@ -15,7 +15,7 @@ from gpuinfer.cli.manual.manual_pages import FENCE, ManualPage, ManualSection
 WORD = re.compile(r"(?<![\w-])--?[a-z][\w-]*|[^\W_]+(?:[-_.][^\W_]+)*")
 CODE = re.compile(r"`([^`\n]+)`")
 FIRST_CELL = re.compile(r"^\|([^|]*)\|", re.M)  # of a row: what the row is about
-WEIGHTS = {"name": 3, "heading": 3, "above": 1, "about": .6, "code": .2, "text": .1}  # of a word in a column
+WEIGHTS = {"name": 3, "heading": 3, "above": 1, "about": 0.6, "code": 0.2, "text": 0.1}  # of a word in a column
 RANKS = {
     "architecture": 0.5,
     "decisions/": 0.5,
