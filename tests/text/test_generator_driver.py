@@ -215,7 +215,7 @@ def test_a_dead_driver_fails_everything_that_waits_and_that_comes(generator, cap
 
 
 def test_an_error_of_the_driver_s_own_fails_everything_too(generator, monkeypatch):
-    monkeypatch.setattr(generator._settling, "settle", lambda *news: 1 / 0)
+    monkeypatch.setattr(generator.answers, "settle", lambda *news: 1 / 0)
     driver = Driver(generator)
     [future] = submitted(driver, prompt("abc"))
     assert isinstance(future.result(WAIT_S), BackendDied)

@@ -86,7 +86,7 @@ class Served(RuleBasedStateMachine):
         assert known == was_open or ticket in self.finished_unseen()
 
     def finished_unseen(self):
-        return {ticket for ticket, _ in self.generator._settling.finished}
+        return {ticket for ticket, _ in self.generator.answers.finished}
 
     @rule(times=st.integers(1, 12))
     def step(self, times):
@@ -146,13 +146,12 @@ class Served(RuleBasedStateMachine):
         living = [row for row in table.rows if row is not None]
         check_pages(self.generator)
         assert len(admission._free) == table.slots - len(living)
-        assert admission._reserved == sum(work.prepared.samples for work in admission._pending)
         assert table.readers == int(table.read.sum()) == sum(row.given is not None for row in living)
         assert all(table.rows[row.slot] is row for row in [*admission.prefilling, *admission._queue])
         assert (table.prompt[[row.slot for row in living]] > 0).all()
-        assert {row.work.ticket for row in living} <= set(self.generator._settling.works)
+        assert {row.work.ticket for row in living} <= set(self.generator.answers.works)
         assert not np.array([table.decodes[slot] for slot in range(table.slots) if table.rows[slot] is None]).any()
-        assert set(self.open) == set(self.generator._settling.works) | (self.finished_unseen() & set(self.open))
+        assert set(self.open) == set(self.generator.answers.works) | (self.finished_unseen() & set(self.open))
 
     def teardown(self):
         if not hasattr(self, "generator"):

@@ -4,39 +4,28 @@ known, what of it is given out, and its end.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, cast
 
 import numpy as np
-from msgspec import structs
 from numpy.typing import NDArray
 
 from gpuinfer.config import blame
-from gpuinfer.errors import BackendError, BadPrompt, GpuinferError
-from gpuinfer.generation import Completion, Generation, Logprob, Part
-from gpuinfer.models.out_of_memory import first_line
-from gpuinfer.text.diffusion.canvas import CanvasRow, CanvasSlots, CanvasTurn, CanvasWork
+from gpuinfer.errors import BadPrompt
+from gpuinfer.generation import Logprob
+from gpuinfer.text.diffusion.canvas import CanvasRow, CanvasSlots, CanvasTurn
 from gpuinfer.text.diffusion.scoring import Scored
 from gpuinfer.text.diffusion.unmasking_decoder import MOST_IDLE, Decision, Edited, View
-from gpuinfer.text.generator.adapter_versions import AdapterVersion, weights_name
-from gpuinfer.text.generator.answer import (
-    END_TOKEN,
-    FULL,
-    MOST_PARTS_S,
-    NO_COMPLETION,
-    Ending,
-    completion,
-    find_ending,
-    versions_until,
-)
+from gpuinfer.text.generator.adapter_versions import AdapterVersion
+from gpuinfer.text.generator.answer import END_TOKEN, FULL, MOST_PARTS_S, Ending, completion, find_ending
 from gpuinfer.text.generator.interfaces import Ints, LanguageProtocol
+from gpuinfer.text.generator.prompts import PromptWork
+from gpuinfer.text.generator.slotted import AnswerTracker
 
 
-class UnmaskingApplier:
-    """Takes rows on, and follows them to their ends. `finished` gathers answers and failures until someone takes them,
-    `parts` what is given out before that.
-    """
+class UnmaskingApplier(AnswerTracker[CanvasRow]):
+    """Takes canvases on, and follows their answers to the end."""
 
     def __init__(
         self,
@@ -47,37 +36,23 @@ class UnmaskingApplier:
         most_parts_s: float = MOST_PARTS_S,
         give_back: Callable[[AdapterVersion], None] = lambda adapter: None,
     ) -> None:
-        self._give_back = give_back  # told of each answer's adapter when it is complete, or wanted no more
-        self._slots, self._language, self._most_parts_s = slots, language, most_parts_s
+        super().__init__(language, most_parts_s, give_back)
+        self._slots = slots
         self._is_end = np.zeros(vocabulary, np.bool_)
         self._is_end[[token for token in end_tokens if 0 <= token < vocabulary]] = True
-        self._parts_due = 0.0  # when they are given out next
-        self.version = ""  # of the weights: "" are those of the start
-        self.works: dict[Hashable, CanvasWork] = {}
-        self.finished: list[tuple[Hashable, Generation | Exception]] = []
-        self.parts: list[tuple[Hashable, Part]] = []
 
-    def begin(self, work: CanvasWork, row: Callable[[int], CanvasRow], now: float) -> None:
-        """It is under way from now on; `row` makes that of a sample. What needs no step is complete at once."""
-        work.versions = (weights_name(work.adapter, self.version),)
-        self.works[work.ticket] = work
-        for number in range(work.planned.samples):
-            one = row(number)
-            if work.planned.computes(number):
-                work.rows.append(one)
-                self._slots.add(one)
-            else:
-                self._conclude(one, now)
+    def _has_begun(self, row: CanvasRow) -> bool:
+        return row.understood > 0
 
-    def change_version(self, version: str) -> None:
-        """Other weights compute from the next step on. Of a prompt they have computed all if nothing has been yet."""
-        self.version = version
-        for work in self.works.values():
-            name = weights_name(work.adapter, version)
-            begun = any(row.understood for row in work.rows)
-            work.versions = (*work.versions, name) if begun else (name,)
-            for row in work.rows:
-                row.change_version(len(work.versions) - 1)
+    def _change_row(self, row: CanvasRow, work: PromptWork[CanvasRow]) -> None:
+        row.change_version(len(work.versions) - 1)
+
+    def _release(self, row: CanvasRow) -> None:
+        self._slots.leave(row)
+
+    def _release_all(self, work: PromptWork[CanvasRow]) -> None:
+        for row in work.rows:
+            self._slots.leave(row)
 
     def settle(self, rows: Sequence[CanvasRow], now: float) -> int:
         """After a step of these rows: how many tokens it has added to answers."""
@@ -92,41 +67,28 @@ class UnmaskingApplier:
             self._give_out(now)
         return useful
 
-    def fail(self, work: CanvasWork, error: Exception) -> None:
-        """Give up on all of a prompt's rows."""
-        if self.withdraw(work):
-            known = isinstance(error, GpuinferError)
-            self.finished.append((work.ticket, error if known else BackendError(_message(error))))
-
-    def withdraw(self, work: CanvasWork) -> bool:
-        """Nobody waits for it any more. False when nobody has."""
-        known = self.works.pop(work.ticket, None) is not None
-        for row in work.rows:
-            self._slots.leave(row)
-        work.rows = []
-        if known and work.adapter is not None:
-            self._give_back(work.adapter)
-        return known
-
     def _reveal(self, row: CanvasRow, now: float) -> int:
         """Follow its answer as far as it will stay. Returns how many tokens that adds, but those it had begun with."""
-        work, planned = row.work, row.work.planned
+        work, planned = row.work, row.work.prepared
         before, to = row.revealed, min(row.known - row.layout.prompt, planned.limit)
         if to <= before:
             return 0
         tokens = self._slots.tokens[row.slot, row.layout.prompt : row.layout.prompt + to]
-        end = self._followed(row, tokens) if _is_watched(row) else self._looked_through(row, tokens)
+        watched = row.growing is not None or row.begun is not None or bool(planned.sampling.stop_token_ids)
+        end = self._followed(row, tokens) if watched else self._looked_through(row, tokens)
         added = row.revealed - max(before, 0 if row.begun is None else len(row.begun.tokens))
         if added > 0 and work.first_token == work.started:
             work.first_token = now
             self._parts_due = now  # the first ones do not wait
         if end is not None:
-            self._finish(row, self._answer(row, tokens[: row.revealed], end), now)
+            logprobs, drawn = cast(list[Logprob] | None, row.logprobs), tokens[: row.revealed].tolist()
+            answer = completion(self._language, planned.sampling, row.growing, drawn, logprobs, end, row.versions)
+            self.finish(row, answer, None if row.given is None else row.given.rest(answer), now)
         return max(0, added)
 
     def _looked_through(self, row: CanvasRow, tokens: Ints) -> Ending | None:
         """Whether it ends, where nothing but end token and length can end it."""
-        planned, before = row.work.planned, row.revealed
+        planned, before = row.work.prepared, row.revealed
         is_end = self._is_end[tokens[before:]]
         if not planned.sampling.ignore_eos and is_end.any():
             row.revealed = before + int(is_end.argmax()) + 1
@@ -153,75 +115,24 @@ class UnmaskingApplier:
         return None
 
     def _ending(self, row: CanvasRow, token: int, count: int) -> Ending | None:
-        planned = row.work.planned
+        planned = row.work.prepared
         if self._is_end[token] and not planned.sampling.ignore_eos:
             return END_TOKEN
         return find_ending(planned.sampling, row.growing, None, token, count, full=count == planned.limit)
 
-    def _answer(self, row: CanvasRow, tokens: Ints, end: Ending) -> Completion:
-        logprobs, sampling = cast(list[Logprob] | None, row.logprobs), row.work.planned.sampling
-        return completion(self._language, sampling, row.growing, tokens.tolist(), logprobs, end, row.spans)
-
-    def _conclude(self, row: CanvasRow, now: float) -> None:
-        """One that needs no step: its answer is known, or none is wanted."""
-        answer, begun = structs.replace(NO_COMPLETION, versions=versions_until(row.spans, 0)), row.begun
-        if begun is not None and begun.ending is not None:
-            sampling, ended = row.work.planned.sampling, begun.ending
-            answer = completion(
-                self._language, sampling, row.growing, begun.tokens.tolist(), None, ended, begun.versions
-            )
-        self._finish(row, answer, now)
-
-    def _finish(self, row: CanvasRow, answer: Completion, now: float) -> None:
-        work = row.work
-        work.completions[row.number] = answer
-        if row.given is not None:
-            ended = row.begun is not None and row.begun.ending is not None
-            self.parts.append((work.ticket, row.given.finish(answer) if ended else row.given.rest(answer)))
-        self._slots.leave(row)
-        work.left -= 1
-        if not work.left:
-            self._complete(work, now)
-
-    def _complete(self, work: CanvasWork, now: float) -> None:
-        """All of its answers are there."""
-        del self.works[work.ticket]
-        work.rows = []  # a work and its rows name each other: without this only a collection would free them
-        answer = Generation(
-            completions=tuple(cast(list[Completion], work.completions)),
-            prompt_tokens=len(work.planned.tokens),
-            first_token_s=work.first_token - work.started,
-            seconds=now - work.started,
-            versions=work.versions,
-        )
-        self.finished.append((work.ticket, answer))
-        if work.adapter is not None:
-            self._give_back(work.adapter)
-
     def _give_out(self, now: float) -> None:
-        """What has become certain of the answers that are read while they grow."""
+        """Parts of what has become certain of the answers that are read while they grow."""
         rows = [row for row in self._slots.active if row.given is not None and row.given.tokens < row.revealed]
         for row in rows:
+            tokens = self._slots.tokens[row.slot, row.layout.prompt : row.layout.prompt + row.revealed]
+            logprobs = cast(list[Logprob] | None, row.logprobs)
             try:
-                self._give(row)
-            except Exception as error:  # noqa: BLE001  as above
+                assert row.given is not None
+                if (part := row.given.more(tokens, logprobs, None, row.versions)) is not None:
+                    self.parts.append((row.work.ticket, part))
+            except Exception as error:  # noqa: BLE001  in what the prompt itself asked for: its neighbours go on
                 self.fail(row.work, error)
         self._parts_due = now + len(rows) / self._most_parts_s
-
-    def _give(self, row: CanvasRow) -> None:
-        assert row.given is not None
-        tokens = self._slots.tokens[row.slot, row.layout.prompt : row.layout.prompt + row.revealed]
-        logprobs = cast(list[Logprob] | None, row.logprobs)
-        if (part := row.given.more(tokens, logprobs, None, row.spans)) is not None:
-            self.parts.append((row.work.ticket, part))
-
-
-def _is_watched(row: CanvasRow) -> bool:
-    return row.growing is not None or row.begun is not None or bool(row.work.planned.sampling.stop_token_ids)
-
-
-def _message(error: Exception) -> str:
-    return f"the model failed on this prompt ({type(error).__name__}: {first_line(error)}). Leave it out, or report it."
 
 
 NO_POSITIONS: Ints = np.zeros(0, np.int32)
@@ -290,7 +201,7 @@ class Unmasker:
         at = turn.logits + np.searchsorted(turn.asked, positions)
         for slot in row.slots:
             self._slots.tokens[slot, positions] = scored.tokens[at]
-        wanted = row.work.planned.sampling.logprobs
+        wanted = row.work.prepared.sampling.logprobs
         if row.logprobs is not None and wanted is not None:
             for position, index in zip((positions - row.layout.prompt).tolist(), at.tolist(), strict=True):
                 row.logprobs[position] = scored.logprobs(index, wanted)

@@ -5,46 +5,21 @@ and the tokens that the next step computes of it.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from gpuinfer.generation import Completion, Logprob
+from gpuinfer.generation import Logprob
 from gpuinfer.text.checkpoint.memory_estimate import most_outputs
-from gpuinfer.text.diffusion.unmasking_plan import WARM_STEPS, CanvasLayout, PlannedPrompt, cache_reach
-from gpuinfer.text.generator.adapter_versions import AdapterVersion
-from gpuinfer.text.generator.answer import PartEmitter, ResumedAnswer, VersionSpans, logprob_speller, with_version
-from gpuinfer.text.generator.interfaces import DetokenizerProtocol, Ints, LanguageProtocol
+from gpuinfer.text.diffusion.unmasking_plan import WARM_STEPS, CanvasLayout, UnmaskingPlan, cache_reach
+from gpuinfer.text.generator.answer import ResumedAnswer, VersionSpans, with_version
+from gpuinfer.text.generator.interfaces import Ints, LanguageProtocol, WalkProtocol
 from gpuinfer.text.generator.page_pool import PagePool, pages_for
+from gpuinfer.text.generator.prompts import NO_TOKENS, PromptWork, answer_watchers
 from gpuinfer.text.transformer import Shape, Step, Vectors
-
-NO_TOKENS: Ints = np.zeros(0, np.int32)
-
-
-class CanvasWork:
-    """One prompt. Each of its samples has a row of its own; nothing is shared between them."""
-
-    __slots__ = (
-        "adapter", "completions", "first_token", "left", "planned", "rows", "started", "ticket", "versions",
-    )  # fmt: skip
-
-    def __init__(
-        self, ticket: Hashable, planned: PlannedPrompt, started: float, adapter: AdapterVersion | None
-    ) -> None:
-        self.ticket, self.planned, self.started, self.adapter = ticket, planned, started, adapter
-        self.rows: list[CanvasRow] = []  # those that compute
-        self.left = planned.samples
-        self.completions: list[Completion | None] = [None] * planned.samples
-        self.first_token = started
-        self.versions: tuple[str, ...] = ()  # of the weights that have computed it
-
-    @property
-    def adapter_number(self) -> int:
-        """As steps name it; 0: none."""
-        return 0 if self.adapter is None else self.adapter.number
 
 
 class CanvasRow:
@@ -53,18 +28,31 @@ class CanvasRow:
     __slots__ = (
         "begun", "blended", "block", "computed_by", "given", "growing", "idle", "kept", "layout", "logprobs", "masks",
         "number", "plan", "revealed", "slot", "start", "step", "steps", "steps_done", "stop", "stored", "twin",
-        "understood", "version", "waited", "work",
+        "understood", "version", "waited", "walk", "work",
     )  # fmt: skip
 
-    def __init__(self, work: CanvasWork, number: int, layout: CanvasLayout) -> None:
-        planned = work.planned
-        self.work, self.number, self.plan, self.layout = work, number, planned.plan, layout
+    def __init__(
+        self,
+        language: LanguageProtocol,
+        work: PromptWork[CanvasRow],
+        number: int,
+        plan: UnmaskingPlan,
+        layout: CanvasLayout,
+    ) -> None:
+        """What has begun elsewhere is computed once more from its beginning, as what is ahead of it is not known; only
+        what follows is given out.
+        """
+        prepared = work.prepared
+        self.work, self.number, self.plan, self.layout = work, number, plan, layout
         self.slot = self.twin = -1  # the twin's canvas has masks for a prompt: classifier-free guidance
-        self.begun: ResumedAnswer | None = planned.begun[number] if planned.begun else None
-        self.kept: Any = None  # by its decoder
-        self.growing: DetokenizerProtocol | None = None  # for stop strings
-        self.given: PartEmitter | None = None  # where the answer is given out while it grows
+        self.begun: ResumedAnswer | None = prepared.begun[number] if prepared.begun else None
+        # `growing` looks for stop strings, `given` gives the answer out while it grows
+        self.growing, self.given = answer_watchers(language, prepared, number)
+        self.walk: WalkProtocol | None = None  # there are no constraints
         self.logprobs: list[Logprob | None] | None = None  # of each token of the answer, as it was committed
+        if prepared.sampling.logprobs is not None:
+            self.logprobs = [None] * (layout.end - layout.prompt)
+        self.kept: Any = None  # by its decoder
         self.version = len(work.versions) - 1  # which of the work's computes it now
         self.computed_by: NDArray[np.int16] | None = None  # which has, by token of the answer; None: none but that one
         self.revealed = 0  # tokens of the answer that have no mask before them, and will stay
@@ -99,7 +87,7 @@ class CanvasRow:
         return int(self.masks[0]) if len(self.masks) else self.stop
 
     @property
-    def spans(self) -> VersionSpans:
+    def versions(self) -> VersionSpans:
         """Which weights have computed which tokens of the answer."""
         if self.computed_by is None:
             return ((0, self.work.versions[self.version]),)
@@ -133,23 +121,6 @@ class CanvasRow:
         self.understood = max(self.understood, min(last, self.layout.prompt))
         if self.plan.cache == "exact" and self.layout.attention is not None:
             self.stored = self.start // self.layout.attention * self.layout.attention if decided else last
-
-
-def canvas_row(language: LanguageProtocol, work: CanvasWork, number: int, layout: CanvasLayout) -> CanvasRow:
-    """The sample of this number, with all that watches its answer. What has begun elsewhere is computed once more from
-    its beginning, as what is ahead of it is not known; only what follows is given out.
-    """
-    row, planned = CanvasRow(work, number, layout), work.planned
-    sampling, begun = planned.sampling, NO_TOKENS if row.begun is None else row.begun.tokens
-    if sampling.stop or planned.parts:
-        growing = language.growing(sampling.stop, not sampling.skip_special_tokens, planned.parts)
-        characters = growing.begin(begun.tolist())
-        row.growing = growing if sampling.stop else None
-        if planned.parts:
-            before, spell = (characters, len(begun)), logprob_speller(language, sampling)
-            row.given = PartEmitter(number, growing, pushed=bool(sampling.stop), before=before, spell=spell)
-    row.logprobs = None if sampling.logprobs is None else [None] * (layout.end - layout.prompt)
-    return row
 
 
 class CanvasSlots:
@@ -222,7 +193,7 @@ class CanvasSlots:
             self.held[slot] = pages_for(row.layout.end)
             self.pages[slot, : self.held[slot]] = self.pool.take(int(self.held[slot]))
             self.tokens[slot, : row.layout.end] = self._mask_token
-        self.tokens[row.slot, : row.layout.prompt] = row.work.planned.tokens
+        self.tokens[row.slot, : row.layout.prompt] = row.work.prepared.tokens
         self.active.append(row)
 
 

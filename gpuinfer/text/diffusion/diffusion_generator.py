@@ -8,30 +8,19 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
-from gpuinfer.api import TextRoofline
 from gpuinfer.config import blame
 from gpuinfer.errors import BackendError, BadPrompt, UsageError, WorkError
-from gpuinfer.generation import Generation, Part, Prompt
+from gpuinfer.generation import Prompt
 from gpuinfer.models.out_of_memory import first_line, is_out_of_memory
 from gpuinfer.models.pinned_memory import queued
-from gpuinfer.text import text_roofline
 from gpuinfer.text.diffusion.apply_unmasking import Unmasker, UnmaskingApplier
-from gpuinfer.text.diffusion.canvas import (
-    CanvasComposer,
-    CanvasRow,
-    CanvasSlots,
-    CanvasStepPlan,
-    CanvasTurn,
-    CanvasWork,
-    canvas_row,
-)
+from gpuinfer.text.diffusion.canvas import CanvasComposer, CanvasRow, CanvasSlots, CanvasStepPlan, CanvasTurn
 from gpuinfer.text.diffusion.scoring import Asked, Blender, Scored, Scorer, guided
 from gpuinfer.text.diffusion.unmasking_decoder import UnmaskingDecoder
 from gpuinfer.text.diffusion.unmasking_plan import (
@@ -44,22 +33,21 @@ from gpuinfer.text.diffusion.unmasking_plan import (
     plan_of,
     planned_prompt,
 )
-from gpuinfer.text.generator.adapter_versions import AdapterVersions, check_name
-from gpuinfer.text.generator.answer import MOST_PARTS_S
 from gpuinfer.text.generator.driver import Stepped
 from gpuinfer.text.generator.fault_isolation import FaultIsolation, row_failed
 from gpuinfer.text.generator.interfaces import LanguageProtocol
-from gpuinfer.text.generator.prompts import Prepared, prepare, refuse_unfit
-from gpuinfer.text.text_options import MAX_ADAPTERS
+from gpuinfer.text.generator.prompts import Prepared, PromptWork, prepare, refuse_unfit
+from gpuinfer.text.generator.slotted import SlottedGenerator
 from gpuinfer.text.text_roofline import step_extent
-from gpuinfer.text.transformer import Adapter, Decoder, Weights
+from gpuinfer.text.transformer import Decoder
 
 
-class DiffusionGenerator:
-    """`protocol.TextGenerator` that fills masks in. Give it to a `Driver`, or step it yourself.
+class DiffusionGenerator(SlottedGenerator[CanvasRow]):
+    """A `driver.TextGenerator` that fills masks in. Give it to a `Driver`, or step it yourself. It launches no step
+    ahead, whatever `goes_ahead` says.
 
-    `enter` is told what is going on: "prefill" (a step that is mostly prompt, for the first time), "forward", "sample",
-    "reply".
+    `enter` is called with the station of the time ledger: "prefill" (a step that is mostly prompt, for the first time),
+    "forward", "sample", "reply".
     """
 
     def __init__(
@@ -72,60 +60,36 @@ class DiffusionGenerator:
         step_tokens: int,
         threads: int,
         choose: Choose = decoder_for,
-        facts: Mapping[str, Any] | None = None,
-        read: Callable[[str], Weights] | None = None,
-        read_adapter: Callable[[str], Adapter] | None = None,
-        max_adapters: int = MAX_ADAPTERS,
-        most_parts_s: float = MOST_PARTS_S,
+        **common: Any,
     ) -> None:
-        """`choose` finds unmasking decoders: those that are installed, unless told otherwise. `read` finds other
-        weights for the same model (`read_weights`), `read_adapter` adapters; if any.
-        """
+        """`choose` finds unmasking decoders: by default those that are installed. `common`: see `SlottedGenerator`."""
         shape = decoder.shape
         if shape.masking is None:
             raise UsageError(f"a model of family {shape.family} fills no masks in: it goes from left to right.")
-        if not decoder.slots:
-            raise UsageError("the decoder has no slots. Use -B slots=1 or more.")
-        self.decoder, self.language = decoder, language
-        self.facts: Mapping[str, Any] = facts or {}
-        self.enter: Callable[[str], None] = lambda station: None
-        self.goes_ahead = True  # it never does, whatever it is told
+        super().__init__(decoder, language, **common)
+        mask_token = shape.masking.mask_token
         self._attention, self._choose = shape.masking.block, choose
-        self._read, self._read_adapter = read, read_adapter
         self._scorer = Scorer(
             shape.vocabulary,
             decoder.device,
             threads=threads,
             seed=seed,
             end_tokens=end_tokens,
-            mask_token=shape.masking.mask_token,
+            mask_token=mask_token,
         )
-        self._slots = CanvasSlots(decoder.slots, decoder.length, shape.masking.mask_token, decoder.pages)
+        self._slots = CanvasSlots(decoder.slots, decoder.length, mask_token, decoder.pages)
         self._composer = CanvasComposer(self._slots, shape, step_tokens)
         self._unmasker = Unmasker(self._slots)
-        self._blender = Blender(decoder, shape.masking.mask_token, threads)
-        self._adapters = AdapterVersions(decoder, max_adapters)
-        self._settling = UnmaskingApplier(
-            self._slots, language, shape.vocabulary, end_tokens, most_parts_s, self._adapters.give_back
+        self._blender = Blender(decoder, mask_token, threads)
+        self.answers: UnmaskingApplier = UnmaskingApplier(
+            self._slots, language, shape.vocabulary, end_tokens, self._most_parts_s, self._adapters.give_back
         )
-        self._waited = 0  # rows that steps have told of
-        self._troubles: FaultIsolation[CanvasRow] = FaultIsolation(self._slots, self.facts.get("model"))
-
-    @property
-    def device(self) -> torch.device:
-        return self.decoder.device  # type: ignore[no-any-return]
-
-    @property
-    def slots(self) -> int:
-        return self.decoder.slots
+        self._waited = 0  # rows that waited for pages, as of the last step
+        self._faults: FaultIsolation[CanvasRow] = FaultIsolation(self._slots, self.facts.get("model"))
 
     @property
     def free_slots(self) -> int:
         return self._slots.free
-
-    @property
-    def busy(self) -> bool:
-        return bool(self._settling.works) or bool(self._settling.finished)
 
     def prepare(
         self, prompts: Sequence[Prompt], enter: Callable[[str], None] = lambda station: None
@@ -136,46 +100,43 @@ class DiffusionGenerator:
         return [self._ready(next(ready), plan) if isinstance(plan, UnmaskingPlan) else plan for plan in plans]
 
     def add(self, ticket: Hashable, prepared: Prepared) -> None:
-        if ticket in self._settling.works:
-            raise ValueError(f"ticket {ticket!r} is in use.")
-        if prepared.samples > self.free_slots:
-            raise ValueError(f"{prepared.samples} samples and {self.free_slots} free slots: wait for `free_slots`.")
         if not isinstance(prepared, PlannedPrompt):
             raise ValueError("this prompt was prepared for a model that goes from left to right.")
-        now = time.perf_counter()
-        try:
-            adapter = None if prepared.adapter is None else self._adapters.take(prepared.adapter)
-        except BadPrompt as error:  # it has been unloaded since the prompt was prepared
-            self._settling.finished.append((ticket, error))
-            return
-        work = CanvasWork(ticket, prepared, now, adapter)
-        layout = self._layout(prepared, prepared.plan)
-        self._settling.begin(work, lambda number: canvas_row(self.language, work, number, layout), now)
+        super().add(ticket, prepared)
 
-    def cancel(self, ticket: Hashable) -> bool:
-        work = self._settling.works.get(ticket)
-        return work is not None and self._settling.withdraw(work)
+    def _add(self, work: PromptWork[CanvasRow], now: float) -> None:
+        prepared = work.prepared
+        assert isinstance(prepared, PlannedPrompt)
+        self.answers.begin(work)
+        layout = self._layout(prepared, prepared.plan)
+        for number in range(prepared.samples):
+            row = CanvasRow(self.language, work, number, prepared.plan, layout)
+            if prepared.computes(number):
+                work.rows.append(row)
+                self._slots.add(row)
+            else:
+                self.answers.conclude(row, now)
 
     def step(self) -> Stepped:
         self._begin(self._slots.place())
         plan = self._compose()
         if plan is None:
-            return Stepped(*self._taken())
+            return Stepped(*self.answers.take())
         try:
             logits, scored, asked = self._run(plan)
         except Exception as error:  # noqa: BLE001  whose fault it is must be found out
             self._after_failure(plan, error.with_traceback(None))  # its frames hold on to the memory
-            return Stepped(*self._taken())
+            return Stepped(*self.answers.take())
         self.enter("reply")
-        self._troubles.passed()
+        self._faults.passed()
         for turn in plan.turns:
             turn.row.passed(turn.last, decided=bool(len(turn.asked)))
         committed = self._unmask(asked, scored)
         self._blend(asked, logits)
         before, self._waited = self._waited, self._slots.waited
-        useful = self._settling.settle([turn.row for turn in asked], time.perf_counter())
+        useful = self.answers.settle([turn.row for turn in asked], time.perf_counter())
         return Stepped(
-            *self._taken(),
+            *self.answers.take(),
             rows=len(plan.turns),
             tokens=len(plan.step.tokens),
             prompt_tokens=plan.prompt_tokens,
@@ -187,41 +148,6 @@ class DiffusionGenerator:
             waited=self._slots.waited - before,
             extent=step_extent(plan.step),
         )
-
-    def read_weights(self, place: str) -> object:
-        if self._read is None:
-            raise UsageError("this model has no files that its weights could be exchanged for. Start another model.")
-        return self.decoder.pack(self._read(place))
-
-    def update(self, version: str, weights: object) -> None:
-        self.decoder.swap(weights)
-        self._settling.change_version(version)
-
-    @property
-    def adapters(self) -> Sequence[str]:
-        return self._adapters.known
-
-    def read_adapter(self, name: str, place: str) -> object:
-        if self._read_adapter is None:
-            raise UsageError("this model takes no adapters. Start another model.")
-        check_name(name)
-        self._adapters.refuse_full(name)
-        return self.decoder.pack_adapter(self._read_adapter(place))
-
-    def load_adapter(self, name: str, version: str, adapter: object) -> None:
-        self._adapters.load(name, version, adapter)
-
-    def unload_adapter(self, name: str) -> None:
-        self._adapters.unload(name)
-
-    def measure(self, rows: int, seconds: float) -> TextRoofline:
-        return text_roofline.measure_roofline(self.decoder, rows, int(self.facts.get("step_tokens") or rows), seconds)
-
-    def use(self, threads: int) -> None:
-        self.decoder.use(threads)
-
-    def rest(self) -> None:
-        self.decoder.rest()
 
     def close(self) -> None:
         self._scorer.close()
@@ -253,16 +179,16 @@ class DiffusionGenerator:
                 with blame.calling_within(row.plan.decoder, "begin"):
                     row.kept = row.plan.decoder.begin()
             except Exception as error:  # noqa: BLE001  a plugin's: its row fails alone
-                self._settling.fail(row.work, error)
+                self.answers.fail(row.work, error)
 
     def _compose(self) -> CanvasStepPlan | None:
-        troubles = self._troubles
-        while (only := troubles.only) is not None:
-            plan = self._composer.compose(troubles.most, only)
+        faults = self._faults
+        while (only := faults.only) is not None:
+            plan = self._composer.compose(faults.most, only)
             if plan is not None:
                 return plan
-            troubles.passed()
-        return self._composer.compose(troubles.most, None)
+            faults.passed()
+        return self._composer.compose(faults.most, None)
 
     def _run(self, plan: CanvasStepPlan) -> tuple[Tensor, Scored, list[CanvasTurn]]:
         """The step's logits, what is said of them, and the turns that they are of."""
@@ -291,7 +217,7 @@ class DiffusionGenerator:
             try:
                 adjust(turn, logits)
             except Exception as error:  # noqa: BLE001  a plugin's: its row fails alone
-                self._settling.fail(turn.row.work, error)
+                self.answers.fail(turn.row.work, error)
                 asked.remove(turn)
 
     def _unmask(self, asked: Sequence[CanvasTurn], scored: Scored) -> list[int]:
@@ -305,7 +231,7 @@ class DiffusionGenerator:
                     raise scored.bad[number]
                 committed.append(self._unmasker.unmask(turn, scored, number))
             except Exception as error:  # noqa: BLE001  its neighbours go on
-                self._settling.fail(turn.row.work, error)
+                self.answers.fail(turn.row.work, error)
         return committed
 
     def _blend(self, asked: Sequence[CanvasTurn], logits: Tensor) -> None:
@@ -319,22 +245,16 @@ class DiffusionGenerator:
                 places = turn.logits + np.searchsorted(turn.asked, row.masks)
                 row.blended = self._blender.blended(logits, places, share) if share else None
             except Exception as error:  # noqa: BLE001  a plugin's, or memory: its row fails alone
-                self._settling.fail(row.work, error)
+                self.answers.fail(row.work, error)
 
     def _after_failure(self, plan: CanvasStepPlan, error: Exception) -> None:
         rows = [turn.row for turn in plan.turns]
         if len(rows) == 1 and is_out_of_memory(error):
-            self._settling.fail(rows[0].work, _too_large(len(plan.step.tokens), error))
+            self.answers.fail(rows[0].work, _too_large(len(plan.step.tokens), error))
             return
-        guilty = self._troubles.failed(rows, len(plan.step.tokens), error)
+        guilty = self._faults.failed(rows, len(plan.step.tokens), error)
         if guilty is not None:
-            self._settling.fail(guilty.work, row_failed(error))
-
-    def _taken(self) -> tuple[Sequence[tuple[Hashable, Generation | Exception]], Sequence[tuple[Hashable, Part]]]:
-        settling = self._settling
-        finished, parts = settling.finished, settling.parts
-        settling.finished, settling.parts = [], []
-        return finished, parts
+            self.answers.fail(guilty.work, row_failed(error))
 
 
 def adjust(turn: CanvasTurn, logits: Tensor) -> None:
@@ -362,7 +282,7 @@ def share_of(row: CanvasRow) -> float:
 
 def _asked(turn: CanvasTurn) -> Asked:
     """Its masks, as the scorer takes them; its tokens too where they may be edited."""
-    row, ready = turn.row, turn.row.work.planned
+    row, ready = turn.row, turn.row.work.prepared
     sample = ready.first_sample + row.number
     return Asked(ready.sampling, ready.key, sample, turn.logits, turn.asked - row.layout.prompt, row.steps_done)
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from gpuinfer.text.generator.interfaces import Ints, LanguageProtocol, SamplerProtocol
 from gpuinfer.text.generator.page_pool import LEAST, PrefixMatch, pages_for
-from gpuinfer.text.generator.prompts import NO_TOKENS, PromptWork, SampleRow, row_of
+from gpuinfer.text.generator.prompts import NO_TOKENS, PromptWork, SampleRow
 from gpuinfer.text.generator.slot_table import RowPages, SlotTable
 from gpuinfer.text.transformer import PAGE, Decoder
 
@@ -40,8 +40,6 @@ class SlotAdmission:
         self._table, self._sampler, self._language, self._changed = table, sampler, language, changed
         self.pages = RowPages(decoder, table)
         self._free = list(range(table.slots - 1, -1, -1))  # slots; the lowest is taken first
-        self._pending: deque[PromptWork] = deque()
-        self._reserved = 0  # slots that pending prompts will take
         self._came = 0  # rows until now
         self._queue: list[SampleRow] = []  # the oldest first
         self.prefilling: list[SampleRow] = []
@@ -52,36 +50,30 @@ class SlotAdmission:
 
     @property
     def free(self) -> int:
-        return len(self._free) - self._reserved
+        return len(self._free)
 
-    def add(self, work: PromptWork) -> None:
-        """It is placed before the next step. There must be `free` slots for all its samples."""
-        self._pending.append(work)
-        self._reserved += work.prepared.samples
-
-    def place(self) -> list[tuple[PromptWork, Exception]]:
-        """Before a step: pages for the rows that answer, slots for all that is pending, pages for as many of those that
-        wait as can be. Those that the sampler refuses come back with the reason.
+    def add(self, work: PromptWork[SampleRow]) -> None:
+        """Slots for a prompt, of which there must be `free` ones for all its samples; its rows wait for pages. Raises
+        what the sampler refuses it with, which leaves its slots free.
         """
+        prepared = work.prepared
+        rows = [SampleRow(self._language, work, n) for n in range(prepared.samples) if prepared.computes(n)]
+        together = [rows] if not prepared.begun else [[row] for row in rows]  # those that have begun differ
+        for group in together:
+            self._give_slots(group)
+            group[0].followers = tuple(group[1:])
+            work.rows += group
+            self._queue.append(group[0])
+
+    def place(self) -> None:
+        """Before a step: pages for the rows that decode, then for as many rows in the queue as can be."""
         self._extend()
-        refused: list[tuple[PromptWork, Exception]] = []
-        while self._pending:
-            work = self._pending.popleft()
-            self._reserved -= work.prepared.samples
-            try:
-                self._place(work)
-            except Exception as error:  # noqa: BLE001  of this prompt's own making
-                refused.append((work, error))
         if self._queue:
             self._seat_all()
             self.pages.carry_out()
-        return refused
 
-    def withdraw(self, work: PromptWork) -> None:
-        """It is cancelled, or has failed: its rows' slots and pages are free."""
-        if not work.rows and work in self._pending:
-            self._pending.remove(work)
-            self._reserved -= work.prepared.samples
+    def withdraw(self, work: PromptWork[SampleRow]) -> None:
+        """A prompt is cancelled, or has failed: its rows' slots and pages are free."""
         for row in work.rows:
             if self._table.rows[row.slot] is row:
                 self._leave_prefill(row)
@@ -129,18 +121,8 @@ class SlotAdmission:
         self.pages.follow(row)
         self._steps_left = 0
 
-    def _place(self, work: PromptWork) -> None:
-        prepared = work.prepared
-        rows = [row_of(self._language, work, n) for n in range(prepared.samples) if prepared.computes(n)]
-        together = [rows] if not prepared.begun else [[row] for row in rows]  # those that have begun differ
-        for group in together:
-            self._give_slots(group)
-            group[0].followers = tuple(group[1:])
-            work.rows += group
-            self._queue.append(group[0])
-
     def _give_slots(self, rows: list[SampleRow]) -> None:
-        """And make them known to the sampler. Raises `BadPrompt`, with none of them known."""
+        """Slots for these rows, which the sampler knows from then on. Raises `BadPrompt`, with nothing changed."""
         known: list[SampleRow] = []
         for row in rows:
             row.slot, row.age = self._free.pop(), self._came

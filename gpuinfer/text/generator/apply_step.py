@@ -2,41 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import cast
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
-from msgspec import structs
 from numpy.typing import NDArray
 
-from gpuinfer.errors import BackendError, BadResult, GpuinferError, RequestError
-from gpuinfer.generation import Completion, Generation, Logprob, Part
-from gpuinfer.models.out_of_memory import first_line
-from gpuinfer.text.generator.adapter_versions import AdapterVersion, weights_name
+from gpuinfer.errors import BackendError, BadResult, RequestError
+from gpuinfer.generation import Logprob
+from gpuinfer.text.generator.adapter_versions import AdapterVersion
 from gpuinfer.text.generator.admission import SlotAdmission
-from gpuinfer.text.generator.answer import (
-    END_TOKEN,
-    MOST_PARTS_S,
-    NO_COMPLETION,
-    Ending,
-    completion,
-    find_ending,
-    versions_until,
-    with_version,
-)
+from gpuinfer.text.generator.answer import END_TOKEN, MOST_PARTS_S, Ending, completion, find_ending, with_version
 from gpuinfer.text.generator.composer import Echo, LaunchedStep, PromptChunk, StepComposer, StepPlan
 from gpuinfer.text.generator.interfaces import DrawnProtocol, LanguageProtocol
-from gpuinfer.text.generator.prompts import PromptWork, SampleRow, row_of
+from gpuinfer.text.generator.prompts import PromptWork, SampleRow
 from gpuinfer.text.generator.slot_table import SlotTable
+from gpuinfer.text.generator.slotted import AnswerTracker
 
 GOES_ON, COMPLETE, REFUSED = 0, 1, 2  # what a list says to a token
 
 
-class StepApplier:
-    """Writes steps' tokens down. Arrays do it for rows that go on; Python sees those that end or are watched.
-
-    `finished` gathers answers and failures until someone takes them, `parts` what rows give out before that.
-    """
+class StepApplier(AnswerTracker[SampleRow]):
+    """Writes the tokens of steps down. Arrays do it for rows that go on; Python sees those that end or are watched."""
 
     def __init__(
         self,
@@ -48,34 +34,24 @@ class StepApplier:
         most_parts_s: float = MOST_PARTS_S,
         give_back: Callable[[AdapterVersion], None] = lambda adapter: None,
     ) -> None:
-        self._give_back = give_back  # told of each answer's adapter when it is complete, or wanted no more
-        self._table, self._admission, self._composer, self._language = table, admission, composer, language
-        self.version = ""  # of the weights: "" are those of the start
-        self._enter, self._most_parts_s = enter, most_parts_s
-        self._parts_due = 0.0  # when they are given out next
-        self.works: dict[Hashable, PromptWork] = {}
-        self.finished: list[tuple[Hashable, Generation | Exception]] = []
-        self.parts: list[tuple[Hashable, Part]] = []
+        super().__init__(language, most_parts_s, give_back)
+        self._table, self._admission, self._composer, self._enter = table, admission, composer, enter
 
-    def begin(self, work: PromptWork, now: float) -> None:
-        """It is under way from now on. What there is of it that needs no step is complete at once."""
-        work.versions = (weights_name(work.adapter, self.version),)
-        self.works[work.ticket] = work
-        for number in range(work.prepared.samples):
-            if not work.prepared.computes(number):
-                self._conclude(row_of(self._language, work, number), now)
+    def _has_begun(self, row: SampleRow) -> bool:
+        return row.resumed or bool(self._table.filled[row.slot])
 
-    def change_version(self, version: str) -> None:
-        """Other weights compute from the next step on. Of a prompt they have computed all if nothing has been yet."""
-        self.version = version
-        table = self._table
-        for work in self.works.values():
-            begun = any(row.resumed or table.filled[row.slot] for row in work.rows)
-            name = weights_name(work.adapter, self.version)
-            work.versions = (*work.versions, name) if begun else (name,)
-            for row in work.rows:
-                if table.rows[row.slot] is row:
-                    row.versions = with_version(row.versions, self._drawn(row), name)
+    def _change_row(self, row: SampleRow, work: PromptWork[SampleRow]) -> None:
+        if self._table.rows[row.slot] is row:
+            row.versions = with_version(row.versions, self._drawn(row), work.versions[-1])
+
+    def _release(self, row: SampleRow) -> None:
+        if row.slot >= 0:
+            self._admission.release(row)
+            self._composer.changed()
+
+    def _release_all(self, work: PromptWork[SampleRow]) -> None:
+        self._admission.withdraw(work)
+        self._composer.changed()
 
     def _drawn(self, row: SampleRow) -> int:
         """How many tokens of its answer are known."""
@@ -130,17 +106,17 @@ class StepApplier:
         full = at >= table.final[slots]
         if table.listed:
             self._enter("constrain")
-        said = table.walked(slots, tokens)
+        walked = table.walked(slots, tokens)
         if table.listed:
             self._enter("reply")
         self._settle_bad(bad)
-        looked = np.flatnonzero(ended | full | table.watched[slots] | (said != GOES_ON))
-        if len(looked):
-            columns = (looked, slots[looked], at[looked], ended[looked], full[looked], said[looked])
+        seen = np.flatnonzero(ended | full | table.watched[slots] | (walked != GOES_ON))
+        if len(seen):
+            columns = (seen, slots[seen], at[seen], ended[seen], full[seen], walked[seen])
             for i, slot, place, is_end, is_full, outcome in zip(*(one.tolist() for one in columns), strict=True):
                 row = table.rows[slot]
                 if row is not None:  # else another sample of its prompt has failed just now
-                    self._look(row, place, is_end, is_full, outcome, logprobs[i], now)
+                    self._apply(row, place, is_end, is_full, outcome, logprobs[i], now)
         if table.readers and now >= self._parts_due:
             self._parts_due = now + table.readers / self._most_parts_s
             self._give_out()
@@ -153,38 +129,6 @@ class StepApplier:
             self._composer.changed()
         else:
             self.fail(row.work, error)
-
-    def fail(self, work: PromptWork, error: Exception) -> None:
-        """Give up on all of a prompt's rows."""
-        self.withdraw(work)
-        known = isinstance(error, GpuinferError)
-        self.finished.append((work.ticket, error if known else BackendError(_message(error))))
-
-    def withdraw(self, work: PromptWork) -> None:
-        """Nobody waits for it any more."""
-        known = self.works.pop(work.ticket, None) is not None
-        self._admission.withdraw(work)
-        self._composer.changed()
-        work.rows = []
-        if known and work.adapter is not None:
-            self._give_back(work.adapter)
-
-    def complete(self, work: PromptWork, now: float) -> None:
-        """All of its answers are there."""
-        del self.works[work.ticket]
-        work.rows = []  # a work and its rows name each other: without this only a collection would free them
-        answer = Generation(
-            completions=tuple(cast(list[Completion], work.completions)),
-            prompt_tokens=len(work.prepared.tokens),
-            cached_tokens=work.cached,
-            prompt_logprobs=None if work.echo is None else tuple(work.echo),
-            first_token_s=work.first_token - work.started,
-            seconds=now - work.started,
-            versions=work.versions,
-        )
-        self.finished.append((work.ticket, answer))
-        if work.adapter is not None:
-            self._give_back(work.adapter)
 
     def _settle_bad(self, bad: Mapping[int, RequestError]) -> None:
         """By slot, rows that no token could be drawn for."""
@@ -207,7 +151,7 @@ class StepApplier:
             if not chunk.draws and not chunk.resumes:
                 for row in chunk.rows:
                     if self._table.rows[row.slot] is row:  # else nobody waits for it any more
-                        self._conclude(row, now)
+                        self.conclude(row, now)
 
     def _note(self, row: SampleRow, of_prompt: Sequence[Logprob], of_answer: Sequence[Logprob]) -> None:
         sampling = row.work.prepared.sampling
@@ -217,32 +161,7 @@ class StepApplier:
         if row.logprobs is not None:
             row.logprobs += of_answer
 
-    def _conclude(self, row: SampleRow, now: float) -> None:
-        """One that draws no token: its answer is known, or none is wanted."""
-        begun = row.begun
-        nothing = () if _wants(row) else None
-        nowhere = None if row.walk is None else ()
-        answer = structs.replace(
-            NO_COMPLETION, versions=versions_until(row.versions, 0), processed=nothing, nodes=nowhere
-        )
-        if begun is not None and begun.ending is not None:
-            sampling, tokens = row.work.prepared.sampling, begun.tokens.tolist()
-            processed = begun.processed if _wants(row) else None
-            answer = completion(
-                self._language,
-                sampling,
-                row.growing,
-                tokens,
-                row.logprobs,
-                begun.ending,
-                row.versions,
-                processed,
-                row.walk,
-            )
-        part = None if row.given is None else row.given.finish(answer)
-        self._finish(row, answer, part, now)
-
-    def _look(
+    def _apply(
         self, row: SampleRow, at: int, ended: bool, full: bool, outcome: int, logprob: Logprob | None, now: float
     ) -> None:
         """One row that may end with its token at position `at`. `outcome`: what its list says to it."""
@@ -268,7 +187,7 @@ class StepApplier:
                 answer = completion(
                     self._language, sampling, row.growing, drawn, row.logprobs, end, row.versions, processed, row.walk
                 )
-                self._finish(row, answer, None if row.given is None else row.given.rest(answer), now)
+                self.finish(row, answer, None if row.given is None else row.given.rest(answer), now)
         except Exception as error:  # noqa: BLE001  in what the prompt itself asked for: its neighbours go on
             self.fail(row.work, error)
 
@@ -295,22 +214,6 @@ class StepApplier:
         found: list[float] = self._table.processed[row.slot, prompt : prompt + count].tolist()
         return found
 
-    def _finish(self, row: SampleRow, answer: Completion, last: Part | None, now: float) -> None:
-        work = row.work
-        work.completions[row.number] = answer
-        if last is not None:
-            self.parts.append((work.ticket, last))
-        if row.slot >= 0:
-            self._admission.release(row)
-            self._composer.changed()
-        work.left -= 1
-        if not work.left:
-            self.complete(work, now)
-
 
 def _wants(row: SampleRow) -> bool:
     return row.work.prepared.sampling.processed_logprobs
-
-
-def _message(error: Exception) -> str:
-    return f"the model failed on this prompt ({type(error).__name__}: {first_line(error)}). Leave it out, or report it."

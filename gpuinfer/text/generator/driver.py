@@ -268,9 +268,8 @@ class Driver:
         self.deliver = deliver
         self._lane: Lane | None = None
         self._wake = threading.Condition()
-        self._inbox: list[tuple[int, Prepared]] = []
         self._cancelled: list[int] = []
-        self._waiting: deque[tuple[int, Prepared]] = deque()  # for free slots; the driver's own
+        self._waiting: deque[tuple[int, Prepared]] = deque()  # prompts without slots
         self._updates: deque[_Change] = deque()
         self._open: dict[int, Done | None] = {}  # tickets without an outcome
         self._tickets = 0
@@ -312,7 +311,7 @@ class Driver:
             tickets = range(self._tickets, self._tickets + len(prompts))
             self._tickets = tickets.stop
             self._open.update(dict.fromkeys(tickets, done))
-            self._inbox.extend(zip(tickets, prompts, strict=True))
+            self._waiting.extend(zip(tickets, prompts, strict=True))
             self._rouse()
         return tickets
 
@@ -414,27 +413,32 @@ class Driver:
     def _fetch(self) -> bool:
         """Take what has been submitted and cancelled; wait while there is nothing to do. False: closing."""
         with self._wake:
-            while not (
-                self._inbox or self._cancelled or self._closing or self._waiting or self._updates or self.generator.busy
-            ):
+            while not (self._cancelled or self._closing or self._waiting or self._updates or self.generator.busy):
                 self.generator.enter("idle")
                 self._asleep = True
                 self._wake.wait()
                 self._asleep = False
             if self._closing:
                 return False
-            arrived, self._inbox = self._inbox, []
-            cancelled, self._cancelled = self._cancelled, []
-        self._waiting.extend(arrived)
-        if cancelled:
-            self._withdraw(set(cancelled))
+            cancelled, self._cancelled = set(self._cancelled), []
+            if cancelled:
+                self._waiting = deque(entry for entry in self._waiting if entry[0] not in cancelled)
+                for ticket in cancelled:
+                    self._open.pop(ticket, None)
+        for ticket in cancelled:
+            self.generator.cancel(ticket)
         self._change_weights()
-        held_back = bool(self._updates)
-        while self._waiting and not held_back and self._waiting[0][1].samples <= self.generator.free_slots:
-            ticket, prepared = self._waiting.popleft()
-            self._counters.add_prompt(prepared)
-            self.generator.add(ticket, prepared)
+        while not self._updates and (entry := self._next_that_fits()) is not None:
+            self._counters.add_prompt(entry[1])
+            self.generator.add(*entry)
         return True
+
+    def _next_that_fits(self) -> tuple[int, Prepared] | None:
+        """The next prompt, when there are slots for all its samples."""
+        with self._wake:
+            if self._waiting and self._waiting[0][1].samples <= self.generator.free_slots:
+                return self._waiting.popleft()
+        return None
 
     def _change_weights(self) -> None:
         """What is to be changed now. What has to drain first stays, and all that came after it."""
@@ -448,14 +452,6 @@ class Driver:
                 else:  # what else is raised ends the thread, as some weights may be the new ones: `_fail_all` tells it
                     update.done.set_result(None)
             self._updates.popleft()
-
-    def _withdraw(self, tickets: set[int]) -> None:
-        self._waiting = deque(entry for entry in self._waiting if entry[0] not in tickets)
-        for ticket in tickets:
-            self.generator.cancel(ticket)
-        with self._wake:
-            for ticket in tickets:
-                self._open.pop(ticket, None)
 
     def _step(self) -> None:
         if not self.generator.busy:
@@ -520,7 +516,7 @@ class Driver:
         with self._wake:
             self._gone = reason
             tickets = list(self._open)
-            self._inbox.clear()
+            self._waiting.clear()
             updates = [update.done for update in self._updates]
         for done in updates:
             if done.running() or (not done.done() and done.set_running_or_notify_cancel()):

@@ -9,23 +9,19 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from gpuinfer.api import TextRoofline
-from gpuinfer.errors import BackendDied, BadPrompt, UsageError
-from gpuinfer.generation import Generation, Logprob, Part, Prompt
+from gpuinfer.errors import BackendDied
+from gpuinfer.generation import Logprob, Prompt
 from gpuinfer.models.out_of_memory import first_line
 from gpuinfer.models.pinned_memory import queued
-from gpuinfer.text import text_roofline
-from gpuinfer.text.generator.adapter_versions import AdapterVersions, check_name
 from gpuinfer.text.generator.admission import SlotAdmission
-from gpuinfer.text.generator.answer import MOST_PARTS_S
 from gpuinfer.text.generator.apply_step import StepApplier
 from gpuinfer.text.generator.composer import Echo, LaunchedStep, PromptChunk, StepComposer, StepPlan
 from gpuinfer.text.generator.driver import Stepped
@@ -33,23 +29,23 @@ from gpuinfer.text.generator.fault_isolation import FaultIsolation, model_died, 
 from gpuinfer.text.generator.interfaces import DrawingProtocol, Ints, LanguageProtocol, SamplerProtocol
 from gpuinfer.text.generator.prompts import Prepared, PromptWork, SampleRow, prepare
 from gpuinfer.text.generator.slot_table import SlotTable
+from gpuinfer.text.generator.slotted import SlottedGenerator
 from gpuinfer.text.sampling.slot_settings import TokenRules
-from gpuinfer.text.text_options import MAX_ADAPTERS
 from gpuinfer.text.text_roofline import step_extent
-from gpuinfer.text.transformer import PAGE, Adapter, Decoder, Weights
+from gpuinfer.text.transformer import PAGE, Decoder
 
 logger = logging.getLogger("gpuinfer")
 
 
-class Generator:
-    """`protocol.TextGenerator` from left to right. Give it to a `Driver`, or step it yourself.
+class Generator(SlottedGenerator[SampleRow]):
+    """A `driver.TextGenerator` from left to right. Give it to a `Driver`, or step it yourself.
 
     On CUDA a step is composed and launched while the device works on the one before, whose tokens it takes from where
     they are drawn (`_may_go_ahead` says when not); only then are the tokens of the one before read and written down.
 
-    `enter` is told what is going on: "prefill" (a step that is mostly prompt), "forward", "constrain", "sample",
-    "reply". On CUDA sampling is queued behind the forward, and both count as the forward, as do constraints, and what
-    the host does while the device is at work.
+    `enter` is called with the station of the time ledger: "prefill" (a step that is mostly prompt), "forward",
+    "constrain", "sample", "reply". On CUDA sampling is queued behind the forward, and both count as the forward, as do
+    constraints, and what the host does while the device is at work.
     """
 
     def __init__(
@@ -64,48 +60,43 @@ class Generator:
         deterministic: bool,
         gather_steps: int = 0,
         sampler: SamplerProtocol | None = None,
-        facts: Mapping[str, Any] | None = None,
-        read: Callable[[str], Weights] | None = None,
-        read_adapter: Callable[[str], Adapter] | None = None,
-        max_adapters: int = MAX_ADAPTERS,
-        most_parts_s: float = MOST_PARTS_S,
+        **common: Any,
     ) -> None:
-        """`read` finds other weights for the same model (`read_weights`), `read_adapter` adapters; if any."""
+        """`common`: see `SlottedGenerator`."""
+        super().__init__(decoder, language, **common)
         vocabulary = decoder.shape.vocabulary
-        self.decoder, self.language = decoder, language
-        self.sampler = sampler or _sampler(decoder, seed, end_tokens, threads, deterministic)
-        self.facts: Mapping[str, Any] = facts or {}
-        self._read, self._read_adapter = read, read_adapter
-        self.enter: Callable[[str], None] = lambda station: None
-        self.goes_ahead = True
+        if sampler is None:
+            from gpuinfer.text.sampling import Sampler
+
+            sampler = Sampler(
+                decoder.slots,
+                vocabulary,
+                decoder.device,
+                seed=seed,
+                end_tokens=end_tokens,
+                threads=threads,
+                deterministic=deterministic,
+            )
+        self.sampler: SamplerProtocol = sampler
         self._table = SlotTable(decoder.slots, decoder.length, vocabulary, end_tokens)
         self._composer = StepComposer(self._table, step_tokens, gather_steps)
         self._admission = SlotAdmission(decoder, self._table, self.sampler, language, self._composer.changed)
-        self._settling = StepApplier(
+        self.answers: StepApplier = StepApplier(
             self._table,
             self._admission,
             self._composer,
             language,
             lambda station: self.enter(station),
-            most_parts_s,
-            lambda adapter: self._adapters.give_back(adapter),
+            self._most_parts_s,
+            self._adapters.give_back,
         )
-        self._adapters = AdapterVersions(decoder, max_adapters, self._admission.forget_adapter)
-        self._troubles: FaultIsolation[SampleRow] = FaultIsolation(self._table, self.facts.get("model"))
+        self._faults: FaultIsolation[SampleRow] = FaultIsolation(self._table, self.facts.get("model"))
         self._masks = np.full((decoder.slots, -(-vocabulary // 32)), -1, np.int32)
-        self._counted = (0, 0, 0)  # what steps have told of `Admission.cached`, `waited` and `preempted`
+        self._reported = (0, 0, 0)  # the admission's `cached`, `waited` and `preempted` at the last report
         self._queued = decoder.device.type == "cuda"
         self._under_way: LaunchedStep | None = None  # a step that has been launched before the last one was settled
         self._device_waits = False  # it had finished all that was launched when the last step was begun
-        self._stepped: LaunchedStep | None = None  # one that has been settled, and not reported
-
-    @property
-    def device(self) -> torch.device:
-        return self.decoder.device  # type: ignore[no-any-return]
-
-    @property
-    def slots(self) -> int:
-        return self._table.slots
+        self._stepped: LaunchedStep | None = None  # a step that has been settled, and not reported
 
     @property
     def free_slots(self) -> int:
@@ -113,34 +104,23 @@ class Generator:
 
     @property
     def busy(self) -> bool:
-        return bool(self._settling.works) or bool(self._settling.finished) or self._stepped is not None
+        return super().busy or self._stepped is not None
 
     def prepare(
         self, prompts: Sequence[Prompt], enter: Callable[[str], None] = lambda station: None
     ) -> list[Prepared | Exception]:
         return list(prepare(self.language, prompts, self.decoder, enter, self._adapters.refuse_unknown))
 
-    def add(self, ticket: Hashable, prepared: Prepared) -> None:
-        if ticket in self._settling.works:
-            raise ValueError(f"ticket {ticket!r} is in use.")
-        if prepared.samples > self.free_slots:
-            raise ValueError(f"{prepared.samples} samples and {self.free_slots} free slots: wait for `free_slots`.")
-        now = time.perf_counter()
-        try:
-            adapter = None if prepared.adapter is None else self._adapters.take(prepared.adapter)
-        except BadPrompt as error:  # it has been unloaded since the prompt was prepared
-            self._settling.finished.append((ticket, error))
-            return
-        work = PromptWork(ticket, prepared, now, adapter)
-        self._settling.begin(work, now)
+    def _add(self, work: PromptWork[SampleRow], now: float) -> None:
+        self.answers.begin(work)
+        for number in range(work.prepared.samples):
+            if not work.prepared.computes(number):
+                self.answers.conclude(SampleRow(self.language, work, number), now)
         if work.left:
-            self._admission.add(work)
-
-    def cancel(self, ticket: Hashable) -> bool:
-        work = self._settling.works.get(ticket)
-        if work is not None:
-            self._settling.withdraw(work)
-        return work is not None
+            try:
+                self._admission.add(work)
+            except Exception as error:  # noqa: BLE001  of this prompt's own making
+                self.answers.fail(work, error)
 
     def step(self) -> Stepped:
         step, self._stepped = self._stepped, None
@@ -148,7 +128,7 @@ class Generator:
             self._enter_host()
             step, self._under_way = self._under_way or self._launched(), None
             if step is None:
-                return Stepped(*self._taken())
+                return Stepped(*self.answers.take())
             self._under_way = self._launched(step) if self._may_go_ahead() else None
             self._settle(step)
         return self._outcome(step)
@@ -165,10 +145,10 @@ class Generator:
     def _outcome(self, step: LaunchedStep) -> Stepped:
         """What a step did that has been settled."""
         plan = step.plan
-        before, counts = self._counted, (self._admission.cached, self._admission.waited, self._admission.preempted)
-        self._counted = counts
+        before, counts = self._reported, (self._admission.cached, self._admission.waited, self._admission.preempted)
+        self._reported = counts
         return Stepped(
-            *self._taken(),
+            *self.answers.take(),
             rows=plan.rows,
             tokens=len(plan.step.tokens),
             prompt_tokens=plan.prompt_tokens,
@@ -186,8 +166,8 @@ class Generator:
         """Whether the next step can be composed before the tokens are known that the last one draws: the decoder reads
         them where they are drawn, and nothing else depends on them; and no other model has the device after this step.
         """
-        table, troubles = self._table, self._troubles
-        if not (self.goes_ahead and self.decoder.reads_drawn) or troubles.only is not None or troubles.most is not None:
+        table, faults = self._table, self._faults
+        if not (self.goes_ahead and self.decoder.reads_drawn) or faults.only is not None or faults.most is not None:
             return False
         depends = table.listed or self.sampler.remembers or (table.constrained & table.decodes).any()
         return not depends and not self._admission.must_preempt
@@ -196,8 +176,7 @@ class Generator:
         """The next step, launched; `before`: the one that is under way. None: there is nothing to compute, or it
         failed. Then nothing has changed, and with a step `before` it is tried again when that has been settled.
         """
-        for work, error in self._admission.place():
-            self._settling.fail(work, error)
+        self._admission.place()
         plan = self._compose()
         if plan is None:
             return None
@@ -209,7 +188,7 @@ class Generator:
             else:
                 logger.debug("a step could not be launched ahead (%s): it is tried again", first_line(error))
             return None
-        self._settling.advance(plan)
+        self.answers.advance(plan)
         table, held = self._table, self._composer.left
         return LaunchedStep(
             plan,
@@ -231,8 +210,8 @@ class Generator:
             raise model_died(error) from error
         if self._under_way is None or self._device_waits:  # else the device is at work on what is under way
             self.enter("reply")
-        self._troubles.passed()
-        self._settling.settle(step, kept, drawn, time.perf_counter(), last=self._under_way is None)
+        self._faults.passed()
+        self.answers.settle(step, kept, drawn, time.perf_counter(), last=self._under_way is None)
 
     def _settle_all(self) -> None:
         """No step is under way any more."""
@@ -241,44 +220,18 @@ class Generator:
             self._settle(step)
             self._stepped = step
 
-    def read_weights(self, place: str) -> object:
-        if self._read is None:
-            raise UsageError("this model has no files that its weights could be exchanged for. Start another model.")
-        return self.decoder.pack(self._read(place))
-
     def update(self, version: str, weights: object) -> None:
         self._settle_all()
-        self.decoder.swap(weights)
         self._admission.forget()
-        self._settling.change_version(version)
+        super().update(version, weights)
 
-    @property
-    def adapters(self) -> Sequence[str]:
-        return self._adapters.known
-
-    def read_adapter(self, name: str, place: str) -> object:
-        if self._read_adapter is None:
-            raise UsageError("this model takes no adapters. Start another model.")
-        check_name(name)
-        self._adapters.refuse_full(name)
-        return self.decoder.pack_adapter(self._read_adapter(place))
-
-    def load_adapter(self, name: str, version: str, adapter: object) -> None:
-        self._adapters.load(name, version, adapter)
-
-    def unload_adapter(self, name: str) -> None:
-        self._adapters.unload(name)
+    def _adapter_gone(self, number: int) -> None:
+        self._admission.forget_adapter(number)
 
     def measure(self, rows: int, seconds: float) -> TextRoofline:
         self._settle_all()
         self._admission.forget()  # the pages that it kept are written over
-        return text_roofline.measure_roofline(self.decoder, rows, int(self.facts.get("step_tokens") or rows), seconds)
-
-    def use(self, threads: int) -> None:
-        self.decoder.use(threads)
-
-    def rest(self) -> None:
-        self.decoder.rest()
+        return super().measure(rows, seconds)
 
     def close(self) -> None:
         with contextlib.suppress(BackendDied):
@@ -287,13 +240,13 @@ class Generator:
         self.decoder.close()
 
     def _compose(self) -> StepPlan | None:
-        troubles, prefilling = self._troubles, self._admission.prefilling
-        while (only := troubles.only) is not None:
-            plan = self._composer.compose(prefilling, troubles.most, only)
+        faults, prefilling = self._faults, self._admission.prefilling
+        while (only := faults.only) is not None:
+            plan = self._composer.compose(prefilling, faults.most, only)
             if plan is not None:
                 return plan
-            troubles.passed()  # none of them has anything to compute now
-        return self._composer.compose(prefilling, troubles.most, None)
+            faults.passed()  # none of them has anything to compute now
+        return self._composer.compose(prefilling, faults.most, None)
 
     def _run(self, plan: StepPlan, before: DrawingProtocol | None) -> tuple[DrawingProtocol | None, list[Echo]]:
         """What the step draws, and log-probabilities of prompts. What it changes, the same step changes alike again."""
@@ -368,31 +321,6 @@ class Generator:
 
     def _after_failure(self, plan: StepPlan, error: Exception) -> None:
         rows = [row for slot in plan.slots if (row := self._table.rows[slot]) is not None]
-        guilty = self._troubles.failed(rows, len(plan.step.tokens), error)
+        guilty = self._faults.failed(rows, len(plan.step.tokens), error)
         if guilty is not None:
-            self._settling.fail_row(guilty, row_failed(error), error)
-
-    def _taken(self) -> tuple[Sequence[tuple[Hashable, Generation | Exception]], Sequence[tuple[Hashable, Part]]]:
-        settling = self._settling
-        finished, parts = settling.finished, settling.parts
-        settling.finished, settling.parts = [], []
-        return finished, parts
-
-
-def _sampler(
-    decoder: Decoder, seed: int, end_tokens: Sequence[int], threads: int, deterministic: bool
-) -> SamplerProtocol:
-    from gpuinfer.text.sampling import Sampler as OwnSampler
-
-    if not decoder.slots:
-        raise UsageError("the decoder has no slots. Use -B slots=1 or more.")
-    sampler: SamplerProtocol = OwnSampler(
-        decoder.slots,
-        decoder.shape.vocabulary,
-        decoder.device,
-        seed=seed,
-        end_tokens=end_tokens,
-        threads=threads,
-        deterministic=deterministic,
-    )
-    return sampler
+            self.answers.fail_row(guilty, row_failed(error), error)

@@ -7,7 +7,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 from msgspec import structs
@@ -204,90 +204,88 @@ class SampleRow:
         "waited", "walk", "work",
     )  # fmt: skip
 
-    def __init__(self, work: PromptWork, number: int) -> None:
+    def __init__(self, language: LanguageProtocol, work: PromptWork[SampleRow], number: int) -> None:
         prepared = work.prepared
+        sampling, prompt = prepared.sampling, len(prepared.tokens)
         self.work, self.number, self.slot = work, number, -1
         self.begun = prepared.begun[number] if prepared.begun else None
-        ended = self.begun is not None and self.begun.ending is not None
-        self.known = prepared.tokens  # int32: prompt, and what its answer has begun with
-        if self.begun is not None and len(self.begun.tokens):
+        self.known = prepared.tokens  # int32: prompt, and the tokens that its answer has begun with
+        self.versions: VersionSpans = ((0, work.versions[-1]),)  # of the weights that draw its answer
+        if self.begun is not None:
             self.known = np.concatenate([prepared.tokens, self.begun.tokens])
-        self.first = len(self.known) - ended  # so many tokens it goes through at first
-        self.draws = prepared.limit > 0 and not ended  # tokens of its own after them
-        self.echoed_from = self._echoed_from()  # the place from which on their logits are wanted too
-        self.growing: DetokenizerProtocol | None = None  # for stop strings
-        self.given: PartEmitter | None = None  # where the answer is given out while it grows
-        self.matcher: MatcherProtocol | None = None
-        self.walk: WalkProtocol | None = (
-            None  # instead of a matcher: where it begins; where it is stands in the slots' arrays
-        )
-        self.logprobs: list[Logprob] | None = None
-        self.versions = self._versions()  # of the weights that have drawn its answer, and will the next token
-        self.followers: tuple[SampleRow, ...] = ()  # rows that go through the same: they copy it
+            self.versions = with_version(self.begun.versions, len(self.begun.tokens), work.versions[-1])
+        ended = self.begun is not None and self.begun.ending is not None
+        self.first = len(self.known) - ended  # how many tokens are prefilled
+        self.draws = prepared.limit > 0 and not ended  # whether it draws tokens after them
+        self.echoed_from = NEVER  # the position from which on the logits of prefilled tokens are wanted too
+        if number == 0 and sampling.prompt_logprobs is not None:
+            self.echoed_from = min(max(0, sampling.prompt_logprob_start - 1), prompt - 1)
+        elif len(self.known) > prompt and sampling.logprobs is not None:
+            self.echoed_from = prompt - 1
+        # `growing` looks for stop strings, `given` gives the answer out while it grows
+        self.growing, self.given = answer_watchers(language, prepared, number)
+        matcher = prepared.matcher if self.begun is None else self.begun.matcher
+        listed = isinstance(matcher, WalkProtocol)
+        self.walk = matcher if isinstance(matcher, WalkProtocol) else None  # of a list: `SlotTable.walks` moves it on
+        self.matcher = None if matcher is None or listed else matcher.copy()
+        self.logprobs: list[Logprob] | None = None if sampling.logprobs is None else []
+        self.followers: tuple[SampleRow, ...] = ()  # rows with the same tokens: they copy what this one computes
         self.age = -1  # how many rows came before it
-        self.owner: SampleRow | None = None  # whose prefill it waits for
+        self.owner: SampleRow | None = None  # the row whose prefill it waits for
         self.shared = 0  # how many positions of the owner are wanted
         self.node: PrefixNode | None = None  # of the prefix tree: its last page there; None while it has no pages
         self.spares: list[int] = []  # pages that its followers will have
         self.found = 0  # so many of its positions others had computed when it got its pages
         self.alone = False  # it takes nothing over that others have computed, and leaves them nothing
         self.waited = False  # for pages
-        self.computed = 0  # so many of its positions have been computed, when it last had to give its pages back
-        self.resumed = False  # the tokens that it goes through are those of an answer that goes on
+        self.computed = 0  # so many of its positions had been computed when it last gave its pages back
+        self.resumed = False  # the tokens that are prefilled are those of an answer that goes on
 
     @property
     def may_share(self) -> int:
-        """How many of its first tokens others may have computed for it: not the last one, nor those whose logits are
+        """How many of its prefilled tokens another row may have computed: not the last one, nor those whose logits are
         wanted.
         """
         return 0 if self.alone else min(self.first - 1, self.echoed_from)
 
     def suspend(self, filled: int, answer: Ints | None) -> None:
-        """It has lost its pages, which held `filled` positions, and goes through these tokens once more. `answer`: all
-        tokens of prompt and answer, if it was past its first ones.
+        """Its pages, which held `filled` positions, are taken away: its tokens are prefilled once more. `answer`: all
+        tokens of prompt and answer, if it was past its prefill.
         """
         self.computed = max(self.computed, filled)
         if answer is not None:
             self.known, self.first, self.resumed = answer, len(answer) - 1, True
             self.echoed_from, self.followers = NEVER, ()
         elif filled > self.echoed_from:
-            self.echoed_from = filled  # what came before has been told
-
-    def _echoed_from(self) -> int:
-        prepared = self.work.prepared
-        if self.number == 0 and prepared.sampling.prompt_logprobs is not None:
-            return min(max(0, prepared.sampling.prompt_logprob_start - 1), len(prepared.tokens) - 1)
-        begun = len(self.known) > len(prepared.tokens)
-        return len(prepared.tokens) - 1 if begun and prepared.sampling.logprobs is not None else NEVER
-
-    def _versions(self) -> VersionSpans:
-        now = self.work.versions[-1]
-        return ((0, now),) if self.begun is None else with_version(self.begun.versions, len(self.begun.tokens), now)
+            self.echoed_from = filled  # what came before has been given out
 
 
-def row_of(language: LanguageProtocol, work: PromptWork, number: int) -> SampleRow:
-    """The sample of this number, with all that watches its answer, where its begun tokens have led."""
-    row, prepared = SampleRow(work, number), work.prepared
-    sampling, tokens = prepared.sampling, NO_TOKENS if row.begun is None else row.begun.tokens
-    if sampling.stop or prepared.parts:
-        growing = language.growing(sampling.stop, not sampling.skip_special_tokens, prepared.parts)
-        characters = growing.begin(tokens.tolist())
-        row.growing = growing if sampling.stop else None
-        if prepared.parts:
-            before, spell = (characters, len(tokens)), logprob_speller(language, sampling)
-            row.given = PartEmitter(number, growing, pushed=bool(sampling.stop), before=before, spell=spell)
-    matcher = prepared.matcher if row.begun is None else row.begun.matcher
-    if isinstance(matcher, WalkProtocol):
-        row.walk = matcher
-    else:
-        row.matcher = None if matcher is None else matcher.copy()
-    row.logprobs = None if sampling.logprobs is None else []
-    return row
+def answer_watchers(
+    language: LanguageProtocol, prepared: Prepared, number: int
+) -> tuple[DetokenizerProtocol | None, PartEmitter | None]:
+    """For the sample of this number: what looks for stop strings, and what gives the answer out while it grows; each
+    None where it is not wanted. Both begin behind the tokens that the sample has begun with.
+    """
+    sampling = prepared.sampling
+    if not sampling.stop and not prepared.parts:
+        return None, None
+    tokens = prepared.begun[number].tokens if prepared.begun else NO_TOKENS
+    growing, given = language.growing(sampling.stop, not sampling.skip_special_tokens, prepared.parts), None
+    characters = growing.begin(tokens.tolist())
+    if prepared.parts:
+        before, spell = (characters, len(tokens)), logprob_speller(language, sampling)
+        given = PartEmitter(number, growing, pushed=bool(sampling.stop), before=before, spell=spell)
+    return growing if sampling.stop else None, given
 
 
-class PromptWork:
-    """One prompt: its first row goes through the prompt, the others copy that, and each draws its own answer. Samples
-    that have begun differ: each goes through its own tokens.
+R = TypeVar("R")
+
+
+class PromptWork(Generic[R]):
+    """One prompt under way, and its `rows`: those of its samples that compute.
+
+    From left to right the first row goes through the prompt and the others copy what it has computed; samples that have
+    begun differ, and each goes through its own tokens.
     """
 
     __slots__ = (
@@ -299,15 +297,15 @@ class PromptWork:
         self, ticket: Hashable, prepared: Prepared, started: float, adapter: AdapterVersion | None = None
     ) -> None:
         self.ticket, self.prepared, self.started, self.adapter = ticket, prepared, started, adapter
-        self.rows: list[SampleRow] = []  # those that compute; empty until it is placed
-        self.left = prepared.samples
+        self.rows: list[R] = []
+        self.left = prepared.samples  # answers that are not complete
         self.completions: list[Completion | None] = [None] * prepared.samples
-        self.cached = 0
+        self.cached = 0  # tokens of the prompt that another prompt had computed
         self.echo: list[Logprob | None] | None = None  # of the prompt's tokens
         self.first_token = started
         self.versions: tuple[str, ...] = ()  # of the weights that have computed it
 
     @property
     def adapter_number(self) -> int:
-        """As steps name it; 0: none."""
+        """The number of its adapter in steps; 0: none."""
         return 0 if self.adapter is None else self.adapter.number

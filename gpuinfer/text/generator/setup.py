@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -190,51 +190,34 @@ def _warm_up(generator: Generator | DiffusionGenerator) -> None:
 
 
 def resolved_tuning(spec: ModelSpec, tuning: TextOptions, setup: Setup, device: torch.device, shape: Shape) -> Tuning:
-    """What was asked for, with what follows from the machine and the model.
+    """The user's tuning, with what follows from the machine and the model.
 
     Raises `UsageError` for numbers below 1, and for more threads than there are cores.
     """
-    named = ("slots", "pages", "context", "step_tokens")
-    given = {name: _first(name, getattr(tuning, name), spec.arguments) for name in named}
-    step_tokens = given["step_tokens"] or usual_step_tokens(shape, device)
-    threads = tuning.threads or max(1, cores() // setup.processes)
+    given = {one.name: getattr(tuning, one.name) for one in fields(Tuning)}
+    for name in ("slots", "pages", "context", "step_tokens"):
+        value = given[name] = spec.arguments.get(name) if given[name] is None else given[name]
+        if value is not None and (not isinstance(value, int) or value < 1):
+            raise UsageError(f"{name} is {value!r}. Use a whole number from 1.")
+    given["step_tokens"] = given["step_tokens"] or usual_step_tokens(shape, device)
+    given["threads"] = threads = tuning.threads or max(1, cores() // setup.processes)
     if threads > cores():
         raise UsageError(
             f"{threads} threads, and this process may use {cores()} cores: more would only wait for one another. "
             f"Use -B threads=N with N from 1 to {cores()}, or leave it out."
         )
-    return Tuning(
-        given["slots"],
-        given["pages"],
-        given["context"],
-        step_tokens,
-        threads,
-        tuning.compile,
-        tuning.graphs,
-        adapter_folders_given(tuning.adapters, spec.arguments),
-        tuning.max_adapters,
-        tuning.parallel,
-        tuning.stages,
-        tuning.split_points,
-        tuning.micro_batch_rows,
-    )
+    given["adapters"] = adapter_folders_given(tuning.adapters, spec.arguments)
+    return Tuning(**given)
 
 
 def usual_step_tokens(shape: Shape, device: torch.device) -> int:
-    """The most tokens of a step where nobody says."""
+    """The most tokens of a step where the user sets no number."""
     cuda = device.type == "cuda"
     if shape.masking is not None:
         return CUDA_CANVAS_TOKENS if cuda else CPU_CANVAS_TOKENS
     if not shape.layers:
         return NULL_STEP_TOKENS
     return CUDA_STEP_TOKENS if cuda else CPU_STEP_TOKENS
-
-
-def _first(name: str, own: int | None, arguments: Mapping[str, Any]) -> int | None:
-    value = arguments.get(name) if own is None else own
-    if value is not None and (not isinstance(value, int) or value < 1):
-        raise UsageError(f"{name} is {value!r}. Use a whole number from 1.")
-    return value
 
 
 def _decoder(
@@ -289,6 +272,7 @@ def _assembled(
 
     in_force = decoder.in_force if isinstance(decoder, StagedDecoder) else {}
     threads, step_tokens = tuning.threads or 1, tuning.step_tokens or CPU_STEP_TOKENS
+    measured = sizing.measured_bytes  # of cache and step at the peak, where it was tried
     common: dict[str, Any] = {
         "seed": setup.seed,
         "end_tokens": language.end_tokens,
@@ -314,7 +298,7 @@ def _assembled(
             "estimated_cache_bytes": sizing.cache_bytes,
             "estimated_bytes": estimate["weights_bytes"] + sizing.estimated_bytes,
             "cache_bytes": decoder.cache_bytes(),
-            "measured_bytes": _measured(estimate["weights_bytes"], sizing.measured_bytes),
+            "measured_bytes": None if measured is None else estimate["weights_bytes"] + measured,
             **in_force,
         },
     }
@@ -327,11 +311,6 @@ def _assembled(
     graphs = decoder.device.type == "cuda" and tuning.graphs and tuning.parallel == "data"
     gather_steps = CUDA_GATHER_STEPS if graphs else 0
     return Generator(decoder, language, deterministic=setup.deterministic, gather_steps=gather_steps, **common)
-
-
-def _measured(weights_bytes: int, cache_and_step_bytes: int | None) -> int | None:
-    """All that the device holds at the peak, as it was tried; None where it was not."""
-    return None if cache_and_step_bytes is None else weights_bytes + cache_and_step_bytes
 
 
 def refuse_unloadable(spec: ModelSpec, setup: Setup, options: TextOptions) -> None:
