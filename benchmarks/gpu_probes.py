@@ -685,7 +685,7 @@ def with_copies(it: Probes, module: torch.nn.Module, spec: ModelSpec, rows: int)
 
 def in_blocks(it: Probes, module: torch.nn.Module, spec: ModelSpec, rows: int) -> Figures:
     """As the central server: rows are fetched from pinned blocks of shared memory, and answers written there."""
-    from gpuinfer.central.shared_memory import Block, BlockForm
+    from gpuinfer.central.blocks import Block, BlockForm
     from gpuinfer.models.pinned_memory import register
     from gpuinfer.models.row_format import AnswerLayout
 

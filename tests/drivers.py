@@ -14,16 +14,16 @@ import socket
 from dataclasses import dataclass, field
 
 from gpuinfer.api import Backend, Limits, ModelSpec, Priority
-from gpuinfer.central import shared_memory
+from gpuinfer.central.blocks import Block, BlockForm
 from gpuinfer.central.client_sessions import ROW_BOUNDS, ClientSession
 from gpuinfer.central.protocol import NOBODY, RecordKind, Unpacker, WireRecord
 from gpuinfer.central.row_server import RowQueue, ServedBatch
-from gpuinfer.central.shared_memory import Block, BlockForm
 from gpuinfer.engine.arrivals import Offer
 from gpuinfer.engine.core import Batch
 from gpuinfer.engine.engine import Engine
 from gpuinfer.engine.watchdog import Patience
 from gpuinfer.errors import BackendError, GpuinferError
+from gpuinfer.host import shared_memory
 from gpuinfer.host.error_text import error_from_wire
 from gpuinfer.lab.simulate.simulated_replica import SimulatedReplica
 from gpuinfer.models.row_format import AnswerLayout

@@ -50,6 +50,7 @@ FACADES: dict[str, set[str]] = {
         "supervisor",
     },
     "host": {
+        "child",
         "children",
         "compile_status",
         "cpu_contention",
@@ -60,6 +61,7 @@ FACADES: dict[str, set[str]] = {
         "machine",
         "process",
         "process_memory",
+        "shared_memory",
         "signals",
         "terminal",
     },

@@ -3,7 +3,7 @@
 import subprocess
 import sys
 
-import msgpack
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
@@ -84,7 +84,7 @@ def layouts(draw):
 
 @given(layouts())
 def test_a_layout_survives_the_wire(layout):
-    assert AnswerLayout.from_wire(msgpack.unpackb(msgpack.packb(layout.to_wire()))) == layout
+    assert AnswerLayout.from_wire(msgspec.msgpack.decode(msgspec.msgpack.encode(layout.to_wire()))) == layout
 
 
 @pytest.mark.parametrize(

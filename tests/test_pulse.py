@@ -1,7 +1,6 @@
 """Proof of life: what counts as stuck, and what does not."""
 
 import asyncio
-import contextlib
 import os
 import signal
 import subprocess
@@ -12,86 +11,86 @@ from helpers import AtOnce
 from remotes import Far
 from test_processes import collect, eventually, gone
 
+from gpuinfer.host import child, shared_memory
+from gpuinfer.host.child import AWAY_S, BEATS, HEARTBEAT_SIZE, LATE_S, START_LATE_S, Heartbeat, HeartbeatWatch
 from gpuinfer.runtime import worker_pool
 from gpuinfer.runtime.session import Session
-from gpuinfer.runtime.worker_pool import LATE_LOOKS, START_LOOKS, STARTING, WORKING, WorkerHeartbeat, WorkerPulse
+
+
+class Watched:
+    """A watch on a clock of its own, and what beats."""
+
+    def __init__(self):
+        self.now = 100.0
+        descriptor, self.memory = shared_memory.create(HEARTBEAT_SIZE)
+        self.memory_there = shared_memory.Descriptor(descriptor)
+        self.watch = HeartbeatWatch(self.memory)
+        self.watch.late_s()
+
+    def monotonic(self):
+        return self.now
+
+    def beat(self, started):
+        BEATS.pack_into(self.memory, 0, BEATS.unpack_from(self.memory)[0] + 1, started)
+
+    def looks(self, pid, every_s=1.0):
+        """How many looks without a beat until the process is stuck."""
+        for count in range(1, 1000):
+            self.now += every_s
+            if self.watch.is_stuck(pid):
+                return count
+        raise AssertionError("never")
 
 
 @pytest.fixture
-def beating():
-    """A pulse, with a beat of the given phase at each call."""
-    made = WorkerPulse()
-    yield made, lambda phase: os.write(made.theirs.fileno(), phase)
-    made.close()
-
-
-def looks(made, pid=0):
-    """How many looks without a beat until it is stuck."""
-    return next(count for count in range(1, 1000) if made.is_stuck(pid))
-
-
-def fill(made, phase):
-    """Beats until no more fit."""
-    with contextlib.suppress(BlockingIOError):
-        while os.write(made.theirs.fileno(), 4096 * phase):
-            pass
-
-
-def test_a_worker_that_is_heard_at_every_look_is_never_stuck(beating):
-    made, beat = beating
-    for _ in range(3 * START_LOOKS):
-        beat(WORKING)
-        assert not made.is_stuck(0)
+def watched(monkeypatch):
+    made = Watched()
+    monkeypatch.setattr(child.time, "monotonic", made.monotonic)
+    made.watch = HeartbeatWatch(made.memory)
+    return made
 
 
 @pytest.mark.parametrize(
-    ("phase", "patience"),
-    [
-        pytest.param(WORKING, LATE_LOOKS, id="at work: five seconds"),
-        pytest.param(STARTING, START_LOOKS, id="while it starts: a minute"),
-    ],
+    ("started", "patience_s"),
+    [pytest.param(True, LATE_S, id="at work"), pytest.param(False, START_LATE_S, id="while it starts")],
 )
-def test_a_worker_is_stuck_after_so_many_looks_in_a_row(beating, phase, patience):
-    made, beat = beating
-    beat(phase)
-    assert not made.is_stuck(os.getpid())
-    assert looks(made, os.getpid()) == patience + 1
-    beat(phase)
-    assert not made.is_stuck(os.getpid())
-    assert looks(made, os.getpid()) == patience + 1
+def test_a_process_is_stuck_after_so_long_without_a_beat(watched, started, patience_s):
+    for _ in range(2):
+        for _ in range(100):
+            watched.beat(started)
+            watched.now += 1.0
+            assert not watched.watch.is_stuck(os.getpid())
+        assert watched.looks(os.getpid()) == patience_s + 1
 
 
-def test_a_worker_that_was_stopped_while_it_starts_is_stuck_sooner(beating):
-    made, _ = beating
-    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+def test_a_look_counts_little_however_long_the_watcher_was_away(watched):
+    watched.beat(True)
+    assert not watched.watch.is_stuck(os.getpid())
+    assert watched.looks(os.getpid(), every_s=3600.0) == LATE_S // AWAY_S + 1
+
+
+def test_a_process_that_was_stopped_while_it_starts_is_stuck_sooner(watched):
+    stopped = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     try:
-        child.send_signal(signal.SIGSTOP)
-        os.waitid(os.P_PID, child.pid, os.WSTOPPED)
-        assert looks(made, child.pid) == LATE_LOOKS + 1
+        stopped.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, stopped.pid, os.WSTOPPED)
+        watched.watch.late_s()
+        assert watched.looks(stopped.pid) == LATE_S + 1
     finally:
-        child.kill()
-        child.communicate()
+        stopped.kill()
+        stopped.communicate()
 
 
-def test_however_long_nobody_looked_one_look_finds_the_beats_of_all_that_time(beating):
-    made, _ = beating
-    fill(made, WORKING)
-    assert not made.is_stuck(0)
-    assert looks(made) == LATE_LOOKS + 1
-
-
-async def test_a_full_pipe_stops_no_heart(beating, monkeypatch):
-    monkeypatch.setattr(worker_pool, "BEAT_S", 0.01)
-    made, _ = beating
-    fill(made, STARTING)
-    WorkerHeartbeat(made.theirs).work()
-    assert not made.is_stuck(0)  # takes the pipe's whole content
-    assert await eventually(lambda: not made.is_stuck(0) and made._working)
+async def test_a_heartbeat_beats_by_itself_and_says_when_the_start_is_over(monkeypatch):
+    monkeypatch.setattr(child, "BEAT_S", 0.01)
+    made = Watched()
+    Heartbeat(made.memory_there).started()
+    assert await eventually(lambda: BEATS.unpack_from(made.memory) > (3, True))
 
 
 @pytest.mark.parametrize("target", ["helpers:echo", pytest.param("helpers:busy_in_thread", marks=pytest.mark.thorough)])
 async def test_a_worker_that_is_stopped_is_killed_and_ends_like_any_that_was(target, monkeypatch):
-    monkeypatch.setattr(worker_pool, "LOOK_S", 0.6)
+    monkeypatch.setattr(child, "LATE_S", 3.0)
     async with Session(Far(), AtOnce()) as infer, infer.workers(target, [{}, {}]) as workers:
         heard = aiter(workers)
         pids = dict([await anext(heard), await anext(heard)])
@@ -103,7 +102,7 @@ async def test_a_worker_that_is_stopped_is_killed_and_ends_like_any_that_was(tar
 
 @pytest.mark.thorough
 async def test_a_worker_that_computes_on_its_loop_is_left_alone(monkeypatch):
-    monkeypatch.setattr(worker_pool, "LOOK_S", 0.6)
+    monkeypatch.setattr(worker_pool, "LOOK_S", 0.5)
     async with Session(Far(), AtOnce()) as infer, infer.workers("remotes:busy", [{"steps": 10**8}]) as workers:
         told = [message for _, message in await collect(workers) if message]
     assert told == [{"total": (10**8 - 1) * 10**8 // 2}]

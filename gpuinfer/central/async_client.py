@@ -16,7 +16,6 @@ from typing import Any, ClassVar, NamedTuple
 from numpy.typing import NDArray
 
 from gpuinfer.api import Backend, BackendContext, Event, Limits, ModelKind, Priority, Request, Result, Setup
-from gpuinfer.central import shared_memory
 from gpuinfer.central.connection import LOOK_S, POOLED, CentralConnection, parting, refuse_group
 from gpuinfer.central.protocol import (
     LARGEST_BEGUN,
@@ -29,10 +28,11 @@ from gpuinfer.central.protocol import (
     pack_record,
     part_from_wire,
 )
-from gpuinfer.central.shared_memory import PULSE_SIZE, SharedPulse
 from gpuinfer.engine.scheduler import class_of
 from gpuinfer.errors import BackendDied, BackendError, Closed, GpuinferError, UsageError
 from gpuinfer.generation import Part
+from gpuinfer.host import shared_memory
+from gpuinfer.host.child import HEARTBEAT_SIZE, HeartbeatWatch
 from gpuinfer.host.error_text import error_from_wire
 from gpuinfer.text.answer_frames import LARGEST_FRAME, LARGEST_PROMPT, DeliveredAnswer
 
@@ -206,7 +206,7 @@ class TextConnection(CentralConnection):
     def _learn(self, told: Any, pulse: int) -> None:
         slots = told["slots"]
         self.limits = Limits(told["max_rows"], in_flight=slots, slots=max(LEAST_AHEAD, AHEAD * slots))
-        self._pulse = SharedPulse(shared_memory.attach(pulse, PULSE_SIZE))
+        self._pulse = HeartbeatWatch(shared_memory.attach(pulse, HEARTBEAT_SIZE))
 
     def ask(
         self,

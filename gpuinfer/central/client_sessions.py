@@ -19,11 +19,10 @@ from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from gpuinfer.central import shared_memory
+from gpuinfer.central.blocks import PER_CLIENT, Block, BlockForm
 from gpuinfer.central.protocol import VERSION, GarbledRecord, RecordKind, Unpacker, WireRecord, is_own_user, pack_record
-from gpuinfer.central.shared_memory import PER_CLIENT, Block, BlockForm
 from gpuinfer.errors import BackendError, GpuinferError, UsageError
-from gpuinfer.host import error_text
+from gpuinfer.host import error_text, shared_memory
 from gpuinfer.host.error_text import error_to_wire
 
 CHUNK = 1 << 16  # bytes read at once

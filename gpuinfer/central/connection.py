@@ -15,11 +15,11 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import msgpack
+import msgspec
 from numpy.typing import NDArray
 
 from gpuinfer.api import Limits, Priority
-from gpuinfer.central import shared_memory
+from gpuinfer.central.blocks import PER_CLIENT, Block, BlockForm
 from gpuinfer.central.protocol import (
     LARGEST_BODY,
     GarbledRecord,
@@ -27,12 +27,14 @@ from gpuinfer.central.protocol import (
     ServerAddress,
     Unpacker,
     WireRecord,
+    group_of,
     hello,
     pack_record,
 )
-from gpuinfer.central.shared_memory import AWAY_S, LATE_S, PER_CLIENT, PULSE_SIZE, Block, BlockForm, SharedPulse
 from gpuinfer.engine.scheduler import class_of
 from gpuinfer.errors import BackendDied, BadResult, Closed, GpuinferError, QueueFull, RequestError, UsageError
+from gpuinfer.host import shared_memory
+from gpuinfer.host.child import AWAY_S, HEARTBEAT_SIZE, LATE_S, HeartbeatWatch
 from gpuinfer.host.error_text import error_from_wire
 from gpuinfer.models.row_format import misfit
 
@@ -74,7 +76,7 @@ class CentralConnection:
         self._address, self._patience_s = address, restarts_within_s
         self._name = os.urandom(16)  # with the process, for a child by fork that opens a copy of its own
         self._socket: socket.socket | None = None
-        self._pulse: SharedPulse
+        self._pulse: HeartbeatWatch
         self._unpacker = Unpacker(self.largest_body)
         self._blocks: list[Block] = []
         self._descriptors: list[
@@ -149,7 +151,7 @@ class CentralConnection:
         """What the server says of itself in its greeting."""
         self.limits = Limits(told["max_rows"], PER_CLIENT)
         self.form = BlockForm.from_wire(told["form"])
-        self._pulse = SharedPulse(shared_memory.attach(pulse, PULSE_SIZE))
+        self._pulse = HeartbeatWatch(shared_memory.attach(pulse, HEARTBEAT_SIZE))
 
     def come_back(self, cause: BackendDied) -> None:
         """After the server has gone: wait for it, and ask again for all that is outstanding. Blocks.
@@ -472,8 +474,9 @@ def refuse_group(group: Hashable) -> None:
     if group is None:
         return
     try:
-        fits = len(msgpack.packb(group)) <= LARGEST_GROUP and hash(group) is not None
-    except (TypeError, ValueError, OverflowError):
+        packed = msgspec.msgpack.encode(group)
+        fits = len(packed) <= LARGEST_GROUP and group_of(msgspec.msgpack.decode(packed)) == group
+    except (TypeError, ValueError, OverflowError, RecursionError):
         fits = False
     if not fits:
         raise RequestError(

@@ -13,15 +13,14 @@ import socket
 import struct
 import sys
 import tempfile
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Hashable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import msgpack
 import msgspec
-from msgspec import Struct, structs
+from msgspec import Struct
 
 from gpuinfer.errors import BackendError, BadPrompt, GpuinferError
 from gpuinfer.generation import Generation, Part, Prompt
@@ -125,7 +124,7 @@ def pack_record(record: WireRecord) -> bytes:
     kind, priority, block, number, client, rows, left_s, body = record
     if body is None:
         return HEADER.pack(kind, priority, block, number, client, rows, 0, left_s)
-    packed = body if kind in TYPED else msgpack.packb(body)
+    packed = body if kind in TYPED else _encoder.encode(body)
     return HEADER.pack(kind, priority, block, number, client, rows, len(packed), left_s) + bytes(packed)
 
 
@@ -167,10 +166,17 @@ class Unpacker:
         self._rest = data[at:]
 
 
+def group_of(value: Any) -> Hashable:
+    """A request's group as it was before it travelled: a tuple arrives as a list. Raises `TypeError` for none."""
+    group = tuple(map(group_of, value)) if isinstance(value, list) else value
+    hash(group)
+    return group
+
+
 def _body(data: bytes) -> Any:
     try:
-        return msgpack.unpackb(data, strict_map_key=False)
-    except Exception as error:
+        return msgspec.msgpack.decode(data)
+    except Exception as error:  # whatever a stranger sends
         raise GarbledRecord("a body that is not msgpack") from error
 
 
@@ -235,9 +241,6 @@ class WeightsChange(Struct, frozen=True):
     weights: str | None = None
     adapter: str | None = None
     drain: bool = True
-
-    def told(self) -> dict[str, Any]:
-        return structs.asdict(self)
 
 
 class PendingChanges:

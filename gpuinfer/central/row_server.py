@@ -12,16 +12,16 @@ import math
 import socket
 import threading
 import time
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from gpuinfer.api import Limits, Priority, Request, Result, Strategy, forward_lane
+from gpuinfer.central.blocks import Block, BlockForm
 from gpuinfer.central.client_sessions import ClientAcceptor, ClientSession, Ready
-from gpuinfer.central.protocol import NOBODY, GarbledRecord, RecordKind, WireRecord, pack_record
-from gpuinfer.central.shared_memory import Block, BlockForm
+from gpuinfer.central.protocol import NOBODY, GarbledRecord, RecordKind, WireRecord, group_of, pack_record
 from gpuinfer.engine.core import Batch, Core, Journal, outcome_of
 from gpuinfer.engine.lanes import BatchPace, forward_lanes
 from gpuinfer.engine.results import find_fault
@@ -218,8 +218,7 @@ class RowQueue:
 
     def _request(self, caller: ClientSession, record: WireRecord, block: Block) -> Request:
         now = self._clock()
-        group = _hashable(record.body.get("group")) if isinstance(record.body, dict) else None
-        hash(group)  # raises for what cannot be one, before anything is done
+        group = group_of(record.body.get("group")) if isinstance(record.body, dict) else None
         client = None if record.client == NOBODY else (caller.number, record.client % NAMES)
         priority = PRIORITIES[min(record.priority, Priority.LOW)]
         payload = BlockRows(caller, record.number, block, record.rows)
@@ -312,10 +311,6 @@ class RowQueue:
 
 def _failed(number: int, error: GpuinferError) -> bytes:
     return pack_record(WireRecord(RecordKind.FAILED, number=number, body=error_to_wire(error)))
-
-
-def _hashable(value: Any) -> Hashable:
-    return tuple(map(_hashable, value)) if isinstance(value, list) else value
 
 
 SPIN_S = 100e-6  # waking up costs as much, and what runs next runs slower

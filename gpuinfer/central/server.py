@@ -5,32 +5,35 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-import multiprocessing
 import multiprocessing.connection
 import os
-import signal
 import sys
 import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from multiprocessing.connection import Connection
-from multiprocessing.process import BaseProcess
 from multiprocessing.util import Finalize
 from typing import Any
 
-import msgpack
-
 from gpuinfer.api import Limits, ModelSpec, Roofline, Setup, Strategy
-from gpuinfer.central import protocol, shared_memory
+from gpuinfer.central import protocol
 from gpuinfer.central.client import CentralClient
 from gpuinfer.central.protocol import WeightsChange, changes_to_replay
 from gpuinfer.central.server_process import CHANGING_S, OtherTextBackend, ServerModelOptions, ServerStart, server_main
-from gpuinfer.central.shared_memory import LATE_S, PULSE_SIZE, SharedPulse
 from gpuinfer.config import import_paths, registry
 from gpuinfer.errors import BackendDied, Closed, GpuinferError, UsageError
-from gpuinfer.host import children, error_text, machine
+from gpuinfer.host import children, machine, shared_memory
+from gpuinfer.host.child import (
+    HEARTBEAT_SIZE,
+    LATE_S,
+    Channel,
+    ChannelClosed,
+    Child,
+    HeartbeatWatch,
+    cannot_start,
+    how_it_ended,
+)
 from gpuinfer.host.children import quoted_log_line
 from gpuinfer.host.error_text import error_from_wire
 from gpuinfer.stats import Snapshot, mean_size, merge_in_turn, percentile, summarise
@@ -142,7 +145,7 @@ class CentralServer:
         self._batch_timeout, self._restart = batch_timeout, restart
         self._called = "the central server" if self._texts is None else self._texts.called
         self._owner = os.getpid()
-        self._process: BaseProcess | None = None
+        self._child: Child | None = None
         self._watcher: threading.Thread | None = None  # once it has served
         self._address: protocol.ServerAddress | None = None
         self._line_lock = threading.Lock()  # one question to the process at a time
@@ -171,8 +174,8 @@ class CentralServer:
         if self._owner != os.getpid():
             raise UsageError("this server came here by fork. Start it where it was made, or make another here.")
         self._listener, self._address = protocol.listen()
-        descriptor, mapping = shared_memory.create(PULSE_SIZE)
-        self._heart, self._pulse = shared_memory.Descriptor(descriptor), SharedPulse(mapping)
+        descriptor, mapping = shared_memory.create(HEARTBEAT_SIZE)
+        self._heartbeat, self._pulse = shared_memory.Descriptor(descriptor), HeartbeatWatch(mapping)
         self._at_exit = Finalize(None, self.close, kwargs={"quiet": True}, exitpriority=0)  # else it would be joined
         try:
             self._spawn()
@@ -186,33 +189,33 @@ class CentralServer:
 
     def _spawn(self) -> None:
         """One process, up to the moment when it serves."""
-        line, theirs = multiprocessing.Pipe()
-        what = theirs, self._listener, self._heart, self._order()
         children.refuse_while_imported("a server")
         try:
             with children.threads_per_process(1) if self._texts is None else contextlib.nullcontext():
-                process = children.spawn(server_main, *what, name="gpuinfer server")
+                self._child = Child(
+                    server_main,
+                    self._listener,
+                    self._heartbeat,
+                    self._order(),
+                    name="gpuinfer server",
+                    group=self._texts is not None,
+                )
         except Exception as error:
-            raise UsageError(
-                f"the server process could not be started: {error_text.full_message(error)}. The strategy's class and "
-                "options must be picklable: define classes at the top of a module."
-            ) from error
-        finally:
-            theirs.close()
-        self._process = process
+            raise cannot_start("the server process", error) from error
         self._started_at = time.monotonic()
-        ready = self._first_words(line)
-        self._line = line  # not before: others ask on it, and would take its first words
+        channel = Channel(self._child.end)
+        ready = self._first_message(channel)
+        self._channel = channel  # not before: others ask on it, and would take the first message
         self.limits = Limits(ready["max_rows"], ready["in_flight"], ready["slots"])
         self.adapters = tuple(ready["adapters"])
         if self._at_start is None:
             self._at_start = frozenset(self.adapters)
         self._pulse.late_s()  # from here on it counts
 
-    def _first_words(self, line: Connection) -> dict[str, Any]:
+    def _first_message(self, channel: Channel) -> dict[str, Any]:
         seconds = self._start_s
         until = time.monotonic() + seconds
-        while not line.poll(LOOK_S):
+        while not channel.poll(LOOK_S):
             if time.monotonic() > until or self._closing.is_set():
                 self._kill()
                 self._refuse_when_closed()
@@ -220,19 +223,19 @@ class CentralServer:
                     f"{self._called} did not come up within {seconds:g} s.{self._words} Try a smaller model."
                 )
         try:
-            told = msgpack.unpackb(line.recv_bytes())
-        except (EOFError, OSError):
+            message = channel.receive()
+        except ChannelClosed:
             self._refuse_when_closed()
             words = self._words or " See its last words above."
-            why = self._obituary()
-            if self._process is not None and self._process.exitcode == children.UNGUARDED:
+            code = None if self._child is None else self._child.exit_code()
+            if code == children.UNGUARDED:
                 raise UsageError(children.UNGUARDED_SAID.format("a server")) from None
-            raise BackendDied(f"{self._called} {why} before it served anybody.{words}") from None
-        if "error" in told:
+            raise BackendDied(f"{self._called} {how_it_ended(code)} before it served anybody.{words}") from None
+        if "error" in message:
             self._kill()
-            error = error_from_wire(told["error"])
+            error = error_from_wire(message["error"])
             raise BackendDied(f"{error}{self._words}") if isinstance(error, BackendDied) else error
-        return dict(told["ready"])
+        return dict(message["ready"])
 
     def _refuse_when_closed(self) -> None:
         if self._closing.is_set():
@@ -317,11 +320,11 @@ class CentralServer:
 
     def _ask(self, question: Mapping[str, Any], seconds: float = STATS_S) -> bool:
         """Put a question to the process; its answer is the latest snapshot. Whether it came."""
-        with self._line_lock, contextlib.suppress(OSError, EOFError):
+        with self._line_lock, contextlib.suppress(ChannelClosed):
             self._questions += 1
-            self._line.send_bytes(msgpack.packb({**question, "number": self._questions}))
+            self._channel.send({**question, "number": self._questions})
             until = time.monotonic() + seconds
-            while self._line.poll(max(0.0, until - time.monotonic())):
+            while self._channel.poll(max(0.0, until - time.monotonic())):
                 if self._take_in() == self._questions:
                     return True
         return False
@@ -342,35 +345,35 @@ class CentralServer:
         with self._line_lock:
             if self._final is not None or self._address is None:
                 raise Closed("this server does not run. Start another.")
-            process = self._process
+            child = self._child
             self._questions += 1
             number = self._questions
-            with contextlib.suppress(OSError):
-                self._line.send_bytes(msgpack.packb({"change": change.told(), "number": number}))
+            with contextlib.suppress(ChannelClosed):
+                self._channel.send({"change": change, "number": number})
         while number not in self._changed:
-            with self._line_lock, contextlib.suppress(OSError, EOFError):
-                while self._process is process and self._line.poll(0):
+            with self._line_lock, contextlib.suppress(ChannelClosed):
+                while self._child is child and self._channel.poll(0):
                     self._take_in()
-            if number not in self._changed and (self._process is not process or self._gone or self._closing.is_set()):
+            if number not in self._changed and (self._child is not child or self._gone or self._closing.is_set()):
                 raise BackendDied(f"{self._called} ended before its update had. Update it again when it is back.")
             time.sleep(CHANGING_S)
-        told = self._changed.pop(number)
-        if "refused" in told:
-            raise error_from_wire(told["refused"])
-        self.adapters = tuple(told["adapters"])
+        outcome = self._changed.pop(number)
+        if "refused" in outcome:
+            raise error_from_wire(outcome["refused"])
+        self.adapters = tuple(outcome["adapters"])
         self._changes = changes_to_replay(self._changes, change, self._at_start or ())
 
     def _take_in(self) -> int:
         """One message of the process: the number of the question that it answers, 0 for last words."""
-        told = msgpack.unpackb(self._line.recv_bytes(), strict_map_key=False)
-        if "error" in told:
-            self._error = error_from_wire(told["error"])
+        message = self._channel.receive()
+        if "error" in message:
+            self._error = error_from_wire(message["error"])
             return 0
-        if "changed" in told:
-            self._changed[told["changed"]] = told
+        if "changed" in message:
+            self._changed[message["changed"]] = message
             return 0
-        self._latest = Snapshot.from_wire(told["stats"])
-        return int(told["number"])
+        self._latest = Snapshot.from_wire(message["stats"])
+        return int(message["number"])
 
     # Watching
 
@@ -378,10 +381,10 @@ class CentralServer:
         """Until it is closed: notice that the process died or stopped, and bring it back if that was asked for."""
         deaths = 0
         while not self._closing.is_set():
-            process = self._process
-            if process is None:
+            child = self._child
+            if child is None:
                 return
-            gone = multiprocessing.connection.wait([process.sentinel], LOOK_S)
+            gone = multiprocessing.connection.wait([child.process.sentinel], LOOK_S)
             if self._closing.is_set():
                 return
             if not gone and not self._pulse.stopped:
@@ -397,11 +400,12 @@ class CentralServer:
 
     def _cause_of_end(self, *, stopped: bool) -> GpuinferError:
         """Why it died: in its own last words, or as it looks from here."""
-        with self._line_lock, contextlib.suppress(OSError, EOFError):
-            while self._error is None and self._line.poll(0):
+        with self._line_lock, contextlib.suppress(ChannelClosed):
+            while self._error is None and self._channel.poll(0):
                 self._take_in()
+        code = None if stopped or self._child is None else self._child.exit_code()
         self._kill()
-        why = f"gave no sign of life for {LATE_S:g} s" if stopped else self._obituary()
+        why = f"gave no sign of life for {LATE_S:g} s" if stopped else how_it_ended(code)
         cure = "" if self._words else " See its last words, if any."
         cure += "" if self._restart else " With the option restart it comes back."
         error = self._error = self._error or BackendDied(f"{self._called} {why}.{self._words}{cure}")
@@ -412,7 +416,7 @@ class CentralServer:
 
     def _revive(self) -> bool:
         with self._line_lock:
-            self._line.close()
+            self._channel.close()
         try:
             self._spawn()
         except GpuinferError as error:
@@ -429,16 +433,6 @@ class CentralServer:
         path = None if self._texts is None else self._texts.log
         return "" if path is None else quoted_log_line(path)
 
-    def _obituary(self) -> str:
-        process = self._process
-        if process is None:
-            return "was never started"
-        process.join(1.0)
-        code = process.exitcode
-        if code == -signal.SIGKILL:
-            return "was killed (SIGKILL; out of memory?)"
-        return f"crashed ({signal.Signals(-code).name})" if code is not None and code < 0 else f"ended (code {code})"
-
     # Closing
 
     def close(self, quiet: bool = False) -> Snapshot:
@@ -449,14 +443,14 @@ class CentralServer:
             return merge_in_turn([*self._before, self._latest])
         self._closing.set()
         if self._watcher is not None:
-            process = self._process
-            if process is not None and process.is_alive() and self._ask({"close": True}, CLOSE_S):
-                process.join(CLOSE_S)
+            child = self._child
+            if child is not None and child.alive and self._ask({"close": True}, CLOSE_S):
+                child.exit_code(CLOSE_S)
             self._kill()
             self._watcher.join(CLOSE_S)  # it may have been about to start another process
             self._let_go()
             with self._line_lock:
-                self._line.close()
+                self._channel.close()
         elif self._address is not None:  # another thread is about to start it
             self._kill()
         if self._at_exit is not None:
@@ -475,7 +469,7 @@ class CentralServer:
         self._kill()
         with contextlib.suppress(OSError):
             self._listener.close()  # clients that wait for a new server learn that none will come
-        self._heart.close()
+        self._heartbeat.close()
         if self._address is not None:
             protocol.remove_address(self._address)
 
@@ -484,12 +478,12 @@ class CentralServer:
         self._line_lock = threading.Lock()  # another thread may have held it
         with contextlib.suppress(OSError):
             self._listener.close()
-            self._line.close()
-        self._heart.close()
+            self._channel.close()
+        self._heartbeat.close()
 
     def _kill(self) -> None:
-        if (process := self._process) is not None:
-            (children.end_process if self._texts is None else children.end_group)(process, CLOSE_S)
+        if self._child is not None:
+            self._child.kill(CLOSE_S)
 
 
 _RUNNING: weakref.WeakSet[CentralServer] = weakref.WeakSet()

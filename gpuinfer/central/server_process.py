@@ -13,22 +13,20 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
-from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any, Literal
 
-import msgpack
-
 from gpuinfer.api import Backend, ModelSpec, Roofline, Setup, Strategy
-from gpuinfer.central import shared_memory
+from gpuinfer.central.blocks import BlockForm
 from gpuinfer.central.protocol import PendingChanges, WeightsChange
 from gpuinfer.central.row_server import BatchRunner, RowServer
-from gpuinfer.central.shared_memory import PULSE_SIZE, BlockForm, SharedHeart
 from gpuinfer.engine.trace_recorder import Recorder
 from gpuinfer.engine.watchdog import Patience, Watchdog
 from gpuinfer.errors import BackendDied, BackendError, GpuinferError, UsageError, WorkError
 from gpuinfer.host import children, error_text, machine, process
+from gpuinfer.host.child import Channel, ChannelClosed, Heartbeat
 from gpuinfer.host.children import quoted_log_line
 from gpuinfer.host.error_text import error_to_wire
+from gpuinfer.host.shared_memory import Descriptor
 from gpuinfer.models.model_options import Parallel
 from gpuinfer.text.text_options import MAX_ADAPTERS
 
@@ -93,20 +91,19 @@ class ServerStart:
     changes: tuple[WeightsChange, ...] = ()  # of the weights, that one before it was told
 
 
-def server_main(line: Connection, listener: socket.socket, pulse: shared_memory.Descriptor, order: ServerStart) -> None:
-    """The life of the process, which beats in the memory of `pulse`."""
+def server_main(end: socket.socket, listener: socket.socket, heartbeat: Descriptor, order: ServerStart) -> None:
+    """The life of the process, which beats in the memory of `heartbeat`."""
     if order.texts is not None and order.texts.log is not None:
         _print_to(order.texts.log)
     children.set_up_child(group=order.texts is not None)
     machine.descriptors()  # as many as it may have: each client takes one, and before Python 3.13 each of its blocks
-    descriptor = pulse.number
-    SharedHeart(shared_memory.attach(os.dup(descriptor), PULSE_SIZE))
-    code = 0
-    with contextlib.suppress(OSError, EOFError):  # the owner has gone
+    Heartbeat(heartbeat)
+    line, code = Channel(end), 0
+    with contextlib.suppress(OSError, ChannelClosed):  # the owner has gone
         try:
-            desk, opened, recorder = _open(order, listener, descriptor)
+            desk, opened, recorder = _open(order, listener, heartbeat.number)
         except Exception as error:  # noqa: BLE001 (whatever it is, the owner must hear of it)
-            line.send_bytes(msgpack.packb({"error": _told(error)}))
+            line.send({"error": _told(error)})
             return _leave(1, order)
         process.shorten_collections()
         desk.start()
@@ -118,7 +115,7 @@ def server_main(line: Connection, listener: socket.socket, pulse: shared_memory.
             "adapters": [] if isinstance(desk, RowServer) else list(desk.adapters),
         }
         with contextlib.nullcontext() if recorder is None else contextlib.closing(recorder):
-            line.send_bytes(msgpack.packb({"ready": ready}))
+            line.send({"ready": ready})
             code = _obeyed(line, desk, opened, order)
     return _leave(code, order)  # when the trace is whole: it ends the process at once
 
@@ -204,7 +201,7 @@ def _told(error: Exception) -> dict[str, str]:
     )
 
 
-def _obeyed(line: Connection, desk: RowServer | TextServer, opened: Any, order: ServerStart) -> int:
+def _obeyed(line: Channel, desk: RowServer | TextServer, opened: Any, order: ServerStart) -> int:
     """The process's exit code. What nobody foresaw ends it: other threads would keep it there, and nobody answers."""
     try:
         _obey(line, desk, opened, order)
@@ -215,12 +212,12 @@ def _obeyed(line: Connection, desk: RowServer | TextServer, opened: Any, order: 
             f"the central server failed: {error_text.full_message(error)}. Start it again, and report this."
         )
         desk.dismiss_all(fault)
-        line.send_bytes(msgpack.packb({"error": error_to_wire(fault)}))
+        line.send({"error": error_to_wire(fault)})
         return 1
     return 0
 
 
-def _obey(line: Connection, desk: RowServer | TextServer, opened: Any, order: ServerStart) -> None:
+def _obey(line: Channel, desk: RowServer | TextServer, opened: Any, order: ServerStart) -> None:
     """Do what the owner says, until it says close or is gone."""
 
     def give_up(error: WorkError) -> None:
@@ -234,22 +231,22 @@ def _obey(line: Connection, desk: RowServer | TextServer, opened: Any, order: Se
     ):  # processes that the owner forked may hold its end of the line open after its death
         asked = line.poll(CHANGING_S if pending else LOOK_S)
         for told in pending.done():
-            line.send_bytes(msgpack.packb(told))
+            line.send(told)
         watchdog.look_again()
         if (fault := desk.fault or _overdue(desk, order.batch_timeout_s)) is not None:  # also while it is asked
             fault = _with_last_words(fault, order.texts)
             desk.dismiss_all(fault)
-            line.send_bytes(msgpack.packb({"error": error_to_wire(fault)}))
+            line.send({"error": error_to_wire(fault)})
             return
         if not asked:
             continue
-        wanted = msgpack.unpackb(line.recv_bytes())
+        wanted = line.receive()
         if "change" in wanted:
             pending.add(wanted["number"], _changing(desk, WeightsChange(**wanted["change"])))
             continue
         if closing := "close" in wanted:
             desk.close(DRAIN_S)
-        line.send_bytes(msgpack.packb({"stats": _stats(desk, opened), "number": wanted["number"]}))
+        line.send({"stats": _stats(desk, opened), "number": wanted["number"]})
         if closing:
             return
 

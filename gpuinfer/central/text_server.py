@@ -30,6 +30,7 @@ from gpuinfer.central.protocol import (
     WireRecord,
     asked_from_wire,
     generation_to_wire,
+    group_of,
     pack_record,
     part_to_wire,
 )
@@ -286,8 +287,7 @@ class TextServer:
         except BadPrompt as error:
             self._to(caller).reply(record.number, _failed(record.number, error))
             return
-        group, who = _hashable(asked.group), None
-        hash(group)  # raises for what cannot be one, before anything is done
+        group, who = group_of(asked.group), None
         if record.client != NOBODY:
             who = caller.number, record.client % NAMES
             if who not in caller.names:
@@ -356,7 +356,3 @@ class TextServer:
 
 def _failed(number: int, error: GpuinferError) -> bytes:
     return pack_record(WireRecord(RecordKind.FAILED, number=number, body=error_to_wire(error)))
-
-
-def _hashable(value: Any) -> Hashable:
-    return tuple(map(_hashable, value)) if isinstance(value, list) else value

@@ -12,7 +12,7 @@ from collections.abc import Hashable, Iterable
 from dataclasses import replace
 from typing import Any
 
-import msgpack
+import msgspec
 
 from gpuinfer.errors import GpuinferError
 from gpuinfer.fleet.worker import Worker
@@ -139,7 +139,10 @@ class ReplicaCounters:
 
 def read_snapshot(body: bytes) -> Snapshot:
     """Raises `ValueError`, `TypeError` or `KeyError` for what is no snapshot."""
-    return Snapshot.from_wire(msgpack.unpackb(body, strict_map_key=False))
+    try:
+        return Snapshot.from_wire(msgspec.msgpack.decode(body))
+    except msgspec.MsgspecError as error:
+        raise ValueError("no msgpack") from error
 
 
 def fleet_stats(snapshot: Snapshot, seconds: float, recent: Snapshot) -> dict[str, Any]:

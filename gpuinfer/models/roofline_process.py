@@ -10,23 +10,21 @@ import gc
 import hashlib
 import importlib
 import json
-import multiprocessing
 import os
+import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
-from multiprocessing.connection import Connection
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-import msgpack
 import platformdirs
 
 from gpuinfer.api import ModelSpec, Roofline, TextRoofline
 from gpuinfer.errors import BackendError, GpuinferError, UsageError
 from gpuinfer.host import children, error_text, files, machine, process_memory
+from gpuinfer.host.child import Channel, ChannelClosed, Child, how_it_ended
 from gpuinfer.models import processor
 
 LONGEST_S = 180.0  # a child that has not answered by then never will
@@ -65,24 +63,19 @@ class RooflineProcess:
             "deterministic": deterministic,
             "compute": compute,
         }
-        self._child: BaseProcess | None = None
-        self._line: Connection
+        self._child: Child | None = None
+        self._channel: Channel
         self.peak_mb = 0.0  # MiB that the process had taken when it last answered
 
-    def start(self) -> BaseProcess:
+    def start(self) -> Child:
         """Let it load torch, unless it has begun to. Raises `BackendError` where there is no room for a process."""
         if self._child is not None:
             return self._child
-        self._line, theirs = multiprocessing.Pipe()
         try:
-            self._child = children.spawn(
-                answer_measurements, theirs, self._spec, self._arguments, name="gpuinfer-roofline", daemon=True
-            )
+            self._child = Child(answer_measurements, self._spec, self._arguments, name="gpuinfer-roofline", daemon=True)
         except OSError as error:
-            self._line.close()
             raise BackendError(f"the process that measures the roofline cannot be started: {error}. {CURE}") from error
-        finally:
-            theirs.close()
+        self._channel = Channel(self._child.end)
         return self._child
 
     def measure(
@@ -117,34 +110,33 @@ class RooflineProcess:
         """Its answer; None when it has ended by itself, so that another is to be asked."""
         child = self.start()
         try:
-            self._line.send_bytes(msgpack.packb(question))
-            return message_from(self._line, timeout_s, stopped)
-        except (EOFError, OSError):
-            child.join(1.0)
-            code = child.exitcode
+            self._channel.send(question)
+            return message_from(self._channel, timeout_s, stopped)
+        except ChannelClosed:
+            code = child.exit_code()
             self.close()
             if code == 0:
                 return None
             raise BackendError(
-                f"the process that measured the roofline ended with exit code {code} before it answered. {CURE}"
+                f"the process that measured the roofline {how_it_ended(code)} before it answered. {CURE}"
             ) from None
 
     def close(self) -> None:
         """End the process, and with it what is being measured, which raises `BackendError`. It may be started again."""
         child, self._child = self._child, None
         if child is not None:
-            children.end_process(child, GONE_S)  # first, so that whoever listens meanwhile hears its end
-            self._line.close()
+            child.kill(GONE_S)  # first, so that a thread that waits for an answer meanwhile hears the end
+            self._channel.close()
 
 
-def message_from(line: Connection, timeout_s: float, stopped: Callable[[], bool]) -> dict[str, Any]:
+def message_from(channel: Channel, timeout_s: float, stopped: Callable[[], bool]) -> dict[str, Any]:
     deadline = time.monotonic() + timeout_s
-    while not line.poll(min(LOOK_S, timeout_s)):
+    while not channel.poll(min(LOOK_S, timeout_s)):
         if stopped():
             raise BackendError("measuring the roofline was stopped. Start it again for the efficiency.")
         if time.monotonic() > deadline:
             raise BackendError(f"measuring the roofline took longer than {timeout_s:g} s. {CURE}")
-    return dict(msgpack.unpackb(line.recv_bytes()))
+    return dict(channel.receive())
 
 
 def unpacked(message: dict[str, Any]) -> Roofline:
@@ -155,21 +147,22 @@ def unpacked(message: dict[str, Any]) -> Roofline:
     return Roofline(**message)
 
 
-def answer_measurements(line: Connection, spec: ModelSpec, arguments: dict[str, Any]) -> None:
+def answer_measurements(end: socket.socket, spec: ModelSpec, arguments: dict[str, Any]) -> None:
     """The child: to each question one message, the roofline or what went wrong."""
     children.set_up_child()
+    channel = Channel(end)
     with contextlib.suppress(Exception):  # which is told to the first who asks
         importlib.import_module(INSIDE)
     on_cuda = machine.wants_cuda(arguments["devices"])
-    with contextlib.suppress(EOFError, OSError):  # nobody asks any more
-        while line.poll(IDLE_S):
-            question = msgpack.unpackb(line.recv_bytes())
+    with contextlib.suppress(ChannelClosed):  # the run has ended
+        while channel.poll(IDLE_S):
+            question = channel.receive()
             only = question["only"] and Roofline(*question["only"])
             found = measurement_outcome(spec, {**arguments, "budget_s": question["budget_s"], "only": only})
             if not on_cuda:
                 gc.collect()
                 process_memory.return_free_memory()  # the model's memory: a run follows
-            line.send_bytes(msgpack.packb({**found, "peak_mb": machine.rss_peak_mb()}))
+            channel.send({**found, "peak_mb": machine.rss_peak_mb()})
             if on_cuda:
                 return
 

@@ -12,16 +12,17 @@ import sys
 import threading
 import traceback
 from collections.abc import Awaitable, Callable, Mapping
-from multiprocessing.connection import Connection
 from typing import Any
 
 from gpuinfer import errors
 from gpuinfer.api import Infer
 from gpuinfer.errors import UsageError, WorkError
 from gpuinfer.host import children, error_text, event_loop
+from gpuinfer.host.child import AsyncChannel, ChannelClosed, Heartbeat
 from gpuinfer.host.error_text import nearest_error_type
+from gpuinfer.host.shared_memory import Descriptor
 from gpuinfer.runtime.session import Session
-from gpuinfer.runtime.worker_pool import LineClosed, WorkerHeartbeat, WorkerJob, WorkerLine
+from gpuinfer.runtime.worker_pool import WorkerJob
 
 REPORT_S = 0.5  # between two snapshots
 FAREWELL_S = 5.0  # to wind up after the line has closed; a kernel in a thread cannot be interrupted
@@ -32,7 +33,7 @@ Target = Callable[[Infer, "ParentChannel", Mapping[str, Any]], Awaitable[None]]
 class ParentChannel:
     """The worker's end of its line (`api.Channel`)."""
 
-    def __init__(self, line: WorkerLine) -> None:
+    def __init__(self, line: AsyncChannel) -> None:
         self.inbox: asyncio.Queue[Mapping[str, Any]] = asyncio.Queue()
         self._line = line
 
@@ -43,11 +44,11 @@ class ParentChannel:
         return await self.inbox.get()
 
 
-def main(end: socket.socket, pulse: Connection, job: WorkerJob) -> None:
+def main(end: socket.socket, heartbeat: Descriptor, job: WorkerJob) -> None:
     """Run one job, and leave no later than the parent."""
     children.set_up_child()
     logging.getLogger("gpuinfer").addHandler(_ToPeople())
-    event_loop.run(_serve(end, WorkerHeartbeat(pulse), job))
+    event_loop.run(_serve(end, Heartbeat(heartbeat), job))
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)  # all is closed and said: taking torch apart first would cost up to a second
@@ -60,23 +61,23 @@ class _ToPeople(logging.Handler):
         print(f"gpuinfer: {record.getMessage()}", file=sys.stderr, flush=True)
 
 
-async def _serve(end: socket.socket, heart: WorkerHeartbeat, job: WorkerJob) -> None:
-    line = await WorkerLine.open(end)
+async def _serve(end: socket.socket, heart: Heartbeat, job: WorkerJob) -> None:
+    line = await AsyncChannel.open(end)
     last: dict[str, Any] = {"end": True}
     try:
         await _work(line, heart, job)
-    except (asyncio.CancelledError, LineClosed):
+    except (asyncio.CancelledError, ChannelClosed):
         pass  # the parent has hung up: nobody wants the rest
     except BaseException as error:  # noqa: BLE001  whatever it is, the parent must hear of it
         last = {"error": describe(error)}
     _leave_in(FAREWELL_S)
-    with contextlib.suppress(LineClosed):
+    with contextlib.suppress(ChannelClosed):
         await line.send(last)
         await line.hang_up()
     line.close()
 
 
-async def _work(line: WorkerLine, heart: WorkerHeartbeat, job: WorkerJob) -> None:
+async def _work(line: AsyncChannel, heart: Heartbeat, job: WorkerJob) -> None:
     target = find_target(job.target)
     strategy = job.strategy(job.setup, **job.options)
     work, faults = asyncio.current_task(), list[WorkError]()
@@ -87,7 +88,7 @@ async def _work(line: WorkerLine, heart: WorkerHeartbeat, job: WorkerJob) -> Non
             work.cancel()
 
     def die(fault: WorkError) -> None:
-        line.last_words({"error": describe(fault)})
+        line.send_from_thread({"error": describe(fault)})
         os._exit(1)
 
     session = Session(
@@ -106,7 +107,7 @@ async def _work(line: WorkerLine, heart: WorkerHeartbeat, job: WorkerJob) -> Non
         raise
 
 
-async def _work_in(session: Session, target: Target, line: WorkerLine, heart: WorkerHeartbeat, job: WorkerJob) -> None:
+async def _work_in(session: Session, target: Target, line: AsyncChannel, heart: Heartbeat, job: WorkerJob) -> None:
     async with session:
         channel, reporter = ParentChannel(line), _Reporter(line, session)
         work = asyncio.current_task()
@@ -114,20 +115,20 @@ async def _work_in(session: Session, target: Target, line: WorkerLine, heart: Wo
         try:
             if session.has_model:
                 await session.ready()
-            heart.work()
+            heart.started()
             await target(session, channel, job.arguments)
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.wait(tasks)
-            with contextlib.suppress(LineClosed):
+            with contextlib.suppress(ChannelClosed):
                 await reporter.send()
 
 
 class _Reporter:
     """Sends the session's snapshot to the parent, stamped with how many marks it has seen."""
 
-    def __init__(self, line: WorkerLine, session: Session) -> None:
+    def __init__(self, line: AsyncChannel, session: Session) -> None:
         self.session = session
         self._line, self._marks = line, 0
 
@@ -139,16 +140,16 @@ class _Reporter:
         await self._line.send({"snapshot": self.session.snapshot().to_wire(), "marks": self._marks})
 
     async def run(self) -> None:
-        with contextlib.suppress(LineClosed):
+        with contextlib.suppress(ChannelClosed):
             while True:
                 await asyncio.sleep(REPORT_S)
                 await self.send()
 
 
 async def _listen(
-    line: WorkerLine, inbox: asyncio.Queue[Mapping[str, Any]], reporter: _Reporter, work: asyncio.Task[Any] | None
+    line: AsyncChannel, inbox: asyncio.Queue[Mapping[str, Any]], reporter: _Reporter, work: asyncio.Task[Any] | None
 ) -> None:
-    with contextlib.suppress(LineClosed):
+    with contextlib.suppress(ChannelClosed):
         while True:
             frame = await line.receive()
             if "message" in frame:

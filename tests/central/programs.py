@@ -177,8 +177,8 @@ def own(line: Line, restart: bool, clients: int) -> None:
         ends.append(mine)
     for end in ends:
         end.recv_bytes()
-    assert server._process is not None
-    ids = [server._process.pid, *(child.pid for child in children)]
+    assert server._child is not None
+    ids = [server._child.pid, *(child.pid for child in children)]
     line.send_bytes(f"{server.address.path[1:]} {' '.join(map(str, ids))}".encode())
     line.poll(600)
     os._exit(0)

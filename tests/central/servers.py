@@ -133,10 +133,8 @@ def programs(*them: Program) -> Iterator[tuple[Program, ...]]:
 
 
 def pid_of(server: CentralServer) -> int:
-    process = server._process
-    assert process is not None
-    assert process.pid is not None
-    return process.pid
+    assert server._child is not None
+    return server._child.pid
 
 
 def mapped(pid: int) -> int:

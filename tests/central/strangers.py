@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from gpuinfer.central import shared_memory
+from gpuinfer.central.blocks import Block, BlockForm
 from gpuinfer.central.protocol import HEADER, RecordKind, Unpacker, WireRecord, hello, pack_record
-from gpuinfer.central.shared_memory import Block, BlockForm
+from gpuinfer.host import shared_memory
 
 
 class Stranger:

@@ -417,7 +417,7 @@ def test_a_server_that_is_closed_while_it_starts_does_not_start():
 
     starting = threading.Thread(target=start)
     starting.start()
-    until(lambda: server._process is not None, "the process")
+    until(lambda: server._child is not None, "the process")
     pid = pid_of(server)
     server.close(quiet=True)
     starting.join(30)

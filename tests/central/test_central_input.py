@@ -23,7 +23,6 @@ from servers import SECONDS, mapped, pid_of, served, serving, serving_held, unti
 
 from gpuinfer.api import BackendContext, ModelSpec, Request
 from gpuinfer.backends.central import CentralRemote
-from gpuinfer.central import shared_memory
 from gpuinfer.central.client_sessions import ClientAcceptor
 from gpuinfer.central.protocol import listen
 from gpuinfer.errors import (
@@ -37,6 +36,7 @@ from gpuinfer.errors import (
     UnknownName,
     UsageError,
 )
+from gpuinfer.host import shared_memory
 
 pytestmark = pytest.mark.usefixtures("children_forked")
 

@@ -15,8 +15,8 @@ from programs import named, wrong
 from servers import mapped, pid_of, serving, serving_held, until
 from strangers import Stranger, header
 
-from gpuinfer.central import shared_memory
 from gpuinfer.central.protocol import VERSION, RecordKind, WireRecord, pack_record
+from gpuinfer.host import shared_memory
 
 pytestmark = pytest.mark.usefixtures("children_forked")
 

@@ -18,8 +18,8 @@ from servers import serving_held
 from strangers import Stranger
 
 from gpuinfer.api import ModelSpec, Setup
+from gpuinfer.central.blocks import Block, BlockForm
 from gpuinfer.central.row_server import BatchRunner
-from gpuinfer.central.shared_memory import Block, BlockForm
 from gpuinfer.engine.results import find_fault
 from gpuinfer.errors import BadResult
 from gpuinfer.models.open_model import open_model

@@ -15,7 +15,7 @@ from test_streams_planted import plant
 from torch import nn
 
 from gpuinfer.api import ModelSpec
-from gpuinfer.central.shared_memory import Block, BlockForm
+from gpuinfer.central.blocks import Block, BlockForm
 from gpuinfer.engine.results import find_fault
 from gpuinfer.models.forward_cuda import CudaForward
 from gpuinfer.models.pinned_memory import register

@@ -22,7 +22,7 @@ import signal
 import sys
 from pathlib import Path
 
-import msgpack
+import msgspec
 
 from gpuinfer.host import children
 from gpuinfer.host.files import write_whole
@@ -73,7 +73,7 @@ class Replica:
         exchange.respond(200 if ready else 503, json.dumps(told).encode())
 
     async def stats(self, exchange: Exchange) -> None:
-        exchange.respond(200, msgpack.packb(Snapshot(requests=self.requests).to_wire()), "application/msgpack")
+        exchange.respond(200, msgspec.msgpack.encode(Snapshot(requests=self.requests).to_wire()), "application/msgpack")
 
     async def complete(self, exchange: Exchange) -> None:
         if self.draining.is_set():

@@ -11,7 +11,6 @@ import os
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,10 +18,11 @@ import msgspec
 
 from gpuinfer.errors import WorkError
 from gpuinfer.fleet.router.client_connection import Listener
-from gpuinfer.fleet.router.protocol import FleetMember, MessageChannel, Roster, RouterConfig
+from gpuinfer.fleet.router.protocol import FleetMember, Roster, RouterConfig
 from gpuinfer.fleet.router.relay import Relay
 from gpuinfer.fleet.router.shared_counters import SLOTS, MemberCell, ProcessCell, SharedCounters
 from gpuinfer.host import children, machine
+from gpuinfer.host.child import AsyncChannel, ChannelClosed, Child
 from gpuinfer.host.process import shorten_collections
 from gpuinfer.http.access import reload_changed_files
 from gpuinfer.http.http_exchange import JsonLogFormatter
@@ -77,11 +77,10 @@ class _RouterProcess:
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._listeners = listeners
-        self._over = asyncio.Event()
         self._draining: asyncio.Task[None] | None = None
         self._servers: list[asyncio.Server] = []
-        self._frames = MessageChannel(self._obey, self._over.set)
-        self._relay = Relay(config, board, row, self._loop, self._frames.send)
+        self._channel: AsyncChannel  # once it runs
+        self._relay = Relay(config, board, row, self._loop, self._tell)
         self._listener = Listener(self._relay)
         self._several = config.processes > 1
         self._certificate = None if config.tls is None else Certificate(*map(Path, config.tls))
@@ -90,22 +89,27 @@ class _RouterProcess:
             self._tls = self._certificate.of_server(config.head_s)
 
     async def run(self, line: socket.socket) -> None:
-        await self._loop.create_connection(lambda: self._frames, sock=line)
+        self._channel = await AsyncChannel.open(line)
         self._relay.timer.start()
         shorten_collections()
-        self._frames.send({"event": "here"})
+        self._tell({"event": "here"})
         fresh = self._loop.create_task(reload_changed_files([] if self._certificate is None else [self._certificate]))
         spending = self._loop.create_task(self._tell_spending())
-        await self._over.wait()
+        with contextlib.suppress(ChannelClosed):  # the owner has gone
+            while True:
+                self._obey(await self._channel.receive())
         fresh.cancel()
         spending.cancel()
+
+    def _tell(self, news: Mapping[str, Any]) -> None:
+        self._channel.post(news)
 
     async def _tell_spending(self) -> None:
         """What keys have spent here, for the other processes."""
         while self._several:
             await asyncio.sleep(SPENDING_S)
             if news := self._listener.gate.quotas.take_news():
-                self._frames.send({"event": "spent", "spent": news})
+                self._tell({"event": "spent", "spent": news})
 
     def _obey(self, message: Mapping[str, Any]) -> None:
         if "members" in message:
@@ -126,7 +130,7 @@ class _RouterProcess:
             own = listener.dup()  # the server closes what it is given
             made = await self._loop.create_server(self._listener.protocol, sock=own, backlog=BACKLOG, **self._tls)
             self._servers.append(made)
-        self._frames.send({"event": "ready"})
+        self._tell({"event": "ready"})
 
     async def _drain(self) -> None:
         """Take in who is at the door, answer what is under way, and say so."""
@@ -138,7 +142,7 @@ class _RouterProcess:
             listener.close()
         await self._listener.until_empty()
         self._relay.close()
-        self._frames.send({"event": "drained"})
+        self._tell({"event": "drained"})
 
     async def _take_last(self, listener: socket.socket, protocol: Callable[[], asyncio.Protocol]) -> None:
         """Connections that the system has made, and nobody has accepted yet, would be lost with their socket."""
@@ -325,8 +329,9 @@ class _ProcessHandle:
 
     def __init__(self, routers: Routers, row: int, sockets: list[socket.socket]) -> None:
         self._routers, self._row, self._sockets = routers, row, sockets
-        self._process: BaseProcess | None = None
-        self._frames: MessageChannel | None = None
+        self._process: Child | None = None
+        self._channel: AsyncChannel | None = None
+        self._listener: asyncio.Task[None] | None = None
         self._here = asyncio.Event()
         self._drained = asyncio.Event()
         self._lost = asyncio.Event()
@@ -343,24 +348,26 @@ class _ProcessHandle:
         self._keeper = asyncio.create_task(self._keep())
 
     async def _spawn(self) -> None:
-        ours, theirs = socket.socketpair()
         self._lost.clear()
         self._here.clear()
-        try:
-            packed = msgspec.msgpack.encode(self._routers.config)
-            arguments = (theirs, self._sockets, self._routers.board, self._row, packed)
-            self._process = children.spawn(router_main, *arguments, name=f"gpuinfer router {self._row}")
-        except BaseException:
-            ours.close()
-            raise
-        finally:
-            theirs.close()
-        frames = self._frames = MessageChannel(self._hear, self._lost.set)
-        await asyncio.get_running_loop().create_connection(lambda: frames, sock=ours)
+        packed = msgspec.msgpack.encode(self._routers.config)
+        arguments = (self._sockets, self._routers.board, self._row, packed)
+        self._process = Child(router_main, *arguments, name=f"gpuinfer router {self._row}")
+        channel = self._channel = await AsyncChannel.open(self._process.end)
+        self._listener = asyncio.create_task(self._listen(channel))
         await self._up()
         if self._routers.config.api_keys:  # they may have been exchanged while it started
-            frames.send({"keys": self._routers.config.api_keys})
-        frames.send({"members": self._routers.members})
+            channel.post({"keys": self._routers.config.api_keys})
+        channel.post({"members": self._routers.members})
+
+    async def _listen(self, channel: AsyncChannel) -> None:
+        try:
+            with contextlib.suppress(ChannelClosed):
+                while True:
+                    self._hear(await channel.receive())
+        finally:
+            channel.close()
+            self._lost.set()
 
     async def _up(self) -> None:
         here, lost = asyncio.ensure_future(self._here.wait()), asyncio.ensure_future(self._lost.wait())
@@ -383,8 +390,8 @@ class _ProcessHandle:
             self._routers.heard(message)
 
     def tell(self, news: Mapping[str, Any]) -> None:
-        if self._frames is not None and self._here.is_set():
-            self._frames.send(news)
+        if self._channel is not None and self._here.is_set():
+            self._channel.post(news)
 
     async def _keep(self) -> None:
         """Start it anew whenever it dies."""
@@ -403,7 +410,7 @@ class _ProcessHandle:
 
     def _bury(self) -> None:
         if self._process is not None:
-            children.end_process(self._process, END_S)
+            self._process.kill(END_S)
         self._routers.board.bury(self._row)
 
     def _stop_listening(self) -> None:
@@ -413,9 +420,9 @@ class _ProcessHandle:
     async def drain(self) -> None:
         self._ending = True
         self._stop_listening()
-        if self._frames is None or self._lost.is_set():
+        if self._channel is None or self._lost.is_set():
             return
-        self._frames.send({"drain": True})
+        self._channel.post({"drain": True})
         done, lost = asyncio.ensure_future(self._drained.wait()), asyncio.ensure_future(self._lost.wait())
         try:
             await asyncio.wait((done, lost), return_when=asyncio.FIRST_COMPLETED)
@@ -429,11 +436,12 @@ class _ProcessHandle:
         if self._keeper is not None:
             self._keeper.cancel()
             await asyncio.wait((self._keeper,))
-        if self._frames is not None:
-            self._frames.close()
+        if self._listener is not None:
+            self._listener.cancel()
+        if self._channel is not None:
+            self._channel.close()
         if self._process is not None:
-            self._process.kill()
-            await asyncio.to_thread(self._process.join, END_S)
+            await asyncio.to_thread(self._process.kill, END_S)
 
 
 def _free(host: str, port: int) -> int:

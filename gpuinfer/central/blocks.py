@@ -1,0 +1,80 @@
+"""A client's blocks of shared memory: rows on their way to the model, and its answers to the same rows beside them."""
+
+from __future__ import annotations
+
+import mmap
+from dataclasses import dataclass
+from itertools import accumulate
+from math import prod
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gpuinfer.api import ModelSpec
+from gpuinfer.models.row_format import AnswerLayout, row_dtype, row_shape
+
+ALIGNMENT = 64  # bytes: a cache line, and what vector loads like
+PER_CLIENT = 256  # blocks
+
+
+@dataclass(frozen=True, slots=True)
+class BlockForm:
+    """What the rows and answers of one model look like in memory."""
+
+    spec: ModelSpec
+    answer: AnswerLayout
+
+    def offsets(self, rows: int) -> list[int]:
+        """Where the rows begin, where each part of the answer does, and where all ends."""
+        sizes = [rows * prod(row_shape(self.spec)) * row_dtype(self.spec).itemsize]
+        sizes += [rows * prod(shape) * 4 for shape in self.answer.shapes]
+        return [0, *accumulate(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes)]
+
+    def size(self, rows: int) -> int:
+        """Bytes of a block for so many rows."""
+        return max(self.offsets(rows)[-1], mmap.PAGESIZE)
+
+    def to_wire(self) -> dict[str, Any]:
+        spec = self.spec
+        row = {"name": spec.name, "inputs": spec.inputs, "input_dtype": spec.input_dtype}
+        return {"row": row, "answer": self.answer.to_wire()}
+
+    @classmethod
+    def from_wire(cls, wire: Any) -> BlockForm:
+        return cls(ModelSpec(**wire["row"]), AnswerLayout.from_wire(wire["answer"]))
+
+
+class Block:
+    """One block, mapped: `rows` as the model takes them [room, ...], `answers` float32 [room, ...] for each part, and
+    `memory`, uint8, all of it.
+    """
+
+    __slots__ = ("_form", "answers", "memory", "number", "pin", "room", "rows")
+
+    def __init__(self, number: int, room: int, memory: mmap.mmap, form: BlockForm) -> None:
+        self.number, self.room = number, room
+        self.pin: Any = None  # the server's registration of this memory with a device
+        self._form = form
+        offsets = form.offsets(room)
+        self.memory: NDArray[np.uint8] = np.frombuffer(memory, np.uint8)
+        self.rows: NDArray[Any] = _array(memory, offsets[0], (room, *row_shape(form.spec)), row_dtype(form.spec))
+        parts = zip(form.answer.shapes, offsets[1:], strict=False)
+        self.answers = [_array(memory, offset, (room, *shape), np.dtype(np.float32)) for shape, offset in parts]
+
+    def let_go(self) -> None:
+        """Use it no more: unmapped when the last array over its memory is collected, whoever still knows the block. No
+        batch in flight may read or write it.
+        """
+        if self.pin is not None:
+            self.pin.close()
+        del self.rows, self.answers, self.memory
+
+    def answer(self, rows: int, copied: bool) -> Any:
+        """The answer to the first `rows` rows as the model gives it: a view of this memory, or a copy."""
+        parts = [part[:rows].copy() if copied else part[:rows] for part in self.answers]
+        return self._form.answer.arrange(parts)
+
+
+def _array(memory: mmap.mmap, offset: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
+    return np.frombuffer(memory, dtype, prod(shape), offset).reshape(shape)
