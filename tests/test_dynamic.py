@@ -3,8 +3,7 @@ from pydantic import ValidationError
 
 from gpuinfer.api import BatchRecord, Reason
 from gpuinfer.strategies.dynamic import Dynamic
-from gpuinfer.strategies.service_time import ServiceTime
-from gpuinfer.testing import assert_ok, check_strategy, waiting
+from gpuinfer.testing import waiting
 
 BACK_SOON = {"live": 2, "thinking": 1, "think_s": 0.0001}
 
@@ -27,19 +26,6 @@ def learnt(fixed_cost_s):
 )
 def test_dynamic_cuts(arrivals, cut):
     assert Dynamic(max_wait=2.0).cut_at(waiting(arrivals, max_rows=4)) == cut
-
-
-@pytest.mark.parametrize(
-    ("live", "thinking", "cut"),
-    [
-        pytest.param(2, 0, 1.0, id="nobody is left to wait for"),
-        pytest.param(3, 1, 3.0, id="one client may still ask"),
-        pytest.param(0, 0, 3.0, id="clients that never joined may ask at any time"),
-    ],
-)
-def test_dynamic_waits_only_while_a_live_client_may_still_ask(live, thinking, cut):
-    view = waiting([1.0, 1.5], max_rows=4, live=live, thinking=thinking)
-    assert Dynamic(max_wait=2.0).cut_at(view) == cut
 
 
 @pytest.mark.parametrize(
@@ -88,27 +74,6 @@ def test_a_wait_counts_from_when_a_lane_became_free():
 def test_live_clients_are_shared_alike_between_the_lanes():
     view = waiting([1.0] * 32, live=32, in_flight=2)
     assert Dynamic().select(view) == list(view.waiting[:16])
-
-
-def test_the_fixed_cost_is_what_no_rows_would_take():
-    cost = ServiceTime()
-    for rows in (1, 5, 17, 3, 9) * 10:
-        cost.learn(rows, 0.005 + 0.0001 * rows)
-    assert cost.fixed == pytest.approx(0.005, rel=0.02)
-
-
-def test_the_fixed_cost_is_bounded_by_the_time_of_batches_that_are_all_alike():
-    cost = ServiceTime()
-    for _ in range(10):
-        cost.learn(16, 0.0066)
-    assert cost.fixed == pytest.approx(0.0066)
-
-
-def test_one_stalled_batch_hardly_moves_the_fixed_cost():
-    cost = ServiceTime()
-    for seconds in [0.005] * 40 + [60.0]:
-        cost.learn(16, seconds)
-    assert cost.fixed < 0.006
 
 
 @pytest.mark.parametrize(
@@ -160,15 +125,3 @@ def test_a_learnt_wait_that_ran_out_has_a_reason_of_its_own():
 def test_dynamic_refuses(options):
     with pytest.raises(ValidationError):
         Dynamic(**options)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        pytest.param({}, id="no knobs"),
-        pytest.param({"max_wait": 0.005}, id="a wait"),
-        pytest.param({"max_wait": 0.005, "max_rows": 4}, id="a wait and a cap"),
-    ],
-)
-def test_dynamic_keeps_the_contract(options):
-    assert_ok(check_strategy(lambda: Dynamic(**options)))

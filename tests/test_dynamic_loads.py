@@ -60,21 +60,10 @@ async def serve(strategy, clients, *, lanes=2, rows=1, enough_rows=None, think=N
     return Outcome(counted.rows / took, counted.requests / batches, counted.reasons, counted.batches, latency)
 
 
-def test_one_row_clients_fill_both_lanes_and_no_batch_is_cut_by_a_timer():
-    outcome = run_virtual(serve(Dynamic(), 32))
-    assert outcome.batch >= 14.0
-    assert "waited" not in outcome.reasons
-
-
 def test_blocks_of_enough_rows_each_go_at_once_in_a_lane_of_their_own():
     outcome = run_virtual(serve(Dynamic(), 2, rows=1000, enough_rows=512))
     assert set(outcome.sizes) == {1000}
     assert outcome.latency["max"] == pytest.approx(FIXED_S + 1000 * ROW_S)
-
-
-def test_a_client_alone_is_never_delayed():
-    outcome = run_virtual(serve(Dynamic(), 1))
-    assert outcome.latency["max"] == pytest.approx(FIXED_S + ROW_S)
 
 
 @pytest.mark.parametrize("lanes", [pytest.param(1, id="one lane"), pytest.param(2, id="two lanes")])

@@ -95,12 +95,6 @@ def test_two_packages_with_one_name_are_an_error_that_names_both(clash):
     assert 'disabled_plugins = ["zeta"]' in str(caught.value)
 
 
-def test_two_packages_with_one_name_harm_no_other_name(clash):
-    assert registry.load("backends", "sole").__name__ == "Good"
-    reasons = {record.name: record.ok for record in registry.listing("backends")}
-    assert (reasons["good"], reasons["sole"]) == (False, None)
-
-
 @pytest.mark.parametrize(("off", "module"), [("zeta", "acme"), ("acme", "zeta")])
 def test_switching_one_package_off_ends_the_clash(clash, off, module):
     registry.switch_off([off])
@@ -131,11 +125,6 @@ def test_an_unknown_name_suggests_the_nearest_and_lists_what_is_installed(site):
         registry.load("backends", "god")
 
 
-def test_an_unknown_kind_suggests_the_nearest():
-    with pytest.raises(UnknownName, match="Did you mean 'backends'"):
-        registry.names("bakends")
-
-
 WORK = """
     from gpuinfer.api import Progress, Workload
     class Work(Workload):
@@ -152,9 +141,3 @@ def test_a_workload_named_like_a_command_or_a_setting_is_refused_by_name_and_har
     assert (record_of(name, "workloads").ok, record_of("harmless", "workloads").ok) == (False, None)
     with pytest.raises(PluginError, match=rf"workload '{name}' of acme 1\.0 has the name of a .* Rename its entry"):
         registry.load("workloads", name)
-
-
-@pytest.mark.parametrize("text", ["acme,backends.x", " acme , backends.x ", '["acme", "backends.x"]'])
-def test_plugins_are_switched_off_as_a_list_or_as_json(site, text, monkeypatch):
-    monkeypatch.setenv(registry.DISABLED, text)
-    assert registry.switched_off() == ["acme", "backends.x"]

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from packages import install_count
-from pydantic import BaseModel, Field, ValidationError, field_validator
+from pydantic import BaseModel, Field, field_validator
 
 from gpuinfer.config import options, registry, settings
 from gpuinfer.config.options import GivenValue
@@ -77,18 +77,6 @@ def test_layers_merge_key_by_key(monkeypatch):
     assert merged.options("workloads", "count", count) == {"games": "6", "order": "down"}
     assert merged.options("backends", "parrot", parrot) == {"max_rows": 4000, "seconds": 0.005}
     assert merged.origin("count.order") == "gpuinfer.toml [count] order"
-
-
-def test_a_dash_in_a_plugins_name_is_an_underscore_in_the_environment(monkeypatch):
-    monkeypatch.setenv("GPUINFER_STRATEGIES__AT_ONCE__PATIENCE", "1")
-    assert settings.load().table("strategies.at-once") == {
-        "patience": GivenValue("1", "GPUINFER_STRATEGIES__AT_ONCE__PATIENCE")
-    }
-
-
-def test_an_empty_variable_is_no_value(monkeypatch):
-    monkeypatch.setenv("GPUINFER_DEVICE", "")
-    assert settings.load().common.device == "auto"
 
 
 @pytest.mark.parametrize("how", ["flag", "variable"])
@@ -171,18 +159,6 @@ def test_a_wrong_variable_is_explained_with_its_name_and_cure(variable, value, s
     monkeypatch.setenv(variable, value)
     message = complaint()
     assert all(words in message for words in said), message
-
-
-def test_several_faults_make_three_lines_at_most():
-    write("seed = 'a'\ndtype = 'b'\nlive = 'c'\ndevice = 'd'")
-    lines = complaint().splitlines()
-    assert len(lines) == 3
-    assert lines[-1] == "And 2 more of this kind."
-
-
-def test_a_file_that_is_no_text_is_explained():
-    Path("gpuinfer.toml").write_bytes(b"\xff\xfe\x00")
-    assert "readable text file in UTF-8" in complaint()
 
 
 class Some(BaseModel):
@@ -280,11 +256,6 @@ def test_a_validators_own_words_are_kept():
         UsageError, match=r"^-B rows: '3': an odd number of rows cannot be halved\. Give an even one\.$"
     ):
         options.check(Picky, {"rows": GivenValue("3", "-B rows")}, "it")
-
-
-def test_the_common_settings_are_frozen():
-    with pytest.raises(ValidationError):
-        settings.load().common.seed = 1
 
 
 def test_no_workload_can_have_the_name_of_a_setting():

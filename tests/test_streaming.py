@@ -11,11 +11,10 @@ from gpuinfer.engine.engine import Engine
 from gpuinfer.engine.stream import PartStream, Unread
 from gpuinfer.errors import BackendError, BadResult, Closed
 from gpuinfer.generation import Candidate, Completion, Generation, Logprob, Part, Prompt
-from gpuinfer.runtime.session import Session
 from gpuinfer.stats import summarise
 from gpuinfer.strategies.dynamic import Dynamic
 from gpuinfer.testing import run_virtual
-from gpuinfer.testing.fakes import FakeInfer, made_up, parts_of
+from gpuinfer.testing.fakes import made_up, parts_of
 
 
 class Letters(Backend):
@@ -47,39 +46,12 @@ class Letters(Backend):
         self.cancelled.append(request.payload.text)
 
 
-class Silent(Letters):
-    """Answers whole, without parts."""
-
-    async def stream(self, batch):
-        async for event in super().stream(batch):
-            if event.last:
-                yield event
-
-
-class Numbers(Backend):
-    """Answers no prompts."""
-
-    limits = Limits(8)
-
-    async def infer(self, batch):
-        return [2 * request.payload for request in batch]
-
-
 class Odd(Letters):
     """Its parts are none."""
 
     async def stream(self, batch):
         yield Event(batch[0], "half", last=False)
         yield Event(batch[0], whole("half"))
-
-
-class AtOnce(Letters):
-    """Takes no time."""
-
-    async def stream(self, batch):
-        for at, letter in enumerate(batch[0].payload.text):
-            yield Event(batch[0], part(letter, at), last=False)
-        yield Event(batch[0], whole(batch[0].payload.text))
 
 
 def part(text, *tokens, sample=0, **more):
@@ -135,21 +107,6 @@ async def test_parts_come_as_they_are_made_and_the_result_after_them():
 
 
 @virtual
-async def test_a_backend_without_parts_gives_the_result_alone():
-    async with Opened(Silent()) as infer:
-        stream = infer.stream(Prompt(text="abc"))
-        assert [one async for one in stream] == []
-        assert stream.result == whole("abc")
-
-
-@virtual
-async def test_nothing_is_made_for_one_who_asks_for_the_whole():
-    async with Opened() as infer:
-        assert await infer.engine.submit(Prompt(text="abc")) == whole("abc")
-        assert infer.backend.made == 0
-
-
-@virtual
 async def test_an_error_comes_after_the_parts_before_it():
     async with Opened() as infer:
         stream = infer.stream(Prompt(text="ab!c"))
@@ -187,13 +144,6 @@ async def test_the_time_to_the_first_token_counts_from_the_asking_and_not_from_t
         assert (first["mean"], first["max"]) == (pytest.approx((1 + 6) / 2), pytest.approx(6))
         assert between["mean"] == between["max"] == pytest.approx(1.0)
         assert sum(snapshot.between_tokens["counts"].values()) == 2
-
-
-@virtual
-async def test_what_is_no_text_has_no_first_token():
-    async with Opened(Numbers()) as infer:
-        assert await infer.engine.submit(21) == 42
-        assert summarise(infer.engine.snapshot().first_token) == {}
 
 
 async def closed(stream):
@@ -245,15 +195,6 @@ async def test_after_it_is_closed_a_stream_has_neither_parts_nor_result():
 
 
 @virtual
-async def test_closing_a_stream_that_is_finished_takes_nothing_away():
-    async with Opened() as infer:
-        async with infer.stream(Prompt(text="abc")):
-            await asyncio.sleep(5)
-        assert infer.backend.cancelled == []
-        assert infer.engine.snapshot().requests == 1
-
-
-@virtual
 async def test_a_second_reader_is_refused():
     async with Opened() as infer:
         stream = infer.stream(Prompt(text="abc"))
@@ -274,25 +215,6 @@ async def test_a_reader_that_gave_up_does_not_hang_when_it_comes_back():
             await anext(stream)
 
 
-@virtual
-async def test_a_request_that_is_refused_says_so_where_it_is_read():
-    async with Opened() as infer:
-        pass
-    with pytest.raises(Closed):
-        await anext(infer.stream(Prompt(text="abc")))
-
-
-@virtual
-async def test_a_stream_of_a_fake_is_read_like_any_other():
-    infer = FakeInfer(lambda request: made_up(request.payload))
-    stream = infer.stream(Prompt(text="x", key="k", samples=2), rows=2)
-    parts = [one async for one in stream]
-    for sample, answer in enumerate(stream.result.completions):
-        own = [one for one in parts if one.sample == sample]
-        assert "".join(one.text for one in own) == answer.text
-        assert [one.finish_reason for one in own][-1] == answer.finish_reason
-
-
 def test_unread_parts_are_joined_sample_by_sample_in_order():
     generation = made_up(Prompt(text="x", key="k", samples=3))
     one = Logprob(Candidate(1, -0.5, 1))
@@ -309,13 +231,6 @@ def test_unread_parts_are_joined_sample_by_sample_in_order():
     unread.add(part("a", 1, logprobs=(one,)))
     unread.add(part("", 2, logprobs=(one,), finish_reason="stop", stop_reason=2))
     assert unread.take() == part("a", 1, 2, logprobs=(one, one), finish_reason="stop", stop_reason=2)
-
-
-async def test_a_session_starts_its_backend_for_a_stream_too():
-    async with Session(AtOnce(), Dynamic()) as infer:
-        stream = infer.stream(Prompt(text="abc"), rows=1)
-        assert "".join([one.text async for one in stream]) == "abc"
-        assert stream.result == whole("abc")
 
 
 async def test_a_stream_outlives_neither_its_loop_nor_an_error_of_its_request():

@@ -11,8 +11,6 @@ from gpuinfer.backends.service_model import ServiceModel
 from gpuinfer.lab.simulate import ClosedLoop, simulate
 from gpuinfer.strategies.adaptive import Adaptive
 from gpuinfer.strategies.dynamic import Dynamic
-from gpuinfer.strategies.timing import recent_gap
-from gpuinfer.testing.strategies import waiting
 
 CARD = ServiceModel(alpha=50e-6, beta=2e-3, jitter=0.05)
 BETAS = (0.0, 0.25, 0.5, 1.0, 2.0)  # waits that are tried by hand, in fixed costs
@@ -28,9 +26,3 @@ def test_no_fixed_wait_is_much_better(strategy, constant, think, clients, lanes)
     run = partial(simulate, load, CARD, limits=Limits(64, lanes), requests=2500, seed=2)
     fixed = max(run(strategy=partial(Dynamic, max_wait=wait * CARD.beta)).served_rows_per_s for wait in BETAS)
     assert run(strategy=strategy).served_rows_per_s >= 0.97 * fixed
-
-
-def test_the_last_arrivals_tell_how_fast_a_train_comes():
-    assert recent_gap(waiting([1.0, 5.0, *(6.0 + 0.1 * car for car in range(8))]).waiting) == pytest.approx(0.1)
-    assert recent_gap(waiting([1.0, 1.5]).waiting) == 0.0
-    assert recent_gap(waiting([1.0, 1.0, 1.0]).waiting) == 0.0

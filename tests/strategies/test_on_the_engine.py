@@ -113,22 +113,6 @@ def test_whoever_is_turned_away_is_told_so_once_and_counted_in_its_class():
     assert set(witness.outcomes) == set(witness.came)
 
 
-def test_whoever_is_turned_away_once_batches_have_run_is_told_when_to_come_again():
-    async def run():
-        engine = Engine(
-            Steady(Limits(max_rows=4)), ByPriority(), max_queue_rows=4, clock=asyncio.get_running_loop().time
-        )
-        await engine.start()
-        await engine.submit(0)
-        late = await asyncio.gather(*(engine.submit(0, priority=LOW) for _ in range(9)), return_exceptions=True)
-        await engine.close()
-        return [error for error in late if isinstance(error, QueueFull)]
-
-    away = run_virtual(run())
-    assert len(away) == 5
-    assert all(0 < error.retry_after_s < 1 and "There may be room in" in str(error) for error in away)
-
-
 @pytest.mark.parametrize("priority", [3, -1, "high", None])
 def test_a_priority_that_is_none_is_refused_and_harms_nobody(priority):
     asks = [{"payload": 1}, {"payload": 2, "priority": priority}, {"payload": 3, "priority": 0}]

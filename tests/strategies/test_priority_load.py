@@ -49,18 +49,6 @@ def test_under_twice_the_load(service, high, rows):
     assert sum(counts["low"]["errors"].values()) > 0
 
 
-def test_strict_mode_keeps_its_bound_too():
-    capacity = BY_ROW.capacity(LIMITS.max_rows)
-    alone = simulate(
-        Poisson(0.3 * capacity, Mix(classes={Priority.HIGH: 1.0})), BY_ROW, ByPriority, LIMITS, requests=5000
-    )
-    classes = {Priority.HIGH: 0.15, Priority.NORMAL: 0.35, Priority.LOW: 0.5}
-    strict = simulate(
-        Poisson(2 * capacity, Mix(classes=classes)), BY_ROW, lambda: ByPriority(mode="strict"), LIMITS, duration=4.0
-    )
-    assert p99(strict) <= p99(alone) + BY_ROW.seconds(LIMITS.max_rows)
-
-
 @pytest.mark.thorough
 def test_slots_are_filled_by_shares():
     limits = Limits(max_rows=8, slots=16, in_flight=4)

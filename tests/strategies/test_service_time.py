@@ -24,12 +24,6 @@ def spread_sizes(count, seed=2, most=64):
     return [dice.randint(1, most) for _ in range(count)]
 
 
-def test_nothing_is_known_before_anything_ran():
-    known = ServiceTime()
-    assert (known.seconds(8), known.fixed, known.per_row, known.known) == (0.0, 0.0, 0.0, False)
-    assert known.rows_within(1.0, 64) == 64
-
-
 @pytest.mark.parametrize("jitter", [0.0, 0.1, 0.3])
 def test_a_line_is_found_through_noise(jitter):
     model = ServiceModel(alpha=0.001, beta=0.01, jitter=jitter)
@@ -52,14 +46,6 @@ def test_a_step_is_known_on_both_sides():
     assert known.seconds(64) == pytest.approx(model.seconds(64), rel=0.05)
     assert known.seconds(70) == pytest.approx(model.seconds(70), rel=0.05)
     assert [known.better_below(rows) for rows in (40, 64, 65, 100)] == [40, 64, 64, 64]
-
-
-def test_a_step_that_is_met_for_the_first_time_is_not_taken_for_a_change_of_everything():
-    model = ServiceModel(alpha=0.00005, beta=0.002, step_rows=64, step_s=0.005)
-    known = learnt(model, spread_sizes(200, most=64))
-    learnt(model, spread_sizes(30, most=32), known=known, times=1.0)
-    learnt(model, [70, 75, 80, 90, 100, 110, 120, 128] * 2, known=known)
-    assert known.seconds(32) == pytest.approx(model.seconds(32), rel=0.1)
 
 
 @pytest.mark.parametrize("factor", [0.5, 2.0])

@@ -53,17 +53,6 @@ def test_a_trace_cut_off_at_any_byte_is_refused(tmp_path, name):
     assert len(read(path).arrivals) == 2
 
 
-def test_a_trace_with_a_line_taken_out_is_refused(tmp_path):
-    path = tmp_path / "trace.jsonl"
-    record_little(path)
-    trace_merge.merge(path)
-    lines = path.read_text().splitlines(keepends=True)
-    for missing in range(len(lines)):
-        path.write_text("".join(lines[:missing] + lines[missing + 1 :]))
-        with pytest.raises(UsageError):
-            read(path)
-
-
 def test_what_is_no_trace_is_told_so(tmp_path):
     path = tmp_path / "trace.jsonl"
     for content in (
@@ -118,10 +107,6 @@ def test_a_header_that_cannot_be_is_refused(tmp_path, wrong):
         read(written(tmp_path / "trace.jsonl", header={**HEADER, **wrong}))
 
 
-def test_a_header_may_say_more_than_is_known_here(tmp_path):
-    assert read(written(tmp_path / "trace.jsonl", header={**HEADER, "weather": "fine"})).header.engines == 1
-
-
 @pytest.mark.parametrize(
     "event",
     [
@@ -134,6 +119,7 @@ def test_a_header_may_say_more_than_is_known_here(tmp_path):
         arrival(-1.0, 2),
         arrival(float("nan"), 2),
         arrival(float("inf"), 2),
+        arrival(0.1, 2),  # before the one above
         arrival(1.0, 1),
         arrival(1.0, 2, engine=1),
         arrival(1.0, 2, engine=-1),
@@ -172,11 +158,6 @@ def test_a_line_that_no_recorder_writes_is_refused_with_its_number(tmp_path, eve
         read(path)
 
 
-def test_times_that_go_back_are_refused(tmp_path):
-    with pytest.raises(UsageError, match=r"line 3 is.*before"):
-        read(written(tmp_path / "trace.jsonl", arrival(2.0, 1), arrival(1.0, 2)))
-
-
 def test_a_request_ends_once(tmp_path):
     end = ["s", 1.0, 0, 1, "ok"]
     with pytest.raises(UsageError, match="line 4"):
@@ -187,13 +168,6 @@ def test_an_end_that_counts_otherwise_is_refused(tmp_path):
     for counts in ({"a": 2, "c": 0, "b": 0, "s": 0}, {"a": 1}, [], 1):
         with pytest.raises(UsageError, match="counts other events"):
             read(written(tmp_path / "trace.jsonl", arrival(0.0), counts=counts))
-
-
-def test_what_is_behind_the_end_is_refused(tmp_path):
-    path = written(tmp_path / "trace.jsonl", arrival(0.0))
-    path.write_text(path.read_text() + '["a"]\n')
-    with pytest.raises(UsageError, match="behind the end"):
-        read(path)
 
 
 def test_one_line_cannot_take_all_the_memory(tmp_path, monkeypatch):
@@ -213,12 +187,6 @@ def test_nested_lists_and_long_numbers_are_refused(tmp_path):
         path.write_text(f"{json.dumps(HEADER)}\n{line}\n")
         with pytest.raises(UsageError, match="line 2"):
             read(path)
-
-
-def test_too_many_lines_are_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(trace_reader, "MOST_LINES", 5)
-    with pytest.raises(UsageError, match="too long"):
-        read(written(tmp_path / "trace.jsonl", *(arrival(float(number), number) for number in range(10))))
 
 
 LITTLE = [HEADER, arrival(0.0), ["c", 0.1, 0, 1, 1, "full", [1]], ["s", 0.2, 0, 1, "ok"], ["b", 0.2, 0, 1, 0.1]]
@@ -241,3 +209,16 @@ def arrivals_or_refusal(path):
         return len(read(path).arrivals)
     except UsageError as error:
         return str(error)
+
+
+def test_what_is_behind_the_end_is_refused(tmp_path):
+    path = written(tmp_path / "trace.jsonl", arrival(0.0))
+    path.write_text(path.read_text() + '["a"]\n')
+    with pytest.raises(UsageError, match="behind the end"):
+        read(path)
+
+
+def test_too_many_lines_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(trace_reader, "MOST_LINES", 5)
+    with pytest.raises(UsageError, match="too long"):
+        read(written(tmp_path / "trace.jsonl", *(arrival(float(number), number) for number in range(10))))

@@ -12,14 +12,13 @@ import forking
 import pytest
 from helpers import AtOnce, Counting, Doubler, Spread
 from playing import check_trace, record_little
-from remotes import Far
 
 from gpuinfer.api import Setup
 from gpuinfer.cli import main
 from gpuinfer.engine import trace_merge
 from gpuinfer.engine.trace_reader import read
 from gpuinfer.engine.trace_recorder import parts_of
-from gpuinfer.errors import UsageError, WorkError
+from gpuinfer.errors import UsageError
 from gpuinfer.runtime.run import run
 
 SELFPLAY = ["selfplay", "--games", "6", "--simulations", "5", "--model", "blobnet-small", "--no-roofline", "--quiet"]
@@ -58,33 +57,12 @@ def test_a_killed_worker_is_said_to_be_missing_its_end(tmp_path):
     assert 2 <= len(trace.arrivals) <= 6
 
 
-def test_an_engine_that_only_passes_on_records_nothing(tmp_path):
-    trace, _ = record(tmp_path / "trace.jsonl", Counting(total=5), Far)
-    assert (trace.header.engines, trace.arrivals) == (0, [])
-
-
-def test_a_run_that_is_interrupted_has_its_trace(tmp_path):
-    trace, report = record(tmp_path / "trace.jsonl", Counting(total=1000, stop_after=4))
-    assert report["status"] == "partial"
-    assert len(trace.settles) == len(trace.arrivals) >= 4
-
-
 def test_a_run_that_fails_has_its_trace_and_its_report(tmp_path):
     path = tmp_path / "trace.jsonl"
     with pytest.raises(UsageError) as failed:
         record(path, Counting(total=10, fail_at=3))
     assert failed.value.report["status"] == "failed"
     assert len(read(path).arrivals) == 3
-
-
-def test_a_trace_that_finds_no_room_fails_the_run_but_not_its_report(tmp_path, monkeypatch):
-    def full(*_):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(trace_merge, "_write_lines", full)
-    with pytest.raises(WorkError, match="could not be written") as failed:
-        record(tmp_path / "trace.jsonl", Counting(total=4))
-    assert failed.value.report["status"] == "done"
 
 
 @pytest.mark.thorough
