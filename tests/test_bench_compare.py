@@ -8,8 +8,8 @@ import pytest
 from bench_outcomes import MISSHAPEN, RIGHT, WRONG, document, outcome
 
 from gpuinfer.cli.comparison_end import exit_code
-from gpuinfer.lab.bench import bench_tables
 from gpuinfer.lab.bench.bench_document import below, build, schema, wrong
+from gpuinfer.lab.bench.bench_tables import bench_page
 from gpuinfer.lab.bench.comparison import compare
 from gpuinfer.lab.bench.series import SeriesPlan
 from gpuinfer.report import report
@@ -135,8 +135,9 @@ def test_a_document_is_what_its_schema_says(made):
     for run in made["runs"]:
         jsonschema.validate(run, report.schema())
     assert json.loads(json.dumps(made, allow_nan=False)) == made
-    assert all(len(row) == len(bench_tables.comparison_columns(made)) for row in bench_tables.comparison_rows(made))
-    assert dict(bench_tables.notes(made))["verdict"] == made["verdict"]
+    page = bench_page(made)
+    assert all(len(row) == len(page.table.columns) for row in page.table.rows)
+    assert dict(page.notes)["verdict"] == made["verdict"]
 
 
 @pytest.mark.parametrize(
@@ -161,13 +162,13 @@ def test_what_could_not_be_measured_is_below_any_ratio():
     ],
 )
 def test_a_busy_machine_is_noticed(rates, said):
-    note = dict(bench_tables.notes(document(rates))).get("unquiet")
+    note = dict(bench_page(document(rates)).notes).get("unquiet")
     assert note is None if said is None else said in note
 
 
 def test_what_went_wrong_is_said():
     made = document(LEVEL, parity={"b": WRONG, "c": MISSHAPEN}, skipped={"a": "no such device."}, stopped=True)
-    notes = list(bench_tables.notes(made))
+    notes = bench_page(made).notes
     assert ("skipped", "a: no such device.") in notes
     assert ("wrong answers", "b: 0.5 off, where 1e-05 is allowed") in notes
     assert any(name == "stopped" for name, _ in notes)

@@ -14,8 +14,9 @@ from gpuinfer.api import Setup
 from gpuinfer.cli.variants import expand
 from gpuinfer.config import registry
 from gpuinfer.generation import Unmasking
-from gpuinfer.lab.bench import bench_plots, bench_tables, generators, generators_tables
+from gpuinfer.lab.bench import generators, generators_tables
 from gpuinfer.lab.bench.bench_document import below, build, schema
+from gpuinfer.lab.bench.bench_tables import bench_page
 from gpuinfer.lab.bench.comparison import compare
 from gpuinfer.lab.bench.generators import (
     METRIC,
@@ -178,8 +179,9 @@ def test_the_cells_of_a_batch_size_stand_side_by_side_and_one_at_a_time_is_measu
 
 def test_a_document_of_generators_fits_the_schema_and_is_told_as_a_grid(document):
     jsonschema.validate(json.loads(json.dumps(document)), schema())
-    assert bench_tables.comparison_columns(document) == ("tokens/s at batch size", "1", "4")
-    cells = {row[0]: row[1:] for row in bench_tables.brief(document)[1]}
+    page = bench_page(document)
+    assert page.table.columns == ("tokens/s at batch size", "1", "4")
+    cells = {row[0]: row[1:] for row in page.brief.rows}
     assert cells["vllm"] == ["50", "200"]
     assert cells["sequential"] == ["100", "100"]
     assert cells["batched ÷ vllm"] == ["1.98×", "1.52×"]
@@ -189,9 +191,10 @@ def test_a_document_of_generators_fits_the_schema_and_is_told_as_a_grid(document
 
 
 def test_a_document_of_generators_has_a_page_and_one_plot(document):
-    assert list(bench_plots.plots(document)) == ["batch_sizes"]
-    assert "Tokens per second by batch size" in bench_tables.page(document, {"batch_sizes": b"<svg/>"})
-    assert "| batched ÷ vllm |" in bench_tables.markdown(document, {})
+    page = bench_page(document)
+    assert list(page.plots) == ["batch_sizes"]
+    assert "Tokens per second by batch size" in page.html()
+    assert "| batched ÷ vllm |" in page.markdown()
 
 
 @pytest.mark.parametrize(

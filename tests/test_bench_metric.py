@@ -7,9 +7,8 @@ import pytest
 from bench_outcomes import WRONG, a_report, outcome
 
 from gpuinfer.api import Progress
-from gpuinfer.lab.bench import bench_tables
 from gpuinfer.lab.bench.bench_document import below, build, schema
-from gpuinfer.lab.bench.bench_plots import plots
+from gpuinfer.lab.bench.bench_tables import bench_page
 from gpuinfer.lab.bench.comparison import compare
 from gpuinfer.lab.bench.measurement import LATENCY, SpeedMeter, goodness, interval
 from gpuinfer.lab.bench.series import SeriesPlan
@@ -61,7 +60,7 @@ def test_latencies_that_the_noise_does_not_tell_apart_are_a_tie():
 def test_who_does_not_keep_up_cannot_win(served, winner):
     made = latencies(CLEAR, {"b": served})
     assert compare(made).winner.name == winner
-    assert ("behind" in dict(bench_tables.notes(document(made)))) == (winner == "a")
+    assert ("behind" in dict(bench_page(document(made)).notes)) == (winner == "a")
 
 
 def test_who_serves_most_but_answers_wrong_leaves_the_others_in_the_race():
@@ -103,22 +102,22 @@ def test_the_verdict_speaks_of_latencies(made, said):
 def test_the_table_of_a_load_shows_what_became_of_its_requests():
     made = document(latencies(CLEAR))
     jsonschema.validate(made, schema())
-    rows = [
-        dict(zip(bench_tables.comparison_columns(made), row, strict=True)) for row in bench_tables.comparison_rows(made)
-    ]
+    page = bench_page(made)
+    rows = [dict(zip(page.table.columns, row, strict=True)) for row in page.table.rows]
     assert [row["p95"] for row in rows] == ["20 ms", "10 ms"]
     assert rows[1][""] == "★ b"
     assert rows[1]["rows/s"] == "200"
     assert rows[1]["×"] == "2.00"
     assert rows[1]["cut"] == "full 100%"
-    assert bench_tables.about(made).startswith("p95 latency, median of 3 runs")
-    columns, brief = bench_tables.brief(made)
-    assert {len(row) for row in brief} == {len(columns)} == {8}
-    assert "20 ms" in bench_tables.markdown(made, {})
+    assert page.about.startswith("p95 latency, median of 3 runs")
+    assert {len(row) for row in page.brief.rows} == {len(page.brief.columns)} == {8}
+    assert "20 ms" in page.markdown()
 
 
 def test_the_plots_of_a_load_can_be_drawn():
-    assert {"throughput", "time"} <= plots(document(latencies(CLEAR))).keys()
+    plots = bench_page(document(latencies(CLEAR))).plots
+    assert {"throughput", "time"} <= plots.keys()
+    assert plots["throughput"].figure().axes
 
 
 def test_goodness_turns_latencies_round():

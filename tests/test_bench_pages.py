@@ -9,9 +9,8 @@ import pytest
 from bench_outcomes import RIGHT, WRONG, document, outcome
 
 from gpuinfer.errors import WorkError
-from gpuinfer.lab.bench import bench_plots, bench_tables
 from gpuinfer.lab.bench.bench_document import build, schema
-from gpuinfer.lab.bench.bench_tables import notes, write
+from gpuinfer.lab.bench.bench_tables import bench_page
 from gpuinfer.lab.bench.comparison import compare
 from gpuinfer.lab.bench.series import SeriesPlan
 from gpuinfer.report import plotting
@@ -25,6 +24,10 @@ def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("report")
     write(path, document(RATES, parity={"inprocess": RIGHT, "central": WRONG}))
     return path
+
+
+def write(folder, made):
+    bench_page(made).write(folder, "bench", made, "Make room there, or give another --report.")
 
 
 def test_a_report_has_all_its_files(folder):
@@ -57,8 +60,9 @@ def test_the_markdown_shows_every_plot_and_variant(folder):
 
 def test_names_are_text_wherever_they_stand():
     made = document({EVIL: [1.0, 2.0], "b": [3.0, 4.0]}, skipped={"c": EVIL})
-    assert "<script" not in bench_tables.page(made, {})
-    lines = bench_tables.markdown(made, {}).splitlines()
+    page = bench_page(made)
+    assert "<script" not in page.html()
+    lines = page.markdown().splitlines()
     assert not [line for line in lines if "<script" in line and not line.startswith("    ")]  # but in a block of code
     columns = [line.replace("\\|", "").count("|") for line in lines if line[:1] == "|"]
     assert len(set(columns)) == 1
@@ -66,13 +70,14 @@ def test_names_are_text_wherever_they_stand():
 
 def test_a_comparison_without_runs_has_a_page_and_no_plots():
     made = document({"a": []}, skipped={"a": "no such device"})
-    assert bench_plots.plots(made) == {}
-    assert "no such device" in bench_tables.page(made, {})
+    page = bench_page(made)
+    assert page.plots == {}
+    assert "no such device" in page.html()
 
 
 def test_the_same_comparison_makes_the_same_plots():
     made = document(RATES)
-    once, again = (plotting.image(bench_plots.plots(made)["throughput"], "svg") for _ in range(2))
+    once, again = (plotting.image(bench_page(made).plots["throughput"].figure(), "svg") for _ in range(2))
     assert once == again
 
 
@@ -89,5 +94,7 @@ def test_runs_that_did_more_than_the_bare_model_tell_of_a_busy_machine():
         run.report["roofline"].update(raised=True, rows_per_s=124.0, measured=[90.0, 100.0])
     busy = build("selfplay", made, compare(made), SeriesPlan(), "2025-01-01T00:00:00+00:00")
     jsonschema.validate(busy, schema())
-    assert "unquiet" not in dict(notes(quiet))
-    assert "a run reached 124% of what the bare model had been measured to do" in dict(notes(busy))["unquiet"]
+    assert "unquiet" not in dict(bench_page(quiet).notes)
+    assert (
+        "a run reached 124% of what the bare model had been measured to do" in dict(bench_page(busy).notes)["unquiet"]
+    )

@@ -92,12 +92,13 @@ def concluded(target: str, outcome: SeriesOutcome, course: SeriesPlan, began: st
 
 
 def show(title: str, document: Mapping[str, Any], on_stderr: bool) -> None:
+    """The table and its notes on the terminal."""
     from gpuinfer.cli.screen.display import comparison
-    from gpuinfer.lab.bench import bench_tables
+    from gpuinfer.lab.bench.bench_tables import bench_page
 
-    columns, rows = bench_tables.brief(document)
-    heading = f"{title} · {bench_tables.about(document)}"
-    comparison(heading, columns, rows, list(bench_tables.notes(document)), on_stderr=on_stderr)
+    page = bench_page(document)
+    table = page.brief or page.table
+    comparison(f"{title} · {page.about}", table.columns, table.rows, page.notes, on_stderr=on_stderr)
 
 
 def report_folder(path: Path | None) -> Path | None:
@@ -116,9 +117,9 @@ def report_folder(path: Path | None) -> Path | None:
 def write_report(folder: Path | None, document: Mapping[str, Any]) -> None:
     if folder is None:
         return
-    from gpuinfer.lab.bench.bench_tables import write
+    from gpuinfer.lab.bench.bench_tables import bench_page
 
-    write(folder, document)
+    bench_page(document).write(folder, "bench", document, "Make room there, or give another --report.")
     print(f"written: {folder / 'bench.html'}, and beside it JSON, Markdown and plots", file=sys.stderr)
 
 

@@ -164,7 +164,7 @@ def test_a_network_plays_once_it_has_won_its_gate(plan, tmp_path, gate, lost, pl
     won = [one != before for before, one in itertools.pairwise(plays)]
     assert [one["gate"]["won"] for one in told["iterations"]] == won
     assert [row[-1].endswith(", won") for row in loop_summary.loop_rows(told)] == won
-    assert f"| {loop_summary.GATE} |" in loop_summary.markdown(told)
+    assert f"| {loop_summary.GATE} |" in loop_summary.loop_page(told, {}).markdown()
 
 
 def test_without_a_gate_there_are_no_games_for_one_and_no_column(plan, go):
@@ -300,7 +300,7 @@ def test_a_strength_without_a_bound_is_drawn_too(plan, go):
     told = loop_summary.document(plan, {}, "", "done")
     for one, ends in zip(told["iterations"], ([500.0, None], [None, -500.0], [None, None]), strict=True):
         one["strength"] = {**told["strength"], "elo": None, "elo_ci95": ends}
-    loop_summary.plot(told, {})
+    assert loop_summary.loop_figure(told, {}).axes
 
 
 def matches(*found):
@@ -341,5 +341,5 @@ def test_an_end_that_is_not_known_is_drawn_as_an_arrow(elo, line):
 def test_of_a_loop_that_has_just_begun_little_is_told(plan):
     told = loop_summary.document(plan, {}, "gpuinfer loop", "partial")
     assert told["weights"] is None
-    assert "No network has played" in loop_summary.markdown(told)
-    loop_summary.plot(told, {})
+    assert "No network has played" in loop_summary.loop_page(told, {}).markdown()
+    assert loop_summary.loop_figure(told, {}).axes

@@ -8,8 +8,8 @@ import jsonschema
 import pytest
 from bench_rollouts_games import BUFFER, TURNS, document, game, turn
 
-from gpuinfer.lab.bench import bench_plots, bench_tables
 from gpuinfer.lab.bench.bench_document import below, schema
+from gpuinfer.lab.bench.bench_tables import bench_page
 from gpuinfer.lab.rollouts_bench.constraint_speed import ConstraintCost
 from gpuinfer.lab.rollouts_bench.rollouts_tables import joined, of_one_game, of_processor, of_steps
 from gpuinfer.rollouts.steps import StepRecord
@@ -45,19 +45,19 @@ def test_each_case_has_a_verdict_and_none_wins(whole):
 
 
 def test_a_case_that_could_not_begin_is_named_with_the_reason(whole):
-    assert ("skipped", "reference: there is no reference here. Add --ref-model.") in list(bench_tables.notes(whole))
+    assert ("skipped", "reference: there is no reference here. Add --ref-model.") in bench_page(whole).notes
 
 
 def test_the_table_has_a_line_for_each_case_and_way(whole):
-    rows = list(bench_tables.comparison_rows(whole))
+    page = bench_page(whole)
+    rows = page.table.rows
     assert [row[0] for row in rows] == [TURNS.title, "  one", "  all", BUFFER.title, "  depth 1", "  depth 2"]
-    assert {len(row) for row in rows} == {len(bench_tables.comparison_columns(whole))}
-    names, brief = bench_tables.brief(whole)
-    assert {len(row) for row in brief} == {len(names)}
+    assert {len(row) for row in rows} == {len(page.table.columns)}
+    assert {len(row) for row in page.brief.rows} == {len(page.brief.columns)}
 
 
 def test_what_waited_is_told(whole):
-    notes = dict(bench_tables.notes(whole))
+    notes = dict(bench_page(whole).notes)
     assert notes["buffer"] == "depth 1: 3 s a step, 67% of it waiting; depth 2: 1 s a step, 40% of it waiting"
     assert notes["one game"].startswith("2 calls in 2 steps: 28 prompt tokens")
 
@@ -68,11 +68,11 @@ def test_a_ratio_that_is_asked_for_is_one_within_a_case(whole):
 
 
 def test_the_plots_are_the_steps_and_the_runs(whole):
-    assert list(bench_plots.plots(whole)) == ["steps", "throughput"]
+    assert list(bench_page(whole).plots) == ["steps", "throughput"]
 
 
 def test_it_is_written(whole, tmp_path):
-    bench_tables.write(tmp_path, whole)
+    bench_page(whole).write(tmp_path, "bench", whole, "")
     assert {path.name for path in tmp_path.iterdir()} == {
         "bench.json",
         "bench.md",
@@ -88,9 +88,9 @@ def test_it_is_written(whole, tmp_path):
 def test_without_a_trainer_and_a_game_there_is_less_to_show(tmp_path):
     alone = joined([(TURNS, document(TURNS, {"one": 100.0}))], {})
     jsonschema.validate(json.loads(json.dumps(alone)), schema())
-    assert list(bench_plots.plots(alone)) == ["throughput"]
+    assert list(bench_page(alone).plots) == ["throughput"]
     assert "only 'one' was measured" in alone["verdict"]
-    bench_tables.write(tmp_path, alone)
+    assert "<td>" in bench_page(alone).html()
 
 
 def test_decoding_between_tags_stands_alone(tmp_path):
@@ -98,8 +98,8 @@ def test_decoding_between_tags_stands_alone(tmp_path):
     alone = of_processor(document(TURNS, {}), [one.row() for one in costs])
     jsonschema.validate(json.loads(json.dumps(alone)), schema())
     assert alone["verdict"] == "one step: 0.05× with masks."
-    assert list(bench_tables.comparison_rows(alone)) == [
+    assert bench_page(alone).table.rows == [
         ["build 9 orders", "1.500", "", "", ""],
         ["one step", "0.100", "with masks", "2.000", "0.05"],
     ]
-    bench_tables.write(tmp_path, alone)
+    assert "<td>" in bench_page(alone).html()

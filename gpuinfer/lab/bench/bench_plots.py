@@ -3,60 +3,21 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from gpuinfer.lab.bench.comparison import unit, value_text
-from gpuinfer.lab.rollouts_bench.rollouts_tables import steps
-from gpuinfer.lab.serve_bench import load_tables
 from gpuinfer.report.plotting import COLOURS
 from gpuinfer.units import short, whole
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 Document = Mapping[str, Any]
 Report = Mapping[str, Any]
 
 STATIONS = ("search", "forward", "transfer", "encode", "reply", "record")  # each keeps its colour; others follow
 IDLE = "#dddddd"
-WIDTH, BAR, AROUND = 8.0, 0.42, 1.2  # inches: the plot, one bar, axis and title
-
-
-def plots(document: Document) -> dict[str, Figure]:
-    """By file name, each with its own subject. Empty when nothing was measured."""
-    reports = reports_of(document)
-    if not reports:
-        return {}
-    if "grid" in document:
-        return {"batch_sizes": _drawn(8, lambda axes: batch_sizes(axes, document))}
-    if "serve" in document:
-        return _of_serve(document, len(reports))
-    if "rollouts" in document:
-        return _of_rollouts(document, len(reports))
-    found = {
-        "throughput": _drawn(len(reports), lambda axes: throughput(axes, document)),
-        "time": _drawn(len(reports), lambda axes: time(axes, reports)),
-    }
-    if any(report["batches"]["count"] for runs in reports.values() for report in runs):
-        found["batches"] = _drawn(6, lambda axes: batches(axes, reports))
-        found["queue_wait"] = _drawn(len(reports), lambda axes: queue_wait(axes, reports))
-    return found
-
-
-def _of_serve(document: Document, bars: int) -> dict[str, Figure]:
-    found = {"throughput": _drawn(bars, lambda axes: throughput(axes, document))} if bars > 1 else {}
-    if document["serve"]["scaling"]:
-        found["scaling"] = _drawn(8, lambda axes: load_tables.scaling_plot(axes, document))
-    if any(way["curves"].get("ttft_s") for way in document["serve"]["ways"]):
-        found["ttft"] = _drawn(7, lambda axes: load_tables.percentiles_plot(axes, document, "ttft_s"))
-    return {**found, "e2e": _drawn(7, lambda axes: load_tables.percentiles_plot(axes, document, "e2e_s"))}
-
-
-def _of_rollouts(document: Document, bars: int) -> dict[str, Figure]:
-    found = {"steps": _drawn(8, lambda axes: steps(axes, document))} if document["rollouts"]["steps"] else {}
-    return {**found, "throughput": _drawn(bars, lambda axes: throughput(axes, document))}
 
 
 def reports_of(document: Document) -> dict[str, list[Report]]:
@@ -152,16 +113,6 @@ def queue_wait(axes: Axes, reports: Mapping[str, Sequence[Report]]) -> None:
     axes.xaxis.set_major_formatter(lambda value, _: short(value))
     axes.xaxis.set_minor_formatter(lambda value, _: "")
     _name_rows(axes, list(reports))
-
-
-def _drawn(bars: int, draw: Callable[[Axes], None]) -> Figure:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(WIDTH, AROUND + BAR * max(2, bars)), layout="constrained")
-    axes = figure.subplots()
-    axes.spines[["top", "right"]].set_visible(False)
-    draw(axes)
-    return figure
 
 
 def _name_rows(axes: Axes, names: Sequence[str]) -> None:

@@ -1,24 +1,18 @@
-"""A comparison as tables, as Markdown and as one page that needs no network.
-
-The terminal, Markdown and the page show the same table; JSON is for programs.
-"""
+"""A comparison as one page: its table, what there is to say beside it, and its plots."""
 
 from __future__ import annotations
 
-import base64
-import json
-from collections.abc import Iterable, Iterator, Mapping
-from html import escape
-from pathlib import Path
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-from gpuinfer.errors import WorkError
 from gpuinfer.lab.bench import bench_plots, generators_tables
+from gpuinfer.lab.bench.bench_plots import throughput
 from gpuinfer.lab.bench.comparison import between, span, unit, value_text
 from gpuinfer.lab.bench.measurement import LATENCY
-from gpuinfer.lab.rollouts_bench import rollouts_tables as rollouts
+from gpuinfer.lab.presenter import Note, Page, Table, plot
+from gpuinfer.lab.rollouts_bench import rollouts_tables
 from gpuinfer.lab.serve_bench import load_tables
-from gpuinfer.report import plotting
 from gpuinfer.units import number, short, whole
 
 WORK = ("", "median", "95 %", "× first", "rows/batch", "roofline", "held back by", "answers")
@@ -37,130 +31,111 @@ LOAD = (
     "held back by",
     "answers",
 )
-SPREAD = 1.5  # the fastest run of a variant over its slowest, from which the machine is called unquiet
+BRIEF = {WORK: 5, LOAD: 8}  # columns on a terminal: the notes say the rest
+SPREAD = 1.5  # the fastest run of a variant over its slowest, from which the machine counts as unquiet
 ABOVE = 1.1  # times what the bare model was measured to do, which nothing can exceed
-BRIEF = {WORK: 5, LOAD: 8}  # of them on a terminal: the rest is said below the table
-WINNER = "★ "
+SECTIONS = {
+    "grid": generators_tables.generators_page,
+    "serve": load_tables.load_page,
+    "rollouts": rollouts_tables.rollouts_page,
+}
+"""Key of a document → what makes the page of one that has this key: its own table, notes and plots."""
 
 
-def about(document: Mapping[str, Any]) -> str:
-    """What the figures are."""
-    if "grid" in document:
-        return generators_tables.about(document)
-    if "serve" in document:
-        return load_tables.about(document)
-    if "rollouts" in document:
-        return rollouts.about(document)
-    rows, seconds = document["comparison"], document["course"]["seconds"]
-    if not rows:
-        return "nothing was measured"
-    most = max(len(row["rates"]) for row in rows)
-    runs = f"{most} run{'s' if most > 1 else ''}"
-    each = f" of up to {short(seconds)}" if seconds else " to the end"
-    ratios = "ratios pair by pair" + (", over 1 is faster" if rows[0]["metric"] == LATENCY else "")
-    return f"{unit(rows[0]['metric'])}, median of {runs}{each}; {ratios}"
+def bench_page(document: Mapping[str, Any]) -> Page:
+    """What people are shown of a comparison. `document`: as `bench_document.build` makes it."""
+    title = f"gpuinfer bench {document['target']}"
+    page = next((make for key, make in SECTIONS.items() if key in document), _page)(title, document)
+    environment = (document["environment"] or {}).items()
+    facts = [*((name, str(value)) for name, value in environment), ("started", document["started_at"])]
+    plots = page.plots if bench_plots.reports_of(document) else {}
+    return replace(page, notes=list(_notes(document, page.notes)), plots=plots, facts=facts)
 
 
-def comparison_columns(document: Mapping[str, Any]) -> tuple[str, ...]:
-    """Of work the speed, of a load what became of the requests too; of generators the batch sizes."""
-    if "grid" in document:
-        return generators_tables.columns(document)
-    if "serve" in document:
-        return tuple(load_tables.columns(document))
-    if "rollouts" in document:
-        return tuple(rollouts.columns(document))
-    return LOAD if document["of_load"] else WORK
-
-
-def comparison_rows(document: Mapping[str, Any]) -> Iterator[list[str]]:
-    """One for each variant that was measured, in the order in which they were named: a cell for each column."""
-    if "grid" in document:
-        yield from generators_tables.rows(document)
-        return
-    if "serve" in document:
-        yield from load_tables.rows(document)
-        return
-    if "rollouts" in document:
-        yield from rollouts.rows(document)
-        return
-    for row in document["comparison"]:
+def _page(title: str, document: Mapping[str, Any]) -> Page:
+    """Of work the speed, of a load what became of the requests too."""
+    compared, columns = document["comparison"], LOAD if document["of_load"] else WORK
+    rows = []
+    for row in compared:
         cells = _cells(row, row["name"] == document["winner"])
-        yield [cells[column] for column in comparison_columns(document)]
-
-
-def brief(document: Mapping[str, Any]) -> tuple[tuple[str, ...], list[list[str]]]:
-    """Columns and rows for a terminal."""
-    if "grid" in document:
-        return comparison_columns(document), list(generators_tables.rows(document, intervals=False))
-    if "serve" in document:
-        names, cells = load_tables.brief(document)
-        return tuple(names), cells
-    if "rollouts" in document:
-        heads, cells = rollouts.brief(document)
-        return tuple(heads), cells
-    width = BRIEF[comparison_columns(document)]
-    return comparison_columns(document)[:width], [row[:width] for row in comparison_rows(document)]
-
-
-def more(document: Mapping[str, Any]) -> Iterator[load_tables.Table]:
-    """Tables that only a page has room for."""
-    if "serve" in document:
-        yield from load_tables.more(document)
-    if "rollouts" in document:
-        yield from rollouts.more(document)
+        rows.append([cells[column] for column in columns])
+    width = BRIEF[columns]
+    reports, about = bench_plots.reports_of(document), "nothing was measured"
+    if compared:
+        most, seconds = max(len(row["rates"]) for row in compared), document["course"]["seconds"]
+        runs = f"{most} run{'s' if most > 1 else ''}"
+        each = f" of up to {short(seconds)}" if seconds else " to the end"
+        ratios = "ratios pair by pair" + (", over 1 is faster" if compared[0]["metric"] == LATENCY else "")
+        about = f"{unit(compared[0]['metric'])}, median of {runs}{each}; {ratios}"
+    plots = {
+        "throughput": plot("The runs", len(reports), lambda axes: throughput(axes, document)),
+        "time": plot("Where the lanes' time went", len(reports), lambda axes: bench_plots.time(axes, reports)),
+    }
+    if any(report["batches"]["count"] for runs in reports.values() for report in runs):
+        plots["batches"] = plot("Rows in a batch", 6, lambda axes: bench_plots.batches(axes, reports))
+        plots["queue_wait"] = plot(
+            "Waiting in the queue", len(reports), lambda axes: bench_plots.queue_wait(axes, reports)
+        )
+    return Page(
+        title,
+        document["verdict"],
+        document["command"],
+        Table(columns, rows),
+        about,
+        brief=Table(columns[:width], [row[:width] for row in rows]),
+        plots=plots,
+    )
 
 
 def _cells(row: Mapping[str, Any], won: bool) -> dict[str, str]:
+    """The row's cell for each column that there may be."""
+    counts, mean, parity = row["reasons"], row["rows_per_batch"], row["parity"]
+    reasons = [
+        f"{name} {count / sum(counts.values()):.0%}"
+        for name, count in sorted(counts.items(), key=lambda one: -one[1])  # the most frequent first
+    ]
+    answers = "not checked"
+    if parity is not None:
+        answers = f"{parity['difference']:.0e} off" if parity["holds"] else "WRONG"
     latency = {**row["latency_s"], **({"p95": row["median"]} if row["metric"] == LATENCY else {})}
     return {
-        "": (WINNER if won else "") + row["name"],
+        "": ("★ " if won else "") + row["name"],
         "median": value_text(row["metric"], row["median"]),
         "95 %": span(row["metric"], *row["ci95"]) if row["ci95"] else "unknown",
-        "× first": _first(row),
+        "× first": ratio_to_first(row),
         "×": "" if row["standing"] == "first" or row["ratio_to_first"] is None else f"{row['ratio_to_first']:.2f}",
         "rows/s": number(row["rows_per_s"]),
         **{name: short(latency[name]) if name in latency else "" for name in ("p50", "p95", "mean")},
-        "rows/batch": whole(row["rows_per_batch"]) if row["rows_per_batch"] else "",
-        "batch": _mean(row["rows_per_batch"]),
-        "cut": next(_reasons(row["reasons"]), ""),
-        "reasons": ", ".join(_reasons(row["reasons"])),
+        "rows/batch": whole(mean) if mean else "",
+        "batch": "" if not mean else whole(mean) if mean >= 10 else number(mean),
+        "cut": next(iter(reasons), ""),
+        "reasons": ", ".join(reasons),
         "roofline": f"{row['efficiency']:.0%}" if row["efficiency"] is not None else "",
         "held back by": row["bottleneck"]["class"],
-        "answers": _answers(row["parity"]),
+        "answers": answers,
     }
 
 
-def _mean(mean: float | None) -> str:
-    """Rows in a batch, where it matters whether that is one or two."""
-    return "" if not mean else whole(mean) if mean >= 10 else number(mean)
-
-
-def _reasons(counts: Mapping[str, int]) -> Iterator[str]:
-    """Such as `clients 84%`, `free 16%`: the most frequent first."""
-    for name, count in sorted(counts.items(), key=lambda one: -one[1]):
-        yield f"{name} {count / sum(counts.values()):.0%}"
-
-
-def notes(document: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Name and text of what there is to say beside the table."""
+def _notes(document: Mapping[str, Any], own: Sequence[Note]) -> Iterator[Note]:
+    """What there is to say beside the table, `own` notes of this kind of comparison among it."""
     yield "verdict", document["verdict"]
-    if behind := [f"{row['name']} ({number(row['rows_per_s'])} rows/s)" for row in _behind(document)]:
+    behind = [
+        f"{row['name']} ({number(row['rows_per_s'])} rows/s)" for row in document["comparison"] if not row["keeps_up"]
+    ]
+    if behind:
         yield (
             "behind",
             f"{', '.join(behind)}: under 0.99 of what the best answers: requests pile up, or are lost. It cannot win.",
         )
     if document["why"]:
         yield "why", document["why"]
-    if "grid" in document:
-        yield "versions", generators_tables.versions(document)
-    if "serve" in document:
-        yield from load_tables.notes(document)
-    if "rollouts" in document:
-        yield from rollouts.notes(document)
+    yield from own
     if unquiet := _unquiet(document["comparison"]):
         yield "unquiet", unquiet
     if "search" in document:
-        yield "tried", ", ".join(_trial(trial) for trial in document["search"]["tried"])
+        trials = document["search"]["tried"]
+        rates = ["cannot run" if trial["rate"] is None else number(trial["rate"]) for trial in trials]
+        yield "tried", ", ".join(f"{trial['name']}: {rate}" for trial, rate in zip(trials, rates, strict=True))
     yield from _parity([row for row in document["comparison"] if row["parity"]])
     for what in ("skipped", "failed"):
         for one in document[what]:
@@ -171,10 +146,6 @@ def notes(document: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield "command", document["command"]
 
 
-def _behind(document: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    return [row for row in document["comparison"] if not row["keeps_up"]]
-
-
 def _parity(rows: list[Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
     right = [row["parity"] for row in rows if row["parity"]["holds"]]
     if right:
@@ -183,7 +154,11 @@ def _parity(rows: list[Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
         yield "answers", f"the model's own, {apart}, on {right[0]['rows']} rows"
     for row in rows:
         if not row["parity"]["holds"]:
-            yield "wrong answers", f"{row['name']}: {_apart(row['parity'])}"
+            off, allowed = row["parity"]["difference"], row["parity"]["tolerance"]
+            apart = "its answers have another shape than the model's"
+            if off is not None:
+                apart = f"{off:.2g} off, where {allowed:.2g} is allowed"
+            yield "wrong answers", f"{row['name']}: {apart}"
 
 
 def _unquiet(rows: list[Mapping[str, Any]]) -> str:
@@ -196,170 +171,9 @@ def _unquiet(rows: list[Mapping[str, Any]]) -> str:
     return f"{' and '.join(signs)}: something else was busy here. Stop it, or measure for longer." if signs else ""
 
 
-def _trial(trial: Mapping[str, Any]) -> str:
-    return f"{trial['name']}: {'cannot run' if trial['rate'] is None else number(trial['rate'])}"
-
-
-def _first(row: Mapping[str, Any]) -> str:
+def ratio_to_first(row: Mapping[str, Any]) -> str:
+    """How many times as good as the first, with the interval; empty for the first."""
     if row["standing"] == "first" or row["ratio_to_first"] is None:
         return ""
     tie = {"tie": " tie" if row["ratio_ci95"] else ", one run"}.get(row["standing"], "")
     return f"{row['ratio_to_first']:.2f}{between(row['ratio_ci95'])}{tie}"
-
-
-def _answers(parity: Mapping[str, Any] | None) -> str:
-    if parity is None:
-        return "not checked"
-    return f"{parity['difference']:.0e} off" if parity["holds"] else "WRONG"
-
-
-def _apart(parity: Mapping[str, Any]) -> str:
-    if parity["difference"] is None:
-        return "its answers have another shape than the model's"
-    return f"{parity['difference']:.2g} off, where {parity['tolerance']:.2g} is allowed"
-
-
-TITLES = {
-    "throughput": "The runs",
-    "steps": "How long a step of the trainer lasts",
-    "scaling": "How it scales with replicas",
-    "ttft": "Time to the first token",
-    "e2e": "Latency from end to end",
-    "batch_sizes": "Tokens per second by batch size",
-    "batches": "Rows in a batch",
-    "time": "Where the lanes' time went",
-    "queue_wait": "Waiting in the queue",
-}
-
-STYLE = """
-body { font: 16px/1.5 system-ui, sans-serif; max-width: 62rem; margin: 2rem auto; padding: 0 1rem }
-html { color: #222; background: #fff }
-h1, h2 { line-height: 1.2 } h2 { margin-top: 2.5rem; font-size: 1.1rem }
-table { border-collapse: collapse; font-variant-numeric: tabular-nums; display: block; overflow-x: auto }
-th, td { padding: .3rem .8rem; text-align: right; border-bottom: 1px solid #ddd; white-space: nowrap }
-th:first-child, td:first-child { text-align: left } th { color: #777; font-weight: normal }
-dt { color: #777 } dd { margin: 0 0 .6rem 0 } pre { background: #f4f4f4; padding: .6rem; overflow-x: auto }
-img { max-width: 100% } .verdict { font-size: 1.15rem; font-weight: 600 }
-"""
-
-
-def markdown(document: Mapping[str, Any], plots: Mapping[str, bytes]) -> str:
-    """The table, the verdict and links to the plots that lie beside it."""
-    columns = list(comparison_columns(document))
-    lines = [f"# {_title(document)}", "", about(document), "", _line(columns)]
-    lines += [_line(["---", *["---:"] * (len(columns) - 1)]), *map(_line, comparison_rows(document)), ""]
-    for name, text in notes(document):
-        lines += [f"    {text}" if name == "command" else f"**{name}** {_cell(text)}", ""]
-    for title, heads, rows in more(document):
-        lines += [
-            f"## {title}",
-            "",
-            _line([*heads]),
-            _line(["---", *["---:"] * (len(heads) - 1)]),
-            *map(_line, rows),
-            "",
-        ]
-    for name in plots:
-        lines += [f"![{TITLES[name]}]({name}.png)", ""]
-    return "\n".join(lines)
-
-
-def page(document: Mapping[str, Any], plots: Mapping[str, bytes]) -> str:
-    """One HTML file with everything in it; `plots` are SVG."""
-    return "".join(
-        [
-            f'<!doctype html>\n<html lang="en"><meta charset="utf-8"><title>{escape(_title(document))}</title>\n',
-            '<meta name="viewport" content="width=device-width">\n',
-            f"<style>{STYLE}</style>\n<h1>{escape(_title(document))}</h1>\n",
-            f'<p class="verdict">{escape(document["verdict"])}</p>\n',
-            *_command(document),
-            *_table(document),
-            *_notes(document),
-            *_more(document),
-            *_pictures(plots),
-            *_surroundings(document),
-            "</html>\n",
-        ]
-    )
-
-
-def _title(document: Mapping[str, Any]) -> str:
-    return f"gpuinfer bench {document['target']}"
-
-
-def _line(cells: list[str]) -> str:
-    return f"| {' | '.join(map(_cell, cells))} |"
-
-
-def _cell(text: str) -> str:
-    return text.replace("|", "\\|").replace("<", "&lt;").replace("\n", " ")
-
-
-def _command(document: Mapping[str, Any]) -> Iterator[str]:
-    if document["command"]:
-        yield f"<pre>{escape(document['command'])}</pre>\n"
-
-
-def _table(document: Mapping[str, Any]) -> Iterator[str]:
-    yield f"<p>{escape(about(document))}</p>\n"
-    yield from _tabulated(comparison_columns(document), comparison_rows(document))
-
-
-def _tabulated(columns: Iterable[str], rows: Iterable[Iterable[str]]) -> Iterator[str]:
-    yield "<table><tr>"
-    yield from (f"<th>{escape(column)}" for column in columns)
-    for row in rows:
-        yield "\n<tr>"
-        yield from (f"<td>{escape(cell)}" for cell in row)
-    yield "\n</table>\n"
-
-
-def _more(document: Mapping[str, Any]) -> Iterator[str]:
-    for title, columns, rows in more(document):
-        yield f"<h2>{escape(title)}</h2>\n"
-        yield from _tabulated(columns, rows)
-
-
-def _notes(document: Mapping[str, Any]) -> Iterator[str]:
-    yield "<dl>"
-    for name, text in notes(document):
-        if name not in ("verdict", "command"):
-            yield f"<dt>{escape(name)}<dd>{escape(text)}\n"
-    yield "</dl>\n"
-
-
-def _pictures(plots: Mapping[str, bytes]) -> Iterator[str]:
-    for name, picture in plots.items():
-        data = base64.b64encode(picture).decode("ascii")
-        yield f'<h2>{TITLES[name]}</h2>\n<img alt="{TITLES[name]}" src="data:image/svg+xml;base64,{data}">\n'
-
-
-def _surroundings(document: Mapping[str, Any]) -> Iterator[str]:
-    yield "<h2>Measured with</h2>\n<dl>"
-    for name, value in (document["environment"] or {}).items():
-        yield f"<dt>{escape(name)}<dd>{escape(str(value))}\n"
-    yield f"<dt>started<dd>{escape(document['started_at'])}\n</dl>\n"
-
-
-def write(folder: Path, document: Mapping[str, Any]) -> None:
-    """Put `bench.json`, `bench.md`, `bench.html` and a PNG for each plot into the folder.
-
-    Raises `WorkError` when one of them cannot be written.
-    """
-    figures = bench_plots.plots(document)
-    svg = {name: plotting.image(figure, "svg") for name, figure in figures.items()}
-    png = {name: plotting.image(figure, "png") for name, figure in figures.items()}
-    texts = {
-        "bench.json": json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False) + "\n",
-        "bench.md": markdown(document, png),
-        "bench.html": page(document, svg),
-    }
-    try:
-        for name, text in texts.items():
-            (folder / name).write_text(text, encoding="utf-8")
-        for name, picture in png.items():
-            (folder / f"{name}.png").write_bytes(picture)
-    except OSError as error:
-        raise WorkError(
-            f"the report could not be written to {folder}: {error.strerror}. Make room there, or give another --report."
-        ) from error

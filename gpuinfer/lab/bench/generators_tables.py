@@ -6,11 +6,13 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from gpuinfer.lab.bench.bench_plots import batch_sizes
 from gpuinfer.lab.bench.comparison import between
 from gpuinfer.lab.bench.generators import SEQUENTIAL, Contest, GeneratorCell, Generators
 from gpuinfer.lab.bench.measurement import ratio
 from gpuinfer.lab.bench.series import SeriesOutcome
 from gpuinfer.lab.peers.peer_process import PROGRAMS, python_of
+from gpuinfer.lab.presenter import Page, Table, plot
 from gpuinfer.units import number
 
 Document = Mapping[str, Any]
@@ -70,12 +72,28 @@ def verdict(document: Document) -> str:
     return f"At batch size {largest} {at_largest[0]['of']} makes {each}."
 
 
-def columns(document: Document) -> tuple[str, ...]:
-    return ("tokens/s at batch size", *map(str, document["grid"]["batch_sizes"]))
+def generators_page(title: str, document: Document) -> Page:
+    """A row for each generator, and one for each that ours is compared with; a column for each batch size."""
+    grid = document["grid"]
+    columns = ("tokens/s at batch size", *map(str, grid["batch_sizes"]))
+    runs = max((len(row["rates"]) for row in document["comparison"]), default=0)
+    found = [(PROGRAMS[one["name"]].package, one["version"]) for one in grid["generators"]]
+    versions = {package: version for package, version in found if version}
+    return Page(
+        title,
+        document["verdict"],
+        document["command"],
+        Table(columns, list(_rows(document))),
+        f"median of {runs} run{'s' if runs > 1 else ''} in turn, {grid['new_tokens']} new tokens a prompt, "
+        "the likeliest each time, past the end token",
+        brief=Table(columns, list(_rows(document, intervals=False))),
+        notes=[("versions", ", ".join(f"{name} {version}" for name, version in versions.items()))],
+        plots={"batch_sizes": plot("Tokens per second by batch size", 8, lambda axes: batch_sizes(axes, document))},
+    )
 
 
-def rows(document: Document, intervals: bool = True) -> Iterator[list[str]]:
-    """One for each generator, and one for each that ours is compared with. What is sequential has one speed."""
+def _rows(document: Document, intervals: bool = True) -> Iterator[list[str]]:
+    """What is sequential has one speed."""
     grid = document["grid"]
     found = {(row["settings"]["generator"], row["settings"]["batch_size"]): row for row in document["comparison"]}
     for one in grid["generators"]:
@@ -99,22 +117,6 @@ def _ratio(found: Mapping[str, Any] | None, intervals: bool) -> str:
         return MISSING
     tie = " tie" if found["ci95"] and found["ci95"][0] <= 1 <= found["ci95"][1] else ""
     return f"{found['median']:.2f}×{between(found['ci95']) if intervals else ''}{tie}"
-
-
-def about(document: Document) -> str:
-    """What the figures are."""
-    runs = max((len(row["rates"]) for row in document["comparison"]), default=0)
-    return (
-        f"median of {runs} run{'s' if runs > 1 else ''} in turn, {document['grid']['new_tokens']} new tokens a prompt, "
-        "the likeliest each time, past the end token"
-    )
-
-
-def versions(document: Document) -> str:
-    """Such as `gpuinfer 0.1.0, transformers 5.1.0, vllm 0.12.0`."""
-    found = [(PROGRAMS[one["name"]].package, one["version"]) for one in document["grid"]["generators"]]
-    known = {package: version for package, version in found if version}
-    return ", ".join(f"{name} {version}" for name, version in known.items())
 
 
 def below(document: Document, least: float) -> list[str]:

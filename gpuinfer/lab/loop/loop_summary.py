@@ -5,17 +5,13 @@ training step is in `loss.jsonl`.
 
 from __future__ import annotations
 
-import base64
-import json
 from collections.abc import Iterator, Mapping, Sequence
-from html import escape
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from gpuinfer.errors import WorkError
-from gpuinfer.host.files import put_whole
 from gpuinfer.lab.loop.loop_runner import KINDS, LoopPlan, Report, reported, seconds_of
+from gpuinfer.lab.presenter import Page, Plot, Table, write_file
 from gpuinfer.report import plotting
 from gpuinfer.report.game_statistics import in_elo, in_score, signed
 from gpuinfer.units import duration, number, whole
@@ -165,67 +161,35 @@ def _line(strength: Mapping[str, Any], low: float, high: float) -> str:
     return "".join(line).rstrip()
 
 
-TITLE = "gpuinfer loop"
-ALT = "Elo over the first generation, and the loss, by iteration"
 SIZE = 8.0, 4.6  # inches
-STYLE = """
-body { font: 16px/1.5 system-ui, sans-serif; max-width: 62rem; margin: 2rem auto; padding: 0 1rem }
-html { color: #222; background: #fff } h1 { line-height: 1.2 } img { max-width: 100% }
-table { border-collapse: collapse; font-variant-numeric: tabular-nums; display: block; overflow-x: auto }
-th, td { padding: .3rem .8rem; text-align: right; border-bottom: 1px solid #ddd; white-space: nowrap }
-th { color: #777; font-weight: normal } pre { background: #f4f4f4; padding: .6rem; overflow-x: auto }
-.verdict { font-size: 1.15rem; font-weight: 600 }
-"""
 
 
 def write(plan: LoopPlan, told: Document) -> None:
     """Put `loop.json`, `loop.md`, `loop.html`, `loop.svg` and `loss.jsonl` into the plan's folder. Raises `WorkError`
     when one cannot be.
     """
-    folder, curves = plan.folder, {at: plotting.read_losses(plan.curve(at)) for at in range(1, plan.iterations + 1)}
-    picture = plotting.image(plot(told, curves), "svg")
+    curves = {at: plotting.read_losses(plan.curve(at)) for at in range(1, plan.iterations + 1)}
     rows = [{"iteration": at, **row} for at, curve in curves.items() for row in curve]
-    texts = {
-        plotting.LOSS_FILE: b"".join(msgspec.json.encode(row) + b"\n" for row in rows),
-        "loop.json": json.dumps(told, indent=2, ensure_ascii=False).encode() + b"\n",
-        "loop.md": markdown(told).encode(),
-        "loop.html": page(told, picture).encode(),
-        "loop.svg": picture,
-    }
-    for name, content in texts.items():
-        try:
-            put_whole(folder / name, lambda file, content=content: file.write(content))  # type: ignore[misc]
-        except OSError as error:
-            raise WorkError(f"{folder / name} cannot be written: {error.strerror}. Make room there.") from error
+    cure = "Make room there."
+    lines = b"".join(msgspec.json.encode(row) + b"\n" for row in rows)
+    write_file(plan.folder / plotting.LOSS_FILE, lines, cure)
+    loop_page(told, curves).write(plan.folder, "loop", told, cure, kind="svg")
 
 
-def markdown(told: Document) -> str:
-    """The verdict, the table, and a link to the plot that lies beside it."""
-    lines = [f"# {TITLE}", "", verdict(told), "", f"    {told['command']}", ""]
-    columns = loop_columns(told)
-    lines += [
-        _strength_line(columns),
-        _strength_line(["---:"] * len(columns)),
-        *map(_strength_line, loop_rows(told)),
-        "",
-    ]
-    return "\n".join([*lines, f"![{ALT}](loop.svg)", ""])
-
-
-def page(told: Document, picture: bytes) -> str:
-    """One HTML file with everything in it."""
-    data = base64.b64encode(picture).decode("ascii")
-    table = "".join(f"\n<tr>{''.join(f'<td>{escape(cell)}' for cell in row)}" for row in loop_rows(told))
-    return (
-        f'<!doctype html>\n<html lang="en"><meta charset="utf-8"><title>{TITLE}</title>\n'
-        f'<meta name="viewport" content="width=device-width">\n<style>{STYLE}</style>\n<h1>{TITLE}</h1>\n'
-        f'<p class="verdict">{escape(verdict(told))}</p>\n<pre>{escape(told["command"])}</pre>\n'
-        f'<img alt="{ALT}" src="data:image/svg+xml;base64,{data}">\n'
-        f"<table><tr>{''.join(f'<th>{escape(column)}' for column in loop_columns(told))}{table}\n</table>\n</html>\n"
+def loop_page(told: Document, curves: Mapping[int, Sequence[plotting.LossRow]]) -> Page:
+    """What people are shown of a loop. `curves`: each iteration's rows of `loss.jsonl`."""
+    title = "Elo over the first generation, and the loss, by iteration"
+    return Page(
+        "gpuinfer loop",
+        verdict(told),
+        told["command"],
+        Table(loop_columns(told), list(loop_rows(told))),
+        notes=[("verdict", verdict(told)), ("command", told["command"])],
+        plots={"loop": Plot(title, lambda: loop_figure(told, curves))},
     )
 
 
-def plot(told: Document, curves: Mapping[int, Sequence[plotting.LossRow]]) -> Figure:
+def loop_figure(told: Document, curves: Mapping[int, Sequence[plotting.LossRow]]) -> Figure:
     """Elo with its interval above, the loss below: of each step as a line, at the end of each iteration as a dot."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
@@ -269,7 +233,3 @@ def _strength(axes: Axes, told: Document) -> None:
         axes.annotate(in_elo(strength), (at, elo), textcoords="offset points", xytext=(0, 9), ha="right", fontsize=7)
     axes.plot([at for at, _ in dots], [elo for _, elo in dots], "o-", color=colour, markersize=4, alpha=0.8)
     axes.set_ylabel("Elo over the first generation,\n95 % interval")
-
-
-def _strength_line(cells: Any) -> str:
-    return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"

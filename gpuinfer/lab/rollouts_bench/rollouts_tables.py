@@ -10,7 +10,9 @@ from dataclasses import asdict
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+from gpuinfer.lab.bench.bench_plots import throughput
 from gpuinfer.lab.bench.comparison import between, span, value_text
+from gpuinfer.lab.presenter import Note, Page, Table, plot
 from gpuinfer.lab.rollouts_bench.recorded_games import Tokens, by_agent, by_step, of_game
 from gpuinfer.lab.rollouts_bench.rollouts_cases import RolloutsCase, way_of
 from gpuinfer.report.plotting import COLOURS
@@ -111,8 +113,6 @@ def _kind(record: StepRecord) -> str:
     return str((record.verdict or {}).get("kind", ""))
 
 
-Table = tuple[str, Sequence[str], list[list[str]]]  # title, columns, rows
-
 COLUMNS = ("", "tokens/s", "× first", "95 %", "input tokens/s", "rows/step", "held back by")
 BRIEF = 3  # of them on a terminal
 PROCESSOR = ("in one step", "ms", "beside it", "ms", "ratio")
@@ -121,38 +121,35 @@ STEPS = ("", "steps", "median step", "trainer", "wait", "rollout", "starved step
 WAITING = 0.1  # of a step, from which it counts as starved
 
 
-def about(document: Document) -> str:
-    """What the figures are."""
-    if processor_alone(document):
-        return "decoding between tags, medians"
+def rollouts_page(title: str, document: Document) -> Page:
+    """A line for each case, and one for each of its ways; or one for each measured piece of decoding between tags."""
+    own = document["rollouts"]
+    pieces = bool(own["processor"])  # and no rollouts
+    columns, width = (PROCESSOR, len(PROCESSOR)) if pieces else (COLUMNS, BRIEF)
+    rows = [*map(_piece, own["processor"])]
+    found = {row["name"]: row for row in document["comparison"]}
+    samples = zip(document["samples"], document["runs"], strict=True)
+    reports = {sample["variant"]: report for sample, report in samples}  # the last of each way
+    for case in own["cases"]:
+        rows.append([case["title"], *[""] * (len(COLUMNS) - 1)])
+        rows += [_row(found[name], reports.get(name)) for name in case["ways"]]
     runs = max((len(row["rates"]) for row in document["comparison"]), default=0)
     count = f"median of {runs} runs in turn, ratios pair by pair" if runs > 1 else "one run of each"
-    return f"output tokens/s by the wall clock; {count}; × first: of its case" if runs else "nothing was measured"
-
-
-def processor_alone(document: Document) -> bool:
-    """Whether it is decoding between tags that was measured, and no rollouts."""
-    return bool(document["rollouts"]["processor"])
-
-
-def columns(document: Document) -> Sequence[str]:
-    return PROCESSOR if processor_alone(document) else COLUMNS
-
-
-def rows(document: Document) -> Iterator[list[str]]:
-    """A line for each case, and one for each of its ways."""
-    yield from map(_piece, document["rollouts"]["processor"])
-    found = {row["name"]: row for row in document["comparison"]}
-    reports = _reports(document)
-    for case in document["rollouts"]["cases"]:
-        yield [case["title"], *[""] * (len(COLUMNS) - 1)]
-        yield from (_row(found[name], reports.get(name)) for name in case["ways"])
-
-
-def brief(document: Document) -> tuple[Sequence[str], list[list[str]]]:
-    """Columns and rows for a terminal."""
-    width = len(PROCESSOR) if processor_alone(document) else BRIEF
-    return columns(document)[:width], [row[:width] for row in rows(document)]
+    measured = f"output tokens/s by the wall clock; {count}; × first: of its case" if runs else "nothing was measured"
+    plots = {"steps": plot("How long a step of the trainer lasts", 8, lambda axes: steps(axes, document))}
+    plots = plots if own["steps"] else {}
+    plots["throughput"] = plot("The runs", len(document["comparison"]), lambda axes: throughput(axes, document))
+    return Page(
+        title,
+        document["verdict"],
+        document["command"],
+        Table(columns, rows),
+        "decoding between tags, medians" if pieces else measured,
+        brief=Table(columns[:width], [row[:width] for row in rows]),
+        notes=list(_notes(own)),
+        more=list(_more(own)),
+        plots=plots,
+    )
 
 
 def _piece(one: Mapping[str, Any]) -> list[str]:
@@ -176,27 +173,16 @@ def _row(row: Mapping[str, Any], report: Mapping[str, Any] | None) -> list[str]:
     ]
 
 
-def _reports(document: Document) -> dict[str, Mapping[str, Any]]:
-    """The last report of each way."""
-    pairs = zip(document["samples"], document["runs"], strict=True)
-    return {sample["variant"]: report for sample, report in pairs}
-
-
-def more(document: Document) -> Iterator[Table]:
-    own = document["rollouts"]
+def _more(own: Mapping[str, Any]) -> Iterator[Table]:
     if (game := own["game"]) is not None:
-        yield (
-            "Tokens of one game, by step",
-            TOKENS,
-            [*map(_tokens, game["by_step"]), _tokens({"name": "all", **game["all"]})],
-        )
-        yield "Tokens of one game, by agent", TOKENS, [*map(_tokens, game["by_agent"])]
+        steps_rows = [*map(_tokens, game["by_step"]), _tokens({"name": "all", **game["all"]})]
+        yield Table(TOKENS, steps_rows, "Tokens of one game, by step")
+        yield Table(TOKENS, [*map(_tokens, game["by_agent"])], "Tokens of one game, by agent")
     if own["steps"]:
-        yield "Steps of the trainer", STEPS, [_steps(one) for one in own["steps"]]
+        yield Table(STEPS, [_steps(one) for one in own["steps"]], "Steps of the trainer")
 
 
-def notes(document: Document) -> Iterator[tuple[str, str]]:
-    own = document["rollouts"]
+def _notes(own: Mapping[str, Any]) -> Iterator[Note]:
     if (game := own["game"]) is not None:
         found = game["all"]
         yield (

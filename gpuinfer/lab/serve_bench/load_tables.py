@@ -8,8 +8,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+from gpuinfer.lab.bench.bench_plots import throughput
 from gpuinfer.lab.bench.comparison import between
 from gpuinfer.lab.bench.measurement import interval, ratio
+from gpuinfer.lab.presenter import Page, Table, plot
 from gpuinfer.lab.serve_bench.load_summary import BUSY
 from gpuinfer.report.plotting import COLOURS
 from gpuinfer.units import number, short, whole
@@ -18,9 +20,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 Document = Mapping[str, Any]
-Table = tuple[str, Sequence[str], list[list[str]]]  # title, columns, rows
 
-WINNER = "★ "
 TIMES = {"ttft_s": "TTFT", "tpot_s": "TPOT", "itl_s": "ITL", "e2e_s": "end to end"}
 AT = ("p50", "p99")  # in the table of all; the one of latencies has more
 ALL_AT = ("mean", "p50", "p90", "p95", "p99", "max")
@@ -101,18 +101,6 @@ def is_time(metric: str) -> bool:
     return metric.endswith("_s") and not metric.endswith("_per_s")
 
 
-def about(document: Document) -> str:
-    """What the figures are."""
-    runs = max((len(row["rates"]) for row in document["comparison"]), default=0)
-    load = document["serve"]["load"]
-    count = (
-        f"median of {runs} runs in turn, ratios pair by pair"
-        if runs > 1
-        else "one run, which tells nothing of the noise"
-    )
-    return f"{load['said']}; {count}" if runs else "nothing was measured"
-
-
 def _answered(way: Mapping[str, Any]) -> list[str]:
     """How evenly its replicas were asked, and by which reasons."""
     each = [sum(whys.values()) for whys in way["routes"].values()]
@@ -144,73 +132,89 @@ def verdict(document: Document) -> str | None:
     return f"{', '.join(parts)}."
 
 
-def columns(document: Document) -> list[str]:
-    """What there is of these: a column of requests alone has no tokens."""
-    ways = document["serve"]["ways"]
-    found = ["", "requests/s"]
-    if any(way["output_tokens_per_s"] for way in ways):
-        found.append("tokens/s")
-    elif any(way["rows_per_s"] > way["requests_per_s"] * 1.01 for way in ways):
-        found.append("rows/s")
-    if any(way["goodput_per_s"] is not None for way in ways):
-        found += ["goodput/s", "in time"]
-    for name, title in TIMES.items():
-        if name != "itl_s" and any(way[name] for way in ways):
-            found += [f"{title} {at}" for at in AT]
-    if any(way["errors"] for way in ways):
-        found.append("failed")
-    if len(ways) > 1:
-        found.append("× first")
-    return [*found, "efficiency"] if document["serve"]["scaling"] else found
+def load_page(title: str, document: Document) -> Page:
+    """A row for each way that was measured; on a terminal a column for each way, where the ways are few."""
+    table = _table(document)
+    runs = max((len(row["rates"]) for row in document["comparison"]), default=0)
+    load = document["serve"]["load"]
+    count = (
+        f"median of {runs} runs in turn, ratios pair by pair"
+        if runs > 1
+        else "one run, which tells nothing of the noise"
+    )
+    plots = {}
+    if (bars := len(table.rows)) > 1:
+        plots["throughput"] = plot("The runs", bars, lambda axes: throughput(axes, document))
+    if document["serve"]["scaling"]:
+        plots["scaling"] = plot("How it scales with replicas", 8, lambda axes: scaling_plot(axes, document))
+    if any(way["curves"].get("ttft_s") for way in document["serve"]["ways"]):
+        plots["ttft"] = plot("Time to the first token", 7, lambda axes: percentiles_plot(axes, document, "ttft_s"))
+    plots["e2e"] = plot("Latency from end to end", 7, lambda axes: percentiles_plot(axes, document, "e2e_s"))
+    return Page(
+        title,
+        document["verdict"],
+        document["command"],
+        table,
+        f"{load['said']}; {count}" if runs else "nothing was measured",
+        brief=_brief(table),
+        notes=list(_notes(document)),
+        more=list(_more(document)),
+        plots=plots,
+    )
 
 
-def rows(document: Document) -> Iterator[list[str]]:
-    """One for each way that was measured, in the order in which they were named."""
+def _table(document: Document) -> Table:
+    """With what there is of these columns: a load of requests alone has no tokens."""
     efficiencies = {one["replicas"]: one["efficiency"] for one in document["serve"]["scaling"]}
     ways = {way["name"]: way for way in document["serve"]["ways"]}
+    found = ["", "requests/s"]
+    if any(way["output_tokens_per_s"] for way in ways.values()):
+        found.append("tokens/s")
+    elif any(way["rows_per_s"] > way["requests_per_s"] * 1.01 for way in ways.values()):
+        found.append("rows/s")
+    if any(way["goodput_per_s"] is not None for way in ways.values()):
+        found += ["goodput/s", "in time"]
+    for name, title in TIMES.items():
+        if name != "itl_s" and any(way[name] for way in ways.values()):
+            found += [f"{title} {at}" for at in AT]
+    found += ["failed"] if any(way["errors"] for way in ways.values()) else []
+    found += ["× first"] if len(ways) > 1 else []
+    found += ["efficiency"] if efficiencies else []
+    rows = []
     for row in document["comparison"]:
         way = ways[row["name"]]
+        tie = " tie" if row["standing"] == "tie" and row["ratio_ci95"] else ""
+        first = row["standing"] == "first" or row["ratio_to_first"] is None
         cells = {
-            "": (WINNER if row["name"] == document["winner"] and len(ways) > 1 else "") + row["name"],
+            "": ("★ " if row["name"] == document["winner"] and len(ways) > 1 else "") + row["name"],
             "requests/s": number(way["requests_per_s"]),
             "tokens/s": number(way["output_tokens_per_s"]),
             "rows/s": number(way["rows_per_s"]),
             "goodput/s": "" if way["goodput_per_s"] is None else number(way["goodput_per_s"]),
             "in time": "" if way["goodput_share"] is None else f"{way['goodput_share']:.1%}",
             "failed": whole(sum(way["errors"].values())),
-            "× first": _first(row),
+            "× first": "" if first else f"{row['ratio_to_first']:.2f}{between(row['ratio_ci95'])}{tie}",
             "efficiency": f"{efficiencies.get(way['replicas'], 1.0):.1%}",
         }
         for name, title in TIMES.items():
             cells |= {f"{title} {at}": short(way[name][at]) if way[name] else "" for at in AT}
-        yield [cells[column] for column in columns(document)]
+        rows.append([cells[column] for column in found])
+    return Table(found, rows)
 
 
-def brief(document: Document) -> tuple[list[str], list[list[str]]]:
-    """For a terminal: a column for each of a few ways, since the figures are many; else a row with some of them."""
-    names, table = columns(document), list(rows(document))
-    if not table:
-        return [""], []
-    if len(table) <= ABREAST:
-        turned = [[name, *(_short(row[at]) for row in table)] for at, name in enumerate(names) if at]
-        return ["", *(row[0] for row in table)], turned
-    kept = [at for at, name in enumerate(names) if not name.startswith("TPOT")]
-    return [names[at] for at in kept], [[_short(row[at]) for at in kept] for row in table]
+def _brief(table: Table) -> Table:
+    """Without intervals, which the page has; turned where the ways are few."""
+    rows = [[re.sub(r" \(.*\)", "", cell) for cell in row] for row in table.rows]
+    if not rows:
+        return Table([""], [])
+    if len(rows) <= ABREAST:
+        heads = ["", *(row[0] for row in table.rows)]
+        return Table(heads, [[name, *(row[at] for row in rows)] for at, name in enumerate(table.columns) if at])
+    kept = [at for at, name in enumerate(table.columns) if not name.startswith("TPOT")]
+    return Table([table.columns[at] for at in kept], [[row[at] for at in kept] for row in rows])
 
 
-def _short(cell: str) -> str:
-    """Without its interval, which the page has."""
-    return re.sub(r" \(.*\)", "", cell)
-
-
-def _first(row: Mapping[str, Any]) -> str:
-    if row["standing"] == "first" or row["ratio_to_first"] is None:
-        return ""
-    tie = " tie" if row["standing"] == "tie" and row["ratio_ci95"] else ""
-    return f"{row['ratio_to_first']:.2f}{between(row['ratio_ci95'])}{tie}"
-
-
-def notes(document: Document) -> Iterator[tuple[str, str]]:
+def _notes(document: Document) -> Iterator[tuple[str, str]]:
     """What there is to say beside the table."""
     for way in document["serve"]["ways"]:
         if failed := sum(way["errors"].values()):
@@ -246,34 +250,29 @@ def _late(ways: Sequence[Mapping[str, Any]]) -> str:
     return ", ".join(f"{name} sent {short(late)} late (p99) with {share:.0%} of a core" for name, late, share in each)
 
 
-def more(document: Document) -> Iterator[Table]:
+def _more(document: Document) -> Iterator[Table]:
     """Tables for a page."""
     ways = document["serve"]["ways"]
-    yield (
-        "Latencies",
-        ["", *ALL_AT],
-        [
-            [f"{way['name']}, {title}", *(short(way[name][at]) for at in ALL_AT)]
-            for way in ways
-            for name, title in TIMES.items()
-            if way[name]
-        ],
-    )
+    latencies = [
+        [f"{way['name']}, {title}", *(short(way[name][at]) for at in ALL_AT)]
+        for way in ways
+        for name, title in TIMES.items()
+        if way[name]
+    ]
+    yield Table(["", *ALL_AT], latencies, "Latencies")
     if routed := [_answered(way) for way in ways if way["routes"]]:
-        yield "Who answered", ["", "replicas", "fewest of one", "most of one", "why"], routed
-    yield (
-        "The sender itself",
-        ["", "of a core", "sent late, p50", "p99", "max", "its event loop late, p99"],
+        yield Table(["", "replicas", "fewest of one", "most of one", "why"], routed, "Who answered")
+    senders = [
         [
-            [
-                way["name"],
-                f"{way['sender']['cpu_share']:.0%}",
-                *(short(way["sender"]["send_lag_s"].get(at, 0.0)) for at in ("p50", "p99", "max")),
-                short(way["sender"]["loop_lag_s"].get("p99", 0.0)),
-            ]
-            for way in ways
-        ],
-    )
+            way["name"],
+            f"{way['sender']['cpu_share']:.0%}",
+            *(short(way["sender"]["send_lag_s"].get(at, 0.0)) for at in ("p50", "p99", "max")),
+            short(way["sender"]["loop_lag_s"].get("p99", 0.0)),
+        ]
+        for way in ways
+    ]
+    heads = ["", "of a core", "sent late, p50", "p99", "max", "its event loop late, p99"]
+    yield Table(heads, senders, "The sender itself")
 
 
 def percentiles_plot(axes: Axes, document: Document, name: str) -> None:
