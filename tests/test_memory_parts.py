@@ -1,8 +1,6 @@
-"""What a batch is said to take: the heap that allocations are replayed on, and the search for the largest batch."""
+"""What a batch is estimated to take, and the search for the largest batch."""
 
 from __future__ import annotations
-
-from itertools import pairwise
 
 import pytest
 import torch
@@ -14,71 +12,12 @@ from gpuinfer.api import ModelSpec, Setup
 from gpuinfer.errors import UsageError
 from gpuinfer.lab.memory.batch_trials import largest
 from gpuinfer.lab.memory.memory_options import MemoryOptions, model_of
-from gpuinfer.models.footprint import HeapEvent, HeapReplay, allocations, weight_bytes
+from gpuinfer.models.footprint import HELD, activations, weight_bytes
 from gpuinfer.models.networks import PackedAffine
-from gpuinfer.models.out_of_memory import LARGEST_OF_ROWS as LARGEST
 from gpuinfer.text.checkpoint import open_checkpoint
 from gpuinfer.text.checkpoint.memory_estimate import page_bytes, working
 from gpuinfer.text.decoder.compiled_decoder import CpuDecoder, cpu_available
 from gpuinfer.units import memory, size
-
-MIB = 1 << 20
-
-
-# The heap
-
-
-def replayed(*events):
-    heap = HeapReplay()
-    heap.replay([HeapEvent(piece, count) for piece, count in events])
-    return heap
-
-
-def test_what_is_freed_stays_and_serves_the_next_smaller_piece():
-    heap = replayed((0, 6 * MIB), (1, MIB), (0, -1), (2, 5 * MIB))
-    assert heap.peak == 7 * MIB
-    assert heap.taken == 6 * MIB
-
-
-def test_a_hole_is_too_small_for_a_piece_of_its_own_size():
-    """Aligned pieces are looked for as a little larger: the same size again makes the heap grow."""
-    assert replayed((0, 5 * MIB), (1, MIB), (0, -1), (2, 5 * MIB)).peak == 11 * MIB
-
-
-def test_neighbouring_holes_become_one_and_the_last_gives_way_to_what_is_larger():
-    assert replayed((0, MIB), (1, 2 * MIB), (2, MIB), (0, -1), (1, -1), (3, 2 * MIB)).peak == 4 * MIB
-    assert replayed((0, MIB), (0, -1), (1, 5 * MIB)).peak == 5 * MIB
-
-
-def test_a_large_piece_has_pages_of_its_own_and_gives_them_back():
-    heap = replayed((0, 5 * LARGEST), (0, -1), (1, MIB))
-    assert (heap.peak, heap.taken) == (5 * LARGEST, MIB)
-
-
-@st.composite
-def series(draw):
-    events, alive = [], []
-    for piece in range(draw(st.integers(1, 30))):
-        if alive and draw(st.booleans()):
-            events.append((alive.pop(draw(st.integers(0, len(alive) - 1))), -1))
-        events.append((piece, draw(st.integers(1, 3 * LARGEST))))
-        alive.append(piece)
-    return events
-
-
-@given(series())
-def test_a_heap_holds_at_least_what_is_in_use_and_no_two_pieces_overlap(events):
-    heap, used, most = HeapReplay(), {}, 0
-    for piece, count in events:
-        heap.replay([HeapEvent(piece, count)])
-        used.pop(piece, None)
-        if count > 0:
-            used[piece] = count
-        most = max(most, sum(used.values()))
-        spans = sorted((start, start + length) for start, length in heap._places.values() if start >= 0)
-        assert all(end <= begin for (_, end), (begin, _) in pairwise(spans))
-    assert heap.taken == sum(used.values())
-    assert heap.peak >= most
 
 
 def test_a_trace_of_two_small_batches_tells_what_a_large_one_takes():
@@ -87,16 +26,9 @@ def test_a_trace_of_two_small_batches_tells_what_a_large_one_takes():
     def call(rows):
         return module(torch.ones(rows, 64))
 
-    found = allocations(call, 16, 48)
-    assert found.resident_bytes(1_000_000) == pytest.approx(1_000_000 * 4 * (64 + 256), rel=0.01)
+    found = activations(call, 16, 48)
+    assert found.resident_bytes(1_000_000) == pytest.approx(HELD * 1_000_000 * 4 * (64 + 256), rel=0.01)
     assert weight_bytes(module) == 64 * 256 * 4
-
-
-def test_a_trace_whose_steps_change_with_the_rows_is_taken_in_proportion():
-    def call(rows):
-        return [torch.ones(rows, 8) for _ in range(1 + rows // 40)]
-
-    assert allocations(call, 16, 48).resident_bytes(2_000_000) == pytest.approx(2 * 2_000_000 * 32, rel=0.01)
 
 
 def test_what_a_layer_has_packed_counts():
@@ -195,6 +127,6 @@ def test_what_is_no_amount_is_refused(text):
         size(text)
 
 
-@pytest.mark.parametrize(("count", "text"), [(512, "512 B"), (3.4 * MIB, "3.4 MiB"), (300 << 30, "300 GiB")])
+@pytest.mark.parametrize(("count", "text"), [(512, "512 B"), (3.4 * (1 << 20), "3.4 MiB"), (300 << 30, "300 GiB")])
 def test_amounts_of_memory_are_written(count, text):
     assert memory(count) == text

@@ -1,15 +1,11 @@
-"""How much memory a module of rows takes: its weights, the allocations of a forward learnt from two small batches, and
-what this process holds of a device's memory while it tries something. Resident memory is more than what is in use,
-so the allocations are replayed by the rules of glibc's malloc (Lea 1996, "A memory allocator"; Gloger's ptmalloc): a
-piece comes from the heap's smallest hole that is large enough, else from its end; where that would have to grow, a
-large piece gets pages of its own, which go back to the system when it is freed.
+"""How much memory a module of rows takes: its weights, the activations of a forward learnt from two small batches, and
+what this process holds of a device's memory while it tries something.
 """
 
 from __future__ import annotations
 
 import gc
 import warnings
-from bisect import insort
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -20,90 +16,12 @@ from torch import Tensor, nn
 from gpuinfer.host.machine import memory_available
 from gpuinfer.host.process_memory import limit_memory, peak_bytes, reset_peak, resident_bytes
 from gpuinfer.models.cuda_graphs import release_cached_memory, wait_for_device
-from gpuinfer.models.out_of_memory import LARGEST_OF_ROWS, STEP
-
-ALIGNED = 96  # bytes: an aligned piece is looked for as so much larger, so that the hole it leaves is too small for it
-
-
-@dataclass(frozen=True, slots=True)
-class HeapEvent:
-    """One step of a series: `size` bytes are taken as piece number `piece`, or that piece is freed (size -1)."""
-
-    piece: int
-    size: int
-
-
-class HeapReplay:
-    """Starts empty. Bytes."""
-
-    def __init__(self) -> None:
-        self._holes: list[tuple[int, int]] = []  # start and size, ascending, no two of them neighbours
-        self._top = self._highest = self._end = 0  # of what is in use; of all that ever was; of what the system gave
-        self._apart = 0  # in pages of their own
-        self._places: dict[int, tuple[int, int]] = {}  # of a piece: start (-1: apart) and size
-        self.peak = 0
-
-    @property
-    def taken(self) -> int:
-        """What is in use now."""
-        return sum(size for _, size in self._places.values())
-
-    def replay(self, events: Sequence[HeapEvent]) -> None:
-        """What is not freed in it stays taken."""
-        for event in events:
-            if event.size < 0:
-                self._free(event.piece)
-            elif event.size:
-                self._take(event.piece, event.size)
-
-    def free_from(self, number: int) -> None:
-        """All pieces of this number and above."""
-        for piece in [one for one in self._places if one >= number]:
-            self._free(piece)
-
-    def _take(self, piece: int, size: int) -> None:
-        start = self._place_for(size)
-        self._places[piece] = start, size
-        if start < 0:
-            self._apart += size
-        self.peak = max(self.peak, self._highest + self._apart)
-
-    def _place_for(self, size: int) -> int:
-        fitting = [hole for hole in self._holes if hole[1] >= size + ALIGNED]
-        if fitting:
-            hole = min(fitting, key=lambda one: one[1])
-            self._holes.remove(hole)
-            insort(self._holes, (hole[0] + size, hole[1] - size))
-            return hole[0]
-        start = self._top
-        if start + size + ALIGNED > self._end:
-            if size >= LARGEST_OF_ROWS:
-                return -1
-            self._end = start + size + STEP
-        self._top += size
-        self._highest = max(self._highest, self._top)
-        return start
-
-    def _free(self, piece: int) -> None:
-        start, size = self._places.pop(piece, (0, 0))
-        if start < 0:
-            self._apart -= size
-            return
-        insort(self._holes, (start, size))
-        joined: list[tuple[int, int]] = []
-        for begin, length in self._holes:
-            if joined and sum(joined[-1]) == begin:
-                joined[-1] = joined[-1][0], joined[-1][1] + length
-            else:
-                joined.append((begin, length))
-        if joined and sum(joined[-1]) == self._top:
-            self._top = joined.pop()[0]
-        self._holes = joined
-
 
 COARSE = (8192, 1024)  # rows of which tensors are large enough that torch rounds their memory up by little
-FORWARDS = 3  # after so many the heap is as it stays
-KEPT = 1 << 32  # numbers of pieces below it were there before the calls
+FORWARDS = 3  # after so many the memory of a process stays as it is
+HELD = 1.2
+"""Resident memory of a process on the CPU divided by the bytes of its tensors at their peak: the C library keeps freed
+pieces, and later ones do not fit into all of them. Measured: 1.02 to 1.8, 1.2 in the median (`docs/memory.md`)."""
 
 
 def weight_bytes(module: nn.Module) -> int:
@@ -124,49 +42,27 @@ def _place(tensor: Tensor) -> int:
         return id(tensor)
 
 
-@dataclass(frozen=True)
-class Allocations:
-    """What a call of n rows allocates and frees, in order: of each piece `fixed + each * n` bytes; -1: it is freed."""
+@dataclass(frozen=True, slots=True)
+class Activations:
+    """Bytes of tensors at the peak of a call of n rows: `fixed + each * n`."""
 
-    pieces: Sequence[tuple[int, float, float]]  # number, fixed, each
+    fixed: float = 0.0
+    each: float = 0.0
 
-    def at(self, rows: int) -> list[HeapEvent]:
-        return [
-            HeapEvent(number, -1 if fixed < 0 and not each else max(0, round(fixed + each * rows)))
-            for number, fixed, each in self.pieces
-        ]
-
-    def resident_bytes(self, rows: int, before: Sequence[HeapEvent] = ()) -> int:
-        """The most that a process holds for calls of so many rows, one after the other, on the CPU.
-
-        Without what is left of the events `before`.
-        """
-        heap, events = HeapReplay(), self.at(rows)
-        heap.replay(before)
-        kept = heap.taken
-        for call in range(1, FORWARDS + 1):
-            heap.replay([HeapEvent(call * KEPT + one.piece, one.size) for one in events])
-            heap.free_from(call * KEPT)
-        return heap.peak - kept
+    def resident_bytes(self, rows: int) -> int:
+        """The most that a process holds for calls of so many rows, one after the other, on the CPU."""
+        return round(HELD * (self.fixed + self.each * rows))
 
 
-def allocations(call: Callable[[int], Any], few: int, more: int) -> Allocations:
-    """Learnt from calls of `few` and `more` rows on the CPU, whose answers count as long as they last."""
-    first, second = (traced(lambda: call(rows)) for rows in (few, more))  # noqa: B023 (called at once)
-    same = [(one.piece, one.size < 0) for one in first] == [(one.piece, one.size < 0) for one in second]
-    if not same:  # it computes otherwise when there are more rows: then all is in proportion
-        return Allocations(
-            [(one.piece, -1.0, 0.0) if one.size < 0 else (one.piece, 0.0, one.size / more) for one in second]
-        )
-    pieces = []
-    for one, other in zip(first, second, strict=True):
-        each = (other.size - one.size) / (more - few)
-        pieces.append((one.piece, -1.0, 0.0) if one.size < 0 else (one.piece, max(0.0, one.size - each * few), each))
-    return Allocations(pieces)
+def activations(call: Callable[[int], Any], few: int, more: int) -> Activations:
+    """Learnt from calls of `few` and `more` rows on the CPU, whose answers count too."""
+    small, large = (traced_peak(lambda: call(rows)) for rows in (few, more))  # noqa: B023 (called at once)
+    each = max(0.0, (large - small) / (more - few))
+    return Activations(max(0.0, large - each * more), each)
 
 
-def traced(call: Callable[[], Any]) -> list[HeapEvent]:
-    """What torch's allocator for the CPU is asked while `call` runs. What it answers is kept."""
+def traced_peak(call: Callable[[], Any]) -> int:
+    """The most bytes that torch's CPU allocator had handed out at once while `call` ran, its answer included."""
     from torch.profiler import ProfilerActivity, profile
 
     with (
@@ -175,25 +71,25 @@ def traced(call: Callable[[], Any]) -> list[HeapEvent]:
     ):
         answer = call()
     tree: Any = seen.profiler.kineto_results.experimental_event_tree()  # type: ignore[union-attr]
-    found = [one for one in _walked(tree) if str(one.tag).endswith("Allocation")]
-    found.sort(key=lambda one: one.start_time_ns)
+    events = sorted(_allocations(tree), key=lambda one: one.start_time_ns)
     alive: dict[int, int] = {}
-    events: list[HeapEvent] = []
-    for one in found:
-        place, size = one.extra_fields.ptr, one.extra_fields.alloc_size
+    peak = 0
+    for event in events:
+        address, size = event.extra_fields.ptr, event.extra_fields.alloc_size
         if size >= 0:
-            alive[place] = len(events)
-            events.append(HeapEvent(len(events), size))
-        elif place in alive:  # else it was there before
-            events.append(HeapEvent(alive.pop(place), -1))
+            alive[address] = size
+            peak = max(peak, sum(alive.values()))
+        else:
+            alive.pop(address, None)  # may have been there before
     del answer
-    return events
+    return peak
 
 
-def _walked(nodes: Sequence[Any]) -> Iterator[Any]:
+def _allocations(nodes: Sequence[Any]) -> Iterator[Any]:
     for node in nodes:
-        yield node
-        yield from _walked(node.children)
+        if str(node.tag).endswith("Allocation"):
+            yield node
+        yield from _allocations(node.children)
 
 
 def bytes_of_a_row(call: Callable[[int], Any], device: torch.device, few: int, more: int) -> float:

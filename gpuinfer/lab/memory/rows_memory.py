@@ -10,7 +10,7 @@ import copy
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,12 +24,10 @@ from gpuinfer.lab.memory.batch_trials import MemoryParts, StageParts, Stopwatch,
 from gpuinfer.lab.memory.memory_options import SIZES
 from gpuinfer.models.footprint import (
     FORWARDS,
-    Allocations,
-    HeapEvent,
-    allocations,
+    Activations,
+    activations,
     bytes_of_a_row,
     device_peaks,
-    traced,
     weight_bytes,
 )
 from gpuinfer.models.forward_cpu import CHUNK_ROWS, padded
@@ -41,7 +39,7 @@ from gpuinfer.models.pipeline.stage import BEHIND, mapped
 from gpuinfer.models.row_format import row_dtype, row_shape
 
 MOST = 1 << 30  # rows: what is larger is a mistake
-TRACED = (128, 512)  # batch sizes that are looked at allocation by allocation
+TRACED = (128, 512)  # batch sizes that are looked at with every allocation noted
 FLOAT = 4  # bytes of an answer's number
 WARM_UP = ModelSpec("blobnet-small", inputs=64, arguments={"actions": 8, "seats": 2})
 
@@ -58,8 +56,7 @@ class RowsSubject:
         self._copies = copies
         self.most, self.first = MOST, TRACED[0]
         self.process = self._weights = 0
-        self._allocations = Allocations([])
-        self._building: list[HeapEvent] = []
+        self._activations = Activations()
         self._on_device = 0.0  # bytes of a row on a CUDA device, features and answers among them
         self._answer = 0  # bytes of one row's
         cuda = device.type == "cuda"
@@ -77,9 +74,8 @@ class RowsSubject:
         if self._device.type == "cuda":
             self._on_device = bytes_of_a_row(partial(self._eager, opened), self._device, *TRACED)
         else:
-            self._building = traced(lambda: self._opened(TRACED[-1]))
             fresh = {rows: self._opened(rows) for rows in TRACED}  # each with buffers for as many rows
-            self._allocations = allocations(lambda rows: fresh[rows].forward([self._block(rows)]), *TRACED)
+            self._activations = activations(lambda rows: fresh[rows].forward([self._block(rows)]), *TRACED)
 
     def parts(self, batch: int) -> MemoryParts:
         at_once = min(batch, int(self._options.get("chunk_rows") or batch))
@@ -90,14 +86,10 @@ class RowsSubject:
         return MemoryParts(self.process, self._weights, 0, activations, self._forwards * at_once * (rows_in + answers))
 
     def _resident(self, batch: int, at_once: int, rows_in: int) -> MemoryParts:
-        held = self._held(at_once)  # the answers to what goes at once among them
+        held = self._activations.resident_bytes(at_once)  # the answers to what goes at once among them
         answers = batch * self._answer
         activations = max(0, held - at_once * self._answer)
         return MemoryParts(self.process, self._weights, 0, activations, answers + batch * rows_in)
-
-    @lru_cache(4096)  # noqa: B019 (there is one of it in a process)
-    def _held(self, rows: int) -> int:
-        return self._allocations.resident_bytes(rows, self._building)
 
     def pages(self, free: int) -> None:
         """Rows keep nothing."""
@@ -134,7 +126,7 @@ def warm_up(setup: Setup, options: Mapping[str, Any], device: torch.device) -> N
     def call(rows: int) -> Any:
         return opened.forward([np.ones((rows, WARM_UP.inputs), np.float32)])
 
-    call(TRACED[0]) if device.type == "cuda" else allocations(call, *TRACED)
+    call(TRACED[0]) if device.type == "cuda" else activations(call, *TRACED)
 
 
 def tuning_of(options: Mapping[str, Any], rows: int) -> Any:
@@ -298,7 +290,7 @@ def _stage(
         small, large = (device_peaks(call, place, rows)[0] for rows in TRACED)
         held: Callable[[int], int] = partial(_in_proportion, max(0.0, large - small) / (more - few))
     else:
-        held = lru_cache(4096)(allocations(call, few, more).resident_bytes)
+        held = activations(call, few, more).resident_bytes
     leaving = [own(there[rows]) for rows in TRACED]
     row_in, row_out = _row_bytes(entering[-1]), _row_bytes(leaving[-1])
     return StageEstimate(weight_bytes(own), row_in, row_out, held), leaving
