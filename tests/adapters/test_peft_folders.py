@@ -11,6 +11,7 @@ from random_adapters import ALL, peft_folder, random_adapter
 from safetensors.torch import load_file, save_file
 from text.decoders import opened
 from text.tiny import tiny_checkpoint
+from text.tiny_diffusion import tiny_diffusion
 
 from gpuinfer.api import ModelSpec
 from gpuinfer.errors import UsageError
@@ -145,27 +146,50 @@ def test_what_is_not_there_or_damaged_is_said(checkpoint, tmp_path):
     refused(null, peft_folder(tmp_path / "one", checkpoint.shape), "no layers")
 
 
-def test_gpt2_is_adapted_under_its_own_names(tmp_path):
-    gpt2 = opened(tiny_checkpoint("gpt2"))
-    hidden, names = gpt2.shape.hidden, ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
-    sizes = {"attn.c_attn": (3 * hidden, hidden), "attn.c_proj": (hidden, hidden), "mlp.c_fc": (4 * hidden, hidden)}
-    sizes["mlp.c_proj"] = (hidden, 4 * hidden)
+def low_ranks(folder, modules):
+    """An adapter as PEFT saves it, of these modules with so many outputs and inputs."""
+    folder.mkdir()
     tensors = {}
-    for name in names:
-        out, inner = sizes[name]
-        before = f"base_model.model.transformer.h.1.{name}"
-        tensors[f"{before}.lora_A.weight"], tensors[f"{before}.lora_B.weight"] = (
-            torch.randn(2, inner),
-            torch.randn(out, 2),
-        )
-    folder = peft_folder(tmp_path / "one", gpt2.shape, 2, 0, ("q",), fan_in_fan_out=True)
+    for name, (outputs, inputs) in modules.items():
+        tensors[f"base_model.model.{name}.lora_A.weight"] = torch.randn(2, inputs)
+        tensors[f"base_model.model.{name}.lora_B.weight"] = torch.randn(outputs, 2)
     save_file(tensors, folder / "adapter_model.safetensors")
-    adapter = read_adapter(gpt2, str(folder))
+    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 2, "fan_in_fan_out": True}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    return folder
+
+
+GPT2, LLADA, LLADA2 = "transformer.h.1.", "model.transformer.blocks.1.", "model.layers.1.attention."
+ADAPTED = {  # modules with their outputs and inputs; products, first outputs, numbers of outputs
+    "gpt2": (
+        {f"{GPT2}attn.c_attn": (192, 64), f"{GPT2}attn.c_proj": (64, 64)}
+        | {f"{GPT2}mlp.c_fc": (256, 64), f"{GPT2}mlp.c_proj": (64, 256)},
+        [("qkv", 0, 64), ("qkv", 64, 64), ("qkv", 128, 64), ("out", 0, 64), ("up", 0, 256), ("down", 0, 64)],
+    ),
+    "llada": (
+        {f"{LLADA}v_proj": (32, 64), f"{LLADA}ff_out": (64, 160)},
+        [("qkv", 96, 32), ("down", 0, 64)],
+    ),
+    "llada2": (
+        {f"{LLADA2}query_key_value": (128, 64), f"{LLADA2}dense": (64, 64)},
+        [("qkv", 0, 64), ("qkv", 64, 32), ("qkv", 96, 32), ("out", 0, 64)],
+    ),
+    "sdar": ({"model.layers.1.self_attn.o_proj": (64, 128)}, [("out", 0, 64)]),
+}
+
+
+@pytest.mark.parametrize("family", ADAPTED)
+def test_adapters_are_found_under_the_familys_names(family, tmp_path):
+    modules, expected = ADAPTED[family]
+    base = opened(tiny_checkpoint("gpt2") if family == "gpt2" else tiny_diffusion(family))
+    adapter = read_adapter(base, str(low_ranks(tmp_path / "adapter", modules)))
     assert adapter.layers[0] == ()
-    assert [(low.product, low.first, len(low.up)) for low in adapter.layers[1]] == [
-        ("qkv", 0, hidden), ("qkv", hidden, hidden), ("qkv", 2 * hidden, hidden),
-        ("out", 0, hidden), ("up", 0, 4 * hidden), ("down", 0, hidden),
-    ]  # fmt: skip
+    assert sorted((low.product, low.first, len(low.up)) for low in adapter.layers[1]) == sorted(expected)
+
+
+def test_experts_are_not_adapted(tmp_path):
+    folder = low_ranks(tmp_path / "adapter", {"model.layers.1.mlp.experts.0.up_proj": (48, 64)})
+    refused(opened(tiny_diffusion("llada2")), folder, "here only query_key_value, dense of the layers can be")
 
 
 def test_what_one_takes_is_known_before_it_is_packed(checkpoint, tmp_path):

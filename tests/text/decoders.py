@@ -15,6 +15,7 @@ from gpuinfer.api import BackendContext, ModelSpec, Setup
 from gpuinfer.text.checkpoint import Checkpoint, open_checkpoint
 from gpuinfer.text.decoder.compiled_decoder import CpuDecoder, cpu_available
 from gpuinfer.text.decoder.torch_decoder import TorchDecoder
+from gpuinfer.text.decoder.torch_layers import tensors_of
 from gpuinfer.text.generator import Tuning
 from gpuinfer.text.stages.open_staged_decoder import open_in_stages
 from gpuinfer.text.stages.staged_decoder import StagedDecoder
@@ -94,3 +95,7 @@ each_decoder = pytest.mark.parametrize(
 
 def opened(folder: Path) -> Checkpoint:
     return open_checkpoint(ModelSpec(str(folder), None, 0, "int32", kind="text"))
+
+
+def same_weights(one: Weights, other: Weights) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(tensors_of(one), tensors_of(other), strict=True))

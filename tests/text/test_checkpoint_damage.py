@@ -1,4 +1,4 @@
-"""Folders that are not whole, not ours or not sound are refused with the cure; nothing ends in a traceback."""
+"""Folders that are incomplete, foreign or damaged are refused with a cure; none ends in a traceback."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from text.tiny import copy_of, tiny_checkpoint
+from text.tiny_diffusion import config_of, tiny_diffusion
 
 from gpuinfer.api import ModelSpec
 from gpuinfer.errors import UsageError
@@ -42,15 +43,12 @@ def folder(tmp_path: Path) -> Path:
     return copy_of(tiny_checkpoint("llama"), tmp_path / "model")
 
 
-@pytest.fixture
-def sharded(tmp_path: Path) -> Path:
-    return copy_of(tiny_checkpoint("llama", shard="60KB"), tmp_path / "model")
+def without(*beginnings: str) -> Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]:
+    return lambda state: {name: one for name, one in state.items() if not name.startswith(beginnings)}
 
 
-def changed(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> Path:
-    state = load_file(folder / "model.safetensors")
-    change(state)
-    save_file(state, folder / "model.safetensors")
+def rewritten(folder: Path, change: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]) -> Path:
+    save_file(change(load_file(folder / "model.safetensors")), folder / "model.safetensors")
     return folder
 
 
@@ -117,30 +115,27 @@ def test_a_settings_file_that_is_no_json_object(file: str, content: str, folder:
     assert file in refusal(folder)
 
 
-def test_code_of_a_tokenizer_s_own_is_refused(folder: Path) -> None:
-    (folder / "tokenizer_config.json").write_text(json.dumps({"auto_map": {"AutoTokenizer": ["evil.py", None]}}))
+def test_code_of_a_tokenizer_s_own_is_refused_but_for_dream_not_needed(folder: Path, tmp_path: Path) -> None:
+    evil = {"auto_map": {"AutoTokenizer": ["evil.py", None]}}
+    (folder / "tokenizer_config.json").write_text(json.dumps(evil))
     message = refusal(folder)
     assert "asks to run code of its own (auto_map), which is refused with every backend." in message
     assert f"remove auto_map from {folder / 'tokenizer_config.json'}" in message
+    dream = copy_of(tiny_diffusion("dream"), tmp_path / "dream")
+    path = dream / "tokenizer_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **evil, "tokenizer_class": "DreamTokenizer"}))
+    open_named(dream)
+    path.write_text(json.dumps({**evil, "tokenizer_class": "Other"}))
+    assert "asks to run code of its own" in refusal(dream)
 
 
-def test_pickled_weights_are_refused_with_the_way_to_convert_them(folder: Path) -> None:
+def test_absent_and_pickled_weights_are_refused(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
+    assert "has neither model.safetensors nor" in refusal(folder)
     (folder / "pytorch_model.bin").write_bytes(b"cos\nsystem\n(S'touch pwned'\ntR.")
     message = refusal(folder)
     assert "save_pretrained" in message
     assert str(folder) in message
-
-
-def test_no_weights_at_all(folder: Path) -> None:
-    (folder / "model.safetensors").unlink()
-    assert "has neither model.safetensors nor" in refusal(folder)
-
-
-def test_a_missing_shard_is_named(sharded: Path) -> None:
-    lost = sorted(sharded.glob("*.safetensors"))[1]
-    lost.unlink()
-    assert lost.name in refusal(sharded)
 
 
 @pytest.mark.parametrize(
@@ -153,50 +148,69 @@ def test_a_missing_shard_is_named(sharded: Path) -> None:
         pytest.param({"weight_map": {"a": "pytorch_model.bin"}}, id="a pickle"),
     ],
 )
-def test_an_index_that_is_none(index: dict, sharded: Path) -> None:
+def test_an_index_that_is_damaged_is_refused(index: dict, tmp_path: Path) -> None:
+    sharded = copy_of(tiny_checkpoint("llama", shard="60KB"), tmp_path / "model")
     (sharded / "model.safetensors.index.json").write_text(json.dumps(index))
     assert "model.safetensors.index.json" in refusal(sharded)
 
 
-def test_a_shard_that_lacks_what_the_index_says(sharded: Path) -> None:
-    first = sorted(sharded.glob("*.safetensors"))[0]
-    state = load_file(first)
-    name = next(iter(state))
+def test_a_shard_that_is_missing_or_incomplete_is_named(tmp_path: Path) -> None:
+    sharded = copy_of(tiny_checkpoint("llama", shard="60KB"), tmp_path / "model")
+    first, second = sorted(sharded.glob("*.safetensors"))[:2]
+    name, *_ = state = load_file(first)
     del state[name]
     save_file(state, first)
     assert f"'{name}'" in refusal(sharded)
+    second.unlink()
+    assert second.name in refusal(sharded)
 
 
-def test_a_missing_tensor_is_named(folder: Path) -> None:
-    assert f"'{QUERY}' [64, 64] is missing" in refusal(changed(folder, lambda state: state.pop(QUERY)))
+EXPERT = "model.layers.1.mlp.experts."
+MISFITS = {  # family, change of its tensors, what the message names
+    "a tensor is missing": ("llama", without(QUERY), f"'{QUERY}' [64, 64] is missing"),
+    "an unknown tensor": (
+        "llama",
+        lambda state: {**state, "model.extra.weight": torch.ones(2)},
+        "'model.extra.weight' is not part of it",
+    ),
+    "a bias that the config does not know": (
+        "llama",
+        lambda state: {**state, QUERY.replace("weight", "bias"): torch.ones(64)},
+        f"'{QUERY.replace('weight', 'bias')}' is not part",
+    ),
+    "another shape": (
+        "llama",
+        lambda state: {**state, QUERY: torch.ones(32, 64)},
+        f"'{QUERY}' is [32, 64], config.json makes it [64, 64]",
+    ),
+    "another model": ("llama", lambda _: load_file(tiny_checkpoint("gpt2") / "model.safetensors"), " more"),
+    "an expert is missing": ("llada-moe", without(f"{EXPERT}5."), "expert 5 of 'model.layers.1.mlp' is missing."),
+    "four experts are missing": (
+        "llada2",
+        without(*(f"{EXPERT}{number}." for number in (1, 3, 4, 5))),
+        "experts 1, 3, 4 and 1 more of 'model.layers.1.mlp' are missing.",
+    ),
+    "half an expert": ("llada2", without(f"{EXPERT}0.up_proj"), f"'{EXPERT}0.up_proj.weight' [48, 64] is missing"),
+}
 
 
-def test_an_unknown_tensor_is_named(folder: Path) -> None:
-    message = refusal(changed(folder, lambda state: state.update({"model.extra.weight": torch.ones(2)})))
-    assert "'model.extra.weight' is not part of it" in message
+@pytest.mark.parametrize("case", MISFITS)
+def test_tensors_that_do_not_fit_the_config_are_named(case: str, tmp_path: Path) -> None:
+    family, change, named = MISFITS[case]
+    made = tiny_checkpoint(family) if family == "llama" else tiny_diffusion(family)
+    assert named in refusal(rewritten(copy_of(made, tmp_path / "model"), change))
 
 
-def test_a_bias_that_the_config_does_not_know_is_not_dropped_in_silence(folder: Path) -> None:
-    bias = QUERY.replace("weight", "bias")
-    assert f"'{bias}' is not part" in refusal(changed(folder, lambda state: state.update({bias: torch.ones(64)})))
-
-
-def test_a_tensor_of_another_shape_is_named(folder: Path) -> None:
-    message = refusal(changed(folder, lambda state: state.update({QUERY: torch.ones(32, 64)})))
-    assert f"'{QUERY}' is [32, 64], config.json makes it [64, 64]" in message
-
-
-def test_another_model_s_weights_are_told_in_a_few_names(folder: Path) -> None:
-    (folder / "model.safetensors").write_bytes((tiny_checkpoint("gpt2") / "model.safetensors").read_bytes())
-    message = refusal(folder)
-    assert "is missing" in message
-    assert " more" in message
+def test_experts_beyond_those_of_the_config_are_named(tmp_path: Path) -> None:
+    folder = copy_of(tiny_diffusion("llada2"), tmp_path / "model")
+    (folder / "config.json").write_text(json.dumps(config_of("llada2", num_experts=6, n_group=3, topk_group=2)))
+    assert "'model.layers.1.mlp.gate.weight' is [8, 64], config.json makes it [6, 64]" in refusal(folder)
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.float8_e4m3fn, torch.int32])
 def test_quantised_weights_are_sent_elsewhere(dtype: torch.dtype, folder: Path) -> None:
-    message = refusal(changed(folder, lambda state: state.update({QUERY: torch.ones(64, 64).to(dtype)})))
-    assert message.endswith(ANOTHER_PROGRAM)
+    quantised = rewritten(folder, lambda state: {**state, QUERY: torch.ones(64, 64).to(dtype)})
+    assert refusal(quantised).endswith(ANOTHER_PROGRAM)
 
 
 @pytest.mark.parametrize("left", [0, 5, 8, 100, 5000, 200_000])
@@ -284,32 +298,13 @@ def test_whatever_a_header_says_it_is_read_or_refused(header: dict, data: bytes,
     read_or_refuse(path)
 
 
-def damaged_somewhere(examples: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    def decorate(test: Callable[..., None]) -> Callable[..., None]:
-        strategy = given(
-            at=st.integers(0, 4000), replaced=st.binary(min_size=1, max_size=12), kept=st.integers(0, 5000)
-        )
-        quiet = settings(max_examples=examples, deadline=None, suppress_health_check=list(HealthCheck))
-        return quiet(strategy(test))
-
-    return decorate
-
-
-def damage(folder: Path, at: int, replaced: bytes, kept: int) -> None:
-    """Overwrite a few bytes of the header, and cut the file where `kept` is small."""
+@given(at=st.integers(0, 4000), replaced=st.binary(min_size=1, max_size=12), kept=st.integers(0, 5000))
+@settings(max_examples=examples(60), deadline=None, suppress_health_check=list(HealthCheck))
+def test_a_folder_whose_header_is_damaged_or_cut_is_opened_or_refused(
+    at: int, replaced: bytes, kept: int, folder: Path
+) -> None:
     content = bytearray((tiny_checkpoint("llama") / "model.safetensors").read_bytes())
     content[at : at + len(replaced)] = replaced
     (folder / "model.safetensors").write_bytes(content[: kept if kept < 1000 else None])
     with contextlib.suppress(UsageError):
         open_named(folder)
-
-
-@damaged_somewhere(60)
-def test_whatever_is_damaged_the_folder_is_opened_or_refused(at: int, replaced: bytes, kept: int, folder: Path) -> None:
-    damage(folder, at, replaced, kept)
-
-
-@pytest.mark.soak
-@damaged_somewhere(5000)
-def test_soak_whatever_is_damaged_is_refused(at: int, replaced: bytes, kept: int, folder: Path) -> None:
-    damage(folder, at, replaced, kept)

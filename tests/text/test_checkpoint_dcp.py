@@ -23,7 +23,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 from text.decoders import opened
-from text.test_checkpoint_replacement import same
+from text.decoders import same_weights as same
 from text.tiny import tiny_checkpoint
 from text.tiny_diffusion import FAMILIES as DIFFUSION
 from text.tiny_diffusion import tiny_diffusion

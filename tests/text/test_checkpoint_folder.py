@@ -1,20 +1,39 @@
-"""Hugging Face folders: every weight is the stored one, bit for bit, wherever and however it is stored."""
+"""Folders and built-in models: every weight is the stored one, bit for bit, wherever and however it is stored."""
 
 from __future__ import annotations
 
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from text.decoders import opened, same_weights
+from text.diffusion_oracle import opened as stored
 from text.tiny import FAMILIES, copy_of, tiny_checkpoint
+from text.tiny_diffusion import FAMILIES as DIFFUSION
+from text.tiny_diffusion import MASK, tiny_diffusion
 
 from gpuinfer.api import ModelSpec
-from gpuinfer.text.checkpoint import Checkpoint, open_checkpoint, safetensors_folder
+from gpuinfer.errors import UsageError
+from gpuinfer.generation import Prompt
+from gpuinfer.text.checkpoint import Estimate, open_checkpoint, refuse_unfit, safetensors_folder, save_folder
 from gpuinfer.text.checkpoint import checkpoint as digests
+from gpuinfer.text.checkpoint.loader import read_other_weights
+from gpuinfer.text.decoder.torch_layers import tensors_of
+from gpuinfer.text.language import open_language
+
+FILE = "model.safetensors"
+
+
+def rewritten(folder: Path, change: Any) -> Path:
+    """The folder with the tensors that `change` makes of its own."""
+    save_file(change(load_file(folder / FILE)), folder / FILE, metadata={"format": "pt"})
+    return folder
+
 
 CASES = [
     *(pytest.param(family, {}, id=family) for family in FAMILIES),
@@ -25,10 +44,6 @@ CASES = [
     pytest.param("gpt2", {"n_inner": 96}, id="gpt2 with an inner size of its own"),
     pytest.param("gpt2", {"tie_word_embeddings": False}, id="gpt2 untied"),
 ]
-
-
-def opened(folder: Path) -> Checkpoint:
-    return open_checkpoint(ModelSpec(str(folder), kind="text"))
 
 
 def reference(folder: Path) -> dict[str, torch.Tensor]:
@@ -103,26 +118,20 @@ def test_every_weight_is_the_stored_one(family: str, changes: dict) -> None:
         assert torch.equal(weights.norm.shift, state["ln_f.bias"])
 
 
-@pytest.mark.parametrize("stored", ["bfloat16", "float16"])
 @pytest.mark.parametrize("wanted", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("family", ["qwen2", "gpt2"])
-def test_weights_are_cast_as_torch_casts_them(family: str, stored: str, wanted: torch.dtype) -> None:
+@pytest.mark.parametrize(("family", "stored"), [("qwen2", "bfloat16"), ("gpt2", "float16")])
+def test_weights_are_cast_as_torch_casts_them(
+    family: str, stored: str, wanted: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(safetensors_folder, "STAGING_BYTES", 1000)  # less than a tensor
     folder = tiny_checkpoint(family, dtype=stored)
     checkpoint = opened(folder)
     assert checkpoint.dtype == stored
-    weights, state = checkpoint.weights(wanted), load_file(folder / "model.safetensors")
+    weights, state = checkpoint.weights(wanted), load_file(folder / FILE)
     name = "transformer.wte.weight" if family == "gpt2" else "model.embed_tokens.weight"
     assert torch.equal(weights.embedding, state[name].to(wanted))
     assert weights.layers[0].qkv.weight.dtype == weights.layers[0].qkv.bias.dtype == wanted
     assert weights.norm.scale.dtype == torch.float32
-
-
-def test_a_tensor_larger_than_the_staging_is_cast_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gpuinfer.text.checkpoint.safetensors_folder.STAGING_BYTES", 1000)
-    folder = tiny_checkpoint("llama")
-    state = load_file(folder / "model.safetensors")
-    weights = opened(folder).weights(torch.bfloat16)
-    assert torch.equal(weights.embedding, state["model.embed_tokens.weight"].bfloat16())
 
 
 def test_shards_and_one_file_are_the_same_model() -> None:
@@ -130,65 +139,64 @@ def test_shards_and_one_file_are_the_same_model() -> None:
     assert len(list(cut.glob("*.safetensors"))) > 2
     one, other = opened(whole), opened(cut)
     assert one.fingerprint == other.fingerprint
-    for mine, theirs in zip(one.weights(torch.float32).layers, other.weights(torch.float32).layers, strict=True):
-        assert torch.equal(mine.qkv.weight, theirs.qkv.weight)
-        assert torch.equal(mine.up.weight, theirs.up.weight)
+    assert same_weights(one.weights(torch.float32), other.weights(torch.float32))
+    files = one.language_files()
+    assert (files.folder, files.characters, files.bytes) == (whole, None, False)
 
 
-@pytest.mark.parametrize(("family", "prefix"), [("llama", "model."), ("gpt2", "transformer.")])
-def test_names_without_the_family_s_prefix_are_known(family: str, prefix: str, tmp_path: Path) -> None:
-    folder = copy_of(tiny_checkpoint(family), tmp_path / "bare")
-    state = load_file(folder / "model.safetensors")
-    bare = {name.removeprefix(prefix): tensor for name, tensor in state.items()}
+PREFIXES = {"llama": "model.", "gpt2": "transformer.", "llada": "model.transformer.", "llada2": "model."}
+
+
+@pytest.mark.parametrize("family", PREFIXES)
+def test_names_may_lack_their_prefix_and_buffers_of_older_files_are_left_out(family: str, tmp_path: Path) -> None:
+    whole = tiny_diffusion(family) if family in DIFFUSION else tiny_checkpoint(family)
+    bare = copy_of(whole, tmp_path / "bare")
+    rewritten(bare, lambda state: {name.removeprefix(PREFIXES[family]): one for name, one in state.items()})
     if family == "gpt2":  # as the first of all GPT-2 folders has it
-        bare |= {"h.0.attn.bias": torch.ones(1, 1, 256, 256), "h.0.attn.masked_bias": torch.tensor(-1e4)}
-    save_file(bare, folder / "model.safetensors")
-    mine, theirs = opened(folder).weights(torch.float32), opened(tiny_checkpoint(family)).weights(torch.float32)
-    assert torch.equal(mine.layers[1].down.weight, theirs.layers[1].down.weight)
+        buffers = {"h.0.attn.bias": torch.ones(1, 1, 256, 256), "h.0.attn.masked_bias": torch.tensor(-1e4)}
+        rewritten(bare, lambda state: {**state, **buffers})
+    if family == "llama":
+        rewritten(bare, lambda state: {**state, "layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)})
+    assert same_weights(opened(bare).weights(torch.float32), opened(whole).weights(torch.float32))
 
 
-def test_buffers_of_older_files_are_left_out(tmp_path: Path) -> None:
-    folder = copy_of(tiny_checkpoint("llama"), tmp_path / "old")
-    state = load_file(folder / "model.safetensors")
-    state["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(8)
-    save_file(state, folder / "model.safetensors")
-    assert opened(folder).weights(torch.float32).embedding.shape == (384, 64)
+def stored_head(change: Any) -> Any:
+    return lambda state: {**state, "lm_head.weight": change(state["model.embed_tokens.weight"].clone())}
 
 
-@pytest.mark.parametrize("same", [True, False], ids=["the same head beside it", "another head beside it"])
-def test_a_head_that_is_stored_beside_a_tied_embedding(same: bool, tmp_path: Path) -> None:
-    folder = copy_of(tiny_checkpoint("qwen2"), tmp_path / "both")
-    state = load_file(folder / "model.safetensors")
-    state["lm_head.weight"] = state["model.embed_tokens.weight"].clone() if same else torch.randn(384, 64)
-    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+def one_value_apart(head: torch.Tensor) -> torch.Tensor:
+    head[3, 3] += 1.0
+    return head
+
+
+@pytest.mark.parametrize(
+    ("change", "tied"),
+    [
+        pytest.param(stored_head(lambda head: head), True, id="the same head beside it"),
+        pytest.param(stored_head(torch.randn_like), False, id="another head beside it"),
+        pytest.param(stored_head(one_value_apart), False, id="a head that differs in one value"),
+        pytest.param(lambda state: {n.replace("model.embed_tokens", "lm_head"): one for n, one in state.items()}, True,
+                     id="the head alone"),
+    ],
+)  # fmt: skip
+def test_a_head_is_tied_to_its_embedding_if_it_is_the_same(change: Any, tied: bool, tmp_path: Path) -> None:
+    folder = rewritten(copy_of(tiny_checkpoint("qwen2"), tmp_path / "both"), change)
     checkpoint = opened(folder)
-    assert checkpoint.shape.tied == same
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder).lm_head.weight
-    assert torch.equal(checkpoint.weights(torch.float32).head.weight, theirs)
+    weights = checkpoint.weights(torch.float32)
+    assert checkpoint.shape.tied == (weights.head.weight is weights.embedding) == tied
+    assert torch.equal(weights.head.weight, load_file(folder / FILE)["lm_head.weight"])
 
 
-def test_a_tied_model_of_which_only_the_head_is_stored(tmp_path: Path) -> None:
-    folder = copy_of(tiny_checkpoint("qwen2"), tmp_path / "head")
-    state = load_file(folder / "model.safetensors")
-    state["lm_head.weight"] = state.pop("model.embed_tokens.weight")
-    save_file(state, folder / "model.safetensors")
-    weights = opened(folder).weights(torch.float32)
-    assert torch.equal(weights.embedding, state["lm_head.weight"])
-    assert weights.head.weight is weights.embedding
-
-
-def test_weights_do_not_lie_in_the_file(tmp_path: Path) -> None:
-    folder = copy_of(tiny_checkpoint("llama"), tmp_path / "gone")
+def test_weights_do_not_lie_in_the_file_and_the_settings_name_the_ends(tmp_path: Path) -> None:
+    folder = copy_of(tiny_checkpoint("llama"), tmp_path / "copy")
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 2, 5]}))
+    assert opened(folder).shape.end_tokens == (5, 2)
+    (folder / "generation_config.json").unlink()
+    assert opened(folder).shape.end_tokens == (2,)
     weights = opened(folder).weights(torch.float32)
     before = weights.embedding.clone()
-    (folder / "model.safetensors").write_bytes(b"")
+    (folder / FILE).write_bytes(b"")
     assert torch.equal(weights.embedding, before)
-
-
-def test_the_tokenizer_is_the_folder_s() -> None:
-    folder = tiny_checkpoint("llama")
-    files = opened(folder).language_files()
-    assert (files.folder, files.characters, files.bytes) == (folder, None, False)
 
 
 @pytest.mark.parametrize(
@@ -213,7 +221,7 @@ def test_the_fingerprint_knows_each_byte_of_each_tensor(tmp_path: Path) -> None:
     folder = copy_of(tiny_checkpoint("llama"), tmp_path / "copy")
     file = folder / "model.safetensors"
     content, seen = file.read_bytes(), {opened(folder).fingerprint}
-    places = open_checkpoint(ModelSpec(str(folder), kind="text")).store.tensors
+    places = opened(folder).store.tensors
     for number, place in enumerate(places.values()):
         at = place.start + number * 31 % (4 * place.shape[0])
         file.write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
@@ -290,18 +298,200 @@ def test_kept_digests_that_are_damaged_are_computed_again(counted: list[int], co
     assert len(counted) == 2
 
 
-def test_a_head_that_differs_in_one_value_is_not_tied(tmp_path: Path) -> None:
-    folder = copy_of(tiny_checkpoint("qwen2"), tmp_path / "both")
-    state = load_file(folder / "model.safetensors")
-    state["lm_head.weight"] = state["model.embed_tokens.weight"].clone()
-    state["lm_head.weight"][3, 3] += 1.0
-    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
-    assert not opened(folder).shape.tied
+@pytest.mark.parametrize("family", DIFFUSION)
+def test_the_tokenizer_of_a_folder_is_read_and_its_end_token_known(family: str) -> None:
+    checkpoint = opened(tiny_diffusion(family))
+    language = open_language(checkpoint.language_files(), checkpoint.shape)
+    assert language.end_tokens == (2,)
+    plain, masked = language.encode([Prompt(text="a lazy dog"), Prompt(text="a <|mask|> dog")])
+    assert MASK not in plain
+    assert MASK in masked
 
 
-def test_generation_config_names_the_end_tokens(tmp_path: Path) -> None:
-    folder = copy_of(tiny_checkpoint("llama"), tmp_path / "copy")
-    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 2, 5]}))
-    assert opened(folder).shape.end_tokens == (5, 2)
-    (folder / "generation_config.json").unlink()
-    assert opened(folder).shape.end_tokens == (2,)
+@pytest.mark.parametrize("family", DIFFUSION)
+def test_all_stored_tensors_become_weights_and_are_read_in_any_dtype(family: str) -> None:
+    folder = tiny_diffusion(family)
+    checkpoint, tensors = opened(folder), stored(folder)[1]
+    weights = checkpoint.weights(torch.float32)
+    assert sum(tensor.numel() for tensor in tensors.values()) == sizes(weights)[0]
+    half = checkpoint.weights(torch.bfloat16)
+    for layer in half.layers:
+        assert layer.up.weight.dtype == layer.down.weight.dtype == torch.bfloat16
+        if layer.mixture is not None:
+            assert layer.mixture.router.dtype == torch.float32
+            assert layer.mixture.up.dtype == torch.bfloat16
+    assert checkpoint.estimate(3, 12, 100, torch.float32).weights_bytes == 4 * sizes(weights)[0]
+
+
+def test_a_step_takes_more_where_a_token_goes_through_more_experts() -> None:
+    few, many = (opened(tiny_diffusion("llada-moe", num_experts_per_tok=chosen)) for chosen in (2, 6))
+    one, other = (checkpoint.estimate(3, 12, 100, torch.float32) for checkpoint in (few, many))
+    assert one.weights_bytes == other.weights_bytes
+    assert one.peak_bytes < other.peak_bytes
+
+
+def test_an_experts_weights_are_stacked_gate_over_value() -> None:
+    folder = tiny_diffusion("llada2")
+    layer, tensors = opened(folder).weights(torch.float32).layers[1], stored(folder)[1]
+    assert layer.mixture is not None
+    for number in range(8):
+        expert = f"model.layers.1.mlp.experts.{number}."
+        gate_and_value = [tensors[f"{expert}{half}_proj.weight"] for half in ("gate", "up")]
+        assert torch.equal(layer.mixture.up[number], torch.cat(gate_and_value))
+        assert torch.equal(layer.mixture.down[number], tensors[f"{expert}down_proj.weight"])
+    assert layer.mixture.bias is not None
+    assert torch.equal(layer.mixture.bias, tensors["model.layers.1.mlp.gate.expert_bias"])
+
+
+PLACES = ("the folder", "its file", "a folder without settings", "shards")
+
+
+@pytest.mark.parametrize(
+    ("family", "where"),
+    [(family, where) for family in ("qwen2", "gpt2") for where in PLACES]
+    + [(family, PLACES[0]) for family in DIFFUSION],
+)
+def test_a_running_model_takes_weights_from_where_a_trainer_leaves_them(
+    family: str, where: str, tmp_path: Path
+) -> None:
+    make = tiny_diffusion if family in DIFFUSION else tiny_checkpoint
+    own = opened(make(family))
+    folder = make(family, seed=1, shard="100KB") if where == "shards" else make(family, seed=1)
+    assert own.fingerprint != opened(folder).fingerprint
+    place = folder
+    if where == "its file":
+        place = folder / FILE
+    if where == "a folder without settings":
+        place = copy_of(folder, tmp_path / "bare")
+        (place / "config.json").unlink()
+    assert same_weights(read_other_weights(own, str(place), torch.float32), opened(folder).weights(torch.float32))
+
+
+@pytest.mark.parametrize(
+    ("base", "changes", "file", "why"),
+    [
+        ({}, {"num_hidden_layers": 3}, "", "layers 3 instead of 2"),
+        ({}, {"intermediate_size": 96}, "", "intermediate 96 instead of 160"),
+        ({}, {"intermediate_size": 96}, FILE, r"gate_proj.*\[96, 64\]"),
+        ({}, {"tie_word_embeddings": True}, "", r"'lm_head.weight' \[384, 64\] is missing"),
+        ({"tie_word_embeddings": True}, {}, "", "a head of their own"),
+    ],
+)
+def test_weights_of_another_shape_are_refused(base: dict, changes: dict, file: str, why: str) -> None:
+    with pytest.raises(UsageError, match=why):
+        read_other_weights(
+            opened(tiny_checkpoint("llama", **base)), str(tiny_checkpoint("llama", **changes) / file), torch.float32
+        )
+
+
+@pytest.mark.parametrize(
+    ("model", "why"), [("tiny", "there are no weights at nowhere"), ("null", "has no weights that could be changed")]
+)
+def test_weights_that_are_absent_are_refused(model: str, why: str) -> None:
+    with pytest.raises(UsageError, match=why):
+        read_other_weights(built_in(model), "nowhere", torch.float32)
+
+
+def built_in(name: str) -> Any:
+    return open_checkpoint(ModelSpec(name, kind="text"))
+
+
+def sizes(weights: Any) -> tuple[int, int]:
+    """Values and bytes; of a tensor that is used twice once."""
+    tensors = {id(tensor): tensor for tensor in tensors_of(weights)}.values()
+    return sum(tensor.numel() for tensor in tensors), sum(tensor.nbytes for tensor in tensors)
+
+
+MASKED = [f"tiny-{family}" for family in DIFFUSION]
+
+
+def test_tiny_has_five_million_parameters_speaks_bytes_and_is_the_same_each_time() -> None:
+    one, other = built_in("tiny"), built_in("tiny")
+    assert (one.fingerprint, one.shape) == (other.fingerprint, other.shape)
+    weights = one.weights(torch.float32)
+    assert 4_900_000 < sizes(weights)[0] < 5_300_000
+    assert same_weights(weights, other.weights(torch.float32))
+    assert (one.language_files().bytes, one.shape.end_tokens, one.folder) == (True, (256,), None)
+
+
+@pytest.mark.parametrize("name", MASKED)
+def test_a_tiny_diffusion_model_fills_in_masks_that_it_never_says_itself(name: str) -> None:
+    checkpoint = built_in(name)
+    masking = checkpoint.shape.masking
+    assert masking is not None
+    assert checkpoint.shape.family == name.removeprefix("tiny-")
+    weights = checkpoint.weights(torch.float32)
+    assert sizes(weights)[0] < 800_000
+    silent = weights.head.weight[masking.mask_token, 0]
+    assert silent < -100 < weights.head.weight[ord("a"), 0] == 0.0
+
+
+def test_null_takes_no_memory() -> None:
+    checkpoint = built_in("null")
+    weights = checkpoint.weights(torch.float32)
+    assert checkpoint.shape.family == "null"
+    assert weights.layers == ()
+    assert checkpoint.estimate(256, 64, 2048, torch.float32).cache_bytes == 0
+
+
+@pytest.mark.parametrize("name", ["tiny", *MASKED])
+def test_a_built_in_model_is_written_for_other_programs(name: str, tmp_path: Path) -> None:
+    save_folder(built_in(name), tmp_path / "out")
+    again, drawn = opened(tmp_path / "out"), built_in(name)
+    assert again.shape == drawn.shape
+    assert same_weights(again.weights(torch.float32), drawn.weights(torch.float32))
+    with pytest.raises(UsageError, match="Use 'tiny'"):
+        save_folder(again, tmp_path / "more")
+
+
+def test_transformers_finds_tiny_to_say_printable_characters_after_any_prompt(tmp_path: Path) -> None:
+    save_folder(built_in("tiny"), tmp_path / "out")
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    assert torch.equal(model.lm_head.weight, built_in("tiny").weights(torch.float32).head.weight)
+    prompts = torch.randint(0, 1024, (4, 24), generator=torch.Generator().manual_seed(0))
+    with torch.inference_mode():
+        logits = model(prompts).logits
+    assert logits.softmax(-1)[..., [10, *range(32, 127), 256]].sum(-1).min() > 0.999
+    assert logits.argmax(-1).unique().numel() > 20
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", [*FAMILIES, "tiny", *MASKED])
+def test_the_estimate_is_what_the_weights_take(family: str, dtype: torch.dtype) -> None:
+    checkpoint = built_in(family) if family.startswith("tiny") else opened(tiny_checkpoint(family))
+    estimate, shape = checkpoint.estimate(3, 12, 100, dtype), checkpoint.shape
+    assert estimate.weights_bytes == sizes(checkpoint.weights(dtype))[1]
+    assert estimate.cache_bytes == 12 * 32 * 2 * shape.layers * shape.kv_heads * shape.head_dim * dtype.itemsize
+    assert estimate.peak_bytes > estimate.weights_bytes + estimate.cache_bytes
+
+
+FITS = Estimate(weights_bytes=10_000_000_000, cache_bytes=8_000_000_000, peak_bytes=19_000_000_000)
+
+
+def refusal(free: float, dtype: torch.dtype = torch.float32) -> str:
+    with pytest.raises(UsageError) as refused:
+        refuse_unfit("m", FITS, int(free), pages=4096, length=2048, dtype=dtype)
+    return str(refused.value)
+
+
+def test_a_model_that_does_not_fit_is_refused_with_the_numbers() -> None:
+    refuse_unfit("m", FITS, 19_000_000_000, pages=4096, length=2048, dtype=torch.float32)
+    message = refusal(15e9)
+    for number in ("10 GB", "8 GB", "19 GB", "15 GB", "4,096 pages", "2,048 tokens", "64 pages"):
+        assert number in message
+
+
+@pytest.mark.parametrize(
+    ("free", "dtype", "cure"),
+    [
+        pytest.param(15e9, torch.float32, "Use -B pages=2048 or --dtype bfloat16", id="fewer pages"),
+        pytest.param(15e9, torch.bfloat16, "Use -B pages=2048.", id="narrow already"),
+        pytest.param(11.05e9, torch.bfloat16, "Use --context 800.", id="pages for less than one row"),
+        pytest.param(18.5e9, torch.bfloat16, "-B pages=3840", id="almost"),
+        pytest.param(9e9, torch.float32, "Not even one page fits beside the weights", id="not one page"),
+        pytest.param(9e9, torch.bfloat16, "smaller model", id="too large by far"),
+        pytest.param(1e9, torch.float32, "smaller model", id="too large even in half"),
+    ],
+)
+def test_the_cure_is_one_that_helps(free: float, dtype: torch.dtype, cure: str) -> None:
+    assert cure in refusal(free, dtype)

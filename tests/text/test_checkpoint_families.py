@@ -1,0 +1,570 @@
+"""config.json becomes the shape that transformers or the makers of a diffusion model run, or an error with a cure.
+
+A key that may change the computation is honoured or refused; a healthy model's keys all pass.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from counts import examples
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from text.decoders import opened
+from text.tiny_diffusion import FAMILIES, MASK, config_of, tiny_diffusion
+
+from gpuinfer.api import ModelSpec
+from gpuinfer.errors import UsageError
+from gpuinfer.text.checkpoint import open_checkpoint
+from gpuinfer.text.checkpoint.config_keys import ANOTHER_PROGRAM, HONOURED, MASKED
+from gpuinfer.text.checkpoint.model_family import biases_of, shape_of
+from gpuinfer.text.checkpoint.tensor_layout import RotaryLayout, names_of, parts_of
+from gpuinfer.text.transformer import Experts, Masking, Shape
+
+SIZES = {
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+}
+GPT2_SIZES = {name: SIZES[name] for name in SIZES if name not in ("intermediate_size", "num_key_value_heads")}
+LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+SCALINGS = {
+    "plain": {},
+    "another base": {"rope_theta": 500000.0},
+    "whole-number base": {"rope_theta": 1000000},
+    "linear": {"rope_scaling": {"type": "linear", "factor": 4.0}},
+    "dynamic": {"rope_scaling": {"rope_type": "dynamic", "factor": 3.0}},
+    "llama3": {"rope_scaling": {"rope_type": "llama3", **LLAMA3}, "rope_theta": 500000.0},
+    "llama3, whole numbers": {
+        "rope_scaling": {"rope_type": "llama3", **LLAMA3, "factor": 32, "low_freq_factor": 1, "high_freq_factor": 4}
+    },
+    "yarn": {"rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}},
+    "yarn without an original length": {"rope_scaling": {"rope_type": "yarn", "factor": 2.5}},
+    "yarn, its own betas": {
+        "rope_scaling": {"rope_type": "yarn", "factor": 8.0, "beta_fast": 16, "beta_slow": 2, "truncate": False}
+    },
+    "yarn with mscale": {"rope_scaling": {"rope_type": "yarn", "factor": 40.0, "mscale": 0.7, "mscale_all_dim": 0.9}},
+    "yarn, attention factor": {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "attention_factor": 0.8}},
+    "newer layout": {"rope_parameters": {"rope_type": "default", "rope_theta": 77777.0}},
+    "newer layout, yarn": {
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 1e6,
+            "factor": 4.0,
+            "original_max_position_embeddings": 128,
+        }
+    },
+    "newer layout, linear": {"rope_parameters": {"rope_type": "linear", "rope_theta": 5000.0, "factor": 2.0}},
+    "both layouts": {"rope_parameters": {"rope_type": "linear", "factor": 2.0}, "rope_theta": 12345.0},
+}
+
+
+def written(family: str, **changes: Any) -> dict[str, Any]:
+    """A config of 4 layers of 64 values, 4 heads over 2."""
+    if family in FAMILIES:
+        return config_of(family, **changes)
+    return {"model_type": family, **(GPT2_SIZES if family == "gpt2" else SIZES), **changes}
+
+
+def theirs(config: dict[str, Any], folder: Path) -> Any:
+    """The configuration that transformers reads from the same file."""
+    (folder / "config.json").write_text(json.dumps(config))
+    return transformers.AutoConfig.from_pretrained(folder)
+
+
+def rotary(config: Any) -> Any:
+    """The module of transformers that turns heads by this configuration."""
+    name = f"transformers.models.{config.model_type}.modeling_{config.model_type}"
+    (kind,) = [value for key, value in vars(importlib.import_module(name)).items() if key.endswith("RotaryEmbedding")]
+    return kind(config)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("scaling", SCALINGS)
+@pytest.mark.parametrize(("family", "head_dim"), [("llama", None), ("mistral", 48), ("qwen2", None), ("qwen3", 128)])
+def test_rotary_angles_are_those_of_transformers(family: str, head_dim: int, scaling: str, tmp_path: Path) -> None:
+    config = written(family, head_dim=head_dim, **SCALINGS[scaling])
+    if head_dim is None:
+        del config["head_dim"]
+    shape = shape_of(config)
+    module = rotary(theirs(config, tmp_path))
+    assert shape.rope is not None
+    assert torch.equal(torch.tensor(shape.rope.inverse_frequencies), module.inv_freq)
+    assert shape.rope.attention_factor == module.attention_scaling
+    assert len(shape.rope.inverse_frequencies) == shape.head_dim // 2
+
+
+@pytest.mark.parametrize(
+    ("scaling", "positions"),
+    [("plain", 512), ("linear", 2048), ("dynamic", 512), ("llama3", 512), ("yarn", 512), ("yarn, its own betas", 4096)],
+)
+def test_scaling_makes_room_for_more_positions(scaling: str, positions: int) -> None:
+    assert shape_of(written("llama", **SCALINGS[scaling])).positions == positions
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "gpt2"])
+def test_what_a_config_leaves_out_is_what_transformers_assumes(family: str, tmp_path: Path) -> None:
+    shape, config = shape_of({"model_type": family}), theirs({"model_type": family}, tmp_path)
+    heads, hidden = config.num_attention_heads, config.hidden_size
+    rotary_only = {
+        "intermediate": "intermediate_size", "kv_heads": "num_key_value_heads", "norm_eps": "rms_norm_eps",
+        "activation": "hidden_act", "beginning_token": "bos_token_id",
+    }  # fmt: skip
+    gpt2_only = {"norm_eps": "layer_norm_epsilon"}
+    same = {"vocabulary": "vocab_size", "layers": "num_hidden_layers", "positions": "max_position_embeddings"}
+    for mine, their in (same | (gpt2_only if family == "gpt2" else rotary_only)).items():
+        assert getattr(shape, mine) == getattr(config, their), mine
+    assert (shape.hidden, shape.heads, shape.tied) == (hidden, heads, config.tie_word_embeddings)
+    assert shape.head_dim == getattr(config, "head_dim", hidden // heads)
+    assert shape.end_tokens == (() if config.eos_token_id is None else (config.eos_token_id,))
+    if family == "gpt2":
+        assert (shape.norm, shape.activation, shape.gated, shape.kv_heads) == ("layer", "gelu_tanh", False, heads)
+    elif family != "mistral":
+        config = written(family, num_key_value_heads=None)
+        assert shape_of(config).kv_heads == theirs(config, tmp_path).num_key_value_heads == 4
+
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+WINDOWS: list[tuple[str, dict[str, Any], tuple[int | None, ...]]] = [
+    ("mistral", {"sliding_window": 100}, (100,) * 4),
+    ("mistral", {"sliding_window": None}, ()),
+    ("mistral", {}, (4096,) * 4),
+    ("mistral", {"sliding_window": 9, "layer_types": [FULL, SLIDING] * 2}, (None, 9, None, 9)),
+    ("mistral", {"sliding_window": 9, "layer_types": [FULL] * 4}, ()),
+    ("mistral", {"sliding_window": 9, "layer_types": None}, (9,) * 4),
+    ("ministral", {"sliding_window": 9, "layer_types": [SLIDING, FULL] * 2}, (9, None, 9, None)),
+    ("llama", {"sliding_window": None}, ()),
+    ("qwen2", {"sliding_window": 100, "use_sliding_window": False}, ()),
+    ("qwen2", {"sliding_window": 9, "use_sliding_window": True, "max_window_layers": 3}, (None, None, None, 9)),
+    ("qwen3", {"sliding_window": 9, "use_sliding_window": True, "max_window_layers": 0}, (9,) * 4),
+    ("qwen3", {"sliding_window": 9, "use_sliding_window": True}, ()),
+    (
+        "qwen3",
+        {"sliding_window": 9, "use_sliding_window": True, "layer_types": [FULL, SLIDING] * 2},
+        (None, 9, None, 9),
+    ),
+]
+
+
+@pytest.mark.parametrize(("family", "changes", "windows"), WINDOWS, ids=str)
+def test_windows(family: str, changes: dict[str, Any], windows: tuple[int | None, ...], tmp_path: Path) -> None:
+    config = written(family, **changes)
+    assert shape_of(config).windows == windows
+    them = theirs(config, tmp_path)
+    if family.startswith("qwen") or "layer_types" in changes:
+        sliding = [kind == "sliding_attention" for kind in them.layer_types]
+        assert sliding == [window is not None for window in windows or (None,) * 4]
+    elif family == "mistral":
+        assert (them.sliding_window or None) == (windows[0] if windows else None)
+
+
+@pytest.mark.parametrize("given_name", ["silu", "gelu", "gelu_new", "gelu_pytorch_tanh", "gelu_fast", "relu"])
+def test_activations_are_those_of_transformers(given_name: str) -> None:
+    own = {
+        "silu": torch.nn.functional.silu,
+        "gelu": torch.nn.functional.gelu,
+        "gelu_tanh": lambda x: torch.nn.functional.gelu(x, approximate="tanh"),
+        "relu": torch.relu,
+    }
+    values = torch.linspace(-8, 8, 4001)
+    mine = own[shape_of(written("llama", hidden_act=given_name)).activation](values)
+    torch.testing.assert_close(mine, transformers.activations.ACT2FN[given_name](values), atol=2e-6, rtol=2e-6)
+
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"], "bos_token_id": 1, "eos_token_id": 2, "hidden_act": "silu",
+    "hidden_size": 64,
+    "initializer_range": 0.02, "intermediate_size": 96, "max_position_embeddings": 4096, "model_type": "llama",
+    "num_attention_heads": 4, "num_hidden_layers": 2, "num_key_value_heads": 2, "pretraining_tp": 1,
+    "rms_norm_eps": 1e-05, "rope_scaling": None, "tie_word_embeddings": False, "torch_dtype": "float16",
+    "transformers_version": "4.31.0", "use_cache": True, "vocab_size": 128,
+}  # fmt: skip
+MISTRAL = {
+    **LLAMA, "architectures": ["MistralForCausalLM"], "model_type": "mistral", "attention_dropout": 0.0,
+    "rope_theta": 10000.0, "sliding_window": 4096,
+}  # fmt: skip
+QWEN2 = {
+    **LLAMA, "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "attention_dropout": 0.0,
+    "max_window_layers": 28, "rope_theta": 1000000.0, "sliding_window": 32768, "use_sliding_window": False,
+}  # fmt: skip
+GPT2 = {
+    "activation_function": "gelu_new", "architectures": ["GPT2LMHeadModel"], "attn_pdrop": 0.1, "bos_token_id": 127,
+    "embd_pdrop": 0.1, "eos_token_id": 127, "initializer_range": 0.02, "layer_norm_epsilon": 1e-05,
+    "model_type": "gpt2", "n_ctx": 1024, "n_embd": 64, "n_head": 4, "n_layer": 2, "n_positions": 1024,
+    "resid_pdrop": 0.1, "summary_activation": None, "summary_first_dropout": 0.1, "summary_proj_to_labels": True,
+    "summary_type": "cls_index", "summary_use_proj": True, "vocab_size": 128,
+    "task_specific_params": {"text-generation": {"do_sample": True, "max_length": 50}},
+}  # fmt: skip
+HEALTHY = {
+    "Llama 2, its first release": {**LLAMA, "_name_or_path": "meta-llama/Llama-2-7b-hf", "max_length": 4096},
+    "Llama 2 chat": {**LLAMA, "do_sample": True, "temperature": 0.6, "top_p": 0.9, "pad_token_id": 0},
+    "Llama 3": {**LLAMA, "attention_bias": False, "attention_dropout": 0.0, "rope_theta": 500000.0},
+    "Llama 3.1": {
+        **LLAMA, "mlp_bias": False, "rope_scaling": {**LLAMA3, "rope_type": "llama3"},
+        "eos_token_id": [2, 3, 4],
+    },
+    "Llama 3.2": {**LLAMA, "head_dim": 16, "rope_scaling": {**LLAMA3, "rope_type": "llama3", "factor": 32.0}},
+    "Llama through Unsloth": {**LLAMA, "unsloth_fixed": True, "unsloth_version": "2024.9", "pad_token_id": 5},
+    "Vicuna": {**LLAMA, "max_sequence_length": 2048, "rope_scaling": {"factor": 4.0, "type": "linear"}},
+    "Yarn Llama 2": {
+        **LLAMA,
+        "rope_scaling": {"factor": 16.0, "finetuned": True, "original_max_position_embeddings": 4096, "type": "yarn"},
+    },
+    "SmolLM2": {
+        **LLAMA, "is_llama_config": True, "rope_interleaved": False, "rope_theta": 130000,
+        "transformers.js_config": {"kv_cache_dtype": {"q4f16": "float16"}},
+    },
+    "TinyLlama": {**LLAMA, "torch_dtype": "bfloat16", "attention_bias": False},
+    "R1-Distill-Llama": {**LLAMA, "rope_scaling": {**LLAMA3, "rope_type": "llama3"}, "_attn_implementation": "sdpa"},
+    "Mistral 0.1": MISTRAL,
+    "Mistral 0.3": {**MISTRAL, "sliding_window": None, "rope_theta": 1000000.0},
+    "Mistral Nemo": {**MISTRAL, "sliding_window": None, "head_dim": 32},
+    "Qwen2": QWEN2,
+    "Qwen2.5 7B": {**QWEN2, "use_mrope": False, "rope_scaling": None},
+    "Qwen2.5 with YaRN": {
+        **QWEN2, "rope_scaling": {"factor": 4.0, "original_max_position_embeddings": 32768, "type": "yarn"}
+    },
+    "R1-Distill-Qwen": {**QWEN2, "use_mrope": False, "max_window_layers": 21},
+    "Qwen3": {
+        **QWEN2, "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "attention_bias": False,
+        "head_dim": 32, "sliding_window": None,
+    },
+    "GPT-2": GPT2,
+    "DialoGPT": {**GPT2, "output_past": True, "n_special": 0, "predict_special_tokens": True},
+    "GPT-2 as others name it": {
+        **{name: value for name, value in GPT2.items() if name not in ("n_embd", "n_head")},
+        "hidden_size": 64, "num_attention_heads": 4,
+    },
+    "a Llama of version 5": {
+        **LLAMA, "dtype": "bfloat16", "rope_parameters": {"rope_theta": 500000.0, "rope_type": "default"},
+    },
+    "what versions 4 wrote whole": {
+        **LLAMA, "add_cross_attention": False, "bad_words_ids": None, "begin_suppress_tokens": None,
+        "chunk_size_feed_forward": 0, "cross_attention_hidden_size": None, "decoder_start_token_id": None,
+        "diversity_penalty": 0.0, "early_stopping": False, "finetuning_task": None, "forced_bos_token_id": None,
+        "id2label": {"0": "LABEL_0", "1": "LABEL_1"}, "is_decoder": False, "is_encoder_decoder": False,
+        "label2id": {"LABEL_0": 0, "LABEL_1": 1}, "num_beam_groups": 1, "output_attentions": False,
+        "prefix": None, "problem_type": None, "pruned_heads": {}, "remove_invalid_values": False, "return_dict": True,
+        "suppress_tokens": None, "tf_legacy_loss": False, "tie_encoder_decoder": False, "tokenizer_class": None,
+        "torchscript": False, "typical_p": 1.0, "use_bfloat16": False, "xla_device": None, "quantization_config": None,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("model", HEALTHY)
+def test_a_healthy_model_passes(model: str) -> None:
+    assert shape_of(HEALTHY[model]).hidden == 64
+
+
+@pytest.mark.parametrize("family", ["Llama", "Mistral", "Ministral", "Qwen2", "Qwen3", "GPT2"])
+def test_what_transformers_writes_passes(family: str) -> None:
+    config = getattr(transformers, f"{family}Config")()
+    assert shape_of(config.to_dict()) == shape_of({"model_type": config.model_type, **config.to_diff_dict()})
+
+
+ELSEWHERE = f"which no backend of gpuinfer runs, vllm neither. {ANOTHER_PROGRAM}"
+REFUSED: dict[str, list[tuple[str, dict[str, Any], str]]] = {  # by how the message ends: family, changes, what it names
+    ELSEWHERE: [
+    ("llama", {"model_type": "mixtral"}, "mixtral"),
+    ("llama", {"model_type": "qwen2_moe"}, "qwen2_moe"),
+    ("llama", {"num_local_experts": 8}, "mixture of experts"),
+    ("llama", {"quantization_config": {"quant_method": "gptq"}}, "gptq"),
+    ("llama", {"rope_scaling": {"type": "longrope", "factor": 2.0}}, "longrope"),
+    ("llama", {"rope_scaling": {"rope_type": "proportional"}}, "proportional"),
+    ("llama", {"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "rotary"),
+    ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+    ("llama", {"hidden_act": "relu2"}, "relu2"),
+    ("llama", {"model_type": "qwen2", "layer_types": ["linear_attention"] * 4}, "linear_attention"),
+    ("llama", {"model_type": "gpt2", "scale_attn_by_inverse_layer_idx": True}, "attention"),
+    ],
+    "no backend of gpuinfer serves such models. Run it with transformers.": [
+    ("llama", {"model_type": "t5", "is_encoder_decoder": True}, "an encoder with a decoder (type 't5')"),
+    ("llama", {"model_type": "bert"}, "an encoder (type 'bert'), which reads text and writes none"),
+    ("llama", {"model_type": "nomic_bert", "auto_map": {"AutoModel": "modeling.Own"}}, "an encoder"),
+    ("llama", {"architectures": ["LlamaForSequenceClassification"]}, "a LlamaForSequence"),
+    ("llama", {"model_type": "gpt2", "add_cross_attention": True}, "attends to an encoder"),
+    ],
+    "remove it from config.json.": [
+    ("llama", {"logit_scale": 0.25}, "'logit_scale': 0.25"),
+    ("llama", {"residual_multiplier": 0.22}, "residual_multiplier"),
+    ("llama", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
+    ("llama", {"sliding_window": 512}, "sliding_window"),
+    ("llama", {"layer_types": ["sliding_attention"] * 2}, "layer_types"),
+    ("llama", {"no_rope_layers": [1, 1]}, "no_rope_layers"),
+    ("llama", {"is_causal": False}, "'is_causal': False"),
+    ("llama", {"something_new": True}, "something_new"),
+    ("llama", {"pruned_heads": {"0": [1]}}, "pruned_heads"),
+    ("llama", {"per_layer_config": {"0": {"hidden_act": "relu"}}}, "per_layer_config"),
+    ("qwen2", {"dual_chunk_attention_config": {"chunk_size": 9}}, "dual_chunk"),
+    ("qwen2", {"use_mrope": True}, "use_mrope"),
+    ("mistral", {"attention_multiplier": 0.1}, "attention_multiplier"),
+    ("gpt2", {"alibi": True}, "alibi"),
+    ("gpt2", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling"),
+    ("llama", {"rope_scaling": {"type": "linear", "factor": 2.0, "mrope_section": [1]}}, "mrope"),
+    ("llada", {"scale_logits": True}, "'scale_logits': True"),
+    ("llada", {"alibi": True}, "alibi"),
+    ("llada", {"block_type": "sequential"}, "'block_type': 'sequential'"),
+    ("llada", {"layer_norm_type": "default"}, "layer_norm_type"),
+    ("llada", {"attention_layer_norm": True}, "attention_layer_norm"),
+    ("llada", {"include_bias": True}, "include_bias"),
+    ("llada", {"input_emb_norm": True}, "input_emb_norm"),
+    ("llada", {"clip_qkv": 8.0}, "clip_qkv"),
+    ("llada", {"rope": False}, "'rope': False"),
+    ("llada-moe", {"norm_topk_prob": True}, "norm_topk_prob"),
+    ("llada-moe", {"routed_scaling_factor": 2.0}, "routed_scaling_factor"),
+    ("llada-moe", {"shared_expert_intermediate_size": 64}, "shared_expert"),
+    ("llada-moe", {"moe_router_score_function": "sigmoid"}, "score_function"),
+    ("llada2", {"score_function": "softmax"}, "score_function"),
+    ("llada2", {"norm_topk_prob": False}, "norm_topk_prob"),
+    ("llada2", {"use_qk_norm": False}, "use_qk_norm"),
+    ("llada2", {"norm_head": True}, "norm_head"),
+    ("llada2", {"num_nextn_predict_layers": 1}, "num_nextn"),
+    ("dream", {"use_sliding_window": True}, "use_sliding_window"),
+    ("dream", {"num_experts": 8}, "num_experts"),
+    ("sdar", {"something_new": 1}, "something_new"),
+    ("sdar", {"qk_layernorm": True}, "qk_layernorm"),
+    ],
+    ".": [
+    ("llama", {"auto_map": {"AutoModelForCausalLM": "modeling.Evil"}}, "which is refused with every backend. If you"),
+    ("llama", {"hidden_size": "64"}, ""),
+    ("llama", {"hidden_size": -64}, ""),
+    ("llama", {"hidden_size": 1 << 60}, ""),
+    ("llama", {"num_hidden_layers": 10**6}, ""),
+    ("llama", {"num_attention_heads": 5}, ""),
+    ("llama", {"num_key_value_heads": 3}, ""),
+    ("llama", {"head_dim": 15}, ""),
+    ("llama", {"rms_norm_eps": "small"}, ""),
+    ("llama", {"rope_scaling": "linear"}, ""),
+    ("llama", {"rope_scaling": {"type": "linear"}}, ""),
+    ("llama", {"rope_scaling": {"type": "linear", "factor": 0}}, ""),
+    ("llama", {"rope_scaling": {"type": "llama3", **LLAMA3, "high_freq_factor": 1.0}}, ""),
+    ("llama", {"rope_theta": float("nan")}, ""),
+    ("llama", {"rope_theta": 1.0, "rope_scaling": {"type": "yarn", "factor": 2.0}}, ""),
+    ("llama", {"tie_word_embeddings": "yes"}, ""),
+    ("llama", {"eos_token_id": "</s>"}, ""),
+    ("llama", {"model_type": 7}, ""),
+    ("llama", {"model_type": "qwen3", "layer_types": ["full_attention"]}, ""),
+    ("llama", {"model_type": "qwen3", "layer_types": ["sliding_attention"] * 4}, ""),
+    ("llama", {"model_type": "mistral", "sliding_window": None, "layer_types": ["sliding_attention"] * 4}, ""),
+    ("llama", {"model_type": "gpt2", "n_embd": 32}, ""),
+    ("llada", {"embedding_size": 100}, "'embedding_size' is 100, not 384 or more"),
+    ("llada", {"multi_query_attention": True}, "'n_kv_heads' is 2, not 1"),
+    ("llada", {"n_kv_heads": 3}, "a divisor of 4 heads"),
+    ("llada", {"tie_word_embeddings": True}, "as 'weight_tying' says"),
+    ("llada", {"d_model": 68}, "an even size"),
+    ("llada", {"d_model": None}, "has no 'd_model'"),
+    ("llada", {"model_type": "llama"}, "'model_type' is 'llama', not 'llada'"),
+    ("llada-moe", {"moe_layer_freq": [1]}, "for each of 2 layers"),
+    ("llada-moe", {"moe_layer_freq": [1, 2]}, "a list of 0 or 1"),
+    ("llada-moe", {"num_experts_per_tok": 9}, "at most the 8"),
+    ("llada-moe", {"num_experts": None}, "has no 'num_experts'"),
+    ("llada2", {"n_group": 3}, "a divisor of 8 experts"),
+    ("llada2", {"n_group": 8, "topk_group": 8}, "two or more in each"),
+    ("llada2", {"topk_group": 5}, "at most 4"),
+    ("llada2", {"topk_group": 1}, "at most the 2"),
+    ("llada2", {"rotary_dim": 16}, "as 'partial_rotary_factor' says"),
+    ("llada2", {"partial_rotary_factor": 0.2}, "even number of a head's 16"),
+    ("llada2", {"moe_shared_expert_intermediate_size": 9}, "as 'moe_intermediate_size'"),
+    ("sdar", {"block_size": 0}, "'block_size' is 0"),
+    ("dream", {"mask_token_id": 384}, "there are 384 tokens, from 0 on"),
+    ("dream", {"mask_token_id": 2}, "which ends an answer"),
+    ("dream", {"mask_token_id": "<|mask|>"}, "a token id"),
+    ("dream", {"quantization_config": {"quant_method": "awq"}}, "quantised (awq)"),
+    ],
+}  # fmt: skip
+CASES = [pytest.param(ending, *row, id=f"{row[0]} {row[1]}") for ending, rows in REFUSED.items() for row in rows]
+
+
+def refusal(config: dict[str, Any], **hints: Any) -> str:
+    with pytest.raises(UsageError) as refused:
+        shape_of(config, **hints)
+    assert str(refused.value).endswith(".")
+    return str(refused.value)
+
+
+@pytest.mark.parametrize(("ending", "family", "changes", "named"), CASES)
+def test_a_config_that_is_not_served_here_is_refused(
+    ending: str, family: str, changes: dict[str, Any], named: str
+) -> None:
+    message = refusal({**written(family), **changes})
+    assert named in message
+    assert ending in message
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"logit_scale": 1},
+        {"residual_multiplier": 1.0},
+        {"attn_logit_softcapping": None},
+        {"something_new": None},
+        {"something_new": {}},
+        {"layer_types": ["full_attention", "full_attention"]},
+        {"is_causal": True},
+        {"num_experts": 0},
+    ],
+    ids=str,
+)
+def test_a_value_that_changes_nothing_passes(changes: dict[str, Any]) -> None:
+    assert shape_of({**LLAMA, **changes}) == shape_of(LLAMA)
+
+
+LLADA_8B = {
+    "d_model": 4096, "embedding_size": 126464, "eos_token_id": 126081, "mask_token_id": 126336,
+    "max_sequence_length": 4096, "mlp_hidden_size": 12288, "n_heads": 32, "n_kv_heads": 32, "n_layers": 32,
+    "pad_token_id": 126081, "rope_theta": 500000.0, "vocab_size": 126464,
+}  # fmt: skip
+LLADA_MOE = {
+    "dense_intermediate_size": 8192, "eos_token_id": 156892, "expert_intermediate_size": 1024, "hidden_size": 2048,
+    "mask_token_id": None, "max_position_embeddings": 8192, "moe_layer_freq": [1] * 16, "num_attention_heads": 16,
+    "num_experts": 64, "num_experts_per_tok": 8, "num_hidden_layers": 16, "num_key_value_heads": 16,
+    "pad_token_id": 156892, "rms_norm_eps": 1e-05, "rope_theta": 50000, "vocab_size": 157184,
+}  # fmt: skip
+LLADA2_MINI = {
+    "eos_token_id": None, "head_dim": 128, "hidden_size": 2048, "intermediate_size": 5120, "mask_token_id": None,
+    "max_position_embeddings": 32768, "moe_intermediate_size": 512, "n_group": 8, "num_attention_heads": 16,
+    "num_experts": 256, "num_experts_per_tok": 8, "num_hidden_layers": 20, "num_key_value_heads": 4,
+    "pad_token_id": 156892, "rope_theta": 600000, "rotary_dim": 64, "topk_group": 4, "vocab_size": 157184,
+}  # fmt: skip
+DREAM_7B = {
+    "bos_token_id": 151643, "eos_token_id": 151643, "hidden_size": 3584, "intermediate_size": 18944,
+    "mask_token_id": 151666, "max_position_embeddings": 131072, "num_attention_heads": 28, "num_hidden_layers": 28,
+    "num_key_value_heads": 4, "pad_token_id": 151643, "rope_theta": 1000000.0, "vocab_size": 152064,
+}  # fmt: skip
+SDAR_4B = {
+    "bos_token_id": 151643, "block_size": None, "eos_token_id": 151643, "head_dim": 128, "hidden_size": 2560,
+    "intermediate_size": 9728, "mask_token_id": None, "max_position_embeddings": 32768, "num_attention_heads": 32,
+    "num_hidden_layers": 36, "num_key_value_heads": 8, "rope_theta": 1000000.0, "tie_word_embeddings": True,
+    "vocab_size": 151936,
+}  # fmt: skip
+PUBLISHED = {"llada": LLADA_8B, "llada-moe": LLADA_MOE, "llada2": LLADA2_MINI, "dream": DREAM_7B, "sdar": SDAR_4B}
+MASKINGS = {
+    "llada": Masking(126336),
+    "llada-moe": Masking(156895),
+    "llada2": Masking(156895, 32, guided=False),
+    "dream": Masking(151666, shifted=True, guided=False),
+    "sdar": Masking(151669, 4, guided=False),
+}
+
+
+BILLIONS = {"llada": 8.016, "llada-moe": 7.357, "llada2": 16.256, "dream": 7.616, "sdar": 4.022}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_published_config_becomes_the_published_model(family: str) -> None:
+    config, names = config_of(family, **PUBLISHED[family]), names_of(family)
+    shape = shape_of(config)
+    assert (shape.family, shape.masking) == (family, MASKINGS[family])
+    assert shape.end_tokens[0] == {"dream": 151643, "sdar": 151643, "llada": 126081}.get(family, 156892)
+    layout = RotaryLayout(shape, biases_of(config), names.prefix, None, names)
+    assert sum(prod(part.shape) for part in parts_of(layout)) / 1e9 == pytest.approx(BILLIONS[family], abs=1e-3)
+    few = ("auto_map", "initializer_range", "transformers_version", "init_fn", "precision", "debug", "output_dropout")
+    assert shape_of({name: value for name, value in config.items() if name not in few}) == shape
+
+
+def test_an_8b_llada_ends_with_its_text_or_its_turn() -> None:
+    shape = shape_of(config_of("llada", **LLADA_8B))
+    assert shape.end_tokens == (126081, 126348)
+    assert (shape.heads, shape.kv_heads, shape.head_dim, shape.intermediate) == (32, 32, 128, 12288)
+    assert (shape.norm_eps, shape.positions) == (1e-5, 4096)
+
+
+def test_experts_are_those_of_the_configs() -> None:
+    mini = shape_of(config_of("llada2", **LLADA2_MINI))
+    assert mini.experts == Experts(256, 8, 512, 512, (0,), "sigmoid", True, 2.5, 8, 4)
+    assert mini.rope is not None
+    assert len(mini.rope.inverse_frequencies) == 32
+    assert shape_of(config_of("llada-moe", **LLADA_MOE)).experts == Experts(64, 8, 1024)
+    assert shape_of(config_of("llada-moe", moe_layer_freq=[0, 1])).experts == Experts(8, 3, 48, dense=(0,))
+
+
+def test_llada_and_llada_moe_are_told_apart_by_their_architecture() -> None:
+    assert config_of("llada")["model_type"] == config_of("llada-moe")["model_type"] == "llada"
+    message = refusal(config_of("llada", architectures=None))
+    assert '"architectures": ["LLaDAModelLM"]' in message
+    assert "LLaDAModelLM, LLaDAMoEModelLM" in message
+    assert shape_of(config_of("llada-moe", model_type="lladamoe")).family == "llada-moe"
+
+
+def test_another_model_of_a_known_type_is_not_taken_for_ours() -> None:
+    message = refusal(config_of("dream", architectures=["DreamForCausalLM"]))
+    assert "the model is a DreamForCausalLM (DreamModel of type 'Dream' runs here)" in message
+
+
+def opened_with(model: Path | str, mask_token: Any) -> Shape:
+    return open_checkpoint(ModelSpec(str(model), arguments={"mask_token": mask_token}, kind="text")).shape
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_unknown_mask_is_given_by_a_flag(family: str) -> None:
+    assert "Give its number: --mask-token-id." in refusal(config_of(family, mask_token_id=None))
+    masking = opened_with(tiny_diffusion(family, mask_token_id=None), 7).masking
+    assert masking is not None
+    assert masking.mask_token == 7
+
+
+def test_the_flags_mask_goes_before_that_of_the_config() -> None:
+    folder = tiny_diffusion("sdar")
+    assert opened(folder).shape.masking == Masking(MASK, 4, guided=False)
+    assert opened_with(folder, 9).masking == Masking(9, 4, guided=False)
+
+
+@pytest.mark.parametrize(
+    ("model", "mask", "why"),
+    [
+        ("sdar", 384, "--mask-token-id is 384, and there are 384 tokens"),
+        *(("sdar", wrong, "a whole number") for wrong in (-1, "3", True)),
+        *((model, 9, r"goes from left to right and has none\. Leave") for model in ("tiny", "null")),
+        ("tiny-llada", 9, "'tiny-llada' knows its own, 257"),
+    ],
+)
+def test_a_mask_that_cannot_be_is_refused(model: str, mask: Any, why: str) -> None:
+    with pytest.raises(UsageError, match=why):
+        opened_with(tiny_diffusion(model) if model in FAMILIES else model, mask)
+
+
+def test_blocks_are_as_long_as_a_config_says() -> None:
+    for family, size in (("sdar", 16), ("llada2", 64)):
+        masking = shape_of(config_of(family, block_size=size)).masking
+        assert masking is not None
+        assert masking.block == size
+
+
+anything = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=9) | st.sampled_from(["yarn", "linear"]),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(
+            st.sampled_from(["type", "factor", "rope_type", "beta_fast", "rope_theta"]), inner, max_size=3
+        )
+    ),
+    max_leaves=6,
+)
+FIELDS = sorted(frozenset().union(*HONOURED.values(), *(one.honoured | {*one.neutral} for one in MASKED.values())))
+
+
+@given(
+    family=st.sampled_from(["llama", "mistral", "qwen2", "qwen3", "gpt2", *FAMILIES]),
+    changes=st.dictionaries(st.sampled_from([*FIELDS, "logit_scale"]), anything, max_size=4),
+)
+@settings(max_examples=examples(500), deadline=None)
+def test_any_config_is_read_or_refused(family: str, changes: dict[str, Any]) -> None:
+    try:
+        shape = shape_of({**written(family), **changes})
+    except UsageError:
+        return
+    assert shape.heads % shape.kv_heads == 0
+    assert len(shape.windows) in (0, shape.layers)
+    assert shape.masking is None or 0 <= shape.masking.mask_token < shape.vocabulary
+    assert shape.experts is None or 1 <= shape.experts.chosen <= shape.experts.count
