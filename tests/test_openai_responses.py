@@ -147,40 +147,6 @@ def test_chunks_of_several_answers_joined_are_the_whole_response(envelope):
         assert len(shown) == len(one.tokens)
 
 
-@BOTH
-def test_how_much_it_took_is_said_once_and_only_on_request(envelope):
-    whole = generation("a")
-    for wanted in (False, True):
-        made = Chunks(envelope, usage=wanted)
-        chunks = [*made.of(parts(whole, 0)[0]), *made.end(whole)]
-        if not wanted:
-            assert not any("usage" in chunk for chunk in chunks)
-            continue
-        assert [chunk["usage"] for chunk in chunks[:-1]] == [None] * (len(chunks) - 1)
-        assert chunks[-1]["choices"] == []
-        assert chunks[-1]["usage"]["completion_tokens"] == 2
-
-
-@BOTH
-@pytest.mark.parametrize("known", [0, 2], ids=["none", "some"])
-def test_what_no_part_has_said_comes_at_the_end(envelope, known):
-    whole = generation("abc")
-    made = Chunks(envelope)
-    chunks = [chunk for part in parts(whole, 0)[:known] for chunk in made.of(part)]
-    chunks += made.end(whole)
-    assert said(chunks, 0) == "abc"
-    assert [choice["finish_reason"] for chunk in chunks for choice in chunk["choices"]][-1] == "stop"
-
-
-@BOTH
-def test_an_answer_of_no_text_still_has_a_beginning_and_an_end(envelope):
-    empty = Generation(completions=(Completion(text="", tokens=(), finish_reason="length"),), prompt_tokens=1)
-    choices = [chunk["choices"][0] for chunk in Chunks(envelope).end(empty)]
-    assert choices[-1]["finish_reason"] == "length"
-    assert said([{"choices": choices}], 0) == ""
-    assert len(choices) == (2 if envelope.chat else 1)
-
-
 @pytest.mark.parametrize(
     ("error", "status", "kind", "param", "code"),
     [
@@ -217,20 +183,3 @@ def test_a_request_may_ask_for_its_answer_in_chunks_where_that_can_be_had():
     with pytest.raises(BadRequest, match="`stream` is not to be had") as caught:
         RequestReader(PromptDefaults()).read(body, "/v1/completions")
     assert caught.value.param == "stream"
-
-
-@pytest.mark.parametrize(
-    ("body", "why", "param"),
-    [
-        (b"{", "the request is not JSON", None),
-        (b'{"max_token": 5}', "Did you mean `max_tokens`", "max_token"),
-        (b'{"prompt": "a"}', "has no `messages`", "messages"),
-        (b'{"messages": []}', "is empty", "messages"),
-        (b'{"messages": [{"content": "a"}]}', "has no role", "messages[0]"),
-        (b'{"messages": [{"role": "user"}], "echo": true}', "not to be had", "echo"),
-    ],
-)
-def test_a_request_that_cannot_be_names_the_field_that_is_to_blame(body, why, param):
-    with pytest.raises(BadRequest, match=why) as caught:
-        RequestReader(PromptDefaults()).read(body, "/v1/chat/completions")
-    assert caught.value.param == param

@@ -9,7 +9,7 @@ import signal
 from collections.abc import AsyncIterator
 
 import pytest
-from run_router import ANSWER, Answer, Connection, Upstream, config, free_port, member, post, until
+from run_router import ANSWER, Answer, Connection, Upstream, config, free_port, member, post, saying, until
 
 from gpuinfer.errors import UsageError
 from gpuinfer.fleet.router.processes import Routers
@@ -31,10 +31,10 @@ async def processes(*upstreams: Upstream, **changes) -> AsyncIterator[tuple[Rout
 told: list = []
 
 
-async def ask(port: int) -> Answer:
+async def ask(port: int, headers: str = "") -> Answer:
     connection = Connection(*await asyncio.open_connection("127.0.0.1", port))
     try:
-        await connection.send(post())
+        await connection.send(post(headers=headers))
         return await connection.answer()
     finally:
         connection.close()
@@ -116,6 +116,24 @@ async def test_draining_has_an_end():
         await routers.close()
         with contextlib.suppress(OSError, asyncio.IncompleteReadError):
             await asking
+
+
+async def test_each_process_knows_what_a_key_has_spent_at_the_others():
+    answer = b"HTTP/1.1 200 OK\r\nX-Gpuinfer-Used: 5 1200\r\nContent-Length: 2\r\n\r\n{}"
+    keys = ("first name=alice tokens=600",)
+    async with processes(Upstream(saying(answer)), processes=2, api_keys=keys) as (_, port):
+        bearer = "Authorization: Bearer first\r\n"
+        assert (await ask(port, bearer)).status == 200
+
+        async def refused_everywhere() -> bool:
+            """Sixteen connections are with both processes, but for one case in 32,768."""
+            return {one.status for one in await asyncio.gather(*(ask(port, bearer) for _ in range(16)))} == {429}
+
+        for _ in range(20):
+            if await refused_everywhere():
+                break
+        else:
+            pytest.fail("a process does not know what was spent at the other one")
 
 
 async def test_a_port_in_use_is_said_to_be_before_anything_starts():

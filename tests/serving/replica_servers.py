@@ -7,6 +7,7 @@ import http.client
 import json
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import time
@@ -20,7 +21,9 @@ SECONDS = 120  # for a server to load its model on a machine that stalls, and fo
 
 
 class Server:
-    """A running server. `log` is what it wrote. `descriptors`: so many files it may open at once."""
+    """A running server. `log` is what it wrote. `descriptors`: so many files it may open at once. `certificate`: the
+    file that its clients trust, where it serves TLS.
+    """
 
     def __init__(
         self,
@@ -28,7 +31,9 @@ class Server:
         folder: Path,
         environment: dict[str, str] | None = None,
         descriptors: int | None = None,
+        certificate: Path | None = None,
     ) -> None:
+        self.certificate = certificate
         self.ready_file, self.log_file = folder / "ready.json", folder / "log"
         command = ["gpuinfer", "serve", "--port", "0", "--ready-file", str(self.ready_file), *map(str, words)]
         given = own_environment(**{"COLUMNS": "200", **(environment or {})})
@@ -54,10 +59,27 @@ class Server:
 
     @property
     def url(self) -> str:
-        return f"http://{self.host}:{self.port}"
+        return f"http{'s' * (self.certificate is not None)}://{self.host}:{self.port}"
 
     def connect(self) -> http.client.HTTPConnection:
-        return http.client.HTTPConnection(self.host, self.port, timeout=SECONDS)
+        if self.certificate is None:
+            return http.client.HTTPConnection(self.host, self.port, timeout=SECONDS)
+        context = ssl.create_default_context(cafile=self.certificate)
+        return http.client.HTTPSConnection(self.host, self.port, timeout=SECONDS, context=context)
+
+    def socket(self) -> socket.socket:
+        """A connection for raw bytes."""
+        connection = self.connect()
+        connection.connect()
+        return connection.sock
+
+    def trusted(self) -> bool:
+        """Whether the server shows the certificate that its clients trust now."""
+        try:
+            self.socket().close()
+        except ssl.SSLError:
+            return False
+        return True
 
     def ask(
         self, path: str, body: Any = None, headers: dict[str, str] | None = None, method: str | None = None

@@ -61,21 +61,6 @@ def test_an_id_that_could_not_stand_in_a_log_is_replaced(tiny):
     assert "a b" not in answer.headers["x-request-id"]
 
 
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
-def test_a_seed_draws_the_same_answer_whole_and_streamed(tiny, path):
-    asked = {"max_tokens": 12, "seed": 5, **({"prompt": "Hello"} if path == "/v1/completions" else {"messages": CHAT})}
-    whole = tiny.ask(path, asked).json["choices"][0]
-    events = tiny.ask(path, {**asked, "stream": True}).events
-    assert events[-1] is None
-    choices = [event["choices"][0] for event in events[:-1]]
-    if path == "/v1/completions":
-        assert "".join(choice["text"] for choice in choices) == whole["text"]
-    else:
-        assert choices[0]["delta"]["role"] == "assistant"
-        assert "".join(choice["delta"].get("content", "") for choice in choices) == whole["message"]["content"]
-    assert choices[-1]["finish_reason"] == whole["finish_reason"]
-
-
 def test_without_a_seed_two_requests_differ(tiny):
     asked = {"prompt": "Hello", "max_tokens": 24, "ignore_eos": True}
     texts = {tiny.ask("/v1/completions", asked).json["choices"][0]["text"] for _ in range(2)}
@@ -104,13 +89,6 @@ def test_several_prompts_have_their_choices_one_after_the_other(tiny, stream):
     assert (usage["prompt_tokens"], usage["completion_tokens"]) == (len("onetwothree"), 18)
 
 
-def test_each_request_has_its_own_form_of_answer(tiny):
-    asked = {"messages": CHAT, "max_tokens": 60, "seed": 3}
-    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"enum": ["red", "blue"]}}}
-    answer = tiny.ask("/v1/chat/completions", {**asked, "response_format": form})
-    assert answer.json["choices"][0]["message"]["content"] in ('"red"', '"blue"')
-
-
 def test_a_json_object_is_no_other_value(tiny):
     for seed in range(8):
         asked = {"messages": CHAT, "max_tokens": 40, "seed": seed, "response_format": {"type": "json_object"}}
@@ -118,15 +96,6 @@ def test_a_json_object_is_no_other_value(tiny):
         assert choice["message"]["content"].lstrip().startswith("{"), choice
         if choice["finish_reason"] == "stop":
             assert isinstance(json.loads(choice["message"]["content"]), dict)
-
-
-def test_log_probabilities_stand_where_openai_has_them(tiny):
-    chat = tiny.ask(
-        "/v1/chat/completions", {"messages": CHAT, "max_tokens": 2, "logprobs": True, "top_logprobs": 3}
-    ).json
-    assert len(chat["choices"][0]["logprobs"]["content"][0]["top_logprobs"]) == 3
-    text = tiny.ask("/v1/completions", {"prompt": "a", "max_tokens": 2, "logprobs": 2}).json
-    assert len(text["choices"][0]["logprobs"]["token_logprobs"]) >= 1
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from replica_servers import SECONDS, serving
 
@@ -81,15 +80,6 @@ def test_events_say_what_happens(rows):
         look = next(look for _, look in events if look["totals"]["requests"] >= wanted)
         assert look["latency_s"]["p50"] > 0
         assert look["batches"]["sizes"]
-
-
-@pytest.mark.parametrize(("path", "kind"), [("/", "html"), ("/page.js", "javascript"), ("/page.css", "css")])
-def test_the_page_is_served_with_its_policy(rows, path, kind):
-    answer = rows.ask(path)
-    assert answer.status == 200
-    assert answer.headers["content-type"] == f"text/{kind}; charset=utf-8"
-    assert "default-src 'none'" in answer.headers["content-security-policy"]
-    assert answer.headers["x-content-type-options"] == "nosniff"
 
 
 def test_with_a_key_the_page_is_open_and_what_it_shows_is_not(tmp_path):
