@@ -22,13 +22,21 @@ from gpuinfer.testing.fakes import made_up, parts_of
 from gpuinfer.testing.findings import reserved_names
 
 
+def but(base, **members):
+    """The same class with other members."""
+    return type("But", (base,), members)
+
+
 class Double(Backend):
     """A backend in order: twice its input."""
 
     limits = Limits(max_rows=16)
 
     async def infer(self, batch):
-        return [2 * request.payload for request in batch]
+        return self.answers([2 * request.payload for request in batch])
+
+    def answers(self, right):
+        return right
 
 
 class Streaming(Double):
@@ -40,31 +48,6 @@ class Streaming(Double):
             yield Event(request, 2 * request.payload)
 
 
-class Words(Double):
-    async def infer(self, batch):
-        return [request.payload.upper() for request in batch]
-
-
-class LoseOne(Double):
-    async def infer(self, batch):
-        return (await super().infer(batch))[: max(1, len(batch) - 1)]
-
-
-class Reverse(Double):
-    async def infer(self, batch):
-        return (await super().infer(batch))[::-1]
-
-
-class Narrow(Double):
-    async def infer(self, batch):
-        return [2 * request.payload[:1] for request in batch]
-
-
-class NotANumber(Double):
-    async def infer(self, batch):
-        return [np.full_like(request.payload, math.nan) for request in batch]
-
-
 class Overstated(Double):
     async def infer(self, batch):
         if sum(request.rows for request in batch) > 12:
@@ -72,39 +55,24 @@ class Overstated(Double):
         return await super().infer(batch)
 
 
+class Words(Double):
+    async def infer(self, batch):
+        return [request.payload.upper() for request in batch]
+
+
 class Hanging(Double):
     async def infer(self, batch):
         await asyncio.Event().wait()
+
+
+async def fail(self, *given):
+    raise OSError("no device")
 
 
 class Blocking(Double):
     async def infer(self, batch):
         time.sleep(2.0)  # noqa: ASYNC251 (the fault itself)
         return await super().infer(batch)
-
-
-class NeverStarts(Double):
-    async def start(self, context):
-        raise OSError("no device")
-
-
-class NoLimits(Double):
-    limits = None
-
-
-class Unpicklable(Double):
-    def connect(self):
-        return lambda: self
-
-
-class CannotClose(Double):
-    async def close(self):
-        raise RuntimeError("still busy")
-
-
-class CannotCancel(Double):
-    def cancel(self, request):
-        raise KeyError(request)
 
 
 class SilentOptions(Double):
@@ -115,10 +83,6 @@ class SilentOptions(Double):
 class Hiding(Double):
     class Options(api.Options):
         device: str = "cpu"
-
-
-class Prose(Double):
-    serves = "text"
 
 
 class Poet(Double):
@@ -206,38 +170,17 @@ class Tokenless(Poet):
         return structs.replace(super().letters(prompt, begun, stop), tokens=())
 
 
-class FromTheTop(Reciting):
-    """Begins again what had begun."""
+def telling(parts):
+    """One whose parts are made of those that it would give and of the whole answer."""
 
-    def parts(self, request, answer):
-        return parts_of(answer) if request.parts else ()
+    def told(self, request, answer):
+        return parts(self, request, answer)
 
-
-class Shouting(Reciting):
-    def parts(self, request, answer):
-        return parts_of(answer)
+    return but(Reciting, parts=told)
 
 
-class Backwards(Reciting):
-    def parts(self, request, answer):
-        return list(super().parts(request, answer))[::-1]
-
-
-class Unending(Reciting):
-    def parts(self, request, answer):
-        return list(super().parts(request, answer))[:-1]
-
-
-class Hasty(Reciting):
-    """Says what a stop string should have taken back."""
-
-    def parts(self, request, answer):
-        return super().parts(request, self.verse(request.payload, ()))
-
-
-class Mute(Reciting):
-    def parts(self, request, answer):
-        return ["la"] if request.parts else ()
+def right(self, request, answer):
+    return list(Reciting.parts(self, request, answer))
 
 
 class Deaf(Reciting):
@@ -253,11 +196,6 @@ class Deaf(Reciting):
 
     def cancel(self, request):
         self.left = request.parts
-
-
-class AnyAdapter(Poet):
-    def answer(self, prompt):
-        return made_up(prompt)
 
 
 class Versioned(Poet):
@@ -287,27 +225,14 @@ class Unspanned(Versioned):
         return structs.replace(Poet.answer(self, prompt), versions=(self.version,))
 
 
-class Unversioned(Versioned):
-    def answer(self, prompt):
-        return Poet.answer(self, prompt)
-
-
 class OldCache(Versioned):
     def answer(self, prompt):
         found = super().answer(prompt)
         return found if isinstance(found, BadPrompt) else structs.replace(found, cached_tokens=3)
 
 
-class AnyWeights(Versioned):
-    async def update(self, version, weights, *, adapter=None, drain=True):
-        self.version = version
-
-
-class NotOfText(Double):
-    serves = ("text",)
-
-    async def infer(self, batch):
-        return [request.payload for request in batch]
+async def take_any(self, version, weights, *, adapter=None, drain=True):
+    self.version = version
 
 
 class Overlong(Poet):
@@ -320,18 +245,13 @@ class Telling(Double):
         return {"name": "card", "utilisation": 0.5, "tokens": {"input": 1}}
 
 
-def device_of(told):
-    return type("Told", (Double,), {"device": lambda self: told})
-
-
 class StreamStops(Streaming):
     async def stream(self, batch):
         yield Event(batch[0], 2 * batch[0].payload)
 
 
-class OddStats(Double):
-    async def stats(self):
-        return {"requets": 1}
+async def odd_stats(self):
+    return {"requets": 1}
 
 
 class Generating(Streaming):
@@ -349,16 +269,6 @@ class Generating(Streaming):
 
     def tell(self, rows):
         self.stepped(rows, 0.001)
-
-
-class SilentSteps(Generating):
-    def tell(self, rows):
-        pass
-
-
-class TooManyRows(Generating):
-    def tell(self, rows):
-        self.stepped(17, 0.001)
 
 
 class ElsewhereTold(Generating):
@@ -388,33 +298,81 @@ def test_a_backend_in_order_passes(backend):
 @pytest.mark.parametrize(
     ("backend", "promise"),
     [
-        pytest.param(LoseOne, "answers each request with its own rows", id="one result too few"),
-        pytest.param(Reverse, "answers in order", id="changed order"),
-        pytest.param(Narrow, "answers each request with its own rows", id="rows missing"),
-        pytest.param(NotANumber, "answers each request with its own rows", id="NaN"),
+        pytest.param(
+            but(Double, answers=lambda self, right: right[: max(1, len(right) - 1)]),
+            "answers each request with its own rows",
+            id="one result too few",
+        ),
+        pytest.param(but(Double, answers=lambda self, right: right[::-1]), "answers in order", id="changed order"),
+        pytest.param(
+            but(Double, answers=lambda self, right: [one[:1] for one in right]),
+            "answers each request with its own rows",
+            id="rows missing",
+        ),
+        pytest.param(
+            but(Double, answers=lambda self, right: [np.full_like(one, math.nan) for one in right]),
+            "answers each request with its own rows",
+            id="NaN",
+        ),
         pytest.param(Overstated, "takes a batch as wide as its limits say", id="limits overstated"),
         pytest.param(Hanging, "answers each request with its own rows", id="hangs"),
-        pytest.param(NeverStarts, "starts", id="does not start"),
-        pytest.param(NoLimits, "starts", id="no limits"),
-        pytest.param(Unpicklable, "connects from another process", id="connector that cannot be pickled"),
-        pytest.param(CannotClose, "closes", id="close raises"),
-        pytest.param(CannotCancel, "lets a request be cancelled", id="cancel raises"),
+        pytest.param(but(Double, start=fail), "starts", id="does not start"),
+        pytest.param(but(Double, limits=None), "starts", id="no limits"),
+        pytest.param(
+            but(Double, connect=lambda self: lambda: self),
+            "connects from another process",
+            id="connector that cannot be pickled",
+        ),
+        pytest.param(but(Double, close=fail), "closes", id="close raises"),
+        pytest.param(
+            but(Double, cancel=lambda self, request: {}[request]), "lets a request be cancelled", id="cancel raises"
+        ),
         pytest.param(SilentOptions, "refuses unknown options", id="options dropped in silence"),
         pytest.param(StreamStops, "answers each request with its own rows", id="stream ends early"),
-        pytest.param(SilentSteps, "tells its forward steps", id="steps that are not told"),
-        pytest.param(TooManyRows, "tells its forward steps", id="a step of more rows than slots"),
+        pytest.param(
+            but(Generating, tell=lambda self, rows: None), "tells its forward steps", id="steps that are not told"
+        ),
+        pytest.param(
+            but(Generating, tell=lambda self, rows: self.stepped(17, 0.001)),
+            "tells its forward steps",
+            id="a step of more rows than slots",
+        ),
         pytest.param(ElsewhereTold, "tells its forward steps", id="a step told in another thread"),
-        pytest.param(OddStats, "tells its measurements", id="stats that are no snapshot"),
+        pytest.param(but(Double, stats=odd_stats), "tells its measurements", id="stats that are no snapshot"),
         pytest.param(Hiding, "has options of its own names", id="an option named like a setting"),
-        pytest.param(Prose, "says what it serves", id="serves what is no kind"),
-        pytest.param(NotOfText, "answers each request with its own rows", id="a prompt that is echoed"),
-        pytest.param(AnyAdapter, "refuses an adapter that it has not", id="an adapter that is not there"),
-        pytest.param(Shouting, "gives parts that make the answer", id="parts that nobody reads"),
-        pytest.param(Backwards, "gives parts that make the answer", id="parts in another order"),
-        pytest.param(Unending, "gives parts that make the answer", id="no last part"),
-        pytest.param(Hasty, "gives parts that make the answer", id="parts beyond a stop string"),
-        pytest.param(Mute, "gives parts that make the answer", id="parts that are none"),
-        pytest.param(FromTheTop, "goes on with an answer that has begun", id="begins again"),
+        pytest.param(but(Double, serves="text"), "says what it serves", id="serves what is no kind"),
+        pytest.param(
+            but(Double, serves=("text",)), "answers each request with its own rows", id="a prompt that is echoed"
+        ),
+        pytest.param(
+            but(Poet, answer=lambda self, prompt: made_up(prompt)),
+            "refuses an adapter that it has not",
+            id="an adapter that is not there",
+        ),
+        pytest.param(
+            telling(lambda self, request, answer: parts_of(answer)),
+            "gives parts that make the answer",
+            id="parts that nobody reads",
+        ),
+        pytest.param(
+            telling(lambda *given: right(*given)[::-1]), "gives parts that make the answer", id="parts in another order"
+        ),
+        pytest.param(telling(lambda *given: right(*given)[:-1]), "gives parts that make the answer", id="no last part"),
+        pytest.param(
+            telling(lambda self, request, answer: right(self, request, self.verse(request.payload, ()))),
+            "gives parts that make the answer",
+            id="parts beyond a stop string",
+        ),
+        pytest.param(
+            telling(lambda self, request, answer: ["la"] if request.parts else ()),
+            "gives parts that make the answer",
+            id="parts that are none",
+        ),
+        pytest.param(
+            telling(lambda self, request, answer: parts_of(answer) if request.parts else ()),
+            "goes on with an answer that has begun",
+            id="begins again",
+        ),
         pytest.param(ignoring(begun=()), "goes on with an answer that has begun", id="ignores what has begun"),
         pytest.param(Tokenless, "answers each request with its own rows", id="answers without tokens"),
         pytest.param(ignoring(seed=1), "draws as a prompt tells it", id="ignores the seed"),
@@ -428,15 +386,27 @@ def test_a_backend_in_order_passes(backend):
         pytest.param(ignoring(stop_token_ids=()), "stops where a prompt tells it", id="ignores stop tokens"),
         pytest.param(Chatless, "reads chats and tokens, or refuses them", id="ignores chats"),
         pytest.param(Deaf, "lets a reader leave", id="hangs when its reader leaves"),
-        pytest.param(Unversioned, "changes its weights", id="answers that do not name their weights"),
+        pytest.param(
+            but(Versioned, answer=Poet.answer), "changes its weights", id="answers that do not name their weights"
+        ),
         pytest.param(Unspanned, "changes its weights", id="completions that do not name their weights"),
         pytest.param(OldCache, "changes its weights", id="a cache of old weights"),
-        pytest.param(AnyWeights, "changes its weights", id="weights that are not there"),
+        pytest.param(but(Versioned, update=take_any), "changes its weights", id="weights that are not there"),
         pytest.param(Overlong, "answers each request with its own rows", id="more tokens than were wanted"),
-        pytest.param(device_of("a card"), "tells its measurements", id="a device that is no dict"),
-        pytest.param(device_of({"utilisation": 87}), "tells its measurements", id="utilisation in per cent"),
-        pytest.param(device_of({"allocated_mb": "12 MB"}), "tells its measurements", id="memory in words"),
-        pytest.param(device_of({"model": {"at": object()}}), "tells its measurements", id="facts that are not plain"),
+        pytest.param(
+            but(Double, device=lambda self: "a card"), "tells its measurements", id="a device that is no dict"
+        ),
+        pytest.param(
+            but(Double, device=lambda self: {"utilisation": 87}), "tells its measurements", id="utilisation in per cent"
+        ),
+        pytest.param(
+            but(Double, device=lambda self: {"allocated_mb": "12 MB"}), "tells its measurements", id="memory in words"
+        ),
+        pytest.param(
+            but(Double, device=lambda self: {"model": {"at": object()}}),
+            "tells its measurements",
+            id="facts that are not plain",
+        ),
         pytest.param(lambda: object(), "builds", id="no backend at all"),
     ],
 )
@@ -470,90 +440,6 @@ class Eager(Strategy):
         return queue.now
 
 
-class OutOfRange(Eager):
-    def cut_at(self, queue):
-        return queue.waiting[1].arrived
-
-
-class Greedy(Eager):
-    def select(self, queue):
-        return list(queue.waiting)
-
-
-class Empty(Eager):
-    def select(self, queue):
-        return []
-
-
-class Twice(Eager):
-    def select(self, queue):
-        return [queue.waiting[0], queue.waiting[0]]
-
-
-class Foreign(Eager):
-    def select(self, queue):
-        return [api.Request("mine")]
-
-
-class Never(Eager):
-    def cut_at(self, queue):
-        return queue.now if queue.rows >= queue.limits.max_rows else math.inf
-
-
-class Receding(Eager):
-    def cut_at(self, queue):
-        return queue.now + 1.0
-
-
-class Dice(Eager):
-    def cut_at(self, queue):
-        return queue.now + random.random()
-
-
-class WallClock(Eager):
-    def cut_at(self, queue):
-        return time.monotonic()
-
-
-class NoTime(Eager):
-    def cut_at(self, queue):
-        return math.nan
-
-
-class Procrastinating(Eager):
-    def cut_at(self, queue):
-        return queue.now + 3600.0
-
-
-class ShedsAll(Eager):
-    def shed(self, queue, arriving):
-        return [arriving]
-
-
-class ShedRaises(Eager):
-    def shed(self, queue, arriving):
-        raise IndexError
-
-
-class NoRetry(Eager):
-    def retry_after(self, queue, request):
-        return math.inf
-
-
-class Mumbling(Eager):
-    notices = "one sentence"
-
-
-class NoReason(Eager):
-    def reason(self, queue):
-        return "because"
-
-
-class Deaf(Eager):
-    def observe(self, batch):
-        raise ZeroDivisionError
-
-
 class Spoiled(Eager):
     """In order until it has learned from a batch that took no time."""
 
@@ -573,23 +459,67 @@ def test_a_strategy_in_order_passes():
 @pytest.mark.parametrize(
     ("strategy", "promise"),
     [
-        pytest.param(OutOfRange, "answers cut_at with a time", id="reads beyond the last request"),
-        pytest.param(NoTime, "answers cut_at with a time", id="NaN for a time"),
-        pytest.param(Greedy, "selects waiting requests within the limits", id="too much"),
-        pytest.param(Empty, "selects waiting requests within the limits", id="nothing"),
-        pytest.param(Twice, "selects waiting requests within the limits", id="one request twice"),
-        pytest.param(Foreign, "selects waiting requests within the limits", id="a request of its own"),
-        pytest.param(NoReason, "selects waiting requests within the limits", id="a reason that is none"),
-        pytest.param(Never, "cuts in the end", id="waits for arrivals that may not come"),
-        pytest.param(Receding, "cuts in the end", id="always a little later"),
-        pytest.param(Procrastinating, "cuts in the end", id="always in an hour"),
-        pytest.param(ShedsAll, "sheds only what waits", id="sheds what does not wait"),
-        pytest.param(ShedRaises, "sheds only what waits", id="shed raises"),
-        pytest.param(NoRetry, "tells when to try again", id="try again never"),
-        pytest.param(Mumbling, "says its notices in words", id="notices that are one text"),
-        pytest.param(Dice, "answers the same queue the same way", id="rolls dice"),
-        pytest.param(WallClock, "reads no clock", id="reads a clock"),
-        pytest.param(Deaf, "observes", id="observe raises"),
+        pytest.param(
+            but(Eager, cut_at=lambda self, queue: queue.waiting[1].arrived),
+            "answers cut_at with a time",
+            id="reads beyond the last request",
+        ),
+        pytest.param(
+            but(Eager, cut_at=lambda self, queue: math.nan), "answers cut_at with a time", id="NaN for a time"
+        ),
+        pytest.param(
+            but(Eager, select=lambda self, queue: list(queue.waiting)),
+            "selects waiting requests within the limits",
+            id="too much",
+        ),
+        pytest.param(
+            but(Eager, select=lambda self, queue: []), "selects waiting requests within the limits", id="nothing"
+        ),
+        pytest.param(
+            but(Eager, select=lambda self, queue: [queue.waiting[0]] * 2),
+            "selects waiting requests within the limits",
+            id="one request twice",
+        ),
+        pytest.param(
+            but(Eager, select=lambda self, queue: [api.Request("mine")]),
+            "selects waiting requests within the limits",
+            id="a request of its own",
+        ),
+        pytest.param(
+            but(Eager, reason=lambda self, queue: "because"),
+            "selects waiting requests within the limits",
+            id="a reason that is none",
+        ),
+        pytest.param(
+            but(Eager, cut_at=lambda self, queue: queue.now if queue.rows >= queue.limits.max_rows else math.inf),
+            "cuts in the end",
+            id="waits for arrivals that may not come",
+        ),
+        pytest.param(
+            but(Eager, cut_at=lambda self, queue: queue.now + 1.0), "cuts in the end", id="always a little later"
+        ),
+        pytest.param(
+            but(Eager, cut_at=lambda self, queue: queue.now + 3600.0), "cuts in the end", id="always in an hour"
+        ),
+        pytest.param(
+            but(Eager, shed=lambda self, queue, arriving: [arriving]),
+            "sheds only what waits",
+            id="sheds what does not wait",
+        ),
+        pytest.param(but(Eager, shed=lambda self, queue, arriving: 1 / 0), "sheds only what waits", id="shed raises"),
+        pytest.param(
+            but(Eager, retry_after=lambda self, queue, request: math.inf),
+            "tells when to try again",
+            id="try again never",
+        ),
+        pytest.param(but(Eager, notices="one sentence"), "says its notices in words", id="notices that are one text"),
+        pytest.param(
+            but(Eager, cut_at=lambda self, queue: queue.now + random.random()),
+            "answers the same queue the same way",
+            id="rolls dice",
+        ),
+        pytest.param(but(Eager, cut_at=lambda self, queue: time.monotonic()), "reads no clock", id="reads a clock"),
+        pytest.param(but(Eager, observe=lambda self, batch: 1 / 0), "observes", id="observe raises"),
         pytest.param(Spoiled, "observes", id="breaks by what it learns"),
         pytest.param(lambda: object(), "builds", id="no strategy at all"),
     ],
@@ -598,34 +528,21 @@ def test_a_broken_strategy_is_caught(strategy, promise):
     assert promise in broken(check_strategy(strategy))
 
 
-class Shunning(Eager):
-    """Good with any queue but those of the load: it cannot stand narrow backends that take two batches at once."""
-
-    def cut_at(self, queue):
-        return math.inf if queue.limits.in_flight == 2 else queue.now
-
-
 def test_a_strategy_that_starves_requests_is_caught_under_load():
-    assert broken(check_strategy(Shunning)) == {"serves every request of a random load"}
-
-
-class Looping(Eager):
-    def cut_at(self, queue):
-        time.sleep(2.0)
-        return queue.now
+    """Good with any queue but those of the load: it cannot stand narrow backends that take two batches at once."""
+    shunning = but(Eager, cut_at=lambda self, queue: math.inf if queue.limits.in_flight == 2 else queue.now)
+    assert broken(check_strategy(shunning)) == {"serves every request of a random load"}
 
 
 def test_a_strategy_that_never_answers_is_caught():
-    assert broken(check_strategy(Looping, timeout_s=0.5)) == {"never blocks"}
-
-
-class Raising(Eager):
-    def cut_at(self, queue):
-        raise ZeroDivisionError
+    looping = but(Eager, cut_at=lambda self, queue: time.sleep(2.0))
+    assert broken(check_strategy(looping, timeout_s=0.5)) == {"never blocks"}
 
 
 def test_what_a_plugin_raises_is_said_with_the_case():
-    findings = {finding.name: finding.detail for finding in check_strategy(Raising)}
+    findings = {
+        finding.name: finding.detail for finding in check_strategy(but(Eager, cut_at=lambda self, queue: 1 / 0))
+    }
     assert "with a lone request: " in findings["answers cut_at with a time"]
     assert "ZeroDivisionError" in findings["answers cut_at with a time"]
 

@@ -1,13 +1,11 @@
-"""How far two answers lie apart, whatever they are made of.
-
-What a backend promises, tried with real batches.
-
-What a backend says beside arrays of rows: answers in text, and facts about its device.
+"""What a backend promises, tried with real batches: answers in order and of the right number of rows, parts of text,
+facts about its device.
 """
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import math
 import os
@@ -27,15 +25,8 @@ from gpuinfer.generation import Generation, Prompt, Sampling
 from gpuinfer.models.row_format import BITS
 from gpuinfer.stats import Snapshot
 from gpuinfer.strategies.dynamic import Dynamic
-from gpuinfer.testing.findings import Examination, Finding, check_options, run_bounded
-from gpuinfer.testing.text_backends import (
-    begun_goes_on,
-    draws_as_told,
-    parts_make_the_answer,
-    reader_may_leave,
-    reads_every_form,
-    stops_as_told,
-)
+from gpuinfer.testing import text_backends
+from gpuinfer.testing.findings import Examination, Finding, check_build, check_options, run_bounded
 
 TOLERANCE = 1e-6
 
@@ -51,22 +42,17 @@ def distance(first: Any, second: Any) -> float:
             return math.inf
         return max(map(distance, first, second), default=0.0)
     if hasattr(first, "shape") and hasattr(second, "shape"):
-        return _distance_of_arrays(_to_numpy(first), _to_numpy(second))
+        # torch: from any device, and from types that NumPy does not have
+        one, other = (
+            np.asarray(array.detach().cpu().double() if hasattr(array, "detach") else array, np.float64)
+            for array in (first, second)
+        )
+        if one.shape != other.shape:
+            return math.inf
+        with np.errstate(invalid="ignore"):
+            gaps = np.where(one == other, 0.0, np.abs(one - other))  # -inf equals -inf
+        return float(gaps.max(initial=0.0))
     return 0.0 if first == second else math.inf
-
-
-def _distance_of_arrays(first: Any, second: Any) -> float:
-    if first.shape != second.shape:
-        return math.inf
-    with np.errstate(invalid="ignore"):
-        gaps = np.where(first == second, 0.0, np.abs(first - second))  # -inf equals -inf
-    return float(gaps.max(initial=0.0))
-
-
-def _to_numpy(array: Any) -> Any:
-    if hasattr(array, "detach"):  # torch: from any device, and from types that NumPy does not have
-        array = array.detach().cpu().double()
-    return np.asarray(array, dtype=np.float64)
 
 
 DEVICE = {"utilisation": (0.0, 1.0), "allocated_mb": (0.0, 1e9), "reserved_mb": (0.0, 1e9)}
@@ -130,20 +116,13 @@ def check_backend(
     """
 
     def check(examiner: Examination) -> None:
-        backends: list[Backend] = []
-        if examiner.check("builds", lambda: _fault_of_build(backend_factory, backends)):
-            asyncio.run(_Examination(backends[0], make_payload, examiner).run())
+        if (backend := check_build(backend_factory, Backend, examiner)) is not None:
+            asyncio.run(_BackendExamination(backend, make_payload, examiner).run())
 
     return run_bounded(check, examiner or Examination(timeout_s))
 
 
-def _fault_of_build(backend_factory: Callable[[], Backend], built: list[Backend]) -> str | None:
-    backend = backend_factory()
-    built.append(backend)
-    return None if isinstance(backend, Backend) else f"{backend!r} is no gpuinfer.api.Backend. Derive it from that."
-
-
-class _Examination:
+class _BackendExamination:
     """One backend, from start to close."""
 
     def __init__(self, backend: Backend, make_payload: MakePayload | None, examiner: Examination) -> None:
@@ -169,23 +148,25 @@ class _Examination:
         await examiner.check_async("closes", self.backend.close)
 
     def _promises(self) -> dict[str, Callable[[], Awaitable[str | None]]]:
-        return {
+        promises: dict[str, Callable[[], Awaitable[str | None]]] = {
             "answers each request with its own rows": self._answers,
             "answers in order": self._keeps_order,
             "takes a batch as wide as its limits say": self._takes_the_widest,
             "answers a crowd through the engine": self._serves_a_crowd,
             "lets a request be cancelled": self._cancels,
-            **({"gives parts that make the answer": self._gives_parts} if self._takes_prompts else {}),
-            **({"goes on with an answer that has begun": self._goes_on} if self._takes_prompts else {}),
-            **({"draws as a prompt tells it": self._draws} if self._takes_prompts else {}),
-            **({"stops where a prompt tells it": self._stops} if self._takes_prompts else {}),
-            **({"reads chats and tokens, or refuses them": self._reads_forms} if self._takes_prompts else {}),
-            **({"lets a reader leave": self._lets_readers_leave} if self._takes_prompts else {}),
-            **({"refuses an adapter that it has not": self._refuses_adapters} if self._is_of_text else {}),
-            **({"answers with each of its adapters": self._answers_with_adapters} if self.backend.adapters else {}),
-            **({"tells its forward steps": self._tells_steps} if self._has_slots else {}),
-            **({"changes its weights": self._updates} if self.backend.updates else {}),
         }
+        if self._is_of_text and isinstance(self._make_payload(1, 0), Prompt):
+            for name, fault_of in text_backends.PROMISES.items():
+                promises[name] = functools.partial(fault_of, self.backend, self._make_payload)
+        if self._is_of_text:
+            promises["refuses an adapter that it has not"] = self._refuses_adapters
+        if self.backend.adapters:
+            promises["answers with each of its adapters"] = self._answers_with_adapters
+        if self._has_slots:
+            promises["tells its forward steps"] = self._tells_steps
+        if self.backend.updates:
+            promises["changes its weights"] = self._updates
+        return promises
 
     @property
     def _has_slots(self) -> bool:
@@ -199,10 +180,6 @@ class _Examination:
     def _is_of_text(self) -> bool:
         model = self.backend.setup.model
         return model.kind == "text" if model else tuple(self.backend.serves) == ("text",)
-
-    @property
-    def _takes_prompts(self) -> bool:
-        return self._is_of_text and isinstance(self._make_payload(1, 0), Prompt)
 
     def _payload(self, rows: int, seed: int) -> Any:
         return _prompt(rows, seed) if self._is_of_text else self._features(rows, seed)
@@ -299,24 +276,6 @@ class _Examination:
     async def _cancels(self) -> str | None:
         self.backend.cancel(self._request(1, 0))  # it may have been answered a moment ago
         return None
-
-    async def _gives_parts(self) -> str | None:
-        return await parts_make_the_answer(self.backend, self._make_payload)
-
-    async def _goes_on(self) -> str | None:
-        return await begun_goes_on(self.backend, self._make_payload)
-
-    async def _draws(self) -> str | None:
-        return await draws_as_told(self.backend, self._make_payload)
-
-    async def _stops(self) -> str | None:
-        return await stops_as_told(self.backend, self._make_payload)
-
-    async def _reads_forms(self) -> str | None:
-        return await reads_every_form(self.backend, self._make_payload)
-
-    async def _lets_readers_leave(self) -> str | None:
-        return await reader_may_leave(self.backend, self._make_payload)
 
     async def _refuses_adapters(self) -> str | None:
         prompt = self._make_payload(1, 0)

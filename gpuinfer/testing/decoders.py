@@ -12,9 +12,8 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import ValidationError
 
-from gpuinfer.testing.findings import Examination, Finding, run_bounded
+from gpuinfer.testing.findings import Examination, Finding, check_build, check_unknown_options, run_bounded
 from gpuinfer.text.diffusion.unmasking_decoder import MOST_IDLE, Decision, Edited, UnmaskingDecoder, View
 
 VOCABULARY = 50
@@ -75,9 +74,10 @@ def locked(view: View) -> View:
 
 
 def _check(make: Make, examiner: Examination) -> None:
-    if not examiner.check("builds", lambda: _fault_of_build(make)):
+    if (decoder := check_build(make, UnmaskingDecoder, examiner)) is None:
         return
-    examiner.check("refuses unknown options", lambda: _fault_of_options(make()))
+    check_unknown_options(type(decoder).Options, decoder.options, type(decoder).Options, examiner)
+    examiner.check("needs what there is", lambda: _fault_of_needs(decoder))
     broken = "" if examiner.check(COMMITS, lambda: _first_fault(make, _fault_of_deciding)) else COMMITS
     for name, fault_of in PROMISES.items():
         if broken:
@@ -86,22 +86,9 @@ def _check(make: Make, examiner: Examination) -> None:
             broken = SAME
 
 
-def _fault_of_build(make: Make) -> str | None:
-    decoder = make()
-    if not isinstance(decoder, UnmaskingDecoder):
-        module = UnmaskingDecoder.__module__
-        return f"it is a {type(decoder).__name__}. Derive it from {module}.UnmaskingDecoder."
+def _fault_of_needs(decoder: UnmaskingDecoder) -> str | None:
     odd = sorted(set(decoder.needs) - {"margin", "entropy"})
-    return f"it needs {', '.join(odd)}, which nobody has. Needs are margin and entropy." if odd else None
-
-
-def _fault_of_options(decoder: UnmaskingDecoder) -> str | None:
-    options: Any = type(decoder).Options
-    try:
-        options(**decoder.options.model_dump(), no_such_option=1)
-    except ValidationError:
-        return None
-    return "it takes an option that it does not have without a word. Derive `class Options(gpuinfer.api.Options)`."
+    return f"it needs {', '.join(odd)}, which no view has. Needs are margin and entropy." if odd else None
 
 
 def blocks(edits: bool, seed: int = 0) -> Iterator[tuple[str, View]]:

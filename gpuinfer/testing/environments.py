@@ -9,11 +9,9 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
-from pydantic import BaseModel, ValidationError
-
 from gpuinfer.generation import Constraint
 from gpuinfer.rollouts.environment import Environment, Observation, Outcome
-from gpuinfer.testing.findings import Examination, Finding, run_bounded
+from gpuinfer.testing.findings import Examination, Finding, check_build, check_unknown_options, run_bounded
 
 SEEDS = (0, 1, 2**63 - 1)
 STEPS = 50  # of a game: one that goes on for longer is left there, as a run's horizon does
@@ -32,8 +30,8 @@ def check_environment(make: Make, timeout_s: float = 30.0, *, examiner: Examinat
     """
 
     def check(examiner: Examination) -> None:
-        if examiner.check("builds", lambda: _fault_of_build(make)):
-            examiner.check("refuses unknown options", lambda: _fault_of_options(make()))
+        if (one := check_build(make, Environment, examiner)) is not None:
+            check_unknown_options(type(one).Options, one.options, type(one), examiner)
             asyncio.run(_check_games(make, examiner))
 
     return run_bounded(check, examiner or Examination(timeout_s))
@@ -46,25 +44,6 @@ async def _check_games(make: Make, examiner: Examination) -> None:
             examiner.skip(name, f"'{broken}' does not hold")
         elif not await examiner.check_async(name, functools.partial(fault_of, make)) and name == BEARS:
             broken = BEARS
-
-
-def _fault_of_build(make: Make) -> str | None:
-    one = make()
-    if isinstance(one, Environment):
-        return None
-    return f"{type(one).__name__} is no environment. Derive it from gpuinfer.rollouts.environment.Environment."
-
-
-def _fault_of_options(one: Environment) -> str | None:
-    kind = type(one)
-    cure = "Derive `class Options(gpuinfer.api.Options)`, and let Environment.__init__ build it."
-    if not (isinstance(one.options, BaseModel) and isinstance(kind.Options, type)):
-        return f"its options are no pydantic model. {cure}"
-    try:
-        kind(**one.options.model_dump(), no_such_option=1)
-    except (ValidationError, TypeError):
-        return None
-    return f"it takes an option that it does not have without a word. {cure}"
 
 
 @asynccontextmanager

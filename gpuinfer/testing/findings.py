@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
@@ -15,6 +16,8 @@ from gpuinfer.config import settings
 from gpuinfer.config.options import fields_of, missing
 from gpuinfer.errors import GpuinferError
 from gpuinfer.host import error_text
+
+T = TypeVar("T")
 
 LOOK_S = 0.02  # between two looks at a check that may hang
 SLACK = 0.5  # of a check's limit: so much later it is taken to block
@@ -133,10 +136,40 @@ def run_bounded(examine: Callable[[Examination], None], examiner: Examination) -
     return examiner.findings
 
 
+def check_build(make: Callable[[], T], base: type, examiner: Examination) -> T | None:
+    """What `make` builds, where that is a `base`; else None."""
+    built: list[T] = []
+
+    def fault_of_build() -> str | None:
+        built.append(make())
+        if isinstance(built[0], base):
+            return None
+        return f"{built[0]!r:.80} is no {base.__module__}.{base.__qualname__}. Derive it from that."
+
+    return built[0] if examiner.check("builds", fault_of_build) else None
+
+
 def check_options(plugin: Plugin, examiner: Examination) -> None:
     """Whether a wrong `-B key=value` is refused instead of dropped in silence, and no option hides a setting."""
-    examiner.check("refuses unknown options", lambda: _fault_of_options(plugin))
+    kind = type(plugin)
+    check_unknown_options(kind.Options, plugin.options, lambda **values: kind(plugin.setup, **values), examiner)
     examiner.check("has options of its own names", lambda: _fault_of_names(plugin))
+
+
+def check_unknown_options(kind: Any, options: Any, build: Callable[..., object], examiner: Examination) -> None:
+    """Whether `build` refuses an option that is no field of `kind`; `options` are those of a plugin that was built."""
+
+    def fault_of_options() -> str | None:
+        cure = "Derive `class Options(gpuinfer.api.Options)`, and let __init__ of the base class build it."
+        if not (isinstance(kind, type) and issubclass(kind, BaseModel) and isinstance(options, BaseModel)):
+            return f"its Options is no pydantic model. {cure}"
+        try:
+            build(**options.model_dump(), no_such_option=1)
+        except (ValidationError, TypeError):
+            return None
+        return f"it takes an option that it does not have without a word. {cure}"
+
+    examiner.check("refuses unknown options", fault_of_options)
 
 
 def wanting(plugin: type[Plugin], given: Iterable[str]) -> str | None:
@@ -144,17 +177,6 @@ def wanting(plugin: type[Plugin], given: Iterable[str]) -> str | None:
     names = missing(plugin.Options, given) if issubclass(plugin.Options, BaseModel) else []
     words = " ".join(f"--set {name}=VALUE" for name in names)
     return f"needs {', '.join(names)}, which has no default. Check it with {words}." if names else None
-
-
-def _fault_of_options(plugin: Plugin) -> str | None:
-    cure = "Derive `class Options(gpuinfer.api.Options)`, and let Plugin.__init__ build it."
-    if not issubclass(type(plugin).Options, BaseModel):
-        return f"its Options is no pydantic model. {cure}"
-    try:
-        type(plugin)(plugin.setup, **plugin.options.model_dump(), no_such_option=1)
-    except ValidationError:
-        return None
-    return f"it takes an option that it does not have without a word. {cure}"
 
 
 def reserved_names() -> set[str]:

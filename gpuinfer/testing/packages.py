@@ -9,7 +9,6 @@ import functools
 import importlib
 import json
 import queue
-import re
 import sys
 import tempfile
 import threading
@@ -105,13 +104,10 @@ def _check_backend(plugin: Any, values: Mapping[str, Any], order: CheckOrder) ->
     kinds = plugin.serves if isinstance(plugin.serves, tuple | list) else ("rows",)
     for kind in kinds:
         with tempfile.TemporaryDirectory(prefix="gpuinfer-check-") as folder:
-            spec = ROWS if kind != "text" else _text(order.model, Path(folder))
+            text = ModelSpec(order.model or str(tiny_folder(Path(folder, "model"))), kind="text")
+            spec = text if kind == "text" else ROWS
             build = functools.partial(plugin, replace(SETUP, model=spec), **values)
             check_backend(build, examiner=order.examiner(f" ({kind})" if len(kinds) > 1 else ""))
-
-
-def _text(model: str | None, folder: Path) -> ModelSpec:
-    return ModelSpec(model or str(tiny_folder(folder / "model")), kind="text")
 
 
 def _check_strategy(plugin: Any, values: Mapping[str, Any], order: CheckOrder) -> None:
@@ -174,7 +170,7 @@ def check_package(
     backends that serve it. Each check may take `each_s`, all of them `limit_s`: what hangs is named and ended, and the
     others go on. Raises `UsageError` when the package is not installed or offers no plugin.
     """
-    records = [record for record in registry.listing() if _same(record.distribution, package_name)]
+    records = [one for one in registry.listing() if registry.plain(one.distribution) == registry.plain(package_name)]
     if ":" in package_name:
         records = [of_path(package_name)]
     if not records:
@@ -300,11 +296,3 @@ def _no_plugins(package_name: str) -> str:
         f'pyproject.toml an entry point such as [project.entry-points."gpuinfer.backends"]. '
         f"Packages with plugins: {', '.join(offering) or 'none'}."
     )
-
-
-def _same(first: str, second: str) -> bool:
-    return _plain(first) == _plain(second)
-
-
-def _plain(name: str) -> str:
-    return re.sub(r"[-_.]+", "-", name).lower()

@@ -1,7 +1,4 @@
-"""What a strategy promises, tried on queues of every kind and on a random load.
-
-Queues as a strategy sees them, written down in one line.
-"""
+"""What a strategy promises, tried on queues of every kind and on a random load; `waiting` makes a queue in one line."""
 
 from __future__ import annotations
 
@@ -15,10 +12,8 @@ from dataclasses import replace
 from gpuinfer.api import Backend, BatchRecord, Limits, Priority, QueueView, Reason, Request, Result, Strategy
 from gpuinfer.engine.engine import Engine
 from gpuinfer.engine.scheduler import choose, due_at
-from gpuinfer.errors import StrategyError
-from gpuinfer.host import error_text
 from gpuinfer.testing.fakes import run_virtual
-from gpuinfer.testing.findings import Examination, Finding, check_options, run_bounded
+from gpuinfer.testing.findings import Examination, Finding, check_build, check_options, raised, run_bounded
 
 
 def waiting(
@@ -85,9 +80,9 @@ def check_strategy(
 
 
 def _check(strategy_factory: Callable[[], Strategy], examiner: Examination) -> None:
-    if not examiner.check("builds", lambda: _fault_of_build(strategy_factory)):
+    if (strategy := check_build(strategy_factory, Strategy, examiner)) is None:
         return
-    check_options(strategy_factory(), examiner)
+    check_options(strategy, examiner)
     held = [
         examiner.check(name, functools.partial(_first_fault, strategy_factory, fault_of))
         for name, fault_of in PROMISES.items()
@@ -127,19 +122,10 @@ def _first_fault(
         try:
             fault = fault_of(strategy_factory(), view)
         except Exception as error:  # noqa: BLE001 (the code under test may raise anything)
-            fault = (
-                error_text.safe_str(error)
-                if isinstance(error, StrategyError)
-                else f"raised {error_text.full_message(error)}. It must not raise here."
-            )
+            fault = raised(error)
         if fault:
             return f"with {name}: {fault}"
     return None
-
-
-def _fault_of_build(strategy_factory: Callable[[], Strategy]) -> str | None:
-    strategy = strategy_factory()
-    return None if isinstance(strategy, Strategy) else f"{strategy!r} is no gpuinfer.api.Strategy. Derive it from that."
 
 
 def _fault_of_time(strategy: Strategy, view: QueueView) -> str | None:
@@ -156,7 +142,7 @@ def _fault_of_patience(strategy: Strategy, view: QueueView) -> str | None:
     """Let time pass with no arrivals, as the engine would, until the strategy cuts."""
     now = view.now
     for _ in range(10_000):
-        due = due_at(strategy, _seen_at(view, now))
+        due = due_at(strategy, replace(view, now=now))
         if due <= now:
             return None
         if due > view.now + PATIENCE_S:
@@ -217,10 +203,6 @@ def _fault_of_notices(strategy: Strategy, view: QueueView) -> str | None:
     if not isinstance(said, str) and all(isinstance(one, str) for one in said):
         return None
     return f"notices are {said!r:.60}. Keep a list of sentences."
-
-
-def _seen_at(view: QueueView, now: float) -> QueueView:
-    return replace(view, now=now)
 
 
 def _shifted(view: QueueView, seconds: float) -> QueueView:

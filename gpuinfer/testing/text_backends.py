@@ -5,7 +5,7 @@ parts as it says. One that gives no parts promises nothing about them.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from msgspec import structs
@@ -248,3 +248,13 @@ async def _completion(backend: Backend, prompt: Any) -> Completion | None:
 
 def _plain(answer: Generation) -> Sequence[Any]:
     return [(one.text, one.tokens) for one in answer.completions]
+
+
+PROMISES: dict[str, Callable[[Backend, MakePrompt], Awaitable[str | None]]] = {
+    "gives parts that make the answer": parts_make_the_answer,
+    "goes on with an answer that has begun": begun_goes_on,
+    "draws as a prompt tells it": draws_as_told,
+    "stops where a prompt tells it": stops_as_told,
+    "reads chats and tokens, or refuses them": reads_every_form,
+    "lets a reader leave": reader_may_leave,
+}

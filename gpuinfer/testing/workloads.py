@@ -1,6 +1,5 @@
-"""What a workload promises, tried on answers that cost nothing or in a run of its own.
-
-A workload in a run of its own: the real session, its worker processes, and a backend that costs little.
+"""What a workload promises, tried on answers that cost nothing, or in a real run: session, worker processes, and a
+backend that costs little.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from gpuinfer.host import error_text
 from gpuinfer.runtime import run
 from gpuinfer.strategies.dynamic import Dynamic
 from gpuinfer.testing.fakes import Answerer, FakeInfer
-from gpuinfer.testing.findings import Examination, Finding, check_options, run_bounded
+from gpuinfer.testing.findings import Examination, Finding, check_build, check_options, run_bounded
 
 RUN_S = 2.0  # of work before it is asked to stop
 LOOK_S = 0.05  # between two looks at how far it is
@@ -128,11 +127,10 @@ def check_workload(
     """
 
     def check(examiner: Examination) -> None:
-        workloads: list[Workload] = []
-        if not examiner.check("builds", lambda: _fault_of_build(workload_factory, workloads)):
+        if (workload := check_build(workload_factory, Workload, examiner)) is None:
             return
-        check_options(workloads[0], examiner)
-        if examiner.check("names its model and processes", lambda: _fault_of_needs(workloads[0])):
+        check_options(workload, examiner)
+        if examiner.check("names its model and processes", lambda: _fault_of_needs(workload)):
             run: Run = WorkloadTrial(workload_factory, examiner.limit_s)
             if answer is not None:
                 run = functools.partial(_run_on_fakes, workload_factory, answer)
@@ -149,12 +147,6 @@ async def _check_runs(run: Run, examiner: Examination, once: bool) -> None:
         examiner.skip("ends soon when asked to stop", "it did not end by itself")
     else:
         await examiner.check_async("ends soon when asked to stop", lambda: run(True), limit_s)
-
-
-def _fault_of_build(workload_factory: Callable[[], Workload], built: list[Workload]) -> str | None:
-    workload = workload_factory()
-    built.append(workload)
-    return None if isinstance(workload, Workload) else f"{workload!r} is no gpuinfer.api.Workload. Derive it from that."
 
 
 def _fault_of_needs(workload: Workload) -> str | None:

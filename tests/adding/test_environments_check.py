@@ -105,7 +105,7 @@ class Lax(Good):
         (Chance, SAME, "Draw chance from `reset`'s seed alone."),
         (Remembers, AGAIN, "Let `reset` forget all of the last game."),
         (Lax, "refuses unknown options", "Derive `class Options(gpuinfer.api.Options)`"),
-        (dict, "builds", "dict is no environment"),
+        (dict, "builds", "{} is no gpuinfer.rollouts.environment.Environment"),
     ],
 )
 def test_a_broken_promise_is_named(environment, promise, said):
