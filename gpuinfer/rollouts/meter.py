@@ -7,14 +7,13 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
-from collections.abc import Awaitable, Callable, Hashable, Iterator, Mapping
-from contextlib import AbstractAsyncContextManager, AbstractContextManager
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import msgspec
 
-from gpuinfer.api import Infer, Lane, Limits, ModelSpec, Priority, Stream, Workers
+from gpuinfer.api import Infer
 from gpuinfer.generation import Completion, Generation
 from gpuinfer.rollouts.environment import Environment
 from gpuinfer.rollouts.guarded_environment import BlockingTimer, EnvironmentMaker
@@ -64,62 +63,14 @@ class LevelIntegral:
         self._since = now
 
 
-class InferProxy(Infer):
-    """Stands in the place of `own`."""
+class InferWrapper:
+    """Everything of another `Infer` but what a subclass does otherwise: to be used in its place."""
 
     def __init__(self, own: Infer) -> None:
         self._own = own
-        self.roofline, self.stopping = own.roofline, own.stopping
 
-    @property
-    def limits(self) -> Limits:  # type: ignore[override]
-        return self._own.limits
-
-    @property
-    def has_model(self) -> bool:
-        return self._own.has_model
-
-    async def ready(self) -> Limits:
-        return await self._own.ready()
-
-    async def __call__(self, payload: Any, **ways: Any) -> Any:
-        return await self._own(payload, **ways)
-
-    def stream(
-        self,
-        payload: Any,
-        *,
-        rows: int = 1,
-        priority: Priority = Priority.NORMAL,
-        timeout: float = float("inf"),
-        group: Hashable = None,
-        client: Hashable = None,
-    ) -> Stream:
-        return self._own.stream(payload, rows=rows, priority=priority, timeout=timeout, group=group, client=client)
-
-    def block(self, rows: int) -> Any:
-        return self._own.block(rows)
-
-    def beside(self, spec: ModelSpec, share: float = 1.0) -> Infer:
-        return self._own.beside(spec, share)
-
-    async def update(self, version: str, weights: str, *, adapter: str | None = None, drain: bool = True) -> None:
-        await self._own.update(version, weights, adapter=adapter, drain=drain)
-
-    def watch(self, kind: type) -> None:
-        self._own.watch(kind)
-
-    async def counted(self) -> Mapping[str, Any]:
-        return await self._own.counted()
-
-    def client(self) -> AbstractContextManager[Hashable]:
-        return self._own.client()
-
-    def lane(self, name: str) -> Lane:
-        return self._own.lane(name)
-
-    def workers(self, target: str, arguments: Any) -> AbstractAsyncContextManager[Workers]:
-        return self._own.workers(target, arguments)
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._own, name)
 
 
 T = TypeVar("T")
@@ -299,7 +250,7 @@ class TimedEnvironment(Environment):
 Name = Callable[[], str | None]
 
 
-class MeteredInfer(InferProxy):
+class MeteredInfer(InferWrapper):
     """The run's way to answers, with the rows under way counted, and each answer's tokens under a version.
 
     `name` tells the version of the weights when something is asked, for backends that are not told of it themselves:

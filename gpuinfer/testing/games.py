@@ -144,7 +144,7 @@ def _fault_of_compiling(game: Game, rehearsed: rehearsal.Rehearsal) -> str | Non
     if not rehearsed.plain:
         return None
     count = len(rehearsed.digests)
-    found = playthrough.played(game, kernels.rules_of(game.rules), range(count), float("inf"), plain=False)
+    found = playthrough.played(game, kernels.rules_of(game.rules), range(count), float("inf"))
     if fault := found["fault"] or found["odd"]:
         return str(fault)
     for number, (plain, compiled) in enumerate(zip(rehearsed.digests, found["digests"], strict=True)):

@@ -107,5 +107,5 @@ CASES = {
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
     with np.errstate(all="ignore"):
-        found = {name: playthrough.played(*case, range(8), 60.0, plain=True) for name, case in CASES.items()}
+        found = {name: playthrough.played(*case, range(8), 60.0) for name, case in CASES.items()}
     print(json.dumps(found))

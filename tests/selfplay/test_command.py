@@ -205,7 +205,7 @@ def test_a_game_of_ones_own_plays(tmp_path):
             "from nim import Nim\nclass Mine(Nim):\n    rules = 'nim'\n"
             "    def __init__(self, *given, **options):\n        super().__init__(*given, **options)\n"
             "        self.words = 4",
-            "reaches for number 4 where words = 4 says there are so many. Declare words = 5 or more.",
+            "reaches for number 4 where words = 4 says how many there are. Declare words = 5 or more.",
             id="is larger than it says",
         ),
     ],

@@ -15,7 +15,7 @@ import msgspec
 from gpuinfer.api import Infer, ModelSpec, Progress, Setup, Workload
 from gpuinfer.errors import QueueFull, WorkError
 from gpuinfer.generation import Generation, Prompt, Sampling
-from gpuinfer.rollouts.meter import InferProxy
+from gpuinfer.rollouts.meter import InferWrapper
 from gpuinfer.rollouts.record import Game, Group, Trajectory, Turn
 
 Asked = tuple[tuple[int, ...], Turn]
@@ -198,7 +198,7 @@ class ForcedReplay(Workload):
             yield progress
 
 
-class ForcedInfer(InferProxy):
+class ForcedInfer(InferWrapper):
     """Draws as many tokens as the record has, and says what it says."""
 
     def __init__(self, own: Infer, answers: Mapping[str, RecordedAnswers]) -> None:

@@ -7,6 +7,7 @@ import contextlib
 import logging
 from collections.abc import AsyncIterator, Iterator, Mapping
 from pathlib import Path
+from typing import cast
 
 import msgspec
 
@@ -56,7 +57,7 @@ class BufferedTrainerLink(TrainerLink):
     def __init__(self, infer: Infer, consumer: Consumer, plan: TrainingPlan, steps: StepsFile | None) -> None:
         meter = RolloutMeter()
         self.training = Training(infer, consumer, plan, meter, steps, judged_records(plan))
-        self.infer = MeteredInfer(infer, meter, self.training.asked_with)
+        self.infer = cast(Infer, MeteredInfer(infer, meter, self.training.asked_with))
         self.gate = self.training
         self.trainer = ResumedTrainer(self.training, consumer)
         self._steps = steps

@@ -19,7 +19,7 @@ is the game's own int64 vector; `stream` is a random stream for `bits.random_bel
 `integers` (int64) and `floats` (float64) are scratch of the sizes that the game asks for. Values and features are from
 the point of view of the player to move wherever a network sees them: column k of its values is the k-th seat after it.
 
-The sizes that a game declares: whether they are any, and arrays that notice when somebody reaches beyond them.
+`check_sizes` refuses sizes that cannot be.
 """
 
 from __future__ import annotations
@@ -91,47 +91,8 @@ class OutOfBounds(Exception):
     """What a game does wrong, and the cure."""
 
 
-class Sized(np.ndarray):
-    """An array that says which of the game's sizes it was made by when somebody reaches beyond it."""
-
-    made_by = ""  # such as "words"
-
-    def __array_finalize__(self, other: Any) -> None:
-        self.made_by = getattr(other, "made_by", "")
-
-    def __getitem__(self, key: Any) -> Any:
-        try:
-            return super().__getitem__(key)
-        except IndexError:
-            raise self._beyond(key) from None
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        self._refuse_what_does_not_fit(value)
-        try:
-            super().__setitem__(key, value)
-        except IndexError:
-            raise self._beyond(key) from None
-
-    def _beyond(self, key: Any) -> OutOfBounds:
-        index: Any = key[-1] if isinstance(key, tuple) else key
-        counts = isinstance(index, int | np.integer) and index >= 0
-        needed = f" Declare {self.made_by} = {int(index) + 1} or more." if counts else ""
-        return OutOfBounds(
-            f"reaches for number {index} where {self.made_by} = {self.shape[-1]} says there are so many.{needed}"
-        )
-
-    def _refuse_what_does_not_fit(self, value: Any) -> None:
-        if self.dtype.kind not in "iu" or not isinstance(value, int | np.integer):
-            return
-        info = np.iinfo(self.dtype)
-        if not info.min <= int(value) <= info.max:
-            raise OutOfBounds(
-                f"writes {int(value)} into {self.made_by}, which are {self.dtype}. Keep to {info.min}…{info.max}."
-            )
-
-
 def check_sizes(game: Game) -> None:
-    """Raises `Fault` for a size that is none."""
+    """Raises `OutOfBounds` for a size that cannot be."""
     for name in ("seats", "actions", "max_legal", "max_moves", "features", "words"):
         value = getattr(game, name)
         if not isinstance(value, int | np.integer) or value < 1:

@@ -10,6 +10,7 @@ import json
 import math
 import os
 import random
+import re
 import signal
 import sys
 import time
@@ -28,7 +29,7 @@ from gpuinfer.host import error_text
 from gpuinfer.models.positions import checked
 from gpuinfer.workloads.selfplay import bits, games
 from gpuinfer.workloads.selfplay.draw import draw_of
-from gpuinfer.workloads.selfplay.game import Game, OutOfBounds, Sized, check_sizes, is_won_or_lost
+from gpuinfer.workloads.selfplay.game import Game, OutOfBounds, check_sizes, is_won_or_lost
 from gpuinfer.workloads.selfplay.python_game import CHANCE, OVER, CheckedRules, GameLength, Position, PythonGame, raised
 
 CURE = "Turn features and actions alike, or leave it out."
@@ -267,36 +268,27 @@ LEFTOVER = -7_777  # what lies in memory that nobody has written for this game
 
 
 class Playthrough:
-    """One game's rules, asked as the search asks them. `plain`: they are plain Python."""
+    """One game of compiled rules, called as the search calls them. In plain Python, numpy notices an index beyond an
+    array; compiled, Numba does with NUMBA_BOUNDSCHECK=1.
+    """
 
-    def __init__(self, game: Game, rules: ModuleType, plain: bool) -> None:
+    def __init__(self, game: Game, rules: ModuleType) -> None:
         check_sizes(game)
-        self.game, self.rules, self.plain = game, rules, plain
+        self.game, self.rules = game, rules
         self.positions = 0
-        self.guessed = self.guessed_true = 0  # positions whose hidden part was guessed; that were guessed as they are
-        self.digests: list[str] = []  # of each game: all that the rules said, but for guesses
+        self.guessed = self.guessed_true = 0  # determinized positions; those whose hidden part came out as it is
+        self.digests: list[str] = []  # of each game: all that the rules returned, except for determinizations
+        # whole numbers are written to a wide row: one that does not fit the features' type is seen
+        self._row_dtype = np.int64 if np.dtype(game.feature_dtype).kind in "iu" else np.dtype(game.feature_dtype)
         self._stream = np.zeros(2, np.uint64)
-        self._state = self._array("words", np.int64)
-        self._actions = self._array("max_legal", np.int16)
-        self._values = self._array("seats", np.float32)
-        self._samples = self._array("words", np.int64, GUESSES)
-        self._scratch = (
-            self._sized(np.full(game.scratch[0], LEFTOVER, np.int64), "scratch[0]"),
-            self._sized(np.full(game.scratch[1], LEFTOVER, np.float64), "scratch[1]"),
-        )
-
-    def _array(self, size: str, dtype: Any, *first: int) -> np.ndarray:
-        return self._sized(np.full((*first, getattr(self.game, size)), LEFTOVER, dtype), size)
-
-    def _sized(self, array: np.ndarray, size: str) -> np.ndarray:
-        if not self.plain:
-            return array
-        sized = array.view(Sized)
-        sized.made_by = size
-        return sized
+        self._state = np.full(game.words, LEFTOVER, np.int64)
+        self._actions = np.full(game.max_legal, LEFTOVER, np.int16)
+        self._values = np.full(game.seats, LEFTOVER, np.float32)
+        self._samples = np.full((GUESSES, game.words), LEFTOVER, np.int64)
+        self._scratch = np.full(game.scratch[0], LEFTOVER, np.int64), np.full(game.scratch[1], LEFTOVER, np.float64)
 
     def play(self, number: int) -> None:
-        """One game, from the deal to its returns. Raises `Fault`."""
+        """One game, from the deal to its returns. Raises `OutOfBounds`."""
         moves, digest = random.Random(number), hashlib.sha256()
         self._deal(number)
         made = 0
@@ -321,7 +313,7 @@ class Playthrough:
 
     def _deal(self, number: int) -> None:
         """Into memory that holds another game: what `deal` does not write, the search has from the game before."""
-        fresh = self._sized(np.zeros(self.game.words, np.int64), "words")
+        fresh = np.zeros(self.game.words, np.int64)
         for state in (fresh, self._state):
             bits.seed_stream(self._stream, 0, number)
             self._call("deal", state, self._stream)
@@ -350,21 +342,32 @@ class Playthrough:
         """The legal actions and the features of a position, each checked; neither may change it."""
         before = np.array(state)
         legal = self._legal(state, mover)
-        row = self._sized(np.zeros(self.game.features, self.game.feature_dtype), "features")
+        row = np.zeros(self.game.features, self._row_dtype)
         self._call("observe", state, self._actions, len(legal), row)
+        if self._row_dtype == np.int64:
+            self._check_range(row)
         mask = np.zeros(self.game.actions, bool)
         mask[legal] = True
-        if not np.array_equal(np.asarray(row[: self.game.actions]), mask):
-            wrong = int(np.flatnonzero(np.asarray(row[: self.game.actions]) != mask)[0])
+        if not np.array_equal(row[: self.game.actions], mask):
+            wrong = int(np.flatnonzero(row[: self.game.actions] != mask)[0])
             raise OutOfBounds(
                 f"`observe` writes {row[wrong]} to feature {wrong}, and action {wrong} is "
                 f"{'legal' if mask[wrong] else 'not legal'}. The first `actions` features are the mask: 1 for legal."
             )
-        if not np.isfinite(np.asarray(row, float)).all():
+        if not np.isfinite(row).all():
             raise OutOfBounds("`observe` writes features that are not finite. A network answers NaN to those.")
-        if not np.array_equal(before, np.asarray(state)):
+        if not np.array_equal(before, state):
             raise OutOfBounds("`legal`, `to_move` or `observe` changes the position. Only `deal` and `apply` may.")
-        return legal, np.asarray(row)
+        return legal, row
+
+    def _check_range(self, row: np.ndarray) -> None:
+        info = np.iinfo(self.game.feature_dtype)
+        beyond = row[(row < info.min) | (row > info.max)]
+        if beyond.size:
+            raise OutOfBounds(
+                f"`observe` writes {beyond[0]} into features, which are {self.game.feature_dtype}. Keep to "
+                f"{info.min}…{info.max}."
+            )
 
     def _legal(self, state: np.ndarray, mover: int) -> list[int]:
         count = int(self._call("legal", state, self._actions))
@@ -373,7 +376,7 @@ class Playthrough:
             raise OutOfBounds(
                 f"`legal` counts {count} actions of seat {mover}; max_legal = {self.game.max_legal}. {cure}."
             )
-        legal: list[int] = np.asarray(self._actions)[:count].tolist()
+        legal: list[int] = self._actions[:count].tolist()
         if legal != sorted(set(legal)):
             raise OutOfBounds(f"`legal` writes {_short(legal)}. Write each action once, in ascending order.")
         if not 0 <= legal[0] <= legal[-1] < self.game.actions:
@@ -388,11 +391,11 @@ class Playthrough:
         self._samples[:] = LEFTOVER
         before = np.array(self._state)
         self._call("determinize", self._state, self._samples, self._stream, *self._scratch)
-        if not np.array_equal(before, np.asarray(self._state)):
+        if not np.array_equal(before, self._state):
             raise OutOfBounds("`determinize` changes the position. It may only write samples.")
         self.guessed += 1
-        self.guessed_true += bool((np.asarray(self._samples) == before).all())
-        for sample in map(self._samples.__getitem__, range(GUESSES)):
+        self.guessed_true += bool((self._samples == before).all())
+        for sample in self._samples:
             if self._mover(sample) != mover or not _alike(self._look(sample, mover), (legal, row)):
                 raise OutOfBounds(
                     "`determinize` writes a position that the player to move can tell from the true one: other seat, "
@@ -411,7 +414,7 @@ class Playthrough:
     def _returns(self, number: int) -> list[float]:
         self._values[:] = math.nan
         self._call("returns", self._state, self._values)
-        values: list[float] = np.asarray(self._values).tolist()
+        values: list[float] = self._values.tolist()
         if not all(map(math.isfinite, values)):
             raise OutOfBounds(
                 f"`returns` leaves {values} for seats = {self.game.seats} (game {number}): write a finite value for "
@@ -427,13 +430,30 @@ class Playthrough:
     def _call(self, name: str, *arguments: Any) -> Any:
         try:
             return getattr(self.rules, name)(self.game.config, *arguments)
-        except OutOfBounds as fault:
-            said = str(fault)
-            raise OutOfBounds(said if said.startswith("`") else f"`{name}`{_place(fault, self.rules)} {said}") from None
         except IndexError as error:
-            raise OutOfBounds(
-                f"`{name}`{_place(error, self.rules)} reaches beyond an array: {error}. Declare sizes that hold."
-            ) from None
+            raise OutOfBounds(f"`{name}`{_place(error, self.rules)} {self._beyond(name, str(error))}") from None
+
+    def _beyond(self, name: str, message: str) -> str:
+        """Which size an index was beyond, as far as numpy's message tells."""
+        found = BEYOND.search(message)
+        sizes = {**{size: getattr(self.game, size) for size in SIZES_OF[name]}}
+        if name == "determinize":
+            sizes |= {f"scratch[{number}]": size for number, size in enumerate(self.game.scratch)}
+        size = next((size for size, count in sizes.items() if found and count == int(found[2])), None)
+        if found is None or size is None:
+            return f"reaches beyond an array: {message}. Declare sizes that hold."
+        cure = f" Declare {size} = {int(found[1]) + 1} or more." if int(found[1]) >= 0 else ""
+        return f"reaches for number {found[1]} where {size} = {found[2]} says how many there are.{cure}"
+
+
+BEYOND = re.compile(r"index (-?\d+) is out of bounds for axis \d+ with size (\d+)")
+SIZES_OF = {
+    **dict.fromkeys(("deal", "to_move", "apply", "determinize"), ("words",)),
+    "legal": ("max_legal", "words"),
+    "observe": ("features", "max_legal", "words"),
+    "returns": ("seats", "words"),
+}
+"""The sizes of the arrays that each function is given, the one that it writes first."""
 
 
 def _alike(first: tuple[list[int], np.ndarray], second: tuple[list[int], np.ndarray]) -> bool:
@@ -446,7 +466,7 @@ def _place(error: BaseException, rules: ModuleType) -> str:
     return f" ({os.path.basename(frames[-1].filename)}, line {frames[-1].lineno})" if frames else ""
 
 
-def played(game: Game, rules: ModuleType, numbers: Iterable[int], seconds: float, *, plain: bool) -> dict[str, Any]:
+def played(game: Game, rules: ModuleType, numbers: Iterable[int], seconds: float) -> dict[str, Any]:
     """Plays one of these games, and others as far as the time allows. What was found, as plain values.
 
     `fault` is what is wrong, or None; `odd` what the rules raised that need not be wrong of compiled code.
@@ -454,7 +474,7 @@ def played(game: Game, rules: ModuleType, numbers: Iterable[int], seconds: float
     found: dict[str, Any] = {"fault": None, "odd": None, "games": 0, "positions": 0, "digests": []}
     end: float | None = None  # from the end of the first, which may compile
     try:
-        through = Playthrough(game, rules, plain)
+        through = Playthrough(game, rules)
         for number in numbers:
             through.play(number)
             found |= {"games": found["games"] + 1, "positions": through.positions, "digests": through.digests}
@@ -500,7 +520,7 @@ def main() -> None:
                 found = {"fault": fault_of(game, range(order["games"]), order["seconds"], [])}
             else:
                 rules = importlib.import_module(game.rules)
-                found = played(game, rules, range(order["games"]), order["seconds"], plain=order["plain"])
+                found = played(game, rules, range(order["games"]), order["seconds"])
     except GpuinferError as error:
         found = {"fault": str(error)}
     json.dump(found, answer)
