@@ -58,6 +58,7 @@ FACADES: dict[str, set[str]] = {
         "event_loop",
         "files",
         "installation",
+        "journal",
         "machine",
         "process",
         "process_memory",

@@ -5,7 +5,6 @@ arithmetic.
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -14,6 +13,7 @@ import msgspec
 from msgspec import Struct
 
 from gpuinfer.errors import UsageError, WorkError
+from gpuinfer.host.journal import AppendFile, cut_torn, whole_lines
 from gpuinfer.units import short
 
 
@@ -98,36 +98,29 @@ class StepsFile:
     def __init__(self, path: str | Path, *, resume: bool = False) -> None:
         self.path = Path(path)
         self.before: list[StepRecord] = []
-        flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | (0 if resume else os.O_TRUNC)
         try:
-            self._descriptor = os.open(self.path, flags, 0o666)
+            self._file = AppendFile(self.path, empty=not resume)
             if resume:
                 self.before = list(read_steps(self.path))
-                self._cut_torn()
+                cut_torn(self.path)
         except OSError as error:
             raise UsageError(f"--steps {path} cannot be written ({error.strerror}). Name another file.") from None
 
     def add(self, record: StepRecord) -> None:
         """Raises `WorkError` when the disk takes no more."""
         try:
-            os.write(self._descriptor, msgspec.json.encode(record) + b"\n")
+            self._file.append(msgspec.json.encode(record) + b"\n")
         except OSError as error:
             raise WorkError(f"--steps {self.path} cannot be written: {error.strerror}. Free some space.") from None
 
     def close(self) -> None:
-        os.close(self._descriptor)
-
-    def _cut_torn(self) -> None:
-        whole = self.path.read_bytes()
-        os.ftruncate(self._descriptor, whole.rfind(b"\n") + 1)
+        self._file.close()
 
 
 def read_steps(path: str | Path) -> Iterator[StepRecord]:
     """The steps of a file, without one that is only half there. Raises `UsageError` for a line that is no step."""
     decoder = msgspec.json.Decoder(StepRecord)
-    for number, line in enumerate(Path(path).read_bytes().splitlines(keepends=True), 1):
-        if not line.endswith(b"\n"):
-            return
+    for number, line in enumerate(whole_lines(Path(path)), 1):
         try:
             yield decoder.decode(line)
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:

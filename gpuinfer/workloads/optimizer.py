@@ -4,6 +4,7 @@ loss of each step, and in the end the weights. Imports torch.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -19,6 +20,7 @@ from gpuinfer.api import ModelSpec
 from gpuinfer.errors import UsageError, WorkError
 from gpuinfer.gradients import Gradients
 from gpuinfer.host.files import RecordFolder, unwritable
+from gpuinfer.host.journal import AppendFile
 from gpuinfer.models.load import trainable
 from gpuinfer.models.networks import load_weights
 from gpuinfer.models.out_of_memory import first_line, is_out_of_memory
@@ -190,8 +192,8 @@ class TrainingFolder(RecordFolder):
     def add_to_curve(self, rows: Sequence[plotting.LossRow]) -> None:
         """Raises `WorkError` when it cannot be written."""
         try:
-            with (self.path / plotting.LOSS_FILE).open("ab") as file:
-                file.write(b"".join(map(_line, rows)))
+            with contextlib.closing(AppendFile(self.path / plotting.LOSS_FILE)) as file:
+                file.append(b"".join(map(_line, rows)))
         except OSError as error:
             raise unwritable(self.path, error, self._holds) from error
 

@@ -154,14 +154,6 @@ def test_a_file_that_answers_otherwise_is_not_kept(export, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no device that is always full")
-def test_a_report_without_room_hides_no_failure(gpuinfer, tmp_path):
-    words = ("--model", "exported_networks:Noisy", *SIZES, "--tolerance", "0.001", "--out", tmp_path / "net.onnx")
-    code, _, err = gpuinfer("export", *map(str, words), "--json", "/dev/full")
-    assert code == 4
-    assert err.index("0.001 is allowed") < err.index("the report could not be written to /dev/full")
-
-
 def test_a_network_that_cannot_be_exported_is_told_so(export, tmp_path):
     code, report, err = export("--model", "exported_networks:Branching", *SIZES)
     assert (code, report) == (1, None)
@@ -217,21 +209,6 @@ def test_what_cannot_be_is_refused(export, tmp_path, words, said):
     assert (code, report) == (2, None)
     assert said in err
     assert list(tmp_path.iterdir()) == []
-
-
-def test_the_cure_for_a_folder_that_is_not_there_is_quoted(gpuinfer, tmp_path):
-    out = tmp_path / "my nets" / "net.onnx"
-    code, _, err = gpuinfer("export", "--model", "blobnet-small", *map(str, SIZES), "--out", str(out))
-    assert code == 2
-    assert f"mkdir -p '{out.parent}'" in " ".join(err.split())
-
-
-def test_a_file_that_is_there_stays(export, tmp_path):
-    (tmp_path / "net.onnx").write_text("mine")
-    code, _, err = export("--model", "blobnet-small", *SIZES)
-    assert code == 2
-    assert "exists already" in err
-    assert (tmp_path / "net.onnx").read_text() == "mine"
 
 
 def test_without_the_packages_the_extra_is_named(export, tmp_path, monkeypatch):

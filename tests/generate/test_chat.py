@@ -154,14 +154,3 @@ def test_on_a_terminal_ctrl_c_ends_an_answer_and_ctrl_d_the_conversation():
         terminal.until("> ")  # before it readline would not see a Ctrl-D
         terminal.types("\x04")
         assert terminal.end() == 0
-
-
-@pytest.mark.thorough
-def test_on_a_terminal_a_text_is_shown_long_before_its_answer_ends():
-    words = ["--model", "tiny", "--prompt", "The sea", "--ignore-eos", "--quiet", "--max-new-tokens", "500"]
-    with OnTerminal("generate", *words) as terminal:
-        terminal.until("The sea")
-        terminal.until_some()
-        assert "cut off" not in terminal.seen
-        terminal.until("cut off after 500 tokens")
-        assert terminal.end() == 0

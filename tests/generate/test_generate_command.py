@@ -41,15 +41,6 @@ def test_three_rows_are_tried_and_the_output_is_left_alone(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
 
 
-def test_settings_come_from_the_file_too(tmp_path):
-    prompts(tmp_path / "in.jsonl", 2)
-    (tmp_path / "gpuinfer.toml").write_text('[generate]\ninput = "in.jsonl"\nstop = ["a,b", "c"]\nnum_samples = 3\n')
-    done = generate("--output", "out.jsonl", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert json.loads((tmp_path / "out.jsonl.run.json").read_text())["settings"]["stop"] == ["a,b", "c"]
-    assert all(len(row["samples"]) == 3 for row in rows_of(tmp_path / "out.jsonl"))
-
-
 def test_flags_reach_the_model(tmp_path):
     prompts(tmp_path / "in.jsonl", 200)
     (tmp_path / "schema.json").write_text('{"type": "object"}')

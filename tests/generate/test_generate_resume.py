@@ -164,16 +164,6 @@ def test_what_is_done_is_not_asked_again(tmp_path):
     assert {row["id"] for row in rows_of(tmp_path / "out.jsonl")} == {f"r{number}" for number in range(80)}
 
 
-def test_rows_may_change_places_between_runs(tmp_path):
-    prompts(tmp_path / "in.jsonl", 50)
-    assert generate(*WORK, cwd=tmp_path).returncode == 0
-    lines = (tmp_path / "in.jsonl").read_text().splitlines()
-    (tmp_path / "in.jsonl").write_text("[" + ",\n".join(reversed(lines)) + "]")
-    before = (tmp_path / "out.jsonl").read_bytes()
-    assert generate(*WORK, "--resume", cwd=tmp_path).returncode == 0
-    assert (tmp_path / "out.jsonl").read_bytes() == before
-
-
 @pytest.mark.parametrize("torn", [b'{"id":"r3","te', b"\0" * 100 + b"\n"])
 def test_a_torn_end_is_mended(tmp_path, torn):
     prompts(tmp_path / "in.jsonl", 5)
@@ -270,18 +260,6 @@ def test_what_is_refused_or_ends_before_its_first_answer_leaves_nothing_behind(t
     assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
 
 
-def test_an_empty_file_may_be_written_to_and_a_leftover_of_an_ordered_run_is_not_overwritten(tmp_path):
-    prompts(tmp_path / "in.jsonl", 5)
-    (tmp_path / "out.jsonl").touch()
-    assert generate(*WORK, "--ordered", cwd=tmp_path).returncode == 0
-    (tmp_path / "out.jsonl").rename(tmp_path / "out.jsonl.early")
-    assert "out.jsonl.early exists already. Add --resume" in complaint(generate(*WORK, "--ordered", cwd=tmp_path))
-    again = generate(*WORK, "--ordered", "--resume", "--json", "report.json", cwd=tmp_path)
-    assert again.returncode == 0, again.stderr
-    assert json.loads((tmp_path / "report.json").read_text())["progress"]["before"] == 5
-    assert [row["id"] for row in rows_of(tmp_path / "out.jsonl")] == [f"r{n}" for n in range(5)]
-
-
 def test_rows_that_the_input_has_no_more_keep_their_answers_once(tmp_path):
     prompts(tmp_path / "in.jsonl", 5)
     assert generate(*WORK, "--ordered", cwd=tmp_path).returncode == 0
@@ -317,16 +295,6 @@ def test_a_full_disk_ends_the_run_with_the_cure_and_leaves_whole_lines(whole, tm
     assert room - 1000 < len(kept) <= room
     assert generate(*WORK, "--ordered", "--resume", cwd=tmp_path).returncode == 0
     assert (tmp_path / "out.jsonl").read_bytes() == whole
-
-
-def test_where_neither_the_answers_nor_the_report_have_room_both_are_said(tmp_path):
-    prompts(tmp_path / "in.jsonl", COUNT)
-    done = generate(*WORK, "--json", "/dev/full", cwd=tmp_path, limit=100_003)
-    assert done.returncode == 1
-    answers, report = complaint(done).splitlines()
-    assert "answers cannot be written to" in answers
-    assert answers.endswith("Free some space, then run again with --resume.")
-    assert "the report could not be written to /dev/full" in report
 
 
 def test_a_device_that_takes_nothing_is_said_to(tmp_path):

@@ -192,17 +192,6 @@ def test_a_chat_may_say_how_it_is_written_out(row, changed, form):
     assert (found.content == plain.content) == (not changed)
 
 
-def test_an_adapter_is_part_of_the_prompt_and_of_what_tells_rows_apart():
-    plain, one, other = (asked({"prompt": "a", **more}) for more in ({}, {"adapter": "one"}, {"adapter": "other"}))
-    assert [found.prompt.adapter for found in (plain, one, other)] == [None, "one", "other"]
-    assert len({found.content for found in (plain, one, other)}) == 3
-
-
-def test_unknown_fields_are_passed_over_on_request():
-    assert asked({"prompt": "a", "label": 5}, strict=False).error is None
-    assert "Rename it to `prompt`" in str(asked({"text": "a", "label": 5}, strict=False).error)
-
-
 def test_bad_rows_are_error_rows_and_the_others_are_answered(tmp_path):
     text = lines(b"nope", b"", {"id": "x", "prompt": 5}, {"id": "y", "prompt": "bad"}, {"id": 7, "prompt": "good"})
     rows = {row["id"]: row for row in run(tmp_path, text)}
@@ -265,15 +254,6 @@ def test_ids_come_from_what_a_row_says_and_not_from_where_it_stands(tmp_path):
     assert len({row["text"] for row in one if "text" in row}) == 3  # the second "a" draws for itself
 
 
-def test_every_prompt_has_a_key_of_its_own_for_its_random_numbers(tmp_path):
-    infer = infer_of()
-    run(tmp_path, lines("a", "a", {"id": "x", "prompt": "a"}, {"id": 5, "prompt": "a"}), infer)
-    keys = [request.payload.key for request in infer.requests]
-    assert len(set(keys)) == 4
-    assert {"x", "5"} < set(keys)
-    assert all(keys)
-
-
 def test_many_samples_are_asked_in_parts_that_draw_the_same_answers(tmp_path):
     wide, narrow = tmp_path / "1", tmp_path / "2"
     wide.mkdir()
@@ -330,12 +310,6 @@ def test_what_depends_on_who_came_first_is_written_with_timing_only(tmp_path, ro
     (tmp_path / "out.jsonl").unlink()
     (tmp_path / "out.jsonl.run.json").unlink()
     assert "cached_tokens" in json.dumps(run(tmp_path, lines(row), timing=True))
-
-
-def test_ordered_answers_come_in_the_order_of_their_prompts(tmp_path):
-    text = lines(*({"id": number, "prompt": f"p{number}", "n": 1 + number % 3} for number in range(300)), b"nope")
-    rows = run(tmp_path, text, ordered=True)
-    assert [row["id"] for row in rows[:-1]] == list(range(300))
 
 
 def test_a_table_in_the_place_of_a_prompts_file_of_any_command_is_named(tmp_path):

@@ -8,15 +8,12 @@ import io
 import json
 import re
 
-import pytest
 from asking import infer_of, run_all
 from run_generate import generate
 
 from gpuinfer.api import Setup
-from gpuinfer.errors import UsageError
 from gpuinfer.generation import Completion, Generation
 from gpuinfer.testing.fakes import FakeInfer
-from gpuinfer.workloads.generate.answer_screen import TerminalPage
 from gpuinfer.workloads.generate.workload import Generate
 
 
@@ -58,13 +55,6 @@ def test_the_answers_are_those_of_a_pipe(tmp_path):
         assert page.startswith(prompt + row["text"])
 
 
-def test_more_samples_than_the_backend_has_slots_are_asked_in_pieces_and_shown_in_order():
-    infer = infer_of(slots=2)
-    page = shown(infer, prompt=["p"], num_samples=5)
-    assert max(request.rows for request in infer.requests) == 2
-    assert re.findall("p (\\d) ", page) == list("01234")
-
-
 def test_a_prompt_that_fails_says_so_in_its_place_and_the_others_are_answered(caplog):
     first, second = shown(prompt=["bad", "good"]).split("\n\n")
     assert first == "bad [no answer: the prompt is bad. Give a better one.]"
@@ -72,36 +62,11 @@ def test_a_prompt_that_fails_says_so_in_its_place_and_the_others_are_answered(ca
     assert "1 of 2 rows ended with an error" in caplog.text
 
 
-def test_what_a_backend_without_parts_answers_is_shown_whole(monkeypatch):
-    monkeypatch.setattr("gpuinfer.testing.fakes.parts_of", lambda *_: ())
-    assert shown(prompt=["abc"]).startswith("abccba 0 ")
-
-
 def test_a_model_cannot_command_the_terminal():
     text = "a\x1b]0;owned\x07b\x9b2Jc\r\nd\te"
     said = Completion(text=text, tokens=(1,), finish_reason="stop")
     infer = FakeInfer(lambda request: Generation(completions=(said,), prompt_tokens=1))
     assert shown(infer, prompt=["p"]) == "pa␛]0;owned␇b�2Jc\nd\te\n"
-
-
-def test_what_comes_too_early_waits_for_its_turn():
-    written: list[str] = []
-    page = TerminalPage(["a:", "b:", "c:"], lambda text: written.append(plain(text)))
-    page.add(1, "second")
-    page.add(0, "fi")
-    assert "".join(written) == "a:fi"
-    page.end(1)
-    page.add(2, "thi")
-    page.add(0, "rst")
-    page.end(0)
-    assert "".join(written) == "a:first\n\nb:second\n\nc:thi"
-    page.stop()
-    assert "".join(written).endswith("c:thi [stopped]\n")
-
-
-def test_prompts_come_from_one_place():
-    with pytest.raises(UsageError, match="Give one of them"):
-        Generate(Setup(), model="tiny", prompt=["a"], input="-")
 
 
 def test_in_a_pipe_answers_are_rows_in_the_order_of_their_prompts(tmp_path):

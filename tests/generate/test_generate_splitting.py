@@ -82,11 +82,6 @@ def test_a_broken_array_gives_what_is_whole_and_says_what_is_wrong(text, whole, 
     assert any(isinstance(piece, Unusable) and why in piece.why for piece in found)
 
 
-@pytest.mark.parametrize("text", ["", "\n\n", " ", "[]", "[ ]\n", "\ufeff", "\ufeff\n"])
-def test_nothing_is_no_rows(text):
-    assert pieces(text.encode(), []) == []
-
-
 @pytest.mark.parametrize(
     ("text", "lines"),
     [
@@ -101,13 +96,3 @@ def test_nothing_is_no_rows(text):
 def test_a_row_knows_the_line_on_which_an_editor_shows_it(text, lines):
     for cuts in ([], [5], list(range(len(text)))):
         assert [line for line, _ in numbered(text, cuts)] == lines
-
-
-def test_a_row_that_is_too_long_has_its_line_and_so_have_those_after_it():
-    long = json.dumps("x" * 5000).encode()
-    assert [line for line, _ in numbered(b"[\n1,\n" + long + b",\n\n2]", list(range(0, 5000, 7)), most=1000)] == [
-        2,
-        3,
-        5,
-    ]
-    assert [line for line, _ in numbered(b"1\n\n" + long + b"\n2", list(range(0, 5000, 7)), most=1000)] == [1, 3, 4]

@@ -9,15 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpuinfer.api import ModelSpec
-from gpuinfer.config.options import GivenValue, GivenValues, check, natural
+from gpuinfer.config.options import GivenValue, GivenValues, check
 from gpuinfer.errors import UsageError
 from gpuinfer.generation import Sampling, Unmasking
-from gpuinfer.host.files import differences
 from gpuinfer.serving.openai.model_options import check_with_model
 from gpuinfer.serving.openai.prompt_rows import PromptRowReader
 from gpuinfer.serving.openai.requests import PromptDefaults
 from gpuinfer.serving.openai.sampling_fields import UnmaskingOptions, override_unmasking, unmasking_of
-from gpuinfer.workloads.generate.workload import Generate
 
 
 def flags(**words: str | list[str]) -> UnmaskingOptions:
@@ -31,11 +29,6 @@ def flags(**words: str | list[str]) -> UnmaskingOptions:
 def read(row: dict, run: Unmasking | None = None):
     reader = PromptRowReader(PromptDefaults(Sampling(unmasking=run)))
     return reader.read((1, json.dumps({"prompt": "a", **row}).encode()))
-
-
-def test_without_a_word_the_model_decides():
-    assert unmasking_of(flags()) is None
-    assert read({}).prompt.sampling.unmasking is None
 
 
 def test_flags_say_what_rows_say():
@@ -135,33 +128,6 @@ def test_a_wrong_flag_is_told_with_its_cure(words, why):
     with pytest.raises(UsageError) as error:
         flags(**words)
     assert why in str(error.value)
-
-
-def test_to_keep_nothing_is_a_word_and_not_the_lack_of_one():
-    assert unmasking_of(flags(cache="none")) == Unmasking(cache="none")
-    assert natural("none", int | None) is None
-
-
-def test_settings_that_differ_are_named_to_the_last():
-    there, here = ({"unmasking": {"decoder": "threshold", "cache": one}, "seed": 0} for one in ("prefix", "vicinity"))
-    assert differences(there, here) == 'unmasking.cache: "prefix" there, "vicinity" here'
-    assert differences({"options": {"x": None}}, {"options": {}}) == 'options: {"x": null} there, {} here'
-
-
-def test_two_rows_that_are_filled_in_otherwise_are_two():
-    contents = [read(row).content for row in ({}, {"threshold": 0.5}, {"threshold": 0.6}, {"decoder": "a"})]
-    assert len(set(contents)) == 4
-    assert read({"threshold": 0.5}).content == contents[1]
-
-
-def test_an_output_is_gone_on_with_by_the_same_settings_alone():
-    def settings(**flags):
-        return Generate(model="tiny", prompt=["a"], **flags).deciding_settings()
-
-    plain = settings()
-    for flag in ({"threshold": 0.5}, {"decoder": "random"}, {"decoder_options": {"x": 1}}, {"mask_token_id": 5}):
-        assert settings(**flag) != plain
-    assert settings(threshold=0.5) == settings(threshold=0.5)
 
 
 @pytest.mark.parametrize("unmasking", [Unmasking(), Unmasking(threshold=0.9), Unmasking(options={"x": 1})])

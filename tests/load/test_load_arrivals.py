@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from gpuinfer.api import Priority, Setup
-from gpuinfer.engine.arrivals import ConstantRate, PiecewiseArrivals, Poisson, classes_of, rows_of, schedule_of
+from gpuinfer.engine.arrivals import PiecewiseArrivals, Poisson, classes_of
 from gpuinfer.errors import UnknownName, UsageError
 from gpuinfer.workloads.load import Load
 
@@ -59,10 +59,6 @@ def test_a_schedule_has_its_rates_one_after_the_other(arrivals):
     assert (counts[1], counts[3]) == (0, 0)
 
 
-def test_a_duration_cuts_a_schedule_short():
-    assert times(asked(schedule=["100:1s", "100:1s"], duration=0.5))[-1] < 0.5
-
-
 def test_requests_are_of_the_classes_rows_and_senders_that_were_asked_for():
     asks = asked(rate=1000, classes="high=0.2,low=0.8", rows="2-5", sources=4, timeout=0.5, requests=2000)
     classes = Counter(ask.priority for ask in asks)
@@ -71,26 +67,6 @@ def test_requests_are_of_the_classes_rows_and_senders_that_were_asked_for():
     assert {ask.rows for ask in asks} == {2, 3, 4, 5}
     assert {ask.client for ask in asks} == {f"source {number}" for number in range(4)}
     assert {ask.timeout for ask in asks} == {0.5}
-
-
-def test_nobody_says_who_asks_unless_there_are_senders():
-    assert {ask.client for ask in asked(rate=100, requests=50)} == {None}
-
-
-@pytest.mark.parametrize(
-    ("options", "seconds", "total"),
-    [
-        pytest.param({}, 10, None, id="ten seconds"),
-        pytest.param({"rate": 5, "duration": 3}, 3, None, id="a duration"),
-        pytest.param({"rate": 5, "requests": 7}, math.inf, 7, id="a number of requests"),
-        pytest.param({"schedule": ["5:2s", "7:4s"]}, 6, None, id="a schedule"),
-        pytest.param({"clients": 3, "requests": 7}, math.inf, 7, id="requests of clients"),
-        pytest.param({"rate": 5, "requests": 7, "duration": 3}, 3, None, id="whichever is first"),
-    ],
-)
-def test_how_long_a_load_lasts(options, seconds, total):
-    load = Load(**options)
-    assert (load.seconds, load.total) == (seconds, total)
 
 
 @given(
@@ -169,19 +145,3 @@ def test_options_out_of_bounds_are_refused(options):
 def test_the_model_is_asked_for_rows_of_its_kind(options, inputs, dtype, sizes):
     spec = Load(**options).model()
     assert (spec.inputs, spec.input_dtype, set(spec.arguments)) == (inputs, dtype, sizes)
-
-
-def test_no_model_is_a_model_too():
-    assert Load(model=None).model() is None
-
-
-def test_words_as_people_write_them():
-    assert rows_of("8") == (8, 8)
-    assert rows_of("1-8") == (1, 8)
-    assert schedule_of(["2k:500ms", "3000:8s"]) == [(2000, 0.5), (3000, 8)]
-    assert classes_of(" high=0.25, normal = 0.75 ") == {Priority.HIGH: 0.25, Priority.NORMAL: 0.75}
-
-
-def test_a_constant_rate_of_nothing_is_refused():
-    with pytest.raises(UsageError, match="rate of 0"):
-        ConstantRate(0)

@@ -65,17 +65,6 @@ def test_a_rate_is_compared_by_latency(gpuinfer):
     assert all(set(row["reasons"]) and row["latency_s"]["mean"] > 0 for row in rows)
 
 
-@pytest.mark.thorough
-def test_clients_are_compared_by_rows(gpuinfer):
-    code, out, err = gpuinfer(*BENCH, *STANDIN, "--clients", "2,16", "--json", "-")
-    rows = json.loads(out)["comparison"]
-    assert code == 0
-    assert "rows/s, median of 2 runs" in err
-    assert [row["name"] for row in rows] == ["2 clients", "16 clients"]
-    assert {row["metric"] for row in rows} == {"rows_per_s"}
-    assert rows[0]["median"] < rows[1]["median"]
-
-
 def test_all_variants_meet_the_same_arrivals(gpuinfer):
     code, out, _ = gpuinfer("bench", "engine", *STANDIN, "--rate", "300", "--duration", "0.3", "--warmup", "0",
                             "--repeats", "2", "-S", "max_wait=0,2ms", "--json", "-")  # fmt: skip
@@ -85,16 +74,6 @@ def test_all_variants_meet_the_same_arrivals(gpuinfer):
             document["runs"], strict=True)}  # fmt: skip
     assert done["max wait 0", 0] == done["max wait 2ms", 0]
     assert done["max wait 0", 1] == done["max wait 2ms", 1]
-
-
-@pytest.mark.thorough
-def test_a_small_models_answers_are_checked(gpuinfer):
-    words = ["--model", "blobnet-small", "--device", "cpu", "--rate", "100", "--no-roofline", "--json", "-"]
-    code, out, _ = gpuinfer("bench", "engine", "--seconds", "2", "--warmup", "0", "--repeats", "1",
-                            "--compare", "strategy=dynamic", *words)  # fmt: skip
-    (row,) = json.loads(out)["comparison"]
-    assert code == 0
-    assert row["parity"]["holds"]
 
 
 def test_a_recorded_load_comes_again(gpuinfer):
@@ -109,17 +88,6 @@ def test_a_recorded_load_comes_again(gpuinfer):
         return [line[4:6] for line in lines if isinstance(line, list) and line[0] == "a"]
 
     assert arrived("again.jsonl") == arrived("t.jsonl")
-
-
-def test_engine_is_a_target_of_bench_and_load_a_command(gpuinfer):
-    out = gpuinfer("bench", "--help")[1]
-    assert "engine" in out
-    assert "Put a load of requests on a backend" in out
-    assert "say which wins here" in " ".join(gpuinfer("bench", "engine", "--help")[1].split())
-    assert "--schedule" in gpuinfer("load", "--help")[1]
-    code, _, err = gpuinfer("tune", "engine")
-    assert code == 2
-    assert "no target named 'engine'" in err
 
 
 @pytest.mark.parametrize(

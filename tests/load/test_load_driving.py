@@ -86,22 +86,6 @@ def test_clients_wait_for_their_answers():
     assert seconds == pytest.approx(1.1, abs=0.11)
 
 
-def test_clients_think():
-    infer, _, _ = driven(Slow, clients=10, think=1.0, duration=50)
-    assert len(infer.requests) == pytest.approx(500, rel=0.2)
-
-
-def test_clients_ask_so_many_requests_in_all():
-    infer, seen, _ = driven(Slow, clients=3, requests=10)
-    assert len(infer.requests) == 10
-    assert (seen[-1].done, seen[-1].total) == (10, 10)
-
-
-def test_a_long_think_does_not_outlast_the_load():
-    _, _, seconds = driven(Slow, clients=2, think=1e5, duration=3)
-    assert seconds == pytest.approx(3, abs=0.2)
-
-
 def raising(error):
     def answer(request):
         raise error
@@ -115,25 +99,6 @@ def test_requests_that_are_turned_away_are_counted_and_the_load_goes_on(options,
     infer, seen, _ = driven(lambda: Slow(answer=raising(error)), **options, requests=30)
     assert len(infer.requests) == 30
     assert seen[-1].done == 30
-
-
-def late_by(seconds):
-    error = QueueFull("full")
-    error.retry_after_s = seconds
-    return error
-
-
-def test_clients_that_are_turned_away_rest_no_longer_than_the_load_lasts():
-    infer, _, seconds = driven(lambda: Slow(answer=raising(late_by(1e6))), clients=3, duration=5)
-    assert len(infer.requests) == 3
-    assert seconds == pytest.approx(5, abs=0.2)
-
-
-def test_requests_that_expire_at_once_leave_the_others_a_turn():
-    _, _, seconds = driven(
-        lambda: Slow(answer=raising(Expired("late"))), stop_after=0.0, clients=1, duration=1e9, timeout=1e-6
-    )
-    assert seconds < 1.2
 
 
 @pytest.mark.parametrize("options", [{"rate": 100}, {"clients": 3}], ids=["open", "closed"])
@@ -164,13 +129,6 @@ def test_when_asked_to_stop_what_is_under_way_has_a_second(options):
     assert seen[-1].done <= len(infer.requests)
 
 
-def test_what_takes_longer_than_that_second_is_given_up():
-    infer, seen, seconds = driven(lambda: Slow(seconds=1e5), stop_after=2.0, rate=10, duration=1e9)
-    assert seconds == pytest.approx(3, abs=0.2)
-    assert infer.under_way == 0
-    assert seen[-1].done == 0
-
-
 def test_requests_larger_than_a_batch_are_refused_before_any_is_sent():
     with pytest.raises(UsageError, match="do not fit into a batch of 4096"):
         driven(Slow, rate=10, rows="1-5000")
@@ -195,17 +153,6 @@ def test_payloads_are_rows_of_the_model(dtype, width, kind):
     assert not np.array_equal(blocks[0], blocks[3])
 
 
-def test_payloads_of_one_seed_are_the_same():
-    spec = ModelSpec("m:f", inputs=12)
-    one, same, other = (Payloads(spec, 8, seed).take(8) for seed in (1, 1, 2))
-    assert np.array_equal(one, same)
-    assert not np.array_equal(one, other)
-
-
-def test_without_a_model_nothing_travels():
-    assert Payloads(None, 8, 0).take(8) is None
-
-
 # Honesty
 
 
@@ -215,20 +162,6 @@ def tally(late_s, latency_s, count=100):
         made.late.add(late_s)
         made.latency.add(latency_s)
     return made
-
-
-@pytest.mark.parametrize(
-    ("late_s", "latency_s", "doubted"),
-    [
-        pytest.param(1.5e-3, 0.1, False, id="hardly late beside the latency"),
-        pytest.param(0.3e-3, 2e-3, False, id="no later than timers are"),
-        pytest.param(8e-3, 0.1, True, id="late"),
-        pytest.param(0.6e-3, 2e-3, True, id="a quarter of the latency"),
-        pytest.param(0.0, 0.1, False, id="on time"),
-    ],
-)
-def test_a_late_generator_is_owned_up_to(late_s, latency_s, doubted):
-    assert bool(tally(late_s, latency_s).doubt()) == doubted
 
 
 def test_latency_counts_from_when_a_request_was_due():

@@ -13,7 +13,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pyarrow.parquet as pq
 import pytest
 from counts import examples
 from hypothesis import given, settings
@@ -89,12 +88,6 @@ def test_a_run_that_is_on_can_be_read(tmp_path):
     assert asyncio.run(run()) == [group_of(0)]
 
 
-def test_records_are_not_written_over(tmp_path):
-    written(tmp_path, [0])
-    with pytest.raises(UsageError, match="Add --resume"):
-        written(tmp_path, [1])
-
-
 def test_other_settings_are_refused_by_name(tmp_path):
     written(tmp_path, [0])
 
@@ -119,13 +112,6 @@ def test_two_writers_do_not_share_a_folder(tmp_path):
 def test_a_group_is_added_once(tmp_path):
     with pytest.raises(ValueError, match="group 4 is there already"):
         written(tmp_path, [4, 4])
-
-
-def test_a_folder_without_rollouts_is_named(tmp_path):
-    with pytest.raises(UsageError, match=r"holds no rollouts: there is no manifest\.json"):
-        list(read(tmp_path))
-    with pytest.raises(UsageError, match="holds no rollouts"):
-        list(read(tmp_path / "nowhere"))
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -191,34 +177,6 @@ def test_a_journal_whose_shard_is_whole_counts_for_nothing(tmp_path):
     assert written(tmp_path / "out", range(4), "parquet", resume=True) == {0, 1, 2}
     assert [group.number for group in read(tmp_path / "out")] == list(range(4))
     assert not list((tmp_path / "out").glob("*.journal"))
-
-
-def test_a_half_written_shard_goes(tmp_path):
-    written(tmp_path, range(2), "parquet")
-    (tmp_path / "shard-000001.parquet.tmp").write_bytes(b"PAR1")
-    assert len(list(read(tmp_path))) == 2
-    assert written(tmp_path, range(3), "parquet", resume=True) == {0, 1}
-    assert not list(tmp_path.glob("*.tmp"))
-
-
-def test_it_can_be_made_in_a_thread(tmp_path):
-    async def run():
-        writer = await asyncio.to_thread(Writer, tmp_path, "jsonl", HEADER)
-        await writer.add(group_of(0))
-        await writer.close()
-
-    asyncio.run(run())
-    assert list(read(tmp_path)) == [group_of(0)]
-
-
-def test_those_who_bring_more_than_the_disk_takes_wait(tmp_path):
-    async def run():
-        writer = Writer(tmp_path, "jsonl", HEADER)
-        await asyncio.gather(*(writer.add(group_of(number)) for number in range(100)))
-        await writer.close()
-
-    asyncio.run(run())
-    assert in_folder(tmp_path) == {number: group_of(number) for number in range(100)}
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -289,17 +247,6 @@ def test_everything_that_is_recorded_has_a_column():
     inner = {"group_games", "group_failed", "game_trajectories", "trajectory_turns"}
     named = {f"{prefix}_{name}".lstrip("_") for prefix, part in prefixes.items() for name in part.__struct_fields__}
     assert columns == (named - inner) | {"failed", "game", "trajectory", "turn"}
-
-
-def test_a_table_has_a_row_a_turn_and_tokens_as_integers(tmp_path):
-    written(tmp_path, range(2), "parquet")
-    table = pq.read_table(tmp_path / "shard-000000.parquet")
-    assert table.num_rows == sum(len(list(group_of(number).turns())) for number in range(2))
-    assert str(table.schema.field("completion_tokens").type) == "list<element: int32>"
-    assert str(table.schema.field("logprobs").type) == "list<element: double>"
-    first = next(group_of(0).turns())
-    assert tuple(table["completion_tokens"][0].as_py()) == first.completion_tokens
-    assert json.loads(table["messages"][0].as_py()) == list(first.messages)
 
 
 def test_a_damaged_table_is_set_aside_and_its_groups_are_played_again(tmp_path):

@@ -92,22 +92,6 @@ def test_what_was_drawn_is_never_tokenised_again(language):
     assert language.decode(second, special_tokens=True) == "\n<|im_start|>user\nmore<|im_end|>\n<|im_start|>assistant\n"
 
 
-def test_an_agent_that_forgets_begins_anew(language):
-    async def talk():
-        chat, said = ChatEncoder(language), TokenConversation()
-        question = Observation(messages=[{"role": "user", "content": "one"}])
-        first = await chat.added(said, question)
-        said.say(first, Completion(text="x", tokens=(END,), finish_reason="stop"))
-        anew = Observation(messages=[{"role": "user", "content": "one"}], anew=True)
-        second = await chat.added(said, anew)
-        chat.close()
-        return first, second, said.tokens
-
-    first, second, tokens = asyncio.run(talk())
-    assert first == second
-    assert tokens == ()
-
-
 def test_a_template_that_changes_what_was_said_does_not_change_its_tokens(folder, tmp_path):
     """As some leave the thoughts out of all answers but the last."""
     template = (

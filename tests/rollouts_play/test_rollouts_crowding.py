@@ -62,17 +62,6 @@ def played(play, slots, agents=1, counts=None):
     return asyncio.run(run())
 
 
-def test_games_are_let_in_while_fewer_answers_are_under_way_than_slots():
-    async def play(games):
-        for number in range(6):
-            await games.come(number)
-        first = list(games.inside)
-        await games.go(1)
-        return first, list(games.inside)
-
-    assert played(play, slots=4) == ([0, 1, 2, 3], [0, 2, 3, 4])
-
-
 def test_conversations_have_slots_too_until_it_is_known_that_nothing_is_said_again():
     async def play(games):
         for number in range(4):
@@ -111,18 +100,6 @@ def test_how_much_a_backend_remembers_is_found_out(cached, most):
         return len(games.inside)
 
     assert played(play, slots=8, counts=counts) == most
-
-
-def test_a_game_that_is_given_up_while_it_waits_keeps_no_place():
-    async def play(games):
-        for number in range(3):
-            await games.come(number)
-        games._tasks[1].cancel()
-        await settled()
-        await games.go(0)
-        return list(games.inside), games.crowd.games
-
-    assert played(play, slots=1) == ([2], 1)
 
 
 @given(
@@ -186,9 +163,3 @@ def fed(groups, limit, slots):
         return len(begun)
 
     return asyncio.run(run())
-
-
-def test_groups_are_begun_while_there_is_room_or_as_many_as_were_asked_for():
-    assert fed(10, limit=None, slots=3) == 3
-    assert fed(10, limit=5, slots=3) == 5
-    assert fed(2, limit=None, slots=3) == 2

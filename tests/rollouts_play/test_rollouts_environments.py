@@ -3,7 +3,7 @@ import random
 
 import pytest
 
-from gpuinfer.rollouts.builtin_environments import Arithmetic, BlobRules, BlobText, card_name
+from gpuinfer.rollouts.builtin_environments import Arithmetic, BlobRules, BlobText
 
 
 @pytest.mark.parametrize(
@@ -110,15 +110,3 @@ def test_a_move_stands_between_tags_after_free_thought():
     said = "hm, 3? <move>\n{}\n</move>"
     _, _, outcome = played(5, lambda one: said.format(legal_of(one)[0]), thinking=True)
     assert outcome.metrics == {"illegal_moves": 0.0}
-
-
-def test_the_same_seed_is_the_same_game_and_another_is_another():
-    first, again, other = (played(seed, lambda one: legal_of(one)[0])[1] for seed in (1, 1, 2))
-    assert first == again != other
-
-
-def test_cards_have_names_that_no_other_has():
-    names = [card_name(card) for card in range(52)]
-    assert len(set(names)) == 52
-    assert names[0] == "2 of clubs"
-    assert names[-1] == "ace of spades"

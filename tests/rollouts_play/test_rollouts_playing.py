@@ -7,7 +7,7 @@ import pytest
 from playing_here import HERE, player
 from rollouts_run import timeless
 
-from gpuinfer.errors import UnknownName, UsageError, WorkError
+from gpuinfer.errors import UsageError, WorkError
 from gpuinfer.rollouts.guarded_environment import open_environment
 from gpuinfer.rollouts.record import Group
 from gpuinfer.rollouts.reference_model import ReferenceModel
@@ -52,11 +52,6 @@ def test_what_else_is_played_changes_no_group():
     crowd = played("Chatting", "steps=3", samples=2, groups=4)
     assert timeless(crowd[0]) == timeless(alone[0])
     assert len({group.games[0].trajectories[0].turns[0].prompt_tokens for group in crowd}) == 4
-
-
-def test_a_horizon_in_steps_ends_a_game():
-    (group,) = played("Endless", horizon=3)
-    assert (group.games[0].ending, group.games[0].steps) == ("horizon", 3)
 
 
 def test_a_game_that_fails_is_recorded_and_played_again():
@@ -105,30 +100,6 @@ def test_an_environment_that_makes_no_sense_ends_the_run_by_name(environment, op
 def test_an_environment_that_cannot_be_had_is_refused_with_the_cure(name, options, said):
     with pytest.raises(UsageError, match=re.escape(said)):
         open_environment(name, options)
-
-
-def test_where_an_environment_of_ours_is_to_be_had_is_told(monkeypatch):
-    def nothing_is_installed(kind, name):
-        raise UnknownName("environment", name, ["arithmetic"])
-
-    monkeypatch.setattr("gpuinfer.config.registry.load", nothing_is_installed)
-    with pytest.raises(UsageError, match=r"Installed: arithmetic.* pip install plugins/gpuinfer-diplomacy$"):
-        open_environment("diplomacy", [])
-
-
-def test_an_unknown_environment_has_its_own_error():
-    with pytest.raises(UnknownName):
-        open_environment("diplomatic", [])
-
-
-def test_a_function_makes_environments_and_its_parameters_are_the_options():
-    made = open_environment(f"{HERE}:by_function", ["steps=3"])()
-    assert made.options.steps == 3
-
-
-def test_what_is_no_environment_is_refused():
-    with pytest.raises(UsageError, match="which has no reset, observe, step, close"):
-        open_environment(f"{HERE}:NoEnvironment", [])()
 
 
 def test_what_an_environment_finds_amiss_is_said_once(caplog):

@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from played import group
 
 from gpuinfer.errors import Closed
-from gpuinfer.rollouts.buffer import GroupBuffer, Shelf
+from gpuinfer.rollouts.buffer import GroupBuffer
 from gpuinfer.rollouts.record import oldest_version, version_lags, version_number
 
 PATIENCE_S = 60.0
@@ -47,78 +47,6 @@ def test_a_group_is_as_old_as_its_oldest_trainable_token():
     assert version_lags([group(0, ["v5", "v3"]), group(1, ["policy@v6"])], 6) == [3, 0]
 
 
-def test_groups_are_taken_in_the_order_in_which_they_were_put():
-    async def main():
-        buffer = GroupBuffer(depth=4)
-        for number in range(4):
-            await buffer.put(group(number))
-        assert numbers(await buffer.take(3)) == [0, 1, 2]
-        assert len(buffer) == 1
-
-    run(main())
-
-
-def test_who_puts_waits_while_it_is_full():
-    async def main():
-        buffer = GroupBuffer(depth=2)
-        putting = [asyncio.create_task(buffer.put(group(number))) for number in range(4)]
-        await turns()
-        assert [task.done() for task in putting] == [True, True, False, False]
-        assert numbers(await buffer.take(1)) == [0]
-        await turns()
-        assert [task.done() for task in putting] == [True, True, True, False]
-        assert numbers(await buffer.take(3)) == [1, 2, 3]  # there is room for as many as are asked for
-
-    run(main())
-
-
-def test_nothing_is_given_before_it_was_filled_once():
-    async def main():
-        buffer = GroupBuffer(depth=2, prefill=3)
-        taking = asyncio.create_task(buffer.take(1))
-        for number in range(2):
-            await buffer.put(group(number))
-        await turns()
-        assert not taking.done()
-        await buffer.put(group(2))
-        assert numbers(await taking) == [0]
-        assert numbers(await buffer.take(2)) == [1, 2]
-        await buffer.put(group(3))
-        assert numbers(await buffer.take(1)) == [3]  # it was filled once, which is enough
-
-    run(main())
-
-
-@pytest.mark.parametrize("prefill", [0, 5])
-def test_at_the_end_the_rest_is_given_and_then_nothing(prefill):
-    async def main():
-        buffer = GroupBuffer(depth=2, prefill=prefill)
-        await buffer.put(group(0))
-        taking = asyncio.create_task(buffer.take(4))
-        await turns()
-        assert not taking.done()
-        buffer.end()
-        assert numbers(await taking) == [0]
-        assert await buffer.take(4) == []
-        with pytest.raises(ValueError, match="no more"):
-            await buffer.put(group(1))
-
-    run(main())
-
-
-def test_those_that_wait_to_be_put_at_the_end_still_come():
-    async def main():
-        buffer = GroupBuffer(depth=1)
-        putting = [asyncio.create_task(buffer.put(group(number))) for number in range(4)]
-        await turns()
-        buffer.end()
-        assert numbers(await buffer.take(9)) == [0, 1, 2, 3]
-        await asyncio.gather(*putting)
-        assert await buffer.take(9) == []
-
-    run(main())
-
-
 def test_what_is_too_old_is_dropped_whether_it_waits_or_comes():
     async def main():
         gone = []
@@ -146,49 +74,6 @@ def test_who_waits_for_room_with_what_grows_too_old_does_not_wait_on():
         assert await putting is False
 
     run(main())
-
-
-def test_closing_wakes_all():
-    async def main():
-        buffer = GroupBuffer(depth=1)
-        await buffer.put(group(0))
-        waiting = [asyncio.create_task(buffer.put(group(number))) for number in (1, 2)]
-        await turns()
-        buffer.close()
-        assert {type(end) for end in await asyncio.gather(*waiting, return_exceptions=True)} == {Closed}
-        empty = GroupBuffer(depth=1)
-        taking = [asyncio.create_task(empty.take(1)) for _ in range(3)]
-        await turns()
-        empty.close()
-        assert {type(end) for end in await asyncio.gather(*taking, return_exceptions=True)} == {Closed}
-
-    run(main())
-
-
-@pytest.mark.parametrize("when", ["before it comes", "in the turn in which it comes"])
-def test_a_taker_that_is_cancelled_has_taken_nothing(when):
-    async def main():
-        buffer = GroupBuffer(depth=2)
-        taking = asyncio.create_task(buffer.take(1))
-        await turns()
-        if when == "before it comes":
-            taking.cancel()
-            await turns()
-            await buffer.put(group(0))
-        else:
-            await buffer.put(group(0))
-            taking.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await taking
-        assert numbers(await buffer.take(1)) == [0]
-
-    run(main())
-
-
-@pytest.mark.parametrize("given", [{"depth": 0}, {"depth": 1, "prefill": -1}, {"depth": 1, "max_staleness": -1}])
-def test_what_makes_no_buffer(given):
-    with pytest.raises(ValueError, match="at least"):
-        Shelf(**given)
 
 
 class BufferMachine(RuleBasedStateMachine):

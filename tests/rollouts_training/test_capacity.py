@@ -77,57 +77,6 @@ def test_a_gate_lets_in_as_many_as_there_is_room_for_in_the_order_in_which_they_
     run(main())
 
 
-def test_closing_a_gate_wakes_all_who_wait_and_turns_away_who_comes():
-    async def main():
-        gate = CapacityGate(Capacity(concurrency=1))
-        await gate.admitted()
-        waiting = [asyncio.create_task(gate.admitted()) for _ in range(3)]
-        await turns()
-        gate.close()
-        ends = await asyncio.gather(*waiting, return_exceptions=True)
-        assert [type(end) for end in ends] == [Closed] * 3
-        with pytest.raises(Closed, match="ending"):
-            await gate.admitted()
-
-    run(main())
-
-
-@pytest.mark.parametrize("when", ["while it waits", "in the turn in which it is let in"])
-def test_who_is_cancelled_at_the_gate_takes_no_place(when):
-    async def main():
-        gate = CapacityGate(Capacity(concurrency=1))
-        await gate.admitted()
-        gate.started()
-        first, second = asyncio.create_task(gate.admitted()), asyncio.create_task(gate.admitted())
-        await turns()
-        if when == "while it waits":
-            first.cancel()
-            await turns()
-            gate.failed()
-        else:
-            gate.failed()
-            first.cancel()
-        await turns()
-        assert first.cancelled()
-        assert second.done()
-        assert gate.capacity.running == 1
-
-    run(main())
-
-
-@pytest.mark.parametrize("misuse", ["started", "accepted", "failed", "dropped"])
-def test_what_never_began_cannot_end(misuse):
-    with pytest.raises(RuntimeError):
-        getattr(CapacityGate(Capacity(concurrency=1)), misuse)()
-
-
-def test_versions_never_go_back():
-    gate = CapacityGate(Capacity(concurrency=1, staleness=0, first=3))
-    gate.advance(4)
-    with pytest.raises(ValueError, match="version 3 comes after 4"):
-        gate.advance(3)
-
-
 @settings(max_examples=examples(200), deadline=None)
 @given(
     st.integers(1, 6),

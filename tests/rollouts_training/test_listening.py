@@ -195,21 +195,6 @@ def test_what_cannot_be_is_refused_with_the_reason(body, status, says):
     run(main())
 
 
-def test_status_tells_of_the_batch_that_is_out():
-    async def main():
-        async with running() as made:
-            assert (await made.ask("status", method="GET"))[1]["out"] is None
-            await made.take()
-            await made.take()
-            status, found = await made.ask("status", method="GET")
-            assert status == 200
-            assert found["out"] == {"batch": 1, "times_given": 2}
-            assert (found["version"], found["over"], found["buffer_waiting"]) == (0, False, 0)
-            assert (await made.client.request("GET", "/health")).status == 200
-
-    run(main())
-
-
 def test_what_has_grown_too_old_while_nobody_trained_on_it_is_not_given_again():
     async def main():
         async with running() as made:
@@ -289,12 +274,6 @@ def test_what_the_backend_says_of_weights_reaches_the_trainer(tmp_path, error, s
             assert found[1]["error"]["message"] == str(error)
 
     run(main())
-
-
-@pytest.mark.parametrize("listen", ["9000", "127.0.0.1:", ":9000", "127.0.0.1:x", "127.0.0.1:70000"])
-def test_what_is_no_address_is_refused(listen):
-    with pytest.raises(UsageError, match="not of the form HOST:PORT"):
-        TrainerServerPlan.of(listen, None, None, insecure=False, patience_s=1.0)
 
 
 def test_an_address_that_others_reach_needs_a_key_or_a_word():

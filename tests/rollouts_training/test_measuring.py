@@ -86,11 +86,6 @@ def test_a_measured_environment_is_the_environment():
     asyncio.run(main())
 
 
-def test_what_is_no_environment_is_left_to_who_says_so():
-    made = EnvironmentMaker("toy", lambda: object(), "")
-    assert type(RolloutMeter().environments(made).factory()) is object
-
-
 def generation(*spans):
     return Generation(
         completions=(Completion(text="ab", tokens=(1, 2), finish_reason="stop", versions=spans),), prompt_tokens=1
@@ -139,7 +134,3 @@ def test_the_counters_of_a_run_become_those_of_a_step():
         slots=8,
         counts=True,
     )
-
-
-def test_nothing_is_known_where_nobody_counts():
-    assert EngineCounts.of({}) == EngineCounts()

@@ -94,11 +94,3 @@ def test_a_version_that_is_not_the_next_is_refused_and_the_run_goes_on():
             assert stream.version == 2
 
     run(main())
-
-
-def test_a_stream_begins_with_its_context():
-    async def main():
-        await anext(aiter(streamed(groups=1)))
-
-    with pytest.raises(RuntimeError, match="async with"):
-        run(main())

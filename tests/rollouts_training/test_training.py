@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from played import group, trajectory, turn
 
 from gpuinfer.api import Infer, Limits
-from gpuinfer.errors import Closed, UsageError
+from gpuinfer.errors import UsageError
 from gpuinfer.rollouts.meter import RolloutMeter
 from gpuinfer.rollouts.record import Game, Group
 from gpuinfer.rollouts.steps import StepsFile, read_steps
@@ -118,40 +118,6 @@ def test_weights_are_handed_to_the_backend_and_answers_under_way_go_on():
     run(main())
 
 
-def test_without_weights_answers_are_named_by_the_trainers_version():
-    async def main():
-        side = made_side(SimulatedTrainer(0.0))
-        assert side.asked_with() is None
-        await whole(side, range(2))
-        assert side.asked_with() == "v2"
-
-    run(main())
-
-
-@pytest.mark.parametrize("version", [0, 1, 4])
-def test_versions_come_one_by_one(version):
-    async def main():
-        side = made_side(SimulatedTrainer(0.0))
-        await side.update(1)
-        await side.update(2)
-        await side.update(2)  # said twice
-        with pytest.raises(UsageError, match=rf"version {version} cannot come after 2.* send 3"):
-            await side.update(version)
-
-    run(main())
-
-
-def test_weights_that_do_not_fit_leave_the_version_as_it_was():
-    async def main():
-        side = made_side(SimulatedTrainer(0.0), infer=Weights(refuses=["bad"]))
-        with pytest.raises(UsageError, match="does not fit"):
-            await side.update(1, "bad")
-        assert side.version == 0
-        await side.update(1, "good")
-
-    run(main())
-
-
 def test_what_is_too_old_is_dropped_counted_and_played_again_in_its_place():
     """A trainer that counts three versions while groups of the first wait: those go, and others come."""
 
@@ -180,40 +146,6 @@ def test_what_is_too_old_is_dropped_counted_and_played_again_in_its_place():
         assert facts["trained_groups"] + facts["groups_dropped"] == 20
         assert facts["groups_dropped"] > 0
         assert facts["staleness_max"] <= 1
-
-    run(main())
-
-
-def test_a_first_step_that_could_never_begin_is_refused_at_once():
-    with pytest.raises(UsageError, match=r"--prefill 9 .* no more than 6 .* Use --prefill 6"):
-        made_side(SimulatedTrainer(0.0), TrainingPlan(depth=4, batch=2, prefill=9))
-
-
-def test_a_trainer_that_wants_no_more_ends_it():
-    class Leaves(SimulatedTrainer):
-        async def asks(self):
-            return None if self.version == 2 else 1
-
-    async def main():
-        side = made_side(Leaves(0.0))
-        with pytest.raises(ExceptionGroup) as caught:
-            await whole(side, itertools.count())
-        assert caught.group_contains(Closed)
-        assert side.step == 2
-        await side.put(group(99))  # nobody wants it, and that is no error
-
-    run(main())
-
-
-def test_what_a_trainer_raises_ends_the_run():
-    class Breaks(SimulatedTrainer):
-        async def train(self, groups, step):
-            raise UsageError("the trainer broke.")
-
-    async def main():
-        with pytest.raises(ExceptionGroup) as caught:
-            await whole(made_side(Breaks(0.0)), itertools.count())
-        assert caught.group_contains(UsageError, match="the trainer broke")
 
     run(main())
 

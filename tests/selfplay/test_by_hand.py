@@ -7,13 +7,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from broken_in_python import Silent
 from forking import Forked, own_environment
-from shown import ShownBlob, ShownConnectFour, ShownWager
+from shown import ShownBlob, ShownConnectFour
 from table import Table as Rules
 from table import cards
 
-from gpuinfer.errors import UsageError
 from gpuinfer.testing.reference_search import Thinker, random_linear, search_of
 from gpuinfer.workloads.selfplay import arrays
 from gpuinfer.workloads.selfplay.games.blob import RANKS, SUITS, Blob
@@ -74,19 +72,6 @@ def test_its_search_is_that_of_self_play(game, evaluator):
         rules.play(move)
 
 
-@pytest.mark.parametrize(
-    "game", [pytest.param(ConnectFour(), id="compiled"), pytest.param(ShownConnectFour(), id="Python")]
-)
-def test_it_sees_the_move_that_wins(game):
-    table = ManualGame(game, search_of(evaluator=arrays.ROLLOUT, simulations=200, determinizations=1), 0)
-    for move in (3, 0, 3, 0, 3, 1):
-        table.play(move)
-    best = table.think(network(game))[0]
-    assert (best.action, best.value) == (3, 1.0)
-    table.play(3)
-    assert (table.mover, list(table.returns)) == (None, [1.0, -1.0])
-
-
 @pytest.mark.parametrize(("game", "original"), COMPILED)
 def test_a_move_is_taken_back_with_all_that_came_after_it(game, original):
     table = ManualGame(game, search_of(evaluator=arrays.UNIFORM), 5)
@@ -103,11 +88,6 @@ def test_a_move_is_taken_back_with_all_that_came_after_it(game, original):
         assert table.think(network(game))
         del seen[last:]
     assert not any(table.take_back(seat) for seat in range(original.seats))
-
-
-def test_actions_that_are_called_the_same_are_told_apart_by_their_numbers():
-    table = ManualGame(ShownBlob(), search_of(evaluator=arrays.UNIFORM), 0)
-    assert table.names() == {str(action): action for action in table.legal}
 
 
 # `gpuinfer play`
@@ -142,19 +122,6 @@ def test_a_line_that_is_no_move_is_said_and_a_pipe_that_had_one_ends_with_1(tmp_
     assert "no move that could be taken back" in err
     assert out.count(". . . . . . .\nYou have X.") == 2  # the empty board, at first and once the move is taken back
     assert "/hint   search" in out
-
-
-def test_whoever_quits_has_done_nothing_wrong(tmp_path):
-    assert play("/quit\n", tmp_path, "--model", "uniform")[0] == 0
-    assert play("", tmp_path, "--model", "uniform")[0] == 0
-
-
-def test_a_network_plays_and_hints(tmp_path):
-    words = ["--model", "blobnet-small", "--device", "cpu", "--simulations", "8", "--seat", "2"]
-    code, out, err = play("/hint\n4\n", tmp_path, *words)
-    assert code == 0, err
-    assert out.count("the network plays ") == 2
-    assert "You have O." in out
 
 
 def test_hidden_cards_of_others_are_not_shown(tmp_path):
@@ -201,15 +168,3 @@ def test_what_cannot_be_played_is_refused(tmp_path, words, said):
     code, out, err = play("", tmp_path, *words)
     assert (code, out) == (2, "")
     assert said in " ".join(err.split())
-
-
-def test_a_game_that_shows_nothing_is_told_so_by_its_method():
-    table = ManualGame(Silent(), search_of(evaluator=arrays.UNIFORM, determinizations=1), 3)
-    with pytest.raises(UsageError, match=r"game 'Silent': `show` returned None\. Return a text\."):
-        table.shown(0)
-
-
-def test_shown_wager_is_a_game_by_hand():
-    table = ManualGame(ShownWager(), search_of(evaluator=arrays.UNIFORM, determinizations=1, simulations=400), 3)
-    best = table.think(network)[0]
-    assert (best.action, best.value) == (ShownWager.WHEEL, pytest.approx(0.5, abs=0.2))

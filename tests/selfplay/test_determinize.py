@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -17,7 +16,6 @@ from scipy import stats
 from table import Table, card, cards, mask, play_out
 
 from gpuinfer.workloads.selfplay.games.blob import Blob
-from gpuinfer.workloads.selfplay.games.connect_four import ConnectFour
 
 DECK = set(range(52))
 Deal = tuple[tuple[int, ...], ...]  # the cards of each opponent, in their order after the player to move
@@ -114,23 +112,6 @@ def test_a_guess_that_peeks_is_found_out(knowledge):
     assert chance_of(peeking, knowledge, 60 * 20) < 1e-4
 
 
-def test_guesses_drawn_one_by_one_are_as_uniform_as_those_of_one_call():
-    """The table of ways is kept from one guess to the next, and from one position to the next."""
-    knowledge = CASES[4].values[0]
-    unlike = CASES[6].values[0].table()
-    table = knowledge.table()
-
-    def alternating(_: Table, count: int) -> list[Deal]:
-        found = []
-        for _ in range(count):
-            unlike._scratch = table._scratch
-            drawn(unlike, 1)
-            found += drawn(table, 1)
-        return found
-
-    assert chance_of(alternating, knowledge, 40) > 1e-4
-
-
 @pytest.mark.thorough
 @settings(deadline=None, max_examples=examples(200))
 @given(
@@ -187,9 +168,3 @@ def test_the_same_guesses_come_whatever_the_others_hold(number, moves):
         table.state[:], table.stream[:] = guesses[-1], stream
         assert (table.guesses(3) == guesses).all()
         table.state[:], table.stream[:] = truth, after
-
-
-def test_nothing_is_hidden_in_connect_four():
-    table = Table(ConnectFour())
-    for _ in play_out(table, random.Random(3)):
-        assert (table.guesses(3) == table.state).all()

@@ -43,10 +43,6 @@ def rules(tmp_path, monkeypatch):
         sys.modules.pop(name, None)
 
 
-def test_the_same_source_has_the_same_folder(rules):
-    assert kernels.cache_folder(rules()) == kernels.cache_folder(rules())
-
-
 def test_a_changed_rule_has_another_folder(rules):
     before = kernels.cache_folder(rules())
     assert kernels.cache_folder(rules("values[state[LAST]] = 1.0", "values[state[LAST]] = 2.0")) != before
@@ -72,11 +68,6 @@ def test_rules_that_lack_a_function_are_refused(rules):
     rules("@compiled\ndef observe", "def observe")
     with pytest.raises(UsageError, match="has no compiled function 'observe'"):
         kernels.load("copied_nim")
-
-
-def test_the_folder_is_ours_alone(rules):
-    folder = kernels.cache_folder(rules())
-    assert folder.stat().st_mode & 0o777 == 0o700
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2], ids=["the folder", "the folder above", "the root"])
@@ -146,16 +137,6 @@ def test_what_the_one_file_carries_is_compiled_for_other_processors_alone(
     assert halved("elsewhere") == calls
     names = [path.name for path in (tmp_path / "cache/gpuinfer/kernels").iterdir()]
     assert names == [path.name for path in carried.iterdir() if path.is_dir()]  # and nothing torn
-
-
-def test_a_folder_that_is_there_is_not_replaced_by_what_is_carried(tmp_path, monkeypatch):
-    for place in ("carried", "kept"):
-        (tmp_path / place / "digest").mkdir(parents=True)
-        (tmp_path / place / "digest" / place).touch()
-    (tmp_path / "carried" / kernel_cache.PROCESSOR).write_text(kernel_cache.processor())
-    monkeypatch.setattr(kernel_cache, "carried_kernels", lambda: tmp_path / "carried")
-    kernel_cache.take_carried(tmp_path / "kept/digest")
-    assert [path.name for path in (tmp_path / "kept/digest").iterdir()] == ["kept"]
 
 
 @pytest.mark.thorough

@@ -164,27 +164,3 @@ def test_workers_that_are_killed_when_all_games_count_are_not_missed():
     match, follow = play(crew, 5)
     assert asyncio.run(follow())[-1].done == 5
     assert match.done == 5
-
-
-class Said:
-    """Words of workers, in this order."""
-
-    def __init__(self, *words):
-        self.words = words
-
-    async def __aiter__(self):
-        for word in self.words:
-            yield word
-
-    async def send(self, worker, message):
-        pass
-
-
-def test_what_a_worker_does_until_it_is_ready_stands_until_then():
-    one = {"slots": 2, "out": None, "search": {"determinizations": 1}}
-    said = Said((1, {"note": "compiling"}), (0, {"ready": [1]}), (1, {"ready": [1]}))
-
-    async def follow():
-        return [progress.note async for progress in Match(4, set(), [one, one]).follow(said)]
-
-    assert asyncio.run(follow()) == ["compiling", "compiling", ""]

@@ -11,8 +11,7 @@ import pytest
 from in_python import Wager
 
 from gpuinfer import stats
-from gpuinfer.errors import BackendDied, UsageError, WorkError, unwrap
-from gpuinfer.host import compile_status
+from gpuinfer.errors import BackendDied, UsageError, unwrap
 from gpuinfer.models import positions
 from gpuinfer.workloads.selfplay import arrays, game_records, player
 
@@ -70,16 +69,6 @@ async def test_whoever_is_cancelled_while_a_shard_is_written_leaves_it_whole(wri
     assert positions.PositionsFolder(tmp_path).finished() == {0, 1}
 
 
-async def test_a_shard_that_cannot_be_written_is_told_at_the_latest_by_flush(writer, monkeypatch):
-    def full(self, arrays):
-        raise WorkError("no space")
-
-    monkeypatch.setattr(positions.PositionsFolder, "write", full)
-    await writer.add(part(0))
-    with pytest.raises(WorkError, match="no space"):
-        await writer.flush()
-
-
 @pytest.mark.parametrize(
     ("slots", "halves", "determinizations", "max_rows", "blocks"),
     [
@@ -105,19 +94,6 @@ class Told(list):
 
     async def send(self, message):
         self.append(message)
-
-
-@pytest.mark.parametrize("compiled", [True, False])
-async def test_what_is_compiled_while_a_worker_prepares_is_told_once(compiled):
-    told, over = Told(), threading.Event()
-    if compiled:
-        compile_status.begin("search")
-    task = asyncio.create_task(player._telling(told, asyncio.to_thread(over.wait, 60)))
-    await asyncio.sleep(5 * player.LOOK_S)
-    compile_status.end("search")
-    over.set()
-    assert await task
-    assert told == ([{"note": player.COMPILING}] if compiled else [])
 
 
 class LastSearch:
@@ -186,12 +162,3 @@ async def test_a_parent_that_hangs_up_meanwhile_does_not_keep_them_from_the_disk
     with pytest.raises(ExceptionGroup):
         await playing
     assert positions.PositionsFolder(tmp_path).finished() == {7}
-
-
-def test_features_that_are_no_numbers_are_the_games_fault_and_not_the_models():
-    game, features = Wager(), np.zeros((2, 3), np.float32)
-    player._refuse_features(game, features)
-    features[1, -1] = np.nan
-    player._refuse_features(game, features[:1])
-    with pytest.raises(UsageError, match="game 'Wager': `observe` wrote features that are not finite"):
-        player._refuse_features(game, features)

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import inspect
-import itertools
-import re
 import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 from broken_in_python import (
-    Array,
     Calling,
     Counting,
     Endless,
@@ -48,14 +45,12 @@ from matches import arena_of, played, same
 
 from gpuinfer.errors import UsageError, WorkError
 from gpuinfer.testing import assert_ok
-from gpuinfer.testing import games as python_games
 from gpuinfer.testing.games import check_game
 from gpuinfer.testing.hidden_information import CompiledAsPython, fault_of_hiding
 from gpuinfer.testing.reference_search import random_linear, search_of
-from gpuinfer.workloads.selfplay import arrays, games, kernels
+from gpuinfer.workloads.selfplay import arrays, kernels
 from gpuinfer.workloads.selfplay.draw import Draw
 from gpuinfer.workloads.selfplay.python_arena import PythonArena
-from gpuinfer.workloads.selfplay.workload import parsed
 
 
 @pytest.mark.parametrize("game", [PythonConnectFour(), PythonBlob()], ids=["connect four", "blob"])
@@ -67,39 +62,10 @@ def test_a_game_in_python_goes_as_the_compiled_one(game, slots):
     assert same(compiled, played(PythonArena(game, search_of(**told), slots), numbers, model))
 
 
-def test_without_a_network_too_and_many_rounds_at_once():
-    game, told = PythonConnectFour(), {"evaluator": arrays.UNIFORM, "determinizations": 1}
-    compiled = played(arena_of(game.original, 3, **told), range(4), rounds=50)
-    assert same(compiled, played(PythonArena(game, search_of(**told), 3), range(4), rounds=50))
-
-
 def test_playouts_depend_on_the_game_alone():
     game, told = PythonConnectFour(), {"evaluator": arrays.ROLLOUT, "determinizations": 1}
     together, alone = (played(PythonArena(game, search_of(**told), slots), range(4), rounds=9) for slots in (4, 1))
     assert same(together, alone)
-
-
-def test_a_single_simulation_plays_by_the_priors():
-    game, told = PythonConnectFour(), {"evaluator": arrays.NETWORK, "simulations": 1, "determinizations": 1}
-    model = random_linear(game)
-    compiled = played(arena_of(game.original, 2, **told), range(2), model)
-    assert same(compiled, played(PythonArena(game, search_of(**told), 2), range(2), model))
-
-
-def test_rows_know_whose_trees_they_are_of():
-    arena = PythonArena(PythonBlob(), search_of(evaluator=arrays.NETWORK), 3)
-    model, answers = random_linear(arena.game), ()
-    arena.add_games(range(5))
-    while rows := arena.play(*answers):
-        slots, movers = arena.roots()
-        assert len(slots) == len(movers) == rows
-        features = arena.features[:rows].copy()
-        for slot, mover, row in zip(slots, movers, range(rows), strict=True):
-            tree = arena._rows_of[row]
-            assert tree // 2 == slot
-            assert arena.game.to_move(arena._positions[tree][0]) == mover
-        answers = model(features)
-        arena.collect()
 
 
 def test_chance_is_drawn_as_its_probabilities_say():
@@ -207,21 +173,6 @@ def play_finite(arena):
             assert np.isfinite(part["value"]).all()
 
 
-@pytest.mark.parametrize(("game", "said"), GIVES)
-def test_the_kit_names_what_a_method_returned_too(game, said):
-    findings = check_game(game)
-    assert any(re.search(said, str(finding)) for finding in findings if not finding.ok) or game is NanLate
-
-
-def test_arrays_of_actions_and_numbers_of_numpy_are_what_lists_are():
-    told = {"evaluator": arrays.ROLLOUT, "determinizations": 1}
-    lists, of_numpy = (
-        played(PythonArena(game(), search_of(**told), 3), range(6)) for game in (PythonConnectFour, Array)
-    )
-    assert same(lists, of_numpy)
-    assert_ok(check_game(Array))
-
-
 def test_a_run_of_a_faulty_game_in_python_ends_before_it_records_anything(tmp_path):
     words = ["--model", "uniform", "--games", 500, "--simulations", 4, "--workers", 1, "--out", "out", "--quiet"]
     said = {
@@ -258,55 +209,10 @@ def test_the_page_says_what_each_function_does_and_how_to_draw():
         assert f"| `{name}(" in page, name
 
 
-def test_brackets_keep_a_game_option_together():
-    assert parsed("name=go(board_size=9,komi=5.5),level=2") == {"name": "go(board_size=9,komi=5.5)", "level": "2"}
-
-
-def test_a_file_in_place_of_a_module_is_told_by_its_module():
-    with pytest.raises(UsageError, match=r"Give --game brk:Game, in the folder there\."):
-        games.build("./there/brk.py:Game", {})
-    with pytest.raises(UsageError, match=r"Give --game brk:Game\."):
-        games.build("brk.py:Game", {})
-
-
-def test_sizes_that_are_none_are_the_games_fault():
-    with pytest.raises(UsageError, match=r"game 'broken_in_python:TwoSeats': seats is 'two'\. Set a whole number"):
-        games.build("broken_in_python:TwoSeats", {})
-
-
 def test_the_kit_remarks_on_returns_that_are_too_large():
     [found] = [finding for finding in check_game(Rich) if finding.name == "returns are between -1 and 1"]
     assert found.ok
     assert "as large as 100" in found.detail
-
-
-def test_games_that_fail_when_they_are_played_for_longer_end_no_other_check(monkeypatch):
-    monkeypatch.setattr(python_games, "PLAYED_S", 0.0)  # one game, as of rules that take long
-    monkeypatch.setattr(NanLate, "ended", itertools.count())
-    monkeypatch.setattr(NanLate, "known", 3)
-    found = {finding.name: finding for finding in check_game(NanLate)}
-    assert found[python_games.PLAYS].ok
-    assert "`returns` gave [nan, 1.0] for seats = 2" in found[python_games.COMPANY].detail
-
-
-def test_what_symmetries_raise_is_the_games_fault(tmp_path):
-    for name in ("broken_in_python.py", "in_python.py"):
-        shutil.copy(Path(__file__).with_name(name), tmp_path)
-    words = ["--game", "broken_in_python:NoSymmetry", "--model", "uniform", "--games", 2, "--workers", 1, "--quiet"]
-    done = selfplay(*words, cwd=tmp_path)
-    assert done.returncode == 1
-    assert "game 'NoSymmetry': `symmetries` (broken_in_python.py, line " in done.stderr
-    assert "report it" not in done.stderr
-
-
-def test_a_colon_after_a_game_without_variants_means_a_module():
-    with pytest.raises(UsageError, match=r"game 'blob' has no variants, and 'small' is none. Give --game blob\."):
-        games.build("blob:small", {})
-
-
-def test_a_game_that_hides_something_and_guesses_nothing_is_refused_before_it_is_played():
-    with pytest.raises(UsageError, match=r"hides something from its players.*Write `determinize`"):
-        games.build("broken_in_python:NoGuess", {})
 
 
 @pytest.mark.parametrize("game", [PythonConnectFour, PythonBlob, Kuhn, Wager])

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import functools
 import json
-import os
-import signal
 from pathlib import Path
 
 import jsonschema
 import numpy as np
 import pytest
 from broken_in_python import Graded
-from command import SECONDS, records_of, selfplay, shards, started, until
+from command import records_of, selfplay
 from complaints import complaint
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -194,12 +192,6 @@ def counted(games, threshold):
     return of_resignation(tally.facts())
 
 
-def test_what_is_counted_is_what_a_plain_recount_of_the_games_finds():
-    told = counted(with_playouts(), PLAYOUTS["resign"])
-    assert {name: told[name] for name in recounted(with_playouts(), 0.5)} == recounted(with_playouts(), 0.5)
-    assert told["would_have_resigned"] > 0
-
-
 @pytest.mark.parametrize(("hits", "trials"), [(0, 1), (1, 1), (0, 40), (2, 61), (7, 20), (500, 1000)])
 def test_the_interval_is_that_of_wilson(hits, trials):
     expected = stats.binomtest(hits, trials).proportion_ci(0.95, "wilson")
@@ -276,19 +268,6 @@ def test_the_mildest_threshold_that_holds_is_advised(games, advised):
     assert all(("--resign 0." in row.text) != ("leave --resign out" in row.text) for row in panel[1:])
 
 
-def test_people_see_the_share_that_is_resigned_only_where_players_may_resign():
-    tally = Resignations(0.9)
-    assert shown.resignation_live({}) == shown.resignation_live(tally.facts()) == []
-    assert list(shown.resignation_rows(None)) == []
-    tally.add({0: [True, False, False, 0.0, 0.0]})
-    assert shown.resignation_live(tally.facts()) == []
-    assert next(shown.resignation_rows(of_resignation(tally.facts()))).text.startswith("no game: all are checked")
-    tally.add({number: [False, number < 3, False, -1.0, 1.0] for number in range(1, 5)})
-    assert shown.resignation_live(tally.facts()) == ["50% resigned"]
-    (row,) = shown.resignation_rows(of_resignation(tally.facts()))
-    assert row.text == "50% of 4 games\nof 1 checked games none would have been resigned"
-
-
 def done(*words, cwd):
     made = selfplay(*words, cwd=cwd)
     assert made.returncode == 0, made.stderr
@@ -310,50 +289,6 @@ def test_a_run_reports_what_its_records_say_and_goes_on_with_them(tmp_path):
     for words in (["--resign-check", 0.5], ["--resign", 0.5]):
         other = selfplay(*PLAYED_OUT, *words, "--games", 170, "--out", "games", "--resume", cwd=tmp_path)
         assert "was made with other settings (resign" in complaint(other)
-
-
-def test_without_records_the_same_is_counted(tmp_path):
-    made = done(*PLAYED_OUT, "--games", 60, "--workers", 1, cwd=tmp_path)
-    games = played(compiled(**search_of_words()), range(60))
-    assert {name: made["resignation"][name] for name in recounted(games, 0.4)} == recounted(games, 0.4)
-    plain = done(*BOARD, "--model", "rollout", "--games", 4, "--workers", 1, "--out", "plain", cwd=tmp_path)
-    assert plain["resignation"] is None
-    assert not set(arrays.OF_RESIGNATION) & records_of(tmp_path / "plain").keys()
-    assert "resign" not in json.loads((tmp_path / "plain" / "manifest.json").read_text())["settings"]
-
-
-def search_of_words():
-    """The search of `PLAYED_OUT`, as the command makes it."""
-    options = {"game": "connect-four", "model": "rollout", "simulations": 24, "resign": 0.4, "resign_check": 0.3}
-    return SelfPlay(Setup(seed=0), **options).search()
-
-
-@pytest.mark.thorough
-def test_a_run_that_was_killed_is_finished_by_the_next_with_the_same_games_resigned(tmp_path):
-    words = [*PLAYED_OUT, "--games", 1500, "--workers", 2]
-    whole = done(*words, "--out", "whole", cwd=tmp_path)
-    with started(*words, "--out", "games", cwd=tmp_path, program=SMALL_SHARDS) as process:
-        until(lambda: shards(tmp_path / "games"), process)
-        os.killpg(process.pid, signal.SIGKILL)
-        process.communicate(timeout=SECONDS)
-    made = done(*words, "--out", "games", "--resume", cwd=tmp_path)
-    assert made["progress"]["before"] > 0
-    assert made["resignation"] == whole["resignation"]
-    assert same(records_of(tmp_path / "games"), records_of(tmp_path / "whole"))
-
-
-@pytest.mark.thorough
-def test_the_same_games_are_resigned_on_each_backend(tmp_path):
-    words = [*BOARD, "--model", "blobnet-small", "--deterministic", "--resign", 0.02, "--resign-check", 0.3]
-    words += ["--games", 30, "--noise", 0.5]
-    found = []
-    for number, way in enumerate((["--workers", 1], ["--workers", 2], ["--workers", 2, "--backend", "central"])):
-        made = done(*words, *way, "--out", number, cwd=tmp_path)
-        found.append((made["resignation"], records_of(tmp_path / str(number))))
-    told, records = found[0]
-    assert told["resigned"] > 0
-    assert told["checked"] > 0
-    assert all(other == told and same(again, records) for other, again in found[1:])
 
 
 @pytest.mark.parametrize(
@@ -379,22 +314,6 @@ def test_the_same_games_are_resigned_on_each_backend(tmp_path):
 def test_a_game_in_which_nobody_can_resign_is_refused_with_the_cure(options, said):
     with pytest.raises(UsageError, match=said):
         SelfPlay(Setup(), **options)
-
-
-@pytest.mark.sample
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        pytest.param(["--resign", 0], "--resign: '0' is", id="everything"),
-        pytest.param(["--resign", 1.5], "--resign: '1.5' is more than 1", id="beyond a loss"),
-        pytest.param(["--resign", 0.9, "--resign-check", 10], "'10' is more than 1", id="a check in per cent"),
-        pytest.param(["--resign", 0.9], "Leave --resign out.", id="blob"),
-    ],
-)
-def test_flags_of_resignation_that_cannot_be_are_refused(words, message):
-    made = selfplay(*words, cwd=HERE)
-    assert made.returncode == 2, made.stderr
-    assert message in complaint(made)
 
 
 def test_a_game_that_says_it_is_won_or_lost_and_is_not_is_found_by_the_kit_and_ends_the_run():

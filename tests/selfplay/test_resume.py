@@ -131,43 +131,6 @@ def test_a_run_that_is_told_to_stop_keeps_what_is_finished(whole, tmp_path, numb
 
 
 @pytest.mark.thorough
-def test_more_games_may_be_asked_for_later(whole, tmp_path):
-    for games in (1000, GAMES):
-        done = selfplay(*WORK, "--games", games, "--resume", "--quiet", cwd=tmp_path)
-        assert done.returncode == 0, done.stderr
-        assert len(records_of(tmp_path / "games")["finished"]) == games
-    assert same(records_of(tmp_path / "games"), whole[0])
-
-
-@pytest.mark.thorough
-def test_a_finished_run_has_nothing_left_to_do(tmp_path):
-    for before in (0, 20):
-        words = ["--games", 20, "--model", "uniform", "--workers", 1, "--out", "games", "--resume", "--json", "-"]
-        done = selfplay(*words, cwd=tmp_path)
-        assert done.returncode == 0, done.stderr
-        assert json.loads(done.stdout)["progress"] == {
-            "done": 20,
-            "total": 20,
-            "unit": "games",
-            "before": before,
-        }
-    assert len(records_of(tmp_path / "games")["finished"]) == 20
-
-
-@pytest.mark.thorough
-def test_other_settings_are_refused_with_the_difference(tmp_path):
-    words = ["--games", 5, "--model", "uniform", "--workers", 1, "--out", "games", "--quiet"]
-    assert selfplay(*words, cwd=tmp_path).returncode == 0
-    changed = selfplay(*words, "--resume", "--seed", 4, "--cards", 6, cwd=tmp_path)
-    assert changed.returncode == 2
-    assert "seed: 0 there, 4 here" in complaint(changed)
-    assert "game_options.cards: 5 there, 6 here" in complaint(changed)
-    again = selfplay(*words, cwd=tmp_path)
-    assert again.returncode == 2
-    assert "Add --resume to go on with them" in complaint(again)
-
-
-@pytest.mark.thorough
 def test_what_is_complete_is_left_as_it_is_and_said_to_be(tmp_path):
     words = ["--games", 20, "--model", "uniform", "--simulations", 5, "--workers", 1, "--out", "games"]
     assert selfplay(*words, cwd=tmp_path).returncode == 0

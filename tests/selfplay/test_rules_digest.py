@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 from command import selfplay
-from forking import run
 
 from gpuinfer.workloads.selfplay import games, rules_digest
 from gpuinfer.workloads.selfplay.games.connect_four import ConnectFour
@@ -102,18 +101,6 @@ def test_a_run_goes_on_only_with_the_same_rules_and_the_same_network(folder):
     older = selfplay(*words, "--games", 12, "--resume", cwd=folder)
     assert older.returncode == 2
     assert "the game's rules or its sizes: not noted there, as an earlier gpuinfer wrote it" in older.stderr
-
-
-def test_a_loop_goes_on_only_with_the_same_network_too(folder):
-    words = ["gpuinfer", "loop", "--game", "pick:Pick", "--model", "net:Net", "--iterations", "1", "--games", "4"]
-    words += ["--simulations", "2", "--training-steps", "2", "--batch-size", "4", "--evaluation-games", "2"]
-    words += ["--workers", "1", "--device", "cpu", "--out", "looped"]
-    assert (done := run(words, folder)).returncode == 0, done.stderr
-    change(folder, "net.py", "torch.relu", "torch.sigmoid")
-    refused = run([*words, "--resume"], folder)
-    assert refused.returncode == 2
-    assert "the source of the network: changed since" in refused.stderr
-    assert "the game's rules" not in refused.stderr
 
 
 def digests(folder, monkeypatch, first=()):

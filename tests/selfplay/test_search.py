@@ -90,21 +90,6 @@ def test_forced_moves_are_not_searched_but_counted(game):
             assert moves.max() < game.max_moves - game.seats
 
 
-@pytest.mark.parametrize("evaluator", [EVALUATORS[0], EVALUATORS[2]])
-def test_a_tree_has_at_most_one_leaf_in_a_block(evaluator):
-    game = Blob()
-    arena, model, answers = arena_of(game, 5, evaluator=evaluator), model_for(game, evaluator), ()
-    arena.add_games(range(7))
-    blocks = 0
-    while rows := arena.play(*answers):
-        waiting = arena._trees.row[arena._trees.row >= 0]
-        assert sorted(waiting) == list(range(rows))
-        answers = model(arena.features[:rows].copy()) if model else ()
-        blocks += 1
-    assert blocks >= 8
-    assert arena.counters[arrays.FINISHED] == 7
-
-
 @pytest.mark.parametrize("game", GAMES)
 @pytest.mark.parametrize("evaluator", EVALUATORS)
 def test_games_do_not_depend_on_how_many_are_played_at_once(game, evaluator):
@@ -112,18 +97,6 @@ def test_games_do_not_depend_on_how_many_are_played_at_once(game, evaluator):
     for slots in (3, 7):
         together = played(arena_of(game, slots, evaluator=evaluator), range(9), model_for(game, evaluator))
         assert same(alone, together)
-
-
-def test_games_do_not_depend_on_their_order_nor_on_how_many_rounds_a_call_makes():
-    game = Blob()
-    expected = played(arena_of(game, 3), range(9))
-    assert same(expected, played(arena_of(game, 3), [5, 1, 7, 0, 8, 2, 4, 3, 6]))
-    assert same(expected, played(arena_of(game, 3), range(9), rounds=1000))
-
-
-def test_another_seed_gives_other_games():
-    game = Blob()
-    assert not same(played(arena_of(game, 3), range(9)), played(arena_of(game, 3, seed=12), range(9)))
 
 
 def test_values_are_the_returns_seen_from_the_one_who_moves():
@@ -163,14 +136,6 @@ def test_a_full_log_makes_games_wait_and_loses_none():
     assert len(part["finished"]) < 1000
     rest = played(arena, [])
     assert sorted([*part["finished"], *rest["finished"]]) == list(range(1000))
-
-
-def test_one_simulation_records_the_priors():
-    game = Blob()
-    arena = arena_of(game, 2, evaluator=arrays.NETWORK, simulations=1, noise=0.0)
-    records = played(arena, range(3), random_linear(game))
-    assert records["policy"].sum(axis=1) == pytest.approx(1, abs=1e-5)
-    assert (records["policy"][records["legal"]] > 0).all()
 
 
 @pytest.mark.thorough
@@ -227,20 +192,3 @@ def test_moves_are_drawn_by_their_visits_and_the_temperature(temperature):
     assert found[2] == 0
     often = expected > 5
     assert stats.chisquare(found[often], expected[often] * found[often].sum() / expected[often].sum()).pvalue > 1e-4
-
-
-@pytest.mark.parametrize(
-    ("changed", "different"),
-    [
-        pytest.param({"temperature": 0.0}, 1, id="no temperature"),
-        pytest.param({"temperature_moves": 0}, 1, id="no move is drawn"),
-        pytest.param({"temperature": 1.0, "temperature_moves": 42}, 20, id="all moves are drawn"),
-    ],
-)
-def test_games_differ_by_drawn_moves_only(changed, different):
-    game = ConnectFour()
-    options = {"evaluator": arrays.UNIFORM, "noise": 0.0, "determinizations": 1, "simulations": 20, **changed}
-    records = played(arena_of(game, 4, **options), range(24))
-    endings = {records["observation"][records["game"] == number].tobytes() for number in range(24)}
-    assert len(endings) >= different
-    assert different > 1 or len(endings) == 1

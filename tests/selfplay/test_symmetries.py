@@ -15,7 +15,6 @@ from table import Table
 
 from gpuinfer.errors import UsageError
 from gpuinfer.models.positions import PositionsFolder, checked
-from gpuinfer.testing.games import check_game
 from gpuinfer.workloads.selfplay.game import OutOfBounds
 from gpuinfer.workloads.selfplay.games.connect_four import ConnectFour
 from gpuinfer.workloads.selfplay.playthrough import refuse_symmetries
@@ -74,11 +73,6 @@ def test_a_true_symmetry_is_borne_out_and_a_wrong_one_named_before_anything_is_p
     assert "is not played, since it does what it must not: symmetry 0 of `symmetries` turns" in done.stderr
 
 
-def test_the_kit_turns_compiled_games_too():
-    findings = {finding.name: finding for finding in check_game(ConnectFour)}
-    assert findings["is played alike when it is turned as its symmetries say"].ok
-
-
 GOOD = ([1, 0, 2], [1, 0])
 
 
@@ -97,13 +91,3 @@ def test_what_is_no_symmetry_is_refused_with_its_number(pair):
     assert len(checked([GOOD], 3, 2, "game 'g'")) == 1
     with pytest.raises(UsageError, match="game 'g': symmetry 1 is no permutation of 3 features with one of 2 actions"):
         checked([GOOD, pair], 3, 2, "game 'g'")
-
-
-def test_a_file_of_symmetries_that_is_damaged_is_named_with_the_cure(tmp_path):
-    folder = PositionsFolder(Path(tmp_path))
-    assert folder.symmetries(3, 2) is None
-    folder.declare(checked([GOOD], 3, 2, "g"))
-    assert folder.symmetries(3, 2).plain() == {"features": [[1, 0, 2]], "actions": [[1, 0]]}
-    (tmp_path / "symmetries.json").write_text('{"features": [[1, 0')
-    with pytest.raises(UsageError, match="Delete it, or train with --no-symmetries"):
-        folder.symmetries(3, 2)

@@ -20,7 +20,6 @@ from gpuinfer.errors import UsageError
 from gpuinfer.models.gradients import GradientPass
 from gpuinfer.models.positions import PositionsFolder, Sizes, checked, positions_of, sizes_of
 from gpuinfer.report.report import schema
-from gpuinfer.workloads import train as workload
 from gpuinfer.workloads.optimizer import Stepper, TrainingFolder
 from gpuinfer.workloads.train import TrainingBatches, rate_at
 
@@ -119,17 +118,6 @@ def test_the_loss_of_each_step_is_a_row_and_a_picture_shows_them(train, tmp_path
     assert [row["step"] for row in apart] == [5, 10, 15, 20, STEPS]
     assert apart[-1]["validation"] == told["validation"]["total"]
     assert "</svg>" in (tmp_path / "out" / "loss.svg").read_text()
-
-
-def test_a_row_of_a_long_training_is_the_mean_of_several_steps(train, tmp_path, monkeypatch):
-    assert train(out="each", validation_share=0, checkpoint_every=100)[0] == 0
-    monkeypatch.setattr(workload, "MOST_ROWS", 5)
-    assert train("--no-picture", validation_share=0, checkpoint_every=100)[0] == 0
-    each, rows = curve(tmp_path / "each"), curve(tmp_path / "out")
-    assert [row["step"] for row in rows] == [5, 10, 15, 20, STEPS]
-    assert rows[1]["loss"] == pytest.approx(np.mean([row["loss"] for row in each[5:10]]))
-    assert rows[1]["learning_rate"] == each[9]["learning_rate"]
-    assert not (tmp_path / "out" / "loss.svg").exists()
 
 
 def test_the_curve_of_a_run_that_broke_is_that_of_one_that_did_not(train, tmp_path):
@@ -256,13 +244,6 @@ def test_other_settings_are_refused_and_shown(train, changes, said):
     code, _, errors = train("--resume", **changes)
     assert code == 2
     assert said in " ".join(errors.split())
-
-
-def test_with_a_constant_rate_there_may_be_more_steps(train, tmp_path):
-    assert train(schedule="constant", steps=10)[0] == 0
-    assert train("--resume", schedule="constant")[0] == 0
-    assert train(schedule="constant", out="whole")[0] == 0
-    assert same(weights(tmp_path / "out"), weights(tmp_path / "whole"))
 
 
 def test_another_loss_is_refused(train):

@@ -104,12 +104,6 @@ async def test_a_pass_goes_to_the_thread_of_whoever_asks_with_as_many_threads_as
     assert_same(found.by_name, (await gradients(batch_of(8)))[0].by_name, tolerance=0)
 
 
-async def test_the_loss_alone_costs_no_way_back():
-    whole, alone = await gradients(batch_of(16), batch_of(16, backward=False))
-    assert (alone.by_name, alone.backward_s) == ({}, 0.0)
-    assert alone.loss == pytest.approx(whole.loss, rel=1e-6)
-
-
 @pytest.mark.parametrize("segments", [1, 2, 4, "auto"])
 @pytest.mark.parametrize("model", ["blobnet", "train_models:Deep"])
 async def test_checkpointed_gradients_are_those_without(model, segments):
@@ -159,11 +153,6 @@ async def test_what_is_no_loss_is_refused(loss, said):
         raise found
 
 
-async def test_parts_of_a_loss_may_be_tensors():
-    [found] = await gradients(batch_of(4), loss="train_models:in_parts")
-    assert dict(found.parts) == {"value": pytest.approx(found.loss, rel=1e-6), "two": 2.0}
-
-
 async def test_a_loss_takes_the_settings_that_it_names():
     once, thrice = await gradients(
         batch_of(4, settings={"value_weight": 1.0, "other": 2.0}),
@@ -206,13 +195,6 @@ async def test_layers_that_cannot_be_told_apart_are_refused(model, said):
         await answers(batch_of(4), model=spec(model), checkpoint_segments=2)
 
 
-async def test_the_attribute_can_be_named():
-    model = spec("train_models:Twice")
-    [without] = await gradients(batch_of(4), model=model)
-    [found] = await gradients(batch_of(4), model=model, checkpoint_segments=2, layers="layers")
-    assert_same(found.by_name, dict(without.by_name))
-
-
 async def test_what_is_no_batch_of_training_is_refused():
     rows = positions(3)["observation"]
     [found] = await answers(batch_of(3), setup=Setup(model=spec(kind="rows"), devices=("cpu",)), backward=True)
@@ -234,14 +216,6 @@ def _short():
 async def test_a_format_in_which_gradients_vanish_is_refused(dtype):
     with pytest.raises(UsageError, match="Use --dtype bfloat16"):
         InProcess(Setup(model=spec(), devices=("cpu",), dtype=dtype), backward=True)  # before it has said anything
-
-
-async def test_bfloat16_gives_about_the_same():
-    setup = Setup(model=spec(), devices=("cpu",), dtype="bfloat16")
-    [found] = await gradients(batch_of(32), setup=setup, compute="bfloat16")
-    loss, expected = plain(spec(), batch_of(32))
-    assert found.loss == pytest.approx(loss, rel=0.05)
-    assert found.by_name.keys() == expected.keys()
 
 
 def test_training_options_without_gradients_are_refused():

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 
@@ -194,7 +194,7 @@ class ForcedReplay(Workload):
         return self._own.deterministic
 
     async def run(self, infer: Infer) -> AsyncIterator[Progress]:
-        async for progress in self._own.run(ForcedInfer(infer, self._answers)):
+        async for progress in self._own.run(cast(Infer, ForcedInfer(infer, self._answers))):
             yield progress
 
 

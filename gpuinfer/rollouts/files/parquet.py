@@ -18,6 +18,7 @@ import msgspec
 from msgspec import structs
 
 from gpuinfer.errors import UsageError
+from gpuinfer.host.journal import whole_lines
 from gpuinfer.rollouts.files import shards
 from gpuinfer.rollouts.record import Game, Group, Span, Timing, Trajectory, Turn
 
@@ -107,7 +108,7 @@ def write(file: IO[bytes], groups: Iterable[Group]) -> None:
 
 def groups_of(journal: Path) -> Iterator[Group]:
     """Those of a journal, all of whose lines are whole."""
-    for line in shards.whole_lines(journal):
+    for line in whole_lines(journal):
         if (group := shards.decode(line)) is not None:
             yield group
 

@@ -45,15 +45,6 @@ def list_journals(folder: Path) -> dict[int, Path]:
     return {number: path for number, path in sorted(found.items()) if number not in whole}
 
 
-def whole_lines(path: Path) -> Iterator[bytes]:
-    """Up to the first that is torn. Raises `OSError`."""
-    with path.open("rb") as file:
-        for line in file:
-            if not line.endswith(b"\n"):
-                return
-            yield line
-
-
 _encode = msgspec.json.Encoder().encode
 _decode = msgspec.json.Decoder(Group).decode
 MOST_SEED = 2**63  # a seed is an integer of 64 bits in every form

@@ -8,30 +8,31 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import stat
-import threading
-import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from gpuinfer.api import Lane
 from gpuinfer.errors import WorkError
 from gpuinfer.host.files import FULL, sync_folder
+from gpuinfer.host.journal import AppendFile, JournalThread
 from gpuinfer.workloads.generate.answer_lines import key_of, read_key
 from gpuinfer.workloads.generate.input_rows import KeySet
 
-SYNC_S, SYNC_BYTES = 1.0, 8 << 20  # whichever comes first: a line is on the disk no later
 MOST_WAITING = 4 << 20  # bytes that wait to be written, before those who bring more must wait
 END_S = 30.0  # for the last bytes to be taken; a reader that has stopped reading is not waited for longer
-APPENDING = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
 
 
-class OutputWriter:
-    """Writes to a descriptor, which stays the caller's. `name` is what people call it; `aside` takes what must wait.
-    `path` is where its file has to stay, if it is one: answers that are removed meanwhile are not called done.
+class Spilled(bytes):
+    """A line that waits for an earlier one."""
 
-    `add` and its like belong to the event loop. After a failure nothing more is written, and everything raises it; of a
-    regular file the line that was half written is taken back. `lane` is told of the thread's time: write, sync.
+
+class OutputWriter(JournalThread["bytes | list[bytes]"]):
+    """Writes to a descriptor, which stays the caller's. `name` is what people call the output; `aside` takes lines that
+    wait for earlier ones. `path`: where the output's file has to stay, if it is a file; answers that are removed
+    meanwhile are not called done.
+
+    After a failure nothing more is written; of a regular file the line that was half written is taken back. `lane` is
+    told of the thread's time: write, sync.
     """
 
     def __init__(
@@ -42,166 +43,78 @@ class OutputWriter:
         aside: SpillFile | None = None,
         path: Path | None = None,
     ) -> None:
-        self._descriptor, self._name, self._aside, self._path = descriptor, name, aside, path
+        super().__init__("gpuinfer-output", MOST_WAITING)
+        self._file, self._name, self._aside, self._path = AppendFile(descriptor), name, aside, path
         self._enter = (lambda station: None) if lane is None else lane.enter
-        self._regular = stat.S_ISREG(os.fstat(descriptor).st_mode)
-        self._waiting: list[bytes] = []
-        self._for_aside: list[bytes] = []
-        self._aside_anew: list[bytes] | None = None  # what alone is to stay there, before `_for_aside` comes
-        self._bytes = 0
-        self._change = threading.Condition()
-        self._closing = False
-        self._failure: BaseException | None = None
-        self._loop = asyncio.get_running_loop()
-        self._room = asyncio.Event()
-        self._wanted = False  # `room` is waited for
-        self._thread = threading.Thread(target=self._work, name="gpuinfer-output", daemon=True)
-        self._thread.start()
+        self.start()
 
-    @property
-    def full(self) -> bool:
-        """Whether so much waits that no more should come before `room`."""
-        return self._bytes > MOST_WAITING
-
-    def add(self, line: bytes) -> None:
-        """Write it soon. Raises `WorkError` when something could not be written."""
-        if self._failure is not None:
-            raise self._failure
-        with self._change:
-            if not self._waiting:
-                self._change.notify()
-            self._waiting.append(line)
-            self._bytes += len(line)
+    def put(self, line: bytes) -> None:
+        """Write the line soon. Raises `WorkError` when something could not be written."""
+        self.add(line, len(line))
 
     def put_aside(self, line: bytes) -> None:
-        """Keep it until it is added. Raises `WorkError` when something could not be written."""
-        if self._failure is not None:
-            raise self._failure
+        """Keep the line on the disk until it is put. Raises `WorkError` when something could not be written."""
         if self._aside is not None:
-            with self._change:
-                self._change.notify()
-                self._for_aside.append(line)
-                self._bytes += len(line)
+            self.add(Spilled(line), len(line))
 
     def keep_aside(self, lines: Iterable[bytes]) -> None:
-        """Of what was put aside, all but these has been added."""
+        """All other lines that were put aside have been put."""
         if self._aside is not None:
-            with self._change:
-                self._change.notify()
-                self._aside_anew, self._for_aside = list(lines), []
-
-    async def room(self) -> None:
-        """Wait while too much waits to be written."""
-        while self.full and self._failure is None:
-            self._room.clear()
-            self._wanted = True
-            if self.full and self._failure is None:  # the thread may not have seen that `room` is waited for
-                await self._room.wait()
-        if self._failure is not None:
-            raise self._failure
+            self.add(list(lines))
 
     async def close(self) -> None:
         """Everything is on the disk when this returns. Raises `WorkError` when it cannot be."""
-        with self._change:
-            self._closing = True
-            self._change.notify()
-        await asyncio.to_thread(self._thread.join, END_S)
-        if self._failure is not None:
-            raise self._failure
-        if self._thread.is_alive():
-            raise WorkError(f"nobody has read {self._name} for {END_S:g} s. Read it, or give --output a file.")
+        self._patience_s = END_S
+        await super().close()
 
-    def _work(self) -> None:
-        try:
-            self._write_all()
-        except OSError as error:
-            self._failure = self._displaced() or output_unwritable(self._name, error, self._regular)
-            self._failure.__cause__ = error
-        except WorkError as error:
-            self._failure = error
-        finally:
-            self._say_room()
+    def _stuck(self) -> WorkError:
+        return WorkError(f"nobody has read {self._name} for {END_S:g} s. Read it, or give --output a file.")
 
-    def _write_all(self) -> None:
-        unsynced, since = 0, time.monotonic()
-        while True:
-            with self._change:
-                if self._idle and not self._closing:
-                    self._change.wait(SYNC_S if unsynced else None)
-                over = self._closing and self._idle
-                lines, self._waiting = self._waiting, []
-                aside, self._for_aside = self._for_aside, []
-                anew, self._aside_anew = self._aside_anew, None
-                self._bytes = 0
-            if lines or aside:
-                self._say_room()
-                since = since if unsynced else time.monotonic()
-                self._enter("write")
-                unsynced += self._write(b"".join(lines)) + self._lay_aside(b"".join(aside), anew)
-                self._enter("idle")
-            if unsynced and (over or unsynced > SYNC_BYTES or time.monotonic() > since + SYNC_S):
+    def _write(self, items: Sequence[bytes | list[bytes]]) -> int:
+        """Lines first: those that leave the spill file are in the output by then."""
+        aside: list[bytes] = []
+        kept: list[bytes] | None = None  # what alone stays in the spill file, before `aside` comes
+        lines: list[bytes] = []
+        for item in items:
+            if isinstance(item, list):
+                kept, aside = item, []
+            else:
+                (aside if isinstance(item, Spilled) else lines).append(item)
+        self._enter("write")
+        written = self._file.append(b"".join(lines))
+        if self._aside is not None:
+            if kept is not None:
                 self._sync()
-                unsynced = 0
-            if not unsynced and (displaced := self._displaced()):
-                raise displaced
-            if over:
-                return
-
-    @property
-    def _idle(self) -> bool:
-        return not (self._waiting or self._for_aside or self._aside_anew is not None)
-
-    def _lay_aside(self, data: bytes, anew: list[bytes] | None) -> int:
-        """After the lines that were added: those that leave the one file are in the other."""
-        if self._aside is None:
-            return 0
-        if anew is not None:
-            self._sync()
-            self._aside.anew(anew)
-        if data:
-            self._aside.append(data)
-        return len(data)
-
-    def _say_room(self) -> None:
-        if not self._wanted:
-            return
-        self._wanted = False
-        with contextlib.suppress(RuntimeError):  # the loop is gone
-            self._loop.call_soon_threadsafe(self._room.set)
-
-    def _write(self, data: bytes) -> int:
-        """Raises what the disk raises, with only whole lines left behind where that can be had."""
-        left = memoryview(data)
-        try:
-            while left:
-                left = left[os.write(self._descriptor, left) :]
-        except OSError:
-            self._take_back(data[: len(data) - len(left)])
-            raise
-        return len(data)
-
-    def _take_back(self, written: bytes) -> None:
-        torn = len(written) - (written.rfind(b"\n") + 1)
-        if torn and self._regular:
-            with contextlib.suppress(OSError):
-                os.ftruncate(self._descriptor, os.fstat(self._descriptor).st_size - torn)
-                self._sync()
+                self._aside.anew(kept)
+            if aside:
+                written += self._aside.append(b"".join(aside))
+        self._enter("idle")
+        return written
 
     def _sync(self) -> None:
-        if not self._regular:
-            return
-        self._enter("sync")
-        os.fsync(self._descriptor)
-        if self._aside is not None:
-            self._aside.sync()
-        self._enter("idle")
+        if self._file.regular:
+            self._enter("sync")
+            self._file.sync()
+            if self._aside is not None:
+                self._aside.sync()
+            self._enter("idle")
+        self._finish()
+
+    def _finish(self) -> None:
+        if displaced := self._displaced():
+            raise displaced
+
+    def _failed(self, error: Exception) -> WorkError:
+        if not isinstance(error, OSError):
+            return super()._failed(error)
+        return self._displaced() or output_unwritable(self._name, error, self._file.regular)
 
     def _displaced(self) -> WorkError | None:
         """Why what is written does not come to lie at `path` any more, if so."""
         if self._path is None:
             return None
-        opened = os.fstat(self._descriptor)
         try:
+            opened = os.fstat(self._file.descriptor)
             if os.path.samestat(opened, self._path.stat()):
                 return None
             there = "another file lies there now"
@@ -215,7 +128,7 @@ class OutputWriter:
                 "nothing to go on with. Run again, and leave the file and its folder alone until the run has ended."
             )
         with contextlib.suppress(OSError):  # Linux alone says where
-            place = os.readlink(f"/proc/self/fd/{self._descriptor}")
+            place = os.readlink(f"/proc/self/fd/{self._file.descriptor}")
             there += f", and the answers are in {place}" if os.path.exists(place) else ""
         return WorkError(
             f"{self._name} was moved while answers were written to it; {there}. What was answered before is kept. Move "
@@ -244,7 +157,7 @@ class SpillFile:
 
     def __init__(self, path: Path, left: Iterable[bytes] = ()) -> None:
         self.path = path
-        self._descriptor: int | None = None
+        self._file: AppendFile | None = None
         self._left = {found[0]: line for line in left if (found := read_key(line)) is not None}
         if self._left or path.exists():
             self.anew(self._left.values())
@@ -258,41 +171,38 @@ class SpillFile:
         """The line of the row of this digest."""
         return self._left.pop(key_of(digest), None) if self._left else None
 
-    def append(self, data: bytes) -> None:
-        """Raises `OSError`."""
-        if self._descriptor is None:
-            self._descriptor = os.open(self.path, APPENDING, 0o666)
+    def append(self, data: bytes) -> int:
+        """Returns the data's length. Raises `OSError`."""
+        if self._file is None:
+            self._file = AppendFile(self.path)
             sync_folder(self.path.parent)
-        left = memoryview(data)
-        while left:
-            left = left[os.write(self._descriptor, left) :]
+        return self._file.append(data)
 
     def anew(self, lines: Iterable[bytes]) -> None:
         """Only these still wait. A crash leaves the old file or the new one. Raises `OSError`."""
         new = self.path.with_name(f"{self.path.name}.new")
-        descriptor = os.open(new, APPENDING | os.O_TRUNC, 0o666)
+        file = AppendFile(new, empty=True)
         try:
-            with os.fdopen(os.dup(descriptor), "wb") as file:
-                file.writelines(lines)
-            os.fsync(descriptor)
+            file.append(b"".join(lines))
+            file.sync()
             new.replace(self.path)
             sync_folder(self.path.parent)
         except BaseException:
-            os.close(descriptor)
+            file.close()
             with contextlib.suppress(OSError):
                 new.unlink(missing_ok=True)
             raise
         self.close()
-        self._descriptor = descriptor
+        self._file = file
 
     def sync(self) -> None:
-        if self._descriptor is not None:
-            os.fsync(self._descriptor)
+        if self._file is not None:
+            self._file.sync()
 
     def close(self) -> None:
-        if self._descriptor is not None:
-            os.close(self._descriptor)
-            self._descriptor = None
+        if self._file is not None:
+            self._file.close()
+            self._file = None
 
     def remove(self) -> None:
         """Nothing waits any more."""
@@ -332,10 +242,10 @@ class OrderedOutput:
         if place != self._next:
             self._hold(place, line, kept)
             return
-        self._outlet.add(line)
+        self._outlet.put(line)
         self._next += 1
         while (held := self._held.pop(self._next, None)) is not None:
-            self._outlet.add(held)
+            self._outlet.put(held)
             self._bytes_held -= len(held)
             self._next += 1
         self._moved.set()
@@ -361,7 +271,7 @@ class OrderedOutput:
         """Write what is held although lines before it are missing: none will come. How many there were."""
         held = [self._held.pop(place) for place in sorted(self._held)]
         for line in held:
-            self._outlet.add(line)
+            self._outlet.put(line)
         return len(held)
 
     @property
@@ -379,7 +289,7 @@ class UnorderedOutput:
         self._outlet = outlet
 
     def add(self, place: int, line: bytes, kept: bool = False) -> None:
-        self._outlet.add(line)
+        self._outlet.put(line)
 
     async def near(self, place: int) -> None:
         return

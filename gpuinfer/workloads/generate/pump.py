@@ -231,7 +231,7 @@ class Pump:
                 for _ in range(self.under_way):
                     group.create_task(self._ask_on())
             for line in self._output.rest():
-                self._outlet.add(line)
+                self._outlet.put(line)
                 await self._outlet.room()
         finally:
             self._source.stop()
