@@ -62,6 +62,38 @@ def gpuinfer(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str
     return run
 
 
+@pytest.fixture
+def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working folder of a command: empty, without variables of ours, with all plugins on, 120 columns wide."""
+    from gpuinfer.config import registry
+
+    for variable in [name for name in os.environ if name.startswith("GPUINFER_")]:
+        monkeypatch.delenv(variable)
+    monkeypatch.setenv(registry.DISABLED, "")
+    monkeypatch.setenv("COLUMNS", "120")
+    (folder := tmp_path / "here").mkdir()
+    monkeypatch.chdir(folder)
+    registry.refresh()
+    return folder
+
+
+@pytest.fixture
+def count_package(empty_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The folder in which the package `count` is installed, in this process and in those that it starts."""
+    from packages import install_count
+
+    from gpuinfer.config import registry
+
+    (folder := tmp_path / "site").mkdir()
+    install_count(folder)
+    monkeypatch.syspath_prepend(str(folder))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")])))
+    registry.refresh()
+    yield folder
+    for module in ("count_package", "bad_module"):
+        sys.modules.pop(module, None)
+
+
 @pytest.fixture(scope="module", params=[False, True], ids=["step by step", "ahead"])
 def ahead(request: pytest.FixtureRequest) -> Iterator[bool]:
     """Generators of `text.toy` compose each step when the tokens before are known, or before, as on a CUDA device."""

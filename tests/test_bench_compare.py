@@ -93,17 +93,6 @@ def test_a_variant_that_counts_nothing_that_the_others_do_is_named_and_not_compa
     jsonschema.validate(found, schema())
 
 
-def test_repeats_that_only_one_has_are_left_out_of_the_ratios():
-    found = compare(outcome({"a": [100, 101, 99], "b": [200, 202]}))
-    assert found.rows[1].to_first.median == pytest.approx(2.0)
-    assert len(found.rows[1].rates) == 2
-
-
-def test_a_variant_that_failed_or_was_skipped_is_not_compared():
-    found = compare(outcome(LEVEL, skipped={"a": "no such device"}, failed={"c": "out of memory"}))
-    assert [row.name for row in found.rows] == ["b"]
-
-
 @pytest.mark.parametrize(
     ("rates", "more", "said"),
     [
@@ -138,14 +127,6 @@ def test_a_document_is_what_its_schema_says(made):
     page = bench_page(made)
     assert all(len(row) == len(page.table.columns) for row in page.table.rows)
     assert dict(page.notes)["verdict"] == made["verdict"]
-
-
-@pytest.mark.parametrize(
-    ("least", "slow"),
-    [(1.2, []), (1.4, ["b"]), (0.1, [])],
-)
-def test_what_is_below_a_ratio_to_the_first(least, slow):
-    assert below(document(CLEAR), least) == slow
 
 
 def test_what_could_not_be_measured_is_below_any_ratio():

@@ -38,12 +38,6 @@ def test_a_counter_that_grows_in_blocks_has_the_speed_of_its_line():
     assert meter.rate(report(evaluations_per_s=900.0))[1] == pytest.approx(1000, rel=0.05)
 
 
-@pytest.mark.parametrize("counter", ["simulations", "evaluations"])
-def test_what_is_counted(counter):
-    found = watched(2.0, counter, 50).rate(report(**{f"{counter}_per_s": 40.0, "games_per_min": 9.0}))
-    assert found == (f"{counter}_per_s", pytest.approx(50, rel=0.1))
-
-
 @pytest.mark.parametrize("step", [1.0, 60.0, 1e9], ids=["that moves often", "that moves once", "not seen to move"])
 def test_every_timed_run_of_a_kind_is_told_in_the_same_metric(step):
     told = report(evaluations_per_s=45.0, simulations_per_s=400.0, games_per_min=9.0)
@@ -56,16 +50,6 @@ def test_without_such_counters_the_rows_that_were_answered_are():
         rows += 10
     told = report(evaluations_per_s=90.0, rows_per_s=90.0, games_per_min=9.0)
     assert meter.rate(told) == ("evaluations_per_s", pytest.approx(100))
-
-
-def test_setup_is_no_part_of_the_time():
-    assert not SpeedMeter(1.0).enough(look(5.0, setup=True))
-    assert not SpeedMeter(1.0).enough(look(0.0))
-    assert SpeedMeter(1.0).enough(look(1.0))
-
-
-def test_without_a_time_a_run_ends_by_itself():
-    assert not SpeedMeter(None).enough(look(1e9))
 
 
 @pytest.mark.parametrize(

@@ -54,17 +54,6 @@ def test_repeats_run_in_turn_after_everyone_has_warmed_up():
     assert all(one.rate > 0 and one.report["status"] == "done" for one in outcome.runs)
 
 
-def test_each_repeat_has_a_seed_that_all_variants_share():
-    outcome, _ = watched(variant("a"), variant("b"), course=SeriesPlan(2, 0.2, None, seed=40))
-    assert [(one.variant, one.seed) for one in outcome.runs] == [("a", 40), ("b", 40), ("a", 41), ("b", 41)]
-
-
-def test_a_run_without_a_time_goes_to_its_end():
-    outcome, _ = watched(variant("a", total=30), course=SeriesPlan(1, None, 0.0))
-    assert outcome.runs[0].report["progress"]["done"] == 30
-    assert outcome.runs[0].metric == "games_per_min"
-
-
 @pytest.mark.parametrize(
     ("broken", "said"),
     [
@@ -173,27 +162,6 @@ def test_all_bare_models_are_measured_before_anything_warms_the_machine_up(monke
     assert RunKind.ROOFLINE not in [kind for _, kind, _ in steps[2:]]
 
 
-@pytest.mark.thorough
-def test_an_answer_that_cannot_be_checked_after_a_run_is_a_failure():
-    class Forgetful(InProcess):
-        """Cannot be opened in a worker process."""
-
-        def connect(self):
-            raise UsageError("there is no way in. Ask its author.")
-
-    both = running("bad", Model, Forgetful), running("good", Model)
-    outcome, _ = watched(*both, course=SeriesPlan(1, 0.2, 0.1, roofline=False))
-    assert outcome.failed == {"bad": "checking the answers: there is no way in. Ask its author."}
-    assert not outcome.skipped
-    assert [one.variant for one in outcome.runs] == ["good"]
-
-
-def test_a_run_in_which_nothing_was_answered_has_no_speed():
-    outcome, _ = watched(running("idle", Idle, Doubler), variant("good"), course=BRIEF)
-    assert "repeat 1 of 2: nothing was answered within 0." in outcome.failed["idle"]
-    assert [row.name for row in compare(outcome).rows] == ["good"]
-
-
 # Tuners
 
 
@@ -240,31 +208,11 @@ def test_a_tuner_finds_a_setting_and_races_it_against_the_defaults(monkeypatch):
     assert [one.report is picked for one in outcome.runs if one.variant == "slower, 64"] == [False] * 3
 
 
-def test_a_tuner_skips_a_backend_that_cannot_run(monkeypatch):
-    made = tuner(monkeypatch, 1.0, {"absent": Unreachable, "good": Doubler}, [])
-    outcome = made.run()
-    assert outcome.skipped == {"absent": "there is no such device. Use --device cpu."}
-    assert compare(outcome).winner.name == "good"
-
-
 def test_a_tuner_says_why_when_nothing_was_answered():
     idle = running("idle", Idle, Doubler)
     made = Tuner(Space(["idle"], lambda point: idle, lambda backend, facts: []), 0.0, SeriesPlan(roofline=False))
     outcome = made.run()
     assert "nothing was answered within 1." in outcome.skipped["idle"]
-
-
-def test_a_tuner_knows_the_limits_that_a_backend_has_once_it_has_started(monkeypatch):
-    made = tuner(monkeypatch, 0.0, {"one": Doubler}, [])
-    made.run()
-    assert made.trials["one"].facts["max_rows"] == 16
-
-
-def test_a_tuner_without_time_still_compares_the_defaults_once(monkeypatch):
-    made = tuner(monkeypatch, 0.0, {"one": Doubler, "two": Doubler}, [ladder("max_rows", 4, 1024, 16)])
-    outcome = made.run()
-    assert list(made.trials) == ["one", "two"]
-    assert [(one.variant, one.repeat) for one in outcome.runs] == [("one", 0), ("two", 0)]
 
 
 def test_a_tuner_that_is_interrupted_says_what_it_knows(monkeypatch):

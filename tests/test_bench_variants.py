@@ -70,13 +70,6 @@ def test_the_variants(values, compare, expected):
     assert names(values, *compare) == expected
 
 
-def test_an_option_can_be_for_one_backend_alone():
-    values = {"backend_options": ["parrot.seconds=0,1ms", "seconds=0.5"], "strategy": "at-once"}
-    made = expand("count", values, ["listy,parrot"], timed=False)
-    assert [one.name for one in made] == ["listy", "parrot, 0 parrot.seconds", "parrot, 1ms parrot.seconds"]
-    assert [one.build(0).backend.options.seconds for one in made] == [0.5, 0.0, 0.001]
-
-
 def test_a_variants_command_runs_it_by_itself():
     made = expand("count", {"games": "5", "backend_options": ["seconds=0,1ms", "max_rows=8"]}, ["parrot"], timed=False)
     assert made[1].command == "gpuinfer count --games 5 -B max_rows=8 -B seconds=1ms --backend parrot"
@@ -136,17 +129,6 @@ def test_times(text, found):
     assert seconds("--budget", text) == pytest.approx(found)
 
 
-@pytest.mark.parametrize("text", ["", "m", "soon", "-1s", "inf", "nan", "2 fortnights"])
-def test_what_is_no_time_is_refused(text):
-    with pytest.raises(UsageError, match="Write 90, 60s or 2m"):
-        seconds("--budget", text)
-
-
-def test_a_time_below_the_least_is_refused():
-    with pytest.raises(UsageError, match="10 s or more"):
-        seconds("--budget", "5s", least=10)
-
-
 # What --apply writes
 
 OWN = """# mine
@@ -196,11 +178,3 @@ def test_variables_that_beat_what_was_applied_are_named(monkeypatch):
     monkeypatch.setenv("GPUINFER_COUNT__GAMES", "9")
     apply("count", flags)
     assert overruled("count", flags) == ["GPUINFER_COUNT__WORKERS", "GPUINFER_BACKENDS__PARROT__SECONDS"]
-
-
-def test_applying_twice_changes_nothing_more(tmp_path):
-    flags = {"backend": "parrot", "backend_options": ["seconds=1"]}
-    apply("count", flags)
-    once = (tmp_path / "gpuinfer.toml").read_text()
-    apply("count", flags)
-    assert (tmp_path / "gpuinfer.toml").read_text() == once

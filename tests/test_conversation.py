@@ -125,12 +125,6 @@ def test_ctrl_c_ends_the_answer_and_what_was_said_is_remembered():
     assert script.notes == ["Stopped."]
 
 
-def test_ctrl_c_at_the_prompt_ends_nothing():
-    script = Script(KeyboardInterrupt, "one")
-    assert len(talk(script)) == 1
-    assert script.notes == ["Ctrl-D or /exit ends."]
-
-
 def test_a_message_that_fails_counts_as_not_said():
     answers = iter([Answer(BadPrompt("no. Mend it.")), Answer("yes")])
     script = Script("one", "two")
@@ -157,12 +151,6 @@ def test_an_answer_that_was_cut_off_says_why(reason, allowed, said):
     plain = Prompt(sampling=Sampling(max_tokens=allowed))
     ChatConversation(lambda prompt: Answer("a", reason=reason), script, plain).run()
     assert said in script.notes[0]
-
-
-def test_what_a_backend_without_parts_answers_is_shown_whole():
-    script = Script("one")
-    talk(script, lambda: Answer(whole="all of it"))
-    assert script.answers == "all of it\n"
 
 
 def test_a_backend_that_is_gone_ends_the_conversation():

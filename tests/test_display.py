@@ -17,7 +17,7 @@ from rich.console import Console
 from gpuinfer import units
 from gpuinfer.api import Progress, Roofline
 from gpuinfer.cli.screen import final_panel, live_view
-from gpuinfer.cli.screen.display import Display, frame, result_panel, svg
+from gpuinfer.cli.screen.display import frame, result_panel, svg
 from gpuinfer.runtime.run import RunUpdate
 from gpuinfer.stats import Histogram, Snapshot
 
@@ -95,26 +95,12 @@ def test_a_bar_fills_its_columns_exactly(share, width):
     assert len(units.bar(share, width)) == width
 
 
-@given(st.floats(0, 1), st.floats(0, 1))
-def test_a_longer_bar_means_more(low, high):
-    low, high = sorted((low, high))
-    assert units.bar(low, 20).count("█") <= units.bar(high, 20).count("█")
-
-
 def test_rates_are_those_of_the_last_seconds_not_of_the_whole_run():
     pace = live_view.ProgressPace()
     for second in range(20):
         games = second if second < 10 else 10 + (second - 10) * 5
         pace.add(update(second + 1.0, progress=Progress(games, 100, "games", {"games": games})))
     assert pace.rates()["games"] == pytest.approx(5.0)
-
-
-def test_rates_forget_what_was_before_the_clock_started_anew():
-    pace = live_view.ProgressPace()
-    pace.add(update(9.0, progress=Progress(50, 100, "games", {"games": 50})))
-    for second, games in ((1.0, 2), (2.0, 4)):
-        pace.add(update(second, progress=Progress(games, 100, "games", {"games": games})))
-    assert pace.rates()["games"] == pytest.approx(2.0)
 
 
 @pytest.mark.parametrize(
@@ -156,17 +142,6 @@ def test_plain_lines_and_wide_views_say_until_when_and_narrow_views_leave_it_out
     assert re.search(r"about 3 h left, until \d\d:\d\d ", drawn(frame(moment, {}, "selfplay", 100, 30), 100))
     narrow = drawn(frame(moment, {}, "selfplay", 60, 30), 60)
     assert ("about 3 h left" in narrow, "until" in narrow) == (True, False)
-
-
-def test_batches_fall_into_powers_of_two():
-    chart = live_view.batch_chart(Snapshot(batches={1: 1, 2: 1, 256: 4, 257: 2}), rows=10)
-    assert [(label, value) for label, _, value in chart.bars] == [
-        ("≤ 1", "12%"),
-        ("≤ 2", "12%"),
-        ("≤ 256", "50%"),
-        ("≤ 512", "25%"),
-    ]
-    assert max(share for _, share, _ in chart.bars) == 1.0
 
 
 def test_stations_are_shares_of_all_lanes_largest_first_and_trifles_are_left_out():
@@ -230,12 +205,6 @@ def test_the_live_view_says_when_the_first_token_comes_and_how_the_others_follow
     many = replace(one, between_tokens=between.to_wire())
     shown = drawn(frame(update(snapshot=many), {}, "generate", 100, 30), 100)
     assert "first token after 250 ms, then every 12.0 ms" in shown
-
-
-def test_a_run_without_batches_shows_no_empty_chart_of_them():
-    shown = drawn(frame(update(snapshot=Snapshot(lanes=LANES)), {}, "selfplay", 100, 30), 100)
-    assert "where the time goes" in shown
-    assert "rows in a batch" not in shown
 
 
 @pytest.mark.parametrize(
@@ -328,12 +297,6 @@ def test_the_final_panel_says_where_pages_ran_short(pages, said):
     assert said is None or said in shown
 
 
-def test_a_rate_is_a_number_and_a_unit():
-    assert live_view.value_and_unit("1.00 k output tokens/s") == ("1.00 k", "output tokens/s")
-    assert live_view.value_and_unit("200 input tokens/s") == ("200", "input tokens/s")
-    assert live_view.value_and_unit("60 games/min") == ("60", "games/min")
-
-
 GENERATED: Mapping[str, Any] = {
     "workload": "generate",
     "status": "partial",
@@ -385,19 +348,6 @@ def test_the_final_panel_of_a_run_that_was_stopped_takes_what_is_still_to_do_for
     assert [row.text for row in final_panel.rows(done) if row.name == "errors"] == ["1 failed, 28 cancelled"]
 
 
-def test_the_final_panel_counts_rows_that_could_not_even_be_asked():
-    report = {**GENERATED, "errors": {"failed": 1, "retried": 0}, "failures": {"count": 3, "first": None}}
-    assert [row.text for row in final_panel.rows(report) if row.name == "errors"] == ["3 failed"]
-
-
-def test_samples_of_one_row_are_sequences_and_no_rows():
-    pace = live_view.ProgressPace()
-    for second in (1.0, 2.0):
-        progress = Progress(int(second), 200, "rows")
-        pace.add(update(second, snapshot=Snapshot(rows=int(4 * second), slots=64), progress=progress))
-    assert pace.rates() == {"sequences": 4.0}
-
-
 def test_the_live_view_of_text_counts_tokens_as_they_are_drawn():
     pace = live_view.ProgressPace()
     for second in range(6):
@@ -411,19 +361,6 @@ def test_the_live_view_of_text_counts_tokens_as_they_are_drawn():
     assert "60 of 64 slots in use" in live_view.ViewLines().due(last, {})
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        pytest.param({"out": "games", "resume": False}, True, id="what it wrote can be gone on with"),
-        pytest.param({"out": None, "resume": False}, False, id="it wrote nothing"),
-        pytest.param({"out": "games"}, False, id="the workload has no such option"),
-    ],
-)
-def test_the_final_panel_says_how_to_go_on_where_that_can_be(options, said):
-    report = {**REPORT, "status": "partial", "settings": {"selfplay": options}}
-    assert ("--resume goes on" in drawn(result_panel(report), 100)) == said
-
-
 @pytest.mark.parametrize("missing", sorted(REPORT))
 def test_the_final_panel_does_without_any_part(missing):
     assert "gpuinfer" in drawn(result_panel({key: value for key, value in REPORT.items() if key != missing}))
@@ -431,45 +368,6 @@ def test_the_final_panel_does_without_any_part(missing):
 
 def test_a_report_of_nothing_makes_a_panel():
     assert [row.text for row in final_panel.rows({})] == ["nothing was finished"]
-
-
-def test_progress_goes_to_standard_error_and_the_result_to_standard_output(capsys):
-    with Display("selfplay", live=False) as display:
-        display.update(update())
-    display.final(REPORT)
-    captured = capsys.readouterr()
-    assert "100 of 200 games" in captured.err
-    assert "100 of 200 games" not in captured.out
-    assert "device-saturated" in captured.out
-
-
-def test_a_report_on_standard_output_stands_there_alone(capsys):
-    with Display("selfplay", live=False, report_on_stdout=True) as display:
-        display.update(update())
-    display.final(REPORT)
-    assert capsys.readouterr().out == ""
-
-
-def test_quiet_shows_the_result_alone(capsys):
-    with Display("selfplay", live=True, quiet=True) as display:
-        display.update(update())
-    display.final(REPORT)
-    captured = capsys.readouterr()
-    assert captured.err == ""
-    assert "device-saturated" in captured.out
-
-
-def test_the_live_view_is_drawn_on_a_terminal(capsys, monkeypatch):
-    monkeypatch.setenv("FORCE_COLOR", "1")  # rich takes that for a terminal
-    with Display("selfplay") as display:
-        display.update(update())
-    assert "╭─" in capsys.readouterr().err
-
-
-def test_where_there_is_no_terminal_a_live_view_becomes_lines(capsys):
-    with Display("selfplay", live=True) as display:
-        display.update(update())
-    assert capsys.readouterr().err.startswith("4 s · 100 of 200 games")
 
 
 def test_a_frame_can_be_a_picture():
@@ -498,8 +396,3 @@ def test_a_frame_can_be_a_picture():
 def test_the_final_panel_says_what_the_advice_should_bring(gain, words):
     bottleneck = {**REPORT["bottleneck"], "gain": gain}
     assert words in drawn(result_panel({**REPORT, "bottleneck": bottleneck}), 140)
-
-
-def test_another_model_in_the_run_has_a_line_with_its_label():
-    said = [(row.name, row.text) for row in final_panel.rows({"beside": {"net:network": {}}})]
-    assert ("beside", "net:network") in said

@@ -50,17 +50,6 @@ def examined(monkeypatch, torch=WORKS, *, plugins_here: bool = True) -> dict[str
     return {finding.name: finding for _, findings in doctor.examine() for finding in findings}
 
 
-def test_machine_versions_and_places_are_found(monkeypatch):
-    found = examined(monkeypatch, plugins_here=False)
-    assert int(found["cores to use"].value) >= 1
-    assert "free of" in found["memory"].value
-    assert all(found[name].ok for name in ("python", "gpuinfer", "torch", "numba", "numpy", "cache", "cpu"))
-
-
-def test_torch_is_asked_in_a_child_that_answers():
-    assert doctor.probe_torch("print('{\"gpus\": []}')") == {"gpus": []}
-
-
 def test_what_is_fast_or_slow_on_a_gpu_is_told(monkeypatch):
     found = examined(monkeypatch, GPU)
     assert "compute capability 9.0, 140" in found["cuda:0"].remark
@@ -233,23 +222,6 @@ def test_what_would_run_is_said_with_its_reason(monkeypatch, torch, name, ok, re
     assert remark in finding.remark
 
 
-def test_a_gpu_that_this_torch_cannot_use_is_explained(monkeypatch):
-    monkeypatch.setattr(doctor, "nvidia_smi", lambda: "H200")
-    assert "built without CUDA" in examined(monkeypatch)["cuda"].remark
-
-
-def test_no_gpu_is_a_fact_and_no_fault(monkeypatch):
-    assert not examined(monkeypatch)["cuda"].serious
-
-
-def test_a_cache_that_cannot_be_written_is_found(monkeypatch, tmp_path):
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file" / "cache"))
-    finding = examined(monkeypatch)["cache"]
-    assert not finding.ok
-    assert "Set XDG_CACHE_HOME" in finding.remark
-
-
 def test_broken_settings_are_found_and_the_rest_still_examined(monkeypatch, tmp_path):
     (tmp_path / "gpuinfer.toml").write_text("devise = 1")
     found = examined(monkeypatch)
@@ -262,12 +234,3 @@ def test_a_broken_plugin_is_named_with_its_reason(monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(str(tmp_path))
     finding = examined(monkeypatch, plugins_here=False)["backend bad"]
     assert (finding.ok, finding.serious, finding.remark) == (False, True, "OSError: no such luck")
-
-
-def test_a_plugin_that_is_switched_off_is_no_fault(monkeypatch, tmp_path):
-    install(tmp_path, "bad", {"backends": {"bad": "bad_module:X"}}, {"bad_module": "raise OSError('no such luck')"})
-    monkeypatch.syspath_prepend(str(tmp_path))
-    (tmp_path / "gpuinfer.toml").write_text('disabled_plugins = ["bad", "absent"]')
-    found = examined(monkeypatch)
-    assert not found["backend bad"].serious
-    assert "names absent, which is not installed" in found["settings"].remark

@@ -18,7 +18,6 @@ from gpuinfer.lab.memory import memory_probe, probe_child
 from gpuinfer.lab.memory.memory_options import MemoryOptions
 from gpuinfer.lab.memory.probe_child import examine
 from gpuinfer.lab.memory.rows_memory import RowsSubject
-from gpuinfer.units import size
 
 FREE = "2GiB"
 
@@ -29,21 +28,6 @@ def told(capsys, *words, device="cpu"):
     jsonschema.validate(found, memory_probe.schema())
     (device,) = found["devices"]
     return device
-
-
-def parts_add_up(said):
-    parts = [said[f"{part}_bytes"] for part in memory_probe.PARTS]
-    return sum(parts) == said["estimated_bytes"]
-
-
-@pytest.mark.thorough
-def test_a_network_of_rows_without_a_probe(capsys):
-    found = told(capsys, "--model", "blobnet-small", "--no-probe", "--free", FREE)
-    assert (found["copies"], found["tried"], found["free_bytes"]) == (1, [], size(FREE))
-    assert parts_add_up(found["batch"])
-    assert parts_add_up(found["estimated"])
-    assert found["estimated"]["estimated_bytes"] <= found["room_bytes"]
-    assert found["largest"]["batch"] == found["estimated"]["batch"] > 10_000
 
 
 @pytest.mark.thorough
@@ -62,12 +46,6 @@ def test_the_estimate_is_near_what_is_measured(model, device, capsys):
 def test_a_batch_that_does_not_fit_is_told_with_the_largest_that_does():
     with pytest.raises(UsageError, match=r"60000: .* full rows need .*fits is --batch-size \d.*in 64 pages"):
         run(["memory", "--model", "tiny", "--batch-size", "60000", "--free", FREE, "--no-probe", "--quiet"])
-
-
-@pytest.mark.thorough
-def test_a_model_that_does_not_fit_at_all_is_told_with_the_cure():
-    with pytest.raises(UsageError, match=r"does not fit.*not enough for one.*a shorter --context"):
-        run(["memory", "--model", "tiny", "--free", "64MB", "--no-probe", "--quiet", "--device", "cpu"])
 
 
 @pytest.mark.parametrize(
@@ -130,14 +108,6 @@ def test_several_batches_are_estimated_and_the_largest_is_what_is_asked_for():
     assert few < more < device["batch"]["estimated_bytes"]
 
 
-@pytest.mark.parametrize(
-    "given", [["--free", "much"], ["--batch-size", "0"], ["--batch-size", "64,x"], ["--dtype", "int4"]]
-)
-def test_what_is_no_value_is_refused_before_anything_is_started(given):
-    with pytest.raises(UsageError):
-        run(["memory", "--model", "blobnet", *given])
-
-
 PARTS = {"batch": 4, **{f"{part}_bytes": 1 << 20 for part in memory_probe.PARTS}, "estimated_bytes": 5 << 20}
 DEVICE = {
     "device": "cuda:0",
@@ -196,11 +166,6 @@ def test_a_child_that_dies_while_it_measures_has_told_the_estimate(code, why, mo
     assert one["not_tried"] is None
     assert why in other["not_tried"]
     assert ("not tried", other["not_tried"]) in list(memory_probe.notes(found, other))
-
-
-def test_a_child_that_dies_at_once_is_an_error_with_a_cure(monkeypatch):
-    with pytest.raises(WorkError, match=r"last words.*--no-probe"):
-        after(monkeypatch, 1)
 
 
 def test_what_does_not_fit_is_told_of_the_device_with_least_room(monkeypatch):

@@ -93,31 +93,6 @@ def test_pages_that_are_asked_for_are_what_every_batch_has(parallel):
     jsonschema.validate(found, memory_probe.schema())
 
 
-def test_without_points_layers_of_text_are_split_by_their_weights_where_nothing_is_to_be_read():
-    found, device = looked_at(TEXT, [8], context=64, parallel="pipeline", stages=3)
-    assert found["facts"]["split"] == "weights"
-    assert [stage["layers"] for stage in device["stages"]] == [[0, 1], [2, 3], [4, 5]]
-
-
-def test_a_pipeline_has_micro_batches_between_its_stages_and_several_batches_in_flight():
-    one_by_one, pipeline = (
-        looked_at(ROWS, [1024], parallel=parallel, split_points=[1], micro_batch_rows=256)
-        for parallel in ("layers", "pipeline")
-    )
-    assert (one_by_one[0]["facts"]["forwards"], pipeline[0]["facts"]["forwards"]) == (1, 3)
-    for alone, many in zip(one_by_one[1]["stages"], pipeline[1]["stages"], strict=True):
-        assert alone["activations_bytes"] == pytest.approx(many["activations_bytes"])
-        assert alone["working_bytes"] < many["working_bytes"]
-
-
-def test_smaller_micro_batches_take_less():
-    few, many = (
-        looked_at(ROWS, [4096], parallel="pipeline", split_points=[1], micro_batch_rows=rows)[1] for rows in (64, 2048)
-    )
-    assert of_all(few, "activations_bytes") < of_all(many, "activations_bytes")
-    assert of_all(few, "weights_bytes") == of_all(many, "weights_bytes")
-
-
 @pytest.mark.parametrize(
     ("spec", "options", "words"),
     [

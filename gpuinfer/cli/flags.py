@@ -17,74 +17,79 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from gpuinfer.api import Workload
-from gpuinfer.config import options, registry
+from gpuinfer.config import options, registry, settings
 from gpuinfer.config.options import GivenValue
 from gpuinfer.errors import PluginError, UsageError
 
 EVERYWHERE = "Everywhere"  # the help panel of the common flags
 
-DTYPES = ("float32", "bfloat16", "float16")
+METAVARS = {
+    "backend": "NAME",
+    "strategy": "NAME",
+    "device": "NAME",
+    "dtype": "NAME",
+    "seed": "N",
+    "json": "FILE|-",
+    "trace": "FILE",
+    "live": "",
+    "roofline": "",
+    "trial": "",
+    "patience": "S",
+    "give_up": "S",
+    "max_failures": "SHARE",
+    "max_queue_rows": "N",
+}
+"""The common settings that are flags with one value, and what stands for the value in the help."""
 
 Parameters = dict[str, inspect.Parameter]
 
 
 def common(max_failures: float = Workload.max_failures) -> Parameters:
     """The flags of every workload, by the setting that they set. `max_failures` is what a workload has by itself."""
-    return {
-        "backend": _text("backend", "--backend", "NAME", "Who answers the requests.", "inprocess", _names("backends")),
-        "strategy": _text(
-            "strategy", "--strategy", "NAME", "When waiting requests become a batch.", "dynamic", _names("strategies")
-        ),
-        "backend_options": _pairs("backend_options", "-B", "Option of the backend; repeatable.", "backends"),
-        "strategy_options": _pairs("strategy_options", "-S", "Option of the strategy; repeatable.", "strategies"),
-        "device": _text(
-            "device",
-            "--device",
-            "NAME",
-            "auto, cpu or cuda:1; several as cuda:0,cuda:1, every one as cuda or all.",
-            "auto",
-            _from("auto", "all", "cpu", "cuda"),
-        ),
-        "dtype": _text("dtype", "--dtype", "NAME", "float32, bfloat16 or float16.", "float32", _from(*DTYPES)),
-        "seed": _text("seed", "--seed", "N", "Of everything random.", "0"),
-        "json": _text("json", "--json", "FILE|-", "Write the report to this file; - is standard output.", None),
-        "trace": _text(
-            "trace", "--trace", "FILE", "Record every request and batch in this file (docs/traces.md).", None
-        ),
-        "live": _switch("live", "--live/--no-live", "A live view, or plain lines.", "live on a terminal"),
-        "roofline": _switch(
-            "roofline", "--roofline/--no-roofline", "Measure the bare model first, for the efficiency.", "roofline"
-        ),
-        "trial": _switch(
-            "trial",
-            "--trial/--no-trial",
-            "Try the advice at the end, for 15 % of the run's time at most.",
-            "trial on a terminal",
-        ),
-        "patience": _text("patience", "--patience", "S", "Name a plugin that holds things up, as 10s.", "10s"),
-        "give_up": _text("give_up", "--give-up", "S", "Give such a plugin up, and the run.", "10min"),
-        "max_failures": _text(
-            "max_failures",
-            "--max-failures",
-            "SHARE",
-            "Exit 1 when more of the requests fail, as 0.01.",
-            f"{max_failures:g}",
-        ),
-        "max_queue_rows": _text(
-            "max_queue_rows", "--max-queue-rows", "N", "Rows that may wait; more are refused.", "64 full batches"
-        ),
-        "quiet": _switch("quiet", "--quiet", "No progress: only the result, and errors.", None),
-        "verbose": _parameter(
-            "verbose", int, ["--verbose", "-v"], "Say more; -vv shows tracebacks.", count=True, panel=EVERYWHERE
-        ),
-        "config": _parameter(
-            "config",
-            Path | None,
-            ["--config"],
-            _help("Settings file.", "./gpuinfer.toml, if any"),
-            metavar="FILE",
+    fields = {field.alias or name: field for name, field in settings.Common.model_fields.items()}
+    offered = {
+        "backend": _names("backends"),
+        "strategy": _names("strategies"),
+        "device": _from("auto", "all", "cpu", "cuda"),
+        "dtype": _from(*map(str, options.choices(fields["dtype"].annotation))),
+    }
+    found: Parameters = {}
+    for name, metavar in METAVARS.items():
+        field = fields[name]
+        about, _, unset = (field.description or "").partition("; none: ")  # what no value means is its default
+        default = f"{max_failures:g}" if name == "max_failures" else unset or options.default_text(field)
+        text = _help(f"{about[:1].upper()}{about[1:]}.", default)
+        is_switch = options.accepts(field.annotation, bool)
+        found[name] = _parameter(
+            name,
+            bool | None if is_switch else str | None,  # settings judge a text, wherever it came from
+            [f"{flag(name)}/--no-{flag(name)[2:]}" if is_switch else flag(name)],
+            text,
+            metavar=metavar,
             panel=EVERYWHERE,
-        ),
+            **({} if is_switch else {"autocompletion": offered.get(name)}),
+        )
+        if name == "strategy":
+            for kind, plural in (("backend", "backends"), ("strategy", "strategies")):
+                key, short = f"{kind}_options", SHORTS[f"{kind}_options"]
+                text, complete = f"Option of the {kind}; repeatable.", _keys(plural)
+                found[key] = _parameter(
+                    key,
+                    list[str] | None,
+                    [short],
+                    text,
+                    metavar="KEY=VALUE",
+                    autocompletion=complete,
+                    panel=EVERYWHERE,
+                )
+    quiet = "No progress: only the result, and errors."
+    verbose = "Say more; -vv shows tracebacks."
+    config = _help("Settings file.", "./gpuinfer.toml, if any")
+    return {
+        **found,
+        "quiet": _parameter("quiet", bool | None, ["--quiet"], quiet, panel=EVERYWHERE),
+        "verbose": _parameter("verbose", int, ["--verbose", "-v"], verbose, count=True, panel=EVERYWHERE),
+        "config": _parameter("config", Path | None, ["--config"], config, metavar="FILE", panel=EVERYWHERE),
     }
 
 
@@ -164,34 +169,9 @@ def _metavar(field: FieldInfo, allowed: list[str]) -> str:
     return next((name for kind, name in names.items() if options.accepts(field.annotation, kind)), "TEXT")
 
 
-def _text(
-    name: str, declaration: str, metavar: str, text: str, default: str | None, complete: Any = None
-) -> inspect.Parameter:
-    """A flag that Typer takes as text: settings judge it, so that an error reads alike wherever a value came from."""
-    return _parameter(
-        name,
-        str | None,
-        [declaration],
-        _help(text, default),
-        metavar=metavar,
-        autocompletion=complete,
-        panel=EVERYWHERE,
-    )
-
-
 def words(name: str, short: str, metavar: str, text: str) -> inspect.Parameter:
     """A flag of one command that may be given several times."""
     return _parameter(name, list[str] | None, [short], text, metavar=metavar)
-
-
-def _switch(name: str, declaration: str, text: str, default: str | None) -> inspect.Parameter:
-    return _parameter(name, bool | None, [declaration], _help(text, default), panel=EVERYWHERE)
-
-
-def _pairs(name: str, short: str, text: str, kind: str) -> inspect.Parameter:
-    return _parameter(
-        name, list[str] | None, [short], text, metavar="KEY=VALUE", autocompletion=_keys(kind), panel=EVERYWHERE
-    )
 
 
 def _parameter(

@@ -52,9 +52,9 @@ class Common(BaseModel):
     device: str = Field(
         "auto",
         pattern=r"^(auto|all|(cpu|cuda(:\d+)?)([,+](cpu|cuda(:\d+)?))*)$",
-        description="auto, cpu or cuda:1; several as cuda:0,cuda:1, every one as cuda or all",
+        description="where the model computes: auto, cpu or cuda:1; several as cuda:0,cuda:1, every one as cuda or all",
     )
-    dtype: Dtype = Field("float32", description="number format of the model")
+    dtype: Dtype = Field("float32", description="number format of the model: float32, bfloat16 or float16")
     seed: int = Field(0, ge=0, lt=2**63, description="of everything random")
     report: str | None = Field(None, alias="json", description="write the report to this file; - is standard output")
     trace: str | None = Field(None, pattern=r"^[^\x00]+$", description="a file that records every request and batch")
@@ -63,16 +63,26 @@ class Common(BaseModel):
     verbose: int = Field(0, ge=0, description="1 says more, 2 shows tracebacks")
     roofline: bool = Field(True, description="measure the bare model first, for the efficiency")
     patience: float = Field(
-        10.0, gt=0, le=1e6, description="seconds after which a plugin that holds things up is named"
+        10.0, gt=0, le=1e6, description="after which a plugin that holds things up is named, as 10s"
     )
-    give_up: float = Field(600.0, gt=0, le=1e9, description="seconds after which such a plugin is given up")
+    give_up: float = Field(
+        600.0, gt=0, le=1e9, description="after which such a plugin and the run are given up, as 10min"
+    )
     max_failures: float | None = Field(
-        None, ge=0, le=1, description="share of the requests that may fail; none: as the workload has it"
+        None,
+        ge=0,
+        le=1,
+        description="share of the requests that may fail, as 0.01, else exit 1; none: as the workload has it",
     )
     max_queue_rows: int | None = Field(
-        None, ge=1, le=10**12, description="rows that may wait; none: 64 full batches, and no less than 4096"
+        None,
+        ge=1,
+        le=10**12,
+        description="rows that may wait, more are refused; none: 64 full batches, and no less than 4096",
     )
-    trial: bool | None = Field(None, description="try the advice at the run's end; none: on a terminal")
+    trial: bool | None = Field(
+        None, description="try the advice at the run's end, for 15 % of its time at most; none: on a terminal"
+    )
     disabled_plugins: list[str] = Field([], description="packages, or plugins such as backends.echo, not to use")
 
     @property

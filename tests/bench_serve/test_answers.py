@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpuinfer.lab.serve_bench.requests import EventCounter, RequestRecord, read_whole
+from gpuinfer.lab.serve_bench.requests import EventCounter, RequestRecord
 
 
 def data(*events) -> bytes:
@@ -76,28 +76,8 @@ def test_the_count_does_not_depend_on_how_the_bytes_are_cut(cuts, count):
     assert list(record.events) == sorted(record.events)
 
 
-def test_times_are_those_of_the_content_alone():
-    parts = [delta(role="assistant", content=""), delta(content="a"), delta(content="b"), delta(), USAGE, DONE]
-    record = fed([(float(at), data(part)) for at, part in enumerate(parts)])
-    assert (record.first, record.last, list(record.events)) == (1.0, 2.0, [1.0, 2.0])
-
-
 def test_a_long_stream_keeps_only_its_end():
     record = fed(
         [(float(at), data(text("x" * 400))) for at in range(300)] + [(300.0, data(text("", "stop"), USAGE, DONE))]
     )
     assert (len(record.events), record.tokens, record.last) == (300, 3, 299.0)
-
-
-@pytest.mark.parametrize(
-    ("body", "tokens", "error"),
-    [
-        pytest.param(b'{"choices": [{}], "usage": {"completion_tokens": 5, "prompt_tokens": 2}}', 5, None, id="whole"),
-        pytest.param(b'{"choices": [{}]}', None, None, id="no usage"),
-        pytest.param(b"<html>", None, "no answer in the body", id="no JSON"),
-    ],
-)
-def test_a_whole_answer(body, tokens, error):
-    record = RequestRecord(0.0)
-    read_whole(record, body)
-    assert (record.tokens, record.error) == (tokens, error)

@@ -19,17 +19,11 @@ from gpuinfer.cli.bench_serve import LoadOptions, load_of
 from gpuinfer.errors import UsageError
 from gpuinfer.lab.bench.bench_document import schema
 
+pytestmark = pytest.mark.usefixtures("empty_folder")
+
 ROOT = Path(__file__).parent.parent.parent
 ENOUGH_S = 60.0
 SHORT = ["--requests", "12", "--concurrency", "3", "--warmup", "0", "--output-tokens", "3"]
-
-
-@pytest.fixture(autouse=True)
-def place(tmp_path, monkeypatch):
-    for variable in [name for name in os.environ if name.startswith("GPUINFER_")]:
-        monkeypatch.delenv(variable)
-    monkeypatch.setenv("COLUMNS", "120")
-    monkeypatch.chdir(tmp_path)
 
 
 @contextlib.contextmanager
@@ -56,15 +50,6 @@ def scripted(folder, name, **script):
 def server(tmp_path_factory):
     with scripted(tmp_path_factory.mktemp("server"), "usual", route="replica=1; why=random; attempt=1") as url:
         yield url
-
-
-def test_one_server_in_figures(gpuinfer, server):
-    code, out, err = gpuinfer("bench", "serve", server, *SHORT)
-    assert code == 0
-    for word in ("requests/s", "TTFT p50", "TPOT p99", "end to end p99", "3 clients", "output tokens/s"):
-        assert word in out
-    assert "repeat 1 of 1" in err
-    assert f"gpuinfer bench serve {server}" in out
 
 
 def test_the_document_holds_to_its_schema(gpuinfer, server):
@@ -110,13 +95,6 @@ def test_an_open_loop_is_compared_by_its_latency(gpuinfer, server):
     document = json.loads(out)
     assert (code, document["comparison"][0]["metric"]) == (0, "latency_p95_s")
     assert document["serve"]["ways"][0]["offered_per_s"] is not None
-
-
-def test_loads_are_compared_too(gpuinfer, server):
-    words = ["--compare", "concurrency=1,2", "--requests", "8", "--warmup", "0", "--json", "-"]
-    code, out, _ = gpuinfer("bench", "serve", server, *words)
-    assert code == 0
-    assert [row["name"] for row in json.loads(out)["comparison"]] == ["concurrency=1", "concurrency=2"]
 
 
 def test_what_is_turned_away_is_told_by_kind(gpuinfer, tmp_path):
@@ -270,21 +248,6 @@ def test_a_plugins_options_are_compared():
     assert ways("dynamic,adaptive")[1].words == ["--strategy", "adaptive"]
 
 
-def test_what_is_compared_takes_the_place_of_what_was_given():
-    assert ways("replicas=4", given={"replicas": ["--replicas", "2"]})[0].words == ["--replicas", "4"]
-
-
-def test_a_url_may_have_a_model_and_a_key():
-    given = {"model": ["--model", "tiny"], "api_key_file": ["--api-key-file", "key"]}
-    assert ways(url="http://a:1", given=given)[0].words == ()
-    with pytest.raises(UsageError, match="--routing is said of a server that is started here"):
-        ways(url="http://a:1", given={**given, "routing": ["--routing", "random"]})
-
-
-def test_urls_lose_the_path_of_openais_clients():
-    assert [way.url for way in ways("http://a:1/v1,http://b:2/")] == ["http://a:1", "http://b:2"]
-
-
 def test_a_load_for_each_replica():
     assert load_of(LoadOptions(concurrency=16, per_replica=True), 4).concurrency == 64
     assert load_of(LoadOptions(rate=5, per_replica=True), 4).arrivals.rows_per_s == 20
@@ -293,7 +256,7 @@ def test_a_load_for_each_replica():
 
 
 def test_the_key_is_the_first_that_a_server_would_read(gpuinfer, tmp_path):
-    file = tmp_path / "keys"
+    file = Path("keys")
     file.write_text("# of the load test\n\nsk-first name=load requests=60\nsk-second\n")
     file.chmod(0o600)
     with scripted(tmp_path, "locked", key="sk-first") as url:

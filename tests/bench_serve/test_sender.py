@@ -15,7 +15,7 @@ from gpuinfer.lab.serve_bench import target_server
 from gpuinfer.lab.serve_bench.load_generator import LoadGenerator, OfferedLoad, waking
 from gpuinfer.lab.serve_bench.load_summary import summarised
 from gpuinfer.lab.serve_bench.requests import LengthRange, RowRequests, TextRequests, clock, prompts_of
-from tests.bench_serve.scripted import Script, Scripted, serving
+from tests.bench_serve.scripted import Script, serving
 
 Completions = partial(
     TextRequests,
@@ -51,38 +51,6 @@ def test_a_closed_loop_sends_so_many_and_no_more():
     assert [call["prompt"] for call in script.seen] != [script.seen[0]["prompt"]] * 40
 
 
-def test_requests_that_end_before_the_clock_count_for_the_time_that_they_took():
-    _, figures = sent(Script(), OfferedLoad(concurrency=1, seconds=3600.0, requests=5, warmup_s=0.0))
-    assert figures["requests"] == 5
-    assert figures["seconds"] < 3000
-
-
-def test_never_more_at_once_than_there_are_clients():
-    most = now = 0
-
-    class Counting(Scripted):
-        async def __call__(self, exchange):
-            nonlocal most, now
-            now += 1
-            most = max(most, now)
-            await asyncio.sleep(0.01)
-            now -= 1
-            exchange.respond(200, b'{"choices": [{}]}')
-
-    async def send():
-        from gpuinfer.http.server import HttpServer
-
-        server = HttpServer(Counting(Script()))
-        port = await server.listen("127.0.0.1", 0)
-        client = HttpClient(f"http://127.0.0.1:{port}")
-        await LoadGenerator(client, Completions(stream=False), OfferedLoad(5, None, None, 60, 0.0), "1").run()
-        await client.close()
-        await server.close()
-
-    network.run_loop(send())
-    assert most == 5
-
-
 def test_an_open_loop_heeds_no_answer_and_counts_from_when_requests_were_due():
     """Served one by one, 50 ms each, but due every 10 ms: a sender that waits would see 50 ms, and no queue."""
     script = Script(first_s=0.05, batch=1)
@@ -108,22 +76,6 @@ def test_the_warm_up_is_sent_and_not_counted():
     run, figures = sent(script, OfferedLoad(concurrency=2, seconds=0.2, warmup_s=0.2), Completions(stream=False))
     assert script.number == len(run.records) > figures["requests"]
     assert figures["seconds"] == pytest.approx(0.2)
-
-
-def test_times_of_tokens():
-    script = Script(first_s=0.05, between_s=0.02)
-    _, figures = sent(script, OfferedLoad(concurrency=1, seconds=None, requests=3, warmup_s=0.0))
-    assert (
-        figures["ttft_s"]["p50"] >= 0.04
-    )  # a little less than the script's: whoever reads late comes nearer to the next
-    assert figures["tpot_s"]["p50"] >= 0.005
-    assert figures["itl_s"]["p50"] >= 0.005
-    assert figures["e2e_s"]["p50"] >= figures["ttft_s"]["p50"] + 0.015
-
-
-def test_without_usage_the_events_are_counted():
-    _, figures = sent(Script(usage=False), OfferedLoad(1, None, None, 3, 0.0))
-    assert (figures["output_tokens"], figures["tokens_by_events"]) == (4, True)
 
 
 @pytest.mark.parametrize(
@@ -157,26 +109,6 @@ def test_goodput_counts_what_was_in_time():
     assert figures["goodput_share"] == 1.0
 
 
-def test_who_answered_and_why():
-    script = Script(route="replica=1; why=least-loaded 3<5; attempt=1")
-    _, figures = sent(script, OfferedLoad(1, None, None, 5, 0.0))
-    assert figures["routes"] == {"1": {"least-loaded": 5}}
-
-
-@pytest.mark.parametrize("binary", [True, False])
-def test_rows_to_evaluate(binary):
-    calls = RowRequests(rows=3, features=5, binary=binary, seed="1")
-    _, figures = sent(Script(), OfferedLoad(2, None, None, 10, 0.0), calls)
-    assert figures["answered"] == 10
-    assert figures["rows_per_s"] == pytest.approx(3 * figures["requests_per_s"])
-    assert calls.make(0).body == RowRequests(rows=3, features=5, binary=binary, seed="1").make(0).body
-
-
-def test_a_thousand_streams_at_once():
-    _, figures = sent(Script(first_s=0.2, tokens=3), OfferedLoad(900, None, None, 900, 0.0, timeout_s=60.0))
-    assert figures["answered"] == 900
-
-
 # Who is there
 
 
@@ -202,10 +134,6 @@ def test_prompts_are_as_long_as_the_server_counts():
 def test_the_first_refusal_is_said_before_thousands_are():
     with pytest.raises(WorkError, match=r"HTTP 400: too much of this\nChange what is asked"):
         asked(Script(fail=1, status=400), lambda client: target_server.ask(client, Completions()))
-
-
-def test_a_server_of_others_is_known_by_its_models():
-    assert asked(Script(), target_server.look) == target_server.TargetServer("scripted")
 
 
 def test_of_several_models_the_one_that_is_named_is_asked():
@@ -250,11 +178,6 @@ def test_a_file_that_is_none(tmp_path, name, said):
     (tmp_path / "empty").write_text("\n")
     with pytest.raises(UsageError, match=said):
         prompts_of(tmp_path / name, "chat")
-
-
-def test_users_are_named():
-    bodies = [Completions(users=3).make(number).body for number in range(50)]
-    assert sum(any(b'"user":"user-%d"' % user in body for body in bodies) for user in range(10)) == 3
 
 
 # Waking

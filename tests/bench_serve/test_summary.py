@@ -7,7 +7,7 @@ from array import array
 import pytest
 
 from gpuinfer.errors import UsageError
-from gpuinfer.lab.serve_bench.load_summary import LoadRun, gaps, kept, percentiles, promises, routes, summarised
+from gpuinfer.lab.serve_bench.load_summary import LoadRun, kept, promises, routes, summarised
 from gpuinfer.lab.serve_bench.load_tables import middle
 from gpuinfer.lab.serve_bench.requests import RequestRecord
 
@@ -18,13 +18,6 @@ def record(due, ended, *, first=None, tokens=None, error=None, lag_s=0.0):
     if first is not None:
         one.first, one.last, one.events = first, ended, array("d", [first, ended])
     return one
-
-
-def test_percentiles_are_values_that_there_were():
-    assert percentiles([4.0, 1.0, 3.0, 2.0]) == {
-        "mean": 2.5, "p50": 2.0, "p90": 4.0, "p95": 4.0, "p99": 4.0, "max": 4.0
-    }  # fmt: skip
-    assert percentiles([]) == {}
 
 
 def test_rates_count_what_ended_within_the_window_and_latencies_what_was_due_after_the_warm_up():
@@ -38,19 +31,6 @@ def test_tokens_count_by_when_they_came():
     """Ten tokens from 11 to 13, half of them within the window that ends at 12."""
     run = LoadRun([record(10.0, 13.0, first=11.0, tokens=10)], began=10.0, ended=12.0)
     assert summarised(run, {})["output_tokens_per_s"] == 2.5
-
-
-def test_of_events_that_came_at_once_all_but_the_first_waited_for_nothing():
-    one = record(0.0, 3.0, first=1.0)
-    one.events = array("d", [1.0, 2.0, 2.0, 3.0])
-    assert list(gaps(one)) == [1.0, 0.0, 1.0]
-
-
-def test_tpot_is_of_the_tokens_after_the_first():
-    one = record(0.0, 3.0, first=1.0, tokens=5)
-    assert (one.ttft_s, one.tpot_s) == (1.0, 0.5)
-    assert record(0.0, 3.0, first=1.0, tokens=1).tpot_s is None
-    assert record(0.0, 3.0, tokens=5).tpot_s is None
 
 
 @pytest.mark.parametrize(

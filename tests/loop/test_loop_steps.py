@@ -17,7 +17,6 @@ from pathlib import Path
 import pytest
 
 from gpuinfer.cli import loop
-from gpuinfer.cli.building import merge
 from gpuinfer.errors import UsageError, WorkError
 from gpuinfer.lab.loop import loop_runner, loop_summary
 from gpuinfer.lab.loop.loop_runner import KINDS, LoopPlan, follow
@@ -77,17 +76,6 @@ def test_each_step_is_asked_for_what_the_ones_before_it_left(plan, go):
     assert (match["opponent-weights"], match["games"], match["seed"]) == (f"{at}/first.safetensors", "400", "7")
 
 
-@pytest.mark.parametrize(
-    ("given", "one"),
-    [("cpu,cpu", "cpu"), ("cuda:1,cuda:0", "cuda:1"), ("all", "auto"), ("cpu", "cpu")],
-)
-def test_games_have_all_devices_and_training_the_first(tmp_path, given, one):
-    options, merged = loop.LoopOptions(out=tmp_path), merge("loop", {"device": given})
-    for step in loop._plan(options, tmp_path, merged).steps():
-        said = [word for word in step.words if word.startswith("--device=")]
-        assert said == [f"--device={one if step.kind == 'training' else given}"]
-
-
 def test_on_a_terminal_what_is_under_way_gives_place_to_what_came_of_it(capsys):
     with contextlib.suppress(KeyboardInterrupt), loop._Line(replaced=True) as line:
         line.say("games …", end="")
@@ -105,16 +93,6 @@ def test_each_line_of_a_loop_says_how_long_the_rest_takes_once_that_is_known(pla
     assert re.fullmatch(r"iteration 1 of 3 · games in \d+ s: 30", first)  # how long training takes is not known
     assert re.fullmatch(r"iteration 1 of 3 · training in .*: loss 2\.50 · (\d+ s|about \d+ min) left.*", second)
     assert re.fullmatch(r"iteration 3 of 3 · match in .* over the first generation", last)
-
-
-def test_the_rest_of_a_loop_takes_as_long_as_the_last_step_of_each_kind(plan, go):
-    steps = list(plan.steps())
-    rest = loop_runner.Remaining(plan)
-    for step, seconds in zip(steps, [10.0, 5.0, 20.0, 6.0, 100.0], strict=False):
-        rest.ended(step, seconds)
-    assert rest.seconds() == 20.0 + 6.0 + 100.0
-    go("done", steps[:2])  # 3 s each, as their reports say
-    assert loop_runner.Remaining(plan).seconds() == 4 * 3.0 + 2 * 3.0 * 400 / 30  # matches of 400 games for 30
 
 
 def asked_with_gate(plan, tmp_path, gate, lost=()):
@@ -167,14 +145,6 @@ def test_a_network_plays_once_it_has_won_its_gate(plan, tmp_path, gate, lost, pl
     assert f"| {loop_summary.GATE} |" in loop_summary.loop_page(told, {}).markdown()
 
 
-def test_without_a_gate_there_are_no_games_for_one_and_no_column(plan, go):
-    asked = go()
-    assert not [one for one in asked if one["out"].endswith("gate")]
-    told = loop_summary.document(plan, {}, "", "done")
-    assert [one["gate"] for one in told["iterations"]] == [None] * 3
-    assert loop_summary.loop_columns(told) == loop_summary.COLUMNS
-
-
 def test_players_resign_in_self_play_alone(plan, tmp_path):
     plan = replace(plan, resign=0.9, resign_check=0.2)
     _, asked = asked_with_gate(plan, tmp_path, 0.5)
@@ -194,38 +164,6 @@ def test_the_line_of_games_says_how_many_were_resigned_and_what_to_do_where_too_
     assert loop._told(step, {**report, "resignation": found}, 3.0).endswith("resigned\n  Try --resign 0.95.")
 
 
-def test_the_line_of_a_gate_says_who_plays_from_now_on(plan, tmp_path, monkeypatch, capsys):
-    program = [sys.executable, COMMAND, str(tmp_path / "journal"), "done"]
-    monkeypatch.setattr(loop_runner.follow, "__defaults__", (program,))
-    loop._follow(replace(plan, iterations=1, gate=0.55, gate_games=40), verbose=False, quiet=False)
-    loop._follow(
-        replace(plan, folder=tmp_path / "b", iterations=1, gate=0.9, gate_games=40), verbose=False, quiet=False
-    )
-    gates = [line for line in capsys.readouterr().err.splitlines() if " · gate in " in line]
-    assert ["over the network that plays: it plays from now on" in line for line in gates] == [True, False]
-    assert "over the network that plays: it does not play" in gates[1]
-
-
-def test_training_looks_back_as_far_as_the_window(plan):
-    words = [list(step.words) for step in plan.steps() if step.kind == "training"]
-    looked = [[word[-16:] for word in one if word.startswith("--records=")] for one in words]
-    assert looked == [[f"eration-{n:03d}/games"[-16:] for n in window] for window in ([1], [1, 2], [2, 3])]
-
-
-def test_each_deal_of_self_play_is_new_and_those_of_matches_are_the_same(plan):
-    seeds = {(step.kind, word) for step in plan.steps() for word in step.words if word.startswith("--seed=")}
-    assert {seed for kind, seed in seeds if kind == "games"} == {"--seed=8", "--seed=9", "--seed=10"}
-    assert {seed for kind, seed in seeds if kind == "match"} == {"--seed=7"}
-
-
-@pytest.mark.parametrize("done", [0, 1, 4, 8])
-def test_what_is_done_is_not_done_again(plan, go, done):
-    steps = list(plan.steps())
-    if done:
-        go("done", steps[:done])
-    assert len(go()) == len(steps)
-
-
 @pytest.mark.parametrize(
     ("way", "error", "message"),
     [
@@ -238,11 +176,6 @@ def test_a_step_that_fails_is_named_and_can_be_done_again(plan, go, way, error, 
     with pytest.raises(error, match=message):
         go(way)
     assert len(go()) == 1 + len(list(plan.steps()))
-
-
-def test_a_step_that_was_stopped_stops_the_loop(go):
-    with pytest.raises(KeyboardInterrupt):
-        go("stops")
 
 
 def test_ctrl_c_is_passed_on_and_waited_for(plan, go, tmp_path):
@@ -313,11 +246,6 @@ def matches(*found):
     }
 
 
-@pytest.mark.parametrize("found", [[], [None, None]])
-def test_without_a_match_nothing_is_drawn(found):
-    assert list(loop_summary.drawn(matches(*found))) == []
-
-
 def test_matches_are_drawn_in_the_terminal_between_the_ends_of_all_intervals():
     (name, scale), first, third = loop_summary.drawn(matches((-100, 0, 100), None, (135, 235, 370)))
     assert (name, first[0], third[0]) == ("Elo", "iteration 1", "iteration 3")
@@ -336,10 +264,3 @@ def test_matches_are_drawn_in_the_terminal_between_the_ends_of_all_intervals():
 )
 def test_an_end_that_is_not_known_is_drawn_as_an_arrow(elo, line):
     assert list(loop_summary.drawn(matches((-100, 0, 370), elo)))[-1][1] == line
-
-
-def test_of_a_loop_that_has_just_begun_little_is_told(plan):
-    told = loop_summary.document(plan, {}, "gpuinfer loop", "partial")
-    assert told["weights"] is None
-    assert "No network has played" in loop_summary.loop_page(told, {}).markdown()
-    assert loop_summary.loop_figure(told, {}).axes

@@ -42,11 +42,6 @@ def test_the_first_screen_that_shows_what_is_waited_for(shown):
     assert re.match(r"5\d %", shown(code, r"5\d %").plain)
 
 
-def test_what_never_comes_is_told_with_the_last_screen(shown):
-    with pytest.raises(SystemExit, match="done"):
-        shown("print('done')", "never")
-
-
 def test_it_is_a_terminal_of_that_size(shown):
     code = "import os, sys; print(sys.stdout.isatty(), *os.get_terminal_size())"
     assert shown(code).plain == "True 40 8"

@@ -52,14 +52,6 @@ def test_man_reads_every_page_without_a_warning(manual):
         assert page.stem in read.stdout
 
 
-def test_man_shows_an_options_text_and_default(manual):
-    command = ["man", "-E", "UTF-8", "-l", str(MAN / "gpuinfer-selfplay.1")]
-    environment = {**os.environ, "MANWIDTH": "100"}
-    read = subprocess.run(command, capture_output=True, text=True, timeout=200, check=True, env=environment).stdout
-    assert "--simulations N" in read
-    assert "simulations in each tree [default: 30]" in " ".join(read.split())
-
-
 LINES = [
     ("gpuinfer self", "selfplay"),
     ("gpuinfer selfplay --determiniz", "--determinizations"),

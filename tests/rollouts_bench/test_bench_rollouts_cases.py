@@ -24,16 +24,6 @@ def test_a_case_has_ways_of_different_names_whose_flags_there_are(name):
         RolloutsOptions(**{flag: value for flag, value in way.flags.items() if flag != "backend"})
 
 
-def test_cases_are_made_in_one_order_whatever_was_named_first():
-    assert named(["peak", "turns"]) == [CASES["turns"], CASES["peak"]]
-
-
 def test_a_case_that_there_is_not_is_named():
     with pytest.raises(UnknownName, match=r"no case named 'peek'\. Did you mean 'peak'"):
         named(["peek"])
-
-
-def test_depths_and_engines_are_as_many_as_wanted():
-    wanted = SelectedCases(engines=(1, 3), depths=(2,))
-    assert [way.name for way in CASES["engines"](wanted).ways] == ["1 engine", "3 engines"]
-    assert [way.flags["buffer_depth"] for way in CASES["buffer"](wanted).ways] == ["2"]

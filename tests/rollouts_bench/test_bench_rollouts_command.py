@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from functools import partial
 from pathlib import Path
 
@@ -13,16 +12,10 @@ import pytest
 from gpuinfer.lab.bench.bench_document import schema
 from gpuinfer.lab.rollouts_bench import constraint_speed
 
+pytestmark = pytest.mark.usefixtures("empty_folder")
+
 BENCH = ["bench", "rollouts", "--env", "arithmetic", "--model", "tiny", "--quiet"]
 SMALL = ["--groups", "2", "--samples-per-group", "2", "--batch-size", "4", "--max-new-tokens", "6"]
-
-
-@pytest.fixture(autouse=True)
-def here(tmp_path, monkeypatch):
-    for variable in [name for name in os.environ if name.startswith("GPUINFER_")]:
-        monkeypatch.delenv(variable)
-    monkeypatch.setenv("COLUMNS", "160")
-    monkeypatch.chdir(tmp_path)
 
 
 def test_cases_are_run_shown_and_written(gpuinfer):
@@ -78,15 +71,6 @@ def test_decoding_between_tags_is_measured_by_itself(gpuinfer, monkeypatch):
     assert code == 0
     assert "vLLM's processor on the logits" in out
     assert all(one["ms"] > 0 for one in document["rollouts"]["processor"])
-
-
-def test_backends_and_settings_are_compared_as_elsewhere(gpuinfer):
-    more = ["--compare", "constrain=true,false", "--repeats", "1", "--no-roofline", "--warmup", "0"]
-    code, _, _ = gpuinfer(*BENCH, *SMALL, *more, "--json", "all.json")
-    document = json.loads(Path("all.json").read_text())
-    assert code == 0
-    assert [row["settings"] for row in document["comparison"]] == [{"constrain": "true"}, {"constrain": "false"}]
-    assert "rollouts" not in document
 
 
 @pytest.mark.parametrize(

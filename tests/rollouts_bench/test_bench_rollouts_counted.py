@@ -17,10 +17,6 @@ def test_a_prompt_is_all_that_the_model_was_given():
     assert by_step(TWO) == {"step 1": Tokens(2, 30, 0, 7), "step 2": Tokens(2, 10 + 3 + 5 + 7, 12, 3)}
 
 
-def test_tokens_by_agent():
-    assert by_agent(TWO) == {"north": Tokens(2, 28, 12, 5), "south": Tokens(2, 27, 0, 5)}
-
-
 def test_all_tokens_are_counted_once():
     for parts in (by_step(TWO), by_agent(TWO)):
         whole = Tokens()
@@ -32,15 +28,7 @@ def test_all_tokens_are_counted_once():
         assert whole == of_game(TWO)
 
 
-def test_a_game_without_turns_took_nothing():
-    assert of_game(game()) == Tokens()
-
-
 def test_calls_are_asked_again_in_the_order_of_their_asking_with_their_whole_prompts():
     found = calls([group(TWO)])
     assert [(len(one.tokens), one.length) for one in found] == [(10, 3), (20, 4), (18, 2), (7, 1)]
     assert found[2] == RecordedCall((*range(10), 100, 101, 102, *range(5)), 2)
-
-
-def test_answers_of_no_tokens_are_not_asked_for_again():
-    assert calls([group(game(("north", (turn(0, 10, 0),))))]) == []

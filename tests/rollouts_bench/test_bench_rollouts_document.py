@@ -44,10 +44,6 @@ def test_each_case_has_a_verdict_and_none_wins(whole):
     assert "'depth 2' 1.60× as many tokens/s as 'depth 1'" in whole["verdict"]
 
 
-def test_a_case_that_could_not_begin_is_named_with_the_reason(whole):
-    assert ("skipped", "reference: there is no reference here. Add --ref-model.") in bench_page(whole).notes
-
-
 def test_the_table_has_a_line_for_each_case_and_way(whole):
     page = bench_page(whole)
     rows = page.table.rows
@@ -65,24 +61,6 @@ def test_what_waited_is_told(whole):
 def test_a_ratio_that_is_asked_for_is_one_within_a_case(whole):
     assert below(whole, 1.5) == ["reference"]
     assert below(whole, 2.0) == ["buffer: depth 2", "reference"]
-
-
-def test_the_plots_are_the_steps_and_the_runs(whole):
-    assert list(bench_page(whole).plots) == ["steps", "throughput"]
-
-
-def test_it_is_written(whole, tmp_path):
-    bench_page(whole).write(tmp_path, "bench", whole, "")
-    assert {path.name for path in tmp_path.iterdir()} == {
-        "bench.json",
-        "bench.md",
-        "bench.html",
-        "steps.png",
-        "throughput.png",
-    }
-    text = (tmp_path / "bench.md").read_text()
-    assert "Tokens of one game, by agent" in text
-    assert "How long a step of the trainer lasts" in text
 
 
 def test_without_a_trainer_and_a_game_there_is_less_to_show(tmp_path):

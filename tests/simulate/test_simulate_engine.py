@@ -9,7 +9,7 @@ from virtual_engines import diary, serve, written
 
 from gpuinfer.api import Limits, Priority
 from gpuinfer.backends.service_model import ServiceModel
-from gpuinfer.lab.simulate import Bursty, ClosedLoop, Mix, Poisson, simulate
+from gpuinfer.lab.simulate import ClosedLoop, Mix, Poisson, simulate
 from gpuinfer.strategies.adaptive import Adaptive
 from gpuinfer.strategies.dynamic import Dynamic
 from gpuinfer.strategies.priority import ByPriority
@@ -50,22 +50,6 @@ def assert_alike(load, options, limits, *, strategy=Dynamic, service=SERVICE, se
     assert outcome.snapshot.reasons == seen.reasons
     assert outcome.offered_requests == seen.requests + sum(seen.errors.values()) == REQUESTS
     return outcome
-
-
-def test_a_plain_load():
-    assert_alike(Poisson(1500), {}, Limits(32))
-
-
-def test_requests_expire_and_are_turned_away_alike():
-    mix = Mix((1, 4), MIXED, timeout=0.006, clients=5)
-    outcome = assert_alike(Poisson(8000, mix), {}, Limits(8), max_queue_rows=24)
-    assert outcome.snapshot.errors["expired"] > 0
-    assert outcome.snapshot.errors["rejected"] > 0
-
-
-def test_batches_fail_alike():
-    outcome = assert_alike(Poisson(1500), {}, Limits(8), service=ServiceModel(beta=2e-3, failures=0.3))
-    assert outcome.snapshot.errors["failed"] > 0
 
 
 open_loads = (
@@ -115,7 +99,3 @@ def test_a_request_that_comes_within_a_nanosecond_after_a_batch():
 def test_any_load_at_length():
     many(same_for_an_open_load, open_loads, 600)
     many(same_for_a_closed_load, closed_loads, 400)
-
-
-def test_bursts():
-    assert_alike(Bursty(1500, factor=4, length=0.02), {"max_wait": 0.002}, Limits(16, 2), seed=3)

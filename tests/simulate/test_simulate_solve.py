@@ -48,16 +48,6 @@ def test_the_answer_is_the_smallest_number_that_meets_the_target():
     assert f"{solution.replicas - 1} do not (p95 " in solution.answer
 
 
-def test_numbers_below_the_load_are_not_tried():
-    solution = solved(20_000, 0.05)
-    assert [trial.replicas for trial in solution.tried] == [2]
-    assert "1 does not (offered 20,000 > capacity 12,308 rows/s)" in solution.answer
-
-
-def test_one_replica_may_be_enough():
-    assert solved(1000, 0.05).replicas == 1
-
-
 def test_a_target_below_the_time_of_one_request_is_refused_at_once():
     solution = solved(1000, 0.001)
     assert solution.replicas is None
@@ -72,12 +62,6 @@ def test_a_strategy_that_waits_too_long_is_noticed():
     assert len(solution.tried) < 10
 
 
-def test_batches_that_fail_cannot_be_served_by_more_replicas():
-    solution = solved(1000, 0.05, service=ServiceModel(beta=2e-3, failures=0.3), requests=2000)
-    assert solution.replicas is None
-    assert "is served" in solution.answer
-
-
 def test_more_replicas_than_anybody_has_are_not_tried():
     solution = solved(1e9, 0.05)
     assert solution.replicas is None
@@ -85,27 +69,7 @@ def test_more_replicas_than_anybody_has_are_not_tried():
     assert "Over 1,024 replicas would be needed" in solution.answer
 
 
-@pytest.mark.parametrize("failures", [0.05, 0.99])
-def test_doubling_ends_where_it_brings_nothing(failures):
-    solution = solved(1000, 0.05, service=ServiceModel(beta=2e-3, failures=failures), requests=2000)
-    assert solution.replicas is None
-    assert len(solution.tried) <= 3
-    assert "more replicas do not mend it" in solution.answer
-
-
 # Service models
-
-
-@pytest.mark.parametrize("jitter", [0.0, 0.1])
-@pytest.mark.parametrize("most", [8, 64])
-def test_a_fit_finds_the_model_again(jitter, most):
-    model, dice = ServiceModel(alpha=50e-6, beta=2e-3, jitter=jitter), random.Random(1)
-    sizes = [dice.randint(1, most) for _ in range(4000)]
-    found = ServiceModel.of_batches([(rows, model.draw(rows, dice)) for rows in sizes], failures=0.02)
-    assert found.jitter == pytest.approx(jitter, abs=0.02)
-    assert found.failures == 0.02
-    for rows in (1, 3, 8, 20, 64, 128):
-        assert found.seconds(rows) == pytest.approx(model.seconds(rows), rel=0.06)
 
 
 def test_a_fit_follows_steps():
@@ -121,13 +85,6 @@ def test_a_fit_to_noise_never_falls():
     times = [found.seconds(rows) for rows in range(1, 200)]
     assert times == sorted(times)
     assert times[0] > 0
-
-
-def test_one_size_alone_costs_by_the_row_beyond_it():
-    found = ServiceModel.of_batches([(16, 0.004)] * 5)
-    assert found.seconds(16) == pytest.approx(0.004)
-    assert found.seconds(1) == pytest.approx(0.004)
-    assert found.seconds(32) == pytest.approx(0.008)
 
 
 @pytest.mark.parametrize(
