@@ -5,43 +5,20 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Self
+from typing import Any
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
-from gpuinfer import api
 from gpuinfer.api import Backend, BackendContext, Connector, Event, Limits, ModelSpec, Request, Result, Setup
 from gpuinfer.central.async_client import AsyncClient, RemoteTextBackend, TextConnector
 from gpuinfer.central.connection import CentralConnection
 from gpuinfer.central.protocol import ServerAddress, WeightsChange
-from gpuinfer.central.server import CentralServer
-from gpuinfer.central.server_process import ServerModelOptions
+from gpuinfer.central.server import ServerProcess
 from gpuinfer.errors import BackendDied, GpuinferError, UsageError
-from gpuinfer.models import model_options, processor
-from gpuinfer.models.model_options import (
-    PARALLEL,
-    ChunkRows,
-    Compile,
-    Graphs,
-    MaxRows,
-    MicroBatchRows,
-    Parallel,
-    SplitPoints,
-    Stages,
-    complaint_of,
-)
+from gpuinfer.models import model_options
+from gpuinfer.models.model_options import PARALLEL, Parallel
 from gpuinfer.text import precision
-from gpuinfer.text.text_options import (
-    ADAPTERS_HELP,
-    MAX_ADAPTERS,
-    MAX_ADAPTERS_HELP,
-    MOST_ADAPTERS,
-    AdapterFolders,
-    ContextOption,
-    PagesOption,
-    SlotsOption,
-    StepTokensOption,
-)
+from gpuinfer.text.text_options import TorchModelOptions
 
 PASSING = 64  # batches that pass through at once; how many run is for the server to say
 
@@ -130,39 +107,15 @@ class CentralRemote(RemoteTextBackend):
 class Central(CentralRemote):
     """Starts a server process that owns the model; worker processes ask it."""
 
-    class Options(api.Options):
-        max_rows: MaxRows = None
-        slots: SlotsOption = None
-        pages: PagesOption = None
-        context: ContextOption = None
-        step_tokens: StepTokensOption = None
+    class Options(TorchModelOptions):
+        threads: int | None = Field(None, ge=1, description="torch threads in one forward; default 1 on a CPU")
         in_flight: int | None = Field(
             None, ge=1, description="batches at once on a device; default one a core, 2 on CUDA"
         )
-        adapters: AdapterFolders = Field(None, description=ADAPTERS_HELP)
-        max_adapters: int = Field(MAX_ADAPTERS, ge=1, le=MOST_ADAPTERS, description=MAX_ADAPTERS_HELP)
-        threads: int | None = Field(None, ge=1, description="torch threads in one forward; default 1 on a CPU")
-        chunk_rows: ChunkRows = None
-        compute: processor.Compute = Field("auto", description=processor.COMPUTE)
-        compile: Compile = False
-        graphs: Graphs = True
         parallel: Parallel = Field("data", description=f"of text: {PARALLEL}")
-        stages: Stages = "auto"
-        split_points: SplitPoints = None
-        micro_batch_rows: MicroBatchRows = None
         max_clients: int = Field(256, ge=1, le=4096, description="processes that may be connected at once")
         batch_timeout: float = Field(300.0, gt=0, description="seconds after which a batch is given up, and the server")
         restart: bool = Field(False, description="bring a server that died back; what was outstanding is asked again")
-
-        @property
-        def layers(self) -> None:
-            """Those of a model of text are known."""
-
-        @model_validator(mode="after")
-        def _stages_fit(self) -> Self:
-            if complaint := complaint_of(self):
-                raise ValueError(complaint)
-            return self
 
     options: Options
     several_devices = True
@@ -174,7 +127,7 @@ class Central(CentralRemote):
                 f"a share of {self.setup.share:g}: with the backend 'central' each model has a process of its own, and "
                 "nobody divides the device between these. Choose --backend inprocess, or leave --share out."
             )
-        self._server: CentralServer | None = None
+        self._server: ServerProcess | None = None
         self.notices = precision.notices(self.setup, self.options.compute)
 
     @property
@@ -212,33 +165,15 @@ class Central(CentralRemote):
         self._refuse_what_does_not_fit()
         if context.strategy is None:
             raise UsageError("the backend 'central' forms batches itself. Give start() a context with a strategy.")
-        given = self.options
-        self._server = CentralServer.of(
+        own = self.options
+        self._server = ServerProcess(
             self.setup,
-            ServerModelOptions(
-                max_rows=given.max_rows,
-                in_flight=given.in_flight,
-                threads=given.threads,
-                chunk_rows=given.chunk_rows,
-                compute=given.compute,
-                compile=given.compile,
-                graphs=given.graphs,
-                slots=given.slots,
-                pages=given.pages,
-                context=given.context,
-                step_tokens=given.step_tokens,
-                adapters=given.adapters,
-                max_adapters=given.max_adapters,
-                parallel=given.parallel,
-                stages=given.stages,
-                split_points=given.split_points,
-                micro_batch_rows=given.micro_batch_rows,
-            ),
+            own,
             context.strategy,
             roofline=context.roofline,
-            max_clients=given.max_clients,
-            batch_timeout=given.batch_timeout,
-            restart=given.restart,
+            max_clients=own.max_clients,
+            batch_timeout=own.batch_timeout,
+            restart=own.restart,
         )
         await asyncio.to_thread(self._server.start)
         self._address, self._restarts_within_s = self._server.address, self._server.restarts_within_s

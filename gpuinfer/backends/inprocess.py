@@ -8,11 +8,10 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
-from gpuinfer import api
 from gpuinfer.api import (
     Backend,
     BackendContext,
@@ -29,35 +28,12 @@ from gpuinfer.errors import BackendDied, BackendError, GpuinferError, UsageError
 from gpuinfer.host import error_text, machine
 from gpuinfer.models import model_options, processor
 from gpuinfer.models.device_arbiter import DeviceSlot, UnsharedSlot, arbiter_of
-from gpuinfer.models.model_options import (
-    LAYERS,
-    PARALLEL,
-    WITH_STAGES,
-    ChunkRows,
-    Compile,
-    Graphs,
-    MaxRows,
-    MicroBatchRows,
-    Parallel,
-    SplitPoints,
-    Stages,
-    complaint_of,
-)
+from gpuinfer.models.model_options import LAYERS, WITH_STAGES
 from gpuinfer.models.row_format import answers_by_halving, misfit
 from gpuinfer.text import precision
 from gpuinfer.text.model import TextModel
 from gpuinfer.text.multi_device import TextDevices, open_text
-from gpuinfer.text.text_options import (
-    ADAPTERS_HELP,
-    MAX_ADAPTERS,
-    MAX_ADAPTERS_HELP,
-    MOST_ADAPTERS,
-    AdapterFolders,
-    ContextOption,
-    PagesOption,
-    SlotsOption,
-    StepTokensOption,
-)
+from gpuinfer.text.text_options import TorchModelOptions
 
 if TYPE_CHECKING:
     from gpuinfer.models.gradients import OpenedGradients
@@ -71,39 +47,13 @@ class InProcess(Backend):
     has its own copies of the model.
     """
 
-    class Options(api.Options):
-        max_rows: MaxRows = None
-        slots: SlotsOption = None
-        pages: PagesOption = None
-        context: ContextOption = None
-        step_tokens: StepTokensOption = None
-        adapters: AdapterFolders = Field(None, description=ADAPTERS_HELP)
-        max_adapters: int = Field(MAX_ADAPTERS, ge=1, le=MOST_ADAPTERS, description=MAX_ADAPTERS_HELP)
-        threads: int | None = Field(None, ge=1, description="torch threads in one forward; default its share of cores")
-        in_flight: int | None = Field(
-            None, ge=1, description="batches at once on a device; default 1 on a CPU, 2 on CUDA"
-        )
-        chunk_rows: ChunkRows = None
-        compute: processor.Compute = Field("auto", description=processor.COMPUTE)
-        compile: Compile = False
-        graphs: Graphs = True
+    class Options(TorchModelOptions):
         backward: bool = Field(False, description="answer batches of training with the gradients of a loss")
         loss: str | None = Field(None, description="of gradients: module:function of (answers, targets) [policy-value]")
         checkpoint_segments: Annotated[int, Field(ge=1)] | Literal["auto"] | None = Field(
             None, description="of gradients: keep activations of so many segments of the layers alone, or auto"
         )
-        parallel: Parallel = Field("data", description=PARALLEL)
-        stages: Stages = "auto"
-        split_points: SplitPoints = None
-        micro_batch_rows: MicroBatchRows = None
         layers: str | None = Field(None, min_length=1, description=LAYERS, json_schema_extra=WITH_STAGES)
-
-        @model_validator(mode="after")
-        def _stages_fit(self) -> Self:
-            if complaint := complaint_of(self, self.checkpoint_segments is not None):
-                raise ValueError(complaint)
-            return self
-
         gate: bool = Field(
             True, description="models of one run share the device; false: each computes as if it were alone"
         )

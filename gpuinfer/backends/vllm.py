@@ -22,8 +22,8 @@ from gpuinfer.backends.vllm_engine.endpoint import EndpointModel, VllmEndpoint
 from gpuinfer.backends.vllm_engine.engine_arguments import PASSED_ON, EngineOptions
 from gpuinfer.backends.vllm_engine.engine_process import VllmTextBackend as Engine
 from gpuinfer.central.async_client import RemoteTextBackend, TextConnector
-from gpuinfer.central.server import CentralServer
-from gpuinfer.central.server_process import OtherTextBackend, ServerModelOptions
+from gpuinfer.central.server import ServerProcess
+from gpuinfer.central.server_process import OtherTextBackend
 from gpuinfer.errors import UsageError
 from gpuinfer.host import machine
 from gpuinfer.http.access import read_keys
@@ -33,6 +33,7 @@ from gpuinfer.text.text_options import (
     MAX_ADAPTERS_HELP,
     MOST_ADAPTERS,
     AdapterFolders,
+    TorchModelOptions,
     adapter_folders_given,
 )
 
@@ -126,7 +127,7 @@ class Vllm(VllmRemote):
 
     def __init__(self, setup: Setup | None = None, /, **options: Any) -> None:
         super().__init__(setup, **options)
-        self._server: CentralServer | None = None
+        self._server: ServerProcess | None = None
         self._room: Path | None = None
         self._started = False
         self._served: EndpointModel | None = None
@@ -170,9 +171,9 @@ class Vllm(VllmRemote):
         own = self.options
         self._room = Path(tempfile.mkdtemp(prefix="gpuinfer-vllm-"))
         engine = {name: getattr(own, name) for name in (*PASSED_ON, "engine_args", "adapters", "max_adapters")}
-        self._server = CentralServer.of(
+        self._server = ServerProcess(
             self.setup,
-            ServerModelOptions(),
+            TorchModelOptions(),
             context.strategy,
             max_clients=own.max_clients,
             batch_timeout=own.batch_timeout,

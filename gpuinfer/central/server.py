@@ -14,13 +14,13 @@ import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from multiprocessing.util import Finalize
-from typing import Any
+from typing import Any, Self
 
 from gpuinfer.api import Limits, ModelSpec, Roofline, Setup, Strategy
 from gpuinfer.central import protocol
 from gpuinfer.central.client import CentralClient
 from gpuinfer.central.protocol import WeightsChange, changes_to_replay
-from gpuinfer.central.server_process import CHANGING_S, OtherTextBackend, ServerModelOptions, ServerStart, server_main
+from gpuinfer.central.server_process import CHANGING_S, OtherTextBackend, ServerStart, server_main
 from gpuinfer.config import import_paths, registry
 from gpuinfer.errors import BackendDied, Closed, GpuinferError, UsageError
 from gpuinfer.host import children, machine, shared_memory
@@ -37,6 +37,7 @@ from gpuinfer.host.child import (
 from gpuinfer.host.children import quoted_log_line
 from gpuinfer.host.error_text import error_from_wire
 from gpuinfer.stats import Snapshot, mean_size, merge_in_turn, percentile, summarise
+from gpuinfer.text.text_options import TorchModelOptions
 
 log = logging.getLogger(__name__)
 
@@ -49,68 +50,16 @@ CLOSE_S = 10.0
 TRIES = 3  # deaths in a row, each within `BACK_S` of its start, after which it is not started again
 
 
-class CentralServer:
-    """A model in a process of its own, for any number of client processes.
+class ServerProcess:
+    """A model in a process of its own: started, watched, and brought back when it dies, with `restart`.
 
-    ```
-    with CentralServer("my_models:net", inputs=256) as server:
-        Process(target=work, args=(server.client(),)).start()
-    ```
-
-    `model` is `module:factory`, such a function itself, or a `ModelSpec`; `strategy` a name or an object. On a CPU
-    there are as many single-threaded forwards at once as cores, unless `in_flight` and `threads` say otherwise. With
-    `restart` a server that died comes back, and its clients ask again for what they had outstanding.
+    `texts`: the backend that answers prompts there, where that is not our own model of text.
     """
 
     def __init__(
         self,
-        model: str | ModelSpec | Callable[..., Any],
-        *,
-        inputs: int = 0,
-        input_dtype: str = "float32",
-        weights: str | None = None,
-        arguments: Mapping[str, Any] | None = None,
-        device: str = "auto",
-        dtype: str = "float32",
-        seed: int = 0,
-        deterministic: bool = False,
-        strategy: str | Strategy = "dynamic",
-        max_rows: int | None = None,
-        chunk_rows: int | None = None,
-        in_flight: int | None = None,
-        threads: int | None = None,
-        max_clients: int = 256,
-        max_queue_rows: int | None = None,
-        batch_timeout: float = 300.0,
-        restart: bool = False,
-    ) -> None:
-        """Nothing is started yet. Raises `UsageError`."""
-        _refuse_odd(
-            inputs=inputs,
-            max_rows=max_rows,
-            chunk_rows=chunk_rows,
-            in_flight=in_flight,
-            threads=threads,
-            max_clients=max_clients,
-            max_queue_rows=max_queue_rows,
-        )
-        if not batch_timeout > 0:
-            raise UsageError(f"batch_timeout is {batch_timeout}. Give seconds, more than 0.")
-        spec = _spec(model, inputs, input_dtype, weights, arguments or {})
-        setup = Setup(
-            spec, tuple(device.split(",")), dtype, seed, deterministic=deterministic, max_queue_rows=max_queue_rows
-        )
-        tuning = ServerModelOptions(max_rows, in_flight, threads, chunk_rows)
-        chosen = registry.load("strategies", strategy)(setup) if isinstance(strategy, str) else strategy
-        self._prepare(setup, tuning, chosen, None, max_clients, batch_timeout, restart)
-
-    _texts: OtherTextBackend | None = None
-
-    @classmethod
-    def of(
-        cls,
         setup: Setup,
-        tuning: ServerModelOptions,
+        options: TorchModelOptions,
         strategy: Strategy,
         *,
         roofline: Roofline | None = None,
@@ -118,32 +67,17 @@ class CentralServer:
         batch_timeout: float = 300.0,
         restart: bool = False,
         texts: OtherTextBackend | None = None,
-    ) -> CentralServer:
-        """A server from a run's own terms. `texts`: what answers prompts there, if not our own model of text."""
-        server = cls.__new__(cls)
-        server._texts = texts
-        server._prepare(setup, tuning, strategy, roofline, max_clients, batch_timeout, restart)
-        return server
-
-    def _prepare(
-        self,
-        setup: Setup,
-        tuning: ServerModelOptions,
-        strategy: Strategy,
-        roofline: Roofline | None,
-        max_clients: int,
-        batch_timeout: float,
-        restart: bool,
     ) -> None:
+        """Nothing is started yet."""
         self.limits: Limits  # once it has started
         self.adapters: tuple[str, ...] = ()  # that prompts may ask for
         self._at_start: frozenset[str] | None = None  # the adapters that each start brings back
         self._changes: list[WeightsChange] = []  # of the weights since the start, that one started again is told
         self._changed: dict[int, Any] = {}  # what has come of questions for such
-        self._setup, self._tuning, self._strategy = setup, tuning, strategy
+        self._setup, self._options, self._strategy, self._texts = setup, options, strategy, texts
         self._roofline, self._max_clients = roofline, max_clients
         self._batch_timeout, self._restart = batch_timeout, restart
-        self._called = "the central server" if self._texts is None else self._texts.called
+        self._called = "the central server" if texts is None else texts.called
         self._owner = os.getpid()
         self._child: Child | None = None
         self._watcher: threading.Thread | None = None  # once it has served
@@ -160,7 +94,7 @@ class CentralServer:
 
     # Starting
 
-    def __enter__(self) -> CentralServer:
+    def __enter__(self) -> Self:
         self.start()
         return self
 
@@ -246,7 +180,7 @@ class CentralServer:
         strategy = self._strategy
         return ServerStart(
             setup=replace(self._setup, processes=1),
-            tuning=self._shares(),
+            options=self._shares(),
             roofline=self._roofline,
             strategy=type(strategy),
             strategy_setup=strategy.setup,
@@ -259,14 +193,14 @@ class CentralServer:
             changes=tuple(self._changes),
         )
 
-    def _shares(self) -> ServerModelOptions:
+    def _shares(self) -> TorchModelOptions:
         """On a CPU several single-threaded forwards at once beat one that has all threads. A model of text has one."""
-        tuning = self._tuning
+        own = self._options
         if self._is_text or machine.wants_cuda(self._setup.devices):
-            return tuning
+            return own
         cores = max(1, machine.cores() // len(self._setup.devices))  # of each stand-in device
-        threads = tuning.threads or max(1, cores // (tuning.in_flight or cores))
-        return replace(tuning, threads=threads, in_flight=tuning.in_flight or max(1, cores // threads))
+        threads = own.threads or max(1, cores // (own.in_flight or cores))
+        return own.model_copy(update={"threads": threads, "in_flight": own.in_flight or max(1, cores // threads)})
 
     # Serving
 
@@ -486,7 +420,63 @@ class CentralServer:
             self._child.kill(CLOSE_S)
 
 
-_RUNNING: weakref.WeakSet[CentralServer] = weakref.WeakSet()
+class CentralServer(ServerProcess):
+    """A model in a process of its own, for any number of client processes.
+
+    ```
+    with CentralServer("my_models:net", inputs=256) as server:
+        Process(target=work, args=(server.client(),)).start()
+    ```
+
+    `model` is `module:factory`, such a function itself, or a `ModelSpec`; `strategy` a name or an object. On a CPU
+    there are as many single-threaded forwards at once as cores, unless `in_flight` and `threads` say otherwise. With
+    `restart` a server that died comes back, and its clients ask again for what they had outstanding.
+    """
+
+    def __init__(
+        self,
+        model: str | ModelSpec | Callable[..., Any],
+        *,
+        inputs: int = 0,
+        input_dtype: str = "float32",
+        weights: str | None = None,
+        arguments: Mapping[str, Any] | None = None,
+        device: str = "auto",
+        dtype: str = "float32",
+        seed: int = 0,
+        deterministic: bool = False,
+        strategy: str | Strategy = "dynamic",
+        max_rows: int | None = None,
+        chunk_rows: int | None = None,
+        in_flight: int | None = None,
+        threads: int | None = None,
+        max_clients: int = 256,
+        max_queue_rows: int | None = None,
+        batch_timeout: float = 300.0,
+        restart: bool = False,
+    ) -> None:
+        """Nothing is started yet. Raises `UsageError`."""
+        _refuse_odd(
+            inputs=inputs,
+            max_rows=max_rows,
+            chunk_rows=chunk_rows,
+            in_flight=in_flight,
+            threads=threads,
+            max_clients=max_clients,
+            max_queue_rows=max_queue_rows,
+        )
+        if not batch_timeout > 0:
+            raise UsageError(f"batch_timeout is {batch_timeout}. Give seconds, more than 0.")
+        spec = _spec(model, inputs, input_dtype, weights, arguments or {})
+        setup = Setup(
+            spec, tuple(device.split(",")), dtype, seed, deterministic=deterministic, max_queue_rows=max_queue_rows
+        )
+        options = TorchModelOptions(max_rows=max_rows, in_flight=in_flight, threads=threads, chunk_rows=chunk_rows)
+        chosen = registry.load("strategies", strategy)(setup) if isinstance(strategy, str) else strategy
+        super().__init__(setup, options, chosen, max_clients=max_clients, batch_timeout=batch_timeout, restart=restart)
+
+
+_RUNNING: weakref.WeakSet[ServerProcess] = weakref.WeakSet()
 
 
 def _disown_all() -> None:

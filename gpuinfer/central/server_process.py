@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from gpuinfer.api import Backend, ModelSpec, Roofline, Setup, Strategy
 from gpuinfer.central.blocks import BlockForm
@@ -27,8 +27,7 @@ from gpuinfer.host.child import Channel, ChannelClosed, Heartbeat
 from gpuinfer.host.children import quoted_log_line
 from gpuinfer.host.error_text import error_to_wire
 from gpuinfer.host.shared_memory import Descriptor
-from gpuinfer.models.model_options import Parallel
-from gpuinfer.text.text_options import MAX_ADAPTERS
+from gpuinfer.text.text_options import TorchModelOptions
 
 if TYPE_CHECKING:
     from gpuinfer.central.text_server import TextServer
@@ -37,29 +36,6 @@ _Opened = tuple["RowServer | TextServer", Any, Recorder | None]  # the model, wh
 LOOK_S = 0.5  # between two looks at how long batches take
 CHANGING_S = 0.01  # and at whether other weights are there
 DRAIN_S = 5.0  # for batches to end when the owner closes
-
-
-@dataclass(frozen=True)
-class ServerModelOptions:
-    """How the model is run (`models.opening.Tuning`); None leaves it to us."""
-
-    max_rows: int | None = None
-    in_flight: int | None = None
-    threads: int | None = None
-    chunk_rows: int | None = None
-    compute: str = "auto"
-    compile: bool = False
-    graphs: bool = True
-    slots: int | None = None  # from here on of text
-    pages: int | None = None
-    context: int | None = None
-    step_tokens: int | None = None
-    adapters: Mapping[str, str] | None = None
-    max_adapters: int = MAX_ADAPTERS
-    parallel: Parallel = "data"
-    stages: int | Literal["auto"] = "auto"
-    split_points: Sequence[int] | None = None
-    micro_batch_rows: int | None = None
 
 
 @dataclass(frozen=True)
@@ -78,7 +54,7 @@ class ServerStart:
     """All that a server process is told at its start."""
 
     setup: Setup
-    tuning: ServerModelOptions
+    options: TorchModelOptions
     roofline: Roofline | None
     strategy: type[Strategy]
     strategy_setup: Setup
@@ -146,7 +122,7 @@ def _open_text(spec: ModelSpec, order: ServerStart, listener: socket.socket, pul
 
     strategy = _strategy(order)
     backend: Backend = (
-        OwnTextBackend(spec, order.setup, order.tuning)
+        OwnTextBackend(spec, order.setup, order.options)
         if order.texts is None
         else order.texts.backend(order.setup, **order.texts.options)
     )
@@ -169,7 +145,7 @@ def _open_text(spec: ModelSpec, order: ServerStart, listener: socket.socket, pul
 def _open_rows(spec: ModelSpec, order: ServerStart, listener: socket.socket, pulse: int) -> _Opened:
     from gpuinfer.models.open_model import open_on_devices
 
-    opened = open_on_devices(spec, order.setup, order.tuning, order.roofline)
+    opened = open_on_devices(spec, order.setup, order.options, order.roofline)
     answerer = BatchRunner(opened)
     strategy = _strategy(order)
     form = BlockForm(spec, opened.answer)

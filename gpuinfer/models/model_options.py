@@ -120,18 +120,23 @@ class CutOptions(Protocol):
     def micro_batch_rows(self) -> int | None: ...
 
 
-class StageOptions(CutOptions, Protocol):
-    """What an options class with these has."""
+class ForwardOptions(CutOptions, Protocol):
+    """These, and what does not go with them."""
 
-    @property
-    def layers(self) -> str | None: ...
     @property
     def in_flight(self) -> int | None: ...
     @property
     def compile(self) -> bool: ...
 
 
-def complaint_of(given: StageOptions, layers_serve: bool = False) -> str | None:
+class StageOptions(ForwardOptions, Protocol):
+    """What an options class with stages of models of rows has."""
+
+    @property
+    def layers(self) -> str | None: ...
+
+
+def complaint_of(given: ForwardOptions, layers_serve: bool = False) -> str | None:
     """What is wrong with these together, with the cure; None when nothing is. `layers_serve`: there is another use for
     the layers than stages.
     """
@@ -139,7 +144,7 @@ def complaint_of(given: StageOptions, layers_serve: bool = False) -> str | None:
         "stages": None if given.stages == "auto" else given.stages,
         "split_points": None if given.split_points is None else ",".join(map(str, given.split_points)),
         "micro_batch_rows": given.micro_batch_rows,
-        "layers": None if layers_serve else given.layers,
+        "layers": None if layers_serve else getattr(given, "layers", None),
     }
     if given.parallel == "data":
         name = next((name for name in OF_STAGES if said[name] is not None), None)
@@ -150,7 +155,7 @@ def complaint_of(given: StageOptions, layers_serve: bool = False) -> str | None:
     return _points(given, said["split_points"]) or _whole(given)
 
 
-def _points(given: StageOptions, said: str | None) -> str | None:
+def _points(given: ForwardOptions, said: str | None) -> str | None:
     points = given.split_points
     if points is None:
         return None
@@ -164,7 +169,7 @@ def _points(given: StageOptions, said: str | None) -> str | None:
     return None
 
 
-def _whole(given: StageOptions) -> str | None:
+def _whole(given: ForwardOptions) -> str | None:
     if given.compile:
         return f"compile=true compiles a whole model, and parallel={given.parallel} cuts it. Leave one of them out"
     if given.parallel == "layers" and (given.in_flight or 1) > 1:

@@ -7,12 +7,26 @@ from __future__ import annotations
 import difflib
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, model_validator
 
+from gpuinfer import api
 from gpuinfer.config.foreign_names import hub_hint
 from gpuinfer.errors import UsageError
+from gpuinfer.models.model_options import (
+    PARALLEL,
+    ChunkRows,
+    Compile,
+    Graphs,
+    MaxRows,
+    MicroBatchRows,
+    Parallel,
+    SplitPoints,
+    Stages,
+    complaint_of,
+)
+from gpuinfer.models.processor import COMPUTE, Compute
 
 MAX_ADAPTERS, MOST_ADAPTERS = 8, 1024
 ADAPTERS_HELP = "of text: LoRA adapters that are there from the start, as name=DIR,name=DIR"
@@ -66,6 +80,38 @@ ContextOption = Annotated[
 StepTokensOption = Annotated[
     Annotated[int, Field(ge=1)] | None, Field(description="of text: most tokens that go through at once")
 ]
+
+
+class TorchModelOptions(api.Options):
+    """How a model of ours runs, of rows or of text: the options that backends share, from the flags to its opening."""
+
+    max_rows: MaxRows = None
+    slots: SlotsOption = None
+    pages: PagesOption = None
+    context: ContextOption = None
+    step_tokens: StepTokensOption = None
+    adapters: AdapterFolders = Field(default=None, description=ADAPTERS_HELP)
+    max_adapters: int = Field(default=MAX_ADAPTERS, ge=1, le=MOST_ADAPTERS, description=MAX_ADAPTERS_HELP)
+    threads: int | None = Field(
+        default=None, ge=1, description="torch threads in one forward; default its share of cores"
+    )
+    in_flight: int | None = Field(
+        default=None, ge=1, description="batches at once on a device; default 1 on a CPU, 2 on CUDA"
+    )
+    chunk_rows: ChunkRows = None
+    compute: Compute = Field(default="auto", description=COMPUTE)
+    compile: Compile = False
+    graphs: Graphs = True
+    parallel: Parallel = Field(default="data", description=PARALLEL)
+    stages: Stages = "auto"
+    split_points: SplitPoints = None
+    micro_batch_rows: MicroBatchRows = None
+
+    @model_validator(mode="after")
+    def _stages_fit(self) -> Self:
+        if complaint := complaint_of(self, getattr(self, "checkpoint_segments", None) is not None):
+            raise ValueError(complaint)
+        return self
 
 
 MOST_SIMILAR = 3

@@ -11,12 +11,12 @@ from texts import CONTEXT, SLOTS, asking, short
 
 from gpuinfer.api import BackendContext, ModelSpec, Setup
 from gpuinfer.backends.central import Central
-from gpuinfer.central.server import CentralServer
-from gpuinfer.central.server_process import ServerModelOptions
+from gpuinfer.central.server import ServerProcess
 from gpuinfer.config import registry
 from gpuinfer.engine.engine import Engine
 from gpuinfer.errors import BackendDied, UsageError
 from gpuinfer.strategies.dynamic import Dynamic
+from gpuinfer.text.text_options import TorchModelOptions
 
 pytestmark = pytest.mark.usefixtures("children_forked")
 
@@ -62,8 +62,8 @@ def test_text_is_that_of_one_device():
 
     def answers(devices):
         setup = Setup(ModelSpec("tiny", kind="text"), devices=devices, deterministic=True)
-        tuning = ServerModelOptions(slots=SLOTS, context=CONTEXT, threads=1)
-        server = CentralServer.of(setup, tuning, registry.load("strategies", "dynamic")(setup))
+        tuning = TorchModelOptions(slots=SLOTS, context=CONTEXT, threads=1)
+        server = ServerProcess(setup, tuning, registry.load("strategies", "dynamic")(setup))
         server.start()
         try:
             found = asyncio.run(_all_of(server, prompts))

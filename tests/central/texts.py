@@ -8,23 +8,23 @@ from typing import Any
 
 from gpuinfer.api import ModelSpec, Setup
 from gpuinfer.backends.central import CentralRemote
-from gpuinfer.central.server import CentralServer
-from gpuinfer.central.server_process import ServerModelOptions
+from gpuinfer.central.server import ServerProcess
 from gpuinfer.config import registry
 from gpuinfer.engine.engine import Engine
 from gpuinfer.generation import Prompt, Sampling
+from gpuinfer.text.text_options import TorchModelOptions
 
 SETUP = Setup(ModelSpec("tiny", kind="text"), devices=("cpu",), deterministic=True)
 SLOTS, CONTEXT = 4, 2048
 
 
-def server_of_text(**options: Any) -> CentralServer:
-    tuning = ServerModelOptions(slots=SLOTS, context=CONTEXT, threads=1)
-    return CentralServer.of(SETUP, tuning, registry.load("strategies", "dynamic")(SETUP), **options)
+def server_of_text(**options: Any) -> ServerProcess:
+    tuning = TorchModelOptions(slots=SLOTS, context=CONTEXT, threads=1)
+    return ServerProcess(SETUP, tuning, registry.load("strategies", "dynamic")(SETUP), **options)
 
 
 @contextlib.contextmanager
-def serving_text(**options: Any) -> Iterator[CentralServer]:
+def serving_text(**options: Any) -> Iterator[ServerProcess]:
     server = server_of_text(**options)
     server.start()
     try:
@@ -34,7 +34,7 @@ def serving_text(**options: Any) -> Iterator[CentralServer]:
 
 
 @contextlib.asynccontextmanager
-async def asking(server: CentralServer) -> AsyncIterator[Engine]:
+async def asking(server: ServerProcess) -> AsyncIterator[Engine]:
     """An engine that passes on to the server, as a run's or a worker's does."""
     remote = CentralRemote(SETUP, address=server.address, restarts_within_s=server.restarts_within_s)
     engine = Engine(remote, registry.load("strategies", "dynamic")(SETUP))
