@@ -64,15 +64,17 @@ def _size(header: bytes) -> int:
 
 
 class Channel:
-    """An end whose calls block. One thread at a time. Each call raises `ChannelClosed` when the other end is gone."""
+    """An end whose calls block; it takes the socket over. One thread at a time. Each call raises `ChannelClosed` when the other end is gone."""
 
     def __init__(self, end: socket.socket) -> None:
         end.setblocking(True)
-        self._end = end
+        self._descriptor = end.detach()
 
     def send(self, message: Any) -> None:
+        data = memoryview(framed(message))
         try:
-            self._end.sendall(framed(message))
+            while data:
+                data = data[os.write(self._descriptor, data) :]
         except OSError as error:
             raise ChannelClosed("the other end is gone") from error
 
@@ -80,7 +82,7 @@ class Channel:
         """Whether there is something to receive (the end, too) within so many seconds."""
         try:
             ready = select.poll()
-            ready.register(self._end.fileno(), select.POLLIN)
+            ready.register(self._descriptor, select.POLLIN)
             return bool(ready.poll(1000 * seconds))
         except (OSError, ValueError) as error:  # closed here, by another thread
             raise ChannelClosed("this end is closed") from error
@@ -92,7 +94,7 @@ class Channel:
         pieces = []
         while size > 0:
             try:
-                piece = self._end.recv(min(size, CHUNK))
+                piece = os.read(self._descriptor, min(size, CHUNK))
             except OSError as error:
                 raise ChannelClosed("the other end is gone") from error
             if not piece:
@@ -102,7 +104,9 @@ class Channel:
         return b"".join(pieces)
 
     def close(self) -> None:
-        self._end.close()
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
 
     __del__ = close
 
