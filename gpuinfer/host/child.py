@@ -64,7 +64,10 @@ def _size(header: bytes) -> int:
 
 
 class Channel:
-    """An end whose calls block; it takes the socket over. One thread at a time. Each call raises `ChannelClosed` when the other end is gone."""
+    """An end whose calls block; it takes the socket over. One thread at a time.
+
+    Each call raises `ChannelClosed` when the other end is gone.
+    """
 
     def __init__(self, end: socket.socket) -> None:
         end.setblocking(True)
