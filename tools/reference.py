@@ -1,4 +1,4 @@
-"""Writes docs/reference/ from the code: commands, plugins, the report, metrics, the contract.
+"""Writes docs/reference/ (commands, plugins, report, metrics, contract) and the report's JSON Schema from the code.
 
     python -m tools.reference              write them
     python -m tools.reference --check      say which are not as the code is, and exit 1
@@ -21,11 +21,13 @@ from gpuinfer import api
 from gpuinfer.cli.plugins import PREFIXES
 from gpuinfer.config import options, registry
 from gpuinfer.config.registry import KINDS
+from gpuinfer.report import document
 from tools import tree
 from tools.tree import OURS, Command, Parameter
 
 ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / "docs" / "reference"
+REPORT_SCHEMA = ROOT / "gpuinfer" / "report.schema.json"
 SCHEMAS = {
     "report.schema.json": "The report of a run",
     "lab/bench/schema.json": "What `bench` writes",
@@ -313,15 +315,18 @@ def _code(text: str) -> str:
 
 
 def main(words: Sequence[str]) -> int:
-    stale = [name for name, text in pages().items() if _written(FOLDER / name) != text]
+    schema = json.dumps(document.json_schema(), indent=2, ensure_ascii=False) + "\n"
+    if "--check" not in words:
+        REPORT_SCHEMA.write_text(schema, encoding="utf-8")  # first: one of the pages is made from it
+    written = {REPORT_SCHEMA: schema} | {FOLDER / name: text for name, text in pages().items()}
+    stale = [file for file, text in written.items() if _written(file) != text]
     if "--check" in words:
-        print(
-            "".join(f"docs/reference/{name} is not as the code is: run `make reference`.\n" for name in stale), end=""
-        )
+        for file in stale:
+            print(f"{file.relative_to(ROOT)} is not as the code is: run `make reference`.")
         return bool(stale)
     FOLDER.mkdir(parents=True, exist_ok=True)
-    for name, text in pages().items():
-        (FOLDER / name).write_text(text, encoding="utf-8")
+    for file in stale:
+        file.write_text(written[file], encoding="utf-8")
     return 0
 
 

@@ -9,10 +9,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Final, cast
 
 from gpuinfer.models.model_options import OF_STAGES
 from gpuinfer.report.causes_cpu_contention import CROWDED
+from gpuinfer.report.document import StageLine, StagesSection
 from gpuinfer.report.evidence import Evidence, Lane, busy_s, is_stage, place, station_s
 from gpuinfer.report.forecast import Gain, RunCase, Verdict
 from gpuinfer.stats import Snapshot
@@ -51,13 +52,13 @@ def _named(run: Evidence) -> str:
     return " and ".join(line["name"] for line in run.models)
 
 
-BUBBLES_TOLD = "pipeline bubbles"  # the verdict's class
+BUBBLES_TOLD: Final = "pipeline bubbles"  # the verdict's class
 BUSY = 0.8  # of the time there was a batch in the stages: with less it is not they who hold the run back
 BUBBLES = 0.03  # of the stages' time: less is what any queue costs
 UNEVEN = 0.9  # the stages' mean use of the busiest one's: below it the split is to blame
 
 
-def of_stages(snapshot: Snapshot, wall_s: float) -> dict[str, Any] | None:
+def of_stages(snapshot: Snapshot, wall_s: float) -> StagesSection | None:
     """What the report says of them; None of a model that is not cut. Several processes with stages of their own are
     taken together.
     """
@@ -66,7 +67,8 @@ def of_stages(snapshot: Snapshot, wall_s: float) -> dict[str, Any] | None:
     if not cut or not counted or not lanes or wall_s <= 0:
         return None
     each = [
-        {**stage, "busy_share": _busy(_of_number(lanes, number), wall_s)} for number, stage in enumerate(cut["stages"])
+        cast(StageLine, {**stage, "busy_share": _busy(_of_number(lanes, number), wall_s)})
+        for number, stage in enumerate(cut["stages"])
     ]
     processes = len({place(lane["name"]) for lane in lanes})
     active_s = min(float(counted["active_s"]), wall_s * processes)

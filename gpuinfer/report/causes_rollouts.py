@@ -17,9 +17,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 from gpuinfer.config.options import OptionChange
+from gpuinfer.report.document import RolloutsSection, TokenRates, VerdictClass
 from gpuinfer.report.evidence import Evidence, Lane, busy_s, is_forward
 from gpuinfer.report.forecast import Gain, RunCase, Verdict
 
@@ -28,7 +29,7 @@ STALL = "stall: "  # before a kind
 
 def of_training(
     facts: Mapping[str, float], counts: Mapping[str, float], lanes: Sequence[Lane], wall_s: float
-) -> dict[str, Any] | None:
+) -> RolloutsSection | None:
     """The report's `rollouts`; None of a run that plays no games for training. `counts` are of this run alone."""
     if "calls" not in facts:
         return None
@@ -41,7 +42,8 @@ def of_training(
         "tokens_per_game": drawn / games if games else None,
         "tokens_per_call": drawn / calls if calls else None,
         "inference_s": inference_s,
-        **{f"{way}_tokens_per_s": _rates(counts.get(f"{way}_tokens", 0.0), wall_s, inference_s) for way in WAYS},
+        "input_tokens_per_s": _rates(counts.get("input_tokens", 0.0), wall_s, inference_s),
+        "output_tokens_per_s": _rates(drawn, wall_s, inference_s),
         "environment_share": min(1.0, facts.get("environment_share", 0.0)),
         "reference_share": min(1.0, facts.get("reference_share", 0.0)),
         "adapter_loads": facts.get("adapter_loads", 0.0),
@@ -49,22 +51,19 @@ def of_training(
     }
 
 
-WAYS = ("input", "output")
-
-
 def inference(lanes: Sequence[Lane], wall_s: float) -> float:
     """Seconds in which the busiest engine was at work."""
     return min(wall_s, max((busy_s([lane]) for lane in lanes if is_forward(lane["name"])), default=0.0))
 
 
-def _rates(tokens: float, wall_s: float, inference_s: float) -> dict[str, float | None]:
+def _rates(tokens: float, wall_s: float, inference_s: float) -> TokenRates:
     return {
         "wall": tokens / wall_s if wall_s > 0 else 0.0,
         "inference": tokens / inference_s if inference_s > 0 else None,
     }
 
 
-def _trainer(facts: Mapping[str, float]) -> dict[str, Any]:
+def _trainer(facts: Mapping[str, float]) -> Any:
     def told(*names: str) -> dict[str, float]:
         return {name: facts.get(name, 0.0) for name in names}
 
@@ -120,7 +119,7 @@ def slow_trainer(case: RunCase) -> Verdict | None:
     waited = facts.get("wait_s", 0.0) / attended_s(facts)
     why = f"{kind.capitalize()} cost {share:.0%} of the trainer's time{others}; it waited for rollouts {waited:.0%}."
     advice, change = CURES[kind](run) if kind in CURES else ("See the verdicts of --steps FILE.", None)
-    return Verdict(kind, "idle", why, advice, change, Gain.up_to(1 / max(1 - share, 0.01)))
+    return Verdict(cast(VerdictClass, kind), "idle", why, advice, change, Gain.up_to(1 / max(1 - share, 0.01)))
 
 
 def slow_environment(case: RunCase) -> Verdict | None:

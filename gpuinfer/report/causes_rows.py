@@ -8,8 +8,10 @@ import math
 import statistics
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Final
 
 from gpuinfer.config.options import OptionFlag
+from gpuinfer.report.document import VerdictClass
 from gpuinfer.report.evidence import BINDS, Evidence, busy_s, outstanding, place, served_s, station_s, think_s
 from gpuinfer.report.forecast import (
     Gain,
@@ -24,7 +26,7 @@ from gpuinfer.report.forecast import (
     without_waiting,
 )
 
-KIND = "too few rows outstanding"
+KIND: Final = "too few rows outstanding"
 AGAIN = 2.0  # times as many, where nothing says how many would do
 
 
@@ -296,7 +298,8 @@ def all_workers(case: RunCase) -> Verdict | None:
     run = case.run
     if not run.work or not case.binds("search"):
         return None
-    kind, station = "search-bound", "search"
+    kind: VerdictClass = "search-bound"
+    station = "search"
     if station_s(run.work, "search") < 0.5 * busy_s(run.work):
         kind, station = "client-bound", run.largest()
     why = f"The workers were busy {run.busy(run.work):.0%} of the time, most of it with {station}"
@@ -304,7 +307,7 @@ def all_workers(case: RunCase) -> Verdict | None:
     return _more_workers(case, kind, station, why)
 
 
-def _more_workers(case: RunCase, kind: str, station: str, why: str) -> Verdict:
+def _more_workers(case: RunCase, kind: VerdictClass, station: str, why: str) -> Verdict:
     """As many as the forward lanes can answer, and as the cores have room for."""
     run = case.run
     now = run.facts.get("workers", 0)
@@ -342,7 +345,8 @@ def all_cores(case: RunCase) -> Verdict | None:
 
 
 def _saturated(run: Evidence, why: str) -> Verdict:
-    kind, station = "device-saturated", "forward"
+    kind: VerdictClass = "device-saturated"
+    station = "forward"
     if run.on_cpu and run.computes_here and run.cpu_s and run.cores_busy < LEAST_AT_WORK:
         why += f" Yet only {run.cores_busy:.1f} of {run.cores} cores were at work: its threads waited for one another."
         advice = "Use one thread in each forward, or let it run alone."

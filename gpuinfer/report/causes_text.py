@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Final
 
 from gpuinfer.config.options import OptionChange
 from gpuinfer.report.causes_cpu_contention import neighbours
+from gpuinfer.report.document import VerdictClass
 from gpuinfer.report.evidence import Curve, Evidence, station_s
 from gpuinfer.report.forecast import DOUBT, Gain, RunCase, Verdict
 from gpuinfer.units import whole
@@ -156,7 +158,8 @@ def _all(run: Evidence) -> str:
     return "Ask for less of each row, or share the input between several runs."
 
 
-IDLE, FIRST_TOUCH = "idle cores", "first touch"
+IDLE: Final = "idle cores"
+FIRST_TOUCH: Final = "first touch"
 ALONE = ("sample", "reply", "constrain", "compile", FIRST_TOUCH)  # stations in which one thread works
 UNUSED = 0.15  # of the cores: so much is idle in no run that is saturated
 EXPLAINED = 0.5  # of what is idle: enough to be called the cause
@@ -383,7 +386,8 @@ def too_few_rows(case: RunCase) -> Verdict | None:
     rows = _rows(run)
     slots = f"{used * run.slots:,.1f} of {run.slots:,} slots were in use, on average over the time in steps"
     slots += _of_the_bandwidth(run)
-    kind, station = "too few rows outstanding", "idle"
+    kind: VerdictClass = "too few rows outstanding"
+    station = "idle"
     if rows <= run.slots:
         why = f"All {rows:,} rows were under way at once: {slots}."
         advice = "Nothing needs mending: more rows in one run would share its steps."
@@ -498,7 +502,8 @@ def below_the_roofline(case: RunCase) -> Verdict | None:
     return Verdict(BELOW, station, why, _of_station(run, station, what), None, Gain.up_to(1 / max(efficiency, 0.01)))
 
 
-BELOW, ATTENTION, SLOW_PRODUCTS = "below the roofline", "attention", "products that a library computes faster"
+BELOW: Final = "below the roofline"
+ATTENTION, SLOW_PRODUCTS = "attention", "products that a library computes faster"
 BETWEEN = "what lies between products within a step"
 OTHERS, UNUSED_CORES = "other programs", "cores that were idle in steps"
 LONG_CONTEXT = 0.05  # of the operations, for attention: with so many it is what lies between products

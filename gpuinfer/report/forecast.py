@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from gpuinfer.config.options import OptionChange
+from gpuinfer.report.document import VerdictClass
 from gpuinfer.report.evidence import BINDS, Curve, Evidence, Lane, bounds, busy_s, cap, curve_of, place, think_s, visits
 
 JITTER = 0.1  # of a search, both ways: without any, blocks march in step for ever
@@ -302,7 +303,7 @@ class RunCase:
 class Verdict:
     """One sentence of evidence, one of advice, and what following it should bring."""
 
-    kind: str
+    kind: VerdictClass
     station: str
     why: str
     advice: str

@@ -12,8 +12,9 @@ import math
 from array import array
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
+from gpuinfer.report.document import ResignationSection, StrengthSection
 from gpuinfer.units import whole
 
 PAIR = 2  # games
@@ -77,7 +78,7 @@ class ScoreTally:
         return max(0.0, mean - reach), min(1.0, mean + reach)
 
 
-def of_strength(facts: Mapping[str, float]) -> dict[str, Any] | None:
+def of_strength(facts: Mapping[str, float]) -> StrengthSection | None:
     """The report's `strength`, of the facts of a `Tally`; None where there is no opponent, or no game has ended.
 
     `elo` and the ends of `elo_ci95` are None where the score is 0 or 1: no number of Elo is that far.
@@ -208,14 +209,14 @@ def _too_many(found: Mapping[str, float]) -> bool:
     return found["false"] > MOST_FALSE * found["would_have_resigned"]
 
 
-def of_resignation(facts: Mapping[str, float]) -> dict[str, Any] | None:
+def of_resignation(facts: Mapping[str, float]) -> ResignationSection | None:
     """The report's `resignation`, of the facts of `Resignations`; None where nobody may, or no game has ended."""
     if f"{RESIGNATION_FACT}games" not in facts:
         return None
     found = {name: facts[f"{RESIGNATION_FACT}{name}"] for name in RESIGNATION_COUNTS}
     would, false = round(found["would_have_resigned"]), round(found["false"])
     advised = facts.get(f"{RESIGNATION_FACT}{ADVISED}")
-    return {
+    section = {
         "threshold": found.pop("threshold"),
         **{name: round(count) for name, count in found.items()},
         "false_rate": false / would if would else None,
@@ -223,6 +224,7 @@ def of_resignation(facts: Mapping[str, float]) -> dict[str, Any] | None:
         "advised": advised,
         "advice": _advice(advised) if _too_many(found) else None,
     }
+    return cast(ResignationSection, section)
 
 
 def _advice(threshold: float | None) -> str:

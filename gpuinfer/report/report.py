@@ -1,4 +1,4 @@
-"""The report of a run (`gpuinfer.report/1`): what `--json` writes. `report.schema.json` describes it to scripts."""
+"""The report of a run (`gpuinfer.report/1`): what `--json` writes. `report.document` has its fields."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata, resources
-from typing import Any
+from typing import Any, Final, Literal, cast
 
 from gpuinfer.api import Progress, Reason, Roofline, Setup, TextRoofline
 from gpuinfer.config.options import OptionFlag
@@ -19,11 +19,29 @@ from gpuinfer.models.processor import has_bfloat16
 from gpuinfer.report import causes_rollouts, game_statistics, report_sections
 from gpuinfer.report.causes_devices import of_stages
 from gpuinfer.report.causes_text import SHORTAGES
+from gpuinfer.report.document import (
+    BatchesSection,
+    ClassesSection,
+    CutReasons,
+    DeviceLine,
+    DeviceReading,
+    DeviceSection,
+    EnvironmentSection,
+    ErrorCounts,
+    FailuresSection,
+    MemorySection,
+    PagesSection,
+    PriorityClass,
+    ReportDocument,
+    SpreadSection,
+    StationTotals,
+    UnmaskingSection,
+)
 from gpuinfer.report.evidence import Evidence, is_forward
 from gpuinfer.report.verdict import judge
 from gpuinfer.stats import ERRORS, DiffusionCounters, Snapshot, mean_size, percentile, summarise
 
-SCHEMA = "gpuinfer.report/1"
+SCHEMA: Final = "gpuinfer.report/1"
 LOST = ("failed", "rejected", "expired")  # of stats.ERRORS: those who asked wanted an answer, and have none
 
 
@@ -60,7 +78,7 @@ def schema() -> dict[str, Any]:
 def build(run: Run) -> dict[str, Any]:
     """The report, in plain values."""
     snapshot, progress, told = run.snapshot, run.progress, evidence(run)
-    return {
+    document: ReportDocument = {
         "schema": SCHEMA,
         "workload": run.workload,
         "backend": run.backend,
@@ -69,7 +87,7 @@ def build(run: Run) -> dict[str, Any]:
         "setup_s": run.setup_s,
         "wall_s": run.wall_s,
         "settings": json.loads(json.dumps(dict(run.settings), default=error_text.safe_str)),
-        "status": run.status,
+        "status": cast(Literal["done", "partial", "failed"], run.status),
         "progress": {
             "done": progress.done,
             "total": progress.total,
@@ -82,15 +100,14 @@ def build(run: Run) -> dict[str, Any]:
         "unmasking": unmasking(snapshot),
         "pages": pages(snapshot),
         "stages": of_stages(snapshot, run.wall_s),
-        "latency_s": summarise(snapshot.latency),
-        "queue_wait_s": summarise(snapshot.queue_wait),
-        "first_token_s": summarise(snapshot.first_token),
-        "between_tokens_s": summarise(snapshot.between_tokens),
-        "classes": {name: of_class(count) for name, count in snapshot.classes.items()},
+        "latency_s": spread(snapshot.latency),
+        "queue_wait_s": spread(snapshot.queue_wait),
+        "first_token_s": spread(snapshot.first_token),
+        "between_tokens_s": spread(snapshot.between_tokens),
+        "classes": cast(ClassesSection, {name: of_class(count) for name, count in snapshot.classes.items()}),
         "time_s": time_s(snapshot.lanes, run.wall_s),
         "lanes": len(snapshot.lanes),
-        "cores": report_sections.core_shares(snapshot, run.wall_s, run.cores)
-        | {"threads_waited_s": told.threads_waited_s},
+        "cores": report_sections.core_shares(snapshot, run.wall_s, run.cores, told.threads_waited_s),
         "stations": stations(snapshot.lanes, run.wall_s),
         "roofline": against_roofline(run),
         "bottleneck": judge(told),
@@ -98,7 +115,7 @@ def build(run: Run) -> dict[str, Any]:
         "strength": game_statistics.of_strength(progress.facts),
         "resignation": game_statistics.of_resignation(progress.facts),
         "training": report_sections.of_learning(progress.facts),
-        "errors": {name: snapshot.errors.get(name, 0) for name in ERRORS},
+        "errors": error_counts(snapshot.errors),
         "failures": failures(progress, snapshot, run.max_failures),
         "memory": memory(snapshot),
         "model": dict(snapshot.device["model"]) if "model" in snapshot.device else None,
@@ -107,23 +124,37 @@ def build(run: Run) -> dict[str, Any]:
         "notices": list(snapshot.notices),
         "device": device(snapshot, run.wall_s),
     }
+    return cast(dict[str, Any], document)
 
 
-def device(snapshot: Snapshot, wall_s: float) -> dict[str, Any]:
+def spread(counts: Mapping[str, Any]) -> SpreadSection:
+    """Mean, percentiles and maximum of a histogram in seconds; empty where it is."""
+    return cast(SpreadSection, summarise(counts))
+
+
+def error_counts(errors: Mapping[str, int]) -> ErrorCounts:
+    """How many requests ended in each kind of error."""
+    return cast(ErrorCounts, {name: errors.get(name, 0) for name in ERRORS})
+
+
+def device(snapshot: Snapshot, wall_s: float) -> DeviceSection:
     """The device, or all of several together."""
-    read = {name: snapshot.device.get(name) for name in READ_OF_A_DEVICE}
-    return {**read, "devices": devices(snapshot, wall_s), "others": list(snapshot.device.get("others", ()))}
+    return {
+        **_read(snapshot.device),
+        "devices": devices(snapshot, wall_s),
+        "others": list(snapshot.device.get("others", ())),
+    }
 
 
-def devices(snapshot: Snapshot, wall_s: float) -> dict[str, dict[str, Any]]:
+def devices(snapshot: Snapshot, wall_s: float) -> dict[str, DeviceLine]:
     """Each of several devices, by name; empty where there is one. `busy` is the share of the time in which it had a
     batch, on average over the processes that have a copy of the model there.
     """
-    told = {}
+    told: dict[str, DeviceLine] = {}
     for name, one in snapshot.device.get("devices", {}).items():
         copies_s = wall_s * one["copies"]
         told[name] = {
-            **{key: one.get(key) for key in READ_OF_A_DEVICE},
+            **_read(one),
             "rows": one["rows"],
             "batches": one["batches"],
             "busy": min(1.0, one["busy_s"] / copies_s) if copies_s > 0 else 0.0,
@@ -132,10 +163,16 @@ def devices(snapshot: Snapshot, wall_s: float) -> dict[str, dict[str, Any]]:
     return told
 
 
-READ_OF_A_DEVICE = ("name", "utilisation", "allocated_mb", "reserved_mb")
+def _read(reading: Mapping[str, Any]) -> DeviceReading:
+    return {
+        "name": reading.get("name"),
+        "utilisation": reading.get("utilisation"),
+        "allocated_mb": reading.get("allocated_mb"),
+        "reserved_mb": reading.get("reserved_mb"),
+    }
 
 
-def environment(setup: Setup, device: Mapping[str, Any]) -> dict[str, Any]:
+def environment(setup: Setup, device: Mapping[str, Any]) -> EnvironmentSection:
     return {
         "gpuinfer": _version("gpuinfer"),
         "python": platform.python_version(),
@@ -176,7 +213,7 @@ def counted(run: Run) -> dict[str, float]:
     return {name: count - run.counts_before.get(name, 0) for name, count in run.progress.counts.items()}
 
 
-def batches(snapshot: Snapshot) -> dict[str, Any]:
+def batches(snapshot: Snapshot) -> BatchesSection:
     """Batch sizes in rows; null where no batch ran. With slots the batches are forward steps, the reasons still those
     of what was admitted, and `occupancy` is the mean share of the slots that a step had rows in.
     """
@@ -191,20 +228,22 @@ def batches(snapshot: Snapshot) -> dict[str, Any]:
         "occupancy": mean / slots_of_a_lane(snapshot) if mean is not None and snapshot.slots else None,
         "sizes": {str(size): times for size, times in sorted(doublings(snapshot.batches).items())},
         "seconds": {str(rows): seconds for rows, seconds in service_times(snapshot.batch_s).items()},
-        "reasons": {reason.value: snapshot.reasons.get(reason.value, 0) for reason in Reason},
+        "reasons": cast(CutReasons, {reason.value: snapshot.reasons.get(reason.value, 0) for reason in Reason}),
     }
 
 
-def unmasking(snapshot: Snapshot) -> dict[str, float] | None:
+def unmasking(snapshot: Snapshot) -> UnmaskingSection | None:
     """Of a diffusion model: how much came of its forwards, and how much of each was computed. None of others."""
     found = DiffusionCounters.of(snapshot.device.get("steps"))
-    return found.plain() if found else None
+    return cast(UnmaskingSection, found.plain()) if found else None
 
 
-def pages(snapshot: Snapshot) -> dict[str, float] | None:
+def pages(snapshot: Snapshot) -> PagesSection | None:
     """What it came to that pages of the cache ran short; None where nothing has them."""
     steps = snapshot.device.get("steps") or {}
-    return {name: steps.get(name, 0) for name in SHORTAGES} if "preempted_rows" in steps else None
+    if "preempted_rows" not in steps:
+        return None
+    return cast(PagesSection, {name: steps.get(name, 0) for name in SHORTAGES})
 
 
 def slots_of_a_lane(snapshot: Snapshot) -> float:
@@ -212,14 +251,14 @@ def slots_of_a_lane(snapshot: Snapshot) -> float:
     return snapshot.slots / max(1, sum(is_forward(lane["name"]) for lane in snapshot.lanes))
 
 
-def of_class(count: Mapping[str, Any]) -> dict[str, Any]:
+def of_class(count: Mapping[str, Any]) -> PriorityClass:
     """The latency of the requests of one class, and what became of them."""
     return {
-        **summarise(count["latency"]),
+        **spread(count["latency"]),
         "requests": count["requests"],
         "rows": count["rows"],
-        "errors": {name: count["errors"].get(name, 0) for name in ERRORS},
-        "queue_wait_s": summarise(count["queue_wait"]),
+        "errors": error_counts(count["errors"]),
+        "queue_wait_s": spread(count["queue_wait"]),
     }
 
 
@@ -257,11 +296,11 @@ def time_s(lanes: Sequence[Mapping[str, Any]], wall_s: float) -> dict[str, float
     return total
 
 
-def stations(lanes: Sequence[Mapping[str, Any]], wall_s: float) -> dict[str, dict[str, float]]:
+def stations(lanes: Sequence[Mapping[str, Any]], wall_s: float) -> dict[str, StationTotals]:
     """`{visits, busy_s, servers}` of every station but idle: how often it was entered and left, the seconds of all
     lanes in it, and how many lanes were ever in it.
     """
-    found: dict[str, dict[str, float]] = {}
+    found: dict[str, StationTotals] = {}
     for lane in lanes:
         for name, spent in time_s([lane], wall_s).items():
             if name == "idle":
@@ -294,7 +333,7 @@ def against_roofline(run: Run) -> dict[str, Any] | None:
     }
 
 
-def failures(progress: Progress, snapshot: Snapshot, allowed: float) -> dict[str, Any] | None:
+def failures(progress: Progress, snapshot: Snapshot, allowed: float) -> FailuresSection | None:
     """`{count, of, share, allowed, first}` of what the workload says has failed, else of the requests whose batch did;
     `first` is what the first one was told. None where nothing has failed.
     """
@@ -313,7 +352,7 @@ def failures(progress: Progress, snapshot: Snapshot, allowed: float) -> dict[str
     }
 
 
-def memory(snapshot: Snapshot) -> dict[str, float | None]:
+def memory(snapshot: Snapshot) -> MemorySection:
     """`rss_peak_mb` adds up the processes' own peaks, memory that they share counted in each. `fragmentation` is the
     share of what torch's allocator has reserved on the device that no tensor ever filled.
     """
@@ -370,7 +409,8 @@ def evidence(run: Run) -> Evidence:
 
 def _on_average(run: Run, whose: str) -> float | None:
     """How many cores were theirs at once."""
-    seconds = report_sections.core_shares(run.snapshot, run.wall_s, run.cores)[whose]
+    shares: Mapping[str, Any] = report_sections.core_shares(run.snapshot, run.wall_s, run.cores)
+    seconds: float | None = shares[whose]
     return None if seconds is None or run.wall_s <= 0 else seconds / run.wall_s
 
 

@@ -10,17 +10,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 from gpuinfer.api import TextRoofline
 from gpuinfer.host import machine
 from gpuinfer.host.cpu_contention import CoreTime
+from gpuinfer.report.document import CoresSection, ErrorCounts, ModelLine, SpreadSection, TrainingSection
 from gpuinfer.stats import ERRORS, Snapshot, summarise
 
-PLAIN = ("epochs", "learning_rate", "gradient_norm", "first_loss", "forward_s", "backward_s", "optimizer_s")
 
-
-def of_learning(facts: Mapping[str, float]) -> dict[str, Any] | None:
+def of_learning(facts: Mapping[str, float]) -> TrainingSection | None:
     """The report's `training`; None of a run that trains nothing. What is not known yet is null."""
     if "training_steps" not in facts:
         return None
@@ -30,7 +29,13 @@ def of_learning(facts: Mapping[str, float]) -> dict[str, Any] | None:
         "positions": facts.get("training_positions", 0),
         "validation_positions": facts.get("validation_positions", 0),
         "checkpoint": facts.get("checkpoint", 0),
-        **{name: facts.get(name) for name in PLAIN},
+        "epochs": facts.get("epochs"),
+        "learning_rate": facts.get("learning_rate"),
+        "gradient_norm": facts.get("gradient_norm"),
+        "first_loss": facts.get("first_loss"),
+        "forward_s": facts.get("forward_s"),
+        "backward_s": facts.get("backward_s"),
+        "optimizer_s": facts.get("optimizer_s"),
         "loss": _loss(facts, "loss"),
         "validation": _loss(facts, "validation"),
         "activation_mb": facts["activation_bytes"] / 2**20 if facts.get("activation_bytes") else None,
@@ -95,7 +100,9 @@ def against_text_roofline(
 COMPUTING = ("forward", "prefill")  # stations in which a forward's other threads compute too
 
 
-def core_shares(snapshot: Snapshot, wall_s: float, used: CoreTime | None) -> dict[str, Any]:
+def core_shares(
+    snapshot: Snapshot, wall_s: float, used: CoreTime | None, threads_waited_s: float = 0.0
+) -> CoresSection:
     """`{count, busy_s, waiting_s, others_s, stolen_s, idle_s, stations}` of a stretch of `wall_s` seconds.
 
     Busy, others, stolen and idle sum to `wall_s` × count. Where the system does not tell of other programs (`used` is
@@ -116,6 +123,7 @@ def core_shares(snapshot: Snapshot, wall_s: float, used: CoreTime | None) -> dic
         "count": count,
         "busy_s": busy,
         "waiting_s": snapshot.cpu_wait_s,
+        "threads_waited_s": threads_waited_s,
         "others_s": others,
         "stolen_s": stolen,
         "idle_s": idle,
@@ -142,7 +150,7 @@ def seconds_on_cores(snapshot: Snapshot, busy_s: float) -> dict[str, float]:
     return {station: spent for station, spent in ran.items() if spent}
 
 
-def model_lines(snapshot: Snapshot, wall_s: float) -> list[dict[str, Any]]:
+def model_lines(snapshot: Snapshot, wall_s: float) -> list[ModelLine]:
     """One line a model where there are several, else none. Times in seconds, sizes in rows.
 
     `device_share`: of the device time of all models. `share`: its weight while the others have work too.
@@ -152,7 +160,7 @@ def model_lines(snapshot: Snapshot, wall_s: float) -> list[dict[str, Any]]:
     return [_line(name, line, total, wall_s) for name, line in snapshot.models.items()]
 
 
-def _line(name: str, line: Mapping[str, Any], total: float, wall_s: float) -> dict[str, Any]:
+def _line(name: str, line: Mapping[str, Any], total: float, wall_s: float) -> ModelLine:
     return {
         "name": name,
         "kind": line["kind"],
@@ -165,8 +173,8 @@ def _line(name: str, line: Mapping[str, Any], total: float, wall_s: float) -> di
         "device_s": line["device_s"],
         "device_share": line["device_s"] / total if total else 0.0,
         "turn_wait_s": line["turn_wait_s"],
-        "queue_wait_s": summarise(line["queue_wait"]),
-        "latency_s": summarise(line["latency"]),
+        "queue_wait_s": cast(SpreadSection, summarise(line["queue_wait"])),
+        "latency_s": cast(SpreadSection, summarise(line["latency"])),
         "waiting_rows": line["waiting"],
-        "errors": {kind: line["errors"].get(kind, 0) for kind in ERRORS},
+        "errors": cast(ErrorCounts, {kind: line["errors"].get(kind, 0) for kind in ERRORS}),
     }

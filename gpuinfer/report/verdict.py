@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 from gpuinfer.config.options import OptionChange
 from gpuinfer.report import (
@@ -22,6 +22,7 @@ from gpuinfer.report import (
     causes_rows,
     causes_text,
 )
+from gpuinfer.report.document import BottleneckSection, ChangeSection, GainSection
 from gpuinfer.report.evidence import Evidence
 from gpuinfer.report.forecast import RunCase, Verdict
 
@@ -78,7 +79,7 @@ NOTHING_ASKED = Verdict("inconclusive", "idle", "Nothing was asked.", "Let the l
 NOTHING_TO_DO = Verdict("inconclusive", "idle", "There was nothing to do.", "Give it something to do.")
 
 
-def judge(run: Evidence) -> dict[str, Any]:
+def judge(run: Evidence) -> BottleneckSection:
     """What the report says: the class, its evidence, the bounds in rows/s, the advice and its gain as a factor."""
     if not (run.wall_s > 0 and run.lanes):
         return _told(NOTHING, run, {})
@@ -108,7 +109,7 @@ def _beside(verdict: Verdict, run: Evidence) -> Verdict:
     return replace(verdict, why=f"{beside} {verdict.why}", healthy=False)
 
 
-def _told(verdict: Verdict, run: Evidence, bounds: dict[str, float]) -> dict[str, Any]:
+def _told(verdict: Verdict, run: Evidence, bounds: dict[str, float]) -> BottleneckSection:
     measured, change = run.wall_s > 0 and bool(run.lanes), verdict.change
     return {
         "class": verdict.kind,
@@ -117,9 +118,9 @@ def _told(verdict: Verdict, run: Evidence, bounds: dict[str, float]) -> dict[str
         "share": run.share(verdict.station) if measured else 0.0,
         "why": verdict.why,
         "advice": verdict.advice,
-        "change": change.plain() if change else None,
+        "change": cast(ChangeSection, change.plain()) if change else None,
         "command": change.in_command(run.command) if change else None,
-        "gain": asdict(verdict.gain),
+        "gain": cast(GainSection, asdict(verdict.gain)),
         "trial": None,
         "not_tried": None,
         "bounds": bounds,
