@@ -100,7 +100,7 @@ class ChatEncoder:
     def _written(self, messages: Sequence[Mapping[str, Any]]) -> str:
         if self._plain:
             return "".join(f"{one['role']}: {one.get('content') or ''}\n" for one in messages) + f"{ASSISTANT}: "
-        return self._language.written(messages, self._rendering)
+        return self._language.render_chat(messages, self._rendering)
 
     def _tokens(self, text: str) -> tuple[int, ...]:
         if not text:

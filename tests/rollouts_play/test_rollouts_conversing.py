@@ -71,7 +71,7 @@ def test_an_answer_that_was_cut_off_is_ended_as_the_template_ends_it(language, t
     _, tokens = conversation(language, turns, ends=False)
     text = language.decode(tokens, special_tokens=True)
     messages = [one for shown, answer in turns for one in (*shown, {"role": "assistant", "content": answer})]
-    assert text == language.written(messages[:-1], Rendering()) + turns[-1][1]
+    assert text == language.render_chat(messages[:-1], Rendering()) + turns[-1][1]
 
 
 def test_what_was_drawn_is_never_tokenised_again(language):

@@ -73,7 +73,7 @@ def chat_language(path, template, **more):
 
 
 def rendered(opened, messages, **more) -> str:
-    return opened.written(messages, Rendering(**more))
+    return opened.render_chat(messages, Rendering(**more))
 
 
 @pytest.mark.parametrize("chat", CHATS)

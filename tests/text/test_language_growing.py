@@ -32,7 +32,7 @@ def tokens_of(draw: st.DrawFn, language: Language) -> list[int]:
 
 def byte_tokens(language: Language, text: str) -> list[int]:
     """A text as tokens of one byte each, where the vocabulary has them."""
-    spelling = language.growing()._spelling
+    spelling = language.detokenizer()._spelling
     single = {piece: token for token in range(language.vocabulary) if isinstance(piece := spelling.piece(token), bytes)}
     return [single[bytes([byte])] for byte in text.encode() if bytes([byte]) in single]
 
@@ -40,7 +40,7 @@ def byte_tokens(language: Language, text: str) -> list[int]:
 def grown(
     language: Language, tokens: list[int], stop: tuple[str, ...] = ()
 ) -> tuple[IncrementalDetokenizer, str | None]:
-    growing = language.growing(stop)
+    growing = language.detokenizer(stop)
     for token in tokens:
         if (found := growing.push(token)) is not None:
             return growing, found
@@ -49,7 +49,7 @@ def grown(
 
 def check_growth(kind: str, tokens: list[int]) -> None:
     language = LANGUAGES[kind]
-    growing, shown, certain = language.growing(), "", 0
+    growing, shown, certain = language.detokenizer(), "", 0
     whole = language.decode(tokens)
     for count, token in enumerate(tokens, 1):
         growing.push(token)
@@ -92,7 +92,7 @@ def test_special_tokens_are_part_of_the_text_on_request(kind):
     special = [token for token, entry in tokenizer.get_added_tokens_decoder().items() if entry.special]
     for _ in range(200):
         tokens = [draws.choice([draws.randrange(language.vocabulary), *special]) for _ in range(draws.randrange(12))]
-        growing = language.growing(special_tokens=True)
+        growing = language.detokenizer(special_tokens=True)
         for token in tokens:
             growing.push(token)
         assert language.decode(tokens, True) == growing.text == tokenizer.decode(tokens, skip_special_tokens=False)
@@ -101,7 +101,7 @@ def test_special_tokens_are_part_of_the_text_on_request(kind):
 def test_half_a_character_is_never_shown():
     for kind in ("bytes", "byte level", "byte fallback"):
         language = LANGUAGES[kind]
-        growing = language.growing()
+        growing = language.detokenizer()
         for token in byte_tokens(language, "日本😀"):
             growing.push(token)
             assert "�" not in growing.settled()[0]
@@ -156,7 +156,7 @@ def test_what_is_certain_stays_so_however_the_answer_ends(kind, data):
     whole = language.decode(tokens)
     within = st.tuples(st.integers(0, 40), st.integers(1, 5)).map(lambda at: whole[at[0] : sum(at)])
     stop = data.draw(st.lists(st.one_of(within, st.text("ab 日�", max_size=3)), max_size=4))
-    growing, told, certain = language.growing(stop), "", 0
+    growing, told, certain = language.detokenizer(stop), "", 0
     for count, token in enumerate(tokens, 1):
         found = growing.push(token)
         ends = [(language.decode(tokens[:count]), count)] + ([(growing.text, growing.kept)] if found else [])
@@ -173,7 +173,7 @@ def test_what_is_certain_stays_so_however_the_answer_ends(kind, data):
 @pytest.mark.parametrize("kind", LANGUAGES)
 def test_without_stop_strings_nothing_waits_but_half_characters(kind):
     language = LANGUAGES[kind]
-    growing, told = language.growing(), ""
+    growing, told = language.detokenizer(), ""
     for count, token in enumerate(language.encode([Prompt(text="abc")])[0].tolist(), 1):
         growing.push(token)
         new, certain = growing.settled()
@@ -182,20 +182,20 @@ def test_without_stop_strings_nothing_waits_but_half_characters(kind):
 
 
 def test_the_beginning_of_a_stop_string_is_held_back_until_it_is_none():
-    growing = LANGUAGES["bytes"].growing(["###", "\n\n"])
+    growing = LANGUAGES["bytes"].detokenizer(["###", "\n\n"])
     told = [(growing.push(byte), growing.settled())[1] for byte in b"a##b\nc"]
     assert told == [("a", 1), ("", 1), ("", 1), ("##b", 4), ("", 4), ("\nc", 6)]
 
 
 def test_what_two_stop_strings_share_waits_for_the_longer_when_the_shorter_does_not_count():
-    growing = LANGUAGES["bytes"].growing(["bc", "abcd"])
+    growing = LANGUAGES["bytes"].detokenizer(["bc", "abcd"])
     assert [(growing.push(byte), growing.settled()[0]) for byte in b"xabc"][-1] == ("bc", "")
     assert growing.push(ord("d")) == "abcd"
     assert (growing.text, growing.kept) == ("x", 1)
 
 
 def test_a_stop_string_that_did_not_count_stays_in_the_text():
-    growing = LANGUAGES["bytes"].growing(["ab"])
+    growing = LANGUAGES["bytes"].detokenizer(["ab"])
     assert [growing.push(byte) for byte in b"xab"] == [None, None, "ab"]
     assert growing.text == "x"
     assert [growing.push(byte) for byte in b"yab"] == [None, None, "ab"]

@@ -261,7 +261,7 @@ def _alone(prompt: Prompt, number: int, length: int, seed: int, weights: int) ->
         return _said(sampling, "", [], [], "length", None)
     sampler = Sampler(1, VOCABULARY, "cpu", seed=seed, end_tokens=(END,), threads=1, deterministic=True)
     sampler.admit(0, sampling, tokens, prompt.key, number)
-    growing, answer, logprobs, history = language.growing(sampling.stop), [], [], NOWHERE
+    growing, answer, logprobs, history = language.detokenizer(sampling.stop), [], [], NOWHERE
     for position, token in enumerate(tokens.tolist()):
         history = mixed(history, token, position, weights)
     while len(answer) < min(sampling.max_tokens, length - len(tokens)):

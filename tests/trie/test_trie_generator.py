@@ -43,7 +43,7 @@ def _plain(prompt: Prompt, number: int, length: int, seed: int) -> Completion:
     sampler = Sampler(1, VOCABULARY, "cpu", seed=seed, end_tokens=(END,), threads=1)
     sampler.admit(0, wanted, tokens, prompt.key, number)
     matcher, history, answer = language.matcher(wanted.constraint), NOWHERE, []
-    growing = language.growing(wanted.stop)
+    growing = language.detokenizer(wanted.stop)
     for position, token in enumerate(tokens.tolist()):
         history = mixed(history, token, position)
     words = np.zeros((1, words_of(VOCABULARY)), np.int32)

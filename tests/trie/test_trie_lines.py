@@ -74,7 +74,7 @@ def test_lines_say_what_they_are_told(kind):
     codec, listed = codec_of(kind), structs.replace(ORDERS, separator=", ")
     said = TokenBytes(codec.spelling, codec.size + 3)
     lines = lines_of(listed, codec, said)
-    texts = [b"".join(said.said(lines.tokens[a:b])) for a, b in zip(lines.starts, lines.starts[1:], strict=False)]
+    texts = [b"".join(said.of(lines.tokens[a:b])) for a, b in zip(lines.starts, lines.starts[1:], strict=False)]
     items = dict.fromkeys(text for _, text in listed.items)
     assert texts == [f", {text}".encode() for text in (*items, listed.end)]
 
@@ -104,7 +104,7 @@ def test_every_legal_list_can_be_said(kind, asked, seed):
     said = TokenBytes(codec.spelling, codec.size)
     lines = lines_of(listed, codec, said)
     of_text = {
-        b"".join(said.said(lines.tokens[a:b])).decode(): lines.tokens[a:b].tolist()
+        b"".join(said.of(lines.tokens[a:b])).decode(): lines.tokens[a:b].tolist()
         for a, b in zip(lines.starts, lines.starts[1:], strict=False)
     }
     tokens = spelt(codec, "no " + listed.begin, codec.size, random.Random(seed), beyond=False)

@@ -94,7 +94,7 @@ def test_the_first_interface_follows_a_batch(config):
             place = min(set(range(PLACES)) - set(batch))
             one = batch[place] = Asked(draws.choice(ways), draws)
             for _ in range(draws.choice([0, 0, 5])):
-                one.say()
+                one.advance()
             added.append((place, one.params, [5], one.output))
         if len(batch) > 1 and draws.random() < 0.4:
             one, other = draws.sample(sorted(batch), 2)
@@ -114,7 +114,7 @@ def test_the_first_interface_follows_a_batch(config):
             assert left(logits[place]) == one.may(), (step, place)
             if one.matcher is None or not one.matcher.complete:
                 assert torch.equal(logits[place][one.may()], before[place][one.may()])
-        gone = [place for place, one in batch.items() if one.say()]
+        gone = [place for place, one in batch.items() if one.advance()]
     assert not processor.is_argmax_invariant()
 
 
@@ -130,7 +130,7 @@ def test_tokens_on_their_way_from_the_device_are_waited_for(config):
         logits = torch.randn(1, codec_of(KIND).size)
         processor.apply(logits)
         assert left(logits[0]) == one.may()
-        one.say()
+        one.advance()
 
 
 class States:
@@ -155,7 +155,7 @@ def test_the_second_interface_follows_slots(config, proposed):
             slot = draws.choice(sorted(set(range(PLACES)) - set(requests)))
             one = requests[slot] = Asked(draws.choice([ORDERS, FREE, None]), draws)
             for _ in range(draws.choice([0, 0, 5])):  # it was interrupted, and comes again
-                one.say()
+                one.advance()
             states.prompt_len.np[slot] = 3
             assert processor.add_request(slot, one.params) == (one.listed is not None)
         order = draws.sample(sorted(requests), len(requests))
@@ -193,7 +193,7 @@ def test_the_second_interface_follows_slots(config, proposed):
                 assert left(logits[row]) == support, (step, row)
             elif requests[rows[row]].listed is None:
                 assert len(left(logits[row])) == states.vocab_size
-        for slot in [slot for slot, one in requests.items() if one.say()]:
+        for slot in [slot for slot, one in requests.items() if one.advance()]:
             requests.pop(slot).check()
 
 

@@ -156,11 +156,11 @@ class ListedRows:
             log.error("a list between tags is not followed: %s", error)
             return False
         if self._walks is None:
-            self._walks = matcher.many(self._count)
-        self._walks.sit(row, matcher)
+            self._walks = matcher.new_walks(self._count)
+        self._walks.seat(row, matcher)
         self.listed.add(row)
         self._ends[row] = sorted({*(params.stop_token_ids or ()), *getattr(params, "all_stop_token_ids", ())})
-        self.say(row, begun)
+        self.advance(row, begun)
         return True
 
     def leave(self, row: int) -> None:
@@ -170,7 +170,7 @@ class ListedRows:
             if self._walks is not None:
                 self._walks.leave(row)
 
-    def say(self, row: int, tokens: Sequence[int]) -> None:
+    def advance(self, row: int, tokens: Sequence[int]) -> None:
         """The row's request has said these tokens."""
         if self._walks is None or not len(tokens) or row not in self.listed:
             return
@@ -180,7 +180,7 @@ class ListedRows:
         if followed < len(tokens) and not self._walks.done(row):
             self._lost(row, int(tokens[followed]))
 
-    def say_each(self, rows: NDArray[np.int32], tokens: NDArray[np.int32]) -> None:
+    def advance_each(self, rows: NDArray[np.int32], tokens: NDArray[np.int32]) -> None:
         """Each of these rows has said one token."""
         if self._walks is None:
             return
@@ -216,7 +216,7 @@ class ListedRows:
         from gpuinfer.text.language.list_walks import ListedMatcher
 
         tries = self._opened()
-        return ListedMatcher(tries.said(), tries.trie(listed))
+        return ListedMatcher(tries.token_bytes(), tries.trie(listed))
 
     def _opened(self) -> Tries:
         if self._tries is None:

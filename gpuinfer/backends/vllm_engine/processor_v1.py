@@ -18,11 +18,11 @@ PLACEHOLDER = -1  # of a token that is on its way from the device
 
 @dataclass(slots=True)
 class ListedRequest:
-    """`output` is vLLM's own list, which grows; so many of its tokens have been `said` to the list."""
+    """`output` is vLLM's own list, which grows; the list knows the first `known` of its tokens."""
 
     row: int
     output: list[int]
-    said: int = 0
+    known: int = 0
 
 
 class ListedProcessor(LogitsProcessor):  # type: ignore[misc]
@@ -66,16 +66,16 @@ class ListedProcessor(LogitsProcessor):  # type: ignore[misc]
         rows, tokens = [], []
         for one in self._requests.values():
             end = len(one.output)
-            while end > one.said and one.output[end - 1] == PLACEHOLDER:
+            while end > one.known and one.output[end - 1] == PLACEHOLDER:
                 end -= 1
-            if end - one.said == 1:
+            if end - one.known == 1:
                 rows.append(one.row)
-                tokens.append(one.output[one.said])
-            elif end > one.said:
-                self._rows.say(one.row, one.output[one.said : end])
-            one.said = max(end, one.said)
+                tokens.append(one.output[one.known])
+            elif end > one.known:
+                self._rows.advance(one.row, one.output[one.known : end])
+            one.known = max(end, one.known)
         if rows:
-            self._rows.say_each(np.array(rows, np.int32), np.array(tokens, np.int32))
+            self._rows.advance_each(np.array(rows, np.int32), np.array(tokens, np.int32))
 
     def _add(self, place: int, params: Any, output: list[int]) -> None:
         row = self._free.pop()

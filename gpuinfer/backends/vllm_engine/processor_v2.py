@@ -28,10 +28,10 @@ class ListedProcessor(LogitsProcessor):  # type: ignore[misc]
     def __init__(self, vllm_config: Any, req_states: Any) -> None:
         self._states = req_states
         self._rows = ListedRows.of(vllm_config, int(req_states.max_num_reqs))
-        self._said = np.zeros(int(req_states.max_num_reqs), np.int64)  # tokens of each answer that its list knows
+        self._known = np.zeros(int(req_states.max_num_reqs), np.int64)  # tokens of each answer that its list knows
 
     def add_request(self, req_idx: int, sampling_params: Any) -> bool:
-        self._said[req_idx] = 0
+        self._known[req_idx] = 0
         return self._rows.begin(req_idx, sampling_params)
 
     def apply(self, logits: Tensor, ctx: Any) -> Tensor:
@@ -55,17 +55,17 @@ class ListedProcessor(LogitsProcessor):  # type: ignore[misc]
         import torch
 
         tokens, device = self._states.all_token_ids.gpu, self._states.all_token_ids.gpu.device
-        starts = self._states.prompt_len.np[slots] + self._said[slots]
-        missing = answers - self._said[slots]
+        starts = self._states.prompt_len.np[slots] + self._known[slots]
+        missing = answers - self._known[slots]
         one = missing == 1
         if one.any():
             at = [torch.from_numpy(part[one].astype(np.int64)).to(device) for part in (slots, starts)]
-            self._rows.say_each(slots[one], _host(tokens[at[0], at[1]]))
+            self._rows.advance_each(slots[one], _host(tokens[at[0], at[1]]))
         for slot, start, count in zip(
             slots[missing > 1].tolist(), starts[missing > 1], missing[missing > 1], strict=True
         ):
-            self._rows.say(slot, _host(tokens[slot, int(start) : int(start + count)]).tolist())
-        self._said[slots] = answers
+            self._rows.advance(slot, _host(tokens[slot, int(start) : int(start + count)]).tolist())
+        self._known[slots] = answers
 
     def _propose(
         self,

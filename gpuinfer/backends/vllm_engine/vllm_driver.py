@@ -73,7 +73,7 @@ class VllmAnswer:
         sampling = prepared.sampling
         if not (sampling.stop or prepared.parts):
             return
-        growing = self._language.growing(sampling.stop, not sampling.skip_special_tokens, prepared.parts)
+        growing = self._language.detokenizer(sampling.stop, not sampling.skip_special_tokens, prepared.parts)
         characters = growing.begin(self.begun)
         self.growing = growing if sampling.stop else None
         if prepared.parts:

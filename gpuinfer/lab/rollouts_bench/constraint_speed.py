@@ -132,16 +132,16 @@ class ConstraintBench:
         self.trie: Trie = self.tries.trie(self.listed)
         self.rows, self.vocabulary, self.threads = rows, vocabulary, threads
         self.slots = np.arange(rows, dtype=np.int32)
-        self.start: ListedMatcher = ListedMatcher(self.tries.said(), self.trie)
+        self.start: ListedMatcher = ListedMatcher(self.tries.token_bytes(), self.trie)
         for token in self.codec.encode([self.listed.begin], False)[0]:  # type: ignore[union-attr]
             self.start.advance(int(token))
         self.walks = self._scattered()
 
     def _scattered(self) -> SeatedWalks:
         """All rows inside their lists, each some tokens on."""
-        walks, dice = self.start.many(self.rows), random.Random(0)
+        walks, dice = self.start.new_walks(self.rows), random.Random(0)
         for row in range(self.rows):
-            walks.sit(row, self.start)
+            walks.seat(row, self.start)
             for _ in range(dice.randrange(20)):
                 self._say(walks, row, dice)
         return walks
@@ -152,13 +152,13 @@ class ConstraintBench:
             raise ValueError("a row has left its list.")
         token = dice.choice(rules.ids[: rules.starts[1]].tolist())
         if walks.advance(self.slots[row : row + 1], np.array([token], np.int32))[0]:
-            walks.sit(row, self.start)
+            walks.seat(row, self.start)
 
     def build(self, times: int) -> ConstraintCost:
         """From the tokens of all lines to the compiled list."""
         from gpuinfer.text.language.list_trie import build_trie, lines_of, tag_of
 
-        said = self.tries.said()
+        said = self.tries.token_bytes()
         lines, tag = lines_of(self.listed, self.codec, said), tag_of(self.listed.begin, said)
         return ConstraintCost(
             f"build {len(self.listed.items)} orders", _median(lambda: build_trie(lines, tag, said, True), times)
@@ -197,7 +197,7 @@ class ConstraintBench:
             raise ValueError("no row is in a list.")
         tokens = rules.ids[rules.starts[:-1]].copy()
         masks = np.zeros((self.rows, -(-self.vocabulary // 32)), np.int32)
-        fresh = self.start.many(self.rows)
+        fresh = self.start.new_walks(self.rows)
 
         def advance() -> None:
             fresh.advance(self.slots, tokens)
@@ -237,7 +237,7 @@ class ConstraintBench:
         outcomes = self.walks.advance(self.slots, tokens)
         if outcomes.any():  # the list is complete: another begins
             for row in np.flatnonzero(outcomes).tolist():
-                self.walks.sit(row, self.start)
+                self.walks.seat(row, self.start)
 
     def _mask(self, into: Any) -> None:
         """One bit for each token, as for grammars."""

@@ -1,5 +1,6 @@
-"""Models that need no files: "tiny", "tiny-llada" and others, whose weights are drawn, and "null", which computes
-nothing. Any opened checkpoint can be written as a Hugging Face folder for other programs.
+"""Models without files: "tiny", "tiny-llada" and others, whose weights are drawn, and "null", which computes nothing.
+
+Built-in models and models in training can be written as Hugging Face folders for other programs.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ from gpuinfer.text.transformer import Experts, Shape
 
 @dataclass(frozen=True)
 class Recipe:
-    """How weights are drawn: deviations of normal distributions, and what keeps tokens silent."""
+    """How weights are drawn: standard deviations of normal distributions, and the logit offset of silent tokens."""
 
-    embedding: float = 0.5  # large beside what the layers add: the last token matters most, and answers do not freeze
+    embedding: float = 0.5  # large beside the layers' output: the last token matters most, answers do not repeat
     layers: float = 0.05
     looks: float | None = None  # of queries and keys: how uneven attention is; None: as the layers
     head: float = 0.1  # logits some 1.5 apart
@@ -39,8 +40,8 @@ class Recipe:
 class DrawnStore:
     """Norms are ones, biases zeros, matrices normal.
 
-    The first hidden value is one in every embedding and no layer writes to it, so that by it the head keeps all tokens
-    but the `speakable` ones silent, whatever the prompt was.
+    The first hidden value is one in every embedding, and no layer writes to it. Through it the head gives all tokens
+    but the `speakable` ones a very low logit, for any prompt.
     """
 
     def __init__(
@@ -57,13 +58,11 @@ class DrawnStore:
             into.copy_(self._matrix(name, tuple(into.shape)))
 
     def digests(self, names: Collection[str]) -> dict[str, bytes]:
-        """Of what they are drawn from."""
+        """Digests of the recipe, whose names of fields are part of them, not of the values."""
         return dict.fromkeys(names, f"drawn by torch {torch.__version__}, {self._speakable}, {self._recipe}".encode())
 
     def _matrix(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        generator = torch.Generator().manual_seed(
-            zlib.crc32(name.encode())
-        )  # a tensor's own, whatever is read before it
+        generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))  # values do not depend on the read order
         drawn = torch.empty(shape)
         names, recipe = self._names, self._recipe
         if name == names.embedding_of(names.prefix):
@@ -72,19 +71,15 @@ class DrawnStore:
             drawn.normal_(0.0, recipe.head, generator=generator)[:, 0] = recipe.silence
             drawn[self._speakable, 0] = 0.0
         else:
-            drawn.normal_(0.0, self._deviation(name), generator=generator)
+            attends = recipe.looks is not None and name.endswith(tuple(f"{one}.weight" for one in names.qkv[:-1]))
+            drawn.normal_(0.0, (attends and recipe.looks) or recipe.layers, generator=generator)
             if name.endswith((f"{names.out}.weight", f"{names.down}.weight")):
                 drawn[0] = 0.0
         return drawn
 
-    def _deviation(self, name: str) -> float:
-        recipe = self._recipe
-        queries_and_keys = tuple(f"{one}.weight" for one in self._names.qkv[:-1])
-        return recipe.layers if recipe.looks is None or not name.endswith(queries_and_keys) else recipe.looks
-
 
 END = 256  # tokens 0 to 255 are bytes
-SPEAKABLE = (ord("\n"), *range(ord(" "), 127), END)  # what comes unless a constraint asks for other bytes
+SPEAKABLE = (ord("\n"), *range(ord(" "), 127), END)  # tokens of answers, unless a constraint allows only others
 TINY_POSITIONS = 2048
 TEMPLATE = (  # of chats: a line for each message
     "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
@@ -109,7 +104,7 @@ def null_shape() -> Shape:
 
 
 def tiny_shape() -> Shape:
-    """A vocabulary larger than the bytes, as a tokenizer would have it: the rest of the tokens never comes."""
+    """The vocabulary is larger than the bytes, as a tokenizer's would be; the other tokens are never drawn."""
     return Shape(
         family="qwen2",
         vocabulary=1024,
@@ -126,7 +121,7 @@ def tiny_shape() -> Shape:
 
 
 def tiny_masked_shape(family: str, **more: Any) -> Shape:
-    """A diffusion model of this family: small, as each of its steps may go through a whole answer."""
+    """A diffusion model of this family: small, as each step may compute a whole answer."""
     shape = Shape(
         family=family,
         vocabulary=384,
@@ -146,7 +141,7 @@ def tiny_masked_shape(family: str, **more: Any) -> Shape:
 
 
 def tiny_llada2_shape() -> Shape:
-    """The first layer without experts, the others with one that every token goes through; half of each head turns."""
+    """The first layer is dense, the others have a shared expert; half of each head is rotated."""
     rope = rope_of(ConfigFields({"partial_rotary_factor": 0.5}), 32, 1024, partial=True)[0]
     experts = Experts(8, 2, 64, 64, (0,), "sigmoid", normalised=True, scale=2.5, groups=4, groups_chosen=2)
     return tiny_masked_shape("llada2", layers=3, kv_heads=2, rope=rope, experts=experts)
@@ -166,8 +161,9 @@ BUILT_IN: Mapping[str, Callable[[], Shape]] = {
     "null": null_shape,
 }
 MASKED_RECIPE = Recipe(layers=0.2, looks=0.12, head=0.55, silence=-512.0)
-"""Layers that say more, so that masks, which all begin alike, become different tokens, and attention not so uneven that
-float32 is short of digits; and a head so steep that some steps are sure of several."""
+"""Layers with a larger output, so that masks, whose embeddings are equal, become different tokens; attention not so
+uneven that float32 lacks digits; a head so steep that some steps are sure of several tokens.
+"""
 
 
 def open_builtin(name: str) -> Checkpoint:
@@ -188,10 +184,10 @@ def open_builtin(name: str) -> Checkpoint:
 
 
 def save_folder(checkpoint: Checkpoint, folder: Path, dtype: torch.dtype = torch.float32) -> None:
-    """config.json, generation_config.json and model.safetensors. Of the built-in models "tiny", "tiny-llada" and so on
-    without a tokenizer: prompts travel as tokens. Of a model in training with all settings of its base model.
+    """Write config.json, generation_config.json and model.safetensors: of a built-in model without a tokenizer, as
+    prompts are sent as tokens; of a model in training with all settings of its base model.
 
-    Raises `UsageError` for any other.
+    Raises `UsageError` for any other model.
     """
     shape, base = checkpoint.shape, checkpoint.language.folder
     in_training = checkpoint.folder is None and base is not None and shape.family != "nanogpt"

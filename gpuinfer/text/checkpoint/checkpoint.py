@@ -1,5 +1,6 @@
-"""A checkpoint that has been opened and checked, and whose weights have not been read; digests of all bytes of its
-tensors, computed on all cores and cached while their file stays.
+"""A checkpoint that is opened and checked but whose weights are not read yet, and digests of its tensors' bytes.
+
+Digests are computed on all cores, and cached for as long as their file does not change.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -27,7 +28,7 @@ from gpuinfer.text.transformer import Shape, Weights
 
 CHUNK_BYTES = 4 << 20
 MOST_KEPT = 256  # files whose digests are kept
-SETTLED_S = 2.0  # a file that changed less than this ago may change again without another time
+SETTLED_S = 2.0  # a file changed more recently than this may change again within one tick of its time stamp
 FORMAT = f"sha256 of sha256 of chunks of {CHUNK_BYTES} bytes"
 
 Digests = dict[str, bytes]
@@ -43,32 +44,31 @@ class DigestSource(NamedTuple):
 def digests_of(sources: Mapping[str, DigestSource]) -> Digests:
     """The digest of each. Raises what `read` raises."""
     with ThreadPoolExecutor(cores(), "gpuinfer-digests") as pool:
-        leaves = {name: [pool.submit(_leaf, source, at) for at in _starts(source)] for name, source in sources.items()}
+        leaves = {
+            name: [pool.submit(_leaf, source, at) for at in range(0, source.size, CHUNK_BYTES)]
+            for name, source in sources.items()
+        }
         try:
-            return {name: _joined(parts) for name, parts in leaves.items()}
+            return {
+                name: hashlib.sha256(b"".join(part.result() for part in parts)).digest()
+                for name, parts in leaves.items()
+            }
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise
-
-
-def _starts(source: DigestSource) -> range:
-    return range(0, source.size, CHUNK_BYTES)
 
 
 def _leaf(source: DigestSource, at: int) -> bytes:
     return hashlib.sha256(source.read(at, min(CHUNK_BYTES, source.size - at))).digest()
 
 
-def _joined(leaves: list[Future[bytes]]) -> bytes:
-    return hashlib.sha256(b"".join(leaf.result() for leaf in leaves)).digest()
-
-
 def cached_digests(path: Path, names: Collection[str], compute: Callable[[], Digests]) -> Digests:
-    """The digests of these tensors of a file: those that are kept for it, as long as its size, its times and its place
-    on the disk are what they were; else computed, and kept.
+    """The digests of these tensors of a file: from the cache, if the file's size, times and inode are unchanged; else
+    computed, and cached.
     """
     began, stamp = time.time(), _stamp(path)
-    place = _place(path)
+    name = hashlib.sha256(str(path.resolve()).encode(errors="replace")).hexdigest()[:32]
+    place = Path(platformdirs.user_cache_dir("gpuinfer")) / "digests" / f"{name}.json"
     if stamp is not None and (known := _known(place, stamp)).keys() >= set(names):
         return {name: known[name] for name in names}
     found = compute()
@@ -78,7 +78,7 @@ def cached_digests(path: Path, names: Collection[str], compute: Callable[[], Dig
 
 
 def _stamp(path: Path) -> dict[str, Any] | None:
-    """What changes with a file's content."""
+    """What changes when the file's content does; None: there is no such file."""
     try:
         status = path.stat()
     except OSError:
@@ -93,11 +93,6 @@ def _stamp(path: Path) -> dict[str, Any] | None:
     }
 
 
-def _place(path: Path) -> Path:
-    name = hashlib.sha256(str(path.resolve()).encode(errors="replace")).hexdigest()[:32]
-    return Path(platformdirs.user_cache_dir("gpuinfer")) / "digests" / f"{name}.json"
-
-
 def _known(place: Path, stamp: Mapping[str, Any]) -> Digests:
     try:
         entry = json.loads(place.read_bytes())
@@ -109,7 +104,7 @@ def _known(place: Path, stamp: Mapping[str, Any]) -> Digests:
 
 
 def _keep(place: Path, entry: Mapping[str, Any]) -> None:
-    """A folder that cannot be written costs the time of the next run, and nothing else."""
+    """If the cache cannot be written, the next run computes the digests again."""
     with contextlib.suppress(OSError):
         place.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         draft = place.with_suffix(f".{os.getpid()}")
@@ -135,9 +130,9 @@ SETTINGS = (
 
 
 def fingerprint(store: Store, files: Iterable[Path]) -> str:
-    """32 hexadecimal digits. All weights are read for it, unless they are known from before and unchanged.
+    """32 hexadecimal digits of the files and the weights, which are read unless their digests are cached.
 
-    The folder's place and how the weights are cut into shards do not enter.
+    The folder's path and the division into shards do not matter.
     """
     digest = hashlib.sha256()
     for path in files:
@@ -169,12 +164,12 @@ def _add(digest: hashlib._Hash, *pieces: bytes) -> None:
 
 @dataclass(frozen=True)
 class LanguageFiles:
-    """What text and tokens of a model are made of: exactly one of the first three."""
+    """Where a model's tokenizer comes from: exactly one of the first three."""
 
     folder: Path | None = None  # holds tokenizer.json, or vocab.json and merges.txt
     characters: tuple[str, ...] | None = None  # token i is the i-th character
     bytes: bool = False  # token i is byte i; 256 ends an answer
-    template: str | None = None  # of chats, where there is no folder that may hold one
+    template: str | None = None  # of chats, if there is no folder to hold one
 
 
 @dataclass(frozen=True)
@@ -186,23 +181,23 @@ class Checkpoint:
     layout: RotaryLayout | Gpt2Layout
     store: Store
     language: LanguageFiles
-    settings: Sequence[Path] = ()  # files that decide what is computed, beside the weights
+    settings: Sequence[Path] = ()  # files that affect the answers, besides the weights
 
     @cached_property
     def fingerprint(self) -> str:
-        """Hexadecimal: of settings, tokenizer and all weights, which are read for it. Raises `UsageError`."""
+        """Hexadecimal digest of settings, tokenizer and weights, which this reads. Raises `UsageError`."""
         return fingerprint(self.store, self.settings)
 
     def weights(self, dtype: torch.dtype, *, by_layer: bool = False) -> Weights:
-        """All weights in memory of their own, matrices in `dtype`; `by_layer`: a layer is read when it is asked for.
-        Raises `UsageError` for a damaged file, then or now.
+        """All weights, copied from the file, matrices in `dtype`; `by_layer`: each layer is read on first access.
+        Raises `UsageError` for a damaged file, at once or on that access.
         """
         return read_weights(self.store, self.layout, dtype, by_layer=by_layer)
 
     def estimate(
         self, slots: int, pages: int, length: int, dtype: torch.dtype, beside: int = 0, own: bool = False
     ) -> Estimate:
-        """See `estimate.estimate`. Loads nothing."""
+        """See `memory_estimate.estimate`. Loads nothing."""
         return estimate(self.layout, slots, pages, length, dtype, beside, own)
 
     def language_files(self) -> LanguageFiles:

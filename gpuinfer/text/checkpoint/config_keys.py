@@ -1,5 +1,7 @@
-"""Every key of config.json is one that we honour, one that changes no logit, or an error: a key that nobody here knows
-may well change what a model computes. How each masked diffusion family is known, and what its keys mean.
+"""Every key of config.json is honoured, changes no logit, or is an error: an unknown key may change what a model
+computes.
+
+Also: how masked diffusion families are recognised, which models are not served, and typed access to fields.
 """
 
 from __future__ import annotations
@@ -16,13 +18,13 @@ from gpuinfer.errors import UsageError
 
 @dataclass(frozen=True)
 class PublishedFamily:
-    """A family as its makers publish it."""
+    """A masked diffusion family as its makers publish it."""
 
     architecture: str
     types: tuple[str, ...]  # model_type
     honoured: frozenset[str]
     harmless: frozenset[str]
-    neutral: Mapping[str, tuple[Any, ...]]  # the values that are computed here
+    neutral: Mapping[str, tuple[Any, ...]]  # the only values that are implemented here
 
 
 def _key_set(text: str) -> frozenset[str]:
@@ -35,7 +37,7 @@ _SIZES = (
     "original_max_position_embeddings"
 )
 _DENSE = f"{_SHARED} {_SIZES} intermediate_size"
-_NO_WINDOW = "sliding_window max_window_layers"  # which say nothing where use_sliding_window is false
+_NO_WINDOW = "sliding_window max_window_layers"  # without effect, as use_sliding_window is false
 
 MASKED: Mapping[str, PublishedFamily] = {
     "llada": PublishedFamily(
@@ -113,7 +115,7 @@ MASKED: Mapping[str, PublishedFamily] = {
     ),
 }
 
-TOKENIZERS = {"dream": "DreamTokenizer"}  # classes of their own that only say what their files say: Qwen's vocabulary
+TOKENIZERS = {"dream": "DreamTokenizer"}  # own classes that add nothing to their files (Qwen's vocabulary)
 
 
 def family_of_architecture(architecture: str) -> str | None:
@@ -121,23 +123,28 @@ def family_of_architecture(architecture: str) -> str | None:
 
 
 def architectures_of(kind: str) -> tuple[str, ...]:
-    """Those that go by this model_type. None at all: it is no diffusion model's."""
+    """The architectures with this model_type; empty: it is no diffusion model's."""
     return tuple(one.architecture for one in MASKED.values() if kind in one.types)
 
 
 MOST_JSON_BYTES = 64 << 20
-MOST = 1 << 28  # of any size: beyond every model there is, and products of two still fit in 64 bits
+MOST = 1 << 28  # of any size: more than any model has, and a product of two fits in 64 bits
+
+
+def shortened(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
 
 
 @dataclass(frozen=True)
 class ConfigFields:
-    """A mapping, and what messages call it. null counts as absent, as transformers has it."""
+    """A mapping and its name in messages. null counts as absent, as in transformers."""
 
     values: Mapping[str, Any]
     where: str = "config.json"
 
     def integer(self, name: str, default: int | None = None, *, least: int = 1, most: int = MOST) -> int:
-        """Raises `UsageError` when it is absent without a default, no whole number, or out of bounds."""
+        """Raises `UsageError` if the field is absent without a default, no whole number, or out of bounds."""
         value = self._value(name, default)
         if isinstance(value, float) and value.is_integer():
             value = int(value)
@@ -183,7 +190,7 @@ class ConfigFields:
 
     def ids(self, name: str, default: int | None = None) -> tuple[int, ...]:
         """One token id or a list of them."""
-        value = self.values.get(name, default)  # null says that there is none
+        value = self.values.get(name, default)  # null: there is no such token
         listed = value if isinstance(value, list) else [] if value is None else [value]
         if not all(isinstance(one, int) and not isinstance(one, bool) for one in listed):
             raise self.wrong(name, "a token id or a list of them")
@@ -199,13 +206,12 @@ class ConfigFields:
         return default if value is None else value
 
     def wrong(self, name: str, wanted: str) -> UsageError:
-        shown = repr(self.values.get(name))
-        shown = shown if len(shown) <= 60 else shown[:57] + "..."
+        shown = shortened(self.values.get(name))
         return UsageError(f"{self.where}: '{name}' is {shown}, not {wanted}. Mend it, or copy the file again.")
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file. Raises `UsageError` when it is absent, too large or none."""
+    """A JSON object from a file. Raises `UsageError` if the file is absent, too large or holds no object."""
     try:
         if path.stat().st_size > MOST_JSON_BYTES:
             raise UsageError(f"{path} is over {MOST_JSON_BYTES >> 20} MiB, too much for what it should be. Check it.")
@@ -250,8 +256,8 @@ HONOURED: Mapping[str, frozenset[str]] = {
     }.items()
 }
 
-# Whatever they hold, the logits are the same. Those of biases are here because the tensors themselves tell: one too
-# many, or one that is missing, is refused when the weights are opened.
+# Keys without effect on the logits. Keys of biases are here because the tensors are checked instead: one too many, or a
+# missing one, is refused when the weights are opened.
 HARMLESS = frozenset(
     _names("""
     name_or_path transformers_version torch_dtype dtype tokenizer_class finetuning_task task_specific_params prefix
@@ -290,7 +296,7 @@ HARMLESS = frozenset(
 )  # fmt: skip
 HARMLESS_BEGINNINGS = ("_", "unsloth_", "axolotl_", "summary_")
 
-# Features of other models, and the values that say that they are not used.
+# Features of other models, and the values that switch them off.
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     **dict.fromkeys(
         _names("""
@@ -336,7 +342,7 @@ ROPE_NEUTRAL: Mapping[str, tuple[Any, ...]] = dict.fromkeys(("attn_factor", "ext
 
 
 def refuse_unknown_keys(family: str, config: ConfigFields) -> None:
-    """Raises `UsageError` that names keys and values, unless each is honoured, harmless, or says that nothing is so."""
+    """Raises `UsageError` with keys and values, unless each is honoured, harmless or neutral."""
     honoured, harmless, neutral = _known(family)
     known = honoured | harmless
     strange = [
@@ -349,7 +355,7 @@ def refuse_unknown_keys(family: str, config: ConfigFields) -> None:
 
 
 def _known(family: str) -> tuple[frozenset[str], frozenset[str], Mapping[str, tuple[Any, ...]]]:
-    """Keys that are honoured, that are harmless, and that must have one of some values."""
+    """Keys that are honoured, that are harmless, and that must have one of the given values."""
     if family not in MASKED:
         return HONOURED[family], HARMLESS, NEUTRAL
     own = MASKED[family]
@@ -361,7 +367,7 @@ def _known(family: str) -> tuple[frozenset[str], frozenset[str], Mapping[str, tu
 
 
 def refuse_unknown_rope_keys(scaling: ConfigFields) -> None:
-    """The same within rope_scaling or rope_parameters."""
+    """`refuse_unknown_keys` for rope_scaling or rope_parameters."""
     known = ROPE_HONOURED | ROPE_HARMLESS
     strange = [
         name for name, value in scaling.values.items() if name not in known and not _neutral(ROPE_NEUTRAL, name, value)
@@ -370,7 +376,7 @@ def refuse_unknown_rope_keys(scaling: ConfigFields) -> None:
 
 
 def _neutral(neutral: Mapping[str, tuple[Any, ...]], name: str, value: Any) -> bool:
-    """Nothing at all is always neutral."""
+    """Whether the value switches the feature off. An empty value always does."""
     if value is None or value in ({}, [], ""):
         return True
     if isinstance(value, list) and not isinstance(value[0], dict | list):
@@ -382,7 +388,7 @@ def _refuse(config: ConfigFields, strange: list[str], who: str, cure: str) -> No
     if not strange:
         return
     file = config.where.partition(":")[0]
-    shown = ", ".join(f"'{name[:60]}': {_short(config.values[name])}" for name in strange[:SHOWN])
+    shown = ", ".join(f"'{name[:60]}': {shortened(config.values[name])}" for name in strange[:SHOWN])
     more = f" and {len(strange) - SHOWN} more" if len(strange) > SHOWN else ""
     raise UsageError(
         f"{config.where} has {shown}{more}, which {who}: it may change what the model computes. "
@@ -390,16 +396,9 @@ def _refuse(config: ConfigFields, strange: list[str], who: str, cure: str) -> No
     )
 
 
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
-
-
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gpt2")
-ALIASES = {"ministral": "mistral"}  # what transformers calls a Mistral whose layers are of two kinds
-GENERATORS = ("ForCausalLM", "LMHeadModel", "Model")  # how transformers ends the names of what can generate
-
-
+ALIASES = {"ministral": "mistral"}  # in transformers, a Mistral with layers of two kinds
+GENERATORS = ("ForCausalLM", "LMHeadModel", "Model")  # ends of the names of classes that can generate
 ENCODERS = {
     *("albert", "bert", "camembert", "deberta", "deberta-v2", "distilbert", "electra", "modernbert", "mpnet"),
     *("nomic_bert", "roberta", "xlm-roberta"),
@@ -408,7 +407,7 @@ ANOTHER_PROGRAM = "Serve it with a program that does, such as vLLM's own server 
 
 
 def elsewhere(what: str) -> UsageError:
-    """For what no backend does: the folder is read here whichever is to serve it."""
+    """The error for a model that no backend runs: its folder is read here for every backend."""
     return UsageError(f"{what}, which no backend of gpuinfer runs, vllm neither. {ANOTHER_PROGRAM}")
 
 
@@ -417,7 +416,7 @@ def no_generator(what: str) -> UsageError:
 
 
 def refuse_remote_code(settings: Mapping[str, Any], where: str) -> None:
-    """Code of a model's own never runs here, whoever trusts it."""
+    """Raises `UsageError` for a model that brings its own code, which never runs here."""
     if settings.get("auto_map"):
         raise UsageError(
             f"{where} asks to run code of its own (auto_map), which is refused with every backend. If you know that "
@@ -425,13 +424,8 @@ def refuse_remote_code(settings: Mapping[str, Any], where: str) -> None:
         )
 
 
-def family_of(kind: str) -> str:
-    """The family that a model_type is of."""
-    return ALIASES.get(kind, kind)
-
-
 def refuse_unknown(config: ConfigFields) -> str:
-    """The family's name. Raises `UsageError` for a model that is none of ours."""
+    """The family's name. Raises `UsageError` for a model that is not served here."""
     if (masked := _masked_family(config)) is not None:
         return masked
     kind = config.values.get("model_type")
@@ -445,7 +439,7 @@ def refuse_unknown(config: ConfigFields) -> str:
             f"{config.where} does not say its model_type. Save the model again with transformers "
             f"(save_pretrained); these run here: {', '.join(FAMILIES)}."
         )
-    if family_of(kind) not in FAMILIES:
+    if (family := ALIASES.get(kind, kind)) not in FAMILIES:
         raise elsewhere(f"the model is of type '{kind[:40]}' ({', '.join(FAMILIES)} run here)")
     _refuse_quantised(config)
     if any(config.values.get(name) for name in ("num_experts", "num_local_experts", "n_routed_experts")):
@@ -453,13 +447,13 @@ def refuse_unknown(config: ConfigFields) -> str:
     for name in config.texts("architectures"):
         if not name.endswith(GENERATORS):
             raise no_generator(f"the model is a {name[:60]}")
-    return family_of(kind)
+    return family
 
 
 def _masked_family(config: ConfigFields) -> str | None:
-    """The family of a masked diffusion model, by its architecture; None: it is none.
+    """The family of a masked diffusion model, by its architecture; None: the model is none.
 
-    Code of its own is not asked for: the folders of all of them bring some, which these families do not need here.
+    Code in the folder (auto_map) is no error: all these families bring some, and none is needed here.
     """
     architecture = next(iter(config.texts("architectures")), "")
     family, kind = family_of_architecture(architecture), config.values.get("model_type")

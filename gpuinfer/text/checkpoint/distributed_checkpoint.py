@@ -1,5 +1,5 @@
-"""Checkpoints of torch.distributed.checkpoint: `.metadata`, a pickle that says what lies where, beside *.distcp files,
-whose tensors are read a chunk at a time. All but the weights comes from the base model's folder.
+"""Checkpoints of torch.distributed.checkpoint: `.metadata`, a pickle that says which chunk of which tensor lies where
+in the *.distcp files beside it. Everything but the weights comes from the base model's folder.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from gpuinfer.text.transformer import Shape
 
 METADATA, SUFFIX = ".metadata", ".distcp"
 MOST_BYTES = 256 << 20
-MOST_CHUNKS = 4096  # of one tensor: ranks that shared it
+MOST_CHUNKS = 4096  # of one tensor: one per rank
 MOST_SIZE, MOST_DIMENSIONS = 1 << 48, 16
 OVERHEAD = 1 << 16  # bytes that torch.save puts around a tensor, at most
 
@@ -45,12 +45,12 @@ METADATA_NAMES = frozenset(
     + [f"torch.{name}" for name in dir(torch) if isinstance(getattr(torch, name), torch.dtype)]
     + [f"{module}.{name}" for module in ("pathlib", "pathlib._local") for name in ("PosixPath", "WindowsPath")]
 )
-"""Everything that torch's own metadata names, and nothing else."""
+"""All names in torch's own metadata."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorChunk:
-    """A part of a tensor, and the bytes of a file that hold it as torch.save writes a tensor."""
+    """A part of a tensor, and the bytes of the file that hold it, as torch.save writes them."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -61,7 +61,7 @@ class TensorChunk:
 
 @dataclass(frozen=True)
 class ShardedTensor(StoredTensor):
-    """A tensor whose chunks are all of it, and overlap nowhere."""
+    """A tensor whose chunks cover it without overlap."""
 
     chunks: tuple[TensorChunk, ...]
 
@@ -69,7 +69,7 @@ class ShardedTensor(StoredTensor):
 def read_metadata(folder: Path) -> dict[str, ShardedTensor]:
     """The floating-point tensors of a checkpoint by the names that its trainer gave them.
 
-    Raises `UsageError` for what is no such checkpoint, is damaged, or asks for more than a description.
+    Raises `UsageError` for a folder that is no such checkpoint, is damaged, or names other classes than torch does.
     """
     path = folder / METADATA
     try:
@@ -111,7 +111,7 @@ def _mapping(value: Any) -> Mapping[Any, Any]:
 
 
 def _dtype(fields: Mapping[str, Any]) -> torch.dtype | None:
-    """The first of the properties, which are a tuple or, in older files, fields."""
+    """The first of a tensor's properties, which are a tuple or, in older files, fields."""
     properties = fields.get("properties")
     state = properties.state if isinstance(properties, PickledRecord) else None
     named = state[0] if isinstance(state, tuple) and state else state.get("dtype") if isinstance(state, dict) else None
@@ -174,7 +174,7 @@ def _tensor(name: str, fields: Mapping[str, Any], places: Mapping[Key, Place], f
 
 
 def _check_cover(name: str, shape: tuple[int, ...], chunks: list[TensorChunk]) -> None:
-    """Chunks that lie within the tensor, overlap nowhere and have as many values as it has are all of it."""
+    """Raises `ValueError` unless the chunks lie in the tensor, do not overlap and have as many values as the tensor."""
     label = f"the chunks of tensor '{name[:80]}'"
     if any(len(chunk.offsets) != len(shape) or len(chunk.sizes) != len(shape) for chunk in chunks):
         raise ValueError(f"{label} have other dimensions than it")
@@ -191,23 +191,23 @@ def _check_cover(name: str, shape: tuple[int, ...], chunks: list[TensorChunk]) -
 
 
 WRAPPERS = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod", "_forward_module", "module")
-USUAL = frozenset({"model", "state_dict", "app", "module"})  # words of a prefix that say nothing
+USUAL = frozenset({"model", "state_dict", "app", "module"})  # words in the prefix of the model itself
 SHOWN = 3
 
 
 def plain_name(name: str) -> str:
-    """Without the names of wrappers, and with dots."""
+    """The name without wrappers, and with dots for slashes."""
     return ".".join(word for word in name.replace("/", ".").split(".") if word not in WRAPPERS)
 
 
 def transformers_names(
     folder: str, stored: Collection[str], body: str, embedding: str, head: str | None
 ) -> Mapping[str, str]:
-    """Of the tensors of one model its name in transformers, and the one that is stored.
+    """The stored name of each tensor of one model, by the tensor's name in transformers.
 
-    `body`: what transformers puts before the tensors of the model without its head ("model."); `embedding`: the tensor
-    by which that is found ("embed_tokens.weight"); `head`: "lm_head", or None where it is called like the rest. Raises
-    `UsageError` when no model or several are there.
+    `body`: the prefix in transformers of all tensors but the head ("model."); `embedding`: the tensor that shows the
+    stored prefix ("embed_tokens.weight"); `head`: "lm_head", or None if the head has the prefix too. Raises
+    `UsageError` if the checkpoint holds no such model, or several.
     """
     names = {plain_name(name): name for name in sorted(stored, reverse=True)}
     begins = [name.removesuffix(embedding) for name in names if name == embedding or name.endswith(f".{embedding}")]
@@ -223,7 +223,7 @@ def transformers_names(
 
 
 def _chosen(folder: str, begins: list[str], embedding: str) -> str:
-    """That of the model itself, where averages of it or other models lie beside it."""
+    """The prefix of the model itself, if averages or other models are stored too."""
     if not begins:
         raise UsageError(
             f"{folder} holds no tensor '{embedding}': it is no checkpoint of such a model. Give the base model that it "
@@ -237,7 +237,7 @@ def _chosen(folder: str, begins: list[str], embedding: str) -> str:
 
 
 class DcpStore:
-    """`names`: what a tensor is called here, and there."""
+    """The tensors of a checkpoint. `names`: stored names by names in transformers."""
 
     def __init__(self, where: str, stored: Mapping[str, ShardedTensor], names: Mapping[str, str]) -> None:
         self.where = where
@@ -255,7 +255,7 @@ class DcpStore:
                 raise UsageError(f"{chunk.path} is damaged at tensor '{name}': {error}. Copy it again.") from None
 
     def digests(self, names: Collection[str]) -> Digests:
-        """One tensor after another is put together for it."""
+        """Assembles one tensor after another."""
         found: Digests = {}
         for name in names:
             whole = torch.empty(self.tensors[name].shape, dtype=self.tensors[name].dtype)
@@ -284,7 +284,7 @@ def is_dcp(path: Path) -> bool:
 
 
 def open_store(folder: Path, shape: Shape) -> DcpStore:
-    """Its tensors under transformers' names. Raises `UsageError`."""
+    """The tensors of a checkpoint under transformers' names. Raises `UsageError`."""
     stored = read_metadata(folder)
     own = names_of(shape.family)
     body, embedding = ("transformer.", "wte") if shape.family == "gpt2" else (own.prefix, own.embedding)
@@ -293,10 +293,10 @@ def open_store(folder: Path, shape: Shape) -> DcpStore:
     return DcpStore(str(folder), stored, names)
 
 
-def open_trained(folder: Path, base: Path, name: str, told: MaskHints = NO_HINTS) -> Checkpoint:
-    """`folder` is the checkpoint, `base` a Hugging Face folder with the configuration and the tokenizer: its weights
-    are not looked at. Raises `UsageError`.
+def open_trained(folder: Path, base: Path, name: str, hints: MaskHints = NO_HINTS) -> Checkpoint:
+    """`folder` is the checkpoint, `base` a Hugging Face folder with the configuration and the tokenizer. Weights of
+    `base` are not read. Raises `UsageError`.
     """
     if not base.is_dir():
         raise UsageError(f"there is no folder '{base}' of a base model. Give a Hugging Face folder: --base-model DIR.")
-    return assembled(base, name, None, lambda shape: open_store(folder, shape), told)
+    return assembled(base, name, None, lambda shape: open_store(folder, shape), hints)

@@ -1,6 +1,4 @@
-"""Opens the checkpoint that a model's name means, and reads other weights of the same shape for a model that is at
-work.
-"""
+"""Opens the checkpoint that a model's name refers to, and reads new weights of the same shape for a running model."""
 
 from __future__ import annotations
 
@@ -26,7 +24,7 @@ from gpuinfer.text.checkpoint.safetensors_folder import (
     read_header,
     spare_tensors,
 )
-from gpuinfer.text.checkpoint.tensor_layout import Gpt2Layout, RotaryLayout, Store, check_store, read_weights
+from gpuinfer.text.checkpoint.tensor_layout import check_store, read_weights
 from gpuinfer.text.text_options import no_such_model, path_kind
 from gpuinfer.text.transformer import Shape, Weights
 
@@ -35,24 +33,28 @@ def open_checkpoint(spec: ModelSpec) -> Checkpoint:
     """Open what `spec` names: `weights` is a nanoGPT file, or a torch distributed checkpoint whose base model is
     `spec.arguments["base_model"]`; else `name` is a Hugging Face folder, or a built-in model.
 
-    Settings and headers are read and checked, no weights. `spec.arguments["meta"]`: the alphabet of a nanoGPT model;
-    "mask_token": of a diffusion model, which token the mask is. Raises `UsageError`.
+    Settings and headers are read and checked; weights are not read. `spec.arguments["meta"]`: the alphabet of a nanoGPT
+    model; "mask_token": the mask's token id of a diffusion model. Raises `UsageError`.
     """
-    told = _mask_hints(spec)
-    checkpoint = _open(spec, told)
-    _refuse_ignored_hints(checkpoint, told)
+    given = ConfigFields({"mask_token": spec.arguments.get("mask_token")}, "the model's arguments")
+    hints = MaskHints(given.integer("mask_token", least=0)) if given.has("mask_token") else MaskHints()
+    checkpoint = _open(spec, hints)
+    masking = checkpoint.shape.masking
+    if hints.mask_token is not None and (masking is None or masking.mask_token != hints.mask_token):
+        own = "goes from left to right and has none" if masking is None else f"knows its own, {masking.mask_token}"
+        raise UsageError(f"--mask-token-id says which token the mask is, and '{checkpoint.name}' {own}. Leave it out.")
     return checkpoint
 
 
-def _open(spec: ModelSpec, told: MaskHints) -> Checkpoint:
+def _open(spec: ModelSpec, hints: MaskHints) -> Checkpoint:
     meta, base = spec.arguments.get("meta"), spec.arguments.get("base_model")
     if spec.weights is not None and base is not None:
-        return open_trained(Path(spec.weights), Path(base), spec.name, told)
+        return open_trained(Path(spec.weights), Path(base), spec.name, hints)
     if spec.weights is not None:
         return open_nanogpt(Path(spec.weights), None if meta is None else Path(meta), spec.name)
     path, kind = path_kind(spec.name)
     if kind == "folder":
-        return open_folder(path, spec.name, told)
+        return open_folder(path, spec.name, hints)
     if kind == "file" and path.suffix in (".pt", ".pth"):
         return open_nanogpt(path, None if meta is None else Path(meta), spec.name)
     if kind == "file" and path.suffix == ".gguf":
@@ -64,37 +66,27 @@ def _open(spec: ModelSpec, told: MaskHints) -> Checkpoint:
     raise no_such_model(spec.name, path, BUILT_IN)
 
 
-def _mask_hints(spec: ModelSpec) -> MaskHints:
-    """Raises `UsageError` for what can be no token."""
-    given = ConfigFields({"mask_token": spec.arguments.get("mask_token")}, "the model's arguments")
-    return MaskHints(given.integer("mask_token", least=0)) if given.has("mask_token") else MaskHints()
-
-
-def _refuse_ignored_hints(checkpoint: Checkpoint, told: MaskHints) -> None:
-    """Raises `UsageError` where a mask is told of, and there is none or the model knows better."""
-    masking = checkpoint.shape.masking
-    if told.mask_token is not None and (masking is None or masking.mask_token != told.mask_token):
-        own = "goes from left to right and has none" if masking is None else f"knows its own, {masking.mask_token}"
-        raise UsageError(f"--mask-token-id says which token the mask is, and '{checkpoint.name}' {own}. Leave it out.")
-
-
 SHOWN = 3
-NO_MATTER = ("end_tokens", "beginning_token", "tied")  # of a shape: the language's, and what the store itself tells
+NOT_COMPARED = ("end_tokens", "beginning_token", "tied")  # fields of a shape: the language's, and the store's
 
 
 def read_other_weights(checkpoint: Checkpoint, place: str, dtype: torch.dtype) -> Weights:
-    """The weights at `place` for the model that `checkpoint` opened: a folder with safetensors files, config.json or
-    not, one such file, or a torch distributed checkpoint. Tokenizer and end tokens stay what they are.
+    """The weights at `place` for the model of `checkpoint`: a folder with safetensors files (config.json is optional),
+    one such file, or a torch distributed checkpoint. Tokenizer and end tokens do not change.
 
-    Raises `UsageError` for what is not there, is damaged, or belongs to a model of another shape.
+    Raises `UsageError` if the weights are missing, damaged, or of a model of another shape.
     """
     if checkpoint.shape.layers == 0:
         raise UsageError(f"the model '{checkpoint.name}' has no weights that could be changed. Choose another.")
     path = Path(place).expanduser()
     if (path / "config.json").is_file():
-        _refuse_another(checkpoint.shape, shape_of(read_config(path), told=_hints_of(checkpoint.shape)), path)
+        masking = checkpoint.shape.masking  # mask and block do not change, whatever the other folder lacks
+        hints = MaskHints() if masking is None else MaskHints(masking.mask_token, masking.block)
+        _refuse_another(checkpoint.shape, shape_of(read_config(path), hints=hints), path)
     store = open_store(path, checkpoint.shape) if is_dcp(path) else _store(path)
-    layout = _layout(checkpoint, store)
+    layout = checkpoint.layout  # nanoGPT's tensors have one form
+    if checkpoint.shape.family != "nanogpt":
+        layout = layout_for(checkpoint.shape, checkpoint.layout.biases, store)
     if layout.shape != checkpoint.shape:
         raise UsageError(
             f"the weights in {path} have a head of their own where the model's is its embedding, or the other way "
@@ -102,11 +94,6 @@ def read_other_weights(checkpoint: Checkpoint, place: str, dtype: torch.dtype) -
         )
     check_store(store, layout, spare=spare_tensors(checkpoint.shape))
     return read_weights(store, layout, dtype)
-
-
-def _hints_of(shape: Shape) -> MaskHints:
-    """Mask and block stay what they are, whatever the other folder does not say of them."""
-    return MaskHints() if shape.masking is None else MaskHints(shape.masking.mask_token, shape.masking.block)
 
 
 def _store(path: Path) -> SafetensorsStore:
@@ -117,15 +104,11 @@ def _store(path: Path) -> SafetensorsStore:
     raise UsageError(f"there are no weights at {path}. Give a folder with safetensors files, or one such file.")
 
 
-def _layout(checkpoint: Checkpoint, store: Store) -> RotaryLayout | Gpt2Layout:
-    if checkpoint.shape.family == "nanogpt":
-        return checkpoint.layout  # its tensors have one form
-    return layout_for(checkpoint.shape, checkpoint.layout.biases, store)
-
-
 def _refuse_another(own: Shape, other: Shape, path: Path) -> None:
-    compared = [field.name for field in fields(Shape) if field.name not in NO_MATTER]
+    compared = [field.name for field in fields(Shape) if field.name not in NOT_COMPARED]
     differing = [name for name in compared if getattr(own, name) != getattr(other, name)]
     if differing:
-        said = ", ".join(f"{name} {getattr(other, name)} instead of {getattr(own, name)}" for name in differing[:SHOWN])
-        raise UsageError(f"the weights in {path} are of another model: {said}. Start it as a model of its own.")
+        changed = ", ".join(
+            f"{name} {getattr(other, name)} instead of {getattr(own, name)}" for name in differing[:SHOWN]
+        )
+        raise UsageError(f"the weights in {path} are of another model: {changed}. Start it as a model of its own.")

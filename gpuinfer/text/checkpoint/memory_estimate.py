@@ -1,7 +1,7 @@
-"""What a model will take, told before anything is loaded.
+"""How much memory a model takes, estimated before it is loaded.
 
-`own`, throughout: our own kernels for the CPU, which read the cache where it lies and draw from the logits as they are.
-Torch copies keys, values and logits, and has a mask in memory.
+`own` in all functions: our own kernels for the CPU, which read the cache in place and sample from the logits in place.
+Torch copies keys, values and logits, and keeps a mask in memory.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from gpuinfer.errors import UsageError
 from gpuinfer.text.checkpoint.tensor_layout import TensorLayout, TensorPart, all_weights, size_of
 from gpuinfer.text.transformer import PAGE, Adapter, Shape, Weights
 
-STEP_TOKENS = 2048  # of one step: a chunk of prompt beside the rows that are one token further
+STEP_TOKENS = 2048  # of one step: a chunk of prompt, and a token for each row in decode
 SAMPLING_COPIES = 6  # of the logits, while they are filtered and sorted
-LOGIT_BYTES = 512 * 2**20  # of one step of a diffusion model, which asks for those of many positions
-SCORED_ROWS = 64  # of these, that are scored at once, in float64
+LOGIT_BYTES = 512 * 2**20  # of one step of a diffusion model, which needs the logits of many positions
+SCORED_ROWS = 64  # of them that are scored at once, in float64
 CPU_COPIED = 1 << 20  # values of keys that torch copies for attention at once, unless one row has more: what processors
 CUDA_COPIED = 1 << 26  # cache; and on CUDA what fills the device
 SPARE_PAGES = 2  # of torch's cache: one that only padding writes, and one of zeros
@@ -30,7 +30,7 @@ GB = 1e9
 
 @dataclass(frozen=True)
 class Estimate:
-    """Bytes. The peak is weights, cache, and what one step needs beside them."""
+    """Bytes. The peak is weights, cache and the working memory of one step."""
 
     weights_bytes: int
     cache_bytes: int
@@ -39,8 +39,8 @@ class Estimate:
 
 @dataclass(frozen=True)
 class WorkingMemory:
-    """Bytes of one step beside weights and cache: of its tokens on their way through a layer, and of what is made of
-    them (keys and values copied for attention, masks, the logits as they are drawn from).
+    """Bytes of one step besides weights and cache: a layer's activations, and copies (keys and values for attention,
+    masks, logits).
     """
 
     activations: int
@@ -54,7 +54,7 @@ class WorkingMemory:
 def estimate(
     layout: TensorLayout, slots: int, pages: int, length: int, dtype: torch.dtype, beside: int = 0, own: bool = False
 ) -> Estimate:
-    """With `slots` rows in a step, `pages` in the cache and rows of `length` positions at most; `beside`: bytes of
+    """With `slots` rows in a step, `pages` in the cache and rows of `length` positions at most. `beside`: bytes of
     adapters, which count as weights.
     """
     weights = weight_bytes(layout, dtype) + beside
@@ -77,7 +77,7 @@ def weight_bytes(layout: TensorLayout, dtype: torch.dtype) -> int:
 
 
 def empty_weights(layout: TensorLayout, dtype: torch.dtype) -> Weights:
-    """Of the shapes and formats that `Checkpoint.weights` has, without memory (on the device `meta`)."""
+    """Weights of the shapes and formats of `Checkpoint.weights`, without memory (on the device `meta`)."""
 
     def take(parts: Sequence[TensorPart], wide: bool) -> Tensor:
         return torch.empty(size_of(parts), device="meta", dtype=torch.float32 if wide else dtype)
@@ -86,7 +86,7 @@ def empty_weights(layout: TensorLayout, dtype: torch.dtype) -> Weights:
 
 
 def adapter_bytes(adapter: Adapter) -> int:
-    """What one takes as a decoder holds it: float32, its ranks and outputs in portions of 16."""
+    """Bytes of an adapter in a decoder: float32, ranks and outputs rounded up to multiples of 16."""
 
     def portions(count: int) -> int:
         return -(-count // 16) * 16
@@ -96,7 +96,7 @@ def adapter_bytes(adapter: Adapter) -> int:
 
 
 def row_pages(length: int) -> int:
-    """Pages that a row of `length` positions takes."""
+    """Pages of a row of `length` positions."""
     return -(-length // PAGE)
 
 
@@ -107,7 +107,7 @@ def page_bytes(shape: Shape, dtype: torch.dtype, own: bool = False) -> int:
 
 
 def most_copied(device: torch.device) -> int:
-    """Values of keys that torch copies for attention at once there, unless one row has more."""
+    """Values of keys that torch copies for attention at once on the device, unless one row has more."""
     return CUDA_COPIED if device.type == "cuda" else CPU_COPIED
 
 
@@ -120,7 +120,7 @@ def working_bytes(
     own: bool = False,
     copied: int = CPU_COPIED,
 ) -> int:
-    """What a step of `rows` tokens in `slots` segments takes beside weights and cache: see `working`."""
+    """Bytes of a step of `rows` tokens in `slots` segments besides weights and cache: see `working`."""
     return working(shape, rows, slots, length, dtype, own, copied).total
 
 
@@ -133,11 +133,11 @@ def working(
     own: bool = False,
     copied: int = CPU_COPIED,
 ) -> WorkingMemory:
-    """What a step of `rows` tokens in `slots` segments takes beside weights and cache: the widest activations of a
-    layer, keys and values copied for attention (of `copied` values of keys at once), masks, and the logits as sampling
-    works on them.
+    """Memory of a step of `rows` tokens in `slots` segments besides weights and cache: the widest activations of a
+    layer, keys and values copied for attention (of `copied` values of keys at once), masks, and sampling's copies of
+    the logits.
 
-    A diffusion model's step has at least a whole canvas, and the one that guides it.
+    A diffusion model's step has at least a whole canvas and its unconditional twin.
     """
     rows = rows if shape.masking is None else max(rows, 2 * length)
     heads = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
@@ -152,7 +152,7 @@ def working(
 
 
 def most_outputs(shape: Shape) -> int:
-    """Of how many tokens a diffusion model's step gives logits, unless a single row asks for more."""
+    """How many positions a diffusion model's step computes logits of, unless a single row needs more."""
     return max(1, LOGIT_BYTES // (4 * shape.vocabulary))
 
 
@@ -165,9 +165,7 @@ def _logit_bytes(shape: Shape, rows: int, slots: int, length: int, copies: int) 
 
 
 def _inner(shape: Shape) -> int:
-    """Values of one token between the products of an MLP: all those of its experts, beside what goes in and comes out
-    of each.
-    """
+    """Values of one token between the products of an MLP: those of its experts, with the input and output of each."""
     each = 3 if shape.gated else 2
     dense, experts = each * shape.intermediate, shape.experts
     if experts is None:
@@ -176,7 +174,7 @@ def _inner(shape: Shape) -> int:
 
 
 def refuse_short(pages: int | None, length: int) -> None:
-    """Raises `UsageError` when `pages`, as the user wants them, do not hold one row of `length` positions."""
+    """Raises `UsageError` if the user's `pages` do not hold one row of `length` positions."""
     if pages is None or pages >= row_pages(length):
         return
     raise UsageError(
@@ -188,7 +186,7 @@ def refuse_short(pages: int | None, length: int) -> None:
 def refuse_unfit(
     name: str, estimated: Estimate, free_bytes: int, *, pages: int, length: int, dtype: torch.dtype
 ) -> None:
-    """Raises `UsageError` with the numbers and the cure when the peak is over `free_bytes`."""
+    """Raises `UsageError` with the numbers and the cure if the peak is over `free_bytes`."""
     if estimated.peak_bytes <= free_bytes:
         return
     kind = str(dtype).removeprefix("torch.")
@@ -201,7 +199,7 @@ def refuse_unfit(
 
 
 def _cure(estimated: Estimate, free_bytes: int, pages: int, length: int, dtype: torch.dtype) -> str:
-    """What helps, and how much of it: fewer pages only where one row has room in them."""
+    """The cure with its number: fewer pages only if they hold one row."""
     narrow = "" if dtype.itemsize <= 2 else "--dtype bfloat16, which halves both"
     spare = free_bytes - (estimated.peak_bytes - estimated.cache_bytes)
     fitting = spare * pages // estimated.cache_bytes if estimated.cache_bytes else 0

@@ -1,13 +1,12 @@
-"""From config.json to a shape, of whatever family, masked diffusion models included: LLaDA (Nie et al.
-
-2025), LLaDA-MoE (Zhu et al. 2025), LLaDA2 (Bie et al. 2025), Dream and SDAR. What a file leaves out has the value that
-transformers gives it.
+"""From config.json to the shape of a model of any family, masked diffusion models included: LLaDA (Nie et al. 2025),
+LLaDA-MoE (Zhu et al. 2025), LLaDA2 (Bie et al. 2025), Dream and SDAR. A missing key has transformers' default.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from gpuinfer.errors import UsageError
@@ -33,10 +32,10 @@ from gpuinfer.text.transformer import Experts, Masking, Shape
 
 @dataclass(frozen=True)
 class KnownTokens:
-    """Of one published vocabulary, for configs that do not say them all."""
+    """Special tokens of one published vocabulary, for configs that lack some of them."""
 
     mask: int
-    ends: tuple[int, ...]  # beside those of the files
+    ends: tuple[int, ...]  # in addition to those of the files
 
 
 KNOWN: Mapping[tuple[str, int], KnownTokens] = {  # by family and size of the vocabulary
@@ -46,14 +45,14 @@ KNOWN: Mapping[tuple[str, int], KnownTokens] = {  # by family and size of the vo
     ("dream", 152064): KnownTokens(151666, ()),
     ("sdar", 151936): KnownTokens(151669, ()),
 }
-BLOCKS = {"llada2": 32, "sdar": 4}  # positions, where the file does not say them
+BLOCKS = {"llada2": 32, "sdar": 4}  # positions, the default of `block_size`
 MOST_EXPERTS = 1 << 16
 
 
 def masked_shape(
     family: str, config: ConfigFields, generation: ConfigFields, mask_token: int | None, block: int | None
 ) -> Shape:
-    """`mask_token` and `block` as the user has them; None: as the file has them, or as they are known to be.
+    """`mask_token` and `block` as the user gives them; None: those of the file, or of the published model.
 
     Raises `UsageError`.
     """
@@ -61,12 +60,14 @@ def masked_shape(
     known = KNOWN.get((family, shape.vocabulary))
     ends = tuple(dict.fromkeys([*shape.end_tokens, *(known.ends if known else ())]))
     mask = _mask_token(config, known, mask_token, replace(shape, end_tokens=ends))
-    size = _block(family, config, block)
-    return replace(shape, end_tokens=ends, masking=masking_of(family, mask, size))
+    if family in BLOCKS and block is None:
+        block = config.integer("block_size", BLOCKS[family])
+    masking = masking_of(family, mask, block if family in BLOCKS else None)
+    return replace(shape, end_tokens=ends, masking=masking)
 
 
 def masking_of(family: str, mask_token: int, block: int | None = None) -> Masking:
-    """`block`: of a block-causal family; None: as it has it."""
+    """`block`: of a block-causal family; None: its default."""
     return Masking(
         mask_token=mask_token,
         block=block or BLOCKS.get(family),
@@ -76,8 +77,7 @@ def masking_of(family: str, mask_token: int, block: int | None = None) -> Maskin
 
 
 def _mask_token(config: ConfigFields, known: KnownTokens | None, given: int | None, shape: Shape) -> int:
-    said = next(iter(config.ids("mask_token_id")), known.mask if known else None)
-    mask = said if given is None else given
+    mask = next(iter(config.ids("mask_token_id")), known.mask if known else None) if given is None else given
     if mask is None:
         raise UsageError(
             f"{config.where} does not say which token is the mask, and for a {shape.family} model of "
@@ -93,12 +93,6 @@ def _mask_token(config: ConfigFields, known: KnownTokens | None, given: int | No
     return mask
 
 
-def _block(family: str, config: ConfigFields, given: int | None) -> int | None:
-    if family not in BLOCKS:
-        return None
-    return config.integer("block_size", BLOCKS[family]) if given is None else given
-
-
 def _llada(config: ConfigFields, generation: ConfigFields) -> Shape:
     hidden, heads = config.integer("d_model"), config.integer("n_heads")
     head_dim, tokens = divided(config, hidden, heads), config.integer("vocab_size")
@@ -108,6 +102,9 @@ def _llada(config: ConfigFields, generation: ConfigFields) -> Shape:
     if head_dim % 2:
         raise config.wrong("n_heads", f"such that heads have an even size ({head_dim})")
     rope, positions = rope_of(config, head_dim, config.integer("max_sequence_length"))
+    tied = config.flag("weight_tying", False)
+    if config.flag("tie_word_embeddings", tied) != tied:
+        raise config.wrong("tie_word_embeddings", f"{str(tied).lower()}, as 'weight_tying' says")
     return Shape(
         family="llada",
         vocabulary=vocabulary,
@@ -121,14 +118,14 @@ def _llada(config: ConfigFields, generation: ConfigFields) -> Shape:
         norm_eps=config.number("rms_norm_eps", 1e-5, above=-1.0),
         activation=activation_of(config, "activation_type", "silu"),
         rope=rope,
-        tied=_llada_tied(config),
+        tied=tied,
         end_tokens=end_tokens_of(config, generation, None, vocabulary),
         beginning_token=beginning_of(config, None, vocabulary),
     )
 
 
 def _llada_kv_heads(config: ConfigFields, heads: int) -> int:
-    """Either key may say it; neither: as many as heads."""
+    """Either key may give the number; without both, there are as many as heads."""
     single = config.flag("multi_query_attention", False)
     kv_heads = config.integer("n_kv_heads", 1 if single else heads)
     if heads % kv_heads or (single and kv_heads != 1):
@@ -138,31 +135,19 @@ def _llada_kv_heads(config: ConfigFields, heads: int) -> int:
     return kv_heads
 
 
-def _llada_tied(config: ConfigFields) -> bool:
-    tied = config.flag("weight_tying", False)
-    if config.flag("tie_word_embeddings", tied) != tied:
-        raise config.wrong("tie_word_embeddings", f"{str(tied).lower()}, as 'weight_tying' says")
-    return tied
-
-
 def _llada_moe(config: ConfigFields, generation: ConfigFields) -> Shape:
     shape = rotary_shape("llada-moe", config, generation, intermediate="dense_intermediate_size")
+    mixed = config.values.get("moe_layer_freq") or [1] * shape.layers  # of each layer 1 for experts, 0 for a dense MLP
+    if not isinstance(mixed, list) or len(mixed) != shape.layers or any(one not in (0, 1) for one in mixed):
+        raise config.wrong("moe_layer_freq", f"a list of 0 or 1 for each of {shape.layers} layers")
     experts = Experts(
         count=config.integer("num_experts", most=MOST_EXPERTS),
         chosen=config.integer("num_experts_per_tok"),
         intermediate=config.integer("expert_intermediate_size"),
-        dense=_without_experts(config, shape.layers),
+        dense=tuple(layer for layer, one in enumerate(mixed) if not one),
     )
     _check_choice(config, experts)
     return replace(shape, qk_norm=config.flag("qk_layernorm", False), experts=experts)
-
-
-def _without_experts(config: ConfigFields, layers: int) -> tuple[int, ...]:
-    """`moe_layer_freq`: of each layer 1 for experts, 0 for an ordinary MLP."""
-    listed = config.values.get("moe_layer_freq") or [1] * layers
-    if not isinstance(listed, list) or len(listed) != layers or any(one not in (0, 1) for one in listed):
-        raise config.wrong("moe_layer_freq", f"a list of 0 or 1 for each of {layers} layers")
-    return tuple(layer for layer, one in enumerate(listed) if not one)
 
 
 def _llada2(config: ConfigFields, generation: ConfigFields) -> Shape:
@@ -200,24 +185,16 @@ def _check_choice(config: ConfigFields, experts: Experts) -> None:
         raise config.wrong("num_experts_per_tok", f"at most the {experts.groups_chosen * size} that can be chosen from")
 
 
-def _dream(config: ConfigFields, generation: ConfigFields) -> Shape:
-    return rotary_shape("dream", config, generation)
-
-
-def _sdar(config: ConfigFields, generation: ConfigFields) -> Shape:
-    return replace(rotary_shape("sdar", config, generation), qk_norm=True)
-
-
 SHAPES: Mapping[str, Callable[[ConfigFields, ConfigFields], Shape]] = {
     "llada": _llada,
     "llada-moe": _llada_moe,
     "llada2": _llada2,
-    "dream": _dream,
-    "sdar": _sdar,
+    "dream": partial(rotary_shape, "dream"),
+    "sdar": lambda config, generation: replace(rotary_shape("sdar", config, generation), qk_norm=True),
 }
 
 
-GPT2_NAMES = {  # how other families call them: transformers takes either
+GPT2_NAMES = {  # other families' names for the same keys: transformers accepts both
     "hidden_size": "n_embd",
     "num_attention_heads": "n_head",
     "num_hidden_layers": "n_layer",
@@ -227,7 +204,7 @@ GPT2_NAMES = {  # how other families call them: transformers takes either
 
 @dataclass(frozen=True)
 class Biases:
-    """Which products have one."""
+    """Which products have a bias."""
 
     qkv: bool = False
     out: bool = False
@@ -237,7 +214,7 @@ class Biases:
 
 @dataclass(frozen=True)
 class MaskHints:
-    """What is known of a diffusion model, whatever its config.json says or does not; None: nothing."""
+    """Settings of a diffusion model that go before those of its config.json; None: not given."""
 
     mask_token: int | None = None
     block: int | None = None  # positions, of a block-causal model
@@ -247,7 +224,7 @@ NO_HINTS = MaskHints()
 
 
 def shape_of(
-    config: Mapping[str, Any], generation: Mapping[str, Any] | None = None, told: MaskHints = NO_HINTS
+    config: Mapping[str, Any], generation: Mapping[str, Any] | None = None, hints: MaskHints = NO_HINTS
 ) -> Shape:
     """The shape that config.json and generation_config.json, when there is one, describe.
 
@@ -256,7 +233,7 @@ def shape_of(
     fields, ends = ConfigFields(config), ConfigFields(generation or {}, "generation_config.json")
     family = refuse_unknown(fields)
     if family in MASKED:
-        shape = masked_shape(family, fields, ends, told.mask_token, told.block)
+        shape = masked_shape(family, fields, ends, hints.mask_token, hints.block)
     elif family == "gpt2":
         fields = _renamed(fields)
         shape = _gpt2(fields, ends)
@@ -284,7 +261,7 @@ def biases_of(config: Mapping[str, Any]) -> Biases:
 
 
 def _renamed(config: ConfigFields) -> ConfigFields:
-    """With GPT-2's own names alone. Raises `UsageError` where both names are there and differ."""
+    """The same fields under GPT-2's own names. Raises `UsageError` if both names are given and differ."""
     values = dict(config.values)
     for other, own in GPT2_NAMES.items():
         given = values.pop(other, None)

@@ -1,6 +1,6 @@
-"""Opens nanoGPT's `model.pt` (Karpathy 2022): "model" and "model_args" or "config", and the alphabet beside it.
+"""Opens nanoGPT's `model.pt` (Karpathy 2022), which holds "model" and "model_args" or "config".
 
-The alphabet of a character-level model: nanoGPT's meta.pkl, or the same as JSON.
+The alphabet of a character-level model lies beside it: nanoGPT's meta.pkl, or the same as JSON.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from gpuinfer.text.checkpoint.pickle_reader import TensorStore, plain_tensors, r
 from gpuinfer.text.checkpoint.tensor_layout import Gpt2Layout, check_store
 from gpuinfer.text.transformer import Shape
 
-MOST_BYTES = 4 << 20  # all characters that there are fit in it
+MOST_BYTES = 4 << 20  # of a meta.pkl: all of Unicode fits
 
 
 def read_characters(path: Path) -> tuple[str, ...]:
@@ -52,7 +52,7 @@ def _pickled(path: Path) -> Any:
 
 
 def _pairs(meta: Any) -> dict[int, Any]:
-    """Ids and what they stand for; {} when the file has no such thing."""
+    """Texts by token id; {} if the file has none."""
     if not isinstance(meta, Mapping):
         return {}
     itos, stoi = meta.get("itos"), meta.get("stoi")
@@ -66,7 +66,7 @@ def _pairs(meta: Any) -> dict[int, Any]:
 
 
 def _numbered(items: Any) -> dict[int, Any]:
-    """JSON writes ids as texts."""
+    """Pairs of an id, which JSON writes as a text, and its text; {} if an id is none, or occurs twice."""
     pairs: dict[int, Any] = {}
     for number, text in items:
         if isinstance(number, str) and number.isascii() and number.isdecimal() and len(number) < 10:
@@ -83,14 +83,14 @@ def _wrong(path: Path, wanted: str) -> UsageError:
 
 WRAPPERS = ("_orig_mod.", "module.")  # what torch.compile and DistributedDataParallel put before each name
 HEAD, EMBEDDING, POSITIONS = "lm_head.weight", "transformer.wte.weight", "transformer.wpe.weight"
-BLOCK = "transformer.h."
+BLOCK, PRODUCTS = "transformer.h.", ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
 GPT2_END = 50256
 ALPHABETS = ("meta.json", "meta.pkl")
 TOKENIZERS = ("tokenizer.json", "vocab.json")
 
 
 def open_nanogpt(path: Path, meta: Path | None, name: str) -> Checkpoint:
-    """`meta`: a file with the characters, or a folder with a tokenizer; None: looked for beside the checkpoint.
+    """`meta`: a file with the characters, or a folder with a tokenizer; None: found beside the checkpoint.
 
     Raises `UsageError`.
     """
@@ -99,8 +99,8 @@ def open_nanogpt(path: Path, meta: Path | None, name: str) -> Checkpoint:
     shape = shape_of_nanogpt(_arguments(content, path), store)
     language, files = language_beside(path, meta)
     layout = Gpt2Layout(
-        _speaking(shape, language, path),
-        _biases(store),
+        _with_end_token(shape, language, path),
+        Biases(*(f"{BLOCK}0.{name}.bias" in store.tensors for name in PRODUCTS)),  # `check_store` compares all blocks
         transposed=False,
         norm_shifts="transformer.ln_f.bias" in store.tensors,
     )
@@ -118,7 +118,7 @@ def open_nanogpt(path: Path, meta: Path | None, name: str) -> Checkpoint:
 
 
 def unwrapped(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The same under the names that the model's author gave."""
+    """The same tensors under the names that the model's author gave."""
     plain: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         while wrapper := next((one for one in WRAPPERS if name.startswith(one)), None):
@@ -128,8 +128,9 @@ def unwrapped(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def shape_of_nanogpt(arguments: ConfigFields, store: TensorStore) -> Shape:
-    """Vocabulary and positions are those of the tensors where the arguments are silent."""
-    rows = {name: store.tensors[name].shape[0] for name in (EMBEDDING, POSITIONS) if _is_matrix(store, name)}
+    """Vocabulary and positions are those of the tensors, unless the arguments give them."""
+    found = ((name, store.tensors.get(name)) for name in (EMBEDDING, POSITIONS))
+    rows = {name: tensor.shape[0] for name, tensor in found if tensor is not None and len(tensor.shape) == 2}
     hidden, heads = arguments.integer("n_embd"), arguments.integer("n_head")
     if hidden % heads:
         raise arguments.wrong("n_head", f"a divisor of {hidden}")
@@ -153,7 +154,7 @@ def shape_of_nanogpt(arguments: ConfigFields, store: TensorStore) -> Shape:
 
 
 def language_beside(path: Path, meta: Path | None) -> tuple[LanguageFiles, list[Path]]:
-    """What the model's text is made of, and the files that say so."""
+    """The model's tokenizer or alphabet, and its files."""
     found = meta or next((path.parent / name for name in ALPHABETS if (path.parent / name).is_file()), path.parent)
     folder = found.parent if found.name in TOKENIZERS else found
     if folder.is_dir():
@@ -166,8 +167,8 @@ def language_beside(path: Path, meta: Path | None) -> tuple[LanguageFiles, list[
     return LanguageFiles(characters=read_characters(found)), [found]
 
 
-def _speaking(shape: Shape, language: LanguageFiles, path: Path) -> Shape:
-    """The shape with the end token that its language has. Raises `UsageError` when they do not fit together."""
+def _with_end_token(shape: Shape, language: LanguageFiles, path: Path) -> Shape:
+    """The shape with its language's end token. Raises `UsageError` if the alphabet is larger than the vocabulary."""
     if language.characters is None:
         return replace(shape, end_tokens=(GPT2_END,)) if shape.vocabulary > GPT2_END else shape
     if len(language.characters) > shape.vocabulary:
@@ -179,7 +180,7 @@ def _speaking(shape: Shape, language: LanguageFiles, path: Path) -> Shape:
 
 
 def _arguments(content: Mapping[str, Any], path: Path) -> ConfigFields:
-    """`model_args`; else `config`, which in a training script's own form holds much that is no matter of the model."""
+    """`model_args`; else `config`, which holds settings of the training script too."""
     if isinstance(content.get("model_args"), Mapping):
         arguments = ConfigFields(content["model_args"], f"{path}: model_args")
         refuse_unknown_keys("nanogpt", arguments)
@@ -193,17 +194,6 @@ def _object(content: Mapping[str, Any], name: str, path: Path) -> Mapping[Any, A
     if not isinstance(content.get(name), Mapping):
         raise UsageError(f"{path} holds no '{name}'. Save it as nanoGPT's train.py does.")
     return content[name]  # type: ignore[no-any-return]
-
-
-def _biases(store: TensorStore) -> Biases:
-    """What the first block has; a later one that differs is told by the check."""
-    first = f"{BLOCK}0."
-    named = ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
-    return Biases(*(f"{first}{name}.bias" in store.tensors for name in named))
-
-
-def _is_matrix(store: TensorStore, name: str) -> bool:
-    return name in store.tensors and len(store.tensors[name].shape) == 2
 
 
 def _same(store: TensorStore, one: str, other: str) -> bool:

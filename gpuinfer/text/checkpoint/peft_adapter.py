@@ -1,6 +1,6 @@
-"""Adapters as PEFT saves them (adapter_config.json, adapter_model.safetensors), for a model that has been opened.
+"""Adapters as PEFT saves them (adapter_config.json, adapter_model.safetensors), for an opened model.
 
-A key of adapter_config.json that is not known is refused.
+An unknown key of adapter_config.json is refused.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ HARMLESS = frozenset(
     runtime_config ephemeral_gpu_offload megatron_core qalora_group_size eva_config corda_config loftq_config
     lora_ga_config
     """)
-)  # which tensors there are is seen in the file; the rest is of training
+)  # the file itself shows which tensors there are; the other keys matter in training only
 REFUSED: Mapping[str, str] = {
     "use_dora": "is a DoRA adapter, which scales whole columns of the base",
     "modules_to_save": "holds whole modules beside its low ranks",
@@ -54,12 +54,12 @@ REFUSED: Mapping[str, str] = {
     "megatron_config": "is sharded by Megatron",
 }
 STARTS = (True, False, "gaussian", "eva", "orthogonal")
-"""Of `init_lora_weights` those that leave the base as it is: PiSSA, OLoRA, CorDA and LoftQ change it."""
+"""Values of `init_lora_weights` that do not change the base model: PiSSA, OLoRA, CorDA and LoftQ change it."""
 
 
 @dataclass(frozen=True)
 class AdapterConfig:
-    """`rank` and `scale` are asked for by a module's name, such as `model.layers.0.self_attn.q_proj`."""
+    """`rank` and `scale` take a module's name, such as `model.layers.0.self_attn.q_proj`."""
 
     where: str
     own_rank: int
@@ -77,7 +77,7 @@ class AdapterConfig:
 
 
 def read_adapter_config(folder: Path) -> AdapterConfig:
-    """Raises `UsageError` that says what cannot be honoured, and the cure."""
+    """Raises `UsageError` for a setting that cannot be honoured."""
     path = folder / CONFIG
     if not path.is_file():
         raise UsageError(f"there is no {path}: give a folder as PEFT saves it (save_pretrained).")
@@ -193,9 +193,9 @@ def qkv_sizes(shape: Shape) -> tuple[int, int, int]:
 
 
 def read_adapter(checkpoint: Checkpoint, place: str) -> Adapter:
-    """The adapter in the folder `place`, for the model that `checkpoint` opened.
+    """The adapter in the folder `place`, for the model of `checkpoint`.
 
-    Raises `UsageError` for what is not there, is damaged, is for a model of another shape, or does more than to add low
+    Raises `UsageError` if the adapter is missing, damaged, for a model of another shape, or does more than add low
     ranks to linear layers.
     """
     shape, folder = checkpoint.shape, Path(place).expanduser()
@@ -232,7 +232,7 @@ Pairs = dict[tuple[int, str], dict[str, str]]
 
 
 def _pairs(store: SafetensorsStore, layers: int, targets: dict[str, AdapterTarget]) -> Pairs:
-    """By layer and module the names of its two tensors, "A" and "B". Raises `UsageError` for any other tensor."""
+    """The names of the two tensors "A" and "B" by layer and module. Raises `UsageError` for any other tensor."""
     found: Pairs = {}
     for name in store.tensors:
         whole = WHOLE.fullmatch(name)
@@ -281,7 +281,7 @@ def _check(
 def _read(
     store: SafetensorsStore, pair: dict[str, str], target: AdapterTarget, scale: float, shape: Shape
 ) -> list[LowRank]:
-    """One for each of queries, keys and values where the layer holds all three."""
+    """One low rank, or three if the layer computes queries, keys and values at once."""
     halves = [torch.empty(store.tensors[pair[half]].shape, dtype=torch.float32) for half in "AB"]
     for half, into in zip("AB", halves, strict=True):
         store.read(pair[half], into)

@@ -1,16 +1,11 @@
-"""Rotary angles with a checkpoint's scaling folded in, computed in float32 as transformers computes them, bit for bit.
+"""From config.json to the shape of a transformer with rotary positions, such as Llama: angles, windows and sizes.
 
-Linear: Chen et al. 2023, "Extending context window … via positional interpolation". Dynamic: NTK-aware scaling, which
-leaves the angles as they are up to `max_position_embeddings`, and further we do not go: beyond it they change with the
-length of the sequence, while the keys that are cached keep the angles of when they came, so that an answer would depend
-on how its prompt was cut and cached. YaRN: Peng et al. 2023. Llama 3: Meta
-2024, "The Llama 3 herd of models", and its published code.
-
-How far back each layer looks.
-
-From config.json to the shape of a transformer with rotary positions, as Llama and most others have it.
-
-What a file leaves out has the value that transformers gives it.
+A missing key has transformers' default. Angles have the checkpoint's scaling applied, and are computed in float32 with
+the same bits as transformers' own. Linear scaling: Chen et al. 2023, "Extending context window … via positional
+interpolation". YaRN: Peng et al. 2023. Llama 3: Meta 2024, "The Llama 3 herd of models", and its published code.
+Dynamic: NTK-aware scaling, which does not change the angles up to `max_position_embeddings`, where we stop: beyond,
+angles depend on the length of the sequence, but cached keys keep older angles, so an answer would depend on how its
+prompt was cut and cached.
 """
 
 from __future__ import annotations
@@ -31,7 +26,7 @@ BASE = 10_000.0
 
 
 def rope_of(config: ConfigFields, head_dim: int, positions: int, *, partial: bool = False) -> tuple[Rope, int]:
-    """The angles, and the longest context that they were made for. `partial`: only a part of each head may turn."""
+    """The angles, and the longest context that they are for. `partial`: a part of each head may be left unrotated."""
     scaling = rope_fields(config, positions)
     refuse_unknown_rope_keys(scaling)
     kind = scaling.text("rope_type", scaling.text("type", "default"))
@@ -39,7 +34,7 @@ def rope_of(config: ConfigFields, head_dim: int, positions: int, *, partial: boo
     base = scaling.number("rope_theta", BASE)
     if kind == "yarn":
         return _yarn(scaling, base, head_dim, positions)
-    plain = _plain(base, head_dim)
+    plain = 1.0 / _powers(base, head_dim)
     if kind in ("default", "dynamic"):
         return _rope(plain), positions
     if kind == "linear":
@@ -53,7 +48,7 @@ def rope_of(config: ConfigFields, head_dim: int, positions: int, *, partial: boo
 
 
 def _turned(scaling: ConfigFields, head_dim: int, partial: bool) -> int:
-    """How many of a head's values turn."""
+    """How many of a head's values are rotated."""
     share = scaling.number("partial_rotary_factor", 1.0)
     if share == 1.0:
         return head_dim
@@ -66,7 +61,7 @@ def _turned(scaling: ConfigFields, head_dim: int, partial: bool) -> int:
 
 
 def rope_fields(config: ConfigFields, positions: int) -> ConfigFields:
-    """Base and scaling as one object, whichever of both layouts the file has."""
+    """Base and scaling as one object, from either of the two layouts of a config.json."""
     name = "rope_scaling" if config.values.get("rope_scaling") else "rope_parameters"
     merged: dict[str, Any] = dict(config.mapping(name))
     if any(isinstance(value, Mapping) for value in merged.values()):
@@ -82,12 +77,8 @@ def rope_fields(config: ConfigFields, positions: int) -> ConfigFields:
     return ConfigFields(merged, f"{config.where}: {name}")
 
 
-def _plain(base: float, head_dim: int) -> Tensor:
-    return 1.0 / _powers(base, head_dim)
-
-
 def _powers(base: float, head_dim: int) -> Tensor:
-    """Float32 [head_dim / 2]: positions that make one radian."""
+    """Float32 [head_dim / 2]: positions per radian."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
     return torch.pow(base, exponents)
 
@@ -114,13 +105,15 @@ def _yarn(scaling: ConfigFields, base: float, head_dim: int, positions: int) -> 
     factor = scaling.number("factor", positions / original)
     powers = _powers(base, head_dim)
     slow, fast = 1.0 / (factor * powers), 1.0 / powers
-    kept = 1 - _ramp(*_range(scaling, base, head_dim, original), head_dim // 2)
+    low, high = _range(scaling, base, head_dim, original)
+    high += 0.001 if low == high else 0.0  # else a division by zero
+    kept = 1 - ((torch.arange(head_dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
     angles = slow * (1 - kept) + fast * kept
     return _rope(angles, _attention_factor(scaling, factor)), max(positions, int(original * factor))
 
 
 def _range(scaling: ConfigFields, base: float, head_dim: int, original: float) -> tuple[float, float]:
-    """Between which dimensions the angles go over from their own to the slowed ones."""
+    """The dimensions between which angles change from the plain to the slowed ones."""
     if base == 1.0:
         raise scaling.wrong("rope_theta", "other than 1")
 
@@ -132,12 +125,6 @@ def _range(scaling: ConfigFields, base: float, head_dim: int, original: float) -
     if scaling.flag("truncate", True):
         low, high = math.floor(low), math.ceil(high)
     return max(low, 0), min(high, head_dim - 1)
-
-
-def _ramp(low: float, high: float, size: int) -> Tensor:
-    if low == high:
-        high += 0.001  # else a division by zero
-    return ((torch.arange(size, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
 
 
 def _attention_factor(scaling: ConfigFields, factor: float) -> float:
@@ -157,11 +144,14 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 def windows_of(family: str, config: ConfigFields, layers: int) -> tuple[int | None, ...]:
-    """For each layer the number of positions that it sees, itself included; None: all. Empty: all layers see all."""
+    """Positions that each layer attends to, the current one included; None: all. Empty: all layers attend to all."""
     if family not in SLIDES:
         return ()
     window = SLIDES[family](config)
-    kinds = _listed(config, layers) or _unlisted(family, config, layers, window)
+    kinds = _listed(config, layers)
+    if not kinds:  # Mistral's layers are alike, Qwen's have a window from `max_window_layers` on
+        first = 0 if family == "mistral" else config.integer("max_window_layers", 28, least=0)
+        kinds = tuple(SLIDING if window is not None and layer >= first else FULL for layer in range(layers))
     if window is None and SLIDING in kinds:
         raise UsageError(
             f"{config.where}: layer_types names sliding layers, but there is no sliding_window, or use_sliding_window "
@@ -195,12 +185,6 @@ def _listed(config: ConfigFields, layers: int) -> tuple[str, ...]:
     return listed
 
 
-def _unlisted(family: str, config: ConfigFields, layers: int, window: int | None) -> tuple[str, ...]:
-    """Each layer's kind where no list says it: Mistral's are alike, Qwen's slide from `max_window_layers` on."""
-    first = 0 if family == "mistral" else config.integer("max_window_layers", 28, least=0)
-    return tuple(SLIDING if window is not None and layer >= first else FULL for layer in range(layers))
-
-
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
 ACTIVATIONS: Mapping[str, Activation] = {
     "silu": "silu",
@@ -220,7 +204,7 @@ MOST_HEAD_DIM = 4096
 
 @dataclass(frozen=True)
 class FamilyDefaults:
-    """What is assumed of a family when config.json is silent. None: it must not be."""
+    """Defaults of a family for keys that config.json lacks. None: the key is required."""
 
     vocabulary: int | None
     intermediate: int | None
@@ -257,7 +241,7 @@ def rotary_shape(
     intermediate: str = "intermediate_size",
     partial: bool = False,
 ) -> Shape:
-    """`intermediate` is the key that holds the size of an ordinary MLP; `partial`: a part of each head may turn."""
+    """`intermediate`: the key with the size of a dense MLP. `partial`: a part of each head may be left unrotated."""
     known = DEFAULTS[family]
     hidden, heads = config.integer("hidden_size", known.hidden), config.integer("num_attention_heads", known.heads)
     head_dim = _head_dim(family, config, hidden, heads)
@@ -324,10 +308,7 @@ def activation_of(config: ConfigFields, name: str, default: str) -> Activation:
 def end_tokens_of(
     config: ConfigFields, generation: ConfigFields, default: int | None, vocabulary: int
 ) -> tuple[int, ...]:
-    """Those of generation_config.json; if it names none, those of config.json, as transformers chooses.
-
-    One that is outside the vocabulary can never come.
-    """
+    """The end tokens of generation_config.json, or else of config.json, as in transformers; in the vocabulary alone."""
     ends = generation.ids("eos_token_id") or config.ids("eos_token_id", default)
     return tuple(token for token in ends if 0 <= token < vocabulary)
 

@@ -1,6 +1,6 @@
 """Opens a Hugging Face folder: its settings, its tokenizer, and the safetensors files with its weights.
 
-Headers are checked before a byte of weights is read, and tensors are read straight to where they are wanted.
+Headers are checked before weights are read, and tensors are read straight into their destination.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class TensorPlace(StoredTensor):
 
 
 def read_header(path: Path) -> dict[str, TensorPlace]:
-    """The tensors of a file by name; buffers that are no numbers of weights are left out.
+    """The floating-point tensors of a file by name.
 
     Raises `UsageError` for a file that is damaged, cut short, or holds quantised weights.
     """
@@ -114,7 +114,7 @@ class SafetensorsStore:
 
 
 def _source(file: int, name: str, place: TensorPlace) -> DigestSource:
-    """Its bytes, read at their place: threads share the open file."""
+    """A tensor's bytes. `pread` lets threads share the open file."""
 
     def read(start: int, length: int) -> bytes:
         content = os.pread(file, length, place.start + start)
@@ -126,7 +126,7 @@ def _source(file: int, name: str, place: TensorPlace) -> DigestSource:
 
 
 def _fill(file: Any, into: Tensor, path: Path, name: str) -> None:
-    """A system call brings at most 2 GiB: ask until all is there."""
+    """Fill a tensor from the file, in several calls: one reads 2 GiB at most."""
     values: Any = into.reshape(-1).view(torch.uint8).numpy()
     rest = memoryview(values)
     while rest:
@@ -150,7 +150,7 @@ SHOWN = 3
 
 
 def open_shards(folder: Path) -> SafetensorsStore:
-    """Raises `UsageError` when there are none, one is missing, or their headers are damaged."""
+    """Raises `UsageError` if there are no safetensors files, one is missing, or a header is damaged."""
     if (folder / WHOLE).is_file():
         return SafetensorsStore(str(folder), dict(read_header(folder / WHOLE)))
     if (folder / INDEX).is_file():
@@ -194,21 +194,23 @@ def _none(folder: Path) -> UsageError:
 HEAD = "lm_head.weight"
 
 
-def open_folder(folder: Path, name: str, told: MaskHints = NO_HINTS) -> Checkpoint:
-    """Reads settings and headers, and checks them against one another. Raises `UsageError`."""
-    return assembled(folder, name, folder, lambda shape: open_shards(folder), told)
+def open_folder(folder: Path, name: str, hints: MaskHints = NO_HINTS) -> Checkpoint:
+    """Read settings and headers, and check them against each other. Raises `UsageError`."""
+    return assembled(folder, name, folder, lambda shape: open_shards(folder), hints)
 
 
 def assembled(
-    base: Path, name: str, folder: Path | None, open_weights: Callable[[Shape], Store], told: MaskHints = NO_HINTS
+    base: Path, name: str, folder: Path | None, open_weights: Callable[[Shape], Store], hints: MaskHints = NO_HINTS
 ) -> Checkpoint:
-    """Configuration and tokenizer of `base`, with weights that are opened once their shape is known.
+    """Configuration and tokenizer of `base`, and the weights that `open_weights` opens for the shape.
 
-    `folder` is where all of it lies, if it is one place. Raises `UsageError`.
+    `folder` is the one folder that holds all of them, or None. Raises `UsageError`.
     """
     config = read_config(base)
-    shape = shape_of(config, optional(base / "generation_config.json"), told)
-    _refuse_code_of_a_tokenizer(shape, base / "tokenizer_config.json")
+    shape = shape_of(config, optional(base / "generation_config.json"), hints)
+    tokenizer = optional(base / "tokenizer_config.json")
+    if shape.family not in TOKENIZERS or tokenizer.get("tokenizer_class") != TOKENIZERS[shape.family]:
+        refuse_remote_code(tokenizer, str(base / "tokenizer_config.json"))
     store = open_weights(shape)
     layout = layout_for(shape, biases_of(config), store)
     check_store(store, layout, spare=spare_tensors(shape))
@@ -225,16 +227,9 @@ def assembled(
 
 
 def spare_tensors(shape: Shape) -> list[str]:
-    """Tensors that may be stored and are not used: a head beside the embedding that it is tied to."""
+    """Tensors that a file may hold and that are not used: the head of a tied model."""
     names = names_of(shape.family)
     return list(dict.fromkeys([HEAD, *(names.head_of(prefix) for prefix in (names.prefix, ""))]))
-
-
-def _refuse_code_of_a_tokenizer(shape: Shape, path: Path) -> None:
-    """But that of a known one is read from its files, without its code."""
-    settings, known = optional(path), TOKENIZERS.get(shape.family)
-    if known is None or settings.get("tokenizer_class") != known:
-        refuse_remote_code(settings, str(path))
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -250,7 +245,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def layout_for(shape: Shape, biases: Biases, store: Store) -> RotaryLayout | Gpt2Layout:
-    """The names that this store uses: with the prefix or without, head and embedding tied or apart."""
+    """The layout with the names of this store: with the prefix or without, head and embedding tied or apart."""
     names = names_of(shape.family)
     prefix = "transformer." if shape.family == "gpt2" else names.prefix
     if not any(tensor.startswith(prefix) for tensor in store.tensors):
@@ -267,7 +262,9 @@ def layout_for(shape: Shape, biases: Biases, store: Store) -> RotaryLayout | Gpt
 
 
 def tensors_differ(store: Store, one: str, other: str) -> bool:
-    """Whether both are there and differ: then they are not tied, whatever the config says. So does transformers."""
+    """Whether both tensors are stored and differ. Then they are not tied for transformers either, whatever the config
+    says.
+    """
     if one not in store.tensors or other not in store.tensors:
         return False
     if store.tensors[one].dtype != store.tensors[other].dtype:
@@ -277,7 +274,7 @@ def tensors_differ(store: Store, one: str, other: str) -> bool:
 
 
 def stored_dtype(store: Store) -> str:
-    """That of most values' tensors."""
+    """The most frequent dtype of matrices."""
     kinds = [str(stored.dtype).removeprefix("torch.") for stored in store.tensors.values() if len(stored.shape) > 1]
     return max(set(kinds), key=kinds.count) if kinds else "float32"
 

@@ -21,7 +21,7 @@ from gpuinfer.text.transformer import Experts, Layer, Linear, Mixture, Norm, Sha
 
 @dataclass(frozen=True)
 class TensorNames:
-    """Names without ".weight" and ".bias". Those of a layer come after `layer`, with the layer's number in it."""
+    """Names without ".weight" and ".bias". Names within a layer follow `layer`, which holds the layer's number."""
 
     prefix: str = "model."
     embedding: str = "embed_tokens"
@@ -38,7 +38,7 @@ class TensorNames:
     down: str = "down_proj"
     norm: str = "norm"
     head: str = "lm_head"
-    head_within: bool = False  # the prefix is before the head's name too
+    head_within: bool = False  # the head's name has the prefix too
     router: str = "mlp.gate"
     router_bias: str | None = None  # a tensor's whole name within the layer
     expert: str = "mlp.experts.{}."  # before the names of one expert's products
@@ -102,18 +102,18 @@ class TensorLayout(Protocol):
     def shape(self) -> Shape: ...
 
     def weights(self, take: Take) -> Weights:
-        """All weights; those of a layer are taken when it is asked for."""
+        """All weights; those of a layer are taken on access."""
         ...
 
 
 @dataclass(frozen=True)
 class RotaryLayout:
-    """Llama and all that are built alike, by the names that theirs have. `prefix`: before all of them, or nothing."""
+    """Llama and families of the same structure, with their names. `prefix` precedes all names, and may be empty."""
 
     shape: Shape
     biases: Biases
     prefix: str = LLAMA.prefix
-    embedding_name: str | None = None  # where only the head is stored, and tied
+    embedding_name: str | None = None  # if only the tied head is stored
     names: TensorNames = LLAMA
 
     def weights(self, take: Take) -> Weights:
@@ -150,7 +150,7 @@ class RotaryLayout:
         return up, _linear([(prefix + names.down, hidden)], size, self.biases.down, take)
 
     def _shared(self, prefix: str, size: int, like: Tensor, take: Take) -> tuple[Linear, Linear]:
-        """The expert that every token goes through, or nothing in its place."""
+        """The shared expert, or empty matrices."""
         if size:
             return self._mlp(prefix + self.names.shared, size, take)
         hidden = self.shape.hidden
@@ -225,14 +225,14 @@ def _linear(rows: Sequence[tuple[str, int]], columns: int, bias: bool, take: Tak
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor as it is stored."""
+    """A stored tensor's shape and dtype."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
 
 
 class Store(Protocol):
-    where: str  # what messages call it
+    where: str  # its name in messages
 
     @property
     def tensors(self) -> Mapping[str, StoredTensor]: ...
@@ -248,7 +248,7 @@ class Store(Protocol):
 
 SHOWN = 3  # tensors, or experts of a layer, in a message
 EXPERT = re.compile(r"(.+)\.experts\.([0-9]+)\.")
-BUFFERS = re.compile(r"(rotary_emb\.inv_freq|attn\.(bias|masked_bias))$")  # older files keep what can be computed
+BUFFERS = re.compile(r"(rotary_emb\.inv_freq|attn\.(bias|masked_bias))$")  # older files store computable buffers
 
 
 def parts_of(layout: TensorLayout) -> list[TensorPart]:
@@ -264,9 +264,9 @@ def parts_of(layout: TensorLayout) -> list[TensorPart]:
 
 
 def check_store(store: Store, layout: TensorLayout, spare: Sequence[str] = ()) -> None:
-    """Raises `UsageError` that names the first tensors that are missing, unknown or of another shape.
+    """Raises `UsageError` with the first tensors that are missing, unknown or of another shape.
 
-    `spare` names those that may be there and are not used.
+    `spare`: tensors that the store may hold and that are not used.
     """
     wanted = {part.name: part.shape for part in parts_of(layout)}
     missing = {name: shape for name, shape in wanted.items() if name not in store.tensors}
@@ -293,7 +293,7 @@ def check_store(store: Store, layout: TensorLayout, spare: Sequence[str] = ()) -
 
 
 def _without_experts(missing: dict[str, tuple[int, ...]], wanted: Collection[str]) -> list[str]:
-    """Says which experts are missing as a whole, a layer's at once, and takes their tensors out of `missing`."""
+    """A message for each layer of which whole experts are missing. Removes their tensors from `missing`."""
     parts: dict[tuple[str, str], set[str]] = {}
     for name in wanted:
         if found := EXPERT.match(name):
@@ -304,31 +304,29 @@ def _without_experts(missing: dict[str, tuple[int, ...]], wanted: Collection[str
             gone.setdefault(layer, []).append(number)
             for name in names:
                 del missing[name]
-    return [_experts_gone(layer, numbers) for layer, numbers in gone.items()]
-
-
-def _experts_gone(layer: str, numbers: Sequence[str]) -> str:
-    if len(numbers) == 1:
-        return f"expert {numbers[0]} of '{layer}' is missing"
-    more = f" and {len(numbers) - SHOWN} more" if len(numbers) > SHOWN else ""
-    return f"experts {', '.join(numbers[:SHOWN])}{more} of '{layer}' are missing"
+    messages = []
+    for layer, numbers in gone.items():
+        more = f" and {len(numbers) - SHOWN} more" if len(numbers) > SHOWN else ""
+        noun, verb = ("expert", "is") if len(numbers) == 1 else ("experts", "are")
+        messages.append(f"{noun} {', '.join(numbers[:SHOWN])}{more} of '{layer}' {verb} missing")
+    return messages
 
 
 def _nearest(name: str, store: Store, wanted: Mapping[str, tuple[int, ...]]) -> str:
-    """What it may be called there."""
+    """The most similar name among unknown tensors, in words."""
     found = difflib.get_close_matches(name, [one for one in store.tensors if one not in wanted], n=1, cutoff=0.8)
     return f" (is it '{found[0][:120]}'?)" if found else ""
 
 
 def all_weights(layout: TensorLayout, take: Take) -> Weights:
-    """Each weight taken once."""
+    """All weights, those of layers included, each taken once."""
     weights = layout.weights(take)
     return replace(weights, layers=tuple(weights.layers))
 
 
 def read_weights(store: Store, layout: TensorLayout, dtype: torch.dtype, *, by_layer: bool = False) -> Weights:
-    """All weights on the CPU, matrices in `dtype`, norms in float32. Beside them a tensor's worth of memory is used.
-    `by_layer`: a layer is read when it is asked for, each time anew.
+    """All weights on the CPU, matrices in `dtype`, norms in float32. Reading takes the memory of one more tensor.
+    `by_layer`: a layer is read on each access.
     """
 
     def take(parts: Sequence[TensorPart], wide: bool) -> Tensor:

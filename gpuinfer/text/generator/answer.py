@@ -173,7 +173,7 @@ def find_ending(
 
 def logprob_speller(language: LanguageProtocol, sampling: Sampling) -> Spell | None:
     """What adds their names to the tokens of a log-probability, if they are wanted."""
-    return partial(language.spelled, special_tokens=not sampling.skip_special_tokens) if sampling.spelled else None
+    return partial(language.spell_out, special_tokens=not sampling.skip_special_tokens) if sampling.spelled else None
 
 
 def completion(
@@ -261,7 +261,7 @@ class _ResumedReplay:
         self._prompt, self._sampling, self._sample, self._limit = prompt, prompt.sampling, sample, limit
         self._ends = () if prompt.sampling.ignore_eos else language.end_tokens
         stop = prompt.sampling.stop
-        self._growing = language.growing(stop, not prompt.sampling.skip_special_tokens, False) if stop else None
+        self._growing = language.detokenizer(stop, not prompt.sampling.skip_special_tokens, False) if stop else None
         self._matcher = None if matcher is None else matcher.copy()
 
     def of(self, tokens: Ints) -> ResumedAnswer:

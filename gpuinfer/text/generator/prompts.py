@@ -270,7 +270,7 @@ def answer_watchers(
     if not sampling.stop and not prepared.parts:
         return None, None
     tokens = prepared.begun[number].tokens if prepared.begun else NO_TOKENS
-    growing, given = language.growing(sampling.stop, not sampling.skip_special_tokens, prepared.parts), None
+    growing, given = language.detokenizer(sampling.stop, not sampling.skip_special_tokens, prepared.parts), None
     characters = growing.begin(tokens.tolist())
     if prepared.parts:
         before, spell = (characters, len(tokens)), logprob_speller(language, sampling)

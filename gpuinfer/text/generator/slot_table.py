@@ -68,8 +68,8 @@ class SlotTable:
         self.final[slot] = prompt + prepared.limit - 1
         self.ends[slot] = not sampling.ignore_eos
         if row.walk is not None:
-            self.walks = self.walks or row.walk.many(self.slots)
-            self.walks.sit(slot, row.walk)
+            self.walks = self.walks or row.walk.new_walks(self.slots)
+            self.walks.seat(slot, row.walk)
             self.listed += 1
         if row.matcher is not None:
             self.constrained[slot] = self.watched[slot] = True

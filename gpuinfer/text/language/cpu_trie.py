@@ -217,7 +217,7 @@ def land(base, data, starts, place, end):
 
 
 @compiled
-def endings(tokens, starts, texts, text_starts, said_starts, data, places):
+def endings(tokens, starts, texts, text_starts, token_starts, data, places):
     """Of lines of tokens, how many to leave out at the beginning so that the rest says just the line's text; else -1.
 
     tokens: int32, those of line i from `starts[i]`; texts: uint8, from `text_starts[i]`; places: int64 [lines]
@@ -227,11 +227,11 @@ def endings(tokens, starts, texts, text_starts, said_starts, data, places):
         while sound and place > starts[line] and at > text_starts[line]:
             place -= 1
             token = tokens[place]
-            sound = 0 <= token < said_starts.shape[0] - 1
+            sound = 0 <= token < token_starts.shape[0] - 1
             if sound:
-                size = said_starts[token + 1] - said_starts[token]
+                size = token_starts[token + 1] - token_starts[token]
                 at -= size
-                sound = size > 0 and at >= text_starts[line] and alike(data, said_starts[token], texts, at, size)
+                sound = size > 0 and at >= text_starts[line] and alike(data, token_starts[token], texts, at, size)
         places[line] = place - starts[line] if sound and at == text_starts[line] else -1
 
 
@@ -372,7 +372,7 @@ def advance(rows, tokens, places, used, spelt, outcomes):
     for i in range(rows.shape[0]):
         outcomes[i] = GOES_ON
         if places[rows[i]].image != 0 and tokens[i] >= 0:
-            outcomes[i] = say(places[rows[i]], used[rows[i]], np.int64(tokens[i]), spelt)
+            outcomes[i] = advance_row(places[rows[i]], used[rows[i]], np.int64(tokens[i]), spelt)
 
 
 @compiled
@@ -380,13 +380,13 @@ def walk(row, tokens, places, used, spelt, nodes):
     """One row says all these tokens; `nodes` int32 [tokens] gets where it was before each. How many were allowed."""
     for i in range(tokens.shape[0]):
         nodes[i] = places[row].node
-        if say(places[row], used[row], np.int64(tokens[i]), spelt) == REFUSED:
+        if advance_row(places[row], used[row], np.int64(tokens[i]), spelt) == REFUSED:
             return i
     return tokens.shape[0]
 
 
 @called
-def say(place, used, token, spelt):
+def advance_row(place, used, token, spelt):
     if place.done:
         return REFUSED
     return free(place, used, token, spelt) if place.node < 0 else listed(place, used, token)

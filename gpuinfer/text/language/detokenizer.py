@@ -191,8 +191,8 @@ class IncrementalDetokenizer:
     text goes on as if there had been no such string.
     """
 
-    def __init__(self, spelling: Spelling, stop: Sequence[str] = (), *, told: bool = True) -> None:
-        """`told`: `settled` will be asked for what is certain, which is noted with each token then."""
+    def __init__(self, spelling: Spelling, stop: Sequence[str] = (), *, incremental: bool = True) -> None:
+        """`incremental`: `settled` is called, and what is certain is noted with each token."""
         self._spelling, self._stop = spelling, [one for one in stop if one]
         self._reach = max(map(len, self._stop), default=1) - 1  # characters of a stop string's beginning, at most
         self._tail = ""  # the last of them
@@ -201,8 +201,8 @@ class IncrementalDetokenizer:
         self._ends: list[int] = []  # characters after each token, for `kept`
         self._sure: list[int] = []  # of them, those that no later token can take back
         self._cut: int | None = None  # where the text ends, if a stop string has just been completed
-        self._notes = told
-        self._said = self._said_tokens = 0  # characters and tokens that `settled` has told
+        self._incremental = incremental
+        self._given = self._given_tokens = 0  # characters and tokens that `settled` has told
         self._bytes = _utf8("replace" if spelling.raw else "strict")
         self._first = True
         self._strip = spelling.strip
@@ -219,7 +219,7 @@ class IncrementalDetokenizer:
         new = self._written(piece)
         found = self._appended(new) if new else None
         self._ends.append(self._length)
-        if self._notes:
+        if self._incremental:
             self._sure.append(self._certain())
         return found
 
@@ -227,8 +227,8 @@ class IncrementalDetokenizer:
         """First tokens, which `settled` has told elsewhere. Returns how many characters it told with them."""
         for token in tokens:
             self.push(token)
-        self._said, self._said_tokens = self._sure[-1] if self._sure else 0, len(tokens)
-        return self._said
+        self._given, self._given_tokens = self._sure[-1] if self._sure else 0, len(tokens)
+        return self._given
 
     @property
     def text(self) -> str:
@@ -249,12 +249,12 @@ class IncrementalDetokenizer:
         Texts joined are what was certain when the last of these tokens came, though more may be by now: the tokens
         alone say how much has been told, whenever and however often that was.
         """
-        tokens = max(self._said_tokens, self._certain_tokens())
+        tokens = max(self._given_tokens, self._certain_tokens())
         sure = self._sure[tokens - 1] if tokens else 0
-        if sure == self._said and self._stop:  # nothing that anybody would see: the tokens wait for their text
-            return "", self._said_tokens
-        new = self._since(self._said)[: sure - self._said]
-        self._said, self._said_tokens = sure, tokens
+        if sure == self._given and self._stop:  # nothing that anybody would see: the tokens wait for their text
+            return "", self._given_tokens
+        new = self._since(self._given)[: sure - self._given]
+        self._given, self._given_tokens = sure, tokens
         return new, tokens
 
     @property

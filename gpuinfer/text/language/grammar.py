@@ -180,7 +180,7 @@ class GrammarMatchers:
         from gpuinfer.text.language.list_walks import ListedMatcher
 
         tries = self.tries()
-        return ListedMatcher(tries.said(), tries.trie(listed)).warmed()
+        return ListedMatcher(tries.token_bytes(), tries.trie(listed)).warmed()
 
     def tries(self) -> Tries:
         """Where lists are compiled."""

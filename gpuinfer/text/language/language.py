@@ -76,7 +76,7 @@ class Language:
         """The text of an answer; special tokens are left out unless they are wanted."""
         return self._codec.decode(tokens, special_tokens)
 
-    def spelled(self, found: Logprob, special_tokens: bool = False) -> Logprob:
+    def spell_out(self, found: Logprob, special_tokens: bool = False) -> Logprob:
         """With what its tokens are called. `special_tokens`: those are part of the text."""
         named = [self._named(one, special_tokens) for one in (found.chosen, *found.likeliest)]
         return Logprob(named[0], tuple(named[1:]))
@@ -86,17 +86,19 @@ class Language:
         name = piece.encode() if isinstance(piece, str) else piece
         return Candidate(one.token, one.logprob, one.rank, name, not special_tokens and one.token in self._codec.hidden)
 
-    def growing(
-        self, stop: Sequence[str] = (), special_tokens: bool = False, told: bool = True
+    def detokenizer(
+        self, stop: Sequence[str] = (), special_tokens: bool = False, incremental: bool = True
     ) -> IncrementalDetokenizer:
-        """For an answer whose text is wanted as it grows (`told`), or ends with a stop string."""
-        return IncrementalDetokenizer(self._codec.literal if special_tokens else self._codec.spelling, stop, told=told)
+        """For the text of one answer, which may end with a stop string. `incremental`: parts of the text are wanted."""
+        return IncrementalDetokenizer(
+            self._codec.literal if special_tokens else self._codec.spelling, stop, incremental=incremental
+        )
 
     def matcher(self, constraint: Constraint) -> GrammarMatcher | ListedMatcher:
         """Compiled under limits, kept in a bounded cache. Any thread may call it. Raises `BadPrompt`."""
         return self._matchers.matcher(constraint)
 
-    def written(self, messages: Sequence[Mapping[str, Any]], rendering: Rendering) -> str:
+    def render_chat(self, messages: Sequence[Mapping[str, Any]], rendering: Rendering) -> str:
         """The text of a chat, as the model's template writes it. Raises `BadPrompt`."""
         if self._template is None:
             raise BadPrompt("the model has no chat template: it is no chat model. Give a prompt instead of messages.")
@@ -137,7 +139,7 @@ class Language:
         return np.ascontiguousarray(tokens, np.int32)
 
     def _text_of(self, prompt: Prompt) -> str:
-        text = prompt.text if prompt.messages is None else self.written(prompt.messages, prompt.rendering)
+        text = prompt.text if prompt.messages is None else self.render_chat(prompt.messages, prompt.rendering)
         if not isinstance(text, str):
             raise BadPrompt(f"the text of a prompt is a {type(text).__name__}. Write a string.")
         if len(text) > LONGEST_TEXT:

@@ -60,7 +60,7 @@ class TokenBytes:
     def vocabulary(self) -> int:
         return len(self.kinds)
 
-    def said(self, tokens: Sequence[int]) -> list[bytes]:
+    def of(self, tokens: Sequence[int]) -> list[bytes]:
         """What each of the tokens says, in the middle of a text."""
         starts, data = self.starts, self.data
         return [data[starts[token] : starts[token + 1]].tobytes() for token in tokens]
@@ -151,7 +151,7 @@ def _check_unicode(text: str) -> None:
         raise BadPrompt(f"{_shown(text)} in the list holds a replacement character. Write the character itself.")
 
 
-def lines_of(listed: Listed, codec: Codec, said: TokenBytes) -> ListLines:
+def lines_of(listed: Listed, codec: Codec, token_bytes: TokenBytes) -> ListLines:
     """Raises `BadPrompt` for a list that `check` refuses, or that the tokenizer cannot spell."""
     check_list(listed)
     names = tuple(dict.fromkeys(unit for unit, _ in listed.items))
@@ -160,37 +160,41 @@ def lines_of(listed: Listed, codec: Codec, said: TokenBytes) -> ListLines:
     for unit, text in listed.items:
         units.setdefault(text, []).append(numbers[unit])
     texts = [listed.separator + text for text in (*units, listed.end)]
-    spelt = spell_texts(texts, listed, codec, said)
-    if not listed.ends and said.kinds[spelt[-1][-1]] == BYTE:
+    spelt = spell_texts(texts, listed, codec, token_bytes)
+    if not listed.ends and token_bytes.kinds[spelt[-1][-1]] == BYTE:
         raise BadPrompt(
             f"the tokenizer spells the end of {listed.end!r} byte by byte, which what follows could undo. "
             "Use another `end`, or let the answer end there (`ends`)."
         )
-    if not listed.begin and said.differs:
-        _check_first(spelt, said)
+    if not listed.begin and token_bytes.differs:
+        _check_first(spelt, token_bytes)
     return ListLines(
         np.concatenate(spelt), offsets(spelt), (*(tuple(dict.fromkeys(some)) for some in units.values()), ()), names
     )
 
 
-def _check_first(spelt: Sequence[Ints], said: TokenBytes) -> None:
+def _check_first(spelt: Sequence[Ints], token_bytes: TokenBytes) -> None:
     """Each line may be the first of the text, where its first token must say the same as further on."""
-    starts, data = said.lead
+    starts, data = token_bytes.lead
     for token in {int(tokens[0]) for tokens in spelt}:
-        if data[starts[token] : starts[token + 1]].tobytes() != said.said([token])[0]:
+        if data[starts[token] : starts[token + 1]].tobytes() != token_bytes.of([token])[0]:
             raise BadPrompt(
                 "the tokenizer says something else at the beginning of a text than further on, and a list without "
                 "`begin` begins there. Give it a `begin`."
             )
 
 
-def spell_texts(texts: Sequence[str], listed: Listed, codec: Codec, said: TokenBytes) -> list[Ints]:
+def spell_texts(texts: Sequence[str], listed: Listed, codec: Codec, token_bytes: TokenBytes) -> list[Ints]:
     """The tokens of each text, in the middle of a longer one."""
     found: list[Ints | None] = [None] * len(texts)
-    before = ("",) if said.raw else (listed.begin, "x", "")  # what a tokenizer puts before a text is no part of it
+    before = (
+        ("",) if token_bytes.raw else (listed.begin, "x", "")
+    )  # what a tokenizer puts before a text is no part of it
     for context in before:
         left = [number for number, tokens in enumerate(found) if tokens is None]
-        for number, tokens in zip(left, _spelt(context, [texts[number] for number in left], codec, said), strict=True):
+        for number, tokens in zip(
+            left, _spelt(context, [texts[number] for number in left], codec, token_bytes), strict=True
+        ):
             found[number] = tokens
     for tokens, text in zip(found, texts, strict=True):
         if tokens is None:
@@ -202,7 +206,7 @@ def spell_texts(texts: Sequence[str], listed: Listed, codec: Codec, said: TokenB
     return [tokens for tokens in found if tokens is not None]
 
 
-def _spelt(context: str, texts: Sequence[str], codec: Codec, said: TokenBytes) -> list[Ints | None]:
+def _spelt(context: str, texts: Sequence[str], codec: Codec, token_bytes: TokenBytes) -> list[Ints | None]:
     """Of each text the tokens after the context that say it and no more."""
     if not texts:
         return []
@@ -214,7 +218,9 @@ def _spelt(context: str, texts: Sequence[str], codec: Codec, said: TokenBytes) -
     places = np.zeros(len(texts), np.int64)
     starts, text_starts = offsets(encoded), offsets(written)
     tokens, letters = np.concatenate(encoded), np.frombuffer(b"".join(written), np.uint8)
-    cpu_trie.endings(tokens.astype(np.int32), starts, letters, text_starts, said.starts, said.data, places)
+    cpu_trie.endings(
+        tokens.astype(np.int32), starts, letters, text_starts, token_bytes.starts, token_bytes.data, places
+    )
     return [one[place:] if place >= 0 else None for one, place in zip(encoded, places.tolist(), strict=True)]
 
 
@@ -247,7 +253,7 @@ class ListTag:
     offsets: NDArray[np.int64]
 
 
-def tag_of(text: str, said: TokenBytes) -> ListTag:
+def tag_of(text: str, token_bytes: TokenBytes) -> ListTag:
     """Takes some 10 ms for 150,000 tokens."""
     goto = automaton(text.encode())
     if not text:
@@ -258,9 +264,11 @@ def tag_of(text: str, said: TokenBytes) -> ListTag:
         count = 0
         for state in range(len(goto) + 1):
             fresh = state == len(goto)
-            starts, data = said.lead if fresh else (said.starts, said.data)
-            strip = said.strip if fresh else 0
-            count = cpu_trie.bordering(goto, data, starts, said.kinds, strip, state, states, tokens, offsets, count)
+            starts, data = token_bytes.lead if fresh else (token_bytes.starts, token_bytes.data)
+            strip = token_bytes.strip if fresh else 0
+            count = cpu_trie.bordering(
+                goto, data, starts, token_bytes.kinds, strip, state, states, tokens, offsets, count
+            )
         if count <= room:
             return ListTag(goto, states[:count].copy(), tokens[:count].copy(), offsets[:count].copy())
         room = count
@@ -310,7 +318,7 @@ class Trie:
         return int(self.image.ctypes.data)
 
 
-def build_trie(lines: ListLines, tag: ListTag, said: TokenBytes, ends: bool) -> Trie:
+def build_trie(lines: ListLines, tag: ListTag, token_bytes: TokenBytes, ends: bool) -> Trie:
     """From the tokens of all lines. Raises `BadPrompt` where a text could be read in two ways."""
     order = sorted_lines(lines)
     first, token, line = _grown(lines, order)
@@ -330,8 +338,8 @@ def build_trie(lines: ListLines, tag: ListTag, said: TokenBytes, ends: bool) -> 
     }
     lengths = {cpu_trie.NODES: nodes, cpu_trie.WORDS: words, cpu_trie.LENGTH: len(tag.goto)}
     image = _joined_parts(parts, {**lengths, cpu_trie.ENDS: int(ends)})
-    letter = int(said.data[said.starts[token[1]]])  # each line begins with the separator
-    starts, bars = _bars(image, tag, said, letter)
+    letter = int(token_bytes.data[token_bytes.starts[token[1]]])  # each line begins with the separator
+    starts, bars = _bars(image, tag, token_bytes, letter)
     image = np.concatenate([image, starts, bars])
     image[cpu_trie.BAR_STARTS], image[cpu_trie.BARS] = len(image) - len(bars) - len(starts), len(image) - len(bars)
     degrees = np.diff(first)
@@ -402,13 +410,13 @@ def _joined_parts(parts: dict[int, NDArray[np.int32]], numbers: dict[int, int]) 
     return np.concatenate([header, *parts.values()])
 
 
-def _bars(image: Ints, tag: ListTag, said: TokenBytes, letter: int) -> tuple[Ints, Ints]:
+def _bars(image: Ints, tag: ListTag, token_bytes: TokenBytes, letter: int) -> tuple[Ints, Ints]:
     """Tokens that may not come, by the state of the tag: they say it, and then what no list begins with."""
     barred = np.ones(len(tag.tokens), np.bool_)
     usual = np.flatnonzero(tag.states < len(tag.goto))  # at the beginning of a text none is taken
     some, found = tag.offsets[usual], np.zeros(len(usual), np.bool_)
-    ends = said.starts[tag.tokens[usual] + 1]
-    cpu_trie.bar(int(image.ctypes.data), said.data, said.starts, some, ends, letter, found)
+    ends = token_bytes.starts[tag.tokens[usual] + 1]
+    cpu_trie.bar(int(image.ctypes.data), token_bytes.data, token_bytes.starts, some, ends, letter, found)
     barred[usual] = found
     counts = np.bincount(tag.states[barred], minlength=len(tag.goto) + 1)
     return np.concatenate([[0], np.cumsum(counts)]).astype(np.int32), tag.tokens[barred]
@@ -419,7 +427,7 @@ class Tries:
 
     def __init__(self, codec: Codec, vocabulary: int) -> None:
         self._codec, self._vocabulary = codec, vocabulary
-        self._said: TokenBytes | None = None
+        self._token_bytes: TokenBytes | None = None
         self._tags: OrderedDict[str, ListTag] = OrderedDict()
         self._kept: OrderedDict[Listed, Trie | str] = OrderedDict()  # bad ones too, with the reason
         self._bytes = 0
@@ -438,27 +446,27 @@ class Tries:
             raise BadPrompt(known)
         return known
 
-    def said(self) -> TokenBytes:
+    def token_bytes(self) -> TokenBytes:
         """What the vocabulary's tokens say. Raises `BadPrompt`."""
         with self._lock:
             return self._opened()
 
     def _opened(self) -> TokenBytes:
-        if self._said is None:
-            self._said = TokenBytes(self._codec.spelling, self._vocabulary)
-        return self._said
+        if self._token_bytes is None:
+            self._token_bytes = TokenBytes(self._codec.spelling, self._vocabulary)
+        return self._token_bytes
 
     def _compiled(self, listed: Listed) -> Trie | str:
         try:
-            said = self._opened()
-            lines = lines_of(listed, self._codec, said)
-            return build_trie(lines, self._tag(listed.begin, said), said, listed.ends)
+            token_bytes = self._opened()
+            lines = lines_of(listed, self._codec, token_bytes)
+            return build_trie(lines, self._tag(listed.begin, token_bytes), token_bytes, listed.ends)
         except BadPrompt as error:
             return str(error)
 
-    def _tag(self, text: str, said: TokenBytes) -> ListTag:
+    def _tag(self, text: str, token_bytes: TokenBytes) -> ListTag:
         if text not in self._tags:
-            self._tags[text] = tag_of(text, said)
+            self._tags[text] = tag_of(text, token_bytes)
             while len(self._tags) > MOST_TAGS:
                 self._tags.popitem(last=False)
         self._tags.move_to_end(text)

@@ -51,8 +51,8 @@ class ListRules:
 class ListWalks:
     """`rows` rows, each in a list or in none. One thread at a time."""
 
-    def __init__(self, said: TokenBytes, rows: int) -> None:
-        self.said, self._spelt = said, said.arrays
+    def __init__(self, token_bytes: TokenBytes, rows: int) -> None:
+        self.token_bytes, self._spelt = token_bytes, token_bytes.arrays
         self._places: NDArray[Any] = np.zeros(rows, PLACE)
         self._used = np.zeros((rows, 0), np.int32)  # of each row the units that are used up, a bit for each
         self._tries: list[Trie | None] = [None] * rows
@@ -63,9 +63,9 @@ class ListWalks:
 
     def begin(self, row: int, trie: Trie) -> None:
         """The row is at the beginning of an answer."""
-        self._seat(row, trie)
-        said = self.said
-        self._places[row] = (trie.address, -1 if trie.tagged else 0, 0, 0, said.strip, said.differs, 0)
+        self._assign(row, trie)
+        token_bytes = self.token_bytes
+        self._places[row] = (trie.address, -1 if trie.tagged else 0, 0, 0, token_bytes.strip, token_bytes.differs, 0)
         self._used[row] = 0
 
     def take(self, row: int, other: ListWalks, place: int = 0) -> None:
@@ -74,7 +74,7 @@ class ListWalks:
         if trie is None:
             self.leave(row)
             return
-        self._seat(row, trie)
+        self._assign(row, trie)
         self._places[row] = other._places[place]
         self._used[row] = 0
         self._used[row, : trie.words] = other._used[place, : trie.words]
@@ -114,7 +114,7 @@ class ListWalks:
     def done(self, row: int) -> bool:
         return bool(self._places[row]["done"])
 
-    def _seat(self, row: int, trie: Trie) -> None:
+    def _assign(self, row: int, trie: Trie) -> None:
         self._tries[row] = trie
         self._most[row] = trie.most
         if trie.words > self._used.shape[1]:
@@ -133,9 +133,9 @@ ONLY, ALL_BUT = 1, 2  # as in cpu_walk.py
 class ListedMatcher:
     """Where one answer is in its list: a `Matcher`, which a generator may also take over into `Walks` of its own."""
 
-    def __init__(self, said: TokenBytes, trie: Trie) -> None:
-        self.said, self.trie = said, trie
-        self.walks = ListWalks(said, 1)
+    def __init__(self, token_bytes: TokenBytes, trie: Trie) -> None:
+        self.token_bytes, self.trie = token_bytes, trie
+        self.walks = ListWalks(token_bytes, 1)
         self.walks.begin(0, trie)
 
     def warmed(self) -> ListedMatcher:
@@ -174,19 +174,19 @@ class ListedMatcher:
         if (trie := walks.trie(row)) is None:
             raise ValueError(f"row {row} is in no list.")
         copied = cls.__new__(cls)
-        copied.said, copied.trie, copied.walks = walks.said, trie, ListWalks(walks.said, 1)
+        copied.token_bytes, copied.trie, copied.walks = walks.token_bytes, trie, ListWalks(walks.token_bytes, 1)
         copied.walks.take(0, walks, row)
         return copied
 
-    def many(self, rows: int) -> SeatedWalks:
+    def new_walks(self, rows: int) -> SeatedWalks:
         """Arrays for so many rows of this vocabulary, none of them in a list."""
-        return SeatedWalks(self.said, rows)
+        return SeatedWalks(self.token_bytes, rows)
 
     def nodes(self, tokens: Sequence[int] | Ints) -> tuple[int, ...]:
         """Where an answer of these tokens was before each of them; -1 in free text. Whatever was said here so far
         does not matter.
         """
-        walks = ListWalks(self.said, 1)
+        walks = ListWalks(self.token_bytes, 1)
         walks.begin(0, self.trie)
         return tuple(walks.follow(0, np.array(tokens, np.int32))[0].tolist())
 
@@ -194,7 +194,7 @@ class ListedMatcher:
 class SeatedWalks(ListWalks):
     """Walks that take over from matchers."""
 
-    def sit(self, row: int, walk: ListedMatcher) -> None:
+    def seat(self, row: int, walk: ListedMatcher) -> None:
         """The row is where the matcher is, which stays there."""
         self.take(row, walk.walks)
 
@@ -212,7 +212,7 @@ def list_support(
     was drawn by the same list and vocabulary. Raises `BadPrompt` for tokens that the list does not allow, and for other
     nodes.
     """
-    matcher = ListedMatcher(tries.said(), tries.trie(listed))
+    matcher = ListedMatcher(tries.token_bytes(), tries.trie(listed))
     if nodes is not None and list(matcher.nodes(tokens)) != list(nodes):
         raise BadPrompt(
             "the answer's nodes are not those of its tokens in this list: it was drawn with another list, or by a "
