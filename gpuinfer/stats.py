@@ -56,7 +56,7 @@ def account_station(lane: AccountedLane, station: str) -> None:
     account, now = _of_this_thread.account, time.monotonic()
     if account.open is not None:
         last, place, number, since = account.open
-        # one that another thread has ended meanwhile is nobody's: how long it lasted is not known here
+        # a stay that another thread has ended meanwhile does not count: its length is not known here
         if place != IDLE_STATION and last.stays == number + (last is lane):
             account.ended.append((last, place, now - since))
     account.open = (lane, station, lane.stays, now)
@@ -168,7 +168,7 @@ class Lane:
             spent[1] += 1
         self._station, self._since = station, now
         self.stays += 1
-        if self._real:  # on a virtual clock nobody runs
+        if self._real:  # on a virtual clock no thread spends CPU time
             account_station(self, station)
 
     @property
@@ -479,7 +479,7 @@ class Snapshot:
     first_token: Mapping[str, Any] = _counter(HISTOGRAM, _nothing)  # of each answer in text: submit → its first token
     between_tokens: Mapping[str, Any] = _counter(HISTOGRAM, _nothing)  # of each: from token to token, its mean
     errors: Mapping[str, int] = _counter(COUNTS, dict)  # requests, by ERRORS
-    failure: str = _counter(FIRST, "")  # what the first of those that failed was told
+    failure: str = _counter(FIRST, "")  # the error of the first request that failed
     classes: Mapping[str, Mapping[str, Any]] = _counter(CLASSES, dict)  # name → `ClassCount.to_wire()`
     models: Mapping[str, Mapping[str, Any]] = _counter(MODELS, dict)  # of several in one run: name → `of_model`
     notices: tuple[str, ...] = _counter(WORDS, ())  # what the strategy has to say to the user
@@ -488,7 +488,7 @@ class Snapshot:
     lanes: tuple[Mapping[str, Any], ...] = _counter(LANES, ())
     """{name, stations{station: seconds}, visits{station: how often}, ran{station: seconds on a core}}"""
     cpu_s: float = _counter(SECONDS, 0.0)  # that the processes' threads ran on a core
-    cpu_wait_s: float = _counter(SECONDS, 0.0)  # that they were ready and waited for a core; 0 where it is not told
+    cpu_wait_s: float = _counter(SECONDS, 0.0)  # that they were ready and waited for a core; 0 where that is not known
     rss_peak_mb: float = _counter(PEAK, 0.0)
     device: Mapping[str, Any] = _counter(DEVICE, dict)
 

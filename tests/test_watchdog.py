@@ -108,14 +108,14 @@ def test_what_moves_is_accused_of_nothing(caplog):
     dog = Noting(held, say_s=1.0, give_up_s=2.0)
     for batch in range(100):
         held[0] = Held(("batch", batch), Evil(), "has had a batch for {age}", 2.0)
-        dog.look(0.9)
+        dog.check(0.9)
     assert (dog.errors, caplog.messages) == ([], [])
 
 
 def test_words_come_at_doubling_times_and_the_end_once(caplog):
     dog = Noting([Held("batch", Evil(), "has had a batch for {age}", 100.0)], say_s=10.0)
     for _ in range(200):
-        dog.look(1.0)
+        dog.check(1.0)
     assert [message.split("for ")[1].split(".")[0] for message in caplog.messages] == ["10 s", "20 s", "40 s", "80 s"]
     assert [type(error) for error in dog.errors] == [BackendDied]
 
@@ -125,7 +125,7 @@ def test_a_backend_that_compiles_is_said_to(caplog):
     compile_status.begin("step")
     try:
         for _ in range(12):
-            dog.look(1.0)
+            dog.check(1.0)
     finally:
         compile_status.end("step")
     (said,) = caplog.messages
@@ -134,20 +134,20 @@ def test_a_backend_that_compiles_is_said_to(caplog):
 
 def test_a_process_that_was_suspended_accuses_nobody(monkeypatch, caplog):
     dog = Noting([Held("batch", Evil(), "has had a batch for {age}", 100.0)], say_s=10.0)
-    now = dog._looked
+    now = dog._checked
     monkeypatch.setattr(watchdog.time, "monotonic", lambda: now)
     for seconds in (0.0, 1.0, 3600.0, 1.0):
         now += seconds
-        dog.look_again()
+        dog.check_again()
     assert (dog.errors, caplog.messages) == ([], [])
 
 
 def test_who_is_called_by_a_backend_and_does_not_come_back_is_named_in_its_place(caplog):
     dog = Noting([Held("batch", Evil(), "has had a batch for {age}", 20.0)], say_s=10.0)
-    dog.look(1.0)
+    dog.check(1.0)
     with blame.calling_within(Few(), "decide"):
         for _ in range(30):
-            dog.look(1.0)
+            dog.check(1.0)
     assert caplog.messages == [
         "workload 'Few' (module evil) has kept the model waiting in decide for 10 s. It is given up after 20 s."
     ]

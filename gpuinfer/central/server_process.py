@@ -208,7 +208,7 @@ def _obey(line: Channel, desk: RowServer | TextServer, opened: Any, order: Serve
         asked = line.poll(CHANGING_S if pending else LOOK_S)
         for told in pending.done():
             line.send(told)
-        watchdog.look_again()
+        watchdog.check_again()
         if (fault := desk.fault or _overdue(desk, order.batch_timeout_s)) is not None:  # also while it is asked
             fault = _with_last_words(fault, order.texts)
             desk.dismiss_all(fault)

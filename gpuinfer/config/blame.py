@@ -33,7 +33,7 @@ FAILURES: Mapping[str, type[WorkError]] = {
     "backends": BackendError,
     "strategies": StrategyError,
     "workloads": WorkloadError,
-    "decoders": BackendError,  # of its row alone: to whoever asked the model has failed
+    "decoders": BackendError,  # of its row alone: for the client, the model has failed
 }
 
 
@@ -122,11 +122,11 @@ class WarnOnce:
     """Says what plugins raise where nothing depends on it: once for each class of plugin and each of its methods."""
 
     def __init__(self) -> None:
-        self._said: set[tuple[type, str]] = set()
+        self._warned: set[tuple[type, str]] = set()
 
     def __call__(self, plugin: Any, method: str, error: BaseException) -> None:
-        if (key := (type(plugin), method)) not in self._said:
-            self._said.add(key)
+        if (key := (type(plugin), method)) not in self._warned:
+            self._warned.add(key)
             warn(plugin, method, error)
 
 

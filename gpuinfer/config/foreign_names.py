@@ -211,7 +211,7 @@ COMMANDS = {
 
 
 def flag_hint(word: str, known: Collection[str]) -> str:
-    """What is said of a flag that is none of a command's, `known`: a sentence, or "" where there is nothing to say."""
+    """The hint for a flag that is not among a command's flags, `known`: a sentence, or "" where there is none."""
     plain = _plain(word)
     flags = {_plain(one): one for one in known}
     if plain in flags:
@@ -228,7 +228,7 @@ def flag_hint(word: str, known: Collection[str]) -> str:
 
 
 def option_hint(word: str, known: Collection[str]) -> str:
-    """The same of an option by its name in a file or behind -B, where names have underscores and no dashes."""
+    """The same for an option by its name in a file or behind -B, where names have underscores and no dashes."""
     names = {_plain(one): one for one in known}
     plain = _plain(word)
     if plain in names:
@@ -245,7 +245,7 @@ def option_hint(word: str, known: Collection[str]) -> str:
 
 
 def command_hint(word: str) -> str:
-    """What is said of a command of other programs; "" for a word of nobody's."""
+    """The hint for a command of another program; "" where there is none."""
     found = COMMANDS.get(word.replace("_", "-"), "")
     return found if not found or found.endswith(".") else f"Did you mean 'gpuinfer {found}'?"
 

@@ -21,7 +21,7 @@ def in_working_folder() -> None:
 
 def refuse_absent(name: str, what: str = "model") -> None:
     """Raises `UsageError` for `module:function` of a module that is not there. No more than the packages above it are
-    imported; what those raise is told where the module itself is wanted.
+    imported; what those raise is reported where the module itself is wanted.
     """
     module = name.partition(":")[0]
     in_working_folder()

@@ -52,7 +52,7 @@ PROBLEMS = {
 
 @dataclass(frozen=True, slots=True)
 class GivenValue:
-    """A value that somebody gave, and how: `--games`, `GPUINFER_DEVICE`, `gpuinfer.toml [selfplay] games`."""
+    """A value, and where it was given: `--games`, `GPUINFER_DEVICE`, `gpuinfer.toml [selfplay] games`."""
 
     value: Any
     origin: str
@@ -274,7 +274,7 @@ def _explain_one(detail: ErrorDetails, given: Mapping[str, GivenValue], model: t
 
 
 def _own_words(detail: ErrorDetails) -> str:
-    """What a validator of the plugin said, or else pydantic."""
+    """The message of the plugin's validator, or else pydantic's."""
     message = error_text.safe_str(detail.get("ctx", {}).get("error", detail["msg"])).rstrip(".")
     return f"{message}."
 
@@ -332,7 +332,7 @@ class OptionChange:
         return {**found, **without} if self.without else found
 
     def in_command(self, command: str) -> str:
-        """The command with this change: what it said of the option before is gone from it."""
+        """The command with this change, in the place of what it gave the option before."""
         return shlex.join([*self._without(shlex.split(command)), *self.words])
 
     def _without(self, words: Sequence[str]) -> Iterator[str]:

@@ -120,7 +120,7 @@ COMMANDS = (
     "doctor",
     "config",
     "docs",
-)  # ours, whoever is installed
+)  # our own, whatever plugins are installed
 SETTINGS = (
     "backend", "strategy", "device", "dtype", "seed", "json", "trace", "live", "quiet", "verbose", "roofline",
     "trial", "patience", "give_up", "max_failures", "max_queue_rows", "disabled_plugins", "backends", "strategies",
@@ -135,7 +135,7 @@ BUILT_IN, ENVIRONMENT, FOLDER = "built in", "environment", "folder"  # where pac
 
 @dataclass(frozen=True, slots=True)
 class PluginRecord:
-    """One plugin as a package offers it. `ok` is None until somebody has tried to load it."""
+    """One plugin as a package offers it. `ok` is None until it was loaded."""
 
     kind: str
     name: str
@@ -144,8 +144,8 @@ class PluginRecord:
     module: str  # the `module:attribute` of its entry point
     ok: bool | None = None
     reason: str = ""  # why it cannot be used
-    place: str = ENVIRONMENT  # where its package lies: built in, environment, or folder (`host.plugin_folder`)
-    contract: str | None = None  # versions of gpuinfer that its package is for, as `contract.wanted` has them
+    place: str = ENVIRONMENT  # of its package: built in, environment, or folder
+    contract: str | None = None  # versions of gpuinfer that its package is for, as `wanted_versions` has them
 
     @property
     def package(self) -> str:
@@ -161,8 +161,8 @@ def names(kind: str) -> list[str]:
 def load(kind: str, name: str) -> Any:
     """The plugin class of that name.
 
-    Raises `UnknownName` when nobody offers it, and `PluginError` when it is switched off, offered by two packages, for
-    another version of the contract, named like a command of ours, cannot be imported or is no class of its kind.
+    Raises `UnknownName` when no package offers it, and `PluginError` when it is switched off, offered by two packages,
+    for another version of the contract, named like a command of ours, cannot be imported or is no class of its kind.
     """
     return _load(_only_offer(plural(kind), name))
 
@@ -266,13 +266,13 @@ def _discover(path: tuple[str, ...]) -> tuple[PluginRecord, ...]:
     for kind in KINDS:
         for point in points.select(group=f"gpuinfer.{kind}"):
             if id(point.dist) not in known:
-                known[id(point.dist)] = _told_of(point.dist, folder)
+                known[id(point.dist)] = _origin_of(point.dist, folder)
             name, version, place, wanted = known[id(point.dist)]
             found.append(PluginRecord(kind, point.name, name, version, point.value, place=place, contract=wanted))
     return tuple(dict.fromkeys(found))
 
 
-def _told_of(distribution: Distribution | None, folder: Path) -> tuple[str, str, str, str | None]:
+def _origin_of(distribution: Distribution | None, folder: Path) -> tuple[str, str, str, str | None]:
     """Name, version, place and contract."""
     if distribution is None:
         return "unknown package", "", ENVIRONMENT, None

@@ -153,7 +153,7 @@ def _config_file(config: Path | None) -> Path | None:
 
 
 def _regular(file: Path, cure: str) -> Path:
-    """Raises `UsageError` for anything but a file: a pipe that nobody writes to would be waited for without end."""
+    """Raises `UsageError` for anything but a file: a pipe without a writer would be waited for without end."""
     try:
         mode = file.stat().st_mode
     except OSError as error:
@@ -210,7 +210,7 @@ def _read_environment() -> dict[str, Any]:
     fields: dict[str, Any] = dict.fromkeys(_common_keys(), (str, ""))
     fields |= {name: (dict[str, dict[str, Any]], {}) for name in TABLES}
     fields |= {_identifier(name): (dict[str, Any], {}) for name in _tables()}
-    with warnings.catch_warnings(action="ignore"):  # a field named json hides a method that nobody calls here
+    with warnings.catch_warnings(action="ignore"):  # a field named json hides a method that is not used here
         reader = create_model("Environment", __base__=Reader, **fields)
     return EnvSettingsSource(reader)()
 

@@ -45,7 +45,7 @@ class ServerSetup(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
     @property
     def name(self) -> str:
-        """By which clients name the model: never a path, of which only the last part is told."""
+        """By which clients name the model: of a path only its last part."""
         if self.served_model_name:
             return self.served_model_name
         model = self.setup.model

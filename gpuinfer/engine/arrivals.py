@@ -41,7 +41,7 @@ class Offer(NamedTuple):
 class Mix:
     """What the requests are like: rows each, drawn evenly from `rows` (least, most), and their classes by shares.
 
-    Requests of an open loop come from `clients` senders, each as likely as the next; 0: nobody says who it is.
+    Requests of an open loop come from `clients` senders, each as likely as the next; 0: requests name no client.
     Raises `UsageError` for a mix that cannot be.
     """
 

@@ -1,12 +1,12 @@
 """The one queue core: what becomes of each request and each batch, decided without a clock and without I/O.
 
-Three drivers stand on it: the event loop (`engine.engine`), the threads of the central server (`central.desk`) and the
-virtual clock (`simulate.replica`). A driver says what has happened, and when; the core decides, counts, records, and
-lets the strategy learn. Nothing else asks the strategy or writes to the counters and the trace.
+Three drivers stand on it: the event loop (`engine.engine`), the threads of the central server (`central.row_server`)
+and the virtual clock (`lab.simulate`). A driver reports what has happened, and when; the core decides, counts, records,
+and lets the strategy learn. Nothing else asks the strategy or writes to the counters and the trace.
 
 The life of a request: `arrive`. Then it waits, until `decide` names it in a `Cut` or as one to turn away, or the driver
-calls `withdraw`. In each case it ends with one `settled`, whose outcome the driver knows best: only it can tell whether
-the one who asked is still there. The life of a batch: `decide`, `launch`, and `ended` once the backend has answered it.
+calls `withdraw`. In each case it ends with one `settled`, whose outcome the driver knows best: only the driver can tell
+whether the client is still there. The life of a batch: `decide`, `launch`, and `ended` once the backend has answered.
 
 Queue wait ends at the cut, latency at the `settled` of the request; `docs/decisions/core.md` has the reasons.
 """
@@ -28,7 +28,7 @@ from gpuinfer.stats import Lane, Snapshot
 
 
 class Journal(Protocol):
-    """What writes down all that happens: `gpuinfer.trace` does, and so may a test. None of its methods raises."""
+    """Records all that happens, as `trace_recorder.Recorder` does, or a test. No method raises."""
 
     def arrived(self, request: Request) -> None: ...
     def cut(self, requests: Sequence[Request], rows: int, reason: Reason, now: float) -> int: ...
@@ -67,7 +67,7 @@ class Batch:
 class Core:
     """The queue of one backend. Not thread-safe: one thread, or one lock, at a time.
 
-    `warn` may be shared by cores whose strategies are alike, so that what they raise is said once for all.
+    `warn` may be shared by cores whose strategies are alike, so that an error is logged once for all.
     """
 
     def __init__(self, strategy: Strategy, journal: Journal | None = None, warn: WarnOnce | None = None) -> None:
@@ -75,13 +75,13 @@ class Core:
         self.queue = Queue()
         self.rows = 0  # of all requests that wait or are being served
         self.batches = 0  # launched so far
-        self.moved = 0  # requests settled, and steps told
+        self.moved = 0  # requests settled, and steps reported
         self.limits: Limits  # since `open`
         self._tally = Tally()
         self._journal = journal
         self._warn = warn or WarnOnce()
         self._stepped = False
-        self._put_off = False  # by the strategy, when it was last asked
+        self._put_off = False  # by the strategy, at the last `decide`
 
     def open(self, limits: Limits, max_queue_rows: int | None = None, *, stepped: bool = False) -> None:
         """What the backend can take. Before it no request may arrive; clients may join. Raises `UsageError`.
@@ -132,15 +132,15 @@ class Core:
         self.queue.remove((request,))
         return True
 
-    def settled(self, request: Request, outcome: str, now: float, told: object = "") -> None:
-        """A request that was let in has ended: "ok", or as one of `stats.ERRORS`; `told` is the result or error."""
+    def settled(self, request: Request, outcome: str, now: float, detail: object = "") -> None:
+        """A request that was let in has ended: "ok", or as one of `stats.ERRORS`; `detail` is the result or error."""
         self.rows -= request.rows
         self.moved += 1
         self.queue.clients.answered(request.client, now)
         if outcome == "ok":
-            self._tally.answered(request, now, told)
+            self._tally.answered(request, now, detail)
         else:
-            self._tally.error(outcome, request.priority, told)
+            self._tally.error(outcome, request.priority, detail)
         if self._journal is not None:
             self._journal.settled(request, outcome, now)
 

@@ -52,7 +52,7 @@ class Tally:
             self._generated(result, now - request.arrived)
 
     def _generated(self, answer: Generation, latency: float) -> None:
-        """What it took to the first token, from when it was asked for, and from one to the next.
+        """Count the seconds from the request to the first token, and from one token to the next.
 
         The generator's own times, which cost nothing: from the slot to the first token, and to the last. A backend that
         does not tell them is not measured.
@@ -64,11 +64,11 @@ class Tally:
         if tokens > 1 and answer.seconds:
             self._between_tokens.add(after_the_first / (tokens - 1))
 
-    def error(self, kind: str, priority: Priority, told: object = "") -> None:
-        """Count one request that got no result; `kind` is one of `stats.ERRORS`, `told` what it was told."""
+    def error(self, kind: str, priority: Priority, detail: object = "") -> None:
+        """Count one request that got no result; `kind` is one of `stats.ERRORS`, `detail` the error."""
         self._classes[priority].errors[kind] += 1
         if kind == "failed" and not self._failure:
-            self._failure = str(told)
+            self._failure = str(detail)
 
     def snapshot(self, waiting: int, lanes: Sequence[Lane], notices: Sequence[str] = (), slots: int = 0) -> Snapshot:
         counts = {priority.name.lower(): self._classes[priority] for priority in Priority}

@@ -292,9 +292,9 @@ class Engine:
             self._free.put(lane)
         self._wake()
 
-    def _free_slots(self, request: Request, outcome: str, now: float, told: object) -> None:
+    def _free_slots(self, request: Request, outcome: str, now: float, detail: object) -> None:
         """Settle a request with slots: those it took are free, though its batch runs on."""
-        self._core.settled(request, outcome, now, told)
+        self._core.settled(request, outcome, now, detail)
         self._wake()
 
     @contextlib.contextmanager
@@ -349,9 +349,8 @@ class Engine:
         number = batch.number
         what = f"{_counted(len(batch.requests), 'request')}, {_counted(batch.rows, 'row')}"
         if remote or self._streams:
-            doing = (
-                f"has answered nothing for {{age}} ({_counted(len(self._unsettled), 'request')} asked){self._waits()}"
-            )
+            outstanding = _counted(len(self._unsettled), "request")
+            doing = f"has answered nothing for {{age}} ({outstanding} outstanding){self._waits()}"
             return Held(("answers", self._core.moved + self._unsettled.parts), self.backend, doing, limit_s)
         doing = f"has had batch {number} ({what}) for {{age}}{self._waits()}"
         return Held(("batch", number), self.backend, doing, limit_s)
@@ -359,10 +358,10 @@ class Engine:
     def _waits(self) -> str:
         """Whom the backend waits for, as it goes into `Held.doing`."""
         try:
-            told = self.backend.waits_for()
-        except Exception:  # noqa: BLE001 (a plugin's, in the watchdog's thread: what it holds is told without it)
-            told = ""
-        return f", and waits for {told.replace('{', '{{').replace('}', '}}')}" if told else ""
+            reason = self.backend.waits_for()
+        except Exception:  # noqa: BLE001 (a plugin's, in the watchdog's thread: the batch is named without it)
+            reason = ""
+        return f", and waits for {reason.replace('{', '{{').replace('}', '}}')}" if reason else ""
 
     def give_up(self, error: WorkError) -> None:
         """Fail all that is unsettled with this error, and wait for nothing in `close`."""

@@ -42,15 +42,15 @@ class BatchPace:
         return self._seconds.get(rows.bit_length(), unknown)
 
     def fade(self, rows: int) -> None:
-        """Think a little better of what has not been tried: it may have been slow for once, as a first batch is."""
+        """Expect a little less of a device that was not tried: it may have been slow for once, as a first batch is."""
         size = rows.bit_length()
         if size in self._seconds:
             self._seconds[size] *= FADE
 
 
 class FreeLanes:
-    """Lanes without a batch. The one that was used last goes first, of several devices the one that is expected to be
-    done first. While they are asked for more than they can do only one is free at a time: then there is no choice.
+    """Lanes without a batch. The lane that was used last goes first; of several devices, the one that is expected to
+    finish first. Under overload only one lane is free at a time: then there is no choice.
     """
 
     def __init__(self, lanes: Sequence[Lane]) -> None:
@@ -66,16 +66,16 @@ class FreeLanes:
         """A lane for a batch of so many rows. There must be one."""
         if not self._several:
             return self._free.pop()
-        lane = min(reversed(self._free), key=lambda one: self._done_in(one.device, rows))
+        # a device that has not been tried takes no time, and so is tried
+        lane = min(
+            reversed(self._free),
+            key=lambda one: self._paces[one.device].seconds(rows, 0.0) * (1 + self._at_work[one.device]),
+        )
         self._free.remove(lane)
         self._at_work[lane.device] += 1
         for other in {one.device for one in self._free} - {lane.device}:
             self._paces[other].fade(rows)
         return lane
-
-    def _done_in(self, device: str, rows: int) -> float:
-        """A device that has not been tried is tried."""
-        return self._paces[device].seconds(rows, 0.0) * (1 + self._at_work[device])
 
     def took(self, lane: Lane, rows: int, seconds: float) -> None:
         """A batch that was answered."""

@@ -33,7 +33,7 @@ by_arrival = attrgetter("arrived")
 class Clients:
     """Live clients, and which of them think: those that neither wait nor are being served.
 
-    A client that thinks for unusually long is dormant: it does not count as thinking until it has asked again. While no
+    A client that thinks for unusually long is dormant: it does not count as thinking until its next request. While no
     think time is known, none is unusual.
     """
 
@@ -66,7 +66,7 @@ class Clients:
         self._answered.pop(client, None)
 
     def asked(self, client: Hashable, now: float) -> None:
-        """One more outstanding request; `client` is None for one that has not said who it is."""
+        """One more outstanding request; `client` is None for a request that names no client."""
         if client is None:
             self.outstanding += 1
             return
@@ -161,8 +161,9 @@ class GroupQueue:
             self._class_rows[request.priority] -= request.rows
         if tuple(self._requests[: len(requests)]) == requests:  # the oldest first: the usual cut
             del self._requests[: len(requests)]
-        elif len(requests) == 1:  # turned away, withdrawn or expired, perhaps one after the other out of thousands
-            del self._requests[self._place_of(requests[0])]
+        elif len(requests) == 1:  # turned away, withdrawn or expired, perhaps one by one out of thousands
+            first = bisect_left(self._requests, requests[0].arrived, key=by_arrival)
+            del self._requests[self._requests.index(requests[0], first)]
         elif len(self._requests) > 2 * len(self.members) + SLACK:
             self._sweep()
 
@@ -182,9 +183,6 @@ class GroupQueue:
             deadline,
             self._class_rows,
         )
-
-    def _place_of(self, request: Request) -> int:
-        return self._requests.index(request, bisect_left(self._requests, request.arrived, key=by_arrival))
 
     def _sweep(self) -> None:
         self._requests[:] = [request for request in self._requests if request in self.members]

@@ -51,7 +51,7 @@ class Unsettled:
             self._on_part[request] = on_part
 
     def cancelled(self, request: Request) -> bool:
-        """Whether its client has given up, though it may not have said so yet."""
+        """Whether its client has given up, perhaps without a cancellation so far."""
         return self._futures[request].done()
 
     def hand_over(self, request: Request, part: Part) -> None:
@@ -77,7 +77,9 @@ class Unsettled:
         self._futures[request].cancel()
         self._release(request, "cancelled", self._clock())
 
-    def _release(self, request: Request, outcome: str, now: float, told: object = "") -> asyncio.Future[Result] | None:
+    def _release(
+        self, request: Request, outcome: str, now: float, detail: object = ""
+    ) -> asyncio.Future[Result] | None:
         """Take a request off the books. Its future is for the caller to settle; None when it has been cancelled."""
         future = self._futures.pop(request, None)
         if future is None:
@@ -85,7 +87,7 @@ class Unsettled:
         if request.parts:
             self._on_part.pop(request, None)
         gone = future.done()
-        self.settled(request, "cancelled" if gone else outcome, now, told)
+        self.settled(request, "cancelled" if gone else outcome, now, detail)
         return None if gone else future
 
 
@@ -218,7 +220,7 @@ def _settle(backend: Backend, request: Request, result: Result, unsettled: Unset
 
 
 def as_failure(backend: Backend, error: BaseException) -> GpuinferError:
-    """What a request that met this error is told: our own errors as they are, anything else as a BackendError."""
+    """The error of a request that met this one: our own errors as they are, anything else as a BackendError."""
     if isinstance(error, GpuinferError):
         return error
     method = "stream" if backend.streams else "infer"

@@ -1,6 +1,6 @@
 """What may enter the queue, which requests give way when it is full, and which batch comes next: the questions put to a
 strategy, and what of its answers is believed. Nothing here reads a clock: `core.Core`, which alone asks these
-questions, is told the time.
+questions, gets the time.
 """
 
 from __future__ import annotations
@@ -136,8 +136,8 @@ def _account(strategy: Strategy, cut: Cut, now: float) -> None:
 def notices_of(strategy: Strategy) -> tuple[str, ...]:
     """What a strategy has to say to the user. Nothing when it raises: no request and no counter depends on it."""
     try:
-        said = strategy.notices
-        return (said,) if isinstance(said, str) else tuple(map(str, said))
+        notices = strategy.notices
+        return (notices,) if isinstance(notices, str) else tuple(map(str, notices))
     except Exception:  # noqa: BLE001 (a plugin may raise anything)
         return ()
 
@@ -204,7 +204,8 @@ def make_room(
 ) -> Shed:
     """Ask the strategy whom to turn away now that `arriving` does not fit into `bound` rows.
 
-    `refusal` says so; with the time after which to try again, where the strategy knows one, it is what they are told.
+    `refusal` says so: the error of the requests that are turned away, with the seconds after which to try again where
+    the strategy knows them.
     """
     view = queue.view(arriving.group, arriving.arrived, limits)
     if view is None:
@@ -212,13 +213,13 @@ def make_room(
     try:
         victims = _victims(strategy, queue, view, arriving)
         if queue.rows + arriving.rows - sum(victim.rows for victim in victims) > bound:
-            return Shed(refusal=_told(strategy, view, arriving, refusal))
-        told = [(victim, _told(strategy, view, victim, _shed_by(arriving))) for victim in victims]
+            return Shed(refusal=_with_retry(strategy, view, arriving, refusal))
+        turned_away = [(victim, _with_retry(strategy, view, victim, _shed_by(arriving))) for victim in victims]
     except StrategyError as error:
         return Shed(refusal=error)
     for victim in victims:
         queue.remove((victim,))
-    return Shed(told)
+    return Shed(turned_away)
 
 
 def _victims(strategy: Strategy, queue: Queue, view: QueueView, arriving: Request) -> list[Request]:
@@ -232,7 +233,7 @@ def _victims(strategy: Strategy, queue: Queue, view: QueueView, arriving: Reques
     return victims
 
 
-def _told(strategy: Strategy, view: QueueView, request: Request, error: QueueFull) -> QueueFull:
+def _with_retry(strategy: Strategy, view: QueueView, request: Request, error: QueueFull) -> QueueFull:
     try:
         seconds = strategy.retry_after(view, request)
         error.retry_after_s = None if seconds is None else max(0.0, float(seconds))

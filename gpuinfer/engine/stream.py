@@ -1,6 +1,6 @@
-"""The side of the client: the stream of a result that is read as it grows, and retries while the queue is full.
+"""The client's side of the engine: a result that is read while it grows, and retries while the queue is full.
 
-A reader may be slower than the model; nobody waits for it, its parts are joined until it reads them.
+A reader may be slower than the model: the model does not wait, parts are joined until the reader takes them.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ async def _fill(inbox: _Inbox, ask: Callable[[OnPart], Coroutine[Any, Any, Resul
     try:
         inbox.result = await ask(inbox.put)
         inbox.done = True
-    except Exception as error:  # noqa: BLE001 (whatever it is, the reader is told)
+    except Exception as error:  # noqa: BLE001 (any error is raised where the parts are read)
         inbox.error = error
 
 

@@ -1,9 +1,7 @@
 """Joins the parts that a run's engines have written into one trace, in the order of their times.
 
-Nothing is held in memory but a stretch of each part: a part is nearly sorted, since each of its engine's threads writes
-soon after it has looked at the clock.
-
-One run at a time records to one file: a second one would take the parts of the first for leftovers.
+Only a stretch of each part is in memory: a part is nearly sorted, since each thread of an engine writes soon after it
+has read the clock. One run at a time records to one file: a second run would take the parts of the first for leftovers.
 """
 
 from __future__ import annotations
@@ -75,7 +73,7 @@ def _locked(trace: Path) -> int:
             return descriptor
         if _is_still(path, descriptor):
             return descriptor
-        os.close(descriptor)  # whoever held it took the file away meanwhile
+        os.close(descriptor)  # the process that held the lock has removed the file meanwhile
 
 
 def _is_still(path: Path, descriptor: int) -> bool:
@@ -107,7 +105,7 @@ class Merged:
 def recording(trace: str | None, merged: Callable[[Merged], None] = lambda merged: None) -> Iterator[None]:
     """Record what runs inside to this file: `prepare` before, `merge` after, whatever happens. None: do nothing.
 
-    `merged` is told what there is. Raises what they raise, an error from inside before all others, and `UsageError`
+    `merged` gets the outcome. Raises what they raise, an error from inside before all others, and `UsageError`
     while another run records to the same file.
     """
     if trace is None:
@@ -217,7 +215,7 @@ class _TracePart:
             held: list[Entry] = []
             while stretch := list(itertools.islice(lines, STRETCH)):
                 held += stretch
-                held.sort(key=_time)
+                held.sort(key=lambda entry: entry[0])
                 yield from held[:-STRETCH]
                 del held[:-STRETCH]
             yield from held
@@ -230,10 +228,6 @@ class _TracePart:
             if not (at.isdecimal() and kind in KINDS and rest.endswith("\n")):
                 return
             yield int(at), engine, kind, rest[:-1]
-
-
-def _time(entry: Entry) -> int:
-    return entry[0]
 
 
 def _incomplete(parts: list[_TracePart]) -> int:

@@ -1,7 +1,7 @@
 """Reads a trace: what arrived, which batches were cut, when they ran, how each request ended.
 
-Believes nothing: a trace may come from anybody. One line is held at a time, and none may be longer than any recorder
-writes.
+A trace may come from a stranger: everything is checked. One line at a time is in memory, and no line may be longer than
+a recorder writes.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Arrival(NamedTuple):
     at: float
     rows: int
     priority: Priority = Priority.NORMAL
-    client: str | None = None  # whoever asked, as text
+    client: str | None = None  # as text
     left_s: float | None = None  # to its deadline
     group: str | None = None
     engine: int = 0

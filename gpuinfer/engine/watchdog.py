@@ -1,7 +1,7 @@
 """Who holds what, and for how long: a plugin that keeps a run waiting is named, and in the end it is given up.
 
-The look is taken from a thread, since a plugin may block the event loop itself. It counts its own looks, not seconds,
-so that a process that was suspended accuses no plugin.
+A thread of the watchdog's own checks, since a plugin may block the event loop itself. Time counts as far as the thread
+was running: a process that was suspended accuses no plugin.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ log = logging.getLogger(__name__)
 
 START, STRATEGY, REMOTE = 6.0, 0.1, 6.0  # of `give_up`: loading takes long, deciding does not, a far side has its own
 LONGEST = 50.0  # times the longest batch so far: a run that is slow is not one that hangs
-LOOKS = 8  # while a plugin may hold something without a word
-LOOK_S = 1.0  # between two looks, at most
+CHECKS = 8  # until the first warning
+CHECK_S = 1.0  # between two checks, at most
 REACT_S = 5.0  # for the event loop to take in that something is given up
 
 
@@ -60,7 +60,7 @@ class Patience:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """What a plugin has in hand. The same key at the next look says that nothing has moved."""
+    """What a plugin has in hand. The same key at the next check means that nothing has moved."""
 
     key: Hashable
     plugin: Any
@@ -70,14 +70,14 @@ class Held:
     within: bool = False  # another plugin has called it, and waits for it
 
 
-Looks = Callable[[], Iterable[Held]]
+Sources = Callable[[], Iterable[Held]]
 
 
 class Watchdog:
-    """Looks at what is held, from `start` to `stop`.
+    """Checks what is held, from `start` to `stop`.
 
     `give_up` is called on the loop, once, with the error that names who held what for too long; `stuck` with the same
-    from the thread, when the loop is blocked and has not taken that in. `name` stands before what is said.
+    from the thread, when the loop is blocked and has not taken that in. `name` stands before each warning.
     """
 
     def __init__(
@@ -89,27 +89,28 @@ class Watchdog:
     ) -> None:
         self.patience = patience
         self._give_up, self._stuck, self._name = give_up, stuck, f"{name}: " if name else ""
-        self._looks: list[Looks] = []
+        self._sources: list[Sources] = []
         self._plugins: list[Any] = []
-        self._every_s = min(LOOK_S, patience.say_s / LOOKS)
-        self._over, self._looked = threading.Event(), time.monotonic()
+        self._every_s = min(CHECK_S, patience.say_s / CHECKS)
+        self._over, self._checked = threading.Event(), time.monotonic()
         self._held_s: dict[Hashable, float] = {}
-        self._say_at: dict[Hashable, float] = {}  # at which age there is a next word
+        self._warn_at: dict[Hashable, float] = {}  # the age at which the next warning is due
         self._beats, self._heard = 0, -1  # of the loop
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = 0  # of the loop
         self._error: WorkError | None = None  # of what was given up
-        self._taken_in, self._given_up_s = False, 0.0
+        self._taken_in, self._unheard_s = False, 0.0
 
-    def watch(self, looks: Looks, *plugins: Any) -> None:
-        """Look at these from now on, from another thread; `plugins` are those who may block the loop, or
-        classes of what is called in their place.
+    def watch(self, sources: Sources, *plugins: Any) -> None:
+        """Check these sources from now on, from another thread.
+
+        `plugins` are those that may block the loop, or classes of what is called in their place.
         """
-        self._looks.append(looks)
+        self._sources.append(sources)
         self._plugins.extend(plugins)
 
     def start(self) -> None:
-        """On the loop that is watched. Without one, call `look_again` from time to time."""
+        """On the loop that is watched. Without one, call `check_again` from time to time."""
         self._loop, self._thread = asyncio.get_running_loop(), threading.get_ident()
         threading.Thread(target=self._run, name="gpuinfer watchdog", daemon=True).start()
 
@@ -117,35 +118,35 @@ class Watchdog:
         self._over.set()
 
     def _run(self) -> None:
-        self._looked = time.monotonic()
+        self._checked = time.monotonic()
         while not self._over.wait(self._every_s):
-            self.look_again()
+            self.check_again()
 
-    def look_again(self) -> None:
-        """Another look. What passed since the last one counts as far as a pause between looks explains it."""
+    def check_again(self) -> None:
+        """Check once more. Of the time since the last check two intervals count: it may have been suspended."""
         now = time.monotonic()
-        passed_s, self._looked = now - self._looked, now
-        self.look(min(passed_s, 2 * self._every_s))
+        passed_s, self._checked = now - self._checked, now
+        self.check(min(passed_s, 2 * self._every_s))
 
-    def look(self, passed_s: float) -> None:
-        """One look, so many seconds after the one before."""
+    def check(self, passed_s: float) -> None:
+        """Check once, so many seconds after the check before."""
         held = {one.key: one for one in self._all_held()}
         self._held_s = {key: self._held_s.get(key, -passed_s) + passed_s for key in held}
-        self._say_at = {key: at for key, at in self._say_at.items() if key in held}
+        self._warn_at = {key: at for key, at in self._warn_at.items() if key in held}
         within_s = max([self._held_s[key] for key, one in held.items() if one.within], default=0.0)
         for key, one in held.items():
             age_s = self._held_s[key]
             if not (0 < age_s < 2 * within_s and isinstance(one.plugin, Backend)):  # else it waits itself
                 self._judge(one, age_s)
         if self._error is not None and not self._taken_in:
-            self._given_up_s += passed_s
-            if self._given_up_s >= min(REACT_S, self.patience.say_s):
+            self._unheard_s += passed_s
+            if self._unheard_s >= min(REACT_S, self.patience.say_s):
                 self._taken_in = True
                 self._stuck(self._error)
 
     def _all_held(self) -> list[Held]:
-        """What is held; of one that blocks the loop that alone, since all else is held up by it."""
-        held = [one for looks in self._looks for one in looks()]
+        """What is held. While a plugin blocks the loop, that plugin alone: everything else waits for the loop."""
+        held = [one for sources in self._sources for one in sources()]
         held += [self._call(one, held) for one in blame.calls_within()]
         if (blocking := self._loop_held()) is None:
             return held
@@ -161,12 +162,12 @@ class Watchdog:
 
     def _judge(self, held: Held, age_s: float) -> None:
         if age_s >= held.limit_s and self._error is None:
-            self._error = given_up(held, age_s)
+            self._error = give_up_error(held, age_s)
             self._on_loop(self._end)
             return
-        say_at = self._say_at.get(held.key, self.patience.say_s * held.grace)
-        if age_s >= say_at and self._error is None:
-            self._say_at[held.key] = 2 * say_at
+        warn_at = self._warn_at.get(held.key, self.patience.say_s * held.grace)
+        if age_s >= warn_at and self._error is None:
+            self._warn_at[held.key] = 2 * warn_at
             until = f" It is given up after {seconds(held.limit_s)}." if held.limit_s < math.inf else ""
             doing = held.doing.format(age=seconds(age_s))
             doing += f" ({compile_status.NOTE})" if compile_status.is_compiling() else ""
@@ -229,12 +230,12 @@ def culprit(thread: int, plugins: Sequence[Any]) -> tuple[Any, str, str] | None:
     return found
 
 
-def given_up(held: Held, age_s: float) -> WorkError:
+def give_up_error(held: Held, age_s: float) -> WorkError:
     """The error that ends a run because of what was held for so long."""
     kind = type(blame.failure(held.plugin, ""))
-    said = f"{blame.who(held.plugin)} {held.doing.format(age=seconds(age_s))}, and is given up"
+    what = f"{blame.who(held.plugin)} {held.doing.format(age=seconds(age_s))}, and is given up"
     cure = f"Mend it{blame.checked(held.plugin)}, or allow more with --give-up."
-    return (BackendDied if kind is BackendError else kind)(f"{said}. {cure}")
+    return (BackendDied if kind is BackendError else kind)(f"{what}. {cure}")
 
 
 def seconds(count: float) -> str:

@@ -1,4 +1,4 @@
-"""Cut when the batch is full, when nobody is left to wait for, or when waiting costs more than it saves."""
+"""Cut when the batch is full, when no client is left to wait for, or when waiting costs more than it saves."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ class Dynamic(Strategy):
 
     def select(self, queue: QueueView) -> list[Request]:
         """The oldest requests, as long as their rows fit; a block over the cap goes alone."""
-        return oldest_first(queue, self._timing.room(queue), self._share(queue))
+        share = self._timing.share(queue) if self.options.max_wait is None else math.inf
+        return oldest_first(queue, self._timing.room(queue), share)
 
     def reason(self, queue: QueueView) -> Reason:
         if self.options.max_wait is None or queue.all_clients_wait or queue.rows >= self._timing.room(queue):
@@ -47,6 +48,3 @@ class Dynamic(Strategy):
 
     def observe(self, batch: BatchRecord) -> None:
         self._timing.observe(batch)
-
-    def _share(self, queue: QueueView) -> float:
-        return self._timing.share(queue) if self.options.max_wait is None else math.inf

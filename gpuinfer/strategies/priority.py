@@ -1,13 +1,11 @@
-"""Who has waited for so long that others must not go first: the lines of requests that a batch is filled from.
-
-Classes of requests: which of those that wait go first, which share the batch, and which are turned away.
+"""Classes of requests: which of the waiting ones go first, which share a batch, and which are turned away.
 
 **Shares.** Over any stretch in which a class has at least three full batches waiting, it gets its share of the rows
 less at most four full batches, as far as blocks fit together: rows that only a small block can use go to it. What
 a class does not use goes to the next lower one that waits, then to the next higher. In mode `strict` the highest
 class goes first instead, and lower ones get what it leaves.
 
-**Order inside a class.** Whoever has waited for `ageing` seconds goes first, the oldest of them before all others;
+**Order inside a class.** Requests that have waited for `ageing` seconds go first, the oldest of them before all others;
 then clients take turns by rows, and of one client the earliest deadline goes first (see `FairClients`).
 
 **Bound on the wait.** With shares, once a request has waited for `ageing` seconds, none of its class that came
@@ -16,9 +14,7 @@ later is served before it: it waits at most until those that came before it are,
 that (high, normal, low) it is kept out of a batch only by those of any class that came before it.
 
 **Company.** However much of the lower classes waits, the higher one's 99th percentile stays within one full batch's
-time of what it would be alone (see `company`), while it keeps within its share and its blocks are small.
-
-Which of the waiting requests go into a batch.
+time of what it would be alone (see `CompanyBound`), while it keeps within its share and its blocks are small.
 """
 
 from __future__ import annotations
@@ -108,7 +104,7 @@ class ByPriority(Strategy):
         )
         mode: Literal["shares", "strict"] = Field("shares", description="strict: the highest class goes first, always")
         ageing: float = Field(
-            5.0, gt=0, allow_inf_nan=False, description="seconds of waiting after which nobody newer goes first"
+            5.0, gt=0, allow_inf_nan=False, description="seconds of waiting after which no newer request goes first"
         )
 
         @field_validator("shares", mode="before")

@@ -1,6 +1,5 @@
-"""How long a batch takes by its size, learnt from the batches that ran.
-
-How long batches of each size have taken, without a belief about sizes that were not seen.
+"""How long a batch takes by its size, learnt from the batches that ran: a line with known sizes on it, and a curve
+without a model for sizes that were not seen.
 """
 
 from __future__ import annotations
@@ -17,8 +16,8 @@ CHANGE = 6.0  # summed deviations, beyond one for each batch, that cannot be cha
 FIRST = 4  # batches of a size that are all believed
 LATE = 2.5  # mean absolute deviations above the mean: one batch in twenty, if they are anything like normal
 FASTER = 1.05  # a size is better than another when its rate is higher by this factor
-TICK_S, LONGEST_S = 1e-9, 1e6  # a time below or above is counted as these: what no clock tells apart, or nobody awaits
-REFRESH = 4  # batches between two looks at which sizes are good
+TICK_S, LONGEST_S = 1e-9, 1e6  # a time below or above counts as these: what no clock can measure, or no client awaits
+REFRESH = 4  # batches between two searches for sizes that are good
 
 
 class ServiceTime:
@@ -244,7 +243,7 @@ class SizeCurve:
     """The service time by straight lines between the sizes that were seen.
 
     Below the smallest of them a row is taken to cost what it costs there: the most that a smaller batch could save, so
-    that whoever could use a shorter one tries it. Never falling: what a larger batch does a smaller one can do.
+    that a caller that could use a shorter one tries it. Never falling: what a larger batch does a smaller one can do.
     """
 
     __slots__ = ("_batches", "_points", "_sizes")

@@ -1,14 +1,10 @@
-"""What each class is owed: credits in rows, so that shares hold over time although no block is split.
+"""What each class of requests is owed, what each client of a class is owed, and whom a full queue turns away.
 
-Deficit counters as in M. Shreedhar and G. Varghese, "Efficient fair queueing using deficit round robin", 1995; that a
-class may also run into debt, and pays it back later, is their surplus variant (H. Adiseshu, G. Parulkar, G. Varghese,
-"A reliable and scalable striping protocol", 1996). Lists hold one entry for each class, highest first.
-
-Shares of the classes as people give them: `60,30,10`, `high=60,low=20`, or a table.
-
-Fair queueing between the clients of one class.
-
-Room in a full queue: each class has its own, and may use what nobody else needs.
+Credits are rows, so that shares hold over time although no block is split: deficit counters as in M. Shreedhar and
+G. Varghese, "Efficient fair queueing using deficit round robin", 1995; that a class may also run into debt, and pays it
+back later, is their surplus variant (H. Adiseshu, G. Parulkar, G. Varghese, "A reliable and scalable striping
+protocol", 1996). Lists hold one entry for each class, highest first. Users write shares as `60,30,10`,
+`high=60,low=20`, or a table.
 """
 
 from __future__ import annotations
@@ -24,7 +20,7 @@ from typing import Any
 
 from gpuinfer.api import Priority, QueueView, Request
 
-GROUPS_KEPT = 64  # whoever was served longest ago is forgotten, with its credits, once there are more groups
+GROUPS_KEPT = 64  # with more groups, the group that was served longest ago is forgotten with its credits
 
 
 def hand_on(rows: Sequence[float], most: Sequence[float]) -> list[float]:
@@ -71,9 +67,9 @@ class Credits:
         return hand_on(entitled, waiting)
 
     def settle(self, group: Hashable, served: Sequence[int], waiting: Sequence[int], debt: float) -> None:
-        """A batch of these rows was cut; `waiting` says what waited before. Nobody comes to owe more than `debt`.
+        """A batch of these rows was cut; `waiting` says what waited before. No class comes to owe more than `debt`.
 
-        Who would owe more, because its small blocks fit where no others do, has had what nobody else could use.
+        A class that would owe more, because its small blocks fit where no others do, has had what no other could use.
         """
         due = self.due(group, sum(served), waiting)
         self._of.pop(group, None)
@@ -181,7 +177,7 @@ class FairClients:
 
         By start; of one client, and of those that start together, the earliest deadline first (C. Liu and J. Layland,
         "Scheduling algorithms for multiprogramming in a hard-real-time environment", 1973), then the oldest. Without
-        `dated` nobody has a deadline.
+        `dated` no request has a deadline.
         """
         heads: dict[Hashable, Request] = {}
         lines: defaultdict[Hashable, list[Request]] = defaultdict(list)
@@ -249,7 +245,7 @@ CHUNK = 256  # requests looked at in one go
 
 
 def give_up(queue: QueueView, arriving: Request, shares: Sequence[float]) -> list[Request]:
-    """Whom to turn away so that `arriving` fits; nobody when it has no better right to the room.
+    """The requests to turn away so that `arriving` fits; none when it has no better right to the room.
 
     The room of a class is its part, of 1, of all the rows that may wait. Only classes that use more than theirs give
     way, the lowest first, and of each the newest requests: to any class that stays within its own room, and else to

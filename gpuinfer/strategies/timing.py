@@ -1,12 +1,9 @@
-"""When to cut: as soon as there is room, unless waiting for a little company pays. Shared by the strategies.
+"""When to cut: as soon as there is room, unless waiting for a little company pays; and a batch while it is filled.
 
-A batch while it is filled, and the lines that it is filled from.
-
-How much company of lower classes a request of a higher class can bear in its batch.
-
-A batch is not interrupted: whoever comes just after a cut waits for a full batch. That much is promised, and no more:
-`p99 under load ≤ p99 alone + τ(full batch)`. So rows of lower classes that fill up its own batch may make that one
-longer only as far as it has not waited already.
+How much company of lower classes a request of a higher class can bear in its batch is bounded too. A batch is not
+interrupted: a request that arrives just after a cut waits for a full batch. That much is promised, and no more:
+`p99 under load ≤ p99 alone + τ(full batch)`. So rows of lower classes that fill up a batch may make it longer only as
+far as its oldest request has not waited already.
 """
 
 from __future__ import annotations
@@ -85,7 +82,7 @@ class CutTiming:
     def share(self, queue: QueueView) -> float:
         """The requests for one lane when all lanes share alike what the live clients ask; inf when none are known.
 
-        Without it, whoever comes back together goes together for ever, while other lanes have next to nothing to do.
+        Without it, clients that come back together go together for ever, while other lanes have next to nothing to do.
         """
         if not queue.live or queue.limits.slots is not None:
             return math.inf
@@ -120,7 +117,7 @@ class CutTiming:
     def _pays(self, waiting: int, rate: float) -> bool:
         """Whether waiting for one more arrival saves more than it costs those who wait, one gap between arrivals each.
 
-        Whoever comes next saves about half of what an extra batch would cost: solving the queue's Markov chain for the
+        The next arrival saves about half of what an extra batch would cost: solving the queue's Markov chain for the
         threshold of least mean latency gives half of the arrivals within a batch's fixed cost (docs/strategies.md).
         """
         return rate > 0 and (waiting + 0.5) / rate < self.service.fixed / 2
@@ -176,7 +173,7 @@ class Filling:
 
     def take_width(self, lines: Sequence[ClassLine], most: int) -> None:
         """Have room for the next request of each line, up to `most` rows. A block may well be wider than the batches
-        that are large enough: those behind it would wait until nobody else comes.
+        that are large enough: those behind it would wait until no other request comes.
         """
         self.room = max(self.room, min(most, max(line.head_rows for line in lines)))
 
@@ -194,9 +191,9 @@ class Filling:
         self.rows += taken
 
     def top_up(self, lines: Sequence[ClassLine], due: Sequence[float], limit: int, *, stop: bool) -> None:
-        """Use what is left, though no class is due all of a block: whoever is due most takes its next one.
+        """Use what is left, though no class is due all of a block: the class that is due most takes its next one.
 
-        With `stop` whoever is due most and does not fit ends it: what comes free is for that one.
+        With `stop` the class that is due most ends it when its block does not fit: what comes free is for that class.
         """
         while self.left >= 1:
             fits = [
@@ -220,19 +217,21 @@ TRIES = 32
 class CompanyBound:
     """Learns what batches cost and how fast the classes come; says how long a batch may get."""
 
-    __slots__ = ("_asked", "_curve", "_rates", "_seen")
+    __slots__ = ("_curve", "_rates", "_requests_rate", "_seen")
 
     def __init__(self) -> None:
         self._curve = SizeCurve()
         self._rates = [0.0] * len(Priority)  # rows per second that were cut; older batches count exponentially less
-        self._asked = [0.0] * len(Priority)  # requests per second, likewise
+        self._requests_rate = [0.0] * len(Priority)  # requests per second, likewise
         self._seen: float | None = None
 
     def account(self, rows: Sequence[int], requests: Sequence[int], now: float) -> None:
         """So many of each class were cut."""
         fade = 1.0 if self._seen is None else math.exp(min(0.0, self._seen - now) / MEMORY_S)
         self._rates = [rate * fade + new / MEMORY_S for rate, new in zip(self._rates, rows, strict=True)]
-        self._asked = [rate * fade + new / MEMORY_S for rate, new in zip(self._asked, requests, strict=True)]
+        self._requests_rate = [
+            rate * fade + new / MEMORY_S for rate, new in zip(self._requests_rate, requests, strict=True)
+        ]
         self._seen = now
 
     def observe(self, rows: int, seconds: float) -> None:
@@ -259,8 +258,8 @@ class CompanyBound:
         come no earlier than shortly after a cut: they wait for what is left of a batch of n, and then for their own.
         At a low rate most find a lane free.
         """
-        rate, asked = (sum(rates[: request.priority + 1]) / lanes for rates in (self._rates, self._asked))
-        rows = min(request.rows, math.ceil(rate / asked)) if asked else request.rows
+        rate, requests = (sum(rates[: request.priority + 1]) / lanes for rates in (self._rates, self._requests_rate))
+        rows = min(request.rows, math.ceil(rate / requests)) if requests else request.rows
         for _ in range(TRIES):
             own = self._curve.seconds(rows)
             if rate * own <= rows:

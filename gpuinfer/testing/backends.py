@@ -72,19 +72,19 @@ def fault_of_generation(result: Result, prompt: Prompt) -> str | None:
     return None
 
 
-def fault_of_device(told: Any) -> str | None:
+def _fault_of_device(facts: Any) -> str | None:
     """It goes into reports and onto the screen four times a second."""
-    if not isinstance(told, Mapping):
-        return f"device() gave {told!r:.60}. Return a dict; an empty one when nothing is known."
+    if not isinstance(facts, Mapping):
+        return f"device() gave {facts!r:.60}. Return a dict; an empty one when nothing is known."
     wrong = next(
-        (key for key, (low, high) in DEVICE.items() if key in told and not _between(told[key], low, high)), None
+        (key for key, (low, high) in DEVICE.items() if key in facts and not _between(facts[key], low, high)), None
     )
     if wrong is not None:
-        return f"device() says {wrong} = {told[wrong]!r}. Leave it out, or give a number in {UNITS[wrong]}."
-    if not isinstance(told.get("model", {}), Mapping) or not isinstance(told.get("tokens", {}), Mapping):
+        return f"device() says {wrong} = {facts[wrong]!r}. Leave it out, or give a number in {UNITS[wrong]}."
+    if not isinstance(facts.get("model", {}), Mapping) or not isinstance(facts.get("tokens", {}), Mapping):
         return "device() says model or tokens otherwise than as a dict. Give plain facts by name, and {input, output}."
     try:
-        json.dumps(told, allow_nan=False)
+        json.dumps(facts, allow_nan=False)
     except (TypeError, ValueError) as error:
         return f"device() gave what no report can hold: {error}. Return numbers and texts alone."
     return None
@@ -95,7 +95,7 @@ def _between(value: Any, low: float, high: float) -> bool:
 
 
 MOST_ROWS = 4096  # the widest batch that is tried
-CROWD = 64  # requests asked at once
+CROWD = 64  # requests at once
 
 MakePayload = Callable[[int, int], Any]
 """From a number of rows and a seed to a payload; other seeds give other payloads."""
@@ -128,8 +128,8 @@ class _BackendExamination:
     def __init__(self, backend: Backend, make_payload: MakePayload | None, examiner: Examination) -> None:
         self.backend = backend
         self.examiner = examiner
-        self._make_payload = make_payload or self._payload
-        self._steps: list[tuple[int, float, bool]] = []  # rows, seconds, told on the event loop
+        self._make_payload = make_payload or (_prompt if self._is_of_text else self._features)
+        self._steps: list[tuple[int, float, bool]] = []  # rows, seconds, reported on the event loop
 
     async def run(self) -> None:
         examiner = self.examiner
@@ -170,19 +170,13 @@ class _BackendExamination:
 
     @property
     def _has_slots(self) -> bool:
-        """And steps of its own: those of a remote backend are told over there."""
+        """And steps of its own: a remote backend reports its steps where batches form."""
         return self.backend.streams and self.backend.limits.slots is not None and not self.backend.remote
-
-    def _stepped(self, rows: int, seconds: float) -> None:
-        self._steps.append((rows, seconds, threading.current_thread() is self._thread))
 
     @property
     def _is_of_text(self) -> bool:
         model = self.backend.setup.model
         return model.kind == "text" if model else tuple(self.backend.serves) == ("text",)
-
-    def _payload(self, rows: int, seed: int) -> Any:
-        return _prompt(rows, seed) if self._is_of_text else self._features(rows, seed)
 
     def _features(self, rows: int, seed: int) -> Any:
         model = self.backend.setup.model
@@ -209,8 +203,12 @@ class _BackendExamination:
         return None if isinstance(other, Backend) else f"connect().open() gave {other!r}. Return a Backend."
 
     async def _starts(self) -> str | None:
-        self._thread = threading.current_thread()
-        await self.backend.start(BackendContext(strategy=Dynamic(), stepped=self._stepped))
+        thread = threading.current_thread()
+
+        def stepped(rows: int, seconds: float) -> None:
+            self._steps.append((rows, seconds, threading.current_thread() is thread))
+
+        await self.backend.start(BackendContext(strategy=Dynamic(), stepped=stepped))
         limits = getattr(self.backend, "limits", None)
         if not isinstance(limits, Limits):
             return f"its limits are {limits!r}. Set `limits = Limits(max_rows=…)`, at the latest in start()."
@@ -232,7 +230,7 @@ class _BackendExamination:
                 raise ValueError(fault)
             if isinstance(request.payload, Prompt) and (fault := fault_of_generation(results[0], request.payload)):
                 raise ValueError(fault)
-        return [_said(results[0]) for results in answered.values()]
+        return [_comparable(results[0]) for results in answered.values()]
 
     def _batch(self) -> list[Request]:
         """Several requests of different sizes, as many as fit."""
@@ -283,10 +281,10 @@ class _BackendExamination:
             return None
         request = Request(structs.replace(prompt, adapter="no-such-adapter"))
         try:
-            told = [event.error or event.value async for event in self.backend.stream((request,)) if event.last]
+            answers = [event.error or event.value async for event in self.backend.stream((request,)) if event.last]
         except GpuinferError:
             return None
-        if any(isinstance(one, Exception) for one in told):
+        if any(isinstance(one, Exception) for one in answers):
             return None
         return "it answered a prompt whose adapter it has not. Refuse one whose `adapter` is not None with BadPrompt."
 
@@ -316,11 +314,11 @@ class _BackendExamination:
             if after.versions != (version,):
                 return f"after update('{version}') an answer says {after.versions}. Name what it was computed with."
             if any(one.versions != ((0, version),) for one in after.completions):
-                told = after.completions[0].versions
-                return f"after update('{version}') a completion says {told}. Name what drew it: ((0, '{version}'),)."
+                spans = after.completions[0].versions
+                return f"after update('{version}') a completion says {spans}. Name what drew it: ((0, '{version}'),)."
             if after.cached_tokens:
                 return f"{after.cached_tokens} tokens that old weights cached served another prompt. Forget them."
-            if _said(after) != _said(before):
+            if _comparable(after) != _comparable(before):
                 return "after an update to the weights that it had an answer is another one. Read them as before."
         try:
             await self.backend.update("nowhere", os.path.join(model.name, "no-such-folder"))
@@ -335,19 +333,19 @@ class _BackendExamination:
         return answers[0]
 
     async def _tells_steps(self) -> str | None:
-        """After all that was asked before."""
+        """The steps of all requests so far."""
         if not self._steps:
-            return "it has answered, and told no step. Call context.stepped(rows, seconds) after each forward step."
+            return "it has answered, and reported no step. Call context.stepped(rows, seconds) after each forward step."
         slots = self.backend.limits.slots
         for rows, seconds, on_the_loop in self._steps:
             if not on_the_loop:
-                return "a step was told in another thread. Use loop.call_soon_threadsafe(stepped, rows, seconds)."
+                return "a step was reported in another thread. Use loop.call_soon_threadsafe(stepped, rows, seconds)."
             if not (0 < rows <= (slots or 0) and seconds >= 0):
                 return f"a step had {rows} rows and took {seconds} s, with {slots} slots. Tell what it had and took."
         return None
 
     async def _measures(self) -> str | None:
-        if fault := fault_of_device(self.backend.device()):
+        if fault := _fault_of_device(self.backend.device()):
             return fault
         wire = await self.backend.stats()
         if wire is not None:
@@ -383,6 +381,6 @@ def _prompt(rows: int, seed: int) -> Prompt:
     return Prompt(text=f"prompt {seed}", key=str(seed), samples=rows, sampling=sampling)
 
 
-def _said(result: Result) -> Result:
+def _comparable(result: Result) -> Result:
     """What must be the same for the same request: of an answer in text, not how long it took."""
     return [answer.text for answer in result.completions] if isinstance(result, Generation) else result

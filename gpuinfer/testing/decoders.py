@@ -64,10 +64,10 @@ def viewed(confidence: Sequence[float], *, positions: Sequence[int] | None = Non
 
 def locked(view: View) -> View:
     """The same, with arrays that cannot be written to."""
-    shown: list[NDArray[Any] | None] = [view.positions, view.tokens, view.confidence, view.margin, view.entropy]
+    arrays: list[NDArray[Any] | None] = [view.positions, view.tokens, view.confidence, view.margin, view.entropy]
     if view.edited is not None:
-        shown += [view.edited.positions, view.edited.tokens, view.edited.likeliest, view.edited.confidence]
-    for array in shown:
+        arrays += [view.edited.positions, view.edited.tokens, view.edited.likeliest, view.edited.confidence]
+    for array in arrays:
         if array is not None:
             array.setflags(write=False)
     return view
@@ -168,13 +168,13 @@ def _fault_of_choice(name: str, chosen: Any, count: int, what: str) -> str | Non
 
 def _fault_of_sameness(make: Make) -> str | None:
     for name, view in blocks(make().edits):
-        found = [_told(decoder.decide(decoder.begin(), view)) for decoder in (make(), make())]
+        found = [_lists(decoder.decide(decoder.begin(), view)) for decoder in (make(), make())]
         if found[0] != found[1]:
             return f"with {name}: two answers. Decide by the view alone, and draw from view.uniform."
     return None
 
 
-def _told(decision: Decision) -> tuple[Any, Any]:
+def _lists(decision: Decision) -> tuple[Any, Any]:
     return decision.commit.tolist(), None if decision.edit is None else decision.edit.tolist()
 
 
@@ -201,17 +201,17 @@ class DecoderRow:
 
     def fill(self) -> str | None:
         """What goes wrong."""
-        return next((fault for fault in self.decisions(self.decoder.begin(), lambda told: None) if fault), None)
+        return next((fault for fault in self.decisions(self.decoder.begin(), lambda decision: None) if fault), None)
 
     def decisions(self, kept: Any, tell: Callable[[Any], None]) -> Iterator[str | None]:
-        """Decide step after step; each is told, and what is wrong with it comes out."""
+        """Decide step after step: `tell` gets each decision, and what is wrong with it is yielded."""
         dice = np.random.default_rng(self.seed)
         for block in range(BLOCKS):
             left = np.arange(block * self.count, (block + 1) * self.count, dtype=np.int32)
             step = idle = 0
             while len(left):
                 decision = self.decoder.decide(kept, self._view(left, block, step, dice))
-                tell(_told(decision) if isinstance(decision, Decision) else decision)
+                tell(_lists(decision) if isinstance(decision, Decision) else decision)
                 if fault := fault_of_decision(decision, viewed([0.5] * len(left), edited=edited_of(3, step))):
                     yield fault
                     return
@@ -235,7 +235,7 @@ def _fault_of_company(make: Make) -> str | None:
     shared = make()
     rows = [DecoderRow(shared, 7, 4, thresholds(shared)[0], seed) for seed in (1, 2)]
     together: list[list[Any]] = [[], []]
-    turns = [row.decisions(shared.begin(), told.append) for row, told in zip(rows, together, strict=True)]
+    turns = [row.decisions(shared.begin(), decisions.append) for row, decisions in zip(rows, together, strict=True)]
     while turns:
         turns = [turn for turn in turns if next(turn, STOP) is not STOP]
     for row, found in zip(rows, together, strict=True):

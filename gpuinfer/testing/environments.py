@@ -64,16 +64,16 @@ async def _fault_of_beginning(make: Make) -> str | None:
                 return f"its agents are {agents!r:.80}. After `reset` they are all that may ever speak, each once."
             if odd := [role for role in one.roles if role not in agents]:
                 return f"its roles name {odd[0]!r:.80}, which is no agent. Give roles to `agents` alone."
-            if fault := fault_of_shown(await one.observe(), agents):
+            if fault := fault_of_observations(await one.observe(), agents):
                 return fault
     return None
 
 
-def fault_of_shown(shown: Any, agents: list[str]) -> str | None:
-    """What is wrong with what `observe` gave."""
-    if not isinstance(shown, Mapping):
-        return f"observe gave a {type(shown).__name__}. Return a mapping from agent to Observation."
-    for agent, observation in shown.items():
+def fault_of_observations(observations: Any, agents: list[str]) -> str | None:
+    """What is wrong with what `observe` returned."""
+    if not isinstance(observations, Mapping):
+        return f"observe gave a {type(observations).__name__}. Return a mapping from agent to Observation."
+    for agent, observation in observations.items():
         if agent not in agents:
             return f"observe named {agent!r:.80}, which is no agent. They are {', '.join(agents):.80}."
         if not isinstance(observation, Observation):
@@ -104,18 +104,18 @@ def fault_of_outcome(outcome: Any, agents: list[str]) -> str | None:
 
 
 async def _fault_of_answers(make: Make) -> str | None:
-    """A game in which all that is said is the same, for each of `ANSWERS`."""
-    for seed, said in enumerate(ANSWERS):
+    """A game in which all answers are the same, for each of `ANSWERS`."""
+    for seed, answer in enumerate(ANSWERS):
         async with _opened(make) as one:
             await one.reset(seed)
             agents = list(one.agents)
             for _ in range(STEPS):
-                shown = await one.observe()
-                if fault := fault_of_shown(shown, agents):
+                observations = await one.observe()
+                if fault := fault_of_observations(observations, agents):
                     return fault
-                outcome = await one.step(dict.fromkeys(shown, said))
+                outcome = await one.step(dict.fromkeys(observations, answer))
                 if fault := fault_of_outcome(outcome, agents):
-                    return f"when all say {said!r:.20}: {fault}"
+                    return f"when all say {answer!r:.20}: {fault}"
                 if outcome.done:
                     break
     return None
@@ -125,7 +125,7 @@ async def _fault_of_sameness(make: Make) -> str | None:
     games = []
     for _ in range(2):
         async with _opened(make) as one:
-            games.append(await _told(one, SEEDS[1]))
+            games.append(await _played(one, SEEDS[1]))
     if games[0] == games[1]:
         return None
     return "the same seed and answers made two different games. Draw chance from `reset`'s seed alone."
@@ -133,22 +133,22 @@ async def _fault_of_sameness(make: Make) -> str | None:
 
 async def _fault_of_again(make: Make) -> str | None:
     async with _opened(make) as one:
-        first = await _told(one, SEEDS[1])
-        await _told(one, SEEDS[0])
-        if await _told(one, SEEDS[1]) == first:
+        first = await _played(one, SEEDS[1])
+        await _played(one, SEEDS[0])
+        if await _played(one, SEEDS[1]) == first:
             return None
     return "after another game the same seed made a different one. Let `reset` forget all of the last game."
 
 
-async def _told(one: Environment, seed: int) -> list[Any]:
+async def _played(one: Environment, seed: int) -> list[Any]:
     """A game: what was shown, and what came of answers that are always the same."""
     await one.reset(seed)
-    told: list[Any] = [list(one.agents)]
+    history: list[Any] = [list(one.agents)]
     for number in range(STEPS):
-        shown = await one.observe()
-        told.append({agent: [dict(message) for message in seen.messages] for agent, seen in shown.items()})
-        outcome = await one.step({agent: ANSWERS[number % len(ANSWERS)] for agent in shown})
-        told.append((dict(outcome.rewards), outcome.done, dict(outcome.metrics)))
+        observations = await one.observe()
+        history.append({agent: [dict(message) for message in seen.messages] for agent, seen in observations.items()})
+        outcome = await one.step({agent: ANSWERS[number % len(ANSWERS)] for agent in observations})
+        history.append((dict(outcome.rewards), outcome.done, dict(outcome.metrics)))
         if outcome.done:
             break
-    return told
+    return history

@@ -54,9 +54,9 @@ class FakeInfer(Infer):
         await asyncio.sleep(0)
         return self._answer(request)
 
-    def stream(self, payload: Any, **said: Any) -> Stream:
+    def stream(self, payload: Any, **options: Any) -> Stream:
         async def ask(on_part: OnPart) -> Result:
-            result = await self(payload, **said)
+            result = await self(payload, **options)
             begun = payload.begun if isinstance(payload, Prompt) else ()
             for part in parts_of(result, begun) if isinstance(result, Generation) else ():
                 on_part(part)

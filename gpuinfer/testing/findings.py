@@ -19,7 +19,7 @@ from gpuinfer.host import error_text
 
 T = TypeVar("T")
 
-LOOK_S = 0.02  # between two looks at a check that may hang
+POLL_S = 0.02  # between two checks whether a check hangs
 SLACK = 0.5  # of a check's limit: so much later it is taken to block
 
 FLAGS = ("backend_options", "strategy_options", "config", "help")  # of every command, and no settings
@@ -45,7 +45,7 @@ class Finding:
 class Examination:
     """Makes one check after the other, each within `limit_s` seconds, and collects what it finds.
 
-    `begin` is told the name and the limit of each check before it is made, `found` each finding as soon as it is there.
+    `begin` gets the name and the limit of each check before it is made, `found` each finding as soon as it is there.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ def run_bounded(examine: Callable[[Examination], None], examiner: Examination) -
     thread = threading.Thread(target=examine, args=(examiner,), daemon=True, name="gpuinfer.testing")
     thread.start()
     while thread.is_alive():
-        thread.join(LOOK_S)
+        thread.join(POLL_S)
         if thread.is_alive() and time.monotonic() > examiner.due + SLACK * examiner.limit_s:
             examiner.leave_behind()
             break

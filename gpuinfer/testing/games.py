@@ -37,11 +37,11 @@ def check_python_game(game: PythonGame, examiner: Examination, long_s: float) ->
             examiner.skip(other, "its rules do not hold")
         return
     if (most := max(abs(one) for returns in returned for one in returns)) > 1:
-        said = (
+        note = (
             f"a return is as large as {most:g}: records keep it, but --exploration and a network's tanh are for -1 … 1."
             " Divide by the most that can be won."
         )
-        examiner.add(Finding("returns are between -1 and 1", True, said))
+        examiner.add(Finding("returns are between -1 and 1", True, note))
     if examiner.check(COMPANY, lambda: _fault_of_company(game), long_s):
         examiner.check(HIDDEN, lambda: fault_of_hiding(game), long_s)
     else:

@@ -21,38 +21,38 @@ from gpuinfer.testing.packages import CheckOrder, check_plugin
 
 
 def main() -> None:
-    said = os.fdopen(os.dup(1), "w")
+    events = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever a plugin prints
     order: Mapping[str, Any] = json.loads(sys.stdin.read())
     with tempfile.TemporaryDirectory(prefix="gpuinfer-check-") as folder:
         os.chdir(folder)  # for what a workload writes
-        _examine(order, said)
+        _examine(order, events)
         os.chdir("/")
-    said.flush()
+    events.flush()
     os._exit(0)  # threads that were left behind may hang
 
 
-def _examine(order: Mapping[str, Any], said: TextIO) -> None:
+def _examine(order: Mapping[str, Any], events: TextIO) -> None:
     turn = threading.Lock()
 
-    def say(**event: Any) -> None:
+    def send(**event: Any) -> None:
         with turn:
-            said.write(json.dumps(event) + "\n")
-            said.flush()
+            events.write(json.dumps(event) + "\n")
+            events.flush()
 
     def examiner(suffix: str) -> Examination:
         return Examination(
             order["each_s"],
-            lambda name, limit_s: say(begin=f"{name}{suffix}", limit_s=limit_s),
-            lambda finding: say(finding={**asdict(finding), "name": f"{finding.name}{suffix}"}),
+            lambda name, limit_s: send(begin=f"{name}{suffix}", limit_s=limit_s),
+            lambda finding: send(finding={**asdict(finding), "name": f"{finding.name}{suffix}"}),
         )
 
     for kind, name in order["plugins"]:
-        say(plugin=[kind, name])
+        send(plugin=[kind, name])
         offered = (one for one in registry.listing(kind) if one.name == name)
         record = registry.PluginRecord(kind, name, "", "", name) if ":" in name else next(offered)
         used = check_plugin(record, CheckOrder(order["given"], order["model"], examiner))
-        say(used=sorted(used))
+        send(used=sorted(used))
 
 
 if __name__ == "__main__":

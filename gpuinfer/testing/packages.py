@@ -149,7 +149,7 @@ CHECKS: dict[str, Callable[[Any, Mapping[str, Any], CheckOrder], None]] = {
 EACH_S = 10.0  # for one check; a run of a workload may take three times as long, compiling a game's search longer
 LIMIT_S = 300.0  # for a package
 START_S = 60.0  # for the process to import what it needs, on a busy machine
-OVERDUE = 1.5  # limits of a check after which its process is ended: by itself it would have said something by then
+OVERDUE = 1.5  # limits of a check after which its process is ended: it would have reported by then
 
 Tell = Callable[[str, str, "Finding | None"], None]
 """Told of each check: the plugin, the check's name, and what was found; None when it begins."""
@@ -256,10 +256,10 @@ def _process(order: Mapping[str, Any]) -> Iterator[tuple[queue.Queue[dict[str, A
         process = children.start_program(
             [sys.executable, "-m", "gpuinfer.testing.package_child"], complaints, children.with_our_path()
         )
-        order_to, said = process.stdin, process.stdout
+        order_to, lines = process.stdin, process.stdout
         assert order_to is not None
-        assert said is not None
-        listener = threading.Thread(target=_listen, args=(said, events), daemon=True)
+        assert lines is not None
+        listener = threading.Thread(target=_listen, args=(lines, events), daemon=True)
         listener.start()
 
         def last_words() -> str:

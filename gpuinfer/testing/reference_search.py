@@ -1,8 +1,5 @@
-"""The search once more, in plain Python: one tree, one simulation after the other, sums in place of running means.
-
-A game on the table: one position, played by hand through the compiled rules that the search uses.
-
-The compiled search asked about one position at a time, and a model whose answers never tie.
+"""References for a game's search: a position played by hand through the compiled rules, the search once more in plain
+Python, and the compiled search asked about one position at a time, with a model whose answers never tie.
 """
 
 from __future__ import annotations
@@ -54,8 +51,8 @@ class ReferenceTable:
     def returns(self) -> list[float]:
         values = np.zeros(self.game.seats, np.float32)
         self.rules.returns(self.game.config, self.state, values)
-        told: list[float] = values.tolist()
-        return told
+        returns: list[float] = values.tolist()
+        return returns
 
     def observe(self) -> np.ndarray:
         """What the player to move sees, [features]."""
@@ -112,7 +109,7 @@ class Thinker:
     def __init__(self, game: Game, **changed: Any) -> None:
         self.kernels = load(game.rules)
         self.arena = Arena(game, self.kernels, search_of(**{"noise": 0.0, **changed}), 1)
-        self._asked = 0
+        self._searches = 0
 
     @property
     def roots(self) -> np.ndarray:
@@ -122,10 +119,10 @@ class Thinker:
     def begin(self, state: np.ndarray) -> None:
         """Put `state`, where there is a choice, into the only slot; its trees are ready but empty."""
         arena, games = self.arena, self.arena._games
-        self._asked += 1
-        games.game[0], games.moves[0], games.records[0] = self._asked, 0, 0
+        self._searches += 1
+        games.game[0], games.moves[0], games.records[0] = self._searches, 0, 0
         games.state[0] = state
-        bits.seed_stream(games.stream[0], arena.search.seed, self._asked)
+        bits.seed_stream(games.stream[0], arena.search.seed, self._searches)
         self.kernels.begin_search(
             arena.game.config, arena.search, games, arena._trees, arena._scratch, arena._work, np.int64(0)
         )

@@ -35,7 +35,7 @@ def waiting(
     """A queue of requests that arrived at these times (seconds, oldest first), seen at `now`: at the last arrival.
 
     `rows` is one number for all requests, or one for each; `priorities` and `deadlines` are one for each, or none.
-    Those who wait are all that is `outstanding`, unless more is said to be.
+    The waiting requests are all that is `outstanding`, unless a number is given.
     """
     each = [rows] * len(arrivals) if isinstance(rows, int) else list(rows)
     requests = tuple(
@@ -199,10 +199,10 @@ def _fault_of_retrying(strategy: Strategy, view: QueueView) -> str | None:
 
 def _fault_of_notices(strategy: Strategy, view: QueueView) -> str | None:
     strategy.cut_at(view)
-    said = strategy.notices
-    if not isinstance(said, str) and all(isinstance(one, str) for one in said):
+    notices = strategy.notices
+    if not isinstance(notices, str) and all(isinstance(one, str) for one in notices):
         return None
-    return f"notices are {said!r:.60}. Keep a list of sentences."
+    return f"notices are {notices!r:.60}. Keep a list of sentences."
 
 
 def _shifted(view: QueueView, seconds: float) -> QueueView:
@@ -223,10 +223,10 @@ async def _load(strategy: Strategy) -> str | None:
         await asyncio.sleep(dice.expovariate(1.0))
         return await engine.submit(number, rows=dice.randint(1, 8), group=dice.choice("ab"))
 
-    asked = [asyncio.create_task(ask(number)) for number in range(LOAD_REQUESTS)]
-    done, pending = await asyncio.wait(asked, timeout=PATIENCE_S)
+    tasks = [asyncio.create_task(ask(number)) for number in range(LOAD_REQUESTS)]
+    done, pending = await asyncio.wait(tasks, timeout=PATIENCE_S)
     await engine.close(drain=False)
-    await asyncio.wait(asked)
+    await asyncio.wait(tasks)
     if pending:
         return f"{len(pending)} of {LOAD_REQUESTS} requests were never served. Return a time that comes."
     error = next((task.exception() for task in done if task.exception()), None)

@@ -27,18 +27,18 @@ async def parts_make_the_answer(backend: Backend, make_prompt: MakePrompt) -> st
     prompts = [sampled(make_prompt(count, seed), max_tokens=TOKENS) for seed, count in enumerate((1, samples))]
     answers = []
     for prompt in prompts:
-        whole, unasked = await asked(backend, prompt, parts=False)
+        whole, unasked = await request_answer(backend, prompt, parts=False)
         if unasked:
-            return "it gave parts of an answer that nobody reads. Yield them for a request with `parts` alone."
+            return "it gave parts of an answer that no reader asked for. Yield them for a request with `parts` alone."
         answers.append(whole)
     for prompt in [*prompts, *map(_stopped, prompts, answers)]:
         try:
-            whole, given = await asked(backend, prompt, parts=True)
+            whole, received = await request_answer(backend, prompt, parts=True)
         except BadPrompt:
             if not prompt.sampling.stop:  # which it may refuse
                 raise
             continue
-        if given and (fault := fault_of_parts(given, whole)):
+        if received and (fault := fault_of_parts(received, whole)):
             return fault
     return None
 
@@ -54,24 +54,24 @@ async def reader_may_leave(backend: Backend, make_prompt: MakePrompt) -> str | N
             for request in batch:
                 backend.cancel(request)
     for seed in range(2):
-        whole, given = await asked(backend, make_prompt(min(rows, 8), seed), parts=True)
-        if given and (fault := fault_of_parts(given, whole)):
+        whole, received = await request_answer(backend, make_prompt(min(rows, 8), seed), parts=True)
+        if received and (fault := fault_of_parts(received, whole)):
             return f"after a reader has left: {fault}"
     return None
 
 
 async def begun_goes_on(backend: Backend, make_prompt: MakePrompt) -> str | None:
-    """After the first tokens of each sample, a different number of them: its own, and those of another prompt's answer,
-    which nobody has who begins again. To refuse that is as well.
+    """Answers that have begun with a different number of tokens each: their own, and those of another prompt's answer,
+    which a backend that begins again cannot know. To refuse such a prompt is as well.
     """
     samples = min(2, backend.limits.max_rows)
     prompt, other = (sampled(make_prompt(samples, seed), max_tokens=TOKENS) for seed in (0, 1))
-    answers = [(await asked(backend, one, parts=False))[0] for one in (prompt, other)]
+    answers = [(await request_answer(backend, one, parts=False))[0] for one in (prompt, other)]
     for shift in (1, TOKENS // 2):
         for whole in answers:
             begun = tuple(one.tokens[: shift + sample] for sample, one in enumerate(whole.completions))
             if not any(begun):
-                return "its answers have no tokens, so that nobody can go on with them. Give Completion.tokens."
+                return "its answers have no tokens, so that no request can go on with them. Give Completion.tokens."
             if fault := await _fault_of_going_on(backend, structs.replace(prompt, begun=begun)):
                 return fault
     return None
@@ -79,7 +79,7 @@ async def begun_goes_on(backend: Backend, make_prompt: MakePrompt) -> str | None
 
 async def _fault_of_going_on(backend: Backend, prompt: Prompt) -> str | None:
     try:
-        answer, given = await asked(backend, prompt, parts=True)
+        answer, received = await request_answer(backend, prompt, parts=True)
     except BadPrompt:
         return None
     for sample, (had, one) in enumerate(zip(prompt.begun, answer.completions, strict=True)):
@@ -88,21 +88,21 @@ async def _fault_of_going_on(backend: Backend, prompt: Prompt) -> str | None:
                 f"an answer that had begun with {had!s:.60} is {one.tokens!s:.60}. Go on after `Prompt.begun`, or "
                 "refuse the prompt with BadPrompt."
             )
-        after = tuple(token for part in given if part.sample == sample for token in part.tokens)
-        if given and had + after != one.tokens:
+        after = tuple(token for part in received if part.sample == sample for token in part.tokens)
+        if received and had + after != one.tokens:
             return f"after the begun tokens {had!s:.60} its parts gave {after!s:.60}. Give out what follows them."
     return None
 
 
-def fault_of_parts(given: Sequence[Any], whole: Generation) -> str | None:
+def fault_of_parts(received: Sequence[Any], whole: Generation) -> str | None:
     """What is wrong with the parts of an answer, in the order in which they came."""
-    for part in given:
+    for part in received:
         if not isinstance(part, Part):
             return f"a part of an answer is a {type(part).__name__}. Yield gpuinfer.generation.Part."
         if not 0 <= part.sample < len(whole.completions):
             return f"a part is of sample {part.sample}, of {len(whole.completions)}. Count from 0, as in completions."
     for sample, answer in enumerate(whole.completions):
-        if fault := _fault_of_sample([part for part in given if part.sample == sample], answer):
+        if fault := _fault_of_sample([part for part in received if part.sample == sample], answer):
             return f"{fault} (sample {sample})"
     return None
 
@@ -128,15 +128,15 @@ def _fault_of_sample(parts: Sequence[Part], answer: Completion) -> str | None:
     return None
 
 
-async def asked(backend: Backend, prompt: Prompt, *, parts: bool) -> tuple[Generation, list[Any]]:
-    """The answer, and its parts. Raises what the request is told, and `ValueError` for what comes after the end."""
+async def request_answer(backend: Backend, prompt: Prompt, *, parts: bool) -> tuple[Generation, list[Any]]:
+    """The answer, and its parts. Raises the error of the request, and `ValueError` for what comes after the end."""
     request = Request(prompt, prompt.samples, parts=parts)
-    given, answers = list[Any](), list[Generation]()
+    received, answers = list[Any](), list[Generation]()
     async for event in backend.stream((request,)):
         if answers:
             raise ValueError("something came after the answer. End each request with its one event of last=True")
         if not event.last:
-            given.append(event.value)
+            received.append(event.value)
         elif event.error is not None:
             raise event.error
         elif isinstance(event.value, Exception):  # as `infer` may refuse one of a batch
@@ -145,7 +145,7 @@ async def asked(backend: Backend, prompt: Prompt, *, parts: bool) -> tuple[Gener
             answers.append(event.value)
     if len(answers) != 1:
         raise ValueError("a prompt got no answer. Yield an event with last=True")
-    return answers[0], given
+    return answers[0], received
 
 
 def sampled(prompt: Prompt, **changed: Any) -> Prompt:
@@ -175,7 +175,7 @@ async def draws_as_told(backend: Backend, make_prompt: MakePrompt) -> str | None
     prompt = sampled(make_prompt(1, 0), max_tokens=TOKENS)
 
     async def drawn(temperature: float, seed: int) -> Sequence[Completion]:
-        answer, _ = await asked(backend, sampled(prompt, temperature=temperature, seed=seed), parts=False)
+        answer, _ = await request_answer(backend, sampled(prompt, temperature=temperature, seed=seed), parts=False)
         return _plain(answer)
 
     try:
@@ -199,7 +199,7 @@ async def draws_as_told(backend: Backend, make_prompt: MakePrompt) -> str | None
 async def stops_as_told(backend: Backend, make_prompt: MakePrompt) -> str | None:
     """At a string and at a token that the answer is known to come to."""
     prompt = sampled(make_prompt(1, 0), max_tokens=TOKENS)
-    whole = (await asked(backend, prompt, parts=False))[0].completions[0]
+    whole = (await request_answer(backend, prompt, parts=False))[0].completions[0]
     printable = re.findall(r"[!-~]{1,3}", whole.text)
     for stop in printable[len(printable) // 2 :][:1]:
         text = whole.text[: whole.text.index(stop)]
@@ -226,11 +226,13 @@ async def reads_every_form(backend: Backend, make_prompt: MakePrompt) -> str | N
     prompt = structs.replace(sampled(make_prompt(1, 0), max_tokens=TOKENS), text=None)
     for name, forms in (("messages", CHATS), ("tokens", TOKENISED)):
         try:
-            answers = [(await asked(backend, structs.replace(prompt, **form), parts=False))[0] for form in forms]
+            answers = [
+                (await request_answer(backend, structs.replace(prompt, **form), parts=False))[0] for form in forms
+            ]
         except BadPrompt:
             continue
-        told = [(_plain(answer), answer.prompt_tokens) for answer in answers]
-        if told == told[:1] * len(told):
+        found = [(_plain(answer), answer.prompt_tokens) for answer in answers]
+        if found == found[:1] * len(found):
             return (
                 f"{len(forms)} prompts with other `{name}` got one answer, and were of as many tokens. Read "
                 f"`Prompt.{name}`, or refuse a prompt that has them with BadPrompt."
@@ -241,7 +243,7 @@ async def reads_every_form(backend: Backend, make_prompt: MakePrompt) -> str | N
 async def _completion(backend: Backend, prompt: Any) -> Completion | None:
     """None: it was refused."""
     try:
-        return (await asked(backend, prompt, parts=False))[0].completions[0]
+        return (await request_answer(backend, prompt, parts=False))[0].completions[0]
     except BadPrompt:
         return None
 

@@ -21,17 +21,17 @@ from gpuinfer.testing.fakes import Answerer, FakeInfer
 from gpuinfer.testing.findings import Examination, Finding, check_build, check_options, run_bounded
 
 RUN_S = 2.0  # of work before it is asked to stop
-LOOK_S = 0.05  # between two looks at how far it is
+UPDATE_S = 0.05  # between two progress updates
 GRACE_S = 5.0  # to keep what is finished and return
 
 
 class FaultyProgress:
-    """Looks at each progress of a run, beside the one before."""
+    """Checks each progress of a run against the one before."""
 
     def __init__(self) -> None:
         self._last: Progress | None = None
 
-    def look(self, progress: Progress) -> str | None:
+    def check(self, progress: Progress) -> str | None:
         last, self._last = self._last, progress if isinstance(progress, Progress) else None
         if not isinstance(progress, Progress):
             return f"it yielded {progress!r}. Yield gpuinfer.api.Progress."
@@ -64,7 +64,7 @@ class WorkloadTrial:
                 Dynamic(),
                 roofline=False,
                 until=enough,
-                update_s=LOOK_S,
+                update_s=UPDATE_S,
                 grace_s=self._grace_s,
             )
         except GpuinferError as error:
@@ -78,7 +78,7 @@ class WorkloadTrial:
 
 
 class _Watched:
-    """Puts itself between a workload and whoever follows its progress."""
+    """Stands between a workload and the run that follows its progress."""
 
     def __init__(self, workload: Workload) -> None:
         self.seen, self.fault, self.asked_at = 0, "", 0.0
@@ -89,7 +89,7 @@ class _Watched:
         async with contextlib.aclosing(self._run(infer)) as stream:  # type: ignore[type-var]
             async for progress in stream:
                 self.seen += 1
-                self.fault = self.fault or self._faulty.look(progress) or ""
+                self.fault = self.fault or self._faulty.check(progress) or ""
                 if isinstance(progress, Progress):
                     yield progress
 
@@ -165,7 +165,7 @@ async def _run_on_fakes(
     last: Progress | None = None
     async for progress in workload_factory().run(infer):
         await asyncio.sleep(0)
-        if fault := faulty.look(progress):
+        if fault := faulty.check(progress):
             return fault
         last = progress
         if stop:

@@ -26,7 +26,7 @@ PREFIX = "gpuinfer-"
 
 @dataclass(frozen=True, slots=True)
 class TemplateKind:
-    """What is said of a package of one kind, beside its code. `{name}` is the plugin's."""
+    """What the README and pyproject.toml of one kind say. `{name}` is the plugin's."""
 
     about: str  # in one line, without a full stop
     files: Mapping[str, str]  # what each holds
