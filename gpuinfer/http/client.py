@@ -32,15 +32,15 @@ class ClientError(WorkError):
 
 
 class Unreachable(ClientError):
-    """Nobody listens there."""
+    """The server cannot be reached."""
 
 
 class RequestTimedOut(ClientError):
-    """No whole response in time."""
+    """The response was not complete in time."""
 
 
 class ConnectionBroken(ClientError):
-    """The connection ended, or said what is no HTTP, before the response was complete."""
+    """The connection was closed, or sent no HTTP, before the response was complete."""
 
     begun = False  # whether a byte of the response had come
 
@@ -79,9 +79,9 @@ class ClientConnection(asyncio.Protocol):
         self._limit = 0
         self._flowing = False
 
-    # Asking
+    # Requests
 
-    def ask(self, data: bytes, *, head_only: bool, limit: int, flowing: bool) -> None:
+    def send(self, data: bytes, *, head_only: bool, limit: int, flowing: bool) -> None:
         """Send a request. `limit`: bytes of body that are taken. `flowing`: its body is read as it comes."""
         self._clear()
         self._asked = True
@@ -124,8 +124,8 @@ class ClientConnection(asyncio.Protocol):
         finally:
             self._waiter = None
 
-    def give_up(self, error: ClientError) -> None:
-        """End the connection; whoever waits gets the error."""
+    def abort(self, error: ClientError) -> None:
+        """Abort the connection; the waiting request fails with this error."""
         if self.complete:
             self.transport.abort()
         else:
@@ -174,15 +174,12 @@ class ClientConnection(asyncio.Protocol):
         self.lost = True
         self.gone.set()
         if self._asked and not self.complete and self.error is None:
-            if error is None and self._ends_with_connection():
+            unframed = "content-length" not in self.headers and "transfer-encoding" not in self.headers
+            if error is None and self.head_come and unframed:  # the body ends with the connection (RFC 9112, 6.3)
                 self.complete = True
             else:
                 self._break_off("the connection was closed before the response was complete.")
         self._wake()
-
-    def _ends_with_connection(self) -> bool:
-        """Whether the body has no other end (RFC 9112 6.3)."""
-        return self.head_come and "content-length" not in self.headers and "transfer-encoding" not in self.headers
 
     def _spoilt(self, why: str) -> None:
         self.keep = False
@@ -369,19 +366,21 @@ class HttpClient:
         """Close all connections; requests under way end with BrokenOff."""
         self._closed = True
         for line in list(self._open):
-            line.give_up(ConnectionBroken(f"the client of {self.url} was closed."))
+            line.abort(ConnectionBroken(f"the client of {self.url} was closed."))
         for line in list(self._open):
             await line.gone.wait()
         self._open.clear()
         self._idle.clear()
 
     async def _asked(self, method: str, data: bytes, *, flowing: bool) -> ClientConnection:
-        """The line, once the response is whole, and free for others then; `flowing`: once its head is there."""
+        """Send a request, at most twice. The connection comes back once the response is complete, and is free then; for
+        `flowing` once the head is there.
+        """
         for attempt in (1, 2):
             line = await self._line(fresh=attempt == 2)
             kept = line.used
             try:
-                line.ask(data, head_only=method == "HEAD", limit=self._body_bytes, flowing=flowing)
+                line.send(data, head_only=method == "HEAD", limit=self._body_bytes, flowing=flowing)
                 await (line.until_head() if flowing else line.until_complete())
             except ConnectionBroken as error:
                 self._leave(line)
@@ -397,7 +396,7 @@ class HttpClient:
         raise RuntimeError("a request is asked twice at most")
 
     async def _line(self, *, fresh: bool) -> ClientConnection:
-        """A connection that nobody else uses: a kept one, or a new one once there may be another."""
+        """A free connection: a kept one, or a new one once the limit allows."""
         if self._free:
             self._free -= 1
         else:
@@ -448,13 +447,13 @@ class HttpClient:
         return line
 
     def _leave(self, line: ClientConnection) -> None:
-        """Back to the kept ones, or closed."""
+        """Keep the connection for another request, or close it."""
         if line.reusable and not self._closed:
             self._idle.append(line)
         else:
             self._open.discard(line)
             if not line.lost:
-                line.give_up(ConnectionBroken("the request was given up."))
+                line.abort(ConnectionBroken("the request was given up."))
         self._pass_on()
 
     def _late(self, seconds: float) -> RequestTimedOut:

@@ -12,13 +12,14 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from email.utils import formatdate
 from functools import lru_cache
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from gpuinfer.errors import GpuinferError
 from gpuinfer.http.parser import HttpHead, parse_query
 
 if TYPE_CHECKING:
     from gpuinfer.http.access import Key
+    from gpuinfer.http.server_connection import ServerConnection
 
 Pairs = Sequence[tuple[str, str]]
 
@@ -37,10 +38,14 @@ _UNSAFE = re.compile(r"[^\t\x20-\x7e\x80-\xff]")
 _NAME = re.compile(r"[!#$%&'*+\-.^_`|~0-9A-Za-z]+")
 
 
+def error_body(message: str, type: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
+    """An error in OpenAI's shape; `message` in one line."""
+    return {"error": {"message": " ".join(message.split()), "type": type, "param": param, "code": code}}
+
+
 def error_bytes(message: str, type: str, param: str | None = None, code: str | None = None) -> bytes:
-    """The body of an error in OpenAI's shape; `message` in one line."""
-    error = {"message": " ".join(message.split()), "type": type, "param": param, "code": code}
-    return json.dumps({"error": error}).encode()
+    """The body of an error in OpenAI's shape."""
+    return json.dumps(error_body(message, type, param, code)).encode()
 
 
 def error_type_of(status: int) -> str:
@@ -60,23 +65,9 @@ def _beginning(status: int, content_type: str) -> bytes:
     return f"HTTP/1.1 {status} {phrase}\r\n{kind}Date: ".encode("latin-1")
 
 
-class _Clock:
-    """The date as headers say it, written anew once a second."""
-
-    __slots__ = ("second", "text")
-
-    def __init__(self) -> None:
-        self.second = 0
-        self.text = b""
-
-    def now(self) -> bytes:
-        second = int(time.time())
-        if second != self.second:
-            self.second, self.text = second, formatdate(second, usegmt=True).encode()
-        return self.text
-
-
-_clock = _Clock()
+@lru_cache(maxsize=1)
+def _date(second: int) -> bytes:
+    return formatdate(second, usegmt=True).encode()
 
 
 def head_bytes(status: int, content_type: str, length: int | None, keep: bool, headers: Pairs = ()) -> bytes:
@@ -92,7 +83,7 @@ def head_bytes(status: int, content_type: str, length: int | None, keep: bool, h
         more += "\r\n\r\n"
     else:
         more += f"\r\nContent-Length: {length}\r\n\r\n"
-    return _beginning(status, content_type) + _clock.now() + more.encode("latin-1")
+    return _beginning(status, content_type) + _date(int(time.time())) + more.encode("latin-1")
 
 
 def refusal_bytes(status: int, message: str, *, head_only: bool = False) -> bytes:
@@ -125,21 +116,14 @@ Handler = Callable[["Exchange"], Awaitable[None]]
 """One task a request; cancelled when the client goes away. What it raises is answered with 500."""
 
 Quick = Callable[["Exchange"], bool]
-"""Asked as soon as a head is there, before the body: whether it has answered, by `respond`."""
+"""Called once a head is there, before the body. Whether it has answered, by `respond`."""
 
 FRESH, BEGUN, ENDED = range(3)
 NO_BODY = frozenset({204, 304})
 
 
 class ClientGone(GpuinferError):
-    """Nobody is there to read the response."""
-
-
-class ResponseOutlet(Protocol):
-    """Where a response goes: the connection."""
-
-    def send(self, data: bytes) -> None: ...
-    async def room(self) -> None: ...
+    """The client has disconnected."""
 
 
 class Exchange:
@@ -147,7 +131,7 @@ class Exchange:
 
     __slots__ = (
         "_chunked",
-        "_outlet",
+        "_connection",
         "_query",
         "_stage",
         "added",
@@ -168,8 +152,8 @@ class Exchange:
         "trailers",
     )
 
-    def __init__(self, outlet: ResponseOutlet, head: HttpHead, path: str, peer: str) -> None:
-        self._outlet = outlet
+    def __init__(self, connection: ServerConnection, head: HttpHead, path: str, peer: str) -> None:
+        self._connection = connection
         self.method = head.method
         self.headers: Mapping[str, str] = head.headers
         self.minor = head.minor
@@ -184,8 +168,8 @@ class Exchange:
         self.began = time.monotonic()
         self.status = 0  # of the response, once that has begun
         self.notes: dict[str, Any] = {}  # of the request log (`request_log.write`)
-        self.routine = False  # it is asked again and again, and of no interest to the request log
-        self.added: list[tuple[str, str]] = []  # headers that the response has beside its own, whatever it is,
+        self.routine = False  # a probe, such as /health, of no interest to the request log
+        self.added: list[tuple[str, str]] = []  # headers that any response to the request has beside its own,
         self.trailers: list[tuple[str, str]] = []  # and such as follow a body in chunks
         self._stage = FRESH
         self._chunked = False
@@ -211,13 +195,13 @@ class Exchange:
         self, status: int, body: bytes = b"", content_type: str = "application/json", headers: Pairs = ()
     ) -> None:
         """The whole response at once."""
-        self._leave(FRESH)
+        self._require(FRESH)
         self.status, bare = status, status in NO_BODY
         if self.added:
             headers = [*headers, *self.added]
         head = head_bytes(status, content_type if body else "", -1 if bare else len(body), self.keep, headers)
         self._stage = ENDED
-        self._outlet.send(head if bare or self.method == "HEAD" else head + body)
+        self._connection.send(head if bare or self.method == "HEAD" else head + body)
 
     def refuse(
         self, status: int, message: str, headers: Pairs = (), kind: str | None = None, code: str | None = None
@@ -228,42 +212,42 @@ class Exchange:
 
     def begin(self, status: int, content_type: str, headers: Pairs = ()) -> None:
         """Begin a response whose length is not known: in chunks, for HTTP/1.0 up to the connection's end."""
-        self._leave(FRESH)
+        self._require(FRESH)
         self.status, self._chunked = status, self.minor > 0
         if self.added:
             headers = [*headers, *self.added]
         head = head_bytes(status, content_type, None if self._chunked else -1, self.keep, headers)
         self._stage = BEGUN
-        self._outlet.send(head)
+        self._connection.send(head)
 
     async def write(self, data: bytes) -> None:
         """Send a part of the body; waits while the client reads too slowly. Raises `ClientGone`."""
-        self._leave(BEGUN)
+        self._require(BEGUN)
         if data and self.method != "HEAD":
-            self._outlet.send(chunk_bytes(data) if self._chunked else data)
-        await self._outlet.room()
+            self._connection.send(chunk_bytes(data) if self._chunked else data)
+        await self._connection.until_writable()
 
     def end(self) -> None:
         """The response that has begun is complete."""
-        self._leave(BEGUN)
+        self._require(BEGUN)
         self._stage = ENDED
         if self._chunked and self.method != "HEAD":
-            self._outlet.send(last_chunk(self.trailers))
+            self._connection.send(last_chunk(self.trailers))
 
-    def _leave(self, stage: int) -> None:
+    def _require(self, stage: int) -> None:
         if self._stage != stage:
             raise RuntimeError("a response is sent once: respond(), or begin(), write() and end() in this order")
 
 
 log = logging.getLogger("gpuinfer.requests")
-UNIX = "unix"  # the peer of a fleet's own application: the router, which logs the request itself
+UNIX = "unix"  # the peer of a fleet's control application: the router, which logs requests itself
 GONE = 499  # in place of a status, as nginx writes it: the client went away before its answer
 LONGEST = 200  # characters of a path
 LONGEST_REASON = 1000  # and of why a request was refused, which may repeat what a client wrote
 
 
 def log_exchange(exchange: Exchange) -> None:
-    """Log a request that is over. What is asked again and again, such as /health, is left to -vv."""
+    """Log a request that is over. Probes such as /health are logged with -vv only."""
     level = logging.DEBUG if exchange.routine and "refused" not in exchange.notes else logging.INFO
     if log.isEnabledFor(level) and exchange.peer != UNIX:
         took_s = time.monotonic() - exchange.began
@@ -293,15 +277,15 @@ def log_request(
 
 
 class _Line:
-    """The fields for people, put together only where people read them."""
+    """The fields as a sentence, made only if the line is written."""
 
     def __init__(self, fields: Mapping[str, object]) -> None:
         self._fields = fields
 
     def __str__(self) -> str:
         fields = self._fields
-        asked = f"{fields['method']} {fields['path']}" if fields["method"] else "no request"
-        parts = [f"{asked} {fields['status']} in {fields['took_ms']:.1f} ms"]
+        request = f"{fields['method']} {fields['path']}" if fields["method"] else "no request"
+        parts = [f"{request} {fields['status']} in {fields['took_ms']:.1f} ms"]
         if "output_tokens" in fields:
             parts.append(f"{fields.get('input_tokens', '?')}+{fields['output_tokens']} tokens")
         named = ("model", "key", "replica", "id", "trace")
@@ -309,8 +293,8 @@ class _Line:
         parts.append(f"from {fields['peer']}")
         if fields.get("refused"):
             parts[-1] += f": {' '.join(str(fields['refused']).split())}"
-        said = ", ".join(parts)  # of which a client has chosen some
-        return "".join(one if one.isprintable() else "?" for one in said)
+        line = ", ".join(parts)  # some of it chosen by the client
+        return "".join(one if one.isprintable() else "?" for one in line)
 
 
 class JsonLogFormatter(logging.Formatter):
@@ -318,9 +302,9 @@ class JsonLogFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         second = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
-        told: dict[str, Any] = {"time": f"{second}.{int(record.msecs):03}Z", "level": record.levelname.lower()}
+        fields: dict[str, Any] = {"time": f"{second}.{int(record.msecs):03}Z", "level": record.levelname.lower()}
         request = getattr(record, "request", None)
-        told |= {"message": record.getMessage()} if request is None else request
+        fields |= {"message": record.getMessage()} if request is None else request
         if record.exc_info:
-            told["traceback"] = self.formatException(record.exc_info)
-        return json.dumps(told, default=str)
+            fields["traceback"] = self.formatException(record.exc_info)
+        return json.dumps(fields, default=str)

@@ -55,7 +55,11 @@ def _listener(family: int, address: tuple[object, ...], reuse_port: bool) -> soc
     try:
         made.setblocking(False)
         made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        _enable_keep_alive(made)
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        # connections inherit it: a client whose machine is gone is noticed within two minutes
+        for name, value in (("TCP_KEEPIDLE", 60), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 6)):
+            if hasattr(socket, name):
+                made.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
         if reuse_port:
             made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         if family == socket.AF_INET6:
@@ -66,14 +70,6 @@ def _listener(family: int, address: tuple[object, ...], reuse_port: bool) -> soc
         made.close()
         raise
     return made
-
-
-def _enable_keep_alive(made: socket.socket) -> None:
-    """A client whose machine is gone is noticed within two minutes; connections inherit it."""
-    made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in (("TCP_KEEPIDLE", 60), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 6)):
-        if hasattr(socket, name):
-            made.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
 def bind_unix(path: str) -> socket.socket:
@@ -144,7 +140,7 @@ AT_ONCE = struct.pack("ii", 1, 0)  # SO_LINGER of no seconds: to close is to res
 
 
 def reset_connection(transport: asyncio.BaseTransport) -> None:
-    """Close a connection so that the other side knows at once that nobody waits for its answer."""
+    """Close a connection by a reset, so that the peer notices at once that its answer is not wanted."""
     end = transport.get_extra_info("socket")
     if end is not None and end.fileno() >= 0:
         with contextlib.suppress(OSError):
@@ -153,7 +149,7 @@ def reset_connection(transport: asyncio.BaseTransport) -> None:
 
 
 def close_write_side(transport: asyncio.Transport) -> None:
-    """End this side alone. Where that cannot be (TLS), or the other is gone already, the connection ends as a whole."""
+    """Close the writing side alone; the whole connection with TLS, and where the peer is gone already."""
     if not transport.can_write_eof():
         transport.close()
         return
@@ -164,14 +160,14 @@ def close_write_side(transport: asyncio.Transport) -> None:
 
 
 class DisconnectWatcher:
-    """Watches sockets for a reset."""
+    """Watches sockets that are not read for a reset of the connection."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
         self._epoll = select.epoll() if hasattr(select, "epoll") else None
         self._calls: dict[int, Callable[[], None]] = {}
         if self._epoll is not None:
-            loop.add_reader(self._epoll.fileno(), self._look)
+            loop.add_reader(self._epoll.fileno(), self._poll)
 
     @property
     def watched(self) -> int:
@@ -179,16 +175,16 @@ class DisconnectWatcher:
         return len(self._calls)
 
     def watch(self, transport: asyncio.BaseTransport, call: Callable[[], None]) -> None:
-        """Call once the other side is gone."""
+        """Call this once the peer has disconnected."""
         fd = _fd(transport)
         if self._epoll is None or fd < 0:
             return
         self.forget(transport)
-        self._epoll.register(fd, select.EPOLLONESHOT)  # errors and hang-ups are told without being asked for
+        self._epoll.register(fd, select.EPOLLONESHOT)  # epoll reports errors and hang-ups without being asked
         self._calls[fd] = call
 
     def watch_half_closed(self, transport: asyncio.BaseTransport, call: Callable[[], None]) -> None:
-        """The same of a side that has said all."""
+        """The same for a peer that has closed its writing side."""
         end = transport.get_extra_info("socket")
         if end is not None and end.family != socket.AF_UNIX and hasattr(socket, "TCP_KEEPIDLE"):
             with contextlib.suppress(OSError):
@@ -198,7 +194,7 @@ class DisconnectWatcher:
         self.watch(transport, call)
 
     def forget(self, transport: asyncio.BaseTransport) -> None:
-        """Watch it no longer."""
+        """Stop watching."""
         if not self._calls:
             return
         fd = _fd(transport)
@@ -207,14 +203,14 @@ class DisconnectWatcher:
                 self._epoll.unregister(fd)
 
     def close(self) -> None:
-        """Watch nothing any more."""
+        """Stop watching all sockets."""
         if self._epoll is not None:
             self._loop.remove_reader(self._epoll.fileno())
             self._epoll.close()
             self._epoll = None
         self._calls.clear()
 
-    def _look(self) -> None:
+    def _poll(self) -> None:
         if self._epoll is None:
             return
         for fd, _ in self._epoll.poll(0):

@@ -19,8 +19,8 @@ from gpuinfer.http.server_connection import ServerConnection
 
 log = logging.getLogger(__name__)
 
-TOLD_S = 10.0  # from one line of the log about too many connections to the next
-LOOK_S = 1.0  # how often deadlines are looked at, at most
+WARN_S = 10.0  # from one line of the log about too many connections to the next
+CHECK_S = 1.0  # between two checks of deadlines, at most
 
 
 class HttpServer:
@@ -34,23 +34,21 @@ class HttpServer:
         self.quick = quick
         self.limits = limits or HttpLimits()
         self.loop = asyncio.get_running_loop()
-        self.departures = DisconnectWatcher(self.loop)
+        self.disconnects = DisconnectWatcher(self.loop)
         self.bodies = 0
         self.closing = False
         self._connections: set[ServerConnection] = set()
-        self._lingering: set[ServerConnection] = (
-            set()
-        )  # those whose last response is written, until the client closes too
+        self._lingering: set[ServerConnection] = set()  # last response written, client not closed yet
         self._servers: list[asyncio.Server] = []
         self._sockets: list[socket.socket] = []
         self._tls: dict[str, Any] = {}
         self._paths: list[str] = []
-        self._late: set[asyncio.Task[object]] = set()  # connections that had been made, and not taken yet, at the stop
+        self._late: set[asyncio.Task[object]] = set()  # that accept connections of the backlog at the stop
         self._counts: Counter[str] = Counter()
-        self._told_at = -TOLD_S
+        self._warned_at = -WARN_S
         self._emptied = asyncio.Event()
         times = (self.limits.head_s, self.limits.body_s, self.limits.idle_s, self.limits.write_s)
-        self._every = max(0.01, min(LOOK_S, min(times) / 4))
+        self._every = max(0.01, min(CHECK_S, min(times) / 4))
         self._look_again()
 
     async def listen(self, host: str, port: int, *, reuse_port: bool = False, tls: Certificate | None = None) -> int:
@@ -83,7 +81,7 @@ class HttpServer:
                 os.unlink(path)
         self._paths.clear()
         for connection in list(self._connections):
-            connection.shut()
+            connection.drain()
 
     async def drain(self, within_s: float) -> bool:
         """Stop accepting, and wait for the responses under way. Whether all were complete in time."""
@@ -100,7 +98,7 @@ class HttpServer:
             connection.transport.abort()
         await self._empty(1.0)
         self._look_at.cancel()
-        self.departures.close()
+        self.disconnects.close()
 
     @property
     def counts(self) -> Mapping[str, int]:
@@ -109,42 +107,39 @@ class HttpServer:
     # For its connections
 
     def opened(self, connection: ServerConnection) -> None:
-        """One more; where that is too many, it is told so."""
+        """A connection is open; over the limit it is refused."""
         self._counts["accepted"] += 1
         self._connections.add(connection)
         beyond = len(self._connections) + len(self._lingering) - self.limits.connections
         if self.closing:
-            connection.shut()
+            connection.drain()
         if beyond > 0:
             self._counts["crowded"] += 1
-            self._tell()
-            connection.crowd(heard=beyond <= overflow_connections(self.limits.refusals))
+            if self.loop.time() - self._warned_at >= WARN_S:
+                self._warned_at = self.loop.time()
+                log.warning(
+                    "more than %d connections at once: %d have been refused so far, with 503.",
+                    self.limits.connections,
+                    self._counts["crowded"],
+                )
+            connection.limit(heard=beyond <= overflow_connections(self.limits.refusals))
 
-    def lingers(self, connection: ServerConnection) -> bool:
-        """Its last response is written. Whether there is room to wait until the client closes too."""
+    def may_linger(self, connection: ServerConnection) -> bool:
+        """The last response is written. Whether the connection may wait until the client closes too."""
         self._leave(connection)
         self._lingering.add(connection)
         return len(self._connections) + len(self._lingering) <= self.limits.connections + self.limits.refusals
 
     def closed(self, connection: ServerConnection) -> None:
-        """It is gone."""
+        """A connection is closed."""
         self._lingering.discard(connection)
         self._leave(connection)
 
     def count(self, what: str) -> None:
         self._counts[what] += 1
 
-    def _tell(self) -> None:
-        if self.loop.time() - self._told_at >= TOLD_S:
-            self._told_at = self.loop.time()
-            log.warning(
-                "more than %d connections at once: %d have been refused so far, with 503.",
-                self.limits.connections,
-                self._counts["crowded"],
-            )
-
     def _take_rest(self) -> None:
-        """Take the connections that wait, which would be reset with the listening socket."""
+        """Accept the connections in the backlog, which would be reset with the listening socket."""
         for one in self._sockets:
             with contextlib.suppress(OSError):
                 while True:
@@ -180,9 +175,9 @@ class HttpServer:
         now = self.loop.time()
         late = now - self._look_due
         for connection in [*self._connections, *self._lingering]:
-            if late > self._every:  # this process was suspended, or busy: what came meanwhile is yet to be read
-                connection.spare(late)
-            connection.overdue(now)
+            if late > self._every:  # this process was suspended or busy: bytes that came meanwhile are not read yet
+                connection.extend(late)
+            connection.check_timeout(now)
         self._look_again()
 
     def _look_again(self) -> None:

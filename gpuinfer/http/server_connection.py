@@ -8,66 +8,52 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import Protocol, cast
+from typing import TYPE_CHECKING, cast
 
 from gpuinfer.errors import GpuinferError
 from gpuinfer.host import error_text
 from gpuinfer.http import http_exchange
-from gpuinfer.http.http_exchange import ClientGone, Exchange, Handler, Quick
-from gpuinfer.http.network import DisconnectWatcher, close_write_side
-from gpuinfer.http.parser import CROWDED_S, HttpHead, HttpLimits, Malformed, RequestParser, check_target
+from gpuinfer.http.http_exchange import ClientGone, Exchange, Quick
+from gpuinfer.http.network import close_write_side
+from gpuinfer.http.parser import CROWDED_S, HttpHead, Malformed, RequestParser, check_target
+
+if TYPE_CHECKING:
+    from gpuinfer.http.server import HttpServer
 
 log = logging.getLogger(__name__)
 
-# What a connection is at. NEW and IDLE differ in how long they may last.
+# Stages of a connection. NEW and IDLE differ in their timeouts.
 NEW, IDLE, HEAD, BODY, ANSWERING, LINGERING, GONE = range(7)
 LINGER_S = 2.0  # how long the rest of a refused request is read and dropped, so that the refusal arrives
 LINGER_BYTES = 1 << 20
-NEW_S = 1.0  # a connection without a request is given so much when the server stops
+NEW_S = 1.0  # timeout of a connection without a request, once the server stops
 CROWDED = Malformed(503, "too many connections. Try again.")
 FULL = Malformed(503, "the bodies of other requests fill the server's memory. Try again.")
-QUICK_TURNS = 64  # pipelined requests that are answered on the spot before other connections have their turn
+QUICK_TURNS = 64  # pipelined requests that are answered at once before other connections have their turn
 FAILED = "the server failed at this request; its log says how. Try another."
-
-
-class ConnectionOwner(Protocol):
-    """What a connection needs of its server."""
-
-    limits: HttpLimits
-    handler: Handler
-    quick: Quick | None
-    loop: asyncio.AbstractEventLoop
-    departures: DisconnectWatcher
-    bodies: int  # bytes of all bodies that are held
-    closing: bool
-
-    def opened(self, connection: ServerConnection) -> None: ...
-    def lingers(self, connection: ServerConnection) -> bool: ...
-    def closed(self, connection: ServerConnection) -> None: ...
-    def count(self, what: str) -> None: ...
 
 
 class ServerConnection(asyncio.Protocol):
     """Talks HTTP/1.1 with one client."""
 
-    def __init__(self, host: ConnectionOwner) -> None:
-        self._host = host
+    def __init__(self, server: HttpServer) -> None:
+        self._server = server
         self.transport: asyncio.Transport = None  # type: ignore[assignment]  # until the connection is made
         self.stage = NEW
-        self.deadline = 0.0  # when the present stage has lasted too long, in the loop's time
+        self.deadline = 0.0  # of the present stage, on the loop's clock
         self._peer = ""
-        self._in = RequestParser(host.limits)
+        self._in = RequestParser(server.limits)
         self._exchange: Exchange | None = None
-        self._held = 0  # bytes of the present body, as the server counts them
+        self._held = 0  # bytes of the present body that the server has counted
         self._task: asyncio.Task[None] | None = None
         self._waiter: asyncio.Future[None] | None = None  # of a writer, while the client reads too slowly
-        self._full = False  # the transport has enough to write
-        self._paused = False  # nothing is read
-        self._half = False  # the client has said that it sends no more
-        self._crowded = False  # one connection too many: only what is quick is answered
+        self._full = False  # the transport's write buffer is full
+        self._paused = False  # reading is paused
+        self._half_closed = False  # the client sends no more
+        self._crowded = False  # over the limit: only immediate routes are answered
         self._turning = False
-        self._dropped = 0  # bytes since it lingers
-        self._unread = 0  # bytes that were to be written when that last became fewer,
+        self._dropped = 0  # bytes received while lingering
+        self._unread = 0  # bytes in the write buffer when the client last read some,
         self._unread_since = 0.0  # and when that was
 
     # From the transport
@@ -76,23 +62,23 @@ class ServerConnection(asyncio.Protocol):
         self.transport = cast("asyncio.Transport", transport)
         name = transport.get_extra_info("peername")
         self._peer = f"{name[0]}:{name[1]}" if isinstance(name, tuple) else "unix"
-        self._set(NEW, self._host.limits.head_s)
-        self._host.opened(self)
+        self._set(NEW, self._server.limits.head_s)
+        self._server.opened(self)
 
     def connection_lost(self, error: Exception | None) -> None:
         if self.stage in (HEAD, BODY):
-            self._host.count("broken_off")
+            self._server.count("broken_off")
         self.stage = GONE
-        self._host.departures.forget(self.transport)
+        self._server.disconnects.forget(self.transport)
         self._in.forget()
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_exception(ClientGone("the client went away"))
         if self._task is None:
             self._release()
         elif self._exchange is not None and not self._exchange.ended:
-            self._host.count("cancelled")
+            self._server.count("cancelled")
             self._task.cancel()
-        self._host.closed(self)
+        self._server.closed(self)
 
     def data_received(self, data: bytes) -> None:
         if self.stage == LINGERING:
@@ -107,13 +93,13 @@ class ServerConnection(asyncio.Protocol):
                 self._advance()
 
     def eof_received(self) -> bool:
-        """The client has said all. Whether the connection stays open: as long as something is to be answered, and where
-        one side can end by itself, which it cannot in TLS. A client that is gone resets it.
+        """The client sends no more. The connection stays open while a request is answered, except with TLS, where one
+        side cannot close alone. A client that is gone resets the connection.
         """
-        self._half = True
+        self._half_closed = True
         if self.stage != ANSWERING or not self.transport.can_write_eof():
             return False
-        self._host.departures.watch_half_closed(self.transport, self.transport.abort)
+        self._server.disconnects.watch_half_closed(self.transport, self.transport.abort)
         return True
 
     def pause_writing(self) -> None:
@@ -129,7 +115,7 @@ class ServerConnection(asyncio.Protocol):
     # Requests
 
     def _advance(self) -> None:
-        """Read what has come, as far as that goes; then read on, or not as long as there is enough."""
+        """Handle the bytes that have come; then resume or pause reading."""
         if self._turning:
             return
         self._turning = True
@@ -148,30 +134,30 @@ class ServerConnection(asyncio.Protocol):
         if self._full or turns == QUICK_TURNS:
             self._pause()
             if not self._full:
-                self._host.loop.call_soon(self._advance)
+                self._server.loop.call_soon(self._advance)
         else:
             self._resume()
 
     def _read(self) -> bool:
-        """Take the next head or body, and see to it. Whether another may follow now."""
+        """Take the next head or body. Whether another request may follow at once."""
         if self.stage == BODY:
             return self._read_body()
         head = self._in.head()
         if head is not None:
             return self._take(head)
         if self.stage != HEAD:
-            self._set(HEAD, self._host.limits.head_s)
+            self._set(HEAD, self._server.limits.head_s)
         return False
 
     def _take(self, head: HttpHead) -> bool:
-        """A head is there: answer on the spot, or see to the body."""
-        host, limits = self._host, self._host.limits
+        """A head has come: answer at once, or read its body."""
+        server, limits = self._server, self._server.limits
         exchange = self._exchange = Exchange(self, head, check_target(head.target), self._peer)
-        exchange.keep = keep = head.keep and not host.closing and not self._crowded
+        exchange.keep = keep = head.keep and not server.closing and not self._crowded
         whole = head.length is not None and head.length <= len(self._in.buffer)
-        if host.quick is not None:
-            exchange.keep = keep and whole  # else what comes of the body is dropped
-            if self._quick(host.quick, exchange):
+        if server.quick is not None:
+            exchange.keep = keep and whole  # else the rest of the body is dropped
+            if self._quick(server.quick, exchange):
                 self._in.buffer = self._in.buffer[head.length :]
                 return self._next()
             exchange.keep = keep
@@ -190,7 +176,7 @@ class ServerConnection(asyncio.Protocol):
             if not quick(exchange):
                 return False
             if not exchange.ended:
-                raise RuntimeError("what is answered on the spot is answered by respond()")
+                raise RuntimeError("an immediate answer is given by respond()")
         except Malformed as error:
             self._fail(exchange, error.status, error.message)
         except Exception:
@@ -199,19 +185,19 @@ class ServerConnection(asyncio.Protocol):
         return True
 
     def _await_body(self, head: HttpHead) -> None:
-        """The body is not all there."""
-        host, expect = self._host, head.headers.get("expect")
-        if host.bodies + (head.length or 0) > host.limits.bodies_bytes:
+        """Part of the body is still to come."""
+        server, expect = self._server, head.headers.get("expect")
+        if server.bodies + (head.length or 0) > server.limits.bodies_bytes:
             raise FULL
         if expect is not None and head.minor and not self._in.buffer:
             self.transport.write(http_exchange.CONTINUE)
-        self._set(BODY, host.limits.body_s)
+        self._set(BODY, server.limits.body_s)
 
     def _read_body(self) -> bool:
         body = self._in.body()
-        self._host.bodies += self._in.held - self._held
+        self._server.bodies += self._in.held - self._held
         self._held = self._in.held
-        if self._host.bodies > self._host.limits.bodies_bytes:
+        if self._server.bodies > self._server.limits.bodies_bytes:
             raise FULL
         if body is not None:
             self._answer(body)
@@ -223,12 +209,12 @@ class ServerConnection(asyncio.Protocol):
         self.stage = ANSWERING
         if self._in.buffer:
             self._pause()
-        self._host.count("requests")
-        self._task = self._host.loop.create_task(self._run(exchange))
+        self._server.count("requests")
+        self._task = self._server.loop.create_task(self._run(exchange))
 
     async def _run(self, exchange: Exchange) -> None:
         try:
-            await self._host.handler(exchange)
+            await self._server.handler(exchange)
             if not exchange.ended:
                 log.error("%s %s was left without a whole answer", exchange.method, exchange.path)
                 self._fail(exchange, 500, "the server gave no answer to this request. Try another.")
@@ -251,7 +237,7 @@ class ServerConnection(asyncio.Protocol):
                 self._advance()
 
     def _fail(self, exchange: Exchange, status: int, message: str) -> None:
-        """Say so; where the response has begun, break it off, so that nobody takes it for whole."""
+        """Answer with an error; a response that has begun is broken off, so that the client notices."""
         if exchange.ended or self.stage == GONE:
             return
         if exchange.begun:
@@ -260,24 +246,24 @@ class ServerConnection(asyncio.Protocol):
             exchange.refuse(status, message, http_exchange.RETRY if status == 503 else ())
 
     def _next(self) -> bool:
-        """The response is complete. Whether more has come already."""
+        """The response is complete. Whether bytes of another request are in the buffer."""
         exchange, self._exchange = self._exchange, None
         if exchange is not None:
             http_exchange.log_exchange(exchange)
         self._release()
         if self.stage == GONE or self.transport.is_closing():
             return False
-        if exchange is None or not exchange.keep or self._host.closing or (self._half and not self._in.buffer):
+        if exchange is None or not exchange.keep or self._server.closing or (self._half_closed and not self._in.buffer):
             self._close()
             return False
-        self._set(IDLE, self._host.limits.idle_s)
+        self._set(IDLE, self._server.limits.idle_s)
         if not self._in.buffer:
             self._resume()
         return bool(self._in.buffer)
 
     def _refuse(self, error: Malformed) -> None:
-        """The bytes are at fault: say so, and close."""
-        self._host.count("refused")
+        """Refuse malformed bytes, and close."""
+        self._server.count("refused")
         self._release()
         exchange, self._exchange = self._exchange, None
         head_only = exchange is not None and exchange.method == "HEAD"
@@ -290,73 +276,73 @@ class ServerConnection(asyncio.Protocol):
         self._close()
 
     def _release(self) -> None:
-        self._host.bodies -= self._held
+        self._server.bodies -= self._held
         self._held = 0
 
-    # As the outlet of an exchange
+    # For an exchange
 
     def send(self, data: bytes) -> None:
+        """Write bytes of the response."""
         if self.stage != GONE:
             self.transport.write(data)
 
-    async def room(self) -> None:
+    async def until_writable(self) -> None:
+        """Wait while the client reads too slowly. Raises `ClientGone`."""
         if self.stage == GONE:
             raise ClientGone("the client went away")
         if self._full:
-            self._waiter = self._host.loop.create_future()
+            self._waiter = self._server.loop.create_future()
             try:
                 await self._waiter
             finally:
                 self._waiter = None
 
-    # Its end
+    # Timeouts and closing
 
-    def overdue(self, now: float) -> None:
-        """Called now and then: end what has lasted too long."""
+    def check_timeout(self, now: float) -> None:
+        """End what has lasted too long; `now` is on the loop's clock."""
         left = self.transport.get_write_buffer_size()
         if not left or left < self._unread or not self._unread:
             self._unread, self._unread_since = left, now
-        elif now - self._unread_since > self._host.limits.write_s:
-            self._host.count("unread")
+        elif now - self._unread_since > self._server.limits.write_s:
+            self._server.count("unread")
             self.transport.abort()
             return
         if self.stage == LINGERING and left:
             self.deadline = now + LINGER_S
-        if self.stage != ANSWERING and now >= self.deadline:
-            self._time_out()
-
-    def spare(self, seconds: float) -> None:
-        """The server was not there for so long: nobody is blamed for it."""
-        self.deadline += seconds
-        self._unread_since += seconds
-
-    def _time_out(self) -> None:
+        if self.stage == ANSWERING or now < self.deadline:
+            return
         if self.stage in (HEAD, BODY):
-            self._host.count("slow")
+            self._server.count("slow")
             self._refuse(Malformed(408, "the request did not come in time. Send it faster."))
         elif self.stage == LINGERING:
             self.transport.abort()
         else:
             self._close()
 
-    def crowd(self, *, heard: bool) -> None:
-        """There are too many: answer nothing but what is quick, or not even that."""
+    def extend(self, seconds: float) -> None:
+        """Extend the deadlines: the server itself was suspended or busy for so long."""
+        self.deadline += seconds
+        self._unread_since += seconds
+
+    def limit(self, *, heard: bool) -> None:
+        """The connection is over the limit: answer only immediate routes, or refuse at once."""
         self._crowded = True
-        self.deadline = self._host.loop.time() + CROWDED_S
+        self.deadline = self._server.loop.time() + CROWDED_S
         if not heard:
             self._refuse(CROWDED)
 
-    def shut(self) -> None:
-        """The server stops: end now, or after the response to what is under way."""
+    def drain(self) -> None:
+        """The server stops: close now, or after the present response."""
         if self.stage == NEW:
-            self.deadline = min(self.deadline, self._host.loop.time() + NEW_S)
+            self.deadline = min(self.deadline, self._server.loop.time() + NEW_S)
         elif self.stage == IDLE and not self._in.buffer:
             self._close()
         elif self._exchange is not None:
             self._exchange.keep = False
 
     def end(self) -> asyncio.Task[None] | None:
-        """The server stops now: cancel what is under way. Its task."""
+        """Cancel the present request, or abort the connection; returns the request's task."""
         if self._task is not None:
             self._task.cancel()
         else:
@@ -364,29 +350,29 @@ class ServerConnection(asyncio.Protocol):
         return self._task
 
     def _close(self) -> None:
-        """Let what is written arrive; drop what still comes."""
+        """Close the writing side, and drop what still comes until the client has read the response."""
         self._in.forget()
         if self.stage in (LINGERING, GONE) or self.transport.is_closing():
             return
         self._set(LINGERING, LINGER_S)
-        if self._host.lingers(self) and not self._half and self.transport.can_write_eof():
+        if self._server.may_linger(self) and not self._half_closed and self.transport.can_write_eof():
             close_write_side(self.transport)
             self._resume()
         else:
             self.transport.close()
 
     def _pause(self) -> None:
-        if not self._paused and not self._half and not self.transport.is_closing():
+        if not self._paused and not self._half_closed and not self.transport.is_closing():
             self._paused = True
             self.transport.pause_reading()
-            self._host.departures.watch(self.transport, self.transport.abort)
+            self._server.disconnects.watch(self.transport, self.transport.abort)
 
     def _resume(self) -> None:
         if self._paused and not self.transport.is_closing():
             self._paused = False
-            self._host.departures.forget(self.transport)
+            self._server.disconnects.forget(self.transport)
             self.transport.resume_reading()
 
     def _set(self, stage: int, seconds: float) -> None:
         self.stage = stage
-        self.deadline = self._host.loop.time() + seconds
+        self.deadline = self._server.loop.time() + seconds

@@ -21,8 +21,9 @@ from gpuinfer.errors import BackendDied, BadPrompt, BadResult, Closed, Expired, 
 from gpuinfer.generation import Constraint, Prompt
 from gpuinfer.host import error_text
 from gpuinfer.host.error_text import nearest_error_type
+from gpuinfer.http.http_exchange import error_body
 from gpuinfer.serving.openai.requests import BadRequest
-from gpuinfer.serving.openai.responses import error_body, error_of, status_of
+from gpuinfer.serving.openai.responses import error_of, status_of
 from gpuinfer.serving.tracing import NO_SPAN, RequestSpan
 
 CLASSES = {"high": Priority.HIGH, "normal": Priority.NORMAL, "low": Priority.LOW}

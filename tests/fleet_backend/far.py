@@ -102,6 +102,6 @@ def breaking_off(after: int) -> Answer:
         exchange.begin(200, answer_frames.FRAMES_TYPE)
         for part in parts(answer_frames.prompt_from_body(exchange.body))[:after]:
             await exchange.write(answer_frames.to_frame(part))
-        exchange._outlet.transport.abort()
+        exchange._connection.transport.abort()
 
     return break_off

@@ -129,7 +129,7 @@ async def test_a_server_that_is_not_there_for_a_moment_is_asked_again(status):
 
 
 async def _hang_up(exchange):
-    exchange._outlet.transport.abort()
+    exchange._connection.transport.abort()
 
 
 async def test_one_that_is_gone_for_good_is_given_up_with_its_last_words():

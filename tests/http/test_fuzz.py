@@ -77,5 +77,5 @@ async def test_damaged_requests_harm_nobody(number):
             served.seen.requests.clear()
         assert {200, 400, 404, 501} <= set(statuses)
         assert statuses[200] > number // 50, "what is damaged must not be all refused at the first byte"
-        assert served.server.departures.watched == 0
+        assert served.server.disconnects.watched == 0
         await client.close()

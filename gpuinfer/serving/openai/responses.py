@@ -14,14 +14,8 @@ from typing import Any
 from gpuinfer.errors import BackendDied, BadPrompt, Closed, Expired, GpuinferError, PromptTooLong, QueueFull
 from gpuinfer.generation import Candidate, Completion, Generation, Logprob, Part
 from gpuinfer.host import error_text
+from gpuinfer.http.http_exchange import error_body, error_type_of
 
-TYPES = {
-    400: "invalid_request_error",
-    408: "timeout_error",
-    429: "rate_limit_error",
-    500: "server_error",
-    503: "overloaded_error",
-}
 SHORTER = 'Shorten it, or have it cut to fit with "truncate": "left" or "right".'
 
 
@@ -242,9 +236,4 @@ def error_of(error: GpuinferError) -> dict[str, Any]:
     message, code = error_text.safe_str(error), None
     if isinstance(error, PromptTooLong):  # whose cure is for who has the command line
         message, code = f"{message.partition('. ')[0]}. {SHORTER}", "context_length_exceeded"
-    return error_body(message, TYPES[status_of(error)], getattr(error, "param", None), code)
-
-
-def error_body(message: str, kind: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
-    """`message` in one line."""
-    return {"error": {"message": " ".join(message.split()), "type": kind, "param": param, "code": code}}
+    return error_body(message, error_type_of(status_of(error)), getattr(error, "param", None), code)

@@ -18,8 +18,9 @@ from gpuinfer.errors import BadPrompt, GpuinferError
 from gpuinfer.generation import Completion, Generation, Logprob
 from gpuinfer.host import error_text
 from gpuinfer.host.files import put_whole
+from gpuinfer.http.http_exchange import error_body
 from gpuinfer.serving.openai.requests import BadRequest
-from gpuinfer.serving.openai.responses import Envelope, error_body, plain, response, status_of
+from gpuinfer.serving.openai.responses import Envelope, plain, response, status_of
 from gpuinfer.workloads.generate.input_rows import KEY_BYTES, KeySet, NamedRow
 
 BATCH_ANSWER = "batch_req_"  # before the digest, in the id of a batch's answer
