@@ -1,6 +1,5 @@
-"""What one request says beside its prompt (id, class, deadline, client, trace), the bounds that it is checked against
-before anything is done for it, and errors as responses: status, OpenAI's shape, Retry-After. What is internal stays
-in the log.
+"""The context of one request beside its prompt (id, class, deadline, client, trace), the bounds that requests are
+checked against first, and errors as responses: status, OpenAI's shape, Retry-After. Internal details stay in the log.
 """
 
 from __future__ import annotations
@@ -27,9 +26,7 @@ from gpuinfer.serving.openai.responses import error_of, status_of
 from gpuinfer.serving.tracing import NO_SPAN, RequestSpan
 
 CLASSES = {"high": Priority.HIGH, "normal": Priority.NORMAL, "low": Priority.LOW}
-PLAIN = re.compile(
-    r"[A-Za-z0-9._:@/+=-]{1,128}"
-)  # what an id may consist of, so that it can stand in a header and a log
+PLAIN = re.compile(r"[A-Za-z0-9._:@/+=-]{1,128}")  # an id that can stand in a header and a log
 TRACE = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}(-.*)?")  # W3C Trace Context, version 00 and on
 MOST_S = 86_400.0  # of a deadline
 
@@ -38,7 +35,7 @@ _prefix, _numbers = secrets.token_hex(6), itertools.count(1)
 
 @dataclass(slots=True)
 class RequestContext:
-    """One request's own. `begun`: so many bytes at the body's beginning say what its client has been sent already."""
+    """One request's context. `begun`: bytes at the body's beginning that tell what the client has been sent already."""
 
     id: str
     priority: Priority = Priority.NORMAL
@@ -51,13 +48,23 @@ class RequestContext:
 
 
 def request_context(headers: Mapping[str, str], behind_router: bool) -> RequestContext:
-    """Raises `BadRequest` for a class or a deadline that is none. What only a router may say counts only behind one."""
+    """From the headers. Raises `BadRequest` for a wrong class or deadline. A router's headers count only behind one."""
     given = headers.get("x-request-id")
     asking = RequestContext(given if given is not None and PLAIN.fullmatch(given) else new_id())
     if (name := headers.get("x-gpuinfer-priority")) is not None:
-        asking.priority = _priority(name)
+        if name not in CLASSES:
+            words = ", ".join(CLASSES)
+            raise BadRequest(f"X-Gpuinfer-Priority is none of {words}. Write one of them, or leave it out.")
+        asking.priority = CLASSES[name]
     if (text := headers.get("x-gpuinfer-timeout")) is not None:
-        asking.timeout_s = _seconds(text)
+        try:
+            asking.timeout_s = float(text)
+        except ValueError:
+            asking.timeout_s = math.nan
+        if not 0 < asking.timeout_s <= MOST_S:
+            raise BadRequest(
+                f"X-Gpuinfer-Timeout is no number of seconds from 0 to {MOST_S:,.0f}. Write one, such as 30."
+            )
     if (client := headers.get("x-gpuinfer-client")) is not None and PLAIN.fullmatch(client):
         asking.client = client
     if (trace := headers.get("traceparent")) is not None and len(trace) <= 128 and TRACE.fullmatch(trace):
@@ -69,30 +76,14 @@ def request_context(headers: Mapping[str, str], behind_router: bool) -> RequestC
 
 
 def resumed_bytes(headers: Mapping[str, str], behind_router: bool) -> int:
-    """How many bytes stand before a body (`Asking.begun`); 0 where that is not told, or is no number."""
+    """The bytes before a body (`RequestContext.begun`); 0 where the header is missing or no number."""
     text = headers.get("x-gpuinfer-begun", "") if behind_router else ""
     return int(text) if text.isascii() and text.isdecimal() and len(text) <= 15 else 0
 
 
 def new_id() -> str:
-    """Not to be guessed from outside, and never twice."""
+    """A unique id that cannot be guessed from outside."""
     return f"{_prefix}-{next(_numbers):x}"
-
-
-def _priority(name: str) -> Priority:
-    if name not in CLASSES:
-        raise BadRequest(f"X-Gpuinfer-Priority is none of {', '.join(CLASSES)}. Write one of them, or leave it out.")
-    return CLASSES[name]
-
-
-def _seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = math.nan
-    if not 0 < seconds <= MOST_S:
-        raise BadRequest(f"X-Gpuinfer-Timeout is no number of seconds from 0 to {MOST_S:,.0f}. Write one, such as 30.")
-    return seconds
 
 
 def _whole(headers: Mapping[str, str], name: str) -> int | None:
@@ -113,8 +104,7 @@ MOST_VALUE = 1_000  # characters of a template's argument
 TEMPLATE_ARGUMENTS = frozenset(
     ("enable_thinking", "thinking", "thinking_budget", "reasoning_effort", "preserve_thinking", "date_string", "today")
 )
-"""What a client may say to a chat template: models read these, and anything else means whatever a template makes of it.
-"""
+"""The arguments of a chat template that clients may give: models read these; others mean whatever a template likes."""
 
 
 def check_request(prompt: Prompt, widest: int) -> None:
@@ -151,22 +141,17 @@ def _check_constraint(wanted: Constraint) -> None:
 
 
 def _check_schema(schema: Any) -> None:
-    """Level by level, so that no schema is too deep for the check itself."""
+    """Check size and depth, level by level, so that no schema is too deep for the check itself."""
     level, seen = [schema], 0
     for _ in range(MOST_DEPTH):
         seen += len(level)
         if seen > MOST_NODES:
             raise BadRequest(f"a JSON schema of more than {MOST_NODES:,} values. Make it smaller.", "response_format")
-        level = [one for value in level for one in _inside(value)]
+        containers = [value for value in level if isinstance(value, Mapping | list)]
+        level = [one for value in containers for one in (value.values() if isinstance(value, Mapping) else value)]
         if not level:
             return
     raise BadRequest(f"a JSON schema nested more than {MOST_DEPTH} deep. Make it flatter.", "response_format")
-
-
-def _inside(value: Any) -> list[Any]:
-    if isinstance(value, Mapping):
-        return list(value.values())
-    return value if isinstance(value, list) else []
 
 
 log = logging.getLogger(__name__)
@@ -175,7 +160,7 @@ encode = msgspec.json.Encoder().encode
 DRAINING = "this server is shutting down, and takes no new requests. Ask again, or ask another."
 STARTING = "this server is still loading its model. Ask again in a moment."
 MOST_RETRY_S = 60
-SAID = (BadPrompt, Expired, QueueFull, Closed)  # whose words are for the client
+SAID = (BadPrompt, Expired, QueueFull, Closed)  # errors whose message is for the client
 
 
 class NoSuchModel(BadPrompt):
@@ -183,7 +168,7 @@ class NoSuchModel(BadPrompt):
 
 
 class Unavailable(Closed):
-    """Nothing new is taken: not yet, or not any more."""
+    """The server takes no requests: it still loads its model, or drains."""
 
 
 class ErrorResponse:
@@ -194,7 +179,7 @@ class ErrorResponse:
     def __init__(
         self, error: BaseException, request_id: str, retry_s: float | None = None, model: str | None = None
     ) -> None:
-        """`model`: by its name, where one has been asked."""
+        """`model`: its name, where the request has reached one."""
         ours = error if isinstance(error, GpuinferError) else None
         self.status = http_status_of(error)
         body = error_bytes_of(error, request_id, model)
@@ -207,18 +192,18 @@ class ErrorResponse:
 
 
 def http_status_of(error: BaseException) -> int:
-    """422: what was asked can be understood, and the model's answer to it is no answer."""
+    """The status. 422: the request is fine, and the model's answer to it is invalid."""
     if isinstance(error, NoSuchModel):
         return 404
     if isinstance(error, BadResult):
         return 422
-    if type(error) is RequestError:  # more rows than a batch takes, a class that is none
+    if type(error) is RequestError:  # more rows than a batch takes, an unknown class
         return 400
     return status_of(error) if isinstance(error, GpuinferError) else 500
 
 
 def error_bytes_of(error: BaseException, request_id: str, model: str | None = None) -> dict[str, Any]:
-    """The body, in OpenAI's shape. What may name something internal is written to the log, under the request's id."""
+    """The body, in OpenAI's shape. Internal details are written to the log instead, under the request's id."""
     if isinstance(error, NoSuchModel):
         return error_body(str(error), "invalid_request_error", "model", "model_not_found")
     if isinstance(error, SAID) or type(error) is RequestError:
@@ -237,7 +222,7 @@ def error_bytes_of(error: BaseException, request_id: str, model: str | None = No
 
 
 def retry_after_s(error: BaseException, otherwise: float | None) -> int:
-    """Whole seconds for Retry-After: what the strategy said, or what the queue's rate says."""
+    """Whole seconds for Retry-After: from the strategy, or else from the queue's rate."""
     said = getattr(error, "retry_after_s", None)
     seconds = said if said is not None else otherwise
     if seconds is None or not math.isfinite(seconds):
@@ -246,5 +231,5 @@ def retry_after_s(error: BaseException, otherwise: float | None) -> int:
 
 
 def plain_headers(request_id: str, more: Sequence[tuple[str, str]] = ()) -> list[tuple[str, str]]:
-    """What every response of ours says."""
+    """The headers of every response."""
     return [("X-Request-Id", request_id), *more]

@@ -63,7 +63,7 @@ TEMPLATE = "#/components/schemas/{name}"
 
 
 def openapi_document(routes: Sequence[Route], url: str = "/") -> dict[str, Any]:
-    """Of these routes. One whose `openapi` is {"hidden": True} is left out."""
+    """The OpenAPI document of these routes, but those whose `openapi` is {"hidden": True}."""
     schemas: dict[str, Any] = {"Error": ERROR}
     paths: dict[str, dict[str, Any]] = {}
     for route in routes:
@@ -83,33 +83,25 @@ def openapi_document(routes: Sequence[Route], url: str = "/") -> dict[str, Any]:
 
 def _operation(route: Route, schemas: dict[str, Any]) -> dict[str, Any]:
     own = route.openapi
+    error = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
+    errors = {code: {"description": text, "content": error} for code, text in ERRORS.items()}
     made: dict[str, Any] = {
         "summary": route.summary,
         "operationId": f"{route.method.lower()}{route.path.replace('/', '_').rstrip('_')}",
-        "responses": {**_errors(), **own.get("responses", {"200": {"description": "Done."}})},
+        "responses": {**errors, **own.get("responses", {"200": {"description": "Done."}})},
     }
     if route.access != "open":
         made["security"] = [{"key": []}, {}]
     if (body := own.get("body")) is not None:
-        content = {"application/json": {"schema": _schema(body, own.get("required", ()), schemas)}}
+        (schema,), parts = msgspec.json.schema_components([body], ref_template=TEMPLATE)
+        schemas.update(parts)
+        if required := own.get("required"):
+            schema = {"allOf": [schema, {"required": list(required)}]}
+        content = {"application/json": {"schema": schema}}
         made["requestBody"] = {"required": True, "content": {**content, **own.get("content", {})}}
     if parameters := own.get("parameters"):
         made["parameters"] = parameters
     return made
-
-
-def _errors() -> dict[str, Any]:
-    shape = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
-    return {code: {"description": text, "content": shape} for code, text in ERRORS.items()}
-
-
-def _schema(body: Any, required: Sequence[str], schemas: dict[str, Any]) -> Mapping[str, Any]:
-    """Of a msgspec structure, with its parts under `schemas`; `required` are fields without which it is nothing."""
-    (schema,), parts = msgspec.json.schema_components([body], ref_template=TEMPLATE)
-    schemas.update(parts)
-    if not required:
-        return schema
-    return {"allOf": [schema, {"required": list(required)}]}
 
 
 def json_responses(description: str, schema: Mapping[str, Any], *other: str) -> dict[str, Any]:
@@ -128,25 +120,25 @@ TEXT = {"description": "Prometheus' text format.", "content": {"text/plain": {"s
 
 
 def monitoring_routes(served: ServedModels) -> list[Route]:
-    """The files of the page hold nothing of this server's and need no key; what it is told does."""
-    watching = LiveEvents(lambda: _see(served))
+    """Metrics, the live page and its events. The page's files hold nothing of this server, and need no key."""
+
+    async def see() -> LiveState:
+        await served.session.refresh()
+        about = {
+            "model": ", ".join(served.names),
+            "status": served.status,
+            "version": __version__,
+            "up_s": time.monotonic() - served.recent.began,
+        }
+        return LiveState(served.session.snapshot(), about=about)
+
+    watching = LiveEvents(see)
     served.at_drain.append(watching.close)
     return [
         Route("GET", "/metrics", _metrics(served), "api", "Metrics for Prometheus.", {"responses": {"200": TEXT}}),
         Route("GET", "/events", watching, "api", "What the page shows, once a second.", HIDDEN),
         *(Route("GET", path, send_file, "open", "The live page.", HIDDEN) for path in FILES),
     ]
-
-
-async def _see(served: ServedModels) -> LiveState:
-    await served.session.refresh()
-    about = {
-        "model": ", ".join(served.names),
-        "status": served.status,
-        "version": __version__,
-        "up_s": time.monotonic() - served.recent.began,
-    }
-    return LiveState(served.session.snapshot(), about=about)
 
 
 def _metrics(served: ServedModels) -> Handler:
@@ -177,7 +169,7 @@ def update_routes(service: ModelService) -> list[Route]:
 
 
 class _UpdateEndpoints:
-    """Each refuses with 400 what the backend refuses, with its words: they are for whoever may change what runs."""
+    """Each answers 400 with the backend's words for what the backend refuses: the client has the admin key."""
 
     def __init__(self, service: ModelService) -> None:
         self._service = service
@@ -222,7 +214,7 @@ class _UpdateEndpoints:
 
 
 def next_version(name: str, known: Sequence[str]) -> str:
-    """One more than the largest number that is a version of it."""
+    """One more than the largest version of this name that is a number."""
     versions = (one.removeprefix(f"{name}@") for one in known if one.startswith(f"{name}@"))
     return str(1 + max((int(one) for one in versions if one.isascii() and one.isdecimal()), default=0))
 
@@ -231,8 +223,15 @@ CHOICES = object_schema("id", "object", "created", "model", "choices", "usage")
 
 
 def replica_routes(served: ServedModels) -> list[Route]:
-    """Those of models of the other kind are there too: they say which to ask instead."""
-    each = [_of_a_model(service) for service in served.services]
+    """All routes. Those of the other kind of model answer with the route to ask instead."""
+    each = [
+        [
+            *(_text(service) if service.health.kind == "text" else _rows(service)),
+            *update_routes(service),
+            *_others(service),
+        ]
+        for service in served.services
+    ]
     table = [
         _health(served),
         Route("GET", "/v1/models", _models(served), "api", "The models and their limits.", _MODELS),
@@ -240,19 +239,16 @@ def replica_routes(served: ServedModels) -> list[Route]:
         Route("GET", "/stats", _stats(served), "api", "Counters, times and rates of the last seconds.", _STATS),
         *monitoring_routes(served),
     ]
-    found: list[Route] = []
-    found.append(Route("GET", "/openapi.json", _document(found), "api", "This document.", _PLAIN))
-    found[:0] = table
-    return found
 
+    async def document(exchange: Exchange) -> None:
+        exchange.respond(200, encode(openapi_document(table)))
 
-def _of_a_model(service: ModelService) -> list[Route]:
-    own = _text(service) if service.health.kind == "text" else _rows(service)
-    return [*own, *update_routes(service), *_others(service)]
+    table.append(Route("GET", "/openapi.json", document, "api", "This document.", _PLAIN))
+    return table
 
 
 def _chosen(served: ServedModels, each: Sequence[Sequence[Route]]) -> list[Route]:
-    """One route for each path, which the model answers that a request names."""
+    """One route for each path, answered by the model that the request names."""
     found: dict[str, Route] = {}
     handlers: dict[str, dict[str, Handler]] = {}
     for service, table in zip(served.services, each, strict=True):
@@ -282,32 +278,26 @@ def _health(served: ServedModels) -> Route:
 
 def _text(service: ModelService) -> list[Route]:
     chats = CompletionsEndpoint(service)
-    made = [
-        Route("POST", url, service.handler(chats.answer(url)), "api", summary, _asked(field))
-        for url, field, summary in (
-            ("/v1/completions", "prompt", "Go on with a text, as OpenAI has it."),
-            ("/v1/chat/completions", "messages", "Answer a chat, as OpenAI has it."),
-        )
-    ]
+    answers = json_responses("The answers; with `stream` as server-sent events.", CHOICES, "text/event-stream")
     predicted = {"body": PredictBody, "responses": json_responses("The answers.", object_schema("samples"))}
     return [
-        *made,
-        Route(
-            "POST",
-            "/predict",
-            service.handler(PredictEndpoint(service)),
-            "api",
-            "So many answers to one text.",
-            predicted,
-        ),
-        Route(
-            "POST",
-            "/v1/generations",
-            service.handler(GenerationsEndpoint(service)),
-            "api",
-            "In frames of msgpack.",
-            HIDDEN,
-        ),
+        Route("POST", path, service.handler(work), "api", summary, own)
+        for path, work, summary, own in (
+            (
+                "/v1/completions",
+                chats.answer("/v1/completions"),
+                "Continue a text, as OpenAI has it.",
+                {"body": RequestBody, "required": ["prompt"], "responses": answers},
+            ),
+            (
+                "/v1/chat/completions",
+                chats.answer("/v1/chat/completions"),
+                "Answer a chat, as OpenAI has it.",
+                {"body": RequestBody, "required": ["messages"], "responses": answers},
+            ),
+            ("/predict", PredictEndpoint(service), "Several answers to one text.", predicted),
+            ("/v1/generations", GenerationsEndpoint(service), "In frames of msgpack.", HIDDEN),
+        )
     ]
 
 
@@ -322,14 +312,11 @@ def _rows(service: ModelService) -> list[Route]:
 
 
 def _others(service: ModelService) -> list[Route]:
-    """What the other kind of model would answer."""
-    if service.health.kind == "text":
-        urls, instead = ["/v1/evaluate"], "continues text: POST /v1/completions"
-    else:
-        urls, instead = (
-            ["/v1/completions", "/v1/chat/completions", "/predict", "/v1/generations"],
-            ("takes rows: POST /v1/evaluate"),
-        )
+    """The routes of the other kind of model."""
+    urls, instead = ["/v1/evaluate"], "continues text: POST /v1/completions"
+    if service.health.kind != "text":
+        urls = ["/v1/completions", "/v1/chat/completions", "/predict", "/v1/generations"]
+        instead = "takes rows: POST /v1/evaluate"
 
     async def work(exchange: Exchange, asking: RequestContext) -> None:
         raise NoSuchModel(f"the model here, '{service.name}', {instead}.")
@@ -338,25 +325,22 @@ def _others(service: ModelService) -> list[Route]:
 
 
 def _models(served: ServedModels) -> Handler:
-    """What OpenAI's clients read, and beside it what each model takes."""
+    """The models and their adapters, as OpenAI's clients read them, and the limits of each model."""
 
     async def handle(exchange: Exchange) -> None:
-        told = encode({"object": "list", "data": [one for service in served.services for one in _listed(service)]})
-        exchange.respond(200, told, headers=plain_headers(new_id()))
+        listed: list[dict[str, Any]] = []
+        for service in served.services:
+            own: dict[str, Any] = {"id": service.name, "object": "model", "created": service.created}
+            own |= {"owned_by": "gpuinfer", "ready": service.health.status == "ready", **service.facts()}
+            listed += [own, *({**own, "id": name, "parent": service.name} for name in service.session.adapters)]
+        exchange.respond(200, encode({"object": "list", "data": listed}), headers=plain_headers(new_id()))
 
     return handle
 
 
-def _listed(service: ModelService) -> list[dict[str, Any]]:
-    """A model, and its adapters."""
-    own: dict[str, Any] = {"id": service.name, "object": "model", "created": service.created, "owned_by": "gpuinfer"}
-    own |= {"ready": service.health.status == "ready", **service.facts()}
-    return [own, *({**own, "id": name, "parent": service.name} for name in service.session.adapters)]
-
-
 def _stats(served: ServedModels) -> Handler:
-    """With `?form=wire` the snapshot itself, as msgpack: for whoever adds up several servers; with `model=NAME` that of
-    one of several models.
+    """With `?form=wire` the snapshot itself as msgpack, to be added to other servers'; with `model=NAME` that of one of
+    several models.
     """
 
     async def handle(exchange: Exchange) -> None:
@@ -371,18 +355,6 @@ def _stats(served: ServedModels) -> Handler:
         exchange.respond(200, told, headers=plain_headers(new_id()))
 
     return handle
-
-
-def _document(table: list[Route]) -> Handler:
-    async def handle(exchange: Exchange) -> None:
-        exchange.respond(200, encode(openapi_document(table)))
-
-    return handle
-
-
-def _asked(field: str) -> dict[str, Any]:
-    whole = json_responses("The answers; with `stream` as server-sent events.", CHOICES, "text/event-stream")
-    return {"body": RequestBody, "required": [field], "responses": whole}
 
 
 _MODELS = {"responses": json_responses("The models, and their adapters.", object_schema("object", "data"))}

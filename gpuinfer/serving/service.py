@@ -1,5 +1,5 @@
-"""What all routes of a model share: the session, requests under way, when nothing new is taken; and all models of one
-replica, with the choice of the one that a request names.
+"""What all routes of a model share: session, health, requests under way; and all models of one replica, with the choice
+of the one that a request names.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ Work = Callable[[Exchange, RequestContext], Awaitable[None]]
 
 @dataclass
 class ModelService:
-    """One model, as its routes see it."""
+    """One model that is served."""
 
     session: Session
     health: ReplicaHealth
     spec: ModelSpec
-    unmasking: Unmasking | None = None  # where a request says nothing of it
-    model: Mapping[str, Any] = field(default_factory=dict)  # what its backend tells of it, once it is loaded
+    unmasking: Unmasking | None = None  # the default of requests
+    model: Mapping[str, Any] = field(default_factory=dict)  # facts from its backend, once it is loaded
     behind_router: bool = False
     recent: RecentCounters = field(default_factory=RecentCounters)
     spans: Spans = NO_SPANS
@@ -62,7 +62,7 @@ class ModelService:
 
     @property
     def name(self) -> str:
-        """By which clients name the model."""
+        """The model's name for clients."""
         return self.health.model
 
     @property
@@ -72,18 +72,18 @@ class ModelService:
         return limits.max_rows if limits.slots is None else min(limits.max_rows, limits.slots)
 
     async def look_at_model(self) -> None:
-        """Once it is loaded."""
+        """Read the backend's facts on the model, once it is loaded."""
         await self.session.refresh()
         self.model = self.session.snapshot().device.get("model") or {}
 
     def usual(self, tokens: int) -> Sampling:
-        """Of a request that says nothing; `tokens`: of an answer that goes on from left to right, at most."""
+        """The default sampling; `tokens`: the most of an answer that is generated from left to right."""
         if self.model.get("diffusion"):  # all of them are computed in each step, and make another answer
             tokens = min(tokens, USUAL_TOKENS)
         return Sampling(max_tokens=tokens, unmasking=self.unmasking)
 
     def facts(self) -> dict[str, Any]:
-        """What the model takes, as far as that is known yet."""
+        """The model's limits and facts, as far as they are known yet."""
         told: dict[str, Any] = {"kind": self.health.kind}
         if self.health.kind == "rows":
             told |= {"family": self.spec.name, "features": self.spec.inputs, "input_dtype": self.spec.input_dtype}
@@ -106,12 +106,12 @@ class ModelService:
         raise NoSuchModel(f"there is no model of that name here. This server has '{self.name}' (GET /v1/models).")
 
     def handler(self, work: Work) -> Handler:
-        """`work` as a handler: counted, refused while nothing is taken, and its errors answered."""
+        """`work` as a handler: counted, refused unless the server is ready, its errors answered."""
 
         async def handle(exchange: Exchange) -> None:
             try:
                 asking = request_context(exchange.headers, self.behind_router)
-            except Exception as error:  # noqa: BLE001 (whatever is odd about a header)
+            except Exception as error:  # noqa: BLE001 (any malformed header)
                 self._refuse(exchange, error, new_id())
                 return
             if self.health.phase != "ready":
@@ -126,14 +126,21 @@ class ModelService:
                 exchange.notes["trace"] = asking.traceparent
             if self.spans.wanted:
                 asking.span = self.spans.begin(
-                    f"{exchange.method} {exchange.path}", asking.traceparent, span_attributes(exchange, asking)
+                    f"{exchange.method} {exchange.path}",
+                    asking.traceparent,
+                    {
+                        "http.request.method": exchange.method,
+                        "url.path": exchange.path,
+                        "gpuinfer.request_id": asking.id,
+                        "gpuinfer.priority": asking.priority.name.lower(),
+                    },
                 )
             try:
                 await work(exchange, asking)
             except (asyncio.CancelledError, ClientGone):
                 asking.span.failed("cancelled")
                 raise
-            except Malformed:  # said by whoever reads the connection
+            except Malformed:  # answered by the connection
                 asking.span.failed("malformed")
                 raise
             except Exception as error:  # noqa: BLE001 (a plugin may raise anything)
@@ -146,7 +153,7 @@ class ModelService:
         return handle
 
     def refused(self, error: BaseException, request_id: str) -> ErrorResponse:
-        """What a request that met this error is answered."""
+        """The response to a request that failed with this error."""
         error = unwrap(error)
         if isinstance(error, BackendDied):
             self.health.dead = True
@@ -160,7 +167,7 @@ class ModelService:
         exchange.respond(refused.status, refused.body, headers=plain_headers(request_id, refused.headers))
 
     def spent(self, exchange: Exchange, input_tokens: int, output_tokens: int) -> None:
-        """So many tokens have come of a request so far: for its log, quotas, and a router's, which reads no answers."""
+        """Record a request's tokens so far: for the log and quotas here, and for a router's, which reads no answers."""
         exchange.notes |= {"input_tokens": input_tokens, "output_tokens": output_tokens}
         if self.behind_router:
             told = ("X-Gpuinfer-Used", f"{input_tokens} {output_tokens}")
@@ -170,7 +177,7 @@ class ModelService:
                 exchange.added.append(told)
 
     def retry_s(self) -> float | None:
-        """When there may be room in the queue, by the rate at which rows are answered; None: not known."""
+        """Seconds until the queue may have room, by the rate at which rows are answered; None: unknown."""
         rate = self.recent.rows_per_s
         return self.health.pulse.waiting_rows / rate if rate else None
 
@@ -181,22 +188,12 @@ class ModelService:
 
 
 def tokens_of(answers: Generation) -> tuple[int, int]:
-    """Of the prompt, and of all answers to it."""
+    """Tokens of the prompt, and of all answers to it."""
     return answers.prompt_tokens, sum(len(one.tokens) for one in answers.completions)
 
 
-def span_attributes(exchange: Exchange, asking: RequestContext) -> dict[str, str]:
-    """What a request's span says of it."""
-    return {
-        "http.request.method": exchange.method,
-        "url.path": exchange.path,
-        "gpuinfer.request_id": asking.id,
-        "gpuinfer.priority": asking.priority.name.lower(),
-    }
-
-
 def session_arguments(asking: RequestContext) -> dict[str, Any]:
-    """What a request says to the engine."""
+    """A request's arguments for the engine."""
     return {"priority": asking.priority, "timeout": asking.timeout_s, "client": asking.client}
 
 
@@ -205,7 +202,7 @@ WITHOUT_JSON = "/v1/generations"  # which has frames of msgpack for a body
 
 
 class _Named(msgspec.Struct):
-    """Of a body, what says which model is meant."""
+    """The part of a body that names the model."""
 
     model: Any = None
 
@@ -220,7 +217,7 @@ class ServedModels:
     services: Sequence[ModelService]
     recent: RecentCounters = field(default_factory=RecentCounters)  # of all of them
     http_counts: Callable[[], Mapping[str, int]] = dict
-    at_drain: list[Callable[[], None]] = field(default_factory=list)  # ends what would go on for ever
+    at_drain: list[Callable[[], None]] = field(default_factory=list)  # end streams without an end
 
     @property
     def session(self) -> Session:
@@ -236,24 +233,24 @@ class ServedModels:
         return sum(one.health.in_flight for one in self.services)
 
     def become(self, phase: Any) -> None:
-        """All of them are in this phase of their lives."""
+        """Set the phase of all models."""
         for one in self.services:
             one.health.phase = phase
 
-    # How they are
+    # Health
 
     @property
     def code(self) -> int:
-        """200, or 503 where one of them is not well."""
+        """200, or 503 where one model is not ready."""
         return max(one.health.code for one in self.services)
 
     @property
     def status(self) -> str:
-        """The first that is not ready is how all are."""
+        """The status of the first model that is not ready."""
         return next((one.health.status for one in self.services if one.health.status != "ready"), "ready")
 
     def told(self) -> dict[str, Any]:
-        """What `GET /health` answers: of one model its own word, of several what holds for all, and each one's."""
+        """What `GET /health` answers: of one model its health, of several the sum, and each one's."""
         each = [one.health.told() for one in self.services]
         if len(each) == 1:
             return each[0]
@@ -270,13 +267,12 @@ class ServedModels:
             "models": [{name: value for name, value in one.items() if name != "server"} for one in each],
         }
 
-    # Which is meant
+    # Choice of the model
 
     def chosen(self, name: str | None, kinds: Sequence[str]) -> ModelService:
-        """The model that a request means which names this one; `kinds` of model answer it.
+        """The model of this name, or of no name the only one of these kinds.
 
-        One that names none means the only one of its kind. Raises `BadRequest` where there are several, and
-        `NoSuchModel` for a name that is none of theirs.
+        Raises `BadRequest` where there are several, and `NoSuchModel` for an unknown name.
         """
         if name is None:
             fitting = [one for one in self.services if one.health.kind in kinds]
@@ -301,13 +297,18 @@ class ServedModels:
         return ", ".join(f"'{one.name}'" for one in services)
 
     def choosing(self, handlers: Mapping[str, Handler], kinds: Sequence[str]) -> Handler:
-        """A handler that hands a request to the one of the model that it means; `handlers` are by the models' names."""
+        """A handler that calls the one of the model that the request names; `handlers` are by the models' names."""
 
         async def handle(exchange: Exchange) -> None:
             try:
                 service = self.chosen(await self._named(exchange), kinds)
             except (BadRequest, NoSuchModel) as error:
-                await self.services[0].handler(_raising(error))(exchange)
+                refusal = error
+
+                async def refuse(exchange: Exchange, asking: RequestContext) -> None:
+                    raise refusal
+
+                await self.services[0].handler(refuse)(exchange)
             else:
                 await handlers[service.name](exchange)
 
@@ -325,16 +326,9 @@ class ServedModels:
 
 
 def _name_in(body: bytes) -> str | None:
-    """None also for a body that is none: whoever reads all of it says what is wrong."""
+    """None also for a malformed body: the model's own route says what is wrong."""
     try:
         name = _decode(body).model
     except (ValueError, RecursionError):
         return None
     return name if isinstance(name, str) else None
-
-
-def _raising(error: Exception) -> Callable[[Exchange, RequestContext], Any]:
-    async def work(exchange: Exchange, asking: RequestContext) -> None:
-        raise error
-
-    return work

@@ -10,13 +10,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta, Struct
 
-from gpuinfer.errors import BackendError, BadPrompt, GpuinferError
+from gpuinfer.errors import BackendError, BadPrompt
 from gpuinfer.generation import MOST_TEMPERATURE, Generation, Part, Prompt
 from gpuinfer.http.http_exchange import ClientGone, Exchange
 from gpuinfer.runtime.session import Session
@@ -34,7 +34,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 class ResumedSample(msgspec.Struct, forbid_unknown_fields=True):
-    """What the client has been sent of one sample already."""
+    """The part of one sample that the client has been sent already."""
 
     tokens: tuple[int, ...] = ()
     ended: bool = False
@@ -44,7 +44,7 @@ _begun: msgspec.json.Decoder[dict[str, ResumedSample]] = msgspec.json.Decoder(di
 
 
 class CompletionEvents:
-    """The events of one response. `begun`: of each sample what an earlier attempt has sent, which is not said again."""
+    """The events of one response. `begun`: what an earlier attempt has sent of each sample, which is not sent again."""
 
     def __init__(self, chunks: Chunks, numbered: bool, begun: Mapping[int, ResumedSample] | None = None) -> None:
         self._chunks, self._numbered = chunks, numbered
@@ -53,46 +53,36 @@ class CompletionEvents:
             chunks.taken_up(sample, len(one.tokens), one.ended)
 
     def of(self, part: Part) -> bytes:
-        """Those of a part, as one piece; it may be empty."""
+        """The events of a part, as one piece; it may be empty."""
         if part.sample in self._over:
             return b""
         return b"".join([self._event(chunk, part.tokens) for chunk in self._chunks.of(part)])
 
     def end(self, answers: Generation) -> bytes:
-        """The last: what no part has said, the usage, and that nothing follows."""
-        said = self._numbered_end(answers) if self._numbered else map(_event, self._chunks.end(answers))
-        return b"".join([*said, DONE])
-
-    def _numbered_end(self, answers: Generation) -> Iterator[bytes]:
+        """The last events: what no part had, the usage, and the end."""
+        events = []
         for chunk in self._chunks.end(answers):
             sample = chunk["choices"][0]["index"] if chunk["choices"] else 0
-            yield self._event(chunk, answers.completions[sample].tokens)  # all of it: where there were no parts
+            events.append(self._event(chunk, answers.completions[sample].tokens))  # all of it: there were no parts
+        return b"".join([*events, DONE])
 
     def _event(self, chunk: dict[str, Any], tokens: tuple[int, ...]) -> bytes:
         if not (self._numbered and chunk["choices"]):
             return _event(chunk)
         (choice,) = chunk["choices"]
-        told = ",".join(map(str, tokens)) if _says(choice) else ""
+        # the chunk with a part's tokens, not the role before it nor the end after it
+        has_tokens = "text" in choice or ("content" in choice["delta"] and "role" not in choice["delta"])
+        listed = ",".join(map(str, tokens)) if has_tokens else ""
         end = "!" if choice["finish_reason"] is not None else ""
-        return b"id: %d.%s%s\n%s" % (choice["index"], told.encode(), end.encode(), _event(chunk))
-
-
-def _says(choice: dict[str, Any]) -> bool:
-    """Whether it is the chunk with a part's tokens: not the role before it, nor the end after it."""
-    return "text" in choice or ("content" in choice["delta"] and "role" not in choice["delta"])
+        return b"id: %d.%s%s\n%s" % (choice["index"], listed.encode(), end.encode(), _event(chunk))
 
 
 def _event(chunk: Any) -> bytes:
     return b"data: " + _encode(chunk) + b"\n\n"
 
 
-def error_event(body: bytes) -> bytes:
-    """An error in the midst of a stream, and that nothing follows."""
-    return b"data: " + body + b"\n\n" + DONE
-
-
 def split_resumed(body: bytes, length: int) -> tuple[dict[int, ResumedSample] | None, bytes]:
-    """What an earlier attempt has sent, and the request's own body. Raises `BadRequest`."""
+    """What an earlier attempt has sent, and the rest of the body. Raises `BadRequest`."""
     if not length:
         return None, body
     try:
@@ -102,13 +92,6 @@ def split_resumed(body: bytes, length: int) -> tuple[dict[int, ResumedSample] | 
     if found is None or not all(name.isdecimal() and len(name) < 10 for name in found):
         raise BadRequest("what has been sent already is not understood. Leave X-Gpuinfer-Begun out.")
     return {int(name): one for name, one in found.items()}, body[length:]
-
-
-def resumed_tokens(begun: Mapping[int, ResumedSample], samples: int) -> tuple[tuple[int, ...], ...]:
-    """Of each sample the tokens that are known. Raises `BadPrompt` for samples that nobody asked for."""
-    if any(sample >= samples for sample in begun):
-        raise BadPrompt(f"something has been sent of a sample that was not asked for: there are {samples}.")
-    return tuple(begun[sample].tokens if sample in begun else () for sample in range(samples))
 
 
 News = tuple[int, Part | Generation | BaseException]
@@ -127,7 +110,7 @@ async def whole_generation(session: Session, prompts: Sequence[Prompt], ways: di
 async def stream_parts(
     session: Session, prompts: Sequence[Prompt], ways: dict[str, Any]
 ) -> AsyncGenerator[Part | Generation]:
-    """Parts as they come, and last the whole. Nothing is read ahead of whoever reads this."""
+    """Parts as they come, and last the whole. Nothing is read ahead of the consumer."""
     if len(prompts) > 1:
         async with contextlib.aclosing(_several(session, prompts, ways)) as parts:
             async for part in parts:
@@ -169,12 +152,12 @@ async def _read_parts(
             async for part in stream:
                 await news.put((index, part))
             await news.put((index, stream.result))
-    except Exception as error:  # noqa: BLE001 (whatever it is, the reader of all is told)
+    except Exception as error:  # noqa: BLE001 (raised again by the consumer)
         await news.put((index, error))
 
 
 def join_generations(answers: Sequence[Generation]) -> Generation:
-    """As one: completions in order, tokens added up."""
+    """The answers as one: completions in order, tokens added up."""
     if len(answers) == 1:
         return answers[0]
     return Generation(
@@ -198,18 +181,15 @@ class CompletionsEndpoint:
         self._service = service
         self._readers: dict[str, RequestReader] = {}
 
-    def _reader(self, url: str) -> RequestReader:
-        """Made with the first request: what is usual is known once the model is loaded."""
-        if url not in self._readers:
-            self._readers[url] = RequestReader(PromptDefaults(self._service.usual(USUAL[url])), streams=True)
-        return self._readers[url]
-
     def answer(self, url: str) -> Callable[[Exchange, RequestContext], Any]:
         """The work of the route `url`."""
 
         async def work(exchange: Exchange, asking: RequestContext) -> None:
             begun, body = split_resumed(exchange.body, asking.begun)
-            asked = await self._service.decoded(lambda body: self._reader(url).read_all(body, url, MOST_PROMPTS), body)
+            if url not in self._readers:  # the defaults are known once the model is loaded
+                self._readers[url] = RequestReader(PromptDefaults(self._service.usual(USUAL[url])), streams=True)
+            reader = self._readers[url]
+            asked = await self._service.decoded(lambda body: reader.read_all(body, url, MOST_PROMPTS), body)
             adapter = self._service.adapter_of(
                 exchange.query.get("model") if asked[0].model is None else asked[0].model
             )
@@ -236,7 +216,7 @@ class CompletionsEndpoint:
     async def _stream(
         self, exchange: Exchange, asking: RequestContext, prompts: Sequence[Prompt], told: CompletionEvents
     ) -> None:
-        """The response begins with the first news: what fails before that fails with a status of its own."""
+        """Send events. The response begins with the first part; an error before that has a status of its own."""
         tokens = 0
         try:
             async with contextlib.aclosing(
@@ -263,14 +243,18 @@ class CompletionsEndpoint:
             asking.span.failed(type(error).__name__)
             refused = self._service.refused(error, asking.id)
             exchange.notes["refused"] = refused.message
-            await exchange.write(error_event(refused.body))
+            await exchange.write(b"data: " + refused.body + b"\n\n" + DONE)
             exchange.end()
 
 
 def _resumed(prompts: Sequence[Prompt], begun: Mapping[int, ResumedSample]) -> list[Prompt]:
-    """With the tokens that are known of each sample. Raises `BadPrompt`."""
+    """The prompts with the tokens that were sent of each sample. Raises `BadPrompt` for an unknown sample."""
     samples = prompts[0].samples  # of each
-    known = resumed_tokens(begun, samples * len(prompts))
+    if any(sample >= samples * len(prompts) for sample in begun):
+        raise BadPrompt(
+            f"something has been sent of a sample that was not asked for: there are {samples * len(prompts)}."
+        )
+    known = tuple(begun[sample].tokens if sample in begun else () for sample in range(samples * len(prompts)))
     return [
         msgspec.structs.replace(prompt, begun=known[index * samples : (index + 1) * samples])
         for index, prompt in enumerate(prompts)
@@ -278,7 +262,7 @@ def _resumed(prompts: Sequence[Prompt], begun: Mapping[int, ResumedSample]) -> l
 
 
 def _keyed(asked: Sequence[ParsedRequest], request_id: str, adapter: str | None) -> list[Prompt]:
-    """Each draws its own answer; those with a seed the answer of that seed, whoever asks."""
+    """The prompts with their keys: each draws its own answer; those with a seed the answer of that seed."""
     several = len(asked) > 1
     found = []
     for index, one in enumerate(asked):
@@ -290,7 +274,7 @@ def _keyed(asked: Sequence[ParsedRequest], request_id: str, adapter: str | None)
 
 
 class PredictBody(Struct, forbid_unknown_fields=True):
-    """What is asked."""
+    """The body of `POST /predict`."""
 
     prompt: str
     num_samples: Annotated[int, Meta(ge=1, le=MOST_SAMPLES)] = 1
@@ -310,7 +294,10 @@ class PredictEndpoint:
         self._service = service
 
     async def __call__(self, exchange: Exchange, asking: RequestContext) -> None:
-        asked = await self._service.decoded(_predict_body, exchange.body)
+        try:
+            asked = await self._service.decoded(_decoder.decode, exchange.body)
+        except (ValueError, RecursionError) as error:
+            raise unreadable(error, PredictBody, exchange.body, "request") from error
         adapter = self._service.adapter_of(asked.model or exchange.query.get("model"))
         usual = self._service.usual(asked.max_new_tokens)
         sampling = msgspec.structs.replace(
@@ -326,13 +313,6 @@ class PredictEndpoint:
         self._service.spent(exchange, *tokens_of(found))
         samples: list[dict[str, Any]] = [{"text": one.text, "tokens": one.tokens} for one in found.completions]
         exchange.respond(200, encode({"samples": samples}), headers=plain_headers(asking.id))
-
-
-def _predict_body(body: bytes) -> PredictBody:
-    try:
-        return _decoder.decode(body)
-    except (ValueError, RecursionError) as error:
-        raise unreadable(error, PredictBody, body, "request") from error
 
 
 class GenerationsEndpoint:
@@ -369,11 +349,8 @@ class GenerationsEndpoint:
             if not exchange.begun:
                 raise
             self._service.refused(error, asking.id)  # which logs what is internal
-            await exchange.write(to_frame(_for_clients(error, asking.id)))
+            if not isinstance(error, SAID):
+                why = f"the model failed at this request. The server's log says why, under its id {asking.id}."
+                error = BackendError(why)
+            await exchange.write(to_frame(error))
             exchange.end()
-
-
-def _for_clients(error: Exception, request_id: str) -> GpuinferError:
-    if isinstance(error, SAID):
-        return error
-    return BackendError(f"the model failed at this request. The server's log says why, under its id {request_id}.")

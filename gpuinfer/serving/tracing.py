@@ -10,47 +10,40 @@ import logging
 import os
 import time
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from gpuinfer import __version__
 from gpuinfer.errors import UsageError
 from gpuinfer.generation import Generation
 
 
-class RequestSpan(Protocol):
-    """One request's."""
+class RequestSpan:
+    """The span of one request; this one is written nowhere."""
 
-    def generated(self, answers: Generation) -> None: ...
-    def failed(self, why: str) -> None: ...
-    def end(self) -> None: ...
+    def generated(self, answers: Generation) -> None:
+        """The answer is complete now."""
 
+    def failed(self, why: str) -> None:
+        """The request has failed."""
 
-class Spans(Protocol):
-    """Where spans begin. `wanted`: whether anybody gets them."""
-
-    wanted: bool
-
-    def begin(self, name: str, traceparent: str | None, attributes: Mapping[str, str]) -> RequestSpan: ...
-    def close(self) -> None: ...
+    def end(self) -> None:
+        """The request is over."""
 
 
-class _NoSpan:
-    def generated(self, answers: Generation) -> None: ...
-    def failed(self, why: str) -> None: ...
-    def end(self) -> None: ...
+class Spans:
+    """Begins spans; these are written nowhere. `wanted`: whether spans are exported."""
 
-
-class _NoSpans:
     wanted = False
 
     def begin(self, name: str, traceparent: str | None, attributes: Mapping[str, str]) -> RequestSpan:
+        """A span, below what `traceparent` names."""
         return NO_SPAN
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Send what is left. Takes as long as the collector does."""
 
 
-NO_SPAN: RequestSpan = _NoSpan()
-NO_SPANS: Spans = _NoSpans()
+NO_SPAN, NO_SPANS = RequestSpan(), Spans()
 
 
 log = logging.getLogger(__name__)
@@ -79,8 +72,8 @@ def open_spans(endpoint: str | None, model: str) -> Spans:
         return NO_SPANS
 
 
-class OtelSpans:
-    """Where spans begin."""
+class OtelSpans(Spans):
+    """Spans that are exported over OTLP/HTTP."""
 
     wanted = True
 
@@ -104,18 +97,16 @@ class OtelSpans:
         return OtelSpan(self._tracer.start_span(name, parent, self._kind, attributes))
 
     def close(self) -> None:
-        """Send what is left. Takes as long as the collector does."""
         self._provider.shutdown()
 
 
-class OtelSpan:
-    """One request's."""
+class OtelSpan(RequestSpan):
+    """The span of one request."""
 
     def __init__(self, span: Any) -> None:
         self._span = span
 
     def generated(self, answers: Generation) -> None:
-        """The answer is complete now."""
         now = time.time_ns()
         admitted = now - round(answers.seconds * 1e9)
         self._span.add_event("admitted", timestamp=admitted)

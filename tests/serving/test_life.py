@@ -82,6 +82,7 @@ def test_a_client_that_has_said_all_gets_its_answer_and_nothing_before_it(tiny, 
     assert tiny.said_all(path, body).startswith(b"HTTP/1.1 200 OK\r\n")
 
 
+@pytest.mark.thorough
 def test_with_few_descriptors_further_clients_hear_a_503_and_the_log_says_why(tmp_path):
     words = ("--model", "tiny", "-B", "threads=1", "-B", "slots=2")
     with serving(*words, folder=tmp_path, descriptors=64) as server:

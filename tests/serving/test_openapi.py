@@ -38,7 +38,7 @@ def test_every_route_of_the_document_answers_as_it_says(kind, request):
 def _given(operation):
     def wrap(test):
         limited = settings(
-            max_examples=examples(8), deadline=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck)
+            max_examples=examples(4), deadline=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck)
         )
         return limited(given(case=operation.as_strategy())(test))
 

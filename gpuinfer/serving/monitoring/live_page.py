@@ -1,5 +1,5 @@
-"""The live page: its files with the headers that keep it to itself, and its server-sent events, one view of the server
-a second for all who watch, and none for nobody. The format is that of https://html.spec.whatwg.org/multipage/server-
+"""The live page: its files with security headers, and its server-sent events, one view of the server a second for all
+watchers. The format is that of https://html.spec.whatwg.org/multipage/server-
 sent-events.html.
 """
 
@@ -21,7 +21,7 @@ from gpuinfer.http.http_exchange import Exchange
 from gpuinfer.serving.monitoring.metrics import lane_kind, shortened, worker_name
 from gpuinfer.stats import FLOOR, SUB_BUCKETS, DiffusionCounters, Snapshot, mean_size, since, summarise, tokens_of
 
-MOST_WORKERS, MOST_PLACES, MOST_NOTICES = 256, 12, 4  # that one look names
+MOST_WORKERS, MOST_PLACES, MOST_NOTICES = 256, 12, 4  # in one view
 SHOWN = (
     "healthy",
     "state",
@@ -47,19 +47,24 @@ def live_view(
     workers: Sequence[Mapping[str, Any]] = (),
     about: Mapping[str, Any] = {},
 ) -> dict[str, Any]:
-    """What happened between two snapshots of one server that are `seconds` apart; without `before`: since its start.
+    """The change between two snapshots of one server that are `seconds` apart; without `before` since its start.
 
-    `workers` are a fleet's, as `/stats` has them, `about` plain facts of the server that the page shows (model, url,
-    version, up_s, …). Times are in seconds, rates per second, memory in MB. Everything in it is bounded in size. A
-    counter that has fallen, as that of a server which was started again, counts as not moved.
+    `workers` are a fleet's, as in `/stats`; `about` has plain facts that the page shows (model, url, version, up_s, …).
+    Times are in seconds, rates per second, memory in MB. The size is bounded. A counter that has fallen, since the
+    server was started again, counts as unchanged.
     """
     recent = since(snapshot, before) if before is not None else snapshot
     totals = live_totals(snapshot)
     earlier = live_totals(before) if before is not None else {}
+    unmasking = DiffusionCounters.of(recent.device.get("steps"))  # of a diffusion model, while it computes
     return {
         "about": {name: _plain(value) for name, value in about.items()},
         "seconds": seconds,
-        "rates": _rates(totals, earlier, seconds),
+        "rates": (
+            {name: max(0.0, now - earlier.get(name, 0)) / seconds for name, now in totals.items()}
+            if seconds > 0
+            else {}
+        ),
         "totals": totals,
         "latency_s": _summary(recent.latency),
         "queue_wait_s": _summary(recent.queue_wait),
@@ -67,18 +72,25 @@ def live_view(
         "between_tokens_s": _summary(recent.between_tokens),
         "waiting_rows": snapshot.waiting,
         "batches": _batches(recent, snapshot.slots),
-        "unmasking": _unmasking(recent),
+        "unmasking": unmasking.plain() if unmasking else {},
         "errors": {kind: count for kind, count in snapshot.errors.items() if count},
         "failure": snapshot.failure[:TEXT],
         "notices": [notice[:TEXT] for notice in snapshot.notices[-MOST_NOTICES:]],
         "places": _places(recent),
-        "workers": [_worker(worker) for worker in workers[:MOST_WORKERS]],
+        "workers": [
+            {
+                "name": worker_name(worker),
+                **{key: _plain(worker[key]) for key in SHOWN if key in worker},
+                "last_event": _plain(worker.get("last_event") or ""),
+            }
+            for worker in workers[:MOST_WORKERS]
+        ],
         "device": _device(snapshot),
     }
 
 
 def live_totals(snapshot: Snapshot) -> Numbers:
-    """What a server has done since its start."""
+    """The counters of a server since its start."""
     return {
         "requests": snapshot.requests,
         "rows": snapshot.rows,
@@ -86,11 +98,6 @@ def live_totals(snapshot: Snapshot) -> Numbers:
         "errors": sum(snapshot.errors.get(kind, 0) for kind in ("failed", "rejected", "expired")),
         **tokens_of(snapshot),
     }
-
-
-def _rates(now: Numbers, then: Numbers, seconds: float) -> Numbers:
-    """Per second. What a rate cannot be told of, as no time has passed, is left out."""
-    return {name: max(0.0, now[name] - then.get(name, 0)) / seconds for name in now} if seconds > 0 else {}
 
 
 def _summary(wire: Mapping[str, Any]) -> Numbers:
@@ -116,12 +123,6 @@ def _batches(recent: Snapshot, slots: int) -> dict[str, Any]:
     }
 
 
-def _unmasking(recent: Snapshot) -> Numbers:
-    """Of a diffusion model; empty of others, and while nothing is computed."""
-    found = DiffusionCounters.of(recent.device.get("steps"))
-    return found.plain() if found else {}
-
-
 def _places(recent: Snapshot) -> list[dict[str, Any]]:
     """Where the lanes' time went: kind of lane, station, share of that kind's time.
 
@@ -140,12 +141,6 @@ def _places(recent: Snapshot) -> list[dict[str, Any]]:
     shares.sort(key=lambda place: (-busy[place[0]], place[0], place[1] == IDLE, -place[2]))
     worth = [place for place in shares if place[2] >= LEAST_SHARE][:MOST_PLACES]
     return [{"lane": kind, "station": station, "share": share} for kind, station, share in worth]
-
-
-def _worker(worker: Mapping[str, Any]) -> dict[str, Any]:
-    told = {key: _plain(worker[key]) for key in SHOWN if key in worker}
-    event = worker.get("last_event")
-    return {"name": worker_name(worker), **told, "last_event": "" if event is None else _plain(event)}
 
 
 def _device(snapshot: Snapshot) -> dict[str, Any]:
@@ -167,14 +162,14 @@ def _plain(value: Any) -> Any:
 
 EVERY_S = 1.0
 WINDOW_S = 5.0  # rates and percentiles are those of the last seconds
-PATIENCE_S = 5.0  # for what is seen: then the watchers are told that it cannot be
+TIMEOUT_S = 5.0  # of a snapshot: then an error is sent instead
 MOST_WATCHERS = 64
 EVENT_HEADERS = (("Cache-Control", "no-store"), ("X-Accel-Buffering", "no"), ("X-Content-Type-Options", "nosniff"))
 
 
 @dataclass(frozen=True, slots=True)
 class LiveState:
-    """What a look is made of; the arguments of `look.look`."""
+    """The arguments of `live_view`."""
 
     snapshot: Snapshot
     workers: Sequence[Mapping[str, Any]] = ()
@@ -182,9 +177,9 @@ class LiveState:
 
 
 class LiveEvents:
-    """The handler of `/events`. One task takes the looks as long as somebody watches; all are sent the same bytes.
+    """The handler of `/events`. One task makes the views while there are watchers; all get the same bytes.
 
-    A watcher who reads slowly misses looks, and gets the newest one next; the server lets go of one who reads nothing.
+    A watcher that reads slowly misses views, and gets the newest one next; one that reads nothing is disconnected.
     """
 
     def __init__(
@@ -192,18 +187,21 @@ class LiveEvents:
     ) -> None:
         self._see, self._every_s, self._most = see, every_s, most
         self._taker: asyncio.Task[None] | None = None
-        self._news = asyncio.Event()  # set, and replaced, when there is another look
+        self._news = asyncio.Event()  # set, and replaced, when there is another view
         self._number, self._latest = 0, b""
         self._closed = False
         self.watchers = 0
 
     async def __call__(self, exchange: Exchange) -> None:
-        """Send looks until the client goes away or the server closes. Raises what `see` raises that is not foreseen."""
+        """Send views until the client disconnects or the server closes. Raises unexpected errors of `see`."""
         if self._closed or self.watchers >= self._most:
             why = "The server is closing." if self._closed else f"{self._most} watch already, which is the most."
             return exchange.refuse(503, why, [("Retry-After", "5")])
         self.watchers += 1
-        taker = self._looking()
+        if self._taker is None or self._taker.done():
+            self._number, self._latest = 0, b""
+            self._taker = asyncio.create_task(self._take(), name="views of the live page")
+        taker = self._taker
         try:
             exchange.begin(200, "text/event-stream", EVENT_HEADERS)
             await self._tell(exchange, taker)
@@ -213,13 +211,6 @@ class LiveEvents:
             if not self.watchers:
                 taker.cancel()
                 self._taker = None
-
-    def _looking(self) -> asyncio.Task[None]:
-        """The task that takes the looks; a new one for the first who watches."""
-        if self._taker is None or self._taker.done():
-            self._number, self._latest = 0, b""
-            self._taker = asyncio.create_task(self._take(), name="looks of the page")
-        return self._taker
 
     async def _tell(self, exchange: Exchange, taker: asyncio.Task[None]) -> None:
         told = 0
@@ -236,17 +227,19 @@ class LiveEvents:
         past: deque[tuple[float, Snapshot]] = deque()
         try:
             while True:
-                self._publish(await self._event(past))
+                latest = await self._event(past)
+                self._number, self._latest = self._number + 1, latest
+                self._wake()
                 await asyncio.sleep(self._every_s)
         finally:
             self._wake()
 
     async def _event(self, past: deque[tuple[float, Snapshot]]) -> bytes:
         try:
-            async with asyncio.timeout(PATIENCE_S):
+            async with asyncio.timeout(TIMEOUT_S):
                 seen = await self._see()
         except TimeoutError:
-            return event_bytes("trouble", {"message": f"The server did not say how it is within {PATIENCE_S:.0f} s."})
+            return event_bytes("trouble", {"message": f"The server did not say how it is within {TIMEOUT_S:.0f} s."})
         except (GpuinferError, OSError) as error:
             return event_bytes("trouble", {"message": str(error)[:300]})
         now = time.monotonic()
@@ -256,16 +249,12 @@ class LiveEvents:
         past.append((now, seen.snapshot))
         return event_bytes("look", live_view(seen.snapshot, before, now - then, seen.workers, seen.about))
 
-    def _publish(self, latest: bytes) -> None:
-        self._number, self._latest = self._number + 1, latest
-        self._wake()
-
     def _wake(self) -> None:
         news, self._news = self._news, asyncio.Event()
         news.set()
 
     def close(self) -> None:
-        """End all streams after the look that is on its way: a server that drains would wait for them in vain."""
+        """End all streams after the present view: a server that drains would wait for them in vain."""
         self._closed = True
         self._wake()
 

@@ -1,6 +1,5 @@
-"""Flags that commands share: which model or models (`chat=DIR,small=DIR`), which adapters, how answers are drawn where
-no request says otherwise; and what tells the answers of one model from those of another, so that only the same one
-continues an output.
+"""Flags that commands share: which model or models (`chat=DIR,small=DIR`), which adapters, the default sampling; and
+what distinguishes one model from another, so that only the same one continues an output.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import logging
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from pydantic import Field
 from pydantic.config import JsonDict
@@ -20,10 +19,8 @@ from gpuinfer import api
 from gpuinfer.api import ModelSpec, Setup
 from gpuinfer.errors import BadPrompt, UsageError
 from gpuinfer.generation import MOST_PENALTY, MOST_REPETITION, MOST_TEMPERATURE, Constraint, Prompt, Rendering, Sampling
+from gpuinfer.serving.openai.sampling_fields import SAMPLING_FIELDS
 from gpuinfer.serving.openai.schema import MOST_TOKENS
-
-if TYPE_CHECKING:
-    from gpuinfer.text.language import Language
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@+-]{0,99}")  # what stands in requests, in logs and as a metric's label
 WHAT = "letters, digits and any of . _ @ + -, a letter or a digit first, 100 at most"
@@ -36,7 +33,13 @@ def models_in(text: str) -> dict[str, str] | None:
     A path that is there is a path, and so is what has a `/` before its first `=`. Raises `UsageError` for a list that
     is none: a name that is empty, odd or there twice, a name without a place, a place without a name.
     """
-    if "=" not in text or _is_place(text):
+    if "=" not in text:
+        return None
+    try:
+        is_path = Path(text).exists()
+    except (OSError, ValueError):  # too long for a path, or with a zero byte
+        is_path = False
+    if is_path or ("/" in text.partition("=")[0] and "," not in text):
         return None
     found: dict[str, str] = {}
     for word in text.split(","):
@@ -58,18 +61,8 @@ def models_in(text: str) -> dict[str, str] | None:
     return found
 
 
-def _is_place(text: str) -> bool:
-    """Whether it is one model's."""
-    if "/" in text.partition("=")[0]:
-        return "," not in text or Path(text).exists()
-    try:
-        return Path(text).exists()
-    except (OSError, ValueError):  # too long for a path, or with a zero byte
-        return False
-
-
 def values_by_model(flag: str, text: str, models: Mapping[str, str], form: str) -> dict[str, str]:
-    """What a flag says of some of these models: `a=2,b=1`. Raises `UsageError`, which shows the form."""
+    """A flag's values for some of these models: `a=2,b=1`. Raises `UsageError`, which shows the form."""
     found: dict[str, str] = {}
     for word in text.split(","):
         name, equals, value = (part.strip() for part in word.partition("="))
@@ -84,7 +77,7 @@ def values_by_model(flag: str, text: str, models: Mapping[str, str], form: str) 
 
 
 def refuse_several(text: str | None, command: str, cure: str = "") -> None:
-    """Raises `UsageError` where a command that runs one model is given several. `cure`: what it has in their place."""
+    """A flag's values by model: `a=2,b=1`. Raises `UsageError`, which shows the form."""
     if text is not None and (found := models_in(text)) is not None:
         name, place = next(iter(found.items()))
         raise UsageError(
@@ -96,10 +89,6 @@ def refuse_several(text: str | None, command: str, cure: str = "") -> None:
 
 REPEATABLE: JsonDict = {"repeatable": True}  # a flag that is given once for each value
 FORMS = ("json_schema", "regex", "choice", "grammar")
-SAME = (
-    *("min_tokens", "temperature", "top_p", "min_p", "ignore_eos", "skip_special_tokens"),
-    *("repetition_penalty", "presence_penalty", "frequency_penalty"),
-)
 TEXT_MODELS = ("tiny", "tiny-llada", "tiny-llada-moe", "tiny-llada2", "tiny-dream", "tiny-sdar", "null")
 """What is built in (`text.checkpoint.builtin`, which imports torch)."""
 GUIDED = 2  # slots of an answer with guidance, the most that one takes
@@ -245,7 +234,7 @@ def sampling_of(own: SamplingOptions, **more: Any) -> Sampling:
         raise UsageError("--stop has an empty text, which would end every answer. Leave it out.")
     for name in ("stop", "regex", "choice"):
         check_text(f"--{name}", getattr(own, name))
-    found = {name: getattr(own, name) for name in SAME}
+    found = {name: getattr(own, name) for name in SAMPLING_FIELDS if name in SamplingOptions.model_fields}
     found |= {"max_tokens": own.max_new_tokens, "top_k": max(0, own.top_k), "constraint": constraint_of(own)}
     return Sampling(stop=tuple(own.stop), stop_token_ids=tuple(own.stop_token_ids), **(found | more))
 
@@ -283,15 +272,15 @@ def constraint_of(own: SamplingOptions) -> Constraint | None:
 
 
 def check_with_model(spec: ModelSpec, wanted: Sampling) -> None:
-    """Tries what the flags ask of every answer with the model, so that a mistake is told once and not for each answer.
+    """Check the sampling flags against the model, so that a mistake is reported once and not for each answer.
 
-    Takes seconds at most. Raises `UsageError` for what cannot be. Of a model that only its backend can read nothing is
-    known yet.
+    Takes seconds at most. Raises `UsageError`. Not checked for a model that only its backend can read.
     """
     from gpuinfer.text.checkpoint import open_checkpoint
     from gpuinfer.text.diffusion.unmasking_plan import decoder_for, plan_of
     from gpuinfer.text.generator.prompts import refuse_masks
     from gpuinfer.text.language import open_language
+    from gpuinfer.text.sampling.slot_settings import check_sampling
 
     try:
         checkpoint = open_checkpoint(spec)
@@ -305,15 +294,9 @@ def check_with_model(spec: ModelSpec, wanted: Sampling) -> None:
             plan_of(Prompt(sampling=wanted), checkpoint.shape, decoder_for, slots=GUIDED)
     except BadPrompt as error:
         raise UsageError(str(error)) from error
-    if wanted.constraint or wanted.stop_token_ids:  # the rest has its limits whatever the model
-        _check_words(wanted, open_language(checkpoint.language_files(), checkpoint.shape))
-
-
-def _check_words(wanted: Sampling, language: Language) -> None:
-    """What speaks of texts and tokens. Raises `UsageError`."""
-    from gpuinfer.text.sampling.slot_settings import check_sampling
-
-    name = "stop_token_ids"
+    if not (wanted.constraint or wanted.stop_token_ids):  # the rest has its limits whatever the model
+        return
+    language, name = open_language(checkpoint.language_files(), checkpoint.shape), "stop_token_ids"
     try:
         check_sampling(wanted, language.vocabulary)
         if wanted.constraint is not None:
@@ -357,11 +340,20 @@ class AdapterOptions(api.Options):
 
 def adapters_of(given: Sequence[str]) -> dict[str, Path]:
     """Folders by name, in their order. Raises `UsageError` for what is not of the form, or no adapter's folder."""
-    return {name: _folder(name, said) for name, said in pairs_of("--adapter", given, "NAME=DIR").items()}
+    found: dict[str, Path] = {}
+    for name, place in pairs_of("--adapter", given, "NAME=DIR").items():
+        folder = Path(place)
+        if not (folder / "adapter_config.json").is_file():
+            raise UsageError(
+                f"--adapter {name}={place}: there is no adapter_config.json in it. Name a folder with a LoRA "
+                "adapter as PEFT writes it."
+            )
+        found[name] = folder.resolve()  # other processes may have another working directory
+    return found
 
 
 def pairs_of(flag: str, given: Sequence[str], form: str) -> dict[str, str]:
-    """What a flag says each time, split at its first `=`. Raises `UsageError`, which shows the form."""
+    """A repeatable flag's values, split at their first `=`. Raises `UsageError`, which shows the form."""
     found: dict[str, str] = {}
     for word in given:
         name, equals, value = word.partition("=")
@@ -374,33 +366,21 @@ def pairs_of(flag: str, given: Sequence[str], form: str) -> dict[str, str]:
 
 
 def digests_of(adapters: Mapping[str, Path]) -> dict[str, str]:
-    """What tells each from another of its name. Reads their files."""
-    return {name: _digest(folder) for name, folder in adapters.items()}
-
-
-def _folder(name: str, said: str) -> Path:
-    folder = Path(said)
-    if not (folder / "adapter_config.json").is_file():
-        raise UsageError(
-            f"--adapter {name}={said}: there is no adapter_config.json in it. Name a folder with a LoRA "
-            "adapter as PEFT writes it."
-        )
-    return folder.resolve()  # other processes may be elsewhere
-
-
-def _digest(folder: Path) -> str:
-    """Of all its files, by name."""
-    found = hashlib.blake2b(digest_size=16)
-    for path in sorted(folder.iterdir()):
-        if path.is_file():
-            found.update(path.name.encode() + b"\0")
-            with path.open("rb") as file:
-                found.update(hashlib.file_digest(file, "blake2b").digest())
-    return found.hexdigest()
+    """What distinguishes each from another one of its name: a hash of its files by name."""
+    digests = {}
+    for name, folder in adapters.items():
+        found = hashlib.blake2b(digest_size=16)
+        for path in sorted(folder.iterdir()):
+            if path.is_file():
+                found.update(path.name.encode() + b"\0")
+                with path.open("rb") as file:
+                    found.update(hashlib.file_digest(file, "blake2b").digest())
+        digests[name] = found.hexdigest()
+    return digests
 
 
 def fingerprint(spec: ModelSpec) -> str:
-    """What tells this model from others; its name where the checkpoint is not one that we read ourselves."""
+    """What distinguishes this model from others; its name where only its backend can read the checkpoint."""
     from gpuinfer.text.checkpoint import open_checkpoint
 
     try:
@@ -411,7 +391,7 @@ def fingerprint(spec: ModelSpec) -> str:
 
 
 def arithmetic(setup: Setup) -> str:
-    """The number format that the model will be computed in here; what was asked for where there is no such device."""
+    """The number format of the model on this machine; the requested one where there is no such device."""
     if setup.dtype != "bfloat16":
         return setup.dtype  # always, and known without importing torch
     from gpuinfer.text.precision import computes_in_here

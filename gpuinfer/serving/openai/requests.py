@@ -1,6 +1,5 @@
-"""From the body of a request to a prompt, or to why that cannot be, in a sentence with the cure.
-
-A row of a file is asked in the same words: `understood` makes prompts of both.
+"""From the body of a request to a prompt, or to an error with its cure. Rows of a file have the same fields:
+`parse_prompt` makes prompts of both.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from gpuinfer.config.options import choices
 from gpuinfer.errors import BadPrompt
 from gpuinfer.generation import Prompt, Rendering, Sampling
 from gpuinfer.serving.openai import sampling_fields
-from gpuinfer.serving.openai.sampling_fields import requested_rendering, sampling_changes, says_nothing
+from gpuinfer.serving.openai.sampling_fields import is_default, requested_rendering, sampling_changes
 from gpuinfer.serving.openai.schema import (
     OF_CHATS,
     USUAL,
@@ -41,7 +40,7 @@ HALF = re.compile(b"%s(?!%s)|(?<!%s)%s" % (HIGH, LOW, HIGH, LOW))  # a lone surr
 
 
 class BadRequest(BadPrompt):
-    """What is asked is not what can be asked. `param` is the field that is to blame, where that is known."""
+    """A request that cannot be answered. `param` is the field to blame, where it is known."""
 
     def __init__(self, message: str, param: str | None = None) -> None:
         super().__init__(message)
@@ -50,30 +49,30 @@ class BadRequest(BadPrompt):
 
 @dataclass(frozen=True)
 class PromptDefaults:
-    """What holds for requests and rows that say nothing else."""
+    """The values of requests and rows that set nothing else."""
 
     sampling: Sampling = field(default_factory=Sampling)
     rendering: Rendering = field(default_factory=Rendering)
     samples: int = 1
     truncate: Any = None
-    strict: bool = True  # a field that is not known is an error
+    strict: bool = True  # an unknown field is an error
     adapter: str | None = None  # of rows that name none
 
 
 class ParsedRequest(Struct, kw_only=True, gc=False):
-    """The body of a request as it is understood. The prompt has no key yet."""
+    """The parsed body of a request. The prompt has no key yet."""
 
     prompt: Prompt
-    said: tuple[Any, ...]  # what tells it from others
+    said: tuple[Any, ...]  # what distinguishes the request from others
     chat: bool  # answered as a chat, or as a completion
-    model: str | None = None  # that it names
-    stream: bool = False  # the answer is wanted in chunks
-    usage: bool = False  # and at their end how many tokens it took
+    model: str | None = None  # as the request names it
+    stream: bool = False  # the answer is sent in chunks
+    usage: bool = False  # and the last chunk has the count of tokens
 
 
 class RequestReader:
-    """Understands the bodies of requests. `streams`: whether an answer in chunks can be had. `cure`: what else to do
-    about a field that is not known.
+    """Parses the bodies of requests. `streams`: whether answers in chunks are possible. `cure`: what else helps against
+    an unknown field.
     """
 
     def __init__(self, defaults: PromptDefaults, *, streams: bool = False, cure: str = "") -> None:
@@ -82,20 +81,20 @@ class RequestReader:
         self._body: Any = msgspec.json.Decoder(RequestBody if defaults.strict else LooseBody)
 
     def read(self, body: bytes | Raw, url: str) -> ParsedRequest:
-        """Of a request to one of `URLS`. Raises `BadPrompt`, most often `BadRequest`."""
-        return self._asked(self._decoded(body, url), url)
+        """The request to one of `URLS`. Raises `BadPrompt`, most often `BadRequest`."""
+        return self._parsed(self._decoded(body, url), url)
 
     def read_all(self, body: bytes | Raw, url: str, most: int) -> tuple[ParsedRequest, ...]:
-        """The same of a request that may hold several prompts, as completions have it: one for each, `most` at most."""
+        """The requests in a body for completions, which may hold several prompts, `most` at most: one for each."""
         request = self._decoded(body, url)
-        if not _are_several(request.prompt):
-            return (self._asked(request, url),)
-        prompts: list[Any] = request.prompt  # type: ignore[assignment]
-        if len(prompts) > most:
+        prompt: Any = request.prompt
+        if not isinstance(prompt, list) or len(prompt) < 2 or all(isinstance(one, int) for one in prompt):
+            return (self._parsed(request, url),)
+        if len(prompt) > most:
             raise BadRequest(
-                f"`prompt` holds {len(prompts)} prompts, and {most} are the most. Send several requests.", "prompt"
+                f"`prompt` holds {len(prompt)} prompts, and {most} are the most. Send several requests.", "prompt"
             )
-        return tuple([self._asked(msgspec.structs.replace(request, prompt=one), url) for one in prompts])
+        return tuple([self._parsed(msgspec.structs.replace(request, prompt=one), url) for one in prompt])
 
     def _decoded(self, body: bytes | Raw, url: str) -> RequestBody:
         try:
@@ -108,7 +107,7 @@ class RequestReader:
         refuse_unsupported(request, self._able)
         return request
 
-    def _asked(self, request: RequestBody, url: str) -> ParsedRequest:
+    def _parsed(self, request: RequestBody, url: str) -> ParsedRequest:
         prompt, said = parse_prompt(request, None, self._defaults)
         if prompt.sampling.logprobs is not None:
             sampling = msgspec.structs.replace(prompt.sampling, spelled=True)
@@ -124,20 +123,15 @@ class RequestReader:
         )
 
 
-def _are_several(prompt: Any) -> bool:
-    """Whether it is a list of texts, or of lists of token ids, and of more than one."""
-    return isinstance(prompt, list) and len(prompt) > 1 and not all(isinstance(one, int) for one in prompt)
-
-
 def parse_prompt(
     asked: InputRow | RequestBody, tokens: list[int] | None, defaults: PromptDefaults
 ) -> tuple[Prompt, tuple[Any, ...]]:
-    """The prompt, and what tells it from others: text, tokens, messages, what else is wished. Raises `BadPrompt`."""
+    """The prompt, and what distinguishes it from others: text, tokens, messages, options. Raises `BadPrompt`."""
     text: Any = asked.prompt
     if type(text) is not str or tokens is not None or asked.messages is not None:
         text, tokens = text_or_tokens(asked.prompt, tokens, asked.messages)
     written = defaults.rendering
-    if says_nothing(asked):
+    if is_default(asked):
         own: dict[str, Any] = {}
         sampling, samples, truncate, special = defaults.sampling, defaults.samples, None, True
     else:
@@ -204,7 +198,7 @@ def _check_chat(messages: Sequence[Mapping[str, Any]]) -> None:
 
 
 def refuse_unsupported(asked: UnsupportedFields, able: tuple[str, ...] = ()) -> None:
-    """Raises `BadRequest` for what would change the answer and is not to be had, unless it is one of `able`."""
+    """Raises `BadRequest` for fields that would change the answer and are not supported, unless `able` has them."""
     for name, usual in USUAL.items():
         if (wished := getattr(asked, name)) and wished not in usual and name not in able:
             raise _not_to_be_had(name)
@@ -213,7 +207,7 @@ def refuse_unsupported(asked: UnsupportedFields, able: tuple[str, ...] = ()) -> 
 
 
 def check_chat_fields(asked: SamplingFields, is_chat: bool) -> bool:
-    """Whether it says how its chat is to be written. Raises `BadRequest` when it is none."""
+    """Whether the request sets how its chat is rendered. Raises `BadRequest` if it is no chat."""
     given = [name for name in OF_CHATS if getattr(asked, name)]
     given += ["add_generation_prompt"] if asked.add_generation_prompt is False else []  # true is as it is anyway
     if given and not is_chat:
@@ -227,7 +221,7 @@ def _not_to_be_had(name: str) -> BadRequest:
 
 
 def unreadable(error: BaseException, wanted: type[Struct], text: bytes, what: str, cure: str = "") -> BadRequest:
-    """Why `what`, a row or a request, is not a `wanted`. `cure`: what else to do about a field that is not known."""
+    """Why `what`, a row or a request, is not a `wanted`. `cure`: what else helps against an unknown field."""
     if isinstance(error, RecursionError):
         return BadRequest(f"the {what} is nested too deeply. Make it flatter.")
     if b"\0" in text or text.startswith(UTF_16):
@@ -249,7 +243,7 @@ def unreadable(error: BaseException, wanted: type[Struct], text: bytes, what: st
 
 @functools.lru_cache(256)
 def _choices(name: str, wanted: type[Struct]) -> str:
-    """Of a field that takes some words alone: which."""
+    """The words that a field takes, where it takes some words alone."""
     kind = next((field.type for field in msgspec.structs.fields(wanted) if field.encode_name == name), None)
     words = choices(kind)
     return f"Choose from {', '.join(words)}." if words else "Correct it."

@@ -1,5 +1,5 @@
-"""From what a request or a row says of its answer to the changed fields of `Sampling`, `Rendering` and `Unmasking`; and
-the flags of unmasking. Only diffusion models have masks; whoever has the model refuses these fields for another one.
+"""From the fields of a request or a row to the changed fields of `Sampling`, `Rendering` and `Unmasking`; and the flags
+of unmasking. Only diffusion models have masks: where the model is known, these fields are refused for another one.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pydantic import Field, field_validator
 
 from gpuinfer import api
 from gpuinfer.errors import BadPrompt, UsageError
-from gpuinfer.generation import MOST_GUIDANCE, Constraint, Listed, Rendering, Unmasking
+from gpuinfer.generation import MOST_GUIDANCE, Constraint, Listed, Rendering, Sampling, Unmasking
 from gpuinfer.serving.openai.schema import (
     DRAWING,
     MOST_DECODER_OPTIONS,
@@ -25,32 +25,23 @@ from gpuinfer.serving.openai.schema import (
     Structured,
 )
 
-SAMPLING_FIELDS = (
-    "min_tokens",
-    "temperature",
-    "top_p",
-    "min_p",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "seed",
-    "ignore_eos",
-    "logit_bias",
-    "prompt_logprobs",
-    "skip_special_tokens",
+# The fields of a request that mean the same as those of `Sampling`; those that need a conversion are named below.
+CONVERTED = frozenset({"max_tokens", "top_k", "stop", "stop_token_ids", "logprobs"})
+SAMPLING_FIELDS = tuple(
+    name for name in SamplingFields.__struct_fields__ if name in Sampling.__struct_fields__ and name not in CONVERTED
 )
 LENGTHS = ("max_completion_tokens", "max_tokens", "max_new_tokens")  # the first that is given counts
 NOTHING = (None,) * len(DRAWING)
-said = operator.attrgetter(*DRAWING)
+_values = operator.attrgetter(*DRAWING)
 
 
-def says_nothing(request: SamplingFields) -> bool:
-    """Whether it leaves everything to the defaults; most rows do."""
-    return bool(said(request) == NOTHING)
+def is_default(request: SamplingFields) -> bool:
+    """Whether the request sets none of these fields; most rows do not."""
+    return bool(_values(request) == NOTHING)
 
 
 def sampling_changes(request: SamplingFields) -> dict[str, Any]:
-    """The fields of `Sampling` that it sets, by name. Raises `BadPrompt` for what contradicts itself."""
+    """The fields of `Sampling` that the request sets, by name. Raises `BadPrompt` for contradictions."""
     found = {name: value for name in SAMPLING_FIELDS if (value := getattr(request, name)) is not None}
     lengths = [value for name in LENGTHS if (value := getattr(request, name)) is not None]
     if lengths:
@@ -64,12 +55,18 @@ def sampling_changes(request: SamplingFields) -> dict[str, Any]:
     if request.stop_token_ids is not None:
         found["stop_token_ids"] = tuple(request.stop_token_ids)
     if request.logprobs is not None or request.top_logprobs is not None:
-        found["logprobs"] = _logprobs(request)
-    return found | _constraint(request)
+        # completions give a number, chats yes or no beside `top_logprobs`
+        wanted = request.logprobs
+        chat = wanted is True or wanted is None
+        found["logprobs"] = None if wanted is False else request.top_logprobs or 0 if chat else wanted
+    constraints = list(_constraints(request))
+    if len(constraints) > 1:
+        raise BadPrompt("more than one form of the answer is asked for. Keep one of them.")
+    return found | ({"constraint": constraints[0]} if constraints else {})
 
 
 def requested_rendering(request: SamplingFields, plain: Rendering) -> Rendering:
-    """How its chat is written out, where that differs from the defaults. Raises `BadPrompt`."""
+    """How the request's chat is rendered, where that differs from the defaults. Raises `BadPrompt`."""
     variables = {**plain.variables, **(request.chat_template_kwargs or {})}
     if request.reasoning_effort is not None:
         variables["reasoning_effort"] = request.reasoning_effort
@@ -87,24 +84,8 @@ def requested_rendering(request: SamplingFields, plain: Rendering) -> Rendering:
     )
 
 
-def _logprobs(request: SamplingFields) -> int | None:
-    """A number as completions have it, or yes and no beside `top_logprobs` as chats have it."""
-    if request.logprobs is False:
-        return None
-    if request.logprobs is True or request.logprobs is None:
-        return request.top_logprobs or 0
-    return request.logprobs
-
-
-def _constraint(request: SamplingFields) -> dict[str, Any]:
-    found = list(_constraints(request))
-    if len(found) > 1:
-        raise BadPrompt("more than one form of the answer is asked for. Keep one of them.")
-    return {"constraint": found[0]} if found else {}
-
-
 def _constraints(request: SamplingFields) -> Iterator[Constraint | None]:
-    """None: any text, whatever the defaults say."""
+    """The forms that the request asks for. None: any text, whatever the defaults say."""
     if (form := request.response_format) is not None:
         yield _of_format(form)
     guided = Structured(
@@ -161,14 +142,14 @@ def _schema(given: Mapping[str, Any] | str | bool) -> Mapping[str, Any] | bool:
 
 
 Cache = Literal["none", "prefix", "dual", "vicinity", "exact"]
-COPIED_FIELDS = ("decoder", "steps", "block_length", "threshold", "cfg_scale", "cache")
+COPIED_FIELDS = tuple(name for name in SamplingFields.__struct_fields__ if name in Unmasking.__struct_fields__)
 UNMASKING_FIELDS = (*COPIED_FIELDS, "decoder_options")
-USUAL_TOKENS = 128  # of a diffusion model's answer where nobody says: each step computes all of them
-OF_A_DECODER = ("threshold", "options")  # another one reads them otherwise, or not at all
+USUAL_TOKENS = 128  # of a diffusion model's answer, by default: each step computes all of them
+OF_A_DECODER = ("threshold", "options")  # which mean something else to another decoder, or nothing
 
 
 class UnmaskingOptions(api.Options):
-    """How a diffusion model fills its masks in. What is not given is the model's own."""
+    """How a diffusion model fills its masks in; by default as the model's configuration has it."""
 
     decoder: str | None = Field(
         None,
@@ -209,13 +190,13 @@ def _pair(word: str) -> tuple[str, Any]:
 
 
 def unmasking_of(own: UnmaskingOptions) -> Unmasking | None:
-    """What the flags say; None: nothing. Raises `UsageError`."""
-    said: dict[str, Any] = {name: value for name in COPIED_FIELDS if (value := getattr(own, name)) is not None}
+    """The flags' values; None where none is given. Raises `UsageError`."""
+    given: dict[str, Any] = {name: value for name in COPIED_FIELDS if (value := getattr(own, name)) is not None}
     if own.decoder_options:
-        said["options"] = own.decoder_options
-    if said.get("decoder") == "":
+        given["options"] = own.decoder_options
+    if given.get("decoder") == "":
         raise UsageError("--decoder is empty. Name one (`gpuinfer plugins list` has them), or leave it out.")
-    return override_unmasking(None, said) if said else None
+    return override_unmasking(None, given) if given else None
 
 
 def requested_unmasking(request: SamplingFields) -> dict[str, Any]:
@@ -226,14 +207,14 @@ def requested_unmasking(request: SamplingFields) -> dict[str, Any]:
     return found
 
 
-def override_unmasking(base: Unmasking | None, said: Mapping[str, Any]) -> Unmasking:
-    """`base` with what is `said` in its place, options key by key. Where that names another decoder, the threshold and
-    the options of the one before are left out: they meant something else.
+def override_unmasking(base: Unmasking | None, changes: Mapping[str, Any]) -> Unmasking:
+    """`base` with these changes, options key by key. With another decoder the threshold and the options of the one
+    before are left out: they meant something else.
     """
-    base, said = base or Unmasking(), dict(said)
-    if said.get("decoder", base.decoder) != base.decoder:
+    base, changed = base or Unmasking(), dict(changes)
+    if changed.get("decoder", base.decoder) != base.decoder:
         plain = Unmasking()
         base = msgspec.structs.replace(base, **{name: getattr(plain, name) for name in OF_A_DECODER})
-    if "options" in said:
-        said["options"] = {**base.options, **said["options"]}
-    return msgspec.structs.replace(base, **said)
+    if "options" in changed:
+        changed["options"] = {**base.options, **changed["options"]}
+    return msgspec.structs.replace(base, **changed)
