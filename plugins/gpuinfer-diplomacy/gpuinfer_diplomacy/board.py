@@ -1,4 +1,4 @@
-"""The engine's side: one game of `diplomacy`, told in plain values.
+"""One game of the engine `diplomacy`, in plain values.
 
 The engine is imported with the first game, since that takes a third of a second. Its calls take milliseconds, all of
 them in Python: `on_thread` runs them on the one thread of all games. More of them would only wait for one another.
@@ -73,7 +73,12 @@ class Board:
         game = self._game
         possible = {} if self.over else game.get_all_possible_orders()
         legal = {
-            power: {place: found for place in places if (found := _ordered(possible[place]))}
+            # a power that orders no build has waived it
+            power: {
+                place: tuple(found)
+                for place in places
+                if (found := sorted(order for order in possible[place] if order != "WAIVE"))
+            }
             for power, places in ({} if self.over else game.get_orderable_locations()).items()
         }
         state = game.get_state()
@@ -95,19 +100,12 @@ class Board:
 
     def play(self, orders: Orders) -> Resolved:
         """Adjudicate the phase. Orders are to be legal ones; a unit without one holds, or goes as the rules say."""
-        for power, given in orders.items():
-            self._game.set_orders(power, list(given), expand=False)  # a third of the time that reading them takes
+        for power, ordered in orders.items():
+            self._game.set_orders(power, list(ordered), expand=False)  # a third of the time that reading them takes
         data = self._game.process()
-        results = {unit: ", ".join(map(str, said)) for unit, codes in data.results.items() if (said := _told(codes))}
-        return Resolved(data.name, {power: tuple(given or ()) for power, given in data.orders.items()}, results)
-
-
-def _ordered(orders: Sequence[str]) -> tuple[str, ...]:
-    return tuple(sorted(order for order in orders if order != "WAIVE"))  # who orders no build has waived it
-
-
-def _told(codes: Sequence[Any]) -> list[Any]:
-    return [code.message for code in codes if code.message]
+        messages = {unit: [code.message for code in codes if code.message] for unit, codes in data.results.items()}
+        results = {unit: ", ".join(map(str, found)) for unit, found in messages.items() if found}
+        return Resolved(data.name, {power: tuple(ordered or ()) for power, ordered in data.orders.items()}, results)
 
 
 @lru_cache(1)

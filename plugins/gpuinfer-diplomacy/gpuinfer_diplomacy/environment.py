@@ -1,26 +1,25 @@
-"""The game loop's side: who speaks, what each is shown, what comes of the answers."""
+"""The game as an environment: which powers order, what each is shown, what comes of the answers."""
 
 from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from gpuinfer.generation import Constraint
 from gpuinfer.rollouts.environment import Environment, Observation, Outcome
-from gpuinfer_diplomacy import shown
-from gpuinfer_diplomacy.asked import asked
+from gpuinfer_diplomacy import prompt
 from gpuinfer_diplomacy.board import FIRST_YEAR, Board, Position, Resolved, on_thread
 from gpuinfer_diplomacy.options import POWERS, Options
-from gpuinfer_diplomacy.said import Said, said
-from gpuinfer_diplomacy.scored import scores
+from gpuinfer_diplomacy.orders import ReadAnswer, constraint, read_answer
+
+SOLO = 18  # of 34 centres: a power that owns them has won, and the others have nothing
 
 
 class Diplomacy(Environment):
     """Seven powers, from the spring of 1901 to the winter of the last year, or until one of them has won.
 
-    Powers that have nothing to order are not asked; units without an order hold. Raises `pydantic.ValidationError` for
+    Powers that have nothing to order get no prompt; units without an order hold. Raises `pydantic.ValidationError` for
     an unknown or ill-typed option.
     """
 
@@ -33,42 +32,42 @@ class Diplomacy(Environment):
 
     async def reset(self, seed: int) -> None:
         self._counts: Counter[str] = Counter()
-        self._asked_before: set[str] = set()
+        self._prompted: set[str] = set()
         self._last: Resolved | None = None
-        self._board, self._position = await on_thread(_begun, self.options.opening, random.Random(seed))
+        self._board, self._position = await on_thread(_begin, self.options.opening, random.Random(seed))
         self._scores = scores(self._position.centers, self.options.score)
 
     async def observe(self) -> Mapping[str, Observation]:
         position, options = self._position, self.options
-        board = shown.board(position, self._last if options.results else None)
+        board = prompt.board(position, self._last if options.results else None)
         return {power: self._observation(power, board) for power, orders in position.legal.items() if orders}
 
     def _observation(self, power: str, board: str) -> Observation:
         options = self.options
-        asking = shown.own(self._position, power, detail=options.detail, begin=options.begin)
-        message = {"role": "user", "content": f"{board}\n{asking}"}
-        anew = options.memory == "phase" or power not in self._asked_before
-        self._asked_before.add(power)
-        messages = ({"role": "system", "content": shown.rules(options.begin)}, message) if anew else (message,)
-        return Observation(messages, anew=anew, constraint=self._constraint(power))
-
-    def _constraint(self, power: str) -> Constraint:
-        return asked(self._position, power, self.options.begin)
+        turn = prompt.turn(self._position, power, detail=options.detail, begin=options.begin)
+        message = {"role": "user", "content": f"{board}\n{turn}"}
+        anew = options.memory == "phase" or power not in self._prompted
+        self._prompted.add(power)
+        messages = ({"role": "system", "content": prompt.rules(options.begin)}, message) if anew else (message,)
+        return Observation(messages, anew=anew, constraint=constraint(self._position, power, options.begin))
 
     async def step(self, answers: Mapping[str, str]) -> Outcome:
-        heard = {
-            power: self._heard(power, answers.get(power, "")) for power, due in self._position.legal.items() if due
+        orders = {
+            power: self._read(power, answers.get(power, "")).orders
+            for power, legal in self._position.legal.items()
+            if legal
         }
-        orders = {power: what.orders for power, what in heard.items()}
         year = self._position.year
-        self._last, self._position, won = await on_thread(_played, self._board, orders)
+        self._last, self._position, won = await on_thread(_play, self._board, orders)
         done = won or self._position.year >= FIRST_YEAR + self.options.horizon
         self._counts["phases"] += 1
         rewards = self._rewards(done, done or self._position.year > year)
-        return Outcome(rewards, done, self._metrics(), remark=self._remark())
+        owned = {f"centers_{power.lower()}": len(places) for power, places in self._position.centers.items()}
+        metrics = {name: float(count) for name, count in (*self._counts.items(), *owned.items())}
+        return Outcome(rewards, done, metrics, remark=self._remark())
 
     def _remark(self) -> str:
-        """Of games in which nobody has begun to order yet: all their units hold, which looks like play."""
+        """What to tell the user while no answer has begun its orders: all units hold, which looks like play."""
         if self._counts["answers_without_orders"] < self._counts["answers"]:
             return ""
         return (
@@ -77,17 +76,17 @@ class Diplomacy(Environment):
             "orders from the first token on: --env-option begin="
         )
 
-    def _heard(self, power: str, text: str) -> Said:
-        what = said(text, self._position, power, self.options.begin)
+    def _read(self, power: str, text: str) -> ReadAnswer:
+        answer = read_answer(text, self._position, power, self.options.begin)
         self._counts.update(
             answers=1,
-            orders=len(what.orders),
-            illegal_orders=what.illegal,
-            repeated_orders=what.repeated,
-            unfinished_answers=what.unfinished,
-            answers_without_orders=what.none,
+            orders=len(answer.orders),
+            illegal_orders=answer.illegal,
+            repeated_orders=answer.repeated,
+            unfinished_answers=answer.unfinished,
+            answers_without_orders=answer.none,
         )
-        return what
+        return answer
 
     def _rewards(self, done: bool, new_year: bool) -> dict[str, float]:
         """By the end, or by the year: then they add up to what the game has changed in a power's score."""
@@ -97,21 +96,17 @@ class Diplomacy(Environment):
         before, self._scores = self._scores, scores(self._position.centers, self.options.score)
         return {power: score - before[power] * yearly for power, score in self._scores.items()}
 
-    def _metrics(self) -> dict[str, float]:
-        owned = {f"centers_{power.lower()}": len(places) for power, places in self._position.centers.items()}
-        return {name: float(count) for name, count in (*self._counts.items(), *owned.items())}
-
     async def close(self) -> None:
         self._board = None
 
 
-def _begun(opening: int, chance: random.Random) -> tuple[Board, Position]:
+def _begin(opening: int, chance: random.Random) -> tuple[Board, Position]:
     board = Board()
     position = board.position()
     for _ in range(opening):
         board.play(at_random(position, chance))
         if board.over:
-            return _begun(0, chance)
+            return _begin(0, chance)
         position = board.position()
     return board, position
 
@@ -127,6 +122,17 @@ def at_random(position: Position, chance: random.Random) -> dict[str, list[str]]
     return orders
 
 
-def _played(board: Board, orders: Mapping[str, tuple[str, ...]]) -> tuple[Resolved, Position, bool]:
+def _play(board: Board, orders: Mapping[str, tuple[str, ...]]) -> tuple[Resolved, Position, bool]:
     last = board.play(orders)
     return last, board.position(), board.over
+
+
+def scores(centers: Mapping[str, Sequence[str]], score: str) -> dict[str, float]:
+    """The powers' scores, which add up to 1: `share` of the centres that are owned, or `squares`: of the sum of their
+    squares, which favours the leader.
+    """
+    owned = {power: len(places) for power, places in centers.items()}
+    if max(owned.values()) >= SOLO:
+        return {power: float(count >= SOLO) for power, count in owned.items()}
+    worth = {power: count**2 if score == "squares" else count for power, count in owned.items()}
+    return {power: value / sum(worth.values()) for power, value in worth.items()}

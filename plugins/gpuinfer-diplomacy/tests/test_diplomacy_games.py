@@ -11,8 +11,8 @@ import sys
 import pytest
 from diplomacy_positions import played
 from gpuinfer_diplomacy import Diplomacy
+from gpuinfer_diplomacy.environment import scores
 from gpuinfer_diplomacy.options import POWERS
-from gpuinfer_diplomacy.scored import scores
 from pydantic import ValidationError
 
 

@@ -6,9 +6,8 @@ import random
 
 import pytest
 from diplomacy_positions import a_text, positions
-from gpuinfer_diplomacy.asked import BEGIN, MOST_SETS, asked, items
 from gpuinfer_diplomacy.board import Board, Position
-from gpuinfer_diplomacy.said import said
+from gpuinfer_diplomacy.orders import BEGIN, MOST_SETS, constraint, items, read_answer
 
 
 def each(count: int, seed: int):
@@ -18,7 +17,7 @@ def each(count: int, seed: int):
 
 
 def assert_legal(board: Board, position: Position, power: str, text: str) -> None:
-    what = said(text, position, power, BEGIN)
+    what = read_answer(text, position, power, BEGIN)
     assert (what.illegal, what.repeated, what.unfinished, what.none) == (0, 0, False, False), text
     assert board.accepts(power, what.orders), (position.phase, power, what.orders)
 
@@ -27,7 +26,7 @@ def assert_legal(board: Board, position: Position, power: str, text: str) -> Non
 def test_what_the_constraint_admits_is_legal(count):
     chance = random.Random(count)
     for board, position, power in each(count, seed=count):
-        listed = asked(position, power, BEGIN).listed
+        listed = constraint(position, power, BEGIN).listed
         assert_legal(board, position, power, f"I think.{a_text(listed, chance)}")
 
 
@@ -45,9 +44,11 @@ def test_builds_and_disbands_that_are_ordered_happen():
         if position.kind != "A":
             continue
         texts = {
-            power: a_text(asked(position, power, BEGIN).listed, chance) for power, due in position.legal.items() if due
+            power: a_text(constraint(position, power, BEGIN).listed, chance)
+            for power, due in position.legal.items()
+            if due
         }
-        orders = {power: said(text, position, power, BEGIN).orders for power, text in texts.items()}
+        orders = {power: read_answer(text, position, power, BEGIN).orders for power, text in texts.items()}
         seen |= {(position.adjustments[power] > 0, len(given)) for power, given in orders.items()}
         state = board.state()
         assert board.play(orders).results == {}

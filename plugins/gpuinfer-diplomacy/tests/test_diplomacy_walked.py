@@ -8,9 +8,8 @@ from collections.abc import Iterable
 import numpy as np
 import pytest
 from diplomacy_positions import positions
-from gpuinfer_diplomacy.asked import BEGIN, asked
 from gpuinfer_diplomacy.board import Position
-from gpuinfer_diplomacy.said import said
+from gpuinfer_diplomacy.orders import BEGIN, constraint, read_answer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from gpuinfer.text.language import Language
@@ -48,7 +47,7 @@ def drawn(
     language: Language, codec: Bytes | Subwords, position: Position, power: str, begin: str, chance: random.Random
 ) -> str:
     """Tokens at random among those that the tree allows, after free text and the tag, until the list has ended."""
-    at = language.matcher(asked(position, power, begin))
+    at = language.matcher(constraint(position, power, begin))
     tokens = codec.encode([f"I think. {begin}"], False)[0].tolist() if begin else []
     for token in tokens:
         at.advance(token)
@@ -69,7 +68,7 @@ def test_what_is_drawn_within_the_list_is_legal(vocabularies, count):
         power = chance.choice([power for power, orders in position.legal.items() if orders])
         begin = chance.choice([BEGIN, ""])
         text = drawn(*vocabularies[number % 2], position, power, begin, chance)
-        what = said(text, position, power, begin)
+        what = read_answer(text, position, power, begin)
         assert (what.illegal, what.repeated, what.unfinished, what.none) == (0, 0, False, False), text
         assert board.accepts(power, what.orders), (position.phase, power, what.orders)
         ordered += len(what.orders)
