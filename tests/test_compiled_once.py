@@ -155,16 +155,6 @@ def test_the_lock_is_free_afterwards(tmp_path, monkeypatch, way):
     assert not compile_status.is_compiling()
 
 
-def test_what_is_compiled_is_known_meanwhile_and_what_is_loaded_is_not(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    seen = []
-    monkeypatch.setattr(kernel_cache.KernelLock, "take", lambda self: seen.append(compile_status.is_compiling()))
-    for _ in range(2):
-        kernel_cache.compiler([Path(__file__)])(twice)(np.float64(4.0))
-    assert seen == [True]
-    assert not compile_status.is_compiling()
-
-
 def twice(value):
     return value * 2.0
 

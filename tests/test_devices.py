@@ -13,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpuinfer.api import Backend, BackendContext, Limits, ModelSpec, Request, Setup, lane_device, retire_lane
+from gpuinfer.api import Backend, Limits, ModelSpec, Setup, lane_device, retire_lane
 from gpuinfer.backends.central import Central
 from gpuinfer.backends.inprocess import InProcess
 from gpuinfer.engine.engine import Engine
@@ -78,11 +78,6 @@ async def test_all_devices_answer_and_each_is_told_of():
     assert told["name"].startswith("2 x ")
 
 
-async def test_both_are_used_when_there_is_enough_for_both():
-    _, told, _ = await asked("well", 12, max_rows=2)
-    assert all(one["batches"] for one in told["devices"].values())
-
-
 async def test_a_device_that_fails_is_named_and_its_batches_go_to_the_others(caplog):
     with caplog.at_level(logging.ERROR):
         found, told, snapshot = await asked("second_fails")
@@ -92,24 +87,6 @@ async def test_a_device_that_fails_is_named_and_its_batches_go_to_the_others(cap
     assert snapshot.errors["failed"] == 0
     assert [record.message for record in caplog.records if "cpu:1 failed" in record.message] != []
     assert len(caplog.records) == 1  # once
-
-
-async def test_one_that_fails_in_the_middle_loses_nothing():
-    backend = InProcess(setup("first_fails_later"), max_rows=2)
-    engine = Engine(backend, Dynamic())
-    await engine.start()
-    found = await asyncio.gather(*(engine.submit(block(), rows=2) for _ in range(40)))
-    told = backend.device()["devices"]
-    await engine.close()
-    assert all(float(answer[0, 0]) == 4.0 for answer in found)
-    assert (told["cpu:0"]["batches"], told["cpu:1"]["batches"]) == (3, 37)
-    assert told["cpu:0"]["failed"] == failing_devices.LOST
-
-
-async def test_when_all_have_failed_everything_fails_at_once():
-    found, _, _ = await asked("all_fail", 8)
-    assert [isinstance(one, BackendDied) for one in found] == [False] * 3 + [True] * 5
-    assert "all devices have failed (cpu:0: CUDA error" in str(found[-1])
 
 
 async def test_rows_that_take_their_device_along_are_not_tried_on_another():
@@ -197,18 +174,6 @@ class Paced(Backend):
         return [request.payload for request in batch]
 
 
-def test_a_quick_device_is_preferred_while_both_are_idle():
-    async def asked_in_turn():
-        engine = Engine(backend := Paced(), Dynamic(), clock=asyncio.get_running_loop().time)
-        await engine.start()
-        for _ in range(12):
-            await engine.submit(1)
-        await engine.close()
-        return backend.went
-
-    assert run_virtual(asked_in_turn())[2:] == ["a"] * 10  # each was tried once
-
-
 def test_what_a_device_that_fails_should_have_written_another_one_writes():
     def writing(steps):
         forward = forward_of(steps)
@@ -242,12 +207,6 @@ def test_a_lane_that_is_retired_gets_no_further_batch():
     run_virtual(asked_at_once())
     assert backend.went.count("b") == 3
     assert len(backend.went) == 30
-
-
-def test_lanes_are_named_by_their_devices():
-    lanes = forward_lanes(Limits(8, 3, devices=("cuda:0", "cuda:1", "cuda:0")), lambda: 0.0)
-    assert [lane.name for lane in lanes] == ["forward cuda:0 0", "forward cuda:1 0", "forward cuda:0 1"]
-    assert [lane.name for lane in forward_lanes(Limits(8, 2), lambda: 0.0)] == ["forward 0", "forward 1"]
 
 
 def test_a_second_batch_goes_to_an_idle_device_of_the_same_speed():
@@ -298,11 +257,6 @@ def three_cards(monkeypatch):
 )
 def test_cuda_and_all_are_every_device(three_cards, names, labels):
     assert device_labels(resolve_devices(names)) == labels
-
-
-def test_all_is_the_cpu_where_there_is_nothing_else(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert resolve_devices(("all",)) == [torch.device("cpu")]
 
 
 @pytest.mark.parametrize(
@@ -389,19 +343,6 @@ def test_several_readings_are_one():
 )
 def test_which_words_mean_that_a_device_is_gone(words, lost):
     assert says_lost(RuntimeError(words)) is lost
-
-
-async def test_start_is_refused_where_a_device_is_not_there():
-    with pytest.raises(UsageError, match="cuda:77"):
-        await InProcess(setup(names=("cuda:77", "cuda:78"))).start(BackendContext())
-
-
-async def test_outside_of_lanes_the_device_with_least_to_do_answers():
-    backend = InProcess(setup())
-    await backend.start(BackendContext())
-    (answer,) = await backend.infer([Request(block(), 2)])
-    await backend.close()
-    assert answer.tolist() == [[4.0], [4.0]]
 
 
 # Text

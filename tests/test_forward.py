@@ -22,7 +22,7 @@ from gpuinfer.models.forward_cpu import CpuForward
 from gpuinfer.models.forward_cuda import bucket_for, buckets_up_to
 from gpuinfer.models.load import build
 from gpuinfer.models.out_of_memory import is_out_of_memory
-from gpuinfer.models.pinned_memory import WORTH_A_COPY, deliver, lies_pinned, sources, unstage
+from gpuinfer.models.pinned_memory import WORTH_A_COPY, deliver, sources, unstage
 from gpuinfer.models.row_blocks import RowBlocks, sound_rows, table_of, unpacked
 
 FEATURES, ACTIONS, SEATS = 40, 12, 3
@@ -95,12 +95,6 @@ def test_results_have_the_modules_structure_as_float32_arrays(shape, chunk, dtyp
         np.testing.assert_array_equal(part, wanted)
 
 
-def test_negative_features_stay_negative():
-    block = -positions(4, dtype=np.int8)
-    (found,) = CpuForward(Sums(), torch.bfloat16)([block])
-    np.testing.assert_array_equal(found, sums([block])[0])
-
-
 def reversed_rows(block):
     return block[::-1]
 
@@ -123,13 +117,6 @@ def test_any_view_of_an_array_is_taken_as_it_is_and_left_as_it_was(view, dtype):
     (found,) = CpuForward(Sums(), torch.float32)([block])
     np.testing.assert_array_equal(found, sums([before])[0])
     np.testing.assert_array_equal(block, before)
-
-
-@pytest.mark.parametrize("view", [reversed_rows, read_only, every_other_row])
-def test_any_view_of_packed_bits_is_taken_as_it_is(view):
-    packed, expected = bits_and_bytes(6, 13)
-    (found,) = CpuForward(nn.Identity(), torch.float32, bits=13)([view(packed)])
-    np.testing.assert_array_equal(found, view(expected))
 
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.float32])
@@ -177,15 +164,6 @@ def test_bits_become_the_features_that_they_stand_for(sizes, features, chunk, fi
     found = CpuForward(nn.Identity(), dtype, chunk, fixed_shape, bits=features)(packed)
     for ours, theirs in zip(found, expected, strict=True):
         np.testing.assert_array_equal(ours, theirs)
-
-
-@pytest.mark.parametrize("features", WIDTHS)
-def test_feature_i_is_bit_i_of_its_row_the_lowest_first(features):
-    for feature in range(features):
-        packed = np.zeros((1, -(-features // 8)), np.uint8)
-        packed[0, feature // 8] = 1 << (feature % 8)
-        (found,) = CpuForward(nn.Identity(), torch.float32, bits=features)([packed])
-        np.testing.assert_array_equal(found, np.eye(features)[feature : feature + 1])
 
 
 @pytest.mark.parametrize("name", NETWORKS)
@@ -282,12 +260,6 @@ def flat(results):
     return np.concatenate([np.concatenate(r, axis=1) if isinstance(r, tuple) else r for r in results])
 
 
-def test_with_a_fixed_shape_the_module_sees_only_that_shape():
-    module = Sums()
-    CpuForward(module, torch.float32, 8, fixed_shape=True)([positions(3), positions(18)])
-    assert module.batches == [8, 8, 8]
-
-
 def test_threads_may_share_one():
     forward, blocks = (
         CpuForward(network("blobnet-small"), torch.float32, 16),
@@ -351,11 +323,6 @@ def test_a_row_that_does_not_fit_alone_is_an_error_with_a_cure():
         CpuForward(Sums(most=0), torch.float32, 4)([positions(3)])
 
 
-def test_another_error_of_the_module_is_passed_on():
-    with pytest.raises(RuntimeError, match="mat1 and mat2"):
-        CpuForward(nn.Linear(3, 3), torch.float32)([positions(2)])
-
-
 @pytest.mark.parametrize(
     ("error", "answer"),
     [
@@ -403,18 +370,8 @@ def test_a_batch_goes_in_the_least_bucket_that_holds_it(most, data):
     assert rows <= 16 or rows > found / 2
 
 
-def test_a_batch_beyond_the_last_bucket_is_refused():
-    with pytest.raises(ValueError, match="17 rows"):
-        bucket_for(17, buckets_up_to(16))
-
-
-def test_few_buckets_cover_a_whole_gpu():
-    assert len(buckets_up_to(65_536)) <= 20
-
-
 # What a CUDA device fetches from where it lies, and writes where it belongs
 
-ROWS = WORTH_A_COPY // FEATURES + 1  # enough to be worth a copy to the device
 
 
 @given(st.lists(st.tuples(st.integers(1, 9), st.booleans()), min_size=1, max_size=8))
@@ -451,11 +408,6 @@ def test_answers_to_pinned_blocks_are_written_there_and_those_to_others_by_stagi
     assert len(later) <= len(targets) - len(staged) + 1
     unstage(later)
     np.testing.assert_array_equal(np.concatenate(targets), answers.numpy())
-
-
-@pytest.mark.parametrize("rows", [pytest.param(1, id="one row"), pytest.param(ROWS, id="many rows")])
-def test_ordinary_memory_is_not_taken_for_pinned(rows):
-    assert not lies_pinned(positions(rows))
 
 
 def test_nothing_is_pinned_for_a_cpu():

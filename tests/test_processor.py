@@ -59,10 +59,6 @@ def test_cores_of_two_kinds_have_what_both_have(tmp_path: Path) -> None:
     assert not has_bfloat16(told(tmp_path, GRAVITON_3, GRAVITON_2), {})
 
 
-def test_a_system_that_tells_nothing_has_no_format(tmp_path: Path) -> None:
-    assert not has_bfloat16(tmp_path / "absent", {})
-
-
 @pytest.mark.parametrize(
     ("environment", "bfloat16", "float16"),
     [
@@ -86,12 +82,3 @@ def test_an_emulated_processor_has_what_the_older_one_had(
 ) -> None:
     path = told(tmp_path, SAPPHIRE_RAPIDS)
     assert (has_bfloat16(path, environment), has_float16(path, environment)) == (bfloat16, float16)
-
-
-def test_the_environment_is_asked_when_none_is_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS"):
-        monkeypatch.delenv(name, raising=False)
-    path = told(tmp_path, SAPPHIRE_RAPIDS)
-    assert has_bfloat16(path)
-    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
-    assert not has_bfloat16(path)

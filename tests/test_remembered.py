@@ -22,7 +22,6 @@ from gpuinfer.models.roofline_process import (
     recall,
     recall_text,
     remember,
-    remember_text,
 )
 from gpuinfer.runtime import run_roofline
 
@@ -112,35 +111,10 @@ def test_after_a_week_it_is_looked_for_again(age_s):
     assert recall(place()) is None
 
 
-def test_what_is_too_old_is_removed():
-    old = place(cores=1)
-    remember(old, FOUND)
-    os.utime(old, (0, 0))
-    remember(place(), FOUND)
-    assert not old.exists()
-
-
 def test_where_others_could_write_nothing_is_believed(cache):
     remember(place(), FOUND)
     os.chmod(cache / "roofline", 0o777)
     assert place() is None
-
-
-def test_where_nothing_can_be_written_nothing_is_kept(cache, tmp_path, monkeypatch):
-    (tmp_path / "file").touch()
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    assert place() is None
-    remember(None, FOUND)
-    assert recall(None) is None
-
-
-def test_a_full_disk_is_no_failure(monkeypatch):
-    def full(path, content):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(roofline_process.files, "write_whole", full)
-    remember(place(), FOUND)
-    assert recall(place()) is None
 
 
 # What a run makes of it
@@ -193,12 +167,6 @@ def test_a_rate_that_is_far_from_what_it_was_is_looked_for_again(factor, asked, 
     assert asked == [(run_roofline.KNOWN_S, 512)], "and is remembered as it is now"
 
 
-def test_the_rate_is_measured_anew(asked, monkeypatch):
-    measured()
-    monkeypatch.setattr(Machine, "rate", 1.1e6)
-    assert measured() == Roofline(1.1e6, 512, "2 forwards × 1 thread", (1.1e6,))
-
-
 def test_a_cache_that_cannot_be_used_is_only_a_slower_start(asked, tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
@@ -219,13 +187,6 @@ def test_of_cuda_nothing_is_kept(asked, monkeypatch):
 
 TEXT = ModelSpec("tiny", kind="text")
 BEST = TextRoofline(1e11, 2e11, 2e10, 64, 256, 9e10)
-
-
-def test_what_a_machine_does_with_a_model_of_text_is_known_to_the_next_run():
-    assert recall_text(place(spec=TEXT)) is None
-    remember_text(place(spec=TEXT), BEST)
-    assert recall_text(place(spec=TEXT)) == replace(BEST, remembered=True)
-    assert recall(place(spec=TEXT)) is None
 
 
 @pytest.mark.parametrize(

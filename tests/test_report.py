@@ -142,16 +142,6 @@ def test_threads_that_waited_for_one_another_are_told_and_idle_as_the_benchmark_
     assert share_idle(found, 10.0) == pytest.approx(evidence(run).idle_cores / 2) == pytest.approx(0.35)
 
 
-def test_the_verdict_hears_how_many_cores_others_had():
-    told = evidence(a_run(cores=CoreTime(0.0, 4.0, 2.0)))
-    assert (told.others_cores, told.stolen_cores) == (0.4, 0.2)
-
-
-def test_where_the_system_does_not_tell_nobody_is_said_to_have_the_cores():
-    assert build(a_run())["cores"]["others_s"] is build(a_run())["cores"]["idle_s"] is None
-    assert evidence(a_run()).others_cores is None
-
-
 def test_the_schema_is_the_one_of_the_types_and_misses_every_field():
     assert schema() == json_schema()  # else: make reference
     check = jsonschema.Draft202012Validator(schema())
@@ -176,11 +166,6 @@ def test_rates_count_from_the_start_of_the_clock():
         "requests_per_s": 3.0,
         "evaluations_per_s": 900.0,
     }
-
-
-def test_a_workload_that_evaluates_by_itself_has_no_rows():
-    run = a_run(progress=Progress(1, counts={"evaluations": 50}))
-    assert throughput(run) == {"evaluations_per_s": 5.0}
 
 
 def test_stations_are_told_with_their_visits_busy_time_and_servers():
@@ -241,17 +226,6 @@ def test_batches_are_told_by_their_size():
     assert told["reasons"]["drain"] == 0
 
 
-@given(st.dictionaries(st.integers(1, 50), st.integers(1, 9), min_size=1))
-def test_the_middle_batch_is_the_median(sizes):
-    every = sorted(size for size, times in sizes.items() for _ in range(times))
-    assert batches(Snapshot(batches=sizes))["rows_p50"] == every[(len(every) - 1) // 2]
-
-
-def test_efficiency_is_the_share_of_the_roofline():
-    report = build(a_run(snapshot=FULL, roofline=Roofline(1800.0, 512, "1 forward × 2 threads")))
-    assert report["roofline"]["efficiency"] == 0.5
-
-
 counters = st.dictionaries(st.integers(1, 5), st.integers(1, 9))
 times = st.lists(st.floats(1e-6, 1e3), max_size=5)
 
@@ -292,12 +266,6 @@ def test_a_report_tells_what_came_of_a_diffusion_models_forwards():
     (row,) = [row for row in rows(told) if row.name == "forwards"]
     assert row.text == "80, 2.5 useful tokens each, 10% committed nothing, 25% of positions computed anew"
     assert build(a_run(snapshot=GENERATED))["unmasking"] is None
-
-
-def test_processes_on_one_device_add_up_what_they_hold_of_it():
-    parts = [Snapshot(device={"name": "H200", "utilisation": 0.9, "reserved_mb": mb}) for mb in (10.0, 30.0)]
-    assert merge([Snapshot(), *parts]).device == {"name": "H200", "utilisation": 0.9, "reserved_mb": 40.0}
-    assert merge([Snapshot()]).device == {}
 
 
 def test_a_report_needs_no_torch():

@@ -17,18 +17,16 @@ from gpuinfer.models.roofline_measurement import (
     Arrangement,
     LookMark,
     Timed,
-    climb,
     cpu_arrangements,
     cpu_looks,
     looks,
-    marked,
     measure,
     search,
     stands,
     sustained,
 )
 from gpuinfer.models.roofline_process import RooflineProcess, measurement_outcome, unpacked
-from gpuinfer.runtime.run_roofline import AFTER_S, LEAST_AFTER_S, LONGER, reconciled
+from gpuinfer.runtime.run_roofline import LONGER, reconciled
 
 pytestmark = pytest.mark.usefixtures("children_forked")
 
@@ -82,25 +80,6 @@ def test_the_search_keeps_to_its_budget():
     assert max(spent) > 2 * min(spent), "the best are measured for longer"
 
 
-def test_of_batches_that_are_as_good_the_smallest_is_named():
-    def look(arrangement, rows, seconds):
-        return [100.0 + rows / 2048 if rows >= 256 else 50.0]
-
-    found = search(look, [ONE, TWO], SIZES, budget_s=1.0)
-    assert found.rows == 256
-    assert [found.rate] == max(look(ONE, rows, 1.0) for rows in (256, 512, 1024))
-
-
-def test_the_climb_ends_when_two_doublings_gain_nothing():
-    asked = []
-
-    def look(arrangement, rows, seconds):
-        asked.append(rows)
-        return [min(rows, 128)]
-
-    assert [candidate.rows for candidate in climb(look, ONE, SIZES, 0.1)] == asked == [64, 128, 256, 512]
-
-
 def test_a_batch_that_does_not_fit_ends_the_climb_and_is_not_chosen():
     def look(arrangement, rows, seconds):
         return [float(rows) if rows <= 128 else 0.0]
@@ -139,18 +118,6 @@ def test_the_rate_counts_the_rows_of_all_forwards():
     assert all(0 < rate <= 3 * 10 / 0.01 for rate in rates)
 
 
-def test_a_forward_that_raises_ends_the_measurement():
-    with pytest.raises(RuntimeError, match="mat1 and mat2"):
-        cpu_looks(nn.Linear(4, 4), torch.ones(2, 3), Arrangement(2, 1), 0.1)
-
-
-def test_a_roofline_of_a_real_model():
-    found = measure(spec(), **RUN)
-    assert found.rows_per_s > 0
-    assert found.at_rows in (*SIZES, 4096)
-    assert found.arrangement == "1 forward × 1 thread"
-
-
 @pytest.mark.parametrize(
     ("rows", "arrangement"), [pytest.param(256, "9 forwards", id="arrangement"), pytest.param(77, None, id="rows")]
 )
@@ -170,12 +137,6 @@ def test_the_search_ends_once_the_best_have_shown_what_they_sustain():
     assert looked[len(SIZES) :] == [pytest.approx(0.2)] * 2
     assert not stands([1.0] * 7), "too few"
     assert not stands([1.0] * 10 + [1.2] * 2), "a third one may come as high"
-
-
-def test_an_earlier_roofline_is_measured_again_where_it_was_reached():
-    found = measure(spec(), **RUN, only=Roofline(1.0, 256, "1 forward × 1 thread"))
-    assert (found.at_rows, found.arrangement) == (256, "1 forward × 1 thread")
-    assert found.rows_per_s > 0
 
 
 # Looking at it for short
@@ -218,21 +179,6 @@ def test_a_single_look_that_is_higher_than_all_others_does_not_count():
     assert sustained([3.0]) == 3.0
 
 
-def test_threads_that_took_turns_are_told_by_what_each_did():
-    late = [LookMark(mark.at + 5.0, mark.waited, mark.passes) for mark in steady(50, 1.0)]
-    assert looks([steady(100, 1.0), late]) == pytest.approx([150])
-
-
-def test_marks_tell_how_often_it_was_done_and_how_long_it_took():
-    done = []
-    marks = marked(lambda: done.append(time.perf_counter()), 0.05)
-    assert marks[-1].passes == len(done)
-    assert marks[0].at <= done[0] <= done[-1] <= marks[-1].at
-    assert marks[-1].at - marks[0].at >= 0.05
-    assert [mark.at for mark in marks] == sorted(mark.at for mark in marks)
-    assert len(marked(lambda: None, 0.0)) == 2, "once at least"
-
-
 # Before the run, and after it
 
 
@@ -265,13 +211,6 @@ def test_no_run_does_more_than_its_roofline(run, rates, expected, asked):
     found = reconciled(Roofline(100.0, 64, "one", (100.0,)), run, 10.0, measured)
     assert (found.rows_per_s, tuple(found.measured), found.raised) == expected
     assert seconds == pytest.approx(asked)
-
-
-@pytest.mark.parametrize(("wall_s", "seconds"), [(0.3, LEAST_AFTER_S), (8.0, 0.8), (3600.0, AFTER_S)])
-def test_a_short_run_is_followed_by_a_short_look(wall_s, seconds):
-    measured, asked = again(90.0)
-    reconciled(Roofline(100.0, 64, "one", (100.0,)), 80.0, wall_s, measured)
-    assert asked == pytest.approx([seconds])
 
 
 # In a process of its own
@@ -348,16 +287,6 @@ def test_a_child_that_was_killed_in_between_is_told_of_and_the_next_question_sta
     children()[0].kill()
     with pytest.raises(BackendError, match="SIGKILL"):
         measurer.measure(0.05, only=first)
-    assert measurer.measure(0.05, only=first).rows_per_s > 0
-
-
-def test_a_child_that_nobody_asks_ends_and_the_next_question_starts_another(measurer):
-    """So a long run does not have its memory taken."""
-    first = measurer.measure(0.05)
-    (child,) = children()
-    measurer._channel.close()  # as it finds its line when it has waited for long enough
-    child.join(60.0)
-    assert child.exitcode == 0
     assert measurer.measure(0.05, only=first).rows_per_s > 0
 
 

@@ -49,12 +49,6 @@ def test_the_threads_of_a_forward_are_one_station(ours: float, threads: int, for
     assert told(ours, device={"threads": threads})["stations"]["forward"] == forward
 
 
-def test_the_threads_of_a_step_of_prompts_are_of_its_station() -> None:
-    lanes = ({"name": "forward 0", "ran": {"prefill": 6.0, "forward": 2.0, "sample": 1.0}},)
-    found = core_shares(Snapshot(lanes=lanes, device={"threads": 2}), 10.0, CoreTime(17.0, 17.0, 0.0))
-    assert found["stations"] == {"prefill": 12.0, "forward": 4.0, "sample": 1.0}
-
-
 def test_stations_are_no_more_than_what_the_program_ran() -> None:
     found = told(ours=3.0)
     assert sum(found["stations"].values()) == pytest.approx(3.0)
@@ -66,17 +60,6 @@ def test_a_program_that_keeps_both_cores_busy_is_not_said_to_be_idle() -> None:
     (time,) = (row.text for row in rows({"cores": told(ours=19.0, others=0.0)}) if row.name == "time")
     assert time.startswith("of 2 cores: around it")
     assert "idle" not in time
-
-
-def test_threads_that_often_waited_for_a_core_are_told_of() -> None:
-    texts = [row.text for row in rows({"cores": told(cpu_wait_s=30.0)})]
-    assert "threads that were ready to run waited for a core 75% of their time" in texts
-    assert not any("waited" in row.text for row in rows({"cores": told(cpu_wait_s=1.0)}))
-
-
-def test_where_the_model_computes_elsewhere_the_lanes_are_told_of() -> None:
-    report = {"cores": told(), "time_s": {"forward": 3.0, "idle": 1.0}, "device": {"reserved_mb": 5.0}}
-    assert [row.text for row in rows(report) if row.name == "time"] == ["forward 75%, idle 25%"]
 
 
 def test_where_nobody_tells_of_other_programs_only_ours_are_shared_out() -> None:

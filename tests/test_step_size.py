@@ -64,17 +64,6 @@ def test_a_step_that_hangs_is_waited_for_once():
     assert step.rows == 8
 
 
-def test_single_rows_go_one_by_one():
-    step = StepSize(2)
-    step.make_room(2, FULL)
-    with ThreadPoolExecutor(1) as other:
-        with step.under_way(1):
-            later = other.submit(lambda: step.under_way(1).__enter__())
-            with pytest.raises(TimeoutError):
-                later.result(0.05)
-        later.result(60)
-
-
 def until(holds):
     deadline = time.monotonic() + 60
     while not holds():
@@ -91,14 +80,6 @@ def test_the_device_is_named_where_there_may_be_several(caplog):
         "out of memory at 64 rows on cuda:1: going on with at most 32 at a time. "
         "Set chunk_rows=32 (on the command line -B chunk_rows=32) to start there."
     ]
-
-
-def test_the_model_is_named_too(caplog):
-    with caplog.at_level(logging.WARNING, "gpuinfer"):
-        step = StepSize(64, "cuda:1", "blobnet (best.safetensors)")
-        step.make_room(64, FULL)
-        step.made(32)
-    assert "out of memory at 64 rows of blobnet (best.safetensors) on cuda:1: going on" in caplog.text
 
 
 def test_nothing_is_advised_before_it_is_known_how_many_rows_fit(caplog):

@@ -1,9 +1,7 @@
-"""CUDA graphs, captured one after the other: torch allows for one capture at a time in a process.
+"""CUDA graphs, captured one at a time, as torch allows for in a process; and a stream for each thread that computes.
 
-Nor may any thread wait for a whole device meanwhile, which breaks a capture in another one, or have torch's allocator
-give cached memory back: `wait_for_device` and `release_cached_memory` wait for the capture first.
-
-A stream for each thread that computes with a model of its own.
+During a capture no thread may wait for a whole device, which breaks the capture, or have torch's allocator give cached
+memory back: `wait_for_device` and `release_cached_memory` wait for the end of the capture first.
 """
 
 from __future__ import annotations
@@ -23,17 +21,17 @@ _one, _taking = threading.Lock(), threading.Lock()
 
 
 class StreamLease:
-    """An attribute of a stream, which lives as long as that: weak references to streams themselves are left behind
-    when these end, in torch 2.9 to 2.12, and whoever comes upon one crashes (PyTorch's pull request 183403).
+    """An attribute of a stream that lives as long as the stream. Weak references to streams themselves crash in torch
+    2.9 to 2.12 once their stream has ended (PyTorch's pull request 183403).
     """
 
 
-_leases: weakref.WeakValueDictionary[int, StreamLease] = weakref.WeakValueDictionary()  # by the stream's number
+_leases: weakref.WeakValueDictionary[int, StreamLease] = weakref.WeakValueDictionary()  # by stream number
 
 
 def new_stream(device: torch.device | None = None) -> torch.cuda.Stream:
-    """One of a CUDA device, the current one by default, that nobody else has, as long as there are any: what a thread
-    launches on a stream that another one captures would become part of that graph.
+    """A stream of a CUDA device (default: the current one) that no other thread uses, as long as there are unused ones:
+    what a thread launches on a stream that another thread captures would become part of that graph.
     """
     with _taking:
         for _ in range(STREAMS):
@@ -47,17 +45,18 @@ def new_stream(device: torch.device | None = None) -> torch.cuda.Stream:
 
 @contextlib.contextmanager
 def captured(stream: torch.cuda.Stream, pool: Any) -> Iterator[torch.cuda.CUDAGraph]:
-    """The graph that what is launched within this block becomes, on `stream` and its device.
+    """Capture what is launched within this block, on `stream` and its device, as a graph. Raises what a failed capture
+    raises.
 
-    The stream is named in each case: torch's own for captures is made once in a process, on whatever device was current
-    then, and what another device computes meanwhile is not captured. Raises what a capture raises that fails.
+    The stream is always named: torch's own for captures is made once in a process, on the device that was current then,
+    and launches on another device would not be captured.
     """
     graph = torch.cuda.CUDAGraph()
     own: BaseException | None = None
     with _one, torch.cuda.device(stream.device):
         before = torch.cuda.current_stream(stream.device)
         try:
-            # Of this thread alone: others go on to take memory for theirs.
+            # Of this thread alone: other threads go on to allocate memory.
             with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
                 try:
                     yield graph
@@ -67,21 +66,21 @@ def captured(stream: torch.cuda.Stream, pool: Any) -> Iterator[torch.cuda.CUDAGr
         except RuntimeError:
             _end_pool(stream.device, pool)
             if own is not None:
-                raise own from None  # the end of a capture that was broken off raises too, and says less
+                raise own from None  # ending an aborted capture raises too, with a less useful message
             raise
         finally:
-            torch.cuda.set_stream(before)  # a capture that fails leaves its own in force
+            torch.cuda.set_stream(before)  # a failed capture leaves its own stream current
 
 
 def _end_pool(device: torch.device, pool: Any) -> None:
-    """Before 2.12 torch leaves its allocator at a capture whose end has failed: no cached memory could be given back
-    from then on.
+    """End the capture for torch's allocator too: before 2.12 a failed capture keeps it from ever giving cached memory
+    back.
     """
     if Version(torch.__version__).release >= (2, 12):
         return
     for name in ("_cuda_endAllocateToPool", "_cuda_endAllocateCurrentStreamToPool"):
         if (end := getattr(torch._C, name, None)) is not None:
-            with contextlib.suppress(RuntimeError):  # it has ended, which is the usual case
+            with contextlib.suppress(RuntimeError):  # usually the capture has ended
                 end(device.index, pool)
                 torch._C._cuda_releasePool(device.index, pool)  # the graph does so only if it was captured
             return
@@ -94,7 +93,7 @@ def release_cached_memory() -> None:
 
 
 def wait_for_device(device: torch.device | None = None) -> None:
-    """Until all that has been launched on a CUDA device, the current one by default, is done, on whatever stream."""
+    """Wait until everything that was launched on a CUDA device (default: the current one) is done, on all streams."""
     with _one:
         torch.cuda.synchronize(device)
 
@@ -108,8 +107,8 @@ def event_behind(device: torch.device) -> torch.cuda.Event:
 
 @contextlib.contextmanager
 def own_stream(device: torch.device) -> Iterator[None]:
-    """What this thread launches on a CUDA device within this block has a stream of its own, behind what is on the
-    default stream now, and is done at its end: two models' kernels can run at once. Nothing changes on a CPU.
+    """Within this block this thread launches on a stream of its own, which begins behind the default stream's work and
+    is waited for at the end: two models' kernels can run at once. Does nothing on a CPU.
     """
     if device.type != "cuda":
         yield
@@ -120,5 +119,5 @@ def own_stream(device: torch.device) -> Iterator[None]:
         with torch.cuda.device(device), torch.cuda.stream(stream):
             yield
     finally:
-        with contextlib.suppress(RuntimeError):  # a device that is lost has said so before
+        with contextlib.suppress(RuntimeError):  # a lost device has raised before
             stream.synchronize()  # type: ignore[no-untyped-call]

@@ -1,5 +1,5 @@
-"""Devices and number formats by name, as a user writes them; how busy a device is, what of its memory is taken, and by
-which other processes (NVML).
+"""Devices and number formats by name, as a user writes them; a device's utilisation, its memory, and other processes on
+it (NVML).
 """
 
 from __future__ import annotations
@@ -27,14 +27,13 @@ class OtherProcess:
     """A process that holds memory of the device."""
 
     pid: int
-    name: str  # empty where the system does not tell
-    mb: float | None  # MiB; None where the driver keeps it to itself, as on some virtual machines
+    name: str  # empty if unknown
+    mb: float | None  # MiB; None where the driver does not report it, as on some virtual machines
 
 
 def handle_of(device: torch.device) -> Any:
-    """NVML's handle of a CUDA device. Raises whatever is wrong with NVML: absent, too old, no driver.
-
-    By UUID: torch counts only the devices in CUDA_VISIBLE_DEVICES, NVML counts all.
+    """NVML's handle of a CUDA device, found by UUID: torch counts only the devices in CUDA_VISIBLE_DEVICES, NVML counts
+    all. Raises whatever NVML raises: absent, too old, no driver.
     """
     import pynvml
 
@@ -43,9 +42,9 @@ def handle_of(device: torch.device) -> Any:
 
 
 def other_processes(device: torch.device) -> list[OtherProcess]:
-    """Those on the device beside this one, the largest first; none where NVML is not at work, and none of a CPU.
+    """Other processes on a CUDA device, the largest first; empty for a CPU and without a working NVML.
 
-    None either in a container where NVML counts processes as the machine outside does: this one would be among them.
+    Empty too in a container in which NVML reports the host's process numbers: this process would be among them.
     """
     if device.type != "cuda":
         return []
@@ -67,7 +66,7 @@ def other_processes(device: torch.device) -> list[OtherProcess]:
 
 
 def seen_together(readings: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """`others` and `pids` of several devices' readings as of one: what a process holds on each is added up."""
+    """Merge `others` and `pids` of several devices' readings: what one process holds on each is added up."""
     pids = sorted({pid for reading in readings for pid in reading.get("pids", ())})
     found: dict[int, dict[str, Any]] = {}
     for one in (one for reading in readings for one in reading.get("others", ())):
@@ -80,7 +79,7 @@ def seen_together(readings: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 def _name_of(pid: int) -> str:
     try:
         return str(psutil.Process(pid).name())
-    except psutil.Error:  # gone, or seen from within a container that has other numbers
+    except psutil.Error:  # ended, or this container has other process numbers
         return ""
 
 
@@ -109,10 +108,10 @@ def resolve_device(name: str) -> torch.device:
 
 
 def resolve_devices(names: Sequence[str]) -> list[torch.device]:
-    """Those of `Setup.devices`, one or more: `cuda` is every CUDA device and `all` too, or the CPU where there is none.
+    """Resolve `Setup.devices`: `cuda` and `all` are every CUDA device, `all` the CPU where there is none.
 
-    Each `cpu` of several is a stand-in with its share of the cores. Raises `UsageError` for a device that is not there,
-    one that is named twice, and for both kinds together.
+    Several `cpu` are stand-ins that share the cores. Raises `UsageError` for a device that does not exist, one that is
+    named twice, and for CPU and CUDA together.
     """
     check_names(names)
     found = [device for name in names for device in _every(name)]
@@ -132,7 +131,7 @@ def _every(name: str) -> list[torch.device]:
 
 
 def device_labels(devices: Sequence[torch.device]) -> list[str]:
-    """What each of several devices is called: `cuda:1`, and of CPUs that share the cores `cpu:0`, `cpu:1`."""
+    """The label of each device: `cuda:1`; stand-ins on the CPU are `cpu:0`, `cpu:1`."""
     return [f"cpu:{place}" if device.type == "cpu" else str(device) for place, device in enumerate(devices)]
 
 
@@ -149,8 +148,7 @@ def of_each(setup: Setup, devices: Sequence[torch.device]) -> list[Setup]:
 
 
 def together(readings: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """What is read of several devices as if they were one: sums of memory, the mean of utilisation, all who
-    are on them."""
+    """Merge several devices' readings: memory is summed, utilisation averaged, other processes listed once."""
     names = Counter(str(reading["name"]) for reading in readings)
     summed = {key for reading in readings for key in reading if key.endswith("_mb")}
     busy = [reading["utilisation"] for reading in readings if reading.get("utilisation") is not None]
@@ -173,15 +171,15 @@ def cuda_state(count: int) -> str:
 
 
 def device_name(device: torch.device) -> str:
-    """What the maker calls it."""
+    """The product name of a device."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()
 
 
-LOOK_S = 5.0  # between two looks at who else is on the device
+LOOK_S = 5.0  # between two queries of other processes
 
 
 class Gauge:
-    """Reads one device. Cheap enough to be asked several times a second."""
+    """Reads one device; cheap enough for several calls a second."""
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.name = device, device_name(device)
@@ -190,9 +188,9 @@ class Gauge:
         self._looked_at = -LOOK_S
 
     def read(self) -> Mapping[str, Any]:
-        """`{name}`, on CUDA with the peaks allocated_mb (of tensors) and reserved_mb (of torch's allocator), and where
-        NVML is present utilisation (0 to 1) and others: pid, name and mb of processes that are not this one. `pids`
-        says which this one is, so that workers of one run are not strangers to one another.
+        """`{name}`; on CUDA also the peaks allocated_mb (tensors) and reserved_mb (torch's allocator), and with NVML
+        utilisation (0 to 1), `others` (pid, name and mb of other processes) and `pids` (this process, so that workers
+        of one run do not count one another as strangers).
         """
         if self.device.type != "cuda":
             return {"name": self.name}
@@ -214,7 +212,7 @@ class Gauge:
 
 
 def nvml_utilisation(device: torch.device) -> Callable[[], float] | None:
-    """Reads the share of the last moments in which a kernel ran, 0 to 1; None without a working NVML."""
+    """A function that reads recent utilisation, 0 to 1; None without a working NVML."""
     try:
         import pynvml
 

@@ -18,14 +18,14 @@ from gpuinfer.host.process_memory import limit_memory, peak_bytes, reset_peak, r
 from gpuinfer.models.cuda_graphs import release_cached_memory, wait_for_device
 
 COARSE = (8192, 1024)  # rows of which tensors are large enough that torch rounds their memory up by little
-FORWARDS = 3  # after so many the memory of a process stays as it is
+FORWARDS = 3  # after so many, the memory of a process does not grow
 HELD = 1.2
 """Resident memory of a process on the CPU divided by the bytes of its tensors at their peak: the C library keeps freed
 pieces, and later ones do not fit into all of them. Measured: 1.02 to 1.8, 1.2 in the median (`docs/memory.md`)."""
 
 
 def weight_bytes(module: nn.Module) -> int:
-    """Of all tensors that the module holds, each once: parameters, buffers, and what it has packed for itself."""
+    """Bytes of all tensors that the module holds, each counted once: parameters, buffers, packed weights."""
     held: dict[int, int] = {}
     for part in module.modules():
         own = [*part._parameters.values(), *part._buffers.values(), *vars(part).values()]
@@ -80,7 +80,7 @@ def traced_peak(call: Callable[[], Any]) -> int:
             alive[address] = size
             peak = max(peak, sum(alive.values()))
         else:
-            alive.pop(address, None)  # may have been there before
+            alive.pop(address, None)  # pieces from before the call are not in it
     del answer
     return peak
 
@@ -93,10 +93,10 @@ def _allocations(nodes: Sequence[Any]) -> Iterator[Any]:
 
 
 def bytes_of_a_row(call: Callable[[int], Any], device: torch.device, few: int, more: int) -> float:
-    """What a call of n rows takes of a CUDA device's memory for each of them, beyond what was taken before.
+    """Bytes of a CUDA device's memory that each row of a call takes, beyond what was in use before.
 
-    `few` and `more` rows tell how much tensors take; then as many as fill large pieces of memory tell how much
-    torch's allocator keeps for them, which is more where later tensors do not fit into what earlier ones have left.
+    Calls of `few` and `more` rows give the size of tensors; calls large enough for the allocator's large pieces give
+    what it reserves, which is more where later tensors do not fit into freed pieces.
     """
     each = (device_peaks(call, device, more)[0] - device_peaks(call, device, few)[0]) / (more - few)
     many = next((rows for rows in COARSE if 4 * rows * each < torch.cuda.mem_get_info(device)[0]), None)
@@ -106,7 +106,7 @@ def bytes_of_a_row(call: Callable[[int], Any], device: torch.device, few: int, m
 
 
 def device_peaks(call: Callable[[int], Any], device: torch.device, rows: int) -> tuple[int, int]:
-    """The most bytes that tensors took at once while `call` ran, and that the allocator held, beyond before."""
+    """Peaks while `call` ran, beyond what was in use before: bytes of tensors, bytes that the allocator reserved."""
     wait_for_device(device)
     release_cached_memory()
     before = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
@@ -118,26 +118,26 @@ def device_peaks(call: Callable[[int], Any], device: torch.device, rows: int) ->
 
 
 class MemoryMeter(Protocol):
-    """Bytes."""
+    """A device's memory, in bytes."""
 
     def free(self) -> int:
-        """What could still be taken."""
+        """Available memory."""
         ...
 
     def held(self) -> int:
-        """What this process holds now."""
+        """Memory of this process."""
         ...
 
     def forget(self) -> None:
-        """Give back what was freed, and begin a new peak."""
+        """Return freed memory and reset the peak."""
         ...
 
     def peak(self) -> int:
-        """The most that was held since then."""
+        """The peak since `forget`."""
         ...
 
     def bound(self, beside: int) -> None:
-        """From now on at most `beside` bytes more: beyond it this process is refused memory, and no other suffers."""
+        """Limit this process to `beside` bytes more than it holds now."""
         ...
 
 
@@ -162,11 +162,13 @@ class CpuMemoryMeter:
 
 
 class CudaMemoryMeter:
-    """What torch's allocator has reserved on one device: what lies between tensors counts, not the driver's own."""
+    """Memory that torch's allocator reserves on one device, gaps between tensors included, the
+    driver's own excluded.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        torch.zeros(1, device=device)  # the driver takes its share
+        torch.zeros(1, device=device)  # the driver allocates its own memory
 
     def free(self) -> int:
         gc.collect()

@@ -15,14 +15,14 @@ from gpuinfer.models.row_blocks import BitCast, Block, RowBlocks, as_tensor, cas
 
 CHUNK_ROWS = 1024  # beyond it the activations leave the cache and large casts fault pages
 GRAIN = 32
-DETERMINISTIC_CHUNK_ROWS = 256  # every batch is padded to it: the price of a small batch against that of small steps
+DETERMINISTIC_CHUNK_ROWS = 256  # every batch is padded to it: a compromise between small batches and small steps
 
 
 def padded(rows: int) -> int:
-    """The batch size that `rows` go through as: a power of two up to GRAIN, a multiple of it beyond.
+    """The batch size that `rows` rows are padded to: a power of two up to GRAIN, a multiple of GRAIN beyond.
 
     oneDNN prepares its kernels anew for each shape that it has not seen lately, which costs as much as some hundred
-    rows; blocks of games that come and go are of another size each time.
+    rows, and blocks of games differ in size from batch to batch.
     """
     if rows > GRAIN:
         return -(-rows // GRAIN) * GRAIN
@@ -80,7 +80,7 @@ class CpuForward:
             return run.split(joined(chunks))
 
     def _alone(self, block: Block) -> Any | None:
-        """The answer to a block that needs neither company nor copies; None when it does, or memory did not suffice."""
+        """The answer to a single block that needs no copy; None if it needs one, or if memory ran out."""
         rows = len(block)
         if rows > self.step.rows or rows != padded(rows) or self.fixed_shape:
             return None
@@ -98,14 +98,14 @@ class CpuForward:
             return None
 
     def _attempt(self, run: RowBlocks, start: int, rows: int, chunk: int) -> tuple[Any, BaseException | None]:
-        """Answers for the rows from `start` on, or why memory did not suffice for them."""
+        """Answers for the rows from `start` on, or the error if memory ran out."""
         try:
             inputs = self._inputs(run, start, rows, chunk)
             return self._through(inputs, rows), None
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
-            return None, error.with_traceback(None)  # its frames hold on to the memory
+            return None, error.with_traceback(None)  # its frames hold references to the memory
 
     def _through(self, inputs: Tensor, rows: int) -> Any:
         """The module's answers to the first `rows` rows of `inputs`."""

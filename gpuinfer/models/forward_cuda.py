@@ -1,11 +1,11 @@
 """Runs a module on blocks of rows, on a CUDA device.
 
-Rows cross the bus as they arrived (one byte a feature, or one bit) from pinned memory and are cast over there. Answers
-go where the caller wants them, and for each row the device says whether they hold NaN or +inf: the host reads none.
-Each slot has buffers and a stream of its own, so that with two slots one batch's copies overlap the other's kernels.
-Launching a small network's kernels one by one would cost more than running them: a CUDA graph launches all at once.
+Rows are copied as they arrived (one byte a feature, or one bit) from pinned memory and are cast on the device. Answers
+are written where the caller wants them, and the device reports for each row whether they hold NaN or +inf.
 
-The few batch sizes that a CUDA graph is captured for: a batch is padded to the next of them.
+Each slot has its own buffers and stream, so that with two slots one batch's copies overlap the other's kernels. A CUDA
+graph launches all kernels at once, since launching a small network's kernels one by one costs more than running them; a
+batch is padded to the next of a few captured sizes.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ Found = tuple[Any, Tensor]
 
 
 class AnswerTargets(NamedTuple):
-    """Where the answers to a run of rows go."""
+    """Where the answers to consecutive rows are written."""
 
     parts: Sequence[RowBlocks]  # for each part of an answer float32 arrays, which have as many rows together
     sound: NDArray[np.bool_] | None = None  # for each row: whether its answers hold neither NaN nor +inf
@@ -84,7 +84,7 @@ def refuse_unlike(parts: Sequence[Tensor], rows: int, targets: AnswerTargets) ->
 
 
 class ForwardSlot:
-    """What one batch in flight needs for itself. One thread at a time uses it."""
+    """Buffers, stream and graphs of one batch in flight. Used by one thread at a time."""
 
     def __init__(self, rows: int, spec: ModelSpec, device: torch.device) -> None:
         self.stream = new_stream(device)
@@ -99,7 +99,7 @@ class ForwardSlot:
         self.graphs: dict[int, tuple[torch.cuda.CUDAGraph, Found]] = {}
 
     def room(self, part: int, shape: Sequence[int], rows: int) -> Tensor:
-        """Pinned float32 [rows or more, *shape], where that part of the answers waits to be copied further."""
+        """Pinned float32 buffer [rows or more, *shape] for this part of the answers."""
         held = self._answers.get(part)
         if held is None or len(held) < rows:
             most = 1 << (rows - 1).bit_length()
@@ -145,11 +145,11 @@ class CudaForward:
         return run.split(room)
 
     def write(self, blocks: Sequence[Block], targets: Sequence[Sequence[Block]]) -> list[bool]:
-        """Answer each block in its own float32 arrays [rows, ...], one for each part of an answer. Returns for each
-        block whether its answers are free of NaN and +inf.
+        """Write the answers to each block into its float32 arrays [rows, ...], one for each part of an answer. Returns
+        for each block whether its answers are free of NaN and +inf.
 
-        Where an array lies in memory that is pinned, see `Opened.pin`, the device writes it: until this returns or
-        raises, and not afterwards. Raises as `__call__` does; then nobody knows what the arrays hold.
+        Arrays in pinned memory (see `Opened.pin`) are written by the device, and only until this returns or raises.
+        Raises as `__call__` does; the arrays' content is then undefined.
         """
         run = RowBlocks(blocks)
         sound = np.empty(run.rows, np.bool_)
@@ -185,9 +185,8 @@ class CudaForward:
     def _attempt(
         self, slot: ForwardSlot, run: RowBlocks, start: int, rows: int, chunk: int, targets: AnswerTargets
     ) -> BaseException | None:
-        """Answer the rows from `start` on, or say why memory did not suffice.
-
-        However it ends, the device is done with the rows, the targets and the slot.
+        """Answer the rows from `start` on, or return the error if memory ran out. In both cases the device is done with
+        the rows, the targets and the slot.
         """
         stop = start + rows
         try:
@@ -208,7 +207,7 @@ class CudaForward:
             slot.done.synchronize()
             enter_station("transfer")
         except BaseException as error:
-            with contextlib.suppress(RuntimeError):  # a device that is lost has said so before
+            with contextlib.suppress(RuntimeError):  # a lost device has raised before
                 slot.stream.synchronize()
             if not (isinstance(error, RuntimeError) and is_out_of_memory(error)):
                 raise
@@ -219,8 +218,8 @@ class CudaForward:
         return None
 
     def _launch(self, slot: ForwardSlot, rows: int, buckets: Sequence[int]) -> Found:
-        """Queue the forward of the first `rows` rows of the slot's inputs on the current stream; what it finds may be
-        of more rows.
+        """Queue the forward of the first `rows` rows of the slot's inputs on the current stream; the results may have
+        more rows.
         """
         padded = bucket_for(rows, buckets)
         if padded > rows:
@@ -242,7 +241,9 @@ class CudaForward:
         return [chunk] if self.fixed_shape else buckets_up_to(chunk)
 
     def _warm_up(self, slots: Sequence[ForwardSlot]) -> Found:
-        """Run each bucket once in each slot and capture its graph, before any traffic; what the least bucket finds."""
+        """Run and capture each bucket once in each slot, before any traffic. Returns the answers of
+        the least bucket.
+        """
         while True:
             chunk = self.step.rows
             try:
@@ -267,7 +268,7 @@ class CudaForward:
                 with torch.cuda.stream(slot.stream):
                     found = self._forward(slot.inputs[:bucket])
             slot.stream.synchronize()
-            release_cached_memory()  # graphs have memory of their own: both together would be twice as much
+            release_cached_memory()  # graphs have their own memory: both together would take twice as much
         for slot in slots:
             for bucket in buckets:
                 if self.graphs:
@@ -292,10 +293,9 @@ class CudaForward:
 
 
 def room_for(answers: Any, rows: int) -> Any:
-    """Uninitialised float32 tensors for `rows` rows of answers shaped like `answers`, that are the caller's to keep.
+    """Uninitialised float32 tensors for `rows` rows of answers shaped like `answers`, owned by the caller.
 
-    Only those that the device writes by itself are pinned: torch keeps such memory and hands it out again, which still
-    costs more than to copy a few rows once more.
+    Only tensors that the device writes directly are pinned: pinned memory costs more than to copy a few rows once more.
     """
     made = []
     for tensor in tensors_of(answers):

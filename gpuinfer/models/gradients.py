@@ -36,9 +36,10 @@ from gpuinfer.models.row_format import BITS, misfit, row_dtype
 
 
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Within it: the bytes of all storages that operations have made and that are alive, `now` and at `most`.
+    """Counts, within this block, the bytes of all storages that operations have made and that are alive: `now`, and
+    `most` at the peak.
 
-    It costs some microseconds an operation: for one pass of a shape, not for each.
+    Costs some microseconds an operation: used for one pass of each shape.
     """
 
     def __init__(self) -> None:
@@ -55,7 +56,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return made
 
     def leave(self, tensor: Tensor) -> None:
-        """Its storage is something else from now on: a parameter's gradient, which is no activation."""
+        """Stop counting a tensor's storage, which has become a parameter's gradient."""
         self._leave(_key(tensor))
 
     def _enter(self, tensor: Tensor) -> None:
@@ -82,7 +83,7 @@ TRIED_ROWS = 3  # for whether a model in segments still answers as it did
 
 
 class GradientTuning(ForwardTuning, Protocol):
-    """How the user wants it run; None leaves it to us."""
+    """The user's options for training passes; None: the default."""
 
     @property
     def loss(self) -> str | None: ...
@@ -94,7 +95,9 @@ class GradientTuning(ForwardTuning, Protocol):
 
 @dataclass(frozen=True)
 class OpenedGradients:
-    """A model in training. One thread at a time may call `passed`, and computes with as many as were asked for then."""
+    """A model in training. One thread at a time may call `passed`, which computes with the threads that were set when
+    the model was opened.
+    """
 
     limits: Limits
     passed: Callable[[TrainingBatch], Gradients]
@@ -102,9 +105,9 @@ class OpenedGradients:
 
 
 def open_gradients(spec: ModelSpec, setup: Setup, tuning: GradientTuning) -> OpenedGradients:
-    """Build the model in its trainable form, float32 weights, and try it out. Sets threads for the whole process.
+    """Build the model in its trainable form with float32 weights, and try it. Sets threads for the whole process.
 
-    Raises `UsageError` when the model or the loss cannot be had, or the model's layers cannot be told apart.
+    Raises `UsageError` when the model or the loss cannot be loaded, or the model's layers cannot be told apart.
     """
     _refuse(setup, tuning)
     row_dtype(spec)
@@ -133,7 +136,7 @@ def open_gradients(spec: ModelSpec, setup: Setup, tuning: GradientTuning) -> Ope
     in_force = {"max_rows": limits.max_rows, "in_flight": 1, "threads": threads, "segments": passes.segments}
 
     def passed(batch: TrainingBatch) -> Gradients:
-        compute_with(threads)  # a thread that is not ours may have computed with another number
+        compute_with(threads)  # another thread may have set another number
         return passes(batch)
 
     return OpenedGradients(
@@ -193,7 +196,9 @@ class GradientPass:
         self.module = module
 
     def __call__(self, batch: TrainingBatch) -> Gradients:
-        """Raises `BackendError` for a batch that does not fit, a loss that is none, and when memory runs out."""
+        """Raises `BackendError` for a batch that does not fit the model, a loss that is not a number, and when memory
+        runs out.
+        """
         if fault := self._misfit(batch):
             raise fault
         try:
@@ -207,13 +212,13 @@ class GradientPass:
             raise BackendError(
                 f"out of memory on the way forward and back of {len(batch.features):,} rows: {first_line(error)}. Send "
                 f"fewer rows (--batch-size), or keep fewer activations: -B checkpoint_segments={cure}."
-            ) from None  # its frames hold on to the memory
+            ) from None  # its frames hold references to the memory
         finally:
             for parameter in self._parameters.values():
                 parameter.grad = None
 
     def _divided(self, module: nn.Module, count: model_layers.Segments, layers: str | None) -> tuple[nn.Module, int]:
-        """The module in segments, tried: it must answer as it did."""
+        """The module in segments, checked to answer as before."""
         rows = torch.ones(TRIED_ROWS, self._spec.inputs, device=self._device)
         with torch.inference_mode():
             before = module.eval()(rows)
@@ -239,7 +244,7 @@ class GradientPass:
         return misfit(batch.features, rows, self._spec)
 
     def _use(self, batch: TrainingBatch) -> None:
-        """Put the batch's weights into the model, unless they are there."""
+        """Load the batch's weights into the model, unless their version is loaded."""
         weights = batch.weights
         if weights is None:
             if self._loaded is not None:
@@ -318,7 +323,9 @@ class GradientPass:
     def _read(
         self, loss: Tensor, parts: Mapping[str, float | Tensor], batch: TrainingBatch
     ) -> tuple[float, dict[str, float]]:
-        """The loss and its parts as numbers, by one wait. Raises `BackendError` for a loss that is NaN or infinite."""
+        """The loss and its parts as numbers, with one wait for the device. Raises `BackendError`
+        for NaN and infinity.
+        """
         value, named = losses.read(loss, parts)
         if not math.isfinite(value):
             for what, rows in {"features": batch.features, **batch.targets}.items():
@@ -334,7 +341,7 @@ class GradientPass:
         return value, named
 
     def _gradients(self, kept: bool) -> dict[str, Any]:
-        """By name; arrays in memory of their own, or where they are `kept` on the device tensors."""
+        """Gradients by name: arrays in memory of their own, or, if `kept` on the device, tensors."""
         found = {name: one.grad for name, one in self._parameters.items() if one.grad is not None}
         if kept:
             return {name: grad.float() for name, grad in found.items()}
@@ -346,7 +353,7 @@ class GradientPass:
         return {name: piece.reshape(tuple(found[name].shape)) for name, piece in zip(found, pieces, strict=True)}
 
     def _mark(self) -> float | torch.cuda.Event:
-        """This moment: on a CUDA device when it has got here, which is to be read once the host has waited for it."""
+        """A timestamp; on a CUDA device an event, to be read once the host has waited for it."""
         if self._device.type != "cuda":
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
@@ -371,7 +378,9 @@ class GradientPass:
 
     @contextlib.contextmanager
     def _counted(self, rows: int) -> Iterator[None]:
-        """The first pass of so many rows is told what it holds in memory: the others hold the same."""
+        """Run a pass, measuring its activations if it is the first of its size: later passes of that size hold the
+        same.
+        """
         if rows in self._measured:
             yield
             return
@@ -395,7 +404,7 @@ def _tensor(value: NDArray[Any] | Tensor) -> Tensor:
 
 
 def seconds_between(begin: float | torch.cuda.Event, end: float | torch.cuda.Event) -> float:
-    """Of two marks of one pass, which the host has waited for."""
+    """Seconds between two marks of a pass that the host has waited for."""
     if isinstance(begin, float):
         assert isinstance(end, float)
         return end - begin
@@ -403,7 +412,7 @@ def seconds_between(begin: float | torch.cuda.Event, end: float | torch.cuda.Eve
 
 
 def answers_to(passed: Callable[[TrainingBatch], Gradients], batches: Sequence[TrainingBatch]) -> list[Any]:
-    """One result for each: its gradients, or what was raised at it."""
+    """One result for each batch: its gradients, or the error that it raised."""
     results: list[Any] = []
     for batch in batches:
         try:

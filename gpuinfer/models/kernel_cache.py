@@ -1,8 +1,8 @@
-"""Where the machine code of Numba's kernels is kept between runs, and how one process alone compiles each.
+"""A cache of Numba's machine code between runs, in which each kernel is compiled by one process alone.
 
-A kernel's folder is named by all that it was made from: Numba itself looks at place and date of the one file that a
-function stands in, so that a change in a file that it calls into would go unnoticed. Two locks are always taken in this
-order, a callee's file after its caller's: the kernel's file, and Numba's own lock, which lets one thread of a process
+A kernel's folder is named by everything that its code depends on: Numba itself checks only the one file that a function
+stands in, and would miss a change in a file that the function calls into. Two locks are always taken in the same order,
+a callee's file after its caller's: the kernel's file lock, then Numba's own lock, which lets one thread of a process
 compile at a time.
 """
 
@@ -42,14 +42,14 @@ not find its time over. After them it compiles too."""
 
 
 class KernelLock:
-    """The lock of a file: one process has it at a time, and loses it when it ends, however it ends."""
+    """A file lock, held by one process at a time and released when the process ends."""
 
     def __init__(self, file: Path) -> None:
         self.file = file
         self._held: int | None = None
 
     def take(self) -> None:
-        """Wait for it, not for ever. Without it something is compiled twice, which harms nobody."""
+        """Wait for the lock, for a limited time. Without the lock something is compiled twice, which does no harm."""
         if self._held is not None:
             return
         try:
@@ -64,10 +64,10 @@ class KernelLock:
                 os.close(descriptor)
 
     def give(self) -> None:
-        """Let the next one have it, if it is ours."""
+        """Release the lock if this process holds it."""
         if self._held is not None:
             descriptor, self._held = self._held, None
-            fcntl.flock(descriptor, fcntl.LOCK_UN)  # closing alone leaves it with a copy that was forked meanwhile
+            fcntl.flock(descriptor, fcntl.LOCK_UN)  # closing alone leaves the lock to a forked copy
             os.close(descriptor)
 
 
@@ -85,11 +85,10 @@ def _locked(descriptor: int) -> bool:
 
 
 def compiled_once(function: Any, folder: Path) -> Any:
-    """The same function of Numba, compiled by one process at a time.
+    """The same Numba function, compiled by one process at a time.
 
-    function: a dispatcher or a `CFunc` with its cache enabled, which has not been compiled yet. What is no such thing,
-              as where Numba is switched off, is left as it is
-    folder: where the file that is locked will be; ours alone (`kernel_cache.cache_folder`)
+    `function`: a dispatcher or a `CFunc` with its cache enabled that has not been compiled yet; anything else (as where
+    Numba is switched off) is returned unchanged. `folder`: where the lock file is; ours alone (`cache_folder`).
     """
     if not hasattr(function, "_cache"):
         return function
@@ -102,7 +101,7 @@ def compiled_once(function: Any, folder: Path) -> Any:
         if found is None:
             compile_status.begin(turn)
             turn.take()
-            found = load(signature, context)  # what was compiled while we waited
+            found = load(signature, context)  # compiled by another process meanwhile
         return found
 
     def compile_and_give(*signature: Any) -> Any:
@@ -123,7 +122,9 @@ PROCESSOR = "processor"
 
 
 def cache_folder(parts: Iterable[bytes]) -> Path:
-    """The folder for code made from these parts, such as source files; a temporary one if need be."""
+    """The cache folder for code that depends on these parts, such as source files; a temporary folder if the cache
+    cannot be used.
+    """
     digest = hashlib.sha256()
     for version in (numba.__version__, llvmlite.__version__, np.__version__):
         digest.update(version.encode())
@@ -142,17 +143,15 @@ def cache_folder(parts: Iterable[bytes]) -> Path:
 
 
 def load_compiler() -> None:
-    """What Numba needs once before it loads the first kernel. It takes part of a second, which another thread can
-    spend while this one waits for a disk.
-    """
+    """Load Numba's compiler, which takes part of a second; another thread can do so while this one waits for a disk."""
     with global_compiler_lock:
         cpu_target.typing_context.refresh()
         cpu_target.target_context.refresh()
 
 
 def take_carried(folder: Path) -> None:
-    """Put the code that the one file carries for this folder there, whole or not at all, unless it is there already, or
-    for another processor.
+    """Copy the code that the one-file program carries into this folder, completely or not at all; not if it is there,
+    or is for another processor.
     """
     carried = carried_kernels()
     if carried is None or folder.exists() or not (carried / folder.name).is_dir():
@@ -165,12 +164,12 @@ def take_carried(folder: Path) -> None:
 
 
 def processor() -> str:
-    """Whom Numba compiles for here, in its words: code for another is not run."""
+    """The processor that Numba compiles for, in Numba's words."""
     return repr(cpu_target.target_context.codegen().magic_tuple())
 
 
 class ByContent(UserProvidedCacheLocator):  # type: ignore[misc]
-    """For Numba: the folder's name says what code was made from, so neither place nor date of the source counts."""
+    """For Numba: the folder's name identifies the source, so that neither path nor date of the source file matter."""
 
     @classmethod
     def get_suitable_cache_subpath(cls, py_file: str) -> str:
@@ -182,7 +181,7 @@ class ByContent(UserProvidedCacheLocator):  # type: ignore[misc]
 
 @contextlib.contextmanager
 def caching_in(folder: Path) -> Iterator[None]:
-    """What is decorated meanwhile with `cache=True` is kept there."""
+    """Within this block, functions decorated with `cache=True` are cached in this folder."""
     told = {"CACHE_DIR": str(folder), "CACHE_LOCATOR_CLASSES": f"{__name__}.{ByContent.__name__}"}
     before = {name: getattr(numba.config, name) for name in told}
     try:
@@ -193,8 +192,8 @@ def caching_in(folder: Path) -> Iterator[None]:
 
 
 def compiler(files: Iterable[Path], **options: Any) -> Callable[[Callable[..., Any]], Any]:
-    """A decorator that compiles with these options of `numba.njit`, and keeps the code as long as none of the files
-    changes.
+    """A decorator that compiles with these options of `numba.njit` and caches the code until one of
+    the files changes.
     """
     folder = folder_for(files)
 
@@ -206,7 +205,7 @@ def compiler(files: Iterable[Path], **options: Any) -> Callable[[Callable[..., A
 
 
 def c_compiler(files: Iterable[Path], signature: Any, **options: Any) -> Callable[[Callable[..., Any]], Any]:
-    """The same for a function of this signature that other code calls by its `address`. It is compiled at once."""
+    """The same for a C callback of this signature, called by its `address`. Compiled at once."""
     folder = folder_for(files)
 
     def decorate(function: Callable[..., Any]) -> Any:
@@ -224,8 +223,8 @@ def folder_for(files: Iterable[Path]) -> Path:
 
 
 def called_only(**options: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """A decorator: compiled code that calls the function has it compiled with these options of `numba.njit`. To Python
-    it is the function that it was.
+    """A decorator for functions that only compiled code calls: compiled into each caller with these options of
+    `numba.njit`. Python calls the plain function.
     """
     decorate: Callable[[Callable[..., Any]], Callable[..., Any]] = register_jitable(no_cfunc_wrapper=True, **options)
     return decorate

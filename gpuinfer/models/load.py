@@ -1,5 +1,5 @@
-"""From a ModelSpec to a module that is ready to answer; what would keep it from being loaded; and its first weights as
-a file. A model is tried on two small batches before any work relies on it.
+"""From a ModelSpec to a module that is ready to answer; checks before loading; and initial weights as a file. A model
+is tried on two small batches before any work relies on it.
 """
 
 from __future__ import annotations
@@ -32,9 +32,8 @@ BATCHES = (2, 3)  # two sizes, so that an answer that does not follow the batch 
 
 
 def probe(module: nn.Module, spec: ModelSpec, *, device: torch.device, dtype: torch.dtype) -> AnswerLayout:
-    """How the model's answers are laid out.
-
-    Raises `UsageError`, naming the model and the shapes, unless the answers have the right ones and are numbers.
+    """The layout of the model's answers. Raises `UsageError`, with the model and the shapes, unless the answers have
+    the expected shapes and hold numbers.
     """
     few, more = (attempt(module, spec, rows, device, dtype) for rows in BATCHES)
     if few != more:
@@ -46,7 +45,7 @@ def probe(module: nn.Module, spec: ModelSpec, *, device: torch.device, dtype: to
 
 
 def attempt(module: nn.Module, spec: ModelSpec, rows: int, device: torch.device, dtype: torch.dtype) -> AnswerLayout:
-    """How a batch of so many rows is answered."""
+    """The answers to a batch of so many rows."""
     features = torch.ones(rows, spec.inputs, device=device, dtype=dtype)
     with torch.inference_mode():
         try:
@@ -77,7 +76,7 @@ def check(answer: Any, rows: int, spec: ModelSpec) -> AnswerLayout:
 
 
 def expected_shapes(spec: ModelSpec, rows: int) -> Sequence[tuple[str, list[int]]]:
-    """What the work asks of the model; nothing in particular when it names neither actions nor seats."""
+    """The shapes that the workload expects; None when it names neither actions nor seats."""
     if "actions" not in spec.arguments or "seats" not in spec.arguments:
         return []
     return [("policy logits", [rows, spec.arguments["actions"]]), ("values", [rows, spec.arguments["seats"]])]
@@ -171,9 +170,8 @@ def from_factory(spec: ModelSpec) -> nn.Module:
 
 
 def find_factory(name: str, what: str = "model") -> Any:
-    """What `module:factory` names; modules in the working folder count, as they do for `python -m`.
-
-    `what` is made or computed by it, in the words of an error.
+    """The function that `module:factory` names; modules in the working folder are found, as with `python -m`. `what`
+    names its purpose in errors.
     """
     module_name, _, path = name.partition(":")
     import_paths.in_working_folder()
@@ -208,7 +206,7 @@ def find_factory(name: str, what: str = "model") -> Any:
 
 
 def called(name: str, what: str = "model") -> str:
-    """What a message calls a model, or whatever else is named so; of a `module:factory` also whose module it is."""
+    """What messages call a model; of a `module:factory` also the module's distribution."""
     module, colon, _ = name.partition(":")
     owner = blame.owner_of(module) if colon else ""
     return f"{what} '{name}' ({owner})" if owner else f"{what} '{name}'"
@@ -227,7 +225,7 @@ def public_callables(module: Any) -> list[str]:
 
 
 class FactoryWants(UsageError):
-    """`names`: parameters that nothing was given for, and that have no defaults."""
+    """A factory has parameters (`names`) without defaults that nothing was given for."""
 
     def __init__(self, names: list[str], message: str) -> None:
         super().__init__(message)
@@ -251,8 +249,8 @@ def refuse_untaken(spec: ModelSpec, taken: Iterable[str], known: Iterable[str]) 
 
 
 def parameters_of(factory: Any) -> list[inspect.Parameter] | None:
-    """What the factory can be given by name, `**` included; None where it does not tell."""
-    if inspect.isclass(factory) and factory.__init__ is nn.Module.__init__:  # it takes anything, and refuses it
+    """The factory's parameter names, `**` included; None where Python cannot tell."""
+    if inspect.isclass(factory) and factory.__init__ is nn.Module.__init__:  # accepts anything, and refuses it later
         return []
     try:
         parameters = inspect.signature(factory).parameters.values()
@@ -262,7 +260,7 @@ def parameters_of(factory: Any) -> list[inspect.Parameter] | None:
 
 
 def accepted(factory: Any, offered: dict[str, Any], name: str) -> dict[str, Any]:
-    """Those of `offered` that the factory's signature takes."""
+    """The part of `offered` that the factory's signature accepts."""
     named = parameters_of(factory)
     if named is None or any(parameter.kind is parameter.VAR_KEYWORD for parameter in named):
         return offered
@@ -277,9 +275,8 @@ def accepted(factory: Any, offered: dict[str, Any], name: str) -> dict[str, Any]
 
 
 def refuse_unloadable(spec: ModelSpec) -> None:
-    """Raises `UsageError` for a network of rows that is not there, or whose weights do not fit it.
-
-    Ours are built for that, which takes milliseconds; of others only the factory is looked up.
+    """Raises `UsageError` for a network of rows that does not exist, or whose weights do not fit. Built-in networks are
+    built for the check, which takes milliseconds; of others only the factory is looked up.
     """
     if spec.name in NETWORKS or ":" not in spec.name:
         module = trainable(spec, 0)
@@ -290,9 +287,9 @@ def refuse_unloadable(spec: ModelSpec) -> None:
 
 
 def write_weights(spec: ModelSpec, seed: int, path: Path) -> None:
-    """Those of the spec, or drawn from `seed` where it names none, as safetensors in float32.
+    """Write the spec's weights (drawn from `seed` if it names none) as float32 safetensors.
 
-    Raises `UsageError` when the model cannot be had, `WorkError` when the file cannot be written.
+    Raises `UsageError` when the model cannot be loaded, `WorkError` when the file cannot be written.
     """
     module = trainable(spec, seed)
     if spec.weights is not None:

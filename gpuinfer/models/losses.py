@@ -53,14 +53,14 @@ def find_loss(name: str | None) -> Loss:
 
 
 def takes(loss: Loss, settings: Mapping[str, float]) -> dict[str, float]:
-    """Those of the settings that the loss has arguments for."""
+    """The settings that the loss function accepts."""
     named = _arguments(loss)
     return dict(settings) if named is None else {name: one for name, one in settings.items() if name in named}
 
 
 @functools.lru_cache
 def _arguments(loss: Loss) -> frozenset[str] | None:
-    """Their names; None: any. Asked at each step, and it takes a third of a millisecond to find out."""
+    """The argument names; None: any. Cached, since `inspect` takes a third of a millisecond."""
     try:
         parameters = inspect.signature(loss).parameters.values()
     except (TypeError, ValueError):  # a builtin that does not tell
@@ -73,9 +73,9 @@ def _arguments(loss: Loss) -> frozenset[str] | None:
 def told(
     name: str, loss: Loss, answers: Any, targets: Mapping[str, Tensor], settings: Mapping[str, float]
 ) -> tuple[Tensor, dict[str, float | Tensor]]:
-    """The scalar and its parts. Raises `BackendError` for what is no loss, or no number.
+    """The loss and its parts. Raises `BackendError` for anything that is no loss, or no number.
 
-    Parts on a CUDA device stay there, as tensors float64 [], until they are `read`: the host would wait for each.
+    Parts on a CUDA device stay there, as float64 tensors [], until `read`: the host would wait for each.
     """
     try:
         found = loss(answers, targets, **takes(loss, settings))
@@ -101,7 +101,7 @@ def told(
 
 
 def read(scalar: Tensor, parts: Mapping[str, float | Tensor]) -> tuple[float, dict[str, float]]:
-    """A loss and its parts as numbers, by one wait for the device."""
+    """A loss and its parts as numbers, with one wait for the device."""
     if scalar.device.type == "cpu":
         return float(scalar.detach()), {name: float(one) for name, one in parts.items()}
     there = [one for one in parts.values() if isinstance(one, Tensor)]
@@ -110,7 +110,7 @@ def read(scalar: Tensor, parts: Mapping[str, float | Tensor]) -> tuple[float, di
 
 
 def _numbers(parts: Any, whose: str) -> dict[str, float | Tensor]:
-    """The parts of a loss. Raises `BackendError` for what are none."""
+    """The parts of a loss. Raises `BackendError` for anything else."""
     try:
         return {str(key): _number(value) for key, value in parts.items()}
     except (AttributeError, TypeError, ValueError, RuntimeError) as error:
@@ -127,7 +127,7 @@ def _number(value: Any) -> float | Tensor:
 
 
 def _kind(found: Any) -> str:
-    """Of what is no tensor."""
+    """The type's name, for errors."""
     return f"a tuple of {len(found)}" if isinstance(found, tuple) else f"a {type(found).__name__}"
 
 

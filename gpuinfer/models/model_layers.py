@@ -1,6 +1,8 @@
-"""Where a model's layers are, whether it answers the same when called by its layers, and activation checkpointing by
-segments of layers. Of each segment only the inputs are kept on the way forward, and what lies between is computed
-again on the way back (Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost").
+"""A model's layers: where they are, whether calling them in turn gives the model's answers, and activation
+checkpointing by segments of layers.
+
+Of each segment only the inputs are kept in the forward; what lies between is recomputed in the backward (Chen et al.
+2016, "Training Deep Nets with Sublinear Memory Cost").
 """
 
 from __future__ import annotations
@@ -22,13 +24,13 @@ from gpuinfer.models.row_blocks import tensors_of
 
 SEGMENTS = "segments"
 SHOWN = 5  # attributes in a message
-RELATIVE, ABSOLUTE = 1e-3, 1e-5  # between answers that come of the same operations, and hardly need any
+RELATIVE, ABSOLUTE = 1e-3, 1e-5  # tolerance between answers of the same operations
 
 
 @dataclass(frozen=True)
 class Layers:
-    """A model's layers in their order. `path` is the attribute that holds them, dotted: `encoder.blocks`; "" where the
-    model does nothing but call them, each with what the one before it answered.
+    """A model's layers in order. `path` is the attribute that holds them, dotted (`encoder.blocks`); "" where the model
+    does nothing but call them in turn.
     """
 
     layers: Sequence[nn.Module]
@@ -36,11 +38,10 @@ class Layers:
 
 
 def find_layers(module: nn.Module, name: str, attribute: str | None, otherwise: str) -> Layers:
-    """The layers of `module`, the model `name`: those under `attribute`; else what its method `segments()` lists; of a
-    `Sequential` its members, and theirs where they are Sequential too; else the one row of alike layers that it has.
+    """The layers of `module`, the model `name`: those under `attribute`; else what its method `segments()` lists; else
+    the members of a `Sequential`, nested ones included; else its one list of alike layers.
 
-    Raises `UsageError` where they cannot be told apart: it names the attributes to choose from, and ends with what to
-    do `otherwise`.
+    Raises `UsageError` where they cannot be told apart, with the attributes to choose from and `otherwise` as the cure.
     """
     if attribute is not None:
         return Layers(_members(module, name, attribute, otherwise), attribute)
@@ -76,7 +77,7 @@ def _close(one: Tensor, other: Tensor) -> bool:
 
 
 def _listed(found: object, name: str) -> list[nn.Module]:
-    """What `segments()` gave. Raises `UsageError` for anything but modules."""
+    """The modules that `segments()` returned. Raises `UsageError` for anything else."""
     parts = list(found) if isinstance(found, Sequence | nn.ModuleList) else []
     if not parts or not all(isinstance(part, nn.Module) for part in parts):
         raise UsageError(
@@ -87,7 +88,7 @@ def _listed(found: object, name: str) -> list[nn.Module]:
 
 
 def _is_plain_sequential(module: nn.Module) -> TypeGuard[nn.Sequential]:
-    """Whether calling the members in turn is all that it does: no forward of its own, and no hooks."""
+    """Whether it does nothing but call its members in turn: no forward of its own, and no hooks."""
     plain = isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward
     return plain and not (module._forward_hooks or module._forward_pre_hooks)
 
@@ -99,7 +100,7 @@ def _flattened(module: nn.Module) -> list[nn.Module]:
 
 
 def _members(module: nn.Module, name: str, attribute: str, otherwise: str) -> list[nn.Module]:
-    """The members of that ModuleList or Sequential. Raises `UsageError`, which names those that there are."""
+    """The members of that ModuleList or Sequential. Raises `UsageError` with the attributes that exist."""
     found: object = module
     for part in attribute.split("."):
         found = getattr(found, part, None)
@@ -152,7 +153,7 @@ CURE = "leave -B checkpoint_segments out"
 
 
 class Segment(nn.Module):
-    """Consecutive layers, of which the input alone is kept unless `kept`."""
+    """Consecutive layers of which only the input is kept, unless `kept`."""
 
     def __init__(self, layers: Sequence[nn.Module], kept: bool) -> None:
         super().__init__()
@@ -170,8 +171,8 @@ class Segment(nn.Module):
 
 
 def divide(module: nn.Module, segments: Segments, attribute: str | None, name: str) -> tuple[nn.Module, int]:
-    """`module` with its layers in so many segments (`auto`: about the square root of the layers), and how many there
-    are. Its parameters stay the same objects; their names do not. Raises `UsageError`.
+    """Divide `module` into so many segments (`auto`: about the square root of the layers); returns it and their number.
+    Parameters stay the same objects, under other names. Raises `UsageError`.
     """
     found = find_layers(module, name, attribute, CURE)
     layers = found.layers

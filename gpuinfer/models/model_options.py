@@ -1,4 +1,4 @@
-"""How a model is run, as a user says it: its devices, its forward, its stages.
+"""The user's options for running a model: devices, forward, stages.
 
 Without torch, which takes a second to load: a command line is checked before anything is loaded.
 """
@@ -15,11 +15,11 @@ from gpuinfer.errors import UnknownName, UsageError
 from gpuinfer.host import machine
 
 EVERY = ("cuda", "all")  # of several: each CUDA device
-UNKNOWN = ("auto", "all")  # of which kind they are depends on the machine
+UNKNOWN = ("auto", "all")  # CPU or CUDA, depending on the machine
 
 
 def index_of(name: str) -> int | None:
-    """The number of a CUDA device, 0 of `cuda`; None of what is no CUDA device by its name. Raises `UnknownName`."""
+    """The index of a CUDA device (0 for `cuda`); None for a name that is not CUDA's. Raises `UnknownName`."""
     if name in ("cpu", *UNKNOWN):
         return None
     kind, _, index = name.partition(":")
@@ -29,8 +29,8 @@ def index_of(name: str) -> int | None:
 
 
 def check_names(names: Sequence[str]) -> None:
-    """Raises `UsageError` for a name that is none, for a CPU beside CUDA devices, and for a device that is named twice:
-    what can be told from names alone.
+    """Check device names without asking the machine. Raises `UsageError` for an unknown name, for CPU and CUDA
+    together, and for a device that is named twice.
     """
     numbers = {name: index_of(name) for name in names}
     kinds = {"cpu" if number is None else "cuda" for name, number in numbers.items() if name not in UNKNOWN}
@@ -42,7 +42,7 @@ def check_names(names: Sequence[str]) -> None:
 
 
 def may_be_missing(names: Sequence[str]) -> bool:
-    """Whether one of them is a CUDA device that this machine seems not to have: torch is then to be asked."""
+    """Whether one of them is a CUDA device that this machine seems not to have, so that torch must be asked."""
     numbers = [number for name in names if (number := index_of(name)) is not None]
     return bool(numbers) and (not machine.has_cuda() or max(numbers) >= machine.cuda_devices())
 
@@ -70,7 +70,7 @@ Graphs = Annotated[bool, Field(description="on CUDA, launch each batch as one ca
 Parallel = Literal["data", "layers", "pipeline"]
 
 STAGED = ("layers", "pipeline")
-OF_STAGES = ("stages", "split_points", "micro_batch_rows", "layers")  # options that go with those two alone
+OF_STAGES = ("stages", "split_points", "micro_batch_rows", "layers")  # options of these two modes only
 MOST_STAGES = 1024
 WITH_STAGES: JsonDict = {"only_with": {"parallel": list(STAGED)}}
 """For the fields of these options: a comparison leaves them out of `data`."""
@@ -108,7 +108,7 @@ MicroBatchRows = Annotated[
 
 
 class CutOptions(Protocol):
-    """Into how many stages, where, and what goes through one at once."""
+    """Options of stages: how many, where they begin, rows of a micro-batch."""
 
     @property
     def parallel(self) -> Parallel: ...
@@ -137,8 +137,8 @@ class StageOptions(ForwardOptions, Protocol):
 
 
 def complaint_of(given: ForwardOptions, layers_serve: bool = False) -> str | None:
-    """What is wrong with these together, with the cure; None when nothing is. `layers_serve`: there is another use for
-    the layers than stages.
+    """What is wrong with these options together, with the cure; None if nothing is. `layers_serve`: the option `layers`
+    has a use other than stages.
     """
     said: Mapping[str, Any] = {
         "stages": None if given.stages == "auto" else given.stages,

@@ -1,8 +1,8 @@
 """The built-in networks for card games: features of one position in, policy logits and one value per seat out.
 
 A row's first `actions` features are its legal mask, 1 where the action may be taken and 0 where it may not. Each
-network has an inference form: fewer and larger steps, weights laid out for the device. Weights come from safetensors
-files, or from torch files of which only plain tensors are read.
+network has an inference form: fewer and larger steps, weights laid out for the device. Weights are read from
+safetensors files, or from torch files that hold plain tensors only.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def masked(logits: Tensor, legal: Tensor) -> Tensor:
 
 
 class Affine(nn.Module):
-    """`inputs @ weight.T + bias`, with what usually follows it: a ReLU, or the addition of a residual."""
+    """`inputs @ weight.T + bias`, optionally followed by a ReLU or by the addition of a residual."""
 
     weight: Tensor
     bias: Tensor
@@ -104,7 +104,7 @@ class PackedAffine(Affine):
 
 
 def unpack(module: nn.Module) -> None:
-    """Put plain products in the place of packed ones, which torch.compile cannot see into: it packs by itself."""
+    """Replace packed products by plain ones: torch.compile packs by itself and cannot see into packed ones."""
     for parent in list(module.modules()):
         for name, child in parent.named_children():
             if isinstance(child, PackedAffine):
@@ -131,7 +131,7 @@ Carried = tuple[Tensor, Tensor]
 
 
 class Enter(nn.Module):
-    """The first segment: takes the features, and keeps of them only the mask."""
+    """The first segment: takes the features, keeps the mask and embeds."""
 
     def __init__(self, first: nn.Module, actions: int) -> None:
         super().__init__()
@@ -154,7 +154,7 @@ class Between(nn.Module):
 
 
 class Leave(nn.Module):
-    """The last segment: policy logits and values, as the network answers them."""
+    """The last segment: returns policy logits and values."""
 
     def __init__(self, heads: Affine, actions: int) -> None:
         super().__init__()
@@ -194,7 +194,7 @@ class FrozenBlobNet(nn.Module):
         return masked(answer[:, : self.actions], features[:, : self.actions]), answer[:, self.actions :]
 
     def segments(self) -> list[nn.Module]:
-        """Its steps as modules to be called one after the other: embedding, each layer, heads."""
+        """The network as modules to be called in turn: embedding, each layer, heads."""
         first = Enter(nn.Sequential(self.embed, self.norm), self.actions)
         return [first, *map(Between, self.layers), Leave(self.heads, self.actions)]
 
@@ -213,7 +213,7 @@ class FrozenBlobNetSmall(nn.Module):
         return masked(answer[:, : self.actions], features[:, : self.actions]), answer[:, self.actions :]
 
     def segments(self) -> list[nn.Module]:
-        """Its steps as modules to be called one after the other."""
+        """The network as modules to be called in turn."""
         first, second = Enter(WithRelu(self.first), self.actions), Between(WithRelu(self.second))
         return [first, second, Leave(self.heads, self.actions)]
 
@@ -244,7 +244,7 @@ class OneTokenLayer(nn.TransformerEncoderLayer):
 
 
 def fused_attention(layer: nn.TransformerEncoderLayer) -> tuple[Tensor, Tensor]:
-    """The value and output projections as the one linear map that they make, float64 weight and bias."""
+    """The value and output projections as one linear map: float64 weight and bias."""
     attention = layer.self_attn
     inner, inner_bias = attention.in_proj_weight[2 * WIDTH :].double(), attention.in_proj_bias[2 * WIDTH :].double()
     outer, outer_bias = attention.out_proj.weight.double(), attention.out_proj.bias.double()
@@ -329,7 +329,7 @@ class BlobNetSmall(nn.Module):
 
 
 def joined(*heads: nn.Linear) -> tuple[Tensor, Tensor]:
-    """Several heads over the same input as one: their outputs side by side."""
+    """Several heads over the same input as one layer: their outputs side by side."""
     return torch.cat([head.weight for head in heads]), torch.cat([head.bias for head in heads])
 
 
@@ -341,7 +341,7 @@ WRAPPERS = ("state_dict", "model")  # training scripts often keep the weights un
 
 
 def load_weights(module: nn.Module, path: str, model: str) -> None:
-    """Put the weights in file `path` into `module`. Raises `UsageError` unless every key and shape fits."""
+    """Load the weights of file `path` into `module`. Raises `UsageError` unless every key and shape fits."""
     weights = read_weights(Path(path))
     wanted = module.state_dict()
     if problems := mismatches(wanted, weights):
@@ -384,7 +384,7 @@ def named_tensors(content: Any, path: Path) -> dict[str, Tensor]:
 
 
 def mismatches(wanted: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> list[str]:
-    """What does not fit, a phrase each: keys that are absent, keys that are unknown, shapes that differ."""
+    """Mismatches, a phrase each: absent keys, unknown keys, other shapes."""
     problems = [f"'{key}' {list(wanted[key].shape)} is missing" for key in wanted if key not in given]
     problems += [f"'{key}' {list(given[key].shape)} is unknown to it" for key in given if key not in wanted]
     problems += [

@@ -1,7 +1,7 @@
-"""A network of rows as an ONNX file, and its answers by ONNX Runtime beside those of torch.
+"""Writes a network of rows as an ONNX file, and compares ONNX Runtime's answers with torch's.
 
-The file is written from the module as its author wrote it: the frozen forms of the built-in networks compute with
-operations that ONNX does not have. It is compared with the form that answers here.
+The file is written from the module as its author wrote it, since the frozen forms of the built-in networks use
+operations that ONNX lacks. It is compared with the form that answers here.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ SIZES = (1, 2, 3, 7, 32, 257)  # batches that are compared
 
 
 def require() -> None:
-    """Raises `UsageError` unless what writes ONNX and what runs it is installed."""
+    """Raises `UsageError` unless the packages that write and run ONNX are installed."""
     absent = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
     if absent:
         raise UsageError(
@@ -60,7 +60,7 @@ def require() -> None:
 
 @dataclass(frozen=True, slots=True)
 class Exportable:
-    """A network as it answers here, and as it is written."""
+    """A network in its inference form and in its author's form."""
 
     spec: ModelSpec
     here: nn.Module
@@ -86,14 +86,14 @@ class Exportable:
 
 
 class _Flat(nn.Module):
-    """Answers with a tuple of float32 tensors, as our results are, however the module arranges its own."""
+    """Answers with a tuple of float32 tensors, however the module arranges its own."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.module = module
 
     def forward(self, features: Tensor) -> tuple[Tensor, ...]:
-        """In words that torch's oldest can read, which `staging.tensors_of` is not."""
+        """Written for the oldest supported torch, which cannot trace `staging.tensors_of`."""
         answer = self.module(features)
         if isinstance(answer, Tensor):
             return (answer.float(),)
@@ -102,7 +102,9 @@ class _Flat(nn.Module):
 
 
 def opened(spec: ModelSpec, seed: int) -> Exportable:
-    """In float32 on the CPU. Raises `UsageError` when the network cannot be had, or is too large for one file."""
+    """Open a network in float32 on the CPU. Raises `UsageError` when it cannot be loaded, or is too
+    large for one file.
+    """
     cpu = torch.device("cpu")
     here = load.build(spec, device=cpu, dtype=torch.float32, seed=seed)
     layout = load.probe(here, spec, device=cpu, dtype=torch.float32)
@@ -119,10 +121,10 @@ def opened(spec: ModelSpec, seed: int) -> Exportable:
 
 
 def content(network: Exportable, told: Mapping[str, str]) -> bytes:
-    """The file: input `features` float32 [batch, features], outputs with their names, `told` as its metadata.
+    """The content of the file: input `features` float32 [batch, features], outputs with their names, `told` as its
+    metadata.
 
-    The same network is the same file, which says nothing of where it was made. Raises `WorkError` for a network that
-    torch cannot export.
+    The same network gives the same bytes on every machine. Raises `WorkError` for a network that torch cannot export.
     """
     try:
         with _quietly(), torch.no_grad():
@@ -141,8 +143,8 @@ def content(network: Exportable, told: Mapping[str, str]) -> bytes:
 
 @contextlib.contextmanager
 def _quietly() -> Iterator[None]:
-    """torch tells of packages that it misses, of itself, and prints whole graphs that it gives up. Meanwhile layers of
-    transformers compute step by step: at once they are an operation that ONNX does not have.
+    """Within this block torch's exporter prints nothing, and transformer layers compute step by step: their fused
+    operation does not exist in ONNX.
     """
     torch_log, nowhere = logging.getLogger("torch"), io.StringIO()
     level, fused = torch_log.level, torch.backends.mha.get_fastpath_enabled()
@@ -167,7 +169,7 @@ def _written(module: nn.Module, network: Exportable) -> onnx.ModelProto:
 
 
 def _by_graph(module: nn.Module, network: Exportable) -> onnx.ModelProto:
-    """`strict` reads the program text, where `len(rows)` is no constant; what it cannot read is called instead."""
+    """Export by tracing the program (`strict`), where `len(rows)` is no constant; else by calling the module."""
     example, shapes = (_example(network),), {"features": {0: torch.export.Dim.DYNAMIC}}
     try:
         graph = torch.export.export(module, example, dynamic_shapes=shapes, strict=True)
@@ -197,15 +199,15 @@ def _named(network: Exportable) -> dict[str, Any]:
 
 
 def _cause(error: BaseException) -> str:
-    """What went wrong at the bottom: torch's own words around it fill pages."""
+    """The innermost error: torch wraps it in pages of text."""
     while error.__cause__ is not None:
         error = error.__cause__
     return error_text.short_message(error)
 
 
 def _tidy(model: onnx.ModelProto) -> None:
-    """The first dimension is called `batch`, and nothing is said of this machine, whose files torch names in stack
-    traces. What is inside has no shapes: they have that dimension in them by another name, and can be inferred.
+    """Name the first dimension `batch` and remove this machine's paths, which torch writes into stack traces. Inner
+    shapes are dropped: they name the dimension otherwise, and can be inferred.
     """
     graph = model.graph
     rows = graph.input[0].type.tensor_type.shape.dim[0].dim_param
@@ -226,10 +228,10 @@ def _tidy(model: onnx.ModelProto) -> None:
 
 
 def compared(path: Path, network: Exportable, rows: NDArray[np.float32]) -> Iterator[tuple[int, dict[str, float]]]:
-    """For each of `SIZES` the largest difference of each output between ONNX Runtime with the file and torch, as
-    `apart` has it. `rows` [positions, features] are taken in turns, so that batches are of other rows each.
+    """For each of `SIZES` the largest difference of each output between ONNX Runtime and torch, as `apart` defines it.
 
-    Raises `WorkError` for a file that ONNX Runtime cannot run.
+    `rows` [positions, features] are used in turn, so that batches hold different rows. Raises `WorkError` for a file
+    that ONNX Runtime cannot run.
     """
     import onnxruntime
 

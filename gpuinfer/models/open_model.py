@@ -1,6 +1,8 @@
-"""From a run's setup to a model that answers blocks: built, tried out, and bound to its device, or one copy on each of
-several devices. There is one queue, before this, and no batch is divided: a device gets the next batch when one of
-its lanes is free. A device that fails is given up; the batch that it had, and those of its lanes, go to the others.
+"""From a run's setup to a model that answers blocks: built, tried, and bound to its device, or one copy on each of
+several devices.
+
+One queue lies before this, and no batch is divided: a device gets the next batch when one of its lanes is free. A
+device that fails is given up; its batch, and later ones of its lanes, go to the other devices.
 """
 
 from __future__ import annotations
@@ -46,7 +48,7 @@ CUDA_LEAST_ROWS = 8192  # for one of many processes
 
 
 class ForwardTuning(Protocol):
-    """How the user wants it run; None and False leave it to us."""
+    """The user's options for forwards; None and False: the default."""
 
     @property
     def max_rows(self) -> int | None: ...
@@ -84,10 +86,10 @@ class Opened:
 
 
 def open_model(spec: ModelSpec, setup: Setup, tuning: ForwardTuning, roofline: Roofline | None = None) -> Opened:
-    """Build the model, try it out, and divide the device. Sets threads and the allocator for the whole process.
+    """Build the model, try it, and divide the device. Sets threads and the allocator for the whole process.
 
-    Threads that call `forward` are to be started afterwards: torch tells each its number of threads as it first
-    computes. Raises `UsageError` when the model cannot be had on this device.
+    Start threads that call `forward` afterwards: torch gives each its number of threads when it first computes. Raises
+    `UsageError` when the model cannot run on this device.
     """
     row_dtype(spec)  # refuses one that is unknown before anything is built
     device, dtype = resolve_device(setup.device), resolve_dtype(setup.dtype)
@@ -137,12 +139,14 @@ def limits_for(device: torch.device, setup: Setup, tuning: ForwardTuning, roofli
 
 
 def threads_for(setup: Setup, tuning: ForwardTuning) -> int:
-    """For one forward. A row's answer must not depend on how many threads its matrix products are divided among."""
+    """Threads of one forward. With `deterministic` one, since a row's answer must not depend on how many threads divide
+    a matrix product.
+    """
     return tuning.threads or (1 if setup.deterministic else cores_of(setup))
 
 
 def computing_threads(device: torch.device, threads: int) -> int:
-    """How many threads a forward keeps busy while it computes: on a CUDA device the one that launches it."""
+    """How many threads a forward keeps busy; on a CUDA device one, which launches."""
     return threads if device.type == "cpu" else 1
 
 
@@ -153,7 +157,7 @@ def divide_cores(setup: Setup, tuning: ForwardTuning) -> None:
 
 
 def compute_with(threads: int) -> None:
-    """The calling thread computes with so many from now on."""
+    """Set the number of threads that the calling thread computes with."""
     if torch.get_num_threads() != threads:
         torch.set_num_threads(threads)
 
@@ -186,7 +190,7 @@ def cores_of(setup: Setup) -> int:
 
 
 def compiled(module: nn.Module, spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> nn.Module:
-    """Through torch.compile, and tried out. Raises `UsageError` when that does not work here."""
+    """The module through torch.compile, tried. Raises `UsageError` when that does not work here."""
     unpack(module)
     fast: Any = torch.compile(module)
     try:
@@ -224,7 +228,9 @@ def open_on_devices(spec: ModelSpec, setup: Setup, tuning: ForwardTuning, roofli
 
 
 def joined(limits: Sequence[Limits], copies: Sequence[ModelCopy]) -> Limits:
-    """A batch is one that each device can take. The lanes are those of all, the first of each device at the front."""
+    """Limits of several copies: a batch must fit each device; the lanes are those of all, the first of each device at
+    the front.
+    """
     most = max(one.in_flight for one in limits)
     lanes = [
         copy.label for turn in range(most) for copy, one in zip(copies, limits, strict=True) if turn < one.in_flight
@@ -257,8 +263,8 @@ class ModelCopy:
 
 
 class DataParallel:
-    """Answers blocks as `Opened.forward` does, on the device of the calling lane; outside of lanes on the one that has
-    least to do. As many threads as there are lanes may call it.
+    """Answers blocks as `Opened.forward` does, on the device of the calling lane; outside of lanes on the least busy
+    device. As many threads as there are lanes may call it.
     """
 
     def __init__(self, copies: Sequence[ModelCopy]) -> None:
@@ -266,13 +272,13 @@ class DataParallel:
         self._lock = threading.Lock()
 
     def __call__(self, blocks: Sequence[Block]) -> list[Any]:
-        """Raises what the model raises; `DeviceLost` for a batch that has cost two devices, or one by its own fault;
-        `BackendDied` when all are gone.
+        """Raises what the model raises; `DeviceLost` for a batch that two devices failed with, or whose rows are at
+        fault; `BackendDied` when all devices have failed.
         """
         return list(self._run(blocks, lambda opened: opened.forward(blocks)))
 
     def write(self, blocks: Sequence[Block], targets: Sequence[Sequence[Block]]) -> Sequence[bool]:
-        """As `Opened.write`, of devices that all have it. Raises as `__call__` does."""
+        """As `Opened.write`, if all devices have it. Raises as `__call__` does."""
 
         def compute(opened: Opened) -> Sequence[bool]:
             assert opened.write is not None
@@ -307,7 +313,7 @@ class DataParallel:
         return own
 
     def _other(self) -> ModelCopy:
-        """Of the devices that work, the one that has least to do. Raises `BackendDied`."""
+        """The least busy device of those that work. Raises `BackendDied`."""
         alive = [copy for copy in self._copies if not copy.count.failed]
         if not alive:
             told = "; ".join(f"{copy.label}: {copy.count.failed}" for copy in self._copies)
@@ -315,7 +321,9 @@ class DataParallel:
         return min(alive, key=lambda copy: copy.count.running / copy.opened.limits.in_flight)
 
     def _lose(self, copy: ModelCopy, error: Exception) -> None:
-        """Say so once, and let the lane go; of the last device it stays, to tell those who still ask."""
+        """Log the failure once, and retire the lane, unless the device is the last: its lane reports the failure to
+        callers.
+        """
         with self._lock:
             first, copy.count.failed = not copy.count.failed, copy.count.failed or first_line(error)
         if first:
@@ -332,7 +340,7 @@ class DataParallel:
                 retire_lane()
 
     def device(self) -> Mapping[str, Any]:
-        """What `Backend.device` tells: all together, and under `devices` each by itself."""
+        """What `Backend.device` returns: all devices together, and under `devices` each by itself."""
         told = [copy.opened.device() for copy in self._copies]
         shared = {key: told[0][key] for key in ("computes_in", "threads", "in_force") if key in told[0]}
         own = [

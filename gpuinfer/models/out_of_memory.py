@@ -1,5 +1,7 @@
-"""Errors of a device: smaller steps when its memory runs out, said once, and whether an error says that the device is
-lost and not that a batch was bad. Also an allocator that keeps large buffers for the next forward.
+"""Errors of a device: smaller steps when memory runs out, logged once, and whether an error means that the device is
+lost.
+
+Also an allocator setting that keeps large buffers for the next forward.
 """
 
 from __future__ import annotations
@@ -36,15 +38,15 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 class StepSize:
-    """How many rows go through the model at once; it only ever shrinks. Threads may share one.
+    """How many rows go through the model at once; only ever shrinks. Threads may share one.
 
-    Whoever fails beside a step that was begun before the last halving waits for it to end, instead of halving for its
-    sake: otherwise several would come down to a single row, and fail, while one is held up with a large step in hand.
+    A thread that fails beside a step that began before the last halving waits for that step's end instead of halving
+    again: otherwise several threads would come down to a single row, and fail, while one is held up with a large step.
     """
 
     def __init__(self, rows: int, where: str = "", whose: str = "", *, wait_s: float = WAIT_S) -> None:
-        """`where` names the device and `whose` the model, where there may be several. `wait_s` is the most seconds that
-        anybody waits for a step of another's.
+        """`where` names the device and `whose` the model, where there may be several. `wait_s`: at most so long a
+        thread waits for another's step.
         """
         self.rows = rows
         self.waiting = 0  # threads that have failed and wait for another's step
@@ -58,8 +60,8 @@ class StepSize:
 
     @contextlib.contextmanager
     def under_way(self, rows: int) -> Iterator[None]:
-        """Around a step of so many rows, up to its end or failure. Once memory has run out for all but single rows they
-        go one by one, so that none fails for another's.
+        """Wrap a step of so many rows. Once memory has run out for all but single rows they run one at a time, so that
+        none fails because of another.
         """
         alone = self._failed and self.rows <= 1 and self._one_by_one.acquire(timeout=self._wait_s)
         step = object()
@@ -75,11 +77,11 @@ class StepSize:
                 self._one_by_one.release()
 
     def make_room(self, failed_rows: int, cause: BaseException) -> None:
-        """After a step of `failed_rows` rows did not fit and has ended: wait for a larger one, or halve. Raises
+        """Call after a step of `failed_rows` rows ran out of memory: waits for a larger step, or halves. Raises
         `BackendError` when a single row does not fit.
 
-        Fewer than a step may have failed because another thread's step held the memory: then that one is halved, and
-        those rows are tried again as they are.
+        Fewer rows than a step may fail because another thread's step held the memory: then that size is halved, and
+        these rows are tried again as they are.
         """
         with self._ended:
             if self._larger_has_ended():
@@ -90,7 +92,7 @@ class StepSize:
             self._failed = self._failed or failed_rows
 
     def made(self, rows: int) -> None:
-        """A step of so many rows has been answered. Says, once, how many fit after memory has run out."""
+        """Call after a step of so many rows was answered. Logs once how many rows fit after memory ran out."""
         if self._said or not self._failed or rows < self.rows:  # of a smaller one nobody learns what does
             return
         with self._ended:
@@ -107,7 +109,7 @@ class StepSize:
             )
 
     def _larger_has_ended(self) -> bool:
-        """Whether one of the steps larger than those that begin now has ended, which takes at most `wait_s`."""
+        """Wait, at most `wait_s`, for a step that is larger than steps that begin now. Whether one has ended."""
         larger = [step for step, rows in self._under_way.items() if rows > self.rows]
         if not larger:
             return False
@@ -134,7 +136,9 @@ RAISED_IN = "raised in "
 
 
 def raised_in(error: BaseException, where: str) -> None:
-    """Note where a part of a model raised it, unless that is known: its traceback and `first_line` tell."""
+    """Add a note that says where in a model the error was raised, unless it has one: tracebacks and `first_line` show
+    it.
+    """
     if not _places(error):
         error.add_note(f"{RAISED_IN}{where}")
 
@@ -159,11 +163,11 @@ of other sizes leave behind so badly that a process held half as much again as i
 
 
 def keep_freed_memory(largest: int = LARGEST) -> None:
-    """Let freed memory stay with this process, but for pieces of `largest` bytes and more; does nothing where the C
-    library has no such knobs.
+    """Keep freed memory in this process, except for pieces of `largest` bytes and more; does nothing where the C
+    library has no such settings.
 
-    By default glibc gives large buffers back to the system at once, and the next forward takes a page fault for each
-    4 KiB of them again: a tenth of its time on a virtual machine.
+    By default glibc returns large buffers to the system at once, and the next forward takes a page fault for each 4 KiB
+    of them: a tenth of its time on a virtual machine.
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt
@@ -179,19 +183,19 @@ ROWS_FAULT = "device-side assert"  # code of the model's own saw a value that it
 
 
 def says_lost(error: BaseException) -> bool:
-    """Whether these are the words for it. Out of memory is something else, whatever words say it."""
+    """Whether the message says that a device is lost. Errors of memory do not count, whatever they say."""
     return not is_out_of_memory(error) and any(word in error_text.safe_str(error).lower() for word in WORDS)
 
 
 def is_lost(error: BaseException, device: torch.device) -> bool:
-    """Whether `device` is gone. CUDA says some errors once, such as a launch of too many threads, and others for ever:
-    so a device whose error may be of the second kind is asked for a sign of life.
+    """Whether `device` is lost. Some CUDA errors pass, such as a launch of too many threads, and others stay: a device
+    whose error may stay is tested.
     """
     return says_lost(error) and (device.type != "cuda" or not answers(device))
 
 
 def answers(device: torch.device) -> bool:
-    """Whether a CUDA device still does anything."""
+    """Whether a CUDA device still computes."""
     try:
         with torch.cuda.device(device):
             torch.zeros(1, device=device).add_(1).item()
@@ -201,5 +205,5 @@ def answers(device: torch.device) -> bool:
 
 
 def is_the_rows_fault(error: BaseException) -> bool:
-    """Whether the rows took the device along, as they would any other."""
+    """Whether the rows caused the loss of the device, and would of any other."""
     return ROWS_FAULT in error_text.safe_str(error).lower()

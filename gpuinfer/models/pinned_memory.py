@@ -1,7 +1,7 @@
-"""Memory that others have made, such as shared blocks, pinned so that a CUDA device reads and writes it by itself.
+"""Pinned memory: arrays of others, such as shared blocks, that a CUDA device reads and writes directly.
 
-Which rows a device may fetch from where they lie, which answers it may write to their place, and which of both go by
-way of a staging buffer; small arrays that are pinned for their one copy.
+Decides which rows a device fetches from where they lie, which answers it writes in place, and which of both go through
+a staging buffer; pins small arrays for their one copy.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ PORTABLE = 1  # cudaHostRegisterPortable, of CUDA's driver_types.h: pinned for e
 
 
 class Registration:
-    """Holds on to an array for as long as the device may read and write it."""
+    """A pinned array, referenced for as long as the device may read and write it."""
 
     def __init__(self, array: NDArray[Any] | None = None) -> None:
         self._array = array
@@ -35,7 +35,7 @@ class Registration:
         return self._array is not None
 
     def close(self) -> None:
-        """Unpin, while the memory is still mapped and no batch in flight uses it. A second time: nothing."""
+        """Unpin, while the memory is mapped and no batch in flight uses it. Does nothing the second time."""
         array, self._array = self._array, None
         if array is not None:
             failure = call("cudaHostUnregister", array.ctypes.data)
@@ -43,9 +43,9 @@ class Registration:
 
 
 def register(array: NDArray[Any], device: torch.device) -> Registration:
-    """Pin the memory of a contiguous array for a CUDA device; nothing is done for a CPU.
+    """Pin the memory of a contiguous array for a CUDA device; does nothing for a CPU.
 
-    Where the system refuses, a warning says so, and rows and answers take the longer way by a staging buffer.
+    Where the system refuses, a warning is logged, and rows and answers go through a staging buffer.
     """
     if device.type != "cuda" or not array.nbytes:
         return Registration()
@@ -71,7 +71,7 @@ def call(function: str, *arguments: int) -> int:
 
 
 def forget() -> None:
-    """CUDA hands an error out once more, to whoever launches next: let that be somebody who does not mind."""
+    """Clear CUDA's last error, which the next launch would otherwise raise again."""
     with contextlib.suppress(RuntimeError):
         torch.zeros(1, device="cuda")
 
@@ -80,15 +80,15 @@ WORTH_A_COPY = 64 << 10  # bytes; queueing one more copy takes as long as stagin
 
 
 def lies_pinned(piece: Block) -> bool:
-    """Whether `piece` lies in memory that the device uses by itself, and is large enough for a copy of its own."""
+    """Whether `piece` lies in pinned memory, and is large enough for a copy of its own."""
     return piece.nbytes >= WORTH_A_COPY and as_tensor(piece).is_pinned()
 
 
 def sources(
     pieces: Sequence[Block], staging: Tensor, pinned: Callable[[Block], bool] = lies_pinned
 ) -> Iterator[tuple[int, Tensor]]:
-    """What to copy to the device for a batch, each part with its first row there: pinned pieces as they are, and what
-    lies between them together, staged at the same rows of `staging`.
+    """What to copy to the device for a batch, as (first row, tensor): pinned pieces as they are, consecutive others
+    together, staged at the same rows of `staging`.
     """
     at = 0
     for straight, group in groupby(pieces, pinned):
@@ -112,10 +112,10 @@ def deliver(
     room: Callable[[int], Tensor],
     pinned: Callable[[Block], bool] = lies_pinned,
 ) -> list[tuple[Sequence[Block], Block]]:
-    """Queue the copies of `answers`, rows on a device, to `targets`, which have as many together: straight to those
-    that are pinned, and for the others to `room(rows)`, staging memory that is.
+    """Queue the copies of `answers`, rows on a device, to `targets`, which have as many rows together: directly to
+    pinned targets, for the others to `room(rows)`, pinned staging memory.
 
-    Returns what `unstage` is to copy to the others once the device is done.
+    Returns what `unstage` must copy once the device is done.
     """
     runs = [(straight, list(group)) for straight, group in groupby(targets, pinned)]
     count = sum(sum(map(len, run)) for straight, run in runs if not straight)
@@ -146,6 +146,6 @@ def unstage(later: Sequence[tuple[Sequence[Block], Block]]) -> None:
 
 
 def queued(array: NDArray[Any], device: torch.device) -> Tensor:
-    """The array on the device, to be used in the order of its current stream. The host does not wait for the copy."""
+    """A copy of the array on the device, in the order of its current stream; the host does not wait for the copy."""
     tensor = as_tensor(array)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)

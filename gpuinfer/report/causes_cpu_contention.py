@@ -1,8 +1,8 @@
-"""Cores that there are too few of: for threads of our own, or since other programs have them.
+"""Causes in the cores: too few for our own threads, or other programs have them.
 
-Search and model share the same cores: what one of them could save, the other would have. A lane that is busy then says
-little, since it counts the time in which another has its core. What counts is whose the work is: a saving in one part
-gains as Amdahl (1967) has it, 1 / (1 - f + f / s).
+Search and model share the cores: what one saves, the other gets. A busy lane then says little, since it counts the time
+in which another lane has its core. What counts is whose the work is: a saving in one part gains as Amdahl (1967) has
+it, 1 / (1 - f + f / s).
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ YIELDS = (
 
 
 def too_many_threads(case: RunCase) -> Verdict | None:
-    """More threads of ours want a core than there are cores, by somebody's setting. Threads that merely take turns, a
-    worker's search with its own forward, lose nothing by that: as many cores are at work.
+    """More of our threads want a core than there are cores, by a setting. Threads that only take turns, such as a
+    worker's search and its forward, lose nothing: as many cores are at work.
     """
     run = case.run
     if not run.on_cpu or run.runnable <= CROWDED * run.cores or run.cores_busy < OURS * run.cores:
@@ -52,8 +52,8 @@ def too_many_threads(case: RunCase) -> Verdict | None:
 
 
 def _fewer_threads(run: Evidence) -> tuple[str, OptionChange | None] | None:
-    """Where more threads want cores than the lanes account for, and the forwards are set to have more than there are;
-    where nobody knows how they are set, they must be seen at work: an event loop that waits its turn is none of them.
+    """Forwards have more threads than there are cores, by their option; where the option is unknown, the threads must
+    be seen at work, since an event loop that waits its turn is none of them.
     """
     lanes, forwards = busy_s(run.lanes) / run.wall_s, len(run.forwards)
     most = max(1, run.cores // max(forwards, 1))
@@ -70,7 +70,7 @@ def _fewer_workers(run: Evidence) -> tuple[str, OptionChange | None] | None:
 
 
 def others_have_the_cores(case: RunCase) -> Verdict | None:
-    """This run's threads wait for cores, and it is not for one another: where the system does not tell who had them."""
+    """This run's threads wait for cores that other programs have, where the system does not report other programs."""
     run = case.run
     if run.others is not None or not run.on_cpu:
         return None
@@ -84,8 +84,8 @@ def others_have_the_cores(case: RunCase) -> Verdict | None:
 
 
 def beside_others(verdict: Verdict, run: Evidence) -> Verdict:
-    """The verdict, and the neighbours that it must be seen beside. They are the verdict where there is no other, or
-    none that a change of ours would mend.
+    """The verdict, with the other programs that it must be read beside. They are the verdict if there is no other, or
+    none that a change of this run would mend.
     """
     taken = neighbours(run)
     unknown = verdict.kind == "inconclusive" and verdict.station == "other"  # nothing follows from such numbers
@@ -100,7 +100,7 @@ def beside_others(verdict: Verdict, run: Evidence) -> Verdict:
 
 
 def neighbours(run: Evidence) -> float | None:
-    """The cores that others took while our threads waited for one; None where they took none that were missed."""
+    """The cores that other programs took while our threads waited for one; None if our threads missed none."""
     taken = run.others or 0.0
     missed = run.waited >= WAITED and run.cores_busy + taken >= AT_WORK * run.cores
     return taken if taken >= TAKEN * run.cores and missed else None
@@ -154,7 +154,7 @@ def _for_a_cap(case: RunCase, best: float) -> Verdict | None:
 
 
 def _gain(case: RunCase, rows: float) -> float:
-    """Of batches of so many rows, if the time that the forwards save is the searches' and theirs."""
+    """The gain of batches of so many rows, if searches and forwards share the time that forwards save."""
     run = case.run
     forwards = busy_s(run.answering) / (busy_s(run.answering) + busy_s(run.work))
     return 1 / (1 - forwards + forwards / max(case.faster(rows), 1.0)) if rows > run.rows_usual else 1.0

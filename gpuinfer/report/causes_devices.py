@@ -59,8 +59,8 @@ UNEVEN = 0.9  # the stages' mean use of the busiest one's: below it the split is
 
 
 def of_stages(snapshot: Snapshot, wall_s: float) -> StagesSection | None:
-    """What the report says of them; None of a model that is not cut. Several processes with stages of their own are
-    taken together.
+    """The report's `stages`; None for a model that is not cut. Several processes with stages of their own are taken
+    together.
     """
     cut, counted = snapshot.device.get("parallel"), snapshot.device.get("stages")
     lanes = [lane for lane in snapshot.lanes if is_stage(lane["name"])]
@@ -106,7 +106,7 @@ def bubbles(case: RunCase) -> Verdict | None:
 
 
 def beside(verdict: Verdict, run: Evidence) -> Verdict:
-    """Whatever holds the run back: a model that is cut although it fits whole is told to be so."""
+    """The verdict, with the advice not to cut a model that fits whole."""
     if not run.staged or not run.staged["fits_one"] or verdict.kind == BUBBLES_TOLD:
         return verdict
     told = f"The model is cut into {len(run.staged['stages'])} stages and fits whole: parallel=data on {_where(run)} "
@@ -136,7 +136,7 @@ def _why(run: Evidence, staged: Mapping[str, Any]) -> str:
 
 
 def _advice(run: Evidence, staged: Mapping[str, Any]) -> tuple[str, str | None]:
-    """And the value of `parallel` that it speaks of."""
+    """The advice, and the value of `parallel` in it."""
     if staged["fits_one"]:
         return f"The model fits whole: parallel=data on {_where(run)} has no bubbles, and is the better choice.", "data"
     if staged["parallel"] == "layers":

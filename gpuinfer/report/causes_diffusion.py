@@ -1,5 +1,5 @@
-"""Causes of a masked diffusion model that computes all the time: few tokens come of a forward, or it computes again
-what it could have kept.
+"""Causes of a masked diffusion model that computes all the time: few tokens a forward, or positions that a cache would
+keep.
 """
 
 from __future__ import annotations
@@ -67,13 +67,13 @@ def few_tokens(case: RunCase) -> Verdict | None:
 
 
 def _model_bound(run: Evidence) -> DiffusionCounters | None:
-    """What its steps came to, of a diffusion model that computes nearly all of the time."""
+    """The steps' counters of a diffusion model that computes nearly all of the time; None of others."""
     found = DiffusionCounters.of(run.steps)
     return found if found and found.forwards and forward_share(run, "forward", "prefill") >= BUSY else None
 
 
 def _more_a_forward(run: Evidence, decoder: str) -> tuple[str, str, OptionChange | None] | None:
-    """What is in force, how more tokens come of a forward, and the option for it."""
+    """The setting in force, how to get more tokens a forward, and the option for it."""
     if decoder in SCHEDULED:
         steps = _in_force(run, "steps")
         in_force = f"and the schedule has {steps:,} steps" if steps else "and the schedule has a step for each token"
@@ -88,7 +88,7 @@ def _more_a_forward(run: Evidence, decoder: str) -> tuple[str, str, OptionChange
 
 
 def _cache_to_take(run: Evidence) -> str | None:
-    """The cache that keeps more than the one in force; None where there is none."""
+    """The cache that keeps more than the one in force; None if there is none."""
     cache = _in_force(run, "cache") or "none"
     if run.model.get("block_causal"):
         return "exact" if cache != "exact" else None
@@ -118,6 +118,6 @@ def _caveat(cache: str) -> str:
 
 
 def _in_force(run: Evidence, name: str) -> Any:
-    """Of an option of decoding: as it was given, or as the model has it."""
+    """An option of decoding as given, else as the model has it."""
     given: Mapping[str, Any] = run.options.get("--", {})
     return run.model.get(name) if given.get(name) is None else given[name]

@@ -1,16 +1,14 @@
-"""What a run of games for training adds to the report, from the facts that the workload tells of itself.
+"""The report's section on games for training, and the causes in trainer, environment and concurrency.
 
-Of the facts (`Progress.facts`) that it knows, those that apply: `calls` (answers that came), `games_failed`,
-`groups_in_flight` (on average), `environment_share` and `reference_share` (of a game's, and a group's time). With a
-trainer: `steps`, `trained_groups`, `wait_s`, `train_s`, `absent_s`, `adapter_load_s`, `step_rollout_s` (sums over all
-steps), `buffer_depth`, `buffer_batch`, `buffer_waiting`, `groups_dropped`, `max_staleness`, `staleness_mean`,
-`staleness_max`, `policy_version`, `adapter_loads`, `kl`, `kl_coefficient`, and `stall: KIND` for each kind of stall,
-the seconds that it cost.
+The section comes from the facts (`Progress.facts`) that apply: `calls` (answers), `games_failed`, `groups_in_flight`
+(on average), `environment_share` and `reference_share` (of a game's, and a group's time). With a trainer: `steps`,
+`trained_groups`, `wait_s`, `train_s`, `absent_s`, `adapter_load_s`, `step_rollout_s` (sums over all steps),
+`buffer_depth`, `buffer_batch`, `buffer_waiting`, `groups_dropped`, `max_staleness`, `staleness_mean`, `staleness_max`,
+`policy_version`, `adapter_loads`, `kl`, `kl_coefficient`, and `stall: KIND` for each kind of stall, the seconds that it
+cost.
 
-Causes of a run that plays games for training: its trainer, its environment, and how many groups are played at once.
-
-They come before those of the model's steps: those say what the engine did with what it was asked, these why it was
-asked no more.
+The causes come before those of the model's steps, which say how the engine used its requests; these say why there were
+no more requests.
 """
 
 from __future__ import annotations
@@ -105,7 +103,7 @@ MOST = 16.0  # times the trainer's time: rollouts that take longer no buffer hid
 
 
 def slow_trainer(case: RunCase) -> Verdict | None:
-    """A trainer took the groups: either it was at work all the time, or something kept it waiting."""
+    """A trainer took the groups: either it was busy all the time, or a stall kept it waiting."""
     run, facts = case.run, case.run.facts
     if facts.get("steps", 0) < LEAST_STEPS or attended_s(facts) <= 0:
         return None
@@ -134,7 +132,7 @@ def slow_environment(case: RunCase) -> Verdict | None:
 
 
 def few_groups(case: RunCase) -> Verdict | None:
-    """Fewer groups are played at once than the engine has room for, because somebody said so."""
+    """Fewer groups are played at once than the engine has room for, by an option."""
     run = case.run
     if "calls" not in run.facts or offered(run) >= FULL or (change := _more_groups(run)) is None:
         return None
@@ -145,7 +143,7 @@ def few_groups(case: RunCase) -> Verdict | None:
 
 
 def _gain(run: Evidence, change: OptionChange | None) -> Gain:
-    """Of so many groups at once: no more than would fill the slots, and no more than there are."""
+    """The gain of so many groups at once: at most what fills the slots, and all groups."""
     most = 1 / max(offered(run), 0.01)
     return Gain.up_to(most if change is None else min(most, float(change.value) / run.facts["groups_in_flight"]))
 
@@ -162,7 +160,7 @@ def _asked(run: Evidence) -> str:
 
 
 def _more_groups(run: Evidence) -> OptionChange | None:
-    """As many as would fill the slots; None where nobody has set how many, or there are no more to be played."""
+    """The number of groups that would fill the slots; None without a limit set, or without more groups to play."""
     limit = run.options.get("--", {}).get("groups_in_flight")
     under_way, rows = run.facts.get("groups_in_flight", 0.0), offered(run)
     if not run.facts.get("groups_limited") or not limit or under_way <= 0 or rows <= 0:

@@ -1,5 +1,5 @@
-"""Causes of a run of rows: something is busy all the time (the model, the transfers, the search, one worker, or the
-cores), or nothing is, and rows wait for a timer, for one another, or do not come.
+"""Causes of a run of rows: a part is busy all the time (model, transfers, search, one worker, cores), or none is, and
+rows wait for a timer, for one another, or do not come.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ AGAIN = 2.0  # times as many, where nothing says how many would do
 
 
 def more_rows(case: RunCase, best: float, gain: Gain | None = None) -> Verdict:
-    """Batches are small because there is no more to put into them. `gain`: of larger ones; None: by a replay."""
+    """Batches are small because no more rows are outstanding. `gain`: of larger ones; None: by a replay."""
     run = case.run
     rows = outstanding(run)
     need = f"the model is {case.faster(best):.1f} times as fast with {best:,.0f} a batch"
@@ -43,7 +43,7 @@ def more_rows(case: RunCase, best: float, gain: Gain | None = None) -> Verdict:
 
 
 def _lift(run: Evidence, rows: float) -> str:
-    """What the strategy's cap would do to batches of so many rows."""
+    """A note for batches of so many rows: the strategy's cap must be lifted too."""
     cap = run.options.get("-S", {}).get("max_rows")
     return f" Leave -S max_rows={cap} out then: it would keep them small." if cap and cap < rows else ""
 
@@ -84,7 +84,7 @@ NOTICED = 0.1  # of a request's time: a timer that takes less is not to blame
 
 
 def for_arrivals(case: RunCase) -> Verdict | None:
-    """Everything that comes is answered, or lost though there was time: the load is what its sources make it."""
+    """All that arrives is answered, or lost in spite of idle lanes: the load is set by its sources."""
     run, offered = case.run, case.run.facts.get("offered_rows_per_s", 0.0)
     busy, asked = run.busy(run.forwards), run.requests + run.lost
     few_lost = run.lost <= FEW * asked
@@ -124,7 +124,7 @@ def for_the_timer(case: RunCase) -> Verdict | None:
 
 
 def for_clients(case: RunCase) -> Verdict | None:
-    """Clients that nobody looks into think for longer than they wait, by the interactive response time law."""
+    """Clients outside the ledger think for longer than they wait, by the interactive response time law."""
     run, thinking = case.run, think_s(case.run)
     if run.work or run.blocks_outstanding is None or thinking <= run.latency_s:
         return None
@@ -137,7 +137,7 @@ def for_clients(case: RunCase) -> Verdict | None:
 
 
 def for_one_another(case: RunCase) -> Verdict | None:
-    """No part is busy and nothing else waits: there is not enough under way to keep them so."""
+    """No part is busy: there are too few rows outstanding to keep the parts busy."""
     run = case.run
     if not run.forwards or run.blocks_outstanding is None or run.busy(run.forwards) < 0.05:
         return None
@@ -150,7 +150,7 @@ def for_one_another(case: RunCase) -> Verdict | None:
 
 
 def for_nobody_known(case: RunCase) -> Verdict | None:
-    """Idle lanes, no wait in the queue, and no client that the run knows of."""
+    """Idle lanes, no wait in the queue, and clients that the run does not know of."""
     run = case.run
     if not run.forwards or run.work or not run.requests or run.queue_wait_s > served_s(run):
         return None
@@ -197,7 +197,7 @@ def at_the_roofline(case: RunCase) -> Verdict | None:
 
 
 def forwards(case: RunCase) -> Verdict | None:
-    """The forward lanes are busy: with moving rows, with batches of the wrong size, or with what they are there for."""
+    """The forward lanes are busy: with transfers, with batches of the wrong size, or with computing."""
     run = case.run
     limit = "cap" if "cap" in case.bounds else "forward"
     searching = case.binds("search") and case.reached("search") > case.reached(limit)
@@ -216,7 +216,7 @@ def forwards(case: RunCase) -> Verdict | None:
 
 
 def _idle_cores(case: RunCase, why: str) -> Verdict | None:
-    """The forward lanes are busy, and too few, or of too few threads, for the cores that there are."""
+    """The forward lanes are busy, but too few, or with too few threads, for the cores."""
     run = case.run
     if run.idle_cores <= UNUSED * run.cores or not any(lane.get("ran") for lane in run.answering):
         return None
@@ -260,7 +260,7 @@ def _transfer(case: RunCase, moving: float, computing: float) -> Verdict:
 
 
 def cap_too_small(case: RunCase, best: float, gain: Gain | None = None) -> Verdict:
-    """Batches of `best` rows, or of as many as are known to be better, should be let through."""
+    """A cap should let batches of `best` rows through, or of the largest size that is known to be faster."""
     run = case.run
     why = f"{run.cut_by('full', 'cap'):.0%} of the batches were cut because no more rows may go in"
     why += f", {run.rows_mean:,.0f} on average"
@@ -308,7 +308,7 @@ def all_workers(case: RunCase) -> Verdict | None:
 
 
 def _more_workers(case: RunCase, kind: VerdictClass, station: str, why: str) -> Verdict:
-    """As many as the forward lanes can answer, and as the cores have room for."""
+    """More workers: as many as the forward lanes can answer and the cores have room for."""
     run = case.run
     now = run.facts.get("workers", 0)
     room = math.floor(now * _spare(run) + 0.1)
@@ -324,14 +324,14 @@ def _more_workers(case: RunCase, kind: VerdictClass, station: str, why: str) -> 
 
 
 def _no_room(run: Evidence) -> str:
-    """What to do when no number of workers can be named that would help."""
+    """The advice where no number of workers can be named."""
     if _spare(run) < ROOM:
         return "All cores are at work: only more cores, or less work for each row, make this faster."
     return f"Only {run.cores_busy:.1f} of {run.cores} cores are busy: use more workers, or more clients."
 
 
 def all_cores(case: RunCase) -> Verdict | None:
-    """Search and model share cores that are all at work: whoever takes most of them is the one to make cheaper."""
+    """Search and model share cores that are all busy: the part that takes most of them should get cheaper."""
     run = case.run
     if not run.on_cpu or run.cores_busy < FULL * run.cores_left:
         return None
@@ -360,10 +360,10 @@ def _saturated(run: Evidence, why: str) -> Verdict:
 
 
 def _spare(run: Evidence) -> float:
-    """How many times the present use of the cores they would bear."""
+    """How many times the present use of the cores they have room for."""
     return min(MOST_WORKERS, run.cores_left / run.cores_busy) if run.cores_busy > 0 else MOST_WORKERS
 
 
 def _left(run: Evidence, factor: float) -> float:
-    """A gain, bounded by what the roofline leaves."""
+    """A gain, bounded by the roofline."""
     return max(1.0, min(factor, 1 / run.efficiency if run.efficiency else factor))

@@ -1,6 +1,5 @@
-"""Causes of a backend with slots, whose batches are forward steps: a row takes part in many, and leaves when done.
-
-Causes beside a model of text: rows that come slowly, or are slow to understand, to constrain, to write, to sync.
+"""Causes of a backend with slots, whose batches are forward steps (a row takes part in many, and leaves when done), and
+causes beside the model: reading, understanding, constraining, writing, syncing rows.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ SLOW = {
 
 
 def _cure(run: Evidence, station: str) -> str:
-    """What mends it, by where rows come from and answers go."""
+    """The cure, by where rows come from and answers go."""
     given = run.options.get("--", {})
     if station == "read":
         if given.get("input") in (None, "-"):
@@ -53,7 +52,7 @@ def _cure(run: Evidence, station: str) -> str:
 
 
 def idle(case: RunCase) -> Verdict | None:
-    """The model has nothing to do: the station beside it that was busy meanwhile is why."""
+    """The model is idle: the station beside it that was busy meanwhile is the cause."""
     run, empty = case.run, forward_share(case.run, "idle")
     if empty < LARGE or empty < forward_share(run, "reply"):
         return None
@@ -69,7 +68,7 @@ def idle(case: RunCase) -> Verdict | None:
 
 
 def between(case: RunCase) -> Verdict | None:
-    """The model's thread is busy with tokens between steps: with constraints, or with answers."""
+    """The model's thread is busy with tokens between steps: constraints, or answers."""
     run = case.run
     replying, constraining = _undisturbed(run, "reply"), _undisturbed(run, "constrain")
     if replying + constraining < LARGE:
@@ -101,12 +100,12 @@ BLAMED = {"sample": SAMPLING, "reply": REPLYING, "constrain": ("constraints", "l
 
 
 def in_use(run: Evidence, feature: str) -> bool:
-    """Whether any prompt asked for this."""
+    """Whether any prompt used this feature."""
     return run.steps.get(f"with_{feature}", 0) > 0
 
 
 def _less_beside(run: Evidence, features: Sequence[str]) -> str:
-    """The features that were asked for, since these cost; where there were none, what lets a step cost less."""
+    """Advice against the features that prompts used; if none, what makes a step cost less."""
     if used := _used_by_prompts(run, {name: FEATURES[name] for name in features}):
         return f"{used[0].upper()}{used[1:]} cost most here: ask for fewer of them."
     if features is REPLYING and run.steps.get("read_as_they_grow", 0):
@@ -115,13 +114,13 @@ def _less_beside(run: Evidence, features: Sequence[str]) -> str:
 
 
 def _used_by_prompts(run: Evidence, called: Mapping[str, str]) -> str:
-    """Those of these features that prompts asked for, and how many did: in words, or ""."""
+    """The features, of these, that prompts used, with the number of prompts; in words, or ""."""
     used = {name: words for name, words in called.items() if in_use(run, name)}
     return " and ".join(f"{words} (in {run.steps[f'with_{name}']:,.0f} prompts)" for name, words in used.items())
 
 
 def _more_rows_a_step(run: Evidence) -> OptionChange | None:
-    """Twice the slots, where it is known that no feature is to blame, and there are rows for them."""
+    """Twice the slots, if no feature is to blame and there are rows for them."""
     blamed = any(in_use(run, name) for name in REPLYING) or run.steps.get("read_as_they_grow", 0)
     if "with_stop" not in run.steps or blamed or run.rows_per_s * run.wall_s < 2 * MORE * run.slots:
         return None
@@ -130,8 +129,8 @@ def _more_rows_a_step(run: Evidence) -> OptionChange | None:
 
 
 def _undisturbed(run: Evidence, station: str) -> float:
-    """The share of the forward lanes' time in a station; where other programs have the cores, of what it ran there, as
-    a thread that waits for a core says nothing of where it does so.
+    """The share of the forward lanes' time in a station; where other programs have the cores, of the time on a core,
+    since a waiting thread may wait in any station.
     """
     share, lanes = forward_share(run, station), run.forwards
     if run.waited < DISTURBED or not any(lane.get("ran") for lane in lanes):
@@ -141,13 +140,13 @@ def _undisturbed(run: Evidence, station: str) -> float:
 
 
 def forward_share(run: Evidence, *stations: str) -> float:
-    """Of the forward lanes' time."""
+    """The share of the forward lanes' time in these stations."""
     lanes = run.forwards
     return math.fsum(station_s(lanes, name) for name in stations) / (run.wall_s * len(lanes)) if lanes else 0.0
 
 
 def _beside(run: Evidence, station: str) -> float:
-    """How much of the time the lanes beside the forward were in a station, all together."""
+    """The share of the time in which the lanes beside the forward were in a station, summed."""
     lanes = [lane for lane in run.lanes if lane not in run.forwards]
     return min(1.0, station_s(lanes, station) / run.wall_s)
 
@@ -180,7 +179,7 @@ FASTER_DTYPE = 2.0  # the most that bfloat16 is known to bring
 
 
 def too_short(case: RunCase) -> Verdict | None:
-    """Too little was seen to go by: said before anything else."""
+    """Too few steps or rows to judge by; checked before anything else."""
     run = case.run
     steps = sum(count for count, _ in run.batch_s.values())
     if steps < LEAST_STEPS:
@@ -208,7 +207,7 @@ def starting(case: RunCase) -> Verdict | None:
 
 
 def first_touch(case: RunCase) -> Verdict | None:
-    """Memory is touched for the first time, and the system has to find it and to clear it."""
+    """Memory is touched for the first time, and the system must map and clear it."""
     run, share = case.run, forward_share(case.run, FIRST_TOUCH)
     if share < LARGE:
         return None
@@ -240,13 +239,13 @@ def sampling(case: RunCase) -> Verdict | None:
 
 
 def _filters(run: Evidence) -> bool:
-    """Whether tokens are drawn from some of the vocabulary alone, as far as flags say so."""
+    """Whether a filter restricts the tokens that are drawn from, as far as flags say."""
     given = run.options.get("--", {})
     return (given.get("top_k") or 0) > 0 or (given.get("top_p") or 1) < 1 or (given.get("min_p") or 0) > 0
 
 
 def few_threads(case: RunCase) -> Verdict | None:
-    """The decoder has fewer threads than there are cores, and the others idle while it computes."""
+    """The decoder has fewer threads than cores, so that cores idle while it computes."""
     run, threads = case.run, case.run.threads
     if threads is None or threads >= run.cores or not _leaves_cores_idle(run):
         return None
@@ -258,7 +257,7 @@ def few_threads(case: RunCase) -> Verdict | None:
 
 
 def idle_cores(case: RunCase) -> Verdict | None:
-    """Cores are idle though the model has something to do, and something between its steps or within them is why."""
+    """Cores are idle although the model has work: because of work between its steps, or within them."""
     run = case.run
     if not _leaves_cores_idle(run):
         return None
@@ -303,7 +302,7 @@ MOST_SLOTS = 64, 1024  # that a device has by itself, the CPU and CUDA: no more 
 
 
 def too_few_pages(case: RunCase) -> Verdict | None:
-    """Rows wait for pages of keys and values, or give theirs back and are computed again."""
+    """Rows wait for pages of keys and values, or give theirs back and are recomputed."""
     run = case.run
     waited, preempted, again = (run.steps.get(name, 0.0) for name in SHORTAGES)
     tokens = run.steps.get("prompt_tokens", 0.0) + run.steps.get("output_tokens", 0.0)
@@ -326,7 +325,7 @@ SHORTAGES = {
 
 
 def shortage(counts: Mapping[str, float]) -> str:
-    """What it came to; "" where no pages ran short."""
+    """What the shortage cost, in words; "" if there was none."""
     return ", ".join(f"{whole(count)} {words}" for name, words in SHORTAGES.items() if (count := counts.get(name)))
 
 
@@ -346,7 +345,7 @@ def _more_pages(run: Evidence, rows: int) -> tuple[str, OptionChange | None]:
 
 
 def small_pieces(case: RunCase) -> Verdict | None:
-    """Prompts go through the model in small pieces, or wait, since few tokens may go into a step."""
+    """Prompts are processed in small pieces, or wait, since a step takes few tokens."""
     run = case.run
     held, tokens = _held(run), run.options.get("-B", {}).get("step_tokens")
     if held < HELD or not tokens or tokens >= WIDE:
@@ -360,7 +359,7 @@ def small_pieces(case: RunCase) -> Verdict | None:
 
 
 def long_prompts(case: RunCase) -> Verdict | None:
-    """Steps are full of a few prompts' tokens: the other slots wait for their turn, and nothing is amiss."""
+    """Steps are full of a few prompts' tokens while other slots wait: nothing is wrong."""
     run = case.run
     if _used(run) >= FULL or not _mostly_prompts(run) or _held(run) < HELD:
         return None
@@ -379,7 +378,7 @@ def long_prompts(case: RunCase) -> Verdict | None:
 
 
 def too_few_rows(case: RunCase) -> Verdict | None:
-    """Empty slots: fewer rows than slots, or a few long answers when all the others are done."""
+    """Empty slots: fewer rows than slots, or a few long answers at the end."""
     run, used = case.run, _used(case.run)
     if used >= FULL or (_held(run) >= HELD and not _mostly_prompts(run)):  # those that were there had no room in steps
         return None
@@ -406,7 +405,7 @@ def too_few_rows(case: RunCase) -> Verdict | None:
 
 
 def more_slots(case: RunCase) -> Verdict | None:
-    """The slots are full and steps with more rows would be worth it, by what smaller ones took in this very run."""
+    """The slots are full, and steps with more rows would pay, judged by smaller steps of this run."""
     run, wanted = case.run, max(MORE * case.run.slots, ENOUGH)
     if run.rows_per_s * run.wall_s < 2 * wanted or _mostly_prompts(run):  # it would hardly fill them, or gain by them
         return None
@@ -424,9 +423,9 @@ def more_slots(case: RunCase) -> Verdict | None:
 
 
 def _gain(run: Evidence, curve: Curve | None) -> Gain | None:
-    """Of so many more slots, where steps of half as many rows as now and of nearly all of them were seen.
+    """The gain of so many more slots, where steps of half as many rows and of nearly all rows were seen.
 
-    The seconds of a step are taken to go on along the line through those two sizes; prompts gain nothing.
+    The seconds of a step are extrapolated along the line through those two sizes; prompts gain nothing.
     """
     if curve is None or curve.points[0][0] > run.slots / 2 or curve.points[-1][0] < 0.9 * run.slots:
         return None
@@ -456,7 +455,7 @@ def memory_bandwidth(case: RunCase) -> Verdict | None:
 
 
 def _bandwidth(run: Evidence) -> float:
-    """Of what memory gives, what steps of answers read; 0 where it was not measured."""
+    """The share of the memory bandwidth that steps of answers use; 0 if unknown."""
     gives = run.text_roofline.get("gbytes_per_s", 0.0) * 1e9
     seconds = forward_share(run, "forward") * run.wall_s * len(run.forwards)
     read = run.steps.get("bytes", 0.0) - run.steps.get("prefill_bytes", 0.0)
@@ -469,13 +468,15 @@ def _of_the_bandwidth(run: Evidence) -> str:
 
 
 def _as_fast_as(share: float, gives: float | None = None) -> str:
-    """Of what memory gives, in GB/s. No run reads faster than that: more is said to be beyond what was measured."""
+    """The bandwidth in words. No run reads faster than memory: a higher figure means that the
+    measurement was too low.
+    """
     what = "what it" if gives is None else f"the {gives:,.0f} GB/s that memory"
     return f"at {share:.0%} of {what} gives here" if share <= 1 else f"faster than {what} gave when it was measured"
 
 
 def _steps_of_answers(run: Evidence) -> float:
-    """Roughly: of the steps, by their share of the time."""
+    """The steps of answers among all steps, estimated by their share of the time."""
     steps, share = sum(count for count, _ in run.batch_s.values()), forward_share(run, "forward", "prefill")
     return steps * forward_share(run, "forward") / share if share else 0.0
 
@@ -486,7 +487,7 @@ WELL = 0.6  # of the roofline: what reaches it is not said to fall short
 
 
 def below_the_roofline(case: RunCase) -> Verdict | None:
-    """The run takes far longer than its steps would at the least: what the largest part of the difference is."""
+    """The run takes far longer than its steps at least need; names the largest part of the difference."""
     run = case.run
     efficiency = run.text_roofline.get("efficiency", 1.0)
     if efficiency >= WELL:
@@ -510,7 +511,7 @@ LONG_CONTEXT = 0.05  # of the operations, for attention: with so many it is what
 
 
 def _lost(run: Evidence) -> dict[tuple[str, str], float]:
-    """(station, what it is called) → share of the time, of what is not in the least time."""
+    """(station, description) → share of the time, of what the least time does not contain."""
     named = {
         "idle": "waiting for rows",
         "sample": "sampling",
@@ -572,7 +573,7 @@ def _saturated(run: Evidence, why: str) -> Verdict:
 
 
 def _held(run: Evidence, what: str = "held_s") -> float:
-    """The share of the time in steps in which prompts had no room."""
+    """The share of the steps' time in which prompts had no room."""
     seconds = run.steps.get("seconds", 0.0)
     return run.steps.get(what, 0.0) / seconds if seconds else 0.0
 
@@ -588,12 +589,12 @@ def _in_use(run: Evidence) -> str:
 
 
 def _rows(run: Evidence) -> int:
-    """That were answered, or were to be: in a run that was stopped, those under way or waiting too."""
+    """Rows answered; in a run that was stopped, also rows under way or waiting."""
     return round(run.rows_per_s * run.wall_s) + run.lost + run.cancelled
 
 
 def _used(run: Evidence) -> float:
-    """The share of the slots that had rows, over the time in steps."""
+    """The share of slots in use, weighted by the steps' time."""
     spent = math.fsum(seconds for _, seconds in run.batch_s.values())
     if not spent:
         return 0.0

@@ -101,7 +101,7 @@ class _Replay:
         self._schedule(self._free_at[worker], ARRIVE, [worker])
 
     def _cut(self, now: float) -> None:
-        """Cut as `dynamic` does: when full, when the oldest has waited, or when there is nobody else to wait for."""
+        """Cut as `dynamic` does: when full, when the oldest block has waited, or when no other block can come."""
         while self._free and self._queue:
             fits, due = self._room(), self._queue[0][0] + (self.system.wait_s or self.system.patience_s)
             anybody_else = len(self._queue) + self._serving < self._under_way
@@ -114,7 +114,7 @@ class _Replay:
             self._schedule(now + self.system.curve.seconds(len(batch) * self.system.rows), SERVED, batch)
 
     def _room(self) -> int:
-        """Blocks for the next batch: without a timer the lanes share what is under way alike."""
+        """Blocks for the next batch: without a timer, lanes share the blocks under way evenly."""
         share = sys.maxsize if self.system.wait_s else math.ceil(self._under_way / self.system.lanes)
         return min(self._fits, share)
 
@@ -138,7 +138,7 @@ class Gain:
 
     @classmethod
     def up_to(cls, high: float, otherwise: float = 1.0) -> Gain:
-        """Anything from none to `high`; to `otherwise` where that is no number."""
+        """A gain between none and `high`; `otherwise` if `high` is infinite."""
         return cls(1.0, max(1.0, high if math.isfinite(high) else otherwise))
 
 
@@ -162,12 +162,12 @@ def systems_of(run: Evidence, curve: Curve | None) -> list[QueueSystem]:
 
 
 def search_times(run: Evidence, lanes: Sequence[Lane]) -> list[float]:
-    """Seconds of work for one block, for each of these lanes in their order; 0 where nothing was asked."""
+    """Seconds of work a block, for each of these lanes in order; 0 for lanes without requests."""
     return [busy_s([lane]) / share if share else 0.0 for lane, share in zip(lanes, _shares(run, lanes), strict=True)]
 
 
 def _shares(run: Evidence, lanes: Sequence[Lane]) -> list[float]:
-    """The requests of each lane: as many as its visits, which a lane may count several of for each."""
+    """The requests of each lane, in proportion to its visits, of which a request may have several."""
     counted = sum(visits(lane) for lane in run.work)
     return [run.requests * (visits(lane) / counted if counted else 1 / len(run.work)) for lane in lanes]
 
@@ -276,11 +276,11 @@ class RunCase:
         return cls(run, bounds(run, curve), curve, systems_of(run, curve))
 
     def binds(self, limit: str) -> bool:
-        """Whether the run has come so close to this bound that no other change can help much."""
+        """Whether the run is so close to this bound that no other change can help much."""
         return self.reached(limit) >= BINDS
 
     def reached(self, limit: str) -> float:
-        """How much of a bound the run has reached; 0 where the bound is not known."""
+        """The share of a bound that the run has reached; 0 for an unknown bound."""
         bound = self.bounds.get(limit, 0.0)
         return self.run.rows_per_s / bound if bound else 0.0
 

@@ -1,9 +1,9 @@
-"""Statistics of games, with their intervals: how strong one side was, as a score and the difference in Elo that
-explains it, and how many games ended by resignation, and how often that was false. The expected score of a player
-who is D Elo above another is 1 / (1 + 10^(−D/400)) (Elo 1978, "The rating of chess players, past and present").
-Resignation as in Silver et al. 2017, "Mastering the game of Go without human knowledge", Methods: nobody may resign
-a tenth of the games; of those that somebody would have resigned, fewer than 5 % are to be games that the same player
-did not lose.
+"""Statistics of games with intervals: strength as a score and as Elo, and resignations and how many were false.
+
+The expected score of a player who is D Elo above another is 1 / (1 + 10^(−D/400)) (Elo 1978, "The rating of chess
+players, past and present"). Resignation as in Silver et al. 2017, "Mastering the game of Go without human knowledge",
+Methods: a tenth of the games are played without resignation; of those that a player would have resigned, fewer than 5 %
+may be games that this player did not lose.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ STRENGTH_FACT = "strength: "  # before each of them, in `Progress.facts`
 
 
 class ScoreTally:
-    """Points by the game's number, added up as they come. A game counts once, however often it is told of."""
+    """Points by the game's number, added up as they come. A game counts once, however often it is added."""
 
     def __init__(self, points: Mapping[int, float] | None = None) -> None:
         self._points: dict[int, float] = {}
@@ -79,9 +79,9 @@ class ScoreTally:
 
 
 def of_strength(facts: Mapping[str, float]) -> StrengthSection | None:
-    """The report's `strength`, of the facts of a `Tally`; None where there is no opponent, or no game has ended.
+    """The report's `strength`, from the facts of a `ScoreTally`; None without an opponent, or before a game has ended.
 
-    `elo` and the ends of `elo_ci95` are None where the score is 0 or 1: no number of Elo is that far.
+    `elo` and the ends of `elo_ci95` are None where the score is 0 or 1, as no Elo is that far.
     """
     if f"{STRENGTH_FACT}wins" not in facts:
         return None
@@ -102,7 +102,7 @@ def of_strength(facts: Mapping[str, float]) -> StrengthSection | None:
 
 
 def elo(score: float) -> float | None:
-    """The difference in Elo at which so much is to be expected; None for a score of 0 or 1."""
+    """The difference in Elo that predicts this score; None for a score of 0 or 1."""
     if not 0.0 < score < 1.0:
         return None
     return ELO_SCALE * math.log10(score / (1.0 - score))
@@ -122,7 +122,7 @@ def in_score(found: Mapping[str, Any]) -> str:
 
 
 def _ends(interval: Sequence[float | None], unit: str = "") -> str:
-    """Ends that are not known are those of scores of 0 and 1."""
+    """The interval in words; unknown ends are those of scores of 0 and 1."""
     low, high = interval
     after = f" {unit}" if unit else ""
     if low is None or high is None:
@@ -146,7 +146,7 @@ RESIGNATION_FACT = "resignation: "  # before each of them, in `Progress.facts`
 
 
 class EndedGame(NamedTuple):
-    """A game, in what resignation is judged by."""
+    """What resignation is judged by in a game."""
 
     checked: bool  # nobody was allowed to resign
     resigned: bool  # somebody did, or would have where it is checked
@@ -156,7 +156,7 @@ class EndedGame(NamedTuple):
 
 
 class Resignations:
-    """Games by number, added up as they come. A game counts once, however often it is told of."""
+    """Games by number, added up as they come. A game counts once, however often it is added."""
 
     def __init__(self, threshold: float) -> None:
         self._threshold = threshold
@@ -167,7 +167,7 @@ class Resignations:
         self._counts = dict.fromkeys(RESIGNATION_COUNTS[1:], 0)
 
     def add(self, games: Mapping[int, Sequence[Any]]) -> None:
-        """By game: the fields of an `Ended`."""
+        """By game: the fields of an `EndedGame`."""
         for number, fields in games.items():
             if number in self._known:
                 continue
@@ -192,9 +192,11 @@ class Resignations:
         return {f"{RESIGNATION_FACT}{name}": value for name, value in found.items()}
 
     def _stricter(self) -> float | None:
-        """The mildest of stricter thresholds at which no more of the same games would have been resigned falsely than
-        should be, and some rightly. Counted a little too strictly: a game whose loser would have resigned first counts
-        as false where the other came to think even worse of it.
+        """The mildest of stricter thresholds at which few enough of the same games would have been resigned falsely,
+        and some rightly.
+
+        Slightly too strict: a game whose loser would have resigned first counts as false if the other player came to
+        judge it even worse.
         """
         found, resigned, false = None, 0, 0
         for step in range(len(THRESHOLDS), math.floor(self._threshold / STEP), -1):
@@ -210,7 +212,9 @@ def _too_many(found: Mapping[str, float]) -> bool:
 
 
 def of_resignation(facts: Mapping[str, float]) -> ResignationSection | None:
-    """The report's `resignation`, of the facts of `Resignations`; None where nobody may, or no game has ended."""
+    """The report's `resignation`, from the facts of `Resignations`; None without resignation, or before a game has
+    ended.
+    """
     if f"{RESIGNATION_FACT}games" not in facts:
         return None
     found = {name: facts[f"{RESIGNATION_FACT}{name}"] for name in RESIGNATION_COUNTS}
@@ -254,8 +258,8 @@ def in_share(found: Mapping[str, Any]) -> str:
 
 
 def in_rate(found: Mapping[str, Any]) -> str:
-    """What came of the games that nobody may resign, such as `false in 2 of 61 checked games that would have been
-    resigned (3.3 %, 0.9 to 11.2 %)`.
+    """The result of games without resignation, such as `false in 2 of 61 checked games that would have been resigned
+    (3.3 %, 0.9 to 11.2 %)`.
     """
     would = found["would_have_resigned"]
     if not would:

@@ -1,7 +1,9 @@
-"""What all plots share: colours that everybody can tell apart, and figures as the same bytes each time; and the loss of
-a training, read back and drawn. A row of `loss.jsonl` has `step` (how many were done, from 1) and the means since
-the row before it: `loss`, its parts as `loss_policy`, `gradient_norm`, and the `learning_rate` of the last of those
-steps. A row of a validation has `step`, `validation` and its parts instead.
+"""Shared parts of plots: colours for everybody's eyes, figures as the same bytes each time; and the loss of a training,
+read and drawn.
+
+A row of `loss.jsonl` has `step` (how many were done, from 1) and the means since the row before it: `loss`, its parts
+as `loss_policy`, `gradient_norm`, and the `learning_rate` of the last of those steps. A row of a validation has `step`,
+`validation` and its parts instead.
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ LossRow = Mapping[str, float]
 
 
 def read_losses(path: Path) -> list[LossRow]:
-    """The rows of a file, but for a last one that a killed run has not written whole; none where there is no file."""
+    """The rows of a file, without an incomplete last one; none if there is no file."""
     try:
         lines = path.read_bytes().splitlines()
     except OSError:
@@ -60,7 +62,7 @@ def _rows(lines: Sequence[bytes]) -> Iterator[LossRow]:
 
 
 def plot_losses(rows: Sequence[LossRow]) -> Figure:
-    """The loss and its parts by step; what they were on positions kept apart as dots."""
+    """Plot the loss and its parts by step; validation losses as dots."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=LOSS_SIZE, layout="constrained")
@@ -80,7 +82,7 @@ def plot_losses(rows: Sequence[LossRow]) -> Figure:
 
 
 def draw_losses(axes: Axes, points: Sequence[tuple[float, float]], colour: str, label: str | None = None) -> None:
-    """A faint line of all points, and a line of what they are on the whole."""
+    """Draw a faint line of all points, and a smoothed line."""
     few = list(_thinned(points))
     width = max(1, len(few) // SMOOTHED)
     smooth = [
@@ -93,7 +95,7 @@ def draw_losses(axes: Axes, points: Sequence[tuple[float, float]], colour: str, 
 
 
 def _thinned(points: Sequence[tuple[float, float]]) -> Iterator[tuple[float, float]]:
-    """So few that a picture can show them: means of neighbours, each where the last of them is."""
+    """Thin a line out to what a picture can show: means of neighbours, each at the last one's step."""
     together = -(-len(points) // MOST_POINTS)
     for start in range(0, len(points), together or 1):
         part = points[start : start + together]

@@ -194,7 +194,7 @@ def _version(package: str) -> str | None:
 
 
 def throughput(run: Run) -> dict[str, float]:
-    """What was done for each second of the run's clock; games for each minute. Only what there was any of."""
+    """Rates per second of the run's clock; games per minute. Only of what was counted."""
     counts = counted(run)
     if run.snapshot.rows:
         counts["rows"] = run.snapshot.rows
@@ -233,13 +233,13 @@ def batches(snapshot: Snapshot) -> BatchesSection:
 
 
 def unmasking(snapshot: Snapshot) -> UnmaskingSection | None:
-    """Of a diffusion model: how much came of its forwards, and how much of each was computed. None of others."""
+    """The report's `unmasking`: tokens a forward and computed positions of a diffusion model; None of others."""
     found = DiffusionCounters.of(snapshot.device.get("steps"))
     return cast(UnmaskingSection, found.plain()) if found else None
 
 
 def pages(snapshot: Snapshot) -> PagesSection | None:
-    """What it came to that pages of the cache ran short; None where nothing has them."""
+    """The cost of a shortage of cache pages; None for models without pages."""
     steps = snapshot.device.get("steps") or {}
     if "preempted_rows" not in steps:
         return None
@@ -313,7 +313,7 @@ def stations(lanes: Sequence[Mapping[str, Any]], wall_s: float) -> dict[str, Sta
 
 
 def against_roofline(run: Run) -> dict[str, Any] | None:
-    """Rows of the bare model; of a model of text the least time of its steps."""
+    """The report's `roofline`: rows/s of the bare model, or the least time of a text model's steps."""
     if run.text_roofline is not None:
         device = run.snapshot.device
         drawn = (device.get("tokens") or {}).get("output", 0.0)
@@ -366,7 +366,7 @@ def memory(snapshot: Snapshot) -> MemorySection:
 
 
 def evidence(run: Run) -> Evidence:
-    """The run as the verdict looks at it."""
+    """The run as the verdict sees it."""
     snapshot = run.snapshot
     on_cpu = "reserved_mb" not in snapshot.device
     return Evidence(
@@ -408,7 +408,7 @@ def evidence(run: Run) -> Evidence:
 
 
 def _on_average(run: Run, whose: str) -> float | None:
-    """How many cores were theirs at once."""
+    """Their cores, averaged over the run."""
     shares: Mapping[str, Any] = report_sections.core_shares(run.snapshot, run.wall_s, run.cores)
     seconds: float | None = shares[whose]
     return None if seconds is None or run.wall_s <= 0 else seconds / run.wall_s

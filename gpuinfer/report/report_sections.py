@@ -1,9 +1,10 @@
-"""Sections of the report: the training of a network, the roofline of a model of text, whose the cores were, and a line
-for each of several models. The section of a training comes from the facts (`Progress.facts`) that the workload
-tells: `training_steps` (done, by earlier runs too), `batch_size`, `training_positions`, `validation_positions`,
-`epochs`, `checkpoint` (the step of the last one), `learning_rate`, `gradient_norm`, `first_loss`, `loss` (a mean
-over the latest steps), `validation`, and `loss: PART`, `validation: PART` for the parts of the loss;
-`activation_bytes`, `forward_s`, `backward_s`, `optimizer_s`.
+"""Sections of the report: training, the roofline of a text model, use of the cores, and a line for each of several
+models.
+
+The section of a training comes from the facts (`Progress.facts`) of the workload: `training_steps` (done, by earlier
+runs too), `batch_size`, `training_positions`, `validation_positions`, `epochs`, `checkpoint` (the step of the last
+one), `learning_rate`, `gradient_norm`, `first_loss`, `loss` (a mean over the latest steps), `validation`, and `loss:
+PART`, `validation: PART` for the parts of the loss; `activation_bytes`, `forward_s`, `backward_s`, `optimizer_s`.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from gpuinfer.stats import ERRORS, Snapshot, summarise
 
 
 def of_learning(facts: Mapping[str, float]) -> TrainingSection | None:
-    """The report's `training`; None of a run that trains nothing. What is not known yet is null."""
+    """The report's `training`; None for a run that trains nothing. Unknown values are null."""
     if "training_steps" not in facts:
         return None
     return {

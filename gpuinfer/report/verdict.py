@@ -1,10 +1,10 @@
-"""The verdict: the first cause that recognises the run, in an order that is the argument.
+"""The verdict: the first cause that recognises the run, in a meaningful order.
 
-First whether the numbers add up; then whether anything is left to gain; then the bounds, from the parts that are busy
-all the time, and that nothing but their own cure can move, to what is left when no part is: waiting for one another.
+First whether the numbers add up; then whether anything is left to gain; then the bounds, from parts that are busy all
+the time, and that only their own cure can move, to the case in which no part is busy: waiting for one another.
 
-`judge` names what holds a run back, with the evidence, and the change that would help; `after` says what is left
-of an advice that was tried.
+`judge` names what holds a run back, with the evidence and the change that would help; `after` updates the verdict once
+the advice was tried.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ NOTHING_TO_DO = Verdict("inconclusive", "idle", "There was nothing to do.", "Giv
 
 
 def judge(run: Evidence) -> BottleneckSection:
-    """What the report says: the class, its evidence, the bounds in rows/s, the advice and its gain as a factor."""
+    """The report's `bottleneck`: class, evidence, bounds in rows/s, advice and its gain as a factor."""
     if not (run.wall_s > 0 and run.lanes):
         return _told(NOTHING, run, {})
     if run.total == 0 and not (run.requests or run.lost or run.rows_per_s):
@@ -96,12 +96,12 @@ def judge(run: Evidence) -> BottleneckSection:
 
 
 def _done_already(verdict: Verdict, run: Evidence) -> bool:
-    """Whether it advises what is in force: then something else must be the cause."""
+    """Whether it advises a setting that is in force, so that another cause must be found."""
     return verdict.change is not None and run.in_force(verdict.change)
 
 
 def _beside(verdict: Verdict, run: Evidence) -> Verdict:
-    """The verdict, and what it must be seen beside: a load that is more than is answered."""
+    """The verdict, preceded by a load that is higher than what was answered."""
     offered = run.facts.get("offered_rows_per_s", 0.0)
     if verdict.kind == "arrival-bound" or run.rows_per_s >= causes_rows.KEEPS_UP * offered:
         return verdict
@@ -149,7 +149,7 @@ UNCLEAR = 1.15  # times as fast: where as much is left possible, an interval aro
 
 @dataclass(frozen=True, slots=True)
 class TriedAdvice:
-    """How many times as fast the change was than the setting in force, both having run in turns."""
+    """How many times as fast the advised setting was as the one in force, both run in turns."""
 
     measured: float
     low: float  # of the 95 % interval
@@ -168,7 +168,7 @@ class TriedAdvice:
 
 
 def to_try(report: Mapping[str, Any]) -> OptionChange | None:
-    """The change that a finished run's advice speaks of, where trying it for some seconds says whether it helps."""
+    """The change that a finished run advises, if trying it for some seconds shows whether it helps."""
     change = report["bottleneck"].get("change")
     from_outside = "arrival" in report["bottleneck"]["bounds"]  # that load is answered as fast as it comes
     if report["status"] != "done" or change is None or change["name"] not in QUICK or from_outside:
@@ -177,7 +177,7 @@ def to_try(report: Mapping[str, Any]) -> OptionChange | None:
 
 
 def after(bottleneck: Mapping[str, Any], trial: TriedAdvice) -> dict[str, Any]:
-    """The report's `bottleneck` once its advice was tried: what has brought nothing is no advice any more."""
+    """The report's `bottleneck` once its advice was tried: advice that brought nothing is withdrawn."""
     told = {**bottleneck, "trial": asdict(trial), "not_tried": None}
     if trial.faster or trial.unclear:
         return told

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from gpuinfer.api import Progress, Setup
 from gpuinfer.backends.inprocess import InProcess
-from gpuinfer.cli.screen import workload_rows
 from gpuinfer.cli.screen.final_panel import rows
 from gpuinfer.report.evidence import Evidence
 from gpuinfer.report.report import Run, build, schema
@@ -140,11 +139,6 @@ def test_starvation_is_told_with_its_arithmetic():
     )
 
 
-def test_what_the_engine_is_full_of_is_no_matter_of_groups():
-    full = evidence({**LIMITED, "environment_share": 0.6}, options=LIMIT, total=100, latency_s=0.4)
-    assert judge(full)["class"] not in ("environment slow", "too little concurrency")
-
-
 def test_other_runs_are_not_judged_so():
     assert judge(evidence({}))["class"] == judge(replace(evidence({}), facts={"workers": 1}))["class"]
     assert judge(evidence({}))["class"] not in ("trainer-bound", "environment slow", "too little concurrency")
@@ -212,11 +206,6 @@ def test_the_panel_says_it_in_words():
         "beside: other, 16 slots",
     ):
         assert words in said
-
-
-def test_the_live_view_has_the_buffer_and_the_trainer():
-    assert workload_rows.rollouts_live(TRAINED) == ["buffer 3 of 4", "trainer waited 2%", "version 10"]
-    assert workload_rows.rollouts_live(PLAYED) == []
 
 
 async def test_the_advice_can_be_tried_on_games_without_end_that_write_nothing(tmp_path):

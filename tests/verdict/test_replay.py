@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpuinfer.api import Roofline
-from gpuinfer.report.evidence import Curve, Evidence, bounds, cap, curve_of, served_s, think_s
-from gpuinfer.report.forecast import QueueSystem, alike, forecast, rows_per_s, systems_of, with_rows, with_workers
+from gpuinfer.report.evidence import Curve, Evidence, bounds, cap, curve_of
+from gpuinfer.report.forecast import QueueSystem, alike, forecast, rows_per_s, systems_of
 
 FLAT = Curve([(64, 0.020), (512, 0.020)])  # a batch costs the same whatever its size, up to 512 rows
 
@@ -37,15 +37,6 @@ def lane(name, station, seconds, count=0, wall_s=10.0):
 )
 def test_a_batch_takes(rows, seconds):
     assert Curve([(64, 0.020), (512, 0.040)]).seconds(rows) == pytest.approx(seconds, rel=1e-3)
-
-
-def test_one_point_says_nothing_of_other_sizes():
-    curve = Curve([(64, 0.020)])
-    assert curve.rate(1) == pytest.approx(curve.rate(64)) == pytest.approx(curve.rate(1000))
-
-
-def test_the_best_size_is_the_smallest_that_is_as_good():
-    assert Curve([(64, 0.020), (128, 0.0202), (256, 0.0400)]).best() == 128
 
 
 def test_the_roofline_is_a_point_where_the_run_has_none():
@@ -94,16 +85,6 @@ def test_the_bounds_are_those_of_the_laws():
     }
 
 
-def test_clients_think_for_what_is_left_of_their_cycle():
-    run = Evidence(wall_s=10.0, requests=1000, latency_s=0.03, facts={"clients": 8})
-    assert think_s(run) == pytest.approx(8 / 100 - 0.03)  # Z = N / X - R
-
-
-def test_the_time_of_a_request_counts_large_batches_more():
-    run = Evidence(wall_s=1.0, batch_s={1: (1, 0.1), 9: (1, 0.2)})
-    assert served_s(run) == pytest.approx((1 * 0.1 + 9 * 0.2) / 10)
-
-
 @pytest.mark.parametrize(
     ("reasons", "rows_outstanding", "felt"),
     [
@@ -143,10 +124,6 @@ def test_a_replay_does(system, rate):
 def test_a_wait_costs_what_it_lasts():
     lonely = a_system(search_s=[0.01, 10.0], shares=[100, 1], blocks=1, wait_s=0.07)
     assert rows_per_s([lonely]) == pytest.approx(64 * 100 / (100 * 0.1), rel=0.1)
-
-
-def test_several_queues_work_beside_one_another():
-    assert rows_per_s([a_system(), a_system()]) == pytest.approx(2 * rows_per_s([a_system()]), rel=0.01)
 
 
 systems = st.builds(
@@ -211,20 +188,6 @@ def test_without_clients_there_is_nothing_to_replay(clients):
         facts={"clients": clients},
     )
     assert systems_of(run, curve_of(run)) == []
-
-
-@pytest.mark.parametrize(
-    ("change", "rows", "workers"),
-    [
-        pytest.param(lambda now: with_rows(now, 2.0, 2.0), 128.0, 4, id="twice the rows"),
-        pytest.param(lambda now: with_workers(now, 1.5), 64.0, 6, id="half as many workers again"),
-    ],
-)
-def test_a_change_keeps_the_work(change, rows, workers):
-    (now,) = systems_of(SLOW, curve_of(SLOW))
-    (then,) = change([now])
-    assert (then.rows, len(then.search_s)) == (pytest.approx(rows), workers)
-    assert sum(then.shares) * then.rows == pytest.approx(sum(now.shares) * now.rows)
 
 
 def test_each_process_with_forward_lanes_of_its_own_is_a_queue_of_its_own():

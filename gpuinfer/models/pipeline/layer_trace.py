@@ -1,8 +1,9 @@
-"""A model as a list of layers that can be called one after the other, also where its forward is no plain sequence:
-embed → layers → heads, values that skip some. The forward is traced once with torch.fx (Reed et al., "torch.fx:
-Practical Program Capture and Transformation for Deep Learning in Python", MLSys 2022), its layers left whole. What
-it does before the first layer goes with that, what it does after a layer with the next one, and after the last with
-that; values that are needed further on travel along.
+"""A model as a list of layers to be called in turn, also where its forward is no plain sequence: embed → layers →
+heads, values that skip some.
+
+The forward is traced once with torch.fx (Reed et al., "torch.fx: Practical Program Capture and Transformation for Deep
+Learning in Python", MLSys 2022), layers left whole. Operations before the first layer go with it, those after a layer
+with the next one, and those after the last layer with that; values that are needed later travel along.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from gpuinfer.models.model_layers import find_layers
 
 
 class _Alone(nn.Module):
-    """The module with the features as its one argument: what else its forward takes has its defaults."""
+    """The module with the features as its only argument; other arguments of its forward have their defaults."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -31,7 +32,7 @@ class _Alone(nn.Module):
 
 
 class _Whole(fx.Tracer):
-    """Leaves these modules whole, and goes into whatever holds one of them."""
+    """A tracer that leaves these modules whole and enters the modules that hold them."""
 
     def __init__(self, layers: Sequence[nn.Module]) -> None:
         super().__init__()
@@ -64,7 +65,7 @@ class TracedSegment(nn.Module):
 
 
 def traced_along(module: nn.Module, layers: Sequence[nn.Module], name: str, attribute: str) -> list[nn.Module]:
-    """The forward of `module` as one segment for each of `layers`. Raises `UsageError` where it cannot be cut so."""
+    """The forward of `module` as one segment for each of `layers`. Raises `UsageError` where it cannot be cut there."""
     root, tracer = _Alone(module), _Whole(layers)
     try:
         nodes = list(tracer.trace(root).nodes)
@@ -100,10 +101,9 @@ def _cut(root: nn.Module, nodes: Sequence[fx.Node], places: Sequence[int]) -> li
 
 
 def segments_of(module: nn.Module, name: str, attribute: str | None = None) -> list[nn.Module]:
-    """What `module` computes, as modules that are called in this order, each with what the one before it answered.
-
-    Where it does more than call its layers (`models.layers`), its forward is cut at each of them. Raises `UsageError`
-    for a model `name` whose layers cannot be told apart.
+    """`module` as modules to be called in turn. Where its forward does more than call its layers
+    (`models.model_layers`), it is cut at each of them. Raises `UsageError` for a model `name` whose layers cannot be
+    told apart.
     """
     found = find_layers(module, name, attribute, "use -B parallel=data")
     return traced_along(module, found.layers, name, found.path) if found.path else list(found.layers)

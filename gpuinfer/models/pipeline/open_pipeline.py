@@ -1,5 +1,5 @@
-"""From a run's setup to a model in stages that answers blocks: checked, cut, tried out, split, and each stage at its
-place, on its device or on a CPU with threads and cores of its own.
+"""From a run's setup to a model in stages that answers blocks: checked, cut, tried, split, and each stage on its device
+or on a CPU with its own threads and cores.
 """
 
 from __future__ import annotations
@@ -57,7 +57,9 @@ def stages_at(
     tuning: StageTuning,
     dtype: torch.dtype,
 ) -> list[Placed]:
-    """Each with its layers where it computes; on the CPU with its threads, and its cores where there are enough."""
+    """The stages, each with its layers on its device; on the CPU with its threads, and cores of its own where there are
+    enough.
+    """
     seconds = [sum(times[number][start:stop]) for number, (start, stop) in enumerate(split)]
     # As in one forward, a row's answer must not depend on how many they are.
     threads = threads_of(seconds, setup, tuning.threads or (1 if setup.deterministic else None))
@@ -81,12 +83,14 @@ def stages_at(
 
 
 def threads_of(seconds: Sequence[float], setup: Setup, threads: int | None) -> list[int]:
-    """For each stage on the CPU: `threads`, or its share of the cores and those left over to the slowest."""
+    """Threads of each stage on the CPU: `threads`, or a share of the cores, the rest to the slowest stages."""
     return deal(cores_of(setup), seconds) if threads is None else [threads] * len(seconds)
 
 
 def own_cores(threads: Sequence[int], setup: Setup) -> list[list[int] | None]:
-    """The cores of each stage; None for all where they do not suffice, or other processes of the run want them too."""
+    """The cores of each stage; None for all of them where there are too few, or other processes of
+    the run use them too.
+    """
     none: list[list[int] | None] = [None] * len(threads)
     if setup.processes > 1 or not hasattr(os, "sched_getaffinity"):
         return none
@@ -111,7 +115,7 @@ BY_LAYER = "layer by layer"
 
 @dataclass(frozen=True)
 class ModelCut:
-    """A model of rows on the host, cut into stages that are not at their places yet."""
+    """A model of rows on the host, cut into stages that are not on their devices yet."""
 
     segments: Sequence[nn.Module]
     places: Sequence[torch.device]  # of each stage
@@ -129,8 +133,8 @@ class ModelCut:
 
 
 def cut_model(spec: ModelSpec, setup: Setup, tuning: StageTuning) -> ModelCut:
-    """Build the model and cut it: how long each layer takes is measured. Sets threads and the allocator for the whole
-    process. Raises `UsageError` when the model cannot be had or not be cut.
+    """Build the model and cut it by the measured time of each layer. Sets threads and the allocator for the whole
+    process. Raises `UsageError` when the model cannot be loaded or cut.
     """
     row_dtype(spec)  # refuses one that is unknown before anything is built
     devices = resolve_devices(setup.devices)
@@ -162,7 +166,7 @@ def open_staged(
     roofline: Roofline | None = None,
     lane: Callable[[str], Lane] | None = None,
 ) -> Opened:
-    """`cut_model`, and each stage where it runs. `lane` gives a lane of the ledger for each."""
+    """`cut_model`, and each stage on its device. `lane` makes a lane of the time ledger for each stage."""
     made = cut_model(spec, setup, tuning)
     places, split, sizes, rows, on_cpu, dtype = made.places, made.split, made.sizes, made.rows, made.on_cpu, made.dtype
     cut: dict[str, Any] = {"mode": tuning.parallel, "fits_one": fits_one(places, sum(sizes))}
@@ -219,7 +223,7 @@ def check_cut(module: nn.Module, segments: Sequence[nn.Module], spec: ModelSpec,
 def limits_of(
     setup: Setup, tuning: StageTuning, places: Sequence[torch.device], rows: int, roofline: Roofline | None
 ) -> Limits:
-    """As of a whole model, but for how many batches are in flight and what is enough for all stages."""
+    """Limits as of a whole model, except for batches in flight and the rows that keep all stages busy."""
     usual = limits_for(places[0], setup, tuning, roofline)
     in_flight = in_flight_of(tuning, places)
     enough = min(usual.max_rows, rows * len(places)) if places[0].type == "cpu" else None
@@ -227,12 +231,12 @@ def limits_of(
 
 
 def in_flight_of(tuning: StageTuning, places: Sequence[torch.device]) -> int:
-    """Batches: of `layers` one, else as many as keep all stages at work where each is but one micro-batch."""
+    """Batches in flight: 1 with `layers`, else enough to keep all stages busy if each batch is one micro-batch."""
     return 1 if tuning.parallel == "layers" else tuning.in_flight or len(places) + 1
 
 
 def told_of(stage: Placed, layers: tuple[int, int], weights: int) -> dict[str, Any]:
-    """What the report says of a stage with so many bytes of weights, in plain values."""
+    """A stage for the report, in plain values."""
     return {
         "layers": [layers[0], layers[1] - 1],
         "device": str(stage.device),
@@ -242,7 +246,7 @@ def told_of(stage: Placed, layers: tuple[int, int], weights: int) -> dict[str, A
 
 
 def reading(gauges: Sequence[Gauge]) -> dict[str, Any]:
-    """Of all devices together: memory added up, the mean utilisation."""
+    """All devices as one reading: memory summed, utilisation averaged."""
     parts = [gauge.read() for gauge in gauges]
     found: dict[str, Any] = {"name": ", ".join(dict.fromkeys(str(part["name"]) for part in parts))}
     for key in ("allocated_mb", "reserved_mb"):
@@ -254,8 +258,8 @@ def reading(gauges: Sequence[Gauge]) -> dict[str, Any]:
 
 
 def check_layers(spec: ModelSpec, setup: Setup, options: StageOptions) -> None:
-    """Raises `UsageError` where `open_staged` would: for layers that cannot be told, and for stages and points that
-    they do not allow. The weights are not read.
+    """Raises `UsageError` where `open_staged` would: layers that cannot be told apart, impossible stages and split
+    points. Reads no weights.
     """
     devices = resolve_devices(setup.devices)
     with ThreadPoolExecutor(1) as thread:  # which ends: others are told their number of cores as they first compute

@@ -1,7 +1,8 @@
-"""Stages at work: a thread each, bounded queues between them that can be closed, and micro-batches that go through in
-their order. The schedule is the forward half of GPipe's (Huang et al., "GPipe: Efficient Training of Giant Neural
-Networks using Pipeline Parallelism", NeurIPS 2019): of m micro-batches over s equal stages a stage computes m of m +
-s - 1 steps. A batch may follow the one before it at once, so that in a row of batches the s - 1 are paid once.
+"""Runs stages: a thread each, bounded queues between them that can be closed, and micro-batches that pass in order.
+
+The schedule is the forward half of GPipe's (Huang et al., "GPipe: Efficient Training of Giant Neural Networks using
+Pipeline Parallelism", NeurIPS 2019): of m micro-batches over s equal stages a stage computes m of m + s - 1 steps. A
+batch may follow the one before at once, so that consecutive batches pay the s - 1 only once.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ Item = TypeVar("Item")
 
 
 class StageQueueClosed(Exception):
-    """Nothing goes through any more."""
+    """The queue is closed."""
 
 
 class StageQueue(Generic[Item]):
-    """First in, first out, at most `room` items. Any number of threads at either end."""
+    """A FIFO queue of at most `room` items, for any number of threads at either end."""
 
     def __init__(self, room: int) -> None:
         self._items: SimpleQueue[Any] = SimpleQueue()
@@ -39,7 +40,7 @@ class StageQueue(Generic[Item]):
         return self._items.qsize()
 
     def put(self, item: Item) -> None:
-        """Waits for room. Raises `ChannelClosed`."""
+        """Wait for room. Raises `StageQueueClosed`."""
         self._places.get()
         if self._closed:
             self._places.put(None)  # for the next who waits
@@ -47,7 +48,7 @@ class StageQueue(Generic[Item]):
         self._items.put(item)
 
     def get(self) -> Item:
-        """Waits for an item. Raises `ChannelClosed`, whatever may still lie here."""
+        """Wait for an item. Raises `StageQueueClosed`, even if items are left."""
         item: Item = self._items.get()
         if self._closed:
             self._items.put(None)
@@ -69,25 +70,25 @@ OPEN_S = 60.0  # for them to begin
 
 
 class PipelineStage(Protocol):
-    """Computes in its own thread, and in no other."""
+    """One stage's computation; all methods are called in the stage's thread."""
 
     name: str  # for people: "layers 0 to 3 on cuda:0"
 
     def at_work(self) -> AbstractContextManager[None]:
-        """Around all that its thread does: device, cores, number of threads."""
+        """Wraps all work of the stage's thread: sets device, cores, number of threads."""
         ...
 
     def compute(self, value: Any, lane: Lane) -> Any:
-        """From what the stage before it gave to what the one after it takes; enters the lane's stations."""
+        """From the previous stage's value to the next stage's; enters the lane's stations."""
         ...
 
     def settle(self) -> None:
-        """Nothing waits for it: let what it has launched come to its end."""
+        """No micro-batch is waiting: wait for what was launched."""
         ...
 
 
 class MicroBatch:
-    """One of a batch's, on its way."""
+    """A micro-batch in the pipeline."""
 
     __slots__ = ("batch", "index", "value")
 
@@ -96,7 +97,7 @@ class MicroBatch:
 
 
 class Underway:
-    """A batch in the pipeline: what has become of each of its micro-batches."""
+    """A batch in the pipeline, and the results of its micro-batches."""
 
     def __init__(self, count: int) -> None:
         self.outcomes: list[Any] = [None] * count
@@ -114,7 +115,7 @@ class Underway:
                 self._over.set()
 
     def fail(self, error: BaseException) -> None:
-        """All that is left of it."""
+        """Fail the remaining micro-batches."""
         with self._lock:
             self.dropped = True
             self.outcomes = [error if outcome is None else outcome for outcome in self.outcomes]
@@ -126,7 +127,7 @@ class Underway:
 
 
 class Pipeline:
-    """`stages` in a row. Any number of threads may call `run`; `lane` gives a lane of the ledger by its name."""
+    """Stages in a row. Any number of threads may call `run`; `lane` makes a lane of the time ledger by name."""
 
     def __init__(self, stages: Sequence[PipelineStage], lane: Callable[[str], Lane]) -> None:
         self.stages = stages
@@ -156,11 +157,10 @@ class Pipeline:
             raise self._failure
 
     def run(self, values: Iterable[Any], count: int) -> list[Any]:
-        """What the last stage makes of each of these `count` micro-batches, or the exception that was raised at it.
+        """The last stage's value of each of these `count` micro-batches, or the exception that it raised.
 
-        They are made one by one, as there is room for them: another thread may be at work on one while the first stage
-        is at the one before. Blocks until all are through, or one has failed: the rest is then dropped, and has that
-        exception. Raises `BackendDied` when the pipeline is closed meanwhile.
+        Micro-batches are made one by one, as there is room for them. Blocks until all are through, or one has failed:
+        the rest is then dropped, with the same exception. Raises `BackendDied` when the pipeline is closed meanwhile.
         """
         batch = Underway(count)
         self._enter(batch)
@@ -202,11 +202,11 @@ class Pipeline:
 
     @property
     def under_way(self) -> int:
-        """How many batches there are in the stages now."""
+        """The number of batches in the stages."""
         return len(self._underway)
 
     def counts(self) -> dict[str, float]:
-        """Until now: {batches, micro_batches, active_s (seconds in which there was a batch in the pipeline)}."""
+        """{batches, micro_batches, active_s (seconds with a batch in the pipeline)} so far."""
         with self._counting:
             under_way_s = time.monotonic() - self._since if self._underway else 0.0
             return {
@@ -235,7 +235,7 @@ class Pipeline:
             lane.enter("idle")
 
     def _pass_on(self, number: int, micro: MicroBatch, lane: Lane) -> None:
-        """Compute, and hand on what came of it. Whatever the stage raises fails that batch alone."""
+        """Compute and pass the value on. An exception of the stage fails that batch alone."""
         batch, index, value = micro.batch, micro.index, micro.value
         micro.value = None  # what the stage before it made is not needed for longer
         if batch.dropped:
@@ -256,7 +256,7 @@ class Pipeline:
             batch.settle(index, value)
 
     def waits_for(self) -> str:
-        """The stage that has been at its micro-batch for longest; "" while none is at one. Any thread may ask."""
+        """The stage that has been computing longest; "" if none is. From any thread."""
         since = [(at, number) for number, at in enumerate(self._computing_since) if at is not None]
         return self._called(min(since)[1]) if since else ""
 
@@ -264,7 +264,7 @@ class Pipeline:
         return f"stage {number}, {self.stages[number].name}"
 
     def close(self, within_s: float = CLOSE_S) -> None:
-        """Fail what is under way and end the threads; one that does not end in time is named and left behind."""
+        """Fail all batches and end the threads; a thread that does not end in time is logged and left behind."""
         with self._counting:
             self._closed = True
             underway = list(self._underway)

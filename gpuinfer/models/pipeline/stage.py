@@ -1,7 +1,7 @@
 """One stage of a model: some of its layers, on cores of their own or on a CUDA device with a stream of its own.
 
-On CUDA nothing waits for a device that need not: the next stage is given what is only launched, and its stream waits
-for the event. The thread stays one micro-batch behind its device, so that there is always one to go on with.
+On CUDA the host does not wait between stages: the next stage is given launched values, and its stream waits for their
+event. The thread stays one micro-batch behind its device, which so always has work.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from gpuinfer.models.cuda_graphs import new_stream, wait_for_device
 
 
 def mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """`value`, each tensor in its tuples, lists and dicts changed."""
+    """`value` with `change` applied to each tensor in its tuples, lists and dicts."""
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, dict):
@@ -66,14 +66,14 @@ class CpuStage:
         return value
 
     def settle(self) -> None:
-        """A processor has nothing under way behind its thread's back."""
+        """Nothing to wait for: a CPU has finished when its thread has."""
 
 
 def settle_on(threads: int, cores: Collection[int] | None) -> None:
-    """The calling thread computes with so many threads from now on, on these cores where the system lets it choose.
+    """Set the threads that the calling thread computes with, and, where the system allows, their cores.
 
-    Torch's threads of a calling thread run where that one may. A thread takes its number over as it first asks for it;
-    what is set here is also told to all that begin later, so nobody else may begin meanwhile.
+    Torch's threads run on the cores of the thread that calls them. A thread takes its number over when it first
+    computes; the setting also applies to threads that begin later, so no other may begin meanwhile.
     """
     if cores is not None and hasattr(os, "sched_setaffinity"):
         with contextlib.suppress(OSError):  # a control group that has changed: the system chooses
@@ -86,13 +86,15 @@ BEHIND = 1  # micro-batches that a device may still be at when the next is launc
 
 
 class LaunchedValues:
-    """A value on `stream`'s device, there once `event` has come. Copies of it for other devices leave by `away`."""
+    """A value on `stream`'s device, ready once `event` has passed. Copies for other devices are made on the stream
+    `away`.
+    """
 
     def __init__(self, value: Any, stream: torch.cuda.Stream, event: torch.cuda.Event, away: torch.cuda.Stream) -> None:
         self._value, self._stream, self._event, self._away = value, stream, event, away
 
     def for_stream(self, stream: torch.cuda.Stream) -> Any:
-        """The value on that stream's device, to be used in its order. `stream` is the current one there: torch has it
+        """The value on that stream's device, in the stream's order. `stream` is the current one there: torch makes it
         wait for copies from another device.
         """
         if stream.device == self._stream.device:
@@ -105,14 +107,14 @@ class LaunchedValues:
 
 
 def _used_on(tensor: Tensor, stream: torch.cuda.Stream) -> Tensor:
-    """Its memory is nobody else's before that stream is done with it."""
+    """Keep the value's memory from being reused before that stream is done with it."""
     tensor.record_stream(stream)
     return tensor
 
 
 class CudaStage:
-    """`segments`, called in turn on `device`. The first stage has `enter` (`moving.ToCuda`), the last `leave`
-    (`moving.from_cuda`).
+    """`segments`, called in turn on `device`. The first stage has `enter` (`staged_forward.ToCuda`), the last `leave`
+    (`staged_forward.from_cuda`).
     """
 
     def __init__(

@@ -1,7 +1,8 @@
-"""How many stages, of which layers, and how many rows at once: from what the user says and what each layer was measured
-to take. The split is the one whose largest stage is least: a chain of layers over a chain of processors, by dynamic
-programming over the number of layers that the first stages have (Bokhari, "Partitioning Problems in Parallel,
-Pipelined, and Distributed Computing", IEEE Transactions on Computers 37:1, 1988).
+"""Plans stages: how many, which layers, how many rows at once, from the user's options and each layer's measured time.
+
+The split minimises the largest stage: a chain of layers over a chain of processors, by dynamic programming over the
+number of layers that the first stages have (Bokhari, "Partitioning Problems in Parallel, Pipelined, and Distributed
+Computing", IEEE Transactions on Computers 37:1, 1988).
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ def at_points(points: Sequence[int], layers: int) -> Split:
 
 
 def deal(cores: int, seconds: Sequence[float]) -> list[int]:
-    """Cores for stages that take so long: as many for each, one at least, and those left over to the slowest."""
+    """Cores for stages that take so long: an equal number each, at least one, the rest to the slowest."""
     each, left = divmod(cores, len(seconds))
     if not each:
         return [1] * len(seconds)
@@ -91,9 +92,10 @@ Found = TypeVar("Found")
 
 
 def seconds_of(segments: Sequence[nn.Module], features: torch.Tensor, place: torch.device, threads: int) -> list[float]:
-    """Of each segment at `place`: the least of several passes, since a neighbour only ever adds to it.
+    """Seconds of each segment at `place`: the least of several passes, since other programs only ever add time.
 
-    A segment is there only while it computes: the device need not have room for all of them. Raises what one raises.
+    A segment is on the device only while it computes: the device need not have room for all of them. Raises what a
+    segment raises.
     """
 
     def measure() -> list[list[float]]:
@@ -105,7 +107,7 @@ def seconds_of(segments: Sequence[nn.Module], features: torch.Tensor, place: tor
 
 
 def in_thread(measure: Callable[[], Found], threads: int) -> Found:
-    """What `measure` finds in a thread that computes with so many threads, as a stage's does. Raises what it raises."""
+    """Run `measure` in a thread that computes with so many threads, as a stage does. Raises what it raises."""
 
     def measured() -> Found:
         settle_on(threads, None)
@@ -145,17 +147,19 @@ ROOM_SHARE = 0.8  # of a device's free memory for weights; the rest is for what 
 
 
 class StageTuning(ForwardTuning, StageOptions, Protocol):
-    """How the user wants it cut."""
+    """The user's options for stages."""
 
 
 def places_of(tuning: CutOptions, devices: Sequence[torch.device], layers: int, name: str) -> list[torch.device]:
-    """The device of each stage: neighbours share one where there are fewer devices. Raises as `count_for` does."""
+    """The device of each stage; neighbouring stages share a device where there are fewer devices. Raises as `count_for`
+    does.
+    """
     count = count_for(tuning, devices, layers, name)
     return [devices[number * len(devices) // count] for number in range(count)]
 
 
 def count_for(tuning: CutOptions, devices: Sequence[torch.device], layers: int, name: str) -> int:
-    """How many stages. Raises `UsageError` where there are too few layers, or too few devices to say."""
+    """The number of stages. Raises `UsageError` for too few layers, and where one device needs a number to be named."""
     on_cpu = devices[0].type == "cpu"
     if tuning.split_points is not None:
         count = len(tuning.split_points) + 1
@@ -189,8 +193,8 @@ def count_for(tuning: CutOptions, devices: Sequence[torch.device], layers: int, 
 
 
 def rows_for(setup: Setup, tuning: StageTuning, on_cpu: bool) -> int:
-    """The most rows of a micro-batch. Where answers must not depend on company it is what one device computes at once,
-    so that they are the same bits as that one's.
+    """The most rows of a micro-batch. With `deterministic` as many as one device computes at once, so that answers have
+    the same bits.
     """
     if rows := tuning.micro_batch_rows or tuning.chunk_rows:
         return rows
@@ -208,7 +212,7 @@ def times_on(
     setup: Setup,
     tuning: StageTuning,
 ) -> list[list[float]]:
-    """Seconds of each layer at each stage's place; the places of one name are measured once."""
+    """Seconds of each layer at each stage's device; devices of the same name are measured once."""
     threads = tuning.threads or (1 if setup.deterministic else max(1, cores_of(setup) // len(places)))
     found: dict[str, list[float]] = {}
     for place in dict.fromkeys(places):
@@ -218,7 +222,7 @@ def times_on(
 
 
 def as_many_as_fit(segments: Sequence[nn.Module], features: Tensor, place: torch.device, threads: int) -> list[float]:
-    """`seconds_of`, with half of the rows where memory does not suffice, and half of those."""
+    """`seconds_of`, halving the rows until memory suffices."""
     while True:
         try:
             return seconds_of(segments, features, place, threads)
@@ -235,7 +239,7 @@ def split_for(
     times: Sequence[Sequence[float]],
     name: str,
 ) -> Split:
-    """Which layers, of `sizes` bytes, are whose. Raises `UsageError` where the devices have no room for them."""
+    """The layers, of `sizes` bytes, of each stage. Raises `UsageError` where the devices have too little memory."""
     if tuning.split_points is not None:
         return at_points(tuning.split_points, len(sizes))
     room = [room_on(place, places) for place in places]
@@ -250,7 +254,7 @@ def split_for(
 
 
 def fits_one(places: Sequence[torch.device], whole: int) -> bool:
-    """Whether each of the devices has room for the whole model, of so many bytes, before any of it is there."""
+    """Whether each of the devices has room for the whole model of so many bytes, before any of it is loaded."""
     return all(room_on(place, [place]) >= whole for place in dict.fromkeys(places))
 
 
@@ -260,6 +264,6 @@ def bytes_of(module: nn.Module) -> int:
 
 
 def room_on(place: torch.device, places: Sequence[torch.device]) -> float:
-    """Bytes for the weights of one stage there."""
+    """Bytes that one stage's weights may take on a device."""
     free = torch.cuda.mem_get_info(place)[0] if place.type == "cuda" else machine.memory_available()
     return ROOM_SHARE * free / sum(place == other for other in places)

@@ -1,5 +1,5 @@
-"""Batches of blocks through the stages of a model: rows to the first stage, cut into micro-batches, and answers from
-the last one, put together again.
+"""Batches of blocks through a model's stages: rows cut into micro-batches for the first stage, the last one's answers
+put together again.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from gpuinfer.models.row_format import BITS, row_dtype, row_shape
 
 
 class Moving(Protocol):
-    """In the threads that ask, while the stages are at work."""
+    """Copies rows in and answers out, in the callers' threads, while the stages compute."""
 
     def load(self, pieces: Sequence[Block], shape: int) -> Any:
-        """What the first stage takes: the rows that lie in these blocks, made up to `shape` rows with zeros, in memory
-        that is nobody else's: it may be needed until the last stage.
+        """The first stage's input: the rows of these blocks, padded with zeros to `shape` rows, in memory of its own,
+        as it may be needed until the last stage.
         """
         ...
 
@@ -33,7 +33,7 @@ class Moving(Protocol):
 
 
 class OnCpu:
-    """Rows become features [rows, inputs] at once."""
+    """For the CPU: rows become features [rows, inputs] at once."""
 
     def __init__(self, spec: ModelSpec, dtype: torch.dtype) -> None:
         self._inputs, self._dtype = spec.inputs, dtype
@@ -47,7 +47,9 @@ class OnCpu:
 
 
 class OnCuda:
-    """Rows cross the bus as they came, a byte or a bit each feature, from pinned memory; the first stage casts them."""
+    """For CUDA: rows are copied as they came, a byte or a bit each feature, from pinned memory; the first stage casts
+    them.
+    """
 
     def __init__(self, spec: ModelSpec) -> None:
         self._shape, self._dtype = row_shape(spec), getattr(torch, row_dtype(spec).name)
@@ -56,12 +58,12 @@ class OnCuda:
         return filled(pieces, torch.empty((shape, *self._shape), dtype=self._dtype, pin_memory=True), cast)
 
     def unload(self, answer: Any) -> Any:
-        """The last stage has copied it (`from_cuda`)."""
+        """The last stage has copied the answers (`from_cuda`)."""
         return answer
 
 
 def filled(pieces: Sequence[Block], room: torch.Tensor, fill: Any) -> torch.Tensor:
-    """`room`, with these rows in it and zeros behind them."""
+    """`room`, filled with these rows and then zeros."""
     rows = sum(map(len, pieces))
     fill(pieces, room if rows == len(room) else room[:rows])
     if rows < len(room):
@@ -70,7 +72,7 @@ def filled(pieces: Sequence[Block], room: torch.Tensor, fill: Any) -> torch.Tens
 
 
 class ToCuda:
-    """What the first stage there does first, on its stream: pinned rows as features [rows, inputs]."""
+    """The first CUDA stage's entry: pinned rows → features [rows, inputs], on its stream."""
 
     def __init__(self, spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> None:
         self._device, self._dtype, self._inputs = device, dtype, spec.inputs
@@ -82,7 +84,7 @@ class ToCuda:
 
 
 def from_cuda(answer: Any) -> Any:
-    """What the last stage there does last: float32 tensors in pinned memory, complete once its stream has got there."""
+    """The last CUDA stage's exit: float32 tensors in pinned memory, complete once its stream has reached this point."""
     found = []
     for tensor in tensors_of(answer):
         room = torch.empty(tensor.shape, dtype=torch.float32, pin_memory=True)
@@ -128,7 +130,7 @@ class StagedForward:
                     answers[span] = outcome
                     self.step.made(step if self._fixed_shape else span[1] - span[0])
                 elif is_out_of_memory(outcome):
-                    failed.append((span, outcome.with_traceback(None)))  # its frames hold on to the memory
+                    failed.append((span, outcome.with_traceback(None)))  # its frames hold references to the memory
                 else:
                     raise outcome
             for (start, stop), error in failed[:1]:
@@ -147,7 +149,7 @@ class StagedForward:
         return [(at, min(at + rows, stop)) for at in range(start, stop, rows)]
 
     def _through(self, run: RowBlocks, spans: Sequence[Range], step: int) -> list[Any]:
-        """An answer to each of these ranges of rows, or the exception in its place."""
+        """The answers to each of these ranges of rows, or the exception in place of them."""
         values = self._values(run, spans, step)
         if self._alone:
             outcomes = [outcome for value in values for outcome in self.pipeline.run([value], 1)]
@@ -156,7 +158,7 @@ class StagedForward:
         return [self._answer(outcome, stop - start) for outcome, (start, stop) in zip(outcomes, spans, strict=True)]
 
     def _values(self, run: RowBlocks, spans: Sequence[Range], step: int) -> Iterator[Any]:
-        """What the first stage takes, one by one."""
+        """The first stage's inputs, one by one."""
         for start, stop in spans:
             enter_station("transfer")
             rows = stop - start
@@ -166,7 +168,7 @@ class StagedForward:
             yield value
 
     def _answer(self, outcome: Any, rows: int) -> Any:
-        """An answer to that many rows, without those that they were padded with; an exception as it is."""
+        """The first so many rows of an answer, without padding; an exception is returned as it is."""
         if isinstance(outcome, BaseException):
             return outcome
         answer = self._moving.unload(outcome)
