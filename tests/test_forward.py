@@ -22,7 +22,7 @@ from gpuinfer.models.forward_cpu import CpuForward
 from gpuinfer.models.forward_cuda import bucket_for, buckets_up_to
 from gpuinfer.models.load import build
 from gpuinfer.models.out_of_memory import is_out_of_memory
-from gpuinfer.models.pinned_memory import WORTH_A_COPY, deliver, sources, unstage
+from gpuinfer.models.pinned_memory import deliver, sources, unstage
 from gpuinfer.models.row_blocks import RowBlocks, sound_rows, table_of, unpacked
 
 FEATURES, ACTIONS, SEATS = 40, 12, 3
@@ -371,7 +371,6 @@ def test_a_batch_goes_in_the_least_bucket_that_holds_it(most, data):
 
 
 # What a CUDA device fetches from where it lies, and writes where it belongs
-
 
 
 @given(st.lists(st.tuples(st.integers(1, 9), st.booleans()), min_size=1, max_size=8))

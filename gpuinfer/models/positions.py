@@ -1,6 +1,5 @@
-"""How a game's positions can be turned or mirrored, as its records say it: training learns from them turned, too.
-
-What self-play leaves on disk: a manifest and shards of finished games, each whole or not there at all.
+"""The records of self-play on disk: a manifest and shards of finished games, each complete or absent; the symmetries
+that records declare, which training uses; and positions of several folders, in the order in which they were played.
 
 A shard is an npz file without objects. One row a searched move:
 
@@ -12,14 +11,12 @@ A shard is an npz file without objects. One row a searched move:
 and one row a game: `finished` int64 [games], its number; `returns` float32 [games, seats], by seat; against an opponent
 also `sides` bool [games, seats], true where the run's own model sat. Where players may resign also
 
-    resigned  int8 [games]            the seat that resigned, and so lost, or would have if it were allowed to; -1: none
-    checked   bool [games]            nobody was allowed to: the game was played to its end
+    resigned  int8 [games]            the seat that resigned, or would have if it had been allowed to; -1: none
+    checked   bool [games]            no seat was allowed to resign: the game was played to its end
     lowest    float32 [games, seats]  the least that a position was worth to the seat that moved, by its search, where
                                       no position of the game before it was worth less; inf: nowhere
 
 A game is in exactly one shard, with all its rows; moves without a choice have no row.
-
-Searched positions of several folders of records, in the order in which they were played.
 """
 
 from __future__ import annotations
@@ -46,8 +43,9 @@ from gpuinfer.host.files import RecordFolder, differences
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Symmetries:
-    """Permutations, one of either a symmetry; the identity is none of them. A turned row has `row[features[k]]`, and
-    `policy[actions[k]]` in the place of what it had.
+    """Symmetries of positions, each a permutation of features and one of actions, without the identity.
+
+    The turned row is `row[features[k]]`, its policy `policy[actions[k]]`.
     """
 
     features: NDArray[np.int64]  # [symmetries, features]
@@ -57,14 +55,14 @@ class Symmetries:
         return len(self.actions)
 
     def plain(self) -> dict[str, Any]:
-        """As JSON has it."""
+        """Plain values for JSON."""
         return {"features": self.features.tolist(), "actions": self.actions.tolist()}
 
 
 def checked(pairs: Sequence[Any], features: int, actions: int, who: str) -> Symmetries | None:
-    """Those of `Game.symmetries`, pairs of permutations of features and of actions; None where there are none.
+    """`Game.symmetries` (pairs of permutations of features and of actions) as `Symmetries`; None if there are none.
 
-    Raises `UsageError`, which names `who` declares them, for what is no symmetry of such rows.
+    Raises `UsageError`, naming `who` declares them, for anything that is no symmetry of such rows.
     """
     for number, pair in enumerate(pairs):
         try:
@@ -95,7 +93,7 @@ log = logging.getLogger(__name__)
 
 
 class PositionsFolder(RecordFolder):
-    """The folder that `--out` names. Raises UsageError when it cannot serve."""
+    """The folder that `--out` names. Raises `UsageError` when it cannot be used."""
 
     tells: ClassVar[Sequence[str]] = (SYMMETRIES,)
 
@@ -104,16 +102,15 @@ class PositionsFolder(RecordFolder):
         self._known: dict[str, list[int]] = {}  # the games of shards that have been read
 
     def open(self, settings: Mapping[str, Any], resume: bool) -> set[int]:
-        """Claim the folder for these settings, until `close` or the end of this object; the games that it holds.
-
-        `settings` are those that decide how a game goes. Raises UsageError as `claim` does.
+        """Claim the folder for these settings (those that decide how a game goes) until `close` or the end of this
+        object; returns the games in it. Raises `UsageError` as `claim` does.
         """
         return self.finished() if self.claim(settings, resume) else set()
 
     def close(self, games: int) -> None:
-        """Note in the manifest what there is, and let others in. Raises WorkError when it cannot be written.
+        """Write the manifest and release the folder. Raises `WorkError` when it cannot be written.
 
-        Nobody may be writing any more: what a killed worker left half written goes.
+        All writers must have ended: half-written files of killed workers are removed.
         """
         try:
             self.remove_torn()
@@ -122,12 +119,12 @@ class PositionsFolder(RecordFolder):
             self.release()
 
     def declare(self, symmetries: Symmetries) -> None:
-        """Say how its positions can be turned. Raises WorkError when it cannot be written."""
+        """Declare the positions' symmetries. Raises `WorkError` when they cannot be written."""
         content = json.dumps(symmetries.plain(), separators=(",", ":")).encode()
         self.put(SYMMETRIES, lambda file: file.write(content))
 
     def symmetries(self, features: int, actions: int) -> Symmetries | None:
-        """What it says of that; None where it says nothing. Raises UsageError for what cannot be."""
+        """The declared symmetries; None if there are none. Raises `UsageError` for invalid ones."""
         path = self.path / SYMMETRIES
         try:
             found = json.loads(path.read_bytes())
@@ -139,7 +136,7 @@ class PositionsFolder(RecordFolder):
         return checked(pairs, features, actions, str(path))
 
     def finished(self) -> set[int]:
-        """The numbers of all games in whole shards; a shard that cannot be read is set aside. Each is read once."""
+        """The numbers of all games in intact shards; an unreadable shard is set aside. Each shard is read once."""
         for shard in self.shards():
             try:
                 if shard.name not in self._known:
@@ -150,7 +147,7 @@ class PositionsFolder(RecordFolder):
         return {game for games in self._known.values() for game in games}
 
     def write(self, arrays: Mapping[str, np.ndarray]) -> Path:
-        """Add one shard: on disk, under its final name, when this returns. Raises WorkError when it cannot be."""
+        """Add one shard, which is on disk under its final name when this returns. Raises `WorkError`."""
 
         def save(file: IO[bytes]) -> None:
             np.savez(file, **arrays)  # type: ignore[arg-type]  # its `allow_pickle` comes with NumPy 2.1
@@ -159,7 +156,7 @@ class PositionsFolder(RecordFolder):
 
 
 def shards_of(path: Path) -> list[Path]:
-    """In order. Raises `UsageError` where there are none."""
+    """The shards in order. Raises `UsageError` if there are none."""
     if path.is_file():
         raise UsageError(f"{path} is a file. Give the folder that `gpuinfer selfplay --out` wrote.")
     shards = sorted(PositionsFolder(path).shards())
@@ -171,12 +168,12 @@ def shards_of(path: Path) -> list[Path]:
 
 
 def merge(parts: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
-    """Several collections of finished games as one."""
+    """Merge several collections of finished games."""
     return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
 
 def _finished(shard: Path) -> list[int]:
-    """The games in a shard, all of whose bytes are as they were written. Raises one of UNREADABLE."""
+    """The games in a shard whose checksum holds. Raises one of UNREADABLE."""
     with zipfile.ZipFile(shard) as archive:
         if (damaged := archive.testzip()) is not None:
             raise ValueError(f"{damaged} is damaged")
@@ -185,7 +182,7 @@ def _finished(shard: Path) -> list[int]:
 
 
 def read_shard(shard: Path, names: Iterable[str]) -> dict[str, np.ndarray]:
-    """Some arrays of a shard. Raises one of UNREADABLE."""
+    """Read some arrays of a shard. Raises one of UNREADABLE."""
     with shard.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
         return {name: arrays[name] for name in names}
 
@@ -196,7 +193,7 @@ MEMORY_SHARE = 0.7  # of what is available now
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """What a model of these positions must take and answer."""
+    """The sizes that a model of these positions must have."""
 
     features: int
     dtype: str
@@ -209,19 +206,19 @@ class Sizes:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Positions:
-    """One row a position; see `records` for what is in them."""
+    """Positions, one a row; the module describes the arrays."""
 
     observation: NDArray[Any]  # [rows, features]
     legal: NDArray[np.bool_]  # [rows, actions]
     policy: NDArray[np.float32]  # [rows, actions]
     value: NDArray[np.float32]  # [rows, seats]
-    game: NDArray[np.int64]  # [rows]: each game of each folder has a number of its own
+    game: NDArray[np.int64]  # [rows]: numbers are unique across folders
 
     def __len__(self) -> int:
         return len(self.game)
 
     def digest(self) -> str:
-        """Of all that is in them: another one means other positions."""
+        """A digest of all positions."""
         made = hashlib.blake2b(digest_size=16)
         for one in fields(self):
             made.update(np.ascontiguousarray(getattr(self, one.name)).data)
@@ -233,7 +230,7 @@ KEYS = ("game", "move")
 
 
 def sizes_of(paths: Sequence[Path]) -> Sizes:
-    """Of the first shard of each folder, which must agree. Raises `UsageError`, as `positions_of` does."""
+    """The sizes in each folder's first shard, which must agree. Raises `UsageError`, as `positions_of` does."""
     found = {path: _sizes(next(iter(shards_of(path)))) for path in paths}
     _refuse_games_that_differ(paths)
     (first, sizes), *others = found.items()
@@ -246,17 +243,17 @@ def sizes_of(paths: Sequence[Path]) -> Sizes:
 
 
 def symmetries_of(paths: Sequence[Path]) -> Symmetries | None:
-    """Those of their game, from the newest folder that says some. Raises `UsageError`, as `positions_of` does."""
+    """The game's symmetries, from the newest folder that declares some. Raises `UsageError`, as `positions_of` does."""
     sizes = sizes_of(paths)
     found = (PositionsFolder(path).symmetries(sizes.features, sizes.actions) for path in reversed(paths))
     return next((one for one in found if one is not None), None)
 
 
 def positions_of(paths: Sequence[Path], newest: int | None = None) -> Positions:
-    """All positions of these folders, or so many of the newest: of later folders, later games, later moves.
+    """All positions of these folders, or the newest so many: later folders, later games, later moves.
 
-    Raises `UsageError` for folders without records, shards that cannot be read or do not fit, and for more positions
-    than there is memory for.
+    Raises `UsageError` for folders without records, unreadable shards, shards that do not match, and for more positions
+    than memory holds.
     """
     sizes = sizes_of(paths)
     shards = [(number, shard) for number, path in enumerate(paths) for shard in shards_of(path)]
@@ -331,7 +328,7 @@ def _refuse_games_that_differ(paths: Sequence[Path]) -> None:
 
 
 def _games(paths: Sequence[Path]) -> Iterator[tuple[Path, Mapping[str, Any]]]:
-    """The folders that say which game they hold, and what they say."""
+    """The folders that name their game, and the game."""
     for path in paths:
         try:
             manifest = PositionsFolder(path).manifest()

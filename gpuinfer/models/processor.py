@@ -1,8 +1,7 @@
-"""Which narrow number formats the processor multiplies by itself. Those that it does not are computed in a detour.
+"""The narrow number formats that the processor multiplies in hardware; others are computed in a detour.
 
-A model of rows is computed in the format of its weights, unless the processor crawls in it. That is asked of what the
-system says of the processor, never of a stopwatch: the answer, and so a run's numbers, do not depend on what else the
-machine is doing.
+A model of rows computes in the format of its weights, unless the processor is slow in it. The decision rests on what
+the system reports of the processor, never on a measurement: it, and so a run's numbers, do not depend on other load.
 """
 
 from __future__ import annotations
@@ -18,15 +17,15 @@ from gpuinfer.errors import UsageError
 from gpuinfer.host import machine
 
 CPUINFO = Path("/proc/cpuinfo")
-FLAG_LINES = ("flags", "Features")  # x86's name for it, then Arm's
+FLAG_LINES = ("flags", "Features")  # on x86, on Arm
 SERVED_BY_MKL = "GenuineIntel"  # the maker whose instructions for bfloat16 MKL uses
 
-# Any one of these flags will do: x86's words, then Arm's.
+# One of these flags suffices: x86's, then Arm's.
 BFLOAT16 = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
 FLOAT16 = frozenset({"avx512_fp16", "amx_fp16", "asimdhp"})
 
-# The libraries below us can be told to leave instructions unused, so that one processor stands in for an older one.
-# Settings under which no products of bfloat16 are left, and those under which none of float16 are either.
+# Libraries can be set to leave instructions unused, so that one processor emulates an older one.
+# Settings without products of bfloat16, and settings without products of float16 either.
 WITHOUT_BFLOAT16: Mapping[str, frozenset[str]] = {
     "ATEN_CPU_CAPABILITY": frozenset({"default", "avx2"}),
     "ONEDNN_MAX_CPU_ISA": frozenset(
@@ -42,17 +41,17 @@ WITHOUT_FLOAT16: Mapping[str, frozenset[str]] = {
 
 
 def has_bfloat16(cpuinfo: Path = CPUINFO, environment: Mapping[str, str] | None = None) -> bool:
-    """Whether products of bfloat16 are one instruction here; no where the system does not tell."""
+    """Whether products of bfloat16 are one instruction here; false if unknown."""
     return bool(BFLOAT16 & flags(cpuinfo)) and not _emulated(WITHOUT_BFLOAT16, environment)
 
 
 def excludes_bfloat16() -> bool:
-    """Whether a library has been set to compute as a processor without products of bfloat16 would."""
+    """Whether a library is set to compute as a processor without products of bfloat16."""
     return _emulated(WITHOUT_BFLOAT16, None)
 
 
 def has_float16(cpuinfo: Path = CPUINFO, environment: Mapping[str, str] | None = None) -> bool:
-    """Whether products of float16 are one instruction here; no where the system does not tell."""
+    """Whether products of float16 are one instruction here; false if unknown."""
     return bool(FLOAT16 & flags(cpuinfo)) and not _emulated(WITHOUT_FLOAT16, environment)
 
 
@@ -65,7 +64,7 @@ def has_bfloat16_in_mkl(cpuinfo: Path = CPUINFO, environment: Mapping[str, str] 
 
 
 def cpu_name(cpuinfo: Path = CPUINFO) -> str:
-    """What the maker calls it, or what the system calls its kind."""
+    """The processor's product name, or the system's name for its kind."""
     try:
         lines = cpuinfo.read_text(errors="replace").splitlines()
     except OSError:
@@ -76,7 +75,7 @@ def cpu_name(cpuinfo: Path = CPUINFO) -> str:
 
 
 def flags(cpuinfo: Path = CPUINFO) -> frozenset[str]:
-    """What every core has: on a processor with cores of two kinds, what both kinds have. Empty where nobody tells."""
+    """The flags that every core has, on processors with cores of two kinds too. Empty if unknown."""
     try:
         lines = cpuinfo.read_text(errors="replace").splitlines()
     except OSError:
@@ -87,7 +86,7 @@ def flags(cpuinfo: Path = CPUINFO) -> frozenset[str]:
 
 
 def _emulated(without: Mapping[str, frozenset[str]], environment: Mapping[str, str] | None) -> bool:
-    """Whether a library has been told to compute as an older processor would, one of those without."""
+    """Whether a library is set to compute as an older processor, one of those without."""
     given = os.environ if environment is None else environment
     return any(given.get(name, "").lower() in values for name, values in without.items())
 
@@ -110,7 +109,7 @@ def computed_in(dtype: str, compute: str, on_cpu: bool) -> str:
 
 
 def notices(setup: Setup, compute: str) -> tuple[str, ...]:
-    """What the user should know before the run of a model of rows. Asks no device, so that it costs nothing."""
+    """Notices before the run of a model of rows. Asks no device."""
     if setup.model is None or machine.wants_cuda(setup.devices) or compute != "auto":
         return ()
     if (computed := computed_in(setup.dtype, compute, on_cpu=True)) == setup.dtype:
@@ -122,9 +121,7 @@ def notices(setup: Setup, compute: str) -> tuple[str, ...]:
 
 
 def training_notices(setup: Setup, compute: str) -> tuple[str, ...]:
-    """The same of a model in training, whose weights are float32 whatever it computes in. Raises `UsageError` for
-    float16.
-    """
+    """Notices before a training, whose weights are float32 in any case. Raises `UsageError` for float16."""
     refuse_float16_gradients(setup)
     if machine.wants_cuda(setup.devices) or computed_in(setup.dtype, compute, on_cpu=True) == setup.dtype:
         return ()
@@ -135,7 +132,7 @@ def training_notices(setup: Setup, compute: str) -> tuple[str, ...]:
 
 
 def refuse_float16_gradients(setup: Setup) -> None:
-    """Raises `UsageError`: they are smaller than its smallest numbers."""
+    """Raises `UsageError` for float16, in which gradients underflow."""
     if setup.dtype == "float16":
         raise UsageError(
             "gradients vanish in float16. Use --dtype bfloat16, which has the range of float32, or float32."

@@ -1,14 +1,11 @@
-"""The bare model, measured: the best rows per second that this machine gets out of it with nothing else running.
+"""Measures the bare model: the most rows per second that this machine computes with nothing else running.
 
-No engine, no queue, no copies: inputs already lie there in the run's dtype. Whatever a run reaches is compared with it.
+No engine, no queue, no copies: inputs lie ready in the run's dtype. A run's rate is compared with this one. The rate
+comes from many short looks, so that neither other programs nor a machine that stalls lower it.
 
-How fast a bare module runs on a CUDA device.
-
-How fast something runs, from many short looks at it: neither a neighbour nor a machine that stalls can lower it.
-
-What other programs take of the cores is known to the system and left out. What the machine below takes is not; but it
-only ever takes time away, so that the highest looks are the least disturbed. A single one may owe its height to how
-the clock fell, which is why several must have come as high.
+The time that other programs take of the cores is known to the system and left out. The time that a hypervisor takes is
+not; it only ever lowers a rate, so that the highest looks are the least disturbed. A single look may be high by the
+clock's rounding, which is why several must be as high.
 """
 
 from __future__ import annotations
@@ -33,16 +30,16 @@ from gpuinfer.models.load import build
 from gpuinfer.models.out_of_memory import is_out_of_memory, keep_freed_memory
 from gpuinfer.models.processor import computed_in
 
-LOOK_S = 0.1  # long enough for some forwards of most models, short enough to fall between two stalls
+LOOK_S = 0.1  # contains some forwards of most models, and fits between two stalls
 MARK_S = 0.02  # between two marks: one costs as much as some hundred rows of a small model
 PASSES = 2  # of each thread in one look, at least
-REPEATED = 3  # looks that have come as high, where there are enough of them
+REPEATED = 3  # looks that must be as high, if there are enough
 STANDING, STANDS = 8, 0.99  # looks after which it may be enough, if the third highest is so near to the highest
 SERVED = 0.5  # of a look that each thread must have had a core for: with less of it too little is left to go by
 
 
 class LookMark(NamedTuple):
-    """How far a thread was at one moment."""
+    """A thread's progress at one moment."""
 
     at: float
     waited: float  # seconds for a core, so far
@@ -50,7 +47,7 @@ class LookMark(NamedTuple):
 
 
 def marked(once: Callable[[], object], seconds: float) -> list[LookMark]:
-    """Do something again and again for so many seconds, once at least, and mark how far it has come."""
+    """Call `once` repeatedly for so many seconds, at least once, and mark the progress."""
     marks = [LookMark(time.perf_counter(), machine.thread_waited_s(), 0)]
     passes, ends = 0, marks[0].at + seconds
     while passes == 0 or marks[-1].at < ends:
@@ -63,9 +60,9 @@ def marked(once: Callable[[], object], seconds: float) -> list[LookMark]:
 
 
 def looks(threads: Sequence[Sequence[LookMark]], look_s: float = LOOK_S) -> list[float]:
-    """Passes per second of all threads together, in one stretch after another of the time in which all of them ran.
+    """Passes per second of all threads together, in consecutive stretches of the time in which all of them ran.
 
-    Threads are not looked at one by one: while one stands still the others may have its share of the machine.
+    Threads are not looked at one by one: while one stands still, others may have its share of the machine.
     """
     start, stop = max(marks[0].at for marks in threads), min(marks[-1].at for marks in threads)
     if stop <= start:  # they took turns: what each did in its own time is all that is known
@@ -80,23 +77,23 @@ def looks(threads: Sequence[Sequence[LookMark]], look_s: float = LOOK_S) -> list
 
 
 def sustained(rates: Sequence[float]) -> float:
-    """What several looks have reached: the third highest of eight or more, the second of four, else the highest."""
+    """The rate that several looks reached: the third highest of eight or more, the second of four, else the highest."""
     highest_first = sorted(rates, reverse=True)
     return highest_first[min(REPEATED - 1, len(highest_first) // 4)]
 
 
 def stands(rates: Sequence[float]) -> bool:
-    """Whether so many looks have come as near to the highest that more of them would hardly raise what is sustained."""
+    """Whether enough looks are so near to the highest that more of them would hardly raise `sustained`."""
     return len(rates) >= STANDING and STANDS * max(rates) <= sorted(rates)[-REPEATED]
 
 
 def _had(marks: Sequence[LookMark]) -> float:
-    """Seconds that a thread had a core, or wanted none."""
+    """Seconds in which a thread did not wait for a core."""
     return marks[-1].at - marks[0].at - (marks[-1].waited - marks[0].waited)
 
 
 def _rate(threads: Sequence[Sequence[LookMark]], starts: Sequence[float], stops: Sequence[float]) -> float:
-    """Of all threads together, each between two moments of its own, had none of them waited for a core."""
+    """The rate of all threads together, each between its own two moments, without waiting for cores."""
     total = 0.0
     for marks, start, stop in zip(threads, starts, stops, strict=True):
         passes, waited = _between(marks, start, stop)
@@ -105,7 +102,7 @@ def _rate(threads: Sequence[Sequence[LookMark]], starts: Sequence[float], stops:
 
 
 def _served(threads: Sequence[Sequence[LookMark]], start: float, stop: float) -> float:
-    """The share of this stretch in which the thread that waited most did not wait."""
+    """The share of this stretch in which the thread that waited most had a core."""
     return 1 - max(_between(marks, start, stop)[1] for marks in threads) / (stop - start)
 
 
@@ -122,9 +119,7 @@ MOST_LOOKS = 100
 
 
 def cuda_looks(module: nn.Module, inputs: Tensor, streams: int, seconds: float) -> list[float]:
-    """Rows per second of `streams` streams together, each replaying a CUDA graph of one forward over `inputs`, in each
-    look.
-    """
+    """Rows per second, in each look, of `streams` streams that replay a CUDA graph of one forward over `inputs`."""
     with torch.inference_mode(), torch.cuda.device(inputs.device):
         launches = [launcher(module, inputs.clone()) for _ in range(streams)]
         once = min(timed(launches, 1) for _ in range(3))
@@ -145,7 +140,9 @@ def timed(launches: Sequence[Callable[[], None]], rounds: int) -> float:
 
 
 def launcher(module: nn.Module, inputs: Tensor) -> Callable[[], None]:
-    """Queues one forward on a stream of its own; by itself, kernel by kernel, when it cannot be captured."""
+    """A function that queues one forward on a stream of its own, as a graph or, if it cannot be captured, kernel by
+    kernel.
+    """
     stream = new_stream()
     wait_for_device()
 
@@ -182,7 +179,7 @@ THREADS_TOGETHER_S = 60.0  # for all forwards to have warmed up
 
 @dataclass(frozen=True)
 class Arrangement:
-    """How the device is shared: `forwards` at once, each with `threads` threads (CPU) or a stream of its own (CUDA)."""
+    """How a device is used: `forwards` at once, each with `threads` threads (CPU) or a stream (CUDA)."""
 
     forwards: int
     threads: int = 0
@@ -221,15 +218,14 @@ def measure(
     compute: str = "auto",
     only: Roofline | None = None,
 ) -> Roofline:
-    """The best rows per second over batch sizes and over threads × concurrent forwards; takes about `budget_s`. `only`
-    asks for no more than the batch size and arrangement of an earlier measurement; they are looked for all the same
-    where no search would try them.
+    """The most rows per second over batch sizes and over threads × concurrent forwards; takes about `budget_s`.
 
-    Of several CUDA devices each is measured, one after another, and their rates are added up: as if none hindered the
-    others. Stand-ins on the CPU have its cores together, and are measured as the one CPU that they are.
+    `only` measures just the batch size and arrangement of an earlier measurement, if a search would try them. Several
+    CUDA devices are measured in turn and their rates added up, as if none slowed the others. Stand-ins on the CPU are
+    measured as the one CPU that they are.
 
-    It sets torch's thread count and the allocator for the whole process: `roofline.Measurer` gives it its own.
-    Raises `UsageError` when the model cannot be built.
+    Sets torch's thread count and the allocator for the whole process, so `RooflineProcess` runs it in its own. Raises
+    `UsageError` when the model cannot be built.
     """
     keep_freed_memory()
     places = resolve_devices(devices)
@@ -243,13 +239,13 @@ def measure(
 
 
 def added(found: Sequence[Roofline]) -> Roofline:
-    """Of several devices together; `at_rows` is the largest of the batches at which each is at its best."""
+    """The rooflines of several devices as one; `at_rows` is the largest of their best batches."""
     arrangements = BETWEEN_DEVICES.join(one.arrangement for one in found)
     return Roofline(sum(one.rows_per_s for one in found), max(one.at_rows for one in found), arrangements)
 
 
 def of_one(only: Roofline | None, count: int) -> Sequence[Roofline | None]:
-    """What `added` made of so many, for each of them."""
+    """The inverse of `added`: one roofline for each device."""
     if only is None:
         return [None] * count
     return [replace(only, arrangement=arrangement) for arrangement in only.arrangement.split(BETWEEN_DEVICES)]
@@ -266,7 +262,7 @@ def measured_on(
     compute: str,
     only: Roofline | None,
 ) -> Roofline:
-    """The best of one device."""
+    """The roofline of one device."""
     computed = resolve_dtype(computed_in(dtype, compute, place.type == "cpu"))
     module = build(spec, device=place, dtype=resolve_dtype(dtype), seed=seed, compute=computed)
     inputs = torch.ones(max(CUDA_SIZES if place.type == "cuda" else CPU_SIZES), spec.inputs, dtype=computed)
@@ -303,10 +299,10 @@ def cpu_arrangements(cores: int, single_threaded: bool) -> list[Arrangement]:
 
 
 def search(look: Look, arrangements: Sequence[Arrangement], sizes: Sequence[int], budget_s: float) -> Timed:
-    """Each arrangement briefly at growing sizes until nothing is gained, then the best two for longer, in turn, until
-    what each has sustained stands.
+    """Try each arrangement briefly at growing batch sizes until nothing is gained, then the best two for longer, in
+    turn, until their rates are settled.
 
-    The rate is the best one sustained; the batch is the smallest that comes as near to it as noise lets one tell.
+    Returns the best rate, with the smallest batch that comes as near to it as noise allows to tell.
     """
     coarse_s = COARSE_SHARE * budget_s / (len(arrangements) * len(sizes))
     found = [c for arrangement in arrangements for c in climb(look, arrangement, sizes, coarse_s)]
@@ -353,7 +349,7 @@ def cpu_looks(module: nn.Module, inputs: torch.Tensor, arrangement: Arrangement,
         try:
             return repeat(module, inputs.clone(), together, seconds)
         except BaseException:
-            together.abort()  # nobody waits for one that will not come
+            together.abort()  # the others must not wait for a forward that failed
             raise
 
     with ThreadPoolExecutor(arrangement.forwards) as pool:

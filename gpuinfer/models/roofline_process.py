@@ -1,6 +1,8 @@
-"""The roofline in a process of its own, so that the caller neither imports torch nor is disturbed, and the memory of
-earlier searches. With which batch size and arrangement the bare model was at its best is kept in the user's cache:
-to find that out takes seconds, and it is the same from run to run. How fast that is, is measured anew each time.
+"""Measures the roofline in a process of its own, so that the caller neither imports torch nor is disturbed, and
+remembers searches.
+
+The best batch size and arrangement are kept in the user's cache, since the search takes seconds and its result is the
+same from run to run. The rate itself is measured anew each time.
 """
 
 from __future__ import annotations
@@ -27,20 +29,19 @@ from gpuinfer.host import children, error_text, files, machine, process_memory
 from gpuinfer.host.child import Channel, ChannelClosed, Child, how_it_ended
 from gpuinfer.models import processor
 
-LONGEST_S = 180.0  # a child that has not answered by then never will
-LOOK_S = 0.1  # between two looks at whether it is still wanted
-GONE_S = 5.0  # for the system to take a killed process away
-IDLE_S = 30.0  # nobody has asked it for so long: a new one costs less than the memory of this one
+LONGEST_S = 180.0  # timeout for an answer
+LOOK_S = 0.1  # between two checks of `stopped`
+GONE_S = 5.0  # for a killed process to disappear
+IDLE_S = 30.0  # without a request it ends: starting another costs less than its memory
 CURE = "Leave the roofline out with --no-roofline, or try a smaller model."
 INSIDE = "gpuinfer.models.roofline_measurement"  # what measures, loaded in the child alone: it imports torch
 
 
 class RooflineProcess:
-    """A process that measures the bare model (`bare.measure`), as often as it is asked to, and ends with its parent.
+    """A process that measures the bare model (`roofline_measurement.measure`) on request, and ends with its parent.
 
-    It loads torch from its start on, and builds the model for each measurement alone: in between it holds none. It ends
-    by itself when nobody asks, and after each measurement on CUDA, where it would keep memory; the next one starts
-    another.
+    It loads torch at its start and holds a model only while measuring. It ends by itself when no request comes, and
+    after each measurement on CUDA, where it would keep memory; the next request starts another.
     """
 
     def __init__(
@@ -68,7 +69,9 @@ class RooflineProcess:
         self.peak_mb = 0.0  # MiB that the process had taken when it last answered
 
     def start(self) -> Child:
-        """Let it load torch, unless it has begun to. Raises `BackendError` where there is no room for a process."""
+        """Start the process, which loads torch, unless it runs. Raises `BackendError` where there is no room for a
+        process.
+        """
         if self._child is not None:
             return self._child
         try:
@@ -86,8 +89,8 @@ class RooflineProcess:
         timeout_s: float = LONGEST_S,
         stopped: Callable[[], bool] = lambda: False,
     ) -> Roofline:
-        """Blocks for about `budget_s`, at most `timeout_s`, and ends the process as soon as `stopped` says so. `only`:
-        see `bare.measure`.
+        """Measure, blocking for about `budget_s`, at most `timeout_s`, and ending the process when `stopped` returns
+        true. `only`: see `roofline_measurement.measure`.
 
         Raises `UsageError` when the model cannot be built, `BackendError` when the process dies, takes too long or is
         stopped.
@@ -107,7 +110,7 @@ class RooflineProcess:
     def _asked(
         self, question: Mapping[str, Any], timeout_s: float, stopped: Callable[[], bool]
     ) -> dict[str, Any] | None:
-        """Its answer; None when it has ended by itself, so that another is to be asked."""
+        """The child's answer; None if the child had ended by itself, so that another must be started."""
         child = self.start()
         try:
             self._channel.send(question)
@@ -122,7 +125,7 @@ class RooflineProcess:
             ) from None
 
     def close(self) -> None:
-        """End the process, and with it what is being measured, which raises `BackendError`. It may be started again."""
+        """End the process and any measurement, which raises `BackendError`. It may be started again."""
         child, self._child = self._child, None
         if child is not None:
             child.kill(GONE_S)  # first, so that a thread that waits for an answer meanwhile hears the end
@@ -148,10 +151,10 @@ def unpacked(message: dict[str, Any]) -> Roofline:
 
 
 def answer_measurements(end: socket.socket, spec: ModelSpec, arguments: dict[str, Any]) -> None:
-    """The child: to each question one message, the roofline or what went wrong."""
+    """The child's main function: one message for each request, the roofline or an error."""
     children.set_up_child()
     channel = Channel(end)
-    with contextlib.suppress(Exception):  # which is told to the first who asks
+    with contextlib.suppress(Exception):  # reported to the first request
         importlib.import_module(INSIDE)
     on_cuda = machine.wants_cuda(arguments["devices"])
     with contextlib.suppress(ChannelClosed):  # the run has ended
@@ -181,8 +184,8 @@ def measurement_outcome(spec: ModelSpec, arguments: dict[str, Any]) -> dict[str,
     return {"rows_per_s": found.rows_per_s, "at_rows": found.at_rows, "arrangement": found.arrangement}
 
 
-KEPT_S = 7 * 24 * 3600.0  # then it is looked for again: kernels and microcode change unseen
-AHEAD_S = 60.0  # by which the clock of a file system may be ahead of ours
+KEPT_S = 7 * 24 * 3600.0  # then searched again: kernels and microcode change
+AHEAD_S = 60.0  # that a file system's clock may be ahead
 MOST_BYTES = 4096
 RATES = ("flops_per_s", "prompt_flops_per_s", "bytes_per_s", "own_flops_per_s")  # of `TextRoofline`
 FAR = 1.5  # a rate that is higher or lower by this factor is not of the same machine, or not of the same model
@@ -190,26 +193,26 @@ FAR = 1.5  # a rate that is higher or lower by this factor is not of the same ma
 
 @dataclass(frozen=True, slots=True)
 class KeptSearch:
-    """What a search came to."""
+    """The result of a search."""
 
     at_rows: int
     arrangement: str
-    rows_per_s: float  # at that time: to see whether all is still as it was, and never told as a run's
-    peak_mb: float  # MiB that the process took which measured it
+    rows_per_s: float  # at that time, to notice changes; never reported
+    peak_mb: float  # MiB of the measuring process
 
     @property
     def roofline(self) -> Roofline:
         return Roofline(self.rows_per_s, self.at_rows, self.arrangement)
 
     def agrees(self, measured: Roofline) -> bool:
-        """Whether a new measurement is of the same arrangement, and about as fast."""
+        """Whether a new measurement has the same arrangement, and about the same rate."""
         same = (measured.at_rows, measured.arrangement) == (self.at_rows, self.arrangement)
         return same and self.rows_per_s / FAR <= measured.rows_per_s <= self.rows_per_s * FAR
 
 
 def kept_path(spec: ModelSpec, *, dtype: str, compute: str, cores: int, deterministic: bool) -> Path | None:
-    """The file for a model on this machine's processor, named by all that decides what is best; None where none can be
-    kept. Asks no device, and imports no torch.
+    """The cache file for a model on this processor, named by all that decides the result; None without a usable cache.
+    Asks no device and imports no torch.
     """
     told = {
         "spec": asdict(spec),
@@ -229,7 +232,7 @@ def kept_path(spec: ModelSpec, *, dtype: str, compute: str, cores: int, determin
 
 
 def recall(place: Path | None) -> KeptSearch | None:
-    """What is kept there; None where that is nothing, too old, or not as `remember` writes it."""
+    """The kept search; None if there is none, or it is too old or damaged."""
     return _read(_kept(place))
 
 
@@ -244,7 +247,7 @@ def _kept(place: Path | None) -> Any:
 
 
 def remember(place: Path | None, found: KeptSearch) -> None:
-    """Keep it there, and nothing else that is too old. What cannot be kept is looked for again by the next run."""
+    """Keep a search and delete old ones. If it cannot be written, the next run searches again."""
     _keep(place, asdict(found))
 
 
@@ -260,7 +263,7 @@ def _keep(place: Path | None, told: Mapping[str, Any]) -> None:
 
 
 def recall_text(place: Path | None) -> TextRoofline | None:
-    """The same of a model of text: what an earlier run has measured, marked so."""
+    """The kept roofline of a text model, marked as remembered; None as in `recall`."""
     told = _kept(place)
     if not isinstance(told, Mapping):
         return None
@@ -274,7 +277,7 @@ def recall_text(place: Path | None) -> TextRoofline | None:
 
 
 def remember_text(place: Path | None, found: TextRoofline) -> None:
-    """Keep it there, as `remember` does."""
+    """Keep the roofline of a text model, as `remember` does."""
     _keep(place, asdict(found))
 
 

@@ -1,8 +1,7 @@
 """Blocks of rows on their way in and out: read as if they lay end to end, answered block by block.
 
-What a module may answer: one tensor, or a tuple, list or dict of tensors, all of the same rows.
-
-Rows that arrive as bits, eight features in a byte, unpacked to zeros and ones of the run's dtype.
+A module may answer with one tensor, or a tuple, list or dict of tensors, all with the same rows. Rows that arrive as
+bits, eight features in a byte, are unpacked to zeros and ones of the run's dtype.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from gpuinfer.models.row_format import AnswerLayout
 
 
 def tensors_of(answer: Any) -> list[Tensor]:
-    """The tensors of an answer, in order. Raises `TypeError` for anything else that lies in it."""
+    """The tensors of an answer, in order. Raises `TypeError` for anything else in it."""
     parts = list(answer.values()) if isinstance(answer, Mapping) else answer
     parts = list(parts) if isinstance(parts, tuple | list) else [parts]
     for part in parts:
@@ -32,7 +31,7 @@ def tensors_of(answer: Any) -> list[Tensor]:
 
 
 def layout_of(answer: Any) -> AnswerLayout:
-    """How an answer is arranged, and the shape of one row of each tensor. Raises `TypeError` for another answer."""
+    """The kind of an answer, and the shape of one row of each tensor. Raises `TypeError` for anything else."""
     shapes = tuple(tuple(tensor.shape[1:]) for tensor in tensors_of(answer))
     if isinstance(answer, Mapping):
         if odd := [key for key in answer if not isinstance(key, str)]:
@@ -55,7 +54,7 @@ Block = NDArray[Any]
 
 
 class RowBlocks:
-    """Several blocks of the same width and dtype, as one long run of rows."""
+    """Several blocks of the same width and dtype as one sequence of rows."""
 
     def __init__(self, blocks: Sequence[Block]) -> None:
         self.blocks = blocks
@@ -80,7 +79,7 @@ class RowBlocks:
 
 
 def cast(pieces: Sequence[Block], target: Tensor) -> None:
-    """Copy rows into a tensor of exactly as many, in its dtype: each once, unless they are too few for that to pay."""
+    """Copy rows into a tensor of as many rows, casting; few rows are joined first."""
     if len(target) >= WORTH_A_CALL * len(pieces):
         at = 0
         for piece in pieces:
@@ -93,19 +92,19 @@ def cast(pieces: Sequence[Block], target: Tensor) -> None:
 
 
 def in_one(pieces: Sequence[Block]) -> Block:
-    """Rows that lie apart, together: NumPy joins dozens of small arrays in the time that torch takes for two."""
+    """Join small arrays of rows: NumPy joins dozens in the time that torch takes for two."""
     return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
 
 def as_tensor(block: Block) -> Tensor:
-    """A view where torch can have one: it wants neither read-only arrays nor negative strides."""
+    """A tensor on the array's memory where possible: torch takes neither read-only arrays nor negative strides."""
     usable = block.flags.c_contiguous and block.flags.writeable
     return torch.from_numpy(block if usable else np.array(block, order="C"))
 
 
 def sound_rows(parts: Sequence[Tensor], rows: int) -> Tensor:
-    """For each row whether its answers hold neither NaN nor +inf, bool [rows], computed where `parts` are: what
-    `answering.find_fault` looks for. -inf is allowed.
+    """For each row whether its answers hold neither NaN nor +inf: bool [rows], computed on the device of `parts`, as
+    `find_fault` checks on the host. -inf is allowed.
     """
     most: Tensor | None = None
     for part in parts:
@@ -123,7 +122,7 @@ def taken(answers: Any, rows: int, inputs: Tensor) -> Any:
 
 
 def own(tensor: Tensor, inputs: Tensor) -> Tensor:
-    """`tensor`, copied if the module handed its inputs back: the next chunk overwrites them."""
+    """`tensor`, copied if it shares memory with the inputs, which the next chunk overwrites."""
     shared = tensor.untyped_storage().data_ptr() == inputs.untyped_storage().data_ptr()
     return tensor.clone() if shared else tensor
 
@@ -136,13 +135,13 @@ def joined(chunks: Sequence[Any]) -> Any:
 
 
 def table_of(dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
-    """The eight features that each byte stands for, [256, 8] in `dtype`."""
+    """The eight features of each byte: [256, 8] in `dtype`."""
     every_byte = np.arange(256, dtype=np.uint8)[:, None]
     return torch.from_numpy(np.unpackbits(every_byte, axis=1, bitorder="little")).to(device, dtype)
 
 
 class BitCast:
-    """Unpacks on the CPU in one pass, as `staging.cast` casts. Threads may share one."""
+    """Unpacks bits on the CPU while casting. Threads may share one."""
 
     def __init__(self, features: int, dtype: torch.dtype) -> None:
         self.features, self.dtype = features, dtype

@@ -1,8 +1,9 @@
-"""How rows, answers, training batches and gradients look to both ends of a line, without torch: layouts in memory, and
-safetensors bodies of requests. A body holds 8 bytes with the length of the header (little-endian), the header
-(JSON), and the tensors' bytes one behind the other (https://github.com/huggingface/safetensors, "Format"); it is
-read in place, and every number of the header is checked. A block of rows is one tensor, `rows`; an answer is as many
-tensors as the model gives.
+"""Formats of rows, answers, training batches and gradients for clients and servers, without torch: layouts in memory,
+and safetensors bodies of requests.
+
+A body holds 8 bytes with the length of the header (little-endian), the header (JSON), and the tensors' bytes one behind
+the other (https://github.com/huggingface/safetensors, "Format"); it is read in place, and every number of the header is
+checked. A block of rows is one tensor, `rows`; an answer is as many tensors as the model gives.
 """
 
 from __future__ import annotations
@@ -33,14 +34,14 @@ KINDS = ("tensor", "tuple", "dict")
 
 
 def row_dtype(spec: ModelSpec) -> np.dtype[Any]:
-    """Of the array in which the rows travel. Raises `UnknownName` for an input dtype that nobody serves."""
+    """The dtype of the array in which rows travel. Raises `UnknownName` for an unknown input dtype."""
     if spec.input_dtype not in ROW_DTYPES:
         raise UnknownName("input dtype", spec.input_dtype, INPUT_DTYPES, label="Choices")
     return ROW_DTYPES[spec.input_dtype]
 
 
 def row_shape(spec: ModelSpec) -> tuple[int, ...]:
-    """Of one row in that array: a payload is [rows, *row_shape(spec)]."""
+    """The shape of one row in that array: a payload is [rows, *row_shape(spec)]."""
     return (packed_width(spec.inputs) if spec.input_dtype == BITS else spec.inputs,)
 
 
@@ -50,12 +51,12 @@ def packed_width(features: int) -> int:
 
 
 def called(spec: ModelSpec) -> str:
-    """What people know a network by that may have others beside it: its name, and where its weights are from."""
+    """A network's name in messages where there may be several: its name, and its weights' file."""
     return spec.name if spec.weights is None else f"{spec.name} ({Path(spec.weights).name})"
 
 
 def misfit(payload: Any, rows: int, spec: ModelSpec) -> BackendError | None:
-    """The error, unless `payload` is an array of the rows, features and dtype that were agreed."""
+    """An error unless `payload` is an array with the agreed rows, features and dtype."""
     wanted: tuple[int | str, ...] = (rows, *row_shape(spec))
     is_array = isinstance(payload, np.ndarray)
     if is_array and payload.shape == wanted and payload.dtype == row_dtype(spec) and rows > 0:
@@ -74,7 +75,7 @@ def misfit(payload: Any, rows: int, spec: ModelSpec) -> BackendError | None:
 
 
 def _cure(payload: Any, spec: ModelSpec) -> str:
-    """What makes rows of a payload that is none."""
+    """The cure: how to make rows of such a payload."""
     wanted = row_dtype(spec)
     if hasattr(payload, "numpy"):
         return "Send rows.numpy()."
@@ -93,7 +94,7 @@ def _cure(payload: Any, spec: ModelSpec) -> str:
 
 @dataclass(frozen=True, slots=True)
 class AnswerLayout:
-    """What a model answers to a block of rows: float32 arrays [rows, *shape], alone, in a tuple or in a dict."""
+    """The layout of answers to a block: float32 arrays [rows, *shape], alone, in a tuple or in a dict."""
 
     kind: str  # one of KINDS
     shapes: tuple[tuple[int, ...], ...]  # of one row, for each array in order
@@ -104,7 +105,7 @@ class AnswerLayout:
         return f"{self.kind} {', '.join(self.names)}{' of ' if self.names else ''}{shapes}"
 
     def arrange(self, arrays: Sequence[NDArray[np.float32]]) -> Result:
-        """The arrays, one for each shape and in that order, as the model would have answered them."""
+        """Arrange arrays, one for each shape in order, as the model answers."""
         if self.kind == "dict":
             return dict(zip(self.names, arrays, strict=True))
         return tuple(arrays) if self.kind == "tuple" else arrays[0]
@@ -161,7 +162,7 @@ _LENGTH = struct.Struct("<Q")
 
 
 class NotTensors(ValueError):
-    """Bytes that are no safetensors, or not such as are read here. The message says why."""
+    """Bytes that are no safetensors, or of a kind that is not read here. The message says why."""
 
 
 class _Tensor(Struct, forbid_unknown_fields=True):
@@ -205,7 +206,7 @@ def from_body(body: bytes) -> tuple[dict[str, NDArray[Any]], dict[str, str]]:
 
 
 def _refuse_gaps(offsets: Sequence[tuple[int, int]], size: int) -> None:
-    """They must follow one another and fill the body: nothing is read twice, and nothing is hidden."""
+    """Tensors must follow one another and fill the body: nothing is read twice, and nothing is hidden."""
     at = 0
     for begin, end in sorted(offsets):
         if begin != at or end < begin:
@@ -251,8 +252,9 @@ def rows_to_body(rows: NDArray[Any]) -> bytes:
 
 
 def rows_from_body(body: bytes) -> NDArray[Any]:
-    """The block: the one tensor, whatever its name, a view of `body`. Its shape and dtype are for the model to check
-    (`layouts.misfit`). Raises `NotTensors`."""
+    """The block of a body: its one tensor, whatever its name, as a view of `body`. Its shape and dtype are for the
+    model to check (`misfit`). Raises `NotTensors`.
+    """
     tensors, _ = from_body(body)
     if len(tensors) != 1:
         raise NotTensors(f"{len(tensors)} tensors where one is wanted, with a row of the model in each of its rows.")
@@ -263,7 +265,7 @@ def rows_from_body(body: bytes) -> NDArray[Any]:
 
 
 def answer_to_body(answer: Result) -> bytes:
-    """What a model answered: an array, or a tuple, list or dict of arrays. Raises `NotTensors` for anything else."""
+    """An answer as a body: an array, or a tuple, list or dict of arrays. Raises `NotTensors` for anything else."""
     kind = "dict" if isinstance(answer, Mapping) else "tuple" if isinstance(answer, Sequence) else "tensor"
     parts = answer if kind == "dict" else dict(enumerate(answer if kind == "tuple" else [answer]))
     if not all(isinstance(part, np.ndarray) for part in parts.values()):
@@ -272,7 +274,7 @@ def answer_to_body(answer: Result) -> bytes:
 
 
 def answer_from_body(body: bytes) -> Result:
-    """As the model answered it; arrays are views of `body`. Raises `NotTensors`."""
+    """The answer in a body; arrays are views of `body`. Raises `NotTensors`."""
     tensors, metadata = from_body(body)
     kind = metadata.get("answer", "tensor" if len(tensors) == 1 else "dict")
     if kind not in KINDS or not tensors or (kind == "tensor" and len(tensors) != 1):
@@ -290,14 +292,14 @@ Block = TypeVar("Block")
 
 
 def answers_by_halving(forward: Callable[[Sequence[Block]], list[Any]], blocks: Sequence[Block]) -> list[Any]:
-    """One result for each block, in order: what `forward` gives, and for a block at which it raises that exception.
+    """One result for each block, in order: the answer of `forward`, or the exception that this block raises.
 
-    Where nothing raises, it is one forward. Of n blocks one bad one costs about 2 log2(n) forwards more; if all are
-    bad it is twice as many as if each had come alone.
+    One forward where nothing raises. Of n blocks a bad one costs about 2 log2(n) more forwards; if all are bad, twice
+    as many as one by one.
     """
     try:
         return forward(blocks)
-    except (BackendDied, DeviceLost) as error:  # no block is known to be at fault, and each try costs a device
+    except (BackendDied, DeviceLost) as error:  # the fault is in no known block, and each try costs a device
         return [error] * len(blocks)
     except Exception as error:  # noqa: BLE001 (a model may raise anything, which is its block's answer)
         if len(blocks) == 1:

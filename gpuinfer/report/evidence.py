@@ -38,33 +38,33 @@ class Evidence:
     rows_mean: float = 0.0  # of a batch
     batch_s: Mapping[int, Sequence[float]] = field(default_factory=dict)  # size → [batches answered, their seconds]
     slots: int = 0  # rows that may be generated at once: the batches are then forward steps. 0: there are no slots
-    steps: Mapping[str, float] = field(default_factory=dict)  # with slots: `Backend.device`'s word on its steps
-    pages_given: bool = False  # with slots: somebody has said how many pages there are
-    model: Mapping[str, Any] = field(default_factory=dict)  # with slots: its word on what it serves
+    steps: Mapping[str, float] = field(default_factory=dict)  # with slots: `Backend.device`'s steps
+    pages_given: bool = False  # with slots: the number of pages was set
+    model: Mapping[str, Any] = field(default_factory=dict)  # with slots: `Backend.device`'s model
     reasons: Mapping[str, int] = field(default_factory=dict)
     latency_s: float = 0.0  # mean, submit → result
     queue_wait_s: float = 0.0  # mean
     longest_wait_s: float = 0.0  # in the queue, of all but a few
     roofline: Roofline | None = None
     text_roofline: Mapping[str, Any] = field(default_factory=dict)  # of a model of text: the report's `roofline`
-    facts: Mapping[str, float] = field(default_factory=dict)  # what the workload says of itself: `Progress.facts`
+    facts: Mapping[str, float] = field(default_factory=dict)  # `Progress.facts` of the workload
     total: int | None = None  # of the work that this run began with: `Progress.total` without what was done before
     cores: int = 1
     cpu_s: float = 0.0  # that the processes ran on a core; 0: not known
     cpu_wait_s: float = 0.0  # that they were ready to run and waited for one
-    others_cores: float | None = None  # cores that other programs had, on average; None: not known
-    stolen_cores: float | None = None  # that the machine below this one gave to others, on average; None: not known
-    unused_cores: float | None = None  # that nobody wanted, on average; None: not known
-    staged: Mapping[str, Any] = field(default_factory=dict)  # of a model in stages: `report.stages.of_stages`
+    others_cores: float | None = None  # cores of other programs, on average; None: unknown
+    stolen_cores: float | None = None  # cores that the hypervisor gave to others, on average; None: unknown
+    unused_cores: float | None = None  # idle cores, on average; None: unknown
+    staged: Mapping[str, Any] = field(default_factory=dict)  # of a model in stages: `causes_devices.of_stages`
     on_cpu: bool = True
     dtype: str = "float32"
     computes: bool = True  # there is a model, whose numbers could be smaller
     bfloat16_pays: bool = True  # the device multiplies bfloat16 itself: elsewhere it is no faster, and often slower
     options: Mapping[OptionFlag, Mapping[str, Any]] = field(
         default_factory=dict
-    )  # name → value in force; None: not known
+    )  # name → value in force; None: unknown
     command: str = "gpuinfer"  # that does the work again
-    models: Sequence[Mapping[str, Any]] = ()  # a line each (`report.models`), where there are several
+    models: Sequence[Mapping[str, Any]] = ()  # a line each (`report_sections.model_lines`), where there are several
 
     @property
     def efficiency(self) -> float:

@@ -1,8 +1,8 @@
-"""What a change would bring: the run replayed on a virtual clock as it was and as it would be, and the two compared.
+"""Forecasts a change: replays the run on a virtual clock as it was and as it would be, and compares the two.
 
 The replay is a closed queueing network: workers that search for one block at a time and have a few in flight, one
 queue, lanes whose service takes longer the larger the batch; a discrete-event simulation, since no formula covers
-service in batches (Bailey, 1954, solves only the open case). `RunCase` is the run as the causes look at it.
+service in batches (Bailey, 1954, solves only the open case). `RunCase` is the run as the causes see it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from gpuinfer.config.options import OptionChange
 from gpuinfer.report.document import VerdictClass
 from gpuinfer.report.evidence import BINDS, Curve, Evidence, Lane, bounds, busy_s, cap, curve_of, place, think_s, visits
 
-JITTER = 0.1  # of a search, both ways: without any, blocks march in step for ever
+JITTER = 0.1  # of a search, both ways: without it blocks stay in step
 MOST_BLOCKS = 1500  # replayed; a longer run is scaled down to it
 ARRIVE, SERVED, LOOK = range(3)
 
@@ -37,11 +37,13 @@ class QueueSystem:
     curve: Curve
     cap: float = math.inf  # rows in one batch
     wait_s: float = 0.0  # that the oldest block may wait for company
-    patience_s: float = 0.0  # that it waits for those who are about to come back, where that is less than a batch costs
+    patience_s: float = (
+        0.0  # that the oldest block waits for blocks about to come back, if that is less than a batch costs
+    )
 
 
 def rows_per_s(systems: Sequence[QueueSystem]) -> float:
-    """Of all systems together, each working through its shares beside the others, until the last is done."""
+    """Rows per second of all systems together, each working through its shares, until the last is done."""
     blocks = math.fsum(share for system in systems for share in system.shares)
     scale = min(1.0, MOST_BLOCKS / max(blocks, 1.0))
     runs = [_Replay(system, scale) for system in systems]
@@ -130,7 +132,7 @@ DOUBT = 0.1  # of a gain, both ways, however well the replay fits
 
 @dataclass(frozen=True, slots=True)
 class Gain:
-    """A factor of the throughput. `expected` is None where a range is all that can be said."""
+    """A factor of the throughput. `expected` is None where only a range is known."""
 
     low: float = 1.0
     high: float = 1.0
@@ -143,7 +145,7 @@ class Gain:
 
 
 def systems_of(run: Evidence, curve: Curve | None) -> list[QueueSystem]:
-    """The run's queues, each with its workers and lanes; none when too little is known of them."""
+    """The run's queues with their workers and lanes; none if too little is known."""
     places = dict.fromkeys(place(lane["name"]) for lane in run.forwards)
     blocks = run.blocks_outstanding
     if curve is None or not blocks or round(blocks) < 1 or not run.requests or not run.block_rows:
@@ -189,10 +191,10 @@ def forecast(
     *,
     anchored: bool = True,
 ) -> Gain:
-    """The gain of a change to these systems, at most `most`, and no more than the roofline leaves.
+    """The gain of a change to these systems, at most `most` and what the roofline leaves.
 
-    Anchored, it compares two replays, and promises nothing when the first is far from what was measured. Else it
-    compares the second with the measurement: for a change that takes away just what a replay cannot know.
+    Anchored, it compares two replays, and promises nothing when the first is far from the measurement. Otherwise it
+    compares the second replay with the measurement: for a change that removes what a replay cannot contain.
     """
     most = max(1.0, min(most, 1 / run.efficiency if run.efficiency else math.inf))
     before = rows_per_s(now) if anchored or not now else run.rows_per_s
@@ -222,7 +224,7 @@ def with_lanes(systems: Sequence[QueueSystem], more: int) -> list[QueueSystem]:
 
 
 def with_rows(systems: Sequence[QueueSystem], factor: float, search: float) -> list[QueueSystem]:
-    """Blocks of so many times the rows, as many fewer, each `search` times as long to search for."""
+    """Blocks of `factor` times the rows, as many fewer, each `search` times as long to search for."""
     return [
         replace(
             system,
@@ -235,7 +237,7 @@ def with_rows(systems: Sequence[QueueSystem], factor: float, search: float) -> l
 
 
 def with_workers(systems: Sequence[QueueSystem], factor: float) -> list[QueueSystem]:
-    """So many times the workers, each like those there are; each with a queue of its own where they have."""
+    """`factor` times the workers, alike; each with a queue of its own where there are several queues."""
     if len(systems) > 1:
         count = max(1, round(len(systems) * factor))
         likes = [systems[index % len(systems)] for index in range(count)]
@@ -245,7 +247,7 @@ def with_workers(systems: Sequence[QueueSystem], factor: float) -> list[QueueSys
 
 
 def alike(systems: Sequence[QueueSystem]) -> list[QueueSystem]:
-    """Every worker as fast as the middle one, with an equal share."""
+    """All workers as fast as the median one, with equal shares."""
     middle = statistics.median([seconds for system in systems for seconds in system.search_s])
     share = statistics.fmean([share for system in systems for share in system.shares])
     return [
@@ -261,7 +263,7 @@ def _with(system: QueueSystem, count: int) -> QueueSystem:
 
 @dataclass(frozen=True, slots=True)
 class RunCase:
-    """The run, its bounds in rows/s by what limits them, its curve, and its queues for a replay; what is known."""
+    """The run, its bounds in rows/s by name, its curve, and its queues for a replay, as far as known."""
 
     run: Evidence
     bounds: Mapping[str, float]
@@ -301,7 +303,7 @@ class RunCase:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """One sentence of evidence, one of advice, and what following it should bring."""
+    """One sentence of evidence, one of advice, and the gain to expect."""
 
     kind: VerdictClass
     station: str
