@@ -1,6 +1,5 @@
-"""Lists between tags inside vLLM's engine: how they travel in `SamplingParams.extra_args`, what each request has said
-and may say next, and the masks on its logits. The same for both interfaces of logits processors; `processor_for`
-names the one that vLLM's model runner takes. Nothing is opened before there is a first list.
+"""Lists between tags inside vLLM's engine: their form in `SamplingParams.extra_args`, the state of each request, and
+the masks on its logits, for both interfaces of logits processors. Nothing is opened before the first list.
 """
 
 from __future__ import annotations
@@ -29,25 +28,25 @@ V2 = "gpuinfer.backends.vllm_engine.processor_v2:ListedProcessor"
 
 
 def processor_for(v2: bool) -> str:
-    """What `logits_processors` names, as module:class, for an engine with the second model runner or without."""
+    """The entry of `logits_processors`, module:class, for an engine with vLLM's second model runner or the first."""
     return V2 if v2 else V1
 
 
 def extra_args(listed: Listed, begun: Sequence[int] = ()) -> dict[str, Any]:
-    """What `SamplingParams.extra_args` holds for it: plain values, which JSON and msgpack have too.
+    """The list as `SamplingParams.extra_args`: plain values, as in JSON and msgpack.
 
-    `begun`: the last tokens of the prompt are those that the answer has begun with elsewhere.
+    `begun`: the answer's first tokens, drawn elsewhere; they are the last of the prompt.
 
-    Once the list is complete and the answer with it (`ends`), nothing but the request's stop tokens may come; where it
-    has none, anything. Whoever reads the answer ends it with the list's last token, as our own engine does: a matcher
-    of its own says when (`Language.matcher`).
+    Once the list ends the answer (`ends`), only the request's stop tokens are allowed; a request without any may draw
+    any token. The reader of the answer must end it with the list's last token, as our own engine does, with a matcher
+    of its own (`Language.matcher`).
     """
     found: dict[str, Any] = {KEY: msgspec.to_builtins(listed)}
     return found | ({BEGUN: list(begun)} if begun else {})
 
 
 def begun_in(extra: Mapping[str, Any] | None) -> tuple[int, ...]:
-    """Raises `BadPrompt`."""
+    """The answer's first tokens, drawn elsewhere. Raises `BadPrompt`."""
     try:
         return msgspec.convert((extra or {}).get(BEGUN, ()), tuple[int, ...])
     except msgspec.ValidationError as error:
@@ -55,7 +54,7 @@ def begun_in(extra: Mapping[str, Any] | None) -> tuple[int, ...]:
 
 
 def listed_in(extra: Mapping[str, Any] | None) -> Listed | None:
-    """The list in them, if there is one. Raises `BadPrompt` for one that is none."""
+    """The list in these arguments, if there is one. Raises `BadPrompt` if it is malformed."""
     given = (extra or {}).get(KEY)
     if given is None:
         return None
@@ -65,13 +64,12 @@ def listed_in(extra: Mapping[str, Any] | None) -> Listed | None:
         raise BadPrompt(f"`{KEY}` is no list between tags: {error}. Give it as `extra_args` makes it.") from None
 
 
-ONLY = 1  # kinds of rules, as in cpu_walk.py
+ONLY, REFUSED = 1, 2  # as in cpu_trie, which is not imported before the first list
 
 
 def mask_logits(logits: Tensor, rows: NDArray[np.int32], rules: ListRules | None) -> Tensor:
-    """Leave the allowed tokens in `logits` float32 [any rows, vocabulary], in place: `rules` are those of `rows`.
-
-    All others of such a row become minus infinity: one pass over the row, as any mask takes, and a few numbers besides.
+    """Set all tokens that `rules` forbid in `rows` of `logits`, float32 [any rows, vocabulary], to minus infinity, in
+    place.
     """
     import torch
 
@@ -96,7 +94,7 @@ def mask_logits(logits: Tensor, rows: NDArray[np.int32], rules: ListRules | None
 
 
 def _runs(rows: NDArray[np.int32]) -> list[tuple[int, int]]:
-    """Rows that lie side by side, together: (first, end)."""
+    """Ranges of adjacent rows: (first, end)."""
     if not len(rows):
         return []
     ordered = np.sort(rows)
@@ -107,17 +105,16 @@ def _runs(rows: NDArray[np.int32]) -> list[tuple[int, int]]:
 
 
 def force_tokens(logits: Tensor, place: int, tokens: Sequence[int]) -> None:
-    """One of these tokens comes next in the row, whatever the model would say."""
+    """Allow only these tokens in the row, with equal logits."""
     logits[place].fill_(-float("inf"))
     logits[place, list(tokens)] = 0.0
 
 
 log = logging.getLogger("gpuinfer")
-REFUSED = 2  # outcomes of a walk
 
 
 def validate_list(params: Any) -> None:
-    """Raises `ValueError`, which vLLM tells whoever asked, for parameters that hold no list that can be read."""
+    """Raises `ValueError`, which vLLM reports to the client, for parameters with a malformed list."""
     from gpuinfer.text.language.list_trie import check_list
 
     try:
@@ -129,7 +126,7 @@ def validate_list(params: Any) -> None:
 
 
 class ListedRows:
-    """`count` rows, each of a request with a list or of none."""
+    """The states of `count` rows, each of a request with a list, or free."""
 
     def __init__(self, folder: str, family: str, vocabulary: int, count: int) -> None:
         self._folder, self._family, self._vocabulary, self._count = Path(folder), family, vocabulary, count
@@ -140,19 +137,19 @@ class ListedRows:
 
     @classmethod
     def of(cls, config: Any, count: int) -> ListedRows:
-        """From a `VllmConfig`."""
+        """Rows for a `VllmConfig`."""
         model = config.model_config
         return cls(str(model.tokenizer), str(model.hf_config.model_type), int(model.get_vocab_size()), count)
 
     def begin(self, row: int, params: Any) -> bool:
-        """A request takes the row. Whether it has a list that can be followed."""
+        """Assign the row to a request. Whether the request has a valid list."""
         self.leave(row)
         try:
             listed = listed_in(params.extra_args)
             if listed is None:
                 return False
             matcher, begun = self._matcher(listed), begun_in(params.extra_args)
-        except BadPrompt as error:  # whoever asked has been told by `validate`, or has compiled it too
+        except BadPrompt as error:  # the client got the error from `validate_list`
             log.error("a list between tags is not followed: %s", error)
             return False
         if self._walks is None:
@@ -164,24 +161,24 @@ class ListedRows:
         return True
 
     def leave(self, row: int) -> None:
-        """Its request is gone, or is followed no more."""
+        """Free the row: its request is gone, or no longer constrained."""
         if row in self.listed:
             self.listed.discard(row)
             if self._walks is not None:
                 self._walks.leave(row)
 
     def advance(self, row: int, tokens: Sequence[int]) -> None:
-        """The row's request has said these tokens."""
+        """Append tokens to the row's answer."""
         if self._walks is None or not len(tokens) or row not in self.listed:
             return
-        if self._walks.done(row):  # what is said after the end is nobody's
+        if self._walks.done(row):  # tokens after the end are ignored
             return
         _, followed = self._walks.follow(row, np.array(tokens, np.int32))
         if followed < len(tokens) and not self._walks.done(row):
             self._lost(row, int(tokens[followed]))
 
     def advance_each(self, rows: NDArray[np.int32], tokens: NDArray[np.int32]) -> None:
-        """Each of these rows has said one token."""
+        """Append one token to each of these rows."""
         if self._walks is None:
             return
         outcomes = self._walks.advance(rows, tokens)
@@ -190,7 +187,7 @@ class ListedRows:
                 self._lost(int(rows[place]), int(tokens[place]))
 
     def apply(self, logits: Tensor, rows: NDArray[np.int32], places: NDArray[np.int32]) -> Tensor:
-        """Leave what each of `rows` may say in its row of the logits, which is `places`, in place."""
+        """Mask the logits of `rows`, which are in the rows `places` of `logits`, in place."""
         walks = self._walks
         if walks is None or not len(rows):
             return logits
@@ -201,7 +198,7 @@ class ListedRows:
         return logits
 
     def at(self, row: int) -> ListedMatcher:
-        """Another at the row's place, for tokens that are not said yet."""
+        """A matcher in the row's state, to try proposed tokens."""
         from gpuinfer.text.language.list_walks import ListedMatcher
 
         if self._walks is None:
@@ -213,16 +210,11 @@ class ListedRows:
         self.leave(row)
 
     def _matcher(self, listed: Listed) -> ListedMatcher:
+        from gpuinfer.text.language.list_trie import Tries
         from gpuinfer.text.language.list_walks import ListedMatcher
+        from gpuinfer.text.language.tokenizer import open_subwords, read_settings
 
-        tries = self._opened()
-        return ListedMatcher(tries.token_bytes(), tries.trie(listed))
-
-    def _opened(self) -> Tries:
         if self._tries is None:
-            from gpuinfer.text.language.list_trie import Tries
-            from gpuinfer.text.language.tokenizer import open_subwords, read_settings
-
             codec = open_subwords(self._folder, self._family, read_settings(self._folder))
             self._tries = Tries(codec, self._vocabulary)
-        return self._tries
+        return ListedMatcher(self._tries.token_bytes(), self._tries.trie(listed))

@@ -13,7 +13,7 @@ from gpuinfer.backends.vllm_engine.list_constraints import ListedRows, validate_
 if TYPE_CHECKING:
     from torch import Tensor
 
-PLACEHOLDER = -1  # of a token that is on its way from the device
+PLACEHOLDER = -1  # a token that the device has not sent yet
 
 
 @dataclass(slots=True)
@@ -31,7 +31,7 @@ class ListedProcessor(LogitsProcessor):  # type: ignore[misc]
         validate_list(params)
 
     def __init__(self, vllm_config: Any, device: Any, is_pin_memory: bool) -> None:
-        count = 2 * int(vllm_config.scheduler_config.max_num_seqs)  # those that leave and come in one step, together
+        count = 2 * int(vllm_config.scheduler_config.max_num_seqs)  # requests that leave and come in one step
         self._rows = ListedRows.of(vllm_config, count)
         self._free = list(range(count))
         self._requests: dict[int, ListedRequest] = {}  # by the place in the batch
@@ -40,7 +40,7 @@ class ListedProcessor(LogitsProcessor):  # type: ignore[misc]
         return False
 
     def update_state(self, batch_update: Any) -> None:
-        """Before each step: who has left, come and moved, in this order."""
+        """Before each step: requests that have left, come and moved, in this order."""
         if batch_update is None:
             return
         for place in batch_update.removed:
@@ -62,7 +62,7 @@ class ListedProcessor(LogitsProcessor):  # type: ignore[misc]
         return self._rows.apply(logits, np.ascontiguousarray(rows), np.ascontiguousarray(places))
 
     def _catch_up(self) -> None:
-        """Tell the lists what has been drawn since: mostly one token each, all of which go together."""
+        """Append the tokens drawn since the last step: mostly one per row, in one call."""
         rows, tokens = [], []
         for one in self._requests.values():
             end = len(one.output)

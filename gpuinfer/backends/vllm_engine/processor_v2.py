@@ -1,7 +1,7 @@
 """Lists between tags as a logits processor of vLLM's second model runner. Rows of requests are its slots.
 
-The tokens of a request lie on the device: those that have come since the step before are copied from there. With
-speculative decoding a request has a row for each token that is proposed: they are tried on a copy.
+The tokens of a request are on the device: new ones are copied from there. With speculative decoding a request has a row
+for each proposed token: these are tried on a copy of its state.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ class ListedProcessor(LogitsProcessor):  # type: ignore[misc]
     def __init__(self, vllm_config: Any, req_states: Any) -> None:
         self._states = req_states
         self._rows = ListedRows.of(vllm_config, int(req_states.max_num_reqs))
-        self._known = np.zeros(int(req_states.max_num_reqs), np.int64)  # tokens of each answer that its list knows
+        self._known = np.zeros(
+            int(req_states.max_num_reqs), np.int64
+        )  # tokens of each answer that are appended to its list
 
     def add_request(self, req_idx: int, sampling_params: Any) -> bool:
         self._known[req_idx] = 0
@@ -43,7 +45,7 @@ class ListedProcessor(LogitsProcessor):  # type: ignore[misc]
         depths = _host(ctx.expanded_local_pos)
         first = np.flatnonzero((depths == 0) & np.isin(slots, list(listed)))
         answers = ends[first] - self._states.prompt_len.np[slots[first]]  # tokens that the answer has
-        first, answers = first[answers >= 0], answers[answers >= 0]  # else it is still going through its prompt
+        first, answers = first[answers >= 0], answers[answers >= 0]  # negative: still in prefill
         self._catch_up(slots[first], answers)
         self._rows.apply(logits, slots[first], first.astype(np.int32))
         if len(slots) > len(ctx.idx_mapping_np):
@@ -51,7 +53,7 @@ class ListedProcessor(LogitsProcessor):  # type: ignore[misc]
         return logits
 
     def _catch_up(self, slots: NDArray[np.int32], answers: NDArray[np.int64]) -> None:
-        """Tell the lists what has been drawn since: mostly one token each, all of which go together."""
+        """Append the tokens drawn since the last step: mostly one per row, in one call."""
         import torch
 
         tokens, device = self._states.all_token_ids.gpu, self._states.all_token_ids.gpu.device
@@ -75,8 +77,8 @@ class ListedProcessor(LogitsProcessor):  # type: ignore[misc]
         tokens: NDArray[np.int32],
         mine: set[int],
     ) -> None:
-        """The rows after proposed tokens: each as if those before it had been said. One that cannot be said is never
-        accepted, and what comes after it does not matter.
+        """Mask the rows after proposed tokens, each as if the tokens before it were accepted. A token that the list
+        refuses is never accepted, so the rows after it do not matter.
         """
         for rows in _requests(slots, depths):
             slot = int(slots[rows[0]])
@@ -92,7 +94,7 @@ class ListedProcessor(LogitsProcessor):  # type: ignore[misc]
 
 
 def _requests(slots: NDArray[np.int32], depths: NDArray[np.int32]) -> Iterator[list[int]]:
-    """The rows of each request with more than one, in order."""
+    """The rows of each request that has several, in order."""
     order = np.lexsort((depths, slots)).tolist()
     rows: list[int] = []
     for row in [*order, None]:

@@ -1,4 +1,4 @@
-"""From a chat to the text that the model was trained to see.
+"""From a chat to the prompt in the form that the model was trained on.
 
 Templates come with the model and run in Jinja's immutable sandbox, with the functions that Hugging Face templates
 expect and limits on turns, time and size.
@@ -33,7 +33,7 @@ LONGEST = 16 * 2**20  # characters of one value, and of a rendered chat
 MOST_TURNS = 1_000_000  # of all loops and macros together
 MOST_SECONDS = 20.0  # of one rendering: turns may be costly
 LARGEST_WIDTH = 1_000_000
-WIDENING = ("batch", "center", "indent", "slice")  # filters that fill up
+WIDENING = ("batch", "center", "indent", "slice")  # filters that pad
 _WIDE = re.compile(r"%[^a-zA-Z%]*(\*|[0-9]{6})|\{[^}]*[0-9]{6}")  # a width in a format that would fill memory
 
 
@@ -42,7 +42,7 @@ class TemplateLimit(TemplateError):
 
 
 class GenerationTag(Extension):
-    """`{% generation %}` marks the assistant's words for training. Here it is a scope and nothing else."""
+    """`{% generation %}` marks the assistant's words for training. Here it is only a scope."""
 
     tags = {"generation"}  # noqa: RUF012 - as the library declares it
 
@@ -53,7 +53,7 @@ class GenerationTag(Extension):
 
 
 class _Metered(NodeTransformer):
-    """Counts each turn of a loop and each call of a macro, and measures what `~` joins: that no other hook sees."""
+    """Counts turns of loops and calls of macros, and measures the results of `~`, which no other hook sees."""
 
     def visit_For(self, node: nodes.For) -> nodes.Node:
         return self._counted(node)
@@ -80,7 +80,7 @@ def _call(method: str, arguments: list[nodes.Expr], line: int) -> nodes.Call:
 
 
 class Sandbox(ImmutableSandboxedEnvironment):
-    """One for all threads: each counts its own turns."""
+    """Jinja's sandbox with limits. Threads share it; each has its own count of turns."""
 
     intercepted_binops = frozenset({"+", "*", "**", "%"})
 
@@ -98,7 +98,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return tree
 
     def write(self, template: Template, variables: Mapping[str, Any]) -> str:
-        """Render a template of this sandbox. Raises `jinja2.TemplateError`, and whatever the template provokes."""
+        """Render a template of this sandbox. Raises `jinja2.TemplateError`, and errors of the template itself."""
         self._meter.turns, self._meter.end = 0, time.monotonic() + MOST_SECONDS
         parts, length = [], 0
         for part in template.generate(variables):
@@ -138,7 +138,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
 
 def _guarded(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A filter that makes nothing wide. What Jinja notes on the function is kept."""
+    """A filter without wide padding. Jinja's marks on the function are kept."""
 
     @wraps(function)
     def guarded(*arguments: Any, **named: Any) -> Any:
@@ -149,7 +149,7 @@ def _guarded(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _check_widths(values: Sequence[Any]) -> None:
-    """Numbers by which a text could be filled up."""
+    """Raises `TemplateLimit` for a number that could pad a text without end."""
     for value in values:
         if isinstance(value, int) and abs(value) > LARGEST_WIDTH:
             raise TemplateLimit(f"it widens a text to {value:.3g} characters")
@@ -161,7 +161,7 @@ def _check_format(text: Any) -> None:
 
 
 def _size_of(operator: str, left: Any, right: Any) -> float:
-    """How large a result may become: characters, items, or bits of a number (of which few are allowed)."""
+    """The largest size of a result: characters, items, or too many for a number of over 4096 bits."""
     if isinstance(left, int) and isinstance(right, int):
         bits = left.bit_length() * (max(right, 0) if operator == "**" else 1) + right.bit_length()
         return LONGEST + 1 if bits > 4096 else 0
@@ -176,7 +176,7 @@ def _size_of(operator: str, left: Any, right: Any) -> float:
 
 
 def _formatted(text: Any, *values: Any, **named: Any) -> str:
-    """The filter `format`, without room to fill."""
+    """The filter `format` without wide padding."""
     _check_format(text)
     _check_widths((*values, *named.values()))
     return str(do_format(text, *values, **named))
@@ -193,7 +193,7 @@ def strftime_now(format: str) -> str:
 def tojson(
     value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
 ) -> str:
-    """Unlike Jinja's own it does not write HTML's characters as escapes."""
+    """JSON without the HTML escapes of Jinja's own filter."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
@@ -202,7 +202,7 @@ LOST = "the model's chat template does not write the last message as it is, so i
 
 
 def mark_end(chat: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The chat with a mark at the end of its last message. Raises `BadPrompt` for a message without a text."""
+    """The chat with a mark at the end of its last message. Raises `BadPrompt` if that message has no text."""
     last = chat[-1]
     content = last.get("content")
     if isinstance(content, str):
@@ -217,11 +217,11 @@ def mark_end(chat: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
 
 
 def cut_at_mark(text: str, chat: Sequence[Mapping[str, Any]]) -> str:
-    """The text of a marked chat up to its mark. Raises `BadPrompt` where that has been lost."""
+    """The text of a marked chat up to its mark. Raises `BadPrompt` if the template has dropped the mark."""
     place = text.rfind(MARK.rstrip())
     content = chat[-1]["content"]
-    said = content if isinstance(content, str) else [part["text"] for part in content if "text" in part][-1]
-    if place < 0 or said.strip() not in text:
+    last = content if isinstance(content, str) else [part["text"] for part in content if "text" in part][-1]
+    if place < 0 or last.strip() not in text:
         raise BadPrompt(f"{LOST}. Leave continue_final_message out.")
     return text[:place] if text.startswith(MARK, place) else text[:place].rstrip()
 
@@ -243,7 +243,7 @@ class ChatTemplates:
         self._with_tools = self._plain if own is None else ChatTemplate(own, settings.named)
 
     def render(self, messages: Sequence[Mapping[str, Any]], rendering: Rendering) -> str:
-        """The text that the chat begins the answer with. Raises `BadPrompt`."""
+        """The chat as a prompt. Raises `BadPrompt`."""
         return (self._with_tools if rendering.tools else self._plain).render(messages, rendering)
 
 
@@ -254,7 +254,7 @@ class ChatTemplate:
         self.source, self.named = source, named
         self._sandbox = Sandbox()
         self._reads_lists: bool | None = None
-        self._unread: set[str] = set()  # what was given to the template and changed nothing
+        self._unread: set[str] = set()  # variables that the template does not read, once warned of
         self._lock = threading.Lock()
 
     def render(self, messages: Sequence[Mapping[str, Any]], rendering: Rendering = PLAIN) -> str:
@@ -266,8 +266,8 @@ class ChatTemplate:
         return cut_at_mark(text, chat) if rendering.continue_final_message else text
 
     def _check(self, rendering: Rendering) -> None:
-        """Raises `BadPrompt` for what cannot be, and for tools of which the model would never hear. Says once which
-        variables the template does not read: transformers is silent about all of it.
+        """Raises `BadPrompt` for contradictions, and for tools if the template does not read them. Warns once of other
+        variables that the template does not read. transformers ignores all of these.
         """
         if rendering.continue_final_message and rendering.add_generation_prompt:
             raise BadPrompt(
@@ -276,7 +276,7 @@ class ChatTemplate:
             )
         if "messages" in rendering.variables:
             raise BadPrompt("chat_template_kwargs sets `messages`, which are the chat itself. Take it out.")
-        reads = self._reads or {"tools"}  # a template that is none is told when it renders
+        reads = self._reads or {"tools"}  # a damaged template is an error when it renders
         if rendering.tools and "tools" not in reads:
             raise BadPrompt(
                 "the model's chat template does not read `tools`, so the model would not hear of them. Take them out, "
@@ -293,7 +293,7 @@ class ChatTemplate:
     def _reads(self) -> frozenset[str]:
         try:
             return frozenset(meta.find_undeclared_variables(self._sandbox.parse(self.source)))
-        except TemplateError:  # which rendering says
+        except TemplateError:  # rendering reports the error
             return frozenset()
 
     def _rendered(self, chat: Sequence[Mapping[str, Any]], rendering: Rendering) -> str:
@@ -326,7 +326,7 @@ class ChatTemplate:
         return self._sandbox.from_string(self.source)
 
     def _checked(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        """Parts of a content stay parts for a template that knows them; for others they become one text."""
+        """A content of parts stays a list for a template that reads lists; for others it becomes one text."""
         content = message.get("content")
         if content is None or isinstance(content, str):
             return dict(message)
@@ -336,7 +336,7 @@ class ChatTemplate:
         return {**message, "content": "\n".join(texts)}
 
     def _knows_lists(self) -> bool:
-        """Tried out: a template that takes any content for a text prints a list as Python writes it, or fails."""
+        """Whether the template reads lists. One that expects texts prints a list in Python's form, or fails."""
         with self._lock:
             if self._reads_lists is None:
                 self._reads_lists = self._tried()
@@ -346,7 +346,7 @@ class ChatTemplate:
         parts = [{"type": "text", "text": PROBE}]
         try:
             text = self._render([{"role": "user", "content": parts}])
-        except Exception:  # noqa: BLE001 - any failure says that it does not know lists
+        except Exception:  # noqa: BLE001 - any failure means that the template does not read lists
             return False
         return PROBE in text and f"'{PROBE}'" not in text and f'"{PROBE}"' not in text
 

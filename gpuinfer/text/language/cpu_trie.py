@@ -1,15 +1,9 @@
-"""A compiled list as one array of int32, and how compiled code reads it: by its address, as each row has its own.
+"""Kernels of lists between tags: building a trie, matching its tag, and the next tokens of rows.
 
-Nodes are numbered level by level, the beginning of a line is node 0. The children of a node are numbered one after
-another, in the order of their tokens: so an edge needs no number of its own.
-
-From sorted lines of tokens to a tree, level by level; and what units can still be had below each node.
-
-A tag in free text, which tokens may spell in any way: an automaton over the bytes that tokens add to a text.
-
-Knuth, Morris and Pratt (1977, Fast pattern matching in strings), as a table of transitions.
-
-Rows on their way through their lists: which tokens each may say next, and what one of them leads to.
+A compiled list is one array of int32, the image, which kernels read by its address, as each row has its own. Nodes are
+numbered level by level; node 0 is the beginning of a line. The children of a node have consecutive numbers, in the
+order of their tokens, so an edge needs no number of its own. The tag before the list may be spelled by any tokens: an
+automaton matches the bytes that they add to the text (Knuth, Morris and Pratt 1977, Fast pattern matching in strings).
 """
 
 from __future__ import annotations
@@ -29,19 +23,21 @@ compiled = compiler(sorted(Path(__file__).parent.glob("cpu_*.py")), nogil=True, 
 called = called_only(_nrt=False, error_model="numpy")
 inlined = called_only(_nrt=False, error_model="numpy", forceinline=True)
 
-# Where the image says what it is: the lengths first, then where each part begins.
-NODES, WORDS, LENGTH, ENDS, MOST = range(5)  # LENGTH: bytes of the tag; MOST: tokens that any node allows
+# Fields of the image: lengths, then where each part begins.
+NODES, WORDS, LENGTH, ENDS, MOST = range(5)  # LENGTH: bytes of the tag; MOST: tokens that any node allows at most
 FIRST, TOKEN, NEED, ITEM, SETS, GOTO, BAR_STARTS, BARS = range(5, 13)
 HEADER = 16
 # FIRST [nodes + 1]: the first child; TOKEN [nodes]: what leads there; SETS [sets, words]: sets of units, a bit for each
-# GOTO [length, 256]: the tag's automaton; BAR_STARTS [length + 2], BARS: tokens that may not come, by its state
-OPEN = -1  # NEED: the end of the list can be reached. Else the one unit of all items there; below: -2 - (a set of them)
-NO_ITEM, END = -1, -2  # ITEM: else the unit of the item that is complete there; below: -3 - (a set of units)
+# GOTO [length, 256]: the tag's automaton; BAR_STARTS [length + 2], BARS: barred tokens by its state
+OPEN = (
+    -1
+)  # NEED: the end of the list can be reached. Else the one unit of all items below; under -1: -2 - (a set of units)
+NO_ITEM, END = -1, -2  # ITEM: else the unit of the item that is complete there; under -2: -3 - (a set of units)
 
 
 @intrinsic
 def peek(typing, address, index):
-    """Number `index` of the int32 at an address. Its owner keeps it alive."""
+    """Number `index` of the int32 array at an address, whose owner keeps it alive."""
 
     def generate(context, builder, signature, values):
         numbers = builder.inttoptr(values[0], ir.PointerType(ir.IntType(32)))
@@ -50,16 +46,13 @@ def peek(typing, address, index):
     return types.int32(types.int64, types.int64), generate
 
 
-# mypy: ignore-errors
-
-
 @compiled
 def grow(tokens, starts, first, token, line, low, high, depth):
-    """Fill `first` [nodes + 1], `token` [nodes] and `line` [nodes], the line that is complete there or -1. How many
-    nodes.
+    """Fill `first` [nodes + 1], `token` [nodes] and `line` [nodes], the line that is complete there or -1. The number
+    of nodes.
 
-    tokens: int32, of all lines, which are sorted, and of which no two are equal; starts: int64 [lines + 1]
-    low, high, depth: int32 [nodes], work space
+    tokens: int32, of all lines, which are sorted, and of which no two are equal; starts: int64 [lines + 1] low, high,
+    depth: int32 [nodes], work space
     """
     count, node = 1, 0
     token[0], low[0], high[0], depth[0] = -1, 0, starts.shape[0] - 1, 0
@@ -83,9 +76,9 @@ def grow(tokens, starts, first, token, line, low, high, depth):
 
 @compiled
 def gather(nodes, first, line, codes, sets, used_sets, need, item):
-    """Fill `need` and `item` [nodes] from the lines' `codes`, which are those of `item`. How many sets there are then.
+    """Fill `need` and `item` [nodes] from the lines' `codes`, which are those of `item`. The number of sets.
 
-    sets: int32 [sets, words], of which `used_sets` are filled; a node with units of its own kind gets another
+    sets: int32 [sets, words], of which `used_sets` are filled; a node with a new combination of units gets another
     """
     for node in range(nodes - 1, -1, -1):
         item[node] = codes[line[node]] if line[node] >= 0 else NO_ITEM
@@ -109,7 +102,7 @@ EMPTY = -(1 << 30)
 
 @called
 def nothing_yet(item):
-    """What is needed where an item is complete, before its children are looked at."""
+    """The need of an item that is complete, without that of its children."""
     if item == END:
         return OPEN
     if item == NO_ITEM:
@@ -136,10 +129,8 @@ def add(sets, row, need):
         sets[row, word] |= sets[-2 - need, word]
 
 
-# mypy: ignore-errors
-
-NOTHING, TEXT, BYTE = 0, 1, 2  # what a token is: nothing in a text, a piece of it, one byte of a run (`spelling`)
-BROKEN = 9  # a run of bytes that is no UTF-8: each is a replacement character, those before it too
+NOTHING, TEXT, BYTE = 0, 1, 2  # kinds of tokens: without text, text, one byte of a run (see `detokenizer`)
+BROKEN = 9  # a run of bytes that is no UTF-8: all of them are replacement characters
 SPACE = 32
 
 
@@ -173,9 +164,9 @@ def after_byte(run, byte):
 
 @compiled
 def bordering(goto, data, starts, kinds, strip, state, states, tokens, offsets, count):
-    """Note the tokens that from this state complete the tag and go on after it, and where in `data` that begins.
+    """Collect the tokens that from this state complete the tag and have more bytes, and where in `data` those begin.
 
-    goto: int32 [length, 256]; how many notes there are then, also when they do not fit
+    goto: int32 [length, 256]. Returns the count, which may exceed the room: only those that fit are written.
     """
     length = goto.shape[0]
     for token in range(starts.shape[0] - 1):
@@ -198,8 +189,8 @@ def bordering(goto, data, starts, kinds, strip, state, states, tokens, offsets, 
 
 @called
 def land(base, data, starts, place, end):
-    """The node of the list that `data[place:end]` leads to from the beginning of a line, token by token, of several the
-    longest; -1 when tokens end elsewhere.
+    """The node that `data[place:end]` leads to from the beginning of a line, by the longest token at each step; -1:
+    none.
     """
     node, first, token = np.int64(0), peek(base, FIRST), peek(base, TOKEN)
     while place < end:
@@ -218,7 +209,7 @@ def land(base, data, starts, place, end):
 
 @compiled
 def endings(tokens, starts, texts, text_starts, token_starts, data, places):
-    """Of lines of tokens, how many to leave out at the beginning so that the rest says just the line's text; else -1.
+    """How many leading tokens of each line to drop so that the rest has the bytes of the line's text; -1: impossible.
 
     tokens: int32, those of line i from `starts[i]`; texts: uint8, from `text_starts[i]`; places: int64 [lines]
     """
@@ -245,8 +236,8 @@ def alike(data, one, others, other, size):
 
 @compiled
 def bar(base, data, starts, spills, ends, letter, barred):
-    """Which of the borders, given by where in `data` the rest of their token is, lead nowhere in the list. All lines
-    begin with `letter`.
+    """Which tokens that continue after the tag, given by where in `data` they do, lead to no node. All lines begin with
+    `letter`.
     """
     for place in range(spills.shape[0]):
         barred[place] = data[spills[place]] != letter or land(base, data, starts, spills[place], ends[place]) < 0
@@ -254,7 +245,7 @@ def bar(base, data, starts, spills, ends, letter, barred):
 
 @called
 def step(base, state, byte):
-    """The automaton's next state; LENGTH: the tag is complete."""
+    """The automaton's next state; the tag's length: the tag is complete."""
     return peek(base, peek(base, GOTO) + state * 256 + byte)
 
 
@@ -263,16 +254,14 @@ def length_of(base):
     return peek(base, LENGTH)
 
 
-# mypy: ignore-errors
-
-FREE, ONLY, ALL_BUT = 0, 1, 2  # what a row's ids say: nothing; these alone may come; these may not
+FREE, ONLY, ALL_BUT = 0, 1, 2  # kinds of rules: any token; only the row's ids; all but the row's ids
 GOES_ON, COMPLETE, REFUSED = 0, 1, 2
 ONE = np.int32(1)
 
 
 @compiled
 def rules(rows, places, used, kinds, starts, ids):
-    """What each row may say next: `kinds` int8 [rows], `starts` int32 [rows + 1], `ids` int32, ascending in a row."""
+    """The next tokens of each row: `kinds` int8 [rows], `starts` int32 [rows + 1], `ids` int32, ascending in a row."""
     count = 0
     for i in range(rows.shape[0]):
         row = rows[i]
@@ -291,7 +280,7 @@ def rules(rows, places, used, kinds, starts, ids):
 
 @called
 def allowed(base, node, used, ids, count):
-    """Tokens that lead to an item whose unit is not used yet, or to the end. At an item's end the next line begins."""
+    """Tokens that lead to an item with an unused unit, or to the end. After a complete item the next line may begin."""
     first, token = peek(base, FIRST), peek(base, TOKEN)
     own, own_end = peek(base, first + node), peek(base, first + node + 1)
     item = peek(base, peek(base, ITEM) + node)
@@ -313,7 +302,7 @@ def allowed(base, node, used, ids, count):
 
 @called
 def unit_of(base, item, used):
-    """The unit that an item takes: the first of its units that is not used; -1 when all are."""
+    """The unit that an item takes: the first of its unused units; -1: all are used."""
     if item >= 0:
         return item if not (used[item >> 5] >> np.int32(item & 31)) & ONE else -1
     words = peek(base, WORDS)
@@ -328,7 +317,7 @@ def unit_of(base, item, used):
 
 @called
 def may_enter(base, node, used, taken):
-    """1 when an item there has a unit that is neither used nor `taken`, or the end is there; else 0."""
+    """1 if an item below the node has a unit that is neither used nor `taken`, or the end is below; else 0."""
     need = peek(base, peek(base, NEED) + node)
     if need == OPEN:
         return 1
@@ -347,12 +336,12 @@ def may_enter(base, node, used, taken):
 
 @called
 def barred(base, place, ids, count):
-    """Tokens that would say the tag and then something that no list begins with."""
+    """Tokens that would complete the tag and go on as no list begins."""
     length, state = length_of(base), np.int64(place.state)
     if fresh(place):
         state = np.int64(length)
     elif 0 < place.run < BROKEN:
-        state = np.int64(0)  # any text token makes replacement characters of the run
+        state = np.int64(0)  # any text token turns the run into replacement characters
     starts, bars = peek(base, BAR_STARTS), peek(base, BARS)
     for at in range(peek(base, starts + state), peek(base, starts + state + 1)):
         ids[count] = peek(base, bars + at)
@@ -362,13 +351,13 @@ def barred(base, place, ids, count):
 
 @inlined
 def fresh(place):
-    """At the beginning of a text, where tokens may say something else: none may complete the tag and go on after it."""
+    """At the beginning of a text, where tokens may have other bytes, none may complete the tag and go on after it."""
     return place.first or place.strip > 0
 
 
 @compiled
 def advance(rows, tokens, places, used, spelt, outcomes):
-    """Each row has said its token; one below 0 is none. `outcomes` int8 [rows]: GOES_ON, COMPLETE or REFUSED."""
+    """Append a token to each row, none if negative. `outcomes` int8 [rows]: GOES_ON, COMPLETE or REFUSED."""
     for i in range(rows.shape[0]):
         outcomes[i] = GOES_ON
         if places[rows[i]].image != 0 and tokens[i] >= 0:
@@ -377,7 +366,7 @@ def advance(rows, tokens, places, used, spelt, outcomes):
 
 @compiled
 def walk(row, tokens, places, used, spelt, nodes):
-    """One row says all these tokens; `nodes` int32 [tokens] gets where it was before each. How many were allowed."""
+    """Append all these tokens to one row; `nodes` int32 [tokens] gets its node before each. How many were allowed."""
     for i in range(tokens.shape[0]):
         nodes[i] = places[row].node
         if advance_row(places[row], used[row], np.int64(tokens[i]), spelt) == REFUSED:
@@ -409,7 +398,7 @@ def listed(place, used, token):
 
 @called
 def child_of(base, node, token):
-    """The child that a token leads to, by halving; -1 for none."""
+    """The child that a token leads to, by binary search; -1: none."""
     first, tokens = peek(base, FIRST), peek(base, TOKEN)
     low, high = np.int64(peek(base, first + node)), np.int64(peek(base, first + node + 1))
     end = high
@@ -424,7 +413,7 @@ def child_of(base, node, token):
 
 @called
 def arrive(place, used, node):
-    """At a node of the list; at its end the text is free again, or over."""
+    """Put the row at a node of the list. After the list's end the text is free again, or over."""
     base = place.image
     place.node = node
     if peek(base, peek(base, ITEM) + node) != END:
@@ -436,7 +425,7 @@ def arrive(place, used, node):
 
 @called
 def free(place, used, token, spelt):
-    """A token of free text. One that completes the tag leads into the list, by what it says after it."""
+    """Append a token of free text. One that completes the tag leads into the list, by its bytes after the tag."""
     starts, data, kinds, lead_starts, lead_data = spelt
     if token >= kinds.shape[0] or kinds[token] == NOTHING:
         return GOES_ON

@@ -1,13 +1,10 @@
-"""What each token adds to a text.
+"""From tokens to text: what each token adds, and a text as it grows token by token, with the stop strings in it.
 
-Two kinds of vocabularies. In the first a token is a run of bytes, and a text is all of them together, read as UTF-8
-with what is no UTF-8 replaced (byte-level BPE, Radford et al. 2019; bytes; characters). In the second a token is a
-piece of text, but for those that stand for one byte: a run of such bytes is one text when it is UTF-8 as a whole, and
-else one replacement character for each (byte fallback, Kudo and Richardson 2018, as `tokenizers` decodes it).
-
-What a tokenizer is to the rest of the program, whatever it is made of.
-
-A text as it grows token by token, and the stop strings in it.
+There are two kinds of vocabularies. In the first a token is a run of bytes, and a text is all bytes decoded as UTF-8,
+with replacement characters for invalid bytes (byte-level BPE, Radford et al. 2019; bytes; characters). In the second a
+token is a piece of text, except those that stand for one byte: a run of such bytes is decoded if it is UTF-8 as a
+whole, and else becomes one replacement character per byte (byte fallback, Kudo and Richardson 2018, as `tokenizers`
+decodes it).
 """
 
 from __future__ import annotations
@@ -28,14 +25,14 @@ from gpuinfer.text.checkpoint.config_keys import ANOTHER_PROGRAM
 REPLACEMENT = "�"
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
-Piece = str | bytes | None  # of the second kind: bytes is one byte; None adds nothing at all, as if it were not there
+Piece = str | bytes | None  # of the second kind: bytes is one byte; None: the token is skipped
 
 
 class Spelling:
     """The pieces of a vocabulary, each looked up once. Threads may share one.
 
-    `raw`: the first kind, all pieces are bytes. `strip`: how many spaces the text loses at its beginning; `lead`: the
-    first piece of a text differs from the same piece further on; `joins`: tokens are words, with a space between.
+    `raw`: the first kind, all pieces are bytes. `strip`: spaces dropped at the beginning of a text; `lead`: pieces at
+    the beginning of a text, where they differ; `joins`: tokens are words, with a space between.
     """
 
     def __init__(
@@ -52,11 +49,11 @@ class Spelling:
 
     @property
     def eats_spaces(self) -> bool:
-        """Whether a space at the very beginning is lost."""
+        """Whether a space at the beginning of a text is dropped."""
         return self.strip > 0 or self.lead is not None
 
     def piece(self, token: int) -> Piece:
-        """What the token adds anywhere but at the beginning."""
+        """The piece that the token adds after the beginning of a text."""
         try:
             return self._pieces[token]
         except KeyError:
@@ -65,21 +62,25 @@ class Spelling:
 
 
 def byte_level_table() -> dict[str, int]:
-    """The characters by which byte-level vocabularies write bytes: themselves if printable (Radford et al. 2019)."""
+    """Bytes by the characters that stand for them in byte-level vocabularies (Radford et al. 2019)."""
     plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in set(plain)]
     return {**{chr(byte): byte for byte in plain}, **{chr(256 + n): byte for n, byte in enumerate(others)}}
 
 
 def spelling_of(decoder: Any, text_of: Callable[[int], str | None]) -> Spelling:
-    """How a decoder of `tokenizers` spells. `text_of` gives a token as its vocabulary writes it, None for one that is
-    left out of texts. Raises `UsageError` for a decoder whose tokens depend on what comes after them.
+    """The spelling of a decoder of `tokenizers`. `text_of`: a token's text in the vocabulary, None if the token is left
+    out of texts. Raises `UsageError` for a decoder whose pieces depend on later tokens.
     """
     steps = _flat(json.loads(decoder.__getstate__())) if decoder is not None else []
     if [step["type"] for step in steps] == ["ByteLevel"]:
         return _byte_level(text_of)
     if not steps:
-        return Spelling(False, lambda token: _spaced(text_of(token)), text_of, joins=True)
+
+        def spaced(token: int) -> str | None:
+            return None if (text := text_of(token)) is None else " " + text
+
+        return Spelling(False, spaced, text_of, joins=True)
     return _pieces(steps, text_of)
 
 
@@ -98,18 +99,14 @@ def _byte_level(text_of: Callable[[int], str | None]) -> Spelling:
             return None
         try:
             return bytes([table[character] for character in text])
-        except KeyError:  # an added token, written as it is
+        except KeyError:  # an added token, stored as plain text
             return text.encode()
 
     return Spelling(True, piece)
 
 
-def _spaced(text: str | None) -> str | None:
-    return None if text is None else " " + text
-
-
 def _pieces(steps: list[dict[str, Any]], text_of: Callable[[int], str | None]) -> Spelling:
-    """Steps that change each token alone, then perhaps one that strips the whole."""
+    """Steps that change single tokens, and an optional last one that strips the text."""
     kinds = [step["type"] for step in steps]
     whole = steps[kinds.index("Fuse") :] if "Fuse" in kinds else []
     alone = steps[: len(steps) - len(whole)]
@@ -138,7 +135,7 @@ def _stripped(step: dict[str, Any]) -> int:
 
 
 def _change(step: dict[str, Any]) -> Callable[[str, bool], Piece]:
-    """A step as a function of a token's text and of whether it is the first."""
+    """A step as a function of a token's text, and of whether the token is the first."""
     kind = step["type"]
     if kind == "Replace" and "String" in step["pattern"]:
         return lambda text, first: text.replace(step["pattern"]["String"], step["content"])
@@ -158,7 +155,7 @@ Encoded = NDArray[np.int32] | BadPrompt
 
 
 class Codec(Protocol):
-    """Texts to tokens and back. Threads may share one."""
+    """A tokenizer: texts to tokens and back. Threads may share one."""
 
     spelling: Spelling
     literal: Spelling  # in which special tokens have a text too
@@ -166,11 +163,11 @@ class Codec(Protocol):
     hidden: frozenset[int]  # special tokens: never part of a text
 
     def encode(self, texts: Sequence[str], special_tokens: bool) -> list[Encoded]:
-        """One result for each text, in order: tokens, or why it has none."""
+        """The tokens or the error of each text, in order."""
         ...
 
     def decode(self, tokens: Sequence[int], special_tokens: bool = False) -> str:
-        """Tokens that the vocabulary does not have are left out, and special ones unless they are wanted."""
+        """Tokens beyond the vocabulary are left out, and special tokens unless `special_tokens`."""
         ...
 
 
@@ -184,32 +181,31 @@ _utf8 = codecs.getincrementaldecoder("utf-8")
 
 
 class IncrementalDetokenizer:
-    """The text of one answer. Each token costs the same however long the text is.
+    """The text of one answer. The cost of a token does not depend on the length of the text.
 
-    A stop string counts as soon as its last character is complete; of several, that which is complete first, and of
-    those the longest. Where the tokens end makes no difference. If more tokens come after it, it did not count: the
-    text goes on as if there had been no such string.
+    A stop string is found once its last character is complete; of several, the first to be complete, and of those the
+    longest. Token boundaries do not matter. If more tokens are pushed after it, the text continues without a stop.
     """
 
     def __init__(self, spelling: Spelling, stop: Sequence[str] = (), *, incremental: bool = True) -> None:
         """`incremental`: `settled` is called, and what is certain is noted with each token."""
         self._spelling, self._stop = spelling, [one for one in stop if one]
         self._reach = max(map(len, self._stop), default=1) - 1  # characters of a stop string's beginning, at most
-        self._tail = ""  # the last of them
+        self._tail = ""  # the last characters of the text
         self._parts: list[str] = []
         self._length = 0  # characters in parts
-        self._ends: list[int] = []  # characters after each token, for `kept`
-        self._sure: list[int] = []  # of them, those that no later token can take back
-        self._cut: int | None = None  # where the text ends, if a stop string has just been completed
+        self._ends: list[int] = []  # length of the text after each token, for `kept`
+        self._sure: list[int] = []  # characters after each token that no later token can change
+        self._cut: int | None = None  # where the text ends, if the last token has completed a stop string
         self._incremental = incremental
-        self._given = self._given_tokens = 0  # characters and tokens that `settled` has told
+        self._given = self._given_tokens = 0  # characters and tokens that `settled` has returned
         self._bytes = _utf8("replace" if spelling.raw else "strict")
         self._first = True
         self._strip = spelling.strip
         self._run = _Run()
 
     def push(self, token: int) -> str | None:
-        """Append a token. Returns the stop string that it has completed, if any."""
+        """Append a token. Returns the stop string that the token completes, if any."""
         self._cut = None
         piece = self._spelling.piece(token)
         if self._first and piece is not None:
@@ -224,7 +220,7 @@ class IncrementalDetokenizer:
         return found
 
     def begin(self, tokens: Sequence[int]) -> int:
-        """First tokens, which `settled` has told elsewhere. Returns how many characters it told with them."""
+        """First tokens, whose text `settled` has returned elsewhere. Returns the number of its characters."""
         for token in tokens:
             self.push(token)
         self._given, self._given_tokens = self._sure[-1] if self._sure else 0, len(tokens)
@@ -232,26 +228,26 @@ class IncrementalDetokenizer:
 
     @property
     def text(self) -> str:
-        """The text of all tokens so far: what `decode` makes of them, cut before the stop string."""
+        """The text of all tokens so far: that of `decode`, cut before the stop string."""
         if self._cut is not None:
             return "".join(self._parts)[: self._cut]
-        if self._run.open and self._bytes.getstate()[0]:  # half a character: with it the whole run is no text
+        if self._run.open and self._bytes.getstate()[0]:  # an incomplete character makes the whole run invalid
             return "".join(self._parts[: self._run.parts]) + REPLACEMENT * self._run.bytes
         return "".join(self._parts) + self._rest()
 
     def settled(self) -> tuple[str, int]:
-        """What has become certain since the last call: text, and how many tokens are certain in all.
+        """The text that has become final since the last call, and how many tokens are final in all.
 
-        Half characters wait, and whatever may turn out to be the beginning of a stop string; so do the tokens of which
-        a stop string would leave nothing. Texts joined are the beginning of `text`, now and later, and the tokens never
-        more than `kept` if the answer ended with a stop string.
+        Incomplete characters and possible beginnings of a stop string are held back, and so are tokens that a stop
+        string would remove. All texts together are a prefix of `text`, now and later; the tokens never exceed `kept` of
+        an answer that ends with a stop string.
 
-        Texts joined are what was certain when the last of these tokens came, though more may be by now: the tokens
-        alone say how much has been told, whenever and however often that was.
+        All texts together are those that were final when the last of these tokens was pushed, even if more are by now:
+        the number of tokens alone determines the text, whatever the number and times of calls.
         """
         tokens = max(self._given_tokens, self._certain_tokens())
         sure = self._sure[tokens - 1] if tokens else 0
-        if sure == self._given and self._stop:  # nothing that anybody would see: the tokens wait for their text
+        if sure == self._given and self._stop:  # no new text: the tokens wait for theirs
             return "", self._given_tokens
         new = self._since(self._given)[: sure - self._given]
         self._given, self._given_tokens = sure, tokens
@@ -259,13 +255,13 @@ class IncrementalDetokenizer:
 
     @property
     def kept(self) -> int:
-        """How many of the tokens the text needs; those after them were only of the stop string."""
+        """How many tokens the text needs; those after them belong to the stop string alone."""
         if self._cut is None:
             return len(self._ends)
         return bisect_left(self._ends, self._cut) + 1 if self._cut else 0
 
     def _written(self, piece: Piece) -> str:
-        """The characters that a piece completes."""
+        """The characters that become complete with a piece."""
         if piece is None:
             return ""
         if isinstance(piece, bytes):
@@ -274,7 +270,7 @@ class IncrementalDetokenizer:
         return closing + self._stripped(piece)
 
     def _byte(self, piece: bytes) -> str:
-        """One byte of a run: its characters count as long as the whole run is text."""
+        """One byte of a run: its characters are text for as long as the whole run is valid."""
         run = self._run
         if not run.open:
             self._run = run = _Run(True, len(self._parts), self._length, self._tail, self._strip)
@@ -287,7 +283,7 @@ class IncrementalDetokenizer:
             return self._broken()
 
     def _broken(self) -> str:
-        """The run is no text: take its characters back, and put one replacement for each byte."""
+        """The run is invalid: replace its characters by one replacement character per byte."""
         run = self._run
         run.broken = True
         self._bytes.reset()
@@ -296,7 +292,7 @@ class IncrementalDetokenizer:
         return REPLACEMENT * run.bytes
 
     def _closed(self) -> str:
-        """The run is over."""
+        """End the run."""
         half = self._bytes.getstate()[0]
         lost = self._broken() if half else ""
         self._run = _Run()
@@ -333,11 +329,11 @@ class IncrementalDetokenizer:
 
     @property
     def _unsure(self) -> bool:
-        """Whether what was written last may still turn out to be no text."""
+        """Whether the last characters may still become replacement characters."""
         return self._run.open and not self._run.broken
 
     def _certain(self) -> int:
-        """How many characters no later token can change."""
+        """Characters that no later token can change."""
         length, tail = (self._run.length, self._run.tail) if self._unsure else (self._length, self._tail)
         certain = length - self._held(tail)
         return certain if self._cut is None else min(certain, self._cut)
@@ -349,7 +345,7 @@ class IncrementalDetokenizer:
         return bisect_left(self._ends, certain) + 1 if certain else 0
 
     def _since(self, place: int) -> str:
-        """The text from this character on."""
+        """The text from character `place` on."""
         lacking, found = self._length - place, []
         for part in reversed(self._parts):
             found.append(part)
@@ -359,12 +355,11 @@ class IncrementalDetokenizer:
         return "".join(reversed(found))[-lacking:] if lacking else "".join(reversed(found))
 
     def _rest(self) -> str:
-        """What the bytes that wait for more would be if nothing followed."""
-        waiting = self._bytes.getstate()[0]
-        return waiting.decode("utf-8", "replace")
+        """The text of an incomplete character at the end."""
+        return self._bytes.getstate()[0].decode("utf-8", "replace")
 
     def _held(self, text: str) -> int:
-        """How many characters at the end may be the beginning of a stop string."""
+        """Characters at the end that may begin a stop string."""
         held = 0
         for one in self._stop:
             place = text.find(one[0], max(0, len(text) - len(one) + 1))
@@ -377,7 +372,7 @@ class IncrementalDetokenizer:
 
 
 class _Run:
-    """Bytes after one another in a vocabulary of texts, and how things stood before them."""
+    """Consecutive byte tokens in a vocabulary of texts, and the state before them."""
 
     __slots__ = ("broken", "bytes", "length", "open", "parts", "strip", "tail")
 

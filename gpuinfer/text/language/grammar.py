@@ -1,6 +1,5 @@
-"""Keeps an answer to its grammar: constraints become grammars of llguidance, within limits (Moskal et al.
-
-2025), and a matcher says which tokens may come next.
+"""Constrained decoding: constraints become grammars of llguidance (Moskal et al. 2025), within limits, and a matcher
+computes which tokens may come next.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from llguidance.gbnf_to_lark import any_to_lark
 from numpy.typing import NDArray
 
 from gpuinfer.errors import BadPrompt
-from gpuinfer.generation import Constraint, Listed
+from gpuinfer.generation import Constraint
 from gpuinfer.text.language.detokenizer import Codec, Piece, Spelling
 from gpuinfer.text.language.grammar_examiner import GrammarExaminer, limits
 
@@ -36,17 +35,17 @@ LONGEST_CHOICES = 256 * 1024  # characters of all together
 MOST_CHOICES = 10_000
 DEEPEST = 64  # levels of a schema
 SHOWN = 240  # characters of the library's message
-OPTIONS = '%llguidance {"no_forcing": true}\n'  # what is forced may be spelt by any tokens, not by one spelling alone
+OPTIONS = '%llguidance {"no_forcing": true}\n'  # forced text may be spelled by any tokens, not one spelling alone
 STUCK = "no token of the model can go on from here"
 KINDS = ("json_schema", "regex", "choice", "grammar", "listed")
 _META = re.compile(r"[\\.+*?()|\[\]{}^$#&\-~/]")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 
-Key = tuple[str, str]  # what kind of grammar, and its text: what a cache knows it by
+Key = tuple[str, str]  # the kind of grammar, and its text
 
 
 def key_of(constraint: Constraint) -> Key:
-    """Raises `BadPrompt` for none or several kinds at once, and for one over the limits."""
+    """The cache key of a constraint. Raises `BadPrompt` for no kind, several kinds, or one over the limits."""
     kinds = [name for name in KINDS if getattr(constraint, name) is not None]
     if len(kinds) != 1:
         found = " and ".join(kinds) or "nothing"
@@ -56,14 +55,21 @@ def key_of(constraint: Constraint) -> Key:
     if kinds == ["regex"]:
         return "regex", _within(constraint.regex, LONGEST_REGEX, "regex")
     if kinds == ["choice"]:
-        return "choice", _choice(constraint.choice or ())
+        choices = constraint.choice or ()
+        if not choices or not all(isinstance(one, str) for one in choices):
+            raise BadPrompt("choice holds no texts. Give at least one.")
+        if len(choices) > MOST_CHOICES or sum(map(len, choices)) > LONGEST_CHOICES:
+            raise BadPrompt(
+                f"choice is too long. Give at most {MOST_CHOICES} texts of {LONGEST_CHOICES} characters in all."
+            )
+        return "choice", "(?:" + "|".join(_literal(one) for one in choices) + ")"
     if kinds == ["listed"]:
         raise BadPrompt("a list between tags is no grammar. It is matched in another way.")
     return "grammar", _within(constraint.grammar, LONGEST_GRAMMAR, "grammar")
 
 
 def grammar_of(key: Key) -> str:
-    """The grammar as llguidance reads it. Raises whatever the library raises for a bad one."""
+    """The grammar in llguidance's syntax. Raises the library's errors for a bad one."""
     kind, text = key
     if kind == "schema":
         return f"start: %json {text}\n{OPTIONS}"
@@ -73,7 +79,7 @@ def grammar_of(key: Key) -> str:
 
 
 def refused(what: str, message: str) -> BadPrompt:
-    """The library's complaint, without its inner state and on one line."""
+    """The library's error, without its inner state and on one line."""
     message = message.split("<state>")[0].replace("<non-verbose/>", "")
     if message.strip() == "NoExtensionBias":  # the library's name for a dead end
         message = STUCK
@@ -94,7 +100,7 @@ def _within(text: Any, longest: int, what: str) -> str:
 
 
 def _schema(schema: Any) -> str:
-    """`True` asks for JSON of any kind."""
+    """The schema's JSON text. `True` is any JSON."""
     if _depth(schema) > DEEPEST:
         raise BadPrompt(f"the JSON schema is nested deeper than {DEEPEST} levels. Make it flatter, or use $ref.")
     try:
@@ -104,7 +110,7 @@ def _schema(schema: Any) -> str:
 
 
 def _depth(value: Any) -> int:
-    """Levels of objects and lists, counted no further than one beyond the limit."""
+    """Levels of nested objects and lists, counted to one beyond the limit."""
     depth, level = 0, [value]
     while level and depth <= DEEPEST:
         inner = [one.values() if isinstance(one, Mapping) else one for one in level if isinstance(one, Mapping | list)]
@@ -115,16 +121,6 @@ def _depth(value: Any) -> int:
     return depth
 
 
-def _choice(choices: tuple[str, ...]) -> str:
-    if not choices or not all(isinstance(one, str) for one in choices):
-        raise BadPrompt("choice holds no texts. Give at least one.")
-    if len(choices) > MOST_CHOICES or sum(map(len, choices)) > LONGEST_CHOICES:
-        raise BadPrompt(
-            f"choice is too long. Give at most {MOST_CHOICES} texts of {LONGEST_CHOICES} characters in all."
-        )
-    return "(?:" + "|".join(_literal(one) for one in choices) + ")"
-
-
 def _literal(text: str) -> str:
     """A regex that matches this text alone."""
     escaped = _META.sub(lambda match: "\\" + match[0], text)
@@ -133,39 +129,42 @@ def _literal(text: str) -> str:
 
 EXAMINER = GrammarExaminer()
 MOST_COMPILED = 256  # grammars in the cache
-PATIENCE_S, TOKEN_S = 2.0, 0.005  # of the processor that one answer's grammar may take, and again with each token
+PATIENCE_S, TOKEN_S = 2.0, 0.005  # CPU time of one answer's grammar: its budget, and what each token adds
 END = b"<|the end|>"
 Words = NDArray[np.int32]
 
 
 def words_of(vocabulary: int) -> int:
-    """How many int32 words hold one bit for each token."""
+    """int32 words for one bit per token."""
     return -(-vocabulary // 32)
 
 
 def bits_of(tokens: Sequence[int], words: int) -> Words:
-    """One bit set for each of the tokens: bit `token % 32` of word `token // 32`."""
+    """A bit set of tokens: bit `token % 32` of word `token // 32`."""
     flags = np.zeros(words * 32, np.uint8)
     flags[list(tokens)] = 1
     return np.packbits(flags, bitorder="little").view("<i4").astype(np.int32)
 
 
 class GrammarMatchers:
-    """Compiles constraints for one vocabulary and keeps the latest. Threads may share it."""
+    """Compiles constraints for one vocabulary and caches the latest. Threads may share it."""
 
     def __init__(self, codec: Codec, vocabulary: int, end_tokens: Sequence[int]) -> None:
         self._codec, self._vocabulary, self._end_tokens = codec, vocabulary, tuple(end_tokens)
         self._table: TokenTable | None = None
         self._compiled: OrderedDict[Key, GrammarMatcher | BadPrompt] = (
             OrderedDict()
-        )  # bad ones too: each may take seconds
+        )  # errors too: each may take seconds
         self._lock, self._building = threading.Lock(), threading.Lock()
         self._tries: Tries | None = None
 
     def matcher(self, constraint: Constraint) -> GrammarMatcher | ListedMatcher:
         """A matcher at the beginning of an answer. Raises `BadPrompt`."""
         if constraint.listed is not None and constraint == Constraint(listed=constraint.listed):
-            return self._listed(constraint.listed)
+            from gpuinfer.text.language.list_walks import ListedMatcher
+
+            tries = self.tries()
+            return ListedMatcher(tries.token_bytes(), tries.trie(constraint.listed)).warmed()
         key = key_of(constraint)
         with self._lock:
             if (known := self._compiled.get(key)) is not None:
@@ -176,14 +175,8 @@ class GrammarMatchers:
             raise BadPrompt(str(known))
         return known.copy()
 
-    def _listed(self, listed: Listed) -> ListedMatcher:
-        from gpuinfer.text.language.list_walks import ListedMatcher
-
-        tries = self.tries()
-        return ListedMatcher(tries.token_bytes(), tries.trie(listed)).warmed()
-
     def tries(self) -> Tries:
-        """Where lists are compiled."""
+        """The compiler of lists, made on first use."""
         from gpuinfer.text.language.list_trie import Tries
 
         with self._lock:
@@ -213,7 +206,7 @@ class GrammarMatchers:
             inner = LLMatcher(table.tokenizer, grammar, log_level=0, limits=limits())
         except (KeyboardInterrupt, SystemExit):
             raise
-        except BaseException as error:  # noqa: BLE001 - a panic of the library is no Exception
+        except BaseException as error:  # noqa: BLE001 - the library's panics are not derived from Exception
             raise refused(what, str(error)) from None
         matcher = GrammarMatcher(table, inner, what)
         matcher.check()
@@ -227,13 +220,13 @@ class GrammarMatchers:
 
 
 class TokenTable:
-    """A vocabulary as llguidance wants it. Making one takes half a second for 150,000 tokens."""
+    """A vocabulary for llguidance. Making one takes half a second for 150,000 tokens."""
 
     def __init__(self, codec: Codec, vocabulary: int, end_tokens: Sequence[int]) -> None:
         if codec.spelling.joins:
             raise BadPrompt("this model's tokens are whole words, and cannot follow a constraint. Leave it out.")
         self.vocabulary, self.words = vocabulary, words_of(vocabulary)
-        # the library needs an end token: a model without one is given one beyond its vocabulary, never to be allowed
+        # the library needs an end token: a model without one gets one beyond its vocabulary, which is never allowed
         self.extra = 0 if end_tokens else 1
         self.all_words = words_of(vocabulary + self.extra)
         ends = list(end_tokens) or [vocabulary]
@@ -250,7 +243,7 @@ class TokenTable:
         return LLTokenizer(TokenizerWrapper(_Pieces(pieces, special, ends[0])), eos_token=ends, slices=None)
 
     def _first(self, spelling: Spelling) -> tuple[Words | None, Words | None]:
-        """Tokens that would lose a space as the first of a text, and those that are a space and nothing else."""
+        """Tokens that lose a space at the beginning of a text, and those of them that are a single space."""
         if not spelling.eats_spaces:
             return None, None
         pieces = {token: spelling.piece(token) for token in range(self.vocabulary)}
@@ -262,7 +255,7 @@ class TokenTable:
 def _as_bytes(piece: Piece) -> bytes:
     if isinstance(piece, str):
         return piece.encode("utf-8", "replace")
-    return piece or b""  # nothing: never allowed
+    return piece or b""  # a token without text is never allowed
 
 
 def _loses(spelling: Spelling, token: int, piece: str | bytes) -> bool:
@@ -272,8 +265,8 @@ def _loses(spelling: Spelling, token: int, piece: str | bytes) -> bool:
 
 
 class _Pieces:
-    """What the library's wrapper of a tokenizer asks for. It would be called for texts that a grammar forces, and the
-    grammars here force none.
+    """The interface that the library's `TokenizerWrapper` needs. It encodes only forced texts, and grammars here force
+    none.
     """
 
     def __init__(self, tokens: list[bytes], special: list[int], end: int) -> None:
@@ -285,30 +278,32 @@ class _Pieces:
 
 
 class GrammarMatcher:
-    """Where one answer is in its grammar. One thread at a time."""
+    """The state of one answer in its grammar. Not thread-safe."""
 
     def __init__(self, table: TokenTable, inner: LLMatcher, what: str, first: bool = True) -> None:
         self._table, self._inner, self._what, self._first = table, inner, what, first
         self._mask = np.zeros(table.all_words, np.int32)
         self._address, self._bytes = self._mask.ctypes.data, self._mask.nbytes
-        self._fresh = False  # whether the mask is that of the present place
-        self._free_space = False  # whether the next token is a space that the text will lose
-        self._left_s = PATIENCE_S  # of this answer; all others wait while it is used
+        self._fresh = False  # whether the mask is up to date
+        self._free_space = False  # whether the next token is a space that the detokenizer drops
+        self._left_s = PATIENCE_S  # CPU time left: all other answers wait while this one is computed
 
     def mask(self, into: Words) -> None:
-        """Set the bits of the tokens that may come next: int32 [words_of(vocabulary)], all of it is written.
+        """Write the set of tokens that may come next into all of `into`, int32 [words_of(vocabulary)].
 
-        The end token is among them exactly when the answer may end here. Raises `BadPrompt` when no token of the model
-        can go on as the grammar wants, or the grammar turns out too complex.
+        It holds the end token if and only if the answer may end here. Raises `BadPrompt` if no token of the model is
+        allowed, or the grammar is too complex.
         """
         self._compute()
         np.copyto(into, self._mask[: self._table.words])
 
     def advance(self, token: int) -> None:
-        """This token has been chosen. Raises `BadPrompt` if it is not allowed."""
-        if self._free_at_first(token):
-            self._first = self._fresh = False
-            return
+        """Append a token. Raises `BadPrompt` if it is not allowed."""
+        if self._first and self._table.lost_first is not None:
+            self._compute()
+            if self._free_space:
+                self._first = self._fresh = False
+                return
         self._left_s = min(PATIENCE_S, self._left_s + TOKEN_S)
         with self._measured():
             allowed = self._inner.consume_token(int(token))
@@ -318,7 +313,7 @@ class GrammarMatcher:
 
     @property
     def complete(self) -> bool:
-        """Whether nothing but the end may follow, or it has ended."""
+        """Whether only an end token may follow, or the answer has ended."""
         if self._inner.is_stopped():
             self._check_error()
             return True
@@ -328,14 +323,14 @@ class GrammarMatcher:
         return not (self._mask & ~self._table.end).any()
 
     def copy(self) -> GrammarMatcher:
-        """Another at the same place."""
+        """An independent matcher in the same state."""
         copied = GrammarMatcher(self._table, self._inner.deep_copy(), self._what, self._first)
         copied._mask[:] = self._mask
         copied._fresh, copied._free_space = self._fresh, self._free_space
         return copied
 
     def check(self) -> None:
-        """Raises `BadPrompt` when there is no way on."""
+        """Raises `BadPrompt` if no token may come next."""
         self._check_error()
         if not self._inner.is_stopped():
             self._compute()
@@ -357,7 +352,7 @@ class GrammarMatcher:
 
     @contextmanager
     def _measured(self) -> Iterator[None]:
-        """Counts the processor's time. Raises `BadPrompt` when there is none left: nobody else is served meanwhile."""
+        """Count CPU time. Raises `BadPrompt` once the budget is spent: no other answer goes on meanwhile."""
         started = time.thread_time()
         yield
         self._left_s -= time.thread_time() - started
@@ -370,12 +365,6 @@ class GrammarMatcher:
             self._free_space = True
             kept = self._table.space
         self._mask[:] = kept
-
-    def _free_at_first(self, token: int) -> bool:
-        if not self._first or self._table.lost_first is None:
-            return False
-        self._compute()
-        return self._free_space
 
     def _check_error(self) -> None:
         if self._inner.is_error():

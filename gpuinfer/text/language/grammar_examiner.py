@@ -1,10 +1,10 @@
-"""Compiles a grammar in another process first, where it may take only so much time and memory.
+"""Compiles a grammar in a child process first, with limits on time and memory.
 
-The library bounds most of what a grammar can cost, but not all: patterns that must hold together may double its work
-with each of them, and what it allocates there cannot be stopped from within. A grammar that kills its examiner goes no
-further.
+llguidance's own limits (`limits`) bound most grammars, but not all: an `allOf` of patterns, `&` in Lark and several
+`multipleOf` double its work with each part, without end, and a thread that compiles cannot be stopped. A grammar that
+exceeds the child's limits is refused.
 
-This file is also what the other process runs. It is started by its path, so that it imports nothing but llguidance.
+The child runs this file, by its path, so that it imports nothing but llguidance.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ import time
 import weakref
 from typing import IO, Any
 
-SECONDS = 10.0  # of one grammar, on the clock
-MEMORY = 2 * 2**30  # bytes of the other process
+SECONDS = 10.0  # per grammar
+MEMORY = 2 * 2**30  # bytes of the child
 _HEADER = struct.Struct("<I")
 
 
 class GrammarExaminer:
-    """One other process, started when it is first needed and again after it was killed. Threads take turns."""
+    """One child process, started on first use and after it was killed. Threads share it, one at a time."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -35,12 +35,15 @@ class GrammarExaminer:
         self._stop: Any = None
 
     def examine(self, grammar: str) -> str:
-        """What is wrong with a grammar of llguidance; "" when nothing is."""
+        """The fault of a grammar in llguidance's syntax; "" if there is none."""
         text = grammar.encode()
         with self._lock:
             try:
                 process = self._started()
-                _write(process.stdin, _HEADER.pack(len(text)) + text)
+                if process.stdin is None:
+                    raise OSError("no pipe")
+                process.stdin.write(_HEADER.pack(len(text)) + text)
+                process.stdin.flush()
                 return str(json.loads(self._line(process)))
             except (OSError, ValueError):
                 self.close()
@@ -61,7 +64,7 @@ class GrammarExaminer:
         return self._process
 
     def _line(self, process: subprocess.Popen[bytes]) -> bytes:
-        """The answer. Raises `OSError` when none has come in time."""
+        """The child's answer. Raises `OSError` on timeout."""
         answer, end = b"", time.monotonic() + SECONDS
         answers = process.stdout.fileno() if process.stdout else -1
         while not answer.endswith(b"\n"):
@@ -71,13 +74,6 @@ class GrammarExaminer:
                 raise OSError("no answer")
             answer += more
         return answer
-
-
-def _write(pipe: IO[bytes] | None, data: bytes) -> None:
-    if pipe is None:
-        raise OSError("no pipe")
-    pipe.write(data)
-    pipe.flush()
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
@@ -100,14 +96,14 @@ class _Bytes:
 
 
 def limits() -> Any:
-    """Of llguidance itself, here and where the grammar is used. A state of its lexer takes 1 to 2 kB."""
+    """llguidance's limits, in the child and where the grammar is used. A lexer state takes 1 to 2 kB."""
     from llguidance import LLParserLimits
 
     return LLParserLimits(verbose_errors=False, max_lexer_states=50_000)
 
 
 def complaint(tokenizer: Any, grammar: str) -> str:
-    """What the library says of a grammar, and of its first step."""
+    """The library's error for a grammar, its first mask included."""
     from llguidance import LLMatcher
 
     matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=limits())
@@ -117,7 +113,7 @@ def complaint(tokenizer: Any, grammar: str) -> str:
 
 
 def _bound() -> None:
-    """Bound this process; the clock of the other side ends it where there are no such limits."""
+    """Limit this process's memory. Without such limits on the platform, the parent's timeout remains."""
     with contextlib.suppress(ImportError, OSError, ValueError):
         import resource
 
@@ -126,7 +122,7 @@ def _bound() -> None:
 
 
 def _bound_next() -> None:
-    """A grammar may use so much of the processor, should nobody be left to stop it."""
+    """Limit the CPU time of the next grammar, in case the parent has died."""
     with contextlib.suppress(ImportError, OSError, ValueError):
         import resource
 

@@ -1,6 +1,4 @@
-"""A model's language: prompts to tokens, tokens to text, and what an answer must match; and how it is opened from a
-checkpoint's files.
-"""
+"""A model's tokenizer, chat template and constraints behind one interface, opened from a checkpoint's files."""
 
 from __future__ import annotations
 
@@ -54,7 +52,7 @@ class Language:
         return self._template is not None
 
     def encode(self, prompts: Sequence[Prompt]) -> list[NDArray[np.int32] | BadPrompt]:
-        """The tokens of each prompt, int32, at least one; or why it cannot be served. All texts go in one call."""
+        """The tokens of each prompt, int32, at least one, or its error. All texts are encoded in one call."""
         results: list[Encoded | None] = [None] * len(prompts)
         texts: dict[bool, list[tuple[int, str]]] = {True: [], False: []}  # by whether special tokens are added
         for number, prompt in enumerate(prompts):
@@ -73,11 +71,11 @@ class Language:
         return [result for result in results if result is not None]
 
     def decode(self, tokens: Sequence[int], special_tokens: bool = False) -> str:
-        """The text of an answer; special tokens are left out unless they are wanted."""
+        """The text of an answer; special tokens are left out unless `special_tokens`."""
         return self._codec.decode(tokens, special_tokens)
 
     def spell_out(self, found: Logprob, special_tokens: bool = False) -> Logprob:
-        """With what its tokens are called. `special_tokens`: those are part of the text."""
+        """The log-probabilities with their tokens' bytes. `special_tokens`: they are part of the text."""
         named = [self._named(one, special_tokens) for one in (found.chosen, *found.likeliest)]
         return Logprob(named[0], tuple(named[1:]))
 
@@ -95,7 +93,7 @@ class Language:
         )
 
     def matcher(self, constraint: Constraint) -> GrammarMatcher | ListedMatcher:
-        """Compiled under limits, kept in a bounded cache. Any thread may call it. Raises `BadPrompt`."""
+        """A matcher of a constraint, compiled within limits and cached. Threads may call it. Raises `BadPrompt`."""
         return self._matchers.matcher(constraint)
 
     def render_chat(self, messages: Sequence[Mapping[str, Any]], rendering: Rendering) -> str:
@@ -105,11 +103,11 @@ class Language:
         return self._template.render(messages, rendering)
 
     def tries(self) -> Tries:
-        """Where lists are compiled: for `trie.replay`. Any thread may call it."""
+        """The compiler of lists, for `list_support`. Threads may call it."""
         return self._matchers.tries()
 
     def _tokens_of(self, prompt: Prompt) -> NDArray[np.int32] | BadPrompt | None:
-        """The tokens of a prompt that is given as such."""
+        """The tokens of a prompt of tokens; None: it is a text or a chat."""
         if (prompt.text is not None) + (prompt.tokens is not None) + (prompt.messages is not None) != 1:
             raise BadPrompt("a prompt is a text, tokens or messages. Give exactly one of them.")
         if prompt.tokens is None:
@@ -121,7 +119,7 @@ class Language:
         return self._checked(tokens)
 
     def _checked(self, tokens: Any, known: bool = False) -> Encoded:
-        """At least one token, and all in the vocabulary, unless that is known already."""
+        """The tokens, at least one, if all are in the vocabulary, which `known` spares checking; else the error."""
         if isinstance(tokens, BadPrompt):
             return tokens
         if not len(tokens):
@@ -147,11 +145,11 @@ class Language:
         return text
 
 
-ENDS_BEGIN = ("gpt2", "nanogpt")  # families whose end token stood between texts, and so before each
+ENDS_BEGIN = ("gpt2", "nanogpt")  # families trained with the end token before each text too
 
 
 class LanguageSource(Protocol):
-    """Where a checkpoint's tokenizer is to be found: in a folder, as an alphabet, or nowhere: then tokens are bytes."""
+    """Where a checkpoint's tokenizer is: in a folder, an alphabet, or none (`bytes`)."""
 
     @property
     def folder(self) -> Path | None: ...
@@ -164,7 +162,7 @@ class LanguageSource(Protocol):
 
 
 def open_language(files: LanguageSource, shape: Shape) -> Language:
-    """Raises `UsageError` when there is no tokenizer, or one that cannot be used."""
+    """Raises `UsageError` if there is no tokenizer, or it cannot be used."""
     if files.bytes:
         ends = shape.end_tokens
         return Language(Bytes(), shape.vocabulary, ends, _first(shape.beginning_token, *ends), _templates(files))
@@ -178,7 +176,7 @@ def open_language(files: LanguageSource, shape: Shape) -> Language:
 
 
 def has_chat_template(files: LanguageSource) -> bool:
-    """Whether chats can be written out. Quicker than to open the language."""
+    """Whether the model has a chat template. Quicker than `open_language`."""
     return _templates(files) is not None
 
 
@@ -198,7 +196,7 @@ def _from_folder(folder: Path, shape: Shape) -> Language:
 
 
 def _end_tokens(codec: Subwords, settings: TokenizerSettings, shape: Shape) -> tuple[int, ...]:
-    """All that config.json, generation_config.json and the tokenizer call the end: any of them ends an answer."""
+    """The end tokens of config.json, generation_config.json and the tokenizer: any of them ends an answer."""
     own = _token(codec, settings, "eos_token")
     ends = [*shape.end_tokens, *settings.end_tokens, *([] if own is None else [own])]
     return tuple(dict.fromkeys(token for token in ends if token < shape.vocabulary))

@@ -1,13 +1,8 @@
-"""What each token of a vocabulary says, as bytes in one array.
+"""Lists between tags, compiled for one vocabulary: a trie of tokens, and the tag that leads into it.
 
-What a list says, line by line, as tokens.
-
-A line is the separator and an item, or the separator and the end. It is said in one way: by the tokens that the
-tokenizer makes of it, where they say nothing else.
-
-The tag before a list, as an automaton over bytes, and the tokens that say more than the tag.
-
-Lists compiled for one vocabulary: a tree of tokens, and the tag that leads into it.
+A line is the separator and an item, or the separator and the end. It has one spelling: the tokens that the tokenizer
+gives it, if their bytes are those of the line. The tag before a list may be spelled by any tokens, and is matched by an
+automaton over their bytes.
 """
 
 from __future__ import annotations
@@ -27,16 +22,16 @@ from gpuinfer.generation import Listed
 from gpuinfer.text.language import cpu_trie
 from gpuinfer.text.language.detokenizer import REPLACEMENT, Codec, Piece, Spelling
 
-NOTHING, TEXT, BYTE = 0, 1, 2  # as in cpu_tag.py
 Ints = NDArray[np.int32]
 Bytes = NDArray[np.uint8]
 
 
 class TokenBytes:
-    """Token t says `data[starts[t]:starts[t + 1]]`; `kinds` uint8 [tokens]: NOTHING, TEXT, or one BYTE of a run.
+    """The bytes of each token: `data[starts[t]:starts[t + 1]]`; `kinds` uint8 [tokens]: NOTHING, TEXT, or one BYTE of a
+    run.
 
-    At the beginning of a text tokens say what is in `lead`, and `strip` spaces are lost. Making one takes some tenths
-    of a second for 150,000 tokens. Raises `BadPrompt` for a vocabulary of whole words.
+    At the beginning of a text, `lead` has the tokens' bytes, and `strip` spaces are dropped. Making one takes some
+    tenths of a second for 150,000 tokens. Raises `BadPrompt` for a vocabulary of whole words.
     """
 
     def __init__(self, spelling: Spelling, vocabulary: int) -> None:
@@ -45,7 +40,11 @@ class TokenBytes:
         pieces = [spelling.piece(token) for token in range(vocabulary)]
         self.raw, self.strip = spelling.raw, spelling.strip
         self.starts, self.data = _joined_pieces(pieces)
-        self.kinds = np.array([_kind(piece, spelling.raw) for piece in pieces], np.uint8)
+        byte = cpu_trie.TEXT if spelling.raw else cpu_trie.BYTE
+        kinds = [
+            cpu_trie.NOTHING if one is None else byte if isinstance(one, bytes) else cpu_trie.TEXT for one in pieces
+        ]
+        self.kinds = np.array(kinds, np.uint8)
         self.differs = spelling.lead is not None
         self.lead = (self.starts, self.data)
         if spelling.lead is not None:
@@ -53,7 +52,7 @@ class TokenBytes:
 
     @property
     def arrays(self) -> tuple[NDArray[Any], ...]:
-        """What kernels take."""
+        """The arguments of kernels."""
         return (self.starts, self.data, self.kinds, *self.lead)
 
     @property
@@ -61,7 +60,7 @@ class TokenBytes:
         return len(self.kinds)
 
     def of(self, tokens: Sequence[int]) -> list[bytes]:
-        """What each of the tokens says, in the middle of a text."""
+        """The bytes of each token, in the middle of a text."""
         starts, data = self.starts, self.data
         return [data[starts[token] : starts[token + 1]].tobytes() for token in tokens]
 
@@ -77,12 +76,6 @@ def _bytes(piece: Piece) -> bytes:
     return piece.encode("utf-8", "replace") if isinstance(piece, str) else piece or b""
 
 
-def _kind(piece: Piece, raw: bool) -> int:
-    if piece is None:
-        return NOTHING
-    return BYTE if isinstance(piece, bytes) and not raw else TEXT
-
-
 MOST_ITEMS = 10_000
 LONGEST_ITEM = 1_000  # characters
 LONGEST_ITEMS = 1 << 20  # of all together
@@ -93,8 +86,8 @@ SHOWN = 60  # characters of an item in a message
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ListLines:
-    """`tokens` int32, those of line i from `starts[i]` to `starts[i + 1]`; `units`: of each line the numbers of its
-    units, none for the end; `names`: of all units.
+    """`tokens` int32: those of line i from `starts[i]` to `starts[i + 1]`; `units`: the numbers of each line's units,
+    none for the end; `names`: of all units.
     """
 
     tokens: Ints
@@ -104,16 +97,19 @@ class ListLines:
 
 
 def check_list(listed: Listed) -> None:
-    """Raises `BadPrompt` for a list that is empty, too long, or can be read in two ways."""
+    """Raises `BadPrompt` for a list that is empty, too long, or ambiguous."""
     for name in ("begin", "end", "separator") if listed.begin else ("end", "separator"):
-        _check_tag(name, getattr(listed, name))
+        tag = getattr(listed, name)
+        if not tag or len(tag.encode("utf-8", "replace")) > LONGEST_TAG:
+            raise BadPrompt(f"`{name}` of the list has {len(tag)} characters. Give one to {LONGEST_TAG} bytes.")
+        _check_unicode(tag)
     if not listed.begin and (not listed.ends or listed.separator.startswith(" ")):
         raise BadPrompt(
             "a list without `begin` begins with the answer: it must end it too (`ends`), and its separator may not "
             "begin with a space, which some tokenizers lose there. Give it a `begin`."
         )
     if not listed.items:
-        raise BadPrompt("the list has no items: nothing could be said in it. Give some, or leave the constraint out.")
+        raise BadPrompt("the list has no items: no answer could follow it. Give some, or leave the constraint out.")
     texts = [text for _, text in listed.items]
     if len(texts) > MOST_ITEMS or sum(map(len, texts)) > LONGEST_ITEMS:
         raise BadPrompt(
@@ -122,12 +118,6 @@ def check_list(listed: Listed) -> None:
         )
     for text in texts:
         _check_item(text, listed)
-
-
-def _check_tag(name: str, text: str) -> None:
-    if not text or len(text.encode("utf-8", "replace")) > LONGEST_TAG:
-        raise BadPrompt(f"`{name}` of the list has {len(text)} characters. Give one to {LONGEST_TAG} bytes.")
-    _check_unicode(text)
 
 
 def _check_item(text: str, listed: Listed) -> None:
@@ -152,7 +142,7 @@ def _check_unicode(text: str) -> None:
 
 
 def lines_of(listed: Listed, codec: Codec, token_bytes: TokenBytes) -> ListLines:
-    """Raises `BadPrompt` for a list that `check` refuses, or that the tokenizer cannot spell."""
+    """The list as lines of tokens. Raises `BadPrompt` as `check_list` does, or if the tokenizer cannot spell it."""
     check_list(listed)
     names = tuple(dict.fromkeys(unit for unit, _ in listed.items))
     numbers = {name: number for number, name in enumerate(names)}
@@ -161,7 +151,7 @@ def lines_of(listed: Listed, codec: Codec, token_bytes: TokenBytes) -> ListLines
         units.setdefault(text, []).append(numbers[unit])
     texts = [listed.separator + text for text in (*units, listed.end)]
     spelt = spell_texts(texts, listed, codec, token_bytes)
-    if not listed.ends and token_bytes.kinds[spelt[-1][-1]] == BYTE:
+    if not listed.ends and token_bytes.kinds[spelt[-1][-1]] == cpu_trie.BYTE:
         raise BadPrompt(
             f"the tokenizer spells the end of {listed.end!r} byte by byte, which what follows could undo. "
             "Use another `end`, or let the answer end there (`ends`)."
@@ -174,7 +164,7 @@ def lines_of(listed: Listed, codec: Codec, token_bytes: TokenBytes) -> ListLines
 
 
 def _check_first(spelt: Sequence[Ints], token_bytes: TokenBytes) -> None:
-    """Each line may be the first of the text, where its first token must say the same as further on."""
+    """Each line may be the first of the text, where its first token must have the same bytes as further on."""
     starts, data = token_bytes.lead
     for token in {int(tokens[0]) for tokens in spelt}:
         if data[starts[token] : starts[token + 1]].tobytes() != token_bytes.of([token])[0]:
@@ -187,9 +177,8 @@ def _check_first(spelt: Sequence[Ints], token_bytes: TokenBytes) -> None:
 def spell_texts(texts: Sequence[str], listed: Listed, codec: Codec, token_bytes: TokenBytes) -> list[Ints]:
     """The tokens of each text, in the middle of a longer one."""
     found: list[Ints | None] = [None] * len(texts)
-    before = (
-        ("",) if token_bytes.raw else (listed.begin, "x", "")
-    )  # what a tokenizer puts before a text is no part of it
+    # a tokenizer may put tokens before a text, so spellings are looked for in the middle of another
+    before = ("",) if token_bytes.raw else (listed.begin, "x", "")
     for context in before:
         left = [number for number, tokens in enumerate(found) if tokens is None]
         for number, tokens in zip(
@@ -207,7 +196,7 @@ def spell_texts(texts: Sequence[str], listed: Listed, codec: Codec, token_bytes:
 
 
 def _spelt(context: str, texts: Sequence[str], codec: Codec, token_bytes: TokenBytes) -> list[Ints | None]:
-    """Of each text the tokens after the context that say it and no more."""
+    """The tokens of each text after the context, if their bytes are those of the text."""
     if not texts:
         return []
     encoded = [
@@ -225,7 +214,7 @@ def _spelt(context: str, texts: Sequence[str], codec: Codec, token_bytes: TokenB
 
 
 def offsets(parts: Sequence[Sized]) -> NDArray[np.int64]:
-    """Where each part begins when they lie one after another, and where the last one ends."""
+    """Where each part begins in their concatenation, and where the last one ends."""
     starts = np.zeros(len(parts) + 1, np.int64)
     np.cumsum([len(part) for part in parts], out=starts[1:])
     return starts
@@ -236,15 +225,15 @@ def _shown(text: str) -> str:
     return repr(text if len(text) <= SHOWN else text[: SHOWN - 1] + "…")
 
 
-STATES_AT_ONCE = 1 << 14  # notes of tokens that go on after the tag, doubled until all fit
+STATES_AT_ONCE = 1 << 14  # initial room for tokens that continue after the tag
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ListTag:
-    """`goto` int32 [length, 256]. The other three are one entry for each state and token that completes the tag and
-    says something after it: ordered by state, then token; `offsets`: where in the vocabulary's data that begins.
+    """`goto` int32 [length, 256]. The other three have an entry for each state and token that completes the tag and has
+    more bytes, ordered by state, then token; `offsets`: where in the vocabulary's data those bytes begin.
 
-    State `length` stands for the very beginning of a text, where tokens may say something else.
+    State `length` stands for the beginning of a text, where tokens may have other bytes.
     """
 
     goto: Ints
@@ -275,8 +264,8 @@ def tag_of(text: str, token_bytes: TokenBytes) -> ListTag:
 
 
 def automaton(text: bytes) -> Ints:
-    """int32 [length, 256]: how many bytes of the text the bytes so far end with, after each byte more. Knuth, Morris
-    and Pratt (1977).
+    """int32 [length, 256]: by state and next byte, how many bytes of the text the input ends with. Knuth, Morris and
+    Pratt (1977).
     """
     goto = np.zeros((len(text), 256), np.int32)
     if not text:
@@ -290,17 +279,17 @@ def automaton(text: bytes) -> Ints:
     return goto
 
 
-MOST_KEPT, KEPT_BYTES = 256, 256 << 20  # compiled lists in the cache, and what their arrays take
+MOST_KEPT, KEPT_BYTES = 256, 256 << 20  # compiled lists in the cache, and their bytes
 MOST_TAGS = 16
-MOST_PADDED = 1 << 20  # tokens of all lines, each as long as the longest, that are sorted column by column
+MOST_PADDED = 1 << 20  # tokens of all lines, padded to the longest, that are sorted by columns
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Trie:
-    """One list, compiled; nothing in it changes, so all rows of all threads share it.
+    """A compiled list. It never changes, so all rows and threads share it.
 
-    `image`: int32, as `cpu_image` describes it; `words`: int32 words of a set of units; `most`: how many tokens any
-    place allows or bars at most.
+    `image`: int32, described in `cpu_trie`; `words`: int32 words of a set of units; `most`: tokens that any state
+    allows or bars at most.
     """
 
     image: Ints
@@ -310,7 +299,7 @@ class Trie:
 
     @property
     def tagged(self) -> bool:
-        """Whether a tag begins the list; else the answer does."""
+        """Whether a tag begins the list; else the list begins with the answer."""
         return bool(self.image[cpu_trie.LENGTH])
 
     @property
@@ -319,7 +308,7 @@ class Trie:
 
 
 def build_trie(lines: ListLines, tag: ListTag, token_bytes: TokenBytes, ends: bool) -> Trie:
-    """From the tokens of all lines. Raises `BadPrompt` where a text could be read in two ways."""
+    """The trie of all lines. Raises `BadPrompt` for an ambiguous list."""
     order = sorted_lines(lines)
     first, token, line = _grown(lines, order)
     codes, sets, count = _codes([lines.units[number] for number in order.tolist()], len(lines.names))
@@ -349,7 +338,7 @@ def build_trie(lines: ListLines, tag: ListTag, token_bytes: TokenBytes, ends: bo
 
 
 def sorted_lines(lines: ListLines) -> NDArray[np.int64]:
-    """Their numbers, in the order of their tokens; a line goes before those that it begins."""
+    """The lines' numbers, ordered by tokens; a prefix goes before longer lines."""
     lengths = np.diff(lines.starts)
     if int(lengths.max()) * len(lengths) > MOST_PADDED:
         written, starts = lines.tokens.astype(">u4").tobytes(), lines.starts.tolist()
@@ -374,9 +363,7 @@ def _grown(lines: ListLines, order: NDArray[np.int64]) -> tuple[Ints, Ints, Ints
 
 
 def _codes(units: Sequence[Sequence[int]], count: int) -> tuple[Ints, NDArray[np.int32], int]:
-    """What `item` says of each line, the sets of units, and how many of these there are already: those of items that
-    have several.
-    """
+    """The code in `item` of each line, the sets of units, and how many sets there are: of items with several units."""
     several = sum(len(some) > 1 for some in units)
     sets = np.zeros((several + 2 * len(units) + 1, -(-max(count, 1) // 32)), np.int32)
     codes, row = np.empty(len(units), np.int32), 0
@@ -390,7 +377,7 @@ def _codes(units: Sequence[Sequence[int]], count: int) -> tuple[Ints, NDArray[np
 
 
 def _check_ambiguous(first: Ints, token: Ints, item: Ints) -> None:
-    """Where an item is complete and another goes on, the tokens of the one may not be those of a new line."""
+    """Raises `BadPrompt` if, where an item is complete, the same token continues another item and begins a new line."""
     after_item = np.repeat(item != cpu_trie.NO_ITEM, np.diff(first))  # of each node but the first, in order
     if np.isin(token[1:][after_item], token[first[0] : first[1]]).any():
         raise BadPrompt(
@@ -411,9 +398,9 @@ def _joined_parts(parts: dict[int, NDArray[np.int32]], numbers: dict[int, int]) 
 
 
 def _bars(image: Ints, tag: ListTag, token_bytes: TokenBytes, letter: int) -> tuple[Ints, Ints]:
-    """Tokens that may not come, by the state of the tag: they say it, and then what no list begins with."""
+    """Barred tokens by state of the tag: they complete the tag and go on as no list begins."""
     barred = np.ones(len(tag.tokens), np.bool_)
-    usual = np.flatnonzero(tag.states < len(tag.goto))  # at the beginning of a text none is taken
+    usual = np.flatnonzero(tag.states < len(tag.goto))  # at the beginning of a text all are barred
     some, found = tag.offsets[usual], np.zeros(len(usual), np.bool_)
     ends = token_bytes.starts[tag.tokens[usual] + 1]
     cpu_trie.bar(int(image.ctypes.data), token_bytes.data, token_bytes.starts, some, ends, letter, found)
@@ -423,23 +410,25 @@ def _bars(image: Ints, tag: ListTag, token_bytes: TokenBytes, letter: int) -> tu
 
 
 class Tries:
-    """Compiles lists for one vocabulary and keeps the latest, by content. Threads may share it."""
+    """Compiles lists for one vocabulary and caches the latest by content. Threads may share it."""
 
     def __init__(self, codec: Codec, vocabulary: int) -> None:
         self._codec, self._vocabulary = codec, vocabulary
         self._token_bytes: TokenBytes | None = None
         self._tags: OrderedDict[str, ListTag] = OrderedDict()
-        self._kept: OrderedDict[Listed, Trie | str] = OrderedDict()  # bad ones too, with the reason
+        self._kept: OrderedDict[Listed, Trie | str] = OrderedDict()  # errors too
         self._bytes = 0
         self._lock = threading.Lock()
 
     def trie(self, listed: Listed) -> Trie:
-        """Raises `BadPrompt`. Those who ask for the same one at once wait for the first of them."""
+        """The trie of a list. Concurrent calls for the same list compile it once. Raises `BadPrompt`."""
         with self._lock:
             known = self._kept.get(listed)
             if known is None:
-                known = self._compiled(listed)
-                self._keep(listed, known)
+                known = self._kept[listed] = self._compiled(listed)
+                self._bytes += _size(known)
+                while len(self._kept) > 1 and (len(self._kept) > MOST_KEPT or self._bytes > KEPT_BYTES):
+                    self._bytes -= _size(self._kept.popitem(last=False)[1])
             else:
                 self._kept.move_to_end(listed)
         if isinstance(known, str):
@@ -447,7 +436,7 @@ class Tries:
         return known
 
     def token_bytes(self) -> TokenBytes:
-        """What the vocabulary's tokens say. Raises `BadPrompt`."""
+        """The bytes of the vocabulary's tokens. Raises `BadPrompt`."""
         with self._lock:
             return self._opened()
 
@@ -471,12 +460,6 @@ class Tries:
                 self._tags.popitem(last=False)
         self._tags.move_to_end(text)
         return self._tags[text]
-
-    def _keep(self, listed: Listed, known: Trie | str) -> None:
-        self._kept[listed] = known
-        self._bytes += _size(known)
-        while len(self._kept) > 1 and (len(self._kept) > MOST_KEPT or self._bytes > KEPT_BYTES):
-            self._bytes -= _size(self._kept.popitem(last=False)[1])
 
 
 def _size(known: Trie | str) -> int:

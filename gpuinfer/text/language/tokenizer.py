@@ -1,6 +1,5 @@
-"""Tokenizers of Hugging Face folders, through the `tokenizers` library, and the settings that lie beside them.
-
-Tokens that are bytes, as of the built-in models, and tokens that are characters, as of nanoGPT's.
+"""Tokenizers: of Hugging Face folders, through the `tokenizers` library and with the folder's settings; of bytes, for
+the built-in models; and of characters, for nanoGPT.
 """
 
 from __future__ import annotations
@@ -29,14 +28,14 @@ class TokenizerSettings:
 
     config: Mapping[str, Any] = field(default_factory=dict)
     named: Mapping[str, str] = field(default_factory=dict)  # "bos_token" → "<s>", …: what a template may print
-    special: tuple[str, ...] = ()  # all special tokens that are spoken of
+    special: tuple[str, ...] = ()  # all special tokens that the settings name
     end_tokens: tuple[int, ...] = ()  # of generation_config.json
     template: str | None = None
-    tool_template: str | None = None  # for chats with tools, where there is one of its own
+    tool_template: str | None = None  # for chats with tools, if it differs
 
 
 def read_settings(folder: Path) -> TokenizerSettings:
-    """Raises `UsageError` for a file that is not what its name says. Absent files are no error."""
+    """The settings of a folder; absent files are no error. Raises `UsageError` for a damaged file."""
     config = read_object(folder / "tokenizer_config.json")
     merged = {**read_object(folder / "special_tokens_map.json"), **config}
     named = {name: text for name in NAMED_TOKENS if (text := _content(merged.get(name))) is not None}
@@ -65,7 +64,7 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def _content(token: Any) -> str | None:
-    """A token is written as a text or, with its switches, as an object."""
+    """A token's text, which is stored alone or in an object with its flags."""
     if isinstance(token, Mapping):
         token = token.get("content")
     return token if isinstance(token, str) else None
@@ -83,7 +82,7 @@ def _ids(value: Any) -> tuple[int, ...]:
 
 
 def _template(folder: Path, config: Mapping[str, Any], name: str) -> str | None:
-    """The template of this name. A file of its own goes before the settings, as transformers has it."""
+    """The template of this name. A separate file goes before the settings, as in transformers."""
     file = "chat_template.jinja" if name == DEFAULT else f"additional_chat_templates/{name}.jinja"
     if (own := folder / file).is_file():
         try:
@@ -97,7 +96,7 @@ def _template(folder: Path, config: Mapping[str, Any], name: str) -> str | None:
 
 
 def _named(templates: Any, name: str) -> str | None:
-    """Of several templates the one of this name; the only one there is is the default."""
+    """The template of this name; a single template is the default."""
     if isinstance(templates, list):
         pairs = [one for one in templates if isinstance(one, Mapping)]
         templates = {one.get("name"): one.get("template") for one in pairs}
@@ -111,14 +110,11 @@ def _named(templates: Any, name: str) -> str | None:
 
 SPACE = "▁"
 CLASSES = ("LlamaTokenizer", "LlamaTokenizerFast")
-OWN = (
-    "mistral",
-    "qwen2",
-)  # families that transformers reads by the file, or by a class of their own, whatever it names
+OWN = ("mistral", "qwen2")  # families for which transformers ignores the named class
 
 
 def respaced(tokenizer: Tokenizer, family: str, settings: Mapping[str, Any]) -> None:
-    """Change the tokenizer in place, where it is one of those."""
+    """Give a Llama tokenizer, in place, the spaces that transformers' LlamaTokenizer gives it."""
     if settings.get("tokenizer_class") not in CLASSES or family in OWN or not _spaced(tokenizer):
         return
     prefix = settings.get("add_prefix_space")
@@ -131,7 +127,7 @@ def respaced(tokenizer: Tokenizer, family: str, settings: Mapping[str, Any]) -> 
 
 
 def _spaced(tokenizer: Tokenizer) -> bool:
-    """Whether pieces are merged from characters, with "▁" for a space."""
+    """Whether the tokenizer is a BPE of characters with "▁" for a space."""
     if type(tokenizer.model).__name__ != "BPE":
         return False
     normalizer = [step["type"] for step in _steps(tokenizer.normalizer, "normalizers")]
@@ -156,7 +152,7 @@ END_OF_TEXT = "<|endoftext|>"
 
 
 class Subwords:
-    """One of `tokenizers`, with nothing padded and nothing cut."""
+    """A tokenizer of the `tokenizers` library, without padding and truncation."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         tokenizer.no_padding()
@@ -196,7 +192,7 @@ class Subwords:
 
 
 def open_subwords(folder: Path, family: str, settings: TokenizerSettings) -> Subwords:
-    """The tokenizer of a folder. Raises `UsageError` when there is none, or it cannot be used."""
+    """The tokenizer of a folder. Raises `UsageError` if there is none, or it cannot be used."""
     tokenizer = _opened(folder, family, settings)
     _add(tokenizer, settings)
     return Subwords(tokenizer)
@@ -273,11 +269,11 @@ def _entries(settings: TokenizerSettings) -> list[tuple[int, dict[str, object]]]
     return sorted((pair for pair in good if isinstance(pair[1].get("content"), str)), key=lambda pair: pair[0])
 
 
-MOST_NAMED = 5  # of the characters that are not in an alphabet, how many an error shows
+MOST_NAMED = 5  # missing characters in an error
 
 
 class Bytes:
-    """Token i is byte i; what is above is special."""
+    """Token i is byte i; higher tokens are special."""
 
     size = 256
 
@@ -321,10 +317,7 @@ class Characters:
         try:
             return np.array([self._tokens[character] for character in text], np.int32)
         except KeyError:
-            return self._missing(text)
-
-    def _missing(self, text: str) -> BadPrompt:
-        missing = list(islice(dict.fromkeys(one for one in text if one not in self._tokens), MOST_NAMED + 1))
+            missing = list(islice(dict.fromkeys(one for one in text if one not in self._tokens), MOST_NAMED + 1))
         named = ", ".join(map(repr, missing[:MOST_NAMED])) + (", …" if len(missing) > MOST_NAMED else "")
         return BadPrompt(f"the model's alphabet of {self.size} characters lacks {named}. Leave them out of the prompt.")
 
