@@ -304,48 +304,25 @@ def sums_beyond(
     return {rows: [now[0] - then[0], now[1] - then[1]] for rows, (now, then) in left.items() if now[0] != then[0]}
 
 
-def _histogram_beyond(late: Mapping[str, Any], early: Mapping[str, Any]) -> dict[str, Any]:
-    return {**late, "counts": _beyond(late["counts"], early["counts"]), "total": late["total"] - early["total"]}
+def _by_name(rules: Mapping[str, Rule], counts: Callable[[Mapping[str, Any]], bool] = bool) -> Rule:
+    """For name → counters, each with its own rule; names of which nothing `counts` beyond the earlier moment are left
+    out.
+    """
 
+    def add(parts: Sequence[Mapping[str, Mapping[str, Any]]]) -> dict[str, dict[str, Any]]:
+        names = dict.fromkeys(name for part in parts for name in part)
+        return {
+            name: {key: rule.add([part[name][key] for part in parts if name in part]) for key, rule in rules.items()}
+            for name in names
+        }
 
-def _classes_added(parts: Sequence[Mapping[str, Mapping[str, Any]]]) -> dict[str, dict[str, Any]]:
-    names = dict.fromkeys(name for part in parts for name in part)
-    return {
-        name: {key: rule.add([part[name][key] for part in parts if name in part]) for key, rule in OF_A_CLASS.items()}
-        for name in names
-    }
+    def beyond(late: Mapping[str, Any], early: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+        left = dict(late)
+        for name in late.keys() & early.keys():
+            left[name] = {key: rule.beyond(late[name][key], early[name][key]) for key, rule in rules.items()}
+        return {name: line for name, line in left.items() if counts(line)}
 
-
-def _classes_beyond(late: Mapping[str, Any], early: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
-    counts = {
-        name: {key: rule.beyond(count[key], early[name][key]) for key, rule in OF_A_CLASS.items()}
-        if name in early
-        else count
-        for name, count in late.items()
-    }
-    return {name: count for name, count in counts.items() if _any_counted(count)}
-
-
-def _any_counted(count: Mapping[str, Any]) -> bool:
-    """Whether there was any request of a class, as `ClassCount.seen` has it."""
-    return bool(count["requests"] or count["queue_wait"]["counts"] or any(count["errors"].values()))
-
-
-def _models_added(parts: Sequence[Mapping[str, Mapping[str, Any]]]) -> dict[str, dict[str, Any]]:
-    names = dict.fromkeys(name for part in parts for name in part)
-    return {
-        name: {key: rule.add([part[name][key] for part in parts if name in part]) for key, rule in OF_A_MODEL.items()}
-        for name in names
-    }
-
-
-def _models_beyond(late: Mapping[str, Any], early: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        name: {key: rule.beyond(line[key], early[name][key]) for key, rule in OF_A_MODEL.items()}
-        if name in early
-        else line
-        for name, line in late.items()
-    }
+    return Rule(add, beyond)
 
 
 def _lanes_beyond(late: Sequence[Mapping[str, Any]], early: Sequence[Mapping[str, Any]]) -> tuple[Any, ...]:
@@ -409,14 +386,12 @@ def _done_beyond(late: Mapping[str, Any], early: Mapping[str, Any]) -> dict[str,
         if late.get(what)
     }
     if several := late.get("devices"):
+        before = early.get("devices", {})
         done["devices"] = {
-            name: _of_one_beyond(now, early.get("devices", {}).get(name, {})) for name, now in several.items()
+            name: {**now, **{key: now.get(key, 0) - before.get(name, {}).get(key, 0) for key in COUNTED_OF_DEVICES}}
+            for name, now in several.items()
         }
     return {**late, **done}
-
-
-def _of_one_beyond(late: Mapping[str, Any], early: Mapping[str, Any]) -> dict[str, Any]:
-    return {**late, **{key: late.get(key, 0) - early.get(key, 0) for key in COUNTED_OF_DEVICES}}
 
 
 def merge_histograms(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
@@ -432,21 +407,31 @@ def merge_histograms(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 COUNT = Rule(sum, operator.sub)
 COUNTS = Rule(_added, _beyond)  # key → how many
 SUMS = Rule(_sums_added, sums_beyond)
-HISTOGRAM = Rule(merge_histograms, _histogram_beyond)
-OF_A_CLASS = {"requests": COUNT, "rows": COUNT, "errors": COUNTS, "latency": HISTOGRAM, "queue_wait": HISTOGRAM}
-CLASSES = Rule(_classes_added, _classes_beyond)
+HISTOGRAM = Rule(
+    merge_histograms,
+    lambda late, early: {
+        **late,
+        "counts": _beyond(late["counts"], early["counts"]),
+        "total": late["total"] - early["total"],
+    },
+)
+CLASSES = _by_name(
+    {"requests": COUNT, "rows": COUNT, "errors": COUNTS, "latency": HISTOGRAM, "queue_wait": HISTOGRAM},
+    lambda count: bool(count["requests"] or count["queue_wait"]["counts"] or any(count["errors"].values())),
+)
 SECONDS = Rule(math.fsum, lambda late, early: max(0.0, late - early))  # threads that ended take theirs along
 FIRST = Rule(lambda parts: next(filter(None, parts), ""))
-OF_A_MODEL: Mapping[str, Rule] = {
-    **dict.fromkeys(("requests", "rows"), COUNT),
-    **dict.fromkeys(("tokens", "errors"), COUNTS),
-    **dict.fromkeys(("latency", "queue_wait"), HISTOGRAM),
-    **dict.fromkeys(("device_s", "turn_wait_s"), SECONDS),
-    "kind": FIRST,
-    "share": Rule(lambda parts: max(parts, default=1.0)),  # the same in every process
-    "waiting": Rule(sum),
-}
-MODELS = Rule(_models_added, _models_beyond)
+MODELS = _by_name(
+    {
+        **dict.fromkeys(("requests", "rows"), COUNT),
+        **dict.fromkeys(("tokens", "errors"), COUNTS),
+        **dict.fromkeys(("latency", "queue_wait"), HISTOGRAM),
+        **dict.fromkeys(("device_s", "turn_wait_s"), SECONDS),
+        "kind": FIRST,
+        "share": Rule(lambda parts: max(parts, default=1.0)),  # the same in every process
+        "waiting": Rule(sum),
+    }
+)
 LEVEL = Rule(sum, in_turn=lambda parts: parts[-1] if parts else 0)
 PEAK = Rule(sum, in_turn=lambda parts: max(parts, default=0.0))  # they never ran together
 WORDS = Rule(lambda parts: tuple(dict.fromkeys(itertools.chain.from_iterable(parts))))
@@ -522,6 +507,8 @@ def of_model(counted: Snapshot, kind: str, share: float) -> dict[str, Any]:
     which its forward lanes were at work where the device is not shared out (`models.device_arbiter`).
     """
     turns = counted.device.get("turns") or {}
+    forwards = (lane["stations"] for lane in counted.lanes if lane["name"].rpartition(": ")[2].startswith("forward"))
+    forward_s = (seconds for stations in forwards for name, seconds in stations.items() if name != "idle")
     return {
         "kind": kind,
         "share": share,
@@ -529,17 +516,12 @@ def of_model(counted: Snapshot, kind: str, share: float) -> dict[str, Any]:
         "rows": counted.rows,
         "tokens": dict(counted.device.get("tokens") or {}),
         "errors": dict(counted.errors),
-        "device_s": turns["had_s"] if "had_s" in turns else _forward_s(counted.lanes),
+        "device_s": turns["had_s"] if "had_s" in turns else math.fsum(forward_s),
         "turn_wait_s": turns.get("waited_s", 0.0),
         "latency": counted.latency,
         "queue_wait": counted.queue_wait,
         "waiting": counted.waiting,
     }
-
-
-def _forward_s(lanes: Sequence[Mapping[str, Any]]) -> float:
-    forwards = (lane["stations"] for lane in lanes if lane["name"].rpartition(": ")[2].startswith("forward"))
-    return math.fsum(seconds for stations in forwards for name, seconds in stations.items() if name != "idle")
 
 
 def merge(parts: Iterable[Snapshot]) -> Snapshot:
