@@ -11,16 +11,11 @@ import math
 from dataclasses import replace
 
 from gpuinfer.config.options import OptionChange
+from gpuinfer.report import thresholds
 from gpuinfer.report.causes_rows import cap_too_small, more_rows
-from gpuinfer.report.evidence import ROOMY, Evidence, busy_s, cap, outstanding
+from gpuinfer.report.evidence import Evidence, busy_s, cap, outstanding
 from gpuinfer.report.forecast import Gain, RunCase, Verdict
 
-CROWDED = 1.25  # threads that want a core, for each core
-HIDDEN = 0.5  # threads for each core that no lane knows of: a forward's own
-OURS = 0.25  # of the cores: a run that uses fewer waits for somebody else's threads
-TAKEN = 0.2  # of the cores: other programs that take less are no neighbours to speak of
-WAITED = 0.15  # of the time in which our threads were ready to run: less, and others took what nobody wanted
-AT_WORK = 0.8  # of the cores, ours and the others' together: else some were free
 YIELDS = (
     "device-saturated",
     "search-bound",
@@ -38,7 +33,11 @@ def too_many_threads(case: RunCase) -> Verdict | None:
     worker's search and its forward, lose nothing: as many cores are at work.
     """
     run = case.run
-    if not run.on_cpu or run.runnable <= CROWDED * run.cores or run.cores_busy < OURS * run.cores:
+    if (
+        not run.on_cpu
+        or run.runnable <= thresholds.CROWDED * run.cores
+        or run.cores_busy < thresholds.OURS_LEAST * run.cores
+    ):
         return None
     found = _fewer_threads(run) or _fewer_workers(run)
     if found is None:
@@ -57,14 +56,17 @@ def _fewer_threads(run: Evidence) -> tuple[str, OptionChange | None] | None:
     """
     lanes, forwards = busy_s(run.lanes) / run.wall_s, len(run.forwards)
     most = max(1, run.cores // max(forwards, 1))
-    many = run.cores_busy - lanes >= OURS * run.cores if run.threads is None else run.threads > most
-    if not forwards or not many or run.runnable - lanes < HIDDEN * run.cores:
+    many = run.cores_busy - lanes >= thresholds.OURS_LEAST * run.cores if run.threads is None else run.threads > most
+    if not forwards or not many or run.runnable - lanes < thresholds.HIDDEN_THREADS * run.cores:
         return None
     return "Use fewer threads in each forward.", run.change("-B", most, "threads")
 
 
 def _fewer_workers(run: Evidence) -> tuple[str, OptionChange | None] | None:
-    if run.facts.get("workers", len(run.work)) <= run.cores or busy_s(run.work) / run.wall_s <= CROWDED * run.cores:
+    if (
+        run.facts.get("workers", len(run.work)) <= run.cores
+        or busy_s(run.work) / run.wall_s <= thresholds.CROWDED * run.cores
+    ):
         return None
     return "Use no more workers than there are cores.", run.change("--", run.cores, "workers")
 
@@ -74,7 +76,7 @@ def others_have_the_cores(case: RunCase) -> Verdict | None:
     run = case.run
     if run.others is not None or not run.on_cpu:
         return None
-    if run.runnable <= CROWDED * run.cores or run.cores_busy >= OURS * run.cores:
+    if run.runnable <= thresholds.CROWDED * run.cores or run.cores_busy >= thresholds.OURS_LEAST * run.cores:
         return None
     why = (
         f"{run.runnable:.1f} threads wanted a core at once, and this run had {run.cores_busy:.1f} of {run.cores}: "
@@ -102,8 +104,10 @@ def beside_others(verdict: Verdict, run: Evidence) -> Verdict:
 def neighbours(run: Evidence) -> float | None:
     """The cores that other programs took while our threads waited for one; None if our threads missed none."""
     taken = run.others or 0.0
-    missed = run.waited >= WAITED and run.cores_busy + taken >= AT_WORK * run.cores
-    return taken if taken >= TAKEN * run.cores and missed else None
+    missed = (
+        run.waited >= thresholds.WAITED_FOR_CORES and run.cores_busy + taken >= thresholds.CORES_AT_WORK * run.cores
+    )
+    return taken if taken >= thresholds.TAKEN * run.cores and missed else None
 
 
 ALONE = "Let it run alone."
@@ -123,33 +127,26 @@ def _let_alone(run: Evidence, why: str, high: float) -> Verdict:
     return Verdict("oversubscribed CPUs", run.largest(), why, advice, None, Gain.up_to(most))
 
 
-OURS_AT_WORK = 0.8  # of the cores that are left to us
-WORTH = 1.15  # what larger batches must promise
-ALWAYS = 0.5  # of the batches cut for a cap: then it is one, whatever else may be known
-SMALL = 16  # rows: batches that nearly any model does better than, where it was seen with no others
-DOUBT = 0.5  # of what larger batches promise: on shared cores it is Amdahl's bound, and no measurement
-
-
 def small_batches(case: RunCase) -> Verdict | None:
     """Batches are small, and the model would take less of the cores with larger ones."""
     run, curve = case.run, case.curve
     if not run.on_cpu or not run.work or not run.forwards or curve is None or run.rows_mean <= 0:
         return None
-    if run.cores_busy < OURS_AT_WORK * run.cores_left:
+    if run.cores_busy < thresholds.OURS_AT_WORK * run.cores_left:
         return None
-    if math.isfinite(cap(run)) and run.cut_by("full", "cap") >= ALWAYS:
+    if math.isfinite(cap(run)) and run.cut_by("full", "cap") >= thresholds.PLAINLY_CAPPED:
         return _for_a_cap(case, curve.best())
     rows = curve.enough()
     gain = _gain(case, rows)
-    return more_rows(case, rows, _promised(gain)) if gain >= WORTH else None
+    return more_rows(case, rows, _promised(gain)) if gain >= thresholds.WORTH_A_CHANGE else None
 
 
 def _for_a_cap(case: RunCase, best: float) -> Verdict | None:
     run, gain = case.run, _gain(case, best)
-    if gain >= WORTH:
+    if gain >= thresholds.WORTH_A_CHANGE:
         return cap_too_small(case, best, _promised(gain))
-    if run.rows_mean <= SMALL and best <= ROOMY * cap(run):  # nobody has seen larger ones
-        return cap_too_small(case, min(outstanding(run) / len(run.forwards), SMALL * cap(run)), Gain())
+    if run.rows_mean <= thresholds.SMALL_BATCH and best <= thresholds.ROOMY * cap(run):  # nobody has seen larger ones
+        return cap_too_small(case, min(outstanding(run) / len(run.forwards), thresholds.SMALL_BATCH * cap(run)), Gain())
     return None
 
 
@@ -161,4 +158,4 @@ def _gain(case: RunCase, rows: float) -> float:
 
 
 def _promised(gain: float) -> Gain:
-    return Gain(1 + (gain - 1) * (1 - DOUBT), gain)
+    return Gain(1 + (gain - 1) * (1 - thresholds.AMDAHL_DOUBT), gain)

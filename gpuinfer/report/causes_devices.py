@@ -12,13 +12,11 @@ from dataclasses import replace
 from typing import Any, Final, cast
 
 from gpuinfer.models.model_options import OF_STAGES
-from gpuinfer.report.causes_cpu_contention import CROWDED
+from gpuinfer.report import thresholds
 from gpuinfer.report.document import StageLine, StagesSection
 from gpuinfer.report.evidence import Evidence, Lane, busy_s, is_stage, place, station_s
 from gpuinfer.report.forecast import Gain, RunCase, Verdict
 from gpuinfer.stats import Snapshot
-
-WAITED = 0.25  # of the forward lanes' time: so much waiting for turns is worth a sentence
 
 
 def by_side(case: RunCase) -> Verdict | None:
@@ -26,7 +24,7 @@ def by_side(case: RunCase) -> Verdict | None:
     run = case.run
     if run.options.get("-B", {}).get("gate") is not False or len(run.models) < 2:
         return None
-    if not run.on_cpu or run.runnable <= CROWDED * run.cores:
+    if not run.on_cpu or run.runnable <= thresholds.CROWDED * run.cores:
         return None
     why = (
         f"The forwards of {_named(run)} ran at once: {run.runnable:.1f} threads wanted a core and there are {run.cores}"
@@ -41,7 +39,7 @@ def in_turns(verdict: Verdict, run: Evidence) -> Verdict:
     """The verdict, preceded by how long forwards waited for other models' where that was long."""
     forwards = run.forwards
     waited = station_s(forwards, "turn") / (run.wall_s * len(forwards)) if forwards else 0.0
-    if len(run.models) < 2 or waited < WAITED:
+    if len(run.models) < 2 or waited < thresholds.WAITED_FOR_TURNS:
         return verdict
     had = " and ".join(f"{line['name']} {line['device_share']:.0%}" for line in run.models)
     turns = f"The models took turns: forwards waited {waited:.0%} of the time for theirs; of the device, {had}."
@@ -53,9 +51,6 @@ def _named(run: Evidence) -> str:
 
 
 BUBBLES_TOLD: Final = "pipeline bubbles"  # the verdict's class
-BUSY = 0.8  # of the time there was a batch in the stages: with less it is not they who hold the run back
-BUBBLES = 0.03  # of the stages' time: less is what any queue costs
-UNEVEN = 0.9  # the stages' mean use of the busiest one's: below it the split is to blame
 
 
 def of_stages(snapshot: Snapshot, wall_s: float) -> StagesSection | None:
@@ -95,7 +90,11 @@ def _busy(lanes: Sequence[Lane], wall_s: float) -> float:
 def bubbles(case: RunCase) -> Verdict | None:
     """The stages hold the run back, and part of their time is bubbles: whole models would have none."""
     run = case.run
-    if not run.staged or run.staged["active_share"] < BUSY or run.staged["bubble_share"] < BUBBLES:
+    if (
+        not run.staged
+        or run.staged["active_share"] < thresholds.STAGES_BUSY
+        or run.staged["bubble_share"] < thresholds.BUBBLES
+    ):
         return None
     gain = Gain.up_to(min(1 / (1 - run.staged["bubble_share"]), 1 / run.efficiency if run.efficiency else math.inf))
     advice, value = _advice(run, run.staged)
@@ -126,7 +125,7 @@ def _why(run: Evidence, staged: Mapping[str, Any]) -> str:
     why += "bubbles: a batch was there, and not with them."
     if staged["parallel"] == "layers":
         why += " Of layers one stage at a time computes."
-    elif sum(used) < UNEVEN * max(used) * len(used):
+    elif sum(used) < thresholds.UNEVEN_STAGES * max(used) * len(used):
         why += f" Stage {used.index(max(used))} takes longest."
     if run.efficiency:
         why += (

@@ -8,18 +8,15 @@ from collections.abc import Mapping
 from typing import Any
 
 from gpuinfer.config.options import OptionChange
+from gpuinfer.report import thresholds
 from gpuinfer.report.causes_text import forward_share
 from gpuinfer.report.evidence import Evidence
-from gpuinfer.report.forecast import DOUBT, Gain, RunCase, Verdict
+from gpuinfer.report.forecast import Gain, RunCase, Verdict
 from gpuinfer.stats import DiffusionCounters
 
-BUSY = 0.7  # of the time in forwards: with less the model is not what holds the run back
-FEW = 2.0  # useful tokens a forward: from there on the decoder does what it is for
-WORTH = 1.15  # times as fast: less is no reason to change what comes out
 SCHEDULED = frozenset({"low-confidence", "random", "dream"})  # commit as many as the schedule says, sure or not
 CONFIDENT = {"threshold": 0.9, "hierarchical": 0.9, "credit": 0.9, "smoothing": 0.9, "block-refinement": 0.9}
 """Decoder → the threshold from which lower ones are the trade that papers make (Wu et al. 2025, "Fast-dLLM")."""
-MOST = 8.0  # times as fast: what committing several tokens a forward is ever said to bring
 KEPT = {"prefix": "the keys and values before the block", "dual": "all keys and values but the block's"}
 CAUTION = "`gpuinfer verify` with it tells how many tokens differ."
 
@@ -34,22 +31,22 @@ def recomputation(case: RunCase) -> Verdict | None:
     left = _left_with(cache, run, found)
     share = forward_share(run, "forward", "prefill")
     expected = 1 / (1 - share + share * min(1.0, left / found.computed_share)) if found.computed_share else 1.0
-    if expected < WORTH:
+    if expected < thresholds.WORTH_A_CHANGE:
         return None
     why = (
         f"{found.computed_share:.0%} of all positions were computed anew in each of {found.forwards:,.0f} forwards "
         f"(cache {_in_force(run, 'cache') or 'none'}), of {found.positions / found.forwards:,.0f} on average; with the "
         f"cache {cache} it would be {left:.0%}."
     )
-    low = expected * (1 - DOUBT) if run.on_cpu else 1.0  # elsewhere a small step mostly reads weights
-    gain = Gain(max(1.0, low), expected * (1 + DOUBT), expected)
+    low = expected * (1 - thresholds.REPLAY_DOUBT) if run.on_cpu else 1.0  # elsewhere a small step mostly reads weights
+    gain = Gain(max(1.0, low), expected * (1 + thresholds.REPLAY_DOUBT), expected)
     return Verdict("recomputation", "forward", why, _caveat(cache), run.change("--", cache, "cache"), gain)
 
 
 def few_tokens(case: RunCase) -> Verdict | None:
     """Forwards commit hardly more than one token each, by the schedule or since the threshold is high."""
     run, found = case.run, _model_bound(case.run)
-    if found is None or found.tokens_per_forward >= FEW:
+    if found is None or found.tokens_per_forward >= thresholds.FEW_TOKENS:
         return None
     decoder = str(_in_force(run, "decoder") or "")
     cured = _more_a_forward(run, decoder)
@@ -62,14 +59,18 @@ def few_tokens(case: RunCase) -> Verdict | None:
         f"decoder is {decoder}, {in_force}."
     )
     share = forward_share(run, "forward", "prefill")
-    gain = Gain.up_to(1 / (1 - share + share / MOST))
+    gain = Gain.up_to(1 / (1 - share + share / thresholds.MOST_GAIN))
     return Verdict("few tokens a forward", "forward", why, f"{advice} {CAUTION}", change, gain)
 
 
 def _model_bound(run: Evidence) -> DiffusionCounters | None:
     """The steps' counters of a diffusion model that computes nearly all of the time; None of others."""
     found = DiffusionCounters.of(run.steps)
-    return found if found and found.forwards and forward_share(run, "forward", "prefill") >= BUSY else None
+    return (
+        found
+        if found and found.forwards and forward_share(run, "forward", "prefill") >= thresholds.DIFFUSION_BUSY
+        else None
+    )
 
 
 def _more_a_forward(run: Evidence, decoder: str) -> tuple[str, str, OptionChange | None] | None:

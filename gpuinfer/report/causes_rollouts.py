@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 from gpuinfer.config.options import OptionChange
+from gpuinfer.report import thresholds
 from gpuinfer.report.document import RolloutsSection, TokenRates, VerdictClass
 from gpuinfer.report.evidence import Evidence, Lane, busy_s, is_forward
 from gpuinfer.report.forecast import Gain, RunCase, Verdict
@@ -95,20 +96,13 @@ def stalls(facts: Mapping[str, float]) -> dict[str, float]:
     return {kind: min(1.0, lost / whole) for kind, lost in ordered if whole > 0 and lost > 0}
 
 
-LEAST_STEPS = 3  # of the trainer: fewer say nothing
-LOST = 0.1  # of the trainer's time
-FULL = 0.85  # of the slots: with so many rows asked for, the engine has what it can take
-LARGE = 0.3  # of a game's time in its environment
-MOST = 16.0  # times the trainer's time: rollouts that take longer no buffer hides, as older ones teach little
-
-
 def slow_trainer(case: RunCase) -> Verdict | None:
     """A trainer took the groups: either it was busy all the time, or a stall kept it waiting."""
     run, facts = case.run, case.run.facts
-    if facts.get("steps", 0) < LEAST_STEPS or attended_s(facts) <= 0:
+    if facts.get("steps", 0) < thresholds.LEAST_TRAINER_STEPS or attended_s(facts) <= 0:
         return None
     lost = stalls(facts)
-    if sum(lost.values()) < LOST:
+    if sum(lost.values()) < thresholds.LOST_BY_STALLS:
         why = f"The trainer was at work {facts.get('train_s', 0.0) / attended_s(facts):.0%} of the time."
         advice = "Nothing needs mending in the rollouts: only a faster trainer makes more steps."
         return Verdict("trainer-bound", "idle", why, advice, healthy=True)
@@ -123,7 +117,7 @@ def slow_trainer(case: RunCase) -> Verdict | None:
 def slow_environment(case: RunCase) -> Verdict | None:
     """Games are in their environment while the engine has room."""
     run, share = case.run, case.run.facts.get("environment_share", 0.0)
-    if "calls" not in run.facts or share < LARGE or offered(run) >= FULL:
+    if "calls" not in run.facts or share < thresholds.SLOW_ENVIRONMENT or offered(run) >= thresholds.ENGINE_FULL:
         return None
     why = f"Games were in their environment, and asked for nothing, {share:.0%} of their time: {_asked(run)}."
     advice = "Make its calls quicker, or play more groups at once, so that others ask meanwhile."
@@ -134,7 +128,7 @@ def slow_environment(case: RunCase) -> Verdict | None:
 def few_groups(case: RunCase) -> Verdict | None:
     """Fewer groups are played at once than the engine has room for, by an option."""
     run = case.run
-    if "calls" not in run.facts or offered(run) >= FULL or (change := _more_groups(run)) is None:
+    if "calls" not in run.facts or offered(run) >= thresholds.ENGINE_FULL or (change := _more_groups(run)) is None:
         return None
     why = f"{run.facts['groups_in_flight']:,.1f} groups were played at once: {_asked(run)}."
     filling = ": so many fill the slots" if run.total is None or float(change.value) < run.total else ": all of them"
@@ -180,7 +174,7 @@ def _starvation(run: Evidence) -> tuple[str, OptionChange | None]:
         f"A step's rollouts took {rollout_s:.2g} s and its training {train_s:.2g} s: a buffer of depth {depth:g} "
         f"starves when rollouts take longer than {depth:g} × {train_s:.2g} s."
     )
-    if train_s <= 0 or rollout_s > MOST * train_s:
+    if train_s <= 0 or rollout_s > thresholds.MOST_DEPTH * train_s:
         return f"{told} No buffer hides that: train on larger batches, --batch-groups.", None
     wanted = max(math.ceil(rollout_s / train_s), math.floor(depth) + 1)
     change = run.change("--", round(wanted * batch), "buffer_depth")

@@ -11,8 +11,9 @@ from dataclasses import replace
 from typing import Final
 
 from gpuinfer.config.options import OptionFlag
+from gpuinfer.report import thresholds
 from gpuinfer.report.document import VerdictClass
-from gpuinfer.report.evidence import BINDS, Evidence, busy_s, outstanding, place, served_s, station_s, think_s
+from gpuinfer.report.evidence import Evidence, busy_s, outstanding, place, served_s, station_s, think_s
 from gpuinfer.report.forecast import (
     Gain,
     RunCase,
@@ -27,7 +28,6 @@ from gpuinfer.report.forecast import (
 )
 
 KIND: Final = "too few rows outstanding"
-AGAIN = 2.0  # times as many, where nothing says how many would do
 
 
 def more_rows(case: RunCase, best: float, gain: Gain | None = None) -> Verdict:
@@ -76,19 +76,12 @@ def product(facts: Mapping[str, float], rows_outstanding: float) -> str:
     return " × ".join([*factors, f"{rows:,.0f} rows"]) + f" = {total}" if factors else total
 
 
-KEEPS_UP = 0.93  # of the rows that are offered: the rest is still on its way
-WORTH_NOT_WAITING = 1.1  # what not waiting must promise, where it is not plain that a timer is set
-FEW = 0.01  # of the requests: so many may be lost
-NEARLY_FULL = 0.9  # of the lanes' time: whoever is lost then is lost for want of room
-NOTICED = 0.1  # of a request's time: a timer that takes less is not to blame
-
-
 def for_arrivals(case: RunCase) -> Verdict | None:
     """All that arrives is answered, or lost in spite of idle lanes: the load is set by its sources."""
     run, offered = case.run, case.run.facts.get("offered_rows_per_s", 0.0)
     busy, asked = run.busy(run.forwards), run.requests + run.lost
-    few_lost = run.lost <= FEW * asked
-    if not offered or (run.rows_per_s < KEEPS_UP * offered and (few_lost or busy > NEARLY_FULL)):
+    few_lost = run.lost <= thresholds.FEW_LOST * asked
+    if not offered or (run.rows_per_s < thresholds.KEEPS_UP * offered and (few_lost or busy > thresholds.LANES_FULL)):
         return None
     why = f"{offered:,.0f} rows/s arrived and {run.rows_per_s:,.0f} were answered"
     why += f"; the forward lanes were busy {busy:.0%} of the time."
@@ -109,7 +102,7 @@ def _arrivals(case: RunCase, why: str) -> Verdict:
 def for_the_timer(case: RunCase) -> Verdict | None:
     run = case.run
     waited, everybody, idle = run.cut_by("waited"), run.cut_by("clients", "gain"), 1 - run.busy(run.forwards)
-    if waited + everybody < 0.5 or run.queue_wait_s < NOTICED * run.latency_s:
+    if waited + everybody < 0.5 or run.queue_wait_s < thresholds.TIMER_NOTICED * run.latency_s:
         return None
     what = "the oldest request had waited as long as it may" if waited >= everybody else "every client waited by then"
     why = (
@@ -117,7 +110,7 @@ def for_the_timer(case: RunCase) -> Verdict | None:
         f"{idle:.0%} of the time; {max(waited, everybody):.0%} of the batches were cut because {what}."
     )
     gain = case.gain_of(without_waiting, 1 / max(1 - idle, 0.01), anchored=False)
-    if waited < everybody and (gain.expected or 1.0) < WORTH_NOT_WAITING:
+    if waited < everybody and (gain.expected or 1.0) < thresholds.WORTH_NOT_WAITING:
         return None
     advice = "Do not wait: while the backend is busy a batch grows by itself."
     return Verdict("timer-bound", "idle", why, advice, run.change("-S", 0, "max_wait"), gain)
@@ -132,7 +125,7 @@ def for_clients(case: RunCase) -> Verdict | None:
         f"From an answer to its next request a client takes {thinking * 1e3:,.1f} ms, and waits for an answer "
         f"{run.latency_s * 1e3:,.1f} ms; the forward lanes were busy {run.busy(run.forwards):.0%} of the time."
     )
-    gain = case.gain_of(lambda now: with_workers(now, AGAIN))
+    gain = case.gain_of(lambda now: with_workers(now, thresholds.AGAIN))
     return Verdict("client-bound", "idle", why, "Use more clients, or let each keep more outstanding.", None, gain)
 
 
@@ -146,7 +139,7 @@ def for_one_another(case: RunCase) -> Verdict | None:
         idle += f" and the workers {1 - run.busy(run.work):.0%}"
     why = f"{idle}: each waited for the other, with {product(run.facts, outstanding(run))} rows outstanding."
     best = case.curve.best() if case.curve else 0.0
-    return advise(case, why, max(AGAIN, best * len(run.forwards) / max(outstanding(run), 1.0)))
+    return advise(case, why, max(thresholds.AGAIN, best * len(run.forwards) / max(outstanding(run), 1.0)))
 
 
 def for_nobody_known(case: RunCase) -> Verdict | None:
@@ -163,23 +156,9 @@ def no_cause_fits(case: RunCase) -> Verdict:
     return Verdict("inconclusive", "idle", why, "Let it run for longer, so that there is more to go by.")
 
 
-UNEXPLAINED = 0.05  # of the lanes' time: above it the ledger is not to be trusted
-SATURATED = 0.90  # of the roofline
-FULL = 0.90  # of the cores
-LEAST_AT_WORK = 0.5  # cores, of a forward on the CPU that lacks nothing
-UNUSED = 0.2  # of the cores: so much is idle in no run that is saturated
-FASTER_DTYPE = 2.0  # the most that bfloat16 is known to bring
-WORTH_LARGER_BATCH = 1.15  # what a larger batch must promise before its size is to blame
-BUSY = 0.80  # of the lanes' time: more cannot be had of lanes that take turns with those who ask
-UNEVEN = 0.75  # the workers' mean use of the busiest one's: below it one holds the others up
-SLOWER = 1.3  # a worker's time for a block, of the middle worker's
-ROOM = 1.1  # times what the cores do now: less than that is no room for anything else
-MOST_WORKERS = 8  # times those there are: nothing measured reaches further
-
-
 def numbers_do_not_add_up(case: RunCase) -> Verdict | None:
     lost = case.run.share("other")
-    if lost <= UNEXPLAINED:
+    if lost <= thresholds.UNEXPLAINED:
         return None
     why = f"{lost:.0%} of the lanes' time is in no known station, so any cause named here would be a guess."
     return Verdict("inconclusive", "other", why, "Let the workload and the backend name their stations.")
@@ -187,7 +166,7 @@ def numbers_do_not_add_up(case: RunCase) -> Verdict | None:
 
 def at_the_roofline(case: RunCase) -> Verdict | None:
     run = case.run
-    if run.efficiency < SATURATED or run.roofline is None:
+    if run.efficiency < thresholds.SATURATED or run.roofline is None:
         return None
     why = (
         f"The run does {run.rows_per_s:,.0f} rows/s, {run.efficiency:.0%} of what the bare model does on this machine "
@@ -201,13 +180,13 @@ def forwards(case: RunCase) -> Verdict | None:
     run = case.run
     limit = "cap" if "cap" in case.bounds else "forward"
     searching = case.binds("search") and case.reached("search") > case.reached(limit)
-    if not run.forwards or run.busy(run.forwards) < BUSY or searching:
+    if not run.forwards or run.busy(run.forwards) < thresholds.BUSY or searching:
         return None
     moving, computing = station_s(run.answering, "transfer"), station_s(run.answering, "forward")
     if moving > computing:
         return _transfer(case, moving, computing)
     best = case.curve.best() if case.curve else 0.0
-    if case.curve and best > run.rows_mean > 0 and case.faster(best) > WORTH_LARGER_BATCH:
+    if case.curve and best > run.rows_mean > 0 and case.faster(best) > thresholds.WORTH_A_CHANGE:
         return cap_too_small(case, best) if limit == "cap" else more_rows(case, case.curve.enough())
     why = f"The forward lanes were busy {run.busy(run.forwards):.0%} of the time, {run.rows_mean:,.0f} rows a batch"
     if (idle := _idle_cores(case, why) or _idle_device(case, why, computing)) is not None:
@@ -218,7 +197,7 @@ def forwards(case: RunCase) -> Verdict | None:
 def _idle_cores(case: RunCase, why: str) -> Verdict | None:
     """The forward lanes are busy, but too few, or with too few threads, for the cores."""
     run = case.run
-    if run.idle_cores <= UNUSED * run.cores or not any(lane.get("ran") for lane in run.answering):
+    if run.idle_cores <= thresholds.IDLE_CORES * run.cores or not any(lane.get("ran") for lane in run.answering):
         return None
     why += f", and {run.idle_cores:.1f} of {run.cores} cores were idle."
     gain = Gain.up_to(_left(run, run.cores / max(run.cores - run.idle_cores, 1.0)))
@@ -238,7 +217,7 @@ def _idle_device(case: RunCase, why: str, computing: float) -> Verdict | None:
     """
     run = case.run
     at_work = computing / run.wall_s
-    if run.on_cpu or at_work >= SATURATED or run.efficiency >= SATURATED:
+    if run.on_cpu or at_work >= thresholds.SATURATED or run.efficiency >= thresholds.SATURATED:
         return None
     why += f". But all of them together computed for {at_work:.0%} of it, and moved rows and answers meanwhile."
     queues = max(1, len({place(lane["name"]) for lane in run.forwards}))
@@ -276,7 +255,7 @@ def one_worker(case: RunCase) -> Verdict | None:
     """One worker is busy all the time while the others have nothing left to do."""
     run = case.run
     use = [run.busy([lane]) for lane in run.work]
-    if len(use) < 2 or max(use) < BINDS or statistics.fmean(use) > UNEVEN * max(use):
+    if len(use) < 2 or max(use) < thresholds.BINDS or statistics.fmean(use) > thresholds.UNEVEN_WORKERS * max(use):
         return None
     slow = use.index(max(use))
     name, others = run.work[slow]["name"], (sum(use) - max(use)) / (len(use) - 1)
@@ -285,7 +264,7 @@ def one_worker(case: RunCase) -> Verdict | None:
     usual = statistics.median(times)
     most = max(use) / statistics.fmean(use)
     gain = case.gain_of(alike, most)
-    if 0 < SLOWER * usual < times[slow]:
+    if 0 < thresholds.SLOW_WORKER * usual < times[slow]:
         why += f": a block takes it {times[slow] / usual:.1f} times as long."
         advice = "See what slows that worker down (another program on its core, a slower core), or give it less to do."
     else:
@@ -325,7 +304,7 @@ def _more_workers(case: RunCase, kind: VerdictClass, station: str, why: str) -> 
 
 def _no_room(run: Evidence) -> str:
     """The advice where no number of workers can be named."""
-    if _spare(run) < ROOM:
+    if _spare(run) < thresholds.ROOM:
         return "All cores are at work: only more cores, or less work for each row, make this faster."
     return f"Only {run.cores_busy:.1f} of {run.cores} cores are busy: use more workers, or more clients."
 
@@ -333,7 +312,7 @@ def _no_room(run: Evidence) -> str:
 def all_cores(case: RunCase) -> Verdict | None:
     """Search and model share cores that are all busy: the part that takes most of them should get cheaper."""
     run = case.run
-    if not run.on_cpu or run.cores_busy < FULL * run.cores_left:
+    if not run.on_cpu or run.cores_busy < thresholds.ALL_CORES * run.cores_left:
         return None
     why = f"{run.cores_busy:.1f} of {run.cores} cores were at work"
     why += f"; {run.efficiency:.0%} of the roofline." if run.roofline else "."
@@ -347,13 +326,13 @@ def all_cores(case: RunCase) -> Verdict | None:
 def _saturated(run: Evidence, why: str) -> Verdict:
     kind: VerdictClass = "device-saturated"
     station = "forward"
-    if run.on_cpu and run.computes_here and run.cpu_s and run.cores_busy < LEAST_AT_WORK:
+    if run.on_cpu and run.computes_here and run.cpu_s and run.cores_busy < thresholds.LEAST_AT_WORK:
         why += f" Yet only {run.cores_busy:.1f} of {run.cores} cores were at work: its threads waited for one another."
         advice = "Use one thread in each forward, or let it run alone."
         change = run.change("-B", 1, "threads")
         return Verdict("oversubscribed CPUs", station, why, advice, None if change and run.in_force(change) else change)
     if run.dtype == "float32" and run.computes and run.bfloat16_pays:
-        change, gain = run.change("--", "bfloat16", "dtype"), Gain(1.0, FASTER_DTYPE)
+        change, gain = run.change("--", "bfloat16", "dtype"), Gain(1.0, thresholds.FASTER_DTYPE)
         return Verdict(kind, station, why, "Compute in bfloat16.", change, gain, healthy=True)
     advice = "Only a smaller model or a faster device makes this faster."
     return Verdict(kind, station, why, advice, healthy=True)
@@ -361,7 +340,9 @@ def _saturated(run: Evidence, why: str) -> Verdict:
 
 def _spare(run: Evidence) -> float:
     """How many times the present use of the cores they have room for."""
-    return min(MOST_WORKERS, run.cores_left / run.cores_busy) if run.cores_busy > 0 else MOST_WORKERS
+    return (
+        min(thresholds.MOST_WORKERS, run.cores_left / run.cores_busy) if run.cores_busy > 0 else thresholds.MOST_WORKERS
+    )
 
 
 def _left(run: Evidence, factor: float) -> float:

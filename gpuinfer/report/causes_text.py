@@ -9,17 +9,13 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 from gpuinfer.config.options import OptionChange
+from gpuinfer.report import thresholds
 from gpuinfer.report.causes_cpu_contention import neighbours
 from gpuinfer.report.document import VerdictClass
 from gpuinfer.report.evidence import Curve, Evidence, station_s
-from gpuinfer.report.forecast import DOUBT, Gain, RunCase, Verdict
+from gpuinfer.report.forecast import Gain, RunCase, Verdict
 from gpuinfer.units import whole
 
-DISTURBED = 0.15  # of the time in which our threads were ready to run: so long they waited for others
-LARGE = 0.3  # of the time: worth a verdict of its own
-BUSY_SHARE = 0.5  # of the time in which the model had nothing to do, at least, that a station must have been busy
-ALL = 0.9  # of the cores
-LEAST_ROWS = 16  # fewer do not tell how fast rows come
 SLOW = {
     "read": "rows come slowly",
     "understand": "reading rows and turning prompts into tokens takes long",
@@ -54,12 +50,12 @@ def _cure(run: Evidence, station: str) -> str:
 def idle(case: RunCase) -> Verdict | None:
     """The model is idle: the station beside it that was busy meanwhile is the cause."""
     run, empty = case.run, forward_share(case.run, "idle")
-    if empty < LARGE or empty < forward_share(run, "reply"):
+    if empty < thresholds.LARGE or empty < forward_share(run, "reply"):
         return None
     why, gain = f"The model had nothing to do {empty:.0%} of the time", Gain.up_to(1 / max(1 - empty, 0.01))
     station, spent = max(((name, _beside(run, name)) for name in SLOW), key=lambda found: found[1])
-    if spent >= BUSY_SHARE * empty:
-        if station == "read" and (rows := run.requests + run.lost) < LEAST_ROWS:
+    if spent >= thresholds.BUSY_BESIDE * empty:
+        if station == "read" and (rows := run.requests + run.lost) < thresholds.LEAST_ROWS:
             told = f"{why}, but {rows} row{'' if rows == 1 else 's'} are too few to tell how fast they come."
             return Verdict("inconclusive", station, told, "Give it more rows in one run.")
         told = f"{why}: {SLOW[station]} (“{station}” {spent:.0%} of the time)."
@@ -71,7 +67,7 @@ def between(case: RunCase) -> Verdict | None:
     """The model's thread is busy with tokens between steps: constraints, or answers."""
     run = case.run
     replying, constraining = _undisturbed(run, "reply"), _undisturbed(run, "constrain")
-    if replying + constraining < LARGE:
+    if replying + constraining < thresholds.LARGE:
         return None
     spent, steps = replying + constraining, forward_share(run, "prefill", "forward", "sample")
     gain = Gain.up_to(1 / max(1 - spent, 0.01))
@@ -122,9 +118,9 @@ def _used_by_prompts(run: Evidence, called: Mapping[str, str]) -> str:
 def _more_rows_a_step(run: Evidence) -> OptionChange | None:
     """Twice the slots, if no feature is to blame and there are rows for them."""
     blamed = any(in_use(run, name) for name in REPLYING) or run.steps.get("read_as_they_grow", 0)
-    if "with_stop" not in run.steps or blamed or run.rows_per_s * run.wall_s < 2 * MORE * run.slots:
+    if "with_stop" not in run.steps or blamed or run.rows_per_s * run.wall_s < 2 * thresholds.MORE_SLOTS * run.slots:
         return None
-    wanted = MORE * run.slots
+    wanted = thresholds.MORE_SLOTS * run.slots
     return run.change("--", wanted, "batch_size") or run.change("-B", wanted, "slots")
 
 
@@ -133,7 +129,7 @@ def _undisturbed(run: Evidence, station: str) -> float:
     since a waiting thread may wait in any station.
     """
     share, lanes = forward_share(run, station), run.forwards
-    if run.waited < DISTURBED or not any(lane.get("ran") for lane in lanes):
+    if run.waited < thresholds.WAITED_FOR_CORES or not any(lane.get("ran") for lane in lanes):
         return share
     ran = math.fsum(lane.get("ran", {}).get(station, 0.0) for lane in lanes)
     return min(share, ran / (run.wall_s * len(lanes)))
@@ -152,7 +148,7 @@ def _beside(run: Evidence, station: str) -> float:
 
 
 def _all(run: Evidence) -> str:
-    if run.cores_busy >= ALL * run.cores_left:
+    if run.cores_busy >= thresholds.ALL_CORES * run.cores_left:
         return "All cores are at work: only more cores, or less to write for each row, make this faster."
     return "Ask for less of each row, or share the input between several runs."
 
@@ -160,34 +156,18 @@ def _all(run: Evidence) -> str:
 IDLE: Final = "idle cores"
 FIRST_TOUCH: Final = "first touch"
 ALONE = ("sample", "reply", "constrain", "compile", FIRST_TOUCH)  # stations in which one thread works
-UNUSED = 0.15  # of the cores: so much is idle in no run that is saturated
-EXPLAINED = 0.5  # of what is idle: enough to be called the cause
-SHORT_S = 10.0  # a run that is shorter is judged by nothing where others have the cores
-SHORT_CONTEXT = 256  # tokens: a shorter one is no advice
-LEAST_STEPS = 16  # fewer say nothing
-FULL = 0.75  # of the slots, on average over the time in steps
-QUEUED = 0.1  # of a row's time: waited so long for a slot, so there was no lack of rows but at the end
-MORE = 2  # times the slots: what is advised
-WORTH = 1.15  # what that must promise
-ENOUGH = 16  # slots: with fewer rows a step is mostly reading weights, on any device
-WIDE = 256  # tokens: with fewer a step is mostly reading weights, on any device
-WIDER = 512  # tokens of a step, where they are too few
-MOST_GAIN = 8.0  # times as fast: what steps of more tokens are ever said to bring
-LONG = 0.1  # of a step's tokens: longer prompts fill one before there are many of them
-HELD = 0.3  # of the time in steps: so long prompts had no room in them
-FASTER_DTYPE = 2.0  # the most that bfloat16 is known to bring
 
 
 def too_short(case: RunCase) -> Verdict | None:
     """Too few steps or rows to judge by; checked before anything else."""
     run = case.run
     steps = sum(count for count, _ in run.batch_s.values())
-    if steps < LEAST_STEPS:
+    if steps < thresholds.LEAST_STEPS:
         why = f"The model took {steps} step{'' if steps == 1 else 's'}: too few to go by."
         return Verdict("inconclusive", "other", why, "Give it more rows, or longer answers.")
     taken = neighbours(run)
     rows = run.requests + run.lost + run.cancelled
-    if taken is None or rows >= LEAST_ROWS or run.wall_s >= SHORT_S:
+    if taken is None or rows >= thresholds.LEAST_ROWS or run.wall_s >= thresholds.SHORT_S:
         return None
     why = (
         f"{rows} row{'' if rows == 1 else 's'} in {run.wall_s:.2g} s, while other programs took {taken:.1f} of "
@@ -199,7 +179,7 @@ def too_short(case: RunCase) -> Verdict | None:
 def starting(case: RunCase) -> Verdict | None:
     """Kernels are loaded or compiled when they are first needed: neither sampling nor forwards."""
     share = forward_share(case.run, "compile")
-    if share < LARGE:
+    if share < thresholds.LARGE:
         return None
     why = f"{share:.0%} of the time went into loading and compiling kernels that were needed for the first time."
     advice = "It is paid once: a later run finds them on the disk, and a longer one pays no more."
@@ -209,21 +189,21 @@ def starting(case: RunCase) -> Verdict | None:
 def first_touch(case: RunCase) -> Verdict | None:
     """Memory is touched for the first time, and the system must map and clear it."""
     run, share = case.run, forward_share(case.run, FIRST_TOUCH)
-    if share < LARGE:
+    if share < thresholds.LARGE:
         return None
     why = (
         f"{share:.0%} of the time went into memory that was touched for the first time "
         f"({run.steps.get('faults', 0):,.0f} page faults)."
     )
     advice = "It is paid once: a longer run, or a server that stays, pays no more."
-    if run.options.get("--", {}).get("context") or run.model.get("context", 0) > SHORT_CONTEXT:
+    if run.options.get("--", {}).get("context") or run.model.get("context", 0) > thresholds.SHORT_CONTEXT:
         advice += " A shorter context or fewer rows at once touch less of it."
     return Verdict("first touch", FIRST_TOUCH, why, advice, None, Gain.up_to(1 / max(1 - share, 0.01)))
 
 
 def sampling(case: RunCase) -> Verdict | None:
     run, share = case.run, forward_share(case.run, "sample")
-    if share < LARGE:
+    if share < thresholds.LARGE:
         return None
     steps = forward_share(run, "forward", "prefill")
     why = f"{share:.0%} of the time went into drawing tokens, {steps:.0%} into the model."
@@ -249,7 +229,7 @@ def few_threads(case: RunCase) -> Verdict | None:
     run, threads = case.run, case.run.threads
     if threads is None or threads >= run.cores or not _leaves_cores_idle(run):
         return None
-    if forward_share(run, "forward", "prefill") < LARGE:
+    if forward_share(run, "forward", "prefill") < thresholds.LARGE:
         return None
     why = f"{_idle(run)} The decoder has {threads} thread{'' if threads == 1 else 's'} for {run.cores} cores."
     change = run.change("-B", run.cores, "threads")
@@ -268,36 +248,38 @@ def idle_cores(case: RunCase) -> Verdict | None:
         return Verdict(IDLE, "forward", why, "Report it: every shape is to be shared out between all.", None, gain)
     alone = {name: forward_share(run, name) for name in ALONE}
     station = max(alone, key=alone.__getitem__)
-    if sum(alone.values()) * (run.cores - 1) >= EXPLAINED * run.idle_cores:
+    if sum(alone.values()) * (run.cores - 1) >= thresholds.EXPLAINED * run.idle_cores:
         why = f"{_idle(run)} One thread alone worked {sum(alone.values()):.0%} of the time, most of it at “{station}”."
         change = _more_rows_a_step(run)
         return Verdict(IDLE, station, why, _less_beside(run, BLAMED.get(station, ())), change, gain)
     waited = run.steps.get("threads_waited_s", 0.0) / (run.wall_s * run.cores)
     why = _idle(run)
-    if waited >= EXPLAINED * run.idle_cores / run.cores:
+    if waited >= thresholds.EXPLAINED * run.idle_cores / run.cores:
         why += f" Threads waited for one another {waited:.0%} of the time: the parts of a step are small."
     else:
         why += " Nothing here says what its threads waited for."
     if _mostly_prompts(run):
-        change = run.change("-B", WIDER, "step_tokens") if _step_tokens(run) < WIDER else None
+        change = (
+            run.change("-B", thresholds.WIDER_STEP, "step_tokens")
+            if _step_tokens(run) < thresholds.WIDER_STEP
+            else None
+        )
         return Verdict(IDLE, "prefill", why, "Steps of more tokens have larger parts.", change, gain)
     return Verdict(IDLE, "forward", why, "Steps of more rows have larger parts.", _more_rows_a_step(run), gain)
 
 
 def _step_tokens(run: Evidence) -> int:
-    return int(run.options.get("-B", {}).get("step_tokens") or WIDER)
+    return int(run.options.get("-B", {}).get("step_tokens") or thresholds.WIDER_STEP)
 
 
 def _leaves_cores_idle(run: Evidence) -> bool:
-    return run.cores > 1 and run.idle_cores > UNUSED * run.cores
+    return run.cores > 1 and run.idle_cores > thresholds.IDLE_CORES_TEXT * run.cores
 
 
 def _idle(run: Evidence) -> str:
     return f"{run.idle_cores:.1f} of {run.cores} cores were idle."
 
 
-SHORT_OF_PAGES = 0.1  # of the rows: so many waited for pages or gave theirs back
-COMPUTED_AGAIN = 0.1  # of all tokens: so many are worth a verdict though the slots are full
 MOST_SLOTS = 64, 1024  # that a device has by itself, the CPU and CUDA: no more rows are at once unless told to
 
 
@@ -307,12 +289,14 @@ def too_few_pages(case: RunCase) -> Verdict | None:
     waited, preempted, again = (run.steps.get(name, 0.0) for name in SHORTAGES)
     tokens = run.steps.get("prompt_tokens", 0.0) + run.steps.get("output_tokens", 0.0)
     rows = _rows(run)
-    if max(waited, preempted) <= SHORT_OF_PAGES * rows or (_used(run) >= FULL and again < COMPUTED_AGAIN * tokens):
+    if max(waited, preempted) <= thresholds.SHORT_OF_PAGES * rows or (
+        _used(run) >= thresholds.SLOTS_FULL and again < thresholds.COMPUTED_AGAIN * tokens
+    ):
         return None
     used = f"{_used(run) * run.slots:,.1f} of {run.slots:,} slots were in use"
     why = f"Pages of keys and values ran short: {shortage(run.steps)}; {used}."
     advice, change = _more_pages(run, rows)
-    gain = Gain.up_to(min(1 / max(_used(run), 0.01), MOST_GAIN))
+    gain = Gain.up_to(min(1 / max(_used(run), 0.01), thresholds.MOST_GAIN))
     return Verdict("too few pages", "idle", why, advice, change, gain)
 
 
@@ -348,29 +332,29 @@ def small_pieces(case: RunCase) -> Verdict | None:
     """Prompts are processed in small pieces, or wait, since a step takes few tokens."""
     run = case.run
     held, tokens = _held(run), run.options.get("-B", {}).get("step_tokens")
-    if held < HELD or not tokens or tokens >= WIDE:
+    if held < thresholds.HELD or not tokens or tokens >= thresholds.WIDE_STEP:
         return None
     why = (
         f"Steps have {tokens:,} tokens at most, and {held:.0%} of their time that left no room for all of the prompts'."
     )
-    gain = Gain.up_to(min(1 / (1 - held + held * tokens / WIDER), MOST_GAIN))
-    change = run.change("-B", WIDER, "step_tokens")
+    gain = Gain.up_to(min(1 / (1 - held + held * tokens / thresholds.WIDER_STEP), thresholds.MOST_GAIN))
+    change = run.change("-B", thresholds.WIDER_STEP, "step_tokens")
     return Verdict("batch cap too small", "prefill", why, "Let more tokens into a step.", change, gain)
 
 
 def long_prompts(case: RunCase) -> Verdict | None:
     """Steps are full of a few prompts' tokens while other slots wait: nothing is wrong."""
     run = case.run
-    if _used(run) >= FULL or not _mostly_prompts(run) or _held(run) < HELD:
+    if _used(run) >= thresholds.SLOTS_FULL or not _mostly_prompts(run) or _held(run) < thresholds.HELD:
         return None
     each = run.steps.get("prompt_tokens", 0) / max(run.requests, 1)
-    if each < LONG * (run.options.get("-B", {}).get("step_tokens") or WIDER):
+    if each < thresholds.LONG_PROMPT * (run.options.get("-B", {}).get("step_tokens") or thresholds.WIDER_STEP):
         return None
     why = (
         f"Prompts took {forward_share(run, 'prefill'):.0%} of the time, with {each:,.0f} tokens on average: a few of "
         f"them fill a step, so that {_used(run) * run.slots:,.1f} of {run.slots:,} slots had a part in one."
     )
-    if _held(run, "echoing_s") >= HELD:
+    if _held(run, "echoing_s") >= thresholds.HELD:
         why += " Log-probabilities of the prompt are wanted, which need the whole vocabulary's for each of its tokens."
         advice = "Shorter prompts cost less, and their log-probabilities in fewer rows; nothing else is amiss."
         return idle_cores(case) or Verdict("device-saturated", "prefill", why, advice, healthy=True)
@@ -380,7 +364,9 @@ def long_prompts(case: RunCase) -> Verdict | None:
 def too_few_rows(case: RunCase) -> Verdict | None:
     """Empty slots: fewer rows than slots, or a few long answers at the end."""
     run, used = case.run, _used(case.run)
-    if used >= FULL or (_held(run) >= HELD and not _mostly_prompts(run)):  # those that were there had no room in steps
+    if used >= thresholds.SLOTS_FULL or (
+        _held(run) >= thresholds.HELD and not _mostly_prompts(run)
+    ):  # those that were there had no room in steps
         return None
     rows = _rows(run)
     slots = f"{used * run.slots:,.1f} of {run.slots:,} slots were in use, on average over the time in steps"
@@ -391,7 +377,7 @@ def too_few_rows(case: RunCase) -> Verdict | None:
         why = f"All {rows:,} rows were under way at once: {slots}."
         advice = "Nothing needs mending: more rows in one run would share its steps."
         return Verdict(kind, station, why, advice, healthy=True)
-    if run.queue_wait_s < QUEUED * run.latency_s:
+    if run.queue_wait_s < thresholds.QUEUED * run.latency_s:
         return Verdict(kind, station, f"Rows hardly waited for a slot: {slots}.", "Ask for more rows at once.")
     if _mostly_prompts(run):  # a step is full of one prompt's tokens while the other slots wait for theirs
         return None
@@ -406,13 +392,13 @@ def too_few_rows(case: RunCase) -> Verdict | None:
 
 def more_slots(case: RunCase) -> Verdict | None:
     """The slots are full, and steps with more rows would pay, judged by smaller steps of this run."""
-    run, wanted = case.run, max(MORE * case.run.slots, ENOUGH)
+    run, wanted = case.run, max(thresholds.MORE_SLOTS * case.run.slots, thresholds.ENOUGH_SLOTS)
     if run.rows_per_s * run.wall_s < 2 * wanted or _mostly_prompts(run):  # it would hardly fill them, or gain by them
         return None
-    gain = _gain(run, case.curve) if wanted == MORE * run.slots else None
-    if gain is None and run.slots < ENOUGH:
+    gain = _gain(run, case.curve) if wanted == thresholds.MORE_SLOTS * run.slots else None
+    if gain is None and run.slots < thresholds.ENOUGH_SLOTS:
         gain, because = Gain(), "a step reads all weights, however few rows it has"
-    elif gain is not None and (gain.expected or 1.0) >= WORTH:
+    elif gain is not None and (gain.expected or 1.0) >= thresholds.WORTH_A_CHANGE:
         because = "a step of more rows takes hardly longer"
     else:
         return None
@@ -430,17 +416,21 @@ def _gain(run: Evidence, curve: Curve | None) -> Gain | None:
     if curve is None or curve.points[0][0] > run.slots / 2 or curve.points[-1][0] < 0.9 * run.slots:
         return None
     half, full = curve.seconds(run.slots / 2), curve.seconds(run.slots)
-    larger = full + (MORE - 1) * 2 * (full - half)
-    faster = MORE * full / larger
+    larger = full + (thresholds.MORE_SLOTS - 1) * 2 * (full - half)
+    faster = thresholds.MORE_SLOTS * full / larger
     forward = forward_share(run, "forward")
     expected = 1 / (1 - forward + forward / faster)
-    return Gain(max(1.0, expected * (1 - DOUBT)), max(expected, min(expected * (1 + DOUBT), MORE)), expected)
+    return Gain(
+        max(1.0, expected * (1 - thresholds.REPLAY_DOUBT)),
+        max(expected, min(expected * (1 + thresholds.REPLAY_DOUBT), thresholds.MORE_SLOTS)),
+        expected,
+    )
 
 
 def memory_bandwidth(case: RunCase) -> Verdict | None:
     """Steps of answers read weights, keys and values about as fast as memory gives them."""
     run, share = case.run, _bandwidth(case.run)
-    if share < READS or _mostly_prompts(run):
+    if share < thresholds.READS or _mostly_prompts(run):
         return None
     each = (run.steps["bytes"] - run.steps.get("prefill_bytes", 0.0)) / max(_steps_of_answers(run), 1)
     why = (
@@ -448,7 +438,7 @@ def memory_bandwidth(case: RunCase) -> Verdict | None:
         f"{_as_fast_as(share, run.text_roofline['gbytes_per_s'])}."
     )
     if run.dtype == "float32" and (change := run.change("--", "bfloat16", "dtype")):
-        gain = Gain.up_to(FASTER_DTYPE)
+        gain = Gain.up_to(thresholds.FASTER_DTYPE)
         return Verdict("memory bandwidth", "forward", why, "Weights of bfloat16 are half as many bytes.", change, gain)
     advice = "More rows in a step share what it reads; nothing else is amiss."
     return Verdict("memory bandwidth", "forward", why, advice, healthy=True)
@@ -464,7 +454,7 @@ def _bandwidth(run: Evidence) -> float:
 
 def _of_the_bandwidth(run: Evidence) -> str:
     share = _bandwidth(run)
-    return f", and a step read memory {_as_fast_as(share)}" if share >= NOTABLE else ""
+    return f", and a step read memory {_as_fast_as(share)}" if share >= thresholds.NOTABLE_READS else ""
 
 
 def _as_fast_as(share: float, gives: float | None = None) -> str:
@@ -481,16 +471,11 @@ def _steps_of_answers(run: Evidence) -> float:
     return steps * forward_share(run, "forward") / share if share else 0.0
 
 
-READS = 0.6  # of the memory's bandwidth: with so much there is little to gain but by reading less
-NOTABLE = 0.3
-WELL = 0.6  # of the roofline: what reaches it is not said to fall short
-
-
 def below_the_roofline(case: RunCase) -> Verdict | None:
     """The run takes far longer than its steps at least need; names the largest part of the difference."""
     run = case.run
     efficiency = run.text_roofline.get("efficiency", 1.0)
-    if efficiency >= WELL:
+    if efficiency >= thresholds.WELL:
         return None
     lost = _lost(run)
     (station, what), share = max(lost.items(), key=lambda part: part[1])
@@ -507,7 +492,6 @@ BELOW: Final = "below the roofline"
 ATTENTION, SLOW_PRODUCTS = "attention", "products that a library computes faster"
 BETWEEN = "what lies between products within a step"
 OTHERS, UNUSED_CORES = "other programs", "cores that were idle in steps"
-LONG_CONTEXT = 0.05  # of the operations, for attention: with so many it is what lies between products
 
 
 def _lost(run: Evidence) -> dict[tuple[str, str], float]:
@@ -530,7 +514,7 @@ def _lost(run: Evidence) -> dict[tuple[str, str], float]:
     lost["forward", OTHERS] = min(left, computing * (run.others or 0.0) / run.cores)
     lost["forward", UNUSED_CORES] = min(left, computing * share_idle)
     lost["forward", SLOW_PRODUCTS] = min(left, max(0.0, slower))
-    of_attention = run.steps.get("attention_flops", 0.0) >= LONG_CONTEXT * run.steps.get("flops", 0.0)
+    of_attention = run.steps.get("attention_flops", 0.0) >= thresholds.LONG_CONTEXT * run.steps.get("flops", 0.0)
     known = math.fsum(lost["forward", name] for name in (OTHERS, UNUSED_CORES, SLOW_PRODUCTS))
     lost["forward", ATTENTION if of_attention else BETWEEN] = max(0.0, left - known)
     return lost
@@ -566,7 +550,7 @@ def model(case: RunCase) -> Verdict | None:
 def _saturated(run: Evidence, why: str) -> Verdict:
     station = "prefill" if _mostly_prompts(run) else "forward"
     if run.dtype == "float32" and run.bfloat16_pays:
-        change, gain = run.change("--", "bfloat16", "dtype"), Gain(1.0, FASTER_DTYPE)
+        change, gain = run.change("--", "bfloat16", "dtype"), Gain(1.0, thresholds.FASTER_DTYPE)
         return Verdict("device-saturated", station, why, "Compute in bfloat16.", change, gain, healthy=True)
     advice = "Only a smaller model or a faster device makes this faster."
     return Verdict("device-saturated", station, why, advice, healthy=True)
@@ -583,7 +567,7 @@ def _mostly_prompts(run: Evidence) -> bool:
 
 
 def _in_use(run: Evidence) -> str:
-    if _used(run) < FULL and _held(run) >= HELD:
+    if _used(run) < thresholds.SLOTS_FULL and _held(run) >= thresholds.HELD:
         return f"Steps were full with the tokens of {_used(run) * run.slots:,.1f} of {run.slots:,} slots"
     return "The only slot was in use" if run.slots == 1 else f"{_used(run):.0%} of the {run.slots:,} slots were in use"
 

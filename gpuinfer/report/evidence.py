@@ -17,10 +17,7 @@ from typing import Any
 
 from gpuinfer.api import Roofline
 from gpuinfer.config.options import OptionChange, OptionFlag
-
-LEAST_LEFT = 0.1  # cores that a run has, whatever others take
-HERE = 0.3  # of the answering lanes' time, on a core: with less they wait for something else
-MOST_WAITED = 0.2  # of a lane's time: so much is taken for work, however long threads have waited
+from gpuinfer.report import thresholds
 
 Lane = Mapping[str, Any]  # {name, stations{station: seconds}, visits{station: how often}}
 
@@ -130,7 +127,7 @@ class Evidence:
     @property
     def cores_left(self) -> float:
         """Cores that others left to this run, on average: those that it had, at least."""
-        return max(self.cores - (self.others or 0.0), min(self.cores_busy, self.cores), LEAST_LEFT)
+        return max(self.cores - (self.others or 0.0), min(self.cores_busy, self.cores), thresholds.LEAST_CORES_LEFT)
 
     @property
     def idle_cores(self) -> float:
@@ -168,7 +165,7 @@ class Evidence:
         if not any("ran" in lane for lane in self.answering):
             return True
         ran = math.fsum(seconds for lane in self.answering for seconds in lane.get("ran", {}).values())
-        return ran >= HERE * busy_s(self.answering) / self.stretched
+        return ran >= thresholds.COMPUTES_HERE * busy_s(self.answering) / self.stretched
 
     @property
     def waited(self) -> float:
@@ -182,7 +179,7 @@ class Evidence:
         Of work that computes; work that waits for something else, as for a device, is stretched by less.
         """
         working = self.threads_busy * self.wall_s
-        return 1 / max(1 - self.cpu_wait_s / working, MOST_WAITED) if working and self.cpu_wait_s else 1.0
+        return 1 / max(1 - self.cpu_wait_s / working, thresholds.MOST_STRETCHED) if working and self.cpu_wait_s else 1.0
 
     @property
     def threads(self) -> int | None:
@@ -258,12 +255,7 @@ def visits(lane: Lane) -> int:
     return max((count for name, count in lane.get("visits", {}).items() if name != "idle"), default=0)
 
 
-CLASSES_PER_DOUBLING = 4  # sizes this close are one point
-ALIKE = 0.97  # of the best rate: as good
-ENOUGH = 0.9  # of the best rate: what is left is hardly worth as many rows again
 HALVINGS = 30
-RARE = 0.02  # of the batches: a size seen less often says little
-NEAR = 1.25  # a size measured within this factor of the roofline's speaks for itself
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,12 +278,12 @@ class Curve:
     def best(self) -> float:
         """The smallest size known that no other beats by much."""
         most = max(self.rate(rows) for rows, _ in self.points)
-        return next(rows for rows, _ in self.points if self.rate(rows) >= ALIKE * most)
+        return next(rows for rows, _ in self.points if self.rate(rows) >= thresholds.AS_GOOD * most)
 
     def enough(self) -> float:
         """The smallest size that is nearly as good as the best, also between the sizes that are known."""
         low, high = 0.0, self.best()
-        wanted = ENOUGH * self.rate(high)
+        wanted = thresholds.NEARLY_AS_GOOD * self.rate(high)
         for _ in range(HALVINGS):
             middle = (low + high) / 2
             low, high = (low, middle) if self.rate(middle) >= wanted else (middle, high)
@@ -311,7 +303,9 @@ def curve_of(run: Evidence) -> Curve | None:
     around = max(1.0, busy_s(run.forwards) / spent) if spent else 1.0
     points = [(rows, seconds * around) for rows, seconds in measured]
     best = run.roofline
-    if best is not None and not any(1 / NEAR < rows / best.at_rows < NEAR for rows, _ in points):
+    if best is not None and not any(
+        1 / thresholds.NEAR_ROOFLINE < rows / best.at_rows < thresholds.NEAR_ROOFLINE for rows, _ in points
+    ):
         alone = len(run.forwards) * best.at_rows / best.rows_per_s
         points.append((best.at_rows, alone * run.stretched))
     return Curve(_rising(sorted(points)))
@@ -322,10 +316,14 @@ def _classes(batch_s: Mapping[int, Sequence[float]]) -> list[tuple[float, float]
     total = math.fsum(count for count, _ in batch_s.values())
     classes: dict[int, list[float]] = {}
     for rows, (count, seconds) in batch_s.items():
-        sums = classes.setdefault(round(CLASSES_PER_DOUBLING * math.log2(max(rows, 1))), [0.0, 0.0, 0.0])
+        sums = classes.setdefault(round(thresholds.CLASSES_PER_DOUBLING * math.log2(max(rows, 1))), [0.0, 0.0, 0.0])
         for index, value in enumerate((count, count * rows, seconds)):
             sums[index] += value
-    return [(rows / count, seconds / count) for count, rows, seconds in classes.values() if count >= RARE * total]
+    return [
+        (rows / count, seconds / count)
+        for count, rows, seconds in classes.values()
+        if count >= thresholds.RARE_BATCH * total
+    ]
 
 
 def _rising(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
@@ -334,11 +332,6 @@ def _rising(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
     for rows, seconds in points:
         risen.append((rows, max(seconds, risen[-1][1]) if risen else seconds))
     return risen
-
-
-BINDS = 0.85  # a bound binds when the run reached this share of it
-ROOMY = 1.1  # times what fits into the lanes: less outstanding than that is what keeps batches small
-CAPPED = 0.2  # of the batches cut because no more rows fit: there is a cap, and it is felt
 
 
 def bounds(run: Evidence, curve: Curve | None) -> dict[str, float]:
@@ -375,7 +368,9 @@ def cap(run: Evidence) -> float:
     Where all that is outstanding would not fill the lanes with larger ones, their share of it is no cap.
     """
     most = max(run.batch_s, default=math.inf)
-    felt = run.cut_by("full", "cap") >= CAPPED and outstanding(run) > ROOMY * most * len(run.forwards)
+    felt = run.cut_by("full", "cap") >= thresholds.CAPPED and outstanding(run) > thresholds.ROOMY * most * len(
+        run.forwards
+    )
     return most if felt else math.inf
 
 

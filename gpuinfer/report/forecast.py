@@ -17,8 +17,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from gpuinfer.config.options import OptionChange
+from gpuinfer.report import thresholds
 from gpuinfer.report.document import VerdictClass
-from gpuinfer.report.evidence import BINDS, Curve, Evidence, Lane, bounds, busy_s, cap, curve_of, place, think_s, visits
+from gpuinfer.report.evidence import Curve, Evidence, Lane, bounds, busy_s, cap, curve_of, place, think_s, visits
 
 JITTER = 0.1  # of a search, both ways: without it blocks stay in step
 MOST_BLOCKS = 1500  # replayed; a longer run is scaled down to it
@@ -125,11 +126,6 @@ class _Replay:
         heapq.heappush(self._events, (when, self._number, kind, workers))
 
 
-FITS = 0.25  # a replay further than this from what was measured predicts nothing
-PATIENCE = 8.0  # times what clients take to come back: as long as `dynamic` waits for them, if that pays
-DOUBT = 0.1  # of a gain, both ways, however well the replay fits
-
-
 @dataclass(frozen=True, slots=True)
 class Gain:
     """A factor of the throughput. `expected` is None where only a range is known."""
@@ -179,7 +175,7 @@ def _system(
 ) -> QueueSystem:
     wait_s = run.longest_wait_s if run.cut_by("waited") >= 0.5 else 0.0
     back_s, cost_s = statistics.fmean(search_s) * (blocks + 1) / 2, curve.seconds(run.block_rows)
-    patience_s = min(cost_s, PATIENCE * back_s) if back_s < cost_s else 0.0
+    patience_s = min(cost_s, thresholds.PATIENCE * back_s) if back_s < cost_s else 0.0
     return QueueSystem(search_s, shares, blocks, run.block_rows, lanes, curve, cap(run), wait_s, patience_s)
 
 
@@ -202,9 +198,9 @@ def forecast(
         return Gain.up_to(most)
     expected = max(1.0, min(rows_per_s(change(now)) / before, most))
     off = abs(before / run.rows_per_s - 1)
-    if off > FITS:
+    if off > thresholds.REPLAY_FITS:
         return Gain.up_to(most, expected)
-    spread = max(DOUBT, off)
+    spread = max(thresholds.REPLAY_DOUBT, off)
     return Gain(max(1.0, expected * (1 - spread)), max(expected, min(expected * (1 + spread), most)), expected)
 
 
@@ -279,7 +275,7 @@ class RunCase:
 
     def binds(self, limit: str) -> bool:
         """Whether the run is so close to this bound that no other change can help much."""
-        return self.reached(limit) >= BINDS
+        return self.reached(limit) >= thresholds.BINDS
 
     def reached(self, limit: str) -> float:
         """The share of a bound that the run has reached; 0 for an unknown bound."""

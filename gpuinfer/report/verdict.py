@@ -21,6 +21,7 @@ from gpuinfer.report import (
     causes_rollouts,
     causes_rows,
     causes_text,
+    thresholds,
 )
 from gpuinfer.report.document import BottleneckSection, ChangeSection, GainSection
 from gpuinfer.report.evidence import Evidence
@@ -103,7 +104,7 @@ def _done_already(verdict: Verdict, run: Evidence) -> bool:
 def _beside(verdict: Verdict, run: Evidence) -> Verdict:
     """The verdict, preceded by a load that is higher than what was answered."""
     offered = run.facts.get("offered_rows_per_s", 0.0)
-    if verdict.kind == "arrival-bound" or run.rows_per_s >= causes_rows.KEEPS_UP * offered:
+    if verdict.kind == "arrival-bound" or run.rows_per_s >= thresholds.KEEPS_UP * offered:
         return verdict
     beside = f"{offered:,.0f} rows/s arrived and only {run.rows_per_s:,.0f} were answered."
     return replace(verdict, why=f"{beside} {verdict.why}", healthy=False)
@@ -144,7 +145,6 @@ QUICK = {
     ),
     *("threads", "in_flight", "parallel", "gate"),
 }
-UNCLEAR = 1.15  # times as fast: where as much is left possible, an interval around 1 does not say that nothing is won
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +164,7 @@ class TriedAdvice:
 
     @property
     def unclear(self) -> bool:
-        return self.low <= 1 and self.high > UNCLEAR
+        return self.low <= 1 and self.high > thresholds.UNCLEAR_TRIAL
 
 
 def to_try(report: Mapping[str, Any]) -> OptionChange | None:
