@@ -80,7 +80,7 @@ def modules() -> dict[str, str]:
 
 @functools.cache
 def needs(path: str) -> frozenset[str]:
-    """The files that one file imports or names."""
+    """The files that one file imports, or names: as a module, or as a file beside it."""
     names = set(MODULE.findall(text(path)))
     for node in ast.walk(ast.parse(text(path))):
         if isinstance(node, ast.Import):
@@ -88,7 +88,10 @@ def needs(path: str) -> frozenset[str]:
         elif isinstance(node, ast.ImportFrom) and node.module:
             names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
     known = modules()
-    return frozenset(known[name] for whole in names for name in prefixes(whole) if name in known)
+    siblings = {f"{path.rpartition('/')[0]}/{name}" for name in re.findall(r'"(\w+\.py)"', text(path))}
+    return frozenset(known[name] for whole in names for name in prefixes(whole) if name in known) | siblings & set(
+        files()
+    )
 
 
 def prefixes(name: str) -> Iterator[str]:
