@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -377,3 +378,11 @@ def unpickling(name):
             yield "np.load without allow_pickle=False"
         if node.func.attr == "recv" and "line" in called:
             yield f"{called} unpickles: use recv_bytes"
+
+
+def test_the_page_on_architecture_has_every_part_and_names_only_files_that_are_there():
+    page = (PACKAGE.parent / "docs" / "architecture.md").read_text()
+    assert [part for part in FACADES if f"| `{part}/` |" not in page] == []
+    files = [path.as_posix() for path in PACKAGE.parent.rglob("*.py") if ".venv" not in path.parts]
+    named = re.findall(r"`([\w/]+\.py)`", page)
+    assert [name for name in named if not any(path.endswith(f"/{name}") for path in files)] == []
