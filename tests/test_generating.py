@@ -6,7 +6,6 @@ import threading
 from contextlib import asynccontextmanager
 
 import jsonschema
-import numpy as np
 import pytest
 from msgspec import structs
 from text.tiny import tiny_checkpoint
@@ -16,7 +15,7 @@ from gpuinfer.api import ModelSpec, Request, Setup
 from gpuinfer.backends.inprocess import InProcess
 from gpuinfer.engine.engine import Engine
 from gpuinfer.engine.stream import PartStream, Unread
-from gpuinfer.errors import BackendDied, BackendError, BadPrompt, Closed, Expired, UsageError
+from gpuinfer.errors import BackendDied, BadPrompt, Closed, Expired, UsageError
 from gpuinfer.generation import Constraint, Prompt, Sampling
 from gpuinfer.report.report import schema
 from gpuinfer.strategies.dynamic import Dynamic
@@ -109,15 +108,6 @@ async def test_a_prompt_that_cannot_be_served_fails_alone():
         found = await outcomes(asked(engine, PROMPTS[0], bad, PROMPTS[1]))
         assert found == [alone(PROMPTS[0]), BadPrompt, alone(PROMPTS[1])]
         assert engine.snapshot().errors["failed"] == 1
-
-
-@run
-async def test_what_is_no_prompt_fails_alone():
-    async with serving() as engine:
-        stranger = asyncio.ensure_future(engine.submit(np.zeros((1, 8), np.float32)))
-        found = await outcomes([stranger, *asked(engine, PROMPTS[0])])
-        assert found == [BackendError, alone(PROMPTS[0])]
-        assert "Submit gpuinfer.generation.Prompt" in str(stranger.exception())
 
 
 @run
@@ -220,19 +210,6 @@ async def test_what_a_constraint_costs_is_booked_as_such_before_the_first_step_a
 
 
 @run
-async def test_steps_that_had_no_room_for_all_of_a_prompt_are_counted_as_such():
-    async def held(**more):
-        generator = toy_generator(**more)
-        async with serving(generator) as engine:
-            await outcomes(asked(engine, *(prompt("long" * 5 + text, 2) for text in "abc")))
-            return engine.backend.text.device()["steps"]
-
-    narrow, wide = await held(step_tokens=4), await held(step_tokens=1000)
-    assert narrow["prompt_tokens"] == wide["prompt_tokens"]
-    assert 0.0 == wide["held_s"] < narrow["held_s"] <= narrow["seconds"]
-
-
-@run
 async def test_closing_answers_what_is_under_way_and_fails_what_waits():
     generator = toy_generator(SLOTS)
     gate = Gate(generator)
@@ -320,13 +297,6 @@ async def test_a_reader_that_does_not_read_stalls_no_other_and_is_owed_one_part_
             parts.append(unread.take())
         assert [part.sample for part in parts] == [0, 1]
         assert joined(parts) == list(alone(prompt("late", 40, samples=2)))
-
-
-@run
-async def test_a_prompt_that_cannot_be_served_says_so_to_its_reader():
-    async with serving() as engine:
-        with pytest.raises(BadPrompt):
-            await anext(reading(engine, prompt("what the alphabet lacks: ¿")))
 
 
 def text_backend(name, **options):

@@ -24,12 +24,6 @@ def test_steps_of_prompts_and_of_answers_are_held_against_the_machine_apart():
     ROOFLINE.validate(found)
 
 
-def test_what_is_read_takes_as_long_as_memory_gives_it():
-    found = against_text_roofline({"flops": 10e9, "bytes": 100e9}, BEST, 10.0, 50.0, 64.0)
-    assert found["least_s"] == pytest.approx(5.0)
-    assert found["limited_by"] == "memory"
-
-
 def test_a_run_is_never_said_to_do_more_than_can_be_done():
     found = against_text_roofline({"flops": 2000e9, "bytes": 1e9}, BEST, 10.0, 50.0, 64.0)
     assert (found["efficiency"], found["raised"]) == (1.0, True)
@@ -67,13 +61,6 @@ def test_the_panel_says_what_share_of_the_machine_it_was_and_what_limits_it():
         if row.name == "roofline"
     ]
     assert line == "62% of what this machine can do with this model at 64 rows (80.6 tokens/s); limited by products"
-
-
-def test_the_panel_of_a_run_that_did_more_than_was_measured_says_so():
-    found = against_text_roofline({"flops": 2000e9, "bytes": 1e9}, BEST, 10.0, 50.0, 64.0)
-    report = {"roofline": found, "wall_s": 10.0, "throughput": {"output_tokens_per_s": 5.0}}
-    (line,) = [row.text for row in rows(report) if row.name == "roofline"]
-    assert line == "this run: 5 tokens/s, more than what was measured of the machine allows"
 
 
 def test_the_panel_of_a_run_that_was_stopped_says_which_tokens_the_roofline_counts():

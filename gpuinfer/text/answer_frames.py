@@ -1,6 +1,6 @@
-"""A prompt and its answer as bodies of `/v1/generations`: msgpack, the answer in frames as it grows; and what of an
-answer has been delivered, so that another server can go on where one died. A frame is its length, 4 bytes little-
-endian, and msgpack of `[kind, payload]`.
+"""A prompt and its answer as bodies of `/v1/generations`: msgpack, the answer in frames as it grows; and the part of an
+answer that has been delivered, from which another server can go on. A frame is its length, 4 bytes little-endian, and
+msgpack of `[kind, payload]`.
 """
 
 from __future__ import annotations

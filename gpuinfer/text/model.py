@@ -1,6 +1,6 @@
-"""A text model at work beside an event loop: prompts in, answers out, the model in a thread of its own.
+"""A text model beside an event loop: prompts in, answers out, the model in a thread of its own.
 
-What a backend that generates is made of, whichever process it serves.
+Backends that generate are made of it, in whichever process they run.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ if TYPE_CHECKING:
     from gpuinfer.text.generator.setup import TextOptions
 
 Outcome = Generation | Exception
-FEW = 8  # prompts that are understood where they arrive, if they are short: another thread costs more
-SHORT = 4096  # characters of such a one: about a millisecond
-LONG = 100_000  # characters of one that others do not wait for
+FEW = 8  # short prompts that are prepared where they arrive: another thread costs more
+SHORT = 4096  # characters of a short prompt: about a millisecond
+LONG = 100_000  # characters of a prompt for which others do not wait
 COMPILERS = 4  # threads for prompts that may take seconds: long ones, and those with a constraint
 # Facts that are the values of a backend's options.
 OPTIONS = ("slots", "pages", "context", "step_tokens", "threads", "stages")
-TOLD = (  # of the counters, those of diffusion models come besides
+REPORTED = (  # counters; those of diffusion models come besides
     *("steps", "seconds", "prompt_tokens", "output_tokens", "held_s", "echoing_s", "faults", "first_touch_s"),
     *("flops", "bytes", "attention_flops", "prefill_flops", "prefill_bytes"),
     *("with_constraints", "with_lists", "with_stop", "with_logprobs", "with_penalties", "read_as_they_grow"),
     *("waited_rows", "preempted_rows", "recomputed_tokens"),
 )
-STEPS = 64  # that are told at once, when no answer is due before
-TELL_S = 0.2  # or after so long: somebody may be looking on
+STEPS = 64  # reported to the loop at once, when no answer is due before
+REPORT_S = 0.2  # or after so long, for the live view
 
 
 class TextModel:
@@ -51,18 +51,18 @@ class TextModel:
         gauge: Callable[[], Mapping[str, Any]] = dict,
         waits_for: Callable[[], str] = lambda: "",
     ) -> None:
-        """`gauge` and `waits_for` tell what the backend's `device` and `waits_for` do."""
+        """`gauge` and `waits_for` are for the backend's `device` and `waits_for`."""
         self._driver, self._stepped, self._gauge, self.waits_for = driver, stepped, gauge, waits_for
         self._loop = asyncio.get_running_loop()
         self._preparing = ThreadPoolExecutor(1, thread_name_prefix="gpuinfer-prompts")
         self._slowly = ThreadPoolExecutor(COMPILERS, thread_name_prefix="gpuinfer-constraints")
-        self._early: set[Request] = set()  # whose prompts are being understood
+        self._early: set[Request] = set()  # whose prompts are being prepared
         self._understood = 0  # batches of them
         self._updating = asyncio.Lock()
         self._tickets: dict[Request, int] = {}
         self._asked: dict[int, tuple[Request, _Answers]] = {}
-        self._steps: list[tuple[int, float]] = []  # that the loop has not been told; the driver's own
-        self._told_at = time.monotonic()  # likewise
+        self._steps: list[tuple[int, float]] = []  # not reported to the loop yet; the driver's own
+        self._reported_at = time.monotonic()  # likewise
         driver.deliver, driver.on_step = self._deliver, self._count
 
     @classmethod
@@ -75,10 +75,10 @@ class TextModel:
         place: DeviceSlot | None = None,
         lane: Callable[[str], Lane] | None = None,
     ) -> TextModel:
-        """Load the model. `stepped` is told, on the loop, the rows and seconds of each forward step; each has a turn of
-        `place`, beside those of other models. `lane` gives a lane of the ledger for each stage, where it is cut.
+        """Load the model. `stepped` is called, on the loop, with the rows and seconds of each forward step; each has a
+        turn of `place`, beside those of other models. `lane` makes a lane of the ledger for each stage.
 
-        Raises `UsageError` when the model cannot be had on this device.
+        Raises `UsageError` when the model cannot be opened on this device.
         """
         driver, gauge, waits_for = await asyncio.to_thread(_drive, spec, setup, options, place, lane)
         return cls(driver, stepped, gauge, waits_for)
@@ -90,37 +90,32 @@ class TextModel:
 
     @property
     def facts(self) -> Mapping[str, Any]:
-        """What was estimated, and what is there."""
+        """Estimated and actual sizes."""
         return self._driver.generator.facts
 
     def counted(self) -> Mapping[str, float]:
-        """What its steps came to until now: `generator.driver.Counters`."""
+        """Totals of its steps until now: `generator.driver.DriverCounters`."""
         return self._driver.counters()
 
     def device(self) -> Mapping[str, Any]:
-        """What `Backend.device` tells."""
+        """As `Backend.device`."""
         counted = self._driver.counters()
         drawn = {"input": counted["prompt_tokens"] + counted["cached_tokens"], "output": counted["output_tokens"]}
-        steps = {name: counted[name] for name in (*TOLD, *stats.DIFFUSION_COUNTS) if name in counted}
-        usage = self._usage()
+        steps = {name: counted[name] for name in (*REPORTED, *stats.DIFFUSION_COUNTS) if name in counted}
+        usage: Mapping[str, float] = getattr(getattr(self._driver.generator, "decoder", None), "usage", dict)()
         steps |= {f"threads_{name}": usage[name] for name in ("busy_s", "waited_s") if name in usage}
-        told = {
+        found = {
             "model": {**self.facts, **({"decoder_threads": usage["threads"]} if "threads" in usage else {})},
             "computes_in": self.facts.get("computes_in"),
             "tokens": drawn,
             "steps": steps,
             "in_force": {name: value for name, value in self.facts.items() if name in OPTIONS},
         }
-        return {**self._gauge(), **told}
-
-    def _usage(self) -> Mapping[str, float]:
-        """What the decoder's threads did with their time, where it tells."""
-        usage = getattr(getattr(self._driver.generator, "decoder", None), "usage", None)
-        return {} if usage is None else usage()
+        return {**self._gauge(), **found}
 
     async def stream(self, batch: Sequence[Request]) -> AsyncIterator[Event]:
         """Each answer as it comes, in parts where they are wanted. A prompt that cannot be served gets an error; one
-        that takes long to understand keeps no other waiting.
+        that takes long to prepare keeps no other waiting.
         """
         if self._driver.lane is None:
             self._driver.lane = forward_lane.get()
@@ -147,11 +142,11 @@ class TextModel:
                 task.cancel()
             self._early.difference_update(batch)
             for request in batch:
-                if request in self._tickets:  # nobody follows this stream to its end
+                if request in self._tickets:  # the stream was left before its end
                     self.cancel(request)
 
     def cancel(self, request: Request) -> None:
-        """Nobody wants this answer any more: its slots are free for others."""
+        """Stop computing this answer: its slots are free for others."""
         self._early.discard(request)
         ticket = self._tickets.get(request)
         if ticket is not None:
@@ -164,7 +159,7 @@ class TextModel:
             await self.take_weights(version, await self.read_weights(weights), drain=drain)
 
     async def read_weights(self, place: str) -> object:
-        """As `take_weights` takes them; nothing waits for it. Raises `UsageError`."""
+        """Weights as `take_weights` takes them, read beside the steps. Raises `UsageError`."""
         return await asyncio.to_thread(self._driver.generator.read_weights, place)
 
     async def take_weights(self, version: str, weights: object, *, drain: bool) -> None:
@@ -172,11 +167,11 @@ class TextModel:
 
     @property
     def adapters(self) -> Sequence[str]:
-        """What `Backend.adapters` tells."""
+        """As `Backend.adapters`."""
         return self._driver.generator.adapters
 
     async def load_adapter(self, name: str, version: str, place: str) -> None:
-        """As `Backend.update` of an adapter: it is read and packed beside the steps, and nothing waits for it."""
+        """As `Backend.update` of an adapter, which is read and packed beside the steps."""
         async with self._updating:
             found = await asyncio.to_thread(self._driver.generator.read_adapter, name, place)
             await asyncio.wrap_future(self._driver.load_adapter(name, version, found))
@@ -187,16 +182,16 @@ class TextModel:
             await asyncio.wrap_future(self._driver.unload_adapter(name))
 
     async def measure(self, rows: int, seconds: float) -> TextRoofline | None:
-        """As `Backend.measure`; of a model in stages it is not known."""
+        """As `Backend.measure`; None for a model in stages."""
         if self.facts.get("stages"):
             return None
         return await asyncio.wrap_future(self._driver.measure(rows, seconds))
 
     async def close(self) -> None:
-        """Stop after the step under way; what is unfinished fails."""
+        """Stop after the step under way; unfinished requests fail."""
         await asyncio.to_thread(self._driver.close)
         await asyncio.to_thread(self._preparing.shutdown, cancel_futures=True)
-        self._slowly.shutdown(wait=False, cancel_futures=True)  # a constraint has its own end
+        self._slowly.shutdown(wait=False, cancel_futures=True)  # constraints have their own timeout
 
     def _submit(self, batch: Sequence[Request], prepared: Sequence[Prepared | Exception], answers: _Answers) -> None:
         good: list[tuple[Request, Prepared]] = []
@@ -208,7 +203,7 @@ class TextModel:
             else:
                 good.append((request, replace(one, parts=True) if request.parts else one))
         try:
-            tickets = self._driver.submit_all([one for _, one in good])  # at once: the thread wakes to all of them
+            tickets = self._driver.submit_all([one for _, one in good])  # all at once: the thread is woken once
         except GpuinferError as error:  # it is gone
             for request, _ in good:
                 answers.put(request, error)
@@ -218,14 +213,14 @@ class TextModel:
             self._asked[ticket] = request, answers
 
     async def _prepare(self, group: Sequence[Request], pool: ThreadPoolExecutor, answers: _Answers) -> None:
-        """Understand these beside the loop, and submit them. Whatever becomes of it, each is told."""
+        """Prepare these prompts beside the loop, and submit them. Each gets an answer or an error in any case."""
         prepared: list[Prepared | Exception]
         try:
             with self._understanding() as enter:
                 prepared = await self._loop.run_in_executor(pool, self._understood_all, group, enter)
-        except asyncio.CancelledError:  # nobody follows the stream any more, or the model is being closed
+        except asyncio.CancelledError:  # the stream was left, or the model is being closed
             prepared = [_cancelled()] * len(group)
-        except Exception as error:  # noqa: BLE001  whatever it is, whoever asked must hear of it
+        except Exception as error:  # noqa: BLE001  whatever it is, each request must get an outcome
             prepared = [error if isinstance(error, GpuinferError) else _broken(error)] * len(group)
         self._submit(group, prepared, answers)
 
@@ -239,7 +234,7 @@ class TextModel:
 
     @contextlib.contextmanager
     def _understanding(self) -> Iterator[Callable[[str], None]]:
-        """Books it in the lane of prompts; yields what tells that lane more. Several batches at once are one visit."""
+        """Books the time in the lane of prompts; yields the lane's `enter`. Several batches at once are one visit."""
         lane = prompts_lane.get()
         enter: Callable[[str], None] = (lambda station: None) if lane is None else lane.enter
         if not self._understood:
@@ -256,12 +251,12 @@ class TextModel:
 
     def _count(self, rows: int, seconds: float) -> None:
         self._steps.append((rows, seconds))
-        if len(self._steps) >= STEPS or time.monotonic() - self._told_at >= TELL_S:
+        if len(self._steps) >= STEPS or time.monotonic() - self._reported_at >= REPORT_S:
             self._deliver((), ())
 
     def _deliver(self, parts: Sequence[tuple[int, Part]], outcomes: Sequence[tuple[int, Outcome]]) -> None:
-        """Answers and their parts go to the loop once a step, however many there are."""
-        steps, self._steps, self._told_at = self._steps, [], time.monotonic()
+        """Hand steps, answers and parts to the loop, in one call a step."""
+        steps, self._steps, self._reported_at = self._steps, [], time.monotonic()
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._arrived, steps, parts, outcomes)
 
@@ -291,8 +286,8 @@ class TextModel:
 
 
 def _sorted(batch: Sequence[Request]) -> list[list[Request]]:
-    """Those that are understood at once, where they arrive; those that are understood together, beside the loop; and
-    each that may take long by itself.
+    """The requests that are prepared at once, on the loop; those that are prepared together, beside the loop; and each
+    that may take long by itself.
     """
     here, together, alone = list[Request](), list[Request](), list[list[Request]]()
     for request in batch:
@@ -305,7 +300,7 @@ def _sorted(batch: Sequence[Request]) -> list[list[Request]]:
 
 
 def _length(payload: Any) -> int:
-    """In characters, as far as it takes time; over `LONG` for what may take seconds, over `SHORT` for some time."""
+    """In characters; over `LONG` for a prompt that may take seconds to prepare, over `SHORT` for milliseconds."""
     if not isinstance(payload, Prompt):
         return 0
     if payload.sampling.constraint is not None:
@@ -318,7 +313,7 @@ def _length(payload: Any) -> int:
 
 
 class _Answers:
-    """What has come for one stream and has not been taken."""
+    """Answers and parts of one stream that its reader has not taken."""
 
     __slots__ = ("_arrived", "_loop", "_waiting")
 
@@ -333,7 +328,7 @@ class _Answers:
             self._waiting.set_result(None)
 
     async def take(self) -> list[tuple[Request, Outcome | Part]]:
-        """All that has come; waits for the first."""
+        """All that have arrived; waits for the first."""
         if not self._arrived:
             self._waiting = self._loop.create_future()
             await self._waiting
@@ -344,7 +339,7 @@ class _Answers:
 def _drive(
     spec: ModelSpec, setup: Setup, options: TextOptions, place: DeviceSlot | None, lane: Callable[[str], Lane] | None
 ) -> tuple[Driver, Callable[[], Mapping[str, Any]], Callable[[], str]]:
-    """The model at work, what reads its device, and what tells whom it waits for."""
+    """The driver of an opened model, and the functions for `gauge` and `waits_for`."""
     import gpuinfer.text.torch_import  # noqa: F401  before torch
     from gpuinfer.models.device import Gauge, resolve_dtype
     from gpuinfer.text.generator import Driver, open_generator

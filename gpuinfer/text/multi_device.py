@@ -1,7 +1,7 @@
 """A text model on several devices: a generator on each, one queue before them.
 
-A prompt goes where most slots are free, and preferably to a device that still holds its beginning. What a lost device
-had under way goes on elsewhere.
+A prompt goes to the device with most free slots, preferably to one that has computed the prompt's beginning. Answers
+under way on a device that fails go on at another one.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ if TYPE_CHECKING:
     from gpuinfer.models.device_arbiter import DeviceSlot
     from gpuinfer.text.generator.setup import TextOptions
 
-MOST_REMEMBERED = 8192  # beginnings that are remembered, those seen last
-CHARACTERS, TOKENS = 256, 64  # of a beginning, and of what each longer one has more
-MOST_OF_PROMPT = 32  # beginnings of one prompt: of those of a longer prompt the first tell enough
+MOST_REMEMBERED = 8192  # prefixes that are remembered, the most recent ones
+CHARACTERS, TOKENS = 256, 64  # by which each prefix is longer than the one before
+MOST_OF_PROMPT = 32  # prefixes of one prompt
 
 
 class PrefixAffinity:
-    """Remembers who had which. What is cached there may be gone: it is a guess, which costs nothing where it fails."""
+    """Remembers which device computed which prefix. The device may have evicted it since, which costs nothing."""
 
     def __init__(self) -> None:
         self._seen: OrderedDict[int, str] = OrderedDict()
 
     def find(self, prompt: Prompt) -> str | None:
-        """Who had the longest beginning of this prompt; None: nobody that is remembered."""
+        """The device with the longest remembered prefix of this prompt; None: no device."""
         found = None
         for key in _keys(prompt):
             if (who := self._seen.get(key)) is None:
@@ -51,12 +51,12 @@ class PrefixAffinity:
             self._seen.popitem(last=False)
 
     def forget(self) -> None:
-        """Other weights: nothing that was computed serves anybody any more."""
+        """The weights have changed: no cached prefix serves a prompt any more."""
         self._seen.clear()
 
 
 def _keys(prompt: Prompt) -> Iterator[int]:
-    """One for each beginning, the shortest first; each says all that comes before it too."""
+    """A key for each prefix, the shortest first."""
     known: Hashable = prompt.adapter
     for number, piece in enumerate(_pieces(prompt)):
         if number == MOST_OF_PROMPT:
@@ -76,8 +76,8 @@ def _pieces(prompt: Prompt) -> Iterator[Hashable]:
 
 logger = logging.getLogger("gpuinfer")
 
-FULLER = 1 / 8  # of its slots: a device may have so many more rows than the emptiest and still get what it knows
-MOST_LOST = 2  # devices that one prompt may be with when they fail: after them it may be the cause
+FULLER = 1 / 8  # of its slots: a device that knows a prefix may have so many more rows than the emptiest one
+MOST_LOST = 2  # devices that may fail with one prompt: after them the prompt may be the cause
 
 
 async def open_text(
@@ -100,7 +100,7 @@ async def open_text(
         return await TextModel.open(spec, setup, options, stepped, place)
     models: dict[str, TextModel] = {}
     try:
-        for label, of_one in each.items():  # in turn: what the first take of memory the next do not find
+        for label, of_one in each.items():  # in turn: each finds less memory than the one before
             models[label] = await TextModel.open(spec, of_one, options, stepped, place)
     except BaseException:
         for model in models.values():
@@ -119,12 +119,12 @@ def _each(setup: Setup) -> dict[str, Setup]:
 
 @dataclass
 class _RoutedPrompt:
-    """One request, and the device that has it."""
+    """One request, and the device that computes it."""
 
     request: Request
     label: str
-    had: DeliveredAnswer | None  # of one whose parts somebody reads
-    losses: int = 0  # devices that failed while they had it
+    had: DeliveredAnswer | None  # of a request that is read while it grows
+    losses: int = 0  # devices that failed with it
     released: bool = False
 
 
@@ -135,20 +135,20 @@ class TextDevices:
         self._models = dict(models)
         self._slots = {label: model.limits.max_rows for label, model in models.items()}
         self._rows = dict.fromkeys(models, 0)  # under way
-        self._failed: dict[str, str] = {}  # which, and why
-        self._asked: dict[Request, _RoutedPrompt] = {}  # by the request as its device has it
-        self._of: dict[Request, Request] = {}  # by the request as it came, the one that a device has
+        self._failed: dict[str, str] = {}  # the reason of each failed device
+        self._asked: dict[Request, _RoutedPrompt] = {}  # by the request as its device got it
+        self._of: dict[Request, Request] = {}  # by the request as it came, the one that its device got
         self._beginnings = PrefixAffinity()
         self._updating = asyncio.Lock()
 
     @property
     def limits(self) -> Limits:
-        """A request must fit in the slots of one device."""
+        """Limits over all devices; a request must fit in the slots of one."""
         slots = sum(self._slots.values())
         return Limits(min(self._slots.values()), in_flight=slots, slots=slots, devices=tuple(self._models))
 
     async def stream(self, batch: Sequence[Request]) -> AsyncIterator[Event]:
-        """As `TextModel.stream`. An answer that is begun again goes on after what its reader has had."""
+        """As `TextModel.stream`. A moved answer goes on after the parts that its reader has had."""
         news: asyncio.Queue[Event] = asyncio.Queue()
         lanes = forward_lanes.get()
         following: list[asyncio.Task[None]] = []
@@ -174,12 +174,12 @@ class TextDevices:
                         continue
                 left -= 1
                 self._forget(event.request, asked)
-                yield replace(event, request=asked.request, error=_told(event.error, asked))
+                yield replace(event, request=asked.request, error=_final_error(event.error, asked))
         finally:
             for task in following:
                 task.cancel()
             for request in batch:
-                if (sub := self._of.get(request)) is not None:  # nobody follows this stream to its end
+                if (sub := self._of.get(request)) is not None:  # the stream was left before its end
                     self._forget(sub, self._asked[sub])
 
     def cancel(self, request: Request) -> None:
@@ -200,11 +200,11 @@ class TextDevices:
                 news.put_nowait(event)
                 if event.last:
                     open_ones.discard(event.request)
-        except Exception as error:  # noqa: BLE001 (whatever it is, each that it had must hear of it)
+        except Exception as error:  # noqa: BLE001 (whatever it is, each request must get an outcome)
             for request in open_ones:
                 news.put_nowait(Event(request, error=error))
 
-    # Who has what
+    # Which device has which request
 
     def _shared_out(self, batch: Sequence[Request]) -> dict[str, list[Request]]:
         groups: dict[str, list[Request]] = {}
@@ -219,22 +219,23 @@ class TextDevices:
         return groups
 
     def _take(self, request: Request) -> str:
-        """The device for this one, which has it from now on."""
+        """Choose the device for a request, and count its rows there."""
         free = {label: self._slots[label] - rows for label, rows in self._rows.items() if label not in self._failed}
         label = max(free, key=lambda one: free[one], default=next(iter(self._models)))
         if isinstance(request.payload, Prompt):
             known = self._beginnings.find(request.payload)
-            if known in free and free[known] >= request.rows and self._is_little(free[label] - free[known], known):
+            if (
+                known in free
+                and free[known] >= request.rows
+                and free[label] - free[known] <= max(1, self._slots[known] * FULLER)
+            ):
                 label = known
             self._beginnings.note(request.payload, label)
         self._rows[label] += request.rows
         return label
 
-    def _is_little(self, more: int, label: str) -> bool:
-        return more <= max(1, self._slots[label] * FULLER)
-
     def _moved(self, sub: Request, asked: _RoutedPrompt) -> Request | None:
-        """The same for another device, from where its reader is; None when there is none, or it has cost too many."""
+        """The request for another device, from where its reader is; None: there is none, or too many have failed."""
         asked.losses += 1
         if asked.released or asked.losses >= MOST_LOST or len(self._failed) == len(self._models):
             return None
@@ -294,7 +295,7 @@ class TextDevices:
             await self._on_all({label: model.unload_adapter(name) for label, model in self._working.items()})
 
     async def _on_all(self, work: Mapping[str, Any]) -> None:
-        """Have it done on each; a device that fails at it is given up. Raises what the others refuse."""
+        """Do the work on each device; one that dies at it is given up. Raises what the others refuse."""
         outcomes = await asyncio.gather(*work.values(), return_exceptions=True)
         for label, outcome in zip(work, outcomes, strict=True):
             if isinstance(outcome, BackendDied):
@@ -304,26 +305,26 @@ class TextDevices:
             if refused or len(errors) == len(outcomes):
                 raise (refused or errors)[0]
 
-    # What there is to tell
+    # Reports
 
     def device(self) -> Mapping[str, Any]:
-        """All together, and each under `devices`."""
+        """Sums over all devices, and each device under `devices`."""
         from gpuinfer.models.device import together
 
-        told = {label: model.device() for label, model in self._models.items()}
-        first = next(iter(told.values()))
+        found = {label: model.device() for label, model in self._models.items()}
+        first = next(iter(found.values()))
         return {
-            **together(list(told.values())),
-            "model": _facts([one["model"] for one in told.values()], list(told)),
+            **together(list(found.values())),
+            "model": _facts([one["model"] for one in found.values()], list(found)),
             "computes_in": first["computes_in"],
             "in_force": first["in_force"],
-            **{what: _sums([one[what] for one in told.values()]) for what in ("tokens", "steps")},
-            "devices": {label: self._of_one(label, one) for label, one in told.items()},
+            **{what: _sums([one[what] for one in found.values()]) for what in ("tokens", "steps")},
+            "devices": {label: self._of_one(label, one) for label, one in found.items()},
         }
 
-    def _of_one(self, label: str, told: Mapping[str, Any]) -> dict[str, Any]:
+    def _of_one(self, label: str, found: Mapping[str, Any]) -> dict[str, Any]:
         counted = self._models[label].counted()
-        read = {key: value for key, value in told.items() if key in ("name", "utilisation") or key.endswith("_mb")}
+        read = {key: value for key, value in found.items() if key in ("name", "utilisation") or key.endswith("_mb")}
         done = {"rows": counted["rows"], "batches": counted["steps"], "busy_s": counted["seconds"], "copies": 1}
         return {**read, **done, "failed": self._failed.get(label, "")}
 
@@ -335,8 +336,8 @@ class TextDevices:
         await asyncio.gather(*(model.close() for model in self._models.values()))
 
 
-def _told(error: BaseException | None, asked: _RoutedPrompt) -> BaseException | None:
-    """Of a prompt that has been with several devices as they failed."""
+def _final_error(error: BaseException | None, asked: _RoutedPrompt) -> BaseException | None:
+    """The error of a request; `DeviceLost` when several devices have failed with it."""
     if asked.losses < MOST_LOST or not isinstance(error, BackendDied):
         return error
     return DeviceLost(
@@ -351,7 +352,7 @@ def _sums(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def _facts(parts: Sequence[Mapping[str, Any]], labels: Sequence[str]) -> dict[str, Any]:
-    """Of one model on several devices: slots, pages and bytes add up."""
+    """Facts of one model on several devices: slots, pages and bytes add up."""
     added = {
         name: sum(part[name] for part in parts)
         for name in parts[0]

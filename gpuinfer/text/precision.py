@@ -1,6 +1,5 @@
-"""In which number format the products of a text model are computed: its weights' own, or a wider one that is faster.
-
-And what the user should know of it, by the same rule.
+"""The number format in which a text model computes, its weights' own or a wider one that is faster here; and the notice
+about it for the user.
 """
 
 from __future__ import annotations

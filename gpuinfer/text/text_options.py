@@ -1,5 +1,5 @@
-"""What a user says of a text model: its name, its adapters, and how many rows and pages it has; the options that all
-backends of text share. Neither numpy nor torch is imported.
+"""The options of a text model that all backends of text share: name, adapters, numbers of rows and pages. Neither numpy
+nor torch is imported.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Loads torch so that its threads sleep between two operations.
+"""Loads torch so that its threads sleep between two operations. Whatever of a text model needs torch imports this
+first.
 
-They would keep their cores busy for a while after each, in case another comes: cores that the decoder's threads compute
-on. They read how to wait once, as torch is loaded; our children shall not inherit it. Whatever of a text model needs
-torch imports this first.
+By default they spin for a while after each operation, on cores that the decoder's threads compute on. They read the
+setting once, as torch is loaded; child processes do not inherit it.
 """
 
 import os

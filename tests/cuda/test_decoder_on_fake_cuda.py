@@ -203,12 +203,6 @@ def test_rows_with_adapters_and_hidden_states_run_on_the_device_too(fake_cuda, n
         assert (found.device, found.dtype, found.shape) == (fake_cuda, torch.bfloat16, (len(step.tokens), shape.hidden))
 
 
-def test_cudnn_which_plans_for_each_shape_is_not_asked_for_attention(fake_cuda):
-    torch.backends.cuda.enable_cudnn_sdp(True)
-    decoder(LLAMA, fake_cuda, graphs=False)
-    assert not torch.backends.cuda.cudnn_sdp_enabled()
-
-
 def test_what_the_host_wrote_is_copied_before_it_is_written_over(fake_cuda, monkeypatch):
     log = []
 

@@ -144,14 +144,6 @@ def test_answers_to_large_pinned_blocks_are_written_there_and_all_others_staged_
     assert cuda.registered == []
 
 
-def test_answers_to_blocks_that_are_not_pinned_are_staged(cuda):
-    one = opened(spec_of(), chunk_rows=4096)
-    places = places_for(3000)
-    with cuda.waiting_only_in(ANSWERED):
-        one.write([block(spec_of(), 3000)], [places])
-    assert all((part == cuda.read).all() for part in places)
-
-
 def test_a_batch_that_fails_is_over_on_the_device_before_it_is_told(cuda, monkeypatch):
     one = opened(spec_of())
     monkeypatch.setattr(CudaForward, "_launch", lambda *given: [].pop())

@@ -131,14 +131,6 @@ def test_nothing_is_sent_again_that_is_there(fake_cuda, waits, name, copies):
     assert [asked_by(found, 4, fake_cuda).copies for _ in copies] == copies
 
 
-def test_log_probabilities_of_prompts_are_one_copy_and_one_wait(fake_cuda, waits):
-    found, asked = sampler_of(fake_cuda, 1, OPTIONS["greedy"]), Asked()
-    logits = torch.empty((150, VOCABULARY), device=fake_cuda)
-    with asked:
-        found.given_logprobs(logits, np.zeros(150, np.int32), 3)
-    assert (waits.count, asked.copies) == (1, 1)
-
-
 def test_copies_are_of_pinned_memory_and_waited_for_before_it_is_written_again(fake_cuda, waits, monkeypatch):
     log = []
 

@@ -41,12 +41,6 @@ def test_rows_of_all_kinds_are_scored_with_one_copy_and_one_wait(cuda, options, 
     assert (cuda.waits, cuda.sent) == ({READ: 3, SENT: 1}, 3)
 
 
-def test_nothing_is_sent_where_no_row_wants_anything(cuda):
-    scorer = Scorer(VOCABULARY, cuda.device, threads=1, seed=3)
-    with cuda.waiting_only_in():
-        assert scorer.score(torch.zeros(3, VOCABULARY, device=cuda.device), []).tokens.tolist() == [-1, -1, -1]
-
-
 def test_a_row_that_is_guided_waits_for_nothing(cuda):
     both = torch.zeros(2, 3, VOCABULARY, device=cuda.device)
     with cuda.waiting_only_in():

@@ -16,7 +16,6 @@ sys.path += [str(Path(__file__).parents[1] / part) for part in (".", "text", "ad
 from random_models import MIXTURES, random_weights
 from steps import seeing
 from streamed import (
-    FEATURES,
     FIRST,
     SECOND,
     SHAPE,
@@ -46,8 +45,6 @@ from gpuinfer.errors import WorkError
 from gpuinfer.generation import Prompt, Sampling
 from gpuinfer.models.cuda_graphs import own_stream, release_cached_memory, wait_for_device
 from gpuinfer.models.device_arbiter import AT_ONCE, DeviceArbiter
-from gpuinfer.models.forward_cuda import CudaForward
-from gpuinfer.models.load import build
 from gpuinfer.models.pinned_memory import register
 from gpuinfer.models.pipeline.schedule import Pipeline
 from gpuinfer.models.pipeline.staged_forward import OnCuda, StagedForward
@@ -75,21 +72,6 @@ def test_rows_of_several_threads_share_a_forward(cuda, kind, options):
     in_threads(3, ask)
     assert found(cuda) == []
     assert bool(cuda.graphs) is options.get("graphs", True)
-
-
-@pytest.mark.parametrize("name", ["blobnet", "blobnet-small"])
-def test_the_networks_that_come_with_it_are_computed(cuda, name):
-    spec = ModelSpec(name, inputs=FEATURES, arguments={"actions": 12, "seats": 3})
-    there, here = (build(spec, device=device, dtype=torch.float32, seed=3) for device in (FIRST, torch.device("cpu")))
-    forward = CudaForward(there, spec, device=FIRST, dtype=torch.float32, chunk_rows=16)
-    blocks, rows = blocks_of("bytes", [9, 11])
-    with torch.inference_mode():
-        wanted = [value.numpy() for value in here(torch.from_numpy(rows).float())]
-    for number, value in enumerate(wanted):
-        np.testing.assert_allclose(
-            np.concatenate([one[number] for one in forward(blocks)]), value, rtol=1e-3, atol=1e-4
-        )
-    assert found(cuda) == []
 
 
 def test_rows_are_fetched_from_shared_memory_that_is_pinned(cuda, monkeypatch):
@@ -260,19 +242,6 @@ def test_a_generator_goes_on_with_tokens_that_it_has_not_seen(cuda, monkeypatch,
     assert any(ahead) is (options != {"deterministic": True})
 
 
-def test_each_model_of_text_has_a_stream_of_its_own(cuda):
-    """On the default stream two of them would wait for one another."""
-    drivers = [driver_of() for _ in range(2)]
-    before = {stream: stream.launched for stream in cuda.streams}
-    in_threads(2, lambda number: tokens_of(submitted(drivers[number], ["abc", "hello"])))
-    used = [stream.name for stream in cuda.streams if stream.launched > before.get(stream, 0)]
-    for driver in drivers:
-        driver.close()
-    assert "the default stream of cuda:0" not in used
-    assert len(used) >= 2
-    assert found(cuda) == []
-
-
 def test_a_diffusion_model_fills_masks_on_a_stream_of_its_own(cuda):
     tuning = Tuning(slots=2, context=64, threads=1, pages=6)
     generator = open_generator(
@@ -305,17 +274,6 @@ def test_steps_of_training_on_the_device_are_the_cpus(cuda, model):
     np.testing.assert_allclose(there.steps(3), here.steps(3), rtol=1e-4)
     assert {one.device for one in there.stepper.weights.values()} == {FIRST}
     assert_close(there.stepper.state(), here.stepper.state())
-    assert found(cuda) == []
-
-
-def test_training_goes_on_on_another_device_from_a_checkpoint(cuda):
-    there, whole, resumed = Training(), Training(device=torch.device("cpu")), Training()
-    there.steps(2)
-    resumed.stepper.restore(there.stepper.state())
-    resumed.version = 2
-    whole.steps(4)
-    resumed.steps(2)
-    assert_close(resumed.stepper.state(), whole.stepper.state())
     assert found(cuda) == []
 
 

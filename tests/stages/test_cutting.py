@@ -5,7 +5,7 @@ import staged_models
 import torch
 from torch import nn
 
-from gpuinfer.errors import UnknownName, UsageError
+from gpuinfer.errors import UsageError
 from gpuinfer.models.networks import BlobNet, BlobNetSmall
 from gpuinfer.models.pipeline.layer_trace import segments_of
 
@@ -73,8 +73,3 @@ def test_the_built_in_networks_are_cut_to_the_bit(network, count, dtype):
 def test_a_model_whose_layers_cannot_be_told_apart_says_what_to_name(module, attribute, said):
     with pytest.raises(UsageError, match=said):
         segments_of(module, "a-model", attribute)
-
-
-def test_a_mistyped_attribute_is_told():
-    with pytest.raises(UnknownName, match="Did you mean 'blocks'"):
-        segments_of(staged_models.Skipping(), "a-model", "block")

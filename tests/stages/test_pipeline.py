@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from gpuinfer.errors import BackendDied
-from gpuinfer.models.pipeline.schedule import Pipeline, StageQueue, StageQueueClosed
+from gpuinfer.models.pipeline.schedule import Pipeline
 from gpuinfer.stats import Lane
 
 
@@ -105,16 +105,6 @@ def test_a_stage_that_raises_fails_that_batch_alone(place):
         assert found.run([7, 8], 2) == [7, 8]
 
 
-def test_what_is_raised_while_micro_batches_are_made_fails_that_batch_alone():
-    def values():
-        yield 1
-        raise MemoryError("no room")
-
-    with pipeline(abs) as found:
-        assert any(isinstance(outcome, MemoryError) for outcome in found.run(values(), 3))
-        assert found.run([-7], 1) == [7]
-
-
 def test_closing_ends_all_threads_and_fails_what_is_under_way(caplog):
     waits, let_go = threading.Event(), threading.Event()
 
@@ -168,26 +158,3 @@ def test_lanes_count_what_each_stage_did():
         found.run(range(5), 5)
     assert [lane.name for lane in lanes] == ["stage 0", "stage 1"]
     assert [lane.visits()["forward"] for lane in lanes] == [5, 5]
-
-
-def test_a_closed_channel_lets_everybody_go():
-    full, empty = StageQueue(1), StageQueue(1)
-    full.put(1)
-    ended = []
-
-    def tries(what):
-        try:
-            what()
-        except StageQueueClosed:
-            ended.append(what)
-
-    threads = [threading.Thread(target=tries, args=(what,)) for what in (lambda: full.put(2), empty.get)]
-    for thread in threads:
-        thread.start()
-    full.close()
-    empty.close()
-    for thread in threads:
-        thread.join(30)
-    assert len(ended) == 2
-    with pytest.raises(StageQueueClosed):
-        full.get()

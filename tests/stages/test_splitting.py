@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpuinfer.models.pipeline.stage_plan import at_points, deal, least_largest
+from gpuinfer.models.pipeline.stage_plan import deal, least_largest
 
 times = st.lists(st.floats(0, 100), min_size=1, max_size=8)
 
@@ -51,14 +51,6 @@ def test_no_stage_holds_more_than_it_has_room_for(layers, stages, data):
     found = least_largest([layers] * stages, sizes, room)
     assert (found in fitting) == bool(fitting)
     assert (found is None) == (not fitting)
-
-
-def test_of_splits_as_good_the_evenest():
-    assert least_largest([[4, 1, 1, 2, 9]] * 3) == [(0, 1), (1, 4), (4, 5)]
-
-
-def test_points():
-    assert at_points([2, 4], 8) == [(0, 2), (2, 4), (4, 8)]
 
 
 @pytest.mark.parametrize(

@@ -85,17 +85,6 @@ async def test_when_deterministic_they_are_the_same_bits(options, model):
             np.testing.assert_array_equal(a, b)
 
 
-async def test_rows_as_bits_and_an_attribute_to_cut_at():
-    model = ModelSpec("staged_models:Skipping", None, 6, "bits")
-    block = np.random.default_rng(2).integers(0, 2, (50, 6), dtype=np.uint8)
-    batch = [Request(np.packbits(block, axis=1, bitorder="little"), 50)]
-    (expected,) = await answers(batch, setup(model=model))
-    (found,) = await answers(batch, setup(model=model), parallel="pipeline", layers="blocks", micro_batch_rows=8)
-    assert found.keys() == expected.keys()
-    for name in expected:
-        np.testing.assert_allclose(found[name], expected[name], atol=1e-5)
-
-
 @pytest.mark.thorough
 @pytest.mark.parametrize("parallel", ["layers", "pipeline"])
 def test_it_keeps_a_backends_promises(parallel):
@@ -237,12 +226,3 @@ async def test_it_can_be_closed_at_any_time():
     assert not stages()
     with pytest.raises((BackendDied, BackendError)):
         await backend.infer([request(1)])
-
-
-async def test_each_device_has_a_stage():
-    block = request(70)
-    two = setup(devices=("cpu", "cpu"), deterministic=True)
-    found = await answers([block], two, parallel="pipeline")
-    np.testing.assert_equal(found, await answers([block], setup(deterministic=True)))
-    with pytest.raises(UsageError, match=r"3 devices and 2 stages.*stages=3"):
-        await answers([block], setup(devices=("cpu",) * 3), parallel="pipeline", stages=2)

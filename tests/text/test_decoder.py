@@ -12,7 +12,7 @@ import torch
 from decoders import each_decoder, opened
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from oracle import greedy, logits_of
+from oracle import logits_of
 from steps import COLUMNS, copy_row, scattered, step_of, table_of
 from tiny import VOCABULARY, tiny_checkpoint
 
@@ -82,13 +82,6 @@ def assert_alike(found: torch.Tensor, wanted: torch.Tensor) -> None:
 
 @each_decoder
 @each_model
-def test_a_whole_prompt(make, model):
-    with decoder_of(make, model) as decoder:
-        assert_alike(decoder.forward(step_of((2, 0, PROMPTS[0]))), expected(model, PROMPTS[0]))
-
-
-@each_decoder
-@each_model
 def test_prompts_of_any_length_in_chunks_beside_one_another(make, model):
     long, middle, short, single = PROMPTS
     steps = [
@@ -144,14 +137,6 @@ def test_rows_that_share_their_first_pages(make, model):
         assert_alike(found, torch.cat([*wanted, expected(model, fewer)[64:], expected(model, own)]))
         again = decoder.forward(sharing(step_of(*((slot, 128 + len(run), [7]) for slot, run in enumerate(more, 1))), 4))
         assert_alike(again, torch.cat([expected(model, [*first, *run, 7])[-1:] for run in more]))
-
-
-@each_decoder
-def test_the_likeliest_tokens_one_after_another(make):
-    prompts = PROMPTS[1:]
-    with decoder_of(make, "mistral, window") as decoder:
-        answers = answered(decoder, prompts, new=12)
-    assert answers == [greedy(folder_of("mistral, window"), prompt, 12) for prompt in prompts]
 
 
 def answered(decoder, prompts, new):

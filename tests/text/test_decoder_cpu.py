@@ -17,11 +17,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numba import njit
 from random_models import LLAMA, VARIANTS, random_weights
-from steps import COLUMNS, copy_row, scattered, step_of, table_of
+from steps import COLUMNS, step_of, table_of
 
-from gpuinfer.text.decoder import compiled_decoder, cpu_math, cpu_sizes
+from gpuinfer.text.decoder import cpu_math, cpu_sizes
 from gpuinfer.text.decoder.compiled_decoder import CpuDecoder, cpu_available
-from gpuinfer.text.decoder.cpu_panels import aligned
 from gpuinfer.text.transformer import PAGE, Rope, UnreadLayers
 
 pytestmark = pytest.mark.skipif(not cpu_available(torch.float32), reason="this processor has no FMA")
@@ -99,56 +98,6 @@ def expected():
     return alone(LLAMA, torch.float32, TOKENS)
 
 
-@pytest.mark.parametrize("length", [1, 31, 32, 33, 40])
-def test_a_row_on_copied_pages_goes_on_as_their_source_does(length):
-    several = decoder()
-    several.forward(step_of((0, 0, TOKENS[:40])))
-    copy_row(several, 0, [1, 3])
-    found = several.forward(step_of((1, length, TOKENS[length:50]), (3, length, TOKENS[length:45])))
-    rest = len(TOKENS[length:50])
-    assert torch.equal(found[:rest], expected()[length:50])
-    assert torch.equal(found[rest:], expected()[length:45])
-    several.close()
-
-
-def test_pages_may_lie_anywhere():
-    several = decoder()
-    order = np.random.default_rng(3).permutation(several.pages).tolist()
-    assert torch.equal(several.forward(scattered(step_of((2, 0, TOKENS)), order)), expected())
-    several.close()
-
-
-def test_what_pages_held_before_does_not_matter():
-    several = decoder(slots=1)
-    several.forward(step_of((0, 0, list(reversed(TOKENS)))))
-    assert torch.equal(several.forward(step_of((0, 0, TOKENS))), expected())
-    several.close()
-
-
-def test_the_logits_of_wanted_tokens_alone():
-    several = decoder()
-    found = several.forward(step_of((0, 0, TOKENS[:30]), (1, 0, TOKENS[:5]), last_only=True))
-    assert torch.equal(found, expected()[[29, 4]])
-    several.close()
-
-
-def test_a_step_may_want_no_logits():
-    several = decoder()
-    step = step_of((0, 0, TOKENS[:30]))
-    nothing = several.forward(replace(step, wanted=step.wanted[:0]))
-    assert nothing.shape == (0, LLAMA.vocabulary)
-    assert torch.equal(several.forward(step_of((0, 30, TOKENS[30:31]))), expected()[30:31])
-    several.close()
-
-
-def test_threads_that_have_gone_to_sleep_wake_up():
-    several = decoder()
-    for at in range(4):
-        assert torch.equal(several.forward(step_of((0, at, TOKENS[at : at + 1]))), expected()[at : at + 1])
-        asleep(several)
-    several.close()
-
-
 def asleep(several):
     """Wait until the second thread sleeps: for a minute at most."""
     until = time.monotonic() + 60
@@ -171,25 +120,6 @@ def test_how_many_threads_take_part_may_change_from_step_to_step(shape, dtype):
     assert torch.equal(torch.cat(found), alone(shape, dtype, TOKENS[:8], deterministic=True))
 
 
-@each_dtype
-@pytest.mark.parametrize("shape", CASES)
-def test_what_memory_held_before_does_not_show(shape, dtype, monkeypatch):
-    expected = alone(shape, dtype, TOKENS[:40], deterministic=True)
-
-    def dirty(form, kind):
-        found = aligned(form, kind)
-        found.view(np.uint8)[...] = 0xFF  # NaN as any float
-        return found
-
-    monkeypatch.setattr(compiled_decoder, "aligned", dirty)
-    several = decoder(shape, dtype, deterministic=True)
-    several._pool._pages[...] = 0xFF
-    prompt = several.forward(step_of((1, 0, TOKENS[:39]))).clone()
-    found = torch.cat([prompt, several.forward(step_of((1, 39, TOKENS[39:40])))])
-    several.close()
-    assert torch.equal(found, expected)
-
-
 @pytest.mark.parametrize("lengths", [(1,), (1, 1), (3, 1)], ids=str)
 def test_a_page_that_is_copied_brings_at_most_what_its_source_had(lengths):
     """Of a row that turned into NaN behind what is taken from it."""
@@ -208,15 +138,6 @@ def test_a_page_that_is_copied_brings_at_most_what_its_source_had(lengths):
     assert torch.equal(torch.cat(found), expected[: sum(lengths)])
 
 
-@pytest.mark.parametrize(("wanted", "taken"), [(0, 1), (1, 1), (2, 2), (3, 3), (4, 4), (9, 4)])
-def test_as_many_threads_take_part_as_there_are_at_most(wanted, taken):
-    several = decoder(threads=4)
-    several.use(wanted)
-    several.forward(step_of((0, 0, TOKENS[:3])))
-    assert several._threads._control[cpu_sizes.GO] % cpu_sizes.MOST_THREADS == taken
-    several.close()
-
-
 def test_threads_that_are_told_to_rest_sleep_at_once_and_come_back():
     several = decoder()
     several.forward(step_of((0, 0, TOKENS[:1])))
@@ -227,15 +148,6 @@ def test_threads_that_are_told_to_rest_sleep_at_once_and_come_back():
     assert torch.equal(several.forward(step_of((0, 1, TOKENS[1:2]))), expected()[1:2])
     assert several._threads._control[cpu_sizes.REST] == 0
     several.close()
-
-
-def test_close_ends_the_threads_and_is_harmless_twice():
-    several = decoder()
-    several.forward(step_of((0, 0, TOKENS[:3])))
-    threads = several._threads._threads
-    several.close()
-    several.close()
-    assert not any(thread.is_alive() for thread in threads)
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "threads"), [(9, 3, 2), (14, 2, 4), (7, 1, 3), (3, 3, 8), (71, 1, 2)])

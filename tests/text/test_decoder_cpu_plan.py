@@ -29,7 +29,6 @@ SHAPES = {
     "six heads for one": replace(LLAMA, heads=6, kv_heads=1),
     "windows": replace(LLAMA, windows=(150, None)),
 }
-each_shape = pytest.mark.parametrize("shape", [pytest.param(shape, id=name) for name, shape in SHAPES.items()])
 TOKENS = np.random.default_rng(1).integers(0, LLAMA.vocabulary, LENGTH).tolist()
 
 
@@ -85,11 +84,6 @@ def pieces_of(plan: AttentionPlan) -> list[list[tuple[list[int], int, int]]]:
     return found
 
 
-def test_rows_of_their_own_pages_go_by_themselves():
-    rows = Rows()
-    assert pieces_of(planned(rows.step((0, 300, [1]), (1, 300, [2])))) == [[([0], 0, -1), ([1], 0, -1)]]
-
-
 def test_rows_that_share_whole_spans_go_through_them_together_first():
     rows = Rows()
     for row in (1, 2, 3):
@@ -112,22 +106,6 @@ def test_a_tree_of_beginnings_is_gone_through_from_its_root():
     assert waves[2] == [([0], 4, -1), ([1], 4, -1), ([2], 4, -1), ([3], 1, -1), ([4], 1, -1)]
 
 
-def test_a_row_that_sees_less_than_is_shared_goes_no_further():
-    rows = Rows()
-    for row in (1, 2, 3, 4):
-        rows.share(0, row, 4 * SPAN)
-    step = rows.step(*((row, 4 * SPAN + 3 if row else SPAN + 3, [1]) for row in range(ROWS)))
-    waves = pieces_of(planned(step))
-    assert waves[0] == [([0, 1, 2, 3, 4], 0, 1)]
-    assert waves[1] == [([1, 2, 3, 4], 1, 4)]
-
-
-def test_the_tokens_of_a_prompt_go_together_as_many_as_there_is_room_for():
-    rows = Rows()
-    (wave,) = pieces_of(planned(rows.step((0, 0, TOKENS[:70]), (1, 20, [1])), heads=4))
-    assert [len(members) for members, *_ in wave] == [16, 16, 16, 16, 6, 1]
-
-
 def test_steps_in_the_same_pages_are_planned_once_until_a_row_sees_less():
     rows, planner = Rows(), AttentionPlanner(2)
     step = rows.step((0, 300, [1]), (1, 300, [2]))
@@ -135,36 +113,6 @@ def test_steps_in_the_same_pages_are_planned_once_until_a_row_sees_less():
     first = planner.plan(step, places, places, np.array([301, 301]))
     assert planner.plan(step, places, places, np.array([302, 302])) is first
     assert planner.plan(step, places, places, np.array([100, 302])) is not first
-
-
-@each_shape
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("threads", [1, 3])
-def test_rows_that_share_pages_have_the_bits_they_have_alone(shape, dtype, threads):
-    together, apart, rows, lone = decoder(shape, dtype, threads), decoder(shape, dtype, 1), Rows(), Rows()
-    together.forward(rows.step((3, 0, TOKENS[:400])))
-    apart.forward(lone.step((3, 0, TOKENS[:400])))
-    starts = {row: rows.share(3, row, shared) for row, shared in ((0, 400), (1, 400), (4, 160))}
-    for row, start in starts.items():
-        apart.forward(lone.step((row, 0, TOKENS[:start])))
-    starts[3] = 400
-    for place in range(3):
-        segments = [(row, starts[row] + place, [row + place]) for row in (0, 1, 3, 4)]
-        found = together.forward(rows.step(*segments))
-        each = [apart.forward(lone.step(segment)).clone() for segment in segments]
-        assert torch.equal(found, torch.cat(each))
-    segments = [
-        (0, starts[0] + 3, [1]),
-        (1, starts[1] + 3, [1]),
-        (2, 0, TOKENS[:30]),
-        (3, 403, [1]),
-        (4, starts[4] + 3, [1]),
-    ]
-    step, one = rows.step(*segments, last_only=True), lone.step(*segments, last_only=True)
-    for wanted in (step.wanted, step.wanted[[0, 2, 4]]):  # of some rows no logits are asked for
-        assert torch.equal(together.forward(replace(step, wanted=wanted)), apart.forward(replace(one, wanted=wanted)))
-    together.close()
-    apart.close()
 
 
 ROW = st.integers(0, ROWS - 1)

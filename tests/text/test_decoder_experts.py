@@ -56,19 +56,6 @@ def test_company_does_not_show_in_any_bit(make, shape, dtype):
         assert torch.equal(part[17:], alone[7:9])
 
 
-@pytest.mark.skipif("kernels" not in DECODERS, reason="this processor has no FMA")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@each_mixture
-def test_any_number_of_threads_gives_the_same_bits(shape, dtype):
-    step = seeing((1, 0, OTHER, [120] * 120), (2, 0, TOKENS[:43], [43] * 43))
-    found = []
-    for threads in (1, 2, 4):
-        with decoder_of(partial(DECODERS["kernels"], deterministic=True, threads=threads), shape, dtype) as decoder:
-            found.append(decoder.forward(step).clone())
-    assert torch.equal(found[0], found[1])
-    assert torch.equal(found[0], found[2])
-
-
 @each_decoder
 def test_exchanged_experts_compute_what_a_decoder_of_their_own_does(make):
     shape = replace(LLAMA, **MIXTURES["experts in groups, by sigmoid"])

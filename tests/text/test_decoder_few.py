@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from counts import examples
-from decoders import DECODERS, each_decoder
+from decoders import DECODERS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_models import LLAMA, MIXTURES, VARIANTS, random_weights
@@ -45,14 +45,6 @@ def test_few_logits_are_those_of_all(make, shape):
         assert torch.equal(decoder.forward(asking(canvases(), wanted)), every[wanted])
         again = decoder.forward(step_of((0, 40, TOKENS[40:43]), (2, 29, TOKENS[3:5])))
         assert torch.equal(again, after), "the cache has what all rows have stored"
-
-
-@each_decoder
-def test_rows_of_a_segment_may_be_asked_for_or_none(make):
-    with decoder_of(make) as decoder:
-        every = decoder.forward(canvases()).clone()
-        for wanted in ([], [69], [0, 41], [40], list(range(30, 70)), list(range(39))):
-            torch.testing.assert_close(decoder.forward(asking(canvases(), wanted)), every[wanted], atol=1e-4, rtol=0)
 
 
 @pytest.mark.skipif("kernels" not in DECODERS, reason="this processor has no FMA")

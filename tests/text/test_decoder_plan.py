@@ -5,16 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from steps import table_of
 
 from gpuinfer.models.forward_cuda import bucket_for
-from gpuinfer.text.decoder import torch_batch
 from gpuinfer.text.decoder.attention_plan import ends_of, positions_of, sees_of, segments_of
 from gpuinfer.text.decoder.torch_batch import back, parts_of, reach_buckets, row_buckets, rows_of, tiles
-from gpuinfer.text.decoder.torch_static import Replays
 from gpuinfer.text.transformer import Step
 
 ROOM = 512
@@ -68,13 +65,6 @@ def test_a_row_finds_its_own_among_what_the_groups_give(step):
     assert (given_back[back(step, parts, rows)] == np.arange(len(step.tokens))).all()
 
 
-def test_a_group_is_no_larger_than_its_masks_may_be(monkeypatch):
-    monkeypatch.setattr(torch_batch, "LARGEST_GROUP", 2 * 4 * 128)
-    ones = np.ones(7, np.int32)
-    step = Step(np.zeros(28, np.int32), table_of(range(7)), 100 * ones, 4 * ones, ones[:0])
-    assert [len(part.segments) for part in parts_of(step, ROOM)] == [2, 2, 2, 1]
-
-
 @given(st.integers(1, 1024), st.data())
 def test_a_decode_step_is_padded_to_a_little_more(most, data):
     rows = data.draw(st.integers(1, most))
@@ -98,10 +88,3 @@ def test_tiles_hold_each_token_once_after_those_before_it(step, size):
             assert reach == bucket_for(int(positions[token]) + 1, reaches)
             done[segments[token]] += 1
     assert (done == step.starts + step.lengths).all()
-
-
-def test_a_device_without_graphs_does_the_work_each_time():
-    run, done = Replays(torch.device("cpu"), wanted=True), []
-    for shape in (4, 8, 4, 4):
-        run(done.append, shape)
-    assert done == [4, 8, 4, 4]

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from masked_attention import masked_logits
 from random_models import LLAMA, VARIANTS, random_weights
-from steps import COLUMNS, scattered, seeing, step_of
+from steps import COLUMNS, scattered, seeing
 
 from gpuinfer.text.transformer import Masking
 
@@ -45,17 +45,6 @@ def assert_alike(found, wanted):
 
 
 @each_decoder
-@pytest.mark.parametrize("shape", SHAPES)
-def test_canvases_of_which_each_token_sees_all_beside_one_another(make, shape):
-    canvases = [TOKENS[:70], OTHER[:33], TOKENS[5:6], OTHER[:70]]
-    weights = random_weights(shape)
-    expected = [masked_logits(shape, weights, canvas, [len(canvas)] * len(canvas)) for canvas in canvases]
-    with decoder_of(make, shape) as decoder:
-        step = seeing(*(whole(3 - i, canvas) for i, canvas in enumerate(canvases)))
-        assert_alike(decoder.forward(step), torch.cat(expected))
-
-
-@each_decoder
 def test_a_part_that_is_computed_anew_sees_what_the_cache_has_behind_it(make):
     """What is not computed anew is as it was in the step before: here nothing of it has changed."""
     with decoder_of(make) as decoder:
@@ -77,19 +66,6 @@ def test_blocks_one_after_another_are_the_whole_seen_up_to_each_ones_block(make)
         at_once = decoder.forward(seeing((0, 0, TOKENS[:75], sees)))
         assert_alike(torch.cat(found), masked_logits(LLAMA, random_weights(LLAMA), TOKENS[:75], sees))
         assert_alike(at_once, torch.cat(found))
-
-
-@each_decoder
-def test_a_row_after_a_longer_one_in_its_pages_sees_nothing_of_it(make):
-    weights, poison = random_weights(LLAMA), 60
-    weights.embedding[poison] = torch.nan
-    healthy = [token for token in TOKENS if token != poison]
-    decoder = make(LLAMA, weights, torch.float32, slots=2, length=LENGTH)
-    with contextlib.closing(decoder):
-        expected = decoder.forward(seeing(whole(1, healthy[:40]))).clone()
-        assert decoder.forward(seeing(whole(0, [poison] * 130))).isnan().all()
-        assert_alike(decoder.forward(seeing(whole(0, healthy[:40]))), expected)
-        assert_alike(decoder.forward(seeing((0, 3, healthy[3:9], [40] * 6))), expected[3:9])
 
 
 @pytest.mark.parametrize(
@@ -132,14 +108,6 @@ def test_runs_in_fixed_shapes_are_those_in_shapes_that_fit(sharing, data):
                 runs.append((slot, start, tokens, [lengths[slot]] * len(tokens)))
             step = seeing(*runs)
             torch.testing.assert_close(decoder.forward(step), other.forward(step), atol=1e-5, rtol=0)
-
-
-@each_decoder
-def test_each_up_to_itself_is_what_a_step_that_says_nothing_gives(make):
-    sees = list(range(1, 61))
-    with decoder_of(make) as decoder:
-        said = decoder.forward(seeing((1, 0, TOKENS[:60], sees))).clone()
-        assert_alike(decoder.forward(step_of((0, 0, TOKENS[:60]))), said)
 
 
 @st.composite
@@ -193,18 +161,3 @@ def test_blocks_in_any_pieces_in_any_order_of_company_have_the_same_bits(make, d
             firsts = {run[0]: sum(len(before[2]) for before in runs[:at]) for at, run in enumerate(runs)}
             found = several.forward(seeing(*runs))[firsts[2] :][: end - start]
             assert torch.equal(found, alone[start:end])
-
-
-@each_bitwise
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("shape", SHAPES[1:8])
-def test_bits_are_those_of_a_row_alone(make, shape, dtype):
-    make = partial(make, deterministic=True)
-    with decoder_of(make, shape, dtype, slots=1) as single:
-        alone = single.forward(seeing(whole(0, TOKENS[:67]))).clone()
-    with decoder_of(make, shape, dtype) as several:
-        company = [whole(0, OTHER[:140]), (3, 0, OTHER[:9], [1, 3, 3, 9, 9, 9, 9, 2, 9])]
-        found = several.forward(seeing(company[0], whole(2, TOKENS[:67]), company[1]))[140:207].clone()
-        part = several.forward(seeing((2, 11, TOKENS[11:30], [67] * 19), whole(1, OTHER[:50])))[:19]
-    assert torch.equal(found, alone)
-    assert torch.equal(part, alone[11:30])

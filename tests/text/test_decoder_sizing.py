@@ -46,13 +46,6 @@ def opened(dtype=torch.float32, shape=LLAMA, slots=3, pages=3 * COLUMNS, **chang
     return open_sized(Opened(shape), dtype, CPU, slots=slots, pages=pages, **options)
 
 
-def test_a_page_takes_its_keys_and_values():
-    assert 2 * 32 * LLAMA.layers * LLAMA.kv_heads * LLAMA.head_dim * 4 == PAGE_BYTES
-    assert page_bytes(LLAMA, torch.bfloat16) == PAGE_BYTES // 2
-    narrow = replace(LLAMA, head_dim=24)  # our own kernels have heads of 16, 32, 48… values
-    assert page_bytes(narrow, torch.float32, own=True) * 24 == page_bytes(narrow, torch.float32) * 32
-
-
 @pytest.mark.parametrize(
     ("device", "slots"),
     [pytest.param(CPU, 64, id="64 on the CPU"), pytest.param(CUDA, 1024, id="1024 on CUDA")],
@@ -75,20 +68,9 @@ def test_little_memory_bounds_the_pages_and_not_the_rows(device, share):
     assert found.estimated_bytes == step + 37 * PAGE_BYTES <= found.free_bytes * share
 
 
-def test_long_rows_leave_slots_and_context_as_they_are():
-    found = estimated(100 << 20, length=4096)
-    assert found.slots == 64
-    assert 4096 // 32 <= found.pages < 64 * 4096 // 32
-
-
 def test_models_that_find_the_same_memory_free_share_it():
     alone, together = (estimated(100 << 20, length=4096, sharing=count) for count in (1, 2))
     assert together.pages < 0.55 * alone.pages
-
-
-def test_where_one_row_takes_more_than_the_share_it_has_pages_all_the_same():
-    step = estimated(PLENTY, slots=1, length=4096).working_bytes
-    assert estimated(step + 128 * PAGE_BYTES, slots=1, length=4096).pages == 128
 
 
 def test_slots_that_would_take_the_pages_place_are_fewer():
@@ -97,12 +79,6 @@ def test_slots_that_would_take_the_pages_place_are_fewer():
     assert 1 < found.slots < 64
     assert found.working_bytes < found.free_bytes / 4
     assert estimated(4 << 30, slots=64, shape=wide, length=4096).slots == 64, "who asks for them gets them"
-
-
-def test_slots_and_pages_that_were_asked_for_are_given_when_they_fit():
-    found = estimated(PLENTY, slots=5000, pages=77_777)
-    assert (found.slots, found.pages) == (5000, 77_777)
-    assert estimated(PLENTY, slots=64, pages=5, length=16).slots == 5, "a row takes a page at least"
 
 
 @pytest.mark.parametrize(
@@ -172,23 +148,6 @@ def test_trying_the_largest_step_leaves_nothing_behind():
     assert torch.equal(tried.forward(step), fresh.forward(step))
 
 
-class WithGraphs(TorchDecoder):
-    """Steps of so many tokens with prompts become graphs."""
-
-    most_prompt_tokens = 16
-
-    def forward(self, step):
-        self.taken = [*getattr(self, "taken", []), len(step.tokens)]
-        return super().forward(step)
-
-
-def test_the_largest_step_is_tried_beside_the_memory_that_graphs_of_smaller_ones_keep():
-    """These are captured when they come the second time."""
-    one = WithGraphs(LLAMA, random_weights(LLAMA), CPU, torch.float32, slots=3, pages=3 * COLUMNS, length=64)
-    largest_step_bytes(one, 40)
-    assert one.taken == 2 * [3, 16, 3, 40]
-
-
 class Small(TorchDecoder):
     """There is memory for so many pages."""
 
@@ -213,12 +172,6 @@ def test_when_memory_runs_out_there_are_fewer_pages_and_a_word(caplog):
     assert len(caplog.records) == 3
     assert "no room for 20 pages and steps of 10 rows (CUDA out of memory" in caplog.messages[0]
     assert "going on with 16 and 10. Set -B pages=16 to start there" in caplog.messages[0]
-
-
-def test_no_room_for_one_row_is_refused(monkeypatch):
-    monkeypatch.setattr(Small, "room", 0)
-    with pytest.raises(UsageError, match="2 pages of 32 tokens need"):
-        open_and_try(*small(3), step_tokens=32)
 
 
 def test_another_failure_is_not_mistaken_for_a_lack_of_memory(monkeypatch):
@@ -248,13 +201,6 @@ def test_which_decoder_the_cpu_has(monkeypatch, kernels, options, name):
     assert decoder.pages == found.pages == 3 * COLUMNS
     assert decoder.length == 64
     assert decoder.forward(step_of((2, 0, [1, 2, 3]))).shape == (3, LLAMA.vocabulary)
-    decoder.close()
-
-
-def test_without_a_wish_the_cpu_has_64_slots_and_pages_for_all_of_them():
-    decoder, found = opened(slots=None, pages=None)
-    assert decoder.slots == found.slots == 64
-    assert decoder.pages == found.pages == 128
     decoder.close()
 
 

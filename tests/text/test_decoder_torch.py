@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from random_models import LLAMA, MIXTURES, VARIANTS, random_weights
+from random_models import LLAMA, VARIANTS, random_weights
 from steps import COLUMNS, copy_row, scattered, step_of, table_of
 
 from gpuinfer.errors import UsageError
@@ -139,23 +139,6 @@ def shared(rows):
     return several, replace(step, pages=table)
 
 
-def test_pages_that_rows_share_do_not_show_in_any_bit():
-    several, step = shared(4)
-    found = several.forward(step)
-    for slot in range(4):
-        own = decoder(slots=1, deterministic=True)
-        own.forward(step_of((0, 0, TOKENS[:70])))
-        assert torch.equal(own.forward(step_of((0, 70, [slot])))[0], found[slot])
-
-
-def test_what_one_row_writes_into_its_copy_of_a_page_no_other_sees():
-    several, step = shared(2)
-    before = several.forward(step).clone()
-    for at in range(71, 96):
-        several.forward(replace(step_of((1, at, [5])), pages=step.pages[1:]))
-    assert torch.equal(several.forward(replace(step_of((0, 70, [0])), pages=step.pages[:1]))[0], before[0])
-
-
 def test_a_page_that_is_copied_brings_at_most_what_its_source_had():
     """Of a row that turned into NaN behind what is taken from it."""
     weights, poison = random_weights(LLAMA), 60
@@ -184,17 +167,6 @@ def test_entries_behind_what_a_step_brings_are_not_looked_at(options):
     assert torch.equal(several.forward(replace(step, pages=pages[:, :1].copy())), expected)
 
 
-@pytest.mark.parametrize("most", [1, 200, 1 << 20])
-def test_how_much_is_copied_at_once_changes_nothing(most):
-    whole, cut = (decoder(slots=7, graphs=graphs) for graphs in (False, True))
-    cut._cache.most_copied = most
-    for step in (
-        step_of(*((slot, 0, TOKENS[: 20 + 9 * slot]) for slot in range(7))),
-        step_of(*((slot, 20 + 9 * slot, [3 + slot]) for slot in range(7))),
-    ):
-        torch.testing.assert_close(cut.forward(step), whole.forward(step), atol=1e-5, rtol=0)
-
-
 def test_the_cache_takes_memory_where_it_is_written():
     resident = Path("/proc/self/statm")
     if not resident.exists():
@@ -207,62 +179,11 @@ def test_the_cache_takes_memory_where_it_is_written():
     several.close()
 
 
-@pytest.mark.parametrize("options", [{"graphs": False}, {"graphs": True}, {"deterministic": True}], ids=str)
-def test_the_logits_of_wanted_tokens_alone(options):
-    several = decoder(**options)
-    step = step_of((3, 0, TOKENS[:30]), (1, 0, TOKENS[:1]), (0, 0, TOKENS[:5]))
-    whole = several.forward(step).clone()
-    wanted = np.array([3, 29, 30, 35], np.int32)
-    torch.testing.assert_close(several.forward(replace(step, wanted=wanted)), whole[wanted], atol=1e-5, rtol=0)
-    nothing = np.empty(0, np.int32)
-    assert several.forward(replace(step, wanted=nothing)).shape == (0, LLAMA.vocabulary)
-    single = step_of((3, 30, [5]), (0, 5, [6]))
-    assert several.forward(replace(single, wanted=nothing)).shape == (0, LLAMA.vocabulary)
-    last = several.forward(single).clone()[1:]
-    torch.testing.assert_close(several.forward(replace(single, wanted=np.array([1], np.int32))), last)
-
-
 def test_whoever_samples_may_write_over_the_logits():
     several = decoder()
     logits = several.forward(step_of((0, 0, [1, 2])))
     logits += 1
     assert several.forward(step_of((1, 0, [1]))).mul_(2).isfinite().all()
-
-
-def test_a_step_that_is_taken_again_gives_the_same():
-    several = decoder()
-    several.forward(step_of((0, 0, TOKENS[:30])))
-    step = step_of((0, 30, TOKENS[30:40]), (1, 0, OTHER[:5]))
-    assert torch.equal(several.forward(step).clone(), several.forward(step))
-
-
-@pytest.mark.parametrize("end", [159, 160])
-def test_the_last_positions_of_a_row(end):
-    several, longer = decoder(), decoder(length=200)
-    tokens = [*TOKENS, *OTHER][:end]
-    torch.testing.assert_close(
-        several.forward(step_of((3, 0, tokens))), longer.forward(step_of((0, 0, tokens))), atol=1e-5, rtol=0
-    )
-    copy_row(several, 3, [0])
-    again = several.forward(step_of((3, end - 1, tokens[-1:]), (0, end - 1, tokens[-1:])))
-    torch.testing.assert_close(again[0], again[1], atol=1e-5, rtol=0)
-
-
-def test_another_number_of_slots_and_pages_starts_empty():
-    several = decoder(slots=2)
-    expected = several.forward(step_of((1, 0, TOKENS))).clone()
-    bytes_before = several.cache_bytes()
-    several.resize(5, 5 * COLUMNS)
-    assert (several.slots, several.pages) == (5, 5 * COLUMNS)
-    assert several.cache_bytes() == bytes_before * (5 * COLUMNS + 2) // (2 * COLUMNS + 2)  # two are no row's
-    assert torch.equal(several.forward(step_of((4, 0, TOKENS))), expected)
-
-
-def test_close_lets_go_of_cache_and_weights_and_is_harmless_twice():
-    several = decoder()
-    several.close()
-    several.close()
-    assert not hasattr(several, "_cache")
 
 
 def test_a_compiler_that_fails_is_told_with_its_words(monkeypatch):
@@ -288,11 +209,6 @@ def test_what_is_compiled_gives_what_is_not(monkeypatch):
 @pytest.mark.filterwarnings("ignore")  # the compiler's own
 def test_what_torch_compiles_in_earnest_gives_what_is_not_compiled():
     check_compiled()
-
-
-def test_experts_are_left_out_of_what_is_compiled(monkeypatch):
-    monkeypatch.setattr(torch, "compile", lambda function: torch._dynamo.optimize("eager")(function))
-    check_compiled(replace(LLAMA, **MIXTURES["experts in groups, by sigmoid"]))
 
 
 def check_compiled(shape=LLAMA):

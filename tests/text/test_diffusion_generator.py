@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from concurrent.futures import Future
 from dataclasses import replace
 
 import numpy as np
@@ -16,10 +15,9 @@ from text.toy import LETTERS, joined
 from text.unmasking import END, KINDS, MASK, Scripted, answered, decoder_of, generator_over, prompt_of, run, weights_of
 
 from gpuinfer.config import blame, registry
-from gpuinfer.errors import BackendError, BadPrompt, PromptTooLong
-from gpuinfer.generation import Constraint, Generation, Prompt, Sampling
+from gpuinfer.errors import BackendError, BadPrompt
+from gpuinfer.generation import Constraint, Prompt, Sampling
 from gpuinfer.text.diffusion.unmasking_decoder import MOST_IDLE, Decision, UnmaskingDecoder
-from gpuinfer.text.generator import Driver
 
 NAMES = registry.names("decoders")
 CAUSAL = replace(KINDS["blocks of 4"])
@@ -50,19 +48,6 @@ def test_the_end_token_ends_an_answer_once_there_is_no_mask_before_it():
     completion = answered(generator_over(decoder), prompt_of("ab", 7))
     assert (completion.text, completion.tokens) == ("abc", (0, 1, 2, END))
     assert (completion.finish_reason, completion.stop_reason) == ("stop", None)
-
-
-def test_a_row_is_done_with_its_end_token_and_leaves_later_blocks_alone():
-    decoder = scripted("ab#def" + "g" * 20)
-    completion = answered(generator_over(decoder), prompt_of("ab", 26, block_length=6))
-    assert completion.tokens == (0, 1, END)
-    assert len(decoder.steps) <= 6
-
-
-def test_an_end_token_in_the_prompt_is_no_end():
-    decoder = scripted("hello", prompt="ab?")
-    prompt = Prompt(tokens=(0, END, 1), sampling=Sampling(max_tokens=5, temperature=0.0))
-    assert answered(generator_over(decoder), prompt).text == "hello"
 
 
 def test_end_tokens_can_be_ignored():
@@ -113,13 +98,6 @@ def test_prompts_stay_as_they_are_and_no_token_is_committed_twice(name, length, 
     for canvas in canvases:  # the next block waits for the whole of this one
         masked = np.flatnonzero(canvas == MASK) - 4
         assert (np.arange(masked[0] // block * block + block, length)[:, None] == masked).any(1).all()
-
-
-def test_a_mask_token_in_the_prompt_stays_one():
-    decoder = scripted("hello", prompt="abc")
-    prompt = Prompt(tokens=(0, MASK, 1), sampling=Sampling(max_tokens=5, temperature=0.0))
-    assert answered(generator_over(decoder), prompt).text == "hello"
-    assert all(step.tokens[:3].tolist() == [0, MASK, 1] for step in decoder.steps)
 
 
 @pytest.mark.parametrize(
@@ -181,14 +159,6 @@ def test_guidance_runs_a_twin_whose_prompt_is_masked():
         assert (own[2:] == twin[2:]).all()
 
 
-def test_guidance_changes_what_is_answered():
-    plain, guided = (
-        answered(generator_over(decoder_of("all see all", 2, 72)), prompt_of("hello world", 12, cfg_scale=scale))
-        for scale in (0.0, 3.0)
-    )
-    assert plain.tokens != guided.tokens
-
-
 def test_log_probabilities_are_those_of_the_step_that_committed_a_token():
     """So they are those of a forward over the canvas as it stood then."""
     decoder = Scripted([(1, 0.5), (2, 0.9)], prompt=2)
@@ -206,19 +176,6 @@ def test_log_probabilities_are_those_of_the_step_that_committed_a_token():
 # Rows beside one another
 
 
-def test_rows_of_all_lengths_share_a_step_and_a_slot_is_taken_again_at_once():
-    decoder = scripted("a" * 30, slots=2, prompt="")
-    generator = generator_over(decoder, step_tokens=1000)
-    prompts = [prompt_of("ab", 2), prompt_of("abcdef", 6), prompt_of("a", 3), prompt_of("abcd", 1)]
-    ready = generator.prepare(prompts)
-    waiting, rows = list(enumerate(ready)), []
-    while waiting or generator.busy:
-        while waiting and generator.free_slots:
-            generator.add(*waiting.pop(0))
-        rows.append(generator.step().rows)
-    assert rows == [2] * 6
-
-
 def test_when_not_all_rows_fit_into_a_step_those_that_came_first_go_first():
     decoder = scripted("a" * 30, slots=4, prompt="")
     generator = generator_over(decoder, step_tokens=20)
@@ -231,36 +188,6 @@ def test_when_not_all_rows_fit_into_a_step_those_that_came_first_go_first():
         finished += [number for number, _ in stepped.finished]
     assert taken == [(2, True)] * 6 + [(2, False)] * 6
     assert finished == [0, 1, 2, 3]
-
-
-def test_room_that_an_older_row_leaves_is_taken_by_younger_ones():
-    generator = generator_over(scripted("a" * 30, slots=4, prompt=""), step_tokens=20)
-    for number, prepared in enumerate(generator.prepare([prompt_of("ab", 9), prompt_of("ab", 9), prompt_of("ab", 6)])):
-        generator.add(number, prepared)
-    stepped = generator.step()
-    assert (stepped.rows, stepped.tokens) == (2, 11 + 8)
-
-
-def test_a_row_that_is_larger_than_a_step_goes_alone():
-    decoder = scripted("a" * 30, prompt="")
-    outcomes = run(generator_over(decoder, step_tokens=4), [prompt_of("ab", 6)] * 3)
-    assert all(isinstance(outcome, Generation) for outcome in outcomes)
-    assert {len(step.pages) for step in decoder.steps} == {1}
-
-
-def test_who_is_cancelled_leaves_his_slots_at_once():
-    generator = generator_over(scripted("hello", slots=3))
-    one, other = generator.prepare([prompt_of("ab", 5, cfg_scale=1.0), prompt_of("ab", 5)])
-    generator.add("guided", one)
-    generator.add("plain", other)
-    generator.step()
-    assert generator.free_slots == 0
-    assert generator.cancel("guided")
-    assert not generator.cancel("guided")
-    assert generator.free_slots == 2
-    stepped = [generator.step() for _ in range(4)]
-    assert [ticket for one in stepped for ticket, _ in one.finished] == ["plain"]
-    assert not generator.busy
 
 
 def test_canvases_wait_for_pages_and_give_them_back():
@@ -317,13 +244,6 @@ def test_what_was_done_is_counted():
     assert [one.committed for one in stepped] == [2, 2]
     assert sum(one.output_tokens for one in stepped) == 3
     assert [one.idle for one in stepped] == [0, 0]
-
-
-def test_samples_differ_and_all_come():
-    generator = generator_over(decoder_of("all see all", 5, 72))
-    prompt = Prompt(text="hello", samples=3, sampling=Sampling(max_tokens=12, temperature=3.0))
-    (outcome,) = run(generator, [prompt])
-    assert len({completion.tokens for completion in outcome.completions}) == 3
 
 
 # What cannot be
@@ -471,25 +391,6 @@ def test_block_causal_models_refuse_what_does_not_fit_their_blocks():
     assert not isinstance(generator.prepare([prompt_of("ab", 8, block_length=2)])[0], Exception)
 
 
-def test_guidance_needs_two_slots():
-    (refusal,) = generator_over(scripted("hello", slots=1)).prepare([prompt_of("ab", 5, cfg_scale=1.0)])
-    assert "second slot" in str(refusal)
-
-
-def test_no_more_samples_than_slots():
-    (refusal,) = generator_over(scripted("a", slots=2)).prepare([Prompt(text="ab", samples=3)])
-    assert isinstance(refusal, BadPrompt)
-    assert "2 slots" in str(refusal)
-
-
-def test_a_prompt_that_does_not_fit_is_refused_and_an_answer_takes_what_is_left():
-    generator = generator_over(scripted("a" * 30, length=16))
-    long, longer = generator.prepare([prompt_of("a" * 10, 20), prompt_of("a" * 16, 20)])
-    assert long.limit == 6
-    assert isinstance(longer, PromptTooLong)
-    assert len(answered(generator, prompt_of("a" * 10, 20)).tokens) == 6
-
-
 # Troubles
 
 
@@ -524,43 +425,6 @@ def test_parts_are_the_committed_prefix():
     (outcome,) = run(generator_over(decoder), [prompt_of("ab", 6)], parts)
     assert joined([part for _, part in parts]) == list(outcome.completions)
     assert [part.text for _, part in parts] == ["a", "bcdef"]  # what is behind a mask waits for it
-
-
-class Untold:
-    """A growing text that cannot be told."""
-
-    def begin(self, tokens):
-        return 0
-
-    def push(self, token):
-        raise RuntimeError("no such letter")
-
-
-def test_a_row_whose_text_cannot_be_told_fails_alone(monkeypatch):
-    generator = generator_over(scripted("hello"))
-    told, silent = generator.prepare([prompt_of("ab", 5)] * 2)
-    monkeypatch.setattr(generator.language, "growing", lambda *given: Untold())
-    generator.add("told", replace(told, parts=True))
-    generator.add("silent", silent)
-    found = {}
-    while generator.busy:
-        found.update(generator.step().finished)
-    assert "no such letter" in str(found["told"])
-    assert found["silent"].completions[0].text == "hello"
-
-
-def test_an_answer_that_has_begun_is_the_same_and_only_what_follows_is_given_out():
-    generator = generator_over(decoder_of("all see all", 3, 72))
-    prompt = prompt_of("hello", 14, temperature=0.7, seed=5, block_length=5, decoder="threshold", logprobs=1)
-    (whole,) = run(generator, [prompt])
-    tokens = whole.completions[0].tokens
-    for count in (0, 1, 6, 13, len(tokens)):
-        parts: list = []
-        begun = Prompt(text="hello", sampling=prompt.sampling, begun=(tokens[:count],))
-        (again,) = run(generator, [begun], parts)
-        assert again.completions == whole.completions
-        assert tuple(token for _, part in parts for token in part.tokens) == tokens[count:]
-        assert parts[-1][1].finish_reason == whole.completions[0].finish_reason
 
 
 def test_what_an_answer_did_not_begin_with_is_refused():
@@ -610,17 +474,6 @@ def test_an_adapter_answers_as_the_merged_model_and_beside_the_model_itself():
     assert found == pytest.approx([one.chosen.logprob for one in expected.logprobs], abs=1e-4)
     (refusal,) = together.prepare([with_it])
     assert isinstance(refusal, BadPrompt)
-
-
-def test_a_driver_steps_it():
-    driver = Driver(generator_over(scripted("hello")))
-    done: Future = Future()
-    driver.submit(driver.generator.prepare([prompt_of("ab", 5)])[0], done.set_result)
-    assert done.result(30).completions[0].text == "hello"
-    counted = driver.counters()
-    assert counted["committed"] == counted["output_tokens"] == 5
-    assert counted["positions"] == counted["tokens"] == 35
-    driver.close()
 
 
 # Tokens that may be edited

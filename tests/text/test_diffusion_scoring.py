@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from gpuinfer.errors import BadPrompt, BadResult
 from gpuinfer.generation import Sampling
-from gpuinfer.text.diffusion import torch_scores
 from gpuinfer.text.diffusion.scoring import Asked, Scored, Scorer, guided
 from gpuinfer.text.sampling import compiled_path
 
@@ -76,19 +75,6 @@ def test_confidences_near_one_are_told_apart(scorer):
     np.testing.assert_allclose(left, expected, rtol=1e-4)
 
 
-def test_what_is_not_needed_is_not_there(scorer):
-    scored = scorer.score(logits_of(2), [asked(count=2)])
-    assert (scored.margin, scored.entropy) == (None, None)
-
-
-def test_logits_of_nobody_are_passed_over(scorer):
-    logits = logits_of(6)
-    logits[1] = torch.nan
-    scored = scorer.score(logits, [asked(first=2, count=3)])
-    assert scored.tokens.tolist() == [-1, -1, *logits[2:5].argmax(1).tolist(), -1]
-    assert scored.bad == {}
-
-
 def same(one: Scored, place: slice, other: Scored, place_of_other: slice, row: int, row_of_other: int) -> None:
     for name in ("tokens", "confidence", "margin", "entropy"):
         assert getattr(one, name)[place].tolist() == getattr(other, name)[place_of_other].tolist(), name
@@ -149,33 +135,11 @@ def test_draws_follow_seed_key_sample_position_and_step(scorer):
     assert drawn(scorer, sampling=own) == drawn(scorer, sampling=own, key="other")
 
 
-def test_draws_have_the_chances_that_the_temperature_gives(scorer):
-    """Gumbel noise (Nie et al. 2025) draws from the same distribution; a chi-square far out would say otherwise."""
-    count, few = 4000, 5
-    logits = torch.full((count, VOCABULARY), -torch.inf)
-    logits[:, :few] = torch.arange(few).float()
-    scored = scorer.score(logits, [asked(Sampling(temperature=2.0), count=count)])
-    expected = torch.softmax(torch.arange(few) / 2.0, 0).numpy() * count
-    counts = np.bincount(scored.tokens, minlength=few)
-    assert ((counts - expected) ** 2 / expected).sum() < 25  # four degrees of freedom: one seed in 20,000
-
-
 def test_confidence_is_of_the_drawn_token_without_the_temperature(scorer):
     logits = logits_of(50, scale=1.0)
     scored = scorer.score(logits, [asked(Sampling(temperature=2.0, top_k=20), count=50)])
     chances = torch.softmax(logits.double(), 1)[np.arange(50), scored.tokens]
     np.testing.assert_allclose(scored.confidence, chances, rtol=1e-5)
-
-
-def test_uniform_numbers_are_others_for_each_position_and_step(scorer):
-    logits = logits_of(3)
-    one = scorer.score(logits, [asked(count=3)]).uniform(0)
-    shifted = scorer.score(logits, [asked(count=3, at=1)]).uniform(0)
-    later = scorer.score(logits, [asked(count=3, step=1)]).uniform(0)
-    assert one[1:].tolist() == shifted[:2].tolist()
-    assert not set(one) & set(later)
-    assert (one >= 0).all()
-    assert (one < 1).all()
 
 
 def test_the_mask_itself_never_comes(scorer):
@@ -211,14 +175,6 @@ def test_a_row_fails_alone(scorer, value, error):
     assert scored.tokens.tolist() == [*logits[:4].argmax(1).tolist(), -1, int(logits[5].argmax())]
 
 
-def test_one_token_that_is_all_there_is(scorer):
-    logits = torch.full((1, VOCABULARY), -torch.inf)
-    logits[0, 9] = 1.0
-    scored = scorer.score(logits, [asked(count=1)], NEEDS)
-    assert (scored.tokens[0], scored.confidence[0], scored.margin[0]) == (9, 1.0, 1.0)
-    assert scored.entropy[0] == pytest.approx(0.0, abs=1e-30)
-
-
 def test_log_probabilities_are_of_the_token_at_its_step(scorer):
     logits = logits_of(4)
     scored = scorer.score(logits, [asked(count=4)])
@@ -233,12 +189,6 @@ def test_guidance_is_the_reference_formula():
     expected = unconditional + (1.5 + 1) * (conditional - unconditional)
     guided(conditional, unconditional, 1.5)
     assert torch.equal(conditional, expected)
-
-
-def test_torch_scores_more_rows_than_it_takes_at_once():
-    logits = logits_of(torch_scores.ROWS + 5)
-    scored = scorer_of("torch").score(logits, [asked(count=len(logits))])
-    assert scored.tokens.tolist() == logits.argmax(1).tolist()
 
 
 @pytest.mark.gpu

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from gpuinfer.text.decoder.cpu_plan import AGAIN, SETTLE, TURNS, FewestThreads
-from gpuinfer.text.decoder.cpu_step import FEW_ROWS
 
 
 def steps(choice, count, seconds, rows=1, most=8):
@@ -30,22 +29,10 @@ def test_the_fewest_threads_that_reach_the_memory_compute(enough):
     assert set(steps(choice, 100, memory_of(enough))) == {enough}
 
 
-def test_a_short_run_has_all_threads():
-    assert set(steps(FewestThreads(), SETTLE, memory_of(1))) == {8}
-
-
 def test_a_number_that_is_far_slower_is_tried_once():
     found = steps(FewestThreads(), SETTLE + 100, memory_of(8))
     assert found.count(4) == 1
     assert set(found) == {4, 8}
-
-
-def test_steps_with_more_rows_have_all_threads_and_are_no_part_of_a_trial():
-    choice = FewestThreads()
-    assert set(steps(choice, 200, memory_of(1), rows=FEW_ROWS + 1)) == {8}
-    steps(choice, SETTLE + 8 * TURNS, memory_of(2))
-    assert steps(choice, 3, memory_of(2), rows=FEW_ROWS + 1) == [8] * 3
-    assert steps(choice, 3, memory_of(2)) == [2] * 3
 
 
 def test_it_is_looked_at_again():
@@ -54,14 +41,6 @@ def test_it_is_looked_at_again():
     steps(choice, AGAIN, memory_of(8))  # whoever else read memory is gone
     steps(choice, 8 * TURNS, memory_of(8))
     assert set(steps(choice, 100, memory_of(8))) == {8}
-
-
-def test_one_disturbed_step_decides_nothing():
-    choice, disturbed = FewestThreads(), iter([9.0])
-    steps(choice, SETTLE, memory_of(2))
-    steps(choice, 1, lambda threads: next(disturbed))
-    steps(choice, 8 * TURNS, memory_of(2))
-    assert set(steps(choice, 50, memory_of(2))) == {2}
 
 
 def test_another_number_of_threads_begins_anew():

@@ -68,13 +68,6 @@ def test_rows_that_answer_go_in_every_step_and_prompts_share_the_rest():
     assert lengths[5] == [1, 1, 1]
 
 
-def test_short_prompts_go_in_one_step():
-    generator = toy_generator(slots=4, step_tokens=16)
-    added(generator, *(prompt(text) for text in ("abc", "de", "fghi", "j")))
-    assert generator.step().rows == 4
-    assert generator.decoder.steps[0].lengths.tolist() == [3, 2, 4, 1]
-
-
 def test_prompts_gather_beside_rows_that_answer():
     generator = toy_generator(slots=64, gather_steps=3, ahead=False)
     first, *later = generator.prepare([prompt("abc", 30), prompt("de", 30), *[prompt("fg", 30)] * 4])
@@ -96,33 +89,6 @@ def test_a_step_tells_what_it_did():
     second = generator.step()
     assert (second.rows, second.tokens, second.prompt_tokens, second.output_tokens) == (1, 1, 0, 1)
     assert not generator.busy
-
-
-def test_a_cancelled_rows_slots_are_free_at_once():
-    generator = toy_generator(slots=4)
-    added(generator, prompt("abc", samples=3), prompt("de"))
-    assert generator.free_slots == 0
-    generator.step()
-    assert generator.cancel(0)
-    assert generator.free_slots == 3
-    assert not generator.cancel(0)
-    outcomes = {}
-    while generator.busy:
-        outcomes.update(generator.step().finished)
-    assert outcomes.keys() == {1}
-    assert outcomes[1].completions == alone(prompt("de"))
-
-
-def test_who_waited_for_a_cancelled_rows_prefill_takes_over_what_there_is():
-    generator = toy_generator(step_tokens=20, ahead=False)
-    added(generator, prompt(LONG + " one"), prompt(LONG + " two"))
-    generator.step()
-    generator.cancel(0)
-    outcomes = {}
-    while generator.busy:
-        outcomes.update(generator.step().finished)
-    assert outcomes[1].completions == alone(prompt(LONG + " two"))
-    assert outcomes[1].cached_tokens == 20
 
 
 @pytest.mark.parametrize(
@@ -148,15 +114,6 @@ def test_a_prompt_that_leaves_no_room_for_an_answer_is_refused(text):
     assert "--truncate" in str(outcome)
 
 
-@pytest.mark.parametrize(
-    ("length", "said"),
-    [(32, "longer context (--context N, up to the model's 64)"), (64, "The model was made for no more")],
-)
-def test_a_longer_context_is_advised_where_the_model_has_one(length, said):
-    [outcome] = run(toy_generator(length=length), [prompt("a" * 64)])
-    assert said in str(outcome)
-
-
 @pytest.mark.parametrize(("side", "kept"), [("left", slice(-58, None)), ("right", slice(58))])
 def test_a_prompt_that_may_be_truncated_leaves_room_for_its_answer(side, kept):
     text = "".join(LETTERS[number * 7 % 31] for number in range(100))
@@ -171,12 +128,6 @@ def test_a_truncated_prompt_keeps_half_of_the_context_however_much_is_asked_for(
     [outcome] = run(toy_generator(length=64), [Prompt(text="ab" * 50, truncate="left", sampling=sampling)])
     assert outcome.prompt_tokens == 32
     assert len(outcome.completions[0].tokens) == 32
-
-
-def test_an_empty_prompt_begins_with_the_beginning_token():
-    [outcome] = run(toy_generator(), [prompt("")])
-    assert outcome.completions == alone(prompt(""))
-    assert outcome.prompt_tokens == 1
 
 
 @pytest.mark.parametrize(
@@ -258,23 +209,6 @@ def test_an_answer_matches_its_constraint_beside_rows_without_one():
     )
 
 
-def test_an_answer_ends_before_a_stop_string_across_tokens():
-    free = alone(prompt("some text", 30))[0].text
-    stop = free[7:10]
-    [outcome] = run(toy_generator(), [prompt("some text", 30, stop=(stop,), logprobs=0)])
-    [completion] = outcome.completions
-    assert completion.text == free[: free.index(stop)]
-    assert (completion.finish_reason, completion.stop_reason) == ("stop", stop)
-    assert len(completion.tokens) == len(completion.logprobs) == len(completion.text)
-
-
-def test_a_stop_string_does_not_count_before_min_tokens():
-    free = alone(prompt("some text", 30))[0].text
-    [outcome] = run(toy_generator(), [prompt("some text", 30, stop=(free[4:6],), min_tokens=20)])
-    assert outcome.completions == alone(prompt("some text", 30, stop=(free[4:6],), min_tokens=20))
-    assert len(outcome.completions[0].tokens) >= 20
-
-
 def test_the_end_token_is_among_the_tokens_and_not_in_the_text():
     ended = Prompt(text="soon", sampling=Sampling(max_tokens=60, logit_bias={END: 4.0}))
     [outcome] = run(toy_generator(), [ended])
@@ -283,34 +217,12 @@ def test_the_end_token_is_among_the_tokens_and_not_in_the_text():
     assert len(completion.text) == len(completion.tokens) - 1
 
 
-def test_memory_that_runs_out_makes_steps_smaller_and_loses_no_row(caplog):
-    generator = toy_generator(slots=4, step_tokens=32)
-    generator.decoder.room = 5
-    prompts = [prompt(text) for text in (LONG, "abc", "defgh", LONG + "!", "x")]
-    assert answers(run(generator, prompts)) == [alone(one) for one in prompts]
-    assert len([record for record in caplog.records if "out of memory" in record.message]) == 1
-
-
 def test_a_row_that_finds_no_memory_for_a_single_token_fails_with_the_cure():
     generator = toy_generator()
     generator.decoder.room = 0
     [outcome] = run(generator, [prompt("abc")])
     assert isinstance(outcome, BackendError)
     assert "-B slots" in str(outcome)
-
-
-def test_a_poisonous_row_is_found_and_fails_alone():
-    generator = toy_generator(slots=16)
-    generator.decoder.poison = LETTERS.index("?")
-    no_marks = {LETTERS.index("?"): -100.0}
-    prompts = [prompt(f"row {letter}", logit_bias=no_marks) for letter in LETTERS]
-    outcomes = run(generator, prompts)
-    for one, outcome in zip(prompts, outcomes, strict=True):
-        if "?" in (one.text or ""):
-            assert isinstance(outcome, BackendError)
-            assert "cannot stand" in str(outcome)
-        else:
-            assert outcome.completions == alone(one)
 
 
 def test_a_model_that_fails_at_every_step_is_dead(monkeypatch):
@@ -353,27 +265,6 @@ def test_a_copy_that_fails_costs_only_time(monkeypatch, caplog):
     monkeypatch.setattr(generator.decoder, "copy_pages", fail)
     assert answers(run(generator, prompts)) == [alone(one) for one in prompts]
     assert "no copies today" in caplog.text
-
-
-def test_logits_that_are_no_numbers_fail_their_row_alone(monkeypatch):
-    generator = toy_generator()
-    forward = generator.decoder.forward
-
-    def spoilt(step):
-        logits = forward(step)
-        place = {int(token): place for place, token in enumerate(step.wanted)}
-        for page, end in zip(step.pages[:, 0], np.cumsum(step.lengths), strict=True):
-            if page == generator._table.pages[1, 0] and int(end) - 1 in place:
-                logits[place[int(end) - 1], 3] = np.nan
-        return logits
-
-    monkeypatch.setattr(generator.decoder, "forward", spoilt)
-    added(generator, prompt("abc"), prompt("de"), prompt("fg"))
-    outcomes = {}
-    while generator.busy:
-        outcomes.update(generator.step().finished)
-    assert "NaN" in str(outcomes[1])
-    assert [outcomes[number].completions for number in (0, 2)] == [alone(prompt("abc")), alone(prompt("fg"))]
 
 
 def test_steps_of_the_same_rows_use_the_same_arrays():

@@ -89,16 +89,6 @@ def test_an_answer_goes_on_after_the_parts_that_were_sent(prompt, company, echoe
 
 
 @pytest.mark.property
-@settings(max_examples=examples(60), deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(prompt=prompts, data=st.data())
-def test_an_answer_goes_on_after_any_of_its_tokens(prompt, data):
-    whole = alone(prompt, LENGTH)
-    begun = tuple(one.tokens[: data.draw(st.integers(0, len(one.tokens)))] for one in whole)
-    [outcome] = run(toy_generator(4, LENGTH, data.draw(mixes["step_tokens"])), [structs.replace(prompt, begun=begun)])
-    assert outcome.completions == whole
-
-
-@pytest.mark.property
 @pytest.mark.parametrize("kind", LANGUAGES)
 @settings(max_examples=examples(60), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())

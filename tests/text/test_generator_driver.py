@@ -94,27 +94,6 @@ def test_no_step_is_left_on_a_device_that_another_model_has_next(beside):
     assert bool(generator.decoder.ahead) is not beside
 
 
-def test_the_outcomes_of_a_step_are_delivered_together(generator):
-    deliveries, complete = [], threading.Event()
-
-    def deliver(parts, outcomes):
-        assert parts == []
-        deliveries.append(outcomes)
-        if sum(map(len, deliveries)) == 3:
-            complete.set()
-
-    gate = Gate(generator)
-    driver = Driver(generator, deliver=deliver)
-    tickets = [
-        driver.submit(prepared) for prepared in generator.prepare([prompt("a", 1), prompt("bc", 3), prompt("de", 3)])
-    ]
-    gate.open.set()
-    assert complete.wait(WAIT_S)
-    driver.close()
-    assert sorted(ticket for delivery in deliveries for ticket, _ in delivery) == tickets
-    assert len(deliveries) <= 3
-
-
 def test_the_counters_and_the_listener_see_every_step(generator):
     seen = []
     driver = Driver(generator, on_step=lambda rows, seconds: seen.append((rows, seconds)))
@@ -136,15 +115,6 @@ def test_a_lane_books_the_thread_s_time(generator):
     future.result(WAIT_S)
     driver.close()
     assert {"prefill", "forward", "sample", "reply"} <= lane.stations().keys()
-
-
-def test_what_does_not_fit_waits_for_slots(generator):
-    gate = Gate(generator)
-    driver = Driver(generator)
-    futures = submitted(driver, *(prompt("abc", 3, samples=3) for _ in range(5)))
-    gate.open.set()
-    assert [future.result(WAIT_S).completions for future in futures] == [alone(prompt("abc", 3, samples=3))] * 5
-    driver.close()
 
 
 def test_a_cancelled_prompt_has_no_outcome_and_the_others_have(generator):
@@ -212,14 +182,6 @@ def test_a_dead_driver_fails_everything_that_waits_and_that_comes(generator, cap
         driver.submit(generator.prepare([prompt("abc")])[0])
     driver.close()
     assert "device lost" in caplog.text
-
-
-def test_an_error_of_the_driver_s_own_fails_everything_too(generator, monkeypatch):
-    monkeypatch.setattr(generator.answers, "settle", lambda *news: 1 / 0)
-    driver = Driver(generator)
-    [future] = submitted(driver, prompt("abc"))
-    assert isinstance(future.result(WAIT_S), BackendDied)
-    driver.close()
 
 
 def test_a_listener_that_raises_harms_nobody_else(driver, caplog):

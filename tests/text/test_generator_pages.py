@@ -4,7 +4,6 @@ too few.
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 import numpy as np
@@ -14,7 +13,6 @@ from text.toy import LETTERS, alone, joined, run, toy_generator
 
 from gpuinfer.errors import BadPrompt, BadResult
 from gpuinfer.generation import Constraint, Prompt, Sampling
-from gpuinfer.text.generator import Driver
 from gpuinfer.text.generator.page_pool import PagePool, PrefixTree
 from gpuinfer.text.transformer import PAGE
 
@@ -87,26 +85,6 @@ def test_what_a_step_reads_counts_shared_pages_once_as_its_rows_go_on():
     assert read == [70] + [64 + 8 * (6 + number) for number in range(1, 40)]
 
 
-def test_samples_of_a_prompt_of_full_pages_copy_nothing():
-    generator = toy_generator(slots=8, length=128)
-    added(generator, prompt(text_of(64), samples=8))
-    outcomes, *_ = finished(generator)
-    assert outcomes[0].completions == alone(prompt(text_of(64), samples=8), 128)
-    assert generator.decoder.copied == 0
-
-
-def test_one_system_prompt_is_there_once():
-    generator = toy_generator(slots=8, length=128, step_tokens=512)
-    prompts = [prompt(SYSTEM + text_of(20, number)) for number in range(8)]
-    added(generator, *prompts)
-    generator.step()  # one computes it
-    generator.step()
-    assert len(set(generator._table.pages[:, 0].tolist())) == 1
-    outcomes, *_ = finished(generator)
-    assert [outcomes[number].completions for number in range(8)] == [alone(one, 128) for one in prompts]
-    assert [outcomes[number].cached_tokens for number in range(8)] == [0] + [PAGE] * 7
-
-
 def test_a_tree_of_prompts_is_computed_branch_by_branch():
     """System, game, power, sample: what two have in common is computed once, whoever comes first."""
     generator = toy_generator(slots=12, length=256, step_tokens=64)
@@ -131,22 +109,6 @@ def test_a_chat_that_goes_on_takes_over_all_full_pages():
         tokens += (*outcome.completions[0].tokens, 1, 2, 3, 4, 5, 6, 7)
     assert cached == [0, 64, 96 + 20]  # of 79, and of 116 tokens: 16 and more beyond a page are copied
     all_free(generator)
-
-
-def test_two_that_compute_the_same_at_once_have_it_once():
-    """The second one begins with a page that is only partly the first one's, so it waits for nothing."""
-    generator = toy_generator(length=128, step_tokens=200)
-    one = prompt(text_of(64), prompt_logprobs=0)  # computes everything itself
-    added(generator, one, replace_text(one, text_of(64) + "x"))
-    outcomes, *_ = finished(generator)
-    assert [outcomes[0].completions, outcomes[1].completions] == [
-        alone(one, 128),
-        alone(replace_text(one, text_of(64) + "x"), 128),
-    ]
-
-
-def replace_text(one: Prompt, text: str) -> Prompt:
-    return Prompt(text=text, key=text, sampling=one.sampling)
 
 
 def test_what_there_is_no_page_to_copy_into_is_computed_and_not_said_to_be_cached():
@@ -236,28 +198,6 @@ def test_what_a_cancelled_row_has_left_fails_nobody():
     all_free(generator)
 
 
-def test_an_echo_of_what_others_have_left_is_computed_anew():
-    generator = spoiling_generator(step_tokens=48)
-    added(generator, prompt(SYSTEM + NAN + plain(60)))
-    generator.step()
-    generator.cancel(0)
-    asked = prompt(SYSTEM + plain(20), prompt_logprobs=1, prompt_logprob_start=45)
-    [outcome] = run(generator, [asked])
-    [expected] = run(toy_generator(length=128), [asked])
-    assert (outcome.completions, outcome.prompt_logprobs) == (expected.completions, expected.prompt_logprobs)
-    all_free(generator)
-
-
-def test_a_row_that_turns_into_nan_by_itself_fails_whatever_it_has_taken_over():
-    generator = spoiling_generator(slots=6)
-    run(generator, [HEALTHY])
-    asked = [prompt(SYSTEM + NAN, samples=3), HEALTHY]
-    failed, outcome = run(generator, asked)
-    assert isinstance(failed, BadResult)
-    assert outcome.completions == alone(HEALTHY, 128)
-    all_free(generator)
-
-
 # Eviction
 
 
@@ -294,19 +234,6 @@ def evicted(pool, tree, count):
     return set(pool._free) - before
 
 
-def test_of_equals_the_page_used_longest_ago_goes_first():
-    pool, tree = tree_of(3)
-    pages = [held(pool, tree, page_of(100 * number))[0] for number in range(3)]
-    held(pool, tree, page_of(0))  # used again
-    assert evicted(pool, tree, 1) == {pages[1]}
-
-
-def test_leaves_go_before_what_they_stand_on():
-    pool, tree = tree_of(3)
-    pages = held(pool, tree, page_of(0), page_of(100), page_of(200))
-    assert [evicted(pool, tree, 1) for _ in range(3)] == [{page} for page in reversed(pages)]
-
-
 def test_what_costs_more_to_compute_stays_longer_and_goes_in_the_end():
     pool, tree = tree_of(4, cost=lambda start, count: count * (1 + start / PAGE))
     _, dear = held(pool, tree, page_of(0), page_of(100))
@@ -317,15 +244,6 @@ def test_what_costs_more_to_compute_stays_longer_and_goes_in_the_end():
         if dear in evicted(pool, tree, 1):
             return
     raise AssertionError("it stays for ever")
-
-
-def test_pages_that_rows_have_are_not_evicted():
-    pool, tree = tree_of(2)
-    [page] = held(pool, tree, page_of(0))
-    [other] = held(pool, tree, page_of(100))
-    tree.share(np.array([page]))
-    assert tree.unused == 1
-    assert evicted(pool, tree, 1) == {other}
 
 
 def test_pages_that_are_used_again_and_again_take_no_memory():
@@ -356,31 +274,11 @@ def test_a_page_that_begins_alike_is_found_if_it_is_worth_a_copy():
 # Too few pages
 
 
-def test_rows_wait_until_there_are_pages_for_their_prompts():
-    generator = toy_generator(slots=8, length=128, step_tokens=512, pages=5)
-    prompts = [prompt(text_of(40, number)) for number in range(8)]
-    added(generator, *prompts)
-    assert generator.step().rows == 2  # two pages each, and one left over
-    outcomes, preempted, recomputed, waited = finished(generator)
-    assert [outcomes[number].completions for number in range(8)] == [alone(one, 128) for one in prompts]
-    assert (preempted, recomputed, waited) == (0, 0, 0)  # they have waited from the first step on
-
-
 def test_a_step_tells_how_many_rows_wait():
     generator = toy_generator(slots=8, length=128, pages=5)
     added(generator, *(prompt(text_of(40, number)) for number in range(8)))
     assert generator.step().waited == 6
     assert generator.step().waited == 0
-
-
-def test_the_youngest_row_gives_way_and_goes_on_as_if_nothing_had_happened():
-    generator = toy_generator(slots=4, length=128, pages=6)
-    prompts = [prompt(text_of(20, number), 90, temperature=0.9, logprobs=1) for number in range(4)]
-    added(generator, *prompts)
-    outcomes, preempted, recomputed, _ = finished(generator)
-    assert [outcomes[number].completions for number in range(4)] == [alone(one, 128) for one in prompts]
-    assert preempted
-    assert recomputed
 
 
 def test_the_oldest_row_is_never_stopped():
@@ -500,24 +398,6 @@ def test_a_stopped_row_keeps_what_old_weights_have_drawn_and_goes_on_with_the_ne
     assert run(other, [begun])[0].completions[0].tokens == tokens
 
 
-def test_a_stopped_row_can_be_cancelled():
-    generator = toy_generator(slots=2, length=128, pages=4)
-    added(generator, *(prompt(text_of(20, number), 90) for number in range(2)))
-    stopped(generator)
-    assert generator.cancel(1)
-    assert generator.free_slots == 1
-    outcomes, *_ = finished(generator)
-    assert list(outcomes) == [0]
-
-
-def test_who_waits_for_a_stopped_rows_beginning_goes_on():
-    generator = toy_generator(slots=3, length=128, step_tokens=4, pages=5)
-    prompts = [prompt("abc", 120), prompt(text_of(60) + "a"), prompt(text_of(60) + "b")]
-    added(generator, *prompts)
-    outcomes, *_ = finished(generator)
-    assert [outcomes[number].completions for number in range(3)] == [alone(one, 128) for one in prompts]
-
-
 def test_a_row_that_all_pages_would_not_hold_is_refused_with_the_cure():
     generator = toy_generator(slots=4, length=128, pages=2)
     [refused, fits] = generator.prepare([prompt(text_of(40), 30), prompt(text_of(40), 24)])
@@ -525,25 +405,3 @@ def test_a_row_that_all_pages_would_not_hold_is_refused_with_the_cure():
     assert "70 tokens" in str(refused)
     assert "-B pages=3" in str(refused)
     assert not isinstance(fits, Exception)
-
-
-def test_the_driver_counts_who_waited_and_what_was_computed_again():
-    driver = Driver(toy_generator(slots=4, length=128, pages=5))
-    try:
-        prepared = driver.generator.prepare([prompt(text_of(20, number), 90) for number in range(4)])
-        outcomes = []
-        import threading
-
-        done = threading.Semaphore(0)
-        for one in prepared:
-            driver.submit(one, lambda outcome: (outcomes.append(outcome), done.release()))
-        for _ in prepared:
-            assert done.acquire(timeout=60)
-        counted = driver.counters()
-    finally:
-        driver.close()
-    assert counted["preempted_rows"] > 0
-    assert counted["recomputed_tokens"] > 0
-    assert counted["waited_rows"] >= 0
-    assert counted["prompt_tokens"] == 80
-    assert math.isclose(counted["output_tokens"], 360)

@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 from text.test_language_growing import LANGUAGES, tokens_of
 from text.toy import LETTERS, ToyDecoder, joined, toy_generator
 
-from gpuinfer.errors import BackendError
-from gpuinfer.generation import Candidate, Constraint, Generation, Logprob, Part, Prompt, Sampling
+from gpuinfer.generation import Candidate, Generation, Logprob, Prompt, Sampling
 from gpuinfer.text.generator import Generator
 
 LENGTH = 128
@@ -184,35 +183,3 @@ def test_a_prompt_of_which_nothing_is_wanted_gives_out_its_end():
         outcome, given = run_to_the_end(generator)
         assert joined(given) == list(outcome.completions)
         assert [part.sample for part in given] == [0, 1]
-
-
-def test_a_constrained_answer_is_given_out_as_it_grows():
-    generator = toy_generator()
-    sampling = Sampling(max_tokens=20, constraint=Constraint(choice=("hello there.", "good bye.")))
-    [prepared] = generator.prepare([Prompt(text="abc", sampling=sampling)])
-    generator.add("it", replace(prepared, parts=True))
-    outcome, given = run_to_the_end(generator)
-    assert joined(given) == list(outcome.completions)
-    assert len(given) == len(outcome.completions[0].tokens)
-
-
-def test_who_leaves_gets_no_more_and_its_slots_are_free_at_once():
-    generator = toy_generator()
-    prepared = generator.prepare([Prompt(text=text, sampling=LONG) for text in "ab"])
-    for number, one in enumerate(prepared):
-        generator.add(number, replace(one, parts=True))
-    assert {number for number, _ in generator.step().parts} == {0, 1}
-    generator.cancel(0)
-    assert generator.free_slots == generator.slots - 1
-    assert {number for number, _ in generator.step().parts} == {1}
-
-
-def test_parts_of_a_prompt_that_fails_end_without_a_last_one():
-    generator = toy_generator()
-    generator.decoder.poison = LETTERS.index("?")
-    bias = {LETTERS.index("?"): 100.0}
-    [prepared] = generator.prepare([Prompt(text="abc", sampling=Sampling(max_tokens=9, logit_bias=bias))])
-    generator.add("it", replace(prepared, parts=True))
-    outcome, given = run_to_the_end(generator)
-    assert isinstance(outcome, BackendError)
-    assert given == [Part(sample=0, text="?", tokens=(LETTERS.index("?"),))]

@@ -14,12 +14,10 @@ from hypothesis import strategies as st
 from text.pages_held import all_free, check_pages
 from text.toy import LETTERS, alone, joined, toy_generator
 
-from gpuinfer.errors import BackendError
 from gpuinfer.generation import Generation, Part, Prompt, Sampling
 
 BEGINNINGS = ["", "the same beginning of them all, ", "the same beginning of some, but not of all. "]
 STOPS = [("a",), ("e", "th"), ("qu", "x.")]
-STRINGS = [one for stop in STOPS for one in stop]
 
 
 @dataclass(frozen=True)
@@ -120,34 +118,3 @@ def test_an_answer_is_its_own_in_any_company(**mix):
 @given(**mixes)
 def test_an_answer_is_its_own_in_any_company_many_times(**mix):
     check(**mix)
-
-
-@settings(max_examples=examples(25), deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(
-    coming=st.lists(arrivals, min_size=2, max_size=8),
-    room=st.integers(1, 12),
-    poison=st.booleans(),
-    ahead=st.booleans(),
-)
-def test_trouble_leaves_the_others_answers_as_they_are(coming, room, poison, ahead):
-    """Steps of more than `room` tokens find no memory, and a "?" fails every step that it is part of."""
-    generator = toy_generator(4, 64, 32, ahead=ahead)
-    generator.decoder.room = room
-    if poison:
-        generator.decoder.poison = LETTERS.index("?")
-    prepared = generator.prepare([arrival.prompt for arrival in coming])
-    waiting, outcomes = list(range(len(coming))), {}
-    while waiting or generator.busy:
-        while waiting and prepared[waiting[0]].samples <= generator.free_slots:
-            number = waiting.pop(0)
-            generator.add(number, prepared[number])
-        outcomes.update(generator.step().finished)
-    for number, arrival in enumerate(coming):
-        expected = alone(arrival.prompt)
-        # the token drawn last never goes through a step
-        fed = [token for one in expected for token in (one.tokens if one.stop_reason in STRINGS else one.tokens[:-1])]
-        if poison and LETTERS.index("?") in [*prepared[number].tokens.tolist(), *fed]:
-            assert isinstance(outcomes[number], BackendError)
-        else:
-            assert outcomes[number].completions == expected
-    assert generator.free_slots == 4

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from concurrent.futures import Future
 
 import pytest
@@ -72,33 +71,6 @@ def test_a_row_that_waits_for_anothers_beginning_computes_its_own(generator):
         finished |= dict(generator.step().finished)
     assert [finished[ticket].versions for ticket in (0, 1)] == [("", "v1"), ("v1",)]
     assert finished[1].completions == of_new(prompt(LONG + " two"))
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_an_answer_that_names_one_version_is_that_versions_alone(seed):
-    """Prompts with common beginnings, samples and updates at random steps."""
-    dice, generator = random.Random(seed), toy_generator(step_tokens=16)
-    versions = {"": 0}
-    asked, finished = [], {}
-    while len(asked) < 40 or generator.busy:
-        one = prompt(
-            LONG[: dice.randint(14, 38)] + dice.choice(("", " a", " b")), dice.randint(1, 9), dice.randint(1, 3)
-        )
-        if len(asked) < 40 and one.samples <= generator.free_slots and dice.random() < 0.7:
-            [prepared] = generator.prepare([one])
-            generator.add(len(asked), prepared)
-            asked.append(one)
-        elif dice.random() < 0.15:
-            versions[f"v{len(versions)}"] = dice.getrandbits(40)
-            generator.update(*list(versions.items())[-1])
-        else:
-            finished |= dict(generator.step().finished)
-    whole = [number for number in finished if len(finished[number].versions) == 1]
-    assert len(finished) == 40 > len(whole) > 5
-    for number in whole:
-        weights = versions[finished[number].version]
-        version = finished[number].version
-        assert finished[number].completions == alone(asked[number], weights=weights, version=version)
 
 
 def test_an_update_that_drains_comes_after_the_answers_under_way_and_before_all_others(generator, driver):

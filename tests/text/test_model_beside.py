@@ -87,19 +87,6 @@ async def test_what_takes_time_is_understood_in_another_thread(batch, beside):
     assert {thread != threading.get_ident() for thread in held.threads.values()} == {beside}
 
 
-async def test_who_leaves_while_it_is_understood_leaves_nothing_behind():
-    held = Slow()
-    async with model(held) as opened, asyncio.timeout(SECONDS):
-        stream = opened.stream([asked("a?", constraint=HARD), asked("b")])
-        assert isinstance((await anext(stream)).value, Generation)
-        await stream.aclose()
-        held.go.set()
-        assert [event.value for event in [event async for event in opened.stream([asked("c")])]]
-        assert held.generator.free_slots == held.generator.slots
-        assert not opened._tickets
-        assert not opened._early
-
-
 async def test_a_request_that_is_cancelled_while_it_is_understood_is_told_so():
     held = Slow()
     async with model(held) as opened, asyncio.timeout(SECONDS):

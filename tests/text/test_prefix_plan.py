@@ -13,12 +13,10 @@ from gpuinfer.text.decoder.attention_plan import (
     END,
     FIRST,
     LEAST_SLOTS,
-    LEVELS,
     ROW,
     SLOT,
     WORTH,
     PrefixPlanner,
-    whole_pages,
 )
 from gpuinfer.text.transformer import PAGE
 
@@ -124,36 +122,6 @@ def test_a_system_prompt_is_read_once_for_the_samples_of_all_prompts():
     assert plan.positions_read(np.full(14, 24 * PAGE)) == (9 + 3 * 11 + 14 * 4) * PAGE
 
 
-def test_rows_of_a_node_are_neighbours_whether_they_share_further_pages_or_not():
-    paths = [(name, *(kind * 7)) for name in ("one", "other") for kind in ("a", "b", "b", "c")]
-    paths = [(*(path[0] for _ in range(8)), *path[1:], row, row) for row, path in enumerate(paths)]
-    plan = planned(paths, 17)
-    assert plan.positions_read(np.full(8, 17 * PAGE)) == 2 * (8 + 7 + 2 * 2 + 2 * 9) * PAGE
-
-
-def test_nodes_below_nodes_are_shared_as_deep_as_there_are_levels():
-    """Of 40 rows one leaves the others at each fourth page."""
-    paths = [tuple("same" if column < 4 * row + 4 else row for column in range(180)) for row in range(40)]
-    plan = planned(paths, 180, split=4096)
-    assert plan.slots.max() == LEVELS
-    assert plan.begins.max() == LEVELS * 4 * PAGE
-
-
-def test_a_page_that_rows_have_in_different_columns_is_not_shared():
-    pages = np.array([[*range(9)], [*range(1, 10)], [*range(2, 11)]], np.int32)
-    pages[:2, 0] = 20
-    plan = PrefixPlanner(8, 64, worth=1).plan(pages, np.full(3, 8), 9, LEAST_SLOTS)
-    assert plan.begins.tolist() == [PAGE, PAGE, 0]
-    covered(plan, pages, np.full(3, 8), 8, 9, LEAST_SLOTS)
-
-
-def test_items_end_at_multiples_of_a_portion_and_where_a_prefix_does():
-    plan = planned(grouped([4], 21, 24), 24)
-    assert sorted(zip(plan.items[BEGIN].tolist(), plan.items[END].tolist(), strict=True)) == [(0, 512), (512, 672)]
-    longer = planned(grouped([4], 24, 30), 30)
-    assert longer.items[:, 0].tolist() == plan.items[:, 0].tolist()
-
-
 def test_a_prefix_so_short_that_partial_results_take_longer_is_not_shared():
     assert not planned(grouped([2, 2], 3, 8), 8).begins.any()
     pages, whole = table(grouped([3, 2], 4, 8), 8), np.full(5, 7)
@@ -173,12 +141,6 @@ def test_where_items_do_not_suffice_portions_are_longer_and_the_most_is_saved():
     assert np.flatnonzero(fewer.begins).tolist() == [*range(2, 11), *range(14, 18)]
 
 
-def test_where_slots_do_not_suffice_portions_are_longer():
-    plan = planned(grouped([4], 127, 128), 128, slots=8)
-    assert set((plan.items[END] - plan.items[BEGIN]).tolist()) == {512, 480}
-    assert planned(grouped([4], 129, 132), 132, slots=8).items.shape[1] == 5
-
-
 def test_of_few_rows_long_ones_are_read_in_portions_beside_one_another():
     pages, whole = table(grouped([1, 3, 1], 24, 70), 70), np.array([60, 69, 64, 20, 20])
     planner = PrefixPlanner(32, 512, few=6)
@@ -192,14 +154,3 @@ def test_of_few_rows_long_ones_are_read_in_portions_beside_one_another():
     assert planner.plan(pages[:1], whole[:1], 64, 9, apart=True).items.shape[1] == 3
     assert planner.plan(pages[:0], whole[:0], 64, 9, apart=True).items.shape[1] == 0
     assert not replace(planner, few=5).plan(pages, whole, 64, 9, apart=True).begins[0]
-
-
-def test_rows_that_share_nothing_are_as_without_a_plan():
-    plan = planned(grouped([1] * 9, 4, 8), 8)
-    assert (plan.items.shape[1], plan.begins.any(), plan.slots.any()) == (0, False, False)
-    assert planned(grouped([4, 1], 8, 9), 9, items=0).items.shape[1] == 0
-
-
-def test_a_page_that_a_row_writes_into_or_does_not_see_is_not_shared():
-    positions, sees = np.array([31, 32, 63, 64, 90], np.int32), np.array([32, 33, 64, 65, 64])
-    assert whole_pages(positions, sees).tolist() == [0, 1, 1, 2, 1]

@@ -65,21 +65,6 @@ def test_a_row_draws_the_same_in_any_company(path, asked, seed, data):
         assert found == [tokens[row] for tokens in expected]
 
 
-@settings(max_examples=examples(25), deadline=None)
-@given(asked=st.lists(SETTINGS, min_size=1, max_size=12), seed=st.integers(0, 1 << 20), masked=st.booleans())
-def test_both_ways_draw_the_same(asked, seed, masked):
-    vocabulary, rows = 130, len(asked)
-    ways = [sampler(path, rows, vocabulary) for path in PATHS]
-    for way in ways:
-        for row, sampling in enumerate(asked):
-            way.admit(row, sampling, np.arange(5, 15, dtype=np.int32), "", row)
-    for step in range(4):
-        logits = logits_of(rows, vocabulary, seed + step)
-        masks = np.tile(mask_of(range(0, vocabulary, 3), vocabulary), (rows, 1)) if masked else None
-        compiled, torched = (draw(way, logits, masks=masks).tokens.tolist() for way in ways)
-        assert compiled == torched
-
-
 WIDE = st.builds(
     Sampling,
     temperature=st.sampled_from([0.0, 0.01, 0.7, 1.0, 2.0, 100.0]),
@@ -186,16 +171,6 @@ def test_a_row_to_which_nothing_is_left_fails_alone(path):
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_impossible_tokens_never_come(path):
-    found = sampler(path, 200, 300)
-    for slot in range(200):
-        found.admit(slot, Sampling(temperature=5, top_p=0.99), NO_TOKENS, "", slot)
-    logits = np.full((200, 300), -np.inf, np.float32)
-    logits[:, [17, 250]] = 0
-    assert set(draw(found, logits).tokens.tolist()) == {17, 250}
-
-
-@pytest.mark.parametrize("path", PATHS)
 def test_before_min_tokens_no_end_comes_unless_the_constraint_leaves_nothing_else(path):
     found = sampler(path, 1, 40, end_tokens=(0, 1))
     found.admit(0, Sampling(temperature=0, min_tokens=2, stop_token_ids=(2,)), NO_TOKENS)
@@ -217,15 +192,6 @@ def test_a_slot_forgets_the_answer_before(path):
     drawn = draw(found, logits)
     assert drawn.tokens.tolist() == [0]
     assert drawn.logprobs == [None]
-
-
-@pytest.mark.parametrize("path", PATHS)
-def test_a_long_answer_keeps_count_of_its_tokens(path):
-    """Each token is barred in practice once it has come: a permutation of the vocabulary."""
-    found = sampler(path, 1, 80)
-    found.admit(0, Sampling(temperature=0, presence_penalty=2.0), NO_TOKENS)
-    logits = np.linspace(0, 1, 80, dtype=np.float32)[None]
-    assert sorted(int(draw(found, logits).tokens[0]) for _ in range(80)) == list(range(80))
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -285,13 +251,6 @@ def test_log_probabilities_of_a_prompt_are_not_those_of_the_draw_before(path, fa
     )
 
 
-def test_tokens_without_probability_are_not_among_the_likeliest():
-    found = sampler(vocabulary=10)
-    logits = np.full((1, 10), -np.inf, np.float32)
-    logits[0, 4] = 2.0
-    assert [one.token for one in found.given_logprobs(torch.from_numpy(logits), np.array([4]), 5)[0].likeliest] == [4]
-
-
 @pytest.mark.parametrize(
     ("asked", "words"),
     [
@@ -327,14 +286,3 @@ def test_what_cannot_be_is_refused_before_the_slot_changes(asked, words):
     with pytest.raises(BadPrompt, match=words):
         found.admit(0, Sampling(**asked), NO_TOKENS)
     assert draw(found, np.zeros((1, 50), np.float32)).tokens.tolist() == [7]
-
-
-def test_a_prompt_beyond_the_vocabulary_is_refused_where_its_tokens_count():
-    with pytest.raises(BadPrompt, match="tokens 0 to 50"):
-        sampler(vocabulary=50).admit(0, Sampling(repetition_penalty=1.1), np.array([50, 0], np.int32))
-
-
-def test_no_rows_draw_nothing():
-    drawn = draw(sampler(vocabulary=9), np.zeros((0, 9), np.float32))
-    assert drawn.tokens.shape == (0,)
-    assert not drawn.bad

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from sampling_reference import NO_TOKENS, PATHS, draw, edited, filtered, mask_of, sampler
+from sampling_reference import NO_TOKENS, PATHS, draw, edited, filtered, sampler
 from scipy import stats
 
 from gpuinfer.generation import Sampling
@@ -84,21 +84,6 @@ def test_tokens_come_as_often_as_they_should_over(varied):
             found.admit(slot, own, NO_TOKENS, key, sample)
         tokens.append(draw(found, logits).tokens)
     assert_frequencies(np.concatenate(tokens), filtered(LOGITS, Sampling()))
-
-
-def test_penalised_tokens_come_as_often_as_they_should():
-    """The answer begins with tokens 3, 3, 7, which a constraint forces; the prompt has 5 and 3."""
-    sampling = Sampling(repetition_penalty=1.4, presence_penalty=0.5, frequency_penalty=0.7)
-    rows = 6000
-    found = sampler(slots=rows, vocabulary=VOCABULARY)
-    for slot in range(rows):
-        found.admit(slot, sampling, np.array([5, 3], np.int32), "", slot)
-    logits = np.tile(LOGITS, (rows, 1))
-    for forced in (3, 3, 7):
-        drawn = draw(found, logits, masks=np.tile(mask_of([forced], VOCABULARY), (rows, 1)))
-        assert (drawn.tokens == forced).all()
-    expected = filtered(edited(LOGITS, sampling, [5, 3], [3, 3, 7], [0]), sampling)
-    assert_frequencies(draw(found, logits).tokens, expected)
 
 
 @pytest.mark.parametrize("apart", ["positions", "samples", "seeds", "keys"])

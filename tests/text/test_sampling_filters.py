@@ -95,27 +95,6 @@ def test_min_p_keeps_what_is_a_part_of_the_best(path, logits, min_p, temperature
     assert (chances[~kept] <= min_p * chances.max() * (1 + EDGE)).all()
 
 
-@settings(max_examples=examples(60), deadline=None)
-@given(logits=LOGITS, top_k=st.integers(0, 400), top_p=PARTS, min_p=st.one_of(st.just(0.0), PARTS), at=TEMPERATURES)
-def test_both_ways_keep_the_same(logits, top_k, top_p, min_p, at):
-    sampling = Sampling(top_k=top_k, top_p=top_p, min_p=min_p, temperature=at)
-    drawable = probabilities(logits, at) > 2.0**-39
-    compiled_way, torch_way = (set(np.flatnonzero(kept_by(path, logits, sampling) & drawable)) for path in PATHS)
-    differ = sorted(compiled_way ^ torch_way)
-    chances = filtered(logits, Sampling(top_k=top_k, temperature=at))
-    assert chances[differ].sum() <= EDGE * 10  # sums that round otherwise: by a hair, if at all
-
-
-@pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("vocabulary", [1, 31, 64, 65, 257, 5000])
-def test_equal_logits_are_filtered_in_the_order_of_the_tokens(path, vocabulary):
-    equal = np.zeros(vocabulary, np.float32)
-    kept = kept_by(path, equal, Sampling(top_p=0.5))
-    assert np.flatnonzero(kept).tolist() == list(range(-(-vocabulary // 2)))
-    few = kept_by(path, equal, Sampling(top_k=3))
-    assert np.flatnonzero(few).tolist() == list(range(min(3, vocabulary)))
-
-
 @pytest.mark.parametrize("path", PATHS)
 def test_a_share_that_is_missed_by_less_than_one_unit_of_weight_takes_one_token_more(path):
     for share, count in ((1 / 3, 1), (1 / 3 + 1e-14, 2)):

@@ -14,7 +14,7 @@ from text.toy import LETTERS, OfText, alone, joined, toy_generator
 from gpuinfer.api import Request
 from gpuinfer.engine.engine import Engine
 from gpuinfer.engine.results import OnPart
-from gpuinfer.errors import BackendDied, BackendError, DeviceLost, UsageError
+from gpuinfer.errors import BackendDied, DeviceLost, UsageError
 from gpuinfer.generation import Prompt, Sampling
 from gpuinfer.strategies.dynamic import Dynamic
 from gpuinfer.text.generator import Driver
@@ -127,14 +127,6 @@ def test_parts_go_on_where_the_reader_is(steps, samples, count):
         assert [done.tokens for done in joined(parts)] == [done.tokens for done in expected]
         assert [done.text for done in joined(parts)] == [done.text for done in expected]
         assert [done.text for done in answer.completions] == [done.text for done in expected]
-
-
-async def test_when_all_have_failed_each_is_told():
-    async with engine_of(2, 1) as engine:
-        found = await all_of(engine, PROMPTS[:6])
-        late = await all_of(engine, PROMPTS[:1])
-    assert all(isinstance(one, BackendError) for one in found)
-    assert isinstance(late[0], BackendDied)
 
 
 async def test_a_prompt_is_with_two_devices_that_fail_and_no_third():

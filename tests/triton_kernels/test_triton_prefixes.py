@@ -123,17 +123,6 @@ def test_whole_tiles_of_rows_and_heads_are_right(heads):
     assert (one.mixed(plan) - one.wanted()).abs().max() < 1e-5
 
 
-@pytest.mark.parametrize("way", ["one program a row", "in portions"])
-@pytest.mark.parametrize("names", [["aaa"] * 3, ["abb", "abb", "acc"]])
-def test_a_prefix_may_end_within_a_block_of_keys(monkeypatch, names, way):
-    """Which are two pages each in half precision."""
-    monkeypatch.setattr(triton_layers, "FEW_PROGRAMS", 0 if way == "one program a row" else 1 << 20)
-    one = Attending(replace(LLAMA, heads=4, kv_heads=2, head_dim=16), names, [97, 128, 230], torch.float16)
-    plan = one.plan(triton_layers.shared_rows(one.shape, torch.float16), 100)
-    assert (plan.begins % (2 * PAGE)).any()
-    assert (one.mixed(plan) - one.wanted()).abs().max() < 2e-3
-
-
 @pytest.fixture
 def small_forms(monkeypatch):
     monkeypatch.setattr(torch_static, "PROMPT_TOKENS", (12, 24))

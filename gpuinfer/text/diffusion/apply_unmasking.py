@@ -1,6 +1,4 @@
-"""One row's decision, as its unmasking decoder makes it of the scores; and what it means for the answer: how far it is
-known, what of it is given out, and its end.
-"""
+"""What a step's scores do to its rows: the unmasking decoder commits tokens, and answers are followed to their ends."""
 
 from __future__ import annotations
 
@@ -55,7 +53,7 @@ class UnmaskingApplier(AnswerTracker[CanvasRow]):
             self._slots.leave(row)
 
     def settle(self, rows: Sequence[CanvasRow], now: float) -> int:
-        """After a step of these rows: how many tokens it has added to answers."""
+        """Follow these rows' answers after a step. Returns how many tokens it has added to them."""
         useful = 0
         for row in rows:
             if self._slots.has(row):  # else another sample of its prompt has failed just now
@@ -68,7 +66,7 @@ class UnmaskingApplier(AnswerTracker[CanvasRow]):
         return useful
 
     def _reveal(self, row: CanvasRow, now: float) -> int:
-        """Follow its answer as far as it will stay. Returns how many tokens that adds, but those it had begun with."""
+        """Follow an answer as far as it will not change. Returns how many tokens that adds beside resumed ones."""
         work, planned = row.work, row.work.prepared
         before, to = row.revealed, min(row.known - row.layout.prompt, planned.limit)
         if to <= before:
@@ -87,7 +85,7 @@ class UnmaskingApplier(AnswerTracker[CanvasRow]):
         return max(0, added)
 
     def _looked_through(self, row: CanvasRow, tokens: Ints) -> Ending | None:
-        """Whether it ends, where nothing but end token and length can end it."""
+        """Why the answer ends, if it does, where nothing but end token and length can end it."""
         planned, before = row.work.prepared, row.revealed
         is_end = self._is_end[tokens[before:]]
         if not planned.sampling.ignore_eos and is_end.any():
@@ -98,11 +96,13 @@ class UnmaskingApplier(AnswerTracker[CanvasRow]):
 
     def _followed(self, row: CanvasRow, tokens: Ints) -> Ending | None:
         """The same token by token."""
-        begun = row.begun
+        planned, begun = row.work.prepared, row.begun
         for count, token in enumerate(tokens[row.revealed :].tolist(), row.revealed + 1):
             row.revealed = count
             if begun is None or count > len(begun.tokens):
-                end = self._ending(row, token, count)
+                if self._is_end[token] and not planned.sampling.ignore_eos:
+                    return END_TOKEN
+                end = find_ending(planned.sampling, row.growing, None, token, count, full=count == planned.limit)
             elif token != begun.tokens[count - 1]:
                 raise BadPrompt(
                     f"the answer has come out otherwise than what sample {row.number} has begun with, from token "
@@ -113,12 +113,6 @@ class UnmaskingApplier(AnswerTracker[CanvasRow]):
             if end is not None:
                 return end
         return None
-
-    def _ending(self, row: CanvasRow, token: int, count: int) -> Ending | None:
-        planned = row.work.prepared
-        if self._is_end[token] and not planned.sampling.ignore_eos:
-            return END_TOKEN
-        return find_ending(planned.sampling, row.growing, None, token, count, full=count == planned.limit)
 
     def _give_out(self, now: float) -> None:
         """Parts of what has become certain of the answers that are read while they grow."""
@@ -139,7 +133,7 @@ NO_POSITIONS: Ints = np.zeros(0, np.int32)
 
 
 class Unmasker:
-    """Has decoders decide, and writes down what they say."""
+    """Calls unmasking decoders, and writes their decisions to the canvases."""
 
     def __init__(self, slots: CanvasSlots) -> None:
         self._slots = slots
@@ -166,11 +160,16 @@ class Unmasker:
     def _view(self, turn: CanvasTurn, scored: Scored, number: int) -> View:
         row, plan = turn.row, turn.row.plan
         at: Any = slice(turn.logits, turn.logits + len(turn.asked))
-        uniform, edited = partial(scored.uniform, number), None
+        uniform: Callable[[], NDArray[np.float64]] = partial(scored.uniform, number)
+        edited = None
         if plan.decoder.edits:
             places = row.masks - row.start
-            at, uniform = turn.logits + places, partial(_some, uniform, places)
-            edited = self._edited(turn, scored, places)
+            at, uniform = turn.logits + places, lambda: scored.uniform(number)[places]
+            is_token = np.ones(len(turn.asked), np.bool_)
+            is_token[places] = False
+            positions, others = turn.asked[is_token], turn.logits + np.flatnonzero(is_token)
+            tokens = self._slots.tokens[row.slot, positions]
+            edited = Edited(positions - row.layout.prompt, tokens, scored.tokens[others], scored.confidence[others])
         return View(
             row.masks - row.layout.prompt,
             scored.tokens[at],
@@ -187,16 +186,8 @@ class Unmasker:
             edited,
         )
 
-    def _edited(self, turn: CanvasTurn, scored: Scored, places: Ints) -> Edited:
-        """The block's tokens that are no masks any more."""
-        is_token = np.ones(len(turn.asked), np.bool_)
-        is_token[places] = False
-        positions, at = turn.asked[is_token], turn.logits + np.flatnonzero(is_token)
-        tokens = self._slots.tokens[turn.row.slot, positions]
-        return Edited(positions - turn.row.layout.prompt, tokens, scored.tokens[at], scored.confidence[at])
-
     def _write(self, turn: CanvasTurn, scored: Scored, positions: Ints) -> None:
-        """What has been drawn becomes the token at these positions of the canvas, and what is said of it is noted."""
+        """Write drawn tokens to these positions of the canvas, with their log-probabilities."""
         row = turn.row
         at = turn.logits + np.searchsorted(turn.asked, positions)
         for slot in row.slots:
@@ -222,12 +213,8 @@ class Unmasker:
             row.enter_block(row.block + 1)
 
 
-def _some(uniform: Callable[[], NDArray[np.float64]], places: Ints) -> NDArray[np.float64]:
-    return uniform()[places]
-
-
 def _decided(row: CanvasRow, view: View) -> Decision:
-    """What its decoder says, as far as it may be said. Raises `WorkError` that names decoder and package."""
+    """The decision of the row's decoder. Raises `WorkError`, which names decoder and package, for an invalid one."""
     decoder = row.plan.decoder
     with blame.calling_within(decoder, "decide"):
         decision = decoder.decide(row.kept, view)

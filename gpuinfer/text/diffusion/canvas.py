@@ -1,5 +1,5 @@
-"""Prompts under way in masked diffusion: each row a canvas that is filled in block by block, with its slot and pages,
-and the tokens that the next step computes of it.
+"""Prompts under way in masked diffusion: each row is a canvas that is filled in block by block, with slots and pages;
+and the composer of steps.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ class CanvasRow:
         plan: UnmaskingPlan,
         layout: CanvasLayout,
     ) -> None:
-        """What has begun elsewhere is computed once more from its beginning, as what is ahead of it is not known; only
-        what follows is given out.
+        """A resumed answer is computed from its beginning, as the tokens ahead of its end are not known; only what
+        follows is given out.
         """
         prepared = work.prepared
         self.work, self.number, self.plan, self.layout = work, number, plan, layout
-        self.slot = self.twin = -1  # the twin's canvas has masks for a prompt: classifier-free guidance
+        self.slot = self.twin = -1  # the twin's canvas has masks in place of the prompt: classifier-free guidance
         self.begun: ResumedAnswer | None = prepared.begun[number] if prepared.begun else None
         # `growing` looks for stop strings, `given` gives the answer out while it grows
         self.growing, self.given = answer_watchers(language, prepared, number)
@@ -81,14 +81,14 @@ class CanvasRow:
 
     @property
     def known(self) -> int:
-        """So many positions from the beginning will stay as they are."""
+        """How many positions from the beginning will not change."""
         if self.plan.decoder.edits:
             return self.start
         return int(self.masks[0]) if len(self.masks) else self.stop
 
     @property
     def versions(self) -> VersionSpans:
-        """Which weights have computed which tokens of the answer."""
+        """The weights that have computed the answer's tokens."""
         if self.computed_by is None:
             return ((0, self.work.versions[self.version]),)
         found: VersionSpans = ()
@@ -98,13 +98,13 @@ class CanvasRow:
         return found
 
     def change_version(self, version: int) -> None:
-        """Another of the work's versions computes it from now on."""
+        """Another of the work's versions computes the row from now on."""
         if self.understood and self.computed_by is None:
             self.computed_by = np.full(self.layout.end - self.layout.prompt, self.version, np.int16)
         self.version = version
 
     def reach(self) -> tuple[int, int]:
-        """What the next step computes of it."""
+        """The first position and the end of what the next step computes of the row."""
         first, last = cache_reach(
             self.plan.cache,
             self.layout,
@@ -117,7 +117,7 @@ class CanvasRow:
         return (max(0, min(first, self.start - 1)) if self.plan.shifted else first), last
 
     def passed(self, last: int, *, decided: bool) -> None:
-        """A step has computed it up to `last`. Before it there is no block that is not done."""
+        """A step has computed the row up to `last`; all blocks before are done."""
         self.understood = max(self.understood, min(last, self.layout.prompt))
         if self.plan.cache == "exact" and self.layout.attention is not None:
             self.stored = self.start // self.layout.attention * self.layout.attention if decided else last
@@ -131,7 +131,7 @@ class CanvasSlots:
     def __init__(self, slots: int, length: int, mask_token: int, pages: int | None = None) -> None:
         """`pages`: of the cache; None: enough for all slots."""
         self.tokens: NDArray[np.int32] = np.full((slots, length), mask_token, np.int32)
-        self.rows: list[CanvasRow | None] = [None] * slots  # whose each is; a guided row has two
+        self.rows: list[CanvasRow | None] = [None] * slots  # by slot; a guided row has two
         self.active: list[CanvasRow] = []
         self.pages: NDArray[np.int32] = np.zeros((slots, pages_for(length)), np.int32)
         self.held: NDArray[np.int32] = np.zeros(slots, np.int32)  # columns of `pages` that are the canvas's
@@ -140,20 +140,20 @@ class CanvasSlots:
         self._mask_token = mask_token
         self._free = list(range(slots))[::-1]
         self._pending: deque[CanvasRow] = deque()
-        self._promised = 0  # slots that these will take
+        self._promised = 0  # slots that the pending rows will take
 
     @property
     def free(self) -> int:
-        """For rows that nobody has added yet. Guided ones may have been promised more than there are: they wait."""
+        """Slots that no added row will take. Waiting guided rows may need more slots than there are."""
         return max(0, len(self._free) - self._promised)
 
     def add(self, row: CanvasRow) -> None:
-        """It is placed as soon as there is room, slots and pages; rows are, in the order they came."""
+        """Queue a row for slots and pages; rows are placed in order of arrival."""
         self._pending.append(row)
         self._promised += row.plan.slots
 
     def place(self) -> list[CanvasRow]:
-        """Give slots to all that there is room for. They begin now."""
+        """Place as many rows as there is room for, and return them."""
         placed = []
         while self._pending and self._pending[0].plan.slots <= len(self._free):
             row = self._pending[0]
@@ -168,11 +168,11 @@ class CanvasSlots:
         return placed
 
     def has(self, row: CanvasRow) -> bool:
-        """Whether it is under way still."""
+        """Whether the row is still under way."""
         return row.slot >= 0 and self.rows[row.slot] is row
 
     def leave(self, row: CanvasRow) -> None:
-        """Nobody goes on with it: its slots are free."""
+        """Free the row's slots and pages."""
         if row in self._pending:
             self._pending.remove(row)
             self._promised -= row.plan.slots
@@ -217,18 +217,18 @@ class CanvasTurn:
 
     @property
     def positions(self) -> int:
-        """What would be computed without a cache."""
+        """The positions that would be computed without a cache."""
         return self.row.layout.seen(self.row.stop - 1) * self.row.plan.slots
 
     @property
     def prompt_tokens(self) -> int:
-        """Of the prompt, those that have not been computed before."""
+        """Prompt tokens that have not been computed before."""
         return max(0, min(self.last, self.row.layout.prompt) - max(self.first, self.row.understood))
 
 
 @dataclass(frozen=True, slots=True)
 class CanvasStepPlan:
-    """A step, and whose it is. The twins' segments and logits come after all others."""
+    """A step and its turns. The twins' segments and logits come after all others."""
 
     step: Step
     turns: Sequence[CanvasTurn]
@@ -241,8 +241,7 @@ class CanvasStepPlan:
 class CanvasComposer:
     """Composes steps of at most `step_tokens` tokens, or of one row. What a row computes does not depend on it.
 
-    Where rows compete for the room, the first come goes first: answers are complete sooner, on average, than if all
-    took turns, and as much is computed in a second.
+    The oldest rows go first: answers are complete sooner, on average, than if all took turns, at the same throughput.
     """
 
     def __init__(self, slots: CanvasSlots, shape: Shape, step_tokens: int) -> None:
@@ -252,8 +251,8 @@ class CanvasComposer:
         self._most_outputs = most_outputs(shape)
 
     def compose(self, most: int | None, only: Collection[CanvasRow] | None) -> CanvasStepPlan | None:
-        """The next step; None when there is no row. `most`: no more tokens than that fit in memory, unless of a single
-        row. `only`: none but these rows.
+        """The next step; None when there is no row. `most`: the most tokens that fit in memory, unless of a single row.
+        `only`: no other rows than these.
         """
         active = self._slots.active
         rows = active if only is None else [row for row in active if row in only]
@@ -294,6 +293,7 @@ class CanvasComposer:
         starts = np.array([turn.first for turn in segments], np.int32)
         lengths = np.array([turn.last for turn in segments], np.int32) - starts
         counts = np.array([len(turn.asked) for turn in segments], np.int32)
+        adapters = [turn.row.work.adapter_number for turn in segments]
         places = np.cumsum(lengths, dtype=np.int32) - lengths  # of each segment among the tokens
         asked = np.concatenate([turn.asked for turn in segments])
         wanted: Ints = asked + np.repeat(places - starts - self._shifted, counts).astype(np.int32)
@@ -303,7 +303,7 @@ class CanvasComposer:
             starts,
             lengths,
             wanted,
-            self._adapters(segments),
+            np.array(adapters, np.int32) if any(adapters) else None,
             self._seen(segments, starts, lengths, places),
             _vectors(segments, places),
         )
@@ -323,13 +323,9 @@ class CanvasComposer:
         positions = np.arange(len(seen), dtype=np.int32) + np.repeat(starts - places, lengths)
         return np.minimum(seen, (positions // self._attention + 1) * self._attention).astype(np.int32)
 
-    def _adapters(self, segments: Sequence[CanvasTurn]) -> Ints | None:
-        numbers = [turn.row.work.adapter_number for turn in segments]
-        return np.array(numbers, np.int32) if any(numbers) else None
-
 
 def _vectors(segments: Sequence[CanvasTurn], places: Ints) -> Vectors | None:
-    """Of the masks that do not enter as any mask does."""
+    """Embeddings of blended masks."""
     found, values = [], []
     for turn, place in zip(segments, places.tolist(), strict=True):
         if turn.row.blended is not None:

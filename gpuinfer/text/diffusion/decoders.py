@@ -1,6 +1,7 @@
-"""The built-in unmasking decoders, registered under the entry points `gpuinfer.decoders` like anyone's.
+"""The built-in unmasking decoders, registered under the entry point group `gpuinfer.decoders` like those of third
+parties.
 
-The one by credit needs compiled code and has a file of its own, so that this one imports neither torch nor Numba.
+`credit_decoder.py` is apart because it needs compiled code: this file imports neither torch nor Numba.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Masked diffusion: each step computes what its rows need, and makes some of their masks tokens.
+"""Masked diffusion: each step computes some positions of every row, and makes some of their masks tokens.
 
-A row goes on to its next block when it is done with one, whatever the others do, and a finished row's slot is taken by
-the next prompt in the very next step. Rows of all lengths share a step by positions of their own: none is padded.
+A row enters its next block as soon as it is done with one, and the next prompt takes a finished row's slot in the very
+next step. Rows of all lengths share a step without padding, by positions of their own.
 """
 
 from __future__ import annotations
@@ -94,7 +94,12 @@ class DiffusionGenerator(SlottedGenerator[CanvasRow]):
     def prepare(
         self, prompts: Sequence[Prompt], enter: Callable[[str], None] = lambda station: None
     ) -> list[Prepared | Exception]:
-        plans = [self._planned(prompt) for prompt in prompts]
+        plans: list[UnmaskingPlan | WorkError] = []
+        for prompt in prompts:
+            try:
+                plans.append(plan_of(prompt, self.decoder.shape, self._choose, self.slots))
+            except WorkError as problem:
+                plans.append(problem)
         good = [prompt for prompt, plan in zip(prompts, plans, strict=True) if isinstance(plan, UnmaskingPlan)]
         ready = iter(prepare(self.language, good, self.decoder, enter, self._adapters.refuse_unknown))
         return [self._ready(next(ready), plan) if isinstance(plan, UnmaskingPlan) else plan for plan in plans]
@@ -154,12 +159,6 @@ class DiffusionGenerator(SlottedGenerator[CanvasRow]):
         self._blender.close()
         self.decoder.close()
 
-    def _planned(self, prompt: Prompt) -> UnmaskingPlan | WorkError:
-        try:
-            return plan_of(prompt, self.decoder.shape, self._choose, self.slots)
-        except WorkError as problem:
-            return problem
-
     def _ready(self, prepared: Prepared | BadPrompt, plan: UnmaskingPlan) -> PlannedPrompt | BadPrompt:
         if isinstance(prepared, BadPrompt):
             return prepared
@@ -173,7 +172,7 @@ class DiffusionGenerator(SlottedGenerator[CanvasRow]):
         return laid_out(len(prepared.tokens), prepared.limit, plan.block, self._attention, self.decoder.length)
 
     def _begin(self, rows: Sequence[CanvasRow]) -> None:
-        """Have their decoders begin."""
+        """Call `begin` of the rows' decoders."""
         for row in rows:
             try:
                 with blame.calling_within(row.plan.decoder, "begin"):
@@ -191,7 +190,7 @@ class DiffusionGenerator(SlottedGenerator[CanvasRow]):
         return self._composer.compose(faults.most, None)
 
     def _run(self, plan: CanvasStepPlan) -> tuple[Tensor, Scored, list[CanvasTurn]]:
-        """The step's logits, what is said of them, and the turns that they are of."""
+        """The step's logits, their scores, and the turns that they belong to."""
         self.enter("prefill" if 2 * plan.prompt_tokens > len(plan.step.tokens) else "forward")
         logits = self.decoder.forward(plan.step)
         self.enter("sample")
@@ -210,7 +209,7 @@ class DiffusionGenerator(SlottedGenerator[CanvasRow]):
         return logits, scored, asked
 
     def _adjust(self, asked: list[CanvasTurn], logits: Tensor) -> None:
-        """Decoders that change logits do. What one raises ends its row."""
+        """Let decoders change logits. An exception fails the row."""
         for turn in asked.copy():
             if type(turn.row.plan.decoder).adjust is UnmaskingDecoder.adjust:
                 continue
@@ -235,7 +234,7 @@ class DiffusionGenerator(SlottedGenerator[CanvasRow]):
         return committed
 
     def _blend(self, asked: Sequence[CanvasTurn], logits: Tensor) -> None:
-        """What masks that are left enter the next step with, where their decoder has a say in it."""
+        """Embeddings of the remaining masks for the next step, where their decoder blends them."""
         for turn in asked:
             row = turn.row
             if type(row.plan.decoder).blend is UnmaskingDecoder.blend or not row.step or not self._slots.has(row):
@@ -250,7 +249,12 @@ class DiffusionGenerator(SlottedGenerator[CanvasRow]):
     def _after_failure(self, plan: CanvasStepPlan, error: Exception) -> None:
         rows = [turn.row for turn in plan.turns]
         if len(rows) == 1 and is_out_of_memory(error):
-            self.answers.fail(rows[0].work, _too_large(len(plan.step.tokens), error))
+            too_large = BackendError(
+                f"out of memory on a single row of {len(plan.step.tokens)} positions: {first_line(error)}. Ask for "
+                "fewer tokens or a shorter block, or use fewer slots (-B slots=N), a shorter context (--context N), "
+                "or --dtype bfloat16."
+            )
+            self.answers.fail(rows[0].work, too_large)
             return
         guilty = self._faults.failed(rows, len(plan.step.tokens), error)
         if guilty is not None:
@@ -258,7 +262,7 @@ class DiffusionGenerator(SlottedGenerator[CanvasRow]):
 
 
 def adjust(turn: CanvasTurn, logits: Tensor) -> None:
-    """Have a row's decoder change the logits of its block's masks. Raises `WorkError` that names it."""
+    """Let a row's decoder change the logits of its block's masks. Raises `WorkError`, which names it."""
     row, decoder = turn.row, turn.row.plan.decoder
     places = queued(turn.logits + np.searchsorted(turn.asked, row.masks), logits.device)
     own = logits[places].cpu()
@@ -271,7 +275,7 @@ def adjust(turn: CanvasTurn, logits: Tensor) -> None:
 
 
 def share_of(row: CanvasRow) -> float:
-    """How much of what is expected its decoder adds to masks. Raises `WorkError` that names it."""
+    """The share of the expected embedding that the decoder adds to masks. Raises `WorkError`, which names it."""
     decoder = row.plan.decoder
     with blame.calling_within(decoder, "blend"):
         share = float(decoder.blend(row.kept, row.step))
@@ -281,14 +285,7 @@ def share_of(row: CanvasRow) -> float:
 
 
 def _asked(turn: CanvasTurn) -> Asked:
-    """Its masks, as the scorer takes them; its tokens too where they may be edited."""
+    """The turn's masks as the scorer takes them; its tokens too where they may be edited."""
     row, ready = turn.row, turn.row.work.prepared
     sample = ready.first_sample + row.number
     return Asked(ready.sampling, ready.key, sample, turn.logits, turn.asked - row.layout.prompt, row.steps_done)
-
-
-def _too_large(tokens: int, error: Exception) -> BackendError:
-    return BackendError(
-        f"out of memory on a single row of {tokens} positions: {first_line(error)}. Ask for fewer tokens or a shorter "
-        "block, or use fewer slots (-B slots=N), a shorter context (--context N), or --dtype bfloat16."
-    )

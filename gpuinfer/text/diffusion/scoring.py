@@ -1,10 +1,9 @@
-"""From the logits of many rows' masks to what decoders look at: tokens, confidence, margin, entropy.
+"""From the logits of many rows' masks to the scores that unmasking decoders read: tokens, confidence, margin, entropy;
+and the embeddings of masks that enter the next step with a share of the expected token (Ma et al. 2025, dInfer's
+"iteration smoothing").
 
-Of a position all of it depends on its own logits, its row's settings and its random number, and on nothing else in the
-call: the same bits with any number of rows and threads. On the CPU it is compiled (`cpu_scores.py`), elsewhere torch.
-
-Masks that enter the next step with a hint of what the model expects there (Ma et al. 2025, dInfer's "iteration
-smoothing"): their own embedding, and a share of the expected one.
+The scores of a position depend on its own logits, its row's settings and its random number alone: they are the same
+bits with any number of rows and threads. On the CPU they are compiled (`cpu_scores.py`), elsewhere torch computes them.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
-"""What a step asks of the logits of many rows' masks, as the flat arrays that kernels take.
+"""Scores of masks in torch operations, for CUDA devices and to check the compiled kernels; and the flat arrays in which
+the requests of many rows reach either.
 
-Random numbers come from a counter, as when text goes from left to right (`text/sampling/cpu_draw.py`): those of one
-step have a key of their own, which follows from seed, key, sample and step; under it each position has its numbers. So
-nothing depends on company, nor on the steps that others have made.
-
-Scores of masks in torch operations: for CUDA devices, and a second opinion on the compiled kernels.
+Random numbers come from a counter, as in left-to-right sampling (`text/sampling/cpu_draw.py`): each step has a key that
+follows from seed, key, sample and step, and under that key each position has its numbers. So no number depends on
+other rows, nor on their steps.
 
 Sums are of whole numbers, so that they do not depend on how a device groups them: e^(value - second) in units of 2^-44,
 of all tokens but the best, where `second` is the largest of these. So a confidence near 1 is as exact as any other.

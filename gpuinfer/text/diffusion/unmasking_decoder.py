@@ -1,6 +1,6 @@
-"""What a decoder of diffusion models is: after each step it says which masks become tokens.
+"""The contract of unmasking decoders: after each step of a diffusion model a decoder decides which masks become tokens.
 
-A third party registers one under the entry points `gpuinfer.decoders`, as the built-in ones are.
+A third party registers one under the entry point group `gpuinfer.decoders`, as the built-in ones are.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class View:
     positions: NDArray[np.int32]  # [n] in the answer, from 0
     tokens: NDArray[np.int32]  # [n] what each becomes if it is committed now
     confidence: NDArray[np.float64]  # [n] probability of that token, without temperature and noise
-    margin: NDArray[np.float64] | None  # [n] the likeliest token's probability less the second's; for who needs it
+    margin: NDArray[np.float64] | None  # [n] the likeliest token's probability less the second's; if `needs` has it
     entropy: NDArray[np.float64] | None  # [n] in nats; likewise
     step: int  # steps of this block that have decided already
     steps: int  # planned of this block, 1 or more
@@ -37,7 +37,7 @@ class View:
     masks: int  # of the block as it began
     threshold: float  # the request's, else the decoder's own; 1 where it has none
     uniform: Callable[[], NDArray[np.float64]]  # [n] in [0, 1), by seed, key, position and step alone
-    edited: Edited | None = None  # the block's committed tokens, for who edits
+    edited: Edited | None = None  # the block's committed tokens, if the decoder `edits`
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,7 @@ class UnmaskingDecoder(ABC):
         self.options: Any = options if options is not None else self.Options()
 
     def begin(self) -> Any:
-        """What is kept of one row, from its first step to its last; handed to every call about it."""
+        """The decoder's state for one row, from its first step to its last; passed to every call about it."""
         return None
 
     def adjust(self, kept: Any, positions: NDArray[np.int32], logits: NDArray[np.float32]) -> None:

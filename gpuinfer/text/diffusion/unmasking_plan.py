@@ -1,17 +1,12 @@
-"""Which decoder a request gets: by name, with its options; and what of the request this decoder cannot do.
+"""How the answer to a prompt is filled in: the unmasking decoder with its options, where blocks lie on the canvas, and
+which positions a step computes; what a request may not ask for.
 
-Where an answer's blocks lie on its canvas: the prompt's positions, then the answer's.
-
-Which positions of a row are computed anew in a step; what is left out keeps its keys and values of earlier steps.
-
-A token that becomes known changes what every position would compute that sees it. Where all see all (`prefix`, `dual`,
-`vicinity`) what is kept is therefore an approximation, and a whole pass at each block's start mends it. In block-causal
-models no position sees a later block: what is kept of blocks that are done is what would be computed anew (`exact`).
+A token that becomes known changes what every position computes that sees it. Where all positions see all (`prefix`,
+`dual`, `vicinity`) the cached keys and values are therefore an approximation, which a whole pass at each block's start
+corrects. In block-causal models no position sees a later block: the cache of finished blocks is exact (`exact`).
 
 `prefix`, `dual`: Wu et al. 2025, "Fast-dLLM". `vicinity`: Ma et al. 2025, "dInfer". `exact`: Arriola et al. 2025,
 "Block Diffusion".
-
-How a prompt's answer is to be filled in: what was asked for, what the model says, and what cannot be.
 """
 
 from __future__ import annotations
@@ -40,7 +35,7 @@ KEPT = 256  # decoders with different options: requests bring them, so there is 
 def decoder_for(sampling: Sampling, default: str) -> UnmaskingDecoder:
     """The decoder that the request names, else the default one. Requests with the same options share it.
 
-    Raises BadPrompt for an unknown one, for options that it does not have or take, for a threshold out of range or
+    Raises BadPrompt for an unknown one, for unknown or invalid options, for a threshold out of range or
     given to a decoder that has none, and for a logit bias where that would mean nothing.
     """
     asked = sampling.unmasking or Unmasking()
@@ -57,18 +52,18 @@ def decoder_for(sampling: Sampling, default: str) -> UnmaskingDecoder:
 
 
 def threshold_for(decoder: UnmaskingDecoder, asked: float | None) -> float:
-    """What `View.threshold` is for who asks so."""
+    """`View.threshold` of a request: the one asked for, else the decoder's."""
     given = decoder.default_threshold if asked is None else asked
     return 1.0 if given is None else float(given)
 
 
 @functools.lru_cache(maxsize=KEPT)
 def make_decoder(name: str, options: str) -> UnmaskingDecoder:
-    """A decoder with these options, a JSON object. Raises UsageError; what its own `__init__` raises is a WorkError."""
+    """A decoder with these options, a JSON object. Raises UsageError, and WorkError where its `__init__` raises."""
     kind = registry.load("decoders", name)
     given: Mapping[str, Any] = json.loads(options)
-    told = {key: GivenValue(value, f"decoder option {key}") for key, value in given.items()}
-    values = check(kind.Options, told, f"decoder '{name}'")
+    values = {key: GivenValue(value, f"decoder option {key}") for key, value in given.items()}
+    values = check(kind.Options, values, f"decoder '{name}'")
     with blame.calling(kind, "__init__"):
         decoder: UnmaskingDecoder = kind(kind.Options(**values))
     decoder.name = name
@@ -76,7 +71,7 @@ def make_decoder(name: str, options: str) -> UnmaskingDecoder:
 
 
 def with_threshold() -> list[str]:
-    """The names of the decoders that have one, as far as they can be loaded."""
+    """The names of the loadable decoders with a threshold."""
     found = []
     for name in registry.names("decoders"):
         try:
@@ -130,8 +125,8 @@ class CanvasLayout:
 def laid_out(prompt: int, limit: int, block: int | None, attention: int | None, length: int) -> CanvasLayout:
     """A canvas for an answer of `limit` tokens, in a context of `length` positions.
 
-    That of a block-causal model goes on to the end of its last block, as far as there is room: it has learnt with whole
-    blocks. What is beyond the limit is filled in with the rest, and is no part of the answer.
+    The canvas of a block-causal model goes on to the end of its last block, as far as there is room: the model was
+    trained on whole blocks. Positions beyond the limit are filled in too, and are no part of the answer.
     """
     end = prompt + limit
     if attention is None:
@@ -192,7 +187,7 @@ class UnmaskingPlan:
 
     @property
     def slots(self) -> int:
-        """That one sample takes: what guides it has a canvas of its own."""
+        """Slots of one sample: the guiding twin has a canvas of its own."""
         return 2 if self.scale else 1
 
 
@@ -208,7 +203,9 @@ def planned_prompt(prepared: Prepared, plan: UnmaskingPlan) -> PlannedPrompt:
 
 
 def plan_of(prompt: Prompt, shape: Shape, choose: Choose, slots: int) -> UnmaskingPlan:
-    """How this prompt asks to be answered. Raises `BadPrompt` for what cannot be, `WorkError` for a broken decoder."""
+    """How this prompt is to be answered. Raises `BadPrompt` for what is not supported, `WorkError` for a broken
+    decoder.
+    """
     assert shape.masking is not None
     sampling = prompt.sampling
     _refuse_orders(sampling)
@@ -227,12 +224,12 @@ def plan_of(prompt: Prompt, shape: Shape, choose: Choose, slots: int) -> Unmaski
 
 
 def usual_decoder(shape: Shape) -> str:
-    """The name of the one that answers where none is asked for."""
+    """The name of the decoder where a request names none."""
     return USUAL.get(shape.family, OTHERWISE)
 
 
 def usual_unmasking(shape: Shape) -> dict[str, str | int | bool | None]:
-    """What is done where a request says nothing, and what follows from the model: for reports."""
+    """The settings of a request that sets nothing, and those of the model: for reports."""
     assert shape.masking is not None
     block = shape.masking.block
     return {
@@ -244,7 +241,7 @@ def usual_unmasking(shape: Shape) -> dict[str, str | int | bool | None]:
 
 
 def _refuse_orders(sampling: Sampling) -> None:
-    """What asks for tokens one after another."""
+    """Refuse options that need tokens one after another."""
     if sampling.constraint is not None:
         raise BadPrompt(
             "a constraint says what may follow what was written, and this model fills its answer in in any order. "
@@ -281,7 +278,8 @@ def _block(asked: int | None, masking: Masking) -> int | None:
 
 
 def _scale(asked: float, shape: Shape, slots: int) -> float:
-    if not _is_number(asked) or not 0.0 <= asked <= MOST_GUIDANCE:
+    number = isinstance(asked, int | float) and not isinstance(asked, bool) and math.isfinite(asked)
+    if not number or not 0.0 <= asked <= MOST_GUIDANCE:
         raise BadPrompt(f"cfg_scale is {asked!r}. Give a number from 0 (no guidance) to {MOST_GUIDANCE:g}.")
     if asked and shape.masking is not None and not shape.masking.guided:
         raise BadPrompt(f"models of family {shape.family} were not trained to be guided. Leave cfg_scale out.")
@@ -298,7 +296,3 @@ def _cache(asked: CacheMode | None, masking: Masking) -> CacheMode:
         why = "sees all of its canvas" if masking.block is None else "sees no later block"
         raise BadPrompt(f"cache is {asked!r}, and this model {why}. Choose from {', '.join(known)}.")
     return asked
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

@@ -1,6 +1,6 @@
-"""Continuous batching: who has which slot and which pages, what the next step computes, what is finished.
+"""Continuous batching: slots and pages of rows, composition of steps, finished answers.
 
-generator.py goes from left to right; text/diffusion fills masks in; driver.py is the thread that steps either.
+generator.py writes from left to right, text/diffusion fills masks in; driver.py is the thread that steps either.
 """
 
 import gpuinfer.text.torch_import  # noqa: F401  before torch

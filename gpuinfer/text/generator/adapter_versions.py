@@ -1,7 +1,7 @@
-"""Which adapters a generator has, and what their names mean: versions side by side, the newest under the bare name.
+"""The adapters of a generator: versions side by side, the newest under the bare name.
 
-A version is loaded between two steps, and from then on the bare name means it. Answers under way keep theirs; one that
-no name leads to any more goes when its last answer is complete.
+A version is loaded between two steps, and from then on the bare name means it. Answers under way keep their version; a
+version without a name is unloaded when its last answer is complete.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ MOST_NAME = 128  # characters
 
 @dataclass(slots=True)
 class AdapterVersion:
-    """One version of one adapter. `number` is its own for ever, so what it has computed is nobody else's."""
+    """One version of one adapter. `number` is never used again, so its pages never serve another version."""
 
     number: int
     name: str
     version: str
     answers: int = 0  # under way with it
-    used: int = field(default=0)  # when it was asked for last, by a count of such moments
+    used: int = field(default=0)  # when a prompt asked for it last, by a count of such moments
 
     @property
     def label(self) -> str:
@@ -36,18 +36,18 @@ class AdapterVersions:
     """At most `most` versions; more for as long as answers are under way with them. All but `find`, `known` and
     `refuse_unknown` belong to the thread that steps.
 
-    `on_gone` is told the number of each that has been unloaded.
+    `on_gone` is called with the number of each that has been unloaded.
     """
 
     def __init__(self, decoder: Decoder, most: int, on_gone: Callable[[int], None] = lambda number: None) -> None:
         self._decoder, self._most, self._on_gone = decoder, most, on_gone
         self._loaded: dict[int, AdapterVersion] = {}
-        self._meant: dict[str, AdapterVersion] = {}  # by what prompts may say: "policy", "policy@v7"
+        self._meant: dict[str, AdapterVersion] = {}  # by the names that prompts may use: "policy", "policy@v7"
         self._numbers, self._moments = itertools.count(1), itertools.count(1)
 
     @property
     def known(self) -> tuple[str, ...]:
-        """All that prompts may say: names, and names with versions."""
+        """The names that prompts may use: bare, and with versions."""
         return tuple(sorted(self._meant.copy()))
 
     def refuse_unknown(self, asked: str) -> None:
@@ -87,7 +87,7 @@ class AdapterVersions:
             self._forget(one)
 
     def take(self, asked: str) -> AdapterVersion:
-        """What it means now, for one more prompt. Raises `BadPrompt`."""
+        """The version that the name means now, for one more prompt. Raises `BadPrompt`."""
         self.refuse_unknown(asked)
         one = self._meant[asked]
         one.answers += 1
@@ -95,13 +95,13 @@ class AdapterVersions:
         return one
 
     def give_back(self, one: AdapterVersion) -> None:
-        """A prompt that has taken it is answered, or wanted no more."""
+        """A prompt that has taken it is answered, failed or cancelled."""
         one.answers -= 1
         self._let_go(one)
         self._trim()
 
     def _trim(self) -> None:
-        """Forget old versions, those that were asked for longest ago first."""
+        """Unload old versions, the least recently used first."""
         while len(self._loaded) > self._most:
             old = [one for one in self._loaded.values() if not one.answers and self._meant.get(one.name) is not one]
             if not old:
@@ -115,7 +115,7 @@ class AdapterVersions:
         self._let_go(one)
 
     def _let_go(self, one: AdapterVersion) -> None:
-        """Unload it if no name leads to it, and no answer is under way with it."""
+        """Unload a version without a name and without answers under way."""
         listed = self._meant.get(one.label) is one or self._meant.get(one.name) is one
         if not listed and not one.answers and self._loaded.pop(one.number, None) is not None:
             self._decoder.unload(one.number)
@@ -128,8 +128,8 @@ class AdapterVersions:
 
 
 def weights_name(adapter: AdapterVersion | None, version: str) -> str:
-    """Of what computes an answer: an adapter's, with the base's `version` behind it where that is not the one of the
-    start.
+    """The name of the weights that compute an answer: the adapter's, followed by the base's `version` unless that is
+    the one of the start.
     """
     if adapter is None:
         return version
@@ -137,7 +137,7 @@ def weights_name(adapter: AdapterVersion | None, version: str) -> str:
 
 
 def check_name(name: str) -> None:
-    """Raises `UsageError` for one that could not be told from another."""
+    """Raises `UsageError` for a name that is empty, too long or ambiguous."""
     if not name or len(name) > MOST_NAME or "@" in name or not name.isprintable() or name != name.strip():
         raise UsageError(
             f"an adapter cannot be called '{name[:MOST_NAME]}'. Use up to {MOST_NAME} characters without '@', which "

@@ -1,4 +1,4 @@
-"""Which slot and which pages a row gets, whom it waits for, and who gives way when pages run short."""
+"""Slots and pages for rows: the queue for pages, waiting for another row's prefill, and preemption."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from gpuinfer.text.generator.prompts import NO_TOKENS, PromptWork, SampleRow
 from gpuinfer.text.generator.slot_table import RowPages, SlotTable
 from gpuinfer.text.transformer import PAGE, Decoder
 
-AHEAD = 16  # positions before its page is full a row gets the next one: so rows are looked at in few steps
+AHEAD = 16  # positions before its page is full a row gets the next one: so few steps look for full pages
 OWNERS_LOOKED_AT = 64  # rows that compute something that begins alike, the latest ones
 
 
 class SlotAdmission:
-    """Places prompts in the order they came. `prefilling` are the rows that go through their first tokens, in that
-    order; those in the queue have a slot, and wait for pages or for others to compute what they begin with.
+    """Places prompts in order of arrival. Rows in the queue have a slot, and wait for pages or for another row that is
+    computing their prefix; `prefilling` are the rows that have pages and are not prefilled yet, in the same order.
 
-    Pages are given in the order in which rows came. When a row that answers needs one and there is none, the youngest
-    row gives all of its pages back and goes through its tokens again when there is room. So the oldest row always goes
-    on. `changed` is called when other rows answer than before, or their pages are others.
+    Pages are given in order of arrival. When a decoding row needs a page and there is none, the youngest row is
+    preempted: it gives all of its pages back and is computed again when there is room. So the oldest row always goes
+    on. `changed` is called when other rows decode than before, or their pages are others.
     """
 
     def __init__(
@@ -90,33 +90,28 @@ class SlotAdmission:
         self._free.append(row.slot)
 
     def distrust(self, row: SampleRow) -> bool:
-        """Its logits are no numbers. Whether that may be others' doing, whose pages it has taken over: then it goes
-        through its tokens again, all by itself.
+        """The row's logits are NaN. Returns whether shared pages may be the cause: then it is computed again without
+        them.
         """
-        table, slot = self._table, row.slot
         self.pages.distrust(row)
         if not row.found:
             return False
         row.alone = True
-        self._suspend(row, table.tokens[slot, : table.known(slot)] if table.decodes[slot] else None)
+        self._suspend(row)
         return True
 
     def forget(self) -> None:
-        """The weights have changed: nothing that a page holds now may serve another prompt. Between two steps."""
+        """The weights have changed: no page of now may serve another prompt. Between two steps."""
         self._table.outdated[:] = [row is not None for row in self._table.rows]
         self.pages.tree.forget()
         self._beginnings.clear()
 
-    def forget_adapter(self, number: int) -> None:
-        """It has been unloaded: no prompt will begin with what it has computed."""
-        self.pages.tree.forget(number)
-
     def computed(self, row: SampleRow) -> None:
-        """A chunk of its first tokens has been."""
+        """A chunk of the row's prefill is computed."""
         self.pages.computed(row)
 
     def prefilled(self, row: SampleRow) -> None:
-        """It has gone through its first tokens, and its followers have what it has."""
+        """The row is prefilled, and its followers with it."""
         self._leave_prefill(row)
         self.pages.follow(row)
         self._steps_left = 0
@@ -159,7 +154,7 @@ class SlotAdmission:
         self._queue = waiting
 
     def _waits_for_owner(self, row: SampleRow) -> bool:
-        """Whether another row is still computing what this one begins with."""
+        """Whether another row is still computing this row's prefix."""
         owner, table = row.owner, self._table
         if owner is None:
             return False
@@ -170,8 +165,8 @@ class SlotAdmission:
         return False
 
     def _seat(self, row: SampleRow, behind: deque[SampleRow]) -> bool:
-        """Give it pages for what the tree does not have of its first tokens. False: it has none, and waits for pages,
-        or for its `owner` if it has one now.
+        """Give a row pages for its prefill, beside those that the tree holds. False: it waits for pages, or for its
+        `owner` if it has one now.
         """
         alone = not self._table.held.any()
         spare = self._spare(row, alone)
@@ -194,15 +189,15 @@ class SlotAdmission:
         return True
 
     def _spare(self, row: SampleRow, alone: bool) -> int:
-        """Pages that are left over when it begins, so that it is not stopped at once: one for each sample, and half a
-        page for each row that answers where it has been stopped before.
+        """Pages that must stay free when a row begins, so that it is not preempted at once: one for each sample, and
+        half a page for each decoding row if it has been preempted before.
         """
         if alone:
             return 0
         return 1 + len(row.followers) + (int(np.count_nonzero(self._table.decodes)) // 2 if row.computed else 0)
 
     def _split(self, row: SampleRow, behind: deque[SampleRow]) -> None:
-        """No row has pages, and this one and its followers would not get enough: some of them go later."""
+        """No row has pages, and there are too few for this one and its followers: put some of these off."""
         room = self.pages.available - pages_for(row.first)
         if row.first % PAGE and row.draws and len(row.followers) > room:
             later = row.followers[max(0, room) :]
@@ -210,8 +205,8 @@ class SlotAdmission:
             behind.extendleft(reversed(later))
 
     def _finds_owner(self, row: SampleRow, match: PrefixMatch) -> bool:
-        """Whether a row that is computing more of its beginning by as much as a copy is worth makes it wait. That row
-        comes before it, so waiting costs nothing.
+        """Whether a row is computing so much more of this row's prefix that waiting for it is worth a copy. That row
+        came earlier, so waiting costs nothing.
         """
         most = row.may_share
         if most < LEAST or (alike := self._beginnings.get(_beginning(row))) is None:
@@ -233,7 +228,7 @@ class SlotAdmission:
         return True
 
     def _extend(self) -> None:
-        """See that rows that answer have pages for their next positions."""
+        """Pages for the next positions of decoding rows."""
         if self._steps_left > 0:
             self._steps_left -= 1
             return
@@ -255,46 +250,40 @@ class SlotAdmission:
 
     @property
     def must_preempt(self) -> bool:
-        """Whether the next step needs more pages for rows that answer than can be had."""
+        """Whether the next step needs more pages for decoding rows than are available."""
         if self._steps_left > 0:
             return False
         left = self._positions_left(np.flatnonzero(self._table.decodes))
         return int(np.count_nonzero(left <= 0)) > self.pages.available
 
     def _positions_left(self, slots: NDArray[np.integer[Any]]) -> Ints:
-        """How many more tokens of each row its pages have room for; more than AHEAD where it needs no other page."""
+        """How many more tokens each row's pages have room for; more than AHEAD for a row that needs no other page."""
         room = self._table.held[slots] * PAGE
         # the last token of an answer takes no place
         left: Ints = np.where(room < self._table.final[slots], room - self._table.filled[slots], AHEAD + PAGE)
         return left
 
     def _extend_by_age(self, slots: NDArray[np.integer[Any]]) -> None:
-        """One page for each, the oldest first. While there is none the youngest row that has any gives its own back."""
+        """One page for each, the oldest first. While there is none the youngest row that has pages is preempted."""
         rows = [row for slot in slots.tolist() if (row := self._table.rows[slot]) is not None]
         for row in sorted(rows, key=_age):
             while row.node is not None and not self.pages.available:
-                self._preempt(max(self._seated(), key=_age))
+                seated = [one for one in self._table.rows if one is not None and one.node is not None]
+                self._suspend(max(seated, key=_age))
+                self.preempted += 1
             if row.node is not None:
                 self.pages.extend(np.array([row.slot], np.int32))
 
-    def _seated(self) -> list[SampleRow]:
-        return [row for row in self._table.rows if row is not None and row.node is not None]
-
-    def _preempt(self, row: SampleRow) -> None:
-        """Have it give its pages to an older row."""
-        table, slot = self._table, row.slot
-        self._suspend(row, table.tokens[slot, : table.known(slot)] if table.decodes[slot] else None)
-        self.preempted += 1
-
-    def _suspend(self, row: SampleRow, tokens: Ints | None) -> None:
-        """Have it give back its pages, and go through its tokens again when there is room. Of an answer that has begun
-        these are the `tokens`, the last of which goes through the model next.
+    def _suspend(self, row: SampleRow) -> None:
+        """Take the row's pages: it is computed again when there is room, a decoding row with its whole answer, whose
+        last token goes through the model next.
         """
         table, slot = self._table, row.slot
+        tokens = table.tokens[slot, : table.known(slot)].copy() if table.decodes[slot] else None
         filled = int(table.filled[slot])
         self._leave_prefill(row)
         self.pages.give_back(row)
-        row.suspend(filled, None if tokens is None else tokens.copy())
+        row.suspend(filled, tokens)
         table.begin_anew(slot)
         if tokens is not None:
             table.last[slot] = tokens[-1]

@@ -1,5 +1,5 @@
-"""One sample's answer under way: its parts as it grows, when it ends and what it says then, the tokens it began with
-elsewhere, and which weights drew which tokens.
+"""One sample's answer under way: parts that are given out while it grows, when it ends and its final form, the tokens
+with which it resumes an earlier attempt, and which weights drew which tokens.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from gpuinfer.text.generator.interfaces import (
 VersionSpans = tuple[tuple[int, str], ...]
 
 START_SPANS: VersionSpans = ((0, ""),)
-"""All by the weights of the start, which stands for no span at all as well."""
+"""All tokens by the weights of the start; no spans mean the same."""
 
 
 def with_version(spans: VersionSpans, at: int, version: str) -> VersionSpans:
-    """The spans, where from token `at` on it is `version`."""
+    """The spans with `version` from token `at` on."""
     kept = tuple(span for span in spans if span[0] < at)
     if not kept:
         kept = ((0, ""),) if at else ()
@@ -37,13 +37,13 @@ def with_version(spans: VersionSpans, at: int, version: str) -> VersionSpans:
 
 
 def versions_until(spans: VersionSpans, count: int) -> VersionSpans:
-    """Those of the first `count` tokens; one at least."""
+    """The spans of the first `count` tokens; at least one span."""
     kept = tuple(span for span in spans if span[0] < max(count, 1))
     return kept if kept and not kept[0][0] else (START_SPANS[0], *kept)
 
 
 def versions_begun_in(spans: VersionSpans, start: int, end: int | None = None) -> VersionSpans:
-    """What a `Part` with the tokens from `start` to before `end` says of them; None: its sample's last part."""
+    """The spans of a `Part` with the tokens from `start` to before `end`; None: the sample's last part."""
     return tuple(
         span for span in spans if span != START_SPANS[0] and start <= span[0] and (end is None or span[0] < end)
     )
@@ -51,14 +51,14 @@ def versions_begun_in(spans: VersionSpans, start: int, end: int | None = None) -
 
 Spell = Callable[[Logprob], Logprob]
 
-MOST_PARTS_S = 2000.0  # parts a second, of all readers; a first token does not wait for it
+MOST_PARTS_S = 2000.0  # parts a second, to all readers together; a first token does not wait
 
 
 class PartEmitter:
     """How much of one sample's answer has been given out.
 
-    `pushed`: somebody else pushes each token to `growing`, to see whether it completes a stop string. `before`:
-    characters and tokens that have been given out elsewhere; `growing` has these tokens. `spell`: names the tokens of a
+    `pushed`: the caller pushes each token to `growing`, to see whether it completes a stop string. `before`: characters
+    and tokens that have been given out elsewhere; `growing` has these tokens. `spell`: adds texts to the tokens of a
     log-probability.
     """
 
@@ -84,7 +84,7 @@ class PartEmitter:
         processed: Sequence[float] | None,
         versions: VersionSpans,
     ) -> Part | None:
-        """What has become certain since the last time; None when nothing has.
+        """The text and tokens that have become certain since the last call; None when there are none.
 
         `answer`: int32 [tokens], all that have been drawn.
         """
@@ -108,12 +108,12 @@ class PartEmitter:
         )
 
     def finish(self, answer: Completion) -> Part:
-        """The last part of an answer of which all has been given out elsewhere."""
+        """The last part of an answer that has been given out elsewhere."""
         self.characters, self.tokens = len(answer.text), len(answer.tokens)
         return self.rest(answer)
 
     def rest(self, answer: Completion) -> Part:
-        """What is left of the answer, which is complete. It is the sample's last part, and may hold no token."""
+        """The rest of a complete answer: the sample's last part, which may hold no token."""
         return Part(
             sample=self._sample,
             text=answer.text[self.characters :],
@@ -153,8 +153,8 @@ def find_ending(
 ) -> Ending | None:
     """Whether an answer ends with `token`, its `count`-th, which is not the model's own end token.
 
-    `growing` is there if it has stop strings, `matcher` if it has a constraint: both are told the token. `complete`:
-    a list that somebody else follows is complete with it.
+    The token is pushed to `growing`, which is there for stop strings, and to `matcher`, which is there for a
+    constraint. `complete`: a list that the caller follows is complete with it.
     """
     if token in sampling.stop_token_ids:
         return Ending("stop", token, silent=True)
@@ -172,7 +172,7 @@ def find_ending(
 
 
 def logprob_speller(language: LanguageProtocol, sampling: Sampling) -> Spell | None:
-    """What adds their names to the tokens of a log-probability, if they are wanted."""
+    """A function that adds texts to the tokens of a log-probability; None: they are not wanted."""
     return partial(language.spell_out, special_tokens=not sampling.skip_special_tokens) if sampling.spelled else None
 
 
@@ -209,7 +209,7 @@ def completion(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ResumedAnswer:
-    """What is known of one sample's answer."""
+    """The tokens with which one sample's answer resumes."""
 
     tokens: Ints  # int32, from the first on
     ending: Ending | None  # None: it goes on after them
@@ -221,9 +221,9 @@ class ResumedAnswer:
 def resumed_answers(
     language: LanguageProtocol, prompt: Prompt, limit: int, vocabulary: int, matcher: MatcherProtocol | None
 ) -> tuple[ResumedAnswer, ...]:
-    """One for each sample, or none if nothing has begun. `limit`: the most tokens of an answer.
+    """One for each sample, or none if no sample resumes. `limit`: the most tokens of an answer.
 
-    Raises `BadPrompt` for tokens that no answer to this prompt begins with, as far as can be told without the model.
+    Raises `BadPrompt` for tokens that no answer to this prompt begins with, as far as can be checked without the model.
     """
     if not any(len(tokens) for tokens in prompt.begun):
         return ()
@@ -253,7 +253,7 @@ def _checked(given: Any, sample: int, limit: int, vocabulary: int) -> Ints:
 
 
 class _ResumedReplay:
-    """One sample's tokens told to all that watches an answer, as if they were being drawn."""
+    """Replays one sample's tokens to stop strings and constraint, as if they were being drawn."""
 
     def __init__(
         self, language: LanguageProtocol, prompt: Prompt, sample: int, limit: int, matcher: MatcherProtocol | None
@@ -267,12 +267,12 @@ class _ResumedReplay:
     def of(self, tokens: Ints) -> ResumedAnswer:
         end = None
         for count, token in enumerate(tokens.tolist(), 1):
-            end = self._told(token, count)
+            end = self._ending(token, count)
             if end is not None and count < len(tokens):
                 raise _refused(self._sample, f"go on after token {count} of them, which ends the answer")
         return ResumedAnswer(tokens, end, self._matcher, *_noted(self._prompt, self._sample, len(tokens)))
 
-    def _told(self, token: int, count: int) -> Ending | None:
+    def _ending(self, token: int, count: int) -> Ending | None:
         if token in self._ends:
             return END_TOKEN
         try:
@@ -282,7 +282,9 @@ class _ResumedReplay:
 
 
 def _noted(prompt: Prompt, sample: int, count: int) -> tuple[VersionSpans, tuple[float, ...]]:
-    """What was said of the sample's `count` tokens by whoever drew them. Raises `BadPrompt`."""
+    """Versions and processed log-probabilities of the sample's `count` tokens, as the prompt has them. Raises
+    `BadPrompt`.
+    """
     spans: VersionSpans = prompt.begun_versions[sample] if prompt.begun_versions else ()
     starts = [start for start, _ in spans]
     if any(start < 0 for start in starts) or starts != sorted(set(starts)) or (starts and starts[-1] >= max(count, 1)):

@@ -1,13 +1,13 @@
-"""What a step's tokens mean for its rows: prompts that are through, answers that are complete."""
+"""What a step's tokens mean for its rows: finished prefills, complete answers."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
-from gpuinfer.errors import BackendError, BadResult, RequestError
+from gpuinfer.errors import BackendError, BadResult
 from gpuinfer.generation import Logprob
 from gpuinfer.text.generator.adapter_versions import AdapterVersion
 from gpuinfer.text.generator.admission import SlotAdmission
@@ -18,7 +18,7 @@ from gpuinfer.text.generator.prompts import PromptWork, SampleRow
 from gpuinfer.text.generator.slot_table import SlotTable
 from gpuinfer.text.generator.slotted import AnswerTracker
 
-GOES_ON, COMPLETE, REFUSED = 0, 1, 2  # what a list says to a token
+GOES_ON, COMPLETE, REFUSED = 0, 1, 2  # a list's outcome for a token
 
 
 class StepApplier(AnswerTracker[SampleRow]):
@@ -42,7 +42,8 @@ class StepApplier(AnswerTracker[SampleRow]):
 
     def _change_row(self, row: SampleRow, work: PromptWork[SampleRow]) -> None:
         if self._table.rows[row.slot] is row:
-            row.versions = with_version(row.versions, self._drawn(row), work.versions[-1])
+            known = self._table.known(row.slot) if self._table.decodes[row.slot] else len(row.known)
+            row.versions = with_version(row.versions, known - len(work.prepared.tokens), work.versions[-1])
 
     def _release(self, row: SampleRow) -> None:
         if row.slot >= 0:
@@ -53,13 +54,8 @@ class StepApplier(AnswerTracker[SampleRow]):
         self._admission.withdraw(work)
         self._composer.changed()
 
-    def _drawn(self, row: SampleRow) -> int:
-        """How many tokens of its answer are known."""
-        known = self._table.known(row.slot) if self._table.decodes[row.slot] else len(row.known)
-        return known - len(row.work.prepared.tokens)
-
     def advance(self, plan: StepPlan) -> None:
-        """The step has been launched: what follows from that, whatever it draws. Rows that it draws for name their
+        """Advance the rows of a step that has been launched, whatever it draws. The rows it draws for refer to their
         tokens by their places among those drawn.
         """
         table = self._table
@@ -82,8 +78,8 @@ class StepApplier(AnswerTracker[SampleRow]):
     def settle(
         self, step: LaunchedStep, kept: NDArray[np.bool_], drawn: DrawnProtocol | None, now: float, last: bool
     ) -> None:
-        """What the step has found. `kept`, bool [draws]: rows whose tokens are still wanted; `last`: no other step has
-        been launched since.
+        """Write a step's tokens down. `kept`, bool [draws]: rows whose tokens are still wanted; `last`: no other step
+        has been launched since.
         """
         table, plan = self._table, step.plan
         if plan.chunks:
@@ -109,7 +105,9 @@ class StepApplier(AnswerTracker[SampleRow]):
         walked = table.walked(slots, tokens)
         if table.listed:
             self._enter("reply")
-        self._settle_bad(bad)
+        for slot, error in bad.items():  # no token could be drawn
+            if (row := table.rows[slot]) is not None:  # else another sample of its prompt has failed just now
+                self.fail_row(row, error, error)
         seen = np.flatnonzero(ended | full | table.watched[slots] | (walked != GOES_ON))
         if len(seen):
             columns = (seen, slots[seen], at[seen], ended[seen], full[seen], walked[seen])
@@ -122,19 +120,11 @@ class StepApplier(AnswerTracker[SampleRow]):
             self._give_out()
 
     def fail_row(self, row: SampleRow, error: Exception, found: Exception) -> None:
-        """Give up on its prompt, which is told `error`, unless what was `found` may be the fault of what others have
-        computed.
-        """
+        """Fail the row's prompt with `error`, unless shared pages may be the cause of the failure that was `found`."""
         if isinstance(found, BadResult) and self._admission.distrust(row):
             self._composer.changed()
         else:
             self.fail(row.work, error)
-
-    def _settle_bad(self, bad: Mapping[int, RequestError]) -> None:
-        """By slot, rows that no token could be drawn for."""
-        for slot, error in bad.items():
-            if (row := self._table.rows[slot]) is not None:  # else another sample of its prompt has failed just now
-                self.fail_row(row, error, error)
 
     def _settle_chunks(self, chunks: Sequence[PromptChunk], echoes: Sequence[Echo], now: float) -> None:
         echo = iter(echoes)
@@ -150,7 +140,7 @@ class StepApplier(AnswerTracker[SampleRow]):
                 self._parts_due = now
             if not chunk.draws and not chunk.resumes:
                 for row in chunk.rows:
-                    if self._table.rows[row.slot] is row:  # else nobody waits for it any more
+                    if self._table.rows[row.slot] is row:  # else it was cancelled
                         self.conclude(row, now)
 
     def _note(self, row: SampleRow, of_prompt: Sequence[Logprob], of_answer: Sequence[Logprob]) -> None:
@@ -164,7 +154,7 @@ class StepApplier(AnswerTracker[SampleRow]):
     def _apply(
         self, row: SampleRow, at: int, ended: bool, full: bool, outcome: int, logprob: Logprob | None, now: float
     ) -> None:
-        """One row that may end with its token at position `at`. `outcome`: what its list says to it."""
+        """Follow one row that may end with its token at position `at`. `outcome`: whether its list goes on."""
         try:
             if row.logprobs is not None and logprob is not None:
                 row.logprobs.append(logprob)
@@ -192,7 +182,7 @@ class StepApplier(AnswerTracker[SampleRow]):
             self.fail(row.work, error)
 
     def _give_out(self) -> None:
-        """What has become certain of the answers that are read while they grow."""
+        """Emit parts of the answers that are read while they grow."""
         table = self._table
         for slot in np.flatnonzero(table.read & table.decodes).tolist():
             row = table.rows[slot]
@@ -207,13 +197,9 @@ class StepApplier(AnswerTracker[SampleRow]):
                 self.fail(row.work, error)
 
     def _processed(self, row: SampleRow, count: int) -> list[float] | None:
-        """Of the first `count` tokens of its answer, if they are wanted."""
-        if self._table.processed is None or not _wants(row):
+        """Processed log-probabilities of the answer's first `count` tokens; None: not wanted."""
+        if self._table.processed is None or not row.work.prepared.sampling.processed_logprobs:
             return None
         prompt = len(row.work.prepared.tokens)
         found: list[float] = self._table.processed[row.slot, prompt : prompt + count].tolist()
         return found
-
-
-def _wants(row: SampleRow) -> bool:
-    return row.work.prepared.sampling.processed_logprobs

@@ -1,4 +1,4 @@
-"""The tokens of the next step: one of each row that answers, and what room is left for prompts."""
+"""Composes the next step: one token of each decoding row, and chunks of prompts in the room that is left."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ECHO_BYTES = 64 * 2**20  # of logits of prompt tokens, in one step
 
 
 class PromptChunk:
-    """Of the tokens that a row goes through at first those from `start` to `end`."""
+    """Tokens of a row's prefill, from `start` to before `end`."""
 
     __slots__ = ("draws", "echoes", "end", "last", "logits", "resumes", "row", "start")
 
@@ -29,13 +29,13 @@ class PromptChunk:
         self.row, self.start, self.end = row, start, end
         self.logits = logits  # where its logits begin among those asked for
         self.last = end == row.first
-        self.echoes = max(0, end - max(start, row.echoed_from))  # its last tokens, whose logits are asked for
+        self.echoes = max(0, end - max(start, row.echoed_from))  # of its last tokens, those whose logits are wanted
         self.resumes = row.resumed  # the answer of its row goes on behind it
         self.draws = self.last and row.draws and not row.resumed  # its last logits give the first tokens of answers
 
     @property
     def rows(self) -> tuple[SampleRow, ...]:
-        """All that go through these tokens."""
+        """The rows that are prefilled by it."""
         return (self.row, *self.row.followers)
 
 
@@ -58,7 +58,7 @@ class StepPlan:
 
     @property
     def prompt_tokens(self) -> int:
-        """Of them, those that are computed for the first time."""
+        """Tokens of prompts that are computed for the first time."""
         return len(self.step.tokens) - len(self.decoding) - self.recomputed
 
 
@@ -77,12 +77,12 @@ class LaunchedStep:
 
 
 class StepComposer:
-    """Composes steps of at most `step_tokens` tokens, rows that answer aside: these go in each step, all of them.
+    """Composes steps of at most `step_tokens` tokens; decoding rows go in every step, even if they are more.
 
     While the rows stay the same the same arrays serve step after step, with new tokens and positions in them.
 
-    `gather_steps`: beside rows that answer, prompts wait so many steps for others to go with, unless they would fill a
-    sixteenth of the slots. For decoders whose steps are much quicker without prompts, as CUDA graphs are.
+    `gather_steps`: beside decoding rows, prompts wait so many steps for other prompts, unless they would fill a
+    sixteenth of the slots. For decoders whose steps are much faster without prompts, as CUDA graphs are.
     """
 
     def __init__(self, table: SlotTable, step_tokens: int, gather_steps: int) -> None:
@@ -98,7 +98,7 @@ class StepComposer:
         self._turn = 0
 
     def changed(self) -> None:
-        """Other rows answer than in the last step, or their pages are others."""
+        """Other rows decode than in the last step, or their pages are others."""
         self._steady = None
 
     def compose(
@@ -106,11 +106,11 @@ class StepComposer:
     ) -> StepPlan | None:
         """The next step; None when there is nothing to compute.
 
-        `most`: no more tokens than that fit in memory, rows that answer included. `only`: none but these rows.
+        `most`: the most tokens that fit in memory, decoding rows included. `only`: no other rows than these.
         """
         if most is None and only is None and self._gathers(prefilling):
             prefilling = ()
-        if self._steady is None or prefilling or most is not None or only is not None or self._any_full(self._steady):
+        if self._steady is None or prefilling or most is not None or only is not None or self._last_drawn(self._steady):
             decoding = self._decoding(most, only)
             chunks = self._chunks(prefilling, len(decoding), most, only)
             self._begun = self.left = len(chunks) < len(prefilling) or not all(chunk.last for chunk in chunks)
@@ -123,11 +123,12 @@ class StepComposer:
             self._steady = plan if most is None and only is None else None
         else:
             plan, self.left = self._steady, False
-        self._refresh(plan)
+        np.take(self._table.last, plan.slots, out=plan.step.tokens, mode="clip")
+        np.take(self._table.filled, plan.slots, out=plan.step.starts, mode="clip")
         return plan
 
     def _gathers(self, prefilling: Sequence[SampleRow]) -> bool:
-        """Whether the prompts wait for others to go with them."""
+        """Whether the prompts wait for more prompts."""
         if not self._gather_steps:
             return False
         enough = sum(1 + len(row.followers) for row in prefilling) >= max(1, self._table.slots // 16)
@@ -138,7 +139,7 @@ class StepComposer:
         return True
 
     def _decoding(self, most: int | None, only: Collection[SampleRow] | None) -> Ints:
-        """Slots of the rows that answer; in turns when not all may go."""
+        """Slots of the decoding rows; in turns when not all may go."""
         table = self._table
         if only is None:  # a row whose last token is being drawn has nothing more to compute
             slots = np.flatnonzero(table.decodes & (table.filled < table.final)).astype(np.int32)
@@ -173,8 +174,8 @@ class StepComposer:
             room -= end - start
         return chunks
 
-    def _any_full(self, plan: StepPlan) -> bool:
-        """Whether the last token of some row in it is being drawn."""
+    def _last_drawn(self, plan: StepPlan) -> bool:
+        """Whether the last token of some row of the plan is being drawn."""
         return bool((self._table.filled[plan.slots] >= self._table.final[plan.slots]).any())
 
     def _plain(self, decoding: Ints) -> StepPlan:
@@ -187,17 +188,15 @@ class StepComposer:
         return StepPlan(step, decoding, decoding, (), draws=decoding, again=again)
 
     def _pages(self, slots: Ints) -> Ints:
-        """Of these rows, in as many columns as the longest has."""
+        """The pages of these rows, in as many columns as the longest has."""
         pages: Ints = self._table.pages[slots, : self._table.held[slots].max()]
         return pages
-
-    def _refresh(self, plan: StepPlan) -> None:
-        np.take(self._table.last, plan.slots, out=plan.step.tokens, mode="clip")
-        np.take(self._table.filled, plan.slots, out=plan.step.starts, mode="clip")
 
     def _mixed(self, decoding: Ints, chunks: Sequence[PromptChunk]) -> StepPlan:
         table, rows = self._table, len(decoding)
         texts = [table.tokens[chunk.row.slot, chunk.start : chunk.end] for chunk in chunks]
+        numbers = [chunk.row.work.adapter_number for chunk in chunks]
+        adapters = followed(table.adapter[decoding], numbers) if table.adapted else None
         seats = followed(decoding, [chunk.row.slot for chunk in chunks])
         step = Step(
             np.concatenate([table.last[decoding], *texts]),
@@ -205,7 +204,7 @@ class StepComposer:
             followed(table.filled[decoding], [chunk.start for chunk in chunks]),
             followed(self._ones[:rows], [chunk.end - chunk.start for chunk in chunks]),
             followed(self._counting[:rows], wanted(chunks, rows)),
-            self._adapters(decoding, chunks),
+            adapters,
         )
         slots, picks = drawing(chunks)
         draws = followed(decoding, slots)
@@ -213,11 +212,6 @@ class StepComposer:
         if len(draws) == len(step.wanted) and picks == list(range(rows, len(draws))):
             return StepPlan(step, seats, decoding, chunks, draws, recomputed=again)
         return StepPlan(step, seats, decoding, chunks, draws, followed(self._counting[:rows], picks), recomputed=again)
-
-    def _adapters(self, decoding: Ints, chunks: Sequence[PromptChunk]) -> Ints | None:
-        if not self._table.adapted:
-            return None
-        return followed(self._table.adapter[decoding], [chunk.row.work.adapter_number for chunk in chunks])
 
 
 def followed(first: Ints, then: list[int]) -> Ints:

@@ -1,5 +1,5 @@
-"""The thread that steps a generator as long as there is work, and what it needs of a generator, whatever order that
-writes its answers in.
+"""The thread that steps a generator as long as there is work, and the protocol of generators, whatever order they write
+in.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ class Stepped:
     """What one step did."""
 
     finished: Sequence[tuple[Hashable, Generation | Exception]]
-    parts: Sequence[tuple[Hashable, Part]] = ()  # of answers that are given out while they grow, before `finished`
+    parts: Sequence[tuple[Hashable, Part]] = ()  # of answers that are read while they grow; they come before `finished`
     rows: int = 0  # that took part
     tokens: int = 0  # that went through the decoder
     prompt_tokens: int = 0  # of them, those of prompts
-    cached: int = 0  # prompt tokens that did not have to, as another prompt's were taken over
-    recomputed: int = 0  # of `tokens`, those that had been computed before, and whose pages were needed elsewhere
-    waited: int = 0  # rows that there were no pages for when it was their turn
-    preempted: int = 0  # rows that gave back their pages, and go through their tokens again later
+    cached: int = 0  # prompt tokens that another prompt had computed
+    recomputed: int = 0  # of `tokens`, those computed again after their pages were taken away
+    waited: int = 0  # rows that began to wait for pages
+    preempted: int = 0  # rows whose pages were taken away: their tokens are computed again later
     output_tokens: int = 0  # drawn
-    held: bool = False  # prompts were cut, or waited, since no more tokens may go in
-    echoing: bool = False  # they were for the sake of the logits that prompts' log-probabilities need
+    held: bool = False  # prompts were cut, or waited, as the step was full
+    echoing: bool = False  # it was full because of the logits that prompts' log-probabilities need
     positions: int = 0  # of all canvases in the step, those of guidance too; 0 where the model goes from left to right
     committed: int = 0  # masks that became tokens; `output_tokens` are those that an answer has in the end
     idle: int = 0  # of `rows`, those that committed nothing
-    extent: StepExtent | None = None  # of what the decoder computed: what it costs at least follows from that
+    extent: StepExtent | None = None  # of what the decoder computed, from which the least cost follows
 
 
 class TextGenerator(Protocol):
@@ -53,9 +53,9 @@ class TextGenerator(Protocol):
     say otherwise.
     """
 
-    facts: Mapping[str, Any]  # what was estimated, and what is there: for reports
-    enter: Callable[[str], None]  # told what is going on: a station of the time ledger
-    goes_ahead: bool  # whether a further step may be at work on the device when `step` returns; told before each
+    facts: Mapping[str, Any]  # estimated and actual sizes, for reports
+    enter: Callable[[str], None]  # called with a station of the time ledger when it begins
+    goes_ahead: bool  # whether a further step may be at work on the device when `step` returns; set before each
 
     @property
     def device(self) -> Any:
@@ -74,30 +74,30 @@ class TextGenerator(Protocol):
 
     @property
     def busy(self) -> bool:
-        """Whether a step would bring anything."""
+        """Whether there is anything for a step to do."""
         ...
 
     def prepare(self, prompts: Sequence[Prompt], enter: Callable[[str], None] = ...) -> list[Prepared | Exception]:
-        """Prompts ready to be added, or the `BadPrompt` that says why one cannot be. From any thread, which `enter` is
-        told of: "understand" or "constrain".
+        """Prompts ready to be added, or the `BadPrompt` that refuses one. From any thread; `enter` is called with what
+        that thread does: "understand" or "constrain".
         """
         ...
 
     def add(self, ticket: Hashable, prepared: Prepared) -> None:
-        """Take one of `free_slots` for each sample. Its answer is among what a later step has finished.
+        """Take one of `free_slots` for each sample. A later step finishes the answer.
 
         Raises `ValueError` when the ticket is in use or there are too few slots.
         """
         ...
 
     def cancel(self, ticket: Hashable) -> bool:
-        """Nobody wants this answer any more: its slots are free at once. False when it is finished or unknown."""
+        """Stop computing this answer: its slots are free at once. False when it is finished or unknown."""
         ...
 
     def step(self) -> Stepped:
-        """Compute the next step, and say what it did; where steps are launched ahead, what the one before it did.
+        """Compute the next step, and report it; where steps are launched ahead, the one before it.
 
-        Raises `BackendDied` when there is no use in going on, nothing for a row's sake.
+        Raises `BackendDied` when the model cannot go on; what is wrong with one row fails that row alone.
         """
         ...
 
@@ -106,35 +106,36 @@ class TextGenerator(Protocol):
         ...
 
     def update(self, version: str, weights: object) -> None:
-        """Compute with these weights from the next step on, and name them so in what is answered.
+        """Compute with these weights from the next step on, and name them `version` in answers.
 
-        Answers under way go on, over what the cache holds of them. Nothing that older weights have computed serves
-        another prompt.
+        Answers under way go on with their cached keys and values, which serve no other prompt.
         """
         ...
 
     @property
     def adapters(self) -> Sequence[str]:
-        """What `Prompt.adapter` may be: names, and names with versions. From any thread."""
+        """The values that `Prompt.adapter` may have: names, and names with versions. From any thread."""
         ...
 
     def read_adapter(self, name: str, place: str) -> object:
-        """An adapter, as `load_adapter` takes it, that is to be called so. From any thread. Raises `UsageError`."""
+        """The adapter in the folder `place`, as `load_adapter` takes it, to be loaded as `name`. From any thread.
+        Raises `UsageError`.
+        """
         ...
 
     def load_adapter(self, name: str, version: str, adapter: object) -> None:
-        """Have `name` mean this one for prompts that are added from now on, and `name@version` while it is there.
-        Answers under way keep theirs. Raises `UsageError`, with nothing changed.
+        """From now on `name` means this adapter in prompts that are added, and so does `name@version` while it is
+        loaded. Answers under way keep theirs. Raises `UsageError`, with nothing changed.
         """
         ...
 
     def unload_adapter(self, name: str) -> None:
-        """No prompt may ask for it any more; answers under way keep it. Raises `UsageError` for one that is unknown."""
+        """Prompts may not use it any more; answers under way keep it. Raises `UsageError` for an unknown name."""
         ...
 
     def measure(self, rows: int, seconds: float) -> TextRoofline:
-        """What this machine does with the model at best: see `text.bare.measure`. Only while nothing is under way;
-        what was kept of prompts is forgotten. Raises `UsageError` where it cannot be measured.
+        """What this machine reaches with the model at best: see `text_roofline.measure_roofline`. Only while nothing is
+        under way; the prefix cache is emptied. Raises `UsageError` for a model that cannot be measured.
         """
         ...
 
@@ -147,7 +148,7 @@ class TextGenerator(Protocol):
         ...
 
     def close(self) -> None:
-        """Let go of threads and memory."""
+        """Free threads and memory."""
         ...
 
 
@@ -188,7 +189,7 @@ class DriverCounters:
     prefill_bytes: float = 0.0
     faults: int = 0  # pages that the process touched first while it was in steps
     first_touch_s: float = 0.0  # of the driver's thread, that those took
-    with_constraints: int = 0  # prompts that asked for it: each of these is work that no other prompt causes
+    with_constraints: int = 0  # prompts that ask for it
     with_lists: int = 0  # constraints that are lists of texts
     with_stop: int = 0
     with_logprobs: int = 0  # of answers or of prompts
@@ -196,7 +197,7 @@ class DriverCounters:
     read_as_they_grow: int = 0
 
     def add_cost(self, cost: RooflineCost, prompts: bool) -> None:
-        """Of a step; `prompts`: most of its tokens were of prompts."""
+        """Add the least cost of a step; `prompts`: most of its tokens were of prompts."""
         self.flops += cost.flops
         self.bytes += cost.bytes
         self.attention_flops += cost.attention
@@ -205,7 +206,7 @@ class DriverCounters:
             self.prefill_bytes += cost.bytes
 
     def add_prompt(self, prepared: Prepared) -> None:
-        """What this prompt wants done beside its tokens."""
+        """Count what a prompt wants beside its tokens."""
         own = prepared.sampling
         listed = own.constraint is not None and own.constraint.listed is not None
         self.with_constraints += own.constraint is not None and not listed
@@ -235,7 +236,7 @@ class DriverCounters:
 
 @dataclass(frozen=True, slots=True)
 class _Change:
-    """What is to be done to the generator between two steps; `drain`: when nothing is under way any more."""
+    """A change to the generator between two steps; `drain`: once nothing is under way."""
 
     apply: Callable[[], None]
     drain: bool
@@ -243,12 +244,12 @@ class _Change:
 
 
 class Driver:
-    """Owns the generator from now on: all its calls that may not come from any thread come from this one.
+    """Owns a generator: its thread makes all calls that may not come from any thread.
 
-    Outcomes come in that thread: those of a step in one call of `deliver` as (ticket, outcome), with the (ticket, part)
-    that came before them, or one by one to the `done` of their submission, which gets no parts. Neither may block.
-    `on_step` is told the rows and seconds of each step. With `place` each step waits for its turn at the device.
-    `cost` is what counts what steps cost at least.
+    Outcomes are delivered in that thread: those of a step in one call of `deliver` as (ticket, outcome), with the
+    (ticket, part) before them; or one by one to the `done` of their submission, which gets no parts. Neither may block.
+    `on_step` is called with the rows and seconds of each step. With `place` each step waits for its turn at the device.
+    `cost` computes the least cost of steps.
     """
 
     def __init__(
@@ -282,7 +283,7 @@ class Driver:
 
     @property
     def lane(self) -> Lane | None:
-        """Where the ledger books this thread's time; it may be given later."""
+        """The ledger's lane for this thread's time; it may be set later."""
         return self._lane
 
     @lane.setter
@@ -292,11 +293,11 @@ class Driver:
 
     @property
     def alive(self) -> bool:
-        """Whether it takes submissions."""
+        """Whether prompts can be submitted."""
         return self._gone is None and not self._closing
 
     def submit(self, prepared: Prepared, done: Done | None = None) -> int:
-        """Answer this prompt; returns its ticket. From any thread. What does not fit in the free slots waits here.
+        """Answer this prompt; returns its ticket. From any thread. A prompt without free slots waits in the queue.
 
         Raises `BackendDied` or `Closed`; `ValueError` for more samples than slots, which no generator prepares.
         """
@@ -305,7 +306,7 @@ class Driver:
         return self.submit_all((prepared,), done)[0]
 
     def submit_all(self, prompts: Sequence[Prepared], done: Done | None = None) -> range:
-        """Answer these prompts; returns their tickets. The thread wakes once, and finds all of them."""
+        """Answer these prompts; returns their tickets. The thread is woken once for all of them."""
         with self._wake:
             self._refuse_if_gone()
             tickets = range(self._tickets, self._tickets + len(prompts))
@@ -316,26 +317,26 @@ class Driver:
         return tickets
 
     def cancel(self, ticket: int) -> None:
-        """Nobody wants this answer any more. From any thread; an outcome that is on its way may still come."""
+        """Stop computing this answer. From any thread; an outcome that is on its way may still come."""
         with self._wake:
             if ticket in self._open:
                 self._cancelled.append(ticket)
                 self._rouse()
 
     def update(self, version: str, weights: object, *, drain: bool) -> Future[None]:
-        """Have these weights (`TextGenerator.read_weights`) compute all that has not been begun; from any thread.
+        """Change to these weights (`TextGenerator.read_weights`) between two steps; from any thread.
 
-        It is done between two steps. With `drain` answers under way come to their ends before, and prompts that are
-        not under way wait for it. Cancelled in time it is not done. Raises `BackendDied` or `Closed`, as it may.
+        With `drain` answers under way are completed first, and prompts that are not under way wait until the change.
+        The future can be cancelled until then. It and this call raise `BackendDied` or `Closed`.
         """
         return self._between_steps(lambda: self.generator.update(version, weights), drain)
 
     def load_adapter(self, name: str, version: str, adapter: object) -> Future[None]:
-        """Have `TextGenerator.load_adapter` done between two steps, from any thread. Nothing drains for it."""
+        """`TextGenerator.load_adapter` between two steps, from any thread."""
         return self._between_steps(lambda: self.generator.load_adapter(name, version, adapter))
 
     def unload_adapter(self, name: str) -> Future[None]:
-        """The same of `TextGenerator.unload_adapter`."""
+        """`TextGenerator.unload_adapter` between two steps, from any thread."""
         return self._between_steps(lambda: self.generator.unload_adapter(name))
 
     def _between_steps(self, apply: Callable[[], None], drain: bool = False) -> Future[None]:
@@ -347,11 +348,11 @@ class Driver:
         return change.done
 
     def measure(self, rows: int, seconds: float) -> Future[TextRoofline]:
-        """Have `TextGenerator.measure` done when nothing is under way; from any thread."""
+        """`TextGenerator.measure` once nothing is under way; from any thread."""
         done: Future[TextRoofline] = Future()
 
         def apply() -> None:
-            if not done.set_running_or_notify_cancel():  # nobody waits for it any more
+            if not done.set_running_or_notify_cancel():  # it was cancelled
                 return
             try:
                 done.set_result(self.generator.measure(rows, seconds))
@@ -366,13 +367,13 @@ class Driver:
         return done
 
     def counters(self) -> dict[str, float]:
-        """The fields of `Counters`."""
+        """The fields of `DriverCounters`."""
         return asdict(self._counters)
 
     def close(self, timeout_s: float = CLOSE_S) -> None:
-        """Stop after the step under way, fail what is unfinished with `Closed`, let go of the decoder.
+        """Stop after the step under way, fail unfinished prompts with `Closed`, close the generator.
 
-        A step that takes longer than `timeout_s` is left behind; nobody waits for it any more.
+        A step that takes longer than `timeout_s` is left running, and not waited for.
         """
         with self._wake:
             self._closing = True
@@ -401,17 +402,17 @@ class Driver:
                 while self._fetch():
                     self._step()
             reason: Exception = _closed()
-        except BaseException as error:  # noqa: BLE001  whatever it is, nobody may wait for this thread for ever
+        except BaseException as error:  # noqa: BLE001  whatever it is, no caller may wait for this thread for ever
             reason = error if isinstance(error, BackendDied) else _died(error)
             logger.error("%s", reason)
         self._fail_all(reason)
         try:
             self.generator.close()
-        except Exception as error:  # noqa: BLE001  it was to go anyway
+        except Exception as error:  # noqa: BLE001  it is closed anyway
             logger.warning("the decoder could not be closed: %s", first_line(error))
 
     def _fetch(self) -> bool:
-        """Take what has been submitted and cancelled; wait while there is nothing to do. False: closing."""
+        """Cancel, change and add what callers have asked for; wait while there is nothing to do. False: closing."""
         with self._wake:
             while not (self._cancelled or self._closing or self._waiting or self._updates or self.generator.busy):
                 self.generator.enter("idle")
@@ -441,7 +442,7 @@ class Driver:
         return None
 
     def _change_weights(self) -> None:
-        """What is to be changed now. What has to drain first stays, and all that came after it."""
+        """Make the changes that are due. One that has to drain first stays, and so do all that came after it."""
         while self._updates and not (self._updates[0].drain and self.generator.busy):
             update = self._updates[0]
             if update.done.set_running_or_notify_cancel():
@@ -449,7 +450,7 @@ class Driver:
                     update.apply()
                 except UsageError as error:  # with nothing changed
                     update.done.set_exception(error)
-                else:  # what else is raised ends the thread, as some weights may be the new ones: `_fail_all` tells it
+                else:  # other exceptions end the thread, as some weights may have changed: `_fail_all`
                     update.done.set_result(None)
             self._updates.popleft()
 
@@ -458,7 +459,10 @@ class Driver:
             return
         turn = self._place.begin(self._width, self.generator.enter)
         try:
-            self._use(self._place.cores_of(turn, self._width))
+            threads = self._place.cores_of(turn, self._width)
+            if threads != self._used:
+                self.generator.use(threads)
+                self._used = threads
             self.generator.goes_ahead = not self._place.has_all(turn)
             self._first_touch.begin()
             started = time.perf_counter()
@@ -471,13 +475,13 @@ class Driver:
             self._counters.add(stepped, seconds)
             self._account(stepped)
             if self.on_step is not None:
-                self._told(self.on_step, stepped.rows, seconds)
+                self._notify(self.on_step, stepped.rows, seconds)
         if stepped.finished or stepped.parts:
             outcomes = [(ticket, outcome) for ticket, outcome in stepped.finished if isinstance(ticket, int)]
             self._hand_out(outcomes, cast(Sequence[tuple[int, Part]], stepped.parts))
 
     def _account(self, stepped: Stepped) -> None:
-        """What the step cost at least, and what of its time went into memory that was touched first."""
+        """Count the step's least cost, and the part of its time that first touches of memory took."""
         counters, prompts = self._counters, 2 * stepped.prompt_tokens > stepped.tokens
         if self._cost is not None and stepped.extent is not None:
             counters.add_cost(self._cost.of(stepped.extent), prompts)
@@ -486,14 +490,9 @@ class Driver:
         if touching and isinstance(self._lane, LedgerLane):
             self._lane.rebook("prefill" if prompts else "forward", FIRST_TOUCH, touching)
 
-    def _use(self, threads: int) -> None:
-        if threads != self._used:
-            self.generator.use(threads)
-            self._used = threads
-
     def _hand_out(self, outcomes: Sequence[tuple[int, Outcome]], parts: Sequence[tuple[int, Part]] = ()) -> None:
         with self._wake:
-            # those that closing has failed in the meantime are no longer open
+            # tickets that closing has failed in the meantime are no longer open
             wanted = [(ticket, outcome, self._open.pop(ticket)) for ticket, outcome in outcomes if ticket in self._open]
         for _, outcome, _ in wanted:
             if isinstance(outcome, Generation):
@@ -501,15 +500,15 @@ class Driver:
             else:
                 self._counters.failed += 1
         if self.deliver is not None:
-            self._told(self.deliver, parts, [(ticket, outcome) for ticket, outcome, done in wanted if done is None])
+            self._notify(self.deliver, parts, [(ticket, outcome) for ticket, outcome, done in wanted if done is None])
         for _, outcome, done in wanted:
             if done is not None:
-                self._told(done, outcome)
+                self._notify(done, outcome)
 
-    def _told(self, listener: Callable[..., None], *news: object) -> None:
+    def _notify(self, listener: Callable[..., None], *news: object) -> None:
         try:
             listener(*news)
-        except Exception as error:  # noqa: BLE001  a listener's fault is none of the other rows'
+        except Exception as error:  # noqa: BLE001  a listener's fault harms no other row
             logger.warning("an answer could not be handed over: %s", first_line(error))
 
     def _fail_all(self, reason: Exception) -> None:

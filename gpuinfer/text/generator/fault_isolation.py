@@ -1,6 +1,6 @@
-"""A step that raised: fewer tokens go at once if memory ran out; else the row at fault is found by halving.
+"""After a step that raised: smaller steps if memory ran out, else the row at fault is found by halving.
 
-Nothing has been written down of a step that raised, so its rows simply come again.
+A step that raised has changed nothing, so its rows are computed again.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ R = TypeVar("R", bound=SeatedRow)
 
 
 class SeatTable(Protocol[R]):
-    """Whose each slot is."""
+    """The row of each slot."""
 
     rows: list[R | None]
 
 
 class FaultIsolation(Generic[R]):
-    """What the next step must keep to: `most` tokens (None: all that there is room for), and `only` these rows."""
+    """The bounds of the next step: `most` tokens (None: no bound), and `only` these rows."""
 
     def __init__(self, table: SeatTable[R], model: str | None = None) -> None:
-        """`model` is what it is called when memory runs out: there may be several."""
+        """`model`: its name in warnings."""
         self._table = table
         self._whose = f" of {model}" if model else ""
         self._suspects: list[list[R]] = []  # groups that are tried one after another, the last first
@@ -100,7 +100,7 @@ class FaultIsolation(Generic[R]):
 
 
 def model_died(error: Exception) -> BackendDied:
-    """What is said of a model that answers no more."""
+    """The error of a model that fails at every step."""
     return BackendDied(
         f"the model fails at every step ({type(error).__name__}: {first_line(error)}). "
         "Start again; if it stays so, `gpuinfer doctor` may tell why."
@@ -108,7 +108,7 @@ def model_died(error: Exception) -> BackendDied:
 
 
 def row_failed(error: Exception) -> BackendError:
-    """What is said of a row that failed all by itself."""
+    """The error of a row that failed in a step of its own."""
     if is_out_of_memory(error):
         return BackendError(
             f"out of memory on a single token: {first_line(error)}. Use fewer slots (-B slots=N), a shorter context "

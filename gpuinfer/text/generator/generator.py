@@ -125,7 +125,10 @@ class Generator(SlottedGenerator[SampleRow]):
     def step(self) -> Stepped:
         step, self._stepped = self._stepped, None
         if step is None:
-            self._enter_host()
+            under_way = self._under_way  # a device that has finished it waits for the host until the next launch
+            self._device_waits = under_way is not None and (under_way.drawing is None or under_way.drawing.ready)
+            if self._device_waits:
+                self.enter("reply")
             step, self._under_way = self._under_way or self._launched(), None
             if step is None:
                 return Stepped(*self.answers.take())
@@ -133,17 +136,8 @@ class Generator(SlottedGenerator[SampleRow]):
             self._settle(step)
         return self._outcome(step)
 
-    def _enter_host(self) -> None:
-        """Find out whether the device has finished all that was launched. Then it waits for the host now, and for what
-        the host does until the next step is launched.
-        """
-        step = self._under_way
-        self._device_waits = step is not None and (step.drawing is None or step.drawing.ready)
-        if self._device_waits:
-            self.enter("reply")
-
     def _outcome(self, step: LaunchedStep) -> Stepped:
-        """What a step did that has been settled."""
+        """The report of a settled step."""
         plan = step.plan
         before, counts = self._reported, (self._admission.cached, self._admission.waited, self._admission.preempted)
         self._reported = counts
@@ -184,7 +178,11 @@ class Generator(SlottedGenerator[SampleRow]):
             drawing, echoes = self._run(plan, None if before is None else before.drawing)
         except Exception as error:  # noqa: BLE001  whose fault it is must be found out
             if before is None:
-                self._after_failure(plan, error.with_traceback(None))  # its frames hold on to the memory
+                rows = [row for slot in plan.slots if (row := self._table.rows[slot]) is not None]
+                error = error.with_traceback(None)  # its frames hold on to the memory
+                guilty = self._faults.failed(rows, len(plan.step.tokens), error)
+                if guilty is not None:
+                    self.answers.fail_row(guilty, row_failed(error), error)
             else:
                 logger.debug("a step could not be launched ahead (%s): it is tried again", first_line(error))
             return None
@@ -214,7 +212,7 @@ class Generator(SlottedGenerator[SampleRow]):
         self.answers.settle(step, kept, drawn, time.perf_counter(), last=self._under_way is None)
 
     def _settle_all(self) -> None:
-        """No step is under way any more."""
+        """Settle the step under way, if any."""
         step, self._under_way = self._under_way, None
         if step is not None:
             self._settle(step)
@@ -226,7 +224,7 @@ class Generator(SlottedGenerator[SampleRow]):
         super().update(version, weights)
 
     def _adapter_gone(self, number: int) -> None:
-        self._admission.forget_adapter(number)
+        self._admission.pages.tree.forget(number)
 
     def measure(self, rows: int, seconds: float) -> TextRoofline:
         self._settle_all()
@@ -249,13 +247,13 @@ class Generator(SlottedGenerator[SampleRow]):
         return self._composer.compose(prefilling, faults.most, None)
 
     def _run(self, plan: StepPlan, before: DrawingProtocol | None) -> tuple[DrawingProtocol | None, list[Echo]]:
-        """What the step draws, and log-probabilities of prompts. What it changes, the same step changes alike again."""
+        """The step's draw, and log-probabilities of prompts. After a failure the same step can be run again."""
         self.enter("prefill" if 2 * plan.prompt_tokens > len(plan.step.tokens) else "forward")
         logits = self.decoder.forward(plan.step if before is None else replace(plan.step, drawn=before.tokens))
         masks, rules = self._masked(plan.draws), self._ruled(plan.draws)
         if not self._queued:
             self.enter("sample")
-        echoes = self._echoes(plan, logits)
+        echoes = [self._echo(chunk, logits) for chunk in plan.chunks if chunk.echoes]
         self._copy_for_followers(plan.chunks)
         if not len(plan.draws):
             return None, echoes
@@ -266,7 +264,7 @@ class Generator(SlottedGenerator[SampleRow]):
         return self.sampler.begin(logits, plan.draws, masks, rules), echoes
 
     def _copy_for_followers(self, chunks: Sequence[PromptChunk]) -> None:
-        """The last page of their prompt, which is not full: each of them goes on in its own."""
+        """Copy the partial last page of a prompt for each of its followers."""
         sources: list[int] = []
         targets: list[int] = []
         for chunk in chunks:
@@ -278,7 +276,7 @@ class Generator(SlottedGenerator[SampleRow]):
             self.decoder.copy_pages(sources, targets)
 
     def _masked(self, slots: Ints) -> Ints | None:
-        """What the constraints allow, while the forward is under way on another device. None: there are none."""
+        """Masks of constrained rows, made while the forward is under way on another device. None: there are none."""
         table = self._table
         constrained = np.flatnonzero(table.constrained[slots])
         if not len(constrained):
@@ -294,7 +292,7 @@ class Generator(SlottedGenerator[SampleRow]):
         return masks
 
     def _ruled(self, slots: Ints) -> TokenRules | None:
-        """The same for lists, whose rows need no mask."""
+        """Rules of rows with lists, which need no mask."""
         table = self._table
         if not table.listed or table.walks is None or not len(slots):
             return None
@@ -302,25 +300,16 @@ class Generator(SlottedGenerator[SampleRow]):
             self.enter("constrain")
         return table.walks.rules(slots)
 
-    def _echoes(self, plan: StepPlan, logits: Tensor) -> list[Echo]:
-        return [self._echo(chunk, logits) for chunk in plan.chunks if chunk.echoes]
-
     def _echo(self, chunk: PromptChunk, logits: Tensor) -> Echo:
-        """What the model thought of the tokens after those that are echoed, as far as they are known."""
+        """Log-probabilities of the tokens after those that are echoed, as far as they are known."""
         row, sampling = chunk.row, chunk.row.work.prepared.sampling
         place = chunk.end - chunk.echoes + 1
         tokens = row.known[place : chunk.end + 1]
         logits = logits[chunk.logits : chunk.logits + len(tokens)]
         count = min(max(len(row.work.prepared.tokens) - place, 0), len(tokens))  # that are of the prompt
 
-        def told(logits: Tensor, tokens: Ints, wanted: int | None) -> Sequence[Logprob]:
+        def described(logits: Tensor, tokens: Ints, wanted: int | None) -> Sequence[Logprob]:
             return [] if wanted is None or not len(tokens) else self.sampler.given_logprobs(logits, tokens, wanted)
 
-        of_prompt = told(logits[:count], tokens[:count], sampling.prompt_logprobs)
-        return of_prompt, told(logits[count:], tokens[count:], sampling.logprobs)
-
-    def _after_failure(self, plan: StepPlan, error: Exception) -> None:
-        rows = [row for slot in plan.slots if (row := self._table.rows[slot]) is not None]
-        guilty = self._faults.failed(rows, len(plan.step.tokens), error)
-        if guilty is not None:
-            self.answers.fail_row(guilty, row_failed(error), error)
+        of_prompt = described(logits[:count], tokens[:count], sampling.prompt_logprobs)
+        return of_prompt, described(logits[count:], tokens[count:], sampling.logprobs)

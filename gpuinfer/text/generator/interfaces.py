@@ -1,4 +1,4 @@
-"""What a generator needs of the parts that others make: the language and the sampler."""
+"""What a generator needs of language and sampler."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class WalkProtocol(MatcherProtocol, Protocol):
 
 
 class WalksProtocol(Protocol):
-    """Where many rows are, each in a list or in none. What they may say is told without a mask."""
+    """The places of many rows in their lists. Their allowed tokens are rules, without a mask."""
 
     def seat(self, row: int, walk: WalkProtocol) -> None: ...
     def leave(self, row: int) -> None: ...

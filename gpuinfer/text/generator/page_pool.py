@@ -21,12 +21,12 @@ def pages_for(positions: int) -> int:
 
 
 class PagePool:
-    """`len(pool)` pages are free. The others have rows, or wait in a prefix tree for rows that want them again."""
+    """`len(pool)` pages are free. The others belong to rows, or are kept in a prefix tree for rows to come."""
 
     def __init__(self, pages: int) -> None:
         self.pages = pages
         self.users = np.zeros(pages, np.int32)  # rows that have each page
-        self._free = list(range(pages - 1, -1, -1))  # the one freed last is taken first: it may be in a core's cache
+        self._free = list(range(pages - 1, -1, -1))  # last freed, first taken: it may be in a core's cache
 
     def __len__(self) -> int:
         return len(self._free)
@@ -38,17 +38,17 @@ class PagePool:
         return taken
 
     def free(self, pages: Iterable[int]) -> None:
-        """No row has them, and nothing in them is wanted."""
+        """Free these pages: no row has them, and the prefix tree does not keep them."""
         self._free.extend(pages)
 
     def share(self, pages: Ints) -> int:
-        """One more row has each of these. Returns how many of them no row had."""
+        """Count one more row for each of these pages. Returns how many of them no row had."""
         unused = int(np.count_nonzero(self.users[pages] == 0))
         self.users[pages] += 1
         return unused
 
     def leave(self, pages: Ints) -> list[int]:
-        """One row fewer has each of these. Returns those that no row has any more."""
+        """Count one row fewer for each of these pages. Returns those that no row has any more."""
         self.users[pages] -= 1
         found: list[int] = pages[self.users[pages] == 0].tolist()
         return found
@@ -75,7 +75,7 @@ class PrefixNode:
 
 
 class PrefixMatch(NamedTuple):
-    """The longest beginning of some tokens that pages hold."""
+    """The longest prefix of some tokens that pages hold."""
 
     node: PrefixNode | None  # the last full page's; None: there is no tree yet
     pages: list[int]  # full ones, from the first position on
@@ -88,7 +88,7 @@ class PrefixMatch(NamedTuple):
 
 
 class PrefixTree:
-    """The pages of `pool` that can be found. `unused` of them no row has: they can be had by `evict`.
+    """The pages of `pool` that can be found by content. `unused` of them belong to no row: `evict` frees one.
 
     `cost(start, count)` is what `count` tokens from position `start` on cost to compute.
     """
@@ -103,15 +103,15 @@ class PrefixTree:
         self.unused = 0
 
     def root(self, adapter: int) -> PrefixNode:
-        """Where the pages begin that were computed with this adapter; 0: with none."""
+        """The root of the pages that were computed with this adapter; 0: with none."""
         return self._roots.setdefault(adapter, PrefixNode(None, b"", -1, 0))
 
     def at(self, page: int) -> PrefixNode | None:
-        """What can be found in this page."""
+        """The node of this page; None: it cannot be found."""
         return self._nodes[page]
 
     def find(self, adapter: int, tokens: Ints) -> PrefixMatch:
-        """The longest beginning of these tokens."""
+        """The longest prefix of these tokens that pages hold."""
         node = self._roots.get(adapter)
         if node is None:
             return PrefixMatch(None, [])
@@ -128,8 +128,8 @@ class PrefixTree:
         return key in parent.children or self._most_alike(parent, key)[1] * BYTES == len(key)
 
     def add(self, parent: PrefixNode, key: bytes, page: int) -> PrefixNode:
-        """A row's page can be found from now on, behind `parent`. There must be none with these very tokens."""
-        if key in parent.children:  # the one that is there would be nobody's child, and could not be dropped
+        """Let a row's page be found from now on, behind `parent`, which has no child with these very tokens."""
+        if key in parent.children:  # the present one would lose its parent, and could not be dropped
             raise RuntimeError("these tokens are known behind this page already")
         node = PrefixNode(parent, key, page, parent.start + len(parent.key) // BYTES)
         parent.children[key] = node
@@ -139,7 +139,7 @@ class PrefixTree:
         return node
 
     def drop(self, node: PrefixNode) -> None:
-        """It cannot be found any more. It has no children."""
+        """Let a node without children not be found any more."""
         parent = node.parent
         assert parent is not None
         del parent.children[node.key]
@@ -151,11 +151,11 @@ class PrefixTree:
         self._nodes[node.page] = node.parent = None
 
     def share(self, pages: Ints) -> None:
-        """One more row has these pages, which are in the tree."""
+        """Count one more row for these pages, which are in the tree."""
         self.unused -= self._pool.share(pages)
 
     def leave(self, pages: Ints) -> None:
-        """A row leaves these pages. Those without a node and without another row are free."""
+        """Count one row fewer for these pages. Those without a node and without another row are freed."""
         for page in self._pool.leave(pages):
             node = self._nodes[page]
             if node is None:
@@ -179,14 +179,14 @@ class PrefixTree:
             self._may_go(parent)
 
     def forget(self, adapter: int | None = None) -> None:
-        """Nothing that was computed with this adapter can be found any more; None: nothing at all."""
+        """Let nothing be found any more that was computed with this adapter; None: nothing at all."""
         gone = list(self._roots) if adapter is None else [adapter]
         for number in gone:
             root = self._roots.pop(number, None)
             self._lose([] if root is None else list(_below(root)))
 
     def distrust(self, adapter: int, tokens: Ints) -> None:
-        """No page can be found any more that a row with these tokens may have shared or copied from."""
+        """Let no page be found any more that a row with these tokens may have shared or copied from."""
         root, key = self._roots.get(adapter), tokens[:LEAST].tobytes()
         for node in [] if root is None else list(root.alike.get(key, ())):
             below = list(_below(node))
@@ -194,7 +194,7 @@ class PrefixTree:
             self._lose([node, *below])
 
     def _lose(self, nodes: Sequence[PrefixNode]) -> None:
-        """They cannot be found any more, whatever is behind them is among them."""
+        """Let these nodes, with all their descendants, not be found any more."""
         for node in nodes:
             self._nodes[node.page] = node.parent = None
             if not self._pool.users[node.page]:

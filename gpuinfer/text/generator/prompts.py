@@ -1,5 +1,5 @@
-"""A prompt's tokens and limits, checked before it takes a slot, what a model without masks cannot honour included; a
-prompt under way, and its rows.
+"""Prompts: checked and tokenized before they take a slot (`prepare`), and under way (`PromptWork` with its
+`SampleRow`s).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ NAMES = {"options": "decoder_options"}  # of fields that are called otherwise in
 
 
 def refuse_masks(sampling: Sampling, shape: Shape) -> None:
-    """Raises `BadPrompt`, which names the field, where masks are spoken of to a model that has none."""
+    """Raises `BadPrompt`, which names the field, for options of unmasking where the model has no masks."""
     if sampling.unmasking is None or shape.masking is not None:
         return
     said = unmasking_field(sampling.unmasking)
@@ -49,7 +49,7 @@ def refuse_masks(sampling: Sampling, shape: Shape) -> None:
 
 
 def unmasking_field(unmasking: Unmasking) -> str:
-    """What is said of masks, by the name that a request has for it: the first of several."""
+    """The first field of `unmasking` that a request has set, by its name there."""
     plain, names = Unmasking(), Unmasking.__struct_fields__
     name = next((name for name in names if getattr(unmasking, name) != getattr(plain, name)), "")
     return f"`{NAMES.get(name, name)}`" if name else "`cfg_scale` or `decoder_options`"  # said, but nothing else
@@ -57,7 +57,7 @@ def unmasking_field(unmasking: Unmasking) -> str:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Prepared:
-    """A prompt that is known to fit. It takes `samples` slots."""
+    """A prompt that has been checked. It takes `samples` slots."""
 
     tokens: Ints  # int32 [prompt tokens], at least one
     sampling: Sampling
@@ -68,7 +68,7 @@ class Prepared:
     matcher: MatcherProtocol | None  # each sample works on a copy
     parts: bool = False  # the answers are given out while they grow
     begun: tuple[ResumedAnswer, ...] = ()  # of each sample, if any has begun
-    adapter: str | None = None  # as the prompt asks for it: what it means is seen when it is added
+    adapter: str | None = None  # as the prompt names it: the version is looked up when the prompt is added
 
     def computes(self, number: int) -> bool:
         """Whether the sample of this number needs any step at all."""
@@ -79,7 +79,7 @@ class Prepared:
 
 
 class PromptLimits(Protocol):
-    """What a decoder holds at most: all that a prompt is checked against."""
+    """A decoder's sizes, against which a prompt is checked."""
 
     @property
     def shape(self) -> Shape: ...
@@ -102,10 +102,10 @@ def prepare(
     enter: Enter = lambda station: None,
     refuse_adapter: Callable[[str], None] = lambda name: None,
 ) -> list[Prepared | BadPrompt]:
-    """Each prompt made ready for this decoder, or why that cannot be. The sampler checks the rest as it is admitted.
+    """Each prompt made ready for this decoder, or the error that refuses it. The sampler checks the rest at admission.
 
-    Thread-safe. Tokenizing and compiling constraints happen here, so it is no work for an event loop. `enter` is told
-    which it is: "understand" or "constrain". `refuse_adapter` raises `BadPrompt` for one that is not loaded.
+    Thread-safe. Tokenizing and compiling constraints may take long: not for an event loop's thread. `enter` is called
+    with what is done: "understand" or "constrain". `refuse_adapter` raises `BadPrompt` for one that is not loaded.
     """
     return [
         tokens
@@ -150,7 +150,7 @@ def _prepare_one(
 
 def _check(prompt: Prompt, decoder: PromptLimits) -> None:
     sampling, slots = prompt.sampling, decoder.slots
-    if not sampling.max_tokens or prompt.begun:  # the sampler may not see it
+    if not sampling.max_tokens or prompt.begun:  # the sampler may not see the prompt
         check_sampling(structs.replace(sampling, max_tokens=max(1, sampling.max_tokens)), decoder.shape.vocabulary)
     if not 1 <= prompt.samples <= slots:
         raise BadPrompt(f"{prompt.samples} samples of one prompt, and there are {slots} slots. Ask for 1 to {slots}.")
@@ -164,7 +164,7 @@ def _check(prompt: Prompt, decoder: PromptLimits) -> None:
 
 
 def refuse_unfit(positions: int, pages: int, canvases: int = 1) -> None:
-    """Raises `BadPrompt` for a row that all pages of the cache would not hold."""
+    """Raises `BadPrompt` for a row that has more positions than all pages of the cache."""
     if canvases * pages_for(positions) > pages:
         raise BadPrompt(
             f"prompt and answer may come to {positions} tokens{' twice, as it is guided' if canvases > 1 else ''}, and "
@@ -174,9 +174,7 @@ def refuse_unfit(positions: int, pages: int, canvases: int = 1) -> None:
 
 
 def _truncated(prompt: Prompt, tokens: Ints, decoder: PromptLimits) -> Ints:
-    """What is kept of a prompt that does not fit: it leaves room for `max_tokens`, but never takes less than half of
-    the context for that.
-    """
+    """The part of a prompt that fits: it leaves room for `max_tokens`, but keeps at least half of the context."""
     length, most = decoder.length, decoder.shape.positions
     if prompt.truncate is None:
         short = "Shorten it, or use --truncate left or right"
@@ -194,8 +192,8 @@ NO_TOKENS: Ints = np.zeros(0, np.int32)
 
 
 class SampleRow:
-    """One sample of a prompt: it has a slot from its placement until its answer is complete, and pages of the cache but
-    while it waits for them.
+    """One sample of a prompt: it has a slot until its answer is complete, and pages of the cache unless it waits for
+    them.
     """
 
     __slots__ = (

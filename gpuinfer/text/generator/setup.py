@@ -54,8 +54,8 @@ def fit_to_memory(
     """Positions of a row, and what that takes with steps of `slots` rows (None: one, the least that makes sense),
     `pages` (None: those of one row) and `beside` bytes of adapters. `own`: our own kernels compute.
 
-    A context that nobody asked for is halved until one row fits. Raises `UsageError` with the numbers when none does,
-    for pages that do not fit, and for fewer than one row takes.
+    A context that the user has not set is halved until one row fits. Raises `UsageError` with the numbers when none
+    does, for pages that do not fit, and for fewer than one row takes.
     """
     from gpuinfer.text.checkpoint.memory_estimate import refuse_short, refuse_unfit, row_pages
 
@@ -72,7 +72,7 @@ def fit_to_memory(
 
 
 def checked_context(shape: Shape, context: int | None) -> int:
-    """Positions of a row. Raises `UsageError` for more than the model was made for."""
+    """Positions of a row. Raises `UsageError` for more than the model supports."""
     if context is None:
         return min(shape.positions, LONGEST)
     if not 1 <= context <= shape.positions:
@@ -135,10 +135,10 @@ def open_generator(
     spec: ModelSpec, setup: Setup, tuning: TextOptions, lane: Callable[[str], Lane] | None = None
 ) -> Generator | DiffusionGenerator:
     """A generator for a model of kind "text", on `setup.device`, or in stages on all of `setup.devices`.
-    `spec.arguments` may carry slots, pages, context and step_tokens: the tuning's come before them. Its `facts` tell
-    what was estimated and what is there. `lane` gives a lane of the ledger for each stage.
+    `spec.arguments` may carry slots, pages, context and step_tokens: those of the tuning take precedence. Its `facts`
+    are estimated and actual sizes. `lane` makes a lane of the ledger for each stage.
 
-    Raises `UsageError` when the model cannot be had on this device, or does not fit.
+    Raises `UsageError` when the model cannot be opened on this device, or does not fit.
     """
     from gpuinfer.text.checkpoint import adapter_bytes, open_checkpoint, read_adapter
     from gpuinfer.text.decoder import own_kernels
@@ -173,8 +173,8 @@ def open_generator(
 
 def _warm_up(generator: Generator | DiffusionGenerator) -> None:
     """Answer two prompts of one token, one by the likeliest tokens and one by drawn ones with their log-probabilities,
-    at once where there are slots for both. So kernels are compiled and pages are there before work comes: all others
-    would wait for the first request that needs one. Those of lists of texts are left out, which no step waits for.
+    at once where there are slots for both. So kernels are compiled and pages are resident before the first request.
+    Kernels for lists of texts are left out: no step waits for them.
     """
     most = min(2, generator.decoder.length - 1)
     for temperature, logprobs in ((0.0, None), (1.0, 1)):

@@ -1,5 +1,5 @@
-"""What is known of the rows under way, by slot, in arrays: their tokens, and the pages that hold their keys and values;
-which pages they find in the prefix tree, take, and leave for others.
+"""The rows under way, by slot, in arrays (`SlotTable`): their tokens and their pages; and the pages that rows find in
+the prefix tree, take, and leave for others (`RowPages`).
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class SlotTable:
         self.is_end[[token for token in end_tokens if 0 <= token < vocabulary]] = True
 
     def occupy(self, row: SampleRow) -> None:
-        """A row moves in: the tokens of its prompt, and those it has begun with, are known; none is computed."""
+        """Put a row in its slot, with the tokens of its prompt and those it resumes with; none is computed."""
         slot, prepared = row.slot, row.work.prepared
         self.begin_anew(slot)
         sampling, prompt = prepared.sampling, len(prepared.tokens)
@@ -86,7 +86,7 @@ class SlotTable:
         self.rows[slot] = row
 
     def leave(self, slot: int) -> None:
-        """Its row is gone."""
+        """Empty the slot."""
         row, self.rows[slot] = self.rows[slot], None
         self.begin_anew(slot)
         if row is not None and row.walk is not None and self.walks is not None:
@@ -102,7 +102,7 @@ class SlotTable:
             self.readers -= 1
 
     def begin_anew(self, slot: int) -> None:
-        """What steps under way draw for this slot is no longer wanted."""
+        """Discard what steps under way draw for this slot."""
         self.unread[slot] = 0
         self.epoch[slot] += 1
 
@@ -115,7 +115,9 @@ class SlotTable:
         return int(self.filled[slot] - max(0, self.unread[slot] - 1))
 
     def walked(self, slots: Ints, tokens: Ints) -> NDArray[np.int8]:
-        """These rows have said these tokens: for each 0, 1 when its list is complete, 2 when that cannot be said."""
+        """Advance these rows' lists by these tokens. int8 [rows]: 0, 1 when its list is complete, 2 when it forbids the
+        token.
+        """
         if not self.listed or self.walks is None:
             return self._no_lists[: len(slots)]
         return self.walks.advance(slots, tokens)
@@ -139,16 +141,16 @@ class RowPages:
 
     @property
     def available(self) -> int:
-        """Pages that can be had: free ones, and those of the tree that no row has."""
+        """Pages that can be taken: free ones, and those of the tree that no row has."""
         return len(self.pool) + self.tree.unused
 
     def find(self, row: SampleRow) -> PrefixMatch:
-        """What there is of its first tokens. Those that it may not share are computed."""
+        """The longest prefix of the row's shareable tokens that pages hold."""
         return self.tree.find(row.work.adapter_number, row.known[: row.may_share])
 
     def seat(self, row: SampleRow, match: PrefixMatch, spare: int) -> bool:
-        """Give a row pages for all that it goes through at first, and one for each follower's copy of the last page, if
-        so many and `spare` more can be had. It begins behind the `match`.
+        """Give a row pages for its prefill, and one for each follower's copy of the last page, if so many and `spare`
+        more are available. It begins behind the `match`.
         """
         slot, found = row.slot, np.array(match.pages, np.int32)
         copies = len(row.followers) if row.first % PAGE and row.draws else 0
@@ -176,13 +178,13 @@ class RowPages:
         return True
 
     def extend(self, slots: NDArray[np.integer[Any]]) -> None:
-        """One more page for each of these rows. So many must be available."""
+        """Take one more page for each of these rows. So many must be available."""
         table = self._table
         table.pages[slots, table.held[slots]] = self._take(len(slots))
         table.held[slots] += 1
 
     def carry_out(self) -> None:
-        """What has been promised. Should copying fail, what was to be copied is computed."""
+        """Make the promised copies. If copying fails, their positions are computed."""
         if not self._copies:
             return
         copies, self._copies = self._copies, []
@@ -196,15 +198,13 @@ class RowPages:
             self.tree.leave(_one(source))
 
     def computed(self, row: SampleRow) -> None:
-        """A chunk of its first tokens has been computed: what is full can be found from now on; all, if it was the last
-        chunk.
-        """
+        """A chunk of the row's prefill is computed: its full pages can be found now; all, if it was the last."""
         slot = row.slot
         if not self._table.outdated[slot]:
             self._make_known(row, int(self._table.filled[slot]) == row.first)
 
     def follow(self, row: SampleRow) -> None:
-        """It has gone through its first tokens: its followers share its full pages, and have a copy of the last one."""
+        """The row is prefilled: its followers share its full pages, and get a copy of the last one."""
         table, leader = self._table, row.slot
         full = row.first // PAGE
         pages = table.pages[leader, :full]
@@ -220,8 +220,8 @@ class RowPages:
             one.node, one.found = row.node, row.found
 
     def distrust(self, row: SampleRow) -> None:
-        """Something that it has computed, or taken over, is no number. What masks hide is multiplied with zero, and NaN
-        times zero is NaN: so this may stand in pages of tokens that are healthy. None of it can be found any more, and
+        """Something that the row has computed, or taken over, is NaN. Masked values are multiplied with zero, and NaN
+        times zero is NaN: so NaN may stand in pages of healthy tokens too. None of the pages can be found any more, and
         rows that have such pages leave nothing for others.
         """
         self.tree.distrust(row.work.adapter_number, self._table.tokens[row.slot])
@@ -231,7 +231,7 @@ class RowPages:
                 self._table.outdated[one.slot] = True
 
     def give_back(self, row: SampleRow) -> None:
-        """The row has no pages any more; what others may want of them stays in the tree."""
+        """Take all pages from a row; those that serve others stay in the tree."""
         slot, table = row.slot, self._table
         held = int(table.held[slot])
         if not held:
@@ -249,8 +249,8 @@ class RowPages:
         return self.pool.take(count)
 
     def _make_known(self, row: SampleRow, last: bool) -> None:
-        """Have what the row has computed found in the tree. A page that is there already takes the place of the row's
-        own, as all behind it must share it too. `last`: the page that is not full as well.
+        """Put the row's computed pages in the tree. A page that is there already takes the place of the row's own, as
+        all pages behind it must share it too. `last`: the partial page as well.
         """
         table, slot = self._table, row.slot
         filled = table.known_filled(slot)
@@ -276,7 +276,7 @@ class RowPages:
                 self.tree.add(row.node, key, page)
 
     def _unknown(self, page: int) -> None:
-        """More has been written into it than what it is known for."""
+        """More has been written into the page than its node holds: drop the node."""
         node = self.tree.at(page)
         if node is not None:
             self.tree.drop(node)
