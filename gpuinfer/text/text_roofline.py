@@ -25,13 +25,13 @@ from gpuinfer.text.transformer import PAGE, Decoder, Shape, Step
 
 
 class StepExtent(NamedTuple):
-    """How large a step is."""
+    """The size of a step."""
 
     rows: int  # segments
     tokens: int
     outputs: int  # tokens whose logits are wanted
     attended: int  # positions that a token sees, summed over tokens
-    read: int  # positions whose keys and values are read, those of this step included: each once, whoever shares it
+    read: int  # positions whose keys and values are read, those of this step included: each once
 
 
 class RooflineCost(NamedTuple):
@@ -137,7 +137,7 @@ class StepCost:
 SEGMENT = 256  # tokens of a prompt in a step of prompts, at most
 LEAST_TOKENS = 32  # of such a step
 MOST_LOOKS = 64
-LOOK_S = 0.05  # at least, of one look: asking who had the cores costs a millisecond
+LOOK_S = 0.05  # at least, of one measurement: reading CPU times costs a millisecond
 LIBRARY_BYTES = 96 << 20  # weights that the library's products go through: more than caches hold
 STREAMED_BYTES = 256 << 20  # that are read from a device's memory
 PIECE = 1 << 21  # values of 2 bytes that a core reads at once: a thread that is disturbed leaves the rest to others

@@ -117,7 +117,7 @@ class Linear:
 
 @dataclass(frozen=True)
 class Mixture:
-    """A layer's experts: all of them, and who decides (`shape.Experts`)."""
+    """A layer's experts, and the router that chooses among them (`Experts`)."""
 
     router: Tensor  # float32 [count, hidden]
     bias: Tensor | None  # float32 [count], added to the scores where experts are chosen, not where they are weighed
@@ -254,8 +254,8 @@ class Step:
 
 
 class Decoder(Protocol):
-    """A transformer with its cache: a pool of pages. Which row has which page is the caller's business. All calls but
-    those of `pack` come from one thread.
+    """A transformer with its cache, a pool of pages. The caller assigns pages to rows. All calls but those of `pack`
+    come from one thread.
     """
 
     shape: Shape
@@ -288,7 +288,7 @@ class Decoder(Protocol):
         ...
 
     def pack(self, weights: Weights) -> object:
-        """Other weights of the same shape as `swap` takes them: whatever takes long. From any thread."""
+        """Other weights of the same shape as `swap` takes them: all slow work. From any thread."""
         ...
 
     def swap(self, packed: object) -> None:
@@ -308,17 +308,17 @@ class Decoder(Protocol):
         ...
 
     def cache_bytes(self) -> int:
-        """What the cache takes, all pages."""
+        """Bytes of the cache, all pages."""
         ...
 
     def use(self, threads: int) -> None:
-        """Compute with at most so many threads from the next step on; a device that has none of ours heeds it not."""
+        """Compute with at most so many threads from the next step on; no effect on other devices than the CPU."""
         ...
 
     def rest(self) -> None:
-        """Another model has the cores until the next step: no thread is to wait for that actively."""
+        """Another model has the cores until the next step: no thread may spin until then."""
         ...
 
     def close(self) -> None:
-        """Let go of threads and memory."""
+        """Free threads and memory."""
         ...

@@ -1,5 +1,5 @@
-"""Where the tokens of a step are and what they see, and which keys and values of a decode step the CUDA kernels read
-once for several rows: plain arithmetic on the host.
+"""The positions of a step's tokens and what they see, and the prefix plan of CUDA kernels: which keys and values of a
+decode step are read once for several rows. Plain arithmetic on the host.
 """
 
 from __future__ import annotations

@@ -1,11 +1,7 @@
-"""What compiled code needs and Numba does not offer: calls by address, atomics, views of a number's bits.
+"""What compiled code needs and Numba does not offer: calls by address, atomics, views of a number's bits; scalars that
+LLVM turns into vector instructions, and the inner loops of attention in vectors of 16 float32.
 
-Scalars of compiled kernels, written so that LLVM turns loops over them into vector instructions.
-
-The inner loops of attention, written in vectors of 16 float32 that LLVM maps to what the processor has.
-
-bfloat16 is widened as it is read. The loops of a head are too short for LLVM to find their vectors by itself: it looks
-for longer ones.
+bfloat16 is widened as it is read. The loops of a head are too short for LLVM to vectorise by itself.
 """
 
 import contextlib

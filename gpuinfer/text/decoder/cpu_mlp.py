@@ -1,6 +1,5 @@
-"""The MLP in the compiled step: what stands between its products, and mixtures of experts (Shazeer et al.
-
-2017). Experts are chosen row by row; then an expert's rows go through it together.
+"""The MLP in the compiled step: activations between its products, and mixtures of experts (Shazeer et al. 2017).
+Experts are chosen row by row; then an expert's rows go through it together.
 """
 
 import math

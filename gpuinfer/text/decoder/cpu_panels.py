@@ -1,16 +1,14 @@
-"""Memory in large pages, of which a processor needs fewer entries to find its way, and the system fewer faults to make
-them: the pool of a cache's pages, and weights.
-
-Weights as products read them: panels of 16 columns, which lie side by side for each term of their sums.
+"""Weights in the layout that products read, panels of 16 columns side by side for each term of their sums; memory in
+large pages for them and for the cache; and what multiplies bfloat16 here: the processor's matrix unit (AMX), its
+vectors (AVX512-BF16), or nothing.
 
 A weight [out, in] of float32 is [out / 16, in, 16]; of bfloat16 [out / 16, in / 2, 16, 2], pairs of terms side by side,
 as the processor's products of bfloat16 take them. There are zeros behind the last row, and behind the last term of
 bfloat16 up to a multiple of 32, which is what a tile of the matrix unit holds.
 
-What multiplies bfloat16 by itself here: the processor's matrix unit (AMX), its vectors (AVX512-BF16), or nothing.
-
-It follows from what Numba compiles for, from what the switches of other libraries leave, and from what the system
-permits, never from a measurement: a run that goes on computes as it began.
+Large pages take fewer entries of the processor's page table cache, and fewer page faults. Which unit multiplies follows
+from what Numba compiles for, other libraries' switches, and the system's permission, never from a measurement: a run
+that is resumed computes as it began.
 """
 
 from __future__ import annotations
@@ -178,7 +176,7 @@ def _pack(size, out, inner, source, stride, panels, each, first, end):  # type: 
 
 @intrinsic
 def put_column(typing, source, stride, target):  # type: ignore[no-untyped-def]
-    """Put 16 words that lie `stride` bytes apart side by side, past the caches: nobody reads them soon."""
+    """Put 16 words that lie `stride` bytes apart side by side, past the caches: they are not read soon."""
 
     def generate(context, builder, signature, values):  # type: ignore[no-untyped-def]
         source, stride, target = values

@@ -1,5 +1,5 @@
-"""How the compiled decoder goes about a step: which rows share pieces of attention, and how many threads compute a step
-that waits for memory.
+"""How the compiled decoder computes a step: which rows share pieces of attention, and how many threads compute a step
+that is bound by memory bandwidth.
 """
 
 from __future__ import annotations

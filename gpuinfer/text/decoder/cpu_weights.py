@@ -1,6 +1,6 @@
 """A model's weights and its adapters as the compiled step reads them, packed for their products.
 
-A step's segments are sorted by their adapters, whose rows lie side by side.
+A step's segments are sorted by adapter, so that an adapter's rows lie side by side.
 """
 
 from __future__ import annotations

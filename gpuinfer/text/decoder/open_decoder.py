@@ -1,5 +1,5 @@
 """Chooses the decoder for a checkpoint, a device and a number format, and how many slots and pages it has: estimated
-first, then tried. NullDecoder computes nothing, to measure all that goes on around one.
+first, then tried. `NullDecoder` computes nothing, to measure everything around a decoder.
 """
 
 from __future__ import annotations
@@ -39,9 +39,7 @@ logger = logging.getLogger("gpuinfer")
 
 CPU_SLOTS, CUDA_SLOTS = 64, 1024  # beyond them a step takes longer and no more rows come out of it in the same time
 CPU_SHARE, CUDA_SHARE = 0.5, 0.9  # of the free memory
-SLOTS_SHARE = (
-    0.25  # of these: what slots beyond the first may add to a step, such as their logits; the rest is for pages
-)
+SLOTS_SHARE = 0.25  # of these: for what slots beyond the first add to a step, such as logits; the rest is for pages
 SHRINK = 0.8
 MEBIBYTE = 1 << 20
 
@@ -68,7 +66,7 @@ class Sizing:
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes that can still be taken there."""
+    """Bytes that can still be allocated there."""
     if device.type != "cuda":
         return memory_available()
     gc.collect()
@@ -160,7 +158,7 @@ def fewer_pages(sizing: Sizing, of_a_row: int, failure: BaseException) -> Sizing
 
 
 def largest_step_bytes(decoder: TorchDecoder, step_tokens: int) -> int:
-    """Take the steps that need most memory, and tell what cache and steps took at the most."""
+    """Compute the steps that need most memory. Returns the peak of cache and steps, in bytes."""
     cuda = decoder.device.type == "cuda"
     before = torch.cuda.memory_allocated(decoder.device) - decoder.held_bytes() if cuda else 0
     if cuda:
@@ -184,7 +182,7 @@ def largest_step_bytes(decoder: TorchDecoder, step_tokens: int) -> int:
 
 
 def sampling_scratch(shape: Shape, logits: torch.Tensor) -> list[torch.Tensor]:
-    """As much memory as there is taken to go from logits to tokens."""
+    """As much memory as sampling takes for these logits."""
     if shape.masking is None:
         return [torch.empty_like(logits) for _ in range(SAMPLING_COPIES - 1)]
     return [torch.empty_like(logits[:SCORED_ROWS], dtype=torch.float64) for _ in range(SAMPLING_COPIES)]
@@ -192,7 +190,7 @@ def sampling_scratch(shape: Shape, logits: torch.Tensor) -> list[torch.Tensor]:
 
 def largest_steps(shape: Shape, slots: int, pages: int, length: int, step_tokens: int) -> list[Step]:
     """One token in each full row; and the same but for one row, which takes as long a chunk of a prompt as can be.
-    Where there are fewer pages than full rows need they share some: what is computed means nothing.
+    Where there are fewer pages than full rows need the rows share some: the results mean nothing.
 
     Of a diffusion model as many whole canvases as there may be, one at least, and logits for as many of their tokens.
     """
@@ -239,7 +237,7 @@ class NullDecoder:
     def forward(self, step: Step) -> Tensor:
         """See `step.Decoder.forward`."""
         rows = len(step.wanted)
-        if rows > len(self._logits):  # whoever draws from them leaves them as they are
+        if rows > len(self._logits):  # the sampler leaves them as they are
             self._logits = torch.zeros((rows, self.shape.vocabulary))
             self._logits[:, self.token] = 1
         return self._logits[:rows]

@@ -1,6 +1,5 @@
-"""From a step to the batch that the device works on: sizes as they come, everything sent over in one copy.
-
-Which segments of a step go through attention together, and as which sizes: plain arithmetic on the host.
+"""From a step to the batch that a device computes, sent over in one copy: which segments go through attention together,
+and in which sizes.
 """
 
 from __future__ import annotations

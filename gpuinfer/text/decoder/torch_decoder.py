@@ -57,7 +57,7 @@ class TorchDecoder:
     A step in which rows have adapters is launched kernel by kernel, graphs or not, and what an adapter adds is computed
     for its rows together; with `deterministic`, for all rows of each tile.
 
-    Gradients are off, but not by `torch.inference_mode`: whoever samples may write over the logits.
+    Gradients are off, but not by `torch.inference_mode`: the sampler may write over the logits.
     """
 
     def __init__(
@@ -214,7 +214,7 @@ class TorchDecoder:
         self._cache.empty()
 
     def _made_here(self, packed: Packed) -> Packed:
-        """What this thread has made on the device, complete: steps are on another thread's stream."""
+        """Wait until the device has made `packed`: steps run on another thread's stream."""
         if self.device.type == "cuda":
             event_behind(self.device).synchronize()
         return packed
@@ -229,7 +229,7 @@ class TorchDecoder:
         return self._cache.nbytes()
 
     def held_bytes(self) -> int:
-        """What cache and buffers take that are there all the time, beside the weights."""
+        """Bytes of cache and permanent buffers, beside the weights."""
         return self.cache_bytes() + self._static.nbytes()
 
     def use(self, threads: int) -> None:
@@ -404,8 +404,8 @@ def looked_up(tokens: Tensor, drawn: Tensor) -> Tensor:
 
 
 def _keep_for_steps(packed: Iterable[Tensor]) -> None:
-    """Let this thread's stream be done with them before their memory is anybody else's. Another thread packed them,
-    whose stream would have it at once.
+    """Keep their memory until this thread's stream is done with them. Another thread packed them, to whose stream the
+    allocator would give the memory at once.
     """
     for tensor in packed:
         if tensor.device.type == "cuda":

@@ -1,14 +1,9 @@
-"""A mixture of experts (Shazeer et al. 2017) in plain torch: rows sorted by expert, or every row through every expert.
-
-The first is less work. In the second no size depends on who goes where, which is what bits that are the same in any
-company need.
-
-The parts of a layer that see each token for itself, for any device and number format.
+"""The layers in plain torch, for any device and number format: the token-wise parts, attention of many rows over the
+cache in groups of segments that are alike, and mixtures of experts (Shazeer et al. 2017).
 
 Sums of norms, angles and scores are float32 whatever the weights are; what goes from part to part has the weights'
-format, as in transformers.
-
-Attention of many rows over the cache, in groups of segments that are alike.
+format, as in transformers. Experts: rows sorted by expert, which is less work, or every row through every expert, where
+no size depends on the choice: that keeps the bits the same in any company.
 """
 
 from __future__ import annotations

@@ -1,9 +1,5 @@
-"""Batches of fixed shape: one token of each row, or a short run, padded to one of few sizes, through the same memory
-each time.
-
-Work of a fixed shape, launched as a CUDA graph when the shape comes again.
-
-torch.compile for the parts of a layer that see each token for itself.
+"""Batches of fixed shape: one token of each row, or a short run, padded to one of few sizes, in the same memory each
+time; their CUDA graphs; and torch.compile for the token-wise parts of a layer.
 """
 
 from __future__ import annotations

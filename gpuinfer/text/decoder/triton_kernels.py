@@ -27,6 +27,34 @@ def joined(total, total_max, total_sum, part, part_max, part_sum):
 
 
 @triton.jit
+def add_parts(
+    total,
+    total_max,
+    total_sum,
+    parts,
+    most,
+    sums,
+    first,
+    end,
+    number,
+    asked,
+    inside,
+    value,
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+):
+    """Add the partial results in slots `first` to before `end` of this tile, in their order, for heads `number`."""
+    tile, tiles = tl.program_id(0).to(tl.int64), tl.num_programs(0)
+    for slot in range(first, end):
+        beside = (slot * tiles + tile) * HEADS + number
+        part = tl.load(parts + beside[:, None] * DIM + value[None, :], mask=inside, other=0.0)
+        part_max = tl.load(most + beside, mask=asked, other=float("-inf"))
+        part_sum = tl.load(sums + beside, mask=asked, other=0.0)
+        total, total_max, total_sum = joined(total, total_max, total_sum, part, part_max, part_sum)
+    return total, total_max, total_sum
+
+
+@triton.jit
 def over(
     asking,  # [QUERIES, WIDTH]
     keys,
@@ -158,12 +186,10 @@ def attend(
         total_max = tl.full([QUERIES], float("-inf"), tl.float32)
         total_sum = tl.zeros([QUERIES], tl.float32)
         if FOLLOWING:
-            for slot in range(tl.load(slots + tile).to(tl.int32)):
-                beside = (slot * tl.num_programs(0) + tile) * HEADS + number
-                part = tl.load(shared + beside[:, None] * DIM + value[None, :], mask=inside, other=0.0)
-                part_max = tl.load(shared_most + beside, mask=asked, other=float("-inf"))
-                part_sum = tl.load(shared_sums + beside, mask=asked, other=0.0)
-                total, total_max, total_sum = joined(total, total_max, total_sum, part, part_max, part_sum)
+            total, total_max, total_sum = add_parts(
+                total, total_max, total_sum, shared, shared_most, shared_sums, 0, tl.load(slots + tile).to(tl.int32),
+                number, asked, inside, value, HEADS, DIM,
+            )  # fmt: skip
         for portion in range(lowest // SPLIT, (reach + SPLIT - 1) // SPLIT):
             low, high = tl.maximum(portion * SPLIT, lowest), tl.minimum(portion * SPLIT + SPLIT, reach)
             part, part_max, part_sum = over(
@@ -264,6 +290,7 @@ def join(
     lowest = 0
     if window > 0:
         lowest = tl.maximum(tl.load(positions + row).to(tl.int32) - window + 1, 0)
+    number = head + tl.arange(0, 1)
     value = tl.arange(0, WIDTH)
     there = value < DIM
     total = tl.zeros([1, WIDTH], tl.float32)
@@ -271,16 +298,14 @@ def join(
     total_sum = tl.zeros([1], tl.float32)
     if FOLLOWING:
         lowest = tl.load(begins + tile).to(tl.int32)
-        for slot in range(tl.load(slots + tile).to(tl.int32)):
-            beside = (slot * tl.num_programs(0) + tile) * HEADS + head + tl.arange(0, 1)
-            part = tl.load(shared + beside[:, None] * DIM + value[None, :], mask=there[None, :], other=0.0)
-            part_max, part_sum = tl.load(shared_most + beside), tl.load(shared_sums + beside)
-            total, total_max, total_sum = joined(total, total_max, total_sum, part, part_max, part_sum)
-    for portion in range(lowest // SPLIT, (seen + SPLIT - 1) // SPLIT):
-        beside = (portion * tl.num_programs(0) + tile) * HEADS + head + tl.arange(0, 1)
-        part = tl.load(parts + beside[:, None] * DIM + value[None, :], mask=there[None, :], other=0.0)
-        part_max, part_sum = tl.load(most + beside), tl.load(sums + beside)
-        total, total_max, total_sum = joined(total, total_max, total_sum, part, part_max, part_sum)
+        total, total_max, total_sum = add_parts(
+            total, total_max, total_sum, shared, shared_most, shared_sums, 0, tl.load(slots + tile).to(tl.int32),
+            number, number >= 0, there[None, :], value, HEADS, DIM,
+        )  # fmt: skip
+    total, total_max, total_sum = add_parts(
+        total, total_max, total_sum, parts, most, sums, lowest // SPLIT, (seen + SPLIT - 1) // SPLIT,
+        number, number >= 0, there[None, :], value, HEADS, DIM,
+    )  # fmt: skip
     total = total / total_sum[:, None]
     place = (row * HEADS + head) * DIM
     tl.store(out + place + value[None, :], total.to(out.dtype.element_ty), mask=there[None, :])

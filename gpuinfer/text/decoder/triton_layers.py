@@ -44,7 +44,7 @@ LEEWAY_HALF, LEEWAY_SINGLE = 0.05, 1e-3  # of the largest value: what rounding e
 
 
 def has_triton() -> bool:
-    """Whether Triton can be imported, as far as can be told without importing it."""
+    """Whether Triton can be imported, without importing it."""
     found = importlib.util.find_spec("triton")
     return found is not None and found.origin is not None  # a folder of that name is something else
 
@@ -53,8 +53,8 @@ Own = TypeVar("Own")
 
 
 def tried_out(make: Callable[[], Own], kernels: str, instead: str) -> Own | None:
-    """What `make` makes: kernels of our own, which it holds against torch's. None, with a warning, where they cannot be
-    had or do not answer alike. Raises what says that memory ran out, or that the device is lost.
+    """The result of `make`: kernels of our own, which it compares with torch's. None, with a warning, where they cannot
+    be compiled or answer differently. Raises errors of memory, and of a lost device.
     """
     try:
         return make()
@@ -109,7 +109,7 @@ class TritonLayers:
     def _further(
         self, layer: Layer, x: Tensor, given: Tensor, batch: StepBatch, product: Callable[..., Tensor]
     ) -> tuple[Tensor, Tensor]:
-        """Two tensors whose sum is what a layer gives."""
+        """Two tensors whose sum is the layer's output."""
         mixed = self.shape.experts is not None and layer.mixture is not None
         if layer.up.weight.shape[0]:
             inner = self.activate(product(given, layer.up, "up"))

@@ -1,13 +1,12 @@
-"""What masks would become and how sure the model is of it: compiled, each position by itself.
+"""Compiled scores of masks: what each would become and how sure the model is of it; and the expected embeddings of
+masks. Each position is computed by itself.
 
 A row of logits is read twice: for its best and worst value, then for the sum of e^(value - best). The second time it
 lies in the processor's cache, even of a vocabulary of 150,000.
 
-The sum leaves the best token out, whose own summand is 1. So what is near 1 is told apart by what is left to 1, which
-float32 has exactly enough: each block of 64 is added up in pairs, in an order that no processor changes, and blocks in
+The sum leaves out the best token, whose summand is 1. A confidence near 1 is then 1 minus a small number, which float32
+holds exactly enough: each block of 64 is added up in pairs, in an order that no processor changes, and blocks in
 float64.
-
-What a model expects at masks, as embeddings: compiled, each mask by itself.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ NOT_NEEDED: NDArray[np.float64] = np.zeros(0)
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """Of each of the n logits of a call; of those that no row asked about nothing is said."""
+    """Scores of the n logits of a call; undefined for logits that no row asked about."""
 
     tokens: NDArray[np.int32]  # [n] what the mask becomes if it is committed; -1 in rows that are `bad`
     confidence: NDArray[np.float64]  # [n] probability of that token, without temperature and filters
@@ -57,8 +57,8 @@ class Scored:
         return units(self._rows[row].positions, CHOICES, self._flat.rows[row])
 
     def logprobs(self, index: int, wanted: int) -> Logprob:
-        """What the model thought of the token at this index of the logits, and of the `wanted` likeliest: before bias,
-        temperature and filters. While the logits are there, so before the next step.
+        """The log-probability of the token at this index of the logits, and of the `wanted` likeliest, before bias,
+        temperature and filters. Only before the next step, which overwrites the logits.
         """
         if self._logits is None or self._sampler is None:
             raise ValueError("these scores are of no call")
@@ -112,11 +112,11 @@ class Scorer:
         else:
             torch_scores.score_rows(logits, flat, self._mask, out, self._uploads)
         tokens, confidence, margin, entropy = out
-        told = margin if "margin" in needs else None, entropy if "entropy" in needs else None
-        return Scored(tokens, confidence, *told, bad_of(tokens, flat), rows, flat, logits, self._sampler)
+        found = margin if "margin" in needs else None, entropy if "entropy" in needs else None
+        return Scored(tokens, confidence, *found, bad_of(tokens, flat), rows, flat, logits, self._sampler)
 
     def close(self) -> None:
-        """Let go of threads."""
+        """Free threads."""
         self._lanes.close()
         self._sampler.close()
 
@@ -177,7 +177,7 @@ class Blender:
         return found
 
     def close(self) -> None:
-        """Let go of threads."""
+        """Free threads."""
         self._lanes.close()
 
     def _compiled(self, logits: Tensor, places: NDArray[np.int64], embedding: Tensor) -> NDArray[np.float32]:

@@ -1,14 +1,12 @@
-"""Rows of which a few tokens alone may come: only these are looked at, in a row of their own.
+"""Compiled sampling: one token for each row of logits, and log-probabilities of one token of each row and of the row's
+likeliest.
 
-All that a draw goes by is the order of the tokens, their values, and sums of whole numbers: without the tokens that may
-not come, which weigh nothing, it is the same draw, to the bit.
+Where few tokens are allowed in a row, only these are looked at, in a row of their own. A draw depends on the order of
+the tokens, their values, and sums of whole numbers: without the forbidden tokens, which weigh nothing, it is the same
+draw to the bit.
 
-One token for each row of logits: the compiled way from end to end.
-
-Random numbers from a counter: Philox4x32-10 (Salmon, Moraes, Dror, Shaw 2011, Parallel random numbers: as easy as
+Random numbers come from a counter: Philox4x32-10 (Salmon, Moraes, Dror, Shaw 2011, Parallel random numbers: as easy as
 1, 2, 3). A number depends on (seed, key, sample, position) alone, so a row draws the same in any company.
-
-Log-probabilities of one token of each row, and of the row's likeliest.
 """
 
 from __future__ import annotations

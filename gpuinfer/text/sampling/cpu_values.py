@@ -1,19 +1,14 @@
-"""A row of logits as compiled code sees it: values in a total order, and weights that add up exactly.
+"""A row of logits as compiled code reads it: values in a total order, and weights that add up exactly; the edits of
+single logits (bias, penalties, forbidden tokens), and top-k, top-p and min-p.
 
 Order: a float32 as an int32 key that sorts alike, before the token's number, lowest first, in one int64. So no two
-tokens of a row are equal, and every filter keeps the tokens from some order upwards.
+tokens of a row are equal, and each of the three filters keeps the tokens from some order upwards.
 
 Weights: e^((logit - best) / temperature) in units of 2^-40, int64. Sums of whole numbers do not depend on the order of
 adding, so they are the same bits on every device and in every grouping.
 
-What changes single logits before a token is drawn: bias, penalties, tokens that may not come.
-
-Top-k, top-p and min-p as one threshold: all three keep the tokens of a row from some order upwards.
-
-Tokens are counted and weighed by buckets of equal width in the exponent; only the bucket in which a limit falls is
-looked at token by token. What lies below the last bucket has no weight, so it is never drawn.
-
-The k-th of many, or the first so many per cent of them, without sorting them.
+Limits are found without sorting: tokens are counted and weighed by buckets of equal width in the exponent, and only the
+bucket of the limit is looked at token by token. Tokens below the last bucket have no weight and are never drawn.
 """
 
 from __future__ import annotations

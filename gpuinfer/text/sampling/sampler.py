@@ -167,12 +167,12 @@ class Sampler:
         return logprobs_of(described, chosen, each)
 
     def close(self) -> None:
-        """Let go of threads."""
+        """Free threads."""
         self._path.close()
 
 
 def logprobs_of(described: Described, chosen: NDArray[np.int32], wanted: NDArray[Any]) -> list[Logprob]:
-    """Of each row, of which `wanted` of the likeliest are told."""
+    """Log-probabilities of each row, with `wanted` of its likeliest tokens."""
     ranks, logprobs, likeliest = described
     columns = (chosen, ranks, logprobs, likeliest, wanted)
     return [logprob_of(*row) for row in zip(*(column.tolist() for column in columns), strict=True)]

@@ -1,8 +1,7 @@
-"""What is known of each slot: one record of numbers, and lists of tokens for the slots that have any.
+"""Settings of sampling by slot: one record of numbers each, and lists of tokens for the slots that have any; and the
+check of a request's settings before it takes a slot.
 
 The lists are as long as a slot's own tokens: a matrix [slots, vocabulary] would be the largest thing in memory.
-
-What may be asked of an answer. All of it is said before a slot is taken, and every list has a bound.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""From logits to tokens in torch operations: for CUDA devices, and a second opinion on the compiled kernels.
+"""From logits to tokens in torch operations: for CUDA devices, and to check the compiled kernels.
 
-All rows of a call go through the same operations, whatever each of them wants: how many there are depends on the
-options that occur, and not on the rows. The host sends what the rows want in one copy, and waits for the device once.
+All rows of a call go through the same operations: their number depends on the options that occur, not on the rows. The
+host sends all settings in one copy, and waits for the device once.
 
 Values in a total order and weights in whole numbers, as `cpu_values` describes them and to the same bits: no result
 depends on how a device groups its sums, nor on the other rows of a call.

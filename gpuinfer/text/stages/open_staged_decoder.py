@@ -76,7 +76,7 @@ FILLED = 2  # micro-batches of a step for each stage: 2 s / (3 s - 1) of the tim
 
 
 class StageTuning(CutOptions, Protocol):
-    """How the user wants it cut and run."""
+    """The user's options of cutting and running."""
 
     @property
     def threads(self) -> int | None: ...
@@ -105,7 +105,7 @@ class PortionSettings:
 
 @dataclass(frozen=True)
 class TextCut:
-    """Which layers of a model of text are whose, and on how many threads of a CPU."""
+    """The layers of each stage of a text model, and its threads on a CPU."""
 
     places: Sequence[torch.device]  # of each stage
     split: Split
@@ -115,7 +115,7 @@ class TextCut:
 
 
 def places_for(checkpoint: Checkpoint, setup: Setup, tuning: CutOptions) -> list[torch.device]:
-    """Of each stage. Raises `UsageError` for a model that cannot be cut in so many."""
+    """Of each stage. Raises `UsageError` for a model that cannot be cut into so many."""
     if not checkpoint.shape.layers:
         raise UsageError(f"{called(checkpoint.name)} has no layers to cut. Leave -B parallel out.")
     return places_of(tuning, resolve_devices(setup.devices), checkpoint.shape.layers, checkpoint.name)
@@ -163,7 +163,7 @@ def open_in_stages(
 ) -> tuple[StagedDecoder, Sizing]:
     """As `decoder.open_sized`, on `setup.devices`. `lane` gives a lane of the ledger for each stage.
 
-    Raises `UsageError` when it cannot be cut so, or does not fit.
+    Raises `UsageError` when the model cannot be cut so, or does not fit.
     """
     shape = checkpoint.shape
     places = places_for(checkpoint, setup, tuning)
@@ -293,7 +293,7 @@ def _stages(
 
 
 def _as_it_is(value: Any) -> Any:
-    """The first stage's step comes from no other stage."""
+    """The first stage's step, which comes from no other stage."""
     return value
 
 

@@ -167,11 +167,11 @@ class PortionDecoder(Decoder, Protocol):
     """A decoder of a `Portion` that can also stop before the head."""
 
     def hidden(self, step: Step) -> Tensor:
-        """What the last layer gives of each token, [tokens, hidden], in memory that is nobody else's."""
+        """What the last layer gives of each token, [tokens, hidden], in memory of its own."""
         ...
 
     def empty(self) -> None:
-        """Forget what all pages hold; all of the cache is resident from then on."""
+        """Clear all pages; all of the cache is resident from then on."""
         ...
 
 
@@ -218,8 +218,8 @@ class StagedDecoder:
     """`step.Decoder` over `pipeline`, whose stages call `PortionSegment`s of these portions and decoders.
 
     `cutter` cuts steps into micro-batches; with `alone` one enters only once the one before it is through. All that is
-    done to the stages' decoders is done in their threads, behind the micro-batches that came before it. `told` is what
-    `reading` says beside the counters, `in_force` the values of options that it came to.
+    done to the stages' decoders is done in their threads, behind the micro-batches that came before it. `described` is
+    what `reading` has beside the counters, `in_force` the values of options in force.
     """
 
     def __init__(
@@ -230,7 +230,7 @@ class StagedDecoder:
         pipeline: Pipeline,
         cutter: MicroBatchCutter,
         alone: bool = False,
-        told: Callable[[], Mapping[str, Any]] = dict,
+        described: Callable[[], Mapping[str, Any]] = dict,
         in_force: Mapping[str, int] = MappingProxyType({}),
     ) -> None:
         self.in_force = in_force
@@ -239,7 +239,7 @@ class StagedDecoder:
         self.device, self.computes_in = decoders[-1].device, decoders[-1].computes_in
         self.reads_drawn = False  # each stage's work is waited for
         self._portions, self._decoders, self._pipeline = portions, decoders, pipeline
-        self._cutter, self._alone, self._told = cutter, alone, told
+        self._cutter, self._alone, self._described = cutter, alone, described
         self._room = torch.empty((0, shape.vocabulary))
 
     def forward(self, step: Step) -> Tensor:
@@ -257,7 +257,7 @@ class StagedDecoder:
         self._on_each(lambda number, decoder: decoder.copy_pages(sources, targets))
 
     def empty(self) -> None:
-        """Forget what all pages hold; all of the cache is resident from then on."""
+        """Clear all pages; all of the cache is resident from then on."""
         self._on_each(lambda number, decoder: decoder.empty())
 
     def embedding(self) -> Tensor:
@@ -302,7 +302,7 @@ class StagedDecoder:
 
     def reading(self) -> Mapping[str, Any]:
         """Of `Backend.device`: the devices, how the model is cut, and what went through the stages."""
-        return {**self._told(), "stages": self._pipeline.counts()}
+        return {**self._described(), "stages": self._pipeline.counts()}
 
     def use(self, threads: int) -> None:
         """Stages have cores of their own."""
