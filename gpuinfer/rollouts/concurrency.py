@@ -10,10 +10,13 @@ import math
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from gpuinfer.errors import Closed
 from gpuinfer.rollouts.agent import RolloutCounts
+
+if TYPE_CHECKING:
+    from gpuinfer.rollouts.training import Training
 
 CARRIED = 0.5  # of all prompt tokens, what was said before: from there on conversations count
 KEPT, LOST = 0.9, 0.7  # of what was said before, what is found again: there may be more; there were too many
@@ -136,54 +139,35 @@ class ConcurrencyController:
         return self.counts.carried_tokens - self._judged[1], self.counts.kept_tokens - self._judged[2]
 
 
-class Admission(Protocol):
-    """What else may keep a group from being begun: the capacity rule of a trainer."""
-
-    async def admitted(self) -> None: ...
-    def started(self) -> None: ...
-    def accepted(self) -> None: ...
-    def failed(self) -> None: ...
-
-
-class OpenAdmission:
-    """A gate that keeps nobody."""
-
-    async def admitted(self) -> None:
-        pass
-
-    def started(self) -> None:
-        pass
-
-    def accepted(self) -> None:
-        pass
-
-    def failed(self) -> None:
-        pass
-
-
 class GroupFeed:
-    """Gives out numbers of groups: while fewer than `limit` are under way, or, without one, whenever there is room in
-    the crowd for one more game.
+    """Gives out numbers of groups: while fewer than `limit` are under way, or, without a limit, whenever the controller
+    has room for one more game; with a training, when its rule of capacity admits one more.
     """
 
     def __init__(
-        self, numbers: Iterable[int], gate: Admission, crowd: ConcurrencyController, limit: int | None = None
+        self,
+        numbers: Iterable[int],
+        crowd: ConcurrencyController,
+        limit: int | None = None,
+        training: Training | None = None,
     ) -> None:
-        self._numbers, self._gate, self._crowd, self._limit = numbers, gate, crowd, limit
+        self._numbers, self._crowd, self._limit, self._training = numbers, crowd, limit, training
         self.under_way = 0  # groups that have been begun and are not over
         self._change = asyncio.Event()
         crowd.changed = self._change.set
 
     async def __aiter__(self) -> AsyncIterator[int]:
         for number in self._numbers:
-            try:
-                await self._gate.admitted()
-            except Closed:  # nobody wants more
-                return
+            if self._training is not None:
+                try:
+                    await self._training.admitted()
+                except Closed:  # the trainer wants no more
+                    return
             while not self._room:
                 self._change.clear()
                 await self._change.wait()
-            self._gate.started()
+            if self._training is not None:
+                self._training.started()
             self.under_way += 1
             yield number
 

@@ -6,96 +6,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import Protocol
 
-from gpuinfer.rollouts.concurrency import Admission, GroupFeed
+from gpuinfer.rollouts.concurrency import GroupFeed
+from gpuinfer.rollouts.files import Writer
 from gpuinfer.rollouts.gameplay import GroupPlayer
 from gpuinfer.rollouts.record import Group
-
-
-class GroupKeeper(Protocol):
-    """Keeps each group once. `done`: the numbers of those that an earlier run has kept."""
-
-    @property
-    def done(self) -> frozenset[int]: ...
-    async def add(self, group: Group) -> None: ...
-    async def flush(self) -> None: ...
-    async def close(self) -> None: ...
-
-
-class NullKeeper:
-    """Without `--out`."""
-
-    done: frozenset[int] = frozenset()
-
-    async def add(self, group: Group) -> None:
-        pass
-
-    async def flush(self) -> None:
-        pass
-
-    async def close(self) -> None:
-        pass
-
-
-class Reference(Protocol):
-    """Adds what the reference thinks of a group's tokens."""
-
-    inline: bool  # a group keeps its place until that is done
-
-    async def admit(self) -> None:
-        """Wait until one more group may be added."""
-        ...
-
-    async def add(self, group: Group) -> Group: ...
-    @property
-    def seconds(self) -> float:
-        """For so long any group has waited for it, until now."""
-        ...
-
-
-class Trainer(Protocol):
-    """The other end: takes groups, and gives weights."""
-
-    async def put(self, group: Group) -> None: ...
-    async def run(self) -> None:
-        """Until it has all that it is going to get."""
-        ...
-
-    def all_begun(self) -> None:
-        """No more groups will be begun."""
-        ...
-
-    def end(self) -> None:
-        """No more groups will come."""
-        ...
-
-
-class NoReference:
-    inline = False
-    seconds = 0.0
-
-    async def admit(self) -> None:
-        pass
-
-    async def add(self, group: Group) -> Group:
-        return group
-
-
-class NoTrainer:
-    """Takes everything, and wants nothing of it."""
-
-    async def put(self, group: Group) -> None:
-        pass
-
-    async def run(self) -> None:
-        pass
-
-    def all_begun(self) -> None:
-        pass
-
-    def end(self) -> None:
-        pass
+from gpuinfer.rollouts.reference_model import ReferenceModel
+from gpuinfer.rollouts.training import Training
 
 
 class RolloutTally:
@@ -125,49 +42,58 @@ class RolloutTally:
 
 
 class RolloutLoop:
-    """Everything between a group's number and the trainer."""
+    """Everything between a group's number and the trainer; what is None is left out."""
 
     def __init__(
         self,
         feed: GroupFeed,
-        gate: Admission,
         player: GroupPlayer,
-        reference: Reference,
-        keeper: GroupKeeper,
-        trainer: Trainer,
+        *,
+        reference: ReferenceModel | None = None,
+        keeper: Writer | None = None,
+        training: Training | None = None,
     ) -> None:
-        self._feed, self._gate, self._player = feed, gate, player
-        self._reference, self._keeper, self._trainer = reference, keeper, trainer
-        self.tally = RolloutTally(len(keeper.done))
+        self._feed, self._player = feed, player
+        self._reference, self._keeper, self._training = reference, keeper, training
+        self.tally = RolloutTally(0 if keeper is None else len(keeper.done))
 
     async def run(self) -> None:
         """Until every group is where it belongs. Raises, as an exception group, when the work cannot go on."""
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._trainer.run())
+            if self._training is not None:
+                tasks.create_task(self._training.run())
             async with asyncio.TaskGroup() as groups:
                 async for number in self._feed:
                     groups.create_task(self._one(number))
-                self._trainer.all_begun()
-            await self._keeper.flush()
-            self._trainer.end()
+                if self._training is not None:
+                    self._training.all_begun()
+            if self._keeper is not None:
+                await self._keeper.flush()
+            if self._training is not None:
+                self._training.end()
 
     async def _one(self, number: int) -> None:
+        reference, training = self._reference, self._training
+        inline = reference is not None and reference.inline
         try:
             group = await self._player.play(number)
-            await self._reference.admit()
-            if self._reference.inline:
-                group = await self._reference.add(group)
+            if reference is not None:
+                await reference.admit()
+                group = await reference.add(group) if inline else group
         except BaseException:
-            self._gate.failed()
+            if training is not None:
+                training.failed()
             raise
         finally:
             self._feed.finished()
-        if not self._reference.inline:
-            group = await self._reference.add(group)
-        await self._keeper.add(group)
-        self.tally.add(group, self._reference.inline)
-        self._gate.accepted()
-        await self._trainer.put(group)
+        if reference is not None and not inline:
+            group = await reference.add(group)
+        if self._keeper is not None:
+            await self._keeper.add(group)
+        self.tally.add(group, inline)
+        if training is not None:
+            training.accepted()
+            await training.put(group)
 
 
 def report_facts(tally: RolloutTally, player: GroupPlayer, limit: int | None) -> dict[str, float]:

@@ -31,22 +31,47 @@ class Trained(Struct, frozen=True, kw_only=True):
     metrics: Mapping[str, float] = {}  # the trainer's own, such as its loss: they stand in the step's record
 
 
-class Consumer(Protocol):
-    """A trainer, in this process or behind a line. Its methods are called in turns, never both at once."""
+class HandoffTraining(Protocol):
+    """The part of a run's training that its trainer uses."""
+
+    version: int
+    step: int
+
+    async def update(self, version: int, weights: str | None = None, adapter: str | None = None) -> None: ...
+    def facts(self) -> dict[str, float]: ...
+    def too_old(self, groups: Sequence[Group]) -> list[Group]: ...
+    @property
+    def starved_of(self) -> str: ...
+
+
+class Consumer:
+    """A trainer, in this process or in another. `asks` and `train` are called in turns, never both at once."""
+
+    async def meet(self, training: HandoffTraining) -> None:
+        """The run is ready, and this is its training. Called once, before anything else. Raises `UsageError`."""
 
     async def asks(self) -> int | None:
-        """Wait until it wants a batch; of how many groups. None: it wants no more.
+        """Wait until the trainer wants a batch; of how many groups. None: the trainer wants no more.
 
-        From the return on, until the batch is there, it waits for rollouts.
+        From the return on, until the batch is there, the trainer waits for rollouts.
         """
-        ...
+        raise NotImplementedError
 
     async def train(self, groups: Sequence[Group], step: int) -> Trained:
-        """Train on them, and say what came of it. Fewer groups than were asked for are the last ones."""
-        ...
+        """Train on them, and return what came of it. Fewer groups than were asked for are the last ones."""
+        raise NotImplementedError
+
+    async def drain(self) -> None:
+        """No more batches will come: wait until the trainer can have heard of it."""
+
+    def end(self) -> None:
+        """No more batches will come."""
+
+    async def close(self) -> None:
+        """The run is over."""
 
 
-class SimulatedTrainer:
+class SimulatedTrainer(Consumer):
     """Takes its time and learns nothing: each step makes another version, and no weights, unless it is given some.
 
     With `weights` each step hands over the same ones under its new version: what a swap costs is then real.
@@ -99,21 +124,8 @@ class UnknownBatch(ValueError):
     """A batch that never was, or that somebody else has been given since."""
 
 
-class HandoffTraining(Protocol):
-    """Of a run's training, what its trainer asks."""
-
-    version: int
-    step: int
-
-    async def update(self, version: int, weights: str | None = None, adapter: str | None = None) -> None: ...
-    def facts(self) -> dict[str, float]: ...
-    def too_old(self, groups: Sequence[Group]) -> list[Group]: ...
-    @property
-    def starved_of(self) -> str: ...
-
-
-class BatchHandoff:
-    """A `Consumer` on the side of the run; on the trainer's `want`, `next` and `done`.
+class BatchHandoff(Consumer):
+    """A consumer on the side of the run; on the trainer's side `want`, `next` and `done`.
 
     One batch is out at a time. Until it is told of as done it is given to whoever comes: so a trainer that dies loses
     nothing, and one that did not hear the answer asks again. All methods belong to one event loop.
@@ -133,9 +145,8 @@ class BatchHandoff:
 
     # The run's side
 
-    async def meet(self, trains: HandoffTraining) -> None:
-        """The run is ready, and this is its training. Called once, before anything else of this side."""
-        self.trains, self.last = trains, trains.step  # of a run that is gone on with, batches are counted on
+    async def meet(self, training: HandoffTraining) -> None:
+        self.trains, self.last = training, training.step  # of a run that is gone on with, batches are counted on
 
     async def asks(self) -> int | None:
         while self.wanted is None and not self._left:
@@ -186,7 +197,7 @@ class BatchHandoff:
         logprobs: Mapping[str, Sequence[Sequence[float]]] | None = None,
         metrics: Mapping[str, float] | None = None,
     ) -> None:
-        """That batch is trained on. Said twice it means nothing more. Raises `NotGiven` for one that never was."""
+        """That batch is trained on. Said twice it means nothing more. Raises `UnknownBatch` for one that never was."""
         if number > self.last or number < 1:
             raise UnknownBatch(f"batch {number} was never given: the newest is {self.last}.")
         if self.batch is None or self._trained is None or self.batch.number != number or self._trained.done():

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
@@ -99,6 +100,8 @@ def encode_response(exchange: Exchange, said: Any) -> tuple[bytes, str]:
     return msgspec.json.encode(said), JSON
 
 
+log = logging.getLogger(__name__)
+
 MOST_WAIT_S = 60.0  # of one request: a trainer asks again
 LAST_S = 10.0  # at the end, for the trainer to hear that it is over
 HERE = ("127.0.0.1", "::1", "localhost")
@@ -157,21 +160,22 @@ class TrainerServer(BatchHandoff):
         self._told_over = asyncio.Event()
         self.port = 0
 
-    async def meet(self, trains: HandoffTraining) -> None:
+    async def meet(self, training: HandoffTraining) -> None:
         """Listen from now on. Raises `UsageError` for an address that cannot be had."""
-        await super().meet(trains)
+        await super().meet(training)
         paths = RouteTable(self.routes(), self._plan.access())
         self._server = HttpServer(paths, quick=paths.quick)
         self.port = await self._server.listen(self._plan.host, self._plan.port)
         self._heard = time.monotonic()
+        log.warning("a trainer can take groups at %s/v1/rollouts", self.url)
 
     @property
     def url(self) -> str:
         host = f"[{self._plan.host}]" if ":" in self._plan.host else self._plan.host
         return f"http://{host}:{self.port}"
 
-    async def over_and_out(self) -> None:
-        """Nothing more will come: a trainer that has been there has a moment to ask, and be told."""
+    async def drain(self) -> None:
+        """A trainer that has been there has a moment to ask, and be told."""
         self.end()
         if self._taken:
             with contextlib.suppress(TimeoutError):
@@ -308,7 +312,7 @@ class TrainerServer(BatchHandoff):
             self.done(done, logprobs=said.logprobs, metrics=said.metrics)
 
     def _check(self, said: BatchReport, done: int | None) -> None:
-        """Raises `NotGiven`, and `UsageError` for log-probabilities of other tokens."""
+        """Raises `UnknownBatch`, and `UsageError` for log-probabilities of other tokens."""
         if done is not None and done > self.last:
             raise UnknownBatch(f"batch {done} was never given: the newest is {self.last}. Ask without it.")
         if said.logprobs and self.batch is not None:

@@ -5,23 +5,26 @@ recorded, from what was measured and what the engine has counted.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 
 import msgspec
 
 from gpuinfer.api import Infer
 from gpuinfer.errors import Closed, UsageError
-from gpuinfer.rollouts import kl
+from gpuinfer.rollouts import files, kl
 from gpuinfer.rollouts.buffer import Capacity, CapacityGate, GroupBuffer
-from gpuinfer.rollouts.meter import EngineCounts, RolloutMeter
+from gpuinfer.rollouts.meter import EngineCounts, MeteredInfer, RolloutMeter
 from gpuinfer.rollouts.record import Group, version_lags, version_name
-from gpuinfer.rollouts.steps import Handed, StepRecord, StepsFile
+from gpuinfer.rollouts.steps import Handed, StepRecord, StepsFile, stall_of
 from gpuinfer.rollouts.trainer import Consumer, Trained, facts_of
 
-StepJudge = Callable[[StepRecord], StepRecord]
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,16 +48,16 @@ class EndedStep:
 
 
 class StepRecorder:
-    """One run's. A step is told while the next one is under way already: asking a far engine may take a while.
+    """Records the steps of one run. A step is recorded while the next one is under way: asking a far engine takes time.
 
-    `judge` completes each record with its verdict.
+    `depth`: batches that may be played ahead of the trainer, for the verdict on each step.
     """
 
     def __init__(
-        self, infer: Infer, meter: RolloutMeter, controller: kl.AdaptiveKl, steps: StepsFile | None, judge: StepJudge
+        self, infer: Infer, meter: RolloutMeter, controller: kl.AdaptiveKl, steps: StepsFile | None, depth: float
     ) -> None:
         self.meter, self.controller, self.totals = meter, controller, StepTotals()
-        self._infer, self._steps, self._judge = infer, steps, judge
+        self._infer, self._steps, self._depth = infer, steps, depth
         self._ready: dict[int, float] = {}  # group's number → when it came
         self._began = self._ended = time.monotonic()
         self._engine = EngineCounts()
@@ -134,7 +137,8 @@ class StepRecorder:
         counted = EngineCounts.of(await self._infer.counted())
         engine, self._engine = counted.since(self._engine), counted
         found = engine_fields(engine, measured, record.wall_s, engine.slots or slots_of(self._infer))
-        record = self._judge(msgspec.structs.replace(record, **found))
+        record = msgspec.structs.replace(record, **found)
+        record = msgspec.structs.replace(record, verdict=stall_of(record, self._depth).plain())
         self.totals.add(record)
         if self._steps is not None:
             self._steps.add(record)
@@ -296,41 +300,44 @@ class TrainingPlan:
 
 
 class Training:
-    """One run's. All methods belong to its event loop.
-
-    `judge` completes each step's record with its verdict.
+    """The training of one run: the gate before each group, the buffer, and the trainer. All methods belong to the run's
+    event loop.
     """
 
-    def __init__(
-        self,
-        infer: Infer,
-        consumer: Consumer,
-        plan: TrainingPlan,
-        meter: RolloutMeter,
-        steps: StepsFile | None = None,
-        judge: StepJudge = lambda record: record,
-    ) -> None:
+    def __init__(self, infer: Infer, consumer: Consumer, plan: TrainingPlan, steps: StepsFile | None = None) -> None:
         plan.check()
-        self.plan, self.meter, self.consumer = plan, meter, consumer
+        self.plan, self.consumer = plan, consumer
         self.version, self.step = plan.version, plan.step
+        self.meter = RolloutMeter()
+        self.infer = cast(Infer, MeteredInfer(infer, self.meter, self.asked_with))  # to be asked in `infer`'s place
         self.gate = CapacityGate(
             Capacity(concurrency=plan.concurrency, batch=plan.batch, staleness=plan.staleness, first=plan.version)
         )
         self.buffer = GroupBuffer(plan.depth, plan.prefill, plan.staleness, plan.version, on_drop=self._drop)
         self.controller = kl.AdaptiveKl(plan.kl_target, plan.kl_coefficient, plan.kl_horizon)
-        self.books = StepRecorder(infer, meter, self.controller, steps, judge)
-        self.first = asyncio.Event()  # what goes to the trainer before anything new has been put
-        self.first.set()
-        self._infer = infer
-        self._gone = set[int]()  # of the batch that is out
+        depth = min(plan.depth / plan.batch, plan.staleness)
+        self.recorder = StepRecorder(infer, self.meter, self.controller, steps, depth)
         self.weights: Handed | None = None  # that the backend has been given last
+        self._infer, self._steps = infer, steps
+        self._again: Iterator[Group] = iter(())  # groups of an earlier run that no step has had
+        self._given_again = asyncio.Event()
+        self._ended = False  # no more groups will be played
+        self._gone = set[int]()  # of the batch that is out
         self._updating = asyncio.Lock()
+
+    def go_on(self, folder: Path | None, done: frozenset[int]) -> None:
+        """These groups are in the folder already: those that no recorded step has had go to the trainer first."""
+        if folder is None or self._steps is None or not done:
+            return
+        if left := done - {number for record in self._steps.before for number in record.numbers}:
+            self._again = (group for group in files.read(folder) if group.number in left)
+            log.warning("%d groups of %s that nobody has trained on go to the trainer first.", len(left), folder)
 
     # The gate of the loop
 
     async def admitted(self) -> None:
         with self.meter.gated.during():
-            await self.first.wait()
+            await self._given_again.wait()
             await self.gate.admitted()
 
     def started(self) -> None:
@@ -349,43 +356,59 @@ class Training:
 
     async def put(self, group: Group) -> None:
         """Wait for room in the buffer. When the trainer has left, nobody wants it."""
-        self.books.came(group)
+        self.recorder.came(group)
         try:
             await self.buffer.put(group)
         except Closed:
-            self.books.went(group)
-
-    async def put_again(self, group: Group) -> None:
-        """One that an earlier run has played, and nobody has trained on; it counts as if this run had."""
-        await self.gate.admitted()
-        self.gate.started()
-        self.gate.accepted()
-        await self.put(group)
+            self.recorder.went(group)
 
     def all_begun(self) -> None:
         """No more groups will be begun."""
-        self.books.all_begun()
+        self.recorder.all_begun()
 
     def end(self) -> None:
-        """No more groups will come."""
-        self.buffer.end()
+        """No more groups will come from play."""
+        self._ended = True
+        if self._given_again.is_set():
+            self.buffer.end()
 
     def close(self) -> None:
         """Nothing is admitted, put or taken any more."""
-        self.first.set()
+        self._given_again.set()
         self.gate.close()
         self.buffer.close()
 
     async def run(self) -> None:
-        """Step after step, until there are no more groups or the trainer wants none. Raises what the trainer does."""
-        await self.books.open()
+        """Step after step, until there are no more groups or the trainer wants none. Raises what the trainer does, as
+        an exception group.
+        """
         try:
-            while await self._one_step():
-                pass
-            await self.books.close()
+            async with asyncio.TaskGroup() as tasks:
+                giving = tasks.create_task(self._give_again())
+                try:
+                    await self.recorder.open()
+                    while await self._one_step():
+                        pass
+                    await self.recorder.close()
+                finally:
+                    self.recorder.abandon()
+                    self.close()
+                giving.cancel()
+            await self.consumer.drain()
         finally:
-            self.books.abandon()
-            self.close()
+            self.consumer.end()
+
+    async def _give_again(self) -> None:
+        """Groups of an earlier run count as if this run had played them."""
+        with contextlib.suppress(Closed):
+            while (group := await asyncio.to_thread(next, self._again, None)) is not None:
+                await self.gate.admitted()
+                self.gate.started()
+                self.gate.accepted()
+                await self.put(group)
+        self._given_again.set()
+        if self._ended:
+            self.buffer.end()
 
     async def _one_step(self) -> bool:
         """Whether there was one."""
@@ -396,17 +419,17 @@ class Training:
         groups = await self.buffer.take(wanted)
         if not groups:
             return False
-        taken, version, loaded_s = time.monotonic(), self.version, self.books.loading_s
+        taken, version, loaded_s = time.monotonic(), self.version, self.recorder.loading_s
         try:
             trained = await self.consumer.train(groups, self.step)
         except Closed:  # it has left with them
             return False
-        done, loading_s = time.monotonic(), self.books.loading_s - loaded_s
+        done, loading_s = time.monotonic(), self.recorder.loading_s - loaded_s
         groups = [group for group in groups if group.number not in self._gone]
         self._gone.clear()
         if trained.version > self.version:
             await self.update(trained.version, trained.weights, trained.adapter)
-        await self.books.ended(
+        await self.recorder.ended(
             EndedStep(
                 number=self.step,
                 version=version,
@@ -445,7 +468,7 @@ class Training:
             if weights is not None:
                 began = time.monotonic()
                 await self._infer.update(version_name(version), weights, adapter=adapter, drain=False)
-                self.books.loaded(time.monotonic() - began)
+                self.recorder.loaded(time.monotonic() - began)
                 self.weights = Handed(version=version, weights=weights, adapter=adapter)
             self.version = version
             self.gate.advance(version)
@@ -484,7 +507,7 @@ class Training:
 
     def _drop(self, group: Group) -> None:
         """It was too old for the trainer; another is begun in its place."""
-        self.books.went(group)
+        self.recorder.went(group)
         self.gate.dropped()
 
     # What it says
@@ -492,7 +515,7 @@ class Training:
     def facts(self) -> dict[str, float]:
         """For the report: totals of all steps, and where the buffer is now."""
         return {
-            **self.books.totals.facts(),
+            **self.recorder.totals.facts(),
             "buffer_depth": self.plan.depth,
             "buffer_batch": self.plan.batch,
             "buffer_waiting": len(self.buffer),

@@ -1,14 +1,13 @@
 """Which games are let in: told with a toy of a game that asks, is answered and goes on."""
 
 import asyncio
-import contextlib
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from gpuinfer.rollouts.agent import RolloutCounts
-from gpuinfer.rollouts.concurrency import ConcurrencyController, GroupFeed, OpenAdmission
+from gpuinfer.rollouts.concurrency import ConcurrencyController
 
 
 class Games:
@@ -132,34 +131,3 @@ def test_whoever_comes_gets_a_place_in_turn_and_nobody_waits_before_an_empty_tab
 
     if any(move == "come" for move, _ in moves):
         played(play, slots, agents)
-
-
-def fed(groups, limit, slots):
-    """How many groups are begun before any is over."""
-
-    async def run():
-        crowd = ConcurrencyController(RolloutCounts(), slots)
-        feed, begun = GroupFeed(iter(range(groups)), OpenAdmission(), crowd, limit), []
-
-        async def begin():
-            async for number in feed:
-                begun.append(number)
-                tasks.append(asyncio.create_task(one(crowd)))
-                await asyncio.sleep(0)
-
-        async def one(crowd):
-            async with crowd.place() as place:
-                crowd.seated(place, 1)
-                crowd.counts.ask(1)
-                crowd.asking(place)
-                await asyncio.Event().wait()
-
-        tasks = [asyncio.create_task(begin())]
-        await settled()
-        for task in tasks:
-            task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await asyncio.wait(tasks)
-        return len(begun)
-
-    return asyncio.run(run())

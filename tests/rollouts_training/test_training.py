@@ -12,10 +12,9 @@ from played import group, trajectory, turn
 
 from gpuinfer.api import Infer, Limits
 from gpuinfer.errors import UsageError
-from gpuinfer.rollouts.meter import RolloutMeter
 from gpuinfer.rollouts.record import Game, Group
 from gpuinfer.rollouts.steps import StepsFile, read_steps
-from gpuinfer.rollouts.trainer import SimulatedTrainer, Trained
+from gpuinfer.rollouts.trainer import Consumer, SimulatedTrainer, Trained
 from gpuinfer.rollouts.training import Training, TrainingPlan
 
 PATIENCE_S = 60.0
@@ -78,7 +77,7 @@ async def whole(side, numbers, made=None):
 
 
 def made_side(consumer, plan=None, steps=None, infer=None):
-    return Training(infer or Weights(), consumer, plan or TrainingPlan(), RolloutMeter(), steps)
+    return Training(infer or Weights(), consumer, plan or TrainingPlan(), steps)
 
 
 def test_every_group_is_trained_on_and_every_step_told(tmp_path):
@@ -121,7 +120,7 @@ def test_weights_are_handed_to_the_backend_and_answers_under_way_go_on():
 def test_what_is_too_old_is_dropped_counted_and_played_again_in_its_place():
     """A trainer that counts three versions while groups of the first wait: those go, and others come."""
 
-    class Leaping:
+    class Leaping(Consumer):
         def __init__(self):
             self.version = 0
 
@@ -231,7 +230,7 @@ def test_any_plan_comes_to_its_end_with_every_group_trained_or_dropped(
         facts = side.facts()
         assert facts["trained_groups"] + facts["groups_dropped"] == groups
         assert facts["staleness_max"] <= plan.staleness
-        assert not side.books._ready
+        assert not side.recorder._ready
         capacity = side.gate.capacity
         assert (capacity.running, capacity.accepted) == (0, facts["trained_groups"])
 

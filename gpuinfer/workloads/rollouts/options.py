@@ -15,6 +15,9 @@ from gpuinfer import api
 from gpuinfer.errors import UsageError
 from gpuinfer.generation import MOST_TEMPERATURE
 from gpuinfer.rollouts.agent import POLICY
+from gpuinfer.rollouts.steps import StepRecord
+from gpuinfer.rollouts.trainer_server import TrainerServerPlan
+from gpuinfer.rollouts.training import TrainingPlan
 from gpuinfer.serving.openai.model_options import (
     REPEATABLE,
     ModelOptions,
@@ -190,3 +193,33 @@ def _temperature(role: str, said: str) -> float:
             f"--role-temperature {role}={said}: no temperature. Give a number from 0 to {MOST_TEMPERATURE:g}."
         )
     return number
+
+
+def check_training(own: TrainingOptions) -> None:
+    """Raises `UsageError` for flags that do not go together, before anything is started."""
+    if own.listen is not None and own.trainer_seconds is not None:
+        raise UsageError("--listen waits for a trainer and --trainer-seconds stands in for one. Give one of them.")
+    training_plan(own).check()
+    server_plan(own)
+
+
+def training_plan(own: TrainingOptions, before: StepRecord | None = None) -> TrainingPlan:
+    """`before`: the last step of an earlier run that this one goes on with."""
+    return TrainingPlan(
+        depth=own.buffer_depth,
+        batch=own.batch_groups,
+        prefill=own.prefill,
+        max_staleness=own.max_staleness,
+        version=before.version_after if before else 0,
+        step=before.step + 1 if before else 0,
+        kl_target=own.kl_target,
+        kl_coefficient=own.kl_coef if before is None or before.kl_coefficient is None else before.kl_coefficient,
+        kl_horizon=own.kl_horizon,
+    )
+
+
+def server_plan(own: TrainingOptions) -> TrainerServerPlan | None:
+    """Raises `UsageError`."""
+    if own.listen is None:
+        return None
+    return TrainerServerPlan.of(own.listen, own.api_key_file, own.admin_key_file, own.insecure, own.trainer_patience)

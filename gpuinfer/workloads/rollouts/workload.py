@@ -7,8 +7,8 @@ import contextlib
 import itertools
 import logging
 from collections.abc import AsyncIterator, Iterator, Mapping
-from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -17,15 +17,17 @@ from gpuinfer import errors
 from gpuinfer.api import Infer, ModelSpec, Progress, Setup, Workload
 from gpuinfer.errors import UsageError
 from gpuinfer.host.event_loop import follow_task
-from gpuinfer.rollouts.agent import ChatEncoder, RolloutCounts, Speaker
+from gpuinfer.rollouts.agent import POLICY, ChatEncoder, RolloutCounts, Speaker
 from gpuinfer.rollouts.concurrency import ConcurrencyController, GroupFeed
 from gpuinfer.rollouts.files import Writer
 from gpuinfer.rollouts.gameplay import GroupPlayer, PlayPlan
 from gpuinfer.rollouts.guarded_environment import open_environment
 from gpuinfer.rollouts.reference_model import ReferenceModel, check_tokens
-from gpuinfer.rollouts.rollout_loop import GroupKeeper, NoReference, NullKeeper, RolloutLoop, RolloutTally, report_facts
-from gpuinfer.rollouts.trainer import Consumer
-from gpuinfer.rollouts.training import slots_of
+from gpuinfer.rollouts.rollout_loop import RolloutLoop, RolloutTally, report_facts
+from gpuinfer.rollouts.steps import StepsFile
+from gpuinfer.rollouts.trainer import Consumer, SimulatedTrainer
+from gpuinfer.rollouts.trainer_server import TrainerServer
+from gpuinfer.rollouts.training import Training, slots_of
 from gpuinfer.serving.openai.model_options import (
     TEXT_MODELS,
     arithmetic,
@@ -37,9 +39,16 @@ from gpuinfer.serving.openai.model_options import (
     sampling_of,
 )
 from gpuinfer.text import text_options
-from gpuinfer.workloads.rollouts import trainer_link
-from gpuinfer.workloads.rollouts.options import START, RoleOpponent, Roles, RolloutsOptions
-from gpuinfer.workloads.rollouts.trainer_link import TrainerLink, open_trainer_link
+from gpuinfer.workloads.rollouts.options import (
+    START,
+    RoleOpponent,
+    Roles,
+    RolloutsOptions,
+    TrainingOptions,
+    check_training,
+    server_plan,
+    training_plan,
+)
 
 log = logging.getLogger(__name__)
 
@@ -49,15 +58,16 @@ class RolloutStage:
     """What a run has ready before its first game."""
 
     chat: ChatEncoder
-    keeper: GroupKeeper
-    reference: ReferenceModel | NoReference = field(default_factory=NoReference)
+    keeper: Writer | None = None
+    reference: ReferenceModel | None = None
     opponents: dict[str, Speaker] = field(default_factory=dict)  # by role
     chats: dict[str, ChatEncoder] = field(default_factory=dict)  # of other models, by name
 
     async def close(self) -> None:
         for chat in (self.chat, *self.chats.values()):
             chat.close()
-        await self.keeper.close()
+        if self.keeper is not None:
+            await self.keeper.close()
 
 
 class Rollouts(Workload):
@@ -88,7 +98,7 @@ class Rollouts(Workload):
         for model in (own.ref_model, *(one.model for one in self.cast.opponents.values())):
             if model is not None:  # before the run's own is loaded
                 text_options.refuse_absent(model, TEXT_MODELS)
-        trainer_link.check_training(own)
+        check_training(own)
         self.consumer: Consumer | None = None  # a trainer in this process
         self._groups: int | None = own.groups  # None: without end
 
@@ -132,36 +142,39 @@ class Rollouts(Workload):
         stage = preparing.result()
         async with contextlib.AsyncExitStack() as open_here:
             open_here.push_async_callback(stage.close)
-            end = await open_here.enter_async_context(self._other_end(infer))
-            end.go_on(self.options.out, stage.keeper.done)
-            end.watch(stage.reference)
+            policy = self.cast.adapters.get(self.cast.policy) if self.cast.policy else None
+            training = await open_here.enter_async_context(
+                open_training(self.options, infer, consumer=self.consumer, resume=self.options.resume, policy=policy)
+            )
+            done = frozenset[int]() if stage.keeper is None else stage.keeper.done
+            ask, make = infer, self.environment
+            if training is not None:
+                training.go_on(self.options.out, done)
+                ask, make = training.infer, training.meter.environments(make)
+                if (reference := stage.reference) is not None:
+                    training.meter.reference_s = lambda: reference.seconds
             if isinstance(self.environment.factory, type):
                 infer.watch(self.environment.factory)
             crowd = self._crowd(infer)
-            made, plan = end.environments(self.environment), self.plan(stage.opponents)
-            player = GroupPlayer(end.infer, made, plan, stage.chat, crowd)
-            feed = GroupFeed(self._numbers(stage.keeper.done), end.gate, crowd, self.options.groups_in_flight)
-            loop = RolloutLoop(feed, end.gate, player, stage.reference, stage.keeper, end.trainer)
-            yield self._progress(loop.tally, player, end)  # the run's clock starts
+            player = GroupPlayer(ask, make, self.plan(stage.opponents), stage.chat, crowd)
+            feed = GroupFeed(self._numbers(done), crowd, self.options.groups_in_flight, training)
+            loop = RolloutLoop(feed, player, reference=stage.reference, keeper=stage.keeper, training=training)
+            yield self._progress(loop.tally, player, training)  # the run's clock starts
             running = asyncio.create_task(loop.run())
             try:
                 async for _ in follow_task(running, infer.stopping):
-                    yield self._progress(loop.tally, player, end)
+                    yield self._progress(loop.tally, player, training)
             except BaseExceptionGroup as group:
                 raise errors.unwrap(group) from group
         self._say(loop.tally, stopped=running.cancelled())
-        yield self._progress(loop.tally, player, end)
-
-    def _other_end(self, infer: Infer) -> AbstractAsyncContextManager[TrainerLink]:
-        policy = self.cast.adapters.get(self.cast.policy) if self.cast.policy else None
-        return open_trainer_link(self.options, infer, consumer=self.consumer, resume=self.options.resume, policy=policy)
+        yield self._progress(loop.tally, player, training)
 
     async def _prepare(self, infer: Infer) -> RolloutStage:
         """Everything that may take a while before the first game."""
         spec = self.model()
         await asyncio.to_thread(check_with_model, spec, self.sampling)
         async with contextlib.AsyncExitStack() as if_refused:
-            stage = RolloutStage(await asyncio.to_thread(self._chat, spec), NullKeeper())
+            stage = RolloutStage(await asyncio.to_thread(self._chat, spec))
             if_refused.push_async_callback(stage.close)
             if self.options.out is not None:
                 settings = await asyncio.to_thread(self.deciding_settings)
@@ -175,10 +188,10 @@ class Rollouts(Workload):
             if_refused.pop_all()
         return stage
 
-    async def _reference(self, infer: Infer) -> ReferenceModel | NoReference:
+    async def _reference(self, infer: Infer) -> ReferenceModel | None:
         own = self.options
         if own.reference == "none":
-            return NoReference()
+            return None
         spec = None if own.ref_model is None else replace(self.model(), name=own.ref_model, weights=None)
         if spec is not None:
             await asyncio.to_thread(check_tokens, self.model(), spec)
@@ -234,7 +247,7 @@ class Rollouts(Workload):
         numbers = itertools.count() if self._groups is None else iter(range(self._groups))
         return (number for number in numbers if number not in done)
 
-    def _progress(self, tally: RolloutTally, player: GroupPlayer, end: TrainerLink) -> Progress:
+    def _progress(self, tally: RolloutTally, player: GroupPlayer, training: Training | None) -> Progress:
         counts = player.counts
         return Progress(
             tally.done,
@@ -246,7 +259,10 @@ class Rollouts(Workload):
                 "output_tokens": counts.output_tokens,
                 "cached_tokens": counts.cached_tokens,
             },
-            facts={**report_facts(tally, player, self.options.groups_in_flight), **end.facts()},
+            facts={
+                **report_facts(tally, player, self.options.groups_in_flight),
+                **(training.facts() if training else {}),
+            },
             note=f"{tally.failed} games played again" if tally.failed else "",
             before=tally.before,
         )
@@ -258,3 +274,46 @@ class Rollouts(Workload):
             )
         if stopped and self.options.out is not None:
             log.warning("stopped; what was played is in %s. Run it again with --resume to go on.", self.options.out)
+
+
+@contextlib.asynccontextmanager
+async def open_training(
+    own: TrainingOptions,
+    infer: Infer,
+    *,
+    consumer: Consumer | None = None,
+    resume: bool = False,
+    policy: Path | None = None,
+) -> AsyncIterator[Training | None]:
+    """What the flags ask for, None without a trainer; `consumer`: a trainer in this process, which comes before them.
+
+    `policy`: the folder of the adapter that learns; a simulated trainer hands it over again at each step. Raises
+    `UsageError` for an address or a file that cannot be had.
+    """
+    listening = server_plan(own)
+    if consumer is None and listening is None and own.trainer_seconds is None:
+        if own.steps is not None:
+            raise UsageError(
+                "--steps tells of training, and there is no trainer. Add --trainer-seconds 1, or --listen."
+            )
+        yield None
+        return
+    async with contextlib.AsyncExitStack() as stack:
+        steps = None
+        if own.steps is not None:
+            steps = StepsFile(own.steps, resume=resume)
+            stack.callback(steps.close)
+        last = steps.before[-1] if steps is not None and steps.before else None
+        plan = training_plan(own, last)
+        if consumer is None and listening is not None:
+            consumer = TrainerServer(listening, own.batch_groups)
+        elif consumer is None:
+            weights, name = (None, None) if policy is None else (str(policy), POLICY)
+            consumer = SimulatedTrainer(own.trainer_seconds or 0.0, own.batch_groups, plan.version, weights, name)
+        training = Training(infer, consumer, plan, steps)
+        stack.callback(training.close)
+        if last is not None and last.weights is not None:
+            await training.restore(last.weights)
+        stack.push_async_callback(consumer.close)
+        await consumer.meet(training)
+        yield training
