@@ -41,13 +41,13 @@ class TokenConversation:
         self.place: int | None = None  # of the last answer among the messages
         self.end: int | None = None  # the last token of it
 
-    def show(self, observation: Observation) -> None:
+    def add_observation(self, observation: Observation) -> None:
         """What is new goes to the chat."""
         if observation.anew:
             self.tokens, self.messages, self.place, self.end = (), [], None, None
         self.messages += observation.messages
 
-    def say(self, prompt: Sequence[int], answer: Completion) -> None:
+    def add_answer(self, prompt: Sequence[int], answer: Completion) -> None:
         """This answer was drawn after these tokens were added."""
         self.tokens = (*self.tokens, *prompt, *answer.tokens)
         self.place = len(self.messages)
@@ -70,7 +70,7 @@ class ChatEncoder:
 
     async def added(self, conversation: TokenConversation, observation: Observation) -> tuple[int, ...]:
         """The tokens that the observation adds, up to where the answer begins. Raises `BadPrompt`."""
-        conversation.show(observation)
+        conversation.add_observation(observation)
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._thread, self._added, conversation)
 
@@ -146,7 +146,7 @@ class RolloutCounts:
     again: int = 0  # calls of agents that had spoken before, and of what they said then:
     carried_tokens: int = 0  # the tokens with which their prompts began
     kept_tokens: int = 0  # those of them that were cached
-    steps: int = 0  # of games, in which anybody was asked
+    steps: int = 0  # of games in which an agent was asked
     inference_s: float = 0.0  # the sum over all answers, from the admission to the last token
     environment_s: float = 0.0  # the sum over all games, waiting included
     blocked_s: float = 0.0  # the sum over all games, that they kept the event loop
@@ -154,7 +154,7 @@ class RolloutCounts:
     raw: bool = False  # the backend knows no log-probabilities but the model's own
     complained: bool = False  # of an environment that cannot be closed
     remarked: bool = False  # what an environment finds amiss
-    changed: Callable[[], None] = field(default=lambda: None)  # is told when `asked` has become less
+    changed: Callable[[], None] = field(default=lambda: None)  # called when `asked` has become less
 
     def ask(self, answers: int) -> None:
         """One game asks for so many at once."""
@@ -193,7 +193,7 @@ class Agent:
     ) -> None:
         self._id, self._key, self._agent, self._role, self._speaker = id, key, agent, role, speaker
         self._counts, self._began = counts, began
-        self._said = TokenConversation()
+        self._conversation = TokenConversation()
         self._turns: list[Turn] = []
         self._reward = 0.0
 
@@ -201,15 +201,15 @@ class Agent:
         """Raises what `infer` raises: `BadPrompt` for a conversation that has become too long, say."""
         asked = time.monotonic()
         anew = observation.anew or not self._turns
-        added = await self._speaker.chat.added(self._said, observation)
+        added = await self._speaker.chat.added(self._conversation, observation)
         sampling = self._sampling(observation, constrain)
         prompt = Prompt(
-            tokens=self._said.tokens + added,
+            tokens=self._conversation.tokens + added,
             sampling=sampling,
             key=f"{self._key}/{len(self._turns)}",
             adapter=self._speaker.adapter,
         )
-        generation = await self._told(prompt, carried=len(self._said.tokens))
+        generation = await self._generate(prompt, carried=len(self._conversation.tokens))
         (drawn,) = generation.completions
         seconds = time.monotonic() - asked
         timing = Timing(
@@ -218,7 +218,7 @@ class Agent:
             first_token=generation.first_token_s,
             seconds=generation.seconds,
         )
-        self._said.say(added, drawn)
+        self._conversation.add_answer(added, drawn)
         self._turns.append(_turn(step, observation, anew, added, drawn, sampling, generation.cached_tokens, timing))
         return drawn.text
 
@@ -249,9 +249,9 @@ class Agent:
             found = msgspec.structs.replace(found, max_tokens=observation.max_tokens)
         return found
 
-    async def _told(self, prompt: Prompt, carried: int) -> Generation:
+    async def _generate(self, prompt: Prompt, carried: int) -> Generation:
         """With log-probabilities: a backend that has those of the model alone is asked again, and draws the same."""
-        found = await self._ask(prompt, carried)
+        found = await self._request(prompt, carried)
         if prompt.sampling.logprobs is not None or found.completions[0].processed is not None:
             return found
         if not (self._counts.raw or is_plain_sampling(prompt.sampling)):
@@ -261,9 +261,9 @@ class Agent:
             )
         self._counts.raw = True
         again = msgspec.structs.replace(prompt, sampling=msgspec.structs.replace(prompt.sampling, logprobs=0))
-        return await self._ask(again, carried)
+        return await self._request(again, carried)
 
-    async def _ask(self, prompt: Prompt, carried: int) -> Generation:
+    async def _request(self, prompt: Prompt, carried: int) -> Generation:
         """A queue that is full is tried again: others may ask the same backend."""
         found = await retry_when_full(lambda: self._speaker.infer(prompt), TRIES)
         if type(found) is not Generation or len(found.completions) != 1:
@@ -291,7 +291,7 @@ def _turn(
         completion_tokens=drawn.tokens,
         text=drawn.text,
         finish_reason=drawn.finish_reason,
-        logprobs=_as_drawn(drawn, raw, sampling),
+        logprobs=_drawn_logprobs(drawn, raw, sampling),
         policy_logprobs=raw if drawn.logprobs is not None else None,
         spans=tuple(Span(start, version) for start, version in drawn.versions),
         nodes=drawn.nodes,
@@ -306,7 +306,7 @@ def is_plain_sampling(sampling: Sampling) -> bool:
     return sampling == Sampling(**{name: getattr(sampling, name) for name in NO_CHANGE})
 
 
-def _as_drawn(drawn: Completion, raw: tuple[float, ...], sampling: Sampling) -> tuple[float, ...]:
+def _drawn_logprobs(drawn: Completion, raw: tuple[float, ...], sampling: Sampling) -> tuple[float, ...]:
     """Under the distribution that was drawn from; none where the backend does not tell them."""
     if drawn.processed is not None and len(drawn.processed) == len(drawn.tokens):
         return drawn.processed

@@ -15,7 +15,7 @@ from gpuinfer.rollouts.record import Group, oldest_version
 
 
 class ChangeEvent:
-    """What others wait for. All calls belong to one event loop."""
+    """Coroutines wait for the next change. All calls belong to one event loop."""
 
     def __init__(self) -> None:
         self._waiting: list[asyncio.Future[None]] = []
@@ -25,16 +25,16 @@ class ChangeEvent:
         return len(self._waiting)
 
     async def wait(self) -> None:
-        """Until the next `tell`."""
+        """Until the next `notify`."""
         changed = asyncio.get_running_loop().create_future()
         self._waiting.append(changed)
         try:
             await changed
         finally:
-            if changed in self._waiting:  # nothing has happened: whoever waited was cancelled
+            if changed in self._waiting:  # cancelled before any change
                 self._waiting.remove(changed)
 
-    def tell(self) -> None:
+    def notify(self) -> None:
         """Wake all that wait now."""
         waiting, self._waiting = self._waiting, []
         for one in waiting:
@@ -46,7 +46,7 @@ BUFFER_CLOSED = "the run is ending: the buffer takes and gives nothing more."
 
 
 class Shelf:
-    """What waits, and what may go, without any waiting. `Buffer` adds that.
+    """The groups in the buffer, without waiting; `GroupBuffer` adds that.
 
     put = given + dropped + what waits, always.
     """
@@ -110,9 +110,9 @@ class Shelf:
 
 
 class GroupBuffer:
-    """A shelf with those who wait for room on it, or for what is to come; each in the order of their coming.
+    """A shelf with waiting: `put` waits for room, `take` for groups, each first come, first served.
 
-    `on_drop` is told of each group that is dropped. All methods belong to one event loop.
+    `on_drop` is called with each group that is dropped. All methods belong to one event loop.
     """
 
     def __init__(
@@ -156,7 +156,7 @@ class GroupBuffer:
         finally:
             self._coming -= 1
             self._look_for_end()
-            self._changed.tell()
+            self._changed.notify()
 
     async def take(self, wanted: int) -> list[Group]:
         """Wait for so many groups. Once no more will come: the rest, and then none. Raises `Closed`.
@@ -167,7 +167,7 @@ class GroupBuffer:
             raise ValueError("at least one group is taken")
         async with self._taking:
             self._wanted = wanted
-            self._changed.tell()  # there may be room now for those who put
+            self._changed.notify()  # there may be room now for those who put
             try:
                 while not self._closed and not self.shelf.ready(wanted):
                     await self._changed.wait()
@@ -176,7 +176,7 @@ class GroupBuffer:
             if self._closed:
                 raise Closed(BUFFER_CLOSED)
             taken = self.shelf.take(wanted)
-            self._changed.tell()
+            self._changed.notify()
             return taken
 
     def advance(self, version: int) -> int:
@@ -184,19 +184,19 @@ class GroupBuffer:
         gone = self.shelf.advance(version)
         for group in gone:
             self._on_drop(group)
-        self._changed.tell()
+        self._changed.notify()
         return len(gone)
 
     def end(self) -> None:
         """No more will come but those that wait to be put: what is there can be taken, and then there is nothing."""
         self._ending = True
         self._look_for_end()
-        self._changed.tell()
+        self._changed.notify()
 
     def close(self) -> None:
-        """Whoever waits, or comes from now on, is told `Closed`. What is there stays where it was written."""
+        """`put` and `take` raise `Closed`, also those that wait. The groups stay where they were written."""
         self._closed = True
-        self._changed.tell()
+        self._changed.notify()
 
     def _look_for_end(self) -> None:
         self.shelf.ended = self._ending and not self._coming
@@ -240,7 +240,7 @@ class Capacity:
 
 
 class CapacityGate:
-    """Lets groups begin, in the order in which they ask. Each that was admitted is told of: `accepted` or `failed`.
+    """Admits groups in the order in which they ask. Each that was admitted ends in `accepted` or `failed`.
 
     All methods belong to one event loop.
     """
@@ -311,7 +311,7 @@ class CapacityGate:
         self._let_in()
 
     def close(self) -> None:
-        """Whoever waits, or asks from now on, is told `Closed`."""
+        """`admitted` raises `Closed`, also for those that wait."""
         self._closed = True
         while self._asking:
             turn = self._asking.popleft()

@@ -160,13 +160,13 @@ class BlobText(Environment):
 
     async def step(self, answers: Mapping[str, str]) -> Outcome:
         agent, moves = self._at_turn, self._moves()
-        said = self._understood(answers[agent], moves)
-        if said is None:
+        move = self._understood(answers[agent], moves)
+        if move is None:
             self._illegal[agent] += 1
-            said = next(iter(moves))
+            move = next(iter(moves))
         bidding = self._game.bidding
-        taken = self._game.play(moves[said])
-        self._tell(f"{agent} bids {said}." if bidding else f"{agent} plays the {said}.", besides=agent)
+        taken = self._game.play(moves[move])
+        self._tell(f"{agent} bids {move}." if bidding else f"{agent} plays the {move}.", besides=agent)
         if taken is not None:
             self._tell(f"{self._agent(taken)} takes the trick.")
         rewards = {one: self._share(one) for one in self.agents} if self._game.over else {}
@@ -207,8 +207,8 @@ class BlobText(Environment):
         if self.options.thinking:
             _, begin, rest = answer.rpartition(OPEN)
             answer = rest.partition(CLOSE)[0] if begin else ""
-        said = " ".join(answer.lower().strip(" \t\n.").split())
-        return said if said in moves else None
+        move = " ".join(answer.lower().strip(" \t\n.").split())
+        return move if move in moves else None
 
     def _tell(self, text: str, besides: str = "") -> None:
         for agent, news in self._news.items():

@@ -29,7 +29,7 @@ class GamePlace:
     """One game's. Its agents are known once it has begun."""
 
     agents: int | None = None
-    asks: bool = False  # it has asked for its first answers
+    has_asked: bool = False  # it has asked for its first answers
 
 
 class ConcurrencyController:
@@ -48,7 +48,7 @@ class ConcurrencyController:
         self._agents: int | None = None  # of the latest game
         self._carries: bool | None = None  # most of a prompt is what was said before; None: no game is over yet
         self.changed: Callable[[], None] = lambda: None  # is told when there may be room for more than those who wait
-        counts.changed = self.look
+        counts.changed = self.admit_waiting
 
     @property
     def games(self) -> int:
@@ -62,26 +62,26 @@ class ConcurrencyController:
     @contextlib.asynccontextmanager
     async def place(self) -> AsyncIterator[GamePlace]:
         """Wait for the place of one game, and leave it in the end."""
-        place = await self._come()
+        place = await self._enter()
         try:
             yield place
         finally:
             self._places.discard(place)
             self._judge()
-            self.look()
+            self.admit_waiting()
 
-    def seated(self, place: GamePlace, agents: int) -> None:
+    def game_started(self, place: GamePlace, agents: int) -> None:
         """The game has begun, and so many may speak in it."""
         place.agents = self._agents = agents
-        self.look()
+        self.admit_waiting()
 
     def asking(self, place: GamePlace) -> None:
         """The game has asked for its first answers."""
-        if not place.asks:
-            place.asks = True
-            self.look()
+        if not place.has_asked:
+            place.has_asked = True
+            self.admit_waiting()
 
-    def look(self) -> None:
+    def admit_waiting(self) -> None:
         """Let in whom there is room for."""
         while self._waiting and (self._waiting[0].done() or self._has_room):
             turn = self._waiting.popleft()
@@ -91,7 +91,7 @@ class ConcurrencyController:
         if not self._waiting:
             self.changed()
 
-    async def _come(self) -> GamePlace:
+    async def _enter(self) -> GamePlace:
         if not self.room:
             turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self._waiting.append(turn)
@@ -99,44 +99,41 @@ class ConcurrencyController:
                 await turn
             except asyncio.CancelledError:
                 if turn.done():
-                    asyncio.get_running_loop().call_soon(self.look)
+                    asyncio.get_running_loop().call_soon(self.admit_waiting)
                 raise
         place = GamePlace(self._agents)
         self._places.add(place)
-        self.look()
+        self.admit_waiting()
         return place
 
     @property
     def _has_room(self) -> bool:
         if not self._places or self._slots == math.inf:
             return True
-        quiet = sum(1 for place in self._places if not place.asks)
+        quiet = sum(1 for place in self._places if not place.has_asked)
         if (
             len(self._places) >= MOST_GAMES * self._slots
             or self.counts.asked + quiet * self.counts.width >= self._slots
         ):
             return False
-        return self._carries is False or self._conversations + (self._agents or math.inf) <= self._most
-
-    @property
-    def _conversations(self) -> float:
-        return sum(place.agents or math.inf for place in self._places)
+        if self._carries is False:
+            return True
+        conversations = sum(place.agents or math.inf for place in self._places)
+        return conversations + (self._agents or math.inf) <= self._most
 
     def _judge(self) -> None:
         """A game is over: how much of the prompts was said before, and what of that was found again?"""
         counts = self.counts
         self._carries = counts.carried_tokens >= CARRIED * counts.input_tokens
-        turns, carried, kept = counts.again - self._judged[0], *self._since()
+        now = counts.again, counts.carried_tokens, counts.kept_tokens
+        turns, carried, kept = (new - old for new, old in zip(now, self._judged, strict=True))
         if turns < 2 * self._most or not carried:
             return
-        self._judged = counts.again, counts.carried_tokens, counts.kept_tokens
+        self._judged = now
         if kept >= KEPT * carried:
             self._most = min(self._ceiling, GROWTH * self._most)
         elif kept < LOST * carried and self._most > self._slots:
             self._most = self._ceiling = max(self._slots, self._most / GROWTH)
-
-    def _since(self) -> tuple[int, int]:
-        return self.counts.carried_tokens - self._judged[1], self.counts.kept_tokens - self._judged[2]
 
 
 class GroupFeed:
@@ -147,14 +144,14 @@ class GroupFeed:
     def __init__(
         self,
         numbers: Iterable[int],
-        crowd: ConcurrencyController,
+        controller: ConcurrencyController,
         limit: int | None = None,
         training: Training | None = None,
     ) -> None:
-        self._numbers, self._crowd, self._limit, self._training = numbers, crowd, limit, training
+        self._numbers, self._controller, self._limit, self._training = numbers, controller, limit, training
         self.under_way = 0  # groups that have been begun and are not over
         self._change = asyncio.Event()
-        crowd.changed = self._change.set
+        controller.changed = self._change.set
 
     async def __aiter__(self) -> AsyncIterator[int]:
         for number in self._numbers:
@@ -163,7 +160,7 @@ class GroupFeed:
                     await self._training.admitted()
                 except Closed:  # the trainer wants no more
                     return
-            while not self._room:
+            while not (self._controller.room if self._limit is None else self.under_way < self._limit):
                 self._change.clear()
                 await self._change.wait()
             if self._training is not None:
@@ -175,7 +172,3 @@ class GroupFeed:
         """One group is over."""
         self.under_way -= 1
         self._change.set()
-
-    @property
-    def _room(self) -> bool:
-        return self._crowd.room if self._limit is None else self.under_way < self._limit

@@ -32,7 +32,7 @@ class Outcome:
     rewards: Mapping[str, float] = field(default_factory=dict)  # of this step, by agent; those not named got none
     done: bool = False
     metrics: Mapping[str, float] = field(default_factory=dict)  # of the game so far, such as illegal orders
-    remark: str = ""  # what is amiss with the answers, and the cure, for whoever runs it; the first of a run is said
+    remark: str = ""  # what is amiss with the answers, and the cure, for the user; the first of a run is shown
 
 
 class Environment(ABC):

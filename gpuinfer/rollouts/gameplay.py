@@ -1,6 +1,6 @@
 """One group of games from the same start: all at once, each agent of each a coroutine that awaits its own answer.
 
-In a game whoever is to speak speaks at once, then the environment takes a step.
+All agents that are to speak answer at once, then the environment takes a step.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class GameRules:
 
     make: EnvironmentMaker
     speaker: Callable[[str], Speaker]  # by role
-    crowd: ConcurrencyController
+    controller: ConcurrencyController
     began: float
     horizon: int | None  # in steps
     max_turns: int
@@ -44,7 +44,7 @@ class GamePlay:
     """One attempt at one sample. `again` makes its random numbers others than those of the attempt before."""
 
     def __init__(self, rules: GameRules, group: str, sample: int, again: str, seed: int) -> None:
-        self._rules, self._counts = rules, rules.crowd.counts
+        self._rules, self._counts = rules, rules.controller.counts
         self._id, self._key = f"{group}/{sample}", f"{group}/{sample}{again}"
         self._sample, self._seed = sample, seed
         self._table = GuardedEnvironment(rules.make, rules.step_seconds, self._counts)
@@ -54,7 +54,7 @@ class GamePlay:
 
     async def play(self, attempt: int) -> Game:
         """Raises what ends the whole run; what ends this game alone is its `error`."""
-        async with self._rules.crowd.place() as place:
+        async with self._rules.controller.place() as place:
             began, error = time.monotonic(), ""
             ending: Ending = "error"
             try:
@@ -81,8 +81,13 @@ class GamePlay:
 
     async def _to_its_end(self, place: GamePlace) -> Ending:
         await self._table.reset(self._seed)
-        self._seats = {agent: self._seat(agent) for agent in self._table.agents}
-        self._rules.crowd.seated(place, len(self._seats))
+        for agent in self._table.agents:
+            role = self._table.roles.get(agent, POLICY)
+            speaker, began = self._rules.speaker(role), self._rules.began
+            self._seats[agent] = Agent(
+                f"{self._id}/{agent}", f"{self._key}/{agent}", agent, role, speaker, self._counts, began
+            )
+        self._rules.controller.game_started(place, len(self._seats))
         while self._steps < self._rules.max_turns:
             if self._steps == self._rules.horizon:
                 return "horizon"
@@ -90,31 +95,22 @@ class GamePlay:
                 return "done"
         return "turns"
 
-    def _seat(self, agent: str) -> Agent:
-        role = self._table.roles.get(agent, POLICY)
-        speaker, began = self._rules.speaker(role), self._rules.began
-        return Agent(f"{self._id}/{agent}", f"{self._key}/{agent}", agent, role, speaker, self._counts, began)
-
     async def _one_step(self, place: GamePlace) -> bool:
         """Whether the game is over."""
         outcome = await self._table.step(await self._answers(await self._table.observe(), place))
         for agent, reward in outcome.rewards.items():
             self._seats[agent].reward(self._steps, float(reward))
         self._metrics = outcome.metrics or self._metrics
-        self._say(outcome.remark)
+        if outcome.remark and not self._counts.remarked:  # once: all games would say the same
+            self._counts.remarked = True
+            log.warning("%s: %s", self._rules.make.who, outcome.remark)
         self._steps += 1
         return outcome.done
-
-    def _say(self, remark: str) -> None:
-        """Once: all games would say the same."""
-        if remark and not self._counts.remarked:
-            self._counts.remarked = True
-            log.warning("%s: %s", self._rules.make.who, remark)
 
     async def _answers(self, asked: Mapping[str, Observation], place: GamePlace) -> dict[str, str]:
         """Of all who are to speak, at once."""
         self._counts.ask(len(asked))
-        self._rules.crowd.asking(place)
+        self._rules.controller.asking(place)
         try:
             async with asyncio.TaskGroup() as tasks:
                 saying = {
@@ -166,18 +162,18 @@ class GroupPlayer:
         make_environment: EnvironmentMaker,
         plan: PlayPlan,
         chat: ChatEncoder,
-        crowd: ConcurrencyController | None = None,
+        controller: ConcurrencyController | None = None,
     ) -> None:
-        """Without a crowd all games that are asked for are played at once."""
+        """Without a controller all games are played at once."""
         self.began = time.monotonic()
         self._infer, self._make, self._plan, self._chat = infer, make_environment, plan, chat
         self._speakers: dict[str, Speaker] = {}
-        crowd = crowd or ConcurrencyController(RolloutCounts())
-        self.counts = crowd.counts
+        controller = controller or ConcurrencyController(RolloutCounts())
+        self.counts = controller.counts
         self._rules = GameRules(
             make=make_environment,
             speaker=self.speaker,
-            crowd=crowd,
+            controller=controller,
             began=self.began,
             horizon=plan.horizon,
             max_turns=plan.max_turns,
@@ -232,15 +228,13 @@ class GroupPlayer:
 
     def speaker(self, role: str) -> Speaker:
         """Who speaks for that role."""
-        if (known := self._speakers.get(role)) is None:
-            known = self._speakers[role] = self._plan.opponents.get(role) or self._policy(role)
-        return known
-
-    def _policy(self, role: str) -> Speaker:
         plan = self._plan
-        temperature = plan.temperatures.get(role, plan.sampling.temperature)
-        sampling = msgspec.structs.replace(plan.sampling, temperature=temperature)
-        return Speaker(self._infer, self._chat, sampling, plan.model, plan.adapter)
+        if role not in self._speakers:
+            temperature = plan.temperatures.get(role, plan.sampling.temperature)
+            sampling = msgspec.structs.replace(plan.sampling, temperature=temperature)
+            policy = Speaker(self._infer, self._chat, sampling, plan.model, plan.adapter)
+            self._speakers[role] = plan.opponents.get(role, policy)
+        return self._speakers[role]
 
 
 def seed_of(seed: int, number: int, start: int) -> int:

@@ -77,23 +77,23 @@ def from_reference(groups: Iterable[Group]) -> KlDivergence | None:
     return divergence(_joined(policy for policy, _ in pairs), _joined(reference for _, reference in pairs))
 
 
-def from_trainer(groups: Iterable[Group], said: Mapping[str, Sequence[Sequence[float]]]) -> Drift | None:
-    """Of what a trainer said of trajectories' turns, against what they were drawn with; None where it said nothing.
+def from_trainer(groups: Iterable[Group], logprobs: Mapping[str, Sequence[Sequence[float]]]) -> Drift | None:
+    """How far the trainer's log-probabilities of turns are from those that the turns were drawn with; None without any.
 
     Raises `ValueError` that names a trajectory where the trainer counts turns or tokens otherwise.
     """
     pairs: list[tuple[Sequence[float], Sequence[float]]] = []
     for trajectory in _trajectories(groups):
-        if (told := said.get(trajectory.id)) is None:
+        if (theirs := logprobs.get(trajectory.id)) is None:
             continue
         drawn = [turn.logprobs for turn in trajectory.turns]
-        if [len(one) for one in told] != [len(one) for one in drawn]:
+        if [len(one) for one in theirs] != [len(one) for one in drawn]:
             raise ValueError(
-                f"of {trajectory.id} the trainer tells {[len(one) for one in told]} log-probabilities in its turns, "
+                f"of {trajectory.id} the trainer tells {[len(one) for one in theirs]} log-probabilities in its turns, "
                 f"and {[len(one) for one in drawn]} were drawn. Tell one for each completion token."
             )
-        pairs += zip(told, drawn, strict=True)
-    return drift(_joined(told for told, _ in pairs), _joined(drawn for _, drawn in pairs))
+        pairs += zip(theirs, drawn, strict=True)
+    return drift(_joined(theirs for theirs, _ in pairs), _joined(drawn for _, drawn in pairs))
 
 
 @dataclass(slots=True)

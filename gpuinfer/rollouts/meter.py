@@ -175,7 +175,8 @@ class EngineCounts:
         engines = [lane for lane in lanes if "forward" in lane or "prefill" in lane]
         beside = [lane for lane in lanes if "understand" in lane and lane not in engines]
         step_s = sum(seconds for _, seconds in steps.values())
-        at_work = max((_busy(lane) for lane in engines), default=0.0)
+        busy = (sum(seconds for station, seconds in lane.items() if station != "idle") for lane in engines)
+        at_work = max(busy, default=0.0)
         tokens = wire.get("device", {}).get("tokens") or {}
         return cls(
             inference_s=at_work or step_s,
@@ -194,10 +195,6 @@ class EngineCounts:
         names = [one.name for one in dataclasses.fields(self) if one.name not in ("slots", "counts")]
         grown = {name: max(0, getattr(self, name) - getattr(then, name)) for name in names}
         return dataclasses.replace(self, **grown)
-
-
-def _busy(stations: Mapping[str, float]) -> float:
-    return sum(seconds for station, seconds in stations.items() if station != "idle")
 
 
 class TimedEnvironment(Environment):
@@ -266,10 +263,10 @@ class MeteredInfer(InferWrapper):
         with self._meter.rows.during(rows):
             found = await self._own(payload, rows=rows, **ways)
         self._meter.answered(found)
-        return found if name is None else with_version(found, name)
+        return found if name is None else name_version(found, name)
 
 
-def with_version(found: Any, name: str) -> Any:
+def name_version(found: Any, name: str) -> Any:
     """A generation whose tokens of unnamed weights are of these."""
     if type(found) is not Generation:
         return found

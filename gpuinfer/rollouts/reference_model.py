@@ -159,10 +159,10 @@ def scored(turns: Sequence[Turn], generation: Generation) -> Iterator[Turn]:
 
     Raises `BadResult` where that does not fit.
     """
-    told, at = generation.prompt_logprobs or (), 0
+    known, at = generation.prompt_logprobs or (), 0
     for turn in turns:
         at += len(turn.prompt_tokens)
-        of_turn = told[at : at + len(turn.completion_tokens)]
+        of_turn = known[at : at + len(turn.completion_tokens)]
         at += len(turn.completion_tokens)
         chosen = tuple(one.chosen for one in of_turn if one is not None)
         if tuple(one.token for one in chosen) != turn.completion_tokens:

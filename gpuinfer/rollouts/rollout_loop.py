@@ -97,13 +97,13 @@ class RolloutLoop:
 
 
 def report_facts(tally: RolloutTally, player: GroupPlayer, limit: int | None) -> dict[str, float]:
-    """`groups_in_flight` is a mean, by Little's law; `groups_limited`: somebody has said how many there may be."""
+    """`groups_in_flight` is a mean, by Little's law; `groups_limited`: the user's limit."""
     elapsed_s, counts = time.monotonic() - player.began, player.counts
-    told = {
+    facts = {
         "calls": float(counts.calls),
         "games_failed": float(tally.failed),
         "groups_in_flight": tally.group_s / elapsed_s if elapsed_s > 0 else 0.0,
         "environment_share": counts.environment_s / tally.game_s if tally.game_s else 0.0,
         "reference_share": tally.reference_s / whole if (whole := tally.played_s + tally.reference_s) else 0.0,
     }
-    return told if limit is None else {**told, "groups_limited": float(limit)}
+    return facts if limit is None else {**facts, "groups_limited": float(limit)}

@@ -45,12 +45,12 @@ class HandoffTraining(Protocol):
 
 
 class Consumer:
-    """A trainer, in this process or in another. `asks` and `train` are called in turns, never both at once."""
+    """A trainer, in this process or in another. `wait_for_request` and `train` alternate and never overlap."""
 
     async def meet(self, training: HandoffTraining) -> None:
         """The run is ready, and this is its training. Called once, before anything else. Raises `UsageError`."""
 
-    async def asks(self) -> int | None:
+    async def wait_for_request(self) -> int | None:
         """Wait until the trainer wants a batch; of how many groups. None: the trainer wants no more.
 
         From the return on, until the batch is there, the trainer waits for rollouts.
@@ -90,7 +90,7 @@ class SimulatedTrainer(Consumer):
         self.seconds, self.batch, self.version = seconds, batch, version
         self.weights, self.adapter = weights, adapter
 
-    async def asks(self) -> int | None:
+    async def wait_for_request(self) -> int | None:
         return self.batch
 
     async def train(self, groups: Sequence[Group], step: int) -> Trained:
@@ -99,7 +99,7 @@ class SimulatedTrainer(Consumer):
         return Trained(version=self.version, weights=self.weights, adapter=self.adapter, seconds=self.seconds)
 
 
-class Batch(Struct, frozen=True, kw_only=True):
+class TrainerBatch(Struct, frozen=True, kw_only=True):
     """Groups that a trainer behind a line was given, and has not told of yet."""
 
     number: int  # counts from 1; said again when it is done
@@ -121,20 +121,20 @@ def facts_of(groups: Sequence[Group]) -> dict[str, Any]:
 
 
 class UnknownBatch(ValueError):
-    """A batch that never was, or that somebody else has been given since."""
+    """No batch of this number was given."""
 
 
 class BatchHandoff(Consumer):
     """A consumer on the side of the run; on the trainer's side `want`, `next` and `done`.
 
-    One batch is out at a time. Until it is told of as done it is given to whoever comes: so a trainer that dies loses
-    nothing, and one that did not hear the answer asks again. All methods belong to one event loop.
+    One batch is out at a time, and is given again until the trainer reports it as done: a trainer that dies loses
+    nothing, and a trainer that did not get the answer asks again. All methods belong to one event loop.
     """
 
-    trains: HandoffTraining  # the run's side, from `meet` on
+    training: HandoffTraining  # the run's side, from `meet` on
 
     def __init__(self) -> None:
-        self.batch: Batch | None = None  # that is out
+        self.batch: TrainerBatch | None = None  # that is out
         self.times = 0  # that it has been given
         self.last = 0  # the number of the newest batch
         self.wanted: int | None = None
@@ -146,9 +146,9 @@ class BatchHandoff(Consumer):
     # The run's side
 
     async def meet(self, training: HandoffTraining) -> None:
-        self.trains, self.last = training, training.step  # of a run that is gone on with, batches are counted on
+        self.training, self.last = training, training.step  # of a run that is gone on with, batches are counted on
 
-    async def asks(self) -> int | None:
+    async def wait_for_request(self) -> int | None:
         while self.wanted is None and not self._left:
             await self._changed.wait()
         return None if self._left else self.wanted
@@ -157,9 +157,9 @@ class BatchHandoff(Consumer):
         """Until it is done. Raises `Closed` when the trainer has left for good."""
         self.last += 1
         self.wanted, self.times = None, 0
-        self.batch = Batch(number=self.last, step=step, version=self.trains.version, groups=tuple(groups))
+        self.batch = TrainerBatch(number=self.last, step=step, version=self.training.version, groups=tuple(groups))
         self._trained = asyncio.get_running_loop().create_future()
-        self._changed.tell()
+        self._changed.notify()
         try:
             return await self._trained
         finally:
@@ -168,18 +168,18 @@ class BatchHandoff(Consumer):
     def end(self) -> None:
         """No more batches will come."""
         self.over = True
-        self._changed.tell()
+        self._changed.notify()
 
     # The trainer's side
 
     def want(self, groups: int) -> None:
-        """It waits for a batch of so many groups from now on; not, where one is out."""
+        """The trainer waits for a batch of so many groups from now on; no effect while a batch is out."""
         if self.batch is None and not self.over:
             self.wanted = groups
-            self._changed.tell()
+            self._changed.notify()
 
-    async def next(self, within_s: float | None) -> Batch | None:
-        """The batch that is out, once there is one; None: there was none in that time, or no more will come."""
+    async def next(self, within_s: float | None) -> TrainerBatch | None:
+        """The batch that is out, once there is one; None after the timeout, and when no more will come."""
         try:
             async with asyncio.timeout(within_s):
                 while self.batch is None and not self.over:
@@ -197,25 +197,25 @@ class BatchHandoff(Consumer):
         logprobs: Mapping[str, Sequence[Sequence[float]]] | None = None,
         metrics: Mapping[str, float] | None = None,
     ) -> None:
-        """That batch is trained on. Said twice it means nothing more. Raises `UnknownBatch` for one that never was."""
+        """That batch is trained on; a repeated report has no effect. Raises `UnknownBatch`."""
         if number > self.last or number < 1:
             raise UnknownBatch(f"batch {number} was never given: the newest is {self.last}.")
         if self.batch is None or self._trained is None or self.batch.number != number or self._trained.done():
             return
         self._trained.set_result(
-            Trained(version=self.trains.version, seconds=seconds, logprobs=logprobs, metrics=dict(metrics or {}))
+            Trained(version=self.training.version, seconds=seconds, logprobs=logprobs, metrics=dict(metrics or {}))
         )
-        self.batch = None  # whoever asks from now on wants the next
+        self.batch = None  # the next request is for the next batch
 
     def leave(self) -> None:
-        """It wants no more: what is out comes back to the run as `Closed`."""
+        """The trainer wants no more batches: `train` raises `Closed`."""
         self._left = True
         if self._trained is not None and not self._trained.done():
             self._trained.set_exception(Closed("the trainer has left."))
-        self._changed.tell()
+        self._changed.notify()
 
     def without(self, gone: Sequence[Group]) -> None:
-        """These groups of the batch that is out have become too old: whoever is given it again gets the others."""
+        """These groups of the batch that is out have become too old: the batch is given again without them."""
         if self.batch is not None and gone:
             numbers = {group.number for group in gone}
             left = tuple(group for group in self.batch.groups if group.number not in numbers)

@@ -23,7 +23,7 @@ from gpuinfer.http.route_table import Route, RouteTable
 from gpuinfer.http.server import HttpServer
 from gpuinfer.rollouts.kl import from_trainer
 from gpuinfer.rollouts.record import Group
-from gpuinfer.rollouts.trainer import Batch, BatchHandoff, HandoffTraining, Trained, UnknownBatch
+from gpuinfer.rollouts.trainer import BatchHandoff, HandoffTraining, Trained, UnknownBatch
 
 JSON, MSGPACK = "application/json", "application/msgpack"
 MOST_GROUPS = 1 << 16
@@ -72,7 +72,7 @@ class TakeResponse(Struct, kw_only=True):
     batch: int | None
     version: int
     step: int | None = None
-    again: bool = False  # it was given before, and nobody has said that it is done
+    again: bool = False  # the batch was given before and is not reported as done
     groups: tuple[Group, ...] = ()
     over: bool = False  # nothing more will come
     waits_for: str | None = None  # "rollouts", or "version": no more groups are begun before the weights are newer
@@ -93,11 +93,11 @@ def read_request(exchange: Exchange, wanted: type[RequestT]) -> RequestT:
         raise UsageError(f"{error}. Send {form} with some of {fields}.") from None
 
 
-def encode_response(exchange: Exchange, said: Any) -> tuple[bytes, str]:
+def encode_response(exchange: Exchange, message: Any) -> tuple[bytes, str]:
     """The body and its type, in the form that the request accepts."""
     if MSGPACK in exchange.headers.get("accept", ""):
-        return msgspec.msgpack.encode(said), MSGPACK
-    return msgspec.json.encode(said), JSON
+        return msgspec.msgpack.encode(message), MSGPACK
+    return msgspec.json.encode(message), JSON
 
 
 log = logging.getLogger(__name__)
@@ -147,7 +147,7 @@ class TrainerServerPlan:
 class TrainerServer(BatchHandoff):
     """A `Consumer` whose trainer comes over HTTP, dies, comes again, and loses nothing by it.
 
-    There is one trainer: who asks without a word of the batch that is out is taken for it, come again.
+    There is one trainer: a request that does not mention the batch that is out comes from a restarted trainer.
     """
 
     def __init__(self, plan: TrainerServerPlan, batch: int) -> None:
@@ -191,14 +191,14 @@ class TrainerServer(BatchHandoff):
 
     # The run's side, with an end to its patience
 
-    async def asks(self) -> int | None:
-        return await self._patiently(super().asks())
+    async def wait_for_request(self) -> int | None:
+        return await self._patiently(super().wait_for_request())
 
     async def train(self, groups: Sequence[Group], step: int) -> Trained:
         return await self._patiently(super().train(groups, step))
 
     async def _patiently(self, waiting: Coroutine[Any, Any, T]) -> T:
-        """Raises `WorkError` when nobody has come for too long."""
+        """Raises `WorkError` when no trainer has asked for too long."""
         task = asyncio.create_task(waiting)
         try:
             while not task.done():
@@ -237,19 +237,21 @@ class TrainerServer(BatchHandoff):
             self._asking += 1
             try:
                 large = len(exchange.body) > LARGE
-                asked = await asyncio.to_thread(read_request, exchange, body) if large else read_request(exchange, body)
-                said = await work(asked)
+                request = (
+                    await asyncio.to_thread(read_request, exchange, body) if large else read_request(exchange, body)
+                )
+                message = await work(request)
             except (UsageError, WorkError, UnknownBatch) as error:
-                exchange.refuse(status_of(error), str(error))
+                exchange.refuse(http_status_of(error), str(error))
             else:
-                large = isinstance(said, TakeResponse) and bool(said.groups)
+                large = isinstance(message, TakeResponse) and bool(message.groups)
                 written = (
-                    await asyncio.to_thread(encode_response, exchange, said)
+                    await asyncio.to_thread(encode_response, exchange, message)
                     if large
-                    else encode_response(exchange, said)
+                    else encode_response(exchange, message)
                 )
                 exchange.respond(200, *written)
-                if isinstance(said, TakeResponse) and said.over:
+                if isinstance(message, TakeResponse) and message.over:
                     self._told_over.set()
             finally:
                 self._asking -= 1
@@ -260,79 +262,81 @@ class TrainerServer(BatchHandoff):
     async def _health(self, exchange: Exchange) -> None:
         exchange.respond(200, *encode_response(exchange, {"status": "over" if self.over else "ready"}))
 
-    async def _status(self, said: BatchReport) -> Any:
+    async def _status(self, message: BatchReport) -> Any:
         out = None if self.batch is None else {"batch": self.batch.number, "times_given": self.times}
         return {
-            "version": self.trains.version,
-            "step": self.trains.step,
+            "version": self.training.version,
+            "step": self.training.step,
             "over": self.over,
             "out": out,
-            "waits_for": self.trains.starved_of,
-            **self.trains.facts(),
+            "waits_for": self.training.starved_of,
+            **self.training.facts(),
         }
 
-    async def _take(self, said: TakeRequest) -> TakeResponse:
+    async def _take(self, message: TakeRequest) -> TakeResponse:
         self._taken = True
-        if said.groups is not None and said.groups > self._groups:
+        if message.groups is not None and message.groups > self._groups:
             raise UsageError(
-                f"{said.groups} groups, and the run's batches have {self._groups}: more may never be there at once. "
-                f"Ask for fewer, or run with --batch-groups {said.groups}."
+                f"{message.groups} groups, and the run's batches have {self._groups}: more may never be there at once. "
+                f"Ask for fewer, or run with --batch-groups {message.groups}."
             )
-        await self._heed(said, said.done)
+        await self._apply_report(message, message.done)
         if self.batch is not None and self.times:
-            self.without(self.trains.too_old(self.batch.groups))
+            self.without(self.training.too_old(self.batch.groups))
             if not self.batch.groups:  # all of it has grown too old since it was given
                 self.done(self.batch.number)
-        self.want(said.groups or self._groups)
-        batch = await self.next(min(said.wait_s, MOST_WAIT_S))
+        self.want(message.groups or self._groups)
+        batch = await self.next(min(message.wait_s, MOST_WAIT_S))
         if batch is None:
-            waits_for = None if self.over else self.trains.starved_of
-            return TakeResponse(batch=None, version=self.trains.version, over=self.over, waits_for=waits_for)
-        return _take_response(batch, self.trains.version, again=self.times > 1)
+            waits_for = None if self.over else self.training.starved_of
+            return TakeResponse(batch=None, version=self.training.version, over=self.over, waits_for=waits_for)
+        return TakeResponse(
+            batch=batch.number,
+            step=batch.step,
+            version=self.training.version,
+            groups=batch.groups,
+            again=self.times > 1,
+        )
 
-    async def _ack(self, said: AckRequest) -> Any:
-        await self._heed(said, said.batch)
-        return {"batch": said.batch, "version": self.trains.version}
+    async def _ack(self, message: AckRequest) -> Any:
+        await self._apply_report(message, message.batch)
+        return {"batch": message.batch, "version": self.training.version}
 
-    async def _update(self, said: UpdateRequest) -> Any:
-        if said.version is None:
-            raise UsageError(f'which version? Send {{"version": {self.trains.version + 1}}}.')
-        self._check(said, said.batch)
-        await self.trains.update(said.version, said.weights, said.adapter)
-        if said.batch:
-            self.done(said.batch, logprobs=said.logprobs, metrics=said.metrics)
-        return {"version": self.trains.version}
+    async def _update(self, message: UpdateRequest) -> Any:
+        if message.version is None:
+            raise UsageError(f'which version? Send {{"version": {self.training.version + 1}}}.')
+        self._check(message, message.batch)
+        await self.training.update(message.version, message.weights, message.adapter)
+        if message.batch:
+            self.done(message.batch, logprobs=message.logprobs, metrics=message.metrics)
+        return {"version": self.training.version}
 
-    async def _heed(self, said: BatchReport, done: int | None) -> None:
+    async def _apply_report(self, message: BatchReport, done: int | None) -> None:
         """First the version: the step of the batch that is done ends with it in force."""
-        self._check(said, done)
-        if said.version is not None:
-            await self.trains.update(said.version)
+        self._check(message, done)
+        if message.version is not None:
+            await self.training.update(message.version)
         if done:
-            self.done(done, logprobs=said.logprobs, metrics=said.metrics)
+            self.done(done, logprobs=message.logprobs, metrics=message.metrics)
 
-    def _check(self, said: BatchReport, done: int | None) -> None:
+    def _check(self, message: BatchReport, done: int | None) -> None:
         """Raises `UnknownBatch`, and `UsageError` for log-probabilities of other tokens."""
         if done is not None and done > self.last:
             raise UnknownBatch(f"batch {done} was never given: the newest is {self.last}. Ask without it.")
-        if said.logprobs and self.batch is not None:
+        if message.logprobs and self.batch is not None:
             try:
-                from_trainer(self.batch.groups, said.logprobs)
+                from_trainer(self.batch.groups, message.logprobs)
             except ValueError as error:
                 raise UsageError(str(error)) from None
 
 
-def status_of(error: Exception) -> int:
-    """409: what is said does not fit what is there; 503: the model's side is gone."""
+def http_status_of(error: Exception) -> int:
+    """409: the message does not fit the state; 503: the backend is gone."""
     if isinstance(error, UnknownBatch):
         return 409
     if isinstance(error, BackendError | Closed):
         return 503
     return 400 if isinstance(error, UsageError) else 500
-
-
-def _take_response(batch: Batch, version: int, again: bool) -> TakeResponse:
-    return TakeResponse(batch=batch.number, step=batch.step, version=version, groups=batch.groups, again=again)
 
 
 def _now() -> float:

@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class EndedStep:
-    """What the training itself knows of a step that has just ended. Times are of the monotonic clock."""
+    """A step that has just ended, as the training knows it. Times are of the monotonic clock."""
 
     number: int
     version: int  # of the trainer's weights when it took the batch
@@ -37,7 +37,7 @@ class EndedStep:
     weights: Handed | None
     groups: Sequence[Group]
     trained: Trained
-    asked: float
+    requested: float
     taken: float
     done: float
     loading_s: float  # of `taken` to `done`: new weights were on their way, for which the trainer waited
@@ -64,7 +64,7 @@ class StepRecorder:
         self._loading_s = 0.0  # in the present step
         self._dropped = 0  # before it
         self._tail_from: float | None = None  # since when no more groups are begun
-        self._telling: asyncio.Task[None] | None = None
+        self._recording: asyncio.Task[None] | None = None
 
     async def open(self) -> None:
         """Count from now on."""
@@ -73,27 +73,27 @@ class StepRecorder:
         self._engine = EngineCounts.of(await self._infer.counted())
 
     async def close(self) -> None:
-        """The last step is told. Raises what the telling did."""
-        if self._telling is not None:
-            await self._telling
-            self._telling = None
+        """Wait until the last step is recorded. Raises what the recording did."""
+        if self._recording is not None:
+            await self._recording
+            self._recording = None
 
     def abandon(self) -> None:
-        """What is not told yet stays untold."""
-        if self._telling is not None:
-            self._telling.cancel()
+        """A step that is being recorded is left out."""
+        if self._recording is not None:
+            self._recording.cancel()
 
     # What happens in between
 
-    def came(self, group: Group) -> None:
+    def buffered(self, group: Group) -> None:
         self._ready[group.number] = time.monotonic()
 
-    def went(self, group: Group) -> None:
-        """Nobody trains on it."""
+    def discarded(self, group: Group) -> None:
+        """The group was dropped."""
         self._ready.pop(group.number, None)
 
     def loaded(self, seconds: float) -> None:
-        """New weights are in force, after so long."""
+        """New weights are in force, after `seconds`."""
         self._loading_s += seconds
         self.totals.adapter_loads += 1
 
@@ -105,11 +105,11 @@ class StepRecorder:
     def all_begun(self) -> None:
         self._tail_from = time.monotonic()
 
-    async def ended(self, step: EndedStep) -> None:
-        """It has ended now. Raises what the telling of the one before did."""
+    async def end_step(self, step: EndedStep) -> None:
+        """The step ends now. Raises what recording the one before raised."""
         await self.close()
         now = time.monotonic()
-        wall_s, asked = now - self._ended, step.asked - self._ended
+        wall_s, requested = now - self._ended, step.requested - self._ended
         dropped, self._dropped = step.dropped - self._dropped, step.dropped
         loading_s, self._loading_s, self._ended = self._loading_s, 0.0, now
         record = StepRecord(
@@ -119,7 +119,7 @@ class StepRecorder:
             weights=step.weights,
             at_s=now - self._began,
             wall_s=wall_s,
-            absent_s=max(0.0, asked),
+            absent_s=max(0.0, requested),
             **times_of(step),
             adapter_load_s=loading_s,
             **self._of_batch(step.groups, step.version),
@@ -131,9 +131,9 @@ class StepRecorder:
             tail_s=0.0 if self._tail_from is None else min(wall_s, now - self._tail_from),
             metrics=step.trained.metrics,
         )
-        self._telling = asyncio.create_task(self._tell(record, self.meter.take()))
+        self._recording = asyncio.create_task(self._record(record, self.meter.take()))
 
-    async def _tell(self, record: StepRecord, measured: Mapping[str, float]) -> None:
+    async def _record(self, record: StepRecord, measured: Mapping[str, float]) -> None:
         counted = EngineCounts.of(await self._infer.counted())
         engine, self._engine = counted.since(self._engine), counted
         found = engine_fields(engine, measured, record.wall_s, engine.slots or slots_of(self._infer))
@@ -146,7 +146,8 @@ class StepRecorder:
     def _of_batch(self, groups: Sequence[Group], version: int) -> dict[str, Any]:
         facts, behind = facts_of(groups), version_lags(groups, version)
         ready = [self._ready.pop(group.number, self._ended) for group in groups]
-        begun = [came - group.seconds - group.reference_s for came, group in zip(ready, groups, strict=True)]
+        lasted = [(group.seconds + group.reference_s, group.reference_s) for group in groups]
+        begun = [came - seconds for came, (seconds, _) in zip(ready, lasted, strict=True)]
         return {
             "groups": facts["groups"],
             "games": facts["games"],
@@ -155,20 +156,20 @@ class StepRecorder:
             "tokens_per_call": facts["drawn_tokens"] / max(1, facts["calls"]),
             "staleness_mean": sum(behind) / max(1, len(behind)),
             "staleness_max": max(behind, default=0),
-            "reference_share": sum(_reference_share(group) for group in groups) / max(1, len(groups)),
+            "reference_share": sum(own / seconds for seconds, own in lasted if seconds) / max(1, len(groups)),
             "step_rollout_s": max(ready, default=0.0) - min(begun, default=0.0),
         }
 
     def _of_policy(self, groups: Sequence[Group], trained: Trained) -> dict[str, Any]:
-        told: dict[str, Any] = {"kl_coefficient": self.controller.coefficient}
+        fields: dict[str, Any] = {"kl_coefficient": self.controller.coefficient}
         found = kl.from_reference(groups)
         if found is not None:
             games = sum(len(group.games) for group in groups)
             coefficient = self.controller.update(found.k3, games)
-            told = {"kl": found.k3, "kl_k1": found.k1, "kl_coefficient": coefficient}
+            fields = {"kl": found.k3, "kl_k1": found.k1, "kl_coefficient": coefficient}
         if trained.logprobs and (moved := kl.from_trainer(groups, trained.logprobs)) is not None:
-            told |= {"ratio_mean": moved.mean, "ratio_max": moved.largest, "effective": moved.effective}
-        return told
+            fields |= {"ratio_mean": moved.mean, "ratio_max": moved.largest, "effective": moved.effective}
+        return fields
 
 
 def times_of(step: EndedStep) -> dict[str, Any]:
@@ -177,12 +178,7 @@ def times_of(step: EndedStep) -> dict[str, Any]:
     """
     busy_s = max(0.0, step.done - step.taken - step.loading_s)
     train_s = min(busy_s, step.trained.seconds) if step.trained.seconds else busy_s
-    return {"wait_s": step.taken - step.asked + busy_s - train_s, "train_s": train_s}
-
-
-def _reference_share(group: Group) -> float:
-    whole = group.seconds + group.reference_s
-    return group.reference_s / whole if whole else 0.0
+    return {"wait_s": step.taken - step.requested + busy_s - train_s, "train_s": train_s}
 
 
 def slots_of(infer: Infer) -> int:
@@ -192,7 +188,7 @@ def slots_of(infer: Infer) -> int:
 
 
 def engine_fields(engine: EngineCounts, measured: Mapping[str, float], wall_s: float, slots: int) -> dict[str, Any]:
-    """The fields of a step that tell of the engine's time, and of what it was asked."""
+    """The fields of a step on the engine's time and requests."""
     inference_s = min(engine.inference_s, wall_s)
     room = slots * wall_s
     given, drawn = engine.input_tokens, engine.output_tokens
@@ -247,7 +243,7 @@ class StepTotals:
             self._stalls[kind] = self._stalls.get(kind, 0.0) + share * record.wall_s
 
     def facts(self) -> dict[str, float]:
-        told: dict[str, float] = {
+        fields: dict[str, float] = {
             "steps": self.steps,
             "trained_groups": self._groups,
             "staleness_max": self.staleness_max,
@@ -256,7 +252,7 @@ class StepTotals:
             **self._sums,
             **{f"stall: {kind}": seconds for kind, seconds in self._stalls.items()},
         }
-        return told if self._kl is None else {**told, "kl": self._kl}
+        return fields if self._kl is None else {**fields, "kl": self._kl}
 
 
 SUMMED = (
@@ -309,7 +305,9 @@ class Training:
         self.plan, self.consumer = plan, consumer
         self.version, self.step = plan.version, plan.step
         self.meter = RolloutMeter()
-        self.infer = cast(Infer, MeteredInfer(infer, self.meter, self.asked_with))  # to be asked in `infer`'s place
+        self.infer = cast(
+            Infer, MeteredInfer(infer, self.meter, self.version_of_answers)
+        )  # what games ask in the place of `infer`
         self.gate = CapacityGate(
             Capacity(concurrency=plan.concurrency, batch=plan.batch, staleness=plan.staleness, first=plan.version)
         )
@@ -355,12 +353,12 @@ class Training:
     # The trainer of the loop
 
     async def put(self, group: Group) -> None:
-        """Wait for room in the buffer. When the trainer has left, nobody wants it."""
-        self.recorder.came(group)
+        """Wait for room in the buffer. When the trainer has left, the group is discarded."""
+        self.recorder.buffered(group)
         try:
             await self.buffer.put(group)
         except Closed:
-            self.recorder.went(group)
+            self.recorder.discarded(group)
 
     def all_begun(self) -> None:
         """No more groups will be begun."""
@@ -412,8 +410,8 @@ class Training:
 
     async def _one_step(self) -> bool:
         """Whether there was one."""
-        wanted = await self.consumer.asks()
-        asked, before = time.monotonic(), len(self.buffer)
+        wanted = await self.consumer.wait_for_request()
+        requested, before = time.monotonic(), len(self.buffer)
         if wanted is None:
             return False
         groups = await self.buffer.take(wanted)
@@ -429,7 +427,7 @@ class Training:
         self._gone.clear()
         if trained.version > self.version:
             await self.update(trained.version, trained.weights, trained.adapter)
-        await self.recorder.ended(
+        await self.recorder.end_step(
             EndedStep(
                 number=self.step,
                 version=version,
@@ -437,7 +435,7 @@ class Training:
                 weights=self.weights,
                 groups=groups,
                 trained=trained,
-                asked=asked,
+                requested=requested,
                 taken=taken,
                 done=done,
                 loading_s=loading_s,
@@ -499,15 +497,13 @@ class Training:
         """What a trainer waits for: "rollouts", or "version": no more groups are begun before its weights are newer."""
         return "version" if self.gate.waiting and not self.gate.capacity.running else "rollouts"
 
-    def asked_with(self) -> str | None:
-        """The name of the weights that an answer is drawn by which is asked for now, where the backend has not been
-        told of one.
-        """
+    def version_of_answers(self) -> str | None:
+        """The version by which answers that are requested now are drawn, unless the backend itself names versions."""
         return version_name(self.version) if self.version and self.weights is None else None
 
     def _drop(self, group: Group) -> None:
-        """It was too old for the trainer; another is begun in its place."""
-        self.recorder.went(group)
+        """The group was too old for the trainer; another is begun in its place."""
+        self.recorder.discarded(group)
         self.gate.dropped()
 
     # What it says

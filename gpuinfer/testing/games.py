@@ -128,7 +128,7 @@ def check_game(
 
 
 def _fault_of_build(name: str, options: Mapping[str, Any], built: list[Game]) -> str | None:
-    built.append(games.build(name, options))
+    built.append(games.build_game(name, options))
     if built[0].compiled:
         kernels.rules_of(built[0].rules)
     return None

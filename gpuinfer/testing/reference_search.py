@@ -71,7 +71,7 @@ class ReferenceTable:
 Model = Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]
 """From features [rows, features] to policy logits float32 [rows, actions] and values float32 [rows, seats]."""
 
-load: Callable[[str], ModuleType] = cache(kernels.load)
+load: Callable[[str], ModuleType] = cache(kernels.load_search)
 
 
 def search_of(**changed: Any) -> arrays.Search:

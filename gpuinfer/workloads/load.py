@@ -136,7 +136,7 @@ class LoadRequester:
             return error
         except Expired:
             tally.lost["expired"] += 1
-            await asyncio.sleep(0)  # it may have been over at once: whoever asks again must not keep out all others
+            await asyncio.sleep(0)  # it may have expired at once: the next request must not keep out all others
         except BackendDied:
             raise
         except (BackendError, BadResult) as error:
@@ -305,7 +305,7 @@ def _cancel_all(pause: asyncio.Future[None]) -> None:
 
 
 def _consume_exception(task: asyncio.Task[None]) -> None:
-    """So that nobody complains that a failure was not seen: the first one was raised."""
+    """Marks a failure as seen: the first one was raised."""
     if not task.cancelled():
         task.exception()
 
@@ -396,7 +396,7 @@ class Load(Workload):
             return ModelSpec(own.model, weights, own.features)
         from gpuinfer.workloads.selfplay import games
 
-        game = games.build("blob", {})
+        game = games.build_game("blob", {})
         sizes = {"actions": game.actions, "seats": game.seats}
         return ModelSpec(own.model, weights, game.features, game.feature_dtype, sizes)
 
@@ -450,19 +450,21 @@ class Load(Workload):
         tally = LoadTally()
         yield self._progress(tally, 0.0)  # the clock starts here, and so does the load
         asker = LoadRequester(infer, Payloads(spec, self.load.most_rows, self.setup.seed), tally)
-        driver = self._driver(asker, infer)
+        driver: LoadDriver
+        if isinstance(self.load, ClosedLoop):
+            count = math.inf if self.options.requests is None else self.options.requests
+            driver = ThinkingClients(asker, infer, self.load, self.seconds, count, self._dice())
+        else:
+            driver = OpenLoad(asker, self.asked())
         async for _ in follow_task(asyncio.create_task(driver.run()), infer.stopping):
             yield self._progress(tally, driver.lasted_s)
         if tally.first_failure is not None and not tally.answered:
             raise tally.first_failure
-        self._warn(tally)
+        doubt = "" if isinstance(self.load, ClosedLoop) else tally.doubt()
+        if doubt and not Load._warned:
+            Load._warned = True
+            log.warning("%s", doubt)
         yield self._progress(tally, driver.lasted_s)
-
-    def _driver(self, asker: LoadRequester, infer: Infer) -> LoadDriver:
-        if not isinstance(self.load, ClosedLoop):
-            return OpenLoad(asker, self.asked())
-        count = math.inf if self.options.requests is None else self.options.requests
-        return ThinkingClients(asker, infer, self.load, self.seconds, count, self._dice())
 
     def _refuse_rows(self, most: int) -> None:
         if self.load.most_rows > most:
@@ -479,9 +481,3 @@ class Load(Workload):
             facts["offered_rows_per_s"] = tally.asked_rows / lasted_s if lasted_s > 0 else self.load.rows_per_s or 0.0
             facts["late_s"] = tally.late_s
         return Progress(tally.settled, self.total, "requests", facts=facts)
-
-    def _warn(self, tally: LoadTally) -> None:
-        doubt = "" if isinstance(self.load, ClosedLoop) else tally.doubt()
-        if doubt and not Load._warned:
-            Load._warned = True
-            log.warning("%s", doubt)

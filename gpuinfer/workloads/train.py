@@ -212,7 +212,7 @@ class Train(Workload):
 
 class _TrainingRun:
     """One run of the workload. All that computes with torch is done in one thread, passes included, and what reads and
-    writes files in another, so that nobody waits for a loss that hangs.
+    writes files in another, so that nothing waits for a loss that hangs.
     """
 
     folder: TrainingFolder

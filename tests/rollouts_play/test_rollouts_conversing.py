@@ -43,7 +43,7 @@ def conversation(language, turns, ends=True, **options):
             for messages, answer in turns:
                 new = await chat.added(said, Observation(messages=messages))
                 tokens = tokens_of(language, answer) + ((END,) if ends else ())
-                said.say(new, Completion(text=answer, tokens=tokens, finish_reason="stop" if ends else "length"))
+                said.add_answer(new, Completion(text=answer, tokens=tokens, finish_reason="stop" if ends else "length"))
                 added.append((new, tokens))
         finally:
             chat.close()
@@ -81,7 +81,7 @@ def test_what_was_drawn_is_never_tokenised_again(language):
         chat, said = ChatEncoder(language), TokenConversation()
         first = await chat.added(said, Observation(messages=[{"role": "user", "content": "go on"}]))
         spelled = sum((tokens_of(language, letter) for letter in "hello"), ())
-        said.say(first, Completion(text="hello", tokens=(*spelled, END), finish_reason="stop"))
+        said.add_answer(first, Completion(text="hello", tokens=(*spelled, END), finish_reason="stop"))
         second = await chat.added(said, Observation(messages=[{"role": "user", "content": "more"}]))
         chat.close()
         return first, spelled, second, said.tokens

@@ -11,10 +11,10 @@ from gpuinfer.rollouts.concurrency import ConcurrencyController
 
 
 class Games:
-    """Games that come to a crowd, each until it is told to go."""
+    """Games that ask a controller for a place, each until `go`."""
 
-    def __init__(self, crowd, agents=1):
-        self.crowd, self.agents = crowd, agents
+    def __init__(self, controller, agents=1):
+        self.controller, self.agents = controller, agents
         self.inside, self._go, self._tasks = [], {}, []
 
     async def come(self, number):
@@ -23,16 +23,16 @@ class Games:
         await settled()
 
     async def _one(self, number):
-        async with self.crowd.place() as place:
+        async with self.controller.place() as place:
             self.inside.append(number)
-            self.crowd.seated(place, self.agents)
-            self.crowd.counts.ask(self.agents)
-            self.crowd.asking(place)
+            self.controller.game_started(place, self.agents)
+            self.controller.counts.ask(self.agents)
+            self.controller.asking(place)
             try:
                 await self._go[number].wait()
             finally:
                 for _ in range(self.agents):
-                    self.crowd.counts.answered(None)
+                    self.controller.counts.answered(None)
                 self.inside.remove(number)
 
     async def go(self, number):
@@ -66,11 +66,11 @@ def test_conversations_have_slots_too_until_it_is_known_that_nothing_is_said_aga
         for number in range(4):
             await games.come(number)
             for _ in range(2):  # of three agents one is asked
-                games.crowd.counts.answered(None)
+                games.controller.counts.answered(None)
         before = list(games.inside)
         await games.go(0)
-        games.crowd.counts.asked = 2
-        games.crowd.look()
+        games.controller.counts.asked = 2
+        games.controller.admit_waiting()
         await settled()
         return before, list(games.inside)
 
@@ -95,7 +95,7 @@ def test_how_much_a_backend_remembers_is_found_out(cached, most):
         await games.go(0)
         for number in range(1, 12):
             await games.come(number)
-            games.crowd.counts.answered(None)
+            games.controller.counts.answered(None)
         return len(games.inside)
 
     assert played(play, slots=8, counts=counts) == most
@@ -122,7 +122,7 @@ def test_whoever_comes_gets_a_place_in_turn_and_nobody_waits_before_an_empty_tab
         left = [number for number, task in enumerate(games._tasks) if not task.done()]
         assert games.inside == sorted(games.inside) == left[: len(games.inside)]
         assert games.inside or not left
-        assert games.crowd.games == len(games.inside)
+        assert games.controller.games == len(games.inside)
         for number in left:
             games._go[number].set()
         for _ in left:

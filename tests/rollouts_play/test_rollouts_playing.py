@@ -49,9 +49,9 @@ def test_a_record_adds_up():
 
 def test_what_else_is_played_changes_no_group():
     alone = [played("Chatting", "steps=3", samples=2, slots=1)[0]]
-    crowd = played("Chatting", "steps=3", samples=2, groups=4)
-    assert timeless(crowd[0]) == timeless(alone[0])
-    assert len({group.games[0].trajectories[0].turns[0].prompt_tokens for group in crowd}) == 4
+    controller = played("Chatting", "steps=3", samples=2, groups=4)
+    assert timeless(controller[0]) == timeless(alone[0])
+    assert len({group.games[0].trajectories[0].turns[0].prompt_tokens for group in controller}) == 4
 
 
 def test_a_game_that_fails_is_recorded_and_played_again():

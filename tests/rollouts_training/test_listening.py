@@ -44,7 +44,7 @@ class Run:
         """None: its groups never come."""
         try:
             for step in range(batches) if batches is not None else ():
-                wanted = await self.listening.asks()
+                wanted = await self.listening.wait_for_request()
                 groups = [group(next(self.numbers)) for _ in range(wanted)]
                 self.told.append(await self.listening.train(groups, step))
             if batches is None:
@@ -289,7 +289,7 @@ def test_a_run_that_no_trainer_comes_to_is_given_up():
         await listening.meet(StandInTraining())
         try:
             with pytest.raises(WorkError, match=r"no trainer has asked at http://127.* for 0.05 s"):
-                await listening.asks()
+                await listening.wait_for_request()
             with pytest.raises(WorkError, match="no trainer has asked"):
                 await listening.train([group(0)], 0)
             assert listening.batch is None

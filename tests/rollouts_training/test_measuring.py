@@ -7,7 +7,7 @@ import pytest
 from gpuinfer.generation import Completion, Generation
 from gpuinfer.rollouts.environment import Environment, Outcome
 from gpuinfer.rollouts.guarded_environment import EnvironmentMaker
-from gpuinfer.rollouts.meter import EngineCounts, LevelIntegral, RolloutMeter, with_version
+from gpuinfer.rollouts.meter import EngineCounts, LevelIntegral, RolloutMeter, name_version
 
 
 class Clock:
@@ -101,7 +101,7 @@ def generation(*spans):
     ],
 )
 def test_tokens_without_a_version_are_of_that_which_was_in_force_when_they_were_asked_for(told, known):
-    assert with_version(generation(*told), "v3").completions[0].versions == known
+    assert name_version(generation(*told), "v3").completions[0].versions == known
 
 
 def test_the_counters_of_a_run_become_those_of_a_step():

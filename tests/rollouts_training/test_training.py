@@ -108,10 +108,10 @@ def test_weights_are_handed_to_the_backend_and_answers_under_way_go_on():
     async def main():
         infer = Weights()
         side = made_side(SimulatedTrainer(0.0, weights="adapter/", adapter="policy"), infer=infer)
-        assert side.asked_with() is None
+        assert side.version_of_answers() is None
         await whole(side, range(3))
         assert infer.given == [(f"v{n}", "adapter/", "policy", False) for n in (1, 2, 3)]
-        assert side.asked_with() is None  # the backend names them itself
+        assert side.version_of_answers() is None  # the backend names them itself
         assert side.facts()["adapter_loads"] == 3
 
     run(main())
@@ -124,7 +124,7 @@ def test_what_is_too_old_is_dropped_counted_and_played_again_in_its_place():
         def __init__(self):
             self.version = 0
 
-        async def asks(self):
+        async def wait_for_request(self):
             return 1
 
         async def train(self, groups, step):

@@ -44,39 +44,39 @@ def rules(tmp_path, monkeypatch):
 
 
 def test_a_changed_rule_has_another_folder(rules):
-    before = kernels.cache_folder(rules())
-    assert kernels.cache_folder(rules("values[state[LAST]] = 1.0", "values[state[LAST]] = 2.0")) != before
+    before = kernels.search_cache_folder(rules())
+    assert kernels.search_cache_folder(rules("values[state[LAST]] = 1.0", "values[state[LAST]] = 2.0")) != before
 
 
 def test_a_changed_constant_of_another_module_has_another_folder(rules, tmp_path):
     rules("import numpy as np", "import numpy as np\nfrom nim_helper import BONUS")
-    before = kernels.cache_folder(rules("values[state[LAST]] = 1.0", "values[state[LAST]] = BONUS"))
+    before = kernels.search_cache_folder(rules("values[state[LAST]] = 1.0", "values[state[LAST]] = BONUS"))
     (tmp_path / "nim_helper.py").write_text("BONUS = 2\n")
-    assert kernels.cache_folder(rules()) != before
+    assert kernels.search_cache_folder(rules()) != before
 
 
 def test_a_function_reached_through_a_module_counts(rules, tmp_path):
     rules("import numpy as np", "import numpy as np\nimport nim_helper")
     helper = "from gpuinfer.workloads.selfplay.bits import compiled\n\n\n@compiled\ndef bonus():\n    return {}\n"
     (tmp_path / "nim_helper.py").write_text(helper.format(1))
-    before = kernels.cache_folder(rules("values[state[LAST]] = 1.0", "values[state[LAST]] = nim_helper.bonus()"))
+    before = kernels.search_cache_folder(rules("values[state[LAST]] = 1.0", "values[state[LAST]] = nim_helper.bonus()"))
     (tmp_path / "nim_helper.py").write_text(helper.format(2))
-    assert kernels.cache_folder(rules()) != before
+    assert kernels.search_cache_folder(rules()) != before
 
 
 def test_rules_that_lack_a_function_are_refused(rules):
     rules("@compiled\ndef observe", "def observe")
     with pytest.raises(UsageError, match="has no compiled function 'observe'"):
-        kernels.load("copied_nim")
+        kernels.load_search("copied_nim")
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2], ids=["the folder", "the folder above", "the root"])
 def test_a_folder_that_others_may_write_is_not_used(rules, depth, tmp_path, monkeypatch):
     monkeypatch.setattr(kernel_cache.tempfile, "gettempdir", lambda: str(tmp_path))
     module = rules()
-    folder = kernels.cache_folder(module)
+    folder = kernels.search_cache_folder(module)
     (folder, *folder.parents)[depth].chmod(0o777)
-    elsewhere = kernels.cache_folder(module)
+    elsewhere = kernels.search_cache_folder(module)
     assert elsewhere != folder
     assert elsewhere.is_relative_to(tmp_path / f"gpuinfer-{os.getuid()}")
 
@@ -85,7 +85,7 @@ def test_without_any_folder_the_cure_is_named(rules, tmp_path, monkeypatch):
     (tmp_path / "cache").write_text("in the way")
     monkeypatch.setattr(kernel_cache.tempfile, "gettempdir", lambda: str(tmp_path / "cache"))
     with pytest.raises(UsageError, match="Set XDG_CACHE_HOME"):
-        kernels.cache_folder(rules())
+        kernels.search_cache_folder(rules())
 
 
 HALVED = """
@@ -147,7 +147,7 @@ def test_compiled_code_is_used_by_the_next_process():
         "from gpuinfer.workloads.selfplay.arena import Arena\n"
         "from gpuinfer.workloads.selfplay.games.connect_four import ConnectFour as Game\n"
         "search = arrays.Search(1, 2, 0, 1, 1.5, 0.25, 10.0, 1.0, 8, False)\n"
-        "module = kernels.load(Game.rules)\n"
+        "module = kernels.load_search(Game.rules)\n"
         "Arena(Game(), module, search, 1).play()\n"
         "print(sum(module.play.stats.cache_hits.values()), sum(module.play.stats.cache_misses.values()))\n"
     )

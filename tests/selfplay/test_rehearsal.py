@@ -86,7 +86,7 @@ def here(tmp_path, monkeypatch):
             assert old in text
             text = text.replace(old, new)
         (tmp_path / f"{name}.py").write_text(text)
-        return games.build(f"{name}:Nim", {}), f"{name}:Nim", {"largest": 3}
+        return games.build_game(f"{name}:Nim", {}), f"{name}:Nim", {"largest": 3}
 
     yield write
     for name in ("small_nim", "sound_nim", "odd_nim"):

@@ -113,7 +113,7 @@ def digests(folder, monkeypatch, first=()):
         for name in first:
             importlib.import_module(name)
         importlib.invalidate_caches()
-        found = rules_digest.of_game(games.build("pick:Pick", {})), rules_digest.of_network("net:Net")
+        found = rules_digest.game_digest(games.build_game("pick:Pick", {})), rules_digest.network_digest("net:Net")
         for name in FILES:
             sys.modules.pop(name.removesuffix(".py"), None)
         return found
@@ -140,12 +140,12 @@ def test_neither_place_nor_order_nor_comments_nor_other_files_make_another_game(
 
 def test_our_own_games_have_a_version_and_sizes_and_our_networks_their_names():
     one = ConnectFour()
-    assert rules_digest.of_game(one) == rules_digest.of_game(ConnectFour())
-    assert rules_digest.of_network("blobnet") is rules_digest.of_network(None) is None
+    assert rules_digest.game_digest(one) == rules_digest.game_digest(ConnectFour())
+    assert rules_digest.network_digest("blobnet") is rules_digest.network_digest(None) is None
     assert not rules_digest.source_of(["gpuinfer.models.blobnet"])
     other = ConnectFour()
     other.features += 1
-    assert rules_digest.of_game(other) != rules_digest.of_game(one)
+    assert rules_digest.game_digest(other) != rules_digest.game_digest(one)
 
 
 def test_compiled_rules_are_told_apart_by_what_they_reach(tmp_path, monkeypatch):
@@ -157,6 +157,6 @@ def test_compiled_rules_are_told_apart_by_what_they_reach(tmp_path, monkeypatch)
         importlib.invalidate_caches()
         shutil.rmtree(tmp_path / "__pycache__", ignore_errors=True)
         sys.modules.pop("own_nim", None)
-        found.append(rules_digest.of_game(games.build("own_nim:Nim", {})))
+        found.append(rules_digest.game_digest(games.build_game("own_nim:Nim", {})))
     sys.modules.pop("own_nim", None)
     assert found[0] == found[1] != found[2]

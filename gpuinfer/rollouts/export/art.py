@@ -17,7 +17,7 @@ from msgspec import Struct
 
 from gpuinfer.rollouts.export.samples import Sample
 from gpuinfer.rollouts.export.trainer_format import OWN, Block, ExportPiece, Format, Kept, by_start
-from gpuinfer.rollouts.files.parquet import require
+from gpuinfer.rollouts.files.parquet import require_pyarrow
 from gpuinfer.rollouts.record import Turn, version_number
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ class Art(Format[GroupLine]):
     line = GroupLine
 
     def store(self, file: IO[bytes], lines: Iterable[GroupLine]) -> None:
-        require("This trainer's form is Parquet, which")
+        require_pyarrow("This trainer's form is Parquet, which")
         import pyarrow as pa
         from pyarrow import parquet
 
@@ -95,7 +95,7 @@ class Art(Format[GroupLine]):
                 writer.write_table(pa.Table.from_pylist(rows, form))
 
     def load(self, file: IO[bytes]) -> Iterator[GroupLine]:
-        require("This trainer's form is Parquet, which")
+        require_pyarrow("This trainer's form is Parquet, which")
         from pyarrow import parquet
 
         with parquet.ParquetFile(file) as table:

@@ -141,7 +141,11 @@ def _advantages(group: Group) -> dict[tuple[int, int], float]:
 def _contexts(trajectory: Trajectory) -> Iterator[tuple[int, tuple[Turn, ...], bool]]:
     """The contexts that have something to train on: number, turns, whether it is the last."""
     contexts = enumerate(trajectory.contexts()) if trajectory.trainable else ()
-    found = [(number, turns) for number, (_, turns) in contexts if _has_something(turns)]
+    found = [
+        (number, turns)
+        for number, (_, turns) in contexts
+        if turns[0].prompt_tokens and any(turn.completion_tokens for turn in turns)
+    ]
     for number, turns in found:
         if any(len(turn.logprobs) != len(turn.completion_tokens) for turn in turns):
             raise UsageError(
@@ -149,10 +153,6 @@ def _contexts(trajectory: Trajectory) -> Iterator[tuple[int, tuple[Turn, ...], b
                 "Export what `gpuinfer rollouts` has recorded."
             )
         yield number, turns, number == found[-1][0]
-
-
-def _has_something(turns: Sequence[Turn]) -> bool:
-    return bool(turns[0].prompt_tokens) and any(turn.completion_tokens for turn in turns)
 
 
 def _sizes(turns: Sequence[Turn]) -> tuple[tuple[int, int], ...]:

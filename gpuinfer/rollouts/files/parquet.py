@@ -36,13 +36,13 @@ _json = msgspec.json.Encoder().encode
 Row = dict[str, Any]
 
 
-def require(what: str = "Parquet") -> None:
+def require_pyarrow(what: str = "Parquet") -> None:
     """Raises `UsageError` where there is no pyarrow."""
     if importlib.util.find_spec("pyarrow") is None:
         raise UsageError(f"{what} {MISSING}.")
 
 
-def schema() -> pyarrow.Schema:
+def table_schema() -> pyarrow.Schema:
     import pyarrow as pa
 
     word = pa.dictionary(pa.int32(), pa.string())  # of few values
@@ -93,12 +93,12 @@ def schema() -> pyarrow.Schema:
     return pa.schema(list(columns.items()))
 
 
-def write(file: IO[bytes], groups: Iterable[Group]) -> None:
+def write_groups(file: IO[bytes], groups: Iterable[Group]) -> None:
     """A whole file. One group at a time is in memory."""
     import pyarrow as pa
     from pyarrow import parquet
 
-    form = schema()
+    form = table_schema()
     with parquet.ParquetWriter(file, form, compression="zstd", write_page_checksum=True) as writer:
         for group in groups:
             rows = list(_rows(group))
@@ -121,11 +121,11 @@ def numbers(shard: Path) -> set[int] | None:
         return None
 
 
-def read(shard: Path) -> Iterator[Group]:
+def read_groups(shard: Path) -> Iterator[Group]:
     """Raises `UsageError` for a shard that is damaged."""
-    require()
+    require_pyarrow()
     try:
-        yield from _read(shard)
+        yield from (_group(table.to_pylist()) for table in _tables(shard))
     except _damage() as error:
         why = f"{shard} is damaged ({error}). Go on with the run (--resume): its groups are played again."
         raise UsageError(why) from error
@@ -136,10 +136,6 @@ def _damage() -> tuple[type[Exception], ...]:
     import pyarrow as pa
 
     return (pa.ArrowException, OSError, ValueError, KeyError, TypeError)
-
-
-def _read(shard: Path) -> Iterator[Group]:
-    return (_group(table.to_pylist()) for table in _tables(shard))
 
 
 def _tables(shard: Path) -> Iterator[pyarrow.Table]:
@@ -193,14 +189,14 @@ def _group(rows: list[Row]) -> Group:
 
 
 def _game(rows: list[Row]) -> Game:
-    by_trajectory = [list(found) for place, found in groupby(rows, lambda row: row["trajectory"]) if place is not None]
+    trajectories = []
+    for place, found in groupby(rows, lambda row: row["trajectory"]):
+        if place is not None:
+            of_one = list(found)
+            turns = tuple(_turn(row) for row in of_one if row["turn"] is not None)
+            trajectories.append(Trajectory(turns=turns, **_named("trajectory", of_one[0], TRAJECTORY)))
     facts = {**_named("game", rows[0], GAME), "metrics": dict(rows[0]["game_metrics"])}
-    return Game(trajectories=tuple(map(_trajectory, by_trajectory)), **facts)
-
-
-def _trajectory(rows: list[Row]) -> Trajectory:
-    turns = tuple(_turn(row) for row in rows if row["turn"] is not None)
-    return Trajectory(turns=turns, **_named("trajectory", rows[0], TRAJECTORY))
+    return Game(trajectories=tuple(trajectories), **facts)
 
 
 def _turn(row: Row) -> Turn:

@@ -65,4 +65,4 @@ def _of_lines(shard: Path) -> Iterator[Group]:
 def _of_parquet(shard: Path) -> Iterator[Group]:
     from gpuinfer.rollouts.files import parquet
 
-    return parquet.read(shard)
+    return parquet.read_groups(shard)

@@ -83,7 +83,7 @@ class ShardJournal:
         else:
             from gpuinfer.rollouts.files import parquet
 
-            self._folder.put(shard.name, lambda file: parquet.write(file, parquet.groups_of(journal)))
+            self._folder.put(shard.name, lambda file: parquet.write_groups(file, parquet.groups_of(journal)))
             journal.unlink()
         sync_folder(self._folder.path)
 
@@ -163,7 +163,7 @@ class Writer:
         if form == "parquet":
             from gpuinfer.rollouts.files import parquet
 
-            parquet.require("--format parquet")
+            parquet.require_pyarrow("--format parquet")
         self._folder = RecordFolder(Path(folder), shards.SCHEMA, f".{form}")
         self._journal = ShardJournal(self._folder, form, shard_bytes)
         self._folder.claim({**header, "format": form}, resume)

@@ -89,10 +89,20 @@ class LineWriter:
     def answer(self, row: NamedRow, generation: Generation, seconds: float) -> bytes:
         """The line of a row that was answered, `seconds` after it was asked."""
         if row.openai is not None:
-            return self._encode(_batch_line(row, 200, self._response(row, generation), None)) + b"\n"
+            envelope = Envelope(
+                row.digest,
+                row.openai == "chat",
+                row.model or self._model,
+                token_ids=self._token_ids,
+                cached=self._timing,
+            )
+            return self._encode(_batch_line(row, 200, response(envelope, generation), None)) + b"\n"
         line = OutputLine(
             id=row.id,
-            usage=_usage(generation),
+            usage=TokenUsage(
+                prompt_tokens=generation.prompt_tokens,
+                completion_tokens=sum([len(one.tokens) for one in generation.completions]),
+            ),
             timing=self._times(generation, seconds),
             metadata=row.metadata,
             digest=row.digest,
@@ -143,10 +153,6 @@ class LineWriter:
             cached_tokens=generation.cached_tokens,
         )
 
-    def _response(self, row: NamedRow, generation: Generation) -> dict[str, Any]:
-        model, chat = row.model or self._model, row.openai == "chat"
-        return response(Envelope(row.digest, chat, model, token_ids=self._token_ids, cached=self._timing), generation)
-
 
 def kind_of(error: GpuinferError) -> str:
     """The `type` of an error row, for scripts."""
@@ -165,13 +171,6 @@ def _batch_line(row: NamedRow, status: int, body: dict[str, Any], fault: dict[st
     return line if row.metadata is None else {**line, "metadata": row.metadata}
 
 
-def _usage(generation: Generation) -> TokenUsage:
-    return TokenUsage(
-        prompt_tokens=generation.prompt_tokens,
-        completion_tokens=sum([len(one.tokens) for one in generation.completions]),
-    )
-
-
 def _all_plain(found: Sequence[Logprob] | None) -> list[dict[str, Any]] | None:
     return None if found is None else [plain(one) for one in found]
 
@@ -188,7 +187,7 @@ class _DoneLine(Struct):
 _decode = msgspec.json.Decoder(_DoneLine).decode
 
 
-def key_of(digest: str) -> bytes:
+def digest_key(digest: str) -> bytes:
     """A row's digest as `Seen` keeps it. Raises `ValueError` for what is none."""
     key = bytes.fromhex(digest)
     if len(key) != KEY_BYTES:
@@ -200,7 +199,7 @@ def read_key(line: bytes) -> tuple[bytes, bool] | None:
     """The key of a line's row, and whether the line is an error; None for what no run of ours has written."""
     try:
         found = _decode(line)
-        key = key_of(found.digest or str(found.id).removeprefix(BATCH_ANSWER))
+        key = digest_key(found.digest or str(found.id).removeprefix(BATCH_ANSWER))
     except (ValueError, RecursionError):
         return None
     return (key, bytes(found.error) != b"null") if line.endswith(b"\n") else None
@@ -267,7 +266,7 @@ class EarlierAnswers:
 
     def take(self, digest: str) -> bytes | None:
         """The line of the row of this digest, which has not been taken before."""
-        key = key_of(digest)
+        key = digest_key(digest)
         word = np.frombuffer(key[:8], np.uint64)
         left, right = int(self._keys.searchsorted(word, "left")[0]), int(self._keys.searchsorted(word, "right")[0])
         for index in range(left, right):

@@ -37,8 +37,8 @@ class TerminalPage:
         if self._remarks[number] is not None:
             return
         self._remarks[number] = remark
-        while self._turn < len(self._headings) and (said := self._remarks[self._turn]) is not None:
-            self._put(dim(f" [{printable(said)}]" if said else "") + "\n")
+        while self._turn < len(self._headings) and (shown := self._remarks[self._turn]) is not None:
+            self._put(dim(f" [{printable(shown)}]" if shown else "") + "\n")
             self._next()
 
     def stop(self) -> None:
@@ -104,7 +104,7 @@ class AnswerScreen:
             self._page.end(number, finish_remark(row, part.finish_reason, tokens + len(part.tokens)))
 
     def _finish(self, row: NamedRow, first: int, generation: Generation) -> None:
-        """What no part has said: a backend may make none."""
+        """Show what no part has shown: a backend may send no parts."""
         for number, one in enumerate(generation.completions, first):
             self._page.add(number, one.text[self._shown[number][0] :])
             self._page.end(number, finish_remark(row, one.finish_reason, len(one.tokens)))

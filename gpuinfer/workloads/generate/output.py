@@ -47,9 +47,9 @@ class OpenedOutput:
         self._is_ours = self._finished = False
         self.is_useless = False  # it goes when it is closed
 
-    def bind(self, note: RunNote, path: Path, is_ours: bool) -> None:
-        """The output is a file with a note. `is_ours`: there was no such file before."""
-        self._note, self.path, self._is_ours = note, path, is_ours
+    def bind(self, note: RunNote, path: Path, is_new: bool) -> None:
+        """The output is a file with a note. `is_new`: there was no such file before."""
+        self._note, self.path, self._is_ours = note, path, is_new
 
     def take(self, digest: str) -> bytes | None:
         """The line of the row of this digest, where an earlier run has answered it and it is to be put in its place."""
@@ -144,12 +144,12 @@ def _opened(
     if not resume:  # there may be something since it was looked for
         _refuse_overwriting(path)
     _bind(path, note, settings)
-    is_ours = not path.exists()
+    is_new = not path.exists()
     before, early = _beside(path)
     retry = retry and not before.exists()  # else that has begun already
-    done = KeySet() if is_ours else _mend(path, before, retry, ordered)
+    done = KeySet() if is_new else _mend(path, before, retry, ordered)
     output = OpenedOutput(str(path), os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666))
-    output.bind(note, path, is_ours)
+    output.bind(note, path, is_new)
     output.done = done
     if ordered:
         output.aside = SpillFile(early, unfinished_lines(early, done, retry))
@@ -256,13 +256,7 @@ def _locked(note: Path, output: Path) -> int:
             raise UsageError(why) from None
         except OSError as error:
             log.info("%s: no locks on this file system (%s)", note, error)
-        if _is_same_file(lock, note):
-            return lock
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(lock), note.stat()):
+                return lock
         os.close(lock)  # the run that had it has removed it meanwhile
-
-
-def _is_same_file(descriptor: int, path: Path) -> bool:
-    try:
-        return os.path.samestat(os.fstat(descriptor), path.stat())
-    except FileNotFoundError:
-        return False

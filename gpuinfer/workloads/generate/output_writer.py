@@ -15,7 +15,7 @@ from gpuinfer.api import Lane
 from gpuinfer.errors import WorkError
 from gpuinfer.host.files import FULL, sync_folder
 from gpuinfer.host.journal import AppendFile, JournalThread
-from gpuinfer.workloads.generate.answer_lines import key_of, read_key
+from gpuinfer.workloads.generate.answer_lines import digest_key, read_key
 from gpuinfer.workloads.generate.input_rows import KeySet
 
 MOST_WAITING = 4 << 20  # bytes that wait to be written, before those who bring more must wait
@@ -120,7 +120,7 @@ class OutputWriter(JournalThread["bytes | list[bytes]"]):
             there = "another file lies there now"
         except (FileNotFoundError, NotADirectoryError):
             there = "it is not there any more"
-        except OSError:  # nobody can tell
+        except OSError:  # it cannot be known
             return None
         if not opened.st_nlink:
             return WorkError(
@@ -169,7 +169,7 @@ class SpillFile:
 
     def take(self, digest: str) -> bytes | None:
         """The line of the row of this digest."""
-        return self._left.pop(key_of(digest), None) if self._left else None
+        return self._left.pop(digest_key(digest), None) if self._left else None
 
     def append(self, data: bytes) -> int:
         """Returns the data's length. Raises `OSError`."""

@@ -29,7 +29,7 @@ from gpuinfer.generation import Generation, Part, Prompt
 from gpuinfer.host import error_text
 from gpuinfer.serving.openai.prompt_rows import PromptRowReader
 from gpuinfer.serving.openai.row_splitter import Piece, RowSplitter
-from gpuinfer.workloads.generate.answer_lines import LineWriter, key_of
+from gpuinfer.workloads.generate.answer_lines import LineWriter, digest_key
 from gpuinfer.workloads.generate.input_rows import InputSource, NamedRow, Namer
 from gpuinfer.workloads.generate.output import OpenedOutput
 from gpuinfer.workloads.generate.output_writer import OrderedOutput, OutputWriter, UnorderedOutput
@@ -292,7 +292,7 @@ class Pump:
 
     def _not_done(self, jobs: list[NamedRow]) -> Iterator[NamedRow]:
         done = self._output.done
-        before = done.has([key_of(job.digest) for job in jobs]) if len(done) else [False] * len(jobs)
+        before = done.has([digest_key(job.digest) for job in jobs]) if len(done) else [False] * len(jobs)
         for job, was_done in zip(jobs, before, strict=True):
             line = self._output.take(job.digest)
             self.counts.before += was_done or line is not None
@@ -316,10 +316,10 @@ class Pump:
     async def _ask_on(self) -> None:
         while (job := await self._next()) is not None:
             await self._order.near(job.place)
-            asked = self._time()
+            began = self._time()
             try:
                 generation = await self._asker.ask(job.prompt)
-                line = self._line(job, generation, self._time() - asked)
+                line = self._line(job, generation, self._time() - began)
             except BackendDied:
                 raise
             except (RequestError, BackendError) as error:

@@ -136,10 +136,6 @@ class Generate(Workload):
         return Generate(setup, **{**own.model_dump(), **nowhere, **changes})
 
     @property
-    def _source_name(self) -> str:
-        return {"-": "standard input", None: "--prompt"}.get(self.options.input, str(self.options.input))
-
-    @property
     def writes_stdout(self) -> bool:
         return self.target == "-"
 
@@ -167,10 +163,10 @@ class Generate(Workload):
                 yield progress
             return
         opening = asyncio.create_task(asyncio.to_thread(self._open))
-        waiting = asyncio.create_task(ended(opening))  # a thread cannot be cancelled, and leaves things open
+        waiting = asyncio.create_task(wait_for_end(opening))  # a thread cannot be cancelled, and leaves things open
         async for _ in follow_task(waiting, infer.stopping):
             yield Progress(0, note="reading what is done" if own.resume else "opening the model", setup=True)
-        await ended(opening)
+        await wait_for_end(opening)
         source, target, settings = opening.result()
         try:
             if not waiting.cancelled():
@@ -201,7 +197,7 @@ class Generate(Workload):
     async def _answer(
         self, infer: Infer, source: InputSource, target: OpenedOutput, settings: Mapping[str, Any]
     ) -> AsyncIterator[Progress]:
-        loading = asyncio.create_task(loaded(infer))
+        loading = asyncio.create_task(infer.ready())
         async for _ in follow_task(loading, infer.stopping):
             yield Progress(0, note="loading the model", setup=True)
         if loading.cancelled():
@@ -252,15 +248,15 @@ class Generate(Workload):
         )
         rows = [reader.read((number, row)) for number, row in enumerate(texts_as_rows(prompts), 1)]
         showing = AnswerScreen(infer, Namer({}).name(rows))  # their digests are not written
-        yield told(showing.counts, len(rows))  # the run's clock starts
+        yield progress_of(showing.counts, len(rows))  # the run's clock starts
         running = asyncio.create_task(showing.run())
         try:
             async for _ in follow_task(running, infer.stopping):
-                yield told(showing.counts, len(rows))
+                yield progress_of(showing.counts, len(rows))
         except BaseExceptionGroup as group:
             raise errors.unwrap(group) from group
         self._say_failures(showing.counts)
-        yield told(showing.counts, len(rows))
+        yield progress_of(showing.counts, len(rows))
 
     async def _load(self, infer: Infer) -> None:
         await asyncio.to_thread(check_with_model, self.model(), self.sampling)
@@ -272,7 +268,7 @@ class Generate(Workload):
             total = counts.read
         elif not self.options.test and pump.splitter.by_lines and counting.done() and (lines := counting.result()):
             total = max(lines, counts.read)
-        return told(counts, total, pump.under_way)
+        return progress_of(counts, total, pump.under_way)
 
     def _say_stopped(self, pump: Pump) -> None:
         if output.is_stream(self.target):
@@ -290,16 +286,17 @@ class Generate(Workload):
     def _say_failures(self, counts: RowCounts, removed: bool = False) -> None:
         """Raises `WorkError` when not one row was answered."""
         if counts.ended and not counts.read:
-            log.warning("no prompts in %s: nothing was asked", self._source_name)
+            source = {"-": "standard input", None: "--prompt"}.get(self.options.input, self.options.input)
+            log.warning("no prompts in %s: nothing was asked", source)
         if counts.first_failure is None:
             return
-        said = f"The first says: {counts.first_failure}"
+        first = f"The first says: {counts.first_failure}"
         if not counts.answered and counts.failed == counts.done and counts.ended:
             raise WorkError(
-                f"not one of {counts.failed} rows was answered{', and no output is left' if removed else ''}. {said}"
+                f"not one of {counts.failed} rows was answered{', and no output is left' if removed else ''}. {first}"
             )
         cure = "" if output.is_stream(self.target) else " With that mended, run again with --resume --retry-errors."
-        log.warning("%d of %d rows ended with an error. %s%s", counts.failed, counts.done, said, cure)
+        log.warning("%d of %d rows ended with an error. %s%s", counts.failed, counts.done, first, cure)
 
     def defaults(self) -> PromptDefaults:
         own = self.options
@@ -325,7 +322,7 @@ class Generate(Workload):
         return {"token_ids": self.options.token_ids, "timing": self.options.timing, "ordered": self.ordered}
 
 
-def told(counts: RowCounts, total: int | None, outstanding: int | None = None) -> Progress:
+def progress_of(counts: RowCounts, total: int | None, outstanding: int | None = None) -> Progress:
     """How far the rows are, of `total`; `outstanding`: how many are under way at most."""
     names = ("input_tokens", "output_tokens", "cached_tokens")
     return Progress(
@@ -341,10 +338,6 @@ def told(counts: RowCounts, total: int | None, outstanding: int | None = None) -
     )
 
 
-async def ended(task: asyncio.Task[Any]) -> None:
+async def wait_for_end(task: asyncio.Task[Any]) -> None:
     """Cancelled, it leaves the task alone."""
     await asyncio.wait({task})
-
-
-async def loaded(infer: Infer) -> None:
-    await infer.ready()

@@ -149,10 +149,10 @@ class Roles:
     def of(cls, opponents: Sequence[str], temperatures: Sequence[str], adapters: Sequence[str]) -> Roles:
         """Raises `UsageError` for what is not of the flags' form, or names what is not there."""
         found = cls(
-            {role: _opponent(role, said) for role, said in pairs_of("--opponent", opponents, "role=MODEL").items()},
+            {role: _opponent(role, text) for role, text in pairs_of("--opponent", opponents, "role=MODEL").items()},
             {
-                role: _temperature(role, said)
-                for role, said in pairs_of("--role-temperature", temperatures, "role=0.7").items()
+                role: _temperature(role, text)
+                for role, text in pairs_of("--role-temperature", temperatures, "role=0.7").items()
             },
             adapters_of(adapters),
         )
@@ -177,20 +177,20 @@ class Roles:
         }
 
 
-def _opponent(role: str, said: str) -> RoleOpponent:
-    if said.startswith(ADAPTER):
-        return RoleOpponent(adapter=said.removeprefix(ADAPTER))
-    return RoleOpponent(model=said)
+def _opponent(role: str, text: str) -> RoleOpponent:
+    if text.startswith(ADAPTER):
+        return RoleOpponent(adapter=text.removeprefix(ADAPTER))
+    return RoleOpponent(model=text)
 
 
-def _temperature(role: str, said: str) -> float:
+def _temperature(role: str, text: str) -> float:
     try:
-        number = float(said)
+        number = float(text)
     except ValueError:
         number = -1.0
     if not 0 <= number <= MOST_TEMPERATURE:
         raise UsageError(
-            f"--role-temperature {role}={said}: no temperature. Give a number from 0 to {MOST_TEMPERATURE:g}."
+            f"--role-temperature {role}={text}: no temperature. Give a number from 0 to {MOST_TEMPERATURE:g}."
         )
     return number
 

@@ -16,7 +16,7 @@ from typing import Any, Self
 
 from gpuinfer.api import Backend, Setup, Strategy
 from gpuinfer.config import blame, registry
-from gpuinfer.rollouts.trainer import Batch, BatchHandoff
+from gpuinfer.rollouts.trainer import BatchHandoff, TrainerBatch
 from gpuinfer.workloads.rollouts.workload import Rollouts
 
 __all__ = ["RolloutStream", "rollouts"]
@@ -40,7 +40,7 @@ class RolloutStream:
     @property
     def version(self) -> int:
         """Of the trainer's weights now."""
-        return self._hand.trains.version
+        return self._hand.training.version
 
     async def __aenter__(self) -> Self:
         from gpuinfer.runtime.run import execute
@@ -64,11 +64,14 @@ class RolloutStream:
     def __aiter__(self) -> Self:
         return self
 
-    async def __anext__(self) -> Batch:
+    async def __anext__(self) -> TrainerBatch:
         """The next batch; the last may be smaller. Raises what the run raises; `RuntimeError` before `async with`."""
         if self._run is None:
             raise RuntimeError("a stream begins with `async with`")
-        self._settle()
+        if self._out is not None:
+            number, told = self._out, self._told
+            self._out, self._told = None, {}
+            self._hand.done(number, **told)
         self._hand.want(self._workload.options.batch_groups)
         coming = asyncio.create_task(self._hand.next(None))
         try:
@@ -88,7 +91,7 @@ class RolloutStream:
 
         Raises `UsageError` for another version and for weights that do not fit, with the old ones in force.
         """
-        await self._hand.trains.update(version, weights, adapter)
+        await self._hand.training.update(version, weights, adapter)
 
     def tell(
         self,
@@ -98,12 +101,6 @@ class RolloutStream:
     ) -> None:
         """What came of the present batch, for its step's record: see `Trained`."""
         self._told = {"logprobs": logprobs, "metrics": metrics}
-
-    def _settle(self) -> None:
-        if self._out is not None:
-            number, told = self._out, self._told
-            self._out, self._told = None, {}
-            self._hand.done(number, **told)
 
 
 def rollouts(

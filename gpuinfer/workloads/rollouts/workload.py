@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import itertools
 import logging
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -155,9 +155,11 @@ class Rollouts(Workload):
                     training.meter.reference_s = lambda: reference.seconds
             if isinstance(self.environment.factory, type):
                 infer.watch(self.environment.factory)
-            crowd = self._crowd(infer)
-            player = GroupPlayer(ask, make, self.plan(stage.opponents), stage.chat, crowd)
-            feed = GroupFeed(self._numbers(done), crowd, self.options.groups_in_flight, training)
+            limit = self.options.groups_in_flight
+            controller = ConcurrencyController(RolloutCounts(), slots_of(infer) if limit is None else None)
+            player = GroupPlayer(ask, make, self.plan(stage.opponents), stage.chat, controller)
+            numbers = itertools.count() if self._groups is None else iter(range(self._groups))
+            feed = GroupFeed((number for number in numbers if number not in done), controller, limit, training)
             loop = RolloutLoop(feed, player, reference=stage.reference, keeper=stage.keeper, training=training)
             yield self._progress(loop.tally, player, training)  # the run's clock starts
             running = asyncio.create_task(loop.run())
@@ -236,16 +238,6 @@ class Rollouts(Workload):
             "model": fingerprint(self.model()),
             "reference": None if own.reference == "none" else own.ref_model or "the base",
         }
-
-    def _crowd(self, infer: Infer) -> ConcurrencyController:
-        """Whoever says how many groups there are to be at once has all of them at once."""
-        if self.options.groups_in_flight is not None:
-            return ConcurrencyController(RolloutCounts())
-        return ConcurrencyController(RolloutCounts(), slots_of(infer))
-
-    def _numbers(self, done: frozenset[int]) -> Iterator[int]:
-        numbers = itertools.count() if self._groups is None else iter(range(self._groups))
-        return (number for number in numbers if number not in done)
 
     def _progress(self, tally: RolloutTally, player: GroupPlayer, training: Training | None) -> Progress:
         counts = player.counts

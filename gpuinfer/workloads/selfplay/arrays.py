@@ -38,7 +38,7 @@ class Search(NamedTuple):
     temperature_moves: int  # moves of a game, counted from its first, that are drawn; later ones take the most visited
     record: bool
     games_per_deal: int = 1  # so many games, one after the other by number, begin with the same random numbers
-    resign: float = 0.0  # a player whose position is worth no more than minus that gives up; 0: nobody does
+    resign: float = 0.0  # a player whose position is worth no more than minus this resigns; 0: no player does
     resign_check: float = 0.0  # share of games that are played to the end all the same
 
 
@@ -159,7 +159,7 @@ def allocate_log(game: Game, games: int, record: bool) -> Log:
 
 FOREST_NODE = np.dtype(
     [
-        ("value", "f4"),  # the mean for whoever moves here
+        ("value", "f4"),  # the mean for the player to move
         ("visits", "i4"),
         ("parent", "i4"),  # -1 of the root
         ("edge", "i4"),  # of the tree, the one that leads here

@@ -37,7 +37,7 @@ def is_won_or_lost(returns: Sequence[float]) -> bool:
     return sorted(returns) in ([-1.0, 1.0], [0.0, 0.0])
 
 
-def is_ours(module: str) -> bool:
+def is_own_module(module: str) -> bool:
     """Whether this module is one of gpuinfer's own: of those a version says when they have changed."""
     return module.partition(".")[0] == "gpuinfer"
 

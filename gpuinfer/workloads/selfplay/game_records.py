@@ -1,5 +1,5 @@
 """What is recorded of finished games: shards on the disk, after which a game counts, and how games with resignation
-ended. Which games may be resigned is checked here; the search decides when somebody does (`puct.would_resign`).
+ended. Which games may be resigned is checked here; the search decides when a player does (`puct.would_resign`).
 """
 
 from __future__ import annotations
@@ -80,7 +80,9 @@ class ShardWriter(NumbersOnly):
     async def write_if_due(self) -> None:
         """Begin a shard when enough has come together, or the oldest game has waited long enough."""
         if self._parts and (self._bytes > SHARD_BYTES or time.monotonic() > self._oldest + SHARD_S):
-            await self._start()
+            async with self._turn:  # one shard at a time: memory stays bounded when the disk is slow
+                await self._written()
+                self._begin()
 
     async def flush(self) -> None:
         """Everything is on disk when this returns. Raises WorkError when it cannot be."""
@@ -89,13 +91,8 @@ class ShardWriter(NumbersOnly):
             self._begin()
             await self._written()
 
-    async def _start(self) -> None:
-        async with self._turn:  # one shard at a time: memory stays bounded when the disk is slow
-            await self._written()
-            self._begin()
-
     async def _written(self) -> None:
-        """Wait for the shard that is being written. Whoever waits may be cancelled; the shard is not."""
+        """Wait for the shard that is being written. The wait may be cancelled; the shard is not."""
         if self._writing is not None:
             await asyncio.shield(self._writing)
             self._writing = None

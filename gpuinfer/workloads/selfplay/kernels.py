@@ -21,14 +21,14 @@ from gpuinfer.errors import UsageError
 from gpuinfer.host import error_text
 from gpuinfer.models import kernel_cache
 from gpuinfer.models.kernel_cache import compiled_once
-from gpuinfer.workloads.selfplay.game import is_ours
+from gpuinfer.workloads.selfplay.game import is_own_module
 
 FUNCTIONS = ("deal", "to_move", "legal", "apply", "returns", "observe", "determinize")
 FROZEN = (bool, int, float, str, tuple, np.generic)
 SEARCH = Path(__file__).with_name("search.py")
 
 
-def load(rules_name: str) -> ModuleType:
+def load_search(rules_name: str) -> ModuleType:
     """The search for the rules module of that name; compiled when first called, then read from the disk.
 
     Raises UsageError when the module lacks one of the functions.
@@ -41,7 +41,7 @@ def load(rules_name: str) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     module.__dict__["rules"] = rules
     sys.modules[name] = module  # where Numba looks for the globals of cached code
-    folder = cache_folder(rules)
+    folder = search_cache_folder(rules)
     with kernel_cache.caching_in(folder):
         spec.loader.exec_module(module)
     for function in (module.play, module.play_out):
@@ -66,7 +66,7 @@ def rules_of(name: str) -> ModuleType:
     return rules
 
 
-def cache_folder(rules: ModuleType) -> Path:
+def search_cache_folder(rules: ModuleType) -> Path:
     """A folder named by all that the compiled code is made from; a temporary one if need be."""
     return kernel_cache.cache_folder([rules.__name__.encode(), *sources(rules)])
 
@@ -86,14 +86,14 @@ def reached(rules: ModuleType, *, ours: bool = True) -> tuple[set[str], set[byte
     seen: set[FunctionType] = set()
     while pending:
         function = pending.pop()
-        if function in seen or (not ours and is_ours(function.__module__)):
+        if function in seen or (not ours and is_own_module(function.__module__)):
             continue
         seen.add(function)
         files.add(function.__code__.co_filename)
         used = inspect.getclosurevars(function)
         for name, value in {**used.globals, **used.nonlocals}.items():
             if isinstance(value, ModuleType):
-                if ours or not is_ours(value.__name__):
+                if ours or not is_own_module(value.__name__):
                     files |= file_of(value)
                 pending += [found.py_func for found in attributes(value, function) if hasattr(found, "py_func")]
             elif hasattr(value, "py_func"):

@@ -1,4 +1,4 @@
-"""A game of which somebody says each move: shown, searched when asked, taken back. For `gpuinfer play`.
+"""A game of which each move is given from outside: shown, searched on demand, taken back. For `gpuinfer play`.
 
 It is the self-play of one slot. Its searches stop before a move is chosen, and the moves are those that are said. Moves
 without a choice, and those of chance, make themselves, as in self-play.
@@ -32,7 +32,7 @@ class ConsideredMove:
 
     action: int
     share: float  # of all visits
-    value: float | None  # the mean return of whoever moves; None where it was never visited
+    value: float | None  # the mean return of the player to move; None if never visited
 
 
 class ManualGame:
@@ -122,7 +122,7 @@ class _CompiledSlot(Arena):
     outcome: NDArray[np.float32]
 
     def __init__(self, game: Game, search: arrays.Search) -> None:
-        super().__init__(game, kernels.load(game.rules), search, 1)
+        super().__init__(game, kernels.load_search(game.rules), search, 1)
 
     def start(self, number: int) -> int:
         self._games.game[SLOT] = arrays.IDLE

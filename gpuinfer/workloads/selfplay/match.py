@@ -1,6 +1,6 @@
 """Hands games out to worker processes, each to one at a time, and adds up what they report.
 
-To a worker: {games: [numbers], more: whether there are others that nobody has yet}, and {over} when all games count.
+To a worker: {games: [numbers], more: whether other games are left}, and {over} when all games count.
 From it: {ready: slots of each block}, {note}, {need: how many games}, and {counts: {games, simulations, evaluations},
 begun, kept: [numbers of games that count from now on], and of each of these what is counted: points, where there is an
 opponent, resignations, where players may resign}, the last time with {ended}.
@@ -70,7 +70,7 @@ class Match:
         on_disk: Callable[[], set[int]] = set,
         tallies: Mapping[str, GameTally] | None = None,
     ) -> None:
-        self.left = total - len(finished)  # nobody has them
+        self.left = total - len(finished)  # given to no worker yet
         self._total, self._before = total, len(finished)
         self._ids: Iterator[int] = itertools.filterfalse(finished.__contains__, range(total))
         self._hands = [WorkerGames(one) for one in arguments]
@@ -92,30 +92,28 @@ class Match:
             if message is None:
                 await self._give_back(worker, workers)
             else:
-                await self._hear(worker, message, workers)
+                await self._receive(worker, message, workers)
             if self._playing:
                 yield self.progress()
             elif not all(hand.blocks for hand in self._hands if hand.plays):
-                yield self.progress(self._waits_for(), setup=True)
+                unready = (hand for hand in self._hands if hand.plays and not hand.blocks)
+                note = next((hand.note for hand in unready if hand.note), "starting the workers")
+                yield self.progress(note, setup=True)
             else:
                 self._playing = True
                 yield self.progress()  # the run's clock starts
                 await self._deal(workers)
             await self._end_when_over(workers)
 
-    def _waits_for(self) -> str:
-        """What a worker that is not ready yet has said of it."""
-        unready = (hand for hand in self._hands if hand.plays and not hand.blocks)
-        return next((hand.note for hand in unready if hand.note), "starting the workers")
-
-    async def _hear(self, worker: int, message: Mapping[str, Any], workers: Workers) -> None:
+    async def _receive(self, worker: int, message: Mapping[str, Any], workers: Workers) -> None:
         hand = self._hands[worker]
         if "note" in message:
             hand.note = message["note"]
         elif "ready" in message:
             hand.blocks = message["ready"]
         elif "need" in message:
-            await self._give(worker, min(message["need"], math.ceil(self.left / self._count())), workers)
+            share = math.ceil(self.left / sum(other.plays for other in self._hands))
+            await self._give(worker, min(message["need"], share), workers)
         elif "counts" in message:
             hand.counts, hand.begun = message["counts"], message["begun"]
             hand.keep(hand.held.intersection(message["kept"]))
@@ -157,7 +155,7 @@ class Match:
         self.left -= len(given)
         hand.held.update(given)
         hand.dry = not self.left
-        await _tell(workers, worker, {"games": given, "more": not hand.dry})
+        await _send(workers, worker, {"games": given, "more": not hand.dry})
 
     async def _end_when_over(self, workers: Workers) -> None:
         if self._over or self.left or any(hand.held for hand in self._hands):
@@ -165,10 +163,7 @@ class Match:
         self._over = True
         for worker, hand in enumerate(self._hands):
             if hand.plays:
-                await _tell(workers, worker, {"over": True})
-
-    def _count(self) -> int:
-        return sum(hand.plays for hand in self._hands)
+                await _send(workers, worker, {"over": True})
 
     def progress(self, note: str = "", setup: bool = False) -> Progress:
         return Progress(
@@ -202,6 +197,6 @@ class Match:
         )
 
 
-async def _tell(workers: Workers, worker: int, message: Mapping[str, Any]) -> None:
+async def _send(workers: Workers, worker: int, message: Mapping[str, Any]) -> None:
     with contextlib.suppress(GpuinferError):  # it is gone, and `follow` will hear of it
         await workers.send(worker, message)

@@ -51,7 +51,7 @@ Made = TypeVar("Made")
 
 async def play(infer: Infer, channel: Channel, arguments: Mapping[str, Any]) -> None:
     """The worker's whole life. Messages: see `match.py`; `workload.py` sends the arguments."""
-    game = games.build(arguments["game"], arguments["game_options"])
+    game = games.build_game(arguments["game"], arguments["game_options"])
     against = await opponent_of(arguments, infer, game)
     ways = [infer, *([against.infer] if against is not None and against.infer is not None else [])]
     max_rows = min(way.limits.max_rows for way in ways) if arguments["network"] else None
@@ -66,7 +66,7 @@ async def play(infer: Infer, channel: Channel, arguments: Mapping[str, Any]) -> 
 
 @dataclass(frozen=True)
 class PlayerOpponent:
-    """Who holds the other seats: another network, or one of `asking.WITHOUT_NETWORK`, for which nobody is asked."""
+    """Who holds the other seats: another network, or one of `WITHOUT_NETWORK`, for which no model is asked."""
 
     model: str
     infer: Infer | None
@@ -75,14 +75,14 @@ class PlayerOpponent:
 
 async def opponent_of(arguments: Mapping[str, Any], infer: Infer, game: Game) -> PlayerOpponent | None:
     """With its model loaded. Raises `UsageError` when there can be none beside the run's own."""
-    if (said := arguments["opponent"]) is None:
+    if (given := arguments["opponent"]) is None:
         return None
     sides = Pairing(game.seats, arguments["search"]["seed"])
-    if said["model"] in WITHOUT_NETWORK:
-        return PlayerOpponent(said["model"], None, sides)
-    way = infer.beside(network(game, said["model"], said["weights"]))
+    if given["model"] in WITHOUT_NETWORK:
+        return PlayerOpponent(given["model"], None, sides)
+    way = infer.beside(network(game, given["model"], given["weights"]))
     await way.ready()
-    return PlayerOpponent(said["model"], way, sides)
+    return PlayerOpponent(given["model"], way, sides)
 
 
 def _refuse_features(game: Game, features: np.ndarray) -> None:
@@ -110,7 +110,7 @@ def blocks(slots: int, halves: int, determinizations: int, max_rows: int | None)
 
 
 async def _telling(channel: Channel, preparing: Coroutine[Any, Any, Made]) -> Made:
-    """What was prepared. The first time that something is compiled meanwhile, the parent is told."""
+    """What was prepared. The first time that something is compiled meanwhile, the parent is notified."""
     task = asyncio.create_task(preparing)
     while not (await asyncio.wait({task}, timeout=LOOK_S))[0]:
         if compile_status.is_compiling():
@@ -128,7 +128,7 @@ def _prepare(
     if isinstance(game, PythonGame):
         make = functools.partial(PythonArena, game, search)
     else:
-        make = functools.partial(Arena, game, kernels.load(game.rules), search)
+        make = functools.partial(Arena, game, kernels.load_search(game.rules), search)
     arenas: list[GameSlots] = [make(count, block) for count, block in zip(slots, rooms, strict=True)]
     arenas[0].play()  # with no games queued: compiles, and does nothing
     if (arguments["opponent"] or {}).get("model") == "rollout":
@@ -149,9 +149,9 @@ class WorkerLoop:
         opponent: PlayerOpponent | None = None,
     ) -> None:
         self._arenas, self._infer, self._channel, self._opponent = arenas, infer, channel, opponent
-        told = {"points": opponent is not None, "resignations": arenas[0].search.resign}
-        # what is told of finished games once they count, by its name and their numbers
-        self._told: dict[str, dict[int, Any]] = {name: {} for name, on in told.items() if on}
+        counted = {"points": opponent is not None, "resignations": arenas[0].search.resign}
+        # what is counted of finished games once they count, by its name and their numbers
+        self._counted: dict[str, dict[int, Any]] = {name: {} for name, on in counted.items() if on}
         self._queue: deque[int] = deque()
         self._more = True  # the parent has more games
         self._over = False  # and will never have any
@@ -167,7 +167,7 @@ class WorkerLoop:
     async def play(self) -> None:
         try:
             async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(task()) for task in (self._listen, self._obey, self._report)]
+                tasks = [group.create_task(task()) for task in (self._listen, self._report_when_stopped, self._report)]
                 await asyncio.gather(*(group.create_task(self._run(arena)) for arena in self._arenas))
                 for task in tasks:
                     task.cancel()
@@ -204,7 +204,7 @@ class WorkerLoop:
         answers: Answers | None = None
         with self._asking(arena) as ask:
             while await self._supply(arena):
-                rows = await self._search(arena, answers)
+                rows = await self._in_thread(arena.play, *(answers or (None, None)))
                 try:
                     answers = await ask(rows) if rows else None
                 except Exception:
@@ -233,10 +233,6 @@ class WorkerLoop:
             rounds = max(1, min(2 * rounds, int(rounds * PLAY_S / max(seconds, 1e-6))))
             await self._collect(arena)
             await asyncio.sleep(0)
-
-    async def _search(self, arena: GameSlots, answers: Answers | None) -> int:
-        logits, values = answers or (None, None)
-        return await self._in_thread(arena.play, logits, values)
 
     async def _in_thread(self, work: Callable[..., Made], *arguments: Any) -> Made:
         if self._thread is None:
@@ -277,7 +273,8 @@ class WorkerLoop:
 
     async def _ask(self) -> None:
         """Ask for games before they run out, but keep few: what lies here cannot be played by another worker."""
-        per_second = self._finished() / max(time.monotonic() - self._began, AHEAD_S)
+        finished = sum(int(arena.counters[arrays.FINISHED]) for arena in self._arenas)
+        per_second = finished / max(time.monotonic() - self._began, AHEAD_S)
         ahead = 1 + int(AHEAD_S * per_second)
         if self._more and not self._asked and len(self._queue) < ahead:
             self._asked = True
@@ -294,7 +291,7 @@ class WorkerLoop:
                 self._more, self._asked = message["more"], False
             await self._tell()
 
-    async def _obey(self) -> None:
+    async def _report_when_stopped(self) -> None:
         await self._infer.stopping.wait()
         await self._tell()
 
@@ -312,10 +309,12 @@ class WorkerLoop:
         if self._opponent is not None:
             numbers, returns = finished["finished"].tolist(), finished["returns"]
             finished["sides"] = np.stack([self._opponent.sides.of(number) for number in numbers])
-            self._told["points"].update(zip(numbers, map(points_of_pairing, returns, finished["sides"]), strict=True))
+            self._counted["points"].update(
+                zip(numbers, map(points_of_pairing, returns, finished["sides"]), strict=True)
+            )
         if arena.search.resign:
             game_records.refuse_returns(arena.game, finished["returns"])
-            self._told["resignations"].update(game_records.ended_games(finished))
+            self._counted["resignations"].update(game_records.ended_games(finished))
         await self._keeper.add(finished)
 
     async def _report(self) -> None:
@@ -323,9 +322,6 @@ class WorkerLoop:
             await self._channel.send(self._counts())
             await asyncio.sleep(REPORT_S)
             await self._keeper.write_if_due()
-
-    def _finished(self) -> int:
-        return sum(int(arena.counters[arrays.FINISHED]) for arena in self._arenas)
 
     def _counts(self) -> dict[str, Any]:
         total = np.sum([arena.counters for arena in self._arenas], axis=0)
@@ -335,5 +331,5 @@ class WorkerLoop:
             "counts": {name: int(total[index]) for name, index in names.items()},
             "begun": sum(arena.begun for arena in self._arenas),
             "kept": kept,
-            **{name: [of_games.pop(number) for number in kept] for name, of_games in self._told.items()},
+            **{name: [of_games.pop(number) for number in kept] for name, of_games in self._counted.items()},
         }

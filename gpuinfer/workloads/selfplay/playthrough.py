@@ -37,7 +37,7 @@ CURE = "Turn features and actions alike, or leave it out."
 
 @dataclass(frozen=True, slots=True)
 class KnownPosition:
-    """A position in which somebody moves; what its actions lead to is told as it is however the board is turned."""
+    """A position in which a seat moves; what its actions lead to does not depend on how the board is turned."""
 
     position: Position
     mover: int
@@ -123,12 +123,12 @@ def _play_both(
         there = _known(rules, rules.apply(other.position, place))
         if after is None or there is None:
             return
-        first = [turn, *turns]  # whoever moves next may see the board from another side
+        first = [turn, *turns]  # the next player may see the board from another side
         at = next(((after, there, by) for by in first if np.array_equal(after.row[by.row], there.row)), None)
 
 
 def _known(rules: CheckedRules, position: Position) -> KnownPosition | None:
-    """None where nobody moves."""
+    """None where no seat moves."""
     if (mover := rules.to_move(position)) < 0:
         return None
     leads = {action: _leads(rules, rules.apply(position, action), mover) for action in rules.legal(position)}
@@ -264,7 +264,7 @@ def _same_position(one: SeenPosition, other: SeenPosition) -> bool:
 
 GUESSES = 2  # determinizations of a position
 ALWAYS = 20  # positions, of which at least one is guessed otherwise than it is where something is hidden
-LEFTOVER = -7_777  # what lies in memory that nobody has written for this game
+LEFTOVER = -7_777  # the content of memory that this game has not written
 
 
 class Playthrough:
@@ -387,7 +387,7 @@ class Playthrough:
         return legal
 
     def _guess(self, mover: int, legal: list[int], row: np.ndarray) -> None:
-        """Whoever moves cannot tell a guess from the position: same seat, same actions, same features."""
+        """The player to move cannot tell a guess from the position: same seat, same actions, same features."""
         self._samples[:] = LEFTOVER
         before = np.array(self._state)
         self._call("determinize", self._state, self._samples, self._stream, *self._scratch)
@@ -515,7 +515,7 @@ def main() -> None:
     found: dict[str, Any]
     try:
         with np.errstate(all="ignore"):
-            game = games.build(order["game"], order["options"])
+            game = games.build_game(order["game"], order["options"])
             if isinstance(game, PythonGame):
                 found = {"fault": fault_of(game, range(order["games"]), order["seconds"], [])}
             else:

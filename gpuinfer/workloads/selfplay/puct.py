@@ -93,7 +93,7 @@ def draw_by_visits(visits, count, temperature, stream):
 
 @inner
 def would_resign(search, trees, first, lowest):
-    """Whether whoever moves at these roots, of the tree `first` and those of its other determinizations, gives up.
+    """Whether the player to move at these roots, of the tree `first` and those of its other determinizations, gives up.
 
     lowest: float32 [seats], of the game; what the position is worth is noted there when it is less than ever before
     """
@@ -108,7 +108,7 @@ def would_resign(search, trees, first, lowest):
 
 @inner
 def worth(search, trees, first):
-    """What a searched position is worth to whoever moves there, float32: the mean value of its roots, or that of the
+    """What a searched position is worth to the player to move, float32: the mean value of its roots, or that of the
     most visited move where it is higher. Edges of a root begin at 0.
     """
     after = first + search.determinizations

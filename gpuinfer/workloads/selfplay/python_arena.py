@@ -270,7 +270,7 @@ class PythonArena(GameSlots):
         }
 
     def _grow(self, positions: list[Position], roots: int) -> None:
-        """Nodes for these positions, in the order of `_wanted`, and rows of the block where somebody moves. The first
+        """Nodes for these positions, in the order of `_wanted`, and rows of the block where a seat moves. The first
         `roots` of them are roots.
         """
         try:
@@ -367,7 +367,7 @@ class PythonArena(GameSlots):
     def _refuse(self, positions: Sequence[Position], roots: int) -> None:
         """Raises `OutOfBounds` for the first of these positions of which a method returns what it may not."""
         for place, position in enumerate(positions):
-            self._rules.look(position, "determinize" if place < roots else "apply")
+            self._rules.check_position(position, "determinize" if place < roots else "apply")
 
     def _refuse_guesses(self, found: FoundNodes, trees: np.ndarray) -> None:
         """Raises `OutOfBounds` unless at these roots, the first of what was found, the game's own seat moves."""
@@ -395,7 +395,7 @@ class PythonArena(GameSlots):
         except OutOfBounds:
             raise
         except Exception:
-            self._rules.look(position, "apply")
+            self._rules.check_position(position, "apply")
             raise
         return self._rules.returns(position)
 

@@ -32,7 +32,7 @@ from gpuinfer.workloads.selfplay.game import Game, OutOfBounds
 if TYPE_CHECKING:
     from gpuinfer.workloads.selfplay.draw import Draw  # compiles
 
-OVER, CHANCE = -1, -2  # who moves when nobody does
+OVER, CHANCE = -1, -2  # the mover when no seat moves
 
 Position = Any
 """Whatever the game likes. One that has been given to the search is never changed: `apply` makes another."""
@@ -106,13 +106,13 @@ def raised(game: Game, error: Exception) -> WorkError:
     files = {getattr(sys.modules.get(kind.__module__), "__file__", None) for kind in type(game).__mro__}
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename in files - {__file__}]
     place = f"`{frames[0].name}` ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else "a call"
-    said = error_text.short_message(error)
+    message = error_text.short_message(error)
     cure = (
         "Draw with `draw.below(n)`, a whole number from 0 to n - 1, or `draw.unit()`, a number from 0 to 1"
-        if "'Draw' object" in said
+        if "'Draw' object" in message
         else "Mend it there"
     )
-    return WorkError(f"game '{type(game).__name__}': {place} raised {said}. {cure}.")
+    return WorkError(f"game '{type(game).__name__}': {place} raised {message}. {cure}.")
 
 
 MOST_CHANCES = 10_000  # moves of chance in one game, beside those of the players
@@ -204,7 +204,7 @@ class CheckedRules:
             )
         return row
 
-    def look(self, position: Position, made_by: str) -> None:
+    def check_position(self, position: Position, made_by: str) -> None:
         """Ask all there is to ask of one position."""
         mover = self.to_move(position, made_by)
         if mover == CHANCE:

@@ -35,7 +35,7 @@ step = kernel_cache.compiler(FILES, nogil=True, error_model="numpy", _nrt=False)
 
 @step
 def descend(search: Search, forest: Forest, streams, counters, wanted: WantedEdges, count):
-    """Take every tree that is under way to an edge that nobody has played yet, and add it to the first `count` of
+    """Take every tree that is under way to an edge that was not played yet, and add it to the first `count` of
     `wanted`. Returns how many there are then.
 
     A simulation that ends where the game does is backed up at once, and the next one begun.
@@ -81,7 +81,7 @@ def draw_outcome(forest, stream, tree, first, count):
 
 @step
 def grow(forest: Forest, wanted: WantedEdges, found: FoundNodes, counters, features, rows, actions, max_legal, rows_of):
-    """Make nodes of what was found. Those where somebody moves have a row of the block from now on, of which the mask
+    """Make nodes of what was found. Those where a seat moves have a row of the block from now on, of which the mask
     of legal actions is written and the rest is zero. Returns how many rows there are then, or `UNSOUND`: something that
     was found is not what a game may say, and the trees are of no use any more.
 
@@ -186,7 +186,7 @@ def would_resign(search: Search, forest: Forest, first, lowest):
 def back_up(forest, seats, tree, index):
     """Add one simulation to the running means on the way to the root: each edge counts for the player who chose it.
 
-    Those of chance are chosen by nobody, and have no mean.
+    Those of chance are not chosen, and have no mean.
     """
     parent = np.int64(forest.nodes[tree, index].parent)
     position = np.int64(forest.nodes[tree, index].edge)

@@ -17,7 +17,7 @@ from typing import Any
 from gpuinfer.errors import UsageError
 from gpuinfer.host import children
 from gpuinfer.workloads.selfplay import rules_digest
-from gpuinfer.workloads.selfplay.game import Game, is_ours
+from gpuinfer.workloads.selfplay.game import Game, is_own_module
 
 SECONDS = 1.0  # of play before a run
 GAMES = 200  # at most
@@ -42,7 +42,7 @@ class Rehearsal:
 
 def is_due(game: Game) -> bool:
     """Whether rules that are not ours have not been rehearsed as they are now."""
-    return not is_ours(type(game).__module__) and not _mark(game).exists()
+    return not is_own_module(type(game).__module__) and not _mark(game).exists()
 
 
 def ensure(game: Game, name: str, options: Mapping[str, Any]) -> None:
@@ -103,5 +103,5 @@ def _mark(game: Game) -> Path:
     from gpuinfer.models import kernel_cache  # which needs Numba: half a second, and ours are never asked
 
     looked_at = [Path(__file__).with_name(name).read_bytes() for name in LOOKING]  # what looks at more is to look again
-    said = [rules_digest.of_game(game), repr(game.scratch), repr(game.options.model_dump())]
-    return kernel_cache.cache_folder([text.encode() for text in said] + looked_at) / "rehearsed"
+    known = [rules_digest.game_digest(game), repr(game.scratch), repr(game.options.model_dump())]
+    return kernel_cache.cache_folder([text.encode() for text in known] + looked_at) / "rehearsed"

@@ -13,20 +13,20 @@ from importlib.machinery import ModuleSpec
 from importlib.util import find_spec, resolve_name
 from pathlib import Path
 
-from gpuinfer.workloads.selfplay.game import Game, is_ours
+from gpuinfer.workloads.selfplay.game import Game, is_own_module
 
 SIZES = ("seats", "actions", "max_legal", "max_moves", "features", "words", "feature_dtype", "hidden", "won_or_lost")
 INSTALLED = {"site-packages", "dist-packages"}  # folders whose modules have nothing to do with one another
 
 
-def of_game(game: Game) -> str:
+def game_digest(game: Game) -> str:
     """Of its sizes and its rules: their source, or of our own games their version."""
     parts = [repr([(name, _plain(getattr(game, name))) for name in SIZES]).encode(), game.config.tobytes()]
-    theirs = [kind.__module__ for kind in type(game).__mro__ if not is_ours(kind.__module__)]
+    theirs = [kind.__module__ for kind in type(game).__mro__ if not is_own_module(kind.__module__)]
     theirs = [module for module in theirs if module not in sys.stdlib_module_names]
     parts.append(type(game).__qualname__.encode())  # a file may have several games
     parts += source_of(theirs) if theirs else [str(game.rules_version).encode()]
-    if game.compiled and not is_ours(game.rules):
+    if game.compiled and not is_own_module(game.rules):
         from gpuinfer.workloads.selfplay import kernels  # which needs Numba: half a second, and ours are never asked
 
         files, constants = kernels.reached(kernels.rules_of(game.rules), ours=False)
@@ -34,7 +34,7 @@ def of_game(game: Game) -> str:
     return _digest(parts)
 
 
-def of_network(model: str | None) -> str | None:
+def network_digest(model: str | None) -> str | None:
     """Of the source of `module:factory`; None of a name of ours, which means the same everywhere."""
     if model is None or ":" not in model:
         return None
@@ -50,7 +50,7 @@ def source_of(modules: Iterable[str]) -> list[bytes]:
     packages = {name.partition(".")[0] for name in pending}
     while pending:
         name = pending.pop()
-        if name in found or is_ours(name) or (spec := _spec(name)) is None or not spec.origin:
+        if name in found or is_own_module(name) or (spec := _spec(name)) is None or not spec.origin:
             continue
         if name.partition(".")[0] not in packages and _home(name) not in homes:
             continue

@@ -113,7 +113,7 @@ class SelfPlay(Workload):
         given = {key: getattr(self.options, key) for key in games.FLAGS}
         self._game_options = {key: value for key, value in given.items() if value is not None}
         self._game_options |= parsed(self.options.game_options)
-        self.game = games.build(self.options.game, self._game_options)
+        self.game = games.build_game(self.options.game, self._game_options)
         refuse_several(self.options.model, "selfplay", ", and the one that it is to play against with --opponent-model")
         if self.options.model not in MODELS and ":" not in self.options.model:
             raise UnknownName("model", self.options.model, MODELS, label="Choices")
@@ -166,7 +166,7 @@ class SelfPlay(Workload):
         return played
 
     def table(self, number: int) -> ManualGame:
-        """The game of that number, of which each move is said by somebody (`gpuinfer play`). Takes a minute where its
+        """The game of that number, of which each move is given from outside (`gpuinfer play`). Takes a minute where its
         search has never been compiled. Raises `UsageError` for a game that cannot show itself.
         """
         if type(self.game).show is Game.show:
@@ -301,6 +301,9 @@ class SelfPlay(Workload):
         """What each worker is told: plain values."""
         left = self.options.games - finished
         workers = max(1, min(self.processes, left))
+        opponent = None
+        if self.options.opponent_model is not None:
+            opponent = {"model": self.options.opponent_model, "weights": _text(self.options.opponent_weights)}
         return [
             {
                 "game": self.options.game,
@@ -309,17 +312,11 @@ class SelfPlay(Workload):
                 "slots": self.slots(infer, workers, left),
                 "halves": self.halves,
                 "network": self.evaluator == "network",
-                "opponent": self._opponent_told,
+                "opponent": opponent,
                 "out": str(self.options.out) if self.options.out else None,
             }
             for _ in range(workers)
         ]
-
-    @property
-    def _opponent_told(self) -> dict[str, str | None] | None:
-        if self.options.opponent_model is None:
-            return None
-        return {"model": self.options.opponent_model, "weights": _text(self.options.opponent_weights)}
 
     def search(self) -> dict[str, Any]:
         """The fields of `arrays.Search`."""
@@ -337,7 +334,7 @@ class SelfPlay(Workload):
 
     @property
     def _checked(self) -> float:
-        """The share of games that nobody may resign."""
+        """The share of games in which no player may resign."""
         if self.options.resign is None:
             return 0.0
         return game_records.CHECKED if self.options.resign_check is None else self.options.resign_check
@@ -398,9 +395,9 @@ class SelfPlay(Workload):
     def sources(self) -> dict[str, str | None]:
         """What the names of game and networks meant, as digests: the same names may mean something else another day."""
         return {
-            "rules": rules_digest.of_game(self.game),
-            "network": rules_digest.of_network(self.options.model),
-            "opponent_network": rules_digest.of_network(self.options.opponent_model),
+            "rules": rules_digest.game_digest(self.game),
+            "network": rules_digest.network_digest(self.options.model),
+            "opponent_network": rules_digest.network_digest(self.options.opponent_model),
         }
 
 

@@ -20,7 +20,7 @@ SIZES = ("rules", "seats", "actions", "max_legal", "max_moves", "features", "wor
 FLAGS = ("players", "cards", "trump", "scoring")  # options of games that are flags of the command
 
 
-def build(name: str, options: Mapping[str, Any]) -> Game:
+def build_game(name: str, options: Mapping[str, Any]) -> Game:
     """The game of that name, or `module:Class`, with these options; None stands for an option that was not given.
 
     Of a game that has variants, `NAME:VARIANT`.
