@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 from one_batch import answered
-from pydantic import ValidationError
 
 from gpuinfer import api
 from gpuinfer.api import BackendContext, ModelSpec, Request, Roofline, Setup
@@ -150,16 +149,6 @@ class Meeting(nn.Module):
 """
 
 
-async def test_batches_in_flight_are_answered_each_for_itself():
-    backend = InProcess(setup(), in_flight=3)
-    await backend.start(BackendContext())
-    batches = [[request(20, seed)] for seed in range(12)]
-    together = await asyncio.gather(*(backend.infer(batch) for batch in batches))
-    for batch, found in zip(batches, together, strict=True):
-        np.testing.assert_array_equal(found[0][1], (await backend.infer(batch))[0][1])
-    await backend.close()
-
-
 async def test_the_event_loop_runs_on_while_the_model_does():
     backend = InProcess(setup())
     await backend.start(BackendContext())
@@ -236,10 +225,6 @@ async def test_rows_of_bytes_do_not_pass_for_bits():
         raise misfit
 
 
-async def test_a_batch_in_which_nothing_fits_is_answered_with_errors():
-    assert [type(answer) for answer in await answers([Request("a prompt", 1)] * 2)] == [BackendError] * 2
-
-
 @pytest.mark.parametrize(
     ("changes", "error", "said"),
     [
@@ -256,11 +241,6 @@ async def test_a_setup_that_cannot_work_says_so_at_the_start(changes, error, sai
     await backend.close()
 
 
-def test_an_unknown_option_is_refused():
-    with pytest.raises(ValidationError, match="batch"):
-        InProcess(setup(), batch=3)
-
-
 async def test_it_can_be_closed_at_any_time_and_answers_nothing_afterwards():
     backend = InProcess(setup())
     await backend.close()
@@ -269,18 +249,3 @@ async def test_it_can_be_closed_at_any_time_and_answers_nothing_afterwards():
     with pytest.raises(BackendDied, match="start"):
         await backend.infer([request(1)])
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("gpuinfer-forward")]
-
-
-async def test_the_device_is_named():
-    backend = InProcess(setup())
-    assert backend.device() == {}
-    await backend.start(BackendContext())
-    assert backend.device()["name"]
-    await backend.close()
-
-
-async def test_its_connector_opens_a_copy():
-    first = InProcess(setup(), chunk_rows=7)
-    second = first.connect().open()
-    assert isinstance(second, InProcess)
-    assert (second.setup, second.options) == (first.setup, first.options)

@@ -75,11 +75,6 @@ def test_what_cannot_be_served_is_refused_before_anything_is_measured_or_started
     assert not (tmp_path / "ready").exists()
 
 
-def test_a_backend_that_does_not_say_whether_it_can_is_started(monkeypatch):
-    monkeypatch.setattr(session, "ANSWER_S", 0.05)
-    assert go(Counting(total=3), Pondering)["status"] == "done"
-
-
 @pytest.mark.parametrize(
     ("kind", "measured"), [pytest.param(Refusing, False, id="refuses"), pytest.param(Pondering, True, id="never says")]
 )
@@ -120,12 +115,6 @@ def test_what_is_asked_as_setup_counts_neither_in_the_clock_nor_in_the_rates():
     assert all(update.elapsed_s == 0 and update.phase == "warming up" for update in preparing)
 
 
-def test_preparing_again_in_the_middle_of_the_work_does_not_stop_the_clock():
-    made = go(Counting(total=5, prepare=1, pause_at=3))
-    assert made["batches"]["count"] == 5
-    assert made["throughput"]["questions_per_s"] == pytest.approx(5 / made["wall_s"])
-
-
 def test_updates_show_the_run_while_it_goes_on():
     updates = []
     go(Counting(total=300), on_update=updates.append, update_s=0.001)
@@ -137,25 +126,19 @@ def test_updates_show_the_run_while_it_goes_on():
     assert elapsed == sorted(elapsed)
 
 
-def test_the_first_signal_lets_the_workload_keep_what_is_finished():
-    made = checked(go(Counting(total=10, stop_after=4)))
-    assert made["status"] == "partial"
-    assert made["progress"]["done"] == 4
-
-
-def test_a_stop_that_comes_when_all_is_done_changes_nothing():
-    made = go(Counting(total=10, stop_after=10))
-    assert made["status"] == "done"
-
-
-def test_a_workload_that_finishes_although_it_was_asked_to_stop_is_done():
-    made = go(Counting(total=10, stop_after=4, stubborn=True))
-    assert made["status"] == "done"
-
-
-def test_a_workload_that_does_not_stop_is_cancelled_after_the_grace():
-    made = checked(go(Endless(), grace_s=0.05))
-    assert made["status"] == "partial"
+@pytest.mark.parametrize(
+    ("workload", "status", "done"),
+    [
+        pytest.param(Counting(total=10, stop_after=4), "partial", 4, id="what is finished is kept"),
+        pytest.param(Counting(total=10, stop_after=10), "done", 10, id="when all is done"),
+        pytest.param(Counting(total=10, stop_after=4, stubborn=True), "done", 10, id="it finishes all the same"),
+        pytest.param(Endless(), "partial", None, id="cancelled after the grace"),
+    ],
+)
+def test_a_run_that_is_asked_to_stop(workload, status, done):
+    made = checked(go(workload, grace_s=0.05 if done is None else 30.0))
+    assert made["status"] == status
+    assert done in (None, made["progress"]["done"])
 
 
 def test_the_second_signal_cancels_at_once():
@@ -216,13 +199,6 @@ async def test_cancelling_the_run_ends_the_workload():
         await task
 
 
-def test_a_given_roofline_is_compared_with_and_not_measured_again():
-    roofline = Roofline(1e9, 512, "1 forward × 1 thread")
-    made = checked(go(Counting(total=10), roofline=roofline))
-    assert made["roofline"]["at_rows"] == 512
-    assert made["roofline"]["efficiency"] == pytest.approx(made["throughput"]["rows_per_s"] / 1e9)
-
-
 def serving_a_model():
     return Doubler(Setup(model=Modelled(total=3).model()))
 
@@ -231,7 +207,7 @@ def serving_a_model():
 def test_a_backend_with_a_model_has_its_roofline_measured_before_and_after(monkeypatch):
     for name, seconds in (("BEFORE_S", 0.3), ("LEAST_AFTER_S", 0.05)):
         monkeypatch.setattr(run_roofline, name, seconds)
-    monkeypatch.setattr(run_roofline.remembered, "place_of", lambda *_, **__: None)
+    monkeypatch.setattr(run_roofline, "place_of", lambda *_, **__: None)
     phases = []
     made = checked(go(Modelled(total=3), serving_a_model, on_update=lambda update: phases.append(update.phase)))
     found = made["roofline"]
@@ -242,11 +218,20 @@ def test_a_backend_with_a_model_has_its_roofline_measured_before_and_after(monke
     assert sum(made["time_s"].values()) == pytest.approx(made["wall_s"] * made["lanes"]), "its time is not the run's"
 
 
-def test_a_run_that_does_more_than_a_given_roofline_is_its_own():
-    made = checked(go(Counting(total=10), roofline=Roofline(1e-3, 64, "one", (1e-3,))))
-    assert made["roofline"]["raised"]
-    assert made["roofline"]["efficiency"] == pytest.approx(1.0)
-    assert made["roofline"]["measured"] == [1e-3]
+@pytest.mark.parametrize(
+    ("rate", "raised", "efficiency"),
+    [pytest.param(1e9, False, None, id="less"), pytest.param(0.001, True, 1, id="more")],
+)
+def test_a_given_roofline_is_compared_with_and_not_measured_again(rate, raised, efficiency):
+    made = checked(go(Counting(total=10), roofline=Roofline(rate, 512, "1 forward × 1 thread", (rate,))))
+    found = made["roofline"]
+    assert (found["at_rows"], found["measured"], bool(found["raised"])) == (512, [rate], raised)
+    assert found["efficiency"] == pytest.approx(efficiency or made["throughput"]["rows_per_s"] / rate)
+
+
+@pytest.mark.parametrize("arguments", [{"backend": serving_a_model, "roofline": False}, {}], ids=["off", "no model"])
+def test_there_is_a_run_without_a_roofline(arguments):
+    assert go(Modelled(total=3), **arguments)["roofline"] is None
 
 
 class Bare:
@@ -364,14 +349,6 @@ def test_a_signal_while_the_roofline_is_measured_ends_that_at_once(phase, known,
     assert made["progress"]["done"] == done
     assert made["status"] == ("done" if done else "partial")
     assert (made["roofline"] is None) == (not done)
-
-
-def test_no_roofline_is_measured_when_none_is_wanted():
-    assert go(Modelled(total=3), serving_a_model, roofline=False)["roofline"] is None
-
-
-def test_a_backend_without_a_model_has_no_roofline_whatever_the_workload_names():
-    assert go(Modelled(total=3))["roofline"] is None
 
 
 STOPPED = """

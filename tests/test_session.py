@@ -8,7 +8,7 @@ from helpers import AtOnce, Doubler, Unreachable
 from remotes import Far
 
 from gpuinfer.api import Roofline, Setup
-from gpuinfer.errors import Closed, QueueFull, UsageError
+from gpuinfer.errors import QueueFull, UsageError
 from gpuinfer.runtime.session import Session
 
 pytestmark = pytest.mark.usefixtures("children_forked")
@@ -20,11 +20,6 @@ def session(backend=Doubler, **options):
 
 def lines(path):
     return path.read_text().split() if path.exists() else []
-
-
-async def test_a_request_is_answered():
-    async with session() as infer:
-        assert await infer(21) == 42
 
 
 async def test_no_more_rows_wait_than_the_setup_allows():
@@ -78,20 +73,6 @@ async def test_a_backend_that_cannot_start_fails_every_request_and_is_closed_onc
     assert len(lines(closed)) == 1
 
 
-async def test_a_closed_session_refuses():
-    async with session() as infer:
-        await infer(1)
-    with pytest.raises(Closed):
-        await infer(1)
-
-
-async def test_clients_are_told_apart_and_may_join_before_the_backend_starts():
-    async with session() as infer:
-        with infer.client() as one, infer.client() as other:
-            assert one != other
-            assert await infer(1, client=one) == 2
-
-
 async def test_lanes_of_one_name_stay_apart_in_the_ledger():
     async with session() as infer:
         infer.lane("search").enter("search")
@@ -142,14 +123,6 @@ async def test_a_mark_forgets_what_came_before_it_in_every_process():
     assert sum(snapshot.latency["counts"].values()) == sum(snapshot.batches.values()) == 5
     (mine,) = [lane for lane in snapshot.lanes if lane["name"] == "mine"]
     assert set(mine["stations"]) == {"search"}
-
-
-@pytest.mark.thorough
-async def test_workers_know_the_roofline():
-    roofline = Roofline(1000.0, 64, "1 forward × 1 thread")
-    session = Session(Doubler(), AtOnce(), roofline=roofline)
-    async with session as infer, infer.workers("helpers:tell_roofline", [{}]) as workers:
-        assert await anext(aiter(workers)) == (0, {"rows_per_s": 1000.0, "at_rows": 64})
 
 
 async def test_a_remote_backend_starts_here_before_its_workers_and_is_told_strategy_and_roofline(tmp_path):

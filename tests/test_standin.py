@@ -3,7 +3,6 @@
 import asyncio
 
 import pytest
-from pydantic import ValidationError
 
 from gpuinfer.api import BackendContext, ModelSpec, Request, Setup
 from gpuinfer.backends.standin import StandIn
@@ -83,27 +82,6 @@ def test_a_share_of_the_batches_fails():
     assert 30 < run_virtual(failed()) < 70
 
 
-def test_a_cancelled_batch_leaves_no_timer():
-    async def cancelled():
-        backend = StandIn(beta=1e6)
-        await backend.start(BackendContext())
-        task = asyncio.create_task(backend.infer([Request(None)]))
-        await asyncio.sleep(1)
-        task.cancel()
-        await asyncio.wait({task})
-        await asyncio.sleep(1)
-        return task.cancelled(), asyncio.get_running_loop().time()
-
-    ended, now = run_virtual(cancelled())
-    assert ended
-    assert now == pytest.approx(1002)
-
-
-def test_the_limits_are_those_that_were_given():
-    limits = StandIn(max_rows=32, in_flight=3, slots=40).limits
-    assert (limits.max_rows, limits.in_flight, limits.slots) == (32, 3, 40)
-
-
 def test_it_serves_behind_an_engine():
     async def answered():
         engine = Engine(StandIn(), Dynamic(), clock=asyncio.get_running_loop().time)
@@ -143,12 +121,6 @@ def test_it_keeps_what_the_kit_promises():
 )
 def test_a_model_that_cannot_be_is_refused(options, said):
     with pytest.raises(UsageError, match=said):
-        StandIn(**options)
-
-
-@pytest.mark.parametrize("options", [{"drift": 0}, {"drift": float("inf")}, {"max_rows": 0}, {"in_flight": 0}])
-def test_options_out_of_bounds_are_refused(options):
-    with pytest.raises(ValidationError):
         StandIn(**options)
 
 

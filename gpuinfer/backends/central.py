@@ -45,7 +45,7 @@ class CentralRemote(RemoteTextBackend):
         if spec is not None and spec.kind == "text":
             await super().start(context)
             return
-        self._rows = AsyncClient(CentralConnection(self._there(), self._restarts_within_s))
+        self._rows = AsyncClient(CentralConnection(self._address_or_refuse(), self._restarts_within_s))
         await self._rows.open()
         self.limits = replace(self._rows.limits, in_flight=PASSING)
 
@@ -141,12 +141,9 @@ class Central(CentralRemote):
         self._refuse_what_does_not_fit()
         model_options.check_names(self.setup.devices)
         if model_options.may_be_missing(self.setup.devices):
-            await asyncio.to_thread(self._look_for_devices)
+            from gpuinfer.models.device import resolve_devices
 
-    def _look_for_devices(self) -> None:
-        from gpuinfer.models.device import resolve_devices
-
-        resolve_devices(self.setup.devices)
+            await asyncio.to_thread(resolve_devices, self.setup.devices)
 
     def _refuse_what_does_not_fit(self) -> None:
         if self.setup.model is None:

@@ -23,10 +23,10 @@ from gpuinfer.central.protocol import (
     RecordKind,
     ServerAddress,
     WireRecord,
-    asked_to_wire,
     generation_from_wire,
     pack_record,
     part_from_wire,
+    request_to_wire,
 )
 from gpuinfer.engine.scheduler import class_of
 from gpuinfer.errors import BackendDied, BackendError, Closed, GpuinferError, UsageError
@@ -83,7 +83,7 @@ class AsyncClient:
         client: Hashable = None,
         tag: Hashable,
     ) -> Result:
-        """Send one request and wait for its answer. Raises as `Connection.ask` does, and the request's own error.
+        """Send one request and await its answer. Raises as `CentralConnection.ask` does, and the request's own error.
 
         `tag` is what `cancel` knows it by.
         """
@@ -99,11 +99,11 @@ class AsyncClient:
                 return await future
             finally:
                 del self._numbers[tag]
-                if self._waiting.pop(number, None) is not None:  # whoever asked was cancelled
+                if self._waiting.pop(number, None) is not None:  # the awaiting task was cancelled
                     self._connection.abandon(number)
 
     def cancel(self, tag: Hashable) -> None:
-        """Nobody wants this answer any more: whoever awaits it gets `Closed`, and the server is told."""
+        """Cancel the request: `ask` raises `Closed`, and the server is told."""
         if (number := self._numbers.get(tag)) is not None:
             self._settle(number, Closed("this request was cancelled."))
             self._connection.abandon(number)
@@ -127,7 +127,7 @@ class AsyncClient:
             future.set_result(outcome)
 
     async def _watch(self) -> None:
-        """Look at the server's pulse: a stopped one hangs up by no other sign."""
+        """Look at the server's heartbeat: a stopped server closes no connection."""
         while self._lost is None:
             await asyncio.sleep(LOOK_S)
             if self._up.is_set() and (error := self._connection.stopped()) is not None:
@@ -146,7 +146,7 @@ class AsyncClient:
             self._listen()
         except GpuinferError as final:
             self._lose(final)
-        except Exception as strange:  # noqa: BLE001 (whatever it is, nobody may wait for ever)
+        except Exception as strange:  # noqa: BLE001 (whatever it is, no request may wait for ever)
             self._lose(BackendDied(f"the way to the central server is lost: {strange!r}. Start it again."))
 
     @property
@@ -155,7 +155,7 @@ class AsyncClient:
         return self._lost if isinstance(self._lost, BackendDied) else None
 
     def _lose(self, error: GpuinferError) -> None:
-        """There is no way back: all who wait, and all who ask from now on, get this error."""
+        """The server does not come back: all requests, waiting and future, get this error."""
         self._lost = error
         for number in tuple(self._waiting):
             self._settle(number, error)
@@ -190,7 +190,7 @@ class SentPrompt(NamedTuple):
 
 
 class TextConnection(CentralConnection):
-    """`soon` calls a function once whoever asks now has asked."""
+    """`soon` runs a function after the loop's present turn: requests made together are sent together."""
 
     largest_body = LARGEST_FRAME
     asked_for = "prompts"
@@ -223,7 +223,7 @@ class TextConnection(CentralConnection):
         if self._socket is None:
             raise Closed("the way to the central server is closed. Open another.")
         refuse_group(group)
-        body = asked_to_wire(payload, group, parts)
+        body = request_to_wire(payload, group, parts)
         had = DeliveredAnswer(payload) if parts and self.comes_back else None
         sent = SentPrompt(body, group, rows, client, class_of(priority), deadline, had)
         self._numbers = (self._numbers + 1) % 2**32
@@ -251,7 +251,7 @@ class TextConnection(CentralConnection):
         for number, sent in self._sent.items():
             if sent.had is not None:  # it goes on after what its reader has had
                 most = LARGEST_PROMPT + LARGEST_BEGUN
-                body = asked_to_wire(sent.had.rest(), sent.group, parts=True, most=most)
+                body = request_to_wire(sent.had.rest(), sent.group, parts=True, most=most)
                 self._sent[number] = sent._replace(body=body)
         self._put(b"".join(_packed(number, sent) for number, sent in self._sent.items()))
 
@@ -260,7 +260,7 @@ class TextConnection(CentralConnection):
             raise parting(record)
         if record.kind == RecordKind.PART:
             return self._part(record)
-        if self._sent.pop(record.number, None) is None:  # nobody waits for it any more
+        if self._sent.pop(record.number, None) is None:  # cancelled
             return None
         if record.kind == RecordKind.GENERATION:
             return record.number, generation_from_wire(record.body)
@@ -269,7 +269,7 @@ class TextConnection(CentralConnection):
         return record.number, BackendError("the central server sent an answer of no known kind. Start it again.")
 
     def _part(self, record: WireRecord) -> tuple[int, Any] | None:
-        """A part, or the error that ends its request: None for what its reader has had, or does not want any more."""
+        """A part, or the error that ends its request; None for a part already delivered, or of a cancelled request."""
         if (sent := self._sent.get(record.number)) is None:
             return None
         outcome: Part | GpuinferError | None = part_from_wire(record.body)
@@ -347,7 +347,7 @@ def _packed(number: int, sent: SentPrompt) -> bytes:
 
 
 class RemoteTextBackend(Backend):
-    """A way to that process. `called`: the backend that starts it, by the name that users give."""
+    """A backend whose model is in a server process, which the backend of the name `called` starts."""
 
     serves: ClassVar[Sequence[ModelKind]] = ("text",)
     remote = True
@@ -368,12 +368,12 @@ class RemoteTextBackend(Backend):
 
     async def start(self, context: BackendContext) -> None:
         soon = asyncio.get_running_loop().call_soon
-        self._link = AsyncTextClient(TextConnection(self._there(), self._restarts_within_s, soon))
+        self._link = AsyncTextClient(TextConnection(self._address_or_refuse(), self._restarts_within_s, soon))
         await self._link.open()
         self.limits = self._link.limits
 
-    def _there(self) -> ServerAddress:
-        """Raises `UsageError` where nobody has said where."""
+    def _address_or_refuse(self) -> ServerAddress:
+        """Raises `UsageError` without an address."""
         if self._address is None:
             raise UsageError(f"there is nothing to connect to. Start it with the backend '{self.called}'.")
         return self._address
@@ -408,7 +408,7 @@ class RemoteTextBackend(Backend):
 
 @dataclass(frozen=True)
 class TextConnector:
-    """How a worker process gets there."""
+    """How a worker process connects to the server."""
 
     kind: type[RemoteTextBackend]
     setup: Setup

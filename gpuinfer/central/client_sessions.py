@@ -43,19 +43,19 @@ ROW_BOUNDS = RecordBounds()
 
 
 class ClientSession:
-    """One connected client. The line never blocks; what it does not take at once waits in `_unsent`."""
+    """One connected client. Sending never blocks: what the socket does not take at once waits in `_unsent`."""
 
     def __init__(self, line: socket.socket, number: int, pin: Callable[[Any], Any], bounds: RecordBounds) -> None:
         self.number = number
-        self.welcome = False  # it has shown that it is one of ours
+        self.welcome = False  # its greeting was accepted
         self.gone = False
-        self.client = b""  # whose line it is: a client that takes us for dead hangs up, and may come back on another
-        self.serving = 0  # of its requests are in a batch now
-        self.asked: set[int] = set()  # numbers of the blocks with requests that are not settled
+        self.client = b""  # of the client, the same when it reconnects
+        self.serving = 0  # requests of the client in a batch now
+        self.asked: set[int] = set()  # numbers of blocks whose requests are not settled
         self.since = time.monotonic()
         self.names: set[Hashable] = set()  # of the clients in that process, as the queue knows them
         self.blocks: dict[int, Block] = {}
-        self.sending = threading.RLock()  # held while anything is done with the line's descriptor
+        self.sending = threading.RLock()  # held while the line's descriptor is used
         self._line = line
         self._pin = pin  # registers a block's memory with the device
         self._unpacker = Unpacker(bounds.body)
@@ -68,7 +68,7 @@ class ClientSession:
         return self._line.fileno()
 
     def receive(self) -> Iterator[WireRecord]:
-        """What it has sent. Raises `EOFError` when it has hung up, `Garbled` when it is not one of ours."""
+        """The records that have arrived. Raises `EOFError` at the connection's end, `GarbledRecord` for nonsense."""
         try:
             data, ancillary, _, _ = self._line.recvmsg(CHUNK, ANCILLARY, CLOSE_ON_EXEC)
         except BlockingIOError:
@@ -82,7 +82,7 @@ class ClientSession:
         return self._unpacker.feed(data)
 
     def _read_on(self, ancillary: Ancillary) -> bytes:
-        """Keep the descriptors. What follows: a read ends where the next descriptor comes, and there may be many."""
+        """Keep the descriptors, and read on: each read ends where the next descriptor comes."""
         more = bytearray()
         with contextlib.suppress(OSError):  # nothing more, or its end, which the next read meets
             while ancillary:
@@ -98,7 +98,7 @@ class ClientSession:
         return bytes(more)
 
     def admit(self, hello: WireRecord, token: bytes) -> None:
-        """Check that this is one of our owner's processes. Raises `Garbled`, or `UsageError` for another version."""
+        """Check the token. Raises `GarbledRecord`, or `UsageError` for another version."""
         told = hello.body if isinstance(hello.body, dict) else {}
         given = told.get("token")
         if hello.kind != RecordKind.HELLO or not isinstance(given, bytes) or not hmac.compare_digest(given, token):
@@ -106,13 +106,13 @@ class ClientSession:
         if told.get("version") != VERSION:
             raise UsageError("client and server run different versions of gpuinfer. Let both run the same.")
         if not isinstance(client := told.get("client"), bytes):
-            raise GarbledRecord("a greeting of nobody")
+            raise GarbledRecord("a greeting without a client")
         self.welcome, self.client = True, client
 
     def attach(self, record: WireRecord, form: BlockForm, max_rows: int) -> None:
-        """Take a block of its memory in, in the place of any idle one of the same number.
+        """Map a block of the client's memory, in place of an idle one of the same number.
 
-        Raises `Garbled` for one that is not what it says.
+        Raises `GarbledRecord` when the memory is not of the announced form.
         """
         if not self._descriptors:
             raise GarbledRecord("a block without its memory")
@@ -131,9 +131,9 @@ class ClientSession:
         self.blocks[record.block] = block
 
     def send(self, data: bytes, descriptors: tuple[int, ...] = ()) -> bool:
-        """Send, as far as the line takes it; whether all has gone out. Any thread may.
+        """Send as much as the socket takes; whether all of it was sent. Any thread may call this.
 
-        A client that is gone loses what it was sent.
+        For a client that is gone the data is dropped.
         """
         with self.sending:
             was_stuck = self.stuck
@@ -143,19 +143,16 @@ class ClientSession:
                     return True
                 was_stuck = True
             self._unsent += data
-            if was_stuck and len(self._unsent) > self._most_unsent:  # it asks and asks, and takes no answers
+            if was_stuck and len(self._unsent) > self._most_unsent:  # the client asks, and reads no answers
                 self._unsent.clear()
                 with contextlib.suppress(OSError):
                     self._line.shutdown(socket.SHUT_RDWR)
             elif data == b"" or not was_stuck:
-                self._push(descriptors)
+                del self._unsent[: self._sent(self._unsent, descriptors)]
             return not self._unsent
 
-    def _push(self, descriptors: tuple[int, ...]) -> None:
-        del self._unsent[: self._sent(self._unsent, descriptors)]
-
     def _sent(self, data: bytes | bytearray, descriptors: tuple[int, ...] = ()) -> int:
-        """How many bytes the line has taken; all, when nobody is there: the reader will notice."""
+        """How many bytes the socket has taken; all when the client is gone, which the next read notices."""
         try:
             return socket.send_fds(self._line, [data], descriptors) if descriptors else self._line.send(data)
         except BlockingIOError:
@@ -165,15 +162,15 @@ class ClientSession:
 
     @property
     def stuck(self) -> bool:
-        """Whether its line does not take what it was sent."""
+        """Whether the socket has not taken all that was sent."""
         return bool(self._unsent)
 
     def dismiss(self, error: GpuinferError) -> None:
-        """Say why it is served no more; whoever calls this hangs up afterwards."""
+        """Tell the client why it is served no more. The caller hangs up afterwards."""
         self.send(pack_record(WireRecord(RecordKind.GOODBYE, body=error_to_wire(error))))
 
     def hang_up(self) -> None:
-        """Let go of the line now, and of the memory as soon as no batch uses it."""
+        """Close the line now, and unmap the memory as soon as no batch uses it."""
         with self.sending, contextlib.suppress(OSError):  # a descriptor that is closed may be another client's at once
             self.gone = True
             self._line.close()
@@ -191,12 +188,12 @@ class ClientSession:
 
 log = logging.getLogger(__name__)
 
-GREETING_S = 5.0  # for a new client to say who it is
+GREETING_S = 5.0  # for a new client to send its greeting
 PAUSE_S = 0.1  # without new clients while there are no descriptors
 SCARCE = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
-MOST_STRANGERS = 256  # that have not yet
+MOST_UNIDENTIFIED = 256  # connections without a greeting
 LONGEST_WAIT_S = 3600.0  # at once: the system counts a wait in milliseconds, and refuses one of a month
-HELD_S = 0.01  # between two looks whether a client that has come back may be let in
+WAITING_LINE_S = 0.01  # between two checks whether a client that has reconnected may be greeted
 FINE_S = 2e-3  # below it a wait needs a finer clock than the selector's milliseconds
 
 Ready = Sequence[tuple[selectors.SelectorKey, int]]
@@ -220,42 +217,44 @@ class ClientAcceptor:
         pin: Callable[[Any], Any],
         bounds: RecordBounds = ROW_BOUNDS,
     ) -> None:
-        """`welcome` is the record that greets a client, and the descriptor that travels along; `pin` see `Caller`."""
-        self.callers: dict[int, ClientSession] = {}
-        self._strangers: set[ClientSession] = set()  # of the callers, those that have not said who they are
-        self._held: list[ClientSession] = []  # of the callers, those that have, and have another line that is not over
+        """`welcome`: the record that greets a client, and its descriptor; `pin`: see `ClientSession`."""
+        self.sessions: dict[int, ClientSession] = {}
+        self._unidentified: set[ClientSession] = set()  # sessions without a greeting
+        self._waiting_lines: list[
+            ClientSession
+        ] = []  # of the sessions, those that have, and have another line that is not over
         self._leaving: list[ClientSession] = []  # gone, with requests in a batch
         self._listener, self._token = listener, token
         self._most_clients = most_clients
         self._welcome, self._pin, self._bounds = welcome, pin, bounds
         self._numbers = 0
         self._paused = False  # since the last that was accepted
-        self._bell, self._rope = socket.socketpair()
+        self._wake_reader, self._wake_writer = socket.socketpair()
         self._selector = selectors.DefaultSelector()
         listener.setblocking(False)
         self._selector.register(listener, selectors.EVENT_READ, None)
-        self._selector.register(self._bell, selectors.EVENT_READ, None)
+        self._selector.register(self._wake_reader, selectors.EVENT_READ, None)
 
     # Waiting
 
     def fileno(self) -> int:
-        """For whoever waits elsewhere: it is readable when `look` finds something."""
+        """Readable when `ready` returns something: for an event loop."""
         return self._selector.fileno()
 
-    def ring(self) -> None:
-        """Wake whoever waits, now and from now on."""
-        self._rope.send(b"!")
+    def wake(self) -> None:
+        """End every `wait`, now and from now on."""
+        self._wake_writer.send(b"!")
 
-    def look(self) -> Ready:
+    def ready(self) -> Ready:
         """What is ready now."""
         return self._selector.select(0)
 
     def wait(self, seconds: float) -> Ready:
-        """What is ready, as soon as anything is, at the latest after so many seconds."""
-        if self._strangers:
+        """Block until something is ready, for so many seconds at most."""
+        if self._unidentified:
             seconds = min(seconds, GREETING_S)
-        if self._held:
-            seconds = min(seconds, HELD_S)
+        if self._waiting_lines:
+            seconds = min(seconds, WAITING_LINE_S)
         if LONGEST_WAIT_S < seconds < math.inf:
             seconds = LONGEST_WAIT_S
         if seconds < FINE_S:
@@ -266,36 +265,40 @@ class ClientAcceptor:
     # Taking in
 
     def take_in(self, ready: Ready, on_record: OnRecord, forget: Forget) -> None:
-        """Hand each record to `on_record`, and to `forget` each client that has gone, or is sent away for what it said.
+        """Pass each record to `on_record`, and each session that ends to `forget`.
 
-        `on_record` raises `Garbled`, or a `GpuinferError` that the client is told, for a record that makes no sense.
+        For a record that makes no sense `on_record` raises `GarbledRecord`, or a `GpuinferError` for the client.
         """
         for key, events in ready:
             if key.fileobj is self._listener:
                 self._accept(forget)
-            elif key.data is not None and not key.data.gone and not self._hear(key.data, events, on_record):
+            elif key.data is not None and not key.data.gone and not self._receive(key.data, events, on_record):
                 self._drop(key.data, forget)
-        for caller in self.overdue:
-            self._drop(caller, forget)
-        for caller in tuple(self._held):
-            if not self._has_another_line(caller):
-                self._held.remove(caller)
-                self._greet(caller)
+        for session in self.overdue:
+            self._drop(session, forget)
+        for session in tuple(self._waiting_lines):
+            if not self._has_another_line(session):
+                self._waiting_lines.remove(session)
+                self._greet(session)
 
     @property
     def due(self) -> bool:
         """Whether `take_in` may have something to do although nothing is ready."""
-        return bool(self._held or self.overdue)
+        return bool(self._waiting_lines or self.overdue)
 
     @property
     def overdue(self) -> list[ClientSession]:
-        """Who should have said by now who it is; the next `take_in` sends them away."""
-        return [one for one in self._strangers if time.monotonic() - one.since > GREETING_S] if self._strangers else []
+        """Sessions whose greeting is late; the next `take_in` drops them."""
+        return (
+            [one for one in self._unidentified if time.monotonic() - one.since > GREETING_S]
+            if self._unidentified
+            else []
+        )
 
     def _accept(self, forget: Forget) -> None:
         try:
             line, _ = self._listener.accept()
-        except OSError as error:  # it has left again, or there are no more descriptors
+        except OSError as error:  # the client has left, or there are no more descriptors
             if error.errno in SCARCE:
                 self._pause(error)
             return
@@ -304,15 +307,15 @@ class ClientAcceptor:
             return
         self._paused = False
         self._numbers += 1
-        caller = ClientSession(line, self._numbers, self._pin, self._bounds)
-        self._selector.register(line, selectors.EVENT_READ, caller)
-        self.callers[caller.number] = caller
-        self._strangers.add(caller)
-        if len(self._strangers) > MOST_STRANGERS:  # a client of ours speaks at once
-            self._drop(min(self._strangers, key=lambda stranger: stranger.since), forget)
+        session = ClientSession(line, self._numbers, self._pin, self._bounds)
+        self._selector.register(line, selectors.EVENT_READ, session)
+        self.sessions[session.number] = session
+        self._unidentified.add(session)
+        if len(self._unidentified) > MOST_UNIDENTIFIED:  # our own client greets at once
+            self._drop(min(self._unidentified, key=lambda one: one.since), forget)
 
     def _pause(self, error: OSError) -> None:
-        """Accept nobody for a moment: the listener stays ready, and whoever waits would turn round and round."""
+        """Accept nothing for a moment: the listener stays ready, and the thread that waits would spin."""
         if not self._paused:
             log.warning("no client can be taken in: %s. Allow more open files (`ulimit -n`).", error.strerror)
         self._paused = True
@@ -321,77 +324,79 @@ class ClientAcceptor:
         again.daemon = True
         again.start()
 
-    def _hear(self, caller: ClientSession, events: int, on_record: OnRecord) -> bool:
-        """Take in what one client has sent; whether it may stay."""
+    def _receive(self, session: ClientSession, events: int, on_record: OnRecord) -> bool:
+        """Process what one client has sent; whether its session goes on."""
         if events & selectors.EVENT_WRITE:
-            self.send(caller, b"")
+            self.send(session, b"")
         if not events & selectors.EVENT_READ:
             return True
         try:
-            for record in caller.receive():
-                if caller in self._held:
+            for record in session.receive():
+                if session in self._waiting_lines:
                     raise GarbledRecord("a request before the greeting was answered")
-                if caller.welcome:
-                    on_record(caller, record)
+                if session.welcome:
+                    on_record(session, record)
                 else:
-                    self._admit(caller, record)
+                    self._admit(session, record)
         except EOFError:
             return False
         except GarbledRecord as error:
-            caller.dismiss(UsageError(f"the server was sent {error}. Use gpuinfer's own client."))
+            session.dismiss(UsageError(f"the server was sent {error}. Use gpuinfer's own client."))
         except GpuinferError as error:
-            caller.dismiss(error)
+            session.dismiss(error)
         except Exception as error:  # noqa: BLE001 (whatever one client sends, the others are served)
             log.warning("a client was dropped: %s.", error_text.full_message(error))
-            caller.dismiss(BackendError("the server could not make sense of this client. See its last words."))
+            session.dismiss(BackendError("the server could not make sense of this client. See its last words."))
         else:
             return True
         return False
 
-    def _admit(self, caller: ClientSession, hello: WireRecord) -> None:
-        caller.admit(hello, self._token)
-        self._strangers.discard(caller)
-        if len(self.callers) - len(self._strangers) > self._most_clients:
+    def _admit(self, session: ClientSession, hello: WireRecord) -> None:
+        session.admit(hello, self._token)
+        self._unidentified.discard(session)
+        if len(self.sessions) - len(self._unidentified) > self._most_clients:
             raise UsageError(
                 f"the server has {self._most_clients} clients already. "
                 "Close some, or start it with a larger max_clients."
             )
-        if self._has_another_line(caller):
-            self._held.append(caller)
+        if self._has_another_line(session):
+            self._waiting_lines.append(session)
         else:
-            self._greet(caller)
+            self._greet(session)
 
-    def _greet(self, caller: ClientSession) -> None:
+    def _greet(self, session: ClientSession) -> None:
         record, descriptor = self._welcome
-        caller.send(record, (descriptor,))
+        session.send(record, (descriptor,))
 
-    def _has_another_line(self, caller: ClientSession) -> bool:
-        """Whether the same client has one whose end has not been read yet, or whose requests are in a batch."""
+    def _has_another_line(self, session: ClientSession) -> bool:
+        """Whether the same client has an older session that has not ended, or whose requests are in a batch."""
         self._leaving = [one for one in self._leaving if one.serving]
-        others = [*self.callers.values(), *self._leaving]
-        return any(one is not caller and one.client == caller.client and one not in self._held for one in others)
+        others = [*self.sessions.values(), *self._leaving]
+        return any(
+            one is not session and one.client == session.client and one not in self._waiting_lines for one in others
+        )
 
-    def _drop(self, caller: ClientSession, forget: Forget) -> None:
-        with caller.sending:  # another thread may be about to watch for room on its line
-            self._selector.unregister(caller.fileno())
-        del self.callers[caller.number]
-        self._strangers.discard(caller)
-        if caller in self._held:
-            self._held.remove(caller)
-        forget(caller)
-        caller.hang_up()
-        if caller.serving:
-            self._leaving.append(caller)
+    def _drop(self, session: ClientSession, forget: Forget) -> None:
+        with session.sending:  # another thread may be about to register the line for writing
+            self._selector.unregister(session.fileno())
+        del self.sessions[session.number]
+        self._unidentified.discard(session)
+        if session in self._waiting_lines:
+            self._waiting_lines.remove(session)
+        forget(session)
+        session.hang_up()
+        if session.serving:
+            self._leaving.append(session)
 
     # Sending
 
-    def send(self, caller: ClientSession, data: bytes) -> None:
-        """Not with a lock held, where that can be helped: whoever is woken by it may take this core at once."""
-        with caller.sending:
-            stuck = caller.stuck
-            if caller.gone or caller.send(data) != stuck:
+    def send(self, session: ClientSession, data: bytes) -> None:
+        """Best without a lock held: the client that this wakes may take this core at once."""
+        with session.sending:
+            stuck = session.stuck
+            if session.gone or session.send(data) != stuck:
                 return
-            # from now on, or no longer, we must know when its line takes more
+            # from now on, or no longer, wait for room on the line
             events = selectors.EVENT_READ if stuck else selectors.EVENT_READ | selectors.EVENT_WRITE
             with contextlib.suppress(KeyError):  # it is being dropped
-                self._selector.modify(caller.fileno(), events, caller)
+                self._selector.modify(session.fileno(), events, session)

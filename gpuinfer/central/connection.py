@@ -39,7 +39,7 @@ from gpuinfer.host.error_text import error_from_wire
 from gpuinfer.models.row_format import misfit
 
 GREETING_S = 60.0  # for a server that is there already, and may be in the middle of long batches
-KNOCK_AGAIN_S = 0.1  # after a server has hung up instead of greeting
+GREET_AGAIN_S = 0.1  # after a server has hung up instead of greeting
 LEAST_ROOM = 64  # rows of a block of ours: smaller payloads share one size
 CHUNK = 1 << 16  # bytes read at once
 SEND_TIMEOUT = struct.pack("@ll", 10, 0)  # seconds, microseconds: for a server that reads nothing any more
@@ -91,7 +91,7 @@ class CentralConnection:
         self._ended: GpuinferError | None = None  # why nothing more will come on this line
         self._said: GpuinferError | None = None  # by a server as it died, since the last answer
         self._lives = 0  # how often it has come back since
-        self._knocking: socket.socket | None = None  # the line on which a greeting is awaited
+        self._greeting_line: socket.socket | None = None  # the line on which a greeting is awaited
         self._presenting = threading.Lock()  # one thread may take a block, or give up, while another comes back
         self._closed = False
 
@@ -124,7 +124,7 @@ class CentralConnection:
 
     def _greet(self, timeout_s: float) -> socket.socket:
         """A line on which the server has welcomed us."""
-        line = self._knocking = _new_line()
+        line = self._greeting_line = _new_line()
         until = time.monotonic() + timeout_s
         try:
             line.settimeout(timeout_s)
@@ -144,7 +144,7 @@ class CentralConnection:
             line.close()
             raise BackendDied(f"the central server does not answer ({error or 'too late'}). Start it again.") from error
         finally:
-            self._knocking = None
+            self._greeting_line = None
         return line
 
     def _learn(self, told: Any, pulse: int) -> None:
@@ -178,12 +178,12 @@ class CentralConnection:
             try:
                 return self._greet(max(0.0, until - time.monotonic()))
             except BackendDied as error:
-                nobody_listens = isinstance(error.__cause__, ConnectionRefusedError | FileNotFoundError)
-                if nobody_listens or self._closed:
+                none_listens = isinstance(error.__cause__, ConnectionRefusedError | FileNotFoundError)
+                if none_listens or self._closed:
                     raise (self._said or cause) from None
                 if not isinstance(error.__cause__, ConnectionError) or time.monotonic() >= until:
                     raise error from None
-            time.sleep(KNOCK_AGAIN_S)
+            time.sleep(GREET_AGAIN_S)
 
     def _ask_again(self) -> None:
         """Tell a server that has come back all that its predecessor knew."""
@@ -420,7 +420,7 @@ class CentralConnection:
     def give_up(self) -> None:
         """Wait no longer for a server that comes back. Any thread may say so."""
         self._closed = True
-        if (line := self._knocking) is not None:
+        if (line := self._greeting_line) is not None:
             with contextlib.suppress(OSError):
                 line.shutdown(socket.SHUT_RDWR)
 

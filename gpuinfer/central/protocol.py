@@ -176,7 +176,7 @@ def group_of(value: Any) -> Hashable:
 def _body(data: bytes) -> Any:
     try:
         return msgspec.msgpack.decode(data)
-    except Exception as error:  # whatever a stranger sends
+    except Exception as error:  # whatever a one sends
         raise GarbledRecord("a body that is not msgpack") from error
 
 
@@ -192,19 +192,19 @@ class TextRequest(Struct, frozen=True, array_like=True):
 
 
 _encoder = msgspec.msgpack.Encoder()
-_asked, _generation = msgspec.msgpack.Decoder(TextRequest), msgspec.msgpack.Decoder(Generation)
+_request, _generation = msgspec.msgpack.Decoder(TextRequest), msgspec.msgpack.Decoder(Generation)
 _part = msgspec.msgpack.Decoder(Part)
 
 
-def asked_to_wire(prompt: Any, group: Any, parts: bool = False, *, most: int = LARGEST_PROMPT) -> bytes:
+def request_to_wire(prompt: Any, group: Any, parts: bool = False, *, most: int = LARGEST_PROMPT) -> bytes:
     """Raises `BadPrompt` for what cannot travel, or has more than `most` bytes."""
     return packed_prompt(prompt, TextRequest(prompt, group, parts), most)
 
 
-def asked_from_wire(data: bytes) -> TextRequest:
+def request_from_wire(data: bytes) -> TextRequest:
     """Raises `BadPrompt` for what is none."""
     try:
-        return _asked.decode(data)
+        return _request.decode(data)
     except UNFIT as error:
         raise BadPrompt(f"this is no prompt: {error}. Correct it.") from error
 

@@ -79,7 +79,7 @@ class BatchRunner:
         """Answer a batch: what is wrong with each answer. None when one odd row has made the answers of all odd.
 
         A client that is gone is answered like the others: its memory stays where it is until the batch is over, and no
-        line of the same client has it before (`ClientLines`).
+        line of the same client has it before (`ClientAcceptor`).
         """
         blocks = [ask.block.rows[: ask.rows] for ask in batch]
         if self._write is not None:
@@ -120,7 +120,7 @@ def block_parts(result: Result) -> Sequence[NDArray[np.float32]]:
 
 
 def is_plainly_sound(arrays: Sequence[NDArray[np.float32]], rows: int, layout: AnswerLayout) -> bool:
-    """The quick way to know that nothing is wrong, as nearly always; False says only that it takes a closer look."""
+    """A quick check that nearly always passes; False says only that `find_fault` must look."""
     if layout.kind == "dict" or len(arrays) != len(layout.shapes):
         return False
     for array, shape in zip(arrays, layout.shapes, strict=True):
@@ -156,12 +156,12 @@ Send = Callable[[ClientSession, bytes], None]
 
 
 class BlockRows:
-    """The payload of a request here: the first rows of a caller's block."""
+    """The payload of a request: the first rows of a session's block."""
 
-    __slots__ = ("block", "caller", "number", "rows")
+    __slots__ = ("block", "number", "rows", "session")
 
-    def __init__(self, caller: ClientSession, number: int, block: Block, rows: int) -> None:
-        self.caller, self.number, self.block, self.rows = caller, number, block, rows
+    def __init__(self, session: ClientSession, number: int, block: Block, rows: int) -> None:
+        self.session, self.number, self.block, self.rows = session, number, block, rows
 
 
 class RowQueue:
@@ -180,74 +180,74 @@ class RowQueue:
         self._core = Core(strategy, recorder)
         self._core.open(limits, max_queue_rows)
         self._form, self._limits, self._send, self._clock = form, limits, send, clock
-        self._waiting: dict[tuple[int, int], Request] = {}  # by caller and number, until they are cut
+        self._waiting: dict[tuple[int, int], Request] = {}  # by session and number, until they are cut
 
-    # What clients say
+    # From clients
 
-    def take(self, caller: ClientSession, record: WireRecord) -> bool:
+    def take(self, session: ClientSession, record: WireRecord) -> bool:
         """Do what a record says; whether it has brought a request into the queue. Raises `Garbled` for nonsense."""
         if record.kind == RecordKind.ASK:
-            return self._ask(caller, record)
+            return self._ask(session, record)
         if record.kind == RecordKind.BLOCK:
-            caller.attach(record, self._form, self._limits.max_rows)
+            session.attach(record, self._form, self._limits.max_rows)
         elif record.kind == RecordKind.CANCEL:
-            self._cancel(caller, record.number)
+            self._cancel(session, record.number)
         else:
             raise GarbledRecord(f"a record of kind {record.kind}")
         return False
 
-    def _ask(self, caller: ClientSession, record: WireRecord) -> bool:
-        block = caller.blocks.get(record.block)
+    def _ask(self, session: ClientSession, record: WireRecord) -> bool:
+        block = session.blocks.get(record.block)
         if block is None or not 1 <= record.rows <= block.room or math.isnan(record.left_s):
             raise GarbledRecord("a request for rows that are not there")
-        if record.block in caller.asked or (caller.number, record.number) in self._waiting:
+        if record.block in session.asked or (session.number, record.number) in self._waiting:
             raise GarbledRecord("a second request before the first is answered")
-        request = self._request(caller, record, block)
+        request = self._request(session, record, block)
         if (shed := self._core.arrive(request)) is not None:
             for other, error in shed.turned_away:
                 self._fail(other, error, outcome_of(error))
             if shed.refusal is not None:
-                self._send(caller, _failed(record.number, shed.refusal))
+                self._send(session, _failed(record.number, shed.refusal))
                 return False
-        self._waiting[caller.number, record.number] = request
-        caller.asked.add(record.block)
-        if (client := request.client) is not None and client not in caller.names:
-            caller.names.add(client)
+        self._waiting[session.number, record.number] = request
+        session.asked.add(record.block)
+        if (client := request.client) is not None and client not in session.names:
+            session.names.add(client)
             self._core.join(client, request.arrived)
         return True
 
-    def _request(self, caller: ClientSession, record: WireRecord, block: Block) -> Request:
+    def _request(self, session: ClientSession, record: WireRecord, block: Block) -> Request:
         now = self._clock()
         group = group_of(record.body.get("group")) if isinstance(record.body, dict) else None
-        client = None if record.client == NOBODY else (caller.number, record.client % NAMES)
+        client = None if record.client == NOBODY else (session.number, record.client % NAMES)
         priority = PRIORITIES[min(record.priority, Priority.LOW)]
-        payload = BlockRows(caller, record.number, block, record.rows)
+        payload = BlockRows(session, record.number, block, record.rows)
         return Request(payload, record.rows, now, priority, now + record.left_s, group, client)
 
-    def _cancel(self, caller: ClientSession, number: int) -> None:
-        """Take a request that waits out of the queue; the answer to one that is being served is dropped over there."""
-        request = self._waiting.get((caller.number, number))
+    def _cancel(self, session: ClientSession, number: int) -> None:
+        """Take a waiting request out of the queue; the client drops the answer to one in a batch."""
+        request = self._waiting.get((session.number, number))
         if request is not None:
             self._core.withdraw(request)
             self._fail(request, Closed("this request was cancelled."), "cancelled")
 
-    def forget(self, caller: ClientSession) -> None:
-        """A client has gone, and with it all that it has asked for and that is not in a batch."""
+    def forget(self, session: ClientSession) -> None:
+        """A client has gone: withdraw its requests that are not in a batch."""
         now = self._clock()
-        for key, request in [item for item in self._waiting.items() if item[0][0] == caller.number]:
+        for key, request in [item for item in self._waiting.items() if item[0][0] == session.number]:
             self._core.withdraw(request)
             self._core.settled(request, "cancelled", now)
             del self._waiting[key]
-        for name in caller.names:
+        for name in session.names:
             self._core.leave(name)
 
     def _fail(self, request: Request, error: GpuinferError, outcome: str) -> None:
         """Settle a request that has left the queue and was not cut."""
         asked: BlockRows = request.payload
-        self._waiting.pop((asked.caller.number, asked.number), None)
-        asked.caller.asked.discard(asked.block.number)
+        self._waiting.pop((asked.session.number, asked.number), None)
+        asked.session.asked.discard(asked.block.number)
         self._core.settled(request, outcome, self._clock(), error)
-        self._send(asked.caller, _failed(asked.number, error))
+        self._send(asked.session, _failed(asked.number, error))
 
     # Batches
 
@@ -257,8 +257,8 @@ class RowQueue:
             if isinstance(step, Cut):
                 for request in step.requests:
                     asked: BlockRows = request.payload
-                    asked.caller.serving += 1
-                    del self._waiting[asked.caller.number, asked.number]
+                    asked.session.serving += 1
+                    del self._waiting[asked.session.number, asked.number]
                 return self._core.launch(step, now)
             for request in step.requests:
                 error = step.error_of(request)
@@ -267,25 +267,25 @@ class RowQueue:
 
     @staticmethod
     def answers(batch: Batch, served: ServedBatch) -> dict[ClientSession, list[bytes]]:
-        """What is to be sent, by caller. From here on it may ask for the same blocks again. Needs no lock."""
+        """The records to send, by session, whose client may use these blocks again from here on. Needs no lock."""
         answers: dict[ClientSession, list[bytes]] = {}
         for request, error in zip(batch.requests, served.errors, strict=True):
             asked: BlockRows = request.payload
-            asked.caller.asked.discard(asked.block.number)
+            asked.session.asked.discard(asked.block.number)
             answer = (
                 pack_record(WireRecord(RecordKind.ANSWER, number=asked.number))
                 if error is None
                 else _failed(asked.number, error)
             )
-            answers.setdefault(asked.caller, []).append(answer)
+            answers.setdefault(asked.session, []).append(answer)
         return answers
 
     def settle(self, batch: Batch, served: ServedBatch, started: float, ended: float) -> None:
         """Count a batch whose answers are on their way."""
         for request, error in zip(batch.requests, served.errors, strict=True):
-            caller: ClientSession = request.payload.caller
-            caller.serving -= 1
-            caller.release()
+            session: ClientSession = request.payload.session
+            session.serving -= 1
+            session.release()
             if error is None:
                 self._core.settled(request, "ok", ended)
             else:
@@ -299,10 +299,10 @@ class RowQueue:
         """One batch in flight less from now on."""
         self._core.lose_lane()
 
-    # What there is to see
+    # Counters
 
     def held(self, patience: Patience) -> Iterator[Held]:
-        """Whether the strategy lets requests wait for nothing. Any thread may ask."""
+        """Requests that the strategy holds back without a reason. Any thread may ask."""
         return self._core.held(patience)
 
     def snapshot(self, lanes: list[Lane]) -> Snapshot:
@@ -352,7 +352,7 @@ class RowServer:
         self._lines = ClientAcceptor(listener, token, most_clients, (welcome, pulse), answerer.pin)
         self._queue = RowQueue(form, limits, max_queue_rows, strategy, self._lines.send, recorder, clock)
         self._lead = threading.Lock()  # of the thread that watches the lines
-        self._state = threading.Lock()  # queue and callers; held for moments
+        self._state = threading.Lock()  # queue and sessions; held for moments
         self._pace = BatchPace()
         self._spin_pays = True
         self._closing = False
@@ -365,9 +365,9 @@ class RowServer:
             thread.start()
 
     def close(self, patience_s: float) -> bool:
-        """Take nothing more, dismiss everybody, let batches end; whether they have."""
+        """Accept nothing more, say goodbye to all clients, let batches end; whether they have."""
         self._closing = True
-        self._lines.ring()
+        self._lines.wake()
         until = time.monotonic() + patience_s
         for thread in self._threads:
             thread.join(max(0.0, until - time.monotonic()))
@@ -375,14 +375,14 @@ class RowServer:
         return not any(thread.is_alive() for thread in self._threads)
 
     def held(self, patience: Patience) -> Iterator[Held]:
-        """What the strategy has in hand: forwards that do not end are seen by `busy_s`."""
+        """Requests that the strategy holds back; `busy_s` tells of forwards that do not end."""
         return self._queue.held(patience)
 
     def dismiss_all(self, error: GpuinferError) -> None:
-        """Tell every client why it is served no more."""
+        """Tell every client why the server serves it no more."""
         with self._state:
-            for caller in self._lines.callers.values():
-                caller.dismiss(error)
+            for session in self._lines.sessions.values():
+                session.dismiss(error)
 
     def snapshot(self) -> Snapshot:
         """The counters of this moment: a client that has its answer finds it counted."""
@@ -426,9 +426,9 @@ class RowServer:
             self._serve(batch, lane)
 
     def _next(self, lane: Lane) -> Batch | None:
-        """Lead until a batch is due; None when the desk closes."""
+        """Lead until a batch is due; None when the server closes."""
         lane.enter("queue")
-        ready = self._lines.look()  # what has come while no thread watched
+        ready = self._lines.ready()  # what has come while no thread watched
         while not self._closing:
             if ready or self._lines.due:
                 with self._state:
@@ -442,8 +442,8 @@ class RowServer:
             lane.enter("queue")
         return None
 
-    def _on_record(self, caller: ClientSession, record: WireRecord) -> None:
-        if self._queue.take(caller, record):
+    def _on_record(self, session: ClientSession, record: WireRecord) -> None:
+        if self._queue.take(session, record):
             self._spin_pays = True
 
     def _wait(self, seconds: float) -> Ready:
@@ -451,7 +451,7 @@ class RowServer:
         if self._spin_pays and not self.started_at:  # a thread that computes would have to share the interpreter
             until = self._clock() + min(SPIN_S, seconds)
             while self._clock() < until:
-                if ready := self._lines.look():
+                if ready := self._lines.ready():
                     return ready
             self._spin_pays = False
         return self._lines.wait(seconds)
@@ -471,8 +471,8 @@ class RowServer:
         del self.started_at[lane]
         self._owing.add(lane)
         last, parts = answers.popitem()
-        for caller, earlier in answers.items():
-            self._lines.send(caller, b"".join(earlier))
+        for session, earlier in answers.items():
+            self._lines.send(session, b"".join(earlier))
         lane.enter("idle")  # a client that is answered may well take this core, and a single one certainly does
         self._lines.send(last, b"".join(parts))
         lane.enter("reply")

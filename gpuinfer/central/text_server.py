@@ -28,11 +28,11 @@ from gpuinfer.central.protocol import (
     TextRequest,
     WeightsChange,
     WireRecord,
-    asked_from_wire,
     generation_to_wire,
     group_of,
     pack_record,
     part_to_wire,
+    request_from_wire,
 )
 from gpuinfer.engine.engine import Engine
 from gpuinfer.engine.stream import Unread
@@ -51,8 +51,8 @@ from gpuinfer.text.multi_device import TextDevices, open_text
 class ClientReplies:
     """All methods belong to the loop."""
 
-    def __init__(self, lines: ClientAcceptor, caller: ClientSession, loop: AbstractEventLoop) -> None:
-        self._lines, self._caller, self._loop = lines, caller, loop
+    def __init__(self, lines: ClientAcceptor, session: ClientSession, loop: AbstractEventLoop) -> None:
+        self._lines, self._session, self._loop = lines, session, loop
         self._replies: list[bytes] = []
         self._unread: dict[int, Unread] = {}  # by the number of the request
         self._due = False
@@ -70,17 +70,17 @@ class ClientReplies:
         self._flush_soon()
 
     def drop(self, number: int) -> None:
-        """Nobody reads this answer any more."""
+        """The client reads this answer no more."""
         self._unread.pop(number, None)
 
     def _flush(self) -> None:
         self._due = False
         data, self._replies = self._replies, []
-        if not self._caller.stuck:  # else with the next part, or with the end
+        if not self._session.stuck:  # else with the next part, or with the end
             for number in tuple(self._unread):
                 data += self._parts(number)
         if data:
-            self._lines.send(self._caller, b"".join(data))
+            self._lines.send(self._session, b"".join(data))
 
     def _parts(self, number: int) -> list[bytes]:
         unread, packed = self._unread.pop(number, None), []
@@ -154,7 +154,7 @@ class OwnTextBackend(Backend):
 
 
 class TextServer:
-    """Serves the clients of one listening socket, as `desk.Desk` does for rows."""
+    """Serves the clients of one listening socket, as `RowServer` does rows."""
 
     def __init__(
         self,
@@ -172,13 +172,13 @@ class TextServer:
         self.fault: WorkError | None = None  # why it cannot go on
         self._recorder = recorder
         self._engine = Engine(backend, strategy, max_queue_rows=max_queue_rows or MOST_WAITING, recorder=recorder)
-        self._under_way: dict[tuple[int, int], asyncio.Task[None]] = {}  # by caller and number
+        self._under_way: dict[tuple[int, int], asyncio.Task[None]] = {}  # by session and number
         self._outgoing: dict[ClientSession, ClientReplies] = {}
         self._latest = Snapshot()
         self._moved: dict[str, dict[str, int]] = {}  # of each lane of the forward
         self._moved_at: dict[str, float] = {}
         self._loop = asyncio.new_event_loop()
-        threading.Thread(target=self._loop.run_forever, name="gpuinfer-desk", daemon=True).start()
+        threading.Thread(target=self._loop.run_forever, name="gpuinfer-text-server", daemon=True).start()
         asyncio.run_coroutine_threadsafe(self._engine.start(), self._loop).result()
         widest = self.limits.max_rows  # of one request; slots are those of all devices, and of what waits ahead
         welcome = pack_record(
@@ -197,8 +197,16 @@ class TextServer:
         return self._engine.backend.adapters
 
     def change(self, change: WeightsChange) -> Future[Sequence[str]]:
-        """Have the model change its weights; it gives the adapters that there are then."""
-        return asyncio.run_coroutine_threadsafe(self._change(change), self._loop)
+        """Have the model change its weights; the result is the adapters afterwards."""
+
+        async def apply() -> Sequence[str]:
+            if change.weights is None:
+                await self._engine.unload(change.adapter or "")
+            else:
+                await self._engine.update(change.version, change.weights, adapter=change.adapter, drain=change.drain)
+            return self.adapters
+
+        return asyncio.run_coroutine_threadsafe(apply(), self._loop)
 
     def start(self) -> None:
         if self._recorder is not None:
@@ -206,7 +214,7 @@ class TextServer:
         asyncio.run_coroutine_threadsafe(self._watch(), self._loop)
 
     def close(self, patience_s: float) -> bool:
-        """Take nothing more, dismiss everybody; whether the model has stopped."""
+        """Accept nothing more, say goodbye to all clients; whether the model has stopped."""
         closing = asyncio.run_coroutine_threadsafe(self._close(), self._loop)
         with contextlib.suppress(TimeoutError):
             closing.result(patience_s)
@@ -214,19 +222,23 @@ class TextServer:
         return closing.done()
 
     def dismiss_all(self, error: GpuinferError) -> None:
-        """Tell every client why it is served no more."""
-        for caller in tuple(self._lines.callers.values()):
-            caller.dismiss(error)
+        """Tell every client why the server serves it no more."""
+        for session in tuple(self._lines.sessions.values()):
+            session.dismiss(error)
 
     def snapshot(self) -> Snapshot:
         """The counters of this moment; those of before when the loop is too busy to tell."""
-        counted = asyncio.run_coroutine_threadsafe(self._snapshot(), self._loop)
+
+        async def count() -> Snapshot:
+            return self._engine.snapshot()
+
+        counted = asyncio.run_coroutine_threadsafe(count(), self._loop)
         with contextlib.suppress(TimeoutError):
             self._latest = counted.result(SNAPSHOT_S)
         return self._latest
 
     def busy_s(self) -> float:
-        """For how long the model has been seen to do nothing although it was asked. To be called now and then."""
+        """For how long no lane has moved although requests are under way. Call it at least every few seconds."""
         now = time.monotonic()
         lanes = [lane for lane in self._engine.lanes if lane.name.startswith("forward")]
         for lane in lanes:
@@ -238,20 +250,10 @@ class TextServer:
         return max([min(still), *working])
 
     def held(self, patience: Patience) -> Iterator[Held]:
-        """As `desk.Desk.held`."""
+        """As `RowServer.held`."""
         return (one for one in self._engine.held(patience) if one.plugin is self._engine.strategy)
 
     # On the loop
-
-    async def _change(self, change: WeightsChange) -> Sequence[str]:
-        if change.weights is None:
-            await self._engine.unload(change.adapter or "")
-        else:
-            await self._engine.update(change.version, change.weights, adapter=change.adapter, drain=change.drain)
-        return self.adapters
-
-    async def _snapshot(self) -> Snapshot:
-        return self._engine.snapshot()
 
     async def _watch(self) -> None:
         self._loop.add_reader(self._lines.fileno(), self._turn)
@@ -262,43 +264,43 @@ class TextServer:
 
     def _turn(self) -> None:
         try:
-            self._lines.take_in(self._lines.look(), self._on_record, self._forget)
-        except Exception as error:  # noqa: BLE001 (whatever it is, nobody may wait for ever)
+            self._lines.take_in(self._lines.ready(), self._on_record, self._forget)
+        except Exception as error:  # noqa: BLE001 (whatever it is, no client may wait for ever)
             self._loop.remove_reader(self._lines.fileno())
             self.fault = BackendDied(
                 f"the central server failed: {error_text.full_message(error)}. Start it again, and report this."
             )
 
-    def _on_record(self, caller: ClientSession, record: WireRecord) -> None:
+    def _on_record(self, session: ClientSession, record: WireRecord) -> None:
         if record.kind == RecordKind.PROMPT:
-            self._ask(caller, record)
+            self._ask(session, record)
         elif record.kind == RecordKind.CANCEL:
-            self._cancel((caller.number, record.number))
-            self._to(caller).drop(record.number)
+            self._cancel((session.number, record.number))
+            self._to(session).drop(record.number)
         else:
             raise GarbledRecord(f"a record of kind {record.kind}")
 
-    def _ask(self, caller: ClientSession, record: WireRecord) -> None:
-        key = caller.number, record.number
+    def _ask(self, session: ClientSession, record: WireRecord) -> None:
+        key = session.number, record.number
         if key in self._under_way or math.isnan(record.left_s):
             raise GarbledRecord("a second request before the first is answered")
         try:
-            asked = asked_from_wire(record.body)
+            asked = request_from_wire(record.body)
         except BadPrompt as error:
-            self._to(caller).reply(record.number, _failed(record.number, error))
+            self._to(session).reply(record.number, _failed(record.number, error))
             return
         group, who = group_of(asked.group), None
         if record.client != NOBODY:
-            who = caller.number, record.client % NAMES
-            if who not in caller.names:
-                caller.names.add(who)
+            who = session.number, record.client % NAMES
+            if who not in session.names:
+                session.names.add(who)
                 self._engine.join(who)
-        self._under_way[key] = self._loop.create_task(self._serve(caller, record, asked, group, who))
+        self._under_way[key] = self._loop.create_task(self._serve(session, record, asked, group, who))
 
     async def _serve(
-        self, caller: ClientSession, record: WireRecord, asked: TextRequest, group: Hashable, who: Hashable
+        self, session: ClientSession, record: WireRecord, asked: TextRequest, group: Hashable, who: Hashable
     ) -> None:
-        """One request from the queue to its answer. One that meets the model's death is told with all the others."""
+        """One request from the queue to its answer. When the model dies, `dismiss_all` tells all clients."""
         try:
             generation = await self._engine.submit(
                 asked.prompt,
@@ -307,7 +309,7 @@ class TextServer:
                 timeout=record.left_s,
                 group=group,
                 client=who,
-                on_part=functools.partial(self._to(caller).part, record.number) if asked.parts else None,
+                on_part=functools.partial(self._to(session).part, record.number) if asked.parts else None,
             )
             reply = pack_record(
                 WireRecord(RecordKind.GENERATION, number=record.number, body=generation_to_wire(generation))
@@ -317,32 +319,32 @@ class TextServer:
             return
         except GpuinferError as error:
             reply = _failed(record.number, error)
-        except Exception as error:  # noqa: BLE001 (whatever it is, whoever asked must hear of it)
+        except Exception as error:  # noqa: BLE001 (whatever it is, the client must hear of it)
             reply = _failed(
                 record.number,
                 BackendError(f"the central server failed: {error_text.full_message(error)}. Report this."),
             )
         finally:
-            self._under_way.pop((caller.number, record.number), None)
-        self._to(caller).reply(record.number, reply)
+            self._under_way.pop((session.number, record.number), None)
+        self._to(session).reply(record.number, reply)
 
     def _cancel(self, key: tuple[int, int]) -> None:
         task = self._under_way.pop(key, None)
         if task is not None:
             task.cancel()
 
-    def _forget(self, caller: ClientSession) -> None:
-        """A client has gone; what it asked for is nobody's any more."""
-        for key in [key for key in self._under_way if key[0] == caller.number]:
+    def _forget(self, session: ClientSession) -> None:
+        """A client has gone: cancel its requests."""
+        for key in [key for key in self._under_way if key[0] == session.number]:
             self._cancel(key)
-        for who in caller.names:
+        for who in session.names:
             self._engine.leave(who)
-        self._outgoing.pop(caller, None)
+        self._outgoing.pop(session, None)
 
-    def _to(self, caller: ClientSession) -> ClientReplies:
-        outgoing = self._outgoing.get(caller)
+    def _to(self, session: ClientSession) -> ClientReplies:
+        outgoing = self._outgoing.get(session)
         if outgoing is None:
-            outgoing = self._outgoing[caller] = ClientReplies(self._lines, caller, self._loop)
+            outgoing = self._outgoing[session] = ClientReplies(self._lines, session, self._loop)
         return outgoing
 
     async def _close(self) -> None:

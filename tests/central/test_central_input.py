@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import errno
 import gc
 import os
-import re
 import resource
 import socket
 import subprocess
@@ -17,9 +15,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from models import BAD, FEATURES, Faulty, tags
-from programs import is_alive, named, wrong
-from servers import SECONDS, mapped, pid_of, served, serving, serving_held, until
+from models import BAD, FEATURES, Faulty
+from programs import named, wrong
+from servers import SECONDS, pid_of, served, serving, serving_held, until
 
 from gpuinfer.api import BackendContext, ModelSpec, Request
 from gpuinfer.backends.central import CentralRemote
@@ -116,12 +114,6 @@ def test_a_class_that_does_not_exist_is_refused(client, priority):
     assert well(client)
 
 
-@pytest.mark.parametrize("group", ["a", 3, ("a", 1, ("b", None)), 2.5, True], ids=str)
-def test_a_group_that_can_travel_does(client, group):
-    rows = named(1, 1, 4)
-    assert wrong(rows, whole(client.evaluate(rows, group=group))) is None
-
-
 def test_a_block_that_is_with_the_server_already_is_refused(client):
     block = client.block(100)
     block[:] = named(1, 1, 100)
@@ -139,21 +131,6 @@ def test_too_many_outstanding_requests_are_refused(client):
     assert [len(whole(pending.result(30))) for pending in asked] == [1] * 256
 
 
-@pytest.mark.thorough
-def test_many_small_requests_leave_room_for_larger_ones():
-    with serving() as server, server.client() as client:
-        for rows in (1, 65, 129):  # blocks of ever other sizes
-            asked = [client.submit(named(1, number, rows)) for number in range(192)]
-            for number, pending in enumerate(asked):
-                assert wrong(named(1, number, rows), pending.result(30)) is None
-        blocks = [client.block(5) for _ in range(256)]
-        with pytest.raises(QueueFull, match="at most 256 blocks"):
-            client.evaluate(named(1, 1, 1))
-        blocks[-1][:] = named(2, 2, 5)
-        assert wrong(named(2, 2, 5), client.evaluate(blocks[-1])) is None
-        assert mapped(pid_of(server)) <= 256 + 2
-
-
 def test_more_threads_than_a_client_has_blocks_wait_for_one_another(client):
     def ask(who: int) -> str | None:
         rows = named(who, 1, 3)
@@ -161,12 +138,6 @@ def test_more_threads_than_a_client_has_blocks_wait_for_one_another(client):
 
     with ThreadPoolExecutor(300) as threads:
         assert list(threads.map(ask, range(600))) == [None] * 600
-
-
-def test_one_thread_may_submit_more_than_a_client_has_blocks(client):
-    asked = [client.submit(named(1, number, 2)) for number in range(400)]
-    for number, pending in enumerate(asked):
-        assert wrong(named(1, number, 2), whole(pending.result(60))) is None
 
 
 def test_a_timeout_ends_the_wait_for_a_block():
@@ -184,21 +155,6 @@ def test_a_timeout_that_is_over_at_once_is_told_as_it_was_given(client, timeout)
     client.evaluate(named(1, 1, 1))
     with pytest.raises(Expired, match=rf"no answer within {timeout:g} s\."):
         client.evaluate(named(1, 1, 1), timeout=timeout)
-
-
-@pytest.mark.thorough
-def test_arrays_leave_room_for_the_blocks_that_a_client_takes():
-    with serving("models:faulty", in_flight=1) as server, server.client() as client:
-        client.submit(poisoned(Faulty.HANGS))
-        for number in range(191):
-            client.submit(named(1, number, 1))
-        with pytest.raises(Expired):
-            client.submit(named(1, 1, 1), timeout=0.1)
-        for _ in range(64):
-            client.submit(client.block(3))
-        with pytest.raises(QueueFull):
-            client.block(3)
-        os.kill(pid_of(server), 9)
 
 
 async def test_an_event_loop_may_ask_for_small_blocks_and_then_for_larger_ones(server):
@@ -246,16 +202,6 @@ def test_a_row_that_the_model_fails_on_fails_its_own_request_only(server, client
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("how", [Faulty.OTHER_SHAPE])
-def test_an_answer_of_another_shape_fails_its_request(how):
-    with serving("models:faulty") as server, server.client() as client:
-        with pytest.raises(BadResult, match=r"shapes \[\(8,\)\]|\[8\]|agreed"):
-            client.evaluate(poisoned(how))
-        rows = named(1, 1, 3)
-        assert wrong(rows, client.evaluate(rows)) is None
-
-
-@pytest.mark.thorough
 def test_a_model_that_hangs_is_given_up_and_whoever_waits_is_told():
     with serving("models:faulty", batch_timeout=0.5) as server, server.client() as client, server.client() as other:
         asked = [client.submit(poisoned(Faulty.HANGS)) for _ in range(3)]
@@ -266,15 +212,6 @@ def test_a_model_that_hangs_is_given_up_and_whoever_waits_is_told():
                 pending.result(10)
         with pytest.raises(BackendDied):
             other.evaluate(named(1, 1, 1), timeout=30)
-
-
-@pytest.mark.thorough
-def test_a_model_that_hangs_is_given_up_however_often_the_owner_asks_for_statistics():
-    with serving("models:faulty", batch_timeout=0.5) as server, server.client() as client:
-        pending = client.submit(poisoned(Faulty.HANGS))
-        until(lambda: server.stats() is None or not is_alive(pid_of(server)), "the end of a server whose model hangs")
-        with pytest.raises(BackendDied, match="batch_timeout"):
-            pending.result(10)
 
 
 def test_a_timeout_holds_while_the_model_hangs_and_sending_never_blocks():
@@ -305,41 +242,6 @@ def test_an_answer_that_was_waited_for_too_briefly_can_be_waited_for_again():
         assert wrong(named(1, 0, 3), pending.result(SECONDS)) is None
         assert (pending.done, pending.error) == (True, None)
         assert wrong(named(1, 0, 3), pending.value) is None
-
-
-def test_what_a_prompt_shows_of_clients_answers_and_counts_is_short_and_says_their_state():
-    with serving_held() as (server, hold):
-        client = server.client()
-        assert repr(client) == "<Client of a CentralServer: not open, 0 pending>"
-        with client:
-            hold.close()
-            pending, given_up = (client.submit(named(1, number, 3)) for number in range(2))
-            assert repr(client) == "<Client of a CentralServer: open, 2 pending>"
-            assert repr(pending) == f"<Pending {pending.number}: no answer yet>"
-            given_up.cancel()
-            assert repr(given_up) == f"<Pending {given_up.number}: Closed>"
-            hold.open()
-            pending.result(SECONDS)
-            assert repr(pending) == f"<Pending {pending.number}: answered>"
-        assert repr(client) == "<Client of a CentralServer: closed, 0 pending>"
-        until(lambda: server.stats().rows >= 3, "what it has counted")
-        assert re.fullmatch(r"Snapshot\(requests=\d, rows=\d, batches=\d, errors={.*}, .*\)", repr(server.stats()))
-
-
-def test_completion_offers_what_nobody_has_asked_for_yet():
-    done = subprocess.run(
-        [sys.executable, "-c", "import gpuinfer; print(*dir(gpuinfer))"],
-        capture_output=True,
-        text=True,
-        timeout=SECONDS,
-    )
-    assert {"CentralServer", "__version__"} <= set(done.stdout.split())
-
-
-async def test_an_event_loop_may_ask_from_threads(client):
-    asked = (asyncio.to_thread(client.evaluate, named(1, number, 3)) for number in range(8))
-    for number, answer in enumerate(await asyncio.gather(*asked)):
-        assert wrong(named(1, number, 3), whole(answer)) is None
 
 
 # Room
@@ -397,18 +299,6 @@ def no_descriptors():
     return limited
 
 
-def test_a_limit_of_the_process_is_said_too():
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    descriptors = len(os.listdir("/proc/self/fd"))
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, before[1]))
-    try:
-        with pytest.raises(UsageError, match="8,388,608 bytes of shared memory cannot be had: File too large"):
-            shared_memory.create(8 << 20)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert len(os.listdir("/proc/self/fd")) <= descriptors  # fewer: another thread may let go of one meanwhile
-
-
 def test_a_lack_of_descriptors_is_said_with_the_cure(server, no_descriptors):
     with no_descriptors():
         with pytest.raises(UsageError, match=r"4,096 bytes of shared memory.*ulimit -n"):
@@ -423,13 +313,13 @@ def test_a_server_without_descriptors_rests_until_there_are_some(no_descriptors)
     with contextlib.closing(listener), socket.socket(socket.AF_UNIX) as client:
         client.connect(address.path)
         with no_descriptors():
-            lines.take_in(lines.look(), None, None)
-            assert not lines.callers
-            assert not lines.look()
+            lines.take_in(lines.ready(), None, None)
+            assert not lines.sessions
+            assert not lines.ready()
         lines.take_in(lines.wait(SECONDS), None, None)
-        (caller,) = lines.callers.values()
-        caller.hang_up()
-        for end in (lines._bell, lines._rope, lines._selector):
+        (session,) = lines.sessions.values()
+        session.hang_up()
+        for end in (lines._wake_reader, lines._wake_writer, lines._selector):
             end.close()
 
 
@@ -483,6 +373,28 @@ def test_a_client_that_is_closed_says_so(server):
         pytest.param("models:named", {}, UsageError, r".", id="what is no factory"),
         pytest.param("models:tagged", {"input_dtype": "float16"}, UnknownName, "float32", id="an unknown dtype"),
         pytest.param(ModelSpec("models:network"), {}, UsageError, r".", id="a specification without features"),
+        pytest.param(5, {}, UsageError, "Give a function", id="no model"),
+        pytest.param("models:tagged", {"inputs": "4"}, UsageError, "inputs", id="features that are no number"),
+        pytest.param("models:tagged", {"max_rows": 0}, UsageError, "max_rows", id="no rows"),
+        pytest.param("models:tagged", {"in_flight": 1.5}, UsageError, "in_flight", id="half a batch"),
+        pytest.param("models:tagged", {"batch_timeout": 0}, UsageError, "batch_timeout", id="no time"),
+        pytest.param(
+            "models:tagged",
+            {"arguments": {"shap": "dict"}},
+            UsageError,
+            r"no argument 'shap'\. Did you mean 'shape'\? It takes seconds, shape",
+            id="an argument mistyped",
+        ),
+        pytest.param(
+            "models:tagged", {"arguments": {"features": 9}}, UsageError, "features=9 .* rows of 8", id="another size"
+        ),
+        pytest.param(
+            "blobnet-small",
+            {"arguments": {"actions": 2, "seats": 2, "hidden": 7}},
+            UsageError,
+            "no argument 'hidden'. It takes actions, seats",
+            id="an argument that a network of ours does not take",
+        ),
     ],
 )
 def test_a_server_that_cannot_be_had_says_why(model, options, kind, message):
@@ -501,67 +413,12 @@ def test_a_server_serves_once():
         server.start()
 
 
-def test_infinities_pass_as_they_are(client):
-    rows = named(1, 1, 2)
-    rows[1, 5] = -np.inf
-    with pytest.raises(BadResult):
-        client.evaluate(rows)
-    assert tags(named(1, 1, 2)).shape == (2, 4)
-    assert well(client)
-
-
-@pytest.mark.parametrize("given", [{"inputs": "4"}, {"max_rows": 0}, {"in_flight": 1.5}, {"batch_timeout": 0}], ids=str)
-def test_a_server_that_cannot_be_is_refused_before_it_starts(given):
-    with pytest.raises(UsageError, match=next(iter(given))):
-        served(**given)
-
-
-def test_a_model_that_is_none_is_refused():
-    with pytest.raises(UsageError, match="Give a function"):
-        served(5)
-
-
-def test_a_server_that_was_never_started_has_counted_nothing():
-    assert served().stats().requests == 0
-
-
 def test_a_timeout_that_is_no_number_is_refused_and_the_client_goes_on(client):
     for timeout, said in ((float("nan"), "timeout is NaN"), ("1s", "timeout is '1s'. Give seconds as a number")):
         with pytest.raises(UsageError, match=said):
             client.evaluate(named(1, 1, 3), timeout=timeout)
     assert client.evaluate(named(1, 1, 3), timeout=np.float32(60))["name"].shape == (3, 3)
     assert well(client)
-
-
-@pytest.mark.parametrize(
-    ("model", "arguments", "said"),
-    [
-        pytest.param(
-            "models:tagged",
-            {"shap": "dict"},
-            "takes no argument 'shap'. Did you mean 'shape'? It takes seconds, shape.",
-            id="a name mistyped",
-        ),
-        pytest.param(
-            "models:tagged", {"features": 9}, "the argument features=9 does not go with rows of 8", id="another size"
-        ),
-        pytest.param("torch.nn:Identity", {"hidden": 7}, None, id="a factory that takes anything"),
-        pytest.param(
-            "blobnet-small",
-            {"actions": 2, "seats": 2, "hidden": 7},
-            "model 'blobnet-small' takes no argument 'hidden'. It takes actions, seats.",
-            id="a network of ours",
-        ),
-    ],
-)
-def test_an_argument_that_the_factory_does_not_take_is_refused(model, arguments, said):
-    if said is None:
-        with serving(model, arguments=arguments) as server, server.client() as client:
-            assert client.evaluate(named(1, 1, 2)).shape == (2, FEATURES)
-        return
-    with pytest.raises(UsageError) as refused:
-        served(model, arguments=arguments).start()
-    assert said in str(refused.value)
 
 
 def test_chunk_rows_are_how_many_rows_go_through_at_once():

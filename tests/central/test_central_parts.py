@@ -13,7 +13,7 @@ from test_central_text import SECONDS, all_of, greeted
 from text.toy import joined
 from texts import SLOTS, asking, long, serving_text, short
 
-from gpuinfer.central.protocol import RecordKind, WireRecord, asked_to_wire, generation_from_wire, part_from_wire
+from gpuinfer.central.protocol import RecordKind, WireRecord, generation_from_wire, part_from_wire, request_to_wire
 from gpuinfer.engine.stream import PartStream
 from gpuinfer.errors import BackendDied, BackendError
 from gpuinfer.generation import Generation, Part, Prompt, Sampling
@@ -61,7 +61,7 @@ async def test_a_reader_that_leaves_takes_its_prompt_along(server):
 async def test_a_client_that_reads_nothing_stalls_nobody_and_is_owed_one_part_a_sample(server):
     """Its answers are some times as long as what a line holds."""
     sampling = Sampling(max_tokens=400, ignore_eos=True, logprobs=20)
-    body = asked_to_wire(Prompt(text="much", samples=SLOTS - 1, sampling=sampling), None, parts=True)
+    body = request_to_wire(Prompt(text="much", samples=SLOTS - 1, sampling=sampling), None, parts=True)
     with greeted(server) as deaf:
         before = server.stats().requests
         deaf.send(WireRecord(RecordKind.PROMPT, rows=SLOTS - 1, number=1, left_s=float(SECONDS), body=body))
