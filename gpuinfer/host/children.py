@@ -1,7 +1,7 @@
-"""Child processes: Python processes of ours and programs of others.
+"""Child processes: Python processes of ours (`host/child.py` talks to them) and other programs.
 
-How each starts, what it ignores, that it ends with its parent (also by `kill -9`: its standard input closes, and Linux
-sends the parent-death signal), how it is ended together with all that it started, and what it printed last.
+How each starts, which signals it ignores, that it ends with its parent (also by `kill -9`: its standard input closes,
+and Linux sends the parent-death signal), how it is ended with all its descendants, and the last lines of its log.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ THREAD_COUNTS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 def spawn(target: Callable[..., None], *arguments: Any, name: str, daemon: bool = False) -> BaseProcess:
     """Start a process that runs a function from the top of a module, which calls `set_up_child` first.
 
-    Raises whatever keeps the arguments from travelling, and `OSError` when the system has no room for a process.
+    Raises what pickling the arguments raises, and `OSError` when the system has no room for a process.
     """
     process = multiprocessing.get_context("spawn").Process(target=target, args=arguments, name=name, daemon=daemon)
     with ignoring_interrupts(), _without_absent_file():
@@ -48,7 +48,7 @@ def spawn(target: Callable[..., None], *arguments: Any, name: str, daemon: bool 
 
 @contextlib.contextmanager
 def _without_absent_file() -> Iterator[None]:
-    """A program that is read from standard input has the file `<stdin>`, which a child would try to import."""
+    """Hide the file `<stdin>` of a program that is read from standard input: a child would try to import it."""
     program = sys.modules["__main__"]
     file = getattr(program, "__file__", None)
     if file is None or not file.startswith("<"):
@@ -62,8 +62,8 @@ def _without_absent_file() -> Iterator[None]:
 
 
 def refuse_while_imported(what: str) -> None:
-    """A child imports the program that started it. One that starts processes whenever it is imported ends here: a child
-    of ours with a code that its parent knows, any other with `UsageError`.
+    """End a child that starts processes while it imports the program that started it: a child of ours with the exit
+    code `UNGUARDED`, any other with `UsageError`.
     """
     process = multiprocessing.current_process()
     if getattr(process, "_inheriting", False):
@@ -73,16 +73,16 @@ def refuse_while_imported(what: str) -> None:
 
 
 def end_process(process: BaseProcess, within_s: float) -> None:
-    """Kill it, and wait for so many seconds at most until the system has taken it away."""
+    """Kill the process, and wait for so many seconds at most until the system has taken it away."""
     process.kill()
     process.join(within_s)
 
 
 def kill_descendants() -> None:
-    """All that this process has started, and all that they have."""
+    """Kill all descendants of this process, but for the tracker of shared memory, which tidies up afterwards."""
     import psutil  # 50 ms
 
-    tracker = getattr(resource_tracker._resource_tracker, "_pid", None)  # type: ignore[attr-defined]  # tidies up after us
+    tracker = getattr(resource_tracker._resource_tracker, "_pid", None)  # type: ignore[attr-defined]
     with contextlib.suppress(psutil.Error):
         for child in psutil.Process().children(recursive=True):
             if child.pid != tracker:
@@ -99,9 +99,11 @@ def end_group(process: BaseProcess, within_s: float) -> None:
 
 
 def set_up_child(group: bool = False) -> None:
-    """The first thing that a child does. `group`: it starts processes itself, which end with it."""
-    if group:
-        _track_resources_apart()
+    """The first call in a child. `group`: it starts processes itself, which end with it."""
+    if group:  # a resource tracker of its own, which outlives the group and tidies up its shared memory
+        tracker: Any = resource_tracker._resource_tracker  # type: ignore[attr-defined]
+        tracker._fd = tracker._pid = None
+        resource_tracker.ensure_running()
         os.setsid()
     signals = (signal.SIGINT, signal.SIGTERM)
     for number in signals:  # a terminal or a scheduler signals the whole group: the parent decides
@@ -110,15 +112,6 @@ def set_up_child(group: bool = False) -> None:
     faulthandler.enable()
     os.dup2(2, 1)  # standard output belongs to the parent's report
     threading.Thread(target=_leave_with_parent, args=(group,), daemon=True).start()
-
-
-def _track_resources_apart() -> None:
-    """What this process and its own leave of shared memory is tidied up, and told, by a tracker of theirs. It outlives
-    the group.
-    """
-    tracker: Any = resource_tracker._resource_tracker  # type: ignore[attr-defined]
-    tracker._fd = tracker._pid = None
-    resource_tracker.ensure_running()
 
 
 def _leave_with_parent(group: bool) -> None:
@@ -131,10 +124,10 @@ def _leave_with_parent(group: bool) -> None:
 
 @contextlib.contextmanager
 def ignoring_interrupts() -> Iterator[None]:
-    """Let a child start with SIGINT and SIGTERM blocked: a terminal signals it too, and the parent decides.
+    """Start a child inside with SIGINT and SIGTERM blocked: a terminal signals it too, and the parent decides.
 
-    It inherits that from the thread that starts it, and ignores them for good as soon as it can (`settle_in`). A signal
-    to the parent in that instant is kept and delivered afterwards, or by another thread.
+    The child inherits the mask of the thread that starts it, until `set_up_child` ignores both signals for good. A
+    signal to the parent meanwhile is delivered afterwards, or by another thread.
     """
     resource_tracker.ensure_running()  # before, since its start would unblock the signals again
     before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
@@ -162,7 +155,7 @@ REAPED_S = 10.0  # for the system to take a killed process away; one that waits 
 
 @dataclass(frozen=True, slots=True)
 class FinishedProgram:
-    """What a program has come to. `code` is its exit code, or None where it took too long and was killed."""
+    """The output of a program that has ended. `code` is its exit code; None: it took too long and was killed."""
 
     code: int | None
     out: bytes
@@ -170,7 +163,7 @@ class FinishedProgram:
 
     @property
     def last_words(self) -> str:
-        """The last line of its complaints."""
+        """The last line of its standard error."""
         lines = self.err.decode("utf-8", "replace").strip().splitlines()
         return lines[-1].strip() if lines else "it said nothing"
 
@@ -178,7 +171,7 @@ class FinishedProgram:
 def start_program(
     command: Sequence[str], stderr: IO[Any] | int, environment: Mapping[str, str] | None = None
 ) -> subprocess.Popen[bytes]:
-    """Start a program with pipes for its input and output. A Ctrl-C in the terminal does not reach it: we decide.
+    """Start a program with pipes for its input and output, in a session of its own: a Ctrl-C does not reach it.
 
     Raises `OSError` when there is no such program.
     """
@@ -197,7 +190,10 @@ def run_program(
         code = process.returncode
     except subprocess.TimeoutExpired:
         kill_program(process)
-        out, err = _left_over(process)
+        try:
+            out, err = process.communicate(timeout=1.0)
+        except subprocess.TimeoutExpired as expired:  # a grandchild that left the session may hold the pipes for ever
+            out, err = expired.stdout or b"", expired.stderr or b""
         code = None
     finally:
         kill_program(process)
@@ -205,39 +201,31 @@ def run_program(
 
 
 def kill_program(process: subprocess.Popen[Any]) -> None:
-    """End a program that was started here, and whatever it has started that is still in its session."""
+    """Kill a program that was started here, with its session; wait until the system has taken it away."""
     kill_group(process)
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(REAPED_S)
 
 
 def kill_group(process: subprocess.Popen[Any]) -> None:
-    """The same, without waiting until the system has taken it away."""
+    """`kill_program` without waiting."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
 
 
 def with_our_path(**more: str) -> dict[str, str]:
-    """This environment, where Python finds what it finds here, whichever folder the child runs in."""
+    """This environment with this process's path of Python modules, for a child in any folder."""
     path = os.pathsep.join(filter(None, map(os.path.abspath, sys.path)))
     return {**os.environ, "PYTHONPATH": path, **more}
-
-
-def _left_over(process: subprocess.Popen[bytes]) -> tuple[bytes, bytes]:
-    """What it said before it was killed. A grandchild that left its session may hold the pipes for ever."""
-    try:
-        return process.communicate(timeout=1.0)
-    except subprocess.TimeoutExpired as expired:
-        return expired.stdout or b"", expired.stderr or b""
 
 
 SET_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of <linux/prctl.h>
 
 
 def end_with_parent() -> None:
-    """From now on, end at once with the process that holds our standard input, and take our own children along.
+    """From now on, end at once with the process that holds our standard input, together with our own children.
 
-    To be called from the main thread, before anything else reads standard input.
+    Call it from the main thread, before anything else reads standard input.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(SET_PARENT_DEATH_SIGNAL, ctypes.c_ulong(signal.SIGKILL), 0, 0, 0)
@@ -246,7 +234,7 @@ def end_with_parent() -> None:
 
 def _watch_parent() -> None:
     try:
-        while os.read(0, 4096):  # whoever writes to us is alive
+        while os.read(0, 4096):
             pass
     except OSError:
         pass
@@ -261,20 +249,19 @@ _ERROR = re.compile(r"\b\w*(?:Error|Exception|Killed|killed)\b: ?\S")
 
 
 def last_log_line(path: Path | str) -> str:
-    """Of a log's end the first line that speaks of an error, which those after it follow from; its last line when none
-    does; "" for none at all.
+    """The first line about an error near a log's end, since the lines after it follow from it; else the last line; ""
+    for an empty log.
     """
     try:
         with open(path, "rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - LOG_TAIL_BYTES))
-            said = file.read(LOG_TAIL_BYTES).decode("utf-8", "replace")
+            text = file.read(LOG_TAIL_BYTES).decode("utf-8", "replace")
     except OSError:
         return ""
-    lines = [line.strip()[:LOG_LINE_CHARS] for line in said.splitlines() if line.strip()]
-    telling = [line for line in lines if _ERROR.search(line)]
-    return telling[0] if telling else (lines or [""])[-1]
+    lines = [line.strip()[:LOG_LINE_CHARS] for line in text.splitlines() if line.strip()]
+    return next((line for line in lines if _ERROR.search(line)), (lines or [""])[-1])
 
 
 def quoted_log_line(path: Path | str) -> str:
-    """A sentence with these and where they stand, after a space."""
+    """A space, and a sentence with `last_log_line` and the log's path."""
     return f' Its last words, in {path}: "{last_log_line(path)}".'

@@ -14,7 +14,7 @@ LONGEST_TEXT = 10_000  # characters
 
 
 def safe_str(thing: Any) -> str:
-    """`str(thing)`, which can be encoded, and is cut where it is very long."""
+    """`str(thing)`, in encodable characters, cut where it is very long."""
     return _guarded(str, thing)
 
 
@@ -30,13 +30,13 @@ def type_name(thing: Any) -> str:
 
 
 def full_message(error: BaseException) -> str:
-    """Such as `ValueError: no such row`; of one that says nothing only `ValueError`."""
+    """Such as `ValueError: no such row`; only `ValueError` without a message."""
     text = safe_str(error)
     return f"{type_name(error)}: {text}" if text else type_name(error)
 
 
 def short_message(error: BaseException) -> str:
-    """The same with the first line of what it says, if it says anything, and without its full stop."""
+    """`full_message` with the first line of the message alone, without its full stop."""
     first = (safe_str(error).strip().splitlines() or [""])[0].rstrip(".")
     return f"{type_name(error)}: {first}" if first else type_name(error)
 
@@ -66,23 +66,23 @@ def error_to_wire(error: GpuinferError) -> dict[str, Any]:
     return wire if retry_after_s is None else {**wire, "retry_after_s": retry_after_s}
 
 
-def error_from_wire(told: Mapping[str, Any]) -> GpuinferError:
-    """The error, as far as what has come tells it."""
-    message = str(told.get("message", "it did not say why"))
-    error = rebuilt_error(str(told.get("type", "")), message) or BackendError(message)
-    if isinstance(error, QueueFull) and isinstance(after := told.get("retry_after_s"), int | float):
+def error_from_wire(wire: Mapping[str, Any]) -> GpuinferError:
+    """The inverse of `error_to_wire`; `BackendError` for an unknown type."""
+    message = str(wire.get("message", "it did not say why"))
+    error = rebuilt_error(str(wire.get("type", "")), message) or BackendError(message)
+    if isinstance(error, QueueFull) and isinstance(after := wire.get("retry_after_s"), int | float):
         error.retry_after_s = float(after)
     return error
 
 
 def nearest_error_type(error: BaseException) -> str | None:
-    """The name of the most special of our own types that the error is of; None when it is none of ours."""
+    """The name of the error's most special type among ours; None for a foreign error."""
     ours = (kind.__name__ for kind in type(error).__mro__ if getattr(errors, kind.__name__, None) is kind)
     return next(ours, None)
 
 
 def rebuilt_error(name: str, message: str) -> GpuinferError | None:
-    """The error of ours that `nearest` named; None for any other name."""
+    """An error of the type that `nearest_error_type` named; None for any other name."""
     kind = getattr(errors, name, None)
     if not (isinstance(kind, type) and issubclass(kind, GpuinferError)):
         return None

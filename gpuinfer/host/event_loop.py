@@ -23,7 +23,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 MONOTONIC, FLAGS, ABSOLUTE = 1, os.O_NONBLOCK | os.O_CLOEXEC, 1  # of <sys/timerfd.h>
-LEAST_S = 1e-6  # a time of nought would disarm it
+LEAST_S = 1e-6  # a time of 0 would disarm the timer
 
 
 class _Spec(ctypes.Structure):
@@ -31,7 +31,7 @@ class _Spec(ctypes.Structure):
 
 
 class KernelTimer:
-    """Calls `ring` on the loop once the time that was set last has come. Close it before the loop."""
+    """Calls `ring` on the loop at the time that was set last. Close it before the loop."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, ring: Callable[[], None]) -> None:
         """Raises `OSError` where there is no such timer."""
@@ -52,7 +52,7 @@ class KernelTimer:
         self._library.timerfd_settime(self._descriptor, ABSOLUTE, ctypes.byref(spec), None)
 
     def close(self) -> None:
-        """It does not ring any more."""
+        """Cancel the timer."""
         if self._descriptor >= 0:
             with contextlib.suppress(RuntimeError):  # the loop is closed
                 self._loop.remove_reader(self._descriptor)
@@ -98,8 +98,8 @@ else:  # kqueue takes nanoseconds
 
 
 def run(main: Coroutine[Any, Any, T], loops: Callable[[], asyncio.AbstractEventLoop] = new_loop) -> T:
-    """Like `asyncio.run`, with precise timers, and with an end: a task that does not heed its cancellation, or a thread
-    that is not done, is waited for `WIND_UP_S` at most, and then left behind. `loops` makes the loop.
+    """Like `asyncio.run`, with precise timers, and bounded at its end: after `WIND_UP_S` it leaves tasks behind that
+    ignore their cancellation, and threads that are not done. `loops` makes the loop.
     """
     with _little_slack():
         runner, threads = asyncio.Runner(loop_factory=loops), ThreadPoolExecutor(thread_name_prefix="asyncio")
@@ -116,13 +116,13 @@ def run(main: Coroutine[Any, Any, T], loops: Callable[[], asyncio.AbstractEventL
 
 
 async def _wound_up() -> bool:
-    """Cancel all that is left. Whether it has ended."""
+    """Cancel all tasks; whether they have ended."""
     left = asyncio.all_tasks() - {asyncio.current_task()}
     for task in left:
         task.cancel()
     _, left = await asyncio.wait(left, timeout=WIND_UP_S) if left else (None, set())
     for task in left:
-        task._log_destroy_pending = False  # type: ignore[attr-defined]  # whose it is has been said
+        task._log_destroy_pending = False  # type: ignore[attr-defined]  # errors have named it
     return not left
 
 
@@ -135,7 +135,7 @@ def _ended(threads: ThreadPoolExecutor) -> bool:
 
 @contextlib.contextmanager
 def _little_slack() -> Iterator[None]:
-    """For this thread, and for those that it starts meanwhile. Does nothing where there is no such thing."""
+    """Set the timer slack of this thread, and of threads that it starts meanwhile. Does nothing outside Linux."""
     before = _prctl(GET_SLACK, 0)
     if before <= 0:
         yield
@@ -161,9 +161,9 @@ def _library_call() -> Any:
 
 
 class Alarm:
-    """Calls `ring`, in the context of whoever made the alarm. After it has rung it must be set again.
+    """Calls `ring` once for each setting, in the context in which the alarm was made.
 
-    It may ring early, for a time that no longer matters: `ring` looks at the clock for itself.
+    It may ring too early, for a time that was set before: `ring` looks at the clock itself.
     """
 
     __slots__ = ("_clock", "_context", "_due", "_kernel", "_loop", "_ring", "_rounds", "_timer")
@@ -185,7 +185,7 @@ class Alarm:
             return
         self._due = due
         if self._kernel is None and self._rounds:
-            with contextlib.suppress(OSError):  # then by the loop's timers, as good as they are
+            with contextlib.suppress(OSError):  # else by the loop's own timers
                 self._kernel = KernelTimer(self._loop, functools.partial(self._context.run, self._go_off))
         if self._kernel is not None:
             self._kernel.set(due)
@@ -195,11 +195,11 @@ class Alarm:
         self._timer = self._loop.call_later(seconds, self._go_off, context=self._context)
 
     def ring_soon(self) -> None:
-        """Ring once the present turn of the loop is over; for each call, whatever else is set."""
+        """Ring after the present turn of the loop, once for each call, in addition to `ring_within`."""
         self._loop.call_soon(self._ring, context=self._context)
 
     def clear(self) -> None:
-        """Do not ring after all, as far as `ring_within` set it."""
+        """Cancel what `ring_within` set."""
         self._due = math.inf
         if self._timer is not None:
             self._timer.cancel()
@@ -217,8 +217,8 @@ CANCEL_AGAIN_S = 0.5
 
 
 async def cancel_until_done(task: asyncio.Task[Any] | None) -> None:
-    """Cancel a task until it has ended. A cancellation can get lost: that of one that awaits `asyncio.wait_for`, when
-    what it waits for happens in the same moment (Python 3.11; bpo-37658). What the task raises is not raised here.
+    """Cancel a task until it has ended. A cancellation can get lost in `asyncio.wait_for` when the awaited future ends
+    in the same moment (Python 3.11; bpo-37658). The task's error is not raised here.
     """
     while task is not None and not task.done():
         task.cancel()
@@ -227,11 +227,11 @@ async def cancel_until_done(task: asyncio.Task[Any] | None) -> None:
         task.exception()  # seen
 
 
-FOLLOW_INTERVAL_S = 0.1  # between two words on how it goes
+FOLLOW_INTERVAL_S = 0.1  # between two iterations
 
 
 async def follow_task(task: asyncio.Task[Any], stopping: asyncio.Event) -> AsyncIterator[None]:
-    """Comes back now and then until the task has ended; asked to stop, it cancels the task. Raises what that raises."""
+    """Iterates until the task has ended, which `stopping` cancels. Raises the task's error."""
     stop = asyncio.create_task(stopping.wait())
     try:
         while not task.done():

@@ -1,6 +1,6 @@
-"""Settings of this process itself: short pauses of Python's garbage collector, and standard files that are open and
-take any character. A full collection walks over every object, which takes 20 to 50 ms with torch loaded; so objects
-that are there when serving begins are set aside (`gc.freeze`), and full collections become rare.
+"""Settings of this process: short pauses of Python's garbage collector, and standard files that are open and take any
+character. A full collection visits every object, 20 to 50 ms with torch loaded; so objects that exist when serving
+begins are set aside (`gc.freeze`), and full collections become rare.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ THRESHOLDS_SERVING = 1000  # younger collections between two full ones; Python's
 
 _usual = gc.get_threshold()
 
-_before: list[tuple[int, int, int]] = []  # thresholds to go back to, one for each who serves
+_before: list[tuple[int, int, int]] = []  # thresholds to restore, one for each open `shorten_collections`
 
 
 def collect_seldom() -> None:
-    """The process starts: collections while torch and Numba are imported find nothing, and take a fifth of the time."""
+    """At the process's start: collections while torch is imported find nothing, and would take a fifth of the time."""
     gc.set_threshold(THRESHOLDS_AT_START, *_usual[1:])
 
 
 def shorten_collections() -> None:
-    """Serving begins. Ends with `restore`, once for each call."""
+    """Serving begins. `restore_collector` ends it, once for each call."""
     _before.append(gc.get_threshold())
     if len(_before) == 1:
-        gc.freeze()  # with what garbage there is: to collect it now would be such a pause
+        gc.freeze()  # garbage included: to collect it now would be such a pause
         gc.set_threshold(*_usual[:2], THRESHOLDS_SERVING)
 
 
 def restore_collector() -> None:
-    """Serving has ended: when nobody serves any more all is as before."""
+    """Serving has ended; after the last call the thresholds are as before."""
     thresholds = _before.pop()
     if not _before:
         gc.unfreeze()
@@ -45,17 +45,17 @@ def restore_collector() -> None:
 NAMES = ("stdin", "stdout", "stderr")
 PLAIN = {"·": "-", "–": "-", "—": "-", "…": "...", "×": "x", "µ": "u", "≥": ">=", "≤": "<=", "→": "->", "─": "-"}
 PLAIN |= dict.fromkeys("“”", '"') | dict.fromkeys("‘’", "'") | dict.fromkeys("▏▎▍▌▋▊▉█", "#")
-RAW = range(0xDC80, 0xDD00)  # what Python makes of bytes in file names and arguments that are no text
+RAW = range(0xDC80, 0xDD00)  # Python's stand-ins for bytes in file names and arguments that are no text
 
 closed: set[str] = set()
 """Those of `NAMES` that were closed when the program began."""
 
 
 def open_standard_files() -> None:
-    """Lead standard files that are closed (`gpuinfer … >&-`) to nobody.
+    """Open standard files that are closed (`gpuinfer … >&-`) on the null device.
 
-    Else the next pipe or socket has one of their numbers, and a child that sends its output to standard error closes
-    the line to its parent.
+    Else the next pipe or socket gets one of their numbers, and a child that redirects standard error closes the channel
+    to its parent.
     """
     for number, name in enumerate(NAMES):
         try:
@@ -67,16 +67,16 @@ def open_standard_files() -> None:
 
 
 def accept_any_character() -> None:
-    """Have standard output and error write what their encoding lacks (`PYTHONIOENCODING=ascii`) as something alike, or
-    "?", where Python would raise: a result that cannot be shown in full is no failure of the work.
+    """Standard output and error write a character that their encoding lacks (`PYTHONIOENCODING=ascii`) as a similar
+    one, or "?", where Python would raise: a result that cannot be shown in full is no failure of the work.
     """
-    codecs.register_error("gpuinfer", _something_alike)
+    codecs.register_error("gpuinfer", _similar)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="gpuinfer")
 
 
-def _something_alike(error: UnicodeError) -> tuple[str | bytes, int]:
+def _similar(error: UnicodeError) -> tuple[str | bytes, int]:
     if not isinstance(error, UnicodeEncodeError):
         raise error
     letter = error.object[error.start]

@@ -1,10 +1,10 @@
-"""SIGINT and SIGTERM of a run: the first asks it to stop, the second insists, and what does not stop then is forced.
+"""SIGINT and SIGTERM of a run: the first asks the run to stop, the second stops it at once, and then it is forced.
 
-A thread hears them, by way of the descriptor that Python's own handler in C writes to: so they are heard too while a
-plugin blocks the event loop.
+A thread reads the signals from the descriptor that Python's handler in C writes to, also while a plugin blocks the
+event loop.
 
-A process of the command line's own ends with a code of ours from its first instant to its last: SIGTERM before a run
-has begun, or between two, ends it at once. It leaves whatever its threads do, and no child stays behind.
+A process of the command line's own ends with one of our exit codes at any moment: SIGTERM before a run, or between two,
+ends it at once. It ends whatever its threads do, and leaves no child behind.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ OVER = 0  # no signal has this number
 def handled(
     asked: Callable[[int], None], insisted: Callable[[], None], force: Callable[[], None] | None
 ) -> Iterator[None]:
-    """Hand the signals of this process to the loop: `asked` is called with the first (from the thread), `insisted` on
-    the loop at the second. `force` is called from the thread when what is inside has not come to its end `FORCE_S`
-    later. A third raises `KeyboardInterrupt`. Does nothing outside of the main thread.
+    """Handle the signals of this process: `asked` is called with the first (from the thread), `insisted` on the loop at
+    the second, and `force` from the thread when the body has not ended `FORCE_S` later. A third raises
+    `KeyboardInterrupt`. Does nothing outside of the main thread.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -102,14 +102,14 @@ def _hear(
 
 
 SHOW_CURSOR = "\x1b[?25h"  # the live view hides it
-EXIT_S = 2.0  # for threads that a plugin left running, once all is said
+EXIT_S = 2.0  # for threads that a plugin left running
 STOPPED = 3  # exit code: stopped with work left
 
 _owned = False
 
 
 def own() -> None:
-    """This process runs one command and nothing else: it may be ended, and SIGTERM ends it with `STOPPED`."""
+    """This process runs one command and nothing else: it may be ended, and SIGTERM ends it with code `STOPPED`."""
     global _owned
     _owned = True
     signal.signal(signal.SIGTERM, lambda number, frame: _leave(STOPPED))
@@ -117,7 +117,7 @@ def own() -> None:
 
 
 def _leave(code: int) -> None:
-    """From a signal's handler, which may stand in the midst of an import that `now` relies on."""
+    """From a signal's handler, which may interrupt an import that `now` needs."""
     try:
         now(code)
     finally:
@@ -125,7 +125,7 @@ def _leave(code: int) -> None:
 
 
 def _ignore() -> None:
-    """While the interpreter is taken apart, Python's handlers are gone and the system's own would set the code."""
+    """While the interpreter ends, Python's handlers are gone, and the system's would set the exit code."""
     for number in HEEDED:
         signal.signal(number, signal.SIG_IGN)
 
@@ -135,7 +135,7 @@ def owned() -> bool:
 
 
 def now(code: int) -> NoReturn:
-    """End this process and all that it started. What is buffered is written, if that can be done quickly."""
+    """End this process and its descendants. Buffered output is written, if that takes no longer than 0.5 s."""
     last_words = threading.Thread(target=_last_words, daemon=True)  # a thread that is stuck may hold the locks
     with contextlib.suppress(RuntimeError):  # of Python 3.12 and later: none begins once the interpreter is ending
         last_words.start()
@@ -155,8 +155,8 @@ def _last_words() -> None:
 
 
 def soon(code: int) -> None:
-    """End this process in a moment, if threads that nobody waits for keep it from ending by itself. A signal ends it
-    at once, and changes the code no more.
+    """End this process in `EXIT_S`, if threads that a plugin left running keep it from ending by itself. A signal ends
+    it at once, with the same code.
     """
     if _owned:
         for number in HEEDED:

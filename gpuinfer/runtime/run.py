@@ -1,4 +1,4 @@
-"""Runs a workload from start to report: roofline, clock, signals, and a look at it four times a second."""
+"""Runs a workload from start to report: roofline, clock, signals, and an update four times a second."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import math
 import signal
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
 from gpuinfer import errors
-from gpuinfer.api import Backend, Plugin, Progress, Roofline, Strategy, TextRoofline, Workload
+from gpuinfer.api import Backend, Progress, Roofline, Strategy, TextRoofline, Workload
 from gpuinfer.config import blame
 from gpuinfer.engine.trace_merge import Merged, recording
 from gpuinfer.engine.watchdog import Held
@@ -32,12 +32,12 @@ from gpuinfer.stats import Snapshot
 log = logging.getLogger(__name__)
 
 GRACE_S = 30.0  # for a workload to keep what is finished and return, once asked to stop
-ASK_S = 1.0  # between two questions whose the cores are
-ASK_SHARE = 100  # times as long as one took
-LONG_LOOK_S = 0.01  # of a core: a look that takes more, as of many workers, is followed by a longer pause:
-PAUSE_SHARE, MOST_PAUSES = 25, 4  # so many times as long as the look, and as the usual pause at the most
+CORE_TIME_S = 1.0  # between two readings of who used the cores
+CORE_TIME_SHARE = 100  # times as long as a reading took
+LONG_UPDATE_S = 0.01  # of a core: an update that takes more, as of many workers, is followed by a longer pause:
+PAUSE_SHARE, MOST_PAUSES = 25, 4  # so many times the update, and at most so many times the usual pause
 ABANDON_S = 20.0  # for a cancelled workload to end, its worker processes included
-SILENT = 6.0  # times the patience, after which a workload that neither asks nor tells is named: it may have its reasons
+SILENT = 6.0  # times the patience, after which a workload without requests and progress is named
 MEASURING = "measuring the roofline"
 FAILED, PARTIAL = 1, 3  # exit codes of a process that has to be ended
 
@@ -54,7 +54,7 @@ class RunPlan:
 
 @dataclass(frozen=True, slots=True)
 class RunUpdate:
-    """A look at a run while it goes on."""
+    """A run's state at one moment."""
 
     progress: Progress
     snapshot: Snapshot
@@ -62,7 +62,7 @@ class RunUpdate:
     setup_s: float  # spent on preparing, so far or in all
     phase: str  # for people: "measuring the roofline", "running", "stopping", or the workload's own note
     roofline: Roofline | None
-    cores: Mapping[str, Any] | None = None  # whose they were, as in the report; None while the run prepares
+    cores: Mapping[str, Any] | None = None  # who used them, as in the report; None while the run prepares
     text_roofline: TextRoofline | None = None  # of a model of text, as an earlier run has measured it
 
 
@@ -90,18 +90,19 @@ async def execute(
 ) -> dict[str, Any]:
     """Run the workload and return its report (`report.SCHEMA`).
 
-    `settings` go into the report as they are; its `workload`, `backend` and `strategy` name the three. `roofline` says
-    whether to measure the bare model of the backend's setup, before and after, or is what has been measured, and is not
-    measured again. `command` does the work again: the verdict's advice is said as a change to it. `until` is asked at
-    every update, and once it says yes the run is over, and done; it has failed when a larger share than `max_failures`
-    did. The first SIGINT or SIGTERM asks the workload to stop and waits `grace_s` seconds at most; the second cancels
-    it, and waits for nobody. What the workload raises is raised again, with the report so far as its `report`. So is
-    `WorkError` about a plugin that held something for longer than the setup's `give_up`. When the setup names a trace,
-    `on_trace` is told what was recorded, whatever happened.
+    `settings` go into the report unchanged; their `workload`, `backend` and `strategy` name the three. `roofline`: True
+    measures the bare model of the backend's setup before and after the run; a measured one is not measured again.
+    `command` is the command line that the verdict's advice changes. `until` is called at every update; once it returns
+    True the run is over, and done. The run has failed when a larger share of its work than `max_failures` failed.
 
-    `on_report` is told the report of a run that raises nothing, before the backend is closed, which may take long. When
-    a plugin blocks the event loop, and the run has to end, `on_abandon` is told the report so far from another thread;
-    then a process of the command line's own (`leaving`) is ended.
+    The first SIGINT or SIGTERM asks the workload to stop and waits `grace_s` seconds at most; the second cancels it at
+    once. Errors of the workload are raised with the report so far as `error.report`; so is the `WorkError` about a
+    plugin that held something for longer than the setup's `give_up`. When the setup names a trace, `on_trace` gets what
+    was recorded, also after an error.
+
+    `on_report` gets the report of a run without an error, before the backend is closed, which may take long. When a
+    plugin blocks the event loop and the run has to end, `on_abandon` gets the report so far from another thread; then
+    the process is ended, if it is the command line's own (`signals.owned`).
     """
     done: dict[str, Any] | None = None
     try:
@@ -177,23 +178,23 @@ class _Execution:
         self._counts_before: Mapping[str, float] = {}
         self._cores_from: CoreTime | None = None  # when the clock started
         self._cores_to: CoreTime | None = None
-        self._ask_at = 0.0  # whose the cores are, for those who watch
+        self._read_cores_at = 0.0  # the next reading of who used the cores, for updates
         self._seen: tuple[float, CoreTime | None] | None = None
         self._give_up_at = float("inf")
         self._interrupted = False
         self._failure: WorkError | None = None  # a plugin that was given up
         self._following = False  # the workload
-        self._told = 0  # words of the workload
-        self._active: object = None  # what has come of it, to see whether it moves
-        self._noticed: set[str] = set()  # what the strategy had to say
-        self._enough = False  # `until` has said so
+        self._reports = 0  # of progress, by the workload
+        self._active: object = None  # counters that change while the run makes progress
+        self._noticed: set[str] = set()  # notices that were shown
+        self._enough = False  # `until` has returned True
         self._keep: set[asyncio.Task[None]] = set()  # the loop itself holds tasks only weakly
 
-    # What it does
+    # Phases
 
     @contextlib.contextmanager
     def measured(self) -> Iterator[None]:
-        """What measures the roofline ends with this."""
+        """The process that measures the roofline ends with this context."""
         try:
             yield
         finally:
@@ -201,15 +202,15 @@ class _Execution:
                 self._bare.close()
 
     async def check(self) -> None:
-        """Let the backend refuse what it can."""
+        """Let the backend refuse what it cannot serve (`Backend.check`)."""
         task = asyncio.create_task(self.session.check())
-        await asyncio.sleep(0)  # most have nothing to look at
+        await asyncio.sleep(0)  # most have nothing to check
         await self._watch(task, self.session.stopping.is_set)
         await self._end(task)
 
     async def measure(self, wanted: bool | Roofline) -> None:
-        """Have the bare model measured while nothing else computes: now, or once the workload has prepared, where an
-        earlier run has found what that needs to know of it.
+        """Measure the bare model while nothing else computes: now, or once the workload has prepared, where an earlier
+        run has found the best arrangement, which preparing may need to know.
         """
         if isinstance(wanted, Roofline):
             self.roofline = self.session.roofline = wanted
@@ -220,7 +221,7 @@ class _Execution:
         elif wanted and run_roofline.has_roofline(self.backend):
             self._bare = run_roofline.BareModel(self.backend)
             if self.workload.prepares and self._bare.known is not None and self._bare.fits_beside:
-                self.session.roofline = self._bare.known.roofline  # for who asks at which batch size it is at its best
+                self.session.roofline = self._bare.known.roofline  # the best batch size, for the workload
             else:
                 self.phase = MEASURING
                 task = asyncio.create_task(self._measure())
@@ -229,7 +230,7 @@ class _Execution:
         self.phase = "starting"
 
     async def _measure(self) -> None:
-        """Unless it is done, or not wanted."""
+        """Measure the bare model, unless that is done, or not wanted."""
         if self._bare is None or self.roofline is not None or self.session.stopping.is_set():
             return
         self.phase = MEASURING
@@ -239,8 +240,8 @@ class _Execution:
         self.session.roofline = self.roofline or self.session.roofline
 
     async def reconcile(self) -> None:
-        """Hold the run against its roofline, and measure that again if it was measured, unless the user has stopped the
-        run.
+        """Compare the run with its roofline, which is measured again if it was measured, unless the user has stopped
+        the run.
         """
         if self._measures_text and not self.session.stopping.is_set():
             await self._measure_text()
@@ -266,8 +267,8 @@ class _Execution:
         self.roofline = self.session.roofline = task.result()
 
     async def _measure_text(self) -> None:
-        """The model of text, now that nothing of it is under way. Of answers that are on a screen already nobody waits
-        for the report.
+        """Measure the model of text, which is idle now. Not when a user has the answers on a screen, and would only
+        wait for the report.
         """
         sizes = self.snapshot().batch_s
         steps_s = math.fsum(seconds for _, seconds in sizes.values())
@@ -283,7 +284,7 @@ class _Execution:
             task.cancel()
 
     async def work(self) -> None:
-        """Follow the workload to its end, or to ours."""
+        """Follow the workload until it ends, or the run has to."""
         if self.session.stopping.is_set():
             return
         self._clock_from, self._cores_from = time.monotonic(), cpu_contention.core_time()
@@ -297,7 +298,7 @@ class _Execution:
         finally:
             self._following = False
             self._clock_to, self._cores_to = time.monotonic(), cpu_contention.core_time()
-            await self.session.refresh()  # while there still is a far side
+            await self.session.refresh()  # while a remote backend is still there
             await self._end(task, quietly=True)
             self._final = self.session.snapshot()
 
@@ -311,19 +312,16 @@ class _Execution:
     async def _watch(self, task: asyncio.Task[Any], enough: Callable[[], bool]) -> None:
         while not task.done() and not enough() and self._failure is None:
             await self.session.refresh()
-            began = time.thread_time()  # by the clock a look takes long where others have the cores too
+            began = time.thread_time()  # not wall time, which others' use of the cores adds to
             update = self.update()
             self._on_update(update)
             if self._until(update) and not self.session.stopping.is_set():
                 self._enough = True
                 self._stop(self._grace_s)
-            await asyncio.wait({task}, timeout=self._pause(time.thread_time() - began))
-
-    def _pause(self, look_s: float) -> float:
-        """Seconds between two looks at the run, which are not to take its cores from it."""
-        if look_s <= LONG_LOOK_S:
-            return self._update_s
-        return max(self._update_s, min(MOST_PAUSES * self._update_s, PAUSE_SHARE * look_s))
+            pause_s, update_s = self._update_s, time.thread_time() - began
+            if update_s > LONG_UPDATE_S:  # updates must not take the cores from the run
+                pause_s = max(pause_s, min(MOST_PAUSES * pause_s, PAUSE_SHARE * update_s))
+            await asyncio.wait({task}, timeout=pause_s)
 
     async def _follow(self) -> None:
         with blame.calling(self.workload, "run"):
@@ -331,29 +329,30 @@ class _Execution:
             try:
                 async for progress in stream:
                     await self._take(progress)
-            finally:
-                await _close(stream)
+            finally:  # end the workload's own contexts now, its worker processes above all, not at garbage collection
+                if (close := getattr(stream, "aclose", None)) is not None:
+                    await close()
 
     async def _take(self, progress: Progress) -> None:
-        """The clock starts with the workload, or, when that prepares first, at its first progress without setup."""
+        """Note progress. The clock starts with the workload, or at its first progress that is no setup."""
         if progress.setup and not self._at_work:
             self._clock_from = None
         elif self._clock_from is None:
-            await self._measure()  # all is ready and waits for us
+            await self._measure()  # all is ready, and waits
             await self.session.mark()
             self._clock_from, self._cores_from = time.monotonic(), cpu_contention.core_time()
             self._counts_before, self._seen = dict(progress.counts), None
         self._at_work |= not progress.setup
-        self._told += 1
+        self._reports += 1
         self.progress = progress
         self.phase = progress.note or ("preparing" if progress.setup else "running")
 
-    # Who wants it to end
+    # Stopping
 
     def asked(self, number: int) -> None:
-        """The first signal has come. Called from another thread, so that it is said whatever the loop does."""
+        """The first signal. Called from another thread, which logs even while the event loop is blocked."""
         first = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
-        if not self.workload.shows_answers:  # of such a workload all that was answered is on the screen
+        if not self.workload.shows_answers:  # else all answers are on the screen
             log.warning(
                 "%s: stopping, and keeping what is finished, within %g s. Once more, and it ends at once.",
                 first,
@@ -363,18 +362,18 @@ class _Execution:
         self._loop.call_soon_threadsafe(self._stop, self._grace_s)
 
     def insist(self) -> None:
-        """The second: nobody waits any more."""
+        """The second signal: stop without waiting."""
         self._stop(0.0)
         self.session.hurry()
 
     def force(self) -> None:
-        """Not even that has ended it. Called from another thread."""
+        """The run has not ended after the second signal. Called from another thread."""
         self._abandon(
             "partial", PARTIAL, "stopped at once, as it did not end by itself. What was finished before is kept."
         )
 
     def _stuck(self, error: WorkError) -> None:
-        """A plugin that is given up blocks the loop. Called from another thread."""
+        """A plugin that is given up blocks the event loop. Called from another thread."""
         self._abandon("failed", FAILED, error_text.safe_str(error))
 
     def _abandon(self, status: str, code: int, why: str) -> None:
@@ -393,20 +392,20 @@ class _Execution:
         self._failure = error
 
     def _held(self) -> list[Held]:
-        """A workload that waits for something, while nobody has anything of it to do. Called by the watchdog."""
+        """A workload that waits although none of its requests is under way. Called by the watchdog."""
         if not self._following or self.progress.setup or self.session.asked or self.session.stopping.is_set():
-            return []  # what it prepares, compiled kernels say, may take minutes, and is told as the phase
+            return []  # preparing, such as compiling kernels, may take minutes, and is shown as the phase
         doing = "has asked for nothing and told of nothing for {age}"
-        return [Held(("silent", self._told, self._active), self.workload, doing, grace=SILENT)]
+        return [Held(("silent", self._reports, self._active), self.workload, doing, grace=SILENT)]
 
     def _stop(self, grace_s: float) -> None:
         self._give_up_at = min(self._give_up_at, time.monotonic() + grace_s)
         self._keep.add(asyncio.create_task(self.session.stop()))
 
-    # What it says
+    # Reporting
 
     def status(self) -> str:
-        # where nothing was to do, a stop has won: whether the input is empty was perhaps not yet known
+        # with nothing to do a stop wins: the workload may not have known yet that its input is empty
         total = self.progress.total
         finished = total is not None and 0 < total <= self.progress.done
         finished |= self._enough and not self._interrupted
@@ -422,20 +421,22 @@ class _Execution:
         return (self._clock_to or time.monotonic()) - self._began - self.wall_s()
 
     def cores(self) -> CoreTime | None:
-        """Whose the cores were while the clock ran; None where nobody tells."""
+        """Who used the cores while the clock ran; None where the system does not say."""
         if self._cores_from is None or self._cores_to is None:
             return None
         return self._cores_to.since(self._cores_from)
 
     def snapshot(self) -> Snapshot:
-        """What was counted while the clock ran; what comes after it is nobody's."""
+        """The counters while the clock ran."""
         return self._final or self.session.snapshot()
 
     def update(self) -> RunUpdate:
         phase = "stopping" if self.session.stopping.is_set() else self.phase
         phase = compile_status.NOTE if phase == "starting" and compile_status.is_compiling() else phase
         snapshot = self.snapshot()
-        self._active = snapshot.requests, sum(snapshot.errors.values()), _busy_s(snapshot)
+        stations = [item for lane in snapshot.lanes for item in lane["stations"].items()]
+        busy_s = math.fsum(spent for station, spent in stations if station != "idle")
+        self._active = snapshot.requests, sum(snapshot.errors.values()), busy_s
         for notice in (*self.backend.notices, *snapshot.notices):
             if notice not in self._noticed:
                 self._noticed.add(notice)
@@ -447,19 +448,22 @@ class _Execution:
         )
 
     def _used(self) -> tuple[float, CoreTime | None]:
-        """For how long somebody has had the cores, and who: as of a little ago, since asking takes its time."""
+        """For how long the cores have been used, and by whom: of the last reading, since reading takes time."""
         if self._clock_to is not None:
             return self.wall_s(), self.cores()
         now = time.monotonic()
-        if self._seen is None or now >= self._ask_at:
+        if self._seen is None or now >= self._read_cores_at:
             used, wall_s = cpu_contention.core_time(), self.wall_s()
             self._seen = wall_s, used.since(self._cores_from) if used and self._cores_from else None
-            self._ask_at = now + max(ASK_S, ASK_SHARE * (time.monotonic() - now))
+            self._read_cores_at = now + max(CORE_TIME_S, CORE_TIME_SHARE * (time.monotonic() - now))
         return self._seen
 
     def report(self, status: str) -> dict[str, Any]:
         settings, command = self._settings, self._command
-        names = {kind: _name(getattr(self, kind), settings.get(kind)) for kind in ("workload", "backend", "strategy")}
+        names = {}
+        for kind in ("workload", "backend", "strategy"):
+            given = settings.get(kind)
+            names[kind] = given if isinstance(given, str) else type(getattr(self, kind)).__name__.lower()
         return report.build(
             report.Run(
                 **names,
@@ -479,20 +483,3 @@ class _Execution:
                 command=command or f"gpuinfer {names['workload']}",
             )
         )
-
-
-def _name(plugin: Plugin, given: Any) -> str:
-    return given if isinstance(given, str) else type(plugin).__name__.lower()
-
-
-async def _close(stream: AsyncIterator[Progress]) -> None:
-    """End the workload's own contexts now, its worker processes above all, and not when the collector comes by."""
-    if (close := getattr(stream, "aclose", None)) is not None:
-        await close()
-
-
-def _busy_s(snapshot: Snapshot) -> float:
-    """What all lanes have spent on anything."""
-    return math.fsum(
-        spent for lane in snapshot.lanes for station, spent in lane["stations"].items() if station != "idle"
-    )

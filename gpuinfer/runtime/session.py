@@ -1,6 +1,6 @@
-"""A workload's session: its way to answers, and the counters of all that it started, its own engine's and its workers'.
-Before anything is measured, started or loaded, one bounded preflight question asks the backend whether it can serve
-what is wanted.
+"""A workload's session: it answers requests, and adds up the counters of its engine and of its worker processes.
+
+Before anything is measured, started or loaded, `preflight` asks the backend whether it can serve what is wanted.
 """
 
 from __future__ import annotations
@@ -39,22 +39,21 @@ ANSWER_S = 60.0
 
 
 async def preflight(backend: Backend) -> None:
-    """Raise what its `check` raises. One that does not answer in time is named, and left to its start, which is
-    watched.
+    """Raise what the backend's `check` raises. When it does not answer within `ANSWER_S`, a warning names it, and the
+    backend is started all the same, which the watchdog watches.
 
-    It is asked in a thread with an event loop of its own, so that one that blocks keeps nobody: neither the caller's
-    loop nor the process.
+    `check` runs in a thread with an event loop of its own: one that blocks holds up neither this loop nor the process.
     """
-    if type(backend).check is Backend.check:  # which knows of nothing
+    if type(backend).check is Backend.check:  # which refuses nothing
         return
     answered: Future[None] = Future()
-    answered.set_running_or_notify_cancel()  # whoever stops waiting leaves the thread to itself
+    answered.set_running_or_notify_cancel()  # a caller that stops waiting leaves the thread running
 
     def ask() -> None:
         try:
             with blame.calling(backend, "check"):
                 asyncio.run(backend.check())
-        except BaseException as error:  # noqa: BLE001 (raised where it is waited for)
+        except BaseException as error:  # noqa: BLE001 (raised by the waiting caller)
             answered.set_exception(error)
         else:
             answered.set_result(None)
@@ -73,14 +72,15 @@ async def preflight(backend: Backend) -> None:
 class Session(Infer):
     """Binds one backend and one strategy to the workload, as an asynchronous context.
 
-    The backend starts with the first request or at `ready`: a workload that asks nothing in this process, because its
-    workers do, loads no model here. A remote one starts before the workers do, since they connect to what it starts;
-    what its far side has measured is as fresh as the last `refresh`.
+    The backend starts with the first request or at `ready`: when only worker processes make requests, no model is
+    loaded here. A remote backend starts before the workers, which connect to its server; the server's counters are as
+    fresh as the last `refresh`.
 
-    A plugin that holds something for too long is given up: all requests fail, and `on_fault` is called with the error
-    that names it, or `on_stuck`, from another thread, when it blocks the event loop. `name` says whose session it is.
+    A plugin that holds a request for too long is given up: all requests fail, and `on_fault` is called with the error
+    that names the plugin, or `on_stuck`, from another thread, when it blocks the event loop. `name` is the session's in
+    errors and reports.
 
-    Sessions of other models (`beside`) are inside this one: watched, stopped, counted and closed with it.
+    Sessions of other models (`beside`) are watched, stopped, counted and closed with this one.
     """
 
     def __init__(
@@ -101,8 +101,9 @@ class Session(Infer):
         self._backend, self._strategy = backend, strategy
         self._recorder = _recorder(backend, strategy)
         patience = Patience.of(backend.setup)
+        most = None if backend.remote else backend.setup.max_queue_rows  # the rows of a remote one wait in its server
         self._engine = Engine(
-            backend, strategy, max_queue_rows=_bound(backend), recorder=self._recorder, patience_s=patience.close_s
+            backend, strategy, max_queue_rows=most, recorder=self._recorder, patience_s=patience.close_s
         )
         self._on_fault = on_fault
         self.watchdog = Watchdog(patience, self._give_up, on_stuck, name)
@@ -145,23 +146,23 @@ class Session(Infer):
         self._on_fault(error)
 
     def _all(self) -> list[Session]:
-        """This one and those beside it."""
+        """This session and those beside it."""
         return [self, *self._beside]
 
     @property
     def alike(self) -> bool:
-        """Whether all models here are the same network, whatever their weights: then a row costs the same in each."""
+        """Whether all models are the same network, with any weights: then a row costs the same in each."""
         models = [one._backend.setup.model for one in self._all()]
         return len({model and model.name for model in models}) == 1
 
     @property
     def asked(self) -> bool:
-        """Whether a request is under way, or the backend itself."""
+        """Whether a request, or the start of a backend, is under way."""
         return any(one._engine.busy or (one._starting is not None and not one._starting.done()) for one in self._all())
 
     @property
     def serving(self) -> bool:
-        """Whether the backend has been given anything that it has not answered."""
+        """Whether a backend has requests that it has not answered."""
         return any(one._started and one._engine.serving for one in self._all())
 
     @property
@@ -171,27 +172,27 @@ class Session(Infer):
 
     @property
     def moved(self) -> int:
-        """A number that changes whenever something is cut, computed, answered or given up."""
+        """A number that changes whenever a batch is cut or computed, or a request answered or given up."""
         return sum(one._engine.moved for one in self._all() if one._started)
 
     @property
     def longest_s(self) -> float:
-        """What the longest batch, or forward step, has taken until now."""
+        """Seconds of the longest batch, or forward step, until now."""
         return max(one._engine.longest_s for one in self._all())
 
     @property
     def own(self) -> OwnPulse:
-        """Its own model's alone, without those beside it."""
+        """The counters of its own model, without those beside it."""
         return OwnPulse(self._engine, self._counting)
 
     async def check(self) -> None:
-        """Raises what the backend knows that it cannot serve (`Backend.check`), its own model alone. Starts nothing."""
+        """`preflight` of its own model. Starts nothing."""
         await preflight(self._backend)
 
     async def ready(self) -> Limits:
         if self._starting is None:
             self._starting = asyncio.create_task(self._engine.start(self.roofline))
-        await asyncio.shield(self._starting)  # one impatient request does not stop it for the others
+        await asyncio.shield(self._starting)  # one cancelled request does not stop the start for the others
         if not self._started:
             self._counting.started = self._pauses_short = True
             process.shorten_collections()
@@ -240,7 +241,7 @@ class Session(Infer):
 
     @property
     def adapters(self) -> Sequence[str]:
-        """What `Prompt.adapter` may be now."""
+        """The names that `Prompt.adapter` may have now."""
         with blame.calling(self._backend, "adapters"):
             return tuple(self._backend.adapters) if self._started else ()
 
@@ -258,7 +259,7 @@ class Session(Infer):
         return self.open_beside(spec, share=share) if known is None else known
 
     def open_beside(self, spec: ModelSpec, name: str | None = None, share: float = 1.0) -> Session:
-        """`beside`, by this name, and always another one: the same model may be served twice."""
+        """`beside`, by this name, and always a new session: the same model may be served twice."""
         with blame.calling(self._backend, "beside"):
             backend = self._backend.beside(spec, share)
         strategy = type(self._strategy)(backend.setup, **self._strategy.options.model_dump())
@@ -274,7 +275,7 @@ class Session(Infer):
         return one
 
     def _own_name(self) -> str:
-        """By which the run's own model is told apart from those beside it."""
+        """The name of the run's own model beside the others."""
         model = self._backend.setup.model
         name = self.called or (model_name(model) if model is not None else type(self._backend).__name__.lower())
         return f"own {name}" if name in {one._name for one in self._beside} else name
@@ -322,26 +323,26 @@ class Session(Infer):
             await workers.stop()
 
     def hurry(self) -> None:
-        """Wait for nobody any more: worker processes are killed, and the backend has only a moment to close."""
+        """Stop without waiting: worker processes are killed, and the backend has only a moment to close."""
         for one in self._all():
             one._engine.hurry()
             for workers in one._counting.workers:
                 workers.hurry()
 
     async def mark(self) -> None:
-        """Count from here on, in every process and on the far side: what came before was preparation."""
+        """Count from here on, in every process and in a remote backend's server: what came before was preparation."""
         await self.refresh()
         for one in self._all():
             one._counting.mark_far()
         await self.count_anew()
 
     async def count_anew(self) -> None:
-        """`mark` without a question to the far side, which several processes share: only one of them asks it."""
+        """`mark` without the remote server, which several processes share: only one of them asks it."""
         for one in self._all():
             await one._counting.mark()
 
     async def refresh(self) -> None:
-        """Ask a remote backend what its far side has measured. What was known stays when it takes over a second."""
+        """Ask a remote backend for its server's counters. The known ones stay when that takes over a second."""
         await session_counters.refresh(one._counting for one in self._all())
 
     def watch(self, kind: type) -> None:
@@ -352,11 +353,11 @@ class Session(Infer):
         return self.snapshot().to_wire()
 
     def snapshot(self) -> Snapshot:
-        """The counters since the mark: see `Counting.snapshot`."""
+        """The counters since the mark: see `SessionCounters.snapshot`."""
         return self._counting.snapshot((one._name, one.snapshot()) for one in self._beside)
 
     async def close(self) -> None:
-        """Settle every request and let go of the backend, and of those beside it before."""
+        """Settle every request and close the backend, after those of the sessions beside it."""
         try:
             for one in self._beside:
                 await one.close()
@@ -382,7 +383,7 @@ class Session(Infer):
 
 
 class OwnPulse:
-    """One engine of several: what `Session` tells of all of them together."""
+    """The counters of one engine, where those of `Session` are of all models together."""
 
     def __init__(self, engine: Engine, counting: SessionCounters) -> None:
         self._engine, self._counting = engine, counting
@@ -412,10 +413,5 @@ class OwnPulse:
 
 
 def _recorder(backend: Backend, strategy: Strategy) -> Recorder | None:
-    """None also where batches are formed on the far side, which records them."""
+    """None also for a remote backend: its server forms the batches, and records them."""
     return None if backend.remote else Recorder.of(backend.setup, None, type(strategy).__name__.lower())
-
-
-def _bound(backend: Backend) -> int | None:
-    """How many rows may wait here. Of a remote backend they wait over there."""
-    return None if backend.remote else backend.setup.max_queue_rows

@@ -1,6 +1,6 @@
-"""What a session has counted since a mark: in this process, in its workers, and on the far side of a remote backend.
+"""The counters of a session since a mark: of this process, its workers, and the server of a remote backend.
 
-Models of one run get names here that tell them apart.
+Models of one run get distinct names here.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ NO_FILE = "no weights file"
 
 
 def model_name(spec: ModelSpec) -> str:
-    """A path's last part."""
+    """The last part of its path."""
     return PurePath(spec.name).name or spec.name
 
 
@@ -66,20 +66,21 @@ def free_name(name: str, taken: Iterable[str]) -> str:
 
 log = logging.getLogger(__name__)
 
-FAR_S = 1.0  # for a remote backend to say what it has measured
+FAR_S = 1.0  # for the server of a remote backend to send its counters
 
 
 class SessionCounters:
-    """Of one session. `of_process`: what all of this process took is counted here, and in no other session of it.
+    """The counters of one session. `of_process`: CPU time and memory of this process are counted here, and in no other
+    session of the process.
 
-    What the far side has measured is as fresh as the last `refresh`.
+    The counters of a remote backend's server are as fresh as the last `refresh`.
     """
 
     def __init__(self, backend: Backend, engine: Engine, *, of_process: bool) -> None:
         self.lanes: list[stats.Lane] = []
         self.workers: list[WorkerPool] = []
         self.started = False  # the backend
-        self.model = ""  # by which name it is told apart from others in the run; "": it is the only one
+        self.model = ""  # its name among several of the run; "": it is the only one
         self._backend, self._engine, self._of_process = backend, engine, of_process
         self._warned: set[str] = set()  # of the backend's methods
         self._mark = Snapshot()
@@ -87,12 +88,12 @@ class SessionCounters:
         self._asking: asyncio.Task[None] | None = None  # the far side
 
     def lane(self, name: str) -> stats.Lane:
-        """A new one, of this name or one like it."""
+        """A new lane of this name, or of the first free one like it."""
         self.lanes.append(stats.Lane(free_name(name, (lane.name for lane in self.lanes))))
         return self.lanes[-1]
 
     async def mark(self) -> None:
-        """Count from here on, the workers too. The far side: from its last `mark_far` on."""
+        """Count from here on, the workers too. The remote server counts from its last `mark_far` on."""
         self._mark = self._counted()
         for workers in self.workers:
             await workers.mark()
@@ -102,11 +103,11 @@ class SessionCounters:
 
     @property
     def is_far(self) -> bool:
-        """Whether there is a far side that could be asked."""
+        """Whether there is a remote server that can be asked."""
         return self._backend.remote and self.started
 
     def ask(self) -> asyncio.Task[None]:
-        """Ask the far side, unless it is being asked already."""
+        """Ask the remote server, unless it is being asked already."""
         if self._asking is None or self._asking.done():
             self._asking = asyncio.create_task(self._ask_far())
         return self._asking
@@ -116,14 +117,14 @@ class SessionCounters:
             wire = await self._backend.stats()
             self._far = self._far if wire is None else Snapshot.from_wire(wire)
         except GpuinferError as error:  # a server that is gone: its requests say so
-            log.info("the far side's counters are those of before: %s", error)
+            log.info("the counters of the remote server are those of before: %s", error)
         except Exception as error:  # noqa: BLE001 (a plugin may raise anything)
             self._warn("stats", error)
 
     def snapshot(self, beside: Iterable[tuple[str, Snapshot]]) -> Snapshot:
-        """The counters since the mark, of this process and the latest of every worker, lanes of the dead included.
+        """The counters since the mark, of this process and the latest of every worker, lanes of ended ones included.
 
-        With a remote backend: requests, rows, latency and errors as those who asked saw them, the rest of the far side.
+        With a remote backend: requests, rows, latency and errors as counted here, the rest as counted in its server.
         `beside`: names of other models in the same run, and their counters.
         """
         parts = [own := since(self._counted(), self._mark)]
@@ -137,7 +138,7 @@ class SessionCounters:
         return merge(parts)
 
     def own(self) -> Snapshot:
-        """Those of this model alone, without workers."""
+        """The counters of this model alone, without workers."""
         return merge([since(self._counted(), self._mark), _served(since(self._far, self._far_mark))])
 
     def _line(self, counted: Snapshot) -> Mapping[str, Any]:
@@ -145,7 +146,7 @@ class SessionCounters:
         return stats.of_model(counted, "rows" if setup.model is None else setup.model.kind, setup.share)
 
     def _counted(self) -> Snapshot:
-        """This process alone, since its start."""
+        """The counters of this process, since its start."""
         own = Snapshot(lanes=tuple(lane.to_wire() for lane in self.lanes))
         if self._of_process:
             ran, waited = machine.cpu_times()
@@ -157,7 +158,7 @@ class SessionCounters:
         return merge([served, own])
 
     def _device(self) -> Mapping[str, Any]:
-        """What the backend says of the device; nothing where it cannot say."""
+        """`Backend.device`; empty when that raises."""
         try:
             return dict(self._backend.device())
         except Exception as error:  # noqa: BLE001 (a plugin may raise anything)
@@ -166,7 +167,7 @@ class SessionCounters:
 
     @property
     def lost(self) -> bool:
-        """Whether the backend says that it will answer nothing any more."""
+        """Whether the backend has died for good."""
         try:
             return self.started and self._backend.lost is not None
         except Exception as error:  # noqa: BLE001 (a plugin may raise anything)
@@ -174,7 +175,7 @@ class SessionCounters:
             return False
 
     def _warn(self, method: str, error: Exception) -> None:
-        """Once: it would be the same at every look."""
+        """Warn once: the error would be the same each time."""
         if method not in self._warned:
             self._warned.add(method)
             blame.warn(self._backend, method, error)
@@ -185,7 +186,7 @@ class SessionCounters:
 
 
 async def refresh(all_of_them: Iterable[SessionCounters]) -> None:
-    """Ask their far sides what they have measured. What was known stays where that takes over a second."""
+    """Ask the servers of remote backends for their counters. The known ones stay where that takes over a second."""
     if asking := {one.ask() for one in all_of_them if one.is_far}:
         await asyncio.wait(asking, timeout=FAR_S)
 
@@ -196,7 +197,7 @@ def _named(whose: str, part: Snapshot) -> Snapshot:
 
 
 def _beside(name: str, part: Snapshot) -> Snapshot:
-    """Of a model beside the run's own: it is named as such, and what it has taken of the device is counted already."""
+    """The counters of a model beside the run's own: named as such, its use of the device being counted already."""
     device = {kept: part.device[kept] for kept in stats.DONE_BY_A_DEVICE if kept in part.device}
     if part.device:
         device["beside"] = {name: part.device.get("model", {})}
@@ -204,7 +205,7 @@ def _beside(name: str, part: Snapshot) -> Snapshot:
 
 
 def _asked(engine: Snapshot) -> Snapshot:
-    """What those who ask see of it: an engine that only passes on forms no batches of its own."""
+    """The counters of an engine that passes requests on, and forms no batches."""
     return Snapshot(
         requests=engine.requests,
         rows=engine.rows,
@@ -219,10 +220,10 @@ def _asked(engine: Snapshot) -> Snapshot:
 
 
 def _served(far: Snapshot) -> Snapshot:
-    """What only the far side sees: the rest, and how many requests it ran again, which those who asked cannot know."""
+    """The counters of a server but for those of `_asked`: how many requests it ran again among them."""
     retried = {kind: count for kind, count in far.errors.items() if kind == "retried"}
     none = Snapshot()
-    seen: dict[str, Any] = {name: getattr(none, name) for name in ("requests", "rows", "latency")}  # by those who asked
+    seen: dict[str, Any] = {name: getattr(none, name) for name in ("requests", "rows", "latency")}
     classes = {name: {**count, **seen, "errors": {}} for name, count in far.classes.items()}
     tokens: dict[str, Any] = {name: getattr(none, name) for name in ("first_token", "between_tokens")}
     return replace(far, **seen, **tokens, errors=retried, failure="", classes=classes)

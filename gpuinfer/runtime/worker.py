@@ -1,4 +1,4 @@
-"""The inside of a worker process: its own session, its line to the workload, and its end when its parent's comes."""
+"""The inside of a worker process: its session, its channel to the workload, and its end when the parent's comes."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from gpuinfer.runtime.session import Session
 from gpuinfer.runtime.worker_pool import WorkerJob
 
 REPORT_S = 0.5  # between two snapshots
-FAREWELL_S = 5.0  # to wind up after the line has closed; a kernel in a thread cannot be interrupted
+WIND_UP_S = 5.0  # to wind up after the line has closed; a kernel in a thread cannot be interrupted
 
 Target = Callable[[Infer, "ParentChannel", Mapping[str, Any]], Awaitable[None]]
 
 
 class ParentChannel:
-    """The worker's end of its line (`api.Channel`)."""
+    """The worker's end of the channel (`api.Channel`)."""
 
     def __init__(self, line: AsyncChannel) -> None:
         self.inbox: asyncio.Queue[Mapping[str, Any]] = asyncio.Queue()
@@ -45,17 +45,17 @@ class ParentChannel:
 
 
 def main(end: socket.socket, heartbeat: Descriptor, job: WorkerJob) -> None:
-    """Run one job, and leave no later than the parent."""
+    """Run one job, and end no later than the parent."""
     children.set_up_child()
-    logging.getLogger("gpuinfer").addHandler(_ToPeople())
+    logging.getLogger("gpuinfer").addHandler(_ShowLog())
     event_loop.run(_serve(end, Heartbeat(heartbeat), job))
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)  # all is closed and said: taking torch apart first would cost up to a second
+    os._exit(0)  # all is closed and sent: unloading torch would cost up to a second
 
 
-class _ToPeople(logging.Handler):
-    """What the parent's command line does with what is logged there."""
+class _ShowLog(logging.Handler):
+    """Shows log records as the parent's command line does."""
 
     def emit(self, record: logging.LogRecord) -> None:
         print(f"gpuinfer: {record.getMessage()}", file=sys.stderr, flush=True)
@@ -67,10 +67,10 @@ async def _serve(end: socket.socket, heart: Heartbeat, job: WorkerJob) -> None:
     try:
         await _work(line, heart, job)
     except (asyncio.CancelledError, ChannelClosed):
-        pass  # the parent has hung up: nobody wants the rest
+        pass  # the parent has hung up
     except BaseException as error:  # noqa: BLE001  whatever it is, the parent must hear of it
         last = {"error": describe(error)}
-    _leave_in(FAREWELL_S)
+    _exit_in(WIND_UP_S)
     with contextlib.suppress(ChannelClosed):
         await line.send(last)
         await line.hang_up()
@@ -158,12 +158,12 @@ async def _listen(
                 await reporter.mark()
             elif "stop" in frame:
                 await reporter.session.stop()
-    _leave_in(FAREWELL_S)
+    _exit_in(WIND_UP_S)
     if work is not None:
         work.cancel()
 
 
-def _leave_in(seconds: float) -> None:
+def _exit_in(seconds: float) -> None:
     timer = threading.Timer(seconds, os._exit, (1,))
     timer.daemon = True
     timer.start()

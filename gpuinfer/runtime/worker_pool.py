@@ -1,4 +1,4 @@
-"""A workload's worker processes: started, heard, and ended, whatever happens to either side.
+"""A workload's worker processes: started, listened to, and ended, whatever happens to either side.
 
 How parent and child talk, and how a stuck worker is told from a slow one: `host/child.py`.
 """
@@ -36,7 +36,7 @@ from gpuinfer.stats import Snapshot, since
 
 
 def death_of(worker: int, code: int | None) -> str:
-    """What to say of a worker process that is gone without having said why."""
+    """The message about a worker process that has ended without an error of its own."""
     cure = "See its last words above, and run again with one worker to see it alone."
     if code is None:
         cure = "See to that, then run again."
@@ -49,18 +49,18 @@ def death_of(worker: int, code: int | None) -> str:
     return f"worker {worker} {how_it_ended(code)} and did not say why. {cure}"
 
 
-def as_error(worker: int, told: Mapping[str, str]) -> GpuinferError:
+def as_error(worker: int, sent: Mapping[str, str]) -> GpuinferError:
     """The worker's error, with its own traceback as a note."""
-    error = rebuilt_error(told["type"], told["message"]) or WorkerDied(
-        f"worker {worker} failed: {told['type']}: {told['message']}. Run again with -vv for its traceback."
+    error = rebuilt_error(sent["type"], sent["message"]) or WorkerDied(
+        f"worker {worker} failed: {sent['type']}: {sent['message']}. Run again with -vv for its traceback."
     )
-    error.add_note(f"In worker {worker}:\n{told['traceback']}")
+    error.add_note(f"In worker {worker}:\n{sent['traceback']}")
     return error
 
 
 log = logging.getLogger(__name__)
 
-GRACE_S = 10.0  # for workers to end by themselves when their line closes, before they are killed
+GRACE_S = 10.0  # for workers to end by themselves when their channel closes, before they are killed
 LOOK_S = 1.0  # between two looks at the heartbeats
 POLL_S = 0.005
 
@@ -69,7 +69,7 @@ INSIDE = "gpuinfer.runtime.worker"  # what a child runs, loaded there alone: it 
 
 @dataclass(frozen=True)
 class WorkerJob:
-    """All that one worker process is told at its start."""
+    """The arguments of one worker process."""
 
     index: int
     target: str  # module:function
@@ -92,7 +92,7 @@ class WorkerPool:
     """
 
     def __init__(self, prepare: Callable[[], Awaitable[Sequence[WorkerJob]]]) -> None:
-        self.snapshots: dict[int, Snapshot] = {}  # the latest of each worker, kept when it has ended
+        self.snapshots: dict[int, Snapshot] = {}  # the latest of each worker, kept when that has ended
         self._prepare = prepare
         self._jobs: Sequence[WorkerJob] = ()
         self._processes: list[Child] = []
@@ -101,7 +101,7 @@ class WorkerPool:
         self._watch: asyncio.Task[None] | None = None
         self._listeners: list[asyncio.Task[None]] = []
         self._inbox: asyncio.Queue[tuple[int, Mapping[str, Any] | GpuinferError | None]] = asyncio.Queue()
-        self._ended: dict[int, GpuinferError | None] = {}  # worker → why, if it said so
+        self._ended: dict[int, GpuinferError | None] = {}  # worker → its error, if any
         self._marks = 0
         self._stopped = False
 
@@ -147,7 +147,7 @@ class WorkerPool:
             line.close()
 
     async def _watch_over(self) -> None:
-        """Kill the workers that are stuck: what follows is the same as when someone else kills them."""
+        """Kill the workers that are stuck: all that follows is as if someone else had killed them."""
         while True:
             await asyncio.sleep(LOOK_S)
             for worker, process in enumerate(self._processes):
@@ -159,7 +159,7 @@ class WorkerPool:
                         self._lines[worker].close()
 
     async def _hear(self, worker: int, line: AsyncChannel) -> GpuinferError | None:
-        """Take in what a worker sends until it says that it ends. Raises `ChannelClosed` when it never does."""
+        """Process a worker's messages until its last. Raises `ChannelClosed` when the worker dies before."""
         while True:
             frame = await line.receive()
             if "message" in frame:
@@ -184,9 +184,8 @@ class WorkerPool:
     async def __aiter__(self) -> AsyncIterator[tuple[int, Mapping[str, Any] | None]]:
         """Each message with its sender's number; None once when that process has ended. Ends when all have.
 
-        Raises the error that a worker ended with: the same type when it is one of ours, else `WorkerDied`. One that was
-        killed from outside (SIGKILL, the out-of-memory killer) gives None: whether its work can go on without it is for
-        the workload to say.
+        Raises the error that a worker ended with: of the same type when the type is ours, else `WorkerDied`. A worker
+        killed from outside (SIGKILL, the out-of-memory killer) gives None: the workload decides whether to go on.
         """
         open_lines = len(self._jobs)
         while open_lines:
@@ -202,11 +201,11 @@ class WorkerPool:
         await self._broadcast({"stop": True})
 
     def hurry(self) -> None:
-        """Nobody waits for their end any more."""
+        """Kill the workers now."""
         self._kill()
 
     async def mark(self) -> None:
-        """Let every worker's counters begin anew; what it counted until now is forgotten."""
+        """Reset the counters of every worker."""
         self._marks += 1
         self.snapshots = {worker: since(latest, latest) for worker, latest in self.snapshots.items()}
         await self._broadcast({"mark": True})

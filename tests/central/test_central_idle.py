@@ -41,8 +41,8 @@ def test_a_wait_of_any_length_can_be_begun(seconds):
     listener, address = listen()
     with listener:
         lines = ClientAcceptor(listener, address.token, 1, (b"", 0), lambda rows: None)
-        lines.ring()
+        lines.wake()
         found = lines.wait(seconds)
-        for held in (lines._bell, lines._rope, lines._selector):  # a server keeps them as long as it lives
+        for held in (lines._wake_reader, lines._wake_writer, lines._selector):  # a server keeps them as long as it lives
             held.close()
     assert len(found) == 1
