@@ -43,6 +43,10 @@ def test_a_wait_of_any_length_can_be_begun(seconds):
         lines = ClientAcceptor(listener, address.token, 1, (b"", 0), lambda rows: None)
         lines.wake()
         found = lines.wait(seconds)
-        for held in (lines._wake_reader, lines._wake_writer, lines._selector):  # a server keeps them as long as it lives
+        for held in (
+            lines._wake_reader,
+            lines._wake_writer,
+            lines._selector,
+        ):  # a server keeps them as long as it lives
             held.close()
     assert len(found) == 1
