@@ -1,4 +1,4 @@
-"""Lists, vocabularies for them, and a judge of texts that knows nothing of tokens."""
+"""Lists, vocabularies for them, and a judge of texts that does not look at tokens."""
 
 from __future__ import annotations
 
@@ -107,24 +107,23 @@ def drawn(matcher: object, vocabulary: int, draws: random.Random, most: int = 40
 
 
 def spelt(codec: Codec, text: str, vocabulary: int, draws: random.Random, beyond: bool = True) -> list[int]:
-    """Tokens at random that say a text in the middle of another; the last may say more (`beyond`)."""
+    """Tokens at random that spell a text in the middle of another; the last may spell more (`beyond`)."""
     left, tokens = text.encode(), []
     while left:
-        choices = [token for token, said in _said(codec, vocabulary) if left.startswith(said)]
+        pieces = _pieces(codec, vocabulary).items()
+        choices = [token for token, piece in pieces if left.startswith(piece)]
         if beyond:
-            choices += [
-                token for token, said in _said(codec, vocabulary) if len(said) > len(left) and said.startswith(left)
-            ]
+            choices += [token for token, piece in pieces if len(piece) > len(left) and piece.startswith(left)]
         if not choices:
             return []  # a character that the vocabulary lacks
         token = draws.choice(choices)
         tokens.append(token)
-        left = left[len(dict(_said(codec, vocabulary))[token]) :]
+        left = left[len(_pieces(codec, vocabulary)[token]) :]
     return tokens
 
 
 @cache
-def _said(codec: Codec, vocabulary: int) -> list[tuple[int, bytes]]:
-    pieces = [(token, codec.spelling.piece(token)) for token in range(vocabulary)]
-    found = [(token, piece.encode() if isinstance(piece, str) else piece) for token, piece in pieces if piece]
-    return [(token, said) for token, said in found if said]
+def _pieces(codec: Codec, vocabulary: int) -> dict[int, bytes]:
+    """The bytes of each token that has some."""
+    pieces = ((token, codec.spelling.piece(token)) for token in range(vocabulary))
+    return {token: piece.encode() if isinstance(piece, str) else piece for token, piece in pieces if piece}

@@ -1,10 +1,12 @@
-"""A list between tags in a row of `generate`, and in a request to a server."""
+"""A list between tags in a row of `generate`, in a request to a server, and in vLLM's `extra_args`."""
 
 import json
 
+import msgspec
 import pytest
 from listing import is_legal
 
+from gpuinfer.backends.vllm_engine.list_constraints import KEY, extra_args, listed_in
 from gpuinfer.errors import BadPrompt
 from gpuinfer.generation import Constraint, Listed, Prompt
 from gpuinfer.serving.openai.requests import PromptDefaults, RequestReader
@@ -49,3 +51,17 @@ def test_answers_of_generate_are_lists(tmp_path, gpuinfer):
             texts.add(one["text"])
     assert len(found) == 6
     assert len(texts) > 1
+
+
+def test_a_list_comes_back_from_extra_args_in_json_and_msgpack():
+    listed = Listed(items=(("PAR", "A PAR H"), ("BRE", "F BRE - MAO")), begin="[", end="]", separator=", ", ends=False)
+    assert listed_in(extra_args(listed)) == listed
+    for form in (msgspec.json, msgspec.msgpack):
+        assert listed_in(form.decode(form.encode(extra_args(listed)))) == listed
+    assert listed_in(None) is listed_in({}) is listed_in({"other": 1}) is None
+
+
+@pytest.mark.parametrize("given", [3, {"items": "x"}, {"items": [["a", "b", "c"]]}, {}])
+def test_malformed_extra_args_are_refused(given):
+    with pytest.raises(BadPrompt, match="no list between tags"):
+        listed_in({KEY: given})

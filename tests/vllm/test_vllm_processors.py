@@ -61,7 +61,7 @@ class Asked:
             return list(range(codec_of(KIND).size))
         return [1, 2] if self.matcher.complete else allowed(self.matcher, codec_of(KIND).size)
 
-    def say(self) -> bool:
+    def advance(self) -> bool:
         """One token more. Whether that was its last."""
         if self.matcher is not None and self.matcher.complete:
             return True
