@@ -122,12 +122,3 @@ def test_after_a_restart_names_mean_what_they_meant(changes):
     for change in told:
         do(again, change)
     assert meant(again) == meant(adapters)
-
-
-def test_a_server_that_comes_back_is_told_the_newest_of_each():
-    changes: list[WeightsChange] = []
-    for adapter, version in (("a", "1"), (None, "w1"), ("b", "1"), ("a", "2"), (None, "w2")):
-        changes = changes_to_replay(changes, WeightsChange(version=version, weights="x", adapter=adapter), ())
-    assert [(one.adapter, one.version) for one in changes] == [("b", "1"), ("a", "2"), (None, "w2")]
-    assert [one.adapter for one in changes_to_replay(changes, WeightsChange(adapter="a"), ())] == ["b", None]
-    assert changes_to_replay(changes, WeightsChange(adapter="a@1"), ()) == changes

@@ -32,9 +32,9 @@ def test_rows_are_answered_by_the_adapter_that_they_name_or_else_by_the_first(ad
     command = ["gpuinfer", "generate", "--model", tiny_checkpoint("qwen2"), *drawing, *flags]
     done = run([*command, "--input", "prompts.jsonl"], tmp_path)
     assert done.returncode == 0, done.stderr
-    said = {row["id"]: str(row["logprobs"]) for row in map(json.loads, done.stdout.splitlines())}
-    assert said["None"] == said["a"]
-    assert len({said["a"], said["b"], said["base"]}) == 3
+    logprobs = {row["id"]: str(row["logprobs"]) for row in map(json.loads, done.stdout.splitlines())}
+    assert logprobs["None"] == logprobs["a"]
+    assert len({logprobs["a"], logprobs["b"], logprobs["base"]}) == 3
 
 
 def test_an_output_is_gone_on_with_under_the_same_weights_alone(adapters, tmp_path):

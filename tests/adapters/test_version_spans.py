@@ -40,21 +40,19 @@ def test_an_answer_says_from_which_token_on_which_weights_drew_it():
     assert whole.versions == ("", "v1", "v2")
 
 
-def test_weights_that_drew_no_token_are_not_named_with_the_tokens():
+def test_only_weights_that_drew_kept_tokens_are_named():
     whole, _ = stepped(toy_generator(), prompt("ab", 4), {1: ("v1", 5), 0: ("v0", 7)})
     assert whole.completions[0].versions == ((0, "v0"), (1, "v1"))
-    stopped = structs.replace(prompt("ab", 9), sampling=Sampling(max_tokens=9, stop=("zq",), ignore_eos=True))
-    whole, _ = stepped(toy_generator(), stopped, {2: ("v1", 5)})
-    assert whole.completions[0].versions == ((0, ""), (2, "v1"))
-
-
-def test_what_a_stop_string_cuts_off_takes_its_version_with_it():
     base = alone(prompt("ab", 9))[0]
-    stop = base.text[2:4]
-    asked = structs.replace(prompt("ab", 9), sampling=Sampling(max_tokens=9, stop=(stop,), ignore_eos=True))
-    whole, parts = stepped(toy_generator(), asked, {3: ("", 0)})
-    assert (whole.completions[0].text, whole.completions[0].versions) == (base.text[:2], ((0, ""),))
-    assert joined(parts) == list(whole.completions)
+    for stop, changes, versions in (
+        ("zq", {2: ("v1", 5)}, ((0, ""), (2, "v1"))),
+        (base.text[2:4], {3: ("", 0)}, ((0, ""),)),  # it cuts off the tokens of the later weights
+    ):
+        sampling = Sampling(max_tokens=9, stop=(stop,), ignore_eos=True)
+        whole, parts = stepped(toy_generator(), structs.replace(prompt("ab", 9), sampling=sampling), changes)
+        assert whole.completions[0].versions == versions
+        assert joined(parts) == list(whole.completions)
+    assert whole.completions[0].text == base.text[:2]
 
 
 @pytest.mark.parametrize("cut", [0, 1, 4, 6, 9])

@@ -115,32 +115,34 @@ PARTS = [*ASKED, {"role": "assistant", "content": [{"type": "text", "text": "one
 
 
 @pytest.mark.parametrize(
-    ("chat", "template", "said"),
+    ("chat", "template", "given"),
     [
-        pytest.param(ASKED, TOOLS, {"tools": [TOOL, TOOL]}, id="tools"),
-        pytest.param(ASKED, TOOLS, {"enable_thinking": False}, id="a variable"),
-        pytest.param(ASKED, TOOLS, {"enable_thinking": True, "bos_token": "B"}, id="one that the tokenizer names too"),
-        pytest.param(ASKED, TOOLS, {"add_generation_prompt": False}, id="a closed chat"),
-        pytest.param(BEGUN, TOOLS, {"continue_final_message": True}, id="a message to go on with"),
-        pytest.param(BEGUN, TOOLS, {"continue_final_message": True, "trims": True}, id="one that is trimmed"),
-        pytest.param(BEGUN, CHATML, {"continue_final_message": True}, id="one in another form"),
-        pytest.param(BEGUN, BRACKETS, {"continue_final_message": True}, id="one in brackets"),
-        pytest.param(PARTS, MACROS, {"continue_final_message": True}, id="one in parts"),
-        pytest.param(ASKED, CHATML, {"continue_final_message": True}, id="the user's own"),
+        (ASKED, TOOLS, {"tools": [TOOL, TOOL]}),
+        (ASKED, TOOLS, {"enable_thinking": False}),
+        (ASKED, TOOLS, {"enable_thinking": True, "bos_token": "B"}),  # the tokenizer names a bos_token too
+        (ASKED, TOOLS, {"add_generation_prompt": False}),
+        (BEGUN, TOOLS, {"continue_final_message": True}),
+        (BEGUN, TOOLS, {"continue_final_message": True, "trims": True}),
+        (BEGUN, CHATML, {"continue_final_message": True}),
+        (BEGUN, BRACKETS, {"continue_final_message": True}),
+        (PARTS, MACROS, {"continue_final_message": True}),
+        (ASKED, CHATML, {"continue_final_message": True}),
+        ([SYSTEM, *ASKED], CHATML, {}),
     ],
+    ids=lambda value: str(value) if isinstance(value, dict) else "",
 )
-def test_what_is_said_of_a_chat_is_what_transformers_makes_of_it(tmp_path, chat, template, said):
+def test_options_of_a_chat_are_those_of_transformers(tmp_path, chat, template, given):
     opened = chat_language(tmp_path / "m", template)
     theirs = transformers_tokenizer(tmp_path / "m")
-    begins = said.get("add_generation_prompt", "continue_final_message" not in said)
-    text = theirs.apply_chat_template(chat, tokenize=False, **{**said, "add_generation_prompt": begins})
+    begins = given.get("add_generation_prompt", "continue_final_message" not in given)
+    text = theirs.apply_chat_template(chat, tokenize=False, **{**given, "add_generation_prompt": begins})
     names = ("tools", "add_generation_prompt", "continue_final_message")
-    ours = {name: said[name] for name in names if name in said}
-    variables = {name: value for name, value in said.items() if name not in names}
+    ours = {name: given[name] for name in names if name in given}
+    variables = {name: value for name, value in given.items() if name not in names}
     rendering = {"add_generation_prompt": begins, **ours, "variables": variables}
     assert rendered(opened, chat, **rendering) == text
     plain = rendered(opened, chat)
-    assert (plain != text) == (said not in ({"enable_thinking": True, "bos_token": "B"},))
+    assert (plain != text) == (given not in ({}, {"enable_thinking": True, "bos_token": "B"}))
 
 
 def test_tools_have_a_template_of_their_own_where_there_is_one(tmp_path):
@@ -155,35 +157,39 @@ def test_tools_have_a_template_of_their_own_where_there_is_one(tmp_path):
     assert rendered(chat_language(tmp_path / "m", "D"), ASKED, tools=(TOOL,)) == "F"
 
 
-@pytest.mark.parametrize(
-    ("rendering", "said"),
-    [
-        pytest.param({"continue_final_message": True}, "one of them", id="to go on and to begin anew"),
-        pytest.param({"variables": {"messages": []}}, "sets `messages`", id="the chat once more"),
-    ],
-)
-def test_what_cannot_be_said_of_a_chat_is_refused(tmp_path, rendering, said):
-    prompt = Prompt(messages=tuple(ASKED), rendering=Rendering(**rendering))
-    assert said in refusal(chat_language(tmp_path / "m", CHATML), prompt)
+UNFINISHED = {"continue_final_message": True, "add_generation_prompt": False}
+REFUSED = {  # template, messages, rendering, what the message names
+    "to go on and to begin anew": (CHATML, ASKED, {"continue_final_message": True}, "one of them"),
+    "the chat once more": (CHATML, ASKED, {"variables": {"messages": []}}, "sets `messages`"),
+    "a template that changes the text": ("{{ messages[0].content | upper }}", "x", UNFINISHED, "go"),
+    "one that leaves the text out": ("{{ messages[0].role }}", "x", UNFINISHED, "go"),
+    "no text to go on with": ("{{ messages[0].content }}", None, UNFINISHED, "go"),
+    "no parts": ("{% for p in messages[0].content %}{{ p.text }}{% endfor %}", [], UNFINISHED, "go"),
+    "tools that are not read": (TOOLS.replace("tools", "tools_of_old"), ASKED, {"tools": (TOOL,)}, "Take them out"),
+    "a system message that is not read": (BRACKETS, (SYSTEM, *ASKED), {}, "roles must take turns"),
+    "no message": (CHATML, (), {}, "at least one message"),
+    "no role": (CHATML, ({"content": "x"},), {}, "message 0 of the chat has no role"),
+    "a number for content": (CHATML, 5, {}, "content is a int"),
+    "an image": (CHATML, [{"type": "image_url", "image_url": {}}], {}, "'image_url'"),
+    "a part without text": (CHATML, [{"type": "text"}], {}, "has no text"),
+    "a bare text for a part": (CHATML, ["x"], {}, "type 'str'"),
+    "a role that the template refuses": (CHATML, ({"role": "wizard", "content": "x"},), {}, "Unknown role wizard"),
+    "no content": (CHATML, ({"role": "user"},), {}, "chat template"),
+}
 
 
-@pytest.mark.parametrize(
-    ("template", "message"),
-    [
-        pytest.param("{{ messages[0].content | upper }}", {"content": "x"}, id="a template that changes the text"),
-        pytest.param("{{ messages[0].role }}", {"content": "x"}, id="one that leaves it out"),
-        pytest.param("{{ messages[0].content }}", {"content": None}, id="no text"),
-        pytest.param("{% for p in messages[0].content %}{{ p.text }}{% endfor %}", {"content": []}, id="no parts"),
-    ],
-)
-def test_a_message_that_cannot_be_gone_on_with_is_refused(tmp_path, template, message):
-    rendering = Rendering(continue_final_message=True, add_generation_prompt=False)
-    prompt = Prompt(messages=({"role": "assistant", **message},), rendering=rendering)
-    assert "go" in (why := refusal(chat_language(tmp_path / "m", template), prompt))
-    assert why.endswith("eave continue_final_message out.")
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_chat_that_cannot_be_rendered_is_refused_with_the_cure(tmp_path, case):
+    template, messages, rendering, named = REFUSED[case]
+    if messages is None or isinstance(messages, str | int) or (isinstance(messages, list) and messages != ASKED):
+        messages = ({"role": "user", "content": messages},)
+    prompt = Prompt(messages=tuple(messages), rendering=Rendering(**rendering))
+    why = refusal(chat_language(tmp_path / "m", template), prompt)
+    assert named in why
+    assert named != "go" or why.endswith("eave continue_final_message out.")
 
 
-def test_what_the_template_does_not_read_is_said_once(tmp_path, caplog):
+def test_variables_that_the_template_does_not_read_are_reported_once(tmp_path, caplog):
     opened = chat_language(tmp_path / "m", TOOLS.replace("tools", "tools_of_old"))
     for _ in range(3):
         rendered(opened, ASKED, variables={"enable_thinkin": False, "enable_thinking": False})
@@ -191,22 +197,6 @@ def test_what_the_template_does_not_read_is_said_once(tmp_path, caplog):
         "the model's chat template does not read `enable_thinkin`, which changes nothing. Did you mean "
         "`enable_thinking`?",
     ]
-
-
-def test_tools_that_the_template_does_not_read_are_refused(tmp_path):
-    opened = chat_language(tmp_path / "m", TOOLS.replace("tools", "tools_of_old"))
-    why = refusal(opened, Prompt(messages=tuple(ASKED), rendering=Rendering(tools=(TOOL,))))
-    assert "does not read `tools`" in why
-    assert "Take them out" in why
-    assert rendered(opened, ASKED, tools=()) == rendered(opened, ASKED)
-
-
-def test_a_system_message_is_rendered_where_the_template_has_one_and_refused_where_not(tmp_path):
-    chat = (SYSTEM, {"role": "user", "content": "hi"})
-    opened = chat_language(tmp_path / "m", CHATML)
-    theirs = transformers_tokenizer(tmp_path / "m")
-    assert rendered(opened, chat) == theirs.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
-    assert "roles must take turns" in refusal(chat_language(tmp_path / "n", BRACKETS), Prompt(messages=chat))
 
 
 def test_a_template_file_goes_before_the_settings(tmp_path):
@@ -218,17 +208,12 @@ def test_a_template_file_goes_before_the_settings(tmp_path):
     assert rendered(chat_language(path, "two"), user) == "one x"
 
 
-@pytest.mark.parametrize(
-    ("templates", "text"),
-    [
-        pytest.param([{"name": "rag", "template": "R"}, {"name": "default", "template": "D"}], "D", id="that by name"),
-        pytest.param([{"name": "own", "template": "O"}], "O", id="the only one"),
-    ],
-)
-def test_of_several_templates_the_default_is_taken(tmp_path, templates, text):
-    opened = chat_language(tmp_path / "m", templates)
-    assert opened.has_chat_template
-    assert rendered(opened, [{"role": "user", "content": "x"}]) == text
+def test_of_several_templates_the_default_is_taken(tmp_path):
+    several, single = [{"name": "rag", "template": "R"}, {"name": "default", "template": "D"}], [{"template": "O"}]
+    for templates, text in ((several, "D"), (single, "O")):
+        opened = chat_language(tmp_path / "m", templates)
+        assert opened.has_chat_template
+        assert rendered(opened, ASKED) == text
 
 
 def test_a_model_without_a_template_wants_a_prompt(tmp_path):
@@ -245,63 +230,36 @@ def test_text_parts_stay_parts_where_the_template_knows_them_and_are_joined_wher
     assert rendered(chat_language(tmp_path / "c", printed), parts) == "one\ntwo"
 
 
-@pytest.mark.parametrize(
-    ("messages", "said"),
-    [
-        pytest.param((), "at least one message", id="no message"),
-        pytest.param(({"content": "x"},), "message 0 of the chat has no role", id="no role"),
-        pytest.param(({"role": "user", "content": 5},), "content is a int", id="a number for content"),
-        pytest.param(
-            ({"role": "u", "content": [{"type": "image_url", "image_url": {}}]},), "'image_url'", id="an image"
-        ),
-        pytest.param(({"role": "u", "content": [{"type": "text"}]},), "has no text", id="a part without text"),
-        pytest.param(({"role": "u", "content": ["x"]},), "type 'str'", id="a bare text for a part"),
-        pytest.param(({"role": "wizard", "content": "x"},), "Unknown role wizard", id="the template refuses"),
-        pytest.param(({"role": "user"},), "chat template", id="the template misses the content"),
-    ],
-)
-def test_a_bad_chat_is_refused_with_a_reason(tmp_path, messages, said):
-    assert said in refusal(chat_language(tmp_path / "m", CHATML), Prompt(messages=messages))
+DOUBLING = "{% set n = namespace(t='x') %}{% for i in range(60) %}{% set n.t = n.t OP n.t %}{% endfor %}"
+MISBEHAVING = {
+    "loops": ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "end"),
+    "recursion": ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "nested too deep"),
+    "long output": ("{% for i in range(9999) %}{{ 'x' * 9999 }}{% endfor %}", "more than"),
+    "a long text by multiplication": ("{{ 'x' * 10 ** 12 }}", "more than"),
+    "a large number": ("{{ 7 ** (7 ** 9) }}", "more than"),
+    "a wide format": ("{{ '%999999999d' % 1 }}", "widens"),
+    "a wide format by its argument": ("{{ '%*d' | format(10 ** 10, 1) }}", "widens"),
+    "a wide format of a text's own": ("{{ '{:999999999}'.format(1) }}", "widens"),
+    "a wide filter": ("{{ 'x' | center(10 ** 10) }}", "widens"),
+    "a wide call": ("{{ 'x'.ljust(10 ** 10) }}", "widens"),
+    "a text that doubles": (DOUBLING.replace("OP", "+"), "more than"),
+    "a text that doubles by joining": (DOUBLING.replace("OP", "~"), "more than"),
+    "a way out of the sandbox": ("{{ messages.__class__.__mro__[1].__subclasses__() }}", "unsafe"),
+    "a change of the chat": ("{{ messages.append(1) }}", "unsafe|safely"),
+    "no template at all": ("{% if %}", "Expected an expression"),
+    "another file": ("{% include '/etc/passwd' %}", "chat template"),
+    "an error of its own": ("{{ 1 / 0 }}", "ZeroDivisionError"),
+}
 
 
-@pytest.mark.parametrize(
-    ("template", "said"),
-    [
-        pytest.param(
-            "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "end", id="loops"
-        ),
-        pytest.param("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "nested too deep", id="recursion"),
-        pytest.param("{% for i in range(9999) %}{{ 'x' * 9999 }}{% endfor %}", "more than", id="long output"),
-        pytest.param("{{ 'x' * 10 ** 12 }}", "more than", id="a long text by multiplication"),
-        pytest.param("{{ 7 ** (7 ** 9) }}", "more than", id="a large number"),
-        pytest.param("{{ '%999999999d' % 1 }}", "widens", id="a wide format"),
-        pytest.param("{{ '%*d' | format(10 ** 10, 1) }}", "widens", id="a wide format by its argument"),
-        pytest.param("{{ '{:999999999}'.format(1) }}", "widens", id="a wide format of a text's own"),
-        pytest.param("{{ 'x' | center(10 ** 10) }}", "widens", id="a wide filter"),
-        pytest.param("{{ 'x'.ljust(10 ** 10) }}", "widens", id="a wide call"),
-        pytest.param(
-            "{% set n = namespace(t='x') %}{% for i in range(60) %}{% set n.t = n.t + n.t %}{% endfor %}",
-            "more than",
-            id="a text that doubles",
-        ),
-        pytest.param(
-            "{% set n = namespace(t='x') %}{% for i in range(60) %}{% set n.t = n.t ~ n.t %}{% endfor %}",
-            "more than",
-            id="a text that doubles by joining",
-        ),
-        pytest.param("{{ messages.__class__.__mro__[1].__subclasses__() }}", "unsafe", id="a way out of the sandbox"),
-        pytest.param("{{ messages.append(1) }}", "unsafe|safely", id="a change of the chat"),
-        pytest.param("{% if %}", "Expected an expression", id="no template at all"),
-        pytest.param("{% include '/etc/passwd' %}", "chat template", id="another file"),
-        pytest.param("{{ 1 / 0 }}", "ZeroDivisionError", id="an error of its own"),
-    ],
-)
-def test_a_template_that_misbehaves_fails_the_prompt_alone(tmp_path, template, said, monkeypatch):
+@pytest.mark.parametrize("case", MISBEHAVING)
+def test_a_template_that_misbehaves_fails_the_prompt_alone(tmp_path, case, monkeypatch):
     monkeypatch.setattr(chat_template, "MOST_TURNS", 20_000)
+    template, named = MISBEHAVING[case]
     guarded = "{% if messages[0].content == 'bad' %}" + template + "{% else %}fine{% endif %}"
     opened = chat_language(tmp_path / "m", template if "if %}" in template else guarded)
     message = refusal(opened, Prompt(messages=({"role": "user", "content": "bad"},)))
-    assert any(one in message for one in said.split("|"))
+    assert any(one in message for one in named.split("|"))
     assert len(message) < 600
     if "if %}" not in template:
         assert rendered(opened, [{"role": "user", "content": "good"}]) == "fine"

@@ -6,11 +6,13 @@ import os
 import numpy as np
 import pytest
 from language_samples import Files, byte_fallback, byte_level, folder, language, shape, whole_words
+from text.tiny import VOCABULARY, llama_tokenizer, tiny_checkpoint
 from tokenizers import Tokenizer
 
 from gpuinfer.errors import BadPrompt, UsageError
 from gpuinfer.generation import Prompt
 from gpuinfer.text.language import open_language
+from gpuinfer.text.language.tokenizer import open_subwords, read_settings
 
 TEXTS = [
     "hello world",
@@ -123,7 +125,7 @@ def test_texts_tokens_and_bad_prompts_keep_their_order():
         Prompt(tokens=(2**70,)),
         Prompt(messages=({"role": "user", "content": "hi"},)),
     ]
-    answers = opened.encode(prompts)
+    answers = opened.encode(prompts)  # a bad one leaves its neighbours alone
     assert [None if isinstance(one, BadPrompt) else one.tolist() for one in answers] == [
         [97],
         [256, 0],
@@ -136,13 +138,6 @@ def test_texts_tokens_and_bad_prompts_keep_their_order():
     assert all(message.endswith(".") for message in messages)
     assert "257" in messages[0]
     assert "chat template" in messages[-1]
-
-
-def test_one_bad_text_leaves_its_neighbours_alone(tmp_path):
-    opened = language(tmp_path / "m", byte_level())
-    answers = opened.encode([Prompt(text="good"), Prompt(text="bad \udc00"), Prompt(text="good")])
-    assert [isinstance(one, BadPrompt) for one in answers] == [False, True, False]
-    assert answers[0].tolist() == answers[2].tolist()
 
 
 def test_a_tokenizer_larger_than_the_model_is_held_to_the_models_vocabulary(tmp_path):
@@ -186,10 +181,56 @@ def test_a_decoder_that_looks_ahead_is_refused(tmp_path):
         language(tmp_path / "m", json.dumps(whole))
 
 
-def test_padding_and_truncation_of_a_tokenizer_are_ignored(tmp_path):
+def test_padding_and_truncation_of_a_tokenizer_are_ignored_and_bad_texts_fail_alone(tmp_path):
     tokenizer = Tokenizer.from_str(byte_level())
     tokenizer.enable_truncation(3)
     tokenizer.enable_padding(length=20)
     opened = language(tmp_path / "m", tokenizer.to_str())
     (tokens,) = encoded(opened, "the quick brown fox is here")
     assert opened.decode(tokens) == "the quick brown fox is here"
+    good, bad, again = opened.encode([Prompt(text="good"), Prompt(text="bad \udc00"), Prompt(text="good")])
+    assert isinstance(bad, BadPrompt)
+    assert good.tolist() == again.tolist()
+
+
+LLAMA_TEXTS = [
+    "The dog", " The dog", "  two spaces", "<s>The dog</s> <s> mind", "The <s>dog</s><s>", "東京 café 🙂", "a\n\nb\n",
+    "▁marked", "x  y", " ",
+]  # fmt: skip
+SETTINGS = [
+    {}, {"legacy": False}, {"legacy": True}, {"legacy": None}, {"add_prefix_space": False},
+    {"add_prefix_space": True, "legacy": True}, {"tokenizer_class": "LlamaTokenizerFast", "legacy": False},
+    {"tokenizer_class": "PreTrainedTokenizerFast"}, {"tokenizer_class": None},
+]  # fmt: skip
+
+
+def both(folder, family, settings):
+    """The tokenizers of a folder whose settings name LlamaTokenizer: ours and transformers'."""
+    llama_tokenizer(folder, **settings)
+    (folder / "config.json").write_text(json.dumps({"model_type": family, "vocab_size": VOCABULARY}))
+    return open_subwords(folder, family, read_settings(folder)), transformers_tokenizer(folder, "AutoTokenizer")
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+def test_spaces_of_a_llama_tokenizer_are_those_of_transformers(family, settings, tmp_path):
+    ours, theirs = both(tmp_path, family, settings)
+    for special in (True, False):
+        expected = [theirs(text, add_special_tokens=special)["input_ids"] for text in LLAMA_TEXTS]
+        found = [tokens.tolist() for tokens in ours.encode(LLAMA_TEXTS, special)]
+        assert found == expected
+        assert [ours.decode(tokens) for tokens in found] == [
+            theirs.decode(tokens, skip_special_tokens=True) for tokens in found
+        ]
+
+
+def test_a_vocabulary_of_bytes_is_read_as_its_file_says_whatever_class_it_names(tmp_path):
+    source = tiny_checkpoint("llama")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).write_bytes((source / name).read_bytes())
+    before = open_subwords(tmp_path, "llama", read_settings(tmp_path)).encode(LLAMA_TEXTS, True)
+    settings = json.loads((tmp_path / "tokenizer_config.json").read_text()) | {"tokenizer_class": "LlamaTokenizerFast"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    after = open_subwords(tmp_path, "llama", read_settings(tmp_path))
+    assert [tokens.tolist() for tokens in after.encode(LLAMA_TEXTS, True)] == [tokens.tolist() for tokens in before]
+    assert after.decode(before[0].tolist()) == "The dog"

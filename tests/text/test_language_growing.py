@@ -98,23 +98,6 @@ def test_special_tokens_are_part_of_the_text_on_request(kind):
         assert language.decode(tokens, True) == growing.text == tokenizer.decode(tokens, skip_special_tokens=False)
 
 
-def test_half_a_character_is_never_shown():
-    for kind in ("bytes", "byte level", "byte fallback"):
-        language = LANGUAGES[kind]
-        growing = language.detokenizer()
-        for token in byte_tokens(language, "日本😀"):
-            growing.push(token)
-            assert "�" not in growing.settled()[0]
-        assert growing.text == "日本😀"
-
-
-def test_bytes_that_turn_out_to_be_no_text_replace_their_whole_run():
-    language = LANGUAGES["byte fallback"]
-    broken = [byte + 3 for byte in b"\xc3\xa9\xff"]
-    growing, _ = grown(language, broken)
-    assert growing.text == language.decode(broken) == "���"
-
-
 def first_stop(text: str, stop: tuple[str, ...]) -> tuple[str, str | None]:
     """By definition: read the text character by character; what ends first is cut off, and of those the longest."""
     for end in range(len(text) + 1):
@@ -148,58 +131,71 @@ def test_stop_strings_are_found_wherever_the_tokens_end(kind, data):
 @settings(max_examples=examples(100), deadline=None)
 @given(data=st.data())
 def test_what_is_certain_stays_so_however_the_answer_ends(kind, data):
-    """Some stop strings come too early to count. At each token: what has been told is the beginning of what there would
-    be if the answer ended there, with a stop string or without, in characters and in tokens.
+    """At each token, the text that has been given is a prefix of the text if the answer ended there, with a stop string or
+    without, in characters and in tokens.
     """
     language = LANGUAGES[kind]
     tokens = data.draw(tokens_of(language))
     whole = language.decode(tokens)
     within = st.tuples(st.integers(0, 40), st.integers(1, 5)).map(lambda at: whole[at[0] : sum(at)])
     stop = data.draw(st.lists(st.one_of(within, st.text("ab 日�", max_size=3)), max_size=4))
-    growing, told, certain = language.detokenizer(stop), "", 0
+    growing, given, certain = language.detokenizer(stop), "", 0
     for count, token in enumerate(tokens, 1):
         found = growing.push(token)
         ends = [(language.decode(tokens[:count]), count)] + ([(growing.text, growing.kept)] if found else [])
         for text, kept in ends:
-            assert text.startswith(told)
+            assert text.startswith(given)
             assert certain <= kept
         new, certain = growing.settled()
-        told += new
+        given += new
         for text, kept in ends:
-            assert text.startswith(told)
+            assert text.startswith(given)
             assert certain <= kept
 
 
 @pytest.mark.parametrize("kind", LANGUAGES)
 def test_without_stop_strings_nothing_waits_but_half_characters(kind):
     language = LANGUAGES[kind]
-    growing, told = language.detokenizer(), ""
+    growing, given = language.detokenizer(), ""
     for count, token in enumerate(language.encode([Prompt(text="abc")])[0].tolist(), 1):
         growing.push(token)
         new, certain = growing.settled()
-        told += new
-        assert (told, certain) == (growing.text, count)
+        given += new
+        assert (given, certain) == (growing.text, count)
 
 
-def test_the_beginning_of_a_stop_string_is_held_back_until_it_is_none():
-    growing = LANGUAGES["bytes"].detokenizer(["###", "\n\n"])
-    told = [(growing.push(byte), growing.settled())[1] for byte in b"a##b\nc"]
-    assert told == [("a", 1), ("", 1), ("", 1), ("##b", 4), ("", 4), ("\nc", 6)]
+STOPPED = {  # stop strings; of each byte the stop string that it completes, and the text and tokens that are final then
+    "a beginning is held back until it is none": (
+        ["###", "\n\n"],
+        [("a", None, "a", 1), ("#", None, "", 1), ("#", None, "", 1), ("b", None, "##b", 4), ("\n", None, "", 4)],
+    ),
+    "the shorter counts first, the longer if more comes": (
+        ["bc", "abcd"],
+        [("x", None, "x", 1), ("a", None, "", 1), ("b", None, "", 1), ("c", "bc", "", 1), ("d", "abcd", "", 1)],
+    ),
+    "a stop string that did not count stays in the text": (
+        ["ab"],
+        [("x", None, "x", 1), ("a", None, "", 1), ("b", "ab", "", 1), ("y", None, "aby", 4), ("a", None, "", 4)],
+    ),
+}
 
 
-def test_what_two_stop_strings_share_waits_for_the_longer_when_the_shorter_does_not_count():
-    growing = LANGUAGES["bytes"].detokenizer(["bc", "abcd"])
-    assert [(growing.push(byte), growing.settled()[0]) for byte in b"xabc"][-1] == ("bc", "")
-    assert growing.push(ord("d")) == "abcd"
-    assert (growing.text, growing.kept) == ("x", 1)
+@pytest.mark.parametrize("case", STOPPED)
+def test_text_that_may_be_a_stop_string_is_held_back(case):
+    stop, steps = STOPPED[case]
+    growing = LANGUAGES["bytes"].detokenizer(stop)
+    for letter, found, text, tokens in steps:
+        assert growing.push(ord(letter)) == found
+        assert growing.settled() == (text, tokens)
 
 
-def test_a_stop_string_that_did_not_count_stays_in_the_text():
-    growing = LANGUAGES["bytes"].detokenizer(["ab"])
-    assert [growing.push(byte) for byte in b"xab"] == [None, None, "ab"]
-    assert growing.text == "x"
-    assert [growing.push(byte) for byte in b"yab"] == [None, None, "ab"]
-    assert growing.text == "xaby"
+def test_half_a_character_is_never_shown():
+    for kind in ("bytes", "byte level", "byte fallback"):
+        growing = LANGUAGES[kind].detokenizer()
+        for token in byte_tokens(LANGUAGES[kind], "日本😀"):
+            growing.push(token)
+            assert "�" not in growing.settled()[0]
+        assert growing.text == "日本😀"
 
 
 @example("日😀")
