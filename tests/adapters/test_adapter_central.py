@@ -52,7 +52,7 @@ async def test_the_server_changes_its_weights_and_one_that_comes_back_has_them_a
         assert [one.version for one in before] == ["w1", "policy@v2+w1"]
         assert first.version == "policy@v1"
         assert base.completions[0].tokens != before[0].completions[0].tokens
-        os.kill(backend._server._process.pid, signal.SIGKILL)
+        os.kill(backend._server._child.pid, signal.SIGKILL)
         after = [await answered(infer, asked(adapter=name)) for name in (None, "policy")]
         assert [one.completions for one in after] == [one.completions for one in before]
         assert [one.version for one in after] == [one.version for one in before]

@@ -164,7 +164,7 @@ def test_without_stop_strings_nothing_waits_but_half_characters(kind):
         assert (given, certain) == (growing.text, count)
 
 
-STOPPED = {  # stop strings; of each byte the stop string that it completes, and the text and tokens that are final then
+STOPPED = {  # stop strings; for each byte the stop string that it completes, and the new final text and tokens
     "a beginning is held back until it is none": (
         ["###", "\n\n"],
         [("a", None, "a", 1), ("#", None, "", 1), ("#", None, "", 1), ("b", None, "##b", 4), ("\n", None, "", 4)],
