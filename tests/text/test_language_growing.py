@@ -131,7 +131,7 @@ def test_stop_strings_are_found_wherever_the_tokens_end(kind, data):
 @settings(max_examples=examples(100), deadline=None)
 @given(data=st.data())
 def test_what_is_certain_stays_so_however_the_answer_ends(kind, data):
-    """At each token, the given text is a prefix of the text if the answer ended there, with a stop string or without, in
+    """At each token, the given text is a prefix of the text if the answer ended there, with a stop string or not, in
     characters and in tokens.
     """
     language = LANGUAGES[kind]
