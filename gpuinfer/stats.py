@@ -497,7 +497,7 @@ class Snapshot:
 RULES: Mapping[str, Rule] = {one.name: one.metadata["rule"] for one in fields(Snapshot)}
 
 
-def tokens_of(snapshot: Snapshot) -> dict[str, float]:
+def counted_tokens(snapshot: Snapshot) -> dict[str, float]:
     """Tokens as they are drawn: what the workload counts comes only with whole answers, minutes later perhaps."""
     return {f"{way}_tokens": count for way, count in (snapshot.device.get("tokens") or {}).items()}
 
@@ -524,7 +524,7 @@ def of_model(counted: Snapshot, kind: str, share: float) -> dict[str, Any]:
     }
 
 
-def merge(parts: Iterable[Snapshot]) -> Snapshot:
+def merge_snapshots(parts: Iterable[Snapshot]) -> Snapshot:
     """Add snapshots of several processes up."""
     parts = list(parts)
     return Snapshot(**{name: rule.add([getattr(part, name) for part in parts]) for name, rule in RULES.items()})

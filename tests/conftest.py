@@ -73,7 +73,7 @@ def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("COLUMNS", "120")
     (folder := tmp_path / "here").mkdir()
     monkeypatch.chdir(folder)
-    registry.refresh()
+    registry.search_again()
     return folder
 
 
@@ -88,7 +88,7 @@ def count_package(empty_folder: Path, tmp_path: Path, monkeypatch: pytest.Monkey
     install_count(folder)
     monkeypatch.syspath_prepend(str(folder))
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")])))
-    registry.refresh()
+    registry.search_again()
     yield folder
     for module in ("count_package", "bad_module"):
         sys.modules.pop(module, None)

@@ -30,7 +30,7 @@ def site(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(folder))
     monkeypatch.setenv(registry.DISABLED, "")
     monkeypatch.chdir(tmp_path)
-    registry.refresh()
+    registry.search_again()
     return folder
 
 

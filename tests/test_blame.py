@@ -19,9 +19,9 @@ def installed(tmp_path, monkeypatch):
     install_evil(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.chdir(tmp_path)
-    registry.refresh()
+    registry.search_again()
     yield
-    registry.refresh()
+    registry.search_again()
 
 
 def go(workload=None, backend=None, strategy=None, **arguments):
@@ -75,11 +75,11 @@ def test_what_harms_no_request_is_told_once(plugins, installed, caplog):
 
 
 def test_errors_of_ours_speak_for_themselves_and_so_does_the_first_of_a_group():
-    with pytest.raises(UsageError, match=r"^a bad flag"), blame.calling(Evil(), "start"):
+    with pytest.raises(UsageError, match=r"^a bad flag"), blame.blaming(Evil(), "start"):
         raise UsageError("a bad flag. Use a good one.")
-    with pytest.raises(ExceptionGroup), blame.calling(Evil(), "start"):
+    with pytest.raises(ExceptionGroup), blame.blaming(Evil(), "start"):
         raise ExceptionGroup("two", [UsageError("a bad flag. Use a good one."), ValueError("more")])
-    with pytest.raises(WorkError, match="raised ValueError: first"), blame.calling(Evil(), "start"):
+    with pytest.raises(WorkError, match="raised ValueError: first"), blame.blaming(Evil(), "start"):
         raise ExceptionGroup("two", [ValueError("first"), ValueError("more")])
 
 
@@ -87,7 +87,7 @@ def test_a_plugin_of_ours_is_to_be_reported_and_one_of_no_package_names_its_modu
     from gpuinfer.strategies.dynamic import Dynamic
 
     assert blame.who(Dynamic).startswith("strategy 'dynamic' (package gpuinfer")
-    assert blame.cure(Dynamic()).endswith("report it.")
+    assert blame.cure_for(Dynamic()).endswith("report it.")
     assert blame.who(Doubler()) == "backend 'Doubler' (module helpers)"
 
 

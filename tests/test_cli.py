@@ -165,7 +165,7 @@ def test_a_workload_with_an_option_that_is_a_common_flag_is_refused_and_harms_no
                 seed: int = 1
     """
     install(count_package, "bad", {"workloads": {"bad": "bad_module:Bad"}}, {"bad_module": source})
-    registry.refresh()
+    registry.search_again()
     assert "Rename the option." in gpuinfer("bad", "--help")[2]
     assert gpuinfer("count", "--help")[0] == 0
 
@@ -301,7 +301,7 @@ def test_warnings_reach_people_and_more_with_v(gpuinfer, count_package):
                 yield
     """
     install(count_package, "bad", {"workloads": {"loud": "bad_module:Loud"}}, {"bad_module": source})
-    registry.refresh()
+    registry.search_again()
     words = ["loud", *RUN[1:], "--quiet"]
     assert gpuinfer(*words)[2] == "gpuinfer: mind the gap\n"
     assert gpuinfer(*words, "-v")[2] == "gpuinfer: mind the gap\ngpuinfer: all is well\n"
@@ -438,7 +438,7 @@ def test_the_same_work_anew_goes_on_with_nothing_even_where_the_environment_says
 
 def test_plugins_list_shows_origin_and_reason(gpuinfer, count_package):
     install(count_package, "bad", {"backends": {"bad": "bad_module:X"}}, {"bad_module": "raise OSError('no luck')"})
-    registry.refresh()
+    registry.search_again()
     code, out, _ = gpuinfer("plugins", "list", "--load")
     assert code == 0
     for words in ("✓ parrot", "gpuinfer-count 1.2", "Answers each row with itself.", "✗ bad", "OSError: no luck"):
@@ -447,7 +447,7 @@ def test_plugins_list_shows_origin_and_reason(gpuinfer, count_package):
 
 def test_a_plugin_whose_import_ends_the_process_harms_no_other(gpuinfer, count_package):
     install(count_package, "bad", {"backends": {"bad": "bad_module:X"}}, {"bad_module": "import os; os._exit(7)"})
-    registry.refresh()
+    registry.search_again()
     code, out, _ = gpuinfer("plugins", "list", "--load")
     assert code == 0
     for words in ("✗ bad", "importing it ended the process (exit code 7)", "✓ parrot", "✓ inprocess", "✓ count"):
@@ -502,7 +502,7 @@ NEEDY = """
 @pytest.fixture
 def needy(count_package):
     install(count_package, "needy", {"workloads": {"needy": "bad_module:Needy"}}, {"bad_module": NEEDY})
-    registry.refresh()
+    registry.search_again()
 
 
 def test_config_bears_a_workload_with_an_option_that_must_be_given(gpuinfer, needy):

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from gpuinfer.api import Backend, Limits
 from gpuinfer.engine.engine import Engine
-from gpuinfer.stats import Lane, Snapshot, merge, merge_in_turn, since
+from gpuinfer.stats import Lane, Snapshot, merge_in_turn, merge_snapshots, since
 
 
 def test_a_lane_counts_the_visits_that_have_ended():
@@ -40,7 +40,7 @@ def test_what_was_timed_and_visited_since_is_what_was_added(early, more, visited
 
     then, added = snapshot(early, visited, cpu_s), snapshot(more, again, added_s)
     both = {station: visited.get(station, 0) + again.get(station, 0) for station in {**visited, **again}}
-    now = replace(merge([then, added]), lanes=snapshot({}, both, 0.0).lanes)
+    now = replace(merge_snapshots([then, added]), lanes=snapshot({}, both, 0.0).lanes)
     difference = since(now, then)
     assert {rows: count for rows, (count, _) in difference.batch_s.items()} == {r: n for r, (n, _) in more.items()}
     for rows, (_, seconds) in difference.batch_s.items():

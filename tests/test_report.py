@@ -19,7 +19,7 @@ from gpuinfer.host.cpu_contention import CoreTime
 from gpuinfer.report.document import json_schema
 from gpuinfer.report.report import Run, batches, build, evidence, schema, throughput, time_s
 from gpuinfer.serving.health import RecentCounters, recent_rates
-from gpuinfer.stats import Histogram, Snapshot, merge, since
+from gpuinfer.stats import Histogram, Snapshot, merge_snapshots, since
 
 seconds = st.floats(0, 1e6, allow_nan=False)
 ledgers = st.lists(
@@ -211,7 +211,7 @@ def test_what_generates_tells_tokens_slots_and_its_model_and_evaluates_nothing()
 
 
 def test_replicas_have_slots_of_their_own():
-    both = merge([GENERATED, GENERATED])
+    both = merge_snapshots([GENERATED, GENERATED])
     assert both.slots == 8
     assert batches(both)["occupancy"] == batches(GENERATED)["occupancy"]
     assert evidence(a_run(snapshot=both)).slots == 4
@@ -234,7 +234,7 @@ times = st.lists(st.floats(1e-6, 1e3), max_size=5)
 def test_what_was_counted_since_is_what_was_added(sizes, more, early, late):
     then = Snapshot(requests=len(sizes), batches=sizes, latency=histogram(*early))
     added = Snapshot(requests=len(more), batches=more, latency=histogram(*late))
-    difference = since(merge([then, added]), then)
+    difference = since(merge_snapshots([then, added]), then)
     assert difference.requests == len(more)
     assert difference.batches == more
     assert difference.latency["counts"] == added.latency["counts"]
@@ -256,7 +256,7 @@ def test_tokens_and_steps_are_counted_on_from_an_earlier_moment():
 
 def test_a_report_tells_what_came_of_a_diffusion_models_forwards():
     steps = {"rows": 40, "idle": 4, "positions": 4_000, "tokens": 1_000, "committed": 120, "output_tokens": 100}
-    both = merge([Snapshot(slots=4, device={"steps": steps})] * 2)
+    both = merge_snapshots([Snapshot(slots=4, device={"steps": steps})] * 2)
     told = build(a_run(snapshot=both))
     jsonschema.validate(told, schema())
     assert told["unmasking"] == {

@@ -90,7 +90,7 @@ class Silent(Backend):
 def test_a_run_names_the_plugin_that_raised_it():
     with pytest.raises(BackendError, match="infer raised Unspeakable"):
         run(Few(), Silent(), AtOnce(), roofline=False, update_s=0.02)
-    assert "start raised Unspeakable" in str(blame.raised(Silent(), "start", Unspeakable()))
+    assert "start raised Unspeakable" in str(blame.raised_by(Silent(), "start", Unspeakable()))
 
 
 def test_the_kit_goes_on_to_its_end():

@@ -14,7 +14,7 @@ from gpuinfer.generation import Candidate, Completion, Generation, Logprob, Part
 from gpuinfer.stats import summarise
 from gpuinfer.strategies.dynamic import Dynamic
 from gpuinfer.testing import run_virtual
-from gpuinfer.testing.fakes import made_up, parts_of
+from gpuinfer.testing.fakes import made_up, parts_of_answer
 
 
 class Letters(Backend):
@@ -220,7 +220,7 @@ def test_unread_parts_are_joined_sample_by_sample_in_order():
     one = Logprob(Candidate(1, -0.5, 1))
     unread = Unread()
     assert not unread
-    for each in parts_of(generation):
+    for each in parts_of_answer(generation):
         unread.add(each)
     found = []
     while unread:

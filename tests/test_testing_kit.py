@@ -18,7 +18,7 @@ from gpuinfer.cli import flags
 from gpuinfer.errors import BadPrompt, UsageError
 from gpuinfer.generation import Completion, Generation, Prompt, Sampling
 from gpuinfer.testing import FakeInfer, assert_ok, check_backend, check_strategy, check_workload, run_virtual
-from gpuinfer.testing.fakes import made_up, parts_of
+from gpuinfer.testing.fakes import made_up, parts_of_answer
 from gpuinfer.testing.findings import reserved_names
 
 
@@ -132,7 +132,7 @@ class Reciting(Poet):
                 yield Event(request, error=answer)
 
     def parts(self, request, answer):
-        return parts_of(answer, request.payload.begun) if request.parts else ()
+        return parts_of_answer(answer, request.payload.begun) if request.parts else ()
 
 
 class Loud(Poet):
@@ -350,7 +350,7 @@ def test_a_backend_in_order_passes(backend):
             id="an adapter that is not there",
         ),
         pytest.param(
-            telling(lambda self, request, answer: parts_of(answer)),
+            telling(lambda self, request, answer: parts_of_answer(answer)),
             "gives parts that make the answer",
             id="parts that nobody reads",
         ),
@@ -369,7 +369,7 @@ def test_a_backend_in_order_passes(backend):
             id="parts that are none",
         ),
         pytest.param(
-            telling(lambda self, request, answer: parts_of(answer) if request.parts else ()),
+            telling(lambda self, request, answer: parts_of_answer(answer) if request.parts else ()),
             "goes on with an answer that has begun",
             id="begins again",
         ),

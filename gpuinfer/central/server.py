@@ -517,7 +517,7 @@ def _spec(
             raise UsageError("a CentralServer of your own takes rows. For text: `gpuinfer generate --backend central`.")
         spec = model
     else:
-        name = model if isinstance(model, str) else import_paths.name_of(model)
+        name = model if isinstance(model, str) else import_paths.import_path_of(model)
         spec = ModelSpec(name, weights, inputs, input_dtype, arguments, strict=True)
     import_paths.refuse_without_file(spec.name)
     if spec.inputs < 1:

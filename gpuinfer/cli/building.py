@@ -79,9 +79,9 @@ def around(name: str, workload: Workload, merged: settings.Settings) -> RunPlan:
             f"{name} brings its own answers with these options, so the backend '{common.backend}' would never be "
             f"asked. Leave --backend out, or give {name} a --model."
         )
-    with blame.calling(workload, "model"):
+    with blame.blaming(workload, "model"):
         model = workload.model()
-    with blame.calling(workload, "processes"):
+    with blame.blaming(workload, "processes"):
         processes = workload.processes
     setup = replace(setup_of(common), model=model, processes=processes, deterministic=workload.deterministic)
     backend, strategy = served(name, setup, merged)

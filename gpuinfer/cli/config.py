@@ -11,7 +11,7 @@ import typer
 from pydantic import BaseModel
 
 from gpuinfer.config import registry
-from gpuinfer.config.options import fields_of, missing
+from gpuinfer.config.options import fields_of, missing_options
 from gpuinfer.errors import PluginError
 from gpuinfer.host import error_text
 
@@ -61,7 +61,7 @@ def _plugin_rows(merged: Any, kind: str, name: str) -> Iterator[tuple[str, Any, 
         yield table, None, "its Options is no pydantic model: see gpuinfer plugins check"
         return
     given = merged.options(kind, name, plugin, complete=False)
-    wanting = missing(plugin.Options, given)
+    wanting = missing_options(plugin.Options, given)
     values = _defaults(plugin.Options) | given if wanting else _dumped(plugin.Options(**given))
     for key, value in values.items():
         yield f"{table}.{key}", value, merged.origin(f"{table}.{key}")

@@ -45,8 +45,8 @@ def new(
     from gpuinfer.config.packages import template
 
     settings.load()  # they may switch plugins off
-    package = template.named(kind, name)
-    folder = template.write(package, path)
+    package = template.new_package(kind, name)
+    folder = template.write_package(package, path)
     typer.secho(f"{folder}{os.sep}", bold=True)
     for file, _ in sorted(template.files(package)):
         typer.echo(f"  {file}")
@@ -134,7 +134,7 @@ def show_one(
         ("package", record.package, f"{record.place}; {_contract(record)}"),
         ("module", record.module, ""),
     ]
-    if problem := registry.missing(plugin):
+    if problem := registry.missing_library(plugin):
         origin.append(("missing", problem, ""))
     facts(f"{registry.KINDS[record.kind]} {name}", [("what", _about(plugin), ""), *origin])
     if rows := _options(record, plugin):

@@ -165,7 +165,7 @@ def _install_one(
             typer.echo(f"  replaces  {offer.name} {prepared.replaces}")
         typer.echo(f"  goes to   {place.words}\n{RIGHTS}")
         _ask("Install it?", yes)
-        installer.install(prepared, place, program, staged)
+        installer.install_package(prepared, place, program, staged)
     typer.echo(f"Installed {offer.package}. To see whether it holds: gpuinfer plugins check {offer.name}.")
 
 
@@ -187,7 +187,7 @@ def _there_already(source: PackageSource) -> InstalledPackage | None:
     known = installer.installed_packages()
     for text in source.names:
         wanted = Requirement(text)
-        one = known.get(registry.plain(wanted.name))
+        one = known.get(registry.plain_name(wanted.name))
         if one is not None and wanted.specifier.contains(one.offer.version, prereleases=True):
             return one
     return None

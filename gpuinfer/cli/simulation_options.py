@@ -22,7 +22,7 @@ from gpuinfer.cli.building import merge
 from gpuinfer.cli.variants import Axis, addressed, labels_of, parts, with_choices
 from gpuinfer.config import blame, options, registry, settings
 from gpuinfer.config.options import check, natural
-from gpuinfer.engine.arrivals import classes_of, open_arrivals, refuse_unused, rows_of, schedule_of
+from gpuinfer.engine.arrivals import classes_of, open_arrivals, parse_rows, refuse_unused, schedule_of
 from gpuinfer.engine.core import Journal
 from gpuinfer.errors import UnknownName, UsageError
 from gpuinfer.lab.simulate import Arrivals, ClosedLoop, Mix, Outcome, simulate
@@ -219,7 +219,7 @@ def arrivals(options: SimulationOptions) -> Arrivals:
     if options.replay is not None:
         return read_once(replayed, options.replay)
     classes = classes_of(options.classes) if options.classes else {}
-    mix = Mix(rows_of(options.rows), classes, options.timeout or math.inf, options.sources)
+    mix = Mix(parse_rows(options.rows), classes, options.timeout or math.inf, options.sources)
     if options.clients is not None:
         return ClosedLoop(options.clients, options.think, constant=options.think_time == "constant", mix=mix)
     rate = schedule_of(options.schedule) if options.schedule is not None else options.rate

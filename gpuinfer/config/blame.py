@@ -84,14 +84,14 @@ def _record_of(kind: type, path: tuple[str, ...]) -> registry.PluginRecord | Non
     return next((record for record in registry.listing() if _named_by(record.module) is kind), None)
 
 
-def cure(plugin: Any) -> str:
+def cure_for(plugin: Any) -> str:
     """What to do about a plugin that does what it may not."""
     record = record_of(_class_of(plugin))
     report = " and report it" if record is not None and record.distribution == OURS else ""
-    return f"Run it again with -vv to see where{report or checked(plugin, ', or check it with')}."
+    return f"Run it again with -vv to see where{report or check_hint(plugin, ', or check it with')}."
 
 
-def checked(plugin: Any, words: str = ", check it with") -> str:
+def check_hint(plugin: Any, words: str = ", check it with") -> str:
     """How to check a plugin that somebody else's package offers; empty for any other."""
     record = record_of(_class_of(plugin))
     theirs = record is not None and record.distribution != OURS
@@ -102,10 +102,10 @@ def failure(plugin: Any, what: str) -> WorkError:
     """The error of its kind that says what a plugin did wrong: `raised in cut_at`, say."""
     kind = _class_of(plugin)
     made = FAILURES.get(_kind_of(kind), WorkError)
-    return made(f"{who(plugin)}: {what.rstrip('.')}. {cure(plugin)}")
+    return made(f"{who(plugin)}: {what.rstrip('.')}. {cure_for(plugin)}")
 
 
-def raised(plugin: Any, method: str, error: BaseException) -> WorkError:
+def raised_by(plugin: Any, method: str, error: BaseException) -> WorkError:
     """The error that says what a plugin's method raised; that is its cause."""
     made = failure(plugin, f"{method} raised {error_text.short_message(error)}")
     made.__cause__ = error
@@ -114,7 +114,7 @@ def raised(plugin: Any, method: str, error: BaseException) -> WorkError:
 
 def warn(plugin: Any, method: str, error: BaseException) -> None:
     """Say what a plugin raised where nothing depends on it; with -vv also where."""
-    log.warning("%s: %s raised %s. %s", who(plugin), method, error_text.short_message(error), cure(plugin))
+    log.warning("%s: %s raised %s. %s", who(plugin), method, error_text.short_message(error), cure_for(plugin))
     log.debug("%s", "".join(traceback.format_exception(error)))
 
 
@@ -131,7 +131,7 @@ class WarnOnce:
 
 
 @contextlib.contextmanager
-def calling(plugin: Any, method: str) -> Iterator[None]:
+def blaming(plugin: Any, method: str) -> Iterator[None]:
     """Say of what is raised inside whose it is. Errors of ours speak for themselves, and so do refused options."""
     try:
         yield
@@ -139,7 +139,7 @@ def calling(plugin: Any, method: str) -> Iterator[None]:
         first = unwrap(error)
         if isinstance(first, GpuinferError | ValidationError | BrokenPipeError):
             raise
-        raise raised(plugin, method, first) from error
+        raise raised_by(plugin, method, first) from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +163,7 @@ def calling_within(plugin: Any, method: str) -> Iterator[None]:
     thread = threading.get_ident()
     before, _within[thread] = _within.get(thread), PluginCall(next(_numbers), plugin, method)
     try:
-        with calling(plugin, method):
+        with blaming(plugin, method):
             yield
     finally:
         if before is None:
@@ -179,7 +179,7 @@ def calls_within() -> list[PluginCall]:
 
 def make(kind: type[P], setup: Setup, options: Mapping[str, Any]) -> P:
     """A plugin of this class. Raises `UsageError` and `ValidationError` as it does; what else it raises is its own."""
-    with calling(kind, "__init__"):
+    with blaming(kind, "__init__"):
         return kind(setup, **options)
 
 

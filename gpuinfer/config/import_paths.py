@@ -19,7 +19,7 @@ def in_working_folder() -> None:
         sys.path.insert(0, os.getcwd())
 
 
-def refuse_absent(name: str, what: str = "model") -> None:
+def refuse_absent_module(name: str, what: str = "model") -> None:
     """Raises `UsageError` for `module:function` of a module that is not there. No more than the packages above it are
     imported; what those raise is reported where the module itself is wanted.
     """
@@ -35,7 +35,7 @@ def refuse_absent(name: str, what: str = "model") -> None:
         raise absent(name, module, what)
 
 
-def name_of(factory: Any) -> str:
+def import_path_of(factory: Any) -> str:
     """`module:function` of what another process is to find by that name. Raises `UsageError` for what has none."""
     name = getattr(factory, "__qualname__", None)
     if not isinstance(name, str):

@@ -75,7 +75,7 @@ def several(given: Iterable[tuple[str, GivenValue]]) -> dict[str, GivenValue]:
     return found
 
 
-def missing(model: type[BaseModel], given: Iterable[str]) -> list[str]:
+def missing_options(model: type[BaseModel], given: Iterable[str]) -> list[str]:
     """The options without a default that were not given."""
     return [key for key, field in fields_of(model).items() if field.is_required() and key not in set(given)]
 

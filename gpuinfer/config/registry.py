@@ -193,11 +193,11 @@ def inspect(record: PluginRecord) -> PluginRecord:
     except PluginError as error:
         cause = error.__cause__
         return replace(record, ok=False, reason=error_text.short_message(cause) if cause else str(error))
-    problem = missing(plugin)
+    problem = missing_library(plugin)
     return replace(record, ok=True, reason=f"{LACKS}{problem}" if problem else "")
 
 
-def missing(plugin: Any) -> str | None:
+def missing_library(plugin: Any) -> str | None:
     """As `Plugin.missing`; games and environments say nothing of it."""
     from gpuinfer.api import Plugin  # as above
 
@@ -235,12 +235,12 @@ def unknown_of(entries: Iterable[str]) -> list[str]:
     return [entry for entry in entries if entry not in known]
 
 
-def refresh() -> None:
+def search_again() -> None:
     """Look for packages anew, after one was installed into a folder that has been searched before."""
     _discover.cache_clear()
 
 
-def is_ours(name: str) -> bool:
+def is_reserved(name: str) -> bool:
     """Whether it is the name of a command or a setting of ours, which no workload can have."""
     return name.replace("-", "_").lower() in (*COMMANDS, *SETTINGS)
 
@@ -277,19 +277,19 @@ def _origin_of(distribution: Distribution | None, folder: Path) -> tuple[str, st
     if distribution is None:
         return "unknown package", "", ENVIRONMENT, None
     name = distribution.name
-    place = place_of(name, distribution, folder)
+    place = place_of_package(name, distribution, folder)
     wanted = None if place == BUILT_IN else wanted_versions(distribution.requires)
     return name, distribution.version, place, wanted
 
 
-def place_of(name: str, distribution: Distribution, folder: Path) -> str:
+def place_of_package(name: str, distribution: Distribution, folder: Path) -> str:
     """`BUILT_IN`, `FOLDER` for what lies in this one of the user's, else `ENVIRONMENT`."""
-    if plain(name) == OURSELVES:
+    if plain_name(name) == OURSELVES:
         return BUILT_IN
     return FOLDER if Path(str(distribution.locate_file(""))) == folder else ENVIRONMENT
 
 
-def plain(name: str) -> str:
+def plain_name(name: str) -> str:
     """A package's name as packages are compared by (PEP 503)."""
     return re.sub(r"[-_.]+", "-", name).lower()
 
@@ -304,7 +304,7 @@ def _ruled_out(record: PluginRecord) -> bool:
 
 def _taken(record: PluginRecord) -> bool:
     """Whether it is a workload that would stand in the way of a command or a setting of everyone's."""
-    return record.kind == "workloads" and is_ours(record.name)
+    return record.kind == "workloads" and is_reserved(record.name)
 
 
 def _judged(record: PluginRecord) -> PluginRecord:

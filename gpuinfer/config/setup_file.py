@@ -74,7 +74,7 @@ class ServerSetup(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         backend = blame.make(registry.load("backends", self.backend), self.setup, dict(self.backend_options))
         strategy = registry.load("strategies", self.strategy)
         for one in self.beside:  # made again once there is something to stand beside: here it is refused in time
-            with self.naming(one.name), blame.calling(backend, "beside"):
+            with self.naming(one.name), blame.blaming(backend, "beside"):
                 backend.beside(one.model, one.share)
         return backend, blame.make(strategy, self.setup, dict(self.strategy_options))
 

@@ -312,7 +312,7 @@ def refuse_unused(options: BaseModel, source: str) -> None:
             raise UsageError(f"{flag} is for {owners}, and means nothing to --{source}. Leave {flag} out.")
 
 
-def rows_of(text: str) -> tuple[int, int]:
+def parse_rows(text: str) -> tuple[int, int]:
     """`8` or `1-8` as the least and the most rows of a request. Raises `UsageError`."""
     least, _, most = text.partition("-")
     try:

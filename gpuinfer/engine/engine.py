@@ -106,9 +106,9 @@ class Engine:
             strategy=self._given_strategy, roofline=roofline, stepped=self._stepped, lane=self._lane
         )
         try:
-            with blame.calling(self.backend, "start"):
+            with blame.blaming(self.backend, "start"):
                 await self._start_backend(context)
-            with blame.calling(self.backend, "limits"):
+            with blame.blaming(self.backend, "limits"):
                 self._take_limits(self.backend.limits)
         except BaseException:
             await self._close_backend()
@@ -198,7 +198,7 @@ class Engine:
         """Have the backend change its weights: see `Backend.update`. Raises what it raises, and `Closed`."""
         if self._shut is not None:
             raise self._given_up or Closed(f"the engine {self._shut}")
-        with blame.calling(self.backend, "update"):
+        with blame.blaming(self.backend, "update"):
             if not await self._ends(self.backend.update(version, weights, adapter=adapter, drain=drain)):
                 raise self._given_up or Closed("the engine was closed before the weights were changed.")
 
@@ -206,7 +206,7 @@ class Engine:
         """Have the backend unload an adapter: see `Backend.unload`. Raises what it raises, and `Closed`."""
         if self._shut is not None:
             raise self._given_up or Closed(f"the engine {self._shut}")
-        with blame.calling(self.backend, "unload"):
+        with blame.blaming(self.backend, "unload"):
             if not await self._ends(self.backend.unload(adapter)):
                 raise self._given_up or Closed("the engine was closed before the adapter was unloaded.")
 

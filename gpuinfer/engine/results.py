@@ -226,7 +226,7 @@ def as_failure(backend: Backend, error: BaseException) -> GpuinferError:
     method = "stream" if backend.streams else "infer"
     failure = BackendError(
         f"{blame.who(backend)}: {method} raised {error_text.short_message(error)}. Only its batch failed. "
-        f"{blame.cure(backend)}"
+        f"{blame.cure_for(backend)}"
     )
     failure.__cause__ = error
     return failure

@@ -71,7 +71,7 @@ def next_cut(strategy: Strategy, queue: Queue, now: float, limits: Limits, *, dr
 
 def _cut(strategy: Strategy, queue: Queue, line: GroupQueue, view: QueueView, *, draining: bool) -> Cut | Fault:
     try:
-        cut = choose(strategy, view, line.members, draining=draining)
+        cut = choose_batch(strategy, view, line.members, draining=draining)
         _account(strategy, cut, view.now)
     except StrategyError as error:
         return _fault(queue, view, error)
@@ -100,7 +100,7 @@ def due_at(strategy: Strategy, view: QueueView) -> float:
     return max(due, view.waiting[0].arrived)
 
 
-def choose(strategy: Strategy, view: QueueView, members: Set[Request], *, draining: bool = False) -> Cut:
+def choose_batch(strategy: Strategy, view: QueueView, members: Set[Request], *, draining: bool = False) -> Cut:
     """The batch that the strategy chooses now; `members` are the waiting requests that it may choose from.
 
     Raises `StrategyError` when the strategy raises, chooses nothing, or chooses what it may not.
@@ -144,7 +144,7 @@ def notices_of(strategy: Strategy) -> tuple[str, ...]:
 
 def blamed(strategy: Strategy, what: str) -> StrategyError:
     """The error that says what a strategy did wrong: `cut_at raised …`."""
-    cure = f"Choose another with --strategy. {blame.cure(strategy)}"
+    cure = f"Choose another with --strategy. {blame.cure_for(strategy)}"
     return StrategyError(f"{blame.who(strategy)}: {what.rstrip('.')}. {cure}")
 
 

@@ -29,11 +29,11 @@ from gpuinfer.engine.trace_recorder import (
     PART_SCHEMA,
     SCHEMA,
     WHOLE,
-    create,
+    create_private,
     lock_path,
     part_path,
-    parts_of,
-    unwritable,
+    trace_parts,
+    unwritable_trace,
 )
 from gpuinfer.errors import UsageError, WorkError
 from gpuinfer.host.files import no_folder
@@ -49,7 +49,7 @@ def alone(trace: Path) -> Iterator[None]:
     try:
         descriptor = _locked(trace)
     except OSError as error:
-        raise unwritable(trace, error) from error
+        raise unwritable_trace(trace, error) from error
     try:
         yield
     finally:
@@ -113,19 +113,19 @@ def recording(trace: str | None, merged: Callable[[Merged], None] = lambda merge
         return
     _check(Path(trace))
     with alone(Path(trace)):
-        prepare(trace)
+        prepare_trace(trace)
         try:
             yield
         except BaseException:
             try:
-                merged(merge(trace))
+                merged(merge_trace(trace))
             except WorkError as error:
                 log.warning("%s", error)
             raise
-        merged(merge(trace))
+        merged(merge_trace(trace))
 
 
-def prepare(trace: str | Path) -> None:
+def prepare_trace(trace: str | Path) -> None:
     """Make sure that the trace can be written, and take away what a run that crashed has left.
 
     A trace that is there stays until the new one takes its place. Raises `UsageError`.
@@ -133,13 +133,13 @@ def prepare(trace: str | Path) -> None:
     path = Path(trace)
     _check(path)
     try:
-        for part in parts_of(path):
+        for part in trace_parts(path):
             part.unlink(missing_ok=True)
         probe = part_path(path, WHOLE)
-        os.close(create(probe))
+        os.close(create_private(probe))
         probe.unlink()
     except OSError as error:
-        raise unwritable(path, error) from error
+        raise unwritable_trace(path, error) from error
 
 
 def _check(path: Path) -> None:
@@ -152,7 +152,7 @@ def _check(path: Path) -> None:
         raise no_folder("--trace", path)
 
 
-def merge(trace: str | Path) -> Merged:
+def merge_trace(trace: str | Path) -> Merged:
     """Put the trace together, replace what was there by it at once, and take the parts away.
 
     Raises `WorkError` when it cannot be written; then the parts stay until the next `prepare`.
@@ -160,7 +160,7 @@ def merge(trace: str | Path) -> Merged:
     path = Path(trace)
     temporary = part_path(path, WHOLE)
     try:
-        found = [one for one in parts_of(path) if one != temporary]
+        found = [one for one in trace_parts(path) if one != temporary]
         parts = sorted(filter(None, map(_TracePart.of, found)), key=lambda part: part.since)
         temporary.unlink(missing_ok=True)
         counts = _write_whole(temporary, path.suffix == ".gz", parts)
@@ -237,7 +237,7 @@ def _incomplete(parts: list[_TracePart]) -> int:
 def _write_whole(path: Path, packed: bool, parts: list[_TracePart]) -> dict[str, int]:
     """Write the trace to a new file; how many events of each kind it has."""
     with contextlib.ExitStack() as stack:
-        file: Any = stack.enter_context(os.fdopen(create(path), "wb"))
+        file: Any = stack.enter_context(os.fdopen(create_private(path), "wb"))
         below = stack.enter_context(gzip.GzipFile("", "wb", 6, file)) if packed else file
         text = stack.enter_context(io.TextIOWrapper(below, encoding="ascii", newline="\n"))
         counts = _write_lines(text, parts)

@@ -44,18 +44,18 @@ def lock_path(trace: Path) -> Path:
     return trace.with_name(f".{trace.name}.lock")
 
 
-def parts_of(trace: Path) -> list[Path]:
+def trace_parts(trace: Path) -> list[Path]:
     """All parts that lie beside a trace. Only plain files of this user's count: others may write to the folder too."""
     pattern = re.compile(rf"\.{re.escape(trace.name)}\.\d+\.(\d+|{WHOLE})\.part")
     return sorted(path for path in trace.parent.iterdir() if pattern.fullmatch(path.name) and _is_own_file(path))
 
 
-def create(path: Path) -> int:
+def create_private(path: Path) -> int:
     """A descriptor of a new file that only this user may read. Raises `OSError`, also when there is one."""
     return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
 
 
-def unwritable(trace: Path, error: OSError) -> UsageError:
+def unwritable_trace(trace: Path, error: OSError) -> UsageError:
     """What to say of a place that cannot be written."""
     return UsageError(f"--trace {trace}: {error.strerror}. Give a file in a folder of yours.")
 
@@ -192,7 +192,7 @@ class Recorder:
     def _open(self) -> int:
         while True:
             try:
-                return create(part_path(self._trace, next(_part_numbers)))
+                return create_private(part_path(self._trace, next(_part_numbers)))
             except FileExistsError:  # of a process long gone that had our number
                 continue
 

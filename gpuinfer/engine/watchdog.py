@@ -168,8 +168,8 @@ class Watchdog:
         warn_at = self._warn_at.get(held.key, self.patience.say_s * held.grace)
         if age_s >= warn_at and self._error is None:
             self._warn_at[held.key] = 2 * warn_at
-            until = f" It is given up after {seconds(held.limit_s)}." if held.limit_s < math.inf else ""
-            doing = held.doing.format(age=seconds(age_s))
+            until = f" It is given up after {_seconds(held.limit_s)}." if held.limit_s < math.inf else ""
+            doing = held.doing.format(age=_seconds(age_s))
             doing += f" ({compile_status.NOTE})" if compile_status.is_compiling() else ""
             log.warning("%s%s %s.%s", self._name, blame.who(held.plugin), doing, until)
 
@@ -233,10 +233,10 @@ def culprit(thread: int, plugins: Sequence[Any]) -> tuple[Any, str, str] | None:
 def give_up_error(held: Held, age_s: float) -> WorkError:
     """The error that ends a run because of what was held for so long."""
     kind = type(blame.failure(held.plugin, ""))
-    what = f"{blame.who(held.plugin)} {held.doing.format(age=seconds(age_s))}, and is given up"
-    cure = f"Mend it{blame.checked(held.plugin)}, or allow more with --give-up."
+    what = f"{blame.who(held.plugin)} {held.doing.format(age=_seconds(age_s))}, and is given up"
+    cure = f"Mend it{blame.check_hint(held.plugin)}, or allow more with --give-up."
     return (BackendDied if kind is BackendError else kind)(f"{what}. {cure}")
 
 
-def seconds(count: float) -> str:
+def _seconds(count: float) -> str:
     return f"{count:.0f} s" if count >= 10 else f"{count:.2g} s"

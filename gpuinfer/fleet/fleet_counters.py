@@ -18,7 +18,7 @@ from gpuinfer.errors import GpuinferError
 from gpuinfer.fleet.worker import Worker
 from gpuinfer.http.client import HttpClient
 from gpuinfer.report import report, report_sections
-from gpuinfer.stats import DONE_BY_A_DEVICE, ERRORS, LANES, Snapshot, merge, since, summarise, tokens_of
+from gpuinfer.stats import DONE_BY_A_DEVICE, ERRORS, LANES, Snapshot, counted_tokens, merge_snapshots, since, summarise
 
 
 class MonotonicCounters:
@@ -60,7 +60,7 @@ def _left(last: Snapshot) -> Snapshot:
 
 def _together(parts: list[Snapshot]) -> Snapshot:
     lanes = LANES.in_turn([part.lanes for part in parts]) if LANES.in_turn is not None else ()
-    return replace(merge(parts), lanes=lanes)
+    return replace(merge_snapshots(parts), lanes=lanes)
 
 
 EVERY_S = 1.0
@@ -147,7 +147,7 @@ def read_snapshot(body: bytes) -> Snapshot:
 
 def fleet_stats(snapshot: Snapshot, seconds: float, recent: Snapshot) -> dict[str, Any]:
     """`recent`: what was counted in the last so many seconds. Fields are those of the report."""
-    counts = {"requests": recent.requests, "rows": recent.rows, **tokens_of(recent)}
+    counts = {"requests": recent.requests, "rows": recent.rows, **counted_tokens(recent)}
     rates = {f"{name}_per_s": count / seconds if seconds else 0.0 for name, count in counts.items()}
     return {
         "requests": snapshot.requests,
@@ -160,7 +160,7 @@ def fleet_stats(snapshot: Snapshot, seconds: float, recent: Snapshot) -> dict[st
         "queue_wait_s": summarise(snapshot.queue_wait),
         "first_token_s": summarise(snapshot.first_token),
         "between_tokens_s": summarise(snapshot.between_tokens),
-        "tokens": tokens_of(snapshot),
+        "tokens": counted_tokens(snapshot),
         "unmasking": report.unmasking(snapshot),
         "models": report_sections.model_lines(snapshot, 0.0),
         "errors": {name: snapshot.errors.get(name, 0) for name in ERRORS},

@@ -324,7 +324,7 @@ class _Execution:
             await asyncio.wait({task}, timeout=pause_s)
 
     async def _follow(self) -> None:
-        with blame.calling(self.workload, "run"):
+        with blame.blaming(self.workload, "run"):
             stream = self.workload.run(self.session)
             try:
                 async for progress in stream:

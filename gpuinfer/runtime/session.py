@@ -51,7 +51,7 @@ async def preflight(backend: Backend) -> None:
 
     def ask() -> None:
         try:
-            with blame.calling(backend, "check"):
+            with blame.blaming(backend, "check"):
                 asyncio.run(backend.check())
         except BaseException as error:  # noqa: BLE001 (raised by the waiting caller)
             answered.set_exception(error)
@@ -242,7 +242,7 @@ class Session(Infer):
     @property
     def adapters(self) -> Sequence[str]:
         """The names that `Prompt.adapter` may have now."""
-        with blame.calling(self._backend, "adapters"):
+        with blame.blaming(self._backend, "adapters"):
             return tuple(self._backend.adapters) if self._started else ()
 
     async def unload(self, adapter: str) -> None:
@@ -251,7 +251,7 @@ class Session(Infer):
         await self._engine.unload(adapter)
 
     def block(self, rows: int) -> Any:
-        with blame.calling(self._backend, "block"):
+        with blame.blaming(self._backend, "block"):
             return self._backend.block(rows)
 
     def beside(self, spec: ModelSpec, share: float = 1.0) -> Session:
@@ -260,7 +260,7 @@ class Session(Infer):
 
     def open_beside(self, spec: ModelSpec, name: str | None = None, share: float = 1.0) -> Session:
         """`beside`, by this name, and always a new session: the same model may be served twice."""
-        with blame.calling(self._backend, "beside"):
+        with blame.blaming(self._backend, "beside"):
             backend = self._backend.beside(spec, share)
         strategy = type(self._strategy)(backend.setup, **self._strategy.options.model_dump())
         if name is None and (model := self._backend.setup.model) is not None:
@@ -300,7 +300,7 @@ class Session(Infer):
     async def _jobs(self, target: str, arguments: Sequence[Mapping[str, Any]]) -> list[WorkerJob]:
         if self._backend.remote:
             await self.ready()
-        with blame.calling(self._backend, "connect"):
+        with blame.blaming(self._backend, "connect"):
             connectors = [self._backend.connect() for _ in arguments]
         return [
             WorkerJob(

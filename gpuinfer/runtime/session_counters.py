@@ -20,7 +20,7 @@ from gpuinfer.engine.engine import Engine
 from gpuinfer.errors import GpuinferError
 from gpuinfer.host import machine
 from gpuinfer.runtime.worker_pool import WorkerPool
-from gpuinfer.stats import Snapshot, merge, since
+from gpuinfer.stats import Snapshot, merge_snapshots, since
 
 NO_FILE = "no weights file"
 
@@ -133,13 +133,13 @@ class SessionCounters:
             parts += [_named(f"worker {worker}", part) for worker, part in found]
         parts.append(far := _served(since(self._far, self._far_mark)))
         if self.model:
-            parts.append(Snapshot(models={self.model: self._line(merge([own, far]))}))
+            parts.append(Snapshot(models={self.model: self._line(merge_snapshots([own, far]))}))
         parts += [_beside(name, part) for name, part in beside]
-        return merge(parts)
+        return merge_snapshots(parts)
 
     def own(self) -> Snapshot:
         """The counters of this model alone, without workers."""
-        return merge([since(self._counted(), self._mark), _served(since(self._far, self._far_mark))])
+        return merge_snapshots([since(self._counted(), self._mark), _served(since(self._far, self._far_mark))])
 
     def _line(self, counted: Snapshot) -> Mapping[str, Any]:
         setup = self._backend.setup
@@ -155,7 +155,7 @@ class SessionCounters:
             return own
         engine = self._engine.snapshot()
         served = _asked(engine) if self._backend.remote else replace(engine, device=self._device())
-        return merge([served, own])
+        return merge_snapshots([served, own])
 
     def _device(self) -> Mapping[str, Any]:
         """`Backend.device`; empty when that raises."""

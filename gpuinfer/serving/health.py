@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from gpuinfer.report import report, report_sections
-from gpuinfer.stats import ERRORS, Snapshot, since, summarise, tokens_of
+from gpuinfer.stats import ERRORS, Snapshot, counted_tokens, since, summarise
 
 LOOK_S = 0.25
 STUCK_S = 3.0
@@ -164,7 +164,7 @@ def replica_stats(snapshot: Snapshot, recent: RecentCounters, about: dict[str, A
         "first_token_s": summarise(snapshot.first_token),
         "between_tokens_s": summarise(snapshot.between_tokens),
         "classes": {name: report.of_class(count) for name, count in snapshot.classes.items()},
-        "tokens": tokens_of(snapshot),
+        "tokens": counted_tokens(snapshot),
         "unmasking": report.unmasking(snapshot),
         "time_s": report.time_s(snapshot.lanes, wall_s),
         "lanes": len(snapshot.lanes),
@@ -180,7 +180,7 @@ def replica_stats(snapshot: Snapshot, recent: RecentCounters, about: dict[str, A
 
 def recent_rates(seconds: float, counted: Snapshot) -> dict[str, float]:
     """For each second of the last ones."""
-    counts: dict[str, float] = {"requests": counted.requests, "rows": counted.rows, **tokens_of(counted)}
+    counts: dict[str, float] = {"requests": counted.requests, "rows": counted.rows, **counted_tokens(counted)}
     return {
         "over_s": seconds,
         **{f"{name}_per_s": count / seconds if seconds else 0.0 for name, count in counts.items()},

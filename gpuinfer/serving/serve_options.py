@@ -286,7 +286,7 @@ def check_models_exist(spec: ModelSpec) -> None:
     if spec.weights is not None and not Path(spec.weights).exists():
         raise UsageError(f"no weights file {spec.weights}. Check --weights.")
     if ":" in spec.name and spec.kind == "rows":
-        import_paths.refuse_absent(spec.name)
+        import_paths.refuse_absent_module(spec.name)
     elif spec.kind == "text" and spec.weights is None:
         text_options.refuse_absent(spec.name, TEXT_MODELS)
 

@@ -85,7 +85,7 @@ class ServiceTime:
             return 0.0
         per_row = self.per_row
         line = max(self._mean_s + per_row * (rows - self._mean_rows), 0.0)
-        size = self._sizes.get(size_of(rows))
+        size = self._sizes.get(size_class(rows))
         if size is None:
             return line
         count, mean_rows, mean_s, _ = size
@@ -128,7 +128,7 @@ class ServiceTime:
 
     def knows(self, rows: int) -> bool:
         """Whether enough batches of about so many rows were seen."""
-        size = self._sizes.get(size_of(rows))
+        size = self._sizes.get(size_class(rows))
         return size is not None and size[0] >= FIRST
 
     def learn(self, rows: int, seconds: float) -> None:
@@ -137,7 +137,7 @@ class ServiceTime:
         self.smallest = min(self.smallest or rows, rows)
         self.largest = max(self.largest, rows)
         seconds = min(max(TICK_S, seconds), LONGEST_S)
-        expected, size = max(TICK_S, self.seconds(rows)), self._sizes.get(size_of(rows))
+        expected, size = max(TICK_S, self.seconds(rows)), self._sizes.get(size_class(rows))
         if size is not None and size[0] >= FIRST and self._is_outlier(seconds / expected):
             return
         self._learn_line(rows, seconds)
@@ -180,7 +180,7 @@ class ServiceTime:
         self._covariance = (1 - weight) * (self._covariance + weight * more_rows * more_s)
 
     def _learn_size(self, rows: int, seconds: float) -> None:
-        size = self._sizes.setdefault(size_of(rows), [0, 0.0, 0.0, 0])
+        size = self._sizes.setdefault(size_class(rows), [0, 0.0, 0.0, 0])
         size[0] = min(size[0] + 1, NEAR)
         size[1] += (rows - size[1]) / size[0]
         size[2] += (seconds - size[2]) / size[0]
@@ -223,7 +223,7 @@ class _Side:
         self._ratios.clear()
 
 
-def size_of(rows: int) -> int:
+def size_class(rows: int) -> int:
     """The number of the size that so many rows belong to: four to each doubling, all edges of powers of two among them.
 
     33 to 40 rows are one size, 41 to 48 the next, …, 57 to 64, 65 to 80.
@@ -256,7 +256,7 @@ class SizeCurve:
     def learn(self, rows: int, seconds: float) -> None:
         """A batch of so many rows took so long."""
         self._batches += 1
-        size = self._sizes.setdefault(size_of(rows), [0, 0.0, 0.0, 0])
+        size = self._sizes.setdefault(size_class(rows), [0, 0.0, 0.0, 0])
         size[0] = min(size[0] + 1, AVERAGED)
         size[1] += (rows - size[1]) / size[0]
         size[2] += (seconds - size[2]) / size[0]

@@ -31,16 +31,16 @@ from gpuinfer.testing.findings import Examination, Finding, check_build, check_o
 TOLERANCE = 1e-6
 
 
-def distance(first: Any, second: Any) -> float:
+def answer_distance(first: Any, second: Any) -> float:
     """The largest difference anywhere in two answers; inf when they are not of one shape, 0 when they are equal."""
     if isinstance(first, Mapping) and isinstance(second, Mapping):
         if first.keys() != second.keys():
             return math.inf
-        return max((distance(first[key], second[key]) for key in first), default=0.0)
+        return max((answer_distance(first[key], second[key]) for key in first), default=0.0)
     if isinstance(first, tuple | list) and isinstance(second, tuple | list):
         if len(first) != len(second):
             return math.inf
-        return max(map(distance, first, second), default=0.0)
+        return max(map(answer_distance, first, second), default=0.0)
     if hasattr(first, "shape") and hasattr(second, "shape"):
         # torch: from any device, and from types that NumPy does not have
         one, other = (
@@ -250,11 +250,11 @@ class _BackendExamination:
         batch = [self._request(1, seed) for seed in range(fits)]
         together = await self._ask(batch)
         alone = [(await self._ask([request]))[0] for request in batch]
-        if distance((await self._ask(batch[:1]))[0], alone[0]) > TOLERANCE:
+        if answer_distance((await self._ask(batch[:1]))[0], alone[0]) > TOLERANCE:
             return None
         for number, answer in enumerate(together):
-            own = distance(answer, alone[number])
-            if any(distance(answer, other) < own for other in alone):
+            own = answer_distance(answer, alone[number])
+            if any(answer_distance(answer, other) < own for other in alone):
                 return f"request {number} of a batch got another one's answer. Return the results in the batch's order."
         return None
 

@@ -91,7 +91,7 @@ def _fault_of_needs(decoder: UnmaskingDecoder) -> str | None:
     return f"it needs {', '.join(odd)}, which no view has. Needs are margin and entropy." if odd else None
 
 
-def blocks(edits: bool, seed: int = 0) -> Iterator[tuple[str, View]]:
+def block_cases(edits: bool, seed: int = 0) -> Iterator[tuple[str, View]]:
     """Blocks that a decoder must cope with; where it `edits`, with tokens that were committed before."""
     for name, view in _blocks(seed):
         yield name, replace(view, edited=edited_of(3, seed)) if edits else view
@@ -131,7 +131,7 @@ def edited_of(count: int, seed: int = 0) -> Edited:
 def _first_fault(make: Make, fault_of: Callable[[UnmaskingDecoder, View], str | None]) -> str | None:
     """With each block: the first fault, and in which of them."""
     decoder = make()
-    for name, view in blocks(decoder.edits):
+    for name, view in block_cases(decoder.edits):
         for threshold in thresholds(decoder):
             if fault := fault_of(make(), replace(view, threshold=threshold)):
                 return f"with {name}: {fault}"
@@ -167,7 +167,7 @@ def _fault_of_choice(name: str, chosen: Any, count: int, what: str) -> str | Non
 
 
 def _fault_of_sameness(make: Make) -> str | None:
-    for name, view in blocks(make().edits):
+    for name, view in block_cases(make().edits):
         found = [_lists(decoder.decide(decoder.begin(), view)) for decoder in (make(), make())]
         if found[0] != found[1]:
             return f"with {name}: two answers. Decide by the view alone, and draw from view.uniform."

@@ -58,7 +58,7 @@ class FakeInfer(Infer):
         async def ask(on_part: OnPart) -> Result:
             result = await self(payload, **options)
             begun = payload.begun if isinstance(payload, Prompt) else ()
-            for part in parts_of(result, begun) if isinstance(result, Generation) else ():
+            for part in parts_of_answer(result, begun) if isinstance(result, Generation) else ():
                 on_part(part)
                 await asyncio.sleep(0)
             return result
@@ -113,7 +113,7 @@ def made_up(prompt: Prompt) -> Generation:
     )
 
 
-def parts_of(generation: Generation, begun: Sequence[Sequence[int]] = ()) -> Iterator[Part]:
+def parts_of_answer(generation: Generation, begun: Sequence[Sequence[int]] = ()) -> Iterator[Part]:
     """A made-up answer token by token, the samples in turn; the text is cut evenly. Of samples that have `begun` what
     follows; of one that is whole its finish.
     """

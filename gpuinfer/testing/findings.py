@@ -13,7 +13,7 @@ from pydantic import BaseModel, ValidationError
 
 from gpuinfer.api import Plugin
 from gpuinfer.config import settings
-from gpuinfer.config.options import fields_of, missing
+from gpuinfer.config.options import fields_of, missing_options
 from gpuinfer.errors import GpuinferError
 from gpuinfer.host import error_text
 
@@ -174,7 +174,7 @@ def check_unknown_options(kind: Any, options: Any, build: Callable[..., object],
 
 def wanting(plugin: type[Plugin], given: Iterable[str]) -> str | None:
     """What to say when options are needed to build it that were not given."""
-    names = missing(plugin.Options, given) if issubclass(plugin.Options, BaseModel) else []
+    names = missing_options(plugin.Options, given) if issubclass(plugin.Options, BaseModel) else []
     words = " ".join(f"--set {name}=VALUE" for name in names)
     return f"needs {', '.join(names)}, which has no default. Check it with {words}." if names else None
 

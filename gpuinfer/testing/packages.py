@@ -47,7 +47,7 @@ def of_path(path: str) -> registry.PluginRecord:
     """What `module:Class` names, as if a package offered it. Raises `UsageError`."""
     from gpuinfer.workloads.selfplay.game import Game  # NumPy: of no use to the other kinds
 
-    import_paths.refuse_absent(path, "plugin")
+    import_paths.refuse_absent_module(path, "plugin")
     try:
         found = _imported(path)
     except (Exception, SystemExit) as error:
@@ -170,7 +170,9 @@ def check_package(
     backends that serve it. Each check may take `each_s`, all of them `limit_s`: what hangs is named and ended, and the
     others go on. Raises `UsageError` when the package is not installed or offers no plugin.
     """
-    records = [one for one in registry.listing() if registry.plain(one.distribution) == registry.plain(package_name)]
+    records = [
+        one for one in registry.listing() if registry.plain_name(one.distribution) == registry.plain_name(package_name)
+    ]
     if ":" in package_name:
         records = [of_path(package_name)]
     if not records:

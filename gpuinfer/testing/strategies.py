@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from gpuinfer.api import Backend, BatchRecord, Limits, Priority, QueueView, Reason, Request, Result, Strategy
 from gpuinfer.engine.engine import Engine
-from gpuinfer.engine.scheduler import choose, due_at
+from gpuinfer.engine.scheduler import choose_batch, due_at
 from gpuinfer.testing.fakes import run_virtual
 from gpuinfer.testing.findings import Examination, Finding, check_build, check_options, raised, run_bounded
 
@@ -134,7 +134,7 @@ def _fault_of_time(strategy: Strategy, view: QueueView) -> str | None:
 
 
 def _fault_of_choice(strategy: Strategy, view: QueueView) -> str | None:
-    choose(strategy, view, set(view.waiting))
+    choose_batch(strategy, view, set(view.waiting))
     return None
 
 

@@ -32,8 +32,8 @@ from gpuinfer.engine.arrivals import (
     Offer,
     classes_of,
     open_arrivals,
+    parse_rows,
     refuse_unused,
-    rows_of,
     schedule_of,
 )
 from gpuinfer.errors import BackendDied, BackendError, BadResult, Expired, QueueFull, UnknownName, UsageError, WorkError
@@ -373,7 +373,7 @@ class Load(Workload):
         if own.weights is not None and not own.weights.is_file():
             raise UsageError(f"--weights: no file '{own.weights}'. Give the file that holds the weights.")
         self._mix = Mix(
-            rows_of(own.rows),
+            parse_rows(own.rows),
             classes_of(own.classes) if own.classes else {},
             math.inf if own.timeout is None else own.timeout,
             own.sources,

@@ -94,5 +94,5 @@ def test_the_command_says_so_too(site, gpuinfer, words):
 
 def test_one_for_another_contract_does_not_clash_with_one_for_this(site):
     install(site, "zeta", {"backends": {"later": "gpuinfer.backends.standin:StandIn"}})
-    registry.refresh()
+    registry.search_again()
     assert registry.find("backends", "later").package == "zeta 1.0"

@@ -26,7 +26,7 @@ def place(tmp_path_factory):
     """All six packages, installed by the command into a folder of plugins."""
     place = tmp_path_factory.mktemp("new")
     for kind in KINDS:
-        template.write(new(kind), place)
+        template.write_package(new(kind), place)
     paths = [new(kind).package + os.sep for kind in KINDS]
     done = gpuinfer("plugins", "install", *paths, "--yes", "--no-index", "--into", "folder", place=place)
     for kind in KINDS:

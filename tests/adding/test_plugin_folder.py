@@ -29,7 +29,7 @@ def folder(tmp_path, monkeypatch):
     place.mkdir(mode=0o700)
     monkeypatch.setenv(installation.PLUGIN_FOLDER_VARIABLE, str(place))
     monkeypatch.setattr(sys, "path", list(sys.path))
-    registry.refresh()
+    registry.search_again()
     return place
 
 

@@ -40,7 +40,7 @@ def test_every_kind_of_plugin_can_be_begun(kind, tmp_path, gpuinfer):
 
 
 def test_the_name_of_the_package_is_as_good_as_that_of_the_plugin():
-    assert template.named("backend", "gpuinfer-mine").name == "mine"
+    assert template.new_package("backend", "gpuinfer-mine").name == "mine"
 
 
 @pytest.mark.parametrize(
@@ -58,7 +58,7 @@ def test_the_name_of_the_package_is_as_good_as_that_of_the_plugin():
 )
 def test_a_name_that_is_none_is_refused_with_a_better_one(name, hint):
     with pytest.raises(UsageError, match=f"is no name for a plugin.*{hint}"):
-        template.named("backend", name)
+        template.new_package("backend", name)
 
 
 @pytest.mark.parametrize(
@@ -114,5 +114,5 @@ def test_what_is_torn_off_in_the_middle_leaves_nothing(tmp_path, monkeypatch):
 
     monkeypatch.setattr(Path, "write_text", torn)
     with pytest.raises(KeyboardInterrupt):
-        template.write(template.named("game", "mine"), tmp_path)
+        template.write_package(template.new_package("game", "mine"), tmp_path)
     assert list(tmp_path.iterdir()) == []

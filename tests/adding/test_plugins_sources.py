@@ -108,9 +108,9 @@ def mine(tmp_path, monkeypatch):
     place = tmp_path / "mine"
     place.mkdir(mode=0o700)
     monkeypatch.setenv(installation.PLUGIN_FOLDER_VARIABLE, str(place))
-    registry.refresh()
+    registry.search_again()
     yield place
-    registry.refresh()
+    registry.search_again()
 
 
 def put(wheel: Path, folder: Path) -> None:

@@ -22,7 +22,7 @@ def here(tmp_path, monkeypatch):
         monkeypatch.delenv(variable)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "120")
-    registry.refresh()
+    registry.search_again()
 
 
 def test_a_load_of_its_own(gpuinfer):

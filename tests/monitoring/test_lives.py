@@ -7,7 +7,7 @@ from monitoring.synthetic import Server
 
 from gpuinfer.fleet.fleet_counters import MonotonicCounters
 from gpuinfer.serving.monitoring.live_page import live_totals, live_view
-from gpuinfer.stats import merge
+from gpuinfer.stats import merge_snapshots
 
 
 def test_a_replica_that_starts_anew_adds_to_what_it_counted_before():
@@ -49,6 +49,6 @@ def test_lanes_of_one_name_are_one_so_that_a_look_tells_their_shares():
 
 
 def test_tokens_of_replicas_add_up():
-    total = merge([Server(1).step(requests=5), Server(2).step(requests=7)])
+    total = merge_snapshots([Server(1).step(requests=5), Server(2).step(requests=7)])
     assert total.device["tokens"] == {"input": 12 * 120, "output": 12 * 48}
     assert total.device["name"].startswith("NVIDIA")

@@ -10,7 +10,7 @@ import pytest
 
 from gpuinfer.api import Limits, QueueView, Strategy
 from gpuinfer.backends.service_model import ServiceModel
-from gpuinfer.engine.trace_merge import merge
+from gpuinfer.engine.trace_merge import merge_trace
 from gpuinfer.engine.trace_reader import read
 from gpuinfer.engine.trace_recorder import Recorder
 from gpuinfer.errors import UsageError
@@ -114,7 +114,7 @@ def recorded(path, load, service, strategy=Dynamic, limits=PLAIN_LIMITS, **how):
     outcome = simulate(load, service, strategy, limits, warmup=0, recorder=record, **how)
     for recorder in recorders:
         recorder.close()
-    merge(path)
+    merge_trace(path)
     return read(path), outcome
 
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpuinfer.backends.service_model import ServiceModel
-from gpuinfer.strategies.service_time import ServiceTime, size_of
+from gpuinfer.strategies.service_time import ServiceTime, size_class
 
 
 def learnt(model, sizes, seed=1, times=1.0, known=None):
@@ -81,10 +81,10 @@ def test_a_clock_that_has_not_moved_spoils_nothing(seconds):
 
 @given(st.integers(1, 4096))
 def test_sizes_end_at_powers_of_two_and_are_never_wider_than_a_quarter(rows):
-    assert size_of(rows) <= size_of(rows + 1)
+    assert size_class(rows) <= size_class(rows + 1)
     if rows & (rows - 1) == 0:
-        assert size_of(rows) < size_of(rows + 1)
-    alike = [other for other in range(max(1, rows // 2), 2 * rows) if size_of(other) == size_of(rows)]
+        assert size_class(rows) < size_class(rows + 1)
+    alike = [other for other in range(max(1, rows // 2), 2 * rows) if size_class(other) == size_class(rows)]
     assert max(alike) <= max(1.25 * min(alike), min(alike) + 1)
 
 

@@ -42,7 +42,7 @@ def arrival(at, number=1, *, engine=0, rows=1, priority=1, client=None, left_s=N
 def test_a_trace_cut_off_at_any_byte_is_refused(tmp_path, name):
     path = tmp_path / name
     record_little(path, batches=1)
-    trace_merge.merge(path)
+    trace_merge.merge_trace(path)
     whole = path.read_bytes()
     most = len(whole) - (name == "trace.jsonl")  # the newline at the very end is no loss
     for size in range(most):

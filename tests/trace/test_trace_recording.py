@@ -15,19 +15,19 @@ from playing import START, check_trace, record_little, recorder, request
 
 from gpuinfer.api import Limits, Priority, Reason
 from gpuinfer.engine import trace_merge, trace_recorder
-from gpuinfer.engine.trace_merge import prepare, recording
+from gpuinfer.engine.trace_merge import prepare_trace, recording
 from gpuinfer.engine.trace_reader import Arrival, CutRecord, RanRecord, Settle, read
 from gpuinfer.errors import UsageError, WorkError
 
 
 def parts(path):
-    return trace_recorder.parts_of(path)
+    return trace_recorder.trace_parts(path)
 
 
 def test_a_trace_says_all_that_the_engine_was_told(tmp_path):
     path = tmp_path / "trace.jsonl"
     record_little(path, batches=1)
-    assert trace_merge.merge(path) == trace_merge.Merged(path, requests=2, incomplete=0)
+    assert trace_merge.merge_trace(path) == trace_merge.Merged(path, requests=2, incomplete=0)
     trace = read(path)
     header = trace.header
     assert (header.strategy, header.engines, header.limits, header.incomplete) == ("dynamic", 1, Limits(64, 2), 0)
@@ -45,7 +45,7 @@ def test_a_name_that_ends_in_gz_is_packed(tmp_path):
     plain, packed = tmp_path / "trace.jsonl", tmp_path / "trace.jsonl.gz"
     for path in (plain, packed):
         record_little(path)
-        trace_merge.merge(path)
+        trace_merge.merge_trace(path)
     lines = gzip.decompress(packed.read_bytes()).splitlines()[1:]
     assert lines == plain.read_bytes().splitlines()[1:]
     assert read(packed).settles == read(plain).settles
@@ -61,7 +61,7 @@ def test_long_names_are_cut_off_and_those_that_cannot_be_shown_are_named_by_thei
     for client in ("x" * 10_000, Shy()):
         one.arrived(request(client=client))
     one.close()
-    trace_merge.merge(path)
+    trace_merge.merge_trace(path)
     assert [arrival.client for arrival in read(path).arrivals] == ["x" * trace_recorder.TEXT_CHARS, "Shy"]
 
 
@@ -72,7 +72,7 @@ def test_a_request_of_rows_that_cannot_be_is_not_recorded(tmp_path, rows):
     one.arrived(odd)
     one.settled(odd, "rejected", START)
     one.close()
-    trace_merge.merge(path)
+    trace_merge.merge_trace(path)
     assert read(path).arrivals == []
 
 
@@ -84,7 +84,7 @@ def test_what_is_told_late_stands_in_its_place(tmp_path):
     one.arrived(late)
     one.ran(batch, 0.4, START + 0.5)
     one.close()
-    trace_merge.merge(path)
+    trace_merge.merge_trace(path)
     trace = read(path)
     assert (trace.batches[0].at, trace.arrivals[1].at) == (0.5, 1.0)
     assert path.read_text().splitlines()[3].startswith('["b",')
@@ -128,7 +128,7 @@ def check_round_trip(folder, steps):
             settled.append((engine, outcome))
     for one in engines:
         one.close()
-    merged = trace_merge.merge(path)
+    merged = trace_merge.merge_trace(path)
     trace = read(path)
     assert merged.requests == len(arrived)
     opened = list(dict.fromkeys(engine for engine, *_ in arrived))  # they are numbered as they first write
@@ -167,7 +167,7 @@ def test_a_part_cut_off_at_any_byte_gives_a_trace_of_what_is_whole(tmp_path):
     seen = set()
     for size in range(len(whole)):
         name.write_bytes(whole[:size])
-        merged = trace_merge.merge(path)
+        merged = trace_merge.merge_trace(path)
         trace = read(path)
         check_trace(trace)
         lines = whole[:size].count(b"\n")
@@ -184,7 +184,7 @@ def test_a_killed_engine_leaves_those_of_others_whole(tmp_path):
     record_little(path)
     first, _ = parts(path)
     os.truncate(first, first.stat().st_size - 20)
-    trace_merge.merge(path)
+    trace_merge.merge_trace(path)
     trace = read(path)
     assert (trace.header.engines, trace.header.incomplete) == (2, 1)
     assert sum(one.engine == 1 for one in trace.settles) == 6 - sum(one.engine == 0 for one in trace.settles) + 6
@@ -206,10 +206,10 @@ def test_a_recorder_that_finds_no_room_says_so_once_and_raises_nothing(tmp_path,
 def test_leftovers_of_a_crashed_run_are_taken_away_and_an_old_trace_stays(tmp_path):
     path = tmp_path / "trace.jsonl"
     record_little(path, batches=2)
-    trace_merge.merge(path)
+    trace_merge.merge_trace(path)
     record_little(path)
     (tmp_path / ".trace.jsonl.notes.part").write_text("of somebody")
-    prepare(path)
+    prepare_trace(path)
     assert parts(path) == []
     assert len(read(path).cuts) == 2
     assert (tmp_path / ".trace.jsonl.notes.part").exists()
@@ -220,7 +220,7 @@ def test_a_link_in_the_place_of_a_part_is_not_followed(tmp_path):
     record_little(secret)
     (other,) = parts(secret)
     (tmp_path / ".trace.jsonl.1.0.part").symlink_to(other)
-    assert trace_merge.merge(path).requests == 0
+    assert trace_merge.merge_trace(path).requests == 0
     assert other.exists()
 
 
@@ -235,7 +235,7 @@ def test_places_that_cannot_be_written_are_refused_with_the_cure(tmp_path):
     }
     for path, word in cases.items():
         with pytest.raises(UsageError, match=word):
-            prepare(path)
+            prepare_trace(path)
         with pytest.raises(UsageError, match=word), recording(str(path)):
             pass
 
@@ -275,15 +275,15 @@ def test_a_trace_that_cannot_be_written_at_the_end_keeps_its_parts(tmp_path, mon
     record_little(path)
     monkeypatch.setattr(trace_merge, "_write_lines", full)
     with pytest.raises(WorkError, match="No space left"):
-        trace_merge.merge(path)
+        trace_merge.merge_trace(path)
     monkeypatch.undo()
     assert not path.exists()
-    assert trace_merge.merge(path).requests == 6
+    assert trace_merge.merge_trace(path).requests == 6
 
 
 def test_only_its_owner_may_read_a_trace_and_its_parts(tmp_path):
     path = tmp_path / "trace.jsonl"
     record_little(path)
     modes = [stat.S_IMODE(part.stat().st_mode) for part in parts(path)]
-    trace_merge.merge(path)
+    trace_merge.merge_trace(path)
     assert [*modes, stat.S_IMODE(path.stat().st_mode)] == [0o600, 0o600]

@@ -17,7 +17,7 @@ from gpuinfer.api import Setup
 from gpuinfer.cli import main
 from gpuinfer.engine import trace_merge
 from gpuinfer.engine.trace_reader import read
-from gpuinfer.engine.trace_recorder import parts_of
+from gpuinfer.engine.trace_recorder import trace_parts
 from gpuinfer.errors import UsageError
 from gpuinfer.runtime.run import run
 
@@ -30,7 +30,7 @@ def record(path, workload, backend=Doubler):
     report = run(workload, backend(Setup(trace=str(path))), AtOnce(), update_s=0.01, on_trace=seen.append)
     trace = read(path)
     assert [merged.requests for merged in seen] == [len(trace.arrivals)]
-    assert parts_of(path) == []
+    assert trace_parts(path) == []
     check_trace(trace)
     return trace, report
 
@@ -105,7 +105,7 @@ def test_the_page_about_traces_reads_one(tmp_path):
     page = (Path(__file__).parents[2] / "docs" / "traces.md").read_text()
     (example,) = re.findall(r"^```python\n(.*?)^```", page, re.M | re.S)
     record_little(tmp_path / "trace.jsonl")
-    trace_merge.merge(tmp_path / "trace.jsonl")
+    trace_merge.merge_trace(tmp_path / "trace.jsonl")
     done = subprocess.run([sys.executable, "-c", example], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.stdout.startswith("dynamic [(0.0, 3, ")
     assert done.stderr == ""

@@ -11,7 +11,7 @@ from gpuinfer.cli.screen.live_view import models_of
 from gpuinfer.report import report_sections
 from gpuinfer.report.evidence import Evidence
 from gpuinfer.report.verdict import judge
-from gpuinfer.stats import Histogram, Snapshot, merge, of_model, since
+from gpuinfer.stats import Histogram, Snapshot, merge_snapshots, of_model, since
 
 
 def of(kind: str, share: float, requests: int, had_s: float, waited_s: float) -> dict:
@@ -34,7 +34,7 @@ def test_the_device_time_is_shared_out_whole():
 
 
 def test_lines_of_several_processes_add_up_and_count_from_a_mark():
-    twice = merge([BOTH, BOTH])
+    twice = merge_snapshots([BOTH, BOTH])
     assert [line["device_s"] for line in report_sections.model_lines(twice, 1.0)] == [12.0, 4.0]
     assert [line["share"] for line in report_sections.model_lines(twice, 1.0)] == [2.0, 1.0]
     assert report_sections.model_lines(since(twice, BOTH), 1.0) == report_sections.model_lines(BOTH, 1.0)

@@ -12,7 +12,7 @@ from gpuinfer.cli.screen import workload_rows
 from gpuinfer.host import compile_status
 from gpuinfer.report import report_sections
 from gpuinfer.report.report import doublings
-from gpuinfer.stats import DiffusionCounters, Snapshot, mean_size, summarise, tokens_of
+from gpuinfer.stats import DiffusionCounters, Snapshot, counted_tokens, mean_size, summarise
 from gpuinfer.units import MAGNITUDES, duration, left, left_until, number, short, whole
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ class ProgressPace:
         if self._past and update.elapsed_s < self._past[-1][0]:  # the clock starts anew after the setup
             self._past.clear()
         snapshot = update.snapshot
-        counts = {**update.progress.counts, row_word(snapshot.slots): snapshot.rows, **tokens_of(snapshot)}
+        counts = {**update.progress.counts, row_word(snapshot.slots): snapshot.rows, **counted_tokens(snapshot)}
         self._past.append((update.elapsed_s, counts))
         while len(self._past) > 2 and self._past[1][0] <= update.elapsed_s - WINDOW_S:
             self._past.popleft()

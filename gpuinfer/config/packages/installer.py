@@ -73,7 +73,7 @@ class Installer:
                 printed = self.run("install", words, "looking for what it needs").err.decode("utf-8", "replace")
                 found = re.findall(r"^ \+ (\S+)==(\S+)", printed, re.MULTILINE)
         # uv does not read PYTHONPATH, and plans what lies in the user's folder again
-        return {registry.plain(name): version for name, version in found if registry.plain(name) not in held}
+        return {registry.plain_name(name): version for name, version in found if registry.plain_name(name) not in held}
 
     def run(self, verb: str, words: Sequence[str], doing: str) -> children.FinishedProgram:
         """Run `pip VERB WORDS`. Raises `WorkError` when it fails, with its own words on standard error."""
@@ -150,7 +150,7 @@ class PackagePreparation:
 
     def _prepare_name(self, name: str) -> PreparedPackage:
         """The newest version that is for this gpuinfer and what is installed here."""
-        plain = registry.plain(Requirement(name).name)
+        plain = registry.plain_name(Requirement(name).name)
         planned = self._program.plan([name], {one: held for one, held in self._held.items() if one != plain})
         there = self._here.get(plain)
         if plain not in planned and there is not None:  # no newer version is for this gpuinfer
@@ -175,7 +175,7 @@ class PackagePreparation:
         if source.kind != "folder" or source.path is None:
             return not self._program.index
         needs = [Requirement(line) for line in package_info.build_needs(source.path)]
-        here = [(one, self._held.get(registry.plain(one.name))) for one in needs]
+        here = [(one, self._held.get(registry.plain_name(one.name))) for one in needs]
         return all(version is not None and one.specifier.contains(version, prereleases=True) for one, version in here)
 
     def _read(self, words: list[str]) -> tuple[PackageOffer, list[str]]:
@@ -197,7 +197,7 @@ def _pinned(planned: Mapping[str, str]) -> list[str]:
     return [f"{name}=={version}" for name, version in planned.items()]
 
 
-def install(prepared: PreparedPackage, place: InstallPlace, program: Installer, staged: Path) -> None:
+def install_package(prepared: PreparedPackage, place: InstallPlace, program: Installer, staged: Path) -> None:
     """Install it with what it needs. `staged` is the folder that it was read from."""
     what = f"installing {prepared.offer.package}"
     if place.folder is None:
@@ -210,7 +210,7 @@ def install(prepared: PreparedPackage, place: InstallPlace, program: Installer, 
         places.put_in(staged, place.folder)
         installation.add_plugin_folder()
     importlib.invalidate_caches()
-    registry.refresh()
+    registry.search_again()
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,13 +271,13 @@ def installed_packages() -> dict[str, InstalledPackage]:
 
 def find_installed(name: str) -> InstalledPackage:
     """The installed package of that name, or that short name. Raises `UsageError` when there is none to remove."""
-    if registry.plain(name) == OURS:
+    if registry.plain_name(name) == OURS:
         raise UsageError("gpuinfer itself is no plugin. To remove it too: pip uninstall gpuinfer.")
     known = installed_packages()
     for one in package_info.candidate_names(name, name):
-        if registry.plain(one) in known:
-            return known[registry.plain(one)]
-    if registry.plain(name) in InstallPlace(None).here():
+        if registry.plain_name(one) in known:
+            return known[registry.plain_name(one)]
+    if registry.plain_name(name) in InstallPlace(None).here():
         raise UsageError(f"'{name}' is installed and adds no plugin of gpuinfer. To remove it: pip uninstall {name}.")
     raise UnknownName("package with plugins", name, [one.offer.name for one in known.values()])
 
@@ -300,4 +300,4 @@ def remove(one: InstalledPackage, limit_s: float) -> None:
         words = ["--yes", one.offer.name] if program.name == "pip" else [one.offer.name]
         program.run("uninstall", words, f"removing {one.offer.name}")
     importlib.invalidate_caches()
-    registry.refresh()
+    registry.search_again()

@@ -35,7 +35,7 @@ class PackageOffer:
 
     @property
     def plain(self) -> str:
-        return registry.plain(self.name)
+        return registry.plain_name(self.name)
 
     @property
     def words(self) -> str:
@@ -82,13 +82,13 @@ def refuse_unusable(offer: PackageOffer) -> None:
             f"({offer.name}==…), or the gpuinfer that it is for."
         )
     for kind, name in offer.plugins:
-        if kind == "workloads" and registry.is_ours(name):
+        if kind == "workloads" and registry.is_reserved(name):
             raise PluginError(
                 f"{offer.package} adds a workload '{name}', and that is a command or a setting of gpuinfer. "
                 "Rename its entry point."
             )
         for record in registry.listing(kind):
-            if record.name == name and registry.plain(record.distribution) != offer.plain:
+            if record.name == name and registry.plain_name(record.distribution) != offer.plain:
                 raise PluginError(
                     f"{offer.package} adds a {registry.KINDS[kind]} '{name}', which {record.package} offers already. "
                     f"Remove that first (gpuinfer plugins uninstall {record.distribution}), or rename the entry point."

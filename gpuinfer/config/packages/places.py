@@ -53,7 +53,7 @@ def _by_name(path: list[str]) -> dict[str, Distribution]:
     found: dict[str, Distribution] = {}
     for one in distributions(path=path):
         if one.name:
-            found.setdefault(registry.plain(one.name), one)
+            found.setdefault(registry.plain_name(one.name), one)
     return found
 
 

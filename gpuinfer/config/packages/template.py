@@ -122,7 +122,7 @@ class NewPackage:
         }
 
 
-def named(kind: str, name: str) -> NewPackage:
+def new_package(kind: str, name: str) -> NewPackage:
     """The package for a new plugin of this name. Raises `UsageError` for a name that is none, or is taken."""
     new = NewPackage(registry.KINDS[registry.plural(kind)], name.removeprefix(PREFIX))
     if not NAME.fullmatch(new.name) or len(new.name) > LONGEST:
@@ -138,7 +138,7 @@ def named(kind: str, name: str) -> NewPackage:
 
 def _taken(new: NewPackage) -> str | None:
     """By whom, whether that can be used or not."""
-    if new.kind == "workload" and registry.is_ours(new.name):
+    if new.kind == "workload" and registry.is_reserved(new.name):
         return f"a workload cannot be called '{new.name}', which is a command or a setting of gpuinfer"
     for record in registry.listing(new.kind):
         if record.name == new.name:
@@ -149,7 +149,7 @@ def _taken(new: NewPackage) -> str | None:
         return None
 
 
-def write(new: NewPackage, parent: Path) -> Path:
+def write_package(new: NewPackage, parent: Path) -> Path:
     """Write it as the folder `parent / new.package`, which is there whole or not at all. Returns the folder.
 
     Raises `UsageError` when that exists already, and for a parent that cannot be written to.

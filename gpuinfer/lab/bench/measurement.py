@@ -16,7 +16,7 @@ from gpuinfer.api import Roofline
 from gpuinfer.errors import WorkError
 from gpuinfer.runtime.run import RunPlan, RunUpdate, run
 from gpuinfer.runtime.run_roofline import has_roofline, roofline_of
-from gpuinfer.stats import Snapshot, since, summarise, t_quantile, tokens_of
+from gpuinfer.stats import Snapshot, counted_tokens, since, summarise, t_quantile
 
 DOUBT = 0.025  # on each side
 
@@ -139,7 +139,7 @@ class SpeedMeter:
         if self._seconds is None or update.elapsed_s <= 0 or update.progress.setup:
             return False
         if update.elapsed_s >= self._starting * self._seconds:
-            rows, tokens = update.snapshot.rows, tokens_of(update.snapshot)
+            rows, tokens = update.snapshot.rows, counted_tokens(update.snapshot)
             self._first = self._first if self._looks else update.snapshot
             self._last = update.snapshot
             self._looks.append(

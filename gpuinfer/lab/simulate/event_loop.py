@@ -22,7 +22,7 @@ from gpuinfer.errors import UsageError
 from gpuinfer.fleet.routing_policies import DEFAULT_POLICY, ReplicaLoad, RoutedRequest, make_policy
 from gpuinfer.lab.simulate.outcome import Outcome
 from gpuinfer.lab.simulate.simulated_replica import Running, SimulatedReplica
-from gpuinfer.stats import Lane, Snapshot, merge
+from gpuinfer.stats import Lane, Snapshot, merge_snapshots
 
 
 class ArrivalFeed(Protocol):
@@ -328,7 +328,7 @@ class Simulation:
         self._began = replace(self._mark(), rows=0, requests=0, busy_s=0.0, lanes_s=0.0)
 
     def _mark(self) -> Mark:
-        seen = merge(replica.snapshot() for replica in self.replicas)
+        seen = merge_snapshots(replica.snapshot() for replica in self.replicas)
         busy_s = sum(spent for lane in seen.lanes for station, spent in lane["stations"].items() if station != "idle")
         lanes_s = sum(spent for lane in seen.lanes for spent in lane["stations"].values())
         return Mark(self.now, self._feed.taken, self._rows_taken, seen.rows, seen.requests, busy_s, lanes_s)
@@ -342,7 +342,7 @@ class Simulation:
         limits = self._limits
         capacity = self._service.capacity(limits.max_rows) * limits.in_flight * len(self.replicas)
         return Outcome(
-            snapshot=merge(snapshots),
+            snapshot=merge_snapshots(snapshots),
             replicas=snapshots,
             seconds=seconds,
             offered_requests=self._feed.taken - began.taken,

@@ -146,7 +146,7 @@ class SimulatedReplica:
         """The error of a strategy that lets requests wait for ever."""
         strategy = self.core.strategy
         said = f"{blame.who(strategy)} {self.core.uncut}, and {why}"
-        return StrategyError(f"{said}. Choose another with --strategy. {blame.cure(strategy)}")
+        return StrategyError(f"{said}. Choose another with --strategy. {blame.cure_for(strategy)}")
 
     def _look_in_vain(self) -> None:
         """The strategy's time has come, and it has put the cut off. Raises when it does so for ever.

@@ -19,7 +19,7 @@ import msgspec
 from gpuinfer.errors import GpuinferError
 from gpuinfer.http.http_exchange import Exchange
 from gpuinfer.serving.monitoring.metrics import lane_kind, shortened, worker_name
-from gpuinfer.stats import FLOOR, SUB_BUCKETS, DiffusionCounters, Snapshot, mean_size, since, summarise, tokens_of
+from gpuinfer.stats import FLOOR, SUB_BUCKETS, DiffusionCounters, Snapshot, counted_tokens, mean_size, since, summarise
 
 MOST_WORKERS, MOST_PLACES, MOST_NOTICES = 256, 12, 4  # in one view
 SHOWN = (
@@ -96,7 +96,7 @@ def live_totals(snapshot: Snapshot) -> Numbers:
         "rows": snapshot.rows,
         "batches": sum(snapshot.batches.values()),
         "errors": sum(snapshot.errors.get(kind, 0) for kind in ("failed", "rejected", "expired")),
-        **tokens_of(snapshot),
+        **counted_tokens(snapshot),
     }
 
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from gpuinfer import __version__
 from gpuinfer.api import Priority, Reason
-from gpuinfer.stats import ERRORS, FLOOR, SUB_BUCKETS, ClassCount, DiffusionCounters, Snapshot, tokens_of
+from gpuinfer.stats import ERRORS, FLOOR, SUB_BUCKETS, ClassCount, DiffusionCounters, Snapshot, counted_tokens
 
 if TYPE_CHECKING:
     from prometheus_client import Metric
@@ -170,7 +170,7 @@ def _text(snapshot: Snapshot) -> Iterator[Family]:
     yield single_sample("gpuinfer_time_to_first_token_seconds", told, "histogram", first)
     told = "From one token of an answer to its next: the mean of each answer."
     yield single_sample("gpuinfer_time_between_tokens_seconds", told, "histogram", between)
-    tokens = tokens_of(snapshot)
+    tokens = counted_tokens(snapshot)
     for name, told in (("input_tokens", "Tokens of prompts that were taken in."), ("output_tokens", "Tokens drawn.")):
         if name in tokens:
             yield single_sample(f"gpuinfer_{name}", told, "counter", tokens[name])

@@ -64,7 +64,7 @@ def make_decoder(name: str, options: str) -> UnmaskingDecoder:
     given: Mapping[str, Any] = json.loads(options)
     values = {key: GivenValue(value, f"decoder option {key}") for key, value in given.items()}
     values = check(kind.Options, values, f"decoder '{name}'")
-    with blame.calling(kind, "__init__"):
+    with blame.blaming(kind, "__init__"):
         decoder: UnmaskingDecoder = kind(kind.Options(**values))
     decoder.name = name
     return decoder

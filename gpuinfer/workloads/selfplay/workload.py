@@ -118,7 +118,7 @@ class SelfPlay(Workload):
         if self.options.model not in MODELS and ":" not in self.options.model:
             raise UnknownName("model", self.options.model, MODELS, label="Choices")
         if ":" in self.options.model:
-            import_paths.refuse_absent(self.options.model)
+            import_paths.refuse_absent_module(self.options.model)
         self._check_opponent()
         if self.options.resume and self.options.out is None:
             raise UsageError("--resume needs to know where the records are. Add --out DIR.")
@@ -146,7 +146,7 @@ class SelfPlay(Workload):
         if model not in MODELS and ":" not in model:
             raise UnknownName("opponent", model, MODELS, label="Choices")
         if ":" in model:
-            import_paths.refuse_absent(model, "opponent")
+            import_paths.refuse_absent_module(model, "opponent")
         if self.evaluator != "network":
             raise UsageError(
                 f"--opponent-model {model}: the run's own side must be a network, and --model is {self.options.model}. "

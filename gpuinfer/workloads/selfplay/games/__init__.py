@@ -32,7 +32,7 @@ def build_game(name: str, options: Mapping[str, Any]) -> Game:
     if twice := given.keys() & variant.keys():
         raise UsageError(f"game '{name}' names its {twice.pop()}, and --game-options too. Leave one of them out.")
     given |= variant
-    with blame.calling(kind, "__init__"):
+    with blame.blaming(kind, "__init__"):
         game: Game = kind(None, **check(kind.Options, given, f"game '{name}'"))
     _refuse_halves(game, name)
     return game
