@@ -100,8 +100,8 @@ class PrefixPlanner:
         rows = len(whole)
         order, begins = np.arange(rows), np.zeros(rows, np.int64)
         groups = np.zeros((0, 5), np.int64)
-        if items and _repeats(pages[whole > 0, 0]):
-            ends, names = _levels(pages, whole)
+        if items and any_shared(pages, whole):
+            ends, names = shared_nodes(pages, whole)
             order = np.lexsort(names[::-1])
             begins, groups = self._groups(ends[:, order], names[:, order], items)
             _, _, count, begin, end = groups.T
@@ -191,12 +191,13 @@ def whole_pages(positions: NDArray[np.int32], sees: Integers) -> Integers:
     return found
 
 
-def _repeats(pages: NDArray[np.int32]) -> bool:
-    ordered = np.sort(pages)
+def any_shared(pages: NDArray[np.int32], whole: Integers) -> bool:
+    """Whether some of these rows have the same first page, of the `whole` [rows] ones that each may share."""
+    ordered = np.sort(pages[whole > 0, 0])
     return bool((ordered[1:] == ordered[:-1]).any())
 
 
-def _levels(pages: NDArray[np.int32], whole: Integers) -> tuple[Integers, Integers]:
+def shared_nodes(pages: NDArray[np.int32], whole: Integers) -> tuple[Integers, Integers]:
     """Each row's way down the tree, [levels, rows]: the column before which the pages of a node end, and a name that
     its rows alone have; 0 and -1 below a row's last node.
 

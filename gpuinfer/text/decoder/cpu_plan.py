@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpuinfer.text.decoder import cpu_sizes as at
-from gpuinfer.text.decoder.attention_plan import Integers
+from gpuinfer.text.decoder.attention_plan import Integers, any_shared, shared_nodes
 from gpuinfer.text.decoder.cpu_attention import PAGES, QUERIES, SPAN
 from gpuinfer.text.decoder.cpu_step import FEW_ROWS
 from gpuinfer.text.transformer import Step
@@ -28,15 +28,6 @@ class AttentionPlan:
     pieces: NDArray[np.int64]
     members: NDArray[np.int32]
     waves: list[int]
-
-
-@dataclass(frozen=True)
-class _Group:
-    """Rows, by their places, that share all spans before `span`."""
-
-    rows: Integers
-    span: int
-    wave: int
 
 
 class AttentionPlanner:
@@ -112,25 +103,19 @@ class AttentionPlanner:
         spans that it sees whole.
         """
         found: list[tuple[Integers, int, int, int]] = []
-        candidates = np.flatnonzero(full)
-        if len(candidates) < 2:
+        spans = step.pages[tables][:, PAGES - 1 :: PAGES]  # the last page of a span names it
+        if np.count_nonzero(full) < 2 or not any_shared(spans, full):
             return found
-        last_pages = step.pages[tables][:, PAGES - 1 :: PAGES]
-        groups = [_Group(candidates, 0, 0)]
-        while groups:
-            group = groups.pop()
-            rows = group.rows[full[group.rows] > group.span]
-            if len(rows) < 2:
-                continue
-            for page in _repeated(last_pages[rows, group.span]):
-                alike = rows[last_pages[rows, group.span] == page]
-                most = int(full[alike].min())
-                same = (last_pages[alike, :most] == last_pages[alike[0], :most]).all(axis=0)
-                end = most if same.all() else int(same.argmin())
-                if (len(alike) - 1) * (end - group.span) < WORTH:
-                    continue
-                found.append((alike, group.span, end, group.wave))
-                groups.append(_Group(alike, end, group.wave + 1))
+        begins, waves = np.zeros(len(full), np.int64), np.zeros(len(full), np.int64)
+        for ends, names in zip(*shared_nodes(spans, full), strict=True):
+            nodes, counts = np.unique(names, return_counts=True)
+            for name in nodes[(counts > 1) & (nodes >= 0)].tolist():
+                rows = np.flatnonzero(names == name)
+                first, end = int(begins[rows[0]]), int(ends[rows[0]])
+                if (len(rows) - 1) * (end - first) >= WORTH:
+                    found.append((rows, first, end, int(waves[rows[0]])))
+                    begins[rows] = end
+                    waves[rows] += 1
         return found
 
     def _cut(self, rows: Integers) -> list[Integers]:
@@ -140,12 +125,6 @@ class AttentionPlanner:
 def most_members(group: int) -> int:
     """Rows of a piece, at most, where so many heads share keys."""
     return max(1, QUERIES // group)
-
-
-def _repeated(pages: NDArray[np.int32]) -> list[int]:
-    found, counts = np.unique(pages, return_counts=True)
-    repeated: list[int] = found[counts > 1].tolist()
-    return repeated
 
 
 SETTLE = 32  # such steps before the first trial: a short run is not worth one
