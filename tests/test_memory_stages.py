@@ -19,7 +19,7 @@ from gpuinfer.lab.memory.text_memory import StagedText, TextSubject
 from gpuinfer.models.footprint import CpuMemoryMeter
 from gpuinfer.models.pipeline import stage_plan
 from gpuinfer.text.checkpoint import open_checkpoint
-from gpuinfer.text.checkpoint.memory_estimate import empty_weights, weight_bytes
+from gpuinfer.text.checkpoint.memory_estimate import empty_weights, model_weight_bytes
 from gpuinfer.text.stages.open_staged_decoder import layer_bytes
 
 ROWS = {"name": "blobnet-small", "inputs": 64, "input_dtype": "uint8", "arguments": {"actions": 8, "seats": 2}}
@@ -128,7 +128,9 @@ def test_weights_without_memory_are_as_large_as_those_with_it(name):
     checkpoint = open_checkpoint(ModelSpec(name, kind="text"))
     empty = empty_weights(checkpoint.layout, torch.bfloat16)
     assert list(layer_bytes(empty)) == list(layer_bytes(checkpoint.weights(torch.bfloat16)))
-    assert sum(layer_bytes(empty)) >= weight_bytes(checkpoint.layout, torch.bfloat16)  # a head may be the embedding
+    assert sum(layer_bytes(empty)) >= model_weight_bytes(
+        checkpoint.layout, torch.bfloat16
+    )  # a head may be the embedding
 
 
 class Three:

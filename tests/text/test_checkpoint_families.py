@@ -25,7 +25,7 @@ from gpuinfer.errors import UsageError
 from gpuinfer.text.checkpoint import open_checkpoint
 from gpuinfer.text.checkpoint.config_keys import ANOTHER_PROGRAM, HONOURED, MASKED
 from gpuinfer.text.checkpoint.model_family import biases_of, shape_of
-from gpuinfer.text.checkpoint.tensor_layout import RotaryLayout, names_of, parts_of
+from gpuinfer.text.checkpoint.tensor_layout import RotaryLayout, names_of, tensor_parts
 from gpuinfer.text.transformer import Experts, Masking, Shape
 
 SIZES = {
@@ -468,7 +468,7 @@ def test_a_published_config_becomes_the_published_model(family: str) -> None:
     assert (shape.family, shape.masking) == (family, MASKINGS[family])
     assert shape.end_tokens[0] == {"dream": 151643, "sdar": 151643, "llada": 126081}.get(family, 156892)
     layout = RotaryLayout(shape, biases_of(config), names.prefix, None, names)
-    assert sum(prod(part.shape) for part in parts_of(layout)) / 1e9 == pytest.approx(BILLIONS[family], abs=1e-3)
+    assert sum(prod(part.shape) for part in tensor_parts(layout)) / 1e9 == pytest.approx(BILLIONS[family], abs=1e-3)
     few = ("auto_map", "initializer_range", "transformers_version", "init_fn", "precision", "debug", "output_dropout")
     assert shape_of({name: value for name, value in config.items() if name not in few}) == shape
 

@@ -20,7 +20,7 @@ from text.tiny_diffusion import MASK, tiny_diffusion
 from gpuinfer.api import ModelSpec
 from gpuinfer.errors import UsageError
 from gpuinfer.generation import Prompt
-from gpuinfer.text.checkpoint import Estimate, open_checkpoint, refuse_unfit, safetensors_folder, save_folder
+from gpuinfer.text.checkpoint import Estimate, open_checkpoint, refuse_oversized, safetensors_folder, save_folder
 from gpuinfer.text.checkpoint import checkpoint as digests
 from gpuinfer.text.checkpoint.loader import read_other_weights
 from gpuinfer.text.decoder.torch_layers import tensors_of
@@ -240,7 +240,7 @@ def test_digests_do_not_depend_on_threads_and_cover_every_chunk(monkeypatch: pyt
             )
             for name, content in contents.items()
         }
-        return digests.digests_of(sources)
+        return digests.tensor_digests(sources)
 
     first = of(contents)
     monkeypatch.setattr(digests, "cores", lambda: 3)
@@ -470,12 +470,12 @@ FITS = Estimate(weights_bytes=10_000_000_000, cache_bytes=8_000_000_000, peak_by
 
 def refusal(free: float, dtype: torch.dtype = torch.float32) -> str:
     with pytest.raises(UsageError) as refused:
-        refuse_unfit("m", FITS, int(free), pages=4096, length=2048, dtype=dtype)
+        refuse_oversized("m", FITS, int(free), pages=4096, length=2048, dtype=dtype)
     return str(refused.value)
 
 
 def test_a_model_that_does_not_fit_is_refused_with_the_numbers() -> None:
-    refuse_unfit("m", FITS, 19_000_000_000, pages=4096, length=2048, dtype=torch.float32)
+    refuse_oversized("m", FITS, 19_000_000_000, pages=4096, length=2048, dtype=torch.float32)
     message = refusal(15e9)
     for number in ("10 GB", "8 GB", "19 GB", "15 GB", "4,096 pages", "2,048 tokens", "64 pages"):
         assert number in message

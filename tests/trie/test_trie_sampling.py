@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from gpuinfer.errors import BadPrompt, BadResult
 from gpuinfer.generation import Sampling
-from gpuinfer.text.language.grammar import bits_of, words_of
+from gpuinfer.text.language.grammar import token_bits, words_of
 from gpuinfer.text.sampling import Sampler
 from gpuinfer.text.sampling.torch_path import TorchPath
 
@@ -57,12 +57,12 @@ def rules_of(kinds: list[int], ids: list[list[int]]) -> SimpleNamespace:
 def masks_of(kinds: list[int], ids: list[list[int]]) -> np.ndarray:
     words = words_of(VOCABULARY)
     rows = [
-        np.full(words, -1, np.int32) if kind != 1 else bits_of(some, words)
+        np.full(words, -1, np.int32) if kind != 1 else token_bits(some, words)
         for kind, some in zip(kinds, ids, strict=True)
     ]
     for row, kind, some in zip(rows, kinds, ids, strict=True):
         if kind == 2:
-            row &= ~bits_of(some, words)
+            row &= ~token_bits(some, words)
     return np.array(rows)
 
 

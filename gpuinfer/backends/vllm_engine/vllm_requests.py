@@ -16,7 +16,7 @@ from msgspec import structs
 from gpuinfer.errors import BadPrompt
 from gpuinfer.generation import Constraint, Listed, Prompt, Sampling
 from gpuinfer.text.generator.prompts import Prepared, prepare, unmasking_field
-from gpuinfer.text.language.grammar import grammar_of, key_of
+from gpuinfer.text.language.grammar import constraint_key, grammar_of
 from gpuinfer.text.language.language import Language
 from gpuinfer.text.sampling import check_sampling
 from gpuinfer.text.transformer import Shape
@@ -182,4 +182,4 @@ class PromptPreparer:
             raise BadPrompt(
                 "vLLM cannot keep an answer to a constraint without a tokenizer. Add one to the model's folder."
             )
-        return None if constraint.listed is not None else grammar_of(key_of(constraint))
+        return None if constraint.listed is not None else grammar_of(constraint_key(constraint))

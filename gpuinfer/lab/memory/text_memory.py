@@ -24,11 +24,11 @@ from gpuinfer.text.checkpoint import open_checkpoint
 from gpuinfer.text.checkpoint.memory_estimate import (
     SPARE_PAGES,
     empty_weights,
+    model_weight_bytes,
     most_copied,
     page_bytes,
     refuse_short,
     row_pages,
-    weight_bytes,
     working,
 )
 from gpuinfer.text.decoder import own_kernels
@@ -81,7 +81,7 @@ class TextSubject:
         self._own = own_kernels(self._shape, self._dtype, device, self._tuning.compile)
         self.most, self.first = min(MOST, self._tuning.pages or MOST), 1
         self.usual = min(self.most, self._tuning.slots or usual_slots(device))
-        self.process, self._weights = 0, weight_bytes(self._checkpoint.layout, self._dtype)
+        self.process, self._weights = 0, model_weight_bytes(self._checkpoint.layout, self._dtype)
 
     def warm_up(self) -> None:
         warm_up(self._shape, self._setup, self._tuning, self._copies)
@@ -259,7 +259,7 @@ class StagedText:
             return
         known, checkpoint = empty_weights(self._checkpoint.layout, self._dtype), self._checkpoint
         sizes = list(layer_bytes(known))
-        heavy = weight_bytes(checkpoint.layout, self._dtype) > HEAVY  # which is not read just to time its layers
+        heavy = model_weight_bytes(checkpoint.layout, self._dtype) > HEAVY  # which is not read just to time its layers
         if self._given.split_points is None and self._loaded and not heavy:
             self._split_by = "time"
             making = PortionSettings(self._shape, checkpoint.weights(self._dtype), self._dtype, self.length, False)

@@ -4,7 +4,7 @@ import gpuinfer.text.torch_import  # noqa: F401  before torch
 from gpuinfer.text.checkpoint.built_in import save_folder
 from gpuinfer.text.checkpoint.checkpoint import Checkpoint, LanguageFiles
 from gpuinfer.text.checkpoint.loader import open_checkpoint
-from gpuinfer.text.checkpoint.memory_estimate import Estimate, adapter_bytes, refuse_unfit
+from gpuinfer.text.checkpoint.memory_estimate import Estimate, adapter_bytes, refuse_oversized
 from gpuinfer.text.checkpoint.peft_adapter import read_adapter
 
 __all__ = [
@@ -14,6 +14,6 @@ __all__ = [
     "adapter_bytes",
     "open_checkpoint",
     "read_adapter",
-    "refuse_unfit",
+    "refuse_oversized",
     "save_folder",
 ]

@@ -22,7 +22,7 @@ from gpuinfer.text.checkpoint.checkpoint import Checkpoint, LanguageFiles
 from gpuinfer.text.checkpoint.config_keys import MASKED, ConfigFields
 from gpuinfer.text.checkpoint.model_family import Biases, masking_of
 from gpuinfer.text.checkpoint.rotary_family import rope_of
-from gpuinfer.text.checkpoint.tensor_layout import RotaryLayout, StoredTensor, names_of, parts_of
+from gpuinfer.text.checkpoint.tensor_layout import RotaryLayout, StoredTensor, names_of, tensor_parts
 from gpuinfer.text.transformer import Experts, Shape
 
 
@@ -49,7 +49,7 @@ class DrawnStore:
     ) -> None:
         self.where, self._speakable = where, list(speakable)
         self._recipe, self._names = recipe or Recipe(), layout.names
-        self.tensors = {part.name: StoredTensor(part.shape, torch.float32) for part in parts_of(layout)}
+        self.tensors = {part.name: StoredTensor(part.shape, torch.float32) for part in tensor_parts(layout)}
 
     def read(self, name: str, into: Tensor) -> None:
         if into.dim() == 1:
@@ -195,7 +195,7 @@ def save_folder(checkpoint: Checkpoint, folder: Path, dtype: torch.dtype = torch
         raise UsageError(f"model '{checkpoint.name}' is not one that can be written out. Use 'tiny'.")
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {}
-    for part in parts_of(checkpoint.layout):
+    for part in tensor_parts(checkpoint.layout):
         tensors[part.name] = torch.empty(part.shape, dtype=dtype)
         checkpoint.store.read(part.name, tensors[part.name])
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})

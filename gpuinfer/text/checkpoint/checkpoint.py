@@ -22,8 +22,8 @@ import torch
 
 from gpuinfer.errors import UsageError
 from gpuinfer.host.machine import cores
-from gpuinfer.text.checkpoint.memory_estimate import Estimate, estimate
-from gpuinfer.text.checkpoint.tensor_layout import Gpt2Layout, RotaryLayout, Store, read_weights
+from gpuinfer.text.checkpoint.memory_estimate import Estimate, estimate_memory
+from gpuinfer.text.checkpoint.tensor_layout import Gpt2Layout, RotaryLayout, Store, read_all_weights
 from gpuinfer.text.transformer import Shape, Weights
 
 CHUNK_BYTES = 4 << 20
@@ -41,7 +41,7 @@ class DigestSource(NamedTuple):
     read: Callable[[int, int], Any]
 
 
-def digests_of(sources: Mapping[str, DigestSource]) -> Digests:
+def tensor_digests(sources: Mapping[str, DigestSource]) -> Digests:
     """The digest of each. Raises what `read` raises."""
     with ThreadPoolExecutor(cores(), "gpuinfer-digests") as pool:
         leaves = {
@@ -129,7 +129,7 @@ SETTINGS = (
 )
 
 
-def fingerprint(store: Store, files: Iterable[Path]) -> str:
+def checkpoint_fingerprint(store: Store, files: Iterable[Path]) -> str:
     """32 hexadecimal digits of the files and the weights, which are read unless their digests are cached.
 
     The folder's path and the division into shards do not matter.
@@ -144,7 +144,7 @@ def fingerprint(store: Store, files: Iterable[Path]) -> str:
     return digest.hexdigest()[:32]
 
 
-def settings_of(folder: Path) -> list[Path]:
+def settings_files(folder: Path) -> list[Path]:
     return [folder / name for name in SETTINGS if (folder / name).is_file()]
 
 
@@ -186,19 +186,19 @@ class Checkpoint:
     @cached_property
     def fingerprint(self) -> str:
         """Hexadecimal digest of settings, tokenizer and weights, which this reads. Raises `UsageError`."""
-        return fingerprint(self.store, self.settings)
+        return checkpoint_fingerprint(self.store, self.settings)
 
     def weights(self, dtype: torch.dtype, *, by_layer: bool = False) -> Weights:
         """All weights, copied from the file, matrices in `dtype`; `by_layer`: each layer is read on first access.
         Raises `UsageError` for a damaged file, at once or on that access.
         """
-        return read_weights(self.store, self.layout, dtype, by_layer=by_layer)
+        return read_all_weights(self.store, self.layout, dtype, by_layer=by_layer)
 
     def estimate(
         self, slots: int, pages: int, length: int, dtype: torch.dtype, beside: int = 0, own: bool = False
     ) -> Estimate:
-        """See `memory_estimate.estimate`. Loads nothing."""
-        return estimate(self.layout, slots, pages, length, dtype, beside, own)
+        """See `estimate_memory`. Loads nothing."""
+        return estimate_memory(self.layout, slots, pages, length, dtype, beside, own)
 
     def language_files(self) -> LanguageFiles:
         return self.language

@@ -131,7 +131,7 @@ MOST_JSON_BYTES = 64 << 20
 MOST = 1 << 28  # of any size: more than any model has, and a product of two fits in 64 bits
 
 
-def shortened(value: Any) -> str:
+def shown_value(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
 
@@ -206,7 +206,7 @@ class ConfigFields:
         return default if value is None else value
 
     def wrong(self, name: str, wanted: str) -> UsageError:
-        shown = shortened(self.values.get(name))
+        shown = shown_value(self.values.get(name))
         return UsageError(f"{self.where}: '{name}' is {shown}, not {wanted}. Mend it, or copy the file again.")
 
 
@@ -388,7 +388,7 @@ def _refuse(config: ConfigFields, strange: list[str], who: str, cure: str) -> No
     if not strange:
         return
     file = config.where.partition(":")[0]
-    shown = ", ".join(f"'{name[:60]}': {shortened(config.values[name])}" for name in strange[:SHOWN])
+    shown = ", ".join(f"'{name[:60]}': {shown_value(config.values[name])}" for name in strange[:SHOWN])
     more = f" and {len(strange) - SHOWN} more" if len(strange) > SHOWN else ""
     raise UsageError(
         f"{config.where} has {shown}{more}, which {who}: it may change what the model computes. "
@@ -424,7 +424,7 @@ def refuse_remote_code(settings: Mapping[str, Any], where: str) -> None:
         )
 
 
-def refuse_unknown(config: ConfigFields) -> str:
+def supported_family(config: ConfigFields) -> str:
     """The family's name. Raises `UsageError` for a model that is not served here."""
     if (masked := _masked_family(config)) is not None:
         return masked

@@ -24,7 +24,7 @@ from gpuinfer.text.checkpoint.safetensors_folder import (
     read_header,
     spare_tensors,
 )
-from gpuinfer.text.checkpoint.tensor_layout import check_store, read_weights
+from gpuinfer.text.checkpoint.tensor_layout import check_store, read_all_weights
 from gpuinfer.text.text_options import no_such_model, path_kind
 from gpuinfer.text.transformer import Shape, Weights
 
@@ -93,7 +93,7 @@ def read_other_weights(checkpoint: Checkpoint, place: str, dtype: torch.dtype) -
             "round. Save them as the model was saved."
         )
     check_store(store, layout, spare=spare_tensors(checkpoint.shape))
-    return read_weights(store, layout, dtype)
+    return read_all_weights(store, layout, dtype)
 
 
 def _store(path: Path) -> SafetensorsStore:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from gpuinfer.errors import UsageError
-from gpuinfer.text.checkpoint.tensor_layout import TensorLayout, TensorPart, all_weights, size_of
+from gpuinfer.text.checkpoint.tensor_layout import TensorLayout, TensorPart, all_weights, joined_size
 from gpuinfer.text.transformer import PAGE, Adapter, Shape, Weights
 
 STEP_TOKENS = 2048  # of one step: a chunk of prompt, and a token for each row in decode
@@ -51,26 +51,26 @@ class WorkingMemory:
         return self.activations + self.copies
 
 
-def estimate(
+def estimate_memory(
     layout: TensorLayout, slots: int, pages: int, length: int, dtype: torch.dtype, beside: int = 0, own: bool = False
 ) -> Estimate:
     """With `slots` rows in a step, `pages` in the cache and rows of `length` positions at most. `beside`: bytes of
     adapters, which count as weights.
     """
-    weights = weight_bytes(layout, dtype) + beside
+    weights = model_weight_bytes(layout, dtype) + beside
     cache = pages * page_bytes(layout.shape, dtype, own)
     step = working_bytes(layout.shape, max(slots, STEP_TOKENS), slots, length, dtype, own)
     return Estimate(weights, cache, weights + cache + step)
 
 
-def weight_bytes(layout: TensorLayout, dtype: torch.dtype) -> int:
+def model_weight_bytes(layout: TensorLayout, dtype: torch.dtype) -> int:
     """Matrices and biases in `dtype`, norms in float32."""
     total = 0
 
     def take(parts: Sequence[TensorPart], wide: bool) -> Tensor:
         nonlocal total
         total += sum(prod(part.shape) for part in parts) * (4 if wide else dtype.itemsize)
-        return torch.empty(size_of(parts), device="meta")
+        return torch.empty(joined_size(parts), device="meta")
 
     all_weights(layout, take)
     return total
@@ -80,7 +80,7 @@ def empty_weights(layout: TensorLayout, dtype: torch.dtype) -> Weights:
     """Weights of the shapes and formats of `Checkpoint.weights`, without memory (on the device `meta`)."""
 
     def take(parts: Sequence[TensorPart], wide: bool) -> Tensor:
-        return torch.empty(size_of(parts), device="meta", dtype=torch.float32 if wide else dtype)
+        return torch.empty(joined_size(parts), device="meta", dtype=torch.float32 if wide else dtype)
 
     return all_weights(layout, take)
 
@@ -183,7 +183,7 @@ def refuse_short(pages: int | None, length: int) -> None:
     )
 
 
-def refuse_unfit(
+def refuse_oversized(
     name: str, estimated: Estimate, free_bytes: int, *, pages: int, length: int, dtype: torch.dtype
 ) -> None:
     """Raises `UsageError` with the numbers and the cure if the peak is over `free_bytes`."""

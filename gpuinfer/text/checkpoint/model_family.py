@@ -15,8 +15,8 @@ from gpuinfer.text.checkpoint.config_keys import (
     ConfigFields,
     elsewhere,
     no_generator,
-    refuse_unknown,
     refuse_unknown_keys,
+    supported_family,
 )
 from gpuinfer.text.checkpoint.rotary_family import (
     MOST_LAYERS,
@@ -231,7 +231,7 @@ def shape_of(
     Raises `UsageError` for a model that does not run here, and for a file that contradicts itself.
     """
     fields, ends = ConfigFields(config), ConfigFields(generation or {}, "generation_config.json")
-    family = refuse_unknown(fields)
+    family = supported_family(fields)
     if family in MASKED:
         shape = masked_shape(family, fields, ends, hints.mask_token, hints.block)
     elif family == "gpt2":
@@ -245,7 +245,7 @@ def shape_of(
 
 def biases_of(config: Mapping[str, Any]) -> Biases:
     fields = ConfigFields(config)
-    family = refuse_unknown(fields)
+    family = supported_family(fields)
     match family:
         case "gpt2":
             return Biases(True, True, True, True)

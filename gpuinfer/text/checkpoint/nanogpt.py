@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from gpuinfer.errors import UsageError
-from gpuinfer.text.checkpoint.checkpoint import Checkpoint, LanguageFiles, settings_of
+from gpuinfer.text.checkpoint.checkpoint import Checkpoint, LanguageFiles, settings_files
 from gpuinfer.text.checkpoint.config_keys import ConfigFields, read_json, refuse_unknown_keys
 from gpuinfer.text.checkpoint.model_family import Biases
 from gpuinfer.text.checkpoint.pickle_reader import TensorStore, plain_tensors, read_pickle, read_torch_file
@@ -159,7 +159,7 @@ def language_beside(path: Path, meta: Path | None) -> tuple[LanguageFiles, list[
     folder = found.parent if found.name in TOKENIZERS else found
     if folder.is_dir():
         if any((folder / name).is_file() for name in TOKENIZERS):
-            return LanguageFiles(folder=folder), settings_of(folder)
+            return LanguageFiles(folder=folder), settings_files(folder)
         raise UsageError(
             f"{path} does not say which token is which character. Give --meta meta.pkl (or meta.json, or a folder with "
             "the tokenizer.json that it was trained with)."

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from gpuinfer.errors import UsageError
-from gpuinfer.text.checkpoint.checkpoint import Digests, DigestSource, digests_of
+from gpuinfer.text.checkpoint.checkpoint import Digests, DigestSource, tensor_digests
 from gpuinfer.text.checkpoint.tensor_layout import StoredTensor
 
 OPCODES = """
@@ -166,7 +166,7 @@ class TensorStore:
         into.copy_(self._tensors[name])
 
     def digests(self, names: Collection[str]) -> Digests:
-        return digests_of({name: _source(self._tensors[name]) for name in names})
+        return tensor_digests({name: _source(self._tensors[name]) for name in names})
 
 
 def _source(tensor: Tensor) -> DigestSource:

@@ -26,8 +26,8 @@ from gpuinfer.text.checkpoint.checkpoint import (
     DigestSource,
     LanguageFiles,
     cached_digests,
-    digests_of,
-    settings_of,
+    settings_files,
+    tensor_digests,
 )
 from gpuinfer.text.checkpoint.config_keys import TOKENIZERS, elsewhere, read_json, refuse_remote_code
 from gpuinfer.text.checkpoint.model_family import NO_HINTS, Biases, MaskHints, biases_of, shape_of
@@ -108,7 +108,7 @@ class SafetensorsStore:
     def _computed(self, path: Path, places: Mapping[str, TensorPlace]) -> Digests:
         try:
             with path.open("rb", buffering=0) as file:
-                return digests_of({name: _source(file.fileno(), name, place) for name, place in places.items()})
+                return tensor_digests({name: _source(file.fileno(), name, place) for name, place in places.items()})
         except OSError as error:
             raise UsageError(f"cannot read {path}: {error.strerror}. Is its disk still there?") from None
 
@@ -218,7 +218,7 @@ def assembled(
         name=name,
         shape=layout.shape,
         folder=folder,
-        settings=settings_of(base),
+        settings=settings_files(base),
         dtype=stored_dtype(store),
         layout=layout,
         store=store,

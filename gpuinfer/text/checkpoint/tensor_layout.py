@@ -251,13 +251,13 @@ EXPERT = re.compile(r"(.+)\.experts\.([0-9]+)\.")
 BUFFERS = re.compile(r"(rotary_emb\.inv_freq|attn\.(bias|masked_bias))$")  # older files store computable buffers
 
 
-def parts_of(layout: TensorLayout) -> list[TensorPart]:
+def tensor_parts(layout: TensorLayout) -> list[TensorPart]:
     """All tensors that the layout takes from a store."""
     found: list[TensorPart] = []
 
     def take(parts: Sequence[TensorPart], wide: bool) -> Tensor:
         found.extend(parts)
-        return torch.empty(size_of(parts), device="meta")
+        return torch.empty(joined_size(parts), device="meta")
 
     all_weights(layout, take)
     return found
@@ -268,7 +268,7 @@ def check_store(store: Store, layout: TensorLayout, spare: Sequence[str] = ()) -
 
     `spare`: tensors that the store may hold and that are not used.
     """
-    wanted = {part.name: part.shape for part in parts_of(layout)}
+    wanted = {part.name: part.shape for part in tensor_parts(layout)}
     missing = {name: shape for name, shape in wanted.items() if name not in store.tensors}
     problems = _without_experts(missing, wanted)
     problems += [
@@ -324,13 +324,13 @@ def all_weights(layout: TensorLayout, take: Take) -> Weights:
     return replace(weights, layers=tuple(weights.layers))
 
 
-def read_weights(store: Store, layout: TensorLayout, dtype: torch.dtype, *, by_layer: bool = False) -> Weights:
+def read_all_weights(store: Store, layout: TensorLayout, dtype: torch.dtype, *, by_layer: bool = False) -> Weights:
     """All weights on the CPU, matrices in `dtype`, norms in float32. Reading takes the memory of one more tensor.
     `by_layer`: a layer is read on each access.
     """
 
     def take(parts: Sequence[TensorPart], wide: bool) -> Tensor:
-        into = torch.empty(size_of(parts), dtype=torch.float32 if wide else dtype)
+        into = torch.empty(joined_size(parts), dtype=torch.float32 if wide else dtype)
         row = 0
         for part in parts:
             rows = part.shape[-1] if part.transposed else part.shape[0]
@@ -341,7 +341,7 @@ def read_weights(store: Store, layout: TensorLayout, dtype: torch.dtype, *, by_l
     return layout.weights(take) if by_layer else all_weights(layout, take)
 
 
-def size_of(parts: Sequence[TensorPart]) -> tuple[int, ...]:
+def joined_size(parts: Sequence[TensorPart]) -> tuple[int, ...]:
     shapes = [part.shape[::-1] if part.transposed else part.shape for part in parts]
     return (sum(shape[0] for shape in shapes), *shapes[0][1:])
 

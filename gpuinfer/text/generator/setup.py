@@ -57,7 +57,7 @@ def fit_to_memory(
     A context that the user has not set is halved until one row fits. Raises `UsageError` with the numbers when none
     does, for pages that do not fit, and for fewer than one row takes.
     """
-    from gpuinfer.text.checkpoint.memory_estimate import refuse_short, refuse_unfit, row_pages
+    from gpuinfer.text.checkpoint.memory_estimate import refuse_oversized, refuse_short, row_pages
 
     room, length = int(free_bytes * SHARE), checked_context(checkpoint.shape, context)
     refuse_short(pages, length)
@@ -67,7 +67,7 @@ def fit_to_memory(
 
     while context is None and pages is None and estimated().peak_bytes > room and length > SHORTEST:
         length = max(SHORTEST, length // 2)
-    refuse_unfit(checkpoint.name, estimated(), room, pages=pages or row_pages(length), length=length, dtype=dtype)
+    refuse_oversized(checkpoint.name, estimated(), room, pages=pages or row_pages(length), length=length, dtype=dtype)
     return length, estimated()
 
 

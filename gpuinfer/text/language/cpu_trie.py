@@ -47,7 +47,7 @@ def peek(typing, address, index):
 
 
 @compiled
-def grow(tokens, starts, first, token, line, low, high, depth):
+def grow_trie(tokens, starts, first, token, line, low, high, depth):
     """Fill `first` [nodes + 1], `token` [nodes] and `line` [nodes], the line that is complete there or -1. The number
     of nodes.
 
@@ -75,7 +75,7 @@ def grow(tokens, starts, first, token, line, low, high, depth):
 
 
 @compiled
-def gather(nodes, first, line, codes, sets, used_sets, need, item):
+def gather_units(nodes, first, line, codes, sets, used_sets, need, item):
     """Fill `need` and `item` [nodes] from the lines' `codes`, which are those of `item`. The number of sets.
 
     sets: int32 [sets, words], of which `used_sets` are filled; a node with a new combination of units gets another
@@ -113,13 +113,13 @@ def nothing_yet(item):
 @called
 def unite(node, first, need, item, sets, row):
     """The set of all units at and below the node."""
-    add(sets, row, nothing_yet(item))
+    add_units(sets, row, nothing_yet(item))
     for child in range(first[node], first[node + 1]):
-        add(sets, row, need[child])
+        add_units(sets, row, need[child])
 
 
 @called
-def add(sets, row, need):
+def add_units(sets, row, need):
     if need == EMPTY:
         return
     if need >= 0:
@@ -188,7 +188,7 @@ def bordering(goto, data, starts, kinds, strip, state, states, tokens, offsets, 
 
 
 @called
-def land(base, data, starts, place, end):
+def landing_node(base, data, starts, place, end):
     """The node that `data[place:end]` leads to from the beginning of a line, by the longest token at each step; -1:
     none.
     """
@@ -198,7 +198,7 @@ def land(base, data, starts, place, end):
         for child in range(peek(base, first + node), peek(base, first + node + 1)):
             own = peek(base, token + child)
             size = starts[own + 1] - starts[own]
-            if size > longest and place + size <= end and alike(data, starts[own], data, place, size):
+            if size > longest and place + size <= end and same_bytes(data, starts[own], data, place, size):
                 best, longest = np.int64(child), size
         if best < 0:
             return np.int64(-1)
@@ -222,12 +222,12 @@ def endings(tokens, starts, texts, text_starts, token_starts, data, places):
             if sound:
                 size = token_starts[token + 1] - token_starts[token]
                 at -= size
-                sound = size > 0 and at >= text_starts[line] and alike(data, token_starts[token], texts, at, size)
+                sound = size > 0 and at >= text_starts[line] and same_bytes(data, token_starts[token], texts, at, size)
         places[line] = place - starts[line] if sound and at == text_starts[line] else -1
 
 
 @called
-def alike(data, one, others, other, size):
+def same_bytes(data, one, others, other, size):
     place = 0
     while place < size and data[one + place] == others[other + place]:
         place += 1
@@ -235,16 +235,17 @@ def alike(data, one, others, other, size):
 
 
 @compiled
-def bar(base, data, starts, spills, ends, letter, barred):
+def bar_tokens(base, data, starts, spills, ends, letter, barred):
     """Which tokens that continue after the tag, given by where in `data` they do, lead to no node. All lines begin with
     `letter`.
     """
     for place in range(spills.shape[0]):
-        barred[place] = data[spills[place]] != letter or land(base, data, starts, spills[place], ends[place]) < 0
+        node = landing_node(base, data, starts, spills[place], ends[place])
+        barred[place] = data[spills[place]] != letter or node < 0
 
 
 @called
-def step(base, state, byte):
+def next_state(base, state, byte):
     """The automaton's next state; the tag's length: the tag is complete."""
     return peek(base, peek(base, GOTO) + state * 256 + byte)
 
@@ -260,7 +261,7 @@ ONE = np.int32(1)
 
 
 @compiled
-def rules(rows, places, used, kinds, starts, ids):
+def next_tokens(rows, places, used, kinds, starts, ids):
     """The next tokens of each row: `kinds` int8 [rows], `starts` int32 [rows + 1], `ids` int32, ascending in a row."""
     count = 0
     for i in range(rows.shape[0]):
@@ -271,20 +272,20 @@ def rules(rows, places, used, kinds, starts, ids):
             continue
         if node >= 0:
             kinds[i] = ONLY
-            count = allowed(base, node, used[row], ids, count)
+            count = allowed_tokens(base, node, used[row], ids, count)
         else:
-            count = barred(base, places[row], ids, count)
+            count = barred_tokens(base, places[row], ids, count)
             kinds[i] = ALL_BUT if count > starts[i] else FREE
     starts[rows.shape[0]] = count
 
 
 @called
-def allowed(base, node, used, ids, count):
+def allowed_tokens(base, node, used, ids, count):
     """Tokens that lead to an item with an unused unit, or to the end. After a complete item the next line may begin."""
     first, token = peek(base, FIRST), peek(base, TOKEN)
     own, own_end = peek(base, first + node), peek(base, first + node + 1)
     item = peek(base, peek(base, ITEM) + node)
-    unit = NO_ITEM if item == NO_ITEM else unit_of(base, item, used)
+    unit = NO_ITEM if item == NO_ITEM else free_unit(base, item, used)
     root, root_end = peek(base, first), peek(base, first + 1)
     if unit < 0:
         root = root_end
@@ -301,7 +302,7 @@ def allowed(base, node, used, ids, count):
 
 
 @called
-def unit_of(base, item, used):
+def free_unit(base, item, used):
     """The unit that an item takes: the first of its unused units; -1: all are used."""
     if item >= 0:
         return item if not (used[item >> 5] >> np.int32(item & 31)) & ONE else -1
@@ -335,10 +336,10 @@ def may_enter(base, node, used, taken):
 
 
 @called
-def barred(base, place, ids, count):
+def barred_tokens(base, place, ids, count):
     """Tokens that would complete the tag and go on as no list begins."""
     length, state = length_of(base), np.int64(place.state)
-    if fresh(place):
+    if at_beginning(place):
         state = np.int64(length)
     elif 0 < place.run < BROKEN:
         state = np.int64(0)  # any text token turns the run into replacement characters
@@ -350,13 +351,13 @@ def barred(base, place, ids, count):
 
 
 @inlined
-def fresh(place):
+def at_beginning(place):
     """At the beginning of a text, where tokens may have other bytes, none may complete the tag and go on after it."""
     return place.first or place.strip > 0
 
 
 @compiled
-def advance(rows, tokens, places, used, spelt, outcomes):
+def advance_rows(rows, tokens, places, used, spelt, outcomes):
     """Append a token to each row, none if negative. `outcomes` int8 [rows]: GOES_ON, COMPLETE or REFUSED."""
     for i in range(rows.shape[0]):
         outcomes[i] = GOES_ON
@@ -365,7 +366,7 @@ def advance(rows, tokens, places, used, spelt, outcomes):
 
 
 @compiled
-def walk(row, tokens, places, used, spelt, nodes):
+def advance_all(row, tokens, places, used, spelt, nodes):
     """Append all these tokens to one row; `nodes` int32 [tokens] gets its node before each. How many were allowed."""
     for i in range(tokens.shape[0]):
         nodes[i] = places[row].node
@@ -378,17 +379,17 @@ def walk(row, tokens, places, used, spelt, nodes):
 def advance_row(place, used, token, spelt):
     if place.done:
         return REFUSED
-    return free(place, used, token, spelt) if place.node < 0 else listed(place, used, token)
+    return advance_free(place, used, token, spelt) if place.node < 0 else advance_listed(place, used, token)
 
 
 @called
-def listed(place, used, token):
+def advance_listed(place, used, token):
     base, node = place.image, np.int64(place.node)
     child = child_of(base, node, token)
     if child >= 0 and may_enter(base, child, used, NO_ITEM):
         return arrive(place, used, child)
     item = peek(base, peek(base, ITEM) + node)
-    unit = NO_ITEM if item == NO_ITEM else unit_of(base, item, used)
+    unit = NO_ITEM if item == NO_ITEM else free_unit(base, item, used)
     child = child_of(base, np.int64(0), token)
     if unit < 0 or child < 0 or not may_enter(base, child, used, unit):
         return REFUSED
@@ -424,7 +425,7 @@ def arrive(place, used, node):
 
 
 @called
-def free(place, used, token, spelt):
+def advance_free(place, used, token, spelt):
     """Append a token of free text. One that completes the tag leads into the list, by its bytes after the tag."""
     starts, data, kinds, lead_starts, lead_data = spelt
     if token >= kinds.shape[0] or kinds[token] == NOTHING:
@@ -452,13 +453,13 @@ def free(place, used, token, spelt):
                 strip -= 1
                 continue
             strip = 0
-        state = step(base, np.int64(state), byte)
+        state = next_state(base, np.int64(state), byte)
     node = np.int64(-1)
     if state == length:
         if at == end:
             node = np.int64(0)
-        elif not fresh(place):
-            node = land(base, data, starts, at, end)
+        elif not at_beginning(place):
+            node = landing_node(base, data, starts, at, end)
         if node < 0:
             return REFUSED
     place.first, place.strip, place.run, place.state = 0, strip, run, state

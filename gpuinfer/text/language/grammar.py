@@ -44,7 +44,7 @@ _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 Key = tuple[str, str]  # the kind of grammar, and its text
 
 
-def key_of(constraint: Constraint) -> Key:
+def constraint_key(constraint: Constraint) -> Key:
     """The cache key of a constraint. Raises `BadPrompt` for no kind, several kinds, or one over the limits."""
     kinds = [name for name in KINDS if getattr(constraint, name) is not None]
     if len(kinds) != 1:
@@ -139,7 +139,7 @@ def words_of(vocabulary: int) -> int:
     return -(-vocabulary // 32)
 
 
-def bits_of(tokens: Sequence[int], words: int) -> Words:
+def token_bits(tokens: Sequence[int], words: int) -> Words:
     """A bit set of tokens: bit `token % 32` of word `token // 32`."""
     flags = np.zeros(words * 32, np.uint8)
     flags[list(tokens)] = 1
@@ -165,7 +165,7 @@ class GrammarMatchers:
 
             tries = self.tries()
             return ListedMatcher(tries.token_bytes(), tries.trie(constraint.listed)).warmed()
-        key = key_of(constraint)
+        key = constraint_key(constraint)
         with self._lock:
             if (known := self._compiled.get(key)) is not None:
                 self._compiled.move_to_end(key)
@@ -230,9 +230,9 @@ class TokenTable:
         self.extra = 0 if end_tokens else 1
         self.all_words = words_of(vocabulary + self.extra)
         ends = list(end_tokens) or [vocabulary]
-        self.end = bits_of(ends, self.all_words)
+        self.end = token_bits(ends, self.all_words)
         self.tokenizer = self._tokenizer(codec, ends)
-        self.known = bits_of([token for token in range(vocabulary) if token not in ends], self.all_words)
+        self.known = token_bits([token for token in range(vocabulary) if token not in ends], self.all_words)
         self.lost_first, self.space = self._first(codec.spelling)
 
     def _tokenizer(self, codec: Codec, ends: list[int]) -> LLTokenizer:
@@ -249,7 +249,7 @@ class TokenTable:
         pieces = {token: spelling.piece(token) for token in range(self.vocabulary)}
         lost = [token for token, piece in pieces.items() if piece is not None and _loses(spelling, token, piece)]
         space = [token for token in lost if pieces[token] in (" ", b" ")]
-        return bits_of(lost, self.all_words), bits_of(space, self.all_words)
+        return token_bits(lost, self.all_words), token_bits(space, self.all_words)
 
 
 def _as_bytes(piece: Piece) -> bytes:

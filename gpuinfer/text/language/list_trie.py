@@ -314,7 +314,7 @@ def build_trie(lines: ListLines, tag: ListTag, token_bytes: TokenBytes, ends: bo
     codes, sets, count = _codes([lines.units[number] for number in order.tolist()], len(lines.names))
     nodes = len(token)
     need, item = np.zeros(nodes, np.int32), np.zeros(nodes, np.int32)
-    count = cpu_trie.gather(nodes, first, line, codes, sets, count, need, item)
+    count = cpu_trie.gather_units(nodes, first, line, codes, sets, count, need, item)
     _check_ambiguous(first, token, item)
     words = sets.shape[1]
     parts = {
@@ -358,7 +358,7 @@ def _grown(lines: ListLines, order: NDArray[np.int64]) -> tuple[Ints, Ints, Ints
     moved = np.repeat(lines.starts[:-1][order] - starts[:-1], lengths) + np.arange(starts[-1])
     room = int(starts[-1]) + 1
     first, token, line, low, high, depth = (np.empty(room + 1, np.int32) for _ in range(6))
-    nodes = cpu_trie.grow(lines.tokens[moved], starts, first, token, line, low, high, depth)
+    nodes = cpu_trie.grow_trie(lines.tokens[moved], starts, first, token, line, low, high, depth)
     return first[: nodes + 1], token[:nodes], line[:nodes]
 
 
@@ -403,7 +403,7 @@ def _bars(image: Ints, tag: ListTag, token_bytes: TokenBytes, letter: int) -> tu
     usual = np.flatnonzero(tag.states < len(tag.goto))  # at the beginning of a text all are barred
     some, found = tag.offsets[usual], np.zeros(len(usual), np.bool_)
     ends = token_bytes.starts[tag.tokens[usual] + 1]
-    cpu_trie.bar(int(image.ctypes.data), token_bytes.data, token_bytes.starts, some, ends, letter, found)
+    cpu_trie.bar_tokens(int(image.ctypes.data), token_bytes.data, token_bytes.starts, some, ends, letter, found)
     barred[usual] = found
     counts = np.bincount(tag.states[barred], minlength=len(tag.goto) + 1)
     return np.concatenate([[0], np.cumsum(counts)]).astype(np.int32), tag.tokens[barred]

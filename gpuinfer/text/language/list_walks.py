@@ -86,7 +86,7 @@ class ListWalks:
         """The next tokens of these rows, valid until the next call; None: any token for all."""
         count = len(rows)
         kinds, starts = self._kinds[:count], self._starts[: count + 1]
-        cpu_trie.rules(rows, self._places, self._used, kinds, starts, self._ids)
+        cpu_trie.next_tokens(rows, self._places, self._used, kinds, starts, self._ids)
         return ListRules(kinds, starts, self._ids) if kinds.any() else None
 
     def advance(self, rows: Ints, tokens: Ints) -> NDArray[np.int8]:
@@ -94,7 +94,7 @@ class ListWalks:
         valid until the next call. REFUSED leaves a row as it was.
         """
         outcomes = self._outcomes[: len(rows)]
-        cpu_trie.advance(rows, tokens, self._places, self._used, self._spelt, outcomes)
+        cpu_trie.advance_rows(rows, tokens, self._places, self._used, self._spelt, outcomes)
         return outcomes
 
     def follow(self, row: int, tokens: Ints) -> tuple[Ints, int]:
@@ -102,7 +102,7 @@ class ListWalks:
         allowed.
         """
         nodes = np.full(len(tokens), -1, np.int32)
-        return nodes, int(cpu_trie.walk(row, tokens, self._places, self._used, self._spelt, nodes))
+        return nodes, int(cpu_trie.advance_all(row, tokens, self._places, self._used, self._spelt, nodes))
 
     def trie(self, row: int) -> Trie | None:
         """The row's list."""
