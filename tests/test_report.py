@@ -18,7 +18,7 @@ from gpuinfer.host import machine
 from gpuinfer.host.cpu_contention import CoreTime
 from gpuinfer.report.document import json_schema
 from gpuinfer.report.report import Run, batches, build, evidence, schema, throughput, time_s
-from gpuinfer.serving.health import RecentCounters, recent_rates
+from gpuinfer.serving.health import RecentCounters, counter_stats
 from gpuinfer.stats import Histogram, Snapshot, merge_snapshots, since
 
 seconds = st.floats(0, 1e6, allow_nan=False)
@@ -251,7 +251,7 @@ def test_tokens_and_steps_are_counted_on_from_an_earlier_moment():
     recent = RecentCounters()
     recent.take(1.0, at(20))
     recent.take(3.0, at(50))
-    assert recent_rates(*recent.window())["output_tokens_per_s"] == 15.0
+    assert counter_stats(Snapshot(), *recent.window(), 0.0)["throughput"]["output_tokens_per_s"] == 15.0
 
 
 def test_a_report_tells_what_came_of_a_diffusion_models_forwards():

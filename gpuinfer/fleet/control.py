@@ -9,14 +9,13 @@ import functools
 import hmac
 import time
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from gpuinfer import __version__
 from gpuinfer.errors import UsageError, WorkError
 from gpuinfer.fleet.router.protocol import CONTROL_KEY_HEADER
-from gpuinfer.fleet.weight_updates import WeightUpdates
 from gpuinfer.http.access import Access
 from gpuinfer.http.http_exchange import Exchange
 from gpuinfer.http.route_table import Route, RouteTable
@@ -31,39 +30,16 @@ from gpuinfer.serving.monitoring.metrics import (
     worker_families,
 )
 from gpuinfer.serving.openai.schema import CHANGES, LoadBody, UpdateBody
-from gpuinfer.stats import Snapshot
 
-
-def page_routes(watching: LiveEvents) -> list[Route]:
-    """The files hold nothing of the fleet's, and need no key; the events do."""
-    files = [Route("GET", path, send_file, "open", "The live page") for path in FILES]
-    return [*files, Route("GET", "/events", watching, "api", "Looks at the fleet, one a second (server-sent events)")]
+if TYPE_CHECKING:
+    from gpuinfer.fleet.supervisor import Fleet
 
 
 encode = msgspec.json.Encoder().encode
 OF_REPLICAS = ("/v1/completions and the other routes of models (GET /openapi.json)",)
 
 
-class FleetView(Protocol):
-    """Of a fleet, what is asked here."""
-
-    @property
-    def status(self) -> str: ...
-    def about(self) -> Mapping[str, Any]: ...
-    def workers(self) -> list[dict[str, Any]]: ...
-    def totals(self) -> Mapping[str, int]: ...
-    async def snapshot(self, fresh_s: float = ...) -> Snapshot: ...
-    async def stats(self) -> dict[str, Any]: ...
-    async def add(self, url: str | None = None, key: str | None = None) -> Any: ...
-    async def remove(self, id: int) -> Any: ...
-    async def ask_replica(self, path: str) -> bytes | None: ...
-    @property
-    def changes(self) -> WeightUpdates: ...
-    async def update(self, body: Mapping[str, Any]) -> None: ...
-    async def unload(self, adapter: str, model: str | None = None) -> None: ...
-
-
-class Adding(msgspec.Struct, forbid_unknown_fields=True):
+class NewWorker(msgspec.Struct, forbid_unknown_fields=True):
     """The body of `POST /workers`. Without a URL a replica is started."""
 
     url: str | None = None
@@ -73,9 +49,9 @@ class Adding(msgspec.Struct, forbid_unknown_fields=True):
 class ControlServer:
     """Listens from `start` to `close`."""
 
-    def __init__(self, fleet: FleetView, access: Access, key: str, socket: str) -> None:
+    def __init__(self, fleet: Fleet, access: Access, key: str, socket: str) -> None:
         self._fleet, self._key, self._socket = fleet, key, socket
-        self._watching = LiveEvents(self._see)
+        self._events = LiveEvents(self._see)
         self._floor: Floor = {}
         self.paths = RouteTable(self._routes(), access, elsewhere=OF_REPLICAS)
         self._server: HttpServer | None = None
@@ -85,17 +61,17 @@ class ControlServer:
         self._server = HttpServer(self.paths, quick=self._quick)
         await self._server.listen_unix(self._socket)
 
-    def leave(self) -> None:
-        """End what would go on for ever: the streams of those who watch."""
-        self._watching.close()
+    def end_streams(self) -> None:
+        """End the streams of `/events`, which have no end."""
+        self._events.close()
 
     async def close(self) -> None:
-        self.leave()
+        self.end_streams()
         if self._server is not None:
             await self._server.close()
 
     def _quick(self, exchange: Exchange) -> bool:
-        """Nobody but the router is heard."""
+        """Refuse requests that do not come from the router."""
         given = exchange.headers.get(CONTROL_KEY_HEADER.lower(), "")
         if not hmac.compare_digest(given.encode(), self._key.encode()):
             exchange.refuse(403, "only the fleet's router may ask here. Ask it.")
@@ -109,14 +85,16 @@ class ControlServer:
             Route("GET", "/stats", self._stats, "api", "What the fleet has counted"),
             Route("GET", "/metrics", self._metrics, "api", "The same for Prometheus"),
             Route("GET", "/openapi.json", self._openapi, "api", "This document"),
-            Route("GET", workers, self._workers, "admin", "All workers"),
+            Route("GET", workers, self._list, "admin", "All workers"),
             Route("POST", workers, self._add, "admin", "Add a worker by its URL, or start a replica"),
             Route("DELETE", f"{workers}/{{id}}", self._remove, "admin", "Let a worker drain and leave"),
             *(
                 Route("POST", path, functools.partial(self._change, body), "admin", summary)
                 for path, (body, summary) in CHANGES.items()
             ),
-            *page_routes(self._watching),
+            # the files hold nothing of the fleet's, and need no key; the events do
+            *(Route("GET", path, send_file, "open", "The live page") for path in FILES),
+            Route("GET", "/events", self._events, "api", "Views of the fleet, one a second (server-sent events)"),
         ]
 
     async def _see(self) -> LiveState:
@@ -163,12 +141,12 @@ class ControlServer:
         document["paths"] = {**document.get("paths", {}), **_described(self.paths.routes)}
         exchange.respond(200, encode(document))
 
-    async def _workers(self, exchange: Exchange) -> None:
+    async def _list(self, exchange: Exchange) -> None:
         exchange.respond(200, encode({"workers": self._fleet.workers()}))
 
     async def _add(self, exchange: Exchange) -> None:
         try:
-            adding = msgspec.json.decode(exchange.body or b"{}", type=Adding)
+            adding = msgspec.json.decode(exchange.body or b"{}", type=NewWorker)
             worker = await self._fleet.add(adding.url, adding.key)
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             exchange.refuse(400, f'{error}. Send {{"url": "http://HOST:PORT"}}, or {{}} to start a replica.')

@@ -10,15 +10,13 @@ import time
 from collections import deque
 from collections.abc import Hashable, Iterable
 from dataclasses import replace
-from typing import Any
 
 import msgspec
 
 from gpuinfer.errors import GpuinferError
 from gpuinfer.fleet.worker import Worker
 from gpuinfer.http.client import HttpClient
-from gpuinfer.report import report, report_sections
-from gpuinfer.stats import DONE_BY_A_DEVICE, ERRORS, LANES, Snapshot, counted_tokens, merge_snapshots, since, summarise
+from gpuinfer.stats import DONE_BY_A_DEVICE, LANES, Snapshot, merge_snapshots, since
 
 
 class MonotonicCounters:
@@ -40,7 +38,10 @@ class MonotonicCounters:
     def ended(self, life: Hashable) -> None:
         """It will count no more. One that was never seen has nothing to leave."""
         if (last := self._now.pop(life, None)) is not None:
-            self._past = _together([self._past, _left(last)])
+            device = {what: last.device[what] for what in DONE_BY_A_DEVICE if what in last.device}
+            models = {name: {**line, "waiting": 0} for name, line in last.models.items()}
+            left = replace(last, waiting=0, slots=0, rss_peak_mb=0.0, device=device, models=models)
+            self._past = _together([self._past, left])
 
     def only(self, lives: set[Hashable]) -> None:
         """All lives but these have ended."""
@@ -50,12 +51,6 @@ class MonotonicCounters:
     def total(self) -> Snapshot:
         """All of them as one."""
         return _together([*self._now.values(), self._past])
-
-
-def _left(last: Snapshot) -> Snapshot:
-    device = {what: last.device[what] for what in DONE_BY_A_DEVICE if what in last.device}
-    models = {name: {**line, "waiting": 0} for name, line in last.models.items()}
-    return replace(last, waiting=0, slots=0, rss_peak_mb=0.0, device=device, models=models)
 
 
 def _together(parts: list[Snapshot]) -> Snapshot:
@@ -143,26 +138,3 @@ def read_snapshot(body: bytes) -> Snapshot:
         return Snapshot.from_wire(msgspec.msgpack.decode(body))
     except msgspec.MsgspecError as error:
         raise ValueError("no msgpack") from error
-
-
-def fleet_stats(snapshot: Snapshot, seconds: float, recent: Snapshot) -> dict[str, Any]:
-    """`recent`: what was counted in the last so many seconds. Fields are those of the report."""
-    counts = {"requests": recent.requests, "rows": recent.rows, **counted_tokens(recent)}
-    rates = {f"{name}_per_s": count / seconds if seconds else 0.0 for name, count in counts.items()}
-    return {
-        "requests": snapshot.requests,
-        "rows": snapshot.rows,
-        "waiting_rows": snapshot.waiting,
-        "slots": snapshot.slots or None,
-        "throughput": {"over_s": seconds, **rates},
-        "batches": report.batches(snapshot),
-        "latency_s": summarise(snapshot.latency),
-        "queue_wait_s": summarise(snapshot.queue_wait),
-        "first_token_s": summarise(snapshot.first_token),
-        "between_tokens_s": summarise(snapshot.between_tokens),
-        "tokens": counted_tokens(snapshot),
-        "unmasking": report.unmasking(snapshot),
-        "models": report_sections.model_lines(snapshot, 0.0),
-        "errors": {name: snapshot.errors.get(name, 0) for name in ERRORS},
-        "notices": list(snapshot.notices),
-    }

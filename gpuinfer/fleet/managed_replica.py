@@ -20,7 +20,6 @@ from gpuinfer.errors import WorkError
 from gpuinfer.fleet.launchers.base import LaunchedReplica, Launcher, ReplicaPlan
 from gpuinfer.fleet.router.protocol import FleetMember
 from gpuinfer.fleet.worker import LATE_LOOKS, LOOK_S, ProbedHealth, Worker
-from gpuinfer.fleet.worker import HeartbeatState as Beat
 from gpuinfer.host import error_text
 
 FIRST_S = 0.5
@@ -30,7 +29,7 @@ WELL_S = 5.0  # one that has served for so long had a good start: its next death
 
 
 class Backoff:
-    """Of one replica: exponential, told how long each attempt has served."""
+    """The delays between the attempts to start one replica."""
 
     __slots__ = ("_short", "failed")
 
@@ -38,7 +37,7 @@ class Backoff:
         self._short = self.failed = 0  # in a row: short lives, attempts that did not come up
 
     def after(self, served_s: float) -> float:
-        """Seconds until the next attempt. `served_s`: how long the one that ended had served, 0 if it never came up."""
+        """Seconds until the next attempt. `served_s`: how long the last one has served, 0 if it never came up."""
         if served_s <= 0.0:
             self.failed += 1
             return _doubled(self.failed, MOST_S)
@@ -53,7 +52,7 @@ def _doubled(times: int, most_s: float) -> float:
 
 log = logging.getLogger(__name__)
 
-KILL_S = 30.0  # for a launcher to end something
+KILL_S = 30.0  # for a launcher to end a replica
 CAUSES = {
     "late": f"gave no sign of life for {LATE_LOOKS * LOOK_S:g} s and was killed",
     "stuck": "had work and did none of it, and was killed",
@@ -61,17 +60,17 @@ CAUSES = {
 
 
 async def no_news(worker: Worker) -> None:
-    """Where all that there is to know was said at the start."""
+    """Nothing to catch up with."""
 
 
 class ManagedReplica(Worker):
-    """`starting` is held by its first attempt, so that not too many come up at once; later ones wait for nobody.
+    """A replica of ours. Its first attempt holds `starting`, so that few start at once; later ones do not wait.
 
-    `first` is done once the first attempt has come up, or has failed: its result is the error, or None.
+    `first` is done once the first attempt is up or has failed; its result is the error, or None.
     """
 
     ours = True
-    founding = False  # one of those that the fleet began with
+    founding = False  # started with the fleet
 
     def __init__(
         self,
@@ -84,7 +83,7 @@ class ManagedReplica(Worker):
         tell: Callable[[str], None],
         catch_up: Callable[[Worker], Awaitable[None]] = no_news,
     ) -> None:
-        """`catch_up` has it take the fleet's present weights and adapters, before it gets its first request."""
+        """`catch_up` loads the fleet's present weights and adapters, before the first request."""
         super().__init__(plan.index, key, changed, tell)
         self.plan = plan
         self._catch_up = catch_up
@@ -97,12 +96,12 @@ class ManagedReplica(Worker):
 
     @property
     def pid(self) -> int | None:
-        """Of a child of this process."""
+        """The process id of a local replica."""
         return getattr(self._launched, "pid", None)
 
     @property
     def _launched(self) -> LaunchedReplica | None:
-        """What the latest attempt has started."""
+        """What the latest attempt has started, if anything."""
         task = self._launching
         if task is None or not task.done() or task.cancelled() or task.exception() is not None:
             return None
@@ -115,7 +114,7 @@ class ManagedReplica(Worker):
             except Exception as error:
                 log.error("%s: %s", self.plan.name, error_text.safe_str(error), exc_info=error)
                 await self._gone(self.plan, f"{self.plan.name}: {error_text.full_message(error)}")
-                self._first_is_over(WorkError(self.failure))
+                self._end_first(WorkError(self.failure))
                 served_s = 0.0
             delay_s = self._backoff.after(served_s)
             if delay_s:
@@ -123,8 +122,8 @@ class ManagedReplica(Worker):
             await asyncio.sleep(delay_s)
 
     async def end(self, within_s: float) -> None:
-        await self._over()
-        self._first_is_over(None)
+        await self._stop()
+        self._end_first(None)
         if self._launching is not None:
             await asyncio.wait({self._launching}, timeout=KILL_S)
         if (launched := self._launched) is not None:
@@ -132,7 +131,7 @@ class ManagedReplica(Worker):
         self.state = "down"
 
     def member(self) -> FleetMember:
-        """A founding one needs no slow start: there is nobody warmer to take its requests."""
+        """A founding replica needs no slow start: no other is warmer."""
         member = super().member()
         return structs.replace(member, since=0.0) if self.founding and self.attempts == 1 else member
 
@@ -141,17 +140,18 @@ class ManagedReplica(Worker):
         return {**super().told(), "pid": self.pid, "devices": plan.devices, "log": str(plan.log)}
 
     async def _attempt(self) -> float:
-        """Start it, and look after it until it is gone. For how many seconds it served."""
+        """Start the replica, and supervise it until it is gone. For how many seconds it served."""
         self.since = 0.0
         self._become("starting")
-        plan = self._planned()
+        plan = replace(self.plan, attempt=self.attempts)
+        plan = replace(plan, arguments=(*plan.arguments, "--ready-file", str(plan.ready_file)))
         self.attempts += 1
         try:
             async with self._starting if self.attempts == 1 else contextlib.nullcontext():
                 launched, (host, port) = await self._started(plan)
         except WorkError as error:
             await self._gone(plan, str(error), told=self.first.done(), hopeless=self._backoff.failed > 0)
-            self._first_is_over(error)
+            self._end_first(error)
             return 0.0
         up_at: float | None = None
         async with self._probed(host, port):
@@ -159,13 +159,20 @@ class ManagedReplica(Worker):
                 if up_at is None and self.since:
                     up_at = time.monotonic()
                     self._tell(f"{plan.name} is up at {self.url}.")
-                    self._first_is_over(None)
-        await self._gone(plan, _death_notice(plan, beat, launched))
-        self._first_is_over(WorkError(self.failure))
+                    self._end_first(None)
+        if beat is not None:
+            notice = f"{plan.name} {CAUSES[beat]}."
+        else:
+            how, words = launched.ending, launched.last_words()
+            notice = (
+                f"{plan.name} died" + (f" ({how})." if how else ".") + (f' Its last words: "{words}".' if words else "")
+            )
+        await self._gone(plan, notice)
+        self._end_first(WorkError(self.failure))
         return 0.0 if up_at is None else time.monotonic() - up_at
 
     def _answered(self, health: ProbedHealth) -> None:
-        """It is up only with the weights that the others have."""
+        """A replica is up only once it has the others' weights."""
         if not health.ready or self._caught_up == self.attempts:
             super()._answered(health)
         elif self._catching is None or self._catching.done():
@@ -175,7 +182,7 @@ class ManagedReplica(Worker):
         attempt = self.attempts
         try:
             await self._catch_up(self)
-        except Exception as error:  # noqa: BLE001 (whatever it is, it is tried again at the next probe)
+        except Exception as error:  # noqa: BLE001 (tried again at the next probe)
             if self.failure != str(error):
                 self.failure = str(error)
                 self._tell(f"{self.plan.name} has not the weights of the others yet: {error}")
@@ -183,12 +190,8 @@ class ManagedReplica(Worker):
         self._caught_up = attempt
         self.nudge()
 
-    def _planned(self) -> ReplicaPlan:
-        plan = replace(self.plan, attempt=self.attempts)
-        return replace(plan, arguments=(*plan.arguments, "--ready-file", str(plan.ready_file)))
-
     async def _started(self, plan: ReplicaPlan) -> tuple[LaunchedReplica, tuple[str, int]]:
-        """Raises `WorkError` when it cannot be started, ends or is suspended meanwhile, or takes too long."""
+        """Launch, and wait until it serves. Raises `WorkError` if it fails, is suspended or takes too long."""
         self._launching = asyncio.create_task(self._launcher.launch(plan))
         launched = await asyncio.shield(self._launching)
         ready = asyncio.create_task(launched.ready(self._start_s))
@@ -204,7 +207,7 @@ class ManagedReplica(Worker):
             ready.cancel()
 
     async def _gone(self, plan: ReplicaPlan, why: str, *, told: bool = True, hopeless: bool = False) -> None:
-        """`hopeless`: it has not come up several times, so nobody should wait for it."""
+        """The replica is gone. `hopeless`: it has failed to start several times, so that no request waits for it."""
         self.failure = why
         if told:
             self._tell(why)
@@ -215,14 +218,6 @@ class ManagedReplica(Worker):
                     await launched.kill()
         plan.ready_file.unlink(missing_ok=True)
 
-    def _first_is_over(self, error: WorkError | None) -> None:
+    def _end_first(self, error: WorkError | None) -> None:
         if not self.first.done():
             self.first.set_result(error)
-
-
-def _death_notice(plan: ReplicaPlan, beat: Beat | None, launched: LaunchedReplica) -> str:
-    """For people. `beat`: why it was killed; None: it died by itself."""
-    if beat is not None:
-        return f"{plan.name} {CAUSES[beat]}."
-    how, words = launched.ending, launched.last_words()
-    return f"{plan.name} died" + (f" ({how})." if how else ".") + (f' Its last words: "{words}".' if words else "")

@@ -55,7 +55,7 @@ class ExternalWorker(Worker):
             self._become("down")
 
     async def end(self, within_s: float) -> None:
-        await self._over()
+        await self._stop()
         self.state = "down"
 
 

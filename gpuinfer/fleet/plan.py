@@ -65,24 +65,18 @@ class Scaler:
         """What to change; None: nothing. `replicas`: all that are up, or are being started."""
         limits = self._limits
         if not limits.least <= replicas <= limits.most:
-            return self._within_limits(now, replicas)
+            self._reset()
+            after = min(max(replicas, limits.least), limits.most)
+            word = "fewer than the least" if replicas < after else "more than the most"
+            return ScalingDecision(now, replicas, after, f"{replicas} replicas are {word} allowed, {after}")
         needed = self._needed(load, limits.target)
         self._over = self._over + 1 if needed > replicas else 0
         if self._over >= UP_LOOKS:
-            return self._up(now, load, replicas, needed)
+            self._reset()
+            each = load / max(1, replicas)
+            reason = f"{each:.1f} requests per replica, over the target of {limits.target:g} in {UP_LOOKS} looks"
+            return ScalingDecision(now, replicas, needed, reason)
         return self._down(now, load, replicas)
-
-    def _within_limits(self, now: float, replicas: int) -> ScalingDecision:
-        self._forget()
-        after = min(max(replicas, self._limits.least), self._limits.most)
-        word = "fewer than the least" if replicas < after else "more than the most"
-        return ScalingDecision(now, replicas, after, f"{replicas} replicas are {word} allowed, {after}")
-
-    def _up(self, now: float, load: float, replicas: int, needed: int) -> ScalingDecision:
-        self._forget()
-        each = load / max(1, replicas)
-        reason = f"{each:.1f} requests per replica, over the target of {self._limits.target:g} in {UP_LOOKS} looks"
-        return ScalingDecision(now, replicas, needed, reason)
 
     def _down(self, now: float, load: float, replicas: int) -> ScalingDecision | None:
         if self._needed(load, SLACK * self._limits.target) >= replicas:
@@ -94,7 +88,7 @@ class Scaler:
         if now - self._roomy_since < self._limits.down_delay_s:
             return None
         most = self._roomy_load
-        self._forget()
+        self._reset()
         delay = f"{self._limits.down_delay_s:g} s"
         return ScalingDecision(
             now, replicas, replicas - 1, f"at most {most:g} requests under way for {delay}: fewer will do"
@@ -104,7 +98,7 @@ class Scaler:
         """Replicas for this load, within the limits."""
         return min(max(math.ceil(load / each), self._limits.least), self._limits.most)
 
-    def _forget(self) -> None:
+    def _reset(self) -> None:
         self._over, self._roomy_since = 0, None
 
 

@@ -1,4 +1,4 @@
-"""A fleet: replicas, started and looked after; router processes in front; one application for all else.
+"""A fleet: supervised replicas, router processes in front, and one control application for all else.
 
 clients → router processes → replicas         /v1/*, /predict
                   ↓
@@ -18,7 +18,7 @@ from typing import Any
 
 from gpuinfer.errors import WorkError
 from gpuinfer.fleet.control import ControlServer
-from gpuinfer.fleet.fleet_counters import EVERY_S, FRESH_S, ReplicaCounters, fleet_stats
+from gpuinfer.fleet.fleet_counters import EVERY_S, FRESH_S, ReplicaCounters
 from gpuinfer.fleet.folder import FleetFolder
 from gpuinfer.fleet.launchers.base import Launcher
 from gpuinfer.fleet.membership import Membership, NoRoom
@@ -30,18 +30,19 @@ from gpuinfer.fleet.worker import Worker, bracketed
 from gpuinfer.host import machine
 from gpuinfer.http.access import ReloadableFile, reload_changed_files
 from gpuinfer.http.parser import fitting_connections, limit_notice
+from gpuinfer.serving.health import counter_stats
 from gpuinfer.stats import Snapshot
 
 log = logging.getLogger(__name__)
 
 KEPT_DECISIONS = 32
-TOUCH_S = 10.0  # between looks at the fleet's folder
-END_S = 10.0  # for replicas to leave, once nothing is under way
+TOUCH_S = 10.0  # between two checks of the fleet's folder
+END_S = 10.0  # for replicas to end, once no request is under way
 NOTHING = MemberCounters()
 
 
 class Fleet:
-    """`start` once, then `close` whatever happened; in between all is asked on the event loop that started it.
+    """Call `start` once, then `close` whatever happened, all on one event loop.
 
     `tell` is called with news for people, a sentence at a time.
     """
@@ -65,16 +66,16 @@ class Fleet:
         config = _router_config(plan, key, socket)
         if config.connections < plan.connections:
             tell(f"Each router process takes {limit_notice(plan.connections, config.connections)}")
-        self._routers = Routers(config, self._heard)
+        self._routers = Routers(config, self._on_router_event)
         self._members = Membership(
             plan, launcher, self._folder, self._routers.update, lambda id: self._counted(id).in_flight, tell
         )
 
     async def start(self) -> str:
-        """Start all, and wait until each replica has come up or has failed at its first attempt. The fleet's URL.
+        """Start all, and wait until each replica is up or has failed its first attempt; returns the fleet's URL.
 
-        It serves from the first replica on. Raises `UsageError` when the port is in use, `WorkError` with the first
-        replica's last words when none came up.
+        The fleet serves from the first replica on. Raises `UsageError` when the port is in use, `WorkError` with the
+        first replica's last words when none came up.
         """
         await self._control.start()
         self.port = await self._routers.start()
@@ -100,7 +101,7 @@ class Fleet:
         return self._members.start() if url is None else self._members.visit(url, key)
 
     async def remove(self, id: int) -> Worker | None:
-        """Let one drain and leave; it is not waited for. None: there is none of this id."""
+        """Let a worker drain and leave, without waiting for it. None: no worker has this id."""
         return self._members.remove(id, self.plan.drain_s)
 
     @property
@@ -108,13 +109,13 @@ class Fleet:
         return self._members.changes
 
     async def update(self, body: Mapping[str, Any]) -> None:
-        """Have all replicas change their weights, or an adapter; `body` as `openai.changing.UpdateBody` has it. Those
-        that come up later have it before their first request. Raises `UsageError` and `BackendDied`.
+        """Have all replicas load other weights, or an adapter; `body`: `serving.openai.schema.UpdateBody`. Replicas
+        that come up later do so before their first request. Raises `UsageError` and `BackendDied`.
         """
         await self.changes.update(self._members.all.values(), body)
 
     async def unload(self, adapter: str, model: str | None = None) -> None:
-        """The same of an adapter that is unloaded."""
+        """Have all replicas unload an adapter."""
         await self.changes.unload(self._members.all.values(), adapter, model)
 
     @property
@@ -135,15 +136,19 @@ class Fleet:
         }
 
     def workers(self) -> list[dict[str, Any]]:
-        """All, each with what the router has counted of it."""
-        return [self._told(worker) for worker in self._members.all.values()]
+        """All workers, each with the router's counters of it."""
+        found = []
+        for worker in self._members.all.values():
+            counted = asdict(self._counted(worker.id))
+            found.append({**worker.told(), "requests_served": counted.pop("requests"), **counted})
+        return found
 
     def totals(self) -> dict[str, int]:
-        """What the router has counted."""
+        """The router's counters."""
         return asdict(self._routers.totals())
 
     async def snapshot(self, fresh_s: float = FRESH_S) -> Snapshot:
-        """What our own replicas have counted, those included that are gone; no older than `fresh_s`."""
+        """The counters of our own replicas, also of those that are gone; no older than `fresh_s`."""
         return await self._counting.fetch(self._members.all.values(), fresh_s)
 
     async def stats(self) -> dict[str, Any]:
@@ -165,19 +170,19 @@ class Fleet:
                 "replicas": len(self._members.own),
                 "decisions": [decision.told(time.monotonic()) for decision in self.decisions],
             },
-            **fleet_stats(snapshot, *self._counting.recent()),
+            **counter_stats(snapshot, *self._counting.recent(), 0.0),
         }
 
     async def ask_replica(self, path: str) -> bytes | None:
-        """What one replica that is up answers there; None without one."""
+        """The answer of one replica that is up; None without one."""
         return await self._counting.ask(self._members.all.values(), path)
 
     async def drain(self, within_s: float | None = None) -> bool:
-        """Take nothing new and let all that is under way finish, then the replicas leave. Whether all of it did."""
+        """Take no new requests, finish those under way, then end the replicas. Whether all requests were finished."""
         within_s = self.plan.drain_s if within_s is None else within_s
         self._draining = True
         self._end_tasks()
-        self._control.leave()
+        self._control.end_streams()
         whole = await self._routers.drain(within_s)
         await self._members.end(END_S)
         return whole
@@ -200,8 +205,8 @@ class Fleet:
         for task in self._tasks:
             task.cancel()
 
-    def _heard(self, event: Mapping[str, Any]) -> None:
-        """Of a router process: a request has failed at a member."""
+    def _on_router_event(self, event: Mapping[str, Any]) -> None:
+        """A request has failed at a member: probe that now."""
         if isinstance(id := event.get("member"), int):
             self._members.nudge(id)
 
@@ -212,18 +217,14 @@ class Fleet:
     def _counted(self, id: int) -> MemberCounters:
         return self._routers.counters().get(id, NOTHING)
 
-    def _told(self, worker: Worker) -> dict[str, Any]:
-        counted = asdict(self._counted(worker.id))
-        return {**worker.told(), "requests_served": counted.pop("requests"), **counted}
-
     async def _count(self) -> None:
-        """Look at the replicas' counters now and then, so that those of one that dies are not all lost."""
+        """Fetch the replicas' counters regularly, so that those of one that dies are not lost."""
         while True:
             await self.snapshot()
             await asyncio.sleep(EVERY_S)
 
     async def _keep_folder(self) -> None:
-        """Until it is gone, which is said once."""
+        """Keep the folder's files fresh; if the folder is removed, say so once."""
         there = True
         while there:
             await asyncio.sleep(TOUCH_S)

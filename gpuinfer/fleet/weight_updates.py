@@ -1,6 +1,6 @@
-"""Other weights and adapters for a fleet that serves: told to each replica of ours, and to one that is started anew.
+"""Updates of weights and adapters of a fleet: sent to each replica of ours, and to replicas that start later.
 
-A change is tried at one replica first: what that refuses is refused by all, with nothing changed anywhere.
+An update goes to one replica first: if that refuses it, nothing is changed anywhere.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from typing import Any
 
 import msgspec
 
-from gpuinfer.errors import BackendDied, GpuinferError, UsageError
+from gpuinfer.errors import BackendDied, UsageError
+from gpuinfer.fleet.replica_client import error_words
 from gpuinfer.fleet.worker import Worker
 from gpuinfer.http.client import HttpClient
 from gpuinfer.text.text_options import FIRST_VERSION
@@ -25,40 +26,32 @@ Whose = tuple[str | None, str | None]  # model (None: the only one), and adapter
 
 @dataclass(frozen=True)
 class WeightUpdate:
-    """One that stands: `body` goes to `path`. Later ones have higher numbers."""
+    """An update in force: `body` goes to `path`. Later ones have higher numbers."""
 
     number: int
     path: str
     body: Mapping[str, Any]
 
 
-class _Complaint(msgspec.Struct):
-    message: str = ""
-
-
-class _Refusal(msgspec.Struct):
-    error: _Complaint
-
-
 class WeightUpdates:
-    """What all replicas are to have. `admin_key` is theirs."""
+    """The updates that all replicas are to have. `admin_key`: the replicas' key."""
 
     def __init__(self, admin_key: str) -> None:
         self._headers = [("Authorization", f"Bearer {admin_key}"), ("Content-Type", "application/json")]
         self._standing: dict[Whose, WeightUpdate] = {}
-        self._unloaded: dict[Whose, WeightUpdate] = {}  # that each start may bring back
-        self._had: dict[Life, int] = {}  # the number of the latest change that it has
+        self._unloaded: dict[Whose, WeightUpdate] = {}  # adapters that a start may load again
+        self._had: dict[Life, int] = {}  # the number of the latest update that a replica has
         self._number = 0
         self._one_at_a_time = asyncio.Lock()
 
     @property
     def adapters(self) -> tuple[str, ...]:
-        """Those that were loaded since the start, and their newest versions."""
+        """Adapters that were loaded since the start, and their newest versions."""
         named = [(name, one.body["version"]) for (_, name), one in self._standing.items() if name is not None]
         return tuple(sorted({text for name, version in named for text in (name, f"{name}@{version}")}))
 
     async def update(self, workers: Iterable[Worker], body: Mapping[str, Any]) -> None:
-        """Have all replicas that are up change so, and those that come up later. Raises `UsageError` when the first one
+        """Update all replicas that are up, and those that come up later. Raises `UsageError` when the first one
         refuses, and `BackendDied` when none is up.
         """
         async with self._one_at_a_time:
@@ -69,7 +62,7 @@ class WeightUpdates:
             await self._all((first, *others), others, UPDATE, body)
 
     async def unload(self, workers: Iterable[Worker], adapter: str, model: str | None = None) -> None:
-        """The same of an adapter that no prompt may ask for any more; of several models: of which one."""
+        """Unload an adapter from all replicas; `model`: of which one, of several models."""
         async with self._one_at_a_time:
             first, *others = self._there(workers)
             body = {"lora_name": adapter, **({} if model is None else {"model": model})}
@@ -83,28 +76,28 @@ class WeightUpdates:
             await self._all((first, *others), others, UNLOAD, body)
 
     async def catch_up(self, worker: Worker) -> None:
-        """Tell it all that stands and that it has not had. One that has just started has had nothing."""
+        """Send a replica all updates in force that it does not have; one that has just started has none."""
         async with self._one_at_a_time:
             had = self._had.get(_life(worker), 0)
             for change in sorted((*self._standing.values(), *self._unloaded.values()), key=lambda one: one.number):
-                if change.number > had:
-                    await self._tell(worker, change)
+                if change.number <= had:
+                    continue
+                try:
+                    await self._ask(worker, change.path, change.body)
+                except UsageError:
+                    if change.path == UPDATE:
+                        raise
+                    self._unloaded.pop(
+                        (change.body.get("model"), change.body["lora_name"]), None
+                    )  # not loaded at start
             self._had[_life(worker)] = self._number
 
-    async def _tell(self, worker: Worker, change: WeightUpdate) -> None:
-        try:
-            await self._ask(worker, change.path, change.body)
-        except UsageError:
-            if change.path == UPDATE:
-                raise
-            self._unloaded.pop((change.body.get("model"), change.body["lora_name"]), None)  # no start brings it back
-
     def next_version(self) -> str:
-        """Of an adapter that is loaded without one: it is the same at all replicas."""
+        """The version of an adapter that is loaded without one, the same at all replicas."""
         return str(self._number + 1)
 
     def _there(self, workers: Iterable[Worker]) -> list[Worker]:
-        """Those that have been told all until now, the ones that serve first. Raises `BackendDied` when none serves."""
+        """The replicas that have all updates, those that are up first. Raises `BackendDied` when none is up."""
         ours = [one for one in workers if one.ours and (one.state == "up" or _life(one) in self._had)]
         ours.sort(key=lambda one: one.state != "up")
         if not ours or ours[0].state != "up":
@@ -112,7 +105,7 @@ class WeightUpdates:
         return ours
 
     async def _all(self, there: Iterable[Worker], others: Iterable[Worker], path: str, body: Mapping[str, Any]) -> None:
-        """Tell the others too. One that is gone meanwhile is told when it is back."""
+        """Update the others too. One that is gone meanwhile is updated when it is back."""
         told = await asyncio.gather(*(self._ask(one, path, body) for one in others), return_exceptions=True)
         self._had |= {_life(one): self._number for one in there}
         for outcome in told:
@@ -126,16 +119,8 @@ class WeightUpdates:
         finally:
             await client.close()
         if response.status != 200:
-            raise refusal_text(response.status, response.body)
-
-
-def refusal_text(status: int, body: bytes) -> GpuinferError:
-    """What a server has said that does not do it."""
-    try:
-        words = msgspec.json.decode(body, type=_Refusal).error.message
-    except (msgspec.MsgspecError, UnicodeDecodeError):
-        words = f"it answered with status {status}."
-    return UsageError(words) if status in (400, 401, 403, 404) else BackendDied(words)
+            words = error_words(response.status, response.body)
+            raise UsageError(words) if response.status in (400, 401, 403, 404) else BackendDied(words)
 
 
 def _life(worker: Worker) -> Life:

@@ -1,6 +1,6 @@
-"""One member of the fleet as its supervisor sees it, whoever started it: its address, the probe of its health on a
-connection of its own, and the heartbeat that judges the answers. Looks are counted, not seconds, so that a
-supervisor that was suspended accuses nobody.
+"""One member of the fleet as its supervisor sees it: its address, the probe of its health on a connection of its own,
+and the heartbeat that judges the answers. Checks are counted, not seconds, so that no member is killed because the
+supervisor was suspended.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from gpuinfer.fleet.router.protocol import FleetMember, State
 from gpuinfer.host import event_loop
 from gpuinfer.http.client import HttpClient
 
-LOOK_S = 0.5  # from one look to the next
-LATE_LOOKS = 6  # looks in a row without an answer: 3 s
-STUCK_LOOKS = 2  # answers in a row that say "stuck", each of a heartbeat that is 3 s late by itself. One may come of a
+LOOK_S = 0.5  # between two checks
+LATE_LOOKS = 6  # checks in a row without an answer: 3 s
+STUCK_LOOKS = 2  # answers in a row that say "stuck", each after 3 s without progress; one alone may be the effect of a
 # machine that was suspended as a whole
 
 HeartbeatState = Literal["well", "late", "stuck"]
 
 
 class Heartbeat:
-    """What is known of one replica since it came up."""
+    """The heartbeat of one replica since it came up."""
 
     __slots__ = ("_answered", "_missed", "_stuck")
 
@@ -38,16 +38,16 @@ class Heartbeat:
 
     @property
     def missed(self) -> int:
-        """Looks in a row without an answer."""
+        """Checks in a row without an answer."""
         return self._missed
 
     def answer(self, *, stuck: bool) -> None:
-        """A probe was answered; `stuck`: it says that its work does not go on."""
+        """A probe was answered; `stuck`: the replica says that it makes no progress."""
         self._answered = True
         self._stuck = self._stuck + 1 if stuck else 0
 
     def look(self) -> HeartbeatState:
-        """Look once, `LOOK_S` after the last time: how it stands."""
+        """Check once, `LOOK_S` after the last time."""
         self._missed = 0 if self._answered else self._missed + 1
         self._answered = False
         if self._stuck >= STUCK_LOOKS:
@@ -55,12 +55,12 @@ class Heartbeat:
         return "late" if self._missed >= LATE_LOOKS else "well"
 
 
-ANSWER_S = 10.0  # far beyond what is late: whether an answer is late is counted in looks, not here
+ANSWER_S = 10.0  # timeout of a probe, far beyond the heartbeat's
 MOST_BYTES = 64 << 10
 
 
 class ProbedHealth(msgspec.Struct, frozen=True):
-    """What `/health` says. Of a server that is not ours only `ready` is known, from the status of its answer."""
+    """The answer of `/health`. Of a server that is not ours only `ready` is known, from the status."""
 
     server: str = ""
     status: str = ""
@@ -78,26 +78,8 @@ class ProbedHealth(msgspec.Struct, frozen=True):
         return self.status == "draining"
 
 
-class HealthProbe:
-    """Of one replica, at one address."""
-
-    def __init__(self, host: str, port: int) -> None:
-        self._client = HttpClient(f"http://{bracketed(host)}:{port}", connections=1, timeout_s=ANSWER_S)
-
-    async def ask(self) -> ProbedHealth | None:
-        """None: it gave no answer that is one of HTTP."""
-        try:
-            response = await self._client.request("GET", "/health")
-        except GpuinferError:
-            return None
-        return read_health(response.status, response.body)
-
-    async def close(self) -> None:
-        await self._client.close()
-
-
 def read_health(status: int, body: bytes) -> ProbedHealth:
-    """From an answer. A body that is none of ours says nothing, and does no harm."""
+    """Parse an answer of `/health`. A foreign body counts as empty."""
     try:
         health = msgspec.json.decode(body[:MOST_BYTES], type=ProbedHealth)
     except (msgspec.MsgspecError, UnicodeDecodeError):
@@ -108,7 +90,7 @@ def read_health(status: int, body: bytes) -> ProbedHealth:
 
 
 def bracketed(host: str) -> str:
-    """As it stands in a URL."""
+    """A host as part of a URL."""
     return f"[{host}]" if ":" in host else host
 
 
@@ -117,7 +99,7 @@ DOUBTFUL_LOOKS = 3  # in a row without an answer
 
 
 class Worker(ABC):
-    """`changed` is called whenever what the router should know of it has changed; `tell` with news for people."""
+    """A member of the fleet. `changed` is called when its roster entry has changed; `tell` with news for people."""
 
     ours: bool
 
@@ -129,7 +111,7 @@ class Worker(ABC):
         self.health: ProbedHealth | None = None
         self.attempts = 0
         self.failure = ""  # why it last went down
-        self.leaving = False  # it was asked to drain, and comes up no more
+        self.leaving = False  # it drains, and is not started again
         self._changed, self._tell = changed, tell
         self._heartbeat = Heartbeat()
         self._nudged = asyncio.Event()
@@ -137,21 +119,21 @@ class Worker(ABC):
 
     @abstractmethod
     async def run(self) -> None:
-        """Look after it, until cancelled."""
+        """Supervise the member, until cancelled."""
 
     @abstractmethod
     async def end(self, within_s: float) -> None:
-        """Look after it no more; what was started by us is ended. Whoever calls has let it drain."""
+        """Stop supervising; a replica of ours is ended. Call `drain` before."""
 
     def begin(self) -> None:
         self._task = asyncio.create_task(self.run(), name=f"gpuinfer worker {self.id}")
 
     def nudge(self) -> None:
-        """Something has failed there: look now."""
+        """A request has failed there: probe now."""
         self._nudged.set()
 
     def drain(self) -> None:
-        """It gets no new requests from now on."""
+        """Send no new requests there."""
         self.leaving = True
         if self.state == "up":
             self._become("draining")
@@ -162,23 +144,23 @@ class Worker(ABC):
 
     @property
     def healthy(self) -> bool:
-        """Whether it takes requests, and has answered the last probes."""
+        """Whether the member takes requests and has answered the last probes."""
         return self.state == "up" and self._heartbeat.missed < DOUBTFUL_LOOKS
 
     @property
     def condition(self) -> str:
-        """In one word, for people."""
+        """The state in one word, for people."""
         if self.state == "up":
             return "late" if not self.healthy else "busy" if self.health and self.health.busy else "ready"
         return self.state
 
     def member(self) -> FleetMember:
-        """For the roster. One that has no address yet lets requests wait for it."""
+        """The entry in the roster. While a member has no address yet, requests may wait for it."""
         host = self.host or NOWHERE
         return FleetMember(self.id, host, self.port, self.state, ours=self.ours, since=self.since, key=self.key)
 
     def told(self) -> dict[str, Any]:
-        """What `/workers` says of it, without what the router has counted."""
+        """The entry in `/workers`, without the router's counters."""
         health = self.health
         return {
             "id": self.id,
@@ -204,40 +186,38 @@ class Worker(ABC):
 
     @contextlib.asynccontextmanager
     async def _probed(self, host: str, port: int) -> Any:
-        """Probe it meanwhile: twice a second, and whenever it is nudged."""
+        """Probe the member meanwhile: twice a second, and when `nudge` is called."""
         self.host, self.port = host, port
         self._heartbeat, self.health = Heartbeat(), None
-        probe = HealthProbe(host, port)
-        asking = asyncio.create_task(self._ask(probe))
+        client = HttpClient(f"http://{bracketed(host)}:{port}", connections=1, timeout_s=ANSWER_S)
+        probing = asyncio.create_task(self._probe(client))
         try:
             yield
         finally:
-            await event_loop.cancel_until_done(asking)
-            await probe.close()
+            await event_loop.cancel_until_done(probing)
+            await client.close()
 
-    async def _ask(self, probe: HealthProbe) -> None:
+    async def _probe(self, client: HttpClient) -> None:
         while True:
-            if (health := await probe.ask()) is not None:
+            with contextlib.suppress(GpuinferError):  # without an answer of HTTP the heartbeat is late
+                response = await client.request("GET", "/health")
+                self.health = health = read_health(response.status, response.body)
                 self._heartbeat.answer(stuck=health.stuck)
-                self.health = health
                 self._answered(health)
-            await self._rest()
-
-    async def _rest(self) -> None:
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(LOOK_S):
-                await self._nudged.wait()
-        self._nudged.clear()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(LOOK_S):
+                    await self._nudged.wait()
+            self._nudged.clear()
 
     def _answered(self, health: ProbedHealth) -> None:
-        """It is up, or it says that it is not."""
+        """A probe was answered: the member is up, or drains."""
         if health.ready:
             self._become("up")
         elif health.draining and self.state == "up":
             self._become("draining")
 
     async def _look(self, gone: Callable[[], bool] = lambda: False) -> HeartbeatState | None:
-        """The next look; None: it is gone."""
+        """The next check of the heartbeat; None: `gone` says that the member is gone."""
         until = time.monotonic() + LOOK_S
         while (left := until - time.monotonic()) > 0:
             if gone():
@@ -245,6 +225,6 @@ class Worker(ABC):
             await asyncio.sleep(min(left, LOOK_S / 5))
         return None if gone() else self._heartbeat.look()
 
-    async def _over(self) -> None:
-        """Its task has ended."""
+    async def _stop(self) -> None:
+        """Cancel `run`."""
         await event_loop.cancel_until_done(self._task)

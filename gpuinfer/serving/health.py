@@ -27,7 +27,7 @@ Status = Literal["ready", "starting", "draining", "stuck"]
 
 
 class EngineProgress(Protocol):
-    """What there is to see of an engine at work."""
+    """The progress of an engine."""
 
     @property
     def moved(self) -> int: ...
@@ -43,18 +43,18 @@ class EngineProgress(Protocol):
 
 @dataclass(slots=True)
 class ReplicaHealth:
-    """One replica's. `in_flight` is counted by whoever takes requests, the rest is looked at."""
+    """One model's health. `in_flight` is counted by the routes, the rest is checked by `look_once`."""
 
     pulse: EngineProgress
     model: str
     kind: str
     phase: Literal["starting", "ready", "draining"] = "starting"
-    in_flight: int = 0  # requests that wait for their answers
-    dead: bool = False  # the backend is gone: nothing will be answered any more
+    in_flight: int = 0  # requests under way
+    dead: bool = False  # the backend is gone
     cpu_s: Callable[[], float] = time.process_time
-    _still: int = 0  # looks since something moved, with work there
+    _still: int = 0  # checks without progress, with work there
     _moved: int = -1
-    _spent_s: float = 0.0  # of processor time, when it moved
+    _spent_s: float = 0.0  # processor time at the last progress
 
     def look_once(self) -> None:
         moved = self.pulse.moved
@@ -66,7 +66,7 @@ class ReplicaHealth:
 
     @property
     def heartbeat_age_s(self) -> float:
-        """Since something moved; 0 with nothing to do."""
+        """Seconds without progress; 0 with nothing to do."""
         return self._still * LOOK_S
 
     @property
@@ -107,7 +107,7 @@ class ReplicaHealth:
 
 
 async def watch_health(at: Sequence[ReplicaHealth], on_look: Callable[[], None]) -> None:
-    """Look at all of them again and again, until it is cancelled. `on_look` is called each time."""
+    """Check all of them regularly, until cancelled. `on_look` is called each time."""
     with contextlib.suppress(asyncio.CancelledError):
         while True:
             for one in at:
@@ -116,7 +116,7 @@ async def watch_health(at: Sequence[ReplicaHealth], on_look: Callable[[], None])
             await asyncio.sleep(LOOK_S)
 
 
-EVERY_S, KEPT_S = 1.0, 10.0  # a look at the counters, and how far back the rates of /stats look
+EVERY_S, KEPT_S = 1.0, 10.0  # between two snapshots; the window of the rates in /stats
 
 
 @dataclass(slots=True)
@@ -135,7 +135,7 @@ class RecentCounters:
             self._seen.popleft()
 
     def window(self) -> tuple[float, Snapshot]:
-        """For so many seconds it has been counted; both empty before there are two looks."""
+        """Seconds, and what was counted in them; both empty before there are two snapshots."""
         if len(self._seen) < 2:
             return 0.0, Snapshot()
         (first, before), (last, now) = self._seen[0], self._seen[-1]
@@ -147,41 +147,44 @@ class RecentCounters:
         return counted.rows / seconds if seconds else 0.0
 
 
-def replica_stats(snapshot: Snapshot, recent: RecentCounters, about: dict[str, Any]) -> dict[str, Any]:
-    """What `GET /stats` answers: the JSON report's fields, live. Times are in seconds, sizes in rows."""
-    wall_s = time.monotonic() - recent.began
+def counter_stats(snapshot: Snapshot, seconds: float, recent: Snapshot, wall_s: float) -> dict[str, Any]:
+    """The counters in `GET /stats` of a replica and of a fleet: the JSON report's fields, live.
+
+    `recent`: what was counted in the last `seconds`; `wall_s`: since the start. Times are in seconds, sizes in rows.
+    """
+    counts: dict[str, float] = {"requests": recent.requests, "rows": recent.rows, **counted_tokens(recent)}
+    rates = {f"{name}_per_s": count / seconds if seconds else 0.0 for name, count in counts.items()}
     return {
-        **about,
-        "uptime_s": wall_s,
         "requests": snapshot.requests,
         "rows": snapshot.rows,
         "waiting_rows": snapshot.waiting,
         "slots": snapshot.slots or None,
-        "throughput": recent_rates(*recent.window()),
+        "throughput": {"over_s": seconds, **rates},
         "batches": report.batches(snapshot),
         "latency_s": summarise(snapshot.latency),
         "queue_wait_s": summarise(snapshot.queue_wait),
         "first_token_s": summarise(snapshot.first_token),
         "between_tokens_s": summarise(snapshot.between_tokens),
-        "classes": {name: report.of_class(count) for name, count in snapshot.classes.items()},
         "tokens": counted_tokens(snapshot),
         "unmasking": report.unmasking(snapshot),
-        "time_s": report.time_s(snapshot.lanes, wall_s),
-        "lanes": len(snapshot.lanes),
-        "stations": report.stations(snapshot.lanes, wall_s),
-        "errors": {name: snapshot.errors.get(name, 0) for name in ERRORS},
-        "memory": report.memory(snapshot),
-        "model": dict(snapshot.device["model"]) if "model" in snapshot.device else None,
         "models": report_sections.model_lines(snapshot, wall_s),
+        "errors": {name: snapshot.errors.get(name, 0) for name in ERRORS},
         "notices": list(snapshot.notices),
-        "device": report.device(snapshot, wall_s),
     }
 
 
-def recent_rates(seconds: float, counted: Snapshot) -> dict[str, float]:
-    """For each second of the last ones."""
-    counts: dict[str, float] = {"requests": counted.requests, "rows": counted.rows, **counted_tokens(counted)}
+def replica_stats(snapshot: Snapshot, recent: RecentCounters, about: dict[str, Any]) -> dict[str, Any]:
+    """What `GET /stats` of a replica answers."""
+    wall_s = time.monotonic() - recent.began
     return {
-        "over_s": seconds,
-        **{f"{name}_per_s": count / seconds if seconds else 0.0 for name, count in counts.items()},
+        **about,
+        "uptime_s": wall_s,
+        **counter_stats(snapshot, *recent.window(), wall_s),
+        "classes": {name: report.of_class(count) for name, count in snapshot.classes.items()},
+        "time_s": report.time_s(snapshot.lanes, wall_s),
+        "lanes": len(snapshot.lanes),
+        "stations": report.stations(snapshot.lanes, wall_s),
+        "memory": report.memory(snapshot),
+        "model": dict(snapshot.device["model"]) if "model" in snapshot.device else None,
+        "device": report.device(snapshot, wall_s),
     }

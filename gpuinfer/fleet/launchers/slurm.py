@@ -247,9 +247,13 @@ class SlurmLauncher(Launcher):
     async def launch(self, plan: ReplicaPlan) -> SlurmReplica:
         if plan.devices is not None:
             raise UsageError("--gpus names devices of this machine, and SLURM chooses them. Say -L gpus=1 instead.")
-        pulse = plan.folder / PULSE
-        self._begin(pulse)
-        script = write_batch_script(plan, pulse, self._command, self._step())
+        pulse, own = plan.folder / PULSE, self.options
+        self._pulses.add(pulse)
+        if not self._tasks:
+            self._tasks = [asyncio.create_task(self._beat()), asyncio.create_task(self._watch())]
+        given = {"cpus-per-task": own.cpus, "container-image": own.container, "container-mounts": own.mounts}
+        srun = ["--ntasks=1", *(f"--{name}={value}" for name, value in given.items() if value is not None)]
+        script = write_batch_script(plan, pulse, self._command, srun)
         begins = plan.log.stat().st_size if plan.log.exists() else 0
         environment = local.replica_environment(plan)
         number = await submit_job([*self._allocation(plan), str(script)], environment)
@@ -264,21 +268,12 @@ class SlurmLauncher(Launcher):
         given = {name: getattr(self.options, name) for name in ("account", "partition", "qos", "constraint", "time")}
         given |= {"reservation": self.options.reservation, "gpus": self.options.gpus, "mem": self.options.mem}
         given |= {"cpus-per-task": self.options.cpus, "job-name": f"gpuinfer-{plan.name}"}
+        log = str(plan.log).replace("%", "%%")  # for SLURM a percent sign begins a replacement
         # not requeued: a job that ends is replaced by the fleet, which then knows of it
-        fixed = ["--no-requeue", "--nodes=1", "--ntasks=1", "--open-mode=append", f"--output={_literal(plan.log)}"]
+        fixed = ["--no-requeue", "--nodes=1", "--ntasks=1", "--open-mode=append", f"--output={log}"]
         return [*fixed, *(f"--{name}={value}" for name, value in given.items() if value is not None)]
 
-    def _step(self) -> list[str]:
-        own = self.options
-        given = {"cpus-per-task": own.cpus, "container-image": own.container, "container-mounts": own.mounts}
-        return ["--ntasks=1", *(f"--{name}={value}" for name, value in given.items() if value is not None)]
-
     # While there are jobs
-
-    def _begin(self, pulse: Path) -> None:
-        self._pulses.add(pulse)
-        if not self._tasks:
-            self._tasks = [asyncio.create_task(self._beat()), asyncio.create_task(self._watch())]
 
     async def _beat(self) -> None:
         """Show the jobs that there is a fleet: one that was killed leaves none behind."""
@@ -397,8 +392,3 @@ class SlurmReplica(LaunchedReplica):
         return base.launch_failure(
             f"{self._plan.name} (job {self.number}, {self.job.state})", why, self.last_words(), self.log
         )
-
-
-def _literal(path: Path) -> str:
-    """A path in which SLURM finds nothing to fill in."""
-    return str(path).replace("%", "%%")
