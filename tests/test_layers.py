@@ -147,6 +147,7 @@ FACADES: dict[str, set[str]] = {
     },
     "runtime": {"background_session", "run", "run_roofline", "session"},
     "serving": {
+        "health",
         "monitoring.live_page",
         "monitoring.metrics",
         "openai.model_options",

@@ -120,13 +120,16 @@ class Served:
     port: int
     seen: Seen
     paths: RouteTable
+    clients: list[HttpClient] = field(default_factory=list)
 
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
     def client(self, **options: Any) -> HttpClient:
-        return HttpClient(self.url, **options)
+        """A client, which is closed with the server at the latest."""
+        self.clients.append(made := HttpClient(self.url, **options))
+        return made
 
 
 @contextlib.asynccontextmanager
@@ -134,10 +137,18 @@ async def serving(limits: HttpLimits | None = None, access: Access | None = None
     seen = Seen()
     paths = RouteTable(seen.routes(), access or Access())
     server = HttpServer(paths, limits, quick=paths.quick)
+    served = Served(server, await server.listen("127.0.0.1", 0), seen, paths)
     try:
-        yield Served(server, await server.listen("127.0.0.1", 0), seen, paths)
+        yield served
     finally:
+        for client in served.clients:
+            await client.close()
+        while _sockets:
+            _sockets.pop().close()
         await server.close()
+
+
+_sockets: list[socket.socket] = []  # of `Raw`, closed with the server at the latest
 
 
 async def until(holds: Callable[[], object]) -> None:
@@ -171,7 +182,7 @@ class Raw:
 
     @classmethod
     async def connect(cls, port: int, receive_buffer: int = 0) -> Raw:
-        made = socket.socket()
+        _sockets.append(made := socket.socket())
         if receive_buffer:
             made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
         made.setblocking(False)

@@ -86,7 +86,6 @@ async def test_every_route_without_its_key_is_denied(key):
                 assert "wrong" not in error["message"].removeprefix("a wrong key")
             head = await client.request("HEAD", path)
             assert head.status in ((401,) if route.method == "GET" and not allowed else (200, 405, 500, 401))
-        await client.close()
 
 
 @pytest.mark.parametrize(
@@ -120,7 +119,6 @@ async def test_admin_routes_without_an_admin_key_are_forbidden():
         assert answer.status == 403
         assert "--admin-key-file" in json.loads(answer.body)["error"]["message"]
         assert (await client.request("GET", "/echo")).status == 200
-        await client.close()
 
 
 @pytest.mark.parametrize(
@@ -169,7 +167,6 @@ async def test_what_is_not_there_is_told_what_is():
         message = json.loads((await client.request("GET", "/nowhere/" + "x" * 5000)).body)["error"]["message"]
         assert "GET /echo, POST /echo" in message
         assert len(message) < 1000
-        await client.close()
 
 
 async def test_a_probe_without_host_is_answered():
@@ -187,7 +184,6 @@ async def test_a_method_that_a_path_does_not_take_is_405():
         ):
             answer = await client.request(method, path)
             assert (answer.status, answer.headers["allow"]) == (405, allowed)
-        await client.close()
 
 
 async def nothing(exchange: Exchange) -> None: ...
@@ -210,7 +206,6 @@ async def test_parameters_are_taken_from_the_path():
         assert json.loads((await client.request("GET", "/workers/a%20b")).body) == {"id": "a b"}
         for path in ("/workers/", "/workers/3/4"):
             assert (await client.request("GET", path)).status == 404
-        await client.close()
 
 
 def test_a_file_that_root_hands_to_a_service_may_be_read_by_the_services_group(tmp_path, monkeypatch):

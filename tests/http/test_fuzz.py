@@ -78,4 +78,3 @@ async def test_damaged_requests_harm_nobody(number):
         assert {200, 400, 404, 501} <= set(statuses)
         assert statuses[200] > number // 50, "what is damaged must not be all refused at the first byte"
         assert served.server.disconnects.watched == 0
-        await client.close()

@@ -93,7 +93,6 @@ def test_a_client_of_ours_that_gives_up_is_gone_at_once(reads):
             await asyncio.sleep(0.01)
             asking.cancel()
             await until(lambda: served.seen.cancelled)
-            await client.close()
 
     async def one_event(client: HttpClient) -> None:
         async with client.stream("GET", "/events") as response:

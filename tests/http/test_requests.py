@@ -50,17 +50,6 @@ async def test_it_is_answered(raw, body):
             assert answer.headers["date"].endswith(" GMT")
 
 
-async def test_a_connection_is_kept():
-    async with serving() as served:
-        raw = await Raw.connect(served.port)
-        for number in range(3):
-            await raw.send(post(b"Content-Length: 1", body=b"%d" % number))
-            said = await raw.receive_until(b"%d" % number)
-            assert b"Connection" not in said
-        assert served.server.counts["accepted"] == 1
-        raw.socket.close()
-
-
 @pytest.mark.parametrize("size", [1, 7, 100_000])
 async def test_requests_sent_at_once_are_answered_in_order(size):
     """Some on the spot, some by tasks; cut anyhow."""
@@ -135,15 +124,6 @@ async def test_a_stream_comes_in_chunks_and_for_old_clients_until_the_end():
         assert b"ransfer" not in old_said
 
 
-async def test_a_large_body_is_taken():
-    async with serving() as served:
-        body = bytes(range(256)) * (20 << 12)  # 20 MB
-        client = served.client()
-        assert (await client.request("POST", "/echo", body)).body == body
-        await client.close()
-        assert served.server.counts["body_bytes"] == 0
-
-
 async def test_queries_and_parameters_reach_the_handler():
     async with serving() as served:
         client = served.client()
@@ -151,7 +131,6 @@ async def test_queries_and_parameters_reach_the_handler():
         assert json.loads(asked.body) == {"a": "2", "b": "x y z", "c": "", "ä": "\0"}
         assert (await client.request("GET", "/ask?" + "&".join(["a=b"] * 200))).status == 400
         assert (await client.request("GET", "/ask?a=%ff")).status == 400
-        await client.close()
 
 
 @pytest.mark.parametrize(
@@ -173,7 +152,6 @@ async def test_a_handler_that_fails_is_500_and_says_nothing_of_the_inside(path, 
             assert message in error["message"]
             assert b"secret" not in answer.body
         assert served.server.counts["accepted"] == 1
-        await client.close()
     assert path in caplog.text
 
 

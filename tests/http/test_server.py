@@ -127,7 +127,6 @@ async def test_draining_answers_what_is_under_way_and_closes_the_rest():
         (last,) = answers(await busy.rest())
         assert (last.body, last.headers["connection"]) == (b"at last", "close")
         assert await drained
-        idle.socket.close()
 
 
 async def test_draining_ends_when_its_time_is_over():

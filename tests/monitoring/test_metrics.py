@@ -122,12 +122,6 @@ def test_names_from_outside_are_escaped_and_bounded():
     assert len(text) < 200_000
 
 
-def test_scrapes_share_nothing():
-    one, other = exposition(Server(1).step()), exposition(Server(2).step(requests=3))
-    assert read(one) == read(exposition(Server(1).step()))
-    assert read(one) != read(other)
-
-
 @pytest.mark.system
 def test_promtool_has_nothing_to_say(snapshot):
     more = [served_models_family([HOSTILE]), *worker_families(WORKERS), *router_families({"requests": 7})]

@@ -121,6 +121,7 @@ class Router:
     port: int
     told: list[Any]
     board: SharedCounters
+    connections: list[Connection] = field(default_factory=list)
 
     def roster(self, *members: FleetMember) -> None:
         self.relay.members.update((member, number) for number, member in enumerate(members))
@@ -132,13 +133,14 @@ class Router:
         return self.board.total(total)
 
     async def connect(self) -> Connection:
-        return Connection(*await asyncio.open_connection("127.0.0.1", self.port))
+        """A connection, which is closed with the router at the latest."""
+        self.connections.append(made := Connection(*await asyncio.open_connection("127.0.0.1", self.port)))
+        return made
 
     async def post(self, body: bytes = b"{}", path: str = "/v1/completions", headers: str = "") -> Answer:
         connection = await self.connect()
         try:
-            await connection.send(post(body, path, headers))
-            return await connection.answer()
+            return await connection.ask(post(body, path, headers))
         finally:
             connection.close()
 
@@ -173,6 +175,10 @@ class Connection:
     async def send(self, data: bytes) -> None:
         self.writer.write(data)
         await self.writer.drain()
+
+    async def ask(self, data: bytes) -> Answer:
+        await self.send(data)
+        return await self.answer()
 
     async def head(self) -> Answer:
         async with asyncio.timeout(LIMIT_S):
@@ -216,8 +222,9 @@ class Connection:
             return b""
 
     def close(self) -> None:
-        """Go away, and let that be known."""
-        reset(self.writer)
+        """Reset the connection, unless it is closed."""
+        if not self.writer.is_closing():
+            reset(self.writer)
 
 
 def config(**changes: Any) -> RouterConfig:
@@ -245,6 +252,8 @@ async def routing(*upstreams: Upstream, ours: bool = True, **changes: Any) -> As
             yield router
         finally:
             server.close()
+            for client in router.connections:
+                client.close()
             for connection in [one for slot in relay.timer._slots for one in slot]:
                 connection._transport.abort()  # type: ignore[attr-defined]
             relay.close()

@@ -100,8 +100,6 @@ async def test_replicas_that_answer_at_once_are_asked_over_few_connections():
                 connection.writer.write(post())
             for connection in connections:
                 assert (await connection.answer()).status == 200
-        for connection in connections:
-            connection.close()
     assert sum(one.connections for one in upstreams) <= 700
 
 

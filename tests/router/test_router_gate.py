@@ -41,19 +41,15 @@ async def test_on_loopback_only_its_own_names_and_pages_are_let_in(headers, stat
 async def test_a_name_that_was_bound_to_this_address_is_not_let_in():
     async with routing(Upstream(), hosts=("127.0.0.1", "localhost")) as router:
         connection = await router.connect()
-        await connection.send(post().replace(b"Host: 127.0.0.1", b"Host: evil.example"))
-        answer = await connection.answer()
+        answer = await connection.ask(post().replace(b"Host: 127.0.0.1", b"Host: evil.example"))
         assert answer.status == 403
         assert "--allowed-hosts evil.example " in answer.message
         connection.close()
         connection = await router.connect()
-        await connection.send(b"GET /v1/models HTTP/1.0\r\n\r\n")
-        assert (await connection.answer()).status == 200, "a probe, and no browser"
+        assert (await connection.ask(b"GET /v1/models HTTP/1.0\r\n\r\n")).status == 200, "a probe, and no browser"
         connection.close()
         connection = await router.connect()
-        await connection.send(post().replace(b"Host: 127.0.0.1", b"Host: LocalHost:8000"))
-        assert (await connection.answer()).status == 200
-        connection.close()
+        assert (await connection.ask(post().replace(b"Host: 127.0.0.1", b"Host: LocalHost:8000"))).status == 200
 
 
 async def test_other_paths_go_to_the_control_application(tmp_path):
@@ -86,7 +82,7 @@ async def test_a_control_application_that_is_gone_is_said_so():
 
 async def test_connections_over_the_limit_are_told_so(caplog):
     async with routing(Upstream(), connections=2) as router:
-        first, second, third = [await router.connect() for _ in range(3)]
+        first, _, third = [await router.connect() for _ in range(3)]
         await third.send(b"POST /v1/compl")  # what is not read yet resets nobody
         assert (await third.answer()).status == 503
         assert await third.closed() == b""
@@ -95,10 +91,7 @@ async def test_connections_over_the_limit_are_told_so(caplog):
         first.close()
         await until(lambda: router.total(ProcessCell.CONNECTIONS) == 1)
         fourth = await router.connect()
-        await fourth.send(post())
-        assert (await fourth.answer()).status == 200
-        for connection in (second, fourth):
-            connection.close()
+        assert (await fourth.ask(post())).status == 200
 
 
 async def test_connections_far_over_the_limit_are_closed_at_once():
@@ -106,8 +99,6 @@ async def test_connections_far_over_the_limit_are_closed_at_once():
         made = [await router.connect() for _ in range(10)]
         await until(lambda: router.total(ProcessCell.CONNECTIONS) <= 3)
         assert (await made[-1].answer()).status == 503
-        for connection in made:
-            connection.close()
 
 
 async def slowly(connection: Connection) -> None:
@@ -133,26 +124,19 @@ async def test_slow_clients_are_not_waited_for(begin, limit, said):
         if begin is not None:
             await begin(connection)
         assert (await connection.closed())[9:12] == said
-        connection.close()
     assert upstream.asked == []
 
 
 async def test_a_client_between_two_requests_is_waited_for_longer_than_one_that_has_sent_none():
     async with routing(Upstream(), head_s=0.2, idle_s=1e6) as router:
         fresh, used = [await router.connect() for _ in range(2)]
-        await used.send(post())
-        assert (await used.answer()).status == 200
+        assert (await used.ask(post())).status == 200
         assert await fresh.closed() == b""
-        await used.send(post())
-        assert (await used.answer()).status == 200
-        for connection in (fresh, used):
-            connection.close()
+        assert (await used.ask(post())).status == 200
     async with routing(Upstream(), idle_s=0.2, head_s=1e6) as router:
         used = await router.connect()
-        await used.send(post())
-        assert (await used.answer()).status == 200
+        assert (await used.ask(post())).status == 200
         assert await used.closed() == b""
-        used.close()
 
 
 async def test_what_all_requests_keep_has_a_bound():
@@ -174,4 +158,3 @@ async def test_a_client_that_is_refused_while_it_sends_hears_why():
         sending = asyncio.create_task(connection.send(post(b"x" * (4 << 20))))
         assert (await connection.answer()).status == 413
         await sending
-        connection.close()

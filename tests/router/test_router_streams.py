@@ -32,7 +32,6 @@ async def test_each_event_goes_on_as_it_comes():
         gate.set()
         assert await connection.chunk() == b"data: 2\n\n"
         assert await connection.chunk() == b""
-        connection.close()
 
 
 @pytest.mark.parametrize(
@@ -161,7 +160,6 @@ async def test_a_client_that_reads_nothing_is_cut_off():
         await connection.send(post())
         await until(lambda: router.total(ProcessCell.CLIENT_GONE) == 1)
         assert router.cell(0, MemberCell.ERRORS) == 0
-        connection.close()
 
 
 async def test_an_answer_without_a_length_that_is_no_stream_goes_on_as_it_comes():
