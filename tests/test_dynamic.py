@@ -1,5 +1,4 @@
 import pytest
-from pydantic import ValidationError
 
 from gpuinfer.api import BatchRecord, Reason
 from gpuinfer.strategies.dynamic import Dynamic
@@ -110,18 +109,3 @@ def test_dynamic_says_why(options, view, reason):
 
 def test_a_learnt_wait_that_ran_out_has_a_reason_of_its_own():
     assert learnt(0.01).reason(waiting([1.0], now=2.0, **BACK_SOON)) is Reason.GAIN
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        pytest.param({"max_wait": -0.1}, id="a negative wait"),
-        pytest.param({"max_wait": float("inf")}, id="an endless wait"),
-        pytest.param({"max_wait": "soon"}, id="a wait that is no number"),
-        pytest.param({"max_rows": 0}, id="batches of no rows"),
-        pytest.param({"max_row": 8}, id="an option that does not exist"),
-    ],
-)
-def test_dynamic_refuses(options):
-    with pytest.raises(ValidationError):
-        Dynamic(**options)

@@ -203,20 +203,6 @@ async def test_nobody_waits_when_every_live_client_waits_already():
     assert engine.snapshot().reasons == {"clients": 1}
 
 
-@virtual
-async def test_a_client_that_leaves_is_waited_for_no_longer():
-    engine = await started(strategy=Dynamic(max_wait=60.0))
-    for client in "ab":
-        engine.join(client)
-    task = submit(engine, "a", client="a")
-    await asyncio.sleep(1.0)
-    assert not task.done()
-    engine.leave("b")
-    began = now()
-    await task
-    assert now() - began == pytest.approx(1.0)
-
-
 # Deadlines and cancellation
 
 
@@ -234,19 +220,6 @@ async def test_a_deadline_expires_while_the_backend_is_busy_and_costs_nothing():
     await engine.close()
     assert backend.batches == [["first"]]
     assert engine.snapshot().errors["expired"] == 1
-
-
-@virtual
-async def test_the_strategy_is_asked_again_after_a_departure():
-    class Stubborn(Dynamic):
-        def cut_at(self, queue):
-            return math.inf if queue.waiting[0].payload == "stuck" else queue.now
-
-    engine = await started(strategy=Stubborn())
-    stuck, behind = submit(engine, "stuck"), submit(engine, "behind")
-    await asyncio.sleep(0.5)
-    stuck.cancel()
-    assert await asyncio.wait_for(behind, 10.0) == "behind"
 
 
 @virtual
@@ -378,6 +351,8 @@ def test_an_interrupt_inside_the_backend_settles_its_batch_and_goes_on_to_the_to
         except BaseException as error:
             settled.append(type(error))
             raise
+        finally:
+            ENGINES.clear()
 
     with pytest.raises(KeyboardInterrupt):
         run_virtual(main())

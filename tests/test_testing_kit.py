@@ -13,11 +13,11 @@ from msgspec import structs
 from pydantic import BaseModel
 
 from gpuinfer import api
-from gpuinfer.api import Backend, Event, Limits, Progress, Reason, Strategy, Workload
+from gpuinfer.api import Backend, Event, Limits, Progress, Strategy, Workload
 from gpuinfer.cli import flags
 from gpuinfer.errors import BadPrompt, UsageError
 from gpuinfer.generation import Completion, Generation, Prompt, Sampling
-from gpuinfer.testing import FakeInfer, assert_ok, check_backend, check_strategy, check_workload, run_virtual
+from gpuinfer.testing import assert_ok, check_backend, check_strategy, check_workload
 from gpuinfer.testing.fakes import made_up, parts_of_answer
 from gpuinfer.testing.findings import reserved_names
 
@@ -588,10 +588,6 @@ class OddModel(Sums):
         return "blobnet"
 
 
-def test_a_workload_in_order_passes():
-    assert_ok(check_workload(Sums, answer=lambda request: request.payload))
-
-
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     ("workload", "promise"),
@@ -649,39 +645,6 @@ def test_what_goes_wrong_in_a_real_run_is_told(workload, timeout_s, said):
     findings = {finding.name: finding for finding in check_workload(workload, timeout_s=timeout_s)}
     assert not findings["runs and tells how far it is"].ok
     assert re.search(said, findings["runs and tells how far it is"].detail)
-
-
-def test_virtual_time_passes_without_waiting():
-    async def nap():
-        loop = asyncio.get_running_loop()
-        began = loop.time()
-        await asyncio.sleep(86_400.0)
-        return loop.time() - began
-
-    began = time.monotonic()
-    assert run_virtual(nap()) == 86_400.0
-    assert time.monotonic() - began < 3600.0
-
-
-def test_virtual_time_lets_threads_finish():
-    assert run_virtual(asyncio.to_thread(sum, [1, 2])) == 3
-
-
-def test_the_fake_infer_remembers_who_asked():
-    async def ask():
-        infer = FakeInfer(lambda request: request.payload + 1)
-        with infer.client() as me:
-            answer = await infer(1, rows=2, client=me, priority=api.Priority.HIGH)
-        return infer, answer
-
-    infer, answer = run_virtual(ask())
-    assert (answer, infer.requests[0].rows, infer.live) == (2, 2, set())
-
-
-def test_reasons_are_the_ones_of_the_report():
-    assert {reason.value for reason in Reason} == {
-        "full", "deadline", "waited", "clients", "gain", "cap", "free", "drain",
-    }  # fmt: skip
 
 
 def broken(findings):

@@ -39,10 +39,6 @@ def test_every_kind_of_plugin_can_be_begun(kind, tmp_path, gpuinfer):
         assert path == "gpuinfer_my_thing/py.typed" or text.endswith("\n")
 
 
-def test_the_name_of_the_package_is_as_good_as_that_of_the_plugin():
-    assert template.new_package("backend", "gpuinfer-mine").name == "mine"
-
-
 @pytest.mark.parametrize(
     ("name", "hint"),
     [
@@ -80,11 +76,6 @@ def test_a_name_that_is_taken_is_refused_with_the_cure(kind, name, said, gpuinfe
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_kind_that_is_none_is_refused(gpuinfer):
-    code, _, err = gpuinfer("plugins", "new", "stratgy", "mine")
-    assert (code, "Did you mean 'strategies'?" in err or "Did you mean 'strategy'?" in err) == (USAGE, True)
-
-
 @pytest.mark.parametrize("there", ["file", "folder", "link"])
 def test_nothing_is_overwritten(there, tmp_path, gpuinfer):
     folder = tmp_path / "gpuinfer-mine"
@@ -98,14 +89,6 @@ def test_nothing_is_overwritten(there, tmp_path, gpuinfer):
     assert code == USAGE
     assert "nothing is overwritten. Take another name, or another place: --path DIR." in err
     assert [path.name for path in tmp_path.iterdir()] == ["gpuinfer-mine"]
-
-
-def test_a_place_that_cannot_be_written_to_is_named(tmp_path, gpuinfer):
-    (tmp_path / "file").write_text("")
-    code, _, err = gpuinfer("plugins", "new", "game", "mine", "--path", str(tmp_path / "file"))
-    assert code == USAGE
-    assert "cannot be written" in err
-    assert err.rstrip().endswith("Name a place: --path DIR.")
 
 
 def test_what_is_torn_off_in_the_middle_leaves_nothing(tmp_path, monkeypatch):

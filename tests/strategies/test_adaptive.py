@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import random
 from functools import partial
 
 import pytest
 
 from gpuinfer.api import BatchRecord, Limits, Reason
 from gpuinfer.backends.service_model import ServiceModel
-from gpuinfer.config.options import GivenValue, check
-from gpuinfer.errors import UsageError
-from gpuinfer.lab.simulate import ClosedLoop, Offer, Poisson, RecordedArrivals, simulate
+from gpuinfer.lab.simulate import ClosedLoop, Poisson, simulate
 from gpuinfer.strategies.adaptive import Adaptive
 from gpuinfer.strategies.dynamic import Dynamic
 from gpuinfer.testing.strategies import waiting
@@ -109,15 +106,6 @@ def test_a_target_that_cannot_be_kept_is_said_once_and_costs_no_throughput(load)
     assert vain.served_rows_per_s >= 0.95 * free.served_rows_per_s
 
 
-def test_a_target_counts_again_when_the_model_has_become_faster():
-    strategy = taught(latency_target=0.004)
-    assert strategy.notices
-    for _ in range(40):
-        strategy.observe(BatchRecord(1, 1, 0.0, 0.001, 0.0, Reason.FREE))
-    assert len(strategy.select(waiting([1.0] * 64))) < 64
-    assert len(strategy.notices) == 1
-
-
 def test_it_waits_for_company_only_as_long_as_the_oldest_deadline_allows():
     strategy = taught(latency_target=TARGET, batches=400)
     crowd = {"live": 60, "thinking": 50, "think_s": 0.004}
@@ -137,15 +125,6 @@ def test_a_batch_is_no_larger_than_the_target_allows_unless_that_could_not_serve
     assert len(strategy.select(fast)) == 16
 
 
-def test_groups_that_together_ask_for_more_than_small_batches_serve_get_larger_ones():
-    dice, asks, at = random.Random(1), [], 0.0
-    for _ in range(8000):  # 1300 rows/s, of which each group has a third; 8 rows within 10 ms are 900 rows/s
-        at += dice.expovariate(1300)
-        asks.append(Offer(at, group=dice.choice("abc")))
-    seen = simulate(RecordedArrivals(asks), LINE, partial(Adaptive, latency_target=0.010), Limits(64), warmup=0.5)
-    assert seen.latency_s["p95"] < 0.5
-
-
 def test_blocks_that_never_add_up_to_a_size_are_not_cut_short_to_see_it():
     strategy = Adaptive()
     view = waiting([1.0] * 5, rows=100, max_rows=1024)
@@ -157,11 +136,3 @@ def test_blocks_that_never_add_up_to_a_size_are_not_cut_short_to_see_it():
         sizes.append(rows)
     assert set(sizes[:30]) == {200, 500}
     assert set(sizes[30:]) == {500}
-
-
-@pytest.mark.parametrize("value", ["-1", "0", "0ms", "inf", "nan", "soon"])
-def test_a_target_that_is_none_is_refused_with_the_cure(value):
-    with pytest.raises(UsageError, match=r"-S latency_target=.*(Give|Choose)"):
-        check(
-            Adaptive.Options, {"latency_target": GivenValue(value, f"-S latency_target={value}")}, "strategy 'adaptive'"
-        )

@@ -124,20 +124,6 @@ def test_a_priority_that_is_none_is_refused_and_harms_nobody(priority):
     assert snapshot.waiting == 0
 
 
-@pytest.mark.parametrize("known", [False, True], ids=["nothing known", "times known"])
-def test_a_wait_ends_before_the_deadline_has_passed(known):
-    async def run():
-        engine = Engine(Steady(Limits(max_rows=4)), Dynamic(max_wait=5.0), clock=asyncio.get_running_loop().time)
-        await engine.start()
-        if known:
-            await asyncio.gather(*(engine.submit(0) for _ in range(4)))
-        answer = await engine.submit("in time", timeout=0.5)
-        await engine.close()
-        return answer, engine.snapshot().errors["expired"]
-
-    assert run_virtual(run()) == ("in time", 0)
-
-
 class Talks(Dynamic):
     """Fails to say what it has to say."""
 

@@ -29,7 +29,7 @@ ask = st.builds(
 )
 loads = st.lists(ask, min_size=1, max_size=80)
 counts = pytest.mark.parametrize(
-    "examples", [pytest.param(25, id="few"), pytest.param(1000, id="many", marks=pytest.mark.soak)]
+    "examples", [pytest.param(10, id="few"), pytest.param(1000, id="many", marks=pytest.mark.soak)]
 )
 
 

@@ -58,15 +58,6 @@ def test_everything_that_becomes_slower_or_faster_is_noticed_within_few_batches(
         assert known.seconds(rows) == pytest.approx(factor * model.seconds(rows), rel=0.25)
 
 
-def test_single_stalls_change_nothing():
-    model = ServiceModel(alpha=0.001, beta=0.01, jitter=0.05)
-    known = learnt(model, spread_sizes(300))
-    for rows in spread_sizes(10, seed=7):
-        known.learn(rows, 3.0)
-        learnt(model, spread_sizes(6, seed=rows), known=known)
-    assert known.seconds(32) == pytest.approx(model.seconds(32), rel=0.15)
-
-
 @pytest.mark.parametrize("seconds", [1e-12, 0.01, 1e300, float("nan")])
 def test_a_clock_that_has_not_moved_spoils_nothing(seconds):
     known = ServiceTime()

@@ -1,8 +1,12 @@
+"""Options of the strategies: how they are written, and which are refused."""
+
 import pytest
 from pydantic import ValidationError
 
 from gpuinfer.config.options import GivenValue, check
 from gpuinfer.errors import UsageError
+from gpuinfer.strategies.adaptive import Adaptive
+from gpuinfer.strategies.dynamic import Dynamic
 from gpuinfer.strategies.priority import ByPriority
 
 
@@ -56,15 +60,27 @@ def test_shares_that_cannot_be_are_refused_with_the_cure(given, complaint):
 
 
 @pytest.mark.parametrize(
-    "options",
+    ("strategy", "options"),
     [
-        pytest.param({"mode": "fair"}, id="an unknown mode"),
-        pytest.param({"ageing": 0}, id="no ageing time"),
-        pytest.param({"ageing": -1}, id="a negative ageing time"),
-        pytest.param({"ageing": float("inf")}, id="an endless ageing time"),
-        pytest.param({"share": "50,30,20"}, id="an unknown option"),
+        pytest.param(ByPriority, {"mode": "fair"}, id="an unknown mode"),
+        pytest.param(ByPriority, {"ageing": 0}, id="no ageing time"),
+        pytest.param(ByPriority, {"ageing": float("inf")}, id="an endless ageing time"),
+        pytest.param(ByPriority, {"share": "50,30,20"}, id="an unknown option"),
+        pytest.param(Dynamic, {"max_wait": -0.1}, id="a negative wait"),
+        pytest.param(Dynamic, {"max_wait": float("inf")}, id="an endless wait"),
+        pytest.param(Dynamic, {"max_wait": "soon"}, id="a wait that is no number"),
+        pytest.param(Dynamic, {"max_rows": 0}, id="batches of no rows"),
+        pytest.param(Adaptive, {"latency_target": 0}, id="no time at all"),
+        pytest.param(Adaptive, {"latency_target": float("nan")}, id="a target that is no number"),
     ],
 )
-def test_other_options_that_cannot_be_are_refused(options):
+def test_options_that_cannot_be_are_refused(strategy, options):
     with pytest.raises(ValidationError):
-        ByPriority(**options)
+        strategy(**options)
+
+
+@pytest.mark.parametrize("value", ["-1", "0ms", "inf", "soon"])
+def test_a_target_that_is_none_is_refused_with_the_cure(value):
+    given = {"latency_target": GivenValue(value, f"-S latency_target={value}")}
+    with pytest.raises(UsageError, match=r"-S latency_target=.*(Give|Choose)"):
+        check(Adaptive.Options, given, "strategy 'adaptive'")
