@@ -258,9 +258,9 @@ def counted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[int]:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(digests, "SETTLED_S", -3600.0)
     calls: list[int] = []
-    compute = safetensors_folder.digests_of
+    compute = safetensors_folder.tensor_digests
     monkeypatch.setattr(
-        safetensors_folder, "digests_of", lambda sources: (calls.append(len(sources)), compute(sources))[1]
+        safetensors_folder, "tensor_digests", lambda sources: (calls.append(len(sources)), compute(sources))[1]
     )
     return calls
 
