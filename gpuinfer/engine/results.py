@@ -130,17 +130,14 @@ def _fault_of_array(array: Any, shape: Any, rows: int, name: str) -> str | None:
             f"{name} has shape {list(shape)} for a request of {rows} {'row' if rows == 1 else 'rows'}. "
             f"Return [{rows}, ...]: one row of output for each row of input."
         )
-    if _is_floating(array.dtype) and 0 not in shape and not float(array.max()) < math.inf:  # a NaN wins every max
+    torch_says = getattr(array.dtype, "is_floating_point", None)
+    floating = torch_says if torch_says is not None else getattr(array.dtype, "kind", "") == "f"
+    if floating and 0 not in shape and not float(array.max()) < math.inf:  # a NaN wins every max
         return (
             f"{name}, {array.dtype} {list(shape)}, holds NaN or +inf. "
             f"Check the model's weights and inputs; to mask logits use -inf."
         )
     return None
-
-
-def _is_floating(dtype: Any) -> bool:
-    floating = getattr(dtype, "is_floating_point", None)  # torch
-    return bool(floating) if floating is not None else getattr(dtype, "kind", "") == "f"
 
 
 async def answer(

@@ -233,12 +233,9 @@ class FairClients:
                 now = start
             ends[request.client] = now + request.rows
         self._now = now
-        if len(ends) > CLIENTS_KEPT:
-            self._forget()
-
-    def _forget(self) -> None:
-        ahead = sorted(self._ends.items(), key=lambda item: item[1])
-        self._ends = {client: end for client, end in ahead[CLIENTS_KEPT // 2 :] if end > self._now}
+        if len(ends) > CLIENTS_KEPT:  # those that had least are forgotten
+            ahead = sorted(ends.items(), key=lambda item: item[1])
+            self._ends = {client: end for client, end in ahead[CLIENTS_KEPT // 2 :] if end > now}
 
 
 CHUNK = 256  # requests looked at in one go

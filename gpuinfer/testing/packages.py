@@ -110,14 +110,6 @@ def _check_backend(plugin: Any, values: Mapping[str, Any], order: CheckOrder) ->
             check_backend(build, examiner=order.examiner(f" ({kind})" if len(kinds) > 1 else ""))
 
 
-def _check_strategy(plugin: Any, values: Mapping[str, Any], order: CheckOrder) -> None:
-    check_strategy(lambda: plugin(SETUP, **values), examiner=order.examiner(""))
-
-
-def _check_workload(plugin: Any, values: Mapping[str, Any], order: CheckOrder) -> None:
-    check_workload(lambda: plugin(replace(SETUP, model=None), **values), examiner=order.examiner(""))
-
-
 def _check_game(plugin: Any, values: Mapping[str, Any], order: CheckOrder) -> None:
     from gpuinfer.testing.games import check_game  # Numba: of no use to the other kinds
 
@@ -136,10 +128,14 @@ def _check_environment(plugin: Any, values: Mapping[str, Any], order: CheckOrder
     check_environment(functools.partial(plugin, **values), examiner=order.examiner(""))
 
 
-CHECKS: dict[str, Callable[[Any, Mapping[str, Any], CheckOrder], None]] = {
+CHECKS: dict[str, Callable[[Any, Mapping[str, Any], CheckOrder], object]] = {
     "backends": _check_backend,
-    "strategies": _check_strategy,
-    "workloads": _check_workload,
+    "strategies": lambda plugin, values, order: check_strategy(
+        lambda: plugin(SETUP, **values), examiner=order.examiner("")
+    ),
+    "workloads": lambda plugin, values, order: check_workload(
+        lambda: plugin(replace(SETUP, model=None), **values), examiner=order.examiner("")
+    ),
     "games": _check_game,
     "decoders": _check_decoder,
     "environments": _check_environment,
