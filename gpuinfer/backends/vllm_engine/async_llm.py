@@ -1,6 +1,6 @@
-"""One vLLM engine: started, asked, told of adapters and weights, counted, closed.
+"""One vLLM engine: its start, requests, adapters, weights, counters and end.
 
-Runs in the engine's process alone. All that touches vLLM's own classes, but for the logits processors, lies here.
+Runs in the engine's process alone. All uses of vLLM's own classes, but for the logits processors, are here.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ from gpuinfer.errors import BackendDied, BadPrompt, GpuinferError, UsageError
 
 
 class VllmCounters:
-    """Told by vLLM's output handler once a step, on the event loop. All names of vLLM's are read with care: it calls
-    these classes unstable.
+    """Counters, which vLLM's output handler updates once a step, on the event loop.
+
+    vLLM calls the classes that `record` reads unstable.
     """
 
     def __init__(self) -> None:
@@ -38,19 +39,19 @@ class VllmCounters:
         self._since: float | None = None  # when the step under way began; None: nothing is under way
 
     def forget(self) -> None:
-        """What has been counted so far was only tried."""
-        told = self.on_step, self.lane
+        """Reset the counters, after the trial requests."""
+        kept = self.on_step, self.lane
         VllmCounters.__init__(self)
-        self.on_step, self.lane = told
+        self.on_step, self.lane = kept
 
     def begin(self) -> None:
-        """Something has been asked for."""
+        """A request has come."""
         if self._since is None:
             self._since = time.monotonic()
             self._enter("forward")
 
     def rest(self) -> None:
-        """Nothing is under way any more."""
+        """No request is under way any more."""
         self._since = None
         self._enter("idle")
 
@@ -83,13 +84,13 @@ class VllmCounters:
         self.held_s += seconds * (self.waiting > 0)
         if self._since is not None:
             self._since = now
-            self._enter("reply")  # so that whoever looks on sees it move
+            self._enter("reply")  # so that the watchdog sees the lane move
             self._enter("forward")
         if self.on_step is not None and rows:
             self.on_step(rows, seconds)
 
     def counters(self) -> dict[str, Any]:
-        """As our own driver counts."""
+        """The counters of our own driver."""
         return {
             "steps": self.steps,
             "seconds": self.seconds,
@@ -102,7 +103,7 @@ class VllmCounters:
         }
 
     def engine(self) -> dict[str, Any]:
-        """What vLLM says of itself: levels of this moment, and totals."""
+        """vLLM's own counters: present levels, and totals."""
         return {
             "running": self.running,
             "waiting": self.waiting,
@@ -114,7 +115,7 @@ class VllmCounters:
 
 
 def stat_logger_factory(counting: VllmCounters) -> Any:
-    """What AsyncLLM makes its logger of: an instance for each engine, of which there is one."""
+    """The class of AsyncLLM's logger; AsyncLLM makes an instance for its one engine."""
     from vllm.v1.metrics.loggers import StatLoggerBase
 
     class Logger(StatLoggerBase):  # type: ignore[misc]
@@ -143,11 +144,11 @@ TRIED: tuple[dict[str, Any], ...] = (
     {"temperature": 0.0},
     {"temperature": 0.8, "top_p": 0.9, "seed": 1, "logprobs": 1, "prompt_logprobs": 0},
 )
-WAIT_S = 600.0  # for what the engine is asked beside prompts
+WAIT_S = 600.0  # for requests to the engine other than prompts
 
 
 class VllmEngine:
-    """AsyncLLM. `dead` says why it answers no more."""
+    """AsyncLLM. `dead`: why it answers no more."""
 
     def __init__(self, llm: Any, counting: VllmCounters) -> None:
         self._llm, self.counting = llm, counting
@@ -155,10 +156,12 @@ class VllmEngine:
 
     @classmethod
     def open(cls, arguments: Mapping[str, Any], counting: VllmCounters) -> VllmEngine:
-        """Start it, which takes as long. On the event loop that will ask it. Raises `UsageError`, `BackendDied`."""
+        """Start the engine, on the event loop that will use it. Blocks. Raises `UsageError`, `BackendDied`."""
         for name, value in USUAL.items():
             os.environ.setdefault(name, value)
-        _spare_main()
+        # Processes that vLLM spawns must not import the user's program: that costs seconds, and vLLM does not start in
+        # a process that has imported Numba.
+        sys.modules["__main__"] = types.ModuleType("__main__")
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -252,7 +255,7 @@ class VllmEngine:
             raise BadPrompt(f"vLLM refuses this prompt: {_line(error)} Correct it.") from None
 
     async def try_out(self) -> None:
-        """Have it answer once, so that what it makes ready at first use is ready before work comes."""
+        """Answer trial requests: what vLLM prepares at first use is ready before work comes."""
         for number, fields in enumerate(TRIED):
             async for _ in self.generate(f"try-{number}", [0], {**fields, "max_tokens": 2, "detokenize": False}):
                 pass
@@ -268,7 +271,7 @@ class VllmEngine:
         try:
             added = await asyncio.wait_for(self._llm.add_lora(_lora(one)), WAIT_S)
         except Exception as error:
-            raise self._told(error, f"the adapter in '{one.folder}' cannot be used") from error
+            raise self._failure(error, f"the adapter in '{one.folder}' cannot be used") from error
         if not added:
             raise UsageError(f"vLLM has not loaded the adapter in '{one.folder}'. See the engine's log.")
 
@@ -277,8 +280,8 @@ class VllmEngine:
             await asyncio.wait_for(self._llm.remove_lora(one.number), WAIT_S)
 
     async def reload(self, folder: str, *, version: str, drain: bool, changed: Callable[[], None]) -> None:
-        """Other weights of the same shape. With `drain` what is under way is finished first; without, it goes on, and
-        what was cached of it is computed anew. `changed` is called when nothing is computed by the old ones any more.
+        """Load other weights of the same shape. With `drain` the answers under way are finished first; without, they go
+        on, and their cached keys and values are computed anew. `changed` is called once the old weights are unused.
         """
         try:
             await self._llm.pause_generation(mode="wait" if drain else "keep", clear_cache=drain)
@@ -293,21 +296,14 @@ class VllmEngine:
             finally:
                 await self._llm.resume_generation()
         except Exception as error:
-            raise self._told(error, f"the weights in '{folder}' cannot be used") from error
+            raise self._failure(error, f"the weights in '{folder}' cannot be used") from error
 
-    def _told(self, error: Exception, what: str) -> GpuinferError:
+    def _failure(self, error: Exception, what: str) -> GpuinferError:
         return self.dead or UsageError(f"{what}: {_line(error)} Give one that was made for this model.")
 
     def close(self) -> None:
         """End its processes."""
         self._llm.shutdown(timeout=2.0)
-
-
-def _spare_main() -> None:
-    """Processes that vLLM spawns import no program of ours or a user's: it costs seconds, and vLLM does not start in
-    one that has imported Numba.
-    """
-    sys.modules["__main__"] = types.ModuleType("__main__")
 
 
 def _lora(one: VllmAdapter) -> Any:

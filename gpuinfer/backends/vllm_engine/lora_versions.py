@@ -1,5 +1,5 @@
-"""LoRA adapters by name and version. vLLM must never be given another adapter under a name that it knows: what it has
-cached of keys and values it finds by that name (vllm #42125). So each version has a name and a number of its own.
+"""LoRA adapters by name and version. vLLM finds cached keys and values by an adapter's name (vllm #42125), so a known
+name must never get another adapter: each version has a name and a number of its own.
 """
 
 from __future__ import annotations
@@ -40,22 +40,22 @@ class VllmAdapters:
     def __init__(self, load: Load, unload: Load, most: int) -> None:
         self._load, self._unload, self._most = load, unload, most
         self._newest: dict[str, VllmAdapter] = {}
-        self._known: dict[str, VllmAdapter] = {}  # by what they are called; the one that was asked for last comes last
-        self._left: set[int] = set()  # that no name leads to any more, and that compute answers still
+        self._known: dict[str, VllmAdapter] = {}  # by `called`; the one used last comes last
+        self._left: set[int] = set()  # without a name, and with answers under way
         self._numbers = itertools.count(1)
 
     @property
     def names(self) -> tuple[str, ...]:
-        """What prompts may ask for: names, and names with versions."""
+        """The names that prompts may use, with and without versions."""
         return tuple(sorted({*self._newest, *self._known}))
 
     def found(self, name: str) -> None:
-        """One that the engine has already, under this very name."""
+        """Note an adapter that the engine has already, under this name."""
         one = VllmAdapter(name, "", "", next(self._numbers))
         self._newest[name] = self._known[name] = one
 
     async def add(self, name: str, version: str, folder: str) -> None:
-        """What `name` means for prompts from now on. Raises `UsageError`, with nothing changed."""
+        """Load a version, which `name` means from now on. Raises `UsageError`, with nothing changed."""
         refuse_odd(name)
         if name not in self._newest and len(self._newest) >= self._most:
             raise UsageError(
@@ -67,13 +67,17 @@ class VllmAdapters:
         replaced = self._known.pop(one.called, None)
         self._newest[name] = self._known[one.called] = one
         if replaced is not None:
-            await self._let_go(replaced)
-        await self._trim()
+            await self._unload_unused(replaced)
+        # the versions used longest ago go, but none that is the newest of its name
+        old = [one for one in self._known.values() if self._newest.get(one.name) is not one]
+        for one in old[: max(0, len(self._known) - self._most)]:
+            del self._known[one.called]
+            await self._unload_unused(one)
 
     async def remove(self, asked: str) -> None:
-        """Prompts may not ask for it any more, all its versions or the one that is named; answers under way keep it.
+        """Remove an adapter with all its versions, or the version that is named; answers under way keep it.
 
-        Raises `UsageError` for one that is not there.
+        Raises `UsageError` for an unknown one.
         """
         gone = [one for one in self._known.values() if asked in (one.name, one.called)]
         if not gone:
@@ -82,12 +86,12 @@ class VllmAdapters:
             del self._known[one.called]
             if self._newest.get(one.name) is one:
                 del self._newest[one.name]
-            await self._let_go(one)
+            await self._unload_unused(one)
 
     def use(self, asked: str) -> VllmAdapter:
-        """The adapter that a prompt asks for: by its name the newest, by name and version that one. `release` it.
+        """The adapter for a prompt: its newest version by name, or the one of name and version. `release` it later.
 
-        Raises `BadPrompt` when there is none.
+        Raises `BadPrompt` for an unknown one.
         """
         one = self._newest.get(asked) or self._known.get(asked)
         if one is None:
@@ -102,17 +106,10 @@ class VllmAdapters:
     async def release(self, one: VllmAdapter) -> None:
         one.users -= 1
         if one.number in self._left:
-            await self._let_go(one)
+            await self._unload_unused(one)
 
-    async def _trim(self) -> None:
-        """Those that were asked for longest ago go, but none that is the newest of its name."""
-        old = [one for one in self._known.values() if self._newest.get(one.name) is not one]
-        for one in old[: max(0, len(self._known) - self._most)]:
-            del self._known[one.called]
-            await self._let_go(one)
-
-    async def _let_go(self, one: VllmAdapter) -> None:
-        """No name leads to it: the engine unloads it as soon as nobody uses it."""
+    async def _unload_unused(self, one: VllmAdapter) -> None:
+        """Unload an adapter without a name, at once or after its last answer."""
         self._left.add(one.number)
         if not one.users:
             self._left.discard(one.number)
