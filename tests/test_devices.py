@@ -22,7 +22,7 @@ from gpuinfer.errors import BackendDied, BackendError, DeviceLost, UsageError
 from gpuinfer.host import machine
 from gpuinfer.models import device as devices
 from gpuinfer.models import model_options
-from gpuinfer.models.device import device_labels, of_each, resolve_devices, together
+from gpuinfer.models.device import device_labels, merged_readings, resolve_devices, setups_of
 from gpuinfer.models.open_model import DataParallel, ModelCopy, Opened
 from gpuinfer.models.out_of_memory import says_lost
 from gpuinfer.strategies.dynamic import Dynamic
@@ -236,7 +236,7 @@ def test_a_device_that_was_slow_once_is_tried_again():
 def test_stand_ins_on_the_cpu_share_its_cores():
     found = resolve_devices(("cpu", "cpu"))
     assert device_labels(found) == ["cpu:0", "cpu:1"]
-    assert [one.processes for one in of_each(Setup(processes=3), found)] == [6, 6]
+    assert [one.processes for one in setups_of(Setup(processes=3), found)] == [6, 6]
 
 
 @pytest.fixture
@@ -329,8 +329,8 @@ def test_several_readings_are_one():
         {"name": "A", "reserved_mb": 3.0, "utilisation": 0.5},
         {"name": "A", "reserved_mb": 4.0, "utilisation": 1},
     ]
-    assert together(readings) == {"name": "2 x A", "reserved_mb": 7.0, "utilisation": 0.75}
-    assert devices.together([{"name": "A"}, {"name": "B"}]) == {"name": "A, B"}
+    assert merged_readings(readings) == {"name": "2 x A", "reserved_mb": 7.0, "utilisation": 0.75}
+    assert devices.merged_readings([{"name": "A"}, {"name": "B"}]) == {"name": "A, B"}
 
 
 @pytest.mark.parametrize(

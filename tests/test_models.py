@@ -11,7 +11,7 @@ from torch import nn
 from gpuinfer.api import ModelSpec
 from gpuinfer.errors import UnknownName, UsageError
 from gpuinfer.models.device import resolve_device, resolve_dtype
-from gpuinfer.models.load import build, called, probe, trainable
+from gpuinfer.models.load import build, probe, title, trainable
 from gpuinfer.models.networks import Affine, BlobNet, BlobNetSmall, PackedAffine
 from gpuinfer.models.row_format import AnswerLayout
 
@@ -406,4 +406,4 @@ def test_the_public_way_builds_the_same_module_from_what_a_run_says():
     ],
 )
 def test_a_model_of_the_users_own_is_named_with_whose_it_is(name, owner):
-    assert called(name) == f"model '{name}'{owner}"
+    assert title(name) == f"model '{name}'{owner}"

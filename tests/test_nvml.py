@@ -79,10 +79,10 @@ def test_what_a_process_holds_on_several_devices_is_added_up():
     def reading(**held):
         return {"pids": [7], "others": [{"pid": int(pid[1:]), "name": "a", "mb": mb} for pid, mb in held.items()]}
 
-    found = nvml.seen_together([reading(p1=1.0, p2=None), reading(p1=2.0, p2=4.0), reading(p3=None)])
+    found = nvml.merged_processes([reading(p1=1.0, p2=None), reading(p1=2.0, p2=4.0), reading(p3=None)])
     assert {one["pid"]: one["mb"] for one in found["others"]} == {1: 3.0, 2: 4.0, 3: None}
     assert found["pids"] == [7]
-    assert nvml.seen_together([{"name": "a CPU"}]) == {}
+    assert nvml.merged_processes([{"name": "a CPU"}]) == {}
 
 
 def test_workers_of_one_run_are_no_strangers_to_one_another():

@@ -19,7 +19,7 @@ from gpuinfer.models.roofline_measurement import (
     Timed,
     cpu_arrangements,
     cpu_looks,
-    looks,
+    look_rates,
     measure,
     search,
     stands,
@@ -170,7 +170,7 @@ NOW_AND_THEN = [(tenth / 10, tenth / 10 + 0.03) for tenth in range(20)]
     ],
 )
 def test_a_stall_lowers_no_rate(threads, rate):
-    assert sustained(looks(threads)) == pytest.approx(rate, rel=0.01)
+    assert sustained(look_rates(threads)) == pytest.approx(rate, rel=0.01)
 
 
 def test_a_single_look_that_is_higher_than_all_others_does_not_count():

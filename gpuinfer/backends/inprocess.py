@@ -224,10 +224,10 @@ class InProcess(Backend):
         spec = self.setup.model
         if spec is None or ":" not in spec.name or isinstance(error, GpuinferError):
             return error
-        from gpuinfer.models.load import called
+        from gpuinfer.models.load import title
 
         made = BackendError(
-            f"{called(spec.name)} raised {error_text.short_message(error)}. Run it again with -vv to see where."
+            f"{title(spec.name)} raised {error_text.short_message(error)}. Run it again with -vv to see where."
         )
         made.__cause__ = error
         return made

@@ -65,7 +65,7 @@ def other_processes(device: torch.device) -> list[OtherProcess]:
     return sorted(strangers, key=lambda one: (-(one.mb or 0.0), one.pid))
 
 
-def seen_together(readings: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def merged_processes(readings: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Merge `others` and `pids` of several devices' readings: what one process holds on each is added up."""
     pids = sorted({pid for reading in readings for pid in reading.get("pids", ())})
     found: dict[int, dict[str, Any]] = {}
@@ -135,7 +135,7 @@ def device_labels(devices: Sequence[torch.device]) -> list[str]:
     return [f"cpu:{place}" if device.type == "cpu" else str(device) for place, device in enumerate(devices)]
 
 
-def of_each(setup: Setup, devices: Sequence[torch.device]) -> list[Setup]:
+def setups_of(setup: Setup, devices: Sequence[torch.device]) -> list[Setup]:
     """The setup of each device's copy of the model. Stand-ins on the CPU share its cores as processes do."""
     return [
         replace(
@@ -147,7 +147,7 @@ def of_each(setup: Setup, devices: Sequence[torch.device]) -> list[Setup]:
     ]
 
 
-def together(readings: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def merged_readings(readings: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Merge several devices' readings: memory is summed, utilisation averaged, other processes listed once."""
     names = Counter(str(reading["name"]) for reading in readings)
     summed = {key for reading in readings for key in reading if key.endswith("_mb")}
@@ -156,7 +156,7 @@ def together(readings: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "name": ", ".join(f"{count} x {name}" if count > 1 else name for name, count in names.items()),
         **{key: sum(reading.get(key, 0.0) for reading in readings) for key in sorted(summed)},
         **({"utilisation": sum(busy) / len(busy)} if busy else {}),
-        **seen_together(readings),
+        **merged_processes(readings),
     }
 
 

@@ -11,7 +11,17 @@ from torch import Tensor, nn
 
 from gpuinfer.api import enter_station
 from gpuinfer.models.out_of_memory import StepSize, is_out_of_memory
-from gpuinfer.models.row_blocks import BitCast, Block, RowBlocks, as_tensor, cast, joined, like, taken, tensors_of
+from gpuinfer.models.row_blocks import (
+    BitCast,
+    Block,
+    RowBlocks,
+    as_tensor,
+    cast,
+    concatenated,
+    first_rows,
+    rearranged,
+    tensors_of,
+)
 
 CHUNK_ROWS = 1024  # beyond it the activations leave the cache and large casts fault pages
 GRAIN = 32
@@ -77,7 +87,7 @@ class CpuForward:
                 self.step.made(shape)
                 chunks.append(answers)
                 done += rows
-            return run.split(joined(chunks))
+            return run.split(concatenated(chunks))
 
     def _alone(self, block: Block) -> Any | None:
         """The answer to a single block that needs no copy; None if it needs one, or if memory ran out."""
@@ -91,7 +101,7 @@ class CpuForward:
             with self.step.under_way(rows):
                 answers = self._through(inputs, rows)
             self.step.made(rows)
-            return like(answers, [tensor.numpy() for tensor in tensors_of(answers)])
+            return rearranged(answers, [tensor.numpy() for tensor in tensors_of(answers)])
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
@@ -112,7 +122,7 @@ class CpuForward:
         enter_station("forward")
         answers = self.module(inputs)
         enter_station("transfer")
-        return taken(answers, rows, inputs)
+        return first_rows(answers, rows, inputs)
 
     def _inputs(self, run: RowBlocks, start: int, rows: int, chunk: int) -> Tensor:
         shape = chunk if self.fixed_shape else min(chunk, padded(rows))

@@ -29,8 +29,8 @@ from gpuinfer.errors import BadResult
 from gpuinfer.models.cuda_graphs import captured, new_stream, release_cached_memory, wait_for_device
 from gpuinfer.models.out_of_memory import StepSize, first_line, is_out_of_memory
 from gpuinfer.models.pinned_memory import WORTH_A_COPY, deliver, sources, unstage
-from gpuinfer.models.row_blocks import Block, RowBlocks, like, sound_rows, table_of, tensors_of, unpacked
-from gpuinfer.models.row_format import BITS, called, row_dtype, row_shape
+from gpuinfer.models.row_blocks import Block, RowBlocks, rearranged, sound_rows, table_of, tensors_of, unpacked
+from gpuinfer.models.row_format import BITS, network_title, row_dtype, row_shape
 
 SMALLEST = 16
 HALF_STEPS_FROM = 1024  # from here on padding costs more than a further graph: sizes grow by 1.5 and 1.33 in turn
@@ -127,7 +127,7 @@ class CudaForward:
     ) -> None:
         self.module, self.spec, self.device, self.dtype = module, spec, device, dtype
         self.fixed_shape, self.graphs = fixed_shape, graphs
-        self.step = StepSize(chunk_rows, str(device), called(spec))
+        self.step = StepSize(chunk_rows, str(device), network_title(spec))
         with torch.inference_mode(), torch.cuda.device(device):
             self._table = table_of(dtype, device) if spec.input_dtype == BITS else None
             slot_list = [ForwardSlot(chunk_rows, spec, device) for _ in range(slots)]
@@ -235,7 +235,7 @@ class CudaForward:
         features = inputs.to(self.dtype) if self._table is None else unpacked(inputs, self.spec.inputs, self._table)
         answers = self.module(features)
         parts = [tensor.float().contiguous() for tensor in tensors_of(answers)]
-        return like(answers, parts), sound_rows(parts, len(inputs))
+        return rearranged(answers, parts), sound_rows(parts, len(inputs))
 
     def _buckets(self, chunk: int) -> list[int]:
         return [chunk] if self.fixed_shape else buckets_up_to(chunk)
@@ -302,4 +302,4 @@ def room_for(answers: Any, rows: int) -> Any:
         shape = (rows, *tensor.shape[1:])
         pinned = 4 * math.prod(shape) >= WORTH_A_COPY
         made.append(torch.empty(shape, dtype=torch.float32, pin_memory=pinned))
-    return like(answers, made)
+    return rearranged(answers, made)

@@ -31,7 +31,7 @@ from gpuinfer.models.open_model import ForwardTuning, compute_with, computing_th
 from gpuinfer.models.out_of_memory import first_line, is_out_of_memory, keep_freed_memory
 from gpuinfer.models.pinned_memory import queued
 from gpuinfer.models.processor import computed_in, refuse_float16_gradients
-from gpuinfer.models.row_blocks import as_tensor, like, tensors_of
+from gpuinfer.models.row_blocks import as_tensor, rearranged, tensors_of
 from gpuinfer.models.row_format import BITS, misfit, row_dtype
 
 
@@ -317,8 +317,8 @@ class GradientPass:
         enter_station("forward")
         with torch.autocast(self._device.type, self._autocast, enabled=self._autocast is not None):
             answers = self.module(inputs)
-        answers = like(answers, [one.float() for one in tensors_of(answers)])
-        return losses.told(self._loss_name, self._loss, answers, targets, batch.settings)
+        answers = rearranged(answers, [one.float() for one in tensors_of(answers)])
+        return losses.loss_and_parts(self._loss_name, self._loss, answers, targets, batch.settings)
 
     def _read(
         self, loss: Tensor, parts: Mapping[str, float | Tensor], batch: TrainingBatch

@@ -38,7 +38,7 @@ def probe(module: nn.Module, spec: ModelSpec, *, device: torch.device, dtype: to
     few, more = (attempt(module, spec, rows, device, dtype) for rows in BATCHES)
     if few != more:
         raise UsageError(
-            f"{called(spec.name)} answered {BATCHES[0]} rows with {few} a row and {BATCHES[1]} rows with {more}. "
+            f"{title(spec.name)} answered {BATCHES[0]} rows with {few} a row and {BATCHES[1]} rows with {more}. "
             "Let the answer to a row look the same in every batch."
         )
     return few
@@ -52,7 +52,7 @@ def attempt(module: nn.Module, spec: ModelSpec, rows: int, device: torch.device,
             answer = module(features)
         except Exception as error:
             raise UsageError(
-                f"{called(spec.name)} raised {error_text.full_message(error)}. It was given features "
+                f"{title(spec.name)} raised {error_text.full_message(error)}. It was given features "
                 f"{list(features.shape)} of {str(dtype).removeprefix('torch.')} on {device}. "
                 f"Let it take that shape and dtype{'' if dtype == torch.float32 else ', or try dtype float32'}."
             ) from error
@@ -65,7 +65,7 @@ def check(answer: Any, rows: int, spec: ModelSpec) -> AnswerLayout:
     try:
         found, layout = tensors_of(answer), layout_of(answer)
     except TypeError as error:
-        raise UsageError(f"{called(spec.name)} answered with {error}. Let it return {wanted}.") from None
+        raise UsageError(f"{title(spec.name)} answered with {error}. Let it return {wanted}.") from None
     shapes = [list(tensor.shape) for tensor in found]
     if expected and (shapes != [shape for _, shape in expected] or not isinstance(answer, tuple | list)):
         raise wrong_shapes(spec, rows, shapes, wanted)
@@ -85,7 +85,7 @@ def expected_shapes(spec: ModelSpec, rows: int) -> Sequence[tuple[str, list[int]
 def wrong_shapes(spec: ModelSpec, rows: int, shapes: list[list[int]], wanted: str) -> UsageError:
     answered = " and ".join(map(str, shapes)) or "nothing"
     return UsageError(
-        f"{called(spec.name)} answered a batch of {rows} rows with {answered}. Let it return {wanted}"
+        f"{title(spec.name)} answered a batch of {rows} rows with {answered}. Let it return {wanted}"
         f"{' as a tuple' if ' and ' in wanted else ''}."
     )
 
@@ -95,7 +95,7 @@ def check_numbers(found: list[Tensor], spec: ModelSpec) -> None:
         bad = "NaN" if bool(tensor.isnan().any()) else "+inf" if bool(tensor.isposinf().any()) else None
         if bad:
             raise UsageError(
-                f"{called(spec.name)} answered with {bad} in output {place} {list(tensor.shape)}. "
+                f"{title(spec.name)} answered with {bad} in output {place} {list(tensor.shape)}. "
                 f"Check its weights{OVERFLOWS if tensor.dtype == torch.float16 else ''}."
             )
 
@@ -158,12 +158,12 @@ def from_factory(spec: ModelSpec) -> nn.Module:
     except Exception as error:
         given = ", ".join(f"{key}={value!r}" for key, value in arguments.items())
         raise UsageError(
-            f"{called(spec.name)}: the factory raised {error_text.full_message(error)}. It was called with ({given}). "
+            f"{title(spec.name)}: the factory raised {error_text.full_message(error)}. It was called with ({given}). "
             "Mend it, or call it by hand with these arguments to see where it fails."
         ) from error
     if not isinstance(module, nn.Module):
         raise UsageError(
-            f"{called(spec.name)}: the factory returned {type(module).__name__}, not a torch.nn.Module. "
+            f"{title(spec.name)}: the factory returned {type(module).__name__}, not a torch.nn.Module. "
             "Let it return the module itself."
         )
     return module
@@ -200,12 +200,12 @@ def find_factory(name: str, what: str = "model") -> Any:
     if not callable(found):
         returns = "the module" if what == "model" else f"the {what}"
         raise UsageError(
-            f"{called(name, what)} is {type(found).__name__}, not a function. Name one that returns {returns}."
+            f"{title(name, what)} is {type(found).__name__}, not a function. Name one that returns {returns}."
         )
     return found
 
 
-def called(name: str, what: str = "model") -> str:
+def title(name: str, what: str = "model") -> str:
     """What messages call a model; of a `module:factory` also the module's distribution."""
     module, colon, _ = name.partition(":")
     owner = blame.owner_of(module) if colon else ""
@@ -215,7 +215,7 @@ def called(name: str, what: str = "model") -> str:
 def unimportable(name: str, error: Exception, what: str) -> UsageError:
     module_name = name.partition(":")[0]
     return UsageError(
-        f"{called(name, what)}: importing '{module_name}' raised {error_text.full_message(error)}. "
+        f"{title(name, what)}: importing '{module_name}' raised {error_text.full_message(error)}. "
         f"`python -c 'import {module_name}'` shows where."
     )
 
@@ -236,7 +236,7 @@ def refuse_untaken(spec: ModelSpec, taken: Iterable[str], known: Iterable[str]) 
     """Raises `UsageError` for an argument of the spec that is not `taken`, with the nearest of those `known`."""
     if (features := spec.arguments.get("features", spec.inputs)) != spec.inputs:
         raise UsageError(
-            f"{called(spec.name)}: the argument features={features!r} does not go with rows of {spec.inputs}. "
+            f"{title(spec.name)}: the argument features={features!r} does not go with rows of {spec.inputs}. "
             "Leave it out: the factory is given inputs under that name."
         )
     for name in spec.arguments:
@@ -244,7 +244,7 @@ def refuse_untaken(spec: ModelSpec, taken: Iterable[str], known: Iterable[str]) 
             choices = sorted({*known} - {"features"})
             near = f"Did you mean '{found}'? " if (found := nearest(name, choices)) else ""
             raise UsageError(
-                f"{called(spec.name)} takes no argument '{name}'. {near}It takes {', '.join(choices) or 'none'}."
+                f"{title(spec.name)} takes no argument '{name}'. {near}It takes {', '.join(choices) or 'none'}."
             )
 
 
@@ -268,7 +268,7 @@ def accepted(factory: Any, offered: dict[str, Any], name: str) -> dict[str, Any]
     if wanting:
         raise FactoryWants(
             wanting,
-            f"{called(name)}: the factory needs {', '.join(wanting)}, but only {', '.join(sorted(offered))} can be "
+            f"{title(name)}: the factory needs {', '.join(wanting)}, but only {', '.join(sorted(offered))} can be "
             "given. Give the others defaults, or write a function around it that does.",
         )
     return {p.name: offered[p.name] for p in named if p.name in offered}

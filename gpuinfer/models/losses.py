@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from gpuinfer.errors import BackendError, UsageError
 from gpuinfer.host import error_text
-from gpuinfer.models.load import called, find_factory
+from gpuinfer.models.load import find_factory, title
 
 POLICY_VALUE = "policy-value"
 
@@ -70,7 +70,7 @@ def _arguments(loss: Loss) -> frozenset[str] | None:
     return frozenset(one.name for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY))
 
 
-def told(
+def loss_and_parts(
     name: str, loss: Loss, answers: Any, targets: Mapping[str, Tensor], settings: Mapping[str, float]
 ) -> tuple[Tensor, dict[str, float | Tensor]]:
     """The loss and its parts. Raises `BackendError` for anything that is no loss, or no number.
@@ -82,22 +82,22 @@ def told(
     except Exception as error:
         given = ", ".join(f"{key} {list(tensor.shape)}" for key, tensor in targets.items())
         raise BackendError(
-            f"{called(name, 'loss')} raised {error_text.full_message(error)}. It was given {_shapes(answers)} and the "
+            f"{title(name, 'loss')} raised {error_text.full_message(error)}. It was given {_shapes(answers)} and the "
             f"targets {given}. Mend it, or name another with -B loss=module:function."
         ) from error
     scalar, parts = found if isinstance(found, tuple) and len(found) == 2 else (found, {})
     if not isinstance(scalar, Tensor) or scalar.numel() != 1 or not scalar.is_floating_point():
         shape = f"a tensor {list(scalar.shape)} of {scalar.dtype}" if isinstance(scalar, Tensor) else _kind(found)
         raise BackendError(
-            f"{called(name, 'loss')} returned {shape}, and not one number. Let it return a scalar tensor, such as the "
+            f"{title(name, 'loss')} returned {shape}, and not one number. Let it return a scalar tensor, such as the "
             "mean over the rows, or that and a dict of its parts."
         )
     if torch.is_grad_enabled() and not scalar.requires_grad:
         raise BackendError(
-            f"{called(name, 'loss')} returned a number that does not depend on the model's parameters. Compute it from "
+            f"{title(name, 'loss')} returned a number that does not depend on the model's parameters. Compute it from "
             "the answers, without detach() or item()."
         )
-    return scalar.reshape(()), _numbers(parts, called(name, "loss"))
+    return scalar.reshape(()), _numbers(parts, title(name, "loss"))
 
 
 def read(scalar: Tensor, parts: Mapping[str, float | Tensor]) -> tuple[float, dict[str, float]]:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from gpuinfer.errors import UnknownName, UsageError
-from gpuinfer.models.load import called
+from gpuinfer.models.load import title
 from gpuinfer.models.out_of_memory import first_line
 from gpuinfer.models.row_blocks import tensors_of
 
@@ -53,7 +53,7 @@ def find_layers(module: nn.Module, name: str, attribute: str | None, otherwise: 
     if len(found) == 1:
         return Layers(_members(module, name, found[0], otherwise), found[0])
     what = f"{', '.join(found)} are all rows of alike layers" if found else f"it is a {type(module).__name__}"
-    raise UsageError(f"the layers of {called(name)} cannot be told apart: {what}. {_cure(module, otherwise)}")
+    raise UsageError(f"the layers of {title(name)} cannot be told apart: {what}. {_cure(module, otherwise)}")
 
 
 def check_same(name: str, before: Any, again: Callable[[], Any], how: str, cure: str) -> None:
@@ -65,11 +65,11 @@ def check_same(name: str, before: Any, again: Callable[[], Any], how: str, cure:
             after = tensors_of(again())
     except Exception as error:
         raise UsageError(
-            f"{called(name)} cannot be called {how}: {type(error).__name__}: {first_line(error)}. {cure}"
+            f"{title(name)} cannot be called {how}: {type(error).__name__}: {first_line(error)}. {cure}"
         ) from error
     old = tensors_of(before)
     if len(old) != len(after) or not all(map(_close, old, after)):
-        raise UsageError(f"{called(name)} answers otherwise when it is called {how}. {cure}")
+        raise UsageError(f"{title(name)} answers otherwise when it is called {how}. {cure}")
 
 
 def _close(one: Tensor, other: Tensor) -> bool:
@@ -81,7 +81,7 @@ def _listed(found: object, name: str) -> list[nn.Module]:
     parts = list(found) if isinstance(found, Sequence | nn.ModuleList) else []
     if not parts or not all(isinstance(part, nn.Module) for part in parts):
         raise UsageError(
-            f"{called(name)}: segments() returned {type(found).__name__}, not a list of modules. Let it return the "
+            f"{title(name)}: segments() returned {type(found).__name__}, not a list of modules. Let it return the "
             "modules that its forward calls one after the other."
         )
     return parts
@@ -108,10 +108,10 @@ def _members(module: nn.Module, name: str, attribute: str, otherwise: str) -> li
         return list(found)
     known = _candidates(module)
     if found is None and known:
-        raise UnknownName(f"list of layers in {called(name)}", attribute, known, label="It has")
+        raise UnknownName(f"list of layers in {title(name)}", attribute, known, label="It has")
     what = "has no such attribute" if found is None else f"'{attribute}' is {type(found).__name__}"
     raise UsageError(
-        f"{called(name)}: layers={attribute}: {what}, and a ModuleList is wanted. {_cure(module, otherwise)}"
+        f"{title(name)}: layers={attribute}: {what}, and a ModuleList is wanted. {_cure(module, otherwise)}"
     )
 
 
@@ -179,7 +179,7 @@ def divide(module: nn.Module, segments: Segments, attribute: str | None, name: s
     count = round(math.sqrt(len(layers))) if segments == "auto" else segments
     if count > len(layers):
         raise UsageError(
-            f"checkpoint_segments={count}, and {called(name)} has {len(layers)} layers. Give no more, or auto."
+            f"checkpoint_segments={count}, and {title(name)} has {len(layers)} layers. Give no more, or auto."
         )
     bounds = [round(index * len(layers) / count) for index in range(count + 1)]
     # what comes last is needed first on the way back: to compute it again would save nothing

@@ -298,7 +298,7 @@ class BlobNet(nn.Module):
             shrink = affine(layer.linear2.weight, layer.linear2.bias)
             return FrozenLayer(affine(*fused_attention(layer)), norm(layer.norm1), grow, shrink, norm(layer.norm2))
 
-        embed, heads = affine(self.embed.weight, self.embed.bias), affine(*joined(self.policy, self.value))
+        embed, heads = affine(self.embed.weight, self.embed.bias), affine(*stacked_heads(self.policy, self.value))
         return FrozenBlobNet(embed, norm(self.norm), [frozen(layer) for layer in self.encoder], heads, self.actions)
 
 
@@ -323,12 +323,16 @@ class BlobNetSmall(nn.Module):
         """A copy that cannot be trained: the same promise as `BlobNet.freeze`."""
         first, second, heads = (
             Affine.best(weight, bias, device=device, dtype=dtype, compute=compute)
-            for weight, bias in (joined(self.first), joined(self.second), joined(self.policy, self.value))
+            for weight, bias in (
+                stacked_heads(self.first),
+                stacked_heads(self.second),
+                stacked_heads(self.policy, self.value),
+            )
         )
         return FrozenBlobNetSmall(first, second, heads, self.actions)
 
 
-def joined(*heads: nn.Linear) -> tuple[Tensor, Tensor]:
+def stacked_heads(*heads: nn.Linear) -> tuple[Tensor, Tensor]:
     """Several heads over the same input as one layer: their outputs side by side."""
     return torch.cat([head.weight for head in heads]), torch.cat([head.bias for head in heads])
 

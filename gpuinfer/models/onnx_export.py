@@ -114,7 +114,7 @@ def opened(spec: ModelSpec, seed: int) -> Exportable:
     written.eval().requires_grad_(False).to(torch.float32)
     if (size := sum(tensor.nbytes for tensor in written.state_dict().values())) > LARGEST:
         raise UsageError(
-            f"{load.called(spec.name)} has {size / 2**30:.1f} GiB of weights, and an ONNX file holds 2 GiB. "
+            f"{load.title(spec.name)} has {size / 2**30:.1f} GiB of weights, and an ONNX file holds 2 GiB. "
             "Export a smaller network."
         )
     return Exportable(spec, here, written, layout)
@@ -131,7 +131,7 @@ def content(network: Exportable, told: Mapping[str, str]) -> bytes:
             model = _written(_Flat(network.written), network)
     except Exception as error:
         raise WorkError(
-            f"{load.called(network.spec.name)} cannot be exported: {_cause(error)}. Let its forward take any number of "
+            f"{load.title(network.spec.name)} cannot be exported: {_cause(error)}. Let its forward take any number of "
             "rows, without branches on what is in them, and compute with operations of torch alone."
         ) from error
     _tidy(model)

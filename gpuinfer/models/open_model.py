@@ -22,7 +22,7 @@ from torch import nn
 from gpuinfer.api import Limits, ModelSpec, Roofline, Setup, lane_device, retire_lane
 from gpuinfer.errors import BackendDied, DeviceLost, UsageError
 from gpuinfer.host.machine import cores
-from gpuinfer.models.device import Gauge, device_labels, of_each, resolve_devices, together
+from gpuinfer.models.device import Gauge, device_labels, merged_readings, resolve_devices, setups_of
 from gpuinfer.models.forward_cpu import CpuForward
 from gpuinfer.models.forward_cuda import DETERMINISTIC_CHUNK_ROWS, CudaForward
 from gpuinfer.models.load import build, probe, resolve_device, resolve_dtype
@@ -38,7 +38,7 @@ from gpuinfer.models.out_of_memory import (
 from gpuinfer.models.pinned_memory import Registration, register
 from gpuinfer.models.processor import computed_in
 from gpuinfer.models.row_blocks import Block
-from gpuinfer.models.row_format import BITS, AnswerLayout, called, row_dtype
+from gpuinfer.models.row_format import BITS, AnswerLayout, network_title, row_dtype
 from gpuinfer.stats import DeviceCount
 
 CPU_MAX_ROWS = 4096
@@ -109,7 +109,9 @@ def open_model(spec: ModelSpec, setup: Setup, tuning: ForwardTuning, roofline: R
         # A compiled module is compiled again for each new batch size: give it one.
         fixed_shape = setup.deterministic or tuning.compile
         bits = spec.inputs if spec.input_dtype == BITS else None
-        forward = CpuForward(module, compute, tuning.chunk_rows, fixed_shape=fixed_shape, bits=bits, whose=called(spec))
+        forward = CpuForward(
+            module, compute, tuning.chunk_rows, fixed_shape=fixed_shape, bits=bits, whose=network_title(spec)
+        )
     gauge, threads = Gauge(device), threads_for(setup, tuning)
     in_force = {"max_rows": limits.max_rows, "in_flight": limits.in_flight, "threads": threads}
     return Opened(
@@ -213,21 +215,21 @@ def open_on_devices(spec: ModelSpec, setup: Setup, tuning: ForwardTuning, roofli
     `tuning.in_flight` and `threads` are of one device. Raises `UsageError` as `open_model` and `resolve_devices` do.
     """
     devices = resolve_devices(setup.devices)
-    opened = [open_model(spec, of_one, tuning, roofline) for of_one in of_each(setup, devices)]
+    opened = [open_model(spec, of_one, tuning, roofline) for of_one in setups_of(setup, devices)]
     if len(opened) == 1:
         return opened[0]
     copies = [ModelCopy(*one) for one in zip(device_labels(devices), devices, opened, strict=True)]
     several = DataParallel(copies)
     return replace(
         opened[0],
-        limits=joined([copy.opened.limits for copy in copies], copies),
+        limits=joint_limits([copy.opened.limits for copy in copies], copies),
         forward=several,
         device=several.device,
         write=several.write if all(copy.opened.write is not None for copy in copies) else None,
     )
 
 
-def joined(limits: Sequence[Limits], copies: Sequence[ModelCopy]) -> Limits:
+def joint_limits(limits: Sequence[Limits], copies: Sequence[ModelCopy]) -> Limits:
     """Limits of several copies: a batch must fit each device; the lanes are those of all, the first of each device at
     the front.
     """
@@ -348,4 +350,4 @@ class DataParallel:
             for copy, one in zip(self._copies, told, strict=True)
         ]
         labels = [copy.label for copy in self._copies]
-        return {**together(told), **shared, "devices": dict(zip(labels, own, strict=True))}
+        return {**merged_readings(told), **shared, "devices": dict(zip(labels, own, strict=True))}

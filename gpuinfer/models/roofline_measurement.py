@@ -59,7 +59,7 @@ def marked(once: Callable[[], object], seconds: float) -> list[LookMark]:
     return marks
 
 
-def looks(threads: Sequence[Sequence[LookMark]], look_s: float = LOOK_S) -> list[float]:
+def look_rates(threads: Sequence[Sequence[LookMark]], look_s: float = LOOK_S) -> list[float]:
     """Passes per second of all threads together, in consecutive stretches of the time in which all of them ran.
 
     Threads are not looked at one by one: while one stands still, others may have its share of the machine.
@@ -233,18 +233,18 @@ def measure(
         places = places[:1]
     found = [
         measured_on(place, spec, dtype, seed, cores, budget_s / len(places), deterministic, compute, earlier)
-        for place, earlier in zip(places, of_one(only, len(places)), strict=True)
+        for place, earlier in zip(places, separated(only, len(places)), strict=True)
     ]
-    return added(found)
+    return combined(found)
 
 
-def added(found: Sequence[Roofline]) -> Roofline:
+def combined(found: Sequence[Roofline]) -> Roofline:
     """The rooflines of several devices as one; `at_rows` is the largest of their best batches."""
     arrangements = BETWEEN_DEVICES.join(one.arrangement for one in found)
     return Roofline(sum(one.rows_per_s for one in found), max(one.at_rows for one in found), arrangements)
 
 
-def of_one(only: Roofline | None, count: int) -> Sequence[Roofline | None]:
+def separated(only: Roofline | None, count: int) -> Sequence[Roofline | None]:
     """The inverse of `added`: one roofline for each device."""
     if only is None:
         return [None] * count
@@ -358,7 +358,7 @@ def cpu_looks(module: nn.Module, inputs: torch.Tensor, arrangement: Arrangement,
     for error in errors:
         if not isinstance(error, threading.BrokenBarrierError):
             raise error
-    return [len(inputs) * rate for rate in looks([future.result() for future in futures])]
+    return [len(inputs) * rate for rate in look_rates([future.result() for future in futures])]
 
 
 def repeat(module: nn.Module, inputs: torch.Tensor, together: threading.Barrier, seconds: float) -> list[LookMark]:

@@ -40,7 +40,7 @@ def layout_of(answer: Any) -> AnswerLayout:
     return AnswerLayout("tuple" if isinstance(answer, tuple | list) else "tensor", shapes)
 
 
-def like(answer: Any, parts: list[Any]) -> Any:
+def rearranged(answer: Any, parts: list[Any]) -> Any:
     """`parts` arranged as the tensors of `answer` are: alone, in a tuple, or in a dict with the same keys."""
     if isinstance(answer, Mapping):
         return dict(zip(answer, parts, strict=True))
@@ -75,7 +75,7 @@ class RowBlocks:
         """One result for each block, views of the joint `answers`: float32 arrays alone, in a tuple or in a dict."""
         arrays = [tensor.numpy() for tensor in tensors_of(answers)]
         bounds = list(zip(self.starts, self.starts[1:], strict=False))
-        return [like(answers, [array[start:stop] for array in arrays]) for start, stop in bounds]
+        return [rearranged(answers, [array[start:stop] for array in arrays]) for start, stop in bounds]
 
 
 def cast(pieces: Sequence[Block], target: Tensor) -> None:
@@ -115,23 +115,23 @@ def sound_rows(parts: Sequence[Tensor], rows: int) -> Tensor:
     return most < math.inf
 
 
-def taken(answers: Any, rows: int, inputs: Tensor) -> Any:
+def first_rows(answers: Any, rows: int, inputs: Tensor) -> Any:
     """The first `rows` rows of a module's answers: contiguous float32 tensors that share no memory with `inputs`."""
     parts = [tensor if len(tensor) == rows else tensor[:rows] for tensor in tensors_of(answers)]
-    return like(answers, [own(part.float().contiguous(), inputs) for part in parts])
+    return rearranged(answers, [unshared(part.float().contiguous(), inputs) for part in parts])
 
 
-def own(tensor: Tensor, inputs: Tensor) -> Tensor:
+def unshared(tensor: Tensor, inputs: Tensor) -> Tensor:
     """`tensor`, copied if it shares memory with the inputs, which the next chunk overwrites."""
     shared = tensor.untyped_storage().data_ptr() == inputs.untyped_storage().data_ptr()
     return tensor.clone() if shared else tensor
 
 
-def joined(chunks: Sequence[Any]) -> Any:
+def concatenated(chunks: Sequence[Any]) -> Any:
     """The answers to consecutive chunks as one."""
     if len(chunks) == 1:
         return chunks[0]
-    return like(chunks[0], [torch.cat(parts) for parts in zip(*map(tensors_of, chunks), strict=True)])
+    return rearranged(chunks[0], [torch.cat(parts) for parts in zip(*map(tensors_of, chunks), strict=True)])
 
 
 def table_of(dtype: torch.dtype, device: torch.device | None = None) -> Tensor:

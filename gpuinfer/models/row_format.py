@@ -50,7 +50,7 @@ def packed_width(features: int) -> int:
     return -(-features // 8)
 
 
-def called(spec: ModelSpec) -> str:
+def network_title(spec: ModelSpec) -> str:
     """A network's name in messages where there may be several: its name, and its weights' file."""
     return spec.name if spec.weights is None else f"{spec.name} ({Path(spec.weights).name})"
 

@@ -83,17 +83,17 @@ NOTHING_TO_DO = Verdict("inconclusive", "idle", "There was nothing to do.", "Giv
 def judge(run: Evidence) -> BottleneckSection:
     """The report's `bottleneck`: class, evidence, bounds in rows/s, advice and its gain as a factor."""
     if not (run.wall_s > 0 and run.lanes):
-        return _told(NOTHING, run, {})
+        return _section(NOTHING, run, {})
     if run.total == 0 and not (run.requests or run.lost or run.rows_per_s):
-        return _told(NOTHING_TO_DO, run, {})
+        return _section(NOTHING_TO_DO, run, {})
     if {"offered_rows_per_s", "clients"} & run.facts.keys() and not (run.requests or run.lost or run.rows_per_s):
-        return _told(NOTHING_ASKED, run, {})
+        return _section(NOTHING_ASKED, run, {})
     case = RunCase.of(run)
     causes = GENERATION if run.slots else CAUSES
     fitting = (found for cause in causes if (found := cause(case)) and not _done_already(found, run))
     verdict = causes_cpu_contention.beside_others(next(fitting, None) or causes_rows.no_cause_fits(case), run)
     verdict = causes_devices.beside(causes_devices.in_turns(verdict, run), run)
-    return _told(_beside(verdict, run), run, dict(case.bounds))
+    return _section(_beside(verdict, run), run, dict(case.bounds))
 
 
 def _done_already(verdict: Verdict, run: Evidence) -> bool:
@@ -110,7 +110,7 @@ def _beside(verdict: Verdict, run: Evidence) -> Verdict:
     return replace(verdict, why=f"{beside} {verdict.why}", healthy=False)
 
 
-def _told(verdict: Verdict, run: Evidence, bounds: dict[str, float]) -> BottleneckSection:
+def _section(verdict: Verdict, run: Evidence, bounds: dict[str, float]) -> BottleneckSection:
     measured, change = run.wall_s > 0 and bool(run.lanes), verdict.change
     return {
         "class": verdict.kind,

@@ -111,10 +111,10 @@ async def open_text(
 
 def _each(setup: Setup) -> dict[str, Setup]:
     import gpuinfer.text.torch_import  # noqa: F401  before torch
-    from gpuinfer.models.device import device_labels, of_each, resolve_devices
+    from gpuinfer.models.device import device_labels, resolve_devices, setups_of
 
     devices = resolve_devices(setup.devices)
-    return dict(zip(device_labels(devices), of_each(setup, devices), strict=True))
+    return dict(zip(device_labels(devices), setups_of(setup, devices), strict=True))
 
 
 @dataclass
@@ -309,12 +309,12 @@ class TextDevices:
 
     def device(self) -> Mapping[str, Any]:
         """Sums over all devices, and each device under `devices`."""
-        from gpuinfer.models.device import together
+        from gpuinfer.models.device import merged_readings
 
         found = {label: model.device() for label, model in self._models.items()}
         first = next(iter(found.values()))
         return {
-            **together(list(found.values())),
+            **merged_readings(list(found.values())),
             "model": _facts([one["model"] for one in found.values()], list(found)),
             "computes_in": first["computes_in"],
             "in_force": first["in_force"],

@@ -13,7 +13,7 @@ import torch
 from gpuinfer.api import ModelSpec, Setup
 from gpuinfer.errors import UsageError
 from gpuinfer.models.cuda_graphs import new_stream
-from gpuinfer.models.device import Gauge, device_labels, device_name, of_each, resolve_device, resolve_devices
+from gpuinfer.models.device import Gauge, device_labels, device_name, resolve_device, resolve_devices, setups_of
 from gpuinfer.models.out_of_memory import answers, is_lost
 from gpuinfer.models.pipeline.stage_plan import count_for
 from gpuinfer.text import text_roofline
@@ -33,7 +33,7 @@ def test_devices_are_found_by_name(cuda):
     )
     assert (resolve_device("auto"), device_labels(found)) == (cuda.device, ["cuda:0", "cuda:1"])
     setup = Setup(devices=("cuda",))
-    assert [own.devices for own in of_each(setup, found)] == [("cuda:0",), ("cuda:1",)]
+    assert [own.devices for own in setups_of(setup, found)] == [("cuda:0",), ("cuda:1",)]
     with pytest.raises(UsageError, match="no device 'cuda:2'"):
         resolve_device("cuda:2")
     with pytest.raises(UsageError, match="Name several"):

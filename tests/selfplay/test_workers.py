@@ -15,7 +15,7 @@ from table import Table
 from gpuinfer.api import BackendContext, ModelSpec, Request, Roofline, Setup
 from gpuinfer.backends.inprocess import InProcess
 from gpuinfer.host import machine
-from gpuinfer.models.roofline_measurement import added
+from gpuinfer.models.roofline_measurement import combined
 from gpuinfer.workloads.selfplay import arrays
 from gpuinfer.workloads.selfplay.games.blob import Blob
 from gpuinfer.workloads.selfplay.workload import SelfPlay
@@ -103,7 +103,7 @@ def test_as_many_workers_start_as_make_sense_unless_told_to(cores, asked, oversu
 )
 def test_workers_on_the_same_devices_share_their_best_batch(device, devices, workers, block, monkeypatch):
     monkeypatch.setattr(machine, "memory_available", lambda: 1 << 50)
-    roofline = added([Roofline(4e7, 32_768, "2 forwards × 1 thread")] * devices)
+    roofline = combined([Roofline(4e7, 32_768, "2 forwards × 1 thread")] * devices)
     play = SelfPlay(Setup(devices=(device,)), game="connect-four", workers=workers)
     assert play.slots(SimpleNamespace(roofline=roofline), workers, 10**9) == 2 * block
 

@@ -65,7 +65,7 @@ def _subjects(
 ) -> Iterator[tuple[torch.device, int, MemorySubject]]:
     """For each memory its device, how many copies lie there, and the model, whole or those of its stages."""
     from gpuinfer.lab.memory.batch_trials import StagesHere
-    from gpuinfer.models.device import of_each
+    from gpuinfer.models.device import setups_of
 
     each = list(dict.fromkeys(devices))  # of stand-ins on the CPU one
     if asked["options"].get("parallel", "data") != "data":
@@ -73,7 +73,7 @@ def _subjects(
         for device in each:
             yield device, 1, StagesHere(staged, str(device))
         return
-    for device, own in zip(each, of_each(setup, devices), strict=False):
+    for device, own in zip(each, setups_of(setup, devices), strict=False):
         copies = len(devices) if device.type == "cpu" else 1
         yield device, copies, _whole(spec, own, asked, device, copies)
 

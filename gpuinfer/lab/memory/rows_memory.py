@@ -31,7 +31,7 @@ from gpuinfer.models.footprint import (
     weight_bytes,
 )
 from gpuinfer.models.forward_cpu import CHUNK_ROWS, padded
-from gpuinfer.models.load import FactoryWants, called
+from gpuinfer.models.load import FactoryWants, title
 from gpuinfer.models.open_model import CPU_MAX_ROWS, CUDA_MAX_ROWS, Opened, open_model
 from gpuinfer.models.pipeline.open_pipeline import ModelCut, cut_model, in_flight_of, open_staged
 from gpuinfer.models.pipeline.schedule import ROOM
@@ -160,7 +160,7 @@ def sizes_named(spec: ModelSpec) -> Iterator[None]:
             raise
         cure = " and ".join(f"--{name} N" for name in error.names)
         wanted = " and ".join(error.names)
-        raise UsageError(f"{called(spec.name)}: the factory needs {wanted}. Give {cure}.") from error
+        raise UsageError(f"{title(spec.name)}: the factory needs {wanted}. Give {cure}.") from error
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from torch import Tensor, fx, nn
 
 from gpuinfer.errors import UsageError
 from gpuinfer.host import error_text
-from gpuinfer.models.load import called
+from gpuinfer.models.load import title
 from gpuinfer.models.model_layers import find_layers
 
 
@@ -71,7 +71,7 @@ def traced_along(module: nn.Module, layers: Sequence[nn.Module], name: str, attr
         nodes = list(tracer.trace(root).nodes)
     except Exception as error:
         raise UsageError(
-            f"{called(name)}: its forward cannot be cut at '{attribute}', as what it does depends on values that it "
+            f"{title(name)}: its forward cannot be cut at '{attribute}', as what it does depends on values that it "
             f"computes ({error_text.short_message(error)}). Give it a method "
             "segments() that lists the modules which it calls one after the other."
         ) from error
@@ -79,7 +79,7 @@ def traced_along(module: nn.Module, layers: Sequence[nn.Module], name: str, attr
     calls = [node for node, one in modules.items() if one in tracer.layers]
     if [modules[node] for node in calls] != list(layers):
         raise UsageError(
-            f"{called(name)}: its forward does not call the members of '{attribute}' once each and in their order. "
+            f"{title(name)}: its forward does not call the members of '{attribute}' once each and in their order. "
             "Name another attribute, or give it a method segments()."
         )
     return _cut(root, nodes, [nodes.index(node) + 1 for node in calls[:-1]])

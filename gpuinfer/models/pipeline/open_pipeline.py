@@ -17,7 +17,7 @@ from torch import nn
 
 from gpuinfer.api import BackendContext, Lane, Limits, ModelSpec, Roofline, Setup
 from gpuinfer.host import machine
-from gpuinfer.models.device import MEGABYTE, Gauge, resolve_devices, seen_together
+from gpuinfer.models.device import MEGABYTE, Gauge, merged_readings, resolve_devices
 from gpuinfer.models.load import build, probe, resolve_dtype
 from gpuinfer.models.model_layers import check_same
 from gpuinfer.models.model_options import StageOptions
@@ -31,6 +31,7 @@ from gpuinfer.models.pipeline.stage import CpuStage, CudaStage
 from gpuinfer.models.pipeline.stage_plan import (
     Split,
     StageTuning,
+    as_many_as_fit,
     bytes_of,
     count_for,
     deal,
@@ -72,7 +73,7 @@ def stages_at(
             own = copy.deepcopy(own)  # layers that share weights, on two devices
         there |= dict.fromkeys([*own.modules(), *own.parameters()], place)
         own = own.to(place)
-        name = f"{said(start, stop)} on {place}"
+        name = f"{layers_label(start, stop)} on {place}"
         if place.type == "cpu":
             stages.append(CpuStage(name, list(own), threads[number], cores[number]))
         else:
@@ -104,7 +105,7 @@ def own_cores(threads: Sequence[int], setup: Setup) -> list[list[int] | None]:
     return found
 
 
-def said(start: int, stop: int) -> str:
+def layers_label(start: int, stop: int) -> str:
     return f"layer {start}" if stop == start + 1 else f"layers {start} to {stop - 1}"
 
 
@@ -153,7 +154,8 @@ def cut_model(spec: ModelSpec, setup: Setup, tuning: StageTuning) -> ModelCut:
     places = places_of(tuning, devices, len(segments), spec.name)
     rows = rows_for(setup, tuning, on_cpu)
     features = torch.zeros(min(rows, CPU_ENOUGH_ROWS) if on_cpu else rows, spec.inputs, dtype=dtype)
-    times = times_on(places, segments, features, setup, tuning)
+    threads = tuning.threads or (1 if setup.deterministic else None)
+    times = times_on(places, setup, threads, lambda place, each: as_many_as_fit(segments, features, place, each))
     sizes = [bytes_of(segment) for segment in segments]
     split = split_for(tuning, places, sizes, times, spec.name)
     return ModelCut(segments, places, split, times, sizes, rows, answer, computed, on_cpu)
@@ -172,7 +174,7 @@ def open_staged(
     cut: dict[str, Any] = {"mode": tuning.parallel, "fits_one": fits_one(places, sum(sizes))}
     stages = stages_at(places, split, made.segments, made.times, spec, setup, tuning, dtype)
     weights = [sum(sizes[start:stop]) for start, stop in split]
-    cut["stages"] = [told_of(*one) for one in zip(stages, split, weights, strict=True)]
+    cut["stages"] = [stage_facts(*one) for one in zip(stages, split, weights, strict=True)]
 
     limits = limits_of(setup, tuning, places, rows, roofline)
     pipeline = Pipeline(stages, lane or BackendContext().lane)
@@ -197,7 +199,7 @@ def open_staged(
     facts = {"computes_in": made.computed, "threads": threads, "in_force": in_force, "parallel": cut}
 
     def device() -> Mapping[str, Any]:
-        return {**reading(gauges), **facts, "stages": pipeline.counts()}
+        return {**merged_readings([gauge.read() for gauge in gauges]), **facts, "stages": pipeline.counts()}
 
     return Opened(
         spec,
@@ -235,7 +237,7 @@ def in_flight_of(tuning: StageTuning, places: Sequence[torch.device]) -> int:
     return 1 if tuning.parallel == "layers" else tuning.in_flight or len(places) + 1
 
 
-def told_of(stage: Placed, layers: tuple[int, int], weights: int) -> dict[str, Any]:
+def stage_facts(stage: Placed, layers: tuple[int, int], weights: int) -> dict[str, Any]:
     """A stage for the report, in plain values."""
     return {
         "layers": [layers[0], layers[1] - 1],
@@ -243,18 +245,6 @@ def told_of(stage: Placed, layers: tuple[int, int], weights: int) -> dict[str, A
         "threads": stage.threads,
         "weights_mb": weights / MEGABYTE,
     }
-
-
-def reading(gauges: Sequence[Gauge]) -> dict[str, Any]:
-    """All devices as one reading: memory summed, utilisation averaged."""
-    parts = [gauge.read() for gauge in gauges]
-    found: dict[str, Any] = {"name": ", ".join(dict.fromkeys(str(part["name"]) for part in parts))}
-    for key in ("allocated_mb", "reserved_mb"):
-        if known := [part[key] for part in parts if key in part]:
-            found[key] = sum(known)
-    if used := [part["utilisation"] for part in parts if "utilisation" in part]:
-        found["utilisation"] = sum(used) / len(used)
-    return {**found, **seen_together(parts)}
 
 
 def check_layers(spec: ModelSpec, setup: Setup, options: StageOptions) -> None:

@@ -25,7 +25,7 @@ from gpuinfer.models.cuda_graphs import wait_for_device
 from gpuinfer.models.device import MEGABYTE, device_name
 from gpuinfer.models.forward_cpu import CHUNK_ROWS, DETERMINISTIC_CHUNK_ROWS
 from gpuinfer.models.forward_cuda import DETERMINISTIC_CHUNK_ROWS as CUDA_DETERMINISTIC_CHUNK_ROWS
-from gpuinfer.models.load import called
+from gpuinfer.models.load import title
 from gpuinfer.models.model_options import CutOptions, StageOptions
 from gpuinfer.models.open_model import CPU_ENOUGH_ROWS, ForwardTuning, cores_of
 from gpuinfer.models.out_of_memory import is_out_of_memory
@@ -165,7 +165,7 @@ def count_for(tuning: CutOptions, devices: Sequence[torch.device], layers: int, 
         count = len(tuning.split_points) + 1
         if tuning.split_points and tuning.split_points[-1] >= layers:
             raise UsageError(
-                f"split_points={','.join(map(str, tuning.split_points))}: {called(name)} has {layers} layers, 0 to "
+                f"split_points={','.join(map(str, tuning.split_points))}: {title(name)} has {layers} layers, 0 to "
                 f"{layers - 1}, and a stage begins at each of the points. Name points from 1 to {layers - 1}."
             )
     elif tuning.stages != "auto":
@@ -181,7 +181,7 @@ def count_for(tuning: CutOptions, devices: Sequence[torch.device], layers: int, 
         )
     if count > layers:
         raise UsageError(
-            f"{count} stages, and {called(name)} has {layers} layer{'s' if layers > 1 else ''}: a stage needs one at "
+            f"{count} stages, and {title(name)} has {layers} layer{'s' if layers > 1 else ''}: a stage needs one at "
             f"least. {f'Use -B stages={layers}, or fewer.' if layers > 1 else 'Use -B parallel=data.'}"
         )
     if count < len(devices):
@@ -207,17 +207,17 @@ def rows_for(setup: Setup, tuning: StageTuning, on_cpu: bool) -> int:
 
 def times_on(
     places: Sequence[torch.device],
-    segments: Sequence[nn.Module],
-    features: Tensor,
     setup: Setup,
-    tuning: StageTuning,
+    threads: int | None,
+    measure: Callable[[torch.device, int], list[float]],
 ) -> list[list[float]]:
-    """Seconds of each layer at each stage's device; devices of the same name are measured once."""
-    threads = tuning.threads or (1 if setup.deterministic else max(1, cores_of(setup) // len(places)))
-    found: dict[str, list[float]] = {}
-    for place in dict.fromkeys(places):
-        if (name := device_name(place)) not in found:
-            found[name] = as_many_as_fit(segments, features, place, threads)
+    """Seconds of each layer at each stage's device, by `measure(device, threads)`.
+
+    Devices of the same name are measured once. `threads`: of each stage; None: its share of the cores.
+    """
+    each = threads or max(1, cores_of(setup) // len(places))
+    by_name = {device_name(place): place for place in places}
+    found = {name: measure(place, each) for name, place in by_name.items()}
     return [found[device_name(place)] for place in places]
 
 
@@ -247,7 +247,7 @@ def split_for(
     if found is None:
         free = ", ".join(f"{place} {most / MEGABYTE:,.0f} MB" for place, most in zip(places, room, strict=True))
         raise UsageError(
-            f"{called(name)} has {sum(sizes) / MEGABYTE:,.0f} MB of weights, {max(sizes) / MEGABYTE:,.0f} MB in its "
+            f"{title(name)} has {sum(sizes) / MEGABYTE:,.0f} MB of weights, {max(sizes) / MEGABYTE:,.0f} MB in its "
             f"largest layer, and the stages have room for {free}. Use more devices, or --dtype bfloat16."
         )
     return found

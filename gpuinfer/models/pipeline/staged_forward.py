@@ -14,7 +14,17 @@ from gpuinfer.api import ModelSpec, enter_station
 from gpuinfer.models.forward_cpu import GRAIN, padded
 from gpuinfer.models.out_of_memory import StepSize, is_out_of_memory
 from gpuinfer.models.pipeline.schedule import Pipeline
-from gpuinfer.models.row_blocks import BitCast, Block, RowBlocks, cast, joined, like, table_of, tensors_of, unpacked
+from gpuinfer.models.row_blocks import (
+    BitCast,
+    Block,
+    RowBlocks,
+    cast,
+    concatenated,
+    rearranged,
+    table_of,
+    tensors_of,
+    unpacked,
+)
 from gpuinfer.models.row_format import BITS, row_dtype, row_shape
 
 
@@ -43,7 +53,7 @@ class OnCpu:
         return filled(pieces, torch.empty(shape, self._inputs, dtype=self._dtype), self._cast)
 
     def unload(self, answer: Any) -> Any:
-        return like(answer, [tensor.float().contiguous() for tensor in tensors_of(answer)])
+        return rearranged(answer, [tensor.float().contiguous() for tensor in tensors_of(answer)])
 
 
 class OnCuda:
@@ -89,7 +99,7 @@ def from_cuda(answer: Any) -> Any:
     for tensor in tensors_of(answer):
         room = torch.empty(tensor.shape, dtype=torch.float32, pin_memory=True)
         found.append(room.copy_(tensor.float(), non_blocking=True))
-    return like(answer, found)
+    return rearranged(answer, found)
 
 
 Range = tuple[int, int]
@@ -137,7 +147,7 @@ class StagedForward:
                 self.step.make_room(step if self._fixed_shape else stop - start, error)
             left = [part for (start, stop), _ in failed for part in self._ranges(start, stop)]
         enter_station("transfer")
-        return run.split(joined([answers[span] for span in sorted(answers)]))
+        return run.split(concatenated([answers[span] for span in sorted(answers)]))
 
     def _ranges(self, start: int, stop: int) -> list[Range]:
         rows = self.step.rows
@@ -172,4 +182,4 @@ class StagedForward:
         if isinstance(outcome, BaseException):
             return outcome
         answer = self._moving.unload(outcome)
-        return like(answer, [tensor[:rows] for tensor in tensors_of(answer)])
+        return rearranged(answer, [tensor[:rows] for tensor in tensors_of(answer)])

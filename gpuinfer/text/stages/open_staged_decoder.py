@@ -18,14 +18,13 @@ from torch import Tensor
 from gpuinfer.api import Lane, Setup
 from gpuinfer.errors import UsageError
 from gpuinfer.models.cuda_graphs import wait_for_device
-from gpuinfer.models.device import Gauge, device_name, resolve_devices
-from gpuinfer.models.load import called
+from gpuinfer.models.device import Gauge, merged_readings, resolve_devices
+from gpuinfer.models.load import title
 from gpuinfer.models.model_options import CutOptions
-from gpuinfer.models.open_model import cores_of
-from gpuinfer.models.pipeline.open_pipeline import Placed, own_cores, reading, said, threads_of, told_of
+from gpuinfer.models.pipeline.open_pipeline import Placed, layers_label, own_cores, stage_facts, threads_of
 from gpuinfer.models.pipeline.schedule import Pipeline
 from gpuinfer.models.pipeline.stage import CpuStage, CudaStage
-from gpuinfer.models.pipeline.stage_plan import Split, fits_one, in_thread, places_of, split_for
+from gpuinfer.models.pipeline.stage_plan import Split, fits_one, in_thread, places_of, split_for, times_on
 from gpuinfer.text.decoder.open_decoder import Sizing, estimate, free_memory, kernels_for, open_and_try, own_kernels
 from gpuinfer.text.decoder.torch_decoder import TorchDecoder
 from gpuinfer.text.stages.staged_decoder import MicroBatchCutter, Portion, PortionDecoder, PortionSegment, StagedDecoder
@@ -117,7 +116,7 @@ class TextCut:
 def places_for(checkpoint: Checkpoint, setup: Setup, tuning: CutOptions) -> list[torch.device]:
     """Of each stage. Raises `UsageError` for a model that cannot be cut into so many."""
     if not checkpoint.shape.layers:
-        raise UsageError(f"{called(checkpoint.name)} has no layers to cut. Leave -B parallel out.")
+        raise UsageError(f"{title(checkpoint.name)} has no layers to cut. Leave -B parallel out.")
     return places_of(tuning, resolve_devices(setup.devices), checkpoint.shape.layers, checkpoint.name)
 
 
@@ -143,8 +142,12 @@ def split_by_measured_times(
     making: PortionSettings, checkpoint: Checkpoint, places: Sequence[torch.device], setup: Setup, tuning: StageTuning
 ) -> TextCut:
     """By how long each layer takes where a stage would run, which is measured. Raises as `cut_by` does."""
-    each = tuning.threads or max(1, cores_of(setup) // len(places))
-    times = times_on(places, replace(making, length=1), each)
+    short = replace(making, length=1)
+
+    def measure(place: torch.device, threads: int) -> list[float]:
+        return layer_seconds(short.shape, partial(short.decoder, place=place, threads=threads), threads)
+
+    times = times_on(places, setup, tuning.threads, measure)
     return split_by_times(times, checkpoint, making.weights, places, setup, tuning)
 
 
@@ -195,16 +198,6 @@ def cutter_of(tuning: CutOptions, places: Sequence[torch.device]) -> MicroBatchC
     """How a step becomes micro-batches."""
     least = CPU_LEAST if places[0].type == "cpu" else CUDA_LEAST
     return MicroBatchCutter(tuning.micro_batch_rows, least, 1 if tuning.parallel == "layers" else FILLED * len(places))
-
-
-def times_on(places: Sequence[torch.device], making: PortionSettings, threads: int) -> list[list[float]]:
-    """Seconds of each layer at each stage's place; the places of one name are measured once."""
-    found: dict[str, list[float]] = {}
-    for place in places:
-        if (name := device_name(place)) not in found:
-            make = partial(making.decoder, place=place, threads=threads)
-            found[name] = layer_seconds(making.shape, make, threads)
-    return [found[device_name(place)] for place in places]
 
 
 def layer_bytes(weights: Weights) -> Iterator[int]:
@@ -282,7 +275,7 @@ def _stages(
     cores = own_cores(threads, setup)
     stages: list[Placed] = []
     for number, (portion, decoder, place) in enumerate(zip(portions, decoders, places, strict=True)):
-        name = f"{said(portion.start, portion.stop)} on {place}"
+        name = f"{layers_label(portion.start, portion.stop)} on {place}"
         segments = [PortionSegment(number, portion, decoder)]
         if place.type == "cpu":
             stages.append(CpuStage(name, segments, threads[number], cores[number], torch.no_grad))
@@ -302,7 +295,7 @@ def _told(
 ) -> Callable[[], Mapping[str, Any]]:
     gauges = [Gauge(device) for device in dict.fromkeys(stage.device for stage in stages)]
     each = [
-        told_of(stage, (start, stop), sum(sizes[start:stop]))
+        stage_facts(stage, (start, stop), sum(sizes[start:stop]))
         for stage, (start, stop) in zip(stages, split, strict=True)
     ]
-    return lambda: {**reading(gauges), "parallel": {**cut, "stages": each}}
+    return lambda: {**merged_readings([gauge.read() for gauge in gauges]), "parallel": {**cut, "stages": each}}
