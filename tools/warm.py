@@ -30,8 +30,8 @@ SEARCH = arrays.Search(
 
 def compile_search(name: str) -> None:
     """Of a game of ours, as a run would at its start; what is there already is read, while torch is loaded."""
-    game = games.build(name, {})
-    Arena(game, kernels.load(game.rules), SEARCH, slots=1).play()  # no games are queued
+    game = games.build_game(name, {})
+    Arena(game, kernels.load_search(game.rules), SEARCH, slots=1).play()  # no games are queued
 
 
 def main() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import importlib
 import os
 import sys
 from importlib.util import find_spec
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from gpuinfer.errors import UsageError
+from gpuinfer.host import error_text
 
 
 def in_working_folder() -> None:
@@ -33,6 +35,25 @@ def refuse_absent_module(name: str, what: str = "model") -> None:
         return
     if not found:
         raise absent(name, module, what)
+
+
+def load_named(kind: str, name: str, form: str) -> Any:
+    """What `name`, of this form, such as module:Class, means; modules in the working folder count. Raises `UsageError`
+    that calls it `kind`.
+    """
+    module, _, attribute = name.partition(":")
+    in_working_folder()
+    try:
+        return getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise UsageError(
+            f"{kind} '{name}': {error_text.safe_str(error)}. Name it as {form}, where the module can be imported."
+        ) from error
+    except Exception as error:
+        raise UsageError(
+            f"{kind} '{name}': importing '{module}' raised {error_text.full_message(error)}. "
+            f"`python -c 'import {module}'` shows where."
+        ) from error
 
 
 def import_path_of(factory: Any) -> str:

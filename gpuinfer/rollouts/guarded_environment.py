@@ -7,12 +7,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import importlib
 import inspect
 import logging
 import math
-import os
-import sys
 import time
 import traceback
 from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterator, Mapping, Sequence
@@ -22,7 +19,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, create_model
 
-from gpuinfer.config import blame, registry
+from gpuinfer.config import blame, import_paths, registry
 from gpuinfer.config.options import GivenValue, check, several
 from gpuinfer.errors import UnknownName, UsageError, WorkError
 from gpuinfer.host import error_text
@@ -62,7 +59,7 @@ class EnvironmentMaker:
 
 def open_environment(name: str, given: Sequence[str], horizon: int | None = None) -> EnvironmentMaker:
     """The environment of that name with options `key=value`. Raises `UsageError`."""
-    factory = _imported(name) if ":" in name else _installed(name)
+    factory = import_paths.load_named("environment", name, "module:factory") if ":" in name else _installed(name)
     if not callable(factory):
         raise UsageError(f"environment '{name}' is a {type(factory).__name__}, which cannot be called. Name a class.")
     model = _options_of(factory)
@@ -108,25 +105,6 @@ def _installed(name: str) -> Any:
         if (package := OURS.get(name)) is None:
             raise
         raise UsageError(f"{error} Ours is in a package of its own: pip install {package}") from None
-
-
-def _imported(name: str) -> Any:
-    """What `module:factory` names; modules in the working folder count, as they do for `python -m`."""
-    module, _, attribute = name.partition(":")
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    try:
-        return getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise UsageError(
-            f"environment '{name}': {error_text.safe_str(error)}. "
-            f"Name it as module:factory, where the module can be imported."
-        ) from error
-    except Exception as error:
-        raise UsageError(
-            f"environment '{name}': importing '{module}' raised {error_text.short_message(error)}. "
-            f"`python -c 'import {module}'` shows where."
-        ) from error
 
 
 T = TypeVar("T")

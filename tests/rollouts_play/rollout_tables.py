@@ -105,10 +105,6 @@ def by_function(steps: int = 1):
     return Chatting(steps=steps)
 
 
-class NoEnvironment:
-    pass
-
-
 class Blocking(Chatting):
     """Computes on the event loop, so that all other games wait."""
 

@@ -102,16 +102,6 @@ class OneShare(Wager):
         return [(0, math.nan), *super().chances(position)[1:]]
 
 
-class Array(PythonConnectFour):
-    """Legal actions as numpy people write them."""
-
-    def legal(self, position: np.ndarray) -> np.ndarray:
-        return np.array(super().legal(position))
-
-    def to_move(self, position: np.ndarray) -> np.integer:
-        return np.int8(super().to_move(position))
-
-
 class Mask(PythonConnectFour):
     def legal(self, position: np.ndarray) -> np.ndarray:
         return np.isin(np.arange(self.actions), super().legal(position))
@@ -224,15 +214,6 @@ class WronglyMirrored(Mirrored):
         return [([*features[:7], *range(7, self.features)], actions)]
 
 
-class SharedOut(Kuhn):
-    """Says that passing and betting are the same."""
-
-    hidden = False
-
-    def symmetries(self) -> Sequence[tuple[Sequence[int], Sequence[int]]]:
-        return [([1, 0, *range(2, 11)], [1, 0])]
-
-
 class Shifted(Mirrored):
     """A permutation of columns that mirrors nothing."""
 
@@ -250,20 +231,9 @@ class ShiftedBoard(Mirrored):
         return [([*columns, *board], columns)]
 
 
-class TwoSeats(PythonConnectFour):
-    def __init__(self, *arguments: object, **options: object) -> None:
-        super().__init__(*arguments, **options)
-        self.seats = "two"  # type: ignore[assignment]
-
-
 class Rich(Wager):
     def returns(self, position: tuple[str, ...]) -> Sequence[float]:
         return [100.0 * value for value in super().returns(position)]
-
-
-class NoSymmetry(Wager):
-    def symmetries(self) -> Sequence[tuple[Sequence[int], Sequence[int]]]:
-        raise KeyError("mirror")
 
 
 class Silent(Wager):

@@ -83,11 +83,6 @@ def many(answers, targets):
     return answers[0].mean(), {"policy": answers[0]}
 
 
-def in_parts(answers, targets):
-    value = answers[1].mean()
-    return value, {"value": value, "two": 2}
-
-
 def per_row(answers, targets):
     return ((answers[1] - targets["value"]) ** 2).mean(1)
 

@@ -43,7 +43,12 @@ def _groups(folder: Path, number: int) -> Iterator[Group]:
     if shard is not None:
         if journal is not None:
             journal.close()
-        yield from _of_parquet(shard) if shard.suffix == ".parquet" else _of_lines(shard)
+        if shard.suffix == ".parquet":
+            from gpuinfer.rollouts.files import parquet
+
+            yield from parquet.read_groups(shard)
+        else:
+            yield from _of_lines(shard)
     elif journal is not None:
         with journal:
             for line in journal:
@@ -60,9 +65,3 @@ def _of_lines(shard: Path) -> Iterator[Group]:
                     f"{shard}, line {row}: this is no group. Go on with the run (--resume): it is played again."
                 )
             yield group
-
-
-def _of_parquet(shard: Path) -> Iterator[Group]:
-    from gpuinfer.rollouts.files import parquet
-
-    return parquet.read_groups(shard)

@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -15,7 +16,7 @@ from msgspec import Struct, structs
 
 from gpuinfer.errors import WorkError
 from gpuinfer.host import error_text
-from gpuinfer.rollouts.record import Game, Group, Turn
+from gpuinfer.rollouts.record import Game, Group
 
 SCHEMA = "gpuinfer.rollouts/1"
 Form = Literal["jsonl", "parquet"]
@@ -111,8 +112,5 @@ def _floats(game: Game) -> Iterator[tuple[str, Sequence[float]]]:
     for trajectory in game.trajectories:
         yield "a reward", (trajectory.reward, *(turn.reward for turn in trajectory.turns))
         for turn in trajectory.turns:
-            yield "a log-probability", _logprobs(turn)
-
-
-def _logprobs(turn: Turn) -> tuple[float, ...]:
-    return (*turn.logprobs, *(turn.reference_logprobs or ()), *(turn.policy_logprobs or ()))
+            logprobs = (turn.logprobs, turn.reference_logprobs or (), turn.policy_logprobs or ())
+            yield "a log-probability", tuple(chain.from_iterable(logprobs))

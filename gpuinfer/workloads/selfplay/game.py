@@ -1,4 +1,4 @@
-"""The seam by which a game enters: a `Game` says how large things are, a module of compiled rules how it is played.
+"""The interface of a game: a `Game` declares its sizes, a module of compiled rules how it is played.
 
 Rules that are Python, such as those of another library, come in by `python_game.py` instead: batched alike, and slower.
 

@@ -1,16 +1,14 @@
-"""The seam for a game whose rules are Python: its search is compiled and batched as any, its rules are asked.
+"""The interface of a game whose rules are Python: the search is compiled and batched like any other, the rules are not.
 
-For rules that exist already, in a library or in plain Python. Each position is looked at once, when the search first
-comes to it; from then on the tree knows it. So a leaf costs a few calls of Python, some microseconds, where compiled
+For rules that exist already, in a library or in plain Python. Each position is examined once, when the search first
+reaches it; from then on the tree knows it. So a leaf costs a few calls of Python, some microseconds, where compiled
 rules cost a fraction of one.
 
 Moves with one legal action are played, not searched, as everywhere. Chance is a player of its own: its outcomes are
 drawn in proportion to their probabilities, in the game and in the tree.
 
-What the methods of a game in Python may return: whatever else one returns is refused, with its name.
-
-The search asks in a hurry, and looks at what many positions gave at once. Where that is not in order, the same
-positions are asked here again, one by one.
+`CheckedRules` says what the methods may return, and refuses anything else by name. The search itself checks the results
+of many positions at once; if something is wrong there, the same positions are checked here one by one.
 """
 
 from __future__ import annotations
@@ -35,7 +33,7 @@ if TYPE_CHECKING:
 OVER, CHANCE = -1, -2  # the mover when no seat moves
 
 Position = Any
-"""Whatever the game likes. One that has been given to the search is never changed: `apply` makes another."""
+"""Any object of the game's own. A position that the search has is never changed: `apply` makes another."""
 
 
 class PythonGame(Game):
@@ -90,7 +88,7 @@ class PythonGame(Game):
 
 @contextlib.contextmanager
 def calling(game: Game) -> Iterator[None]:
-    """What its methods raise in here is told as `raised` has it, and with its name what they return and must not."""
+    """Errors of the game's methods become errors that name the game, the method and the line."""
     try:
         yield
     except GpuinferError:
@@ -102,7 +100,7 @@ def calling(game: Game) -> Iterator[None]:
 
 
 def raised(game: Game, error: Exception) -> WorkError:
-    """What one of its methods raised: which one, and at which line of its file."""
+    """The error for what a method of the game raised: which method, and at which line of its file."""
     files = {getattr(sys.modules.get(kind.__module__), "__file__", None) for kind in type(game).__mro__}
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename in files - {__file__}]
     place = f"`{frames[0].name}` ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else "a call"
@@ -124,53 +122,53 @@ LIST = "Return a list or an array of whole numbers, each action once, in ascendi
 
 
 class CheckedRules:
-    """Asks one game, and checks for some microseconds. All methods raise `OutOfBounds`, and what the game raises."""
+    """The methods of one game, each result checked. All raise `OutOfBounds`, and what the game raises."""
 
     def __init__(self, game: PythonGame) -> None:
         self.game = game
 
     def to_move(self, position: Position, made_by: str = "apply") -> int:
-        """`made_by`: the method that returned this position, whose fault it is where that is none."""
-        mover = _asked(self.game.to_move, position, made_by)
+        """`made_by`: the method that returned this position, named where the position is None."""
+        mover = _call(self.game.to_move, position, made_by)
         if not isinstance(mover, int | np.integer | np.bool_) or not CHANCE <= mover < self.game.seats:
             raise OutOfBounds(
-                f"`to_move` returned {_told(mover)} where seats = {self.game.seats}. Return a seat, counted from 0, "
+                f"`to_move` returned {_shown(mover)} where seats = {self.game.seats}. Return a seat, counted from 0, "
                 "OVER or CHANCE."
             )
         return int(mover)
 
     def legal(self, position: Position, made_by: str = "apply") -> list[int]:
-        found = _asked(self.game.legal, position, made_by)
+        found = _call(self.game.legal, position, made_by)
         legal = _whole_numbers(found)
         if legal is None:
             mask = isinstance(found, np.ndarray) and found.dtype == np.bool_
             cure = "Return the numbers of the legal actions, as np.flatnonzero(mask) has them" if mask else LIST
-            raise OutOfBounds(f"`legal` returned {_told(found)}. {cure}.")
+            raise OutOfBounds(f"`legal` returned {_shown(found)}. {cure}.")
         if not 1 <= len(legal) <= self.game.max_legal:
             cure = "Return OVER from `to_move`" if not legal else f"Declare max_legal = {len(legal)} or more"
             raise OutOfBounds(f"`legal` names {len(legal)} actions; max_legal = {self.game.max_legal}. {cure}.")
         if legal != sorted(set(legal)):
-            raise OutOfBounds(f"`legal` returned {_told(found)}. Name each action once, in ascending order.")
+            raise OutOfBounds(f"`legal` returned {_shown(found)}. Name each action once, in ascending order.")
         if not 0 <= legal[0] <= legal[-1] < self.game.actions:
             raise OutOfBounds(
-                f"`legal` returned {_told(found)} where actions = {self.game.actions}. Actions count from 0."
+                f"`legal` returned {_shown(found)} where actions = {self.game.actions}. Actions count from 0."
             )
         return legal
 
     def chances(self, position: Position) -> list[tuple[int, float]]:
-        """Those that can happen."""
-        found = _asked(self.game.chances, position, "apply")
+        """The outcomes with a probability above 0."""
+        found = _call(self.game.chances, position, "apply")
         try:
             outcomes = [(action, float(chance)) for action, chance in found] if _is_sequence(found) else []
             actions = _whole_numbers([action for action, _ in outcomes])
         except (TypeError, ValueError):
             actions = None
         if not actions:
-            raise OutOfBounds(f"`chances` returned {_told(found)}. Return a list of pairs: outcome, probability.")
+            raise OutOfBounds(f"`chances` returned {_shown(found)}. Return a list of pairs: outcome, probability.")
         total = sum(chance for _, chance in outcomes)
         if not abs(total - 1.0) <= CLOSE or min(chance for _, chance in outcomes) < 0:
             raise OutOfBounds(
-                f"`chances` returned {_told(found)}, which adds up to {total:g}. Name each outcome that can "
+                f"`chances` returned {_shown(found)}, which adds up to {total:g}. Name each outcome that can "
                 "happen; together they are 1, and none is less than 0."
             )
         return [(action, chance) for action, (_, chance) in zip(actions, outcomes, strict=True) if chance > 0]
@@ -180,23 +178,23 @@ class CheckedRules:
 
     def returns(self, position: Position) -> np.ndarray:
         """float32 [seats]"""
-        found = _asked(self.game.returns, position, "apply")
+        found = _call(self.game.returns, position, "apply")
         try:
             returns = np.asarray(found, np.float64)
         except (TypeError, ValueError, OverflowError):
             returns = np.zeros(0)
         if returns.shape != (self.game.seats,) or not np.abs(returns).max() <= LARGEST:
             raise OutOfBounds(
-                f"`returns` gave {_told(found)} for seats = {self.game.seats}. Give each seat a finite number."
+                f"`returns` gave {_shown(found)} for seats = {self.game.seats}. Give each seat a finite number."
             )
         return returns.astype(np.float32)
 
     def observe(self, position: Position) -> np.ndarray:
         """The row, [features - actions] of the game's dtype."""
         row = np.zeros(self.game.features - self.game.actions, self.game.feature_dtype)
-        found = _asked(lambda one: self.game.observe(one, row), position, "apply")
+        found = _call(lambda one: self.game.observe(one, row), position, "apply")
         if found is not None and found is not row and not row.any():
-            raise OutOfBounds(f"`observe` returned {_told(found)} and wrote nothing. Write the features into `row`.")
+            raise OutOfBounds(f"`observe` returned {_shown(found)} and wrote nothing. Write the features into `row`.")
         if len(odd := np.flatnonzero(~np.isfinite(row.astype(float)))):
             raise OutOfBounds(
                 f"`observe` wrote {row[odd[0]]} to feature {odd[0]} of `row`, counted from 0. A network answers NaN to "
@@ -205,7 +203,7 @@ class CheckedRules:
         return row
 
     def check_position(self, position: Position, made_by: str) -> None:
-        """Ask all there is to ask of one position."""
+        """Call and check every method that applies to the position."""
         mover = self.to_move(position, made_by)
         if mover == CHANCE:
             self.chances(position)
@@ -217,13 +215,13 @@ class CheckedRules:
 
 
 class GameLength:
-    """How long a game has gone on: `max_moves` at most, as far as its players move."""
+    """Counts the moves of a game: of its players `max_moves` at most."""
 
     def __init__(self, game: PythonGame) -> None:
         self._game, self._moves, self._chances = game, 0, 0
 
     def count(self, mover: int) -> None:
-        """A move more, by this seat or by chance. Raises `OutOfBounds` for one that is too many."""
+        """One more move, by this seat or by chance. Raises `OutOfBounds` for one that is too many."""
         if mover == CHANCE:
             self._chances += 1
             if self._chances > MOST_CHANCES:
@@ -242,11 +240,11 @@ def refuse_long(game: PythonGame, moves: int) -> None:
         )
 
 
-def _asked(method: Callable[[Position], Any], position: Position, made_by: str) -> Any:
+def _call(method: Callable[[Position], Any], position: Position, made_by: str) -> Any:
     try:
         return method(position)
     except Exception:
-        if position is None:  # and so it is no position of this game
+        if position is None:
             raise OutOfBounds(f"`{made_by}` returned None. Return the position.") from None
         raise
 
@@ -256,7 +254,7 @@ def _is_sequence(found: Any) -> bool:
 
 
 def _whole_numbers(found: Any) -> list[int] | None:
-    """As plain ones; None of what is no list of them."""
+    """As a list of int; None for anything but a list or array of whole numbers."""
     if not _is_sequence(found):
         return None
     try:
@@ -269,7 +267,7 @@ def _whole_numbers(found: Any) -> list[int] | None:
     return numbers
 
 
-def _told(found: Any) -> str:
+def _shown(found: Any) -> str:
     if type(found) in (list, tuple) and all(isinstance(one, np.generic) for one in found):
         found = [one.item() for one in found]
     text = " ".join(error_text.safe_repr(found).split())

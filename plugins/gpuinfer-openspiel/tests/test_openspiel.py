@@ -38,8 +38,8 @@ def test_the_installed_package_keeps_the_contract():
 
 
 def test_the_name_follows_a_colon_and_so_do_parameters():
-    assert games.build("openspiel:go(board_size=5,komi=0.5)", {}).actions == 26
-    assert games.build("openspiel", {"name": "hex(board_size=3)"}).actions == 9
+    assert games.build_game("openspiel:go(board_size=5,komi=0.5)", {}).actions == 26
+    assert games.build_game("openspiel", {"name": "hex(board_size=3)"}).actions == 9
 
 
 def test_features_are_openspiels_tensor_for_the_player_to_move():

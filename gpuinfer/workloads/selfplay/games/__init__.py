@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
@@ -11,7 +10,6 @@ from typing import Any
 from gpuinfer.config import blame, import_paths, registry
 from gpuinfer.config.options import GivenValue, check
 from gpuinfer.errors import UnknownName, UsageError
-from gpuinfer.host import error_text
 from gpuinfer.workloads.selfplay.game import Game, OutOfBounds, check_sizes
 from gpuinfer.workloads.selfplay.python_game import PythonGame
 
@@ -28,13 +26,17 @@ def build_game(name: str, options: Mapping[str, Any]) -> Game:
     Raises UsageError for an unknown game, and for options that it does not have or cannot play with.
     """
     kind, variant = _found(name)
-    given = {key: GivenValue(value, _flag(key)) for key, value in options.items() if value is not None}
+    given = {
+        key: GivenValue(value, f"--{key}" if key in FLAGS else f"--game-options {key}")
+        for key, value in options.items()
+        if value is not None
+    }
     if twice := given.keys() & variant.keys():
         raise UsageError(f"game '{name}' names its {twice.pop()}, and --game-options too. Leave one of them out.")
     given |= variant
     with blame.blaming(kind, "__init__"):
         game: Game = kind(None, **check(kind.Options, given, f"game '{name}'"))
-    _refuse_halves(game, name)
+    _refuse_incomplete(game, name)
     return game
 
 
@@ -69,24 +71,13 @@ def _imported(name: str) -> type[Game]:
         raise UsageError(
             f"game '{name}' names a file, and a module is wanted. Give --game {path.name}:{attribute}{there}."
         )
-    import_paths.in_working_folder()
-    try:
-        found = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise UsageError(
-            f"game '{name}': {error_text.safe_str(error)}. Name it as module:Class, where the module can be imported."
-        ) from error
-    except Exception as error:
-        raise UsageError(
-            f"game '{name}': importing '{module}' raised {error_text.full_message(error)}. "
-            f"`python -c 'import {module}'` shows where."
-        ) from error
+    found = import_paths.load_named("game", name, "module:Class")
     if not (isinstance(found, type) and issubclass(found, Game)):
         raise UsageError(f"game '{name}' is not a gpuinfer.workloads.selfplay.game.Game. Derive it from that class.")
     return found
 
 
-def _refuse_halves(game: Game, name: str) -> None:
+def _refuse_incomplete(game: Game, name: str) -> None:
     """Raises UsageError for a game that lacks what `game.py` asks for."""
     missing = [field for field in SIZES if not hasattr(game, field)]
     if missing:
@@ -101,8 +92,3 @@ def _refuse_halves(game: Game, name: str) -> None:
             "would see what they cannot. Write `determinize`; set hidden = False where every player sees the whole "
             "position."
         )
-
-
-def _flag(option: str) -> str:
-    """How a game's option is given on the command line."""
-    return f"--{option}" if option in FLAGS else f"--game-options {option}"
