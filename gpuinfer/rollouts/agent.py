@@ -1,6 +1,6 @@
-"""One agent of a game: what it is shown becomes tokens, what the model draws becomes its answer and its turn.
+"""One agent of a game: observations become tokens, the tokens that the model draws become an answer and a turn.
 
-Token in, token out: what was said stays as the tokens that said it, and only what is new is encoded.
+Token in, token out: answers stay as the tokens that were drawn, and only new messages are encoded.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ AS_IT_IS = Rendering()
 
 
 class TokenConversation:
-    """What one agent has been shown and has said. `tokens`: all of it as the model sees it."""
+    """The messages and answers of one agent. `tokens`: all of them as the model sees them."""
 
     __slots__ = ("end", "messages", "place", "tokens")
 
@@ -42,13 +42,13 @@ class TokenConversation:
         self.end: int | None = None  # the last token of it
 
     def add_observation(self, observation: Observation) -> None:
-        """What is new goes to the chat."""
+        """Add the new messages."""
         if observation.anew:
             self.tokens, self.messages, self.place, self.end = (), [], None, None
         self.messages += observation.messages
 
     def add_answer(self, prompt: Sequence[int], answer: Completion) -> None:
-        """This answer was drawn after these tokens were added."""
+        """Add the answer that was drawn after `prompt`."""
         self.tokens = (*self.tokens, *prompt, *answer.tokens)
         self.place = len(self.messages)
         self.messages.append({"role": ASSISTANT, "content": answer.text})
@@ -223,7 +223,7 @@ class Agent:
         return drawn.text
 
     def reward(self, step: int, amount: float) -> None:
-        """What it got in this step, whether it spoke or not."""
+        """Add the reward of this step, with or without an answer."""
         self._reward += amount
         if self._turns and self._turns[-1].step == step:
             self._turns[-1] = msgspec.structs.replace(self._turns[-1], reward=amount)
@@ -250,7 +250,7 @@ class Agent:
         return found
 
     async def _generate(self, prompt: Prompt, carried: int) -> Generation:
-        """With log-probabilities: a backend that has those of the model alone is asked again, and draws the same."""
+        """With log-probabilities: a backend that has only the model's own is asked again, and draws the same."""
         found = await self._request(prompt, carried)
         if prompt.sampling.logprobs is not None or found.completions[0].processed is not None:
             return found
@@ -302,7 +302,7 @@ def _turn(
 
 
 def is_plain_sampling(sampling: Sampling) -> bool:
-    """Whether it draws from the model's own distribution."""
+    """Whether the sampling draws from the model's own distribution."""
     return sampling == Sampling(**{name: getattr(sampling, name) for name in NO_CHANGE})
 
 

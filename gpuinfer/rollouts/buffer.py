@@ -65,18 +65,18 @@ class Shelf:
         self._filled = prefill == 0
 
     def room(self, wanted: int = 0) -> bool:
-        """Whether one more may come, where a taker waits for `wanted`: more than `depth`, if it wants more."""
+        """Whether there is room for one more group: `depth`, or `wanted` if a taker waits for more."""
         needed = wanted if self._filled else max(wanted, self.prefill)
         return len(self.waiting) < max(self.depth, needed)
 
     def stale(self, group: Group) -> bool:
-        """Whether it is too old, counted from the oldest version of any trainable token."""
+        """Whether the group is too old, by the oldest version of any trainable token."""
         return (
             self.max_staleness is not None and self.version - oldest_version(group, self.version) > self.max_staleness
         )
 
     def add(self, group: Group) -> bool:
-        """Whether it is kept: one that is too old already is dropped."""
+        """Whether the group is kept; a group that is too old is dropped."""
         self.put += 1
         if self.stale(group):
             self.dropped += 1
@@ -96,7 +96,7 @@ class Shelf:
         return taken
 
     def advance(self, version: int) -> list[Group]:
-        """The trainer's version from now on; returns what is too old for it, and is dropped."""
+        """Set the trainer's version; returns the groups that are dropped as too old for it."""
         self.version = max(self.version, version)
         gone = [group for group in self.waiting if self.stale(group)]
         if gone:
@@ -136,7 +136,7 @@ class GroupBuffer:
         return len(self.shelf.waiting)
 
     async def put(self, group: Group) -> bool:
-        """Wait for room, and leave it there. Whether it was kept: False, it was too old and is dropped.
+        """Wait for room and add the group. False: the group was too old and is dropped.
 
         Raises `Closed`; `ValueError` after `end`.
         """
@@ -180,7 +180,7 @@ class GroupBuffer:
             return taken
 
     def advance(self, version: int) -> int:
-        """The trainer's version from now on. How many groups were too old for it, and were dropped."""
+        """Set the trainer's version; returns how many groups were dropped as too old for it."""
         gone = self.shelf.advance(version)
         for group in gone:
             self._on_drop(group)
@@ -188,7 +188,7 @@ class GroupBuffer:
         return len(gone)
 
     def end(self) -> None:
-        """No more will come but those that wait to be put: what is there can be taken, and then there is nothing."""
+        """No more groups will be put, except by those that wait in `put`; what is left can be taken."""
         self._ending = True
         self._look_for_end()
         self._changed.notify()

@@ -26,14 +26,14 @@ GROWTH = 1.25  # of the conversations that there may be
 
 @dataclass(eq=False)
 class GamePlace:
-    """One game's. Its agents are known once it has begun."""
+    """The place of one game. `agents` is known once the game has begun."""
 
     agents: int | None = None
     has_asked: bool = False  # it has asked for its first answers
 
 
 class ConcurrencyController:
-    """Lets games in, in the order in which they come; all at once without `slots`.
+    """Admits games, first come, first served; all at once without `slots`.
 
     All methods belong to one event loop.
     """
@@ -61,7 +61,7 @@ class ConcurrencyController:
 
     @contextlib.asynccontextmanager
     async def place(self) -> AsyncIterator[GamePlace]:
-        """Wait for the place of one game, and leave it in the end."""
+        """Wait for the place of one game, and free the place at the end."""
         place = await self._enter()
         try:
             yield place
@@ -82,7 +82,7 @@ class ConcurrencyController:
             self.admit_waiting()
 
     def admit_waiting(self) -> None:
-        """Let in whom there is room for."""
+        """Admit the games that wait, as far as there is room."""
         while self._waiting and (self._waiting[0].done() or self._has_room):
             turn = self._waiting.popleft()
             if not turn.done():
@@ -122,7 +122,7 @@ class ConcurrencyController:
         return conversations + (self._agents or math.inf) <= self._most
 
     def _judge(self) -> None:
-        """A game is over: how much of the prompts was said before, and what of that was found again?"""
+        """After a game: adapt the number of conversations to how much of the repeated prompts was cached."""
         counts = self.counts
         self._carries = counts.carried_tokens >= CARRIED * counts.input_tokens
         now = counts.again, counts.carried_tokens, counts.kept_tokens

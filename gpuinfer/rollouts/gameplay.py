@@ -41,7 +41,7 @@ class GameRules:
 
 
 class GamePlay:
-    """One attempt at one sample. `again` makes its random numbers others than those of the attempt before."""
+    """One attempt at one sample. `again` distinguishes the random numbers of attempts."""
 
     def __init__(self, rules: GameRules, group: str, sample: int, again: str, seed: int) -> None:
         self._rules, self._counts = rules, rules.controller.counts

@@ -1,5 +1,5 @@
-"""Environments by name with their options, and calls of them that end: an environment whose answers are not what they
-must be ends its game, and the error says whose fault it was. An awaited call that blocks the event loop is timed.
+"""Environments by name with their options, and checked calls with a timeout: a wrong result ends the game with an error
+that names the environment. Calls that block the event loop are timed.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def _pair(word: str) -> tuple[str, GivenValue]:
 
 
 def _options_of(factory: Any) -> type[BaseModel]:
-    """Its `Options`; of a plain function those that its parameters tell."""
+    """The class `Options` of the factory, or one made from a plain function's parameters."""
     own = getattr(factory, "Options", None)
     if isinstance(own, type) and issubclass(own, BaseModel):
         return own
@@ -193,7 +193,7 @@ class GuardedEnvironment:
         return found
 
     async def close(self) -> None:
-        """Whatever it raises is said, and harms nothing: the game is over."""
+        """Errors are raised as `GameFailed`; the game is over already."""
         if self._own is not None:
             own, self._own = self._own, None
             await self._call("close", own.close())
@@ -274,7 +274,7 @@ class GuardedEnvironment:
 
 @contextlib.contextmanager
 def blame_game(who: str, method: str) -> Iterator[None]:
-    """Say of what is raised inside that the environment raised it."""
+    """Errors raised inside become `GameFailed`, which names the environment and the method."""
     try:
         yield
     except (Exception, SystemExit) as error:

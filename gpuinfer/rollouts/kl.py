@@ -1,4 +1,4 @@
-"""How far the policy is from its reference, and the trainer's policy from the one that was sampled from.
+"""Divergence of the policy from its reference, and of the trainer's policy from the sampled one.
 
 Log-probabilities are natural, one for each token that was drawn.
 """

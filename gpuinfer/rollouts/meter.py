@@ -42,7 +42,7 @@ class LevelIntegral:
 
     @contextlib.contextmanager
     def during(self, amount: int = 1) -> Iterator[None]:
-        """So many more while it is open."""
+        """So many more inside the context."""
         self.add(amount)
         try:
             yield
@@ -50,7 +50,7 @@ class LevelIntegral:
             self.add(-amount)
 
     def take(self) -> tuple[float, float]:
-        """(unit-seconds, seconds with at least one) since the take before; they begin anew."""
+        """(unit-seconds, seconds with at least one) since the last `take`; both start again at 0."""
         self._settle()
         found, self._sum, self._any = (self._sum, self._any), 0.0, 0.0
         return found
@@ -64,7 +64,7 @@ class LevelIntegral:
 
 
 class InferWrapper:
-    """Everything of another `Infer` but what a subclass does otherwise: to be used in its place."""
+    """Passes everything on to another `Infer`, except what a subclass overrides."""
 
     def __init__(self, own: Infer) -> None:
         self._own = own
@@ -111,7 +111,7 @@ class RolloutMeter:
             self._usual_s = max(self._usual_s or 0.0, found.first_token_s)
 
     def take(self) -> dict[str, float]:
-        """The fields of a `StepRecord` that are measured here, those that are not shares of anything; and `rows_s`."""
+        """The fields of a `StepRecord` that are measured here, and `rows_s`."""
         rows_s, _ = self.rows.take()
         _, working_s = self.groups.take()
         in_environment, _ = self.in_environment.take()
@@ -156,7 +156,7 @@ class RolloutMeter:
 
 @dataclass(frozen=True, slots=True)
 class EngineCounts:
-    """Of a run's counters what steps are made of; totals since its start."""
+    """The counters of a run that steps are computed from; totals since the start."""
 
     inference_s: float = 0.0
     row_s: float = 0.0  # rows times seconds of forward steps
@@ -198,7 +198,7 @@ class EngineCounts:
 
 
 class TimedEnvironment(Environment):
-    """Another environment, and how long its games are in it."""
+    """Wraps an environment and measures the time that games spend in its methods."""
 
     def __init__(self, own: Any, meter: RolloutMeter) -> None:
         self._own, self._meter = own, meter

@@ -15,7 +15,7 @@ Ending = Literal["done", "horizon", "turns", "error"]
 
 
 class Span(Struct, frozen=True, array_like=True):
-    """From this token of a completion on, up to the next span, these weights computed it."""
+    """The weights that computed a completion from token `start` to the next span."""
 
     start: int
     version: str
@@ -128,12 +128,12 @@ _NAMED = re.compile(r"(?:.*@)?v?([0-9]{1,18})")
 
 
 def version_name(number: int) -> str:
-    """How a backend is told of these weights: v7. With an adapter it calls them policy@v7."""
+    """The name of a version for backends: v7; of an adapter they make policy@v7."""
     return f"v{number}"
 
 
 def version_number(name: str) -> int:
-    """Of the weights that a span names: v7, policy@v7 or 7 are 7. Those without a number are those of the start, 0."""
+    """The number in the name of a version: of v7, policy@v7 and 7 it is 7; 0 without a number, as at the start."""
     found = _NAMED.fullmatch(name)
     return int(found[1]) if found else 0
 

@@ -1,4 +1,4 @@
-"""What a reference model thinks of the tokens that the policy drew: one pass over each context, nothing drawn."""
+"""Log-probabilities of the policy's tokens under a reference model: one pass over each context, nothing is drawn."""
 
 from __future__ import annotations
 
@@ -46,11 +46,11 @@ class ReferenceModel:
 
     @property
     def seconds(self) -> float:
-        """For so long any group has waited for it, until now."""
+        """How long any group has waited for the reference so far."""
         return self._seconds + (time.monotonic() - self._since if self._under_way else 0.0)
 
     async def ready(self) -> None:
-        """Load its model, where that is another one."""
+        """Load the model, if it is not the run's own."""
         limits = await self._infer.ready()
         slots = limits.slots or limits.max_rows
         self._room = asyncio.Semaphore(AHEAD * slots if self.inline or self._apart else max(1, slots // BESIDE))
@@ -60,7 +60,7 @@ class ReferenceModel:
         await self._backlog.acquire()
 
     async def add(self, group: Group) -> Group:
-        """The group with what the reference thinks of it, and `reference_s`. After `admit`."""
+        """The group with the reference's log-probabilities, and `reference_s`. After `admit`."""
         began = time.monotonic()
         self._begin(began)
         try:
@@ -114,7 +114,7 @@ class ReferenceModel:
         return found
 
     async def _patiently(self, prompt: Prompt) -> object:
-        """A queue that is full is tried again: play fills it too."""
+        """Retries at a full queue: play fills the queue too."""
         full = QueueFull()
         for _ in range(TRIES):
             try:
@@ -145,7 +145,7 @@ def _with(game: Game, turns: Iterator[Turn]) -> Game:
 
 
 async def _all(work: Sequence[Coroutine[Any, Any, list[Turn]]]) -> list[list[Turn]]:
-    """At once. When one raises, the others are cancelled and it is raised as it is."""
+    """Run all at once. The first error cancels the others and is raised."""
     try:
         async with asyncio.TaskGroup() as tasks:
             doing = [tasks.create_task(one) for one in work]

@@ -1,6 +1,4 @@
-"""What one step of the trainer was: a line of `--steps FILE`; and why it took longer than its training, with the
-arithmetic.
-"""
+"""The record of one training step, a line of `--steps FILE`, and why the step took longer than its training."""
 
 from __future__ import annotations
 
@@ -18,7 +16,7 @@ from gpuinfer.units import short
 
 
 class Handed(Struct, frozen=True, kw_only=True):
-    """Weights that a trainer has handed over; they are as the backend was told of them."""
+    """Weights that a trainer has handed over, as they were passed to the backend."""
 
     version: int
     weights: str
@@ -149,7 +147,7 @@ MOST_SECONDS = 1e9  # seconds: more is no time that a step takes
 
 
 class Stall(Struct, frozen=True, kw_only=True):
-    """What kept one step, if anything did. `shares` are parts of the step, by kind: what each of them cost."""
+    """What delayed one step, if anything did. `shares`: the part of the step that each kind cost."""
 
     kind: StallKind
     share: float  # of the step: what this kind cost; of a healthy one 0
@@ -158,7 +156,7 @@ class Stall(Struct, frozen=True, kw_only=True):
     shares: Mapping[StallKind, float]
 
     def plain(self) -> dict[str, Any]:
-        """As it stands in the step's line."""
+        """For the line of the step."""
         found: dict[str, Any] = msgspec.to_builtins(self)
         return found
 
@@ -180,7 +178,7 @@ def stall_of(step: StepRecord, depth: float) -> Stall:
 
 
 class _Case:
-    """A step's numbers, each of them one that it can be."""
+    """The numbers of a step, forced into their ranges."""
 
     def __init__(self, step: StepRecord, depth: float) -> None:
         self.step, self.depth = step, max(0.0, _sound(depth))
@@ -194,7 +192,7 @@ class _Case:
         self.last = _sound(step.tail_s) > 0
 
     def may_be(self, kind: StallKind) -> bool:
-        """Whether this kind can be what kept the step."""
+        """Whether this kind can have delayed the step."""
         return kind in OF_THE_FIRST if self.first else not (self.last and kind in OF_CROWDS)
 
     def parts(self) -> dict[StallKind, float]:
@@ -329,7 +327,7 @@ STALL_TEXTS: Mapping[str, Any] = {
 
 
 def _sound(value: float) -> float:
-    """A number of seconds, or of anything else that cannot be negative; 0 for what is no number."""
+    """The value, at least 0; 0 for NaN."""
     return min(max(0.0, value), MOST_SECONDS) if value == value else 0.0
 
 

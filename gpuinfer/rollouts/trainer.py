@@ -1,7 +1,5 @@
-"""What a trainer is to a run: it takes batches of groups, and now and then says that its weights have changed.
-
-`BatchHandoff` stands between a run that has batches and a trainer that comes for them when it likes, dies, and comes
-again.
+"""Trainers: they take batches of groups and report new weights. `BatchHandoff` keeps batches for a trainer that asks at
+any time, and may die and come back.
 """
 
 from __future__ import annotations
@@ -19,7 +17,7 @@ from gpuinfer.rollouts.record import Group
 
 
 class Trained(Struct, frozen=True, kw_only=True):
-    """What came of one batch."""
+    """The result of training on one batch."""
 
     version: int  # of the trainer's weights now; the same as before: nothing has changed
     weights: str | None = None  # a folder or safetensors file that the backend can read; None: none are handed over
@@ -72,7 +70,7 @@ class Consumer:
 
 
 class SimulatedTrainer(Consumer):
-    """Takes its time and learns nothing: each step makes another version, and no weights, unless it is given some.
+    """Waits for `seconds` and learns nothing: each step makes a new version, with `weights` if there are any.
 
     With `weights` each step hands over the same ones under its new version: what a swap costs is then real.
     """

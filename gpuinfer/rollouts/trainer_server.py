@@ -1,5 +1,5 @@
-"""The HTTP server for a trainer in another process, on this machine or another: it takes batches and gives weights, in
-JSON, or in msgpack where it says so.
+"""The HTTP server for a trainer in another process or on another machine: the trainer takes batches and hands over
+weights, in JSON or, on request, in msgpack.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class UpdateRequest(BatchReport, forbid_unknown_fields=True, kw_only=True):
 
 
 class TakeResponse(Struct, kw_only=True):
-    """What `take` answers. Without a batch: ask again, unless it is over."""
+    """The response of `take`. Without a batch the trainer asks again, unless `over` is set."""
 
     batch: int | None
     version: int
@@ -82,7 +82,7 @@ RequestT = TypeVar("RequestT", bound=Struct)
 
 
 def read_request(exchange: Exchange, wanted: type[RequestT]) -> RequestT:
-    """The body of a request; an empty one says nothing. Raises `UsageError`."""
+    """The body of a request; an empty body has no fields. Raises `UsageError`."""
     body = exchange.body or b"{}"
     packed = bool(exchange.body) and exchange.headers.get("content-type", "").startswith(MSGPACK)
     try:
@@ -145,7 +145,7 @@ class TrainerServerPlan:
 
 
 class TrainerServer(BatchHandoff):
-    """A `Consumer` whose trainer comes over HTTP, dies, comes again, and loses nothing by it.
+    """A consumer whose trainer connects over HTTP, and may die and come back without losing a batch.
 
     There is one trainer: a request that does not mention the batch that is out comes from a restarted trainer.
     """
@@ -312,7 +312,7 @@ class TrainerServer(BatchHandoff):
         return {"version": self.training.version}
 
     async def _apply_report(self, message: BatchReport, done: int | None) -> None:
-        """First the version: the step of the batch that is done ends with it in force."""
+        """The version first: it is in force when the step of the finished batch ends."""
         self._check(message, done)
         if message.version is not None:
             await self.training.update(message.version)

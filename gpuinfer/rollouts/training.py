@@ -219,7 +219,7 @@ def engine_fields(engine: EngineCounts, measured: Mapping[str, float], wall_s: f
 
 
 class StepTotals:
-    """Of all steps together: what the report tells."""
+    """The totals over all steps, for the report."""
 
     def __init__(self) -> None:
         self.steps = self.adapter_loads = self.staleness_max = 0
@@ -409,7 +409,7 @@ class Training:
             self.buffer.end()
 
     async def _one_step(self) -> bool:
-        """Whether there was one."""
+        """One step of the trainer. False when there was none."""
         wanted = await self.consumer.wait_for_request()
         requested, before = time.monotonic(), len(self.buffer)
         if wanted is None:
@@ -483,7 +483,7 @@ class Training:
         self.weights = handed
 
     def too_old(self, groups: Sequence[Group]) -> list[Group]:
-        """Those of a batch that was given out which are dropped, as it is to be given again to a newer trainer."""
+        """The groups of a batch to be given again that have become too old meanwhile, and are dropped."""
         gone = [group for group in groups if self.buffer.shelf.stale(group)]
         self._gone |= {group.number for group in gone}
         self.buffer.shelf.dropped += len(gone)

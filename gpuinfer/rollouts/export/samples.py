@@ -1,5 +1,5 @@
-"""What can be trained on: one context of a trajectory of the policy is one sample, and one sequence of tokens, with its
-advantage over the others from its start.
+"""Training samples: each context of a trajectory of the policy is one sequence of tokens, with its advantage over the
+other samples from the same start.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class SamplePlace(Struct, frozen=True, array_like=True):
 
 @dataclass(frozen=True)
 class Sample:
-    """`prompt` ends where the first answer begins; `response` is all that follows, and the rest is as long as it."""
+    """`prompt` ends where the first answer begins, `response` follows; all other lists are as long as `response`."""
 
     group: Group
     place: SamplePlace
@@ -61,7 +61,7 @@ class Sample:
 
     @property
     def start(self) -> str:
-        """Names what it is compared with: the samples of one agent from one start."""
+        """The name of the set that the sample is compared with: one agent, one start."""
         return f"{self.group.id}/{self.trajectory.agent}"
 
     @property
@@ -91,18 +91,18 @@ class Sample:
 
     @property
     def reference_logprobs(self) -> tuple[float, ...] | None:
-        """0 where the mask is 0; None unless they are there for all that was drawn."""
+        """0 where the mask is 0; None unless every turn has them."""
         known = [turn.reference_logprobs for turn in self.turns if turn.reference_logprobs is not None]
         return _along(self.turns, known, 0.0) if len(known) == len(self.turns) else None
 
     @property
     def versions(self) -> tuple[str, ...]:
-        """Of the weights that drew it, in their order."""
+        """The versions of the weights that drew the sample, in order."""
         return tuple(dict.fromkeys(span.version for turn in self.turns for span in turn.spans))
 
     @property
     def messages(self) -> int:
-        """Those that it was shown, and those that it wrote."""
+        """The number of messages shown and written."""
         return sum(len(turn.messages) + 1 for turn in self.turns)
 
     @property
@@ -112,8 +112,8 @@ class Sample:
 
 
 def samples(group: Group) -> list[Sample]:
-    """Those of a group, in the order of its games, trajectories and contexts. Raises `UsageError` for a record that
-    does not say how likely its tokens were.
+    """The samples of a group, by game, trajectory and context. Raises `UsageError` for a record without
+    log-probabilities.
     """
     better = _advantages(group)
     return [
@@ -125,7 +125,7 @@ def samples(group: Group) -> list[Sample]:
 
 
 def _advantages(group: Group) -> dict[tuple[int, int], float]:
-    """Of each trajectory of the policy, among those of its agent."""
+    """The advantage of each trajectory of the policy, among the trajectories of the same agent."""
     of_agents: dict[str, dict[tuple[int, int], float]] = {}
     for place, game in enumerate(group.games):
         for at, trajectory in enumerate(game.trajectories):
@@ -139,7 +139,7 @@ def _advantages(group: Group) -> dict[tuple[int, int], float]:
 
 
 def _contexts(trajectory: Trajectory) -> Iterator[tuple[int, tuple[Turn, ...], bool]]:
-    """The contexts that have something to train on: number, turns, whether it is the last."""
+    """The contexts with an answer to train on: number, turns, whether the context is the last."""
     contexts = enumerate(trajectory.contexts()) if trajectory.trainable else ()
     found = [
         (number, turns)
@@ -160,7 +160,7 @@ def _sizes(turns: Sequence[Turn]) -> tuple[tuple[int, int], ...]:
 
 
 def _along(turns: Sequence[Turn], drawn: Sequence[Sequence[T]], shown: T) -> tuple[T, ...]:
-    """One value for each token of the response: of those that were drawn their own, of the others `shown`."""
+    """One value for each token of the response: `drawn` for tokens that were drawn, else `shown`."""
     values = list(drawn[0]) if drawn else []
     for turn, own in zip(turns[1:], drawn[1:], strict=True):
         values += [shown] * len(turn.prompt_tokens)

@@ -1,5 +1,5 @@
-"""A trainer's form of the records: lines with the names that the trainer has, and one field that it ignores, in which
-all is kept that no trainer reads, so that the very same groups can be read back.
+"""A trainer's form of the records: lines with the trainer's field names, and one field that the trainer ignores, with
+everything else of the records, so that the very same groups can be read back.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Kept(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class ExportPiece(Struct, frozen=True):
-    """What a file says of one sample: `logprobs` and `mask` as long as `response`."""
+    """One sample as read from a file: `logprobs` and `mask` are as long as `response`."""
 
     kept: Kept
     prompt: tuple[int, ...]
@@ -45,7 +45,7 @@ Block = list[tuple[Sample, Kept]]  # of one group
 
 
 def blocks(groups: Iterable[Group]) -> Iterator[Block]:
-    """The samples of each group that has some, with what is to be kept. Raises `UsageError` if there is none at all."""
+    """The samples of each group that has samples, with what is kept. Raises `UsageError` if there are none at all."""
     waiting: list[Group] = []
     held: Block = []  # until it is known what follows
     for group in groups:
@@ -90,7 +90,7 @@ def restored(pieces: Iterable[ExportPiece]) -> Iterator[Group]:
 
 
 def emptied(group: Group, found: Sequence[Sample]) -> Group:
-    """Without what its samples hold."""
+    """The group without the tokens and log-probabilities that its samples hold."""
     return _with_contexts(group, {_where(one.place): tuple(map(_emptied, one.turns)) for one in found})
 
 
@@ -159,7 +159,7 @@ OWN = "gpuinfer"  # the field that the trainer ignores, wherever it stands
 
 @dataclass
 class Written:
-    """What a file holds. `tokens`: those to train on."""
+    """What was written. `tokens`: those to train on."""
 
     groups: int = 0
     samples: int = 0
@@ -172,18 +172,18 @@ class Written:
 
 
 class Format(ABC, Generic[Row]):
-    """How one trainer has its samples. `line` is the type of a line: its fields are those that the trainer reads."""
+    """The file format of one trainer. `line` is the type of a line, with the fields that the trainer reads."""
 
     name: str
     line: type[Row]
 
     @abstractmethod
     def lines(self, block: Block) -> Iterable[Row]:
-        """Those of one group."""
+        """The lines of one group."""
 
     @abstractmethod
     def pieces(self, line: Row) -> Iterator[ExportPiece]:
-        """What a line says of its samples, in their order. Raises `ValueError` for what `lines` has not made."""
+        """The samples in a line, in order. Raises `ValueError` for a line that `lines` has not made."""
 
     def store(self, file: IO[bytes], lines: Iterable[Row]) -> None:
         """All of them. One line is JSON, unless the trainer's own reader wants something else."""
@@ -191,7 +191,7 @@ class Format(ABC, Generic[Row]):
         file.writelines(encode(line) + b"\n" for line in lines)
 
     def load(self, file: IO[bytes]) -> Iterator[Row]:
-        """What `store` has stored, one at a time. Raises `ValueError` for anything else."""
+        """The lines of a stored file, one at a time. Raises `ValueError` for any other file."""
         decode = msgspec.json.Decoder(self.line).decode
         for text in file:
             yield decode(text)

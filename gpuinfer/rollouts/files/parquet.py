@@ -107,14 +107,14 @@ def write_groups(file: IO[bytes], groups: Iterable[Group]) -> None:
 
 
 def groups_of(journal: Path) -> Iterator[Group]:
-    """Those of a journal, all of whose lines are whole."""
+    """The groups of a journal."""
     for line in whole_lines(journal):
         if (group := shards.decode(line)) is not None:
             yield group
 
 
 def numbers(shard: Path) -> set[int] | None:
-    """Of the groups of a shard, all of whose bytes are looked at; None for one that is damaged."""
+    """The numbers of the groups in a shard, every byte of which is checked; None for a damaged shard."""
     try:
         return {table["group_number"][0].as_py() for table in _tables(shard)}
     except _damage():
@@ -132,7 +132,7 @@ def read_groups(shard: Path) -> Iterator[Group]:
 
 
 def _damage() -> tuple[type[Exception], ...]:
-    """What reading raises where bytes are not those that were written."""
+    """The errors that reading a damaged shard raises."""
     import pyarrow as pa
 
     return (pa.ArrowException, OSError, ValueError, KeyError, TypeError)

@@ -34,7 +34,7 @@ def read(folder: str | Path) -> Iterator[Group]:
 
 
 def _groups(folder: Path, number: int) -> Iterator[Group]:
-    """Of a shard, or of a journal that is none yet: the run may seal it while we look."""
+    """The groups of a shard, or of the journal that will become the shard: the run may seal the journal meanwhile."""
     try:
         journal = (folder / shards.journal_name(number)).open("rb")
     except FileNotFoundError:

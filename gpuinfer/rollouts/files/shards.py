@@ -1,6 +1,4 @@
-"""What lies in a folder of rollouts, and a group as one line of JSON: every float comes back as it was, every token as
-an integer.
-"""
+"""The files in a folder of rollouts, and a group as one line of JSON: floats are exact, tokens are integers."""
 
 from __future__ import annotations
 
@@ -74,7 +72,7 @@ def encode(group: Group) -> bytes:
 
 
 def decode(line: bytes) -> Group | None:
-    """None for what is no line of `encode`."""
+    """The group; None for any other line."""
     try:
         return _decode(line) if line.endswith(b"\n") else None
     except (ValueError, RecursionError):
@@ -82,7 +80,7 @@ def decode(line: bytes) -> Group | None:
 
 
 def group_number(line: bytes) -> int | None:
-    """The group's; None for what is no whole line."""
+    """The number of the group in a line; None for any other line."""
     try:
         return _numbered(line).number if line.endswith(b"\n") else None
     except (ValueError, RecursionError):

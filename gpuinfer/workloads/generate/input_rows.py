@@ -89,7 +89,7 @@ class InputSource:
         return None if self._over else count + (last != b"\n")
 
     def stop(self) -> None:
-        """Read no more: what waits for bytes gets none."""
+        """Read no more: `chunks` ends."""
         self._over = True
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Where answers go: a file that a run can go on with, or a stream. Beside a file lies a note of how it was made.
+"""The output: a file that a later run can go on with, or a stream. Beside a file lies a note of how it was made.
 
 The note (`out.jsonl.run.json`) is written before the first answer and stays: it holds the settings and the model's
 fingerprint, and the run that writes to the output holds a lock on it. With ordered output, answers that wait for an
@@ -58,7 +58,7 @@ class OpenedOutput:
         return lines[0] if lines else None
 
     def left(self) -> Iterator[bytes]:
-        """What lies aside from an earlier run, and its rows have not come by."""
+        """Lines in the spill file of an earlier run whose rows have not come yet."""
         return iter(()) if self.aside is None else self.aside.left
 
     def rest(self) -> Iterator[bytes]:
@@ -80,7 +80,7 @@ class OpenedOutput:
         self._finished = True
 
     def close(self) -> None:
-        """Of work that ended before its first answer nothing stays, so that it may begin anew in any way."""
+        """Without a single answer no file stays, so that the next run may have any settings."""
         for store in (self.aside, self.before):
             if store is not None:
                 store.close()
@@ -196,7 +196,7 @@ def _answers(path: Path) -> bool:
 
 
 def _mend(path: Path, before: Path, retry: bool, ordered: bool) -> KeySet:
-    """Leave only whole lines that are to stay; the rows that are done."""
+    """Remove torn lines and lines to be tried again; returns the rows that are done."""
     with path.open("r+b") as file:
         done = DoneRows(file, retry)
         if done.whole_bytes < os.fstat(file.fileno()).st_size:
@@ -239,7 +239,7 @@ class RunNote:
         os.fsync(self._descriptor)
 
     def close(self, remove: bool = False) -> None:
-        """Let others have it. A note that says nothing goes."""
+        """Release the lock. An empty note is deleted."""
         if remove or not os.fstat(self._descriptor).st_size:
             self.path.unlink(missing_ok=True)
         os.close(self._descriptor)

@@ -1,6 +1,6 @@
-"""Writes lines to the output at once, whole, and on the disk in groups, by a thread so that nothing waits.
+"""Writes lines to the output whole, by a thread that syncs them in groups.
 
-Lines leave as they come or in the order of their places; what must wait lies in a spill file.
+Lines are written as they come or in the order of their rows; lines that wait for an earlier one lie in a spill file.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ def output_unwritable(name: str, error: OSError, regular: bool) -> WorkError:
 
 
 class SpillFile:
-    """What waits. `left` are lines of an earlier run, to be taken when their rows come by; they are held in memory.
+    """The file of lines that wait. `left` are lines of an earlier run, taken when their rows come; they are in memory.
 
     `append`, `anew` and `sync` belong to the thread that writes. There is no file before there is a line.
     """
@@ -164,7 +164,7 @@ class SpillFile:
 
     @property
     def left(self) -> Iterator[bytes]:
-        """Lines that have not been taken."""
+        """The lines of an earlier run that have not been taken."""
         yield from self._left.values()
 
     def take(self, digest: str) -> bytes | None:
@@ -179,7 +179,7 @@ class SpillFile:
         return self._file.append(data)
 
     def anew(self, lines: Iterable[bytes]) -> None:
-        """Only these still wait. A crash leaves the old file or the new one. Raises `OSError`."""
+        """Replace the content by these lines. A crash leaves the old file or the new one. Raises `OSError`."""
         new = self.path.with_name(f"{self.path.name}.new")
         file = AppendFile(new, empty=True)
         try:
@@ -205,7 +205,7 @@ class SpillFile:
             self._file = None
 
     def remove(self) -> None:
-        """Nothing waits any more."""
+        """Delete the file: no line waits any more."""
         self.close()
         self.path.unlink(missing_ok=True)
 

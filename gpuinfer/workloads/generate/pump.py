@@ -1,6 +1,6 @@
-"""Keeps the model busy with rows and brings its answers to the output, with little of either in memory.
+"""Sends rows to the model and answers to the output, with a bounded number of both in memory.
 
-A prompt with more samples than a batch can take is asked piece by piece.
+A prompt with more samples than a batch can take is split into several requests.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ TRIES = 2000  # at a queue that is full
 
 
 class PromptRequester:
-    """Asks with at most `rows` rows under way, all askers together; a request has at most `widest`."""
+    """Sends prompts with at most `rows` rows under way in total; a request has at most `widest` rows."""
 
     def __init__(self, infer: Infer, rows: int, widest: int) -> None:
         self._infer, self._room, self._widest = infer, RowBudget(rows), widest
@@ -108,7 +108,7 @@ def join_samples(pieces: Sequence[Generation]) -> Generation:
 
 
 class RowBudget:
-    """Room for so many rows; first come, first let in. What is wider than all of it gets in alone."""
+    """A semaphore of rows, first come, first served. A request wider than all of them runs alone."""
 
     def __init__(self, rows: int) -> None:
         self._rows = self._free = rows
@@ -139,12 +139,12 @@ class RowBudget:
                 turn.set_result(None)
 
 
-BLOCK = 512  # rows that are understood before anything else may run
+BLOCK = 512  # rows that are parsed before anything else may run
 MOST_UNDER_WAY = 16_384
 
 
 class RowCounts:
-    """What has become of the rows so far."""
+    """Counts of rows by outcome."""
 
     def __init__(self) -> None:
         self.read = self.before = self.answered = self.failed = 0
@@ -271,7 +271,7 @@ class Pump:
         return self._most is None or self.counts.read < self._most
 
     async def _take(self, pieces: list[Piece]) -> None:
-        """Understand some rows; those that are not done yet wait to be asked. Returns when few do."""
+        """Parse some rows and queue those that are not done. Returns when the queue is short enough."""
         self._enter("understand")
         jobs = self._namer.name([self._reader.read(piece) for piece in pieces])
         self.counts.read += len(jobs)
@@ -331,7 +331,7 @@ class Pump:
                 await self._outlet.room()
 
     def _line(self, job: NamedRow, generation: Generation, seconds: float) -> bytes:
-        """Raises `BadResult` for an answer that cannot be written: it is its row's trouble alone."""
+        """Raises `BadResult` for an answer that cannot be written: only its own row fails."""
         try:
             return self._writer.answer(job, generation, seconds)
         except Exception as error:
