@@ -109,19 +109,6 @@ def test_a_batch_is_given_again_until_it_is_said_to_be_done():
     run(main())
 
 
-def test_an_answer_that_its_client_did_not_wait_for_is_lost_to_nobody():
-    async def main():
-        async with running() as made:
-            impatient = asyncio.create_task(made.take())
-            await asyncio.sleep(0)
-            impatient.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await impatient
-            assert [one.number for one in (await made.take()).groups] == [0, 1]
-
-    run(main())
-
-
 def test_msgpack_is_spoken_where_it_is_asked_for():
     async def main():
         async with running() as made:

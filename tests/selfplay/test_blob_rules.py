@@ -39,25 +39,6 @@ def test_a_trick_goes_to(trump, winner):
     assert tricks(table) == [int(seat == winner) for seat in range(4)]
 
 
-def test_the_turned_card_names_trumps_and_is_seen():
-    for number in range(50):
-        table = Table(Blob(), number=number)
-        turned, rules = int(table.state[table.rules.TURNED]), table.rules
-        assert table.state[rules.TRUMP] == turned // 13
-        assert table.state[rules.SEEN] == 1 << turned
-        assert turned not in {held for seat in range(4) for held in cards(table.state[rules.HANDS + seat])}
-
-
-def test_the_higher_of_two_trumps_wins_and_leads_next():
-    table = blob_table(hands("5c 4c", "2s 6c", "9s Kd", "Ad Ah"), trump="spades")
-    table.play(0, 0, 0, 1)
-    table.play(card("5c"))
-    assert table.legal() == [card("6c")]
-    table.play(card("6c"), card("9s"), card("Ad"))
-    assert tricks(table) == [0, 0, 1, 0]
-    assert table.mover == 2
-
-
 @pytest.mark.parametrize(
     ("bids", "legal"),
     [
@@ -73,15 +54,6 @@ def test_bids(bids, legal):
     table = Table(Blob(None, players=4, cards=3))
     table.play(*bids)
     assert table.legal() == legal
-
-
-def test_suit_must_be_followed_and_only_then():
-    table = blob_table(hands("5c 9d 2h", "2c 7c As", "2s 3s 4s"), trump="none")
-    table.play(0, 0, 0)
-    table.play(card("5c"))
-    assert table.legal() == [card("2c"), card("7c")]
-    table.play(card("2c"))
-    assert table.legal() == [card("2s"), card("3s"), card("4s")]
 
 
 @pytest.mark.parametrize(

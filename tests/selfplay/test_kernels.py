@@ -43,11 +43,6 @@ def rules(tmp_path, monkeypatch):
         sys.modules.pop(name, None)
 
 
-def test_a_changed_rule_has_another_folder(rules):
-    before = kernels.search_cache_folder(rules())
-    assert kernels.search_cache_folder(rules("values[state[LAST]] = 1.0", "values[state[LAST]] = 2.0")) != before
-
-
 def test_a_changed_constant_of_another_module_has_another_folder(rules, tmp_path):
     rules("import numpy as np", "import numpy as np\nfrom nim_helper import BONUS")
     before = kernels.search_cache_folder(rules("values[state[LAST]] = 1.0", "values[state[LAST]] = BONUS"))

@@ -20,7 +20,6 @@ from scipy import stats
 from table import Table
 
 from gpuinfer.api import Setup
-from gpuinfer.cli.screen import workload_rows as shown
 from gpuinfer.errors import UsageError
 from gpuinfer.report import report
 from gpuinfer.report.game_statistics import MOST_FALSE, Resignations, of_resignation, wilson
@@ -247,25 +246,6 @@ def test_at_a_threshold_that_is_advised_no_more_than_a_twentieth_is_false(games,
 def sure(worth, lost, count):
     """So many games in which the first seat finds its position worth that much, and then loses or not."""
     return [([(0, worth)], (-1.0, 1.0) if lost else (1.0, -1.0))] * count
-
-
-@pytest.mark.parametrize(
-    ("games", "advised"),
-    [
-        pytest.param([*sure(-90, True, 97), *sure(-60, False, 3)], None, id="few enough are false"),
-        pytest.param([*sure(-90, True, 40), *sure(-60, False, 3)], 0.605, id="a little stricter"),
-        pytest.param([*sure(-90, True, 40), *sure(-60, False, 2), *sure(-80, False, 5)], 0.805, id="much stricter"),
-        pytest.param([*sure(-60, True, 5), *sure(-90, False, 5)], None, id="the surer, the more false"),
-    ],
-)
-def test_the_mildest_threshold_that_holds_is_advised(games, advised):
-    told = counted(as_arrays(games, 0.5), 0.5)
-    assert told["advised"] == advised
-    assert (told["advice"] is None) == (told["false_rate"] <= MOST_FALSE)
-    panel = list(shown.resignation_rows(told))
-    assert "checked games that would have been resigned" in panel[0].text
-    assert [row.tone for row in panel[1:]] == ["warning"] * (told["advice"] is not None)
-    assert all(("--resign 0." in row.text) != ("leave --resign out" in row.text) for row in panel[1:])
 
 
 def done(*words, cwd):

@@ -14,7 +14,7 @@ from train_models import ACTIONS, FEATURES, SEATS, batch_of, positions
 
 from gpuinfer.api import BackendContext, ModelSpec, Request, Setup
 from gpuinfer.backends.inprocess import InProcess
-from gpuinfer.errors import BackendError, GpuinferError, UsageError
+from gpuinfer.errors import BackendError, UsageError
 from gpuinfer.models.load import trainable
 from gpuinfer.models.losses import policy_value
 
@@ -216,11 +216,6 @@ def _short():
 async def test_a_format_in_which_gradients_vanish_is_refused(dtype):
     with pytest.raises(UsageError, match="Use --dtype bfloat16"):
         InProcess(Setup(model=spec(), devices=("cpu",), dtype=dtype), backward=True)  # before it has said anything
-
-
-def test_training_options_without_gradients_are_refused():
-    with pytest.raises(GpuinferError, match=r"-B loss is for gradients\. Add -B backward=true"):
-        InProcess(Setup(model=spec(kind="rows")), loss="train_models:weighed")
 
 
 @given(st.integers(1, 6), st.integers(0, 1000), st.floats(0, 10))
