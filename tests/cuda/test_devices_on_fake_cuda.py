@@ -4,40 +4,18 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from gpuinfer.api import ModelSpec, Setup
-from gpuinfer.errors import UsageError
 from gpuinfer.models.cuda_graphs import new_stream
-from gpuinfer.models.device import Gauge, device_labels, device_name, resolve_device, resolve_devices, setups_of
+from gpuinfer.models.device import Gauge, device_name
 from gpuinfer.models.out_of_memory import answers, is_lost
-from gpuinfer.models.pipeline.stage_plan import count_for
 from gpuinfer.text import text_roofline
-from gpuinfer.text.checkpoint.built_in import tiny_shape
 from gpuinfer.text.generator import Tuning, open_generator
 from gpuinfer.text.generator.fault_isolation import FaultIsolation
-from gpuinfer.text.generator.setup import CUDA_CANVAS_TOKENS, CUDA_STEP_TOKENS, usual_step_tokens
-from gpuinfer.text.precision import computes_in
-from gpuinfer.text.transformer import Masking
-
-
-def test_devices_are_found_by_name(cuda):
-    cuda.devices = 2
-    found = resolve_devices(("cuda:0", "cuda:1"))
-    assert (
-        found == resolve_devices(("cuda",)) == resolve_devices(("all",)) == [torch.device(f"cuda:{n}") for n in (0, 1)]
-    )
-    assert (resolve_device("auto"), device_labels(found)) == (cuda.device, ["cuda:0", "cuda:1"])
-    setup = Setup(devices=("cuda",))
-    assert [own.devices for own in setups_of(setup, found)] == [("cuda:0",), ("cuda:1",)]
-    with pytest.raises(UsageError, match="no device 'cuda:2'"):
-        resolve_device("cuda:2")
-    with pytest.raises(UsageError, match="Name several"):
-        count_for(SimpleNamespace(parallel="pipeline", stages="auto", split_points=None), found[:1], 4, "blobnet")
 
 
 def test_a_gauge_tells_what_tensors_and_allocator_hold(cuda):
@@ -50,13 +28,6 @@ def test_a_device_that_still_answers_is_not_lost(cuda):
     with cuda.waiting_only_in("models/out_of_memory.py answers"):
         assert answers(cuda.device)
         assert not is_lost(RuntimeError("CUDA error: invalid configuration argument"), cuda.device)
-
-
-def test_steps_are_larger_on_a_device_and_weights_meet_rows_of_their_own_format(cuda):
-    shape = tiny_shape()
-    assert usual_step_tokens(shape, cuda.device) == CUDA_STEP_TOKENS
-    assert usual_step_tokens(replace(shape, masking=Masking(1)), cuda.device) == CUDA_CANVAS_TOKENS
-    assert computes_in(torch.bfloat16, cuda.device, deterministic=True) == "bfloat16"
 
 
 @pytest.mark.usefixtures("text")

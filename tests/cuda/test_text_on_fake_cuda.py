@@ -51,11 +51,9 @@ def prompts_with(**sampling):
     ("way", "sampling"),
     [
         ({}, {"temperature": 0.0}),
-        ({}, {"top_p": 0.9, "logprobs": 2}),
-        ({"dtype": "float16"}, {"processed_logprobs": True, "seed": 3}),
-        ({"dtype": "float32"}, {"top_k": 4, "min_p": 0.1}),
+        ({"dtype": "float16"}, {"top_p": 0.9, "logprobs": 2, "processed_logprobs": True, "seed": 3}),
         ({"deterministic": True}, {"min_tokens": 3, "stop_token_ids": (5,), "repetition_penalty": 1.2}),
-        ({"graphs": False}, {"logit_bias": {3: 1.0}}),
+        ({"graphs": False, "dtype": "float32"}, {"logit_bias": {3: 1.0}, "top_k": 4, "min_p": 0.1}),
     ],
     ids=str,
 )
@@ -77,10 +75,8 @@ def test_log_probabilities_of_prompts_are_read_for_each_chunk(cuda):
 @pytest.mark.parametrize(
     ("model", "unmasking"),
     [
-        ("tiny-llada", {}),
         ("tiny-llada", {"temperature": 0.8, "top_k": 5, "logit_bias": {3: 1.0}, "min_tokens": 3}),
-        ("tiny-llada", {"cfg_scale": 0.5}),
-        ("tiny-llada", {"cache": "dual", "block_length": 4, "logprobs": 2}),
+        ("tiny-llada", {"cfg_scale": 0.5, "cache": "dual", "block_length": 4, "logprobs": 2}),
         ("tiny-llada-moe", {"decoder": "factor"}),
         ("tiny-llada2", {"decoder": "dream"}),
         ("tiny-dream", {"cache": "prefix", "block_length": 4}),

@@ -150,11 +150,3 @@ def test_a_stage_that_cannot_begin_says_so():
     with pytest.raises(RuntimeError, match="no such core"):
         Pipeline([Plain("one", abs), Broken("two", abs)], Lane)
     assert not stage_threads()
-
-
-def test_lanes_count_what_each_stage_did():
-    lanes = []
-    with pipeline(lambda x: x, lambda x: x, lanes=lanes) as found:
-        found.run(range(5), 5)
-    assert [lane.name for lane in lanes] == ["stage 0", "stage 1"]
-    assert [lane.visits()["forward"] for lane in lanes] == [5, 5]

@@ -26,12 +26,3 @@ def logits_of(folder: Path, tokens: Sequence[int]) -> Tensor:
     """Float32 logits [tokens, vocabulary] at every position of one prompt, all alone."""
     found: Tensor = peer(folder)(torch.tensor([list(tokens)]), use_cache=False).logits[0]
     return found.float()
-
-
-@torch.inference_mode()
-def greedy(folder: Path, tokens: Sequence[int], new: int) -> list[int]:
-    """The `new` likeliest tokens one after another, whatever ends an answer."""
-    tokens = list(tokens)
-    for _ in range(new):
-        tokens.append(int(logits_of(folder, tokens)[-1].argmax()))
-    return tokens[-new:]

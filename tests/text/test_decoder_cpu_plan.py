@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,7 +10,7 @@ import torch
 from counts import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from random_models import LLAMA, VARIANTS, random_weights
+from random_models import LLAMA, random_weights
 
 from gpuinfer.text.decoder import cpu_sizes as at
 from gpuinfer.text.decoder.attention_plan import sees_of
@@ -23,12 +22,6 @@ from gpuinfer.text.transformer import PAGE, Step
 pytestmark = pytest.mark.skipif(not cpu_available(torch.float32), reason="this processor has no FMA")
 
 LENGTH, ROWS, PAGES = 576, 5, 128
-SHAPES = {
-    "two heads a key head": LLAMA,
-    "a key head for each": replace(LLAMA, **VARIANTS["a key head for each"]),
-    "six heads for one": replace(LLAMA, heads=6, kv_heads=1),
-    "windows": replace(LLAMA, windows=(150, None)),
-}
 TOKENS = np.random.default_rng(1).integers(0, LLAMA.vocabulary, LENGTH).tolist()
 
 

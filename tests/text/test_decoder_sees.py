@@ -15,7 +15,7 @@ from decoders import DECODERS, each_decoder
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from masked_attention import masked_logits
-from random_models import LLAMA, VARIANTS, random_weights
+from random_models import LLAMA, random_weights
 from steps import COLUMNS, scattered, seeing
 
 from gpuinfer.text.transformer import Masking
@@ -23,7 +23,6 @@ from gpuinfer.text.transformer import Masking
 TOKENS = [int(token) for token in np.random.default_rng(3).integers(0, LLAMA.vocabulary, 150)]
 OTHER = TOKENS[::-1]
 LENGTH = 160
-SHAPES = [pytest.param(replace(LLAMA, **changes), id=name) for name, changes in VARIANTS.items()]
 BITWISE = [name for name in DECODERS if name == "torch, deterministic" or name.startswith("kernels")]
 each_bitwise = pytest.mark.parametrize("make", [pytest.param(DECODERS[name], id=name) for name in BITWISE])
 

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_models import LLAMA, VARIANTS, random_weights
-from steps import COLUMNS, copy_row, scattered, step_of, table_of
+from steps import COLUMNS, copy_row, scattered, step_of
 
 from gpuinfer.errors import UsageError
 from gpuinfer.text.decoder.torch_decoder import TorchDecoder
@@ -124,33 +124,6 @@ def test_a_row_that_turns_into_nan_harms_neither_neighbours_nor_who_has_its_page
     for at in range(3):
         found = several.forward(step_of((0, at, healthy[at : at + 1])))
         torch.testing.assert_close(found, expected[at : at + 1], atol=1e-5, rtol=0)
-
-
-def shared(rows):
-    """Rows of one token after 70 that they have in common, in pages of which the first two are the same for all; what
-    is in the third is copied. A decoder that has computed them, and the step.
-    """
-    several = decoder(slots=rows, deterministic=True)
-    several.forward(step_of((0, 0, TOKENS[:70])))
-    table = table_of(range(rows))
-    several.copy_pages([int(table[0, 2])] * (rows - 1), table[1:, 2].tolist())
-    table[1:, :2] = table[0, :2]
-    step = step_of(*((slot, 70, [slot]) for slot in range(rows)))
-    return several, replace(step, pages=table)
-
-
-def test_a_page_that_is_copied_brings_at_most_what_its_source_had():
-    """Of a row that turned into NaN behind what is taken from it."""
-    weights, poison = random_weights(LLAMA), 60
-    weights.embedding[poison] = torch.nan
-    healthy = [token for token in TOKENS if token != poison]
-    for options in ({"graphs": False}, {"graphs": True}, {"deterministic": True}):
-        several = TorchDecoder(LLAMA, weights, CPU, torch.float32, slots=2, pages=16, length=160, **options)
-        expected = several.forward(step_of((0, 0, healthy[:21])))[20:].clone()
-        several.forward(step_of((0, 20, [poison] * 60)))
-        several.copy_pages([0, 1, 2], [8, 9, 10])
-        found = several.forward(step_of((1, 20, healthy[20:21])))
-        torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("options", [{"graphs": False}, {"graphs": True}, {"deterministic": True}], ids=str)

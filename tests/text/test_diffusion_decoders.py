@@ -7,12 +7,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import strategies as st
 from text import diffusion_reference as reference
 from text.diffusion_filling import filled
 from text.diffusion_toy import MASK, Toy, prompt_of
 
-from gpuinfer.config import registry
 from gpuinfer.errors import BadPrompt
 from gpuinfer.generation import Sampling, Unmasking
 from gpuinfer.text.diffusion.decoders import schedule
@@ -20,23 +18,10 @@ from gpuinfer.text.diffusion.unmasking_decoder import UnmaskingDecoder
 from gpuinfer.text.diffusion.unmasking_plan import decoder_for
 
 RECORDED = json.loads((Path(__file__).parent / "block_refinement.json").read_text())["cases"]
-SEEDS = st.integers(0, 50)
-BLOCKS = st.integers(1, 24)
-STEPS = st.integers(1, 40)
 
 
 def decoder(name: str, **options) -> UnmaskingDecoder:
     return decoder_for(Sampling(unmasking=Unmasking(decoder=name, options=options)), "low-confidence")
-
-
-PICKS = {
-    "from the threshold upwards": ("threshold", {}, lambda threshold: reference.fast_dllm(threshold)),
-    "near ties together": ("threshold", {"near": 1e-5}, lambda threshold: reference.dinfer(threshold)),
-    "very near ties": ("threshold", {"near": 0.2}, lambda threshold: reference.dinfer(threshold, 0.2)),
-    "at least the quota": ("threshold", {"least": "quota"}, lambda threshold: reference.sdar(threshold)),
-    "hierarchical": ("hierarchical", {}, lambda threshold: reference.hierarchical(threshold, 0.4)),
-    "hierarchical, lower": ("hierarchical", {"low_threshold": 0.1}, lambda t: reference.hierarchical(t, 0.1)),
-}
 
 
 @pytest.mark.parametrize("case", RECORDED, ids=lambda case: "-".join(str(case[name]) for name in list(case)[:-1]))
@@ -96,10 +81,6 @@ def test_credits_are_a_rows_own():
 def test_requests_with_the_same_options_share_a_decoder():
     assert decoder("factor", factor=2.0) is decoder("factor", factor=2.0)
     assert decoder("factor", factor=2.0) is not decoder("factor", factor=1.0)
-
-
-def test_a_decoder_knows_its_name():
-    assert [decoder(name).name for name in registry.names("decoders")] == registry.names("decoders")
 
 
 @pytest.mark.parametrize(

@@ -220,10 +220,3 @@ def test_tokens_that_no_answer_begins_with_are_refused(unfit):
     [refused] = toy_generator().prepare([prompt])
     assert isinstance(refused, BadPrompt)
     assert said in str(refused)
-
-
-def test_an_end_token_before_the_end_is_fine_where_it_is_ignored():
-    sampling = Sampling(max_tokens=5, ignore_eos=True)
-    [outcome] = run(toy_generator(), [Prompt(text="a", begun=((END, END),), sampling=sampling)])
-    assert outcome.completions[0].tokens[:2] == (END, END)
-    assert len(outcome.completions[0].tokens) == 5

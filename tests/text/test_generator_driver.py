@@ -108,15 +108,6 @@ def test_the_counters_and_the_listener_see_every_step(generator):
     assert (counters["finished"], counters["failed"]) == (1, 0)
 
 
-def test_a_lane_books_the_thread_s_time(generator):
-    lane = Lane("forward 0")
-    driver = Driver(generator, lane=lane)
-    [future] = submitted(driver, prompt("abc", 4))
-    future.result(WAIT_S)
-    driver.close()
-    assert {"prefill", "forward", "sample", "reply"} <= lane.stations().keys()
-
-
 def test_a_cancelled_prompt_has_no_outcome_and_the_others_have(generator):
     gate = Gate(generator)
     outcomes, complete = {}, threading.Event()
@@ -282,20 +273,6 @@ def test_a_measurement_that_nobody_waits_for_any_more_ends_nothing(generator, mo
         assert second.cancel()
         first.cancel()  # too late for that
         go_on.set()
-        assert submitted(driver, prompt("abc"))[0].result(WAIT_S).completions
-    finally:
-        driver.close()
-
-
-def test_a_model_that_cannot_be_measured_goes_on(generator, monkeypatch):
-    def fails(*given):
-        raise RuntimeError("no room")
-
-    monkeypatch.setattr(text_roofline, "measure_roofline", fails)
-    driver = Driver(generator)
-    try:
-        with pytest.raises(RuntimeError, match="no room"):
-            driver.measure(3, 0.5).result(WAIT_S)
         assert submitted(driver, prompt("abc"))[0].result(WAIT_S).completions
     finally:
         driver.close()
