@@ -16,7 +16,7 @@ from helpers import AtOnce, Doubler, Unpicklable, Unreachable
 
 from gpuinfer.api import ModelSpec, Setup
 from gpuinfer.errors import GpuinferError, QueueFull, UnknownName, UsageError, WorkerDied
-from gpuinfer.host.child import AsyncChannel, ChannelClosed
+from gpuinfer.host.child import HEADER, LARGEST, AsyncChannel, Channel, ChannelClosed
 from gpuinfer.runtime import worker_pool
 from gpuinfer.runtime.session import Session
 
@@ -271,3 +271,13 @@ def test_a_worker_of_the_command_loads_neither_the_command_line_nor_torch():
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     assert {"gpuinfer.runtime.worker", "asyncio"} <= set(loaded)
     assert not {"typer", "rich", "torch", "numba", "numpy", "gpuinfer.cli"} & set(loaded)
+
+
+def test_an_announced_size_over_the_limit_ends_a_channel_before_memory_is_taken():
+    ours, theirs = socket.socketpair()
+    with theirs:
+        channel = Channel(ours)
+        theirs.sendall(HEADER.pack(LARGEST + 1))
+        with pytest.raises(ChannelClosed, match="announced"):
+            channel.receive()
+        channel.close()

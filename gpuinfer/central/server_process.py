@@ -190,9 +190,7 @@ def _obey(owner: Channel, server: RowServer | TextServer, opened: Any, order: Se
     watchdog = Watchdog(Patience.of(order.setup), give_up, name="the central server")
     watchdog.watch(partial(server.held, watchdog.patience))
     pending = PendingChanges()
-    while (
-        os.getppid() == order.owner
-    ):  # processes that the owner forked may hold its end of the line open after its death
+    while os.getppid() == order.owner:  # forked children of a dead owner may hold its end of the channel open
         asked = owner.poll(CHANGING_S if pending else LOOK_S)
         for outcome in pending.done():
             owner.send(outcome)

@@ -215,6 +215,10 @@ class HeartbeatWatch:
         self._count, self._looked_at = count, now
         return self._late_s
 
+    def close(self) -> None:
+        """Unmap the memory, which before Python 3.13 holds a descriptor."""
+        self._memory.close()
+
     @property
     def stopped(self) -> bool:
         return self.late_s() > LATE_S

@@ -229,6 +229,8 @@ class WorkerPool:
                 _, unheard = await asyncio.wait(self._listeners, timeout=1.0)
                 for listener in unheard:
                     listener.cancel()
+            for pulse in self._pulses:
+                pulse.close()
             for child in self._processes:
                 with contextlib.suppress(ValueError):  # not even SIGKILL has ended it
                     child.process.close()
