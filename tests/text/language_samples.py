@@ -1,13 +1,13 @@
 """Small tokenizers of the kinds that real folders have, and folders around them."""
 
 import json
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
+from gpuinfer.text.checkpoint import LanguageFiles
 from gpuinfer.text.language import Language, open_language
 from gpuinfer.text.transformer import Shape
 
@@ -16,16 +16,6 @@ CORPUS = [
     "Ünïcode ist schön; 日本語のテキスト, emoji 😀😀 and 👩‍👩‍👧 too. Once upon a time, twice 1234567890 times.",
     "def function(value):\n    return [value, value * 2]\n\n",
 ] * 3
-
-
-@dataclass(frozen=True)
-class Files:
-    """What a checkpoint hands over."""
-
-    folder: Path | None = None
-    characters: tuple[str, ...] | None = None
-    bytes: bool = False
-    template: str | None = None
 
 
 def shape(vocabulary: int, family: str = "llama", **more: Any) -> Shape:
@@ -115,4 +105,4 @@ def language(
     """Open a folder's language, for a model whose vocabulary is so much larger than the tokenizer's."""
     at = folder(path, tokenizer, **files)
     size = Tokenizer.from_str(tokenizer).get_vocab_size() if tokenizer is not None else 1000
-    return open_language(Files(at), shape(size + padded, family))
+    return open_language(LanguageFiles(at), shape(size + padded, family))

@@ -12,7 +12,7 @@ from steps import COLUMNS, step_of
 
 from gpuinfer.errors import UsageError
 from gpuinfer.report.causes_text import MOST_SLOTS
-from gpuinfer.text.checkpoint.memory_estimate import CPU_COPIED, CUDA_COPIED, Estimate, page_bytes, working_bytes
+from gpuinfer.text.checkpoint.memory_estimate import CPU_COPIED, CUDA_COPIED, Estimate, page_bytes, working
 from gpuinfer.text.decoder import open_decoder, open_sized
 from gpuinfer.text.decoder.open_decoder import NullDecoder, estimate, largest_step_bytes, largest_steps, open_and_try
 from gpuinfer.text.decoder.torch_decoder import TorchDecoder
@@ -96,11 +96,11 @@ def test_what_does_not_fit_is_refused_with_the_numbers(pages, said):
 
 
 def test_torch_copies_keys_of_so_many_positions_at_once_and_no_more():
-    few, many = (working_bytes(LLAMA, 2048, slots, 4096, torch.float32) for slots in (100, 200))
+    few, many = (working(LLAMA, 2048, slots, 4096, torch.float32).total for slots in (100, 200))
     logits = 100 * LLAMA.vocabulary * 4 * 6
     assert many - few == logits
-    cuda = working_bytes(LLAMA, 2048, 2000, 4096, torch.float32, copied=CUDA_COPIED)
-    assert cuda - working_bytes(LLAMA, 2048, 2000, 4096, torch.float32) == 2 * 4 * (CUDA_COPIED - CPU_COPIED)
+    cuda = working(LLAMA, 2048, 2000, 4096, torch.float32, copied=CUDA_COPIED).total
+    assert cuda - working(LLAMA, 2048, 2000, 4096, torch.float32).total == 2 * 4 * (CUDA_COPIED - CPU_COPIED)
 
 
 def test_the_largest_steps_fill_every_slot_to_its_end():
@@ -130,8 +130,8 @@ def test_the_largest_step_of_a_diffusion_model_is_of_whole_canvases(step_tokens,
 def test_a_step_of_a_diffusion_model_has_room_for_the_logits_of_many_positions():
     large = replace(MASKED, vocabulary=126_464)
     logits = 4096 * 126_464 * 4
-    assert logits < working_bytes(large, 512, 4, 4096, torch.float32) < 2 * logits
-    assert working_bytes(large, 512, 4, 64, torch.float32) < logits // 3
+    assert logits < working(large, 512, 4, 4096, torch.float32).total < 2 * logits
+    assert working(large, 512, 4, 64, torch.float32).total < logits // 3
     decoder = TorchDecoder(MASKED, random_weights(MASKED), CPU, torch.float32, slots=3, pages=3 * COLUMNS, length=64)
     assert largest_step_bytes(decoder, 128) == decoder.held_bytes()
     assert not decoder._cache.keys.any()

@@ -9,10 +9,11 @@ from concurrent.futures import ThreadPoolExecutor
 import jsonschema
 import numpy as np
 import pytest
-from language_samples import Files, byte_fallback, byte_level, language, shape, whole_words
+from language_samples import byte_fallback, byte_level, language, shape, whole_words
 
 from gpuinfer.errors import BadPrompt
 from gpuinfer.generation import Constraint
+from gpuinfer.text.checkpoint import LanguageFiles
 from gpuinfer.text.language import Language, grammar_examiner, open_language
 from gpuinfer.text.language import grammar as matcher
 
@@ -27,8 +28,8 @@ def languages(tmp_path_factory) -> dict[str, Language]:
         "byte level": language(at / "a", byte_level(), 70, tokenizer_config={"eos_token": "<|im_start|>"}),
         "byte fallback": language(at / "b", byte_fallback(), 5, tokenizer_config={"eos_token": "</s>"}),
         "metaspace": language(at / "c", byte_fallback(True), 0, tokenizer_config={"eos_token": "</s>"}),
-        "bytes": open_language(Files(bytes=True), shape(320, end_tokens=(256, 257))),
-        "characters": open_language(Files(characters=ALPHABET), shape(64)),  # no end token
+        "bytes": open_language(LanguageFiles(bytes=True), shape(320, end_tokens=(256, 257))),
+        "characters": open_language(LanguageFiles(characters=ALPHABET), shape(64)),  # no end token
     }
 
 

@@ -5,12 +5,13 @@ import os
 
 import numpy as np
 import pytest
-from language_samples import Files, byte_fallback, byte_level, folder, language, shape, whole_words
+from language_samples import byte_fallback, byte_level, folder, language, shape, whole_words
 from text.tiny import VOCABULARY, llama_tokenizer, tiny_checkpoint
 from tokenizers import Tokenizer
 
 from gpuinfer.errors import BadPrompt, UsageError
 from gpuinfer.generation import Prompt
+from gpuinfer.text.checkpoint import LanguageFiles
 from gpuinfer.text.language import open_language
 from gpuinfer.text.language.tokenizer import open_subwords, read_settings
 
@@ -62,7 +63,7 @@ def test_vocabulary_and_merges_make_the_tokenizer_of_their_family(tmp_path, fami
     model = json.loads(byte_level())["model"]
     path = folder(tmp_path / "m", vocab=model["vocab"], tokenizer_config={"tokenizer_class": kind, **settings})
     (path / "merges.txt").write_text("#version: 0.2\n" + "\n".join(" ".join(pair) for pair in model["merges"]))
-    opened = open_language(Files(path), shape(len(model["vocab"]), family))
+    opened = open_language(LanguageFiles(path), shape(len(model["vocab"]), family))
     theirs = transformers_tokenizer(path, kind)
     texts = [*TEXTS, "e\u0301 I'll 12345", "<|endoftext|>a"]
     ours = encoded(opened, *texts)
@@ -84,16 +85,16 @@ def test_tokens_of_the_settings_are_added_and_made_special(tmp_path):
 def test_end_tokens_come_from_all_files_that_name_them(tmp_path):
     path = folder(tmp_path / "m", byte_level(), generation_config={"eos_token_id": [0, 2]}, tokenizer_config={})
     (path / "special_tokens_map.json").write_text('{"eos_token": "<|im_start|>"}')
-    opened = open_language(Files(path), shape(600, end_tokens=(2, 7)))
+    opened = open_language(LanguageFiles(path), shape(600, end_tokens=(2, 7)))
     assert opened.end_tokens == (2, 7, 0, 1)
 
 
 @pytest.mark.parametrize(
     ("files", "more", "beginning"),
     [
-        pytest.param(Files(bytes=True), {"end_tokens": (256,)}, 256, id="bytes begin after an end"),
-        pytest.param(Files(characters=("a", "\n")), {}, 1, id="characters begin on a new line"),
-        pytest.param(Files(characters=("a", "b")), {"beginning_token": 0}, 0, id="the model says where it begins"),
+        pytest.param(LanguageFiles(bytes=True), {"end_tokens": (256,)}, 256, id="bytes begin after an end"),
+        pytest.param(LanguageFiles(characters=("a", "\n")), {}, 1, id="characters begin on a new line"),
+        pytest.param(LanguageFiles(characters=("a", "b")), {"beginning_token": 0}, 0, id="the model names the token"),
     ],
 )
 def test_an_empty_prompt_is_the_token_that_begins_texts(files, more, beginning):
@@ -112,7 +113,7 @@ def test_an_empty_prompt_without_a_beginning_is_refused(tmp_path):
 
 
 def test_texts_tokens_and_bad_prompts_keep_their_order():
-    opened = open_language(Files(bytes=True), shape(257, end_tokens=(256,)))
+    opened = open_language(LanguageFiles(bytes=True), shape(257, end_tokens=(256,)))
     prompts = [
         Prompt(text="a"),
         Prompt(tokens=(256, 0)),
@@ -143,13 +144,13 @@ def test_texts_tokens_and_bad_prompts_keep_their_order():
 def test_a_tokenizer_larger_than_the_model_is_held_to_the_models_vocabulary(tmp_path):
     path = folder(tmp_path / "m", byte_level())
     size = Tokenizer.from_str(byte_level()).get_vocab_size()
-    opened = open_language(Files(path), shape(size - 1))
+    opened = open_language(LanguageFiles(path), shape(size - 1))
     assert f"token {size - 1}" in refusal(opened, Prompt(text="a<tool call>"))
     assert len(encoded(opened, "the fox")) == 1
 
 
 def test_characters_that_an_alphabet_lacks_are_named():
-    opened = open_language(Files(characters=tuple("abc ")), shape(4))
+    opened = open_language(LanguageFiles(characters=tuple("abc ")), shape(4))
     assert encoded(opened, "a cab") == [[0, 3, 2, 0, 1]]
     assert opened.decode([2, 0, 1, 9]) == "cab"
     message = refusal(opened, Prompt(text="a fox, a dog"))
@@ -169,7 +170,7 @@ def test_characters_that_an_alphabet_lacks_are_named():
 def test_a_folder_without_a_good_tokenizer_is_refused_with_the_cure(tmp_path, name, content, said):
     (tmp_path / name).write_text(content)
     with pytest.raises(UsageError, match=said) as caught:
-        open_language(Files(tmp_path), shape(10))
+        open_language(LanguageFiles(tmp_path), shape(10))
     assert str(caught.value).count("\n") < 3
     assert str(caught.value).rstrip(".") != str(caught.value) or "installed" in str(caught.value)
 

@@ -6,18 +6,19 @@ import pytest
 from counts import examples
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from language_samples import KINDS, Files, shape
+from language_samples import KINDS, shape
 from tokenizers import Tokenizer
 
 from gpuinfer.generation import Prompt
+from gpuinfer.text.checkpoint import LanguageFiles
 from gpuinfer.text.language import Language, open_language
 from gpuinfer.text.language.detokenizer import IncrementalDetokenizer
 from gpuinfer.text.language.tokenizer import Subwords
 
 TOKENIZERS = {kind: Tokenizer.from_str(make()) for kind, make in KINDS.items()}
 LANGUAGES = {kind: Language(Subwords(one), one.get_vocab_size()) for kind, one in TOKENIZERS.items()}
-LANGUAGES["bytes"] = open_language(Files(bytes=True), shape(260, end_tokens=(256,)))
-LANGUAGES["characters"] = open_language(Files(characters=tuple("abc de\né日😀")), shape(16))
+LANGUAGES["bytes"] = open_language(LanguageFiles(bytes=True), shape(260, end_tokens=(256,)))
+LANGUAGES["characters"] = open_language(LanguageFiles(characters=tuple("abc de\né日😀")), shape(16))
 TEXTS = ["hello 日本 😀😀", "  two spaces", "é\tü", "e4 e5 Nf3", "�", "{ the lo: a b"]
 
 

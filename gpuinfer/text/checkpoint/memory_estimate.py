@@ -59,8 +59,8 @@ def estimate_memory(
     """
     weights = model_weight_bytes(layout, dtype) + beside
     cache = pages * page_bytes(layout.shape, dtype, own)
-    step = working_bytes(layout.shape, max(slots, STEP_TOKENS), slots, length, dtype, own)
-    return Estimate(weights, cache, weights + cache + step)
+    step = working(layout.shape, max(slots, STEP_TOKENS), slots, length, dtype, own)
+    return Estimate(weights, cache, weights + cache + step.total)
 
 
 def model_weight_bytes(layout: TensorLayout, dtype: torch.dtype) -> int:
@@ -109,19 +109,6 @@ def page_bytes(shape: Shape, dtype: torch.dtype, own: bool = False) -> int:
 def most_copied(device: torch.device) -> int:
     """Values of keys that torch copies for attention at once on the device, unless one row has more."""
     return CUDA_COPIED if device.type == "cuda" else CPU_COPIED
-
-
-def working_bytes(
-    shape: Shape,
-    rows: int,
-    slots: int,
-    length: int,
-    dtype: torch.dtype,
-    own: bool = False,
-    copied: int = CPU_COPIED,
-) -> int:
-    """Bytes of a step of `rows` tokens in `slots` segments besides weights and cache: see `working`."""
-    return working(shape, rows, slots, length, dtype, own, copied).total
 
 
 def working(

@@ -17,6 +17,7 @@ from gpuinfer.text.checkpoint.checkpoint import Checkpoint, LanguageFiles, setti
 from gpuinfer.text.checkpoint.config_keys import ConfigFields, read_json, refuse_unknown_keys
 from gpuinfer.text.checkpoint.model_family import Biases
 from gpuinfer.text.checkpoint.pickle_reader import TensorStore, plain_tensors, read_pickle, read_torch_file
+from gpuinfer.text.checkpoint.safetensors_folder import tensors_differ
 from gpuinfer.text.checkpoint.tensor_layout import Gpt2Layout, check_store
 from gpuinfer.text.transformer import Shape
 
@@ -149,7 +150,7 @@ def shape_of_nanogpt(arguments: ConfigFields, store: TensorStore) -> Shape:
         activation="gelu",
         gated=False,
         learned_positions=True,
-        tied=HEAD not in store.tensors or _same(store, EMBEDDING, HEAD),
+        tied=not tensors_differ(store, EMBEDDING, HEAD),
     )
 
 
@@ -194,10 +195,3 @@ def _object(content: Mapping[str, Any], name: str, path: Path) -> Mapping[Any, A
     if not isinstance(content.get(name), Mapping):
         raise UsageError(f"{path} holds no '{name}'. Save it as nanoGPT's train.py does.")
     return content[name]  # type: ignore[no-any-return]
-
-
-def _same(store: TensorStore, one: str, other: str) -> bool:
-    if one not in store.tensors or store.tensors[one] != store.tensors[other]:
-        return False
-    content = store.digests([one, other])
-    return content[one] == content[other]

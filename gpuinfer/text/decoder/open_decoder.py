@@ -27,7 +27,7 @@ from gpuinfer.text.checkpoint.memory_estimate import (
     most_outputs,
     page_bytes,
     row_pages,
-    working_bytes,
+    working,
 )
 from gpuinfer.text.decoder.torch_decoder import TorchDecoder
 from gpuinfer.text.transformer import PAGE, Adapter, Decoder, Shape, Step, Weights
@@ -97,7 +97,7 @@ def estimate(
     each, of_a_row, room = page_bytes(shape, dtype, own), row_pages(length), int(free * share) // sharing
 
     def step_bytes(count: int) -> int:
-        return working_bytes(shape, max(count, step_tokens), count, length, dtype, own, most_copied(device))
+        return working(shape, max(count, step_tokens), count, length, dtype, own, most_copied(device)).total
 
     if slots is None:
         few = step_bytes(1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,6 +25,7 @@ from gpuinfer.text.language.tokenizer import (
 from gpuinfer.text.transformer import Shape
 
 if TYPE_CHECKING:
+    from gpuinfer.text.checkpoint import LanguageFiles
     from gpuinfer.text.language.list_trie import Tries
     from gpuinfer.text.language.list_walks import ListedMatcher
 
@@ -148,20 +149,7 @@ class Language:
 ENDS_BEGIN = ("gpt2", "nanogpt")  # families trained with the end token before each text too
 
 
-class LanguageSource(Protocol):
-    """Where a checkpoint's tokenizer is: in a folder, an alphabet, or none (`bytes`)."""
-
-    @property
-    def folder(self) -> Path | None: ...
-    @property
-    def characters(self) -> tuple[str, ...] | None: ...
-    @property
-    def bytes(self) -> bool: ...
-    @property
-    def template(self) -> str | None: ...
-
-
-def open_language(files: LanguageSource, shape: Shape) -> Language:
+def open_language(files: LanguageFiles, shape: Shape) -> Language:
     """Raises `UsageError` if there is no tokenizer, or it cannot be used."""
     if files.bytes:
         ends = shape.end_tokens
@@ -175,12 +163,12 @@ def open_language(files: LanguageSource, shape: Shape) -> Language:
     return _from_folder(files.folder, shape)
 
 
-def has_chat_template(files: LanguageSource) -> bool:
+def has_chat_template(files: LanguageFiles) -> bool:
     """Whether the model has a chat template. Quicker than `open_language`."""
     return _templates(files) is not None
 
 
-def _templates(files: LanguageSource) -> ChatTemplates | None:
+def _templates(files: LanguageFiles) -> ChatTemplates | None:
     settings = TokenizerSettings(template=files.template) if files.folder is None else read_settings(files.folder)
     return None if settings.template is None else ChatTemplates(settings)
 
