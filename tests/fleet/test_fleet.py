@@ -249,6 +249,7 @@ async def _answers(port: int, path: str) -> bool:
     return (await asyncio.wait_for(_alone(port, path), standins.LIMIT_S))[9:12] == b"200"
 
 
+@pytest.mark.thorough
 async def test_what_a_killed_supervisor_leaves_is_removed_by_the_next_fleet(tmp_path):
     for name in "abc":
         (tmp_path / name).mkdir()
@@ -331,6 +332,7 @@ def test_what_removes_old_files_finds_none_in_a_folder_that_is_touched(tmp_path,
     assert not folder.touch()
 
 
+@pytest.mark.thorough
 async def test_a_fleet_whose_folder_is_removed_says_so_with_the_cure_and_still_answers(tmp_path):
     async with fleet(tmp_path) as it:
         shutil.rmtree(it.told["folder"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -12,43 +13,24 @@ from gpuinfer.fleet.plan import LOOK_S, UP_LOOKS, Scaler, Scaling
 from gpuinfer.fleet.worker import LATE_LOOKS, Heartbeat
 
 
-def looks(heartbeat: Heartbeat, count: int) -> list[str]:
-    return [heartbeat.look() for _ in range(count)]
-
-
-def test_a_heartbeat_is_late_after_three_seconds_of_looks_without_an_answer():
-    heartbeat = Heartbeat()
-    heartbeat.look()
-    assert looks(heartbeat, LATE_LOOKS) == ["well"] * (LATE_LOOKS - 1) + ["late"]
-
-
-def test_an_answer_between_two_looks_is_enough():
-    heartbeat = Heartbeat()
-    for _ in range(5):
-        assert "late" not in looks(heartbeat, LATE_LOOKS - 1)
-        heartbeat.answer(stuck=False)
-
-
-def test_a_suspended_supervisor_has_missed_one_look_and_accuses_nobody():
-    heartbeat = Heartbeat()
-    heartbeat.look()
-    assert heartbeat.look() == "well"  # hours later, as a clock would say
-
-
-def test_stuck_is_believed_when_it_is_said_twice():
-    heartbeat = Heartbeat()
-    heartbeat.answer(stuck=True)
-    assert heartbeat.look() == "well"
-    heartbeat.answer(stuck=True)
-    assert heartbeat.look() == "stuck"
-
-
-def test_who_was_stuck_and_goes_on_is_well():
-    heartbeat = Heartbeat()
-    for _ in range(3):
-        heartbeat.answer(stuck=True)
-        heartbeat.answer(stuck=False)
-    assert heartbeat.look() == "well"
+@pytest.mark.parametrize(
+    ("steps", "states"),
+    [
+        pytest.param("." + "." * LATE_LOOKS, ["well"] * LATE_LOOKS + ["late"], id="late after 3 s without an answer"),
+        pytest.param("...a" * 5 + ".", ["well"] * 16, id="an answer between two checks is enough"),
+        pytest.param("s.s.", ["well", "stuck"], id="stuck is believed when it is said twice"),
+        pytest.param("sasasa.", ["well"], id="one that was stuck and goes on is well"),
+    ],
+)
+def test_a_heartbeat(steps, states):
+    """Steps: a check (.), an answer (a), an answer that says stuck (s)."""
+    heartbeat, found = Heartbeat(), []
+    for step in steps:
+        if step == ".":
+            found.append(heartbeat.look())
+        else:
+            heartbeat.answer(stuck=step == "s")
+    assert found == states
 
 
 def test_backoff_of_short_lives_grows_to_seconds_and_is_forgotten_after_a_good_one():

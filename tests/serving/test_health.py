@@ -52,13 +52,16 @@ def test_it_is_healthy(engine, seconds, more):
     assert (health.status, health.code) == ("ready", 200)
 
 
-def test_one_whose_backend_is_lost_is_dead_before_anybody_asks():
-    health = looked(Engine(serving=False, lost=True), LOOK_S)
-    assert (health.status, health.told()["alive"], health.code) == ("stuck", False, 503)
-
-
-def test_one_that_spins_for_ever_is_stuck_too():
-    assert looked(Engine(), COMPUTING * STUCK_S + 1, cores=1.0).stuck
+@pytest.mark.parametrize(
+    ("engine", "seconds", "cores", "alive"),
+    [
+        pytest.param(Engine(serving=False, lost=True), LOOK_S, 0.0, False, id="a backend that is lost"),
+        pytest.param(Engine(), COMPUTING * STUCK_S + 1, 1.0, True, id="one that spins for ever"),
+    ],
+)
+def test_it_is_stuck(engine, seconds, cores, alive):
+    health = looked(engine, seconds, cores=cores)
+    assert (health.status, health.told()["alive"], health.code) == ("stuck", alive, 503)
 
 
 def test_one_that_moves_again_is_well_again():
@@ -68,10 +71,3 @@ def test_one_that_moves_again_is_well_again():
     engine.moved += 1
     health.look_once()
     assert health.status == "ready"
-
-
-def test_one_whose_backend_is_gone_is_not_alive():
-    health = looked(Engine(serving=False), 0)
-    health.dead = True
-    told = health.told()
-    assert (told["alive"], told["ready"], told["status"]) == (False, False, "stuck")

@@ -131,32 +131,16 @@ def test_sigterm_finishes_what_is_under_way_and_takes_nothing_new(tmp_path):
         assert "finishing what is under way" in server.log
 
 
-def test_a_second_signal_ends_at_once(tmp_path):
-    with serving(*SLOW, "-B", "beta=600", folder=tmp_path) as server:
-        client = server.connect()
-        client.request("POST", "/v1/evaluate", json.dumps(ROW))
-        until(lambda: server.ask("/health").json["in_flight"] == 1)
-        server.process.send_signal(signal.SIGINT)
-        until(lambda: "finishing" in server.log)
-        assert server.end(signal.SIGINT) == 3
-        client.close()
-
-
-def test_a_drain_has_an_end(tmp_path):
-    with serving(*SLOW, "-B", "beta=600", "--drain-timeout", "0.2", folder=tmp_path) as server:
-        client = server.connect()
-        client.request("POST", "/v1/evaluate", json.dumps(ROW))
-        until(lambda: server.ask("/health").json["in_flight"] == 1)
-        assert server.end() == 3
-        assert "1 request was broken off" in server.log
-        client.close()
-
-
-def test_a_full_queue_is_429_and_says_when_to_come_again(tmp_path):
-    words = (*SLOW, "-B", "beta=600", "-B", "max_rows=1", "--max-queue-rows", 2, "--drain-timeout", 0)
+@pytest.mark.parametrize("second", [False, True], ids=["a drain has an end", "a second signal ends at once"])
+def test_a_full_queue_is_429_a_late_request_408_and_what_is_under_way_is_broken_off_in_the_end(tmp_path, second):
+    drain_s = 600 if second else 0.2
+    words = (*SLOW, "-B", "beta=600", "-B", "max_rows=1", "--max-queue-rows", 2, "--drain-timeout", drain_s)
     with serving(*words, folder=tmp_path) as server:
         clients = []
         for count in range(1, 4):
+            if count == 2:
+                late = server.ask("/v1/evaluate", ROW, {"X-Gpuinfer-Timeout": "0.05", "X-Gpuinfer-Priority": "high"})
+                assert late.status == 408
             clients.append(server.connect())
             clients[-1].request("POST", "/v1/evaluate", json.dumps(ROW))
             until(lambda count=count: server.ask("/health").json["in_flight"] == count)
@@ -165,21 +149,15 @@ def test_a_full_queue_is_429_and_says_when_to_come_again(tmp_path):
         assert int(refused.headers["retry-after"]) >= 1
         assert refused.headers["x-gpuinfer-error"] == "QueueFull"
         assert server.ask("/health").json["waiting_rows"] == 2
-        late = server.ask("/v1/evaluate", {"x": [1.0] * 5})
-        assert late.status == 400, "what is wrong is said before what is full"
+        wrong = server.ask("/v1/evaluate", {"x": [1.0] * 5})
+        assert wrong.status == 400, "what is wrong is said before what is full"
+        if second:
+            server.process.send_signal(signal.SIGINT)
+            until(lambda: "finishing" in server.log)
+        assert server.end(signal.SIGINT if second else signal.SIGTERM) == 3
+        assert "3 requests were broken off" in server.log
         for client in clients:
             client.close()
-
-
-def test_a_deadline_in_the_queue_is_408(tmp_path):
-    words = (*SLOW, "-B", "beta=600", "-B", "max_rows=1", "--drain-timeout", 0)
-    with serving(*words, folder=tmp_path) as server:
-        client = server.connect()
-        client.request("POST", "/v1/evaluate", json.dumps(ROW))
-        until(lambda: server.ask("/health").json["in_flight"] == 1)
-        late = server.ask("/v1/evaluate", ROW, {"X-Gpuinfer-Timeout": "0.05", "X-Gpuinfer-Priority": "high"})
-        assert late.status == 408
-        client.close()
 
 
 @pytest.mark.thorough
