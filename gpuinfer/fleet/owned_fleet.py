@@ -23,7 +23,6 @@ from gpuinfer.http.access import LOOPBACK, Access, Keys
 from gpuinfer.stats import Snapshot
 
 if TYPE_CHECKING:
-    from gpuinfer.fleet.launchers.base import Launcher
     from gpuinfer.fleet.supervisor import Fleet
 
 MOST_BYTES = 1 << 30  # of one block of rows
@@ -64,7 +63,7 @@ class OwnedFleet:
     async def start(self) -> str:
         """The URL, once all replicas have come up. Raises `UsageError`, and `WorkError` with a replica's last words."""
         from gpuinfer.fleet.launchers import base
-        from gpuinfer.fleet.plan import FleetPlan, gpus_of
+        from gpuinfer.fleet.plan import FleetPlan, gpus_here, gpus_of
         from gpuinfer.fleet.supervisor import Fleet
 
         wanted = self._wanted
@@ -74,12 +73,14 @@ class OwnedFleet:
         launcher = base.make_launcher(wanted.launcher, given)
         self._folder = PrivateFolder(tempfile.gettempdir())
         setup = replace(self._described.setup, processes=wanted.replicas if launcher.here else 1)
+        devices = gpus_here() if launcher.here and machine.wants_cuda(setup.devices) else ()
         if wanted.gpus:
+            devices = gpus_of(wanted.gpus)
             setup = replace(setup, devices=("cuda",))  # a replica that cannot use its own does not fall back on the CPU
         plan = FleetPlan(
             setup=msgspec.json.encode(msgspec.structs.replace(self._described, setup=setup)),
             replicas=wanted.replicas,
-            devices=gpus_of(wanted.gpus) if wanted.gpus else _devices_here(launcher, setup),
+            devices=devices,
             devices_named=wanted.gpus is not None,
             routing=wanted.routing,
             router_processes=wanted.router_processes,
@@ -129,13 +130,6 @@ class OwnedFleet:
         if self._folder is not None:
             self._folder.remove()
             self._folder = None
-
-
-def _devices_here(launcher: Launcher, setup: Setup) -> tuple[str, ...]:
-    """Those that the replicas take in turn."""
-    from gpuinfer.fleet.plan import gpus_here
-
-    return gpus_here() if launcher.here and machine.wants_cuda(setup.devices) else ()
 
 
 def _name_of(strategy: Strategy) -> str:

@@ -1,4 +1,4 @@
-"""The life of one replica: it listens, loads its model, serves, and drains when it is asked to end."""
+"""The life of one replica: listen, load the models, serve, and drain when a signal comes."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ log = logging.getLogger(__name__)
 DONE, FAILED, PARTIAL = 0, 1, 3  # exit codes
 LAST_S = 5.0  # for the last bytes of responses to reach their clients
 SWITCH_S = 5e-4
-"""How long one thread of Python may keep others from running. The model's thread asks for its turn after each product,
-and the loop's is always busy: with Python's own 5 ms a forward of 9 ms takes 74 to 230 beside a busy thread, with this
+"""How long one thread of Python may keep others from running. The model's thread needs the GIL after each product, and
+the loop's is always busy: with Python's own 5 ms a forward of 9 ms takes 74 to 230 beside a busy thread, with this
 18 to 37."""
-LOOK_S = 0.02  # how often it is looked whether all is answered, while draining
+LOOK_S = 0.02  # between two checks whether all is answered, while draining
 
 
 @dataclass(frozen=True)
@@ -51,8 +51,8 @@ class ServerAddress:
     port: int = 0
     api: Keys | None = None
     admin: Keys | None = None
-    hosts: frozenset[str] = frozenset()  # more names that it may be called by
-    origins: frozenset[str] = frozenset()  # of pages that may ask, beside its own
+    hosts: frozenset[str] = frozenset()  # more names that clients may use
+    origins: frozenset[str] = frozenset()  # whose pages may send requests, beside its own
     tls: Certificate | None = None
     behind_router: bool = False
     ready_file: Path | None = None
@@ -60,18 +60,18 @@ class ServerAddress:
     limits: HttpLimits = field(default_factory=HttpLimits)
 
     def access(self) -> Access:
-        """On loopback only its own names are right; behind a router any, since the router has checked them."""
+        """On loopback only its own names are allowed; behind a router all, since the router checks them."""
         checked = (self.host in HERE or self.hosts) and not self.behind_router
         hosts = LOOPBACK | self.hosts | {self.host} if checked else None
         return Access(self.api, self.admin, hosts, self.origins)
 
     def files(self) -> list[ReloadableFile]:
-        """What may change while it serves."""
+        """Files that are read again when they change."""
         found: list[ReloadableFile] = [*self.access().files]
         return found if self.tls is None else [*found, self.tls]
 
 
-Say = Callable[[str, int], None]
+OnReady = Callable[[str, int], None]
 """Told once the server is ready: its address and port."""
 
 
@@ -89,7 +89,7 @@ class ReplicaServer:
         if described.setup.model is None:
             raise UsageError("a server without a model has nothing to serve. Give it one.")
         self._place, self._spans, self._described = place, spans, described
-        self.session = Session(backend, strategy, on_fault=self._fault, on_stuck=self._stuck)
+        self.session = Session(backend, strategy, on_fault=self._on_failure, on_stuck=self._on_stuck)
         if described.beside:
             self.session.called = described.name
         first = AdditionalModel(name=described.name, model=described.setup.model, unmasking=described.unmasking)
@@ -98,10 +98,10 @@ class ReplicaServer:
         models = (first, *described.beside)
         self.served = ServedModels([self._service(one, session) for one, session in zip(models, sessions, strict=True)])
         self._loop = asyncio.get_running_loop()
-        self.stop = asyncio.Event()  # asked to end
-        self._at_once = asyncio.Event()  # asked again
+        self.stop = asyncio.Event()  # a signal has come
+        self._at_once = asyncio.Event()  # a second one
         self._failure: WorkError | None = None
-        self._dead: set[str] = set()  # models that have been told to be gone
+        self._dead: set[str] = set()  # models whose death is logged
 
     def _service(self, model: AdditionalModel, session: Session) -> ModelService:
         return ModelService(
@@ -113,7 +113,7 @@ class ReplicaServer:
             spans=self._spans,
         )
 
-    async def run(self, say: Say = lambda host, port: None) -> int:
+    async def run(self, on_ready: OnReady = lambda host, port: None) -> int:
         """Serve until a signal comes, or the model is gone. The exit code: 3 where something was broken off.
 
         Raises `UsageError` for an address that cannot be had and for a model that cannot be loaded, and `WorkError`
@@ -127,14 +127,14 @@ class ReplicaServer:
         self.served.http_counts = lambda: server.counts
         port = await server.listen(self._place.host, self._place.port, tls=self._place.tls)
         fresh = asyncio.create_task(reload_changed_files(self._place.files()))
-        looking = asyncio.create_task(health.watch_health([one.health for one in self.served.services], self._look))
+        looking = asyncio.create_task(health.watch_health([one.health for one in self.served.services], self._on_check))
         before = sys.getswitchinterval()
         sys.setswitchinterval(SWITCH_S)
         try:
-            with signals.handled(self._asked, self._insist, self._force):
+            with signals.handled(self._on_signal, self._stop_now, self._kill):
                 async with self.session:
                     try:
-                        return await self._serve(server, port, say)
+                        return await self._serve(server, port, on_ready)
                     finally:
                         await server.close()
         finally:
@@ -147,9 +147,11 @@ class ReplicaServer:
             if self._place.ready_file is not None:
                 self._place.ready_file.unlink(missing_ok=True)
 
-    async def _serve(self, server: HttpServer, port: int, say: Say) -> int:
-        loading = asyncio.create_task(self._load())
-        if not await self._unless_stopped(loading):
+    async def _serve(self, server: HttpServer, port: int, on_ready: OnReady) -> int:
+        loading, stopped = asyncio.create_task(self._load()), asyncio.create_task(self.stop.wait())
+        await asyncio.wait({loading, stopped}, return_when=asyncio.FIRST_COMPLETED)
+        stopped.cancel()
+        if not loading.done():
             loading.cancel()
             await asyncio.wait({loading}, timeout=1.0)
             return DONE
@@ -158,15 +160,15 @@ class ReplicaServer:
         if self._place.ready_file is not None:
             told = {"host": self._place.host, "port": port, "pid": os.getpid()}
             write_whole(self._place.ready_file, msgspec.json.encode(told))
-        say(self._place.host, port)
+        on_ready(self._place.host, port)
         await self.stop.wait()
         if self._failure is not None:
             raise self._failure
         return await self._drain(server)
 
     async def _load(self) -> None:
-        """None is loaded before all have been asked whether they can be served. Then one after the other: none finds
-        memory free that another is about to take.
+        """Check all models first; then load them one after the other, so that none finds memory free that another is
+        about to take.
         """
         for one in self.served.services:
             with self._described.naming(one.name):
@@ -176,14 +178,8 @@ class ReplicaServer:
                 await one.session.ready()
                 await one.look_at_model()
 
-    async def _unless_stopped(self, task: asyncio.Task[object]) -> bool:
-        stopped = asyncio.create_task(self.stop.wait())
-        await asyncio.wait({task, stopped}, return_when=asyncio.FIRST_COMPLETED)
-        stopped.cancel()
-        return task.done()
-
     async def _drain(self, server: HttpServer) -> int:
-        """Take nothing new, and finish what is there. New requests are told so, and /health too, until the end."""
+        """Finish the requests under way. New ones are refused, and /health says so, until the end."""
         self.served.become("draining")
         for end in self.served.at_drain:
             end()
@@ -199,9 +195,9 @@ class ReplicaServer:
             await server.drain(LAST_S)
         return PARTIAL if left else DONE
 
-    def _look(self) -> None:
-        """Four times a second."""
-        self._tell_of_dead()
+    def _on_check(self) -> None:
+        """Called four times a second."""
+        self._log_dead_models()
         now = time.monotonic()
         if self._starting or not self.served.recent.due(now):
             return
@@ -209,8 +205,8 @@ class ReplicaServer:
         for one in self.served.services:
             one.recent.take(now, one.session.own.snapshot())
 
-    def _tell_of_dead(self) -> None:
-        """Once of each, where others go on."""
+    def _log_dead_models(self) -> None:
+        """Log a model's death once, where other models go on."""
         dead = {one.name for one in self.served.services if one.health.dead}
         if self._failure is not None or not dead - self._dead:
             return
@@ -228,10 +224,10 @@ class ReplicaServer:
     def _starting(self) -> bool:
         return self.served.services[0].health.phase == "starting"
 
-    # Who wants it to end
+    # Ends
 
-    def _asked(self, number: int) -> None:
-        """The first signal, from another thread."""
+    def _on_signal(self, number: int) -> None:
+        """The first signal; called from another thread."""
         first = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
         if self._starting:
             log.warning("%s: stopping. The model was not loaded yet.", first)
@@ -240,26 +236,26 @@ class ReplicaServer:
             log.warning("%s: finishing what is under way, for %g s at most. Once more ends at once.", first, limit_s)
         self._loop.call_soon_threadsafe(self.stop.set)
 
-    def _insist(self) -> None:
+    def _stop_now(self) -> None:
         self.stop.set()
         self._at_once.set()
         self.session.hurry()
 
-    def _force(self) -> None:
-        """Not even that has ended it. From another thread."""
+    def _kill(self) -> None:
+        """A third signal; called from another thread."""
         if signals.owned():
             print("gpuinfer: stopped at once, as it did not end by itself.", file=sys.stderr, flush=True)
             signals.now(PARTIAL)
 
-    def _fault(self, error: WorkError) -> None:
-        """The backend was given up."""
+    def _on_failure(self, error: WorkError) -> None:
+        """The backend has failed for good."""
         for one in self.served.services:
             one.health.dead = True
         self._failure = error
         self.stop.set()
 
-    def _stuck(self, error: WorkError) -> None:
-        """The backend blocks the loop, and was given up. From another thread."""
+    def _on_stuck(self, error: WorkError) -> None:
+        """The backend blocks the event loop, and was given up; called from another thread."""
         log.error("%s", error)
         if signals.owned():
             signals.now(FAILED)

@@ -54,7 +54,7 @@ def body_of(spec: ModelSpec) -> Any:
 
 
 class RowsReader:
-    """Understands the rows of one model, as a `body_of` it: at most `most` in a request."""
+    """Parses the rows of one model, in the form of `body_of`: at most `most` in a request."""
 
     def __init__(self, spec: ModelSpec, body: Any, most: int) -> None:
         self._body = body
@@ -104,16 +104,14 @@ class RowsReader:
             raise BadRequest(f"{rows} rows, and a request holds 1 to {self._most}. Send several requests.", "rows")
 
     def _checked(self, block: Block) -> Block:
-        if self._floats and not _is_finite(block):
-            raise BadRequest("a value is NaN, infinite, or too large for the model's rows. Send finite numbers.")
+        if self._floats:
+            flat = block.ravel()
+            with np.errstate(over="ignore", invalid="ignore"):
+                # the sum of squares is quicker; it is finite only if all are, but overflows for large ones
+                finite = math.isfinite(np.dot(flat, flat)) or bool(np.isfinite(block).all())
+            if not finite:
+                raise BadRequest("a value is NaN, infinite, or too large for the model's rows. Send finite numbers.")
         return block
-
-
-def _is_finite(block: Block) -> bool:
-    """The sum of the squares is quicker, and finite only if they all are; not if, as large ones overflow."""
-    flat = block.ravel()
-    with np.errstate(over="ignore", invalid="ignore"):
-        return math.isfinite(np.dot(flat, flat)) or bool(np.isfinite(block).all())
 
 
 class RowAnswerWriter:

@@ -95,7 +95,7 @@ NAME = 100  # characters of a name from outside
 
 
 def snapshot_families(snapshot: Snapshot) -> Iterator[Family]:
-    """Every family of one snapshot, always in the same order. What is not known (tokens of rows) has none."""
+    """All families of one snapshot, always in the same order. Unknown figures (tokens of rows) have none."""
     yield from _requests(snapshot)
     yield from _text(snapshot)
     yield from _unmasking(snapshot)
@@ -106,7 +106,7 @@ def snapshot_families(snapshot: Snapshot) -> Iterator[Family]:
 
 
 def _models(snapshot: Snapshot) -> Iterator[Family]:
-    """A line each, where there are several."""
+    """The counters of each model, where there are several."""
     lines = {shortened(name): line for name, line in list(snapshot.models.items())[:MOST_MODELS]}
     if not lines:
         return
@@ -114,32 +114,35 @@ def _models(snapshot: Snapshot) -> Iterator[Family]:
     def by_model(what: str) -> list[tuple[dict[str, str], float]]:
         return [({"model": name}, line[what]) for name, line in lines.items()]
 
-    for name, told in (
+    for name, help_text in (
         ("requests", "Of several models in one server: requests that a model answered."),
         ("rows", "Rows of these."),
     ):
-        yield Family(f"gpuinfer_model_{name}", told, "counter", by_model(name))
-    for way, told in (("input", "Tokens of a model's prompts."), ("output", "Tokens of its answers.")):
+        yield Family(f"gpuinfer_model_{name}", help_text, "counter", by_model(name))
+    for way, help_text in (("input", "Tokens of a model's prompts."), ("output", "Tokens of its answers.")):
         tokens = [({"model": name}, line["tokens"].get(way, 0)) for name, line in lines.items()]
-        yield Family(f"gpuinfer_model_{way}_tokens", told, "counter", tokens)
+        yield Family(f"gpuinfer_model_{way}_tokens", help_text, "counter", tokens)
     errors = [
         ({"model": name, "kind": kind}, line["errors"].get(kind, 0)) for name, line in lines.items() for kind in ERRORS
     ]
     yield Family("gpuinfer_model_errors", "As gpuinfer_errors, of each model.", "counter", errors)
-    told = "Device time that it had, of all of the device."
-    yield Family("gpuinfer_model_device_seconds", told, "counter", by_model("device_s"))
-    told = "For how long its forwards waited while others had the device."
-    yield Family("gpuinfer_model_turn_wait_seconds", told, "counter", by_model("turn_wait_s"))
+    help_text = "Device time that it had, of all of the device."
+    yield Family("gpuinfer_model_device_seconds", help_text, "counter", by_model("device_s"))
+    help_text = "For how long its forwards waited while others had the device."
+    yield Family("gpuinfer_model_turn_wait_seconds", help_text, "counter", by_model("turn_wait_s"))
     yield Family("gpuinfer_model_waiting_rows", "Rows that wait in its queue now.", "gauge", by_model("waiting"))
     waited: list[tuple[dict[str, str], Distribution]] = [
         ({"model": name}, durations(line["queue_wait"])) for name, line in lines.items()
     ]
-    told = "From a request's arrival to its batch."
-    yield Family("gpuinfer_model_queue_wait_seconds", told, "histogram", waited)
+    help_text = "From a request's arrival to its batch."
+    yield Family("gpuinfer_model_queue_wait_seconds", help_text, "histogram", waited)
 
 
 def _requests(snapshot: Snapshot) -> Iterator[Family]:
-    classes = {name: snapshot.classes.get(name) or ClassCount().to_wire() for name in _classes(snapshot)}
+    # all classes that there may be, so that a counter is there before it first counts
+    known = [priority.name.lower() for priority in Priority]
+    names = [*known, *(name for name in snapshot.classes if name not in known)]
+    classes = {name: snapshot.classes.get(name) or ClassCount().to_wire() for name in names}
 
     def by_class(what: str) -> list[tuple[dict[str, str], float]]:
         return [({"class": name}, count[what]) for name, count in classes.items()]
@@ -158,29 +161,26 @@ def _requests(snapshot: Snapshot) -> Iterator[Family]:
     yield single_sample("gpuinfer_waiting_rows", "Rows that wait in the queue now.", "gauge", snapshot.waiting)
 
 
-def _classes(snapshot: Snapshot) -> list[str]:
-    """All that there may be, so that a counter is there before it first counts."""
-    known = [priority.name.lower() for priority in Priority]
-    return [*known, *(name for name in snapshot.classes if name not in known)]
-
-
 def _text(snapshot: Snapshot) -> Iterator[Family]:
     first, between = durations(snapshot.first_token), durations(snapshot.between_tokens)
-    told = "From a prompt's arrival to its first token."
-    yield single_sample("gpuinfer_time_to_first_token_seconds", told, "histogram", first)
-    told = "From one token of an answer to its next: the mean of each answer."
-    yield single_sample("gpuinfer_time_between_tokens_seconds", told, "histogram", between)
+    help_text = "From a prompt's arrival to its first token."
+    yield single_sample("gpuinfer_time_to_first_token_seconds", help_text, "histogram", first)
+    help_text = "From one token of an answer to its next: the mean of each answer."
+    yield single_sample("gpuinfer_time_between_tokens_seconds", help_text, "histogram", between)
     tokens = counted_tokens(snapshot)
-    for name, told in (("input_tokens", "Tokens of prompts that were taken in."), ("output_tokens", "Tokens drawn.")):
+    for name, help_text in (
+        ("input_tokens", "Tokens of prompts that were taken in."),
+        ("output_tokens", "Tokens drawn."),
+    ):
         if name in tokens:
-            yield single_sample(f"gpuinfer_{name}", told, "counter", tokens[name])
+            yield single_sample(f"gpuinfer_{name}", help_text, "counter", tokens[name])
 
 
 def _unmasking(snapshot: Snapshot) -> Iterator[Family]:
-    """Of diffusion models. Shares and tokens a forward are for who reads it, over the time that is looked at."""
+    """The counters of diffusion models. Shares and tokens a forward are computed by queries over a time range."""
     if (found := DiffusionCounters.of(snapshot.device.get("steps"))) is None:
         return
-    for name, told, value in (
+    for name, help_text, value in (
         (
             "forwards",
             "Rows of all steps of a diffusion model: output tokens are to be seen beside them.",
@@ -191,7 +191,7 @@ def _unmasking(snapshot: Snapshot) -> Iterator[Family]:
         ("canvas_positions", "Positions of the canvases of all forwards.", found.positions),
         ("computed_positions", "Of these, those that were computed anew.", found.computed),
     ):
-        yield single_sample(f"gpuinfer_{name}", told, "counter", value)
+        yield single_sample(f"gpuinfer_{name}", help_text, "counter", value)
 
 
 def _batches(snapshot: Snapshot) -> Iterator[Family]:
@@ -216,11 +216,13 @@ def _lanes(snapshot: Snapshot) -> Iterator[Family]:
         kinds = {known for known, _ in seconds}
         kind = kind if kind in kinds or len(kinds) < MOST_LANES else OTHER
         for station, spent in lane["stations"].items():
-            key = (kind, _bounded(station, kind, seconds))
-            seconds[key] = seconds.get(key, 0.0) + spent
+            station = shortened(station)
+            if (kind, station) not in seconds and sum(lane == kind for lane, _ in seconds) >= MOST_STATIONS:
+                station = OTHER
+            seconds[kind, station] = seconds.get((kind, station), 0.0) + spent
     samples = [({"lane": lane, "station": station}, spent) for (lane, station), spent in seconds.items()]
-    told = "Where the time of the lanes (forward slots, worker threads) went, by kind of lane and station."
-    yield Family("gpuinfer_lane_seconds", told, "counter", samples)
+    help_text = "Where the time of the lanes (forward slots, worker threads) went, by kind of lane and station."
+    yield Family("gpuinfer_lane_seconds", help_text, "counter", samples)
 
 
 def lane_kind(lane: str) -> str:
@@ -229,20 +231,14 @@ def lane_kind(lane: str) -> str:
     return shortened(" ".join(words[:-1] if len(words) > 1 and words[-1].isdigit() else words)) or OTHER
 
 
-def _bounded(station: str, kind: str, seen: Mapping[tuple[str, str], float]) -> str:
-    station = shortened(station)
-    known = (kind, station) in seen or sum(lane == kind for lane, _ in seen) < MOST_STATIONS
-    return station if known else OTHER
-
-
 def _machine(snapshot: Snapshot) -> Iterator[Family]:
     device = snapshot.device
     peak = "The most memory that the processes have had, added up."
     yield single_sample("gpuinfer_memory_peak_bytes", peak, "gauge", snapshot.rss_peak_mb * MEGABYTE)
     for name in ("allocated", "reserved"):
         if (taken := device.get(f"{name}_mb")) is not None:
-            told = f"Memory of the device that is {name}."
-            yield single_sample(f"gpuinfer_device_memory_{name}_bytes", told, "gauge", taken * MEGABYTE)
+            help_text = f"Memory of the device that is {name}."
+            yield single_sample(f"gpuinfer_device_memory_{name}_bytes", help_text, "gauge", taken * MEGABYTE)
     if (busy := device.get("utilisation")) is not None:
         yield single_sample(
             "gpuinfer_device_utilization_ratio", "How busy the device says it is, 0 to 1.", "gauge", busy
@@ -258,13 +254,13 @@ def _machine(snapshot: Snapshot) -> Iterator[Family]:
 
 
 def served_models_family(models: Sequence[str]) -> Family:
-    """Which models a server serves: its snapshot does not know."""
+    """The names of the models of a server, which its snapshot does not have."""
     samples = [({"name": shortened(model)}, 1.0) for model in models]
     return Family("gpuinfer_model_info", "The models that are served.", "gauge", samples)
 
 
 def models_up_family(models: Mapping[str, bool]) -> Family:
-    """Which of them would answer now."""
+    """Which of the models would answer now."""
     samples = [({"model": shortened(name)}, float(ready)) for name, ready in list(models.items())[:MOST_MODELS]]
     return Family("gpuinfer_model_up", "Whether a model answers now, 0 or 1.", "gauge", samples)
 
@@ -280,16 +276,16 @@ def shortened(name: object) -> str:
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 Floor: TypeAlias = dict[tuple[str, ...], float]
-"""Of counters, what was told before. A server keeps one, and gives it to each call."""
+"""The last values of counters. A server keeps one, and passes it to each call."""
 
 
 def exposition(snapshot: Snapshot, more: Sequence[Family] = (), floor: Floor | None = None) -> bytes:
     """Prometheus' text format, to be served as CONTENT_TYPE; `more` are families beside those of the snapshot.
 
-    Takes some milliseconds of a core: a server with little patience calls it in a thread. Counters rise from call to
-    call as long as those of the snapshot do: `stats.merge` of replicas of which one has died does not, and
-    `monitoring.lives.Lives` does. A lane that is just changing its station may be told a few microseconds too much;
-    with `floor` such a second is not taken back, which Prometheus would take for a new start from zero.
+    Takes some milliseconds of a core: a server calls it in a thread. Counters rise from call to call as long as those
+    of the snapshot do: a merge of replicas of which one has died does not, `fleet.fleet_counters.MonotonicCounters` does.
+    A lane that is just changing its station may be counted a few microseconds too long; with `floor` a counter never
+    falls, which Prometheus would take for a new start from zero.
     """
     from prometheus_client import CollectorRegistry, generate_latest
 
@@ -339,13 +335,11 @@ def _metric(family: Family) -> Metric:
         elif family.kind == "summary":
             made.add_metric(values, value.count, value.total)
         else:
-            made.add_metric(values, [(_bound(bound), times) for bound, times in value.buckets], value.total)
+            bounds = ["+Inf" if bound == float("inf") else repr(bound) for bound, _ in value.buckets]
+            counts = [times for _, times in value.buckets]
+            made.add_metric(values, list(zip(bounds, counts, strict=True)), value.total)
     metric: Metric = made
     return metric
-
-
-def _bound(bound: float) -> str:
-    return "+Inf" if bound == float("inf") else repr(bound)
 
 
 ROUTER_COUNTERS = (
@@ -359,11 +353,11 @@ ROUTER_COUNTERS = (
 
 
 def router_families(totals: Mapping[str, float]) -> Iterator[Family]:
-    """Of all router processes together; `totals` has the names of COUNTED, and connections."""
+    """The counters of all router processes; `totals` has the names in ROUTER_COUNTERS, and connections."""
     open_now = "Connections of clients that are open now."
     yield single_sample("gpuinfer_router_connections", open_now, "gauge", totals.get("connections", 0))
-    for name, told in ROUTER_COUNTERS:
-        yield single_sample(f"gpuinfer_router_{name}", told, "counter", totals.get(name, 0))
+    for name, help_text in ROUTER_COUNTERS:
+        yield single_sample(f"gpuinfer_router_{name}", help_text, "counter", totals.get(name, 0))
 
 
 BREAKER = ("closed", "half-open", "open")
@@ -385,9 +379,9 @@ def worker_families(workers: Sequence[Mapping[str, Any]]) -> Iterator[Family]:
     named = [({"worker": worker_name(worker)}, worker) for worker in workers]
     up: list[tuple[Labels, Value]] = [(labels, float(bool(worker.get("healthy")))) for labels, worker in named]
     yield Family("gpuinfer_worker_up", "Whether a replica is healthy and takes requests.", "gauge", up)
-    for name, key, told in WORKER_COUNTERS:
+    for name, key, help_text in WORKER_COUNTERS:
         counts = [(labels, float(worker.get(key) or 0)) for labels, worker in named]
-        yield Family(f"gpuinfer_worker_{name}", told, "counter", counts)
+        yield Family(f"gpuinfer_worker_{name}", help_text, "counter", counts)
     load = [(labels, float(worker.get("in_flight") or 0)) for labels, worker in named]
     yield Family("gpuinfer_worker_in_flight", "Requests that a replica is answering now.", "gauge", load)
     states = [
@@ -399,5 +393,5 @@ def worker_families(workers: Sequence[Mapping[str, Any]]) -> Iterator[Family]:
 
 
 def worker_name(worker: Mapping[str, Any]) -> str:
-    """What a replica is called on the page and in metrics: its number in the fleet."""
+    """A replica's name on the page and in metrics: its number in the fleet."""
     return str(worker.get("id", worker.get("index", "")))

@@ -1,6 +1,6 @@
 """Rows of a file of prompts: our own, and requests in the form of OpenAI's batches.
 
-`RowReader` understands one row, `prompts_of` reads a small file whole.
+`PromptRowReader` parses one row, `prompts_of` reads a small file whole.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ LOOSE = ", put it under `metadata`, or add --no-strict"  # with a field that is 
 
 
 class ParsedRow(Struct, kw_only=True, gc=False):
-    """One row as it is understood. Either `prompt` or `error` is set; the prompt has no key yet."""
+    """A parsed row. Either `prompt` or `error` is set; the prompt has no key yet."""
 
     prompt: Prompt | None = None
     error: GpuinferError | None = None
     line: int = 0  # of the input, that it begins on
-    content: bytes = b""  # what tells it from others, but for its id
+    content: bytes = b""  # what distinguishes it from others, but for its id
     id: str | int | None = None  # as it was given
     openai: str | None = None  # completion or chat, for a request of the batch format
     model: str | None = None  # that a batch request named
@@ -55,7 +55,7 @@ class ParsedRow(Struct, kw_only=True, gc=False):
 
 
 class PromptRowReader:
-    """Understands rows. Never raises: what cannot be asked comes back as an error of its row."""
+    """Parses rows. Never raises: a malformed row comes back with its error."""
 
     def __init__(self, defaults: PromptDefaults) -> None:
         self._defaults, self._requests = defaults, RequestReader(defaults, cure=LOOSE)
@@ -84,7 +84,9 @@ class PromptRowReader:
         if isinstance(row, str):
             row = InputRow(prompt=row)
         is_request = bool(row.body) or row.custom_id is not None or row.url is not None
-        asked = _request_of(row) if is_request else ParsedRow(id=row.id, metadata=row.metadata)
+        asked = ParsedRow(id=row.id, metadata=row.metadata)
+        if is_request:  # a completion, unless its url says that it is a chat
+            asked = ParsedRow(id=row.id if row.custom_id is None else row.custom_id, openai="completion")
         try:
             refuse_unsupported(row)
             if is_request:
@@ -102,7 +104,7 @@ class PromptRowReader:
         return asked
 
     def _take_request(self, row: InputRow, asked: ParsedRow) -> None:
-        """What a request of the batch format asks. Raises `BadPrompt`."""
+        """Parse a request of the batch format. Raises `BadPrompt`."""
         url = _url_of(row)
         asked.openai = "chat" if URLS[url] == "messages" else "completion"
         found = self._requests.read(row.body, url)
@@ -145,13 +147,8 @@ def _pieces(path: Path, flag: str) -> Iterator[Piece]:
     yield from splitter.end()
 
 
-def _request_of(row: InputRow) -> ParsedRow:
-    """Of the batch format, not yet understood: a completion, until its url says that it is a chat."""
-    return ParsedRow(id=row.id if row.custom_id is None else row.custom_id, openai="completion")
-
-
 def _url_of(row: InputRow) -> str:
-    """Where a batch request would go. Raises `BadRequest`."""
+    """The url of a batch request. Raises `BadRequest`."""
     if row.url not in URLS:
         raise BadRequest(f"no requests of url {_short(row.url)} are answered. Choose from {', '.join(URLS)}.")
     if row.method not in (None, "POST"):
@@ -168,7 +165,7 @@ def _short(value: str | None) -> str:
 
 
 def _misnamed(piece: bytes) -> BadRequest | None:
-    """What is wrong with a row that holds its prompt or its chat under another name; None for any other row."""
+    """The error of a row that has its prompt or its chat under another name; None for any other row."""
     try:
         row = msgspec.json.decode(piece, type=dict[str, msgspec.Raw])
     except (ValueError, RecursionError):
@@ -188,7 +185,7 @@ class _Named(Struct):
 
 
 def _id_of(piece: bytes) -> str | int | None:
-    """The id of a row that is wrong elsewhere, so that its error can be told whose it is."""
+    """The id of a malformed row, for its error."""
     try:
         named = msgspec.json.decode(piece, type=_Named)
     except (ValueError, RecursionError):

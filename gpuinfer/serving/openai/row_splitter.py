@@ -13,9 +13,8 @@ import hashlib
 import json
 import re
 import shlex
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import msgspec
 
@@ -35,16 +34,6 @@ class Unusable:
 
 Content = bytes | Unusable
 Piece = tuple[int, Content]  # the line that it begins on, and what stands there
-
-
-class Splitter(Protocol):
-    """Takes bytes as they come, and gives the rows that have become whole."""
-
-    def feed(self, data: bytes) -> list[Piece]: ...
-
-    def end(self) -> list[Piece]:
-        """What is left when no more bytes come."""
-        ...
 
 
 class PartialRow:
@@ -70,12 +59,12 @@ class PartialRow:
     def take(self) -> Content:
         """The row, and room for the next."""
         size, piece = self.size, b"".join(self._parts)
-        found: Content = piece if size <= self._most else Unusable(self._too_long(), self._hash.digest())
+        found: Content = piece
+        if size > self._most:
+            why = f"the row has {size:,} bytes, and {self._most:,} are the most. Split its prompt."
+            found = Unusable(why, self._hash.digest())
         self.__init__(self._most)  # type: ignore[misc]
         return found
-
-    def _too_long(self) -> str:
-        return f"the row has {self.size:,} bytes, and {self._most:,} are the most. Split its prompt."
 
 
 class LineSplitter:
@@ -140,17 +129,13 @@ class ArraySplitter:
         return rows
 
     def _add(self, data: bytes) -> None:
-        if not self._hold.size and not (data := self._without_space(data)):
-            return
-        self._hold.add(data)
-        self._line += data.count(b"\n")
-
-    def _without_space(self, data: bytes) -> bytes:
-        """What stands before an element tells no more than the line that it begins on."""
-        rest = data.lstrip(SPACE)
-        self._line += data[: len(data) - len(rest)].count(b"\n")
-        self._begun = self._line
-        return rest
+        if not self._hold.size:  # white space before an element only counts lines
+            rest = data.lstrip(SPACE)
+            self._line += data[: len(data) - len(rest)].count(b"\n")
+            self._begun, data = self._line, rest
+        if data:
+            self._hold.add(data)
+            self._line += data.count(b"\n")
 
     def _string(self, sign: bytes, position: int, size: int) -> int:
         """Past a quote or a backslash inside of a string; where to go on."""
@@ -199,7 +184,7 @@ class RowSplitter:
     def __init__(self, most: int = MOST_BYTES) -> None:
         self._most = most
         self._head = b""
-        self._chosen: Splitter | None = None
+        self._chosen: LineSplitter | ArraySplitter | None = None
         self._marked = False  # whether a byte order mark has been looked for
         self._line = 1
 
@@ -299,15 +284,14 @@ def foreign_format(head: bytes, name: str, whole: bool) -> ForeignFormat | None:
             return ForeignFormat(f"compressed with {method}", f"{command} {source}", "To unpack it on the way")
     for signature, what in SIGNATURES.items():
         if head.startswith(signature):
-            return _parquet(what, "FILE" if name == "-" else name) if signature == b"PAR1" else ForeignFormat(what)
+            if signature != b"PAR1":
+                return ForeignFormat(what)
+            script = PARQUET.format(name=json.dumps("FILE" if name == "-" else name))
+            does = "With pyarrow installed, and the column's name for prompt"
+            return ForeignFormat(what, f"python3 -c {shlex.quote(script)}", does)
     if head.startswith(UTF_16):
         return ForeignFormat("text in UTF-16", f"iconv -f UTF-16 -t UTF-8 {source}", "To turn it into UTF-8 on the way")
     return _of_lines(head, name, source, whole)
-
-
-def _parquet(what: str, name: str) -> ForeignFormat:
-    command = f"python3 -c {shlex.quote(PARQUET.format(name=json.dumps(name)))}"
-    return ForeignFormat(what, command, "With pyarrow installed, and the column's name for prompt")
 
 
 def _of_lines(head: bytes, name: str, source: str, whole: bool) -> ForeignFormat | None:
@@ -330,16 +314,13 @@ def _of_lines(head: bytes, name: str, source: str, whole: bool) -> ForeignFormat
     columns = next(csv.reader([first], delimiter=delimiter))
     known = [column for wanted in TEXT_FIELDS for column in columns if column.strip().lower() == wanted]
     if name.lower().endswith((".csv", ".tsv")) or (known and len(columns) > 1):
-        return _table(columns, known[0] if known else columns[0], delimiter, encoding, source)
+        column = known[0] if known else columns[0]
+        dialect = f", delimiter={json.dumps(delimiter)}" if delimiter != "," else ""
+        script = TABLE.format(column=json.dumps(column), encoding=encoding, dialect=dialect)
+        what = f"a table with the columns {', '.join(columns)}"
+        return ForeignFormat(what, f"python3 -c {shlex.quote(script)} < {source}", f"To ask its column {column}")
     script = TEXT.format(encoding=encoding)
     return ForeignFormat("plain text", f"python3 -c {shlex.quote(script)} < {source}", "To make each line a prompt")
-
-
-def _table(columns: Sequence[str], column: str, delimiter: str, encoding: str, source: str) -> ForeignFormat:
-    dialect = f", delimiter={json.dumps(delimiter)}" if delimiter != "," else ""
-    script = TABLE.format(column=json.dumps(column), encoding=encoding, dialect=dialect)
-    what = f"a table with the columns {', '.join(columns)}"
-    return ForeignFormat(what, f"python3 -c {shlex.quote(script)} < {source}", f"To ask its column {column}")
 
 
 def _is_row(line: bytes) -> bool:
