@@ -25,11 +25,11 @@ from gpuinfer.serving.openai.model_options import (
     AdapterOptions,
     ModelOptions,
     SamplingOptions,
-    adapters_of,
+    adapter_folders,
     check_model,
-    model_of,
     rendering_of,
     sampling_of,
+    text_model,
 )
 from gpuinfer.serving.openai.model_options import check_with_model as try_sampling
 from gpuinfer.serving.openai.sampling_fields import USUAL_TOKENS, UnmaskingOptions, unmasking_of
@@ -76,13 +76,13 @@ def execute(values: Mapping[str, Any]) -> int:
     common = merged.common
     own = ChatOptions(**check(ChatOptions, merged.table(NAME), NAME))
     check_model(own, NAME)
-    adapters = adapters_of(own.adapter)
+    adapters = adapter_folders(own.adapter)
     plain = Prompt(
         sampling=sampling_of(own, unmasking=unmasking_of(own)),
         rendering=rendering_of(own),
         adapter=next(iter(adapters), None),
     )
-    spec = model_of(own, adapters=adapters)
+    spec = text_model(own, adapters=adapters)
     setup = replace(setup_of(common), model=spec, deterministic=own.deterministic)
     backend, strategy = served(NAME, setup, merged)
     log_to_people(common.verbose)

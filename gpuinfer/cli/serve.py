@@ -24,7 +24,7 @@ from gpuinfer.host import children, machine, signals
 from gpuinfer.host.files import write_whole
 from gpuinfer.host.terminal import show_status
 from gpuinfer.serving.openai.model_options import models_in
-from gpuinfer.serving.serve_options import ServeOptions, check_address, check_models_exist, models_of
+from gpuinfer.serving.serve_options import ServeOptions, check_address, check_models_exist, chosen_models
 
 if TYPE_CHECKING:
     from gpuinfer.config.options import GivenValue
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from gpuinfer.fleet.plan import FleetPlan, Scaling
     from gpuinfer.fleet.supervisor import Fleet
     from gpuinfer.http.access import Access
-    from gpuinfer.serving.replica import ServerAddress
+    from gpuinfer.serving.replica import ListenOptions
 
 fleet_log = logging.getLogger(__name__)
 
@@ -305,7 +305,7 @@ def execute(values: Mapping[str, Any]) -> int:
 def _fleet(
     own: ServeFleetOptions,
     described: ServerSetup,
-    place: ServerAddress,
+    place: ListenOptions,
     options: Mapping[str, GivenValue],
     common: Common,
 ) -> int:
@@ -344,7 +344,7 @@ def described_by(own: ServeFleetOptions, merged: Settings) -> ServerSetup:
 
     if own.setup_file is not None:
         return setup_file.read_setup_file(own.setup_file)
-    chosen = models_of(own)
+    chosen = chosen_models(own)
     first, *others = chosen
     common = setup_of(merged.common)
     setups, plainly = [], []
@@ -382,14 +382,14 @@ def _refuse_options_of_one(models: str | None, words: Sequence[str]) -> None:
             )
 
 
-def place_of(own: ServeFleetOptions) -> ServerAddress:
+def place_of(own: ServeFleetOptions) -> ListenOptions:
     """Where it listens and who may ask. Raises `UsageError` for files of keys and certificates that are none."""
     from gpuinfer.http.access import Keys
     from gpuinfer.http.network import Certificate
     from gpuinfer.http.parser import HttpLimits
-    from gpuinfer.serving.replica import ServerAddress
+    from gpuinfer.serving.replica import ListenOptions
 
-    return ServerAddress(
+    return ListenOptions(
         host=own.host,
         port=own.port,
         api=None if own.api_key_file is None else Keys.read(own.api_key_file),

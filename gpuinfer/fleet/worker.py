@@ -27,7 +27,7 @@ STUCK_LOOKS = 2  # answers in a row that say "stuck", each after 3 s without pro
 HeartbeatState = Literal["well", "late", "stuck"]
 
 
-class Heartbeat:
+class ProbeHeartbeat:
     """The heartbeat of one replica since it came up."""
 
     __slots__ = ("_answered", "_missed", "_stuck")
@@ -113,7 +113,7 @@ class Worker(ABC):
         self.failure = ""  # why it last went down
         self.leaving = False  # it drains, and is not started again
         self._changed, self._tell = changed, tell
-        self._heartbeat = Heartbeat()
+        self._heartbeat = ProbeHeartbeat()
         self._nudged = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
@@ -188,7 +188,7 @@ class Worker(ABC):
     async def _probed(self, host: str, port: int) -> Any:
         """Probe the member meanwhile: twice a second, and when `nudge` is called."""
         self.host, self.port = host, port
-        self._heartbeat, self.health = Heartbeat(), None
+        self._heartbeat, self.health = ProbeHeartbeat(), None
         client = HttpClient(f"http://{bracketed(host)}:{port}", connections=1, timeout_s=ANSWER_S)
         probing = asyncio.create_task(self._probe(client))
         try:

@@ -309,7 +309,7 @@ def cors(origins: frozenset[str], origin: str | None) -> list[tuple[str, str]]:
     return [("Access-Control-Allow-Origin", allowed), ("Access-Control-Expose-Headers", EXPOSED), ("Vary", "Origin")]
 
 
-def preflight(headers: Mapping[str, str]) -> list[tuple[str, str]]:
+def preflight_headers(headers: Mapping[str, str]) -> list[tuple[str, str]]:
     """What a browser asks for before it sends a request of another origin's page that it lets read answers."""
     told = [("Access-Control-Allow-Methods", "GET, POST, DELETE"), ("Access-Control-Max-Age", "600")]
     asked = headers.get("access-control-request-headers", "")

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from gpuinfer.http.access import Access, Quotas, RequestRefusal, cors, preflight
+from gpuinfer.http.access import Access, Quotas, RequestRefusal, cors, preflight_headers
 from gpuinfer.http.http_exchange import Exchange, Handler
 
 LONGEST_PATH = 100  # characters of a path that an error repeats
@@ -105,7 +105,7 @@ class RouteTable:
         if self.access.origins:
             exchange.added = cors(self.access.origins, exchange.headers.get("origin"))
             if exchange.added and exchange.method == "OPTIONS":
-                exchange.respond(204, headers=preflight(exchange.headers))
+                exchange.respond(204, headers=preflight_headers(exchange.headers))
                 return None
         by_method = self._find(exchange)
         if by_method is None:

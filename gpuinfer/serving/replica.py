@@ -44,7 +44,7 @@ LOOK_S = 0.02  # between two checks whether all is answered, while draining
 
 
 @dataclass(frozen=True)
-class ServerAddress:
+class ListenOptions:
     """Where a replica listens and who may ask it."""
 
     host: str = "127.0.0.1"
@@ -83,7 +83,7 @@ class ReplicaServer:
         described: ServerSetup,
         backend: Backend,
         strategy: Strategy,
-        place: ServerAddress,
+        place: ListenOptions,
         spans: Spans = NO_SPANS,
     ) -> None:
         if described.setup.model is None:

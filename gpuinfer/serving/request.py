@@ -181,7 +181,7 @@ class ErrorResponse:
     ) -> None:
         """`model`: its name, where the request has reached one."""
         ours = error if isinstance(error, GpuinferError) else None
-        self.status = http_status_of(error)
+        self.status = error_status(error)
         body = error_bytes_of(error, request_id, model)
         self.body, self.message = encode(body), str(body["error"]["message"])
         self.headers: list[tuple[str, str]] = []
@@ -191,7 +191,7 @@ class ErrorResponse:
             self.headers.append(("Retry-After", str(retry_after_s(error, retry_s))))
 
 
-def http_status_of(error: BaseException) -> int:
+def error_status(error: BaseException) -> int:
     """The status. 422: the request is fine, and the model's answer to it is invalid."""
     if isinstance(error, NoSuchModel):
         return 404

@@ -42,7 +42,7 @@ ELEMENTS: Mapping[str, Any] = {
 _encode = msgspec.json.Encoder().encode
 
 
-def body_of(spec: ModelSpec) -> Any:
+def rows_body_type(spec: ModelSpec) -> Any:
     """The structure of a request in JSON: rows of this model."""
     element: Any = ELEMENTS[spec.input_dtype]
     fields: Any = [
@@ -151,7 +151,7 @@ class EvaluateEndpoint:
 
     def __init__(self, service: ModelService) -> None:
         self._service, self._session = service, service.session
-        self._writer, self.body = RowAnswerWriter(service.spec), body_of(service.spec)
+        self._writer, self.body = RowAnswerWriter(service.spec), rows_body_type(service.spec)
 
     @cached_property
     def _reader(self) -> RowsReader:

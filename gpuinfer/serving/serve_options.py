@@ -21,11 +21,11 @@ from gpuinfer.serving.openai.model_options import (
     TEXT_MODELS,
     AdapterOptions,
     ModelOptions,
-    adapters_of,
+    adapter_folders,
     check_model,
     check_with_model,
-    model_of,
     models_in,
+    text_model,
     values_by_model,
 )
 from gpuinfer.serving.openai.sampling_fields import UNMASKING_FIELDS, UnmaskingOptions, unmasking_of
@@ -108,13 +108,13 @@ class ChosenModel:
     share: float = 1.0
 
 
-def models_of(own: ServeOptions) -> list[ChosenModel]:
+def chosen_models(own: ServeOptions) -> list[ChosenModel]:
     """The models that the flags name, at least one. Raises `UsageError`."""
     named = None if own.model is None else models_in(own.model)
     if named is None:
         if own.share is not None:
             raise UsageError("--share divides a device between several models. Leave it out, or give --model A=…,B=….")
-        spec = spec_of(own)
+        spec = served_spec(own)
         return [ChosenModel(own.served_model_name, spec, default_unmasking(own, spec))]
     if own.served_model_name is not None:
         raise UsageError("--served-model-name is of one model, and --model names them. Leave it out.")
@@ -129,7 +129,7 @@ def models_of(own: ServeOptions) -> list[ChosenModel]:
         told |= dict.fromkeys(OF_ROWS) if name in texts else {**dict.fromkeys(OF_TEXT), **sizes[name]}
         one = own.model_copy(update=told)
         with errors.naming(name):
-            spec = spec_of(one)
+            spec = served_spec(one)
             unmasking = default_unmasking(one, spec) if name in texts else None
         found.append(ChosenModel(name, spec, unmasking, shares.get(name, 1.0)))
     return found
@@ -220,14 +220,14 @@ def _adapters(own: ServeOptions, texts: Sequence[str]) -> dict[str, list[str]]:
     return found
 
 
-def spec_of(own: ServeOptions) -> ModelSpec:
+def served_spec(own: ServeOptions) -> ModelSpec:
     """The one model that the flags name. Raises `UsageError`."""
     if own.model is None and own.checkpoint is None and own.dcp_path is None:
         raise UsageError(WANTED)
     check_model(own, "serve")
     if own.model is None or not is_of_rows(own.model):
         _refuse_rows_flags(own)
-        return model_of(own, adapters=adapters_of(own.adapter))
+        return text_model(own, adapters=adapter_folders(own.adapter))
     _refuse_text_flags(own)
     if own.input_dtype not in INPUT_DTYPES:
         raise UsageError(f"--input-dtype {own.input_dtype}: no such kind. Choose from {', '.join(INPUT_DTYPES)}.")
@@ -257,7 +257,7 @@ def _refuse_rows_flags(own: ServeOptions) -> None:
     for name in OF_ROWS:
         if getattr(own, name) is not None:
             raise UsageError(
-                f"--{name} is said of a network of rows, and {model_of(own).name} is a model of text. "
+                f"--{name} is said of a network of rows, and {text_model(own).name} is a model of text. "
                 f"Leave it out, or give --model {' or '.join(NETWORKS)} or module:factory."
             )
 

@@ -12,8 +12,8 @@ from text.decoders import opened
 from text.tiny import tiny_checkpoint
 
 from gpuinfer.errors import UsageError
-from gpuinfer.serving.openai.model_options import adapters_of
-from gpuinfer.serving.serve_options import ServeOptions, spec_of
+from gpuinfer.serving.openai.model_options import adapter_folders
+from gpuinfer.serving.serve_options import ServeOptions, served_spec
 from gpuinfer.workloads.generate.workload import Generate
 
 
@@ -51,13 +51,13 @@ def test_an_output_is_gone_on_with_under_the_same_weights_alone(adapters, tmp_pa
 
 def test_what_is_no_adapter_is_refused_with_the_form(tmp_path):
     with pytest.raises(UsageError, match="--adapter policy: not of the form NAME=DIR"):
-        adapters_of(["policy"])
+        adapter_folders(["policy"])
     with pytest.raises(UsageError, match=r"no adapter_config\.json"):
-        adapters_of([f"policy={tmp_path}"])
+        adapter_folders([f"policy={tmp_path}"])
 
 
 def test_a_server_has_them_from_its_start(adapters):
-    spec = spec_of(ServeOptions(model=str(tiny_checkpoint("qwen2")), adapter=[f"policy={adapters[0]}"]))
+    spec = served_spec(ServeOptions(model=str(tiny_checkpoint("qwen2")), adapter=[f"policy={adapters[0]}"]))
     assert spec.arguments["adapters"] == {"policy": str(adapters[0].resolve())}
     with pytest.raises(UsageError, match="--adapter is said of a model of text"):
-        spec_of(ServeOptions(model="blobnet", adapter=["policy=x"]))
+        served_spec(ServeOptions(model="blobnet", adapter=["policy=x"]))

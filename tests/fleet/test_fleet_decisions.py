@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from gpuinfer.fleet.managed_replica import MOST_S, MOST_UP_S, WELL_S, Backoff
 from gpuinfer.fleet.plan import LOOK_S, UP_LOOKS, Scaler, Scaling
-from gpuinfer.fleet.worker import LATE_LOOKS, Heartbeat
+from gpuinfer.fleet.worker import LATE_LOOKS, ProbeHeartbeat
 
 
 @pytest.mark.parametrize(
@@ -24,7 +24,7 @@ from gpuinfer.fleet.worker import LATE_LOOKS, Heartbeat
 )
 def test_a_heartbeat(steps, states):
     """Steps: a check (.), an answer (a), an answer that says stuck (s)."""
-    heartbeat, found = Heartbeat(), []
+    heartbeat, found = ProbeHeartbeat(), []
     for step in steps:
         if step == ".":
             found.append(heartbeat.look())

@@ -12,7 +12,7 @@ from replica_servers import SECONDS, Server, serving, until
 
 from gpuinfer.errors import UsageError
 from gpuinfer.generation import Unmasking
-from gpuinfer.serving.serve_options import ServeOptions, default_unmasking, spec_of
+from gpuinfer.serving.serve_options import ServeOptions, default_unmasking, served_spec
 
 WORDS = ("--model", "tiny-llada", "-B", "threads=1", "--block-length", "4")
 ASKED = {"prompt": "The sea was", "max_tokens": 16, "seed": 5, "temperature": 0.7}
@@ -30,7 +30,7 @@ def text_of(server: Server, **more: object) -> str:
 
 def usual(**flags: object) -> Unmasking | None:
     own = ServeOptions(**flags)
-    return default_unmasking(own, spec_of(own))
+    return default_unmasking(own, served_spec(own))
 
 
 def test_a_model_without_masks_is_not_started_with_words_on_them():

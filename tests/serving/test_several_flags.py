@@ -11,7 +11,7 @@ from gpuinfer.backends.central import Central
 from gpuinfer.backends.inprocess import InProcess
 from gpuinfer.errors import UsageError
 from gpuinfer.serving.openai.model_options import models_in
-from gpuinfer.serving.serve_options import ServeOptions, check_models_exist, models_of
+from gpuinfer.serving.serve_options import ServeOptions, check_models_exist, chosen_models
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,7 @@ def test_a_list_that_is_none_is_refused(text, why):
 
 
 def chosen(**given):
-    return models_of(ServeOptions(**given))
+    return chosen_models(ServeOptions(**given))
 
 
 def test_each_model_has_its_own():

@@ -33,7 +33,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from gpuinfer.api import ModelSpec, Setup
 from gpuinfer.errors import UsageError
 from gpuinfer.generation import Prompt, Sampling
-from gpuinfer.serving.openai.model_options import ModelOptions, check_model, model_of
+from gpuinfer.serving.openai.model_options import ModelOptions, check_model, text_model
 from gpuinfer.text.checkpoint import open_checkpoint, save_folder
 from gpuinfer.text.checkpoint.distributed_checkpoint import TensorChunk, _check_cover
 from gpuinfer.text.checkpoint.loader import read_other_weights
@@ -353,7 +353,7 @@ def test_flags_name_a_checkpoint_and_its_base_together(flags, why, tmp_path):
     options = ModelOptions(**{name: tmp_path / path for name, path in flags.items()})
     with nullcontext() if why is None else pytest.raises(UsageError, match=why):
         check_model(options, "serve")
-        found = model_of(options)
+        found = text_model(options)
         assert (found.name, found.weights) == (str(tmp_path / "dcp"),) * 2
         assert found.arguments == {"base_model": str(tmp_path)}
 

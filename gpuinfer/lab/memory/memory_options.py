@@ -13,7 +13,7 @@ from gpuinfer.api import ModelSpec, Setup
 from gpuinfer.config import registry
 from gpuinfer.config.foreign_names import hub_hint
 from gpuinfer.errors import UsageError, nearest
-from gpuinfer.serving.openai.model_options import TEXT_MODELS, check_parts, spec_of
+from gpuinfer.serving.openai.model_options import TEXT_MODELS, check_parts, text_spec
 from gpuinfer.serving.openai.schema import MOST_TOKENS
 from gpuinfer.units import size
 
@@ -93,7 +93,7 @@ def _of_text(options: MemoryOptions) -> ModelSpec:
             "module:factory, or a folder with a checkpoint."
         )
     check_parts(options)
-    return spec_of(name, options, {"mask_token": options.mask_token_id})
+    return text_spec(name, options, {"mask_token": options.mask_token_id})
 
 
 def _called(options: MemoryOptions) -> str:

@@ -18,7 +18,7 @@ from gpuinfer.api import ModelSpec, Setup
 from gpuinfer.errors import UsageError
 from gpuinfer.generation import Prompt, Sampling
 from gpuinfer.serving.openai.model_options import TEXT_MODELS, check_parts, check_with_model
-from gpuinfer.serving.openai.model_options import spec_of as model_spec
+from gpuinfer.serving.openai.model_options import text_spec as model_spec
 from gpuinfer.serving.openai.prompt_rows import prompts_of
 from gpuinfer.serving.openai.sampling_fields import UnmaskingOptions, unmasking_of
 from gpuinfer.serving.openai.schema import MOST_TOKENS

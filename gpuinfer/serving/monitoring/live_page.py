@@ -18,7 +18,7 @@ import msgspec
 
 from gpuinfer.errors import GpuinferError
 from gpuinfer.http.http_exchange import Exchange
-from gpuinfer.serving.monitoring.metrics import lane_kind, shortened, worker_name
+from gpuinfer.serving.monitoring.metrics import lane_kind, short_name, worker_name
 from gpuinfer.stats import FLOOR, SUB_BUCKETS, DiffusionCounters, Snapshot, counted_tokens, mean_size, since, summarise
 
 MOST_WORKERS, MOST_PLACES, MOST_NOTICES = 256, 12, 4  # in one view
@@ -134,7 +134,7 @@ def _places(recent: Snapshot) -> list[dict[str, Any]]:
     for lane in recent.lanes:
         kind = lane_kind(lane["name"])
         for station, seconds in lane["stations"].items():
-            spent[kind, shortened(station)] += max(0.0, seconds)
+            spent[kind, short_name(station)] += max(0.0, seconds)
             whole[kind] += max(0.0, seconds)
             busy[kind] += max(0.0, seconds) * (station != IDLE)
     shares = [(kind, station, seconds / whole[kind]) for (kind, station), seconds in spent.items() if whole[kind]]

@@ -107,7 +107,7 @@ def snapshot_families(snapshot: Snapshot) -> Iterator[Family]:
 
 def _models(snapshot: Snapshot) -> Iterator[Family]:
     """The counters of each model, where there are several."""
-    lines = {shortened(name): line for name, line in list(snapshot.models.items())[:MOST_MODELS]}
+    lines = {short_name(name): line for name, line in list(snapshot.models.items())[:MOST_MODELS]}
     if not lines:
         return
 
@@ -216,7 +216,7 @@ def _lanes(snapshot: Snapshot) -> Iterator[Family]:
         kinds = {known for known, _ in seconds}
         kind = kind if kind in kinds or len(kinds) < MOST_LANES else OTHER
         for station, spent in lane["stations"].items():
-            station = shortened(station)
+            station = short_name(station)
             if (kind, station) not in seconds and sum(lane == kind for lane, _ in seconds) >= MOST_STATIONS:
                 station = OTHER
             seconds[kind, station] = seconds.get((kind, station), 0.0) + spent
@@ -228,7 +228,7 @@ def _lanes(snapshot: Snapshot) -> Iterator[Family]:
 def lane_kind(lane: str) -> str:
     """`forward` of `forward 3`: a name without its number."""
     words = lane.split()
-    return shortened(" ".join(words[:-1] if len(words) > 1 and words[-1].isdigit() else words)) or OTHER
+    return short_name(" ".join(words[:-1] if len(words) > 1 and words[-1].isdigit() else words)) or OTHER
 
 
 def _machine(snapshot: Snapshot) -> Iterator[Family]:
@@ -244,8 +244,8 @@ def _machine(snapshot: Snapshot) -> Iterator[Family]:
             "gpuinfer_device_utilization_ratio", "How busy the device says it is, 0 to 1.", "gauge", busy
         )
     if several := device.get("devices"):
-        rows = [({"device": shortened(name)}, one["rows"]) for name, one in several.items()]
-        lost = [({"device": shortened(name)}, float(bool(one["failed"]))) for name, one in several.items()]
+        rows = [({"device": short_name(name)}, one["rows"]) for name, one in several.items()]
+        lost = [({"device": short_name(name)}, float(bool(one["failed"]))) for name, one in several.items()]
         yield Family("gpuinfer_each_device_rows", "Rows that each of several devices has answered.", "counter", rows)
         yield Family("gpuinfer_each_device_failed", "Whether each of several was given up, 0 or 1.", "gauge", lost)
     yield _info("gpuinfer_device_info", "The device that computes.", {"name": device.get("name")})
@@ -255,21 +255,21 @@ def _machine(snapshot: Snapshot) -> Iterator[Family]:
 
 def served_models_family(models: Sequence[str]) -> Family:
     """The names of the models of a server, which its snapshot does not have."""
-    samples = [({"name": shortened(model)}, 1.0) for model in models]
+    samples = [({"name": short_name(model)}, 1.0) for model in models]
     return Family("gpuinfer_model_info", "The models that are served.", "gauge", samples)
 
 
 def models_up_family(models: Mapping[str, bool]) -> Family:
     """Which of the models would answer now."""
-    samples = [({"model": shortened(name)}, float(ready)) for name, ready in list(models.items())[:MOST_MODELS]]
+    samples = [({"model": short_name(name)}, float(ready)) for name, ready in list(models.items())[:MOST_MODELS]]
     return Family("gpuinfer_model_up", "Whether a model answers now, 0 or 1.", "gauge", samples)
 
 
 def _info(name: str, help: str, facts: Mapping[str, Any]) -> Family:
-    return Family(name, help, "gauge", [({key: shortened(value or "unknown") for key, value in facts.items()}, 1.0)])
+    return Family(name, help, "gauge", [({key: short_name(value or "unknown") for key, value in facts.items()}, 1.0)])
 
 
-def shortened(name: object) -> str:
+def short_name(name: object) -> str:
     """A name from outside, bounded in length."""
     return str(name)[:NAME]
 
@@ -283,8 +283,8 @@ def exposition(snapshot: Snapshot, more: Sequence[Family] = (), floor: Floor | N
     """Prometheus' text format, to be served as CONTENT_TYPE; `more` are families beside those of the snapshot.
 
     Takes some milliseconds of a core: a server calls it in a thread. Counters rise from call to call as long as those
-    of the snapshot do: a merge of replicas of which one has died does not, `fleet.fleet_counters.MonotonicCounters` does.
-    A lane that is just changing its station may be counted a few microseconds too long; with `floor` a counter never
+    of the snapshot do: a merge of replicas of which one has died does not, `MonotonicCounters` of the fleet does. A
+    lane that is just changing its station may be counted a few microseconds too long; with `floor` a counter never
     falls, which Prometheus would take for a new start from zero.
     """
     from prometheus_client import CollectorRegistry, generate_latest

@@ -202,7 +202,7 @@ def check_parts(own: ModelParts) -> None:
             raise UsageError(f"--{flag}: there is no folder '{folder}'. Give one that exists.")
 
 
-def spec_of(model: str | None, own: ModelParts, arguments: Mapping[str, Any]) -> ModelSpec:
+def text_spec(model: str | None, own: ModelParts, arguments: Mapping[str, Any]) -> ModelSpec:
     """The model of text that they name; `arguments` that are None are left out."""
     weights = own.checkpoint or own.dcp_path
     parts = {"meta": own.meta and str(own.meta), "base_model": own.base_model and str(own.base_model)}
@@ -214,7 +214,7 @@ def spec_of(model: str | None, own: ModelParts, arguments: Mapping[str, Any]) ->
     )
 
 
-def model_of(own: ModelOptions, slots: int | None = None, adapters: Mapping[str, Path] | None = None) -> ModelSpec:
+def text_model(own: ModelOptions, slots: int | None = None, adapters: Mapping[str, Path] | None = None) -> ModelSpec:
     """The model that they name, and folders of `adapters` over it, by name."""
     wanted = {
         "slots": slots,
@@ -223,7 +223,7 @@ def model_of(own: ModelOptions, slots: int | None = None, adapters: Mapping[str,
         "trust_remote_code": own.trust_remote_code or None,
         "adapters": {name: str(folder) for name, folder in adapters.items()} if adapters else None,
     }
-    return spec_of(own.model, own, wanted)
+    return text_spec(own.model, own, wanted)
 
 
 def sampling_of(own: SamplingOptions, **more: Any) -> Sampling:
@@ -338,7 +338,7 @@ class AdapterOptions(api.Options):
     )
 
 
-def adapters_of(given: Sequence[str]) -> dict[str, Path]:
+def adapter_folders(given: Sequence[str]) -> dict[str, Path]:
     """Folders by name, in their order. Raises `UsageError` for what is not of the form, or no adapter's folder."""
     found: dict[str, Path] = {}
     for name, place in pairs_of("--adapter", given, "NAME=DIR").items():
@@ -365,7 +365,7 @@ def pairs_of(flag: str, given: Sequence[str], form: str) -> dict[str, str]:
     return found
 
 
-def digests_of(adapters: Mapping[str, Path]) -> dict[str, str]:
+def adapter_digests(adapters: Mapping[str, Path]) -> dict[str, str]:
     """What distinguishes each from another one of its name: a hash of its files by name."""
     digests = {}
     for name, folder in adapters.items():
@@ -379,7 +379,7 @@ def digests_of(adapters: Mapping[str, Path]) -> dict[str, str]:
     return digests
 
 
-def fingerprint(spec: ModelSpec) -> str:
+def model_fingerprint(spec: ModelSpec) -> str:
     """What distinguishes this model from others; its name where only its backend can read the checkpoint."""
     from gpuinfer.text.checkpoint import open_checkpoint
 

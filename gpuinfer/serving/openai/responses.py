@@ -45,7 +45,7 @@ def response(envelope: Envelope, generation: Generation) -> dict[str, Any]:
     choices = [_choice(envelope, index, one) for index, one in enumerate(generation.completions)]
     body = {**envelope.around(choices), "usage": usage(generation, cached=envelope.cached)}
     if generation.prompt_logprobs is not None:
-        body["prompt_logprobs"] = [None if one is None else plain(one) for one in generation.prompt_logprobs]
+        body["prompt_logprobs"] = [None if one is None else plain_logprob(one) for one in generation.prompt_logprobs]
     return body
 
 
@@ -168,7 +168,7 @@ def _rest(sample: int, one: Completion, sent: _Sent) -> Part:
 # Log-probabilities
 
 
-def plain(found: Logprob) -> dict[str, Any]:
+def plain_logprob(found: Logprob) -> dict[str, Any]:
     """In our own form, which knows ranks: {token_id, logprob, rank, likeliest}."""
     shown = _candidate(found.chosen)
     return {**shown, "likeliest": [_candidate(one) for one in found.likeliest]} if found.likeliest else shown

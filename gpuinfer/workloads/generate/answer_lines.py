@@ -20,7 +20,7 @@ from gpuinfer.host import error_text
 from gpuinfer.host.files import put_whole
 from gpuinfer.http.http_exchange import error_body
 from gpuinfer.serving.openai.requests import BadRequest
-from gpuinfer.serving.openai.responses import Envelope, plain, response, status_of
+from gpuinfer.serving.openai.responses import Envelope, plain_logprob, response, status_of
 from gpuinfer.workloads.generate.input_rows import KEY_BYTES, KeySet, NamedRow
 
 BATCH_ANSWER = "batch_req_"  # before the digest, in the id of a batch's answer
@@ -108,7 +108,7 @@ class LineWriter:
             digest=row.digest,
         )
         if generation.prompt_logprobs is not None:
-            line.prompt_logprobs = [None if one is None else plain(one) for one in generation.prompt_logprobs]
+            line.prompt_logprobs = [None if one is None else plain_logprob(one) for one in generation.prompt_logprobs]
         if len(generation.completions) > 1:
             line.samples = [self._sample(one) for one in generation.completions]
             return self._encode(line) + b"\n"
@@ -172,7 +172,7 @@ def _batch_line(row: NamedRow, status: int, body: dict[str, Any], fault: dict[st
 
 
 def _all_plain(found: Sequence[Logprob] | None) -> list[dict[str, Any]] | None:
-    return None if found is None else [plain(one) for one in found]
+    return None if found is None else [plain_logprob(one) for one in found]
 
 
 BLOCK = 1024

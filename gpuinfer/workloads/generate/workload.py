@@ -27,16 +27,16 @@ from gpuinfer.serving.openai.model_options import (
     AdapterOptions,
     ModelOptions,
     SamplingOptions,
-    adapters_of,
+    adapter_digests,
+    adapter_folders,
     arithmetic,
     check_model,
     check_text,
     check_with_model,
-    digests_of,
-    fingerprint,
-    model_of,
+    model_fingerprint,
     rendering_of,
     sampling_of,
+    text_model,
 )
 from gpuinfer.serving.openai.prompt_rows import PromptRowReader
 from gpuinfer.serving.openai.requests import PromptDefaults
@@ -102,7 +102,7 @@ class Generate(Workload):
         check_model(own, "generate")
         check_text("--prompt", own.prompt)
         self._check_files()
-        self.adapters = adapters_of(own.adapter)
+        self.adapters = adapter_folders(own.adapter)
         most = min(own.max_new_tokens, TEST_TOKENS) if own.test else own.max_new_tokens
         self.sampling = sampling_of(
             own,
@@ -154,7 +154,7 @@ class Generate(Workload):
         return self.options.deterministic
 
     def model(self) -> ModelSpec:
-        return model_of(self.options, self.options.batch_size, self.adapters)
+        return text_model(self.options, self.options.batch_size, self.adapters)
 
     async def run(self, infer: Infer) -> AsyncIterator[Progress]:
         own = self.options
@@ -313,8 +313,8 @@ class Generate(Workload):
             "seed": self.setup.seed,
             "dtype": self.setup.dtype,
             "computes_in": arithmetic(self.setup),
-            "model": fingerprint(self.model()),
-            **({"adapters": [list(one) for one in digests_of(self.adapters).items()]} if self.adapters else {}),
+            "model": model_fingerprint(self.model()),
+            **({"adapters": [list(one) for one in adapter_digests(self.adapters).items()]} if self.adapters else {}),
         }
 
     def form(self) -> dict[str, Any]:

@@ -22,8 +22,8 @@ from gpuinfer.serving.openai.model_options import (
     REPEATABLE,
     ModelOptions,
     SamplingOptions,
-    adapters_of,
-    digests_of,
+    adapter_digests,
+    adapter_folders,
     pairs_of,
 )
 
@@ -154,7 +154,7 @@ class Roles:
                 role: _temperature(role, text)
                 for role, text in pairs_of("--role-temperature", temperatures, "role=0.7").items()
             },
-            adapters_of(adapters),
+            adapter_folders(adapters),
         )
         for role, one in found.opponents.items():
             if one.adapter is not None and one.adapter not in found.adapters:
@@ -173,7 +173,7 @@ class Roles:
         return {
             "opponents": {role: one.name for role, one in self.opponents.items()},
             "temperatures": dict(self.temperatures),
-            "adapters": digests_of(self.adapters),
+            "adapters": adapter_digests(self.adapters),
         }
 
 

@@ -33,10 +33,10 @@ from gpuinfer.serving.openai.model_options import (
     arithmetic,
     check_model,
     check_with_model,
-    fingerprint,
-    model_of,
+    model_fingerprint,
     rendering_of,
     sampling_of,
+    text_model,
 )
 from gpuinfer.text import text_options
 from gpuinfer.workloads.rollouts.options import (
@@ -114,7 +114,7 @@ class Rollouts(Workload):
         return self.options.deterministic
 
     def model(self) -> ModelSpec:
-        return model_of(self.options, self.options.batch_size)
+        return text_model(self.options, self.options.batch_size)
 
     def plan(self, opponents: Mapping[str, Speaker]) -> PlayPlan:
         own = self.options
@@ -235,7 +235,7 @@ class Rollouts(Workload):
             "seed": self.setup.seed,
             "dtype": self.setup.dtype,
             "computes_in": arithmetic(self.setup),
-            "model": fingerprint(self.model()),
+            "model": model_fingerprint(self.model()),
             "reference": None if own.reference == "none" else own.ref_model or "the base",
         }
 
