@@ -27,26 +27,6 @@ from gpuinfer.rollouts.trainer import Consumer, Trained, facts_of
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class EndedStep:
-    """A step that has just ended, as the training knows it. Times are of the monotonic clock."""
-
-    number: int
-    version: int  # of the trainer's weights when it took the batch
-    version_after: int
-    weights: Handed | None
-    groups: Sequence[Group]
-    trained: Trained
-    requested: float
-    taken: float
-    done: float
-    loading_s: float  # of `taken` to `done`: new weights were on their way, for which the trainer waited
-    waiting: int  # groups in the buffer when the trainer asked
-    left: int  # and when it ended
-    running: int  # groups under way
-    dropped: int  # groups, since the beginning
-
-
 class StepRecorder:
     """Records the steps of one run. A step is recorded while the next one is under way: asking a far engine takes time.
 
@@ -105,31 +85,25 @@ class StepRecorder:
     def all_begun(self) -> None:
         self._tail_from = time.monotonic()
 
-    async def end_step(self, step: EndedStep) -> None:
-        """The step ends now. Raises what recording the one before raised."""
+    async def end_step(self, record: StepRecord, groups: Sequence[Group], trained: Trained, requested: float) -> None:
+        """The step ends now. `record`: what the training knows, with all groups dropped so far; `requested`: when the
+        trainer asked, on the monotonic clock. Raises what recording the step before raised.
+        """
         await self.close()
         now = time.monotonic()
-        wall_s, requested = now - self._ended, step.requested - self._ended
-        dropped, self._dropped = step.dropped - self._dropped, step.dropped
+        wall_s, absent_s = now - self._ended, max(0.0, requested - self._ended)
+        dropped, self._dropped = record.dropped - self._dropped, record.dropped
         loading_s, self._loading_s, self._ended = self._loading_s, 0.0, now
-        record = StepRecord(
-            step=step.number,
-            version=step.version,
-            version_after=step.version_after,
-            weights=step.weights,
+        record = msgspec.structs.replace(
+            record,
             at_s=now - self._began,
             wall_s=wall_s,
-            absent_s=max(0.0, requested),
-            **times_of(step),
+            absent_s=absent_s,
             adapter_load_s=loading_s,
-            **self._of_batch(step.groups, step.version),
-            **self._of_policy(step.groups, step.trained),
-            buffer_before=step.waiting,
-            buffer_after=step.left,
-            running=step.running,
+            **self._of_batch(groups, record.version),
+            **self._of_policy(groups, trained),
             dropped=dropped,
             tail_s=0.0 if self._tail_from is None else min(wall_s, now - self._tail_from),
-            metrics=step.trained.metrics,
         )
         self._recording = asyncio.create_task(self._record(record, self.meter.take()))
 
@@ -170,15 +144,6 @@ class StepRecorder:
         if trained.logprobs and (moved := kl.from_trainer(groups, trained.logprobs)) is not None:
             fields |= {"ratio_mean": moved.mean, "ratio_max": moved.largest, "effective": moved.effective}
         return fields
-
-
-def times_of(step: EndedStep) -> dict[str, Any]:
-    """Of a step, how long the trainer waited and how long it trained. What it knows better than we is believed: a loop
-    that was busy heard of it late.
-    """
-    busy_s = max(0.0, step.done - step.taken - step.loading_s)
-    train_s = min(busy_s, step.trained.seconds) if step.trained.seconds else busy_s
-    return {"wait_s": step.taken - step.requested + busy_s - train_s, "train_s": train_s}
 
 
 def slots_of(infer: Infer) -> int:
@@ -422,29 +387,30 @@ class Training:
             trained = await self.consumer.train(groups, self.step)
         except Closed:  # it has left with them
             return False
-        done, loading_s = time.monotonic(), self.recorder.loading_s - loaded_s
+        # What new weights took on their way is no training; the trainer's own clock counts, if it says so: a loop that
+        # was busy heard of the end late.
+        busy_s = max(0.0, time.monotonic() - taken - (self.recorder.loading_s - loaded_s))
+        train_s = min(busy_s, trained.seconds) if trained.seconds else busy_s
         groups = [group for group in groups if group.number not in self._gone]
         self._gone.clear()
         if trained.version > self.version:
             await self.update(trained.version, trained.weights, trained.adapter)
-        await self.recorder.end_step(
-            EndedStep(
-                number=self.step,
-                version=version,
-                version_after=self.version,
-                weights=self.weights,
-                groups=groups,
-                trained=trained,
-                requested=requested,
-                taken=taken,
-                done=done,
-                loading_s=loading_s,
-                waiting=before,
-                left=len(self.buffer),
-                running=self.gate.capacity.running,
-                dropped=self.buffer.shelf.dropped,
-            )
+        record = StepRecord(
+            step=self.step,
+            version=version,
+            version_after=self.version,
+            weights=self.weights,
+            at_s=0.0,
+            wall_s=0.0,
+            wait_s=taken - requested + busy_s - train_s,
+            train_s=train_s,
+            buffer_before=before,
+            buffer_after=len(self.buffer),
+            running=self.gate.capacity.running,
+            dropped=self.buffer.shelf.dropped,
+            metrics=trained.metrics,
         )
+        await self.recorder.end_step(record, groups, trained, requested)
         self.step += 1
         return True
 
