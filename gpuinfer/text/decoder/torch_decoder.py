@@ -30,7 +30,7 @@ from gpuinfer.text.decoder.torch_layers import (
     sorted_mix,
     whole_mix,
 )
-from gpuinfer.text.decoder.torch_static import GraphForm, StaticBatches, compiled, tried, uncompiled
+from gpuinfer.text.decoder.torch_static import GraphForm, StaticBatches, compile_on_call, left_uncompiled, try_compiled
 from gpuinfer.text.decoder.triton_layers import TritonLayers
 from gpuinfer.text.transformer import PAGE, Adapter, Shape, Step, Weights
 
@@ -92,12 +92,14 @@ class TorchDecoder:
     def _chosen_layers(self, compile: bool, kernels: bool | None) -> PlainLayers | TritonLayers:
         shape, device = self.shape, self.device
         mix: Mix = whole_mix if self.deterministic else sorted_mix
-        mix = uncompiled(mix) if compile else mix
+        mix = left_uncompiled(mix) if compile else mix
         cosines, sines = torch_layers.angles(shape, self.length, device) or (None, None)
         attention = plain_attention if self.deterministic and device.type == "cpu" else scaled_dot_product_attention
-        plain = PlainLayers(shape, mix, cosines, sines, attention, compiled if compile else lambda function: function)
+        plain = PlainLayers(
+            shape, mix, cosines, sines, attention, compile_on_call if compile else lambda function: function
+        )
         if compile:
-            tried(partial(plain.try_once, self._weights, rows=2))
+            try_compiled(partial(plain.try_once, self._weights, rows=2))
         if kernels is None:
             kernels = device.type == "cuda" and not compile and triton_layers.has_triton()
         if not kernels:

@@ -404,13 +404,13 @@ def write_plan(plan: PrefixPlan | None, items: Integers, prefixes: Integers) -> 
 Result = TypeVar("Result")
 
 
-def compiled(function: Callable[..., Result]) -> Callable[..., Result]:
+def compile_on_call(function: Callable[..., Result]) -> Callable[..., Result]:
     """`function`, compiled when it is first called, for all layers together."""
     result: Callable[..., Result] = torch.compile(function)
     return result
 
 
-def uncompiled(function: Callable[..., Result]) -> Callable[..., Result]:
+def left_uncompiled(function: Callable[..., Result]) -> Callable[..., Result]:
     """`function`, left as it is by compiled functions that call it: the compiler knows products of groups of rows for
     bfloat16 alone.
     """
@@ -418,7 +418,7 @@ def uncompiled(function: Callable[..., Result]) -> Callable[..., Result]:
     return result
 
 
-def tried(trial: Callable[[], object]) -> None:
+def try_compiled(trial: Callable[[], object]) -> None:
     """Run `trial`, which calls compiled functions. Raises `UsageError` with the compiler's words when it cannot."""
     try:
         trial()

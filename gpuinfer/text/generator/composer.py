@@ -203,10 +203,10 @@ class StepComposer:
             self._pages(seats),
             followed(table.filled[decoding], [chunk.start for chunk in chunks]),
             followed(self._ones[:rows], [chunk.end - chunk.start for chunk in chunks]),
-            followed(self._counting[:rows], wanted(chunks, rows)),
+            followed(self._counting[:rows], wanted_logits(chunks, rows)),
             adapters,
         )
-        slots, picks = drawing(chunks)
+        slots, picks = first_draws(chunks)
         draws = followed(decoding, slots)
         again = sum(max(0, min(chunk.end, chunk.row.computed) - chunk.start) for chunk in chunks)
         if len(draws) == len(step.wanted) and picks == list(range(rows, len(draws))):
@@ -218,7 +218,7 @@ def followed(first: Ints, then: list[int]) -> Ints:
     return np.concatenate([first, np.array(then, np.int32)])
 
 
-def wanted(chunks: Sequence[PromptChunk], first: int) -> list[int]:
+def wanted_logits(chunks: Sequence[PromptChunk], first: int) -> list[int]:
     """Which of the step's tokens have their logits asked for; the chunks' begin at `first`."""
     found: list[int] = []
     for chunk in chunks:
@@ -231,7 +231,7 @@ def wanted(chunks: Sequence[PromptChunk], first: int) -> list[int]:
     return found
 
 
-def drawing(chunks: Sequence[PromptChunk]) -> tuple[list[int], list[int]]:
+def first_draws(chunks: Sequence[PromptChunk]) -> tuple[list[int], list[int]]:
     """Slots that draw their first token, and which of the logits they draw from: all samples of a prompt the same."""
     slots: list[int] = []
     picks: list[int] = []

@@ -74,7 +74,7 @@ CPU_LEAST, CUDA_LEAST = 8, 64  # tokens of a micro-batch: with fewer a stage is 
 FILLED = 2  # micro-batches of a step for each stage: 2 s / (3 s - 1) of the time is work
 
 
-class StageTuning(CutOptions, Protocol):
+class TextStageTuning(CutOptions, Protocol):
     """The user's options of cutting and running."""
 
     @property
@@ -126,7 +126,7 @@ def split_by_times(
     weights: Weights,
     places: Sequence[torch.device],
     setup: Setup,
-    tuning: StageTuning,
+    tuning: TextStageTuning,
 ) -> TextCut:
     """By how long each layer takes at each stage's place, in any unit; of the weights only their sizes count. Raises
     `UsageError` where the devices have no room for them.
@@ -139,7 +139,11 @@ def split_by_times(
 
 
 def split_by_measured_times(
-    making: PortionSettings, checkpoint: Checkpoint, places: Sequence[torch.device], setup: Setup, tuning: StageTuning
+    making: PortionSettings,
+    checkpoint: Checkpoint,
+    places: Sequence[torch.device],
+    setup: Setup,
+    tuning: TextStageTuning,
 ) -> TextCut:
     """By how long each layer takes where a stage would run, which is measured. Raises as `cut_by` does."""
     short = replace(making, length=1)
@@ -155,7 +159,7 @@ def open_in_stages(
     checkpoint: Checkpoint,
     dtype: torch.dtype,
     setup: Setup,
-    tuning: StageTuning,
+    tuning: TextStageTuning,
     *,
     slots: int | None,
     pages: int | None,
