@@ -1,4 +1,4 @@
-"""Any program's way to a central server: `evaluate` blocks, `submit` overlaps."""
+"""A program's client of a central server: `evaluate` blocks, `submit` overlaps."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ PROBE_AGAIN = 64  # waits without a spin, after one that was in vain
 
 
 class PendingResult:
-    """An answer that is on its way. `done` once it is there: then `error` or, if that is None, `value`.
+    """An answer that is on its way. `done` once it has come: then `error` or, if that is None, `value`.
 
-    Both are taken in only while somebody of this client waits or asks.
+    Answers are read only while a thread of this client waits or submits.
     """
 
     __slots__ = ("_client", "done", "error", "number", "timeout", "value")
@@ -46,22 +46,21 @@ class PendingResult:
         return f"<Pending {self.number}: {'answered' if self.error is None else type(self.error).__name__}>"
 
     def result(self, timeout: float | None = None) -> Result:
-        """Wait for the answer, for `timeout` seconds at most. Raises what `Client.evaluate` raises.
+        """Wait for the answer, for `timeout` seconds at most. Raises what `CentralClient.evaluate` raises.
 
         After `Expired` of that timeout the answer is still on its way, and another call waits for it again.
         """
         return self._client.wait(self, timeout)
 
     def cancel(self) -> None:
-        """Give the answer up, unless it is there: `result` raises `Closed` then, and the server need not compute it."""
+        """Cancel the request, unless its answer has come: then `result` raises `Closed`."""
         self._client.abandon(self, Closed("this request was cancelled. Send the rows again if they are wanted."))
 
 
 class CentralClient:
-    """One process's way to the model of a `CentralServer`. Threads may share it.
+    """One process's client of a `CentralServer`. Threads may share it.
 
-    It can be handed to a child process of any start method as long as it has not been used; each process needs one of
-    its own.
+    Until its first use it can be passed to a child process of any start method; each process needs one of its own.
     """
 
     def __init__(self, address: ServerAddress, restarts_within_s: float = 0.0) -> None:
@@ -134,9 +133,9 @@ class CentralClient:
         priority: Priority = Priority.NORMAL,
         group: Hashable = None,
     ) -> PendingResult:
-        """Send the rows and go on; `result()` of what this returns waits. Raises what is known to be wrong already.
+        """Send the rows without waiting for the answer: `result()` of the returned object waits. Raises as `evaluate`.
 
-        While so much is outstanding that no block is free (`connection.POOLED`), it waits until an answer frees one.
+        While no block is free (`connection.POOLED` requests are open), this waits until an answer frees one.
         """
         deadline = _deadline(timeout)
         self._refuse_other_process()
@@ -158,7 +157,7 @@ class CentralClient:
                     return pending
 
     def _wait_on(self, deadline: float, timeout: float | None) -> None:
-        """Until an answer may have come, whosever it is. Raises `Expired` after the deadline."""
+        """Wait until any answer may have come. Raises `Expired` after the deadline."""
         left = deadline - time.monotonic()
         if left <= 0:
             raise _too_late(timeout)
@@ -168,7 +167,7 @@ class CentralClient:
             self._read(min(left, LOOK_S))
 
     def _open(self, deadline: float = float("inf")) -> CentralConnection:
-        """The connection, made by whoever needs it first; while its server comes back, that is awaited."""
+        """The connection, made at first use; waits while the server comes back."""
         while self._ready is None:
             left = deadline - time.monotonic()
             if self._closed:
@@ -196,7 +195,7 @@ class CentralClient:
         self._ready, self._process = connection, os.getpid()
 
     def _refuse_other_process(self) -> None:
-        """Before the lock is taken: a thread that is not here may have held it."""
+        """Refuse use in a forked child, before the lock is taken: a thread of the parent may have held it."""
         if self._process not in (0, os.getpid()):
             raise UsageError(
                 "this client was opened in another process and came here by fork: two cannot share one line. Hand over "
@@ -217,7 +216,7 @@ class CentralClient:
         return pending.value
 
     def abandon(self, pending: PendingResult, error: GpuinferError) -> None:
-        """Let `pending` fail with `error`, unless its answer is there, and tell the server that nobody wants it."""
+        """Let `pending` fail with `error`, unless its answer has come, and cancel it in the server."""
         self._refuse_other_process()
         with self._changed:
             if pending.done:
@@ -228,7 +227,7 @@ class CentralClient:
             self._changed.notify_all()
 
     def _read(self, seconds: float) -> None:
-        """Wait that long at most, without the lock, and take in what has come."""
+        """Wait that long at most, without the lock, and process what has come."""
         self._reading = True
         try:
             self._changed.release()
@@ -242,7 +241,7 @@ class CentralClient:
             self._changed.notify_all()
 
     def _sleep(self, seconds: float) -> None:
-        """Until something arrives. Spins a little first, as long as that pays."""
+        """Wait until data arrives. Spins a little first, as long as that pays."""
         if self._asleep < PROBES or self._asleep % PROBE_AGAIN == 0:
             until = time.perf_counter() + (PROBE_S if self._asleep else SPIN_S)
             while time.perf_counter() < until:
@@ -253,7 +252,7 @@ class CentralClient:
         self._poll.poll(1000 * seconds)
 
     def _glance(self) -> None:
-        """Take in what has come: blocks may be free, and nobody has looked. Whoever reads does so without us."""
+        """Process what has come, which may free blocks, unless another thread reads."""
         if not self._reading:
             self._take_in()
             self._changed.notify_all()
@@ -284,9 +283,9 @@ class CentralClient:
                 pending.value = outcome
 
     def _come_back(self, connection: CentralConnection, error: GpuinferError) -> None:
-        """The server has gone: on to the one that takes its place, or fail all that wait.
+        """The server has gone: reconnect to the one that takes its place, or fail all requests.
 
-        In a thread of its own, without the lock: whoever waits keeps to a deadline.
+        In a thread of its own, without the lock: waiting callers keep their deadlines.
         """
         self._ready = None
         self._poll.unregister(connection.fileno())
@@ -304,7 +303,7 @@ class CentralClient:
             connection.come_back(cause)
         except GpuinferError as error:
             final = error
-        except Exception as strange:  # noqa: BLE001 (whatever it is, nobody may wait for ever)
+        except Exception as strange:  # noqa: BLE001 (whatever it is, no caller may wait for ever)
             final = BackendDied(f"the way to the central server is lost: {strange!r}. Start it again.")
         with self._changed:
             if final is not None or self._closed:
@@ -324,7 +323,7 @@ class CentralClient:
             self._settle(number, error)
 
     def close(self) -> None:
-        """Hang up. What is outstanding fails with `Closed`."""
+        """Close the connection. Open requests fail with `Closed`."""
         if self._process not in (0, os.getpid()):  # in a forked child: the line is its parent's
             return
         if self._connection is not None:

@@ -1,6 +1,6 @@
-"""A client's end of the line to its server: blocks of shared memory, what has been asked, and what came back.
+"""A client's connection to its server: blocks of shared memory, open requests, and answers.
 
-It neither waits nor knows threads or loops: `client.py` (for any program) and the backend (for an event loop) do.
+It never waits, and knows neither threads nor loops: `client.py` (for any program) and `async_client.py` do.
 """
 
 from __future__ import annotations
@@ -119,11 +119,11 @@ class CentralConnection:
     # Opening
 
     def open(self, timeout_s: float = GREETING_S) -> None:
-        """Introduce ourselves. Blocks; raises `BackendDied` when nobody answers, or why the server will not have us."""
+        """Connect and greet. Blocks; raises `BackendDied` without an answer, or the server's refusal."""
         self._socket = self._greet(timeout_s)
 
     def _greet(self, timeout_s: float) -> socket.socket:
-        """A line on which the server has welcomed us."""
+        """A line on which the server has answered the greeting."""
         line = self._greeting_line = _new_line()
         until = time.monotonic() + timeout_s
         try:
@@ -148,16 +148,16 @@ class CentralConnection:
         return line
 
     def _learn(self, told: Any, pulse: int) -> None:
-        """What the server says of itself in its greeting."""
+        """Take limits, form and heartbeat from the server's greeting."""
         self.limits = Limits(told["max_rows"], PER_CLIENT)
         self.form = BlockForm.from_wire(told["form"])
         self._pulse = HeartbeatWatch(shared_memory.attach(pulse, HEARTBEAT_SIZE))
 
     def come_back(self, cause: BackendDied) -> None:
-        """After the server has gone: wait for it, and ask again for all that is outstanding. Blocks.
+        """After the server has gone: wait until it is back, and send all open requests again. Blocks.
 
-        Raises `cause` at once when it will not come back, and once nobody listens any more; `BackendDied` when it does
-        not within its time.
+        Raises `cause` at once when the server will not come back, and when its address is gone; `BackendDied` when it
+        is not back in time.
         """
         self._hang_up()
         if not self.comes_back:
@@ -172,7 +172,7 @@ class CentralConnection:
             self._ask_again()
 
     def _greet_again(self, cause: BackendDied) -> socket.socket:
-        """A line to the server that has come back. One that is about to end may still take a line in, and hang up."""
+        """A line to the server that is back. One that is about to end may still accept a line, and close it."""
         until = time.monotonic() + self._patience_s
         while True:
             try:
@@ -186,7 +186,7 @@ class CentralConnection:
             time.sleep(GREET_AGAIN_S)
 
     def _ask_again(self) -> None:
-        """Tell a server that has come back all that its predecessor knew."""
+        """Send blocks and open requests to a server that is back."""
         for block, descriptor in zip(self._blocks, self._descriptors, strict=True):
             self._present(block, descriptor)
         for question in self._asked.values():
@@ -206,7 +206,7 @@ class CentralConnection:
         return block.rows
 
     def _new_block(self, room: int, full: bool = False) -> Block:
-        """One block more. When there may be no more (`full`) it takes the place of the pool's smallest idle one."""
+        """A new block. At the limit (`full`) it replaces the smallest idle block of the pool."""
         number = len(self._blocks)
         if full or number >= PER_CLIENT:
             if not self._idle:
@@ -223,7 +223,7 @@ class CentralConnection:
         return block
 
     def _install(self, block: Block, descriptor: shared_memory.Descriptor) -> None:
-        """Keep it under its number; whichever idle block had that number is no more."""
+        """Keep the block under its number, in place of the idle one of that number."""
         if block.number == len(self._blocks):
             self._blocks.append(block)
             self._descriptors.append(descriptor)
@@ -302,7 +302,7 @@ class CentralConnection:
         )
 
     def abandon(self, number: int) -> None:
-        """Nobody wants this answer any more. Its block is used again when the server has let go of it."""
+        """Cancel a request. Its block is free once the server has answered."""
         with self._presenting:
             if (question := self._asked.get(number)) is not None and not question.abandoned:
                 question.abandoned = True
@@ -313,7 +313,7 @@ class CentralConnection:
         self._put(pack_record(record), descriptors)
 
     def _put(self, data: bytes, descriptors: Sequence[int] = ()) -> None:
-        """A broken line is noticed by whoever reads from it: what is sent now will be sent again then, or never."""
+        """Send. A broken line is noticed when reading, and open requests are sent again then, if the server is back."""
         if (line := self._socket) is None:
             return
         try:
@@ -328,9 +328,9 @@ class CentralConnection:
     # Answers
 
     def receive(self) -> list[tuple[int, Any]]:
-        """What has come by now: numbers of requests with their results, or errors. Never blocks.
+        """The answers that have come: numbers of requests with their results, or errors. Never blocks.
 
-        Raises `BackendDied` when the server is gone, or has said that it will not serve us any more.
+        Raises `BackendDied` when the server is gone, or serves this client no more.
         """
         if self._socket is None:
             return []
@@ -398,7 +398,7 @@ class CentralConnection:
         )
 
     def stopped(self) -> BackendDied | None:
-        """Why to wait no longer, if the server is there but has no pulse. Ask at least every `pulse.AWAY_S` seconds."""
+        """The error of a server without a heartbeat; else None. Call it at least every `AWAY_S` seconds."""
         if self._socket is None or not self._pulse.stopped:
             return None
         return BackendDied(
@@ -408,7 +408,7 @@ class CentralConnection:
     # Closing
 
     def close(self) -> None:
-        """Hang up. What is outstanding will not be answered."""
+        """Close the line. Open requests are not answered."""
         self.give_up()
         with self._presenting:
             self._hang_up()
@@ -418,7 +418,7 @@ class CentralConnection:
                 held.clear()  # type: ignore[attr-defined]
 
     def give_up(self) -> None:
-        """Wait no longer for a server that comes back. Any thread may say so."""
+        """End a wait for a server that comes back. Any thread may call this."""
         self._closed = True
         if (line := self._greeting_line) is not None:
             with contextlib.suppress(OSError):
@@ -470,7 +470,7 @@ def _place(rows: NDArray[Any]) -> int:
 
 
 def refuse_group(group: Hashable) -> None:
-    """The server hangs up on records that it cannot use: what cannot travel is refused here."""
+    """Refuse a group that cannot be sent: the server closes the line of a client with such records."""
     if group is None:
         return
     try:

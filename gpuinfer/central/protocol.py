@@ -1,6 +1,6 @@
 """What server, clients and owner send each other: the local address, records of a fixed size with msgpack bodies, and
-changes of weights. Rows and answers never travel: they lie in the client's blocks of shared memory, and a record
-only says which.
+changes of weights. Rows and answers are never sent: they are in the client's blocks of shared memory, and a record
+names the block.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ BACKLOG = 512
 
 @dataclass(frozen=True, slots=True)
 class ServerAddress:
-    """All that a client process must know. It is handed over by whoever started the server, and nowhere shown."""
+    """The address and secret of a server, which its owner passes to client processes, and which is never shown."""
 
     path: str
     token: bytes
@@ -51,7 +51,7 @@ def listen() -> tuple[socket.socket, ServerAddress]:
 
 
 def remove_address(address: ServerAddress) -> None:
-    """Take away what the address left in the file system, if anything."""
+    """Remove the socket's file, where there is one."""
     if not ABSTRACT:
         Path(address.path).unlink(missing_ok=True)
         with contextlib.suppress(FileNotFoundError):
@@ -59,7 +59,7 @@ def remove_address(address: ServerAddress) -> None:
 
 
 def is_own_user(connection: socket.socket) -> bool:
-    """Whether a process of the same user is at the other end; where the system does not tell, the folder's mode did."""
+    """Whether the other end is a process of the same user; without SO_PEERCRED the folder's mode ensures that."""
     if not hasattr(socket, "SO_PEERCRED"):
         return True
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
@@ -69,17 +69,17 @@ def is_own_user(connection: socket.socket) -> bool:
 VERSION = 5
 HEADER = struct.Struct("<BBHIIIId")  # in the order of Record's fields, then the bytes of the body and `left_s`
 LARGEST_BODY = 1 << 20  # bytes: checked before the memory is taken
-NOBODY = 0xFFFFFFFF  # as the client of a request: nobody says who asks
+NOBODY = 0xFFFFFFFF  # as the client of a request: no client is named
 
 
 class RecordKind(enum.IntEnum):
-    """What a record says."""
+    """The kinds of records."""
 
     # from a client
-    HELLO = 1  # body: token, version, client: whose line it is, the same bytes each time that one comes back
+    HELLO = 1  # body: token, version, client: the same bytes at each reconnection
     BLOCK = 2  # from now on this is block number `block`, room for `rows` rows; its descriptor travels along
     ASK = 3  # answer the first `rows` rows of `block`; body, if any: group
-    CANCEL = 4  # nobody wants the answer to request `number` any more
+    CANCEL = 4  # of request `number`
     PROMPT = 9  # go on with a prompt, `rows` samples; body: `TextRequest`
     # from the server
     WELCOME = 5  # body: what it serves; the descriptor of its pulse travels along
@@ -117,7 +117,7 @@ def hello(token: bytes, client: bytes) -> WireRecord:
 
 
 class GarbledRecord(Exception):
-    """The other end does not speak this protocol."""
+    """The other end does not follow this protocol."""
 
 
 def pack_record(record: WireRecord) -> bytes:
@@ -140,7 +140,7 @@ class Unpacker:
         self._largest_body = largest_body
 
     def feed(self, data: bytes) -> Iterator[WireRecord]:
-        """The records that are complete now. Raises `Garbled`."""
+        """The records that are complete now. Raises `GarbledRecord`."""
         if self._lacking > 0:  # to join them with each that comes would take the square of their number
             self._pieces.append(data)
             self._lacking -= len(data)
@@ -184,7 +184,7 @@ LARGEST_BEGUN = 16 << 20  # what its answer may add to that when it is asked aga
 
 
 class TextRequest(Struct, frozen=True, array_like=True):
-    """What a client sends with a request."""
+    """The body of a client's request for text."""
 
     prompt: Prompt
     group: Any = None  # a hashable value; a tuple arrives as a list
@@ -244,7 +244,7 @@ class WeightsChange(Struct, frozen=True):
 
 
 class PendingChanges:
-    """Changes that are under way in the server process; each is answered when it is done."""
+    """Changes that are under way in the server process, and their outcomes."""
 
     def __init__(self) -> None:
         self._futures: dict[int, Future[Sequence[str]]] = {}
@@ -253,11 +253,11 @@ class PendingChanges:
         return bool(self._futures)
 
     def add(self, number: int, future: Future[Sequence[str]]) -> None:
-        """`future` gives what `Prompt.adapter` may be afterwards."""
+        """The result of `future`: the names that `Prompt.adapter` may have afterwards."""
         self._futures[number] = future
 
     def done(self) -> Iterator[dict[str, Any]]:
-        """The messages that say what has come of those that are over."""
+        """The outcomes of changes that are over, as messages."""
         for number in [number for number, future in self._futures.items() if future.done()]:
             yield {"changed": number, **_outcome(self._futures.pop(number))}
 
@@ -267,7 +267,7 @@ def _outcome(future: Future[Sequence[str]]) -> dict[str, Any]:
         return {"adapters": list(future.result())}
     except GpuinferError as error:
         return {"refused": error_to_wire(error)}
-    except BaseException as error:  # noqa: BLE001 (whatever it is, whoever asked must hear of it)
+    except BaseException as error:  # noqa: BLE001 (whatever it is, the owner must hear of it)
         return {
             "refused": error_to_wire(
                 BackendError(f"the weights could not be changed: {error_text.full_message(error)}. Report this.")
@@ -278,10 +278,10 @@ def _outcome(future: Future[Sequence[str]]) -> dict[str, Any]:
 def changes_to_replay(
     changes: Sequence[WeightsChange], change: WeightsChange, at_start: Collection[str]
 ) -> list[WeightsChange]:
-    """What a server that is started again has to be told, after one more change. `at_start`: the adapters that each
-    start brings back, their names and their names with versions.
+    """The changes that a server which is started again must repeat, after one more change. `at_start`: the adapters of
+    every start, by name and by name with version.
     """
-    if change.weights is not None:  # an older version of the same is asked for by nobody who comes later
+    if change.weights is not None:  # no later request asks for an older version of the same
         return [*(one for one in changes if not _is_replaced(one, change.adapter, at_start)), change]
     asked = change.adapter or ""
     name = _name_of(asked)
