@@ -22,7 +22,7 @@ from gpuinfer.models.forward_cpu import CpuForward
 from gpuinfer.models.forward_cuda import bucket_for, buckets_up_to
 from gpuinfer.models.load import build
 from gpuinfer.models.out_of_memory import is_out_of_memory
-from gpuinfer.models.pinned_memory import deliver, sources, unstage
+from gpuinfer.models.pinned_memory import copy_plan, deliver, unstage
 from gpuinfer.models.row_blocks import RowBlocks, sound_rows, table_of, unpacked
 
 FEATURES, ACTIONS, SEATS = 40, 12, 3
@@ -378,7 +378,7 @@ def test_pinned_blocks_go_to_the_device_as_they_lie_and_the_others_together_by_s
     blocks = [positions(rows, seed) for seed, (rows, _) in enumerate(batch)]
     lying = {id(block): lies_so for block, (_, lies_so) in zip(blocks, batch, strict=True)}
     staging, device = torch.empty(100, FEATURES, dtype=torch.uint8), np.empty((100, FEATURES), np.uint8)
-    parts = list(sources(blocks, staging, lambda block: lying[id(block)]))
+    parts = list(copy_plan(blocks, staging, lambda block: lying[id(block)]))
     for at, part in parts:
         device[at : at + len(part)] = part
     straight = [block for block in blocks if lying[id(block)]]

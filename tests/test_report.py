@@ -17,7 +17,7 @@ from gpuinfer.cli.screen.final_panel import rows
 from gpuinfer.host import machine
 from gpuinfer.host.cpu_contention import CoreTime
 from gpuinfer.report.document import json_schema
-from gpuinfer.report.report import Run, batches, build, evidence, schema, throughput, time_s
+from gpuinfer.report.report import Run, batches_section, build, evidence, rates_section, schema, time_s
 from gpuinfer.serving.health import RecentCounters, counter_stats
 from gpuinfer.stats import Histogram, Snapshot, merge_snapshots, since
 
@@ -159,7 +159,7 @@ def test_the_schema_knows_every_reason_and_is_itself_valid():
 def test_rates_count_from_the_start_of_the_clock():
     progress = Progress(40, counts={"games": 40, "simulations": 5000})
     run = a_run(snapshot=FULL, progress=progress, counts_before={"games": 10, "simulations": 1000})
-    assert throughput(run) == {
+    assert rates_section(run) == {
         "games_per_min": 180.0,
         "simulations_per_s": 400.0,
         "rows_per_s": 900.0,
@@ -213,13 +213,13 @@ def test_what_generates_tells_tokens_slots_and_its_model_and_evaluates_nothing()
 def test_replicas_have_slots_of_their_own():
     both = merge_snapshots([GENERATED, GENERATED])
     assert both.slots == 8
-    assert batches(both)["occupancy"] == batches(GENERATED)["occupancy"]
+    assert batches_section(both)["occupancy"] == batches_section(GENERATED)["occupancy"]
     assert evidence(a_run(snapshot=both)).slots == 4
     assert since(both, GENERATED).slots == 8
 
 
 def test_batches_are_told_by_their_size():
-    told = batches(FULL)
+    told = batches_section(FULL)
     assert (told["count"], told["rows_mean"], told["rows_p50"], told["rows_max"]) == (30, 300.0, 400, 400)
     assert told["sizes"] == {"128": 10, "512": 20}
     assert told["reasons"]["full"] == 20

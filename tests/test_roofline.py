@@ -21,11 +21,11 @@ from gpuinfer.models.roofline_measurement import (
     cpu_looks,
     look_rates,
     measure,
-    search,
+    search_arrangements,
     stands,
     sustained,
 )
-from gpuinfer.models.roofline_process import RooflineProcess, measurement_outcome, unpacked
+from gpuinfer.models.roofline_process import RooflineProcess, measurement_outcome, roofline_from
 from gpuinfer.runtime.run_roofline import LONGER, reconciled
 
 pytestmark = pytest.mark.usefixtures("children_forked")
@@ -63,7 +63,7 @@ def peaked(best_rows, height):
     ],
 )
 def test_the_search_finds_the_peak(best_rows, height, expected):
-    found = search(peaked(best_rows, height), [ONE, TWO], SIZES, budget_s=1.0)
+    found = search_arrangements(peaked(best_rows, height), [ONE, TWO], SIZES, budget_s=1.0)
     assert (found.arrangement, found.rows) == expected
     assert [found.rate] == peaked(best_rows, height)(found.arrangement, found.rows, 1.0)
 
@@ -75,7 +75,7 @@ def test_the_search_keeps_to_its_budget():
         spent.append(seconds)
         return [float(rows)]
 
-    search(look, [ONE, TWO], SIZES, budget_s=2.0)
+    search_arrangements(look, [ONE, TWO], SIZES, budget_s=2.0)
     assert sum(spent) <= 2.0 + 1e-9
     assert max(spent) > 2 * min(spent), "the best are measured for longer"
 
@@ -84,7 +84,7 @@ def test_a_batch_that_does_not_fit_ends_the_climb_and_is_not_chosen():
     def look(arrangement, rows, seconds):
         return [float(rows) if rows <= 128 else 0.0]
 
-    assert search(look, [ONE], SIZES, 1.0) == Timed(ONE, 128, 128.0)
+    assert search_arrangements(look, [ONE], SIZES, 1.0) == Timed(ONE, 128, 128.0)
 
 
 @pytest.mark.parametrize(
@@ -133,7 +133,7 @@ def test_the_search_ends_once_the_best_have_shown_what_they_sustain():
         return [rows * 1.0] * 4
 
     looked: list[float] = []
-    search(look, [ONE], SIZES, budget_s=2.0)
+    search_arrangements(look, [ONE], SIZES, budget_s=2.0)
     assert looked[len(SIZES) :] == [pytest.approx(0.2)] * 2
     assert not stands([1.0] * 7), "too few"
     assert not stands([1.0] * 10 + [1.2] * 2), "a third one may come as high"
@@ -243,7 +243,7 @@ def bad_models(tmp_path, monkeypatch):
 )
 def test_what_the_child_says_of_a_model_that_cannot_be_had_is_raised(name, said, bad_models):
     with pytest.raises(UsageError, match=said):
-        unpacked(measurement_outcome(spec(name), RUN))
+        roofline_from(measurement_outcome(spec(name), RUN))
 
 
 @pytest.fixture

@@ -111,7 +111,7 @@ def execute(values: Mapping[str, Any]) -> int:
     onnx_export.require()
     if options.weights is None and ":" not in options.model:
         say(f"no --weights: those of '{options.model}' are drawn from --seed {common.seed}")
-    network = onnx_export.opened(subject.spec, common.seed)
+    network = onnx_export.open_exportable(subject.spec, common.seed)
     say(f"positions of {subject.of}")
     rows = subject.rows()
     say(f"writing '{options.model}' to {options.out}")
@@ -122,7 +122,7 @@ def execute(values: Mapping[str, Any]) -> int:
     def write(file: Any) -> None:
         file.write(content)
         file.flush()
-        found.extend(onnx_export.compared(Path(file.name), network, rows))
+        found.extend(onnx_export.largest_differences(Path(file.name), network, rows))
         if (worst := _worst(found)) > options.tolerance:
             raise Apart(
                 f"ONNX Runtime's answers differ from torch's by {worst:.2g}, and {options.tolerance:g} is allowed: "

@@ -28,7 +28,7 @@ from gpuinfer.api import ModelSpec, enter_station
 from gpuinfer.errors import BadResult
 from gpuinfer.models.cuda_graphs import captured, new_stream, release_cached_memory, wait_for_device
 from gpuinfer.models.out_of_memory import StepSize, first_line, is_out_of_memory
-from gpuinfer.models.pinned_memory import WORTH_A_COPY, deliver, sources, unstage
+from gpuinfer.models.pinned_memory import WORTH_A_COPY, copy_plan, deliver, unstage
 from gpuinfer.models.row_blocks import Block, RowBlocks, rearranged, sound_rows, table_of, tensors_of, unpacked
 from gpuinfer.models.row_format import BITS, network_title, row_dtype, row_shape
 
@@ -190,7 +190,7 @@ class CudaForward:
         """
         stop = start + rows
         try:
-            parts = list(sources(run.pieces(start, stop), slot.staging))
+            parts = list(copy_plan(run.pieces(start, stop), slot.staging))
             enter_station("forward")
             with torch.cuda.stream(slot.stream):
                 for at, part in parts:

@@ -326,7 +326,7 @@ class GradientPass:
         """The loss and its parts as numbers, with one wait for the device. Raises `BackendError`
         for NaN and infinity.
         """
-        value, named = losses.read(loss, parts)
+        value, named = losses.read_loss(loss, parts)
         if not math.isfinite(value):
             for what, rows in {"features": batch.features, **batch.targets}.items():
                 if rows.dtype.kind == "f" and not np.isfinite(rows).all():

@@ -100,7 +100,7 @@ def loss_and_parts(
     return scalar.reshape(()), _numbers(parts, title(name, "loss"))
 
 
-def read(scalar: Tensor, parts: Mapping[str, float | Tensor]) -> tuple[float, dict[str, float]]:
+def read_loss(scalar: Tensor, parts: Mapping[str, float | Tensor]) -> tuple[float, dict[str, float]]:
     """A loss and its parts as numbers, with one wait for the device."""
     if scalar.device.type == "cpu":
         return float(scalar.detach()), {name: float(one) for name, one in parts.items()}

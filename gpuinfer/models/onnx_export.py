@@ -101,7 +101,7 @@ class _Flat(nn.Module):
         return tuple([part.float() for part in parts])
 
 
-def opened(spec: ModelSpec, seed: int) -> Exportable:
+def open_exportable(spec: ModelSpec, seed: int) -> Exportable:
     """Open a network in float32 on the CPU. Raises `UsageError` when it cannot be loaded, or is too
     large for one file.
     """
@@ -227,7 +227,9 @@ def _tidy(model: onnx.ModelProto) -> None:
             graphs += [part.g for part in node.attribute if part.HasField("g")]
 
 
-def compared(path: Path, network: Exportable, rows: NDArray[np.float32]) -> Iterator[tuple[int, dict[str, float]]]:
+def largest_differences(
+    path: Path, network: Exportable, rows: NDArray[np.float32]
+) -> Iterator[tuple[int, dict[str, float]]]:
     """For each of `SIZES` the largest difference of each output between ONNX Runtime and torch, as `apart` defines it.
 
     `rows` [positions, features] are used in turn, so that batches hold different rows. Raises `WorkError` for a file

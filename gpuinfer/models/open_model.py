@@ -101,7 +101,7 @@ def open_model(spec: ModelSpec, setup: Setup, tuning: ForwardTuning, roofline: R
     module = build(spec, device=device, dtype=dtype, seed=setup.seed, compute=compute)
     answer = probe(module, spec, device=device, dtype=compute)
     if tuning.compile:
-        module = compiled(module, spec, device, compute)
+        module = torch_compiled(module, spec, device, compute)
     forward: CpuForward | CudaForward
     if device.type == "cuda":
         forward = cuda_forward(module, spec, device, compute, limits, setup, tuning)
@@ -191,7 +191,7 @@ def cores_of(setup: Setup) -> int:
     return max(1, cores() // setup.processes)
 
 
-def compiled(module: nn.Module, spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> nn.Module:
+def torch_compiled(module: nn.Module, spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> nn.Module:
     """The module through torch.compile, tried. Raises `UsageError` when that does not work here."""
     unpack(module)
     fast: Any = torch.compile(module)

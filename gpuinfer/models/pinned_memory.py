@@ -38,7 +38,7 @@ class Registration:
         """Unpin, while the memory is mapped and no batch in flight uses it. Does nothing the second time."""
         array, self._array = self._array, None
         if array is not None:
-            failure = call("cudaHostUnregister", array.ctypes.data)
+            failure = runtime_call("cudaHostUnregister", array.ctypes.data)
             logger.debug("unpinned %d MiB (error %d)", array.nbytes >> 20, failure)
 
 
@@ -50,7 +50,7 @@ def register(array: NDArray[Any], device: torch.device) -> Registration:
     if device.type != "cuda" or not array.nbytes:
         return Registration()
     with torch.cuda.device(device):
-        failure = call("cudaHostRegister", array.ctypes.data, array.nbytes, PORTABLE)
+        failure = runtime_call("cudaHostRegister", array.ctypes.data, array.nbytes, PORTABLE)
     if not failure:
         return Registration(array)
     logger.warning(
@@ -62,7 +62,7 @@ def register(array: NDArray[Any], device: torch.device) -> Registration:
     return Registration()
 
 
-def call(function: str, *arguments: int) -> int:
+def runtime_call(function: str, *arguments: int) -> int:
     """CUDA's error code, 0 for success."""
     failure = int(getattr(torch.cuda.cudart(), function)(*arguments))  # type: ignore[no-untyped-call]
     if failure:
@@ -84,7 +84,7 @@ def lies_pinned(piece: Block) -> bool:
     return piece.nbytes >= WORTH_A_COPY and as_tensor(piece).is_pinned()
 
 
-def sources(
+def copy_plan(
     pieces: Sequence[Block], staging: Tensor, pinned: Callable[[Block], bool] = lies_pinned
 ) -> Iterator[tuple[int, Tensor]]:
     """What to copy to the device for a batch, as (first row, tensor): pinned pieces as they are, consecutive others
@@ -93,12 +93,12 @@ def sources(
     at = 0
     for straight, group in groupby(pieces, pinned):
         run = list(group)
-        for part in map(as_tensor, run) if straight else [staged(run, staging[at:])]:
+        for part in map(as_tensor, run) if straight else [staged_rows(run, staging[at:])]:
             yield at, part
             at += len(part)
 
 
-def staged(pieces: Sequence[Block], room: Tensor) -> Tensor:
+def staged_rows(pieces: Sequence[Block], room: Tensor) -> Tensor:
     part = room[: sum(map(len, pieces))]
     if len(pieces) == 1:
         return part.copy_(as_tensor(pieces[0]))  # with all of torch's threads

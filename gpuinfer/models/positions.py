@@ -167,7 +167,7 @@ def shards_of(path: Path) -> list[Path]:
     return shards
 
 
-def merge(parts: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
+def merge_games(parts: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
     """Merge several collections of finished games."""
     return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 

@@ -186,8 +186,8 @@ class Arrangement:
 
     def __str__(self) -> str:
         if not self.threads:
-            return f"{counted(self.forwards, 'stream')}, CUDA graph"
-        return f"{counted(self.forwards, 'forward')} × {counted(self.threads, 'thread')}"
+            return f"{with_number(self.forwards, 'stream')}, CUDA graph"
+        return f"{with_number(self.forwards, 'forward')} × {with_number(self.threads, 'thread')}"
 
 
 @dataclass(frozen=True)
@@ -202,7 +202,7 @@ Look = Callable[[Arrangement, int, float], Sequence[float]]
 does not fit."""
 
 
-def counted(number: int, noun: str) -> str:
+def with_number(number: int, noun: str) -> str:
     return f"{number} {noun}{'s' if number > 1 else ''}"
 
 
@@ -284,7 +284,7 @@ def measured_on(
     known = [one for one in arrangements if only is not None and str(one) == only.arrangement and only.at_rows in sizes]
     if only is not None and known:
         return Roofline(sustained(look(known[0], only.at_rows, budget_s)), only.at_rows, only.arrangement)
-    best = search(look, arrangements, sizes, budget_s)
+    best = search_arrangements(look, arrangements, sizes, budget_s)
     return Roofline(best.rate, best.rows, str(best.arrangement))
 
 
@@ -298,14 +298,16 @@ def cpu_arrangements(cores: int, single_threaded: bool) -> list[Arrangement]:
     return arrangements
 
 
-def search(look: Look, arrangements: Sequence[Arrangement], sizes: Sequence[int], budget_s: float) -> Timed:
+def search_arrangements(
+    look: Look, arrangements: Sequence[Arrangement], sizes: Sequence[int], budget_s: float
+) -> Timed:
     """Try each arrangement briefly at growing batch sizes until nothing is gained, then the best two for longer, in
     turn, until their rates are settled.
 
     Returns the best rate, with the smallest batch that comes as near to it as noise allows to tell.
     """
     coarse_s = COARSE_SHARE * budget_s / (len(arrangements) * len(sizes))
-    found = [c for arrangement in arrangements for c in climb(look, arrangement, sizes, coarse_s)]
+    found = [c for arrangement in arrangements for c in growing_batches(look, arrangement, sizes, coarse_s)]
     finalists = list(dict.fromkeys([smallest_of_the_best(found), fastest(found)]))
     final_s = (1 - COARSE_SHARE) * budget_s / (FINAL_ROUNDS * len(finalists))
     seen: list[list[float]] = [[] for _ in finalists]
@@ -318,7 +320,7 @@ def search(look: Look, arrangements: Sequence[Arrangement], sizes: Sequence[int]
     return replace(smallest_of_the_best(settled), rate=fastest(settled).rate)
 
 
-def climb(look: Look, arrangement: Arrangement, sizes: Iterable[int], seconds: float) -> list[Timed]:
+def growing_batches(look: Look, arrangement: Arrangement, sizes: Iterable[int], seconds: float) -> list[Timed]:
     found: list[Timed] = []
     best, stale = 0.0, 0
     for rows in sizes:

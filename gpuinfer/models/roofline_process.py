@@ -105,7 +105,7 @@ class RooflineProcess:
             self.close()
             raise BackendError(f"the process that measures the roofline ends as soon as it has begun. {CURE}")
         self.peak_mb = message.pop("peak_mb")
-        return unpacked(message)
+        return roofline_from(message)
 
     def _asked(
         self, question: Mapping[str, Any], timeout_s: float, stopped: Callable[[], bool]
@@ -142,7 +142,7 @@ def message_from(channel: Channel, timeout_s: float, stopped: Callable[[], bool]
     return dict(channel.receive())
 
 
-def unpacked(message: dict[str, Any]) -> Roofline:
+def roofline_from(message: dict[str, Any]) -> Roofline:
     if "usage" in message:
         raise UsageError(message["usage"])
     if "failure" in message:

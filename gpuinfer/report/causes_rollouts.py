@@ -117,7 +117,7 @@ def slow_trainer(case: RunCase) -> Verdict | None:
 def slow_environment(case: RunCase) -> Verdict | None:
     """Games are in their environment while the engine has room."""
     run, share = case.run, case.run.facts.get("environment_share", 0.0)
-    if "calls" not in run.facts or share < thresholds.SLOW_ENVIRONMENT or offered(run) >= thresholds.ENGINE_FULL:
+    if "calls" not in run.facts or share < thresholds.SLOW_ENVIRONMENT or offered_share(run) >= thresholds.ENGINE_FULL:
         return None
     why = f"Games were in their environment, and asked for nothing, {share:.0%} of their time: {_asked(run)}."
     advice = "Make its calls quicker, or play more groups at once, so that others ask meanwhile."
@@ -128,7 +128,11 @@ def slow_environment(case: RunCase) -> Verdict | None:
 def few_groups(case: RunCase) -> Verdict | None:
     """Fewer groups are played at once than the engine has room for, by an option."""
     run = case.run
-    if "calls" not in run.facts or offered(run) >= thresholds.ENGINE_FULL or (change := _more_groups(run)) is None:
+    if (
+        "calls" not in run.facts
+        or offered_share(run) >= thresholds.ENGINE_FULL
+        or (change := _more_groups(run)) is None
+    ):
         return None
     why = f"{run.facts['groups_in_flight']:,.1f} groups were played at once: {_asked(run)}."
     filling = ": so many fill the slots" if run.total is None or float(change.value) < run.total else ": all of them"
@@ -138,11 +142,11 @@ def few_groups(case: RunCase) -> Verdict | None:
 
 def _gain(run: Evidence, change: OptionChange | None) -> Gain:
     """The gain of so many groups at once: at most what fills the slots, and all groups."""
-    most = 1 / max(offered(run), 0.01)
+    most = 1 / max(offered_share(run), 0.01)
     return Gain.up_to(most if change is None else min(most, float(change.value) / run.facts["groups_in_flight"]))
 
 
-def offered(run: Evidence) -> float:
+def offered_share(run: Evidence) -> float:
     """Rows asked for at once over slots, on average, by Little's law: those that wait for a slot count too."""
     slots = run.slots * max(1, len(run.forwards))
     return run.latency_s * run.requests / (run.wall_s * slots) if slots and run.wall_s > 0 else 0.0
@@ -150,13 +154,13 @@ def offered(run: Evidence) -> float:
 
 def _asked(run: Evidence) -> str:
     slots = run.slots * max(1, len(run.forwards))
-    return f"{offered(run) * slots:,.1f} rows were asked for at once, of {slots:,} slots"
+    return f"{offered_share(run) * slots:,.1f} rows were asked for at once, of {slots:,} slots"
 
 
 def _more_groups(run: Evidence) -> OptionChange | None:
     """The number of groups that would fill the slots; None without a limit set, or without more groups to play."""
     limit = run.options.get("--", {}).get("groups_in_flight")
-    under_way, rows = run.facts.get("groups_in_flight", 0.0), offered(run)
+    under_way, rows = run.facts.get("groups_in_flight", 0.0), offered_share(run)
     if not run.facts.get("groups_limited") or not limit or under_way <= 0 or rows <= 0:
         return None
     wanted = math.ceil(under_way / rows)

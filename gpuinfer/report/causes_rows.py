@@ -37,7 +37,7 @@ def more_rows(case: RunCase, best: float, gain: Gain | None = None) -> Verdict:
     need = f"the model is {case.faster(best):.1f} times as fast with {best:,.0f} a batch"
     if len(run.forwards) > 1:
         need += f", {best * len(run.forwards):,.0f} for {len(run.forwards)} forwards at once"
-    why = f"{product(run.facts, rows)} rows outstanding, batches of {run.rows_mean:,.0f}; {need}."
+    why = f"{outstanding_product(run.facts, rows)} rows outstanding, batches of {run.rows_mean:,.0f}; {need}."
     told = advise(case, why, max(best / run.rows_usual, 1.0), gain)
     return replace(told, advice=told.advice + _lift(run, best))
 
@@ -66,7 +66,7 @@ def advise(case: RunCase, why: str, factor: float, gain: Gain | None = None) -> 
     return Verdict(KIND, "idle", why, advice, None, gain)
 
 
-def product(facts: Mapping[str, float], rows_outstanding: float) -> str:
+def outstanding_product(facts: Mapping[str, float], rows_outstanding: float) -> str:
     """The arithmetic behind the rows outstanding: "2 workers × 2 blocks × 96 rows = 384"."""
     workers, blocks = facts.get("workers", 1), facts.get("blocks", 1)
     rows = rows_outstanding / max(workers * blocks, 1)
@@ -137,7 +137,9 @@ def for_one_another(case: RunCase) -> Verdict | None:
     idle = f"The forward lanes were idle {1 - run.busy(run.forwards):.0%} of the time"
     if run.work:
         idle += f" and the workers {1 - run.busy(run.work):.0%}"
-    why = f"{idle}: each waited for the other, with {product(run.facts, outstanding(run))} rows outstanding."
+    why = (
+        f"{idle}: each waited for the other, with {outstanding_product(run.facts, outstanding(run))} rows outstanding."
+    )
     best = case.curve.best() if case.curve else 0.0
     return advise(case, why, max(thresholds.AGAIN, best * len(run.forwards) / max(outstanding(run), 1.0)))
 

@@ -95,15 +95,15 @@ def build(run: Run) -> dict[str, Any]:
             "before": progress.before,
         },
         "environment": environment(run.setup, snapshot.device),
-        "throughput": throughput(run),
-        "batches": batches(snapshot),
+        "throughput": rates_section(run),
+        "batches": batches_section(snapshot),
         "unmasking": unmasking(snapshot),
-        "pages": pages(snapshot),
+        "pages": pages_section(snapshot),
         "stages": of_stages(snapshot, run.wall_s),
-        "latency_s": spread(snapshot.latency),
-        "queue_wait_s": spread(snapshot.queue_wait),
-        "first_token_s": spread(snapshot.first_token),
-        "between_tokens_s": spread(snapshot.between_tokens),
+        "latency_s": spread_section(snapshot.latency),
+        "queue_wait_s": spread_section(snapshot.queue_wait),
+        "first_token_s": spread_section(snapshot.first_token),
+        "between_tokens_s": spread_section(snapshot.between_tokens),
         "classes": cast(ClassesSection, {name: of_class(count) for name, count in snapshot.classes.items()}),
         "time_s": time_s(snapshot.lanes, run.wall_s),
         "lanes": len(snapshot.lanes),
@@ -117,7 +117,7 @@ def build(run: Run) -> dict[str, Any]:
         "training": report_sections.of_learning(progress.facts),
         "errors": error_counts(snapshot.errors),
         "failures": failures(progress, snapshot, run.max_failures),
-        "memory": memory(snapshot),
+        "memory": memory_section(snapshot),
         "model": dict(snapshot.device["model"]) if "model" in snapshot.device else None,
         "models": report_sections.model_lines(snapshot, run.wall_s),
         "beside": {name: dict(model) for name, model in snapshot.device.get("beside", {}).items()},
@@ -127,7 +127,7 @@ def build(run: Run) -> dict[str, Any]:
     return cast(dict[str, Any], document)
 
 
-def spread(counts: Mapping[str, Any]) -> SpreadSection:
+def spread_section(counts: Mapping[str, Any]) -> SpreadSection:
     """Mean, percentiles and maximum of a histogram in seconds; empty where it is."""
     return cast(SpreadSection, summarise(counts))
 
@@ -193,7 +193,7 @@ def _version(package: str) -> str | None:
         return None
 
 
-def throughput(run: Run) -> dict[str, float]:
+def rates_section(run: Run) -> dict[str, float]:
     """Rates per second of the run's clock; games per minute. Only of what was counted."""
     counts = counted(run)
     if run.snapshot.rows:
@@ -213,7 +213,7 @@ def counted(run: Run) -> dict[str, float]:
     return {name: count - run.counts_before.get(name, 0) for name, count in run.progress.counts.items()}
 
 
-def batches(snapshot: Snapshot) -> BatchesSection:
+def batches_section(snapshot: Snapshot) -> BatchesSection:
     """Batch sizes in rows; null where no batch ran. With slots the batches are forward steps, the reasons still those
     of what was admitted, and `occupancy` is the mean share of the slots that a step had rows in.
     """
@@ -238,7 +238,7 @@ def unmasking(snapshot: Snapshot) -> UnmaskingSection | None:
     return cast(UnmaskingSection, found.plain()) if found else None
 
 
-def pages(snapshot: Snapshot) -> PagesSection | None:
+def pages_section(snapshot: Snapshot) -> PagesSection | None:
     """The cost of a shortage of cache pages; None for models without pages."""
     steps = snapshot.device.get("steps") or {}
     if "preempted_rows" not in steps:
@@ -254,11 +254,11 @@ def slots_of_a_lane(snapshot: Snapshot) -> float:
 def of_class(count: Mapping[str, Any]) -> PriorityClass:
     """The latency of the requests of one class, and what became of them."""
     return {
-        **spread(count["latency"]),
+        **spread_section(count["latency"]),
         "requests": count["requests"],
         "rows": count["rows"],
         "errors": error_counts(count["errors"]),
-        "queue_wait_s": spread(count["queue_wait"]),
+        "queue_wait_s": spread_section(count["queue_wait"]),
     }
 
 
@@ -327,7 +327,7 @@ def against_roofline(run: Run) -> dict[str, Any] | None:
         "rows_per_s": run.roofline.rows_per_s,
         "at_rows": run.roofline.at_rows,
         "arrangement": run.roofline.arrangement,
-        "efficiency": throughput(run).get("rows_per_s", 0.0) / run.roofline.rows_per_s,
+        "efficiency": rates_section(run).get("rows_per_s", 0.0) / run.roofline.rows_per_s,
         "measured": list(run.roofline.measured),
         "raised": run.roofline.raised,
     }
@@ -352,7 +352,7 @@ def failures(progress: Progress, snapshot: Snapshot, allowed: float) -> Failures
     }
 
 
-def memory(snapshot: Snapshot) -> MemorySection:
+def memory_section(snapshot: Snapshot) -> MemorySection:
     """`rss_peak_mb` adds up the processes' own peaks, memory that they share counted in each. `fragmentation` is the
     share of what torch's allocator has reserved on the device that no tensor ever filled.
     """
@@ -375,8 +375,8 @@ def evidence(run: Run) -> Evidence:
         requests=snapshot.requests,
         lost=sum(snapshot.errors.get(kind, 0) for kind in LOST),
         cancelled=snapshot.errors.get("cancelled", 0) if run.status == "partial" else 0,
-        rows_per_s=throughput(run).get("rows_per_s", 0.0),
-        rows_mean=batches(snapshot)["rows_mean"] or 0.0,
+        rows_per_s=rates_section(run).get("rows_per_s", 0.0),
+        rows_mean=batches_section(snapshot)["rows_mean"] or 0.0,
         batch_s=snapshot.batch_s,
         slots=round(slots_of_a_lane(snapshot)),
         steps=snapshot.device.get("steps", {}),

@@ -160,7 +160,7 @@ def counter_stats(snapshot: Snapshot, seconds: float, recent: Snapshot, wall_s: 
         "waiting_rows": snapshot.waiting,
         "slots": snapshot.slots or None,
         "throughput": {"over_s": seconds, **rates},
-        "batches": report.batches(snapshot),
+        "batches": report.batches_section(snapshot),
         "latency_s": summarise(snapshot.latency),
         "queue_wait_s": summarise(snapshot.queue_wait),
         "first_token_s": summarise(snapshot.first_token),
@@ -184,7 +184,7 @@ def replica_stats(snapshot: Snapshot, recent: RecentCounters, about: dict[str, A
         "time_s": report.time_s(snapshot.lanes, wall_s),
         "lanes": len(snapshot.lanes),
         "stations": report.stations(snapshot.lanes, wall_s),
-        "memory": report.memory(snapshot),
+        "memory": report.memory_section(snapshot),
         "model": dict(snapshot.device["model"]) if "model" in snapshot.device else None,
         "device": report.device(snapshot, wall_s),
     }

@@ -112,7 +112,7 @@ def test_rows_in_pinned_blocks_go_straight_to_the_device(cuda, monkeypatch):
     rows = block(spec, 2048)
     held = one.pin(rows)
     assert held.pinned
-    monkeypatch.setattr(pinned_memory, "staged", lambda pieces, room: pytest.fail("was staged"))
+    monkeypatch.setattr(pinned_memory, "staged_rows", lambda pieces, room: pytest.fail("was staged"))
     with cuda.waiting_only_in(ANSWERED):
         one.forward([rows])
     held.close()

@@ -165,12 +165,12 @@ def test_a_network_that_cannot_be_exported_is_told_so(export, tmp_path):
 
 def test_another_network_is_seen_by_the_comparison(tmp_path):
     spec = ModelSpec("blobnet-small", None, FEATURES, "float32", {"actions": ACTIONS, "seats": SEATS})
-    own, other = onnx_export.opened(spec, 0), onnx_export.opened(spec, 1)
+    own, other = onnx_export.open_exportable(spec, 0), onnx_export.open_exportable(spec, 1)
     path = tmp_path / "own.onnx"
     path.write_bytes(onnx_export.content(own, {}))
     rows = np.ones((4, FEATURES), np.float32)
-    assert max(max(each.values()) for _, each in onnx_export.compared(path, own, rows)) < 1e-5
-    assert max(max(each.values()) for _, each in onnx_export.compared(path, other, rows)) > 1e-3
+    assert max(max(each.values()) for _, each in onnx_export.largest_differences(path, own, rows)) < 1e-5
+    assert max(max(each.values()) for _, each in onnx_export.largest_differences(path, other, rows)) > 1e-3
     assert own.digest() != other.digest()
 
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpuinfer.models.pipeline.stage_plan import deal, least_largest
+from gpuinfer.models.pipeline.stage_plan import cores_by_stage, least_largest
 
 times = st.lists(st.floats(0, 100), min_size=1, max_size=8)
 
@@ -62,4 +62,4 @@ def test_no_stage_holds_more_than_it_has_room_for(layers, stages, data):
     ],
 )
 def test_cores(cores, seconds, dealt):
-    assert deal(cores, seconds) == dealt
+    assert cores_by_stage(cores, seconds) == dealt

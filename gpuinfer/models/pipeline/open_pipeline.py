@@ -29,13 +29,13 @@ from gpuinfer.models.pipeline.layer_trace import segments_of
 from gpuinfer.models.pipeline.schedule import Pipeline
 from gpuinfer.models.pipeline.stage import CpuStage, CudaStage
 from gpuinfer.models.pipeline.stage_plan import (
+    RowsStageTuning,
     Split,
-    StageTuning,
     as_many_as_fit,
-    bytes_of,
+    cores_by_stage,
     count_for,
-    deal,
     fits_one,
+    module_bytes,
     places_of,
     rows_for,
     split_for,
@@ -55,7 +55,7 @@ def stages_at(
     times: Sequence[Sequence[float]],
     spec: ModelSpec,
     setup: Setup,
-    tuning: StageTuning,
+    tuning: RowsStageTuning,
     dtype: torch.dtype,
 ) -> list[Placed]:
     """The stages, each with its layers on its device; on the CPU with its threads, and cores of its own where there are
@@ -85,7 +85,7 @@ def stages_at(
 
 def threads_of(seconds: Sequence[float], setup: Setup, threads: int | None) -> list[int]:
     """Threads of each stage on the CPU: `threads`, or a share of the cores, the rest to the slowest stages."""
-    return deal(cores_of(setup), seconds) if threads is None else [threads] * len(seconds)
+    return cores_by_stage(cores_of(setup), seconds) if threads is None else [threads] * len(seconds)
 
 
 def own_cores(threads: Sequence[int], setup: Setup) -> list[list[int] | None]:
@@ -133,7 +133,7 @@ class ModelCut:
         return resolve_dtype(self.computed)
 
 
-def cut_model(spec: ModelSpec, setup: Setup, tuning: StageTuning) -> ModelCut:
+def cut_model(spec: ModelSpec, setup: Setup, tuning: RowsStageTuning) -> ModelCut:
     """Build the model and cut it by the measured time of each layer. Sets threads and the allocator for the whole
     process. Raises `UsageError` when the model cannot be loaded or cut.
     """
@@ -156,7 +156,7 @@ def cut_model(spec: ModelSpec, setup: Setup, tuning: StageTuning) -> ModelCut:
     features = torch.zeros(min(rows, CPU_ENOUGH_ROWS) if on_cpu else rows, spec.inputs, dtype=dtype)
     threads = tuning.threads or (1 if setup.deterministic else None)
     times = times_on(places, setup, threads, lambda place, each: as_many_as_fit(segments, features, place, each))
-    sizes = [bytes_of(segment) for segment in segments]
+    sizes = [module_bytes(segment) for segment in segments]
     split = split_for(tuning, places, sizes, times, spec.name)
     return ModelCut(segments, places, split, times, sizes, rows, answer, computed, on_cpu)
 
@@ -164,7 +164,7 @@ def cut_model(spec: ModelSpec, setup: Setup, tuning: StageTuning) -> ModelCut:
 def open_staged(
     spec: ModelSpec,
     setup: Setup,
-    tuning: StageTuning,
+    tuning: RowsStageTuning,
     roofline: Roofline | None = None,
     lane: Callable[[str], Lane] | None = None,
 ) -> Opened:
@@ -223,7 +223,7 @@ def check_cut(module: nn.Module, segments: Sequence[nn.Module], spec: ModelSpec,
 
 
 def limits_of(
-    setup: Setup, tuning: StageTuning, places: Sequence[torch.device], rows: int, roofline: Roofline | None
+    setup: Setup, tuning: RowsStageTuning, places: Sequence[torch.device], rows: int, roofline: Roofline | None
 ) -> Limits:
     """Limits as of a whole model, except for batches in flight and the rows that keep all stages busy."""
     usual = limits_for(places[0], setup, tuning, roofline)
@@ -232,7 +232,7 @@ def limits_of(
     return replace(usual, in_flight=in_flight, enough_rows=enough)
 
 
-def in_flight_of(tuning: StageTuning, places: Sequence[torch.device]) -> int:
+def in_flight_of(tuning: RowsStageTuning, places: Sequence[torch.device]) -> int:
     """Batches in flight: 1 with `layers`, else enough to keep all stages busy if each batch is one micro-batch."""
     return 1 if tuning.parallel == "layers" else tuning.in_flight or len(places) + 1
 

@@ -77,7 +77,7 @@ def at_points(points: Sequence[int], layers: int) -> Split:
     return list(pairwise([0, *points, layers]))
 
 
-def deal(cores: int, seconds: Sequence[float]) -> list[int]:
+def cores_by_stage(cores: int, seconds: Sequence[float]) -> list[int]:
     """Cores for stages that take so long: an equal number each, at least one, the rest to the slowest."""
     each, left = divmod(cores, len(seconds))
     if not each:
@@ -91,7 +91,9 @@ LEAST, MOST = 3, 30  # passes
 Found = TypeVar("Found")
 
 
-def seconds_of(segments: Sequence[nn.Module], features: torch.Tensor, place: torch.device, threads: int) -> list[float]:
+def segment_seconds(
+    segments: Sequence[nn.Module], features: torch.Tensor, place: torch.device, threads: int
+) -> list[float]:
     """Seconds of each segment at `place`: the least of several passes, since other programs only ever add time.
 
     A segment is on the device only while it computes: the device need not have room for all of them. Raises what a
@@ -146,7 +148,7 @@ CUDA_ROWS = 8192  # of a micro-batch: enough to fill a large device
 ROOM_SHARE = 0.8  # of a device's free memory for weights; the rest is for what is computed with them
 
 
-class StageTuning(ForwardTuning, StageOptions, Protocol):
+class RowsStageTuning(ForwardTuning, StageOptions, Protocol):
     """The user's options for stages."""
 
 
@@ -192,7 +194,7 @@ def count_for(tuning: CutOptions, devices: Sequence[torch.device], layers: int, 
     return count
 
 
-def rows_for(setup: Setup, tuning: StageTuning, on_cpu: bool) -> int:
+def rows_for(setup: Setup, tuning: RowsStageTuning, on_cpu: bool) -> int:
     """The most rows of a micro-batch. With `deterministic` as many as one device computes at once, so that answers have
     the same bits.
     """
@@ -225,7 +227,7 @@ def as_many_as_fit(segments: Sequence[nn.Module], features: Tensor, place: torch
     """`seconds_of`, halving the rows until memory suffices."""
     while True:
         try:
-            return seconds_of(segments, features, place, threads)
+            return segment_seconds(segments, features, place, threads)
         except (RuntimeError, MemoryError) as error:
             if len(features) < 2 or not is_out_of_memory(error):
                 raise
@@ -258,7 +260,7 @@ def fits_one(places: Sequence[torch.device], whole: int) -> bool:
     return all(room_on(place, [place]) >= whole for place in dict.fromkeys(places))
 
 
-def bytes_of(module: nn.Module) -> int:
+def module_bytes(module: nn.Module) -> int:
     tensors = {id(tensor): tensor for tensor in (*module.parameters(), *module.buffers())}
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
 

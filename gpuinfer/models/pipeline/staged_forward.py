@@ -50,7 +50,7 @@ class OnCpu:
         self._cast = BitCast(spec.inputs, dtype) if spec.input_dtype == BITS else cast
 
     def load(self, pieces: Sequence[Block], shape: int) -> torch.Tensor:
-        return filled(pieces, torch.empty(shape, self._inputs, dtype=self._dtype), self._cast)
+        return filled_room(pieces, torch.empty(shape, self._inputs, dtype=self._dtype), self._cast)
 
     def unload(self, answer: Any) -> Any:
         return rearranged(answer, [tensor.float().contiguous() for tensor in tensors_of(answer)])
@@ -65,14 +65,14 @@ class OnCuda:
         self._shape, self._dtype = row_shape(spec), getattr(torch, row_dtype(spec).name)
 
     def load(self, pieces: Sequence[Block], shape: int) -> torch.Tensor:
-        return filled(pieces, torch.empty((shape, *self._shape), dtype=self._dtype, pin_memory=True), cast)
+        return filled_room(pieces, torch.empty((shape, *self._shape), dtype=self._dtype, pin_memory=True), cast)
 
     def unload(self, answer: Any) -> Any:
         """The last stage has copied the answers (`from_cuda`)."""
         return answer
 
 
-def filled(pieces: Sequence[Block], room: torch.Tensor, fill: Any) -> torch.Tensor:
+def filled_room(pieces: Sequence[Block], room: torch.Tensor, fill: Any) -> torch.Tensor:
     """`room`, filled with these rows and then zeros."""
     rows = sum(map(len, pieces))
     fill(pieces, room if rows == len(room) else room[:rows])

@@ -108,7 +108,7 @@ class ShardWriter(NumbersOnly):
     def _write(self, parts: list[dict[str, np.ndarray]]) -> list[int]:
         self._lane.enter("record")
         try:
-            whole = positions.merge(parts)
+            whole = positions.merge_games(parts)
             self._folder.write(whole)
         finally:
             self._lane.enter("idle")
