@@ -15,7 +15,7 @@ from gpuinfer.backends.inprocess import InProcess
 from gpuinfer.backends.service_model import ServiceModel
 from gpuinfer.backends.standin import StandIn
 from gpuinfer.engine.trace_reader import Trace, read
-from gpuinfer.lab.simulate import Arrivals, Outcome, simulate
+from gpuinfer.lab.simulate import Arrivals, SimulationOutcome, simulate
 from gpuinfer.lab.simulate.fitting import of_trace
 from gpuinfer.runtime.run import run
 from gpuinfer.strategies.adaptive import Adaptive
@@ -96,7 +96,7 @@ def traced(place: Place, strategy: Build, *, seed: int = 1, **load: Any) -> tupl
         return report, read(path)
 
 
-def simulated(place: Place, strategy: Build, arrivals: Arrivals, *, seed: int = 1, **how: Any) -> Outcome:
+def simulated(place: Place, strategy: Build, arrivals: Arrivals, *, seed: int = 1, **how: Any) -> SimulationOutcome:
     return simulate(arrivals, place.service, strategy, place.limits, seed=seed, warmup=0.0, **how)
 
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gpuinfer.api import Progress, Roofline, Setup
-from gpuinfer.lab.bench.bench_document import build
-from gpuinfer.lab.bench.comparison import compare
+from gpuinfer.lab.bench.bench_document import bench_document
+from gpuinfer.lab.bench.comparison import compare_variants
 from gpuinfer.lab.bench.measurement import Variant
 from gpuinfer.lab.bench.parity import Parity
 from gpuinfer.lab.bench.series import Measured, SeriesOutcome, SeriesPlan
@@ -59,7 +59,7 @@ def outcome(rates: Mapping[str, Sequence[float]], **more: Any) -> SeriesOutcome:
 
 def document(rates: Mapping[str, Sequence[float]], **more: Any) -> dict[str, Any]:
     made = outcome(rates, **more)
-    return build("selfplay", made, compare(made), SeriesPlan(), "2025-01-01T00:00:00+00:00")
+    return bench_document("selfplay", made, compare_variants(made), SeriesPlan(), "2025-01-01T00:00:00+00:00")
 
 
 RIGHT, WRONG, MISSHAPEN = Parity(1e-7, 1e-5, 400), Parity(0.5, 1e-5, 400), Parity(float("inf"), 1e-5, 400)

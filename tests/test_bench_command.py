@@ -10,7 +10,7 @@ import pytest
 from gpuinfer.cli import tune
 from gpuinfer.cli.comparison_progress import interruptible
 from gpuinfer.host import machine
-from gpuinfer.lab.bench.bench_document import schema
+from gpuinfer.lab.bench.bench_document import bench_schema
 
 pytestmark = pytest.mark.usefixtures("count_package")
 
@@ -21,7 +21,7 @@ SLOW = ["-B", "seconds=0,100ms"]  # the second is far slower than any noise
 def test_the_document_on_standard_output_stands_there_alone(gpuinfer):
     code, out, err = gpuinfer(*BENCH, *SLOW, "--repeats", "2", "--json", "-")
     document = json.loads(out)
-    jsonschema.validate(document, schema())
+    jsonschema.validate(document, bench_schema())
     assert code == 0
     assert [one["repeat"] for one in document["samples"]] == [0, 0, 1, 1]
     assert [one["name"] for one in document["comparison"]] == ["0 seconds", "100ms seconds"]
@@ -74,7 +74,7 @@ def test_a_signal_keeps_what_was_measured(gpuinfer):
     code, out, _ = gpuinfer(*BENCH, "--compare", "signal_at=none,5", "--repeats", "2", "--json", "-")
     assert code == 3
     document = json.loads(out)
-    jsonschema.validate(document, schema())
+    jsonschema.validate(document, bench_schema())
     assert document["status"] == "partial"
 
 
@@ -195,7 +195,7 @@ def test_tune_finds_a_backend_and_applies_it(gpuinfer, monkeypatch):
         "--apply",
     )
     document = json.loads(out)
-    jsonschema.validate(document, schema())
+    jsonschema.validate(document, bench_schema())
     assert (code, document["winner"]) == (0, "parrot")
     assert [trial["name"] for trial in document["search"]["tried"]] == ["parrot", "parot"]
     assert 'backend = "parrot"' in err.splitlines()[-1]

@@ -7,10 +7,10 @@ import jsonschema
 import pytest
 from bench_outcomes import MISSHAPEN, RIGHT, WRONG, document, outcome
 
-from gpuinfer.cli.comparison_end import exit_code
-from gpuinfer.lab.bench.bench_document import below, build, schema, wrong
+from gpuinfer.cli.comparison_end import comparison_exit_code
+from gpuinfer.lab.bench.bench_document import bench_document, bench_schema, variants_below, wrong_variants
 from gpuinfer.lab.bench.bench_tables import bench_page
-from gpuinfer.lab.bench.comparison import compare
+from gpuinfer.lab.bench.comparison import compare_variants
 from gpuinfer.lab.bench.series import SeriesPlan
 from gpuinfer.report import report
 
@@ -33,22 +33,22 @@ LEVEL = {"a": [50, 51, 49], "b": [100, 101, 99], "c": [101, 99, 100]}
     ],
 )
 def test_winners(rates, winner, ties):
-    found = compare(outcome(rates))
+    found = compare_variants(outcome(rates))
     assert found.winner is None if winner is None else found.winner.name == winner
     assert [row.name for row in found.ties] == ties
 
 
 def test_noise_that_both_runs_of_a_pair_share_does_not_hide_a_difference():
-    found = compare(outcome({"a": [100, 50, 200], "b": [110, 55.2, 219]}))
+    found = compare_variants(outcome({"a": [100, 50, 200], "b": [110, 55.2, 219]}))
     assert (found.winner.name, found.ties) == ("b", [])
     assert found.rows[0].speed.low < 50 < 200 < found.rows[0].speed.high
 
 
 def test_wrong_answers_cannot_win():
-    found = compare(outcome(CLEAR, parity={"a": RIGHT, "b": WRONG}))
+    found = compare_variants(outcome(CLEAR, parity={"a": RIGHT, "b": WRONG}))
     assert (found.winner.name, found.ties) == ("a", [])
     made = document(CLEAR, parity={"a": RIGHT, "b": WRONG})
-    assert wrong(made) == ["b"]
+    assert wrong_variants(made) == ["b"]
     assert "the only one that answered, and as the model does" in made["verdict"]
 
 
@@ -62,7 +62,7 @@ def test_wrong_answers_cannot_win():
     ],
 )
 def test_exit_codes(made, code):
-    assert exit_code(made, None) == code
+    assert comparison_exit_code(made, None) == code
 
 
 def counting(made, name, metric, **throughput):
@@ -78,19 +78,19 @@ def counting(made, name, metric, **throughput):
 
 def test_runs_that_were_counted_otherwise_are_compared_by_what_all_have():
     made = counting(outcome(CLEAR), "b", "games_per_min", games_per_min=1e9, evaluations_per_s=50.0)
-    found = compare(made)
+    found = compare_variants(made)
     assert [row.metric for row in found.rows] == ["evaluations_per_s"] * 2
     assert found.winner.name == "a"
 
 
 def test_a_variant_that_counts_nothing_that_the_others_do_is_named_and_not_compared():
     made = counting(outcome(LEVEL), "c", "simulations_per_s", simulations_per_s=1e9)
-    found = build("selfplay", made, compare(made), SeriesPlan(), "2025-01-01T00:00:00+00:00")
+    found = bench_document("selfplay", made, compare_variants(made), SeriesPlan(), "2025-01-01T00:00:00+00:00")
     assert [row["name"] for row in found["comparison"]] == ["a", "b"]
     (odd,) = found["failed"]
     assert (odd["name"], found["status"], found["winner"]) == ("c", "failed", "b")
     assert "it counts simulations/s, which the others have none of." in odd["reason"]
-    jsonschema.validate(found, schema())
+    jsonschema.validate(found, bench_schema())
 
 
 @pytest.mark.parametrize(
@@ -120,7 +120,7 @@ def test_the_verdict(rates, more, said):
     ],
 )
 def test_a_document_is_what_its_schema_says(made):
-    jsonschema.validate(made, schema())
+    jsonschema.validate(made, bench_schema())
     for run in made["runs"]:
         jsonschema.validate(run, report.schema())
     assert json.loads(json.dumps(made, allow_nan=False)) == made
@@ -131,7 +131,7 @@ def test_a_document_is_what_its_schema_says(made):
 
 def test_what_could_not_be_measured_is_below_any_ratio():
     made = document(LEVEL, skipped={"b": "no such device"}, failed={"c": "out of memory"})
-    assert below(made, 0.1) == ["b", "c"]
+    assert variants_below(made, 0.1) == ["b", "c"]
 
 
 @pytest.mark.parametrize(

@@ -12,9 +12,9 @@ import pytest
 from gpuinfer.api import Setup
 from gpuinfer.generation import Unmasking
 from gpuinfer.lab.bench import generators, generators_tables
-from gpuinfer.lab.bench.bench_document import below, build, schema
+from gpuinfer.lab.bench.bench_document import bench_document, bench_schema, variants_below
 from gpuinfer.lab.bench.bench_tables import bench_page
-from gpuinfer.lab.bench.comparison import compare
+from gpuinfer.lab.bench.comparison import compare_variants
 from gpuinfer.lab.bench.generators import (
     METRIC,
     Contest,
@@ -128,11 +128,11 @@ def work(**more) -> Contest:
 
 def outcome_of(rates, given: Contest) -> SeriesOutcome:
     """As if every cell had run at these rates, repeat by repeat."""
-    made = SeriesOutcome([generators.variant(cell, given) for cell in given.cells()])
+    made = SeriesOutcome([generators.cell_variant(cell, given) for cell in given.cells()])
     for cell in given.cells():
         for repeat, rate in enumerate(rates[cell.name]):
             ran = Ran(cell.prompts * given.new_tokens / rate, cell.prompts * given.new_tokens)
-            made.runs.append(generators.measured(cell, repeat, [[1, 2]] * cell.prompts, ran, given))
+            made.runs.append(generators.measured_cell(cell, repeat, [[1, 2]] * cell.prompts, ran, given))
     return made
 
 
@@ -151,8 +151,10 @@ def document(tmp_path):
     done = Generators(given, SeriesPlan(3, None, None), tmp_path)
     done.outcome, done.versions = outcome_of(RATES, given), dict.fromkeys(given.names, "1.2")
     course = SeriesPlan(3, None, None, roofline=False, parity=False)
-    built = build("generate", done.outcome, compare(done.outcome), course, "2025-01-01T00:00:00+00:00")
-    return generators_tables.completed(built, given, done)
+    built = bench_document(
+        "generate", done.outcome, compare_variants(done.outcome), course, "2025-01-01T00:00:00+00:00"
+    )
+    return generators_tables.generators_document(built, given, done)
 
 
 def test_the_cells_of_a_batch_size_stand_side_by_side_and_one_at_a_time_is_measured_once():
@@ -162,7 +164,7 @@ def test_the_cells_of_a_batch_size_stand_side_by_side_and_one_at_a_time_is_measu
 
 
 def test_a_document_of_generators_fits_the_schema_and_is_told_as_a_grid(document):
-    jsonschema.validate(json.loads(json.dumps(document)), schema())
+    jsonschema.validate(json.loads(json.dumps(document)), bench_schema())
     page = bench_page(document)
     assert page.table.columns == ("tokens/s at batch size", "1", "4")
     cells = {row[0]: row[1:] for row in page.brief.rows}
@@ -189,7 +191,7 @@ def test_a_document_of_generators_has_a_page_and_one_plot(document):
     ],
 )
 def test_what_is_too_slow_is_named_by_peer_and_batch_size(document, least, slow):
-    assert below(document, least) == slow
+    assert variants_below(document, least) == slow
 
 
 def test_runs_and_the_warm_up_have_given_prompts_of_their_own_where_there_are_enough():
@@ -209,7 +211,7 @@ def test_peers_are_compared_and_what_is_missing_is_left_out(gpuinfer, empty_fold
     words = ["--python", f"transformers={fake()}", "--python", f"vllm={fake(loaded='{}', name='broken')}"]
     code, out, err = gpuinfer(*BENCH, "--compare", "transformers,vllm", *words, "--json", "-", "--report", "out")
     document = json.loads(out)
-    jsonschema.validate(document, schema())
+    jsonschema.validate(document, bench_schema())
     assert code == 0, err
     assert [row["median"] for row in document["comparison"]] == [8, 16]
     assert [one["name"] for one in document["skipped"]] == ["vllm"]

@@ -7,9 +7,9 @@ import pytest
 from bench_outcomes import a_report, outcome
 
 from gpuinfer.api import Progress
-from gpuinfer.lab.bench.bench_document import below, build, schema
+from gpuinfer.lab.bench.bench_document import bench_document, bench_schema, variants_below
 from gpuinfer.lab.bench.bench_tables import bench_page
-from gpuinfer.lab.bench.comparison import compare
+from gpuinfer.lab.bench.comparison import compare_variants
 from gpuinfer.lab.bench.measurement import LATENCY, SpeedMeter
 from gpuinfer.lab.bench.series import SeriesPlan
 from gpuinfer.runtime.run import RunUpdate
@@ -33,7 +33,7 @@ def rows_of(served, run):
 
 
 def document(made):
-    return build("engine", made, compare(made), SeriesPlan(), "2025-01-01T00:00:00+00:00")
+    return bench_document("engine", made, compare_variants(made), SeriesPlan(), "2025-01-01T00:00:00+00:00")
 
 
 @pytest.mark.parametrize(
@@ -47,7 +47,7 @@ def document(made):
 )
 def test_who_does_not_keep_up_cannot_win(served, winner):
     made = latencies(CLEAR, {"b": served})
-    assert compare(made).winner.name == winner
+    assert compare_variants(made).winner.name == winner
     assert ("behind" in dict(bench_page(document(made)).notes)) == (winner == "a")
 
 
@@ -55,9 +55,9 @@ def test_who_does_not_keep_up_cannot_win(served, winner):
     ("least", "slow"), [(0.9, []), (1.5, []), (2.5, ["b"])], ids=["no worse", "half as long", "not that much better"]
 )
 def test_fail_under_asks_for_a_lower_latency(least, slow):
-    assert below(document(latencies(CLEAR)), least) == slow
+    assert variants_below(document(latencies(CLEAR)), least) == slow
     worse = {"a": CLEAR["b"], "b": CLEAR["a"]}
-    assert below(document(latencies(worse)), 0.9) == ["b"]
+    assert variants_below(document(latencies(worse)), 0.9) == ["b"]
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,7 @@ def test_the_verdict_speaks_of_latencies(made, said):
 
 def test_the_table_of_a_load_shows_what_became_of_its_requests():
     made = document(latencies(CLEAR))
-    jsonschema.validate(made, schema())
+    jsonschema.validate(made, bench_schema())
     page = bench_page(made)
     rows = [dict(zip(page.table.columns, row, strict=True)) for row in page.table.rows]
     assert [row["p95"] for row in rows] == ["20 ms", "10 ms"]

@@ -9,9 +9,9 @@ import pytest
 from bench_outcomes import RIGHT, WRONG, document, outcome
 
 from gpuinfer.errors import WorkError
-from gpuinfer.lab.bench.bench_document import build, schema
+from gpuinfer.lab.bench.bench_document import bench_document, bench_schema
 from gpuinfer.lab.bench.bench_tables import bench_page
-from gpuinfer.lab.bench.comparison import compare
+from gpuinfer.lab.bench.comparison import compare_variants
 from gpuinfer.lab.bench.series import SeriesPlan
 
 RATES = {"inprocess": [100, 102, 98], "central": [131, 133, 129]}
@@ -32,7 +32,7 @@ def write(folder, made):
 def test_a_report_has_all_its_files(folder):
     pictures = {"throughput.png", "batches.png", "time.png", "queue_wait.png"}
     assert {path.name for path in folder.iterdir()} == {"bench.json", "bench.md", "bench.html"} | pictures
-    jsonschema.validate(json.loads((folder / "bench.json").read_text()), schema())
+    jsonschema.validate(json.loads((folder / "bench.json").read_text()), bench_schema())
     assert all((folder / name).read_bytes().startswith(b"\x89PNG") for name in pictures)
 
 
@@ -76,11 +76,11 @@ def test_a_folder_that_cannot_be_written_is_said(tmp_path):
 
 def test_runs_that_did_more_than_the_bare_model_tell_of_a_busy_machine():
     made = outcome({"a": [1e3, 1e3], "b": [1e3, 1e3]})
-    quiet = build("selfplay", made, compare(made), SeriesPlan(), "2025-01-01T00:00:00+00:00")
+    quiet = bench_document("selfplay", made, compare_variants(made), SeriesPlan(), "2025-01-01T00:00:00+00:00")
     for run in made.runs:
         run.report["roofline"].update(raised=True, rows_per_s=124.0, measured=[90.0, 100.0])
-    busy = build("selfplay", made, compare(made), SeriesPlan(), "2025-01-01T00:00:00+00:00")
-    jsonschema.validate(busy, schema())
+    busy = bench_document("selfplay", made, compare_variants(made), SeriesPlan(), "2025-01-01T00:00:00+00:00")
+    jsonschema.validate(busy, bench_schema())
     assert "unquiet" not in dict(bench_page(quiet).notes)
     assert (
         "a run reached 124% of what the bare model had been measured to do" in dict(bench_page(busy).notes)["unquiet"]

@@ -11,7 +11,7 @@ from helpers import AtOnce, Counting
 from gpuinfer.api import ModelSpec, Setup
 from gpuinfer.backends.central import Central
 from gpuinfer.backends.inprocess import InProcess
-from gpuinfer.lab.bench.parity import BLOCKS, check, difference
+from gpuinfer.lab.bench.parity import BLOCKS, check_parity, difference
 from gpuinfer.runtime.run import RunPlan
 from gpuinfer.strategies.dynamic import Dynamic
 
@@ -33,7 +33,7 @@ def plan(backend, dtype="float32"):
 
 
 def found(backend, **setup):
-    return check(plan(backend, **setup), lambda update: None)
+    return check_parity(plan(backend, **setup), lambda update: None)
 
 
 def test_the_models_own_answers_hold():
@@ -70,7 +70,7 @@ def test_rows_of_every_dtype_are_checked(dtype):
             return spec
 
     made = RunPlan(Asked(), InProcess(Setup(model=spec, devices=("cpu",), seed=3), threads=1), AtOnce(), {})
-    assert check(made, lambda update: None).holds
+    assert check_parity(made, lambda update: None).holds
 
 
 @pytest.mark.thorough
@@ -84,7 +84,9 @@ def test_what_lies_in_the_backends_own_memory_is_checked_too():
 
     for backend in (Central, CrookedBlocks):
         setup = Setup(model=spec, devices=("cpu",), seed=3)
-        answers[backend] = check(RunPlan(Asked(), backend(setup, in_flight=1), Dynamic(), {}), lambda update: None)
+        answers[backend] = check_parity(
+            RunPlan(Asked(), backend(setup, in_flight=1), Dynamic(), {}), lambda update: None
+        )
     assert answers[Central].holds
     assert not answers[CrookedBlocks].holds
 

@@ -3,7 +3,7 @@
 import pytest
 
 from gpuinfer.api import Progress
-from gpuinfer.lab.bench.measurement import SpeedMeter, whole
+from gpuinfer.lab.bench.measurement import SpeedMeter, rate_to_the_end
 from gpuinfer.runtime.run import RunUpdate
 from gpuinfer.stats import Snapshot
 
@@ -62,5 +62,5 @@ def test_without_such_counters_the_rows_that_were_answered_are():
     ],
 )
 def test_a_run_to_its_end_has_the_speed_of_its_report(throughput, found):
-    assert whole(report(**throughput)) == found
+    assert rate_to_the_end(report(**throughput)) == found
     assert SpeedMeter(3.0).rate(report(**throughput)) == found

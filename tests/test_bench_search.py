@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpuinfer.lab.bench.tuning import climb, ladder
+from gpuinfer.lab.bench.tuning import climb_ladder, ladder
 
 
 @pytest.mark.parametrize(
@@ -39,19 +39,19 @@ def peaked(best):
 def test_the_peak_is_found_wherever_it_is(games, best_games, rows, best_rows):
     rate = peaked({"games": (2**games, 2**best_games), "rows": (2**rows, 2**best_rows)})
     ladders = [ladder("games", 1, 512, 2**games), ladder("rows", 1, 512, 2**rows)]
-    found = climb({}, ladders, rate)
+    found = climb_ladder({}, ladders, rate)
     assert int(found.get("games", 2**games)) == 2**best_games
     assert int(found.get("rows", 2**rows)) == 2**best_rows
     assert len(rate.asked) <= 1 + 2 * 2 + abs(games - best_games) + abs(rows - best_rows)
 
 
 def test_a_gain_within_the_noise_is_no_reason_to_move():
-    assert climb({}, [ladder("games", 1, 64, 8)], lambda point: 102.0 if point else 100.0) == {}
+    assert climb_ladder({}, [ladder("games", 1, 64, 8)], lambda point: 102.0 if point else 100.0) == {}
 
 
 def test_a_point_that_cannot_run_ends_its_ladder_and_not_the_search():
     def rate(point):
         return None if "workers" in point else 200.0 if point.get("games") == "16" else 100.0
 
-    found = climb({}, [ladder("workers", 1, 8, 4), ladder("games", 1, 64, 8)], rate)
+    found = climb_ladder({}, [ladder("workers", 1, 8, 4), ladder("games", 1, 64, 8)], rate)
     assert found == {"games": "16"}

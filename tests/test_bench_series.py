@@ -15,7 +15,7 @@ from gpuinfer.api import ModelSpec, Progress, Roofline, Setup
 from gpuinfer.backends.inprocess import InProcess
 from gpuinfer.errors import UsageError
 from gpuinfer.lab.bench import measurement, series, tuning
-from gpuinfer.lab.bench.comparison import compare
+from gpuinfer.lab.bench.comparison import compare_variants
 from gpuinfer.lab.bench.measurement import MeasuredRun, Variant
 from gpuinfer.lab.bench.series import RunKind, Series, SeriesPlan
 from gpuinfer.lab.bench.tuning import Space, Tuner, ladder
@@ -66,7 +66,7 @@ def test_a_variant_that_cannot_run_is_skipped_with_its_reason(broken, said):
     outcome, steps = watched(broken, variant("good"), course=SeriesPlan(2, 0.2, 0.2))
     assert said in outcome.skipped["bad"]
     assert [one.variant for one in outcome.runs] == ["good", "good"]
-    assert compare(outcome).winner.name == "good"
+    assert compare_variants(outcome).winner.name == "good"
     assert ("bad", RunKind.REPEAT, 0) not in steps
 
 
@@ -82,7 +82,7 @@ def test_a_variant_that_fails_later_is_left_out_and_the_rest_goes_on():
     outcome, _ = watched(Variant("bad", build, {}, ""), variant("good"), course=SeriesPlan(3, 0.2, 0.0))
     assert outcome.failed == {"bad": "repeat 2 of 3: out of luck. Try another seed."}
     assert len([one for one in outcome.runs if one.variant == "good"]) == 3
-    assert [row.name for row in compare(outcome).rows] == ["good"]
+    assert [row.name for row in compare_variants(outcome).rows] == ["good"]
 
 
 def test_a_signal_keeps_the_runs_so_far():
@@ -201,7 +201,7 @@ def test_a_tuner_finds_a_setting_and_races_it_against_the_defaults(monkeypatch):
     found = max(made.trials.values(), key=lambda trial: trial.rate)
     assert found.variant.name == "slower, 64"
     assert [one.name for one in outcome.variants] == ["slower", "slower, 64"]
-    assert compare(outcome).winner.name == "slower, 64"
+    assert compare_variants(outcome).winner.name == "slower, 64"
     trialled = made.trials["slower"].run.report
     assert [one.report is trialled for one in outcome.runs if one.variant == "slower"] == [True, False, False]
     picked = made.trials["slower, 64"].run.report  # for its result, which does not count again
@@ -257,9 +257,9 @@ def test_a_winner_whose_answers_are_not_the_models_wins_no_longer(monkeypatch, l
         return MeasuredRun(report, ("evaluations_per_s", backends[variant.name][1]))
 
     for module in (tuning, series):  # speeds are given: the answers are what is tried
-        monkeypatch.setattr(module, "measure", measured)
+        monkeypatch.setattr(module, "measure_run", measured)
     made = Tuner(Space(list(backends), build, lambda backend, facts: []), 0.0, SeriesPlan(roofline=False))
     outcome = made.run()
-    assert compare(outcome).winner.name == winner
+    assert compare_variants(outcome).winner.name == winner
     assert list(outcome.failed) == failed
     assert outcome.parity["honest"].holds

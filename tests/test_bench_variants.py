@@ -3,9 +3,9 @@
 import pytest
 from packages import install, install_count
 
-from gpuinfer.cli.comparison_end import apply, overruled
-from gpuinfer.cli.variants import expand
-from gpuinfer.cli.workload_targets import seconds
+from gpuinfer.cli.comparison_end import apply_settings, overruled
+from gpuinfer.cli.variants import variants_of
+from gpuinfer.cli.workload_targets import parse_seconds
 from gpuinfer.config import registry
 from gpuinfer.errors import UnknownName, UsageError
 
@@ -35,7 +35,7 @@ def site(tmp_path, monkeypatch):
 
 
 def names(values, *compare, timed=False):
-    return [one.name for one in expand("count", values, compare, timed=timed)]
+    return [one.name for one in variants_of("count", values, compare, timed=timed)]
 
 
 @pytest.mark.parametrize(
@@ -71,22 +71,24 @@ def test_the_variants(values, compare, expected):
 
 
 def test_a_variants_command_runs_it_by_itself():
-    made = expand("count", {"games": "5", "backend_options": ["seconds=0,1ms", "max_rows=8"]}, ["parrot"], timed=False)
+    made = variants_of(
+        "count", {"games": "5", "backend_options": ["seconds=0,1ms", "max_rows=8"]}, ["parrot"], timed=False
+    )
     assert made[1].command == "gpuinfer count --games 5 -B max_rows=8 -B seconds=1ms --backend parrot"
     assert made[1].build(7).backend.options.seconds == pytest.approx(1e-3)
     assert made[1].build(7).backend.setup.seed == 7
 
 
 def test_a_run_by_the_clock_has_more_to_do_than_it_can_and_its_command_has_not():
-    (made,) = expand("count", {"backend": "parrot", "strategy": "at-once"}, [], timed=True)
+    (made,) = variants_of("count", {"backend": "parrot", "strategy": "at-once"}, [], timed=True)
     assert made.build(0).workload.options.games > 1e8
     assert "--games" not in made.command
-    (made,) = expand("count", {"backend": "parrot", "strategy": "at-once", "games": "7"}, [], timed=True)
+    (made,) = variants_of("count", {"backend": "parrot", "strategy": "at-once", "games": "7"}, [], timed=True)
     assert made.build(0).workload.options.games == 7
 
 
 def test_options_that_go_with_another_value_are_left_out_of_a_variant():
-    found = expand("count", {"backend_options": ["stages=3"]}, ["parallel=data,layers,pipeline"], timed=False)
+    found = variants_of("count", {"backend_options": ["stages=3"]}, ["parallel=data,layers,pipeline"], timed=False)
     assert [one.name for one in found] == ["parallel data", "parallel layers", "parallel pipeline"]
     assert ["stages=3" in one.command for one in found] == [False, True, True]
     for one in found:
@@ -126,7 +128,7 @@ def test_bad_comparisons_are_explained(values, compare, error, said):
     ("text", "found"), [("60s", 60), ("2m", 120), ("90", 90), ("1.5min", 90), ("500ms", 0.5), (" 2 s ", 2)]
 )
 def test_times(text, found):
-    assert seconds("--budget", text) == pytest.approx(found)
+    assert parse_seconds("--budget", text) == pytest.approx(found)
 
 
 # What --apply writes
@@ -145,7 +147,7 @@ max_rows = 8
 
 def test_applying_keeps_what_else_the_file_says_and_its_comments(tmp_path):
     (tmp_path / "gpuinfer.toml").write_text(OWN)
-    path, written = apply(
+    path, written = apply_settings(
         "count", {"backend": "parrot", "workers": "2", "backend_options": ["seconds=2ms"], "json": "-", "quiet": True}
     )
     text = (tmp_path / path).read_text()
@@ -164,9 +166,9 @@ def test_after_applying_the_bare_command_does_what_the_winner_did():
         "workers": "none",
         "out": "x y",
     }
-    (winner,) = expand("count", flags, [], timed=False)
-    apply("count", flags)
-    (bare,) = expand("count", {}, [], timed=False)
+    (winner,) = variants_of("count", flags, [], timed=False)
+    apply_settings("count", flags)
+    (bare,) = variants_of("count", {}, [], timed=False)
     assert bare.build(0).settings == winner.build(0).settings
 
 
@@ -176,5 +178,5 @@ def test_variables_that_beat_what_was_applied_are_named(monkeypatch):
     monkeypatch.setenv("GPUINFER_COUNT__WORKERS", "9")
     monkeypatch.setenv("GPUINFER_BACKENDS__PARROT__SECONDS", "9")
     monkeypatch.setenv("GPUINFER_COUNT__GAMES", "9")
-    apply("count", flags)
+    apply_settings("count", flags)
     assert overruled("count", flags) == ["GPUINFER_COUNT__WORKERS", "GPUINFER_BACKENDS__PARROT__SECONDS"]

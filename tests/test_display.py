@@ -326,7 +326,7 @@ GENERATED: Mapping[str, Any] = {
 
 
 def test_the_final_panel_of_text_says_tokens_steps_and_what_the_model_takes():
-    said = [(row.name, row.text) for row in final_panel.rows(GENERATED)]
+    said = [(row.name, row.text) for row in final_panel.panel_rows(GENERATED)]
     assert said == [
         ("finished", "150 of 200 rows"),
         ("throughput", "640 output tokens/s\n90 input tokens/s\n5 sequences/s"),
@@ -340,12 +340,12 @@ def test_the_final_panel_of_text_says_tokens_steps_and_what_the_model_takes():
 
 def test_the_final_panel_of_a_run_that_was_stopped_takes_what_is_still_to_do_for_no_error():
     report = {**GENERATED, "errors": {"failed": 1, "cancelled": 28}}
-    said = {row.name: row.text for row in final_panel.rows(report)}
+    said = {row.name: row.text for row in final_panel.panel_rows(report)}
     assert said["errors"] == "1 failed"
     cure = "The same command with --resume goes on."
     assert said[""] == f"Stopped with work left: 28 requests under way or waiting. {cure}"
     done = {**report, "status": "done"}
-    assert [row.text for row in final_panel.rows(done) if row.name == "errors"] == ["1 failed, 28 cancelled"]
+    assert [row.text for row in final_panel.panel_rows(done) if row.name == "errors"] == ["1 failed, 28 cancelled"]
 
 
 def test_the_live_view_of_text_counts_tokens_as_they_are_drawn():
@@ -367,7 +367,7 @@ def test_the_final_panel_does_without_any_part(missing):
 
 
 def test_a_report_of_nothing_makes_a_panel():
-    assert [row.text for row in final_panel.rows({})] == ["nothing was finished"]
+    assert [row.text for row in final_panel.panel_rows({})] == ["nothing was finished"]
 
 
 def test_a_frame_can_be_a_picture():

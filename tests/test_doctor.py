@@ -47,7 +47,7 @@ def examined(monkeypatch, torch=WORKS, *, plugins_here: bool = True) -> dict[str
     monkeypatch.setattr(doctor, "probe_torch", lambda: torch)
     if plugins_here:
         monkeypatch.setattr(doctor, "inspect_all", lambda records: [registry.inspect(record) for record in records])
-    return {finding.name: finding for _, findings in doctor.examine() for finding in findings}
+    return {finding.name: finding for _, findings in doctor.examine_machine() for finding in findings}
 
 
 def test_what_is_fast_or_slow_on_a_gpu_is_told(monkeypatch):

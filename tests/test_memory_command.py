@@ -16,7 +16,7 @@ from gpuinfer.errors import UsageError, WorkError
 from gpuinfer.host.children import FinishedProgram
 from gpuinfer.lab.memory import memory_probe, probe_child
 from gpuinfer.lab.memory.memory_options import MemoryOptions
-from gpuinfer.lab.memory.probe_child import examine
+from gpuinfer.lab.memory.probe_child import examine_memory
 from gpuinfer.lab.memory.rows_memory import RowsSubject
 
 FREE = "2GiB"
@@ -25,7 +25,7 @@ FREE = "2GiB"
 def told(capsys, *words, device="cpu"):
     assert run(["memory", *words, "--json", "-", "--device", device, "-B", "threads=1"]) == 0
     found = json.loads(capsys.readouterr().out)
-    jsonschema.validate(found, memory_probe.schema())
+    jsonschema.validate(found, memory_probe.memory_schema())
     (device,) = found["devices"]
     return device
 
@@ -61,7 +61,7 @@ def test_what_cannot_be_had_is_refused_before_anything_is_tried(changes, complai
     asked = {"spec": {"name": "tiny", "kind": "text"}, "devices": ["cpu"], "dtype": "float32", "seed": 0}
     asked |= {"options": {}, "batch_size": None, "context": None, "free": None, "probe": False}
     with pytest.raises(UsageError, match=complaint):
-        next(examine({**asked, **changes}))
+        next(examine_memory({**asked, **changes}))
 
 
 @pytest.mark.parametrize(
@@ -92,18 +92,18 @@ def test_memory_that_runs_out_at_the_first_look_is_told_without_the_allocators_w
 def test_a_child_without_a_word_is_told_with_a_cure_that_is_left(probe, said, monkeypatch):
     monkeypatch.setattr(memory_probe.children, "run_program", lambda *_: FinishedProgram(1, b"", b"it broke"))
     with pytest.raises(WorkError, match=said) as caught:
-        memory_probe.examined(ModelSpec("tiny", kind="text"), Setup(), MemoryOptions(model="tiny", probe=probe), {})
+        memory_probe.probe_memory(ModelSpec("tiny", kind="text"), Setup(), MemoryOptions(model="tiny", probe=probe), {})
     assert ("--no-probe" in str(caught.value)) == probe
 
 
 def test_several_batches_are_estimated_and_the_largest_is_what_is_asked_for():
     asked = {"spec": {"name": "tiny", "kind": "text"}, "devices": ["cpu"], "dtype": "float32", "seed": 0}
     asked |= {"options": {}, "batch_size": [2, 8, 64], "context": 64, "free": 4 << 30, "probe": False}
-    found = next(examine(asked))
+    found = next(examine_memory(asked))
     (device,) = found["devices"]
     assert found["asked"] == device["batch"]["batch"] == 64
     assert [one["batch"] for one in device["also"]] == [2, 8]
-    assert memory_probe.columns({**found, "schema": ""}, device)[1:4] == ["2", "8", "64"]
+    assert memory_probe.memory_columns({**found, "schema": ""}, device)[1:4] == ["2", "8", "64"]
     few, more = (one["estimated_bytes"] for one in device["also"])
     assert few < more < device["batch"]["estimated_bytes"]
 
@@ -149,8 +149,8 @@ def after(monkeypatch, code, *lines, err=b"last words\n"):
     from gpuinfer.api import ModelSpec, Setup
     from gpuinfer.lab.memory.memory_options import MemoryOptions
 
-    found = memory_probe.examined(ModelSpec("toy", kind="text"), Setup(), MemoryOptions(model="toy"), {})
-    jsonschema.validate(found, memory_probe.schema())
+    found = memory_probe.probe_memory(ModelSpec("toy", kind="text"), Setup(), MemoryOptions(model="toy"), {})
+    jsonschema.validate(found, memory_probe.memory_schema())
     return found
 
 
@@ -165,7 +165,7 @@ def test_a_child_that_dies_while_it_measures_has_told_the_estimate(code, why, mo
     one, other = found["devices"]
     assert one["not_tried"] is None
     assert why in other["not_tried"]
-    assert ("not tried", other["not_tried"]) in list(memory_probe.notes(found, other))
+    assert ("not tried", other["not_tried"]) in list(memory_probe.memory_notes(found, other))
 
 
 def test_what_does_not_fit_is_told_of_the_device_with_least_room(monkeypatch):
@@ -182,12 +182,12 @@ def test_what_does_not_fit_is_told_of_the_device_with_least_room(monkeypatch):
 def test_people_see_each_batch_and_who_else_is_on_the_device(monkeypatch):
     found = after(monkeypatch, 0, said(DEVICE), said(TRIED))
     (device,) = found["devices"]
-    assert memory_probe.columns(found, device) == ["full rows", "4", "100", "400"]
-    shown = memory_probe.rows(device)
+    assert memory_probe.memory_columns(found, device) == ["full rows", "4", "100", "400"]
+    shown = memory_probe.memory_rows(device)
     assert shown[0] == ("process", "1.0 MiB", "1.0 MiB", "1.0 MiB")
     assert shown[-2:] == [("measured", "–", "100 MiB", "–"), ("ratio", "–", "0.05", "–")]
-    notes = [text for _, text in memory_probe.notes(found, device)]
+    notes = [text for _, text in memory_probe.memory_notes(found, device)]
     assert "trainer (pid 7) holds 2.0 GiB of this device" in notes
     assert "a process (pid 8) holds memory that the driver does not tell of this device" in notes
     assert "400 by the estimate, 360 by what was measured" in notes
-    assert memory_probe.heading(found, device) == "memory · toy · float32 on cuda:0, a context of 64"
+    assert memory_probe.memory_heading(found, device) == "memory · toy · float32 on cuda:0, a context of 64"

@@ -10,8 +10,8 @@ from torch import nn
 
 from gpuinfer.api import ModelSpec, Setup
 from gpuinfer.errors import UsageError
-from gpuinfer.lab.memory.batch_trials import largest
-from gpuinfer.lab.memory.memory_options import MemoryOptions, model_of
+from gpuinfer.lab.memory.batch_trials import largest_batch
+from gpuinfer.lab.memory.memory_options import MemoryOptions, memory_model
 from gpuinfer.models.footprint import HELD, activations, weight_bytes
 from gpuinfer.models.networks import PackedAffine
 from gpuinfer.text.checkpoint import open_checkpoint
@@ -41,11 +41,11 @@ def test_what_a_layer_has_packed_counts():
 
 @given(st.integers(0, 10_000), st.integers(1, 10_000))
 def test_the_largest_batch_is_the_last_that_fits(bound, most):
-    assert largest(lambda rows: rows <= bound, most) == min(bound, most)
+    assert largest_batch(lambda rows: rows <= bound, most) == min(bound, most)
 
 
 def test_a_dip_above_what_does_not_fit_is_found():
-    assert largest(lambda rows: rows <= 100 or 1000 <= rows <= 1500, 1 << 20) == 1500
+    assert largest_batch(lambda rows: rows <= 100 or 1000 <= rows <= 1500, 1 << 20) == 1500
 
 
 # Text
@@ -75,7 +75,7 @@ def test_torch_needs_copies_that_our_kernels_do_not():
 
 
 def asked(**options):
-    return model_of(MemoryOptions(**options), Setup())
+    return memory_model(MemoryOptions(**options), Setup())
 
 
 def test_a_built_in_network_has_the_sizes_of_a_game():

@@ -13,7 +13,7 @@ from gpuinfer.cli.app import run
 from gpuinfer.errors import UsageError
 from gpuinfer.lab.memory import memory_probe, probe_child
 from gpuinfer.lab.memory.batch_trials import MemoryParts, StagesHere
-from gpuinfer.lab.memory.probe_child import examine
+from gpuinfer.lab.memory.probe_child import examine_memory
 from gpuinfer.lab.memory.rows_memory import StagedRows
 from gpuinfer.lab.memory.text_memory import StagedText, TextSubject
 from gpuinfer.models.footprint import CpuMemoryMeter
@@ -45,7 +45,7 @@ def looked_at(spec, batches=(), devices=("cpu",), context=None, **options):
     """The whole document, and its only memory."""
     asked = {"spec": spec, "devices": list(devices), "dtype": "float32", "seed": 0, "probe": False}
     asked |= {"options": {**OPTIONS, **OF_ROWS, **options}, "batch_size": list(batches), "context": context}
-    told = next(examine({**asked, "free": 4 << 30}))
+    told = next(examine_memory({**asked, "free": 4 << 30}))
     found = {"schema": memory_probe.SCHEMA, **told}
     (device,) = found["devices"]
     return found, device
@@ -65,7 +65,7 @@ def test_stages_add_up_to_the_memory_that_they_share(spec):
     assert device["batch"]["estimated_bytes"] == of_all(device, "estimated_bytes") + device["batch"]["process_bytes"]
     assert (found["facts"]["split"], found["facts"]["stages"]) == ("given", 2)
     assert device["largest"]["batch"] > 48
-    jsonschema.validate(found, memory_probe.schema())
+    jsonschema.validate(found, memory_probe.memory_schema())
 
 
 @pytest.mark.parametrize("devices", [("cpu",), ("cpu", "cpu")], ids=["one", "two stand-ins"])
@@ -87,10 +87,10 @@ def test_pages_that_are_asked_for_are_what_every_batch_has(parallel):
     assert [one["batch"] for one in (*device["also"], device["batch"])] == [4, 10]
     assert {one["cache_bytes"] for one in (*device["also"], device["batch"])} == {device["pages"]["cache_bytes"]}
     assert device["largest"]["batch"] == 10
-    said = dict(memory_probe.notes(found, device))
+    said = dict(memory_probe.memory_notes(found, device))
     assert said["largest batch"] == "10 rows at once, of which 1 may be full: -B pages allows no more"
     assert "as -B pages says" in said[""]
-    jsonschema.validate(found, memory_probe.schema())
+    jsonschema.validate(found, memory_probe.memory_schema())
 
 
 @pytest.mark.parametrize(
@@ -219,9 +219,9 @@ def test_people_see_the_stages_of_all_devices_in_their_order_and_the_least_large
             a_device("cuda:1", 70, a_stage(1, [2, 3], cache_bytes=0)),
         ],
     }
-    jsonschema.validate(found, memory_probe.schema())
-    assert memory_probe.staged(found)
-    assert memory_probe.heading(found, found["devices"][0]).endswith(
+    jsonschema.validate(found, memory_probe.memory_schema())
+    assert memory_probe.in_stages(found)
+    assert memory_probe.memory_heading(found, found["devices"][0]).endswith(
         "on cuda:0, 2 of 3 stages in one memory (pipeline)"
     )
     assert memory_probe.stage_columns(found) == ["stage", "on", "weights", "caches", "activations", "working", "in all"]

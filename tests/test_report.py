@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpuinfer.api import Progress, Reason, Roofline, Setup
-from gpuinfer.cli.screen.final_panel import rows
+from gpuinfer.cli.screen.final_panel import panel_rows
 from gpuinfer.host import machine
 from gpuinfer.host.cpu_contention import CoreTime
 from gpuinfer.report.document import json_schema
@@ -263,7 +263,7 @@ def test_a_report_tells_what_came_of_a_diffusion_models_forwards():
         "forwards": 80, "idle_forwards": 8, "committed_tokens": 240, "useful_tokens": 200, "positions": 8_000,
         "computed_positions": 2_000, "tokens_per_forward": 2.5, "idle_share": 0.1, "computed_share": 0.25,
     }  # fmt: skip
-    (row,) = [row for row in rows(told) if row.name == "forwards"]
+    (row,) = [row for row in panel_rows(told) if row.name == "forwards"]
     assert row.text == "80, 2.5 useful tokens each, 10% committed nothing, 25% of positions computed anew"
     assert build(a_run(snapshot=GENERATED))["unmasking"] is None
 

@@ -651,4 +651,4 @@ def broken(findings):
 
 
 def test_the_names_that_no_option_may_have_are_the_flags_of_every_run():
-    assert reserved_names() == {*flags.common(), "help"}
+    assert reserved_names() == {*flags.common_flags(), "help"}

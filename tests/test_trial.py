@@ -19,7 +19,7 @@ from gpuinfer.cli import workload
 from gpuinfer.cli.app import run as gpuinfer
 from gpuinfer.cli.building import build, merge
 from gpuinfer.cli.screen.display import Display
-from gpuinfer.cli.screen.final_panel import rows, tried
+from gpuinfer.cli.screen.final_panel import panel_rows, trial_rows
 from gpuinfer.config import registry
 from gpuinfer.config.options import OptionChange
 from gpuinfer.errors import WorkError
@@ -43,7 +43,7 @@ def ways(merged, change):
     """The load as it is and with a change, as a trial builds them."""
     made = build("load", merged).workload
     report = a_report(change=change.plain())
-    found = workload.ahead(report, made, merged, 0.0)
+    found = workload.trial_ahead(report, made, merged, 0.0)
     assert found is not None, report["bottleneck"]["not_tried"]
     return found
 
@@ -187,7 +187,7 @@ def test_a_load_from_outside_is_answered_as_fast_as_it_comes_and_is_not_tried():
 )
 def test_an_advice_is_tried(monkeypatch, asked, terminal, quiet, tries):
     monkeypatch.setattr(workload, "_watched", lambda: terminal)
-    assert workload.wanted(settings(trial=asked, quiet=quiet or None).common) is tries
+    assert workload.wants_trial(settings(trial=asked, quiet=quiet or None).common) is tries
 
 
 # What is left of the advice
@@ -219,7 +219,9 @@ def text_of(lines):
 def test_why_it_was_not_tried_stands_beside_the_prediction():
     report = a_report()
     report["bottleneck"]["not_tried"] = workload.TOO_SHORT
-    assert "Predicted, not tried (the run was too short): 2.0 times as fast (1.8 to 2.2)." in text_of(rows(report))
+    assert "Predicted, not tried (the run was too short): 2.0 times as fast (1.8 to 2.2)." in text_of(
+        panel_rows(report)
+    )
 
 
 @pytest.mark.parametrize(
@@ -235,9 +237,9 @@ def test_why_it_was_not_tried_stands_beside_the_prediction():
 )
 def test_what_was_measured_is_said(ends, words):
     told = after(a_report()["bottleneck"], TriedAdvice(*ends, 4.0, 8, "gpuinfer load -B max_rows=16"))
-    assert words in text_of(tried(told))
+    assert words in text_of(trial_rows(told))
     if ends[1] > 1:
-        told_at_once = text_of(rows({**a_report(), "bottleneck": told}))
+        told_at_once = text_of(panel_rows({**a_report(), "bottleneck": told}))
         assert "Allow larger batches. Tried: 1.42 times as fast (1.31 to 1.55), 8 turns of 4 s." in told_at_once
 
 
@@ -246,7 +248,7 @@ def test_what_was_measured_is_said(ends, words):
 
 def measured(report, **more):
     ahead = workload.Ahead(OptionChange("-B", "max_rows", 16), lambda: None, lambda: None, COURSE)
-    return workload.tried(report, ahead, Display("load", live=False))["bottleneck"]
+    return workload.trial_report(report, ahead, Display("load", live=False))["bottleneck"]
 
 
 @pytest.mark.parametrize(
@@ -264,7 +266,7 @@ def test_whatever_ends_a_trial_the_report_stays_and_says_so(monkeypatch, raised,
     monkeypatch.setattr(AdviceTrial, "run", run)
     found = measured(a_report())
     assert found == {**a_report()["bottleneck"], "not_tried": said}
-    assert text_of(tried(found)) == f"not tried: {said}. What the advice brings stays a prediction."
+    assert text_of(trial_rows(found)) == f"not tried: {said}. What the advice brings stays a prediction."
 
 
 def test_ctrl_c_ends_a_trial_in_the_midst_of_a_turn_and_its_processes_at_once():

@@ -93,11 +93,11 @@ def near_peer(monkeypatch) -> None:
             """It ends when its channel does."""
 
     def started(channel, *arguments):
-        beside = Beside(target=transformers_child.serve, args=(channel, *arguments), daemon=True)
+        beside = Beside(target=transformers_child.answer_requests, args=(channel, *arguments), daemon=True)
         beside.start()
         return beside
 
-    monkeypatch.setattr(transformers_peer, "started", started)
+    monkeypatch.setattr(transformers_peer, "start_transformers", started)
 
 
 @pytest.fixture
@@ -325,7 +325,7 @@ def test_ctrl_c_leaves_what_was_found_and_says_that_it_is_not_all(verify, monkey
             raise KeyboardInterrupt
         return asked(rig, route)
 
-    monkeypatch.setattr(verification, "asked", interrupted)
+    monkeypatch.setattr(verification, "probe_answers", interrupted)
     code, document, _ = verify(*ALONE)
     assert code == 3
     assert (document["status"], document["holds"], len(document["checks"])) == ("partial", False, 1)

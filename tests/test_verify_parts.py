@@ -12,7 +12,7 @@ from gpuinfer.api import Setup
 from gpuinfer.errors import WorkError
 from gpuinfer.lab.verify import logits_checks, probed_answers, transformers_peer
 from gpuinfer.lab.verify import verify_setup as prompts
-from gpuinfer.lab.verify.probed_answers import DecoderProbe, asked
+from gpuinfer.lab.verify.probed_answers import DecoderProbe, probe_answers
 from gpuinfer.lab.verify.transformers_peer import TransformersPeer
 from gpuinfer.lab.verify.verify_setup import Tolerance, VerifyOptions, open_setup, tolerance
 
@@ -27,7 +27,7 @@ def rig():
 
 @pytest.fixture
 def reference(rig):
-    return asked(rig, probed_answers.likeliest(rig).reference)
+    return probe_answers(rig, probed_answers.likeliest_route(rig).reference)
 
 
 @pytest.mark.parametrize(
@@ -110,7 +110,7 @@ def test_a_tokenizer_that_knows_no_text_gets_tokens(rig):
         def encode(self, texts):
             return [ValueError("unknown sign") for _ in texts]
 
-    items = prompts.built_in(Deaf(), vocabulary=10, room=20, seed=1)
+    items = prompts.built_in_questions(Deaf(), vocabulary=10, room=20, seed=1)
     assert len(items) >= 6
     assert all(0 < len(item.tokens) <= 20 and item.tokens.max() < 10 for item in items)
 
@@ -129,7 +129,7 @@ def test_a_generator_that_does_nothing_is_given_up(rig, monkeypatch):
 
     monkeypatch.setattr(Generator, "step", lambda self: Stepped(()))
     with pytest.raises(WorkError, match="without doing anything"):
-        asked(rig, probed_answers.likeliest(rig).reference)
+        probe_answers(rig, probed_answers.likeliest_route(rig).reference)
 
 
 class Ended:

@@ -55,7 +55,7 @@ class Commands(TyperGroup):
 
 
 def _stand_in(name: str) -> Any:
-    return named(name, f"gpuinfer.cli.{name}") if name in OWN else workload_stand_in(name)
+    return command_named(name, f"gpuinfer.cli.{name}") if name in OWN else workload_stand_in(name)
 
 
 def workload_stand_in(name: str, called: str | None = None) -> Any:
@@ -64,10 +64,10 @@ def workload_stand_in(name: str, called: str | None = None) -> Any:
     Imports no plugin.
     """
     module = next(record.module for record in registry.listing("workloads") if record.name == name)
-    return named(called or name, module)
+    return command_named(called or name, module)
 
 
-def named(name: str, target: str) -> Any:
+def command_named(name: str, target: str) -> Any:
     stand_in = typer.Typer(add_completion=False)
     stand_in.command(name, help=first_sentence(target))(lambda: None)
     return typer.main.get_command(stand_in)

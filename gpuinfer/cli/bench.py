@@ -13,9 +13,9 @@ import typer
 from gpuinfer.cli import bench_generators, bench_rollouts, flags, output, workload_targets
 from gpuinfer.cli.comparison_end import (
     apply_winner,
+    comparison_flag,
     concluded,
     finished,
-    own_flag,
     refuse_records,
     report_folder,
     single,
@@ -33,7 +33,10 @@ SECONDS = 5.0  # of one run, when no amount of work was named
 LOAD_SECONDS = 3.0  # of a load: its requests are many and small, and three strategies are compared in about a minute
 WARM_UP_S = 1.0
 SERVE = "serve"  # the target that is no workload: a server, asked over HTTP
-MORE_FLAGS = {bench_generators.TARGET: bench_generators.more_flags, bench_rollouts.TARGET: bench_rollouts.more_flags}
+MORE_FLAGS = {
+    bench_generators.TARGET: bench_generators.generators_flags,
+    bench_rollouts.TARGET: bench_rollouts.rollouts_flags,
+}
 TEXT = """Run the same work in several ways, in turn, and say which wins here, how sure that is, and why.
 
 A comma in a flag's value names several: `--workers 1,2,4`.
@@ -46,19 +49,19 @@ class Bench(workload_targets.WorkloadTargets):
     text = TEXT
 
     def own_flags(self) -> flags.Parameters:
-        return own_flags()
+        return bench_flags()
 
     def flags_for(self, target: str) -> flags.Parameters:
-        return {**own_flags(), **MORE_FLAGS.get(target, dict)()}
+        return {**bench_flags(), **MORE_FLAGS.get(target, dict)()}
 
     def list_commands(self, ctx: typer.Context) -> list[str]:  # type: ignore[override]
         return [*super().list_commands(ctx), SERVE]
 
     def get_command(self, ctx: typer.Context, cmd_name: str) -> Any:  # type: ignore[override]
-        from gpuinfer.cli.app import named
+        from gpuinfer.cli.app import command_named
 
         if cmd_name == SERVE:
-            return named(SERVE, "gpuinfer.cli.bench_serve")
+            return command_named(SERVE, "gpuinfer.cli.bench_serve")
         return super().get_command(ctx, cmd_name)
 
     def resolve_command(self, ctx: typer.Context, args: list[str]) -> tuple[str, Any, list[str]]:  # type: ignore[override]
@@ -83,27 +86,31 @@ def _root() -> None:
     """
 
 
-def own_flags() -> flags.Parameters:
+def bench_flags() -> flags.Parameters:
     return {
-        "compare": own_flag("compare", list[str] | None, "A,B", "Backends to compare, or key=a,b; repeatable."),
-        "repeats": own_flag(
+        "compare": comparison_flag("compare", list[str] | None, "A,B", "Backends to compare, or key=a,b; repeatable."),
+        "repeats": comparison_flag(
             "repeats", int, "N", f"Runs of each, in turn. [default: {REPEATS}]", default=REPEATS, min=1
         ),
-        "seconds": own_flag(
+        "seconds": comparison_flag(
             "seconds",
             str | None,
             "S",
             f"Length of a run. [default: {SECONDS:g}, of a load {LOAD_SECONDS:g}; with --games, until they are played]",
         ),
-        "warmup": own_flag("warmup", str | None, "S", f"Length of a run before the first. [default: {WARM_UP_S:g}]"),
-        "fail_under": own_flag(
+        "warmup": comparison_flag(
+            "warmup", str | None, "S", f"Length of a run before the first. [default: {WARM_UP_S:g}]"
+        ),
+        "fail_under": comparison_flag(
             "fail_under",
             float | None,
             "RATIO",
             "Exit 4 when one is not at least so many times as fast as the first, by its metric.",
         ),
-        "report": own_flag("report", Path | None, "DIR", "Write JSON, Markdown, a page and its plots to this folder."),
-        "apply": own_flag("apply", bool, "", "Write the winner's settings to gpuinfer.toml.", default=False),
+        "report": comparison_flag(
+            "report", Path | None, "DIR", "Write JSON, Markdown, a page and its plots to this folder."
+        ),
+        "apply": comparison_flag("apply", bool, "", "Write the winner's settings to gpuinfer.toml.", default=False),
     }
 
 
@@ -116,7 +123,7 @@ def execute(target: str, values: Mapping[str, Any], own: Mapping[str, Any]) -> i
     common = merge(target, single(values)).common
     destination, folder = output.Destination(common.report), report_folder(own["report"])
     if target == bench_generators.TARGET:
-        if names := bench_generators.named(own["compare"], values):
+        if names := bench_generators.named_generators(own["compare"], values):
             return finished(target, bench_generators.execute(names, values, own, folder), destination, folder, own)
         values = bench_generators.for_backends(values, own)
     if target == bench_rollouts.TARGET:
@@ -141,7 +148,7 @@ def compared(
     variants = _variants(target, values, own["compare"] or [], course)
     log_to_people(common.verbose)
     began = datetime.now(UTC).isoformat(timespec="seconds")
-    progress = ComparisonProgress(f"bench {workload_targets.called(target)}", common)
+    progress = ComparisonProgress(f"bench {workload_targets.target_name(target)}", common)
     with interruptible():
         series = Series(variants, course, progress.step)
         progress.watch(series)
@@ -156,17 +163,17 @@ def _course(target: str, values: Mapping[str, Any], own: Mapping[str, Any], seed
     usual = LOAD_SECONDS if target in workload_targets.NAMES else SECONDS
     seconds: float | None = None if any(values.get(amount) for amount in AMOUNTS) else usual
     if own["seconds"] is not None:
-        seconds = workload_targets.seconds("--seconds", own["seconds"], least=0.1)
-    warmup = WARM_UP_S if own["warmup"] is None else workload_targets.seconds("--warmup", own["warmup"])
+        seconds = workload_targets.parse_seconds("--seconds", own["seconds"], least=0.1)
+    warmup = WARM_UP_S if own["warmup"] is None else workload_targets.parse_seconds("--warmup", own["warmup"])
     return SeriesPlan(own["repeats"], seconds, warmup, seed, roofline)
 
 
 def _variants(target: str, values: Mapping[str, Any], compare: list[str], course: SeriesPlan) -> list[Variant]:
-    from gpuinfer.cli.variants import expand
+    from gpuinfer.cli.variants import variants_of
 
     refuse_records(target, values)
     timed = course.seconds is not None
-    found = expand(target, values, compare, timed=timed)
+    found = variants_of(target, values, compare, timed=timed)
     if len(found) == 1 and not compare and values.get("backend") is None:
-        found = expand(target, values, [DEFAULT_COMPARE], timed=timed)
+        found = variants_of(target, values, [DEFAULT_COMPARE], timed=timed)
     return found

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gpuinfer.cli import flags
-from gpuinfer.cli.comparison_end import concluded, own_flag
+from gpuinfer.cli.comparison_end import comparison_flag, concluded
 from gpuinfer.cli.comparison_progress import interruptible
 from gpuinfer.config import registry
 from gpuinfer.errors import UsageError
@@ -46,7 +46,7 @@ NOT_HERE = ("seconds", "warmup", "apply")  # of bench's own flags
 Values = Mapping[str, Any]
 
 
-def named(compare: Sequence[str] | None, values: Values) -> list[str]:
+def named_generators(compare: Sequence[str] | None, values: Values) -> list[str]:
     """The generators that are to be compared; none when it is backends or settings."""
     from gpuinfer.cli.variants import parts
 
@@ -73,7 +73,7 @@ def execute(names: Sequence[str], values: Values, own: Values, folder: Path | No
     from gpuinfer.cli.building import merge
     from gpuinfer.cli.workload import log_to_people
     from gpuinfer.lab.bench.generators import Generators
-    from gpuinfer.lab.bench.generators_tables import completed
+    from gpuinfer.lab.bench.generators_tables import generators_document
     from gpuinfer.lab.bench.series import SeriesPlan
 
     _refuse_others(values, own)
@@ -85,7 +85,7 @@ def execute(names: Sequence[str], values: Values, own: Values, folder: Path | No
         work = _work(names, merged, values, own, course, Path(scratch))
         generators = Generators(work, course, _logs(folder, Path(scratch)), _say(merged.common.quiet))
         outcome = generators.run()
-        return completed(concluded(TARGET, outcome, course, began), work, generators)
+        return generators_document(concluded(TARGET, outcome, course, began), work, generators)
 
 
 def _refuse_others(values: Values, own: Values) -> None:
@@ -174,12 +174,12 @@ def _sizes(text: str | None) -> list[int]:
 
 def _prompts(path: Any, checkpoint: Any, seed: int, most: int) -> Any:
     """Those of the file, or drawn ones."""
-    from gpuinfer.lab.bench.generators import DrawnPrompts, from_file
+    from gpuinfer.lab.bench.generators import DrawnPrompts, prompts_from_file
     from gpuinfer.text.language import open_language
 
     if path is None:
         return DrawnPrompts(checkpoint.shape.vocabulary, checkpoint.shape.end_tokens, seed)
-    return from_file(Path(path), open_language(checkpoint.language_files(), checkpoint.shape), most)
+    return prompts_from_file(Path(path), open_language(checkpoint.language_files(), checkpoint.shape), most)
 
 
 def _folder(checkpoint: Any, scratch: Path) -> Path | None:
@@ -205,14 +205,16 @@ def _say(quiet: bool) -> Any:
     return (lambda line: None) if quiet else (lambda line: print(line, file=sys.stderr, flush=True))
 
 
-def more_flags() -> flags.Parameters:
+def generators_flags() -> flags.Parameters:
     """What `bench generate` has beside the flags of every target."""
     sizes = ",".join(map(str, BATCH_SIZES))
     return {
-        "batch_sizes": own_flag("batch_sizes", str | None, "N,N", f"Prompts at once. [default: {sizes}]"),
-        "new_tokens": own_flag(
+        "batch_sizes": comparison_flag("batch_sizes", str | None, "N,N", f"Prompts at once. [default: {sizes}]"),
+        "new_tokens": comparison_flag(
             "new_tokens", int | None, "N", f"Of each answer, no fewer and no more. [default: {NEW_TOKENS}]", min=1
         ),
-        "prompts": own_flag("prompts", Path | None, "FILE", "Prompts, as of --input. [default: random tokens]"),
-        "python": own_flag("python", list[str] | None, "NAME=PATH", "A peer's own Python, vllm=PATH; repeatable."),
+        "prompts": comparison_flag("prompts", Path | None, "FILE", "Prompts, as of --input. [default: random tokens]"),
+        "python": comparison_flag(
+            "python", list[str] | None, "NAME=PATH", "A peer's own Python, vllm=PATH; repeatable."
+        ),
     }

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gpuinfer.cli import flags
-from gpuinfer.cli.comparison_end import concluded, own_flag
+from gpuinfer.cli.comparison_end import comparison_flag, concluded
 from gpuinfer.cli.comparison_progress import ComparisonProgress, interruptible
 from gpuinfer.config import registry
 from gpuinfer.errors import UsageError, WorkError
@@ -39,17 +39,21 @@ GAME, RECORD = "one game", "the record"
 Values = Mapping[str, Any]
 
 
-def more_flags() -> flags.Parameters:
+def rollouts_flags() -> flags.Parameters:
     """What `bench rollouts` has beside the flags of every target."""
     from gpuinfer.lab.rollouts_bench.rollouts_cases import CASES
 
     names = ",".join(CASES)
     return {
-        "cases": own_flag("cases", str | None, "A,B", f"What to compare. [default: {names}]"),
-        "engines": own_flag("engines", str, "N,N", "Engines behind a router. [default: 1,2,3,4]", default="1,2,3,4"),
-        "depths": own_flag("depths", str, "N,N", "Depths of the buffer. [default: 1,2,3,4]", default="1,2,3,4"),
-        "processor": own_flag("processor", bool, "", "Measure decoding between tags, and nothing else.", default=False),
-        "repeats": own_flag(
+        "cases": comparison_flag("cases", str | None, "A,B", f"What to compare. [default: {names}]"),
+        "engines": comparison_flag(
+            "engines", str, "N,N", "Engines behind a router. [default: 1,2,3,4]", default="1,2,3,4"
+        ),
+        "depths": comparison_flag("depths", str, "N,N", "Depths of the buffer. [default: 1,2,3,4]", default="1,2,3,4"),
+        "processor": comparison_flag(
+            "processor", bool, "", "Measure decoding between tags, and nothing else.", default=False
+        ),
+        "repeats": comparison_flag(
             "repeats", int, "N", f"Runs of each, in turn. [default: {REPEATS}]", default=REPEATS, min=1
         ),
     }
@@ -75,7 +79,7 @@ def execute(values: Values, own: Values) -> dict[str, Any]:
     from gpuinfer.cli.comparison_end import refuse_records
     from gpuinfer.cli.variants import parts
     from gpuinfer.cli.workload import log_to_people
-    from gpuinfer.lab.rollouts_bench.rollouts_cases import CASES, SelectedCases, named
+    from gpuinfer.lab.rollouts_bench.rollouts_cases import CASES, SelectedCases, named_cases
 
     if own["processor"]:
         return _processor(values, own)
@@ -86,7 +90,7 @@ def execute(values: Values, own: Values) -> dict[str, Any]:
                 "Leave it out, or compare backends: --compare inprocess,central."
             )
     refuse_records(TARGET, values)
-    makers = named(parts(own["cases"]) if own["cases"] else list(CASES))
+    makers = named_cases(parts(own["cases"]) if own["cases"] else list(CASES))
     wanted = SelectedCases(_numbers("engines", own["engines"]), _numbers("depths", own["depths"]))
     values = with_defaults(values)
     common = merge(TARGET, values).common
@@ -102,15 +106,15 @@ def _processor(values: Values, own: Values) -> dict[str, Any]:
     """What constraints that are lists cost in a step."""
     from gpuinfer.cli.building import merge
     from gpuinfer.lab.bench import bench_document
-    from gpuinfer.lab.bench.comparison import compare
+    from gpuinfer.lab.bench.comparison import compare_variants
     from gpuinfer.lab.bench.series import SeriesOutcome, SeriesPlan
-    from gpuinfer.lab.rollouts_bench.constraint_speed import measure
-    from gpuinfer.lab.rollouts_bench.rollouts_tables import of_processor
+    from gpuinfer.lab.rollouts_bench.constraint_speed import measure_constraints
+    from gpuinfer.lab.rollouts_bench.rollouts_tables import processor_document
 
     course = SeriesPlan(own["repeats"], None, None, merge(TARGET, values).common.seed, roofline=False, parity=False)
     began, nothing = datetime.now(UTC).isoformat(timespec="seconds"), SeriesOutcome([])
-    made = bench_document.build(TARGET, nothing, compare(nothing), course, began)
-    return of_processor(made, [one.row() for one in measure()])
+    made = bench_document.bench_document(TARGET, nothing, compare_variants(nothing), course, began)
+    return processor_document(made, [one.row() for one in measure_constraints()])
 
 
 def _numbers(name: str, text: str) -> list[int]:
@@ -163,7 +167,7 @@ class Cases:
         return replace(wanted, trainer_s=seconds)
 
     def _record(self, name: str, changes: Mapping[str, str]) -> list[Group]:
-        from gpuinfer.lab.bench.measurement import Rooflines, measure
+        from gpuinfer.lab.bench.measurement import Rooflines, measure_run
         from gpuinfer.lab.bench.series import RunKind, SeriesStep
         from gpuinfer.lab.rollouts_bench.rollouts_cases import RolloutsVariant
         from gpuinfer.rollouts import files
@@ -171,14 +175,14 @@ class Cases:
         folder = self.scratch / f"record{next(self._numbers)}"
         variant = self._variant(name, RolloutsVariant(name, {**changes, "out": str(folder)}))
         with ComparisonProgress(f"bench {TARGET}", self.common).step(SeriesStep(variant, RunKind.WARM_UP)) as watch:
-            report = measure(variant, self.common.seed, None, Rooflines(False), watch).report
+            report = measure_run(variant, self.common.seed, None, Rooflines(False), watch).report
         if report["status"] == "partial":
             raise KeyboardInterrupt
         return list(files.read(folder))
 
     def run(self, cases: Sequence[RolloutsCase]) -> dict[str, Any]:
         from gpuinfer.lab.bench.series import SeriesPlan
-        from gpuinfer.lab.rollouts_bench.rollouts_tables import joined, of_one_game, of_steps
+        from gpuinfer.lab.rollouts_bench.rollouts_tables import game_section, rollouts_document, steps_section
         from gpuinfer.rollouts.steps import read_steps
 
         course = SeriesPlan(self.repeats, None, None, self.common.seed, roofline=False, parity=False)
@@ -194,11 +198,11 @@ class Cases:
                 break
         if not found:
             raise UsageError("\n".join(["none of these can run here.", *list(left_out.values())[:2]]))
-        document = joined(found, left_out)
+        document = rollouts_document(found, left_out)
         if self.game is not None:
-            document["rollouts"]["game"] = of_one_game(self.game.games[0])
+            document["rollouts"]["game"] = game_section(self.game.games[0])
         document["rollouts"]["steps"] = [
-            of_steps(name, list(read_steps(path))) for name, path in self._steps.items() if path.exists()
+            steps_section(name, list(read_steps(path))) for name, path in self._steps.items() if path.exists()
         ]
         return document
 

@@ -20,7 +20,13 @@ from pydantic import Field
 
 from gpuinfer import api
 from gpuinfer.cli import flags, output
-from gpuinfer.cli.comparison_end import exit_code, own_flag, report_folder, show, write_report
+from gpuinfer.cli.comparison_end import (
+    comparison_exit_code,
+    comparison_flag,
+    report_folder,
+    show_comparison,
+    write_report,
+)
 from gpuinfer.cli.variants import parts
 from gpuinfer.config import registry
 from gpuinfer.config.options import GivenValue, check
@@ -107,7 +113,7 @@ def _arrivals(own: LoadOptions, times: int) -> Arrivals | None:
     return open_arrivals(kind, own.rate * times, Mix(), own.burst, own.burst_s)
 
 
-def said(own: LoadOptions, calls: RequestSource | None) -> str:
+def load_said(own: LoadOptions, calls: RequestSource | None) -> str:
     """The load in words."""
     each = " a replica" if own.per_replica else ""
     if own.replay is not None:
@@ -129,12 +135,12 @@ def calls_for(own: LoadOptions, model: str | None, features: int | None) -> Any:
     """The function from a target and a seed to its requests. Raises `UsageError` at once for what no target takes."""
     given, asked = _length("input_tokens", own.input_tokens), _length("output_tokens", own.output_tokens)
     if own.prompts is not None:
-        from gpuinfer.lab.serve_bench.requests import prompts_of
+        from gpuinfer.lab.serve_bench.requests import read_prompts
 
-        prompts_of(own.prompts, own.endpoint or "completions")
+        read_prompts(own.prompts, own.endpoint or "completions")
 
     def calls(target: TargetServer, seed: str) -> RequestSource:
-        from gpuinfer.lab.serve_bench.requests import RowRequests, TextRequests, prompts_of
+        from gpuinfer.lab.serve_bench.requests import RowRequests, TextRequests, read_prompts
 
         endpoint = own.endpoint or ("evaluate" if target.kind == "rows" else "completions")
         if target.ours and (endpoint == "evaluate") != (target.kind == "rows"):
@@ -152,7 +158,7 @@ def calls_for(own: LoadOptions, model: str | None, features: int | None) -> Any:
             seed=seed,
             input_tokens=given,
             output_tokens=asked,
-            given=prompts_of(own.prompts, endpoint) if own.prompts else (),
+            given=read_prompts(own.prompts, endpoint) if own.prompts else (),
             users=own.users,
             more={"ignore_eos": True} if ignore else {},
         )
@@ -201,7 +207,7 @@ class ComparedServer:
         return words[-1] if words else None
 
 
-def expand(
+def server_variants(
     compare: Sequence[str],
     url: str | None,
     server: ComparedServer,
@@ -305,7 +311,7 @@ def _count(text: str | None) -> int:
     return int(text) if text is not None and text.isdecimal() and int(text) > 0 else 1
 
 
-def spelled(url: str | None, words: Sequence[str]) -> str:
+def spelled_bench(url: str | None, words: Sequence[str]) -> str:
     return shlex.join(["gpuinfer", "bench", "serve", *([url] if url else []), *words])
 
 
@@ -337,7 +343,7 @@ def command() -> Any:
         default=typer.Argument(None, metavar="[URL]", help="A server that runs.", show_default=False),
         annotation=str | None,
     )
-    common = {name: one for name, one in flags.common().items() if name in COMMON}
+    common = {name: one for name, one in flags.common_flags().items() if name in COMMON}
     ours = {"url": url, **flags.of(LoadOptions, NAME), **_own_flags(), **common}
     parameters = {**ours, **{name: one for name, one in theirs.items() if name not in ours}}
 
@@ -349,17 +355,19 @@ def command() -> Any:
 
 def _own_flags() -> flags.Parameters:
     return {
-        "compare": own_flag("compare", list[str] | None, "KEY=A,B", "Ways to compare, or URLs; repeatable."),
-        "repeats": own_flag(
+        "compare": comparison_flag("compare", list[str] | None, "KEY=A,B", "Ways to compare, or URLs; repeatable."),
+        "repeats": comparison_flag(
             "repeats", int, "N", f"Runs of each, in turn. [default: {REPEATS}]", default=REPEATS, min=1
         ),
-        "fail_under": own_flag(
+        "fail_under": comparison_flag(
             "fail_under",
             float | None,
             "RATIO",
             "Exit 4 when one is not so many times as good as the first; of replicas, not so efficient.",
         ),
-        "report": own_flag("report", Path | None, "DIR", "Write JSON, Markdown, a page and its plots to this folder."),
+        "report": comparison_flag(
+            "report", Path | None, "DIR", "Write JSON, Markdown, a page and its plots to this folder."
+        ),
     }
 
 
@@ -412,10 +420,10 @@ def execute(values: Mapping[str, Any], theirs: Sequence[str]) -> int:
         turns = LoadSeries(plan, course, _logs(folder, Path(scratch)), _say(common.quiet))
         _run(turns)
         document = _document(turns, plan, course, own, began)
-    show("bench serve", document, on_stderr=destination.stdout)
+    show_comparison("bench serve", document, on_stderr=destination.stdout)
     destination.write(document)
     write_report(folder, document)
-    return exit_code(document, least)
+    return comparison_exit_code(document, least)
 
 
 def _has_model(words: Sequence[str]) -> bool:
@@ -444,7 +452,7 @@ def _plan(own: LoadOptions, values: Mapping[str, Any], theirs: Sequence[str]) ->
     given = {name: _words(name, values[name], written[name]) for name in theirs if values[name] not in (None, [])}
     elsewhere = url is not None or any(word.startswith(("http", "url=")) for word in compare)
     server = ComparedServer(written, given)
-    ways = expand(
+    ways = server_variants(
         compare,
         url,
         server,
@@ -484,7 +492,7 @@ def _spelled(url: str | None, values: Mapping[str, Any], written: Mapping[str, s
         kind, _, key = name.partition(".")
         if name != "url":
             words += [f"-{kind}", f"{key}={value}"] if key else [written.get(name, flags.flag(name)), value]
-    return spelled(chosen.get("url", url), words)
+    return spelled_bench(chosen.get("url", url), words)
 
 
 def _run(turns: LoadSeries) -> None:
@@ -565,9 +573,11 @@ def _document(turns: LoadSeries, plan: LoadPlan, course: SeriesPlan, own: LoadOp
         raise WorkError(next(iter(turns.outcome.skipped.values())))
     document = concluded(NAME, turns.outcome, course, began)
     left = [one.variant for one in turns.outcome.runs]
-    load = {**own.model_dump(mode="json"), "said": said(own, turns.calls)}
-    document["serve"] = load_tables.section(load, turns.summaries, left, {way.name: way.replicas for way in plan.ways})
+    load = {**own.model_dump(mode="json"), "said": load_said(own, turns.calls)}
+    document["serve"] = load_tables.load_section(
+        load, turns.summaries, left, {way.name: way.replicas for way in plan.ways}
+    )
     document["serve"]["scaling"] = load_tables.scaling(document)
     document["why"] = ""
-    document["verdict"] = load_tables.verdict(document) or document["verdict"]
+    document["verdict"] = load_tables.load_verdict(document) or document["verdict"]
     return document

@@ -30,7 +30,7 @@ def merge(name: str, values: Mapping[str, Any]) -> settings.Settings:
 
 def plain_flags(name: str, values: Mapping[str, Any]) -> dict[str, GivenValue]:
     """What was given by flags of their own, as settings."""
-    common = flags.common()
+    common = flags.common_flags()
     return {
         key if key in common else f"{name}.{key}": GivenValue(_given(value), flags.SHORTS.get(key) or flags.flag(key))
         for key, value in values.items()
@@ -46,8 +46,8 @@ def option_flags(values: Mapping[str, Any], common: settings.Common) -> dict[str
     """What was given by -B and -S, as settings of the backend and the strategy in force."""
     backend = settings.table_name("backends", common.backend)
     strategy = settings.table_name("strategies", common.strategy)
-    pairs = flags.pairs(values.get("backend_options") or [], "-B", backend)
-    return pairs | flags.pairs(values.get("strategy_options") or [], "-S", strategy)
+    pairs = flags.option_pairs(values.get("backend_options") or [], "-B", backend)
+    return pairs | flags.option_pairs(values.get("strategy_options") or [], "-S", strategy)
 
 
 def build(name: str, merged: settings.Settings) -> RunPlan:
@@ -85,7 +85,7 @@ def around(name: str, workload: Workload, merged: settings.Settings) -> RunPlan:
         processes = workload.processes
     setup = replace(setup_of(common), model=model, processes=processes, deterministic=workload.deterministic)
     backend, strategy = served(name, setup, merged)
-    return RunPlan(workload, backend, strategy, shown(name, merged, workload, backend, strategy))
+    return RunPlan(workload, backend, strategy, shown_settings(name, merged, workload, backend, strategy))
 
 
 def served(name: str, setup: Setup, merged: settings.Settings) -> tuple[Backend, Strategy]:
@@ -132,7 +132,7 @@ def _refuse_what_it_does_not_serve(name: str, chosen: str, backend: type[Backend
         )
 
 
-def shown(
+def shown_settings(
     name: str, merged: settings.Settings, workload: Workload, backend: Backend, strategy: Strategy
 ) -> dict[str, Any]:
     """The settings in force, defaults included, as plain values."""

@@ -24,7 +24,9 @@ if TYPE_CHECKING:
 PANEL = "Comparison"
 
 
-def own_flag(name: str, kind: Any, metavar: str, text: str, default: Any = None, **more: Any) -> inspect.Parameter:
+def comparison_flag(
+    name: str, kind: Any, metavar: str, text: str, default: Any = None, **more: Any
+) -> inspect.Parameter:
     option = typer.Option(
         default,
         flags.flag(name),
@@ -45,17 +47,17 @@ def finished(
     own: Mapping[str, Any],
 ) -> int:
     """Show and write it. The exit code."""
-    show(f"bench {workload_targets.called(target)}", document, on_stderr=destination.stdout)
+    show_comparison(f"bench {workload_targets.target_name(target)}", document, on_stderr=destination.stdout)
     destination.write(document)
     write_report(folder, document)
-    return exit_code(document, own["fail_under"])
+    return comparison_exit_code(document, own["fail_under"])
 
 
 def single(values: Mapping[str, Any]) -> dict[str, Any]:
     """The flags with the first of several values each, and no plugin's options: enough to read the common settings."""
     from gpuinfer.cli.variants import KINDS, SINGLE, parts
 
-    common = {key: values.get(key) for key in flags.common() if key not in (*SINGLE, *KINDS)}
+    common = {key: values.get(key) for key in flags.common_flags() if key not in (*SINGLE, *KINDS)}
     first = {key: parts(given)[0] for key, given in common.items() if isinstance(given, str) and parts(given)}
     return {**values, **first, **dict.fromkeys(KINDS)}
 
@@ -83,15 +85,17 @@ def refuse_records(target: str, values: Mapping[str, Any]) -> None:
 def concluded(target: str, outcome: SeriesOutcome, course: SeriesPlan, began: str) -> dict[str, Any]:
     """The document. Raises `UsageError` when no variant could run, with the reasons."""
     from gpuinfer.lab.bench import bench_document
-    from gpuinfer.lab.bench.comparison import compare
+    from gpuinfer.lab.bench.comparison import compare_variants
 
     if not outcome.left() and not outcome.failed and not outcome.stopped:
         reasons = [f"{name}: {reason}" for name, reason in outcome.skipped.items()]
         raise UsageError("\n".join(["none of these can run here.", *reasons[:2]]))
-    return bench_document.build(workload_targets.called(target), outcome, compare(outcome), course, began)
+    return bench_document.bench_document(
+        workload_targets.target_name(target), outcome, compare_variants(outcome), course, began
+    )
 
 
-def show(title: str, document: Mapping[str, Any], on_stderr: bool) -> None:
+def show_comparison(title: str, document: Mapping[str, Any], on_stderr: bool) -> None:
     """The table and its notes on the terminal."""
     from gpuinfer.cli.screen.display import comparison
     from gpuinfer.lab.bench.bench_tables import bench_page
@@ -130,27 +134,27 @@ def apply_winner(target: str, document: Mapping[str, Any], variants: list[Varian
     if winner is None or document["status"] == "partial":
         print("gpuinfer: nothing is applied, since no variant has won. Run it to its end.", file=sys.stderr)
         return
-    path, written = apply(target, winner.flags)
+    path, written = apply_settings(target, winner.flags)
     print(f"{path}: {', '.join(written) or 'nothing to change'}", file=sys.stderr)
     if stronger := overruled(target, winner.flags):
         print(f"gpuinfer: {', '.join(stronger)} in the environment beats {path}. Unset it.", file=sys.stderr)
 
 
-def exit_code(document: Mapping[str, Any], least: float | None) -> int:
+def comparison_exit_code(document: Mapping[str, Any], least: float | None) -> int:
     """3 stopped, 4 wrong answers or too slow (said on standard error), 1 a variant failed after its warm-up, else 0."""
-    from gpuinfer.lab.bench.bench_document import below, wrong
+    from gpuinfer.lab.bench.bench_document import variants_below, wrong_variants
 
     if document["status"] == "partial":
         return PARTIAL
-    if wrong(document):
+    if wrong_variants(document):
         return CHECK_FAILED
-    if least is not None and (slow := below(document, least)):
+    if least is not None and (slow := variants_below(document, least)):
         print(f"gpuinfer: --fail-under {least:g} does not hold for {', '.join(slow)}.", file=sys.stderr)
         return CHECK_FAILED
     return FAILED if document["failed"] else 0
 
 
-def apply(target: str, flags: Mapping[str, Any]) -> tuple[Path, list[str]]:
+def apply_settings(target: str, flags: Mapping[str, Any]) -> tuple[Path, list[str]]:
     """Put what these flags say into the settings file; all else in it stays, comments too. The file, and what it says.
 
     Raises `WorkError` when it cannot be written.

@@ -43,12 +43,12 @@ def docs(
 
 
 def _listing(known: Mapping[str, ManualPage]) -> Iterator[Any]:
-    from gpuinfer.cli.screen.terminal_markdown import listed
+    from gpuinfer.cli.screen.terminal_markdown import address_list
 
-    about = manual_pages.described(known)
+    about = manual_pages.page_topics(known)
     for group in manual_pages.groups(known):
         listing = [page for page in group.pages if page.name.rpartition("/")[0] not in known]
-        yield listed(group.title, [(page.name, about[page.name]) for page in listing])
+        yield address_list(group.title, [(page.name, about[page.name]) for page in listing])
     yield "`gpuinfer docs PAGE` shows one, `gpuinfer docs WORD…` finds a passage."
 
 
@@ -89,14 +89,14 @@ def _named(known: Mapping[str, ManualPage], address: str) -> ManualSection | Non
 def _passage(section: ManualSection, text: str) -> Any:
     from gpuinfer.cli.screen import terminal_markdown
 
-    return terminal_markdown.passage(" › ".join(section.headings), section.address, text)
+    return terminal_markdown.shown_passage(" › ".join(section.headings), section.address, text)
 
 
 def _others(sections: Sequence[ManualSection]) -> Iterator[Any]:
-    from gpuinfer.cli.screen.terminal_markdown import listed
+    from gpuinfer.cli.screen.terminal_markdown import address_list
 
     if sections:
-        yield listed("Also", [(one.address, " › ".join(one.headings)) for one in sections])
+        yield address_list("Also", [(one.address, " › ".join(one.headings)) for one in sections])
 
 
 def _remarks(found: FoundSection) -> Iterator[str]:
@@ -130,12 +130,12 @@ def _or_else(near: Sequence[str]) -> str:
 
 def _show(parts: Sequence[Any]) -> None:
     """On a terminal through its pager, where it is longer than the screen."""
-    from gpuinfer.cli.screen.terminal_markdown import drawn
+    from gpuinfer.cli.screen.terminal_markdown import draw_text
 
     terminal = sys.stdout.isatty()
     size = shutil.get_terminal_size()
     flags = os.environ.setdefault("LESS", COLOURS)
-    text = drawn(parts, columns=size.columns, colour=terminal and "r" in flags.lower())
+    text = draw_text(parts, columns=size.columns, colour=terminal and "r" in flags.lower())
     if terminal and text.count("\n") >= size.lines:
         import pydoc
 

@@ -84,7 +84,7 @@ class Fact:
     serious: bool = True
 
 
-def examine() -> Iterator[tuple[str, list[Fact]]]:
+def examine_machine() -> Iterator[tuple[str, list[Fact]]]:
     """Title and findings, part by part, as they become known."""
     yield "machine", [*_processor(), *_memory()]
     torch = probe_torch()
@@ -318,7 +318,7 @@ def doctor() -> None:
     from gpuinfer.cli.screen.display import facts
 
     healthy = True
-    for title, findings in examine():
+    for title, findings in examine_machine():
         facts(title, [(f"  {_mark(finding)} {finding.name}", finding.value, finding.remark) for finding in findings])
         healthy = healthy and all(finding.ok or not finding.serious for finding in findings)
     if not healthy:

@@ -97,9 +97,9 @@ def _app() -> typer.Typer:
 def execute(values: Mapping[str, Any]) -> int:
     """Export, compare, show. Raises `Apart` when the file is not kept."""
     from gpuinfer.cli.building import setup_of
-    from gpuinfer.cli.workload import begin, progress_lines
+    from gpuinfer.cli.workload import begin_run, progress_lines
 
-    merged, destination, options = begin(NAME, ExportOptions, values)
+    merged, destination, options = begin_run(NAME, ExportOptions, values)
     common = merged.common
     say = progress_lines(NAME, common.quiet)
     _refuse(options)

@@ -44,7 +44,7 @@ METAVARS = {
 Parameters = dict[str, inspect.Parameter]
 
 
-def common(max_failures: float = Workload.max_failures) -> Parameters:
+def common_flags(max_failures: float = Workload.max_failures) -> Parameters:
     """The flags of every workload, by the setting that they set. `max_failures` is what a workload has by itself."""
     fields = {field.alias or name: field for name, field in settings.Common.model_fields.items()}
     offered = {
@@ -95,7 +95,7 @@ def common(max_failures: float = Workload.max_failures) -> Parameters:
 
 def of(model: type[BaseModel], owner: str) -> Parameters:
     """One flag for each option of a workload. Raises `PluginError` for an option named like a common flag."""
-    taken = set(common())
+    taken = set(common_flags())
     for name in options.fields_of(model):
         if name in taken:
             raise PluginError(f"{owner} has an option '{name}', which is a flag of every command. Rename the option.")
@@ -112,7 +112,7 @@ def command(
     def call(**values: Any) -> None:
         raise typer.Exit(execute(values))
 
-    known = common()
+    known = common_flags()
     return app(name, {**own, **{key: one for key, one in known.items() if key in shared}}, text, call)
 
 
@@ -129,7 +129,7 @@ def flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def pairs(given: list[str], short: str, table: str) -> dict[str, GivenValue]:
+def option_pairs(given: list[str], short: str, table: str) -> dict[str, GivenValue]:
     """`key=value` words as settings of a plugin's table, such as `backends.inprocess`; a key that is there often has
     all its values. Raises `UsageError`.
     """

@@ -117,7 +117,7 @@ def execute(values: Mapping[str, Any]) -> int:
     if options.out is None:
         raise UsageError("a loop needs a folder for its games and weights. Add --out DIR.")
     config = [("--config", merged.file)] if merged.file is not None else []
-    output.refuse_shared({"--json": common.report}, [*output.places(options, written=("out",)), *config])
+    output.refuse_shared({"--json": common.report}, [*output.named_places(options, written=("out",)), *config])
     spec, sources = _network(options, common.seed)
     if "," in str(options.out):
         raise UsageError(f"--out {options.out}: training reads several folders parted by commas. Give one without.")
@@ -133,12 +133,12 @@ def execute(values: Mapping[str, Any]) -> int:
     except (UsageError, WorkError) as caught:
         error = caught
     finally:
-        told = loop_summary.document(plan, settings, command, ended)
+        told = loop_summary.loop_document(plan, settings, command, ended)
         if error is None:
             destination.write(told)
         else:
             destination.write_failed(told, error)
-        loop_summary.write(plan, told)
+        loop_summary.write_loop(plan, told)
         folder.release()
     if told["iterations"]:
         _show(told, options, on_stderr=destination.stdout)
@@ -238,7 +238,7 @@ def _write_first(plan: LoopPlan, spec: ModelSpec, seed: int) -> None:
 def _follow(plan: LoopPlan, verbose: bool, quiet: bool) -> str:
     """All steps; how they ended: done or partial."""
     from gpuinfer.cli.comparison_progress import interruptible
-    from gpuinfer.lab.loop.loop_runner import Remaining, follow
+    from gpuinfer.lab.loop.loop_runner import Remaining, run_loop
 
     line, remaining = _Line(replaced=not verbose and sys.stderr.isatty()), Remaining(plan)
 
@@ -261,7 +261,7 @@ def _follow(plan: LoopPlan, verbose: bool, quiet: bool) -> str:
 
     try:
         with interruptible(), line:
-            follow(plan.steps(), verbose, began, ended)
+            run_loop(plan.steps(), verbose, began, ended)
     except KeyboardInterrupt:
         print("gpuinfer: stopped, and what is finished is kept. The same with --resume goes on.", file=sys.stderr)
         return "partial"
@@ -286,12 +286,12 @@ class _Line(contextlib.AbstractContextManager["_Line"]):
 
 def _told(step: LoopStep, report: Report, seconds: float) -> str:
     """What came of a step, in a line."""
-    from gpuinfer.lab.loop.loop_summary import loss_of
+    from gpuinfer.lab.loop.loop_summary import final_loss
     from gpuinfer.report.game_statistics import in_elo, in_score
 
     said = f"{step.kind} in {duration(seconds)}"
     if step.kind == "training":
-        loss = loss_of(report)
+        loss = final_loss(report)
         return said if loss is None else f"{said}: loss {number(loss)}"
     if step.kind == "games":
         return f"{said}: {whole(report['progress']['done'])}{_resigned(report.get('resignation'))}"
@@ -314,7 +314,7 @@ def _show(told: Mapping[str, Any], options: LoopOptions, on_stderr: bool) -> Non
     from gpuinfer.cli.screen.display import comparison
     from gpuinfer.lab.loop import loop_summary
 
-    notes = [("strength", loop_summary.verdict(told)), *loop_summary.drawn(told)]
+    notes = [("strength", loop_summary.loop_verdict(told)), *loop_summary.strength_lines(told)]
     notes += [("weights", told["weights"])] if told["weights"] else []
     notes += [("written", f"{options.out}/loop.html, and beside it JSON, Markdown and the plot")]
     comparison(

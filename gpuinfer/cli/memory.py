@@ -35,29 +35,29 @@ def execute(values: Mapping[str, Any]) -> int:
     """Estimate, measure, show, write. Raises `UsageError` for a batch that does not fit."""
     from gpuinfer.cli.building import setup_of
     from gpuinfer.cli.screen.display import comparison
-    from gpuinfer.cli.workload import begin, progress_lines
+    from gpuinfer.cli.workload import begin_run, progress_lines
     from gpuinfer.config import registry
     from gpuinfer.lab.memory import memory_options, memory_probe
 
-    merged, destination, options = begin(NAME, memory_options.MemoryOptions, values)
+    merged, destination, options = begin_run(NAME, memory_options.MemoryOptions, values)
     common = merged.common
     backend = registry.load("backends", BACKEND)
     own = backend.Options(**merged.options("backends", BACKEND, backend)).model_dump(mode="json")
     setup = setup_of(common)
-    spec = memory_options.model_of(options, setup)
+    spec = memory_options.memory_model(options, setup)
     how = "measuring small batches of" if options.probe else "looking at"
     progress_lines(NAME, common.quiet)(f"{how} '{spec.name}' in a process of its own")
     with interruptible():
-        found = memory_probe.examined(spec, setup, options, own)
+        found = memory_probe.probe_memory(spec, setup, options, own)
     for device in found["devices"]:
         comparison(
-            memory_probe.heading(found, device),
-            memory_probe.columns(found, device),
-            memory_probe.rows(device),
-            list(memory_probe.notes(found, device)),
+            memory_probe.memory_heading(found, device),
+            memory_probe.memory_columns(found, device),
+            memory_probe.memory_rows(device),
+            list(memory_probe.memory_notes(found, device)),
             on_stderr=destination.stdout,
         )
-    if memory_probe.staged(found):
+    if memory_probe.in_stages(found):
         comparison(
             memory_probe.stage_heading(found),
             memory_probe.stage_columns(found),

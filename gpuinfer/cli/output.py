@@ -117,7 +117,7 @@ def refuse_shared(written: Mapping[str, str | Path | None], named: Iterable[Name
                 raise UsageError(f"{flag} {target} is a file of {other} {place}. Give {flag} a file of its own.")
 
 
-def places(options: Any, prefix: str = "--", written: Collection[str] = ()) -> Iterator[Named]:
+def named_places(options: Any, prefix: str = "--", written: Collection[str] = ()) -> Iterator[Named]:
     """The flag and the place, for whatever in these options may be a file or a folder. `written`: the options that name
     what is written, which need not exist yet.
     """

@@ -138,7 +138,7 @@ class TerminalGame:
             else:
                 self._opponent_moves(mover)
         self._screen.say(self._table.shown(self._seat))
-        self._screen.say(told(self._table.returns, self._seat))
+        self._screen.say(told_seats(self._table.returns, self._seat))
 
     def _opponent_moves(self, mover: int) -> None:
         found = self._think()[0]
@@ -190,7 +190,7 @@ class TerminalGame:
         return {action: name for name, action in self._table.names().items()}
 
 
-def told(returns: Sequence[float], seat: int) -> str:
+def told_seats(returns: Sequence[float], seat: int) -> str:
     """How a game has ended for this seat."""
     each = ", ".join(
         f"{'you' if other == seat else f'player {other + 1}'} {value:+g}" for other, value in enumerate(returns)

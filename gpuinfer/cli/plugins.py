@@ -16,7 +16,7 @@ import typer
 from gpuinfer.cli import flags
 from gpuinfer.cli.app import first_sentence
 from gpuinfer.cli.plugin_probe import inspect_all
-from gpuinfer.cli.plugins_install import install, uninstall, upgrade
+from gpuinfer.cli.plugins_install import install_plugins, uninstall, upgrade
 from gpuinfer.cli.problems import CHECK_FAILED
 from gpuinfer.config import registry
 from gpuinfer.errors import UnknownName
@@ -161,7 +161,7 @@ def _options(record: registry.PluginRecord, plugin: Any) -> list[tuple[str, str,
 
 
 @app.command("check")
-def check(
+def check_plugins(
     package: str = typer.Argument(
         help="an installed package (`echo` is gpuinfer-echo), or module:Class", autocompletion=_packages
     ),
@@ -173,7 +173,7 @@ def check(
     """Run the conformance kit on every plugin of a package, or on one class of a module, in a process of its own. Exits
     4 when something does not hold.
     """
-    from gpuinfer.cli.workload_targets import seconds
+    from gpuinfer.cli.workload_targets import parse_seconds
     from gpuinfer.config.packages import package_info
     from gpuinfer.testing import check_package
 
@@ -185,10 +185,12 @@ def check(
     shown = Shown()
     findings = check_package(
         package,
-        given={key.removeprefix("."): _text(one.value) for key, one in flags.pairs(given or [], "--set", "").items()},
+        given={
+            key.removeprefix("."): _text(one.value) for key, one in flags.option_pairs(given or [], "--set", "").items()
+        },
         model=model or None,
-        each_s=seconds("each", each, 0.01),
-        limit_s=seconds("limit", limit, 0.01),
+        each_s=parse_seconds("each", each, 0.01),
+        limit_s=parse_seconds("limit", limit, 0.01),
         tell=shown.tell,
     )
     shown.sum_up(findings)
@@ -197,7 +199,7 @@ def check(
 
 
 app.command("new")(new)
-app.command("install")(install)
+app.command("install")(install_plugins)
 app.command("upgrade")(upgrade)
 app.command("uninstall")(uninstall)
 

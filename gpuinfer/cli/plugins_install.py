@@ -39,7 +39,7 @@ def installed_names(incomplete: str) -> list[str]:
     return sorted(name for name in names if name.startswith(incomplete))
 
 
-def install(
+def install_plugins(
     what: Annotated[list[str], typer.Argument(metavar="NAME|PATH|WHEEL", help="A name, a folder, or a wheel.")],
     yes: Yes = False,
     into: Into = None,
@@ -124,7 +124,7 @@ def uninstall(
     limit: Limit = "10min",
 ) -> None:
     """Remove a package with plugins. What came with it stays."""
-    from gpuinfer.cli.workload_targets import seconds
+    from gpuinfer.cli.workload_targets import parse_seconds
     from gpuinfer.config.packages import installer
 
     settings.load()
@@ -133,7 +133,7 @@ def uninstall(
     installer.refuse_foreign(one)
     typer.echo(f"{one.offer.package} adds {one.offer.words}; it is in {one.place.words}.")
     _ask("Remove it?", yes)
-    installer.remove(one, seconds("limit", limit, 0.01))
+    installer.remove(one, parse_seconds("limit", limit, 0.01))
     typer.echo(f"Removed {one.offer.package}.")
 
 
@@ -195,13 +195,13 @@ def _there_already(source: PackageSource) -> InstalledPackage | None:
 
 def _options(limit: str, find_links: Sequence[Path] | None, index: bool) -> dict[str, Any]:
     """Of `installer.find_installer`."""
-    from gpuinfer.cli.workload_targets import seconds
+    from gpuinfer.cli.workload_targets import parse_seconds
 
     for folder in find_links or ():
         if not folder.is_dir():
             raise UsageError(f"--find-links: there is no folder {folder}. Give one that holds packages.")
     links = [str(one.resolve()) for one in find_links or ()]
-    return {"limit_s": seconds("limit", limit, 0.01), "find_links": links, "index": index}
+    return {"limit_s": parse_seconds("limit", limit, 0.01), "find_links": links, "index": index}
 
 
 def _refuse_unasked(yes: bool) -> None:

@@ -47,7 +47,7 @@ def export(folder: Path = FOLDER, to: str = TO, out: Path = OUT) -> None:
     print(f"gpuinfer: {out} is for {to}: {of}", file=sys.stderr)
 
 
-def show(folder: Path = FOLDER, all_of_them: bool = ALL) -> None:
+def show_exports(folder: Path = FOLDER, all_of_them: bool = ALL) -> None:
     from gpuinfer.cli.screen.display import comparison
     from gpuinfer.rollouts.files import header, read
 
@@ -98,4 +98,4 @@ def _app(word: str, call: Callable[..., None]) -> typer.Typer:
     return app
 
 
-COMMANDS = {word: _app(word, call) for word, call in (("export", export), ("show", show))}
+COMMANDS = {word: _app(word, call) for word, call in (("export", export), ("show", show_exports))}

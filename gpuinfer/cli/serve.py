@@ -67,7 +67,7 @@ class ServeFleetOptions(ServeOptions):
 OF_A_FLEET = tuple(name for name in ServeFleetOptions.model_fields if name not in ServeOptions.model_fields)
 
 
-def wanted(own: ServeFleetOptions, launcher_options: Mapping[str, Any]) -> bool:
+def serve_flags_wanted(own: ServeFleetOptions, launcher_options: Mapping[str, Any]) -> bool:
     """Whether the flags ask for a fleet. Raises `UsageError` for those of a fleet's that would do nothing."""
     if any(getattr(own, name) is not None for name in MAKE_A_FLEET):
         return True
@@ -258,7 +258,7 @@ def execute(values: Mapping[str, Any]) -> int:
     from gpuinfer.config.options import check
     from gpuinfer.http.http_exchange import JsonLogFormatter
 
-    pairs = flags.pairs(values.get("launcher_options") or [], "-L", LAUNCHER)
+    pairs = flags.option_pairs(values.get("launcher_options") or [], "-L", LAUNCHER)
     merged = merge(NAME, {key: value for key, value in values.items() if key != "launcher_options"})
     own = ServeFleetOptions(**check(ServeFleetOptions, merged.table(NAME), NAME))
     if own.leave_with_parent:
@@ -266,7 +266,7 @@ def execute(values: Mapping[str, Any]) -> int:
     check_address(own)
     config = [("--config", merged.file)] if merged.file is not None else []
     written = {"--ready-file": own.ready_file, "--trace": merged.common.trace}
-    output.refuse_shared(written, [*output.places(own.model_copy(update={"ready_file": None})), *config])
+    output.refuse_shared(written, [*output.named_places(own.model_copy(update={"ready_file": None})), *config])
     _refuse_options_of_one(own.model, values.get("backend_options") or [])
     described = described_by(own, merged)
     if own.launcher in (None, "local"):  # elsewhere other files may be there
@@ -278,7 +278,7 @@ def execute(values: Mapping[str, Any]) -> int:
     log_to_people(max(merged.common.verbose, as_json), JsonLogFormatter() if as_json else None)
     place = place_of(own)
     launcher_options = {key.removeprefix(f"{LAUNCHER}."): one for key, one in pairs.items()}
-    if wanted(own, launcher_options):
+    if serve_flags_wanted(own, launcher_options):
         return _fleet(own, described, place, launcher_options, merged.common)
     from gpuinfer.http import network
     from gpuinfer.serving.replica import ReplicaServer

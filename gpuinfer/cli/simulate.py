@@ -20,7 +20,7 @@ from gpuinfer.host.files import no_folder
 if TYPE_CHECKING:
     from gpuinfer.cli.simulation_options import Scenario
     from gpuinfer.config.settings import Common
-    from gpuinfer.lab.simulate import Outcome
+    from gpuinfer.lab.simulate import SimulationOutcome
 
 COMMON = ("strategy", "strategy_options", "seed", "max_queue_rows", "json", "trace", "quiet", "verbose", "config")
 SUFFIXES = (".png", ".svg")
@@ -59,7 +59,7 @@ def execute(values: Mapping[str, Any]) -> int:
 
     values = dict(values)
     swept = values.pop("sweep") or []
-    common = simulation_options.common(values)
+    common = simulation_options.common_settings(values)
     destination = output.Destination(common.report)
     log_to_people(common.verbose)
     cases = [simulation_options.case(flags, labels) for flags, labels in simulation_options.grid(swept, values)]
@@ -89,7 +89,7 @@ def _check_files(cases: Sequence[Scenario], common: Common) -> None:
         raise UsageError("--trace records one simulation. Leave it out, or --sweep and --solve.")
     check_trace(common)
     written = {"--json": common.report, "--trace": common.trace, "--plot": options.plot}
-    output.refuse_shared(written, output.places(options.model_copy(update={"plot": None})))
+    output.refuse_shared(written, output.named_places(options.model_copy(update={"plot": None})))
     if (plot := options.plot) is None:
         return
     if plot.suffix.lower() not in SUFFIXES:
@@ -105,38 +105,42 @@ def _simulated(cases: Sequence[Scenario], common: Common, command: str, on_stder
     """The document, and whether every setting came to be simulated before the user stopped it."""
     from gpuinfer.cli.screen.display import comparison
     from gpuinfer.lab.simulate import simulation_tables
-    from gpuinfer.lab.simulate.simulation_tables import document, run
+    from gpuinfer.lab.simulate.simulation_tables import run_figures, simulation_document
 
     runs = []
     for number, case in enumerate(cases, 1):
         try:
-            runs.append(run(case.labels, case.strategy, _run(case, common.trace), case.target_s))
+            runs.append(run_figures(case.labels, case.strategy, _run(case, common.trace), case.target_s))
         except KeyboardInterrupt:
             if not runs:
                 raise
             _say(f"stopped; {len(runs)} of {len(cases)} settings are simulated", quiet=False)
             break
         if len(cases) > 1:
-            _say(f"{number} of {len(cases)} · {simulation_tables.name_of(runs[-1])}", common.quiet)
+            _say(f"{number} of {len(cases)} · {simulation_tables.sweep_name(runs[-1])}", common.quiet)
     if len(cases) == 1:
-        facts = [*simulation_tables.facts(runs[0]), *_beyond(cases[:1])]
+        facts = [*simulation_tables.run_notes(runs[0]), *_beyond(cases[:1])]
         comparison(
             f"simulate · {cases[0].title}",
             simulation_tables.LATENCY,
-            list(simulation_tables.latencies(runs[0])),
+            list(simulation_tables.latency_rows(runs[0])),
             facts,
             on_stderr=on_stderr,
         )
     else:
         title = f"simulate · {len(runs)} settings"
-        remarks = [*simulation_tables.remarks(runs), *_beyond(cases)]
+        remarks = [*simulation_tables.sweep_notes(runs), *_beyond(cases)]
         comparison(
-            title, simulation_tables.columns(runs), list(simulation_tables.rows(runs)), remarks, on_stderr=on_stderr
+            title,
+            simulation_tables.sweep_columns(runs),
+            list(simulation_tables.sweep_rows(runs)),
+            remarks,
+            on_stderr=on_stderr,
         )
-    return document(command, common.seed, runs, None), len(runs) == len(cases)
+    return simulation_document(command, common.seed, runs, None), len(runs) == len(cases)
 
 
-def _run(case: Scenario, trace: str | None) -> Outcome:
+def _run(case: Scenario, trace: str | None) -> SimulationOutcome:
     """Simulate, and record what happens when a trace was asked for."""
     if trace is None:
         return case.simulate()
@@ -165,9 +169,9 @@ def _solved(case: Scenario, common: Common, command: str, on_stderr: bool) -> di
     from gpuinfer.cli.screen.display import comparison
     from gpuinfer.lab.simulate import simulation_tables
     from gpuinfer.lab.simulate.outcome import solve
-    from gpuinfer.lab.simulate.simulation_tables import document, run
+    from gpuinfer.lab.simulate.simulation_tables import run_figures, simulation_document
 
-    def outcome(replicas: int) -> Outcome:
+    def outcome(replicas: int) -> SimulationOutcome:
         _say(f"simulating {replicas} replica{'s' if replicas > 1 else ''} …", common.quiet)
         return case.simulate(replicas)
 
@@ -181,13 +185,14 @@ def _solved(case: Scenario, common: Common, command: str, on_stderr: bool) -> di
         capacity=service.capacity(case.limits.max_rows) * case.limits.in_flight,
     )
     runs = [
-        run({"replicas": str(trial.replicas)}, case.strategy, trial.outcome, case.target_s) for trial in solution.tried
+        run_figures({"replicas": str(trial.replicas)}, case.strategy, trial.outcome, case.target_s)
+        for trial in solution.tried
     ]
-    columns = simulation_tables.columns(runs) if runs else ("replicas", *simulation_tables.FIGURES)
+    columns = simulation_tables.sweep_columns(runs) if runs else ("replicas", *simulation_tables.FIGURES)
     notes = [("answer", solution.answer), *_beyond([case])]
     title = f"simulate · {case.title.rpartition(' · ')[0]} · how many replicas?"
-    comparison(title, columns, list(simulation_tables.rows(runs)), notes, on_stderr=on_stderr)
-    return document(command, common.seed, runs, solution)
+    comparison(title, columns, list(simulation_tables.sweep_rows(runs)), notes, on_stderr=on_stderr)
+    return simulation_document(command, common.seed, runs, solution)
 
 
 def _beyond(cases: Sequence[Scenario]) -> list[tuple[str, str]]:
@@ -205,10 +210,10 @@ def _draw(path: Path | None, document: Mapping[str, Any]) -> None:
     if not document["runs"]:
         print(f"plot: nothing was simulated, so there is no {path}", file=sys.stderr)
         return
-    from gpuinfer.lab.simulate.simulation_tables import draw
+    from gpuinfer.lab.simulate.simulation_tables import draw_simulation
 
     try:
-        path.write_bytes(draw(document, path.suffix.lower().removeprefix(".")))
+        path.write_bytes(draw_simulation(document, path.suffix.lower().removeprefix(".")))
     except OSError as error:
         raise WorkError(f"the plot could not be written to {path}: {error.strerror}. Make room there.") from error
     print(f"plot: {path}", file=sys.stderr)

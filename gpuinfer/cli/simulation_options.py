@@ -25,7 +25,7 @@ from gpuinfer.config.options import check, natural
 from gpuinfer.engine.arrivals import classes_of, open_arrivals, parse_rows, refuse_unused, schedule_of
 from gpuinfer.engine.core import Journal
 from gpuinfer.errors import UnknownName, UsageError
-from gpuinfer.lab.simulate import Arrivals, ClosedLoop, Mix, Outcome, simulate
+from gpuinfer.lab.simulate import Arrivals, ClosedLoop, Mix, SimulationOutcome, simulate
 from gpuinfer.lab.simulate.event_loop import Drift
 from gpuinfer.lab.simulate.fitting import Fitted, fitted, replayed
 
@@ -104,7 +104,7 @@ class Scenario:
     factory: Callable[[], Strategy]
     drift: Drift
 
-    def simulate(self, replicas: int | None = None, recorder: Callable[[], Journal] | None = None) -> Outcome:
+    def simulate(self, replicas: int | None = None, recorder: Callable[[], Journal] | None = None) -> SimulationOutcome:
         options = self.options
         endless = options.duration is None and self.arrivals.duration is None and self.arrivals.count is None
         return simulate(
@@ -159,11 +159,11 @@ def case(values: Mapping[str, Any], labels: Mapping[str, str]) -> Scenario:
         merged.common.seed,
         merged.common.max_queue_rows,
         partial(plugin, setup, **given),
-        drift(options.drift),
+        service_drift(options.drift),
     )
 
 
-def common(values: Mapping[str, Any]) -> settings.Common:
+def common_settings(values: Mapping[str, Any]) -> settings.Common:
     """The settings that every command knows."""
     return merge(NAME, {**values, "strategy_options": None}).common
 
@@ -263,7 +263,7 @@ def _limits(options: SimulationOptions, known: Limits | None) -> Limits:
     return Limits(max_rows, options.in_flight or (known.in_flight if known else 1), known.slots if known else None)
 
 
-def drift(text: str | None) -> Drift:
+def service_drift(text: str | None) -> Drift:
     """`2x@30s`, or several such, by time. Raises `UsageError`."""
     found = []
     for word in text.split(",") if text else ():

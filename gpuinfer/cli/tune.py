@@ -9,7 +9,14 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from gpuinfer.cli import flags, output, workload_targets
-from gpuinfer.cli.comparison_end import apply_winner, concluded, own_flag, refuse_records, show, single
+from gpuinfer.cli.comparison_end import (
+    apply_winner,
+    comparison_flag,
+    concluded,
+    refuse_records,
+    show_comparison,
+    single,
+)
 from gpuinfer.cli.comparison_progress import ComparisonProgress, interruptible
 from gpuinfer.cli.problems import CHECK_FAILED, FAILED, PARTIAL
 from gpuinfer.config import registry
@@ -41,7 +48,7 @@ class Tune(workload_targets.WorkloadTargets):
         return {target: name for target, name in super().workloads().items() if name not in workload_targets.NAMES}
 
     def own_flags(self) -> flags.Parameters:
-        return own_flags()
+        return tune_flags()
 
     def execute(self, target: str, values: Mapping[str, Any], own: Mapping[str, Any]) -> int:
         return execute(target, values, own)
@@ -55,10 +62,12 @@ def _root() -> None:
     """Find good settings for this machine: backend, workers, games in flight and batch limit, within a time budget."""
 
 
-def own_flags() -> flags.Parameters:
+def tune_flags() -> flags.Parameters:
     return {
-        "budget": own_flag("budget", str | None, "S", f"Time for all of it: 60s, 2m, 90. [default: {BUDGET_S:g}s]"),
-        "apply": own_flag("apply", bool, "", "Write the settings found to gpuinfer.toml.", default=False),
+        "budget": comparison_flag(
+            "budget", str | None, "S", f"Time for all of it: 60s, 2m, 90. [default: {BUDGET_S:g}s]"
+        ),
+        "apply": comparison_flag("apply", bool, "", "Write the settings found to gpuinfer.toml.", default=False),
     }
 
 
@@ -69,7 +78,9 @@ def execute(target: str, values: Mapping[str, Any], own: Mapping[str, Any]) -> i
     from gpuinfer.lab.bench.series import SeriesPlan
     from gpuinfer.lab.bench.tuning import Tuner, searched
 
-    budget_s = BUDGET_S if own["budget"] is None else workload_targets.seconds("--budget", own["budget"], least=LEAST_S)
+    budget_s = (
+        BUDGET_S if own["budget"] is None else workload_targets.parse_seconds("--budget", own["budget"], least=LEAST_S)
+    )
     common = merge(target, single(values)).common
     destination = output.Destination(common.report)
     refuse_records(target, values)
@@ -83,7 +94,7 @@ def execute(target: str, values: Mapping[str, Any], own: Mapping[str, Any]) -> i
         outcome = tuner.run()
     document = concluded(target, outcome, tuner.course, began) | {"search": searched(tuner, budget_s)}
     document["verdict"] += _advice(document)
-    show(f"tune {target}", document, on_stderr=destination.stdout)
+    show_comparison(f"tune {target}", document, on_stderr=destination.stdout)
     destination.write(document)
     if own["apply"]:
         apply_winner(target, document, outcome.variants)
@@ -139,10 +150,10 @@ def _advice(document: Mapping[str, Any]) -> str:
 
 def _exit_code(document: Mapping[str, Any]) -> int:
     """3 stopped, 4 one answered wrong, 1 the winner failed when it was checked, else 0."""
-    from gpuinfer.lab.bench.bench_document import wrong
+    from gpuinfer.lab.bench.bench_document import wrong_variants
 
     if document["status"] == "partial":
         return PARTIAL
-    if wrong(document):
+    if wrong_variants(document):
         return CHECK_FAILED
     return FAILED if document["failed"] else 0

@@ -29,13 +29,13 @@ Axis = tuple[str, str]  # a flag and "", or `backend_options` and the key of a -
 Values = Mapping[str, Any]
 
 
-def expand(target: str, values: Values, compare: Sequence[str], *, timed: bool) -> list[Variant]:
+def variants_of(target: str, values: Values, compare: Sequence[str], *, timed: bool) -> list[Variant]:
     """The variants in the order in which they are named, the last axis fastest. Raises `UsageError`.
 
     `compare` holds `a,b` (backends) or `key=a,b`. With `timed` each run has more work than it will ever do.
     """
     plugin = registry.load("workloads", target)
-    known = {**options.fields_of(plugin.Options), **flags.common()}
+    known = {**options.fields_of(plugin.Options), **flags.common_flags()}
     axes = _comparisons(compare, known, functools.partial(_setter, target, values))
     for key, option in axes:
         if _given_twice(values, key, option):
@@ -174,7 +174,7 @@ def _grids(plugin: Any, values: Values, backends: Sequence[str]) -> Iterator[tup
             if _splits(given, *(_field(kind, name, _key(word)) for name in parts(named))):
                 yield (flag, _key(word)), parts(given)
             elif not key or "=" not in word:
-                flags.pairs([word], SHORTS[flag], kind)  # raises
+                flags.option_pairs([word], SHORTS[flag], kind)  # raises
 
 
 def _splits(text: str, *fields: Any) -> bool:

@@ -36,11 +36,11 @@ def _app() -> typer.Typer:
 def execute(values: Mapping[str, Any]) -> int:
     """Verify, show, write. The exit code: 3 stopped, 4 when a check does not hold, else 0."""
     from gpuinfer.api import Setup
-    from gpuinfer.cli.workload import begin, progress_lines
+    from gpuinfer.cli.workload import begin_run, progress_lines
     from gpuinfer.lab.verify.verification import Verification
     from gpuinfer.lab.verify.verify_setup import VerifyOptions
 
-    merged, destination, options = begin(NAME, VerifyOptions, values)
+    merged, destination, options = begin_run(NAME, VerifyOptions, values)
     common = merged.common
     setup = Setup(devices=common.devices, dtype=common.dtype, seed=common.seed, deterministic=options.deterministic)
     verification = Verification(options, setup, say=progress_lines(NAME, common.quiet))
@@ -61,8 +61,8 @@ def _show(document: dict[str, Any], on_stderr: bool) -> None:
     from gpuinfer.cli.screen.display import comparison
     from gpuinfer.lab.verify import verification
 
-    title, notes = verification.heading(document), list(verification.notes(document))
-    comparison(title, verification.COLUMNS, verification.rows(document), notes, on_stderr=on_stderr)
+    title, notes = verification.verify_heading(document), list(verification.verify_notes(document))
+    comparison(title, verification.COLUMNS, verification.verify_rows(document), notes, on_stderr=on_stderr)
 
 
 app = _app()

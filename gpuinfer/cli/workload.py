@@ -60,14 +60,14 @@ class EndOfRun:
 
     def show(self, report: dict[str, Any]) -> None:
         """Before the backend is closed, which may take long."""
-        self._ahead = ahead(report, self._workload, self._merged, self._starting.seconds(report))
+        self._ahead = trial_ahead(report, self._workload, self._merged, self._starting.seconds(report))
         self._display.final(report, self._ahead.course.about_s if self._ahead else None)
         (self._destination.keep if self._ahead else self._destination.write)(report)
 
     def after(self, report: dict[str, Any]) -> None:
         """Once everything is closed: try the advice, if there is one to try."""
         if self._ahead is not None:
-            found = tried(report, self._ahead, self._display)
+            found = trial_report(report, self._ahead, self._display)
             self._display.tried(found)
             self._destination.write(found)
 
@@ -97,7 +97,7 @@ class Ahead:
     course: TrialCourse
 
 
-def wanted(common: Common) -> bool:
+def wants_trial(common: Common) -> bool:
     """Whether there is anybody who waits for it, or somebody has asked for it."""
     return common.trial if common.trial is not None else _watched() and not common.quiet
 
@@ -106,14 +106,14 @@ def _watched() -> bool:
     return sys.stdout.isatty() and sys.stderr.isatty()
 
 
-def ahead(report: dict[str, Any], workload: Workload, merged: Settings, start_s: float) -> Ahead | None:
+def trial_ahead(report: dict[str, Any], workload: Workload, merged: Settings, start_s: float) -> Ahead | None:
     """The trial of this run's advice; None where there is none, and the report then says why."""
     from gpuinfer.lab.bench.advice_trial import course_for
     from gpuinfer.lab.bench.measurement import reason
     from gpuinfer.report.verdict import to_try
 
     change = to_try(report)
-    if change is None or not wanted(merged.common):
+    if change is None or not wants_trial(merged.common):
         return None
     course = course_for(report, start_s)
     if course is None:
@@ -162,7 +162,7 @@ def _with(merged: Settings, change: OptionChange) -> Settings:
     return replace(settings, given={**kept, **changed})
 
 
-def tried(report: dict[str, Any], trial: Ahead, display: Display) -> dict[str, Any]:
+def trial_report(report: dict[str, Any], trial: Ahead, display: Display) -> dict[str, Any]:
     """The report once its advice was tried. Nothing that happens meanwhile harms it."""
     from gpuinfer.lab.bench.advice_trial import AdviceTrial
     from gpuinfer.lab.bench.measurement import reason
@@ -211,7 +211,7 @@ EXIT_CODES = {"done": 0, "failed": FAILED, "partial": PARTIAL}
 def command(name: str) -> Any:
     """The command of an installed workload. Raises `PluginError` when it cannot be loaded."""
     plugin = registry.load("workloads", name)
-    parameters = {**flags.of(plugin.Options, f"workload '{name}'"), **flags.common(plugin.max_failures)}
+    parameters = {**flags.of(plugin.Options, f"workload '{name}'"), **flags.common_flags(plugin.max_failures)}
 
     def call(**values: Any) -> None:
         raise typer.Exit(execute(name, values))
@@ -267,9 +267,9 @@ def _named(plan: RunPlan, merged: settings.Settings) -> Iterator[output.Named]:
     """The files and folders that a run reads, and those that its workload writes."""
     if merged.file is not None:
         yield "--config", merged.file
-    yield from output.places(plan.workload.options, written=plan.workload.writes_to)
-    yield from output.places(plan.backend.options, "-B ")
-    yield from output.places(plan.strategy.options, "-S ")
+    yield from output.named_places(plan.workload.options, written=plan.workload.writes_to)
+    yield from output.named_places(plan.backend.options, "-B ")
+    yield from output.named_places(plan.strategy.options, "-S ")
 
 
 def _say_failures(failures: Mapping[str, Any]) -> None:
@@ -340,7 +340,9 @@ def log_to_people(verbose: int, form: logging.Formatter | None = None) -> None:
     log.handlers = [handler]
 
 
-def begin(name: str, own: type[Own], values: Mapping[str, Any]) -> tuple[settings.Settings, output.Destination, Own]:
+def begin_run(
+    name: str, own: type[Own], values: Mapping[str, Any]
+) -> tuple[settings.Settings, output.Destination, Own]:
     """How a command without a workload begins: its settings, its report's place, its own options. What is logged from
     now on reaches people. Raises `UsageError` for what cannot be, before any work is done.
     """

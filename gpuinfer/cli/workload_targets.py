@@ -37,7 +37,7 @@ class WorkloadTargets(TyperGroup):
 
     def workloads(self) -> dict[str, str]:
         """The targets with their workloads."""
-        return {called(name): name for name in registry.names("workloads")}
+        return {target_name(name): name for name in registry.names("workloads")}
 
     def target(self, name: str) -> Any:
         """The subcommand for this workload. Raises `PluginError` when it cannot be loaded."""
@@ -73,7 +73,7 @@ class WorkloadTargets(TyperGroup):
         return name, self.target(known[name]), args[1:]
 
 
-def called(workload: str) -> str:
+def target_name(workload: str) -> str:
     """The target of this workload."""
     return NAMES.get(workload, workload)
 
@@ -83,12 +83,12 @@ def parameters(name: str, plugin: Any, own: flags.Parameters) -> flags.Parameter
     taken = sorted(own.keys() & options.fields_of(plugin.Options).keys())
     if taken:
         raise PluginError(f"workload '{name}' has an option '{taken[0]}', which is a flag here. Rename the option.")
-    common = flags.common(plugin.max_failures)
+    common = flags.common_flags(plugin.max_failures)
     del common["trial"]  # what is compared is run often enough
     return {**flags.of(plugin.Options, f"workload '{name}'"), **common, **own}
 
 
-def seconds(flag: str, text: str, least: float = 0.0) -> float:
+def parse_seconds(flag: str, text: str, least: float = 0.0) -> float:
     """A time as people write it: `90`, `60s`, `2m`, `500ms`. Raises `UsageError`."""
     value = options.natural(text.strip() + ("in" if text.strip().endswith("m") else ""), float)
     try:

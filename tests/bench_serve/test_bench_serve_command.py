@@ -17,7 +17,7 @@ import pytest
 from gpuinfer.cli import bench_serve
 from gpuinfer.cli.bench_serve import LoadOptions, load_of
 from gpuinfer.errors import UsageError
-from gpuinfer.lab.bench.bench_document import schema
+from gpuinfer.lab.bench.bench_document import bench_schema
 
 pytestmark = pytest.mark.usefixtures("empty_folder")
 
@@ -55,7 +55,7 @@ def server(tmp_path_factory):
 def test_the_document_holds_to_its_schema(gpuinfer, server):
     code, out, _ = gpuinfer("bench", "serve", f"{server}/v1", *SHORT, "--json", "-", "--goodput", "e2e:60s")
     document = json.loads(out)
-    jsonschema.validate(document, schema())
+    jsonschema.validate(document, bench_schema())
     way = document["serve"]["ways"][0]
     assert (code, way["requests"], way["errors"], way["goodput_share"]) == (0, 12, {}, 1.0)
     assert way["routes"] == {"1": {"random": 12}}
@@ -70,7 +70,7 @@ def test_two_urls_on_the_same_requests_with_a_report(gpuinfer, server, tmp_path)
     assert code == 4
     assert "--fail-under 0.5 does not hold" in err
     document = json.loads(Path("out/bench.json").read_text())
-    jsonschema.validate(document, schema())
+    jsonschema.validate(document, bench_schema())
     assert [one["repeat"] for one in document["samples"]] == [0, 0, 1, 1]
     assert document["winner"] == server.removeprefix("http://")
     page = Path("out/bench.html").read_text()
@@ -228,7 +228,9 @@ KNOWN = {"replicas": "--replicas", "routing": "--routing", "strategy": "--strate
 
 def ways(*compare, url=None, given=None):
     server = bench_serve.ComparedServer(KNOWN, given or {})
-    return bench_serve.expand(compare, url, server, lambda changes, replicas: load_of(LoadOptions(), replicas), str)
+    return bench_serve.server_variants(
+        compare, url, server, lambda changes, replicas: load_of(LoadOptions(), replicas), str
+    )
 
 
 def test_ways_are_all_combinations():

@@ -14,7 +14,7 @@ from gpuinfer.http.client import HttpClient
 from gpuinfer.lab.serve_bench import target_server
 from gpuinfer.lab.serve_bench.load_generator import LoadGenerator, OfferedLoad, waking
 from gpuinfer.lab.serve_bench.load_summary import summarised
-from gpuinfer.lab.serve_bench.requests import LengthRange, RowRequests, TextRequests, clock, prompts_of
+from gpuinfer.lab.serve_bench.requests import LengthRange, RowRequests, TextRequests, clock, read_prompts
 from tests.bench_serve.scripted import Script, serving
 
 Completions = partial(
@@ -160,14 +160,14 @@ def test_prompts_of_a_file(tmp_path):
         '{"custom_id": "a", "url": "/v1/chat/completions", '
         '"body": {"messages": [{"role": "user", "content": "three"}]}}\n'
     )
-    assert [row["prompt"] for row in prompts_of(path, "completions")] == [
+    assert [row["prompt"] for row in read_prompts(path, "completions")] == [
         "one",
         "plain words",
         "quoted",
         "two",
         "three",
     ]
-    chats = prompts_of(path, "chat")
+    chats = read_prompts(path, "chat")
     assert [row["messages"][0]["content"] for row in chats] == ["one", "plain words", "quoted", "two", "three"]
     assert chats[0]["temperature"] == 0
     assert not any({"id", "custom_id", "prompt"} & row.keys() for row in chats)
@@ -177,7 +177,7 @@ def test_prompts_of_a_file(tmp_path):
 def test_a_file_that_is_none(tmp_path, name, said):
     (tmp_path / "empty").write_text("\n")
     with pytest.raises(UsageError, match=said):
-        prompts_of(tmp_path / name, "chat")
+        read_prompts(tmp_path / name, "chat")
 
 
 # Waking

@@ -7,8 +7,8 @@ from array import array
 import pytest
 
 from gpuinfer.errors import UsageError
-from gpuinfer.lab.serve_bench.load_summary import LoadRun, kept, promises, routes, summarised
-from gpuinfer.lab.serve_bench.load_tables import middle
+from gpuinfer.lab.serve_bench.load_summary import LoadRun, keeps_promises, promises, routes, summarised
+from gpuinfer.lab.serve_bench.load_tables import medians
 from gpuinfer.lab.serve_bench.requests import RequestRecord
 
 
@@ -50,10 +50,10 @@ def test_when_the_sender_is_not_to_be_trusted(cpu, lag, saturated):
 def test_promises():
     assert promises("ttft:200ms, tpot:20ms,e2e:1s") == {"ttft": 0.2, "tpot": 0.02, "e2e": 1.0}
     one = record(0.0, 3.0, first=1.0, tokens=5)
-    assert kept(one, {"ttft": 1.0, "tpot": 0.5, "e2e": 3.0})
-    assert not kept(one, {"e2e": 2.9})
-    assert kept(record(0.0, 3.0), {"ttft": 0.1})  # not streamed: nobody can tell
-    assert not kept(record(0.0, 0.1, error="timeout"), {"e2e": 1.0})
+    assert keeps_promises(one, {"ttft": 1.0, "tpot": 0.5, "e2e": 3.0})
+    assert not keeps_promises(one, {"e2e": 2.9})
+    assert keeps_promises(record(0.0, 3.0), {"ttft": 0.1})  # not streamed: nobody can tell
+    assert not keeps_promises(record(0.0, 0.1, error="timeout"), {"e2e": 1.0})
 
 
 @pytest.mark.parametrize("text", ["", "ttft", "ttft:", "ttft:soon", "tftt:1s", "e2e:0s", "e2e:-1s"])
@@ -79,6 +79,6 @@ def test_the_middle_of_several_runs():
         {"a": 2.0, "b": {}, "c": None, "errors": {}, "d": [], "e": True},
         {"a": 9.0, "b": {"p50": 5.0}, "c": None, "errors": {"HTTP 429": 2}, "d": [3.0, 4.0], "e": False},
     ]
-    assert middle(runs) == {
+    assert medians(runs) == {
         "a": 2.0, "b": {"p50": 4.0}, "c": None, "errors": {"HTTP 429": 3}, "d": [2.0, 3.0], "e": True
     }  # fmt: skip

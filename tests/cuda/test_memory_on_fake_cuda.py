@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from gpuinfer.lab.memory import batch_trials, rows_memory
-from gpuinfer.lab.memory.probe_child import examine
+from gpuinfer.lab.memory.probe_child import examine_memory
 from gpuinfer.models import footprint
 from gpuinfer.models.footprint import CudaMemoryMeter, memory_meter_of
 
@@ -40,7 +40,7 @@ def test_a_model_is_described_and_tried_on_the_device(cuda, kind, parallel):
         "context": 64,
         "probe": True,
     }
-    *_, told = examine(asked)
+    *_, told = examine_memory(asked)
     (found,) = told["devices"]
     assert (found["device"], found["not_tried"]) == ("cuda:0", None)
     assert found["batch"]["estimated_bytes"] > found["batch"]["weights_bytes"] > 0

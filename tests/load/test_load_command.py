@@ -8,7 +8,7 @@ import jsonschema
 import pytest
 
 from gpuinfer.config import registry
-from gpuinfer.lab.bench.bench_document import schema
+from gpuinfer.lab.bench.bench_document import bench_schema
 
 pytestmark = pytest.mark.usefixtures("children_forked")
 
@@ -55,7 +55,7 @@ def test_what_waits_for_longer_than_its_timeout_expires(gpuinfer):
 def test_a_rate_is_compared_by_latency(gpuinfer):
     code, out, _ = gpuinfer(*BENCH, *STANDIN, "--rate", "400", "-S", "max_wait=0,150ms", "--json", "-")
     document = json.loads(out)
-    jsonschema.validate(document, schema())
+    jsonschema.validate(document, bench_schema())
     assert code == 0
     assert (document["target"], document["of_load"]) == ("engine", True)
     rows = document["comparison"]

@@ -19,7 +19,7 @@ import pytest
 from gpuinfer.cli import loop
 from gpuinfer.errors import UsageError, WorkError
 from gpuinfer.lab.loop import loop_runner, loop_summary
-from gpuinfer.lab.loop.loop_runner import KINDS, LoopPlan, follow
+from gpuinfer.lab.loop.loop_runner import KINDS, LoopPlan, run_loop
 
 COMMAND = str(Path(__file__).with_name("loop_command.py"))
 PLAN = LoopPlan(
@@ -53,7 +53,7 @@ def go(plan, tmp_path):
     def run(way="done", steps=None):
         try:
             program = [sys.executable, COMMAND, str(journal), way]
-            follow(steps or list(plan.steps()), False, lambda step: None, lambda *_: None, program)
+            run_loop(steps or list(plan.steps()), False, lambda step: None, lambda *_: None, program)
         finally:
             go.asked = [json.loads(line) for line in journal.read_text().splitlines()]
         return go.asked
@@ -87,7 +87,7 @@ def test_on_a_terminal_what_is_under_way_gives_place_to_what_came_of_it(capsys):
 
 def test_each_line_of_a_loop_says_how_long_the_rest_takes_once_that_is_known(plan, tmp_path, monkeypatch, capsys):
     program = [sys.executable, COMMAND, str(tmp_path / "journal"), "done"]
-    monkeypatch.setattr(loop_runner.follow, "__defaults__", (program,))
+    monkeypatch.setattr(loop_runner.run_loop, "__defaults__", (program,))
     assert loop._follow(plan, verbose=False, quiet=False) == "done"
     first, second, *_, last = capsys.readouterr().err.splitlines()
     assert re.fullmatch(r"iteration 1 of 3 · games in \d+ s: 30", first)  # how long training takes is not known
@@ -104,7 +104,7 @@ def asked_with_gate(plan, tmp_path, gate, lost=()):
         if step.kind == "gate" and step.iteration in lost:
             step.report.write_text(json.dumps({**report, "strength": {**report["strength"], "score": 0.4}}))
 
-    follow(plan.steps(), False, lambda step: None, ended, [sys.executable, COMMAND, str(journal), "done"])
+    run_loop(plan.steps(), False, lambda step: None, ended, [sys.executable, COMMAND, str(journal), "done"])
     asked = [json.loads(line) for line in journal.read_text().splitlines()]
     return plan, [{**one, "kind": Path(one["out"]).name} for one in asked]
 
@@ -137,7 +137,7 @@ def test_a_network_plays_once_it_has_won_its_gate(plan, tmp_path, gate, lost, pl
     assert weights_of(plan, asked, "match") == plays[1:]
     assert weights_of(plan, asked, "match", "opponent-weights") == [FIRST] * 3
     assert {(one["games"], one["noise"]) for one in asked if one["kind"] == "gate"} == {("40", "0")}
-    told = loop_summary.document(plan, {}, "", "done")
+    told = loop_summary.loop_document(plan, {}, "", "done")
     assert told["weights"] == str(plan.folder / plays[-1])
     won = [one != before for before, one in itertools.pairwise(plays)]
     assert [one["gate"]["won"] for one in told["iterations"]] == won
@@ -202,22 +202,22 @@ def test_a_report_of_a_run_that_was_not_done_counts_for_nothing(plan, go):
     first.report.parent.mkdir(parents=True)
     for content in ("", "{}", '{"status": "partial"}', "[]"):
         first.report.write_text(content)
-        assert loop_summary.document(plan, {}, "", "partial")["iterations"] == []
+        assert loop_summary.loop_document(plan, {}, "", "partial")["iterations"] == []
     assert len(go()) == 8
 
 
 def test_the_story_is_told_in_a_table_a_page_a_plot_and_the_loss_of_each_step(plan, go):
     go()
-    told = loop_summary.document(plan, {"game": "connect-four"}, "gpuinfer loop --out loop", "done")
+    told = loop_summary.loop_document(plan, {"game": "connect-four"}, "gpuinfer loop --out loop", "done")
     assert [one["loss"] for one in told["iterations"]] == [2.5, 2.5, 2.5]
     assert [bool(one["strength"]) for one in told["iterations"]] == [False, True, True]
-    assert loop_summary.verdict(told).startswith("After 3 iterations: 75.0 % (70.0 to 80.0) of 400 games")
+    assert loop_summary.loop_verdict(told).startswith("After 3 iterations: 75.0 % (70.0 to 80.0) of 400 games")
     assert list(loop_summary.loop_rows(told))[1][-2:] == ("+191 Elo (+147 to +241)", "75.0%")
     for iteration in (1, 2):
         rows = [{"step": step, "loss": 3.0 / step} for step in range(1, 21)] + [{"step": 20, "validation": 0.2}]
         plan.curve(iteration).parent.mkdir(parents=True, exist_ok=True)
         plan.curve(iteration).write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    loop_summary.write(plan, told)
+    loop_summary.write_loop(plan, told)
     assert json.loads((plan.folder / "loop.json").read_text()) == told
     assert "| 3 | 30 | " in (plan.folder / "loop.md").read_text()
     assert "data:image/svg+xml" in (plan.folder / "loop.html").read_text()
@@ -230,7 +230,7 @@ def test_the_story_is_told_in_a_table_a_page_a_plot_and_the_loss_of_each_step(pl
 
 def test_a_strength_without_a_bound_is_drawn_too(plan, go):
     go()
-    told = loop_summary.document(plan, {}, "", "done")
+    told = loop_summary.loop_document(plan, {}, "", "done")
     for one, ends in zip(told["iterations"], ([500.0, None], [None, -500.0], [None, None]), strict=True):
         one["strength"] = {**told["strength"], "elo": None, "elo_ci95": ends}
     assert loop_summary.loop_figure(told, {}).axes
@@ -247,7 +247,7 @@ def matches(*found):
 
 
 def test_matches_are_drawn_in_the_terminal_between_the_ends_of_all_intervals():
-    (name, scale), first, third = loop_summary.drawn(matches((-100, 0, 100), None, (135, 235, 370)))
+    (name, scale), first, third = loop_summary.strength_lines(matches((-100, 0, 100), None, (135, 235, 370)))
     assert (name, first[0], third[0]) == ("Elo", "iteration 1", "iteration 3")
     assert (scale[:4], scale[10], scale[-4:], len(scale)) == ("−100", "0", "+370", loop_summary.WIDTH)
     assert first[1] == "├─────────●─────────┤"
@@ -263,4 +263,4 @@ def test_matches_are_drawn_in_the_terminal_between_the_ends_of_all_intervals():
     ],
 )
 def test_an_end_that_is_not_known_is_drawn_as_an_arrow(elo, line):
-    assert list(loop_summary.drawn(matches((-100, 0, 370), elo)))[-1][1] == line
+    assert list(loop_summary.strength_lines(matches((-100, 0, 370), elo)))[-1][1] == line

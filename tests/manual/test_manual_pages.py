@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from gpuinfer.cli.manual import manual_pages
-from gpuinfer.cli.manual.manual_pages import pages, read
+from gpuinfer.cli.manual.manual_pages import pages, read_page
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -41,7 +41,7 @@ def known():
 
 
 def test_a_page_is_cut_at_its_headings_but_not_inside_code():
-    page = read("serve", TEXT)
+    page = read_page("serve", TEXT)
     assert page.title == "Serving a model"
     assert [(one.anchor, one.headings[1:]) for one in page.sections] == [
         ("", ()),
@@ -53,15 +53,17 @@ def test_a_page_is_cut_at_its_headings_but_not_inside_code():
 
 
 def test_a_page_is_described_by_the_home_page_or_by_its_title():
-    home = read("index", "# Home\n\n## Guides\n\n- [Serving](serve.md): requests, *limits*,\n  keys\n- [Odd](odd.md)\n")
-    known = {page.name: page for page in (home, read("serve", TEXT), read("odd", "# An odd page\n"))}
-    assert manual_pages.described(known)["serve"] == "requests, limits, keys"
-    assert manual_pages.described(known)["odd"] == "An odd page"
+    home = read_page(
+        "index", "# Home\n\n## Guides\n\n- [Serving](serve.md): requests, *limits*,\n  keys\n- [Odd](odd.md)\n"
+    )
+    known = {page.name: page for page in (home, read_page("serve", TEXT), read_page("odd", "# An odd page\n"))}
+    assert manual_pages.page_topics(known)["serve"] == "requests, limits, keys"
+    assert manual_pages.page_topics(known)["odd"] == "An odd page"
 
 
 @pytest.mark.parametrize("text", ["", "words alone", "## Below\n", "```\nnever closed\n# x"])
 def test_a_page_of_any_form_has_a_section_and_a_folders_own_page_the_folders_name(text):
-    page = read("decisions/README", text)
+    page = read_page("decisions/README", text)
     assert (page.name, bool(page.sections)) == ("decisions", True)
 
 
@@ -95,7 +97,11 @@ def test_a_newcomer_meets_tutorials_first_and_decisions_last(known):
 
 
 def test_a_page_that_nobody_has_listed_stands_behind_its_like(known):
-    more = {**known, "unlisted": read("unlisted", "# Unlisted\n"), "tutorials/zoo": read("tutorials/zoo", "# Zoo\n")}
+    more = {
+        **known,
+        "unlisted": read_page("unlisted", "# Unlisted\n"),
+        "tutorials/zoo": read_page("tutorials/zoo", "# Zoo\n"),
+    }
     tutorials, guides = manual_pages.groups(more)[:2]
     assert tutorials.pages[-1].name == "tutorials/zoo"
     assert guides.pages[-1].name == "unlisted"

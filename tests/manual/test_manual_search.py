@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gpuinfer.cli.manual.manual_pages import pages, read
+from gpuinfer.cli.manual.manual_pages import pages, read_page
 from gpuinfer.cli.manual.manual_search import passage, search
 
 
@@ -117,13 +117,13 @@ def test_a_word_is_not_taken_for_a_look_alike(known, word):
 
 
 def test_a_section_with_all_words_comes_before_one_with_one_of_them_often():
-    often = read("often", "# Often\n\n" + "queue " * 20)
-    both = read("both", "# Both\n\nThe queues of a replica." + " And more." * 3)
-    others = [read(f"other{number}", "# Other\n\nNothing of it.") for number in range(9)]
+    often = read_page("often", "# Often\n\n" + "queue " * 20)
+    both = read_page("both", "# Both\n\nThe queues of a replica." + " And more." * 3)
+    others = [read_page(f"other{number}", "# Other\n\nNothing of it.") for number in range(9)]
     assert search([often, both, *others], "replicas queue").sections[0].page == "both"
 
 
-@pytest.mark.parametrize("found", [[], [read("empty", "")]])
+@pytest.mark.parametrize("found", [[], [read_page("empty", "")]])
 def test_nothing_is_found_in_nothing(found):
     assert search(found, "word").sections == []
 
@@ -135,10 +135,12 @@ def test_signs_of_the_query_language_are_words_like_others(known, query):
 
 def test_of_a_long_section_the_rows_and_paragraphs_with_the_word_are_shown():
     rows = "\n".join(f"| `--flag-{number}` | does {number} |" for number in range(60))
-    section = read("long", f"# Long\n\nHow it begins.\n\n| option | what |\n|---|---|\n{rows}\n\nThe end.").sections[0]
+    section = read_page(
+        "long", f"# Long\n\nHow it begins.\n\n| option | what |\n|---|---|\n{rows}\n\nThe end."
+    ).sections[0]
     assert passage(section, ["--flag-7"]).splitlines() == ["| option | what |", "|---|---|", "| `--flag-7` | does 7 |"]
 
 
 def test_a_long_section_that_has_a_word_in_its_heading_alone_shows_how_it_begins():
-    section = read("long", "# Queue\n\nHow it begins.\n\n" + "More.\n\n" * 40).sections[0]
+    section = read_page("long", "# Queue\n\nHow it begins.\n\n" + "More.\n\n" * 40).sections[0]
     assert passage(section, ["queue"]) == "How it begins."

@@ -67,4 +67,4 @@ def test_every_command_is_there_with_its_own_flags(written):
     for name in (*registry.COMMANDS, "selfplay", "generate", "rollouts export", "bench serve", "fleet status"):
         assert f"\n## gpuinfer {name}\n" in page
     assert "`--determinizations N`" in page
-    assert "| `--dtype NAME` | float32, bfloat16 or float16. | `float32` |" in page
+    assert "| `--dtype NAME` | Number format of the model: float32, bfloat16 or float16. | `float32` |" in page

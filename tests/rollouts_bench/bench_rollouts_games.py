@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from gpuinfer.api import Progress, Setup
-from gpuinfer.lab.bench.bench_document import build
-from gpuinfer.lab.bench.comparison import compare
+from gpuinfer.lab.bench.bench_document import bench_document
+from gpuinfer.lab.bench.comparison import compare_variants
 from gpuinfer.lab.bench.measurement import Variant
 from gpuinfer.lab.bench.series import Measured, SeriesOutcome, SeriesPlan
 from gpuinfer.lab.rollouts_bench.rollouts_cases import RolloutsCase, RolloutsVariant, full_name
@@ -55,7 +55,7 @@ def document(case: RolloutsCase, rates: dict[str, float]) -> dict[str, object]:
     for variant in variants:
         if (rate := rates.get(variant.name.partition(": ")[2])) is not None:
             outcome.runs.append(Measured(variant.name, 0, 0, "output_tokens_per_s", rate, _report(rate)))
-    return build("rollouts", outcome, compare(outcome), COURSE, "2026-01-01T00:00:00+00:00")
+    return bench_document("rollouts", outcome, compare_variants(outcome), COURSE, "2026-01-01T00:00:00+00:00")
 
 
 def _report(rate: float) -> dict[str, object]:

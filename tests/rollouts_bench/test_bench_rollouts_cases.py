@@ -6,7 +6,7 @@ import pytest
 
 from gpuinfer.config import options, registry
 from gpuinfer.errors import UnknownName
-from gpuinfer.lab.rollouts_bench.rollouts_cases import CASES, SelectedCases, named
+from gpuinfer.lab.rollouts_bench.rollouts_cases import CASES, SelectedCases, named_cases
 from gpuinfer.workloads.rollouts.options import RolloutsOptions
 
 
@@ -26,4 +26,4 @@ def test_a_case_has_ways_of_different_names_whose_flags_there_are(name):
 
 def test_a_case_that_there_is_not_is_named():
     with pytest.raises(UnknownName, match=r"no case named 'peek'\. Did you mean 'peak'"):
-        named(["peek"])
+        named_cases(["peek"])

@@ -9,7 +9,7 @@ from pathlib import Path
 import jsonschema
 import pytest
 
-from gpuinfer.lab.bench.bench_document import schema
+from gpuinfer.lab.bench.bench_document import bench_schema
 from gpuinfer.lab.rollouts_bench import constraint_speed
 
 pytestmark = pytest.mark.usefixtures("empty_folder")
@@ -21,7 +21,7 @@ SMALL = ["--groups", "2", "--samples-per-group", "2", "--batch-size", "4", "--ma
 def test_cases_are_run_shown_and_written(gpuinfer):
     code, out, _ = gpuinfer(*BENCH, *SMALL, "--cases", "turns,peak", "--report", "told", "--json", "all.json")
     document = json.loads(Path("all.json").read_text())
-    jsonschema.validate(document, schema())
+    jsonschema.validate(document, bench_schema())
     assert code == 0
     assert "one call at a time" in out
     assert [case["name"] for case in document["rollouts"]["cases"]] == ["turns", "peak"]
@@ -64,10 +64,12 @@ def test_the_steps_of_each_depth_are_told_and_drawn(gpuinfer):
 
 
 def test_decoding_between_tags_is_measured_by_itself(gpuinfer, monkeypatch):
-    monkeypatch.setattr(constraint_speed, "measure", partial(constraint_speed.measure, 4, 4096, 50, 10))
+    monkeypatch.setattr(
+        constraint_speed, "measure_constraints", partial(constraint_speed.measure_constraints, 4, 4096, 50, 10)
+    )
     code, out, _ = gpuinfer("bench", "rollouts", "--processor", "--json", "all.json")
     document = json.loads(Path("all.json").read_text())
-    jsonschema.validate(document, schema())
+    jsonschema.validate(document, bench_schema())
     assert code == 0
     assert "vLLM's processor on the logits" in out
     assert all(one["ms"] > 0 for one in document["rollouts"]["processor"])

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from bench_rollouts_games import game, group, turn
 
-from gpuinfer.lab.rollouts_bench.recorded_games import RecordedCall, Tokens, by_agent, by_step, calls, of_game
+from gpuinfer.lab.rollouts_bench.recorded_games import (
+    RecordedCall,
+    Tokens,
+    calls,
+    tokens_by_agent,
+    tokens_by_step,
+    tokens_of_game,
+)
 
 TWO = game(
     ("north", (turn(0, 10, 3, asked=1.0), turn(1, 5, 2, cached=12, asked=3.0))),
@@ -14,18 +21,18 @@ TWO = game(
 
 def test_a_prompt_is_all_that_the_model_was_given():
     """A turn that goes on has what was said before in its prompt; one that begins anew has not."""
-    assert by_step(TWO) == {"step 1": Tokens(2, 30, 0, 7), "step 2": Tokens(2, 10 + 3 + 5 + 7, 12, 3)}
+    assert tokens_by_step(TWO) == {"step 1": Tokens(2, 30, 0, 7), "step 2": Tokens(2, 10 + 3 + 5 + 7, 12, 3)}
 
 
 def test_all_tokens_are_counted_once():
-    for parts in (by_step(TWO), by_agent(TWO)):
+    for parts in (tokens_by_step(TWO), tokens_by_agent(TWO)):
         whole = Tokens()
         for part in parts.values():
             whole.calls += part.calls
             whole.prompt += part.prompt
             whole.cached += part.cached
             whole.completion += part.completion
-        assert whole == of_game(TWO)
+        assert whole == tokens_of_game(TWO)
 
 
 def test_calls_are_asked_again_in_the_order_of_their_asking_with_their_whole_prompts():

@@ -8,10 +8,15 @@ import jsonschema
 import pytest
 from bench_rollouts_games import BUFFER, TURNS, document, game, turn
 
-from gpuinfer.lab.bench.bench_document import below, schema
+from gpuinfer.lab.bench.bench_document import bench_schema, variants_below
 from gpuinfer.lab.bench.bench_tables import bench_page
 from gpuinfer.lab.rollouts_bench.constraint_speed import ConstraintCost
-from gpuinfer.lab.rollouts_bench.rollouts_tables import joined, of_one_game, of_processor, of_steps
+from gpuinfer.lab.rollouts_bench.rollouts_tables import (
+    game_section,
+    processor_document,
+    rollouts_document,
+    steps_section,
+)
 from gpuinfer.rollouts.steps import StepRecord
 
 
@@ -19,7 +24,7 @@ def steps(way: str, waits: list[float]):
     records = [
         StepRecord(step=n, version=n, at_s=n, wall_s=1 + wait, wait_s=wait, train_s=1) for n, wait in enumerate(waits)
     ]
-    return of_steps(way, records)
+    return steps_section(way, records)
 
 
 @pytest.fixture
@@ -28,14 +33,14 @@ def whole():
         (TURNS, document(TURNS, {"one": 100.0, "all": 900.0})),
         (BUFFER, document(BUFFER, {"depth 1": 50.0, "depth 2": 80.0})),
     ]
-    made = joined(found, {"reference": "there is no reference here. Add --ref-model."})
-    made["rollouts"]["game"] = of_one_game(game(("north", (turn(0, 10, 3), turn(1, 5, 2, cached=12)))))
+    made = rollouts_document(found, {"reference": "there is no reference here. Add --ref-model."})
+    made["rollouts"]["game"] = game_section(game(("north", (turn(0, 10, 3), turn(1, 5, 2, cached=12)))))
     made["rollouts"]["steps"] = [steps("buffer: depth 1", [2, 1, 3]), steps("buffer: depth 2", [2, 0, 0])]
     return made
 
 
 def test_it_is_what_the_schema_says(whole):
-    jsonschema.validate(json.loads(json.dumps(whole)), schema())
+    jsonschema.validate(json.loads(json.dumps(whole)), bench_schema())
 
 
 def test_each_case_has_a_verdict_and_none_wins(whole):
@@ -59,13 +64,13 @@ def test_what_waited_is_told(whole):
 
 
 def test_a_ratio_that_is_asked_for_is_one_within_a_case(whole):
-    assert below(whole, 1.5) == ["reference"]
-    assert below(whole, 2.0) == ["buffer: depth 2", "reference"]
+    assert variants_below(whole, 1.5) == ["reference"]
+    assert variants_below(whole, 2.0) == ["buffer: depth 2", "reference"]
 
 
 def test_without_a_trainer_and_a_game_there_is_less_to_show(tmp_path):
-    alone = joined([(TURNS, document(TURNS, {"one": 100.0}))], {})
-    jsonschema.validate(json.loads(json.dumps(alone)), schema())
+    alone = rollouts_document([(TURNS, document(TURNS, {"one": 100.0}))], {})
+    jsonschema.validate(json.loads(json.dumps(alone)), bench_schema())
     assert list(bench_page(alone).plots) == ["throughput"]
     assert "only 'one' was measured" in alone["verdict"]
     assert "<td>" in bench_page(alone).html()
@@ -73,8 +78,8 @@ def test_without_a_trainer_and_a_game_there_is_less_to_show(tmp_path):
 
 def test_decoding_between_tags_stands_alone(tmp_path):
     costs = [ConstraintCost("build 9 orders", 1.5), ConstraintCost("one step", 0.1, "with masks", 2.0)]
-    alone = of_processor(document(TURNS, {}), [one.row() for one in costs])
-    jsonschema.validate(json.loads(json.dumps(alone)), schema())
+    alone = processor_document(document(TURNS, {}), [one.row() for one in costs])
+    jsonschema.validate(json.loads(json.dumps(alone)), bench_schema())
     assert alone["verdict"] == "one step: 0.05× with masks."
     assert bench_page(alone).table.rows == [
         ["build 9 orders", "1.500", "", "", ""],

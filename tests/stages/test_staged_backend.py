@@ -19,7 +19,7 @@ from pydantic import ValidationError
 from gpuinfer import api
 from gpuinfer.api import BackendContext, ModelSpec, Request, Setup
 from gpuinfer.backends.inprocess import InProcess
-from gpuinfer.cli.screen.final_panel import rows
+from gpuinfer.cli.screen.final_panel import panel_rows
 from gpuinfer.engine.engine import Engine
 from gpuinfer.engine.watchdog import Patience
 from gpuinfer.errors import BackendDied, BackendError, UsageError
@@ -149,7 +149,7 @@ async def test_the_ledger_has_a_lane_for_each_stage_and_the_report_tells_of_them
     assert [stage["layers"] for stage in told["stages"]] in ([[0, 0], [1, 2]], [[0, 1], [2, 2]])
     assert told["micro_batches"] >= told["batches"] > 0
     assert 0 <= told["bubble_share"] < 1
-    (row,) = [row for row in rows(report) if row.name == "stages"]
+    (row,) = [row for row in panel_rows(report) if row.name == "stages"]
     assert row.text.startswith("pipeline, busy: layer")
 
 

@@ -3,11 +3,11 @@
 from listing import units_suffice
 
 from gpuinfer.generation import Listed
-from gpuinfer.lab.rollouts_bench.constraint_speed import ConstraintBench, Vocabulary, measure, orders
+from gpuinfer.lab.rollouts_bench.constraint_speed import ConstraintBench, Vocabulary, drawn_orders, measure_constraints
 
 
 def test_each_piece_has_a_time_and_what_it_stands_beside():
-    rows = [cost.row() for cost in measure(rows=3, vocabulary=1200, count=40, steps=10)]
+    rows = [cost.row() for cost in measure_constraints(rows=3, vocabulary=1200, count=40, steps=10)]
     assert [row["name"] for row in rows] == [
         "build 40 orders",
         "one step of the own engine: allowed tokens, draw, advance",
@@ -20,8 +20,8 @@ def test_each_piece_has_a_time_and_what_it_stands_beside():
 
 
 def test_what_is_measured_is_a_list_as_any_other():
-    codec, made = Vocabulary(1200), orders(60)
-    assert orders(60) == made
+    codec, made = Vocabulary(1200), drawn_orders(60)
+    assert drawn_orders(60) == made
     assert len(codec.pieces) == len(set(codec.pieces)) == 1200
     [tokens] = codec.encode([made[0][1]], False)
     assert codec.decode(tokens.tolist()) == made[0][1]

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from gpuinfer.cli.screen import final_panel
-from gpuinfer.cli.screen.live_view import models_of
+from gpuinfer.cli.screen.live_view import device_shares
 from gpuinfer.report import report_sections
 from gpuinfer.report.evidence import Evidence
 from gpuinfer.report.verdict import judge
@@ -50,10 +50,10 @@ def test_without_turns_the_time_of_the_forward_lanes_counts():
 
 
 def test_the_screen_has_a_line_a_model():
-    told = [(row.name, row.text) for row in final_panel.rows({"models": report_sections.model_lines(BOTH, 10.0)})]
+    told = [(row.name, row.text) for row in final_panel.panel_rows({"models": report_sections.model_lines(BOTH, 10.0)})]
     assert ("models", "chat: 150 tokens, 75% of the device time, waited 10.0 ms in the queue, 1 s for turns") in told
-    assert list(models_of(BOTH)) == ["device: chat 75%, net 25%"]
-    assert list(models_of(Snapshot())) == []
+    assert list(device_shares(BOTH)) == ["device: chat 75%, net 25%"]
+    assert list(device_shares(Snapshot())) == []
 
 
 RUN = Evidence(

@@ -44,7 +44,7 @@ class ManualPage:
 def pages() -> dict[str, ManualPage]:
     """Every page by its name, sorted by it."""
     root = resources.files("gpuinfer").joinpath("pages")
-    found = (read(name, file.read_text(encoding="utf-8")) for name, file in _files(root, ""))
+    found = (read_page(name, file.read_text(encoding="utf-8")) for name, file in _files(root, ""))
     return {page.name: page for page in sorted(found, key=lambda page: page.name)}
 
 
@@ -56,7 +56,7 @@ def _files(folder: Traversable, inside: str) -> Iterator[tuple[str, Traversable]
             yield f"{inside}{entry.name.removesuffix('.md')}", entry
 
 
-def read(path: str, text: str) -> ManualPage:
+def read_page(path: str, text: str) -> ManualPage:
     """A page from its path (`decisions/http`, `decisions/README`) and its Markdown."""
     name = path.removesuffix(f"/{FOLDER}")
     sections = list(_sections(name, text))
@@ -82,7 +82,7 @@ def _sections(name: str, text: str) -> Iterator[ManualSection]:
             continue
         if above or any(lines):
             yield section()
-        level, words = len(heading[1]), plain(heading[2])
+        level, words = len(heading[1]), plain_text(heading[2])
         while above and above[-1][0] >= level:
             above.pop()
         above.append((level, words))
@@ -101,7 +101,7 @@ def _numbered(anchor: str, taken: dict[str, int]) -> str:
     return f"{anchor}_{taken[anchor]}" if taken[anchor] else anchor
 
 
-def plain(markdown: str) -> str:
+def plain_text(markdown: str) -> str:
     """One line of text without its marks: links are their words, code is itself."""
     text = re.sub(r"!?\[([^\]]*)\]\([^)]*\)", r"\1", markdown)
     return " ".join(re.sub(r"[`*]", "", text).split())
@@ -136,9 +136,9 @@ def groups(pages: Mapping[str, ManualPage]) -> list[PageGroup]:
     return [group for group in found if group.pages]
 
 
-def described(pages: Mapping[str, ManualPage]) -> dict[str, str]:
+def page_topics(pages: Mapping[str, ManualPage]) -> dict[str, str]:
     """What each page is about in a few words: as the home page says it, or else the page's title."""
-    said = {path.removesuffix(f"/{FOLDER}"): plain(words) for path, words in ENTRY.findall(pages[HOME].text)}
+    said = {path.removesuffix(f"/{FOLDER}"): plain_text(words) for path, words in ENTRY.findall(pages[HOME].text)}
     return {name: said.get(name, page.title) for name, page in pages.items()}
 
 

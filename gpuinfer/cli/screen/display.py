@@ -23,8 +23,8 @@ from rich.text import Text
 
 from gpuinfer.cli.screen import live_view
 from gpuinfer.cli.screen.final_panel import in_brief
-from gpuinfer.cli.screen.final_panel import rows as summary_rows
-from gpuinfer.cli.screen.final_panel import tried as tried_rows
+from gpuinfer.cli.screen.final_panel import panel_rows as summary_rows
+from gpuinfer.cli.screen.final_panel import trial_rows as tried_rows
 from gpuinfer.cli.screen.workload_rows import PanelRow
 from gpuinfer.units import bar, duration, short
 

@@ -28,7 +28,7 @@ TIMES = {
 }
 
 
-def rows(report: Mapping[str, Any], trying_s: float | None = None) -> Iterator[PanelRow]:
+def panel_rows(report: Mapping[str, Any], trying_s: float | None = None) -> Iterator[PanelRow]:
     """The lines for a `gpuinfer.report/1`, most important first. Parts that the report leaves out are left out.
 
     `trying_s` is how long the trial of its advice takes, when that follows.
@@ -255,7 +255,7 @@ def _predicted(bottleneck: Mapping[str, Any], trying_s: float | None) -> str:
     return f"Predicted, not tried ({why})" if (why := bottleneck.get("not_tried")) else "Predicted, not tried"
 
 
-def tried(bottleneck: Mapping[str, Any]) -> Iterator[PanelRow]:
+def trial_rows(bottleneck: Mapping[str, Any]) -> Iterator[PanelRow]:
     """What the trial of an advice brought, in lines that stand below those of the run."""
     trial = bottleneck.get("trial")
     if trial is None:

@@ -73,8 +73,8 @@ class ViewLines:
             duration(update.elapsed_s),
             done_of(update),
             *rates_of(rates),
-            *batch_of(update.snapshot),
-            *models_of(update.snapshot),
+            *batch_texts(update.snapshot),
+            *device_shares(update.snapshot),
             *workload_of(update.progress.facts),
             left_of(update),
         ]
@@ -191,7 +191,7 @@ def health_of(update: RunUpdate, rates: Mapping[str, float]) -> list[str]:
     if several := snapshot.device.get("devices"):
         parts.append(each_of(several))
     parts += unmasked_of(snapshot)
-    parts += models_of(snapshot)
+    parts += device_shares(snapshot)
     parts += workload_of(update.progress.facts)
     if update.roofline and update.roofline.rows_per_s and (rate := rates.get(row_word(snapshot.slots))):
         share = rate / update.roofline.rows_per_s
@@ -218,7 +218,7 @@ def unmasked_of(snapshot: Snapshot) -> Iterator[str]:
         yield f"{found.computed_share:.0%} of positions computed anew"
 
 
-def models_of(snapshot: Snapshot) -> Iterator[str]:
+def device_shares(snapshot: Snapshot) -> Iterator[str]:
     """Of several models, what each has had of the device."""
     had = {name: line["device_s"] for name, line in snapshot.models.items()}
     if total := math.fsum(had.values()):
@@ -261,7 +261,7 @@ def errors_of(errors: Mapping[str, int] | None) -> str:
     return ", ".join(f"{whole(count)} {name}" for name, count in (errors or {}).items() if count)
 
 
-def batch_of(snapshot: Snapshot) -> list[str]:
+def batch_texts(snapshot: Snapshot) -> list[str]:
     if not snapshot.batches:
         return []
     mean = whole(mean_size(snapshot.batches))

@@ -49,7 +49,7 @@ def _linked(link: re.Match[str]) -> str:
     return words if not page or words in (page, f"{page}.md") else f"{words} (`{address}`)"
 
 
-def passage(title: str, address: str, text: str) -> RenderableType:
+def shown_passage(title: str, address: str, text: str) -> RenderableType:
     """One section below its headings, with what to type to see it again."""
     head = Table.grid(expand=True, padding=(0, 2))
     head.add_column(ratio=1)
@@ -58,7 +58,7 @@ def passage(title: str, address: str, text: str) -> RenderableType:
     return Group(head, Padding(markdown(text), (1, 0, 1, 0)))
 
 
-def listed(title: str, rows: Sequence[Sequence[str]]) -> RenderableType:
+def address_list(title: str, rows: Sequence[Sequence[str]]) -> RenderableType:
     """Addresses and what is there, a line each."""
     table = Table.grid(padding=(0, 2))
     table.add_column(no_wrap=True, min_width=max((len(row[0]) + len(INDENT) for row in rows), default=0))
@@ -68,7 +68,7 @@ def listed(title: str, rows: Sequence[Sequence[str]]) -> RenderableType:
     return Group(Text(title, style=ACCENT), table, "")
 
 
-def drawn(parts: Sequence[RenderableType], *, columns: int, colour: bool) -> str:
+def draw_text(parts: Sequence[RenderableType], *, columns: int, colour: bool) -> str:
     """All of it as text of so many columns; with colour as a terminal's sequences."""
     width = min(columns, WIDEST)
     console = Console(file=io.StringIO(), width=width, force_terminal=colour, legacy_windows=False, theme=Theme(STYLES))

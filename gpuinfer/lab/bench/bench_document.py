@@ -20,7 +20,7 @@ from gpuinfer.lab.serve_bench import load_tables
 SCHEMA = "gpuinfer.bench/1"
 
 
-def schema() -> dict[str, Any]:
+def bench_schema() -> dict[str, Any]:
     """The JSON Schema of a document; its runs are reports of `gpuinfer.report/1`."""
     loaded: dict[str, Any] = json.loads(
         resources.files("gpuinfer.lab.bench").joinpath("schema.json").read_text("utf-8")
@@ -28,7 +28,7 @@ def schema() -> dict[str, Any]:
     return loaded
 
 
-def build(
+def bench_document(
     target: str, outcome: SeriesOutcome, comparison: Comparison, course: SeriesPlan, started_at: str
 ) -> dict[str, Any]:
     """The document, in plain values."""
@@ -52,14 +52,14 @@ def build(
         "failed": [{"name": name, "reason": reason} for name, reason in failed.items()],
         "winner": winner.name if winner else None,
         "ties": [row.name for row in comparison.ties],
-        "verdict": words.verdict(comparison),
+        "verdict": words.comparison_verdict(comparison),
         "why": comparison.why,
         "command": winner.variant.command if winner else None,
     }
 
 
 def _odd(metric: str) -> str:
-    return f"it counts {words.unit(metric)}, which the others have none of. Compare it with its like."
+    return f"it counts {words.metric_unit(metric)}, which the others have none of. Compare it with its like."
 
 
 def _row(row: Standing, comparison: Comparison, parity: Parity | None) -> dict[str, Any]:
@@ -102,15 +102,15 @@ def _number(ratio: Interval) -> float | None:
     return ratio.median if math.isfinite(ratio.median) else None
 
 
-def below(document: Mapping[str, Any], least: float) -> list[str]:
+def variants_below(document: Mapping[str, Any], least: float) -> list[str]:
     """The variants that are not at least `least` times as good as the first, by the metric, those that do not keep up
     with the load, and those that could not be measured. Of generators: where ours is not so many times as fast; of
     numbers of replicas: which are not so efficient.
     """
     if "grid" in document:
-        slow = generators_tables.below(document, least)
+        slow = generators_tables.generators_below(document, least)
     elif document.get("serve", {}).get("scaling"):
-        slow = load_tables.below(document, least)
+        slow = load_tables.replicas_below(document, least)
     else:
         slow = _slower(document, least)
     return [*slow, *(one["name"] for one in (*document["skipped"], *document["failed"]))]
@@ -124,6 +124,6 @@ def _slower(document: Mapping[str, Any], least: float) -> list[str]:
     ]
 
 
-def wrong(document: Mapping[str, Any]) -> list[str]:
+def wrong_variants(document: Mapping[str, Any]) -> list[str]:
     """The variants whose answers are not the model's."""
     return [row["name"] for row in document["comparison"] if row["parity"] and not row["parity"]["holds"]]

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from gpuinfer.lab.bench.comparison import unit, value_text
+from gpuinfer.lab.bench.comparison import metric_unit, value_text
 from gpuinfer.report.plotting import COLOURS
 from gpuinfer.units import short, whole
 
@@ -29,7 +29,7 @@ def reports_of(document: Document) -> dict[str, list[Report]]:
     return {name: reports for name, reports in found.items() if reports}
 
 
-def throughput(axes: Axes, document: Document) -> None:
+def draw_throughput(axes: Axes, document: Document) -> None:
     """Each run a dot, the median a bar, its interval a whisker."""
     rows = document["comparison"]
     for place, row in enumerate(rows):
@@ -37,13 +37,13 @@ def throughput(axes: Axes, document: Document) -> None:
         if row["ci95"]:
             axes.plot(row["ci95"], [place, place], color=_colour(place), linewidth=2.5, solid_capstyle="butt")
         axes.plot(row["rates"], [place] * len(row["rates"]), "o", color=_colour(place), markersize=5)
-    axes.set_xlabel(f"{unit(rows[0]['metric'])}: median, runs, 95 % interval")
+    axes.set_xlabel(f"{metric_unit(rows[0]['metric'])}: median, runs, 95 % interval")
     axes.set_xlim(left=0)
     _name_rows(axes, [row["name"] for row in rows])
     axes.xaxis.set_major_formatter(lambda amount, _: value_text(rows[0]["metric"], amount))
 
 
-def batch_sizes(axes: Axes, document: Document) -> None:
+def draw_batch_sizes(axes: Axes, document: Document) -> None:
     """Speed over batch size, a line for each generator, intervals as whiskers. Both axes in doublings."""
     sizes = document["grid"]["batch_sizes"]
     for place, one in enumerate(document["grid"]["generators"]):
@@ -57,12 +57,12 @@ def batch_sizes(axes: Axes, document: Document) -> None:
     axes.set_yscale("log", base=2)
     axes.set_xticks(sizes, [whole(size) for size in sizes])
     axes.set_xlabel("prompts at once")
-    axes.set_ylabel(unit(document["comparison"][0]["metric"]))
+    axes.set_ylabel(metric_unit(document["comparison"][0]["metric"]))
     axes.yaxis.set_major_formatter(lambda amount, _: value_text("", amount))
     axes.legend(ncols=4, loc="lower left", bbox_to_anchor=(0, 1), frameon=False, fontsize=8)
 
 
-def time(axes: Axes, reports: Mapping[str, Sequence[Report]]) -> None:
+def draw_time(axes: Axes, reports: Mapping[str, Sequence[Report]]) -> None:
     """Where the lanes' time went: shares of all lanes' time, idle last."""
     shares = {name: _shares(runs) for name, runs in reports.items()}
     seen = {station for parts in shares.values() for station, share in parts.items() if share >= 0.005}
@@ -81,7 +81,7 @@ def time(axes: Axes, reports: Mapping[str, Sequence[Report]]) -> None:
     axes.legend(ncols=len(stations), loc="lower left", bbox_to_anchor=(0, 1), frameon=False, fontsize=8)
 
 
-def batches(axes: Axes, reports: Mapping[str, Sequence[Report]]) -> None:
+def draw_batches(axes: Axes, reports: Mapping[str, Sequence[Report]]) -> None:
     """How many of the batches were of which size, in doublings."""
     counts = {name: _sizes(runs) for name, runs in reports.items()}
     seen = {size for each in counts.values() for size in each}
@@ -98,7 +98,7 @@ def batches(axes: Axes, reports: Mapping[str, Sequence[Report]]) -> None:
     axes.legend(ncols=len(counts), loc="lower left", bbox_to_anchor=(0, 1), frameon=False, fontsize=8)
 
 
-def queue_wait(axes: Axes, reports: Mapping[str, Sequence[Report]]) -> None:
+def draw_queue_wait(axes: Axes, reports: Mapping[str, Sequence[Report]]) -> None:
     """How long requests waited for their batch: median, 95th and 99th percentile, each the mean over the runs."""
     for place, runs in enumerate(reports.values()):
         waits = [report["queue_wait_s"] for report in runs if report["queue_wait_s"]]

@@ -7,8 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 from gpuinfer.lab.bench import bench_plots, generators_tables
-from gpuinfer.lab.bench.bench_plots import throughput
-from gpuinfer.lab.bench.comparison import between, span, unit, value_text
+from gpuinfer.lab.bench.bench_plots import draw_throughput
+from gpuinfer.lab.bench.comparison import interval_text, metric_unit, span, value_text
 from gpuinfer.lab.bench.measurement import LATENCY
 from gpuinfer.lab.presenter import Note, Page, Table, plot
 from gpuinfer.lab.rollouts_bench import rollouts_tables
@@ -66,15 +66,15 @@ def _page(title: str, document: Mapping[str, Any]) -> Page:
         runs = f"{most} run{'s' if most > 1 else ''}"
         each = f" of up to {short(seconds)}" if seconds else " to the end"
         ratios = "ratios pair by pair" + (", over 1 is faster" if compared[0]["metric"] == LATENCY else "")
-        about = f"{unit(compared[0]['metric'])}, median of {runs}{each}; {ratios}"
+        about = f"{metric_unit(compared[0]['metric'])}, median of {runs}{each}; {ratios}"
     plots = {
-        "throughput": plot("The runs", len(reports), lambda axes: throughput(axes, document)),
-        "time": plot("Where the lanes' time went", len(reports), lambda axes: bench_plots.time(axes, reports)),
+        "throughput": plot("The runs", len(reports), lambda axes: draw_throughput(axes, document)),
+        "time": plot("Where the lanes' time went", len(reports), lambda axes: bench_plots.draw_time(axes, reports)),
     }
     if any(report["batches"]["count"] for runs in reports.values() for report in runs):
-        plots["batches"] = plot("Rows in a batch", 6, lambda axes: bench_plots.batches(axes, reports))
+        plots["batches"] = plot("Rows in a batch", 6, lambda axes: bench_plots.draw_batches(axes, reports))
         plots["queue_wait"] = plot(
-            "Waiting in the queue", len(reports), lambda axes: bench_plots.queue_wait(axes, reports)
+            "Waiting in the queue", len(reports), lambda axes: bench_plots.draw_queue_wait(axes, reports)
         )
     return Page(
         title,
@@ -176,4 +176,4 @@ def ratio_to_first(row: Mapping[str, Any]) -> str:
     if row["standing"] == "first" or row["ratio_to_first"] is None:
         return ""
     tie = {"tie": " tie" if row["ratio_ci95"] else ", one run"}.get(row["standing"], "")
-    return f"{row['ratio_to_first']:.2f}{between(row['ratio_ci95'])}{tie}"
+    return f"{row['ratio_to_first']:.2f}{interval_text(row['ratio_ci95'])}{tie}"

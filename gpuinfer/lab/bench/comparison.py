@@ -61,7 +61,7 @@ class Comparison:
     odd: Mapping[str, str] = field(default_factory=dict)  # variants that count something else, with what
 
 
-def compare(outcome: SeriesOutcome) -> Comparison:
+def compare_variants(outcome: SeriesOutcome) -> Comparison:
     """Variants with wrong answers, or behind the load, have a row and cannot win. All rows are of one metric."""
     runs = in_one_metric(outcome.runs)
     rows = _judged([row for variant in outcome.left() if (row := _row(variant, outcome, runs)) is not None])
@@ -151,7 +151,7 @@ FEW = 0.01  # of the requests
 METRICS = {"games_per_min": "games/min", **LATENCIES}
 
 
-def verdict(comparison: Comparison) -> str:
+def comparison_verdict(comparison: Comparison) -> str:
     """Which variant to use, in a sentence or two, and what even so has no answer."""
     if comparison.winner is None:
         return "Nothing was measured to the end, so there is no winner."
@@ -161,7 +161,7 @@ def verdict(comparison: Comparison) -> str:
 def _unanswered(comparison: Comparison, winner: Standing) -> Iterator[str]:
     """A load that is more than anybody answers, and requests that were lost."""
     if not keeps_up_with_all(winner):
-        yield f"None keeps up: {offered(winner):,.0f} rows/s arrive, and {winner.served:,.0f} are answered."
+        yield f"None keeps up: {offered_rate(winner):,.0f} rows/s arrive, and {winner.served:,.0f} are answered."
     for row in comparison.rows:
         report = row.report
         lost = sum(report.get("errors", {}).get(kind, 0) for kind in LOST)
@@ -170,7 +170,7 @@ def _unanswered(comparison: Comparison, winner: Standing) -> Iterator[str]:
             yield f"{row.name}: {lost:,} of {lost + answered:,} requests have no answer."
 
 
-def offered(row: Standing) -> float:
+def offered_rate(row: Standing) -> float:
     """Rows per second that arrived in its median run, of a load from outside; else 0."""
     bounds = (row.report.get("bottleneck") or {}).get("bounds") or {}
     return float(bounds.get("arrival") or 0.0)
@@ -178,7 +178,7 @@ def offered(row: Standing) -> float:
 
 def keeps_up_with_all(row: Standing) -> bool:
     """Whether about all that arrives is answered, where the load comes from outside."""
-    return not is_latency(row.metric) or row.served >= ABOUT_ALL * offered(row)
+    return not is_latency(row.metric) or row.served >= ABOUT_ALL * offered_rate(row)
 
 
 def _verdict(comparison: Comparison, winner: Standing) -> str:
@@ -225,16 +225,16 @@ def _apart(row: Standing, other: Standing, named: bool = False) -> str:
     """By how much the row is better than the other, as the ratio of their metric reads."""
     found = ratio_text(against(row, other))
     if is_latency(row.metric):
-        return f"the {unit(row.metric)} of {other.name} is {found} that of {row.name}"
+        return f"the {metric_unit(row.metric)} of {other.name} is {found} that of {row.name}"
     return f"{row.name} is {found} {other.name}" if named else f"{found} {other.name}"
 
 
 def ratio_text(found: Interval) -> str:
     """Such as `1.32× (1.25 to 1.41)`."""
-    return f"{found.median:.2f}×{between(found.ends)}"
+    return f"{found.median:.2f}×{interval_text(found.ends)}"
 
 
-def between(ends: Sequence[float] | None) -> str:
+def interval_text(ends: Sequence[float] | None) -> str:
     return f" ({ends[0]:.2f} to {ends[1]:.2f})" if ends else ""
 
 
@@ -252,8 +252,8 @@ def span(metric: str, low: float, high: float) -> str:
 
 def speed(metric: str, amount: float) -> str:
     """Such as `22.4 k evaluations/s`."""
-    return f"{value_text(metric, amount)} {unit(metric)}"
+    return f"{value_text(metric, amount)} {metric_unit(metric)}"
 
 
-def unit(metric: str) -> str:
+def metric_unit(metric: str) -> str:
     return METRICS.get(metric, metric.replace("_per_", "/").replace("_", " "))

@@ -71,7 +71,7 @@ class FilePrompts:
 Prompts = DrawnPrompts | FilePrompts
 
 
-def from_file(path: Path, language: Any, most: int) -> FilePrompts:
+def prompts_from_file(path: Path, language: Any, most: int) -> FilePrompts:
     """The first `most` rows of a file such as `generate` takes. Raises `UsageError` for what cannot be a prompt."""
     rows = list(islice(prompts_of(path, "--prompts", strict=False), most))
     if not rows:
@@ -175,7 +175,7 @@ class Generators:
                 for name in self._work.names:
                     self._load(name, ends)
                 cells = [cell for cell in self._work.cells() if cell.generator in self._children]
-                self.outcome.variants = [variant(cell, self._work) for cell in cells]
+                self.outcome.variants = [cell_variant(cell, self._work) for cell in cells]
                 self._warm_up(cells)
                 for repeat in range(self._course.repeats):
                     for cell in cells:
@@ -204,7 +204,7 @@ class Generators:
             self._children[name] = child
         except WorkError as error:
             why = reason(error).removeprefix(f"{program.package}: ").rstrip(".")
-            self.outcome.skipped[name] = f"{why}. {cure(name)}".strip()
+            self.outcome.skipped[name] = f"{why}. {cure_of_failure(name)}".strip()
 
     def _warm_up(self, cells: Sequence[GeneratorCell]) -> None:
         """What compiles at the first call does it now."""
@@ -227,7 +227,7 @@ class Generators:
             self.outcome.failed[cell.name] = f"{doing}: {reason(error)}"
             return
         self._say(f"{cell.name} · {doing}: {ran.tokens / ran.seconds:,.0f} tokens/s")
-        self.outcome.runs.append(measured(cell, repeat, prompts, ran, self._work))
+        self.outcome.runs.append(measured_cell(cell, repeat, prompts, ran, self._work))
 
     def _ask(self, cell: GeneratorCell, prompts: list[list[int]], new_tokens: int) -> Ran:
         child = self._children[cell.generator]
@@ -236,24 +236,24 @@ class Generators:
         return ran
 
 
-def cure(name: str) -> str:
+def cure_of_failure(name: str) -> str:
     """What a user can do about a generator that is not to be had."""
     if PROGRAMS[name].ours:
         return ""
     return f"Install it (pip install {PROGRAMS[name].package}), or name a Python that has it: --python {name}=PATH."
 
 
-def variant(cell: GeneratorCell, work: Contest) -> Variant:
+def cell_variant(cell: GeneratorCell, work: Contest) -> Variant:
     """The cell as something to compare. It is no run of ours, so nothing builds it."""
 
     def build(seed: int) -> RunPlan:
         raise NotImplementedError(cell.name)
 
     settings = {"generator": cell.generator, "batch_size": str(cell.batch_size)}
-    return Variant(cell.name, build, settings, command(cell, work))
+    return Variant(cell.name, build, settings, cell_command(cell, work))
 
 
-def command(cell: GeneratorCell, work: Contest) -> str:
+def cell_command(cell: GeneratorCell, work: Contest) -> str:
     """What runs this cell by itself."""
     if not PROGRAMS[cell.generator].ours:
         return f"gpuinfer bench generate{work.command} --compare {cell.generator} --batch-sizes {cell.batch_size}"
@@ -263,7 +263,9 @@ def command(cell: GeneratorCell, work: Contest) -> str:
     )
 
 
-def measured(cell: GeneratorCell, repeat: int, prompts: Sequence[Sequence[int]], ran: Ran, work: Contest) -> Measured:
+def measured_cell(
+    cell: GeneratorCell, repeat: int, prompts: Sequence[Sequence[int]], ran: Ran, work: Contest
+) -> Measured:
     """One run, with a report of as much as is known of it."""
     counts = {"input_tokens": float(sum(map(len, prompts))), "output_tokens": float(ran.tokens)}
     made = report.build(

@@ -6,8 +6,8 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from gpuinfer.lab.bench.bench_plots import batch_sizes
-from gpuinfer.lab.bench.comparison import between
+from gpuinfer.lab.bench.bench_plots import draw_batch_sizes
+from gpuinfer.lab.bench.comparison import interval_text
 from gpuinfer.lab.bench.generators import SEQUENTIAL, Contest, GeneratorCell, Generators
 from gpuinfer.lab.bench.measurement import ratio
 from gpuinfer.lab.bench.series import SeriesOutcome
@@ -20,7 +20,7 @@ OURS = "batched"
 MISSING = "–"
 
 
-def completed(document: dict[str, Any], work: Contest, generators: Generators) -> dict[str, Any]:
+def generators_document(document: dict[str, Any], work: Contest, generators: Generators) -> dict[str, Any]:
     """The document of the cells, with what they are together."""
     known = [name for name in work.names if name in generators.versions]
     document["grid"] = {
@@ -32,7 +32,7 @@ def completed(document: dict[str, Any], work: Contest, generators: Generators) -
         ],
         "ratios": list(_ratios(known, work.batch_sizes, generators.outcome)),
     }
-    document["verdict"], document["why"] = verdict(document), ""
+    document["verdict"], document["why"] = generators_verdict(document), ""
     return document
 
 
@@ -61,14 +61,14 @@ def _rates(cell: GeneratorCell, outcome: SeriesOutcome) -> dict[int, float]:
     return {one.repeat: one.rate for one in outcome.runs if one.variant == cell.name}
 
 
-def verdict(document: Document) -> str:
+def generators_verdict(document: Document) -> str:
     """How ours stands beside each of the others, at the largest batch size that was measured."""
     ratios = [one for one in document["grid"]["ratios"] if one["median"]]
     if not ratios:
         return "Nothing was measured that can be compared."
     largest = max(one["batch_size"] for one in ratios)
     at_largest = [one for one in ratios if one["batch_size"] == largest]
-    each = ", ".join(f"{one['median']:.2f}× {one['to']}{between(one['ci95'])}" for one in at_largest)
+    each = ", ".join(f"{one['median']:.2f}× {one['to']}{interval_text(one['ci95'])}" for one in at_largest)
     return f"At batch size {largest} {at_largest[0]['of']} makes {each}."
 
 
@@ -88,7 +88,9 @@ def generators_page(title: str, document: Document) -> Page:
         "the likeliest each time, past the end token",
         brief=Table(columns, list(_rows(document, intervals=False))),
         notes=[("versions", ", ".join(f"{name} {version}" for name, version in versions.items()))],
-        plots={"batch_sizes": plot("Tokens per second by batch size", 8, lambda axes: batch_sizes(axes, document))},
+        plots={
+            "batch_sizes": plot("Tokens per second by batch size", 8, lambda axes: draw_batch_sizes(axes, document))
+        },
     )
 
 
@@ -116,10 +118,10 @@ def _ratio(found: Mapping[str, Any] | None, intervals: bool) -> str:
     if found is None or found["median"] is None:
         return MISSING
     tie = " tie" if found["ci95"] and found["ci95"][0] <= 1 <= found["ci95"][1] else ""
-    return f"{found['median']:.2f}×{between(found['ci95']) if intervals else ''}{tie}"
+    return f"{found['median']:.2f}×{interval_text(found['ci95']) if intervals else ''}{tie}"
 
 
-def below(document: Document, least: float) -> list[str]:
+def generators_below(document: Document, least: float) -> list[str]:
     """Where ours is not `least` times as fast as another. One prompt at a time is what `sequential` does too."""
     return [
         f"{one['of']} ÷ {one['to']} at batch size {one['batch_size']} ({one['median'] or 0:.2f})"

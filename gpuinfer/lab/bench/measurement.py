@@ -168,7 +168,7 @@ class SpeedMeter:
         rates = report["throughput"]
         name = next((name for name in (LOAD if self.of_load else STEADY) if rates.get(f"{name}_per_s")), None)
         if name is None or (self._seconds is None and not self.of_load):
-            return whole(report)
+            return rate_to_the_end(report)
         return f"{name}_per_s", self._slope(name, report)
 
     def _slope(self, name: str, report: Mapping[str, Any]) -> float:
@@ -187,7 +187,7 @@ def in_metric(metric: str, rate: tuple[str, float], report: Mapping[str, Any]) -
     return rate if rate[0] == metric else (metric, report["throughput"].get(metric, 0.0))
 
 
-def whole(report: Mapping[str, Any]) -> tuple[str, float]:
+def rate_to_the_end(report: Mapping[str, Any]) -> tuple[str, float]:
     """The speed of a run from its start to its end. An empty name when it did nothing."""
     rates = report["throughput"]
     name = next((name for name in (*WHOLE, *rates) if rates.get(name)), "")
@@ -259,7 +259,7 @@ class MeasuredRun:
         return self.rate
 
 
-def measure(
+def measure_run(
     variant: Variant,
     seed: int,
     seconds: float | None,

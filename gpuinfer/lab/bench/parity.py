@@ -66,7 +66,7 @@ def applies(plan: RunPlan) -> bool:
     return plan.workload.asks and spec is not None and spec.kind == "rows"
 
 
-def check(plan: RunPlan, on_update: Callable[[RunUpdate], None]) -> Parity | None:
+def check_parity(plan: RunPlan, on_update: Callable[[RunUpdate], None]) -> Parity | None:
     """Compare; None when no model is asked. Raises what hinders the variant, `KeyboardInterrupt` if stopped."""
     setup = plan.backend.setup
     spec = setup.model
@@ -81,7 +81,7 @@ def check(plan: RunPlan, on_update: Callable[[RunUpdate], None]) -> Parity | Non
     return Parity(comparison.difference, TOLERANCES[setup.dtype], sum(BLOCKS))
 
 
-async def compare(infer: Infer, channel: Channel, arguments: Mapping[str, Any]) -> None:
+async def compare_answers(infer: Infer, channel: Channel, arguments: Mapping[str, Any]) -> None:
     """The worker: one message, the largest difference."""
     spec = ModelSpec(**arguments["spec"])
     limits = await infer.ready()

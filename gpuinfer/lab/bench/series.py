@@ -19,7 +19,7 @@ from statistics import fmean
 from typing import Any
 
 from gpuinfer.lab.bench import parity
-from gpuinfer.lab.bench.measurement import MeasuredRun, Rooflines, Variant, Watch, measure, reason
+from gpuinfer.lab.bench.measurement import MeasuredRun, Rooflines, Variant, Watch, measure_run, reason
 from gpuinfer.lab.bench.parity import Parity
 
 log = logging.getLogger(__name__)
@@ -193,13 +193,13 @@ class Series:
         self._rooflines.of(step.variant.build(self.course.seed))
 
     def _check(self, step: SeriesStep, watch: Watch) -> None:
-        found = parity.check(step.variant.build(self.course.seed), watch)
+        found = parity.check_parity(step.variant.build(self.course.seed), watch)
         if found is not None:
             self.outcome.parity[step.variant.name] = found
 
     def _measure(self, step: SeriesStep, watch: Watch) -> None:
         warming, seed = step.kind is RunKind.WARM_UP, self.course.seed + step.repeat
-        found = measure(
+        found = measure_run(
             step.variant, seed, self.course.warmup_s if warming else self.course.seconds, self._rooflines, watch
         )
         if found.report["status"] == "partial":

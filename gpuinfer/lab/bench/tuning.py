@@ -21,8 +21,17 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from gpuinfer.lab.bench import parity
-from gpuinfer.lab.bench.comparison import compare
-from gpuinfer.lab.bench.measurement import MeasuredRun, Rooflines, Variant, Watch, goodness, in_metric, measure, reason
+from gpuinfer.lab.bench.comparison import compare_variants
+from gpuinfer.lab.bench.measurement import (
+    MeasuredRun,
+    Rooflines,
+    Variant,
+    Watch,
+    goodness,
+    in_metric,
+    measure_run,
+    reason,
+)
 from gpuinfer.lab.bench.series import Measured, RunKind, Series, SeriesOutcome, SeriesPlan, SeriesStep, Show, unseen
 from gpuinfer.runtime.run import RunPlan, RunUpdate
 
@@ -52,7 +61,7 @@ def ladder(name: str, least: int, most: int, start: int) -> Axis:
     return Axis(name, [str(rung) for rung in rungs], nearest)
 
 
-def climb(point: Point, axes: Sequence[Axis], rate: Callable[[Point], float | None]) -> Point:
+def climb_ladder(point: Point, axes: Sequence[Axis], rate: Callable[[Point], float | None]) -> Point:
     """The best point found from `point` on. `rate` measures one; None: it cannot run, or there is no time left."""
     top = rate(point)
     if top is None:
@@ -158,7 +167,7 @@ class Tuner:
     def _verify(self, outcome: SeriesOutcome) -> None:
         """Check the winner's answers; one that is wrong wins no longer, and the next is checked."""
         try:
-            while (winner := compare(outcome).winner) is not None and winner.name not in outcome.parity:
+            while (winner := compare_variants(outcome).winner) is not None and winner.name not in outcome.parity:
                 plan = winner.variant.build(self.course.seed)
                 if not parity.applies(plan):
                     return
@@ -169,7 +178,7 @@ class Tuner:
     def _check(self, variant: Variant, plan: RunPlan, outcome: SeriesOutcome) -> None:
         try:
             with self._show(SeriesStep(variant, RunKind.PARITY, left_s=CHECK_S)) as watch:
-                found = parity.check(plan, watch)
+                found = parity.check_parity(plan, watch)
         except Exception as error:  # noqa: BLE001 (whatever a plugin raises, the others may still be right)
             outcome.failed[variant.name] = f"{RunKind.PARITY}: {reason(error)}"
         else:
@@ -183,7 +192,7 @@ class Tuner:
         for start in sorted(self._starts, key=lambda one: -(self._tried(one).rate or 0.0)):
             trial = self._tried(start)
             if trial.rate is not None:
-                climb(start, self._space.axes(start["backend"], trial.facts), self._rate)
+                climb_ladder(start, self._space.axes(start["backend"], trial.facts), self._rate)
         return self._best()
 
     def _best(self) -> list[Variant]:
@@ -235,7 +244,7 @@ class Tuner:
 
         began, course = time.monotonic(), self.course
         with self._show(SeriesStep(variant, RunKind.TRIAL, left_s=left_s)) as watch:
-            run = measure(variant, course.seed, course.seconds, self._rooflines, lambda update: keep(update, watch))
+            run = measure_run(variant, course.seed, course.seconds, self._rooflines, lambda update: keep(update, watch))
         self._took.append(time.monotonic() - began)
         if run.report["status"] == "partial":
             raise KeyboardInterrupt

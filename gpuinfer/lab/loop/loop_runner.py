@@ -52,7 +52,7 @@ class LoopStep:
         return self.report.with_suffix(".log")
 
 
-def reported(step: LoopStep) -> Report | None:
+def step_report(step: LoopStep) -> Report | None:
     """What a step has left; None where it is not done."""
     try:
         report = json.loads(step.report.read_text("utf-8"))
@@ -114,7 +114,7 @@ class LoopPlan:
 
     def has_won(self, iteration: int) -> bool:
         """Whether its network has won its gate."""
-        report = reported(self._step("gate", iteration, {}))
+        report = step_report(self._step("gate", iteration, {}))
         return self.gate is not None and report is not None and float(report["strength"]["score"]) >= self.gate
 
     def steps(self) -> Iterator[LoopStep]:
@@ -196,10 +196,10 @@ class Remaining:
         self._kinds: dict[Path, Kind] = {}  # of steps that are not done, by their reports
         self._took: dict[Kind, float] = {}
         for step in plan.steps():
-            if (report := reported(step)) is None:
+            if (report := step_report(step)) is None:
                 self._kinds[step.report] = step.kind
             else:
-                self._took[step.kind] = seconds_of(report)
+                self._took[step.kind] = step_seconds(report)
 
     def ended(self, step: LoopStep, seconds: float) -> None:
         """A step was done in so many seconds."""
@@ -217,12 +217,12 @@ class Remaining:
         return sum(took[kind] for kind in self._kinds.values())
 
 
-def seconds_of(report: Report) -> float:
+def step_seconds(report: Report) -> float:
     """All of the command's last run: getting ready and working."""
     return float(report["setup_s"]) + float(report["wall_s"])
 
 
-def run(step: LoopStep, program: Sequence[str], verbose: bool) -> Report:
+def run_step(step: LoopStep, program: Sequence[str], verbose: bool) -> Report:
     """Do what is left of a step: `program` and the step's words. Its report.
 
     Raises `UsageError` for what the command refuses, `WorkError` when it fails, and `KeyboardInterrupt` when it was
@@ -232,7 +232,7 @@ def run(step: LoopStep, program: Sequence[str], verbose: bool) -> Report:
     with step.log.open("ab") as log:
         begins = log.tell()
         code = _ended([*program, *step.words], None if verbose else log)
-    if code == 0 and (report := reported(step)) is not None:
+    if code == 0 and (report := step_report(step)) is not None:
         return report
     if code == PARTIAL:
         raise KeyboardInterrupt
@@ -279,7 +279,7 @@ def _said(log: Path, begins: int) -> str:
     return ""
 
 
-def follow(
+def run_loop(
     steps: Iterable[LoopStep],
     verbose: bool,
     began: Callable[[LoopStep], None],
@@ -288,9 +288,9 @@ def follow(
 ) -> None:
     """All steps that are not done. `ended` is told the seconds that each took. Raises what `run` does."""
     for step in steps:
-        if (done := reported(step)) is not None:
+        if (done := step_report(step)) is not None:
             continue
         began(step)
         start = time.monotonic()
-        done = run(step, program, verbose)
+        done = run_step(step, program, verbose)
         ended(step, done, time.monotonic() - start)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from gpuinfer.lab.loop.loop_runner import KINDS, LoopPlan, Report, reported, seconds_of
+from gpuinfer.lab.loop.loop_runner import KINDS, LoopPlan, Report, step_report, step_seconds
 from gpuinfer.lab.presenter import Page, Plot, Table, write_file
 from gpuinfer.report import plotting
 from gpuinfer.report.game_statistics import in_elo, in_score, signed
@@ -27,12 +27,12 @@ GATE = "its gate"  # where there are gates
 Document = Mapping[str, Any]
 
 
-def document(plan: LoopPlan, settings: Mapping[str, Any], command: str, status: str) -> dict[str, Any]:
+def loop_document(plan: LoopPlan, settings: Mapping[str, Any], command: str, status: str) -> dict[str, Any]:
     """What is known until now. `status`: done, partial or failed, as of a report."""
     found: dict[int, dict[str, Report]] = {}
     for iteration in range(1, plan.iterations + 1):
         for kind in KINDS:  # matches too that were due under another --iterations
-            if (report := reported(plan.step(kind, iteration))) is not None:
+            if (report := step_report(plan.step(kind, iteration))) is not None:
                 found.setdefault(iteration, {})[kind] = report
     iterations = [_iteration(number, reports, plan.has_won(number)) for number, reports in found.items()]
     return {
@@ -53,19 +53,19 @@ def _iteration(number: int, reports: Mapping[str, Report], has_won: bool) -> dic
     return {
         "iteration": number,
         "games": games and games["progress"]["done"],
-        "games_s": games and seconds_of(games),
+        "games_s": games and step_seconds(games),
         "resignation": games and games.get("resignation"),
         "games_per_min": games and games["throughput"].get("games_per_min"),
-        "loss": training and loss_of(training),
-        "training_s": training and seconds_of(training),
+        "loss": training and final_loss(training),
+        "training_s": training and step_seconds(training),
         "gate": gate and {"won": has_won, **gate["strength"]},
-        "gate_s": gate and seconds_of(gate),
+        "gate_s": gate and step_seconds(gate),
         "strength": match and match["strength"],
-        "match_s": match and seconds_of(match),
+        "match_s": match and step_seconds(match),
     }
 
 
-def loss_of(report: Report) -> float | None:
+def final_loss(report: Report) -> float | None:
     """At the end of a training, on what it has not seen where something was kept apart."""
     training = report["training"]
     found = training["validation"] or training["loss"]
@@ -102,7 +102,7 @@ def loop_rows(told: Document) -> Iterator[Sequence[str]]:
         )
 
 
-def verdict(told: Document) -> str:
+def loop_verdict(told: Document) -> str:
     """How the last network that played stands against the first."""
     strength = told["strength"]
     if strength is None:
@@ -121,7 +121,7 @@ ZERO, BEGIN, LINE, MEAN, END = "┊├─●┤"
 BEYOND = "◀", "▶"  # an end that is not known: no number of Elo is that far
 
 
-def drawn(told: Document) -> Iterator[tuple[str, str]]:
+def strength_lines(told: Document) -> Iterator[tuple[str, str]]:
     """Lines with their names; none before there was a match."""
     matches = {one["iteration"]: one["strength"] for one in told["iterations"] if one["strength"]}
     known = [0.0, *(elo for one in matches.values() for elo in (one["elo"], *one["elo_ci95"]) if elo is not None)]
@@ -164,7 +164,7 @@ def _line(strength: Mapping[str, Any], low: float, high: float) -> str:
 SIZE = 8.0, 4.6  # inches
 
 
-def write(plan: LoopPlan, told: Document) -> None:
+def write_loop(plan: LoopPlan, told: Document) -> None:
     """Put `loop.json`, `loop.md`, `loop.html`, `loop.svg` and `loss.jsonl` into the plan's folder. Raises `WorkError`
     when one cannot be.
     """
@@ -181,10 +181,10 @@ def loop_page(told: Document, curves: Mapping[int, Sequence[plotting.LossRow]]) 
     title = "Elo over the first generation, and the loss, by iteration"
     return Page(
         "gpuinfer loop",
-        verdict(told),
+        loop_verdict(told),
         told["command"],
         Table(loop_columns(told), list(loop_rows(told))),
-        notes=[("verdict", verdict(told)), ("command", told["command"])],
+        notes=[("verdict", loop_verdict(told)), ("command", told["command"])],
         plots={"loop": Plot(title, lambda: loop_figure(told, curves))},
     )
 

@@ -39,7 +39,7 @@ class MemoryParts:
         )
 
 
-def added(several: Iterable[MemoryParts]) -> MemoryParts:
+def sum_of_parts(several: Iterable[MemoryParts]) -> MemoryParts:
     """Part by part."""
     each = list(several)
     return MemoryParts(*(sum(getattr(one, field.name) for one in each) for field in fields(MemoryParts)))
@@ -129,7 +129,7 @@ def at_once(calls: Sequence[Callable[[], float]]) -> float:
 STEP = 1.1  # between the sizes that are looked at first
 
 
-def largest(fits: Callable[[int], bool], most: int) -> int:
+def largest_batch(fits: Callable[[int], bool], most: int) -> int:
     """The largest batch from 1 to `most` that fits, 0 where none does.
 
     A larger batch may take less than a smaller one, since allocators treat large pieces otherwise: so it is looked for
@@ -224,7 +224,7 @@ class MemoryExamination:
 
     def _largest(self, over: float) -> int:
         """The largest batch where all take `over` times what they are estimated to."""
-        return largest(lambda rows: self._parts(rows).total * over <= self._room, self._subject.most)
+        return largest_batch(lambda rows: self._parts(rows).total * over <= self._room, self._subject.most)
 
     def _said(self, batch: int) -> dict[str, int]:
         parts = self._parts(batch)
@@ -293,7 +293,7 @@ class MemoryExamination:
 
     def _sizes(self, room: int) -> list[int]:
         """Two batches, the larger as large as the bound lets it be; one alone of a model that takes long to open."""
-        most = largest(lambda rows: self._parts(rows).total <= room, min(self._subject.most, MOST_PROBED))
+        most = largest_batch(lambda rows: self._parts(rows).total <= room, min(self._subject.most, MOST_PROBED))
         wanted = self._batch if self._batch is not None and self._parts(self._batch).total <= room else most
         top = max(1, min(wanted, most))
         if self._parts(1).weights > HEAVY:
@@ -376,7 +376,7 @@ class StagesHere:
         self.pages = model.pages
 
     def parts(self, batch: int) -> MemoryParts:
-        return replace(added(one.parts for one in self.stages(batch)), process=self.process)
+        return replace(sum_of_parts(one.parts for one in self.stages(batch)), process=self.process)
 
     def stages(self, batch: int) -> Sequence[StageParts]:
         each = zip(self._model.places, self._model.layers(), self._model.parts(batch), strict=True)

@@ -61,7 +61,7 @@ class MemoryOptions(api.Options):
     probe: bool = Field(True, description="measure some small batches beside the estimate")
 
 
-def model_of(options: MemoryOptions, setup: Setup) -> ModelSpec:
+def memory_model(options: MemoryOptions, setup: Setup) -> ModelSpec:
     """The model that they name, with all that it needs to know. Raises `UsageError`."""
     given = [flag for flag in ("model", "checkpoint", "dcp_path") if getattr(options, flag) is not None]
     if len(given) != 1:
@@ -70,10 +70,10 @@ def model_of(options: MemoryOptions, setup: Setup) -> ModelSpec:
             f"memory takes one model, and got {named or 'none'}. Give --model blobnet, --model module:factory, "
             "--model FOLDER, or --checkpoint model.pt."
         )
-    return _of_rows(options, setup) if of_rows(options) else _of_text(options)
+    return _of_rows(options, setup) if is_of_rows(options) else _of_text(options)
 
 
-def of_rows(options: MemoryOptions) -> bool:
+def is_of_rows(options: MemoryOptions) -> bool:
     name = options.model
     return name is not None and not Path(name).exists() and (name in (*NETWORKS, *NO_NETWORK) or ":" in name)
 

@@ -23,7 +23,7 @@ LIMIT_S = 900.0  # for a large model to be read from a slow disk, and for a mach
 SCHEMA = "gpuinfer.memory/1"
 
 
-def examined(
+def probe_memory(
     spec: ModelSpec, setup: Setup, options: MemoryOptions, backend_options: Mapping[str, Any]
 ) -> dict[str, Any]:
     """`gpuinfer.memory/1`: what the model takes at a batch, and the largest that fits, on each device.
@@ -64,7 +64,7 @@ def examined(
 CURE = "`gpuinfer doctor` tells what works here."
 
 
-def schema() -> dict[str, Any]:
+def memory_schema() -> dict[str, Any]:
     """The JSON Schema of the document."""
     text = resources.files("gpuinfer").joinpath("memory.schema.json").read_text("utf-8")
     found: dict[str, Any] = json.loads(text)
@@ -83,7 +83,7 @@ def _refuse_unfit(document: Mapping[str, Any]) -> None:
     """By the device on which least fits."""
     least = min(document["devices"], key=lambda one: one["largest"]["batch"])
     largest, batch = least["largest"], least["batch"]
-    noun = rows_of(document)
+    noun = batch_text(document)
     needed, room, free = (memory(size) for size in (batch["estimated_bytes"], least["room_bytes"], least["free_bytes"]))
     where = f" on {least['device']}" if len(document["devices"]) > 1 else ""
     each = f" in each of {least['copies']} copies" if least["copies"] > 1 else ""
@@ -120,7 +120,7 @@ def _smaller(document: Mapping[str, Any]) -> str:
     return " or ".join([*fewer, *shorter, *narrow, "a smaller model"])
 
 
-def rows_of(document: Mapping[str, Any]) -> str:
+def batch_text(document: Mapping[str, Any]) -> str:
     """What a batch counts."""
     return "full rows" if document["kind"] == "text" and not document["facts"].get("asked_pages") else "rows"
 
@@ -136,7 +136,7 @@ NOTHING = "–"
 MOST_OTHERS = 5
 
 
-def heading(document: Mapping[str, Any], device: Mapping[str, Any]) -> str:
+def memory_heading(document: Mapping[str, Any], device: Mapping[str, Any]) -> str:
     context = f", a context of {document['facts']['context']:,}" if "context" in document["facts"] else ""
     copies = f", {device['copies']} copies in one memory" if device["copies"] > 1 else ""
     stages = f", {_stages(document, device)}" if device["stages"] else ""
@@ -149,12 +149,12 @@ def _stages(document: Mapping[str, Any], device: Mapping[str, Any]) -> str:
     return f"{some} stages in one memory ({document['facts']['parallel']})"
 
 
-def columns(document: Mapping[str, Any], device: Mapping[str, Any]) -> list[str]:
+def memory_columns(document: Mapping[str, Any], device: Mapping[str, Any]) -> list[str]:
     """One for each batch."""
-    return [rows_of(document), *(f"{one['batch']:,}" for one in _batches(device))]
+    return [batch_text(document), *(f"{one['batch']:,}" for one in _batches(device))]
 
 
-def rows(device: Mapping[str, Any]) -> list[tuple[str, ...]]:
+def memory_rows(device: Mapping[str, Any]) -> list[tuple[str, ...]]:
     """The parts, what they add up to, and what was measured: of each batch."""
     batches = _batches(device)
     found = [
@@ -181,7 +181,7 @@ def _batches(device: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     return [found[batch] for batch in sorted(found)]
 
 
-def notes(document: Mapping[str, Any], device: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def memory_notes(document: Mapping[str, Any], device: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     largest = device["largest"]
     free, room = memory(device["free_bytes"]), memory(device["room_bytes"])
     yield "free", f"{free}, of which {room} are counted with: the rest of the program grows too"
@@ -215,7 +215,7 @@ def _pages(facts: Mapping[str, Any], own: Mapping[str, int] | None) -> Iterator[
 
 
 def _largest(document: Mapping[str, Any], device: Mapping[str, Any]) -> str:
-    largest, noun, facts = device["largest"], rows_of(document), document["facts"]
+    largest, noun, facts = device["largest"], batch_text(document), document["facts"]
     pages = facts.get("asked_pages")
     each = f" in each of the {device['copies']} copies" if device["copies"] > 1 else ""
     if pages and largest["batch"] == pages:
@@ -229,14 +229,14 @@ def _largest(document: Mapping[str, Any], device: Mapping[str, Any]) -> str:
 # By stage
 
 
-def staged(document: Mapping[str, Any]) -> bool:
+def in_stages(document: Mapping[str, Any]) -> bool:
     """Whether the model is in stages: then there is a table of them too."""
     return any(device["stages"] for device in document["devices"])
 
 
 def stage_heading(document: Mapping[str, Any]) -> str:
     sizes = {device["batch"]["batch"] for device in document["devices"]}
-    at = f"at {sizes.pop():,} {rows_of(document)}" if len(sizes) == 1 else "at the first batch of each device"
+    at = f"at {sizes.pop():,} {batch_text(document)}" if len(sizes) == 1 else "at the first batch of each device"
     return f"by stage · estimated {at}"
 
 

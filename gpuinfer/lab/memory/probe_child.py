@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from gpuinfer.lab.memory.batch_trials import MemorySubject, Staged
 
 
-def examine(asked: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+def examine_memory(asked: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """What is known, each time there is more of it. Raises `UsageError` for what was asked in vain."""
     available = memory_available()  # before there is torch in this process, whose memory counts
     from gpuinfer.lab.memory.batch_trials import MemoryExamination
@@ -121,7 +121,7 @@ def main() -> None:
     code, asked, has_told = 0, {}, False
     try:
         asked = json.loads(sys.stdin.read())
-        for found in examine(asked):
+        for found in examine_memory(asked):
             say(found)
             has_told = True
     except GpuinferError as error:

@@ -64,7 +64,7 @@ class RowsSubject:
         self.usual = int(options.get("max_rows") or (CUDA_MAX_ROWS if cuda else CHUNK_ROWS))
 
     def warm_up(self) -> None:
-        warm_up(self._setup, self._options, self._device)
+        warm_up_rows(self._setup, self._options, self._device)
 
     def describe(self) -> None:
         opened = self._opened(TRACED[-1])
@@ -95,7 +95,9 @@ class RowsSubject:
         """Rows keep nothing."""
 
     def run(self, batch: int) -> float:
-        return at_once([partial(seconds_of, self._opened(batch), self._block(batch)) for _ in range(self._copies)])
+        return at_once(
+            [partial(seconds_of_block, self._opened(batch), self._block(batch)) for _ in range(self._copies)]
+        )
 
     def stages(self, batch: int) -> Sequence[StageParts]:
         return ()
@@ -106,7 +108,7 @@ class RowsSubject:
 
     def _opened(self, rows: int) -> Opened:
         with sizes_named(self._spec):
-            return open_model(self._spec, self._setup, tuning_of(self._options, rows))
+            return open_model(self._spec, self._setup, forward_tuning(self._options, rows))
 
     def _block(self, rows: int) -> np.ndarray[Any, Any]:
         return block_of(self._spec, rows)
@@ -118,10 +120,10 @@ class RowsSubject:
             return forward._forward(torch.from_numpy(self._block(rows)).to(self._device))
 
 
-def warm_up(setup: Setup, options: Mapping[str, Any], device: torch.device) -> None:
+def warm_up_rows(setup: Setup, options: Mapping[str, Any], device: torch.device) -> None:
     """A small network answers some rows there, and is looked at as others are."""
     small = replace(setup, model=WARM_UP, devices=(str(device),))
-    opened = open_model(WARM_UP, small, tuning_of(options, TRACED[0]))
+    opened = open_model(WARM_UP, small, forward_tuning(options, TRACED[0]))
 
     def call(rows: int) -> Any:
         return opened.forward([np.ones((rows, WARM_UP.inputs), np.float32)])
@@ -129,7 +131,7 @@ def warm_up(setup: Setup, options: Mapping[str, Any], device: torch.device) -> N
     call(TRACED[0]) if device.type == "cuda" else activations(call, *TRACED)
 
 
-def tuning_of(options: Mapping[str, Any], rows: int) -> Any:
+def forward_tuning(options: Mapping[str, Any], rows: int) -> Any:
     """For so many rows in one piece, unless the options put fewer through at once."""
     at_once = int(options.get("chunk_rows") or rows)
     return SimpleNamespace(**{**options, "max_rows": rows, "chunk_rows": min(rows, at_once)})
@@ -140,7 +142,7 @@ def block_of(spec: ModelSpec, rows: int) -> np.ndarray[Any, Any]:
     return np.ones((rows, *row_shape(spec)), row_dtype(spec))
 
 
-def seconds_of(opened: Opened, block: np.ndarray[Any, Any]) -> float:
+def seconds_of_block(opened: Opened, block: np.ndarray[Any, Any]) -> float:
     """Of the shortest of several forwards."""
     seconds = []
     for _ in range(FORWARDS):
@@ -192,7 +194,7 @@ class StagedRows:
 
     def warm_up(self) -> None:
         for device in dict.fromkeys(self._devices):
-            warm_up(self._setup, self._options, device)
+            warm_up_rows(self._setup, self._options, device)
 
     def describe(self) -> None:
         if self._looked:
@@ -246,7 +248,7 @@ class StagedRows:
         opened = open_staged(self._spec, self._setup, self._tuning())
         try:
             blocks = [block_of(self._spec, batch) for _ in range(self._in_flight)]
-            return at_once([partial(seconds_of, opened, block) for block in blocks])
+            return at_once([partial(seconds_of_block, opened, block) for block in blocks])
         finally:
             opened.close()
 

@@ -73,7 +73,7 @@ class TextSubject:
         self._spec, self._setup, self._device, self._copies = spec, setup, device, copies
         self._checkpoint = open_checkpoint(spec)
         self._dtype, self._shape = resolve_dtype(setup.dtype), self._checkpoint.shape
-        self._tuning = resolved_tuning(spec, tuning_of(options), setup, device, self._shape)
+        self._tuning = resolved_tuning(spec, generator_tuning(options), setup, device, self._shape)
         if not self._shape.layers:
             raise UsageError(f"model '{spec.name}' computes nothing and keeps nothing. Name a model that does.")
         self.length = checked_context(self._shape, context or self._tuning.context)
@@ -84,7 +84,7 @@ class TextSubject:
         self.process, self._weights = 0, model_weight_bytes(self._checkpoint.layout, self._dtype)
 
     def warm_up(self) -> None:
-        warm_up(self._shape, self._setup, self._tuning, self._copies)
+        warm_up_text(self._shape, self._setup, self._tuning, self._copies)
 
     def describe(self) -> None:
         """There is nothing that the checkpoint does not say."""
@@ -129,7 +129,7 @@ class TextSubject:
         }
 
 
-def tuning_of(options: Mapping[str, Any]) -> Tuning:
+def generator_tuning(options: Mapping[str, Any]) -> Tuning:
     """What a backend's options say of generation."""
     return Tuning(**{name: options[name] for name in TUNED if options.get(name) is not None})
 
@@ -170,7 +170,7 @@ def usual_slots(device: torch.device) -> int:
     return CUDA_SLOTS if device.type == "cuda" else CPU_SLOTS
 
 
-def warm_up(shape: Shape, setup: Setup, tuning: Tuning, copies: int = 1) -> None:
+def warm_up_text(shape: Shape, setup: Setup, tuning: Tuning, copies: int = 1) -> None:
     """A small model like this one answers a prompt."""
     spec = ModelSpec(WARM_UP if shape.masking is None else MASKED_WARM_UP, kind="text")
     context = checked_context(open_checkpoint(spec).shape, None)
@@ -235,7 +235,7 @@ class StagedText:
         self._spec, self._setup, self._loaded = spec, setup, loaded
         self._checkpoint = open_checkpoint(spec)
         self._shape, self._dtype = self._checkpoint.shape, resolve_dtype(setup.dtype)
-        self._given = tuning_of(options)
+        self._given = generator_tuning(options)
         tuning = resolved_tuning(spec, self._given, setup, devices[0], self._shape)
         self._step_tokens = tuning.step_tokens or 1
         self._places = places_for(self._checkpoint, setup, self._given)
@@ -252,7 +252,7 @@ class StagedText:
     def warm_up(self) -> None:
         for device in dict.fromkeys(self.places):
             setup = replace(self._setup, devices=(device,))
-            warm_up(self._shape, setup, Tuning(step_tokens=self._step_tokens, threads=self._given.threads))
+            warm_up_text(self._shape, setup, Tuning(step_tokens=self._step_tokens, threads=self._given.threads))
 
     def describe(self) -> None:
         if self._cut is not None:

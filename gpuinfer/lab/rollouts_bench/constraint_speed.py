@@ -30,7 +30,17 @@ class Vocabulary:
 
     def __init__(self, size: int, seed: int = 0) -> None:
         dice = random.Random(seed)
-        words = [f" {word}" for word in places(dice)] + [" A", " F", " S", " C", " H", " -", ">\n", "</", "orders"]
+        words = [f" {word}" for word in counted_places(dice)] + [
+            " A",
+            " F",
+            " S",
+            " C",
+            " H",
+            " -",
+            ">\n",
+            "</",
+            "orders",
+        ]
         known = dict.fromkeys([bytes([byte]) for byte in range(256)] + [word.encode() for word in words])
         while len(known) < size:
             known[" ".join("".join(dice.choices(LETTERS, k=3)).lower() for _ in range(2)).encode()] = None
@@ -62,15 +72,15 @@ def _spelling(pieces: Sequence[bytes]) -> Spelling:
     return Spelling(True, pieces.__getitem__)
 
 
-def places(dice: random.Random) -> list[str]:
+def counted_places(dice: random.Random) -> list[str]:
     return [
         "".join(word) for word in dice.sample([(a, b, c) for a in LETTERS for b in LETTERS for c in "AEIOU"], PLACES)
     ]
 
 
-def orders(count: int, seed: int = 0) -> list[tuple[str, str]]:
+def drawn_orders(count: int, seed: int = 0) -> list[tuple[str, str]]:
     """So many orders, with the unit that each is for; no two are alike."""
-    names, dice = places(random.Random(seed)), random.Random(seed + 1)
+    names, dice = counted_places(random.Random(seed)), random.Random(seed + 1)
     found: dict[str, str] = {}
     while len(found) < count:
         unit, kind = dice.choice(names[:UNITS]), dice.choice("AF")
@@ -105,7 +115,7 @@ class ConstraintCost:
         return {**asdict(self), "ratio": self.ratio}
 
 
-def measure(
+def measure_constraints(
     rows: int = ROWS, vocabulary: int = VOCABULARY, count: int = ORDERS, steps: int = STEPS, *, threads: int = 1
 ) -> list[ConstraintCost]:
     """For a batch of so many rows, each in a list of `count` orders. Takes some seconds."""
@@ -127,7 +137,7 @@ class ConstraintBench:
         from gpuinfer.text.language.list_walks import ListedMatcher
 
         self.codec = Vocabulary(vocabulary)
-        self.listed = Listed(items=tuple(orders(count)))
+        self.listed = Listed(items=tuple(drawn_orders(count)))
         self.tries: Tries = Tries(self.codec, vocabulary)
         self.trie: Trie = self.tries.trie(self.listed)
         self.rows, self.vocabulary, self.threads = rows, vocabulary, threads

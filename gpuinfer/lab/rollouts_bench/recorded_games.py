@@ -38,7 +38,7 @@ class Tokens:
         self.completion += len(turn.completion_tokens)
 
 
-def asked(trajectory: Trajectory) -> Iterable[Asked]:
+def recorded_calls(trajectory: Trajectory) -> Iterable[Asked]:
     """Every turn with its whole prompt, in order."""
     for _, turns in trajectory.contexts():
         tokens: tuple[int, ...] = ()
@@ -48,21 +48,23 @@ def asked(trajectory: Trajectory) -> Iterable[Asked]:
             tokens += turn.completion_tokens
 
 
-def by_step(game: Game) -> dict[str, Tokens]:
+def tokens_by_step(game: Game) -> dict[str, Tokens]:
     return _counted(game, lambda trajectory, turn: f"step {turn.step + 1}")
 
 
-def by_agent(game: Game) -> dict[str, Tokens]:
+def tokens_by_agent(game: Game) -> dict[str, Tokens]:
     return _counted(game, lambda trajectory, turn: trajectory.agent)
 
 
-def of_game(game: Game) -> Tokens:
+def tokens_of_game(game: Game) -> Tokens:
     return _counted(game, lambda trajectory, turn: "").get("", Tokens())
 
 
 def _counted(game: Game, key: Callable[[Trajectory, Turn], str]) -> dict[str, Tokens]:
     """In the order of the steps."""
-    turns = [(trajectory, prompt, turn) for trajectory in game.trajectories for prompt, turn in asked(trajectory)]
+    turns = [
+        (trajectory, prompt, turn) for trajectory in game.trajectories for prompt, turn in recorded_calls(trajectory)
+    ]
     found: dict[str, Tokens] = {}
     for trajectory, prompt, turn in sorted(turns, key=lambda one: one[2].step):
         found.setdefault(key(trajectory, turn), Tokens()).add(len(prompt), turn)
@@ -89,7 +91,7 @@ def calls(groups: Iterable[Group]) -> list[RecordedCall]:
         for group in groups
         for game in group.games
         for trajectory in game.trajectories
-        for prompt, turn in asked(trajectory)
+        for prompt, turn in recorded_calls(trajectory)
         if turn.completion_tokens
     ]
     return [one for _, one in sorted(turns, key=lambda pair: pair[0])]

@@ -121,7 +121,7 @@ CASES: Mapping[str, Callable[[SelectedCases], RolloutsCase]] = {
 }
 
 
-def named(names: Sequence[str]) -> list[Callable[[SelectedCases], RolloutsCase]]:
+def named_cases(names: Sequence[str]) -> list[Callable[[SelectedCases], RolloutsCase]]:
     """Raises `UnknownName`."""
     for name in names:
         if name not in CASES:

@@ -10,10 +10,10 @@ from dataclasses import asdict
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from gpuinfer.lab.bench.bench_plots import throughput
-from gpuinfer.lab.bench.comparison import between, span, value_text
+from gpuinfer.lab.bench.bench_plots import draw_throughput
+from gpuinfer.lab.bench.comparison import interval_text, span, value_text
 from gpuinfer.lab.presenter import Note, Page, Table, plot
-from gpuinfer.lab.rollouts_bench.recorded_games import Tokens, by_agent, by_step, of_game
+from gpuinfer.lab.rollouts_bench.recorded_games import Tokens, tokens_by_agent, tokens_by_step, tokens_of_game
 from gpuinfer.lab.rollouts_bench.rollouts_cases import RolloutsCase, way_of
 from gpuinfer.report.plotting import COLOURS
 from gpuinfer.rollouts.record import Game
@@ -27,7 +27,7 @@ Document = Mapping[str, Any]
 TOGETHER = ("runs", "samples", "comparison", "skipped", "failed")  # lists of a document that are those of all cases
 
 
-def joined(found: Sequence[tuple[RolloutsCase, Document]], left_out: Mapping[str, str]) -> dict[str, Any]:
+def rollouts_document(found: Sequence[tuple[RolloutsCase, Document]], left_out: Mapping[str, str]) -> dict[str, Any]:
     """One document of all cases. No way wins: each case has a question of its own, and a verdict.
 
     `left_out`: why, of cases that could not begin. `found` holds one at least.
@@ -45,7 +45,7 @@ def joined(found: Sequence[tuple[RolloutsCase, Document]], left_out: Mapping[str
         "ties": [],
         "why": "",
         "command": None,
-        "verdict": " ".join(verdict(case, document) for case, document in found if document["comparison"])
+        "verdict": " ".join(case_verdict(case, document) for case, document in found if document["comparison"])
         or "Nothing was measured to the end.",
         "rollouts": {
             "cases": [_of_case(case, document) for case, document in found],
@@ -56,7 +56,7 @@ def joined(found: Sequence[tuple[RolloutsCase, Document]], left_out: Mapping[str
     }
 
 
-def of_processor(document: dict[str, Any], costs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def processor_document(document: dict[str, Any], costs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The document of nothing but decoding between tags."""
     pairs = [one for one in costs if one["ratio"] is not None]
     said = "; ".join(f"{one['name']}: {number(one['ratio'])}× {one['beside']}" for one in pairs)
@@ -66,10 +66,10 @@ def of_processor(document: dict[str, Any], costs: Sequence[Mapping[str, Any]]) -
 
 def _of_case(case: RolloutsCase, document: Document) -> dict[str, Any]:
     names = [row["name"] for row in document["comparison"]]
-    return {"name": case.name, "title": case.title, "ways": names, "verdict": verdict(case, document)}
+    return {"name": case.name, "title": case.title, "ways": names, "verdict": case_verdict(case, document)}
 
 
-def verdict(case: RolloutsCase, document: Document) -> str:
+def case_verdict(case: RolloutsCase, document: Document) -> str:
     """How the others stand beside the first: in tokens per second."""
     first, *others = document["comparison"] or [None]
     if first is None:
@@ -77,19 +77,19 @@ def verdict(case: RolloutsCase, document: Document) -> str:
     if not others:
         return f"{case.title}: only '{way_of(first['name'])}' was measured."
     each = ", ".join(
-        f"'{way_of(row['name'])}' {row['ratio_to_first'] or 0:.2f}×{between(row['ratio_ci95'])}" for row in others
+        f"'{way_of(row['name'])}' {row['ratio_to_first'] or 0:.2f}×{interval_text(row['ratio_ci95'])}" for row in others
     )
     return f"{case.title}: {each} as many tokens/s as '{way_of(first['name'])}'."
 
 
-def of_one_game(game: Game) -> dict[str, Any]:
+def game_section(game: Game) -> dict[str, Any]:
     """What one game took: in all, by its steps, by its agents."""
     return {
         "seconds": game.seconds,
         "steps": game.steps,
-        "all": asdict(of_game(game)),
-        "by_step": _rows(by_step(game)),
-        "by_agent": _rows(by_agent(game)),
+        "all": asdict(tokens_of_game(game)),
+        "by_step": _rows(tokens_by_step(game)),
+        "by_agent": _rows(tokens_by_agent(game)),
     }
 
 
@@ -97,7 +97,7 @@ def _rows(found: Mapping[str, Tokens]) -> list[dict[str, Any]]:
     return [{"name": name, **asdict(tokens)} for name, tokens in found.items()]
 
 
-def of_steps(way: str, records: Sequence[StepRecord]) -> dict[str, Any]:
+def steps_section(way: str, records: Sequence[StepRecord]) -> dict[str, Any]:
     """The trainer's steps of one run, and what held them up."""
     return {
         "way": way,
@@ -136,9 +136,9 @@ def rollouts_page(title: str, document: Document) -> Page:
     runs = max((len(row["rates"]) for row in document["comparison"]), default=0)
     count = f"median of {runs} runs in turn, ratios pair by pair" if runs > 1 else "one run of each"
     measured = f"output tokens/s by the wall clock; {count}; × first: of its case" if runs else "nothing was measured"
-    plots = {"steps": plot("How long a step of the trainer lasts", 8, lambda axes: steps(axes, document))}
+    plots = {"steps": plot("How long a step of the trainer lasts", 8, lambda axes: draw_steps(axes, document))}
     plots = plots if own["steps"] else {}
-    plots["throughput"] = plot("The runs", len(document["comparison"]), lambda axes: throughput(axes, document))
+    plots["throughput"] = plot("The runs", len(document["comparison"]), lambda axes: draw_throughput(axes, document))
     return Page(
         title,
         document["verdict"],
@@ -165,7 +165,7 @@ def _row(row: Mapping[str, Any], report: Mapping[str, Any] | None) -> list[str]:
     return [
         f"  {way_of(row['name'])}",
         value_text(row["metric"], row["median"]),
-        "" if first else f"{row['ratio_to_first']:.2f}{between(row['ratio_ci95'])}",
+        "" if first else f"{row['ratio_to_first']:.2f}{interval_text(row['ratio_ci95'])}",
         span(row["metric"], *row["ci95"]) if row["ci95"] else "",
         number(given) if given else "",
         number(row["rows_per_batch"]) if row["rows_per_batch"] else "",
@@ -213,7 +213,7 @@ def _steps(one: Mapping[str, Any]) -> list[str]:
     return [way_of(one["way"]), whole(len(one["wall_s"])), *times, whole(starved), said]
 
 
-def steps(axes: Axes, document: Document) -> None:
+def draw_steps(axes: Axes, document: Document) -> None:
     """Seconds of each step but the first, which fills the buffer, a line for each depth; what of it the trainer itself
     took is the dashed line.
     """

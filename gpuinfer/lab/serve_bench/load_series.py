@@ -101,7 +101,7 @@ class LoadSeries:
                 self._say(f"{way.name} · {doing}: {reason(error)}")
             return
         self.outcome.runs.append(measured)
-        self._say(f"{way.name} · {doing}: {said(self.summaries[-1])}")
+        self._say(f"{way.name} · {doing}: {load_text(self.summaries[-1])}")
 
     async def _turn(self, way: ServerVariant, seed: int) -> LoadRun:
         load = way.load
@@ -144,7 +144,7 @@ class LoadSeries:
         if not value:
             raise WorkError("no answer came to its end within the time that counts. Give it more: --duration 30s.")
         self.summaries.append(figures)
-        made = reported(way, figures, run, self._course.seed + repeat)
+        made = load_report(way, figures, run, self._course.seed + repeat)
         return Measured(
             way.name, repeat, self._course.seed + repeat, metric, value, made, figures["requests_per_s"], True
         )
@@ -161,7 +161,7 @@ def metric_of(figures: Mapping[str, Any], load: OfferedLoad) -> str:
     return "output_tokens_per_s" if figures["output_tokens_per_s"] else "requests_per_s"
 
 
-def said(figures: Mapping[str, Any]) -> str:
+def load_text(figures: Mapping[str, Any]) -> str:
     """One run in a line."""
     from gpuinfer.units import number, short, whole
 
@@ -174,7 +174,7 @@ def said(figures: Mapping[str, Any]) -> str:
     return " · ".join(parts)
 
 
-def reported(way: ServerVariant, figures: Mapping[str, Any], run: LoadRun, seed: int) -> dict[str, Any]:
+def load_report(way: ServerVariant, figures: Mapping[str, Any], run: LoadRun, seed: int) -> dict[str, Any]:
     """A report of as much as a client sees."""
     latency, first = Histogram(), Histogram()
     right = [one for one in run.records if one.error is None and one.due >= run.began]

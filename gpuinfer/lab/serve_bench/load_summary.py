@@ -34,7 +34,7 @@ def promises(text: str) -> dict[str, float]:
     return found
 
 
-def kept(record: RequestRecord, promised: Mapping[str, float]) -> bool:
+def keeps_promises(record: RequestRecord, promised: Mapping[str, float]) -> bool:
     """Whether it was answered, and in time. What nobody can tell of it, such as the TPOT of one token, is no matter."""
     if record.error is not None:
         return False
@@ -85,7 +85,7 @@ def summarised(run: LoadRun, promised: Mapping[str, float]) -> dict[str, Any]:
     right = [one for one in asked if one.error is None]
     inside = [one for one in run.records if one.error is None and run.began <= one.ended <= run.ended]
     seconds = max(run.ended - run.began, 1e-9)
-    met = sum(kept(one, promised) for one in inside) if promised else None
+    met = sum(keeps_promises(one, promised) for one in inside) if promised else None
     return {
         "requests": len(asked),
         "answered": len(right),

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from gpuinfer.lab.bench.bench_plots import throughput
-from gpuinfer.lab.bench.comparison import between
+from gpuinfer.lab.bench.bench_plots import draw_throughput
+from gpuinfer.lab.bench.comparison import interval_text
 from gpuinfer.lab.bench.measurement import interval, ratio
 from gpuinfer.lab.presenter import Page, Table, plot
 from gpuinfer.lab.serve_bench.load_summary import BUSY
@@ -28,7 +28,7 @@ ABREAST = 4  # ways beside one another on a terminal
 LONG_ERRORS = 3  # kinds that are named in a note
 
 
-def section(
+def load_section(
     load: Mapping[str, Any], runs: Sequence[Mapping[str, Any]], names: Sequence[str], replicas: Mapping[str, int]
 ) -> dict[str, Any]:
     """`document["serve"]`: the load, each way's figures (medians over its runs), all runs', and how it scales.
@@ -38,11 +38,11 @@ def section(
     ways = []
     for name in dict.fromkeys(names):
         own = [run for run, whose in zip(runs, names, strict=True) if whose == name]
-        ways.append({"name": name, "replicas": replicas.get(name, 1), **middle(own)})
+        ways.append({"name": name, "replicas": replicas.get(name, 1), **medians(own)})
     return {"load": dict(load), "ways": ways, "runs": list(runs), "scaling": []}
 
 
-def middle(found: Sequence[Any]) -> Any:
+def medians(found: Sequence[Any]) -> Any:
     """Medians of figures, of errors and routes the sums; what is no figure is that of the first."""
     first = next((one for one in found if one is not None), None)
     if isinstance(first, bool):
@@ -55,7 +55,7 @@ def middle(found: Sequence[Any]) -> Any:
         return first
     keys = dict.fromkeys(key for one in found if one for key in one)
     return {
-        key: summed([one.get(key) for one in found if one]) if key in ("errors", "routes") else middle(values)
+        key: summed([one.get(key) for one in found if one]) if key in ("errors", "routes") else medians(values)
         for key in keys
         if (values := [one[key] for one in found if one and key in one])
     }
@@ -91,7 +91,7 @@ def scaling(document: Document) -> list[dict[str, Any]]:
     return found
 
 
-def below(document: Document, least: float) -> list[str]:
+def replicas_below(document: Document, least: float) -> list[str]:
     """Where replicas are not at least so efficient."""
     found = document["serve"]["scaling"]
     return [f"replicas={one['replicas']} ({one['efficiency']:.3f})" for one in found if one["efficiency"] < least]
@@ -111,12 +111,12 @@ def _answered(way: Mapping[str, Any]) -> list[str]:
     return [way["name"], whole(len(each)), whole(min(each)), whole(max(each)), said]
 
 
-def verdict(document: Document) -> str | None:
+def load_verdict(document: Document) -> str | None:
     """Of one way alone, or of numbers of replicas; None: that of any comparison."""
     if scaled := document["serve"]["scaling"]:
         last = scaled[-1]
         return (
-            f"{whole(last['replicas'])} replicas do {last['speedup']:.2f}×{between(last['speedup_ci95'])} what "
+            f"{whole(last['replicas'])} replicas do {last['speedup']:.2f}×{interval_text(last['speedup_ci95'])} what "
             f"{whole(scaled[0]['replicas'])} {'does' if scaled[0]['replicas'] == 1 else 'do'}: "
             f"{last['efficiency']:.0%} of what that would be at best."
         )
@@ -144,12 +144,12 @@ def load_page(title: str, document: Document) -> Page:
     )
     plots = {}
     if (bars := len(table.rows)) > 1:
-        plots["throughput"] = plot("The runs", bars, lambda axes: throughput(axes, document))
+        plots["throughput"] = plot("The runs", bars, lambda axes: draw_throughput(axes, document))
     if document["serve"]["scaling"]:
-        plots["scaling"] = plot("How it scales with replicas", 8, lambda axes: scaling_plot(axes, document))
+        plots["scaling"] = plot("How it scales with replicas", 8, lambda axes: draw_scaling(axes, document))
     if any(way["curves"].get("ttft_s") for way in document["serve"]["ways"]):
-        plots["ttft"] = plot("Time to the first token", 7, lambda axes: percentiles_plot(axes, document, "ttft_s"))
-    plots["e2e"] = plot("Latency from end to end", 7, lambda axes: percentiles_plot(axes, document, "e2e_s"))
+        plots["ttft"] = plot("Time to the first token", 7, lambda axes: draw_percentiles(axes, document, "ttft_s"))
+    plots["e2e"] = plot("Latency from end to end", 7, lambda axes: draw_percentiles(axes, document, "e2e_s"))
     return Page(
         title,
         document["verdict"],
@@ -193,7 +193,7 @@ def _table(document: Document) -> Table:
             "goodput/s": "" if way["goodput_per_s"] is None else number(way["goodput_per_s"]),
             "in time": "" if way["goodput_share"] is None else f"{way['goodput_share']:.1%}",
             "failed": whole(sum(way["errors"].values())),
-            "× first": "" if first else f"{row['ratio_to_first']:.2f}{between(row['ratio_ci95'])}{tie}",
+            "× first": "" if first else f"{row['ratio_to_first']:.2f}{interval_text(row['ratio_ci95'])}{tie}",
             "efficiency": f"{efficiencies.get(way['replicas'], 1.0):.1%}",
         }
         for name, title in TIMES.items():
@@ -275,7 +275,7 @@ def _more(document: Document) -> Iterator[Table]:
     yield Table(heads, senders, "The sender itself")
 
 
-def percentiles_plot(axes: Axes, document: Document, name: str) -> None:
+def draw_percentiles(axes: Axes, document: Document, name: str) -> None:
     """Latency over percentile, a line for each way: how bad the worst are, which a median hides."""
     from matplotlib.ticker import LogLocator
 
@@ -294,7 +294,7 @@ def percentiles_plot(axes: Axes, document: Document, name: str) -> None:
     axes.legend(ncols=4, loc="lower left", bbox_to_anchor=(0, 1), frameon=False, fontsize=8)
 
 
-def scaling_plot(axes: Axes, document: Document) -> None:
+def draw_scaling(axes: Axes, document: Document) -> None:
     """Speed over replicas beside that of the first times their number. Both axes in doublings."""
     found = document["serve"]["scaling"]
     replicas = [one["replicas"] for one in found]

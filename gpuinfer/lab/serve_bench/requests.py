@@ -152,7 +152,7 @@ class RowRequests(RequestSource):
         return encode({"x": values[0]} if self.rows == 1 else {"rows": values})
 
 
-def prompts_of(path: Path, endpoint: Endpoint) -> list[dict[str, Any]]:
+def read_prompts(path: Path, endpoint: Endpoint) -> list[dict[str, Any]]:
     """One request a line: JSON with `prompt` or `messages`, whose other fields go with it, or plain text.
 
     Raises `UsageError` for a file that cannot be read or holds nothing.

@@ -8,7 +8,7 @@ Strategy, queue, admission and counters are the very objects that the engine use
 
 from gpuinfer.engine.arrivals import Arrivals, Bursty, ClosedLoop, Mix, Offer, Poisson, RecordedArrivals
 from gpuinfer.lab.simulate.event_loop import simulate
-from gpuinfer.lab.simulate.outcome import Outcome, Watch
+from gpuinfer.lab.simulate.outcome import SimulationOutcome, Watch
 
 __all__ = [
     "Arrivals",
@@ -16,9 +16,9 @@ __all__ = [
     "ClosedLoop",
     "Mix",
     "Offer",
-    "Outcome",
     "Poisson",
     "RecordedArrivals",
+    "SimulationOutcome",
     "Watch",
     "simulate",
 ]

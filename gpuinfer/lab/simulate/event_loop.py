@@ -20,7 +20,7 @@ from gpuinfer.engine.arrivals import Arrivals, ClosedLoop, Offer
 from gpuinfer.engine.core import Journal
 from gpuinfer.errors import UsageError
 from gpuinfer.fleet.routing_policies import DEFAULT_POLICY, ReplicaLoad, RoutedRequest, make_policy
-from gpuinfer.lab.simulate.outcome import Outcome
+from gpuinfer.lab.simulate.outcome import SimulationOutcome
 from gpuinfer.lab.simulate.simulated_replica import Running, SimulatedReplica
 from gpuinfer.stats import Lane, Snapshot, merge_snapshots
 
@@ -146,7 +146,7 @@ def simulate(
     max_queue_rows: int | None = None,
     drift: Drift = (),
     recorder: Callable[[], Journal] | None = None,
-) -> Outcome:
+) -> SimulationOutcome:
     """Simulate until so many requests, or so many seconds of them, have come, and all of them are settled.
 
     `strategy` and `recorder` are called for each replica. `warmup` is the share of the requests (or of the seconds)
@@ -333,7 +333,7 @@ class Simulation:
         lanes_s = sum(spent for lane in seen.lanes for spent in lane["stations"].values())
         return Mark(self.now, self._feed.taken, self._rows_taken, seen.rows, seen.requests, busy_s, lanes_s)
 
-    def outcome(self) -> Outcome:
+    def outcome(self) -> SimulationOutcome:
         """What has been counted. After `run`."""
         snapshots = [replica.snapshot() for replica in self.replicas]
         began, ended, full = self._began, self._mark(), self._full or self._mark()
@@ -341,7 +341,7 @@ class Simulation:
         seconds = until.now - began.now
         limits = self._limits
         capacity = self._service.capacity(limits.max_rows) * limits.in_flight * len(self.replicas)
-        return Outcome(
+        return SimulationOutcome(
             snapshot=merge_snapshots(snapshots),
             replicas=snapshots,
             seconds=seconds,
@@ -353,7 +353,7 @@ class Simulation:
             served_requests_per_s=_rate(until.requests, seconds),
             utilisation=_rate(until.busy_s, until.lanes_s),
             capacity_rows_per_s=capacity,
-            notices=tuple(notices(snapshots, self._arrivals.rows_per_s, capacity)),
+            notices=tuple(overload_notices(snapshots, self._arrivals.rows_per_s, capacity)),
         )
 
 
@@ -361,7 +361,7 @@ def _rate(count: float, seconds: float) -> float:
     return count / seconds if seconds > 0 else 0.0
 
 
-def notices(snapshots: Sequence[Snapshot], offered: float | None, capacity: float) -> Iterator[str]:
+def overload_notices(snapshots: Sequence[Snapshot], offered: float | None, capacity: float) -> Iterator[str]:
     """What the strategies and the load have to say, each once."""
     yield from dict.fromkeys(notice for snapshot in snapshots for notice in snapshot.notices)
     if offered is not None and offered > capacity:

@@ -15,7 +15,7 @@ from gpuinfer.units import number, short, whole
 
 
 @dataclass(frozen=True)
-class Outcome:
+class SimulationOutcome:
     """All that was counted after the warm-up. Rates are of the time until the last arrival, so that the end, when
     nothing comes any more, does not dilute them; latencies are of all requests.
     """
@@ -104,7 +104,7 @@ class ReplicaTrial:
     """One number of replicas, and what came of it."""
 
     replicas: int
-    outcome: Outcome
+    outcome: SimulationOutcome
     met: bool
 
     @property
@@ -123,7 +123,7 @@ class Solution:
 
 
 def solve(
-    run: Callable[[int], Outcome], target_s: float, *, alone_s: float, offered: float | None, capacity: float
+    run: Callable[[int], SimulationOutcome], target_s: float, *, alone_s: float, offered: float | None, capacity: float
 ) -> Solution:
     """Double the replicas until the target is met, then bisect.
 

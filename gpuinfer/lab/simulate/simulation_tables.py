@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from gpuinfer import __version__
 from gpuinfer.api import Reason
 from gpuinfer.config.options import natural
-from gpuinfer.lab.simulate.outcome import LEAST_SERVED, Outcome, Solution
+from gpuinfer.lab.simulate.outcome import LEAST_SERVED, SimulationOutcome, Solution
 from gpuinfer.report.plotting import COLOURS, image
 from gpuinfer.stats import ERRORS, FLOOR, SUB_BUCKETS, Snapshot, mean_size, percentile, summarise
 from gpuinfer.units import number, short, whole
@@ -24,7 +24,9 @@ SCHEMA = "gpuinfer.simulation/1"
 STEP = 0.01  # between two points of a distribution
 
 
-def document(command: str, seed: int, runs: Sequence[dict[str, Any]], solution: Solution | None) -> dict[str, Any]:
+def simulation_document(
+    command: str, seed: int, runs: Sequence[dict[str, Any]], solution: Solution | None
+) -> dict[str, Any]:
     """`runs` are made by `run`."""
     return {
         "schema": SCHEMA,
@@ -36,7 +38,9 @@ def document(command: str, seed: int, runs: Sequence[dict[str, Any]], solution: 
     }
 
 
-def run(settings: Mapping[str, str], strategy: str, outcome: Outcome, target_s: float | None) -> dict[str, Any]:
+def run_figures(
+    settings: Mapping[str, str], strategy: str, outcome: SimulationOutcome, target_s: float | None
+) -> dict[str, Any]:
     """One simulation; `settings` are those in which it differs from the others."""
     snapshot = outcome.snapshot
     p95 = outcome.latency_s.get("p95", math.inf)
@@ -50,7 +54,7 @@ def run(settings: Mapping[str, str], strategy: str, outcome: Outcome, target_s: 
         "served_share": outcome.served_share,
         "capacity_rows_per_s": outcome.capacity_rows_per_s,
         "utilisation": outcome.utilisation,
-        "batches": batches(snapshot),
+        "batches": batch_figures(snapshot),
         "latency_s": outcome.latency_s,
         "latency_cdf": cdf(snapshot.latency),
         "queue_wait_s": outcome.queue_wait_s,
@@ -62,7 +66,7 @@ def run(settings: Mapping[str, str], strategy: str, outcome: Outcome, target_s: 
     }
 
 
-def batches(snapshot: Snapshot) -> dict[str, Any]:
+def batch_figures(snapshot: Snapshot) -> dict[str, Any]:
     """As in the report of a run: sizes in doublings, seconds by rows; null where no batch ran."""
     count, sizes = sum(snapshot.batches.values()), Counter[int]()
     for rows, times in snapshot.batches.items():
@@ -124,7 +128,7 @@ FIGURES = ("rows/s", "mean", "p95", "p99", "batch", "busy")
 Run = Mapping[str, Any]
 
 
-def latencies(run: Run) -> Iterator[list[str]]:
+def latency_rows(run: Run) -> Iterator[list[str]]:
     """One run: arrival to answer of all requests, that of each class where there are several, and arrival to batch."""
     yield _times("all", run["latency_s"])
     if len(run["classes"]) > 1:
@@ -133,7 +137,7 @@ def latencies(run: Run) -> Iterator[list[str]]:
     yield _times("in the queue", run["queue_wait_s"])
 
 
-def facts(run: Run) -> Iterator[tuple[str, str]]:
+def run_notes(run: Run) -> Iterator[tuple[str, str]]:
     """Name and text of what else there is to say of one run."""
     yield "throughput", f"{_rate(run)} of {_rows_per_s(run['offered']['rows_per_s'])} rows/s offered"
     batches = run["batches"]
@@ -156,12 +160,12 @@ def facts(run: Run) -> Iterator[tuple[str, str]]:
         yield "notice", notice
 
 
-def columns(runs: Sequence[Run]) -> list[str]:
+def sweep_columns(runs: Sequence[Run]) -> list[str]:
     """What was varied, and the figures."""
     return [*(key.replace("_", " ") for key in runs[0]["settings"]), *FIGURES, *(["lost"] if _any_lost(runs) else [])]
 
 
-def rows(runs: Sequence[Run]) -> Iterator[list[str]]:
+def sweep_rows(runs: Sequence[Run]) -> Iterator[list[str]]:
     """One for each of several runs, under `columns`."""
     for run in runs:
         latency = run["latency_s"]
@@ -177,7 +181,7 @@ def rows(runs: Sequence[Run]) -> Iterator[list[str]]:
         ]
 
 
-def remarks(runs: Sequence[Run]) -> Iterator[tuple[str, str]]:
+def sweep_notes(runs: Sequence[Run]) -> Iterator[tuple[str, str]]:
     """What is to be said about several runs: each notice once."""
     targets = {run["target_s"] for run in runs} - {None}
     if len(targets) == 1:
@@ -187,7 +191,7 @@ def remarks(runs: Sequence[Run]) -> Iterator[tuple[str, str]]:
         yield "notice", notice
 
 
-def name_of(run: Run) -> str:
+def sweep_name(run: Run) -> str:
     """Such as `max_wait 1ms, strategy dynamic`."""
     return ", ".join(f"{key.replace('_', ' ')} {value}" for key, value in run["settings"].items())
 
@@ -225,7 +229,7 @@ QUANTILES = {"p50": ":", "p95": "-", "p99": "--"}  # and how each line is drawn
 MOST_LINES = len(COLOURS)
 
 
-def draw(document: Mapping[str, Any], kind: str) -> bytes:
+def draw_simulation(document: Mapping[str, Any], kind: str) -> bytes:
     """A `gpuinfer.simulation/1` as `png` or `svg`, the same bytes for the same document."""
     from matplotlib.figure import Figure
 

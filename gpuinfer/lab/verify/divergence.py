@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpuinfer.generation import Sampling
-from gpuinfer.lab.verify.probed_answers import Answers, History, VerifyQuestion, asked, history, redrawn
+from gpuinfer.lab.verify.probed_answers import Answers, History, VerifyQuestion, history, probe_answers, redrawn
 from gpuinfer.lab.verify.verify_setup import Tolerance, VerifySetup
 
 Row = NDArray[np.float32]
@@ -125,7 +125,7 @@ class DivergenceJudge:
         watched = {parting.past for parting in partings[:most]}
         concerned = {parting.ask.number for parting in partings[:most]}
         few = replace(reference.route, asks=[ask for ask in reference.route.asks if ask.number in concerned])
-        ours, theirs = (asked(self._rig, route, watched).rows for route in (few, other.route))
+        ours, theirs = (probe_answers(self._rig, route, watched).rows for route in (few, other.route))
         drawn = reference.route.sampling.temperature > 0
         for parting in partings:
             first, second = ours.get(parting.past, []), theirs.get(parting.past, [])
@@ -182,7 +182,7 @@ class DivergenceJudge:
         return redrawn(self._rig, sampling, parting.ask, parting.sample, parting.position, row)
 
 
-def document(divergence: AnswerDivergence) -> dict[str, Any]:
+def divergence_document(divergence: AnswerDivergence) -> dict[str, Any]:
     return {
         "prompt": divergence.prompt,
         "number": divergence.number,

@@ -63,7 +63,7 @@ def sequences(rig: VerifySetup, reference: Answers) -> Iterator[tuple[VerifyQues
 
 def position_logits(decoder: Decoder, tokens: Tokens) -> Pieces:
     """Those of every position, computed in the first pages."""
-    size, masking = piece(decoder.shape.vocabulary), decoder.shape.masking
+    size, masking = rows_in_a_piece(decoder.shape.vocabulary), decoder.shape.masking
     pages = np.arange(-(-len(tokens) // PAGE), dtype=np.int32)[None]
     if masking is not None:
         yield from _of_canvas(decoder, tokens, pages, masking.block, size)
@@ -86,7 +86,7 @@ def _of_canvas(decoder: Decoder, tokens: Tokens, pages: Tokens, block: int | Non
         yield decoder.forward(step).float().cpu().numpy().copy()
 
 
-def piece(vocabulary: int) -> int:
+def rows_in_a_piece(vocabulary: int) -> int:
     """Positions at once."""
     return max(1, PIECE_BYTES // (4 * vocabulary))
 
@@ -141,7 +141,7 @@ class TokenPosition(NamedTuple):
     apart: float
 
 
-def distance(rig: VerifySetup, reference: Answers, exact: Ask) -> float:
+def distance_from_float32(rig: VerifySetup, reference: Answers, exact: Ask) -> float:
     """The largest distance of our logits from `exact`, over all positions of all prompts with their answers."""
     worst = 0.0
     for _, tokens in sequences(rig, reference):

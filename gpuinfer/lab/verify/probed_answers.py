@@ -176,7 +176,7 @@ class Answers:
     cached: int = 0  # prompt tokens that were taken over from other prompts
 
 
-def asked(rig: VerifySetup, route: RouteOptions, watched: Collection[History] = ()) -> Answers:
+def probe_answers(rig: VerifySetup, route: RouteOptions, watched: Collection[History] = ()) -> Answers:
     """Ask everything on the route. Raises `WorkError` when a prompt fails."""
     witness = DecoderProbe(route.decoder or rig.decoder, route.order, watched, route.pages)
     answers = Answers(route, sights=witness.sights, rows=witness.rows)
@@ -287,7 +287,7 @@ class AnswerRoute:
     routes: list[tuple[str, RouteOptions]]
 
 
-def likeliest(rig: VerifySetup) -> AnswerRoute:
+def likeliest_route(rig: VerifySetup) -> AnswerRoute:
     """All the ways to ask for the likeliest tokens."""
     sampling = Sampling(max_tokens=rig.options.new_tokens, temperature=0.0, ignore_eos=True)
     items, shared = rig.items, shared_beginnings(rig.items)
@@ -295,29 +295,34 @@ def likeliest(rig: VerifySetup) -> AnswerRoute:
     draw = np.random.default_rng(rig.setup.seed)
     mixed = [items[i] for i in draw.permutation(len(items))]
     places = np.arange(rig.decoder.pages, dtype=np.int32)[::-1]
-    alone = RouteOptions("alone", asks(items) + asks(shared, first=len(items)), sampling, alone=True)
+    alone = RouteOptions(
+        "alone", verify_questions(items) + verify_questions(shared, first=len(items)), sampling, alone=True
+    )
     return AnswerRoute(
         alone,
         [
-            *((f"{size} at once = alone", filled(rig, sampling, size)) for size in rig.options.batch_sizes),
-            ("any order = alone", RouteOptions("another order", asks(mixed, items), sampling, some)),
-            ("any page = alone", RouteOptions("other pages", asks(items), sampling, some, order=places)),
-            ("few pages = alone", RouteOptions("few pages", asks(items), sampling, some, pages=few_pages(rig))),
+            *((f"{size} at once = alone", filled_route(rig, sampling, size)) for size in rig.options.batch_sizes),
+            ("any order = alone", RouteOptions("another order", verify_questions(mixed, items), sampling, some)),
+            ("any page = alone", RouteOptions("other pages", verify_questions(items), sampling, some, order=places)),
+            (
+                "few pages = alone",
+                RouteOptions("few pages", verify_questions(items), sampling, some, pages=few_pages(rig)),
+            ),
             (
                 "in chunks = whole",
-                RouteOptions("in chunks", asks(items), sampling, some, step_tokens=chunk(rig.longest)),
+                RouteOptions("in chunks", verify_questions(items), sampling, some, step_tokens=chunk(rig.longest)),
             ),
-            ("shared beginning = own", RouteOptions("shared", lent(items, shared), sampling, some)),
+            ("shared beginning = own", RouteOptions("shared", shared_questions(items, shared), sampling, some)),
         ],
     )
 
 
-def drawn(rig: VerifySetup) -> Iterator[AnswerRoute]:
+def drawn_routes(rig: VerifySetup) -> Iterator[AnswerRoute]:
     """The same for tokens that are drawn, and for several answers to one prompt."""
     sampling = Sampling(max_tokens=rig.options.new_tokens, temperature=0.9, top_p=0.95, ignore_eos=True)
     samples = min(SAMPLES, rig.decoder.slots)
-    singly = [replace_sample(ask, j) for ask in asks(rig.items) for j in range(samples)]
-    several = [ask._replace(samples=samples) for ask in asks(rig.items)]
+    singly = [replace_sample(ask, j) for ask in verify_questions(rig.items) for j in range(samples)]
+    several = [ask._replace(samples=samples) for ask in verify_questions(rig.items)]
     some = max(samples, min(SOME, rig.decoder.slots))
     routes = [("drawn, at once = alone", RouteOptions("drawn at once", singly, sampling, some))]
     if samples > 1:
@@ -325,15 +330,15 @@ def drawn(rig: VerifySetup) -> Iterator[AnswerRoute]:
     yield AnswerRoute(RouteOptions("drawn alone", singly, sampling, alone=True), routes)
 
 
-def filled(rig: VerifySetup, sampling: Sampling, size: int) -> RouteOptions:
+def filled_route(rig: VerifySetup, sampling: Sampling, size: int) -> RouteOptions:
     """So many rows at once; prompts come several times when there are too few."""
-    known = asks(rig.items)
+    known = verify_questions(rig.items)
     return RouteOptions(
         f"{size} at once", [known[i % len(known)] for i in range(max(size, len(known)))], sampling, size
     )
 
 
-def asks(items: list[Item], numbered: list[Item] | None = None, first: int = 0) -> list[VerifyQuestion]:
+def verify_questions(items: list[Item], numbered: list[Item] | None = None, first: int = 0) -> list[VerifyQuestion]:
     """One for each item; its number is its place in `numbered`."""
     places = {id(item): number for number, item in enumerate(numbered or items, first)}
     return [VerifyQuestion(item, places[id(item)]) for item in items]
@@ -352,9 +357,9 @@ def shared_beginnings(items: list[Item]) -> list[Item]:
     ]
 
 
-def lent(items: list[Item], shared: list[Item]) -> list[VerifyQuestion]:
+def shared_questions(items: list[Item], shared: list[Item]) -> list[VerifyQuestion]:
     """Each prompt and the one that begins like it, twice: to take over from rows under way, and from those done."""
-    own, others = asks(items), iter(asks(shared, first=len(items)))
+    own, others = verify_questions(items), iter(verify_questions(shared, first=len(items)))
     found = []
     for ask in own:
         found.append(ask)

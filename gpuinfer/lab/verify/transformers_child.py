@@ -16,10 +16,10 @@ def main(channel: Connection, folder: str, device: str, threads: int, piece: int
     children.set_up_child()
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # its progress and its advice are nobody's
     os.environ |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "TOKENIZERS_PARALLELISM": "false"}
-    serve(channel, folder, device, threads, piece)
+    answer_requests(channel, folder, device, threads, piece)
 
 
-def serve(channel: Connection, folder: str, device: str, threads: int, piece: int) -> None:
+def answer_requests(channel: Connection, folder: str, device: str, threads: int, piece: int) -> None:
     """Answer each request; one that fails is told, and the next one is taken."""
     answerer = TransformersAnswerer(channel, folder, device, threads, piece)
     while True:

@@ -22,8 +22,8 @@ from gpuinfer.generation import Prompt
 from gpuinfer.host import children
 from gpuinfer.lab.verify import transformers_child
 from gpuinfer.lab.verify.divergence import AnswerDivergence, Difference
-from gpuinfer.lab.verify.logits_checks import Pieces, Tokens, piece
-from gpuinfer.lab.verify.verify_setup import TEXTS, VerifySetup, shown
+from gpuinfer.lab.verify.logits_checks import Pieces, Tokens, rows_in_a_piece
+from gpuinfer.lab.verify.verify_setup import TEXTS, VerifySetup, clipped
 
 LOAD_S, ANSWER_S, LEAVE_S = 900.0, 600.0, 3.0
 
@@ -101,13 +101,13 @@ def missing_transformers(rig: VerifySetup) -> str | None:
 
 
 @contextmanager
-def opened(rig: VerifySetup) -> Iterator[TransformersPeer]:
+def open_transformers(rig: VerifySetup) -> Iterator[TransformersPeer]:
     """A process that has transformers, ended afterwards."""
     with tempfile.TemporaryDirectory(prefix="gpuinfer-verify-") as drafts:
         folder = rig.checkpoint.folder or _written(rig, Path(drafts) / "model")
         ours, theirs = multiprocessing.Pipe()
-        size = piece(rig.checkpoint.shape.vocabulary)
-        process = started(theirs, str(folder), rig.facts["device"], rig.threads, size)
+        size = rows_in_a_piece(rig.checkpoint.shape.vocabulary)
+        process = start_transformers(theirs, str(folder), rig.facts["device"], rig.threads, size)
         try:
             yield TransformersPeer(ours, process, size)
             ours.close()
@@ -117,7 +117,7 @@ def opened(rig: VerifySetup) -> Iterator[TransformersPeer]:
             children.end_process(process, LEAVE_S)
 
 
-def started(channel: Connection, *arguments: Any) -> Any:
+def start_transformers(channel: Connection, *arguments: Any) -> Any:
     """The process, which has the other end of the channel."""
     process = children.spawn(transformers_child.main, channel, *arguments, name="gpuinfer-transformers", daemon=True)
     channel.close()
@@ -163,7 +163,7 @@ def missing_tokenizer(rig: VerifySetup) -> str | None:
     return None if rig.checkpoint.language.folder is not None else "the model has no tokenizer: its tokens are bytes"
 
 
-def compared(rig: VerifySetup, name: str, peer: TransformersPeer) -> Difference:
+def compare_tokens(rig: VerifySetup, name: str, peer: TransformersPeer) -> Difference:
     """All texts and chats through both."""
     finding = Difference(name, unit="texts")
     cases, kind = _cases(rig, peer)
@@ -245,7 +245,7 @@ def _divergence(number: int, case: TokenCase, kind: str, rig: VerifySetup) -> An
     )
     text = case.prompt.text if case.prompt.messages is None else str(case.prompt.messages[-1].get("content", ""))
     why = f"gpuinfer has {ours}, transformers has {theirs}. {judge}"
-    return AnswerDivergence(shown(text or ""), number, 0, place, tokens, {}, False, why, theirs=on_their_side)
+    return AnswerDivergence(clipped(text or ""), number, 0, place, tokens, {}, False, why, theirs=on_their_side)
 
 
 def _differing(ours: Sequence[int] | str, theirs: Sequence[int] | str) -> Iterator[tuple[int, tuple[int, int]]]:

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 from gpuinfer.api import Setup
 from gpuinfer.lab.verify import logits_checks, probed_answers, transformers_peer
 from gpuinfer.lab.verify.diffusion_checks import DiffusionChecks, half_filled
-from gpuinfer.lab.verify.divergence import Difference, DivergenceJudge, document
-from gpuinfer.lab.verify.probed_answers import Answers, asked
+from gpuinfer.lab.verify.divergence import Difference, DivergenceJudge, divergence_document
+from gpuinfer.lab.verify.probed_answers import Answers, probe_answers
 from gpuinfer.lab.verify.verify_setup import Tolerance, VerifyOptions, VerifySetup, open_setup, tolerance
 from gpuinfer.report.report import environment
 
@@ -95,17 +95,19 @@ class Verification:
         if rig.checkpoint.shape.masking is not None:
             self._fill_in(rig)
             return
-        plan = probed_answers.likeliest(rig)
+        plan = probed_answers.likeliest_route(rig)
         self.say("each prompt alone …")
-        reference = asked(rig, plan.reference)
+        reference = probe_answers(rig, plan.reference)
         if self.setup.dtype != FLOAT32:
             self.say("how far that is from float32 …")
             with self._torch(rig, FLOAT32) as exact:
-                self.noise = logits_checks.distance(rig, reference, partial(logits_checks.position_logits, exact))
+                self.noise = logits_checks.distance_from_float32(
+                    rig, reference, partial(logits_checks.position_logits, exact)
+                )
         judge = DivergenceJudge(rig, self.tolerance)
         self._make(judge, rig, plan, reference)
-        for other in probed_answers.drawn(rig):
-            self._make(judge, rig, other, asked(rig, other.reference))
+        for other in probed_answers.drawn_routes(rig):
+            self._make(judge, rig, other, probe_answers(rig, other.reference))
         self._timed("graphs = eager", partial(self._eager, rig, judge, reference))
         self._timed("compiled = plain torch", partial(self._plain, rig, reference))
         self._peers(rig, reference)
@@ -137,7 +139,7 @@ class Verification:
     def _compared(
         self, judge: DivergenceJudge, rig: VerifySetup, name: str, route: Any, reference: Answers
     ) -> Difference:
-        answers = asked(rig, route)
+        answers = probe_answers(rig, route)
         finding = judge.compare(name, reference, answers, (reference.route.name, route.name))
         if route.name == "shared" and not answers.cached:
             return skipped(name, "no prompt is long enough to share its beginning")
@@ -153,8 +155,8 @@ class Verification:
         tuning = Tuning(slots=slots, context=rig.decoder.length, graphs=False)
         eager = open_generator(rig.spec, self.setup, tuning)
         try:
-            route = probed_answers.filled(rig, reference.route.sampling, slots)
-            answers = asked(rig, replace(route, name="eager", decoder=eager.decoder))
+            route = probed_answers.filled_route(rig, reference.route.sampling, slots)
+            answers = probe_answers(rig, replace(route, name="eager", decoder=eager.decoder))
             return judge.compare(name, reference, answers, ("graphs", "eager"))
         finally:
             eager.close()
@@ -208,7 +210,7 @@ class Verification:
             for name in (TOKENS, TRANSFORMERS):
                 self._timed(name, partial(skipped, name, why))
             return
-        with transformers_peer.opened(rig) as other:
+        with transformers_peer.open_transformers(rig) as other:
             self._timed(TOKENS, partial(self._tokens, rig, other))
             self._timed(TRANSFORMERS, partial(self._transformers, rig, reference, other))
 
@@ -216,7 +218,7 @@ class Verification:
         if why := transformers_peer.missing_tokenizer(rig):
             return skipped(TOKENS, why)
         try:
-            return transformers_peer.compared(rig, TOKENS, other)
+            return transformers_peer.compare_tokens(rig, TOKENS, other)
         except transformers_peer.TransformersFailed as error:
             return skipped(TOKENS, str(error))
 
@@ -252,7 +254,7 @@ def _described(finding: Difference) -> dict[str, Any]:
         "from_float32": finding.from_float32,
         "ties": finding.ties,
         "seconds": finding.seconds,
-        "divergences": [document(one) for one in finding.divergences],
+        "divergences": [divergence_document(one) for one in finding.divergences],
     }
 
 
@@ -260,18 +262,18 @@ COLUMNS = ("check", "result", "compared", "differ by", "took")
 MOST_SHOWN = 3  # faults of a check
 
 
-def heading(document: dict[str, Any]) -> str:
+def verify_heading(document: dict[str, Any]) -> str:
     dtype, computed = document["environment"]["dtype"], document.get("computed_in")
     format = dtype if computed in (None, dtype) else f"{dtype} computed in {computed}"
     said = f"{document.get('device', '')}, {format}, {document.get('prompts', 0)} prompts"
     return f"verify · {document['model']} · {said}"
 
 
-def rows(document: dict[str, Any]) -> list[tuple[str, ...]]:
+def verify_rows(document: dict[str, Any]) -> list[tuple[str, ...]]:
     return [_row(check) for check in document["checks"]]
 
 
-def notes(document: dict[str, Any]) -> Iterator[tuple[str, str]]:
+def verify_notes(document: dict[str, Any]) -> Iterator[tuple[str, str]]:
     """What was skipped, the ties, the faults, and the sentence that sums it up."""
     for check in document["checks"]:
         if check["status"] in ("skipped", "told"):

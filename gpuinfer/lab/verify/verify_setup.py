@@ -61,11 +61,11 @@ class Item:
     asked: Prompt | None = None  # where it came as a text or a chat
 
 
-def built_in(language: Language, vocabulary: int, room: int, seed: int) -> list[Item]:
+def built_in_questions(language: Language, vocabulary: int, room: int, seed: int) -> list[Item]:
     """Prompts of at most `room` tokens. A tokenizer that knows too few of the texts (characters, say) gets tokens."""
     found = language.encode([Prompt(text=text) for text in TEXTS])
     items = [
-        Item(shown(text), one[:room], Prompt(text=text))
+        Item(clipped(text), one[:room], Prompt(text=text))
         for text, one in zip(TEXTS, found, strict=True)
         if not isinstance(one, Exception)
     ]
@@ -76,7 +76,7 @@ def built_in(language: Language, vocabulary: int, room: int, seed: int) -> list[
     return [*items, *(Item(f"{len(tokens)} tokens by chance", tokens) for tokens in drawn)]
 
 
-def from_file(path: Path, limit: int, language: Language, room: int) -> list[Item]:
+def questions_of_file(path: Path, limit: int, language: Language, room: int) -> list[Item]:
     """The first `limit` prompts of a file as `generate` reads it. Raises `UsageError`, naming a row that is wrong."""
     items = []
     for number, prompt in enumerate(islice(prompts_of(path, "--prompts"), limit), 1):
@@ -94,7 +94,7 @@ def from_file(path: Path, limit: int, language: Language, room: int) -> list[Ite
     return items
 
 
-def shown(text: str) -> str:
+def clipped(text: str) -> str:
     """A text in one short line."""
     line = text.replace("\n", "↵").replace("\t", " ")
     return line if len(line) <= SHOWN else f"{line[: SHOWN - 1]}…"
@@ -102,8 +102,8 @@ def shown(text: str) -> str:
 
 def _called(prompt: Prompt) -> str:
     if prompt.messages is not None:
-        return shown(str(prompt.messages[-1].get("content", "")))
-    return shown(prompt.text if prompt.text is not None else f"tokens {list(prompt.tokens or ())[:12]}")
+        return clipped(str(prompt.messages[-1].get("content", "")))
+    return clipped(prompt.text if prompt.text is not None else f"tokens {list(prompt.tokens or ())[:12]}")
 
 
 LARGEST_BATCH = 4096
@@ -210,7 +210,7 @@ def open_setup(options: VerifyOptions, setup: Setup) -> VerifySetup:
     from gpuinfer.text.generator import Tuning, open_generator
     from gpuinfer.text.language import open_language
 
-    spec = spec_of(options)
+    spec = verified_model(options)
     checkpoint = open_checkpoint(spec)
     if (wanted := unmasking_of(options)) is not None:
         check_with_model(spec, Sampling(unmasking=wanted))
@@ -236,7 +236,7 @@ def open_setup(options: VerifyOptions, setup: Setup) -> VerifySetup:
     )
 
 
-def spec_of(options: VerifyOptions) -> ModelSpec:
+def verified_model(options: VerifyOptions) -> ModelSpec:
     """Raises `UsageError` for options that cannot be together."""
     if sum(one is not None for one in (options.model, options.checkpoint, options.dcp_path)) != 1:
         raise UsageError("verify needs one model. Give --model FOLDER, or --checkpoint model.pt --meta meta.json.")
@@ -255,5 +255,5 @@ def _items(options: VerifyOptions, checkpoint: Checkpoint, language: Language, s
             f"--new-tokens {options.new_tokens}: the model has {checkpoint.shape.positions} positions. Use fewer."
         )
     if options.prompts is not None:
-        return from_file(options.prompts, options.limit, language, room)
-    return built_in(language, checkpoint.shape.vocabulary, room, seed)[: options.limit]
+        return questions_of_file(options.prompts, options.limit, language, room)
+    return built_in_questions(language, checkpoint.shape.vocabulary, room, seed)[: options.limit]
