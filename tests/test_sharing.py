@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from gpuinfer.cli.screen.final_panel import rows
+from gpuinfer.cli.screen.final_panel import panel_rows
 from gpuinfer.cli.screen.live_view import on_cores
 from gpuinfer.host import machine
 from gpuinfer.host.cpu_contention import CoreTime
@@ -57,7 +57,7 @@ def test_stations_are_no_more_than_what_the_program_ran() -> None:
 
 def test_a_program_that_keeps_both_cores_busy_is_not_said_to_be_idle() -> None:
     """Its three lanes take turns, so that each waits most of the time."""
-    (time,) = (row.text for row in rows({"cores": told(ours=19.0, others=0.0)}) if row.name == "time")
+    (time,) = (row.text for row in panel_rows({"cores": told(ours=19.0, others=0.0)}) if row.name == "time")
     assert time.startswith("of 2 cores: around it")
     assert "idle" not in time
 
@@ -65,6 +65,6 @@ def test_a_program_that_keeps_both_cores_busy_is_not_said_to_be_idle() -> None:
 def test_where_nobody_tells_of_other_programs_only_ours_are_shared_out() -> None:
     found = core_shares(Snapshot(lanes=LANES, cpu_s=7.5), 10.0, None)
     assert found["idle_s"] is None
-    assert [row.text for row in rows({"cores": found}) if row.name == "time"] == [
+    assert [row.text for row in panel_rows({"cores": found}) if row.name == "time"] == [
         "forward 53%, search 40%, transfer 7%"
     ]

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from gpuinfer.api import Progress, Setup
 from gpuinfer.backends.inprocess import InProcess
-from gpuinfer.cli.screen.final_panel import rows
+from gpuinfer.cli.screen.final_panel import panel_rows
 from gpuinfer.report.evidence import Evidence
 from gpuinfer.report.report import Run, build, schema
 from gpuinfer.report.verdict import judge, to_try
@@ -197,7 +197,7 @@ def test_the_report_tells_of_play_and_training():
 
 
 def test_the_panel_says_it_in_words():
-    said = "\n".join(f"{row.name}: {row.text}" for row in rows(report_of(TRAINED)))
+    said = "\n".join(f"{row.name}: {row.text}" for row in panel_rows(report_of(TRAINED)))
     for words in (
         "200 tokens a game, 10 a call, 2.0 groups at once",
         "10 steps, waited 200 ms, 2% of its time",
