@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from gpuinfer.cli import flags
 from gpuinfer.cli.comparison_end import comparison_flag, concluded
 from gpuinfer.cli.comparison_progress import interruptible
+from gpuinfer.cli.grid import whole_numbers
 from gpuinfer.config import registry
 from gpuinfer.errors import UsageError
 from gpuinfer.lab.peers.peer_process import PEERS, PROGRAMS, pythons
@@ -48,7 +49,7 @@ Values = Mapping[str, Any]
 
 def named_generators(compare: Sequence[str] | None, values: Values) -> list[str]:
     """The generators that are to be compared; none when it is backends or settings."""
-    from gpuinfer.cli.variants import parts
+    from gpuinfer.cli.grid import parts
 
     if not compare:
         several = any(isinstance(value, str) and "," in value for value in values.values())
@@ -111,7 +112,9 @@ def _work(
     from gpuinfer.text.checkpoint import open_checkpoint
 
     given = merged.options("workloads", TARGET, registry.load("workloads", TARGET))
-    sizes = _sizes(own["batch_sizes"])
+    sizes = list(BATCH_SIZES)
+    if (text := own["batch_sizes"]) is not None:
+        sizes = whole_numbers("batch-sizes", text, MOST, "1,8,64")
     chosen, meta = given.get("model") or given.get("checkpoint"), given.get("meta")
     if chosen is None:
         raise UsageError("bench generate needs a model. Give --model DIR, or --model tiny, which is built in.")
@@ -156,20 +159,6 @@ def _spelled(values: Values) -> str:
 
 def _several(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [value]
-
-
-def _sizes(text: str | None) -> list[int]:
-    from gpuinfer.cli.variants import parts
-
-    if text is None:
-        return list(BATCH_SIZES)
-    try:
-        found = sorted({int(part) for part in parts(text)})
-    except ValueError:
-        found = []
-    if not found or not all(1 <= size <= MOST for size in found):
-        raise UsageError(f"--batch-sizes {text}: not whole numbers from 1 to {MOST}. Write --batch-sizes 1,8,64.")
-    return found
 
 
 def _prompts(path: Any, checkpoint: Any, seed: int, most: int) -> Any:

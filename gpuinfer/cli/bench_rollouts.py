@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from gpuinfer.cli import flags
 from gpuinfer.cli.comparison_end import comparison_flag, concluded
 from gpuinfer.cli.comparison_progress import ComparisonProgress, interruptible
+from gpuinfer.cli.grid import whole_numbers
 from gpuinfer.config import registry
 from gpuinfer.errors import UsageError, WorkError
 
@@ -77,7 +78,7 @@ def execute(values: Values, own: Values) -> dict[str, Any]:
     """All cases; the document. Raises `UsageError` when none of them can begin."""
     from gpuinfer.cli.building import merge
     from gpuinfer.cli.comparison_end import refuse_records
-    from gpuinfer.cli.variants import parts
+    from gpuinfer.cli.grid import parts
     from gpuinfer.cli.workload import log_to_people
     from gpuinfer.lab.rollouts_bench.rollouts_cases import CASES, SelectedCases, named_cases
 
@@ -91,7 +92,9 @@ def execute(values: Values, own: Values) -> dict[str, Any]:
             )
     refuse_records(TARGET, values)
     makers = named_cases(parts(own["cases"]) if own["cases"] else list(CASES))
-    wanted = SelectedCases(_numbers("engines", own["engines"]), _numbers("depths", own["depths"]))
+    wanted = SelectedCases(
+        whole_numbers("engines", own["engines"], 64, "1,2,4"), whole_numbers("depths", own["depths"], 64, "1,2,4")
+    )
     values = with_defaults(values)
     common = merge(TARGET, values).common
     log_to_people(common.verbose)
@@ -115,18 +118,6 @@ def _processor(values: Values, own: Values) -> dict[str, Any]:
     began, nothing = datetime.now(UTC).isoformat(timespec="seconds"), SeriesOutcome([])
     made = bench_document.bench_document(TARGET, nothing, compare_variants(nothing), course, began)
     return processor_document(made, [one.row() for one in measure_constraints()])
-
-
-def _numbers(name: str, text: str) -> list[int]:
-    from gpuinfer.cli.variants import parts
-
-    try:
-        found = sorted({int(part) for part in parts(text)})
-    except ValueError:
-        found = []
-    if not found or not 1 <= found[0] <= found[-1] <= 64:
-        raise UsageError(f"--{name} {text}: not whole numbers from 1 to 64. Write --{name} 1,2,4.")
-    return found
 
 
 @dataclass

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import itertools
 import shlex
 import signal
 import sys
@@ -27,7 +26,7 @@ from gpuinfer.cli.comparison_end import (
     show_comparison,
     write_report,
 )
-from gpuinfer.cli.variants import parts
+from gpuinfer.cli.grid import parts, points, split_axis
 from gpuinfer.config import registry
 from gpuinfer.config.options import GivenValue, check
 from gpuinfer.errors import UnknownName, UsageError, WorkError
@@ -229,8 +228,7 @@ def server_variants(
         flag = flags.flag(ours[0]) if ours else ours_alone[0]
         raise UsageError(f"{flag} is said of a server that is started here, and a URL has one already. Leave one out.")
     found = []
-    for values in itertools.product(*axes.values()):
-        chosen = dict(zip(axes, values, strict=True))
+    for chosen in points(axes):
         there = chosen.get(URL, url)
         own = {name: value for name, value in chosen.items() if name != URL and name not in LOADS}
         replicas = _count(own.get("replicas") or server.value("replicas"))
@@ -271,9 +269,9 @@ def _split(word: str, server: ComparedServer) -> tuple[str, list[str]]:
     found = parts(word)
     if found and all(one.startswith(("http://", "https://")) for one in found):
         return URL, found
-    key, equals, listed = word.partition("=")
-    if equals:
-        return _key(key.strip().removeprefix("--"), server), parts(listed)
+    key, values = split_axis(word)
+    if key:
+        return _key(key, server), values
     for kind, known in _names().items():
         if found and all(name in known for name in found):
             return _key(kind, server), found

@@ -55,7 +55,8 @@ def finished(
 
 def single(values: Mapping[str, Any]) -> dict[str, Any]:
     """The flags with the first of several values each, and no plugin's options: enough to read the common settings."""
-    from gpuinfer.cli.variants import KINDS, SINGLE, parts
+    from gpuinfer.cli.grid import parts
+    from gpuinfer.cli.variants import KINDS, SINGLE
 
     common = {key: values.get(key) for key in flags.common_flags() if key not in (*SINGLE, *KINDS)}
     first = {key: parts(given)[0] for key, given in common.items() if isinstance(given, str) and parts(given)}

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,7 +18,8 @@ from gpuinfer import api
 from gpuinfer.api import Limits, Setup, Strategy
 from gpuinfer.backends.service_model import ServiceModel
 from gpuinfer.cli.building import merge
-from gpuinfer.cli.variants import Axis, addressed, labels_of, parts, with_choices
+from gpuinfer.cli.grid import points, split_axis
+from gpuinfer.cli.variants import Axis, addressed, labels_of, with_choices
 from gpuinfer.config import blame, options, registry, settings
 from gpuinfer.config.options import check, natural
 from gpuinfer.engine.arrivals import classes_of, open_arrivals, parse_rows, refuse_unused, schedule_of
@@ -302,10 +302,13 @@ COMMON = ("strategy", "seed", "max_queue_rows")
 def grid(sweeps: Sequence[str], values: Mapping[str, Any]) -> list[tuple[dict[str, Any], dict[str, str]]]:
     """The flags of each combination, and what is swept in it; the last sweep fastest. Raises `UsageError`."""
     axes: dict[Axis, list[str]] = {}
-    words = [_split(word) for word in sweeps]
+    words = [split_axis(word) for word in sweeps]
     strategies = [one for key, found in words if key == "strategy" for one in found]
     strategies = strategies or [values.get("strategy") or "dynamic"]
-    for key, found in words:
+    for word, (key, found) in zip(sweeps, words, strict=True):
+        if not (key and found):
+            key = word.partition("=")[0].strip() or "rate"
+            raise UsageError(f"--sweep {word}: not of the form key=a,b,c. Write --sweep {key}=VALUE,VALUE.")
         axis = _axis(key, strategies)
         if axis in axes:
             raise UsageError(f"--sweep names '{key}' twice. Give all its values in one: --sweep {key}=a,b,c.")
@@ -313,20 +316,8 @@ def grid(sweeps: Sequence[str], values: Mapping[str, Any]) -> list[tuple[dict[st
             flag = axis[0].replace("_", "-")
             raise UsageError(f"--sweep and --{flag} both name values of '{key}'. Leave one of them out.")
         axes[axis] = found
-    chosen = [dict(zip(axes, one, strict=True)) for one in itertools.product(*axes.values())]
     labels = labels_of(axes)
-    return [(with_choices(values, one), {labels[axis]: text for axis, text in one.items()}) for one in chosen]
-
-
-def _split(word: str) -> tuple[str, list[str]]:
-    """A key and its values; a semicolon keeps commas inside them."""
-    key, equals, listed = word.partition("=")
-    found = list(dict.fromkeys(one.strip() for one in listed.split(";") if one.strip())) if ";" in listed else None
-    found = found or parts(listed)
-    key = key.strip().removeprefix("--").replace("-", "_")
-    if not (key and equals and found):
-        raise UsageError(f"--sweep {word}: not of the form key=a,b,c. Write --sweep {key or 'rate'}=VALUE,VALUE.")
-    return key, found
+    return [(with_choices(values, one), {labels[axis]: text for axis, text in one.items()}) for one in points(axes)]
 
 
 def _axis(key: str, strategies: Sequence[str]) -> Axis:

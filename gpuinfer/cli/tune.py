@@ -103,7 +103,7 @@ def execute(target: str, values: Mapping[str, Any], own: Mapping[str, Any]) -> i
 
 def space(target: str, values: Mapping[str, Any]) -> Space:
     """What may be varied: what the command line leaves open. Raises `UsageError` when no backend is there to try."""
-    from gpuinfer.cli.variants import parts
+    from gpuinfer.cli.grid import parts
     from gpuinfer.lab.bench.tuning import Space
 
     given = values.get("backend")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import os
 import typing
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -13,6 +12,7 @@ from typing import Any
 from gpuinfer.cli import flags
 from gpuinfer.cli.building import build, merge
 from gpuinfer.cli.flags import SHORTS, spelled
+from gpuinfer.cli.grid import parts, points, split_axis
 from gpuinfer.config import options, registry
 from gpuinfer.errors import UnknownName, UsageError
 from gpuinfer.lab.bench.measurement import Variant
@@ -42,10 +42,7 @@ def variants_of(target: str, values: Values, compare: Sequence[str], *, timed: b
             short = SHORTS.get(key) or flags.flag(key)
             raise UsageError(f"--compare and {short} both name values of '{option or key}'. Leave one of them out.")
     axes |= dict(_grids(plugin, values, axes.get(("backend", ""), [])))
-    found = (
-        variant(target, values, dict(zip(axes, chosen, strict=True)), timed=timed)
-        for chosen in itertools.product(*axes.values())
-    )
+    found = (variant(target, values, chosen, timed=timed) for chosen in points(axes))
     return list({one.command: one for one in found}.values())  # an option of one backend makes no two of another
 
 
@@ -119,11 +116,6 @@ def _concerns(axis: Axis, common: Any) -> bool:
     return not dot or owner == getattr(common, _owner(axis[0]))
 
 
-def parts(text: str) -> list[str]:
-    """`a,b` as its parts, each once."""
-    return list(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
-
-
 def _setter(target: str, values: Values, key: str) -> str | None:
     """The flag that sets this option of the backend or of the strategy in force; None where neither has it."""
     common = merge(target, {**values, **dict.fromkeys(KINDS)}).common
@@ -151,14 +143,14 @@ def _comparisons(
 
 
 def _compared(word: str, known: Mapping[str, Any], setter: Callable[[str], str | None]) -> tuple[Axis, list[str]]:
-    key, _, listed = word.partition("=") if "=" in word else ("backend", "", word)
-    key = key.strip().removeprefix("--").replace("-", "_")
+    key, named = split_axis(word)
+    key = key or "backend"
     flag = None if key in known or key in KINDS else setter(key)
     if flag is None and (key not in known or key in (*SINGLE, *KINDS)):
         raise UnknownName("setting to compare", key, set(known) - {*SINGLE, *KINDS}, label="Settings")
-    if not parts(listed):
+    if not named:
         raise UsageError(f"--compare {word}: names nothing to compare. Write --compare {key}=a,b.")
-    return (flag, key) if flag else (key, ""), parts(listed)
+    return (flag, key) if flag else (key, ""), named
 
 
 def _grids(plugin: Any, values: Values, backends: Sequence[str]) -> Iterator[tuple[Axis, list[str]]]:
