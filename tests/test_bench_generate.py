@@ -150,9 +150,9 @@ def document(tmp_path):
     given = work()
     done = Generators(given, SeriesPlan(3, None, None), tmp_path)
     done.outcome, done.versions = outcome_of(RATES, given), dict.fromkeys(given.names, "1.2")
-    course = SeriesPlan(3, None, None, roofline=False, parity=False)
+    series_plan = SeriesPlan(3, None, None, roofline=False, parity=False)
     built = bench_document(
-        "generate", done.outcome, compare_variants(done.outcome), course, "2025-01-01T00:00:00+00:00"
+        "generate", done.outcome, compare_variants(done.outcome), series_plan, "2025-01-01T00:00:00+00:00"
     )
     return generators_tables.generators_document(built, given, done)
 

@@ -33,7 +33,7 @@ def variant(name, backend=Doubler, seeds=None, settings=None, **options):
     return Variant(name, build, settings or {}, f"gpuinfer counting {name}")
 
 
-def watched(*variants, course=BRIEF, **more):
+def watched(*variants, series_plan=BRIEF, **more):
     """The series' outcome and the steps that were shown."""
     steps = []
 
@@ -42,7 +42,7 @@ def watched(*variants, course=BRIEF, **more):
         steps.append((step.variant.name, step.kind, step.repeat))
         yield lambda update: None
 
-    return Series(list(variants), course, show, **more).run(), steps
+    return Series(list(variants), series_plan, show, **more).run(), steps
 
 
 def test_repeats_run_in_turn_after_everyone_has_warmed_up():
@@ -63,7 +63,7 @@ def test_repeats_run_in_turn_after_everyone_has_warmed_up():
     ],
 )
 def test_a_variant_that_cannot_run_is_skipped_with_its_reason(broken, said):
-    outcome, steps = watched(broken, variant("good"), course=SeriesPlan(2, 0.2, 0.2))
+    outcome, steps = watched(broken, variant("good"), series_plan=SeriesPlan(2, 0.2, 0.2))
     assert said in outcome.skipped["bad"]
     assert [one.variant for one in outcome.runs] == ["good", "good"]
     assert compare_variants(outcome).winner.name == "good"
@@ -79,14 +79,14 @@ def test_a_variant_that_fails_later_is_left_out_and_the_rest_goes_on():
             raise UsageError("out of luck. Try another seed.")
         return RunPlan(Counting(total=10**9), Doubler(Setup()), AtOnce(), {})
 
-    outcome, _ = watched(Variant("bad", build, {}, ""), variant("good"), course=SeriesPlan(3, 0.2, 0.0))
+    outcome, _ = watched(Variant("bad", build, {}, ""), variant("good"), series_plan=SeriesPlan(3, 0.2, 0.0))
     assert outcome.failed == {"bad": "repeat 2 of 3: out of luck. Try another seed."}
     assert len([one for one in outcome.runs if one.variant == "good"]) == 3
     assert [row.name for row in compare_variants(outcome).rows] == ["good"]
 
 
 def test_a_signal_keeps_the_runs_so_far():
-    outcome, steps = watched(variant("a"), variant("b", stop_after=5), course=SeriesPlan(3, 0.3, None))
+    outcome, steps = watched(variant("a"), variant("b", stop_after=5), series_plan=SeriesPlan(3, 0.3, None))
     assert outcome.stopped
     assert [one.variant for one in outcome.runs] == ["a"]
     assert steps[-1] == ("b", RunKind.REPEAT, 0)
@@ -157,7 +157,7 @@ def running(name, workload, backend=InProcess, dtype="float32"):
 def test_all_bare_models_are_measured_before_anything_warms_the_machine_up(monkeypatch):
     monkeypatch.setattr(measurement, "roofline_of", lambda backend: Roofline(1e9, 64, "none"))
     both = running("a", Model), running("b", Model, dtype="bfloat16")
-    _, steps = watched(*both, course=SeriesPlan(1, 0.2, 0.2, parity=False))
+    _, steps = watched(*both, series_plan=SeriesPlan(1, 0.2, 0.2, parity=False))
     assert [kind for _, kind, _ in steps[:2]] == [RunKind.ROOFLINE] * 2
     assert RunKind.ROOFLINE not in [kind for _, kind, _ in steps[2:]]
 

@@ -24,7 +24,7 @@ from gpuinfer.config import registry
 from gpuinfer.config.options import OptionChange
 from gpuinfer.errors import WorkError
 from gpuinfer.lab.bench import advice_trial as turns
-from gpuinfer.lab.bench.advice_trial import AdviceTrial, TrialCourse, course_for
+from gpuinfer.lab.bench.advice_trial import AdviceTrial, TrialPlan, plan_trial
 from gpuinfer.report.report import schema
 from gpuinfer.report.verdict import TriedAdvice, after, to_try
 
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.usefixtures("empty_folder")
 
 LOAD = ["load", "--backend", "standin", "--clients", "16"]
 STANDIN = ("alpha=0", "beta=20ms", "max_rows=1")  # one row each 20 ms, and more would cost nothing
-COURSE = TrialCourse(pairs=2, seconds=0.4, most_s=250.0)  # on a busy machine nothing may be answered in 0.1 s
+PLAN = TrialPlan(pairs=2, seconds=0.4, most_s=250.0)  # on a busy machine nothing may be answered in 0.1 s
 
 
 def settings(*options, **values):
@@ -82,7 +82,7 @@ JUDGED = {**a_report()["bottleneck"], "healthy": False, "station": "forward", "s
 
 def test_a_change_that_helps_is_measured_in_turns_beside_the_setting_in_force():
     found = ways(settings(*STANDIN, trial=True), OptionChange("-B", "max_rows", 16))
-    series = AdviceTrial(found.present, found.changed, COURSE)
+    series = AdviceTrial(found.present, found.changed, PLAN)
     measured, _, _ = series.run()  # the interval of two short pairs on a busy machine may be anything
     assert (series.done, series.pairs) == (4, 2)
     assert measured > 1.5  # sixteen times as many rows in the same time
@@ -109,7 +109,7 @@ def test_when_time_runs_out_the_pairs_that_are_there_must_do(monkeypatch):
         return rate
 
     monkeypatch.setattr(AdviceTrial, "_turn", turn)
-    series = AdviceTrial(None, None, TrialCourse(4, 1.0, 60.0))
+    series = AdviceTrial(None, None, TrialPlan(4, 1.0, 60.0))
     assert series.run()[0] == pytest.approx(1.5)
     assert series.pairs == 2
 
@@ -119,7 +119,7 @@ def test_a_trial_never_outlasts_its_time_nor_do_its_processes():
     worker.start()
     found = ways(settings(*STANDIN, trial=True), OptionChange("-B", "max_rows", 16))
     with pytest.raises(WorkError, match="took too long"):
-        AdviceTrial(found.present, found.changed, TrialCourse(2, 1000.0, 0.2)).run()
+        AdviceTrial(found.present, found.changed, TrialPlan(2, 1000.0, 0.2)).run()
     worker.join(60)
     assert worker.exitcode == -signal.SIGKILL
 
@@ -139,13 +139,13 @@ def test_a_trial_never_outlasts_its_time_nor_do_its_processes():
     ],
 )
 def test_a_trial_takes_its_share_of_the_runs_time_and_no_more(report, start_s, pairs):
-    course = course_for(report, start_s)
-    assert (course and course.pairs) == pairs
-    if course is not None:
+    trial_plan = plan_trial(report, start_s)
+    assert (trial_plan and trial_plan.pairs) == pairs
+    if trial_plan is not None:
         assert (
-            2 * course.pairs * (course.seconds + start_s)
-            < course.about_s
-            < course.most_s
+            2 * trial_plan.pairs * (trial_plan.seconds + start_s)
+            < trial_plan.about_s
+            < trial_plan.most_s
             == turns.SHARE * report["wall_s"]
         )
 
@@ -247,7 +247,7 @@ def test_what_was_measured_is_said(ends, words):
 
 
 def measured(report, **more):
-    ahead = workload.Ahead(OptionChange("-B", "max_rows", 16), lambda: None, lambda: None, COURSE)
+    ahead = workload.Ahead(OptionChange("-B", "max_rows", 16), lambda: None, lambda: None, PLAN)
     return workload.trial_report(report, ahead, Display("load", live=False))["bottleneck"]
 
 
@@ -280,7 +280,7 @@ def test_ctrl_c_ends_a_trial_in_the_midst_of_a_turn_and_its_processes_at_once():
             os.kill(os.getpid(), signal.SIGINT)
 
     with pytest.raises(KeyboardInterrupt):
-        AdviceTrial(found.present, found.changed, TrialCourse(2, 1000.0, 1000.0), watch=interrupt).run()
+        AdviceTrial(found.present, found.changed, TrialPlan(2, 1000.0, 1000.0), watch=interrupt).run()
     assert set(looks) == {0}
     worker.join(60)
     assert worker.exitcode == -signal.SIGKILL

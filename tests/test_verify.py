@@ -317,13 +317,13 @@ def test_chats_are_compared_too(verify, near_peer, monkeypatch, tmp_path):
 
 
 def test_ctrl_c_leaves_what_was_found_and_says_that_it_is_not_all(verify, monkeypatch):
-    asked, asks = verification.asked, []
+    answered, routes = verification.probe_answers, []
 
     def interrupted(rig, route):
-        asks.append(route)
-        if len(asks) == 3:
+        routes.append(route)
+        if len(routes) == 3:
             raise KeyboardInterrupt
-        return asked(rig, route)
+        return answered(rig, route)
 
     monkeypatch.setattr(verification, "probe_answers", interrupted)
     code, document, _ = verify(*ALONE)

@@ -70,8 +70,8 @@ def test_a_model_without_masks_is_not_verified_with_words_on_them(verify):
 
 def test_a_row_that_feels_its_company_is_found():
     options = VerifyOptions(model="tiny-llada", batch_sizes=[2], new_tokens=4, limit=3)
-    rig = open_setup(options, Setup(devices=("cpu",)))
-    plain = rig.generator.decoder.forward
+    opened = open_setup(options, Setup(devices=("cpu",)))
+    plain = opened.generator.decoder.forward
 
     def forward(step: Any) -> Any:
         logits = plain(step)
@@ -80,12 +80,12 @@ def test_a_row_that_feels_its_company_is_found():
             logits[0, ord("a")] += 50.0
         return logits
 
-    rig.generator.decoder.forward = forward
+    opened.generator.decoder.forward = forward
     try:
-        masks = DiffusionChecks(rig)
+        masks = DiffusionChecks(opened)
         masks.alone()
         findings = {name: check() for name, check in masks.checks()}
     finally:
-        rig.close()
+        opened.close()
     assert findings["2 at once = alone"].status == "fails"
     assert "2 at once token 97" in findings["2 at once = alone"].why

@@ -143,7 +143,7 @@ def test_a_peer_that_dies_is_told_with_the_cure():
     ours, theirs = multiprocessing.Pipe()
     theirs.close()
     with pytest.raises(WorkError, match=r"code -9.*--no-transformers"):
-        TransformersPeer(ours, Ended(), 8).told(1.0)
+        TransformersPeer(ours, Ended(), 8).reply(1.0)
 
 
 def test_a_peer_that_is_silent_is_not_waited_for_for_ever(monkeypatch):

@@ -95,7 +95,7 @@ def first_sentence(target: str) -> str:
 
 
 def _source(module: str) -> Path | None:
-    """Where a module's source lies. Only the top package's finder is asked, since that runs no code of the package."""
+    """The file of a module's source. Only the top package's finder is asked, since that runs no code of the package."""
     top, *rest = module.split(".")
     try:
         spec = getattr(sys.modules.get(top), "__spec__", None) or find_spec(top)
@@ -172,5 +172,5 @@ def run(words: list[str]) -> int:
 
 
 def _let_go_of_stdout() -> None:
-    """Nobody reads: keep Python from complaining when it flushes at exit."""
+    """The reader of standard output is gone: keep Python from complaining when it flushes at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -144,19 +144,21 @@ def compared(
     from gpuinfer.cli.workload import log_to_people
     from gpuinfer.lab.bench.series import Series
 
-    course = _course(target, values, own, common.seed, common.roofline)
-    variants = _variants(target, values, own["compare"] or [], course)
+    series_plan = _series_plan(target, values, own, common.seed, common.roofline)
+    variants = _variants(target, values, own["compare"] or [], series_plan)
     log_to_people(common.verbose)
     began = datetime.now(UTC).isoformat(timespec="seconds")
     progress = ComparisonProgress(f"bench {workload_targets.target_name(target)}", common)
     with interruptible():
-        series = Series(variants, course, progress.step)
+        series = Series(variants, series_plan, progress.step)
         progress.watch(series)
         outcome = series.run()
-    return concluded(target, outcome, course, began), outcome.variants
+    return concluded(target, outcome, series_plan, began), outcome.variants
 
 
-def _course(target: str, values: Mapping[str, Any], own: Mapping[str, Any], seed: int, roofline: bool) -> SeriesPlan:
+def _series_plan(
+    target: str, values: Mapping[str, Any], own: Mapping[str, Any], seed: int, roofline: bool
+) -> SeriesPlan:
     from gpuinfer.cli.variants import AMOUNTS
     from gpuinfer.lab.bench.series import SeriesPlan
 
@@ -168,11 +170,11 @@ def _course(target: str, values: Mapping[str, Any], own: Mapping[str, Any], seed
     return SeriesPlan(own["repeats"], seconds, warmup, seed, roofline)
 
 
-def _variants(target: str, values: Mapping[str, Any], compare: list[str], course: SeriesPlan) -> list[Variant]:
+def _variants(target: str, values: Mapping[str, Any], compare: list[str], series_plan: SeriesPlan) -> list[Variant]:
     from gpuinfer.cli.variants import variants_of
 
     refuse_records(target, values)
-    timed = course.seconds is not None
+    timed = series_plan.seconds is not None
     found = variants_of(target, values, compare, timed=timed)
     if len(found) == 1 and not compare and values.get("backend") is None:
         found = variants_of(target, values, [DEFAULT_COMPARE], timed=timed)

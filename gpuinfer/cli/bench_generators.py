@@ -80,13 +80,13 @@ def execute(names: Sequence[str], values: Values, own: Values, folder: Path | No
     _refuse_others(values, own)
     merged = merge(TARGET, values)
     log_to_people(merged.common.verbose)
-    course = SeriesPlan(own["repeats"], None, None, merged.common.seed, roofline=False, parity=False)
+    series_plan = SeriesPlan(own["repeats"], None, None, merged.common.seed, roofline=False, parity=False)
     began = datetime.now(UTC).isoformat(timespec="seconds")
     with tempfile.TemporaryDirectory(prefix="gpuinfer-bench-") as scratch, interruptible():
-        work = _work(names, merged, values, own, course, Path(scratch))
-        generators = Generators(work, course, _logs(folder, Path(scratch)), _say(merged.common.quiet))
+        work = _work(names, merged, values, own, series_plan, Path(scratch))
+        generators = Generators(work, series_plan, _logs(folder, Path(scratch)), _say(merged.common.quiet))
         outcome = generators.run()
-        return generators_document(concluded(TARGET, outcome, course, began), work, generators)
+        return generators_document(concluded(TARGET, outcome, series_plan, began), work, generators)
 
 
 def _refuse_others(values: Values, own: Values) -> None:
@@ -102,7 +102,7 @@ def _refuse_others(values: Values, own: Values) -> None:
 
 
 def _work(
-    names: Sequence[str], merged: Settings, values: Values, own: Values, course: SeriesPlan, scratch: Path
+    names: Sequence[str], merged: Settings, values: Values, own: Values, series_plan: SeriesPlan, scratch: Path
 ) -> Contest:
     """Everything checked: the model, the prompts, and that they fit."""
     from gpuinfer.api import ModelSpec, Setup
@@ -133,7 +133,9 @@ def _work(
         names=names,
         batch_sizes=sizes,
         new_tokens=own["new_tokens"] or given.get("max_new_tokens") or NEW_TOKENS,
-        prompts=_prompts(own["prompts"] or given.get("input"), checkpoint, common.seed, needed(sizes, course.repeats)),
+        prompts=_prompts(
+            own["prompts"] or given.get("input"), checkpoint, common.seed, needed(sizes, series_plan.repeats)
+        ),
         setup=Setup(devices=common.devices, dtype=common.dtype, seed=common.seed),
         folder=_folder(checkpoint, scratch) if set(names) & set(PEERS) else None,
         weights=weights,
@@ -184,7 +186,7 @@ def _folder(checkpoint: Any, scratch: Path) -> Path | None:
 
 
 def _logs(folder: Path | None, scratch: Path) -> Path:
-    """Where the children's noise goes: it stays beside a report."""
+    """The folder of the children's logs, in that of the report where there is one."""
     logs = (folder or scratch) / "logs"
     logs.mkdir(exist_ok=True)
     return logs
@@ -195,7 +197,7 @@ def _say(quiet: bool) -> Any:
 
 
 def generators_flags() -> flags.Parameters:
-    """What `bench generate` has beside the flags of every target."""
+    """The flags of `bench generate` alone."""
     sizes = ",".join(map(str, BATCH_SIZES))
     return {
         "batch_sizes": comparison_flag("batch_sizes", str | None, "N,N", f"Prompts at once. [default: {sizes}]"),

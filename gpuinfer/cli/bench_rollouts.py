@@ -41,7 +41,7 @@ Values = Mapping[str, Any]
 
 
 def rollouts_flags() -> flags.Parameters:
-    """What `bench rollouts` has beside the flags of every target."""
+    """The flags of `bench rollouts` alone."""
     from gpuinfer.lab.rollouts_bench.rollouts_cases import CASES
 
     names = ",".join(CASES)
@@ -114,9 +114,11 @@ def _processor(values: Values, own: Values) -> dict[str, Any]:
     from gpuinfer.lab.rollouts_bench.constraint_speed import measure_constraints
     from gpuinfer.lab.rollouts_bench.rollouts_tables import processor_document
 
-    course = SeriesPlan(own["repeats"], None, None, merge(TARGET, values).common.seed, roofline=False, parity=False)
+    series_plan = SeriesPlan(
+        own["repeats"], None, None, merge(TARGET, values).common.seed, roofline=False, parity=False
+    )
     began, nothing = datetime.now(UTC).isoformat(timespec="seconds"), SeriesOutcome([])
-    made = bench_document.bench_document(TARGET, nothing, compare_variants(nothing), course, began)
+    made = bench_document.bench_document(TARGET, nothing, compare_variants(nothing), series_plan, began)
     return processor_document(made, [one.row() for one in measure_constraints()])
 
 
@@ -176,11 +178,11 @@ class Cases:
         from gpuinfer.lab.rollouts_bench.rollouts_tables import game_section, rollouts_document, steps_section
         from gpuinfer.rollouts.steps import read_steps
 
-        course = SeriesPlan(self.repeats, None, None, self.common.seed, roofline=False, parity=False)
+        series_plan = SeriesPlan(self.repeats, None, None, self.common.seed, roofline=False, parity=False)
         found, left_out = [], dict[str, str]()
         for case in cases:
             try:
-                document, stopped = self._one(case, course)
+                document, stopped = self._one(case, series_plan)
             except UsageError as error:
                 left_out[case.name] = " ".join(str(error).split())
                 continue
@@ -197,16 +199,16 @@ class Cases:
         ]
         return document
 
-    def _one(self, case: RolloutsCase, course: SeriesPlan) -> tuple[dict[str, Any], bool]:
+    def _one(self, case: RolloutsCase, series_plan: SeriesPlan) -> tuple[dict[str, Any], bool]:
         from gpuinfer.lab.bench.series import Series
         from gpuinfer.lab.rollouts_bench.rollouts_cases import full_name
 
         began = datetime.now(UTC).isoformat(timespec="seconds")
         progress = ComparisonProgress(f"bench {TARGET}", self.common)
-        series = Series([self._variant(full_name(case, way), way) for way in case.ways], course, progress.step)
+        series = Series([self._variant(full_name(case, way), way) for way in case.ways], series_plan, progress.step)
         progress.watch(series)
         outcome: SeriesOutcome = series.run()
-        return concluded(TARGET, outcome, course, began), outcome.stopped
+        return concluded(TARGET, outcome, series_plan, began), outcome.stopped
 
     def _variant(self, name: str, way: RolloutsVariant) -> Variant:
         from gpuinfer.cli.variants import variant, with_choices

@@ -71,7 +71,7 @@ class LoadOptions(api.Options):
         None, description="answers end at their length alone; default: where the server is ours"
     )
     stream: bool = Field(True, description="answers as events, token by token")
-    users: int = Field(0, ge=0, le=10**6, description="of whom each request names one; 0: nobody says who asks")
+    users: int = Field(0, ge=0, le=10**6, description="of whom each request names one; 0: requests name no user")
     rows: int = Field(1, ge=1, le=1 << 20, description="of one request to evaluate")
     binary: bool = Field(False, description="rows and answers as safetensors, not JSON")
     goodput: str | None = Field(None, description="times that are promised: ttft:200ms,tpot:20ms,e2e:1s")
@@ -412,12 +412,12 @@ def execute(values: Mapping[str, Any], theirs: Sequence[str]) -> int:
     destination, folder = output.Destination(common.report), report_folder(values["report"])
     log_to_people(common.verbose)
     longest = max((way.load.seconds for way in plan.ways if way.load.seconds is not None), default=None)
-    course = SeriesPlan(values["repeats"], longest, own.warmup, common.seed, roofline=False, parity=False)
+    series_plan = SeriesPlan(values["repeats"], longest, own.warmup, common.seed, roofline=False, parity=False)
     began = datetime.now(UTC).isoformat(timespec="seconds")
     with tempfile.TemporaryDirectory(prefix="gpuinfer-bench-") as scratch:
-        turns = LoadSeries(plan, course, _logs(folder, Path(scratch)), _say(common.quiet))
+        turns = LoadSeries(plan, series_plan, _logs(folder, Path(scratch)), _say(common.quiet))
         _run(turns)
-        document = _document(turns, plan, course, own, began)
+        document = _document(turns, plan, series_plan, own, began)
     show_comparison("bench serve", document, on_stderr=destination.stdout)
     destination.write(document)
     write_report(folder, document)
@@ -556,20 +556,22 @@ def _say(quiet: bool) -> Any:
 
 
 def _logs(folder: Path | None, scratch: Path) -> Path:
-    """Where the servers' logs go: they stay beside a report."""
+    """The folder of the servers' logs, in that of the report where there is one."""
     logs = (folder or scratch) / "logs"
     logs.mkdir(exist_ok=True, mode=0o700)
     return logs
 
 
-def _document(turns: LoadSeries, plan: LoadPlan, course: SeriesPlan, own: LoadOptions, began: str) -> dict[str, Any]:
+def _document(
+    turns: LoadSeries, plan: LoadPlan, series_plan: SeriesPlan, own: LoadOptions, began: str
+) -> dict[str, Any]:
     """Raises `UsageError` when none of the ways could run, with the reasons."""
     from gpuinfer.cli.comparison_end import concluded
     from gpuinfer.lab.serve_bench import load_tables
 
     if len(plan.ways) == 1 and turns.outcome.skipped:
         raise WorkError(next(iter(turns.outcome.skipped.values())))
-    document = concluded(NAME, turns.outcome, course, began)
+    document = concluded(NAME, turns.outcome, series_plan, began)
     left = [one.variant for one in turns.outcome.runs]
     load = {**own.model_dump(mode="json"), "said": load_said(own, turns.calls)}
     document["serve"] = load_tables.load_section(

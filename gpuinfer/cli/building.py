@@ -29,7 +29,7 @@ def merge(name: str, values: Mapping[str, Any]) -> settings.Settings:
 
 
 def plain_flags(name: str, values: Mapping[str, Any]) -> dict[str, GivenValue]:
-    """What was given by flags of their own, as settings."""
+    """Flags with a name of their own, as settings."""
     common = flags.common_flags()
     return {
         key if key in common else f"{name}.{key}": GivenValue(_given(value), flags.SHORTS.get(key) or flags.flag(key))
@@ -43,7 +43,7 @@ def _given(value: Any) -> Any:
 
 
 def option_flags(values: Mapping[str, Any], common: settings.Common) -> dict[str, GivenValue]:
-    """What was given by -B and -S, as settings of the backend and the strategy in force."""
+    """-B and -S, as settings of the backend and the strategy in force."""
     backend = settings.table_name("backends", common.backend)
     strategy = settings.table_name("strategies", common.strategy)
     pairs = flags.option_pairs(values.get("backend_options") or [], "-B", backend)

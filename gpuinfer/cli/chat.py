@@ -202,7 +202,7 @@ class Terminal:
             self._at_start = True
 
     def note(self, text: str) -> None:
-        """For people: said where messages come from a terminal."""
+        """Show a note, where messages come from a terminal."""
         if self.talks and not self._quiet:
             write((dim(printable(text)) if sys.stderr.isatty() else text) + "\n", sys.stderr)
 
@@ -265,18 +265,18 @@ class ChatHistory:
 
     def __init__(self, system: str | None = None) -> None:
         self.system = system
-        self._said: list[dict[str, str]] = []
+        self._messages: list[dict[str, str]] = []
 
     def with_message(self, text: str) -> tuple[dict[str, str], ...]:
         """The chat that asks for an answer to this."""
         first = [] if self.system is None else [{"role": "system", "content": self.system}]
-        return (*first, *self._said, {"role": "user", "content": text})
+        return (*first, *self._messages, {"role": "user", "content": text})
 
     def keep(self, text: str, answer: str) -> None:
-        self._said += [{"role": "user", "content": text}, {"role": "assistant", "content": answer}]
+        self._messages += [{"role": "user", "content": text}, {"role": "assistant", "content": answer}]
 
     def reset(self) -> None:
-        self._said.clear()
+        self._messages.clear()
 
 
 class ChatConversation:
@@ -347,38 +347,38 @@ class ChatConversation:
     def _instruct(self, text: str) -> None:
         if text:
             self.history.system = text
-        said = "no system message" if self.history.system is None else f"the system message is: {self.history.system}"
-        self._screen.note(f"From now on {said}" if text else said.capitalize())
+        now = "no system message" if self.history.system is None else f"the system message is: {self.history.system}"
+        self._screen.note(f"From now on {now}" if text else now.capitalize())
 
     def _answer(self, text: str) -> None:
         self._turns += 1
         prompt = _asking(self._plain, self.history.with_message(text), f"turn-{self._turns}")
-        stream, said = self._ask(prompt), ""
+        stream, answer_text = self._ask(prompt), ""
         try:
             with self._ctrl_c:
                 for part in stream:
-                    said += part.text
+                    answer_text += part.text
                     self._screen.answer(part.text)
             (whole,) = stream.result.completions
-            self._screen.answer(whole.text[len(said) :])  # all of it, where the backend makes no parts
-            said = whole.text
+            self._screen.answer(whole.text[len(answer_text) :])  # all of it, where the backend makes no parts
+            answer_text = whole.text
             self._screen.end_answer()
             if whole.finish_reason == "length":
                 self._screen.note(cut_off(len(whole.tokens), prompt.sampling.max_tokens))
-            elif not said.strip():
+            elif not answer_text.strip():
                 self._screen.note("The answer is empty.")
         except KeyboardInterrupt:
             stream.close()
             self._screen.end_answer()
             self._screen.note("Stopped.")
         except (RequestError, BackendError) as error:
-            self._fail(error, bool(said))
+            self._fail(error, bool(answer_text))
             return
-        if said:
-            self.history.keep(text, said)
+        if answer_text:
+            self.history.keep(text, answer_text)
 
     def _fail(self, error: GpuinferError, begun: bool) -> None:
-        """The message counts as not said."""
+        """Forget the message that failed."""
         self.failures += 1
         if begun:
             self._screen.end_answer()

@@ -83,7 +83,7 @@ def refuse_records(target: str, values: Mapping[str, Any]) -> None:
             raise UsageError(f"{origin}: a comparison plays the same games many times and keeps none. {cure}.")
 
 
-def concluded(target: str, outcome: SeriesOutcome, course: SeriesPlan, began: str) -> dict[str, Any]:
+def concluded(target: str, outcome: SeriesOutcome, series_plan: SeriesPlan, began: str) -> dict[str, Any]:
     """The document. Raises `UsageError` when no variant could run, with the reasons."""
     from gpuinfer.lab.bench import bench_document
     from gpuinfer.lab.bench.comparison import compare_variants
@@ -92,7 +92,7 @@ def concluded(target: str, outcome: SeriesOutcome, course: SeriesPlan, began: st
         reasons = [f"{name}: {reason}" for name, reason in outcome.skipped.items()]
         raise UsageError("\n".join(["none of these can run here.", *reasons[:2]]))
     return bench_document.bench_document(
-        workload_targets.target_name(target), outcome, compare_variants(outcome), course, began
+        workload_targets.target_name(target), outcome, compare_variants(outcome), series_plan, began
     )
 
 
@@ -142,7 +142,7 @@ def apply_winner(target: str, document: Mapping[str, Any], variants: list[Varian
 
 
 def comparison_exit_code(document: Mapping[str, Any], least: float | None) -> int:
-    """3 stopped, 4 wrong answers or too slow (said on standard error), 1 a variant failed after its warm-up, else 0."""
+    """3 stopped, 4 wrong answers or too slow (on standard error), 1 a variant failed after its warm-up, else 0."""
     from gpuinfer.lab.bench.bench_document import variants_below, wrong_variants
 
     if document["status"] == "partial":

@@ -22,7 +22,7 @@ class ComparisonProgress:
         self._live = sys.stderr.isatty() and common.live is not False and not common.quiet
 
     def watch(self, work: Series | Tuner) -> None:
-        """What is going on, so that its results can be told as they come."""
+        """Set the work whose results are shown as they come."""
         self._work = work
 
     @contextlib.contextmanager
@@ -67,7 +67,7 @@ class ComparisonProgress:
         """A run that is ended by the clock is as far as the clock is."""
         from dataclasses import replace
 
-        seconds = self._work.course.seconds if self._work else None
+        seconds = self._work.series_plan.seconds if self._work else None
         if seconds is None or update.progress.setup:
             return update
         done = min(update.elapsed_s, seconds)

@@ -35,8 +35,9 @@ PROBE = """
 import importlib.util, json, mmap, os, shutil, sys, sysconfig, torch
 gpus, there = [], torch.cuda.is_available()
 for index in range(torch.cuda.device_count() if there else 0):
-    told = torch.cuda.get_device_properties(index)
-    gpus.append({"name": told.name, "capability": [told.major, told.minor], "total": told.total_memory})
+    properties = torch.cuda.get_device_properties(index)
+    capability = [properties.major, properties.minor]
+    gpus.append({"name": properties.name, "capability": capability, "total": properties.total_memory})
     try:
         gpus[-1]["free"] = torch.cuda.mem_get_info(index)[0]
     except RuntimeError as error:
@@ -97,7 +98,7 @@ def examine_machine() -> Iterator[tuple[str, list[Fact]]]:
 
 
 def probe_torch(code: str = PROBE, limit_s: float = PROBE_S) -> dict[str, Any]:
-    """What torch sees, asked in a child: a broken driver may crash or hang it. `{"error": …}` when it fails."""
+    """What torch sees, from a child process, which a broken driver may crash or hang. `{"error": …}` when it fails."""
     child = children.run_program([sys.executable, "-c", code], limit_s)
     if child.code is None:
         return {"error": f"importing it took over {limit_s:.0f} s. Try again, or reinstall torch."}
@@ -108,7 +109,7 @@ def probe_torch(code: str = PROBE, limit_s: float = PROBE_S) -> dict[str, Any]:
     try:
         found: dict[str, Any] = json.loads(answer)
     except json.JSONDecodeError:
-        return {"error": f"it was asked for its devices and said: {answer}. Reinstall torch."}
+        return {"error": f"asked for its devices, it answered: {answer}. Reinstall torch."}
     return found
 
 
@@ -170,10 +171,10 @@ SHORT = 0.2  # of a device's memory: with less of it free, it is short
 def _gpu(index: int, gpu: Mapping[str, Any], kernels_for: Sequence[str]) -> Fact:
     """A device, and what makes it slow or unusable."""
     major, minor = gpu["capability"]
-    said = [f"compute capability {major}.{minor}"]
+    facts = [f"compute capability {major}.{minor}"]
     if "free" not in gpu:
         return Fact(f"cuda:{index}", str(gpu["name"]), f"cannot be used: {gpu['trouble']}", ok=False, serious=False)
-    said.append(f"{number(gpu['free'])}B free of {number(gpu['total'])}B")
+    facts.append(f"{number(gpu['free'])}B free of {number(gpu['total'])}B")
     slow = []
     if kernels_for and not runs_on(major, minor, kernels_for):
         slow.append(
@@ -183,7 +184,7 @@ def _gpu(index: int, gpu: Mapping[str, Any], kernels_for: Sequence[str]) -> Fact
         slow.append("before 8.0 bfloat16 is emulated, and slow: take --dtype float16")
     if gpu["free"] < SHORT * gpu["total"]:
         slow.append("other programs have most of its memory: batches are smaller. nvidia-smi names them")
-    return Fact(f"cuda:{index}", str(gpu["name"]), "; ".join([", ".join(said), *slow]), ok=not slow, serious=False)
+    return Fact(f"cuda:{index}", str(gpu["name"]), "; ".join([", ".join(facts), *slow]), ok=not slow, serious=False)
 
 
 def runs_on(major: int, minor: int, kernels_for: Sequence[str]) -> bool:
@@ -204,8 +205,8 @@ def runs_on(major: int, minor: int, kernels_for: Sequence[str]) -> bool:
 def _around_cuda(torch: Mapping[str, Any]) -> Iterator[Fact]:
     """What is fast or slow on all of the devices, and why."""
     if "nvml" in torch:
-        said = f"{torch['nvml']}: other programs on the device are not seen. pip install nvidia-ml-py"
-        yield Fact("driver", "not asked", said, ok=False, serious=False)
+        reason = f"{torch['nvml']}: other programs on the device are not seen. pip install nvidia-ml-py"
+        yield Fact("driver", "not asked", reason, ok=False, serious=False)
     else:
         newest = f"for CUDA {torch['driver_cuda']} and before" if torch.get("driver_cuda") else ""
         yield Fact("driver", str(torch.get("driver", "")), newest)

@@ -50,19 +50,19 @@ def status(
 ) -> None:
     """The workers of a fleet, how each is and what it has done. Exits 1 when none takes requests."""
     destination = Destination(report)
-    told = _stats(url, api_key_file)
-    workers = told.get("workers", [_alone(url, told)])
+    statistics = _stats(url, api_key_file)
+    workers = statistics.get("workers", [_alone(url, statistics)])
     if not destination.stdout:
-        _show(url, told, workers)
-    destination.write(told)
+        _show(url, statistics, workers)
+    destination.write(statistics)
     if not any(worker.get("healthy") for worker in workers):
         raise typer.Exit(1)
 
 
-def _show(url: str, told: Mapping[str, Any], workers: Sequence[Mapping[str, Any]]) -> None:
+def _show(url: str, statistics: Mapping[str, Any], workers: Sequence[Mapping[str, Any]]) -> None:
     from gpuinfer.cli.screen.display import comparison
 
-    throughput = told.get("throughput", {})
+    throughput = statistics.get("throughput", {})
     rates = [f"{throughput[name]:,.3g} {name.removesuffix('_per_s')}/s" for name in throughput if name != "over_s"]
     healthy = sum(bool(worker.get("healthy")) for worker in workers)
     title = f"{url} · {healthy} of {len(workers)} workers take requests"
@@ -78,17 +78,17 @@ def _row(worker: Mapping[str, Any]) -> list[str]:
     return [f"{worker.get('index', 0)}  {where}", str(state), *(f"{worker.get(name) or 0:,}" for name in counts)]
 
 
-def _alone(url: str, told: Mapping[str, Any]) -> dict[str, Any]:
+def _alone(url: str, statistics: Mapping[str, Any]) -> dict[str, Any]:
     """A replica without a fleet, as if it were the only worker of one."""
     return {
         "index": 0,
         "url": url,
-        "healthy": bool(told.get("ready")),
-        "state": told.get("status", "-"),
-        "in_flight": told.get("in_flight", 0),
-        "waiting_rows": told.get("waiting_rows", 0),
-        "requests_served": told.get("requests", 0),
-        "errors": sum(dict(told.get("errors", {})).values()),
+        "healthy": bool(statistics.get("ready")),
+        "state": statistics.get("status", "-"),
+        "in_flight": statistics.get("in_flight", 0),
+        "waiting_rows": statistics.get("waiting_rows", 0),
+        "requests_served": statistics.get("requests", 0),
+        "errors": sum(dict(statistics.get("errors", {})).values()),
     }
 
 
@@ -132,16 +132,16 @@ def _options(flags: Mapping[str, Any]) -> FleetStatusOptions:
 
 
 def _workers_of(url: str, api_key_file: Path | None) -> list[str]:
-    told = _stats(url, api_key_file)
-    if "workers" not in told:
+    statistics = _stats(url, api_key_file)
+    if "workers" not in statistics:
         raise UsageError(f"{url} is a single server, no fleet. Name it by --worker {url.removeprefix('http://')}.")
-    if any(worker.get("ours") for worker in told["workers"]):
+    if any(worker.get("ours") for worker in statistics["workers"]):
         print(
             "gpuinfer: the replicas of this fleet ask for a key that only its router has, and move when they are "
             "started again.\nGive HAProxy replicas of their own, with --worker, or their key by --key-file.",
             file=sys.stderr,
         )
-    return [worker["url"] for worker in told["workers"] if worker.get("url")]
+    return [worker["url"] for worker in statistics["workers"] if worker.get("url")]
 
 
 def _key(path: Path | None) -> str | None:
@@ -151,7 +151,7 @@ def _key(path: Path | None) -> str | None:
 
 
 def _stats(url: str, api_key_file: Path | None) -> dict[str, Any]:
-    """What `GET /stats` says. Raises `UsageError` for nobody, and for somebody else."""
+    """The answer to `GET /stats`. Raises `UsageError` where no server, or another program, answers."""
     from gpuinfer.fleet.replica_client import Endpoint, ReplicaClient
     from gpuinfer.http import network
 

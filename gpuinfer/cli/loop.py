@@ -80,7 +80,7 @@ class LoopOptions(api.Options):
         description="resign games of self-play where all is worth minus this or less [never]",
     )
     resign_check: float | None = Field(
-        None, ge=0, le=1, description="share of games of self-play that nobody may resign [0.1]"
+        None, ge=0, le=1, description="share of games of self-play without resignation [0.1]"
     )
     window: int = Field(4, ge=1, description="iterations whose games are learnt from, the newest ones")
     training_steps: int = Field(400, ge=1, description="batches that are learnt from, in each iteration")
@@ -133,20 +133,20 @@ def execute(values: Mapping[str, Any]) -> int:
     except (UsageError, WorkError) as caught:
         error = caught
     finally:
-        told = loop_summary.loop_document(plan, settings, command, ended)
+        document = loop_summary.loop_document(plan, settings, command, ended)
         if error is None:
-            destination.write(told)
+            destination.write(document)
         else:
-            destination.write_failed(told, error)
-        loop_summary.write_loop(plan, told)
+            destination.write_failed(document, error)
+        loop_summary.write_loop(plan, document)
         folder.release()
-    if told["iterations"]:
-        _show(told, options, on_stderr=destination.stdout)
+    if document["iterations"]:
+        _show(document, options, on_stderr=destination.stdout)
     if error is not None:
         raise error
     if ended == "partial":
         return PARTIAL
-    return _judged(told, options.fail_under)
+    return _judged(document, options.fail_under)
 
 
 def _network(options: LoopOptions, seed: int) -> tuple[ModelSpec, dict[str, Any]]:
@@ -220,7 +220,7 @@ def _plan(options: LoopOptions, folder: Path, merged: Settings) -> LoopPlan:
 
 
 def _deciding(options: LoopOptions, seed: int, dtype: str) -> dict[str, Any]:
-    """What all that lies in the folder has in common. More iterations, and more matches, may come to it."""
+    """The settings that every step in the folder shares. Iterations and matches may be added later."""
     kept = {name: value for name, value in options.model_dump(mode="json").items() if name not in NO_PART}
     digest = hashlib.sha256(options.weights.read_bytes()).hexdigest() if options.weights else None
     return {**kept, "weights": digest, "seed": seed, "dtype": dtype}
@@ -310,24 +310,24 @@ def _resigned(found: Mapping[str, Any] | None) -> str:
     return f", {in_share(found)} resigned{advice}"
 
 
-def _show(told: Mapping[str, Any], options: LoopOptions, on_stderr: bool) -> None:
+def _show(document: Mapping[str, Any], options: LoopOptions, on_stderr: bool) -> None:
     from gpuinfer.cli.screen.display import comparison
     from gpuinfer.lab.loop import loop_summary
 
-    notes = [("strength", loop_summary.loop_verdict(told)), *loop_summary.strength_lines(told)]
-    notes += [("weights", told["weights"])] if told["weights"] else []
+    notes = [("strength", loop_summary.loop_verdict(document)), *loop_summary.strength_lines(document)]
+    notes += [("weights", document["weights"])] if document["weights"] else []
     notes += [("written", f"{options.out}/loop.html, and beside it JSON, Markdown and the plot")]
     comparison(
         f"loop · {options.game} · {options.model}",
-        loop_summary.loop_columns(told),
-        list(loop_summary.loop_rows(told)),
+        loop_summary.loop_columns(document),
+        list(loop_summary.loop_rows(document)),
         notes,
         on_stderr=on_stderr,
     )
 
 
-def _judged(told: Mapping[str, Any], least: float | None) -> int:
-    score = told["strength"]["score"]
+def _judged(document: Mapping[str, Any], least: float | None) -> int:
+    score = document["strength"]["score"]
     if least is None or score >= least:
         return 0
     print(f"gpuinfer: --fail-under {least:g} does not hold: the last score is {score:.3f}.", file=sys.stderr)

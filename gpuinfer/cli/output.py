@@ -47,7 +47,7 @@ class Destination:
             self.write(report)
 
     def write(self, report: Mapping[str, Any]) -> None:
-        """Write the report; nothing happens when nobody asked for one. Raises `WorkError` when there is no room."""
+        """Write the report; without a target do nothing. Raises `WorkError` when there is no room."""
         text = _encodable(report, sys.stdout.encoding if self.stdout else "utf-8") + "\n"
         try:
             if self.stdout:

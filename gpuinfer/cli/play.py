@@ -123,7 +123,7 @@ def _nobody(rows: Any) -> Any:
 
 
 class TerminalGame:
-    """One game between a person and whoever has the other seats. `ask`: how rows of features are answered."""
+    """One game between a person and the opponents in the other seats. `ask` answers rows of features."""
 
     def __init__(self, table: Any, seat: int, ask: Callable[[Any], Any], screen: GameScreen, opponent: str) -> None:
         self._table, self._seat, self._ask, self._screen, self._opponent = table, seat, ask, screen, opponent
@@ -138,7 +138,7 @@ class TerminalGame:
             else:
                 self._opponent_moves(mover)
         self._screen.say(self._table.shown(self._seat))
-        self._screen.say(told_seats(self._table.returns, self._seat))
+        self._screen.say(result_text(self._table.returns, self._seat))
 
     def _opponent_moves(self, mover: int) -> None:
         found = self._think()[0]
@@ -190,7 +190,7 @@ class TerminalGame:
         return {action: name for name, action in self._table.names().items()}
 
 
-def told_seats(returns: Sequence[float], seat: int) -> str:
+def result_text(returns: Sequence[float], seat: int) -> str:
     """How a game has ended for this seat."""
     each = ", ".join(
         f"{'you' if other == seat else f'player {other + 1}'} {value:+g}" for other, value in enumerate(returns)

@@ -20,11 +20,11 @@ def inspect_all(records: Sequence[PluginRecord]) -> list[PluginRecord]:
     left = [record for record in records if record.ok is None]
     known: dict[PluginRecord, PluginRecord] = {}
     while left:
-        said, why = _ask(left)
+        answers, why = _ask(left)
         known |= {
-            record: replace(record, ok=ok, reason=reason) for record, (ok, reason) in zip(left, said, strict=False)
+            record: replace(record, ok=ok, reason=reason) for record, (ok, reason) in zip(left, answers, strict=False)
         }
-        left = left[len(said) :]
+        left = left[len(answers) :]
         if left:  # the process ended at the first of these
             known[left[0]] = replace(left[0], ok=False, reason=why)
             left = left[1:]
@@ -32,10 +32,10 @@ def inspect_all(records: Sequence[PluginRecord]) -> list[PluginRecord]:
 
 
 def _ask(records: Sequence[PluginRecord]) -> tuple[list[tuple[bool, str]], str]:
-    """What was said of the first of them, and why not of all."""
-    told = json.dumps([asdict(record) for record in records]).encode()
+    """The child's answers, those of the first records, and why there are not more."""
+    order = json.dumps([asdict(record) for record in records]).encode()
     program = [sys.executable, "-m", "gpuinfer.cli.plugin_probe"]
-    done = children.run_program(program, LIMIT_S, told, children.with_our_path())
+    done = children.run_program(program, LIMIT_S, order, children.with_our_path())
     why = f"importing it ended the process (exit code {done.code})"
     if done.code is None:
         why = f"importing it did not end within {LIMIT_S:g} s"
@@ -43,12 +43,12 @@ def _ask(records: Sequence[PluginRecord]) -> tuple[list[tuple[bool, str]], str]:
 
 
 def main() -> None:
-    said = os.fdopen(os.dup(1), "w")
+    channel = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever a plugin prints
     for fields in json.loads(sys.stdin.read()):
         record = registry.inspect(PluginRecord(**fields))
-        said.write(json.dumps([record.ok, record.reason]) + "\n")
-        said.flush()
+        channel.write(json.dumps([record.ok, record.reason]) + "\n")
+        channel.flush()
     os._exit(0)  # threads that an import has left behind may hang
 
 

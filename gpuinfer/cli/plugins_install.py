@@ -1,4 +1,4 @@
-"""`gpuinfer plugins install`, `upgrade` and `uninstall`: what is asked before, and what is said afterwards."""
+"""`gpuinfer plugins install`, `upgrade` and `uninstall`: the question before, and the report afterwards."""
 
 from __future__ import annotations
 

@@ -159,7 +159,7 @@ def _policy(name: str) -> str:
 
 
 def _arguments(own: ServeFleetOptions) -> tuple[str, ...]:
-    """What replicas are told beside what they serve."""
+    """The flags of replicas that do not say what they serve."""
     words = ["--quiet", "--drain-timeout", f"{own.drain_timeout:g}", "--max-body", str(own.max_body)]
     if own.otlp_endpoint:
         words += ["--otlp-endpoint", own.otlp_endpoint]
@@ -315,7 +315,7 @@ def _fleet(
 
     def tell(news: str) -> None:
         if not common.quiet:
-            with contextlib.suppress(OSError):  # nobody reads, and the fleet goes on
+            with contextlib.suppress(OSError):  # standard output is closed, and the fleet goes on
                 tell_people(news, own)
 
     def say(fleet: Fleet) -> None:

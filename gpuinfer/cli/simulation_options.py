@@ -45,7 +45,7 @@ class SimulationOptions(api.Options):
     schedule: list[str] | None = Field(None, description="rates, each for a time: 200:8s,3000:8s,200:8s")
     burst: float = Field(5.0, gt=1, le=1e6, description="rate in a burst, in mean rates; silence between bursts")
     burst_s: float = Field(0.1, gt=0, le=1e6, description="mean length of a burst, as 100ms")
-    sources: int = Field(0, ge=0, le=10**6, description="senders of an open load; 0: nobody says who asks")
+    sources: int = Field(0, ge=0, le=10**6, description="clients that an open load names; 0: none")
     clients: int | None = Field(None, ge=1, le=10**6, description="that ask, wait for the answer, and ask again")
     think: float = Field(0.0, ge=0, le=1e6, description="mean time from an answer to the client's next request")
     think_time: Literal["exponential", "constant"] = Field("exponential", description="how think times spread")
@@ -228,7 +228,7 @@ def arrivals(options: SimulationOptions) -> Arrivals:
 
 
 def _kind(options: SimulationOptions) -> str:
-    """What was said, or what the other flags imply."""
+    """The kind of arrivals: --arrivals, or what the other flags imply."""
     if options.arrivals is not None:
         return options.arrivals
     open_load = options.rate is not None or options.schedule is not None

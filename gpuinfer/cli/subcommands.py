@@ -1,4 +1,4 @@
-"""What stands beside a workload's own command: words that come after its name, such as `gpuinfer rollouts export`."""
+"""Subcommands of a workload's command, such as `gpuinfer rollouts export`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ WORDS = {
 
 
 def word_of(words: Sequence[str]) -> str | None:
-    """The second word of a command line, where it stands for something beside the workload that the first names."""
+    """The second word of a command line, where it is a subcommand of the workload that the first names."""
     return words[1] if len(words) > 1 and words[1] in WORDS.get(words[0], ()) else None
 
 
@@ -28,6 +28,6 @@ def command(workload: str, word: str) -> Any:
 
 
 def mentioned(workload: str) -> str:
-    """For the workload's `--help`; "" where nothing is beside it."""
+    """A line for the workload's `--help`; "" where it has no subcommand."""
     words = WORDS.get(workload, {}).items()
     return "".join(f"\n\n`gpuinfer {workload} {word} --help`: {what}" for word, what in words)

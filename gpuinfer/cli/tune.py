@@ -86,13 +86,13 @@ def execute(target: str, values: Mapping[str, Any], own: Mapping[str, Any]) -> i
     refuse_records(target, values)
     log_to_people(common.verbose)
     began = datetime.now(UTC).isoformat(timespec="seconds")
-    course = SeriesPlan(seed=common.seed, roofline=common.roofline)
+    series_plan = SeriesPlan(seed=common.seed, roofline=common.roofline)
     progress = ComparisonProgress(f"tune {target}", common)
     with interruptible():
-        tuner = Tuner(space(target, values), budget_s, course, progress.step)
+        tuner = Tuner(space(target, values), budget_s, series_plan, progress.step)
         progress.watch(tuner)
         outcome = tuner.run()
-    document = concluded(target, outcome, tuner.course, began) | {"search": searched(tuner, budget_s)}
+    document = concluded(target, outcome, tuner.series_plan, began) | {"search": searched(tuner, budget_s)}
     document["verdict"] += _advice(document)
     show_comparison(f"tune {target}", document, on_stderr=destination.stdout)
     destination.write(document)

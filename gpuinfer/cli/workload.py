@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from gpuinfer.api import Roofline, Workload
     from gpuinfer.cli.screen.display import Display
     from gpuinfer.engine.trace_merge import Merged
-    from gpuinfer.lab.bench.advice_trial import TrialCourse
+    from gpuinfer.lab.bench.advice_trial import TrialPlan
     from gpuinfer.runtime.run import RunPlan, RunUpdate
 
 TOO_SHORT = "the run was too short"
@@ -61,7 +61,7 @@ class EndOfRun:
     def show(self, report: dict[str, Any]) -> None:
         """Before the backend is closed, which may take long."""
         self._ahead = trial_ahead(report, self._workload, self._merged, self._starting.seconds(report))
-        self._display.final(report, self._ahead.course.about_s if self._ahead else None)
+        self._display.final(report, self._ahead.trial_plan.about_s if self._ahead else None)
         (self._destination.keep if self._ahead else self._destination.write)(report)
 
     def after(self, report: dict[str, Any]) -> None:
@@ -94,7 +94,7 @@ class Ahead:
     change: OptionChange
     present: Callable[[], RunPlan]
     changed: Callable[[], RunPlan]
-    course: TrialCourse
+    trial_plan: TrialPlan
 
 
 def wants_trial(common: Common) -> bool:
@@ -108,21 +108,24 @@ def _watched() -> bool:
 
 def trial_ahead(report: dict[str, Any], workload: Workload, merged: Settings, start_s: float) -> Ahead | None:
     """The trial of this run's advice; None where there is none, and the report then says why."""
-    from gpuinfer.lab.bench.advice_trial import course_for
+    from gpuinfer.lab.bench.advice_trial import plan_trial
     from gpuinfer.lab.bench.measurement import reason
     from gpuinfer.report.verdict import to_try
 
     change = to_try(report)
     if change is None or not wants_trial(merged.common):
         return None
-    course = course_for(report, start_s)
-    if course is None:
+    trial_plan = plan_trial(report, start_s)
+    if trial_plan is None:
         report["bottleneck"]["not_tried"] = TOO_SHORT
         return None
     name, present, settings = report["workload"], _recording_nothing(merged), _with(merged, change)
     changes = {change.name: change.value} if change.flag == "--" and change.name in _options(workload) else {}
     found = Ahead(
-        change, lambda: _built(name, workload, present, {}), lambda: _built(name, workload, settings, changes), course
+        change,
+        lambda: _built(name, workload, present, {}),
+        lambda: _built(name, workload, settings, changes),
+        trial_plan,
     )
     try:
         found.present(), found.changed()
@@ -168,16 +171,16 @@ def trial_report(report: dict[str, Any], trial: Ahead, display: Display) -> dict
     from gpuinfer.lab.bench.measurement import reason
     from gpuinfer.report.verdict import TriedAdvice, after
 
-    course, bottleneck = trial.course, report["bottleneck"]
+    trial_plan, bottleneck = trial.trial_plan, report["bottleneck"]
     try:
-        with interruptible(), _silent(), display.trying(" ".join(trial.change.words), 2 * course.pairs) as watch:
-            turns = AdviceTrial(trial.present, trial.changed, course, _roofline(report), watch)
+        with interruptible(), _silent(), display.trying(" ".join(trial.change.words), 2 * trial_plan.pairs) as watch:
+            turns = AdviceTrial(trial.present, trial.changed, trial_plan, _roofline(report), watch)
             found = turns.run()
     except KeyboardInterrupt:
         return {**report, "bottleneck": {**bottleneck, "not_tried": SKIPPED}}
     except Exception as error:  # noqa: BLE001 (an advice that cannot be followed here: a prediction is all there is)
         return {**report, "bottleneck": {**bottleneck, "not_tried": reason(error).rstrip(".")}}
-    measured = TriedAdvice(*found, course.seconds, 2 * turns.pairs, str(bottleneck["command"]))
+    measured = TriedAdvice(*found, trial_plan.seconds, 2 * turns.pairs, str(bottleneck["command"]))
     return {**report, "bottleneck": after(bottleneck, measured)}
 
 

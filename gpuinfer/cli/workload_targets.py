@@ -25,7 +25,7 @@ class WorkloadTargets(TyperGroup):
 
     @abstractmethod
     def own_flags(self) -> flags.Parameters:
-        """The flags beside those of the workload and of every command."""
+        """The flags of this command alone."""
 
     def flags_for(self, target: str) -> flags.Parameters:
         """The same for one target, which may have more."""

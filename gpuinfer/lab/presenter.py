@@ -123,7 +123,7 @@ class Page:
     facts: Sequence[Note] = ()  # what it was measured with
 
     def markdown(self, kind: str = "png") -> str:
-        """Tables and notes, and links to the plots, which lie beside this as `kind`."""
+        """Tables and notes, and links to the plots, which are files of `kind` in the same folder."""
         lines = [f"# {self.title}", "", *([self.about, ""] if self.about else []), *self.table.markdown(), ""]
         for name, text in self.notes:
             lines += [f"    {text}" if name == "command" else f"**{name}** {_text(text)}", ""]

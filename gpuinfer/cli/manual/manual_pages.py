@@ -107,7 +107,7 @@ def plain_text(markdown: str) -> str:
     return " ".join(re.sub(r"[`*]", "", text).split())
 
 
-GUIDES = "Guides"  # where a page of no folder goes that nobody has given a place
+GUIDES = "Guides"  # the group of a page that neither the home page nor a folder lists
 LINK = re.compile(r"\]\(([^)#\s]+)\.md(?:#[^)]*)?\)")
 ENTRY = re.compile(r"^- \[[^\]]*\]\(([^)#\s]+)\.md\): (.+(?:\n  .+)*)", re.M)  # of a list: a page, and what it is about
 

@@ -111,7 +111,7 @@ class Display:
 
     @contextlib.contextmanager
     def trying(self, words: str, turns: int) -> Iterator[Callable[[int], None]]:
-        """While an advice is tried, in so many turns: what it yields is told how many are done."""
+        """Show that an advice is tried, in so many turns; yields what takes the number of finished turns."""
         if self._quiet or not self._progress.is_terminal:
             if not self._quiet:
                 print(f"trying {words} …", file=sys.stderr, flush=True)

@@ -86,12 +86,12 @@ def _was_complete(report: Mapping[str, Any]) -> bool:
 def _throughput(report: Mapping[str, Any]) -> Iterator[str]:
     rates: Mapping[str, float | None] = report.get("throughput") or {}
     row = row_word((report.get("batches") or {}).get("slots") or 0)
-    said = ["rows", "requests"] if rates.get("evaluations_per_s") else []  # the same again, in other words
-    said += ["requests"] if rates.get("requests_per_s") == rates.get("rows_per_s") else []
+    words = ["rows", "requests"] if rates.get("evaluations_per_s") else []  # the same again, in other words
+    words += ["requests"] if rates.get("requests_per_s") == rates.get("rows_per_s") else []
     for name in sorted(rates, key=lambda name: FIRST_RATES.index(name) if name in FIRST_RATES else len(FIRST_RATES)):
         what, _, per = name.rpartition("_per_")
         rate = rates[name]
-        if rate and what not in said:
+        if rate and what not in words:
             yield f"{number(rate)} {row if what == 'rows' else what.replace('_', ' ')}/{per}"
 
 
@@ -111,8 +111,8 @@ def _batches(batches: Mapping[str, Any]) -> Iterator[PanelRow]:
 
 def _pages(found: Mapping[str, float]) -> Iterator[PanelRow]:
     """What it came to that pages of keys and values ran short, where they did."""
-    if said := shortage(found):
-        yield PanelRow("pages", f"ran short: {said}", "warning")
+    if words := shortage(found):
+        yield PanelRow("pages", f"ran short: {words}", "warning")
 
 
 def _unmasking(found: Mapping[str, float]) -> Iterator[PanelRow]:
@@ -197,8 +197,8 @@ def _roofline(roofline: Mapping[str, Any], rates: Mapping[str, float]) -> Iterat
     efficiency = roofline.get("efficiency")
     if roofline.get("raised"):
         most = max(roofline.get("measured") or (0.0,))
-        said = f" where the bare model was measured to do {number(most)}" if most else ""
-        yield PanelRow("roofline", f"this run: {number(roofline['rows_per_s'])} rows/s{said}", "strong")
+        words = f" where the bare model was measured to do {number(most)}" if most else ""
+        yield PanelRow("roofline", f"this run: {number(roofline['rows_per_s'])} rows/s{words}", "strong")
         return
     yield PanelRow(
         "roofline", f"{best} (the bare model)" if efficiency is None else f"{efficiency:.0%} of {best}", "strong"
@@ -241,12 +241,12 @@ def _bottleneck(bottleneck: Mapping[str, Any], trying_s: float | None) -> Iterat
 def _advice(bottleneck: Mapping[str, Any], trying_s: float | None) -> str:
     """The advice, and what following it brings: measured, or else predicted."""
     trial, predicted = bottleneck.get("trial"), _gain(bottleneck.get("gain") or {})
-    said = [str(bottleneck["advice"])]
+    words = [str(bottleneck["advice"])]
     if trial and bottleneck.get("command"):
-        said.append(f"Tried{'' if trial['low'] > 1 else ' without a clear answer'}: {_measured(trial)}.")
+        words.append(f"Tried{'' if trial['low'] > 1 else ' without a clear answer'}: {_measured(trial)}.")
     elif predicted and not trial:
-        said.append(f"{_predicted(bottleneck, trying_s)}: {predicted}.")
-    return " ".join(said)
+        words.append(f"{_predicted(bottleneck, trying_s)}: {predicted}.")
+    return " ".join(words)
 
 
 def _predicted(bottleneck: Mapping[str, Any], trying_s: float | None) -> str:
@@ -308,10 +308,10 @@ def _machine(report: Mapping[str, Any]) -> Iterator[PanelRow]:
 
 def _of_one(device: Mapping[str, Any]) -> str:
     """What one of several devices has done."""
-    told = f"{whole(device['rows'])} rows in {whole(device['batches'])} batches, busy {device['busy']:.0%}"
+    text = f"{whole(device['rows'])} rows in {whole(device['batches'])} batches, busy {device['busy']:.0%}"
     if held := device.get("reserved_mb"):
-        told += f", {_bytes(held * 2**20)}"
-    return f"{told}; FAILED: {device['failed']}" if device["failed"] else told
+        text += f", {_bytes(held * 2**20)}"
+    return f"{text}; FAILED: {device['failed']}" if device["failed"] else text
 
 
 def _model(model: Mapping[str, Any]) -> Iterator[str]:
@@ -323,7 +323,7 @@ def _model(model: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _estimate(model: Mapping[str, Any]) -> str:
-    """What the model was thought to need, beside what it was found to need where that was tried."""
+    """The estimated memory of the model, and the measured one where that was tried."""
     if not (estimated := model.get("estimated_bytes")):
         return ""
     weights = model.get("estimated_weights_bytes")

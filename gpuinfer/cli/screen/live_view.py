@@ -149,7 +149,7 @@ def done_of(update: RunUpdate) -> str:
 
 
 def left_of(update: RunUpdate, brief: bool = False) -> str:
-    """The time left at the average pace and, unless `brief`, when that will be; empty while nobody can tell."""
+    """The time left at the average pace and, unless `brief`, when that will be; empty while that is not known."""
     progress = update.progress
     worked = progress.done - progress.before + progress.begun
     if not progress.total or worked <= 0 or update.elapsed_s <= 0:
@@ -159,9 +159,7 @@ def left_of(update: RunUpdate, brief: bool = False) -> str:
 
 
 def row_word(slots: int) -> str:
-    """What the model's rows are called beside a workload's own: of text, where a row of a file may ask for several
-    samples, each of them is a sequence.
-    """
+    """The name of the model's rows: sequences of text, where a row of a file may ask for several samples, else rows."""
     return "sequences" if slots else "rows"
 
 

@@ -31,7 +31,7 @@ def resignation_rows(found: Mapping[str, Any] | None) -> Iterator[PanelRow]:
 
 
 def resignation_live(facts: Mapping[str, float]) -> list[str]:
-    """The share of games that were resigned; nothing where nobody may resign."""
+    """The share of games that were resigned; nothing where players may not resign."""
     found = of_resignation(facts)
     free = found["games"] - found["checked"] if found else 0
     return [f"{found['resigned'] / free:.0%} resigned"] if found and free else []

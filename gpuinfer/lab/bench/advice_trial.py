@@ -34,7 +34,7 @@ LOOK_S = (0.01, 0.1)  # between them, at least and at most
 
 
 @dataclass(frozen=True, slots=True)
-class TrialCourse:
+class TrialPlan:
     """How many pairs of turns, and how long each of them is measured."""
 
     pairs: int
@@ -44,8 +44,8 @@ class TrialCourse:
     starting: float = 0.2  # of a turn, left out
 
 
-def course_for(report: Mapping[str, Any], start_s: float) -> TrialCourse | None:
-    """For a trial beside this run, whose start took so long; None where the run was too short for one."""
+def plan_trial(report: Mapping[str, Any], start_s: float) -> TrialPlan | None:
+    """The plan of a trial after this run, whose start took `start_s`; None where the run was too short for a trial."""
     answer_s = report["latency_s"].get("mean", 0.0) - report["queue_wait_s"].get("mean", 0.0)
     text = bool(report["batches"]["slots"])
     least_s = max(LEAST_S, answer_s * (ANSWERS if text else ROUNDS))
@@ -54,25 +54,25 @@ def course_for(report: Mapping[str, Any], start_s: float) -> TrialCourse | None:
         seconds = PLANNED * most_s / (2 * pairs) - start_s - END_S
         if seconds >= least_s:
             seconds = min(seconds, max(least_s, LONGEST_S))
-            return TrialCourse(pairs, seconds, most_s, 2 * pairs * (start_s + seconds + END_S), 0.5 if text else 0.2)
+            return TrialPlan(pairs, seconds, most_s, 2 * pairs * (start_s + seconds + END_S), 0.5 if text else 0.2)
     return None
 
 
 class AdviceTrial:
-    """Runs them. `watch` is told again and again how many are done."""
+    """Runs the turns. `watch` gets the number of finished turns, many times a turn."""
 
     def __init__(
         self,
         present: Callable[[], RunPlan],
         changed: Callable[[], RunPlan],
-        course: TrialCourse,
+        trial_plan: TrialPlan,
         roofline: Roofline | None = None,
         watch: Callable[[int], None] = lambda done: None,
     ) -> None:
-        self._builds, self._course = (present, changed), course
+        self._builds, self._plan = (present, changed), trial_plan
         self._roofline, self._watch = roofline, watch
         self._metric = ""
-        self._deadline = time.monotonic() + course.most_s
+        self._deadline = time.monotonic() + trial_plan.most_s
         self._over = self._interrupted = False  # a turn, by its time or by the user
         self._rates: tuple[list[float], list[float]] = ([], [])
 
@@ -92,7 +92,7 @@ class AdviceTrial:
         Raises `WorkError` when that cannot be told in time, whatever keeps one of them from running, and
         `KeyboardInterrupt` when the user will not wait.
         """
-        for pair in range(self._course.pairs):
+        for pair in range(self._plan.pairs):
             try:
                 self._take(pair)
             except TimeoutError:
@@ -110,7 +110,7 @@ class AdviceTrial:
 
     def _turn(self, build: Callable[[], RunPlan]) -> float:
         """Its rate. Raises `TimeoutError` when no time was left for it."""
-        plan, meter = build(), SpeedMeter(self._course.seconds, self._course.starting)
+        plan, meter = build(), SpeedMeter(self._plan.seconds, self._plan.starting)
         try:
             report = event_loop.run(asyncio.wait_for(self._execute(plan, meter), self._left_s()))
         except WorkError:
@@ -138,7 +138,7 @@ class AdviceTrial:
                 roofline=self._roofline or False,
                 on_update=self._look,
                 until=self._enough(meter),
-                update_s=min(most, max(least, self._course.seconds / LOOKS)),
+                update_s=min(most, max(least, self._plan.seconds / LOOKS)),
                 grace_s=GRACE_S,
             )
         finally:

@@ -29,7 +29,7 @@ def bench_schema() -> dict[str, Any]:
 
 
 def bench_document(
-    target: str, outcome: SeriesOutcome, comparison: Comparison, course: SeriesPlan, started_at: str
+    target: str, outcome: SeriesOutcome, comparison: Comparison, series_plan: SeriesPlan, started_at: str
 ) -> dict[str, Any]:
     """The document, in plain values."""
     winner = comparison.winner
@@ -40,7 +40,7 @@ def bench_document(
         "of_load": any(one.of_load for one in outcome.runs),
         "started_at": started_at,
         "status": "partial" if outcome.stopped else "failed" if failed else "done",
-        "course": asdict(course),
+        "course": asdict(series_plan),
         "environment": outcome.runs[0].report["environment"] if outcome.runs else None,
         "runs": [one.report for one in outcome.runs],
         "samples": [

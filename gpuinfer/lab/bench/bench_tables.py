@@ -1,4 +1,4 @@
-"""A comparison as one page: its table, what there is to say beside it, and its plots."""
+"""A comparison as one page: its table, its notes and its plots."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def _cells(row: Mapping[str, Any], won: bool) -> dict[str, str]:
 
 
 def _notes(document: Mapping[str, Any], own: Sequence[Note]) -> Iterator[Note]:
-    """What there is to say beside the table, `own` notes of this kind of comparison among it."""
+    """The notes below the table, with the `own` notes of this kind of comparison."""
     yield "verdict", document["verdict"]
     behind = [
         f"{row['name']} ({number(row['rows_per_s'])} rows/s)" for row in document["comparison"] if not row["keeps_up"]

@@ -93,7 +93,7 @@ def _judged(rows: Sequence[Standing]) -> list[Standing]:
 
 
 def _keeps_up(row: Standing, best: Standing) -> bool:
-    """Whether it may answer as much as the best, pair by pair: of a short run whoever waits longer misses the last."""
+    """Whether a variant may answer as much as the best, pair by pair: a short run ends before the last answers come."""
     both = sorted(row.served_by.keys() & best.served_by.keys())
     found = ratio([row.served_by[one] for one in both], [best.served_by[one] for one in both])
     return not (found.median if found.high is None else found.high) < KEEPS_UP
@@ -209,7 +209,7 @@ def _against_slower(comparison: Comparison, winner: Standing) -> str:
 
 
 def _level(comparison: Comparison, winner: Standing) -> str:
-    """Not told apart: that is not the same as equal, so the interval is said."""
+    """The noise tells no difference, which is not equality: the interval is shown."""
     names = ", ".join(row.name for row in comparison.ties)
     nearest = max(comparison.ties, key=lambda row: row.score)
     apart = _apart(nearest, winner, named=True)

@@ -34,7 +34,7 @@ SHORTEST, LONGEST = 8, 24  # tokens of a prompt that is drawn
 
 @dataclass(frozen=True)
 class DrawnPrompts:
-    """Random tokens, fresh in every run: nobody gains from having seen them before."""
+    """Random tokens, new in every run: no generator gains from a cache of earlier ones."""
 
     vocabulary: int
     end_tokens: tuple[int, ...]
@@ -158,14 +158,14 @@ class Contest:
 
 
 class Generators:
-    """Runs every cell as often as the course says. A generator that cannot be had is left out and harms no other."""
+    """Runs every cell as often as the plan says. A generator that cannot be had is left out and harms no other."""
 
     def __init__(
-        self, work: Contest, course: SeriesPlan, logs: Path, say: Callable[[str], None] = lambda line: None
+        self, work: Contest, series_plan: SeriesPlan, logs: Path, say: Callable[[str], None] = lambda line: None
     ) -> None:
         self.outcome = SeriesOutcome([])
         self.versions: dict[str, str] = {}
-        self._work, self._course, self._logs, self._say = work, course, logs, say
+        self._work, self._plan, self._logs, self._say = work, series_plan, logs, say
         self._children: dict[str, PeerProcess] = {}
 
     def run(self) -> SeriesOutcome:
@@ -177,7 +177,7 @@ class Generators:
                 cells = [cell for cell in self._work.cells() if cell.generator in self._children]
                 self.outcome.variants = [cell_variant(cell, self._work) for cell in cells]
                 self._warm_up(cells)
-                for repeat in range(self._course.repeats):
+                for repeat in range(self._plan.repeats):
                     for cell in cells:
                         self._measure(cell, repeat)
             except KeyboardInterrupt:
@@ -212,14 +212,14 @@ class Generators:
         tokens = min(WARM_UP_TOKENS, self._work.new_tokens)
         for cell in cells:
             try:
-                self._ask(cell, self._work.prompts.of(self._course.repeats, cell.prompts), tokens)
+                self._ask(cell, self._work.prompts.of(self._plan.repeats, cell.prompts), tokens)
             except WorkError as error:
                 self.outcome.failed[cell.name] = f"warming up: {reason(error)}"
 
     def _measure(self, cell: GeneratorCell, repeat: int) -> None:
         if cell.name in self.outcome.failed:
             return
-        doing = f"repeat {repeat + 1} of {self._course.repeats}"
+        doing = f"repeat {repeat + 1} of {self._plan.repeats}"
         prompts = self._work.prompts.of(repeat, cell.prompts)
         try:
             ran = self._ask(cell, prompts, self._work.new_tokens)

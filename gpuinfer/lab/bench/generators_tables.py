@@ -62,7 +62,7 @@ def _rates(cell: GeneratorCell, outcome: SeriesOutcome) -> dict[int, float]:
 
 
 def generators_verdict(document: Document) -> str:
-    """How ours stands beside each of the others, at the largest batch size that was measured."""
+    """Our speed as multiples of each other generator's, at the largest batch size that was measured."""
     ratios = [one for one in document["grid"]["ratios"] if one["median"]]
     if not ratios:
         return "Nothing was measured that can be compared."

@@ -110,7 +110,7 @@ def packed(rows: np.ndarray, spec: ModelSpec) -> np.ndarray:
 
 
 def some_in_place(infer: Infer, parts: Sequence[np.ndarray]) -> Iterator[np.ndarray]:
-    """The parts, every second one in the backend's own memory if it has any: what lies there takes another way."""
+    """The parts, every second one in the backend's own memory if it has any, which takes another path."""
     for number, part in enumerate(parts):
         block = infer.block(len(part)) if number % 2 else None
         if block is not None:

@@ -99,7 +99,7 @@ class SeriesPlan:
 
 
 Show = Callable[[SeriesStep], AbstractContextManager[Watch]]
-"""Called before each step; what it yields is told how the step goes."""
+"""A context around each step; yields what takes the step's updates."""
 
 
 @contextlib.contextmanager
@@ -108,7 +108,7 @@ def unseen(step: SeriesStep) -> Iterator[Watch]:
 
 
 class Series:
-    """Runs every variant as the course says. A variant that cannot run is skipped and harms no other.
+    """Runs every variant as the plan says. A variant that cannot run is skipped and harms no other.
 
     No round of repeats but the very first begins when it would end after `deadline`, a time on the monotonic clock.
     `known` are runs that need not be repeated.
@@ -117,7 +117,7 @@ class Series:
     def __init__(
         self,
         variants: Sequence[Variant],
-        course: SeriesPlan,
+        series_plan: SeriesPlan,
         show: Show = unseen,
         rooflines: Rooflines | None = None,
         deadline: float = math.inf,
@@ -125,8 +125,8 @@ class Series:
     ) -> None:
         self.outcome = SeriesOutcome(list(variants), list(known))
         self._known = {(one.variant, one.repeat) for one in known}
-        self.course, self._show, self._deadline = course, show, deadline
-        self._rooflines = rooflines or Rooflines(course.roofline)
+        self.series_plan, self._show, self._deadline = series_plan, show, deadline
+        self._rooflines = rooflines or Rooflines(series_plan.roofline)
         self._took: dict[RunKind, list[float]] = {}
 
     def run(self) -> SeriesOutcome:
@@ -144,19 +144,19 @@ class Series:
 
     def _steps(self) -> Iterator[SeriesStep]:
         """The bare models before anything else has warmed the machine up."""
-        wanted = {RunKind.WARM_UP: self._warms_up, RunKind.PARITY: self.course.parity}
+        wanted = {RunKind.WARM_UP: self._warms_up, RunKind.PARITY: self.series_plan.parity}
         first = [kind for kind, yes in wanted.items() if yes]
         yield from (SeriesStep(variant, RunKind.ROOFLINE) for variant in self.outcome.variants)
         for variant in self.outcome.variants:
             yield from (SeriesStep(variant, kind) for kind in first)
-        for repeat in range(self.course.repeats):
+        for repeat in range(self.series_plan.repeats):
             for variant in self.outcome.variants:
                 if (variant.name, repeat) not in self._known:
-                    yield SeriesStep(variant, RunKind.REPEAT, repeat, self.course.repeats)
+                    yield SeriesStep(variant, RunKind.REPEAT, repeat, self.series_plan.repeats)
 
     @property
     def _warms_up(self) -> bool:
-        return self.course.warmup_s is not None
+        return self.series_plan.warmup_s is not None
 
     def _late(self, step: SeriesStep) -> bool:
         """Whether no time is left for a round of repeats, when one is about to begin. The very first is always run."""
@@ -183,24 +183,28 @@ class Series:
         if step.kind not in (RunKind.ROOFLINE, RunKind.PARITY):
             return True
         try:
-            plan = step.variant.build(self.course.seed)
+            plan = step.variant.build(self.series_plan.seed)
         except Exception as error:  # noqa: BLE001 (an unknown name, an option that the plugin refuses)
             self.outcome.skipped[step.variant.name] = reason(error)
             return False
         return self._rooflines.missing(plan) if step.kind is RunKind.ROOFLINE else parity.applies(plan)
 
     def _roofline(self, step: SeriesStep, watch: Watch) -> None:
-        self._rooflines.of(step.variant.build(self.course.seed))
+        self._rooflines.of(step.variant.build(self.series_plan.seed))
 
     def _check(self, step: SeriesStep, watch: Watch) -> None:
-        found = parity.check_parity(step.variant.build(self.course.seed), watch)
+        found = parity.check_parity(step.variant.build(self.series_plan.seed), watch)
         if found is not None:
             self.outcome.parity[step.variant.name] = found
 
     def _measure(self, step: SeriesStep, watch: Watch) -> None:
-        warming, seed = step.kind is RunKind.WARM_UP, self.course.seed + step.repeat
+        warming, seed = step.kind is RunKind.WARM_UP, self.series_plan.seed + step.repeat
         found = measure_run(
-            step.variant, seed, self.course.warmup_s if warming else self.course.seconds, self._rooflines, watch
+            step.variant,
+            seed,
+            self.series_plan.warmup_s if warming else self.series_plan.seconds,
+            self._rooflines,
+            watch,
         )
         if found.report["status"] == "partial":
             self.outcome.stopped = True
@@ -208,7 +212,7 @@ class Series:
             self.outcome.runs.append(Measured.of(step.variant, step.repeat, seed, found))
 
     def _note(self, step: SeriesStep, error: Exception) -> None:
-        """Whoever has come through a run could begin here."""
+        """A variant that has finished a run is able to start on this machine."""
         if step.kind is RunKind.REPEAT or (step.kind is RunKind.PARITY and self._warms_up):
             self.outcome.failed[step.variant.name] = f"{step.doing}: {reason(error)}"
         else:
@@ -222,6 +226,6 @@ class Series:
     def _expected_s(self, kind: RunKind) -> float:
         if kind is RunKind.ROOFLINE:
             return 0.0  # over before anyone asks
-        measuring = (self.course.warmup_s if kind is RunKind.WARM_UP else self.course.seconds) or 0.0
+        measuring = (self.series_plan.warmup_s if kind is RunKind.WARM_UP else self.series_plan.seconds) or 0.0
         guess = FIRST_GUESS_S + (measuring if kind is not RunKind.PARITY else 0.0)
         return fmean(self._took[kind]) if kind in self._took else guess

@@ -122,12 +122,14 @@ class Space:
 class Tuner:
     """One search. `run` returns the race's outcome; `trials` are all points that were tried, in that order."""
 
-    def __init__(self, space: Space, budget_s: float, course: SeriesPlan, show: Show = unseen) -> None:
+    def __init__(self, space: Space, budget_s: float, series_plan: SeriesPlan, show: Show = unseen) -> None:
         self.trials: dict[str, Trial] = {}  # by the variant's name
-        self.course = SeriesPlan(MOST_REPEATS, trial_s(budget_s), None, course.seed, course.roofline, parity=False)
+        self.series_plan = SeriesPlan(
+            MOST_REPEATS, trial_s(budget_s), None, series_plan.seed, series_plan.roofline, parity=False
+        )
         self._space, self._show = space, show
         self._budget_s, self._ends = budget_s, time.monotonic() + budget_s
-        self._rooflines = Rooflines(course.roofline)
+        self._rooflines = Rooflines(series_plan.roofline)
         self._took: list[float] = []
         self._metric: str | None = None  # of the first trial, and so of all
         self._series: Series | None = None
@@ -145,7 +147,7 @@ class Tuner:
         except KeyboardInterrupt:
             finalists, stopped = self._best(), True
         known = [self._known(one) for one in finalists[:1]]
-        self._series = Series(finalists, self.course, self._show, self._rooflines, self._ends - CHECK_S, known)
+        self._series = Series(finalists, self.series_plan, self._show, self._rooflines, self._ends - CHECK_S, known)
         outcome = self._series.outcome
         outcome.skipped |= {one.variant.name: str(one.reason) for one in self.trials.values() if one.rate is None}
         outcome.stopped = stopped
@@ -162,13 +164,13 @@ class Tuner:
         run = self.trials[first.name].run
         if run is None:
             raise ValueError("a finalist has been tried")
-        return Measured.of(first, 0, self.course.seed, run)
+        return Measured.of(first, 0, self.series_plan.seed, run)
 
     def _verify(self, outcome: SeriesOutcome) -> None:
         """Check the winner's answers; one that is wrong wins no longer, and the next is checked."""
         try:
             while (winner := compare_variants(outcome).winner) is not None and winner.name not in outcome.parity:
-                plan = winner.variant.build(self.course.seed)
+                plan = winner.variant.build(self.series_plan.seed)
                 if not parity.applies(plan):
                     return
                 self._check(winner.variant, plan, outcome)
@@ -227,9 +229,9 @@ class Tuner:
     def _trial(self, variant: Variant, left_s: float) -> Trial:
         facts: dict[str, float] = {}
         try:
-            if self._rooflines.missing(variant.build(self.course.seed)):
+            if self._rooflines.missing(variant.build(self.series_plan.seed)):
                 with self._show(SeriesStep(variant, RunKind.ROOFLINE, left_s=left_s)):
-                    self._rooflines.of(variant.build(self.course.seed))
+                    self._rooflines.of(variant.build(self.series_plan.seed))
             run = self._measure(variant, left_s, facts)
         except Exception as error:  # noqa: BLE001 (whatever a plugin raises, the others are tried)
             return Trial(variant, None, reason(error))
@@ -242,9 +244,11 @@ class Tuner:
             facts.update(update.progress.facts)
             watch(update)
 
-        began, course = time.monotonic(), self.course
+        began, series_plan = time.monotonic(), self.series_plan
         with self._show(SeriesStep(variant, RunKind.TRIAL, left_s=left_s)) as watch:
-            run = measure_run(variant, course.seed, course.seconds, self._rooflines, lambda update: keep(update, watch))
+            run = measure_run(
+                variant, series_plan.seed, series_plan.seconds, self._rooflines, lambda update: keep(update, watch)
+            )
         self._took.append(time.monotonic() - began)
         if run.report["status"] == "partial":
             raise KeyboardInterrupt

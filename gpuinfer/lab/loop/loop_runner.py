@@ -1,6 +1,6 @@
 """What a loop does, step by step: for each the command, the folder that it goes on with, and the report that it leaves.
 
-DIR/first.safetensors                    the first generation: weights that nobody has trained, or those given
+DIR/first.safetensors                    the first generation: untrained weights, or those of --weights
 DIR/iteration-003/games                  records of self-play, with the weights of iteration 2; games.json its report
 DIR/iteration-003/training               weights.safetensors, from the games of the last iterations; training.json
 DIR/iteration-003/gate                   games against the network that plays, where the new one has to win; gate.json
@@ -134,12 +134,12 @@ class LoopPlan:
         report = self.of(iteration) / f"{kind}.json"
         command = ["train", *self.training] if kind == "training" else ["selfplay", *self.play]
         everyone = {"model": self.model, "out": report.with_suffix(""), "json": report}
-        said = [f"--{name}={value}" for name, value in {**everyone, **words}.items()]
+        flags = [f"--{name}={value}" for name, value in {**everyone, **words}.items()]
         if kind == "training":
             window = range(max(1, iteration - self.window + 1), iteration + 1)
-            said += [f"--records={self.of(one) / 'games'}" for one in window]
-            said += ["--no-picture"]  # the loop draws one of all iterations
-        return LoopStep(kind, iteration, [*command, *said, "--resume", *self.common], report)
+            flags += [f"--records={self.of(one) / 'games'}" for one in window]
+            flags += ["--no-picture"]  # the loop draws one of all iterations
+        return LoopStep(kind, iteration, [*command, *flags, "--resume", *self.common], report)
 
     def _games(self, iteration: int) -> dict[str, Any]:
         """Other games in each iteration: their random numbers begin where no other's do."""
@@ -151,7 +151,7 @@ class LoopPlan:
             "resign": self.resign,
             "resign-check": self.resign_check,
         }
-        return {name: said for name, said in words.items() if said is not None}
+        return {name: value for name, value in words.items() if value is not None}
 
     def _training(self, iteration: int) -> dict[str, Any]:
         """From the network that was trained last, whether it has won or not, as AlphaGo Zero (Silver et al. 2017)."""
@@ -236,7 +236,7 @@ def run_step(step: LoopStep, program: Sequence[str], verbose: bool) -> Report:
         return report
     if code == PARTIAL:
         raise KeyboardInterrupt
-    raise _failure(step, code, "" if verbose else _said(step.log, begins))
+    raise _failure(step, code, "" if verbose else _log_from(step.log, begins))
 
 
 def _ended(command: Sequence[str], log: IO[bytes] | None) -> int:
@@ -259,10 +259,10 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
         process.wait(STOP_S)
 
 
-def _failure(step: LoopStep, code: int, said: str) -> Exception:
-    """What to raise for a command that ended with this code, having said this."""
+def _failure(step: LoopStep, code: int, output: str) -> Exception:
+    """What to raise for a command that ended with this code, after this output."""
     what = f"{step.kind} of iteration {step.iteration}"
-    lines = said.strip().splitlines()
+    lines = output.strip().splitlines()
     begins = max((at for at, line in enumerate(lines) if line.startswith(MARGIN)), default=None)
     complaint = "\n".join(line.removeprefix(MARGIN).strip() for line in lines[begins:]) if begins is not None else ""
     if code == USAGE and complaint:
@@ -273,7 +273,7 @@ def _failure(step: LoopStep, code: int, said: str) -> Exception:
     return WorkError(f"{what} failed: {complaint or f'it ended with code {code}.'}\n{after}")
 
 
-def _said(log: Path, begins: int) -> str:
+def _log_from(log: Path, begins: int) -> str:
     with contextlib.suppress(OSError):
         return log.read_bytes()[begins:].decode("utf-8", "replace")
     return ""
@@ -286,7 +286,7 @@ def run_loop(
     ended: Callable[[LoopStep, Report, float], None],
     program: Sequence[str] = (sys.executable, "-m", "gpuinfer.lab.loop.loop_child"),
 ) -> None:
-    """All steps that are not done. `ended` is told the seconds that each took. Raises what `run` does."""
+    """All steps that are not done. `ended` gets the seconds that each took. Raises what `run_step` does."""
     for step in steps:
         if (done := step_report(step)) is not None:
             continue

@@ -72,23 +72,23 @@ def final_loss(report: Report) -> float | None:
     return None if found is None else float(found["total"])
 
 
-def loop_columns(told: Document) -> Sequence[str]:
+def loop_columns(document: Document) -> Sequence[str]:
     """The heads of the table."""
-    return (*COLUMNS, GATE) if _has_gates(told) else COLUMNS
+    return (*COLUMNS, GATE) if _has_gates(document) else COLUMNS
 
 
-def _has_gates(told: Document) -> bool:
-    return any(one["gate"] for one in told["iterations"])
+def _has_gates(document: Document) -> bool:
+    return any(one["gate"] for one in document["iterations"])
 
 
 def _told_of_gate(gate: Mapping[str, Any] | None) -> str:
     return f"{gate['score']:.1%}, {'won' if gate['won'] else 'not won'}" if gate else "–"
 
 
-def loop_rows(told: Document) -> Iterator[Sequence[str]]:
+def loop_rows(document: Document) -> Iterator[Sequence[str]]:
     """The table, an iteration a row."""
-    gates = _has_gates(told)
-    for one in told["iterations"]:
+    gates = _has_gates(document)
+    for one in document["iterations"]:
         strength = one["strength"]
         yield (
             str(one["iteration"]),
@@ -102,12 +102,12 @@ def loop_rows(told: Document) -> Iterator[Sequence[str]]:
         )
 
 
-def loop_verdict(told: Document) -> str:
+def loop_verdict(document: Document) -> str:
     """How the last network that played stands against the first."""
-    strength = told["strength"]
+    strength = document["strength"]
     if strength is None:
         return "No network has played against the first generation yet."
-    number = next(one["iteration"] for one in reversed(told["iterations"]) if one["strength"])
+    number = next(one["iteration"] for one in reversed(document["iterations"]) if one["strength"])
     iterations = f"{number} iteration{'s' if number > 1 else ''}"
     return f"After {iterations}: {in_score(strength)} against the first generation, {in_elo(strength)}."
 
@@ -121,9 +121,9 @@ ZERO, BEGIN, LINE, MEAN, END = "┊├─●┤"
 BEYOND = "◀", "▶"  # an end that is not known: no number of Elo is that far
 
 
-def strength_lines(told: Document) -> Iterator[tuple[str, str]]:
+def strength_lines(document: Document) -> Iterator[tuple[str, str]]:
     """Lines with their names; none before there was a match."""
-    matches = {one["iteration"]: one["strength"] for one in told["iterations"] if one["strength"]}
+    matches = {one["iteration"]: one["strength"] for one in document["iterations"] if one["strength"]}
     known = [0.0, *(elo for one in matches.values() for elo in (one["elo"], *one["elo_ci95"]) if elo is not None)]
     low, high = min(known), max(known)
     if low == high:  # all matches drawn, or none whose interval has an end
@@ -164,7 +164,7 @@ def _line(strength: Mapping[str, Any], low: float, high: float) -> str:
 SIZE = 8.0, 4.6  # inches
 
 
-def write_loop(plan: LoopPlan, told: Document) -> None:
+def write_loop(plan: LoopPlan, document: Document) -> None:
     """Put `loop.json`, `loop.md`, `loop.html`, `loop.svg` and `loss.jsonl` into the plan's folder. Raises `WorkError`
     when one cannot be.
     """
@@ -173,31 +173,31 @@ def write_loop(plan: LoopPlan, told: Document) -> None:
     cure = "Make room there."
     lines = b"".join(msgspec.json.encode(row) + b"\n" for row in rows)
     write_file(plan.folder / plotting.LOSS_FILE, lines, cure)
-    loop_page(told, curves).write(plan.folder, "loop", told, cure, kind="svg")
+    loop_page(document, curves).write(plan.folder, "loop", document, cure, kind="svg")
 
 
-def loop_page(told: Document, curves: Mapping[int, Sequence[plotting.LossRow]]) -> Page:
+def loop_page(document: Document, curves: Mapping[int, Sequence[plotting.LossRow]]) -> Page:
     """What people are shown of a loop. `curves`: each iteration's rows of `loss.jsonl`."""
     title = "Elo over the first generation, and the loss, by iteration"
     return Page(
         "gpuinfer loop",
-        loop_verdict(told),
-        told["command"],
-        Table(loop_columns(told), list(loop_rows(told))),
-        notes=[("verdict", loop_verdict(told)), ("command", told["command"])],
-        plots={"loop": Plot(title, lambda: loop_figure(told, curves))},
+        loop_verdict(document),
+        document["command"],
+        Table(loop_columns(document), list(loop_rows(document))),
+        notes=[("verdict", loop_verdict(document)), ("command", document["command"])],
+        plots={"loop": Plot(title, lambda: loop_figure(document, curves))},
     )
 
 
-def loop_figure(told: Document, curves: Mapping[int, Sequence[plotting.LossRow]]) -> Figure:
+def loop_figure(document: Document, curves: Mapping[int, Sequence[plotting.LossRow]]) -> Figure:
     """Elo with its interval above, the loss below: of each step as a line, at the end of each iteration as a dot."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
     figure = Figure(figsize=SIZE, layout="constrained")
     above, below = figure.subplots(2, sharex=True, height_ratios=(2, 1))
-    _strength(above, told)
-    trained = [(one["iteration"], one["loss"]) for one in told["iterations"] if one["loss"] is not None]
+    _strength(above, document)
+    trained = [(one["iteration"], one["loss"]) for one in document["iterations"] if one["loss"] is not None]
     steps = [
         (iteration - 1 + row["step"] / curve[-1]["step"], row["loss"])
         for iteration, curve in curves.items()
@@ -214,12 +214,12 @@ def loop_figure(told: Document, curves: Mapping[int, Sequence[plotting.LossRow]]
     return figure
 
 
-def _strength(axes: Axes, told: Document) -> None:
+def _strength(axes: Axes, document: Document) -> None:
     """A dot a match, its interval a whisker; one without a bound is drawn to where it is known, with an arrow."""
     colour = plotting.COLOURS[0]
     axes.axhline(0, color="#999999", linewidth=1, linestyle=":")
     dots: list[tuple[int, float]] = [(0, 0.0)]
-    for one in told["iterations"]:
+    for one in document["iterations"]:
         if (strength := one["strength"]) is None:
             continue
         low, high = strength["elo_ci95"]

@@ -62,7 +62,7 @@ class MemorySubject(Protocol):
     process: int  # bytes that are held without the model, and what small batches took beyond their estimate
     first: int  # a batch that takes next to nothing
     most: int  # no batch is larger
-    usual: int  # where nobody says
+    usual: int  # unless --batch-size is given
     timed: bool  # whether a batch is to be no larger than what takes little time
 
     def warm_up(self) -> None:
@@ -101,7 +101,7 @@ class MemorySubject(Protocol):
 
 
 class Stopwatch:
-    """Seconds since it was made: on the clock, or of the processor where they are fewer, as beside busy neighbours."""
+    """Seconds since it was made: on the clock, or of the processor where they are fewer, as on a busy machine."""
 
     def __init__(self) -> None:
         self._clock, self._ran = time.perf_counter(), time.process_time()
@@ -200,12 +200,12 @@ class MemoryExamination:
             "copies": self._copies,
             "free_bytes": self._free,
             "room_bytes": self._room,
-            "batch": self._said(shown),
-            "stages": [self._said_of(one) for one in self._subject.stages(shown)],
+            "batch": self._estimate(shown),
+            "stages": [self._stage_estimate(one) for one in self._subject.stages(shown)],
             "pages": self._subject.pages(self._free),
-            "also": [self._said(batch) for batch in self._also],
+            "also": [self._estimate(batch) for batch in self._also],
             "largest": {"batch": fitting, "by_estimate": most, "by_measurement": measured, "bound": bound},
-            "estimated": self._said(fitting) if fitting else None,
+            "estimated": self._estimate(fitting) if fitting else None,
             "tried": list(self._tried),
             "not_tried": self._why,
             "others": self._others(),
@@ -226,12 +226,12 @@ class MemoryExamination:
         """The largest batch where all take `over` times what they are estimated to."""
         return largest_batch(lambda rows: self._parts(rows).total * over <= self._room, self._subject.most)
 
-    def _said(self, batch: int) -> dict[str, int]:
+    def _estimate(self, batch: int) -> dict[str, int]:
         parts = self._parts(batch)
         return {"batch": batch, **_named(parts), "estimated_bytes": parts.total}
 
     @staticmethod
-    def _said_of(one: StageParts) -> dict[str, Any]:
+    def _stage_estimate(one: StageParts) -> dict[str, Any]:
         named = _named(one.parts)
         del named["process_bytes"]  # which all stages here have together
         return {"stage": one.stage, "layers": list(one.layers), **named, "estimated_bytes": one.parts.total}
@@ -277,9 +277,9 @@ class MemoryExamination:
             seconds = self._run(size)
             if seconds is None:
                 return
-            took, said = self._meter.peak() - self._before, self._said(size)
-            ratio = said["estimated_bytes"] / took if took else None
-            self._tried.append({**said, "measured_bytes": took, "ratio": ratio, "seconds": seconds})
+            took, estimate = self._meter.peak() - self._before, self._estimate(size)
+            ratio = estimate["estimated_bytes"] / took if took else None
+            self._tried.append({**estimate, "measured_bytes": took, "ratio": ratio, "seconds": seconds})
 
     def _rest(self) -> None:
         """Begin anew. Kernels are made for each batch size, and stay: they are the process's. So does what threads have
@@ -308,8 +308,8 @@ def _named(parts: MemoryParts) -> dict[str, int]:
 def _complaint(batch: int, error: Exception) -> str:
     from gpuinfer.models.out_of_memory import first_line, is_out_of_memory
 
-    said = "memory ran out" if is_out_of_memory(error) else type(error).__name__
-    return f"at {batch:,} rows {said}: {first_line(error)}"
+    what = "memory ran out" if is_out_of_memory(error) else type(error).__name__
+    return f"at {batch:,} rows {what}: {first_line(error)}"
 
 
 def _series(top: int) -> list[int]:

@@ -42,9 +42,9 @@ def probe_memory(
         "free": options.free,
         "probe": options.probe,
     }
-    told = json.dumps(asked, default=str).encode()
+    request_line = json.dumps(asked, default=str).encode()
     environment = children.with_our_path(OMP_WAIT_POLICY="passive")  # what counts is memory, not time
-    child = children.run_program([sys.executable, "-m", CHILD], LIMIT_S, told, environment)
+    child = children.run_program([sys.executable, "-m", CHILD], LIMIT_S, request_line, environment)
     lines = child.out.split(b"\n")[:-1]  # what follows the last is not whole
     document: dict[str, Any] = json.loads(lines[-1]) if lines else {}
     if "error" in document:

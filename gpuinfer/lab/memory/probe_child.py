@@ -25,28 +25,28 @@ if TYPE_CHECKING:
     from gpuinfer.lab.memory.batch_trials import MemorySubject, Staged
 
 
-def examine_memory(asked: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """What is known, each time there is more of it. Raises `UsageError` for what was asked in vain."""
+def examine_memory(request: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """The document, again after each measurement. Raises `UsageError` for a request that cannot be met."""
     available = memory_available()  # before there is torch in this process, whose memory counts
     from gpuinfer.lab.memory.batch_trials import MemoryExamination
     from gpuinfer.models.device import resolve_devices
     from gpuinfer.models.footprint import memory_meter_of
 
-    spec = ModelSpec(**asked["spec"])
-    setup = Setup(model=spec, devices=tuple(asked["devices"]), dtype=asked["dtype"], seed=asked["seed"])
+    spec = ModelSpec(**request["spec"])
+    setup = Setup(model=spec, devices=tuple(request["devices"]), dtype=request["dtype"], seed=request["seed"])
     devices = resolve_devices(setup.devices)
     together = devices[0].type == "cpu"  # all copies, or stages, in one memory
-    pages = asked["options"].get("pages") or sys.maxsize  # each row that is there at once has one at least
-    batches = sorted({min(batch, pages) for batch in asked["batch_size"] or []})
+    pages = request["options"].get("pages") or sys.maxsize  # each row that is there at once has one at least
+    batches = sorted({min(batch, pages) for batch in request["batch_size"] or []})
     examinations, facts = [], {}
-    for device, copies, subject in _subjects(spec, setup, asked, devices):
+    for device, copies, subject in _subjects(spec, setup, request, devices):
         meter = memory_meter_of(device)
         subject.warm_up()
-        free = asked["free"] or (available if together else meter.free())
+        free = request["free"] or (available if together else meter.free())
         examinations.append(MemoryExamination(subject, meter, device, copies, free, batches))
         subject.describe()
         facts = dict(subject.facts())
-    told: dict[str, Any] = {
+    answered: dict[str, Any] = {
         "model": spec.name,
         "kind": spec.kind,
         "dtype": setup.dtype,
@@ -54,59 +54,61 @@ def examine_memory(asked: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         "facts": facts,
         "devices": [one.estimated() for one in examinations],
     }
-    yield told
-    for place, one in enumerate(examinations if asked["probe"] else []):
-        told["devices"][place] = one.measured()
-        yield told
+    yield answered
+    for place, one in enumerate(examinations if request["probe"] else []):
+        answered["devices"][place] = one.measured()
+        yield answered
 
 
 def _subjects(
-    spec: ModelSpec, setup: Setup, asked: Mapping[str, Any], devices: Sequence[torch.device]
+    spec: ModelSpec, setup: Setup, request: Mapping[str, Any], devices: Sequence[torch.device]
 ) -> Iterator[tuple[torch.device, int, MemorySubject]]:
     """For each memory its device, how many copies lie there, and the model, whole or those of its stages."""
     from gpuinfer.lab.memory.batch_trials import StagesHere
     from gpuinfer.models.device import setups_of
 
     each = list(dict.fromkeys(devices))  # of stand-ins on the CPU one
-    if asked["options"].get("parallel", "data") != "data":
-        staged = _staged(spec, setup, asked, devices)
+    if request["options"].get("parallel", "data") != "data":
+        staged = _staged(spec, setup, request, devices)
         for device in each:
             yield device, 1, StagesHere(staged, str(device))
         return
     for device, own in zip(each, setups_of(setup, devices), strict=False):
         copies = len(devices) if device.type == "cpu" else 1
-        yield device, copies, _whole(spec, own, asked, device, copies)
+        yield device, copies, _whole(spec, own, request, device, copies)
 
 
-def _whole(spec: ModelSpec, setup: Setup, asked: Mapping[str, Any], device: torch.device, copies: int) -> MemorySubject:
+def _whole(
+    spec: ModelSpec, setup: Setup, request: Mapping[str, Any], device: torch.device, copies: int
+) -> MemorySubject:
     if spec.kind == "text":
         from gpuinfer.lab.memory.text_memory import TextSubject
 
-        return TextSubject(spec, setup, asked["options"], device, copies, asked["context"])
+        return TextSubject(spec, setup, request["options"], device, copies, request["context"])
     from gpuinfer.lab.memory.rows_memory import RowsSubject
 
-    return RowsSubject(spec, setup, asked["options"], device, copies)
+    return RowsSubject(spec, setup, request["options"], device, copies)
 
 
-def _staged(spec: ModelSpec, setup: Setup, asked: Mapping[str, Any], devices: Sequence[torch.device]) -> Staged:
+def _staged(spec: ModelSpec, setup: Setup, request: Mapping[str, Any], devices: Sequence[torch.device]) -> Staged:
     if spec.kind == "text":
         from gpuinfer.lab.memory.text_memory import StagedText
 
-        return StagedText(spec, setup, asked["options"], devices, asked["context"], asked["probe"])
+        return StagedText(spec, setup, request["options"], devices, request["context"], request["probe"])
     from gpuinfer.lab.memory.rows_memory import StagedRows
 
-    return StagedRows(spec, setup, asked["options"], devices)
+    return StagedRows(spec, setup, request["options"], devices)
 
 
-def no_room(error: Exception, asked: Mapping[str, Any]) -> UsageError | None:
+def no_room(error: Exception, request: Mapping[str, Any]) -> UsageError | None:
     """What to say where memory ran out before anything was known; None where it did not."""
     from gpuinfer.models.out_of_memory import is_out_of_memory
 
     if not is_out_of_memory(error):
         return None
     more, cure = "is free", "Free some memory"
-    if asked.get("free"):
-        more, cure = f"the {memory(asked['free'])} of --free", "Give a larger one"
+    if request.get("free"):
+        more, cure = f"the {memory(request['free'])} of --free", "Give a larger one"
     return UsageError(f"there is no room to open the model: even to look at it takes more than {more}. {cure}.")
 
 
@@ -114,21 +116,21 @@ def main() -> None:
     said = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever a model prints
 
-    def say(told: Mapping[str, Any]) -> None:
-        said.write(json.dumps(told) + "\n")
+    def say(answered: Mapping[str, Any]) -> None:
+        said.write(json.dumps(answered) + "\n")
         said.flush()
 
-    code, asked, has_told = 0, {}, False
+    code, request, has_told = 0, {}, False
     try:
-        asked = json.loads(sys.stdin.read())
-        for found in examine_memory(asked):
+        request = json.loads(sys.stdin.read())
+        for found in examine_memory(request):
             say(found)
             has_told = True
     except GpuinferError as error:
         say({"error": error_to_wire(error)})
     except Exception as error:  # noqa: BLE001 (told by its last line)
         traceback.print_exc()
-        if not has_told and (refused := no_room(error, asked)) is not None:
+        if not has_told and (refused := no_room(error, request)) is not None:
             say({"error": error_to_wire(refused)})
         code = 1
     sys.stderr.flush()

@@ -135,7 +135,7 @@ def generator_tuning(options: Mapping[str, Any]) -> Tuning:
 
 
 def cache_pages(tuning: Tuning, rows: int, length: int) -> int:
-    """As many as are asked for, however many rows there are; where none are, what so many full rows take."""
+    """The pages that -B pages names, else those that so many full rows take."""
     return tuning.pages or rows * row_pages(length)
 
 
@@ -166,7 +166,7 @@ def pages_of(find: Callable[[], Sizing]) -> Mapping[str, int] | None:
 
 
 def usual_slots(device: torch.device) -> int:
-    """Where nobody says."""
+    """The slots of a generator unless an option says otherwise."""
     return CUDA_SLOTS if device.type == "cuda" else CPU_SLOTS
 
 

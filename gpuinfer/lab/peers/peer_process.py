@@ -87,7 +87,7 @@ class PeerProcess:
                 return
 
     def close(self) -> None:
-        """End it, and all that it has started. One that is at work, since nobody waited, is ended at once."""
+        """End the process and all that it has started; a process with an unanswered order is killed at once."""
         with contextlib.suppress(OSError, PeerFailed):
             self._kill() if self._busy else self._tell({"do": "quit"}, time.monotonic() + 1.0)
         with contextlib.suppress(subprocess.TimeoutExpired):

@@ -52,7 +52,7 @@ def _answers() -> Callable[[Order], None]:
 
 
 def _listen(orders: queue.Queue[Order]) -> None:
-    """Read orders as they come. When the parent is gone nobody wants us or what we have started."""
+    """Read orders as they come. When the parent is gone, end this process and all that it has started."""
     for line in sys.stdin:
         orders.put(json.loads(line))
     if os.getpid() == os.getpgrp():

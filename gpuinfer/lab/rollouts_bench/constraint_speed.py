@@ -26,7 +26,7 @@ LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 
 class Vocabulary:
-    """`size` tokens: the bytes, the words of orders, and words that nobody says. A `Codec`: the longest token first."""
+    """`size` tokens: the bytes, the words of orders, and words of no order. A `Codec`: the longest token first."""
 
     def __init__(self, size: int, seed: int = 0) -> None:
         dice = random.Random(seed)
@@ -100,7 +100,7 @@ TURN = 10  # calls of one before the other has its turn
 
 @dataclass(frozen=True, slots=True)
 class ConstraintCost:
-    """One line of the table. `ratio`: to what stands beside it, for which `beside` says what it is."""
+    """One line of the table. `ratio`: to the time of what `beside` names."""
 
     name: str
     ms: float  # the median

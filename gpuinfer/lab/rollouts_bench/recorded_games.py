@@ -85,7 +85,7 @@ class RecordedCall:
 
 
 def calls(groups: Iterable[Group]) -> list[RecordedCall]:
-    """All that were answered, in the order in which they were asked."""
+    """All answered calls, in the order of their requests."""
     turns = [
         (turn.timing.asked, RecordedCall(prompt, len(turn.completion_tokens)))
         for group in groups
@@ -114,15 +114,15 @@ class Replay(Workload):
         if not self._recorded:
             raise WorkError("the record has no answers to ask for again. Play more games.")
         yield self._progress()
-        asking = asyncio.create_task(self._all(infer))
-        while not asking.done() and not infer.stopping.is_set():
-            await asyncio.wait([asking], timeout=0.1)
+        requests = asyncio.create_task(self._all(infer))
+        while not requests.done() and not infer.stopping.is_set():
+            await asyncio.wait([requests], timeout=0.1)
             yield self._progress()
-        if asking.done():
-            await asking
+        if requests.done():
+            await requests
         else:
-            asking.cancel()
-            await asyncio.wait([asking])
+            requests.cancel()
+            await asyncio.wait([requests])
         yield self._progress()
 
     async def _all(self, infer: Infer) -> None:
@@ -182,7 +182,7 @@ def recorded_answers(groups: Iterable[Group]) -> dict[str, RecordedAnswers]:
 
 
 class ForcedReplay(Workload):
-    """Rollouts `own` of the same seed and settings as the record, led by what was said there."""
+    """Rollouts `own` of the same seed and settings as the record, with the recorded answers."""
 
     def __init__(self, own: Workload, answers: Mapping[str, RecordedAnswers]) -> None:
         super().__init__(own.setup)
@@ -213,8 +213,8 @@ class ForcedInfer(InferWrapper):
             payload.sampling, constraint=None, max_tokens=answer.length, min_tokens=0, ignore_eos=True
         )
         found: Generation = await self._own(msgspec.structs.replace(payload, sampling=free), **ways)
-        spoken = tuple(msgspec.structs.replace(one, text=answer.text) for one in found.completions)
-        return msgspec.structs.replace(found, completions=spoken)
+        replaced = tuple(msgspec.structs.replace(one, text=answer.text) for one in found.completions)
+        return msgspec.structs.replace(found, completions=replaced)
 
     def _answer(self, prompt: Prompt) -> RecordedAnswers:
         try:

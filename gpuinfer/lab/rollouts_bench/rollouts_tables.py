@@ -70,7 +70,7 @@ def _of_case(case: RolloutsCase, document: Document) -> dict[str, Any]:
 
 
 def case_verdict(case: RolloutsCase, document: Document) -> str:
-    """How the others stand beside the first: in tokens per second."""
+    """The other ways' tokens per second as multiples of the first way's."""
     first, *others = document["comparison"] or [None]
     if first is None:
         return f"{case.title}: nothing was measured."

@@ -76,7 +76,7 @@ GRACE_S = 0.05  # before a client that was turned away at once asks again
 
 @dataclass(frozen=True)
 class OfferedLoad:
-    """`concurrency` clients that ask again once they are answered, or else `arrivals`, which heed no answer.
+    """`concurrency` clients that each wait for an answer, or else `arrivals`, which wait for none.
 
     It ends after `seconds`, or with so many `requests`; `warmup_s` of the same load come before. What was due in time
     is waited for, `timeout_s` at most.

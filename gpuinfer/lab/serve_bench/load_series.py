@@ -67,14 +67,14 @@ class LoadSeries:
     """Runs every way as often as the course says. One that cannot run is left out and harms no other."""
 
     def __init__(
-        self, plan: LoadPlan, course: SeriesPlan, logs: Path, say: Callable[[str], None] = lambda line: None
+        self, plan: LoadPlan, series_plan: SeriesPlan, logs: Path, say: Callable[[str], None] = lambda line: None
     ) -> None:
         self.outcome = SeriesOutcome([way.variant() for way in plan.ways])
         self.summaries: list[dict[str, Any]] = []  # one for each of the outcome's runs
         self.calls: RequestSource | None = None  # of the last run
         self.sender: LoadGenerator | None = None  # at work, for those who watch
         self.doing = ""  # in words
-        self._plan, self._course, self._logs, self._say = plan, course, logs, say
+        self._plan, self._course, self._logs, self._say = plan, series_plan, logs, say
         self._servers = 0
 
     async def run(self) -> SeriesOutcome:

@@ -23,9 +23,9 @@ def promises(text: str) -> dict[str, float]:
     """`ttft:200ms,tpot:20ms` as seconds by name. Raises `UsageError`."""
     found: dict[str, float] = {}
     for part in text.split(","):
-        name, _, said = (word.strip().lower() for word in part.partition(":"))
+        name, _, limit = (word.strip().lower() for word in part.partition(":"))
         try:
-            seconds = float(natural(said, float))
+            seconds = float(natural(limit, float))
         except (TypeError, ValueError):
             seconds = 0.0
         if name not in NAMES or not 0 < seconds < float("inf"):
@@ -35,7 +35,7 @@ def promises(text: str) -> dict[str, float]:
 
 
 def keeps_promises(record: RequestRecord, promised: Mapping[str, float]) -> bool:
-    """Whether it was answered, and in time. What nobody can tell of it, such as the TPOT of one token, is no matter."""
+    """Whether it was answered, and in time. An unknown time, such as the TPOT of one token, keeps promises."""
     if record.error is not None:
         return False
     taken = {"ttft": record.ttft_s, "tpot": record.tpot_s, "e2e": record.e2e_s}
@@ -145,11 +145,11 @@ def routes(records: Iterable[RequestRecord]) -> dict[str, dict[str, int]]:
     found: dict[str, Counter[str]] = {}
     for one in records:
         if one.route:
-            said = dict(part.strip().partition("=")[::2] for part in one.route.split(";"))
-            why = said.get("why", "").split(" ")[0] or "not said"
-            if said.get("attempt", "1") != "1":
+            route = dict(part.strip().partition("=")[::2] for part in one.route.split(";"))
+            why = route.get("why", "").split(" ")[0] or "not said"
+            if route.get("attempt", "1") != "1":
                 why += ", repeated"
-            found.setdefault(said.get("replica", one.route), Counter())[why] += 1
+            found.setdefault(route.get("replica", one.route), Counter())[why] += 1
     return {name: dict(found[name]) for name in sorted(found, key=lambda text: (len(text), text))}
 
 

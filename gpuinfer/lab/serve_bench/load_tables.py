@@ -215,7 +215,7 @@ def _brief(table: Table) -> Table:
 
 
 def _notes(document: Document) -> Iterator[tuple[str, str]]:
-    """What there is to say beside the table."""
+    """The notes below the table."""
     for way in document["serve"]["ways"]:
         if failed := sum(way["errors"].values()):
             kinds = sorted(way["errors"].items(), key=lambda one: -one[1])
@@ -295,7 +295,7 @@ def draw_percentiles(axes: Axes, document: Document, name: str) -> None:
 
 
 def draw_scaling(axes: Axes, document: Document) -> None:
-    """Speed over replicas beside that of the first times their number. Both axes in doublings."""
+    """Speed over replicas, and the first one's speed times their number. Both axes in doublings."""
     found = document["serve"]["scaling"]
     replicas = [one["replicas"] for one in found]
     ideal = [found[0]["median"] * one / replicas[0] for one in replicas]

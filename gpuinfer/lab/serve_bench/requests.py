@@ -34,7 +34,7 @@ other were all there when up use your how said an each she which do their time i
 like so these her long make thing see him two has look more day could go come did number sound no most people my over
 know water than call first who may down side been now find any new work part take get place made live where after back
 little only round man year came show every good me give our under name very
-""".split()  # noqa: SIM905 (nobody reads a hundred quotation marks)
+""".split()  # noqa: SIM905 (a hundred quotation marks are hard to read)
 MOST_BYTES = 64 << 20  # of a file of prompts
 
 encode = msgspec.json.Encoder().encode
@@ -95,7 +95,7 @@ class TextRequests(RequestSource):
     output_tokens: LengthRange
     given: Sequence[Mapping[str, Any]] = ()  # of a file; empty: they are drawn
     scale: WordsOfTokens = WordsOfTokens()
-    users: int = 0  # sessions that are told; 0: nobody says who it is
+    users: int = 0  # users that requests name; 0: requests name none
     more: Mapping[str, Any] = field(default_factory=dict)  # fields of every request
 
     def make(self, number: int) -> PlannedRequest:
@@ -221,7 +221,7 @@ class RequestRecord:
 
     @property
     def ttft_s(self) -> float | None:
-        """Time to the first token, from when the request was due; None where nobody can tell."""
+        """Time to the first token, from when the request was due; None for an answer in one piece."""
         return self.first - self.due if self.events is not None and self.first else None
 
     @property

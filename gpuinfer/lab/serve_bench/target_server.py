@@ -98,7 +98,7 @@ async def scale(client: HttpClient, calls: TextRequests) -> WordsOfTokens:
 
 
 async def ask(client: HttpClient, calls: RequestSource, number: int = 0) -> HttpResponse:
-    """One request, so that what is wrong with all of them is said before they are sent. Raises `WorkError`."""
+    """Send one request: what is wrong with every request shows before the load. Raises `WorkError`."""
     headers = (("Content-Type", calls.content_type), ("Accept", calls.content_type))
     reply = await _once_started(client, "POST", calls.path, calls.make(number).body, headers)
     if reply.status != 200:

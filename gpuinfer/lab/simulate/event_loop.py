@@ -225,7 +225,7 @@ class Simulation:
     ) -> None:
         """Start the replicas, and let the clients join."""
         if replicas < 1:
-            raise UsageError(f"{replicas} replicas serve nobody. Give 1 or more.")
+            raise UsageError(f"{replicas} replicas serve no request. Give 1 or more.")
         self._joined = self._closed is not None and replicas == 1
         self.replicas: list[SimulatedReplica] = []
         warn = WarnOnce()

@@ -182,7 +182,7 @@ def sweep_rows(runs: Sequence[Run]) -> Iterator[list[str]]:
 
 
 def sweep_notes(runs: Sequence[Run]) -> Iterator[tuple[str, str]]:
-    """What is to be said about several runs: each notice once."""
+    """The notes of several runs, each notice once."""
     targets = {run["target_s"] for run in runs} - {None}
     if len(targets) == 1:
         target = targets.pop()

@@ -48,12 +48,12 @@ class DiffusionRoute:
 class DiffusionChecks:
     """All checks of one rig, in their order."""
 
-    def __init__(self, rig: VerifySetup) -> None:
-        options = rig.options
-        self._rig = rig
+    def __init__(self, opened: VerifySetup) -> None:
+        options = opened.options
+        self._rig = opened
         self._own = unmasking_of(options) or Unmasking()
         self._likeliest = self._sampling(0.0)
-        self._asks = [DiffusionRoute(item, self._likeliest) for item in rig.items]
+        self._asks = [DiffusionRoute(item, self._likeliest) for item in opened.items]
         self._alone: Answered = []
 
     def _sampling(self, temperature: float, **changed: object) -> Sampling:
@@ -128,7 +128,7 @@ class DiffusionChecks:
         return self._compared(singly, self._at_once(singly, 1), together, ("several samples", "one by one"))
 
     def _cached(self, cache: str, other: str, some: int) -> Difference:
-        """Exact caches change nothing; of others it is told what they change, as whoever chooses them wants to know."""
+        """An exact cache changes nothing; for an approximate one the check reports how many tokens it changes."""
         sides = []
         for one in (cache, other):
             sampling = self._sampling(0.0, cache=one)
@@ -204,7 +204,7 @@ def _parting(
     ask: DiffusionRoute, number: int, one: Completion, other: Completion, sides: tuple[str, str]
 ) -> AnswerDivergence | None:
     """The first token in which two answers differ, or the first whose log-probability does."""
-    mine, theirs = _told(one), _told(other)
+    mine, theirs = _chosen_tokens(one), _chosen_tokens(other)
     if mine == theirs:
         return None
     place = next(i for i, pair in enumerate(zip(mine, theirs, strict=True)) if pair[0] != pair[1])
@@ -223,7 +223,7 @@ def _parting(
     )
 
 
-def _told(answer: Completion) -> list[tuple[int, float]]:
+def _chosen_tokens(answer: Completion) -> list[tuple[int, float]]:
     """Each token with its log-probability at the step that committed it."""
     return [(token, told.chosen.logprob) for token, told in zip(answer.tokens, answer.logprobs or (), strict=True)]
 
@@ -231,19 +231,19 @@ def _told(answer: Completion) -> list[tuple[int, float]]:
 def _apart(one: Completion, other: Completion) -> float:
     """The largest difference of two tokens' log-probabilities, as far as the answers are the same."""
     worst = 0.0
-    for (first, sure), (second, surer) in zip(_told(one), _told(other), strict=True):
+    for (first, sure), (second, surer) in zip(_chosen_tokens(one), _chosen_tokens(other), strict=True):
         if first != second:
             break
         worst = max(worst, abs(sure - surer))
     return worst
 
 
-def half_filled(rig: VerifySetup, answers: Answered) -> Answers:
+def half_filled(opened: VerifySetup, answers: Answered) -> Answers:
     """Canvases on which every other token of an answer is still a mask, for `positions.sequences`: it leaves the last
     token of an answer out, so that they have one more.
     """
-    mask = rig.decoder.shape.masking.mask_token  # type: ignore[union-attr]  # it is a diffusion model
-    asks = [VerifyQuestion(item, number) for number, item in enumerate(rig.items)]
+    mask = opened.decoder.shape.masking.mask_token  # type: ignore[union-attr]  # it is a diffusion model
+    asks = [VerifyQuestion(item, number) for number, item in enumerate(opened.items)]
     canvases = [
         tuple(token if place % 2 else mask for place, token in enumerate((*answer.tokens, mask))) for answer in answers
     ]

@@ -18,7 +18,7 @@ Row = NDArray[np.float32]
 MOST_KEPT = 256 << 20  # bytes of rows of logits that are looked at
 
 Status = Literal["holds", "fails", "differs", "told", "skipped"]
-"""differs: the two sides do, and it is the other side that is wrong. told: they do, as they may, and it is said how."""
+"""`differs`: the other side is wrong. `told`: the sides may differ, and the document says how."""
 
 
 @dataclass(frozen=True)
@@ -71,9 +71,9 @@ class Parting(NamedTuple):
 class DivergenceJudge:
     """Compares routes with the answers to each prompt alone. `sides` are the two sides' names."""
 
-    def __init__(self, rig: VerifySetup, tolerance: Tolerance) -> None:
-        self._rig, self.tolerance = rig, tolerance
-        self._bitwise = rig.setup.deterministic
+    def __init__(self, opened: VerifySetup, tolerance: Tolerance) -> None:
+        self._rig, self.tolerance = opened, tolerance
+        self._bitwise = opened.setup.deterministic
 
     def compare(self, name: str, reference: Answers, other: Answers, sides: tuple[str, str]) -> Difference:
         """Whether `other` has the reference's answers. Where not, both sides are asked again, and watched."""

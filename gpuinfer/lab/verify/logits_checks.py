@@ -28,7 +28,7 @@ Pieces = Iterator[NDArray[np.float32]]  # [positions, vocabulary], one after ano
 
 
 def compare_logits(
-    rig: VerifySetup,
+    opened: VerifySetup,
     name: str,
     reference: Answers,
     other: Callable[[Tokens], Pieces],
@@ -39,9 +39,9 @@ def compare_logits(
     their logits tie; all logits are within the tolerance.
     """
     finding = Difference(name, unit="positions")
-    for ask, tokens in sequences(rig, reference):
+    for ask, tokens in sequences(opened, reference):
         start = 0
-        for ours, theirs in _paired(position_logits(rig.decoder, tokens), other(tokens)):
+        for ours, theirs in _paired(position_logits(opened.decoder, tokens), other(tokens)):
             finding.compared += len(ours)
             found = _compared(ours, theirs, start, sides, tolerance, finding)
             finding.divergences += [
@@ -55,9 +55,9 @@ def compare_logits(
     return finding
 
 
-def sequences(rig: VerifySetup, reference: Answers) -> Iterator[tuple[VerifyQuestion, Tokens]]:
+def sequences(opened: VerifySetup, reference: Answers) -> Iterator[tuple[VerifyQuestion, Tokens]]:
     """Every prompt with its answer, but for the answer's last token, after which nothing came."""
-    for ask, (answer,) in zip(reference.route.asks[: len(rig.items)], reference.tokens, strict=False):
+    for ask, (answer,) in zip(reference.route.asks[: len(opened.items)], reference.tokens, strict=False):
         yield ask, np.concatenate([ask.item.tokens, np.array(answer[:-1], np.int32)])
 
 
@@ -141,21 +141,21 @@ class TokenPosition(NamedTuple):
     apart: float
 
 
-def distance_from_float32(rig: VerifySetup, reference: Answers, exact: Ask) -> float:
+def distance_from_float32(opened: VerifySetup, reference: Answers, exact: Ask) -> float:
     """The largest distance of our logits from `exact`, over all positions of all prompts with their answers."""
     worst = 0.0
-    for _, tokens in sequences(rig, reference):
-        for ours, wanted in zip(position_logits(rig.decoder, tokens), exact(tokens), strict=True):
+    for _, tokens in sequences(opened, reference):
+        for ours, wanted in zip(position_logits(opened.decoder, tokens), exact(tokens), strict=True):
             worst = max(worst, float(_finite(np.abs(ours - wanted)).max()))
     return worst
 
 
 def compare_rounding(
-    rig: VerifySetup, name: str, reference: Answers, other: Ask, exact: Ask, sides: tuple[str, str]
+    opened: VerifySetup, name: str, reference: Answers, other: Ask, exact: Ask, sides: tuple[str, str]
 ) -> Difference:
     """Ours must be no further from `exact` than FACTOR times the other side's furthest logit, at any position."""
     finding = Difference(name, unit="positions")
-    places = list(_places(rig, reference, other, exact))
+    places = list(_places(opened, reference, other, exact))
     finding.compared = len(places)
     finding.difference = max(place.apart for place in places)
     ours, theirs = (max(place.distances[side] for place in places) for side in (0, 1))
@@ -168,11 +168,11 @@ def compare_rounding(
     return finding
 
 
-def _places(rig: VerifySetup, reference: Answers, other: Ask, exact: Ask) -> Iterator[TokenPosition]:
-    for ask, tokens in sequences(rig, reference):
+def _places(opened: VerifySetup, reference: Answers, other: Ask, exact: Ask) -> Iterator[TokenPosition]:
+    for ask, tokens in sequences(opened, reference):
         start = 0
         for ours, theirs, wanted in zip(
-            position_logits(rig.decoder, tokens), other(tokens), exact(tokens), strict=True
+            position_logits(opened.decoder, tokens), other(tokens), exact(tokens), strict=True
         ):
             off, other_off = _finite(np.abs(ours - wanted)), _finite(np.abs(theirs - wanted))
             apart = _finite(np.abs(ours - theirs)).max(axis=1)

@@ -176,12 +176,12 @@ class Answers:
     cached: int = 0  # prompt tokens that were taken over from other prompts
 
 
-def probe_answers(rig: VerifySetup, route: RouteOptions, watched: Collection[History] = ()) -> Answers:
+def probe_answers(opened: VerifySetup, route: RouteOptions, watched: Collection[History] = ()) -> Answers:
     """Ask everything on the route. Raises `WorkError` when a prompt fails."""
-    witness = DecoderProbe(route.decoder or rig.decoder, route.order, watched, route.pages)
+    witness = DecoderProbe(route.decoder or opened.decoder, route.order, watched, route.pages)
     answers = Answers(route, sights=witness.sights, rows=witness.rows)
     for asks in [[ask] for ask in route.asks] if route.alone else [route.asks]:
-        generator = _generator(rig, witness, route.step_tokens or rig.longest + rig.largest_batch)
+        generator = _generator(opened, witness, route.step_tokens or opened.longest + opened.largest_batch)
         try:
             answers.tokens += _through(generator, asks, route, answers)
         finally:
@@ -190,17 +190,23 @@ def probe_answers(rig: VerifySetup, route: RouteOptions, watched: Collection[His
 
 
 def redrawn(
-    rig: VerifySetup, sampling: Sampling, ask: VerifyQuestion, sample: int, position: int, row: NDArray[np.float32]
+    opened: VerifySetup, sampling: Sampling, ask: VerifyQuestion, sample: int, position: int, row: NDArray[np.float32]
 ) -> int:
     """The token that one row of logits gives at this position of an answer, drawn with nothing else about."""
     import torch
 
     from gpuinfer.text.sampling import Sampler
 
-    device, vocabulary, slot = rig.decoder.device, rig.decoder.shape.vocabulary, np.zeros(1, np.int32)
-    ends = rig.language.end_tokens
+    device, vocabulary, slot = opened.decoder.device, opened.decoder.shape.vocabulary, np.zeros(1, np.int32)
+    ends = opened.language.end_tokens
     sampler = Sampler(
-        1, vocabulary, device, seed=rig.setup.seed, end_tokens=ends, threads=1, deterministic=rig.setup.deterministic
+        1,
+        vocabulary,
+        device,
+        seed=opened.setup.seed,
+        end_tokens=ends,
+        threads=1,
+        deterministic=opened.setup.deterministic,
     )
     try:
         sampler.admit(0, sampling, ask.item.tokens, _key(ask), sample)
@@ -211,18 +217,18 @@ def redrawn(
         sampler.close()
 
 
-def _generator(rig: VerifySetup, witness: DecoderProbe, step_tokens: int) -> Generator:
+def _generator(opened: VerifySetup, witness: DecoderProbe, step_tokens: int) -> Generator:
     """A new one over the old decoder: it knows of nothing that the pages hold."""
     from gpuinfer.text.generator import Generator
 
     return Generator(
         witness,
-        rig.language,
-        seed=rig.setup.seed,
-        end_tokens=rig.language.end_tokens,
+        opened.language,
+        seed=opened.setup.seed,
+        end_tokens=opened.language.end_tokens,
         step_tokens=step_tokens,
-        threads=rig.threads,
-        deterministic=rig.setup.deterministic,
+        threads=opened.threads,
+        deterministic=opened.setup.deterministic,
     )
 
 
@@ -287,52 +293,52 @@ class AnswerRoute:
     routes: list[tuple[str, RouteOptions]]
 
 
-def likeliest_route(rig: VerifySetup) -> AnswerRoute:
+def likeliest_route(opened: VerifySetup) -> AnswerRoute:
     """All the ways to ask for the likeliest tokens."""
-    sampling = Sampling(max_tokens=rig.options.new_tokens, temperature=0.0, ignore_eos=True)
-    items, shared = rig.items, shared_beginnings(rig.items)
-    some = min(SOME, rig.decoder.slots)
-    draw = np.random.default_rng(rig.setup.seed)
+    sampling = Sampling(max_tokens=opened.options.new_tokens, temperature=0.0, ignore_eos=True)
+    items, shared = opened.items, shared_beginnings(opened.items)
+    some = min(SOME, opened.decoder.slots)
+    draw = np.random.default_rng(opened.setup.seed)
     mixed = [items[i] for i in draw.permutation(len(items))]
-    places = np.arange(rig.decoder.pages, dtype=np.int32)[::-1]
+    places = np.arange(opened.decoder.pages, dtype=np.int32)[::-1]
     alone = RouteOptions(
         "alone", verify_questions(items) + verify_questions(shared, first=len(items)), sampling, alone=True
     )
     return AnswerRoute(
         alone,
         [
-            *((f"{size} at once = alone", filled_route(rig, sampling, size)) for size in rig.options.batch_sizes),
+            *((f"{size} at once = alone", filled_route(opened, sampling, size)) for size in opened.options.batch_sizes),
             ("any order = alone", RouteOptions("another order", verify_questions(mixed, items), sampling, some)),
             ("any page = alone", RouteOptions("other pages", verify_questions(items), sampling, some, order=places)),
             (
                 "few pages = alone",
-                RouteOptions("few pages", verify_questions(items), sampling, some, pages=few_pages(rig)),
+                RouteOptions("few pages", verify_questions(items), sampling, some, pages=few_pages(opened)),
             ),
             (
                 "in chunks = whole",
-                RouteOptions("in chunks", verify_questions(items), sampling, some, step_tokens=chunk(rig.longest)),
+                RouteOptions("in chunks", verify_questions(items), sampling, some, step_tokens=chunk(opened.longest)),
             ),
             ("shared beginning = own", RouteOptions("shared", shared_questions(items, shared), sampling, some)),
         ],
     )
 
 
-def drawn_routes(rig: VerifySetup) -> Iterator[AnswerRoute]:
+def drawn_routes(opened: VerifySetup) -> Iterator[AnswerRoute]:
     """The same for tokens that are drawn, and for several answers to one prompt."""
-    sampling = Sampling(max_tokens=rig.options.new_tokens, temperature=0.9, top_p=0.95, ignore_eos=True)
-    samples = min(SAMPLES, rig.decoder.slots)
-    singly = [replace_sample(ask, j) for ask in verify_questions(rig.items) for j in range(samples)]
-    several = [ask._replace(samples=samples) for ask in verify_questions(rig.items)]
-    some = max(samples, min(SOME, rig.decoder.slots))
+    sampling = Sampling(max_tokens=opened.options.new_tokens, temperature=0.9, top_p=0.95, ignore_eos=True)
+    samples = min(SAMPLES, opened.decoder.slots)
+    singly = [replace_sample(ask, j) for ask in verify_questions(opened.items) for j in range(samples)]
+    several = [ask._replace(samples=samples) for ask in verify_questions(opened.items)]
+    some = max(samples, min(SOME, opened.decoder.slots))
     routes = [("drawn, at once = alone", RouteOptions("drawn at once", singly, sampling, some))]
     if samples > 1:
         routes.append((f"{samples} samples = one by one", RouteOptions("several samples", several, sampling, some)))
     yield AnswerRoute(RouteOptions("drawn alone", singly, sampling, alone=True), routes)
 
 
-def filled_route(rig: VerifySetup, sampling: Sampling, size: int) -> RouteOptions:
+def filled_route(opened: VerifySetup, sampling: Sampling, size: int) -> RouteOptions:
     """So many rows at once; prompts come several times when there are too few."""
-    known = verify_questions(rig.items)
+    known = verify_questions(opened.items)
     return RouteOptions(
         f"{size} at once", [known[i % len(known)] for i in range(max(size, len(known)))], sampling, size
     )
@@ -368,9 +374,9 @@ def shared_questions(items: list[Item], shared: list[Item]) -> list[VerifyQuesti
     return found + found[::-1]
 
 
-def few_pages(rig: VerifySetup) -> int:
+def few_pages(opened: VerifySetup) -> int:
     """Hardly more than one row takes, so that others wait, or give theirs back and are computed again."""
-    return min(rig.decoder.pages, -(-rig.decoder.length // PAGE) + 1)
+    return min(opened.decoder.pages, -(-opened.decoder.length // PAGE) + 1)
 
 
 def chunk(longest: int) -> int:

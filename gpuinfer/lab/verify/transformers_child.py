@@ -14,13 +14,13 @@ from gpuinfer.host import children
 def main(channel: Connection, folder: str, device: str, threads: int, piece: int) -> None:
     """Answer until the other end is closed."""
     children.set_up_child()
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # its progress and its advice are nobody's
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # what transformers prints of progress and advice is dropped
     os.environ |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "TOKENIZERS_PARALLELISM": "false"}
     answer_requests(channel, folder, device, threads, piece)
 
 
 def answer_requests(channel: Connection, folder: str, device: str, threads: int, piece: int) -> None:
-    """Answer each request; one that fails is told, and the next one is taken."""
+    """Answer each request; a request that fails is answered with its error."""
     answerer = TransformersAnswerer(channel, folder, device, threads, piece)
     while True:
         try:
@@ -56,7 +56,7 @@ class TransformersAnswerer:
         self._say({"tokenizer": kind, "version": transformers.__version__, "texts": spoken, "chats": chatted})
 
     def open(self, dtype: str) -> None:
-        """Load the model in this number format, beside those that are open."""
+        """Load the model in this number format, next to those that are open."""
         import torch
         import transformers
 

@@ -47,17 +47,17 @@ class TransformersPeer:
     def tokens(self, texts: Sequence[tuple[str, bool]], chats: Sequence[Any]) -> dict[str, Any]:
         """The tokens of texts, with special tokens or without, and of chats: see `peer_child`."""
         self._ask(do="tokens", texts=list(texts), chats=list(chats))
-        return self.told(LOAD_S)
+        return self.reply(LOAD_S)
 
     def open(self, dtype: str) -> None:
         """Load the model in a number format."""
         self._ask(do="open", dtype=dtype)
-        self.told(LOAD_S)
+        self.reply(LOAD_S)
 
     def logits(self, dtype: str, tokens: Tokens) -> Pieces:
         """Float32 [positions, vocabulary], in pieces."""
         self._ask(do="logits", dtype=dtype, tokens=tokens.tolist())
-        width = int(self.told(ANSWER_S)["vocabulary"])
+        width = int(self.reply(ANSWER_S)["vocabulary"])
         for _ in range(0, len(tokens), self._size):
             yield _rows(self._taken(ANSWER_S), width)
 
@@ -67,13 +67,13 @@ class TransformersPeer:
         with suppress(OSError):  # it is gone: what comes next says so
             self._channel.send_bytes(json.dumps(request).encode())
 
-    def told(self, seconds: float) -> dict[str, Any]:
-        said: dict[str, Any] = json.loads(self._taken(seconds))
-        if "error" in said:
+    def reply(self, seconds: float) -> dict[str, Any]:
+        message: dict[str, Any] = json.loads(self._taken(seconds))
+        if "error" in message:
             raise TransformersFailed(
-                f"transformers failed: {said['error'].rstrip('.')}. Use --no-transformers to go without it."
+                f"transformers failed: {message['error'].rstrip('.')}. Use --no-transformers to go without it."
             )
-        return said
+        return message
 
     def _taken(self, seconds: float) -> bytes:
         try:
@@ -89,29 +89,29 @@ class TransformersPeer:
             ) from error
 
 
-def missing_transformers(rig: VerifySetup) -> str | None:
+def missing_transformers(opened: VerifySetup) -> str | None:
     """Why there is nothing to compare with; None when there is."""
-    if not rig.options.transformers:
+    if not opened.options.transformers:
         return "--no-transformers"
     if find_spec("transformers") is None:
         return "transformers is not installed"
-    if rig.checkpoint.shape.family in OWN:
-        return f"transformers has no {rig.checkpoint.shape.family} models"
+    if opened.checkpoint.shape.family in OWN:
+        return f"transformers has no {opened.checkpoint.shape.family} models"
     return None
 
 
 @contextmanager
-def open_transformers(rig: VerifySetup) -> Iterator[TransformersPeer]:
+def open_transformers(opened: VerifySetup) -> Iterator[TransformersPeer]:
     """A process that has transformers, ended afterwards."""
     with tempfile.TemporaryDirectory(prefix="gpuinfer-verify-") as drafts:
-        folder = rig.checkpoint.folder or _written(rig, Path(drafts) / "model")
+        folder = opened.checkpoint.folder or _written(opened, Path(drafts) / "model")
         ours, theirs = multiprocessing.Pipe()
-        size = rows_in_a_piece(rig.checkpoint.shape.vocabulary)
-        process = start_transformers(theirs, str(folder), rig.facts["device"], rig.threads, size)
+        size = rows_in_a_piece(opened.checkpoint.shape.vocabulary)
+        process = start_transformers(theirs, str(folder), opened.facts["device"], opened.threads, size)
         try:
             yield TransformersPeer(ours, process, size)
             ours.close()
-            process.join(LEAVE_S)  # left to itself it ends when nobody listens any more
+            process.join(LEAVE_S)  # the child ends by itself when its channel is closed
         finally:
             ours.close()
             children.end_process(process, LEAVE_S)
@@ -124,11 +124,11 @@ def start_transformers(channel: Connection, *arguments: Any) -> Any:
     return process
 
 
-def _written(rig: VerifySetup, folder: Path) -> Path:
+def _written(opened: VerifySetup, folder: Path) -> Path:
     """A model that is no folder, as one."""
     from gpuinfer.text.checkpoint.built_in import save_folder
 
-    save_folder(rig.checkpoint, folder)
+    save_folder(opened.checkpoint, folder)
     return folder
 
 
@@ -158,17 +158,17 @@ class TokenCase(NamedTuple):
     file: Sequence[int] | None  # by tokenizer.json alone
 
 
-def missing_tokenizer(rig: VerifySetup) -> str | None:
+def missing_tokenizer(opened: VerifySetup) -> str | None:
     """Why there are no tokens to compare; None when there are."""
-    return None if rig.checkpoint.language.folder is not None else "the model has no tokenizer: its tokens are bytes"
+    return None if opened.checkpoint.language.folder is not None else "the model has no tokenizer: its tokens are bytes"
 
 
-def compare_tokens(rig: VerifySetup, name: str, peer: TransformersPeer) -> Difference:
+def compare_tokens(opened: VerifySetup, name: str, peer: TransformersPeer) -> Difference:
     """All texts and chats through both."""
     finding = Difference(name, unit="texts")
-    cases, kind = _cases(rig, peer)
+    cases, kind = _cases(opened, peer)
     finding.compared = len(cases)
-    found = (_divergence(number, case, kind, rig) for number, case in enumerate(cases) if case.ours != case.theirs)
+    found = (_divergence(number, case, kind, opened) for number, case in enumerate(cases) if case.ours != case.theirs)
     finding.divergences += {(one.prompt, one.tokens): one for one in found}.values()
     faults = [one for one in finding.divergences if not one.theirs]
     if faults:
@@ -178,45 +178,45 @@ def compare_tokens(rig: VerifySetup, name: str, peer: TransformersPeer) -> Diffe
     return finding
 
 
-def _cases(rig: VerifySetup, peer: TransformersPeer) -> tuple[list[TokenCase], str]:
-    file = _file(rig)
-    texts, chats = _texts(rig, file), _chats(rig)
-    told = peer.tokens(
+def _cases(opened: VerifySetup, peer: TransformersPeer) -> tuple[list[TokenCase], str]:
+    file = _file(opened)
+    texts, chats = _texts(opened, file), _chats(opened)
+    reply = peer.tokens(
         [(prompt.text or "", prompt.special_tokens) for prompt in texts], [prompt.messages for prompt in chats]
     )
-    prompts, answers = [*texts, *chats], [*told["texts"], *told["chats"]]
-    ours = rig.language.encode(prompts)
+    prompts, answers = [*texts, *chats], [*reply["texts"], *reply["chats"]]
+    ours = opened.language.encode(prompts)
     return [
         TokenCase(prompt, _ours(tokens), answer.get("ids", "refused"), _by(file, prompt, answer))
         for prompt, tokens, answer in zip(prompts, ours, answers, strict=True)
-    ], f"{told['tokenizer']} of transformers {told['version']}"
+    ], f"{reply['tokenizer']} of transformers {reply['version']}"
 
 
 def _ours(tokens: Any) -> Sequence[int] | str:
     return "refused" if isinstance(tokens, BadPrompt) else list(map(int, tokens))
 
 
-def _texts(rig: VerifySetup, file: Any) -> list[Prompt]:
+def _texts(opened: VerifySetup, file: Any) -> list[Prompt]:
     """The prompts that are asked, those that are built in, and some with spaces and special tokens in odd places."""
-    own = [item.asked for item in rig.items if item.asked is not None and item.asked.text]
+    own = [item.asked for item in opened.items if item.asked is not None and item.asked.text]
     special = [] if file is None else [one.content for one in file.get_added_tokens_decoder().values() if one.special]
     odd = [text for one in special[:MOST_SPECIAL] for text in (f"{one}The sea", f"The sea {one} was{one}{one} green")]
     others = [Prompt(text=text, special_tokens=added) for text in (*TEXTS, *PROBES, *odd) for added in (True, False)]
     return list({(prompt.text, prompt.special_tokens): prompt for prompt in (*own, *others)}.values())
 
 
-def _chats(rig: VerifySetup) -> list[Prompt]:
-    if not rig.language.has_chat_template:
+def _chats(opened: VerifySetup) -> list[Prompt]:
+    if not opened.language.has_chat_template:
         return []
-    own = [item.asked.messages for item in rig.items if item.asked is not None and item.asked.messages]
+    own = [item.asked.messages for item in opened.items if item.asked is not None and item.asked.messages]
     return [Prompt(messages=chat) for chat in (*own, *CHATS)]  # with nothing but the chat: any template takes that
 
 
-def _file(rig: VerifySetup) -> Any:
+def _file(opened: VerifySetup) -> Any:
     """tokenizer.json as `tokenizers` reads it; None where there is none."""
     from tokenizers import Tokenizer
 
-    path = rig.checkpoint.language.folder
+    path = opened.checkpoint.language.folder
     if path is None or not (path / "tokenizer.json").is_file():
         return None
     tokenizer = Tokenizer.from_file(str(path / "tokenizer.json"))
@@ -232,9 +232,9 @@ def _by(file: Any, prompt: Prompt, answer: Mapping[str, Any]) -> Sequence[int] |
     return list(ids)
 
 
-def _divergence(number: int, case: TokenCase, kind: str, rig: VerifySetup) -> AnswerDivergence:
+def _divergence(number: int, case: TokenCase, kind: str, opened: VerifySetup) -> AnswerDivergence:
     place, tokens = next(_differing(case.ours, case.theirs))
-    ours, theirs = (_named(rig, side, token) for side, token in zip((case.ours, case.theirs), tokens, strict=True))
+    ours, theirs = (_named(opened, side, token) for side, token in zip((case.ours, case.theirs), tokens, strict=True))
     on_their_side = case.file is not None and case.ours == case.file
     judge = (
         f"tokenizer.json says what gpuinfer says: the difference is on the side of transformers ({kind})"
@@ -257,7 +257,7 @@ def _differing(ours: Sequence[int] | str, theirs: Sequence[int] | str) -> Iterat
             yield place, pair
 
 
-def _named(rig: VerifySetup, side: Sequence[int] | str, token: int) -> str:
+def _named(opened: VerifySetup, side: Sequence[int] | str, token: int) -> str:
     if isinstance(side, str):
         return "no tokens, it refuses this"
-    return "no further token" if token < 0 else f"token {token} {rig.language.decode([token])!r}"
+    return "no further token" if token < 0 else f"token {token} {opened.language.decode([token])!r}"

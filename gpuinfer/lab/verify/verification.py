@@ -58,21 +58,21 @@ class Verification:
         """Open the model and make all checks. Raises `UsageError` before, `WorkError` when the work fails."""
         self._began, self._from = datetime.now(UTC).isoformat(timespec="seconds"), time.perf_counter()
         self.say("opening the model …")
-        rig = open_setup(self.options, self.setup)
+        opened = open_setup(self.options, self.setup)
         try:
             self._model = {
-                "fingerprint": rig.checkpoint.fingerprint,
-                "family": rig.checkpoint.shape.family,
-                "device": rig.facts["device"],
-                "decoder": type(rig.decoder).__name__,
-                "computed_in": rig.computed_in,
-                "prompts": len(rig.items),
-                "prompt_tokens": sum(len(item.tokens) for item in rig.items),
+                "fingerprint": opened.checkpoint.fingerprint,
+                "family": opened.checkpoint.shape.family,
+                "device": opened.facts["device"],
+                "decoder": type(opened.decoder).__name__,
+                "computed_in": opened.computed_in,
+                "prompts": len(opened.items),
+                "prompt_tokens": sum(len(item.tokens) for item in opened.items),
             }
-            self._run(rig)
+            self._run(opened)
             self.finished = True
         finally:
-            rig.close()
+            opened.close()
 
     def document(self) -> dict[str, Any]:
         """The report, `gpuinfer.verify/1`."""
@@ -91,43 +91,43 @@ class Verification:
             "checks": [_described(finding) for finding in self.findings],
         }
 
-    def _run(self, rig: VerifySetup) -> None:
-        if rig.checkpoint.shape.masking is not None:
-            self._fill_in(rig)
+    def _run(self, opened: VerifySetup) -> None:
+        if opened.checkpoint.shape.masking is not None:
+            self._fill_in(opened)
             return
-        plan = probed_answers.likeliest_route(rig)
+        plan = probed_answers.likeliest_route(opened)
         self.say("each prompt alone …")
-        reference = probe_answers(rig, plan.reference)
+        reference = probe_answers(opened, plan.reference)
         if self.setup.dtype != FLOAT32:
             self.say("how far that is from float32 …")
-            with self._torch(rig, FLOAT32) as exact:
+            with self._torch(opened, FLOAT32) as exact:
                 self.noise = logits_checks.distance_from_float32(
-                    rig, reference, partial(logits_checks.position_logits, exact)
+                    opened, reference, partial(logits_checks.position_logits, exact)
                 )
-        judge = DivergenceJudge(rig, self.tolerance)
-        self._make(judge, rig, plan, reference)
-        for other in probed_answers.drawn_routes(rig):
-            self._make(judge, rig, other, probe_answers(rig, other.reference))
-        self._timed("graphs = eager", partial(self._eager, rig, judge, reference))
-        self._timed("compiled = plain torch", partial(self._plain, rig, reference))
-        self._peers(rig, reference)
+        judge = DivergenceJudge(opened, self.tolerance)
+        self._make(judge, opened, plan, reference)
+        for other in probed_answers.drawn_routes(opened):
+            self._make(judge, opened, other, probe_answers(opened, other.reference))
+        self._timed("graphs = eager", partial(self._eager, opened, judge, reference))
+        self._timed("compiled = plain torch", partial(self._plain, opened, reference))
+        self._peers(opened, reference)
 
-    def _fill_in(self, rig: VerifySetup) -> None:
+    def _fill_in(self, opened: VerifySetup) -> None:
         """Of a diffusion model."""
-        masks = DiffusionChecks(rig)
+        masks = DiffusionChecks(opened)
         self.say("each prompt alone …")
-        reference = half_filled(rig, masks.alone())
+        reference = half_filled(opened, masks.alone())
         for name, check in masks.checks():
             self._timed(name, check)
-        self._timed("compiled = plain torch", partial(self._plain, rig, reference))
-        family = rig.checkpoint.shape.family
+        self._timed("compiled = plain torch", partial(self._plain, opened, reference))
+        family = opened.checkpoint.shape.family
         self._timed(TRANSFORMERS, partial(skipped, TRANSFORMERS, f"transformers has no {family} models"))
 
     def _make(
-        self, judge: DivergenceJudge, rig: VerifySetup, plan: probed_answers.AnswerRoute, reference: Answers
+        self, judge: DivergenceJudge, opened: VerifySetup, plan: probed_answers.AnswerRoute, reference: Answers
     ) -> None:
         for name, route in plan.routes:
-            self._timed(name, partial(self._compared, judge, rig, name, route, reference))
+            self._timed(name, partial(self._compared, judge, opened, name, route, reference))
 
     def _timed(self, name: str, check: Check) -> None:
         self.say(f"{name} …")
@@ -137,42 +137,42 @@ class Verification:
         self.findings.append(finding)
 
     def _compared(
-        self, judge: DivergenceJudge, rig: VerifySetup, name: str, route: Any, reference: Answers
+        self, judge: DivergenceJudge, opened: VerifySetup, name: str, route: Any, reference: Answers
     ) -> Difference:
-        answers = probe_answers(rig, route)
+        answers = probe_answers(opened, route)
         finding = judge.compare(name, reference, answers, (reference.route.name, route.name))
         if route.name == "shared" and not answers.cached:
             return skipped(name, "no prompt is long enough to share its beginning")
         return finding
 
-    def _eager(self, rig: VerifySetup, judge: DivergenceJudge, reference: Answers) -> Difference:
+    def _eager(self, opened: VerifySetup, judge: DivergenceJudge, reference: Answers) -> Difference:
         name = "graphs = eager"
-        if not rig.facts["device"].startswith("cuda"):
+        if not opened.facts["device"].startswith("cuda"):
             return skipped(name, "CUDA graphs need a CUDA device")
         from gpuinfer.text.generator import Tuning, open_generator
 
-        slots = min(probed_answers.SOME, rig.decoder.slots)
-        tuning = Tuning(slots=slots, context=rig.decoder.length, graphs=False)
-        eager = open_generator(rig.spec, self.setup, tuning)
+        slots = min(probed_answers.SOME, opened.decoder.slots)
+        tuning = Tuning(slots=slots, context=opened.decoder.length, graphs=False)
+        eager = open_generator(opened.spec, self.setup, tuning)
         try:
-            route = probed_answers.filled_route(rig, reference.route.sampling, slots)
-            answers = probe_answers(rig, replace(route, name="eager", decoder=eager.decoder))
+            route = probed_answers.filled_route(opened, reference.route.sampling, slots)
+            answers = probe_answers(opened, replace(route, name="eager", decoder=eager.decoder))
             return judge.compare(name, reference, answers, ("graphs", "eager"))
         finally:
             eager.close()
 
-    def _plain(self, rig: VerifySetup, reference: Answers) -> Difference:
+    def _plain(self, opened: VerifySetup, reference: Answers) -> Difference:
         name = "compiled = plain torch"
-        if type(rig.decoder).__name__ != "CpuDecoder":
-            return skipped(name, f"here {type(rig.decoder).__name__} serves, which is not compiled for the CPU")
+        if type(opened.decoder).__name__ != "CpuDecoder":
+            return skipped(name, f"here {type(opened.decoder).__name__} serves, which is not compiled for the CPU")
         sides = ("compiled", "torch")
-        with self._torch(rig, self.setup.dtype) as plain:
+        with self._torch(opened, self.setup.dtype) as plain:
             other = partial(logits_checks.position_logits, plain)
             if self._by_tolerance:
-                return logits_checks.compare_logits(rig, name, reference, other, sides, self.tolerance)
-            with self._torch(rig, FLOAT32) as exact:
+                return logits_checks.compare_logits(opened, name, reference, other, sides, self.tolerance)
+            with self._torch(opened, FLOAT32) as exact:
                 return logits_checks.compare_rounding(
-                    rig, name, reference, other, partial(logits_checks.position_logits, exact), sides
+                    opened, name, reference, other, partial(logits_checks.position_logits, exact), sides
                 )
 
     @property
@@ -181,21 +181,21 @@ class Verification:
         return self.setup.dtype == FLOAT32 or self.options.tolerance is not None
 
     @contextmanager
-    def _torch(self, rig: VerifySetup, dtype: str) -> Iterator[Decoder]:
+    def _torch(self, opened: VerifySetup, dtype: str) -> Iterator[Decoder]:
         """A decoder in plain torch that computes in `dtype` with the weights of the one under test."""
         from gpuinfer.models.device import resolve_dtype
         from gpuinfer.text.decoder.torch_decoder import TorchDecoder
 
-        shape, device = rig.checkpoint.shape, rig.decoder.device
-        weights = rig.checkpoint.weights(resolve_dtype(self.setup.dtype))
+        shape, device = opened.checkpoint.shape, opened.decoder.device
+        weights = opened.checkpoint.weights(resolve_dtype(self.setup.dtype))
         plain = TorchDecoder(
             shape,
             weights,
             device,
             resolve_dtype(dtype),
             slots=1,
-            pages=rig.decoder.pages,
-            length=rig.decoder.length,
+            pages=opened.decoder.pages,
+            length=opened.decoder.length,
             graphs=False,
         )
         try:
@@ -203,37 +203,37 @@ class Verification:
         finally:
             plain.close()
 
-    def _peers(self, rig: VerifySetup, reference: Answers) -> None:
+    def _peers(self, opened: VerifySetup, reference: Answers) -> None:
         """Both checks against transformers, in one process."""
-        why = transformers_peer.missing_transformers(rig)
+        why = transformers_peer.missing_transformers(opened)
         if why is not None:
             for name in (TOKENS, TRANSFORMERS):
                 self._timed(name, partial(skipped, name, why))
             return
-        with transformers_peer.open_transformers(rig) as other:
-            self._timed(TOKENS, partial(self._tokens, rig, other))
-            self._timed(TRANSFORMERS, partial(self._transformers, rig, reference, other))
+        with transformers_peer.open_transformers(opened) as other:
+            self._timed(TOKENS, partial(self._tokens, opened, other))
+            self._timed(TRANSFORMERS, partial(self._transformers, opened, reference, other))
 
-    def _tokens(self, rig: VerifySetup, other: transformers_peer.TransformersPeer) -> Difference:
-        if why := transformers_peer.missing_tokenizer(rig):
+    def _tokens(self, opened: VerifySetup, other: transformers_peer.TransformersPeer) -> Difference:
+        if why := transformers_peer.missing_tokenizer(opened):
             return skipped(TOKENS, why)
         try:
-            return transformers_peer.compare_tokens(rig, TOKENS, other)
+            return transformers_peer.compare_tokens(opened, TOKENS, other)
         except transformers_peer.TransformersFailed as error:
             return skipped(TOKENS, str(error))
 
     def _transformers(
-        self, rig: VerifySetup, reference: Answers, other: transformers_peer.TransformersPeer
+        self, opened: VerifySetup, reference: Answers, other: transformers_peer.TransformersPeer
     ) -> Difference:
         dtype, sides = self.setup.dtype, ("gpuinfer", "transformers")
         try:
             other.open(dtype)
             theirs = partial(other.logits, dtype)
             if self._by_tolerance:
-                return logits_checks.compare_logits(rig, TRANSFORMERS, reference, theirs, sides, self.tolerance)
+                return logits_checks.compare_logits(opened, TRANSFORMERS, reference, theirs, sides, self.tolerance)
             other.open(FLOAT32)
             return logits_checks.compare_rounding(
-                rig, TRANSFORMERS, reference, theirs, partial(other.logits, FLOAT32), sides
+                opened, TRANSFORMERS, reference, theirs, partial(other.logits, FLOAT32), sides
             )
         except transformers_peer.TransformersFailed as error:
             return skipped(TRANSFORMERS, str(error))
