@@ -34,7 +34,9 @@ class Commands(TyperGroup):
 
     def get_command(self, ctx: typer.Context, cmd_name: str) -> Any:  # type: ignore[override]
         """A stand-in that knows the command's name and one line about it: enough for --help and completion."""
-        return _stand_in(cmd_name) if cmd_name in self.list_commands(ctx) else None
+        if cmd_name not in self.list_commands(ctx):
+            return None
+        return command_named(cmd_name, f"gpuinfer.cli.{cmd_name}") if cmd_name in OWN else workload_stand_in(cmd_name)
 
     def resolve_command(self, ctx: typer.Context, args: list[str]) -> tuple[str, Any, list[str]]:  # type: ignore[override]
         """The real command. Raises `UnknownName`, or `PluginError` when it cannot be loaded."""
@@ -52,10 +54,6 @@ class Commands(TyperGroup):
         from gpuinfer.cli.workload import command
 
         return name, command(name), args[1:]
-
-
-def _stand_in(name: str) -> Any:
-    return command_named(name, f"gpuinfer.cli.{name}") if name in OWN else workload_stand_in(name)
 
 
 def workload_stand_in(name: str, called: str | None = None) -> Any:
@@ -153,7 +151,8 @@ def _ended(words: list[str]) -> int:
         sys.stdout.flush()
         return code
     except BrokenPipeError:
-        _let_go_of_stdout()
+        # the reader is gone: Python would complain when it flushes at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except KeyboardInterrupt:
         return PARTIAL
@@ -169,8 +168,3 @@ def run(words: list[str]) -> int:
     if code == 130:  # Typer's own for Ctrl-C
         return PARTIAL
     return code if isinstance(code, int) else 0
-
-
-def _let_go_of_stdout() -> None:
-    """The reader of standard output is gone: keep Python from complaining when it flushes at exit."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import shlex
-import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
@@ -15,7 +14,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gpuinfer.cli import flags
-from gpuinfer.cli.comparison_end import comparison_flag, concluded
+from gpuinfer.cli.comparison_end import (
+    comparison_flag,
+    concluded,
+    logs_folder,
+    printer,
+)
 from gpuinfer.cli.comparison_progress import interruptible
 from gpuinfer.cli.grid import whole_numbers
 from gpuinfer.config import registry
@@ -77,20 +81,6 @@ def execute(names: Sequence[str], values: Values, own: Values, folder: Path | No
     from gpuinfer.lab.bench.generators_tables import generators_document
     from gpuinfer.lab.bench.series import SeriesPlan
 
-    _refuse_others(values, own)
-    merged = merge(TARGET, values)
-    log_to_people(merged.common.verbose)
-    series_plan = SeriesPlan(own["repeats"], None, None, merged.common.seed, roofline=False, parity=False)
-    began = datetime.now(UTC).isoformat(timespec="seconds")
-    with tempfile.TemporaryDirectory(prefix="gpuinfer-bench-") as scratch, interruptible():
-        work = _work(names, merged, values, own, series_plan, Path(scratch))
-        generators = Generators(work, series_plan, _logs(folder, Path(scratch)), _say(merged.common.quiet))
-        outcome = generators.run()
-        return generators_document(concluded(TARGET, outcome, series_plan, began), work, generators)
-
-
-def _refuse_others(values: Values, own: Values) -> None:
-    """What would be ignored is refused: all generators take the likeliest token, and ours runs as it comes."""
     given = {key: value for key, value in values.items() if value is not None and value != [] and value != 0}
     more = {key: own[key] for key in NOT_HERE if own[key]}
     for key in {**given, **more}:
@@ -99,6 +89,15 @@ def _refuse_others(values: Values, own: Values) -> None:
                 f"{flags.flag(key)} is no part of a comparison of generators, which all take the likeliest token and "
                 "run to the end. Leave it out, or compare backends: --compare inprocess,central."
             )
+    merged = merge(TARGET, values)
+    log_to_people(merged.common.verbose)
+    series_plan = SeriesPlan(own["repeats"], None, None, merged.common.seed, roofline=False, parity=False)
+    began = datetime.now(UTC).isoformat(timespec="seconds")
+    with tempfile.TemporaryDirectory(prefix="gpuinfer-bench-") as scratch, interruptible():
+        work = _work(names, merged, values, own, series_plan, Path(scratch))
+        generators = Generators(work, series_plan, logs_folder(folder, Path(scratch)), printer(merged.common.quiet))
+        outcome = generators.run()
+        return generators_document(concluded(TARGET, outcome, series_plan, began), work, generators)
 
 
 def _work(
@@ -183,17 +182,6 @@ def _folder(checkpoint: Any, scratch: Path) -> Path | None:
         save_folder(checkpoint, scratch / "model")
         return scratch / "model"
     return None
-
-
-def _logs(folder: Path | None, scratch: Path) -> Path:
-    """The folder of the children's logs, in that of the report where there is one."""
-    logs = (folder or scratch) / "logs"
-    logs.mkdir(exist_ok=True)
-    return logs
-
-
-def _say(quiet: bool) -> Any:
-    return (lambda line: None) if quiet else (lambda line: print(line, file=sys.stderr, flush=True))
 
 
 def generators_flags() -> flags.Parameters:

@@ -6,7 +6,6 @@ import asyncio
 import inspect
 import shlex
 import signal
-import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,6 +21,8 @@ from gpuinfer.cli import flags, output
 from gpuinfer.cli.comparison_end import (
     comparison_exit_code,
     comparison_flag,
+    logs_folder,
+    printer,
     report_folder,
     show_comparison,
     write_report,
@@ -405,7 +406,7 @@ def execute(values: Mapping[str, Any], theirs: Sequence[str]) -> int:
     own = _options(values)
     plan = _plan(own, values, theirs)
     if (
-        all(way.url is None and not _has_model(way.words) for way in plan.ways)
+        all(way.url is None and not any(flags.flag(name) in way.words for name in MODELS) for way in plan.ways)
         and not merged.table(NAME).keys() & MODELS
     ):
         raise UsageError("which server? Give the URL of one, or --model (blobnet, tiny, a folder) for one of our own.")
@@ -415,17 +416,13 @@ def execute(values: Mapping[str, Any], theirs: Sequence[str]) -> int:
     series_plan = SeriesPlan(values["repeats"], longest, own.warmup, common.seed, roofline=False, parity=False)
     began = datetime.now(UTC).isoformat(timespec="seconds")
     with tempfile.TemporaryDirectory(prefix="gpuinfer-bench-") as scratch:
-        turns = LoadSeries(plan, series_plan, _logs(folder, Path(scratch)), _say(common.quiet))
+        turns = LoadSeries(plan, series_plan, logs_folder(folder, Path(scratch)), printer(common.quiet, _show_status))
         _run(turns)
         document = _document(turns, plan, series_plan, own, began)
     show_comparison("bench serve", document, on_stderr=destination.stdout)
     destination.write(document)
     write_report(folder, document)
     return comparison_exit_code(document, least)
-
-
-def _has_model(words: Sequence[str]) -> bool:
-    return any(flags.flag(name) in words for name in MODELS)
 
 
 def _options(values: Mapping[str, Any], changes: Mapping[str, str] | None = None) -> LoadOptions:
@@ -544,22 +541,6 @@ def _show_status(text: str) -> None:
     from gpuinfer.host.terminal import show_status
 
     show_status(text)
-
-
-def _say(quiet: bool) -> Any:
-    def say(line: str) -> None:
-        _show_status("")
-        if not quiet:
-            print(line, file=sys.stderr, flush=True)
-
-    return say
-
-
-def _logs(folder: Path | None, scratch: Path) -> Path:
-    """The folder of the servers' logs, in that of the report where there is one."""
-    logs = (folder or scratch) / "logs"
-    logs.mkdir(exist_ok=True, mode=0o700)
-    return logs
 
 
 def _document(

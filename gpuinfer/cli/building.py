@@ -32,14 +32,12 @@ def plain_flags(name: str, values: Mapping[str, Any]) -> dict[str, GivenValue]:
     """Flags with a name of their own, as settings."""
     common = flags.common_flags()
     return {
-        key if key in common else f"{name}.{key}": GivenValue(_given(value), flags.SHORTS.get(key) or flags.flag(key))
+        key if key in common else f"{name}.{key}": GivenValue(
+            GivenValues(value) if isinstance(value, list) else value, flags.SHORTS.get(key) or flags.flag(key)
+        )
         for key, value in values.items()
         if value is not None and value != [] and key not in NO_SETTINGS and not (key == "verbose" and value == 0)
     }
-
-
-def _given(value: Any) -> Any:
-    return GivenValues(value) if isinstance(value, list) else value
 
 
 def option_flags(values: Mapping[str, Any], common: settings.Common) -> dict[str, GivenValue]:
@@ -92,7 +90,16 @@ def served(name: str, setup: Setup, merged: settings.Settings) -> tuple[Backend,
     """The backend and the strategy that the settings name, for the command `name`. Raises what `build` does."""
     common = merged.common
     serving = registry.load("backends", common.backend)
-    _refuse_what_it_does_not_serve(name, common.backend, serving, setup)
+    if setup.model is not None and setup.model.kind not in serving.serves:
+        raise UsageError(
+            f"{name} has a model of {setup.model.kind}, and the backend '{common.backend}' serves "
+            f"{' and '.join(serving.serves)}. Choose another with --backend; `gpuinfer plugins list` names them."
+        )
+    if setup.model is not None and setup.model.arguments.get("trust_remote_code") and not serving.remote_code:
+        raise UsageError(
+            "--trust-remote-code: code that comes with a checkpoint is never run here. Leave the flag out; a folder "
+            "that asks for such code (auto_map) is for another program."
+        )
     if not serving.several_devices:
         setup.device  # noqa: B018  raises for several
     return _made("backends", common.backend, merged, setup), _made("strategies", common.strategy, merged, setup)
@@ -116,20 +123,6 @@ def _given_of(merged: settings.Settings, kind: str, name: str, made: Backend | S
 def _made(kind: str, name: str, merged: settings.Settings, setup: Setup) -> Any:
     plugin = registry.load(kind, name)
     return blame.make(plugin, setup, merged.options(kind, name, plugin))
-
-
-def _refuse_what_it_does_not_serve(name: str, chosen: str, backend: type[Backend], setup: Setup) -> None:
-    """Before anything is started: payloads of a kind that it cannot read would fail one by one."""
-    if setup.model is not None and setup.model.kind not in backend.serves:
-        raise UsageError(
-            f"{name} has a model of {setup.model.kind}, and the backend '{chosen}' serves "
-            f"{' and '.join(backend.serves)}. Choose another with --backend; `gpuinfer plugins list` names them."
-        )
-    if setup.model is not None and setup.model.arguments.get("trust_remote_code") and not backend.remote_code:
-        raise UsageError(
-            "--trust-remote-code: code that comes with a checkpoint is never run here. Leave the flag out; a folder "
-            "that asks for such code (auto_map) is for another program."
-        )
 
 
 def shown_settings(

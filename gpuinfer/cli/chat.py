@@ -12,7 +12,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
-import typer
 from pydantic import Field
 
 from gpuinfer.api import ModelSpec
@@ -60,10 +59,6 @@ class ChatOptions(UnmaskingOptions, SamplingOptions, AdapterOptions, ModelOption
     max_new_tokens: int = Field(
         1024, ge=1, le=MOST_TOKENS, description=f"of each answer, at most; of a diffusion model {USUAL_TOKENS}"
     )
-
-
-def _app() -> typer.Typer:
-    return flags.command(NAME, flags.of(ChatOptions, NAME), COMMON, TEXT, execute)
 
 
 def execute(values: Mapping[str, Any]) -> int:
@@ -227,7 +222,7 @@ def _edit_lines() -> None:
         readline.parse_and_bind("set enable-bracketed-paste on")
 
 
-app = _app()
+app = flags.command(NAME, flags.of(ChatOptions, NAME), COMMON, TEXT, execute)
 
 
 HELP = """\
@@ -352,7 +347,12 @@ class ChatConversation:
 
     def _answer(self, text: str) -> None:
         self._turns += 1
-        prompt = _asking(self._plain, self.history.with_message(text), f"turn-{self._turns}")
+        prompt = Prompt(
+            messages=self.history.with_message(text),
+            rendering=self._plain.rendering,
+            sampling=self._plain.sampling,
+            key=f"turn-{self._turns}",
+        )
         stream, answer_text = self._ask(prompt), ""
         try:
             with self._ctrl_c:
@@ -385,10 +385,6 @@ class ChatConversation:
         if isinstance(error, BackendDied):
             raise error
         self._screen.complain(_in_a_chat(error))
-
-
-def _asking(plain: Prompt, messages: tuple[dict[str, str], ...], key: str) -> Prompt:
-    return Prompt(messages=messages, rendering=plain.rendering, sampling=plain.sampling, key=key)
 
 
 def cut_off(tokens: int, most: int) -> str:

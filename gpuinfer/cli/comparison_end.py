@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -117,6 +117,24 @@ def report_folder(path: Path | None) -> Path | None:
     except OSError as error:
         raise UsageError(f"--report {path}: {error.strerror}. Give a folder that can be written to.") from error
     return path
+
+
+def logs_folder(report: Path | None, scratch: Path) -> Path:
+    """The folder of the children's logs, readable for the user alone: in that of the report where there is one."""
+    logs = (report or scratch) / "logs"
+    logs.mkdir(exist_ok=True, mode=0o700)
+    return logs
+
+
+def printer(quiet: bool, clear: Callable[[str], None] = lambda text: None) -> Callable[[str], None]:
+    """Prints lines on standard error unless `quiet`, after `clear("")` has taken a status line away."""
+
+    def print_line(line: str) -> None:
+        clear("")
+        if not quiet:
+            print(line, file=sys.stderr, flush=True)
+
+    return print_line
 
 
 def write_report(folder: Path | None, document: Mapping[str, Any]) -> None:

@@ -62,15 +62,13 @@ def _plugin_rows(merged: Any, kind: str, name: str) -> Iterator[tuple[str, Any, 
         return
     given = merged.options(kind, name, plugin, complete=False)
     wanting = missing_options(plugin.Options, given)
-    values = _defaults(plugin.Options) | given if wanting else _dumped(plugin.Options(**given))
+    values = (
+        _defaults(plugin.Options) | given if wanting else plugin.Options(**given).model_dump(mode="json", by_alias=True)
+    )
     for key, value in values.items():
         yield f"{table}.{key}", value, merged.origin(f"{table}.{key}")
     for key in wanting:
         yield f"{table}.{key}", None, "required, not set"
-
-
-def _dumped(values: BaseModel) -> dict[str, Any]:
-    return values.model_dump(mode="json", by_alias=True)
 
 
 def _defaults(model: type[BaseModel]) -> dict[str, Any]:

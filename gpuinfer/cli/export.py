@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import typer
 from pydantic import Field
 
 from gpuinfer import api
@@ -88,10 +87,6 @@ class Apart(WorkError):
     """The two answers differ by more than was allowed."""
 
     exit_code = CHECK_FAILED
-
-
-def _app() -> typer.Typer:
-    return flags.command(NAME, flags.of(ExportOptions, NAME), COMMON, TEXT, execute)
 
 
 def execute(values: Mapping[str, Any]) -> int:
@@ -338,4 +333,4 @@ def _text(path: Path | None) -> str | None:
     return None if path is None else str(path)
 
 
-app = _app()
+app = flags.command(NAME, flags.of(ExportOptions, NAME), COMMON, TEXT, execute)

@@ -11,7 +11,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import typer
 from pydantic import Field
 
 from gpuinfer import api
@@ -97,10 +96,6 @@ class LoopOptions(api.Options):
     resume: bool = Field(False, description="go on with what is in --out")
 
 
-def _app() -> typer.Typer:
-    return flags.command(NAME, flags.of(LoopOptions, NAME), COMMON, TEXT, execute)
-
-
 def execute(values: Mapping[str, Any]) -> int:
     """Do what is left of the loop, show and write it. The exit code: 3 stopped, 4 too weak, else 0."""
     from gpuinfer.cli.building import merge
@@ -146,7 +141,13 @@ def execute(values: Mapping[str, Any]) -> int:
         raise error
     if ended == "partial":
         return PARTIAL
-    return _judged(document, options.fail_under)
+    score = document["strength"]["score"]
+    if options.fail_under is None or score >= options.fail_under:
+        return 0
+    print(
+        f"gpuinfer: --fail-under {options.fail_under:g} does not hold: the last score is {score:.3f}.", file=sys.stderr
+    )
+    return CHECK_FAILED
 
 
 def _network(options: LoopOptions, seed: int) -> tuple[ModelSpec, dict[str, Any]]:
@@ -326,12 +327,4 @@ def _show(document: Mapping[str, Any], options: LoopOptions, on_stderr: bool) ->
     )
 
 
-def _judged(document: Mapping[str, Any], least: float | None) -> int:
-    score = document["strength"]["score"]
-    if least is None or score >= least:
-        return 0
-    print(f"gpuinfer: --fail-under {least:g} does not hold: the last score is {score:.3f}.", file=sys.stderr)
-    return CHECK_FAILED
-
-
-app = _app()
+app = flags.command(NAME, flags.of(LoopOptions, NAME), COMMON, TEXT, execute)

@@ -39,7 +39,16 @@ class Destination:
             raise UsageError("--json -: standard output is closed. Give a file, such as --json report.json.")
         self.path = Path(target) if target and target != "-" else None
         if self.path is not None:
-            _check(self.path)
+            if self.path.is_dir():
+                raise UsageError(
+                    f"--json {self.path}: this is a folder. Give a file, such as {self.path / 'report.json'}."
+                )
+            if not self.path.parent.is_dir():
+                raise no_folder("--json", self.path)
+            if not os.access(self.path.parent, os.W_OK):
+                raise UsageError(
+                    f"--json {self.path}: {self.path.parent} cannot be written to. Give a file in a folder of yours."
+                )
 
     def keep(self, report: Mapping[str, Any]) -> None:
         """Write a report whose place another will take: only in a file, since a stream takes one."""
@@ -161,12 +170,3 @@ def _beginning(path: Path) -> bytes:
     except (OSError, EOFError, zlib.error):
         with path.open("rb") as file:
             return file.read(64)
-
-
-def _check(path: Path) -> None:
-    if path.is_dir():
-        raise UsageError(f"--json {path}: this is a folder. Give a file, such as {path / 'report.json'}.")
-    if not path.parent.is_dir():
-        raise no_folder("--json", path)
-    if not os.access(path.parent, os.W_OK):
-        raise UsageError(f"--json {path}: {path.parent} cannot be written to. Give a file in a folder of yours.")

@@ -10,7 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import typer
 from pydantic import Field
 
 from gpuinfer import api
@@ -70,10 +69,6 @@ class PlayOptions(api.Options):
     determinizations: int | None = Field(None, ge=1, le=1000, description="guesses at the hidden cards, as in selfplay")
     seat: int = Field(1, ge=1, le=127, description="yours, from 1: seat 1 mostly has the first move")
     deal: int | None = Field(None, ge=0, lt=DEALS, description="the number of the deal [another one each time]")
-
-
-def _app() -> typer.Typer:
-    return flags.command(NAME, flags.of(PlayOptions, NAME), COMMON, TEXT, execute)
 
 
 def execute(values: Mapping[str, Any]) -> int:
@@ -254,4 +249,4 @@ class GameScreen:
         write(f"{MARGIN}{printable(text)}\n", sys.stderr)
 
 
-app = _app()
+app = flags.command(NAME, flags.of(PlayOptions, NAME), COMMON, TEXT, execute)

@@ -136,13 +136,12 @@ def show_one(
     ]
     if problem := registry.missing_library(plugin):
         origin.append(("missing", problem, ""))
-    facts(f"{registry.KINDS[record.kind]} {name}", [("what", _about(plugin), ""), *origin])
+    facts(
+        f"{registry.KINDS[record.kind]} {name}",
+        [("what", " ".join((plugin.__doc__ or "no description").split()), ""), *origin],
+    )
     if rows := _options(record, plugin):
         facts("options", rows)
-
-
-def _about(plugin: Any) -> str:
-    return " ".join((plugin.__doc__ or "no description").split())
 
 
 def _options(record: registry.PluginRecord, plugin: Any) -> list[tuple[str, str, str]]:
@@ -186,7 +185,8 @@ def check_plugins(
     findings = check_package(
         package,
         given={
-            key.removeprefix("."): _text(one.value) for key, one in flags.option_pairs(given or [], "--set", "").items()
+            key.removeprefix("."): ",".join(one.value) if isinstance(one.value, list) else one.value
+            for key, one in flags.option_pairs(given or [], "--set", "").items()
         },
         model=model or None,
         each_s=parse_seconds("each", each, 0.01),
@@ -202,10 +202,6 @@ app.command("new")(new)
 app.command("install")(install_plugins)
 app.command("upgrade")(upgrade)
 app.command("uninstall")(uninstall)
-
-
-def _text(value: str | list[str]) -> str:
-    return ",".join(value) if isinstance(value, list) else value
 
 
 def _apply_settings() -> None:

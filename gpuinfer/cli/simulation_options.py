@@ -136,7 +136,12 @@ def case(values: Mapping[str, Any], labels: Mapping[str, str]) -> Scenario:
     setup = Setup(seed=merged.common.seed)
     built = blame.make(plugin, setup, given)
     load, backend = arrivals(options), service(options)
-    limits = _limits(options, backend.limits)
+    max_rows = options.max_rows or (backend.limits.max_rows if backend.limits else MAX_ROWS)
+    limits = Limits(
+        max_rows,
+        options.in_flight or (backend.limits.in_flight if backend.limits else 1),
+        backend.limits.slots if backend.limits else None,
+    )
     most = limits.max_rows if limits.slots is None else min(limits.max_rows, limits.slots)
     if load.most_rows > most:
         raise UsageError(
@@ -256,11 +261,6 @@ def service(options: SimulationOptions) -> Fitted:
         cure = "rows and a time, such as 64:1ms"
         more |= {"step_rows": _whole("--steps", rows, cure), "step_s": _number("--steps", seconds, cure)}
     return Fitted(ServiceModel(options.alpha or 0.0, options.beta or 0.0, **more))
-
-
-def _limits(options: SimulationOptions, known: Limits | None) -> Limits:
-    max_rows = options.max_rows or (known.max_rows if known else MAX_ROWS)
-    return Limits(max_rows, options.in_flight or (known.in_flight if known else 1), known.slots if known else None)
 
 
 def service_drift(text: str | None) -> Drift:

@@ -59,7 +59,7 @@ def variant(target: str, values: Values, chosen: Mapping[Axis, str], *, timed: b
     fixed = {key: place for key, place in KEPT_NOWHERE.items() if _has(target, key)}
     fixed |= {key: amount for key, amount in ENDLESS.items() if timed and _has(target, key) and own.get(key) is None}
     return Variant(
-        name=_name(chosen) or common.backend,
+        name=", ".join(_said(label, chosen[axis]) for axis, label in labels_of(chosen).items()) or common.backend,
         build=lambda seed: build(target, merge(target, {**own, **fixed, "seed": str(seed)})),
         settings={label: chosen[axis] for axis, label in labels_of(chosen).items()},
         command=spelled(target, own),
@@ -208,11 +208,6 @@ def labels_of(axes: Iterable[Axis]) -> dict[Axis, str]:
         label = key or flag
         labels[flag, key] = f"{_owner(flag)}.{label}" if label in labels.values() else label
     return labels
-
-
-def _name(chosen: Mapping[Axis, str]) -> str:
-    """Such as `central, 2 workers, model blobnet`."""
-    return ", ".join(_said(label, chosen[axis]) for axis, label in labels_of(chosen).items())
 
 
 def _said(label: str, value: str) -> str:

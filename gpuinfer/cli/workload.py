@@ -120,7 +120,11 @@ def trial_ahead(report: dict[str, Any], workload: Workload, merged: Settings, st
         report["bottleneck"]["not_tried"] = TOO_SHORT
         return None
     name, present, settings = report["workload"], _recording_nothing(merged), _with(merged, change)
-    changes = {change.name: change.value} if change.flag == "--" and change.name in _options(workload) else {}
+    changes = (
+        {change.name: change.value}
+        if change.flag == "--" and change.name in type(workload).Options.model_fields
+        else {}
+    )
     found = Ahead(
         change,
         lambda: _built(name, workload, present, {}),
@@ -133,10 +137,6 @@ def trial_ahead(report: dict[str, Any], workload: Workload, merged: Settings, st
         report["bottleneck"]["not_tried"] = reason(error).rstrip(".")
         return None
     return found
-
-
-def _options(workload: Workload) -> Mapping[str, Any]:
-    return type(workload).Options.model_fields
 
 
 def _built(name: str, workload: Workload, settings: Settings, changes: Mapping[str, Any]) -> RunPlan:

@@ -82,14 +82,12 @@ def _row(row: Standing, comparison: Comparison, parity: Parity | None) -> dict[s
         "rows_per_batch": batches["rows_mean"],
         "reasons": {name: count for name, count in batches["reasons"].items() if count},
         "efficiency": roofline["efficiency"] if roofline else None,
-        "exceeded": roofline["rows_per_s"] / max(roofline["measured"]) if roofline and _raised(roofline) else None,
+        "exceeded": roofline["rows_per_s"] / max(roofline["measured"])
+        if roofline and bool(roofline["raised"] and roofline.get("measured"))
+        else None,
         "bottleneck": {name: row.report["bottleneck"][name] for name in ("class", "why")},
         "parity": None if parity is None else _parity(parity),
     }
-
-
-def _raised(roofline: Mapping[str, Any]) -> bool:
-    return bool(roofline["raised"] and roofline.get("measured"))
 
 
 def _parity(parity: Parity) -> dict[str, Any]:
@@ -112,16 +110,12 @@ def variants_below(document: Mapping[str, Any], least: float) -> list[str]:
     elif document.get("serve", {}).get("scaling"):
         slow = load_tables.replicas_below(document, least)
     else:
-        slow = _slower(document, least)
+        slow = [
+            row["name"]
+            for row in document["comparison"]
+            if row["standing"] != "first" and ((row["ratio_to_first"] or 0.0) < least or not row["keeps_up"])
+        ]
     return [*slow, *(one["name"] for one in (*document["skipped"], *document["failed"]))]
-
-
-def _slower(document: Mapping[str, Any], least: float) -> list[str]:
-    return [
-        row["name"]
-        for row in document["comparison"]
-        if row["standing"] != "first" and ((row["ratio_to_first"] or 0.0) < least or not row["keeps_up"])
-    ]
 
 
 def wrong_variants(document: Mapping[str, Any]) -> list[str]:

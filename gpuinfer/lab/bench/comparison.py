@@ -159,7 +159,7 @@ def comparison_verdict(comparison: Comparison) -> str:
 
 
 def _unanswered(comparison: Comparison, winner: Standing) -> Iterator[str]:
-    """A load that is more than anybody answers, and requests that were lost."""
+    """A load that is more than any variant answers, and requests that were lost."""
     if not keeps_up_with_all(winner):
         yield f"None keeps up: {offered_rate(winner):,.0f} rows/s arrive, and {winner.served:,.0f} are answered."
     for row in comparison.rows:
@@ -182,30 +182,20 @@ def keeps_up_with_all(row: Standing) -> bool:
 
 
 def _verdict(comparison: Comparison, winner: Standing) -> str:
+    able = sorted((row for row in comparison.rows if row.able), key=lambda row: -row.score)
     if len(comparison.rows) == 1:
         return f"Only {winner.name} was measured: there is nothing to compare it with."
-    if sum(row.able for row in comparison.rows) == 1:
-        return _alone(comparison, winner)
-    if not winner.speed.known:
-        fastest = f"{_fastest(comparison).name} was fastest, but one run of each tells nothing of the noise."
-        return f"{fastest} Until there are more, stay with {winner.name}, the first of them."
-    return _against_slower(comparison, winner) if not comparison.ties else _level(comparison, winner)
-
-
-def _fastest(comparison: Comparison) -> Standing:
-    return max((row for row in comparison.rows if row.able), key=lambda row: row.score)
-
-
-def _alone(comparison: Comparison, winner: Standing) -> str:
-    if any(not row.keeps_up for row in comparison.rows):
+    if len(able) == 1:
+        if all(row.keeps_up for row in comparison.rows):
+            return f"{winner.name} is the only one that answered, and as the model does."
         more = "it alone keeps up with the load" if keeps_up_with_all(winner) else "it answers most of the load"
         return f"{winner.name} wins: {more}."
-    return f"{winner.name} is the only one that answered, and as the model does."
-
-
-def _against_slower(comparison: Comparison, winner: Standing) -> str:
-    others = sorted((row for row in comparison.rows if row is not winner), key=lambda row: -row.score)
-    return f"{winner.name} wins: {_apart(winner, next(row for row in others if row.able))}."
+    if not winner.speed.known:
+        fastest = f"{able[0].name} was fastest, but one run of each tells nothing of the noise."
+        return f"{fastest} Until there are more, stay with {winner.name}, the first of them."
+    if comparison.ties:
+        return _level(comparison, winner)
+    return f"{winner.name} wins: {_apart(winner, next(row for row in able if row is not winner))}."
 
 
 def _level(comparison: Comparison, winner: Standing) -> str:

@@ -246,17 +246,12 @@ def _ended(command: Sequence[str], log: IO[bytes] | None) -> int:
         try:
             return process.wait()
         except KeyboardInterrupt:
-            _stop(process)
+            process.send_signal(signal.SIGTERM)
+            with contextlib.suppress(KeyboardInterrupt, subprocess.TimeoutExpired):
+                process.wait(STOP_S)
             raise
         finally:
             children.kill_program(process)
-
-
-def _stop(process: subprocess.Popen[bytes]) -> None:
-    """Ask it to keep what is finished; a second Ctrl-C waits no longer."""
-    process.send_signal(signal.SIGTERM)
-    with contextlib.suppress(KeyboardInterrupt, subprocess.TimeoutExpired):
-        process.wait(STOP_S)
 
 
 def _failure(step: LoopStep, code: int, output: str) -> Exception:

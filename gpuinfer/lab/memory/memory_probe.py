@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from importlib import resources
 from typing import Any
@@ -160,7 +160,7 @@ def memory_rows(device: Mapping[str, Any]) -> list[tuple[str, ...]]:
     found = [
         (shown, *(memory(one[f"{part}_bytes"]) for one in batches))
         for part, shown in PARTS.items()
-        if _any(batches, part)
+        if any(one[f"{part}_bytes"] for one in batches)
     ]
     found.append(("estimated", *(memory(one["estimated_bytes"]) for one in batches)))
     if device["tried"]:
@@ -168,10 +168,6 @@ def memory_rows(device: Mapping[str, Any]) -> list[tuple[str, ...]]:
         found.append(("measured", *(NOTHING if size is None else memory(size) for size in measured)))
         found.append(("ratio", *(f"{one['ratio']:.2f}" if one.get("ratio") else NOTHING for one in batches)))
     return found
-
-
-def _any(batches: Sequence[Mapping[str, Any]], part: str) -> bool:
-    return any(one[f"{part}_bytes"] for one in batches)
 
 
 def _batches(device: Mapping[str, Any]) -> list[Mapping[str, Any]]:

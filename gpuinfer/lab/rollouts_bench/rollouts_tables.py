@@ -105,12 +105,8 @@ def steps_section(way: str, records: Sequence[StepRecord]) -> dict[str, Any]:
         "wait_s": [one.wait_s for one in records],
         "train_s": [one.train_s for one in records],
         "rollout_s": [one.step_rollout_s for one in records],
-        "stalls": [_kind(one) for one in records],
+        "stalls": [str((one.verdict or {}).get("kind", "")) for one in records],
     }
-
-
-def _kind(record: StepRecord) -> str:
-    return str((record.verdict or {}).get("kind", ""))
 
 
 COLUMNS = ("", "tokens/s", "× first", "95 %", "input tokens/s", "rows/step", "held back by")

@@ -16,7 +16,7 @@ from gpuinfer.api import Limits
 from gpuinfer.backends.service_model import ServiceModel
 from gpuinfer.engine import trace_reader
 from gpuinfer.engine.arrivals import Offer, RecordedArrivals
-from gpuinfer.engine.trace_reader import Arrival, CutRecord, Trace
+from gpuinfer.engine.trace_reader import CutRecord, Trace
 from gpuinfer.errors import UsageError
 
 WAITED = ("gain", "waited", "deadline", "drain")  # reasons of cuts that something else held up
@@ -76,7 +76,7 @@ def _turns(trace: Trace) -> tuple[float, float]:
             continue
         batch = [arrived[cut.engine, one] for one in cut.ids]
         there = min(one.at for one in batch) < ran.at - ran.seconds / 2  # all the time
-        if there and not any(_awaited(one, cut) for one in batch if one.at > ran.at):
+        if there and not any(one.client is not None or cut.reason != "free" for one in batch if one.at > ran.at):
             found.append((max(0.0, cut.at - before.at - ran.seconds), len(before.ids)))
     if len(found) < FEW:
         return 0.0, 0.0
@@ -85,11 +85,6 @@ def _turns(trace: Trace) -> tuple[float, float]:
     slope = linear_regression(sizes, seconds).slope if len(set(sizes)) > 1 else 0.0
     slope = min(max(0.0, slope), fmean(seconds) / fmean(sizes))
     return fmean(seconds) - slope * fmean(sizes), slope
-
-
-def _awaited(late: Arrival, cut: CutRecord) -> bool:
-    """Whether a batch may have waited for a request that came while the lane was free."""
-    return late.client is not None or cut.reason != "free"
 
 
 def _document(path: Path) -> dict[str, Any] | None:

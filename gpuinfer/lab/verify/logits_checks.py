@@ -161,7 +161,11 @@ def compare_rounding(
     ours, theirs = (max(place.distances[side] for place in places) for side in (0, 1))
     finding.from_float32 = dict(zip(sides, (ours, theirs), strict=True))
     allowed = max(LEAST, FACTOR * theirs) if math.isfinite(theirs) else 0.0
-    finding.divergences += [_divergence(place, sides, allowed) for place in places if _notable(place, allowed)]
+    finding.divergences += [
+        _divergence(place, sides, allowed)
+        for place in places
+        if place.distances[0] > allowed or place.likeliest[0] != place.likeliest[1]
+    ]
     faults = [one for one in finding.divergences if not one.tie]
     if faults:
         finding.status, finding.why = "fails", faults[0].why
@@ -198,10 +202,6 @@ def _values(at: int, token: int, *sides: Row) -> tuple[float, float, float]:
 
 def _finite(apart: Row) -> Row:
     return np.nan_to_num(apart, nan=math.inf, posinf=math.inf)
-
-
-def _notable(place: TokenPosition, allowed: float) -> bool:
-    return place.distances[0] > allowed or place.likeliest[0] != place.likeliest[1]
 
 
 def _divergence(place: TokenPosition, sides: tuple[str, str], allowed: float) -> AnswerDivergence:

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from gpuinfer.errors import BadPrompt, WorkError
 from gpuinfer.generation import Prompt
@@ -59,7 +58,7 @@ class TransformersPeer:
         self._ask(do="logits", dtype=dtype, tokens=tokens.tolist())
         width = int(self.reply(ANSWER_S)["vocabulary"])
         for _ in range(0, len(tokens), self._size):
-            yield _rows(self._taken(ANSWER_S), width)
+            yield np.frombuffer(self._taken(ANSWER_S), np.float32).reshape(-1, width)
 
     def _ask(self, **request: Any) -> None:
         if self._late:
@@ -132,10 +131,6 @@ def _written(opened: VerifySetup, folder: Path) -> Path:
     return folder
 
 
-def _rows(raw: bytes, width: int) -> NDArray[np.float32]:
-    return np.frombuffer(raw, np.float32).reshape(-1, width)
-
-
 PROBES = (" The sea", "  two spaces, and a line\n", "▁marked", "x  y")
 MOST_SPECIAL = 4  # special tokens that texts are made of
 CHATS: tuple[tuple[Mapping[str, Any], ...], ...] = (
@@ -187,13 +182,14 @@ def _cases(opened: VerifySetup, peer: TransformersPeer) -> tuple[list[TokenCase]
     prompts, answers = [*texts, *chats], [*reply["texts"], *reply["chats"]]
     ours = opened.language.encode(prompts)
     return [
-        TokenCase(prompt, _ours(tokens), answer.get("ids", "refused"), _by(file, prompt, answer))
+        TokenCase(
+            prompt,
+            "refused" if isinstance(tokens, BadPrompt) else list(map(int, tokens)),
+            answer.get("ids", "refused"),
+            _by(file, prompt, answer),
+        )
         for prompt, tokens, answer in zip(prompts, ours, answers, strict=True)
     ], f"{reply['tokenizer']} of transformers {reply['version']}"
-
-
-def _ours(tokens: Any) -> Sequence[int] | str:
-    return "refused" if isinstance(tokens, BadPrompt) else list(map(int, tokens))
 
 
 def _texts(opened: VerifySetup, file: Any) -> list[Prompt]:
