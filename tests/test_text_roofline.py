@@ -6,7 +6,7 @@ import jsonschema
 import pytest
 
 from gpuinfer.api import TextRoofline
-from gpuinfer.cli.screen.final_panel import rows
+from gpuinfer.cli.screen.final_panel import panel_rows
 from gpuinfer.report.report import schema
 from gpuinfer.report.report_sections import against_text_roofline
 
@@ -57,7 +57,7 @@ def test_the_panel_says_what_share_of_the_machine_it_was_and_what_limits_it():
     found = against_text_roofline({"flops": 620e9, "bytes": 1e9}, BEST, 10.0, 500.0, 64.0)
     (line,) = [
         row.text
-        for row in rows({"roofline": found, "wall_s": 10.0, "throughput": {"output_tokens_per_s": 48.0}})
+        for row in panel_rows({"roofline": found, "wall_s": 10.0, "throughput": {"output_tokens_per_s": 48.0}})
         if row.name == "roofline"
     ]
     assert line == "62% of what this machine can do with this model at 64 rows (80.6 tokens/s); limited by products"
