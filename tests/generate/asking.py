@@ -14,7 +14,7 @@ from gpuinfer.testing.fakes import FakeInfer
 from gpuinfer.workloads.generate import workload
 from gpuinfer.workloads.generate.workload import Generate
 
-workload.fingerprint = lambda spec: "abc"
+workload.model_fingerprint = lambda spec: "abc"
 
 
 def answered(request) -> Any:

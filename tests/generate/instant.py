@@ -85,7 +85,7 @@ def patch() -> None:
     from gpuinfer.workloads.generate import workload
 
     inprocess.InProcess = Instant
-    workload.fingerprint = lambda spec: os.environ.get("FINGERPRINT", "abc")
+    workload.model_fingerprint = lambda spec: os.environ.get("FINGERPRINT", "abc")
 
 
 def try_out() -> None:
