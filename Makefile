@@ -15,7 +15,7 @@
 # make binary  one file that needs no Python and no network, a smaller one for machines with Python, and their tests
 # make processors  what depends on the processor, again as on older ones
 # make soak   the full counts: hours
-# make lint   formatting, lint, types
+# make lint   formatting, lint, types, and names and words that only we use (tools/census.py)
 PYTHON ?= python3
 # Kept, whatever a machine says: tests start hundreds of processes, and each would compile the program anew.
 export PYTHONDONTWRITEBYTECODE :=
@@ -122,6 +122,7 @@ lint: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	$(BIN)/python -m tools.census --new
 
 # What the program itself needs, and nothing that tests need: enough for the demo.
 $(PLAYABLE): pyproject.toml constraints.txt

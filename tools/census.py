@@ -5,7 +5,7 @@
     python -m tools.census --accept    writes tools/census.txt anew: what is there now is known
 
 A name occurs twice when two files of `gpuinfer/` define a class or a public function of that name at the top level. A
-word that only we use is one of WORDS, where the field says otherwise; a file may hold as many as tools/census.txt says.
+word that only we use is one of WORDS, where the field says otherwise: tools/census.txt lists how often each may occur.
 """
 
 from __future__ import annotations
@@ -121,8 +121,9 @@ def words(text: str) -> Iterator[str]:
             yield from (word.lower() for word in re.findall(r"[A-Z]?[a-z]+", token.string))
 
 
-def private_words(files: dict[str, str]) -> dict[str, Counter[str]]:
-    return {path: Counter(word for word in words(text) if word in WORDS) for path, text in files.items()}
+def private_words(files: dict[str, str]) -> Counter[str]:
+    """How often each of WORDS occurs."""
+    return Counter(word for text in files.values() for word in words(text) if word in WORDS)
 
 
 def front_door(files: dict[str, str]) -> tuple[int, int]:
@@ -153,34 +154,30 @@ def figures() -> Iterator[tuple[str, str]]:
     twice = defined_twice(files)
     yield "names that occur twice", str(len(twice))
     yield "  of classes", str(sum(name.lstrip("_")[0].isupper() for name in twice))
-    yield "words that only we use", f"{sum(sum(counted.values()) for counted in private_words(files).values()):,}"
+    yield "words that only we use", f"{private_words(files).total():,}"
     yield "lines of tests", f"{sum(text.count(chr(10)) for text in tests.values()):,}"
     yield "files of tests", str(len(tests))
     yield "tests by a front door", f"{through:,} of {total:,} ({through / total:.0%})"
 
 
 def findings() -> Iterator[str]:
-    """A line for each name that occurs twice, and for each file and word with its count."""
+    """A line for each name that occurs twice, and for each word that only we use, with its count."""
     files = sources()
     for name in defined_twice(files):
         yield f"twice {name}"
-    for path, counted in private_words(files).items():
-        for word, count in sorted(counted.items()):
-            yield f"word {word} {path} {count}"
+    for word, count in sorted(private_words(files).items()):
+        yield f"word {word} {count}"
 
 
 def new(found: list[str], known: list[str]) -> Iterator[str]:
-    """What is found and not known: a name, or more of a word than the file was known to hold."""
-    allowed = {line.rpartition(" ")[0]: int(line.rpartition(" ")[2]) for line in known if line.startswith("word ")}
+    """What is found and not known: a name, or a word more often than it was known to occur."""
+    allowed = {line.split()[1]: int(line.split()[2]) for line in known if line.startswith("word ")}
     for line in found:
-        if line.startswith("twice "):
-            if line not in known:
-                yield f"{line.removeprefix('twice ')} is defined in more than one file: find it a name of its own"
-        else:
-            word_and_path, _, count = line.rpartition(" ")
-            if int(count) > allowed.get(word_and_path, 0):
-                _, word, path = word_and_path.split()
-                yield f"{path} says “{word}” {count} times: the field says {WORDS[word]}"
+        kind, name, *count = line.split()
+        if kind == "twice" and line not in known:
+            yield f"{name} is defined in more than one file of gpuinfer/: find it a name of its own"
+        elif kind == "word" and int(count[0]) > allowed.get(name, 0):
+            yield f"“{name}” occurs {count[0]} times, {allowed.get(name, 0)} are known. The field says: {WORDS[name]}"
 
 
 def main(arguments: list[str]) -> int:
