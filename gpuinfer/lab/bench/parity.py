@@ -51,7 +51,7 @@ class ParityCheck(Workload):
 
     async def run(self, infer: Infer) -> AsyncIterator[Progress]:
         yield Progress(0, 1, "checks", note="comparing the answers with the bare model's", setup=True)
-        async with infer.workers(f"{__name__}:compare", [self._arguments]) as workers:
+        async with infer.workers(f"{__name__}:compare_answers", [self._arguments]) as workers:
             async for _, message in workers:
                 if message is not None:
                     self.difference = float(message["difference"])
