@@ -28,7 +28,7 @@ OTHERS = {
     "--format",
     "--local-dir",
 }  # flags of programs that are not ours
-OTHER_PROGRAMS = ("fleet/launchers/slurm", "config/packages/pip.py")  # write commands of SLURM's, pip's and uv's
+OTHER_PROGRAMS = ("fleet/launchers/slurm", "config/packages/installer.py")  # write commands of SLURM's, pip's and uv's
 WHERE_INSTALLED = {
     ("vllm", "text/checkpoint/config_keys.py"),
     ("vllm", "serving/openai/model_options.py"),

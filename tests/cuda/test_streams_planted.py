@@ -290,7 +290,7 @@ PLANTS = {
         "_fused_adamw_ writing",
     ),
     "a loss is read before it is there": (
-        training, losses, "read", ".cpu()", ".to('cpu', non_blocking=True).numpy()", "the host in .* reading",
+        training, losses, "read_loss", ".cpu()", ".to('cpu', non_blocking=True).numpy()", "the host in .* reading",
     ),
     "no thread may take memory while another one captures": (
         capture_beside, torch_static, "captured", '"thread_local"', '"global"', "memory outside of its pool",

@@ -21,7 +21,7 @@ from gpuinfer.workloads.optimizer import Stepper
 
 FEATURES, ACTIONS, SEATS, ROWS = 44, 8, 3, 16
 HERE = "models/gradients.py GradientPass."
-LOSS, ARRAYS, LOADED = "models/losses.py read", HERE + "_gradients", HERE + "_load"
+LOSS, ARRAYS, LOADED = "models/losses.py read_loss", HERE + "_gradients", HERE + "_load"
 STEPPER = "workloads/optimizer.py Stepper."
 NORM = STEPPER + "_step"
 

@@ -207,7 +207,7 @@ def test_what_a_strategy_leaves_at_the_end_is_drained_as_by_an_engine_that_close
             lambda: simulate(Poisson(1), PLAIN, Dynamic, Limits(1), requests=1, warmup=1), "leaves nothing", id="warm"
         ),
         pytest.param(
-            lambda: simulate(Poisson(1), PLAIN, Dynamic, Limits(1), requests=1, replicas=0), "serve nobody", id="none"
+            lambda: simulate(Poisson(1), PLAIN, Dynamic, Limits(1), requests=1, replicas=0), "Give 1", id="none"
         ),
     ],
 )
