@@ -59,7 +59,7 @@ class Held:
     @property
     def processes(self) -> list[psutil.Process]:
         """The engine's process, and all below it: AsyncLLM's, the core, the worker."""
-        server = psutil.Process(self.backend._server._process.pid)
+        server = psutil.Process(self.backend._server._child.pid)
         return [server, *server.children(recursive=True)]
 
     def named(self, part: str) -> psutil.Process:
