@@ -9,6 +9,8 @@ from typing import Annotated, Any, Literal, NotRequired, TypedDict, get_type_hin
 import msgspec
 from msgspec import Meta
 
+from gpuinfer.rollouts.steps import StallCause
+
 Amount = Annotated[float, Meta(ge=0)]
 Count = Annotated[int, Meta(ge=0)]
 Positive = Annotated[int, Meta(ge=1)]
@@ -250,14 +252,7 @@ VerdictClass = Literal[
     "sampling-bound",
     "host-bound",
     "trainer-bound",
-    "starvation",
-    "reference pass",
-    "adapter load",
-    "cold start",
-    "constraint",
-    "engine saturated",
-    "too little concurrency",
-    "environment slow",
+    StallCause,
     "idle cores",
     "memory bandwidth",
     "first touch",

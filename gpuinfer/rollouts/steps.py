@@ -125,8 +125,7 @@ def read_steps(path: str | Path) -> Iterator[StepRecord]:
             raise UsageError(f"line {number} of {path} is no step ({error}). Give --steps another file.") from None
 
 
-StallKind = Literal[
-    "healthy",
+StallCause = Literal[
     "starvation",
     "reference pass",
     "adapter load",
@@ -136,6 +135,7 @@ StallKind = Literal[
     "too little concurrency",
     "environment slow",
 ]
+StallKind = Literal["healthy", StallCause]
 LEAST_STALL = 0.1  # of a step, lost: less is no stall
 ORDINARY = 0.15  # of the rollouts' time: a part that is less is not what keeps them
 FULL = 0.85  # of the slots: with so many rows asked for, the engine has what it can take
