@@ -14,7 +14,6 @@ from helpers import AtOnce, Counting, Doubler, Spread
 from playing import check_trace, record_little
 
 from gpuinfer.api import Setup
-from gpuinfer.cli import main
 from gpuinfer.engine import trace_merge
 from gpuinfer.engine.trace_reader import read
 from gpuinfer.engine.trace_recorder import trace_parts
@@ -24,45 +23,33 @@ from gpuinfer.runtime.run import run
 SELFPLAY = ["selfplay", "--games", "6", "--simulations", "5", "--model", "blobnet-small", "--no-roofline", "--quiet"]
 
 
-def record(path, workload, backend=Doubler):
-    """Run it; the trace, and its report."""
-    seen = []
-    report = run(workload, backend(Setup(trace=str(path))), AtOnce(), update_s=0.01, on_trace=seen.append)
+@pytest.mark.parametrize(
+    ("workload", "engines", "incomplete", "arrivals"),
+    [
+        pytest.param(Counting(total=20), 1, 0, [20], id="this process"),
+        pytest.param(Spread(workers=2, each=5), 2, 0, [5, 5], id="an engine for each worker"),
+        pytest.param(Spread(workers=2, each=3, target="playing:ask_and_die"), 2, 2, None, id="killed workers"),
+        pytest.param(Counting(total=10, fail_at=3), 1, 0, [3], id="a run that fails"),
+    ],
+)
+def test_a_run_records_each_request_from_its_arrival_to_its_end(tmp_path, workload, engines, incomplete, arrivals):
+    path, seen = tmp_path / "trace.jsonl", []
+    try:
+        report = run(workload, Doubler(Setup(trace=str(path))), AtOnce(), update_s=0.01, on_trace=seen.append)
+    except UsageError as error:
+        report = error.report
+        assert report["status"] == "failed"
     trace = read(path)
+    check_trace(trace)
     assert [merged.requests for merged in seen] == [len(trace.arrivals)]
     assert trace_parts(path) == []
-    check_trace(trace)
-    return trace, report
-
-
-def test_a_run_records_each_request_from_its_arrival_to_its_end(tmp_path):
-    trace, report = record(tmp_path / "trace.jsonl", Counting(total=20))
-    counts = [len(events) for events in (trace.arrivals, trace.cuts, trace.batches, trace.settles)]
-    assert counts == [20, report["batches"]["count"], 20, 20]
-    assert (trace.header.strategy, trace.header.engines, trace.header.limits.max_rows) == ("atonce", 1, 64)
-    assert {one.outcome for one in trace.settles} == {"ok"}
-    assert sum(one.rows for one in trace.cuts) == sum(one.rows for one in trace.arrivals)
-
-
-def test_every_worker_process_is_an_engine_of_its_own(tmp_path):
-    trace, _ = record(tmp_path / "trace.jsonl", Spread(workers=2, each=5))
-    assert (trace.header.engines, trace.header.incomplete) == (2, 0)
-    assert sorted(one.engine for one in trace.arrivals) == [0] * 5 + [1] * 5
-    assert len(trace.settles) == 10
-
-
-def test_a_killed_worker_is_said_to_be_missing_its_end(tmp_path):
-    trace, _ = record(tmp_path / "trace.jsonl", Spread(workers=2, each=3, target="playing:ask_and_die"))
-    assert (trace.header.engines, trace.header.incomplete) == (2, 2)
-    assert 2 <= len(trace.arrivals) <= 6
-
-
-def test_a_run_that_fails_has_its_trace_and_its_report(tmp_path):
-    path = tmp_path / "trace.jsonl"
-    with pytest.raises(UsageError) as failed:
-        record(path, Counting(total=10, fail_at=3))
-    assert failed.value.report["status"] == "failed"
-    assert len(read(path).arrivals) == 3
+    header = trace.header
+    assert (header.strategy, header.limits.max_rows) == ("atonce", 64)
+    assert (header.engines, header.incomplete) == (engines, incomplete)
+    if arrivals is not None:
+        assert [sum(one.engine == number for one in trace.arrivals) for number in range(engines)] == arrivals
+        assert len(trace.settles) == len(trace.arrivals)
+        assert engines > 1 or len(trace.cuts) == report["batches"]["count"]
 
 
 @pytest.mark.thorough
@@ -83,22 +70,18 @@ def test_the_command_records_where_batches_are_formed(tmp_path, backend):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ([*SELFPLAY, "--trace", "."], "this is a folder"),
-        ([*SELFPLAY, "--trace", "nowhere/trace.jsonl"], "mkdir -p"),
-        ([*SELFPLAY, "--trace", "-"], "in a file"),
-        ([*SELFPLAY, "--trace", "/dev/stdout"], "in a file"),
-        ([*SELFPLAY, "--trace", "x.json", "--json", "./x.json"], "a file of its own"),
-        (["bench", *SELFPLAY, "--trace", "trace.jsonl"], "a trace holds one"),
-        (["tune", *SELFPLAY, "--trace", "trace.jsonl"], "a trace holds one"),
+        ("selfplay --trace .", "this is a folder"),
+        ("selfplay --trace nowhere/trace.jsonl", "mkdir -p"),
+        ("selfplay --trace -", "in a file"),
+        ("selfplay --trace /dev/stdout", "in a file"),
+        ("selfplay --trace x.json --json ./x.json", "a file of its own"),
+        ("bench selfplay --trace trace.jsonl", "a trace holds one"),
+        ("tune selfplay --trace trace.jsonl", "a trace holds one"),
     ],
 )
-def test_a_trace_that_cannot_be_is_refused_before_anything_starts(tmp_path, monkeypatch, capsys, words, said):
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(SystemExit) as ended:
-        main(words)
-    assert ended.value.code == 2
-    assert said in capsys.readouterr().err
-    assert list(tmp_path.iterdir()) == []
+def test_a_trace_that_cannot_be_is_refused_before_anything_starts(gpuinfer, empty_folder, words, said):
+    code, _, err = gpuinfer(*words.split(), *SELFPLAY[1:])
+    assert (code, said in err, list(empty_folder.iterdir())) == (2, True, [])
 
 
 def test_the_page_about_traces_reads_one(tmp_path):
