@@ -1,4 +1,4 @@
-"""`gpuinfer loop`: what is refused, what each step is asked, that none is done twice, what becomes of those that fail."""
+"""`gpuinfer loop`: what is refused, what each step is asked, that none is done twice, and what fails."""
 
 from __future__ import annotations
 
