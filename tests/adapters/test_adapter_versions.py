@@ -10,8 +10,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from msgspec import structs
-from text.test_generator_driver import WAIT_S, Gate, prompt, submitted
-from text.toy import alone, run, toy_generator
+from text.toy import WAIT_S, Gate, alone, prompt, run, submitted, toy_generator
 
 from gpuinfer.errors import BadPrompt, UsageError
 from gpuinfer.text.generator import Driver

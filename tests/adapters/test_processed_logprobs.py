@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from msgspec import structs
 from run_adapters import stepped
 from text.sampling_reference import PATHS, draw, edited, filtered, mask_of, sampler
-from text.test_generator_driver import prompt
-from text.toy import alone, joined, run, toy_generator
+from text.toy import alone, joined, prompt, run, toy_generator
 
 from gpuinfer.errors import BadPrompt
 from gpuinfer.generation import Sampling

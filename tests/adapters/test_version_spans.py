@@ -8,9 +8,8 @@ import pytest
 from helpers import AtOnce, Doubler
 from msgspec import structs
 from run_adapters import stepped
-from text.test_generator_driver import prompt
 from text.tiny import tiny_checkpoint
-from text.toy import alone, joined, toy_generator
+from text.toy import alone, joined, prompt, toy_generator
 
 from gpuinfer.api import ModelSpec, Setup
 from gpuinfer.backends.inprocess import InProcess

@@ -1,29 +1,60 @@
-"""Runs a command as its user does, and writes what the verdict said of it: `observed.py FILE S S MB WORDS…`.
+"""What the verdict looks at in a run, kept as plain values; and a command run as its user does, observed so:
+`observed.py FILE S S MB WORDS…`.
 
-The first two are how much longer a write and a sync of the output take than they do: a disk as slow as that. The third
-is how much memory every other step of a decoder touches for the first time.
+The first two numbers are how much longer a write and a sync of the output take: a disk as slow as that. The third is
+how much memory every other step of a decoder touches for the first time.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import mmap
 import os
 import sys
 import time
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, fields
 from pathlib import Path
+from typing import Any
+
+from gpuinfer.api import Roofline
+from gpuinfer.report import report
+from gpuinfer.report.evidence import Evidence
+
+
+@contextlib.contextmanager
+def judged() -> Iterator[list[Evidence]]:
+    """The evidence of every run that is reported meanwhile."""
+    seen: list[Evidence] = []
+    judge = report.judge
+
+    def noting(run: Evidence) -> dict[str, Any]:
+        seen.append(run)
+        return judge(run)
+
+    report.judge = noting
+    try:
+        yield seen
+    finally:
+        report.judge = judge
+
+
+def from_plain(kept: Mapping[str, Any]) -> Evidence:
+    """Of `asdict`, by way of JSON. Fields that an older or a newer verdict does not know are left out."""
+    known = {field.name for field in fields(Evidence)}
+    values = {name: value for name, value in kept.items() if name in known}
+    values["batch_s"] = {int(rows): sums for rows, sums in kept["batch_s"].items()}
+    values["roofline"] = Roofline(**kept["roofline"]) if kept["roofline"] else None
+    return Evidence(**values)
 
 
 def slow(call, seconds: float):
-    def slowly(*given):
-        time.sleep(seconds)
-        return call(*given)
-
-    return slowly
+    return lambda *given: (time.sleep(seconds), call(*given))[1]
 
 
 def touch(megabytes: int) -> None:
-    """Every other forward of the decoder writes to so much memory that nobody has touched before."""
+    """Every other forward of the decoder writes to so much memory that is new to the process."""
     from gpuinfer.text.decoder.compiled_decoder import CpuDecoder
 
     forward, steps = CpuDecoder.forward, iter(range(1 << 60))
@@ -39,10 +70,7 @@ def touch(megabytes: int) -> None:
 
 
 def main() -> None:
-    from keeping import judged, to_plain
-
     from gpuinfer.__main__ import main as command
-    from gpuinfer.report import report
     from gpuinfer.workloads.generate import output_writer
 
     target, write_s, sync_s, touched_mb, *words = sys.argv[1:]
@@ -57,10 +85,9 @@ def main() -> None:
         try:
             command()
         finally:
-            told = [{"evidence": to_plain(run), "told": report.judge(run)} for run in seen[:1]]
+            told = [{"evidence": asdict(run), "told": report.judge(run)} for run in seen[:1]]
             Path(target).write_text(json.dumps(told))
 
 
 if __name__ == "__main__":  # worker processes import this file too
-    sys.path.insert(0, str(Path(__file__).parent))
     main()

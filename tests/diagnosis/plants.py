@@ -43,14 +43,13 @@ class Plan:
         plan, words = self, shlex.split(command)[1:]
         for flag, given in zip(words[::2], words[1::2], strict=True):
             key, _, number = given.partition("=")
+            value: float = float(number) if key == "max_wait" else int(number or given)
             if flag == "-B":
-                plan = replace(plan, backend={**plan.backend, key: int(number)})
+                plan = replace(plan, backend={**plan.backend, key: value})
             elif flag == "-S":
-                plan = replace(
-                    plan, strategy={**plan.strategy, key: float(number) if key == "max_wait" else int(number)}
-                )
+                plan = replace(plan, strategy={**plan.strategy, key: value})
             else:
-                plan = plan.having(**{flag.removeprefix("--").replace("-", "_"): int(given)})
+                plan = plan.having(**{flag.removeprefix("--").replace("-", "_"): value})
         return plan
 
 
@@ -62,21 +61,13 @@ def report_of(plan: Plan) -> dict[str, Any]:
     backend = registry.load("backends", "central")(setup, **plan.backend)
     strategy = registry.load("strategies", "dynamic")(setup, **plan.strategy)
     named = {
-        "workload": "planted",
-        "backend": "central",
-        "strategy": "dynamic",
+        "workload": "planted", "backend": "central", "strategy": "dynamic",
         "planted": workload.options.model_dump(mode="json"),
         "backends": {"central": backend.options.model_dump()},
         "strategies": {"dynamic": strategy.options.model_dump()},
-    }
-    return run(
-        workload,
-        backend,
-        strategy,
-        settings=named,
-        roofline=roofline_of(plan) if plan.roofline else False,
-        command="run",
-    )
+    }  # fmt: skip
+    roofline = roofline_of(plan) if plan.roofline else False
+    return run(workload, backend, strategy, settings=named, roofline=roofline, command="run")
 
 
 def roofline_of(plan: Plan) -> Roofline:
@@ -95,20 +86,14 @@ def healthy(chance: random.Random) -> Plan:
     rows, workers = chance.choice([32, 64, 96]), chance.choice([4, 5])
     batch_s, fixed = STRETCH * chance.uniform(0.016, 0.028), chance.uniform(0.55, 0.8)
     capacity = 4 / batch_s  # blocks a second
+    search_s = workers / capacity * chance.uniform(0.3, 0.5)
     return Plan(
         {
-            "workers": workers,
-            "blocks": BLOCKS,
-            "rows": rows,
-            "search_rows": rows,
-            "search_s": workers / capacity * chance.uniform(0.3, 0.5),
-            "fixed_s": fixed * batch_s,
-            "row_s": (1 - fixed) * batch_s / (2 * rows),
-            "knee": 2 * rows,
-            "rounds": round(LASTS_S * capacity / workers / BLOCKS),
-            "seed": chance.randrange(10**6),
+            "workers": workers, "blocks": BLOCKS, "rows": rows, "search_rows": rows, "search_s": search_s,
+            "fixed_s": fixed * batch_s, "row_s": (1 - fixed) * batch_s / (2 * rows), "knee": 2 * rows,
+            "rounds": round(LASTS_S * capacity / workers / BLOCKS), "seed": chance.randrange(10**6),
         }
-    )
+    )  # fmt: skip
 
 
 def capacity_of(plan: Plan) -> float:
@@ -194,18 +179,22 @@ def rows_advised(advice: str) -> int:
     return int(found[1].replace(",", "")) if found else 1
 
 
+def larger(plan: Plan, told: Mapping[str, Any], base: Plan) -> Plan:
+    return plan.having(rows=rows_advised(told["advice"]))
+
+
+def nothing(plan: Plan, told: Mapping[str, Any], base: Plan) -> None:
+    return None
+
+
 PLANTS = {
-    "slow model": Plant("device-saturated", slow_model, cure=lambda plan, told, base: None),
+    "slow model": Plant("device-saturated", slow_model, cure=nothing),
     "slow search": Plant("search-bound", slow_search),
     "slow transfer": Plant("transfer-bound", slow_transfer),
-    "one row each": Plant(
-        "too few rows outstanding",
-        one_row_each,
-        cure=lambda plan, told, base: plan.having(rows=rows_advised(told["advice"])),
-    ),
+    "one row each": Plant("too few rows outstanding", one_row_each, cure=larger),
     "long timer": Plant("timer-bound", long_timer, patient, False),
     "small cap": Plant("batch cap too small", small_cap),
     "slow worker": Plant("imbalance between workers", slow_worker, cure=lambda plan, told, base: base),
     "oversubscribed threads": Plant("oversubscribed CPUs", many_threads, computing, False),
-    "starved arrivals": Plant("arrival-bound", starved, cure=lambda plan, told, base: None),
+    "starved arrivals": Plant("arrival-bound", starved, cure=nothing),
 }

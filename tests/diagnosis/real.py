@@ -96,14 +96,9 @@ def schema(chance: random.Random, name: str) -> dict[str, Any]:
 
 
 def constrained(base: Command, chance: random.Random) -> Command:
-    rows = [
-        {
-            **row,
-            "response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": schema(chance, f"p{n}")}},
-        }
-        for n, row in enumerate(base.rows)
-    ]
-    return replace(base, rows=rows)
+    named = [{"name": "a", "schema": schema(chance, f"p{n}")} for n in range(len(base.rows))]
+    formats = [{"type": "json_schema", "json_schema": one} for one in named]
+    return replace(base, rows=[{**row, "response_format": one} for row, one in zip(base.rows, formats, strict=True)])
 
 
 @dataclass(frozen=True)
@@ -133,58 +128,49 @@ def _few_games(base: Command, chance: random.Random) -> Command:
     return base.adding("--games-in-flight", str(chance.choice([8, 16, 32])))
 
 
-def _nothing(base: Command, chance: random.Random) -> Command:
-    return base
+def _few_pages(base: Command, chance: random.Random) -> Command:
+    return base.adding("--context", "128", "-B", f"pages={chance.choice([8, 12, 16])}")
 
 
-REAL = {
-    "self-play, cap of a few rows": Real("batch cap too small", selfplay, _capped("-B")),
-    "self-play, cap of a few rows, neighbour": Real("batch cap too small", selfplay, _beside(_capped("-B"))),
-    "self-play, few games in flight": Real("too few rows outstanding", selfplay, _few_games),
-    "self-play, few games in flight, neighbour": Real("too few rows outstanding", selfplay, _beside(_few_games)),
-    "self-play, neighbour": Real(
-        "oversubscribed CPUs", selfplay, lambda base, chance: replace(base, neighbours=os.cpu_count() or 1)
+def _slow(**how: Any) -> Callable[[Command, random.Random], Command]:
+    return lambda base, chance: replace(base, **how)
+
+
+def _with(*words: str) -> Callable[[Command, random.Random], Command]:
+    return lambda base, chance: base.adding(*words)
+
+
+CORES = os.cpu_count() or 1
+CAPPED, FEW_GAMES, SMALL_STEPS = _capped("-B"), _few_games, _with("-B", "step_tokens=4")
+TABLE = [  # name, class, base, plant, station
+    ("self-play, cap of a few rows", "batch cap too small", selfplay, CAPPED),
+    ("self-play, cap of a few rows, neighbour", "batch cap too small", selfplay, _beside(CAPPED)),
+    ("self-play, few games in flight", "too few rows outstanding", selfplay, FEW_GAMES),
+    ("self-play, few games in flight, neighbour", "too few rows outstanding", selfplay, _beside(FEW_GAMES)),
+    ("self-play, neighbour", "oversubscribed CPUs", selfplay, _slow(neighbours=CORES)),
+    ("text, slow input", "host-bound", generate, lambda base, _: replace(through_pipes(base), feed_s=0.03), "read"),
+    ("text, slow output", "host-bound", null, lambda base, _: slow_output(base), "write"),
+    ("text, slow disk", "host-bound", null, _slow(write_s=5.0), "write"),
+    ("text, slow sync", "host-bound", null, _slow(sync_s=8.0), "sync"),
+    ("text, heavy schemas", "host-bound", few_tokens, constrained, "constrain"),
+    ("text, small steps", "batch cap too small", generate, SMALL_STEPS, "prefill"),
+    ("text, small steps, neighbour", "batch cap too small", generate, _beside(SMALL_STEPS), "prefill"),
+    ("masks, no cache", "recomputation", diffusion, _with("--cache", "none")),
+    (
+        "masks, one a step",
+        "few tokens a forward",
+        diffusion,
+        lambda base, dice: base.adding("--decoder", dice.choice(SCHEDULES)),
     ),
-    "text, slow input": Real(
-        "host-bound", generate, lambda base, chance: replace(through_pipes(base), feed_s=0.03), "read"
-    ),
-    "text, slow output": Real("host-bound", null, lambda base, chance: slow_output(base), "write"),
-    "text, slow disk": Real("host-bound", null, lambda base, chance: replace(base, write_s=5.0), "write"),
-    "text, slow sync": Real("host-bound", null, lambda base, chance: replace(base, sync_s=8.0), "sync"),
-    "text, heavy schemas": Real("host-bound", few_tokens, constrained, "constrain"),
-    "text, small steps": Real(
-        "batch cap too small", generate, lambda base, chance: base.adding("-B", "step_tokens=4"), "prefill"
-    ),
-    "text, small steps, neighbour": Real(
-        "batch cap too small", generate, _beside(lambda base, chance: base.adding("-B", "step_tokens=4")), "prefill"
-    ),
-    "masks, no cache": Real("recomputation", diffusion, lambda base, chance: base.adding("--cache", "none")),
-    "masks, one a step": Real(
-        "few tokens a forward", diffusion, lambda base, chance: base.adding("--decoder", chance.choice(SCHEDULES))
-    ),
-    "text, long prompts": Real("device-saturated", answered, lambda base, chance: prompt_heavy(chance), "prefill"),
-    "text, fewer threads than cores": Real(
-        "idle cores", answered, lambda base, chance: base.adding("-B", "threads=1"), "forward"
-    ),
-    "text, first touch": Real(
-        "first touch", answered, lambda base, chance: replace(base, touched_mb=64), "first touch"
-    ),
-    "text, neighbours": Real(
-        "oversubscribed CPUs", answered, lambda base, chance: replace(base, neighbours=2 * (os.cpu_count() or 1))
-    ),
-    "text, three prompts": Real(
-        "too few rows outstanding", answered, lambda base, chance: answered(chance, rows=3, tokens=96)
-    ),
-    "text, few pages": Real(
-        "too few pages",
-        answered,
-        lambda base, chance: base.adding("--context", "128", "-B", f"pages={chance.choice([8, 12, 16])}"),
-        "idle",
-    ),
-    "text, one row": Real(
-        "too few rows outstanding", answered, lambda base, chance: answered(chance, rows=1, tokens=200)
-    ),
-}
+    ("text, long prompts", "device-saturated", answered, lambda base, dice: prompt_heavy(dice), "prefill"),
+    ("text, fewer threads than cores", "idle cores", answered, _with("-B", "threads=1"), "forward"),
+    ("text, first touch", "first touch", answered, _slow(touched_mb=64), "first touch"),
+    ("text, neighbours", "oversubscribed CPUs", answered, _slow(neighbours=2 * CORES)),
+    ("text, three prompts", "too few rows outstanding", answered, lambda base, dice: answered(dice, rows=3, tokens=96)),
+    ("text, few pages", "too few pages", answered, _few_pages, "idle"),
+    ("text, one row", "too few rows outstanding", answered, lambda base, dice: answered(dice, rows=1, tokens=200)),
+]
+REAL = {name: Real(*given) for name, *given in TABLE}
 
 
 def observe(command: Command) -> dict[str, Any]:
@@ -196,19 +182,11 @@ def observe(command: Command) -> dict[str, Any]:
         Path(folder, "in.jsonl").write_bytes(b"".join(lines))
         seen = Path(folder, "seen.json")
         words = [word.replace("{folder}", folder) for word in command.words]
-        given = [
-            sys.executable,
-            str(HERE / "observed.py"),
-            str(seen),
-            str(command.write_s),
-            str(command.sync_s),
-            str(command.touched_mb),
-            *words,
-        ]
+        slowed = (str(seen), str(command.write_s), str(command.sync_s), str(command.touched_mb))
+        given = [sys.executable, str(HERE / "observed.py"), *slowed, *words]
         with Path(folder, "said").open("wb+") as said, contextlib.ExitStack() as stack:
-            child = stack.enter_context(
-                subprocess.Popen(given, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=said)
-            )
+            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": said}
+            child = stack.enter_context(subprocess.Popen(given, **pipes))
             stack.callback(child.kill)
             threads = [
                 threading.Thread(target=_feed, args=(child.stdin, lines if command.feed_s else [], command.feed_s)),

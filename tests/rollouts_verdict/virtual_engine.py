@@ -7,11 +7,10 @@ known exactly, and no machine is too slow for it.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,10 +83,9 @@ class Engine(FakeInfer):
 
     async def __call__(self, payload: Any, **ways: Any) -> Any:
         async with self._free:
-            began = time.monotonic()
             self._change(1)
             try:
-                return await self._answer_to(payload, began)
+                return await self._answer_to(payload, time.monotonic())
             finally:
                 self._change(-1)
 
@@ -119,29 +117,19 @@ class Engine(FakeInfer):
 
     async def counted(self) -> Mapping[str, Any]:
         self._change(0)
-        busy = sum(seconds for rows, seconds in self._seconds.items() if rows)
-        lane = {"name": "forward 0", "stations": {"forward": busy - self._constrained, "constrain": self._constrained}}
-        return {
-            "batch_s": {rows: [1, seconds] for rows, seconds in self._seconds.items() if rows},
-            "lanes": [lane],
-            "slots": self.world.slots,
-        }
+        seconds = {rows: spent for rows, spent in self._seconds.items() if rows}
+        spent = {"forward": sum(seconds.values()) - self._constrained, "constrain": self._constrained}
+        batch_s = {rows: [1, spent] for rows, spent in seconds.items()}
+        return {"batch_s": batch_s, "lanes": [{"name": "forward 0", "stations": spent}], "slots": self.world.slots}
 
 
 def drawn(prompt: Prompt, first_s: float, seconds: float, version: str) -> Generation:
     tokens = tuple(range(65, 65 + TOKENS))
     told = tuple(Logprob(Candidate(token, -1.0, 1)) for token in tokens)
-    answer = Completion(
-        text="so",
-        tokens=tokens,
-        finish_reason="length",
-        logprobs=told,
-        processed=(-1.0,) * TOKENS,
-        versions=((0, version),),
-    )
-    return Generation(
-        completions=(answer,), prompt_tokens=len(prompt.tokens or ()), first_token_s=first_s, seconds=seconds
-    )
+    worth = {"logprobs": told, "processed": (-1.0,) * TOKENS, "versions": ((0, version),)}
+    answer = Completion(text="so", tokens=tokens, finish_reason="length", **worth)
+    count = len(prompt.tokens or ())
+    return Generation(completions=(answer,), prompt_tokens=count, first_token_s=first_s, seconds=seconds)
 
 
 def told(prompt: Prompt) -> Generation:
@@ -162,18 +150,13 @@ class Loop(VirtualLoop):
         return done
 
 
-@contextlib.contextmanager
-def clock(loop: Loop, patched: Any) -> Iterator[None]:
-    with patched.context() as one:
-        one.setattr(time, "monotonic", loop.time)
-        one.setattr(LevelIntegral.__init__, "__defaults__", (loop.time,))
-        yield
-
-
 def run(world: World, path: Any, patched: Any) -> tuple[list[StepRecord], Mapping[str, float]]:
     """All steps of one run, and what it said of itself at its end. `patched` is pytest's monkeypatch."""
-    with asyncio.Runner(loop_factory=Loop) as runner, clock(runner.get_loop(), patched):
-        patched.setattr(Waits, "seconds", world.environment)
+    with asyncio.Runner(loop_factory=Loop) as runner, patched.context() as clock:
+        now = runner.get_loop().time
+        clock.setattr(time, "monotonic", now)
+        clock.setattr(LevelIntegral.__init__, "__defaults__", (now,))
+        clock.setattr(Waits, "seconds", world.environment)
         facts = runner.run(_run(world, path))
     return list(read_steps(path)), facts
 
@@ -193,19 +176,10 @@ def _language() -> Any:
 
 async def _run(world: World, path: Any) -> Mapping[str, float]:
     workload = Played(
-        Setup(),
-        env="virtual_engine:Waits",
-        model="tiny",
-        groups=world.groups,
-        samples_per_group=world.samples,
-        groups_in_flight=world.in_flight,
-        batch_groups=world.batch,
-        buffer_depth=world.depth,
-        trainer_seconds=world.train,
-        reference=world.reference,
-        max_new_tokens=TOKENS,
-        steps=path,
-    )
+        Setup(), env="virtual_engine:Waits", model="tiny", groups=world.groups, samples_per_group=world.samples,
+        groups_in_flight=world.in_flight, batch_groups=world.batch, buffer_depth=world.depth,
+        trainer_seconds=world.train, reference=world.reference, max_new_tokens=TOKENS, steps=path,
+    )  # fmt: skip
     workload.consumer = SimulatedTrainer(world.train, world.batch, weights="elsewhere", adapter="policy")
     last = None
     async for progress in workload.run(Engine(world)):

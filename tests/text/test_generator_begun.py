@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
-from dataclasses import replace
 
 import pytest
 from counts import examples
@@ -15,82 +13,66 @@ from text.test_generator_models import TEXTS, opened
 from text.test_generator_parts import LANGUAGES, answered, samplings, tokens_of
 from text.test_generator_properties import mixes, prompts
 from text.tiny import tiny_checkpoint
-from text.toy import END, LETTERS, alone, run, toy_generator
+from text.toy import END, LETTERS, add, alone, finish, run, toy_generator
 
 from gpuinfer.errors import BadPrompt
-from gpuinfer.generation import Constraint, Generation, Part, Prompt, Sampling
+from gpuinfer.generation import Constraint, Part, Prompt, Sampling
 
-LENGTH = 64
-
-
-def streamed(generator, asked: list[Prompt]) -> list[tuple[Generation, list[list[Part]]]]:
-    """Each prompt's answer, and its samples' parts."""
-    waiting = [(number, one) for number, one in enumerate(generator.prepare(asked))]
-    outcomes: dict[object, Generation] = {}
-    parts: dict[object, list[Part]] = defaultdict(list)
-    while waiting or generator.busy:
-        while waiting and waiting[0][1].samples <= generator.free_slots:
-            number, prepared = waiting.pop(0)
-            generator.add(number, replace(prepared, parts=True))
-        stepped = generator.step()
-        for number, part in stepped.parts:
-            parts[number].append(part)
-        outcomes.update(stepped.finished)
-    assert generator.free_slots == generator.slots
-    for outcome in outcomes.values():
-        assert isinstance(outcome, Generation), outcome
-    return [
-        (outcomes[n], [[part for part in parts[n] if part.sample == sample] for sample in range(one.samples)])
-        for n, one in enumerate(asked)
-    ]
+SLOW = settings(max_examples=examples(60), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
-def tokens_in(parts: list[Part]) -> tuple[int, ...]:
+def parts_of(given, samples):
+    return [[part for part in given if part.sample == sample] for sample in range(samples)]
+
+
+def tokens_in(parts):
     return tuple(token for part in parts for token in part.tokens)
 
 
-def text_in(parts: list[Part]) -> str:
+def text_in(parts):
     return "".join(part.text for part in parts)
 
 
 def check_goes_on(make, prompt: Prompt, data: st.DataObject, company: list[Prompt]) -> None:
     """Stop it after some part of each sample, and ask for the rest in a generator of another `make`."""
-    [(whole, parts)] = streamed(make(), [prompt])
+    given: list[tuple[int, Part]] = []
+    [whole] = run(make(), [prompt], given)
+    parts = parts_of([part for _, part in given], prompt.samples)
     # as shares: how many parts there are depends on how fast this machine is
     cuts = [round(data.draw(st.floats(0, 1), label="parts had") * len(own)) for own in parts]
     begun = tuple(tokens_in(own[:cut]) for own, cut in zip(parts, cuts, strict=True))
-    resumed = structs.replace(prompt, begun=begun)
     place = data.draw(st.integers(0, len(company)), label="place")
-    found = streamed(make(), [*company[:place], resumed, *company[place:]])
-    outcome, rest = found.pop(place)
+    again: list[tuple[int, Part]] = []
+    found = run(make(), [*company[:place], structs.replace(prompt, begun=begun), *company[place:]], again)
+    outcome = found.pop(place)
     assert outcome.completions == whole.completions
     assert outcome.prompt_logprobs == whole.prompt_logprobs
+    rest = parts_of([part for number, part in again if number == place], prompt.samples)
     for had, own, cut in zip(parts, rest, cuts, strict=True):
         assert [part.finish_reason is not None for part in own] == [False] * (len(own) - 1) + [True]
         assert tokens_in(had[:cut]) + tokens_in(own) == tokens_in(had)
         if cut < len(had):
             assert text_in(had[:cut]) + text_in(own) == text_in(had)
-            again = [logprob for part in own for logprob in part.logprobs or ()]
-            assert again == [logprob for part in had[cut:] for logprob in part.logprobs or ()]
-    assert [one.completions for one, _ in found] == [one.completions for one, _ in streamed(make(), company)]
+            told = [logprob for part in own for logprob in part.logprobs or ()]
+            assert told == [logprob for part in had[cut:] for logprob in part.logprobs or ()]
+    assert [one.completions for one in found] == [one.completions for one in run(make(), company, [])]
 
 
 @pytest.mark.property
-@settings(max_examples=examples(60), deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@SLOW
 @given(prompt=prompts, company=st.lists(prompts, max_size=4), echoed=st.booleans(), mix=st.data(), data=st.data())
 def test_an_answer_goes_on_after_the_parts_that_were_sent(prompt, company, echoed, mix, data):
-    sampling = structs.replace(prompt.sampling, prompt_logprobs=1 if echoed else None)
-
     def make():
         keys = ("slots", "step_tokens", "gather_steps", "most_parts_s")
-        return toy_generator(length=LENGTH, **{key: mix.draw(mixes[key], label=key) for key in keys})
+        return toy_generator(**{key: mix.draw(mixes[key], label=key) for key in keys})
 
+    sampling = structs.replace(prompt.sampling, prompt_logprobs=1 if echoed else None)
     check_goes_on(make, structs.replace(prompt, sampling=sampling), data, company)
 
 
 @pytest.mark.property
 @pytest.mark.parametrize("kind", LANGUAGES)
-@settings(max_examples=examples(60), deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@SLOW
 @given(data=st.data())
 def test_texts_before_and_after_are_the_whole_in_every_vocabulary(kind, data):
     language = LANGUAGES[kind]
@@ -98,14 +80,12 @@ def test_texts_before_and_after_are_the_whole_in_every_vocabulary(kind, data):
     sampling = data.draw(samplings(language, scripts))
     rates = st.sampled_from([math.inf, 5000.0, 1e-9])
     whole, given = answered(language, scripts, sampling, parts=True, most_parts_s=data.draw(rates))
-    own = [[part for part in given if part.sample == sample] for sample in range(len(scripts))]
-    # as shares: how many parts there are depends on how fast this machine is
+    own = parts_of(given, len(scripts))
     cuts = [int(data.draw(st.floats(0, 1, exclude_max=True)) * len(parts)) for parts in own]
     begun = tuple(tokens_in(parts[:cut]) for parts, cut in zip(own, cuts, strict=True))
     again, rest = answered(language, scripts, sampling, parts=True, most_parts_s=data.draw(rates), begun=begun)
     assert again.completions == whole.completions
-    for sample, (parts, cut) in enumerate(zip(own, cuts, strict=True)):
-        after = [part for part in rest if part.sample == sample]
+    for parts, after, cut in zip(own, parts_of(rest, len(scripts)), cuts, strict=True):
         assert text_in(parts[:cut]) + text_in(after) == text_in(parts)
         assert tokens_in(parts[:cut]) + tokens_in(after) == tokens_in(parts)
 
@@ -130,41 +110,32 @@ def test_models_give_the_same_bits_after_any_number_of_tokens(family):
     ]
     whole = run(generator, asked)
     for shift in range(3):
-        begun = [
-            tuple(
-                one.tokens[: (len(one.tokens) * (sample + shift)) // 3] for sample, one in enumerate(answer.completions)
-            )
-            for answer in whole
-        ]
-        resumed = run(other, [structs.replace(one, begun=had) for one, had in zip(asked, begun, strict=True)])
-        assert [one.completions for one in resumed] == [one.completions for one in whole]
-        assert [one.prompt_logprobs for one in resumed] == [one.prompt_logprobs for one in whole]
+        resumed = []
+        for one, answer in zip(asked, whole, strict=True):
+            each = enumerate(answer.completions)
+            begun = tuple(one.tokens[: (len(one.tokens) * (sample + shift)) // 3] for sample, one in each)
+            resumed.append(structs.replace(one, begun=begun))
+        for one, answer in zip(run(other, resumed), whole, strict=True):
+            assert one.completions == answer.completions
+            assert one.prompt_logprobs == answer.prompt_logprobs
     generator.close()
     other.close()
 
 
-def test_begun_tokens_go_through_prefill_and_a_long_answer_goes_on_in_the_next_step():
+def test_begun_tokens_go_through_prefill_which_samples_share_and_a_long_answer_goes_on_in_the_next_step():
     prompt = Prompt(text="once", sampling=Sampling(max_tokens=50, ignore_eos=True))
     [whole] = alone(prompt)
-    generator = toy_generator(step_tokens=64)
-    [prepared] = generator.prepare([structs.replace(prompt, begun=(whole.tokens[:48],))])
-    generator.add("it", prepared)
-    steps = 0
-    while generator.busy:
-        steps += 1
-        finished = generator.step().finished
-    assert steps == 2
-    assert finished[0][1].completions == (whole,)
+    generator, steps = toy_generator(step_tokens=64), []
+    add(generator, structs.replace(prompt, begun=(whole.tokens[:48],)))
+    assert finish(generator, steps.append)[0].completions == (whole,)
+    assert len(steps) == 2
 
-
-def test_samples_that_have_begun_share_the_computing_of_their_prompt():
     prompt = Prompt(text="a prompt that is long enough to share", samples=3, sampling=Sampling(max_tokens=12, seed=1))
-    whole = alone(prompt)
-    generator = toy_generator()
+    whole, generator = alone(prompt), toy_generator()
     [outcome] = run(generator, [structs.replace(prompt, begun=tuple(one.tokens[:5] for one in whole))])
     assert outcome.completions == whole
-    prompt_tokens = sum(step.lengths[step.lengths > 1].sum() for step in generator.decoder.steps)
-    assert prompt_tokens <= outcome.prompt_tokens + 3 * 6
+    computed = sum(step.lengths[step.lengths > 1].sum() for step in generator.decoder.steps)
+    assert computed <= outcome.prompt_tokens + 3 * 6
 
 
 def letters(text: str) -> tuple[int, ...]:
@@ -183,17 +154,17 @@ ENDED = {
 @pytest.mark.parametrize("ended", ENDED)
 def test_a_sample_that_has_ended_is_not_computed_and_yields_its_finish(ended):
     sampling, tokens, text, cause = ENDED[ended]
-    generator = toy_generator()
-    asked = Prompt(text="abc", samples=2, sampling=sampling, begun=(tokens, tokens))
-    [(outcome, parts)] = streamed(generator, [asked])
+    generator, given = toy_generator(), []
+    [outcome] = run(generator, [Prompt(text="abc", samples=2, sampling=sampling, begun=(tokens, tokens))], given)
     assert generator.decoder.steps == []
     assert [(one.text, one.stop_reason) for one in outcome.completions] == [(text, cause)] * 2
-    for sample, own in enumerate(parts):
-        [part] = own
-        reason = outcome.completions[sample].finish_reason
-        assert part == Part(sample=sample, text="", tokens=(), finish_reason=reason, stop_reason=cause)
+    reason = outcome.completions[0].finish_reason
+    assert [part for _, part in given] == [
+        Part(sample=sample, text="", tokens=(), finish_reason=reason, stop_reason=cause) for sample in range(2)
+    ]
 
 
+OP, NN = Sampling(stop=("op",)), Sampling(constraint=Constraint(regex="nn+"))
 UNFIT = {
     "too few samples": (Prompt(text="a", samples=2, begun=((1,),)), "2 samples"),
     "too many tokens": (Prompt(text="a", begun=((1,) * 9,), sampling=Sampling(max_tokens=8)), "at most 8"),
@@ -202,16 +173,10 @@ UNFIT = {
     "something else": (Prompt(text="a", begun=(("x",),)), "integers"),
     "numbers beyond all": (Prompt(text="a", begun=((1 << 70,),)), "integers"),
     "an end in the midst": (Prompt(text="a", begun=((1, END, 2),)), "after token 2"),
-    "a stop in the midst": (
-        Prompt(text="a", begun=(letters("stop it"),), sampling=Sampling(stop=("op",))),
-        "after token 4",
-    ),
+    "a stop in the midst": (Prompt(text="a", begun=(letters("stop it"),), sampling=OP), "after token 4"),
     "a sample beyond all": (Prompt(text="a", first_sample=1 << 32), "first_sample"),
-    "a broken constraint": (
-        Prompt(text="a", begun=(letters("no"),), sampling=Sampling(constraint=Constraint(regex="nn+"))),
-        "constraint with token 2",
-    ),
-}  # fmt: skip
+    "a broken constraint": (Prompt(text="a", begun=(letters("no"),), sampling=NN), "constraint with token 2"),
+}
 
 
 @pytest.mark.parametrize("unfit", UNFIT)

@@ -4,12 +4,11 @@ too few.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
+from msgspec import structs
 from text.pages_held import all_free, check_pages
-from text.toy import LETTERS, alone, joined, run, toy_generator
+from text.toy import LETTERS, add, alone, finish, joined, prompt, run, toy_generator
 
 from gpuinfer.errors import BadPrompt, BadResult
 from gpuinfer.generation import Constraint, Prompt, Sampling
@@ -19,35 +18,19 @@ from gpuinfer.text.transformer import PAGE
 pytestmark = pytest.mark.usefixtures("ahead")
 
 SYSTEM = "a system prompt of forty tokens, this is"  # 40
-
-
-def prompt(text: str, max_tokens: int = 6, samples: int = 1, **given: object) -> Prompt:
-    return Prompt(
-        text=text, key=text, samples=samples, sampling=Sampling(max_tokens=max_tokens, ignore_eos=True, **given)
-    )
+NAN = "?"
 
 
 def text_of(length: int, first: int = 0) -> str:
     return "".join(LETTERS[(first + number * 7) % 31] for number in range(length))
 
 
-def added(generator, *prompts, first=0, parts=False):
-    for number, prepared in enumerate(generator.prepare(prompts), first):
-        generator.add(number, replace(prepared, parts=parts))
-
-
 def finished(generator):
-    """Step to the end, and look at the pages after each step."""
-    outcomes, preempted, recomputed, waited = {}, 0, 0, 0
-    while generator.busy:
-        stepped = generator.step()
-        check_pages(generator)
-        outcomes.update(stepped.finished)
-        preempted += stepped.preempted
-        recomputed += stepped.recomputed
-        waited += stepped.waited
+    """Step to the end, and look at the pages after each step: the outcomes, and how many rows gave theirs back."""
+    steps = []
+    outcomes = finish(generator, lambda stepped: (steps.append(stepped), check_pages(generator)))
     all_free(generator)
-    return outcomes, preempted, recomputed, waited
+    return outcomes, sum(stepped.preempted for stepped in steps)
 
 
 # Sharing
@@ -60,29 +43,23 @@ def test_a_text_that_comes_again_among_many_that_begin_alike_is_known_once():
     for turn in range(3):
         for start in range(0, len(texts), 5):
             asked = [prompt(text, temperature=0.0) for text in [texts[turn], *texts[start : start + 5]]]
-            for one, outcome in zip(asked, run(generator, asked), strict=True):
-                assert outcome.completions == alone(one, 64)
+            assert [outcome.completions for outcome in run(generator, asked)] == [alone(one, 64) for one in asked]
             check_pages(generator)
     all_free(generator)
 
 
 def test_samples_of_a_prompt_share_its_full_pages_and_have_copies_of_the_last_one():
     generator = toy_generator(slots=8, length=128, step_tokens=128)
-    added(generator, prompt(text_of(70), samples=8))
-    generator.step()
+    add(generator, prompt(text_of(70), 40, samples=8))
+    read = [generator.step().extent.read]
     table = generator._table
     assert {tuple(row[:2]) for row in table.pages.tolist()} == {tuple(table.pages[0, :2].tolist())}
     assert len({row[2] for row in table.pages.tolist()}) == 8
     assert generator.decoder.copied == 7
-    outcomes, *_ = finished(generator)
-    assert outcomes[0].completions == alone(prompt(text_of(70), samples=8), 128)
-
-
-def test_what_a_step_reads_counts_shared_pages_once_as_its_rows_go_on():
-    generator = toy_generator(slots=8, length=128, step_tokens=128)
-    added(generator, prompt(text_of(70), 40, samples=8))
-    read = [generator.step().extent.read for _ in range(40)]
-    assert read == [70] + [64 + 8 * (6 + number) for number in range(1, 40)]
+    outcomes = finish(generator, lambda stepped: read.append(stepped.extent.read))
+    assert outcomes[0].completions == alone(prompt(text_of(70), 40, samples=8), 128)
+    assert read == [70] + [64 + 8 * (6 + number) for number in range(1, 40)]  # shared pages are read once
+    all_free(generator)
 
 
 def test_a_tree_of_prompts_is_computed_branch_by_branch():
@@ -93,8 +70,7 @@ def test_a_tree_of_prompts_is_computed_branch_by_branch():
     prompts = [prompt(system + game + power, samples=2) for game in games for power in powers]
     outcomes = run(generator, prompts)
     assert [outcome.completions for outcome in outcomes] == [alone(one, 256) for one in prompts]
-    new = [one.prompt_tokens - one.cached_tokens for one in outcomes]
-    assert new == [128, 32, 32, 64, 32, 32]
+    assert [one.prompt_tokens - one.cached_tokens for one in outcomes] == [128, 32, 32, 64, 32, 32]
     all_free(generator)
 
 
@@ -115,8 +91,7 @@ def test_what_there_is_no_page_to_copy_into_is_computed_and_not_said_to_be_cache
     """The page that is half alike must itself give way to the row's second page."""
     generator = toy_generator(slots=1, length=64, pages=2, step_tokens=64)
     run(generator, [prompt(text_of(20), 1)])
-    [prepared] = generator.prepare([prompt(text_of(20) + text_of(20, 5), 1)])
-    generator.add(0, prepared)
+    add(generator, prompt(text_of(20) + text_of(20, 5), 1))
     stepped = generator.step()
     [(_, outcome)] = stepped.finished
     assert (stepped.tokens, stepped.cached, outcome.cached_tokens) == (40, 0, 0)
@@ -125,19 +100,15 @@ def test_what_there_is_no_page_to_copy_into_is_computed_and_not_said_to_be_cache
 def test_what_other_weights_have_computed_is_free_when_its_rows_are_done():
     generator = toy_generator(length=128, pages=12)
     run(generator, [prompt(text_of(100))])
-    added(generator, prompt(text_of(40, 9), 60))
+    add(generator, prompt(text_of(40, 9), 60))
     generator.step()
     generator.update("v1", 5)
     assert len(generator._admission.pages.pool) == 12 - 2
-    outcomes, *_ = finished(generator)
-    assert outcomes[0].versions == ("", "v1")
-    again = run(generator, [prompt(text_of(100))])
-    assert again[0].cached_tokens == 0
+    assert finished(generator)[0][0].versions == ("", "v1")
+    assert run(generator, [prompt(text_of(100))])[0].cached_tokens == 0
 
 
 # What is no number
-
-NAN = "?"
 
 
 def spoiling_generator(**options):
@@ -164,22 +135,19 @@ def test_what_a_row_without_numbers_has_computed_is_not_found_by_others():
     [failed] = run(generator, [prompt(SYSTEM + NAN)])
     assert isinstance(failed, BadResult)
     assert not findable(generator, SYSTEM)
-    [outcome] = run(generator, [HEALTHY])
-    assert outcome.completions == alone(HEALTHY, 128)
+    assert run(generator, [HEALTHY])[0].completions == alone(HEALTHY, 128)
     all_free(generator)
 
 
 @pytest.mark.parametrize("step_tokens", [8, 50, 70, 300])
-@pytest.mark.parametrize("begin", ["a page", "half a page"])
-def test_rows_that_share_what_is_no_number_are_computed_anew_by_themselves(step_tokens, begin):
+@pytest.mark.parametrize("common", [SYSTEM, SYSTEM[:20]], ids=["a page", "half a page"])
+def test_rows_that_share_what_is_no_number_are_computed_anew_by_themselves(step_tokens, common):
     """They wait for the first one's pages, which are found before anybody has looked at its logits."""
-    common = SYSTEM if begin == "a page" else SYSTEM[:20]
     generator = spoiling_generator(slots=6, step_tokens=step_tokens)
-    spoilt = prompt(common + NAN + plain(70))
     drawn = {"samples": 2, "temperature": 0.9, "logprobs": 1, "logit_bias": {LETTERS.index(NAN): -100.0}}
     others = [prompt(common + plain(20, number), **drawn) for number in range(2)]
-    added(generator, spoilt, *others, parts=True)
-    outcomes, preempted, *_ = finished(generator)
+    add(generator, prompt(common + NAN + plain(70)), *others, parts=True)
+    outcomes, preempted = finished(generator)
     assert isinstance(outcomes[0], BadResult)
     assert [outcomes[number].completions for number in (1, 2)] == [alone(one, 128) for one in others]
     assert not preempted
@@ -187,13 +155,12 @@ def test_rows_that_share_what_is_no_number_are_computed_anew_by_themselves(step_
 
 def test_what_a_cancelled_row_has_left_fails_nobody():
     generator = spoiling_generator(step_tokens=48)
-    added(generator, prompt(SYSTEM + NAN + plain(60)))
+    add(generator, prompt(SYSTEM + NAN + plain(60)))
     generator.step()
     assert findable(generator, SYSTEM) == PAGE
     assert generator.cancel(0)
     for _ in range(2):
-        [outcome] = run(generator, [HEALTHY])
-        assert outcome.completions == alone(HEALTHY, 128)
+        assert run(generator, [HEALTHY])[0].completions == alone(HEALTHY, 128)
     assert findable(generator, SYSTEM + plain(20)) == 60  # the second time by a row that had computed it all
     all_free(generator)
 
@@ -201,7 +168,7 @@ def test_what_a_cancelled_row_has_left_fails_nobody():
 # Eviction
 
 
-def tree_of(pages: int, *, cost=lambda start, count: float(count)) -> tuple[PagePool, PrefixTree]:
+def tree_of(pages: int, cost=lambda start, count: float(count)) -> tuple[PagePool, PrefixTree]:
     pool = PagePool(pages)
     return pool, PrefixTree(pool, cost)
 
@@ -216,55 +183,42 @@ def held(pool, tree, *tokens, adapter=0):
     for own in tokens:
         there = node.children.get(own.tobytes())
         if there is None:
-            [page] = pool.take(1)
-            node = tree.add(node, own.tobytes(), page)
-            pages.append(page)
+            there = tree.add(node, own.tobytes(), pool.take(1)[0])
         else:
             tree.share(np.array([there.page]))
-            node = there
-            pages.append(there.page)
+        node = there
+        pages.append(node.page)
     tree.leave(np.array(pages))
     return pages
 
 
-def evicted(pool, tree, count):
-    before = set(pool._free)
-    for _ in range(count):
-        tree.evict()
-    return set(pool._free) - before
-
-
 def test_what_costs_more_to_compute_stays_longer_and_goes_in_the_end():
-    pool, tree = tree_of(4, cost=lambda start, count: count * (1 + start / PAGE))
+    pool, tree = tree_of(4, lambda start, count: count * (1 + start / PAGE))
+
+    def evicted():
+        before = set(pool._free)
+        tree.evict()
+        return set(pool._free) - before
+
     _, dear = held(pool, tree, page_of(0), page_of(100))
     [cheap] = held(pool, tree, page_of(200))
-    assert evicted(pool, tree, 1) == {cheap}
+    assert evicted() == {cheap}
     for number in range(3, 30):  # each is worth less than the dear one, until the clock has come so far
         held(pool, tree, page_of(100 * number))
-        if dear in evicted(pool, tree, 1):
+        if dear in evicted():
             return
     raise AssertionError("it stays for ever")
 
 
-def test_pages_that_are_used_again_and_again_take_no_memory():
-    pool, tree = tree_of(2)
-    for _ in range(1000):
-        held(pool, tree, page_of(0))
-    assert len(tree._leaves) <= 2 * 2 + 65
-
-
-def test_an_adapters_pages_are_its_own_and_go_with_it():
+def test_pages_are_an_adapters_own_take_no_memory_by_use_and_are_copied_if_that_is_worth_while():
     pool, tree = tree_of(4)
-    held(pool, tree, page_of(0), adapter=1)
-    assert tree.find(0, page_of(0)).tokens == 0
-    assert tree.find(1, page_of(0)).tokens == PAGE
+    for _ in range(1000):
+        held(pool, tree, page_of(0), adapter=1)
+    assert len(tree._leaves) <= 2 * 4 + 65
+    assert (tree.find(0, page_of(0)).tokens, tree.find(1, page_of(0)).tokens) == (0, PAGE)
     tree.forget(1)
     assert tree.find(1, page_of(0)).tokens == 0
     assert len(pool) == 4
-
-
-def test_a_page_that_begins_alike_is_found_if_it_is_worth_a_copy():
-    pool, tree = tree_of(4)
     held(pool, tree, page_of(0), page_of(100, 20))
     for common, expected in [(15, PAGE), (16, PAGE + 16), (19, PAGE + 19), (32, PAGE + 20)]:
         tokens = np.concatenate([page_of(0), page_of(100, common), page_of(900, 5)])
@@ -274,18 +228,13 @@ def test_a_page_that_begins_alike_is_found_if_it_is_worth_a_copy():
 # Too few pages
 
 
-def test_a_step_tells_how_many_rows_wait():
+def test_a_step_tells_how_many_rows_wait_and_the_oldest_row_is_never_stopped():
     generator = toy_generator(slots=8, length=128, pages=5)
-    added(generator, *(prompt(text_of(40, number)) for number in range(8)))
-    assert generator.step().waited == 6
-    assert generator.step().waited == 0
+    add(generator, *(prompt(text_of(40, number)) for number in range(8)))
+    assert [generator.step().waited for _ in range(2)] == [6, 0]
 
-
-def test_the_oldest_row_is_never_stopped():
-    generator = toy_generator(slots=4, length=128, pages=4)
-    added(generator, *(prompt(text_of(20, number), 100) for number in range(4)))
-    ends = []
-    steps = 0
+    generator, steps, ends = toy_generator(slots=4, length=128, pages=4), 0, []
+    add(generator, *(prompt(text_of(20, number), 100) for number in range(4)))
     while generator.busy:
         ends += [ticket for ticket, _ in generator.step().finished]
         steps += 1
@@ -296,14 +245,14 @@ def test_the_oldest_row_is_never_stopped():
 
 
 WATCHED = {
-    "drawn": Sampling(max_tokens=70, temperature=0.8, seed=3, ignore_eos=True),
-    "penalised": Sampling(max_tokens=70, repetition_penalty=1.2, presence_penalty=0.4, ignore_eos=True),
-    "stopped": Sampling(max_tokens=70, stop=("qu", "x."), ignore_eos=True),
-    "with log-probabilities": Sampling(max_tokens=70, logprobs=2, ignore_eos=True),
-    "worth": Sampling(max_tokens=70, processed_logprobs=True, ignore_eos=True),
-    "echoed": Sampling(max_tokens=70, prompt_logprobs=1, ignore_eos=True),
-    "a regex": Sampling(max_tokens=70, constraint=Constraint(regex="[a-f]{60}( x)*")),
-    "a list": Sampling(max_tokens=70, constraint=Constraint(choice=("a" * 50 + "b", "a" * 50 + "c"))),
+    "drawn": {"temperature": 0.8, "seed": 3, "ignore_eos": True},
+    "penalised": {"repetition_penalty": 1.2, "presence_penalty": 0.4, "ignore_eos": True},
+    "stopped": {"stop": ("qu", "x."), "ignore_eos": True},
+    "with log-probabilities": {"logprobs": 2, "ignore_eos": True},
+    "worth": {"processed_logprobs": True, "ignore_eos": True},
+    "echoed": {"prompt_logprobs": 1, "ignore_eos": True},
+    "a regex": {"constraint": Constraint(regex="[a-f]{60}( x)*")},
+    "a list": {"constraint": Constraint(choice=("a" * 50 + "b", "a" * 50 + "c"))},
 }
 
 
@@ -311,37 +260,28 @@ WATCHED = {
 @pytest.mark.parametrize("kind", WATCHED)
 def test_an_answer_that_was_stopped_is_the_one_that_it_would_have_been(kind, pages):
     """Also what is given out of it while it grows."""
+    sampling = Sampling(max_tokens=70, **WATCHED[kind])
     prompts = [
-        Prompt(text=text_of(20 + 9 * number, number), key=f"{number}", samples=1 + number % 2, sampling=WATCHED[kind])
+        Prompt(text=text_of(20 + 9 * number, number), key=f"{number}", samples=1 + number % 2, sampling=sampling)
         for number in range(4)
     ]
-    plenty, short = toy_generator(slots=6, length=128), toy_generator(slots=6, length=128, pages=pages)
-    added(plenty, *prompts, parts=True)
-    added(short, *prompts, parts=True)
-    expected, _, _, _ = finished(plenty)
-    outcomes, preempted, waited = {}, 0, 0
-    given = {number: [] for number in range(4)}
-    while short.busy:
-        stepped = short.step()
-        for number, part in stepped.parts:
-            given[number].append(part)
-        outcomes.update(stepped.finished)
-        preempted += stepped.preempted
-        waited += stepped.waited
-        check_pages(short)
-    assert waited
-    for number in range(4):
-        assert outcomes[number].completions == expected[number].completions
-        assert outcomes[number].prompt_logprobs == expected[number].prompt_logprobs
-        assert joined(given[number]) == list(outcomes[number].completions)
+    expected = run(toy_generator(slots=6, length=128), prompts)
+    short, given, waited = toy_generator(slots=6, length=128, pages=pages), [], []
+    watch = lambda stepped: (waited.append(stepped.waited), check_pages(short))  # noqa: E731
+    outcomes = run(short, prompts, given, watch)
+    assert sum(waited)
+    for number, (outcome, whole) in enumerate(zip(outcomes, expected, strict=True)):
+        assert outcome.completions == whole.completions
+        assert outcome.prompt_logprobs == whole.prompt_logprobs
+        assert joined([part for to, part in given if to == number]) == list(outcome.completions)
     all_free(short)
 
 
 def test_a_prompt_that_is_stopped_half_way_is_echoed_once():
     generator = toy_generator(slots=4, length=128, step_tokens=2, pages=5)
     echoed = prompt(text_of(90), 4, prompt_logprobs=1)
-    added(generator, prompt("abc", 120), echoed)
-    outcomes, preempted, _, _ = finished(generator)
+    add(generator, prompt("abc", 120), echoed)
+    outcomes, preempted = finished(generator)
     assert preempted
     [expected] = run(toy_generator(slots=4, length=128, step_tokens=8), [echoed])
     assert outcomes[1].prompt_logprobs == expected.prompt_logprobs
@@ -349,53 +289,41 @@ def test_a_prompt_that_is_stopped_half_way_is_echoed_once():
 
 
 def test_more_samples_than_there_are_pages_go_one_after_another():
-    generator = toy_generator(slots=8, length=128, pages=4)
-    asked = prompt(text_of(40), 12, samples=8)
-    added(generator, asked)
-    outcomes, *_ = finished(generator)
-    assert outcomes[0].completions == alone(asked, 128)
+    generator, asked = toy_generator(slots=8, length=128, pages=4), prompt(text_of(40), 12, samples=8)
+    add(generator, asked)
+    assert finished(generator)[0][0].completions == alone(asked, 128)
 
 
 def test_a_row_with_an_adapter_is_computed_again_with_it():
     generator = toy_generator(slots=4, length=128, pages=5)
     generator.load_adapter("policy", "v1", 7)
-    asked = [
-        Prompt(text=text_of(20), key="a", adapter=adapter, sampling=Sampling(max_tokens=80, ignore_eos=True))
-        for adapter in ("policy", None, "policy")
-    ]
-    added(generator, *asked)
+    asked = [structs.replace(prompt(text_of(20), 80), adapter=adapter) for adapter in ("policy", None, "policy")]
+    add(generator, *asked)
     generator.step()
     generator.unload_adapter("policy")
-    outcomes, preempted, _, _ = finished(generator)
+    outcomes, preempted = finished(generator)
     assert preempted
-    expected = [alone(one, 128, weights=7 if one.adapter else 0) for one in asked]
-    assert [[one.tokens for one in outcomes[n].completions] for n in range(3)] == [
-        [one.tokens for one in completions] for completions in expected
-    ]
+    for number, one in enumerate(asked):
+        expected = alone(one, 128, weights=7 if one.adapter else 0)
+        assert outcomes[number].completions[0].tokens == expected[0].tokens
     assert not generator.decoder.loaded
-
-
-def stopped(generator):
-    """Step until a row has had to give its pages back."""
-    while not any(row.resumed for row in generator._admission._queue):
-        generator.step()
-    return generator._admission._queue[0]
 
 
 def test_a_stopped_row_keeps_what_old_weights_have_drawn_and_goes_on_with_the_new_ones():
     generator = toy_generator(slots=2, length=128, pages=5)
     prompts = [prompt(text_of(20, number), 90) for number in range(2)]
-    added(generator, *prompts)
-    drawn = len(stopped(generator).known) - 20
+    add(generator, *prompts)
+    while not any(row.resumed for row in generator._admission._queue):
+        generator.step()
+    drawn = len(generator._admission._queue[0].known) - 20
     generator.update("v1", 5)
-    outcomes, *_ = finished(generator)
-    tokens = outcomes[1].completions[0].tokens
-    assert outcomes[1].completions[0].versions == ((0, ""), (drawn, "v1"))
-    assert tokens[:drawn] == alone(prompts[1], 128)[0].tokens[:drawn]
-    begun = Prompt(text=prompts[1].text, key=prompts[1].key, sampling=prompts[1].sampling, begun=(tokens[:drawn],))
+    [completion] = finished(generator)[0][1].completions
+    assert completion.versions == ((0, ""), (drawn, "v1"))
+    assert completion.tokens[:drawn] == alone(prompts[1], 128)[0].tokens[:drawn]
     other = toy_generator(slots=2, length=128)
     other.update("v1", 5)
-    assert run(other, [begun])[0].completions[0].tokens == tokens
+    begun = structs.replace(prompts[1], begun=(completion.tokens[:drawn],))
+    assert run(other, [begun])[0].completions[0].tokens == completion.tokens
 
 
 def test_a_row_that_all_pages_would_not_hold_is_refused_with_the_cure():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
@@ -14,19 +14,17 @@ from counts import examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from text.test_language_growing import LANGUAGES, tokens_of
-from text.toy import LETTERS, ToyDecoder, joined, toy_generator
+from text.toy import LETTERS, ToyDecoder, add, joined, prompt, run, toy_generator
 
 from gpuinfer.generation import Candidate, Generation, Logprob, Prompt, Sampling
 from gpuinfer.text.generator import Generator
-
-LENGTH = 128
 
 
 class Blind(ToyDecoder):
     """Computes nothing: the sampler knows what comes."""
 
     def __init__(self, slots: int, vocabulary: int) -> None:
-        super().__init__(slots, LENGTH)
+        super().__init__(slots, 128)
         self.shape = replace(self.shape, vocabulary=vocabulary)
 
     def forward(self, step):
@@ -38,6 +36,7 @@ class Dictated:
     """Draws for each sample the tokens of its script, one after another."""
 
     scripts: Sequence[Sequence[int]]
+    remembers = False
 
     def __post_init__(self) -> None:
         self._at: dict[int, tuple[int, int]] = {}
@@ -48,11 +47,10 @@ class Dictated:
     def release(self, slot):
         del self._at[slot]
 
-    remembers = False
-
     def begin(self, logits, slots, masks):
         drawn = np.array([self._next(slot) for slot in slots.tolist()], np.int32)
-        found = Dictation(drawn, self.given_logprobs(logits, drawn, 0))
+        told = self.given_logprobs(logits, drawn, 0)
+        found = SimpleNamespace(tokens=drawn, logprobs=told, processed=None, bad={})
         return SimpleNamespace(tokens=torch.from_numpy(drawn), finish=lambda kept: found, ready=True)
 
     def given_logprobs(self, logits, tokens, wanted):
@@ -63,48 +61,18 @@ class Dictated:
         self._at[slot] = sample, at + 1
         return self.scripts[sample][at]
 
-    def close(self):
-        pass
-
-
-@dataclass
-class Dictation:
-    tokens: np.ndarray
-    logprobs: Sequence[Logprob]
-    processed: None = None
-    bad: Mapping[int, Exception] = ()
-
-    def __post_init__(self) -> None:
-        self.bad = {}
+    def close(self): ...
 
 
 def answered(language, scripts, sampling, parts, most_parts_s=math.inf, begun=()):
     """The answer, and what was given out of it, step by step."""
+    how = {"seed": 0, "end_tokens": language.end_tokens, "step_tokens": 32, "threads": 1, "deterministic": True}
     decoder = Blind(len(scripts), language.vocabulary)
-    generator = Generator(
-        decoder,
-        language,
-        seed=0,
-        end_tokens=language.end_tokens,
-        step_tokens=32,
-        threads=1,
-        deterministic=True,
-        sampler=Dictated(scripts),
-        most_parts_s=most_parts_s,
-    )
-    [prepared] = generator.prepare([Prompt(tokens=(1,), samples=len(scripts), sampling=sampling, begun=begun)])
-    generator.add("it", replace(prepared, parts=parts))
-    return run_to_the_end(generator)
-
-
-def run_to_the_end(generator):
-    given, outcome = [], None
-    while generator.busy:
-        stepped = generator.step()
-        given += [part for _, part in stepped.parts]
-        if stepped.finished:
-            [(_, outcome)] = stepped.finished
-    return outcome, given
+    generator = Generator(decoder, language, sampler=Dictated(scripts), most_parts_s=most_parts_s, **how)
+    asked = Prompt(tokens=(1,), samples=len(scripts), sampling=sampling, begun=begun)
+    given = [] if parts else None
+    [outcome] = run(generator, [asked], given)
+    return outcome, [part for _, part in given or ()]
 
 
 @st.composite
@@ -131,8 +99,7 @@ def samplings(draw: st.DrawFn, language, scripts) -> Sampling:
 @given(data=st.data())
 def test_parts_joined_are_the_answer_and_nothing_changes_because_they_are_read(kind, data):
     language = LANGUAGES[kind]
-    tokens = tokens_of(language).filter(bool)
-    scripts = data.draw(st.lists(tokens, min_size=1, max_size=3))
+    scripts = data.draw(st.lists(tokens_of(language).filter(bool), min_size=1, max_size=3))
     sampling = data.draw(samplings(language, scripts))
     whole, nothing = answered(language, scripts, sampling, parts=False)
     most_parts_s = data.draw(st.sampled_from([math.inf, 5000.0, 1e-9]))
@@ -143,43 +110,37 @@ def test_parts_joined_are_the_answer_and_nothing_changes_because_they_are_read(k
     assert joined(given) == list(whole.completions)
 
 
-def told(sampling: Sampling, text: str) -> list[tuple[str, tuple[int, ...]]]:
-    """What is given out, of an answer of letters, step by step."""
-    script = [LETTERS.index(letter) for letter in text]
+@pytest.mark.parametrize(
+    ("text", "max_tokens", "told"),
+    [
+        ("a the tx", 8, [("a", 1), (" ", 1), ("the tx", 6)]),
+        ("a the end", 8, [("a", 1), (" ", 1), ("the en", 6)]),
+        ("a the end", 9, [("a", 1), (" ", 1), ("", 0)]),
+    ],
+)
+def test_what_a_stop_string_may_take_back_waits(text, max_tokens, told):
+    script, sampling = list(map(LETTERS.index, text)), Sampling(max_tokens=max_tokens, stop=("the end",))
     _, given = answered(toy_generator().language, [script], sampling, parts=True)
-    return [(part.text, len(part.tokens)) for part in given]
-
-
-def test_what_a_stop_string_may_take_back_waits():
-    sampling = Sampling(max_tokens=8, stop=("the end",))
-    assert told(sampling, "a the tx") == [("a", 1), (" ", 1), ("the tx", 6)]
-    assert told(sampling, "a the end") == [("a", 1), (" ", 1), ("the en", 6)]
-    assert told(Sampling(max_tokens=9, stop=("the end",)), "a the end") == [("a", 1), (" ", 1), ("", 0)]
+    assert [(part.text, len(part.tokens)) for part in given] == told
 
 
 def test_with_many_readers_a_part_holds_several_tokens_but_the_first_token_does_not_wait():
     generator = toy_generator(most_parts_s=1e-9, ahead=False)
-    early, late = generator.prepare([Prompt(text="abc", key=key, sampling=LONG) for key in "ab"])
-    generator.add("early", replace(early, parts=True))
-    sizes = [count(generator.step()) for _ in range(3)]
-    generator.add("late", replace(late, parts=True))
-    sizes += [count(generator.step()) for _ in range(8)]
-    assert sizes == [{"early": 1}, {}, {}, {"early": 3, "late": 1}, *[{}] * 4, {"early": 5}, {}, {}]
 
+    def counts(steps):
+        return [{number: len(part.tokens) for number, part in generator.step().parts} for _ in range(steps)]
 
-LONG = Sampling(max_tokens=9, ignore_eos=True)
-
-
-def count(stepped):
-    """How many tokens of which answer were given out."""
-    return {number: len(part.tokens) for number, part in stepped.parts}
+    add(generator, prompt("abc", 9), parts=True)
+    sizes = counts(3)
+    add(generator, prompt("abd", 9), first=1, parts=True)
+    sizes += counts(8)
+    assert sizes == [{0: 1}, {}, {}, {0: 3, 1: 1}, *[{}] * 4, {0: 5}, {}, {}]
 
 
 def test_a_prompt_of_which_nothing_is_wanted_gives_out_its_end():
-    generator = toy_generator()
-    for number, sampling in enumerate([Sampling(max_tokens=0), Sampling(max_tokens=0, prompt_logprobs=1)]):
-        [prepared] = generator.prepare([Prompt(text="abc", samples=2, sampling=sampling)])
-        generator.add(number, replace(prepared, parts=True))
-        outcome, given = run_to_the_end(generator)
-        assert joined(given) == list(outcome.completions)
-        assert [part.sample for part in given] == [0, 1]
+    for sampling in (Sampling(max_tokens=0), Sampling(max_tokens=0, prompt_logprobs=1)):
+        given = []
+        [outcome] = run(toy_generator(), [Prompt(text="abc", samples=2, sampling=sampling)], given)
+        parts = [part for _, part in given]
+        assert joined(parts) == list(outcome.completions)
+        assert [part.sample for part in parts] == [0, 1]

@@ -3,34 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
-from dataclasses import dataclass, replace
-from typing import Any
 
 import pytest
 from counts import examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from text.company import arrivals, check_company
 from text.pages_held import all_free, check_pages
-from text.toy import LETTERS, alone, joined, toy_generator
+from text.toy import LETTERS, alone, toy_generator
 
-from gpuinfer.generation import Generation, Part, Prompt, Sampling
+from gpuinfer.generation import Prompt, Sampling
 
 BEGINNINGS = ["", "the same beginning of them all, ", "the same beginning of some, but not of all. "]
-STOPS = [("a",), ("e", "th"), ("qu", "x.")]
-
-
-@dataclass(frozen=True)
-class Arrival:
-    """A prompt, the step before which it comes, and the step before which nobody wants it any more; whether its answer
-    is given out in parts.
-    """
-
-    prompt: Prompt
-    step: int
-    cancelled: int | None
-    parts: bool = False
-
 
 samplings = st.builds(
     lambda minimum, **given: Sampling(min_tokens=min(minimum, given["max_tokens"]), **given),
@@ -41,7 +25,7 @@ samplings = st.builds(
     presence_penalty=st.sampled_from([0.0, 0.0, 0.5]),
     repetition_penalty=st.sampled_from([1.0, 1.0, 1.3]),
     seed=st.sampled_from([None, None, 3]),
-    stop=st.sampled_from([(), (), *STOPS]),
+    stop=st.sampled_from([(), (), ("a",), ("e", "th"), ("qu", "x.")]),
     stop_token_ids=st.sampled_from([(), (), (4,), (1, 25)]),
     ignore_eos=st.booleans(),
     logprobs=st.sampled_from([None, None, 2]),
@@ -55,15 +39,8 @@ prompts = st.builds(
     first_sample=st.sampled_from([0, 0, 4]),
     key=st.sampled_from(["", "one", "two"]),
 )
-arrivals = st.builds(
-    Arrival,
-    prompts,
-    step=st.integers(0, 40),
-    cancelled=st.one_of(st.none(), st.none(), st.none(), st.integers(0, 60)),
-    parts=st.booleans(),
-)
 mixes = {
-    "coming": st.lists(arrivals, min_size=1, max_size=14),
+    "coming": st.lists(arrivals(prompts, 40), min_size=1, max_size=14),
     "slots": st.integers(3, 5),
     "step_tokens": st.sampled_from([1, 2, 5, 17, 64, 300]),
     "length": st.sampled_from([58, 64, 90]),
@@ -74,36 +51,10 @@ mixes = {
 }
 
 
-def check(coming: list[Arrival], slots: int, step_tokens: int, length: int, **more: Any) -> None:
-    generator = toy_generator(slots, length, step_tokens, **more)
-    waiting = sorted(enumerate(coming), key=lambda entry: entry[1].step)
-    prepared = generator.prepare([arrival.prompt for arrival in coming])
-    outcomes: dict[object, object] = {}
-    given: dict[object, list[Part]] = defaultdict(list)
-    dropped = set()
-    step = 0
-    while waiting or generator.busy:
-        while waiting and waiting[0][1].step <= step and waiting[0][1].prompt.samples <= generator.free_slots:
-            number, _ = waiting.pop(0)
-            generator.add(number, replace(prepared[number], parts=coming[number].parts))
-        dropped |= {n for n, arrival in enumerate(coming) if arrival.cancelled == step and generator.cancel(n)}
-        stepped = generator.step()
-        check_pages(generator)
-        for number, part in stepped.parts:
-            assert number not in outcomes
-            given[number].append(part)
-        for number, outcome in stepped.finished:
-            assert number not in outcomes
-            outcomes[number] = outcome
-        step += 1
-        assert step < 3000
-    assert outcomes.keys() == set(range(len(coming))) - dropped
-    for number, outcome in outcomes.items():
-        assert isinstance(outcome, Generation)
-        assert outcome.completions == alone(coming[number].prompt, length)
-        assert outcome.prompt_tokens == len(prepared[number].tokens)
-        assert joined(given[number]) == (list(outcome.completions) if coming[number].parts else [])
-    assert generator.free_slots == slots
+def check(coming, **more):
+    generator = toy_generator(**more)
+    length = generator.decoder.length
+    check_company(generator, coming, lambda one: alone(one, length), lambda stepped: check_pages(generator))
     all_free(generator)
 
 

@@ -1,10 +1,15 @@
-"""A decoder whose logits depend on every token before, its position and nothing else; and a language of letters."""
+"""A decoder whose logits depend on every token before, its position and nothing else; a language of letters;
+generators, drivers and backends of them; and the plain loop that judges their answers.
+"""
 
 from __future__ import annotations
 
 import math
+import threading
+import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +22,7 @@ from gpuinfer.generation import Completion, Part, Prompt, Sampling
 from gpuinfer.text.generator import Driver, Generator
 from gpuinfer.text.generator.answer import versions_until
 from gpuinfer.text.generator.page_pool import pages_for
+from gpuinfer.text.language.grammar import words_of
 from gpuinfer.text.language.language import Language
 from gpuinfer.text.language.tokenizer import Characters
 from gpuinfer.text.model import TextModel
@@ -28,17 +34,10 @@ LETTERS = "abcdefghijklmnopqrstuvwxyz .,!?"
 END = len(LETTERS)
 VOCABULARY = END + 1
 SHAPE = Shape(
-    family="toy",
-    vocabulary=VOCABULARY,
-    hidden=1,
-    layers=1,
-    heads=1,
-    kv_heads=1,
-    head_dim=1,
-    intermediate=1,
-    positions=64,
-    end_tokens=(END,),
-)
+    family="toy", vocabulary=VOCABULARY, hidden=1, layers=1, heads=1, kv_heads=1, head_dim=1, intermediate=1,
+    positions=64, end_tokens=(END,),
+)  # fmt: skip
+WAIT_S = 60.0
 AHEAD = False  # what generators do that are not told
 NO_NUMBER = np.uint64(0)  # what is computed of it is not either
 NOWHERE = np.uint64(0x9E3779B97F4A7C15)
@@ -204,44 +203,102 @@ def toy_generator(
     length: int = 64,
     step_tokens: int = 32,
     seed: int = 7,
-    gather_steps: int = 0,
-    most_parts_s: float = math.inf,
-    max_adapters: int = 8,
     pages: int | None = None,
     ahead: bool | None = None,
+    **more: Any,
 ) -> Generator:
     """`ahead`: the next step is composed before the tokens are known that the last one draws, as on a CUDA device."""
-    return Generator(
-        ToyDecoder(slots, length, pages, AHEAD if ahead is None else ahead),
-        toy_language(),
-        seed=seed,
-        end_tokens=(END,),
-        step_tokens=step_tokens,
-        threads=1,
-        deterministic=True,
-        gather_steps=gather_steps,
-        most_parts_s=most_parts_s,
-        max_adapters=max_adapters,
-        read_adapter=int,
-    )
+    decoder = ToyDecoder(slots, length, pages, AHEAD if ahead is None else ahead)
+    how = {"seed": seed, "end_tokens": (END,), "step_tokens": step_tokens, "threads": 1, "deterministic": True}
+    given = {"gather_steps": 0, "most_parts_s": math.inf, "max_adapters": 8, "read_adapter": int, **more}
+    return Generator(decoder, toy_language(), **how, **given)
 
 
-def run(generator: Generator, prompts: Sequence[Prompt]) -> list[object]:
-    """The outcomes of all prompts, as many at once as there are slots for."""
-    outcomes: list[object] = [None] * len(prompts)
+def prompt(text: str, max_tokens: int = 6, samples: int = 1, **given: object) -> Prompt:
+    sampling = Sampling(max_tokens=max_tokens, ignore_eos=True, **given)
+    return Prompt(text=text, key=text, samples=samples, sampling=sampling)
+
+
+def add(generator: Any, *prompts: Prompt, first: int = 0, parts: bool = False) -> None:
+    """Under their numbers, from `first` on."""
+    for number, prepared in enumerate(generator.prepare(prompts), first):
+        generator.add(number, replace(prepared, parts=parts))
+
+
+def finish(generator: Any, watch: Callable[[Any], object] = lambda stepped: None) -> dict[Any, Any]:
+    """The outcomes of all that is under way, by ticket; `watch` is called with each step."""
+    outcomes: dict[Any, Any] = {}
+    while generator.busy:
+        stepped = generator.step()
+        watch(stepped)
+        for ticket, outcome in stepped.finished:
+            assert ticket not in outcomes
+            outcomes[ticket] = outcome
+    return outcomes
+
+
+def run(
+    generator: Any,
+    prompts: Sequence[Prompt],
+    parts: list[tuple[int, Part]] | None = None,
+    watch: Callable[[Any], object] = lambda stepped: None,
+) -> list[Any]:
+    """The outcomes of all prompts, as many at once as there are slots for. `parts` is given (number, part), `watch`
+    each step.
+    """
+    outcomes: list[Any] = [None] * len(prompts)
     waiting = []
     for number, prepared in enumerate(generator.prepare(prompts)):
         if isinstance(prepared, Exception):
             outcomes[number] = prepared
         else:
-            waiting.append((number, prepared))
+            waiting.append((number, replace(prepared, parts=parts is not None)))
     while waiting or generator.busy:
         while waiting and waiting[0][1].samples <= generator.free_slots:
             generator.add(*waiting.pop(0))
-        for number, outcome in generator.step().finished:
+        stepped = generator.step()
+        watch(stepped)
+        if parts is not None:
+            parts.extend(stepped.parts)
+        for number, outcome in stepped.finished:
             assert outcomes[number] is None
             outcomes[number] = outcome
+    assert generator.free_slots == generator.slots
     return outcomes
+
+
+class Gate:
+    """Holds the decoder before its next step, or the one after so many, until it is opened."""
+
+    def __init__(self, generator: Any, after: int = 0) -> None:
+        self.reached, self.open, self._free = threading.Event(), threading.Event(), iter(range(after))
+        self._forward = generator.decoder.forward
+        generator.decoder.forward = self._held
+
+    def _held(self, step: Step) -> torch.Tensor:
+        if next(self._free, None) is None:
+            self.reached.set()
+            assert self.open.wait(WAIT_S)
+        return self._forward(step)
+
+
+def submitted(driver: Driver, *prompts: Prompt) -> list[Future]:
+    futures = []
+    for prepared in driver.generator.prepare(prompts):
+        futures.append(future := Future())
+        driver.submit(prepared, future.set_result)
+    return futures
+
+
+def closing_in_a_thread(driver: Driver) -> threading.Thread:
+    """A thread that closes it, once the driver knows."""
+    closing = threading.Thread(target=driver.close)
+    closing.start()
+    until = time.monotonic() + WAIT_S
+    while driver.alive:
+        assert time.monotonic() < until
+        time.sleep(0.001)
+    return closing
 
 
 def alone(
@@ -249,35 +306,51 @@ def alone(
 ) -> tuple[Completion, ...]:
     """What a plain loop answers: one row, a fresh cache, the whole prompt at once, then token after token."""
     numbers = range(prompt.first_sample, prompt.first_sample + prompt.samples)
-    found = (_alone(prompt, number, length, seed, weights) for number in numbers)
+    found = (plain_answer(prompt, number, length, seed, weights) for number in numbers)
     return tuple(structs.replace(one, versions=((0, version),)) for one in found)
 
 
-def _alone(prompt: Prompt, number: int, length: int, seed: int, weights: int) -> Completion:
+def plain_answer(prompt: Prompt, number: int, length: int = 64, seed: int = 7, weights: int = 0) -> Completion:
+    """One sample, with the masks of a matcher where the prompt has a constraint."""
     language, sampling = toy_language(), prompt.sampling
     [tokens] = language.encode([prompt])
     assert not isinstance(tokens, Exception)
+    answer: list[int] = []
+    logprobs: list[Any] = []
+
+    def said(text: str, reason: Any, cause: Any = None, kept: int | None = None) -> Completion:
+        tokens = tuple(answer[:kept])
+        told = None if sampling.logprobs is None else tuple(logprobs[: len(tokens)])
+        return Completion(text=text, tokens=tokens, finish_reason=reason, stop_reason=cause, logprobs=told)
+
     if not sampling.max_tokens:
-        return _said(sampling, "", [], [], "length", None)
+        return said("", "length")
     sampler = Sampler(1, VOCABULARY, "cpu", seed=seed, end_tokens=(END,), threads=1, deterministic=True)
     sampler.admit(0, sampling, tokens, prompt.key, number)
-    growing, answer, logprobs, history = language.detokenizer(sampling.stop), [], [], NOWHERE
+    growing, history = language.detokenizer(sampling.stop), NOWHERE
+    matcher = None if sampling.constraint is None else language.matcher(sampling.constraint)
+    masks = None if matcher is None else np.zeros((1, words_of(VOCABULARY)), np.int32)
     for position, token in enumerate(tokens.tolist()):
         history = mixed(history, token, position, weights)
     while len(answer) < min(sampling.max_tokens, length - len(tokens)):
-        drawn = sampler.draw(logits_of(np.array([history], np.uint64)), np.zeros(1, np.int32), None)
-        token = int(drawn.tokens[0])
-        answer.append(token)
+        if matcher is not None:
+            matcher.mask(masks[0])
+        drawn = sampler.draw(logits_of(np.array([history], np.uint64)), np.zeros(1, np.int32), masks)
+        answer.append(token := int(drawn.tokens[0]))
         logprobs.append(drawn.logprobs[0])
         if token == END and not sampling.ignore_eos:
-            return _said(sampling, language.decode(answer[:-1]), answer, logprobs, "stop", None)
+            return said(language.decode(answer[:-1]), "stop")
         if token in sampling.stop_token_ids:
-            return _said(sampling, language.decode(answer[:-1]), answer, logprobs, "stop", token)
+            return said(language.decode(answer[:-1]), "stop", token)
         stop = growing.push(token)
         if stop is not None and len(answer) >= sampling.min_tokens:
-            return _said(sampling, growing.text, answer[: growing.kept], logprobs, "stop", stop)
+            return said(growing.text, "stop", stop, growing.kept)
+        if matcher is not None:
+            matcher.advance(token)
+            if matcher.complete:
+                return said(language.decode(answer), "stop")
         history = mixed(history, token, len(tokens) + len(answer) - 1, weights)
-    return _said(sampling, language.decode(answer), answer, logprobs, "length", None)
+    return said(language.decode(answer), "length")
 
 
 def joined(parts: Sequence[Part]) -> list[Completion]:
@@ -287,6 +360,7 @@ def joined(parts: Sequence[Part]) -> list[Completion]:
         own.setdefault(part.sample, []).append(part)
     assert sorted(own) == list(range(len(own)))
     for one in own.values():
+        assert one[-1].finish_reason is not None
         assert all(part.finish_reason is part.stop_reason is None for part in one[:-1])
         assert all(part.text or part.tokens for part in one[:-1])
         assert all(part.logprobs is None or len(part.logprobs) == len(part.tokens) for part in one)
@@ -294,26 +368,17 @@ def joined(parts: Sequence[Part]) -> list[Completion]:
 
 
 def _whole(parts: Sequence[Part]) -> Completion:
-    assert parts[-1].finish_reason is not None
-    logprobs = [one for part in parts for one in part.logprobs or ()]
+    def all_of(name: str) -> Any:
+        return None if getattr(parts[-1], name) is None else tuple(one for part in parts for one in getattr(part, name))
+
     return Completion(
         text="".join(part.text for part in parts),
-        tokens=tuple(token for part in parts for token in part.tokens),
+        tokens=all_of("tokens"),
         finish_reason=parts[-1].finish_reason,
         stop_reason=parts[-1].stop_reason,
-        logprobs=None if parts[-1].logprobs is None else tuple(logprobs),
-        processed=None if parts[-1].processed is None else tuple(one for part in parts for one in part.processed),
-        versions=versions_until(tuple(span for part in parts for span in part.versions), 1 << 30),
-    )
-
-
-def _said(sampling: Sampling, text: str, answer: list[int], logprobs: list[Any], reason: Any, cause: Any) -> Completion:
-    return Completion(
-        text=text,
-        tokens=tuple(answer),
-        finish_reason=reason,
-        stop_reason=cause,
-        logprobs=None if sampling.logprobs is None else tuple(logprobs[: len(answer)]),
+        logprobs=all_of("logprobs"),
+        processed=all_of("processed"),
+        versions=versions_until(all_of("versions"), 1 << 30),
     )
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from text.decoders import DECODERS
 from text.random_models import LLAMA, random_weights
-from text.toy import LETTERS
+from text.toy import LETTERS, run
 
 from gpuinfer.api import ModelSpec, Setup
 from gpuinfer.generation import Completion, Generation, Prompt, Sampling, Unmasking
@@ -54,16 +54,8 @@ def decoder_of(kind: str, slots: int, length: int, make: str = "") -> Decoder:
 def generator_over(
     decoder: Decoder, step_tokens: int = 64, most_parts_s: float = math.inf, **more: Any
 ) -> DiffusionGenerator:
-    return DiffusionGenerator(
-        decoder,
-        language(),
-        seed=SEED,
-        end_tokens=(END,),
-        step_tokens=step_tokens,
-        threads=1,
-        most_parts_s=most_parts_s,
-        **more,
-    )
+    how = {"seed": SEED, "end_tokens": (END,), "step_tokens": step_tokens, "threads": 1}
+    return DiffusionGenerator(decoder, language(), most_parts_s=most_parts_s, **how, **more)
 
 
 def generator_of(model: str, slots: int = 4, **tuning: int) -> DiffusionGenerator:
@@ -81,39 +73,12 @@ def prompt_of(text: str, max_tokens: int = 16, *, temperature: float = 0.0, **gi
     return Prompt(text=text, sampling=sampling)
 
 
-def run(generator: DiffusionGenerator, prompts: Sequence[Prompt], parts: list[Any] | None = None) -> list[Any]:
-    """The outcomes of all prompts, as many at once as there are slots for. `parts` is given (number, part)."""
-    outcomes: list[Any] = [None] * len(prompts)
-    waiting = []
-    for number, prepared in enumerate(generator.prepare(prompts)):
-        if isinstance(prepared, Exception):
-            outcomes[number] = prepared
-        else:
-            waiting.append((number, replace(prepared, parts=parts is not None)))
-    while waiting or generator.busy:
-        while waiting and waiting[0][1].samples <= generator.free_slots:
-            generator.add(*waiting.pop(0))
-        stepped = generator.step()
-        if parts is not None:
-            parts.extend(stepped.parts)
-        for number, outcome in stepped.finished:
-            assert outcomes[number] is None
-            outcomes[number] = outcome
-    return outcomes
-
-
 def answered(generator: DiffusionGenerator, prompt: Prompt) -> Completion:
     """Its one answer."""
     (outcome,) = run(generator, [prompt])
     assert isinstance(outcome, Generation), outcome
     (completion,) = outcome.completions
     return completion
-
-
-def ends_of(step: Step) -> list[int]:
-    """So many positions of each segment's row a step brings or sees."""
-    seen = np.maximum.reduceat(step.sees, np.cumsum(step.lengths) - step.lengths)
-    return np.maximum(seen, step.starts + step.lengths).tolist()
 
 
 @dataclass
@@ -166,9 +131,9 @@ class Scripted:
             assert part.dtype == np.int32
             assert part.flags.c_contiguous
         assert len(step.pages) == len(step.starts) == len(step.lengths) <= self.slots
-        used = [
-            page for row, end in zip(step.pages, ends_of(step), strict=True) for page in row[: pages_for(end)].tolist()
-        ]
+        seen = np.maximum.reduceat(step.sees, np.cumsum(step.lengths) - step.lengths)
+        brought = np.maximum(seen, step.starts + step.lengths).tolist()  # positions of each segment's row
+        used = [page for row, end in zip(step.pages, brought, strict=True) for page in row[: pages_for(end)].tolist()]
         assert len(used) == len(set(used))
         assert 0 <= min(used) <= max(used) < self.pages
         assert step.lengths.min() >= 1
@@ -185,5 +150,4 @@ class Scripted:
     def pack(self, weights: object) -> object:
         return weights
 
-    def close(self) -> None:
-        pass
+    def close(self) -> None: ...
