@@ -5,38 +5,31 @@ from __future__ import annotations
 import json
 import signal
 import subprocess
-import time
 from pathlib import Path
 
 import pytest
 from forking import Forked
 from packages import install
+from run_generate import SECONDS, prompts, rows_of, until
 
-SECONDS = 200
 DECODERS = ("low-confidence", "threshold", "hierarchical", "random")
 WORDS = ("--model", "tiny-llada", "--input", "in.jsonl", "--output", "out.jsonl", "--quiet", "--no-roofline")
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    rows = [
-        {
-            "id": f"r{number}",
-            "prompt": f"prompt {number}",
-            "max_tokens": 9 + number % 7,
-            "temperature": number % 3 * 0.4,
-            "decoder": DECODERS[number % 4],
-            "cfg_scale": 0.5 * (number % 5 == 0),
-            "cache": "dual" if number % 6 == 0 else "none",
-            "block_length": 4 + number % 2,
-            "n": 1 + (number % 8 == 0),
-            "logprobs": 1 if number % 9 == 0 else None,
-            "stop": ["W", "3"],
-        }
-        for number in range(40)
-    ]
-    (tmp_path / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return tmp_path
+def row(number: int) -> dict:
+    return {
+        "id": f"r{number}",
+        "prompt": f"prompt {number}",
+        "max_tokens": 9 + number % 7,
+        "temperature": number % 3 * 0.4,
+        "decoder": DECODERS[number % 4],
+        "cfg_scale": 0.5 * (number % 5 == 0),
+        "cache": "dual" if number % 6 == 0 else "none",
+        "block_length": 4 + number % 2,
+        "n": 1 + (number % 8 == 0),
+        "logprobs": 1 if number % 9 == 0 else None,
+        "stop": ["W", "3"],
+    }
 
 
 def started(folder: Path, *words: str) -> Forked:
@@ -53,33 +46,27 @@ def answered(folder: Path, *words: str) -> list[bytes]:
 
 @pytest.mark.thorough
 @pytest.mark.timeout(600)
-def test_the_answers_are_the_same_on_every_road_and_after_any_kill(folder):
-    whole = answered(folder, "-B", "slots=16")
-    assert not [line for line in whole if b'"error"' in line]
-    assert len(whole) == 40
-    (folder / "out.jsonl").unlink()
-    (folder / "out.jsonl.run.json").unlink()
-    with started(folder, "-B", "slots=2") as process:
-        until_lines(folder, 5)
+def test_the_answers_are_the_same_on_every_road_and_after_any_kill(tmp_path):
+    def begin_anew() -> None:
+        for name in ("out.jsonl", "out.jsonl.run.json"):
+            (tmp_path / name).unlink()
+
+    prompts(tmp_path, *map(row, range(40)))
+    output = tmp_path / "out.jsonl"
+    whole = answered(tmp_path, "-B", "slots=16")
+    assert (len(whole), [line for line in whole if b'"error"' in line]) == (40, [])
+    begin_anew()
+    with started(tmp_path, "-B", "slots=2") as process:
+        until(lambda: output.exists() and output.read_bytes().count(b"\n") >= 5, process)
         process.send_signal(signal.SIGKILL)
-        process.wait(SECONDS)
-        process.communicate()
-    assert 0 < len((folder / "out.jsonl").read_bytes().splitlines()) < 40
-    assert answered(folder, "-B", "slots=5", "--resume") == whole
+        process.communicate(timeout=SECONDS)
+    assert 0 < len(output.read_bytes().splitlines()) < 40
+    assert answered(tmp_path, "-B", "slots=5", "--resume") == whole
     for road in (("central",), ("fleet", "-B", "replicas=2")):
-        (folder / "out.jsonl").unlink()
-        (folder / "out.jsonl.run.json").unlink()
-        assert answered(folder, "--backend", *road) == whole
+        begin_anew()
+        assert answered(tmp_path, "--backend", *road) == whole
 
 
-def until_lines(folder: Path, count: int) -> None:
-    end = time.monotonic() + SECONDS
-    while not (folder / "out.jsonl").exists() or (folder / "out.jsonl").read_bytes().count(b"\n") < count:
-        assert time.monotonic() < end
-        time.sleep(0.01)
-
-
-ASKED = ("threshold", "idle", "low-confidence")
 IDLE = """
 import numpy as np
 from gpuinfer.text.diffusion.unmasking_decoder import Decision, UnmaskingDecoder
@@ -94,10 +81,10 @@ class Idle(UnmaskingDecoder):
 def test_a_decoder_of_somebody_s_that_fails_costs_its_row_and_nothing_else(tmp_path, monkeypatch, backend):
     install(tmp_path, "acme", {"decoders": {"idle": "acme_idle:Idle"}}, {"acme_idle": IDLE})
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    rows = [{"id": number, "prompt": "ab", "decoder": name, "max_tokens": 4} for number, name in enumerate(ASKED)]
-    (tmp_path / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    names = ("threshold", "idle", "low-confidence")
+    prompts(tmp_path, *({"id": n, "prompt": "ab", "decoder": name, "max_tokens": 4} for n, name in enumerate(names)))
     with started(tmp_path, "--backend", backend) as process:
         _, said = process.communicate(timeout=SECONDS)
-    answers = {row["id"]: row for row in map(json.loads, (tmp_path / "out.jsonl").read_text().splitlines())}
-    assert {number for number, row in answers.items() if "error" not in row} == {0, 2}, said.decode()
-    assert "decoder 'idle' (package acme 1.0)" in answers[1]["error"]["message"]
+    answers = {row["id"]: json.dumps(row.get("error")) for row in rows_of(tmp_path)}
+    assert (answers[0], answers[2]) == ("null", "null"), said.decode()
+    assert "decoder 'idle' (package acme 1.0)" in answers[1]

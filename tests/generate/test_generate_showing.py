@@ -8,8 +8,7 @@ import io
 import json
 import re
 
-from asking import infer_of, run_all
-from run_generate import generate
+from run_generate import infer_of, rows_of, run_all, succeeded
 
 from gpuinfer.api import Setup
 from gpuinfer.generation import Completion, Generation
@@ -26,40 +25,25 @@ class Screen(io.StringIO):
         return True
 
 
-def plain(text: str) -> str:
-    return re.sub("\x1b\\[\\d*m", "", text)
-
-
 def shown(infer: FakeInfer | None = None, **options) -> str:
     """What stands on the terminal in the end, without its colours."""
     with contextlib.redirect_stdout(Screen()) as screen:
-        made = Generate(Setup(), model="tiny", **options)
-        asyncio.run(run_all(made, infer or infer_of()))
-    return plain(screen.getvalue())
+        asyncio.run(run_all(Generate(Setup(), model="tiny", **options), infer or infer_of()))
+    return re.sub("\x1b\\[\\d*m", "", screen.getvalue())
 
 
-def test_on_a_terminal_each_text_is_followed_by_its_answer():
+def test_on_a_terminal_each_text_is_followed_by_the_answer_that_a_pipe_gets(tmp_path, caplog):
     page = shown(prompt=["one", "two"], num_samples=2, max_new_tokens=4)
     heads = ["1 of 2: oneeno 0 ", "2 of 2: oneeno 1 ", "1 of 2: twoowt 0 ", "2 of 2: twoowt 1 "]
     assert [re.sub("\\d+ \\[cut off after 4 tokens; .*\\]\n?$", "", text) for text in page.split("\n\n")] == heads
-
-
-def test_the_answers_are_those_of_a_pipe(tmp_path):
-    texts = ["one", "two", "one"]
+    texts = ["one", "bad", "one"]
     pages = shown(prompt=texts, max_new_tokens=4).split("\n\n")
-    made = Generate(Setup(), model="tiny", prompt=texts, max_new_tokens=4, output=str(tmp_path / "out.jsonl"))
-    assert not made.shows_answers
-    asyncio.run(run_all(made, infer_of()))
-    rows = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
-    for prompt, row, page in zip(texts, rows, pages, strict=True):  # in the order of the prompts
-        assert page.startswith(prompt + row["text"])
-
-
-def test_a_prompt_that_fails_says_so_in_its_place_and_the_others_are_answered(caplog):
-    first, second = shown(prompt=["bad", "good"]).split("\n\n")
-    assert first == "bad [no answer: the prompt is bad. Give a better one.]"
-    assert second.startswith("gooddoog")
-    assert "1 of 2 rows ended with an error" in caplog.text
+    assert pages[1] == "bad [no answer: the prompt is bad. Give a better one.]"
+    assert "1 of 3 rows ended with an error" in caplog.text
+    options = {"prompt": texts, "max_new_tokens": 4, "output": str(tmp_path / "out.jsonl")}
+    asyncio.run(run_all(Generate(Setup(), model="tiny", **options), infer_of()))
+    for prompt, row, page in zip(texts, rows_of(tmp_path), pages, strict=True):  # in the order of the prompts
+        assert page.startswith(prompt + row.get("text", ""))
 
 
 def test_a_model_cannot_command_the_terminal():
@@ -70,8 +54,6 @@ def test_a_model_cannot_command_the_terminal():
 
 
 def test_in_a_pipe_answers_are_rows_in_the_order_of_their_prompts(tmp_path):
-    done = generate("--prompt", "ab, c", "--prompt", "ä", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    done = succeeded("--prompt", "ab, c", "--prompt", "ä", cwd=tmp_path)
     assert done.stderr.count("\n") == 1  # no live view, no panel
-    rows = [json.loads(line) for line in done.stdout.splitlines()]
-    assert [row["text"].split(" 0 ")[0] for row in rows] == ["c ,ba", "ä"]
+    assert [json.loads(line)["text"].split(" 0 ")[0] for line in done.stdout.splitlines()] == ["c ,ba", "ä"]
