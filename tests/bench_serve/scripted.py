@@ -1,17 +1,13 @@
-"""A scripted server: OpenAI's shapes, whose every delay is known, in this process or as one of its own.
-
-`python -m tests.bench_serve.scripted PORT_FILE key=value …` serves until its standard input ends.
-"""
+"""A scripted server in a thread of this process: OpenAI's shapes, whose every delay is known."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import json
-import os
-import sys
+import threading
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from gpuinfer.http import network
 from gpuinfer.http.http_exchange import Exchange
@@ -24,21 +20,21 @@ class Script:
 
     first_s: float = 0.0
     between_s: float = 0.0
-    tokens: int = 0  # of each answer; 0: as many as were asked for
     per_word: float = 1.0  # tokens
     besides: int = 0
     fail: int = 0  # each so many requests one is refused with `status`
     status: int = 429
     cut: bool = False  # streams end without their end
-    usage: bool = True
-    together: bool = False  # all events of a stream at once, in two halves of bytes
     batch: int = 0  # requests served together, `first_s` for all; 0: each by itself
     route: str = ""
     listed: list[dict] = field(default_factory=lambda: [{"id": "scripted"}])
     key: str = ""  # that each request is to have; "": nobody is asked for one
-    notice: str = ""  # a file that is made when 100 requests have come
     seen: list[dict] = field(default_factory=list)
-    number: int = 0
+    number: int = 0  # requests that have come
+
+
+def _event(message: dict) -> bytes:
+    return b"data: " + json.dumps(message).encode() + b"\n\n"
 
 
 class Scripted:
@@ -50,17 +46,15 @@ class Scripted:
         self._serving: asyncio.Task | None = None
 
     async def __call__(self, exchange: Exchange) -> None:
-        if self.script.key and exchange.headers.get("authorization") != f"Bearer {self.script.key}":
+        script = self.script
+        if script.key and exchange.headers.get("authorization") != f"Bearer {script.key}":
             exchange.respond(401, b"{}")
             return
         if exchange.method == "GET":
-            known = {"/v1/models": {"data": self.script.listed}}.get(exchange.path)
+            known = {"/v1/models": {"data": script.listed}}.get(exchange.path)
             exchange.respond(200 if known else 404, json.dumps(known or {}).encode())
             return
-        script, headers = self.script, []
         script.number += 1
-        if script.notice and script.number == 100:
-            os.close(os.open(script.notice, os.O_CREAT | os.O_WRONLY))
         if exchange.headers.get("content-type") != "application/json":
             await self._served()
             exchange.respond(200, exchange.body, "application/x-safetensors")
@@ -70,15 +64,16 @@ class Scripted:
         if script.fail and script.number % script.fail == 0:
             exchange.respond(script.status, b'{"error": {"message": "too much of this"}}')
             return
-        if script.route:
-            headers.append(("X-Gpuinfer-Route", script.route))
+        headers = [("X-Gpuinfer-Route", script.route)] if script.route else []
+        text = asked.get("prompt") or " ".join(one["content"] for one in asked.get("messages", []))
+        given, tokens = round(len(str(text).split()) * script.per_word) + script.besides, asked.get("max_tokens", 1)
+        usage = {"prompt_tokens": given, "completion_tokens": tokens}
         if asked.get("stream"):
-            await self._stream(exchange, asked, headers)
+            await self._stream(exchange, "messages" in asked, tokens, usage, headers)
             return
         await self._served()
-        tokens = self._tokens(asked)
         await asyncio.sleep(script.between_s * (tokens - 1))
-        body = {"choices": [{"text": " x" * tokens}], "usage": self._usage(asked)}
+        body = {"choices": [{"text": " x" * tokens}], "usage": usage}
         exchange.respond(200, json.dumps(body).encode(), headers=headers)
 
     async def _served(self) -> None:
@@ -92,56 +87,26 @@ class Scripted:
         await turn
 
     async def _batches(self) -> None:
-        await asyncio.sleep(0)
         while self._waiting:
             batch, self._waiting = self._waiting[: self.script.batch], self._waiting[self.script.batch :]
             await asyncio.sleep(self.script.first_s)
             for turn in batch:
                 if not turn.done():
                     turn.set_result(None)
-            await asyncio.sleep(0)
             await asyncio.sleep(0.002)  # for those who ask again
 
-    def _tokens(self, asked: dict) -> int:
-        return self.script.tokens or asked.get("max_tokens", 1)
-
-    def _usage(self, asked: dict) -> dict | None:
-        text = asked.get("prompt") or " ".join(one["content"] for one in asked.get("messages", []))
-        script = self.script
-        given = round(len(str(text).split()) * script.per_word) + script.besides
-        return {"prompt_tokens": given, "completion_tokens": self._tokens(asked)} if script.usage else None
-
-    async def _stream(self, exchange: Exchange, asked: dict, headers: list) -> None:
-        chat, script = "messages" in asked, self.script
-
-        def event(text: str, reason: str | None = None) -> bytes:
-            said = {"delta": {"content": text}} if chat else {"text": text}
-            return (
-                b"data: " + json.dumps({"choices": [{"index": 0, **said, "finish_reason": reason}]}).encode() + b"\n\n"
-            )
-
+    async def _stream(self, exchange: Exchange, chat: bool, tokens: int, usage: dict, headers: list) -> None:
         exchange.begin(200, "text/event-stream", headers)
         if chat:
-            role = {"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}]}
-            await exchange.write(b"data: " + json.dumps(role).encode() + b"\n\n")
+            await exchange.write(_event({"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}]}))
         await self._served()
-        events = [event(" x") for _ in range(self._tokens(asked))]
-        ending = event("", "stop")
-        if usage := self._usage(asked):
-            ending += b"data: " + json.dumps({"choices": [], "usage": usage}).encode() + b"\n\n"
-        ending += b"" if script.cut else b"data: [DONE]\n\n"
-        if script.together:
-            whole = b"".join(events) + ending
-            middle = len(events[0]) // 2
-            await exchange.write(whole[:middle])
-            await asyncio.sleep(0.01)
-            await exchange.write(whole[middle:])
-        else:
-            for number, one in enumerate(events):
-                if number and script.between_s:
-                    await asyncio.sleep(script.between_s)
-                await exchange.write(one)
-            await exchange.write(ending)
+        for number in range(tokens):
+            if number and self.script.between_s:
+                await asyncio.sleep(self.script.between_s)
+            said = {"delta": {"content": " x"}} if chat else {"text": " x"}
+            await exchange.write(_event({"choices": [{"index": 0, **said, "finish_reason": None}]}))
+        ending = _event({"choices": [], "usage": usage})
+        await exchange.write(ending + (b"" if self.script.cut else b"data: [DONE]\n\n"))
         exchange.end()
 
 
@@ -155,14 +120,22 @@ async def serving(script: Script):
         await server.close()
 
 
-async def main(place: str, words: list[str]) -> None:
-    given = {key: json.loads(value) for key, value in (word.split("=", 1) for word in words)}
-    async with serving(Script(**given)) as url:
-        temporary = Path(place).with_suffix(".part")
-        temporary.write_text(json.dumps({"host": "127.0.0.1", "port": int(url.rpartition(":")[2]), "pid": os.getpid()}))
-        temporary.replace(place)
-        await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
+@contextlib.contextmanager
+def scripted(**options: object) -> Iterator[tuple[str, Script]]:
+    """The URL of a server in a thread, and its script."""
+    script, begun, over, urls = Script(**options), threading.Event(), threading.Event(), list[str]()
 
+    async def serve() -> None:
+        async with serving(script) as url:
+            urls.append(url)
+            begun.set()
+            await asyncio.to_thread(over.wait)
 
-if __name__ == "__main__":
-    network.run_loop(main(sys.argv[1], sys.argv[2:]))
+    thread = threading.Thread(target=lambda: network.run_loop(serve()))
+    thread.start()
+    try:
+        assert begun.wait(60)
+        yield urls[0], script
+    finally:
+        over.set()
+        thread.join(60)
