@@ -41,7 +41,6 @@ DEPENDENT = (
     "tests/text/test_generator_models.py",
     "tests/text/test_generator_properties.py",
     "tests/test_verify.py",
-    "tests/test_verify_parts.py",
     "tests/selfplay/test_bits.py",
     "tests/selfplay/test_blob_rules.py",
     "tests/selfplay/test_connect_four_rules.py",

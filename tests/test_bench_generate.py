@@ -77,7 +77,9 @@ def child(tmp_path, fake):
         pytest.param({"ran": '{"is": "done", "seconds": 1, "tokens": 3}'}, "made 3 tokens where 10", id="too little"),
         pytest.param({"ran": '"what?"'}, "said what is no answer", id="no answer"),
         pytest.param(
-            {"ran": "sys.exit('I have fallen')"}, 'ended with 1. Its last words: "I have fallen"', id="an end"
+            {"ran": "sys.exit('I have fallen')"},
+            'ended with exit code 1. Its last words.* "I have fallen"',
+            id="an end",
         ),
     ],
 )
@@ -91,16 +93,16 @@ def test_a_child_that_cannot_says_why(child, answers, said):
 def test_a_child_that_is_silent_is_given_up_and_ended(child):
     one = child(ran="__import__('threading').Event().wait()")
     one.load(ORDER)
-    with pytest.raises(PeerFailed, match="gave no answer within 0 s"):
+    with pytest.raises(PeerFailed, match=r"gave no answer within 0\.1 s"):
         one.run([[1]], 5, limit_s=0.1)
-    with pytest.raises(PeerFailed, match="ended with -9"):  # what it might say later is no answer to this
+    with pytest.raises(PeerFailed, match="gave no answer"):  # what it might say later is no answer to this
         one.run([[1]], 5)
 
 
 def test_a_package_that_is_missing_is_named(tmp_path):
 
     absent = generators.PROGRAMS["transformers"].command(sys.executable)
-    absent[2] = absent[2].replace("; main()", "; sys.modules['transformers'] = None; main()")
+    absent[2] = absent[2].replace("; peer_child.", "; sys.modules['transformers'] = None; peer_child.")
     assert "None" in absent[2]
     one = PeerProcess("transformers", absent, tmp_path / "log")
     try:

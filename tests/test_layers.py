@@ -83,6 +83,7 @@ FACADES: dict[str, set[str]] = {
         "memory.memory_options",
         "memory.memory_probe",
         "peers.peer_process",
+        "presenter",
         "rollouts_bench.constraint_speed",
         "rollouts_bench.recorded_games",
         "rollouts_bench.rollouts_cases",

@@ -98,12 +98,11 @@ def concluded(target: str, outcome: SeriesOutcome, series_plan: SeriesPlan, bega
 
 def show_comparison(title: str, document: Mapping[str, Any], on_stderr: bool) -> None:
     """The table and its notes on the terminal."""
-    from gpuinfer.cli.screen.display import comparison
+    from gpuinfer.cli.screen.display import show_page
     from gpuinfer.lab.bench.bench_tables import bench_page
 
     page = bench_page(document)
-    table = page.brief or page.table
-    comparison(f"{title} · {page.about}", table.columns, table.rows, page.notes, on_stderr=on_stderr)
+    show_page(page, f"{title} · {page.about}", on_stderr=on_stderr)
 
 
 def report_folder(path: Path | None) -> Path | None:

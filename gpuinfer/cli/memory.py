@@ -34,7 +34,7 @@ def _app() -> typer.Typer:
 def execute(values: Mapping[str, Any]) -> int:
     """Estimate, measure, show, write. Raises `UsageError` for a batch that does not fit."""
     from gpuinfer.cli.building import setup_of
-    from gpuinfer.cli.screen.display import comparison
+    from gpuinfer.cli.screen.display import show_page
     from gpuinfer.cli.workload import begin_run, progress_lines
     from gpuinfer.config import registry
     from gpuinfer.lab.memory import memory_options, memory_probe
@@ -49,22 +49,8 @@ def execute(values: Mapping[str, Any]) -> int:
     progress_lines(NAME, common.quiet)(f"{how} '{spec.name}' in a process of its own")
     with interruptible():
         found = memory_probe.probe_memory(spec, setup, options, own)
-    for device in found["devices"]:
-        comparison(
-            memory_probe.memory_heading(found, device),
-            memory_probe.memory_columns(found, device),
-            memory_probe.memory_rows(device),
-            list(memory_probe.memory_notes(found, device)),
-            on_stderr=destination.stdout,
-        )
-    if memory_probe.in_stages(found):
-        comparison(
-            memory_probe.stage_heading(found),
-            memory_probe.stage_columns(found),
-            memory_probe.stage_rows(found),
-            list(memory_probe.stage_notes(found)),
-            on_stderr=destination.stdout,
-        )
+    for page in memory_probe.memory_pages(found):
+        show_page(page, on_stderr=destination.stdout)
     destination.write(found)
     return 0
 

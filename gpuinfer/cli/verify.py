@@ -36,8 +36,9 @@ def _app() -> typer.Typer:
 def execute(values: Mapping[str, Any]) -> int:
     """Verify, show, write. The exit code: 3 stopped, 4 when a check does not hold, else 0."""
     from gpuinfer.api import Setup
+    from gpuinfer.cli.screen.display import show_page
     from gpuinfer.cli.workload import begin_run, progress_lines
-    from gpuinfer.lab.verify.verification import Verification
+    from gpuinfer.lab.verify.verification import Verification, verify_page
     from gpuinfer.lab.verify.verify_setup import VerifyOptions
 
     merged, destination, options = begin_run(NAME, VerifyOptions, values)
@@ -52,17 +53,9 @@ def execute(values: Mapping[str, Any]) -> int:
             stopped = True
     document = verification.document()
     if verification.findings or not stopped:
-        _show(document, on_stderr=destination.stdout)
+        show_page(verify_page(document), on_stderr=destination.stdout)
     destination.write(document)
     return CHECK_FAILED if not verification.holds else PARTIAL if stopped else 0
-
-
-def _show(document: dict[str, Any], on_stderr: bool) -> None:
-    from gpuinfer.cli.screen.display import comparison
-    from gpuinfer.lab.verify import verification
-
-    title, notes = verification.verify_heading(document), list(verification.verify_notes(document))
-    comparison(title, verification.COLUMNS, verification.verify_rows(document), notes, on_stderr=on_stderr)
 
 
 app = _app()

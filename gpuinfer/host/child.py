@@ -1,24 +1,27 @@
-"""A child process of ours, and the conversation with it: how it starts, messages both ways, heartbeat, how it ended.
+"""A child process, and the conversation with it: how it starts, messages both ways, heartbeat, how it ended.
 
 Arguments of the start are pickled by `multiprocessing`; every message after that is a plain value, msgpack on a socket
-pair behind its length. A thread that never runs anybody else's code beats in shared memory, so that a slow process is
-told from a stuck one.
+pair behind its length. A program in another Python, which need not have our packages, gets and sends lines of JSON. A
+thread that never runs anybody else's code beats in shared memory, so that a slow process is told from a stuck one.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import mmap
 import os
 import select
 import signal
 import socket
 import struct
+import subprocess
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -30,6 +33,7 @@ HEADER = struct.Struct("<I")  # bytes of the message that follows
 LARGEST = 256 * 2**20  # bytes of one message: the receiver checks it before it takes the memory
 BURIAL_S = 5.0  # for the system to take a killed process away
 CHUNK = 1 << 20  # bytes read at once
+SENT = 1 << 15  # bytes written at once where there is a deadline: a socket that is writable has room for so many
 
 _decode = msgspec.msgpack.Decoder().decode
 
@@ -66,45 +70,60 @@ def _size(header: bytes) -> int:
 class Channel:
     """An end whose calls block; it takes the socket over. One thread at a time.
 
-    Each call raises `ChannelClosed` when the other end is gone.
+    Each call raises `ChannelClosed` when the other end is gone, and `TimeoutError` when it takes longer than `within_s`
+    seconds.
     """
 
     def __init__(self, end: socket.socket) -> None:
         end.setblocking(True)
         self._descriptor = end.detach()
 
-    def send(self, message: Any) -> None:
-        data = memoryview(framed(message))
-        try:
-            while data:
-                data = data[os.write(self._descriptor, data) :]
-        except OSError as error:
-            raise ChannelClosed("the other end is gone") from error
+    def send(self, message: Any, within_s: float | None = None) -> None:
+        data, until = memoryview(self._packed(message)), _deadline(within_s)
+        while data:
+            if until is not None and not self._ready(select.POLLOUT, until - time.monotonic()):
+                raise TimeoutError("the other end does not read")
+            try:
+                data = data[os.write(self._descriptor, data if until is None else data[:SENT]) :]
+            except OSError as error:
+                raise ChannelClosed("the other end is gone") from error
+
+    def _packed(self, message: Any) -> bytes:
+        return framed(message)
 
     def poll(self, seconds: float) -> bool:
         """Whether there is something to receive (the end, too) within so many seconds."""
+        return self._ready(select.POLLIN, seconds)
+
+    def _ready(self, wanted: int, seconds: float) -> bool:
         try:
             ready = select.poll()
-            ready.register(self._descriptor, select.POLLIN)
-            return bool(ready.poll(1000 * seconds))
+            ready.register(self._descriptor, wanted)
+            return bool(ready.poll(1000 * max(0.0, seconds)))
         except (OSError, ValueError) as error:  # closed here, by another thread
             raise ChannelClosed("this end is closed") from error
 
-    def receive(self) -> Any:
-        return _decode(self._read(_size(self._read(HEADER.size))))
+    def receive(self, within_s: float | None = None) -> Any:
+        until = _deadline(within_s)
+        return _decode(self._read(_size(self._read(HEADER.size, until)), until))
 
-    def _read(self, size: int) -> bytes:
+    def _read(self, size: int, until: float | None) -> bytes:
         pieces = []
         while size > 0:
-            try:
-                piece = os.read(self._descriptor, min(size, CHUNK))
-            except OSError as error:
-                raise ChannelClosed("the other end is gone") from error
-            if not piece:
-                raise ChannelClosed("the other end is gone")
-            pieces.append(piece)
-            size -= len(piece)
+            pieces.append(self._piece(size, until))
+            size -= len(pieces[-1])
         return b"".join(pieces)
+
+    def _piece(self, size: int, until: float | None) -> bytes:
+        if until is not None and not self.poll(until - time.monotonic()):
+            raise TimeoutError("the other end says nothing")
+        try:
+            piece = os.read(self._descriptor, min(size, CHUNK))
+        except OSError as error:
+            raise ChannelClosed("the other end is gone") from error
+        if not piece:
+            raise ChannelClosed("the other end is gone")
+        return piece
 
     def close(self) -> None:
         descriptor, self._descriptor = self._descriptor, -1
@@ -112,6 +131,29 @@ class Channel:
             os.close(descriptor)
 
     __del__ = close
+
+
+def _deadline(within_s: float | None) -> float | None:
+    return None if within_s is None else time.monotonic() + within_s
+
+
+class LineChannel(Channel):
+    """The same with a program that may lack our packages: a message is a line of JSON.
+
+    `receive` raises `ValueError` for a line that is none.
+    """
+
+    _heard = b""
+
+    def _packed(self, message: Any) -> bytes:
+        return json.dumps(message).encode() + b"\n"
+
+    def receive(self, within_s: float | None = None) -> Any:
+        until = _deadline(within_s)
+        while b"\n" not in self._heard:
+            self._heard += self._piece(CHUNK, until)
+        line, _, self._heard = self._heard.partition(b"\n")
+        return json.loads(line)
 
 
 class AsyncChannel:
@@ -283,6 +325,102 @@ class Child:
         """The exit code, negative for a signal; None when the process does not end within so many seconds."""
         self.process.join(within_s)
         return self.process.exitcode
+
+
+class ChildProgram:
+    """A program that talks with `LineChannel` over its standard input and output, such as one of another Python, with
+    the interface of `Child`.
+
+    It has a session of its own, which ends with it: a Ctrl-C does not reach it. `log` takes all else that it prints.
+    Raises `OSError` when there is no such program.
+    """
+
+    def __init__(self, command: Sequence[str], log: Path, environment: Mapping[str, str]) -> None:
+        self.end, theirs = socket.socketpair()
+        try:
+            with log.open("wb") as noise:
+                self.process = children.start_program(command, noise, environment, theirs)
+        except BaseException:
+            self.end.close()
+            raise
+        finally:
+            theirs.close()
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    def kill(self, within_s: float = 0.0) -> None:
+        """Kill the program with its session; wait so many seconds at most until the system has taken it away."""
+        children.kill_group(self.process)
+        self.exit_code(within_s)
+
+    def exit_code(self, within_s: float = 1.0) -> int | None:
+        """The exit code, negative for a signal; None when the program does not end within so many seconds."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(within_s)
+        return self.process.returncode
+
+
+class ChildLost(WorkError):
+    """A child ended, gave no answer in time, or said what is no answer."""
+
+
+class Conversation:
+    """Requests to a child, and an answer to each within a deadline. `name`: of the child, in errors.
+
+    A child that has missed a deadline is ended, since what it says later would answer another request.
+    """
+
+    def __init__(self, name: str, child: Child | ChildProgram, channel: Channel) -> None:
+        self.name, self.child, self._channel = name, child, channel
+        self._lost: ChildLost | None = None
+        self._busy = False  # with a request that has no answer yet
+
+    def ask(self, request: Any, within_s: float) -> Any:
+        """The answer. Raises `ChildLost`, as every later call then does."""
+        until = time.monotonic() + within_s
+
+        def exchange() -> Any:
+            self._channel.send(request, within_s)
+            return self._channel.receive(until - time.monotonic())
+
+        return self._transfer(exchange, within_s)
+
+    def receive(self, within_s: float) -> Any:
+        """A further answer to the last request. Raises `ChildLost`."""
+        return self._transfer(lambda: self._channel.receive(within_s), within_s)
+
+    def _transfer(self, call: Callable[[], Any], within_s: float) -> Any:
+        if self._lost is not None:
+            raise self._lost
+        self._busy = True
+        try:
+            result = call()
+            self._busy = False
+            return result
+        except TimeoutError:
+            why = f"gave no answer within {within_s:g} s"
+        except ChannelClosed:
+            why = how_it_ended(self.child.exit_code(BURIAL_S))
+        except ValueError as error:
+            why = f"said what is no answer ({error})"
+        self.child.kill(BURIAL_S)
+        self._lost = ChildLost(f"{self.name} {why}.")
+        raise self._lost
+
+    def tell(self, message: Any, within_s: float) -> None:
+        """Send what has no answer, to a child that waits for it."""
+        if not self._busy:
+            with contextlib.suppress(ChildLost):
+                self._transfer(lambda: self._channel.send(message, within_s), within_s)
+
+    def close(self, within_s: float = 0.0) -> None:
+        """Hang up, and kill a child that has not ended by itself within so many seconds; a busy one at once."""
+        self._channel.close()
+        if not self._busy:
+            self.child.exit_code(within_s)
+        self.child.kill(BURIAL_S)
 
 
 def cannot_start(what: str, error: Exception) -> UsageError:

@@ -13,6 +13,7 @@ import multiprocessing
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -169,14 +170,24 @@ class FinishedProgram:
 
 
 def start_program(
-    command: Sequence[str], stderr: IO[Any] | int, environment: Mapping[str, str] | None = None
+    command: Sequence[str],
+    stderr: IO[Any] | int,
+    environment: Mapping[str, str] | None = None,
+    stdio: socket.socket | int = subprocess.PIPE,
 ) -> subprocess.Popen[bytes]:
-    """Start a program with pipes for its input and output, in a session of its own: a Ctrl-C does not reach it.
+    """Start a program with pipes for its input and output, or with a socket for both, in a session of its own: a Ctrl-C
+    does not reach it.
 
     Raises `OSError` when there is no such program.
     """
-    pipe = subprocess.PIPE
-    return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=stderr, env=environment, start_new_session=True)
+    return subprocess.Popen(
+        command,
+        stdin=stdio,  # type: ignore[arg-type]  # anything with a descriptor
+        stdout=stdio,  # type: ignore[arg-type]
+        stderr=stderr,
+        env=environment,
+        start_new_session=True,
+    )
 
 
 def run_program(

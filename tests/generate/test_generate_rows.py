@@ -175,10 +175,9 @@ def test_bad_rows_are_error_rows_and_the_others_are_answered(tmp_path, monkeypat
 
     monkeypatch.setattr(LineWriter, "answer", choosy)
     monkeypatch.setattr(pump, "RowSplitter", lambda: RowSplitter(1000))
-    text = lines(
-        "x" * 2000, b"nope", b"", {"id": "x", "prompt": 5}, {"id": "y", "prompt": "bad"}, {"id": huge, "prompt": "good"},
-        {"id": "odd", "prompt": "a"}, {"id": "z", "prompt": "p", "metadata": {"n": huge}},
-    )  # fmt: skip
+    rows = [{"id": "x", "prompt": 5}, {"id": "y", "prompt": "bad"}, {"id": huge, "prompt": "good"}]
+    rows += [{"id": "odd", "prompt": "a"}, {"id": "z", "prompt": "p", "metadata": {"n": huge}}]
+    text = lines("x" * 2000, b"nope", b"", *rows)
     found = run(tmp_path, text, infer)
     rows = {row["id"]: row for row in found}
     assert rows[huge]["text"].startswith("doog")

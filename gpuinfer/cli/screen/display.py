@@ -29,6 +29,7 @@ from gpuinfer.cli.screen.workload_rows import PanelRow
 from gpuinfer.units import bar, duration, short
 
 if TYPE_CHECKING:
+    from gpuinfer.lab.presenter import Page
     from gpuinfer.runtime.run import RunUpdate
 
 FONT = re.compile(r"@font-face\s*\{[^}]*\}\s*")  # that rich would have a browser fetch
@@ -208,6 +209,12 @@ def comparison(
     for name, text in notes:
         below.add_row(Text(name), Text(text, style=NOTES.get(name, "")))
     Console(stderr=on_stderr).print(Text(title, style=f"bold {ACCENT}"), table, below, "", sep="\n")
+
+
+def show_page(page: Page, title: str = "", *, on_stderr: bool = False) -> None:
+    """Print a result's table with its notes, under the page's title or another."""
+    table = page.brief or page.table
+    comparison(title or page.title, table.columns, table.rows, page.notes, on_stderr=on_stderr)
 
 
 def svg(renderable: RenderableType, title: str, width: int = 80) -> str:

@@ -1,11 +1,10 @@
 """The parent: a child process looks at the model, and whatever becomes of it is a document, `gpuinfer.memory/1`, with
-its tables: a column a batch, and notes below.
+its pages: a column a batch, and notes below.
 """
 
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from importlib import resources
@@ -13,14 +12,16 @@ from typing import Any
 
 from gpuinfer.api import ModelSpec, Setup
 from gpuinfer.errors import UsageError, WorkError
-from gpuinfer.host import children
+from gpuinfer.host.child import Channel, Child, ChildLost, Conversation
 from gpuinfer.host.error_text import error_from_wire
 from gpuinfer.lab.memory.memory_options import MemoryOptions
+from gpuinfer.lab.memory.probe_child import answer_probe
+from gpuinfer.lab.presenter import Note, Page, Table
 from gpuinfer.units import memory
 
-CHILD = "gpuinfer.lab.memory.probe_child"
-LIMIT_S = 900.0  # for a large model to be read from a slow disk, and for a machine that others keep busy
+LIMIT_S = 900.0  # of a finding: for a large model to be read from a slow disk, on a machine that others keep busy
 SCHEMA = "gpuinfer.memory/1"
+CURE = "`gpuinfer doctor` tells what works here."
 
 
 def probe_memory(
@@ -42,26 +43,31 @@ def probe_memory(
         "free": options.free,
         "probe": options.probe,
     }
-    request_line = json.dumps(asked, default=str).encode()
-    environment = children.with_our_path(OMP_WAIT_POLICY="passive")  # what counts is memory, not time
-    child = children.run_program([sys.executable, "-m", CHILD], LIMIT_S, request_line, environment)
-    lines = child.out.split(b"\n")[:-1]  # what follows the last is not whole
-    document: dict[str, Any] = json.loads(lines[-1]) if lines else {}
-    if "error" in document:
-        raise error_from_wire(document["error"])
+    child = Child(answer_probe, name="gpuinfer memory", daemon=True)
+    conversation = Conversation("it", child, Channel(child.end))
+    document: dict[str, Any] = {}
+    findings = -1  # one for the estimate, and one for each device that was tried
+    try:
+        message = conversation.ask(json.loads(json.dumps(asked, default=str)), LIMIT_S)
+        while "devices" in message:
+            document, findings = message, findings + 1
+            message = conversation.receive(LIMIT_S)
+    except ChildLost as lost:
+        message = {"failed": str(lost)}
+    finally:
+        conversation.close()
+    if "error" in message:
+        raise error_from_wire(message["error"])
+    ending = message["failed"].rstrip(".")
     if not document:
         cure = f"Try --no-probe, which estimates alone; {CURE}" if options.probe else CURE
-        raise WorkError(f"the process that looked at the model ended at once: {_ending(child)}. {cure}")
+        raise WorkError(f"the process that looked at the model ended at once: {ending}. {cure}")
     if options.probe:
-        for place, device in enumerate(document["devices"]):
-            if place >= len(lines) - 1:  # a line for the estimates, and one for each device that was tried
-                device["not_tried"] = f"the process that tried it ended: {_ending(child)}"
+        for device in document["devices"][findings:]:
+            device["not_tried"] = f"the process that tried it ended: {ending}"
     document = {"schema": SCHEMA, **document}
     _refuse_unfit(document)
     return document
-
-
-CURE = "`gpuinfer doctor` tells what works here."
 
 
 def memory_schema() -> dict[str, Any]:
@@ -71,53 +77,39 @@ def memory_schema() -> dict[str, Any]:
     return found
 
 
-def _ending(child: children.FinishedProgram) -> str:
-    if child.code is None:
-        return f"it took longer than {LIMIT_S:.0f} s"
-    if child.code < 0:
-        return f"it was killed by signal {-child.code}"
-    return child.last_words
-
-
 def _refuse_unfit(document: Mapping[str, Any]) -> None:
     """By the device on which least fits."""
     least = min(document["devices"], key=lambda one: one["largest"]["batch"])
-    largest, batch = least["largest"], least["batch"]
+    largest, batch, facts = least["largest"], least["batch"], document["facts"]
     noun = batch_text(document)
     needed, room, free = (memory(size) for size in (batch["estimated_bytes"], least["room_bytes"], least["free_bytes"]))
     where = f" on {least['device']}" if len(document["devices"]) > 1 else ""
     each = f" in each of {least['copies']} copies" if least["copies"] > 1 else ""
     may = f"{room} of the {free} that are free{where} may be taken"
     if largest["batch"] < 1:
+        first = document["devices"][0]
+        smaller = [
+            "fewer devices" if first["copies"] > 1 and not first["stages"] else "",
+            "a smaller -B micro_batch_rows" if first["stages"] else "",
+            "a shorter --context" if document["kind"] == "text" else "",
+            "--dtype bfloat16" if document["dtype"] == "float32" else "",
+            "a smaller model",
+        ]
         raise UsageError(
             f"model '{document['model']}' does not fit: {needed} for {batch['batch']:,} {noun}{each}, and {may}, which "
-            f"is not enough for one. Use {_smaller(document)}, or a device with more memory."
+            f"is not enough for one. Use {' or '.join(filter(None, smaller))}, or a device with more memory."
         )
     if document["asked"] is not None and batch["batch"] > largest["batch"]:
+        shorter = ""
+        if "row_pages" in facts:  # text, which does not take that in a run at the most
+            shorter = (
+                f" A full row has all {facts['context']:,} tokens of its context, in {facts['row_pages']:,} pages: "
+            )
+            shorter += "give a shorter --context to count shorter ones, of which more fit."
         raise UsageError(
             f"--batch-size {batch['batch']}: {batch['batch']:,} {noun}{each} need {needed}, and {may}. "
-            f"The largest that fits is --batch-size {largest['batch']}.{_of_shorter(document)}"
+            f"The largest that fits is --batch-size {largest['batch']}.{shorter}"
         )
-
-
-def _of_shorter(document: Mapping[str, Any]) -> str:
-    """Of text that is not what a run takes at the most."""
-    facts = document["facts"]
-    if "row_pages" not in facts:
-        return ""
-    return (
-        f" A full row has all {facts['context']:,} tokens of its context, in {facts['row_pages']:,} pages: give a "
-        "shorter --context to count shorter ones, of which more fit."
-    )
-
-
-def _smaller(document: Mapping[str, Any]) -> str:
-    fewer = ["fewer devices"] if document["devices"][0]["copies"] > 1 else []
-    if document["devices"][0]["stages"]:
-        fewer = ["a smaller -B micro_batch_rows"]
-    narrow = ["--dtype bfloat16"] if document["dtype"] == "float32" else []
-    shorter = ["a shorter --context"] if document["kind"] == "text" else []
-    return " or ".join([*fewer, *shorter, *narrow, "a smaller model"])
 
 
 def batch_text(document: Mapping[str, Any]) -> str:
@@ -136,53 +128,65 @@ NOTHING = "–"
 MOST_OTHERS = 5
 
 
-def memory_heading(document: Mapping[str, Any], device: Mapping[str, Any]) -> str:
-    context = f", a context of {document['facts']['context']:,}" if "context" in document["facts"] else ""
+def memory_pages(document: Mapping[str, Any]) -> Iterator[Page]:
+    """One for each device; for a model in stages one more, of the stages."""
+    for device in document["devices"]:
+        verdict = _largest(document, device)
+        yield Page(
+            _heading(document, device),
+            verdict,
+            None,
+            _device_table(document, device),
+            notes=list(_device_notes(document, device, verdict)),
+        )
+    if any(device["stages"] for device in document["devices"]):
+        yield _stages_page(document)
+
+
+def _heading(document: Mapping[str, Any], device: Mapping[str, Any]) -> str:
+    facts = document["facts"]
+    context = f", a context of {facts['context']:,}" if "context" in facts else ""
     copies = f", {device['copies']} copies in one memory" if device["copies"] > 1 else ""
-    stages = f", {_stages(document, device)}" if device["stages"] else ""
+    stages = ""
+    if here := len(device["stages"]):
+        some = f"{here} of {facts['stages']}" if here < facts["stages"] else f"{here}"
+        stages = f", {some} stages in one memory ({facts['parallel']})"
     return f"memory · {document['model']} · {document['dtype']} on {device['device']}{copies}{stages}{context}"
 
 
-def _stages(document: Mapping[str, Any], device: Mapping[str, Any]) -> str:
-    here, all_of_them = len(device["stages"]), document["facts"]["stages"]
-    some = f"{here} of {all_of_them}" if here < all_of_them else f"{here}"
-    return f"{some} stages in one memory ({document['facts']['parallel']})"
-
-
-def memory_columns(document: Mapping[str, Any], device: Mapping[str, Any]) -> list[str]:
-    """One for each batch."""
-    return [batch_text(document), *(f"{one['batch']:,}" for one in _batches(device))]
-
-
-def memory_rows(device: Mapping[str, Any]) -> list[tuple[str, ...]]:
-    """The parts, what they add up to, and what was measured: of each batch."""
-    batches = _batches(device)
-    found = [
+def _device_table(document: Mapping[str, Any], device: Mapping[str, Any]) -> Table:
+    """The parts, what they add up to, and what was measured. A column for each batch that was asked for (or the usual
+    one) or tried, and for the largest.
+    """
+    known = [device["batch"], *device["also"], device["estimated"], *device["tried"]]
+    by_size = {one["batch"]: one for one in known if one is not None}
+    batches = [by_size[batch] for batch in sorted(by_size)]
+    rows = [
         (shown, *(memory(one[f"{part}_bytes"]) for one in batches))
         for part, shown in PARTS.items()
         if any(one[f"{part}_bytes"] for one in batches)
     ]
-    found.append(("estimated", *(memory(one["estimated_bytes"]) for one in batches)))
+    rows.append(("estimated", *(memory(one["estimated_bytes"]) for one in batches)))
     if device["tried"]:
         measured = [one.get("measured_bytes") for one in batches]
-        found.append(("measured", *(NOTHING if size is None else memory(size) for size in measured)))
-        found.append(("ratio", *(f"{one['ratio']:.2f}" if one.get("ratio") else NOTHING for one in batches)))
-    return found
+        rows.append(("measured", *(NOTHING if size is None else memory(size) for size in measured)))
+        rows.append(("ratio", *(f"{one['ratio']:.2f}" if one.get("ratio") else NOTHING for one in batches)))
+    return Table([batch_text(document), *(f"{one['batch']:,}" for one in batches)], rows)
 
 
-def _batches(device: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Those that were asked for, or the usual one; those that were tried; the largest. Each once, ascending."""
-    known = [device["batch"], *device["also"], device["estimated"], *device["tried"]]
-    found = {one["batch"]: one for one in known if one is not None}
-    return [found[batch] for batch in sorted(found)]
-
-
-def memory_notes(document: Mapping[str, Any], device: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    largest = device["largest"]
+def _device_notes(document: Mapping[str, Any], device: Mapping[str, Any], verdict: str) -> Iterator[Note]:
+    largest, facts, own = device["largest"], document["facts"], device["pages"]
     free, room = memory(device["free_bytes"]), memory(device["room_bytes"])
     yield "free", f"{free}, of which {room} are counted with: the rest of the program grows too"
-    yield "largest batch", _largest(document, device)
-    yield from _pages(document["facts"], device["pages"])
+    yield "largest batch", verdict
+    if "page_bytes" in facts:
+        a_row = f"{facts['row_pages']:,} of them, {memory(facts['row_bytes'])}"
+        each = f"of {facts['page_tokens']} tokens, {memory(facts['page_bytes'])} each"
+        yield "pages", f"{each}; a row of {facts['context']:,} tokens takes {a_row}"
+        if own is not None:
+            said = "as -B pages says" if facts["asked_pages"] else "unless -B pages or --batch-size says otherwise"
+            has = f"{own['pages']:,} pages ({memory(own['cache_bytes'])}) for {own['slots']:,} rows at once"
+            yield "", f"a run has {has}, {said}: shorter rows leave room for others"
     if document["kind"] == "rows" and device["device"] == "cpu" and not device["stages"]:
         yield "", "in one piece: a run takes larger batches in portions of 1,024 rows, unless -B chunk_rows says more"
     if largest["by_measurement"] is not None:
@@ -197,19 +201,6 @@ def memory_notes(document: Mapping[str, Any], device: Mapping[str, Any]) -> Iter
         yield "", f"and {len(others) - MOST_OTHERS} more: see --json"
 
 
-def _pages(facts: Mapping[str, Any], own: Mapping[str, int] | None) -> Iterator[tuple[str, str]]:
-    """What a page is, and how many a run has by itself."""
-    if "page_bytes" not in facts:
-        return
-    tokens, each, row = facts["page_tokens"], memory(facts["page_bytes"]), memory(facts["row_bytes"])
-    a_row = f"a row of {facts['context']:,} tokens takes {facts['row_pages']:,} of them, {row}"
-    yield "pages", f"of {tokens} tokens, {each} each; {a_row}"
-    if own is not None:
-        room = f"{own['pages']:,} pages ({memory(own['cache_bytes'])}) for {own['slots']:,} rows at once"
-        said = "as -B pages says" if facts["asked_pages"] else "unless -B pages or --batch-size says otherwise"
-        yield "", f"a run has {room}, {said}: shorter rows leave room for others"
-
-
 def _largest(document: Mapping[str, Any], device: Mapping[str, Any]) -> str:
     largest, noun, facts = device["largest"], batch_text(document), document["facts"]
     pages = facts.get("asked_pages")
@@ -217,54 +208,8 @@ def _largest(document: Mapping[str, Any], device: Mapping[str, Any]) -> str:
     if pages and largest["batch"] == pages:
         full = pages // facts["row_pages"]
         return f"{largest['batch']:,} {noun} at once{each}, of which {full:,} may be full: -B pages allows no more"
-    if largest["bound"] == "limit":
-        return f"{largest['batch']:,} {noun}{each}, the most that there may be; memory would have room for more"
-    return f"{largest['batch']:,} {noun}{each}"
-
-
-# By stage
-
-
-def in_stages(document: Mapping[str, Any]) -> bool:
-    """Whether the model is in stages: then there is a table of them too."""
-    return any(device["stages"] for device in document["devices"])
-
-
-def stage_heading(document: Mapping[str, Any]) -> str:
-    sizes = {device["batch"]["batch"] for device in document["devices"]}
-    at = f"at {sizes.pop():,} {batch_text(document)}" if len(sizes) == 1 else "at the first batch of each device"
-    return f"by stage · estimated {at}"
-
-
-def stage_columns(document: Mapping[str, Any]) -> list[str]:
-    on = ["on"] if len(document["devices"]) > 1 else []
-    return ["stage", *on, *(PARTS[part] for part in _stage_parts(document)), "in all"]
-
-
-def stage_rows(document: Mapping[str, Any]) -> list[tuple[str, ...]]:
-    """In their order."""
-    devices = document["devices"]
-    each = [(stage, device["device"]) for device in devices for stage in device["stages"]]
-    each.sort(key=lambda one: one[0]["stage"])
-    return [
-        (
-            f"{stage['stage']}, {_layers(*stage['layers'])}",
-            *([device] if len(devices) > 1 else []),
-            *(memory(stage[f"{part}_bytes"]) for part in _stage_parts(document)),
-            memory(stage["estimated_bytes"]),
-        )
-        for stage, device in each
-    ]
-
-
-def _stage_parts(document: Mapping[str, Any]) -> list[str]:
-    """Those that any of them has."""
-    each = [stage for device in document["devices"] for stage in device["stages"]]
-    return [part for part in PARTS if any(stage.get(f"{part}_bytes") for stage in each)]
-
-
-def _layers(first: int, last: int) -> str:
-    return f"layer {first}" if first == last else f"layers {first} to {last}"
+    more = ", the most that there may be; memory would have room for more" if largest["bound"] == "limit" else ""
+    return f"{largest['batch']:,} {noun}{each}{more}"
 
 
 SPLITS = {
@@ -274,21 +219,38 @@ SPLITS = {
 }
 
 
-def stage_notes(document: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    facts, devices = document["facts"], document["devices"]
-    starts = sorted(stage["layers"][0] for device in devices for stage in device["stages"])
-    yield "split", SPLITS[facts["split"]].format(points=",".join(map(str, starts[1:])))
+def _stages_page(document: Mapping[str, Any]) -> Page:
+    """The stages of all devices, in their order."""
+    devices, facts = document["devices"], document["facts"]
+    each = [(stage, device["device"]) for device in devices for stage in device["stages"]]
+    each.sort(key=lambda one: one[0]["stage"])
+    parts = [part for part in PARTS if any(stage.get(f"{part}_bytes") for stage, _ in each)]
+    several, rows = len(devices) > 1, []
+    for stage, device in each:
+        first, last = stage["layers"]
+        layers = f"layer {first}" if first == last else f"layers {first} to {last}"
+        sizes = [memory(stage[f"{part}_bytes"]) for part in (*parts, "estimated")]
+        rows.append((f"{stage['stage']}, {layers}", *([device] if several else []), *sizes))
+    columns = ["stage", *(["on"] if several else []), *(PARTS[part] for part in parts), "in all"]
+    batches = {device["batch"]["batch"] for device in devices}
+    at = f"at {batches.pop():,} {batch_text(document)}" if len(batches) == 1 else "at the first batch of each device"
+    starts = ",".join(str(stage["layers"][0]) for stage, _ in each[1:])
+    notes = [("split", SPLITS[facts["split"]].format(points=starts))]
     if document["kind"] == "rows":
         flight = f", of {facts['forwards']} batches in flight" if facts["forwards"] > 1 else ", one after the other"
-        yield "micro-batches", f"of {facts['micro_batch_rows']:,} rows at most (-B micro_batch_rows){flight}"
+        cut = f"of {facts['micro_batch_rows']:,} rows at most (-B micro_batch_rows){flight}"
     else:
         count = facts["micro_batches"]
         cut = f"a step is cut into {count} at most" if count > 1 else "none: a step goes through as it is"
-        yield "micro-batches", f"{cut} (-B micro_batch_rows)"
-    if len(devices) > 1:
-        yield "free", ", ".join(f"{memory(device['free_bytes'])} on {device['device']}" for device in devices)
+        cut += " (-B micro_batch_rows)"
+    notes.append(("micro-batches", cut))
+    if several:
+        notes.append(("free", ", ".join(f"{memory(one['free_bytes'])} on {one['device']}" for one in devices)))
     least = min(devices, key=lambda one: one["largest"]["batch"])
-    where = f": the least of all, on {least['device']}" if len(devices) > 1 else ": all stages share this memory"
-    yield "largest batch", _largest(document, least) + where
+    where = f": the least of all, on {least['device']}" if several else ": all stages share this memory"
+    verdict = _largest(document, least) + where
+    notes.append(("largest batch", verdict))
     if any(device["tried"] for device in devices):
-        yield "measured", "all stages of a memory together, in the table above; those here are reckoned one by one"
+        told = "all stages of a memory together, in the table above; those here are reckoned one by one"
+        notes.append(("measured", told))
+    return Page(f"by stage · estimated {at}", verdict, None, Table(columns, rows), notes=notes)

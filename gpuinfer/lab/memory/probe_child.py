@@ -1,21 +1,21 @@
 """The child process: what a model should take, and what some batches of it took.
 
-The order comes on standard input as a JSON object; findings go out a line at a time, each with more than the last:
-first the estimate, then what was measured, so that a child that dies in the middle has still reported something.
+It answers its one request with several findings, each with more than the last: first the estimate, then what was
+measured, so that a child that dies in the middle has still reported something.
 """
 
 from __future__ import annotations
 
-import json
 import os
+import socket
 import sys
-import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from gpuinfer.api import ModelSpec, Setup
 from gpuinfer.errors import GpuinferError, UsageError
-from gpuinfer.host.error_text import error_to_wire
+from gpuinfer.host import children, error_text
+from gpuinfer.host.child import Channel
 from gpuinfer.host.machine import memory_available
 from gpuinfer.units import memory
 
@@ -112,30 +112,22 @@ def no_room(error: Exception, request: Mapping[str, Any]) -> UsageError | None:
     return UsageError(f"there is no room to open the model: even to look at it takes more than {more}. {cure}.")
 
 
-def main() -> None:
-    said = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever a model prints
-
-    def say(answered: Mapping[str, Any]) -> None:
-        said.write(json.dumps(answered) + "\n")
-        said.flush()
-
-    code, request, has_told = 0, {}, False
+def answer_probe(end: socket.socket) -> None:
+    """The child's main function: findings, then `failed` with why there are no more, or an `error` of ours."""
+    children.set_up_child()
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # whatever a model prints; the last message says what is wrong
+    os.environ["OMP_WAIT_POLICY"] = "passive"  # what counts is memory, not time; read when torch is loaded
+    channel = Channel(end)
+    request, answered = channel.receive(), False
     try:
-        request = json.loads(sys.stdin.read())
         for found in examine_memory(request):
-            say(found)
-            has_told = True
+            channel.send(found)
+            answered = True
+        channel.send({"failed": ""})
     except GpuinferError as error:
-        say({"error": error_to_wire(error)})
-    except Exception as error:  # noqa: BLE001 (told by its last line)
-        traceback.print_exc()
-        if not has_told and (refused := no_room(error, request)) is not None:
-            say({"error": error_to_wire(refused)})
-        code = 1
-    sys.stderr.flush()
-    os._exit(code)  # threads that a model has left behind may hang
-
-
-if __name__ == "__main__":
-    main()
+        channel.send({"error": error_text.error_to_wire(error)})
+    except Exception as error:  # noqa: BLE001  the parent must hear of it
+        refused = None if answered else no_room(error, request)
+        failed = {"failed": error_text.full_message(error).strip().splitlines()[-1]}
+        channel.send({"error": error_text.error_to_wire(refused)} if refused is not None else failed)
+    channel.poll(60.0)  # until the parent ends this process: threads that a model has left behind may hang

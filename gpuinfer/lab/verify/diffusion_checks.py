@@ -1,5 +1,5 @@
 """The ways to ask a diffusion model. Each must give the answers that a prompt gets alone, but for caches that change
-what is computed: of those it is told how many tokens they change.
+what is computed: for each of them the check counts the tokens that it changes.
 """
 
 from __future__ import annotations
@@ -8,13 +8,13 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import cast
 
 import msgspec
 import numpy as np
 
 from gpuinfer.errors import WorkError
-from gpuinfer.generation import Completion, Generation, Prompt, Sampling, Unmasking
+from gpuinfer.generation import Completion, Prompt, Sampling, Unmasking
 from gpuinfer.lab.verify.divergence import AnswerDivergence, Difference
 from gpuinfer.lab.verify.probed_answers import IDLE_STEPS, SAMPLES, SOME, Answers, RouteOptions, VerifyQuestion
 from gpuinfer.lab.verify.verify_setup import Item, VerifySetup
@@ -66,46 +66,41 @@ class DiffusionChecks:
             unmasking=msgspec.structs.replace(self._own, **changed),
         )
 
-    def alone(self) -> Answered:
+    def answer_alone(self) -> Answered:
         """Ask each prompt alone: what all else is compared with."""
         self._alone = self._one_by_one(self._asks)
         return self._alone
 
     def checks(self) -> Iterator[Check]:
-        """After `alone`."""
+        """After `answer_alone`."""
+        options, count = self._rig.options, len(self._asks)
         slots, some = self._rig.generator.slots, min(SOME, self._rig.generator.slots)
-        for size in self._rig.options.batch_sizes:
-            yield f"{size} at once = alone", partial(self._batched, size)
-        yield "any order = alone", partial(self._shuffled, some)
+        for size in options.batch_sizes:
+            places = [i % count for i in range(max(size, count))]
+            yield f"{size} at once = alone", partial(self._against_alone, places, size, f"{size} at once")
+        order = np.random.default_rng(self._rig.setup.seed).permutation(count).tolist()
+        yield "any order = alone", partial(self._against_alone, order, some, "another order")
         yield "any company = alone", partial(self._in_company, some)
         drawn = [DiffusionRoute(item, self._sampling(0.9)) for item in self._rig.items]
         yield "drawn, at once = alone", partial(self._drawn, drawn, some)
         if (samples := min(SAMPLES, slots // self._width)) > 1:
             yield f"{samples} samples = one by one", partial(self._several, drawn, samples, some)
-        yield from self._caches(some)
-
-    @property
-    def _width(self) -> int:
-        """Slots of one answer: one that is guided has a second canvas."""
-        return 2 if self._own.cfg_scale else 1
-
-    def _caches(self, some: int) -> Iterator[Check]:
         if self._rig.decoder.shape.masking.block is not None:  # type: ignore[union-attr]  # it is a diffusion model
             yield "exact cache = none", partial(self._cached, "exact", "none", some)
             return
         for cache in APPROXIMATE:
             yield f"{cache} cache ~ none", partial(self._cached, cache, "none", some)
 
-    def _batched(self, size: int) -> Difference:
-        asks = [self._asks[i % len(self._asks)] for i in range(max(size, len(self._asks)))]
-        known = [self._alone[i % len(self._asks)] for i in range(len(asks))]
-        return self._compared(asks, known, self._at_once(asks, size), (f"{size} at once", "alone"))
+    @property
+    def _width(self) -> int:
+        """Slots of one answer: one that is guided has a second canvas."""
+        return 2 if self._own.cfg_scale else 1
 
-    def _shuffled(self, some: int) -> Difference:
-        order = np.random.default_rng(self._rig.setup.seed).permutation(len(self._asks)).tolist()
-        asks = [self._asks[i] for i in order]
+    def _against_alone(self, places: Sequence[int], rows: int, side: str) -> Difference:
+        """The prompts at these places, so many rows at once."""
+        asks = [self._asks[place] for place in places]
         return self._compared(
-            asks, [self._alone[i] for i in order], self._at_once(asks, some), ("another order", "alone")
+            asks, [self._alone[place] for place in places], self._at_once(asks, rows), (side, "alone")
         )
 
     def _in_company(self, some: int) -> Difference:
@@ -115,8 +110,7 @@ class DiffusionChecks:
             max_tokens=max(1, self._rig.options.new_tokens // 2),
         )
         mixed = [ask for one in self._asks for ask in (DiffusionRoute(one.item, other), one)]
-        answers = self._at_once(mixed, some)[1::2]
-        return self._compared(self._asks, self._alone, answers, ("other company", "alone"))
+        return self._compared(self._asks, self._alone, self._at_once(mixed, some)[1::2], ("other company", "alone"))
 
     def _drawn(self, asks: Sequence[DiffusionRoute], some: int) -> Difference:
         return self._compared(asks, self._one_by_one(asks), self._at_once(asks, some), ("at once", "alone"))
@@ -152,90 +146,65 @@ class DiffusionChecks:
         found: dict[int, tuple[Completion, ...]] = {}
         under_way = idle = 0
         while waiting or generator.busy:
-            while waiting and (one := _ready(waiting[0][1])) and self._admits(one.samples, under_way, rows):
-                generator.add(waiting.popleft()[0], one)
-                under_way += one.samples
+            while waiting:
+                number, prepared = waiting[0]
+                if isinstance(prepared, Exception):
+                    raise WorkError(f"a prompt was refused: {prepared}") from prepared
+                if prepared.samples > generator.free_slots or (under_way and under_way + prepared.samples > rows):
+                    break
+                generator.add(number, prepared)
+                under_way += prepared.samples
+                waiting.popleft()
             stepped = generator.step()
             for ticket, outcome in stepped.finished:
-                found[cast(int, ticket)] = _completions(outcome)
+                if isinstance(outcome, Exception):
+                    raise WorkError(f"a prompt failed: {outcome}") from outcome
+                found[cast(int, ticket)] = outcome.completions
                 under_way -= asks[cast(int, ticket)].samples * self._width
             idle = 0 if stepped.tokens or stepped.finished else idle + 1
             if idle > IDLE_STEPS:
                 raise WorkError("the generator goes on without doing anything. Please report this.")
         return [one for number in range(len(asks)) for one in found[number]]
 
-    def _admits(self, samples: int, under_way: int, rows: int) -> bool:
-        return samples <= self._rig.generator.free_slots and (not under_way or under_way + samples <= rows)
-
     def _compared(
         self, asks: Sequence[DiffusionRoute], known: Answered, others: Answered, sides: tuple[str, str]
     ) -> Difference:
-        finding = Difference("", compared=len(others))
-        for number, (ask, one, other) in enumerate(zip(asks, known, others, strict=True)):
-            if (parting := _parting(ask, number, one, other, sides)) is not None:
-                finding.divergences.append(parting)
-            finding.difference = max(finding.difference, _apart(one, other))
-        if finding.divergences:
-            self._judge(finding)
-        return finding
-
-    def _judge(self, finding: Difference) -> None:
         """On the CPU a row's bits depend on nothing else. On a GPU the order of sums may, and near-ties fall otherwise:
         that fails where the same bits are demanded.
         """
-        finding.why = finding.divergences[0].why
-        exact = self._rig.decoder.device.type == "cpu" or self._rig.setup.deterministic
-        finding.status = "fails" if exact else "told"
+        finding = Difference("", compared=len(others))
+        for number, (ask, one, other) in enumerate(zip(asks, known, others, strict=True)):
+            mine, theirs = _chosen_tokens(one), _chosen_tokens(other)
+            if mine != theirs:
+                finding.divergences.append(_parting(ask, number, mine, theirs, sides))
+            for (first, sure), (second, surer) in zip(mine, theirs, strict=True):
+                if first != second:
+                    break
+                finding.difference = max(finding.difference, abs(sure - surer))
+        if finding.divergences:
+            exact = self._rig.decoder.device.type == "cpu" or self._rig.setup.deterministic
+            finding.status, finding.why = "fails" if exact else "told", finding.divergences[0].why
+        return finding
 
 
-def _ready(prepared: object) -> Any:
-    if isinstance(prepared, Exception):
-        raise WorkError(f"a prompt was refused: {prepared}") from prepared
-    return prepared
+Chosen = list[tuple[int, float]]
 
 
-def _completions(outcome: Generation | Exception) -> tuple[Completion, ...]:
-    if isinstance(outcome, Exception):
-        raise WorkError(f"a prompt failed: {outcome}") from outcome
-    return outcome.completions
-
-
-def _parting(
-    ask: DiffusionRoute, number: int, one: Completion, other: Completion, sides: tuple[str, str]
-) -> AnswerDivergence | None:
-    """The first token in which two answers differ, or the first whose log-probability does."""
-    mine, theirs = _chosen_tokens(one), _chosen_tokens(other)
-    if mine == theirs:
-        return None
-    place = next(i for i, pair in enumerate(zip(mine, theirs, strict=True)) if pair[0] != pair[1])
-    (first, sure), (second, surer) = mine[place], theirs[place]
-    changed = sum(a[0] != b[0] for a, b in zip(mine, theirs, strict=True))
-    return AnswerDivergence(
-        ask.item.text,
-        number,
-        ask.sample,
-        place,
-        (first, second),
-        {},
-        tie=False,
-        why=f"{sides[1]} has token {first} there ({sure:.4g}), {sides[0]} token {second} ({surer:.4g}); "
-        f"{changed} of {len(mine)} tokens differ",
-    )
-
-
-def _chosen_tokens(answer: Completion) -> list[tuple[int, float]]:
+def _chosen_tokens(answer: Completion) -> Chosen:
     """Each token with its log-probability at the step that committed it."""
     return [(token, told.chosen.logprob) for token, told in zip(answer.tokens, answer.logprobs or (), strict=True)]
 
 
-def _apart(one: Completion, other: Completion) -> float:
-    """The largest difference of two tokens' log-probabilities, as far as the answers are the same."""
-    worst = 0.0
-    for (first, sure), (second, surer) in zip(_chosen_tokens(one), _chosen_tokens(other), strict=True):
-        if first != second:
-            break
-        worst = max(worst, abs(sure - surer))
-    return worst
+def _parting(
+    ask: DiffusionRoute, number: int, mine: Chosen, theirs: Chosen, sides: tuple[str, str]
+) -> AnswerDivergence:
+    """The first token in which two answers differ, or the first whose log-probability does."""
+    place = next(i for i, pair in enumerate(zip(mine, theirs, strict=True)) if pair[0] != pair[1])
+    (first, sure), (second, surer) = mine[place], theirs[place]
+    changed = sum(a[0] != b[0] for a, b in zip(mine, theirs, strict=True))
+    why = f"{sides[1]} has token {first} there ({sure:.4g}), {sides[0]} token {second} ({surer:.4g}); "
+    why += f"{changed} of {len(mine)} tokens differ"
+    return AnswerDivergence(ask.item.text, number, ask.sample, place, (first, second), {}, tie=False, why=why)
 
 
 def half_filled(opened: VerifySetup, answers: Answered) -> Answers:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -52,9 +52,19 @@ class Difference:
     divergences: list[AnswerDivergence] = field(default_factory=list)
     seconds: float = 0.0
 
-    @property
-    def ties(self) -> int:
-        return sum(one.tie for one in self.divergences)
+    def document(self) -> dict[str, Any]:
+        return {
+            "name": self.name,
+            "status": self.status,
+            "why": self.why,
+            "compared": self.compared,
+            "unit": self.unit,
+            "largest_difference": self.difference,
+            "from_float32": self.from_float32,
+            "ties": sum(one.tie for one in self.divergences),
+            "seconds": self.seconds,
+            "divergences": [{**asdict(one), "tokens": list(one.tokens)} for one in self.divergences],
+        }
 
 
 class Parting(NamedTuple):
@@ -79,25 +89,32 @@ class DivergenceJudge:
         """Whether `other` has the reference's answers. Where not, both sides are asked again, and watched."""
         finding = Difference(name)
         known = {(ask.number, ask.first_sample + j): one for ask, j, one in _answers(reference)}
-        partings = []
-        for ask, sample, tokens in _answers(other):
+        partings: dict[tuple[int, int, int, int], Parting] = {}  # equal prompts that part alike part once
+        for ask, place, tokens in _answers(other):
             finding.compared += 1
-            number = ask.first_sample + sample
-            if parting := _parting(ask, number, known[ask.number, number], tokens):
-                partings.append(parting)
-        finding.difference = self._differences(reference, other, finding, sides)
-        finding.divergences += self._judged(_distinct(partings), reference, other, sides)
+            sample = ask.first_sample + place
+            expected = known[ask.number, sample]
+            if tokens == expected:
+                continue
+            unequal = (at for at, pair in enumerate(zip(expected, tokens, strict=False)) if pair[0] != pair[1])
+            position = next(unequal, min(len(expected), len(tokens)))
+            past = history([*ask.item.tokens.tolist(), *expected[:position]])
+            first, second = ((*side[position:], -1)[0] for side in (expected, tokens))  # -1: the answer is over
+            partings[ask.number, sample, position, second] = Parting(ask, sample, position, first, second, past)
+        finding.difference = self._largest_difference(reference, other, finding, sides)
+        finding.divergences += self._judged([*partings.values()], reference, other, sides)
         faults = [one for one in finding.divergences if not one.tie]
         if faults:
             finding.status, finding.why = "fails", faults[0].why
         return finding
 
-    def _differences(self, reference: Answers, other: Answers, finding: Difference, sides: tuple[str, str]) -> float:
+    def _largest_difference(
+        self, reference: Answers, other: Answers, finding: Difference, sides: tuple[str, str]
+    ) -> float:
         """The largest difference of the two largest logits, wherever both sides saw the same tokens. One that is too
         large is a fault, although no answer need have changed.
         """
-        worst, place = 0.0, None
-        unequal = None
+        worst, place, unequal = 0.0, None, None
         for past, sights in other.sights.items():
             for known in reference.sights.get(past, ())[:1]:
                 for sight in sights:
@@ -108,11 +125,16 @@ class DivergenceJudge:
                     if known.bits != sight.bits:
                         unequal = unequal or (past, known.largest, sight.largest)
         allowed = float(self.tolerance.allowed(np.array(place[1:2] if place else [0.0], np.float32))[0])
-        if worst > allowed and place is not None:
+        if worst > allowed:
             why = f"the logits differ by {worst:.2g}, and {allowed:.2g} is allowed"
-            finding.divergences.append(_of_logits(reference, *place, sides, why))
-        elif self._bitwise and unequal is not None:
-            finding.divergences.append(_of_logits(reference, *unequal, sides, "the logits are not the same bits"))
+        else:
+            place, why = unequal if self._bitwise else None, "the logits are not the same bits"
+        if place is not None:  # the likeliest token's logits differ where the answers need not
+            ask, position, token = _place(reference, place[0])
+            logits = {side: (value, value) for side, value in zip(sides, place[1:], strict=True)}
+            finding.divergences.append(
+                AnswerDivergence(ask.item.text, ask.number, 0, position, (token, token), logits, False, why)
+            )
         return worst
 
     def _judged(
@@ -126,52 +148,44 @@ class DivergenceJudge:
         concerned = {parting.ask.number for parting in partings[:most]}
         few = replace(reference.route, asks=[ask for ask in reference.route.asks if ask.number in concerned])
         ours, theirs = (probe_answers(self._rig, route, watched).rows for route in (few, other.route))
-        drawn = reference.route.sampling.temperature > 0
+        drawn = reference.route.sampling if reference.route.sampling.temperature > 0 else None
         for parting in partings:
-            first, second = ours.get(parting.past, []), theirs.get(parting.past, [])
-            yield self._divergence(parting, first, second, sides, reference.route.sampling if drawn else None)
+            tokens, logits = (parting.first, parting.second), dict[str, tuple[float, float]]()
+            mine, others = ours.get(parting.past, [])[:1], theirs.get(parting.past, [])
+            if not mine or not others:
+                tie, why = False, "asked once more they did not part there: an answer is not the same each time"
+            else:
+                # Of several rows with that past, the one that parted.
+                row = next((row for row in others if self._chosen(parting, row, drawn) == parting.second), others[0])
+                for side, values in zip(sides, (mine[0], row), strict=True):
+                    first, second = (float(values[token]) if token >= 0 else math.nan for token in tokens)
+                    logits[side] = (first, second)
+                tie, why = self._verdict(parting, mine[0], row, drawn)
+            if self._bitwise and tie:
+                tie, why = False, f"{why}, but with --deterministic there is none"
+            ask = parting.ask
+            yield AnswerDivergence(
+                ask.item.text, ask.number, parting.sample, parting.position, tokens, logits, tie, why
+            )
 
-    def _divergence(
-        self,
-        parting: Parting,
-        ours: Sequence[Row],
-        theirs: Sequence[Row],
-        sides: tuple[str, str],
-        drawn: Sampling | None,
-    ) -> AnswerDivergence:
-        tokens = (parting.first, parting.second)
-        logits: dict[str, tuple[float, float]] = {}
-        if not ours or not theirs:
-            why, tie = "asked once more they did not part there: an answer is not the same each time", False
-        else:
-            mine = ours[0]
-            # Of several rows with that past, the one that parted.
-            other = next((row for row in theirs if self._chosen(parting, row, drawn) == parting.second), theirs[0])
-            logits = {side: _of(row, tokens) for side, row in zip(sides, (mine, other), strict=True)}
-            tie, why = self._likeliest(mine, other, tokens)
-            if drawn is not None:
-                tie, why = self._border(parting, mine, other, drawn)
-        if self._bitwise and tie:
-            tie, why = False, f"{why}, but with --deterministic there is none"
-        prompt = parting.ask.item.text
-        return AnswerDivergence(prompt, parting.ask.number, parting.sample, parting.position, tokens, logits, tie, why)
+    def _verdict(self, parting: Parting, mine: Row, other: Row, drawn: Sampling | None) -> tuple[bool, str]:
+        """Whether two rows of logits tie, and why.
 
-    def _likeliest(self, mine: Row, other: Row, tokens: tuple[int, int]) -> tuple[bool, str]:
-        gaps = [float(mine[tokens[0]] - mine[tokens[1]]), float(other[tokens[1]] - other[tokens[0]])]
-        if all(abs(gap) <= self.tolerance.least for gap in gaps):
-            return True, f"a tie: the two logits are {max(map(abs, gaps)):.2g} apart"
-        return False, f"the two logits are {gaps[0]:.2g} and {gaps[1]:.2g} apart: no tie"
-
-    def _border(self, parting: Parting, mine: Row, other: Row, sampling: Sampling) -> tuple[bool, str]:
-        """Drawn tokens may differ when the logits do, by as much as is allowed: the draw fell on a border. Drawn once
+        Drawn tokens may differ when the logits do, by as much as is allowed: the draw fell on a border. Drawn once
         more, all alone, each side's logits must give that side's token.
         """
+        if drawn is None:
+            first, second = parting.first, parting.second
+            gaps = [float(mine[first] - mine[second]), float(other[second] - other[first])]
+            if all(abs(gap) <= self.tolerance.least for gap in gaps):
+                return True, f"a tie: the two logits are {max(map(abs, gaps)):.2g} apart"
+            return False, f"the two logits are {gaps[0]:.2g} and {gaps[1]:.2g} apart: no tie"
         apart = np.abs(mine - other)
         worst = float(np.nan_to_num(apart, nan=math.inf).max())
         if not (apart <= self.tolerance.allowed(mine)).all():
             return False, f"the logits are up to {worst:.2g} apart"
         for row, token in ((mine, parting.first), (other, parting.second)):
-            if self._chosen(parting, row, sampling) != token:
+            if self._chosen(parting, row, drawn) != token:
                 return False, f"alone, token {token} is not what these logits and this seed give"
         return True, f"a draw on the border: the logits are up to {worst:.2g} apart"
 
@@ -182,48 +196,10 @@ class DivergenceJudge:
         return redrawn(self._rig, sampling, parting.ask, parting.sample, parting.position, row)
 
 
-def divergence_document(divergence: AnswerDivergence) -> dict[str, Any]:
-    return {
-        "prompt": divergence.prompt,
-        "number": divergence.number,
-        "sample": divergence.sample,
-        "position": divergence.position,
-        "tokens": list(divergence.tokens),
-        "logits": {side: list(values) for side, values in divergence.logits.items()},
-        "tie": divergence.tie,
-        "theirs": divergence.theirs,
-        "why": divergence.why,
-    }
-
-
 def _answers(answers: Answers) -> Iterator[tuple[VerifyQuestion, int, tuple[int, ...]]]:
     for ask, completions in zip(answers.route.asks, answers.tokens, strict=True):
         for sample, tokens in enumerate(completions):
             yield ask, sample, tokens
-
-
-def _parting(ask: VerifyQuestion, sample: int, known: tuple[int, ...], tokens: tuple[int, ...]) -> Parting | None:
-    if known == tokens:
-        return None
-    unequal = (place for place, (one, other) in enumerate(zip(known, tokens, strict=False)) if one != other)
-    place = next(unequal, min(len(known), len(tokens)))
-    past = history([*ask.item.tokens.tolist(), *known[:place]])
-    end = (-1,)  # an answer that is over says nothing here
-    return Parting(ask, sample, place, (known[place:] or end)[0], (tokens[place:] or end)[0], past)
-
-
-def _distinct(partings: Sequence[Parting]) -> list[Parting]:
-    """Equal prompts that part alike part once."""
-    return list({(one.ask.number, one.sample, one.position, one.second): one for one in partings}.values())
-
-
-def _of_logits(
-    reference: Answers, past: History, mine: float, other: float, sides: tuple[str, str], why: str
-) -> AnswerDivergence:
-    """A difference of the likeliest token's logits where the answers need not differ."""
-    ask, position, token = _place(reference, past)
-    logits = {side: (value, value) for side, value in zip(sides, (mine, other), strict=True)}
-    return AnswerDivergence(ask.item.text, ask.number, 0, position, (token, token), logits, False, why)
 
 
 def _place(reference: Answers, past: History) -> tuple[VerifyQuestion, int, int]:
@@ -235,8 +211,3 @@ def _place(reference: Answers, past: History) -> tuple[VerifyQuestion, int, int]
                 return ask, position, token
             before = history((token,), before)
     return reference.route.asks[0], 0, -1
-
-
-def _of(row: Row, tokens: tuple[int, int]) -> tuple[float, float]:
-    first, second = (float(row[token]) if token >= 0 else math.nan for token in tokens)
-    return first, second

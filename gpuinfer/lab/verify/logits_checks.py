@@ -41,7 +41,7 @@ def compare_logits(
     finding = Difference(name, unit="positions")
     for ask, tokens in sequences(opened, reference):
         start = 0
-        for ours, theirs in _paired(position_logits(opened.decoder, tokens), other(tokens)):
+        for ours, theirs in zip(position_logits(opened.decoder, tokens), other(tokens), strict=True):
             finding.compared += len(ours)
             found = _compared(ours, theirs, start, sides, tolerance, finding)
             finding.divergences += [
@@ -62,37 +62,29 @@ def sequences(opened: VerifySetup, reference: Answers) -> Iterator[tuple[VerifyQ
 
 
 def position_logits(decoder: Decoder, tokens: Tokens) -> Pieces:
-    """Those of every position, computed in the first pages."""
-    size, masking = rows_in_a_piece(decoder.shape.vocabulary), decoder.shape.masking
-    pages = np.arange(-(-len(tokens) // PAGE), dtype=np.int32)[None]
-    if masking is not None:
-        yield from _of_canvas(decoder, tokens, pages, masking.block, size)
-        return
-    for start in range(0, len(tokens), size):
-        part = tokens[start : start + size]
-        begin, count = np.array([start], np.int32), np.array([len(part)], np.int32)
-        step = Step(part, pages, begin, count, np.arange(len(part), dtype=np.int32))
-        yield decoder.forward(step).float().cpu().numpy().copy()
+    """Those of every position, computed in the first pages.
 
-
-def _of_canvas(decoder: Decoder, tokens: Tokens, pages: Tokens, block: int | None, size: int) -> Pieces:
-    """Where tokens see those after them all go through together, for each piece of the logits anew."""
-    count, zero = len(tokens), np.zeros(1, np.int32)
+    Where tokens see those after them all go through together, for each piece of the logits anew.
+    """
+    size, masking, count = rows_in_a_piece(decoder.shape.vocabulary), decoder.shape.masking, len(tokens)
     places = np.arange(count, dtype=np.int32)
-    sees = np.full(count, count, np.int32) if block is None else np.minimum(count, (places // block + 1) * block)
+    pages = np.arange(-(-count // PAGE), dtype=np.int32)[None]
     for start in range(0, count, size):
         wanted = places[start : start + size]
-        step = Step(tokens, pages, zero, np.array([count], np.int32), wanted, sees=sees.astype(np.int32))
+        if masking is None:
+            part = tokens[start : start + size]
+            begin, length = np.array([start], np.int32), np.array([len(part)], np.int32)
+            step = Step(part, pages, begin, length, wanted - start)
+        else:
+            block = masking.block or count
+            sees = np.minimum(count, (places // block + 1) * block).astype(np.int32)
+            step = Step(tokens, pages, np.zeros(1, np.int32), np.array([count], np.int32), wanted, sees=sees)
         yield decoder.forward(step).float().cpu().numpy().copy()
 
 
 def rows_in_a_piece(vocabulary: int) -> int:
     """Positions at once."""
     return max(1, PIECE_BYTES // (4 * vocabulary))
-
-
-def _paired(ours: Pieces, theirs: Pieces) -> Iterator[tuple[NDArray[np.float32], NDArray[np.float32]]]:
-    yield from zip(ours, theirs, strict=True)
 
 
 def _compared(
@@ -137,7 +129,7 @@ class TokenPosition(NamedTuple):
     distances: tuple[float, float]
     likeliest: tuple[int, int]  # token of each side
     furthest: int  # the token at which our side is furthest
-    logits: Mapping[int, tuple[float, float, float]]  # of these tokens: ours, the other's, in float32
+    logits: Mapping[int, tuple[float, ...]]  # of these tokens: ours, the other's, in float32
     apart: float
 
 
@@ -189,15 +181,13 @@ def _places(opened: VerifySetup, reference: Answers, other: Ask, exact: Ask) -> 
                     (float(off[at].max()), float(other_off[at].max())),
                     likeliest,
                     furthest,
-                    {token: _values(at, token, ours, theirs, wanted) for token in (*likeliest, furthest)},
+                    {
+                        token: tuple(float(side[at, token]) for side in (ours, theirs, wanted))
+                        for token in (*likeliest, furthest)
+                    },
                     float(apart[at]),
                 )
             start += len(ours)
-
-
-def _values(at: int, token: int, *sides: Row) -> tuple[float, float, float]:
-    ours, theirs, exact = (float(side[at, token]) for side in sides)
-    return ours, theirs, exact
 
 
 def _finite(apart: Row) -> Row:

@@ -5,7 +5,7 @@ and logits, by the tokens that came before. Each route must give the answers tha
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
@@ -13,9 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpuinfer.errors import WorkError
-from gpuinfer.generation import Generation, Prompt, Sampling
+from gpuinfer.generation import Prompt, Sampling
 from gpuinfer.lab.verify.verify_setup import Item, VerifySetup
-from gpuinfer.text.transformer import PAGE, Adapter, Decoder, Step, Weights
+from gpuinfer.text.transformer import PAGE, Decoder, Step
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -42,7 +42,7 @@ def history(tokens: Iterable[int], before: History = 0) -> History:
 
 
 class DecoderProbe:
-    """A `step.Decoder` that passes everything on to another one, which it does not own, and remembers.
+    """A decoder that passes everything on to another one, which it does not own, and remembers.
 
     `order` gives the pages other places: page i is the other decoder's `order[i]`. Of the histories in `watched` whole
     rows of logits are kept. `pages`: no more than the first so many.
@@ -57,85 +57,46 @@ class DecoderProbe:
     ) -> None:
         self._decoder, self._watched = decoder, watched
         self._order = np.arange(decoder.pages, dtype=np.int32) if order is None else order
-        self._told: list[list[History]] = [
-            [0] * PAGE for _ in range(decoder.pages)
-        ]  # of each page, after each position
+        self._histories: list[list[History]] = [[0] * PAGE for _ in range(decoder.pages)]  # after each position
         self.sights: dict[History, list[ProbedStep]] = defaultdict(list)
         self.rows: dict[History, list[NDArray[np.float32]]] = defaultdict(list)
-        self.shape, self.slots, self.length = decoder.shape, decoder.slots, decoder.length
         self.pages = decoder.pages if pages is None else pages
-        self.device: Any = decoder.device
-        self.computes_in, self.reads_drawn = decoder.computes_in, False
+        self.reads_drawn = False
 
-    def forward(self, step: Step) -> Tensor:
-        """See `step.Decoder.forward`."""
-        logits = self._decoder.forward(
-            Step(step.tokens, self._order[step.pages], step.starts, step.lengths, step.wanted, step.adapters)
-        )
-        self._note(self._heard(step), logits)
-        return logits
-
-    def copy_pages(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        for source, target in zip(sources, targets, strict=True):
-            self._told[target][:] = self._told[source]
-        self._decoder.copy_pages(self._order[list(sources)].tolist(), self._order[list(targets)].tolist())
-
-    def embedding(self) -> Tensor:
-        return self._decoder.embedding()
-
-    def weight_tensors(self) -> Sequence[Tensor]:
-        return self._decoder.weight_tensors()
-
-    def pack(self, weights: Weights) -> object:
-        return self._decoder.pack(weights)
-
-    def swap(self, packed: object) -> None:
-        self._decoder.swap(packed)
-
-    def pack_adapter(self, adapter: Adapter) -> object:
-        return self._decoder.pack_adapter(adapter)
-
-    def load(self, number: int, packed: object) -> None:
-        self._decoder.load(number, packed)
-
-    def unload(self, number: int) -> None:
-        self._decoder.unload(number)
-
-    def cache_bytes(self) -> int:
-        return self._decoder.cache_bytes()
-
-    def use(self, threads: int) -> None:
-        self._decoder.use(threads)
-
-    def rest(self) -> None:
-        self._decoder.rest()
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._decoder, name)
 
     def close(self) -> None:
         """The decoder is somebody else's."""
 
-    def _heard(self, step: Step) -> list[History]:
-        """The history of each token whose logits are asked for."""
-        found: list[History] = []
-        first = 0
-        for pages, start, length in zip(step.pages.tolist(), step.starts.tolist(), step.lengths.tolist(), strict=True):
-            before = self._told[pages[(start - 1) // PAGE]][(start - 1) % PAGE] if start else 0
-            for at, token in enumerate(step.tokens[first : first + length].tolist(), start):
-                before = self._told[pages[at // PAGE]][at % PAGE] = history((token,), before)
-                found.append(before)
-            first += length
-        return [found[index] for index in step.wanted.tolist()]
-
-    def _note(self, heard: list[History], logits: Tensor) -> None:
-        if not heard:
-            return
+    def forward(self, step: Step) -> Tensor:
+        """See `Decoder.forward`."""
         import torch
 
+        logits = self._decoder.forward(
+            Step(step.tokens, self._order[step.pages], step.starts, step.lengths, step.wanted, step.adapters)
+        )
+        found: list[History] = []  # the history of each token
+        for pages, start, length in zip(step.pages.tolist(), step.starts.tolist(), step.lengths.tolist(), strict=True):
+            before = self._histories[pages[(start - 1) // PAGE]][(start - 1) % PAGE] if start else 0
+            for at, token in enumerate(step.tokens[len(found) : len(found) + length].tolist(), start):
+                before = self._histories[pages[at // PAGE]][at % PAGE] = history((token,), before)
+                found.append(before)
+        wanted = step.wanted.tolist()
+        if not wanted:
+            return logits
         largest = logits.topk(2, dim=1).values.tolist()
         bits = logits.contiguous().view(torch.int32).sum(dim=1, dtype=torch.int64).tolist()
-        for number, (one, (first, second), sum_of_bits) in enumerate(zip(heard, largest, bits, strict=True)):
-            self.sights[one].append(ProbedStep(first, second, sum_of_bits))
-            if one in self._watched:
-                self.rows[one].append(logits[number].float().cpu().numpy().copy())
+        for number, (index, (first, second), sum_of_bits) in enumerate(zip(wanted, largest, bits, strict=True)):
+            self.sights[found[index]].append(ProbedStep(first, second, sum_of_bits))
+            if found[index] in self._watched:
+                self.rows[found[index]].append(logits[number].float().cpu().numpy().copy())
+        return logits
+
+    def copy_pages(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        for source, target in zip(sources, targets, strict=True):
+            self._histories[target][:] = self._histories[source]
+        self._decoder.copy_pages(self._order[list(sources)].tolist(), self._order[list(targets)].tolist())
 
 
 IDLE_STEPS = 1000  # that bring nothing, one after another: it will never end
@@ -178,64 +139,41 @@ class Answers:
 
 def probe_answers(opened: VerifySetup, route: RouteOptions, watched: Collection[History] = ()) -> Answers:
     """Ask everything on the route. Raises `WorkError` when a prompt fails."""
-    witness = DecoderProbe(route.decoder or opened.decoder, route.order, watched, route.pages)
-    answers = Answers(route, sights=witness.sights, rows=witness.rows)
+    from gpuinfer.text.generator import Generator
+
+    probe = DecoderProbe(route.decoder or opened.decoder, route.order, watched, route.pages)
+    answers = Answers(route, sights=probe.sights, rows=probe.rows)
     for asks in [[ask] for ask in route.asks] if route.alone else [route.asks]:
-        generator = _generator(opened, witness, route.step_tokens or opened.longest + opened.largest_batch)
+        generator = Generator(  # a new one over the old decoder: it knows of nothing that the pages hold
+            cast("Decoder", probe),
+            opened.language,
+            seed=opened.setup.seed,
+            end_tokens=opened.language.end_tokens,
+            step_tokens=route.step_tokens or opened.longest + max(opened.options.batch_sizes),
+            threads=opened.threads,
+            deterministic=opened.setup.deterministic,
+        )
         try:
-            answers.tokens += _through(generator, asks, route, answers)
+            answers.tokens += _through(generator, asks, answers)
         finally:
             generator.sampler.close()
     return answers
 
 
-def redrawn(
-    opened: VerifySetup, sampling: Sampling, ask: VerifyQuestion, sample: int, position: int, row: NDArray[np.float32]
-) -> int:
-    """The token that one row of logits gives at this position of an answer, drawn with nothing else about."""
-    import torch
-
-    from gpuinfer.text.sampling import Sampler
-
-    device, vocabulary, slot = opened.decoder.device, opened.decoder.shape.vocabulary, np.zeros(1, np.int32)
-    ends = opened.language.end_tokens
-    sampler = Sampler(
-        1,
-        vocabulary,
-        device,
-        seed=opened.setup.seed,
-        end_tokens=ends,
-        threads=1,
-        deterministic=opened.setup.deterministic,
+def _through(generator: Generator, asks: Sequence[VerifyQuestion], answers: Answers) -> list[list[tuple[int, ...]]]:
+    route = answers.route
+    prepared = generator.prepare(
+        [
+            Prompt(
+                tokens=tuple(ask.item.tokens.tolist()),
+                sampling=route.sampling,
+                samples=ask.samples,
+                first_sample=ask.first_sample,
+                key=_key(ask),
+            )
+            for ask in asks
+        ]
     )
-    try:
-        sampler.admit(0, sampling, ask.item.tokens, _key(ask), sample)
-        for _ in range(position):  # whatever is drawn, the next number is the next position's
-            sampler.draw(torch.zeros((1, vocabulary), device=device), slot, None)
-        return int(sampler.draw(torch.from_numpy(row.copy())[None].to(device), slot, None).tokens[0])
-    finally:
-        sampler.close()
-
-
-def _generator(opened: VerifySetup, witness: DecoderProbe, step_tokens: int) -> Generator:
-    """A new one over the old decoder: it knows of nothing that the pages hold."""
-    from gpuinfer.text.generator import Generator
-
-    return Generator(
-        witness,
-        opened.language,
-        seed=opened.setup.seed,
-        end_tokens=opened.language.end_tokens,
-        step_tokens=step_tokens,
-        threads=opened.threads,
-        deterministic=opened.setup.deterministic,
-    )
-
-
-def _through(
-    generator: Generator, asks: Sequence[VerifyQuestion], route: RouteOptions, answers: Answers
-) -> list[list[tuple[int, ...]]]:
-    prepared = generator.prepare([_prompt(ask, route.sampling) for ask in asks])
     for one in prepared:
         if isinstance(one, Exception):
             raise WorkError(f"{route.name}: a prompt was refused: {one}") from one
@@ -250,7 +188,9 @@ def _through(
         answers.cached += stepped.cached
         for done, outcome in stepped.finished:
             number = cast(int, done)  # the tickets are ours
-            found[number] = _tokens(route, outcome)
+            if isinstance(outcome, Exception):
+                raise WorkError(f"{route.name}: a prompt failed: {outcome}") from outcome
+            found[number] = [completion.tokens for completion in outcome.completions]
             rows -= asks[number].samples
         idle = 0 if stepped.tokens or stepped.finished else idle + 1
         if idle > IDLE_STEPS:
@@ -258,24 +198,35 @@ def _through(
     return [found[number] for number in range(len(asks))]
 
 
-def _tokens(route: RouteOptions, outcome: Generation | Exception) -> list[tuple[int, ...]]:
-    if isinstance(outcome, Exception):
-        raise WorkError(f"{route.name}: a prompt failed: {outcome}") from outcome
-    return [completion.tokens for completion in outcome.completions]
-
-
-def _prompt(ask: VerifyQuestion, sampling: Sampling) -> Prompt:
-    return Prompt(
-        tokens=tuple(ask.item.tokens.tolist()),
-        sampling=sampling,
-        samples=ask.samples,
-        first_sample=ask.first_sample,
-        key=_key(ask),
-    )
-
-
 def _key(ask: VerifyQuestion) -> str:
     return f"verify-{ask.number}"
+
+
+def redrawn(
+    opened: VerifySetup, sampling: Sampling, ask: VerifyQuestion, sample: int, position: int, row: NDArray[np.float32]
+) -> int:
+    """The token that one row of logits gives at this position of an answer, drawn with nothing else about."""
+    import torch
+
+    from gpuinfer.text.sampling import Sampler
+
+    device, vocabulary, slot = opened.decoder.device, opened.decoder.shape.vocabulary, np.zeros(1, np.int32)
+    sampler = Sampler(
+        1,
+        vocabulary,
+        device,
+        seed=opened.setup.seed,
+        end_tokens=opened.language.end_tokens,
+        threads=1,
+        deterministic=opened.setup.deterministic,
+    )
+    try:
+        sampler.admit(0, sampling, ask.item.tokens, _key(ask), sample)
+        for _ in range(position):  # whatever is drawn, the next number is the next position's
+            sampler.draw(torch.zeros((1, vocabulary), device=device), slot, None)
+        return int(sampler.draw(torch.from_numpy(row.copy())[None].to(device), slot, None).tokens[0])
+    finally:
+        sampler.close()
 
 
 SAMPLES = 3
@@ -296,88 +247,50 @@ class AnswerRoute:
 def likeliest_route(opened: VerifySetup) -> AnswerRoute:
     """All the ways to ask for the likeliest tokens."""
     sampling = Sampling(max_tokens=opened.options.new_tokens, temperature=0.0, ignore_eos=True)
-    items, shared = opened.items, shared_beginnings(opened.items)
-    some = min(SOME, opened.decoder.slots)
-    draw = np.random.default_rng(opened.setup.seed)
-    mixed = [items[i] for i in draw.permutation(len(items))]
-    places = np.arange(opened.decoder.pages, dtype=np.int32)[::-1]
-    alone = RouteOptions(
-        "alone", verify_questions(items) + verify_questions(shared, first=len(items)), sampling, alone=True
-    )
-    return AnswerRoute(
-        alone,
-        [
-            *((f"{size} at once = alone", filled_route(opened, sampling, size)) for size in opened.options.batch_sizes),
-            ("any order = alone", RouteOptions("another order", verify_questions(mixed, items), sampling, some)),
-            ("any page = alone", RouteOptions("other pages", verify_questions(items), sampling, some, order=places)),
-            (
-                "few pages = alone",
-                RouteOptions("few pages", verify_questions(items), sampling, some, pages=few_pages(opened)),
-            ),
-            (
-                "in chunks = whole",
-                RouteOptions("in chunks", verify_questions(items), sampling, some, step_tokens=chunk(opened.longest)),
-            ),
-            ("shared beginning = own", RouteOptions("shared", shared_questions(items, shared), sampling, some)),
-        ],
-    )
+    items, decoder, some = opened.items, opened.decoder, min(SOME, opened.decoder.slots)
+    questions = [VerifyQuestion(item, number) for number, item in enumerate(items)]
+    shared, both = list[VerifyQuestion](), list[VerifyQuestion]()  # that begin like another; each behind that other
+    for ask in questions:
+        both.append(ask)
+        tokens = ask.item.tokens
+        if len(tokens) >= SHARED:  # ends with its end turned round
+            cut = 3 * len(tokens) // 4
+            like = replace(
+                ask.item, text=f"… {ask.item.text}", tokens=np.concatenate([tokens[:cut], tokens[cut:][::-1]])
+            )
+            shared.append(VerifyQuestion(like, len(items) + len(shared)))
+            both.append(shared[-1])
+    mixed = [questions[i] for i in np.random.default_rng(opened.setup.seed).permutation(len(items))]
+    places = np.arange(decoder.pages, dtype=np.int32)[::-1]
+    few = min(decoder.pages, -(-decoder.length // PAGE) + 1)  # hardly more than one row takes, so that others wait
+    step_tokens = max(ODD_CHUNK, opened.longest // MOST_STEPS | 1)
+    ways = {
+        "any order = alone": RouteOptions("another order", mixed, sampling, some),
+        "any page = alone": RouteOptions("other pages", questions, sampling, some, order=places),
+        "few pages = alone": RouteOptions("few pages", questions, sampling, some, pages=few),
+        "in chunks = whole": RouteOptions("in chunks", questions, sampling, some, step_tokens=step_tokens),
+        # twice: to take over from rows under way, and from those done
+        "shared beginning = own": RouteOptions("shared", both + both[::-1], sampling, some),
+    }
+    sizes = {f"{size} at once = alone": filled_route(opened, sampling, size) for size in opened.options.batch_sizes}
+    return AnswerRoute(RouteOptions("alone", questions + shared, sampling, alone=True), [*(sizes | ways).items()])
 
 
-def drawn_routes(opened: VerifySetup) -> Iterator[AnswerRoute]:
+def drawn_route(opened: VerifySetup) -> AnswerRoute:
     """The same for tokens that are drawn, and for several answers to one prompt."""
     sampling = Sampling(max_tokens=opened.options.new_tokens, temperature=0.9, top_p=0.95, ignore_eos=True)
     samples = min(SAMPLES, opened.decoder.slots)
-    singly = [replace_sample(ask, j) for ask in verify_questions(opened.items) for j in range(samples)]
-    several = [ask._replace(samples=samples) for ask in verify_questions(opened.items)]
+    singly = [VerifyQuestion(item, n, j) for n, item in enumerate(opened.items) for j in range(samples)]
+    several = [VerifyQuestion(item, n, 0, samples) for n, item in enumerate(opened.items)]
     some = max(samples, min(SOME, opened.decoder.slots))
     routes = [("drawn, at once = alone", RouteOptions("drawn at once", singly, sampling, some))]
     if samples > 1:
         routes.append((f"{samples} samples = one by one", RouteOptions("several samples", several, sampling, some)))
-    yield AnswerRoute(RouteOptions("drawn alone", singly, sampling, alone=True), routes)
+    return AnswerRoute(RouteOptions("drawn alone", singly, sampling, alone=True), routes)
 
 
 def filled_route(opened: VerifySetup, sampling: Sampling, size: int) -> RouteOptions:
     """So many rows at once; prompts come several times when there are too few."""
-    known = verify_questions(opened.items)
-    return RouteOptions(
-        f"{size} at once", [known[i % len(known)] for i in range(max(size, len(known)))], sampling, size
-    )
-
-
-def verify_questions(items: list[Item], numbered: list[Item] | None = None, first: int = 0) -> list[VerifyQuestion]:
-    """One for each item; its number is its place in `numbered`."""
-    places = {id(item): number for number, item in enumerate(numbered or items, first)}
-    return [VerifyQuestion(item, places[id(item)]) for item in items]
-
-
-def replace_sample(ask: VerifyQuestion, sample: int) -> VerifyQuestion:
-    return ask._replace(first_sample=sample)
-
-
-def shared_beginnings(items: list[Item]) -> list[Item]:
-    """For each prompt that is long enough another one, which begins like it and ends with its end turned round."""
-    return [
-        replace(item, text=f"… {item.text}", tokens=np.concatenate([item.tokens[:cut], item.tokens[cut:][::-1]]))
-        for item in items
-        if (cut := 3 * len(item.tokens) // 4) and len(item.tokens) >= SHARED
-    ]
-
-
-def shared_questions(items: list[Item], shared: list[Item]) -> list[VerifyQuestion]:
-    """Each prompt and the one that begins like it, twice: to take over from rows under way, and from those done."""
-    own, others = verify_questions(items), iter(verify_questions(shared, first=len(items)))
-    found = []
-    for ask in own:
-        found.append(ask)
-        if len(ask.item.tokens) >= SHARED:
-            found.append(next(others))
-    return found + found[::-1]
-
-
-def few_pages(opened: VerifySetup) -> int:
-    """Hardly more than one row takes, so that others wait, or give theirs back and are computed again."""
-    return min(opened.decoder.pages, -(-opened.decoder.length // PAGE) + 1)
-
-
-def chunk(longest: int) -> int:
-    return max(ODD_CHUNK, longest // MOST_STEPS | 1)
+    known = [VerifyQuestion(item, number) for number, item in enumerate(opened.items)]
+    asks = [known[i % len(known)] for i in range(max(size, len(known)))]
+    return RouteOptions(f"{size} at once", asks, sampling, size)

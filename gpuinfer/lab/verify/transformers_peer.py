@@ -4,13 +4,11 @@ AutoTokenizer. The judge of tokens is tokenizer.json, read by the library that i
 
 from __future__ import annotations
 
-import json
-import multiprocessing
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from importlib.util import find_spec
-from multiprocessing.connection import Connection
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,16 +16,15 @@ import numpy as np
 
 from gpuinfer.errors import BadPrompt, WorkError
 from gpuinfer.generation import Prompt
-from gpuinfer.host import children
+from gpuinfer.host.child import Channel, Child, ChildLost, Conversation
 from gpuinfer.lab.verify import transformers_child
 from gpuinfer.lab.verify.divergence import AnswerDivergence, Difference
 from gpuinfer.lab.verify.logits_checks import Pieces, Tokens, rows_in_a_piece
 from gpuinfer.lab.verify.verify_setup import TEXTS, VerifySetup, clipped
 
 LOAD_S, ANSWER_S, LEAVE_S = 900.0, 600.0, 3.0
-
-
 OWN = ("nanogpt", "null")  # families that transformers has not
+CURE = "Use --no-transformers to go without it, or --limit 4."
 
 
 class TransformersFailed(WorkError):
@@ -35,57 +32,36 @@ class TransformersFailed(WorkError):
 
 
 class TransformersPeer:
-    """A model and its tokenizer in transformers. Everything here raises `PeerFailed` when transformers fails, ends, or
-    takes too long.
+    """A model and its tokenizer in transformers, in a child process (`TransformersAnswerer` says what it can be asked).
+
+    Everything raises `TransformersFailed` when transformers fails, ends, or takes too long.
     """
 
-    def __init__(self, channel: Connection, process: Any, size: int) -> None:
-        self._channel, self._process, self._size = channel, process, size
-        self._late = ""  # why nothing more is asked: an answer to an earlier question may still come
+    def __init__(self, conversation: Conversation, piece: int) -> None:
+        self._conversation, self._piece = conversation, piece
 
-    def tokens(self, texts: Sequence[tuple[str, bool]], chats: Sequence[Any]) -> dict[str, Any]:
-        """The tokens of texts, with special tokens or without, and of chats: see `peer_child`."""
-        self._ask(do="tokens", texts=list(texts), chats=list(chats))
-        return self.reply(LOAD_S)
+    def ask(self, seconds: float, **request: Any) -> dict[str, Any]:
+        try:
+            answer: dict[str, Any] = self._conversation.ask(request, seconds)
+        except ChildLost as lost:
+            raise TransformersFailed(f"{lost} {CURE}") from lost
+        if "error" in answer:
+            raise TransformersFailed(f"transformers failed: {answer['error'].rstrip('.')}. {CURE}")
+        return answer
 
     def open(self, dtype: str) -> None:
         """Load the model in a number format."""
-        self._ask(do="open", dtype=dtype)
-        self.reply(LOAD_S)
+        self.ask(LOAD_S, do="open", dtype=dtype)
 
     def logits(self, dtype: str, tokens: Tokens) -> Pieces:
         """Float32 [positions, vocabulary], in pieces."""
-        self._ask(do="logits", dtype=dtype, tokens=tokens.tolist())
-        width = int(self.reply(ANSWER_S)["vocabulary"])
-        for _ in range(0, len(tokens), self._size):
-            yield np.frombuffer(self._taken(ANSWER_S), np.float32).reshape(-1, width)
-
-    def _ask(self, **request: Any) -> None:
-        if self._late:
-            raise TransformersFailed(self._late)
-        with suppress(OSError):  # it is gone: what comes next says so
-            self._channel.send_bytes(json.dumps(request).encode())
-
-    def reply(self, seconds: float) -> dict[str, Any]:
-        message: dict[str, Any] = json.loads(self._taken(seconds))
-        if "error" in message:
-            raise TransformersFailed(
-                f"transformers failed: {message['error'].rstrip('.')}. Use --no-transformers to go without it."
-            )
-        return message
-
-    def _taken(self, seconds: float) -> bytes:
-        try:
-            if not self._channel.poll(seconds):
-                self._late = f"transformers took over {seconds:g} s. Use --no-transformers, or --limit 4."
-                raise TransformersFailed(self._late)
-            return self._channel.recv_bytes()
-        except (EOFError, ConnectionError) as error:
-            self._process.join(LEAVE_S)
-            raise TransformersFailed(
-                f"the process with transformers ended with code {self._process.exitcode}; there may be too little "
-                "memory for a second model. Use --no-transformers to go without it."
-            ) from error
+        width = int(self.ask(ANSWER_S, do="logits", dtype=dtype, tokens=tokens.tolist())["vocabulary"])
+        for _ in range(0, len(tokens), self._piece):
+            try:
+                rows = self._conversation.receive(ANSWER_S)
+            except ChildLost as lost:
+                raise TransformersFailed(f"{lost} {CURE}") from lost
+            yield np.frombuffer(rows, np.float32).reshape(-1, width)
 
 
 def missing_transformers(opened: VerifySetup) -> str | None:
@@ -101,34 +77,21 @@ def missing_transformers(opened: VerifySetup) -> str | None:
 
 @contextmanager
 def open_transformers(opened: VerifySetup) -> Iterator[TransformersPeer]:
-    """A process that has transformers, ended afterwards."""
-    with tempfile.TemporaryDirectory(prefix="gpuinfer-verify-") as drafts:
-        folder = opened.checkpoint.folder or _written(opened, Path(drafts) / "model")
-        ours, theirs = multiprocessing.Pipe()
-        size = rows_in_a_piece(opened.checkpoint.shape.vocabulary)
-        process = start_transformers(theirs, str(folder), opened.facts["device"], opened.threads, size)
-        try:
-            yield TransformersPeer(ours, process, size)
-            ours.close()
-            process.join(LEAVE_S)  # the child ends by itself when its channel is closed
-        finally:
-            ours.close()
-            children.end_process(process, LEAVE_S)
-
-
-def start_transformers(channel: Connection, *arguments: Any) -> Any:
-    """The process, which has the other end of the channel."""
-    process = children.spawn(transformers_child.main, channel, *arguments, name="gpuinfer-transformers", daemon=True)
-    channel.close()
-    return process
-
-
-def _written(opened: VerifySetup, folder: Path) -> Path:
-    """A model that is no folder, as one."""
+    """A child process that has transformers, ended afterwards."""
     from gpuinfer.text.checkpoint.built_in import save_folder
 
-    save_folder(opened.checkpoint, folder)
-    return folder
+    with tempfile.TemporaryDirectory(prefix="gpuinfer-verify-") as drafts:
+        folder = opened.checkpoint.folder
+        if folder is None:  # a model that is no folder, as one
+            save_folder(opened.checkpoint, folder := Path(drafts) / "model")
+        piece = rows_in_a_piece(opened.checkpoint.shape.vocabulary)
+        arguments = (str(folder), opened.facts["device"], opened.threads, piece)
+        child = Child(transformers_child.run_child, *arguments, name="gpuinfer-transformers", daemon=True)
+        conversation = Conversation("the process with transformers", child, Channel(child.end))
+        try:
+            yield TransformersPeer(conversation, piece)
+        finally:
+            conversation.close(LEAVE_S)
 
 
 PROBES = (" The sea", "  two spaces, and a line\n", "▁marked", "x  y")
@@ -153,62 +116,47 @@ class TokenCase(NamedTuple):
     file: Sequence[int] | None  # by tokenizer.json alone
 
 
-def missing_tokenizer(opened: VerifySetup) -> str | None:
-    """Why there are no tokens to compare; None when there are."""
-    return None if opened.checkpoint.language.folder is not None else "the model has no tokenizer: its tokens are bytes"
-
-
 def compare_tokens(opened: VerifySetup, name: str, peer: TransformersPeer) -> Difference:
-    """All texts and chats through both."""
-    finding = Difference(name, unit="texts")
-    cases, kind = _cases(opened, peer)
-    finding.compared = len(cases)
-    found = (_divergence(number, case, kind, opened) for number, case in enumerate(cases) if case.ours != case.theirs)
-    finding.divergences += {(one.prompt, one.tokens): one for one in found}.values()
-    faults = [one for one in finding.divergences if not one.theirs]
-    if faults:
-        finding.status, finding.why = "fails", faults[0].why
-    elif finding.divergences:
-        finding.status, finding.why = "differs", finding.divergences[0].why
-    return finding
-
-
-def _cases(opened: VerifySetup, peer: TransformersPeer) -> tuple[list[TokenCase], str]:
-    file = _file(opened)
-    texts, chats = _texts(opened, file), _chats(opened)
-    reply = peer.tokens(
-        [(prompt.text or "", prompt.special_tokens) for prompt in texts], [prompt.messages for prompt in chats]
-    )
-    prompts, answers = [*texts, *chats], [*reply["texts"], *reply["chats"]]
-    ours = opened.language.encode(prompts)
-    return [
-        TokenCase(
-            prompt,
-            "refused" if isinstance(tokens, BadPrompt) else list(map(int, tokens)),
-            answer.get("ids", "refused"),
-            _by(file, prompt, answer),
-        )
-        for prompt, tokens, answer in zip(prompts, ours, answers, strict=True)
-    ], f"{reply['tokenizer']} of transformers {reply['version']}"
-
-
-def _texts(opened: VerifySetup, file: Any) -> list[Prompt]:
-    """The prompts that are asked, those that are built in, and some with spaces and special tokens in odd places."""
-    own = [item.asked for item in opened.items if item.asked is not None and item.asked.text]
+    """All texts and chats through both: the prompts that are asked, those that are built in, and some with spaces and
+    special tokens in odd places.
+    """
+    file = _tokenizer_file(opened)
+    own = [item.asked for item in opened.items if item.asked is not None]
     special = [] if file is None else [one.content for one in file.get_added_tokens_decoder().values() if one.special]
     odd = [text for one in special[:MOST_SPECIAL] for text in (f"{one}The sea", f"The sea {one} was{one}{one} green")]
     others = [Prompt(text=text, special_tokens=added) for text in (*TEXTS, *PROBES, *odd) for added in (True, False)]
-    return list({(prompt.text, prompt.special_tokens): prompt for prompt in (*own, *others)}.values())
+    each = [*(prompt for prompt in own if prompt.text), *others]
+    texts = list({(prompt.text, prompt.special_tokens): prompt for prompt in each}.values())
+    chats = []
+    if opened.language.has_chat_template:  # with nothing but the chat: any template takes that
+        chats = [Prompt(messages=chat) for chat in (*(one.messages for one in own if one.messages), *CHATS)]
+    reply = peer.ask(
+        LOAD_S,
+        do="tokens",
+        texts=[(prompt.text or "", prompt.special_tokens) for prompt in texts],
+        chats=[prompt.messages for prompt in chats],
+    )
+    prompts, kind = [*texts, *chats], f"{reply['tokenizer']} of transformers {reply['version']}"
+    answers = zip(prompts, opened.language.encode(prompts), [*reply["texts"], *reply["chats"]], strict=True)
+    found = []
+    for number, (prompt, tokens, answer) in enumerate(answers):
+        judged = None
+        if file is not None and "text" in answer:
+            added = prompt.messages is None and prompt.special_tokens
+            judged = list(file.encode(answer["text"], add_special_tokens=added).ids)
+        ours = "refused" if isinstance(tokens, BadPrompt) else list(map(int, tokens))
+        case = TokenCase(prompt, ours, answer.get("ids", "refused"), judged)
+        if case.ours != case.theirs:
+            found.append(_divergence(number, case, kind, opened))
+    finding = Difference(name, unit="texts", compared=len(prompts))
+    finding.divergences += {(one.prompt, one.tokens): one for one in found}.values()
+    faults = [one for one in finding.divergences if not one.theirs]
+    if finding.divergences:
+        finding.status, finding.why = "fails" if faults else "differs", (faults or finding.divergences)[0].why
+    return finding
 
 
-def _chats(opened: VerifySetup) -> list[Prompt]:
-    if not opened.language.has_chat_template:
-        return []
-    own = [item.asked.messages for item in opened.items if item.asked is not None and item.asked.messages]
-    return [Prompt(messages=chat) for chat in (*own, *CHATS)]  # with nothing but the chat: any template takes that
-
-
-def _file(opened: VerifySetup) -> Any:
+def _tokenizer_file(opened: VerifySetup) -> Any:
     """tokenizer.json as `tokenizers` reads it; None where there is none."""
     from tokenizers import Tokenizer
 
@@ -221,16 +169,18 @@ def _file(opened: VerifySetup) -> Any:
     return tokenizer
 
 
-def _by(file: Any, prompt: Prompt, answer: Mapping[str, Any]) -> Sequence[int] | None:
-    if file is None or "text" not in answer:
-        return None
-    ids = file.encode(answer["text"], add_special_tokens=prompt.messages is None and prompt.special_tokens).ids
-    return list(ids)
-
-
 def _divergence(number: int, case: TokenCase, kind: str, opened: VerifySetup) -> AnswerDivergence:
-    place, tokens = next(_differing(case.ours, case.theirs))
-    ours, theirs = (_named(opened, side, token) for side, token in zip((case.ours, case.theirs), tokens, strict=True))
+    """At the first place where the tokens differ; token -1: none there."""
+    mine, other = ([] if isinstance(side, str) else list(side) for side in (case.ours, case.theirs))
+    pairs = list(zip_longest(mine, other, fillvalue=-1))
+    place = next((place for place, (one, two) in enumerate(pairs) if one != two), len(pairs))
+    tokens = pairs[place] if place < len(pairs) else (-1, -1)
+
+    def named(side: Sequence[int] | str, token: int) -> str:
+        if isinstance(side, str):
+            return "no tokens, it refuses this"
+        return "no further token" if token < 0 else f"token {token} {opened.language.decode([token])!r}"
+
     on_their_side = case.file is not None and case.ours == case.file
     judge = (
         f"tokenizer.json says what gpuinfer says: the difference is on the side of transformers ({kind})"
@@ -240,20 +190,5 @@ def _divergence(number: int, case: TokenCase, kind: str, opened: VerifySetup) ->
         else f"neither is what tokenizer.json says, or there is none ({kind}): which is right cannot be told"
     )
     text = case.prompt.text if case.prompt.messages is None else str(case.prompt.messages[-1].get("content", ""))
-    why = f"gpuinfer has {ours}, transformers has {theirs}. {judge}"
+    why = f"gpuinfer has {named(case.ours, tokens[0])}, transformers has {named(case.theirs, tokens[1])}. {judge}"
     return AnswerDivergence(clipped(text or ""), number, 0, place, tokens, {}, False, why, theirs=on_their_side)
-
-
-def _differing(ours: Sequence[int] | str, theirs: Sequence[int] | str) -> Iterator[tuple[int, tuple[int, int]]]:
-    """The first place where they differ; token -1: none there."""
-    one, other = ([] if isinstance(side, str) else list(side) for side in (ours, theirs))
-    for place in range(max(len(one), len(other)) + 1):
-        pair = ((*one[place:], -1)[0], (*other[place:], -1)[0])
-        if pair[0] != pair[1] or place == max(len(one), len(other)):
-            yield place, pair
-
-
-def _named(opened: VerifySetup, side: Sequence[int] | str, token: int) -> str:
-    if isinstance(side, str):
-        return "no tokens, it refuses this"
-    return "no further token" if token < 0 else f"token {token} {opened.language.decode([token])!r}"

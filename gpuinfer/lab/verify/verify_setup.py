@@ -5,7 +5,7 @@ common beginnings; and the model, opened so that it can be asked in many ways.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,8 +17,7 @@ from pydantic import Field
 from gpuinfer.api import ModelSpec, Setup
 from gpuinfer.errors import UsageError
 from gpuinfer.generation import Prompt, Sampling
-from gpuinfer.serving.openai.model_options import TEXT_MODELS, check_parts, check_with_model
-from gpuinfer.serving.openai.model_options import text_spec as model_spec
+from gpuinfer.serving.openai.model_options import TEXT_MODELS, check_parts, check_with_model, text_spec
 from gpuinfer.serving.openai.prompt_rows import prompts_of
 from gpuinfer.serving.openai.sampling_fields import UnmaskingOptions, unmasking_of
 from gpuinfer.serving.openai.schema import MOST_TOKENS
@@ -88,7 +87,11 @@ def questions_of_file(path: Path, limit: int, language: Language, room: int) -> 
                 f"--prompts {path}, row {number}: {len(tokens)} tokens, and the model has room for {room} beside an "
                 "answer. Shorten it, or use fewer --new-tokens."
             )
-        items.append(Item(_called(prompt), tokens, prompt))
+        if prompt.messages is not None:
+            called = str(prompt.messages[-1].get("content", ""))
+        else:
+            called = prompt.text if prompt.text is not None else f"tokens {list(prompt.tokens or ())[:12]}"
+        items.append(Item(clipped(called), tokens, prompt))
     if not items:
         raise UsageError(f"--prompts {path}: there are no prompts in it. Give one JSON object a line.")
     return items
@@ -98,12 +101,6 @@ def clipped(text: str) -> str:
     """A text in one short line."""
     line = text.replace("\n", "↵").replace("\t", " ")
     return line if len(line) <= SHOWN else f"{line[: SHOWN - 1]}…"
-
-
-def _called(prompt: Prompt) -> str:
-    if prompt.messages is not None:
-        return clipped(str(prompt.messages[-1].get("content", "")))
-    return clipped(prompt.text if prompt.text is not None else f"tokens {list(prompt.tokens or ())[:12]}")
 
 
 LARGEST_BATCH = 4096
@@ -181,24 +178,13 @@ class VerifySetup:
     spec: ModelSpec
     threads: int
     generator: Any  # that serves everybody else
-    opened: list[Any] = field(default_factory=list)  # closed with it
-
-    @property
-    def computed_in(self) -> str:
-        """The number format of the products: the weights' own, or a wider one where a processor has nothing for it."""
-        return self.decoder.computes_in
 
     @property
     def longest(self) -> int:
         return max(len(item.tokens) for item in self.items)
 
-    @property
-    def largest_batch(self) -> int:
-        return max(self.options.batch_sizes)
-
     def close(self) -> None:
-        for one in self.opened:
-            one.close()
+        self.generator.close()
 
 
 def open_setup(options: VerifyOptions, setup: Setup) -> VerifySetup:
@@ -210,34 +196,6 @@ def open_setup(options: VerifyOptions, setup: Setup) -> VerifySetup:
     from gpuinfer.text.generator import Tuning, open_generator
     from gpuinfer.text.language import open_language
 
-    spec = verified_model(options)
-    checkpoint = open_checkpoint(spec)
-    if (wanted := unmasking_of(options)) is not None:
-        check_with_model(spec, Sampling(unmasking=wanted))
-    language = open_language(checkpoint.language_files(), checkpoint.shape)
-    items = _items(options, checkpoint, language, setup.seed)
-    context = max(len(item.tokens) for item in items) + options.new_tokens
-    rows = max(options.batch_sizes) * (1 + bool(options.cfg_scale))  # what guides a row has a slot of its own
-    tuning = Tuning(slots=rows, context=context)
-    generator = open_generator(spec, setup, tuning)
-    facts = generator.facts
-    return VerifySetup(
-        checkpoint,
-        language,
-        generator.decoder,
-        items,
-        setup,
-        options,
-        facts,
-        spec,
-        facts["threads"],
-        generator,
-        opened=[generator],
-    )
-
-
-def verified_model(options: VerifyOptions) -> ModelSpec:
-    """Raises `UsageError` for options that cannot be together."""
     if sum(one is not None for one in (options.model, options.checkpoint, options.dcp_path)) != 1:
         raise UsageError("verify needs one model. Give --model FOLDER, or --checkpoint model.pt --meta meta.json.")
     check_parts(options)
@@ -245,15 +203,20 @@ def verified_model(options: VerifyOptions) -> ModelSpec:
         raise UsageError(f"--prompts: there is no file '{options.prompts}'. Give one that exists.")
     if not all(1 <= size <= LARGEST_BATCH for size in options.batch_sizes):
         raise UsageError(f"--batch-sizes {options.batch_sizes}: each is a number of rows. Use 1 to {LARGEST_BATCH}.")
-    return model_spec(options.model, options, {"mask_token": options.mask_token_id})
-
-
-def _items(options: VerifyOptions, checkpoint: Checkpoint, language: Language, seed: int) -> list[Item]:
-    room = checkpoint.shape.positions - options.new_tokens
+    spec = text_spec(options.model, options, {"mask_token": options.mask_token_id})
+    checkpoint = open_checkpoint(spec)
+    if (wanted := unmasking_of(options)) is not None:
+        check_with_model(spec, Sampling(unmasking=wanted))
+    shape, language = checkpoint.shape, open_language(checkpoint.language_files(), checkpoint.shape)
+    room = shape.positions - options.new_tokens
     if room < 1:
-        raise UsageError(
-            f"--new-tokens {options.new_tokens}: the model has {checkpoint.shape.positions} positions. Use fewer."
-        )
+        raise UsageError(f"--new-tokens {options.new_tokens}: the model has {shape.positions} positions. Use fewer.")
     if options.prompts is not None:
-        return questions_of_file(options.prompts, options.limit, language, room)
-    return built_in_questions(language, checkpoint.shape.vocabulary, room, seed)[: options.limit]
+        items = questions_of_file(options.prompts, options.limit, language, room)
+    else:
+        items = built_in_questions(language, shape.vocabulary, room, setup.seed)[: options.limit]
+    context = max(len(item.tokens) for item in items) + options.new_tokens
+    rows = max(options.batch_sizes) * (1 + bool(options.cfg_scale))  # what guides a row has a slot of its own
+    generator = open_generator(spec, setup, Tuning(slots=rows, context=context))
+    facts, decoder = generator.facts, generator.decoder
+    return VerifySetup(checkpoint, language, decoder, items, setup, options, facts, spec, facts["threads"], generator)
