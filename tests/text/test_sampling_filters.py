@@ -63,34 +63,27 @@ PARTS = st.floats(0.01, 1.0)
 
 @pytest.mark.parametrize("path", PATHS)
 @settings(max_examples=examples(60), deadline=None)
-@given(logits=LOGITS, top_k=st.integers(1, 400), temperature=TEMPERATURES)
-def test_top_k_keeps_the_likeliest_and_the_lowest_among_equals(path, logits, top_k, temperature):
-    kept = kept_by(path, logits, Sampling(top_k=top_k, temperature=temperature))
-    likeliest = np.argsort(-logits.astype(np.float64), kind="stable")[:top_k]
-    drawable = (probabilities(logits, temperature) > 2.0**-39) & np.isin(np.arange(len(logits)), likeliest)
-    assert set(np.flatnonzero(drawable)) <= set(np.flatnonzero(kept))
-    heavy = kept & (probabilities(logits, temperature) > 2.0**-39)
-    assert set(np.flatnonzero(heavy)) <= set(likeliest)
-
-
-@pytest.mark.parametrize("path", PATHS)
-@settings(max_examples=examples(60), deadline=None)
-@given(logits=LOGITS, top_k=st.integers(0, 400), top_p=PARTS.filter(lambda p: p < 1), temperature=TEMPERATURES)
-def test_top_p_keeps_the_fewest_that_reach_its_share_of_what_top_k_left(path, logits, top_k, top_p, temperature):
-    kept = np.flatnonzero(kept_by(path, logits, Sampling(top_k=top_k, top_p=top_p, temperature=temperature)))
-    chances = filtered(logits, Sampling(top_k=top_k, temperature=temperature))
-    likeliest = np.argsort(-logits.astype(np.float64), kind="stable")[: len(kept)]
-    assert set(kept) == set(likeliest)
-    assert chances[likeliest].sum() >= top_p - EDGE
-    assert chances[likeliest[:-1]].sum() < top_p + EDGE
-
-
-@pytest.mark.parametrize("path", PATHS)
-@settings(max_examples=examples(60), deadline=None)
-@given(logits=LOGITS, min_p=PARTS, temperature=TEMPERATURES)
-def test_min_p_keeps_what_is_a_part_of_the_best(path, logits, min_p, temperature):
+@given(
+    logits=LOGITS, top_k=st.integers(1, 400), top_p=PARTS.filter(lambda p: p < 1), min_p=PARTS, temperature=TEMPERATURES
+)
+def test_filters_keep_what_their_definitions_say(path, logits, top_k, top_p, min_p, temperature):
+    """Top-k the likeliest, and the lowest among equals; top-p the fewest that reach its share of what top-k left; min-p
+    what is a part of the best.
+    """
+    chances, order = probabilities(logits, temperature), np.argsort(-logits.astype(np.float64), kind="stable")
+    drawable = set(np.flatnonzero(chances > 2.0**-39))
+    kept = set(np.flatnonzero(kept_by(path, logits, Sampling(top_k=top_k, temperature=temperature))))
+    assert drawable & set(order[:top_k]) <= kept
+    assert drawable & kept <= set(order[:top_k])
+    for limit in (0, top_k):
+        left = filtered(logits, Sampling(top_k=limit, temperature=temperature))
+        asked = Sampling(top_k=limit, top_p=top_p, temperature=temperature)
+        kept = np.flatnonzero(kept_by(path, logits, asked))
+        likeliest = order[: len(kept)]
+        assert set(kept) == set(likeliest)
+        assert left[likeliest].sum() >= top_p - EDGE
+        assert left[likeliest[:-1]].sum() < top_p + EDGE
     kept = kept_by(path, logits, Sampling(min_p=min_p, temperature=temperature))
-    chances = probabilities(logits, temperature)
     assert (chances[kept] >= min_p * chances.max() * (1 - EDGE)).all()
     assert (chances[~kept] <= min_p * chances.max() * (1 + EDGE)).all()
 
