@@ -22,13 +22,12 @@ ROOT = Path(__file__).parent.parent
 AT_ONCE = 2  # processes
 LIMIT_S = 1500
 PRODUCTS = (
-    "tests/text/test_arithmetic.py",
     "tests/text/test_decoder.py",
+    "tests/text/test_decoder_bits.py",
     "tests/text/test_decoder_cpu.py",
     "tests/text/test_decoder_cpu_product.py",
-    "tests/text/test_decoder_experts.py",
-    "tests/text/test_decoder_sees.py",
     "tests/text/test_decoder_torch.py",
+    "tests/text/test_text_roofline.py",
     "tests/test_forward.py",
     "tests/test_inprocess.py",
 )

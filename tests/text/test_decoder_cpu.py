@@ -1,10 +1,11 @@
-"""The compiled decoder: a row's logits are the same, bit by bit, whatever shares its step."""
+"""The compiled decoder: rows that share pages go through them together, threads that rest and are counted, memory."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
-import functools
 import itertools
+import mmap
 import time
 import weakref
 from dataclasses import replace
@@ -16,108 +17,121 @@ from counts import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numba import njit
-from random_models import LLAMA, VARIANTS, random_weights
-from steps import COLUMNS, step_of, table_of
+from random_models import LLAMA, random_weights
+from steps import step_of, table_of
 
-from gpuinfer.text.decoder import cpu_math, cpu_sizes
+from gpuinfer.text.decoder import cpu_math, cpu_panels
+from gpuinfer.text.decoder import cpu_sizes as at
+from gpuinfer.text.decoder.attention_plan import sees_of
 from gpuinfer.text.decoder.compiled_decoder import CpuDecoder, cpu_available
-from gpuinfer.text.transformer import PAGE, Rope, UnreadLayers
+from gpuinfer.text.decoder.cpu_attention import SPAN
+from gpuinfer.text.decoder.cpu_plan import AGAIN, SETTLE, TURNS, AttentionPlanner, FewestThreads
+from gpuinfer.text.transformer import PAGE, Step, UnreadLayers
 
 pytestmark = pytest.mark.skipif(not cpu_available(torch.float32), reason="this processor has no FMA")
 
-CASES = [pytest.param(replace(LLAMA, **changes), id=name) for name, changes in VARIANTS.items()]
-UNEVEN = replace(
-    LLAMA, vocabulary=131, hidden=44, heads=4, kv_heads=1, head_dim=12, intermediate=75, rope=Rope((1.0, 0.3, 0.1))
+LENGTH, ROWS, PAGES = 576, 5, 2048
+TOKENS = np.random.default_rng(1).integers(0, LLAMA.vocabulary, LENGTH).tolist()
+
+
+def decoder(weights=None, threads=2, slots=ROWS, pages=PAGES, **options):
+    options = {"length": LENGTH, "deterministic": True, **options}
+    weights = weights or random_weights(LLAMA)
+    return CpuDecoder(LLAMA, weights, torch.float32, slots=slots, pages=pages, threads=threads, **options)
+
+
+class Rows:
+    """Rows of tokens in pages, which they may have in common."""
+
+    def __init__(self) -> None:
+        self._pages = itertools.count()
+        self.tables = [self.fresh() for _ in range(ROWS)]
+
+    def fresh(self, shared: list[int] = ()) -> list[int]:
+        """A table that begins with these pages."""
+        return [*shared, *(next(self._pages) for _ in range(LENGTH // PAGE - len(shared)))]
+
+    def share(self, source: int, target: int, positions: int) -> int:
+        """The target begins with the source's whole pages; how many positions they hold."""
+        whole = positions // PAGE
+        self.tables[target] = self.fresh(self.tables[source][:whole])
+        return whole * PAGE
+
+    def step(self, *segments: tuple[int, int, list[int]]) -> Step:
+        """As `steps.step_of`, in these rows' pages."""
+        pages = np.array([self.tables[row] for row, _, _ in segments], np.int32)
+        return replace(step_of(*segments), pages=pages)
+
+
+def pieces_of(step):
+    """Of each wave of a step's plan for two heads the members of its pieces, their first span and the end."""
+    segments = np.repeat(np.arange(len(step.lengths)), step.lengths)
+    plan = AttentionPlanner(2).plan(step, np.arange(len(step.tokens)), segments, sees_of(step))
+    return [
+        [
+            (plan.members[begin : begin + count].tolist(), int(piece[at.FIRST_SPAN]), int(piece[at.END_SPAN]))
+            for piece in plan.pieces[first:end]
+            for begin, count in [(piece[at.MEMBERS], piece[at.MEMBER_COUNT])]
+        ]
+        for first, end in itertools.pairwise(plan.waves)
+    ]
+
+
+def test_rows_that_share_whole_spans_go_through_them_together_from_the_root_of_a_tree():
+    rows = Rows()
+    for row in (1, 2, 3):
+        rows.share(0, row, 2 * SPAN + PAGE)
+    step = rows.step(*((row, 300, [1]) for row in range(4)))
+    assert pieces_of(step) == [[([0, 1, 2, 3], 0, 2)], [([row], 2, -1) for row in range(4)]]
+    rows = Rows()
+    for row, shared in ((1, 4), (2, 4), (3, 1), (4, 1)):
+        rows.share(0, row, shared * SPAN)
+    waves = pieces_of(rows.step(*((row, 4 * SPAN + 10, [1]) for row in range(ROWS))))
+    assert waves[:2] == [[([0, 1, 2, 3, 4], 0, 1)], [([0, 1, 2], 1, 4)]]
+    assert waves[2] == [([0], 4, -1), ([1], 4, -1), ([2], 4, -1), ([3], 1, -1), ([4], 1, -1)]
+
+
+def test_steps_in_the_same_pages_are_planned_once_until_a_row_sees_less():
+    planner, places = AttentionPlanner(2), np.arange(2)
+    step = Rows().step((0, 300, [1]), (1, 300, [2]))
+    first, same, less = (planner.plan(step, places, places, np.array([sees, 302])) for sees in (301, 302, 100))
+    assert same is first is not less
+
+
+ROW = st.integers(0, ROWS - 1)
+ACTIONS = st.one_of(
+    st.tuples(st.just("write"), ROW, st.sampled_from([0, 30, 100, 190, 300]), st.integers(1, 60)),
+    st.tuples(st.just("share"), ROW, ROW, st.sampled_from([40, 64, 130, 260, 390])),
+    st.tuples(st.just("go on"), st.just(0), st.integers(0, 60), st.just(0)),
 )
-each_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-TOKENS = list(np.random.default_rng(0).integers(0, LLAMA.vocabulary, 90))
 
 
-def decoder(shape=LLAMA, dtype=torch.float32, slots=4, length=96, threads=2, **options):
-    weights, pages = random_weights(shape, dtype), slots * max(COLUMNS, -(-length // PAGE))
-    return CpuDecoder(shape, weights, dtype, slots=slots, pages=pages, length=length, threads=threads, **options)
-
-
-def alone(shape, dtype, tokens, **options):
-    """The logits of one prompt that has a decoder to itself, token by token on one thread."""
-    one = decoder(shape, dtype, slots=1, **{"threads": 1} | options)
-    found = [one.forward(step_of((0, at, [token]))).clone() for at, token in enumerate(tokens)]
-    one.close()
-    return torch.cat(found)
-
-
-@pytest.mark.parametrize(
-    ("dtype", "deterministic"),
-    [
-        pytest.param(torch.float32, False, id="float32"),
-        pytest.param(torch.bfloat16, True, id="bfloat16, widened"),
-        pytest.param(torch.bfloat16, False, id="bfloat16, by the processor if it can"),
-    ],
-)
-@pytest.mark.parametrize("shape", CASES)
-def test_a_prompt_in_chunks_beside_others_has_the_bits_it_has_token_by_token(shape, dtype, deterministic):
-    expected = alone(shape, dtype, TOKENS, deterministic=deterministic)
-    other = list(reversed(TOKENS))
-    several = decoder(shape, dtype, deterministic=deterministic)
-    first = several.forward(step_of((0, 0, other[:7]), (2, 0, TOKENS[:40]))).clone()
-    second = several.forward(step_of((2, 40, TOKENS[40:43]), (1, 0, other[:20]), (0, 7, other[7:8]))).clone()
-    third = several.forward(step_of((2, 43, TOKENS[43:]))).clone()
-    several.close()
-    assert torch.equal(torch.cat([first[7:], second[:3], third]), expected)
-
-
-@each_dtype
-@pytest.mark.parametrize("shape", [*CASES, pytest.param(UNEVEN, id="sizes that no vector divides")])
-def test_any_number_of_threads_gives_the_same_bits(shape, dtype):
-    found = []
-    for threads in (1, 2, 3, 5):
-        several = decoder(shape, dtype, threads=threads, deterministic=True)
-        prompt = several.forward(step_of((0, 0, TOKENS[:20]), (2, 0, TOKENS[:3]))).clone()
-        found.append(torch.cat([prompt, several.forward(step_of((0, 20, TOKENS[20:21])))]))
-        several.close()
-    assert all(torch.equal(found[0], other) for other in found[1:])
-
-
-@settings(max_examples=examples(15), deadline=None)
-@given(cuts=st.lists(st.integers(1, 89), max_size=6, unique=True), slot=st.integers(0, 3), company=st.integers(0, 30))
-def test_any_chunks_any_slot_and_any_company_give_the_same_bits(cuts, slot, company):
-    several = decoder()
-    edges = [0, *sorted(cuts), len(TOKENS)]
-    found = []
-    for begin, end in itertools.pairwise(edges):
-        others = [((slot + 1) % 4, 0, TOKENS[:company])] if company else []
-        logits = several.forward(step_of(*others, (slot, begin, TOKENS[begin:end])))
-        found.append(logits[company:].clone())
-    several.close()
-    assert torch.equal(torch.cat(found), expected())
-
-
-@functools.cache
-def expected():
-    """Each row alone: when the first test asks, as collecting waits for no kernel."""
-    return alone(LLAMA, torch.float32, TOKENS)
-
-
-def asleep(several):
-    """Wait until the second thread sleeps: for a minute at most."""
-    until = time.monotonic() + 60
-    while not several._threads._control[cpu_sizes.OF_THREAD + cpu_sizes.LINE + cpu_sizes.ASLEEP]:
-        assert time.monotonic() < until
-        time.sleep(0.001)
-
-
-@each_dtype
-@pytest.mark.parametrize("shape", [*CASES, pytest.param(UNEVEN, id="sizes that no vector divides")])
-def test_how_many_threads_take_part_may_change_from_step_to_step(shape, dtype):
-    several = decoder(shape, dtype, threads=4, deterministic=True)
-    found = []
-    for at, threads in enumerate([4, 1, 2, 3, 1, 1, 4, 2]):
-        several.use(threads)
-        found.append(several.forward(step_of((1, at, TOKENS[at : at + 1]))).clone())
-        if threads == 4:
-            several.rest()
-    several.close()
-    assert torch.equal(torch.cat(found), alone(shape, dtype, TOKENS[:8], deterministic=True))
+@settings(max_examples=examples(60), deadline=None)
+@given(actions=st.lists(ACTIONS, min_size=4, max_size=16))
+def test_whatever_is_shared_each_row_has_the_bits_it_has_alone(actions):
+    """The other decoder shares nothing: it computes the tokens again."""
+    rows, lone = Rows(), Rows()
+    held = [TOKENS[:300] for _ in range(ROWS)]
+    with contextlib.closing(decoder()) as together, contextlib.closing(decoder(threads=1)) as apart:
+        for one, where in ((together, rows), (apart, lone)):
+            one.forward(where.step(*((row, 0, tokens) for row, tokens in enumerate(held))))
+        for kind, row, number, count in actions:
+            if kind == "share" and row != number:
+                kept = rows.share(row, number, min(count, len(held[row])))
+                held[number] = held[row][: max(kept, 1)]
+                if not kept:
+                    together.forward(rows.step((number, 0, held[number])))
+                apart.forward(lone.step((number, 0, held[number])))
+            elif kind == "write":
+                start = min(number, len(held[row])) // PAGE * PAGE
+                rows.tables[row] = rows.fresh(rows.tables[row][: start // PAGE])  # what is shared is never written
+                held[row] = held[row][:start] + [(number + count + place) % LLAMA.vocabulary for place in range(count)]
+                for one, where in ((together, rows), (apart, lone)):
+                    one.forward(where.step((row, start, held[row][start:])))
+            elif kind == "go on":
+                segments = [(row, len(tokens), [(number + row) % 7]) for row, tokens in enumerate(held)]
+                assert torch.equal(together.forward(rows.step(*segments)), apart.forward(lone.step(*segments)))
+                held = [[*tokens, (number + row) % 7] for row, tokens in enumerate(held)]
 
 
 @pytest.mark.parametrize("lengths", [(1,), (1, 1), (3, 1)], ids=str)
@@ -126,64 +140,69 @@ def test_a_page_that_is_copied_brings_at_most_what_its_source_had(lengths):
     weights, poison = random_weights(LLAMA), 60
     weights.embedding[poison] = torch.nan
     healthy = [token for token in TOKENS if token != poison]
-    several = CpuDecoder(LLAMA, weights, torch.float32, slots=2, pages=16, length=96, threads=1)
-    expected = several.forward(step_of((0, 0, healthy[:24])))[20:].clone()
-    several.forward(step_of((0, 20, [poison] * 60)))
-    several.copy_pages([0, 1], [8, 9])
-    at, found = 20, []
-    for length in lengths:
-        found.append(several.forward(step_of((1, at, healthy[at : at + length]))).clone())
-        at += length
-    several.close()
-    assert torch.equal(torch.cat(found), expected[: sum(lengths)])
-
-
-def test_threads_that_are_told_to_rest_sleep_at_once_and_come_back():
-    several = decoder()
-    several.forward(step_of((0, 0, TOKENS[:1])))
-    several._threads._control[cpu_sizes.REST] = 0
-    several.rest()
-    assert several._threads._control[cpu_sizes.REST] == 1
-    asleep(several)
-    assert torch.equal(several.forward(step_of((0, 1, TOKENS[1:2]))), expected()[1:2])
-    assert several._threads._control[cpu_sizes.REST] == 0
-    several.close()
-
-
-@pytest.mark.parametrize(("heads", "kv_heads", "threads"), [(9, 3, 2), (14, 2, 4), (7, 1, 3), (3, 3, 8), (71, 1, 2)])
-def test_heads_that_threads_do_not_divide_are_shared_out_all_the_same(heads, kv_heads, threads):
-    shape = replace(LLAMA, heads=heads, kv_heads=kv_heads, head_dim=8, rope=Rope((1.0, 0.3, 0.1, 0.02)))
-    several = decoder(shape, threads=threads)
-    found = several.forward(step_of((0, 0, TOKENS[:33]), (1, 0, TOKENS[:5])))
-    assert torch.equal(found[:33], alone(shape, torch.float32, TOKENS[:33]))
-    several.close()
-
-
-def test_usage_counts_what_the_threads_computed_and_how_long_they_waited():
-    several = decoder(threads=2)
-    assert several.usage()["busy_s"] == 0
-    several.forward(step_of((0, 0, TOKENS)))
-    used = several.usage()
-    assert used["threads"] == 2
-    assert used["busy_s"] > 0
-    assert used["waited_s"] > 0
-    several.close()
-    assert several.usage()["busy_s"] >= used["busy_s"] / 2  # what closed threads did still counts
+    with contextlib.closing(decoder(weights, 1, 2, 16, length=96)) as several:
+        expected = several.forward(step_of((0, 0, healthy[:24])))[20:].clone()
+        several.forward(step_of((0, 20, [poison] * 60)))
+        several.copy_pages([0, 1], [8, 9])
+        ends, found = np.cumsum((20, *lengths)), []
+        for begin, end in itertools.pairwise(ends):
+            found.append(several.forward(step_of((1, begin, healthy[begin:end]))).clone())
+        assert torch.equal(torch.cat(found), expected[: sum(lengths)])
 
 
 @pytest.mark.parametrize("length", [4, 300])
 def test_a_row_of_any_step_is_found_where_it_was_before(length):
     """Steps of all sizes in one decoder: buffers that grow lose nothing of the cache."""
-    several = decoder(length=512)
-    tokens, pages = (TOKENS * 6)[: length + 1], table_of([1], 16)
-    several.forward(replace(step_of((1, 0, tokens[:length])), pages=pages))
-    found = several.forward(replace(step_of((1, length, tokens[length:])), pages=pages))
-    one = decoder(slots=1, length=512, threads=1)
-    steps = (replace(step_of((0, at, [token])), pages=table_of([0], 16)) for at, token in enumerate(tokens))
-    logits = [one.forward(step).clone() for step in steps]
-    assert torch.equal(found, logits[-1])
+    tokens = TOKENS[: length + 1]
+    with contextlib.closing(decoder()) as several, contextlib.closing(decoder(slots=1, threads=1)) as one:
+        pages = table_of([1], 16)
+        several.forward(replace(step_of((1, 0, tokens[:length])), pages=pages))
+        found = several.forward(replace(step_of((1, length, tokens[length:])), pages=pages))
+        for place, token in enumerate(tokens):
+            logits = one.forward(replace(step_of((0, place, [token])), pages=table_of([0], 16)))
+        assert torch.equal(found, logits)
+
+
+def test_threads_rest_come_back_and_count_what_they_computed_and_how_long_they_waited():
+    several, control = decoder(length=96), None
+    assert several.usage()["busy_s"] == 0
+    first = several.forward(step_of((0, 0, TOKENS[:90]))).clone()
+    used, control = several.usage(), several._threads._control
+    assert used["threads"] == 2
+    assert min(used["busy_s"], used["waited_s"]) > 0
+    control[at.REST] = 0
+    several.rest()
+    assert control[at.REST] == 1
+    until = time.monotonic() + 60
+    while not control[at.OF_THREAD + at.LINE + at.ASLEEP]:
+        assert time.monotonic() < until
+        time.sleep(0.001)
+    assert torch.equal(several.forward(step_of((0, 89, TOKENS[89:90]))), first[89:])
+    assert control[at.REST] == 0
     several.close()
-    one.close()
+    assert several.usage()["busy_s"] >= used["busy_s"] / 2  # what closed threads did still counts
+
+
+def threads_of(choice, count, enough, most=8):
+    """How many threads each of these steps had, where so many read as fast as memory gives."""
+    found = []
+    for _ in range(count):
+        threads = choice.threads_for(1, most)
+        choice.took(1, threads, 1.0 / min(threads, enough))
+        found.append(threads)
+    return found
+
+
+@pytest.mark.parametrize("enough", [1, 2, 4, 8])
+def test_the_fewest_threads_that_reach_the_memory_compute(enough):
+    choice = FewestThreads()
+    found = threads_of(choice, SETTLE + 8 * TURNS, enough)
+    assert enough < 8 or found.count(4) == 1  # a number that is far slower is tried once
+    assert set(threads_of(choice, 100, enough)) == {enough}
+    threads_of(choice, AGAIN + 8 * TURNS, 8)  # what else read memory is gone
+    assert set(threads_of(choice, 100, 8)) == {8}
+    for most in (4, 1):  # another number of threads begins anew
+        assert threads_of(choice, 2, 1, most=most) == [most, most]
 
 
 def test_exp_is_right_to_seven_digits():
@@ -207,6 +226,16 @@ def test_each_layer_is_read_once_and_let_go_before_the_next_is_read():
         most.append(sum(weight() is not None for weight in alive))
         return layer
 
-    lazy = replace(weights, layers=UnreadLayers(len(weights.layers), read))
-    CpuDecoder(LLAMA, lazy, torch.float32, slots=1, pages=2, length=64, threads=1)
+    decoder(replace(weights, layers=UnreadLayers(len(weights.layers), read)), 1, 1, 2, length=64).close()
     assert most == [1] * len(weights.layers)
+
+
+def test_a_kernel_without_large_pages_gives_memory_all_the_same(monkeypatch):
+    class Plain(mmap.mmap):
+        def madvise(self, *given):
+            raise OSError(22, "Invalid argument")
+
+    monkeypatch.setattr(mmap, "mmap", Plain)
+    memory = cpu_panels.map_memory(5000)
+    assert (len(memory), memory.any()) == (5000, False)
+    assert memory.ctypes.data % cpu_panels.LARGE == 0

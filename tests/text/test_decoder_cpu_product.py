@@ -18,33 +18,33 @@ from gpuinfer.text.decoder.cpu_product import product_with
 
 BUILT_FOR = FEATURES.split(",")  # what Numba compiles for
 pytestmark = pytest.mark.skipif("+fma" not in BUILT_FOR, reason="this processor has no FMA")
-
-HAS = {
-    "float32": True,
-    "widened": True,
-    "avx512": "+avx512bf16" in BUILT_FOR,
-    "amx": kind_of_bfloat16() == "amx",
+MISSING = {"avx512": "+avx512bf16" not in BUILT_FOR, "amx": kind_of_bfloat16() != "amx"}
+FORMATS = {  # of rows and of weights
+    "float32": (torch.float32, torch.float32),
+    "widened": (torch.float32, torch.bfloat16),
+    "avx512": (torch.bfloat16, torch.bfloat16),
+    "amx": (torch.bfloat16, torch.bfloat16),
 }
-each_kind = pytest.mark.parametrize(
-    "kind",
-    [
-        pytest.param(kind, marks=pytest.mark.skipif(not has, reason=f"this processor has no products of kind {kind}"))
-        for kind, has in HAS.items()
-    ],
-)
+EXPECTED = {"float32": "126b365d78151acb", "widened": "b5d0265c9876d25b"}  # on every processor
 UNTOUCHED = 7.0
+
+
+def skip_unless_here(kind):
+    return pytest.mark.skipif(MISSING.get(kind, False), reason=f"this processor has no products of kind {kind}")
+
+
+each_kind = pytest.mark.parametrize("kind", [pytest.param(kind, marks=skip_unless_here(kind)) for kind in FORMATS])
 
 
 def drawn(*size, seed=0):
     return torch.randn(*size, generator=torch.Generator().manual_seed(seed))
 
 
-def formats(kind):
-    """Those of rows and of weights."""
-    return (
-        torch.bfloat16 if kind in ("avx512", "amx") else torch.float32,
-        torch.float32 if kind == "float32" else torch.bfloat16,
-    )
+def given(kind, count, columns, inner):
+    """Rows, and a weight with its panels."""
+    of_rows, of_weights = FORMATS[kind]
+    weight = drawn(columns, inner).to(of_weights)
+    return drawn(count, inner, seed=1).to(of_rows), weight, panels_of(weight)
 
 
 def bits(rows):
@@ -53,12 +53,11 @@ def bits(rows):
 
 def product(kind, rows, columns, panels, start=0):
     """rows · weight, of so many columns from panel `start` on, into rows that lie further apart than they are long."""
-    inner = rows.shape[1]
-    given = bits(rows.contiguous())
+    inner, values = rows.shape[1], bits(rows.contiguous())
     found = np.full((len(rows), columns + 3), UNTOUCHED, np.float32)
     weight = panels.ctypes.data + start * panel_bytes(inner, panels.itemsize)
-    function = product_with(kind).ctypes
-    function(len(rows), columns, inner, given.ctypes.data, inner, weight, found.ctypes.data, columns + 3)
+    sizes = (len(rows), columns, inner)
+    product_with(kind).ctypes(*sizes, values.ctypes.data, inner, weight, found.ctypes.data, columns + 3)
     assert (found[:, columns:] == UNTOUCHED).all()
     return torch.from_numpy(found[:, :columns].copy())
 
@@ -69,12 +68,9 @@ SIZES = [(1, 1), (16, 33), (40, 100), (61, 32), (130, 768), (7, 4864), (100, 300
 @each_kind
 @pytest.mark.parametrize(("columns", "inner"), SIZES)
 def test_a_row_has_the_same_bits_among_any_number_of_rows_and_in_any_place(columns, inner, kind):
-    of_rows, of_weights = formats(kind)
-    weight, rows = drawn(columns, inner).to(of_weights), drawn(140, inner, seed=1).to(of_rows)
-    panels = panels_of(weight)
+    rows, weight, panels = given(kind, 140, columns, inner)
     whole = product(kind, rows, columns, panels)
-    exact = rows.double() @ weight.double().T
-    torch.testing.assert_close(whole.double(), exact, rtol=0, atol=2e-6 * inner)
+    torch.testing.assert_close(whole.double(), rows.double() @ weight.double().T, rtol=0, atol=2e-6 * inner)
     for count in (*range(1, 41), 64, 65, 128):
         assert torch.equal(product(kind, rows[140 - count :], columns, panels), whole[140 - count :])
 
@@ -82,9 +78,7 @@ def test_a_row_has_the_same_bits_among_any_number_of_rows_and_in_any_place(colum
 @each_kind
 @pytest.mark.parametrize("count", [1, 9, 35, 70])
 def test_a_column_has_the_same_bits_in_any_share_of_the_panels(count, kind):
-    of_rows, of_weights = formats(kind)
-    weight, rows = drawn(200, 2100).to(of_weights), drawn(count, 2100, seed=1).to(of_rows)
-    panels = panels_of(weight)
+    rows, _, panels = given(kind, count, 200, 2100)
     whole = product(kind, rows, 200, panels)
     for first, columns in ((0, 16), (1, 16), (3, 96), (5, 120), (12, 8), (4, 3)):
         part = product(kind, rows, columns, panels, first)
@@ -92,18 +86,14 @@ def test_a_column_has_the_same_bits_in_any_share_of_the_panels(count, kind):
 
 
 @each_kind
-@pytest.mark.parametrize(
-    ("count", "columns", "inner"), [(1, 5, 3), (7, 16, 33), (19, 40, 31), (35, 70, 97), (3, 1, 64)]
-)
-def test_nothing_beyond_the_arrays_is_read_or_written(count, columns, inner, kind):
-    of_rows, of_weights = formats(kind)
-    weight, rows = drawn(columns, inner).to(of_weights), drawn(count, inner, seed=1).to(of_rows)
-    panels = panels_of(weight)
-    expected = product(kind, rows, columns, panels)
+@pytest.mark.parametrize("sizes", [(1, 5, 3), (7, 16, 33), (19, 40, 31), (35, 70, 97), (3, 1, 64)], ids=str)
+def test_nothing_beyond_the_arrays_is_read_or_written(sizes, kind):
+    count, columns, inner = sizes
+    rows, _, panels = given(kind, *sizes)
     pages = [AtTheEdge(array) for array in (bits(rows), panels, np.zeros((count, columns), np.float32))]
     a, b, c = (page.address for page in pages)
     product_with(kind).ctypes(count, columns, inner, a, inner, b, c, columns)
-    assert np.array_equal(pages[2].values(np.float32), expected.numpy().ravel())
+    assert np.array_equal(pages[2].values(np.float32), product(kind, rows, columns, panels).numpy().ravel())
 
 
 class AtTheEdge:
@@ -123,20 +113,15 @@ class AtTheEdge:
         return np.frombuffer(ctypes.string_at(self.address, self._size), kind)
 
 
-def test_a_product_has_the_same_bits_on_every_processor():
+@pytest.mark.parametrize("kind", EXPECTED)
+def test_a_product_has_the_same_bits_on_every_processor(kind):
     inner, columns, count = 211, 37, 13
     rows, weight = (
         torch.from_numpy(((np.arange(size * inner) * 7919 % 1009 - 504) / 997).astype(np.float32).reshape(size, inner))
         for size in (count, columns)
     )
-    found = {
-        kind: hashlib.sha256(product(kind, rows, columns, panels_of(weight.to(formats(kind)[1]))).numpy()).hexdigest()
-        for kind in EXPECTED
-    }
-    assert {kind: digest[:16] for kind, digest in found.items()} == EXPECTED
-
-
-EXPECTED = {"float32": "126b365d78151acb", "widened": "b5d0265c9876d25b"}
+    found = product(kind, rows, columns, panels_of(weight.to(FORMATS[kind][1])))
+    assert hashlib.sha256(found.numpy()).hexdigest()[:16] == EXPECTED[kind]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

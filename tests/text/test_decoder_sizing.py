@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -19,8 +20,9 @@ from gpuinfer.text.decoder.torch_decoder import TorchDecoder
 from gpuinfer.text.transformer import Masking
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
-PAGE_BYTES = page_bytes(LLAMA, torch.float32)
 PLENTY = 1 << 40
+MASKED = replace(LLAMA, masking=Masking(0))
+NULL = replace(LLAMA, family="null", vocabulary=257, end_tokens=(256,))
 
 
 def estimated(free, *, slots=None, pages=None, device=CPU, length=128, shape=LLAMA, **options):
@@ -41,34 +43,24 @@ class Opened:
         return Estimate(weights_bytes=0, cache_bytes=0, peak_bytes=0)
 
 
-def opened(dtype=torch.float32, shape=LLAMA, slots=3, pages=3 * COLUMNS, **changes):
-    options = {"length": 64, "threads": 1, "deterministic": False, "compile": False, "graphs": True, **changes}
+def opened(dtype=torch.float32, shape=LLAMA, slots=3, pages=3 * COLUMNS):
+    options = {"length": 64, "threads": 1, "deterministic": False, "compile": False, "graphs": True}
     return open_sized(Opened(shape), dtype, CPU, slots=slots, pages=pages, **options)
 
 
-@pytest.mark.parametrize(
-    ("device", "slots"),
-    [pytest.param(CPU, 64, id="64 on the CPU"), pytest.param(CUDA, 1024, id="1024 on CUDA")],
-)
-def test_with_plenty_of_memory_there_are_as_many_slots_as_are_worth_while_and_pages_for_all(device, slots):
-    found = estimated(PLENTY, device=device, length=100)
-    assert (found.slots, found.pages) == (slots, slots * 4)
+def decoder(shape=LLAMA, kind=TorchDecoder, slots=3, pages=3 * COLUMNS):
+    return kind(shape, random_weights(shape), CPU, torch.float32, slots=slots, pages=pages, length=64)
 
 
-def test_the_verdict_knows_how_many_slots_a_device_has_by_itself():
-    """It is reached without torch, so it has the numbers once more."""
-    assert MOST_SLOTS == (open_decoder.CPU_SLOTS, open_decoder.CUDA_SLOTS)
-
-
-@pytest.mark.parametrize(("device", "share"), [(CPU, 0.5), (CUDA, 0.9)])
-def test_little_memory_bounds_the_pages_and_not_the_rows(device, share):
+@pytest.mark.parametrize(("device", "slots", "share"), [(CPU, 64, 0.5), (CUDA, 1024, 0.9)], ids=["CPU", "CUDA"])
+def test_memory_bounds_the_pages_and_not_the_rows(device, slots, share):
+    plenty = estimated(PLENTY, device=device, length=100)
+    assert (plenty.slots, plenty.pages) == (slots, slots * 4)
+    assert slots in MOST_SLOTS  # the verdict is reached without torch, so it has the numbers once more
     step = estimated(PLENTY, slots=20).working_bytes
-    found = estimated(int((step + 37.5 * PAGE_BYTES) / share), slots=20, device=device)
-    assert (found.slots, found.pages) == (20, 37)
-    assert found.estimated_bytes == step + 37 * PAGE_BYTES <= found.free_bytes * share
-
-
-def test_models_that_find_the_same_memory_free_share_it():
+    little = estimated(int((step + 37.5 * page_bytes(LLAMA, torch.float32)) / share), slots=20, device=device)
+    assert (little.slots, little.pages) == (20, 37)
+    assert little.estimated_bytes == step + little.cache_bytes <= little.free_bytes * share
     alone, together = (estimated(100 << 20, length=4096, sharing=count) for count in (1, 2))
     assert together.pages < 0.55 * alone.pages
 
@@ -84,37 +76,35 @@ def test_slots_that_would_take_the_pages_place_are_fewer():
 @pytest.mark.parametrize(
     ("pages", "said"),
     [
-        pytest.param(
-            None, "4 pages of 32 tokens need .* only 0 MiB are free.* takes 4 pages.*shorter --context", id="row"
-        ),
-        pytest.param(1 << 20, "1,048,576 pages .* need 16,384 MiB .*fewer -B pages", id="more than fit"),
+        (None, "4 pages of 32 tokens need .* only 0 MiB are free.* takes 4 pages.*shorter --context"),
+        (1 << 20, "1,048,576 pages .* need 16,384 MiB .*fewer -B pages"),
     ],
+    ids=["not even a row", "more than fit"],
 )
 def test_what_does_not_fit_is_refused_with_the_numbers(pages, said):
     with pytest.raises(UsageError, match=said):
         estimated(1000, slots=8, pages=pages)
 
 
-def test_torch_copies_keys_of_so_many_positions_at_once_and_no_more():
+def test_a_step_has_room_for_copies_of_keys_and_logits_and_no_more():
     few, many = (working(LLAMA, 2048, slots, 4096, torch.float32).total for slots in (100, 200))
-    logits = 100 * LLAMA.vocabulary * 4 * 6
-    assert many - few == logits
-    cuda = working(LLAMA, 2048, 2000, 4096, torch.float32, copied=CUDA_COPIED).total
-    assert cuda - working(LLAMA, 2048, 2000, 4096, torch.float32).total == 2 * 4 * (CUDA_COPIED - CPU_COPIED)
+    assert many - few == 100 * LLAMA.vocabulary * 4 * 6
+    cpu, cuda = (
+        working(LLAMA, 2048, 2000, 4096, torch.float32, copied=most).total for most in (CPU_COPIED, CUDA_COPIED)
+    )
+    assert cuda - cpu == 2 * 4 * (CUDA_COPIED - CPU_COPIED)
+    large, logits = replace(MASKED, vocabulary=126_464), 4096 * 126_464 * 4  # a diffusion model's, of many positions
+    assert logits < working(large, 512, 4, 4096, torch.float32).total < 2 * logits
+    assert working(large, 512, 4, 64, torch.float32).total < logits // 3
 
 
 def test_the_largest_steps_fill_every_slot_to_its_end():
     for step in largest_steps(LLAMA, 5, 7, 64, 40):
-        assert step.pages.shape == (5, 2)
-        assert step.pages.max() == 6
+        assert (step.pages.shape, step.pages.max(), len(step.wanted)) == ((5, 2), 6, 5)
         assert (step.starts + step.lengths == 64).all()
         assert len(step.tokens) == step.lengths.sum()
-        assert len(step.wanted) == 5
-    assert [len(step.tokens) for step in largest_steps(LLAMA, 5, 10, 64, 40)] == [5, 40]
-    assert [len(step.tokens) for step in largest_steps(LLAMA, 5, 10, 64, 3)] == [5]
-
-
-MASKED = replace(LLAMA, masking=Masking(0))
+    for most, tokens in ((40, [5, 40]), (3, [5])):
+        assert [len(step.tokens) for step in largest_steps(LLAMA, 5, 10, 64, most)] == tokens
 
 
 @pytest.mark.parametrize(("step_tokens", "canvases"), [(40, 1), (64, 1), (200, 3), (10_000, 5)])
@@ -127,115 +117,65 @@ def test_the_largest_step_of_a_diffusion_model_is_of_whole_canvases(step_tokens,
     assert len(largest_steps(wide, 5, 10, 48, step_tokens)[0].wanted) == min(64, 48 * max(1, step_tokens // 48))
 
 
-def test_a_step_of_a_diffusion_model_has_room_for_the_logits_of_many_positions():
-    large = replace(MASKED, vocabulary=126_464)
-    logits = 4096 * 126_464 * 4
-    assert logits < working(large, 512, 4, 4096, torch.float32).total < 2 * logits
-    assert working(large, 512, 4, 64, torch.float32).total < logits // 3
-    decoder = TorchDecoder(MASKED, random_weights(MASKED), CPU, torch.float32, slots=3, pages=3 * COLUMNS, length=64)
-    assert largest_step_bytes(decoder, 128) == decoder.held_bytes()
-    assert not decoder._cache.keys.any()
-
-
-def test_trying_the_largest_step_leaves_nothing_behind():
-    tried, fresh = (
-        TorchDecoder(LLAMA, random_weights(LLAMA), CPU, torch.float32, slots=3, pages=3 * COLUMNS, length=64)
-        for _ in range(2)
-    )
-    assert largest_step_bytes(tried, 32) == tried.held_bytes() > tried.cache_bytes()
+@pytest.mark.parametrize("shape", [LLAMA, MASKED], ids=["causal", "masked"])
+def test_trying_the_largest_step_leaves_nothing_behind(shape):
+    tried, fresh, step = decoder(shape), decoder(shape), step_of((1, 0, [1, 2, 3]))
+    assert largest_step_bytes(tried, 128) == tried.held_bytes() > tried.cache_bytes()
     assert not tried._cache.keys.any()
-    step = step_of((1, 0, [1, 2, 3]))
     assert torch.equal(tried.forward(step), fresh.forward(step))
 
 
 class Small(TorchDecoder):
-    """There is memory for so many pages."""
-
-    room = 10
+    """There is memory for ten pages."""
 
     def forward(self, step):
-        if self.pages > self.room:
+        if self.pages > 10:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.\nAnd more.")
         return super().forward(step)
 
 
-def small(slots=10):
-    decoder = Small(LLAMA, random_weights(LLAMA), CPU, torch.float32, slots=1, pages=1, length=64)
-    return decoder, estimated(PLENTY, slots=slots, length=64)
-
-
-def test_when_memory_runs_out_there_are_fewer_pages_and_a_word(caplog):
-    decoder, found = open_and_try(*small(), step_tokens=32)
-    assert decoder.pages == found.pages == 9  # 20, 16, 12, 9
-    assert decoder.slots == found.slots == 9
-    assert found.measured_bytes == decoder.held_bytes()
+def test_when_memory_runs_out_there_are_fewer_pages_and_a_word(monkeypatch, caplog):
+    one, found = open_and_try(decoder(kind=Small, slots=1, pages=1), estimated(PLENTY, slots=10, length=64), 32)
+    assert (one.pages, found.pages, one.slots, found.slots) == (9, 9, 9, 9)  # pages: 20, 16, 12, 9
+    assert found.measured_bytes == one.held_bytes()
     assert len(caplog.records) == 3
     assert "no room for 20 pages and steps of 10 rows (CUDA out of memory" in caplog.messages[0]
     assert "going on with 16 and 10. Set -B pages=16 to start there" in caplog.messages[0]
-
-
-def test_another_failure_is_not_mistaken_for_a_lack_of_memory(monkeypatch):
-    decoder, found = small(3)
     monkeypatch.setattr(open_decoder, "largest_step_bytes", lambda *_: (_ for _ in ()).throw(RuntimeError("a bug")))
     with pytest.raises(RuntimeError, match="a bug"):
-        open_and_try(decoder, found, step_tokens=32)
+        open_and_try(one, found, step_tokens=32)
 
 
 @pytest.mark.parametrize(
-    ("kernels", "options", "name"),
+    ("kernels", "dtype", "name"),
     [
-        pytest.param(True, {}, "CpuDecoder", id="our kernels where they run"),
-        pytest.param(True, {"dtype": torch.bfloat16}, "CpuDecoder", id="in bfloat16 too"),
-        pytest.param(False, {}, "TorchDecoder", id="else torch"),
-        pytest.param(True, {"dtype": torch.float16}, "TorchDecoder", id="torch for float16"),
+        (True, torch.float32, "CpuDecoder"),
+        (True, torch.bfloat16, "CpuDecoder"),
+        (True, torch.float16, "TorchDecoder"),
+        (False, torch.float32, "TorchDecoder"),
     ],
 )
-def test_which_decoder_the_cpu_has(monkeypatch, kernels, options, name):
+def test_which_decoder_the_cpu_has(monkeypatch, kernels, dtype, name):
     if kernels and not open_decoder.kernels_for(torch.float32):
-        pytest.skip("this torch has no MKL")
+        pytest.skip("this processor has no FMA")
     if not kernels:
         monkeypatch.setattr(open_decoder, "kernels_for", lambda dtype: False)
-    decoder, found = opened(**options)
-    assert type(decoder).__name__ == name
-    assert decoder.slots == found.slots == 3
-    assert decoder.pages == found.pages == 3 * COLUMNS
-    assert decoder.length == 64
-    assert decoder.forward(step_of((2, 0, [1, 2, 3]))).shape == (3, LLAMA.vocabulary)
-    decoder.close()
+    one, found = opened(dtype)
+    with contextlib.closing(one):
+        assert type(one).__name__ == name
+        assert (one.slots, one.pages, one.length) == (found.slots, found.pages, 64) == (3, 3 * COLUMNS, 64)
+        assert one.forward(step_of((2, 0, [1, 2, 3]))).shape == (3, LLAMA.vocabulary)
 
 
-NULL = replace(LLAMA, family="null", vocabulary=257, end_tokens=(256,))
-
-
-def test_the_null_model_has_a_decoder_that_computes_nothing():
-    decoder, _ = open_sized(
-        Opened(NULL),
-        torch.float32,
-        CPU,
-        slots=None,
-        pages=None,
-        length=64,
-        threads=1,
-        deterministic=False,
-        compile=False,
-        graphs=True,
-    )
-    assert isinstance(decoder, NullDecoder)
-    assert decoder.cache_bytes() == 0
-    assert (decoder.slots, decoder.pages) == (1024, 2048)
-    decoder.copy_pages([0], [1])
-    decoder.close()
-
-
-@pytest.mark.parametrize(
-    ("ends", "token"),
-    [pytest.param((256,), ord("a"), id="a letter"), pytest.param((ord("a"), 0), 1, id="no end token")],
-)
-def test_the_null_decoder_always_says_one_token_that_ends_nothing(ends, token):
-    decoder = NullDecoder(replace(NULL, end_tokens=ends), slots=2, pages=2, length=8)
-    for _ in range(2):
-        logits = decoder.forward(step_of((0, 0, [1, 2]), (1, 0, [3])))
-        assert logits.dtype == torch.float32
-        assert np.flatnonzero(logits.sum(0)).tolist() == [token]
-        assert logits[:, token].tolist() == [1, 1, 1]
-    decoder.close()
+@pytest.mark.parametrize(("ends", "token"), [((256,), ord("a")), ((ord("a"), 0), 1)], ids=["a letter", "no end token"])
+def test_the_null_model_computes_nothing_and_always_says_one_token_that_ends_nothing(ends, token):
+    one, _ = opened(shape=replace(NULL, end_tokens=ends), slots=None, pages=None)
+    with contextlib.closing(one):
+        assert isinstance(one, NullDecoder)
+        assert (one.slots, one.pages, one.cache_bytes()) == (1024, 2048, 0)
+        one.copy_pages([0], [1])
+        for _ in range(2):
+            logits = one.forward(step_of((0, 0, [1, 2]), (1, 0, [3])))
+            assert logits.dtype == torch.float32
+            assert np.flatnonzero(logits.sum(0)).tolist() == [token]
+            assert logits[:, token].tolist() == [1, 1, 1]
