@@ -5,12 +5,10 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -58,83 +56,59 @@ print(sum(doubled.stats.cache_hits.values()), sum(doubled.stats.cache_misses.val
 '''
 
 
-class Companions:
-    """Processes that run the program, on a cache that is empty at first."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.program, self.all = folder, folder / "program.py", []
-        self.program.write_text(PROGRAM)
-
-    def start(self, name: str) -> subprocess.Popen[str]:
-        environment = {**os.environ, "XDG_CACHE_HOME": str(self.folder / "cache")}
-        command = [sys.executable, str(self.program), str(self.folder), name]
-        self.all.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True))
-        return self.all[-1]
-
-    def compiles(self, name: str) -> bool:
-        return (self.folder / f"{name}.compiles").exists()
-
-    def waits(self, one: subprocess.Popen[str]) -> bool:
-        """Whether it has the lock's file open."""
-        for path in Path(f"/proc/{one.pid}/fd").iterdir():
-            with contextlib.suppress(FileNotFoundError):  # closed since they were listed
-                if str(path.readlink()).endswith(".lock"):
-                    return True
-        return False
-
-    def go(self) -> None:
-        (self.folder / "go").touch()
-
-
-@pytest.fixture
-def companions(tmp_path: Path) -> Iterator[Companions]:
-    made = Companions(tmp_path)
-    yield made
-    for one in made.all:
-        one.kill()
-        one.communicate()
-
-
-def until(holds: Callable[[], bool], limit_s: float = 120.0) -> None:
-    ends = time.monotonic() + limit_s
+def until(holds):
+    ends = time.monotonic() + 120
     while not holds():
         assert time.monotonic() < ends
         time.sleep(0.02)
 
 
-def one_compiles_and_one_waits(companions):
-    first = companions.start("first")
-    until(lambda: companions.compiles("first"))
-    second = companions.start("second")
-    until(lambda: companions.waits(second))
-    return first, second
+def has_open(process, suffix):
+    for path in Path(f"/proc/{process.pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # closed since they were listed
+            if str(path.readlink()).endswith(suffix):
+                return True
+    return False
 
 
 @pytest.mark.thorough
-def test_one_process_compiles_what_two_need_and_the_other_loads_it(companions):
-    first, second = one_compiles_and_one_waits(companions)
-    companions.go()
-    found = [one.communicate(timeout=120)[0].split() for one in (first, second)]
-    assert found == [["0", "1"], ["1", "0"]]
-    assert not companions.compiles("second")
+@pytest.mark.parametrize("killed", [False, True], ids=["one compiles, one loads", "the one that compiles is killed"])
+def test_one_process_compiles_what_two_need(tmp_path, killed):
+    (tmp_path / "program.py").write_text(PROGRAM)
+
+    def start(name):
+        environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache")}
+        command = [sys.executable, str(tmp_path / "program.py"), str(tmp_path), name]
+        return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+
+    with start("first") as first:
+        try:
+            until((tmp_path / "first.compiles").exists)
+            with start("second") as second:
+                try:
+                    until(lambda: has_open(second, ".lock"))  # it waits
+                    assert not (tmp_path / "second.compiles").exists()
+                    if killed:
+                        first.kill()
+                    (tmp_path / "go").touch()
+                    found = [one.communicate(timeout=120)[0].split() for one in (first, second)]
+                finally:
+                    second.kill()
+        finally:
+            first.kill()
+    assert found == ([[], ["0", "1"]] if killed else [["0", "1"], ["1", "0"]])
 
 
-@pytest.mark.thorough
-def test_when_the_one_that_compiles_is_killed_the_other_compiles(companions):
-    first, second = one_compiles_and_one_waits(companions)
-    assert not companions.compiles("second")
-    first.send_signal(signal.SIGKILL)
-    companions.go()
-    assert second.communicate(timeout=120)[0].split() == ["0", "1"]
+def twice(value):
+    return value * 2.0
 
 
 def test_whoever_waited_long_enough_compiles_itself(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(kernel_cache, "LOOKS", 3)
     doubled = kernel_cache.compiler([Path(__file__)])(twice)
-    code = twice.__code__
-    lock = kernel_cache.folder_for([Path(__file__)]) / f"{__name__}.twice-{code.co_firstlineno}.lock"
-    with lock.open("w") as held:
+    name = f"{__name__}.twice-{twice.__code__.co_firstlineno}.lock"
+    with (kernel_cache.folder_for([Path(__file__)]) / name).open("w") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
         assert doubled(np.float64(4.0)) == 8.0
     assert sum(doubled.stats.cache_misses.values()) == 1
@@ -155,11 +129,7 @@ def test_the_lock_is_free_afterwards(tmp_path, monkeypatch, way):
     assert not compile_status.is_compiling()
 
 
-def twice(value):
-    return value * 2.0
-
-
-def test_what_a_thread_compiles_is_a_station_of_its_lane(tmp_path):
+def test_what_a_thread_compiles_is_a_station_of_its_lane():
     lane = Lane("forward 0")
     lane.enter("sample")
     with_kernel = kernel_cache.compiler([Path(__file__)])(lambda x: x + 1)

@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from helpers import AtOnce
+from helpers import AtOnce, Doubler
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpuinfer.api import Backend, Limits
 from gpuinfer.engine.engine import Engine
 from gpuinfer.stats import Lane, Snapshot, merge_in_turn, merge_snapshots, since
 
@@ -60,28 +59,19 @@ def test_what_a_server_did_since_holds_over_its_restarts(before, after):
         lane = {"name": "forward 0", "stations": stations, "visits": stations, "ran": stations}
         return Snapshot(waiting=len(stations), lanes=(lane,), rss_peak_mb=100.0 + len(stations))
 
-    def counted(lives):
-        return {name: sum(each.get(name, 0) for each in lives) for name in {name for each in lives for name in each}}
-
     then, now = (merge_in_turn(map(life, lives)) for lives in (before, [*before, *after]))
     (lane,) = since(now, then).lanes
-    ended = counted(after)
+    ended = {name: sum(each.get(name, 0) for each in after) for name in {name for each in after for name in each}}
     assert lane == {"name": "forward 0", "stations": ended, "visits": ended, "ran": ended}
     assert now.waiting == len(after[-1])
     assert now.rss_peak_mb == 100.0 + max(map(len, [*before, *after]))
 
 
 async def test_an_engine_times_its_batches_by_their_size():
-    class Twice(Backend):
-        limits = Limits(8)
-
-        async def infer(self, batch):
-            return [request.payload for request in batch]
-
-    engine = Engine(Twice(), AtOnce())
+    engine = Engine(Doubler(), AtOnce())
     await engine.start()
-    await engine.submit("a", rows=3)
-    await engine.submit("b", rows=3)
+    for payload in "ab":
+        await engine.submit(payload, rows=3)
     told = engine.snapshot().batch_s
     await engine.close()
     assert [(rows, count) for rows, (count, _) in told.items()] == [(3, 2)]

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpuinfer.models.device_arbiter import PRESENT_S, STATION, DeviceArbiter, DeviceSlot, FairScheduler
+from gpuinfer.models.device_arbiter import PRESENT_S, STATION, DeviceArbiter, FairScheduler
 
 CORES = 2
 
@@ -62,42 +62,36 @@ def simulate(*models: Model, room: int = CORES, seconds: float = 20.0, at_once: 
 
 
 TEXT = Model(step_s=0.020)
-ROWS = Model(step_s=0.005, pause_s=5e-4)
 
 
 @pytest.mark.parametrize(
     ("models", "parts"),
     [
-        pytest.param([TEXT, TEXT], [0.5, 0.5], id="equal shares by default"),
-        pytest.param([Model(2), Model()], [2 / 3, 1 / 3], id="by weights"),
-        pytest.param([Model(1, 0.02), Model(4, 0.002)], [0.2, 0.8], id="by weights, forwards of unlike length"),
-        pytest.param([TEXT, ROWS], [0.5, 0.45], id="of device time, not of forwards"),
-        pytest.param([Model(3, lanes=2, width=1), Model(lanes=2, width=1)], [0.75, 0.25], id="a core each"),
-        pytest.param([TEXT, Model(pause_s=1.0)], [0.98, 0.01], id="a model that seldom asks delays no other"),
-        pytest.param([TEXT, Model(until=0.0)], [0.99, 0.0], id="an idle model gives its share away"),
-        pytest.param([TEXT, Model(until=10.0)], [0.75, 0.25], id="so does a model that ends"),
+        ([TEXT, TEXT], [0.5, 0.5]),
+        ([Model(2), Model()], [2 / 3, 1 / 3]),
+        ([Model(1, 0.02), Model(4, 0.002)], [0.2, 0.8]),  # forwards of unlike length
+        ([TEXT, Model(step_s=0.005, pause_s=5e-4)], [0.5, 0.45]),  # of device time, not of forwards
+        ([Model(3, lanes=2, width=1), Model(lanes=2, width=1)], [0.75, 0.25]),  # a core each
+        ([TEXT, Model(pause_s=1.0)], [0.98, 0.01]),  # a model that seldom asks delays no other
+        ([TEXT, Model(until=0.0)], [0.99, 0.0]),  # an idle model gives its share away
+        ([TEXT, Model(until=10.0)], [0.75, 0.25]),
     ],
 )
 def test_the_device_is_shared(models, parts):
     assert simulate(*models)[1] == pytest.approx(parts, abs=0.04)
 
 
-@given(
-    st.lists(
-        st.builds(
-            Model,
-            share=st.sampled_from([0.5, 1.0, 3.0]),
-            step_s=st.floats(1e-4, 0.05),
-            pause_s=st.floats(0, 0.05),
-            width=st.integers(1, 5),
-            lanes=st.integers(1, 3),
-        ),
-        min_size=2,
-        max_size=4,
-    ),
-    st.integers(1, 4),
-    st.sampled_from([True, False, None]),
+MODELS = st.builds(
+    Model,
+    share=st.sampled_from([0.5, 1.0, 3.0]),
+    step_s=st.floats(1e-4, 0.05),
+    pause_s=st.floats(0, 0.05),
+    width=st.integers(1, 5),
+    lanes=st.integers(1, 3),
 )
+
+
+@given(st.lists(MODELS, min_size=2, max_size=4), st.integers(1, 4), st.sampled_from([True, False, None]))
 def test_no_model_starves_and_the_device_is_never_overfull(models, room, at_once):
     seconds = 1.0 + 40 * max(one.step_s for one in models)
     assert all(part > 0 for part in simulate(*models, room=room, seconds=seconds, at_once=at_once)[1])
@@ -112,14 +106,12 @@ def test_two_models_that_always_have_work_get_their_shares(first, second, shares
 @pytest.mark.parametrize(
     ("models", "rates"),
     [
-        pytest.param([Model(), Model()], [100, 100], id="equal shares: at once, a core each"),
-        pytest.param(
-            [Model(gain=1.9), Model(pause_s=0.1)], [180, 9], id="no core is reserved for one that seldom asks"
-        ),
-        pytest.param([Model(2, gain=1.8), Model(gain=1.8)], [120, 60], id="two thirds of two cores: in turns"),
-        pytest.param([Model(gain=1.8, least=2), Model(gain=1.8, least=2)], [90, 90], id="fixed threads: in turns"),
-        pytest.param([Model(), Model(), Model()], [66, 66, 66], id="more models than cores"),
-        pytest.param([Model(gain=1.5), Model(gain=1.5, until=0)], [150, 0], id="alone: all cores"),
+        ([Model(), Model()], [100, 100]),  # equal shares: a core each
+        ([Model(gain=1.9), Model(pause_s=0.1)], [180, 9]),  # none is reserved for one that seldom asks
+        ([Model(2, gain=1.8), Model(gain=1.8)], [120, 60]),  # two thirds of two cores: in turns
+        ([Model(gain=1.8, least=2), Model(gain=1.8, least=2)], [90, 90]),  # fixed threads: in turns
+        ([Model(), Model(), Model()], [66, 66, 66]),
+        ([Model(gain=1.5), Model(gain=1.5, until=0)], [150, 0]),  # alone: all cores
     ],
 )
 def test_models_run_at_once_where_shares_are_whole_cores(models, rates):
@@ -127,25 +119,24 @@ def test_models_run_at_once_where_shares_are_whole_cores(models, rates):
     assert [count / 20.0 for count in done] == pytest.approx(rates, rel=0.1, abs=1)
 
 
-def test_alone_a_model_waits_for_no_other():
-    scheduler = FairScheduler(1)
-    model = scheduler.join(1.0)
-    turns = [scheduler.ask(model, 1, 0.0) for _ in range(3)]
-    assert scheduler.due(0.0)[0] == turns
+def test_alone_and_freely_no_forward_waits():
+    for scheduler, members in ((FairScheduler(1), 1), (FairScheduler(2, free=True), 3)):
+        models = [scheduler.join(1.0) for _ in range(members)]
+        turns = [scheduler.ask(models[number % members], 2, 0.0) for number in range(3)]
+        assert scheduler.due(0.0)[0] == turns
+        for turn in turns:
+            scheduler.done(turn, 1.0)
+        assert [model.had_s for model in models] == [3.0 / members] * members
 
 
 @pytest.mark.parametrize(
     ("at_once", "free", "begun", "width", "has_all"),
-    [
-        pytest.param(False, False, 1, 2, True, id="in turns one forward has all of the room"),
-        pytest.param(True, False, 2, 1, False, id="at once each has its part"),
-        pytest.param(False, True, 2, 1, False, id="free, each has what it would have alone"),
-    ],
+    [(False, False, 1, 2, True), (True, False, 2, 1, False), (False, True, 2, 1, False)],
+    ids=["in turns", "at once", "free"],
 )
 def test_forwards_of_a_device_that_takes_whole_forwards(at_once, free, begun, width, has_all):
     scheduler = FairScheduler(2, at_once=at_once, free=free)
-    models = [scheduler.join(1.0), scheduler.join(1.0)]
-    first, second = (scheduler.ask(model, 2, 0.0, alone=1) for model in models)
+    first, second = (scheduler.ask(scheduler.join(1.0), 2, 0.0, alone=1) for _ in range(2))
     assert scheduler.due(0.0)[0] == [first, second][:begun]
     assert (first.width, first.has_all) == (width, has_all)
     scheduler.done(first, 1.0)
@@ -172,22 +163,10 @@ def test_cores_are_reserved_for_a_model_that_asks_again_at_once_but_not_for_long
         scheduler.done(turn, now + after)
 
 
-def test_freely_no_forward_waits():
-    scheduler = FairScheduler(2, free=True)
-    turns = [scheduler.ask(scheduler.join(1.0), 2, 0.0) for _ in range(3)]
-    assert scheduler.due(0.0)[0] == turns
-    for turn in turns:
-        scheduler.done(turn, 1.0)
-    assert [model.had_s for model in scheduler.models] == [1.0, 1.0, 1.0]
-
-
-# Threads
-
-
 def test_threads_take_turns_at_an_arbiter():
     arbiter, inside, most = DeviceArbiter(CORES, at_once=False), [0], [0]
 
-    def work(slot: DeviceSlot) -> None:
+    def work(slot) -> None:
         for _ in range(50):
             with slot.turn(CORES, lambda station: None):
                 inside[0] += 1

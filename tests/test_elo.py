@@ -17,15 +17,9 @@ def strength_of(points):
     return of_strength(ScoreTally(dict(enumerate(points))).facts())
 
 
-@pytest.mark.parametrize(("score", "difference"), [(0.5, 0.0), (0.75, 190.849), (0.25, -190.849), (10 / 11, 400.0)])
-def test_elo_is_that_of_the_logistic_curve(score, difference):
-    assert elo(score) == pytest.approx(difference, abs=1e-3)
-
-
 @given(st.dictionaries(st.integers(0, 40), SCORED, min_size=1), st.randoms(use_true_random=False))
 def test_the_order_in_which_games_are_told_does_not_matter(points, order):
-    tally = ScoreTally()
-    numbers = [*points, *points]  # each twice
+    tally, numbers = ScoreTally(), [*points, *points]  # each twice
     order.shuffle(numbers)
     for number in numbers:
         tally.add({number: points[number]})
@@ -48,8 +42,7 @@ def test_the_interval_of_pairs_is_that_of_their_means(pairs):
 @pytest.mark.parametrize("win", [0.5, 0.75, 0.95])
 def test_nineteen_of_twenty_intervals_hold_the_truth(win):
     """Of 100 pairs whose two games are one another's mirror image half of the time."""
-    draw = np.random.default_rng(1)
-    held = 0
+    draw, held = np.random.default_rng(1), 0
     for _ in range(400):
         first = draw.random(100) < win
         second = np.where(draw.random(100) < 0.5, first, draw.random(100) < win)
@@ -58,22 +51,13 @@ def test_nineteen_of_twenty_intervals_hold_the_truth(win):
     assert 0.92 < held / 400 < 0.985
 
 
-def test_pairs_that_are_always_shared_say_more_than_games_by_themselves():
-    shared = strength_of([1.0, 0.0] * 100)
-    mixed = strength_of(np.random.default_rng(0).permutation([1.0, 0.0] * 100).tolist())
-    assert shared["score"] == mixed["score"] == 0.5
-    assert np.diff(shared["score_ci95"]) < 0.25 * np.diff(mixed["score_ci95"])
-
-
-def test_where_all_games_are_won_there_is_a_lower_bound_alone():
-    found = strength_of([1.0] * 400)
-    assert (found["elo"], found["elo_ci95"][1]) == (None, None)
-    assert 600 < found["elo_ci95"][0] < 1000
-    assert in_elo(found).startswith("more than +")
+def test_strength_is_elo_by_the_logistic_curve_and_a_bound_alone_where_all_games_are_won():
+    assert [elo(score) for score in (0.5, 0.75, 0.25, 10 / 11)] == pytest.approx([0, 190.849, -190.849, 400], abs=1e-3)
+    won = strength_of([1.0] * 400)
+    assert (won["elo"], won["elo_ci95"][1]) == (None, None)
+    assert 600 < won["elo_ci95"][0] < 1000
+    assert in_elo(won).startswith("more than +")
     assert in_elo(strength_of([0.0] * 400)).startswith("less than −")
-
-
-def test_strength_in_words():
     found = strength_of([1.0, 0.5, 1.0, 0.0])
     assert in_elo(found).startswith("+89 Elo (−")
     assert in_score(found).startswith("62.5 % (")

@@ -2,7 +2,7 @@
 
 import contextlib
 import logging
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -26,8 +26,9 @@ from gpuinfer.models.pinned_memory import copy_plan, deliver, unstage
 from gpuinfer.models.row_blocks import RowBlocks, sound_rows, table_of, unpacked
 
 FEATURES, ACTIONS, SEATS = 40, 12, 3
-DTYPES = [pytest.param(torch.float32, id="float32"), pytest.param(torch.bfloat16, id="bfloat16")]
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 NETWORKS = ["blobnet", "blobnet-small"]
+SIZES = st.lists(st.integers(0, 9), min_size=1, max_size=6).filter(any)
 
 
 @pytest.fixture(autouse=True)
@@ -63,40 +64,30 @@ def sums(blocks):
     return [block.astype(np.float32).sum(1, keepdims=True) for block in blocks]
 
 
-# What comes back
-
-
-@given(
-    sizes=st.lists(st.integers(0, 9), min_size=1, max_size=6).filter(any),
-    chunk=st.integers(1, 12),
-    dtype=st.sampled_from([np.uint8, np.int8, np.float32]),
-    fixed_shape=st.booleans(),
-)
-def test_every_block_gets_its_own_rows_back_in_order(sizes, chunk, dtype, fixed_shape):
-    blocks = [positions(rows, seed, dtype) for seed, rows in enumerate(sizes)]
-    found = CpuForward(Sums(), torch.float32, chunk, fixed_shape)(blocks)
-    for ours, theirs in zip(found, sums(blocks), strict=True):
+def assert_equal(found, expected):
+    for ours, theirs in zip(found, expected, strict=True):
         np.testing.assert_array_equal(ours, theirs)
 
 
-@pytest.mark.parametrize("chunk", [pytest.param(64, id="one chunk"), pytest.param(2, id="several chunks")])
+# What comes back
+
+
+@given(SIZES, st.integers(1, 12), st.sampled_from([np.uint8, np.int8, np.float32]), st.booleans())
+def test_every_block_gets_its_own_rows_back_in_order(sizes, chunk, dtype, fixed_shape):
+    blocks = [positions(rows, seed, dtype) for seed, rows in enumerate(sizes)]
+    assert_equal(CpuForward(Sums(), torch.float32, chunk, fixed_shape)(blocks), sums(blocks))
+
+
+@pytest.mark.parametrize("chunk", [64, 2], ids=["one chunk", "several chunks"])
 @pytest.mark.parametrize("shape", ["alone", "a tuple", "a dict"])
-@pytest.mark.parametrize("dtype", DTYPES)
+@DTYPES
 def test_results_have_the_modules_structure_as_float32_arrays(shape, chunk, dtype):
     block = positions(5)
-    (found,) = CpuForward(Sums(shape), dtype, chunk)([block])
-    (total,) = sums([block])
-    expected = {"alone": [total], "a tuple": [total, -total], "a dict": [total, -total]}[shape]
+    (found,), (total,) = CpuForward(Sums(shape), dtype, chunk)([block]), sums([block])
     parts = [found] if shape == "alone" else list(found.values()) if shape == "a dict" else list(found)
     assert isinstance(found, {"alone": np.ndarray, "a tuple": tuple, "a dict": dict}[shape])
-    for part, wanted in zip(parts, expected, strict=True):
-        assert part.dtype == np.float32
-        assert part.flags.c_contiguous
-        np.testing.assert_array_equal(part, wanted)
-
-
-def reversed_rows(block):
-    return block[::-1]
+    assert_equal(parts, [total] if shape == "alone" else [total, -total])
+    assert all(part.dtype == np.float32 and part.flags.c_contiguous for part in parts)
 
 
 def read_only(block):
@@ -105,45 +96,41 @@ def read_only(block):
     return block
 
 
-def every_other_row(block):
-    return np.repeat(block, 2, axis=0)[::2]
-
-
-@pytest.mark.parametrize("view", [reversed_rows, read_only, every_other_row])
+@pytest.mark.parametrize("view", [lambda block: block[::-1], read_only, lambda block: np.repeat(block, 2, axis=0)[::2]])
 @pytest.mark.parametrize("dtype", [np.uint8, np.float32])
-def test_any_view_of_an_array_is_taken_as_it_is_and_left_as_it_was(view, dtype):
-    block = view(positions(6, dtype=dtype))
+def test_any_view_is_taken_and_left_as_it_is_and_a_result_is_not_changed_by_the_next_batch(view, dtype):
+    block = view(positions(4, dtype=dtype))
     before = block.copy()
-    (found,) = CpuForward(Sums(), torch.float32)([block])
-    np.testing.assert_array_equal(found, sums([before])[0])
-    np.testing.assert_array_equal(block, before)
-
-
-@pytest.mark.parametrize("dtype", [np.uint8, np.float32])
-def test_a_result_is_not_changed_by_the_next_batch(dtype):
+    assert_equal(CpuForward(Sums(), torch.float32)([block]), sums([before]))
     forward = CpuForward(nn.Identity(), torch.float32, 4)
-    first, second = positions(4, 1, dtype), positions(4, 2, dtype)
-    (kept,) = forward([first])
-    forward([second])
-    np.testing.assert_array_equal(kept, first)
+    (kept,) = forward([block])
+    forward([positions(4, 2, dtype)])
+    assert_equal([kept, block], [before, before])
 
 
-def test_a_block_of_the_right_dtype_is_not_copied():
-    seen = []
+def test_a_block_of_the_right_dtype_is_not_copied_and_the_ledger_hears_of_transfer_and_forward():
+    seen, stations = [], []
 
     class Look(nn.Module):
         def forward(self, x):
             seen.append(x.data_ptr())
             return x.sum(1, keepdim=True)
 
+    class Lane:
+        def enter(self, station):
+            stations.append(station)
+
     block = positions(6, dtype=np.float32)
-    CpuForward(Look(), torch.float32, 4)([block])
+    token = api.forward_lane.set(Lane())
+    try:
+        CpuForward(Look(), torch.float32, 4)([block])
+    finally:
+        api.forward_lane.reset(token)
     assert seen == [block.ctypes.data, block[4:].ctypes.data]
+    assert stations == ["transfer", "forward", "transfer", "forward", "transfer"]
 
 
 # Features that arrive as bits
-
-WIDTHS = [pytest.param(8, id="whole bytes"), pytest.param(13, id="an odd number"), pytest.param(1, id="one feature")]
 
 
 def bits_and_bytes(rows, features, seed=0):
@@ -153,17 +140,19 @@ def bits_and_bytes(rows, features, seed=0):
 
 
 @given(
-    sizes=st.lists(st.integers(0, 9), min_size=1, max_size=6).filter(any),
-    features=st.integers(1, 40),
-    chunk=st.integers(1, 12),
-    fixed_shape=st.booleans(),
-    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+    SIZES,
+    st.integers(1, 40),
+    st.integers(1, 12),
+    st.booleans(),
+    st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
 )
-def test_bits_become_the_features_that_they_stand_for(sizes, features, chunk, fixed_shape, dtype):
+def test_bits_become_the_features_that_they_stand_for_on_the_host_and_on_a_device(sizes, features, chunk, fixed, dtype):
     packed, expected = zip(*(bits_and_bytes(rows, features, seed) for seed, rows in enumerate(sizes)), strict=True)
-    found = CpuForward(nn.Identity(), dtype, chunk, fixed_shape, bits=features)(packed)
-    for ours, theirs in zip(found, expected, strict=True):
-        np.testing.assert_array_equal(ours, theirs)
+    assert_equal(CpuForward(nn.Identity(), dtype, chunk, fixed, bits=features)(packed), expected)
+    found = unpacked(torch.from_numpy(np.concatenate(packed)), features, table_of(dtype))
+    assert found.dtype == dtype
+    assert found.is_contiguous()
+    np.testing.assert_array_equal(found.float().numpy(), np.concatenate(expected))
 
 
 @pytest.mark.parametrize("name", NETWORKS)
@@ -172,23 +161,10 @@ def test_a_network_answers_bits_as_it_answers_bytes(name):
     from_bits = CpuForward(network(name), torch.float32, bits=FEATURES)([packed[:1], packed[1:]])
     from_bytes = CpuForward(network(name), torch.float32)([expected[:1], expected[1:]])
     for ours, theirs in zip(from_bits, from_bytes, strict=True):
-        np.testing.assert_array_equal(ours[0], theirs[0])
-        np.testing.assert_array_equal(ours[1], theirs[1])
-
-
-@pytest.mark.parametrize("features", WIDTHS)
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_a_device_unpacks_bits_as_the_host_does(features, dtype):
-    packed, expected = bits_and_bytes(20, features)
-    found = unpacked(torch.from_numpy(packed), features, table_of(dtype))
-    assert found.dtype == dtype
-    assert found.is_contiguous()
-    np.testing.assert_array_equal(found.float().numpy(), expected)
+        assert_equal(ours, theirs)
 
 
 # Faults in answers, as a device looks for them
-
-VALUES = st.sampled_from([0.0, -1.5, 3e38, -np.inf, np.inf, np.nan])
 
 
 @given(
@@ -200,13 +176,13 @@ def test_a_device_finds_the_faults_that_the_host_finds(rows, shapes, data):
     parts = []
     for shape in shapes:
         count = rows * int(np.prod(shape))
-        values = data.draw(st.lists(VALUES, min_size=count, max_size=count))
+        drawn = st.sampled_from([0.0, -1.5, 3e38, -np.inf, np.inf, np.nan])
+        values = data.draw(st.lists(drawn, min_size=count, max_size=count))
         parts.append(np.array(values, np.float32).reshape(rows, *shape))
     sound = sound_rows([torch.from_numpy(part) for part in parts], rows)
     assert (sound.dtype, sound.shape) == (torch.bool, (rows,))
-    assert sound.tolist() == [
-        find_fault(tuple(part[row : row + 1] for part in parts), 1) is None for row in range(rows)
-    ]
+    faults = [find_fault(tuple(part[row : row + 1] for part in parts), 1) for row in range(rows)]
+    assert sound.tolist() == [fault is None for fault in faults]
 
 
 def test_looking_for_faults_costs_few_kernels():
@@ -238,9 +214,13 @@ def test_batched_answers_are_those_of_rows_asked_one_by_one(name):
 
 
 @pytest.mark.parametrize("name", [*NETWORKS, "plain"])
-@pytest.mark.parametrize("dtype", DTYPES)
+@DTYPES
 def test_with_a_fixed_shape_a_rows_answer_is_the_same_bits_in_any_company(name, dtype):
     """`plain` is a module of ordinary linear layers, as a user writes them."""
+
+    def flat(results):
+        return np.concatenate([np.concatenate(r, axis=1) if isinstance(r, tuple) else r for r in results])
+
     layers = nn.Linear(FEATURES, 96), nn.ReLU(), nn.Linear(96, 17)
     module = nn.Sequential(*layers).to(dtype) if name == "plain" else network(name, dtype)
     forward, everything = CpuForward(module, dtype, 64, fixed_shape=True), positions(150)
@@ -255,48 +235,14 @@ def test_with_a_fixed_shape_a_rows_answer_is_the_same_bits_in_any_company(name, 
     check()
 
 
-def flat(results):
-    """All results as one array [rows, outputs]."""
-    return np.concatenate([np.concatenate(r, axis=1) if isinstance(r, tuple) else r for r in results])
-
-
 def test_threads_may_share_one():
-    forward, blocks = (
-        CpuForward(network("blobnet-small"), torch.float32, 16),
-        [positions(40, seed) for seed in range(4)],
-    )
+    forward = CpuForward(network("blobnet-small"), torch.float32, 16)
+    blocks = [positions(40, seed) for seed in range(4)]
     expected = [forward([block])[0] for block in blocks]
-    found = [None] * 4
-
-    def ask(number):
+    with ThreadPoolExecutor(4) as threads:
         for _ in range(20):
-            found[number] = forward([blocks[number]])[0]
-
-    threads = [threading.Thread(target=ask, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    for ours, theirs in zip(found, expected, strict=True):
-        np.testing.assert_array_equal(ours[0], theirs[0])
-
-
-# Stations
-
-
-def test_the_ledger_hears_of_transfer_and_forward():
-    stations = []
-
-    class Lane:
-        def enter(self, station):
-            stations.append(station)
-
-    token = api.forward_lane.set(Lane())
-    try:
-        CpuForward(Sums(), torch.float32, 4)([positions(6)])
-    finally:
-        api.forward_lane.reset(token)
-    assert stations == ["transfer", "forward", "transfer", "forward", "transfer"]
+            for ours, theirs in zip(threads.map(lambda block: forward([block])[0], blocks), expected, strict=True):
+                assert_equal(ours, theirs)
 
 
 # Memory
@@ -308,14 +254,11 @@ def test_out_of_memory_halves_the_step_says_so_once_and_goes_on(fixed_shape, cap
     forward = CpuForward(module, torch.float32, 16, fixed_shape)
     with caplog.at_level(logging.WARNING, "gpuinfer"):
         for _ in range(2):
-            for ours, theirs in zip(forward(blocks), sums(blocks), strict=True):
-                np.testing.assert_array_equal(ours, theirs)
+            assert_equal(forward(blocks), sums(blocks))
     assert module.batches[:3] == [16, 8, 4]
     assert max(module.batches[3:]) == 4
-    assert [record.message for record in caplog.records] == [
-        "out of memory at 16 rows: going on with at most 4 at a time. "
-        "Set chunk_rows=4 (on the command line -B chunk_rows=4) to start there."
-    ]
+    (said,) = caplog.messages
+    assert said.startswith("out of memory at 16 rows: going on with at most 4 at a time. Set chunk_rows=4")
 
 
 def test_a_row_that_does_not_fit_alone_is_an_error_with_a_cure():
@@ -323,27 +266,19 @@ def test_a_row_that_does_not_fit_alone_is_an_error_with_a_cure():
         CpuForward(Sums(most=0), torch.float32, 4)([positions(3)])
 
 
-@pytest.mark.parametrize(
-    ("error", "answer"),
-    [
-        pytest.param(torch.OutOfMemoryError("CUDA out of memory."), True, id="CUDA"),
-        pytest.param(MemoryError(), True, id="Python"),
-        pytest.param(
-            RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate"), True, id="cuBLAS"
-        ),
-        pytest.param(RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"), True, id="the CPU"),
-        pytest.param(RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False, id="a wrong shape"),
-        pytest.param(ValueError("out of memory"), False, id="not torch's"),
-    ],
-)
-def test_which_errors_mean_out_of_memory(error, answer):
-    assert is_out_of_memory(error) is answer
-
-
-def test_torchs_own_allocation_failure_is_recognised():
-    with pytest.raises(RuntimeError) as caught:
+def test_which_errors_mean_out_of_memory():
+    with pytest.raises(RuntimeError) as torchs_own:
         torch.empty(1 << 60, dtype=torch.uint8)
-    assert is_out_of_memory(caught.value)
+    for error, answer in (
+        (torchs_own.value, True),
+        (torch.OutOfMemoryError("CUDA out of memory."), True),
+        (MemoryError(), True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate"), True),
+        (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"), True),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
+        (ValueError("out of memory"), False),
+    ):
+        assert is_out_of_memory(error) is answer, error
 
 
 # Staging and buckets
@@ -372,8 +307,10 @@ def test_a_batch_goes_in_the_least_bucket_that_holds_it(most, data):
 
 # What a CUDA device fetches from where it lies, and writes where it belongs
 
+BLOCKS = st.lists(st.tuples(st.integers(1, 9), st.booleans()), min_size=1, max_size=8)
 
-@given(st.lists(st.tuples(st.integers(1, 9), st.booleans()), min_size=1, max_size=8))
+
+@given(BLOCKS)
 def test_pinned_blocks_go_to_the_device_as_they_lie_and_the_others_together_by_staging(batch):
     blocks = [positions(rows, seed) for seed, (rows, _) in enumerate(batch)]
     lying = {id(block): lies_so for block, (_, lies_so) in zip(blocks, batch, strict=True)}
@@ -389,7 +326,7 @@ def test_pinned_blocks_go_to_the_device_as_they_lie_and_the_others_together_by_s
     assert len(staged) <= len(straight) + 1
 
 
-@given(st.lists(st.tuples(st.integers(1, 9), st.booleans()), min_size=1, max_size=8))
+@given(BLOCKS)
 def test_answers_to_pinned_blocks_are_written_there_and_those_to_others_by_staging(batch):
     targets = [np.zeros((rows, 3), np.float32) for rows, _ in batch]
     lying = {id(target): lies_so for target, (_, lies_so) in zip(targets, batch, strict=True)}
@@ -409,44 +346,31 @@ def test_answers_to_pinned_blocks_are_written_there_and_those_to_others_by_stagi
     np.testing.assert_array_equal(np.concatenate(targets), answers.numpy())
 
 
-def test_nothing_is_pinned_for_a_cpu():
-    registration = pinned_memory.register(positions(4), torch.device("cpu"))
-    assert not registration.pinned
-    registration.close()
+@pytest.mark.parametrize("error", [0, 2], ids=["pins", "refuses"])
+def test_pages_are_pinned_for_cuda_until_closed_and_a_refusal_is_told(error, monkeypatch, caplog):
+    pages = {}
 
+    class Driver:
+        """Stands for CUDA's library."""
 
-class Driver:
-    """Stands for CUDA's library: pins pages, or refuses with error 2."""
+        def cudaHostRegister(self, address, size, flags):
+            pages.update({} if error else {address: size})
+            return error
 
-    def __init__(self, error):
-        self.error, self.pages = error, {}
+        def cudaHostUnregister(self, address):
+            del pages[address]
+            return 0
 
-    def cudaHostRegister(self, address, size, flags):
-        if not self.error:
-            self.pages[address] = size
-        return self.error
-
-    def cudaHostUnregister(self, address):
-        del self.pages[address]
-        return 0
-
-
-@pytest.fixture(params=[pytest.param(0, id="pins"), pytest.param(2, id="refuses")])
-def driver(request, monkeypatch):
-    found = Driver(request.param)
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: found)
+    monkeypatch.setattr(torch.cuda, "cudart", Driver)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(pinned_memory, "forget", lambda: None)
-    return found
-
-
-def test_pages_are_pinned_until_closed_and_a_refusal_is_told(driver, caplog):
     block = positions(4)
+    assert not pinned_memory.register(block, torch.device("cpu")).pinned
     registration = pinned_memory.register(block, torch.device("cuda", 0))
-    assert driver.pages == ({} if driver.error else {block.ctypes.data: block.nbytes})
-    assert registration.pinned is not bool(driver.error)
-    assert ("ulimit -l" in caplog.text) is bool(driver.error)
+    assert pages == ({} if error else {block.ctypes.data: block.nbytes})
+    assert registration.pinned is not bool(error)
+    assert ("ulimit -l" in caplog.text) is bool(error)
     for _ in range(2):
         registration.close()
-    assert driver.pages == {}
+    assert pages == {}
     assert not registration.pinned

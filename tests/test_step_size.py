@@ -22,11 +22,11 @@ FULL = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.")
 @pytest.mark.parametrize(
     ("failed", "left"),
     [
-        pytest.param([64], 32, id="half of what failed"),
-        pytest.param([64, 64, 64], 32, id="threads that fail together at one size count once"),
-        pytest.param([64, 32], 16, id="and again"),
-        pytest.param([5], 32, id="a rest that is smaller than a step: another thread's step is in the way"),
-        pytest.param([1, 1], 16, id="a single row, while there are larger steps"),
+        ([64], 32),
+        ([64, 64, 64], 32),  # threads that fail together at one size count once
+        ([64, 32], 16),
+        ([5], 32),  # a rest that is smaller than a step: another thread's step is in the way
+        ([1, 1], 16),  # a single row, while there are larger steps
     ],
 )
 def test_the_step_after_failures(failed, left):
@@ -39,13 +39,11 @@ def test_the_step_after_failures(failed, left):
 def test_a_single_row_is_given_up_once_no_step_is_larger():
     step = StepSize(2, "cuda:1")
     step.make_room(1, FULL)
-    with pytest.raises(
-        BackendError, match=r"a single row on cuda:1: CUDA out of memory\. Tried.*model, dtype bfloat16"
-    ):
+    with pytest.raises(BackendError, match=r"a single row on cuda:1: CUDA out of memory\..*model, dtype bfloat16"):
         step.make_room(1, FULL)
 
 
-def test_a_step_that_was_begun_with_more_rows_is_waited_for():
+def test_a_larger_step_under_way_is_waited_for_and_one_that_hangs_once():
     step = StepSize(64)
     with ThreadPoolExecutor(1) as other:
         with step.under_way(64):
@@ -54,9 +52,6 @@ def test_a_step_that_was_begun_with_more_rows_is_waited_for():
             until(lambda: step.waiting == 1)
         waits.result(60)
     assert step.rows == 32
-
-
-def test_a_step_that_hangs_is_waited_for_once():
     step = StepSize(64, wait_s=0.0)
     with step.under_way(64):
         for _ in range(3):
@@ -71,51 +66,51 @@ def until(holds):
         time.sleep(0.001)
 
 
-def test_the_device_is_named_where_there_may_be_several(caplog):
+@pytest.mark.parametrize(
+    ("device", "first", "failed", "made", "said"),
+    [
+        ("cuda:1", 64, [64], [32], "64 rows on cuda:1: going on with at most 32 at a time. Set chunk_rows=32 "),
+        # of a rest of 5 nobody learns whether more would have fitted
+        ("", 1024, [64] * 5 + [32], [5, 16, 16], "64 rows: going on with at most 16 at a time. Set chunk_rows=16 "),
+    ],
+)
+def test_the_size_is_advised_once_and_only_when_it_is_known(caplog, device, first, failed, made, said):
+    step = StepSize(first, device)
     with caplog.at_level(logging.WARNING, "gpuinfer"):
-        step = StepSize(64, "cuda:1")
-        step.make_room(64, FULL)
-        step.made(32)
-    assert caplog.messages == [
-        "out of memory at 64 rows on cuda:1: going on with at most 32 at a time. "
-        "Set chunk_rows=32 (on the command line -B chunk_rows=32) to start there."
-    ]
-
-
-def test_nothing_is_advised_before_it_is_known_how_many_rows_fit(caplog):
-    step = StepSize(1024)
-    with caplog.at_level(logging.WARNING, "gpuinfer"):
-        for rows in (64, 64, 64, 64, 64, 32):
+        for rows in failed:
             step.make_room(rows, FULL)
-        step.made(5)  # a rest, of which nobody learns whether more would have fitted
         assert caplog.messages == []
-        step.made(16)
-        step.made(16)
-    assert [one[: one.index("(")] for one in caplog.messages] == [
-        "out of memory at 64 rows: going on with at most 16 at a time. Set chunk_rows=16 "
-    ]
+        for rows in made:
+            step.made(rows)
+    assert [one[: one.index("(")] for one in caplog.messages] == [f"out of memory at {said}"]
 
 
 class Shared(nn.Module):
-    """Threads that are in here at the same time have room for so many rows between them.
+    """Threads that are in here at the same time have room for so many rows between them. The first step that `hold`
+    says does not end before `released`.
 
     Two of them with room for 24 never come to a single row: 16 and 8 fit, whoever is held up inside.
     """
 
-    def __init__(self, room: int) -> None:
+    def __init__(self, room: int, hold: bool = False) -> None:
         super().__init__()
-        self.room, self._held, self._lock = room, 0, threading.Lock()
+        self.room, self.inside, self.lock = room, 0, threading.Lock()
+        self.hold, self.held, self.released = hold, threading.Event(), threading.Event()
 
     def forward(self, rows):
-        with self._lock:
-            if self._held + len(rows) > self.room:
+        with self.lock:
+            first, self.hold = self.hold, False
+            if self.inside + len(rows) > self.room:
                 raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
-            self._held += len(rows)
+            self.inside += len(rows)
         try:
+            if first:
+                self.held.set()
+                assert self.released.wait(60)
             return rows.sum(1, keepdim=True)
         finally:
-            with self._lock:
-                self._held -= len(rows)
+            with self.lock:
+                self.inside -= len(rows)
 
 
 @pytest.mark.parametrize("fixed_shape", [False, True], ids=["any shape", "one shape"])
@@ -130,40 +125,18 @@ def test_lanes_that_share_a_model_go_on_with_smaller_steps_and_say_so_once(fixed
     assert len([one for one in caplog.messages if "out of memory" in one]) == 1
 
 
-class Held(Shared):
-    """Its first step does not end before `released`."""
-
-    def __init__(self, room: int) -> None:
-        super().__init__(room)
-        self.first, self.held, self.released = threading.Lock(), threading.Event(), threading.Event()
-
-    def forward(self, rows):
-        first = self.first.acquire(blocking=False)
-        with self._lock:
-            if self._held + len(rows) > self.room:
-                raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
-            self._held += len(rows)
-        if first:
-            self.held.set()
-            assert self.released.wait(60)
-        with self._lock:
-            self._held -= len(rows)
-        return rows.sum(1, keepdim=True)
-
-
 @pytest.mark.parametrize("fixed_shape", [False, True], ids=["any shape", "one shape"])
 def test_lanes_do_not_fail_beside_one_that_is_held_up_with_all_of_the_memory(fixed_shape):
-    module = Held(64)
+    module, block = Shared(64, hold=True), np.ones((100, 3), np.float32)
     forward = CpuForward(module, torch.float32, 64, fixed_shape)
-    block = np.ones((100, 3), np.float32)
     with ThreadPoolExecutor(4) as lanes:
-        one = lanes.submit(forward, [block])
+        running = [lanes.submit(forward, [block])]
         assert module.held.wait(60)
-        others = [lanes.submit(forward, [block]) for _ in range(3)]
+        running += [lanes.submit(forward, [block]) for _ in range(3)]
         try:
-            until(lambda: forward.step.waiting == 3 or any(other.done() for other in others))
+            until(lambda: forward.step.waiting == 3 or any(other.done() for other in running[1:]))
         finally:
             module.released.set()
-        for lane in (one, *others):
+        for lane in running:
             assert (lane.result(60)[0] == 3).all()
     assert forward.step.rows >= 8

@@ -1,4 +1,4 @@
-"""Games in Python that break one promise each."""
+"""Games in Python that break one promise each, and some that keep theirs. Commands import them by name."""
 
 from __future__ import annotations
 
@@ -13,33 +13,85 @@ from gpuinfer.workloads.selfplay.draw import Draw
 from gpuinfer.workloads.selfplay.python_game import PythonGame
 
 
-class Overwriting(PythonConnectFour):
-    def apply(self, position: np.ndarray, action: int) -> np.ndarray:
-        position[:] = super().apply(position, action)
-        return position
+def _game(name, base, **changed):
+    """`base` with other methods, to each of which the method that it replaces is given first; or other attributes."""
+    attributes = {"__module__": __name__}
+    for key, one in changed.items():
+        before = getattr(base, key)
+        attributes[key] = _replacing(one, before) if callable(one) and not isinstance(one, type) else one
+    return type(name, (base,), attributes)
+
+
+def _replacing(one, before):
+    return lambda self, *given: one(before, self, *given)
+
+
+def _overwriting(before, self, position, action):
+    position[:] = before(self, position, action)
+    return position
+
+
+def _nan_feature(before, self, position, row):
+    row[3] = math.nan
+
+
+def _endless_apply(before, self, position, action):
+    over = PythonConnectFour.to_move(self, position) < 0
+    return position.copy() if over else before(self, position, action)
+
+
+NAN = [math.nan, 1.0]
+Overwriting = _game("Overwriting", PythonConnectFour, apply=_overwriting)
+Unsorted = _game("Unsorted", PythonConnectFour, legal=lambda before, *given: before(*given)[::-1])
+OneReturn = _game("OneReturn", PythonConnectFour, returns=lambda before, *given: before(*given)[:1])
+NanReturns = _game("NanReturns", PythonConnectFour, returns=lambda *given: NAN)
+NanFeatures = _game("NanFeatures", Kuhn, observe=_nan_feature)
+Halves = _game("Halves", PythonConnectFour, legal=lambda before, *given: [one + 0.5 for one in before(*given)])
+Beyond = _game("Beyond", PythonConnectFour, legal=lambda before, *given: [one + 90 for one in before(*given)])
+Mask = _game("Mask", PythonConnectFour, legal=lambda before, *given: np.isin(np.arange(7), before(*given)))
+Generator = _game("Generator", PythonConnectFour, legal=lambda before, *given: (one for one in before(*given)))
+NoLegal = _game("NoLegal", PythonConnectFour, legal=lambda *given: None)
+NoMover = _game("NoMover", PythonConnectFour, to_move=lambda *given: None)
+Crowded = _game("Crowded", PythonConnectFour, to_move=lambda before, *given: before(*given) + 2)
+NoPosition = _game("NoPosition", Kuhn, determinize=lambda *given: None)
+NoApply = _game("NoApply", Kuhn, apply=lambda *given: None)
+Returning = _game("Returning", PythonConnectFour, observe=lambda before, self, position, row: np.ones_like(row))
+Unlikely = _game("Unlikely", Wager, chances=lambda before, *given: [(one, p / 2) for one, p in before(*given)])
+OneShare = _game("OneShare", Wager, chances=lambda before, *given: [(0, math.nan), *before(*given)[1:]])
+Rich = _game("Rich", Wager, returns=lambda before, *given: [100.0 * value for value in before(*given)])
+NoGuess = type("NoGuess", (Kuhn,), {"__module__": __name__, "determinize": PythonGame.determinize})
+OpenCards = _game("OpenCards", Kuhn, determinize=lambda before, self, position, draw: position)
+SaidToBeOpen = _game("SaidToBeOpen", Kuhn, hidden=False)
+Graded = _game("Graded", Kuhn, won_or_lost=True)  # and is for one chip or for two
+Peeking = _game(  # guesses at positions that cannot be
+    "Peeking", PythonConnectFour, determinize=lambda before, self, at, draw: self.apply(at, self.legal(at)[0])
+)
+Marked = _game(  # three guesses of four are the truth
+    "Marked", Kuhn, determinize=lambda before, self, at, draw: before(self, at, draw) if draw.below(4) == 0 else at
+)
+Endless = _game(  # its last move is made again and again
+    "Endless",
+    PythonConnectFour,
+    to_move=lambda before, *given: max(0, before(*given)),
+    legal=lambda before, *given: before(*given) or [0],
+    apply=_endless_apply,
+    determinize=lambda before, self, position, draw: position,
+)
 
 
 class Short(PythonConnectFour):
+    """Says that it is shorter, and may say that fewer actions are ever legal."""
+
+    changed = ("max_moves", 6)
+
     def __init__(self, *arguments: object, **options: object) -> None:
         super().__init__(*arguments, **options)
-        self.max_moves = 6
+        setattr(self, *self.changed)
+        self._actions = np.zeros(7, np.int16)
 
 
-class Unsorted(PythonConnectFour):
-    def legal(self, position: np.ndarray) -> list[int]:
-        return super().legal(position)[::-1]
-
-
-class OneReturn(PythonConnectFour):
-    def returns(self, position: np.ndarray) -> np.ndarray:
-        return super().returns(position)[:1]
-
-
-class Peeking(PythonConnectFour):
-    """Guesses at positions that cannot be."""
-
-    def determinize(self, position: np.ndarray, draw: Draw) -> np.ndarray:
-        return self.apply(position, self.legal(position)[0])
+class Wide(Short):
+    changed = ("max_legal", 3)
 
 
 class Counting(PythonConnectFour):
@@ -67,117 +119,19 @@ class Remembering(PythonConnectFour):
         row[-1] = self.dealt % 2
 
 
-class Unlikely(Wager):
-    def chances(self, position: tuple[str, ...]) -> Sequence[tuple[int, float]]:
-        return [(action, chance / 2) for action, chance in super().chances(position)]
-
-
-class NanReturns(PythonConnectFour):
-    def returns(self, position: np.ndarray) -> list[float]:
-        return [math.nan, 1.0]
-
-
 class NanLate(PythonConnectFour):
     """Plays some games as it should, and then does not know who has won."""
 
     ended, known = itertools.count(), 20
 
     def returns(self, position: np.ndarray) -> list[float]:
-        return [math.nan, 1.0] if next(self.ended) > self.known else super().returns(position)
+        return NAN if next(self.ended) > self.known else super().returns(position)
 
 
 class NanAtLast(NanLate):
     """Only after more games than a rehearsal plays."""
 
     known = 400
-
-
-class NanFeatures(Kuhn):
-    def observe(self, position: tuple[int, ...], row: np.ndarray) -> None:
-        row[3] = math.nan
-
-
-class OneShare(Wager):
-    def chances(self, position: tuple[str, ...]) -> Sequence[tuple[int, float]]:
-        return [(0, math.nan), *super().chances(position)[1:]]
-
-
-class Mask(PythonConnectFour):
-    def legal(self, position: np.ndarray) -> np.ndarray:
-        return np.isin(np.arange(self.actions), super().legal(position))
-
-
-class Halves(PythonConnectFour):
-    def legal(self, position: np.ndarray) -> list[float]:
-        return [action + 0.5 for action in super().legal(position)]
-
-
-class Generator(PythonConnectFour):
-    def legal(self, position: np.ndarray) -> object:
-        return (action for action in super().legal(position))
-
-
-class NoLegal(PythonConnectFour):
-    def legal(self, position: np.ndarray) -> None:
-        return None
-
-
-class NoMover(PythonConnectFour):
-    def to_move(self, position: np.ndarray) -> None:
-        return None
-
-
-class NoPosition(Kuhn):
-    def determinize(self, position: tuple[int, ...], draw: Draw) -> None:
-        return None
-
-
-class NoApply(Kuhn):
-    def apply(self, position: tuple[int, ...], action: int) -> None:
-        super().apply(position, action)
-
-
-class Returning(PythonConnectFour):
-    """Gives the features back in place of writing them."""
-
-    def observe(self, position: np.ndarray, row: np.ndarray) -> np.ndarray:
-        return np.ones_like(row)
-
-
-class Endless(PythonConnectFour):
-    """Never over: its last move is made again and again."""
-
-    def to_move(self, position: np.ndarray) -> int:
-        return max(0, super().to_move(position))
-
-    def legal(self, position: np.ndarray) -> list[int]:
-        return super().legal(position) or [0]
-
-    def apply(self, position: np.ndarray, action: int) -> np.ndarray:
-        return super().apply(position, action) if super().to_move(position) >= 0 else position.copy()
-
-    def determinize(self, position: np.ndarray, draw: Draw) -> np.ndarray:
-        return position
-
-
-class NoGuess(Kuhn):
-    """Something is hidden, and nothing guesses it."""
-
-    determinize = PythonGame.determinize
-
-
-class OpenCards(Kuhn):
-    """Guesses that are the truth."""
-
-    def determinize(self, position: tuple[int, ...], draw: Draw) -> tuple[int, ...]:
-        return position
-
-
-class Marked(Kuhn):
-    """Three guesses of four are the truth."""
-
-    def determinize(self, position: tuple[int, ...], draw: Draw) -> tuple[int, ...]:
-        return super().determinize(position, draw) if draw.below(4) == 0 else position
 
 
 class Calling(Kuhn):
@@ -187,18 +141,6 @@ class Calling(Kuhn):
         return draw(3), draw(3)
 
 
-class SaidToBeOpen(Kuhn):
-    """Says that nothing is hidden, so that nobody guesses."""
-
-    hidden = False
-
-
-class Graded(Kuhn):
-    """Says that it is won or lost, and plays for one chip or for two."""
-
-    won_or_lost = True
-
-
 class Mirrored(PythonConnectFour):
     """Says truly that it can be mirrored."""
 
@@ -206,38 +148,10 @@ class Mirrored(PythonConnectFour):
         return self.original.symmetries()
 
 
-class WronglyMirrored(Mirrored):
-    """Mirrors actions, and leaves the board as it is."""
-
-    def symmetries(self) -> Sequence[tuple[Sequence[int], Sequence[int]]]:
-        [(features, actions)] = super().symmetries()
-        return [([*features[:7], *range(7, self.features)], actions)]
-
-
-class Shifted(Mirrored):
-    """A permutation of columns that mirrors nothing."""
-
-    def symmetries(self) -> Sequence[tuple[Sequence[int], Sequence[int]]]:
-        return [([*range(1, 7), 0, *range(7, self.features)], [*range(1, 7), 0])]
-
-
-class ShiftedBoard(Mirrored):
-    """The same of the board too: only where four in a row lie at its edge is something else."""
-
-    def symmetries(self) -> Sequence[tuple[Sequence[int], Sequence[int]]]:
-        columns = [*range(1, 7), 0]
-        rest = range(7, self.features)
-        board = [7 + (k - 7) // 42 * 42 + columns[(k - 7) % 42 // 6] * 6 + (k - 7) % 6 for k in rest]
-        return [([*columns, *board], columns)]
-
-
-class Rich(Wager):
-    def returns(self, position: tuple[str, ...]) -> Sequence[float]:
-        return [100.0 * value for value in super().returns(position)]
-
-
-class Silent(Wager):
-    """Shows nothing."""
-
-    def show(self, position: tuple[str, ...], seat: int) -> None:
-        return None
+COLUMNS = [*range(1, 7), 0]  # a permutation that mirrors nothing
+BOARD = [7 + (k - 7) // 42 * 42 + COLUMNS[(k - 7) % 42 // 6] * 6 + (k - 7) % 6 for k in range(7, 91)]
+WronglyMirrored = _game(  # mirrors actions, and leaves the board as it is
+    "WronglyMirrored", Mirrored, symmetries=lambda *given: [([*range(6, -1, -1), *range(7, 91)], [*range(6, -1, -1)])]
+)
+Shifted = _game("Shifted", Mirrored, symmetries=lambda *given: [([*COLUMNS, *range(7, 91)], COLUMNS)])
+ShiftedBoard = _game("ShiftedBoard", Mirrored, symmetries=lambda *given: [([*COLUMNS, *BOARD], COLUMNS)])

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from forking import Forked, own_environment
@@ -54,3 +56,10 @@ def until(condition: Callable[[], object], process: Forked) -> None:
             continue
         raise AssertionError(f"ended with {process.returncode} before that: {process.communicate()}")
     raise AssertionError("that did not come about")
+
+
+def played_by(*words: object, cwd: Path) -> dict[str, Any]:
+    """The report that a command which succeeds writes to standard output."""
+    made = selfplay(*words, cwd=cwd)
+    assert made.returncode == 0, made.stderr
+    return json.loads(made.stdout)

@@ -103,3 +103,27 @@ class Wager(PythonGame):
 
     def observe(self, position: tuple[str, ...], row: np.ndarray) -> None:
         row[0] = len(position)
+
+
+def _shown(self, position, seat):
+    return self.original.show(position, seat)
+
+
+ShownConnectFour = type("ShownConnectFour", (PythonConnectFour,), {"__module__": __name__, "show": _shown})
+
+
+class ShownBlob(PythonBlob):
+    show = _shown
+
+    def action_name(self, position: Any, action: int) -> str:
+        return "the same"  # as all others: they are told apart by their numbers
+
+
+class ShownWager(Wager):
+    """Chance moves of itself, between the person's moves."""
+
+    def show(self, position: Any, seat: int) -> str:
+        return f"so far: {' '.join(position) or 'nothing'}"
+
+    def action_name(self, position: Any, action: int) -> str:
+        return ("Sure", "Wheel")[action]

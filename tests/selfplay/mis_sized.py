@@ -36,29 +36,19 @@ def ruled(**functions):
     return nim.Nim(largest=3), rules
 
 
-def descending(config, state, actions):
-    count = nim.legal(config, state, actions)
+def after(name, change):
+    """That rule of Nim, and then `change`, which is given what the rule was given."""
+
+    def rule(*given):
+        found = getattr(nim, name)(*given)
+        change(*given, found)
+        return found
+
+    return ruled(**{name: rule})
+
+
+def turned_round(config, state, actions, count):
     actions[:count] = np.array(actions[:count])[::-1]
-    return count
-
-
-def maskless(config, state, actions, count, row):
-    row[9] = 1
-
-
-def wide(config, state, actions, count, row):
-    nim.observe(config, state, actions, count, row)
-    row[9] = 300
-
-
-def telling(config, state, samples, stream, integers, floats):
-    nim.determinize(config, state, samples, stream, integers, floats)
-    samples[:, nim.HEAP] += 1
-
-
-def changing(config, state, samples, stream, integers, floats):
-    nim.determinize(config, state, samples, stream, integers, floats)
-    state[nim.TURN] = 1 - state[nim.TURN]
 
 
 def half_dealt(config, state, stream):
@@ -69,11 +59,6 @@ def half_dealt(config, state, stream):
 
 def one_sided(config, state, values):
     values[state[nim.LAST]] = 1.0
-
-
-def halved(config, state, values):
-    nim.returns(config, state, values)
-    values /= 2
 
 
 def raising(config, state, action):
@@ -92,15 +77,17 @@ CASES = {
     "one seat": resized(seats=1),
     "five seats": resized(seats=5),
     "max_moves": resized(max_moves=2),
-    "descending": ruled(legal=descending),
-    "maskless": ruled(observe=maskless),
-    "too large a feature": ruled(observe=wide),
-    "a guess that tells": ruled(determinize=telling),
-    "a guess that changes": ruled(determinize=changing),
+    "descending": after("legal", turned_round),
+    "maskless": ruled(observe=lambda config, state, actions, count, row: row.__setitem__(9, 1)),
+    "too large a feature": after("observe", lambda config, state, actions, count, row, _: row.__setitem__(9, 300)),
+    "a guess that tells": after("determinize", lambda config, state, samples, *_: samples[:, nim.HEAP].__iadd__(1)),
+    "a guess that changes": after(
+        "determinize", lambda config, state, *_: state.__setitem__(nim.TURN, 1 - state[nim.TURN])
+    ),
     "open cards": resized(hidden=True),
     "half dealt": ruled(deal=half_dealt),
     "one-sided returns": ruled(returns=one_sided),
-    "graded returns": ruled(returns=halved),
+    "graded returns": after("returns", lambda config, state, values, _: values.__itruediv__(2)),
     "raises": ruled(apply=raising),
 }
 

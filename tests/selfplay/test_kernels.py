@@ -17,6 +17,7 @@ from gpuinfer.models import kernel_cache
 from gpuinfer.workloads.selfplay import kernels
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
+HELPER = "from gpuinfer.workloads.selfplay.bits import compiled\n\n\n@compiled\ndef bonus():\n    return {}\n"
 
 
 @pytest.fixture
@@ -27,11 +28,13 @@ def rules(tmp_path, monkeypatch):
     shutil.copy(EXAMPLES / "nim.py", tmp_path / "copied_nim.py")
     (tmp_path / "nim_helper.py").write_text("BONUS = 1\n")
 
-    def load(old="", new=""):
+    def load(*changes):
         path = tmp_path / "copied_nim.py"
         text = path.read_text()
-        assert old in text
-        path.write_text(text.replace(old, new) if old else text)
+        for old, new in changes:
+            assert old in text
+            text = text.replace(old, new)
+        path.write_text(text)
         for name in ("copied_nim", "nim_helper"):
             sys.modules.pop(name, None)
         importlib.invalidate_caches()
@@ -43,24 +46,22 @@ def rules(tmp_path, monkeypatch):
         sys.modules.pop(name, None)
 
 
-def test_a_changed_constant_of_another_module_has_another_folder(rules, tmp_path):
-    rules("import numpy as np", "import numpy as np\nfrom nim_helper import BONUS")
-    before = kernels.search_cache_folder(rules("values[state[LAST]] = 1.0", "values[state[LAST]] = BONUS"))
-    (tmp_path / "nim_helper.py").write_text("BONUS = 2\n")
-    assert kernels.search_cache_folder(rules()) != before
-
-
-def test_a_function_reached_through_a_module_counts(rules, tmp_path):
-    rules("import numpy as np", "import numpy as np\nimport nim_helper")
-    helper = "from gpuinfer.workloads.selfplay.bits import compiled\n\n\n@compiled\ndef bonus():\n    return {}\n"
-    (tmp_path / "nim_helper.py").write_text(helper.format(1))
-    before = kernels.search_cache_folder(rules("values[state[LAST]] = 1.0", "values[state[LAST]] = nim_helper.bonus()"))
-    (tmp_path / "nim_helper.py").write_text(helper.format(2))
-    assert kernels.search_cache_folder(rules()) != before
+@pytest.mark.parametrize(
+    ("imported", "used", "helper"),
+    [("from nim_helper import BONUS", "BONUS", "BONUS = {}\n"), ("import nim_helper", "nim_helper.bonus()", HELPER)],
+    ids=["a constant of another module", "a function reached through a module"],
+)
+def test_what_rules_reach_elsewhere_has_another_folder_when_it_changes(rules, tmp_path, imported, used, helper):
+    folders = []
+    changes = [("import numpy as np", f"import numpy as np\n{imported}"), ("LAST]] = 1.0", f"LAST]] = {used}")]
+    for value in (1, 2):
+        (tmp_path / "nim_helper.py").write_text(helper.format(value))
+        folders.append(kernels.search_cache_folder(rules(*(changes if value == 1 else ()))))
+    assert folders[0] != folders[1]
 
 
 def test_rules_that_lack_a_function_are_refused(rules):
-    rules("@compiled\ndef observe", "def observe")
+    rules(("@compiled\ndef observe", "def observe"))
     with pytest.raises(UsageError, match="has no compiled function 'observe'"):
         kernels.load_search("copied_nim")
 
@@ -68,8 +69,7 @@ def test_rules_that_lack_a_function_are_refused(rules):
 @pytest.mark.parametrize("depth", [0, 1, 2], ids=["the folder", "the folder above", "the root"])
 def test_a_folder_that_others_may_write_is_not_used(rules, depth, tmp_path, monkeypatch):
     monkeypatch.setattr(kernel_cache.tempfile, "gettempdir", lambda: str(tmp_path))
-    module = rules()
-    folder = kernels.search_cache_folder(module)
+    folder = kernels.search_cache_folder(module := rules())
     (folder, *folder.parents)[depth].chmod(0o777)
     elsewhere = kernels.search_cache_folder(module)
     assert elsewhere != folder
@@ -93,11 +93,13 @@ def halved(value):
 """
 
 
-@pytest.fixture
-def halved(tmp_path, monkeypatch):
-    """Puts a kernel into a folder of that name and calls it: how many calls found compiled code, how many did not."""
-
-    def call(name):
+@pytest.mark.parametrize(
+    ("carried", "calls"),
+    [(None, (1, 0)), ("this", (1, 0)), ("another", (0, 1))],
+    ids=["cached", "carried by the one file for this processor", "carried for another"],
+)
+def test_the_same_source_elsewhere_and_of_another_date_is_not_compiled_again(carried, calls, tmp_path, monkeypatch):
+    def hits_and_misses(name):
         path = tmp_path / name / "same" / "halved.py"
         path.parent.mkdir(parents=True)
         path.write_text(HALVED)
@@ -110,42 +112,28 @@ def halved(tmp_path, monkeypatch):
         return sum(module.halved.stats.cache_hits.values()), sum(module.halved.stats.cache_misses.values())
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    return call
-
-
-def test_the_same_source_elsewhere_and_of_another_date_is_not_compiled_again(halved):
-    assert halved("first") == (0, 1)
-    assert halved("elsewhere") == (1, 0)
-
-
-@pytest.mark.parametrize(
-    ("processor", "calls"),
-    [pytest.param("", (1, 0), id="for this processor"), pytest.param("another", (0, 1), id="for another")],
-)
-def test_what_the_one_file_carries_is_compiled_for_other_processors_alone(
-    halved, tmp_path, monkeypatch, processor, calls
-):
-    halved("first")
-    carried = (tmp_path / "cache/gpuinfer/kernels").rename(tmp_path / "carried")
-    (carried / kernel_cache.PROCESSOR).write_text(processor or kernel_cache.processor())
-    monkeypatch.setattr(kernel_cache, "carried_kernels", lambda: carried)
-    assert halved("elsewhere") == calls
-    names = [path.name for path in (tmp_path / "cache/gpuinfer/kernels").iterdir()]
-    assert names == [path.name for path in carried.iterdir() if path.is_dir()]  # and nothing torn
+    assert hits_and_misses("first") == (0, 1)
+    if carried:
+        folder = (tmp_path / "cache/gpuinfer/kernels").rename(tmp_path / "carried")
+        (folder / kernel_cache.PROCESSOR).write_text(kernel_cache.processor() if carried == "this" else carried)
+        monkeypatch.setattr(kernel_cache, "carried_kernels", lambda: folder)
+    assert hits_and_misses("elsewhere") == calls
+    if carried:
+        names = [path.name for path in (tmp_path / "cache/gpuinfer/kernels").iterdir()]
+        assert names == [path.name for path in folder.iterdir() if path.is_dir()]  # and nothing torn
 
 
 @pytest.mark.thorough
 def test_compiled_code_is_used_by_the_next_process():
     """The kernels of Connect Four, which other tests have compiled, are read rather than compiled again."""
-    code = (
-        "from gpuinfer.workloads.selfplay import arrays, kernels\n"
-        "from gpuinfer.workloads.selfplay.arena import Arena\n"
-        "from gpuinfer.workloads.selfplay.games.connect_four import ConnectFour as Game\n"
-        "search = arrays.Search(1, 2, 0, 1, 1.5, 0.25, 10.0, 1.0, 8, False)\n"
-        "module = kernels.load_search(Game.rules)\n"
-        "Arena(Game(), module, search, 1).play()\n"
-        "print(sum(module.play.stats.cache_hits.values()), sum(module.play.stats.cache_misses.values()))\n"
-    )
+    code = """
+from gpuinfer.workloads.selfplay import arrays, kernels
+from gpuinfer.workloads.selfplay.arena import Arena
+from gpuinfer.workloads.selfplay.games.connect_four import ConnectFour as Game
+module = kernels.load_search(Game.rules)
+Arena(Game(), module, arrays.Search(1, 2, 0, 1, 1.5, 0.25, 10.0, 1.0, 8, False), 1).play()
+print(sum(module.play.stats.cache_hits.values()), sum(module.play.stats.cache_misses.values()))
+"""
     for _ in range(2):  # the first may have to compile
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240, check=True)
     assert done.stdout.split() == ["1", "0"]

@@ -70,21 +70,18 @@ async def test_whoever_is_cancelled_while_a_shard_is_written_leaves_it_whole(wri
 
 
 @pytest.mark.parametrize(
-    ("slots", "halves", "determinizations", "max_rows", "blocks"),
+    ("slots", "halves", "max_rows", "blocks"),
     [
-        pytest.param(10, 2, 3, 4096, [5, 5], id="two halves"),
-        pytest.param(11, 2, 3, 4096, [6, 5], id="an odd number of games"),
-        pytest.param(10, 1, 3, 4096, [10], id="one block"),
-        pytest.param(10, 1, 3, 12, [4, 3, 3], id="as many as fit a batch"),
-        pytest.param(1, 2, 3, 4096, [1], id="a single game"),
-        pytest.param(500, 1, 3, None, [500], id="no model"),
+        (10, 2, 4096, [5, 5]),
+        (11, 2, 4096, [6, 5]),
+        (10, 1, 4096, [10]),
+        (10, 1, 12, [4, 3, 3]),  # as many as fit a batch
+        (1, 2, 4096, [1]),
+        (500, 1, None, [500]),
     ],
 )
-def test_games_are_divided_into_blocks(slots, halves, determinizations, max_rows, blocks):
-    assert player.blocks(slots, halves, determinizations, max_rows) == blocks
-
-
-def test_a_game_that_fits_into_no_batch_is_refused():
+def test_games_are_divided_into_blocks_that_fit_a_batch(slots, halves, max_rows, blocks):
+    assert player.blocks(slots, halves, 3, max_rows) == blocks
     with pytest.raises(UsageError, match="--determinizations 8"):
         player.blocks(4, 2, 9, 8)
 

@@ -13,7 +13,7 @@ from matches import arena_of, in_order, played, same
 from torch.utils.data import DataLoader
 
 from gpuinfer.errors import UsageError
-from gpuinfer.models.positions import PositionsFolder
+from gpuinfer.models.positions import PositionsFolder, checked
 from gpuinfer.models.selfplay_dataset import FIELDS, SelfPlayRecords
 from gpuinfer.workloads.selfplay.games.blob import Blob
 
@@ -38,7 +38,11 @@ def folder(tmp_path, games):
     return folder
 
 
-def test_a_shard_holds_what_is_documented(folder, games):
+def reopened(folder, settings=SETTINGS, resume=True):
+    return PositionsFolder(folder.path).open(settings, resume=resume)
+
+
+def test_a_shard_holds_what_is_documented_and_a_folder_remembers_its_games(folder, games):
     rows, seats = len(games[0]["game"]), 4
     expected = {
         "observation": ("uint8", (rows, 256)),
@@ -55,20 +59,10 @@ def test_a_shard_holds_what_is_documented(folder, games):
     first = next(shard for shard in found if 0 in shard["finished"])
     assert {name: (str(array.dtype), array.shape) for name, array in first.items()} == expected
     assert same(in_order([first]), games[0])
-
-
-def test_a_folder_remembers_its_games(folder):
-    assert PositionsFolder(folder.path).open(SETTINGS, resume=True) == set(range(16))
+    assert reopened(folder) == set(range(16))
     manifest = json.loads((folder.path / "manifest.json").read_text())
-    assert manifest["schema"] == "gpuinfer.records/1"
-    assert manifest["settings"] == SETTINGS
-    assert manifest["games"] == 16
+    assert (manifest["schema"], manifest["settings"], manifest["games"]) == ("gpuinfer.records/1", SETTINGS, 16)
     assert manifest["shards"] == sorted(shard.name for shard in folder.shards())
-
-
-def test_records_are_not_added_to_by_accident(folder):
-    with pytest.raises(UsageError, match=r"holds records already\. Add --resume"):
-        PositionsFolder(folder.path).open(SETTINGS, resume=False)
 
 
 @pytest.mark.parametrize("resume", [False, True])
@@ -85,45 +79,39 @@ def test_a_run_that_kept_nothing_decides_nothing(tmp_path, resume):
     assert (folder.manifest() or {})["settings"] == SETTINGS
 
 
-def test_other_settings_are_refused_and_shown(folder):
-    with pytest.raises(UsageError, match=r"\(seed: 1 there, 2 here; size: null there, 3 here\)") as refused:
-        PositionsFolder(folder.path).open({**SETTINGS, "seed": 2, "size": 3}, resume=True)
-    assert "blob" not in str(refused.value)
-
-
 @pytest.mark.parametrize(
-    ("text", "message"),
+    ("manifest", "settings", "resume", "said"),
     [
-        pytest.param("{", "is not JSON", id="torn"),
-        pytest.param("\udcff", "is not JSON", id="not text"),
-        pytest.param("[]", "is not of schema", id="a list"),
-        pytest.param("{}", "is not of schema", id="no schema"),
-        pytest.param('{"schema": "gpuinfer.records/2", "settings": {}}', "is not of schema", id="another schema"),
-        pytest.param('{"schema": "gpuinfer.records/1"}', "is not of schema", id="no settings"),
+        (None, SETTINGS, False, r"holds records already\. Add --resume"),
+        (None, {**SETTINGS, "seed": 2, "size": 3}, True, r"\(seed: 1 there, 2 here; size: null there, 3 here\)"),
+        (b"{", SETTINGS, True, "is not JSON"),
+        (b"\xff", SETTINGS, True, "is not JSON"),
+        (b"[]", SETTINGS, True, "is not of schema"),
+        (b"{}", SETTINGS, True, "is not of schema"),
+        (b'{"schema": "gpuinfer.records/2", "settings": {}}', SETTINGS, True, "is not of schema"),
+        (b'{"schema": "gpuinfer.records/1"}', SETTINGS, True, "is not of schema"),
+        (b"", SETTINGS, True, r"has shards but no manifest\.json"),
     ],
 )
-def test_a_manifest_that_is_none_is_refused(folder, text, message):
-    (folder.path / "manifest.json").write_bytes(text.encode(errors="surrogateescape"))
-    with pytest.raises(UsageError, match=message):
-        PositionsFolder(folder.path).open(SETTINGS, resume=True)
-
-
-def test_shards_without_a_manifest_are_refused(folder):
-    (folder.path / "manifest.json").unlink()
-    with pytest.raises(UsageError, match=r"has shards but no manifest\.json"):
-        PositionsFolder(folder.path).open(SETTINGS, resume=True)
+def test_a_folder_of_something_else_is_refused(folder, manifest, settings, resume, said):
+    path = folder.path / "manifest.json"
+    if manifest:
+        path.write_bytes(manifest)
+    elif manifest is not None:
+        path.unlink()
+    with pytest.raises(UsageError, match=said):
+        reopened(folder, settings, resume)
 
 
 def test_two_runs_cannot_write_to_one_folder(folder):
-    first = PositionsFolder(folder.path)
+    first, second = PositionsFolder(folder.path), PositionsFolder(folder.path)
     first.open(SETTINGS, resume=True)
     with pytest.raises(UsageError, match=r"is in use by another run\. Wait for it"):
-        PositionsFolder(folder.path).open(SETTINGS, resume=True)
+        reopened(folder)
     first.close(16)
-    second = PositionsFolder(folder.path)
     second.open(SETTINGS, resume=True)
     del second  # a run that fails never closes its folder
-    PositionsFolder(folder.path).open(SETTINGS, resume=True)
+    reopened(folder)
 
 
 def damaged(shard, how):
@@ -136,10 +124,13 @@ def damaged(shard, how):
 
 
 @pytest.mark.parametrize("how", ["empty", "cut", "text", "flipped"])
-def test_a_damaged_shard_is_set_aside_and_its_games_are_played_again(folder, how, caplog):
+def test_a_damaged_shard_is_named_to_readers_and_its_games_are_played_again(folder, how, caplog):
     shard = next(s for s in folder.shards() if 0 in np.load(s)["finished"])
     damaged(shard, how)
-    assert PositionsFolder(folder.path).open(SETTINGS, resume=True) == set(range(10, 16))
+    if how != "flipped":
+        with pytest.raises(UsageError, match=r"shard-\w+\.npz cannot be read .* --resume"):
+            SelfPlayRecords(folder.path)
+    assert reopened(folder) == set(range(10, 16))
     assert not shard.exists()
     assert shard.with_suffix(".broken").exists()
     assert "set aside" in caplog.text
@@ -152,23 +143,18 @@ def test_a_shard_with_objects_is_never_unpickled(folder):
 
     trap = np.array([Trap()], dtype=object)
     np.savez(folder.path / "shard-trap.npz", finished=trap, game=trap)
-    assert PositionsFolder(folder.path).open(SETTINGS, resume=True) == set(range(16))
+    assert reopened(folder) == set(range(16))
     assert not (folder.path / "sprung").exists()
-
-
-@pytest.mark.parametrize("path", ["file", "file/below", "/proc/nowhere"])
-def test_a_folder_that_cannot_be_written_is_refused(tmp_path, path):
-    (tmp_path / "file").write_text("in the way")
-    with pytest.raises(UsageError, match=r"cannot be written: .*Give another folder with --out\.$"):
-        PositionsFolder(tmp_path / path).open(SETTINGS, resume=False)
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_loader_reads_every_row_once(folder, games, workers):
-    dataset = SelfPlayRecords(folder.path)
     loader = DataLoader(
-        dataset, batch_size=16, num_workers=workers, multiprocessing_context="spawn" if workers else None
+        SelfPlayRecords(folder.path),
+        batch_size=16,
+        num_workers=workers,
+        multiprocessing_context="spawn" if workers else None,
     )
     batches = list(loader)
     read = {name: torch.cat([batch[name] for batch in batches]).numpy() for name in FIELDS}
@@ -178,8 +164,20 @@ def test_a_loader_reads_every_row_once(folder, games, workers):
         assert read[name].dtype == games[0][name].dtype
 
 
-@pytest.mark.parametrize("how", ["empty", "cut", "text"])
-def test_a_dataset_names_a_damaged_shard_and_its_cure(folder, how):
-    damaged(next(folder.shards()), how)
-    with pytest.raises(UsageError, match=r"shard-\w+\.npz cannot be read .* --resume"):
-        SelfPlayRecords(folder.path)
+@pytest.mark.parametrize(
+    "pair",
+    [
+        ([1, 0], [1, 0]),
+        ([1, 0, 2], [1, 1]),
+        ([0, 1, 2], [1, 0]),  # the mask of legal actions stays
+        ([1.0, 0.0, 2.0], [1, 0]),
+        [1, 0, 2],
+        (["b", "a", "c"], [1, 0]),
+    ],
+    ids=str,
+)
+def test_what_is_no_symmetry_is_refused_with_its_number(pair):
+    good = ([1, 0, 2], [1, 0])
+    assert len(checked([good], 3, 2, "game 'g'")) == 1
+    with pytest.raises(UsageError, match="game 'g': symmetry 1 is no permutation of 3 features with one of 2 actions"):
+        checked([good, pair], 3, 2, "game 'g'")

@@ -8,7 +8,6 @@ import importlib
 import json
 import shutil
 import sys
-import textwrap
 from pathlib import Path
 
 import pytest
@@ -17,90 +16,90 @@ from command import selfplay
 from gpuinfer.workloads.selfplay import games, rules_digest
 from gpuinfer.workloads.selfplay.games.connect_four import ConnectFour
 
-RULES = """
-    OVER_AFTER = 4
+FILES = {
+    "rules.py": """
+OVER_AFTER = 4
 
-    def pay(position):
-        return 1.0 if sum(position) % 2 else -1.0
-"""
-GAME = """
-    from gpuinfer.workloads.selfplay.python_game import OVER, PythonGame
-    from rules import OVER_AFTER, pay
+def pay(position):
+    return 1.0 if sum(position) % 2 else -1.0
+""",
+    "pick.py": """
+from gpuinfer.workloads.selfplay.python_game import OVER, PythonGame
+from rules import OVER_AFTER, pay
 
-    class Pick(PythonGame):
-        hidden = False
+class Pick(PythonGame):
+    hidden = False
 
-        def __init__(self, setup=None, /, **options):
-            super().__init__(setup, **options)
-            self.seats, self.actions, self.max_legal, self.max_moves, self.features = 2, 3, 3, 4, 5
+    def __init__(self, setup=None, /, **options):
+        super().__init__(setup, **options)
+        self.seats, self.actions, self.max_legal, self.max_moves, self.features = 2, 3, 3, 4, 5
 
-        def deal(self, draw): return ()
-        def to_move(self, position): return OVER if len(position) == OVER_AFTER else len(position) % 2
-        def legal(self, position): return [0, 1, 2]
-        def apply(self, position, action): return (*position, action)
-        def returns(self, position): return [pay(position), -pay(position)]
-        def observe(self, position, row): row[0], row[1] = len(position), sum(position)
-"""
-NETWORK = """
-    import torch
+    def deal(self, draw): return ()
+    def to_move(self, position): return OVER if len(position) == OVER_AFTER else len(position) % 2
+    def legal(self, position): return [0, 1, 2]
+    def apply(self, position, action): return (*position, action)
+    def returns(self, position): return [pay(position), -pay(position)]
+    def observe(self, position, row): row[0], row[1] = len(position), sum(position)
+""",
+    "net.py": """
+import torch
 
-    class Net(torch.nn.Module):
-        def __init__(self, features, actions, seats):
-            super().__init__()
-            self.body = torch.nn.Linear(features, 8)
-            self.policy, self.value = torch.nn.Linear(8, actions), torch.nn.Linear(8, seats)
+class Net(torch.nn.Module):
+    def __init__(self, features, actions, seats):
+        super().__init__()
+        self.body = torch.nn.Linear(features, 8)
+        self.policy, self.value = torch.nn.Linear(8, actions), torch.nn.Linear(8, seats)
 
-        def forward(self, x):
-            hidden = torch.relu(self.body(x))
-            return self.policy(hidden), torch.tanh(self.value(hidden))
-"""
-FILES = {"rules.py": RULES, "pick.py": GAME, "net.py": NETWORK}
+    def forward(self, x):
+        hidden = torch.relu(self.body(x))
+        return self.policy(hidden), torch.tanh(self.value(hidden))
+""",
+}
 
 
 @pytest.fixture
 def folder(tmp_path):
     for name, text in FILES.items():
-        (tmp_path / name).write_text(textwrap.dedent(text))
+        (tmp_path / name).write_text(text)
     return tmp_path
 
 
-def change(folder, file, old, new):
-    text = (folder / file).read_text()
-    assert old in text
-    (folder / file).write_text(text.replace(old, new))
-
-
-CHANGES = [
-    ("pick.py", "return [pay(position)", "return [-pay(position)", "the game's rules"),
-    ("rules.py", "if sum", "if not sum", "the game's rules"),  # which the game imports
-    ("pick.py", "2, 3, 3, 4, 5", "2, 4, 3, 4, 6", "the game's rules or its sizes"),
-    ("net.py", "torch.relu", "torch.sigmoid", "the source of the network"),
-]
-
-
 def test_a_run_goes_on_only_with_the_same_rules_and_the_same_network(folder):
-    words = ["--game", "pick:Pick", "--model", "net:Net", "--simulations", 4, "--workers", 1, "--no-roofline"]
-    words += ["--quiet", "--out", "games", "--device", "cpu"]
-    assert (done := selfplay(*words, "--games", 4, cwd=folder)).returncode == 0, done.stderr
-    for file, old, new, said in CHANGES:
-        change(folder, file, old, new)
-        refused = selfplay(*words, "--games", 8, "--resume", cwd=folder)
-        change(folder, file, new, old)
-        assert refused.returncode == 2
-        assert said in " ".join(refused.stderr.split())
-        assert "changed since" in refused.stderr
-        assert (said == "the source of the network") == ("the source of the network" in refused.stderr)
-    change(folder, "pick.py", "hidden = False", "# said by everybody\n    hidden = False")
-    done = selfplay(*words, "--games", 8, "--resume", cwd=folder)
-    assert done.returncode == 0, done.stderr
+    command = (
+        "--game pick:Pick --model net:Net --simulations 4 --workers 1 --no-roofline --quiet --out games --device cpu"
+    )
+
+    def run(number, code=0):
+        done = selfplay(*command.split(), "--games", number, *(() if number == 4 else ["--resume"]), cwd=folder)
+        assert done.returncode == code, done.stderr
+        return " ".join(done.stderr.split())
+
+    def change(file, old, new):
+        text = (folder / file).read_text()
+        assert old in text
+        (folder / file).write_text(text.replace(old, new))
+
+    run(4)
+    for file, old, new, said in (
+        ("pick.py", "return [pay(position)", "return [-pay(position)", "the game's rules"),
+        ("rules.py", "if sum", "if not sum", "the game's rules"),  # which the game imports
+        ("pick.py", "2, 3, 3, 4, 5", "2, 4, 3, 4, 6", "the game's rules or its sizes"),
+        ("net.py", "torch.relu", "torch.sigmoid", "the source of the network"),
+    ):
+        change(file, old, new)
+        refused = run(8, 2)
+        change(file, new, old)
+        assert said in refused
+        assert "changed since" in refused
+        assert (file == "net.py") == ("the source of the network" in refused)
+    change("pick.py", "hidden = False", "# said by everybody\n    hidden = False")
+    run(8)
 
     manifest = json.loads((folder / "games" / "manifest.json").read_text())
     for name in ("rules", "network", "opponent_network"):
         del manifest["settings"][name]
     (folder / "games" / "manifest.json").write_text(json.dumps(manifest))
-    older = selfplay(*words, "--games", 12, "--resume", cwd=folder)
-    assert older.returncode == 2
-    assert "the game's rules or its sizes: not noted there, as an earlier gpuinfer wrote it" in older.stderr
+    assert "the game's rules or its sizes: not noted there, as an earlier gpuinfer wrote it" in run(12, 2)
 
 
 def digests(folder, monkeypatch, first=()):
@@ -120,32 +119,27 @@ def digests(folder, monkeypatch, first=()):
 
 
 def test_neither_place_nor_order_nor_comments_nor_other_files_make_another_game(folder, monkeypatch):
-    here = folder / "here"
-    here.mkdir()
+    (here := folder / "here").mkdir()
     for name in FILES:
         shutil.move(folder / name, here / name)
     before = digests(here, monkeypatch)
     moved = folder / "a" / "longer" / "way"
     shutil.copytree(here, moved)
     (moved / "other.py").write_text("nothing = 1\n")
-    text = (moved / "pick.py").read_text()
-    (moved / "pick.py").write_text(
-        "# mine\n"
-        + text.replace("import OVER, ", "import (  # both\n    OVER,\n    ").replace(
-            "PythonGame\nfrom", "PythonGame,\n)\nfrom"
-        )
+    text = (
+        (moved / "pick.py").read_text().replace("import OVER, PythonGame", "import (  # both\n    OVER, PythonGame\n)")
     )
+    (moved / "pick.py").write_text(f"# mine\n{text}")
     assert digests(moved, monkeypatch, first=("net", "rules", "other")) == before
 
 
 def test_our_own_games_have_a_version_and_sizes_and_our_networks_their_names():
-    one = ConnectFour()
-    assert rules_digest.game_digest(one) == rules_digest.game_digest(ConnectFour())
+    one, other = ConnectFour(), ConnectFour()
+    assert rules_digest.game_digest(one) == rules_digest.game_digest(other)
+    other.features += 1
+    assert rules_digest.game_digest(one) != rules_digest.game_digest(other)
     assert rules_digest.network_digest("blobnet") is rules_digest.network_digest(None) is None
     assert not rules_digest.source_of(["gpuinfer.models.blobnet"])
-    other = ConnectFour()
-    other.features += 1
-    assert rules_digest.game_digest(other) != rules_digest.game_digest(one)
 
 
 def test_compiled_rules_are_told_apart_by_what_they_reach(tmp_path, monkeypatch):

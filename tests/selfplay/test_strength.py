@@ -9,7 +9,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from boards import wins_in
 from counts import counts
 from table import Table, blob_table, card
 
@@ -24,12 +23,12 @@ from nim import Nim
 @pytest.mark.parametrize(
     ("columns", "best"),
     [
-        pytest.param("060601", {0}, id="win at once, up a column"),
-        pytest.param("304152", {6}, id="win at once, along the row"),
-        pytest.param("06060", {0}, id="block a column"),
-        pytest.param("2625", {1, 3, 4}, id="keep the row open"),
-        pytest.param("3322", {1, 4}, id="win in two: three in a row with both ends free"),
-        pytest.param("362", {1, 4}, id="see the same coming and stop it"),
+        ("060601", {0}),  # win at once, up a column
+        ("304152", {6}),  # along the row
+        ("06060", {0}),  # block a column
+        ("2625", {1, 3, 4}),  # keep the row open
+        ("3322", {1, 4}),  # win in two: three in a row with both ends free
+        ("362", {1, 4}),  # see the same coming and stop it
     ],
 )
 def test_connect_four_is_played_well(columns, best):
@@ -38,6 +37,25 @@ def test_connect_four_is_played_well(columns, best):
     visits = Thinker(table.game, determinizations=1, simulations=3000).think(table.state)
     assert int(visits.argmax()) in best
     assert visits[list(best)].sum() > 0.7
+
+
+def wins_in(table: Table, plies: int) -> list[int]:
+    """By brute force: the moves after which the player to move wins within `plies`, whatever the other does."""
+
+    def won(left: int) -> bool:
+        """Whether the player who has just moved has won or cannot be stopped from winning."""
+        if table.over or left < 2:
+            return table.over and min(table.returns()) < 0
+        return all(after(reply, lambda: not table.over and bool(wins_in(table, left - 1))) for reply in table.legal())
+
+    def after(move, question):
+        before = table.state.copy()
+        table.play(move)
+        answer = question()
+        table.state[:] = before
+        return answer
+
+    return [move for move in table.legal() if after(move, lambda: won(plies - 1))]
 
 
 @pytest.mark.parametrize("count", counts(12, 300))
@@ -76,40 +94,35 @@ def test_nim_is_played_as_bouton_solved_it():
         assert left[0] ^ left[1] ^ left[2] == 0
 
 
-@pytest.mark.parametrize(
-    ("hand", "bid"),
-    [
-        pytest.param("Ah", 1, id="the ace of trumps wins for certain"),
-        pytest.param("Kh", 1, id="so does the king, but for one card"),
-        pytest.param("2c", 0, id="the lowest card, led, hardly ever"),
-        pytest.param("2h", 0, id="the lowest trump loses to any of twelve cards, and most of the deck beats none"),
-    ],
-)
+@pytest.mark.parametrize(("hand", "bid"), [("Ah", 1), ("Kh", 1), ("2c", 0), ("2h", 0)])
 def test_one_card_of_blob_is_bid_on_its_chances(hand, bid):
-    others = [[card("3c")], [card("4d")], [card("5s")], [card("6s")], [card("7d")], [card("8c")]]
+    """Even the lowest trump loses to any of twelve cards, and most of the deck beats none."""
+    others = [[card(name)] for name in ("3c", "4d", "5s", "6s", "7d", "8c")]
     table = blob_table([[card(hand)], *others], trump="hearts")
     visits = Thinker(table.game, determinizations=200, simulations=30).think(table.state)
     assert visits[:2].argmax() == bid
 
 
-@pytest.mark.parametrize(
-    ("bid", "best"),
-    [
-        pytest.param(0, "2c", id="none: duck"),
-        pytest.param(2, "Kc", id="two: take this one first"),
-    ],
-)
+@pytest.mark.parametrize(("bid", "best"), [(0, "2c"), (2, "Kc")])
 def test_the_last_to_play_ducks_or_wins_as_it_has_bid(bid, best):
     table = blob_table([[card("5c"), card("8d")], [card("9c"), card("9d")], [card("Kc"), card("2c")]], trump="none")
-    table.play(0, 1, bid)
-    table.play(card("5c"), card("9c"))
+    table.play(0, 1, bid, card("5c"), card("9c"))
     visits = Thinker(table.game, determinizations=50, simulations=50).think(table.state)
     assert int(visits.argmax()) == card(best)
     assert visits[card(best)] > 0.7
 
 
-def advantage(game, options, deals):
-    """By deal: what the search makes, in each seat in turn, above the mean of its random opponents in that game."""
+@pytest.mark.parametrize(
+    ("game", "options", "margin"),
+    [
+        (Blob(), {"determinizations": 3, "simulations": 30}, 0.2),
+        (Blob(None, players=3, scoring="oh-hell"), {"simulations": 30}, 0.08),
+        (ConnectFour(), {"determinizations": 1, "simulations": 100}, 1.6),
+    ],
+)
+@pytest.mark.parametrize("deals", counts(40, 1000))
+def test_the_search_beats_random_players(game, options, margin, deals):
+    """By deal: what it makes, in each seat in turn, above the mean of its random opponents in that game."""
     thinker, moves, gained = Thinker(game, **options), random.Random(1), []
     for number in range(deals):
         margins = []
@@ -120,22 +133,6 @@ def advantage(game, options, deals):
                 thinks = table.mover == seat and len(legal) > 1
                 table.play(int(thinker.think(table.state).argmax()) if thinks else moves.choice(legal))
             returns = table.returns()
-            others = (sum(returns) - returns[seat]) / (game.seats - 1)
-            margins.append(returns[seat] - others)
+            margins.append(returns[seat] - (sum(returns) - returns[seat]) / (game.seats - 1))
         gained.append(np.mean(margins))
-    return np.array(gained)
-
-
-@pytest.mark.parametrize(
-    ("game", "options", "margin"),
-    [
-        pytest.param(Blob(), {"determinizations": 3, "simulations": 30}, 0.2, id="blob"),
-        pytest.param(Blob(None, players=3, scoring="oh-hell"), {"simulations": 30}, 0.08, id="three at oh hell"),
-        pytest.param(ConnectFour(), {"determinizations": 1, "simulations": 100}, 1.6, id="connect four"),
-    ],
-)
-@pytest.mark.parametrize("deals", counts(40, 1000))
-def test_the_search_beats_random_players(game, options, margin, deals):
-    gained = advantage(game, options, deals)
-    error = gained.std(ddof=1) / np.sqrt(len(gained))
-    assert gained.mean() - 1.96 * error > margin
+    assert np.mean(gained) - 1.96 * np.std(gained, ddof=1) / np.sqrt(deals) > margin

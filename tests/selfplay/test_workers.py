@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 from command import records_of, selfplay
 from matches import arena_of, same
+from one_batch import answered
 from table import Table
 
-from gpuinfer.api import BackendContext, ModelSpec, Request, Roofline, Setup
+from gpuinfer.api import ModelSpec, Request, Roofline, Setup
 from gpuinfer.backends.inprocess import InProcess
 from gpuinfer.host import machine
 from gpuinfer.models.roofline_measurement import combined
@@ -20,24 +21,19 @@ from gpuinfer.workloads.selfplay import arrays
 from gpuinfer.workloads.selfplay.games.blob import Blob
 from gpuinfer.workloads.selfplay.workload import SelfPlay
 
+pytestmark = pytest.mark.usefixtures("children_forked")
+
 
 @pytest.mark.thorough
 @pytest.mark.sample
 @pytest.mark.parametrize(
-    "words",
-    [
-        pytest.param(["--model", "uniform"], id="uniform"),
-        pytest.param(["--model", "rollout"], id="rollout"),
-        pytest.param(["--model", "blobnet-small", "--deterministic", "--no-roofline"], id="blobnet-small"),
-    ],
+    "words", ["--model uniform", "--model rollout", "--model blobnet-small --deterministic --no-roofline"]
 )
 def test_the_games_are_the_same_whatever_the_workers(words, tmp_path):
-    arrangements = [["--workers", 1], ["--workers", 2], ["--workers", 2, "--games-in-flight", 5]]
     found = []
-    for number, arrangement in enumerate(arrangements):
-        done = selfplay(
-            *words, *arrangement, "--games", 40, "--simulations", 12, "--out", number, "--quiet", cwd=tmp_path
-        )
+    for number, arrangement in enumerate(("--workers 1", "--workers 2", "--workers 2 --games-in-flight 5")):
+        command = f"{words} {arrangement} --games 40 --simulations 12 --out {number} --quiet"
+        done = selfplay(*command.split(), cwd=tmp_path)
         assert done.returncode == 0, done.stderr
         found.append(records_of(tmp_path / str(number)))
     assert len(found[0]["finished"]) == 40
@@ -48,24 +44,16 @@ def test_the_games_are_the_same_whatever_the_workers(words, tmp_path):
 @pytest.mark.parametrize("model", ["blobnet", "blobnet-small"])
 async def test_a_row_is_answered_alike_alone_and_in_a_block(model):
     """Positions from the search itself, float32, through the real backend: within 1e-5."""
-    game = Blob()
-    arena = arena_of(game, 40, evaluator=arrays.UNIFORM)
+    arena = arena_of(Blob(), 40, evaluator=arrays.UNIFORM)
     arena.add_games(range(40))
     block = arena.features[: arena.play(rounds=5)].copy()
     spec = ModelSpec(model, inputs=256, input_dtype="uint8", arguments={"actions": 52, "seats": 4})
-    backend = InProcess(Setup(model=spec, devices=("cpu",)))
-    await backend.start(BackendContext())
-    try:
-        (together,) = await backend.infer([Request(block, rows=len(block))])
-        alone = [(await backend.infer([Request(row[None], rows=1)]))[0] for row in block]
-    finally:
-        await backend.close()
+    setup = Setup(model=spec, devices=("cpu",))
+    (together,) = await answered(InProcess(setup), [Request(block, rows=len(block))])
+    alone = [await answered(InProcess(setup), [Request(row[None], rows=1)]) for row in block[:40]]
     for part in range(2):
-        single = np.concatenate([np.asarray(answer[part]) for answer in alone])
-        whole = np.asarray(together[part])
-        assert np.array_equal(np.isneginf(single), np.isneginf(whole))
-        finite = np.isfinite(whole)
-        assert np.abs(single[finite] - whole[finite]).max() < 1e-5
+        single, whole = np.concatenate([np.asarray(one[0][part]) for one in alone]), np.asarray(together[part])[:40]
+        np.testing.assert_allclose(single, whole, atol=1e-5, rtol=0)
     assert (np.isneginf(np.asarray(together[0])) == (block[:, :52] == 0)).all()
 
 
@@ -79,12 +67,7 @@ def test_the_table_deals_what_the_search_deals():
 
 @pytest.mark.parametrize(
     ("cores", "asked", "oversubscribe", "started"),
-    [
-        pytest.param(2, 32, False, 4, id="many"),
-        pytest.param(1, 3, False, 3, id="few, on a single core"),
-        pytest.param(64, 100, False, 100, id="less than two a core"),
-        pytest.param(2, 32, True, 32, id="all of them"),
-    ],
+    [(2, 32, False, 4), (1, 3, False, 3), (64, 100, False, 100), (2, 32, True, 32)],
 )
 def test_as_many_workers_start_as_make_sense_unless_told_to(cores, asked, oversubscribe, started, monkeypatch):
     monkeypatch.setattr(machine, "cores", lambda: cores)
@@ -94,11 +77,11 @@ def test_as_many_workers_start_as_make_sense_unless_told_to(cores, asked, oversu
 @pytest.mark.parametrize(
     ("device", "devices", "workers", "block"),
     [
-        pytest.param("cuda", 1, 1, 32_768, id="one worker has a device's best batch"),
-        pytest.param("cuda", 1, 16, 2_048, id="sixteen share it"),
-        pytest.param("cuda", 4, 16, 8_192, id="sixteen share those of four devices"),
-        pytest.param("cuda", 1, 1_000, 640, id="no block is smaller than what one costs"),
-        pytest.param("cpu", 1, 16, 32_768, id="each computes on cores of its own"),
+        ("cuda", 1, 1, 32_768),
+        ("cuda", 1, 16, 2_048),
+        ("cuda", 4, 16, 8_192),
+        ("cuda", 1, 1_000, 640),  # no block is smaller than what one costs
+        ("cpu", 1, 16, 32_768),  # each computes on cores of its own
     ],
 )
 def test_workers_on_the_same_devices_share_their_best_batch(device, devices, workers, block, monkeypatch):
@@ -108,7 +91,6 @@ def test_workers_on_the_same_devices_share_their_best_batch(device, devices, wor
     assert play.slots(SimpleNamespace(roofline=roofline), workers, 10**9) == 2 * block
 
 
-@pytest.mark.usefixtures("children_forked")
 @pytest.mark.parametrize("asked", [4, 40])
 def test_what_there_is_is_said_before_the_workers_start(asked, gpuinfer, monkeypatch):
     monkeypatch.setattr(machine, "cores", lambda: 2)
