@@ -25,7 +25,6 @@ from gpuinfer.errors import UsageError
 
 if TYPE_CHECKING:
     from gpuinfer.lab.bench.measurement import Variant
-    from gpuinfer.lab.bench.series import SeriesPlan
 
 DEFAULT_COMPARE = "inprocess,central"
 REPEATS = 3
@@ -141,11 +140,24 @@ def compared(
     target: str, values: Mapping[str, Any], own: Mapping[str, Any], common: Any
 ) -> tuple[dict[str, Any], list[Variant]]:
     """Backends and settings of ours, in turn: the document, and what was compared."""
+    from gpuinfer.cli.variants import AMOUNTS
     from gpuinfer.cli.workload import log_to_people
-    from gpuinfer.lab.bench.series import Series
+    from gpuinfer.lab.bench.series import Series, SeriesPlan
 
-    series_plan = _series_plan(target, values, own, common.seed, common.roofline)
-    variants = _variants(target, values, own["compare"] or [], series_plan)
+    usual = LOAD_SECONDS if target in workload_targets.NAMES else SECONDS
+    seconds: float | None = None if any(values.get(amount) for amount in AMOUNTS) else usual
+    if own["seconds"] is not None:
+        seconds = workload_targets.parse_seconds("--seconds", own["seconds"], least=0.1)
+    warmup = WARM_UP_S if own["warmup"] is None else workload_targets.parse_seconds("--warmup", own["warmup"])
+    series_plan = SeriesPlan(own["repeats"], seconds, warmup, common.seed, common.roofline)
+    compare = own["compare"] or []
+    from gpuinfer.cli.variants import variants_of
+
+    refuse_records(target, values)
+    timed = series_plan.seconds is not None
+    variants = variants_of(target, values, compare, timed=timed)
+    if len(variants) == 1 and not compare and values.get("backend") is None:
+        variants = variants_of(target, values, [DEFAULT_COMPARE], timed=timed)
     log_to_people(common.verbose)
     began = datetime.now(UTC).isoformat(timespec="seconds")
     progress = ComparisonProgress(f"bench {workload_targets.target_name(target)}", common)
@@ -154,28 +166,3 @@ def compared(
         progress.watch(series)
         outcome = series.run()
     return concluded(target, outcome, series_plan, began), outcome.variants
-
-
-def _series_plan(
-    target: str, values: Mapping[str, Any], own: Mapping[str, Any], seed: int, roofline: bool
-) -> SeriesPlan:
-    from gpuinfer.cli.variants import AMOUNTS
-    from gpuinfer.lab.bench.series import SeriesPlan
-
-    usual = LOAD_SECONDS if target in workload_targets.NAMES else SECONDS
-    seconds: float | None = None if any(values.get(amount) for amount in AMOUNTS) else usual
-    if own["seconds"] is not None:
-        seconds = workload_targets.parse_seconds("--seconds", own["seconds"], least=0.1)
-    warmup = WARM_UP_S if own["warmup"] is None else workload_targets.parse_seconds("--warmup", own["warmup"])
-    return SeriesPlan(own["repeats"], seconds, warmup, seed, roofline)
-
-
-def _variants(target: str, values: Mapping[str, Any], compare: list[str], series_plan: SeriesPlan) -> list[Variant]:
-    from gpuinfer.cli.variants import variants_of
-
-    refuse_records(target, values)
-    timed = series_plan.seconds is not None
-    found = variants_of(target, values, compare, timed=timed)
-    if len(found) == 1 and not compare and values.get("backend") is None:
-        found = variants_of(target, values, [DEFAULT_COMPARE], timed=timed)
-    return found

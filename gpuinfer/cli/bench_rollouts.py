@@ -83,7 +83,19 @@ def execute(values: Values, own: Values) -> dict[str, Any]:
     from gpuinfer.lab.rollouts_bench.rollouts_cases import CASES, SelectedCases, named_cases
 
     if own["processor"]:
-        return _processor(values, own)
+        from gpuinfer.cli.building import merge
+        from gpuinfer.lab.bench import bench_document
+        from gpuinfer.lab.bench.comparison import compare_variants
+        from gpuinfer.lab.bench.series import SeriesOutcome, SeriesPlan
+        from gpuinfer.lab.rollouts_bench.constraint_speed import measure_constraints
+        from gpuinfer.lab.rollouts_bench.rollouts_tables import processor_document
+
+        series_plan = SeriesPlan(
+            own["repeats"], None, None, merge(TARGET, values).common.seed, roofline=False, parity=False
+        )
+        began, nothing = datetime.now(UTC).isoformat(timespec="seconds"), SeriesOutcome([])
+        made = bench_document.bench_document(TARGET, nothing, compare_variants(nothing), series_plan, began)
+        return processor_document(made, [one.row() for one in measure_constraints()])
     for key in NOT_HERE:
         if own[key]:
             raise UsageError(
@@ -103,23 +115,6 @@ def execute(values: Values, own: Values) -> dict[str, Any]:
         cases.begin(recorded=any(make(wanted).after for make in makers))
         wanted = cases.fitted(wanted)
         return cases.run([make(wanted) for make in makers])
-
-
-def _processor(values: Values, own: Values) -> dict[str, Any]:
-    """What constraints that are lists cost in a step."""
-    from gpuinfer.cli.building import merge
-    from gpuinfer.lab.bench import bench_document
-    from gpuinfer.lab.bench.comparison import compare_variants
-    from gpuinfer.lab.bench.series import SeriesOutcome, SeriesPlan
-    from gpuinfer.lab.rollouts_bench.constraint_speed import measure_constraints
-    from gpuinfer.lab.rollouts_bench.rollouts_tables import processor_document
-
-    series_plan = SeriesPlan(
-        own["repeats"], None, None, merge(TARGET, values).common.seed, roofline=False, parity=False
-    )
-    began, nothing = datetime.now(UTC).isoformat(timespec="seconds"), SeriesOutcome([])
-    made = bench_document.bench_document(TARGET, nothing, compare_variants(nothing), series_plan, began)
-    return processor_document(made, [one.row() for one in measure_constraints()])
 
 
 @dataclass

@@ -35,9 +35,8 @@ from gpuinfer.fleet.routing_policies import POLICIES
 
 if TYPE_CHECKING:
     from gpuinfer.engine.arrivals import Arrivals
-    from gpuinfer.lab.bench.series import SeriesPlan
     from gpuinfer.lab.serve_bench.load_generator import OfferedLoad
-    from gpuinfer.lab.serve_bench.load_series import LoadPlan, LoadSeries, ServerVariant
+    from gpuinfer.lab.serve_bench.load_series import LoadSeries, ServerVariant
     from gpuinfer.lab.serve_bench.requests import LengthRange, RequestSource
     from gpuinfer.lab.serve_bench.target_server import TargetServer
 
@@ -220,7 +219,10 @@ def server_variants(
     """
     from gpuinfer.lab.serve_bench.load_series import ServerVariant
 
-    axes = _axes(compare, server)
+    axes: dict[str, list[str]] = {}
+    for word in compare:
+        key, values = _split(word, server)
+        axes[key] = list(dict.fromkeys([*axes.get(key, []), *values]))
     if url is not None and URL in axes:
         raise UsageError("the URL and --compare both say who is asked. Leave one of them out.")
     ours = [name for name in axes if name != URL and name not in LOADS]
@@ -233,9 +235,12 @@ def server_variants(
         there = chosen.get(URL, url)
         own = {name: value for name, value in chosen.items() if name != URL and name not in LOADS}
         replicas = _count(own.get("replicas") or server.value("replicas"))
+        alone = (URL, "strategy", "routing", "backend")
+        shown = {key: value.removeprefix("http://") if key == URL else value for key, value in chosen.items()}
         found.append(
             ServerVariant(
-                name=_name(chosen) or (there or "serve").removeprefix("http://"),
+                name=", ".join(value if key in alone else f"{key}={value}" for key, value in shown.items())
+                or (there or "serve").removeprefix("http://"),
                 load=load_of({name: value for name, value in chosen.items() if name in LOADS}, replicas),
                 settings=chosen,
                 url=None if there is None else base(there),
@@ -258,14 +263,6 @@ def base(url: str) -> str:
     return found
 
 
-def _axes(compare: Sequence[str], server: ComparedServer) -> dict[str, list[str]]:
-    axes: dict[str, list[str]] = {}
-    for word in compare:
-        key, values = _split(word, server)
-        axes[key] = list(dict.fromkeys([*axes.get(key, []), *values]))
-    return axes
-
-
 def _split(word: str, server: ComparedServer) -> tuple[str, list[str]]:
     found = parts(word)
     if found and all(one.startswith(("http://", "https://")) for one in found):
@@ -273,7 +270,11 @@ def _split(word: str, server: ComparedServer) -> tuple[str, list[str]]:
     key, values = split_axis(word)
     if key:
         return _key(key, server), values
-    for kind, known in _names().items():
+    for kind, known in {
+        "strategy": registry.names("strategies"),
+        "routing": list(POLICIES),
+        "backend": registry.names("backends"),
+    }.items():
         if found and all(name in known for name in found):
             return _key(kind, server), found
     raise UsageError(f"--compare {word}: what is that? Give {EXAMPLES}.")
@@ -288,22 +289,6 @@ def _key(key: str, server: ComparedServer) -> str:
     if name in server.known or name in LOADS or name == URL:
         return name
     raise UnknownName("setting to compare", key, {*server.known, *LOADS, URL}, label="Settings")
-
-
-def _names() -> dict[str, Sequence[str]]:
-    """What may stand without a key."""
-    return {
-        "strategy": registry.names("strategies"),
-        "routing": list(POLICIES),
-        "backend": registry.names("backends"),
-    }
-
-
-def _name(chosen: Mapping[str, str]) -> str:
-    """Such as `replicas=2, routing=sticky`; a URL and a plugin's name say by themselves what they are."""
-    alone = (URL, "strategy", "routing", "backend")
-    shown = {key: value.removeprefix("http://") if key == URL else value for key, value in chosen.items()}
-    return ", ".join(value if key in alone else f"{key}={value}" for key, value in shown.items())
 
 
 def _count(text: str | None) -> int:
@@ -343,17 +328,9 @@ def command() -> Any:
         annotation=str | None,
     )
     common = {name: one for name, one in flags.common_flags().items() if name in COMMON}
-    ours = {"url": url, **flags.of(LoadOptions, NAME), **_own_flags(), **common}
-    parameters = {**ours, **{name: one for name, one in theirs.items() if name not in ours}}
-
-    def call(**values: Any) -> None:
-        raise typer.Exit(execute(values, [name for name in theirs if name not in ours]))
-
-    return typer.main.get_command(flags.app(NAME, parameters, TEXT, call))
-
-
-def _own_flags() -> flags.Parameters:
-    return {
+    ours = {
+        "url": url,
+        **flags.of(LoadOptions, NAME),
         "compare": comparison_flag("compare", list[str] | None, "KEY=A,B", "Ways to compare, or URLs; repeatable."),
         "repeats": comparison_flag(
             "repeats", int, "N", f"Runs of each, in turn. [default: {REPEATS}]", default=REPEATS, min=1
@@ -367,7 +344,14 @@ def _own_flags() -> flags.Parameters:
         "report": comparison_flag(
             "report", Path | None, "DIR", "Write JSON, Markdown, a page and its plots to this folder."
         ),
+        **common,
     }
+    parameters = {**ours, **{name: one for name, one in theirs.items() if name not in ours}}
+
+    def call(**values: Any) -> None:
+        raise typer.Exit(execute(values, [name for name in theirs if name not in ours]))
+
+    return typer.main.get_command(flags.app(NAME, parameters, TEXT, call))
 
 
 def _parameters_of_serve() -> flags.Parameters:
@@ -404,40 +388,6 @@ def execute(values: Mapping[str, Any], theirs: Sequence[str]) -> int:
     if (least := values["fail_under"]) is not None and not 0 < least < float("inf"):
         raise UsageError(f"--fail-under {least}: nothing could fail that. Give a ratio such as 0.95.")
     own = _options(values)
-    plan = _plan(own, values, theirs)
-    if (
-        all(way.url is None and not any(flags.flag(name) in way.words for name in MODELS) for way in plan.ways)
-        and not merged.table(NAME).keys() & MODELS
-    ):
-        raise UsageError("which server? Give the URL of one, or --model (blobnet, tiny, a folder) for one of our own.")
-    destination, folder = output.Destination(common.report), report_folder(values["report"])
-    log_to_people(common.verbose)
-    longest = max((way.load.seconds for way in plan.ways if way.load.seconds is not None), default=None)
-    series_plan = SeriesPlan(values["repeats"], longest, own.warmup, common.seed, roofline=False, parity=False)
-    began = datetime.now(UTC).isoformat(timespec="seconds")
-    with tempfile.TemporaryDirectory(prefix="gpuinfer-bench-") as scratch:
-        turns = LoadSeries(plan, series_plan, logs_folder(folder, Path(scratch)), printer(common.quiet, _show_status))
-        _run(turns)
-        document = _document(turns, plan, series_plan, own, began)
-    show_comparison("bench serve", document, on_stderr=destination.stdout)
-    destination.write(document)
-    write_report(folder, document)
-    return comparison_exit_code(document, least)
-
-
-def _options(values: Mapping[str, Any], changes: Mapping[str, str] | None = None) -> LoadOptions:
-    """The load's flags, with some changed. Raises `UsageError`."""
-    given = {
-        name: GivenValue(values[name], flags.flag(name))
-        for name in LoadOptions.model_fields
-        if values.get(name) is not None and values[name] != []
-    }
-    given |= {name: GivenValue(value, f"--compare {name}") for name, value in (changes or {}).items()}
-    return LoadOptions(**check(LoadOptions, given, NAME))
-
-
-def _plan(own: LoadOptions, values: Mapping[str, Any], theirs: Sequence[str]) -> LoadPlan:
-    """Everything checked that can be before a server is asked. Raises `UsageError`."""
     from gpuinfer.http.access import read_keys
     from gpuinfer.lab.serve_bench.load_series import LoadPlan
     from gpuinfer.lab.serve_bench.load_summary import promises
@@ -459,7 +409,7 @@ def _plan(own: LoadOptions, values: Mapping[str, Any], theirs: Sequence[str]) ->
         key = read_keys(file)[0]
     features = server.value("features")
     named = server.value("model") if elsewhere else None
-    return LoadPlan(
+    plan = LoadPlan(
         ways=ways,
         calls=calls_for(own, named, int(features) if features else None),
         model=named,
@@ -467,6 +417,48 @@ def _plan(own: LoadOptions, values: Mapping[str, Any], theirs: Sequence[str]) ->
         key=key,
         calibrate=own.prompts is None,
     )
+    if (
+        all(way.url is None and not any(flags.flag(name) in way.words for name in MODELS) for way in plan.ways)
+        and not merged.table(NAME).keys() & MODELS
+    ):
+        raise UsageError("which server? Give the URL of one, or --model (blobnet, tiny, a folder) for one of our own.")
+    destination, folder = output.Destination(common.report), report_folder(values["report"])
+    log_to_people(common.verbose)
+    longest = max((way.load.seconds for way in plan.ways if way.load.seconds is not None), default=None)
+    series_plan = SeriesPlan(values["repeats"], longest, own.warmup, common.seed, roofline=False, parity=False)
+    began = datetime.now(UTC).isoformat(timespec="seconds")
+    with tempfile.TemporaryDirectory(prefix="gpuinfer-bench-") as scratch:
+        turns = LoadSeries(plan, series_plan, logs_folder(folder, Path(scratch)), printer(common.quiet, _show_status))
+        _run(turns)
+        from gpuinfer.cli.comparison_end import concluded
+        from gpuinfer.lab.serve_bench import load_tables
+
+        if len(plan.ways) == 1 and turns.outcome.skipped:
+            raise WorkError(next(iter(turns.outcome.skipped.values())))
+        document = concluded(NAME, turns.outcome, series_plan, began)
+        left = [one.variant for one in turns.outcome.runs]
+        load = {**own.model_dump(mode="json"), "said": load_said(own, turns.calls)}
+        document["serve"] = load_tables.load_section(
+            load, turns.summaries, left, {way.name: way.replicas for way in plan.ways}
+        )
+        document["serve"]["scaling"] = load_tables.scaling(document)
+        document["why"] = ""
+        document["verdict"] = load_tables.load_verdict(document) or document["verdict"]
+    show_comparison("bench serve", document, on_stderr=destination.stdout)
+    destination.write(document)
+    write_report(folder, document)
+    return comparison_exit_code(document, least)
+
+
+def _options(values: Mapping[str, Any], changes: Mapping[str, str] | None = None) -> LoadOptions:
+    """The load's flags, with some changed. Raises `UsageError`."""
+    given = {
+        name: GivenValue(values[name], flags.flag(name))
+        for name in LoadOptions.model_fields
+        if values.get(name) is not None and values[name] != []
+    }
+    given |= {name: GivenValue(value, f"--compare {name}") for name, value in (changes or {}).items()}
+    return LoadOptions(**check(LoadOptions, given, NAME))
 
 
 def _words(name: str, value: Any, flag: str) -> list[str]:
@@ -541,24 +533,3 @@ def _show_status(text: str) -> None:
     from gpuinfer.host.terminal import show_status
 
     show_status(text)
-
-
-def _document(
-    turns: LoadSeries, plan: LoadPlan, series_plan: SeriesPlan, own: LoadOptions, began: str
-) -> dict[str, Any]:
-    """Raises `UsageError` when none of the ways could run, with the reasons."""
-    from gpuinfer.cli.comparison_end import concluded
-    from gpuinfer.lab.serve_bench import load_tables
-
-    if len(plan.ways) == 1 and turns.outcome.skipped:
-        raise WorkError(next(iter(turns.outcome.skipped.values())))
-    document = concluded(NAME, turns.outcome, series_plan, began)
-    left = [one.variant for one in turns.outcome.runs]
-    load = {**own.model_dump(mode="json"), "said": load_said(own, turns.calls)}
-    document["serve"] = load_tables.load_section(
-        load, turns.summaries, left, {way.name: way.replicas for way in plan.ways}
-    )
-    document["serve"]["scaling"] = load_tables.scaling(document)
-    document["why"] = ""
-    document["verdict"] = load_tables.load_verdict(document) or document["verdict"]
-    return document

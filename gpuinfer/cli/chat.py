@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from pydantic import Field
@@ -17,8 +17,8 @@ from pydantic import Field
 from gpuinfer.api import ModelSpec
 from gpuinfer.cli import flags
 from gpuinfer.cli.problems import FAILED, MARGIN
-from gpuinfer.errors import BackendDied, BackendError, BadPrompt, GpuinferError, PromptTooLong, RequestError, UsageError
-from gpuinfer.generation import Generation, Part, Prompt
+from gpuinfer.errors import BackendDied, BackendError, GpuinferError, PromptTooLong, RequestError, UsageError
+from gpuinfer.generation import Prompt
 from gpuinfer.host.terminal import dim, printable, show_status, write
 from gpuinfer.serving.openai.model_options import (
     AdapterOptions,
@@ -160,7 +160,10 @@ class Terminal:
         self._shows = sys.stdout.isatty()
         self._at_start = True  # of a line
         if self.talks and self._shows:
-            _edit_lines()
+            with contextlib.suppress(ImportError):
+                import readline
+
+                readline.parse_and_bind("set enable-bracketed-paste on")
         else:
             sys.stdin.reconfigure(errors="replace")  # type: ignore[union-attr]
 
@@ -201,8 +204,8 @@ class Terminal:
         if self.talks and not self._quiet:
             write((dim(printable(text)) if sys.stderr.isatty() else text) + "\n", sys.stderr)
 
-    def complain(self, error: GpuinferError) -> None:
-        write(f"{MARGIN}{printable(str(error))}\n", sys.stderr)
+    def complain(self, text: str) -> None:
+        write(f"{MARGIN}{printable(text)}\n", sys.stderr)
 
 
 def _line(asking: str) -> str:
@@ -212,14 +215,6 @@ def _line(asking: str) -> str:
     except (EOFError, KeyboardInterrupt):
         print()
         raise
-
-
-def _edit_lines() -> None:
-    """History, editing, and text that is pasted whole, whatever line breaks it has."""
-    with contextlib.suppress(ImportError):
-        import readline
-
-        readline.parse_and_bind("set enable-bracketed-paste on")
 
 
 app = flags.command(NAME, flags.of(ChatOptions, NAME), COMMON, TEXT, execute)
@@ -236,61 +231,23 @@ COMMANDS = ("/reset", "/system", "/help", "/exit")
 MORE = "\\"  # at the end of a line that is not all of a message
 
 
-class AnswerStream(Protocol):
-    """An answer that is read as it grows."""
-
-    def __iter__(self) -> Iterator[Part]: ...
-    @property
-    def result(self) -> Generation: ...
-    def close(self) -> None: ...
-
-
-class ChatScreen(Protocol):
-    """Where messages come from and answers go. `read` raises `EOFError` at the end."""
-
-    def read(self, goes_on: bool) -> str: ...
-    def answer(self, text: str) -> None: ...
-    def end_answer(self) -> None: ...
-    def note(self, text: str) -> None: ...
-    def complain(self, error: GpuinferError) -> None: ...
-
-
-class ChatHistory:
-    """The messages so far, in OpenAI's words."""
-
-    def __init__(self, system: str | None = None) -> None:
-        self.system = system
-        self._messages: list[dict[str, str]] = []
-
-    def with_message(self, text: str) -> tuple[dict[str, str], ...]:
-        """The chat that asks for an answer to this."""
-        first = [] if self.system is None else [{"role": "system", "content": self.system}]
-        return (*first, *self._messages, {"role": "user", "content": text})
-
-    def keep(self, text: str, answer: str) -> None:
-        self._messages += [{"role": "user", "content": text}, {"role": "assistant", "content": answer}]
-
-    def reset(self) -> None:
-        self._messages.clear()
-
-
 class ChatConversation:
-    """Reads messages and answers them, one after the other. `plain`: their prompt, but for what is said in it.
-
-    Inside of `ctrl_c` a Ctrl-C is `KeyboardInterrupt`.
+    """Reads messages and answers them, one after the other. `ask` gives a `BackgroundSession.stream`; `plain` is the
+    prompt of each message, but for what is said in it. Inside of `ctrl_c` a Ctrl-C is `KeyboardInterrupt`.
     """
 
     def __init__(
         self,
-        ask: Callable[[Prompt], AnswerStream],
-        screen: ChatScreen,
+        ask: Callable[[Prompt], Any],
+        screen: Terminal,
         plain: Prompt,
         system: str | None = None,
         ctrl_c: AbstractContextManager[Any] | None = None,
     ) -> None:
         self._ask, self._screen, self._plain = ask, screen, plain
         self._ctrl_c = ctrl_c or contextlib.nullcontext()
-        self.history = ChatHistory(system)
+        self._system = system
+        self._messages: list[dict[str, str]] = []  # so far, in OpenAI's words
         self.failures = 0
         self._turns = 0  # also those before a reset: the same words draw another answer
 
@@ -299,7 +256,9 @@ class ChatConversation:
         while True:
             try:
                 with self._ctrl_c:
-                    text = self._message()
+                    text = self._screen.read(False)
+                    while text.endswith(MORE):
+                        text = f"{text.removesuffix(MORE)}\n{self._screen.read(True)}"
             except KeyboardInterrupt:
                 self._screen.note("Ctrl-D or /exit ends.")
                 continue
@@ -311,44 +270,34 @@ class ChatConversation:
     def _take(self, text: str) -> bool:
         """One message. Whether there may be more."""
         if text.startswith("/"):
-            return self._obey(text)
+            word, _, rest = text.strip().partition(" ")
+            if word in ("/exit", "/quit"):
+                return False
+            if word == "/reset":
+                self._messages.clear()
+                self._screen.note("A new conversation." + (" The system message stays." if self._system else ""))
+            elif word == "/system":
+                if told := rest.strip():
+                    self._system = told
+                system = self._system
+                now = "no system message" if system is None else f"the system message is: {system}"
+                self._screen.note(f"From now on {now}" if told else now.capitalize())
+            elif word == "/help":
+                self._screen.note(HELP)
+            else:
+                near = difflib.get_close_matches(word, COMMANDS, n=1)
+                hint = f" Did you mean {near[0]}?" if near else ""
+                self._screen.note(f"There is no command {word}.{hint} /help lists them.")
+            return True
         if text := text.strip():
             self._answer(text)
         return True
 
-    def _message(self) -> str:
-        text = self._screen.read(False)
-        while text.endswith(MORE):
-            text = f"{text.removesuffix(MORE)}\n{self._screen.read(True)}"
-        return text
-
-    def _obey(self, text: str) -> bool:
-        word, _, rest = text.strip().partition(" ")
-        if word in ("/exit", "/quit"):
-            return False
-        if word == "/reset":
-            self.history.reset()
-            self._screen.note("A new conversation." + (" The system message stays." if self.history.system else ""))
-        elif word == "/system":
-            self._instruct(rest.strip())
-        elif word == "/help":
-            self._screen.note(HELP)
-        else:
-            near = difflib.get_close_matches(word, COMMANDS, n=1)
-            hint = f" Did you mean {near[0]}?" if near else ""
-            self._screen.note(f"There is no command {word}.{hint} /help lists them.")
-        return True
-
-    def _instruct(self, text: str) -> None:
-        if text:
-            self.history.system = text
-        now = "no system message" if self.history.system is None else f"the system message is: {self.history.system}"
-        self._screen.note(f"From now on {now}" if text else now.capitalize())
-
     def _answer(self, text: str) -> None:
         self._turns += 1
+        first = [] if self._system is None else [{"role": "system", "content": self._system}]
         prompt = Prompt(
-            messages=self.history.with_message(text),
+            messages=(*first, *self._messages, {"role": "user", "content": text}),
             rendering=self._plain.rendering,
             sampling=self._plain.sampling,
             key=f"turn-{self._turns}",
@@ -364,7 +313,10 @@ class ChatConversation:
             answer_text = whole.text
             self._screen.end_answer()
             if whole.finish_reason == "length":
-                self._screen.note(cut_off(len(whole.tokens), prompt.sampling.max_tokens))
+                why = "Cut off, as the model's context is full: /reset begins anew, --context N may allow more."
+                if len(whole.tokens) >= (most := prompt.sampling.max_tokens):
+                    why = f"Cut off after {most:,} tokens: --max-new-tokens allows more."
+                self._screen.note(why)
             elif not answer_text.strip():
                 self._screen.note("The answer is empty.")
         except KeyboardInterrupt:
@@ -375,7 +327,7 @@ class ChatConversation:
             self._fail(error, bool(answer_text))
             return
         if answer_text:
-            self.history.keep(text, answer_text)
+            self._messages += [{"role": "user", "content": text}, {"role": "assistant", "content": answer_text}]
 
     def _fail(self, error: GpuinferError, begun: bool) -> None:
         """Forget the message that failed."""
@@ -384,18 +336,10 @@ class ChatConversation:
             self._screen.end_answer()
         if isinstance(error, BackendDied):
             raise error
-        self._screen.complain(_in_a_chat(error))
-
-
-def cut_off(tokens: int, most: int) -> str:
-    """Why an answer of so many tokens ends before its end."""
-    if tokens >= most:
-        return f"Cut off after {most:,} tokens: --max-new-tokens allows more."
-    return "Cut off, as the model's context is full: /reset begins anew, --context N may allow more."
-
-
-def _in_a_chat(error: GpuinferError) -> GpuinferError:
-    if not isinstance(error, PromptTooLong):
-        return error
-    happened = str(error).partition(". ")[0]
-    return BadPrompt(f"{happened}. /reset begins anew without what was said; or start with a longer --context N.")
+        said = str(error)
+        if isinstance(error, PromptTooLong):
+            said = (
+                said.partition(". ")[0]
+                + ". /reset begins anew without what was said; or start with a longer --context N."
+            )
+        self._screen.complain(said)

@@ -39,7 +39,18 @@ def docs(
     known = pages()
     query = " ".join(words or ())
     parts = list(_listing(known) if not query.strip() else _answer(known, query))
-    _show(parts)
+    from gpuinfer.cli.screen.terminal_markdown import draw_text
+
+    terminal = sys.stdout.isatty()
+    size = shutil.get_terminal_size()
+    flags = os.environ.setdefault("LESS", COLOURS)
+    text = draw_text(parts, columns=size.columns, colour=terminal and "r" in flags.lower())
+    if terminal and text.count("\n") >= size.lines:
+        import pydoc
+
+        pydoc.pager(text)
+    else:
+        typer.echo(text, nl=False)
 
 
 def _listing(known: Mapping[str, ManualPage]) -> Iterator[Any]:
@@ -62,7 +73,12 @@ def _answer(known: Mapping[str, ManualPage], query: str) -> Iterator[Any]:
     elif (section := _named(known, query)) is not None:
         yield _passage(section, section.text)
     elif found.sections:
-        yield from _remarks(found)
+        for word, near in found.instead.items():
+            yield f"No page says '{word}'. This is of '{near}':"
+        for word, several in found.unknown.items():
+            yield f"No page says '{word}'{_or_else(several)}.{_called_here(word)}"
+        if found.instead or found.unknown:
+            yield ""
         yield _passage(found.sections[0], passage(found.sections[0], found.words))
         yield from _others(found.sections[1 : OTHERS + 1])
     else:
@@ -99,15 +115,6 @@ def _others(sections: Sequence[ManualSection]) -> Iterator[Any]:
         yield address_list("Also", [(one.address, " › ".join(one.headings)) for one in sections])
 
 
-def _remarks(found: FoundSection) -> Iterator[str]:
-    for word, near in found.instead.items():
-        yield f"No page says '{word}'. This is of '{near}':"
-    for word, several in found.unknown.items():
-        yield f"No page says '{word}'{_or_else(several)}.{_called_here(word)}"
-    if found.instead or found.unknown:
-        yield ""
-
-
 def _nothing(query: str, found: FoundSection) -> str:
     near = [one for words in found.unknown.values() for one in words]
     here = "".join(map(_called_here, found.unknown))
@@ -126,19 +133,3 @@ def _called_here(word: str) -> str:
 
 def _or_else(near: Sequence[str]) -> str:
     return f"; there are {', '.join(near)}" if near else ""
-
-
-def _show(parts: Sequence[Any]) -> None:
-    """On a terminal through its pager, where it is longer than the screen."""
-    from gpuinfer.cli.screen.terminal_markdown import draw_text
-
-    terminal = sys.stdout.isatty()
-    size = shutil.get_terminal_size()
-    flags = os.environ.setdefault("LESS", COLOURS)
-    text = draw_text(parts, columns=size.columns, colour=terminal and "r" in flags.lower())
-    if terminal and text.count("\n") >= size.lines:
-        import pydoc
-
-        pydoc.pager(text)
-    else:
-        typer.echo(text, nl=False)

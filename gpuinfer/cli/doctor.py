@@ -139,18 +139,15 @@ def _versions(torch: Mapping[str, Any]) -> Iterator[Fact]:
     yield Fact("python", platform.python_version(), sys.executable)
     for package in ("gpuinfer", "torch", "numba", "numpy"):
         try:
-            yield Fact(package, version(package), *_torch_state(package, torch))
+            remark, ok = "", True
+            if package == "torch" and "error" in torch:
+                remark, ok = str(torch["error"]), False
+            elif package == "torch":
+                build = f"built for CUDA {torch['cuda']}" if torch["cuda"] else "built without CUDA"
+                remark = f"{build}; {torch['cpu']} kernels"
+            yield Fact(package, version(package), remark, ok)
         except PackageNotFoundError:
             yield Fact(package, "not installed", f"pip install {package}", ok=False)
-
-
-def _torch_state(package: str, torch: Mapping[str, Any]) -> tuple[str, bool]:
-    if package != "torch":
-        return "", True
-    if "error" in torch:
-        return str(torch["error"]), False
-    build = f"built for CUDA {torch['cuda']}" if torch["cuda"] else "built without CUDA"
-    return f"{build}; {torch['cpu']} kernels", True
 
 
 def _devices(torch: Mapping[str, Any]) -> Iterator[Fact]:
@@ -161,7 +158,29 @@ def _devices(torch: Mapping[str, Any]) -> Iterator[Fact]:
     if not torch.get("gpus"):
         yield Fact("cuda", "none", _why_no_cuda(torch), ok=False, serious=False)
         return
-    yield from _around_cuda(torch)
+    if "nvml" in torch:
+        reason = f"{torch['nvml']}: other programs on the device are not seen. pip install nvidia-ml-py"
+        yield Fact("driver", "not asked", reason, ok=False, serious=False)
+    else:
+        newest = f"for CUDA {torch['driver_cuda']} and before" if torch.get("driver_cuda") else ""
+        yield Fact("driver", str(torch.get("driver", "")), newest)
+    lacks = ""
+    if not torch.get("triton"):
+        lacks = "Triton is missing, and decoding is slower: pip install triton"
+    elif missing := torch.get("triton_lacks"):
+        lacks = f"Triton is there and lacks {missing}, and decoding is slower: install gcc and python3-dev, or set CC"
+    yield Fact(
+        "layers of text",
+        "torch's kernels" if lacks else "our own kernels, in Triton",
+        lacks,
+        ok=not lacks,
+        serious=False,
+    )
+    yield _attention(torch, own=not lacks)
+    registers = bool(torch.get("registers"))
+    why = torch.get("unregistered") or "ulimit -l"
+    lacks = "" if registers else f"memory cannot be registered ({why}): rows of other processes are copied"
+    yield Fact("shared memory", "read by the device" if registers else "copied", lacks, ok=registers, serious=False)
 
 
 BFLOAT16_FROM = 8  # major compute capability; so too torch's flash attention
@@ -200,33 +219,6 @@ def runs_on(major: int, minor: int, kernels_for: Sequence[str]) -> bool:
         if (major, minor) == of or (later and (kind == "compute" or major == of[0])):
             return True
     return not known
-
-
-def _around_cuda(torch: Mapping[str, Any]) -> Iterator[Fact]:
-    """What is fast or slow on all of the devices, and why."""
-    if "nvml" in torch:
-        reason = f"{torch['nvml']}: other programs on the device are not seen. pip install nvidia-ml-py"
-        yield Fact("driver", "not asked", reason, ok=False, serious=False)
-    else:
-        newest = f"for CUDA {torch['driver_cuda']} and before" if torch.get("driver_cuda") else ""
-        yield Fact("driver", str(torch.get("driver", "")), newest)
-    lacks = ""
-    if not torch.get("triton"):
-        lacks = "Triton is missing, and decoding is slower: pip install triton"
-    elif missing := torch.get("triton_lacks"):
-        lacks = f"Triton is there and lacks {missing}, and decoding is slower: install gcc and python3-dev, or set CC"
-    yield Fact(
-        "layers of text",
-        "torch's kernels" if lacks else "our own kernels, in Triton",
-        lacks,
-        ok=not lacks,
-        serious=False,
-    )
-    yield _attention(torch, own=not lacks)
-    registers = bool(torch.get("registers"))
-    why = torch.get("unregistered") or "ulimit -l"
-    lacks = "" if registers else f"memory cannot be registered ({why}): rows of other processes are copied"
-    yield Fact("shared memory", "read by the device" if registers else "copied", lacks, ok=registers, serious=False)
 
 
 def _attention(torch: Mapping[str, Any], own: bool) -> Fact:

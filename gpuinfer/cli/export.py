@@ -23,7 +23,6 @@ from gpuinfer.host.files import no_folder
 from gpuinfer.serving.openai.model_options import TEXT_MODELS
 
 if TYPE_CHECKING:
-    from gpuinfer.models.onnx_export import Exportable
     from gpuinfer.models.positions import Symmetries
 
 NAME = "export"
@@ -97,51 +96,6 @@ def execute(values: Mapping[str, Any]) -> int:
     merged, destination, options = begin_run(NAME, ExportOptions, values)
     common = merged.common
     say = progress_lines(NAME, common.quiet)
-    _refuse(options)
-    subject = _subject(options, setup_of(common))
-
-    from gpuinfer.host.files import put_whole
-    from gpuinfer.models import onnx_export
-
-    onnx_export.require()
-    if options.weights is None and ":" not in options.model:
-        say(f"no --weights: those of '{options.model}' are drawn from --seed {common.seed}")
-    network = onnx_export.open_exportable(subject.spec, common.seed)
-    say(f"positions of {subject.of}")
-    rows = subject.rows()
-    say(f"writing '{options.model}' to {options.out}")
-    metadata = _metadata(network, subject)
-    content = onnx_export.content(network, metadata)
-    found: list[tuple[int, dict[str, float]]] = []
-
-    def write(file: Any) -> None:
-        file.write(content)
-        file.flush()
-        found.extend(onnx_export.largest_differences(Path(file.name), network, rows))
-        if (worst := _worst(found)) > options.tolerance:
-            raise Apart(
-                f"ONNX Runtime's answers differ from torch's by {worst:.2g}, and {options.tolerance:g} is allowed: "
-                f"{options.out} is not kept. Take randomness out of the network's forward, or allow more with "
-                "--tolerance."
-            )
-
-    try:
-        put_whole(options.out, write)
-    except OSError as error:
-        raise WorkError(f"{options.out} cannot be written: {error.strerror}. Give another --out.") from error
-    finally:
-        if found:
-            document = _document(options, network, subject, metadata, found, len(content))
-            _show(document, on_stderr=destination.stdout)
-            if (failed := sys.exception()) is None:
-                destination.write(document)
-            else:
-                destination.write_failed(document, failed)
-    return 0
-
-
-def _refuse(options: ExportOptions) -> None:
-    """Raises `UsageError` for what is no network of rows, for a file that is there, and where no size is known."""
     name = options.model
     if name in NO_NETWORK:
         raise UsageError(f"'{name}' is no network: there is nothing to export. Give --model blobnet.")
@@ -167,27 +121,98 @@ def _refuse(options: ExportOptions) -> None:
     allowed = {"game": OF_GAME, "features": SIZES}.get(ways[0], ())
     if odd := [one for one in (*OF_GAME, *SIZES) if getattr(options, one) is not None and one not in allowed]:
         raise UsageError(f"--{odd[0].replace('_', '-')} does not go with --{ways[0]}. Leave it out.")
+    subject = _subject(options, setup_of(common))
+
+    from gpuinfer.host.files import put_whole
+    from gpuinfer.models import onnx_export
+
+    onnx_export.require()
+    if options.weights is None and ":" not in options.model:
+        say(f"no --weights: those of '{options.model}' are drawn from --seed {common.seed}")
+    network = onnx_export.open_exportable(subject.spec, common.seed)
+    say(f"positions of {subject.of}")
+    rows = subject.rows()
+    say(f"writing '{options.model}' to {options.out}")
+    import torch
+
+    from gpuinfer import __version__
+
+    spec = subject.spec
+    plain: dict[str, Any] = {
+        "version": __version__,
+        "torch": torch.__version__,
+        "model": spec.name,
+        "digest": network.digest(),
+        "features": spec.inputs,
+        **spec.arguments,
+        **(subject.game or {}),
+    }
+    if spec.weights is not None:
+        plain["weights_sha256"] = hashlib.sha256(Path(spec.weights).read_bytes()).hexdigest()
+    if subject.symmetries is not None:
+        plain["symmetries"] = subject.symmetries.plain()
+    metadata = {f"gpuinfer.{key}": one if isinstance(one, str) else json.dumps(one) for key, one in plain.items()}
+    content = onnx_export.content(network, metadata)
+    found: list[tuple[int, dict[str, float]]] = []
+
+    def write(file: Any) -> None:
+        file.write(content)
+        file.flush()
+        found.extend(onnx_export.largest_differences(Path(file.name), network, rows))
+        if (worst := _worst(found)) > options.tolerance:
+            raise Apart(
+                f"ONNX Runtime's answers differ from torch's by {worst:.2g}, and {options.tolerance:g} is allowed: "
+                f"{options.out} is not kept. Take randomness out of the network's forward, or allow more with "
+                "--tolerance."
+            )
+
+    try:
+        put_whole(options.out, write)
+    except OSError as error:
+        raise WorkError(f"{options.out} cannot be written: {error.strerror}. Give another --out.") from error
+    finally:
+        if found:
+            size = len(content)
+            from gpuinfer.models import onnx_export
+
+            furthest, shapes = _worst(found), zip(network.outputs, network.layout.shapes, strict=True)
+            document = {
+                "schema": SCHEMA,
+                "file": str(options.out),
+                "bytes": size,
+                "kept": furthest <= options.tolerance,
+                "opset": onnx_export.OPSET,
+                "inputs": {onnx_export.INPUT: [onnx_export.BATCH, subject.spec.inputs]},
+                "outputs": {name: [onnx_export.BATCH, *shape] for name, shape in shapes},
+                "metadata": metadata,
+                "positions": subject.of,
+                "tolerance": options.tolerance,
+                "difference": furthest,
+                "batches": [{"rows": rows, **each} for rows, each in found],
+            }
+            _show(document, on_stderr=destination.stdout)
+            if (failed := sys.exception()) is None:
+                destination.write(document)
+            else:
+                destination.write_failed(document, failed)
+    return 0
 
 
 def _subject(options: ExportOptions, setup: Setup) -> ExportSubject:
-    if options.records:
-        return _of_records(options, options.records)
+    if folders := options.records:
+        from gpuinfer.models.positions import PositionsFolder, positions_of, sizes_of, symmetries_of
+
+        sizes = sizes_of(folders)
+        arguments = {"actions": sizes.actions, "seats": sizes.seats}
+        spec = ModelSpec(options.model, _text(options.weights), sizes.features, sizes.dtype, arguments)
+        settings = (PositionsFolder(folders[-1]).manifest() or {}).get("settings", {})
+        game = {name: settings[name] for name in ("game", "game_options") if name in settings}
+
+        def rows() -> Any:
+            return positions_of(folders, ROWS).observation.astype("float32")
+
+        return ExportSubject(spec, rows, ", ".join(map(str, folders)), game, symmetries_of(folders))
     return _of_game(options, setup) if options.game is not None else _of_sizes(options, setup.seed)
-
-
-def _of_records(options: ExportOptions, folders: list[Path]) -> ExportSubject:
-    from gpuinfer.models.positions import PositionsFolder, positions_of, sizes_of, symmetries_of
-
-    sizes = sizes_of(folders)
-    arguments = {"actions": sizes.actions, "seats": sizes.seats}
-    spec = ModelSpec(options.model, _text(options.weights), sizes.features, sizes.dtype, arguments)
-    settings = (PositionsFolder(folders[-1]).manifest() or {}).get("settings", {})
-    game = {name: settings[name] for name in ("game", "game_options") if name in settings}
-
-    def rows() -> Any:
-        return positions_of(folders, ROWS).observation.astype("float32")
-
-    return ExportSubject(spec, rows, ", ".join(map(str, folders)), game, symmetries_of(folders))
 
 
 def _of_game(options: ExportOptions, setup: Setup) -> ExportSubject:
@@ -200,7 +225,27 @@ def _of_game(options: ExportOptions, setup: Setup) -> ExportSubject:
     assert isinstance(spec, ModelSpec)
 
     def rows() -> Any:
-        return _played(selfplay)
+        import numpy as np
+
+        game = selfplay.game
+        found: list[Any] = []
+        dice = np.random.default_rng(selfplay.setup.seed)
+
+        def ask(rows: Any) -> Any:
+            found.extend(np.array(rows, np.float32))
+            return np.zeros((len(rows), game.actions), np.float32), np.zeros((len(rows), game.seats), np.float32)
+
+        for number in range(MOST_GAMES):
+            try:
+                table = selfplay.table(number)
+            except UsageError as error:  # it is made for people, and a game may be unable to show itself to them
+                raise UsageError(f"{error} Or give --records DIR of its games instead of --game.") from error
+            while table.mover is not None and len(found) < ROWS:
+                table.think(ask)
+                table.play(int(dice.choice(table.legal)))
+            if len(found) >= ROWS:
+                break
+        return np.stack(found[:ROWS])
 
     return ExportSubject(
         spec,
@@ -209,31 +254,6 @@ def _of_game(options: ExportOptions, setup: Setup) -> ExportSubject:
         {"game": options.game, "game_options": game.options.model_dump()},
         checked(game.symmetries(), game.features, game.actions, f"game '{options.game}'"),
     )
-
-
-def _played(selfplay: Any) -> Any:
-    """Leaves of the searches of some games, where the priors are equal and the values 0: what a network is asked."""
-    import numpy as np
-
-    game = selfplay.game
-    found: list[Any] = []
-    dice = np.random.default_rng(selfplay.setup.seed)
-
-    def ask(rows: Any) -> Any:
-        found.extend(np.array(rows, np.float32))
-        return np.zeros((len(rows), game.actions), np.float32), np.zeros((len(rows), game.seats), np.float32)
-
-    for number in range(MOST_GAMES):
-        try:
-            table = selfplay.table(number)
-        except UsageError as error:  # it is made for people, and a game may be unable to show itself to them
-            raise UsageError(f"{error} Or give --records DIR of its games instead of --game.") from error
-        while table.mover is not None and len(found) < ROWS:
-            table.think(ask)
-            table.play(int(dice.choice(table.legal)))
-        if len(found) >= ROWS:
-            break
-    return np.stack(found[:ROWS])
 
 
 def _of_sizes(options: ExportOptions, seed: int) -> ExportSubject:
@@ -255,58 +275,8 @@ def _of_sizes(options: ExportOptions, seed: int) -> ExportSubject:
     return ExportSubject(spec, rows, "no game: random ones")
 
 
-def _metadata(network: Exportable, subject: ExportSubject) -> dict[str, str]:
-    """That of the file, by name."""
-    import torch
-
-    from gpuinfer import __version__
-
-    spec = subject.spec
-    plain: dict[str, Any] = {
-        "version": __version__,
-        "torch": torch.__version__,
-        "model": spec.name,
-        "digest": network.digest(),
-        "features": spec.inputs,
-        **spec.arguments,
-        **(subject.game or {}),
-    }
-    if spec.weights is not None:
-        plain["weights_sha256"] = hashlib.sha256(Path(spec.weights).read_bytes()).hexdigest()
-    if subject.symmetries is not None:
-        plain["symmetries"] = subject.symmetries.plain()
-    return {f"gpuinfer.{key}": one if isinstance(one, str) else json.dumps(one) for key, one in plain.items()}
-
-
 def _worst(found: Sequence[tuple[int, Mapping[str, float]]]) -> float:
     return max(one for _, each in found for one in each.values())
-
-
-def _document(
-    options: ExportOptions,
-    network: Exportable,
-    subject: ExportSubject,
-    metadata: Mapping[str, str],
-    found: Sequence[tuple[int, Mapping[str, float]]],
-    size: int,
-) -> dict[str, Any]:
-    from gpuinfer.models import onnx_export
-
-    worst, shapes = _worst(found), zip(network.outputs, network.layout.shapes, strict=True)
-    return {
-        "schema": SCHEMA,
-        "file": str(options.out),
-        "bytes": size,
-        "kept": worst <= options.tolerance,
-        "opset": onnx_export.OPSET,
-        "inputs": {onnx_export.INPUT: [onnx_export.BATCH, subject.spec.inputs]},
-        "outputs": {name: [onnx_export.BATCH, *shape] for name, shape in shapes},
-        "metadata": metadata,
-        "positions": subject.of,
-        "tolerance": options.tolerance,
-        "difference": worst,
-        "batches": [{"rows": rows, **each} for rows, each in found],
-    }
 
 
 def _show(document: Mapping[str, Any], on_stderr: bool) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -51,24 +51,34 @@ def status(
     """The workers of a fleet, how each is and what it has done. Exits 1 when none takes requests."""
     destination = Destination(report)
     statistics = _stats(url, api_key_file)
-    workers = statistics.get("workers", [_alone(url, statistics)])
+    workers = statistics.get(
+        "workers",
+        [
+            {
+                "index": 0,
+                "url": url,
+                "healthy": bool(statistics.get("ready")),
+                "state": statistics.get("status", "-"),
+                "in_flight": statistics.get("in_flight", 0),
+                "waiting_rows": statistics.get("waiting_rows", 0),
+                "requests_served": statistics.get("requests", 0),
+                "errors": sum(dict(statistics.get("errors", {})).values()),
+            }
+        ],
+    )
     if not destination.stdout:
-        _show(url, statistics, workers)
+        from gpuinfer.cli.screen.display import comparison
+
+        throughput = statistics.get("throughput", {})
+        rates = [f"{throughput[name]:,.3g} {name.removesuffix('_per_s')}/s" for name in throughput if name != "over_s"]
+        healthy = sum(bool(worker.get("healthy")) for worker in workers)
+        title = f"{url} · {healthy} of {len(workers)} workers take requests"
+        notes = [("just now", ", ".join(rates))] if rates else []
+        notes += [(f"worker {one['index']}", str(one["last_event"])) for one in workers if one.get("last_event")]
+        comparison(title, COLUMNS, [_row(worker) for worker in workers], notes)
     destination.write(statistics)
     if not any(worker.get("healthy") for worker in workers):
         raise typer.Exit(1)
-
-
-def _show(url: str, statistics: Mapping[str, Any], workers: Sequence[Mapping[str, Any]]) -> None:
-    from gpuinfer.cli.screen.display import comparison
-
-    throughput = statistics.get("throughput", {})
-    rates = [f"{throughput[name]:,.3g} {name.removesuffix('_per_s')}/s" for name in throughput if name != "over_s"]
-    healthy = sum(bool(worker.get("healthy")) for worker in workers)
-    title = f"{url} · {healthy} of {len(workers)} workers take requests"
-    notes = [("just now", ", ".join(rates))] if rates else []
-    notes += [(f"worker {one['index']}", str(one["last_event"])) for one in workers if one.get("last_event")]
-    comparison(title, COLUMNS, [_row(worker) for worker in workers], notes)
 
 
 def _row(worker: Mapping[str, Any]) -> list[str]:
@@ -76,20 +86,6 @@ def _row(worker: Mapping[str, Any]) -> list[str]:
     where = str(worker.get("url") or "no address yet").removeprefix("http://")
     state = worker.get("state", "-") if worker.get("breaker") != "open" else "breaker open"
     return [f"{worker.get('index', 0)}  {where}", str(state), *(f"{worker.get(name) or 0:,}" for name in counts)]
-
-
-def _alone(url: str, statistics: Mapping[str, Any]) -> dict[str, Any]:
-    """A replica without a fleet, as if it were the only worker of one."""
-    return {
-        "index": 0,
-        "url": url,
-        "healthy": bool(statistics.get("ready")),
-        "state": statistics.get("status", "-"),
-        "in_flight": statistics.get("in_flight", 0),
-        "waiting_rows": statistics.get("waiting_rows", 0),
-        "requests_served": statistics.get("requests", 0),
-        "errors": sum(dict(statistics.get("errors", {})).values()),
-    }
 
 
 @app.command("haproxy-config")

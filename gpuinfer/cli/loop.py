@@ -119,8 +119,13 @@ def execute(values: Mapping[str, Any]) -> int:
     plan = _plan(options, options.out, merged)
     _refuse_what_training_refuses(plan, spec, merged)
     folder = RecordFolder(options.out, "gpuinfer.loop-folder/1", "")
-    folder.claim({**_deciding(options, common.seed, common.dtype), **sources}, options.resume)
-    _write_first(plan, spec, common.seed)
+    kept = {name: value for name, value in options.model_dump(mode="json").items() if name not in NO_PART}
+    digest = hashlib.sha256(options.weights.read_bytes()).hexdigest() if options.weights else None
+    folder.claim({**kept, "weights": digest, "seed": common.seed, "dtype": common.dtype, **sources}, options.resume)
+    if not plan.first.exists():  # the first generation, once: what comes later begins with no other weights
+        from gpuinfer.models.load import write_weights
+
+        write_weights(spec, common.seed, plan.first)
     settings, command = options.model_dump(mode="json"), flags.spelled(NAME, values)
     ended, error = "failed", None
     try:
@@ -136,7 +141,18 @@ def execute(values: Mapping[str, Any]) -> int:
         loop_summary.write_loop(plan, document)
         folder.release()
     if document["iterations"]:
-        _show(document, options, on_stderr=destination.stdout)
+        from gpuinfer.cli.screen.display import comparison
+
+        notes = [("strength", loop_summary.loop_verdict(document)), *loop_summary.strength_lines(document)]
+        notes += [("weights", document["weights"])] if document["weights"] else []
+        notes += [("written", f"{options.out}/loop.html, and beside it JSON, Markdown and the plot")]
+        comparison(
+            f"loop · {options.game} · {options.model}",
+            loop_summary.loop_columns(document),
+            list(loop_summary.loop_rows(document)),
+            notes,
+            on_stderr=destination.stdout,
+        )
     if error is not None:
         raise error
     if ended == "partial":
@@ -220,22 +236,6 @@ def _plan(options: LoopOptions, folder: Path, merged: Settings) -> LoopPlan:
     )
 
 
-def _deciding(options: LoopOptions, seed: int, dtype: str) -> dict[str, Any]:
-    """The settings that every step in the folder shares. Iterations and matches may be added later."""
-    kept = {name: value for name, value in options.model_dump(mode="json").items() if name not in NO_PART}
-    digest = hashlib.sha256(options.weights.read_bytes()).hexdigest() if options.weights else None
-    return {**kept, "weights": digest, "seed": seed, "dtype": dtype}
-
-
-def _write_first(plan: LoopPlan, spec: ModelSpec, seed: int) -> None:
-    """The first generation, once: its weights as a file, so that what comes later begins with no others."""
-    if plan.first.exists():
-        return
-    from gpuinfer.models.load import write_weights
-
-    write_weights(spec, seed, plan.first)
-
-
 def _follow(plan: LoopPlan, verbose: bool, quiet: bool) -> str:
     """All steps; how they ended: done or partial."""
     from gpuinfer.cli.comparison_progress import interruptible
@@ -288,43 +288,20 @@ class _Line(contextlib.AbstractContextManager["_Line"]):
 def _told(step: LoopStep, report: Report, seconds: float) -> str:
     """What came of a step, in a line."""
     from gpuinfer.lab.loop.loop_summary import final_loss
-    from gpuinfer.report.game_statistics import in_elo, in_score
+    from gpuinfer.report.game_statistics import in_elo, in_score, in_share
 
     said = f"{step.kind} in {duration(seconds)}"
     if step.kind == "training":
         loss = final_loss(report)
         return said if loss is None else f"{said}: loss {number(loss)}"
     if step.kind == "games":
-        return f"{said}: {whole(report['progress']['done'])}{_resigned(report.get('resignation'))}"
+        said = f"{said}: {whole(report['progress']['done'])}"
+        if (found := report.get("resignation")) is not None:
+            said += f", {in_share(found)} resigned" + (f"\n  {found['advice']}" if found["advice"] else "")
+        return said
     strength = report["strength"]
     against = "the first generation" if step.kind == "match" else "the network that plays"
     return f"{said}: {in_score(strength)}, {in_elo(strength)} over {against}"
-
-
-def _resigned(found: Mapping[str, Any] | None) -> str:
-    """Of games in which players may resign; what there is to do about it on a line of its own."""
-    from gpuinfer.report.game_statistics import in_share
-
-    if found is None:
-        return ""
-    advice = f"\n  {found['advice']}" if found["advice"] else ""
-    return f", {in_share(found)} resigned{advice}"
-
-
-def _show(document: Mapping[str, Any], options: LoopOptions, on_stderr: bool) -> None:
-    from gpuinfer.cli.screen.display import comparison
-    from gpuinfer.lab.loop import loop_summary
-
-    notes = [("strength", loop_summary.loop_verdict(document)), *loop_summary.strength_lines(document)]
-    notes += [("weights", document["weights"])] if document["weights"] else []
-    notes += [("written", f"{options.out}/loop.html, and beside it JSON, Markdown and the plot")]
-    comparison(
-        f"loop · {options.game} · {options.model}",
-        loop_summary.loop_columns(document),
-        list(loop_summary.loop_rows(document)),
-        notes,
-        on_stderr=on_stderr,
-    )
 
 
 app = flags.command(NAME, flags.of(LoopOptions, NAME), COMMON, TEXT, execute)

@@ -131,17 +131,14 @@ class TerminalGame:
                 self._screen.say(self._table.shown(self._seat))
                 self._one_move()
             else:
-                self._opponent_moves(mover)
+                found = self._think()[0]
+                name = self._named()[found.action]
+                value = "" if found.value is None else f", value {found.value:+.2f}"
+                who = self._opponent if self._table.game.seats == 2 else f"player {mover + 1}"
+                self._table.play(found.action)
+                self._screen.say(f"{who} plays {name} ({found.share:.0%} of the visits{value})")
         self._screen.say(self._table.shown(self._seat))
         self._screen.say(result_text(self._table.returns, self._seat))
-
-    def _opponent_moves(self, mover: int) -> None:
-        found = self._think()[0]
-        name = self._named()[found.action]
-        value = "" if found.value is None else f", value {found.value:+.2f}"
-        who = self._opponent if self._table.game.seats == 2 else f"player {mover + 1}"
-        self._table.play(found.action)
-        self._screen.say(f"{who} plays {name} ({found.share:.0%} of the visits{value})")
 
     def _one_move(self) -> None:
         """Read lines until one is a move, and make it, or until something else has changed the position."""
@@ -160,21 +157,18 @@ class TerminalGame:
             elif word == "quit":
                 raise EOFError
             elif word == "hint":
-                self._hint()
+                named = self._named()
+                found = self._think()[:HINTS]
+                width = max(len("move"), *(len(named[one.action]) for one in found))
+                self._screen.say(f"{'move':{width}}  visits  value")
+                for one in found:
+                    value = "–" if one.value is None else f"{one.value:+.2f}"
+                    self._screen.say(f"{named[one.action]:{width}}  {one.share:6.0%}  {value:>5}")
             elif word == "help":
                 self._screen.say(f"{HELP}\nmoves: {_listed(list(names))}")
             elif line:
                 self.refused += 1
                 self._screen.complain(f"'{line}' is no move here. Moves: {_listed(list(names))}. Or /help.")
-
-    def _hint(self) -> None:
-        named = self._named()
-        found = self._think()[:HINTS]
-        width = max(len("move"), *(len(named[one.action]) for one in found))
-        self._screen.say(f"{'move':{width}}  visits  value")
-        for one in found:
-            value = "–" if one.value is None else f"{one.value:+.2f}"
-            self._screen.say(f"{named[one.action]:{width}}  {one.share:6.0%}  {value:>5}")
 
     def _think(self) -> Sequence[Any]:
         with self._screen.waiting("thinking"):

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import os
-import sys
+import socket
+import time
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 from gpuinfer.config import registry
 from gpuinfer.config.registry import PluginRecord
 from gpuinfer.host import children
+from gpuinfer.host.child import BURIAL_S, Channel, ChannelClosed, Child
 
 LIMIT_S = 90.0  # for all of them: torch's first import from a cold disk
 
@@ -20,37 +21,28 @@ def inspect_all(records: Sequence[PluginRecord]) -> list[PluginRecord]:
     left = [record for record in records if record.ok is None]
     known: dict[PluginRecord, PluginRecord] = {}
     while left:
-        answers, why = _ask(left)
-        known |= {
-            record: replace(record, ok=ok, reason=reason) for record, (ok, reason) in zip(left, answers, strict=False)
-        }
-        left = left[len(answers) :]
+        child, until = Child(_inspect, left, name="gpuinfer plugins", group=True), time.monotonic() + LIMIT_S
+        answers, why = Channel(child.end), f"importing it did not end within {LIMIT_S:g} s"
+        try:
+            while left and answers.poll(max(0.0, until - time.monotonic())):
+                ok, reason = answers.receive()
+                known[left[0]] = replace(left[0], ok=ok, reason=reason)
+                left = left[1:]
+        except ChannelClosed:
+            why = f"importing it ended the process (exit code {child.exit_code()})"
+        finally:
+            child.kill(BURIAL_S)
         if left:  # the process ended at the first of these
             known[left[0]] = replace(left[0], ok=False, reason=why)
             left = left[1:]
     return [known.get(record, record) for record in records]
 
 
-def _ask(records: Sequence[PluginRecord]) -> tuple[list[tuple[bool, str]], str]:
-    """The child's answers, those of the first records, and why there are not more."""
-    order = json.dumps([asdict(record) for record in records]).encode()
-    program = [sys.executable, "-m", "gpuinfer.cli.plugin_probe"]
-    done = children.run_program(program, LIMIT_S, order, children.with_our_path())
-    why = f"importing it ended the process (exit code {done.code})"
-    if done.code is None:
-        why = f"importing it did not end within {LIMIT_S:g} s"
-    return [tuple(json.loads(line)) for line in done.out.split(b"\n")[:-1]], why  # the last is not whole
-
-
-def main() -> None:
-    channel = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever a plugin prints
-    for fields in json.loads(sys.stdin.read()):
-        record = registry.inspect(PluginRecord(**fields))
-        channel.write(json.dumps([record.ok, record.reason]) + "\n")
-        channel.flush()
+def _inspect(end: socket.socket, records: Sequence[PluginRecord]) -> None:
+    """The process: [ok, reason] of each record."""
+    children.set_up_child(group=True)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # whatever a plugin prints
+    answers = Channel(end)
+    for record in map(registry.inspect, records):
+        answers.send([record.ok, record.reason])
     os._exit(0)  # threads that an import has left behind may hang
-
-
-if __name__ == "__main__":
-    main()

@@ -94,14 +94,9 @@ def show_list(
     for kind in registry.KINDS:
         if rows := [_row(record) for record in records if record.kind == kind]:
             facts(kind, rows)
-    facts("packages", _packages_of(records))
-
-
-def _packages_of(records: Sequence[registry.PluginRecord]) -> list[tuple[str, str, str]]:
-    """Each once: where it comes from, and the versions of gpuinfer that it is for. Ours first."""
     first = {record.distribution: record for record in reversed(records)}
     listed = sorted(first.values(), key=lambda record: (record.place != registry.BUILT_IN, record.distribution))
-    return [(f"    {record.package}", record.place, _contract(record)) for record in listed]
+    facts("packages", [(f"    {record.package}", record.place, _contract(record)) for record in listed])
 
 
 def _contract(record: registry.PluginRecord) -> str:
@@ -234,13 +229,13 @@ class Shown:
             self._waiting.daemon = True
             self._waiting.start()
         else:
-            self._show(finding)
-
-    def _show(self, finding: Finding) -> None:
-        mark, colour = MARKS[_state(finding)]
-        typer.echo(f"  {typer.style(mark, fg=colour)} {finding.name}")
-        for line in _wrapped(finding.detail):
-            typer.echo(line)
+            mark, colour = MARKS[_state(finding)]
+            typer.echo(f"  {typer.style(mark, fg=colour)} {finding.name}")
+            columns = max(40, shutil.get_terminal_size().columns)
+            for line in textwrap.wrap(
+                finding.detail, columns, initial_indent=" " * INDENT, subsequent_indent=" " * INDENT
+            ):
+                typer.echo(line)
 
     def sum_up(self, findings: Sequence[Finding]) -> None:
         self._stop_waiting()
@@ -259,11 +254,6 @@ WORDS = {"broken": "do not", "skipped": "were not tried"}
 
 def _state(finding: Finding) -> str:
     return "skipped" if finding.skipped else "held" if finding.ok else "broken"
-
-
-def _wrapped(text: str) -> list[str]:
-    columns = max(40, shutil.get_terminal_size().columns)
-    return textwrap.wrap(text, columns, initial_indent=" " * INDENT, subsequent_indent=" " * INDENT)
 
 
 def _say(line: str) -> None:

@@ -15,7 +15,7 @@ from gpuinfer.config import registry, settings
 from gpuinfer.errors import GpuinferError, UsageError, WorkError
 
 if TYPE_CHECKING:
-    from gpuinfer.config.packages.installer import InstalledPackage, PreparedPackage
+    from gpuinfer.config.packages.installer import InstalledPackage
     from gpuinfer.config.packages.package_info import PackageSource
     from gpuinfer.config.packages.places import InstallPlace
 
@@ -152,8 +152,11 @@ def _install_one(
         staged = Path(folder, "staged")
         prepared = installer.PackagePreparation(place, program, staged, typer.echo).prepare(source)
         offer = prepared.offer
-        if old is not None and (reason := _why_no_upgrade(prepared, old, source)):
-            typer.echo(reason)
+        if old is not None and source.path is None and not prepared.words:
+            typer.echo(f"{old.offer.package} is the newest that is to be had for this gpuinfer.")
+            return
+        if old is not None and offer.plain != old.offer.plain:
+            typer.echo(f"{old.offer.package} came from {source.path}, where there is {offer.package} now.")
             return
         typer.echo(f"{offer.package}: {offer.summary or 'no description'}\n  adds      {offer.words}")
         if offer.contract:
@@ -167,15 +170,6 @@ def _install_one(
         _ask("Install it?", yes)
         installer.install_package(prepared, place, program, staged)
     typer.echo(f"Installed {offer.package}. To see whether it holds: gpuinfer plugins check {offer.name}.")
-
-
-def _why_no_upgrade(prepared: PreparedPackage, old: InstalledPackage, source: PackageSource) -> str | None:
-    """Of a path, whatever version lies there now renews it."""
-    if source.path is None and not prepared.words:
-        return f"{old.offer.package} is the newest that is to be had for this gpuinfer."
-    if prepared.offer.plain != old.offer.plain:
-        return f"{old.offer.package} came from {source.path}, where there is {prepared.offer.package} now."
-    return None
 
 
 def _there_already(source: PackageSource) -> InstalledPackage | None:

@@ -43,8 +43,13 @@ def message(error: BaseException, words: Sequence[str] = ()) -> str:
         return error_text.safe_str(error)
     if hasattr(error, "format_message"):  # Typer's: a flag or argument that it could not read
         return _usage(error, words)
-    if _is_validation(error):
-        return _refused(error)
+    pydantic = sys.modules.get("pydantic")
+    if pydantic is not None and isinstance(error, pydantic.ValidationError):
+        lines = []
+        for detail in error.errors(include_url=False)[:3]:
+            where = ".".join(map(str, detail["loc"])) or error.title
+            lines.append(f"{where}: {str(detail.get('ctx', {}).get('error', detail['msg'])).rstrip('.')}.")
+        return "\n".join(lines)
     return (
         f"{error_text.short_message(error)}.\nThis was not foreseen. Run it again with -vv to see where it comes from."
     )
@@ -80,17 +85,3 @@ def _as_flag(word: str, known: Sequence[str]) -> str:
     first = ("--input", "--records") if file else ("--model", "--records") if folder else ()
     flag = next((one for one in (*first, *ALONE) if one in known), None)
     return f"Did you mean {flag} {shlex.quote(word)}? " if flag else ""
-
-
-def _is_validation(error: BaseException) -> bool:
-    pydantic = sys.modules.get("pydantic")
-    return pydantic is not None and isinstance(error, pydantic.ValidationError)
-
-
-def _refused(error: Any) -> str:
-    """A plugin that refused its options itself."""
-    lines = []
-    for detail in error.errors(include_url=False)[:3]:
-        where = ".".join(map(str, detail["loc"])) or error.title
-        lines.append(f"{where}: {str(detail.get('ctx', {}).get('error', detail['msg'])).rstrip('.')}.")
-    return "\n".join(lines)

@@ -79,29 +79,35 @@ def serve_flags_wanted(own: ServeFleetOptions, launcher_options: Mapping[str, An
     return False
 
 
-def launcher_of(own: ServeFleetOptions, given: Mapping[str, GivenValue]) -> Launcher:
-    """Raises `UsageError` for one that there is not, that refuses its options, or that cannot work here."""
-    from gpuinfer.fleet.launchers import base
-
-    return base.make_launcher(own.launcher or "local", given)
-
-
 def plan_of(
     own: ServeFleetOptions, described: ServerSetup, launcher: Launcher, access: Access, *, verbose: bool = False
 ) -> FleetPlan:
     """Raises `UsageError` for flags that do not go together, and for key files that are none."""
-    from gpuinfer.fleet.plan import FleetPlan
+    from gpuinfer.fleet.plan import FleetPlan, gpus_here, gpus_of
+    from gpuinfer.fleet.routing_policies import POLICIES
     from gpuinfer.http.access import read_key_lines
 
     if described.setup.trace is not None:
         raise UsageError("--trace records one server, and this is a fleet. Leave it out, or serve without --replicas.")
     scaling = _scaling(own)
     replicas = own.replicas or (scaling.least if scaling else len((own.gpus or "0").split(",")))
-    devices = _devices(own, described, launcher)
+    if own.gpus is not None:
+        if any(device == "cpu" or ":" in device for device in described.setup.devices):
+            raise UsageError(
+                "--gpus says which device each replica sees, so --device has nothing to choose. Leave it out."
+            )
+        devices = gpus_of(own.gpus)
+    else:
+        devices = gpus_here() if launcher.here and machine.wants_cuda(described.setup.devices) else ()
     most = scaling.most if scaling else replicas
     setup = replace(described.setup, processes=most) if launcher.here else described.setup
     if own.gpus is not None:
         setup = replace(setup, devices=("cuda",))  # a replica that cannot use its own does not fall back on the CPU
+    if own.routing not in POLICIES:
+        raise UnknownName("routing policy", own.routing, POLICIES, label="Policies")
+    words = ["--quiet", "--drain-timeout", f"{own.drain_timeout:g}", "--max-body", str(own.max_body)]
+    if own.otlp_endpoint:
+        words += ["--otlp-endpoint", own.otlp_endpoint]
     plan = FleetPlan(
         setup=msgspec.json.encode(msgspec.structs.replace(described, setup=setup)),
         replicas=replicas,
@@ -111,7 +117,7 @@ def plan_of(
         host=own.host,
         port=own.port,
         router_processes=own.router_processes,
-        routing=_policy(own.routing),
+        routing=own.routing,
         api_keys=() if own.api_key_file is None else tuple(read_key_lines(own.api_key_file)),
         access=access,
         tls=None if own.tls_cert is None else (str(own.tls_cert), str(own.tls_key)),
@@ -122,7 +128,7 @@ def plan_of(
         logs=own.log_dir,
         body_bytes=own.max_body,
         connections=own.max_connections,
-        arguments=_arguments(own),
+        arguments=tuple(words),
     )
     plan.check()
     return plan
@@ -136,34 +142,6 @@ def _scaling(own: ServeFleetOptions) -> Scaling | None:
     least = own.min_replicas or 1
     most = own.max_replicas or max(least, own.replicas or len(own.gpus.split(",") if own.gpus else ""))
     return Scaling(least, most, own.target_queue, own.scale_down_delay)
-
-
-def _devices(own: ServeFleetOptions, described: ServerSetup, launcher: Launcher) -> tuple[str, ...]:
-    from gpuinfer.fleet.plan import gpus_here, gpus_of
-
-    if own.gpus is not None:
-        if any(device == "cpu" or ":" in device for device in described.setup.devices):
-            raise UsageError(
-                "--gpus says which device each replica sees, so --device has nothing to choose. Leave it out."
-            )
-        return gpus_of(own.gpus)
-    return gpus_here() if launcher.here and machine.wants_cuda(described.setup.devices) else ()
-
-
-def _policy(name: str) -> str:
-    from gpuinfer.fleet.routing_policies import POLICIES
-
-    if name not in POLICIES:
-        raise UnknownName("routing policy", name, POLICIES, label="Policies")
-    return name
-
-
-def _arguments(own: ServeFleetOptions) -> tuple[str, ...]:
-    """The flags of replicas that do not say what they serve."""
-    words = ["--quiet", "--drain-timeout", f"{own.drain_timeout:g}", "--max-body", str(own.max_body)]
-    if own.otlp_endpoint:
-        words += ["--otlp-endpoint", own.otlp_endpoint]
-    return tuple(words)
 
 
 def run(plan: FleetPlan, launcher: Launcher, say: Callable[[Fleet], None], tell: Callable[[str], None]) -> int:
@@ -310,7 +288,9 @@ def _fleet(
     common: Common,
 ) -> int:
     """The same with several replicas, none of them in this process."""
-    launcher = launcher_of(own, options)
+    from gpuinfer.fleet.launchers import base
+
+    launcher = base.make_launcher(own.launcher or "local", options)
     plan = plan_of(own, described, launcher, place.access(), verbose=bool(common.verbose))
 
     def tell(news: str) -> None:

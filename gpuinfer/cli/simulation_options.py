@@ -152,9 +152,21 @@ def case(values: Mapping[str, Any], labels: Mapping[str, str]) -> Scenario:
         raise UsageError(f"--solve {options.solve} finds the number, and --replicas gives one. Leave one of them out.")
     if options.solve and target is None:
         raise UsageError(f"--solve {options.solve} needs a target. Give --target 50ms, or -S latency_target=50ms.")
+    if isinstance(load, ClosedLoop):
+        said = f"{load.clients} client{'s' if load.clients > 1 else ''}"
+    else:
+        rate = f" {load.rows_per_s:,.0f} rows/s" if load.rows_per_s else ""
+        said = f"{_kind(options)}{rate}"
+    found = []
+    for word in options.drift.split(",") if options.drift else ():
+        factor, _, at = word.partition("@")
+        cure = "a factor and a time, such as 2x@30s"
+        found.append(
+            (_number("--drift", at, cure), _number("--drift", factor.strip().removesuffix("x"), cure, above=0.0))
+        )
     return Scenario(
         labels,
-        _title(options, load, name),
+        f"{said} · {name} · {options.replicas} replica{'s' if options.replicas > 1 else ''}",
         name,
         load,
         backend,
@@ -164,22 +176,13 @@ def case(values: Mapping[str, Any], labels: Mapping[str, str]) -> Scenario:
         merged.common.seed,
         merged.common.max_queue_rows,
         partial(plugin, setup, **given),
-        service_drift(options.drift),
+        sorted(found),
     )
 
 
 def common_settings(values: Mapping[str, Any]) -> settings.Common:
     """The settings that every command knows."""
     return merge(NAME, {**values, "strategy_options": None}).common
-
-
-def _title(options: SimulationOptions, load: Arrivals, strategy: str) -> str:
-    if isinstance(load, ClosedLoop):
-        said = f"{load.clients} client{'s' if load.clients > 1 else ''}"
-    else:
-        rate = f" {load.rows_per_s:,.0f} rows/s" if load.rows_per_s else ""
-        said = f"{_kind(options)}{rate}"
-    return f"{said} · {strategy} · {options.replicas} replica{'s' if options.replicas > 1 else ''}"
 
 
 T = TypeVar("T")
@@ -263,18 +266,6 @@ def service(options: SimulationOptions) -> Fitted:
     return Fitted(ServiceModel(options.alpha or 0.0, options.beta or 0.0, **more))
 
 
-def service_drift(text: str | None) -> Drift:
-    """`2x@30s`, or several such, by time. Raises `UsageError`."""
-    found = []
-    for word in text.split(",") if text else ():
-        factor, _, at = word.partition("@")
-        cure = "a factor and a time, such as 2x@30s"
-        found.append(
-            (_number("--drift", at, cure), _number("--drift", factor.strip().removesuffix("x"), cure, above=0.0))
-        )
-    return sorted(found)
-
-
 def _whole(flag: str, text: str, cure: str) -> int:
     value = _number(flag, text, cure)
     if not value.is_integer():
@@ -309,7 +300,19 @@ def grid(sweeps: Sequence[str], values: Mapping[str, Any]) -> list[tuple[dict[st
         if not (key and found):
             key = word.partition("=")[0].strip() or "rate"
             raise UsageError(f"--sweep {word}: not of the form key=a,b,c. Write --sweep {key}=VALUE,VALUE.")
-        axis = _axis(key, strategies)
+        flags = [name for name in options.fields_of(SimulationOptions) if name not in NOT_SWEPT]
+        owner, dot, option = key.rpartition(".")
+        known = dict(_options_of(strategies))
+        if not dot and key in (*flags, *COMMON):
+            axis = key, ""
+        elif not dot and key in known:
+            axis = "strategy_options", key
+        elif dot and owner == "strategy" and option in known:
+            axis = "strategy_options", option
+        elif dot and owner in strategies and known.get(option, False):
+            axis = "strategy_options", key
+        else:
+            raise UnknownName("setting to sweep", key, {*flags, *COMMON, *known}, label="Settings")
         if axis in axes:
             raise UsageError(f"--sweep names '{key}' twice. Give all its values in one: --sweep {key}=a,b,c.")
         if not axis[1] and values.get(axis[0]) is not None:
@@ -318,22 +321,6 @@ def grid(sweeps: Sequence[str], values: Mapping[str, Any]) -> list[tuple[dict[st
         axes[axis] = found
     labels = labels_of(axes)
     return [(with_choices(values, one), {labels[axis]: text for axis, text in one.items()}) for one in points(axes)]
-
-
-def _axis(key: str, strategies: Sequence[str]) -> Axis:
-    """The flag, or the option of a strategy: `strategy.max_rows`, say, where a flag has the same name."""
-    flags = [name for name in options.fields_of(SimulationOptions) if name not in NOT_SWEPT]
-    owner, dot, option = key.rpartition(".")
-    known = dict(_options_of(strategies))
-    if not dot and key in (*flags, *COMMON):
-        return key, ""
-    if not dot and key in known:
-        return "strategy_options", key
-    if dot and owner == "strategy" and option in known:
-        return "strategy_options", option
-    if dot and owner in strategies and known.get(option, False):
-        return "strategy_options", key
-    raise UnknownName("setting to sweep", key, {*flags, *COMMON, *known}, label="Settings")
 
 
 def _options_of(strategies: Sequence[str]) -> Iterator[tuple[str, bool]]:

@@ -48,7 +48,12 @@ class Tune(workload_targets.WorkloadTargets):
         return {target: name for target, name in super().workloads().items() if name not in workload_targets.NAMES}
 
     def own_flags(self) -> flags.Parameters:
-        return tune_flags()
+        return {
+            "budget": comparison_flag(
+                "budget", str | None, "S", f"Time for all of it: 60s, 2m, 90. [default: {BUDGET_S:g}s]"
+            ),
+            "apply": comparison_flag("apply", bool, "", "Write the settings found to gpuinfer.toml.", default=False),
+        }
 
     def execute(self, target: str, values: Mapping[str, Any], own: Mapping[str, Any]) -> int:
         return execute(target, values, own)
@@ -60,15 +65,6 @@ app = typer.Typer(cls=Tune, add_completion=False, rich_markup_mode="rich", help=
 @app.callback()
 def _root() -> None:
     """Find good settings for this machine: backend, workers, games in flight and batch limit, within a time budget."""
-
-
-def tune_flags() -> flags.Parameters:
-    return {
-        "budget": comparison_flag(
-            "budget", str | None, "S", f"Time for all of it: 60s, 2m, 90. [default: {BUDGET_S:g}s]"
-        ),
-        "apply": comparison_flag("apply", bool, "", "Write the settings found to gpuinfer.toml.", default=False),
-    }
 
 
 def execute(target: str, values: Mapping[str, Any], own: Mapping[str, Any]) -> int:
@@ -98,7 +94,13 @@ def execute(target: str, values: Mapping[str, Any], own: Mapping[str, Any]) -> i
     destination.write(document)
     if own["apply"]:
         apply_winner(target, document, outcome.variants)
-    return _exit_code(document)
+    from gpuinfer.lab.bench.bench_document import wrong_variants
+
+    if document["status"] == "partial":
+        return PARTIAL
+    if wrong_variants(document):
+        return CHECK_FAILED
+    return FAILED if document["failed"] else 0
 
 
 def space(target: str, values: Mapping[str, Any]) -> Space:
@@ -114,9 +116,27 @@ def space(target: str, values: Mapping[str, Any]) -> Space:
     free = [name for name in SEARCHED if values.get(name) is None]
 
     def axes(backend: str, facts: Mapping[str, float]) -> list[Axis]:
+        from gpuinfer.cli.variants import addressed
+        from gpuinfer.config import options
         from gpuinfer.lab.bench import tuning
 
-        return tuning.axes(facts, machine.cores(), [*free, *(["max_rows"] if _may_cap(values, backend) else [])])
+        given = addressed(values.get("backend_options") or [], "backends", backend)
+        known = options.fields_of(registry.load("backends", backend).Options)
+        return tuning.axes(
+            facts,
+            machine.cores(),
+            [
+                *free,
+                *(
+                    ["max_rows"]
+                    if (
+                        "max_rows" in known
+                        and not any(word.partition("=")[0].replace("-", "_") == "max_rows" for word in given)
+                    )
+                    else []
+                ),
+            ],
+        )
 
     def point(settings: Point) -> Variant:
         from gpuinfer.cli.variants import variant
@@ -125,16 +145,6 @@ def space(target: str, values: Mapping[str, Any]) -> Space:
         return variant(target, open_flags, chosen, timed=True)
 
     return Space(backends, point, axes)
-
-
-def _may_cap(values: Mapping[str, Any], backend: str) -> bool:
-    """Whether the backend has the option and the command line leaves it open."""
-    from gpuinfer.cli.variants import addressed
-    from gpuinfer.config import options
-
-    given = addressed(values.get("backend_options") or [], "backends", backend)
-    known = options.fields_of(registry.load("backends", backend).Options)
-    return "max_rows" in known and not any(word.partition("=")[0].replace("-", "_") == "max_rows" for word in given)
 
 
 def _advice(document: Mapping[str, Any]) -> str:
@@ -146,14 +156,3 @@ def _advice(document: Mapping[str, Any]) -> str:
         return " A larger --budget tells more."
     alone = winner["settings"]["backend"] == NO_SERVER
     return " No server is needed: each process runs the model itself." if alone else ""
-
-
-def _exit_code(document: Mapping[str, Any]) -> int:
-    """3 stopped, 4 one answered wrong, 1 the winner failed when it was checked, else 0."""
-    from gpuinfer.lab.bench.bench_document import wrong_variants
-
-    if document["status"] == "partial":
-        return PARTIAL
-    if wrong_variants(document):
-        return CHECK_FAILED
-    return FAILED if document["failed"] else 0

@@ -36,7 +36,11 @@ def variants_of(target: str, values: Values, compare: Sequence[str], *, timed: b
     """
     plugin = registry.load("workloads", target)
     known = {**options.fields_of(plugin.Options), **flags.common_flags()}
-    axes = _comparisons(compare, known, functools.partial(_setter, target, values))
+    setter = functools.partial(_setter, target, values)
+    axes: dict[Axis, list[str]] = {}
+    for word in compare:
+        axis, named = _compared(word, known, setter)
+        axes[axis] = list(dict.fromkeys([*axes.get(axis, []), *named]))
     for key, option in axes:
         if _given_twice(values, key, option):
             short = SHORTS.get(key) or flags.flag(key)
@@ -129,17 +133,6 @@ def _given_twice(values: Values, flag: str, option: str) -> bool:
     if option:
         return any(_key(word) == option for word in values.get(flag) or [])
     return values.get(flag) is not None
-
-
-def _comparisons(
-    words: Sequence[str], known: Mapping[str, Any], setter: Callable[[str], str | None]
-) -> dict[Axis, list[str]]:
-    """What all the words compare: two about one setting are one list."""
-    axes: dict[Axis, list[str]] = {}
-    for word in words:
-        axis, named = _compared(word, known, setter)
-        axes[axis] = list(dict.fromkeys([*axes.get(axis, []), *named]))
-    return axes
 
 
 def _compared(word: str, known: Mapping[str, Any], setter: Callable[[str], str | None]) -> tuple[Axis, list[str]]:

@@ -255,7 +255,10 @@ def execute(name: str, values: Mapping[str, Any]) -> int:
     with display, _failed_report(destination, plan.workload):
         report = _run(plan, common.roofline, ending, allowed, anew(name, values, plan.workload))
     if report["status"] == "failed":
-        _say_failures(report["failures"])
+        failures = report["failures"]
+        share = f"{failures['count']:,} of {failures['of']:,} failed ({failures['share']:.1%})"
+        why = f"{share}, and --max-failures allows {failures['allowed']:g}. What the first was told stands above."
+        print(f"gpuinfer: {why}", file=sys.stderr)
     ending.after(report)
     return EXIT_CODES.get(report["status"], FAILED)
 
@@ -273,12 +276,6 @@ def _named(plan: RunPlan, merged: settings.Settings) -> Iterator[output.Named]:
     yield from output.named_places(plan.workload.options, written=plan.workload.writes_to)
     yield from output.named_places(plan.backend.options, "-B ")
     yield from output.named_places(plan.strategy.options, "-S ")
-
-
-def _say_failures(failures: Mapping[str, Any]) -> None:
-    share = f"{failures['count']:,} of {failures['of']:,} failed ({failures['share']:.1%})"
-    why = f"{share}, and --max-failures allows {failures['allowed']:g}. What the first was told stands above."
-    print(f"gpuinfer: {why}", file=sys.stderr)
 
 
 def _run(plan: RunPlan, roofline: bool, ending: EndOfRun, max_failures: float, command: str) -> dict[str, Any]:
@@ -310,20 +307,14 @@ def _failed_report(destination: output.Destination, workload: Workload) -> Itera
     try:
         yield
     except BaseException as error:
-        if isinstance(error, WorkError) and "--resume" not in str(error) and (place := _goes_on_in(workload)):
-            kept = f"What was finished is kept in {place}: the same command with --resume goes on."
-            error.args = (f"{error}\n{kept}",)
+        if isinstance(error, WorkError) and "--resume" not in str(error) and "resume" in workload.goes_on_by:
+            places = (str(getattr(workload.options, name) or "") for name in workload.writes_to)
+            if place := next((place for place in places if os.path.isfile(place) or os.path.isdir(place)), None):
+                kept = f"What was finished is kept in {place}: the same command with --resume goes on."
+                error.args = (f"{error}\n{kept}",)
         if (report := getattr(error, "report", None)) is not None:
             destination.write_failed(report, error)
         raise
-
-
-def _goes_on_in(workload: Workload) -> str | None:
-    """The file or folder with what a run with `--resume` goes on with; None where there is none."""
-    if "resume" not in workload.goes_on_by:
-        return None
-    places = (str(getattr(workload.options, name) or "") for name in workload.writes_to)
-    return next((place for place in places if os.path.isfile(place) or os.path.isdir(place)), None)
 
 
 class _ToPeople(logging.Handler):

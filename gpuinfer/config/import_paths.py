@@ -9,7 +9,7 @@ import os
 import sys
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from gpuinfer.errors import UsageError
 from gpuinfer.host import error_text
@@ -60,7 +60,13 @@ def import_path_of(factory: Any) -> str:
     """`module:function` of what another process is to find by that name. Raises `UsageError` for what has none."""
     name = getattr(factory, "__qualname__", None)
     if not isinstance(name, str):
-        return _refuse_unnamed(factory)
+        kind = type(factory)
+        if isinstance(factory, functools.partial):
+            raise UsageError("model is a functools.partial, which has no name. Give its function, and arguments={…}.")
+        raise UsageError(
+            f"model is an object of {kind.__name__}, and the server makes its own in its own process. Give what makes "
+            f"it: {kind.__name__} or a function; its weights as a file (weights=…, by safetensors.torch.save_file)."
+        )
     if "<" in name:
         what = "a lambda" if name.endswith("<lambda>") else f"'{name.rpartition('.')[2]}', made inside of a function"
         raise UsageError(f"model is {what}, which no other process can import. Define a function at a module's top.")
@@ -77,16 +83,6 @@ def refuse_without_file(name: str) -> None:
             f"'{function}' is defined in a notebook or a program without a file (standard input, python -c), which the "
             f"server's process cannot import. Write it into a file, such as model.py, and give 'model:{function}'."
         )
-
-
-def _refuse_unnamed(factory: Any) -> NoReturn:
-    kind = type(factory)
-    if isinstance(factory, functools.partial):
-        raise UsageError("model is a functools.partial, which has no name. Give its function, and arguments={…}.")
-    raise UsageError(
-        f"model is an object of {kind.__name__}, and the server makes its own in its own process. Give what makes it: "
-        f"{kind.__name__} or a function; its weights as a file (weights=…, by safetensors.torch.save_file)."
-    )
 
 
 def classes_in(file: Path, base: str) -> list[str]:

@@ -91,8 +91,17 @@ def check(
     fields = fields_of(model)
     for key, one in given.items():
         if key not in fields:
-            raise UsageError(_unknown(key, one.origin, list(fields), owner))
-        if _is_empty(one) and accepts(fields[key].annotation, type(None)) and not one.origin.startswith(VARIABLE):
+            known = list(fields)
+            hint = option_hint(key, known)
+            between = f" {hint}" if hint else ""
+            raise UsageError(
+                f"{one.origin}: {owner} has no option '{key}'.{between} Options: {', '.join(sorted(known)) or 'none'}."
+            )
+        if (
+            (one.value == "" or (isinstance(one.value, GivenValues) and one.value == [""]))
+            and accepts(fields[key].annotation, type(None))
+            and not one.origin.startswith(VARIABLE)
+        ):
             raise UsageError(f"{one.origin} is empty, which sets nothing. Give it a value, or leave it out.")
     values = {key: _natural_of(fields[key], one.value) for key, one in given.items()}
     try:
@@ -102,10 +111,6 @@ def check(
         if details:
             raise UsageError(explain(details, given, model, owner)) from error
     return values
-
-
-def _is_empty(one: GivenValue) -> bool:
-    return one.value == "" or (isinstance(one.value, GivenValues) and one.value == [""])
 
 
 def explain(
@@ -250,12 +255,6 @@ def _number(text: str) -> Any:
         return text
     number = float(digits.replace("_", "")) * factor
     return int(number) if number.is_integer() else number
-
-
-def _unknown(key: str, origin: str, known: list[str], owner: str) -> str:
-    hint = option_hint(key, known)
-    between = f" {hint}" if hint else ""
-    return f"{origin}: {owner} has no option '{key}'.{between} Options: {', '.join(sorted(known)) or 'none'}."
 
 
 def _explain_one(detail: ErrorDetails, given: Mapping[str, GivenValue], model: type[BaseModel], owner: str) -> str:

@@ -154,7 +154,11 @@ class PluginRecord:
 
 def names(kind: str) -> list[str]:
     """The names that are installed, allowed and not switched off, sorted. Imports nothing."""
-    usable = (record for record in _offers(plural(kind)) if not _ruled_out(record))
+    usable = (
+        record
+        for record in _offers(plural(kind))
+        if not (_switched_off(record) or _taken(record) or not fits_version(record.contract))
+    )
     return sorted({record.name for record in usable})
 
 
@@ -277,16 +281,11 @@ def _origin_of(distribution: Distribution | None, folder: Path) -> tuple[str, st
     if distribution is None:
         return "unknown package", "", ENVIRONMENT, None
     name = distribution.name
-    place = place_of_package(name, distribution, folder)
+    place = FOLDER if Path(str(distribution.locate_file(""))) == folder else ENVIRONMENT
+    if plain_name(name) == OURSELVES:
+        place = BUILT_IN
     wanted = None if place == BUILT_IN else wanted_versions(distribution.requires)
     return name, distribution.version, place, wanted
-
-
-def place_of_package(name: str, distribution: Distribution, folder: Path) -> str:
-    """`BUILT_IN`, `FOLDER` for what lies in this one of the user's, else `ENVIRONMENT`."""
-    if plain_name(name) == OURSELVES:
-        return BUILT_IN
-    return FOLDER if Path(str(distribution.locate_file(""))) == folder else ENVIRONMENT
 
 
 def plain_name(name: str) -> str:
@@ -296,10 +295,6 @@ def plain_name(name: str) -> str:
 
 def _switched_off(record: PluginRecord) -> bool:
     return any(entry in (f"{record.kind}.{record.name}", record.distribution) for entry in switched_off())
-
-
-def _ruled_out(record: PluginRecord) -> bool:
-    return _switched_off(record) or _taken(record) or not fits_version(record.contract)
 
 
 def _taken(record: PluginRecord) -> bool:
@@ -338,7 +333,13 @@ def _only_offer(kind: str, name: str) -> PluginRecord:
         raise PluginError(f"{KINDS[kind]} '{name}': {_of_another_contract(active[0])}")
     active = fitting
     if len(active) > 1:
-        raise PluginError(_clash(kind, name, active))
+        clashing = sorted(active, key=lambda offer: (offer.distribution != "gpuinfer", offer.distribution))
+        sources = " and ".join(f"{offer.package} ({offer.module})" for offer in clashing)
+        spare = clashing[-1].distribution
+        raise PluginError(
+            f"{KINDS[kind]} '{name}' is offered by {sources}. Uninstall one (gpuinfer plugins uninstall {spare}), "
+            f'or switch one off: disabled_plugins = ["{spare}"] in gpuinfer.toml.'
+        )
     return active[0]
 
 
@@ -358,39 +359,30 @@ def _of_another_contract(record: PluginRecord) -> str:
     )
 
 
-def _clash(kind: str, name: str, offers: list[PluginRecord]) -> str:
-    offers = sorted(offers, key=lambda offer: (offer.distribution != "gpuinfer", offer.distribution))
-    sources = " and ".join(f"{offer.package} ({offer.module})" for offer in offers)
-    spare = offers[-1].distribution
-    return (
-        f"{KINDS[kind]} '{name}' is offered by {sources}. Uninstall one (gpuinfer plugins uninstall {spare}), "
-        f'or switch one off: disabled_plugins = ["{spare}"] in gpuinfer.toml.'
-    )
-
-
 def _load(record: PluginRecord) -> Any:
     try:
         plugin = _import(record.module)
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # a module may raise anything at all, SystemExit too
+        if record.place != FOLDER:
+            repair = f"Repair it (pip install --force-reinstall {record.distribution})"
+        else:
+            repair = (
+                f"Mend it where it came from and renew it (gpuinfer plugins upgrade {record.distribution}), or take "
+                f"another version (gpuinfer plugins uninstall {record.distribution}, then install NAME==VERSION)"
+            )
         raise PluginError(
             f"{KINDS[record.kind]} '{record.name}' of {record.package} cannot be imported: "
             f"{error_text.short_message(error)}. "
-            f'{_repair(record)}, or switch it off: disabled_plugins = ["{record.kind}.{record.name}"] in gpuinfer.toml.'
+            f'{repair}, or switch it off: disabled_plugins = ["{record.kind}.{record.name}"] in gpuinfer.toml.'
         ) from error
-    _check_class(record, plugin)
+    if record.kind in BASES and not (isinstance(plugin, type) and issubclass(plugin, base_of(record.kind))):
+        raise PluginError(
+            f"{KINDS[record.kind]} '{record.name}' of {record.package}: {record.module} is no subclass of "
+            f"{BASES[record.kind].replace(':', '.')}. Point its entry point at such a class."
+        )
     return plugin
-
-
-def _repair(record: PluginRecord) -> str:
-    """What helps where it lies: pip does not reach the user's folder."""
-    if record.place != FOLDER:
-        return f"Repair it (pip install --force-reinstall {record.distribution})"
-    return (
-        f"Mend it where it came from and renew it (gpuinfer plugins upgrade {record.distribution}), or take another "
-        f"version (gpuinfer plugins uninstall {record.distribution}, then install NAME==VERSION)"
-    )
 
 
 def _import(target: str) -> Any:
@@ -399,13 +391,3 @@ def _import(target: str) -> Any:
     for attribute in filter(None, attributes.strip().split(".")):
         found = getattr(found, attribute)
     return found
-
-
-def _check_class(record: PluginRecord, plugin: Any) -> None:
-    if record.kind not in BASES:
-        return
-    if not (isinstance(plugin, type) and issubclass(plugin, base_of(record.kind))):
-        raise PluginError(
-            f"{KINDS[record.kind]} '{record.name}' of {record.package}: {record.module} is no subclass of "
-            f"{BASES[record.kind].replace(':', '.')}. Point its entry point at such a class."
-        )

@@ -120,8 +120,43 @@ def load(flags: Mapping[str, GivenValue] | None = None, config: Path | None = No
     Plugins that the settings switch off are off from here on. Raises `UsageError` for a value or key that is wrong,
     saying where it came from.
     """
-    file = _config_file(config)
-    layers = [_from_file(file) if file else {}, _from_environment(), dict(flags or {})]
+    if config is None and (named := os.environ.get("GPUINFER_CONFIG")):
+        config = Path(named)
+    if config is None:
+        file = _regular(FILE, "Put a text file in its place, or rename it.") if os.path.lexists(FILE) else None
+    else:
+        cure = "Give --config a file that exists, or leave it out."
+        if not os.path.lexists(config):
+            raise UsageError(f"there is no settings file {config}. {cure}")
+        file = _regular(config, cure)
+    from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsConfigDict  # 90 ms
+
+    class Reader(BaseSettings):
+        model_config = SettingsConfigDict(
+            env_prefix=PREFIX, env_nested_delimiter="__", enable_decoding=False, env_ignore_empty=True
+        )
+
+    fields: dict[str, Any] = dict.fromkeys(_common_keys(), (str, ""))
+    fields |= {name: (dict[str, dict[str, Any]], {}) for name in TABLES}
+    fields |= {_identifier(name): (dict[str, Any], {}) for name in _tables()}
+    with warnings.catch_warnings(action="ignore"):  # a field named json hides a method that is not used here
+        reader = create_model("Environment", __base__=Reader, **fields)
+    read = dict(_flatten(EnvSettingsSource(reader)(), _variable))
+    taken = {_variable(path) for path in read} | RESERVED
+    for variable, value in os.environ.items():
+        if variable.upper().startswith(PREFIX) and value and variable.upper() not in taken:
+            known = [_variable((key,)) for key in _common_keys()]
+            known += [_variable((name, "…")) for name in (*TABLES, *_tables())]
+            raise UsageError(_unknown("setting", variable, known, f"unset {variable}"))
+    texts = {variable.upper(): text for variable, text in os.environ.items()}  # some releases read `7` as a number
+    layers = [
+        _from_file(file) if file else {},
+        {
+            ".".join(path): GivenValue(texts.get(_variable(path), value), _variable(path))
+            for path, value in read.items()
+        },
+        dict(flags or {}),
+    ]
     given = {key: one for layer in layers for key, one in layer.items()}
     common = Common(**check(Common, {key: one for key, one in given.items() if "." not in key}, "gpuinfer"))
     registry.switch_off(common.disabled_plugins)
@@ -139,17 +174,6 @@ def _say_unknown(entry: str, origin: str) -> None:
 def table_name(kind: str, name: str) -> str:
     """`selfplay` for a workload, `backends.inprocess` for a backend."""
     return name if kind == "workloads" else f"{kind}.{name}"
-
-
-def _config_file(config: Path | None) -> Path | None:
-    if config is None and (named := os.environ.get("GPUINFER_CONFIG")):
-        config = Path(named)
-    if config is None:
-        return _regular(FILE, "Put a text file in its place, or rename it.") if os.path.lexists(FILE) else None
-    cure = "Give --config a file that exists, or leave it out."
-    if not os.path.lexists(config):
-        raise UsageError(f"there is no settings file {config}. {cure}")
-    return _regular(config, cure)
 
 
 def _regular(file: Path, cure: str) -> Path:
@@ -184,44 +208,19 @@ def _place_in_file(file: Path, path: tuple[str, ...]) -> str:
     return f"{file}{table} {path[-1]}"
 
 
-def _from_environment() -> dict[str, GivenValue]:
-    """What `GPUINFER_…` variables say. Raises `UsageError` for one that names no setting."""
-    read = dict(_flatten(_read_environment(), _variable))
-    taken = {_variable(path) for path in read} | RESERVED
-    for variable, value in os.environ.items():
-        if variable.upper().startswith(PREFIX) and value and variable.upper() not in taken:
-            known = [_variable((key,)) for key in _common_keys()]
-            known += [_variable((name, "…")) for name in (*TABLES, *_tables())]
-            raise UsageError(_unknown("setting", variable, known, f"unset {variable}"))
-    texts = {variable.upper(): text for variable, text in os.environ.items()}  # some releases read `7` as a number
-    return {
-        ".".join(path): GivenValue(texts.get(_variable(path), value), _variable(path)) for path, value in read.items()
-    }
-
-
-def _read_environment() -> dict[str, Any]:
-    from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsConfigDict  # 90 ms
-
-    class Reader(BaseSettings):
-        model_config = SettingsConfigDict(
-            env_prefix=PREFIX, env_nested_delimiter="__", enable_decoding=False, env_ignore_empty=True
-        )
-
-    fields: dict[str, Any] = dict.fromkeys(_common_keys(), (str, ""))
-    fields |= {name: (dict[str, dict[str, Any]], {}) for name in TABLES}
-    fields |= {_identifier(name): (dict[str, Any], {}) for name in _tables()}
-    with warnings.catch_warnings(action="ignore"):  # a field named json hides a method that is not used here
-        reader = create_model("Environment", __base__=Reader, **fields)
-    return EnvSettingsSource(reader)()
-
-
 def _flatten(content: Mapping[str, Any], place: Place) -> Iterator[tuple[tuple[str, ...], Any]]:
     """Paths and values of nested tables, every name checked. `place` tells people where a path stands."""
     tables = {_identifier(name): name for name in _tables()}
     for key, value in content.items():
         if key in TABLES:
             for plugin, table in _table(value, place((key,))).items():
-                name = _plugin_name(key, plugin, place)
+                names = {_identifier(name): name for name in _names(key)}
+                if _identifier(plugin) not in names:
+                    where = place((key, plugin))
+                    raise UsageError(
+                        _unknown(registry.KINDS[key], where, list(names.values()), f"take out '{plugin}'", plugin)
+                    )
+                name = names[_identifier(plugin)]
                 yield from (((key, name, option), one) for option, one in _table(table, place((key, name))).items())
         elif _identifier(key) in tables and key not in _common_keys():
             name = tables[_identifier(key)]
@@ -237,14 +236,6 @@ def _table(value: Any, place: str) -> Mapping[str, Any]:
     if not isinstance(value, Mapping):
         raise UsageError(f"{place}: {value!r} is no table. Give options one by one, under their names.")
     return value
-
-
-def _plugin_name(kind: str, given: str, place: Place) -> str:
-    names = {_identifier(name): name for name in _names(kind)}
-    if _identifier(given) not in names:
-        where = place((kind, given))
-        raise UsageError(_unknown(registry.KINDS[kind], where, list(names.values()), f"take out '{given}'", given))
-    return names[_identifier(given)]
 
 
 def _variable(path: tuple[str, ...]) -> str:

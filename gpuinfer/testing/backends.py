@@ -162,16 +162,11 @@ class _BackendExamination:
             promises["refuses an adapter that it has not"] = self._refuses_adapters
         if self.backend.adapters:
             promises["answers with each of its adapters"] = self._answers_with_adapters
-        if self._has_slots:
+        if self.backend.streams and self.backend.limits.slots is not None and not self.backend.remote:
             promises["tells its forward steps"] = self._tells_steps
         if self.backend.updates:
             promises["changes its weights"] = self._updates
         return promises
-
-    @property
-    def _has_slots(self) -> bool:
-        """And steps of its own: a remote backend reports its steps where batches form."""
-        return self.backend.streams and self.backend.limits.slots is not None and not self.backend.remote
 
     @property
     def _is_of_text(self) -> bool:
@@ -232,16 +227,12 @@ class _BackendExamination:
                 raise ValueError(fault)
         return [_comparable(results[0]) for results in answered.values()]
 
-    def _batch(self) -> list[Request]:
-        """Several requests of different sizes, as many as fit."""
+    async def _answers(self) -> str | None:
         batch: list[Request] = []
         for seed, rows in enumerate((1, 3, 2, 1, 2)):
             if sum(request.rows for request in batch) + rows <= self.backend.limits.max_rows:
                 batch.append(self._request(rows, seed))
-        return batch
-
-    async def _answers(self) -> str | None:
-        await self._ask(self._batch())
+        await self._ask(batch)
         return None
 
     async def _keeps_order(self) -> str | None:

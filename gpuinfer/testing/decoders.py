@@ -210,7 +210,13 @@ class DecoderRow:
             left = np.arange(block * self.count, (block + 1) * self.count, dtype=np.int32)
             step = idle = 0
             while len(left):
-                decision = self.decoder.decide(kept, self._view(left, block, step, dice))
+                view = viewed(
+                    dice.random(len(left)).tolist(), positions=left.tolist(), seed=step, step=step, steps=self.steps,
+                    block=block, blocks=BLOCKS, masks=self.count, threshold=self.threshold,
+                )  # fmt: skip
+                decision = self.decoder.decide(
+                    kept, replace(view, edited=edited_of(3, step)) if self.decoder.edits else view
+                )
                 tell(_lists(decision) if isinstance(decision, Decision) else decision)
                 if fault := fault_of_decision(decision, viewed([0.5] * len(left), edited=edited_of(3, step))):
                     yield fault
@@ -221,13 +227,6 @@ class DecoderRow:
                     yield f"it committed none of {len(left)} masks in {MOST_IDLE} steps on end. Commit the surest then."
                     return
                 yield None
-
-    def _view(self, left: NDArray[np.int32], block: int, step: int, dice: np.random.Generator) -> View:
-        view = viewed(
-            dice.random(len(left)).tolist(), positions=left.tolist(), seed=step, step=step, steps=self.steps,
-            block=block, blocks=BLOCKS, masks=self.count, threshold=self.threshold,
-        )  # fmt: skip
-        return replace(view, edited=edited_of(3, step)) if self.decoder.edits else view
 
 
 def _fault_of_company(make: Make) -> str | None:

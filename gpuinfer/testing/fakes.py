@@ -139,29 +139,30 @@ def tiny_folder(folder: Path) -> Path:
 
     checkpoint = open_checkpoint(ModelSpec("tiny", kind="text"))
     save_folder(checkpoint, folder)
-    (folder / "tokenizer.json").write_text(json.dumps(_bytes_as_tokens(checkpoint.shape.end_tokens[0])))
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END}
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-    return folder
-
-
-def _bytes_as_tokens(end: int) -> dict[str, Any]:
-    """A tokenizer whose token n is the byte n, in the form of the `tokenizers` library.
-
-    Byte-level BPE spells a byte by a printable character (Radford et al. 2019, GPT-2's `bytes_to_unicode`).
-    """
+    end = checkpoint.shape.end_tokens[0]
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
     spelt = {byte: chr(byte) for byte in printable} | {byte: chr(256 + place) for place, byte in enumerate(others)}
     by_bytes = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
     ending = {"id": end, "content": END, "special": True}
-    return {
-        "version": "1.0",
-        "added_tokens": [ending | dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)],
-        "pre_tokenizer": by_bytes,
-        "decoder": by_bytes,
-        "model": {"type": "BPE", "vocab": {spelt[byte]: byte for byte in range(256)} | {END: end}, "merges": []},
-    }
+    (folder / "tokenizer.json").write_text(
+        json.dumps(
+            {
+                "version": "1.0",
+                "added_tokens": [ending | dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)],
+                "pre_tokenizer": by_bytes,
+                "decoder": by_bytes,
+                "model": {
+                    "type": "BPE",
+                    "vocab": {spelt[byte]: byte for byte in range(256)} | {END: end},
+                    "merges": [],
+                },
+            }
+        )
+    )
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return folder
 
 
 def tiny_model(inputs: int = 8) -> Any:

@@ -57,7 +57,10 @@ def fault_of_hiding(game: PythonGame) -> str | None:
     for pairs in (alike, guesses):
         end = None
         for one, other in itertools.islice(((one, other) for one, other, differ in pairs if differ), PAIRS):
-            if _are_searched_apart(game, one, other):
+            first, second = _searched(game, one), _searched(game, other)
+            gap = np.abs(first.mean(0) - second.mean(0))
+            error = np.concatenate([first, second]).std(0) * np.sqrt(2 / TREES)
+            if bool((gap > FAR * np.maximum(error, 1e-6)).any()):
                 return CHEATS
             end = end or time.monotonic() + COMPARED_S
             if time.monotonic() > end:
@@ -171,14 +174,6 @@ def _outcome(game: PythonGame, position: Position, moves: random.Random) -> int:
     outcomes, chances = zip(*game.chances(position), strict=True)
     drawn: int = moves.choices(outcomes, chances)[0]
     return drawn
-
-
-def _are_searched_apart(game: PythonGame, one: Position, other: Position) -> bool:
-    """Whether the mean visits of an action differ by more than chance explains, by the variance of both together."""
-    first, second = _searched(game, one), _searched(game, other)
-    gap = np.abs(first.mean(0) - second.mean(0))
-    error = np.concatenate([first, second]).std(0) * np.sqrt(2 / TREES)
-    return bool((gap > FAR * np.maximum(error, 1e-6)).any())
 
 
 def _searched(game: PythonGame, position: Position) -> np.ndarray:

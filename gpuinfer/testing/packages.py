@@ -4,17 +4,15 @@ its kind.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib
-import json
-import queue
-import sys
+import os
+import socket
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import IO, Any
 
@@ -23,6 +21,7 @@ from gpuinfer.config import import_paths, options, registry
 from gpuinfer.config.options import GivenValue
 from gpuinfer.errors import UsageError
 from gpuinfer.host import children, error_text
+from gpuinfer.host.child import BURIAL_S, Channel, ChannelClosed, Child
 from gpuinfer.testing.backends import check_backend
 from gpuinfer.testing.fakes import tiny_folder
 from gpuinfer.testing.findings import Examination, Finding, run_bounded, wanting
@@ -145,6 +144,7 @@ CHECKS: dict[str, Callable[[Any, Mapping[str, Any], CheckOrder], object]] = {
 EACH_S = 10.0  # for one check; a run of a workload may take three times as long, compiling a game's search longer
 LIMIT_S = 300.0  # for a package
 START_S = 60.0  # for the process to import what it needs, on a busy machine
+NAME = "gpuinfer plugins check"  # of the process
 OVERDUE = 1.5  # limits of a check after which its process is ended: it would have reported by then
 
 Tell = Callable[[str, str, "Finding | None"], None]
@@ -172,7 +172,12 @@ def check_package(
     if ":" in package_name:
         records = [of_path(package_name)]
     if not records:
-        raise UsageError(_no_plugins(package_name))
+        offering = sorted({record.distribution for record in registry.listing()})
+        raise UsageError(
+            f"no installed package '{package_name}' offers a plugin. Install it (pip install {package_name}), or give "
+            f'its pyproject.toml an entry point such as [project.entry-points."gpuinfer.backends"]. '
+            f"Packages with plugins: {', '.join(offering) or 'none'}."
+        )
     order = {"given": {key: _whole(text) for key, text in (given or {}).items()}, "model": model, "each_s": each_s}
     order["model"] = _whole(model) if model else None
     package = _Package([(record.kind, record.name) for record in records], order, limit_s, tell)
@@ -192,39 +197,43 @@ class _Package:
     def check(self) -> None:
         """Another process goes on with the next plugin when one has been ended or has died."""
         while self._left:
-            with _process({**self._order, "plugins": self._left}) as (events, last_words):
-                self._follow(events, last_words)
+            with tempfile.NamedTemporaryFile("r", errors="replace") as said:
+                child = Child(_examine, said.name, {**self._order, "plugins": self._left}, name=NAME, group=True)
+                try:
+                    self._follow(child, said)
+                finally:
+                    child.kill(BURIAL_S)
         for key in sorted(set(self._order["given"]) - self._used):
             self._plugin = f"--set {key}"
             self._add(Finding("is an option", False, "no plugin of this package has it. See gpuinfer plugins show."))
 
-    def _follow(self, events: queue.Queue[dict[str, Any] | None], last_words: Callable[[], str]) -> None:
-        silence_s = START_S
+    def _follow(self, child: Child, said: IO[str]) -> None:
+        """What the examining process finds, to its end. Its complaints are in the file `said`."""
+        silence_s, events = START_S, Channel(child.end)
         while True:
-            try:
-                event = events.get(timeout=max(0.0, min(silence_s, self._end - time.monotonic())))
-            except queue.Empty:
+            if not events.poll(max(0.0, min(silence_s, self._end - time.monotonic()))):
                 self._give_up(silence_s)
                 return
-            if event is None:
+            try:
+                event = events.receive()
+            except ChannelClosed:
                 if self._left:
-                    self._broken_off(f"its process ended: {last_words()}. Whatever happens, raise an error instead.")
+                    last = (said.read().strip().splitlines() or ["it said nothing"])[-1]
+                    why = f"its process ended: {last} (exit code {child.exit_code()})"
+                    self._broken_off(f"{why}. Whatever happens, raise an error instead.")
                 return
-            self._hear(event)
+            if "plugin" in event:
+                kind, name = event["plugin"]
+                self._plugin, self._check = f"{registry.KINDS[kind]} {name}", "loads"
+            elif "begin" in event:
+                self._check = event["begin"]
+                self._tell(self._plugin, self._check, None)
+            elif "finding" in event:
+                self._add(Finding(**event["finding"]))
+            else:
+                self._used |= set(event["used"])
+                self._left = self._left[1:]
             silence_s = OVERDUE * event.get("limit_s", self._order["each_s"]) + START_S
-
-    def _hear(self, event: Mapping[str, Any]) -> None:
-        if "plugin" in event:
-            kind, name = event["plugin"]
-            self._plugin, self._check = f"{registry.KINDS[kind]} {name}", "loads"
-        elif "begin" in event:
-            self._check = event["begin"]
-            self._tell(self._plugin, self._check, None)
-        elif "finding" in event:
-            self._add(Finding(**event["finding"]))
-        else:
-            self._used |= set(event["used"])
-            self._left = self._left[1:]
 
     def _give_up(self, silence_s: float) -> None:
         if time.monotonic() < self._end:
@@ -246,51 +255,40 @@ class _Package:
         self._tell(self._plugin, finding.name, finding)
 
 
-@contextlib.contextmanager
-def _process(order: Mapping[str, Any]) -> Iterator[tuple[queue.Queue[dict[str, Any] | None], Callable[[], str]]]:
-    """What the examining process says, None at its end; and the last line of its complaints. It is gone afterwards."""
-    events: queue.Queue[dict[str, Any] | None] = queue.Queue()
-    with tempfile.TemporaryFile("w+") as complaints:
-        process = children.start_program(
-            [sys.executable, "-m", "gpuinfer.testing.package_child"], complaints, children.with_our_path()
+def _examine(end: socket.socket, complaints: str, order: Mapping[str, Any]) -> None:
+    """The process in which a package's plugins are checked: what they break, they break there. What they print goes to
+    the file `complaints`, what happens to `end`: {plugin}, {begin, limit_s}, {finding}, {used}.
+    """
+    children.set_up_child(group=True)
+    with open(complaints, "a") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    os.environ.update(children.with_our_path())  # for programs that a plugin starts
+    events, turn = Channel(end), threading.Lock()
+
+    def send(**event: Any) -> None:
+        with turn:
+            events.send(event)
+
+    def examiner(suffix: str) -> Examination:
+        return Examination(
+            order["each_s"],
+            lambda name, limit_s: send(begin=f"{name}{suffix}", limit_s=limit_s),
+            lambda finding: send(finding={**asdict(finding), "name": f"{finding.name}{suffix}"}),
         )
-        order_to, lines = process.stdin, process.stdout
-        assert order_to is not None
-        assert lines is not None
-        listener = threading.Thread(target=_listen, args=(lines, events), daemon=True)
-        listener.start()
 
-        def last_words() -> str:
-            complaints.seek(0)
-            lines = complaints.read().strip().splitlines() or ["it said nothing"]
-            return f"{lines[-1]} (exit code {process.wait()})"
-
-        try:
-            with contextlib.suppress(BrokenPipeError), order_to:
-                order_to.write(json.dumps(order).encode())
-            yield events, last_words
-        finally:
-            children.kill_program(process)
-            listener.join(1.0)  # the pipe has ended with all who could write to it
-
-
-def _listen(lines: IO[bytes], events: queue.Queue[dict[str, Any] | None]) -> None:
-    with lines:
-        for line in lines:
-            with contextlib.suppress(ValueError):  # cut off by its end
-                events.put(json.loads(line))
-    events.put(None)
+    with tempfile.TemporaryDirectory(prefix="gpuinfer-check-") as folder:
+        os.chdir(folder)  # for what a workload writes
+        for kind, name in order["plugins"]:
+            send(plugin=[kind, name])
+            offered = (one for one in registry.listing(kind) if one.name == name)
+            record = registry.PluginRecord(kind, name, "", "", name) if ":" in name else next(offered)
+            used = check_plugin(record, CheckOrder(order["given"], order["model"], examiner))
+            send(used=sorted(used))
+        os.chdir("/")
+    os._exit(0)  # threads that were left behind may hang
 
 
 def _whole(text: str) -> str:
     """A file of this folder by its whole path: plugins are checked in a folder of their own."""
     return str(Path(text).resolve()) if Path(text).exists() else text
-
-
-def _no_plugins(package_name: str) -> str:
-    offering = sorted({record.distribution for record in registry.listing()})
-    return (
-        f"no installed package '{package_name}' offers a plugin. Install it (pip install {package_name}), or give its "
-        f'pyproject.toml an entry point such as [project.entry-points."gpuinfer.backends"]. '
-        f"Packages with plugins: {', '.join(offering) or 'none'}."
-    )

@@ -181,7 +181,15 @@ class ReferenceTree:
         )
 
     def _simulate(self, node: ReferenceNode) -> np.ndarray:
-        choice = self._select(node)
+        total = 1 + sum(node.visits)
+        mean = (node.values[node.mover] + sum(node.sums)) / total
+
+        def score(k: int) -> float:
+            visits = node.visits[k]
+            quality = node.sums[k] / visits if visits else mean
+            return float(quality + self._exploration * node.priors[k] * total**0.5 / (1 + visits))
+
+        choice = max(range(len(node.actions)), key=score)
         table = self._table
         table.state[:] = node.state
         table.play(node.actions[choice])
@@ -197,14 +205,3 @@ class ReferenceTree:
         node.visits[choice] += 1
         node.sums[choice] += values[node.mover]
         return values
-
-    def _select(self, node: ReferenceNode) -> int:
-        total = 1 + sum(node.visits)
-        mean = (node.values[node.mover] + sum(node.sums)) / total
-
-        def score(k: int) -> float:
-            visits = node.visits[k]
-            quality = node.sums[k] / visits if visits else mean
-            return float(quality + self._exploration * node.priors[k] * total**0.5 / (1 + visits))
-
-        return max(range(len(node.actions)), key=score)

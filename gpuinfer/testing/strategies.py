@@ -164,7 +164,11 @@ def _fault_of_clock(strategy: Strategy, view: QueueView) -> str | None:
     """
     due = max(strategy.cut_at(view), view.now)
     for shift in (-SHIFT_S, SHIFT_S):
-        shifted = _shifted(view, shift)
+        requests = tuple(
+            replace(request, arrived=request.arrived + shift, deadline=request.deadline + shift)
+            for request in view.waiting
+        )
+        shifted = replace(view, waiting=requests, now=view.now + shift, deadline=view.deadline + shift)
         if not math.isclose(due, max(strategy.cut_at(shifted), shifted.now) - shift, abs_tol=1e-6):
             break
     else:
@@ -203,14 +207,6 @@ def _fault_of_notices(strategy: Strategy, view: QueueView) -> str | None:
     if not isinstance(notices, str) and all(isinstance(one, str) for one in notices):
         return None
     return f"notices are {notices!r:.60}. Keep a list of sentences."
-
-
-def _shifted(view: QueueView, seconds: float) -> QueueView:
-    requests = tuple(
-        replace(request, arrived=request.arrived + seconds, deadline=request.deadline + seconds)
-        for request in view.waiting
-    )
-    return replace(view, waiting=requests, now=view.now + seconds, deadline=view.deadline + seconds)
 
 
 async def _load(strategy: Strategy) -> str | None:

@@ -86,19 +86,12 @@ def _sections(name: str, text: str) -> Iterator[ManualSection]:
         while above and above[-1][0] >= level:
             above.pop()
         above.append((level, words))
-        anchor, lines = _numbered(slug(words), anchors) if len(above) > 1 else "", []
+        anchor, lines = "", []
+        if len(above) > 1:  # as Python-Markdown makes it (and GitHub, but for signs between spaces)
+            anchor = re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", words).strip().lower())
+            anchors[anchor] = anchors.get(anchor, -1) + 1
+            anchor += f"_{anchors[anchor]}" if anchors[anchor] else ""
     yield section()
-
-
-def slug(heading: str) -> str:
-    """A heading's anchor, as Python-Markdown makes it (and GitHub, but for signs between spaces)."""
-    return re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", heading).strip().lower())
-
-
-def _numbered(anchor: str, taken: dict[str, int]) -> str:
-    """Told apart from equal ones above it."""
-    taken[anchor] = taken.get(anchor, -1) + 1
-    return f"{anchor}_{taken[anchor]}" if taken[anchor] else anchor
 
 
 def plain_text(markdown: str) -> str:

@@ -63,7 +63,9 @@ def search(pages: Iterable[ManualPage], query: str) -> FoundSection:
                 found[number] = found.get(number, 0.0) + score
         if not found:
             spelled = spelled or {one for section in sections for one in _spellings(section)}
-            if near := _taken_for(word, spelled):
+            begun = [known for known in spelled if len(word) >= LETTERS and known.startswith(word)]
+            alike = sorted(begun, key=lambda known: (len(known), known)) or _like(word, spelled, NEARER)
+            if near := next(iter(alike), ""):
                 instead[word] = near
                 found = _scores(index, near)
             else:
@@ -114,12 +116,6 @@ def _spellings(section: ManualSection) -> Iterator[str]:
     text = " ".join(_columns(section)).lower().replace("_", "-")
     for word in WORD.findall(text):
         yield from (word, *re.split(r"[-_.]", word.strip("-")))
-
-
-def _taken_for(word: str, spelled: Collection[str]) -> str:
-    """The word that was meant, "" when none is near enough: one that begins so, or one that is spelled almost so."""
-    begun = [known for known in spelled if len(word) >= LETTERS and known.startswith(word)]
-    return min(begun, key=lambda known: (len(known), known)) if begun else next(iter(_like(word, spelled, NEARER)), "")
 
 
 def _like(word: str, spelled: Collection[str], likeness: float) -> Sequence[str]:

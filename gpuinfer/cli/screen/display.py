@@ -138,14 +138,39 @@ def frame(update: RunUpdate, rates: Mapping[str, float], title: str, width: int,
     if live_view.preparing(update):
         body = [Text(f"{live_view.note_of(update) or 'preparing'} …", style=ACCENT)]
     else:
+        done, total = update.progress.done, update.progress.total
+        share = f"{done / total:.0%}" if total else ""
+        line = Table.grid(expand=True, padding=(0, 1))
+        line.add_column(no_wrap=True)
+        line.add_column(ratio=1)
+        line.add_column(justify="right", no_wrap=True)
+        completed = ProgressBar(
+            total=total or 1, completed=done if total else 0, complete_style=ACCENT, finished_style=GOOD
+        )
+        remark = "  ".join(filter(None, [share, live_view.left_of(update, brief=inside < WIDE)]))
+        line.add_row(Text(live_view.done_of(update)), completed, Text(remark, style=FAINT))
+        parts = []
+        for text in live_view.rates_of(rates) or ["measuring …"]:
+            value, unit = live_view.value_and_unit(text)
+            parts.append(Text.assemble((value, "bold"), " ", (unit, FAINT)))
+        gap = next(
+            (gap for gap in ((6, 4, 2) if inside >= WIDE else (2,)) if _joined(parts, gap).cell_len <= inside), 2
+        )
+        while len(parts) > 1 and _joined(parts, gap).cell_len > inside:
+            parts.pop()
+        below = [Text(part) for part in live_view.health_of(update, rates)]
+        errors = live_view.errors_of(live_view.with_failed(update.snapshot.errors, update.progress.failed))
+        below.append(Text(errors, style=BAD) if errors else Text("no errors"))
+        if note := live_view.note_of(update):
+            below.append(Text(note, style=ACCENT))
         body = [
-            _progress_line(update, inside),
+            line,
             Text(),
-            _rates_line(rates, inside),
+            _joined(parts, gap),
             Text(),
             _charts(update, inside, height),
             Text(),
-            _footer(update, rates),
+            Text(" · ", style=FAINT, no_wrap=True, overflow="ellipsis").join(below),
         ]
     clock = Text(duration(update.elapsed_s or update.setup_s), style=FAINT)
     return Panel(
@@ -224,33 +249,6 @@ def svg(renderable: RenderableType, title: str, width: int = 80) -> str:
     return FONT.sub("", console.export_svg(title=title))
 
 
-def _progress_line(update: RunUpdate, width: int) -> RenderableType:
-    done, total = update.progress.done, update.progress.total
-    share = f"{done / total:.0%}" if total else ""
-    line = Table.grid(expand=True, padding=(0, 1))
-    line.add_column(no_wrap=True)
-    line.add_column(ratio=1)
-    line.add_column(justify="right", no_wrap=True)
-    completed = ProgressBar(
-        total=total or 1, completed=done if total else 0, complete_style=ACCENT, finished_style=GOOD
-    )
-    remark = "  ".join(filter(None, [share, live_view.left_of(update, brief=width < WIDE)]))
-    line.add_row(Text(live_view.done_of(update)), completed, Text(remark, style=FAINT))
-    return line
-
-
-def _rates_line(rates: Mapping[str, float], width: int) -> RenderableType:
-    """As many of them as there is room for, whole; they move together before one is left out."""
-    parts = []
-    for text in live_view.rates_of(rates) or ["measuring …"]:
-        value, unit = live_view.value_and_unit(text)
-        parts.append(Text.assemble((value, "bold"), " ", (unit, FAINT)))
-    gap = next((gap for gap in ((6, 4, 2) if width >= WIDE else (2,)) if _joined(parts, gap).cell_len <= width), 2)
-    while len(parts) > 1 and _joined(parts, gap).cell_len > width:
-        parts.pop()
-    return _joined(parts, gap)
-
-
 def _joined(parts: Sequence[Text], gap: int) -> Text:
     return Text(" " * gap, no_wrap=True, overflow="ellipsis").join(parts)
 
@@ -278,12 +276,3 @@ def _chart(chart: live_view.Chart, width: int) -> RenderableType:
         colour = FAINT if name in live_view.NOT_OURS else ACCENT
         lines.append(Text.assemble((name.rjust(label), FAINT), " ", (bar(share, room), colour), f" {value:>4}"))
     return Text("\n", no_wrap=True, overflow="crop").join(lines)
-
-
-def _footer(update: RunUpdate, rates: Mapping[str, float]) -> RenderableType:
-    parts = [Text(part) for part in live_view.health_of(update, rates)]
-    errors = live_view.errors_of(live_view.with_failed(update.snapshot.errors, update.progress.failed))
-    parts.append(Text(errors, style=BAD) if errors else Text("no errors"))
-    if note := live_view.note_of(update):
-        parts.append(Text(note, style=ACCENT))
-    return Text(" · ", style=FAINT, no_wrap=True, overflow="ellipsis").join(parts)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from gpuinfer.cli.screen import workload_rows
@@ -52,10 +52,43 @@ def panel_rows(report: Mapping[str, Any], trying_s: float | None = None) -> Iter
     yield from _pages(report.get("pages") or {})
     yield from _unmasking(report.get("unmasking") or {})
     yield from _stages(report.get("stages") or {})
-    yield from _times(report)
-    yield from _models(report.get("models") or ())
+    for key, name in TIMES.items():
+        values = report.get(key) or {}
+        if any(values.values()):
+            yield PanelRow(name, ", ".join(f"{what} {short(seconds)}" for what, seconds in values.items()))
+    classes = report.get("classes") or {}
+    for name, found in classes.items() if len(classes) > 1 else ():
+        times = [f"{what} {short(found[what])}" for what in ("mean", "p95", "p99") if what in found]
+        lost = errors_of(found.get("errors"))
+        yield PanelRow(name, ", ".join([f"{whole(found['requests'])} answered", *times, *([lost] if lost else [])]))
+    yield from _time(report)
+    for index, line in enumerate(report.get("models") or ()):
+        did = f"{whole(line['output_tokens'])} tokens" if line["output_tokens"] else f"{whole(line['rows'])} rows"
+        waits = [("in the queue", (line["queue_wait_s"] or {}).get("mean")), ("for turns", line["turn_wait_s"])]
+        waited = [f"{short(seconds)} {what}" for what, seconds in waits if seconds]
+        parts = [
+            did,
+            f"{line['device_share']:.0%} of the device time",
+            *(["waited " + ", ".join(waited)] if waited else []),
+        ]
+        yield PanelRow("" if index else "models", f"{line['name']}: {', '.join(parts)}")
     yield from _roofline(report.get("roofline") or {}, report.get("throughput") or {})
-    yield from _bottleneck(report.get("bottleneck") or {}, trying_s)
+    bottleneck = report.get("bottleneck") or {}
+    if bottleneck.get("class"):
+        why = f": {bottleneck['why']}" if bottleneck.get("why") else ""
+        yield PanelRow("bottleneck", f"{bottleneck['class']}{why}", "strong")
+        if bottleneck.get("advice"):
+            trial, predicted = bottleneck.get("trial"), _gain(bottleneck.get("gain") or {})
+            words = [str(bottleneck["advice"])]
+            if trial and bottleneck.get("command"):
+                words.append(f"Tried{'' if trial['low'] > 1 else ' without a clear answer'}: {_measured(trial)}.")
+            elif predicted and not trial:
+                words.append(f"{_predicted(bottleneck, trying_s)}: {predicted}.")
+            yield PanelRow("advice", " ".join(words))
+        if bottleneck.get("command"):
+            yield PanelRow("", str(bottleneck["command"]), "command")
+        if trying_s is not None:
+            yield PanelRow("", f"Trying it now, for about {trying_s:.0f} s. Ctrl-C skips that.")
     for notice in report.get("notices") or ():
         yield PanelRow("strategy", str(notice), "warning")
     failures = report.get("failures") or {}
@@ -138,31 +171,6 @@ def _layers(first: int, last: int) -> str:
     return f"layers {first} to {last}" if last > first else f"layer {first}"
 
 
-def _models(lines: Sequence[Mapping[str, Any]]) -> Iterator[PanelRow]:
-    """A line each: what it did, what it had of the device, and how long it waited."""
-    for index, line in enumerate(lines):
-        did = f"{whole(line['output_tokens'])} tokens" if line["output_tokens"] else f"{whole(line['rows'])} rows"
-        waits = [("in the queue", (line["queue_wait_s"] or {}).get("mean")), ("for turns", line["turn_wait_s"])]
-        waited = [f"{short(seconds)} {what}" for what, seconds in waits if seconds]
-        parts = [
-            did,
-            f"{line['device_share']:.0%} of the device time",
-            *(["waited " + ", ".join(waited)] if waited else []),
-        ]
-        yield PanelRow("" if index else "models", f"{line['name']}: {', '.join(parts)}")
-
-
-def _times(report: Mapping[str, Any]) -> Iterator[PanelRow]:
-    for key, name in TIMES.items():
-        values = report.get(key) or {}
-        if any(values.values()):
-            yield PanelRow(name, ", ".join(f"{what} {short(seconds)}" for what, seconds in values.items()))
-    classes = report.get("classes") or {}
-    for name, found in classes.items() if len(classes) > 1 else ():
-        yield PanelRow(name, _class(found))
-    yield from _time(report)
-
-
 def _time(report: Mapping[str, Any]) -> Iterator[PanelRow]:
     """Where it went: of the cores where the model computes on them, of the lanes where it does so elsewhere."""
     cores, device = report.get("cores"), report.get("device") or {}
@@ -178,13 +186,6 @@ def _time(report: Mapping[str, Any]) -> Iterator[PanelRow]:
     if cores["waiting_s"] > WAITED * cores["busy_s"]:
         waited = cores["waiting_s"] / (cores["waiting_s"] + cores["busy_s"])
         yield PanelRow("", f"threads that were ready to run waited for a core {waited:.0%} of their time")
-
-
-def _class(found: Mapping[str, Any]) -> str:
-    """What became of one class of requests."""
-    times = [f"{what} {short(found[what])}" for what in ("mean", "p95", "p99") if what in found]
-    lost = errors_of(found.get("errors"))
-    return ", ".join([f"{whole(found['requests'])} answered", *times, *([lost] if lost else [])])
 
 
 def _roofline(roofline: Mapping[str, Any], rates: Mapping[str, float]) -> Iterator[PanelRow]:
@@ -223,30 +224,6 @@ def _text_roofline(roofline: Mapping[str, Any], finished: float) -> Iterator[Pan
         f"rows ({rate}); limited by {what}{earlier}",
         "strong",
     )
-
-
-def _bottleneck(bottleneck: Mapping[str, Any], trying_s: float | None) -> Iterator[PanelRow]:
-    if not bottleneck.get("class"):
-        return
-    why = f": {bottleneck['why']}" if bottleneck.get("why") else ""
-    yield PanelRow("bottleneck", f"{bottleneck['class']}{why}", "strong")
-    if bottleneck.get("advice"):
-        yield PanelRow("advice", _advice(bottleneck, trying_s))
-    if bottleneck.get("command"):
-        yield PanelRow("", str(bottleneck["command"]), "command")
-    if trying_s is not None:
-        yield PanelRow("", f"Trying it now, for about {trying_s:.0f} s. Ctrl-C skips that.")
-
-
-def _advice(bottleneck: Mapping[str, Any], trying_s: float | None) -> str:
-    """The advice, and what following it brings: measured, or else predicted."""
-    trial, predicted = bottleneck.get("trial"), _gain(bottleneck.get("gain") or {})
-    words = [str(bottleneck["advice"])]
-    if trial and bottleneck.get("command"):
-        words.append(f"Tried{'' if trial['low'] > 1 else ' without a clear answer'}: {_measured(trial)}.")
-    elif predicted and not trial:
-        words.append(f"{_predicted(bottleneck, trying_s)}: {predicted}.")
-    return " ".join(words)
 
 
 def _predicted(bottleneck: Mapping[str, Any], trying_s: float | None) -> str:
@@ -292,7 +269,14 @@ def _machine(report: Mapping[str, Any]) -> Iterator[PanelRow]:
     for name, other in (report.get("beside") or {}).items():
         yield PanelRow("beside", ", ".join(_model({**other, "model": name})))
     if held := ", ".join(f"{_bytes(size * 2**20)}{where}" for where, size in sizes if size):
-        yield PanelRow("memory", f"{held} at most{_estimate(model)}")
+        estimate = ""
+        if estimated := model.get("estimated_bytes"):
+            weights = model.get("estimated_weights_bytes")
+            of_which = f" ({_bytes(weights)} of weights)" if weights else ""
+            measured = model.get("measured_bytes")
+            found = f", {_bytes(measured)} measured" if measured else ""
+            estimate = f"; the model: {_bytes(estimated)} estimated{of_which}{found}"
+        yield PanelRow("memory", f"{held} at most{estimate}")
     if (unfilled := memory.get("fragmentation") or 0.0) >= FRAGMENTED:
         yield PanelRow("", f"{unfilled:.0%} of what was reserved on the device was never filled")
     if named := ", ".join(device_of(report.get("device") or {})):
@@ -320,17 +304,6 @@ def _model(model: Mapping[str, Any]) -> Iterator[str]:
         yield str(name)
     if slots := model.get("slots"):
         yield f"{whole(slots)} slots" + (f" of {whole(model['context'])} tokens" if model.get("context") else "")
-
-
-def _estimate(model: Mapping[str, Any]) -> str:
-    """The estimated memory of the model, and the measured one where that was tried."""
-    if not (estimated := model.get("estimated_bytes")):
-        return ""
-    weights = model.get("estimated_weights_bytes")
-    of_which = f" ({_bytes(weights)} of weights)" if weights else ""
-    measured = model.get("measured_bytes")
-    found = f", {_bytes(measured)} measured" if measured else ""
-    return f"; the model: {_bytes(estimated)} estimated{of_which}{found}"
 
 
 def _bytes(count: float) -> str:

@@ -187,7 +187,11 @@ def health_of(update: RunUpdate, rates: Mapping[str, float]) -> list[str]:
     snapshot = update.snapshot
     parts = [f"{whole(snapshot.waiting)} rows waiting", *tokens_come(snapshot), *device_of(snapshot.device)]
     if several := snapshot.device.get("devices"):
-        parts.append(each_of(several))
+        rows = sum(device["rows"] for device in several.values())
+        shares = {name: f"{name} {device['rows'] / max(rows, 1):.0%} of the rows" for name, device in several.items()}
+        parts.append(
+            ", ".join(f"{name} failed" if several[name]["failed"] else share for name, share in shares.items())
+        )
     parts += unmasked_of(snapshot)
     parts += device_shares(snapshot)
     parts += workload_of(update.progress.facts)
@@ -245,13 +249,6 @@ def device_of(device: Mapping[str, Any]) -> Iterator[str]:
 def with_failed(errors: Mapping[str, int], failed: int | None) -> Mapping[str, int]:
     """These of requests, and what the workload itself counts as failed: more, where rows could not even be asked."""
     return {**errors, "failed": max(failed, errors.get("failed", 0))} if failed else errors
-
-
-def each_of(devices: Mapping[str, Mapping[str, Any]]) -> str:
-    """How the rows came to be shared among several devices: `cuda:0 61% of the rows, cuda:1 failed`."""
-    rows = sum(device["rows"] for device in devices.values())
-    shares = {name: f"{name} {device['rows'] / max(rows, 1):.0%} of the rows" for name, device in devices.items()}
-    return ", ".join(f"{name} failed" if devices[name]["failed"] else share for name, share in shares.items())
 
 
 def errors_of(errors: Mapping[str, int] | None) -> str:

@@ -137,46 +137,36 @@ class PackagePreparation:
     def prepare(self, source: PackageSource) -> PreparedPackage:
         """Raises `UsageError` for what cannot be used here, and `WorkError` for what cannot be had."""
         if source.path is not None:
-            return self._prepare_path(source)
+            words = [str(source.path)]
+            if source.kind in ("folder", "archive"):
+                self._tell(f"Building {Path(words[0]).name}, which runs its own build script.")
+                builds_here = not self._program.index  # all that the build needs is installed: no index is asked
+                if source.kind == "folder":
+                    needs = [Requirement(line) for line in package_info.build_needs(source.path)]
+                    held = [(one, self._held.get(registry.plain_name(one.name))) for one in needs]
+                    builds_here = all(version and one.specifier.contains(version, True) for one, version in held)
+                if builds_here:
+                    words.insert(0, "--no-build-isolation")
+            offer, words = self._read(words)
+            there, others = self._here.get(offer.plain), {n: v for n, v in self._held.items() if n != offer.plain}
+            planned = self._program.plan(offer.requires, others) if offer.requires else {}
+            return PreparedPackage(offer, words, _pinned(planned), there.version if there is not None else "")
         errors: list[UsageError | WorkError] = []
         for name in source.names:
             try:
-                return self._prepare_name(name)
+                plain = registry.plain_name(Requirement(name).name)
+                planned = self._program.plan([name], {one: held for one, held in self._held.items() if one != plain})
+                there = self._here.get(plain)
+                if plain not in planned and there is not None:  # no newer version is for this gpuinfer
+                    return PreparedPackage(package_info.offer_of(there), [], replaces=there.version)
+                offer, words = self._read([*WHEELS_ONLY, f"{plain}=={planned.pop(plain)}"])
+                self._tell(f"Taking {offer.package}.")
+                return PreparedPackage(offer, words, _pinned(planned), there.version if there is not None else "")
             except (UsageError, WorkError) as error:
                 errors.append(error)
         if near := next((name for name in source.names if Path(name).is_dir()), None):
             raise WorkError(f"no package {near} was found by its name. For the folder here: ./{near}") from errors[0]
         raise next((error for error in errors if isinstance(error, PluginError)), errors[0])
-
-    def _prepare_name(self, name: str) -> PreparedPackage:
-        """The newest version that is for this gpuinfer and what is installed here."""
-        plain = registry.plain_name(Requirement(name).name)
-        planned = self._program.plan([name], {one: held for one, held in self._held.items() if one != plain})
-        there = self._here.get(plain)
-        if plain not in planned and there is not None:  # no newer version is for this gpuinfer
-            return PreparedPackage(package_info.offer_of(there), [], replaces=there.version)
-        offer, words = self._read([*WHEELS_ONLY, f"{plain}=={planned.pop(plain)}"])
-        self._tell(f"Taking {offer.package}.")
-        return PreparedPackage(offer, words, _pinned(planned), there.version if there is not None else "")
-
-    def _prepare_path(self, source: PackageSource) -> PreparedPackage:
-        words = [str(source.path)]
-        if source.kind in ("folder", "archive"):
-            self._tell(f"Building {Path(words[0]).name}, which runs its own build script.")
-            if self._can_build_here(source):
-                words.insert(0, "--no-build-isolation")
-        offer, words = self._read(words)
-        there, held = self._here.get(offer.plain), {one: v for one, v in self._held.items() if one != offer.plain}
-        planned = self._program.plan(offer.requires, held) if offer.requires else {}
-        return PreparedPackage(offer, words, _pinned(planned), there.version if there is not None else "")
-
-    def _can_build_here(self, source: PackageSource) -> bool:
-        """Whether all that the build needs is installed: no index is asked for it then."""
-        if source.kind != "folder" or source.path is None:
-            return not self._program.index
-        needs = [Requirement(line) for line in package_info.build_needs(source.path)]
-        here = [(one, self._held.get(registry.plain_name(one.name))) for one in needs]
-        return all(version is not None and one.specifier.contains(version, prereleases=True) for one, version in here)
 
     def _read(self, words: list[str]) -> tuple[PackageOffer, list[str]]:
         """Install a package alone into the temporary folder, and read what it adds. Raises `UsageError`."""

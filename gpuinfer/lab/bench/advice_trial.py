@@ -124,12 +124,23 @@ class AdviceTrial:
             raise KeyboardInterrupt
         if failed := report["errors"]["failed"]:
             raise WorkError(f"{failed} requests failed")
-        return self._rate(meter, report)
+        name, rate = meter.rate(report)
+        self._metric = self._metric or name
+        found = in_metric(self._metric, (name, rate), report)[1]
+        if found <= 0:
+            raise WorkError("nothing was answered in a turn")
+        return found
 
     async def _execute(self, plan: RunPlan, meter: SpeedMeter) -> dict[str, Any]:
         least, most = LOOK_S
         late = asyncio.get_running_loop().call_later(self._left_s(), _end_processes)
         try:
+            self._over = False
+
+            def enough(update: RunUpdate) -> bool:
+                self._over = self._over or meter.enough(update)
+                return self._over
+
             return await execute(
                 plan.workload,
                 plan.backend,
@@ -137,21 +148,12 @@ class AdviceTrial:
                 settings=plan.settings,
                 roofline=self._roofline or False,
                 on_update=self._look,
-                until=self._enough(meter),
+                until=enough,
                 update_s=min(most, max(least, self._plan.seconds / LOOKS)),
                 grace_s=GRACE_S,
             )
         finally:
             late.cancel()
-
-    def _enough(self, meter: SpeedMeter) -> Callable[[RunUpdate], bool]:
-        self._over = False
-
-        def enough(update: RunUpdate) -> bool:
-            self._over = self._over or meter.enough(update)
-            return self._over
-
-        return enough
 
     def _look(self, update: RunUpdate) -> None:
         """A run that stops before its time was interrupted."""
@@ -162,15 +164,6 @@ class AdviceTrial:
 
     def _left_s(self) -> float:
         return max(0.0, self._deadline - time.monotonic())
-
-    def _rate(self, meter: SpeedMeter, report: Mapping[str, Any]) -> float:
-        """In the metric of the first turn."""
-        name, rate = meter.rate(report)
-        self._metric = self._metric or name
-        found = in_metric(self._metric, (name, rate), report)[1]
-        if found <= 0:
-            raise WorkError("nothing was answered in a turn")
-        return found
 
 
 def _end_processes() -> None:

@@ -33,7 +33,13 @@ def bench_document(
 ) -> dict[str, Any]:
     """The document, in plain values."""
     winner = comparison.winner
-    failed = {**outcome.failed, **{name: _odd(metric) for name, metric in comparison.odd.items()}}
+    failed = {
+        **outcome.failed,
+        **{
+            name: f"it counts {words.metric_unit(metric)}, which the others have none of. Compare it with its like."
+            for name, metric in comparison.odd.items()
+        },
+    }
     return {
         "schema": SCHEMA,
         "target": target,
@@ -56,10 +62,6 @@ def bench_document(
         "why": comparison.why,
         "command": winner.variant.command if winner else None,
     }
-
-
-def _odd(metric: str) -> str:
-    return f"it counts {words.metric_unit(metric)}, which the others have none of. Compare it with its like."
 
 
 def _row(row: Standing, comparison: Comparison, parity: Parity | None) -> dict[str, Any]:

@@ -57,7 +57,32 @@ def _page(title: str, document: Mapping[str, Any]) -> Page:
     compared, columns = document["comparison"], LOAD if document["of_load"] else WORK
     rows = []
     for row in compared:
-        cells = _cells(row, row["name"] == document["winner"])
+        won = row["name"] == document["winner"]
+        counts, mean, parity = row["reasons"], row["rows_per_batch"], row["parity"]
+        reasons = [
+            f"{name} {count / sum(counts.values()):.0%}"
+            for name, count in sorted(counts.items(), key=lambda one: -one[1])  # the most frequent first
+        ]
+        answers = "not checked"
+        if parity is not None:
+            answers = f"{parity['difference']:.0e} off" if parity["holds"] else "WRONG"
+        latency = {**row["latency_s"], **({"p95": row["median"]} if row["metric"] == LATENCY else {})}
+        cells = {
+            "": ("★ " if won else "") + row["name"],
+            "median": value_text(row["metric"], row["median"]),
+            "95 %": span(row["metric"], *row["ci95"]) if row["ci95"] else "unknown",
+            "× first": ratio_to_first(row),
+            "×": "" if row["standing"] == "first" or row["ratio_to_first"] is None else f"{row['ratio_to_first']:.2f}",
+            "rows/s": number(row["rows_per_s"]),
+            **{name: short(latency[name]) if name in latency else "" for name in ("p50", "p95", "mean")},
+            "rows/batch": whole(mean) if mean else "",
+            "batch": "" if not mean else whole(mean) if mean >= 10 else number(mean),
+            "cut": next(iter(reasons), ""),
+            "reasons": ", ".join(reasons),
+            "roofline": f"{row['efficiency']:.0%}" if row["efficiency"] is not None else "",
+            "held back by": row["bottleneck"]["class"],
+            "answers": answers,
+        }
         rows.append([cells[column] for column in columns])
     width = BRIEF[columns]
     reports, about = bench_plots.reports_of(document), "nothing was measured"
@@ -87,35 +112,6 @@ def _page(title: str, document: Mapping[str, Any]) -> Page:
     )
 
 
-def _cells(row: Mapping[str, Any], won: bool) -> dict[str, str]:
-    """The row's cell for each column that there may be."""
-    counts, mean, parity = row["reasons"], row["rows_per_batch"], row["parity"]
-    reasons = [
-        f"{name} {count / sum(counts.values()):.0%}"
-        for name, count in sorted(counts.items(), key=lambda one: -one[1])  # the most frequent first
-    ]
-    answers = "not checked"
-    if parity is not None:
-        answers = f"{parity['difference']:.0e} off" if parity["holds"] else "WRONG"
-    latency = {**row["latency_s"], **({"p95": row["median"]} if row["metric"] == LATENCY else {})}
-    return {
-        "": ("★ " if won else "") + row["name"],
-        "median": value_text(row["metric"], row["median"]),
-        "95 %": span(row["metric"], *row["ci95"]) if row["ci95"] else "unknown",
-        "× first": ratio_to_first(row),
-        "×": "" if row["standing"] == "first" or row["ratio_to_first"] is None else f"{row['ratio_to_first']:.2f}",
-        "rows/s": number(row["rows_per_s"]),
-        **{name: short(latency[name]) if name in latency else "" for name in ("p50", "p95", "mean")},
-        "rows/batch": whole(mean) if mean else "",
-        "batch": "" if not mean else whole(mean) if mean >= 10 else number(mean),
-        "cut": next(iter(reasons), ""),
-        "reasons": ", ".join(reasons),
-        "roofline": f"{row['efficiency']:.0%}" if row["efficiency"] is not None else "",
-        "held back by": row["bottleneck"]["class"],
-        "answers": answers,
-    }
-
-
 def _notes(document: Mapping[str, Any], own: Sequence[Note]) -> Iterator[Note]:
     """The notes below the table, with the `own` notes of this kind of comparison."""
     yield "verdict", document["verdict"]
@@ -130,23 +126,21 @@ def _notes(document: Mapping[str, Any], own: Sequence[Note]) -> Iterator[Note]:
     if document["why"]:
         yield "why", document["why"]
     yield from own
-    if unquiet := _unquiet(document["comparison"]):
+    compared = document["comparison"]
+    spread = max((max(row["rates"]) / min(row["rates"]) for row in compared if min(row["rates"]) > 0), default=1.0)
+    above = max((row["exceeded"] or 0.0 for row in compared), default=0.0)
+    signs = [f"runs of one variant differ by {spread:.1f}×"] if spread > SPREAD else []
+    if above > ABOVE:
+        signs.append(f"a run reached {above:.0%} of what the bare model had been measured to do")
+    if unquiet := (
+        f"{' and '.join(signs)}: something else was busy here. Stop it, or measure for longer." if signs else ""
+    ):
         yield "unquiet", unquiet
     if "search" in document:
         trials = document["search"]["tried"]
         rates = ["cannot run" if trial["rate"] is None else number(trial["rate"]) for trial in trials]
         yield "tried", ", ".join(f"{trial['name']}: {rate}" for trial, rate in zip(trials, rates, strict=True))
-    yield from _parity([row for row in document["comparison"] if row["parity"]])
-    for what in ("skipped", "failed"):
-        for one in document[what]:
-            yield what, f"{one['name']}: {one['reason']}"
-    if document["status"] == "partial":
-        yield "stopped", "before all was done: the figures are those of the runs that had ended"
-    if document["command"]:
-        yield "command", document["command"]
-
-
-def _parity(rows: list[Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
+    rows = [row for row in document["comparison"] if row["parity"]]
     right = [row["parity"] for row in rows if row["parity"]["holds"]]
     if right:
         most = max(parity["difference"] for parity in right)
@@ -159,16 +153,13 @@ def _parity(rows: list[Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
             if off is not None:
                 apart = f"{off:.2g} off, where {allowed:.2g} is allowed"
             yield "wrong answers", f"{row['name']}: {apart}"
-
-
-def _unquiet(rows: list[Mapping[str, Any]]) -> str:
-    """Signs that something else was at work on this machine; empty when there are none."""
-    spread = max((max(row["rates"]) / min(row["rates"]) for row in rows if min(row["rates"]) > 0), default=1.0)
-    above = max((row["exceeded"] or 0.0 for row in rows), default=0.0)
-    signs = [f"runs of one variant differ by {spread:.1f}×"] if spread > SPREAD else []
-    if above > ABOVE:
-        signs.append(f"a run reached {above:.0%} of what the bare model had been measured to do")
-    return f"{' and '.join(signs)}: something else was busy here. Stop it, or measure for longer." if signs else ""
+    for what in ("skipped", "failed"):
+        for one in document[what]:
+            yield what, f"{one['name']}: {one['reason']}"
+    if document["status"] == "partial":
+        yield "stopped", "before all was done: the figures are those of the runs that had ended"
+    if document["command"]:
+        yield "command", document["command"]
 
 
 def ratio_to_first(row: Mapping[str, Any]) -> str:

@@ -73,7 +73,8 @@ def compare_variants(outcome: SeriesOutcome) -> Comparison:
     level = [row for row in able if row is fastest or against(row, fastest).holds(1.0)]
     winner = level[0]  # where nothing tells them apart, what was named first: mostly what the user has already
     ties = [row for row in level if row is not winner]
-    return Comparison(rows, winner, ties, _why(winner, able), odd)
+    others = sorted((row for row in able if row is not winner), key=lambda row: row.score, reverse=True)
+    return Comparison(rows, winner, ties, " ".join(_held_back(row) for row in [winner, *others[:1]]), odd)
 
 
 def against(row: Standing, other: Standing) -> Interval:
@@ -135,12 +136,6 @@ def runs_of(variant: Variant, runs: Sequence[Measured]) -> list[Measured]:
     return [one for one in runs if one.variant == variant.name]
 
 
-def _why(winner: Standing, able: Sequence[Standing]) -> str:
-    """What held the winner back, and what the best of the rest, in the words of their own reports."""
-    others = sorted((row for row in able if row is not winner), key=lambda row: row.score, reverse=True)
-    return " ".join(_held_back(row) for row in [winner, *others[:1]])
-
-
 def _held_back(row: Standing) -> str:
     found = row.report["bottleneck"]
     return f"{row.name}: {found['class']}. {found['why']}"
@@ -194,21 +189,18 @@ def _verdict(comparison: Comparison, winner: Standing) -> str:
         fastest = f"{able[0].name} was fastest, but one run of each tells nothing of the noise."
         return f"{fastest} Until there are more, stay with {winner.name}, the first of them."
     if comparison.ties:
-        return _level(comparison, winner)
+        names = ", ".join(row.name for row in comparison.ties)
+        nearest = max(comparison.ties, key=lambda row: row.score)
+        apart = _apart(nearest, winner, named=True)
+        slower = [
+            row for row in comparison.rows if row.right and row.keeps_up and row not in (winner, *comparison.ties)
+        ]
+        rest = f" Slower: {', '.join(row.name for row in slower)}." if slower else ""
+        return (
+            f"A tie: the noise allows no choice between {winner.name} and {names} ({apart}). "
+            f"Use {winner.name}, the first of them.{rest}"
+        )
     return f"{winner.name} wins: {_apart(winner, next(row for row in able if row is not winner))}."
-
-
-def _level(comparison: Comparison, winner: Standing) -> str:
-    """The noise tells no difference, which is not equality: the interval is shown."""
-    names = ", ".join(row.name for row in comparison.ties)
-    nearest = max(comparison.ties, key=lambda row: row.score)
-    apart = _apart(nearest, winner, named=True)
-    slower = [row for row in comparison.rows if row.right and row.keeps_up and row not in (winner, *comparison.ties)]
-    rest = f" Slower: {', '.join(row.name for row in slower)}." if slower else ""
-    return (
-        f"A tie: the noise allows no choice between {winner.name} and {names} ({apart}). "
-        f"Use {winner.name}, the first of them.{rest}"
-    )
 
 
 def _apart(row: Standing, other: Standing, named: bool = False) -> str:

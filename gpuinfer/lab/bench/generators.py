@@ -176,7 +176,13 @@ class Generators:
                     self._load(name, ends)
                 cells = [cell for cell in self._work.cells() if cell.generator in self._children]
                 self.outcome.variants = [cell_variant(cell, self._work) for cell in cells]
-                self._warm_up(cells)
+                self._say("warming up")
+                tokens = min(WARM_UP_TOKENS, self._work.new_tokens)
+                for one in cells:
+                    try:
+                        self._ask(one, self._work.prompts.of(self._plan.repeats, one.prompts), tokens)
+                    except WorkError as error:
+                        self.outcome.failed[one.name] = f"warming up: {reason(error)}"
                 for repeat in range(self._plan.repeats):
                     for cell in cells:
                         self._measure(cell, repeat)
@@ -204,17 +210,8 @@ class Generators:
             self._children[name] = child
         except WorkError as error:
             why = reason(error).removeprefix(f"{program.package}: ").rstrip(".")
-            self.outcome.skipped[name] = f"{why}. {cure_of_failure(name)}".strip()
-
-    def _warm_up(self, cells: Sequence[GeneratorCell]) -> None:
-        """What compiles at the first call does it now."""
-        self._say("warming up")
-        tokens = min(WARM_UP_TOKENS, self._work.new_tokens)
-        for cell in cells:
-            try:
-                self._ask(cell, self._work.prompts.of(self._plan.repeats, cell.prompts), tokens)
-            except WorkError as error:
-                self.outcome.failed[cell.name] = f"warming up: {reason(error)}"
+            cure = f" Install it (pip install {program.package}), or name a Python that has it: --python {name}=PATH."
+            self.outcome.skipped[name] = f"{why}." + ("" if program.ours else cure)
 
     def _measure(self, cell: GeneratorCell, repeat: int) -> None:
         if cell.name in self.outcome.failed:
@@ -234,13 +231,6 @@ class Generators:
         ran = child.run(prompts, new_tokens, at_once=1 if cell.generator == SEQUENTIAL else len(prompts))
         child.rest()
         return ran
-
-
-def cure_of_failure(name: str) -> str:
-    """What a user can do about a generator that is not to be had."""
-    if PROGRAMS[name].ours:
-        return ""
-    return f"Install it (pip install {PROGRAMS[name].package}), or name a Python that has it: --python {name}=PATH."
 
 
 def cell_variant(cell: GeneratorCell, work: Contest) -> Variant:

@@ -154,32 +154,24 @@ class SpeedMeter:
         where too little was seen of it. Which counter depends on the run as a whole alone. For a load from outside the
         latency of what was answered in that time.
         """
-        return (LATENCY, self._latency(report)) if OFFERED in self._facts else self._speed(report)
-
-    def served(self, report: Mapping[str, Any]) -> float:
-        """Rows per second that were answered."""
-        return self._slope("rows", report) if report["throughput"].get("rows_per_s") else 0.0
-
-    def _latency(self, report: Mapping[str, Any]) -> float:
-        seen = summarise(since(self._last, self._first).latency) or report["latency_s"]
-        return float(seen.get("p95", 0.0))
-
-    def _speed(self, report: Mapping[str, Any]) -> tuple[str, float]:
+        if OFFERED in self._facts:
+            seen = summarise(since(self._last, self._first).latency) or report["latency_s"]
+            return LATENCY, float(seen.get("p95", 0.0))
         rates = report["throughput"]
         name = next((name for name in (LOAD if self.of_load else STEADY) if rates.get(f"{name}_per_s")), None)
         if name is None or (self._seconds is None and not self.of_load):
             return rate_to_the_end(report)
         return f"{name}_per_s", self._slope(name, report)
 
+    def served(self, report: Mapping[str, Any]) -> float:
+        """Rows per second that were answered."""
+        return self._slope("rows", report) if report["throughput"].get("rows_per_s") else 0.0
+
     def _slope(self, name: str, report: Mapping[str, Any]) -> float:
-        if not self._grown(name):
+        if len({seen.get(name, 0.0) for _, seen in self._looks}) <= 2:  # it has not moved twice: no speed
             return float(report["throughput"][f"{name}_per_s"])
         times, counts = [at for at, _ in self._looks], [seen.get(name, 0.0) for _, seen in self._looks]
         return linear_regression(times, counts).slope
-
-    def _grown(self, name: str) -> bool:
-        """Whether this counter moved at least twice: less than that has no speed."""
-        return len({seen.get(name, 0.0) for _, seen in self._looks}) > 2
 
 
 def in_metric(metric: str, rate: tuple[str, float], report: Mapping[str, Any]) -> tuple[str, float]:

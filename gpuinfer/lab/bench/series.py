@@ -134,7 +134,10 @@ class Series:
         steps = list(self._steps())
         try:
             for index, step in enumerate(steps):
-                if self.outcome.stopped or self._late(step):
+                begins = step.kind is RunKind.REPEAT and step.repeat > 0 and step.variant is self.outcome.variants[0]
+                round_s = len(self.outcome.left()) * self._expected_s(RunKind.REPEAT)
+                late = begins and time.monotonic() + round_s > self._deadline
+                if self.outcome.stopped or late:
                     break
                 if step.variant in self.outcome.left():
                     self._take(step, self._left_s(steps[index:]))
@@ -157,12 +160,6 @@ class Series:
     @property
     def _warms_up(self) -> bool:
         return self.series_plan.warmup_s is not None
-
-    def _late(self, step: SeriesStep) -> bool:
-        """Whether no time is left for a round of repeats, when one is about to begin. The very first is always run."""
-        begins = step.kind is RunKind.REPEAT and step.repeat > 0 and step.variant is self.outcome.variants[0]
-        round_s = len(self.outcome.left()) * self._expected_s(RunKind.REPEAT)
-        return begins and time.monotonic() + round_s > self._deadline
 
     def _take(self, step: SeriesStep, left_s: float) -> None:
         if not self._due(step):

@@ -33,7 +33,7 @@ from gpuinfer.lab.bench.measurement import (
     reason,
 )
 from gpuinfer.lab.bench.series import Measured, RunKind, Series, SeriesOutcome, SeriesPlan, SeriesStep, Show, unseen
-from gpuinfer.runtime.run import RunPlan, RunUpdate
+from gpuinfer.runtime.run import RunUpdate
 
 WORTH = 1.03  # a gain below this is noise, and the smaller or the default setting stays
 
@@ -125,7 +125,12 @@ class Tuner:
     def __init__(self, space: Space, budget_s: float, series_plan: SeriesPlan, show: Show = unseen) -> None:
         self.trials: dict[str, Trial] = {}  # by the variant's name
         self.series_plan = SeriesPlan(
-            MOST_REPEATS, trial_s(budget_s), None, series_plan.seed, series_plan.roofline, parity=False
+            MOST_REPEATS,
+            min(LONGEST_S, max(SHORTEST_S, budget_s / RUNS_IN_A_BUDGET)),
+            None,
+            series_plan.seed,
+            series_plan.roofline,
+            parity=False,
         )
         self._space, self._show = space, show
         self._budget_s, self._ends = budget_s, time.monotonic() + budget_s
@@ -143,7 +148,13 @@ class Tuner:
     def run(self) -> SeriesOutcome:
         stopped = False
         try:
-            finalists = self._finalists()
+            for start in self._starts:
+                self._try(start, always=True)
+            for start in sorted(self._starts, key=lambda one: -(self._tried(one).rate or 0.0)):
+                trial = self._tried(start)
+                if trial.rate is not None:
+                    climb_ladder(start, self._space.axes(start["backend"], trial.facts), self._rate)
+            finalists = self._best()
         except KeyboardInterrupt:
             finalists, stopped = self._best(), True
         known = [self._known(one) for one in finalists[:1]]
@@ -173,29 +184,16 @@ class Tuner:
                 plan = winner.variant.build(self.series_plan.seed)
                 if not parity.applies(plan):
                     return
-                self._check(winner.variant, plan, outcome)
+                try:
+                    with self._show(SeriesStep(winner.variant, RunKind.PARITY, left_s=CHECK_S)) as watch:
+                        found = parity.check_parity(plan, watch)
+                except Exception as error:  # noqa: BLE001 (whatever a plugin raises, the others may still be right)
+                    outcome.failed[winner.variant.name] = f"{RunKind.PARITY}: {reason(error)}"
+                else:
+                    if found is not None:
+                        outcome.parity[winner.variant.name] = found
         except KeyboardInterrupt:
             outcome.stopped = True
-
-    def _check(self, variant: Variant, plan: RunPlan, outcome: SeriesOutcome) -> None:
-        try:
-            with self._show(SeriesStep(variant, RunKind.PARITY, left_s=CHECK_S)) as watch:
-                found = parity.check_parity(plan, watch)
-        except Exception as error:  # noqa: BLE001 (whatever a plugin raises, the others may still be right)
-            outcome.failed[variant.name] = f"{RunKind.PARITY}: {reason(error)}"
-        else:
-            if found is not None:
-                outcome.parity[variant.name] = found
-
-    def _finalists(self) -> list[Variant]:
-        """Try every backend as it is, then climb from each, the fastest first, while there is time."""
-        for start in self._starts:
-            self._try(start, always=True)
-        for start in sorted(self._starts, key=lambda one: -(self._tried(one).rate or 0.0)):
-            trial = self._tried(start)
-            if trial.rate is not None:
-                climb_ladder(start, self._space.axes(start["backend"], trial.facts), self._rate)
-        return self._best()
 
     def _best(self) -> list[Variant]:
         """The backends as they are, as far as they are not far behind, and the best point of each."""
@@ -221,7 +219,8 @@ class Tuner:
     def _try(self, point: Point, always: bool = False) -> None:
         variant = self._space.variant(point)
         left_s = self._ends - time.monotonic()
-        in_time = self._expected_s() <= left_s - self._race_s()
+        rounds_s = LEAST_ROUNDS * len(self._space.backends) * self._expected_s() + CHECK_S
+        in_time = self._expected_s() <= left_s - max((1 - TRIALS) * self._budget_s, rounds_s)
         if variant.name in self.trials or not (always or in_time):
             return
         self.trials[variant.name] = self._trial(variant, left_s)
@@ -232,46 +231,31 @@ class Tuner:
             if self._rooflines.missing(variant.build(self.series_plan.seed)):
                 with self._show(SeriesStep(variant, RunKind.ROOFLINE, left_s=left_s)):
                     self._rooflines.of(variant.build(self.series_plan.seed))
-            run = self._measure(variant, left_s, facts)
+
+            def keep(update: RunUpdate, watch: Watch) -> None:
+                facts.update(update.progress.facts)
+                watch(update)
+
+            began, series_plan = time.monotonic(), self.series_plan
+            with self._show(SeriesStep(variant, RunKind.TRIAL, left_s=left_s)) as watch:
+                run = measure_run(
+                    variant, series_plan.seed, series_plan.seconds, self._rooflines, lambda update: keep(update, watch)
+                )
+            self._took.append(time.monotonic() - began)
+            if run.report["status"] == "partial":
+                raise KeyboardInterrupt
+            if run.max_rows is not None:
+                facts["max_rows"] = run.max_rows
+            self._metric = self._metric or run.counted()[0]
+            run = replace(run, rate=in_metric(self._metric, run.rate, run.report))
+            run.counted()
         except Exception as error:  # noqa: BLE001 (whatever a plugin raises, the others are tried)
             return Trial(variant, None, reason(error))
         return Trial(variant, run, None, facts)
 
-    def _measure(self, variant: Variant, left_s: float, facts: dict[str, float]) -> MeasuredRun:
-        """One run, its rate in the metric of the first trial's. Raises `KeyboardInterrupt` when it was stopped."""
-
-        def keep(update: RunUpdate, watch: Watch) -> None:
-            facts.update(update.progress.facts)
-            watch(update)
-
-        began, series_plan = time.monotonic(), self.series_plan
-        with self._show(SeriesStep(variant, RunKind.TRIAL, left_s=left_s)) as watch:
-            run = measure_run(
-                variant, series_plan.seed, series_plan.seconds, self._rooflines, lambda update: keep(update, watch)
-            )
-        self._took.append(time.monotonic() - began)
-        if run.report["status"] == "partial":
-            raise KeyboardInterrupt
-        if run.max_rows is not None:
-            facts["max_rows"] = run.max_rows
-        self._metric = self._metric or run.counted()[0]
-        run = replace(run, rate=in_metric(self._metric, run.rate, run.report))
-        run.counted()
-        return run
-
-    def _race_s(self) -> float:
-        """What must be left for the race: its share, and as many rounds as an interval needs."""
-        rounds_s = LEAST_ROUNDS * len(self._space.backends) * self._expected_s() + CHECK_S
-        return max((1 - TRIALS) * self._budget_s, rounds_s)
-
     def _expected_s(self) -> float:
         """The longest of the last few, since larger settings take longer to start."""
         return max(self._took[-3:], default=0.0)
-
-
-def trial_s(budget_s: float) -> float:
-    """How long to measure in one trial."""
-    return min(LONGEST_S, max(SHORTEST_S, budget_s / RUNS_IN_A_BUDGET))
 
 
 def axes(facts: Mapping[str, float], cores: int, free: Sequence[str]) -> list[Axis]:
