@@ -14,14 +14,9 @@ from gpuinfer.lab.bench.series import Measured, SeriesOutcome, SeriesPlan
 from gpuinfer.report import report
 from gpuinfer.stats import Histogram, Snapshot
 
-
-def waits() -> dict[str, Any]:
-    filled = Histogram()
-    for seconds in (1e-4, 2e-4, 5e-3):
-        filled.add(seconds)
-    return filled.to_wire()
-
-
+WAITS = Histogram()
+for _seconds in (1e-4, 2e-4, 5e-3):
+    WAITS.add(_seconds)
 BARE = 1e5  # rows per second
 
 
@@ -32,7 +27,7 @@ def a_report(rate: float) -> dict[str, Any]:
         rows=int(5 * rate),
         batches={100: 10, 400: 20},
         reasons={"full": 30},
-        queue_wait=waits(),
+        queue_wait=WAITS.to_wire(),
         lanes=lanes,
     )
     bare = Roofline(max(rate, BARE), 512, "1 forward × 2 threads", (BARE,), raised=rate > BARE)
@@ -42,13 +37,10 @@ def a_report(rate: float) -> dict[str, Any]:
     )  # fmt: skip
 
 
-def variant(name: str) -> Variant:
-    return Variant(name, lambda seed: None, {"backend": name}, f"gpuinfer selfplay --backend {name}")
-
-
 def outcome(rates: Mapping[str, Sequence[float]], **more: Any) -> SeriesOutcome:
     """Of variants by name, with the rates of their repeats."""
-    made = SeriesOutcome([variant(name) for name in rates], **more)
+    variants = [Variant(name, lambda seed: None, {"backend": name}, f"gpuinfer selfplay -b {name}") for name in rates]
+    made = SeriesOutcome(variants, **more)
     for name, each in rates.items():
         made.runs += [
             Measured(name, repeat, repeat, "evaluations_per_s", rate, a_report(rate))
@@ -57,9 +49,12 @@ def outcome(rates: Mapping[str, Sequence[float]], **more: Any) -> SeriesOutcome:
     return made
 
 
-def document(rates: Mapping[str, Sequence[float]], **more: Any) -> dict[str, Any]:
-    made = outcome(rates, **more)
+def made_document(made: SeriesOutcome) -> dict[str, Any]:
     return bench_document("selfplay", made, compare_variants(made), SeriesPlan(), "2025-01-01T00:00:00+00:00")
+
+
+def document(rates: Mapping[str, Sequence[float]], **more: Any) -> dict[str, Any]:
+    return made_document(outcome(rates, **more))
 
 
 RIGHT, WRONG, MISSHAPEN = Parity(1e-7, 1e-5, 400), Parity(0.5, 1e-5, 400), Parity(float("inf"), 1e-5, 400)

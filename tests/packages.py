@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 COUNT = '''
@@ -89,14 +89,16 @@ def install(
     *,
     version: str = "1.0",
     metadata: str = "dist-info",
+    requires: Sequence[str] = (),
 ) -> None:
     """Put a package into `folder` as pip would: `points` are its entry points by kind, `modules` its files by name."""
-    if metadata == "dist-info":
-        place, file = folder / f"{name.replace('-', '_')}-{version}.dist-info", "METADATA"
-    else:
-        place, file = folder / f"{name.replace('-', '_')}.egg-info", "PKG-INFO"
+    plain = name.replace("-", "_")
+    place, file = folder / f"{plain}-{version}.dist-info", "METADATA"
+    if metadata != "dist-info":
+        place, file = folder / f"{plain}.egg-info", "PKG-INFO"
     place.mkdir(parents=True)
-    (place / file).write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    needs = "".join(f"Requires-Dist: {one}\n" for one in requires)
+    (place / file).write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n{needs}")
     groups = [
         f"[gpuinfer.{kind}]\n" + "".join(f"{n} = {t}\n" for n, t in each.items()) for kind, each in points.items()
     ]

@@ -16,7 +16,7 @@ import typer
 from gpuinfer.cli import bench_serve, subcommands
 from gpuinfer.cli.workload import command
 from gpuinfer.cli.workload_targets import WorkloadTargets
-from gpuinfer.config import options, registry
+from gpuinfer.config import foreign_names, options, registry
 
 PACKAGE = Path(__file__).parent.parent / "gpuinfer"
 WORKLOADS = ("selfplay", "load", "generate", "rollouts", "train")
@@ -128,3 +128,28 @@ def test_the_patterns_find_what_is_named():
     assert len(named(OPTION)) > 10
     assert len(named(COMMAND)) > 5
     assert len(named(PLUGIN)) > 1
+
+
+# Words of other programs
+
+
+def test_each_word_of_ours_that_is_suggested_is_one():
+    known = flags() | {"--version"}
+    wrong = {
+        (theirs, ours)
+        for theirs, several in foreign_names.FLAGS.items()
+        for ours in several
+        if not ours.endswith(".")
+        and not (ours[3:].partition("=")[0] in keys("backends") if ours[:3] == "-B " else ours.split()[0] in known)
+    }
+    assert wrong == set()
+    below = {f"{name} {more}" for name, one in commands().items() for more in getattr(one, "commands", {})}
+    meant = {one.partition(" --")[0] for one in foreign_names.COMMANDS.values() if not one.endswith(".")}
+    assert meant <= {*commands(), *below, "--version"}
+
+
+def test_only_what_is_spelled_nearly_alike_is_taken_for_it():
+    assert foreign_names.flag_hint("--gamse", ["--games", "--workers"]) == "Did you mean '--games'?"
+    assert foreign_names.flag_hint("--quantise", ["--actions", "--quiet"]) == ""
+    assert foreign_names.option_hint("max_wiat", ["max_wait", "max_rows"]) == "Did you mean 'max_wait'?"
+    assert foreign_names.hub_hint("a/b/c") == foreign_names.hub_hint("./b") == foreign_names.hub_hint("b") == ""

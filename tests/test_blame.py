@@ -1,17 +1,27 @@
-"""An error of a plugin names the plugin, its package and the method; a run in which too much failed has failed."""
+"""An error of a plugin names the plugin, its package and the method, also where its words raise or cannot be written
+down; a run in which too much failed has failed.
+"""
+
+from __future__ import annotations
 
 import json
+import sys
 from importlib import metadata
+from pathlib import Path
 
 import jsonschema
 import pytest
 from evil import Evil, Far, Few, install_evil
 from helpers import AtOnce, Doubler
 
+from gpuinfer.api import Backend, Limits
 from gpuinfer.config import blame, registry
 from gpuinfer.errors import BackendError, StrategyError, UsageError, WorkError, WorkloadError
+from gpuinfer.host import error_text
+from gpuinfer.host.error_text import error_from_wire, error_to_wire
 from gpuinfer.report import report
 from gpuinfer.runtime.run import run
+from gpuinfer.testing import check_backend
 
 
 @pytest.fixture
@@ -35,19 +45,17 @@ def near(**options):
 @pytest.mark.parametrize(
     ("plugins", "kind", "says"),
     [
-        pytest.param({"backend": Evil(fail="start")}, BackendError, "backend 'evil'.*: start raised", id="start"),
-        pytest.param({"backend": Evil(fail="infer")}, BackendError, "backend 'evil'.*: infer raised", id="infer"),
-        pytest.param(
-            {"backend": Evil(fail="connect"), "workload": Few(workers=1)}, BackendError, "connect raised", id="connect"
+        *(
+            ({"backend": Evil(fail=name)}, BackendError, f"backend 'evil'.*: {name} raised")
+            for name in ("start", "infer")
         ),
-        pytest.param(
-            {"backend": Evil(fail="block"), "workload": Few(fail="block")}, BackendError, "block raised", id="block"
+        ({"backend": Evil(fail="connect"), "workload": Few(workers=1)}, BackendError, "connect raised"),
+        ({"backend": Evil(fail="block"), "workload": Few(fail="block")}, BackendError, "block raised"),
+        *(
+            ({"strategy": near(fail=name)}, StrategyError, f"strategy 'far'.*: {name} raised")
+            for name in ("cut_at", "select", "reason", "account")
         ),
-        pytest.param({"strategy": near(fail="cut_at")}, StrategyError, "strategy 'far'.*: cut_at raised", id="cut_at"),
-        pytest.param({"strategy": near(fail="select")}, StrategyError, "select raised", id="select"),
-        pytest.param({"strategy": near(fail="reason")}, StrategyError, "reason raised", id="reason"),
-        pytest.param({"strategy": near(fail="account")}, StrategyError, "account raised", id="account"),
-        pytest.param({"workload": Few(fail="run")}, WorkloadError, "workload 'few'.*: run raised", id="run"),
+        ({"workload": Few(fail="run")}, WorkloadError, "workload 'few'.*: run raised"),
     ],
 )
 def test_what_a_plugin_raises_names_it_its_package_and_its_method(plugins, kind, says, installed):
@@ -63,11 +71,7 @@ def test_what_a_plugin_raises_names_it_its_package_and_its_method(plugins, kind,
 
 @pytest.mark.parametrize(
     "plugins",
-    [
-        pytest.param({"backend": Evil(fail="device")}, id="device"),
-        pytest.param({"backend": Evil(fail="close")}, id="close"),
-        pytest.param({"strategy": near(fail="observe")}, id="observe"),
-    ],
+    [{"backend": Evil(fail="device")}, {"backend": Evil(fail="close")}, {"strategy": near(fail="observe")}],
 )
 def test_what_harms_no_request_is_told_once(plugins, installed, caplog):
     assert go(Few(questions=5), **plugins)["status"] == "done"
@@ -91,9 +95,6 @@ def test_a_plugin_of_ours_is_to_be_reported_and_one_of_no_package_names_its_modu
     assert blame.who(Doubler()) == "backend 'Doubler' (module helpers)"
 
 
-# Too many failures
-
-
 def test_the_first_failure_stands_in_the_report():
     made = go(Few(questions=6, fail="nothing"), Evil(fail="infer", every=3))
     jsonschema.validate(made, report.schema())
@@ -106,9 +107,9 @@ def test_the_first_failure_stands_in_the_report():
 @pytest.mark.parametrize(
     ("allowed", "code", "status"),
     [
-        pytest.param((), 1, "failed", id="none by default"),
-        pytest.param(("--max-failures", "0.2"), 1, "failed", id="fewer than there were"),
-        pytest.param(("--max-failures", "0.4"), 0, "done", id="as many"),
+        ((), 1, "failed"),
+        (("--max-failures", "0.2"), 1, "failed"),
+        (("--max-failures", "0.4"), 0, "done"),
     ],
 )
 def test_the_exit_code_says_whether_too_many_failed(allowed, code, status, installed, gpuinfer, tmp_path):
@@ -128,3 +129,107 @@ def test_a_module_is_of_the_package_that_installed_it():
     assert told == {top: f"package {of_one[top]} {metadata.version(of_one[top])}" for top in told}
     assert blame.owner_of("test_blame") == __file__
     assert blame.owner_of("nowhere_at_all") == ""
+
+
+# Exceptions and objects whose words raise
+
+EVIL = """
+class Unspeakable(Exception):
+    def __str__(self):
+        raise RuntimeError("nobody may say it")
+    __repr__ = __str__
+"""
+made = {}
+exec(EVIL, made)  # noqa: S102  as the modules below have it
+Unspeakable = made["Unspeakable"]
+
+
+class Leaving(Exception):
+    def __str__(self):
+        sys.exit(3)
+
+
+class Numeric(Exception):
+    def __str__(self):
+        return 5
+
+
+class Loud(str):
+    def __str__(self):
+        return self
+
+    def strip(self, *arguments):
+        raise RuntimeError("let me be")
+
+
+class Ours(BackendError):
+    """Of a stranger, and of our kind."""
+
+    __str__ = Unspeakable.__str__
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (ValueError("one\ntwo."), "ValueError: one"),
+        (ValueError(), "ValueError"),
+        (Unspeakable(), "Unspeakable: <Unspeakable whose str() raises RuntimeError>"),
+        (Leaving(), "Leaving: <Leaving whose str() raises SystemExit>"),
+        (Numeric(), "Numeric: <Numeric whose str() raises TypeError>"),
+        (ValueError(Loud("loud")), "ValueError: loud"),
+        (ValueError("half \ud800"), "ValueError: half ?"),
+        (KeyError(Unspeakable()), "KeyError: <KeyError whose str() raises RuntimeError>"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_an_exception_is_told_in_one_line_whatever_its_words_do(error, words):
+    assert error_text.short_message(error) == words
+
+
+def test_words_without_end_are_cut_and_an_error_that_a_stranger_derived_goes_over_the_wire():
+    assert len(error_text.safe_str(ValueError("x" * 10_000_000))) < 2 * error_text.LONGEST_TEXT
+    told = error_from_wire(json.loads(json.dumps(error_to_wire(Ours("x")))))
+    assert isinstance(told, BackendError)
+    assert "whose str() raises" in str(told)
+
+
+class Silent(Backend):
+    limits = Limits(8)
+
+    async def infer(self, batch):
+        raise Unspeakable
+
+
+def test_a_run_names_the_plugin_that_raised_it_and_the_kit_goes_on_to_its_end():
+    with pytest.raises(BackendError, match="infer raised Unspeakable"):
+        run(Few(), Silent(), AtOnce(), roofline=False, update_s=0.02)
+    assert "start raised Unspeakable" in str(blame.raised_by(Silent(), "start", Unspeakable()))
+    findings = check_backend(Silent)
+    assert "raised Unspeakable" in str([finding.detail for finding in findings])
+    assert findings[-1].name == "closes"
+
+
+SOURCES = {
+    "at its import": f"{EVIL}\nraise Unspeakable",
+    "when it is built": f"{EVIL}\ndef made(*_, **__):\n    raise Unspeakable",
+}
+
+
+@pytest.mark.parametrize("source", SOURCES.values(), ids=SOURCES)
+@pytest.mark.parametrize(
+    "line",
+    [
+        "selfplay --model unspeakable:made --games 1 --no-roofline",
+        "selfplay --game unspeakable:made --model uniform",
+        "rollouts --env unspeakable:made --model null",
+    ],
+)
+def test_a_module_that_raises_it_ends_a_command_as_any_other(line, source, tmp_path: Path, monkeypatch, gpuinfer):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "unspeakable", raising=False)
+    Path("unspeakable.py").write_text(source)
+    code, _, said = gpuinfer(*line.split())
+    assert code in (1, 2), said
+    assert "\ngpuinfer: " in f"\n{said}"
+    assert "Traceback" not in said
