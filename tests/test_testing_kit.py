@@ -75,14 +75,12 @@ class Blocking(Double):
         return await super().infer(batch)
 
 
-class SilentOptions(Double):
-    class Options(BaseModel):
-        speed: float = 1.0
+class Silent(BaseModel):
+    speed: float = 1.0
 
 
-class Hiding(Double):
-    class Options(api.Options):
-        device: str = "cpu"
+class Hiding(api.Options):
+    device: str = "cpu"
 
 
 class Poet(Double):
@@ -174,6 +172,14 @@ def true_parts(self, request, answer):
     return list(Reciting.parts(self, request, answer))
 
 
+def parts_beyond(self, request, answer):
+    return true_parts(self, request, self.verse(request.payload, ()))
+
+
+def parts_again(self, request, answer):
+    return parts_of_answer(answer) if request.parts else ()
+
+
 class Deaf(Reciting):
     """Goes on for ever once its reader has left."""
 
@@ -211,9 +217,8 @@ class Versioned(Poet):
         return structs.replace(found, completions=drawn, versions=(self.version,))
 
 
-class Unspanned(Versioned):
-    def answer(self, prompt):
-        return structs.replace(Poet.answer(self, prompt), versions=(self.version,))
+def unspanned(self, prompt):
+    return structs.replace(Poet.answer(self, prompt), versions=(self.version,))
 
 
 class OldCache(Versioned):
@@ -262,153 +267,78 @@ class Generating(Streaming):
         self.stepped(rows, 0.001)
 
 
-class ElsewhereTold(Generating):
-    def tell(self, rows):
-        thread = threading.Thread(target=self.stepped, args=(rows, 0.001))
-        thread.start()
-        thread.join()
+def tell_elsewhere(self, rows):
+    thread = threading.Thread(target=self.stepped, args=(rows, 0.001))
+    thread.start()
+    thread.join()
 
 
-@pytest.mark.parametrize(
-    "backend",
-    [
-        pytest.param(Double, id="plain"),
-        pytest.param(Streaming, id="streaming"),
-        pytest.param(Generating, id="with slots"),
-        pytest.param(Poet, id="of text"),
-        pytest.param(Loud, id="of text that refuses what it cannot"),
-        pytest.param(Reciting, id="that gives its answers out in parts"),
-        pytest.param(Versioned, id="whose weights can be changed"),
-        pytest.param(Telling, id="that knows its device"),
-    ],
-)
+IN_ORDER = [Double, Streaming, Generating, Poet, Loud, Reciting, Versioned, Telling]
+
+
+@pytest.mark.parametrize("backend", IN_ORDER, ids=lambda one: one.__name__)
 def test_a_backend_in_order_passes(backend):
     assert_ok(check_backend(backend))
 
 
-@pytest.mark.parametrize(
-    ("backend", "promise"),
-    [
-        pytest.param(
-            but(Double, answers=lambda self, right: right[: max(1, len(right) - 1)]),
-            "answers each request with its own rows",
-            id="one result too few",
-        ),
-        pytest.param(but(Double, answers=lambda self, right: right[::-1]), "answers in order", id="changed order"),
-        pytest.param(
-            but(Double, answers=lambda self, right: [one[:1] for one in right]),
-            "answers each request with its own rows",
-            id="rows missing",
-        ),
-        pytest.param(
-            but(Double, answers=lambda self, right: [np.full_like(one, math.nan) for one in right]),
-            "answers each request with its own rows",
-            id="NaN",
-        ),
-        pytest.param(Overstated, "takes a batch as wide as its limits say", id="limits overstated"),
-        pytest.param(Hanging, "answers each request with its own rows", id="hangs"),
-        pytest.param(but(Double, start=fail), "starts", id="does not start"),
-        pytest.param(but(Double, limits=None), "starts", id="no limits"),
-        pytest.param(
-            but(Double, connect=lambda self: lambda: self),
-            "connects from another process",
-            id="connector that cannot be pickled",
-        ),
-        pytest.param(but(Double, close=fail), "closes", id="close raises"),
-        pytest.param(
-            but(Double, cancel=lambda self, request: {}[request]), "lets a request be cancelled", id="cancel raises"
-        ),
-        pytest.param(SilentOptions, "refuses unknown options", id="options dropped in silence"),
-        pytest.param(StreamStops, "answers each request with its own rows", id="stream ends early"),
-        pytest.param(
-            but(Generating, tell=lambda self, rows: None), "tells its forward steps", id="steps that are not told"
-        ),
-        pytest.param(
-            but(Generating, tell=lambda self, rows: self.stepped(17, 0.001)),
-            "tells its forward steps",
-            id="a step of more rows than slots",
-        ),
-        pytest.param(ElsewhereTold, "tells its forward steps", id="a step told in another thread"),
-        pytest.param(but(Double, stats=odd_stats), "tells its measurements", id="stats that are no snapshot"),
-        pytest.param(Hiding, "has options of its own names", id="an option named like a setting"),
-        pytest.param(but(Double, serves="text"), "says what it serves", id="serves what is no kind"),
-        pytest.param(
-            but(Double, serves=("text",)), "answers each request with its own rows", id="a prompt that is echoed"
-        ),
-        pytest.param(
-            but(Poet, answer=lambda self, prompt: made_up(prompt)),
-            "refuses an adapter that it has not",
-            id="an adapter that is not there",
-        ),
-        pytest.param(
-            but(Reciting, parts=lambda self, request, answer: parts_of_answer(answer)),
-            "gives parts that make the answer",
-            id="parts that nobody reads",
-        ),
-        pytest.param(
-            but(Reciting, parts=lambda *given: true_parts(*given)[::-1]),
-            "gives parts that make the answer",
-            id="parts in another order",
-        ),
-        pytest.param(
-            but(Reciting, parts=lambda *given: true_parts(*given)[:-1]),
-            "gives parts that make the answer",
-            id="no last part",
-        ),
-        pytest.param(
-            but(
-                Reciting, parts=lambda self, request, answer: true_parts(self, request, self.verse(request.payload, ()))
-            ),
-            "gives parts that make the answer",
-            id="parts beyond a stop string",
-        ),
-        pytest.param(
-            but(Reciting, parts=lambda self, request, answer: ["la"] if request.parts else ()),
-            "gives parts that make the answer",
-            id="parts that are none",
-        ),
-        pytest.param(
-            but(Reciting, parts=lambda self, request, answer: parts_of_answer(answer) if request.parts else ()),
-            "goes on with an answer that has begun",
-            id="begins again",
-        ),
-        pytest.param(ignoring(begun=()), "goes on with an answer that has begun", id="ignores what has begun"),
-        pytest.param(Tokenless, "answers each request with its own rows", id="answers without tokens"),
-        pytest.param(ignoring(seed=1), "draws as a prompt tells it", id="ignores the seed"),
-        pytest.param(
-            ignoring(temperature=0.0), "draws as a prompt tells it", id="ignores the temperature, and never draws"
-        ),
-        pytest.param(
-            ignoring(temperature=1.0), "draws as a prompt tells it", id="ignores the temperature, and always draws"
-        ),
-        pytest.param(ignoring(stop=()), "stops where a prompt tells it", id="ignores stop strings"),
-        pytest.param(ignoring(stop_token_ids=()), "stops where a prompt tells it", id="ignores stop tokens"),
-        pytest.param(Chatless, "reads chats and tokens, or refuses them", id="ignores chats"),
-        pytest.param(Deaf, "lets a reader leave", id="hangs when its reader leaves"),
-        pytest.param(
-            but(Versioned, answer=Poet.answer), "changes its weights", id="answers that do not name their weights"
-        ),
-        pytest.param(Unspanned, "changes its weights", id="completions that do not name their weights"),
-        pytest.param(OldCache, "changes its weights", id="a cache of old weights"),
-        pytest.param(but(Versioned, update=take_any), "changes its weights", id="weights that are not there"),
-        pytest.param(Overlong, "answers each request with its own rows", id="more tokens than were wanted"),
-        pytest.param(
-            but(Double, device=lambda self: "a card"), "tells its measurements", id="a device that is no dict"
-        ),
-        pytest.param(
-            but(Double, device=lambda self: {"utilisation": 87}), "tells its measurements", id="utilisation in per cent"
-        ),
-        pytest.param(
-            but(Double, device=lambda self: {"allocated_mb": "12 MB"}), "tells its measurements", id="memory in words"
-        ),
-        pytest.param(
-            but(Double, device=lambda self: {"model": {"at": object()}}),
-            "tells its measurements",
-            id="facts that are not plain",
-        ),
-        pytest.param(lambda: object(), "builds", id="no backend at all"),
-    ],
+OWN_ROWS, PARTS, BEGUN = (
+    "answers each request with its own rows",
+    "gives parts that make the answer",
+    "goes on with an answer that has begun",
 )
+STEPS, DRAWS, STOPS = "tells its forward steps", "draws as a prompt tells it", "stops where a prompt tells it"
+MEASURES, WEIGHTS = "tells its measurements", "changes its weights"
+BROKEN_BACKENDS = {
+    "one result too few": (but(Double, answers=lambda self, right: right[: max(1, len(right) - 1)]), OWN_ROWS),
+    "changed order": (but(Double, answers=lambda self, right: right[::-1]), "answers in order"),
+    "rows missing": (but(Double, answers=lambda self, right: [one[:1] for one in right]), OWN_ROWS),
+    "NaN": (but(Double, answers=lambda self, right: [np.full_like(one, math.nan) for one in right]), OWN_ROWS),
+    "limits overstated": (Overstated, "takes a batch as wide as its limits say"),
+    "hangs": (Hanging, OWN_ROWS),
+    "does not start": (but(Double, start=fail), "starts"),
+    "no limits": (but(Double, limits=None), "starts"),
+    "no pickle": (but(Double, connect=lambda self: lambda: self), "connects from another process"),
+    "close raises": (but(Double, close=fail), "closes"),
+    "cancel raises": (but(Double, cancel=lambda self, request: {}[request]), "lets a request be cancelled"),
+    "options dropped in silence": (but(Double, Options=Silent), "refuses unknown options"),
+    "an option named like a setting": (but(Double, Options=Hiding), "has options of its own names"),
+    "stream ends early": (StreamStops, OWN_ROWS),
+    "steps that are not told": (but(Generating, tell=lambda self, rows: None), STEPS),
+    "a step of more rows than slots": (but(Generating, tell=lambda self, rows: self.stepped(17, 0.001)), STEPS),
+    "a step told in another thread": (but(Generating, tell=tell_elsewhere), STEPS),
+    "stats that are no snapshot": (but(Double, stats=odd_stats), MEASURES),
+    "serves what is no kind": (but(Double, serves="text"), "says what it serves"),
+    "a prompt that is echoed": (but(Double, serves=("text",)), OWN_ROWS),
+    "no such adapter": (but(Poet, answer=lambda self, prompt: made_up(prompt)), "refuses an adapter that it has not"),
+    "parts that nobody reads": (but(Reciting, parts=lambda self, request, answer: parts_of_answer(answer)), PARTS),
+    "parts in another order": (but(Reciting, parts=lambda *given: true_parts(*given)[::-1]), PARTS),
+    "no last part": (but(Reciting, parts=lambda *given: true_parts(*given)[:-1]), PARTS),
+    "parts beyond a stop string": (but(Reciting, parts=parts_beyond), PARTS),
+    "parts that are none": (but(Reciting, parts=lambda self, request, answer: ["la"] * request.parts), PARTS),
+    "begins again": (but(Reciting, parts=parts_again), BEGUN),
+    "ignores what has begun": (ignoring(begun=()), BEGUN),
+    "answers without tokens": (Tokenless, OWN_ROWS),
+    "ignores the seed": (ignoring(seed=1), DRAWS),
+    "never draws": (ignoring(temperature=0.0), DRAWS),
+    "always draws": (ignoring(temperature=1.0), DRAWS),
+    "ignores stop strings": (ignoring(stop=()), STOPS),
+    "ignores stop tokens": (ignoring(stop_token_ids=()), STOPS),
+    "ignores chats": (Chatless, "reads chats and tokens, or refuses them"),
+    "hangs when its reader leaves": (Deaf, "lets a reader leave"),
+    "answers that do not name their weights": (but(Versioned, answer=Poet.answer), WEIGHTS),
+    "completions that do not": (but(Versioned, answer=unspanned), WEIGHTS),
+    "a cache of old weights": (OldCache, WEIGHTS),
+    "weights that are not there": (but(Versioned, update=take_any), WEIGHTS),
+    "more tokens than were wanted": (Overlong, OWN_ROWS),
+    "a device that is no dict": (but(Double, device=lambda self: "a card"), MEASURES),
+    "utilisation in per cent": (but(Double, device=lambda self: {"utilisation": 87}), MEASURES),
+    "memory in words": (but(Double, device=lambda self: {"allocated_mb": "12 MB"}), MEASURES),
+    "facts that are not plain": (but(Double, device=lambda self: {"model": {"at": object()}}), MEASURES),
+    "no backend at all": (object, "builds"),
+}
+
+
+@pytest.mark.parametrize(("backend", "promise"), BROKEN_BACKENDS.values(), ids=BROKEN_BACKENDS)
 def test_a_broken_backend_is_caught(backend, promise):
     assert promise in broken(check_backend(backend, timeout_s=1.0))
 
@@ -419,16 +349,13 @@ def test_a_backend_that_blocks_the_event_loop_is_caught_and_the_check_is_named()
     assert "'answers each request with its own rows' did not come back within 0.5 s" in findings[-1].detail
 
 
-def test_after_a_check_that_hangs_those_like_it_are_not_tried():
+def test_after_a_check_that_hangs_those_like_it_are_not_tried_and_payloads_can_be_the_backends_own():
     findings = check_backend(Hanging, timeout_s=1.0)
     assert broken(findings) == {"answers each request with its own rows"}
     skipped = [finding for finding in findings if finding.skipped]
     assert skipped[0].name == "answers in order"
     assert "'answers each request with its own rows' did not end" in skipped[0].detail
     assert findings[-1].name == "closes"
-
-
-def test_payloads_can_be_the_backends_own():
     assert_ok(check_backend(Words, make_payload=lambda rows, seed: f"word {seed}"))
 
 
@@ -455,85 +382,45 @@ def test_a_strategy_in_order_passes():
     assert_ok(check_strategy(Eager))
 
 
-@pytest.mark.parametrize(
-    ("strategy", "promise"),
-    [
-        pytest.param(
-            but(Eager, cut_at=lambda self, queue: queue.waiting[1].arrived),
-            "answers cut_at with a time",
-            id="reads beyond the last request",
-        ),
-        pytest.param(
-            but(Eager, cut_at=lambda self, queue: math.nan), "answers cut_at with a time", id="NaN for a time"
-        ),
-        pytest.param(
-            but(Eager, select=lambda self, queue: list(queue.waiting)),
-            "selects waiting requests within the limits",
-            id="too much",
-        ),
-        pytest.param(
-            but(Eager, select=lambda self, queue: []), "selects waiting requests within the limits", id="nothing"
-        ),
-        pytest.param(
-            but(Eager, select=lambda self, queue: [queue.waiting[0]] * 2),
-            "selects waiting requests within the limits",
-            id="one request twice",
-        ),
-        pytest.param(
-            but(Eager, select=lambda self, queue: [api.Request("mine")]),
-            "selects waiting requests within the limits",
-            id="a request of its own",
-        ),
-        pytest.param(
-            but(Eager, reason=lambda self, queue: "because"),
-            "selects waiting requests within the limits",
-            id="a reason that is none",
-        ),
-        pytest.param(
-            but(Eager, cut_at=lambda self, queue: queue.now if queue.rows >= queue.limits.max_rows else math.inf),
-            "cuts in the end",
-            id="waits for arrivals that may not come",
-        ),
-        pytest.param(
-            but(Eager, cut_at=lambda self, queue: queue.now + 1.0), "cuts in the end", id="always a little later"
-        ),
-        pytest.param(
-            but(Eager, cut_at=lambda self, queue: queue.now + 3600.0), "cuts in the end", id="always in an hour"
-        ),
-        pytest.param(
-            but(Eager, shed=lambda self, queue, arriving: [arriving]),
-            "sheds only what waits",
-            id="sheds what does not wait",
-        ),
-        pytest.param(but(Eager, shed=lambda self, queue, arriving: 1 / 0), "sheds only what waits", id="shed raises"),
-        pytest.param(
-            but(Eager, retry_after=lambda self, queue, request: math.inf),
-            "tells when to try again",
-            id="try again never",
-        ),
-        pytest.param(but(Eager, notices="one sentence"), "says its notices in words", id="notices that are one text"),
-        pytest.param(
-            but(Eager, cut_at=lambda self, queue: queue.now + random.random()),
-            "answers the same queue the same way",
-            id="rolls dice",
-        ),
-        pytest.param(but(Eager, cut_at=lambda self, queue: time.monotonic()), "reads no clock", id="reads a clock"),
-        pytest.param(but(Eager, observe=lambda self, batch: 1 / 0), "observes", id="observe raises"),
-        pytest.param(Spoiled, "observes", id="breaks by what it learns"),
-        pytest.param(lambda: object(), "builds", id="no strategy at all"),
-    ],
-)
-def test_a_broken_strategy_is_caught(strategy, promise):
-    assert promise in broken(check_strategy(strategy))
+TIME, SELECTS, CUTS = "answers cut_at with a time", "selects waiting requests within the limits", "cuts in the end"
+BROKEN_STRATEGIES = {
+    "reads beyond the last request": (TIME, {"cut_at": lambda self, queue: queue.waiting[1].arrived}),
+    "NaN for a time": (TIME, {"cut_at": lambda self, queue: math.nan}),
+    "too much": (SELECTS, {"select": lambda self, queue: list(queue.waiting)}),
+    "nothing": (SELECTS, {"select": lambda self, queue: []}),
+    "one request twice": (SELECTS, {"select": lambda self, queue: [queue.waiting[0]] * 2}),
+    "a request of its own": (SELECTS, {"select": lambda self, queue: [api.Request("mine")]}),
+    "a reason that is none": (SELECTS, {"reason": lambda self, queue: "because"}),
+    "waits for arrivals that may not come": (
+        CUTS,
+        {"cut_at": lambda self, queue: queue.now if queue.rows >= queue.limits.max_rows else math.inf},
+    ),
+    "always a little later": (CUTS, {"cut_at": lambda self, queue: queue.now + 1.0}),
+    "always in an hour": (CUTS, {"cut_at": lambda self, queue: queue.now + 3600.0}),
+    "sheds what does not wait": ("sheds only what waits", {"shed": lambda self, queue, arriving: [arriving]}),
+    "shed raises": ("sheds only what waits", {"shed": lambda self, queue, arriving: 1 / 0}),
+    "try again never": ("tells when to try again", {"retry_after": lambda self, queue, request: math.inf}),
+    "notices that are one text": ("says its notices in words", {"notices": "one sentence"}),
+    "rolls dice": (
+        "answers the same queue the same way",
+        {"cut_at": lambda self, queue: queue.now + random.random()},
+    ),
+    "reads a clock": ("reads no clock", {"cut_at": lambda self, queue: time.monotonic()}),
+    "observe raises": ("observes", {"observe": lambda self, batch: 1 / 0}),
+    "breaks by what it learns": ("observes", dict(vars(Spoiled))),
+}
 
 
-def test_a_strategy_that_starves_requests_is_caught_under_load():
+@pytest.mark.parametrize(("promise", "members"), BROKEN_STRATEGIES.values(), ids=BROKEN_STRATEGIES)
+def test_a_broken_strategy_is_caught(promise, members):
+    assert promise in broken(check_strategy(but(Eager, **members)))
+    assert broken(check_strategy(object)) == {"builds"}
+
+
+def test_a_strategy_that_starves_requests_or_never_answers_is_caught():
     """Good with any queue but those of the load: it cannot stand narrow backends that take two batches at once."""
     shunning = but(Eager, cut_at=lambda self, queue: math.inf if queue.limits.in_flight == 2 else queue.now)
     assert broken(check_strategy(shunning)) == {"serves every request of a random load"}
-
-
-def test_a_strategy_that_never_answers_is_caught():
     looping = but(Eager, cut_at=lambda self, queue: time.sleep(2.0))
     assert broken(check_strategy(looping, timeout_s=0.5)) == {"never blocks"}
 
@@ -582,20 +469,15 @@ class Mute(Sums):
             yield nothing
 
 
-class OddModel(Sums):
-    def model(self):
-        return "blobnet"
-
-
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     ("workload", "promise"),
     [
-        pytest.param(Endless, "ends soon when asked to stop", id="deaf to stopping"),
-        pytest.param(Backwards, "runs and tells how far it is", id="progress that shrinks"),
-        pytest.param(Mute, "runs and tells how far it is", id="no progress at all"),
-        pytest.param(OddModel, "names its model and processes", id="a model that is no spec"),
-        pytest.param(lambda: object(), "builds", id="no workload at all"),
+        (Endless, "ends soon when asked to stop"),
+        (Backwards, "runs and tells how far it is"),
+        (Mute, "runs and tells how far it is"),
+        (but(Sums, model=lambda self: "blobnet"), "names its model and processes"),
+        (object, "builds"),
     ],
 )
 def test_a_broken_workload_is_caught(workload, promise):
@@ -634,10 +516,10 @@ def test_a_workload_is_run_for_real(workload):
 @pytest.mark.parametrize(
     ("workload", "timeout_s", "said"),
     [
-        pytest.param(Raises, 30.0, "no disk", id="raises"),
-        pytest.param(Stuck, 0.5, "asked to stop, it went on for 0.5 s|did not end within", id="hangs"),
-        pytest.param(Endless, 0.5, "asked to stop, it went on for 0.5 s|did not end within", id="deaf to stopping"),
-        pytest.param(Mute, 30.0, "it yielded no Progress", id="says nothing"),
+        (Raises, 30.0, "no disk"),
+        (Stuck, 0.5, "asked to stop, it went on for 0.5 s|did not end within"),
+        (Endless, 0.5, "asked to stop, it went on for 0.5 s|did not end within"),
+        (Mute, 30.0, "it yielded no Progress"),
     ],
 )
 def test_what_goes_wrong_in_a_real_run_is_told(workload, timeout_s, said):
