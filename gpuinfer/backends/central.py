@@ -78,15 +78,7 @@ class CentralRemote(RemoteTextBackend):
     async def _ask(self, request: Request) -> Result:
         if self._rows is None:
             raise self._closed()
-        return await self._rows.ask(
-            request.payload,
-            request.rows,
-            priority=request.priority,
-            deadline=request.deadline,
-            group=request.group,
-            client=request.client,
-            tag=request,
-        )
+        return await self._rows.ask(request)
 
     @property
     def lost(self) -> BackendDied | None:

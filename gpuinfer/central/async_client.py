@@ -7,7 +7,6 @@ would cost a system call each.
 from __future__ import annotations
 
 import asyncio
-import math
 import time
 from collections.abc import AsyncIterator, Callable, Hashable, Sequence
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from numpy.typing import NDArray
 
-from gpuinfer.api import Backend, BackendContext, Event, Limits, ModelKind, Priority, Request, Result, Setup
+from gpuinfer.api import Backend, BackendContext, Event, Limits, ModelKind, Request, Result, Setup
 from gpuinfer.central.connection import LOOK_S, POOLED, CentralConnection, parting, refuse_group
 from gpuinfer.central.protocol import (
     LARGEST_BEGUN,
@@ -28,7 +27,6 @@ from gpuinfer.central.protocol import (
     part_from_wire,
     request_to_wire,
 )
-from gpuinfer.engine.scheduler import class_of
 from gpuinfer.errors import BackendDied, BackendError, Closed, GpuinferError, UsageError
 from gpuinfer.generation import Part
 from gpuinfer.host import shared_memory
@@ -43,7 +41,7 @@ class AsyncClient:
     def __init__(self, connection: CentralConnection) -> None:
         self._connection = connection
         self._waiting: dict[int, Any] = {}  # by the number of a request: the future of its answer
-        self._numbers: dict[Hashable, int] = {}  # of the requests that wait, by their tags
+        self._numbers: dict[Request, int] = {}  # of those that wait
         self._clients: dict[Hashable, int] = {}  # numbers, for the wire
         self._room = asyncio.Semaphore(POOLED)
         self._up = asyncio.Event()  # cleared while the server comes back
@@ -72,39 +70,30 @@ class AsyncClient:
     def block(self, rows: int) -> NDArray[Any]:
         return self._connection.block(rows)
 
-    async def ask(
-        self,
-        payload: Any,
-        rows: int,
-        *,
-        priority: Priority = Priority.NORMAL,
-        deadline: float = math.inf,
-        group: Hashable = None,
-        client: Hashable = None,
-        tag: Hashable,
-    ) -> Result:
-        """Send one request and await its answer. Raises as `CentralConnection.ask` does, and the request's own error.
-
-        `tag` is what `cancel` knows it by.
-        """
+    async def ask(self, request: Request) -> Result:
+        """Send one request and await its answer. Raises as `CentralConnection.ask`, and the request's own error."""
         async with self._room:
             await self._up.wait()
             if self._lost is not None:
                 raise self._lost
-            who = NOBODY if client is None else self._clients.setdefault(client, len(self._clients))
-            number = self._connection.ask(payload, rows, client=who, priority=priority, deadline=deadline, group=group)
+            number = self._send(request)
             future = self._waiting[number] = self._loop.create_future()
-            self._numbers[tag] = number
             try:
                 return await future
             finally:
-                del self._numbers[tag]
+                del self._numbers[request]
                 if self._waiting.pop(number, None) is not None:  # the awaiting task was cancelled
                     self._connection.abandon(number)
 
-    def cancel(self, tag: Hashable) -> None:
+    def _send(self, request: Request) -> int:
+        client = request.client
+        who = NOBODY if client is None else self._clients.setdefault(client, len(self._clients))
+        number = self._numbers[request] = self._connection.ask(request, who)
+        return number
+
+    def cancel(self, request: Request) -> None:
         """Cancel the request: `ask` raises `Closed`, and the server is told."""
-        if (number := self._numbers.get(tag)) is not None:
+        if (number := self._numbers.get(request)) is not None:
             self._settle(number, Closed("this request was cancelled."))
             self._connection.abandon(number)
 
@@ -181,12 +170,15 @@ class SentPrompt(NamedTuple):
     """One request that has been sent: a server that comes back is sent it again."""
 
     body: bytes
-    group: Hashable
-    rows: int
+    request: Request
     client: int
-    priority: int
-    deadline: float
     had: DeliveredAnswer | None = None  # by a reader who reads along, where the server may come back
+
+    def packed(self, number: int) -> bytes:
+        left_s, one = self.request.deadline - time.monotonic(), self.request
+        return pack_record(
+            WireRecord(RecordKind.PROMPT, one.priority, 0, number, self.client, one.rows, left_s, self.body)
+        )
 
 
 class TextConnection(CentralConnection):
@@ -208,27 +200,17 @@ class TextConnection(CentralConnection):
         self.limits = Limits(told["max_rows"], in_flight=slots, slots=max(LEAST_AHEAD, AHEAD * slots))
         self._pulse = HeartbeatWatch(shared_memory.attach(pulse, HEARTBEAT_SIZE))
 
-    def ask(
-        self,
-        payload: Any,
-        rows: int,
-        *,
-        client: int = 0,
-        priority: int = Priority.NORMAL,
-        deadline: float = float("inf"),
-        group: Hashable = None,
-        parts: bool = False,
-    ) -> int:
+    def ask(self, request: Request, client: int) -> int:
         """Send a prompt soon; returns its number. Raises `BadPrompt` for one that cannot travel, `Closed`."""
         if self._socket is None:
             raise Closed("the way to the central server is closed. Open another.")
-        refuse_group(group)
-        body = request_to_wire(payload, group, parts)
-        had = DeliveredAnswer(payload) if parts and self.comes_back else None
-        sent = SentPrompt(body, group, rows, client, class_of(priority), deadline, had)
+        refuse_group(request.group)
+        body = request_to_wire(request.payload, request.group, request.parts)
+        had = DeliveredAnswer(request.payload) if request.parts and self.comes_back else None
+        sent = SentPrompt(body, request, client, had)
         self._numbers = (self._numbers + 1) % 2**32
         self._sent[self._numbers] = sent
-        self._post(_packed(self._numbers, sent))
+        self._post(sent.packed(self._numbers))
         return self._numbers
 
     def abandon(self, number: int) -> None:
@@ -237,23 +219,23 @@ class TextConnection(CentralConnection):
                 self._post(pack_record(WireRecord(RecordKind.CANCEL, number=number)))
 
     def _post(self, record: bytes) -> None:
-        if not self._outbox:
-            self._soon(self._flush)
-        self._outbox.append(record)
+        def flush() -> None:
+            with self._presenting:
+                outbox, self._outbox = self._outbox, []
+                self._put(b"".join(outbox))
 
-    def _flush(self) -> None:
-        with self._presenting:
-            outbox, self._outbox = self._outbox, []
-            self._put(b"".join(outbox))
+        if not self._outbox:
+            self._soon(flush)
+        self._outbox.append(record)
 
     def _ask_again(self) -> None:
         self._outbox.clear()
         for number, sent in self._sent.items():
             if sent.had is not None:  # it goes on after what its reader has had
                 most = LARGEST_PROMPT + LARGEST_BEGUN
-                body = request_to_wire(sent.had.rest(), sent.group, parts=True, most=most)
+                body = request_to_wire(sent.had.rest(), sent.request.group, parts=True, most=most)
                 self._sent[number] = sent._replace(body=body)
-        self._put(b"".join(_packed(number, sent) for number, sent in self._sent.items()))
+        self._put(b"".join(sent.packed(number) for number, sent in self._sent.items()))
 
     def _settle(self, record: WireRecord) -> tuple[int, Any] | None:
         if record.kind == RecordKind.GOODBYE:
@@ -295,7 +277,10 @@ class AsyncTextClient(AsyncClient):
             raise self._lost
         answers: asyncio.Queue[Event] = asyncio.Queue()
         for request in batch:
-            self._send(request, answers)
+            try:
+                self._waiting[self._send(request)] = request, answers
+            except GpuinferError as error:
+                answers.put_nowait(Event(request, error=error))
         try:
             left = len(batch)
             while left:
@@ -305,25 +290,6 @@ class AsyncTextClient(AsyncClient):
         finally:
             for request in batch:
                 self.cancel(request)
-
-    def _send(self, request: Request, answers: asyncio.Queue[Event]) -> None:
-        client = request.client
-        who = NOBODY if client is None else self._clients.setdefault(client, len(self._clients))
-        try:
-            number = self._connection.ask(
-                request.payload,
-                request.rows,
-                client=who,
-                priority=request.priority,
-                deadline=request.deadline,
-                group=request.group,
-                parts=request.parts,
-            )
-        except GpuinferError as error:
-            answers.put_nowait(Event(request, error=error))
-            return
-        self._waiting[number] = request, answers
-        self._numbers[request] = number
 
     def _settle(self, number: int, outcome: Any) -> None:
         if isinstance(outcome, Part):
@@ -337,13 +303,6 @@ class AsyncTextClient(AsyncClient):
         del self._numbers[request]
         failed = isinstance(outcome, GpuinferError)
         answers.put_nowait(Event(request, error=outcome) if failed else Event(request, outcome))
-
-
-def _packed(number: int, sent: SentPrompt) -> bytes:
-    left_s = sent.deadline - time.monotonic()
-    return pack_record(
-        WireRecord(RecordKind.PROMPT, sent.priority, 0, number, sent.client, sent.rows, left_s, sent.body)
-    )
 
 
 class RemoteTextBackend(Backend):

@@ -13,9 +13,10 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from gpuinfer.api import Priority, Result
+from gpuinfer.api import Priority, Request, Result
 from gpuinfer.central.connection import GREETING_S, LOOK_S, POOLED, CentralConnection
 from gpuinfer.central.protocol import ServerAddress
+from gpuinfer.engine.scheduler import class_of
 from gpuinfer.errors import BackendDied, Closed, Expired, GpuinferError, QueueFull, UsageError
 
 SPIN_S = 200e-6  # a short round trip between two processes that are awake; longer ones may sleep
@@ -139,15 +140,18 @@ class CentralClient:
         """
         deadline = _deadline(timeout)
         self._refuse_other_process()
+        count = rows.shape[0] if getattr(rows, "shape", ()) else 0
+        request = Request(rows, count, priority=class_of(priority), deadline=deadline, group=group)
         with self._changed:
             while True:
                 connection = self._ready or self._open(deadline)
                 if connection.abandoned or connection.outstanding >= POOLED:
-                    self._glance()
+                    if not self._reading:  # what has come may free blocks
+                        self._take_in()
+                        self._changed.notify_all()
                     connection = self._ready or self._open(deadline)
-                count = rows.shape[0] if getattr(rows, "shape", ()) else 0
                 try:
-                    number = connection.ask(rows, count, priority=priority, deadline=deadline, group=group)
+                    number = connection.ask(request, 0)
                 except QueueFull:
                     if not connection.lends:
                         raise
@@ -176,23 +180,20 @@ class CentralClient:
                 raise self._lost
             if left <= 0:
                 raise Expired("the server was not there in time. Allow more time, or try again later.")
-            if self._connection is None:
-                self._connect(deadline)
-            else:
+            if self._connection is not None:
                 self._changed.wait(min(left, LOOK_S))
+                continue
+            connection = self._connection = CentralConnection(*self._arguments)  # already, for `close` to interrupt it
+            try:
+                connection.open(min(deadline - time.monotonic(), GREETING_S))
+            except GpuinferError as error:
+                self._connection = None
+                if not isinstance(error, BackendDied) or time.monotonic() < deadline:  # else too late, whyever
+                    raise
+            else:
+                self._poll.register(connection.fileno(), select.POLLIN)
+                self._ready, self._process = connection, os.getpid()
         return self._ready
-
-    def _connect(self, deadline: float) -> None:
-        connection = self._connection = CentralConnection(*self._arguments)  # already, so that `close` can interrupt it
-        try:
-            connection.open(min(deadline - time.monotonic(), GREETING_S))
-        except GpuinferError as error:
-            self._connection = None
-            if isinstance(error, BackendDied) and time.monotonic() >= deadline:
-                return  # too late, whyever
-            raise
-        self._poll.register(connection.fileno(), select.POLLIN)
-        self._ready, self._process = connection, os.getpid()
 
     def _refuse_other_process(self) -> None:
         """Refuse use in a forked child, before the lock is taken: a thread of the parent may have held it."""
@@ -232,29 +233,21 @@ class CentralClient:
         try:
             self._changed.release()
             try:
-                self._sleep(seconds)
+                asleep = True
+                if (
+                    self._asleep < PROBES or self._asleep % PROBE_AGAIN == 0
+                ):  # spins a little first, as long as that pays
+                    until = time.perf_counter() + (PROBE_S if self._asleep else SPIN_S)
+                    while asleep and time.perf_counter() < until:
+                        asleep = not self._poll.poll(0)
+                self._asleep = self._asleep + 1 if asleep else 0
+                if asleep:
+                    self._poll.poll(1000 * seconds)
             finally:
                 self._changed.acquire()
             self._take_in()
         finally:
             self._reading = False
-            self._changed.notify_all()
-
-    def _sleep(self, seconds: float) -> None:
-        """Wait until data arrives. Spins a little first, as long as that pays."""
-        if self._asleep < PROBES or self._asleep % PROBE_AGAIN == 0:
-            until = time.perf_counter() + (PROBE_S if self._asleep else SPIN_S)
-            while time.perf_counter() < until:
-                if self._poll.poll(0):
-                    self._asleep = 0
-                    return
-        self._asleep += 1
-        self._poll.poll(1000 * seconds)
-
-    def _glance(self) -> None:
-        """Process what has come, which may free blocks, unless another thread reads."""
-        if not self._reading:
-            self._take_in()
             self._changed.notify_all()
 
     def _take_in(self) -> None:

@@ -28,7 +28,6 @@ from gpuinfer.host.error_text import error_to_wire
 CHUNK = 1 << 16  # bytes read at once
 DESCRIPTORS = 16  # taken along with them
 ANCILLARY = socket.CMSG_SPACE(4 * DESCRIPTORS)
-Ancillary = list[tuple[int, int, bytes]]
 CLOSE_ON_EXEC = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
 
 
@@ -77,25 +76,18 @@ class ClientSession:
             raise EOFError from None
         if not data:
             raise EOFError
-        if ancillary:
-            data += self._read_on(ancillary)
-        return self._unpacker.feed(data)
-
-    def _read_on(self, ancillary: Ancillary) -> bytes:
-        """Keep the descriptors, and read on: each read ends where the next descriptor comes."""
-        more = bytearray()
         with contextlib.suppress(OSError):  # nothing more, or its end, which the next read meets
-            while ancillary:
+            while ancillary:  # each read ends where the next descriptor comes
                 for level, kind, packed in ancillary:
                     if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
                         self._descriptors.extend(memoryview(packed[: len(packed) // 4 * 4]).cast("i"))
                 if len(self._descriptors) >= DESCRIPTORS:
                     break
-                data, ancillary, _, _ = self._line.recvmsg(CHUNK, ANCILLARY, CLOSE_ON_EXEC)
-                more += data
+                more, ancillary, _, _ = self._line.recvmsg(CHUNK, ANCILLARY, CLOSE_ON_EXEC)
+                data += more
         if len(self._descriptors) > DESCRIPTORS:
             raise GarbledRecord("more descriptors than blocks")
-        return bytes(more)
+        return self._unpacker.feed(data)
 
     def admit(self, hello: WireRecord, token: bytes) -> None:
         """Check the token. Raises `GarbledRecord`, or `UsageError` for another version."""

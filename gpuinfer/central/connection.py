@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 from numpy.typing import NDArray
 
-from gpuinfer.api import Limits, Priority
+from gpuinfer.api import Limits, Request
 from gpuinfer.central.blocks import PER_CLIENT, Block, BlockForm
 from gpuinfer.central.protocol import (
     LARGEST_BODY,
@@ -31,7 +31,6 @@ from gpuinfer.central.protocol import (
     hello,
     pack_record,
 )
-from gpuinfer.engine.scheduler import class_of
 from gpuinfer.errors import BackendDied, BadResult, Closed, GpuinferError, QueueFull, RequestError, UsageError
 from gpuinfer.host import shared_memory
 from gpuinfer.host.child import AWAY_S, HEARTBEAT_SIZE, LATE_S, HeartbeatWatch
@@ -53,12 +52,9 @@ class OpenRequest:
     """One request that has been sent."""
 
     number: int
+    request: Request
     block: Block
-    rows: int
     client: int
-    priority: int
-    deadline: float
-    group: Any
     borrowed: bool  # the block is the pool's: the answer is copied out of it
     abandoned: bool = False
 
@@ -124,13 +120,27 @@ class CentralConnection:
 
     def _greet(self, timeout_s: float) -> socket.socket:
         """A line on which the server has answered the greeting."""
-        line = self._greeting_line = _new_line()
+        try:
+            line = self._greeting_line = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        except OSError as error:
+            raise UsageError(
+                f"there can be no line to the central server: {error.strerror}. Hold fewer files open, or allow more "
+                "(`ulimit -n`)."
+            ) from error
         until = time.monotonic() + timeout_s
         try:
             line.settimeout(timeout_s)
             line.connect(self._address.path)
             line.sendall(pack_record(hello(self._address.token, self._name + os.getpid().to_bytes(8))))
-            record, descriptors, self._unpacker = _greeting(line, until, self.largest_body)
+            self._unpacker, descriptors, records = Unpacker(self.largest_body), list[int](), list[WireRecord]()
+            while not records:
+                line.settimeout(max(0.001, until - time.monotonic()))
+                data, found, _, _ = socket.recv_fds(line, CHUNK, 4)
+                descriptors += found
+                if not data:
+                    raise ConnectionResetError("it hung up")
+                records += self._unpacker.feed(data)
+            record = records[0]
             if record.kind != RecordKind.WELCOME or len(descriptors) != 1:
                 raise parting(record)
             self._learn(record.body, descriptors[0])
@@ -162,21 +172,11 @@ class CentralConnection:
         self._hang_up()
         if not self.comes_back:
             raise cause
-        line = self._greet_again(cause)
-        with self._presenting:
-            if self._closed:
-                line.close()
-                raise cause
-            self._socket = line
-            self._lives += 1
-            self._ask_again()
-
-    def _greet_again(self, cause: BackendDied) -> socket.socket:
-        """A line to the server that is back. One that is about to end may still accept a line, and close it."""
         until = time.monotonic() + self._patience_s
-        while True:
+        while True:  # one that is about to end may still accept a line, and close it
             try:
-                return self._greet(max(0.0, until - time.monotonic()))
+                line = self._greet(max(0.0, until - time.monotonic()))
+                break
             except BackendDied as error:
                 none_listens = isinstance(error.__cause__, ConnectionRefusedError | FileNotFoundError)
                 if none_listens or self._closed:
@@ -184,6 +184,13 @@ class CentralConnection:
                 if not isinstance(error.__cause__, ConnectionError) or time.monotonic() >= until:
                     raise error from None
             time.sleep(GREET_AGAIN_S)
+        with self._presenting:
+            if self._closed:
+                line.close()
+                raise cause
+            self._socket = line
+            self._lives += 1
+            self._ask_again()
 
     def _ask_again(self) -> None:
         """Send blocks and open requests to a server that is back."""
@@ -218,24 +225,20 @@ class CentralConnection:
         descriptor, mapping = shared_memory.create(self.form.size(room))
         with self._presenting:
             block = Block(number, room, mapping, self.form)
-            self._install(block, shared_memory.Descriptor(descriptor))
+            if number == len(self._blocks):
+                self._blocks.append(block)
+                self._descriptors.append(shared_memory.Descriptor(descriptor))
+            else:
+                replaced = self._blocks[number]
+                self._idle.remove(replaced)
+                replaced.let_go()
+                self._descriptors[number].close()
+                self._blocks[number], self._descriptors[number] = block, shared_memory.Descriptor(descriptor)
             self._present(block, self._descriptors[number])
         return block
 
-    def _install(self, block: Block, descriptor: shared_memory.Descriptor) -> None:
-        """Keep the block under its number, in place of the idle one of that number."""
-        if block.number == len(self._blocks):
-            self._blocks.append(block)
-            self._descriptors.append(descriptor)
-            return
-        replaced = self._blocks[block.number]
-        self._idle.remove(replaced)
-        replaced.let_go()
-        self._descriptors[block.number].close()
-        self._blocks[block.number], self._descriptors[block.number] = block, descriptor
-
     def _present(self, block: Block, descriptor: shared_memory.Descriptor) -> None:
-        self._send(WireRecord(RecordKind.BLOCK, block=block.number, rows=block.room), [descriptor.number])
+        self._put(pack_record(WireRecord(RecordKind.BLOCK, block=block.number, rows=block.room)), [descriptor.number])
 
     def _borrow(self, rows: int) -> Block:
         """A block of the pool with room for so many rows."""
@@ -247,22 +250,16 @@ class CentralConnection:
 
     # Asking
 
-    def ask(
-        self,
-        payload: Any,
-        rows: int,
-        *,
-        client: int = 0,
-        priority: int = Priority.NORMAL,
-        deadline: float = float("inf"),
-        group: Hashable = None,
-    ) -> int:
-        """Send a request; returns its number. `payload` is an array [rows, ...]: ours to copy, or a view of a `block`.
+    def ask(self, request: Request, client: int) -> int:
+        """Send a request; returns its number. `client` stands for `request.client`.
+
+        The payload is an array [rows, ...], which is copied, or a view of a `block`.
 
         Raises `BackendError` for one that does not fit the model, `QueueFull` with too many outstanding, `BackendDied`.
         """
         if self._socket is None:
             raise Closed("this client is closed. Open another with server.client().")
+        payload, rows = request.payload, request.rows
         if error := misfit(payload, rows, self.form.spec):
             raise error
         if rows > self.limits.max_rows:
@@ -270,8 +267,7 @@ class CentralConnection:
                 f"a request of {rows} rows can never be served: a batch takes 1 to {self.limits.max_rows}. "
                 "Send smaller blocks, or give the server a larger max_rows."
             )
-        refuse_group(group)
-        priority = class_of(priority)
+        refuse_group(request.group)
         block = self._owned.get(_place(payload)) if payload.flags.c_contiguous else None
         if (borrowed := block is None or block.room < rows) or block is None:
             block = self._borrow(rows)
@@ -279,26 +275,19 @@ class CentralConnection:
         elif block.number in self._busy:
             raise RequestError("this block is with the server already. Await its answer first, or take a second block.")
         self._numbers = (self._numbers + 1) % 2**32
-        question = OpenRequest(self._numbers, block, rows, client, priority, deadline, group, borrowed)
+        question = OpenRequest(self._numbers, request, block, client, borrowed)
         self._asked[question.number] = question
         self._busy.add(block.number)
         self._send_question(question)
         return question.number
 
     def _send_question(self, question: OpenRequest) -> None:
-        left_s = question.deadline - time.monotonic() if question.deadline < float("inf") else question.deadline
-        body = None if question.group is None else {"group": question.group}
-        self._send(
-            WireRecord(
-                RecordKind.ASK,
-                question.priority,
-                question.block.number,
-                question.number,
-                question.client,
-                question.rows,
-                left_s,
-                body,
-            )
+        request, number = question.request, question.number
+        left_s = request.deadline - time.monotonic()
+        body = None if request.group is None else {"group": request.group}
+        block, client = question.block.number, question.client
+        self._put(
+            pack_record(WireRecord(RecordKind.ASK, request.priority, block, number, client, request.rows, left_s, body))
         )
 
     def abandon(self, number: int) -> None:
@@ -307,10 +296,7 @@ class CentralConnection:
             if (question := self._asked.get(number)) is not None and not question.abandoned:
                 question.abandoned = True
                 self.abandoned += 1
-                self._send(WireRecord(RecordKind.CANCEL, number=number))
-
-    def _send(self, record: WireRecord, descriptors: Sequence[int] = ()) -> None:
-        self._put(pack_record(record), descriptors)
+                self._put(pack_record(WireRecord(RecordKind.CANCEL, number=number)))
 
     def _put(self, data: bytes, descriptors: Sequence[int] = ()) -> None:
         """Send. A broken line is noticed when reading, and open requests are sent again then, if the server is back."""
@@ -381,21 +367,18 @@ class CentralConnection:
         question = self._asked.pop(record.number, None)
         if question is None:
             return None
-        outcome = self._outcome(question, record)
+        outcome: Any = None
+        if record.kind == RecordKind.FAILED:
+            outcome = error_from_wire(record.body)
+        elif record.kind != RecordKind.ANSWER:
+            outcome = BadResult("an answer of no known kind")
+        elif not question.abandoned:
+            outcome = question.block.answer(question.request.rows, question.borrowed)
         self._busy.discard(question.block.number)
         self.abandoned -= question.abandoned
         if question.borrowed:
             self._idle.append(question.block)
         return None if question.abandoned else (question.number, outcome)
-
-    def _outcome(self, question: OpenRequest, record: WireRecord) -> Any:
-        if record.kind == RecordKind.ANSWER:
-            return None if question.abandoned else question.block.answer(question.rows, question.borrowed)
-        return (
-            error_from_wire(record.body)
-            if record.kind == RecordKind.FAILED
-            else BadResult("an answer of no known kind")
-        )
 
     def stopped(self) -> BackendDied | None:
         """The error of a server without a heartbeat; else None. Call it at least every `AWAY_S` seconds."""
@@ -434,29 +417,6 @@ class CentralConnection:
 
 
 LOOK_S = AWAY_S / 4  # between two looks at the pulse
-
-
-def _new_line() -> socket.socket:
-    try:
-        return socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    except OSError as error:
-        raise UsageError(
-            f"there can be no line to the central server: {error.strerror}. Hold fewer files open, or allow more "
-            "(`ulimit -n`)."
-        ) from error
-
-
-def _greeting(line: socket.socket, deadline: float, largest_body: int) -> tuple[WireRecord, list[int], Unpacker]:
-    """The server's first record, with the descriptors that came along."""
-    unpacker, descriptors = Unpacker(largest_body), []
-    while True:
-        line.settimeout(max(0.001, deadline - time.monotonic()))
-        data, found, _, _ = socket.recv_fds(line, CHUNK, 4)
-        descriptors += found
-        if not data:
-            raise ConnectionResetError("it hung up")
-        if records := list(unpacker.feed(data)):
-            return records[0], descriptors, unpacker
 
 
 def parting(record: WireRecord) -> GpuinferError:

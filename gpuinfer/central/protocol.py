@@ -53,8 +53,8 @@ def listen() -> tuple[socket.socket, ServerAddress]:
 def remove_address(address: ServerAddress) -> None:
     """Remove the socket's file, where there is one."""
     if not ABSTRACT:
-        Path(address.path).unlink(missing_ok=True)
         with contextlib.suppress(FileNotFoundError):
+            Path(address.path).unlink(missing_ok=True)
             Path(address.path).parent.rmdir()
 
 
@@ -158,10 +158,14 @@ class Unpacker:
                 self._lacking = lacking
                 break
             at += HEADER.size
-            body = None
+            body: Any = None
             if length:
-                body = data[at : at + length] if kind in TYPED else _body(data[at : at + length])
-                at += length
+                body, at = data[at : at + length], at + length
+                if kind not in TYPED:
+                    try:
+                        body = msgspec.msgpack.decode(body)
+                    except Exception as error:  # whatever somebody sends
+                        raise GarbledRecord("a body that is not msgpack") from error
             yield WireRecord(kind, priority, block, number, client, rows, left_s, body)
         self._rest = data[at:]
 
@@ -171,13 +175,6 @@ def group_of(value: Any) -> Hashable:
     group = tuple(map(group_of, value)) if isinstance(value, list) else value
     hash(group)
     return group
-
-
-def _body(data: bytes) -> Any:
-    try:
-        return msgspec.msgpack.decode(data)
-    except Exception as error:  # whatever a one sends
-        raise GarbledRecord("a body that is not msgpack") from error
 
 
 LARGEST_BEGUN = 16 << 20  # what its answer may add to that when it is asked again
@@ -259,20 +256,14 @@ class PendingChanges:
     def done(self) -> Iterator[dict[str, Any]]:
         """The outcomes of changes that are over, as messages."""
         for number in [number for number, future in self._futures.items() if future.done()]:
-            yield {"changed": number, **_outcome(self._futures.pop(number))}
-
-
-def _outcome(future: Future[Sequence[str]]) -> dict[str, Any]:
-    try:
-        return {"adapters": list(future.result())}
-    except GpuinferError as error:
-        return {"refused": error_to_wire(error)}
-    except BaseException as error:  # noqa: BLE001 (whatever it is, the owner must hear of it)
-        return {
-            "refused": error_to_wire(
-                BackendError(f"the weights could not be changed: {error_text.full_message(error)}. Report this.")
-            )
-        }
+            try:
+                outcome: dict[str, Any] = {"adapters": list(self._futures.pop(number).result())}
+            except GpuinferError as error:
+                outcome = {"refused": error_to_wire(error)}
+            except BaseException as error:  # noqa: BLE001 (whatever it is, the owner must hear of it)
+                why = f"the weights could not be changed: {error_text.full_message(error)}. Report this."
+                outcome = {"refused": error_to_wire(BackendError(why))}
+            yield {"changed": number, **outcome}
 
 
 def changes_to_replay(
@@ -281,8 +272,15 @@ def changes_to_replay(
     """The changes that a server which is started again must repeat, after one more change. `at_start`: the adapters of
     every start, by name and by name with version.
     """
+
+    def is_replaced(one: WeightsChange) -> bool:
+        """By another version of the adapter of `change`; None: of the model itself."""
+        if one.weights is not None:
+            return one.adapter == change.adapter
+        return _name_of(one.adapter) == change.adapter and one.adapter not in at_start
+
     if change.weights is not None:  # no later request asks for an older version of the same
-        return [*(one for one in changes if not _is_replaced(one, change.adapter, at_start)), change]
+        return [*(one for one in changes if not is_replaced(one)), change]
     asked = change.adapter or ""
     name = _name_of(asked)
     if asked == name:
@@ -291,13 +289,6 @@ def changes_to_replay(
         return [one for one in changes if _label(one) != asked]
     there = asked in at_start or any(_label(one) == asked for one in changes)
     return [*(one for one in changes if one != change), *([change] if there else [])]
-
-
-def _is_replaced(one: WeightsChange, adapter: str | None, at_start: Collection[str]) -> bool:
-    """By another version of this adapter; None: of the model itself."""
-    if one.weights is not None:
-        return one.adapter == adapter
-    return _name_of(one.adapter) == adapter and one.adapter not in at_start
 
 
 def _name_of(asked: str | None) -> str | None:

@@ -66,37 +66,39 @@ class BatchRunner:
         alone.
         """
         try:
-            if (errors := self._errors(batch)) is not None:
+            # a client that is gone is answered like the others: its memory stays where it is until the batch is over,
+            # and no line of the same client has it before (`ClientAcceptor`)
+            blocks = [ask.block.rows[: ask.rows] for ask in batch]
+            if self._write is not None:
+                sound = self._write(blocks, [[part[: ask.rows] for part in ask.block.answers] for ask in batch])
+                errors = [
+                    None if fine else self._fault(ask, ask.block.answer(ask.rows, copied=False))
+                    for ask, fine in zip(batch, sound, strict=True)
+                ]
                 return ServedBatch(errors)
+            results = self._forward(blocks)
+            if len(batch) == 1 or not unlike(results[0], self._layout):  # else one odd row has made all answers odd
+                return ServedBatch([self._keep(ask, result) for ask, result in zip(batch, results, strict=True)])
         except BaseException as error:  # noqa: BLE001 (a model may raise anything, and even leave)
             if isinstance(error, BackendDied | DeviceLost):  # whatever comes next meets the same, or another device
                 return ServedBatch([error] * len(batch), whole=False)
             if len(batch) == 1:
-                return ServedBatch([batch_failure(error)], whole=False)
+                what = f"the model raised {error_text.full_message(error)}. Only the requests of this block failed; "
+                own = (
+                    error
+                    if isinstance(error, GpuinferError)
+                    else BackendError(f"{what}look at their rows, or at the model.")
+                )
+                return ServedBatch([own], whole=False)
         return ServedBatch([self.answer([ask]).errors[0] for ask in batch], again=True, whole=False)
-
-    def _errors(self, batch: Sequence[RequestRows]) -> Sequence[GpuinferError | None] | None:
-        """Answer a batch: what is wrong with each answer. None when one odd row has made the answers of all odd.
-
-        A client that is gone is answered like the others: its memory stays where it is until the batch is over, and no
-        line of the same client has it before (`ClientAcceptor`).
-        """
-        blocks = [ask.block.rows[: ask.rows] for ask in batch]
-        if self._write is not None:
-            sound = self._write(blocks, [[part[: ask.rows] for part in ask.block.answers] for ask in batch])
-            return [
-                None if fine else self._fault(ask, ask.block.answer(ask.rows, copied=False))
-                for ask, fine in zip(batch, sound, strict=True)
-            ]
-        results = self._forward(blocks)
-        if len(batch) > 1 and unlike(results[0], self._layout):
-            return None
-        return [self._keep(ask, result) for ask, result in zip(batch, results, strict=True)]
 
     def _keep(self, ask: RequestRows, result: Result) -> GpuinferError | None:
         """Copy one answer into its block, if it is one."""
         arrays = block_parts(result)
-        if not is_plainly_sound(arrays, ask.rows, self._layout) and (error := self._fault(ask, result)) is not None:
+        shapes = [(ask.rows, *shape) for shape in self._layout.shapes]
+        sound = self._layout.kind != "dict" and [array.shape for array in arrays] == shapes
+        sound = sound and all(array.size and array.max() < math.inf for array in arrays)  # a NaN wins every max
+        if not sound and (error := self._fault(ask, result)) is not None:  # the quick check nearly always passes
             return error
         for room, array in zip(ask.block.answers, arrays, strict=True):
             room[: ask.rows] = array
@@ -119,16 +121,6 @@ def block_parts(result: Result) -> Sequence[NDArray[np.float32]]:
     return list(result.values()) if isinstance(result, Mapping) else [result]
 
 
-def is_plainly_sound(arrays: Sequence[NDArray[np.float32]], rows: int, layout: AnswerLayout) -> bool:
-    """A quick check that nearly always passes; False says only that `find_fault` must look."""
-    if layout.kind == "dict" or len(arrays) != len(layout.shapes):
-        return False
-    for array, shape in zip(arrays, layout.shapes, strict=True):
-        if array.shape != (rows, *shape) or not array.size or not array.max() < math.inf:  # a NaN wins every max
-            return False
-    return True
-
-
 def unlike(result: Result, layout: AnswerLayout) -> str | None:
     """What differs from the answers that were agreed on."""
     shapes = tuple(part.shape[1:] for part in block_parts(result))
@@ -138,15 +130,6 @@ def unlike(result: Result, layout: AnswerLayout) -> str | None:
     if shapes == layout.shapes:
         return None
     return f"shapes {list(shapes)} a row where {list(layout.shapes)} were agreed. Let the model always answer alike."
-
-
-def batch_failure(error: BaseException) -> GpuinferError:
-    if isinstance(error, GpuinferError):
-        return error
-    return BackendError(
-        f"the model raised {error_text.full_message(error)}. Only the requests of this block failed; look at their "
-        "rows, or at the model."
-    )
 
 
 NAMES = 1024  # of clients in one process that are told apart: they cost memory as long as it is connected
@@ -190,8 +173,10 @@ class RowQueue:
             return self._ask(session, record)
         if record.kind == RecordKind.BLOCK:
             session.attach(record, self._form, self._limits.max_rows)
-        elif record.kind == RecordKind.CANCEL:
-            self._cancel(session, record.number)
+        elif record.kind == RecordKind.CANCEL:  # the client drops the answer to a request that is in a batch
+            if (request := self._waiting.get((session.number, record.number))) is not None:
+                self._core.withdraw(request)
+                self._fail(request, Closed("this request was cancelled."), "cancelled")
         else:
             raise GarbledRecord(f"a record of kind {record.kind}")
         return False
@@ -202,7 +187,12 @@ class RowQueue:
             raise GarbledRecord("a request for rows that are not there")
         if record.block in session.asked or (session.number, record.number) in self._waiting:
             raise GarbledRecord("a second request before the first is answered")
-        request = self._request(session, record, block)
+        now = self._clock()
+        group = group_of(record.body.get("group")) if isinstance(record.body, dict) else None
+        client = None if record.client == NOBODY else (session.number, record.client % NAMES)
+        priority = PRIORITIES[min(record.priority, Priority.LOW)]
+        payload = BlockRows(session, record.number, block, record.rows)
+        request = Request(payload, record.rows, now, priority, now + record.left_s, group, client)
         if (shed := self._core.arrive(request)) is not None:
             for other, error in shed.turned_away:
                 self._fail(other, error, outcome_of(error))
@@ -211,25 +201,10 @@ class RowQueue:
                 return False
         self._waiting[session.number, record.number] = request
         session.asked.add(record.block)
-        if (client := request.client) is not None and client not in session.names:
+        if client is not None and client not in session.names:
             session.names.add(client)
-            self._core.join(client, request.arrived)
+            self._core.join(client, now)
         return True
-
-    def _request(self, session: ClientSession, record: WireRecord, block: Block) -> Request:
-        now = self._clock()
-        group = group_of(record.body.get("group")) if isinstance(record.body, dict) else None
-        client = None if record.client == NOBODY else (session.number, record.client % NAMES)
-        priority = PRIORITIES[min(record.priority, Priority.LOW)]
-        payload = BlockRows(session, record.number, block, record.rows)
-        return Request(payload, record.rows, now, priority, now + record.left_s, group, client)
-
-    def _cancel(self, session: ClientSession, number: int) -> None:
-        """Take a waiting request out of the queue; the client drops the answer to one in a batch."""
-        request = self._waiting.get((session.number, number))
-        if request is not None:
-            self._core.withdraw(request)
-            self._fail(request, Closed("this request was cancelled."), "cancelled")
 
     def forget(self, session: ClientSession) -> None:
         """A client has gone: withdraw its requests that are not in a batch."""
@@ -404,7 +379,17 @@ class RowServer:
         """The life of one forward thread."""
         forward_lane.set(lane)
         try:
-            self._take_turns(lane)
+            batch: Batch | None = None
+            while not lane.retired:
+                with self._lead:
+                    while (batch := self._next(lane)) is not None and self._pace.seconds(batch.rows) < HAND_OVER_S:
+                        self._serve(batch, lane)
+                        if lane.retired:
+                            batch = None
+                            break
+                if batch is None:
+                    break
+                self._serve(batch, lane)
             if lane.retired:  # its device is gone: the others go on
                 with self._state:
                     self._queue.lose_lane()
@@ -413,17 +398,6 @@ class RowServer:
                 f"the central server failed: {error_text.full_message(error)}. Start it again, and report this."
             )
             raise
-
-    def _take_turns(self, lane: Lane) -> None:
-        while not lane.retired:
-            with self._lead:
-                while (batch := self._next(lane)) is not None and self._pace.seconds(batch.rows) < HAND_OVER_S:
-                    self._serve(batch, lane)
-                    if lane.retired:
-                        return
-            if batch is None:
-                return
-            self._serve(batch, lane)
 
     def _next(self, lane: Lane) -> Batch | None:
         """Lead until a batch is due; None when the server closes."""

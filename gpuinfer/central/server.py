@@ -177,10 +177,16 @@ class ServerProcess:
 
     def _order(self) -> ServerStart:
         assert self._address is not None
-        strategy = self._strategy
+        strategy, options = self._strategy, self._options
+        if not (self._is_text or machine.wants_cuda(self._setup.devices)):
+            # on a CPU several single-threaded forwards at once beat one that has all threads
+            cores = max(1, machine.cores() // len(self._setup.devices))  # of each stand-in device
+            threads = options.threads or max(1, cores // (options.in_flight or cores))
+            in_flight = options.in_flight or max(1, cores // threads)
+            options = options.model_copy(update={"threads": threads, "in_flight": in_flight})
         return ServerStart(
             setup=replace(self._setup, processes=1),
-            options=self._shares(),
+            options=options,
             roofline=self._roofline,
             strategy=type(strategy),
             strategy_setup=strategy.setup,
@@ -192,15 +198,6 @@ class ServerProcess:
             texts=self._texts,
             changes=tuple(self._changes),
         )
-
-    def _shares(self) -> TorchModelOptions:
-        """On a CPU several single-threaded forwards at once beat one that has all threads. A model of text has one."""
-        own = self._options
-        if self._is_text or machine.wants_cuda(self._setup.devices):
-            return own
-        cores = max(1, machine.cores() // len(self._setup.devices))  # of each stand-in device
-        threads = own.threads or max(1, cores // (own.in_flight or cores))
-        return own.model_copy(update={"threads": threads, "in_flight": own.in_flight or max(1, cores // threads)})
 
     # Serving
 
@@ -320,9 +317,19 @@ class ServerProcess:
             again = self._restart and deaths < TRIES
             after = f" {deaths} deaths in a row are enough: it is not started again." if self._restart else ""
             log.warning("%s%s", error, " It is started again." if again else after)
-            if not again or not self._revive():
-                self._lose(self._error or error)
-                return
+            if again:
+                with self._line_lock:
+                    self._channel.close()
+                try:
+                    self._spawn()
+                    self._error = None
+                    continue
+                except GpuinferError as late:
+                    if not self._closing.is_set():
+                        log.warning("%s cannot be brought back: %s", self._called, late)
+                    self._error = late
+            self._lose(self._error or error)
+            return
 
     def _cause_of_end(self, *, stopped: bool) -> GpuinferError:
         """Why it died: in its own last words, or as it looks from here."""
@@ -339,19 +346,6 @@ class ServerProcess:
             self._before.append(self._latest)
             self._latest = Snapshot()
         return error
-
-    def _revive(self) -> bool:
-        with self._line_lock:
-            self._channel.close()
-        try:
-            self._spawn()
-        except GpuinferError as error:
-            if not self._closing.is_set():
-                log.warning("%s cannot be brought back: %s", self._called, error)
-            self._error = error
-            return False
-        self._error = None
-        return True
 
     @property
     def _words(self) -> str:
@@ -399,14 +393,6 @@ class ServerProcess:
         if self._address is not None:
             protocol.remove_address(self._address)
 
-    def _disown(self) -> None:
-        """In a forked child: hold nothing open that would seem to others to be our parent's."""
-        self._line_lock = threading.Lock()  # another thread may have held it
-        with contextlib.suppress(OSError):
-            self._listener.close()
-            self._channel.close()
-        self._heartbeat.close()
-
     def _kill(self) -> None:
         if self._child is not None:
             self._child.kill(CLOSE_S)
@@ -448,15 +434,18 @@ class CentralServer(ServerProcess):
         restart: bool = False,
     ) -> None:
         """Nothing is started yet. Raises `UsageError`."""
-        _refuse_odd(
-            inputs=inputs,
-            max_rows=max_rows,
-            chunk_rows=chunk_rows,
-            in_flight=in_flight,
-            threads=threads,
-            max_clients=max_clients,
-            max_queue_rows=max_queue_rows,
-        )
+        if isinstance(inputs, tuple | list) and inputs and all(isinstance(size, int) for size in inputs):
+            raise UsageError(
+                f"inputs is {inputs!r}, and a row is flat. Give inputs={math.prod(inputs)}, and let the model begin "
+                f"with x.view(-1, {', '.join(map(str, inputs))})."
+            )
+        if not isinstance(inputs, int) or inputs < 0:
+            raise UsageError(f"inputs is {inputs!r}. Give the number of features of a row.")
+        counts = {"max_rows": max_rows, "chunk_rows": chunk_rows, "in_flight": in_flight, "threads": threads}
+        counts |= {"max_clients": max_clients, "max_queue_rows": max_queue_rows}
+        for name, count in counts.items():
+            if count is not None and not (isinstance(count, int) and count >= 1):
+                raise UsageError(f"{name} is {count!r}. Give a whole number, at least 1, or leave it out.")
         if not batch_timeout > 0:
             raise UsageError(f"batch_timeout is {batch_timeout}. Give seconds, more than 0.")
         spec = _spec(model, inputs, input_dtype, weights, arguments or {})
@@ -472,27 +461,18 @@ _RUNNING: weakref.WeakSet[ServerProcess] = weakref.WeakSet()
 
 
 def _disown_all() -> None:
+    """In a forked child: hold nothing open that would seem to others to be our parent's."""
     for server in tuple(_RUNNING):
-        server._disown()
+        server._line_lock = threading.Lock()  # another thread may have held it
+        with contextlib.suppress(OSError):
+            server._listener.close()
+            server._channel.close()
+        server._heartbeat.close()
 
 
 os.register_at_fork(after_in_child=_disown_all)
 
 _CLOSED_EARLY = "the server was closed while it started. Make another."
-
-
-def _refuse_odd(inputs: Any, **counts: int | None) -> None:
-    """Raises `UsageError` for what is no count."""
-    if isinstance(inputs, tuple | list) and inputs and all(isinstance(size, int) for size in inputs):
-        raise UsageError(
-            f"inputs is {inputs!r}, and a row is flat. Give inputs={math.prod(inputs)}, and let the model begin with "
-            f"x.view(-1, {', '.join(map(str, inputs))})."
-        )
-    if not isinstance(inputs, int) or inputs < 0:
-        raise UsageError(f"inputs is {inputs!r}. Give the number of features of a row.")
-    for name, count in counts.items():
-        if count is not None and not (isinstance(count, int) and count >= 1):
-            raise UsageError(f"{name} is {count!r}. Give a whole number, at least 1, or leave it out.")
 
 
 def _spec(

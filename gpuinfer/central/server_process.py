@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from gpuinfer.api import Backend, ModelSpec, Roofline, Setup, Strategy
+from gpuinfer.api import Backend, Roofline, Setup, Strategy
 from gpuinfer.central.blocks import BlockForm
 from gpuinfer.central.protocol import PendingChanges, WeightsChange
 from gpuinfer.central.row_server import BatchRunner, RowServer
@@ -79,11 +79,7 @@ def server_main(end: socket.socket, listener: socket.socket, heartbeat: Descript
     owner, code = Channel(end), 0
     with contextlib.suppress(OSError, ChannelClosed):  # the owner has gone
         try:
-            spec = order.setup.model
-            if spec is None:
-                raise UsageError("the central server serves a model, and none was named. Name one.")
-            open_model = _open_text if spec.kind == "text" else _open_rows
-            server, opened, recorder = open_model(spec, order, listener, heartbeat.number)
+            server, opened, recorder = _open(order, listener, heartbeat.number)
         except Exception as error:  # noqa: BLE001 (whatever it is, the owner must hear of it)
             if not isinstance(error, GpuinferError):
                 why = error_text.full_message(error)
@@ -101,7 +97,15 @@ def server_main(end: socket.socket, listener: socket.socket, heartbeat: Descript
         }
         with contextlib.nullcontext() if recorder is None else contextlib.closing(recorder):
             owner.send({"ready": ready})
-            code = _obeyed(owner, server, opened, order)
+            try:
+                _obey(owner, server, opened, order)
+            except (OSError, EOFError):
+                raise
+            except Exception as error:  # noqa: BLE001 (other threads would keep the process alive, unanswering)
+                why = f"the central server failed: {error_text.full_message(error)}. Start it again, and report this."
+                server.dismiss_all(fault := BackendDied(why))
+                owner.send({"error": error_to_wire(fault)})
+                code = 1
     return _leave(code, order)  # when the trace is whole: it ends the process at once
 
 
@@ -113,72 +117,32 @@ def _leave(code: int, order: ServerStart) -> None:
     os._exit(code)  # taking torch apart first would cost up to a second
 
 
-def _open_text(spec: ModelSpec, order: ServerStart, listener: socket.socket, pulse: int) -> _Opened:
+def _open(order: ServerStart, listener: socket.socket, pulse: int) -> _Opened:
+    spec, strategy = order.setup.model, order.strategy(order.strategy_setup, **order.strategy_options)
+    if spec is None:
+        raise UsageError("the central server serves a model, and none was named. Name one.")
+    name = type(strategy).__name__.lower()
+    common: dict[str, Any] = {"most_clients": order.most_clients, "max_queue_rows": order.setup.max_queue_rows}
+    if spec.kind != "text":
+        from gpuinfer.models.open_model import open_on_devices
+
+        opened = open_on_devices(spec, order.setup, order.options, order.roofline)
+        form, recorder = BlockForm(spec, opened.answer), Recorder.of(order.setup, opened.limits, name)
+        answerer, common["recorder"] = BatchRunner(opened), recorder
+        rows = RowServer(answerer, form, opened.limits, strategy, listener, order.token, pulse, **common)
+        return rows, opened, recorder
     from gpuinfer.central.text_server import OwnTextBackend, TextServer
 
-    strategy = _strategy(order)
-    backend: Backend = (
-        OwnTextBackend(spec, order.setup, order.options)
-        if order.texts is None
-        else order.texts.backend(order.setup, **order.texts.options)
-    )
-    recorder = Recorder.of(order.setup, None, type(strategy).__name__.lower())
-    server = TextServer(
-        backend,
-        strategy,
-        listener,
-        order.token,
-        pulse,
-        most_clients=order.most_clients,
-        max_queue_rows=order.setup.max_queue_rows,
-        recorder=recorder,
-    )
+    backend: Backend
+    if order.texts is None:
+        backend = OwnTextBackend(spec, order.setup, order.options)
+    else:
+        backend = order.texts.backend(order.setup, **order.texts.options)
+    recorder = common["recorder"] = Recorder.of(order.setup, None, name)
+    server = TextServer(backend, strategy, listener, order.token, pulse, **common)
     for change in order.changes:
         server.change(change).result()
     return server, backend, recorder
-
-
-def _open_rows(spec: ModelSpec, order: ServerStart, listener: socket.socket, pulse: int) -> _Opened:
-    from gpuinfer.models.open_model import open_on_devices
-
-    opened = open_on_devices(spec, order.setup, order.options, order.roofline)
-    answerer = BatchRunner(opened)
-    strategy = _strategy(order)
-    form = BlockForm(spec, opened.answer)
-    recorder = Recorder.of(order.setup, opened.limits, type(strategy).__name__.lower())
-    server = RowServer(
-        answerer,
-        form,
-        opened.limits,
-        strategy,
-        listener,
-        order.token,
-        pulse,
-        most_clients=order.most_clients,
-        max_queue_rows=order.setup.max_queue_rows,
-        recorder=recorder,
-    )
-    return server, opened, recorder
-
-
-def _strategy(order: ServerStart) -> Strategy:
-    return order.strategy(order.strategy_setup, **order.strategy_options)
-
-
-def _obeyed(owner: Channel, server: RowServer | TextServer, opened: Any, order: ServerStart) -> int:
-    """The process's exit code. An unforeseen error ends it: other threads would keep the process alive, unanswering."""
-    try:
-        _obey(owner, server, opened, order)
-    except (OSError, EOFError):
-        raise
-    except Exception as error:  # noqa: BLE001 (whatever it is, the owner and all who wait must hear of it)
-        fault = BackendDied(
-            f"the central server failed: {error_text.full_message(error)}. Start it again, and report this."
-        )
-        server.dismiss_all(fault)
-        owner.send({"error": error_to_wire(fault)})
-        return 1
-    return 0
 
 
 def _obey(owner: Channel, server: RowServer | TextServer, opened: Any, order: ServerStart) -> None:
@@ -195,7 +159,13 @@ def _obey(owner: Channel, server: RowServer | TextServer, opened: Any, order: Se
         for outcome in pending.done():
             owner.send(outcome)
         watchdog.check_again()
-        if (fault := server.fault or _overdue(server, order.batch_timeout_s)) is not None:  # also while it is asked
+        fault = server.fault
+        if fault is None and server.busy_s() > order.batch_timeout_s:  # also while it is asked
+            fault = BackendDied(
+                f"the model has not answered a batch for {order.batch_timeout_s:g} s, and the server has given it up. "
+                "Mend the model, or allow more with batch_timeout."
+            )
+        if fault is not None:
             if order.texts is not None and order.texts.log is not None and isinstance(fault, BackendDied):
                 fault = BackendDied(f"{fault}{quoted_log_line(order.texts.log)}")  # what its processes printed of it
             server.dismiss_all(fault)
@@ -205,7 +175,12 @@ def _obey(owner: Channel, server: RowServer | TextServer, opened: Any, order: Se
             continue
         wanted = owner.receive()
         if "change" in wanted:
-            pending.add(wanted["number"], _changing(server, WeightsChange(**wanted["change"])))
+            if isinstance(server, RowServer):
+                changed: Future[Sequence[str]] = Future()
+                changed.set_exception(UsageError("a model of rows keeps its weights. End the run, and start another."))
+            else:
+                changed = server.change(WeightsChange(**wanted["change"]))
+            pending.add(wanted["number"], changed)
             continue
         if closing := "close" in wanted:
             server.close(DRAIN_S)
@@ -219,20 +194,3 @@ def _obey(owner: Channel, server: RowServer | TextServer, opened: Any, order: Se
         owner.send({"stats": {**server.snapshot().to_wire(), **own}, "number": wanted["number"]})
         if closing:
             return
-
-
-def _changing(server: RowServer | TextServer, change: WeightsChange) -> Future[Sequence[str]]:
-    if not isinstance(server, RowServer):
-        return server.change(change)
-    refused: Future[Sequence[str]] = Future()
-    refused.set_exception(UsageError("a model of rows keeps its weights. End the run, and start another."))
-    return refused
-
-
-def _overdue(server: RowServer | TextServer, batch_timeout_s: float) -> BackendDied | None:
-    if server.busy_s() <= batch_timeout_s:
-        return None
-    return BackendDied(
-        f"the model has not answered a batch for {batch_timeout_s:g} s, and the server has given it up. "
-        "Mend the model, or allow more with batch_timeout."
-    )

@@ -54,14 +54,11 @@ class ClientReplies:
     def __init__(self, lines: ClientAcceptor, session: ClientSession, loop: AbstractEventLoop) -> None:
         self._lines, self._session, self._loop = lines, session, loop
         self._replies: list[bytes] = []
-        self._unread: dict[int, Unread] = {}  # by the number of the request
+        self.unread: dict[int, Unread] = {}  # by the number of the request
         self._due = False
 
     def part(self, number: int, part: Part) -> None:
-        unread = self._unread.get(number)
-        if unread is None:
-            unread = self._unread[number] = Unread()
-        unread.add(part)
+        self.unread.setdefault(number, Unread()).add(part)
         self._flush_soon()
 
     def reply(self, number: int, record: bytes) -> None:
@@ -69,21 +66,17 @@ class ClientReplies:
         self._replies += [*self._parts(number), record]
         self._flush_soon()
 
-    def drop(self, number: int) -> None:
-        """The client reads this answer no more."""
-        self._unread.pop(number, None)
-
     def _flush(self) -> None:
         self._due = False
         data, self._replies = self._replies, []
         if not self._session.stuck:  # else with the next part, or with the end
-            for number in tuple(self._unread):
+            for number in tuple(self.unread):
                 data += self._parts(number)
         if data:
             self._lines.send(self._session, b"".join(data))
 
     def _parts(self, number: int) -> list[bytes]:
-        unread, packed = self._unread.pop(number, None), []
+        unread, packed = self.unread.pop(number, None), []
         while unread:
             packed.append(pack_record(WireRecord(RecordKind.PART, number=number, body=part_to_wire(unread.take()))))
         return packed
@@ -274,9 +267,9 @@ class TextServer:
     def _on_record(self, session: ClientSession, record: WireRecord) -> None:
         if record.kind == RecordKind.PROMPT:
             self._ask(session, record)
-        elif record.kind == RecordKind.CANCEL:
+        elif record.kind == RecordKind.CANCEL:  # the client reads this answer no more
             self._cancel((session.number, record.number))
-            self._to(session).drop(record.number)
+            self._to(session).unread.pop(record.number, None)
         else:
             raise GarbledRecord(f"a record of kind {record.kind}")
 

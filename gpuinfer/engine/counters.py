@@ -49,20 +49,14 @@ class Tally:
         count.rows += request.rows
         count.latency.add(now - request.arrived)
         if isinstance(result, Generation):
-            self._generated(result, now - request.arrived)
-
-    def _generated(self, answer: Generation, latency: float) -> None:
-        """Count the seconds from the request to the first token, and from one token to the next.
-
-        The generator's own times, which cost nothing: from the slot to the first token, and to the last. A backend that
-        does not tell them is not measured.
-        """
-        tokens = max((len(one.tokens) for one in answer.completions), default=0)
-        after_the_first = answer.seconds - answer.first_token_s
-        if tokens and answer.seconds:
-            self._first_token.add(latency - after_the_first)
-        if tokens > 1 and answer.seconds:
-            self._between_tokens.add(after_the_first / (tokens - 1))
+            # from the request to the first token, and from one to the next, by the generator's own times (of its slot),
+            # which cost nothing: a backend that does not tell them is not measured
+            tokens = max((len(one.tokens) for one in result.completions), default=0)
+            after_the_first = result.seconds - result.first_token_s
+            if tokens and result.seconds:
+                self._first_token.add(now - request.arrived - after_the_first)
+            if tokens > 1 and result.seconds:
+                self._between_tokens.add(after_the_first / (tokens - 1))
 
     def error(self, kind: str, priority: Priority, detail: object = "") -> None:
         """Count one request that got no result; `kind` is one of `stats.ERRORS`, `detail` the error."""

@@ -83,7 +83,7 @@ class Engine:
         self._unsettled = Unsettled(self._core.settled, clock)
         self._free = FreeLanes(())
         self._running: dict[asyncio.Task[None], Batch] = {}  # the batches under way
-        self._longest_s = 0.0  # that a batch took
+        self.longest_s = 0.0  # that a batch, or forward step, took until now
         self._doing = ""  # starting or closing
         self._given_up: WorkError | None = None
         self._hurried: asyncio.Future[None]  # since `start`: done when the user does not want to wait
@@ -101,27 +101,31 @@ class Engine:
         self._loop = asyncio.get_running_loop()
         self._hurried = self._loop.create_future()
         self._alarm = Alarm(self._loop, self._dispatch)  # batches run in this context, not in that of some request
-        self._backend_open = True
+        self._backend_open, self._doing = True, "starting"
         context = BackendContext(
             strategy=self._given_strategy, roofline=roofline, stepped=self._stepped, lane=self._lane
         )
         try:
             with blame.blaming(self.backend, "start"):
-                await self._start_backend(context)
+                if not await self._ends(self.backend.start(context)):
+                    raise self._given_up or _closed()
+            self._doing = ""
             with blame.blaming(self.backend, "limits"):
-                self._take_limits(self.backend.limits)
+                self.limits = limits = self.backend.limits
+                self._streams = self.backend.streams
+                self._admits = limits.slots is not None and self._streams
+                self._core.open(limits, self._max_queue_rows, stepped=self._admits)
+                if limits.slots is not None:
+                    self._unsettled.settled = self._free_slots
+                self.lanes = opened_lanes(limits, self._clock, admits=self._admits)
+                self._free = FreeLanes(self.lanes)
+                if self._admits:
+                    self.lanes.append(Lane("prompts 0", clock=self._clock))
         except BaseException:
+            self._doing = ""
             await self._close_backend()
             raise
         self._shut = None
-
-    async def _start_backend(self, context: BackendContext) -> None:
-        self._doing = "starting"
-        try:
-            if not await self._ends(self.backend.start(context)):
-                raise self._given_up or _closed()
-        finally:
-            self._doing = ""
 
     def _lane(self, name: str) -> Lane:
         """Another one, for a thread of the backend's own. Any thread may ask, until `start` has returned."""
@@ -129,20 +133,8 @@ class Engine:
         return self._own_lanes[-1]
 
     def _stepped(self, rows: int, seconds: float) -> None:
-        self._longest_s = max(self._longest_s, seconds)
+        self.longest_s = max(self.longest_s, seconds)
         self._core.stepped(rows, seconds)
-
-    def _take_limits(self, limits: Limits) -> None:
-        self._streams = self.backend.streams
-        self._admits = limits.slots is not None and self._streams
-        self._core.open(limits, self._max_queue_rows, stepped=self._admits)
-        self.limits = limits
-        if limits.slots is not None:
-            self._unsettled.settled = self._free_slots
-        self.lanes = opened_lanes(limits, self._clock, admits=self._admits)
-        self._free = FreeLanes(self.lanes)
-        if self._admits:
-            self.lanes.append(Lane("prompts 0", clock=self._clock))
 
     # Requests
 
@@ -182,33 +174,30 @@ class Engine:
             return await future
         except BaseException:
             if request in self._unsettled:  # the client was cancelled
-                self._withdraw(request)
+                waited = self._core.withdraw(request)
+                self._unsettled.drop(request)
+                if waited:
+                    self._wake()
+                else:
+                    with self._harmless(self.backend, "cancel"):
+                        self.backend.cancel(request)
             raise
-
-    def _withdraw(self, request: Request) -> None:
-        waited = self._core.withdraw(request)
-        self._unsettled.drop(request)
-        if waited:
-            self._wake()
-            return
-        with self._harmless(self.backend, "cancel"):
-            self.backend.cancel(request)
 
     async def update(self, version: str, weights: str, *, adapter: str | None = None, drain: bool = True) -> None:
         """Have the backend change its weights: see `Backend.update`. Raises what it raises, and `Closed`."""
-        if self._shut is not None:
-            raise self._given_up or Closed(f"the engine {self._shut}")
-        with blame.blaming(self.backend, "update"):
-            if not await self._ends(self.backend.update(version, weights, adapter=adapter, drain=drain)):
-                raise self._given_up or Closed("the engine was closed before the weights were changed.")
+        change = functools.partial(self.backend.update, version, weights, adapter=adapter, drain=drain)
+        await self._change("update", change, "the weights were changed")
 
     async def unload(self, adapter: str) -> None:
         """Have the backend unload an adapter: see `Backend.unload`. Raises what it raises, and `Closed`."""
+        await self._change("unload", functools.partial(self.backend.unload, adapter), "the adapter was unloaded")
+
+    async def _change(self, method: str, change: Callable[[], Coroutine[Any, Any, None]], done: str) -> None:
         if self._shut is not None:
             raise self._given_up or Closed(f"the engine {self._shut}")
-        with blame.blaming(self.backend, "unload"):
-            if not await self._ends(self.backend.unload(adapter)):
-                raise self._given_up or Closed("the engine was closed before the adapter was unloaded.")
+        with blame.blaming(self.backend, method):
+            if not await self._ends(change()):
+                raise self._given_up or Closed(f"the engine was closed before {done}.")
 
     def join(self, client: Hashable) -> None:
         """Count this client as live: a strategy may wait for it."""
@@ -271,7 +260,7 @@ class Engine:
         started = self._clock()
         try:
             ended = await answer(self.backend, batch.requests, self._unsettled, lane, self._clock)
-            self._longest_s = max(self._longest_s, seconds := ended - started)
+            self.longest_s = max(self.longest_s, seconds := ended - started)
             self._free.took(lane, batch.rows, seconds)
             self._core.ended(batch, started, seconds, ended)
         except BaseException as error:
@@ -327,11 +316,6 @@ class Engine:
         """A number that changes whenever something is cut, computed, answered or given up."""
         return self._core.moved + self._core.batches + self._unsettled.parts
 
-    @property
-    def longest_s(self) -> float:
-        """What the longest batch, or forward step, has taken until now."""
-        return self._longest_s
-
     def held(self, patience: Patience) -> Iterator[Held]:
         """What backend and strategy have in hand. Any thread may ask."""
         if self._doing:
@@ -345,23 +329,18 @@ class Engine:
     def _held_batch(self, batch: Batch, patience: Patience) -> Held:
         """A batch; where answers come one by one, or from a far side, that none has come."""
         remote = self.backend.remote
-        limit_s = patience.batch_s(self._longest_s, remote)
-        number = batch.number
-        what = f"{_counted(len(batch.requests), 'request')}, {_counted(batch.rows, 'row')}"
-        if remote or self._streams:
-            outstanding = _counted(len(self._unsettled), "request")
-            doing = f"has answered nothing for {{age}} ({outstanding} outstanding){self._waits()}"
-            return Held(("answers", self._core.moved + self._unsettled.parts), self.backend, doing, limit_s)
-        doing = f"has had batch {number} ({what}) for {{age}}{self._waits()}"
-        return Held(("batch", number), self.backend, doing, limit_s)
-
-    def _waits(self) -> str:
-        """Whom the backend waits for, as it goes into `Held.doing`."""
+        limit_s = patience.batch_s(self.longest_s, remote)
         try:
             reason = self.backend.waits_for()
         except Exception:  # noqa: BLE001 (a plugin's, in the watchdog's thread: the batch is named without it)
             reason = ""
-        return f", and waits for {reason.replace('{', '{{').replace('}', '}}')}" if reason else ""
+        waits = f", and waits for {reason.replace('{', '{{').replace('}', '}}')}" if reason else ""
+        if remote or self._streams:
+            doing = f"has answered nothing for {{age}} ({_counted(len(self._unsettled), 'request')} outstanding){waits}"
+            return Held(("answers", self._core.moved + self._unsettled.parts), self.backend, doing, limit_s)
+        what = f"{_counted(len(batch.requests), 'request')}, {_counted(batch.rows, 'row')}"
+        doing = f"has had batch {batch.number} ({what}) for {{age}}{waits}"
+        return Held(("batch", batch.number), self.backend, doing, limit_s)
 
     def give_up(self, error: WorkError) -> None:
         """Fail all that is unsettled with this error, and wait for nothing in `close`."""
@@ -416,39 +395,31 @@ class Engine:
         try:
             if not drain:
                 self._fail_waiting()
-            await self._finish()
+            while (self._unsettled or self._running) and not self._hurried.done():  # as long as something comes back
+                self._dispatch()
+                before = len(self._unsettled)
+                if not self._running:
+                    break
+                done, _ = await asyncio.wait(
+                    {*self._running, self._hurried}, timeout=self._patience_s, return_when=asyncio.FIRST_COMPLETED
+                )
+                if not done and len(self._unsettled) == before:
+                    break
         finally:
-            await self._abandon()
+            self._fail_waiting()
+            self._unsettled.fail_all(self._unsettled, _closed())
+            self._alarm.clear()
+            tasks = tuple(self._running)
+            for task in tasks:
+                task.cancel()
+            if tasks:
+                await asyncio.wait(tasks, timeout=self._cancel_wait_s)
             await self._close_backend()
-
-    async def _finish(self) -> None:
-        """Wait for all batches, as long as something comes back."""
-        while (self._unsettled or self._running) and not self._hurried.done():
-            self._dispatch()
-            before = len(self._unsettled)
-            if not self._running:
-                return
-            done, _ = await asyncio.wait(
-                {*self._running, self._hurried}, timeout=self._patience_s, return_when=asyncio.FIRST_COMPLETED
-            )
-            if not done and len(self._unsettled) == before:
-                return
 
     def _fail_waiting(self) -> None:
         for request in self._unsettled:
             if self._core.withdraw(request):
                 self._unsettled.fail(request, _closed())
-
-    async def _abandon(self) -> None:
-        """Settle what is left and let go of the batches that do not end."""
-        self._fail_waiting()
-        self._unsettled.fail_all(self._unsettled, _closed())
-        self._alarm.clear()
-        tasks = tuple(self._running)
-        for task in tasks:
-            task.cancel()
-        if tasks:
-            await asyncio.wait(tasks, timeout=self._cancel_wait_s)
 
     @property
     def _cancel_wait_s(self) -> float:

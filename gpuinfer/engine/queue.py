@@ -170,6 +170,9 @@ class GroupQueue:
     def view(self, now: float, limits: Limits, clients: Clients, deadline: float) -> QueueView:
         if len(self._requests) != len(self.members):
             self._sweep()
+        # rows per second: each arrival counts with a weight that decays exponentially with its age
+        self._rate = self._rate * math.exp((self._looked - now) / RATE_WINDOW_S) + self._arrived / RATE_WINDOW_S
+        self._arrived, self._looked = 0, now
         return QueueView(
             self._waiting,
             self.rows,
@@ -177,7 +180,7 @@ class GroupQueue:
             limits,
             len(clients),
             clients.thinking_at(now),
-            self._rate_at(now),
+            self._rate,
             clients.think_s,
             clients.outstanding,
             deadline,
@@ -186,12 +189,6 @@ class GroupQueue:
 
     def _sweep(self) -> None:
         self._requests[:] = [request for request in self._requests if request in self.members]
-
-    def _rate_at(self, now: float) -> float:
-        """Rows per second: each arrival counts with a weight that decays exponentially with its age."""
-        self._rate = self._rate * math.exp((self._looked - now) / RATE_WINDOW_S) + self._arrived / RATE_WINDOW_S
-        self._arrived, self._looked = 0, now
-        return self._rate
 
 
 class Queue:
@@ -225,12 +222,18 @@ class Queue:
         """Queue a request. It counts as outstanding until `clients.answered`, which is called when it is settled."""
         line = self._lines.get(request.group)
         if line is None:
-            line = self._new_line(request.group)
+            if len(self._lines) >= LINES_KEPT:
+                self._lines = {name: line for name, line in self._lines.items() if line.members}
+            line = self._lines[request.group] = GroupQueue()
         self.clients.asked(request.client, request.arrived)
         line.add(request)
         self.rows += request.rows
         if request.deadline < math.inf:
-            self._add_deadline(request)
+            heapq.heappush(self._deadlines, (request.deadline, next(self._numbers), request))
+            self._dated += 1
+            if len(self._deadlines) > 2 * self._dated + SLACK:
+                self._deadlines = [entry for entry in self._deadlines if entry[2] in self]
+                heapq.heapify(self._deadlines)
 
     def remove(self, requests: tuple[Request, ...]) -> None:
         """Take waiting requests of one group out: cut, cancelled or failed."""
@@ -256,16 +259,3 @@ class Queue:
         while self._deadlines and self._deadlines[0][2] not in self:
             heapq.heappop(self._deadlines)
         return self._deadlines[0][0] if self._deadlines else math.inf
-
-    def _new_line(self, group: Hashable) -> GroupQueue:
-        if len(self._lines) >= LINES_KEPT:
-            self._lines = {name: line for name, line in self._lines.items() if line.members}
-        line = self._lines[group] = GroupQueue()
-        return line
-
-    def _add_deadline(self, request: Request) -> None:
-        heapq.heappush(self._deadlines, (request.deadline, next(self._numbers), request))
-        self._dated += 1
-        if len(self._deadlines) > 2 * self._dated + SLACK:
-            self._deadlines = [entry for entry in self._deadlines if entry[2] in self]
-            heapq.heapify(self._deadlines)

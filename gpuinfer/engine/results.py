@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from typing import Any
 
-from gpuinfer.api import Backend, Event, Lane, Request, Result
+from gpuinfer.api import Backend, Lane, Request, Result
 from gpuinfer.config import blame
 from gpuinfer.engine.core import outcome_of
 from gpuinfer.errors import BackendError, BadResult, GpuinferError
@@ -55,7 +55,6 @@ class Unsettled:
         return self._futures[request].done()
 
     def hand_over(self, request: Request, part: Part) -> None:
-        """Give a part to the one who reads along, if there is one."""
         if (on_part := self._on_part.get(request)) is not None and not self._futures[request].done():
             self.parts += 1
             on_part(part)
@@ -116,27 +115,24 @@ def _fault_of(value: Any, rows: int, name: str) -> str | None:
         parts = enumerate(value)
     else:
         shape = getattr(value, "shape", None)
-        is_array = isinstance(shape, tuple) and hasattr(value, "dtype")
-        return _fault_of_array(value, shape, rows, name) if is_array else None
+        if not isinstance(shape, tuple) or not hasattr(value, "dtype"):
+            return None
+        if not shape or shape[0] != rows:
+            return (
+                f"{name} has shape {list(shape)} for a request of {rows} {'row' if rows == 1 else 'rows'}. "
+                f"Return [{rows}, ...]: one row of output for each row of input."
+            )
+        torch_says = getattr(value.dtype, "is_floating_point", None)
+        floating = torch_says if torch_says is not None else getattr(value.dtype, "kind", "") == "f"
+        if floating and 0 not in shape and not float(value.max()) < math.inf:  # a NaN wins every max
+            return (
+                f"{name}, {value.dtype} {list(shape)}, holds NaN or +inf. "
+                f"Check the model's weights and inputs; to mask logits use -inf."
+            )
+        return None
     for key, part in parts:
         if type(part) not in PLAIN and (fault := _fault_of(part, rows, f"{name}[{key!r}]")):
             return fault
-    return None
-
-
-def _fault_of_array(array: Any, shape: Any, rows: int, name: str) -> str | None:
-    if not shape or shape[0] != rows:
-        return (
-            f"{name} has shape {list(shape)} for a request of {rows} {'row' if rows == 1 else 'rows'}. "
-            f"Return [{rows}, ...]: one row of output for each row of input."
-        )
-    torch_says = getattr(array.dtype, "is_floating_point", None)
-    floating = torch_says if torch_says is not None else getattr(array.dtype, "kind", "") == "f"
-    if floating and 0 not in shape and not float(array.max()) < math.inf:  # a NaN wins every max
-        return (
-            f"{name}, {array.dtype} {list(shape)}, holds NaN or +inf. "
-            f"Check the model's weights and inputs; to mask logits use -inf."
-        )
     return None
 
 
@@ -148,61 +144,39 @@ async def answer(
     Raises whatever the backend raises, and `BadResult` or `BackendError` when it does not answer every request: then
     some are left unsettled.
     """
-    if backend.streams:
-        await _follow(backend, requests, unsettled, clock)
-        return clock()
-    results = await backend.infer(requests)
-    ended = clock()
-    lane.enter("reply")
-    _check_count(backend, requests, results)
-    for request, result in zip(requests, results, strict=True):
-        _settle(backend, request, result, unsettled, ended)
-    return ended
-
-
-async def _follow(
-    backend: Backend, requests: tuple[Request, ...], unsettled: Unsettled, clock: Callable[[], float]
-) -> None:
+    if not backend.streams:
+        results = await backend.infer(requests)
+        ended = clock()
+        lane.enter("reply")
+        if not isinstance(results, Sized) or len(results) != len(requests):
+            got = f"{len(results)} results" if isinstance(results, Sized) else f"a {type(results).__name__}"
+            raise BadResult(
+                f"{blame.who(backend)}: infer gave {got} for {len(requests)} requests. "
+                f"Return a list with one result for each request, in order."
+            )
+        for request, result in zip(requests, results, strict=True):
+            _settle(backend, request, result, unsettled, ended)
+        return ended
     async for event in backend.stream(requests):
-        if not event.last:
-            if event.request.parts:
-                _hand_over(backend, event, unsettled)
-        elif event.error is not None:
-            unsettled.fail(event.request, as_failure(backend, event.error))
-        else:
-            _settle(backend, event.request, event.value, unsettled, clock())
+        if event.last:
+            if event.error is not None:
+                unsettled.fail(event.request, as_failure(backend, event.error))
+            else:
+                _settle(backend, event.request, event.value, unsettled, clock())
+        elif event.request.parts:
+            if isinstance(event.value, Part):
+                unsettled.hand_over(event.request, event.value)
+                continue
+            error = f"{blame.who(backend)}: a part of an answer is a {type(event.value).__name__}. "
+            error += "Yield Event(request, generation.Part(…), last=False), or no parts at all."
+            unsettled.fail(event.request, BadResult(error))
     missing = sum(request in unsettled for request in requests)
     if missing:
         raise BackendError(
             f"{blame.who(backend)}: stream ended with {missing} of {len(requests)} requests unanswered. "
             f"Yield an Event with last=True for each request."
         )
-
-
-def _hand_over(backend: Backend, event: Event, unsettled: Unsettled) -> None:
-    if isinstance(event.value, Part):
-        unsettled.hand_over(event.request, event.value)
-        return
-    unsettled.fail(
-        event.request,
-        BadResult(
-            f"{blame.who(backend)}: a part of an answer is a {type(event.value).__name__}. "
-            f"Yield Event(request, generation.Part(…), last=False), or no parts at all."
-        ),
-    )
-
-
-def _check_count(backend: Backend, requests: Sequence[Request], results: Sequence[Result]) -> None:
-    if not isinstance(results, Sized):
-        got = f"a {type(results).__name__}"
-    elif len(results) != len(requests):
-        got = f"{len(results)} results"
-    else:
-        return
-    raise BadResult(
-        f"{blame.who(backend)}: infer gave {got} for {len(requests)} requests. "
-        f"Return a list with one result for each request, in order."
-    )
+    return clock()
 
 
 def _settle(backend: Backend, request: Request, result: Result, unsettled: Unsettled, now: float) -> None:

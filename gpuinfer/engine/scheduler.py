@@ -5,14 +5,15 @@ questions, gets the time.
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Sequence, Set
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
 from gpuinfer.api import Limits, Priority, QueueView, Reason, Request, Strategy
 from gpuinfer.config import blame
-from gpuinfer.engine.queue import GroupQueue, Queue
+from gpuinfer.engine.queue import Queue
 from gpuinfer.errors import Expired, GpuinferError, QueueFull, RequestError, StrategyError, UsageError
 from gpuinfer.host import error_text
 
@@ -66,13 +67,11 @@ def next_cut(strategy: Strategy, queue: Queue, now: float, limits: Limits, *, dr
         return math.inf
     if due > now:
         return min(due, queue.clients.next_dormant())  # all that it waits for may be gone before it is due
-    return _cut(strategy, queue, *chosen, draining=draining)
-
-
-def _cut(strategy: Strategy, queue: Queue, line: GroupQueue, view: QueueView, *, draining: bool) -> Cut | Fault:
+    line, view = chosen
     try:
         cut = choose_batch(strategy, view, line.members, draining=draining)
-        _account(strategy, cut, view.now)
+        with blaming(strategy, "account"):
+            strategy.account(cut.requests, now)
     except StrategyError as error:
         return _fault(queue, view, error)
     queue.remove(cut.requests)
@@ -105,15 +104,11 @@ def choose_batch(strategy: Strategy, view: QueueView, members: Set[Request], *, 
 
     Raises `StrategyError` when the strategy raises, chooses nothing, or chooses what it may not.
     """
-    try:
+    with blaming(strategy, "reason"):
         reason = Reason.DRAIN if draining else Reason(strategy.reason(view))
-    except Exception as error:
-        raise blamed(strategy, f"reason raised {error_text.short_message(error)}") from error
-    try:
+    with blaming(strategy, "select"):
         chosen = tuple(strategy.select(view))
         distinct = set(chosen)
-    except Exception as error:
-        raise blamed(strategy, f"select raised {error_text.short_message(error)}") from error
     if not chosen:
         raise blamed(strategy, "select chose nothing although a batch was due")
     if len(distinct) != len(chosen):
@@ -126,13 +121,6 @@ def choose_batch(strategy: Strategy, view: QueueView, members: Set[Request], *, 
     return Cut(chosen, rows, reason)
 
 
-def _account(strategy: Strategy, cut: Cut, now: float) -> None:
-    try:
-        strategy.account(cut.requests, now)
-    except Exception as error:
-        raise blamed(strategy, f"account raised {error_text.short_message(error)}") from error
-
-
 def notices_of(strategy: Strategy) -> tuple[str, ...]:
     """What a strategy has to say to the user. Nothing when it raises: no request and no counter depends on it."""
     try:
@@ -140,6 +128,15 @@ def notices_of(strategy: Strategy) -> tuple[str, ...]:
         return (notices,) if isinstance(notices, str) else tuple(map(str, notices))
     except Exception:  # noqa: BLE001 (a plugin may raise anything)
         return ()
+
+
+@contextlib.contextmanager
+def blaming(strategy: Strategy, method: str) -> Iterator[None]:
+    """Whatever this method of the strategy raises is raised as `StrategyError`."""
+    try:
+        yield
+    except Exception as error:
+        raise blamed(strategy, f"{method} raised {error_text.short_message(error)}") from error
 
 
 def blamed(strategy: Strategy, what: str) -> StrategyError:
@@ -211,10 +208,16 @@ def make_room(
     if view is None:
         return Shed(refusal=refusal)
     try:
-        victims = _victims(strategy, queue, view, arriving)
+        with blaming(strategy, "shed"):
+            victims = list(strategy.shed(view, arriving))
+            strangers = len(set(victims)) != len(victims) or any(victim not in queue for victim in victims)
+        if strangers or any(victim.group != arriving.group for victim in victims):
+            raise blamed(strategy, "shed chose requests that do not wait in this queue, or one of them twice")
         if queue.rows + arriving.rows - sum(victim.rows for victim in victims) > bound:
             return Shed(refusal=_with_retry(strategy, view, arriving, refusal))
-        turned_away = [(victim, _with_retry(strategy, view, victim, _shed_by(arriving))) for victim in victims]
+        why = f"the queue is full, and this request was turned away for one of class {arriving.priority.name.lower()}. "
+        why += "Keep fewer requests outstanding, try again later, or raise max_queue_rows."
+        turned_away = [(victim, _with_retry(strategy, view, victim, QueueFull(why))) for victim in victims]
     except StrategyError as error:
         return Shed(refusal=error)
     for victim in victims:
@@ -222,30 +225,10 @@ def make_room(
     return Shed(turned_away)
 
 
-def _victims(strategy: Strategy, queue: Queue, view: QueueView, arriving: Request) -> list[Request]:
-    try:
-        victims = list(strategy.shed(view, arriving))
-        strangers = len(set(victims)) != len(victims) or any(victim not in queue for victim in victims)
-    except Exception as error:
-        raise blamed(strategy, f"shed raised {error_text.short_message(error)}") from error
-    if strangers or any(victim.group != arriving.group for victim in victims):
-        raise blamed(strategy, "shed chose requests that do not wait in this queue, or one of them twice")
-    return victims
-
-
 def _with_retry(strategy: Strategy, view: QueueView, request: Request, error: QueueFull) -> QueueFull:
-    try:
+    with blaming(strategy, "retry_after"):
         seconds = strategy.retry_after(view, request)
         error.retry_after_s = None if seconds is None else max(0.0, float(seconds))
-    except Exception as fault:
-        raise blamed(strategy, f"retry_after raised {error_text.short_message(fault)}") from fault
     if error.retry_after_s is not None:
         error.args = (f"{error.args[0]} There may be room in {error.retry_after_s:.3g} s.",)
     return error
-
-
-def _shed_by(arriving: Request) -> QueueFull:
-    return QueueFull(
-        f"the queue is full, and this request was turned away for one of class {arriving.priority.name.lower()}. "
-        "Keep fewer requests outstanding, try again later, or raise max_queue_rows."
-    )

@@ -85,7 +85,7 @@ class PartStream(Stream):
         self._inbox = _Inbox()
         self._loop = asyncio.get_running_loop()
         # The task knows the inbox, not the stream: so a stream that its reader has dropped is noticed, in `__del__`.
-        self._task = self._loop.create_task(_fill(self._inbox, ask))
+        self._task = self._loop.create_task(self._inbox.fill(ask))
         self._task.add_done_callback(self._inbox.wake)
         self._closed = False
 
@@ -96,11 +96,16 @@ class PartStream(Stream):
                 raise StopAsyncIteration
             if self._task.done():
                 raise inbox.error or Closed("this stream was closed before its answer was complete. Ask again.")
+            if inbox.arrival is not None:
+                raise RuntimeError("this stream is being read already. Let one task read it.")
+            inbox.arrival = self._loop.create_future()
             try:
-                await inbox.wait(self._loop)
+                await inbox.arrival
             except asyncio.CancelledError:
                 self._task.cancel()
                 raise
+            finally:
+                inbox.arrival = None
         return inbox.unread.take()
 
     @property
@@ -125,40 +130,29 @@ class PartStream(Stream):
 class _Inbox:
     """What the request has brought so far."""
 
-    __slots__ = ("_arrival", "done", "error", "result", "unread")
+    __slots__ = ("arrival", "done", "error", "result", "unread")
 
     def __init__(self) -> None:
         self.unread = Unread()
         self.done = False
         self.result: Result = None
         self.error: BaseException | None = None
-        self._arrival: asyncio.Future[None] | None = None  # the reader waits for it
+        self.arrival: asyncio.Future[None] | None = None  # the reader waits for it
+
+    async def fill(self, ask: Callable[[OnPart], Coroutine[Any, Any, Result]]) -> None:
+        try:
+            self.result = await ask(self.put)
+            self.done = True
+        except Exception as error:  # noqa: BLE001 (any error is raised where the parts are read)
+            self.error = error
 
     def put(self, part: Part) -> None:
         self.unread.add(part)
         self.wake()
 
     def wake(self, *_: object) -> None:
-        if self._arrival is not None and not self._arrival.done():
-            self._arrival.set_result(None)
-
-    async def wait(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Until something has come."""
-        if self._arrival is not None:
-            raise RuntimeError("this stream is being read already. Let one task read it.")
-        self._arrival = loop.create_future()
-        try:
-            await self._arrival
-        finally:
-            self._arrival = None
-
-
-async def _fill(inbox: _Inbox, ask: Callable[[OnPart], Coroutine[Any, Any, Result]]) -> None:
-    try:
-        inbox.result = await ask(inbox.put)
-        inbox.done = True
-    except Exception as error:  # noqa: BLE001 (any error is raised where the parts are read)
-        inbox.error = error
+        if self.arrival is not None and not self.arrival.done():
+            self.arrival.set_result(None)
 
 
 RETRY_AFTER_S = 0.05  # between two tries, where the queue does not say when there may be room

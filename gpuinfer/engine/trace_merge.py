@@ -46,8 +46,23 @@ def alone(trace: Path) -> Iterator[None]:
     Raises `UsageError` while another run records to this file, and where no file can be made. Where files cannot be
     locked, as on some network drives, nothing is.
     """
+    path = lock_path(trace)
     try:
-        descriptor = _locked(trace)
+        while True:
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                os.close(descriptor)
+                raise UsageError(
+                    f"--trace {trace}: another run records to this file. Wait for its end, or name another file."
+                ) from None
+            except OSError:
+                break
+            with contextlib.suppress(FileNotFoundError):
+                if os.path.samestat(path.stat(follow_symlinks=False), os.fstat(descriptor)):
+                    break
+            os.close(descriptor)  # the process that held the lock has removed the file meanwhile
     except OSError as error:
         raise unwritable_trace(trace, error) from error
     try:
@@ -56,32 +71,6 @@ def alone(trace: Path) -> Iterator[None]:
         with contextlib.suppress(OSError):
             lock_path(trace).unlink(missing_ok=True)  # while it is still held, so that it is ours that goes
         os.close(descriptor)
-
-
-def _locked(trace: Path) -> int:
-    path = lock_path(trace)
-    while True:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(descriptor)
-            raise UsageError(
-                f"--trace {trace}: another run records to this file. Wait for its end, or name another file."
-            ) from None
-        except OSError:
-            return descriptor
-        if _is_still(path, descriptor):
-            return descriptor
-        os.close(descriptor)  # the process that held the lock has removed the file meanwhile
-
-
-def _is_still(path: Path, descriptor: int) -> bool:
-    """Whether the file of this name is the one that is open."""
-    try:
-        return os.path.samestat(path.stat(follow_symlinks=False), os.fstat(descriptor))
-    except FileNotFoundError:
-        return False
 
 
 log = logging.getLogger(__name__)
@@ -167,18 +156,13 @@ def merge_trace(trace: str | Path) -> Merged:
         temporary.replace(path)
         for one in found:
             one.unlink(missing_ok=True)
-    except OSError as error:
-        _forget(temporary)
+    except BaseException as error:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        if not isinstance(error, OSError):
+            raise
         raise WorkError(f"the trace could not be written to {path}: {error.strerror}. Make room there.") from error
-    except BaseException:
-        _forget(temporary)
-        raise
-    return Merged(path, counts["a"], _incomplete(parts))
-
-
-def _forget(temporary: Path) -> None:
-    with contextlib.suppress(OSError):
-        temporary.unlink(missing_ok=True)
+    return Merged(path, counts["a"], sum(not part.complete for part in parts))
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,10 +214,6 @@ class _TracePart:
             yield int(at), engine, kind, rest[:-1]
 
 
-def _incomplete(parts: list[_TracePart]) -> int:
-    return sum(not part.complete for part in parts)
-
-
 def _write_whole(path: Path, packed: bool, parts: list[_TracePart]) -> dict[str, int]:
     """Write the trace to a new file; how many events of each kind it has."""
     with contextlib.ExitStack() as stack:
@@ -254,25 +234,21 @@ def _write_lines(text: TextIO, parts: list[_TracePart]) -> dict[str, int]:
     first = next(entries, None)
     start = last = 0 if first is None else first[0]
     counts = dict.fromkeys(KINDS, 0)
-    text.write(json.dumps(_header(parts, start)) + "\n")
-    for at, engine, kind, rest in itertools.chain([] if first is None else [first], entries):
-        counts[kind] += 1
-        last = max(last, at)  # a line that came later than any stretch sorts
-        text.write(f'["{kind}",{(last - start) / 1e6:.6f},{engine},{rest}]\n')
-    text.write(json.dumps(["end", round((last - start) / 1e6, 6), counts]) + "\n")
-    return counts
-
-
-def _header(parts: list[_TracePart], start: int) -> dict[str, Any]:
-    """`start`: the time of the first event, in microseconds of the monotonic clock."""
     head = parts[0].header if parts else {"wall": time.time(), "monotonic": start / 1e6}
     wall = datetime.fromtimestamp(head["wall"] + start / 1e6 - head["monotonic"], UTC)
-    return {
+    header = {
         "schema": SCHEMA,
         "started_at": wall.isoformat(timespec="milliseconds"),
         "gpuinfer": __version__,
         "strategy": head.get("strategy"),
         "engines": len(parts),
         "limits": head.get("limits"),
-        "incomplete": _incomplete(parts),
+        "incomplete": sum(not part.complete for part in parts),
     }
+    text.write(json.dumps(header) + "\n")
+    for at, engine, kind, rest in itertools.chain([] if first is None else [first], entries):
+        counts[kind] += 1
+        last = max(last, at)  # a line that came later than any stretch sorts
+        text.write(f'["{kind}",{(last - start) / 1e6:.6f},{engine},{rest}]\n')
+    text.write(json.dumps(["end", round((last - start) / 1e6, 6), counts]) + "\n")
+    return counts

@@ -141,7 +141,14 @@ class _Reader:
             try:
                 kind, at, *rest = event
                 if kind == "end":
-                    self._check_end(rest, counts, at >= last)
+                    if rest != [counts] or at < last:
+                        raise UsageError(
+                            f"the trace {self._path} is cut off or damaged: its end counts other events than there "
+                            f"are. {AGAIN}"
+                        )
+                    if self._lines.readline(1):
+                        self._number += 1
+                        self._refuse("behind the end of the trace")
                     return trace
                 if not last <= at <= LONGEST_S:
                     self._refuse(f"its time {at!r} is before that of the line above, or none at all")
@@ -191,15 +198,6 @@ class _Reader:
             if not whole:
                 self._refuse("too long" if len(line) == LINE_BYTES else "no event of a trace")
             yield event
-
-    def _check_end(self, rest: list[Any], counts: dict[str, int], in_order: bool) -> None:
-        if rest != [counts] or not in_order:
-            raise UsageError(
-                f"the trace {self._path} is cut off or damaged: its end counts other events than there are. {AGAIN}"
-            )
-        if self._lines.readline(1):
-            self._number += 1
-            self._refuse("behind the end of the trace")
 
     def _refuse(self, what: str) -> NoReturn:
         raise UsageError(f"the trace {self._path} is garbled: line {self._number} is {what}. {AGAIN}")
@@ -266,14 +264,10 @@ def _as_header(
     texts = all(isinstance(text, str) for text in (started_at, gpuinfer, strategy or ""))
     if not (texts and _is_count(incomplete) and _is_count(engines) and engines <= MOST_ENGINES):
         raise ValueError
-    return Header(started_at, gpuinfer, strategy, engines, _as_limits(limits), incomplete)
-
-
-def _as_limits(given: list[Any] | None) -> Limits | None:
-    if given is None:
-        return None
-    max_rows, in_flight, slots = given
-    counts = (max_rows, in_flight, max_rows if slots is None else slots)
-    if not all(_is_count(one) and 0 < one <= MOST_ROWS for one in counts) or in_flight > MOST_LANES:
+    if limits is None:
+        return Header(started_at, gpuinfer, strategy, engines, None, incomplete)
+    max_rows, in_flight, slots = limits
+    sizes = (max_rows, in_flight, max_rows if slots is None else slots)
+    if not all(_is_count(one) and 0 < one <= MOST_ROWS for one in sizes) or in_flight > MOST_LANES:
         raise ValueError
-    return Limits(max_rows, in_flight, slots)
+    return Header(started_at, gpuinfer, strategy, engines, Limits(max_rows, in_flight, slots), incomplete)

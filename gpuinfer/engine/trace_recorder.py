@@ -7,6 +7,7 @@ ends in `end`.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import logging
@@ -47,7 +48,12 @@ def lock_path(trace: Path) -> Path:
 def trace_parts(trace: Path) -> list[Path]:
     """All parts that lie beside a trace. Only plain files of this user's count: others may write to the folder too."""
     pattern = re.compile(rf"\.{re.escape(trace.name)}\.\d+\.(\d+|{WHOLE})\.part")
-    return sorted(path for path in trace.parent.iterdir() if pattern.fullmatch(path.name) and _is_own_file(path))
+    found = []
+    for path in sorted(trace.parent.iterdir()):
+        with contextlib.suppress(OSError):
+            if pattern.fullmatch(path.name) and stat.S_ISREG((status := path.lstat()).st_mode):
+                found += [path] if status.st_uid == os.geteuid() else []
+    return found
 
 
 def create_private(path: Path) -> int:
@@ -58,14 +64,6 @@ def create_private(path: Path) -> int:
 def unwritable_trace(trace: Path, error: OSError) -> UsageError:
     """What to say of a place that cannot be written."""
     return UsageError(f"--trace {trace}: {error.strerror}. Give a file in a folder of yours.")
-
-
-def _is_own_file(path: Path) -> bool:
-    try:
-        found = path.lstat()
-    except OSError:
-        return False
-    return stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid()
 
 
 log = logging.getLogger(__name__)
@@ -176,25 +174,21 @@ class Recorder:
             if self._over:
                 return
             try:
-                if self._descriptor is None:
-                    self._descriptor = self._open()
-                    lines.insert(0, self._header())
+                while self._descriptor is None:
+                    with contextlib.suppress(FileExistsError):  # of a process long gone that had our number
+                        self._descriptor = create_private(part_path(self._trace, next(_part_numbers)))
+                        lines.insert(0, self._header())
                 if last:
                     lines.append(PART_END)
-                _write(self._descriptor, "".join(lines))
+                data = memoryview("".join(lines).encode("ascii"))
+                while data:
+                    data = data[os.write(self._descriptor, data) :]
             except OSError as error:
                 log.warning("the trace ends here, as it cannot be written: %s. Make room there.", error.strerror)
                 self._over = True
             if self._descriptor is not None and (last or self._over):
                 os.close(self._descriptor)
                 self._descriptor = None
-
-    def _open(self) -> int:
-        while True:
-            try:
-                return create_private(part_path(self._trace, next(_part_numbers)))
-            except FileExistsError:  # of a process long gone that had our number
-                continue
 
     def _header(self) -> str:
         limits = self.limits and [self.limits.max_rows, self.limits.in_flight, self.limits.slots]
@@ -204,18 +198,9 @@ class Recorder:
     def _name(self, name: Hashable) -> str:
         if len(self._names) >= NAMES:
             self._names = {None: "null"}
-        text = self._names[name] = json.dumps(_text(name)[:TEXT_CHARS])
+        try:
+            told = str(name)
+        except Exception:  # noqa: BLE001 (a workload's own object may raise anything)
+            told = type(name).__name__
+        text = self._names[name] = json.dumps(told[:TEXT_CHARS])
         return text
-
-
-def _text(name: Hashable) -> str:
-    try:
-        return str(name)
-    except Exception:  # noqa: BLE001 (a workload's own object may raise anything)
-        return type(name).__name__
-
-
-def _write(descriptor: int, text: str) -> None:
-    data = memoryview(text.encode("ascii"))
-    while data:
-        data = data[os.write(descriptor, data) :]

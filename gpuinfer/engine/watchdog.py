@@ -145,24 +145,26 @@ class Watchdog:
                 self._stuck(self._error)
 
     def _all_held(self) -> list[Held]:
-        """What is held. While a plugin blocks the loop, that plugin alone: everything else waits for the loop."""
+        """What is held. While a plugin blocks the loop, that plugin alone: everything else waits for the loop.
+
+        A plugin that a backend has called may take as long as that backend.
+        """
         held = [one for sources in self._sources for one in sources()]
-        held += [self._call(one, held) for one in blame.calls_within()]
+        limit_s = max((one.limit_s for one in held if isinstance(one.plugin, Backend)), default=self.patience.give_up_s)
+        for call in blame.calls_within():
+            doing = f"has kept the model waiting in {call.method} for {{age}}"
+            held.append(Held(("call", call.number), call.plugin, doing, limit_s, within=True))
         if (blocking := self._loop_held()) is None:
             return held
         limits = [one.limit_s for one in held if one.plugin is blocking.plugin and one.limit_s < math.inf]
         return [replace(blocking, limit_s=max([blocking.limit_s, *limits]))]
 
-    def _call(self, call: blame.PluginCall, held: Iterable[Held]) -> Held:
-        """A plugin that a backend has called: it may take as long as that."""
-        limits = [one.limit_s for one in held if isinstance(one.plugin, Backend)]
-        limit_s = max(limits, default=self.patience.give_up_s)
-        doing = f"has kept the model waiting in {call.method} for {{age}}"
-        return Held(("call", call.number), call.plugin, doing, limit_s, within=True)
-
     def _judge(self, held: Held, age_s: float) -> None:
         if age_s >= held.limit_s and self._error is None:
-            self._error = give_up_error(held, age_s)
+            kind = type(blame.failure(held.plugin, ""))
+            what = f"{blame.who(held.plugin)} {held.doing.format(age=_seconds(age_s))}, and is given up"
+            cure = f"Mend it{blame.check_hint(held.plugin)}, or allow more with --give-up."
+            self._error = (BackendDied if kind is BackendError else kind)(f"{what}. {cure}")
             self._on_loop(self._end)
             return
         warn_at = self._warn_at.get(held.key, self.patience.say_s * held.grace)
@@ -189,17 +191,14 @@ class Watchdog:
         if moved or (found := culprit(self._thread, self._plugins)) is None:
             return None
         plugin, method, place = found
-        doing = f"has kept all else waiting in {method} for {{age}} (it is at {place})"
-        return Held(("loop", self._beats), plugin, doing, self._limit_of(plugin, method))
-
-    def _limit_of(self, plugin: Any, method: str) -> float:
+        limit_s = math.inf  # a workload may compute for as long as it likes
         if isinstance(plugin, Strategy):
-            return self.patience.strategy_s
-        if isinstance(plugin, Backend):
-            return {"start": self.patience.start_s, "close": self.patience.close_s}.get(method, self.patience.give_up_s)
-        if isinstance(plugin, type):
-            return self.patience.give_up_s
-        return math.inf  # a workload may compute for as long as it likes
+            limit_s = self.patience.strategy_s
+        elif isinstance(plugin, Backend | type):
+            own = {"start": self.patience.start_s, "close": self.patience.close_s}
+            limit_s = own.get(method, self.patience.give_up_s) if isinstance(plugin, Backend) else own["start"] / START
+        doing = f"has kept all else waiting in {method} for {{age}} (it is at {place})"
+        return Held(("loop", self._beats), plugin, doing, limit_s)
 
     def _beat(self) -> None:
         self._beats += 1
@@ -228,14 +227,6 @@ def culprit(thread: int, plugins: Sequence[Any]) -> tuple[Any, str, str] | None:
             found = plugin, code.co_name, place
         frame = frame.f_back
     return found
-
-
-def give_up_error(held: Held, age_s: float) -> WorkError:
-    """The error that ends a run because of what was held for so long."""
-    kind = type(blame.failure(held.plugin, ""))
-    what = f"{blame.who(held.plugin)} {held.doing.format(age=_seconds(age_s))}, and is given up"
-    cure = f"Mend it{blame.check_hint(held.plugin)}, or allow more with --give-up."
-    return (BackendDied if kind is BackendError else kind)(f"{what}. {cure}")
 
 
 def _seconds(count: float) -> str:

@@ -42,24 +42,14 @@ def spawn(target: Callable[..., None], *arguments: Any, name: str, daemon: bool 
     Raises what pickling the arguments raises, and `OSError` when the system has no room for a process.
     """
     process = multiprocessing.get_context("spawn").Process(target=target, args=arguments, name=name, daemon=daemon)
-    with ignoring_interrupts(), _without_absent_file():
+    program = sys.modules["__main__"]  # of one that is read from standard input a child would try to import `<stdin>`
+    file = getattr(program, "__file__", None)
+    with ignoring_interrupts(), contextlib.ExitStack() as put_back:
+        if file is not None and file.startswith("<"):
+            del program.__file__
+            put_back.callback(setattr, program, "__file__", file)
         process.start()
     return process
-
-
-@contextlib.contextmanager
-def _without_absent_file() -> Iterator[None]:
-    """Hide the file `<stdin>` of a program that is read from standard input: a child would try to import it."""
-    program = sys.modules["__main__"]
-    file = getattr(program, "__file__", None)
-    if file is None or not file.startswith("<"):
-        yield
-        return
-    del program.__file__
-    try:
-        yield
-    finally:
-        program.__file__ = file
 
 
 def refuse_while_imported(what: str) -> None:
@@ -91,14 +81,6 @@ def kill_descendants() -> None:
                     child.kill()
 
 
-def end_group(process: BaseProcess, within_s: float) -> None:
-    """End it and all that it has started, where it has settled in with a group of its own. It may be dead already."""
-    if process.pid is not None and process.pid > 1:
-        with contextlib.suppress(OSError):  # nobody of it is left
-            os.killpg(process.pid, signal.SIGKILL)
-    end_process(process, within_s)
-
-
 def set_up_child(group: bool = False) -> None:
     """The first call in a child. `group`: it starts processes itself, which end with it."""
     if group:  # a resource tracker of its own, which outlives the group and tidies up its shared memory
@@ -112,15 +94,15 @@ def set_up_child(group: bool = False) -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)  # blocked since the parent started us
     faulthandler.enable()
     os.dup2(2, 1)  # standard output belongs to the parent's report
-    threading.Thread(target=_leave_with_parent, args=(group,), daemon=True).start()
 
+    def leave_with_parent() -> None:
+        if (parent := multiprocessing.parent_process()) is not None:
+            parent.join()
+            if group:
+                kill_descendants()
+            os._exit(1)
 
-def _leave_with_parent(group: bool) -> None:
-    if (parent := multiprocessing.parent_process()) is not None:
-        parent.join()
-        if group:
-            kill_descendants()
-        os._exit(1)
+    threading.Thread(target=leave_with_parent, daemon=True).start()
 
 
 @contextlib.contextmanager
@@ -240,18 +222,16 @@ def end_with_parent() -> None:
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(SET_PARENT_DEATH_SIGNAL, ctypes.c_ulong(signal.SIGKILL), 0, 0, 0)
-    threading.Thread(target=_watch_parent, name="gpuinfer parent", daemon=True).start()
 
+    def watch_parent() -> None:
+        with contextlib.suppress(OSError):
+            while os.read(0, 4096):
+                pass
+        if os.getpid() == os.getpgrp():
+            os.killpg(0, signal.SIGKILL)
+        os._exit(1)
 
-def _watch_parent() -> None:
-    try:
-        while os.read(0, 4096):
-            pass
-    except OSError:
-        pass
-    if os.getpid() == os.getpgrp():
-        os.killpg(0, signal.SIGKILL)
-    os._exit(1)
+    threading.Thread(target=watch_parent, name="gpuinfer parent", daemon=True).start()
 
 
 LOG_TAIL_BYTES = 65_536  # bytes at a log's end

@@ -42,27 +42,21 @@ class CoreTime:
 def core_time(proc: Path = PROC, cores: int | None = None) -> CoreTime | None:
     """Since the machine started; None where the system does not tell it of exactly the cores that we may use."""
     try:
-        counted = _of_our_cores((proc / "stat").read_text(), machine.cores() if cores is None else cores)
+        lines = [line.split() for line in (proc / "stat").read_text().splitlines() if line.startswith("cpu")]
+        found = {int(name[3:]): [int(word) for word in words] for name, *words in lines if name != "cpu"}
+        counted, cores = list(found.values()), machine.cores() if cores is None else cores
+        if len(found) != cores:  # else a container may count its cores anew from 0
+            allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(found)
+            counted = [found[core] for core in allowed if core in found]
         ours = _family(proc, os.getpid())
         busy = sum(sum(line[BUSY]) + sum(line[INTERRUPTS]) for line in counted)
         stolen = sum(line[STOLEN] for line in counted)
     except (OSError, ValueError, LookupError):
         return None
-    if not counted or ours is None:
+    if not counted or len(counted) != cores or ours is None:  # a quota gives us less than those cores
         return None
     ticks = os.sysconf("SC_CLK_TCK")
     return CoreTime(ours / ticks, busy / ticks, stolen / ticks)
-
-
-def _of_our_cores(stat: str, cores: int) -> list[list[int]]:
-    """The counters of each core that we may use; empty when a quota gives us less than those cores."""
-    lines = [line.split() for line in stat.splitlines() if line.startswith("cpu")]
-    found = {int(name.removeprefix("cpu")): [int(word) for word in words] for name, *words in lines if name != "cpu"}
-    if len(found) == cores:  # some containers count their cores anew from 0
-        return list(found.values())
-    allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(found)
-    ours = [found[core] for core in allowed if core in found]
-    return ours if len(ours) == cores else []
 
 
 def _family(proc: Path, root: int) -> int | None:

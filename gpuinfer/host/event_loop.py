@@ -18,7 +18,7 @@ import selectors
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -86,29 +86,33 @@ if hasattr(selectors, "EpollSelector"):
                 timeout = 0
             return super().select(timeout)
 
-    def new_loop() -> asyncio.AbstractEventLoop:
-        """A loop with precise timers."""
+
+def new_loop() -> asyncio.AbstractEventLoop:
+    """A loop with precise timers: kqueue takes nanoseconds."""
+    if hasattr(selectors, "EpollSelector"):
         return asyncio.SelectorEventLoop(PreciseSelector())
-
-else:  # kqueue takes nanoseconds
-
-    def new_loop() -> asyncio.AbstractEventLoop:
-        """A loop with precise timers."""
-        return asyncio.new_event_loop()
+    return asyncio.new_event_loop()
 
 
 def run(main: Coroutine[Any, Any, T], loops: Callable[[], asyncio.AbstractEventLoop] = new_loop) -> T:
     """Like `asyncio.run`, with precise timers, and bounded at its end: after `WIND_UP_S` it leaves tasks behind that
     ignore their cancellation, and threads that are not done. `loops` makes the loop.
     """
-    with _little_slack():
+    with contextlib.ExitStack() as slack_back:
+        if (slack := _prctl(GET_SLACK, 0)) > 0:  # of this thread, and of threads that it starts meanwhile; Linux alone
+            _prctl(SET_SLACK, SLACK_NS)
+            slack_back.callback(_prctl, SET_SLACK, slack)
         runner, threads = asyncio.Runner(loop_factory=loops), ThreadPoolExecutor(thread_name_prefix="asyncio")
         loop = runner.get_loop()
         loop.set_default_executor(threads)
         try:
             return runner.run(main)
         finally:
-            if runner.run(_wound_up()) and _ended(threads):
+            ending = threading.Thread(target=threads.shutdown, kwargs={"cancel_futures": True}, daemon=True)
+            if over := runner.run(_wound_up()):
+                ending.start()
+                ending.join(WIND_UP_S)
+            if over and not ending.is_alive():
                 runner.close()
             else:  # which would wait for them
                 asyncio.set_event_loop(None)
@@ -126,38 +130,11 @@ async def _wound_up() -> bool:
     return not left
 
 
-def _ended(threads: ThreadPoolExecutor) -> bool:
-    ending = threading.Thread(target=threads.shutdown, kwargs={"cancel_futures": True}, daemon=True)
-    ending.start()
-    ending.join(WIND_UP_S)
-    return not ending.is_alive()
-
-
-@contextlib.contextmanager
-def _little_slack() -> Iterator[None]:
-    """Set the timer slack of this thread, and of threads that it starts meanwhile. Does nothing outside Linux."""
-    before = _prctl(GET_SLACK, 0)
-    if before <= 0:
-        yield
-        return
-    _prctl(SET_SLACK, SLACK_NS)
-    try:
-        yield
-    finally:
-        _prctl(SET_SLACK, before)
-
-
 def _prctl(what: int, value: int) -> int:
-    call = _library_call()
-    return int(call(what, ctypes.c_ulong(value), 0, 0, 0)) if call else -1
-
-
-@functools.cache
-def _library_call() -> Any:
     try:
-        return ctypes.CDLL(None).prctl
+        return int(ctypes.CDLL(None).prctl(what, ctypes.c_ulong(value), 0, 0, 0))
     except (AttributeError, OSError):  # no Linux
-        return None
+        return -1
 
 
 class Alarm:

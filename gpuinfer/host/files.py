@@ -202,7 +202,10 @@ class RecordFolder:
 
     def _go_on(self, settings: Mapping[str, Any], resume: bool) -> bool:
         found = self.manifest()
-        if found is None or self._is_bare():
+        # A manifest and nothing else: its run ended before it had anything to keep, such as for a misspelt model, and
+        # so decides nothing about the next one.
+        nothing = (MANIFEST, *self.tells)
+        if found is None or all(one.name in nothing or one.name.endswith(TORN) for one in self.path.iterdir()):
             if found is None and any(self.shards()):
                 raise UsageError(f"{self.path} has shards but no {MANIFEST}. Give another folder with --out.")
             self.remove_torn()
@@ -219,13 +222,6 @@ class RecordFolder:
             )
         self.remove_torn()
         return True
-
-    def _is_bare(self) -> bool:
-        """Whether there is a manifest and nothing else: its run ended before it had anything to keep, such as for a
-        misspelt model, and so decides nothing about the next one.
-        """
-        nothing = (MANIFEST, *self.tells)
-        return all(one.name in nothing or one.name.endswith(TORN) for one in self.path.iterdir())
 
     def _write_manifest(self, manifest: Mapping[str, Any]) -> None:
         text = json.dumps(manifest, indent=2, ensure_ascii=False) + "\n"

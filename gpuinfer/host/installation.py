@@ -15,7 +15,6 @@ import shutil
 import stat
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 ONE_FILE_VARIABLE = "GPUINFER_ONE_FILE"
@@ -52,29 +51,17 @@ def remove_old_versions() -> None:
         folder = lock.with_suffix("")
         with contextlib.suppress(OSError):
             if folder != ours and time.time() - lock.stat().st_mtime > KEPT_S:
-                with _alone(lock):
-                    _remove(folder)
+                descriptor = os.open(lock, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+                try:
+                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises while another process has it
+                    part = folder.with_name(f"{folder.name}.part")
+                    shutil.rmtree(part, ignore_errors=True)
+                    if folder.exists():
+                        folder.rename(part)  # its name goes first: nobody may find a part of it
+                        shutil.rmtree(part)
                     lock.unlink()
-
-
-@contextlib.contextmanager
-def _alone(lock: Path) -> Iterator[None]:
-    """Raises `OSError` when somebody else holds it, or where files cannot be locked."""
-    descriptor = os.open(lock, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield
-    finally:
-        os.close(descriptor)
-
-
-def _remove(folder: Path) -> None:
-    """Its name goes first: nobody may find a part of it."""
-    part = folder.with_name(f"{folder.name}.part")
-    shutil.rmtree(part, ignore_errors=True)
-    if folder.exists():
-        folder.rename(part)
-        shutil.rmtree(part)
+                finally:
+                    os.close(descriptor)
 
 
 PLUGIN_FOLDER_VARIABLE = "GPUINFER_PLUGINS"  # in the environment: another folder
@@ -118,19 +105,10 @@ def danger_of(folder: Path) -> str | None:
     for place, status in found:
         if status.st_uid not in (os.geteuid(), 0):
             return f"{place} belongs to another user. Name a folder of yours: {PLUGIN_FOLDER_VARIABLE}=FOLDER."
-        if _others_write(status, above=place != whole):
+        # Of a folder above, those of the user's own group may, as many systems set it up, and all where only owners
+        # remove (the sticky bit of /tmp): what they put in its place would belong to them.
+        others = OTHERS_WRITE if place == whole or status.st_gid not in (os.getegid(), 0) else stat.S_IWOTH
+        if status.st_mode & others and (place == whole or not status.st_mode & stat.S_ISVTX):
             mode = f"mode {stat.S_IMODE(status.st_mode):04o}"
             return f"others may write to {place} ({mode}). Take that from them: chmod go-w {shlex.quote(str(place))}."
     return None
-
-
-def _others_write(status: os.stat_result, above: bool) -> bool:
-    """Of a folder above, those of the user's own group may, as many systems set it up, and all where only owners remove
-    (the sticky bit of /tmp): what they put in its place would belong to them.
-    """
-    if not above:
-        return bool(status.st_mode & OTHERS_WRITE)
-    if status.st_mode & stat.S_ISVTX:
-        return False
-    group = status.st_mode & stat.S_IWGRP and status.st_gid not in (os.getegid(), 0)
-    return bool(group or status.st_mode & stat.S_IWOTH)

@@ -19,16 +19,11 @@ MANY = 1 << 30  # descriptors, where there is no limit
 def cores() -> int:
     """CPU cores that this process may use: its affinity, and the CPU quota of its control group if that is less."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min(allowed, _quota(Path("/sys/fs/cgroup/cpu.max")) or allowed))
-
-
-def _quota(path: Path) -> int | None:
-    """Whole cores of a version 2 control group's `cpu.max` ("quota period" or "max period"); None when unlimited."""
-    try:
-        quota, period = path.read_text().split()
-        return round(int(quota) / int(period))
+    try:  # a version 2 control group's "quota period", or "max period" where it is unlimited
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        return max(1, min(allowed, round(int(quota) / int(period)) or allowed))
     except (OSError, ValueError):
-        return None
+        return allowed
 
 
 def rss_peak_mb() -> float:

@@ -55,7 +55,11 @@ def create(size: int) -> tuple[int, mmap.mmap]:
     """
     descriptor = -1
     try:
-        descriptor = _open()
+        if hasattr(os, "memfd_create"):
+            descriptor = os.memfd_create("gpuinfer", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        else:
+            with tempfile.TemporaryFile(dir=_folder()) as file:  # no name, or none for long; mode 0600
+                descriptor = os.dup(file.fileno())
         os.ftruncate(descriptor, size)
         if hasattr(os, "posix_fallocate"):
             os.posix_fallocate(descriptor, 0, size)
@@ -65,10 +69,15 @@ def create(size: int) -> tuple[int, mmap.mmap]:
     except OSError as error:
         if descriptor >= 0:
             os.close(descriptor)
-        raise UsageError(
-            f"{size:,} bytes of shared memory cannot be had: {error.strerror}. {_cure(error)}, or keep fewer rows "
-            "outstanding."
-        ) from error
+        cure = f"Make room for as much (in {_folder() or 'TMPDIR'})"
+        if error.errno in (errno.EMFILE, errno.ENFILE):
+            cure = "Allow more open files (`ulimit -n`)"
+        elif hasattr(os, "memfd_create"):
+            cure = "Make room for as much (memory, or the limit of the control group)"
+        why = (
+            f"{size:,} bytes of shared memory cannot be had: {error.strerror}. {cure}, or keep fewer rows outstanding."
+        )
+        raise UsageError(why) from error
     return descriptor, mapping
 
 
@@ -80,8 +89,12 @@ def attach(descriptor: int, size: int) -> mmap.mmap:
     try:
         if os.fstat(descriptor).st_size != size:
             raise Unshareable(f"{os.fstat(descriptor).st_size:,} bytes where {size:,} were said")
-        if hasattr(os, "memfd_create") and not _is_sealed(descriptor):
-            raise Unshareable("memory that can still shrink")
+        if hasattr(os, "memfd_create"):
+            seals = 0
+            with contextlib.suppress(OSError):  # a file of another kind has none
+                seals = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
+            if not seals & fcntl.F_SEAL_SHRINK:
+                raise Unshareable("memory that can still shrink")
         return _map(descriptor, size)
     except (OSError, ValueError) as error:
         raise Unshareable(str(error)) from error
@@ -95,27 +108,5 @@ def _map(descriptor: int, size: int) -> mmap.mmap:
     return mmap.mmap(descriptor, size)
 
 
-def _is_sealed(descriptor: int) -> bool:
-    try:
-        return bool(fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK)
-    except OSError:  # a file of another kind
-        return False
-
-
-def _open() -> int:
-    if hasattr(os, "memfd_create"):
-        return os.memfd_create("gpuinfer", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    with contextlib.closing(tempfile.TemporaryFile(dir=_folder())) as file:  # no name, or none for long; mode 0600
-        return os.dup(file.fileno())
-
-
 def _folder() -> str | None:
     return "/dev/shm" if Path("/dev/shm").is_dir() else None
-
-
-def _cure(error: OSError) -> str:
-    if error.errno in (errno.EMFILE, errno.ENFILE):
-        return "Allow more open files (`ulimit -n`)"
-    if hasattr(os, "memfd_create"):
-        return "Make room for as much (memory, or the limit of the control group)"
-    return f"Make room for as much (in {_folder() or 'TMPDIR'})"

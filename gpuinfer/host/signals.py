@@ -113,7 +113,13 @@ def own() -> None:
     global _owned
     _owned = True
     signal.signal(signal.SIGTERM, lambda number, frame: _leave(STOPPED))
-    atexit.register(_ignore)  # the first to be registered is the last to be called
+
+    def ignore() -> None:
+        """While the interpreter ends, Python's handlers are gone, and the system's would set the exit code."""
+        for number in HEEDED:
+            signal.signal(number, signal.SIG_IGN)
+
+    atexit.register(ignore)  # the first to be registered is the last to be called
 
 
 def _leave(code: int) -> None:
@@ -122,12 +128,6 @@ def _leave(code: int) -> None:
         now(code)
     finally:
         os._exit(code)
-
-
-def _ignore() -> None:
-    """While the interpreter ends, Python's handlers are gone, and the system's would set the exit code."""
-    for number in HEEDED:
-        signal.signal(number, signal.SIG_IGN)
 
 
 def owned() -> bool:
@@ -164,9 +164,9 @@ def soon(code: int) -> None:
     others = [one for one in threading.enumerate() if not one.daemon and one is not threading.current_thread()]
     if _owned and others:
         _last_words()  # later there may be no thread for them
-        threading.Thread(target=_later, args=(code,), name="gpuinfer leaving", daemon=True).start()
 
+        def leave() -> None:
+            time.sleep(EXIT_S)
+            now(code)
 
-def _later(code: int) -> None:
-    time.sleep(EXIT_S)
-    now(code)
+        threading.Thread(target=leave, name="gpuinfer leaving", daemon=True).start()

@@ -10,7 +10,7 @@ import math
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
@@ -107,37 +107,31 @@ async def execute(
     done: dict[str, Any] | None = None
     try:
         with recording(backend.setup.trace, on_trace):
-            execution = _Execution(
-                workload, backend, strategy, on_update, until, update_s, grace_s, settings or {}, command, max_failures
-            )
-            execution.on_report, execution.on_abandon = on_report, on_abandon
-            done = await _execute(execution, roofline)
+            run = _Execution(workload, backend, strategy, on_update, until, update_s, grace_s, max_failures)
+            run.settings, run.command, run.on_abandon = settings or {}, command, on_abandon
+            status = "failed"
+            with signals.handled(run.asked, run.insist, run.force), contextlib.closing(run):
+                async with run.session:
+                    try:
+                        await run.check()
+                        await run.measure(roofline)
+                        await run.work()
+                        status = run.status()
+                        await run.reconcile()
+                    except BaseException as caught:
+                        error = errors.unwrap(caught)
+                        error.report = run.report(status)  # type: ignore[attr-defined]
+                        if error is caught:
+                            raise
+                        raise error from caught
+                    made = run.report(status)
+                    on_report(made)
+                    run.reported = True
+            done = made
     except WorkError as error:
         error.report = error.report or done  # when all that failed is to write the trace
         raise
     return done
-
-
-async def _execute(execution: _Execution, roofline: bool | Roofline) -> dict[str, Any]:
-    status = "failed"
-    with signals.handled(execution.asked, execution.insist, execution.force), execution.measured():
-        async with execution.session:
-            try:
-                await execution.check()
-                await execution.measure(roofline)
-                await execution.work()
-                status = execution.status()
-                await execution.reconcile()
-            except BaseException as caught:
-                error = errors.unwrap(caught)
-                error.report = execution.report(status)  # type: ignore[attr-defined]
-                if error is caught:
-                    raise
-                raise error from caught
-            made = execution.report(status)
-            execution.on_report(made)
-            execution.reported = True
-        return made
 
 
 class _Execution:
@@ -150,17 +144,16 @@ class _Execution:
         until: Callable[[RunUpdate], bool],
         update_s: float,
         grace_s: float,
-        settings: Mapping[str, Any],
-        command: str | None,
         max_failures: float,
     ) -> None:
         self.workload, self.backend, self.strategy = workload, backend, strategy
         self.session = Session(backend, strategy, on_fault=self._fault, on_stuck=self._stuck)
         self.session.watchdog.watch(self._held, workload)
-        self.on_report: Callable[[dict[str, Any]], None]
+        self.settings: Mapping[str, Any]
+        self.command: str | None
         self.on_abandon: Callable[[dict[str, Any]], None]
         self.reported = False  # to `on_report`
-        self._settings, self._command, self._max_failures = settings, command, max_failures
+        self._max_failures = max_failures
         self._loop = asyncio.get_running_loop()
         self.progress = Progress(0)
         self.phase = "starting"
@@ -192,14 +185,10 @@ class _Execution:
 
     # Phases
 
-    @contextlib.contextmanager
-    def measured(self) -> Iterator[None]:
-        """The process that measures the roofline ends with this context."""
-        try:
-            yield
-        finally:
-            if self._bare is not None:
-                self._bare.close()
+    def close(self) -> None:
+        """End the process that measures the roofline."""
+        if self._bare is not None:
+            self._bare.close()
 
     async def check(self) -> None:
         """Let the backend refuse what it cannot serve (`Backend.check`)."""
@@ -214,7 +203,7 @@ class _Execution:
         """
         if isinstance(wanted, Roofline):
             self.roofline = self.session.roofline = wanted
-        elif wanted and run_roofline.is_text(self.backend):
+        elif wanted and (spec := self.backend.setup.model) is not None and spec.kind == "text":
             self._measures_text = True
             place = run_roofline.place_of(self.backend, machine.cores())
             self.text_roofline = await asyncio.to_thread(roofline_process.recall_text, place)
@@ -243,8 +232,18 @@ class _Execution:
         """Compare the run with its roofline, which is measured again if it was measured, unless the user has stopped
         the run.
         """
-        if self._measures_text and not self.session.stopping.is_set():
-            await self._measure_text()
+        sizes = self.snapshot().batch_s
+        steps_s = math.fsum(seconds for _, seconds in sizes.values())
+        # The model of text is idle now. A user who has the answers on a screen would only wait for the report.
+        if self._measures_text and steps_s and not (self.session.stopping.is_set() or self.workload.shows_answers):
+            rows = round(math.fsum(rows * seconds for rows, (_, seconds) in sizes.items()) / steps_s)
+            self.phase = MEASURING
+            measuring = asyncio.create_task(run_roofline.text_roofline(self.backend, rows, self.wall_s()))
+            await self._watch(measuring, self.session.stopping.is_set)
+            if measuring.done():
+                self.text_roofline = measuring.result() or self.text_roofline
+            else:
+                measuring.cancel()
         before, bare = self.roofline, self._bare
         if before is None or self.wall_s() <= 0:
             return
@@ -265,23 +264,6 @@ class _Execution:
         task = asyncio.create_task(asyncio.to_thread(reconciled))
         await self._watch(task, lambda: False)
         self.roofline = self.session.roofline = task.result()
-
-    async def _measure_text(self) -> None:
-        """Measure the model of text, which is idle now. Not when a user has the answers on a screen, and would only
-        wait for the report.
-        """
-        sizes = self.snapshot().batch_s
-        steps_s = math.fsum(seconds for _, seconds in sizes.values())
-        if self.workload.shows_answers or not steps_s:
-            return
-        rows = round(math.fsum(rows * seconds for rows, (_, seconds) in sizes.items()) / steps_s)
-        self.phase = MEASURING
-        task = asyncio.create_task(run_roofline.text_roofline(self.backend, rows, self.wall_s()))
-        await self._watch(task, self.session.stopping.is_set)
-        if task.done():
-            self.text_roofline = task.result() or self.text_roofline
-        else:
-            task.cancel()
 
     async def work(self) -> None:
         """Follow the workload until it ends, or the run has to."""
@@ -459,10 +441,9 @@ class _Execution:
         return self._seen
 
     def report(self, status: str) -> dict[str, Any]:
-        settings, command = self._settings, self._command
         names = {}
         for kind in ("workload", "backend", "strategy"):
-            given = settings.get(kind)
+            given = self.settings.get(kind)
             names[kind] = given if isinstance(given, str) else type(getattr(self, kind)).__name__.lower()
         return report.build(
             report.Run(
@@ -479,7 +460,7 @@ class _Execution:
                 text_roofline=self.text_roofline,
                 cores=self.cores(),
                 max_failures=self._max_failures,
-                settings=settings,
-                command=command or f"gpuinfer {names['workload']}",
+                settings=self.settings,
+                command=self.command or f"gpuinfer {names['workload']}",
             )
         )

@@ -38,12 +38,6 @@ def has_roofline(backend: Backend) -> bool:
     return spec is not None and spec.kind == "rows"
 
 
-def is_text(backend: Backend) -> bool:
-    """Whether the backend serves a model of text, whose roofline it measures itself."""
-    spec = backend.setup.model
-    return spec is not None and spec.kind == "text"
-
-
 def place_of(backend: Backend, cores: int) -> Path | None:
     """Where what is found out about a backend's model is remembered; None where that cannot be told or kept."""
     setup = backend.setup
@@ -92,15 +86,11 @@ class BareModel:
         self._place = place_of(backend, cores)
         self.known = roofline_process.recall(self._place)
         """Where an earlier run found it to be at its best."""
+        most_mb = min(BESIDE_MB, BESIDE_SHARE * machine.memory_available() / MIB)
+        self.fits_beside = self.known is not None and self.known.peak_mb <= most_mb
+        """Whether it is known to take so little memory that it can be measured while others have theirs."""
         with contextlib.suppress(BackendError):  # which is said when it is needed
             self._measurer.start()
-
-    @property
-    def fits_beside(self) -> bool:
-        """Whether it is known to take so little memory that it can be measured while others have theirs."""
-        if self.known is None:
-            return False
-        return self.known.peak_mb <= min(BESIDE_MB, BESIDE_SHARE * machine.memory_available() / MIB)
 
     def before(self, stopped: Callable[[], bool] = lambda: False) -> Roofline:
         """The best that it does, over batch sizes and arrangements, or in the one that an earlier run has found, if it

@@ -99,7 +99,9 @@ class Session(Infer):
         self._name, self._within, self._beside = name, within, list[Session]()
         self.called = ""  # what the run's own model is told apart by from those beside it; "": by its path
         self._backend, self._strategy = backend, strategy
-        self._recorder = _recorder(backend, strategy)
+        self._recorder = None  # of a remote backend: its server forms the batches, and records them
+        if not backend.remote:
+            self._recorder = Recorder.of(backend.setup, None, type(strategy).__name__.lower())
         patience = Patience.of(backend.setup)
         most = None if backend.remote else backend.setup.max_queue_rows  # the rows of a remote one wait in its server
         self._engine = Engine(
@@ -109,6 +111,7 @@ class Session(Infer):
         self.watchdog = Watchdog(patience, self._give_up, on_stuck, name)
         self.watchdog.watch(functools.partial(self._held, patience), backend, strategy)
         self._counting = SessionCounters(backend, self._engine, of_process=within is None)
+        self.own = OwnPulse(self._engine, self._counting)  # the counters of its own model, without those beside it
         self._starting: asyncio.Task[None] | None = None
         self._pauses_short = False
         self._clients = itertools.count()
@@ -163,27 +166,22 @@ class Session(Infer):
     @property
     def serving(self) -> bool:
         """Whether a backend has requests that it has not answered."""
-        return any(one._started and one._engine.serving for one in self._all())
+        return any(one.own.serving for one in self._all())
 
     @property
     def waiting_rows(self) -> int:
         """The rows that wait in this process."""
-        return sum(one._engine.waiting_rows for one in self._all() if one._started)
+        return sum(one.own.waiting_rows for one in self._all())
 
     @property
     def moved(self) -> int:
         """A number that changes whenever a batch is cut or computed, or a request answered or given up."""
-        return sum(one._engine.moved for one in self._all() if one._started)
+        return sum(one.own.moved for one in self._all())
 
     @property
     def longest_s(self) -> float:
         """Seconds of the longest batch, or forward step, until now."""
-        return max(one._engine.longest_s for one in self._all())
-
-    @property
-    def own(self) -> OwnPulse:
-        """The counters of its own model, without those beside it."""
-        return OwnPulse(self._engine, self._counting)
+        return max(one.own.longest_s for one in self._all())
 
     async def check(self) -> None:
         """`preflight` of its own model. Starts nothing."""
@@ -271,14 +269,11 @@ class Session(Infer):
         self.watchdog.watch(functools.partial(one._held, Patience.of(backend.setup)), backend, strategy)
         self._beside.append(one)
         one._counting.model = name
-        self._counting.model = self._own_name()
-        return one
-
-    def _own_name(self) -> str:
-        """The name of the run's own model beside the others."""
         model = self._backend.setup.model
-        name = self.called or (model_name(model) if model is not None else type(self._backend).__name__.lower())
-        return f"own {name}" if name in {one._name for one in self._beside} else name
+        mine = self.called or (model_name(model) if model is not None else type(self._backend).__name__.lower())
+        taken = mine in {one._name for one in self._beside}
+        self._counting.model = f"own {mine}" if taken else mine  # the run's own model beside the others
+        return one
 
     @contextlib.contextmanager
     def client(self) -> Iterator[Hashable]:
@@ -410,8 +405,3 @@ class OwnPulse:
 
     def snapshot(self) -> Snapshot:
         return self._counting.own()
-
-
-def _recorder(backend: Backend, strategy: Strategy) -> Recorder | None:
-    """None also for a remote backend: its server forms the batches, and records them."""
-    return None if backend.remote else Recorder.of(backend.setup, None, type(strategy).__name__.lower())

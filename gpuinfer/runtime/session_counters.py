@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import PurePath
 from typing import Any
@@ -101,25 +101,23 @@ class SessionCounters:
     def mark_far(self) -> None:
         self._far_mark = self._far
 
-    @property
-    def is_far(self) -> bool:
-        """Whether there is a remote server that can be asked."""
-        return self._backend.remote and self.started
+    def ask(self) -> asyncio.Task[None] | None:
+        """Ask the remote server, unless it is being asked already. None where there is none that can be asked."""
+        if not (self._backend.remote and self.started):
+            return None
 
-    def ask(self) -> asyncio.Task[None]:
-        """Ask the remote server, unless it is being asked already."""
+        async def ask_far() -> None:
+            try:
+                wire = await self._backend.stats()
+                self._far = self._far if wire is None else Snapshot.from_wire(wire)
+            except GpuinferError as error:  # a server that is gone: its requests say so
+                log.info("the counters of the remote server are those of before: %s", error)
+            except Exception as error:  # noqa: BLE001 (a plugin may raise anything)
+                self._warn("stats", error)
+
         if self._asking is None or self._asking.done():
-            self._asking = asyncio.create_task(self._ask_far())
+            self._asking = asyncio.create_task(ask_far())
         return self._asking
-
-    async def _ask_far(self) -> None:
-        try:
-            wire = await self._backend.stats()
-            self._far = self._far if wire is None else Snapshot.from_wire(wire)
-        except GpuinferError as error:  # a server that is gone: its requests say so
-            log.info("the counters of the remote server are those of before: %s", error)
-        except Exception as error:  # noqa: BLE001 (a plugin may raise anything)
-            self._warn("stats", error)
 
     def snapshot(self, beside: Iterable[tuple[str, Snapshot]]) -> Snapshot:
         """The counters since the mark, of this process and the latest of every worker, lanes of ended ones included.
@@ -133,17 +131,20 @@ class SessionCounters:
             parts += [_named(f"worker {worker}", part) for worker, part in found]
         parts.append(far := _served(since(self._far, self._far_mark)))
         if self.model:
-            parts.append(Snapshot(models={self.model: self._line(merge_snapshots([own, far]))}))
-        parts += [_beside(name, part) for name, part in beside]
+            setup = self._backend.setup
+            kind = "rows" if setup.model is None else setup.model.kind
+            line = stats.of_model(merge_snapshots([own, far]), kind, setup.share)
+            parts.append(Snapshot(models={self.model: line}))
+        for name, part in beside:  # named as such, its use of the device being counted already
+            device = {kept: part.device[kept] for kept in stats.DONE_BY_A_DEVICE if kept in part.device}
+            if part.device:
+                device["beside"] = {name: part.device.get("model", {})}
+            parts.append(replace(_named(f"beside {name}", part), device=device))
         return merge_snapshots(parts)
 
     def own(self) -> Snapshot:
         """The counters of this model alone, without workers."""
         return merge_snapshots([since(self._counted(), self._mark), _served(since(self._far, self._far_mark))])
-
-    def _line(self, counted: Snapshot) -> Mapping[str, Any]:
-        setup = self._backend.setup
-        return stats.of_model(counted, "rows" if setup.model is None else setup.model.kind, setup.share)
 
     def _counted(self) -> Snapshot:
         """The counters of this process, since its start."""
@@ -153,17 +154,15 @@ class SessionCounters:
             own = replace(own, cpu_s=ran, cpu_wait_s=waited, rss_peak_mb=machine.rss_peak_mb())
         if not self.started:
             return own
-        engine = self._engine.snapshot()
-        served = _asked(engine) if self._backend.remote else replace(engine, device=self._device())
+        served = self._engine.snapshot()
+        if self._backend.remote:
+            served = _asked(served)
+        else:
+            try:
+                served = replace(served, device=dict(self._backend.device()))
+            except Exception as error:  # noqa: BLE001 (a plugin may raise anything)
+                self._warn("device", error)
         return merge_snapshots([served, own])
-
-    def _device(self) -> Mapping[str, Any]:
-        """`Backend.device`; empty when that raises."""
-        try:
-            return dict(self._backend.device())
-        except Exception as error:  # noqa: BLE001 (a plugin may raise anything)
-            self._warn("device", error)
-            return {}
 
     @property
     def lost(self) -> bool:
@@ -187,21 +186,13 @@ class SessionCounters:
 
 async def refresh(all_of_them: Iterable[SessionCounters]) -> None:
     """Ask the servers of remote backends for their counters. The known ones stay where that takes over a second."""
-    if asking := {one.ask() for one in all_of_them if one.is_far}:
+    if asking := set(filter(None, (one.ask() for one in all_of_them))):
         await asyncio.wait(asking, timeout=FAR_S)
 
 
 def _named(whose: str, part: Snapshot) -> Snapshot:
     lanes = ({**lane, "name": f"{whose}: {lane['name']}"} for lane in part.lanes)
     return replace(part, lanes=tuple(lanes))
-
-
-def _beside(name: str, part: Snapshot) -> Snapshot:
-    """The counters of a model beside the run's own: named as such, its use of the device being counted already."""
-    device = {kept: part.device[kept] for kept in stats.DONE_BY_A_DEVICE if kept in part.device}
-    if part.device:
-        device["beside"] = {name: part.device.get("model", {})}
-    return replace(_named(f"beside {name}", part), device=device)
 
 
 def _asked(engine: Snapshot) -> Snapshot:

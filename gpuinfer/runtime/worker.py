@@ -78,7 +78,13 @@ async def _serve(end: socket.socket, heart: Heartbeat, job: WorkerJob) -> None:
 
 
 async def _work(line: AsyncChannel, heart: Heartbeat, job: WorkerJob) -> None:
-    target = find_target(job.target)
+    module, _, name = job.target.partition(":")
+    try:
+        target: Target = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise UsageError(
+            f"no worker function '{job.target}': {error_text.safe_str(error)}. Name it as module:function."
+        ) from error
     strategy = job.strategy(job.setup, **job.options)
     work, faults = asyncio.current_task(), list[WorkError]()
 
@@ -100,29 +106,25 @@ async def _work(line: AsyncChannel, heart: Heartbeat, job: WorkerJob) -> None:
         name=f"worker {job.index}",
     )
     try:
-        await _work_in(session, target, line, heart, job)
+        async with session:
+            channel, reporter = ParentChannel(line), _Reporter(line, session)
+            listening = asyncio.create_task(_listen(line, channel.inbox, reporter, work))
+            tasks = [listening, asyncio.create_task(reporter.run())]
+            try:
+                if session.has_model:
+                    await session.ready()
+                heart.started()
+                await target(session, channel, job.arguments)
+            finally:
+                for task in tasks:
+                    task.cancel()
+                await asyncio.wait(tasks)
+                with contextlib.suppress(ChannelClosed):
+                    await reporter.send()
     except asyncio.CancelledError:
         if faults:
             raise faults[0] from None
         raise
-
-
-async def _work_in(session: Session, target: Target, line: AsyncChannel, heart: Heartbeat, job: WorkerJob) -> None:
-    async with session:
-        channel, reporter = ParentChannel(line), _Reporter(line, session)
-        work = asyncio.current_task()
-        tasks = [asyncio.create_task(_listen(line, channel.inbox, reporter, work)), asyncio.create_task(reporter.run())]
-        try:
-            if session.has_model:
-                await session.ready()
-            heart.started()
-            await target(session, channel, job.arguments)
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.wait(tasks)
-            with contextlib.suppress(ChannelClosed):
-                await reporter.send()
 
 
 class _Reporter:
@@ -167,18 +169,6 @@ def _exit_in(seconds: float) -> None:
     timer = threading.Timer(seconds, os._exit, (1,))
     timer.daemon = True
     timer.start()
-
-
-def find_target(target: str) -> Target:
-    """The function that `module:function` names. Raises `UsageError` when there is none."""
-    module, _, name = target.partition(":")
-    try:
-        function: Target = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        raise UsageError(
-            f"no worker function '{target}': {error_text.safe_str(error)}. Name it as module:function."
-        ) from error
-    return function
 
 
 def describe(error: BaseException) -> dict[str, str]:

@@ -34,30 +34,6 @@ from gpuinfer.host.child import (
 from gpuinfer.host.error_text import rebuilt_error
 from gpuinfer.stats import Snapshot, since
 
-
-def death_of(worker: int, code: int | None) -> str:
-    """The message about a worker process that has ended without an error of its own."""
-    cure = "See its last words above, and run again with one worker to see it alone."
-    if code is None:
-        cure = "See to that, then run again."
-    elif code == 0:
-        cure = "Send nothing after the message that ends it."
-    elif code == -signal.SIGKILL:
-        cure = "If nobody did it by hand, use fewer workers, or less work in flight."
-    elif code > 0:
-        cure = "See its last words above; a script that starts workers must do so under `if __name__ == '__main__':`."
-    return f"worker {worker} {how_it_ended(code)} and did not say why. {cure}"
-
-
-def as_error(worker: int, sent: Mapping[str, str]) -> GpuinferError:
-    """The worker's error, with its own traceback as a note."""
-    error = rebuilt_error(sent["type"], sent["message"]) or WorkerDied(
-        f"worker {worker} failed: {sent['type']}: {sent['message']}. Run again with -vv for its traceback."
-    )
-    error.add_note(f"In worker {worker}:\n{sent['traceback']}")
-    return error
-
-
 log = logging.getLogger(__name__)
 
 GRACE_S = 10.0  # for workers to end by themselves when their channel closes, before they are killed
@@ -168,7 +144,12 @@ class WorkerPool:
                 snapshot = Snapshot.from_wire(frame["snapshot"])
                 self.snapshots[worker] = snapshot if frame["marks"] == self._marks else since(snapshot, snapshot)
             elif "error" in frame:
-                return as_error(worker, frame["error"])
+                sent = frame["error"]
+                error = rebuilt_error(sent["type"], sent["message"]) or WorkerDied(
+                    f"worker {worker} failed: {sent['type']}: {sent['message']}. Run again with -vv for its traceback."
+                )
+                error.add_note(f"In worker {worker}:\n{sent['traceback']}")
+                return error
             elif "end" in frame:
                 return None
 
@@ -241,7 +222,20 @@ class WorkerPool:
             child.kill()
 
     async def _death(self, worker: int) -> WorkerDied:
-        return WorkerDied(death_of(worker, await self._exit_code(worker)))
+        """The error of a worker process that has ended without one of its own."""
+        code = await self._exit_code(worker)
+        cure = "See its last words above, and run again with one worker to see it alone."
+        if code is None:
+            cure = "See to that, then run again."
+        elif code == 0:
+            cure = "Send nothing after the message that ends it."
+        elif code == -signal.SIGKILL:
+            cure = "If nobody did it by hand, use fewer workers, or less work in flight."
+        elif code > 0:
+            cure = (
+                "See its last words above; a script that starts workers must do so under `if __name__ == '__main__':`."
+            )
+        return WorkerDied(f"worker {worker} {how_it_ended(code)} and did not say why. {cure}")
 
     async def _exit_code(self, worker: int) -> int | None:
         """The exit code of a process whose channel has closed; None when it does not end even so."""

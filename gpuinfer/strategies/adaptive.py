@@ -91,7 +91,13 @@ class Adaptive(Strategy):
         if self._feasible and late > target_s:
             self._feasible = False
             if not self.notices:
-                self.notices = (_infeasible(target_s, self._single, self._service.seconds(self._single), late),)
+                smallest = f"a batch of {self._single} {'row' if self._single == 1 else 'rows'}, the smallest there is"
+                self.notices = (
+                    f"latency_target={1e3 * target_s:.3g}ms cannot be kept: {smallest}, takes "
+                    f"{1e3 * self._service.seconds(self._single):.3g} ms, and one in twenty more than "
+                    f"{1e3 * late:.3g} ms. Batches are cut for throughput now. "
+                    f"Give {1e3 * 1.5 * late:.3g}ms or more, or a faster model or machine.",
+                )
         elif not self._feasible and late < AGAIN * target_s:
             self._feasible = True
 
@@ -147,12 +153,3 @@ class Adaptive(Strategy):
             and max(self._singles, self._probed) < PROBES
             and self._service.late(self._service.smallest) > self._target()
         )
-
-
-def _infeasible(target_s: float, rows: int, seconds: float, late: float) -> str:
-    smallest = f"a batch of {rows} {'row' if rows == 1 else 'rows'}, the smallest there is"
-    return (
-        f"latency_target={1e3 * target_s:.3g}ms cannot be kept: {smallest}, takes {1e3 * seconds:.3g} ms, and one in "
-        f"twenty more than {1e3 * late:.3g} ms. Batches are cut for throughput now. "
-        f"Give {1e3 * 1.5 * late:.3g}ms or more, or a faster model or machine."
-    )

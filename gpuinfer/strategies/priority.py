@@ -36,40 +36,27 @@ CLASSES = len(Priority)
 by_arrival = attrgetter("arrived")
 
 
-def class_lines(queue: QueueView, ageing: float, clients: Sequence[FairClients]) -> list[ClassLine]:
-    """A line for each class. In it those that have waited for `ageing` seconds go first, the oldest before all."""
-    aged, fresh = (_by_class(zone) for zone in _zones(queue, ageing, 1))
-    dated = queue.deadline < float("inf")
-    return [ClassLine(*each, dated) for each in zip(aged, fresh, clients, strict=True)]
+def lines_of(queue: QueueView, ageing: float, clients: Sequence[FairClients], strict: bool) -> list[ClassLine]:
+    """A line for each class. In it those that have waited for `ageing` seconds go first, the oldest before all.
 
-
-def strict_lines(queue: QueueView, ageing: float, clients: Sequence[FairClients]) -> list[ClassLine]:
-    """A line for each class, and before them all one of the overdue, the oldest first.
-
-    For each `ageing` seconds of waiting a request counts as one class higher: above the highest it is overdue. So none
-    that came later goes before an overdue one.
+    `strict`: for each `ageing` seconds of waiting a request counts as one class higher instead. Above the highest it is
+    overdue: before all lines there is one of those, the oldest first. So none that came later goes before an overdue
+    one.
     """
+    dated = queue.deadline < math.inf
+    if not strict:
+        aged, fresh = (_by_class(zone) for zone in _zones(queue, ageing, 1))
+        return [ClassLine(*each, dated) for each in zip(aged, fresh, clients, strict=True)]
     levels: list[list[Request]] = [[] for _ in range(CLASSES + 1)]
     for number, zone in enumerate(_zones(queue, ageing, CLASSES)):
         steps = CLASSES - number
         for priority, requests in enumerate(_by_class(zone)):
             levels[max(0, priority + 1 - steps)] += requests
-    dated = queue.deadline < float("inf")
     for level in levels:
         level.sort(key=by_arrival)
     overdue, *others = levels
     lines = [ClassLine((), level, each, dated) for level, each in zip(others, clients, strict=True)]
     return [ClassLine(overdue, (), clients[0], dated), *lines]
-
-
-def by_level(batch: Sequence[Request], now: float, ageing: float | None) -> list[list[Request]]:
-    """The requests of a batch by the class that each counts as; without `ageing` that is its own."""
-    if ageing is None:
-        return _by_class(batch)
-    levels: list[list[Request]] = [[] for _ in range(CLASSES)]
-    for request in batch:
-        levels[max(0, request.priority - int((now - request.arrived) / ageing))].append(request)
-    return levels
 
 
 def _zones(queue: QueueView, ageing: float, steps: int) -> Iterator[Sequence[Request]]:
@@ -138,7 +125,10 @@ class ByPriority(Strategy):
         for request in batch:
             served[request.priority] += request.rows
             requests[request.priority] += 1
-        levels = by_level(batch, now, self._ageing if self._strict else None)
+        levels: list[list[Request]] = [[] for _ in range(CLASSES)]
+        for request in batch:
+            risen = int((now - request.arrived) / self._ageing) if self._strict else 0
+            levels[max(0, request.priority - risen)].append(request)
         for clients, those in zip(self._clients, levels, strict=True):
             clients.served(those)
         self._company.account(served, requests, now)
@@ -184,7 +174,7 @@ class ByPriority(Strategy):
         what such a batch is for it. Returns the rows that the batch was meant to have.
         """
         waiting, credits = queue.class_rows, self._credits.of(group := queue.waiting[0].group)
-        lines = class_lines(queue, self._ageing, self._clients)
+        lines = lines_of(queue, self._ageing, self._clients, strict=False)
         top = next(number for number in range(CLASSES) if lines[number].head)
         batch.take_width(lines, queue.limits.max_rows)
         full = _full(queue, batch)
@@ -209,7 +199,7 @@ class ByPriority(Strategy):
 
     def _fill_strictly(self, batch: Filling, queue: QueueView) -> int:
         """Returns the rows that the batch was meant to have."""
-        lines = [line for line in strict_lines(queue, self._ageing, self._clients) if line.head]
+        lines = [line for line in lines_of(queue, self._ageing, self._clients, strict=True) if line.head]
         batch.take_width(lines, queue.limits.max_rows)
         limit, top = min(batch.room, queue.rows), lines[0]
         rows = top.count()

@@ -140,10 +140,23 @@ class ServiceTime:
         expected, size = max(TICK_S, self.seconds(rows)), self._sizes.get(size_class(rows))
         if size is not None and size[0] >= FIRST and self._is_outlier(seconds / expected):
             return
-        self._learn_line(rows, seconds)
-        self._learn_size(rows, seconds)
-        if self.batches % REFRESH == 0:
-            self._find_best()
+        self._seen = min(self._seen + 1, MEMORY)
+        weight = 1.0 / self._seen
+        more_rows, more_s = rows - self._mean_rows, seconds - self._mean_s
+        self._mean_rows += weight * more_rows
+        self._mean_s += weight * more_s
+        self._variance = (1 - weight) * (self._variance + weight * more_rows * more_rows)
+        self._covariance = (1 - weight) * (self._covariance + weight * more_rows * more_s)
+        size = _learn_size(self._sizes, rows, seconds, NEAR)
+        size[3] = max(size[3], rows)
+        if self.batches % REFRESH:
+            return
+        self._edges, self._best, best = [], [], 0.0  # sizes that are served at a higher rate than all smaller ones
+        for _, (count, mean_rows, mean_s, most) in sorted(self._sizes.items()):
+            if count >= FIRST and mean_s and mean_rows / mean_s > best:
+                best = mean_rows / mean_s
+                self._edges.append(int(most))
+                self._best.append(int(most))
 
     def _is_outlier(self, ratio: float) -> bool:
         """Whether this batch, of a size that is known, took so unusually long, or short, that nothing is to be learnt
@@ -158,42 +171,15 @@ class ServiceTime:
         self._deviation += (min(abs(off), 1.0) - self._deviation) / self._judged
         for side in self._sides:
             if side.changed_by(unusual, ratio):
-                self._scale(side.factor())
+                factor = side.factor()
+                for each in self._sides:
+                    each.clear()
+                self._mean_s *= factor
+                self._covariance *= factor
+                for size in self._sizes.values():
+                    size[2] *= factor
                 break
         return abs(unusual) == OUTLIER
-
-    def _scale(self, factor: float) -> None:
-        for side in self._sides:
-            side.clear()
-        self._mean_s *= factor
-        self._covariance *= factor
-        for size in self._sizes.values():
-            size[2] *= factor
-
-    def _learn_line(self, rows: int, seconds: float) -> None:
-        self._seen = min(self._seen + 1, MEMORY)
-        weight = 1.0 / self._seen
-        more_rows, more_s = rows - self._mean_rows, seconds - self._mean_s
-        self._mean_rows += weight * more_rows
-        self._mean_s += weight * more_s
-        self._variance = (1 - weight) * (self._variance + weight * more_rows * more_rows)
-        self._covariance = (1 - weight) * (self._covariance + weight * more_rows * more_s)
-
-    def _learn_size(self, rows: int, seconds: float) -> None:
-        size = self._sizes.setdefault(size_class(rows), [0, 0.0, 0.0, 0])
-        size[0] = min(size[0] + 1, NEAR)
-        size[1] += (rows - size[1]) / size[0]
-        size[2] += (seconds - size[2]) / size[0]
-        size[3] = max(size[3], rows)
-
-    def _find_best(self) -> None:
-        """The sizes that are served at a higher rate than all smaller ones."""
-        self._edges, self._best, best = [], [], 0.0
-        for _, (count, rows, seconds, most) in sorted(self._sizes.items()):
-            if count >= FIRST and seconds and rows / seconds > best:
-                best = rows / seconds
-                self._edges.append(int(most))
-                self._best.append(int(most))
 
 
 class _Side:
@@ -233,6 +219,15 @@ def size_class(rows: int) -> int:
     return 4 * bits + (below >> (bits - 3) if bits > 2 else below)
 
 
+def _learn_size(sizes: dict[int, list[float]], rows: int, seconds: float, memory: int) -> list[float]:
+    """Average a batch into what is known of its size: [batches remembered, mean rows, mean seconds, another number]."""
+    size = sizes.setdefault(size_class(rows), [0, 0.0, 0.0, 0])
+    size[0] = min(size[0] + 1, memory)
+    size[1] += (rows - size[1]) / size[0]
+    size[2] += (seconds - size[2]) / size[0]
+    return size
+
+
 AVERAGED = 16  # what a size takes is averaged over about so many batches
 FORGOTTEN = 1024  # batches after which a size that was not seen again may take another time
 
@@ -256,30 +251,23 @@ class SizeCurve:
     def learn(self, rows: int, seconds: float) -> None:
         """A batch of so many rows took so long."""
         self._batches += 1
-        size = self._sizes.setdefault(size_class(rows), [0, 0.0, 0.0, 0])
-        size[0] = min(size[0] + 1, AVERAGED)
-        size[1] += (rows - size[1]) / size[0]
-        size[2] += (seconds - size[2]) / size[0]
-        size[3] = self._batches
+        _learn_size(self._sizes, rows, seconds, AVERAGED)[3] = self._batches
         self._points = None
 
     def seconds(self, rows: float) -> float:
         """0 before anything was seen."""
-        points = self._points if self._points is not None else self._make_points()
+        points = self._points
+        if points is None:
+            oldest = self._batches - FORGOTTEN
+            self._sizes = {number: size for number, size in self._sizes.items() if size[3] > oldest}
+            points, least = [], math.inf
+            for _, seen, took, _ in sorted(self._sizes.values(), key=lambda size: -size[1]):
+                least = min(least, took)
+                points.append((seen, least))
+            self._points = points = [(0.0, 0.0), *reversed(points)]
         place = bisect_left(points, (rows, math.inf))
         if place == len(points):
             low, low_s = points[-1]
             return low_s * rows / low if low else 0.0
         (low, low_s), (high, high_s) = points[place - 1], points[place]
         return low_s + (high_s - low_s) * (rows - low) / (high - low)
-
-    def _make_points(self) -> list[Point]:
-        oldest = self._batches - FORGOTTEN
-        self._sizes = {number: size for number, size in self._sizes.items() if size[3] > oldest}
-        points: list[Point] = []
-        least = math.inf
-        for _, rows, seconds, _ in sorted(self._sizes.values(), key=lambda size: -size[1]):
-            least = min(least, seconds)
-            points.append((rows, least))
-        self._points = [(0.0, 0.0), *reversed(points)]
-        return self._points

@@ -258,7 +258,14 @@ def give_up(queue: QueueView, arriving: Request, shares: Sequence[float]) -> lis
         over = queue.class_rows[number] - rooms[number]
         if over <= 0:
             continue
-        for request in _newest_of(queue.waiting, number):
+        newest_first = (
+            request
+            for end in range(len(queue.waiting), 0, -CHUNK)
+            for request in reversed(queue.waiting[max(0, end - CHUNK) : end])
+        )
+        for request in newest_first:
+            if request.priority != number:
+                continue
             chosen.append(request)
             missing -= request.rows
             over -= request.rows
@@ -267,11 +274,3 @@ def give_up(queue: QueueView, arriving: Request, shares: Sequence[float]) -> lis
             if over <= 0:
                 break
     return []
-
-
-def _newest_of(waiting: Sequence[Request], number: int) -> Iterator[Request]:
-    """The waiting requests of this class, newest first."""
-    for end in range(len(waiting), 0, -CHUNK):
-        for request in reversed(waiting[max(0, end - CHUNK) : end]):
-            if request.priority == number:
-                yield request

@@ -111,7 +111,10 @@ class CutTiming:
             return min(fixed, PATIENCE * queue.think_s)
         if self._pays(len(queue.waiting), queue.thinking / queue.think_s):
             return fixed
-        gap = recent_gap(queue.waiting)
+        # Mean seconds between the last few arrivals: clients that were answered together come back in a train, one
+        # after the other as the cores get to them, and not independently of one another. 0 when that says nothing.
+        cars = min(TRAIN, len(queue.waiting))
+        gap = (queue.waiting[-1].arrived - queue.waiting[-cars].arrived) / (cars - 1) if cars > 2 else 0.0
         return min(fixed, PATIENCE * gap) if gap and self._pays(len(queue.waiting), 1 / gap) else 0.0
 
     def _pays(self, waiting: int, rate: float) -> bool:
@@ -121,14 +124,6 @@ class CutTiming:
         threshold of least mean latency gives half of the arrivals within a batch's fixed cost (docs/strategies.md).
         """
         return rate > 0 and (waiting + 0.5) / rate < self.service.fixed / 2
-
-
-def recent_gap(waiting: Sequence[Request]) -> float:
-    """Mean seconds between the last few arrivals: clients that were answered together come back in a train, one after
-    the other as the cores get to them, and not independently of one another. 0 when that says nothing.
-    """
-    cars = min(TRAIN, len(waiting))
-    return (waiting[-1].arrived - waiting[-cars].arrived) / (cars - 1) if cars > 2 else 0.0
 
 
 SLIGHTLY = 1e-6  # rows: no more than what rounding does to a share

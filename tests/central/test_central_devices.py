@@ -27,8 +27,7 @@ DEVICES = ("cpu", "cpu")
 
 async def asked(model: str, count: int = 40, **options):
     """What comes of so many blocks of two rows, and what the server says of its devices."""
-    spec = ModelSpec(f"failing_devices:{model}", None, FEATURES)
-    backend = Central(Setup(spec, DEVICES), max_rows=2, **options)
+    backend = Central(Setup(ModelSpec(f"failing_devices:{model}", None, FEATURES), DEVICES), max_rows=2, **options)
     engine = Engine(backend, Dynamic(backend.setup))
     await engine.start()
     try:
@@ -41,16 +40,13 @@ async def asked(model: str, count: int = 40, **options):
         await engine.close()
 
 
-async def test_rows_are_answered_by_all_and_a_device_that_fails_costs_none_of_them():
+async def test_a_device_that_fails_costs_none_of_its_rows_and_when_all_have_failed_the_server_says_why():
     found, stats = await asked("first_fails_later")
     assert [float(answer[0, 0]) for answer in found] == [4.0 * n for n in range(40)]
     devices = stats["device"]["devices"]
     assert (devices["cpu:0"]["batches"], devices["cpu:1"]["batches"]) == (3, 37)
     assert "unspecified launch failure" in devices["cpu:0"]["failed"]
     assert [lane["name"] for lane in stats["lanes"]] == ["forward cpu:0 0", "forward cpu:1 0"]
-
-
-async def test_when_all_have_failed_the_server_is_gone_and_says_why():
     found, _ = await asked("all_fail")
     assert sum(isinstance(one, BackendDied) for one in found) == 37
     assert any("all devices have failed" in str(one) for one in found)

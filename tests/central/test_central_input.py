@@ -1,9 +1,12 @@
-"""Bad input, models that misbehave, and too little room: an error that ends with the cure, for whoever caused it."""
+"""Bad input, models that misbehave, too little room, programs that cannot be served: an error with the cure, for those
+who caused it, and the others are served.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import gc
 import os
 import resource
@@ -18,11 +21,13 @@ import pytest
 from models import BAD, FEATURES, Faulty
 from programs import named, wrong
 from servers import SECONDS, pid_of, served, serving, serving_held, until
+from torch import nn
 
 from gpuinfer.api import BackendContext, ModelSpec, Request
 from gpuinfer.backends.central import CentralRemote
 from gpuinfer.central.client_sessions import ClientAcceptor
 from gpuinfer.central.protocol import listen
+from gpuinfer.central.server import CentralServer
 from gpuinfer.errors import (
     BackendDied,
     BackendError,
@@ -37,6 +42,8 @@ from gpuinfer.errors import (
 from gpuinfer.host import shared_memory
 
 pytestmark = pytest.mark.usefixtures("children_forked")
+
+HERE = Path(__file__).parent
 
 
 @pytest.fixture(scope="module")
@@ -61,103 +68,77 @@ def well(client):
     return wrong(rows, whole(client.evaluate(rows, timeout=30))) is None
 
 
-NAN = np.full((3, FEATURES), np.nan, np.float32)
+ONE = named(1, 1, 1)
+ROWS = np.ones((2, FEATURES), np.float32)
 PARTLY = named(1, 1, 3)
 PARTLY[1, 2] = np.nan
 
 
 @pytest.mark.parametrize(
-    ("payload", "kind", "message"),
+    ("ask", "kind", "said"),
     [
-        pytest.param(np.zeros((3, 7), np.float32), BackendError, r"\[3, 8\].*got float32 \[3, 7\]", id="another width"),
-        pytest.param(np.zeros(8, np.float32), BackendError, r"got float32 \[8\]", id="a row that is no block"),
-        pytest.param(np.zeros((2, 2, 8), np.float32), BackendError, "got float32", id="three dimensions"),
-        pytest.param(np.float32(3), BackendError, "got float32|0 rows", id="a number"),
-        pytest.param(np.zeros((), np.float32), BackendError, r"got float32 \[\]", id="an array without dimensions"),
-        pytest.param(np.zeros((3, 8)), BackendError, "float32.*got float64", id="another dtype"),
-        pytest.param(np.zeros((3, 8), np.uint8), BackendError, "float32.*got uint8", id="whole numbers"),
-        pytest.param(np.zeros((3, 8), object), BackendError, "got object", id="objects"),
-        pytest.param(np.zeros((0, 8), np.float32), BackendError, "0 rows", id="no rows"),
-        pytest.param([[0.0] * 8], BackendError, "got list", id="a list"),
-        pytest.param(None, BackendError, "got NoneType", id="nothing"),
-        pytest.param("rows", BackendError, "got str", id="a string"),
-        pytest.param(np.zeros((513, 8), np.float32), RequestError, "513 rows.*1 to 512.*max_rows", id="too many rows"),
-        pytest.param(NAN, BackendError, "NaN", id="nothing but NaN"),
-        pytest.param(PARTLY, BackendError, "NaN", id="one NaN"),
+        (lambda client: client.evaluate(np.zeros((3, 7), np.float32)), BackendError, r"\[3, 8\].*got float32 \[3, 7\]"),
+        (lambda client: client.evaluate(ROWS[0]), BackendError, r"got float32 \[8\].* send row\[None\]"),
+        (lambda client: client.evaluate(ROWS.reshape(2, 2, 4)), BackendError, r"Send rows\.reshape\(len\(rows\), -1\)"),
+        (lambda client: client.evaluate(np.float32(3)), BackendError, "got float32|0 rows"),
+        (lambda client: client.evaluate(ROWS.astype(float)), BackendError, r"Send rows\.astype\(np\.float32\)"),
+        (lambda client: client.evaluate(np.zeros((3, 8), object)), BackendError, "got object"),
+        (lambda client: client.evaluate(ROWS[:0]), BackendError, "0 rows"),
+        (
+            lambda client: client.evaluate(ROWS.tolist()),
+            BackendError,
+            r"got list.*Send np\.asarray\(rows, np\.float32\)",
+        ),
+        (lambda client: client.evaluate(None), BackendError, "got NoneType"),
+        (lambda client: client.evaluate(np.zeros((513, 8), np.float32)), RequestError, "513 rows.*1 to 512.*max_rows"),
+        (lambda client: client.evaluate(ROWS * np.nan), BackendError, "NaN"),
+        (lambda client: client.evaluate(PARTLY), BackendError, "NaN"),
+        *((lambda client, rows=rows: client.block(rows), RequestError, "1 to 512") for rows in (0, -1, 513)),
+        *(
+            (lambda client, group=group: client.evaluate(ONE, group=group), RequestError, "the group .* cannot travel")
+            for group in ([1], {1, 2}, object(), "x" * 100_000, 2**80)
+        ),
+        *(
+            (lambda client, one=one: client.evaluate(ONE, priority=one), RequestError, r"priority .* cannot be queued")
+            for one in (3, -1, "high", 1.5)
+        ),
+        (lambda client: client.evaluate(ONE, timeout=float("nan")), UsageError, "timeout is NaN"),
+        (lambda client: client.evaluate(ONE, timeout="1s"), UsageError, "timeout is '1s'. Give seconds as a number"),
+        (lambda client: client.evaluate(ONE, timeout=1e-9), Expired, r"no answer within 1e-09 s\."),
     ],
 )
-def test_rows_that_do_not_fit_are_refused_with_the_cure(client, payload, kind, message):
-    with pytest.raises(kind, match=message) as caught:
-        client.evaluate(payload)
+def test_a_request_that_cannot_be_is_refused_with_the_cure(client, ask, kind, said):
+    assert well(client)
+    with pytest.raises(kind, match=said) as caught:
+        ask(client)
     assert str(caught.value).endswith(".")
     assert well(client)
 
 
-@pytest.mark.parametrize("rows", [0, -1, 513])
-def test_a_block_of_impossible_size_is_refused(client, rows):
-    with pytest.raises(RequestError, match="1 to 512"):
-        client.block(rows)
-    assert well(client)
+# Blocks, and threads and loops that want more than there are
 
 
-@pytest.mark.parametrize("group", [[1], {"a": 1}, {1, 2}, object(), "x" * 100_000, 2**80], ids=type)
-def test_a_group_that_cannot_travel_is_refused(client, group):
-    with pytest.raises(RequestError, match="group"):
-        client.evaluate(named(1, 1, 1), group=group)
-    assert well(client)
-
-
-@pytest.mark.parametrize("priority", [3, -1, "high", 1.5])
-def test_a_class_that_does_not_exist_is_refused(client, priority):
-    with pytest.raises(RequestError, match=r"priority .* cannot be queued"):
-        client.evaluate(named(1, 1, 1), priority=priority)
-    assert well(client)
-
-
-def test_a_block_that_is_with_the_server_already_is_refused(client):
+def test_blocks_are_used_once_at_a_time_and_there_are_so_many(client):
     block = client.block(100)
     block[:] = named(1, 1, 100)
     pending = client.submit(block)
     with pytest.raises(RequestError, match="with the server already"):
         client.submit(block[:3])
     assert wrong(block, whole(pending.result(30))) is None
-
-
-def test_too_many_outstanding_requests_are_refused(client):
-    blocks = [client.block(1) for _ in range(256)]
+    blocks = [client.block(1) for _ in range(255)]
     with pytest.raises(QueueFull, match="at most 256 blocks"):
-        client.evaluate(named(1, 1, 1))
+        client.evaluate(ONE)
     asked = [client.submit(block) for block in blocks]
-    assert [len(whole(pending.result(30))) for pending in asked] == [1] * 256
+    assert [len(whole(pending.result(30))) for pending in asked] == [1] * 255
 
 
-def test_more_threads_than_a_client_has_blocks_wait_for_one_another(client):
+async def test_more_threads_and_tasks_than_a_client_has_blocks_wait_for_one_another(client, server):
     def ask(who: int) -> str | None:
         rows = named(who, 1, 3)
         return wrong(rows, whole(client.evaluate(rows, timeout=SECONDS)))
 
     with ThreadPoolExecutor(300) as threads:
         assert list(threads.map(ask, range(600))) == [None] * 600
-
-
-def test_a_timeout_ends_the_wait_for_a_block():
-    with serving_held() as (server, hold), server.client() as client:
-        hold.close()
-        asked = [client.submit(named(1, number, 1)) for number in range(192)]
-        with pytest.raises(Expired, match=r"no answer within 0\.2 s"):
-            client.evaluate(named(1, 1, 1), timeout=0.2)
-        hold.open()
-        assert [len(pending.result(60)) for pending in asked] == [1] * 192
-
-
-@pytest.mark.parametrize("timeout", [1e-5, 1e-9])
-def test_a_timeout_that_is_over_at_once_is_told_as_it_was_given(client, timeout):
-    client.evaluate(named(1, 1, 1))
-    with pytest.raises(Expired, match=rf"no answer within {timeout:g} s\."):
-        client.evaluate(named(1, 1, 1), timeout=timeout)
-
-
-async def test_an_event_loop_may_ask_for_small_blocks_and_then_for_larger_ones(server):
     backend = CentralRemote(server._setup, address=server.address)
     await backend.start(BackendContext())
     for rows in (1, 65, 129):
@@ -165,6 +146,25 @@ async def test_an_event_loop_may_ask_for_small_blocks_and_then_for_larger_ones(s
         for request, answer in zip(asked, await backend.infer(asked), strict=True):
             assert wrong(request.payload, whole(answer)) is None
     await backend.close()
+
+
+def test_a_timeout_ends_any_wait_and_an_answer_can_be_waited_for_again():
+    with serving_held() as (server, hold), server.client() as client:
+        hold.close()
+        pending, given_up, *others = (client.submit(named(1, number, 3), timeout=600) for number in range(192))
+        for _ in range(2):
+            with pytest.raises(Expired, match=r"within 0\.01 s"):
+                pending.result(timeout=0.01)
+        with pytest.raises(Expired, match=r"no answer within 0\.2 s"):
+            client.evaluate(ONE, timeout=0.2)  # for which there is no block
+        given_up.cancel()
+        with pytest.raises(Closed, match="cancelled"):
+            given_up.result()
+        assert not pending.done
+        hold.open()
+        assert wrong(named(1, 0, 3), pending.result(SECONDS)) is None
+        assert (pending.done, pending.error, wrong(named(1, 0, 3), pending.value)) == (True, None, None)
+        assert [len(one.result(60)) for one in others] == [3] * 190
 
 
 # Models that misbehave
@@ -207,65 +207,42 @@ def test_a_model_that_hangs_is_given_up_and_whoever_waits_is_told():
         asked = [client.submit(poisoned(Faulty.HANGS)) for _ in range(3)]
         with pytest.raises(BackendDied, match=r"has not answered a batch for 0\.5 s.*batch_timeout"):
             asked[0].result(60)
-        for pending in asked[1:]:
+        for ask in (asked[1].result, asked[2].result, lambda seconds: other.evaluate(ONE, timeout=seconds)):
             with pytest.raises(BackendDied):
-                pending.result(10)
-        with pytest.raises(BackendDied):
-            other.evaluate(named(1, 1, 1), timeout=30)
+                ask(30)
 
 
 def test_a_timeout_holds_while_the_model_hangs_and_sending_never_blocks():
     with serving("models:faulty", in_flight=1) as server, server.client() as client:
         client.submit(poisoned(Faulty.HANGS))
-        asked = [client.submit(named(1, number, 1), timeout=600) for number in range(180)]
-        for pending in asked:
-            for _ in range(2):
-                with pytest.raises(Expired, match=r"within 0\.001 s"):
-                    pending.result(0.001)
-        with pytest.raises(Expired, match=r"0\.2 s"):
-            client.evaluate(named(2, 2, 2), timeout=0.2)
+        for pending in [client.submit(named(1, number, 1), timeout=600) for number in range(180)]:
+            with pytest.raises(Expired, match=r"within 0\.001 s"):
+                pending.result(0.001)
         os.kill(pid_of(server), 9)
-
-
-def test_an_answer_that_was_waited_for_too_briefly_can_be_waited_for_again():
-    with serving_held() as (server, hold), server.client() as client:
-        hold.close()
-        pending, given_up = (client.submit(named(1, number, 3)) for number in range(2))
-        for _ in range(2):
-            with pytest.raises(Expired, match=r"within 0\.01 s"):
-                pending.result(timeout=0.01)
-        given_up.cancel()
-        with pytest.raises(Closed, match="cancelled"):
-            given_up.result()
-        assert not pending.done
-        hold.open()
-        assert wrong(named(1, 0, 3), pending.result(SECONDS)) is None
-        assert (pending.done, pending.error) == (True, None)
-        assert wrong(named(1, 0, 3), pending.value) is None
 
 
 # Room
 
 
-def test_too_many_clients_are_told_so(server):
+def test_too_many_clients_are_told_so_and_one_that_is_closed_makes_room(server):
     clients = [server.client() for _ in range(4)]
-    for client in clients:
-        assert well(client)
+    assert all(map(well, clients))
     with pytest.raises(UsageError, match=r"4 clients already.*max_clients"):
-        server.client().evaluate(named(1, 1, 1))
-    clients[0].close()
-    late = server.client()
+        server.client().evaluate(ONE)
+    pending = clients[0].submit(named(1, 1, 400))
+    for _ in range(2):
+        clients[0].close()
+    for ask in (lambda: clients[0].evaluate(ONE), lambda: clients[0].block(3), lambda: pending.result(5)):
+        with pytest.raises(Closed, match=r"server\.client\(\)"):
+            ask()
 
     def enters():
-        nonlocal late
-        try:
+        with contextlib.suppress(UsageError), server.client() as late:
             return well(late)
-        except UsageError:
-            late = server.client()
-            return False
+        return False
 
     until(enters, "room for another client")
-    for client in [*clients, late]:
+    for client in clients:
         client.close()
 
 
@@ -277,42 +254,32 @@ def test_a_lack_of_shared_memory_is_said_with_the_size(client, monkeypatch):
     monkeypatch.setattr(os, "posix_fallocate", full)
     with pytest.raises(UsageError, match=r"[\d,]+ bytes of shared memory cannot be had: No space left") as caught:
         client.block(512)
-    told = int(str(caught.value).split(" bytes")[0].replace(",", ""))
-    assert size < told < 2 * size
+    assert size < int(str(caught.value).split(" bytes")[0].replace(",", "")) < 2 * size
     monkeypatch.undo()
     assert well(client)
 
 
-@pytest.fixture
+@contextlib.contextmanager
 def no_descriptors():
-    """A context in which this process can open nothing more."""
-
-    @contextlib.contextmanager
-    def limited():
-        before = resource.getrlimit(resource.RLIMIT_NOFILE)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (0, before[1]))
-        try:
-            yield
-        finally:
-            resource.setrlimit(resource.RLIMIT_NOFILE, before)
-
-    return limited
+    """In which this process can open nothing more."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
-def test_a_lack_of_descriptors_is_said_with_the_cure(server, no_descriptors):
-    with no_descriptors():
-        with pytest.raises(UsageError, match=r"4,096 bytes of shared memory.*ulimit -n"):
-            shared_memory.create(4096)
-        with pytest.raises(UsageError, match=r"no line to the central server.*ulimit -n"):
-            server.client().evaluate(named(1, 1, 1))
-
-
-def test_a_server_without_descriptors_rests_until_there_are_some(no_descriptors):
+def test_a_lack_of_descriptors_is_said_with_the_cure_and_a_server_rests_until_there_are_some(server):
     listener, address = listen()
     lines = ClientAcceptor(listener, address.token, 4, (b"", 0), lambda rows: None)
-    with contextlib.closing(listener), socket.socket(socket.AF_UNIX) as client:
-        client.connect(address.path)
+    with contextlib.closing(listener), socket.socket(socket.AF_UNIX) as waiting:
+        waiting.connect(address.path)
         with no_descriptors():
+            with pytest.raises(UsageError, match=r"4,096 bytes of shared memory.*ulimit -n"):
+                shared_memory.create(4096)
+            with pytest.raises(UsageError, match=r"no line to the central server.*ulimit -n"):
+                server.client().evaluate(ONE)
             lines.take_in(lines.ready(), None, None)
             assert not lines.sessions
             assert not lines.ready()
@@ -335,92 +302,118 @@ def test_a_client_that_is_dropped_without_being_closed_holds_no_memory(server):
     until(lambda: len(os.listdir("/proc/self/fd")) <= before, "the end of all it held")
 
 
-@pytest.mark.thorough
-def test_without_memfd_memory_has_no_name_either():
-    here = Path(__file__).parent
-    environment = {**os.environ, "PYTHONPATH": str(here)}
-    done = subprocess.run(
-        [sys.executable, "without_memfd.py"], cwd=here, env=environment, capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0, done.stderr
-    assert "{'faults': [None, None], 'memfd': False, 'left': 0" in done.stdout
+# Servers that cannot be had
 
 
-# Used wrongly
+class Doubled(nn.Module):
+    """A network without an `__init__` of its own."""
+
+    def forward(self, rows):
+        return rows * 2
 
 
-def test_a_client_that_is_closed_says_so(server):
-    client = server.client()
-    pending = client.submit(named(1, 1, 400))
-    client.close()
-    client.close()
-    with pytest.raises(Closed, match=r"server\.client\(\)"):
-        client.evaluate(named(1, 1, 1))
-    with pytest.raises(Closed):
-        client.block(3)
-    with pytest.raises(Closed):
-        pending.result(5)
+def local():
+    def network():
+        return Doubled()
+
+    return network
+
+
+SIZES = {"actions": 2, "seats": 2, "hidden": 7}
+REFUSED = [  # at once
+    ("models:tagged", {"inputs": 0}, UsageError, "inputs=N"),
+    ("models:tagged", {"inputs": "4"}, UsageError, "inputs"),
+    ("models:tagged", {"inputs": (3, 32, 32)}, UsageError, r"inputs=3072, .* with x\.view\(-1, 3, 32, 32\)"),
+    ("models:tagged", {"strategy": "dynamite"}, UnknownName, "dynamic"),
+    ("models:tagged", {"max_rows": 0}, UsageError, "max_rows"),
+    ("models:tagged", {"in_flight": 1.5}, UsageError, "in_flight"),
+    ("models:tagged", {"batch_timeout": 0}, UsageError, "batch_timeout"),
+    (ModelSpec("models:network"), {}, UsageError, "."),
+    (ModelSpec("tiny", kind="text"), {}, UsageError, "takes rows"),
+    (5, {}, UsageError, "model is 5. Give a function"),
+    (Doubled(), {}, UsageError, "an object of Doubled.*Give what makes it: Doubled or a function"),
+    (nn.Linear(4, 2), {}, UsageError, "an object of Linear"),
+    (functools.partial(Doubled), {}, UsageError, r"functools\.partial, which has no name"),
+    (lambda: None, {}, UsageError, "is a lambda, which no other process can import"),
+    (local(), {}, UsageError, "'network', made inside of a function"),
+]
+STARTED = [  # by the process
+    ("models:taged", {}, UnknownName, "tagged"),
+    ("models.tagged", {}, UsageError, "Did you mean 'models:tagged'?"),
+    ("models:named", {}, UsageError, "."),
+    (nn.Linear, {}, UsageError, "needs in_features, out_features.*write a function around it"),
+    ("models:tagged", {"input_dtype": "float16"}, UnknownName, "float32"),
+    ("models:tagged", {"arguments": {"shap": "dict"}}, UsageError, r"'shap'\. Did you mean 'shape'\? It takes seconds"),
+    ("models:tagged", {"arguments": {"features": 9}}, UsageError, "features=9 .* rows of 8"),
+    ("blobnet-small", {"arguments": SIZES}, UsageError, "no argument 'hidden'. It takes actions, seats"),
+]
+
+
+@pytest.mark.parametrize(("model", "options", "kind", "said"), REFUSED)
+def test_a_server_that_cannot_be_is_refused_at_once(model, options, kind, said):
+    with pytest.raises(kind, match=said):
+        served(model, **options)
 
 
 @pytest.mark.sample
-@pytest.mark.parametrize(
-    ("model", "options", "kind", "message"),
-    [
-        pytest.param("models:tagged", {"inputs": 0}, UsageError, "inputs=N", id="no features"),
-        pytest.param(lambda: None, {}, UsageError, "at a module's top", id="a factory without a name"),
-        pytest.param("models:tagged", {"strategy": "dynamite"}, UnknownName, "dynamic", id="an unknown strategy"),
-        pytest.param("models:taged", {}, UnknownName, "tagged", id="an unknown factory"),
-        pytest.param("models:named", {}, UsageError, r".", id="what is no factory"),
-        pytest.param("models:tagged", {"input_dtype": "float16"}, UnknownName, "float32", id="an unknown dtype"),
-        pytest.param(ModelSpec("models:network"), {}, UsageError, r".", id="a specification without features"),
-        pytest.param(5, {}, UsageError, "Give a function", id="no model"),
-        pytest.param("models:tagged", {"inputs": "4"}, UsageError, "inputs", id="features that are no number"),
-        pytest.param("models:tagged", {"max_rows": 0}, UsageError, "max_rows", id="no rows"),
-        pytest.param("models:tagged", {"in_flight": 1.5}, UsageError, "in_flight", id="half a batch"),
-        pytest.param("models:tagged", {"batch_timeout": 0}, UsageError, "batch_timeout", id="no time"),
-        pytest.param(
-            "models:tagged",
-            {"arguments": {"shap": "dict"}},
-            UsageError,
-            r"no argument 'shap'\. Did you mean 'shape'\? It takes seconds, shape",
-            id="an argument mistyped",
-        ),
-        pytest.param(
-            "models:tagged", {"arguments": {"features": 9}}, UsageError, "features=9 .* rows of 8", id="another size"
-        ),
-        pytest.param(
-            "blobnet-small",
-            {"arguments": {"actions": 2, "seats": 2, "hidden": 7}},
-            UsageError,
-            "no argument 'hidden'. It takes actions, seats",
-            id="an argument that a network of ours does not take",
-        ),
-    ],
-)
-def test_a_server_that_cannot_be_had_says_why(model, options, kind, message):
-    with pytest.raises(kind, match=message):
+@pytest.mark.parametrize(("model", "options", "kind", "said"), STARTED)
+def test_a_server_that_cannot_be_had_says_why(model, options, kind, said):
+    with pytest.raises(kind, match=said):
         served(model, **options).start()
 
 
-@pytest.mark.thorough
-def test_a_server_serves_once():
-    server = served()
+def test_a_server_serves_once_and_a_network_needs_no_init():
+    server = CentralServer(f"{__name__}:Doubled", inputs=4)
     with pytest.raises(Closed, match="with CentralServer"):
         server.client()
-    with server, pytest.raises(UsageError, match="started before"):
-        server.start()
+    with server, server.client() as client:
+        assert (client.evaluate(np.ones((2, 4), np.float32)) == 2).all()
+        with pytest.raises(UsageError, match="started before"):
+            server.start()
     with pytest.raises(UsageError, match="started before"):
         server.start()
 
 
-def test_a_timeout_that_is_no_number_is_refused_and_the_client_goes_on(client):
-    for timeout, said in ((float("nan"), "timeout is NaN"), ("1s", "timeout is '1s'. Give seconds as a number")):
-        with pytest.raises(UsageError, match=said):
-            client.evaluate(named(1, 1, 3), timeout=timeout)
-    assert client.evaluate(named(1, 1, 3), timeout=np.float32(60))["name"].shape == (3, 3)
-    assert well(client)
+# Programs as people write them
+
+UNGUARDED = (HERE / "unguarded.py").read_text()
+OF_A_MODULE = UNGUARDED[: UNGUARDED.index("class")] + "from test_central_input import Doubled\n\n"
+OF_A_MODULE += UNGUARDED[UNGUARDED.index("with ") :]
+BELOW = UNGUARDED.replace("class Doubled", 'if __name__ == "__main__":\n class Doubled', 1)
+BELOW = BELOW.partition(" class")[0] + "\n".join(f" {line}" for line in BELOW.partition("\n class")[2].splitlines())
+WRITE = "Write it into a file, such as model.py, and give 'model:Doubled'."
 
 
-def test_chunk_rows_are_how_many_rows_go_through_at_once():
-    with serving("models:Together", chunk_rows=16) as server, server.client() as client:
-        assert (client.evaluate(named(1, 1, 64)) == 16).all()
+def program(*words, text=None):
+    return subprocess.run(
+        [sys.executable, *words], cwd=HERE, input=text, capture_output=True, text=True, timeout=120, check=False
+    )
+
+
+@pytest.mark.parametrize(
+    ("way", "text", "said"),
+    [
+        pytest.param("file", UNGUARDED, "starts a server whenever it is imported", id="no guard"),
+        pytest.param("-", UNGUARDED, WRITE, id="from standard input"),
+        pytest.param("-c", UNGUARDED.replace("(Doubled", '("__main__:Doubled"'), WRITE, id="a word, by name"),
+        pytest.param("file", BELOW, "above `if __name__ == '__main__':`", id="a network below the guard"),
+        pytest.param("-", OF_A_MODULE, None, id="a network of a module, from standard input"),
+        pytest.param("-c", OF_A_MODULE, None, id="a network of a module, in a word", marks=pytest.mark.thorough),
+    ],
+)
+def test_a_program_is_served_or_told_what_to_do(way, text, said, tmp_path):
+    (tmp_path / "program.py").write_text(text)
+    words = {"-": ["-"], "-c": ["-c", text], "file": [str(tmp_path / "program.py")]}[way]
+    done = program(*words, text=text if way == "-" else None)
+    if said is None:
+        assert (done.returncode, done.stdout.strip()) == (0, "16.0"), done.stderr
+    else:
+        assert (done.returncode, said in done.stderr.splitlines()[-1]) == (1, True), done.stderr
+        assert done.stderr.count("Traceback") == 1, done.stderr
+
+
+@pytest.mark.thorough
+def test_without_memfd_memory_has_no_name_either():
+    done = program("without_memfd.py")
+    assert done.returncode == 0, done.stderr
+    assert "{'faults': [None, None], 'memfd': False, 'left': 0" in done.stdout

@@ -1,4 +1,6 @@
-"""A model of text in the central server's process: answers, what is measured over there, what goes wrong."""
+"""A model of text in the central server's process: answers, whole and as they grow, what is measured over there, what
+goes wrong.
+"""
 
 from __future__ import annotations
 
@@ -12,28 +14,32 @@ from counts import examples
 from dying import Dying, Odd
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 from programs import is_alive
 from servers import pid_of, until
 from strangers import Stranger
+from text.toy import joined
 from texts import SLOTS, asking, long, serving_text, short
 
-from gpuinfer.api import ModelSpec, Priority
+from gpuinfer.api import Priority
 from gpuinfer.central import server as server_module
-from gpuinfer.central.protocol import HEADER, LARGEST_BEGUN, RecordKind, Unpacker, WireRecord, hello, pack_record
-from gpuinfer.central.server import CentralServer
-from gpuinfer.central.server_process import OtherTextBackend
-from gpuinfer.errors import (
-    BackendDied,
-    BackendError,
-    BadPrompt,
-    Closed,
-    Expired,
-    PromptTooLong,
-    RequestError,
-    UsageError,
+from gpuinfer.central.protocol import (
+    HEADER,
+    LARGEST_BEGUN,
+    RecordKind,
+    Unpacker,
+    WireRecord,
+    generation_from_wire,
+    hello,
+    pack_record,
+    part_from_wire,
+    request_to_wire,
 )
-from gpuinfer.generation import Constraint, Generation, Prompt, Sampling
-from gpuinfer.text.answer_frames import LARGEST_PROMPT
+from gpuinfer.central.server_process import OtherTextBackend
+from gpuinfer.engine.stream import PartStream
+from gpuinfer.errors import BackendDied, BackendError, BadPrompt, Closed, Expired, PromptTooLong, RequestError
+from gpuinfer.generation import Constraint, Generation, Part, Prompt, Sampling
+from gpuinfer.text.answer_frames import LARGEST_PROMPT, DeliveredAnswer
 
 pytestmark = pytest.mark.usefixtures("children_forked")
 
@@ -48,7 +54,7 @@ def server():
 
 
 async def all_of(engine, prompts, **terms):
-    asked = (engine.submit(prompt, rows=prompt.samples, **terms) for prompt in prompts)
+    asked = (engine.submit(prompt, rows=getattr(prompt, "samples", 1), **terms) for prompt in prompts)
     return await asyncio.wait_for(asyncio.gather(*asked, return_exceptions=True), SECONDS)
 
 
@@ -60,6 +66,19 @@ async def begun(engine, server, prompts):
         until, lambda: sum(server.stats().reasons.values()) > sum(before.reasons.values()), "their admission"
     )
     return tasks
+
+
+async def cancelled(server, before, count=1):
+    enough = before + count
+    await asyncio.to_thread(until, lambda: server.stats().errors["cancelled"] >= enough, "the end of what was left")
+
+
+def reading(engine, prompt):
+    return PartStream(lambda on_part: engine.submit(prompt, rows=prompt.samples, on_part=on_part))
+
+
+async def read(stream):
+    return [part async for part in stream]
 
 
 async def test_batches_queue_waits_and_the_forward_lane_are_measured_over_there(server):
@@ -79,81 +98,78 @@ async def test_batches_queue_waits_and_the_forward_lane_are_measured_over_there(
     assert after.rss_peak_mb > 0
 
 
-async def test_samples_and_logprobs_and_what_was_drawn_travel_as_they_are(server):
-    sampling = Sampling(max_tokens=3, ignore_eos=True, logprobs=2, prompt_logprobs=1, logit_bias={65: 2})
-    prompt = Prompt(text="ab", samples=2, key="k", sampling=sampling)
+async def test_answers_and_their_parts_travel_as_they_are(server):
+    rich = Sampling(max_tokens=12, ignore_eos=True, logprobs=2, prompt_logprobs=1, logit_bias={65: 2}, stop=("qu", "e"))
+    prompts = [
+        *(short(f"{number}", 20) for number in range(SLOTS)),
+        Prompt(text="ab", samples=2, key="k", sampling=rich),
+    ]
     async with asking(server) as engine:
-        (answer,) = await all_of(engine, [prompt], priority=Priority.HIGH, group=("a", 1))
-    assert isinstance(answer, Generation)
-    assert answer.prompt_tokens == len(answer.prompt_logprobs) == 2
-    assert answer.prompt_logprobs[0] is None
-    for completion in answer.completions:
+        streams = [reading(engine, prompt) for prompt in prompts]
+        given = await asyncio.wait_for(asyncio.gather(*map(read, streams)), SECONDS)
+        whole = await all_of(engine, prompts, priority=Priority.HIGH, group=("a", 1))
+    for parts, stream, answer in zip(given, streams, whole, strict=True):
+        assert joined(parts) == list(stream.result.completions) == list(answer.completions)
+    assert whole[-1].prompt_tokens == len(whole[-1].prompt_logprobs) == 2
+    assert whole[-1].prompt_logprobs[0] is None
+    for completion in whole[-1].completions:
         assert [one.chosen.token for one in completion.logprobs] == list(completion.tokens)
         assert all(len(one.likeliest) == 2 for one in completion.logprobs)
 
 
 BAD = [
-    pytest.param(Prompt(tokens=(10**6,)), BadPrompt, "token", id="a token that the model does not have"),
-    pytest.param(
-        Prompt(text="a", sampling=Sampling(constraint=Constraint(regex="("))), BadPrompt, "regex", id="a bad regex"
-    ),
-    pytest.param(Prompt(text="a" * 10_000), PromptTooLong, "2,048|2048|context", id="one that does not fit"),
-    pytest.param(Prompt(text=5), BadPrompt, "Expected `str", id="a field of another type"),
-    pytest.param(Prompt(text="\ud800"), BadPrompt, "travel|Unicode|UTF", id="text that is none"),
-    pytest.param(Prompt(text="a" * LARGEST_PROMPT), BadPrompt, "at most", id="one that is too large to travel"),
-    pytest.param(Prompt(text="a", sampling=Sampling(seed=1 << 90)), BadPrompt, "travel", id="a number too large"),
+    (Prompt(tokens=(10**6,)), {}, BadPrompt, "token"),
+    (Prompt(text="a", sampling=Sampling(constraint=Constraint(regex="("))), {}, BadPrompt, "regex"),
+    (Prompt(text="a" * 10_000), {}, PromptTooLong, "2,048|2048|context"),
+    (Prompt(text=5), {}, BadPrompt, "Expected `str"),
+    (Prompt(text="\ud800"), {}, BadPrompt, "travel|Unicode|UTF"),
+    (Prompt(text="a" * LARGEST_PROMPT), {}, BadPrompt, "at most"),
+    (Prompt(text="a", sampling=Sampling(seed=1 << 90)), {}, BadPrompt, "travel"),
+    ("no prompt", {}, BackendError, "."),
+    (Prompt(text="a", samples=SLOTS + 1), {}, RequestError, "."),
+    (short("x"), {"group": b"x" * 10**6}, RequestError, "group"),
 ]
 
 
-@pytest.mark.parametrize(("prompt", "kind", "words"), BAD)
-async def test_a_bad_prompt_fails_alone_and_says_why(server, prompt, kind, words):
+async def test_a_bad_prompt_fails_alone_and_says_why(server):
     async with asking(server) as engine:
-        bad, good = await all_of(engine, [prompt, short("good")])
-    assert type(bad) is kind, bad
-    assert re.search(words, str(bad))
-    assert str(bad).endswith(".")
-    assert isinstance(good, Generation)
+        for prompt, terms, kind, words in BAD:
+            (bad,), (good,) = await asyncio.gather(all_of(engine, [prompt], **terms), all_of(engine, [short("good")]))
+            assert type(bad) is kind, bad
+            assert re.search(words, str(bad))
+            assert str(bad).endswith(".")
+            assert isinstance(good, Generation)
 
 
-async def test_what_is_no_prompt_and_a_group_that_cannot_travel_fail_alone(server):
-    async with asking(server) as engine:
-        asked = (engine.submit("a"), engine.submit(short("x"), group=b"x" * 10**6), engine.submit(short("good")))
-        stranger, crowded, good = await asyncio.gather(*asked, return_exceptions=True)
-        (wide,) = await all_of(engine, [Prompt(text="a", samples=SLOTS + 1)])
-    assert (type(stranger), type(crowded), type(wide)) == (BackendError, RequestError, RequestError)
-    assert isinstance(good, Generation)
+# Whoever leaves
 
 
-async def test_a_cancelled_prompt_leaves_its_slot_to_the_next(server):
+@pytest.mark.parametrize("how", ["cancels", "closes", "stops reading", "waits past its deadline"])
+async def test_whoever_leaves_takes_its_prompts_along(server, how):
     before = server.stats().errors["cancelled"]
     async with asking(server) as engine:
-        tasks = await begun(engine, server, MANY)
-        for task in tasks:
-            task.cancel()
-        (answer,) = await all_of(engine, [short("next")])
-        assert isinstance(answer, Generation)
-        await asyncio.to_thread(until, lambda: server.stats().errors["cancelled"] >= before + SLOTS, "their end")
-        with pytest.raises(asyncio.CancelledError):
-            await tasks[-1]
+        if how == "stops reading":
+            for stream in [reading(engine, long(f"{number}")) for number in range(SLOTS)]:
+                await anext(stream)
+                await stream.aclose()
+        else:
+            tasks = await begun(engine, server, MANY)
+            if how == "closes":
+                await engine.backend.close()
+                ended = await asyncio.gather(*tasks, return_exceptions=True)
+                assert {type(one) for one in ended[-SLOTS:]} == {Closed}
+            elif how == "waits past its deadline":
+                (late,) = await all_of(engine, [short("late")], timeout=0.2)
+                assert type(late) is Expired
+            for task in tasks:
+                task.cancel()
+        if how != "closes":
+            (answer,) = await all_of(engine, [short("next")])
+            assert isinstance(answer, Generation)
+    await cancelled(server, before)
 
 
-async def test_whoever_leaves_takes_its_prompts_along(server):
-    before = server.stats().errors["cancelled"]
-    async with asking(server) as engine:
-        tasks = await begun(engine, server, MANY)
-        await engine.backend.close()
-    ended = await asyncio.gather(*tasks, return_exceptions=True)
-    assert {type(one) for one in ended[-SLOTS:]} == {Closed}
-    await asyncio.to_thread(until, lambda: server.stats().errors["cancelled"] >= before + SLOTS, "their end")
-
-
-async def test_a_prompt_that_waits_over_there_past_its_deadline_expires(server):
-    async with asking(server) as engine:
-        tasks = await begun(engine, server, MANY)
-        (late,) = await all_of(engine, [short("late")], timeout=0.2)
-        for task in tasks:
-            task.cancel()
-    assert type(late) is Expired
+# Strangers
 
 
 def greeted(server):
@@ -163,66 +179,46 @@ def greeted(server):
     return stranger
 
 
+TOO_LARGE = HEADER.pack(RecordKind.PROMPT, 0, 0, 1, 0, 1, LARGEST_PROMPT + LARGEST_BEGUN + 1, 1.0)
+NO_TIME = pack_record(WireRecord(RecordKind.PROMPT, rows=1, left_s=float("nan"), body=b"x"))
+NO_PROMPT = pack_record(WireRecord(RecordKind.PROMPT, rows=1, number=7, left_s=9.0, body=b"\xc1\xff"))
+ROWS = pack_record(WireRecord(RecordKind.ASK, rows=1, left_s=1.0))
+
+
 @pytest.mark.parametrize(
-    "sent",
+    ("sent", "kind"),
     [
-        pytest.param(pack_record(WireRecord(RecordKind.ASK, rows=1, left_s=1.0)), id="rows"),
-        pytest.param(
-            HEADER.pack(RecordKind.PROMPT, 0, 0, 1, 0, 1, LARGEST_PROMPT + LARGEST_BEGUN + 1, 1.0),
-            id="a body without a bound",
-        ),
-        pytest.param(
-            pack_record(WireRecord(RecordKind.PROMPT, rows=1, left_s=float("nan"), body=b"x")),
-            id="a deadline that is none",
-        ),
+        pytest.param(ROWS, RecordKind.GOODBYE, id="rows"),
+        pytest.param(TOO_LARGE, RecordKind.GOODBYE, id="a body without a bound"),
+        pytest.param(NO_TIME, RecordKind.GOODBYE, id="a deadline that is none"),
+        pytest.param(NO_PROMPT, RecordKind.FAILED, id="bytes that are no prompt"),
     ],
 )
-async def test_a_client_that_sends_something_else_is_dismissed_and_the_others_are_served(server, sent):
+async def test_a_client_that_sends_something_else_is_told_and_the_others_are_served(server, sent, kind):
     with greeted(server) as stranger:
         stranger.raw(sent)
-        assert stranger.next().kind == RecordKind.GOODBYE
+        answer = stranger.next()
+        assert answer.kind == kind
+        assert kind == RecordKind.GOODBYE or (answer.number, answer.body["type"]) == (7, "BadPrompt")
     async with asking(server) as engine:
         assert isinstance((await all_of(engine, [short("good")]))[0], Generation)
 
 
-def test_bytes_that_are_no_prompt_are_answered_as_a_bad_prompt(server):
-    with greeted(server) as stranger:
-        stranger.send(WireRecord(RecordKind.PROMPT, rows=1, number=7, left_s=9.0, body=b"\xc1\xff"))
-        answer = stranger.next()
-    assert (answer.kind, answer.number, answer.body["type"]) == (RecordKind.FAILED, 7, "BadPrompt")
-
-
-@pytest.mark.thorough
-async def test_a_killed_server_fails_at_once_what_is_under_way():
-    with serving_text() as server:
+async def test_a_client_that_reads_nothing_stalls_nobody_and_is_owed_one_part_a_sample(server):
+    """Its answers are some times as long as what a line holds."""
+    sampling = Sampling(max_tokens=400, ignore_eos=True, logprobs=20)
+    body = request_to_wire(Prompt(text="much", samples=SLOTS - 1, sampling=sampling), None, parts=True)
+    with greeted(server) as deaf:
+        before = server.stats().requests
+        deaf.send(WireRecord(RecordKind.PROMPT, rows=SLOTS - 1, number=1, left_s=float(SECONDS), body=body))
         async with asking(server) as engine:
-            tasks = await begun(engine, server, MANY)
-            os.kill(pid_of(server), signal.SIGKILL)
-            _, late = await asyncio.wait(tasks, timeout=SECONDS)
-            assert not late
-            assert {type(task.exception()) for task in tasks[-SLOTS:]} == {BackendDied}
-            (after,) = await all_of(engine, [short("after")])
-            assert type(after) is BackendDied
-
-
-@pytest.mark.thorough
-async def test_a_server_that_comes_back_is_asked_again_and_answers_the_same():
-    with serving_text(restart=True) as server:
-        async with asking(server) as engine:
-            prompts = [short(f"{number}", 300) for number in range(2 * SLOTS)]
-            tasks = await begun(engine, server, prompts)
-            first = pid_of(server)
-            os.kill(first, signal.SIGKILL)
-            answers = await asyncio.wait_for(asyncio.gather(*tasks), SECONDS)
-            assert pid_of(server) != first
-            assert not is_alive(first)
-            again = await all_of(engine, prompts)
-    assert [answer.completions for answer in answers] == [answer.completions for answer in again]
-
-
-def test_a_server_of_ones_own_says_that_it_takes_rows():
-    with pytest.raises(UsageError, match="takes rows"):
-        CentralServer(ModelSpec("tiny", kind="text"))
+            assert joined(await read(reading(engine, short("other", 100))))
+        await asyncio.to_thread(until, lambda: server.stats().requests == before + 2, "both answers")
+        given = []
+        while (record := deaf.next()).kind == RecordKind.PART:
+            given.append(part_from_wire(record.body))
+    assert joined(given) == list(generation_from_wire(record.body).completions)
+    assert max(len(part.tokens) for part in given) > 50, "joined while they waited"
 
 
 @settings(max_examples=examples(50), deadline=None)
@@ -236,6 +232,62 @@ def test_records_arrive_whole_in_whatever_pieces_they_come(bodies, data):
         arrived += unpacker.feed(stream[:size])
         stream = stream[size:]
     assert arrived == sent
+
+
+# The server dies
+
+
+@pytest.mark.thorough
+async def test_a_killed_server_fails_at_once_what_is_under_way():
+    with serving_text() as server:
+        async with asking(server) as engine:
+            stream = reading(engine, long("a"))
+            tasks = await begun(engine, server, MANY)
+            await anext(stream)
+            os.kill(pid_of(server), signal.SIGKILL)
+            _, late = await asyncio.wait(tasks, timeout=SECONDS)
+            assert not late
+            assert {type(task.exception()) for task in tasks[-SLOTS:]} == {BackendDied}
+            with pytest.raises(BackendDied):
+                await asyncio.wait_for(read(stream), SECONDS)
+            (after,) = await all_of(engine, [short("after")])
+            assert type(after) is BackendDied
+
+
+@pytest.mark.thorough
+async def test_a_server_that_comes_back_is_asked_again_and_goes_on_where_the_one_before_stopped():
+    with serving_text(restart=True) as server:
+        async with asking(server) as engine:
+            prompts = [short(f"{number}", 600) for number in range(2 * SLOTS)]
+            streams = [reading(engine, prompt) for prompt in prompts]
+            tasks = await begun(engine, server, prompts)
+            first, died = await anext(streams[0]), pid_of(server)
+            os.kill(died, signal.SIGKILL)
+            given = await asyncio.wait_for(asyncio.gather(*map(read, streams)), SECONDS)
+            answers = await asyncio.wait_for(asyncio.gather(*tasks), SECONDS)
+            assert pid_of(server) != died
+            assert not is_alive(died)
+            again = await all_of(engine, prompts)
+    given[0].insert(0, first)
+    for parts, stream, whole, answer in zip(given, streams, answers, again, strict=True):
+        assert joined(parts) == list(stream.result.completions) == list(whole.completions) == list(answer.completions)
+
+
+def part(sample, text, reason=None):
+    return Part(sample=sample, text=text, tokens=tuple(map(ord, text)), finish_reason=reason)
+
+
+def test_what_a_reader_has_had_is_what_its_answer_goes_on_after():
+    prompt = Prompt(text="x", samples=3, begun=((), (7,), ()))
+    had = DeliveredAnswer(prompt)
+    assert had.rest() == prompt
+    said = [part(0, "he"), part(1, "a"), part(0, "llo", "stop"), part(1, "b")]
+    assert [had.fresh(one) for one in said] == said
+    assert had.rest() == structs.replace(prompt, begun=(tuple(map(ord, "hello")), (7, 97, 98), ()))
+    assert had.fresh(part(0, "", "stop")) is None, "it was whole"
+    assert had.fresh(part(1, "", "stop")) is not None
+    with pytest.raises(BackendError, match="nobody asked for"):
+        had.fresh(part(3, "a"))
 
 
 async def test_whoever_asked_a_server_that_dies_again_and_again_hears_what_it_printed(tmp_path, monkeypatch):
