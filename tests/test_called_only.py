@@ -18,19 +18,18 @@ def squares(values, out):
 
 
 @pytest.mark.parametrize("options", [{}, {"forceinline": True}], ids=["called", "inlined"])
-@pytest.mark.parametrize("dtype", [np.float32, np.float64], ids=["float32", "float64"])
-def test_compiled_code_and_python_call_it(options, dtype):
+def test_compiled_code_and_python_call_it(options):
     inner = called_only(**options)(squares)
 
     @numba.njit
     def twice(values, out):
         return inner(values, out) + inner(values, out)
 
-    values = np.arange(5, dtype=dtype)
-    for function, sum_of_squares in ((twice, 60.0), (inner, 30.0)):
-        out = np.zeros(5, dtype)
-        assert function(values, out) == sum_of_squares
-        assert out.tolist() == [0.0, 1.0, 4.0, 9.0, 16.0]
+    for dtype in (np.float32, np.float64):
+        for function, sum_of_squares in ((twice, 60.0), (inner, 30.0)):
+            out = np.zeros(5, dtype)
+            assert function(np.arange(5, dtype=dtype), out) == sum_of_squares
+            assert out.tolist() == [0.0, 1.0, 4.0, 9.0, 16.0]
 
 
 def test_nothing_is_compiled_that_nobody_calls():

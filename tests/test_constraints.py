@@ -26,10 +26,8 @@ def pinned() -> dict[str, list[Requirement]]:
 
 
 def asked() -> list[Requirement]:
-    told = [
-        tomllib.loads(path.read_text())["project"]
-        for path in [ROOT / "pyproject.toml", *ROOT.glob("plugins/*/pyproject.toml")]
-    ]
+    files = [ROOT / "pyproject.toml", *ROOT.glob("plugins/*/pyproject.toml")]
+    told = [tomllib.loads(path.read_text())["project"] for path in files]
     texts = [text for project in told for text in project["dependencies"]]
     texts += [text for extra in EXTRAS for text in told[0]["optional-dependencies"][extra]]
     return [one for one in map(Requirement, texts) if one.name not in ("gpuinfer", "torch")]

@@ -43,22 +43,11 @@ def test_it_has_a_folder_an_environment_a_session_an_output_and_an_exit_code_of_
     failed = run(["fails"], folder)
     assert (failed.returncode, failed.stdout) == (1, "")
     assert "ValueError: as it should" in failed.stderr
-
-
-@pytest.mark.thorough
-def test_it_may_be_a_file_and_finds_what_is_on_its_path(folder):
-    done = run([folder / "says.py"], folder / "elsewhere")
-    assert done.stdout.startswith(f"{folder}/elsewhere [] ")
-    assert run(["says"], folder / "elsewhere").returncode == 1
     there = own_environment(PYTHONPATH=os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")]))
-    assert run(["says"], folder / "elsewhere", there).returncode == 3
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("program", ["spawns", "spawns.py"])
-def test_its_worker_processes_find_their_main_module(folder, program):
-    done = run([program], folder)
-    assert done.stdout == "[8, 10]\n", done.stderr
+    assert run([folder / "says.py"], folder / "elsewhere").stdout.startswith(f"{folder}/elsewhere [] ")
+    assert [run(["says"], folder / "elsewhere", one).returncode for one in (None, there)] == [1, 3]
+    for program in ("spawns", "spawns.py"):  # its worker processes find their main module
+        assert run([program], folder).stdout == "[8, 10]\n"
 
 
 @pytest.mark.thorough
@@ -70,10 +59,6 @@ def test_it_reads_what_it_is_given_and_a_signal_ends_it(folder):
         assert process.poll() is None
         process.send_signal(signal.SIGTERM)
         assert process.wait() == -signal.SIGTERM
-
-
-@pytest.mark.thorough
-def test_one_that_does_not_end_is_ended_and_the_next_one_runs(folder):
     with pytest.raises(subprocess.TimeoutExpired):
         run(["hangs"], folder, timeout=0.5)
     assert run(["gpuinfer", "--version"], folder).stdout.startswith("gpuinfer ")

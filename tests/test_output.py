@@ -16,32 +16,22 @@ from gpuinfer.errors import WorkError
 REPORT = {"schema": "gpuinfer.report/1"}
 
 
-def test_a_file_is_replaced_as_a_whole(tmp_path):
-    target = tmp_path / "r.json"
-    target.write_text("old")
-    Destination(str(target)).write(REPORT)
-    assert json.loads(target.read_text()) == REPORT
-    assert [path.name for path in tmp_path.iterdir()] == ["r.json"]
-
-
-def test_a_link_stays_one_and_what_it_leads_to_is_written(tmp_path):
-    target, link = tmp_path / "r.json", tmp_path / "link.json"
+def test_a_report_replaces_a_file_and_what_a_link_leads_to_and_goes_down_a_pipe(tmp_path):
+    target, link, pipe = tmp_path / "r.json", tmp_path / "link.json", tmp_path / "pipe"
     link.symlink_to(target)
-    Destination(str(link)).write(REPORT)
-    assert link.is_symlink()
-    assert json.loads(target.read_text()) == REPORT
-
-
-def test_a_pipe_stays_one_and_its_reader_gets_the_report(tmp_path):
-    pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     heard = []
     reader = threading.Thread(target=lambda: heard.append(pipe.read_text()), daemon=True)
     reader.start()
+    for place in (target, target, link):
+        Destination(str(place)).write(REPORT)
+        assert json.loads(target.read_text()) == REPORT
+        target.write_text("old")
     Destination(str(pipe)).write(REPORT)
     reader.join(30)
-    assert pipe.is_fifo()
+    assert (link.is_symlink(), pipe.is_fifo()) == (True, True)
     assert json.loads(heard[0]) == REPORT
+    assert {path.name for path in tmp_path.iterdir()} == {"r.json", "link.json", "pipe"}
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no device that is always full")
@@ -52,56 +42,36 @@ def test_a_full_device_is_left_in_place_and_told_of():
 
 
 INPUT = ["generate", "--model", "tiny", "--input", "in.jsonl"]
-SAME = {
-    "the input": ([*INPUT, "--json", "in.jsonl"], "--json and --input"),
-    "the input, by a symbolic link": ([*INPUT, "--json", "symlink"], "--json and --input"),
-    "the input, by a hard link": ([*INPUT, "--json", "hardlink"], "--json and --input"),
-    "the input, as a trace": ([*INPUT, "--trace", "hardlink"], "--trace and --input"),
-    "an output that is not there yet": ([*INPUT, "--output", "o", "--json", "./o"], "--json and --output"),
-    "what lies beside the output": ([*INPUT, "--output", "o", "--json", "o.run.json"], "--json and --output"),
-    "report and trace": ([*INPUT, "--json", "r", "--trace", "./r"], "--json and --trace"),
-    "report and trace, by a hard link": ([*INPUT, "--json", "one", "--trace", "other"], "--json and --trace"),
-    "the settings": ([*INPUT, "--json", "other.toml", "--config", "other.toml"], "--json and --config"),
-    "the settings that nobody named": ([*INPUT, "--json", "gpuinfer.toml"], "--json and --config"),
-    "the schema of answers": (
-        [*INPUT, "--json-schema", "schema.json", "--json", "schema.json"],
-        "--json and --json-schema",
-    ),
-    "a file of the model": (
-        ["generate", "--model", "folder", "--input", "in.jsonl", "--json", "folder/config.json"],
-        "--json folder/config.json is a file of --model folder",
-    ),
-    "a file of the model, by a hard link": (
-        ["generate", "--model", "folder", "--input", "in.jsonl", "--json", "config-link"],
-        "is a file of --model",
-    ),
-    "a file of an adapter": (
-        [*INPUT, "--adapter", "a=folder", "--json", "folder/adapter_config.json"],
-        "is a file of --adapter",
-    ),
-    "an option of the backend": ([*INPUT, "--backend", "vllm", "-B", "log=v.log", "--json", "v.log"], "and -B log"),
-    "the weights of self-play": (
-        ["selfplay", "--game", "connect-four", "--model", "blobnet-small", "--weights", "w", "--json", "w"],
-        "--json and --weights",
-    ),
-    "the manifest of a loop": (["loop", "--out", "folder", "--json", "folder/manifest.json"], "--json and --out"),
-    "the weights of a loop": (["loop", "--out", "new", "--weights", "w", "--json", "w"], "--json and --weights"),
-    "the steps of rollouts": (
-        ["rollouts", "--env", "arithmetic", "--model", "tiny", "--steps", "s.jsonl", "--json", "s.jsonl"],
-        "--json and --steps",
-    ),
-    "a plot": (
-        ["simulate", "--rate", "1", "--alpha", "1us", "--beta", "1ms", "--plot", "p.png", "--json", "p.png"],
-        "--json and --plot",
-    ),
-    "the keys of a server": (
-        ["serve", "--model", "tiny", "--api-key-file", "keys", "--ready-file", "keys"],
-        "--ready-file and --api-key-file",
-    ),
-}
+SELFPLAY = ["selfplay", "--game", "connect-four", "--model", "blobnet-small"]
+SIMULATED = ["simulate", "--rate", "1", "--alpha", "1us", "--beta", "1ms"]
+OWN_MODEL = ["generate", "--model", "folder", "--input", "in.jsonl"]
+ROLLOUTS = ["rollouts", "--env", "arithmetic", "--model", "tiny"]
+SAME = [
+    ([*INPUT, "--json", "in.jsonl"], "--json and --input"),
+    ([*INPUT, "--json", "symlink"], "--json and --input"),
+    ([*INPUT, "--json", "hardlink"], "--json and --input"),
+    ([*INPUT, "--trace", "hardlink"], "--trace and --input"),
+    ([*INPUT, "--output", "o", "--json", "./o"], "--json and --output"),  # which is not there yet
+    ([*INPUT, "--output", "o", "--json", "o.run.json"], "--json and --output"),  # what lies beside it
+    ([*INPUT, "--json", "r", "--trace", "./r"], "--json and --trace"),
+    ([*INPUT, "--json", "one", "--trace", "other"], "--json and --trace"),
+    ([*INPUT, "--json", "other.toml", "--config", "other.toml"], "--json and --config"),
+    ([*INPUT, "--json", "gpuinfer.toml"], "--json and --config"),  # that nobody named
+    ([*INPUT, "--json-schema", "schema.json", "--json", "schema.json"], "--json and --json-schema"),
+    ([*OWN_MODEL, "--json", "folder/config.json"], "--json folder/config.json is a file of --model folder"),
+    ([*OWN_MODEL, "--json", "config-link"], "is a file of --model"),
+    ([*INPUT, "--adapter", "a=folder", "--json", "folder/adapter_config.json"], "is a file of --adapter"),
+    ([*INPUT, "--backend", "vllm", "-B", "log=v.log", "--json", "v.log"], "and -B log"),
+    ([*SELFPLAY, "--weights", "w", "--json", "w"], "--json and --weights"),
+    (["loop", "--out", "folder", "--json", "folder/manifest.json"], "--json and --out"),
+    (["loop", "--out", "new", "--weights", "w", "--json", "w"], "--json and --weights"),
+    ([*ROLLOUTS, "--steps", "s.jsonl", "--json", "s.jsonl"], "--json and --steps"),
+    ([*SIMULATED, "--plot", "p.png", "--json", "p.png"], "--json and --plot"),
+    (["serve", "--model", "tiny", "--api-key-file", "keys", "--ready-file", "keys"], "--ready-file and --api-key-file"),
+]
 
 
-@pytest.mark.parametrize(("words", "said"), SAME.values(), ids=SAME)
+@pytest.mark.parametrize(("words", "said"), SAME)
 def test_a_file_that_a_command_names_twice_is_refused_and_stays_as_it_is(gpuinfer, tmp_path, monkeypatch, words, said):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "folder").mkdir()
@@ -120,30 +90,24 @@ def test_a_file_that_a_command_names_twice_is_refused_and_stays_as_it_is(gpuinfe
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
 
 
-def test_a_report_in_the_folder_of_a_run_is_replaced_by_that_of_the_next_one(tmp_path):
-    folder = tmp_path / "records"
-    folder.mkdir()
-    target = folder / "report.json"
-    refuse_shared({"--json": target}, [("--out", folder)])
-    Destination(str(target)).write(REPORT)
-    refuse_shared({"--json": target}, [("--out", folder)])
-
-
-def test_the_null_device_may_be_named_for_everything():
+def test_the_null_device_and_a_report_in_the_folder_of_a_run_may_be_named(tmp_path):
+    for _ in range(2):
+        refuse_shared({"--json": tmp_path / "report.json"}, [("--out", tmp_path)])
+        Destination(str(tmp_path / "report.json")).write(REPORT)
     refuse_shared({"--json": "/dev/null", "--trace": None}, [("--output", "/dev/null"), ("--input", "-")])
 
 
-QUOTED = {
-    "an output": [*INPUT, "--output", "aus gäbe/o"],
-    "a report": [*INPUT, "--json", "aus gäbe/r.json"],
-    "a trace": [*INPUT, "--trace", "aus gäbe/t"],
-    "a plot": ["simulate", "--rate", "1", "--alpha", "1us", "--beta", "1ms", "--plot", "aus gäbe/p.png"],
-    "keys that others read": ["serve", "--model", "tiny", "--api-key-file", "aus gäbe keys"],
-    "records that are not there": ["train", "--records", "aus gäbe", "--out", "new", "--model", "blobnet-small"],
-}
+QUOTED = [
+    [*INPUT, "--output", "aus gäbe/o"],
+    [*INPUT, "--json", "aus gäbe/r.json"],
+    [*INPUT, "--trace", "aus gäbe/t"],
+    [*SIMULATED, "--plot", "aus gäbe/p.png"],
+    ["serve", "--model", "tiny", "--api-key-file", "aus gäbe keys"],
+    ["train", "--records", "aus gäbe", "--out", "new", "--model", "blobnet-small"],
+]
 
 
-@pytest.mark.parametrize("words", QUOTED.values(), ids=QUOTED)
+@pytest.mark.parametrize("words", QUOTED)
 def test_a_command_that_an_error_advises_can_be_pasted_whatever_the_name(gpuinfer, tmp_path, monkeypatch, words):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "in.jsonl").write_text('{"prompt": "ab"}\n')

@@ -14,86 +14,71 @@ import uvloop
 
 from gpuinfer.host import event_loop as precise_loop
 
+LOOPS = pytest.mark.parametrize("new_loop", [precise_loop.new_loop, uvloop.new_event_loop])
+
 
 @pytest.fixture
 def waits(monkeypatch):
     """What `select` was asked to wait, in seconds."""
-    asked = []
-    wait = select.select
-
-    def watched(reading, writing, failing, timeout):
-        asked.append(timeout)
-        return wait(reading, writing, failing, timeout)
-
-    monkeypatch.setattr(select, "select", watched)
+    asked, wait = [], select.select
+    monkeypatch.setattr(select, "select", lambda *given: asked.append(given[3]) or wait(*given))
     return asked
 
 
 @pytest.mark.skipif(not hasattr(select, "epoll"), reason="no epoll, no rounding")
-def test_a_wait_is_not_rounded_to_milliseconds(waits):
+def test_a_wait_is_not_rounded_to_milliseconds_where_select_can_take_the_descriptor(waits, monkeypatch):
     for _ in range(1000):  # where other programs take the core the time may be over before it is waited for
         precise_loop.run(asyncio.sleep(0.0003))
         if waits:
             break
     assert 0 < max(waits) <= 0.0003
+    waits.clear()
+    monkeypatch.setattr(precise_loop, "SELECTABLE", 0)
+    assert precise_loop.run(asyncio.sleep(0.002, "done")) == "done"
+    assert waits == []
 
 
-def test_a_timer_never_goes_off_early():
-    async def early():
+async def of_a_pipe(loop, ready):
+    reading, writing = os.pipe()
+    loop.add_reader(reading, lambda: ready.done() or ready.set_result(os.read(reading, 1)))
+    threading.Timer(0.01, os.write, (writing, b"x")).start()
+    try:
+        return await ready == b"x"
+    finally:
+        loop.remove_reader(reading)
+        os.close(reading)
+        os.close(writing)
+
+
+async def of_a_thread(loop, ready):
+    threading.Timer(0.01, loop.call_soon_threadsafe, (ready.set_result, 7)).start()
+    return await ready == 7
+
+
+async def of_a_signal(loop, ready):
+    loop.add_signal_handler(signal.SIGUSR1, ready.set_result, None)
+    threading.Timer(0.01, os.kill, (os.getpid(), signal.SIGUSR1)).start()
+    return await ready is None
+
+
+async def of_a_process(loop, ready):
+    process = await asyncio.create_subprocess_exec(sys.executable, "-c", "print(1)", stdout=subprocess.PIPE)
+    return (await process.communicate())[0].strip() == b"1"
+
+
+async def of_a_timer(loop, ready):
+    began = loop.time()
+    await asyncio.sleep(0.0003)
+    return loop.time() - began >= 0.0003
+
+
+@pytest.mark.parametrize("event", [of_a_pipe, of_a_thread, of_a_signal, of_a_process, of_a_timer])
+def test_it_is_woken_by_any_event_and_by_no_timer_too_early(event):
+    async def main():
         loop = asyncio.get_running_loop()
-        began = loop.time()
-        await asyncio.sleep(0.0003)
-        return loop.time() - began
+        return await asyncio.wait_for(event(loop, loop.create_future()), 60)
 
-    assert precise_loop.run(early()) >= 0.0003
-
-
-def test_what_becomes_ready_ends_a_wait():
-    async def pinged():
-        loop = asyncio.get_running_loop()
-        ready = loop.create_future()
-        reading, writing = os.pipe()
-        loop.add_reader(reading, lambda: ready.done() or ready.set_result(os.read(reading, 1)))
-        threading.Timer(0.01, os.write, (writing, b"x")).start()
-        try:
-            return await asyncio.wait_for(ready, 60)
-        finally:
-            loop.remove_reader(reading)
-            os.close(reading)
-            os.close(writing)
-
-    assert precise_loop.run(pinged()) == b"x"
-
-
-def test_another_thread_wakes_it():
-    async def woken():
-        loop = asyncio.get_running_loop()
-        future = loop.create_future()
-        threading.Timer(0.01, loop.call_soon_threadsafe, (future.set_result, 7)).start()
-        return await asyncio.wait_for(future, 60)
-
-    assert precise_loop.run(woken()) == 7
-
-
-def test_signals_are_handled_while_it_waits():
-    async def signalled():
-        loop = asyncio.get_running_loop()
-        came = asyncio.Event()
-        loop.add_signal_handler(signal.SIGUSR1, came.set)
-        threading.Timer(0.01, os.kill, (os.getpid(), signal.SIGUSR1)).start()
-        await asyncio.wait_for(came.wait(), 60)
-        return came.is_set()
-
-    assert precise_loop.run(signalled())
-
-
-def test_subprocesses_work():
-    async def said():
-        process = await asyncio.create_subprocess_exec(sys.executable, "-c", "print('hello')", stdout=subprocess.PIPE)
-        out, _ = await asyncio.wait_for(process.communicate(), 60)
-        return out
-
-    assert precise_loop.run(said()).strip() == b"hello"
+    assert precise_loop.run(main())
 
 
 WAITS = """
@@ -107,20 +92,12 @@ event_loop.run(main())
 
 
 def test_ctrl_c_ends_it():
-    with subprocess.Popen(
-        [sys.executable, "-c", WAITS], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as child:
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", WAITS], stdout=pipe, stderr=pipe, text=True) as child:
         assert child.stdout.readline() == "waiting\n"
         child.send_signal(signal.SIGINT)
         _, err = child.communicate(timeout=60)
     assert "KeyboardInterrupt" in err
-
-
-@pytest.mark.skipif(not hasattr(select, "epoll"), reason="no epoll")
-def test_a_descriptor_that_select_cannot_take_is_waited_for_as_ever(waits, monkeypatch):
-    monkeypatch.setattr(precise_loop, "SELECTABLE", 0)
-    assert precise_loop.run(asyncio.sleep(0.002, "done")) == "done"
-    assert waits == []
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="timer slack is Linux's")
@@ -133,7 +110,7 @@ def test_the_threads_timer_slack_is_as_it_was_afterwards():
     assert precise_loop._prctl(precise_loop.GET_SLACK, 0) == before
 
 
-@pytest.mark.parametrize("new_loop", [precise_loop.new_loop, uvloop.new_event_loop])
+@LOOPS
 def test_an_alarm_rings_for_its_earliest_time_and_not_before_it(new_loop):
     """Also where the loop's own timers are of whole milliseconds, and one of less than half has no time at all."""
 
@@ -158,7 +135,7 @@ def test_an_alarm_rings_for_its_earliest_time_and_not_before_it(new_loop):
         assert (times, took >= min(within_s)) == (1, True)
 
 
-@pytest.mark.parametrize("new_loop", [precise_loop.new_loop, uvloop.new_event_loop])
+@LOOPS
 def test_an_alarm_that_is_cleared_is_silent_and_leaves_no_descriptor(new_loop):
     async def cleared():
         rings, rung = [], asyncio.Event()

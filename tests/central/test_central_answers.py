@@ -146,11 +146,11 @@ def test_thirty_two_clients_at_once_each_get_their_own_answers(requests):
 def test_closing_returns_what_the_server_has_counted(capfd):
     server = served("models:Together", chunk_rows=16)
     with server, server.client() as client:
-        for size in (3, 4, 64):
-            assert (client.evaluate(named(1, size, size)) == min(size, 16)).all(), "so many go through at once"
+        for size in (16, 32, 64):
+            assert (client.evaluate(named(1, size, size)) == 16).all(), "so many go through at once"
     stats = server.close()
-    assert (stats.requests, stats.rows, sum(stats.batches.values())) == (3, 71, 3)
+    assert (stats.requests, stats.rows, sum(stats.batches.values())) == (3, 112, 3)
     assert sum(stats.reasons.values()) == 3
     assert stats.queue_wait["counts"]
-    assert "3 requests, 71 rows in 3 batches" in capfd.readouterr().err
+    assert "3 requests, 112 rows in 3 batches" in capfd.readouterr().err
     assert server.stats() == stats

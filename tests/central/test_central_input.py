@@ -379,8 +379,8 @@ def test_a_server_serves_once_and_a_network_needs_no_init():
 UNGUARDED = (HERE / "unguarded.py").read_text()
 OF_A_MODULE = UNGUARDED[: UNGUARDED.index("class")] + "from test_central_input import Doubled\n\n"
 OF_A_MODULE += UNGUARDED[UNGUARDED.index("with ") :]
-BELOW = UNGUARDED.replace("class Doubled", 'if __name__ == "__main__":\n class Doubled', 1)
-BELOW = BELOW.partition(" class")[0] + "\n".join(f" {line}" for line in BELOW.partition("\n class")[2].splitlines())
+HEAD, _, TAIL = UNGUARDED.partition("class Doubled")
+BELOW = HEAD + 'if __name__ == "__main__":\n' + "\n".join(f" {line}" for line in f"class Doubled{TAIL}".splitlines())
 WRITE = "Write it into a file, such as model.py, and give 'model:Doubled'."
 
 
