@@ -1,53 +1,79 @@
-"""Fleets as programs of their own, asked over real sockets."""
+"""Fleets of stand-in replicas: what members in this process need, and whole fleets as programs of their own."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
 import shutil
 import subprocess
 import sys
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import psutil
-import standins
-from standin_fleet import ADMIN_KEY
 
+from gpuinfer.fleet.launchers.local import LocalLauncher
+from gpuinfer.fleet.plan import FleetPlan
 from gpuinfer.http.client import HttpClient, HttpResponse
 
 HERE = Path(__file__).parent
+LIMIT_S = 60.0  # for anything to come about on a machine that has other things to do
 START_S = 300.0  # real models compile kernels when they are first used
+ADMIN_KEY = "an-admin-key-of-the-tests"
 ADMIN = [("Authorization", f"Bearer {ADMIN_KEY}")]
+
+
+def launcher() -> LocalLauncher:
+    return LocalLauncher(command=(sys.executable, str(HERE / "standin_replica.py")))
+
+
+def plan(replicas: int = 1, *, standin: dict[str, Any] | None = None, **more: Any) -> FleetPlan:
+    return FleetPlan(setup=json.dumps(standin or {}).encode(), replicas=replicas, **more)
+
+
+async def until(condition: Callable[[], Any], what: str, within_s: float = LIMIT_S) -> Any:
+    """What the condition comes to, once it is something; it may be asynchronous."""
+    end = time.monotonic() + within_s
+    while True:
+        found = condition()
+        if isinstance(found, Awaitable):
+            found = await found
+        if found:
+            return found
+        assert time.monotonic() < end, f"{what} did not come about within {within_s:.0f} s"
+        await asyncio.sleep(0.02)
 
 
 class Program:
     """A running fleet."""
 
-    def __init__(self, process: subprocess.Popen[bytes], folder: Path) -> None:
-        self.process, self.folder = process, folder
-        self.url, self.told = "", {}
+    def __init__(self, command: list[str], folder: Path) -> None:
+        path = os.pathsep.join([str(HERE), str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")])
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith("GPUINFER_")}
+        given = {**inherited, "PYTHONPATH": path, "COLUMNS": "200"}
+        with (folder / "log").open("wb") as log:
+            ends = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": subprocess.STDOUT}
+            self.process = subprocess.Popen(command, cwd=folder, env=given, **ends)
+        self.folder, self.url, self.told = folder, "", {}
         self.client: HttpClient | None = None
 
     @property
     def log(self) -> str:
         return (self.folder / "log").read_text()
 
-    async def wait_until_ready(self) -> None:
+    @contextlib.asynccontextmanager
+    async def asking(self) -> AsyncIterator[Program]:
+        """Once it is ready, with a client of the present event loop."""
         file = self.folder / "ready.json"
-        up = lambda: file.exists() or self.process.poll() is not None  # noqa: E731
-        await standins.until(up, "the fleet's start", START_S)
+        await until(lambda: file.exists() or self.process.poll() is not None, "the fleet's start", START_S)
         assert file.exists(), self.log
         self.told = json.loads(file.read_text())
         self.url = f"http://{self.told['host']}:{self.told['port']}"
-
-    @contextlib.asynccontextmanager
-    async def asking(self) -> AsyncIterator[Program]:
-        """With a client of the present event loop."""
-        await self.wait_until_ready()
-        self.client = HttpClient(self.url, connections=64, timeout_s=standins.LIMIT_S)
+        self.client = HttpClient(self.url, connections=64, timeout_s=LIMIT_S)
         try:
             yield self
         finally:
@@ -58,11 +84,11 @@ class Program:
         data = body if isinstance(body, bytes) else b"" if body is None else json.dumps(body).encode()
         return await self.client.request(method, path, data, headers)
 
-    async def json(self, method: str, path: str, body: Any = None, headers: Any = ADMIN) -> Any:
-        return json.loads((await self.ask(method, path, body, headers)).body)
+    async def json(self, path: str, headers: Any = ()) -> Any:
+        return json.loads((await self.ask("GET", path, None, headers)).body)
 
     async def workers(self) -> list[dict[str, Any]]:
-        return (await self.json("GET", "/workers"))["workers"]
+        return (await self.json("/workers", ADMIN))["workers"]
 
     async def whole(self, replicas: int) -> list[dict[str, Any]] | None:
         workers = await self.workers()
@@ -70,16 +96,14 @@ class Program:
 
     def family(self) -> list[psutil.Process]:
         """The supervisor's children and theirs: replicas and router processes."""
-        return [one for one in psutil.Process(self.process.pid).children(recursive=True) if not _tracker(one)]
-
-    def signal(self, number: int) -> None:
-        self.process.send_signal(number)
+        found = psutil.Process(self.process.pid).children(recursive=True)
+        return [one for one in found if not words_of(one, "resource_tracker")]  # Python's own helper leaves by itself
 
     def end(self) -> None:
         """At once, with all that it has started."""
         family = self.family() if self.process.poll() is None else []
         self.process.kill()
-        self.process.wait(standins.LIMIT_S)
+        self.process.wait(LIMIT_S)
         for one in family:
             with contextlib.suppress(psutil.Error):
                 one.kill()
@@ -87,33 +111,25 @@ class Program:
             shutil.rmtree(folder, ignore_errors=True)
 
     async def ended(self) -> int:
-        await standins.until(lambda: self.process.poll() is not None, "the fleet's end")
+        await until(lambda: self.process.poll() is not None, "the fleet's end")
         return int(self.process.returncode)
 
 
-def _tracker(process: psutil.Process) -> bool:
-    """Python's own helper, which leaves by itself."""
+def words_of(process: psutil.Process, word: str) -> bool:
+    """Whether a word is on a process's command line."""
     with contextlib.suppress(psutil.Error):
-        return "resource_tracker" in " ".join(process.cmdline())
+        return word in " ".join(process.cmdline())
     return False
 
 
-@contextlib.asynccontextmanager
-async def fleet(folder: Path, *, ready: bool = True, **given: Any) -> AsyncIterator[Program]:
-    """`given`: as `standin_fleet` takes it."""
-    async with running(standin(folder, **given), folder, ready=ready) as program:
-        yield program
-
-
 def standin(folder: Path, **given: Any) -> list[str]:
-    """The command of a fleet of stand-ins."""
+    """The command of a fleet of stand-ins; `given`: as `standin_fleet` takes it."""
     return [sys.executable, str(HERE / "standin_fleet.py"), str(folder), json.dumps(given)]
 
 
 @contextlib.asynccontextmanager
-async def running(command: list[str], folder: Path, *, ready: bool = True) -> AsyncIterator[Program]:
-    process = started(command, folder)
-    program = Program(process, folder)
+async def fleet(folder: Path, *, ready: bool = True, command: Any = None, **given: Any) -> AsyncIterator[Program]:
+    program = Program(command or standin(folder, **given), folder)
     try:
         if ready:
             async with program.asking():
@@ -124,43 +140,12 @@ async def running(command: list[str], folder: Path, *, ready: bool = True) -> As
         program.end()
 
 
-def started(command: list[str], folder: Path) -> subprocess.Popen[bytes]:
-    with (folder / "log").open("wb") as log:
-        return subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, cwd=folder, env=_environment()
-        )
-
-
-def _environment() -> dict[str, str]:
-    path = os.pathsep.join([str(HERE), str(HERE.parent.parent), os.environ.get("PYTHONPATH", "")])
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith("GPUINFER_")}
-    return {**inherited, "PYTHONPATH": path, "COLUMNS": "200"}
-
-
 async def all_gone(processes: list[psutil.Process]) -> None:
     """Wait until none of them runs."""
-    await standins.until(lambda: not any(_runs(one) for one in processes), "the end of all of a fleet's processes")
 
-
-def _runs(process: psutil.Process) -> bool:
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.Error:
+    def runs(process: psutil.Process) -> bool:
+        with contextlib.suppress(psutil.Error):
+            return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
         return False
 
-
-def at_work(pid: int) -> bool:
-    """Whether it is there, and not suspended."""
-    try:
-        return psutil.Process(pid).status() not in (psutil.STATUS_STOPPED, psutil.STATUS_ZOMBIE)
-    except psutil.Error:
-        return False
-
-
-def kill(pid: int, number: int) -> bool:
-    """Whether there was such a process."""
-    try:
-        os.kill(pid, number)
-    except ProcessLookupError:
-        return False
-    return True
+    await until(lambda: not any(map(runs, processes)), "the end of all of a fleet's processes")

@@ -14,6 +14,7 @@ import argparse
 import asyncio
 import contextlib
 import json
+import os
 import random
 import signal
 import sys
@@ -26,8 +27,8 @@ from pathlib import Path
 from typing import Any
 
 import fleet_programs as programs
+import psutil
 import standin_replica
-import standins
 from fleet_programs import Program
 
 from gpuinfer.errors import GpuinferError
@@ -117,23 +118,30 @@ async def disturb(it: Program, outcome: Outcome, dice: random.Random, every_s: f
         await asyncio.sleep(dice.expovariate(1 / every_s))
         pids = [pid for worker in await it.workers() if (pid := worker.get("pid")) is not None]
         deed = dice.choice(sorted(DEEDS))
-        if pids and programs.kill(dice.choice(pids), DEEDS[deed]):
-            outcome.deeds[deed] += 1
+        with contextlib.suppress(ProcessLookupError):
+            if pids:
+                os.kill(dice.choice(pids), DEEDS[deed])
+                outcome.deeds[deed] += 1
 
 
 async def drive(
     it: Program,
-    *,
     replicas: int,
     requests: int,
     at_once: int,
     tokens: int,
     every_s: float,
     seed: int,
-    said: dict[int, str] | None,
+    *,
+    tiny: bool = False,
 ) -> Outcome:
     """Load and disturbance until all is answered, and then until the pool is whole."""
-    load = Load(it, requests, at_once, tokens, said if said is not None else await answers(it, tokens))
+    first = Load(it, 0, 1, tokens, None)
+    said = {
+        number: await first.whole(number) if tiny else standin_replica.text(f"question {number}", number, tokens)
+        for number in range(DIFFERENT)
+    }
+    load = Load(it, requests, at_once, tokens, said)
     began = time.monotonic()
     disturbing = asyncio.create_task(disturb(it, load.outcome, random.Random(seed), every_s))
     try:
@@ -146,28 +154,22 @@ async def drive(
     outcome = load.outcome
     outcome.seconds = time.monotonic() - began
     ended = time.monotonic()
-    await standins.until(lambda: _whole(it, replicas), "the pool is whole again")
+    await programs.until(lambda: _whole(it, replicas), "the pool is whole again")
     outcome.whole_again_s = time.monotonic() - ended
     workers = await it.workers()
-    outcome.router = (await it.json("GET", "/stats", headers=()))["router"]
+    outcome.router = (await it.json("/stats"))["router"]
     outcome.counters = {key: sum(worker[key] for worker in workers) for key in ("retried", "resumed", "errors")}
     return outcome
 
 
 async def _whole(it: Program, replicas: int) -> bool:
     """All up, and none of them suspended or gone without anybody's having noticed yet."""
-    workers = await it.whole(replicas)
-    return workers is not None and all(programs.at_work(worker["pid"]) for worker in workers)
-
-
-async def answers(it: Program, tokens: int) -> dict[int, str]:
-    """What an undisturbed fleet says."""
-    load = Load(it, 0, 1, tokens, None)
-    return {number: await load.whole(number) for number in range(DIFFERENT)}
-
-
-def standin_answers(tokens: int) -> dict[int, str]:
-    return {number: standin_replica.text(f"question {number}", number, tokens) for number in range(DIFFERENT)}
+    idle = (psutil.STATUS_STOPPED, psutil.STATUS_ZOMBIE)
+    try:
+        workers = await it.whole(replicas)
+        return workers is not None and all(psutil.Process(one["pid"]).status() not in idle for one in workers)
+    except psutil.Error:
+        return False
 
 
 @contextlib.asynccontextmanager
@@ -178,7 +180,7 @@ async def of_tiny(folder: Path, replicas: int, model: str = "tiny") -> AsyncIter
     key.write_text(f"{programs.ADMIN_KEY}\n")
     command = [sys.executable, "-m", "gpuinfer", "serve", "--model", model, "--port", "0"]
     command += ["--replicas", str(replicas), "--ready-file", str(folder / "ready.json"), "--admin-key-file", str(key)]
-    async with programs.running([*command, "-B", "slots=16", "-B", "threads=1"], folder) as it:
+    async with programs.fleet(folder, command=[*command, "-B", "slots=16", "-B", "threads=1"]) as it:
         yield it
 
 
@@ -191,16 +193,8 @@ async def main(given: argparse.Namespace) -> int:
             folder, replicas=given.replicas, standin=standin, router_processes=given.routers
         )  # fmt: skip
         async with made as it:
-            outcome = await drive(
-                it,
-                replicas=given.replicas,
-                requests=given.requests,
-                at_once=given.at_once,
-                tokens=given.tokens,
-                every_s=given.every,
-                seed=given.seed,
-                said=None if tiny else standin_answers(given.tokens),
-            )
+            sizes = (given.replicas, given.requests, given.at_once, given.tokens, given.every, given.seed)
+            outcome = await drive(it, *sizes, tiny=tiny)
             if outcome.failed or outcome.wrong:
                 print(it.log, file=sys.stderr)
     print(json.dumps(outcome.told(), indent=1))

@@ -2,7 +2,7 @@
 
     python tests/fleet/standin_fleet.py FOLDER '{"replicas": 3, "standin": {"answer_s": 0.01}}'
 
-Writes FOLDER/ready.json once it serves. The admin key is ADMIN_KEY.
+Writes FOLDER/ready.json once it serves. The admin key is `fleet_programs.ADMIN_KEY`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import os
 import sys
 from pathlib import Path
 
-import standins
+import fleet_programs
 
 from gpuinfer.cli import serve
 from gpuinfer.fleet.plan import Scaling
@@ -21,13 +21,11 @@ from gpuinfer.host import signals
 from gpuinfer.host.files import write_whole
 from gpuinfer.http.access import Access, Keys
 
-ADMIN_KEY = "an-admin-key-of-the-tests"
-
 
 def main(folder: Path, given: dict[str, object]) -> int:
     if scaling := given.pop("scaling", None):
         given["scaling"] = Scaling(**scaling)
-    plan = standins.plan(access=Access(admin=Keys([ADMIN_KEY])), **given)
+    plan = fleet_programs.plan(access=Access(admin=Keys([fleet_programs.ADMIN_KEY])), **given)
 
     def say(fleet: Fleet) -> None:
         told = {"host": plan.host, "port": fleet.port, "pid": os.getpid(), "folder": fleet.logs}
@@ -35,7 +33,7 @@ def main(folder: Path, given: dict[str, object]) -> int:
 
     signals.own()
     tell = lambda news: print(news, flush=True)  # noqa: E731
-    return serve.run(plan, standins.launcher(), say, tell)
+    return serve.run(plan, fleet_programs.launcher(), say, tell)
 
 
 if __name__ == "__main__":

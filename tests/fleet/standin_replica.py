@@ -57,19 +57,9 @@ class Replica:
         stuck = self.stuck_by_work and self.requests > 0
         ready = not (self.draining.is_set() or stuck)
         status = "stuck" if stuck else "ready" if ready else "draining"
-        told = {
-            "server": "gpuinfer",
-            "status": status,
-            "alive": True,
-            "ready": ready,
-            "busy": self.in_flight > 0,
-            "stuck": stuck,
-            "heartbeat_age_s": 0.0,
-            "in_flight": self.in_flight,
-            "waiting_rows": 0,
-            "model": "standin",
-            "kind": "text",
-        }
+        told = {"server": "gpuinfer", "status": status, "alive": True, "ready": ready, "busy": self.in_flight > 0}
+        told |= {"stuck": stuck, "heartbeat_age_s": 0.0, "in_flight": self.in_flight, "waiting_rows": 0}
+        told |= {"model": "standin", "kind": "text"}
         exchange.respond(200 if ready else 503, json.dumps(told).encode())
 
     async def stats(self, exchange: Exchange) -> None:

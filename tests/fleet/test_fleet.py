@@ -14,9 +14,8 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
-import standins
-from fleet_programs import ADMIN, Program, all_gone, fleet, kill, standin, started
-from killing import Load, drive, standin_answers
+from fleet_programs import ADMIN, LIMIT_S, Program, all_gone, fleet, standin, until, words_of
+from killing import DIFFERENT, Load, drive, of_tiny
 from ports import free_port
 from standin_replica import text
 
@@ -35,8 +34,7 @@ def choice(body: bytes) -> str:
 def shared(tmp_path_factory) -> Iterator[Program]:
     """One for all tests that leave three replicas behind."""
     folder = tmp_path_factory.mktemp("shared")
-    command = standin(folder, replicas=3, standin={"answer_s": 0.02}, router_processes=2)
-    program = Program(started(command, folder), folder)
+    program = Program(standin(folder, replicas=3, standin={"answer_s": 0.02}, router_processes=2), folder)
     yield program
     program.end()
 
@@ -44,72 +42,76 @@ def shared(tmp_path_factory) -> Iterator[Program]:
 @contextlib.asynccontextmanager
 async def whole(shared: Program) -> AsyncIterator[Program]:
     async with shared.asking() as it:
-        await standins.until(lambda: it.whole(3), "three workers up")
+        await until(lambda: it.whole(3), "three workers up")
         yield it
 
 
 async def test_requests_go_to_replicas_and_the_rest_to_the_supervisor(shared):
     async with whole(shared) as it:
-        before = await it.json("GET", "/stats", headers=())
+        before = await it.json("/stats")
         answers = await asyncio.gather(*(it.ask("POST", "/v1/completions", ASKED) for _ in range(30)))  # all have some
         assert {choice(answer.body) for answer in answers} == {SAID}
-        health = await it.json("GET", "/health", headers=())
+        health = await it.json("/health")
         assert (health["server"], health["status"], health["healthy_workers"]) == ("gpuinfer", "ready", 3)
-        stats = await it.json("GET", "/stats", headers=())
+        stats = await it.json("/stats")
         assert (stats["total_workers"], stats["healthy_workers"]) == (3, 3)
         assert stats["total_requests"] - before["total_requests"] >= 30
-        assert _served(stats) - _served(before) == 30
+        served, served_before = (sum(one["requests_served"] for one in told["workers"]) for told in (stats, before))
+        assert served - served_before == 30
         assert all(worker["requests_served"] > 0 for worker in stats["workers"])
         assert {"index", "url", "healthy", "requests_served", "errors", "in_flight"} <= stats["workers"][0].keys()
-        await standins.until(lambda: _counted(it, before["requests"] + 30), "the replicas' own counters")
+
+        async def counted():
+            return (await it.json("/stats"))["requests"] >= before["requests"] + 30
+
+        await until(counted, "the replicas' own counters")
         metrics = (await it.ask("GET", "/metrics")).body.decode()
         for worker in stats["workers"]:
             assert f'gpuinfer_worker_up{{worker="{worker["id"]}"}} 1.0' in metrics
         page = await it.ask("GET", "/")
         assert page.headers["content-type"].startswith("text/html")
+        async with it.client.stream("GET", "/events") as events:
+            seen = b""
+            async for part in events:
+                seen += part
+                if b"\n\n" in seen:
+                    break
+        look = json.loads(seen.split(b"data: ")[1].split(b"\n")[0])
+        assert (look["workers"][0]["healthy"], look["about"]["model"]) == (True, "standin")
 
 
-@pytest.mark.parametrize("path", ["/v1/completions", "/health", "/stats"])
-@pytest.mark.parametrize("stream", [False, True])
-async def test_a_client_that_has_said_all_is_answered(shared, path, stream):
+async def sent(port: int, data: bytes, *, no_more: bool = False) -> bytes:
+    """All that is answered to this on a connection of its own, until the router closes it or the answer is whole."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(data)
+    if no_more:
+        writer.write_eof()
+    try:
+        async with asyncio.timeout(LIMIT_S):
+            head = await reader.readuntil(b"\r\n\r\n")
+            return head + (await reader.read() if no_more or b"close" in head.lower() else b"")
+    finally:
+        await closed(writer)
+
+
+async def closed(writer: asyncio.StreamWriter) -> None:
+    writer.close()
+    with contextlib.suppress(OSError):  # the router was quicker
+        await writer.wait_closed()
+
+
+async def test_a_client_that_has_sent_everything_is_answered(shared):
     """As `nc -N`, some proxies and health checkers do: the connection is shut on their side, and they read."""
     async with whole(shared) as it:
-        before = (await it.json("GET", "/stats", headers=()))["router"]["client_gone"]
-        data = json.dumps({**ASKED, "stream": stream}).encode() if path.startswith("/v1") else b""
-        method = "POST" if data else "GET"
-        asked = f"{method} {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(data)}\r\n\r\n".encode() + data
-        for _ in range(10):
-            reader, writer = await asyncio.open_connection("127.0.0.1", it.told["port"])
-            writer.write(asked)
-            writer.write_eof()
-            async with asyncio.timeout(standins.LIMIT_S):
-                said = await reader.read()
-            writer.close()
+        before = (await it.json("/stats"))["router"]["client_gone"]
+        bodies = [("/v1/completions", {**ASKED, "stream": stream}) for stream in (False, True)]
+        for path, body in [*bodies, ("/health", None), ("/stats", None)] * 5:
+            data = json.dumps(body).encode() if body else b""
+            head = f"{'POST' if data else 'GET'} {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(data)}"
+            said = await sent(it.told["port"], f"{head}\r\n\r\n".encode() + data, no_more=True)
             assert said.startswith(b"HTTP/1.1 200 OK\r\n")
-            assert (b"data: [DONE]\n\n" in said) == (stream and bool(data))
-        after = (await it.json("GET", "/stats", headers=()))["router"]["client_gone"]
-        assert after == before
-
-
-def _served(stats) -> int:
-    return sum(worker["requests_served"] for worker in stats["workers"])
-
-
-async def _counted(it, requests):
-    stats = await it.json("GET", "/stats", headers=())
-    return stats if stats["requests"] >= requests else None
-
-
-async def test_the_page_is_sent_looks_at_the_fleet(shared):
-    async with whole(shared) as it, it.client.stream("GET", "/events") as events:
-        seen = b""
-        async for part in events:
-            seen += part
-            if b"\n\n" in seen:
-                break
-        look = json.loads(seen.split(b"data: ")[1].split(b"\n")[0])
-        assert look["workers"][0]["healthy"]
-        assert look["about"]["model"] == "standin"
+            assert (b"data: [DONE]\n\n" in said) == bool(body and body["stream"])
+        assert (await it.json("/stats"))["router"]["client_gone"] == before
 
 
 async def test_workers_come_and_go_by_the_admin_key(shared):
@@ -120,9 +122,9 @@ async def test_workers_come_and_go_by_the_admin_key(shared):
         oldest = (await it.workers())[0]["id"]
         added = await it.ask("POST", "/workers", {}, ADMIN)
         assert added.status == 201
-        await standins.until(lambda: it.whole(4), "four workers up")
+        await until(lambda: it.whole(4), "four workers up")
         assert (await it.ask("DELETE", f"/workers/{oldest}", None, ADMIN)).status == 202
-        workers = await standins.until(lambda: it.whole(3), "the leaving of the first")
+        workers = await until(lambda: it.whole(3), "the leaving of the first")
         assert [worker["id"] for worker in workers][-1] == json.loads(added.body)["id"]
         assert oldest not in [worker["id"] for worker in workers]
         assert choice((await it.ask("POST", "/v1/completions", ASKED)).body) == SAID
@@ -143,16 +145,16 @@ async def test_the_control_socket_hears_nobody_but_the_router(shared):
 
 async def test_replicas_that_are_killed_under_load_take_no_request_with_them(shared):
     async with whole(shared) as it:
-        load = Load(it, 300, 16, 8, standin_answers(8))
+        load = Load(it, 300, 16, 8, {number: text(f"question {number}", number, 8) for number in range(DIFFERENT)})
         loading = asyncio.create_task(load.run())
         for done, worker in ((40, 0), (120, 1)):
-            await standins.until(lambda done=done: load.done >= done or loading.done(), "some answers")
-            kill((await it.workers())[worker]["pid"], signal.SIGKILL)
+            await until(lambda done=done: load.done >= done or loading.done(), "some answers")
+            os.kill((await it.workers())[worker]["pid"], signal.SIGKILL)
         await loading
         assert load.outcome.failed == []
         assert load.outcome.wrong == []
         assert (load.outcome.requests, load.outcome.streams) == (300, 100)
-        await standins.until(lambda: it.whole(3), "the pool is whole")
+        await until(lambda: it.whole(3), "the pool is whole")
 
 
 @pytest.mark.thorough
@@ -160,16 +162,7 @@ async def test_replicas_that_are_killed_under_load_take_no_request_with_them(sha
 @pytest.mark.parametrize(("seed", "requests"), [(0, 1500), pytest.param(1, 5000, marks=pytest.mark.soak)])
 async def test_no_request_is_lost_while_replicas_are_killed_suspended_and_ended_at_random(tmp_path, seed, requests):
     async with fleet(tmp_path, replicas=3, router_processes=2, standin={"answer_s": 0.05}) as it:
-        outcome = await drive(
-            it,
-            replicas=3,
-            requests=requests,
-            at_once=24,
-            tokens=16,
-            every_s=2.0,
-            seed=seed,
-            said=standin_answers(16),
-        )
+        outcome = await drive(it, 3, requests, at_once=24, tokens=16, every_s=2.0, seed=seed)
         assert outcome.failed == []
         assert outcome.wrong == []
         assert sum(outcome.deeds.values()) > requests // 500
@@ -207,46 +200,30 @@ async def test_ten_times_too_much_load_is_refused_in_time_and_forgotten(tmp_path
         assert most_mb[0] < 300
         answers = await asyncio.gather(*(it.ask("POST", "/v1/completions", ASKED) for _ in range(fits // 2)))
         assert {answer.status for answer in answers} == {200}
-        assert (await it.json("GET", "/health", headers=()))["healthy_workers"] == 2
+        assert (await it.json("/health"))["healthy_workers"] == 2
 
 
 async def test_a_crowded_router_answers_health_checks_and_refuses_work(tmp_path):
     async with fleet(tmp_path, replicas=1, router_processes=1, connections=4) as it:
-        await standins.until(lambda: it.whole(1), "the replica")
+        await until(lambda: it.whole(1), "the replica")
         await it.client.close()  # whose connections count too
-        port = it.told["port"]
-        crowd = [await asyncio.open_connection("127.0.0.1", port) for _ in range(4)]
-        try:
-            for path, status in [("/health", b"200"), ("/v1/models", b"503"), ("/stats", b"503")] * 3:
-                answer = await asyncio.wait_for(_alone(port, path), standins.LIMIT_S)
-                assert answer[9:12] == status, path
-                assert b"\r\nconnection: close\r\n" in answer.lower()
-                assert (b"too many connections" in answer) == (status == b"503")
-        finally:
-            for _, writer in crowd:
-                await _closed(writer)
-        await standins.until(lambda: _answers(port, "/stats"), "room for others")
 
+        async def answer(path: str) -> bytes:
+            return await sent(it.told["port"], f"GET {path} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
 
-async def _alone(port: int, path: str) -> bytes:
-    """All that is answered on a connection of its own, until the router closes it."""
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    writer.write(f"GET {path} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
-    try:
-        head = await reader.readuntil(b"\r\n\r\n")
-        return head + (await reader.read() if b"close" in head.lower() else b"")
-    finally:
-        await _closed(writer)
+        crowd = [await asyncio.open_connection("127.0.0.1", it.told["port"]) for _ in range(4)]
+        for path, status in [("/health", b"200"), ("/v1/models", b"503"), ("/stats", b"503")] * 3:
+            said = await answer(path)
+            assert said[9:12] == status, path
+            assert b"\r\nconnection: close\r\n" in said.lower()
+            assert (b"too many connections" in said) == (status == b"503")
+        for _, writer in crowd:
+            await closed(writer)
 
+        async def served():
+            return (await answer("/stats"))[9:12] == b"200"
 
-async def _closed(writer: asyncio.StreamWriter) -> None:
-    writer.close()
-    with contextlib.suppress(OSError):  # the router was quicker
-        await writer.wait_closed()
-
-
-async def _answers(port: int, path: str) -> bool:
-    return (await asyncio.wait_for(_alone(port, path), standins.LIMIT_S))[9:12] == b"200"
+        await until(served, "room for others")
 
 
 @pytest.mark.thorough
@@ -256,7 +233,7 @@ async def test_what_a_killed_supervisor_leaves_is_removed_by_the_next_fleet(tmp_
     async with fleet(tmp_path / "a") as killed, fleet(tmp_path / "b") as alive:
         folders = [Path(one.told["folder"]) for one in (killed, alive)]
         family = killed.family()
-        killed.signal(signal.SIGKILL)
+        killed.process.kill()
         assert await killed.ended() == -signal.SIGKILL
         await all_gone(family)
         assert (folders[0] / "admin.key").exists()
@@ -266,7 +243,7 @@ async def test_what_a_killed_supervisor_leaves_is_removed_by_the_next_fleet(tmp_
             assert {"admin.key", "replica.key", "control.sock"} <= {one.name for one in folders[1].iterdir()}
             for one in (alive, following):
                 assert choice((await one.ask("POST", "/v1/completions", ASKED)).body) == SAID
-            following.signal(signal.SIGTERM)
+            following.process.send_signal(signal.SIGTERM)
             assert await following.ended() == 0
             assert following.told["folder"] not in [str(one) for one in folders[0].parent.iterdir()]
             following.told = {}
@@ -295,7 +272,7 @@ async def test_requests_wait_for_the_first_replica(tmp_path):
                 refused += answer.status == 503  # after a quarter of a minute, on a machine that is slow to start one
                 return None if answer.status == 503 else answer
 
-        answer = await standins.until(asked, "an answer")
+        answer = await until(asked, "an answer")
         await client.close()
         assert (answer.status, choice(answer.body)) == (200, SAID)
         assert refused <= 4, "it does not wait"
@@ -336,24 +313,13 @@ def test_what_removes_old_files_finds_none_in_a_folder_that_is_touched(tmp_path,
 async def test_a_fleet_whose_folder_is_removed_says_so_with_the_cure_and_still_answers(tmp_path):
     async with fleet(tmp_path) as it:
         shutil.rmtree(it.told["folder"])
-        await standins.until(lambda: "Start the fleet anew; TMPDIR=DIR" in it.log, "the loss is said")
+        await until(lambda: "Start the fleet anew; TMPDIR=DIR" in it.log, "the loss is said")
         assert choice((await it.ask("POST", "/v1/completions", ASKED)).body) == SAID
-        (replica,) = [one for one in it.family() if "standin_replica" in " ".join(one.cmdline())]
+        (replica,) = [one for one in it.family() if words_of(one, "standin_replica")]
         replica.kill()
-        await standins.until(lambda: "cannot be started: its log" in it.log, "the replica's failure is said")
-        it.signal(signal.SIGTERM)
+        await until(lambda: "cannot be started: its log" in it.log, "the replica's failure is said")
+        it.process.send_signal(signal.SIGTERM)
         assert await it.ended() == 0
-
-
-@pytest.mark.thorough
-async def test_a_port_in_use_is_said_before_anything_starts(tmp_path):
-    (tmp_path / "other").mkdir()
-    async with fleet(tmp_path) as it:
-        port = int(it.url.rpartition(":")[2])
-        async with fleet(tmp_path / "other", ready=False, port=port) as second:
-            assert await second.ended() != 0
-            assert str(port) in second.log
-            assert "replica" not in second.log
 
 
 async def test_sigterm_finishes_what_is_under_way_and_leaves_nothing_behind(tmp_path):
@@ -361,15 +327,18 @@ async def test_sigterm_finishes_what_is_under_way_and_leaves_nothing_behind(tmp_
         family = it.family()
         assert len(family) == 3  # two replicas and a router process
         asked = [asyncio.create_task(it.ask("POST", "/v1/completions", ASKED)) for _ in range(8)]
-        await standins.until(lambda: _under_way(it, 8), "eight requests under way")
-        it.signal(signal.SIGTERM)
+        await under_way(it, 8)
+        it.process.send_signal(signal.SIGTERM)
         assert [choice((await one).body) for one in asked] == [SAID] * 8
         assert await it.ended() == 0
         await all_gone(family)
 
 
-async def _under_way(it, count):
-    return sum(worker["in_flight"] for worker in await it.workers()) == count
+async def under_way(it, count):
+    async def reached():
+        return sum(worker["in_flight"] for worker in await it.workers()) == count
+
+    await until(reached, f"{count} requests under way")
 
 
 @pytest.mark.thorough
@@ -377,10 +346,10 @@ async def test_a_second_signal_ends_at_once(tmp_path):
     async with fleet(tmp_path, standin={"answer_s": 600.0}) as it:
         family = it.family()
         asked = asyncio.create_task(it.ask("POST", "/v1/completions", ASKED))
-        await standins.until(lambda: _under_way(it, 1), "a request under way")
-        it.signal(signal.SIGINT)
-        await standins.until(lambda: "finishing what is under way" in it.log, "its word")
-        it.signal(signal.SIGINT)
+        await under_way(it, 1)
+        it.process.send_signal(signal.SIGINT)
+        await until(lambda: "finishing what is under way" in it.log, "its word")
+        it.process.send_signal(signal.SIGINT)
         assert await it.ended() == 3
         await all_gone(family)
         await asyncio.wait({asked})
@@ -391,9 +360,9 @@ async def test_nothing_outlives_a_supervisor_that_is_killed(tmp_path):
     async with fleet(tmp_path, replicas=2, router_processes=2) as it:
         family = it.family()
         assert len(family) == 4
-        stopped = next(one for one in family if "standin_replica" in " ".join(one.cmdline()))
+        stopped = next(one for one in family if words_of(one, "standin_replica"))
         stopped.suspend()  # nor one that is suspended
-        it.signal(signal.SIGKILL)
+        it.process.kill()
         await all_gone(family)
 
 
@@ -401,22 +370,45 @@ async def test_nothing_outlives_a_supervisor_that_is_killed(tmp_path):
 async def test_more_load_starts_replicas_and_less_ends_them(tmp_path):
     scaling = {"least": 1, "most": 2, "target": 2.0, "down_delay_s": 2.0}
     async with fleet(tmp_path, standin={"answer_s": 0.2}, scaling=scaling) as it:
-        asking = asyncio.create_task(_ask_for_ever(it, 8))
-        await standins.until(lambda: it.whole(2), "a second replica")
-        asking.cancel()
-        await asyncio.wait({asking})
-        await standins.until(lambda: it.whole(1), "its leaving")
-        decisions = (await it.json("GET", "/stats", headers=()))["scaling"]["decisions"]
+
+        async def ask_for_ever():
+            while True:
+                assert (await it.ask("POST", "/v1/completions", ASKED)).status == 200
+
+        asking = [asyncio.create_task(ask_for_ever()) for _ in range(8)]
+        await until(lambda: it.whole(2), "a second replica")
+        for one in asking:
+            one.cancel()
+        await asyncio.wait(asking)
+        await until(lambda: it.whole(1), "its leaving")
+        decisions = (await it.json("/stats"))["scaling"]["decisions"]
         assert [(one["before"], one["after"]) for one in decisions] == [(1, 2), (2, 1)]
         assert "over the target" in decisions[0]["reason"]
         assert decisions[0]["reason"] in it.log
 
 
-async def _ask_for_ever(it, at_once):
-    async def one():
-        while True:
-            assert (await it.ask("POST", "/v1/completions", ASKED)).status == 200
+@pytest.mark.thorough
+async def test_a_fleet_of_the_command_itself_answers_like_one_server_and_no_kill_takes_an_answer_along(tmp_path):
+    def told(answer):
+        assert answer.status == 200, answer.body
+        found = json.loads(answer.body)
+        return found["choices"][0]["text"] if "choices" in found else found["outputs"]
 
-    async with asyncio.TaskGroup() as group:
-        for _ in range(at_once):
-            group.create_task(one())
+    async with of_tiny(tmp_path, 2, "a=tiny,b=tiny,net=blobnet-small") as it:
+        completion = {"prompt": "Hello", "max_tokens": 64, "seed": 1, "ignore_eos": True}
+        asked = [("/v1/completions", {**completion, "model": name}) for name in "ab"]
+        asked.append(("/v1/evaluate", {"rows": [[0.5] * 256] * 2, "model": "net"}))
+        before = [told(await it.ask("POST", *one)) for one in asked]
+        answers = [await it.ask("POST", *asked[0]) for _ in range(64)]  # of equals any may be chosen
+        assert {told(answer) for answer in answers} == {before[0]}
+        assert len({answer.headers["x-gpuinfer-route"].split(";")[0] for answer in answers}) == 2
+        document = await it.json("/openapi.json")
+        assert {"/v1/completions", "/workers", "/workers/{id}", "/events"} <= document["paths"].keys()
+        under_way = [asyncio.create_task(it.ask("POST", *one)) for one in asked for _ in range(8)]
+        await asyncio.sleep(0.05)
+        os.kill((await it.workers())[0]["pid"], signal.SIGKILL)
+        assert [told(answer) for answer in await asyncio.gather(*under_way)] == [
+            one for one in before for _ in range(8)
+        ]
+        await until(lambda: it.whole(2), "the pool is whole", within_s=180.0)
+        assert [told(await it.ask("POST", *one)) for one in asked * 4] == before * 4

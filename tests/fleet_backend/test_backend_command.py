@@ -23,18 +23,8 @@ from test_central_generate import ROWS, answers_in, left_of  # noqa: E402
 
 SCHEMA = json.loads(files("gpuinfer").joinpath("report.schema.json").read_text())
 SECONDS = 240
-GAMES = [
-    "selfplay",
-    "--games",
-    "8",
-    "--simulations",
-    "10",
-    "--model",
-    "blobnet-small",
-    "--no-roofline",
-    "--workers",
-    "2",
-]
+GAMES = ["selfplay", "--games", "8", "--simulations", "10", "--model", "blobnet-small", "--workers", "2"]
+GAMES.append("--no-roofline")
 FLEET = ["--backend", "fleet", "-B", "replicas=2", "-B", "threads=1"]
 
 
@@ -129,16 +119,12 @@ def test_asked_to_stop_it_keeps_what_is_answered_and_leaves_nothing_behind(folde
 
 
 @pytest.mark.thorough
-def test_a_run_that_is_killed_leaves_no_replica_behind(folder):
+def test_a_run_that_is_killed_leaves_no_replica_behind_and_one_that_cannot_start_has_last_words(folder):
     process = started(*GAMES, "--games", "100000", *FLEET, cwd=folder)
     until(lambda: len(replicas_of(folder)) >= 2, "two replicas")
     process.kill()
     process.communicate(timeout=SECONDS)
     until(lambda: not replicas_of(folder), "the end of all replicas")
-
-
-@pytest.mark.thorough
-def test_a_replica_that_cannot_start_is_told_with_its_last_words(folder):
     process = started(*GAMES, *FLEET, "-B", "max_rows=1", "--model", "nobody:knows", cwd=folder)
     _, err = process.communicate(timeout=SECONDS)
     assert process.returncode != 0

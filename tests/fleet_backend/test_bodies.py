@@ -1,4 +1,4 @@
-"""Rows and answers as safetensors."""
+"""Rows, prompts and answers as they travel: safetensors and frames."""
 
 from __future__ import annotations
 
@@ -6,14 +6,19 @@ import contextlib
 import json
 import struct
 
+import msgspec
 import numpy as np
 import pytest
 import safetensors.numpy
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gpuinfer.errors import BackendError, BadPrompt, Expired, GpuinferError, QueueFull, UnknownName
+from gpuinfer.generation import Candidate, Completion, Generation, Logprob, Part, Prompt, Sampling
 from gpuinfer.models import row_format
 from gpuinfer.models.row_format import NotTensors
+from gpuinfer.text import answer_frames
+from gpuinfer.text.answer_frames import Unframer
 
 ROWS = np.arange(24, dtype=np.float32).reshape(4, 6)
 
@@ -37,32 +42,20 @@ def test_rows_are_read_as_they_were_written_by_us_and_by_the_library(dtype):
     np.testing.assert_array_equal(safetensors.numpy.load(row_format.rows_to_body(rows))["rows"], rows)
 
 
-@pytest.mark.parametrize(
-    "answer",
-    [ROWS, (ROWS, ROWS[:, :1]), (ROWS,), {"value": ROWS[:, 0], "policy": ROWS}],
-    ids=["an array", "a tuple", "a tuple of one", "a dict"],
-)
-def test_an_answer_comes_back_in_its_form(answer):
-    read = row_format.answer_from_body(row_format.answer_to_body(answer))
-    assert type(read) is type(answer)
-    if isinstance(answer, dict):
-        assert read.keys() == answer.keys()
-        read, answer = tuple(read[name] for name in answer), tuple(answer.values())
-    for one, other in zip(np.atleast_2d(read) if isinstance(read, np.ndarray) else read, answer, strict=True):
-        np.testing.assert_array_equal(one, other)
-
-
-def test_a_tuple_has_its_order_whatever_the_order_in_the_body():
+def test_an_answer_comes_back_in_its_form_and_what_is_no_array_does_not_travel():
+    for answer in (ROWS, (ROWS, ROWS[:, :1]), (ROWS,), {"value": ROWS[:, 0], "policy": ROWS}):
+        read = row_format.answer_from_body(row_format.answer_to_body(answer))
+        assert type(read) is type(answer)
+        if isinstance(answer, dict):
+            assert read.keys() == answer.keys()
+            read, answer = tuple(read[name] for name in answer), tuple(answer.values())
+        for one, other in zip(np.atleast_2d(read) if isinstance(read, np.ndarray) else read, answer, strict=True):
+            np.testing.assert_array_equal(one, other)
     written = safetensors.numpy.save({"1": ROWS[:2].astype(np.float64), "0": ROWS}, {"answer": "tuple"})
-    first, second = row_format.answer_from_body(written)
-    assert (first.shape, second.shape) == ((4, 6), (2, 6))
-
-
-def test_what_is_no_array_does_not_travel():
-    with pytest.raises(NotTensors, match="does not travel"):
-        row_format.answer_to_body([1, 2, 3])
-    with pytest.raises(NotTensors, match="does not travel"):
-        row_format.rows_to_body(np.array(["a"]))
+    assert [one.shape for one in row_format.answer_from_body(written)] == [(4, 6), (2, 6)], "in a tuple's order"
+    for write, wrong in ((row_format.answer_to_body, [1, 2, 3]), (row_format.rows_to_body, np.array(["a"]))):
+        with pytest.raises(NotTensors, match="does not travel"):
+            write(wrong)
 
 
 @pytest.mark.parametrize(
@@ -97,7 +90,52 @@ def test_a_wrong_body_is_refused(wrong):
 
 
 @given(st.binary(max_size=200))
-def test_no_bytes_do_harm(data):
+def test_no_bytes_of_rows_do_harm(data):
     for wrong in (data, body(data), body({"a": tensor()}, data)):
         with contextlib.suppress(NotTensors):
             row_format.answer_from_body(wrong)
+
+
+LOGPROBS = (Logprob(Candidate(5, -0.5, 1), (Candidate(6, -1.5, 2),)),)
+PART = Part(sample=0, text="ab", tokens=(5,), logprobs=LOGPROBS)
+DONE = Generation(
+    completions=(Completion(text="ab", tokens=(5,), finish_reason="length", logprobs=LOGPROBS),), prompt_tokens=3
+)
+
+
+def test_news_come_out_as_they_went_in_however_the_bytes_arrive():
+    news = [PART, PART, DONE]
+    data = b"".join(map(answer_frames.to_frame, news))
+    for step in (1, 3, 7, len(data)):
+        unframer = Unframer()
+        found = [one for at in range(0, len(data), step) for one in unframer.feed(data[at : at + step])]
+        assert found == news
+
+
+def test_an_error_keeps_its_kind_and_what_it_says_and_one_of_nobodys_is_a_failure_of_the_backend():
+    full = QueueFull("no room. Come back.")
+    full.retry_after_s = 2.5
+    for error in (full, Expired("too late. Ask earlier."), UnknownName("model", "a", ["b"])):
+        (found,) = Unframer().feed(answer_frames.to_frame(error))
+        assert (type(found), str(found)) == (type(error), str(error))
+        assert error is not full or found.retry_after_s == 2.5
+    data = msgspec.msgpack.encode(("error", {"type": "SystemExit", "message": "no"}))
+    (found,) = Unframer().feed(struct.pack("<I", len(data)) + data)
+    assert type(found) is BackendError
+
+
+def test_a_prompt_is_read_as_it_was_written_and_what_is_none_or_too_large_is_refused():
+    prompt = Prompt(text="a", key="7", samples=2, sampling=Sampling(logit_bias={5: 1.0}, stop=("x",), seed=2**40))
+    assert answer_frames.prompt_from_body(answer_frames.prompt_to_body(prompt)) == prompt
+    for wrong in (b"", b"\x00", b"\xc1", msgspec.msgpack.encode({"sampling": {"top_k": "a"}})):
+        with pytest.raises(BadPrompt):
+            answer_frames.prompt_from_body(wrong)
+    with pytest.raises(BadPrompt, match="Shorten"):
+        answer_frames.prompt_to_body(Prompt(text="a" * (answer_frames.LARGEST_PROMPT + 1)))
+
+
+@given(st.binary(max_size=100))
+def test_no_bytes_of_frames_do_harm(data):
+    for wrong in (data, struct.pack("<I", len(data)) + data):
+        with contextlib.suppress(BackendError):
+            assert all(isinstance(one, GpuinferError | Part | Generation) for one in Unframer().feed(wrong))

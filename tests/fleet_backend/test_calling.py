@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import pickle
 import time
 
@@ -31,10 +32,20 @@ OF_ROWS = Setup(ModelSpec("blobnet-small", inputs=8, arguments={"actions": 4, "s
 OF_TEXT = Setup(ModelSpec("tiny", kind="text"))
 
 
-async def opened(there, setup=OF_ROWS, **options) -> FleetBackend:
-    backend = FleetBackend(setup, endpoint=there.url, **options)
-    await backend.start(BackendContext())
-    return backend
+@contextlib.asynccontextmanager
+async def opened(served=ROWS, setup=OF_ROWS, replicas=1, **options):
+    """A backend, and the far side that it asks."""
+    async with far(served, replicas) as there:
+        backend = FleetBackend(setup, endpoint=there.url, **options)
+        await backend.start(BackendContext())
+        try:
+            yield backend, there
+        finally:
+            await backend.close()
+
+
+def text(**options):
+    return opened(TEXT, OF_TEXT, **options)
 
 
 def block(rows=3, **more) -> Request:
@@ -49,97 +60,70 @@ async def heard(backend, *requests):
     return [(event.request, event.error or event.value) async for event in backend.stream(requests)]
 
 
-async def test_a_block_of_rows_goes_there_and_back_in_one_request():
-    async with far(ROWS) as there:
-        backend = await opened(there)
+async def test_blocks_of_rows_go_there_and_back_in_one_request_each_with_their_way_in_headers():
+    async with opened() as (backend, there):
         requests = [block(rows) for rows in (1, 5, 64)]
         for request, (double, total) in zip(requests, await backend.infer(requests), strict=True):
             np.testing.assert_array_equal(double, request.payload * 2)
             np.testing.assert_array_equal(total[:, 0], request.payload.sum(axis=1))
         assert len(there.seen) == 3
-        await backend.close()
+        await backend.infer([block(priority=Priority.HIGH, deadline=time.monotonic() + 100, client="me")])
+        asked = there.seen[-1].headers
+        assert (asked["x-gpuinfer-priority"], asked["x-gpuinfer-client"]) == ("high", "me")
+        assert 0 < float(asked["x-gpuinfer-timeout"]) <= 100
+        assert not [name for name in there.seen[0].headers if name.startswith("x-gpuinfer")]
 
 
 async def test_limits_are_those_of_the_far_side():
-    async with far(ROWS, replicas=2) as there:
-        backend = await opened(there)
+    async with opened(replicas=2) as (backend, _):
         assert (backend.limits.max_rows, backend.limits.slots) == (64, None)
         assert backend.limits.in_flight > 2
-        await backend.close()
-    async with far(TEXT, replicas=10) as there:
-        backend = await opened(there, OF_TEXT)
+    async with text(replicas=10) as (backend, _):
         assert (backend.limits.max_rows, backend.limits.in_flight) == (8, 80)
         assert backend.limits.slots > 80
-        await backend.close()
 
 
-async def test_the_way_of_a_request_travels_in_headers():
-    async with far(ROWS) as there:
-        backend = await opened(there)
-        await backend.infer([block(priority=Priority.HIGH, deadline=time.monotonic() + 100, client="me"), block()])
-        first, second = sorted((one.headers for one in there.seen), key=len, reverse=True)
-        assert (first["x-gpuinfer-priority"], first["x-gpuinfer-client"]) == ("high", "me")
-        assert 0 < float(first["x-gpuinfer-timeout"]) <= 100
-        assert not [name for name in second if name.startswith("x-gpuinfer")]
-        await backend.close()
-
-
-async def test_parts_are_passed_on_and_make_the_answer():
-    async with far(TEXT) as there:
-        backend = await opened(there, OF_TEXT)
+async def test_parts_are_passed_on_and_make_the_answer_which_comes_in_one_piece_without_a_reader():
+    async with text() as (backend, there):
         request = prompt("hello", samples=2, reads=True)
         *news, (_, last) = await heard(backend, request)
         assert [part for _, part in news] == parts(request.payload)
         assert isinstance(last, Generation)
         assert last.completions[1].text == "hello"
-        await backend.close()
-
-
-async def test_without_a_reader_the_answer_comes_in_one_piece():
-    async with far(TEXT) as there:
-        backend = await opened(there, OF_TEXT)
+        there.seen.clear()
         found = await heard(backend, prompt("a"), prompt("b"))
         assert sorted(one.completions[0].text for _, one in found) == ["a", "b"]
         assert {exchange.query.get("parts") for exchange in there.seen} == {"0"}
-        await backend.close()
 
 
 @pytest.mark.parametrize("after", [0, 1, 3, 5])
 async def test_a_stream_that_breaks_off_goes_on_and_nothing_is_said_twice(after):
-    async with far(TEXT) as there:
-        backend = await opened(there, OF_TEXT)
+    async with text() as (backend, there):
         there.next = [breaking_off(after), breaking_off(after), breaking_off(2)]
         request = prompt("hello", reads=True)
         news = await heard(backend, request)
         assert [part for _, part in news if isinstance(part, Part)] == parts(request.payload)
         assert len(there.seen) == 4
-        await backend.close()
 
 
-@pytest.mark.parametrize("status", [502, 503, 504])
-async def test_a_server_that_is_not_there_for_a_moment_is_asked_again(status):
-    async with far(ROWS) as there:
-        backend = await opened(there)
-        there.next = [refusing(status, "no replica is up", Retry_After="1"), breaking_off(0)]
-        there.next[1] = _hang_up
-        ((double, _),) = await backend.infer([block()])
-        assert double.shape == (3, 8)
-        assert len(there.seen) == 3
-        await backend.close()
-
-
-async def _hang_up(exchange):
+async def hang_up(exchange):
     exchange._connection.transport.abort()
 
 
-async def test_one_that_is_gone_for_good_is_given_up_with_its_last_words():
-    async with far(ROWS) as there:
-        backend = await opened(there, retry=0.3)
-        there.next = [refusing(503, "no replica is up")] * 100
+@pytest.mark.parametrize("status", [502, 503, 504])
+async def test_a_server_that_is_not_there_for_a_moment_is_asked_again_and_one_gone_for_good_given_up(status):
+    async with opened(retry=0.3) as (backend, there):
+        there.next = [refusing(status, "no replica is up", Retry_After="0"), hang_up]
+        ((double, _),) = await backend.infer([block()])
+        assert (double.shape, len(there.seen)) == ((3, 8), 3)
+        there.next = [refusing(status, "no replica is up")] * 100
         (told,) = await backend.infer([block()])
         assert isinstance(told, BackendDied)
         assert "has not answered for 0.3 s: no replica is up" in str(told)
-        await backend.close()
+
+
+async def nonsense(exchange):
+    exchange.respond(200, b"nonsense")
 
 
 @pytest.mark.parametrize(
@@ -153,45 +137,27 @@ async def test_one_that_is_gone_for_good_is_given_up_with_its_last_words():
         (refusing(500, "NaN", X_Gpuinfer_Error="BadResult"), BadResult, "NaN"),
         (refusing(500, "odd", X_Gpuinfer_Error="UsageError"), BackendError, "odd"),
         (refusing(500, "odd", X_Gpuinfer_Error="SystemExit"), BackendError, "odd"),
+        (nonsense, BackendError, "sent no answer"),
     ],
 )
 async def test_errors_are_ours_again(answer, kind, words):
-    async with far(ROWS) as there:
-        backend = await opened(there)
+    async with opened() as (backend, there):
         there.next = [answer]
         (told,) = await backend.infer([block()])
-        assert (type(told), str(told)) == (kind, words)
-        if kind is QueueFull:
-            assert told.retry_after_s == 7
-        await backend.close()
+        assert type(told) is kind
+        assert words in str(told)
+        assert kind is not QueueFull or told.retry_after_s == 7
 
 
 async def test_an_error_in_a_frame_is_the_requests_own():
     async def fail(exchange):
-        exchange.respond(
-            200, answer_frames.to_frame(BadPrompt("no such token. Use another.")), answer_frames.FRAMES_TYPE
-        )
+        frame = answer_frames.to_frame(BadPrompt("no such token. Use another."))
+        exchange.respond(200, frame, answer_frames.FRAMES_TYPE)
 
-    async with far(TEXT) as there:
-        backend = await opened(there, OF_TEXT)
+    async with text() as (backend, there):
         there.next = [fail]
         found = await heard(backend, prompt("a"), prompt("b"))
         assert sorted(type(one).__name__ for _, one in found) == ["BadPrompt", "Generation"]
-        await backend.close()
-
-
-@pytest.mark.parametrize("body", [b"", b"nonsense", b"\x00" * 64])
-async def test_an_answer_that_is_none_is_an_error(body):
-    async def answer(exchange):
-        exchange.respond(200, body)
-
-    async with far(ROWS) as there:
-        backend = await opened(there)
-        there.next = [answer]
-        (told,) = await backend.infer([block()])
-        assert isinstance(told, BackendError)
-        assert "sent no answer" in str(told)
-        await backend.close()
 
 
 @pytest.mark.parametrize("reads", [False, True])
@@ -204,8 +170,7 @@ async def test_cancelling_closes_the_requests_connection(reads):
         finally:
             gone.set()  # our server cancels a request whose client is gone
 
-    async with far(TEXT) as there:
-        backend = await opened(there, OF_TEXT)
+    async with text() as (backend, there):
         there.next = [hang]
         request = prompt(reads=reads)
         task = asyncio.ensure_future(heard(backend, request))
@@ -216,17 +181,18 @@ async def test_cancelling_closes_the_requests_connection(reads):
             await gone.wait()
             ((_, told),) = await task
         assert isinstance(told, Closed)
-        await backend.close()
 
 
-async def test_what_cannot_travel_fails_alone():
-    async with far(ROWS) as there:
-        backend = await opened(there)
+async def test_what_cannot_travel_fails_alone_and_after_the_close_all_does():
+    async with opened() as (backend, there):
         late = block(deadline=time.monotonic() - 1)
         odd, grouped, late, good = await backend.infer([Request("rows"), block(group="a"), late, block()])
         assert (type(odd), type(grouped), type(late), type(good)) == (BackendError, BackendError, Expired, tuple)
         assert len(there.seen) == 1
         await backend.close()
+        (told,) = await backend.infer([block()])
+        assert isinstance(told, GpuinferError)
+        assert await backend.stats() is None
 
 
 @pytest.mark.parametrize(
@@ -242,29 +208,35 @@ async def test_what_cannot_travel_fails_alone():
 )
 async def test_another_model_than_the_runs_is_refused_with_the_cure(served, setup, words):
     async with far(served) as there:
-        for first in (FleetBackend(setup, endpoint=there.url).check(), opened(there, setup)):
+        for way in ("check", "start"):
+            backend = FleetBackend(setup, endpoint=there.url)
             with pytest.raises(UsageError, match=words):
-                await first
+                await (backend.check() if way == "check" else backend.start(BackendContext()))
 
 
-async def test_a_model_by_another_name_is_taken_when_that_is_said():
-    async with far({**ROWS, "id": "ours"}) as there:
-        backend = await opened(there, model="ours")
-        await backend.close()
-
-
-async def test_nobody_there_is_told_at_once():
-    backend = FleetBackend(OF_ROWS, endpoint="http://127.0.0.1:9")
-    with pytest.raises(UsageError, match=r"cannot reach http://127\.0\.0\.1:9[\s\S]*gpuinfer serve"):
-        await backend.start(BackendContext())
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"endpoint": "http://127.0.0.1:9"}, r"cannot reach http://127\.0\.0\.1:9[\s\S]*gpuinfer serve"),
+        ({"endpoint": "localhost:8000"}, "Write http://host:port"),
+        ({"endpoint": "https://a"}, "Write http://host:port"),
+        ({"endpoint": "http://"}, "Write http://host:port"),
+        ({"endpoint": "http://a:port"}, "Write http://host:port"),
+        ({"key_file": "x"}, "-B key_file goes with -B endpoint"),
+        ({"endpoint": "http://a", "replicas": 2}, "-B replicas is said of replicas that are started"),
+        ({"endpoint": "http://a", "threads": 2}, "-B threads is said of"),
+    ],
+)
+async def test_an_address_that_is_none_and_options_that_contradict_one_another_are_refused(options, words):
+    with pytest.raises(UsageError, match=words):
+        await FleetBackend(OF_ROWS, **options).start(BackendContext())
 
 
 async def test_a_worker_process_gets_the_address_and_the_keys_file_and_no_key(tmp_path):
     key = tmp_path / "key"
     key.write_text("# mine\nsecret-of-mine\n")
     key.chmod(0o600)
-    async with far(ROWS) as there:
-        backend = await opened(there, key_file=str(key))
+    async with opened({**ROWS, "id": "ours"}, key_file=str(key), model="ours") as (backend, there):
         packed = pickle.dumps(backend.connect())
         assert b"secret" not in packed
         worker = pickle.loads(packed).open()  # noqa: S301  our own
@@ -272,32 +244,3 @@ async def test_a_worker_process_gets_the_address_and_the_keys_file_and_no_key(tm
         await worker.infer([block()])
         assert there.seen[-1].headers["authorization"] == "Bearer secret-of-mine"
         await worker.close()
-        await backend.close()
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"key_file": "x"}, "-B key_file goes with -B endpoint"),
-        ({"endpoint": "http://a", "replicas": 2}, "-B replicas is said of replicas that are started"),
-        ({"endpoint": "http://a", "threads": 2}, "-B threads is said of"),
-    ],
-)
-def test_options_that_contradict_one_another_are_refused(options, words):
-    with pytest.raises(UsageError, match=words):
-        FleetBackend(OF_ROWS, **options)
-
-
-async def test_an_address_that_is_none_is_refused():
-    for endpoint in ("localhost:8000", "https://a", "http://", "http://a:port"):
-        with pytest.raises(UsageError, match="Write http://host:port"):
-            await FleetBackend(OF_ROWS, endpoint=endpoint).start(BackendContext())
-
-
-async def test_after_the_close_it_says_so():
-    async with far(ROWS) as there:
-        backend = await opened(there)
-        await backend.close()
-        (told,) = await backend.infer([block()])
-        assert isinstance(told, GpuinferError)
-        assert await backend.stats() is None

@@ -10,70 +10,42 @@ from gpuinfer.errors import UsageError
 from gpuinfer.fleet.haproxy import HaproxyPlan, HaproxyServer, render_haproxy
 
 TWO = [HaproxyServer.of("127.0.0.1:8001"), HaproxyServer.of("http://node-7.cluster:8002/")]
+BALANCE = {"round-robin": "roundrobin", "power-of-two": "random(2)", "random": "random(1)", "sticky": "leastconn"}
 
 
-def sections(text: str) -> dict[str, list[str]]:
-    found: dict[str, list[str]] = {}
-    for line in text.splitlines():
-        words = line.partition("#")[0].rstrip()
-        if words and not words.startswith(" "):
-            lines = found.setdefault(words, [])
-        elif words:
-            lines.append(words.strip())
-    return found
+def section(name: str, **plan: str) -> list[str]:
+    """The lines of a section, without comments."""
+    text = render_haproxy(TWO, HaproxyPlan(**plan)).partition(f"\n{name}\n")[2]
+    lines = [line.partition("#")[0].rstrip() for line in re.split(r"\n(?=\S)", text)[0].splitlines()]
+    return [line.strip() for line in lines if line]
 
 
 def test_every_replica_is_a_server_with_a_bound_and_checks_of_its_health():
-    backend = sections(render_haproxy(TWO, HaproxyPlan()))["backend replicas"]
-    assert [line for line in backend if line.startswith("server ")] == [
-        "server replica-0 127.0.0.1:8001 maxconn 256",
-        "server replica-1 node-7.cluster:8002 maxconn 256",
-    ]
-    assert "balance leastconn" in backend
-    assert "http-check expect status 200" in backend
+    backend, defaults = section("backend replicas"), section("defaults")
+    servers = ["server replica-0 127.0.0.1:8001 maxconn 256", "server replica-1 node-7.cluster:8002 maxconn 256"]
+    assert [line for line in backend if line.startswith("server ")] == servers
+    assert {"balance leastconn", "http-check expect status 200"} <= set(backend)
     assert any("/health" in line for line in backend)
     assert any("slowstart" in line and "check" in line for line in backend)
-
-
-def test_what_never_reached_a_replica_goes_to_another_one_and_nothing_else_does():
-    defaults = sections(render_haproxy(TWO, HaproxyPlan()))["defaults"]
     assert {"retry-on conn-failure", "option redispatch 1", "retries 3"} <= set(defaults)
-    assert {line.split()[1] for line in defaults if line.startswith("timeout ")} >= {
-        "connect",
-        "client",
-        "server",
-        "queue",
-    }
+    limits = {line.split()[1] for line in defaults if line.startswith("timeout ")}
+    assert limits >= {"connect", "client", "server", "queue"}
+    front = {"http-request del-header X-Gpuinfer-Begun", "http-request del-header X-Gpuinfer-Created"}
+    assert {*front, "bind 127.0.0.1:8000"} <= set(section("frontend gpuinfer"))
+    for routing, balance in BALANCE.items():
+        backend = section("backend replicas", routing=routing)
+        assert f"balance {balance}" in backend
+        assert any(line.startswith("stick on req.hdr(X-Gpuinfer-Session)") for line in backend) == (routing == "sticky")
 
 
-def test_what_only_a_router_may_say_is_taken_away():
-    front = sections(render_haproxy(TWO, HaproxyPlan()))["frontend gpuinfer"]
-    assert {"http-request del-header X-Gpuinfer-Begun", "http-request del-header X-Gpuinfer-Created"} <= set(front)
-    assert "bind 127.0.0.1:8000" in front
-
-
-@pytest.mark.parametrize(
-    ("routing", "balance"),
-    [("round-robin", "roundrobin"), ("power-of-two", "random(2)"), ("random", "random(1)"), ("sticky", "leastconn")],
-)
-def test_each_policy_has_its_like(routing, balance):
-    backend = sections(render_haproxy(TWO, HaproxyPlan(routing=routing)))["backend replicas"]
-    assert f"balance {balance}" in backend
-    assert any(line.startswith("stick on req.hdr(X-Gpuinfer-Session)") for line in backend) == (routing == "sticky")
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    ["a b:1", "a:0", "a:99999", "a:1\n    server x", "", ":80", "a:", "a:1 check", "[::g]:1", "https://a:1", "a:1/x"],
-)
-def test_an_address_that_is_none_is_refused(wrong):
-    with pytest.raises(UsageError, match="no address of a replica"):
-        HaproxyServer.of(wrong)
-    with pytest.raises(UsageError, match="is no address"):
-        render_haproxy(TWO, HaproxyPlan(bind=wrong + " x"))
-
-
-def test_nothing_gets_in_by_a_key_or_a_policy():
+def test_nothing_gets_in_by_an_address_a_key_or_a_policy():
+    for wrong in (
+        "a b:1", "a:0", "a:99999", "a:1\n    server x", "", ":80", "a:", "a:1 check", "[::g]:1", "https://a:1", "a:1/x"
+    ):  # fmt: skip
+        with pytest.raises(UsageError, match="no address of a replica"):
+            HaproxyServer.of(wrong)
+        with pytest.raises(UsageError, match="is no address"):
+            render_haproxy(TWO, HaproxyPlan(bind=wrong + " x"))
     for key in ('a" \n    server x 1.2.3.4:1', "a b", 'a"b', "a\\b", ""):
         with pytest.raises(UsageError, match="key has characters"):
             render_haproxy(TWO, HaproxyPlan(key=key))

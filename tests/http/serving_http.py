@@ -8,7 +8,7 @@ import http.client
 import io
 import json
 import socket
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,47 +36,43 @@ class Seen:
         self.requests.append((exchange.method, exchange.path, exchange.body))
         exchange.respond(200, exchange.body or b"nothing", "text/plain")
 
-    async def wait(self, exchange: Exchange) -> None:
-        """Answers once the test says so."""
+    @contextlib.contextmanager
+    def counted(self) -> Iterator[None]:
         self.begun += 1
         try:
-            await self.release.wait()
+            yield
         except asyncio.CancelledError:
             self.cancelled += 1
             raise
+
+    async def wait(self, exchange: Exchange) -> None:
+        """Answers once the test says so."""
+        with self.counted():
+            await self.release.wait()
         exchange.respond(200, b"at last", "text/plain")
 
     async def events(self, exchange: Exchange) -> None:
         """One event, then a wait for the test's word, then another."""
-        self.begun += 1
         exchange.begin(200, "text/event-stream")
-        try:
+        with self.counted():
             await exchange.write(b"data: 1\n\n")
             await self.release.wait()
-        except asyncio.CancelledError:
-            self.cancelled += 1
-            raise
         await exchange.write(b"data: 2\n\n")
         exchange.end()
 
     async def flood(self, exchange: Exchange) -> None:
         """Writes for as long as somebody reads."""
         exchange.begin(200, "application/octet-stream")
-        try:
+        with self.counted():
             while True:
                 await exchange.write(b"x" * 65536)
                 self.written += 65536
                 await asyncio.sleep(0)
-        except asyncio.CancelledError:
-            self.cancelled += 1
-            raise
 
     async def fail(self, exchange: Exchange) -> None:
-        raise ZeroDivisionError("a secret of the inside")
-
-    async def fail_late(self, exchange: Exchange) -> None:
-        exchange.begin(200, "text/plain")
-        await exchange.write(b"so far")
+        if exchange.path == "/fail-late":
+            exchange.begin(200, "text/plain")
+            await exchange.write(b"so far")
         raise ZeroDivisionError("a secret of the inside")
 
     async def forget(self, exchange: Exchange) -> None:
@@ -85,30 +81,20 @@ class Seen:
     def health(self, exchange: Exchange) -> None:
         exchange.respond(200, b"{}")
 
-    def neglect(self, exchange: Exchange) -> None:
-        pass
-
     async def ask(self, exchange: Exchange) -> None:
         exchange.respond(200, json.dumps({**exchange.query, **exchange.parameters}).encode())
 
     def routes(self) -> list[Route]:
+        handlers = {"/wait": self.wait, "/events": self.events, "/flood": self.flood, "/fail": self.fail}
+        handlers |= {"/fail-late": self.fail, "/forget": self.forget, "/ask": self.ask}
         return [
-            Route("GET", "/health", self.forget, "open", "Health", immediate=self.health),
-            Route("GET", "/echo", self.echo, "api", "Echo"),
-            Route("POST", "/echo", self.echo, "api", "Echo"),
-            Route("PUT", "/echo", self.echo, "api", "Echo"),
-            Route("POST", "/wait", self.wait, "api", "Wait"),
-            Route("GET", "/wait", self.wait, "api", "Wait"),
-            Route("GET", "/events", self.events, "api", "Events"),
-            Route("GET", "/flood", self.flood, "api", "Flood"),
-            Route("GET", "/fail", self.fail, "api", "Fail"),
-            Route("GET", "/fail-late", self.fail_late, "api", "Fail late"),
-            Route("GET", "/forget", self.forget, "api", "Forget"),
-            Route("GET", "/neglect", self.forget, "api", "Neglect", immediate=self.neglect),
-            Route("GET", "/ask", self.ask, "api", "Ask"),
-            Route("GET", "/workers/{id}", self.ask, "admin", "A worker"),
-            Route("DELETE", "/workers/{id}", self.ask, "admin", "A worker"),
-            Route("GET", "/workers", self.ask, "admin", "Workers"),
+            Route("GET", "/health", self.forget, "open", "", immediate=self.health),
+            Route("GET", "/neglect", self.forget, "api", "", immediate=lambda exchange: None),
+            *(Route(method, "/echo", self.echo, "api", "") for method in ("GET", "POST", "PUT")),
+            Route("POST", "/wait", self.wait, "api", ""),
+            *(Route("GET", path, handler, "api", "") for path, handler in handlers.items()),
+            *(Route(method, "/workers/{id}", self.ask, "admin", "") for method in ("GET", "DELETE")),
+            Route("GET", "/workers", self.ask, "admin", ""),
         ]
 
 
@@ -122,9 +108,8 @@ class Served:
     paths: RouteTable
     clients: list[HttpClient] = field(default_factory=list)
 
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+    def __post_init__(self) -> None:
+        self.url = f"http://127.0.0.1:{self.port}"
 
     def client(self, **options: Any) -> HttpClient:
         """A client, which is closed with the server at the latest."""
@@ -226,8 +211,9 @@ class Raw:
         self.socket.close()
         return said
 
-    def shut(self) -> None:
-        self.socket.shutdown(socket.SHUT_WR)
+    def reset(self) -> None:
+        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+        self.socket.close()
 
 
 async def turns(number: int = 3) -> None:
@@ -236,26 +222,25 @@ async def turns(number: int = 3) -> None:
         await asyncio.sleep(0)
 
 
-async def said_to(port: int, pieces: Iterable[bytes], *, shut: bool = False) -> bytes:
-    """All that a server says to these bytes until it closes."""
+async def said_to(port: int, *pieces: bytes) -> list[Answer]:
+    """The responses of a server to these bytes, until it closes."""
     raw = await Raw.connect(port)
     await raw.send(*pieces)
-    if shut:
-        raw.shut()
-    return await raw.rest()
+    return answers(await raw.rest())
 
 
-class _Heard(io.BytesIO):
+class Bytes(io.BytesIO):
+    """Bytes as `http.client` reads them of a socket."""
+
     def makefile(self, mode: str) -> io.BytesIO:
         return self
 
-    def close(self) -> None:
-        pass
+    def close(self) -> None: ...
 
 
 def answers(said: bytes, methods: Sequence[str] = ()) -> list[Answer]:
     """Responses as the standard library reads them; `methods` of the requests, GET where none is given."""
-    heard, found = _Heard(said), []
+    heard, found = Bytes(said), []
     while heard.tell() < len(said):
         method = methods[len(found)] if len(found) < len(methods) else "GET"
         response = http.client.HTTPResponse(heard, method=method)  # type: ignore[arg-type]

@@ -46,18 +46,14 @@ async def test_a_port_in_use_names_who_holds_it_and_a_free_one():
         assert await second.listen("127.0.0.1", free) == free
 
 
-@pytest.mark.parametrize(
-    ("host", "message"),
-    [
-        ("no.such.host.invalid", "there is no address 'no.such.host.invalid'"),
-        ("192.0.2.1", "this machine has no address '192.0.2.1'"),
-        ("\0", "there is no address"),
-    ],
-)
-async def test_an_address_that_is_not_ours_says_so(host, message):
+async def test_an_address_that_is_not_ours_says_so_and_one_of_two_families_is_one_port():
     async with closing(HttpServer(answer)) as server:
-        with pytest.raises(UsageError, match=message):
-            await server.listen(host, 0)
+        for host in ("no.such.host.invalid", "192.0.2.1", "\0"):
+            with pytest.raises(UsageError, match="no address"):
+                await server.listen(host, 0)
+        client = HttpClient(f"http://localhost:{await server.listen('localhost', 0)}")
+        assert (await client.request("GET", "/")).body.rpartition(b":")[0] in (b"127.0.0.1", b"::1")
+        await client.close()
 
 
 async def test_several_servers_share_a_port():
@@ -69,14 +65,6 @@ async def test_several_servers_share_a_port():
             assert (await client.request("GET", "/")).status == 200
             await client.close()
         assert first.counts["requests"] + second.counts["requests"] == 50
-
-
-async def test_a_name_with_two_addresses_is_one_port():
-    async with closing(HttpServer(answer)) as server:
-        port = await server.listen("localhost", 0)
-        client = HttpClient(f"http://localhost:{port}")
-        assert (await client.request("GET", "/")).body.rpartition(b":")[0] in (b"127.0.0.1", b"::1")
-        await client.close()
 
 
 async def test_a_unix_socket_is_its_owners_and_goes_with_the_server(tmp_path: Path):
@@ -93,7 +81,7 @@ async def test_a_unix_socket_is_its_owners_and_goes_with_the_server(tmp_path: Pa
     assert not os.path.exists(path)  # noqa: ASYNC240
 
 
-async def test_a_unix_socket_that_a_dead_process_left_is_replaced(tmp_path: Path):
+async def test_a_unix_socket_that_a_dead_process_left_is_replaced_and_a_file_is_not(tmp_path: Path):
     path = str(tmp_path / "s")
     left = socket.socket(socket.AF_UNIX)
     left.bind(path)
@@ -103,12 +91,10 @@ async def test_a_unix_socket_that_a_dead_process_left_is_replaced(tmp_path: Path
         await server.listen_unix(path)
     Path(path).write_text("a file")  # noqa: ASYNC240
     async with closing(HttpServer(answer)) as server:
-        with pytest.raises(UsageError, match="cannot listen at"):
-            await server.listen_unix(path)
+        for wrong in (path, str(tmp_path / ("long" * 50))):
+            with pytest.raises(UsageError, match="cannot listen at"):
+                await server.listen_unix(wrong)
     assert Path(path).read_text() == "a file"  # noqa: ASYNC240
-    async with closing(HttpServer(answer)) as server:
-        with pytest.raises(UsageError, match="cannot listen at"):
-            await server.listen_unix(str(tmp_path / ("long" * 50)))
 
 
 async def test_draining_answers_what_is_under_way_and_closes_the_rest():

@@ -1,11 +1,14 @@
-"""The exposition: what Prometheus reads is what the snapshot says."""
+"""The exposition says what the snapshot says, and docs/monitoring.md and the dashboard ask for what there is."""
 
 from __future__ import annotations
 
+import json
 import math
+import re
 import subprocess
 
 import pytest
+from monitoring.exposed import dashboard, everything, expressions, labels_of
 from monitoring.synthetic import Server, worker
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -95,14 +98,10 @@ def test_counters_are_there_before_they_first_count_and_never_fall():
         rising = ("_total", "_count", "_sum", "_bucket")
         assert not {key for key in before if key[0].endswith(rising) and now[key] < before[key]}
         before = now
-
-
-def test_seconds_that_were_told_are_not_taken_back():
-    lane = {"name": "forward 0", "stations": {"forward": 10.0, "idle": 5.0}}
-    later = {"name": "forward 0", "stations": {"forward": 9.999, "idle": 5.1}}
     floor: dict[tuple[str, ...], float] = {}
-    exposition(Snapshot(lanes=(lane,)), floor=floor)
-    samples = read(exposition(Snapshot(lanes=(later,)), floor=floor))
+    for forward, idle in ((10.0, 5.0), (9.999, 5.1)):  # seconds that were told are not taken back
+        lane = {"name": "forward 0", "stations": {"forward": forward, "idle": idle}}
+        samples = read(exposition(Snapshot(lanes=(lane,)), floor=floor))
     assert of(samples, "gpuinfer_lane_seconds_total", lane="forward", station="forward") == 10.0
     assert of(samples, "gpuinfer_lane_seconds_total", lane="forward", station="idle") == 5.1
 
@@ -122,11 +121,47 @@ def test_names_from_outside_are_escaped_and_bounded():
     assert len(text) < 200_000
 
 
+@pytest.mark.parametrize("expression", expressions())
+def test_every_metric_and_label_that_is_asked_for_is_there(expression):
+    known, by_prometheus = labels_of(everything()), {"job", "instance"}
+    named = re.findall(r"\b(gpuinfer_\w+)(\{[^}]*\})?", expression)
+    assert named
+    for name, selected in named:
+        assert set(re.findall(r"(\w+)=", selected)) <= known[name] | by_prometheus
+    grouped = {label.strip() for group in re.findall(r"by \(([^)]*)\)", expression) for label in group.split(",")}
+    assert grouped <= set.union(*(known[name] for name, _ in named)) | by_prometheus
+
+
+def test_panels_say_what_they_are_and_do_not_overlap_and_legends_name_labels_that_are_left():
+    panels, taken = dashboard()["panels"], set()
+    assert len({panel["id"] for panel in panels}) == len({panel["title"] + panel["type"] for panel in panels})
+    for panel in panels:
+        assert panel["description"]
+        x, y, w, h = (panel["gridPos"][name] for name in "xywh")
+        cells = {(across, down) for across in range(x, x + w) for down in range(y, y + h)}
+        assert not cells & taken
+        assert x + w <= 24
+        taken |= cells
+        for target in panel["targets"]:
+            wanted = set(re.findall(r"\{\{(\w+)\}\}", target["legendFormat"]))
+            grouped = re.findall(r"by \(([^)]*)\)", target["expr"])
+            assert wanted <= {label.strip() for group in grouped for label in group.split(",")}, panel["title"]
+
+
 @pytest.mark.system
-def test_promtool_has_nothing_to_say(snapshot):
+def test_promtool_has_nothing_to_say(snapshot, tmp_path):
     more = [served_models_family([HOSTILE]), *worker_families(WORKERS), *router_families({"requests": 7})]
     for text in (exposition(Snapshot()), exposition(snapshot, more)):
         done = subprocess.run(
             ["promtool", "check", "metrics"], input=text, capture_output=True, timeout=60, check=False
         )
         assert (done.returncode, done.stdout + done.stderr) == (0, b"")
+    rules = [
+        {"record": f"tried:{number}", "expr": text.replace("$__rate_interval", "5m")}
+        for number, text in enumerate(expressions())
+    ]
+    file = tmp_path / "rules.yml"
+    file.write_text(json.dumps({"groups": [{"name": "tried", "rules": rules}]}))  # JSON is YAML
+    done = subprocess.run(["promtool", "check", "rules", file], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert f"{len(rules)} rules found" in done.stdout

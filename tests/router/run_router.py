@@ -7,7 +7,7 @@ import contextlib
 import json
 import socket
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,6 +39,12 @@ class Request:
 Answering = Callable[[Request, asyncio.StreamWriter], Awaitable[None]]
 
 
+def response(status: int, body: bytes = b"", *lines: str) -> bytes:
+    """A whole response with its length and these header lines."""
+    head = "".join(f"{line}\r\n" for line in (f"HTTP/1.1 {status} X", *lines, f"Content-Length: {len(body)}"))
+    return f"{head}\r\n".encode() + body
+
+
 async def read_request(reader: asyncio.StreamReader) -> Request:
     head = await reader.readuntil(b"\r\n\r\n")
     first, *lines = head.decode("latin-1").split("\r\n")[:-2]
@@ -50,6 +56,73 @@ async def read_request(reader: asyncio.StreamReader) -> Request:
 async def well(request: Request, writer: asyncio.StreamWriter) -> None:
     """The answer of a healthy replica."""
     writer.write(ANSWER)
+
+
+async def hang(request: Request, writer: asyncio.StreamWriter) -> None:
+    await asyncio.Event().wait()
+
+
+async def reset_at_once(request: Request, writer: asyncio.StreamWriter) -> None:
+    reset(writer)
+
+
+async def flood(request: Request, writer: asyncio.StreamWriter) -> None:
+    """Streams without end."""
+    writer.write(EVENTS)
+    while True:
+        writer.write(chunk(b"data: " + b"x" * 65_000 + b"\n\n"))
+        await writer.drain()
+        await asyncio.sleep(0)
+
+
+class Slow:
+    """Answers once it is released."""
+
+    def __init__(self) -> None:
+        self.release = asyncio.Event()
+
+    async def __call__(self, request: Request, writer: asyncio.StreamWriter) -> None:
+        await self.release.wait()
+        writer.write(ANSWER)
+
+
+class Resumable:
+    """Streams the tokens 0, 1, … of each sample in turn, from what has begun on; breaks off after `breaks` events."""
+
+    def __init__(self, tokens: int, samples: int = 1, breaks: Sequence[int] = (), partial: bool = False) -> None:
+        self.tokens, self.samples, self.breaks, self.partial = tokens, samples, list(breaks), partial
+        self.begun: list[dict] = []
+        self.same: set[tuple[object, ...]] = set()  # what is the same in each attempt
+
+    def events(self, begun: dict) -> list[bytes]:
+        """What is still to come."""
+        events = []
+        for number in range(self.tokens):
+            for sample in range(self.samples):
+                if number >= len(begun.get(str(sample), {"tokens": []})["tokens"]):
+                    events.append(b"id: %d.%d\ndata: {%d: %d}\n\n" % (sample, number, sample, number))
+        for sample in range(self.samples):
+            if not begun.get(str(sample), {}).get("ended"):
+                events.append(b"id: %d.!\ndata: {%d: end}\n\n" % (sample, sample))
+        return [*events, DONE]
+
+    async def __call__(self, request: Request, writer: asyncio.StreamWriter) -> None:
+        size = int(request.headers.get("x-gpuinfer-begun", "0"))
+        self.begun.append(begun := json.loads(request.body[:size]) if size else {})
+        self.same.add((request.body[size:], request.headers["x-gpuinfer-created"], request.headers["x-request-id"]))
+        limit = self.breaks.pop(0) if self.breaks else None
+        writer.write(EVENTS)
+        for number, event in enumerate(self.events(begun)):
+            if number == limit:
+                if self.partial:
+                    writer.write(chunk(event[: len(event) // 2]))
+                await writer.drain()
+                await asyncio.sleep(0.01)  # a reset may overtake what was sent before it
+                reset(writer)
+                return
+            writer.write(chunk(event))
+            await writer.drain()
+        writer.write(b"0\r\n\r\n")
 
 
 def saying(data: bytes, then: str = "stay") -> Answering:

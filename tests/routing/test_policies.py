@@ -19,6 +19,7 @@ loads_st = st.lists(
     unique_by=lambda load: load.member,
 )
 askings = st.builds(RoutedRequest, st.floats(1, 1e5), st.none() | st.binary(max_size=40))
+FAVOURITES = [1, 5, 7, 7, 0, 5, 3, 5, 0, 2]  # of ten users among eight replicas, in every process and version
 
 
 def policy(name, seed=1, **options):
@@ -29,9 +30,8 @@ def fleet(*in_flight):
     return [ReplicaLoad(number, now) for number, now in enumerate(in_flight)]
 
 
-def shares(name, loads, times, affinity=None):
-    chooser = policy(name)
-    return Counter(chooser.choose(loads, RoutedRequest(1, affinity)).load.member for _ in range(times))
+def user(number):
+    return RoutedRequest(1, b"user %d" % number)
 
 
 @given(st.lists(loads_st, min_size=1, max_size=8), askings, st.sampled_from(sorted(POLICIES)))
@@ -52,31 +52,28 @@ def test_least_loaded_finds_nobody_with_less(loads, asking):
 
 
 @pytest.mark.parametrize(
-    ("loads", "member", "why"),
+    ("name", "loads", "member", "why"),
     [
-        pytest.param([ReplicaLoad(1, 5), ReplicaLoad(2, 3)], 2, "least-loaded 3<5", id="the fewer in flight"),
-        pytest.param([ReplicaLoad(1, 5, 2.0), ReplicaLoad(2, 3)], 1, "least-loaded 2.5<3", id="for its speed"),
-        pytest.param(
-            [ReplicaLoad(1, 4, 0.1), ReplicaLoad(2, 30)], 2, "least-loaded 30<40", id="a slow start takes less"
-        ),
-        pytest.param([ReplicaLoad(7, 4)], 7, "least-loaded alone", id="one alone"),
+        ("least-loaded", [ReplicaLoad(1, 5), ReplicaLoad(2, 3)], 2, "least-loaded 3<5"),
+        ("least-loaded", [ReplicaLoad(1, 5, 2.0), ReplicaLoad(2, 3)], 1, "least-loaded 2.5<3"),
+        ("least-loaded", [ReplicaLoad(1, 4, 0.1), ReplicaLoad(2, 30)], 2, "least-loaded 30<40"),
+        ("least-loaded", [ReplicaLoad(7, 4)], 7, "least-loaded alone"),
+        ("sticky", [ReplicaLoad(0, 3), ReplicaLoad(1, 1)], 1, "least-loaded 1<3"),  # without an affinity
     ],
 )
-def test_least_loaded_says_why(loads, member, why):
-    chosen, said = policy("least-loaded").choose(loads, RoutedRequest())
+def test_least_loaded_says_why(name, loads, member, why):
+    chosen, said = policy(name).choose(loads, RoutedRequest())
     assert (chosen.member, said) == (member, why)
 
 
 @pytest.mark.parametrize("name", ["least-loaded", "power-of-two", "random", "round-robin"])
 def test_of_equals_each_has_its_share(name):
-    found = shares(name, fleet(2, 2, 2, 2), 8000)
-    assert all(1800 < found[member] < 2200 for member in range(4))
-
-
-def test_of_two_least_loaded_both_are_taken_and_no_other():
-    found = shares("least-loaded", fleet(1, 0, 5, 0), 1000)
-    assert found.keys() == {1, 3}
-    assert min(found.values()) > 400
+    for loads, times, members in ((fleet(2, 2, 2, 2), 8000, {0, 1, 2, 3}), (fleet(1, 0, 5, 0), 1000, {1, 3})):
+        if name == "least-loaded" or len(members) == 4:
+            chooser = policy(name)
+            found = Counter(chooser.choose(loads, RoutedRequest()).load.member for _ in range(times))
+            assert found.keys() == members
+            assert min(found.values()) > 0.8 * times / len(members)
 
 
 def test_round_robin_goes_on_after_the_last_when_one_has_left():
@@ -86,12 +83,10 @@ def test_round_robin_goes_on_after_the_last_when_one_has_left():
     assert seen == [0, 1, 3, 0, 1, 3]
 
 
-@pytest.mark.parametrize("members", [2, 3, 5, 8, 64])
+@pytest.mark.parametrize("members", [2, 5, 16])
 def test_sticky_spreads_affinities_evenly(members):
-    chooser, loads = policy("sticky"), [ReplicaLoad(number) for number in range(members)]
-    found = Counter(
-        chooser.choose(loads, RoutedRequest(1, b"user %d" % user)).load.member for user in range(2000 * members)
-    )
+    chooser, loads = policy("sticky"), fleet(*[0] * members)
+    found = Counter(chooser.choose(loads, user(number)).load.member for number in range(2000 * members))
     assert all(1750 < found[member] < 2250 for member in range(members))
 
 
@@ -100,54 +95,31 @@ def test_when_one_leaves_only_what_was_its_own_moves(members, dice):
     loads = [ReplicaLoad(member) for member in members]
     dice.shuffle(loads)
     gone, chooser = loads[0], policy("sticky")
-    for user in range(60):
-        asking = RoutedRequest(1, b"user %d" % user)
-        before, after = (chooser.choose(here, asking).load for here in (loads, loads[1:]))
+    for number in range(60):
+        before, after = (chooser.choose(here, user(number)).load for here in (loads, loads[1:]))
         assert before is after or before is gone
 
 
-def test_two_routers_agree_on_the_favourite():
-    one, other, loads = policy("sticky", 1), policy("sticky", 2), [ReplicaLoad(number) for number in range(9)]
-    for user in range(100):
-        asking = RoutedRequest(1, b"user %d" % user)
-        assert one.choose(loads, asking).load is other.choose(loads[::-1], asking).load
+def test_routers_agree_on_the_favourites_or_a_restart_would_empty_every_cache():
+    one, other, loads = policy("sticky", 1), policy("sticky", 2), fleet(*[0] * 8)
+    assert [one.choose(loads, user(number)).load.member for number in range(10)] == FAVOURITES
+    assert [other.choose(loads[::-1], user(number)).load.member for number in range(10)] == FAVOURITES
 
 
-FAVOURITES = [1, 5, 7, 7, 0, 5, 3, 5, 0, 2]
-
-
-def test_the_favourites_are_the_same_in_every_process_and_version():
-    """Otherwise a rolling restart of the routers would empty every cache."""
-    chooser, loads = policy("sticky"), [ReplicaLoad(number) for number in range(8)]
-    found = [chooser.choose(loads, RoutedRequest(1, b"user %d" % user)).load.member for user in range(10)]
-    assert found == FAVOURITES
-
-
-@pytest.mark.parametrize(
-    ("ahead", "why"),
-    [
-        pytest.param(4, "sticky", id="within the margin it stays"),
-        pytest.param(5, "sticky-broken 5>0", id="beyond it the least loaded takes over"),
-    ],
-)
+@pytest.mark.parametrize(("ahead", "why"), [(4, "sticky"), (5, "sticky-broken 5>0")])
 def test_sticky_breaks_by_its_margin(ahead, why):
-    chooser, asking, loads = policy("sticky", margin=4), RoutedRequest(1, b"me"), fleet(0, 0, 0)
-    favourite = chooser.choose(loads, asking).load
+    chooser, loads = policy("sticky", margin="4.0"), fleet(0, 0, 0)
+    favourite = chooser.choose(loads, user(1)).load
     favourite.in_flight = ahead
-    chosen, said = chooser.choose(loads, asking)
-    assert said == why
-    assert (chosen is favourite) == (ahead <= 4)
-
-
-def test_without_an_affinity_sticky_takes_the_least_loaded():
-    assert policy("sticky").choose(fleet(3, 1), RoutedRequest()).why == "least-loaded 1<3"
+    chosen, said = chooser.choose(loads, user(1))
+    assert (said, chosen is favourite) == (why, ahead <= 4)
 
 
 def test_two_choices_bound_the_imbalance_where_one_does_not():
     """Balls into bins: the fullest holds ln n / ln ln n too many of n by chance, and ln ln n of the better of two."""
 
     def fullest(name):
-        chooser, loads = policy(name), [ReplicaLoad(number) for number in range(64)]
+        chooser, loads = policy(name), fleet(*[0] * 64)
         for _ in range(64 * 50):
             chooser.choose(loads, RoutedRequest()).load.in_flight += 1
         return max(load.in_flight for load in loads)
@@ -160,21 +132,14 @@ def test_two_choices_bound_the_imbalance_where_one_does_not():
 @pytest.mark.parametrize(
     ("name", "options", "error", "said"),
     [
-        pytest.param("least-load", {}, UnknownName, "Did you mean 'least-loaded'", id="a policy"),
-        pytest.param("sticky", {"margins": 3}, UnknownName, "Did you mean 'margin'", id="an option"),
-        pytest.param("random", {"margin": 3}, UnknownName, "Known: none", id="an option of another"),
-        pytest.param("sticky", {"margin": -1}, UsageError, "Give a number of 0 or more", id="a value"),
-        pytest.param("sticky", {"margin": "far"}, UsageError, "margin=far cannot be", id="no number"),
-        pytest.param("sticky", {"margin": "nan"}, UsageError, "margin=nan cannot be", id="not a number"),
+        ("least-load", {}, UnknownName, "Did you mean 'least-loaded'"),
+        ("sticky", {"margins": 3}, UnknownName, "Did you mean 'margin'"),
+        ("random", {"margin": 3}, UnknownName, "Known: none"),
+        ("sticky", {"margin": -1}, UsageError, "Give a number of 0 or more"),
+        ("sticky", {"margin": "far"}, UsageError, "margin=far cannot be"),
+        ("sticky", {"margin": "nan"}, UsageError, "margin=nan cannot be"),
     ],
 )
 def test_what_is_none_is_refused(name, options, error, said):
     with pytest.raises(error, match=said):
         policy(name, **options)
-
-
-def test_options_may_be_words():
-    assert (
-        make_policy("sticky", random.Random(1), margin="2.5").choose(fleet(1, 1), RoutedRequest(1, b"a")).why
-        == "sticky"
-    )

@@ -55,11 +55,8 @@ class Server:
         assert self.ready_file.exists(), self.log
         told = json.loads(self.ready_file.read_text())
         self.host, self.port = told["host"], told["port"]
+        self.url = f"http{'s' * (self.certificate is not None)}://{self.host}:{self.port}"
         return self
-
-    @property
-    def url(self) -> str:
-        return f"http{'s' * (self.certificate is not None)}://{self.host}:{self.port}"
 
     def connect(self) -> http.client.HTTPConnection:
         if self.certificate is None:
@@ -94,14 +91,13 @@ class Server:
         finally:
             connection.close()
 
-    def said_all(self, path: str, body: Any = None) -> bytes:
-        """All that comes back to a client that sends nothing more, not even an end of its connection."""
+    def begun(self, path: str, body: Any = None, headers: str = "") -> socket.socket:
+        """A connection over which this has been sent; POST, if there is a body."""
         data = b"" if body is None else json.dumps(body).encode()
-        head = f"{'POST' if data else 'GET'} {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(data)}\r\n\r\n"
-        with socket.create_connection((self.host, self.port), SECONDS) as client:
-            client.sendall(head.encode() + data)
-            client.shutdown(socket.SHUT_WR)
-            return b"".join(iter(lambda: client.recv(1 << 16), b""))
+        head = f"{'POST' if data else 'GET'} {path} HTTP/1.1\r\nHost: localhost\r\n{headers}"
+        client = self.socket()
+        client.sendall(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
+        return client
 
     def end(self, number: int = signal.SIGTERM) -> int:
         """The exit code after this signal."""
@@ -140,6 +136,17 @@ def serving(*words: object, folder: Path, **more: Any) -> Iterator[Server]:
         yield server.wait_until_ready()
     finally:
         server.kill()
+
+
+def write_keys(file: Path, *lines: str) -> None:
+    """Put a file of keys in the place of the one before."""
+    (draft := file.with_suffix(".next")).touch(mode=0o600)
+    draft.write_text("\n".join(lines))
+    draft.rename(file)
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"}
 
 
 def until(condition: Callable[[], object], otherwise: Callable[[], object] = lambda: "") -> None:

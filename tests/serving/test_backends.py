@@ -1,9 +1,8 @@
-"""Servers on other backends, with a network of one's own, and as a file describes them."""
+"""Servers on other backends, and as a file describes them."""
 
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
 
 import pytest
 from replica_servers import serving
@@ -12,27 +11,6 @@ from gpuinfer.api import ModelSpec, Setup
 from gpuinfer.backends.vllm_engine.endpoint import VllmEndpoint
 from gpuinfer.config.setup_file import ServerSetup
 from gpuinfer.errors import UsageError
-
-MODULE = """
-import torch
-
-
-class Double(torch.nn.Module):
-    def __init__(self, features):
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.full((features,), 2.0))
-
-    def forward(self, rows):
-        return {"doubled": rows * self.weight}
-"""
-
-
-def test_a_network_of_ones_own_answers_by_its_own_names(tmp_path):
-    (tmp_path / "doubling.py").write_text(MODULE)
-    words = ("--model", "doubling:Double", "--features", 3, "--strategy", "adaptive", "-B", "compute=float32")
-    with serving(*words, folder=tmp_path) as server:
-        assert server.ask("/v1/evaluate", {"x": [1, 2, 3]}).json == {"y": {"doubled": [2, 4, 6]}}
-        assert server.ask("/v1/models").json["data"][0]["id"] == "doubling:Double"
 
 
 def test_a_file_describes_a_server_as_well_as_flags_do(tmp_path):
@@ -57,12 +35,9 @@ async def opened(url):
         await endpoint.end()
 
 
-def test_a_file_is_for_its_owner_alone(tmp_path):
+def test_a_file_is_for_its_owner_alone_and_clients_never_learn_where_a_checkpoint_is(tmp_path):
     ServerSetup(setup=Setup()).write(tmp_path / "setup")
     assert (tmp_path / "setup").stat().st_mode & 0o077 == 0
-
-
-def test_clients_never_learn_where_a_checkpoint_lies(tmp_path: Path):
     spec = ModelSpec(str(tmp_path / "secret" / "my-model"), kind="text")
     assert ServerSetup(setup=Setup(model=spec)).name == "my-model"
 

@@ -1,19 +1,32 @@
-"""One server and one fleet, over TLS, with keys and quotas, other origins' pages, and a log of requests in JSON."""
+"""A server's front: keys and quotas, TLS, other origins' pages, the page and its events, the log of requests, spans."""
 
 from __future__ import annotations
 
+import contextlib
+import gzip
 import http.client
 import json
-import os
+import signal
 import socket
 import subprocess
+import threading
 import urllib.request
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import openai
 import pytest
-from replica_servers import SECONDS, Server, serving, until
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from prometheus_client.parser import text_string_to_metric_families
+from replica_servers import SECONDS, Server, bearer, serving, until, write_keys
+
+from gpuinfer.api import ModelSpec
+from gpuinfer.serving.health import ReplicaHealth
+from gpuinfer.serving.monitoring.live_page import FILES
+from gpuinfer.serving.routes import replica_routes
+from gpuinfer.serving.service import ModelService, ServedModels
 
 TINY = ("--model", "tiny", "-B", "slots=4", "-B", "threads=1")
 ASKED = {"prompt": "Hello", "max_tokens": 8, "ignore_eos": True}
@@ -25,16 +38,6 @@ KEYS = (
     "streamed name=dave tokens=20",
     "page name=page requests=1 tokens=9000",
 )
-
-
-def bearer(key: str) -> dict[str, str]:
-    return {"Authorization": f"Bearer {key}"}
-
-
-def write_keys(folder: Path, *lines: str) -> None:
-    (folder / "next").touch(mode=0o600)
-    (folder / "next").write_text("\n".join(lines))
-    (folder / "next").rename(folder / "keys")
 
 
 def certificate(folder: Path, name: str = "localhost") -> Path:
@@ -52,7 +55,7 @@ def certificate(folder: Path, name: str = "localhost") -> Path:
 def server(request, tmp_path_factory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("front")
     made = certificate(folder)
-    write_keys(folder, *KEYS)
+    write_keys(folder / "keys", *KEYS)
     words = (*TINY, *request.param, "--api-key-file", "keys", "--allowed-origins", APP, "--log-format", "json")
     with serving(*words, "--tls-cert", made, "--tls-key", "made.key", folder=folder, certificate=made) as server:
         yield server
@@ -99,20 +102,19 @@ def test_requests_beyond_a_quota_are_refused_as_openai_does(server, client):
 @pytest.mark.parametrize("key", ["whole", "streamed"])
 def test_tokens_beyond_a_quota_are_refused_until_they_are_back(server, key):
     asked = {**ASKED, "stream": key == "streamed"}
-    statuses = [server.ask("/v1/completions", asked, bearer(key)).status for _ in range(6)]
-    assert (statuses[0], statuses[-1]) == (200, 429), "each costs its prompt and eight tokens"
-    refused = server.ask("/v1/completions", ASKED, bearer(key))
-    assert (refused.error["type"], refused.error["code"]) == ("tokens", "rate_limit_exceeded")
-    assert int(refused.headers["retry-after"]) >= 1
+    answers = [server.ask("/v1/completions", asked, bearer(key)) for _ in range(6)]
+    assert (answers[0].status, answers[-1].status) == (200, 429), "each costs its prompt and eight tokens"
+    assert (answers[-1].error["type"], answers[-1].error["code"]) == ("tokens", "rate_limit_exceeded")
+    assert int(answers[-1].headers["retry-after"]) >= 1
 
 
 def test_keys_are_replaced_without_a_restart_and_a_wrong_file_changes_nothing(server):
     folder = server.log_file.parent
-    write_keys(folder, *KEYS, "new name=new")
+    write_keys(folder / "keys", *KEYS, "new name=new")
     until(lambda: server.ask("/v1/models", headers=bearer("new")).status == 200, lambda: server.log)
-    write_keys(folder, *KEYS)
+    write_keys(folder / "keys", *KEYS)
     until(lambda: server.ask("/v1/models", headers=bearer("new")).status == 401, lambda: server.log)
-    write_keys(folder, "# all gone")
+    write_keys(folder / "keys", "# all gone")
     until(lambda: "What was read before holds" in server.log, lambda: server.log)
     assert server.ask("/v1/completions", ASKED, bearer("open")).status == 200
     assert server.ask("/v1/completions", ASKED).status == 401
@@ -193,10 +195,8 @@ def test_what_is_no_http_and_a_client_that_went_away_are_in_the_log(server):
         raw.sendall(b"GET / HTTP/9.9\r\n\r\n")
         assert raw.recv(1 << 16)
     assert logged(server, status=505)
-    body = json.dumps({**ASKED, "max_tokens": 4000, "stream": True}).encode()
-    with server.socket() as raw:
-        raw.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nX-Request-Id: gone\r\n")
-        raw.sendall(b"Authorization: Bearer open\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body))
+    headers = "X-Request-Id: gone\r\nAuthorization: Bearer open\r\n"
+    with server.begun("/v1/completions", {**ASKED, "max_tokens": 4000, "stream": True}, headers) as raw:
         came = b""
         while b"data: " not in came:
             came += (more := raw.recv(1 << 16))
@@ -205,38 +205,137 @@ def test_what_is_no_http_and_a_client_that_went_away_are_in_the_log(server):
     assert 0 < logged(server, id="gone")["output_tokens"] < 4000
 
 
-def test_for_people_the_log_is_words_and_a_star_lets_all_pages_in(tmp_path):
-    with serving(*TINY, "-v", "--allowed-origins", "*", folder=tmp_path) as server:
-        answer = server.ask("/v1/completions", ASKED, {"Origin": "https://anybody.example"})
+TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+
+
+@pytest.fixture
+def collector() -> Iterator[tuple[str, list]]:
+    """Its address, and the spans that have come."""
+    spans: list = []
+
+    class Receive(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers["Content-Length"]))
+            if self.headers.get("Content-Encoding") == "gzip":
+                body = gzip.decompress(body)
+            for one in ExportTraceServiceRequest.FromString(body).resource_spans:
+                spans.extend(span for scope in one.scope_spans for span in scope.spans)
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None: ...
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Receive) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}", spans
+        server.shutdown()
+        thread.join()
+
+
+def test_for_people_the_log_is_words_a_star_lets_all_pages_in_and_each_request_is_a_span(collector, tmp_path):
+    endpoint, spans = collector
+    with serving(*TINY, "-v", "--allowed-origins", "*", "--otlp-endpoint", endpoint, folder=tmp_path) as server:
+        headers = {"Origin": "https://a.example", "traceparent": f"00-{TRACE}-{PARENT}-01", "X-Request-Id": "mine"}
+        answer = server.ask("/v1/completions", ASKED, headers)
         assert (answer.status, answer.headers["access-control-allow-origin"]) == (200, "*")
-        server.ask("/v1/completions", {**ASKED, "odd\ngpuinfer: forged\x1b[2J": 1})
+        assert server.ask("/v1/completions", {**ASKED, "odd\ngpuinfer: forged\x1b[2J": 1}).status == 400
         until(lambda: "forged" in server.log)
-        assert "gpuinfer: POST /v1/completions 200 in " in server.log
-        assert "+8 tokens, model tiny" in server.log
+        for said in ("gpuinfer: POST /v1/completions 200 in ", "+8 tokens, model tiny", "id mine", TRACE):
+            assert said in server.log
         assert "\ngpuinfer: forged" not in server.log, "a client writes no line of its own"
         assert "\x1b" not in server.log
+        assert server.end() == 0  # which sends what is left
+    good, bad = spans
+    assert (good.trace_id.hex(), good.parent_span_id.hex(), good.name) == (TRACE, PARENT, "POST /v1/completions")
+    told = {one.key: one.value for one in good.attributes}
+    assert told["gpuinfer.request_id"].string_value == "mine"
+    assert told["gen_ai.usage.output_tokens"].int_value == 8
+    assert [event.name for event in good.events] == ["admitted", "first token"]
+    assert bad.status.code == 2
 
 
-@pytest.mark.parametrize(
-    ("words", "why"),
-    [
-        pytest.param(("--tls-cert", "made.pem"), "--tls-cert FILE --tls-key FILE", id="no key"),
-        pytest.param(("--tls-cert", "none.pem", "--tls-key", "made.key"), "cannot read", id="no file"),
-        pytest.param(("--tls-cert", "made.key", "--tls-key", "made.key"), "no certificate", id="no cert"),
-        pytest.param(("--tls-cert", "made.pem", "--tls-key", "open.key"), "can be read by others", id="an open key"),
-        pytest.param(("--tls-cert", "fifo", "--tls-key", "made.key"), "no regular file", id="a FIFO for a cert"),
-        pytest.param(("--tls-cert", "made.pem", "--tls-key", "fifo"), "no regular file", id="a FIFO for a key"),
-        pytest.param(("--allowed-origins", "app.example.org"), "https://app.example.org", id="no origin"),
-    ],
-)
-def test_files_and_origins_that_are_none_are_refused_before_anything_starts(
-    gpuinfer, tmp_path, monkeypatch, words, why
-):
-    monkeypatch.chdir(tmp_path)
-    certificate(tmp_path)
-    Path("open.key").write_bytes(Path("made.key").read_bytes())
-    Path("open.key").chmod(0o644)
-    os.mkfifo("fifo", 0o600)
-    code, _, err = gpuinfer("serve", *TINY, "--port", "0", *words)
-    assert code == 2
-    assert why in " ".join(err.split())
+OPEN = {"/health", *FILES}
+KEY = "the-api-key"
+
+
+class Nothing:
+    moved = waiting_rows = 0
+    longest_s, serving = 0.0, False
+
+
+@pytest.mark.parametrize("kind", ["text", "rows"])
+def test_only_health_and_the_pages_files_are_open_and_no_other_route_answers_without_its_key(several, kind):
+    health = ReplicaHealth(Nothing(), "m", kind)
+    models = ServedModels([ModelService(Nothing(), health, ModelSpec("m", inputs=2, kind=kind))])
+    routes = replica_routes(models)
+    assert {route.path for route in routes if route.access == "open"} == OPEN
+    for header in (None, "Bearer wrong", f"Basic {KEY}", f"Bearer {KEY}x", "Bearer ", KEY):
+        for route in routes:
+            if route.path not in OPEN:
+                headers = {} if header is None else {"Authorization": header}
+                answer = several.ask(route.path, b"{}" if route.method == "POST" else None, headers, route.method)
+                assert (answer.status, answer.error["code"]) == (401, "invalid_api_key"), (route.path, answer.body)
+    assert several.ask("/v1/models", headers={"Authorization": f"bearer {KEY}"}).status == 200
+    assert KEY not in several.log
+    assert "with a key" in several.log
+
+
+@contextlib.contextmanager
+def watching(server: Server, headers: dict[str, str] | None = None) -> Iterator[Iterator[tuple[str, Any]]]:
+    with contextlib.closing(server.connect()) as connection:
+        connection.request("GET", "/events", headers=headers or {})
+        response = connection.getresponse()
+        assert (response.status, response.getheader("content-type")) == (200, "text/event-stream")
+
+        def events() -> Iterator[tuple[str, Any]]:
+            while name := response.readline().decode().strip():
+                data = response.readline().decode()
+                assert response.readline() == b"\n"
+                yield name.removeprefix("event: "), json.loads(data.removeprefix("data: "))
+
+        yield events()
+
+
+def metrics(server: Server) -> dict[tuple[str, str], float]:
+    answer = server.ask("/metrics")
+    assert answer.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
+    families = text_string_to_metric_families(answer.body.decode())
+    samples = [sample for family in families for sample in family.samples]
+    return {(sample.name, ",".join(sample.labels.values())): sample.value for sample in samples}
+
+
+def test_metrics_and_events_count_what_was_asked_and_no_counter_falls(rows):
+    row, asked = {"x": [0.5] * 16}, ("gpuinfer_requests_total", "normal")
+    before = metrics(rows)
+    for _ in range(5):
+        assert rows.ask("/v1/evaluate", row).status == 200
+    after = metrics(rows)
+    assert after["gpuinfer_model_info", "blobnet-small"] == 1
+    assert after[asked] - before[asked] >= 5
+    assert after["gpuinfer_request_duration_seconds_count", "normal"] == after[asked]
+    rising = ("_total", "_count", "_sum", "_bucket")
+    assert not [key for key in before if key[0].endswith(rising) and after[key] < before[key]]
+    assert after[asked] <= rows.ask("/stats").json["requests"]
+    with watching(rows) as events:
+        name, first = next(events)
+        assert (name, first["about"]["status"]) == ("look", "ready")
+        assert rows.ask("/v1/evaluate", row).status == 200
+        wanted = first["totals"]["requests"] + 1
+        look = next(look for _, look in events if look["totals"]["requests"] >= wanted)
+        assert look["latency_s"]["p50"] > 0
+        assert look["batches"]["sizes"]
+
+
+def test_with_a_key_the_page_is_open_and_what_it_shows_is_not_and_a_server_that_leaves_ends_its_events(tmp_path):
+    write_keys(tmp_path / "keys", "secret")
+    with serving("--model", "blobnet-small", "--api-key-file", "keys", folder=tmp_path) as server:
+        assert server.ask("/").status == 200
+        for path in ("/events", "/metrics", "/stats"):
+            assert server.ask(path).status == 401
+        assert server.ask("/metrics", headers=bearer("secret")).status == 200
+        with watching(server, bearer("secret")) as events:
+            assert next(events)[0] == "look"
+            server.process.send_signal(signal.SIGTERM)
+            assert {name for name, _ in events} <= {"look"}
+            assert server.process.wait(SECONDS) == 0

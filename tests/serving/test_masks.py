@@ -1,4 +1,4 @@
-"""A server of a diffusion model, as clients see it; and who is refused before it starts."""
+"""A server of a diffusion model, as clients see it."""
 
 from __future__ import annotations
 
@@ -10,10 +10,6 @@ import psutil
 import pytest
 from replica_servers import SECONDS, Server, serving, until
 
-from gpuinfer.errors import UsageError
-from gpuinfer.generation import Unmasking
-from gpuinfer.serving.serve_options import ServeOptions, default_unmasking, served_spec
-
 WORDS = ("--model", "tiny-llada", "-B", "threads=1", "--block-length", "4")
 ASKED = {"prompt": "The sea was", "max_tokens": 16, "seed": 5, "temperature": 0.7}
 
@@ -24,40 +20,17 @@ def llada(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         yield server
 
 
-def text_of(server: Server, **more: object) -> str:
-    return server.ask("/v1/completions", {**ASKED, **more}).json["choices"][0]["text"]
+def test_the_family_is_told_and_a_request_goes_over_the_flags(llada):
+    def said(**more: object) -> str:
+        return llada.ask("/v1/completions", {**ASKED, **more}).json["choices"][0]["text"]
 
-
-def usual(**flags: object) -> Unmasking | None:
-    own = ServeOptions(**flags)
-    return default_unmasking(own, served_spec(own))
-
-
-def test_a_model_without_masks_is_not_started_with_words_on_them():
-    assert usual(model="tiny") is None
-    with pytest.raises(UsageError, match="`threshold` says how a diffusion model fills its masks in"):
-        usual(model="tiny", threshold=0.9)
-    with pytest.raises(UsageError, match=r"-D is said of a diffusion model, and blobnet takes rows\. Leave it out"):
-        usual(model="blobnet", decoder_options={"low": 0.4})
-    with pytest.raises(UsageError, match=r"--mask-token-id is said of a diffusion model"):
-        usual(model="blobnet", mask_token_id=3)
-
-
-def test_a_server_is_not_started_with_what_no_request_could_use():
-    with pytest.raises(UsageError, match="Did you mean 'threshold'"):
-        usual(model="tiny-llada", decoder="treshold")
-    with pytest.raises(UsageError, match="'low-confidence' has no threshold"):
-        usual(model="tiny-llada", threshold=0.9)
-
-
-def test_the_family_is_told(llada):
     (model,) = llada.ask("/v1/models").json["data"]
     assert (model["family"], model["diffusion"]) == ("llada", True)
-
-
-def test_a_request_goes_over_the_flags(llada):
-    assert text_of(llada) == text_of(llada, block_length=4, decoder="low-confidence")
-    assert text_of(llada, block_length=16) != text_of(llada)
+    assert said() == said(block_length=4, decoder="low-confidence")
+    assert said(block_length=16) != said()
+    chat = {"messages": [{"role": "user", "content": "Hi"}], "ignore_eos": True}
+    usage = llada.ask("/v1/chat/completions", chat).json["usage"]
+    assert usage["completion_tokens"] == 128, "no canvas of the whole context"
 
 
 def test_a_stream_sends_what_is_committed_from_the_left_and_no_more(llada):
@@ -73,11 +46,6 @@ def test_a_stream_sends_what_is_committed_from_the_left_and_no_more(llada):
     assert texts == [choice.text for choice in whole.choices]
     assert told == [len(choice.logprobs.token_logprobs) for choice in whole.choices]
     assert chunks >= 4  # at least one a block, of those that lie within
-
-
-def test_a_chat_that_says_no_number_is_no_canvas_of_the_whole_context(llada):
-    answer = llada.ask("/v1/chat/completions", {"messages": [{"role": "user", "content": "Hi"}], "ignore_eos": True})
-    assert answer.json["usage"]["completion_tokens"] == 128
 
 
 @pytest.mark.parametrize(
@@ -125,13 +93,10 @@ def busiest(server: Server) -> psutil.Process:
     """The replica that has computed most since it was looked at first."""
     replicas = [one for one in psutil.Process(server.process.pid).children(recursive=True) if is_replica(one)]
     assert len(replicas) == 2
-    before = [spent(one) for one in replicas]
-    until(lambda: any(spent(one) > then for one, then in zip(replicas, before, strict=True)))
-    return max(zip(replicas, before, strict=True), key=lambda pair: spent(pair[0]) - pair[1])[0]
-
-
-def spent(process: psutil.Process) -> float:
-    return sum(process.cpu_times()[:2])
+    before = {one: sum(one.cpu_times()[:2]) for one in replicas}
+    since = lambda one: sum(one.cpu_times()[:2]) - before[one]  # noqa: E731
+    until(lambda: any(since(one) > 0 for one in replicas))
+    return max(replicas, key=since)
 
 
 def is_replica(process: psutil.Process) -> bool:

@@ -4,20 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
 
 import pytest
-from replica_servers import Answer, Server, serving
+from replica_servers import Answer, Server
 
 ASKED = {"prompt": "Hello", "max_tokens": 20, "ignore_eos": True, "stream": True}
 CHAT = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 20, "ignore_eos": True, "stream": True}
-
-
-@pytest.fixture(scope="module")
-def behind(tmp_path_factory) -> Iterator[Server]:
-    words = ("--model", "tiny", "-B", "slots=4", "-B", "threads=1", "--behind-router")
-    with serving(*words, folder=tmp_path_factory.mktemp("behind")) as server:
-        yield server
 
 
 def blocks(answer: Answer) -> list[tuple[str | None, dict | None]]:
@@ -29,7 +21,10 @@ def blocks(answer: Answer) -> list[tuple[str | None, dict | None]]:
     return found
 
 
-def text_of(events: list[tuple[str | None, dict | None]], sample: int = 0) -> str:
+Events = list[tuple[str | None, dict | None]]
+
+
+def text_of(events: Events, sample: int = 0) -> str:
     said = ""
     for _, data in events:
         for choice in (data or {}).get("choices", ()):
@@ -38,12 +33,24 @@ def text_of(events: list[tuple[str | None, dict | None]], sample: int = 0) -> st
     return said
 
 
-def tokens_of(events: list[tuple[str | None, dict | None]], sample: int = 0) -> list[int]:
+def tokens_of(events: Events, sample: int = 0) -> list[int]:
     ids = [one.removesuffix("!").split(".") for one, _ in events if one is not None]
     return [int(token) for owner, told in ids if int(owner) == sample for token in told.split(",") if told]
 
 
-@pytest.mark.parametrize(("path", "asked"), [("/v1/completions", ASKED), ("/v1/chat/completions", CHAT)])
+def gone_on(
+    server: Server, path: str, asked: dict, begun: dict[int, list[int]], ended: tuple[int, ...] = (), **headers
+):
+    """The rest of a stream whose samples have had these tokens."""
+    head = json.dumps({str(n): {"tokens": told, "ended": n in ended} for n, told in begun.items()}).encode()
+    sent = {**headers, "X-Gpuinfer-Begun": str(len(head)), "X-Gpuinfer-Created": "1234"}
+    return blocks(server.ask(path, head + json.dumps(asked).encode(), sent))
+
+
+BOTH = pytest.mark.parametrize(("path", "asked"), [("/v1/completions", ASKED), ("/v1/chat/completions", CHAT)])
+
+
+@BOTH
 @pytest.mark.parametrize("samples", [1, 2])
 def test_each_event_says_the_tokens_in_it(behind, path, asked, samples):
     events = blocks(behind.ask(path, {**asked, "n": samples, "seed": 4}))
@@ -57,67 +64,40 @@ def test_each_event_says_the_tokens_in_it(behind, path, asked, samples):
     assert events[-1] == (None, None)
 
 
-@pytest.mark.parametrize(("path", "asked"), [("/v1/completions", ASKED), ("/v1/chat/completions", CHAT)])
-@pytest.mark.parametrize("cut", [1, 7, 19])
-def test_a_stream_goes_on_where_another_replica_has_ended(behind, path, asked, cut):
-    """With the same request id, whether a seed was given or not."""
-    headers = {"X-Request-Id": f"r{cut}"}
-    whole = blocks(behind.ask(path, {**asked, "stream_options": {"include_usage": True}}, headers))
-    sent = [event for event in whole if event[0] is not None and not event[0].endswith(".")][:cut]
-    begun = json.dumps({"0": {"tokens": tokens_of(sent), "ended": False}}).encode()
-    body = json.dumps({**asked, "stream_options": {"include_usage": True}}).encode()
-    more = {**headers, "X-Gpuinfer-Begun": str(len(begun)), "X-Gpuinfer-Created": "1234"}
-    rest = blocks(behind.ask(path, begun + body, more))
-    assert text_of(sent) + text_of(rest) == text_of(whole)
-    assert tokens_of(sent) + tokens_of(rest) == tokens_of(whole)
-    assert not any("role" in choice.get("delta", {}) for _, data in rest if data for choice in data["choices"])
-    assert {data["created"] for _, data in rest if data} == {1234}
-    assert rest[-2][1]["usage"]["completion_tokens"] == 20
-
-
-@pytest.mark.parametrize(("path", "asked"), [("/v1/completions", ASKED), ("/v1/chat/completions", CHAT)])
-def test_a_stream_that_a_stop_string_ends_goes_on_after_each_of_its_events(behind, path, asked):
-    """What a stop string holds back has not been sent, and its rest and the end of the answer are one event."""
+@BOTH
+def test_a_stream_goes_on_where_another_replica_has_ended(behind, path, asked):
+    """With the same request id, and no seed; also where a stop string ends it, which holds back what is not sent."""
+    asked = {**asked, "stream_options": {"include_usage": True}}
+    for cut in (1, 7, 19):
+        id = {"X-Request-Id": f"r{cut}"}
+        whole = blocks(behind.ask(path, asked, id))
+        sent = [event for event in whole if event[0] is not None and not event[0].endswith(".")][:cut]
+        rest = gone_on(behind, path, asked, {0: tokens_of(sent)}, **id)
+        assert text_of(sent) + text_of(rest) == text_of(whole)
+        assert tokens_of(sent) + tokens_of(rest) == tokens_of(whole)
+        assert not any("role" in choice.get("delta", {}) for _, data in rest if data for choice in data["choices"])
+        assert {data["created"] for _, data in rest if data} == {1234}
+        assert rest[-2][1]["usage"]["completion_tokens"] == 20
     said = text_of(blocks(behind.ask(path, {**asked, "seed": 4})))
-    stop = [said[len(said) // 2 :][:4] + "never", said[len(said) // 2 :][:5]]
-    asked, headers = {**asked, "seed": 4, "stop": stop}, {"X-Request-Id": "stopped"}
-    whole = blocks(behind.ask(path, asked, headers))
+    half = said[len(said) // 2 :]
+    asked, id = {**asked, "seed": 4, "stop": [half[:4] + "never", half[:5]]}, {"X-Request-Id": "stopped"}
+    whole = blocks(behind.ask(path, asked, id))
     told = [event for event in whole if event[0] is not None and not event[0].endswith(".")]
     assert told[-1][1]["choices"][0]["finish_reason"] == "stop"
     for cut in range(len(told)):
-        begun = json.dumps({"0": {"tokens": tokens_of(told[:cut]), "ended": False}}).encode()
-        body = begun + json.dumps(asked).encode()
-        rest = blocks(behind.ask(path, body, {**headers, "X-Gpuinfer-Begun": str(len(begun))}))
+        rest = gone_on(behind, path, asked, {0: tokens_of(told[:cut])}, **id)
         assert text_of(told[:cut]) + text_of(rest) == text_of(whole)
         assert tokens_of(told[:cut]) + tokens_of(rest) == tokens_of(whole)
 
 
-def test_a_request_with_several_prompts_goes_on_too(behind):
-    asked, headers = {**ASKED, "prompt": ["Hello", "World"], "n": 2, "max_tokens": 6}, {"X-Request-Id": "several"}
-    whole = blocks(behind.ask("/v1/completions", asked, headers))
-    begun = {sample: {"tokens": tokens_of(whole, sample)[:sample], "ended": False} for sample in range(4)}
-    head = json.dumps(begun).encode()
-    body = head + json.dumps(asked).encode()
-    rest = blocks(behind.ask("/v1/completions", body, {**headers, "X-Gpuinfer-Begun": str(len(head))}))
-    for sample in range(4):
+def test_several_prompts_and_samples_go_on_and_one_that_had_ended_says_nothing_more(behind):
+    asked, id = {**ASKED, "prompt": ["Hello", "World"], "n": 2, "max_tokens": 6}, {"X-Request-Id": "several"}
+    whole = blocks(behind.ask("/v1/completions", asked, id))
+    begun = {sample: tokens_of(whole, sample)[:sample] for sample in range(3)} | {3: tokens_of(whole, 3)}
+    rest = gone_on(behind, "/v1/completions", asked, begun, ended=(3,), **id)
+    for sample in range(3):
         assert tokens_of(rest, sample) == tokens_of(whole, sample)[sample:]
-
-
-def test_a_sample_that_had_ended_says_nothing_more(behind):
-    asked, headers = {**ASKED, "n": 2, "max_tokens": 6}, {"X-Request-Id": "ended"}
-    whole = blocks(behind.ask("/v1/completions", asked, headers))
-    begun = {
-        "0": {"tokens": tokens_of(whole, 0), "ended": True},
-        "1": {"tokens": tokens_of(whole, 1)[:2], "ended": False},
-    }
-    head = json.dumps(begun).encode()
-    rest = blocks(
-        behind.ask(
-            "/v1/completions", head + json.dumps(asked).encode(), {**headers, "X-Gpuinfer-Begun": str(len(head))}
-        )
-    )
-    assert tokens_of(rest, 0) == []
-    assert tokens_of(rest, 1) == tokens_of(whole, 1)[2:]
+    assert tokens_of(rest, 3) == []
     assert rest[-1] == (None, None)
 
 

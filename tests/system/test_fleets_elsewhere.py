@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
-import subprocess
-import sys
-import time
 import urllib.request
 from importlib.util import find_spec
 
 import psutil
 import pytest
 import slurm_here
+from serving.replica_servers import serving, until
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(900)]
 SECONDS = 240
+ASKED = {"prompt": "Hello", "max_tokens": 8, "seed": 1}
 
 
 @pytest.fixture
@@ -32,25 +30,11 @@ def place(request):
             yield ["--launcher", "ray", "-L", "cpus=0.5"]
 
 
-def until(condition, otherwise=lambda: ""):
-    end = time.monotonic() + SECONDS
-    while not condition():
-        assert time.monotonic() < end, otherwise()
-        time.sleep(0.1)
-
-
-def stats(port):
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/stats", timeout=SECONDS) as response:
-        return json.load(response)
-
-
-def completed(port):
-    body = json.dumps({"prompt": "Hello", "max_tokens": 8, "seed": 1}).encode()
-    request = urllib.request.Request(
-        f"http://127.0.0.1:{port}/v1/completions", body, {"Content-Type": "application/json"}
-    )
+def ask(port, path, body=None):
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(f"http://127.0.0.1:{port}{path}", data, {"Content-Type": "application/json"})
     with urllib.request.urlopen(request, timeout=SECONDS) as response:
-        return json.load(response)["choices"][0]["text"]
+        return json.load(response)
 
 
 def listening_at(port) -> psutil.Process:
@@ -63,32 +47,14 @@ def listening_at(port) -> psutil.Process:
 
 @pytest.mark.parametrize("place", ["slurm", "ray"], indirect=True)
 def test_a_fleet_serves_loses_a_replica_is_whole_again_and_ends(place, tmp_path):
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith("GPUINFER_")}
-    words = ["serve", "--model", "tiny", "--replicas", "2", "-B", "slots=4", "-B", "threads=1", "--port", "0"]
-    ready, log = tmp_path / "ready", tmp_path / "log"
-    with log.open("wb") as said:
-        fleet = subprocess.Popen(
-            [sys.executable, "-m", "gpuinfer", *words, *place, "--ready-file", str(ready)],
-            cwd=tmp_path,
-            env=inherited,
-            stdin=subprocess.DEVNULL,
-            stdout=said,
-            stderr=said,
-        )
-    try:
-        until(lambda: ready.exists() or fleet.poll() is not None, log.read_text)
-        assert ready.exists(), log.read_text()
-        port = json.loads(ready.read_text())["port"]
-        until(lambda: stats(port)["healthy_workers"] == 2, log.read_text)
-        text = completed(port)
-        lost = stats(port)["workers"][0]
-        listening_at(int(lost["url"].rpartition(":")[2])).kill()
-        for _ in range(5):
-            assert completed(port) == text
-        until(lambda: stats(port)["workers"][0]["restarts"] > 0, log.read_text)
-        until(lambda: stats(port)["healthy_workers"] == 2, log.read_text)
-        fleet.terminate()
-        assert fleet.wait(SECONDS) == 0, log.read_text()
-    finally:
-        fleet.kill()
-        fleet.wait(SECONDS)
+    words = ("--model", "tiny", "--replicas", 2, "-B", "slots=4", "-B", "threads=1", *place)
+    with serving(*words, folder=tmp_path) as fleet:
+        stats = lambda: ask(fleet.port, "/stats")  # noqa: E731
+        completed = lambda: ask(fleet.port, "/v1/completions", ASKED)["choices"][0]["text"]  # noqa: E731
+        until(lambda: stats()["healthy_workers"] == 2, lambda: fleet.log)
+        text = completed()
+        listening_at(int(stats()["workers"][0]["url"].rpartition(":")[2])).kill()
+        assert [completed() for _ in range(5)] == [text] * 5
+        until(lambda: stats()["workers"][0]["restarts"] > 0, lambda: fleet.log)
+        until(lambda: stats()["healthy_workers"] == 2, lambda: fleet.log)
+        assert fleet.end() == 0, fleet.log

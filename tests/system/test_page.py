@@ -41,16 +41,13 @@ def test_the_page_shows_a_fleet_and_its_numbers_move(watched, fleet, viewport, s
     assert dark == (scheme == "dark")
 
 
-def test_one_server_of_rows_has_neither_replicas_nor_tokens(watched):
+def test_one_server_of_rows_has_neither_replicas_nor_tokens_and_one_that_does_nothing_says_so(watched):
     with served("--rows") as url:
         tab = watched()
         tab.live(url)
         assert tab.text("#throughput-unit") == "rows/s"
         assert not tab.page.is_visible("#replicas")
         assert not tab.page.is_visible("#tokens-tile")
-
-
-def test_a_server_that_does_nothing_says_so(watched):
     with served("--idle") as url:
         tab = watched(viewport=PHONE)
         tab.page.goto(url + "/")

@@ -11,16 +11,12 @@ import shutil
 import socket
 import ssl
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "serving"))
-
 from ports import free_port
-from replica_servers import SECONDS, Server, serving, until
+from serving.replica_servers import SECONDS, Server, serving, until
 
 PAGE = Path(__file__).parents[2] / "docs" / "proxies.md"
 NAME = "llm.example.org"
@@ -123,15 +119,14 @@ class Proxied:
             return response.status, json.load(response)
 
 
-def test_a_client_is_answered_under_the_proxys_name(proxy):
+def test_a_client_is_answered_under_the_proxys_name_and_so_is_the_page_of_the_server(proxy):
     assert proxy.ask("/health")[0] == 200
     status, answer = proxy.ask("/v1/completions", {"prompt": "Hello", "max_tokens": 4, "ignore_eos": True})
     assert (status, answer["usage"]["completion_tokens"]) == (200, 4)
-
-
-def test_the_page_of_the_server_may_ask(proxy):
     assert proxy.ask("/v1/models", Origin=f"https://{NAME}:{proxy.port}")[0] == 200
     assert proxy.ask("/v1/models", Origin="https://evil.example")[0] == 403
+    status, answer = proxy.ask("/v1/completions", {"prompt": "x" * (3 << 20), "max_tokens": 1})
+    assert (status, answer["error"]["type"]) == (400, "invalid_request_error"), "the server's word, no 413 of the proxy"
 
 
 def test_a_stream_comes_while_it_is_made(proxy, server):
@@ -140,8 +135,3 @@ def test_a_stream_comes_while_it_is_made(proxy, server):
         assert answer.readline().startswith(b"data: ")
         assert server.ask("/health").json["in_flight"] == 1, "the first words are here before the last are made"
     until(lambda: server.ask("/health").json["in_flight"] == 0)
-
-
-def test_a_large_body_reaches_the_server(proxy):
-    status, answer = proxy.ask("/v1/completions", {"prompt": "x" * (3 << 20), "max_tokens": 1})
-    assert (status, answer["error"]["type"]) == (400, "invalid_request_error"), "the server's word, no 413 of the proxy"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import secrets
 import socket
@@ -32,10 +33,14 @@ pytestmark = [
 LONG_S = 3 * SECONDS  # Ray takes its time where others compute
 
 
-def launcher(**options) -> RayLauncher:
-    made = RayLauncher(RayLauncher.Options(**options), COMMAND)
+@contextlib.asynccontextmanager
+async def launching():
+    made = RayLauncher(RayLauncher.Options(cpus=0.5), COMMAND)
     made.check()
-    return made
+    try:
+        yield made
+    finally:
+        await made.close()
 
 
 def planned(folder, *words, **more):
@@ -65,8 +70,7 @@ async def until(condition) -> None:
 
 
 async def test_replicas_come_up_on_loopback_bring_their_logs_and_leave(tmp_path):
-    ray = launcher(cpus=0.5)
-    try:
+    async with launching() as ray:
         first, second = [await ray.launch(planned(tmp_path, index=index)) for index in (0, 1)]
         for replica in (first, second):
             host, port = await replica.ready(LONG_S)
@@ -76,15 +80,12 @@ async def test_replicas_come_up_on_loopback_bring_their_logs_and_leave(tmp_path)
             await until(lambda replica=replica: "the sham replica is up" in replica.last_words())
         await first.terminate(SECONDS)
         assert (first.alive, second.alive) == (False, True)
-    finally:
-        await ray.close()
     assert not second.alive
     await until(lambda: not shams())
 
 
 async def test_an_actor_that_dies_is_noticed_takes_its_replica_along_and_is_replaced(tmp_path):
-    ray = launcher(cpus=0.5)
-    try:
+    async with launching() as ray:
         replica = await ray.launch(planned(tmp_path))
         await replica.ready(LONG_S)
         (sham,) = shams()
@@ -95,14 +96,11 @@ async def test_an_actor_that_dies_is_noticed_takes_its_replica_along_and_is_repl
         again = await ray.launch(planned(tmp_path, attempt=1))
         await again.ready(LONG_S)
         assert again.alive
-    finally:
-        await ray.close()
     await until(lambda: not shams())
 
 
 async def test_a_replica_that_ends_first_is_told_and_one_without_a_place_waits_for_a_bounded_time(tmp_path, caplog):
-    ray = launcher(cpus=0.5)
-    try:
+    async with launching() as ray:
         replica = await ray.launch(planned(tmp_path, "--fail", "CUDA out of memory"))
         with pytest.raises(WorkError, match="ended with code 1 before it served") as told:
             await replica.ready(LONG_S)
@@ -113,8 +111,6 @@ async def test_a_replica_that_ends_first_is_told_and_one_without_a_place_waits_f
             await waiting.ready(LONG_S)
         assert "waits for its place: Ray has free" in caplog.text
         await waiting.terminate(1)
-    finally:
-        await ray.close()
 
 
 async def test_a_fleet_that_is_killed_leaves_nothing_behind(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 import subprocess
 import sys
@@ -29,10 +30,14 @@ def cluster():
         yield folder
 
 
-def launcher(**options) -> SlurmLauncher:
+@contextlib.asynccontextmanager
+async def launching(**options):
     made = SlurmLauncher(SlurmLauncher.Options(**options), COMMAND, look_s=0.2)
     made.check()
-    return made
+    try:
+        yield made
+    finally:
+        await made.close()
 
 
 def jobs() -> list[str]:
@@ -51,8 +56,7 @@ async def until(condition) -> None:
 
 
 async def test_a_job_comes_up_where_slurm_knows_the_node_and_leaves_when_asked(tmp_path):
-    slurm = launcher(time="00:10:00", cpus=1, mem="100M")
-    try:
+    async with launching(time="00:10:00", cpus=1, mem="100M") as slurm:
         replica = await slurm.launch(plan(tmp_path))
         host, port = await replica.ready(SECONDS)
         assert host == "127.0.0.1"  # as the configuration has it
@@ -61,48 +65,32 @@ async def test_a_job_comes_up_where_slurm_knows_the_node_and_leaves_when_asked(t
         await until(lambda: "the sham replica is up" in replica.last_words())
         await replica.terminate(SECONDS)
         assert not replica.alive
-    finally:
-        await slurm.close()
     await until(lambda: not jobs())
 
 
-async def test_our_settings_stay_here(tmp_path, monkeypatch):
+async def test_our_settings_stay_here_and_a_replica_that_does_not_leave_is_killed(tmp_path, monkeypatch):
     monkeypatch.setenv("GPUINFER_DEVICE", "nonsense")
-    slurm = launcher()
-    try:
-        replica = await slurm.launch(plan(tmp_path))
-        await replica.ready(SECONDS)
-        await until(lambda: "settings" in replica.log.read_text())
-        assert "settings []" in replica.log.read_text()
-    finally:
-        await slurm.close()
-
-
-async def test_one_that_does_not_leave_is_killed(tmp_path):
-    slurm = launcher()
-    try:
+    async with launching() as slurm:
         replica = await slurm.launch(plan(tmp_path, "--stubborn"))
         await replica.ready(SECONDS)
+        await until(lambda: "settings []" in replica.log.read_text())
         await replica.terminate(0.5)
         assert not replica.alive
-    finally:
-        await slurm.close()
 
 
-async def test_a_replica_that_ends_first_is_told_with_its_last_words(tmp_path):
-    slurm = launcher()
-    try:
+async def test_a_replica_that_ends_first_and_what_sbatch_refuses_are_told_in_their_own_words(tmp_path):
+    async with launching() as slurm:
         replica = await slurm.launch(plan(tmp_path, "--fail", "CUDA out of memory"))
         with pytest.raises(WorkError, match=r"replica-0 \(job \d+, FAILED\) ended before it served") as told:
             await replica.ready(SECONDS)
         assert "CUDA out of memory" in str(told.value)
-    finally:
-        await slurm.close()
+    async with launching(partition="nowhere") as slurm:
+        with pytest.raises(WorkError, match="nvalid partition"):
+            await slurm.launch(plan(tmp_path))
 
 
 async def test_the_end_of_an_allocation_is_noticed_and_the_next_attempt_comes_up(tmp_path):
-    slurm = launcher()
-    try:
+    async with launching() as slurm:
         replica = await slurm.launch(plan(tmp_path))
         await replica.ready(SECONDS)
         scancel("--quiet", replica.number)  # as a time limit or a preemption does
@@ -110,33 +98,19 @@ async def test_the_end_of_an_allocation_is_noticed_and_the_next_attempt_comes_up
         again = await slurm.launch(plan(tmp_path, attempt=1))
         await again.ready(SECONDS)
         assert again.alive
-    finally:
-        await slurm.close()
     await until(lambda: not jobs())
 
 
 async def test_waiting_in_the_queue_is_told_bounded_and_no_failure_of_the_replica(tmp_path, caplog):
-    slurm = launcher(partition="closed", pending=2)
-    try:
+    async with launching(partition="closed", pending=2) as slurm:
         replica = await slurm.launch(plan(tmp_path))
         with pytest.raises(WorkError, match="waited 2 s in the queue"):
             await replica.ready(0.01)
         assert replica.alive
         await replica.terminate(SECONDS)
         assert not replica.alive
-    finally:
-        await slurm.close()
     assert "waits in the queue of SLURM" in caplog.text
     await until(lambda: not jobs())
-
-
-async def test_what_sbatch_refuses_is_told_in_its_own_words(tmp_path):
-    slurm = launcher(partition="nowhere")
-    try:
-        with pytest.raises(WorkError, match="nvalid partition"):
-            await slurm.launch(plan(tmp_path))
-    finally:
-        await slurm.close()
 
 
 async def test_a_job_whose_fleet_was_killed_ends_itself(tmp_path):
@@ -162,5 +136,5 @@ async def test_a_job_whose_fleet_was_killed_ends_itself(tmp_path):
     await until(lambda: not jobs())
 
 
-def test_the_launcher_is_found_by_its_name_and_checks_its_options():
+def test_the_launcher_is_found_by_its_name():
     assert isinstance(base.make_launcher("slurm", {}), SlurmLauncher)

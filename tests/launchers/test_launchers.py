@@ -1,0 +1,149 @@
+"""Launchers as far as they can be seen without a cluster: refusals, last words, an actor's work, a batch script."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shlex
+import subprocess
+import sys
+import time
+
+import pytest
+from plans import COMMAND, SECONDS, plan
+
+from gpuinfer.config.options import GivenValue
+from gpuinfer.errors import UsageError, WorkError
+from gpuinfer.fleet.launchers import base, slurm
+from gpuinfer.fleet.launchers.base import last_log_lines
+from gpuinfer.fleet.launchers.local import LocalLauncher
+from gpuinfer.fleet.launchers.ray import RayActor
+from gpuinfer.fleet.launchers.slurm import SlurmLauncher
+
+PROGRAMS = ("sbatch", "srun", "squeue", "scancel", "scontrol")
+
+
+def make(launcher: str, **options: str):
+    return base.make_launcher(launcher, {name: GivenValue(value, f"-L {name}") for name, value in options.items()})
+
+
+@pytest.mark.parametrize(
+    ("launcher", "option", "value"),
+    [
+        ("ray", "address", "somewhere"),
+        ("ray", "address", "http://a:1"),
+        ("ray", "gpus", "-1"),
+        ("ray", "cpus", "many"),
+        ("slurm", "partition", "main --wrap=reboot"),
+        ("slurm", "partition", "-p"),
+        ("slurm", "account", "a;reboot"),
+        ("slurm", "account", "a\nb"),
+        ("slurm", "time", "$(reboot)"),
+        ("slurm", "mem", "64G; reboot"),
+        ("slurm", "gpus", "`id`"),
+        ("slurm", "container", "--export=ALL"),
+        ("slurm", "container", "image\n#SBATCH --wrap=reboot"),
+        ("slurm", "cpus", "none of them"),
+        ("slurm", "colour", "red"),
+    ],
+)
+def test_values_that_are_none_or_more_than_values_are_refused(launcher, option, value):
+    with pytest.raises(UsageError, match=option):
+        make(launcher, **{option: value})
+
+
+def test_where_a_cluster_is_not_to_be_had_the_cure_is_named(monkeypatch, tmp_path):
+    with monkeypatch.context() as patch:
+        patch.setattr(importlib.util, "find_spec", lambda name: None)
+        with pytest.raises(UsageError, match=r"pip install 'gpuinfer\[ray\]'"):
+            make("ray")
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(UsageError, match=r"there is no SLURM here: no sbatch[\s\S]*login node"):
+        SlurmLauncher().check()
+    for program in PROGRAMS:
+        (tmp_path / program).write_text("#!/bin/sh\necho 'squeue: error: Unable to contact controller' >&2; exit 1")
+        (tmp_path / program).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
+    with pytest.raises(UsageError, match="Unable to contact controller"):
+        SlurmLauncher().check()
+    for program in PROGRAMS:
+        (tmp_path / program).write_text("#!/bin/sh\n")
+    with pytest.raises(UsageError, match="-L container=IMAGE"):
+        make("slurm", mounts="/data:/data")
+
+
+def test_the_script_takes_every_word_for_itself(tmp_path):
+    folder = tmp_path / "a folder; with $(signs) and 'quotes'"
+    folder.mkdir()
+    words = ["--model", "a b; touch harm", "$(touch harm)", "`touch harm`", "'", '"', "\\", "*"]
+    srun = ["--container-image=/images/my image$(touch harm).sqsh"]
+    made = slurm.write_batch_script(plan(folder, *words), folder / "fleet.pulse", ["python", "-m", "gpuinfer"], srun)
+    subprocess.run(["bash", "-n", made], check=True)
+    (line,) = [line for line in made.read_text().splitlines() if line.startswith("srun ")]
+    told = shlex.split(line.removesuffix(' --host "$address"'))
+    assert told[: len(srun) + 4] == ["srun", *srun, "python", "-m", "gpuinfer"]
+    assert told[len(srun) + 4 :][: len(words)] == words
+
+
+async def test_last_words_are_an_attempts_own_though_attempts_share_a_log(tmp_path):
+    says = "import os, sys; sys.argv[1].endswith('one') and print('out of memory', flush=True); os.kill(os.getpid(), 9)"
+    local = LocalLauncher(command=(sys.executable, "-c", says))
+    for attempt, (word, said) in enumerate([("one", 'Its last words: "out of memory"'), ("two", "It said nothing.")]):
+        replica = await local.launch(plan(tmp_path, word, attempt=attempt))
+        with pytest.raises(WorkError, match=r"ended before it served \(SIGKILL\)") as told:
+            await replica.ready(SECONDS)
+        assert said in str(told.value)
+        await replica.kill()
+    assert replica.last_words() == ""
+    log = tmp_path / "cut.log"
+    log.write_text("long ago\n" * 100)
+    begins = log.stat().st_size
+    log.write_text("out of memory\n")
+    assert last_log_lines(log, begins) == "out of memory"
+
+
+@pytest.fixture
+def actor():
+    made = RayActor()
+    yield made
+    made.end()
+
+
+def polled(actor: RayActor, condition) -> dict:
+    until = time.monotonic() + SECONDS
+    while not condition(told := actor.poll(0)):
+        assert time.monotonic() < until, told
+        time.sleep(0.02)
+    return told
+
+
+def started(actor: RayActor, folder, *words: str) -> int:
+    made = plan(folder, *words)
+    files = {str(made.setup_file): b"{}", str(made.key_file): b"secret\n"}
+    arguments = ("--setup-file", str(made.setup_file), *made.arguments)
+    return actor.start(COMMAND, arguments, files, str(made.ready_file), 1, "127.0.0.1")
+
+
+def test_an_actor_brings_its_replicas_files_runs_it_and_tells_of_it(actor, tmp_path):
+    pid = started(actor, tmp_path)
+    told = polled(actor, lambda told: told["address"] and b"is up" in told["log"])
+    assert (told["alive"], told["address"][0]) == (True, "127.0.0.1")
+    with open(f"/proc/{pid}/cmdline") as line:
+        words = line.read().split("\0")
+    setup = words[words.index("--setup-file") + 1]
+    assert str(tmp_path) not in setup  # nothing of the supervisor's folder is needed here
+    with open(setup) as file:
+        assert file.read() == "{}"
+    assert os.stat(setup).st_mode & 0o777 == 0o600
+    assert actor.poll(len(told["log"]))["log"] == b""
+    actor.terminate()
+    assert polled(actor, lambda told: not told["alive"])["code"] == 0
+    actor.end()
+    assert not os.path.exists(setup)
+
+
+def test_a_replica_that_ends_first_is_told_with_its_code_and_words(actor, tmp_path):
+    started(actor, tmp_path, "--fail", "no memory")
+    told = polled(actor, lambda told: not told["alive"])
+    assert (told["code"], told["address"]) == (1, None)
+    assert b"no memory" in told["log"]
