@@ -39,11 +39,9 @@ if TYPE_CHECKING:
 PASSING = 64  # blocks of rows under way at once; how many run is for the replicas to say
 AHEAD = 3  # times as many rows of text as there are slots: one that becomes free finds a row waiting there
 LEAST_AHEAD = 64  # rows, where there are few slots
-PASSED_ON = (
-    *("max_rows", "in_flight", "threads", "slots", "pages", "context", "step_tokens"),
-    *("chunk_rows", "compute", "compile"),
-    *("adapters", "max_adapters"),
-)
+OF_A_SERVER = frozenset({"endpoint", "key_file", "model"})  # options of a server that runs already
+OF_A_FLEET = frozenset({"replicas", "gpus", "launcher", "launcher_options", "routing", "router_processes", "backend"})
+"""Options of a fleet that is started. All others but `retry` are those of each replica's own backend."""
 
 
 class FleetRemote(Backend):
@@ -239,10 +237,9 @@ class FleetBackend(FleetRemote):
         with_model = {} if self.setup.model is None else self.setup.model.arguments
         names = adapter_folders_given(own.adapters, with_model)
         self._loaded = {text for name in names for text in (name, f"{name}@{FIRST_VERSION}")}
-        if own.endpoint is None and (odd := {"key_file", "model"} & given):
+        if own.endpoint is None and (odd := OF_A_SERVER & given - {"endpoint"}):
             raise UsageError(f"-B {min(odd)} goes with -B endpoint=URL. Give both, or leave it out.")
-        theirs = {"replicas", "gpus", "launcher", "launcher_options", "routing", "router_processes", "backend"}
-        if own.endpoint is not None and (odd := (theirs | set(PASSED_ON)) & given):
+        if own.endpoint is not None and (odd := given - OF_A_SERVER - {"retry"}):
             raise UsageError(
                 f"-B {min(odd)} is said of replicas that are started, and {own.endpoint} runs already. Leave one out."
             )
@@ -277,7 +274,7 @@ class FleetBackend(FleetRemote):
             raise
 
     async def _start_owned(self, context: BackendContext) -> None:
-        from gpuinfer.fleet.owned_fleet import OwnedFleet, OwnedFleetPlan
+        from gpuinfer.fleet.owned_fleet import OwnedFleet
 
         own = self.options
         if self.setup.model is None:
@@ -287,18 +284,9 @@ class FleetBackend(FleetRemote):
             )
         if context.strategy is None:
             raise UsageError("in a fleet the replicas form batches. Give start() a context with a strategy.")
-        chosen = {name: getattr(own, name) for name in PASSED_ON if name in own.model_fields_set}
-        wanted = OwnedFleetPlan(
-            replicas=own.replicas,
-            gpus=own.gpus,
-            launcher=own.launcher,
-            launcher_options=own.launcher_options,
-            routing=own.routing,
-            router_processes=own.router_processes,
-            backend=own.backend,
-            backend_options=chosen,
-        )
-        self._owned = OwnedFleet(wanted, self.setup, context.strategy)
+        names = sorted(own.model_fields_set - OF_A_SERVER - OF_A_FLEET - {"retry"})
+        of_replicas = {name: getattr(own, name) for name in names}
+        self._owned = OwnedFleet(own, of_replicas, self.setup, context.strategy)
         try:
             self._endpoint = Endpoint(await self._owned.start(), self._owned.key, own.retry)
         except BaseException:

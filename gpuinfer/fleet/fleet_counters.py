@@ -121,8 +121,8 @@ class ReplicaCounters:
         try:
             response = await self._client(life, worker).request("GET", PATH)
             if response.status == 200:
-                self._lives.saw(life, read_snapshot(response.body))
-        except (GpuinferError, ValueError, TypeError, KeyError):  # gone, or of another version
+                self._lives.saw(life, Snapshot.from_wire(msgspec.msgpack.decode(response.body)))
+        except (GpuinferError, msgspec.MsgspecError, ValueError, TypeError, KeyError):  # gone, or of another version
             return
 
     def _client(self, life: Life, worker: Worker) -> HttpClient:
@@ -130,11 +130,3 @@ class ReplicaCounters:
             bearer = [("Authorization", f"Bearer {worker.key}")]
             self._clients[life] = HttpClient(worker.url, connections=1, timeout_s=ANSWER_S, headers=bearer)
         return self._clients[life]
-
-
-def read_snapshot(body: bytes) -> Snapshot:
-    """Raises `ValueError`, `TypeError` or `KeyError` for what is no snapshot."""
-    try:
-        return Snapshot.from_wire(msgspec.msgpack.decode(body))
-    except msgspec.MsgspecError as error:
-        raise ValueError("no msgpack") from error

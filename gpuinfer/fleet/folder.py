@@ -26,7 +26,14 @@ class PrivateFolder:
     """A folder of this process's own in `parent`."""
 
     def __init__(self, parent: str | Path) -> None:
-        _remove_abandoned(Path(parent))
+        for left in Path(parent).glob(f"{PREFIX}*"):  # those of this user and host whose lock nobody holds
+            with contextlib.suppress(OSError):  # it is held, it is another's, or another process removes it now
+                if left.is_symlink() or left.stat().st_uid != os.getuid():
+                    continue
+                with os.fdopen(os.open(left / LOCK, os.O_RDONLY | os.O_NOFOLLOW)) as lock:
+                    if lock.read() == socket.gethostname():
+                        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                        _empty(left, keep_logs=True)  # which may say what happened
         self.path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))  # 0700
         self._needed = [self.path]
         self._lock = os.fdopen(os.open(self.path / f"{LOCK}.new", os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600), "w")
@@ -96,18 +103,6 @@ class FleetFolder(PrivateFolder):
         if self._near is not None:
             self._near.remove()
         return super().remove(keep_logs)
-
-
-def _remove_abandoned(parent: Path) -> None:
-    """Those of this user and host in `parent` whose lock nobody holds. Logs are kept: they may say what happened."""
-    for path in parent.glob(f"{PREFIX}*"):
-        with contextlib.suppress(OSError):  # it is held, it is another's, or another process removes it now
-            if path.is_symlink() or path.stat().st_uid != os.getuid():
-                continue
-            with os.fdopen(os.open(path / LOCK, os.O_RDONLY | os.O_NOFOLLOW)) as lock:
-                if lock.read() == socket.gethostname():
-                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    _empty(path, keep_logs=True)
 
 
 def _empty(path: Path, keep_logs: bool) -> bool:

@@ -59,75 +59,60 @@ def render_haproxy(targets: Sequence[HaproxyServer], front: HaproxyPlan) -> str:
         raise UsageError(f"HAProxy has no '{front.routing}'. Choose from {', '.join((*BALANCE, STICKY))}.")
     if front.key is not None and not KEY.fullmatch(front.key):
         raise UsageError("the replicas' key has characters that HAProxy's configuration cannot hold. Make another.")
-    parts = [_global(), _defaults(front), _frontend(front), _backend(targets, front)]
-    return "\n\n".join("\n".join(part) for part in parts) + "\n"
-
-
-def _global() -> list[str]:
-    return [
-        "# Written by `gpuinfer fleet haproxy-config`. Check it with: haproxy -c -f FILE",
-        "global",
-        "    log stderr format raw local0 notice",
-        "    tune.bufsize 65536  # a request that is asked elsewhere is kept whole: its head and its body",
-    ]
-
-
-def _defaults(front: HaproxyPlan) -> list[str]:
-    return [
-        "defaults",
-        "    mode http",
-        "    log global",
-        "    option http-keep-alive",
-        "    option http-buffer-request  # so that a request can go to another replica",
-        f"    timeout connect {_ms(front.connect_s)}",
-        "    timeout http-request 10s",
-        "    timeout http-keep-alive 75s",
-        f"    timeout client {_ms(front.timeout_s)}",
-        f"    timeout server {_ms(front.timeout_s)}  # without a byte: streams live as long as they speak",
-        "    timeout queue 30s",
-        f"    retries {front.retries}",
-        "    option redispatch 1",
-        "    retry-on conn-failure  # nothing has reached the replica then",
-    ]
-
-
-def _frontend(front: HaproxyPlan) -> list[str]:
     found = re.fullmatch(r"(\S*):(\d{1,5})", front.bind)
     if found is None or not (found[1] in ("", "*") or HOST.fullmatch(found[1])) or not 0 < int(found[2]) < 65_536:
         raise UsageError(f"--bind {front.bind} is no address. Write HOST:PORT, such as 127.0.0.1:8000.")
-    return [
-        "frontend gpuinfer",
-        f"    bind {front.bind}",
-        f"    maxconn {front.connections}",
-        # what only our own router may say of a request
-        "    http-request del-header X-Gpuinfer-Begun",
-        "    http-request del-header X-Gpuinfer-Created",
-        "    default_backend replicas",
-    ]
-
-
-def _backend(targets: Sequence[HaproxyServer], front: HaproxyPlan) -> list[str]:
     sticky = front.routing == STICKY
-    lines = ["backend replicas", f"    balance {BALANCE['least-loaded'] if sticky else BALANCE[front.routing]}"]
+    backend = [f"    balance {BALANCE['least-loaded'] if sticky else BALANCE[front.routing]}"]
     if sticky:
-        lines += [
-            "    stick-table type string len 128 size 200k expire 30m",
-            f"    stick on req.hdr({SESSION}) if {{ req.hdr({SESSION}) -m found }}",
-        ]
+        backend.append("    stick-table type string len 128 size 200k expire 30m")
+        backend.append(f"    stick on req.hdr({SESSION}) if {{ req.hdr({SESSION}) -m found }}")
     if front.key is not None:
-        lines.append(f'    http-request set-header Authorization "Bearer {front.key}"')
-    lines += [
-        "    option httpchk",
-        "    http-check send meth GET uri /health hdr Host localhost",
-        "    http-check expect status 200",
-        # 3 s without an answer: as a fleet's own heartbeat
-        f"    default-server check inter 500ms fastinter 200ms fall 6 rise 1 slowstart {_ms(front.slow_start_s)}",
-    ]
-    lines += [
+        backend.append(f'    http-request set-header Authorization "Bearer {front.key}"')
+    numbers = {name: _ms(getattr(front, f"{name}_s")) for name in ("connect", "timeout", "slow_start")}
+    lines = [
         f"    server replica-{number} {target.host}:{target.port} maxconn {target.most}"
         for number, target in enumerate(targets)
     ]
-    return lines
+    return TEMPLATE.format(front=front, backend="\n".join(backend), servers="\n".join(lines), **numbers)
+
+
+TEMPLATE = """\
+# Written by `gpuinfer fleet haproxy-config`. Check it with: haproxy -c -f FILE
+global
+    log stderr format raw local0 notice
+    tune.bufsize 65536  # a request that is asked elsewhere is kept whole: its head and its body
+
+defaults
+    mode http
+    log global
+    option http-keep-alive
+    option http-buffer-request  # so that a request can go to another replica
+    timeout connect {connect}
+    timeout http-request 10s
+    timeout http-keep-alive 75s
+    timeout client {timeout}
+    timeout server {timeout}  # without a byte: streams live as long as they speak
+    timeout queue 30s
+    retries {front.retries}
+    option redispatch 1
+    retry-on conn-failure  # nothing has reached the replica then
+
+frontend gpuinfer
+    bind {front.bind}
+    maxconn {front.connections}
+    http-request del-header X-Gpuinfer-Begun
+    http-request del-header X-Gpuinfer-Created
+    default_backend replicas
+
+backend replicas
+{backend}
+    option httpchk
+    http-check send meth GET uri /health hdr Host localhost
+    http-check expect status 200
+    default-server check inter 500ms fastinter 200ms fall 6 rise 1 slowstart {slow_start}
+{servers}
+"""
 
 
 def _ms(seconds: float) -> str:

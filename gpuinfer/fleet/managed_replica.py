@@ -40,14 +40,11 @@ class Backoff:
         """Seconds until the next attempt. `served_s`: how long the last one has served, 0 if it never came up."""
         if served_s <= 0.0:
             self.failed += 1
-            return _doubled(self.failed, MOST_S)
-        self.failed = 0
-        self._short = 0 if served_s >= WELL_S else self._short + 1
-        return _doubled(self._short - 1, MOST_UP_S) if self._short > 1 else 0.0
-
-
-def _doubled(times: int, most_s: float) -> float:
-    return float(min(most_s, FIRST_S * 2 ** min(times - 1, 16)))
+            times, most_s = self.failed, MOST_S
+        else:
+            self.failed, self._short = 0, 0 if served_s >= WELL_S else self._short + 1
+            times, most_s = self._short - 1, MOST_UP_S
+        return float(min(most_s, FIRST_S * 2 ** min(times - 1, 16))) if times > 0 else 0.0
 
 
 log = logging.getLogger(__name__)
@@ -57,10 +54,6 @@ CAUSES = {
     "late": f"gave no sign of life for {LATE_LOOKS * LOOK_S:g} s and was killed",
     "stuck": "had work and did none of it, and was killed",
 }
-
-
-async def no_news(worker: Worker) -> None:
-    """Nothing to catch up with."""
 
 
 class ManagedReplica(Worker):
@@ -81,7 +74,7 @@ class ManagedReplica(Worker):
         start_s: float,
         changed: Callable[[], None],
         tell: Callable[[str], None],
-        catch_up: Callable[[Worker], Awaitable[None]] = no_news,
+        catch_up: Callable[[Worker], Awaitable[None]],
     ) -> None:
         """`catch_up` loads the fleet's present weights and adapters, before the first request."""
         super().__init__(plan.index, key, changed, tell)

@@ -61,22 +61,22 @@ class ExternalWorker(Worker):
 
 def address_of(url: str) -> tuple[str, int]:
     """Host and port of `http://HOST:PORT`. Raises `UsageError` for anything beyond that."""
+    port, why = 0, ""
+    parts = urlsplit("")
     try:
         parts = urlsplit(url)
         port = parts.port or 80
     except ValueError:
-        raise _refused("its port is none") from None
-    if parts.scheme != "http":
-        raise _refused("a worker is reached by http only")
-    if "@" in parts.netloc or parts.path not in ("", "/") or "?" in url or "#" in url:
-        raise _refused("it has a user, a path or a query")
-    if not parts.hostname or not HOST.fullmatch(parts.hostname):
-        raise _refused("its host is none")
-    return parts.hostname, port
-
-
-def _refused(why: str) -> UsageError:
-    return UsageError(f"the worker's URL is refused: {why}. Write it as http://HOST:PORT.")
+        why = "its port is none"
+    if not why and parts.scheme != "http":
+        why = "a worker is reached by http only"
+    elif not why and ("@" in parts.netloc or parts.path not in ("", "/") or "?" in url or "#" in url):
+        why = "it has a user, a path or a query"
+    elif not why and (not parts.hostname or not HOST.fullmatch(parts.hostname)):
+        why = "its host is none"
+    if why:
+        raise UsageError(f"the worker's URL is refused: {why}. Write it as http://HOST:PORT.")
+    return parts.hostname or "", port
 
 
 LOOK_S = 0.1  # between two looks whether one that drains is done
@@ -120,18 +120,25 @@ class Membership:
             raise NoRoom(
                 f"{len(self.own)} replicas run, and no more may. Remove one, or raise --max-replicas (--gpus)."
             )
-        plan = self._planned(next(self._ids))
-        start_s = self._plan.start_s or self._launcher.start_s
-        replica = ManagedReplica(
-            plan,
-            self._folder.key,
-            self._launcher,
-            self._starting,
-            start_s,
-            self.changed,
-            self._tell,
-            self.changes.catch_up,
+        folder, devices = self._folder, self._plan.devices
+        taken = [one.plan.devices for one in self.all.values() if isinstance(one, ManagedReplica)]
+        keys = ("--api-key-file", str(folder.key_file), "--admin-key-file", str(folder.admin_key_file))
+        files = ("--setup-file", str(self._setup_file), *keys)
+        place = ("--host", self._launcher.bind, "--port", "0", "--behind-router")
+        plan = ReplicaPlan(
+            index=next(self._ids),
+            setup_file=self._setup_file,
+            key_file=folder.key_file,
+            admin_key_file=folder.admin_key_file,
+            folder=folder.path,
+            # the one that the fewest replicas have
+            devices=min(devices, key=lambda one: taken.count(one) / devices.count(one)) if devices else None,
+            threads=self._plan.threads() if self._launcher.here else None,
+            arguments=("serve", *files, *place, *self._plan.arguments),  # each attempt adds its ready file
+            logs=folder.logs,
         )
+        start_s, how = self._plan.start_s or self._launcher.start_s, (self.changed, self._tell, self.changes.catch_up)
+        replica = ManagedReplica(plan, folder.key, self._launcher, self._starting, start_s, *how)
         self._join(replica)
         return replica
 
@@ -178,23 +185,6 @@ class Membership:
         worker.begin()
         self.changed()
 
-    def _planned(self, id: int) -> ReplicaPlan:
-        """Its command line goes on with a ready file, which is another one for each attempt."""
-        keys = ("--api-key-file", str(self._folder.key_file), "--admin-key-file", str(self._folder.admin_key_file))
-        files = ("--setup-file", str(self._setup_file), *keys)
-        place = ("--host", self._launcher.bind, "--port", "0", "--behind-router")
-        return ReplicaPlan(
-            index=id,
-            setup_file=self._setup_file,
-            key_file=self._folder.key_file,
-            admin_key_file=self._folder.admin_key_file,
-            folder=self._folder.path,
-            devices=self._device(),
-            threads=self._plan.threads() if self._launcher.here else None,
-            arguments=("serve", *files, *place, *self._plan.arguments),
-            logs=self._folder.logs,
-        )
-
     async def _leave(self, worker: Worker, within_s: float) -> None:
         until = time.monotonic() + within_s
         empty = 0
@@ -205,11 +195,3 @@ class Membership:
         del self.all[worker.id], self._leaving[worker.id]
         self._tell(f"worker {worker.id} has left.")
         self.changed()
-
-    def _device(self) -> str | None:
-        """The one that the fewest replicas have."""
-        devices = self._plan.devices
-        if not devices:
-            return None
-        taken = [one.plan.devices for one in self.all.values() if isinstance(one, ManagedReplica)]
-        return min(dict.fromkeys(devices), key=lambda one: taken.count(one) / devices.count(one))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,30 +29,24 @@ MOST_BYTES = 1 << 30  # of one block of rows
 DRAIN_S = 2.0  # nothing is under way any more when a run ends
 
 
-@dataclass(frozen=True)
-class OwnedFleetPlan:
-    """What a run says of the fleet that it wants."""
-
-    replicas: int
-    gpus: str | None
-    launcher: str
-    launcher_options: Mapping[str, str]
-    routing: str
-    router_processes: int
-    backend: str
-    backend_options: Mapping[str, Any] = field(default_factory=dict)
-
-
 class OwnedFleet:
     """The fleet, on loopback and with a key of its own, so that nobody else on this machine asks it."""
 
-    def __init__(self, wanted: OwnedFleetPlan, setup: Setup, strategy: Strategy) -> None:
+    def __init__(self, wanted: Any, backend_options: Mapping[str, Any], setup: Setup, strategy: Strategy) -> None:
+        """`wanted`: the options of the backend `fleet`; `backend_options`: those of the backend in each replica."""
         # a replica is told what its plugins are by name, and reads that from a file
+        names = registry.names("strategies")
+        name = next((one for one in names if registry.load("strategies", one) is type(strategy)), None)
+        if name is None:
+            raise UsageError(
+                f"the strategy {type(strategy).__name__} is no installed plugin, so that replicas do not find it. "
+                "Offer it by an entry point, or use another backend."
+            )
         described = ServerSetup(
             setup=setup,
             backend=wanted.backend,
-            backend_options=wanted.backend_options,
-            strategy=_name_of(strategy),
+            backend_options=backend_options,
+            strategy=name,
             strategy_options=strategy.options.model_dump(mode="json"),
         )
         self._wanted, self._described = wanted, described
@@ -130,14 +124,3 @@ class OwnedFleet:
         if self._folder is not None:
             self._folder.remove()
             self._folder = None
-
-
-def _name_of(strategy: Strategy) -> str:
-    """By which replicas find the strategy. Raises `UsageError` for a class that is no installed plugin."""
-    for name in registry.names("strategies"):
-        if registry.load("strategies", name) is type(strategy):
-            return name
-    raise UsageError(
-        f"the strategy {type(strategy).__name__} is no installed plugin, so that replicas do not find it. "
-        "Offer it by an entry point, or use another backend."
-    )

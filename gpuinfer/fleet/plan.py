@@ -76,23 +76,17 @@ class Scaler:
             each = load / max(1, replicas)
             reason = f"{each:.1f} requests per replica, over the target of {limits.target:g} in {UP_LOOKS} looks"
             return ScalingDecision(now, replicas, needed, reason)
-        return self._down(now, load, replicas)
-
-    def _down(self, now: float, load: float, replicas: int) -> ScalingDecision | None:
-        if self._needed(load, SLACK * self._limits.target) >= replicas:
+        if self._needed(load, SLACK * limits.target) >= replicas:
             self._roomy_since = None
             return None
         if self._roomy_since is None:
             self._roomy_since, self._roomy_load = now, load
         self._roomy_load = max(self._roomy_load, load)
-        if now - self._roomy_since < self._limits.down_delay_s:
+        if now - self._roomy_since < limits.down_delay_s:
             return None
-        most = self._roomy_load
         self._reset()
-        delay = f"{self._limits.down_delay_s:g} s"
-        return ScalingDecision(
-            now, replicas, replicas - 1, f"at most {most:g} requests under way for {delay}: fewer will do"
-        )
+        reason = f"at most {self._roomy_load:g} requests under way for {limits.down_delay_s:g} s: fewer will do"
+        return ScalingDecision(now, replicas, replicas - 1, reason)
 
     def _needed(self, load: float, each: float) -> int:
         """Replicas for this load, within the limits."""

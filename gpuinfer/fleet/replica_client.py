@@ -37,7 +37,6 @@ from gpuinfer.http.client import (
     HttpClient,
     HttpResponse,
     RequestTimedOut,
-    StreamedResponse,
     Unreachable,
 )
 from gpuinfer.models import row_format
@@ -221,17 +220,22 @@ class ReplicaClient:
         body, had = answer_frames.prompt_to_body(request.payload), DeliveredAnswer(request.payload)
         path = self._to("/v1/generations" if request.parts else "/v1/generations?parts=0")
 
-        def tell(part: Part) -> None:
-            if (fresh := had.fresh(part)) is not None:
-                reads(fresh)
-
         async def ask() -> HttpResponse | Generation:
             rest, head = had.rest(), [("Content-Type", answer_frames.PROMPT_TYPE), *_headers(request)]
             left = body if rest is request.payload else answer_frames.prompt_to_body(rest)
             async with self._client.stream("POST", path, left, head) as response:
                 if response.status != 200:
                     return HttpResponse(response.status, response.headers, await response.read())
-                return await _follow(response, tell)
+                unframer = Unframer()
+                async for data in response:
+                    for news in unframer.feed(data):
+                        if isinstance(news, Generation):
+                            return news
+                        if isinstance(news, GpuinferError):
+                            raise news
+                        if (fresh := had.fresh(news)) is not None:
+                            reads(fresh)
+                raise ConnectionBroken("the answer ended before it was whole.")
 
         found: HttpResponse | Generation = await self._retry(ask)
         if isinstance(found, HttpResponse):
@@ -254,10 +258,8 @@ class ReplicaClient:
             else:
                 if not (isinstance(found, HttpResponse) and found.status in AGAIN):
                     return found
-                why, wait_s = (
-                    _words(found),
-                    max(wait_s, min(LONGEST_PAUSE_S, _retry_after(found) or 0.0)),
-                )
+                why = _words(found)
+                wait_s = max(wait_s, min(LONGEST_PAUSE_S, _retry_after(found) or 0.0))
             if time.monotonic() + wait_s > until:
                 raise BackendDied(
                     f"{self._endpoint.url} has not answered for {self._endpoint.retry_s:g} s: {why} "
@@ -265,19 +267,6 @@ class ReplicaClient:
                 )
             await asyncio.sleep(wait_s)
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
-
-
-async def _follow(response: StreamedResponse, tell: Callable[[Part], None]) -> Generation:
-    """Read a stream of frames. Raises the error that ends it, and `ConnectionBroken` when nothing does."""
-    unframer = Unframer()
-    async for data in response:
-        for news in unframer.feed(data):
-            if isinstance(news, Generation):
-                return news
-            if isinstance(news, GpuinferError):
-                raise news
-            tell(news)
-    raise ConnectionBroken("the answer ended before it was whole.")
 
 
 def _headers(request: Request) -> list[tuple[str, str]]:

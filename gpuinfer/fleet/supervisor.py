@@ -63,7 +63,26 @@ class Fleet:
         self._folder = FleetFolder(launcher.shared, plan.logs)
         key, socket = secrets.token_urlsafe(32), str(self._folder.socket())
         self._control = ControlServer(self, plan.access, key, socket)
-        config = _router_config(plan, key, socket)
+        fitting = fitting_connections(plan.connections, machine.descriptors(), 2)  # each has one to a replica too
+        connections, refusals = fitting
+        config = RouterConfig(
+            host=plan.host,
+            port=plan.port,
+            control=socket,
+            control_key=key,
+            processes=plan.router_processes,
+            policy=plan.routing,
+            policy_options=dict(plan.routing_options),
+            api_keys=plan.api_keys,
+            hosts=tuple(sorted(plan.access.hosts or ())),
+            origins=tuple(sorted(plan.access.origins)),
+            tls=plan.tls,
+            log=plan.log,
+            timeout_s=plan.request_timeout_s,
+            body_bytes=plan.body_bytes,
+            connections=connections,
+            refusals=refusals,
+        )
         if config.connections < plan.connections:
             tell(f"Each router process takes {limit_notice(plan.connections, config.connections)}")
         self._routers = Routers(config, self._on_router_event)
@@ -240,40 +259,13 @@ class Fleet:
             own = self._members.own
             load = float(sum(self._counted(one.id).in_flight for one in own))
             if (decision := self._scaler.look(time.monotonic(), load, len(own))) is not None:
-                self._follow(decision)
-
-    def _follow(self, decision: ScalingDecision) -> None:
-        self.decisions.append(decision)
-        self._tell(f"{decision.before} → {decision.after} replicas: {decision.reason}.")
-        try:
-            for _ in range(decision.before, decision.after):
-                self._members.start()
-        except NoRoom as error:
-            self._tell(str(error))
-        for _ in range(decision.after, decision.before):
-            idlest = min(self._members.own, key=lambda one: (self._counted(one.id).in_flight, -one.id))
-            self._members.remove(idlest.id, self.plan.drain_s)
-
-
-def _router_config(plan: FleetPlan, control_key: str, socket: str) -> RouterConfig:
-    connections, refusals = fitting_connections(
-        plan.connections, machine.descriptors(), 2
-    )  # each has one to a replica too
-    return RouterConfig(
-        host=plan.host,
-        port=plan.port,
-        control=socket,
-        control_key=control_key,
-        processes=plan.router_processes,
-        policy=plan.routing,
-        policy_options=dict(plan.routing_options),
-        api_keys=plan.api_keys,
-        hosts=tuple(sorted(plan.access.hosts or ())),
-        origins=tuple(sorted(plan.access.origins)),
-        tls=plan.tls,
-        log=plan.log,
-        timeout_s=plan.request_timeout_s,
-        body_bytes=plan.body_bytes,
-        connections=connections,
-        refusals=refusals,
-    )
+                self.decisions.append(decision)
+                self._tell(f"{decision.before} → {decision.after} replicas: {decision.reason}.")
+                try:
+                    for _ in range(decision.before, decision.after):
+                        self._members.start()
+                except NoRoom as error:
+                    self._tell(str(error))
+                for _ in range(decision.after, decision.before):
+                    idlest = min(self._members.own, key=lambda one: (self._counted(one.id).in_flight, -one.id))
+                    self._members.remove(idlest.id, self.plan.drain_s)

@@ -30,16 +30,11 @@ HeartbeatState = Literal["well", "late", "stuck"]
 class ProbeHeartbeat:
     """The heartbeat of one replica since it came up."""
 
-    __slots__ = ("_answered", "_missed", "_stuck")
+    __slots__ = ("_answered", "_stuck", "missed")
 
     def __init__(self) -> None:
         self._answered = True
-        self._missed = self._stuck = 0
-
-    @property
-    def missed(self) -> int:
-        """Checks in a row without an answer."""
-        return self._missed
+        self.missed = self._stuck = 0  # checks in a row without an answer; answers in a row that say stuck
 
     def answer(self, *, stuck: bool) -> None:
         """A probe was answered; `stuck`: the replica says that it makes no progress."""
@@ -48,11 +43,11 @@ class ProbeHeartbeat:
 
     def look(self) -> HeartbeatState:
         """Check once, `LOOK_S` after the last time."""
-        self._missed = 0 if self._answered else self._missed + 1
+        self.missed = 0 if self._answered else self.missed + 1
         self._answered = False
         if self._stuck >= STUCK_LOOKS:
             return "stuck"
-        return "late" if self._missed >= LATE_LOOKS else "well"
+        return "late" if self.missed >= LATE_LOOKS else "well"
 
 
 ANSWER_S = 10.0  # timeout of a probe, far beyond the heartbeat's
@@ -76,17 +71,6 @@ class ProbedHealth(msgspec.Struct, frozen=True):
     @property
     def draining(self) -> bool:
         return self.status == "draining"
-
-
-def read_health(status: int, body: bytes) -> ProbedHealth:
-    """Parse an answer of `/health`. A foreign body counts as empty."""
-    try:
-        health = msgspec.json.decode(body[:MOST_BYTES], type=ProbedHealth)
-    except (msgspec.MsgspecError, UnicodeDecodeError):
-        health = ProbedHealth()
-    if health.server != "gpuinfer":
-        return ProbedHealth(ready=status == 200)
-    return msgspec.structs.replace(health, ready=health.ready and status == 200)
 
 
 def bracketed(host: str) -> str:
@@ -201,7 +185,15 @@ class Worker(ABC):
         while True:
             with contextlib.suppress(GpuinferError):  # without an answer of HTTP the heartbeat is late
                 response = await client.request("GET", "/health")
-                self.health = health = read_health(response.status, response.body)
+                try:
+                    health = msgspec.json.decode(response.body[:MOST_BYTES], type=ProbedHealth)
+                except (msgspec.MsgspecError, UnicodeDecodeError):
+                    health = ProbedHealth()  # as that of a foreign server
+                if health.server != "gpuinfer":
+                    health = ProbedHealth(ready=response.status == 200)
+                elif response.status != 200:
+                    health = msgspec.structs.replace(health, ready=False)
+                self.health = health
                 self._heartbeat.answer(stuck=health.stuck)
                 self._answered(health)
             with contextlib.suppress(TimeoutError):

@@ -25,6 +25,7 @@ from typing import Literal, Protocol
 
 from gpuinfer.errors import UsageError
 from gpuinfer.host.files import read_regular
+from gpuinfer.http.network import file_version
 
 log = logging.getLogger(__name__)
 
@@ -83,7 +84,7 @@ class Keys:
     def __init__(self, lines: Iterable[str], path: Path | None = None) -> None:
         """`lines` as `read_lines` has them."""
         self.path = path
-        self._version = _version(path)
+        self._version = file_version(path)
         self.replace(lines)
 
     @classmethod
@@ -114,22 +115,13 @@ class Keys:
 
         Raises UsageError, once, for a file that is wrong: the keys stay as they were.
         """
-        version = _version(self.path)
+        version = file_version(self.path)
         if self.path is None or version == self._version:
             return None
         self._version = version
         lines = read_key_lines(self.path)
         self.replace(lines)
         return lines
-
-
-def _version(path: Path | None) -> object:
-    """Of a file; another one once that has been written, replaced, or given to others to read."""
-    try:
-        found = None if path is None else path.stat()
-    except OSError:
-        return None
-    return found and (found.st_ctime_ns, found.st_mtime_ns, found.st_size, found.st_ino)
 
 
 def read_keys(path: str | Path) -> list[str]:
@@ -156,10 +148,6 @@ def read_key_lines(path: str | Path) -> list[str]:
         raise UsageError(f"the key file {path} can be read by others. Run: chmod 600 {shlex.quote(str(path))}")
     if len(text) > FILE_BYTES:
         raise UsageError(f"the key file {path} has more than {FILE_BYTES:,} bytes. Write one key a line.")
-    return _lines(path, text)
-
-
-def _lines(path: Path, text: bytes) -> list[str]:
     found: list[str] = []
     limits: dict[str, Key] = {}
     for number, raw in enumerate(text.split(b"\n"), 1):
@@ -335,10 +323,6 @@ class _Bucket:
     level: float
     at: float
 
-    def fill(self, limit: float, now: float) -> None:
-        self.level = min(limit, self.level + (now - self.at) * limit / MINUTE_S)
-        self.at = now
-
 
 class Quotas:
     """The quotas of all keys. Processes with the same clients exchange what was spent (`take_news`, `add_news`)."""
@@ -398,6 +382,6 @@ class Quotas:
     def _bucket(self, name: str, kind: str, limit: float) -> _Bucket:
         now = self._clock()
         bucket = self._buckets.setdefault((name, kind), _Bucket(limit, now))
-        bucket.fill(limit, now)
-        bucket.level -= self._elsewhere.pop((name, kind), 0)
+        level = min(limit, bucket.level + (now - bucket.at) * limit / MINUTE_S)
+        bucket.level, bucket.at = level - self._elsewhere.pop((name, kind), 0), now
         return bucket

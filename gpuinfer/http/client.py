@@ -92,22 +92,12 @@ class ClientConnection(asyncio.Protocol):
             self._parser = httptools.HttpResponseParser(self)
         self.transport.write(data)
 
-    async def until_head(self) -> None:
-        """Wait for the status and the headers. Raises ClientError."""
-        while not self.head_come:
-            await self._wait()
-
-    async def until_complete(self) -> None:
-        """Wait for the whole response. Raises ClientError."""
-        while not self.complete:
-            await self._wait()
-
     async def part(self) -> tuple[float, bytes] | None:
         """The next part of the body and when it came; None at its end. Raises ClientError."""
         while not self.parts:
             if self.complete:
                 return None
-            await self._wait()
+            await self.news()
         came, data = self.parts.popleft()
         self._waiting -= len(data)
         if self._paused and self._waiting <= HIGH // 2 and not self.lost:
@@ -115,7 +105,8 @@ class ClientConnection(asyncio.Protocol):
             self.transport.resume_reading()
         return came, data
 
-    async def _wait(self) -> None:
+    async def news(self) -> None:
+        """Wait for more of the response. Raises ClientError."""
         if self.error is not None:
             raise self.error
         self._waiter = self._loop.create_future()
@@ -273,7 +264,11 @@ class StreamedResponse:
             if line.parts or line.complete:
                 part = await line.part()
             else:
-                part = await self._next()
+                try:
+                    async with asyncio.timeout(self._timeout_s):
+                        part = await line.part()
+                except TimeoutError:
+                    raise self._late(self._timeout_s) from None
             if part is None:
                 return
             yield part
@@ -285,13 +280,6 @@ class StreamedResponse:
     async def read(self) -> bytes:
         """What is left of the body."""
         return b"".join([part async for part in self])
-
-    async def _next(self) -> tuple[float, bytes] | None:
-        try:
-            async with asyncio.timeout(self._timeout_s):
-                return await self._line.part()
-        except TimeoutError:
-            raise self._late(self._timeout_s) from None
 
 
 class HttpClient:
@@ -381,7 +369,8 @@ class HttpClient:
             kept = line.used
             try:
                 line.send(data, head_only=method == "HEAD", limit=self._body_bytes, flowing=flowing)
-                await (line.until_head() if flowing else line.until_complete())
+                while not (line.head_come if flowing else line.complete):
+                    await line.news()
             except ConnectionBroken as error:
                 self._leave(line)
                 if attempt == 2 or not kept or error.begun or method not in REPEATABLE or self._closed:
@@ -400,7 +389,14 @@ class HttpClient:
         if self._free:
             self._free -= 1
         else:
-            await self._turn()
+            turn = asyncio.get_running_loop().create_future()
+            self._turns.append(turn)
+            try:
+                await turn
+            except asyncio.CancelledError:
+                if turn.done() and not turn.cancelled():
+                    self._pass_on()
+                raise
         try:
             if not fresh:
                 while self._idle:
@@ -410,16 +406,6 @@ class HttpClient:
             return await self._connect()
         except BaseException:
             self._pass_on()
-            raise
-
-    async def _turn(self) -> None:
-        turn = asyncio.get_running_loop().create_future()
-        self._turns.append(turn)
-        try:
-            await turn
-        except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled():
-                self._pass_on()
             raise
 
     def _pass_on(self) -> None:

@@ -256,11 +256,6 @@ def log_exchange(exchange: Exchange) -> None:
         )
 
 
-def log_unreadable(peer: str, status: int, why: str) -> None:
-    """Log what could not be read as a request."""
-    log_request(logging.INFO, "", "", status, 0.0, peer, {"refused": why})
-
-
 def log_request(
     level: int, method: str, path: str, status: int, took_s: float, peer: str, notes: Mapping[str, object]
 ) -> None:

@@ -74,7 +74,14 @@ def _listener(family: int, address: tuple[object, ...], reuse_port: bool) -> soc
 
 def bind_unix(path: str) -> socket.socket:
     """A socket at a path, of its owner only. One that a dead process left is replaced. Raises UsageError."""
-    _remove_dead(path)
+    with contextlib.suppress(OSError):
+        if stat.S_ISSOCK(os.stat(path).st_mode):
+            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+                probe.settimeout(1)
+                try:
+                    probe.connect(path)
+                except ConnectionRefusedError:
+                    os.unlink(path)
     made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         made.setblocking(False)
@@ -90,49 +97,25 @@ def bind_unix(path: str) -> socket.socket:
     return made
 
 
-def _remove_dead(path: str) -> None:
-    with contextlib.suppress(FileNotFoundError):
-        if not stat.S_ISSOCK(os.stat(path).st_mode):
-            return
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-            probe.settimeout(1)
-            try:
-                probe.connect(path)
-            except ConnectionRefusedError:
-                os.unlink(path)
-            except OSError:
-                return
-
-
 def _complaint(host: str, port: int, error: OSError) -> UsageError:
-    if error.errno == errno.EADDRINUSE:
-        free = _free(host)
-        cure = f"Use --port {free}, which is free, or stop it." if free else "Stop it, or use another port."
-        return UsageError(f"port {port} of {host} is in use{port_holder(port)}. {cure}")
+    """Why a port cannot be had; of one in use by whom, as far as this user may see it, and which one is free."""
     if error.errno in (errno.EACCES, errno.EPERM):
         return UsageError(f"port {port} of {host} is not for ordinary users. Use --port 8000.")
     if error.errno == errno.EADDRNOTAVAIL:
         return UsageError(f"this machine has no address '{host}'. Use --host 127.0.0.1.")
-    return UsageError(f"cannot listen on port {port} of {host} ({error.strerror or error}). Use another.")
-
-
-def port_holder(port: int) -> str:
-    """` by NAME (pid N)` of who listens on a port, as far as this user may see it."""
-    with contextlib.suppress(psutil.Error, OSError):
-        for one in psutil.net_connections("tcp"):
-            if one.status == psutil.CONN_LISTEN and one.laddr and one.laddr.port == port and one.pid:
-                return f" by {psutil.Process(one.pid).name()} (pid {one.pid})"
-    return ""
-
-
-def _free(host: str) -> int | None:
-    try:
+    if error.errno != errno.EADDRINUSE:
+        return UsageError(f"cannot listen on port {port} of {host} ({error.strerror or error}). Use another.")
+    cure, holder = "Stop it, or use another port.", ""
+    with contextlib.suppress(OSError):
         found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
         with socket.socket(found[0], socket.SOCK_STREAM) as probe:
             probe.bind(found[4])
-            return int(probe.getsockname()[1])
-    except OSError:
-        return None
+            cure = f"Use --port {probe.getsockname()[1]}, which is free, or stop it."
+    with contextlib.suppress(psutil.Error, OSError):
+        for one in psutil.net_connections("tcp"):
+            if one.status == psutil.CONN_LISTEN and one.laddr and one.laddr.port == port and one.pid:
+                holder = f" by {psutil.Process(one.pid).name()} (pid {one.pid})"
+    return UsageError(f"port {port} of {host} is in use{holder}. {cure}")
 
 
 KEEP_ALIVE_S = 5  # between two keep-alives
@@ -226,6 +209,15 @@ def _fd(transport: asyncio.BaseTransport) -> int:
     return -1 if end is None else int(end.fileno())
 
 
+def file_version(*paths: Path | None) -> object:
+    """Of these files; another one once they have been written, replaced, or given to others to read."""
+    try:
+        found = [path.stat() for path in paths if path is not None]
+    except OSError:
+        return None
+    return [(one.st_ctime_ns, one.st_mtime_ns, one.st_size, one.st_ino) for one in found]
+
+
 SHUTDOWN_S = 2.0  # for a client to confirm the end of a connection; one that idles does not read it
 
 
@@ -235,7 +227,7 @@ class Certificate:
     def __init__(self, path: Path, key: Path) -> None:
         """Raises UsageError for files that are no certificate with its key."""
         self.path, self._key = path, key
-        self._version = self._now()
+        self._version = file_version(self.path, self._key)
         self.context = _context()
         self._load(self.context)
 
@@ -245,20 +237,13 @@ class Certificate:
 
     def reload(self) -> list[str] | None:
         """Read them again if they have changed; something, if so. Raises UsageError, once, where they are wrong."""
-        version = self._now()
+        version = file_version(self.path, self._key)
         if version == self._version:
             return None
         self._version = version
         self._load(_context())  # a context that has failed to load serves nothing any more
         self._load(self.context)
         return []
-
-    def _now(self) -> object:
-        try:
-            found = [one.stat() for one in (self.path, self._key)]
-        except OSError:
-            return None
-        return [(one.st_ctime_ns, one.st_mtime_ns, one.st_size, one.st_ino) for one in found]
 
     def _load(self, context: ssl.SSLContext) -> None:
         try:

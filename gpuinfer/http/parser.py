@@ -91,32 +91,18 @@ def diagnose(head: bytes, limits: HttpLimits) -> Malformed:
     lines = head[: limits.head_bytes].split(b"\r\n")
     complete = lines[:-2] if head.endswith(b"\r\n\r\n") and whole else lines
     for number, line in enumerate(complete):
-        last = number == len(complete) - 1 and complete is lines
-        fault = _of_line(line, number, last, limits)
+        unfinished = number == len(complete) - 1 and complete is lines
+        if unfinished:
+            line = line.removesuffix(b"\r")  # whose LF may be on its way
+        if _CONTROL.search(line[: limits.line_bytes]):
+            return Malformed(400, "a bare line end or another control character in the head. Lines end in CR LF.")
+        if len(line) > limits.line_bytes:
+            why = f"a line of more than {limits.line_bytes:,} bytes in the head. Send a shorter one."
+            return Malformed(431 if number else 414, why)
+        fault = None if unfinished else _of_field(line, number, limits) if number else _of_request_line(line)
         if fault is not None:
             return fault
     return Malformed(431, f"a head of more than {limits.head_bytes:,} bytes. Send fewer or shorter headers.")
-
-
-def refuse_early(part: bytes, start: int, limits: HttpLimits) -> bool:
-    """Whether a head that is not all there yet can be refused already. Bytes before `start` have been looked at."""
-    if len(part) > limits.head_bytes or _EARLY.search(part, max(0, start - 1)):
-        return True
-    return len(part) - part.rfind(b"\n") - 1 - part.endswith(b"\r") > limits.line_bytes
-
-
-def _of_line(line: bytes, number: int, unfinished: bool, limits: HttpLimits) -> Malformed | None:
-    if unfinished:
-        line = line.removesuffix(b"\r")  # whose LF may be on its way
-    control = _CONTROL.search(line[: limits.line_bytes])
-    if control is not None:
-        return Malformed(400, "a bare line end or another control character in the head. Lines end in CR LF.")
-    if len(line) > limits.line_bytes:
-        status = 431 if number else 414
-        return Malformed(status, f"a line of more than {limits.line_bytes:,} bytes in the head. Send a shorter one.")
-    if unfinished:
-        return None
-    return _of_field(line, number, limits) if number else _of_request_line(line)
 
 
 def _of_request_line(line: bytes) -> Malformed | None:
@@ -330,7 +316,11 @@ class ChunkDecoder:
                 at, length = line.end(), int(line[1], 16)
                 self._last, self._left = length == 0, length + 2
                 if self._limit is not None:
-                    self._check_limit(self._limit, length)
+                    self._chunks += 1
+                    if self.size + length > self._limit:
+                        raise Malformed(413, f"a body of more than {self._limit:,} bytes.")
+                    if self._chunks > CHUNKS:
+                        raise Malformed(413, f"a body of more than {CHUNKS:,} chunks. Send larger ones.")
             elif left > 2:
                 part = data[at : at + left - 2]
                 content.append(part)
@@ -353,13 +343,6 @@ class ChunkDecoder:
                 break
         self.whole = at_size and self._left < 0 and not self._part and not self.complete
         return content[0] if len(content) == 1 else b"".join(content)
-
-    def _check_limit(self, limit: int, length: int) -> None:
-        self._chunks += 1
-        if self.size + length > limit:
-            raise Malformed(413, f"a body of more than {limit:,} bytes.")
-        if self._chunks > CHUNKS:
-            raise Malformed(413, f"a body of more than {CHUNKS:,} chunks. Send larger ones.")
 
     def _read_trailer(self, data: bytes, at: int) -> int:
         """Take one line of the trailer, or the empty one that ends the body; returns where the next line begins."""
@@ -402,7 +385,9 @@ class RequestParser:
             self.buffer = data[end:]
             self._scanned = 0
             return head
-        if refuse_early(data, self._scanned, limits):
+        line = len(data) - data.rfind(b"\n") - 1 - data.endswith(b"\r")  # what there is of the last one
+        early = _EARLY.search(data, max(0, self._scanned - 1))
+        if early or len(data) > limits.head_bytes or line > limits.line_bytes:
             raise diagnose(data, limits)
         self._scanned = len(data)
         return None

@@ -72,7 +72,16 @@ class HttpServer:
     def stop_accepting(self) -> None:
         """No more connections; those that are open end after their present response."""
         self.closing = True
-        self._take_rest()
+        for one in self._sockets:  # connections in the backlog would be reset with the listening socket
+            with contextlib.suppress(OSError):
+                while True:
+                    made, _ = one.accept()
+                    made.setblocking(False)
+                    taken = self.loop.connect_accepted_socket(self._connection, made, **self._tls)
+                    task = self.loop.create_task(taken)
+                    self._late.add(task)
+                    task.add_done_callback(self._late.discard)
+        self._sockets.clear()
         for server in self._servers:
             server.close()
         self._servers.clear()
@@ -137,19 +146,6 @@ class HttpServer:
 
     def count(self, what: str) -> None:
         self._counts[what] += 1
-
-    def _take_rest(self) -> None:
-        """Accept the connections in the backlog, which would be reset with the listening socket."""
-        for one in self._sockets:
-            with contextlib.suppress(OSError):
-                while True:
-                    made, _ = one.accept()
-                    made.setblocking(False)
-                    taken = self.loop.connect_accepted_socket(self._connection, made, **self._tls)
-                    task = self.loop.create_task(taken)
-                    self._late.add(task)
-                    task.add_done_callback(self._late.discard)
-        self._sockets.clear()
 
     def _leave(self, connection: ServerConnection) -> None:
         self._connections.discard(connection)

@@ -166,7 +166,11 @@ class ServerConnection(asyncio.Protocol):
         if (head.length or 0) > limits.body_bytes:
             raise Malformed(413, f"a body of more than {limits.body_bytes:,} bytes.")
         if not whole:
-            self._await_body(head)
+            if server.bodies + (head.length or 0) > limits.bodies_bytes:
+                raise FULL
+            if "expect" in head.headers and head.minor and not self._in.buffer:
+                self.transport.write(http_exchange.CONTINUE)
+            self._set(BODY, limits.body_s)
         self._in.expect(head)
         self.stage = BODY
         return self._read_body()
@@ -184,15 +188,6 @@ class ServerConnection(asyncio.Protocol):
             self._fail(exchange, 500, FAILED)
         return True
 
-    def _await_body(self, head: HttpHead) -> None:
-        """Part of the body is still to come."""
-        server, expect = self._server, head.headers.get("expect")
-        if server.bodies + (head.length or 0) > server.limits.bodies_bytes:
-            raise FULL
-        if expect is not None and head.minor and not self._in.buffer:
-            self.transport.write(http_exchange.CONTINUE)
-        self._set(BODY, server.limits.body_s)
-
     def _read_body(self) -> bool:
         body = self._in.body()
         self._server.bodies += self._in.held - self._held
@@ -200,17 +195,14 @@ class ServerConnection(asyncio.Protocol):
         if self._server.bodies > self._server.limits.bodies_bytes:
             raise FULL
         if body is not None:
-            self._answer(body)
+            exchange = cast("Exchange", self._exchange)
+            exchange.body = body
+            self.stage = ANSWERING
+            if self._in.buffer:
+                self._pause()
+            self._server.count("requests")
+            self._task = self._server.loop.create_task(self._run(exchange))
         return False
-
-    def _answer(self, body: bytes) -> None:
-        exchange = cast("Exchange", self._exchange)
-        exchange.body = body
-        self.stage = ANSWERING
-        if self._in.buffer:
-            self._pause()
-        self._server.count("requests")
-        self._task = self._server.loop.create_task(self._run(exchange))
 
     async def _run(self, exchange: Exchange) -> None:
         try:
@@ -268,7 +260,8 @@ class ServerConnection(asyncio.Protocol):
         exchange, self._exchange = self._exchange, None
         head_only = exchange is not None and exchange.method == "HEAD"
         if exchange is None:
-            http_exchange.log_unreadable(self._peer, error.status, error.message)
+            refused = {"refused": error.message}
+            http_exchange.log_request(logging.INFO, "", "", error.status, 0.0, self._peer, refused)
         else:
             exchange.status, exchange.notes["refused"] = error.status, error.message
             http_exchange.log_exchange(exchange)

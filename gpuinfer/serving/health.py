@@ -6,16 +6,17 @@ may still answer. Looks are counted, not seconds, so that a suspended process do
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 from gpuinfer.report import report, report_sections
 from gpuinfer.stats import ERRORS, Snapshot, counted_tokens, since, summarise
+
+if TYPE_CHECKING:
+    from gpuinfer.runtime.session import OwnPulse
 
 LOOK_S = 0.25
 STUCK_S = 3.0
@@ -26,26 +27,11 @@ FIRST_S = 60.0  # until anything has been answered: kernels are compiled, memory
 Status = Literal["ready", "starting", "draining", "stuck"]
 
 
-class EngineProgress(Protocol):
-    """The progress of an engine."""
-
-    @property
-    def moved(self) -> int: ...
-    @property
-    def longest_s(self) -> float: ...
-    @property
-    def waiting_rows(self) -> int: ...
-    @property
-    def serving(self) -> bool: ...
-    @property
-    def lost(self) -> bool: ...
-
-
 @dataclass(slots=True)
 class ReplicaHealth:
-    """One model's health. `in_flight` is counted by the routes, the rest is checked by `look_once`."""
+    """One model's health. The routes count `in_flight`; `look_once` checks the rest, four times a second."""
 
-    pulse: EngineProgress
+    pulse: OwnPulse
     model: str
     kind: str
     phase: Literal["starting", "ready", "draining"] = "starting"
@@ -71,14 +57,10 @@ class ReplicaHealth:
 
     @property
     def stuck(self) -> bool:
-        return self.dead or self.heartbeat_age_s > self._limit_s
-
-    @property
-    def _limit_s(self) -> float:
         longest_s = self.pulse.longest_s
         limit_s = max(STUCK_S, LONGEST * longest_s) if longest_s else FIRST_S
         computing = self.cpu_s() - self._spent_s > 0.5 * self.heartbeat_age_s
-        return COMPUTING * limit_s if computing else limit_s
+        return self.dead or self.heartbeat_age_s > (COMPUTING * limit_s if computing else limit_s)
 
     @property
     def status(self) -> Status:
@@ -106,16 +88,6 @@ class ReplicaHealth:
         }
 
 
-async def watch_health(at: Sequence[ReplicaHealth], on_look: Callable[[], None]) -> None:
-    """Check all of them regularly, until cancelled. `on_look` is called each time."""
-    with contextlib.suppress(asyncio.CancelledError):
-        while True:
-            for one in at:
-                one.look_once()
-            on_look()
-            await asyncio.sleep(LOOK_S)
-
-
 EVERY_S, KEPT_S = 1.0, 10.0  # between two snapshots; the window of the rates in /stats
 
 
@@ -140,11 +112,6 @@ class RecentCounters:
             return 0.0, Snapshot()
         (first, before), (last, now) = self._seen[0], self._seen[-1]
         return last - first, since(now, before)
-
-    @property
-    def rows_per_s(self) -> float:
-        seconds, counted = self.window()
-        return counted.rows / seconds if seconds else 0.0
 
 
 def counter_stats(snapshot: Snapshot, seconds: float, recent: Snapshot, wall_s: float) -> dict[str, Any]:

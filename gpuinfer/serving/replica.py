@@ -96,22 +96,23 @@ class ReplicaServer:
         sessions = [self.session]
         sessions += [self.session.open_beside(one.model, one.name, one.share) for one in described.beside]
         models = (first, *described.beside)
-        self.served = ServedModels([self._service(one, session) for one, session in zip(models, sessions, strict=True)])
+        self.served = ServedModels(
+            [
+                ModelService(
+                    session,
+                    health.ReplicaHealth(session.own, one.name, one.model.kind),
+                    one.model,
+                    unmasking=one.unmasking,
+                    behind_router=place.behind_router,
+                    spans=spans,
+                )
+                for one, session in zip(models, sessions, strict=True)
+            ]
+        )
         self._loop = asyncio.get_running_loop()
         self.stop = asyncio.Event()  # a signal has come
         self._at_once = asyncio.Event()  # a second one
         self._failure: WorkError | None = None
-        self._dead: set[str] = set()  # models whose death is logged
-
-    def _service(self, model: AdditionalModel, session: Session) -> ModelService:
-        return ModelService(
-            session,
-            health.ReplicaHealth(session.own, model.name, model.model.kind),
-            model.model,
-            unmasking=model.unmasking,
-            behind_router=self._place.behind_router,
-            spans=self._spans,
-        )
 
     async def run(self, on_ready: OnReady = lambda host, port: None) -> int:
         """Serve until a signal comes, or the model is gone. The exit code: 3 where something was broken off.
@@ -127,7 +128,7 @@ class ReplicaServer:
         self.served.http_counts = lambda: server.counts
         port = await server.listen(self._place.host, self._place.port, tls=self._place.tls)
         fresh = asyncio.create_task(reload_changed_files(self._place.files()))
-        looking = asyncio.create_task(health.watch_health([one.health for one in self.served.services], self._on_check))
+        looking = asyncio.create_task(self._watch())
         before = sys.getswitchinterval()
         sys.setswitchinterval(SWITCH_S)
         try:
@@ -176,7 +177,8 @@ class ReplicaServer:
         for one in self.served.services:
             with self._described.naming(one.name):
                 await one.session.ready()
-                await one.look_at_model()
+                await one.session.refresh()
+                one.model = one.session.snapshot().device.get("model") or {}
 
     async def _drain(self, server: HttpServer) -> int:
         """Finish the requests under way. New ones are refused, and /health says so, until the end."""
@@ -195,30 +197,25 @@ class ReplicaServer:
             await server.drain(LAST_S)
         return PARTIAL if left else DONE
 
-    def _on_check(self) -> None:
-        """Called four times a second."""
-        self._log_dead_models()
-        now = time.monotonic()
-        if self._starting or not self.served.recent.due(now):
-            return
-        self.served.recent.take(now, self.session.snapshot())
-        for one in self.served.services:
-            one.recent.take(now, one.session.own.snapshot())
-
-    def _log_dead_models(self) -> None:
-        """Log a model's death once, where other models go on."""
-        dead = {one.name for one in self.served.services if one.health.dead}
-        if self._failure is not None or not dead - self._dead:
-            return
-        for name in sorted(dead - self._dead):
-            left = [one for one in self.served.names if one not in dead]
-            others = f"{', '.join(left)} {'goes' if len(left) == 1 else 'go'} on. " if left else ""
-            log.error(
-                "the model %s is gone, and its requests are refused. %sStart the server again to have it back.",
-                name,
-                others,
-            )
-        self._dead |= dead
+    async def _watch(self) -> None:
+        """Check the models' health four times a second, log a model's death once, and keep counters."""
+        services, logged = self.served.services, set[str]()
+        while True:
+            for one in services:
+                one.health.look_once()
+            dead = {one.name for one in services if one.health.dead}
+            for name in sorted(dead - logged) if self._failure is None else ():
+                left = [one for one in self.served.names if one not in dead]
+                others = f"{', '.join(left)} {'goes' if len(left) == 1 else 'go'} on. " if left else ""
+                what = "the model %s is gone, and its requests are refused. %sStart the server again to have it back."
+                log.error(what, name, others)
+                logged.add(name)
+            now = time.monotonic()
+            if not self._starting and self.served.recent.due(now):
+                self.served.recent.take(now, self.session.snapshot())
+                for one in services:
+                    one.recent.take(now, one.session.own.snapshot())
+            await asyncio.sleep(health.LOOK_S)
 
     @property
     def _starting(self) -> bool:

@@ -113,45 +113,28 @@ def check_request(prompt: Prompt, widest: int) -> None:
         raise BadRequest(
             f"`n` is {prompt.samples}, and {widest} answers at once are the most here. Ask for fewer.", "n"
         )
-    _check_template(prompt.rendering.variables)
-    if (wanted := prompt.sampling.constraint) is not None:
-        _check_constraint(wanted)
-
-
-def _check_template(given: Mapping[str, Any]) -> None:
-    for name, value in given.items():
+    for name, value in prompt.rendering.variables.items():
         if name not in TEMPLATE_ARGUMENTS:
             known = ", ".join(sorted(TEMPLATE_ARGUMENTS))
             why = f"`{name[:60]}` is no argument of a chat template that may be given here. Choose from {known}."
             raise BadRequest(why, "chat_template_kwargs")
         if not isinstance(value, bool | int | float | str | None) or len(str(value)) > MOST_VALUE:
-            why = (
-                f"`{name}` is no plain value of at most {MOST_VALUE} characters. Give a text, a number, true or false."
-            )
-            raise BadRequest(why, "chat_template_kwargs")
-
-
-def _check_constraint(wanted: Constraint) -> None:
-    if wanted.regex is not None and len(wanted.regex) > MOST_PATTERN:
-        raise BadRequest(f"a pattern of {len(wanted.regex):,} characters; {MOST_PATTERN:,} are the most. Shorten it.")
-    if wanted.grammar is not None and len(wanted.grammar) > MOST_GRAMMAR:
-        raise BadRequest(f"a grammar of {len(wanted.grammar):,} characters; {MOST_GRAMMAR:,} are the most. Shorten it.")
-    if isinstance(wanted.json_schema, Mapping):
-        _check_schema(wanted.json_schema)
-
-
-def _check_schema(schema: Any) -> None:
-    """Check size and depth, level by level, so that no schema is too deep for the check itself."""
-    level, seen = [schema], 0
-    for _ in range(MOST_DEPTH):
-        seen += len(level)
+            why = f"`{name}` is no plain value of at most {MOST_VALUE} characters."
+            raise BadRequest(f"{why} Give a text, a number, true or false.", "chat_template_kwargs")
+    wanted = prompt.sampling.constraint or Constraint()
+    for what, text, most in (("pattern", wanted.regex, MOST_PATTERN), ("grammar", wanted.grammar, MOST_GRAMMAR)):
+        if text is not None and len(text) > most:
+            raise BadRequest(f"a {what} of {len(text):,} characters; {most:,} are the most. Shorten it.")
+    level: list[Any] = [wanted.json_schema]
+    seen = depth = 0
+    while level:  # level by level, so that no schema is too deep for the check itself
+        seen, depth = seen + len(level), depth + 1
         if seen > MOST_NODES:
             raise BadRequest(f"a JSON schema of more than {MOST_NODES:,} values. Make it smaller.", "response_format")
+        if depth > MOST_DEPTH:
+            raise BadRequest(f"a JSON schema nested more than {MOST_DEPTH} deep. Make it flatter.", "response_format")
         containers = [value for value in level if isinstance(value, Mapping | list)]
         level = [one for value in containers for one in (value.values() if isinstance(value, Mapping) else value)]
-        if not level:
-            return
-    raise BadRequest(f"a JSON schema nested more than {MOST_DEPTH} deep. Make it flatter.", "response_format")
 
 
 log = logging.getLogger(__name__)
@@ -160,6 +143,7 @@ encode = msgspec.json.Encoder().encode
 DRAINING = "this server is shutting down, and takes no new requests. Ask again, or ask another."
 STARTING = "this server is still loading its model. Ask again in a moment."
 MOST_RETRY_S = 60
+FAILED_HERE = "the model failed at this request. The server's log says why, under the request's id {id}."
 SAID = (BadPrompt, Expired, QueueFull, Closed)  # errors whose message is for the client
 
 
@@ -172,62 +156,43 @@ class Unavailable(Closed):
 
 
 class ErrorResponse:
-    """One error as a response."""
+    """One error as a response, in OpenAI's shape: what is internal is written to the log, under the request's id."""
 
     __slots__ = ("body", "headers", "message", "status")
 
     def __init__(
         self, error: BaseException, request_id: str, retry_s: float | None = None, model: str | None = None
     ) -> None:
-        """`model`: its name, where the request has reached one."""
-        ours = error if isinstance(error, GpuinferError) else None
-        self.status = error_status(error)
-        body = error_bytes_of(error, request_id, model)
+        """`model`: its name, where the request has reached one. Status 422: the model's answer is invalid."""
+        plain = type(error) is RequestError  # more rows than a batch takes, an unknown class
+        self.status = status_of(error) if isinstance(error, GpuinferError) else 500
+        if isinstance(error, NoSuchModel):
+            self.status, body = 404, error_body(str(error), "invalid_request_error", "model", "model_not_found")
+        elif isinstance(error, SAID) or plain:
+            ours = error if isinstance(error, SAID) else BadPrompt(str(error))
+            self.status, body = status_of(ours), error_of(ours)
+        else:
+            what = error_text.type_name(error), error_text.safe_str(error)
+            log.warning("request %s failed: %s: %s", request_id, *what)
+            if isinstance(error, BadResult):
+                why = "the model's answer to this holds NaN or +inf, or has the wrong shape."
+                why = f"{why} Check the values that were sent."
+                self.status, body = 422, error_body(why, "invalid_request_error", None, "no_answer")
+            elif isinstance(error, BackendDied):
+                which = "the model" if model is None else f"the model '{model}'"
+                why = f"{which} behind this server is gone. Ask again in a while, or another server."
+                body = error_body(why, "overloaded_error")
+            else:
+                body = error_body(FAILED_HERE.format(id=request_id), "server_error")
         self.body, self.message = encode(body), str(body["error"]["message"])
         self.headers: list[tuple[str, str]] = []
-        if ours is not None and (name := nearest_error_type(ours)):
+        if isinstance(error, GpuinferError) and (name := nearest_error_type(error)):
             self.headers.append(("X-Gpuinfer-Error", name))  # by which another process of ours makes it again
-        if self.status in (429, 503):
-            self.headers.append(("Retry-After", str(retry_after_s(error, retry_s))))
-
-
-def error_status(error: BaseException) -> int:
-    """The status. 422: the request is fine, and the model's answer to it is invalid."""
-    if isinstance(error, NoSuchModel):
-        return 404
-    if isinstance(error, BadResult):
-        return 422
-    if type(error) is RequestError:  # more rows than a batch takes, an unknown class
-        return 400
-    return status_of(error) if isinstance(error, GpuinferError) else 500
-
-
-def error_bytes_of(error: BaseException, request_id: str, model: str | None = None) -> dict[str, Any]:
-    """The body, in OpenAI's shape. Internal details are written to the log instead, under the request's id."""
-    if isinstance(error, NoSuchModel):
-        return error_body(str(error), "invalid_request_error", "model", "model_not_found")
-    if isinstance(error, SAID) or type(error) is RequestError:
-        ours = error if type(error) is not RequestError else BadPrompt(str(error))
-        return error_of(ours)
-    log.warning("request %s failed: %s: %s", request_id, error_text.type_name(error), error_text.safe_str(error))
-    if isinstance(error, BadResult):
-        why = "the model's answer to this holds NaN or +inf, or has the wrong shape. Check the values that were sent."
-        return error_body(why, "invalid_request_error", None, "no_answer")
-    if isinstance(error, BackendDied):
-        which = "the model" if model is None else f"the model '{model}'"
-        why = f"{which} behind this server is gone. Ask again in a while, or another server."
-        return error_body(why, "overloaded_error")
-    why = f"the model failed at this request. The server's log says why, under the request's id {request_id}."
-    return error_body(why, "server_error")
-
-
-def retry_after_s(error: BaseException, otherwise: float | None) -> int:
-    """Whole seconds for Retry-After: from the strategy, or else from the queue's rate."""
-    said = getattr(error, "retry_after_s", None)
-    seconds = said if said is not None else otherwise
-    if seconds is None or not math.isfinite(seconds):
-        return 1
-    return max(1, min(MOST_RETRY_S, math.ceil(seconds)))
+        if self.status in (429, 503):  # after what the strategy says, or else the queue's rate
+            seconds = getattr(error, "retry_after_s", None)
+            seconds = retry_s if seconds is None else seconds
+            finite_s = 1.0 if seconds is None or not math.isfinite(seconds) else seconds
+            self.headers.append(("Retry-After", str(max(1, min(MOST_RETRY_S, math.ceil(finite_s))))))
 
 
 def plain_headers(request_id: str, more: Sequence[tuple[str, str]] = ()) -> list[tuple[str, str]]:

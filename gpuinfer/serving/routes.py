@@ -132,85 +132,75 @@ def monitoring_routes(served: ServedModels) -> list[Route]:
         }
         return LiveState(served.session.snapshot(), about=about)
 
-    watching = LiveEvents(see)
-    served.at_drain.append(watching.close)
-    return [
-        Route("GET", "/metrics", _metrics(served), "api", "Metrics for Prometheus.", {"responses": {"200": TEXT}}),
-        Route("GET", "/events", watching, "api", "What the page shows, once a second.", HIDDEN),
-        *(Route("GET", path, send_file, "open", "The live page.", HIDDEN) for path in FILES),
-    ]
-
-
-def _metrics(served: ServedModels) -> Handler:
     floor: Floor = {}
 
-    async def handle(exchange: Exchange) -> None:
+    async def metrics(exchange: Exchange) -> None:
         await served.session.refresh()
         ready = {one.name: one.health.status == "ready" for one in served.services}
         snapshot, more = served.session.snapshot(), [served_models_family(served.names), models_up_family(ready)]
         exchange.respond(200, await asyncio.to_thread(exposition, snapshot, more, floor), CONTENT_TYPE)
 
-    return handle
+    watching = LiveEvents(see)
+    served.at_drain.append(watching.close)
+    return [
+        Route("GET", "/metrics", metrics, "api", "Metrics for Prometheus.", {"responses": {"200": TEXT}}),
+        Route("GET", "/events", watching, "api", "What the page shows, once a second.", HIDDEN),
+        *(Route("GET", path, send_file, "open", "The live page.", HIDDEN) for path in FILES),
+    ]
 
 
 def update_routes(service: ModelService) -> list[Route]:
-    changes = _UpdateEndpoints(service)
-    works: Mapping[type[Struct], Any] = {
-        LoadBody: changes.load,
-        UnloadBody: changes.unload,
-        UpdateBody: changes.update,
-    }
-    told = json_responses("What there is now.", object_schema("model", "adapters"))
-    found = []
-    for url, (body, summary) in CHANGES.items():
-        handler = service.handler(changes.reading(body, works[body]))
-        found.append(Route("POST", url, handler, "admin", summary, {"body": body, "responses": told}))
-    return found
-
-
-class _UpdateEndpoints:
     """Each answers 400 with the backend's words for what the backend refuses: the client has the admin key."""
+    session = service.session
 
-    def __init__(self, service: ModelService) -> None:
-        self._service = service
-
-    async def load(self, asked: LoadBody) -> dict[str, Any]:
-        name, known = asked.lora_name, self._service.session.adapters
-        if not asked.load_inplace and name in known:
-            raise BadRequest(
-                f"the adapter '{name}' is loaded. Unload it first, or leave load_inplace out.", "lora_name"
-            )
-        version = asked.version or next_version(name, known)
-        await self._service.session.update(version, asked.lora_path, adapter=name)
+    async def load(asked: LoadBody) -> dict[str, Any]:
+        name = asked.lora_name
+        if not asked.load_inplace and name in session.adapters:
+            why = f"the adapter '{name}' is loaded. Unload it first, or leave load_inplace out."
+            raise BadRequest(why, "lora_name")
+        version = asked.version or next_version(name, session.adapters)
+        await session.update(version, asked.lora_path, adapter=name)
         return {"adapter": f"{name}@{version}"}
 
-    async def unload(self, asked: UnloadBody) -> dict[str, Any]:
-        await self._service.session.unload(asked.lora_name)
+    async def unload(asked: UnloadBody) -> dict[str, Any]:
+        await session.unload(asked.lora_name)
         return {"adapter": asked.lora_name}
 
-    async def update(self, asked: UpdateBody) -> dict[str, Any]:
-        session = self._service.session
+    async def update(asked: UpdateBody) -> dict[str, Any]:
         await session.update(asked.version, asked.weights, adapter=asked.adapter, drain=asked.drain)
         return {"version": asked.version}
 
-    def reading(self, body: type[Struct], work: Callable[[Any], Awaitable[dict[str, Any]]]) -> Work:
-        """The work of a route: its body understood, and done."""
+    def reading(body: type[Struct], change: Callable[[Any], Awaitable[dict[str, Any]]]) -> Work:
         decoder: msgspec.json.Decoder[Any] = msgspec.json.Decoder(body)
 
-        async def handle(exchange: Exchange, asking: RequestContext) -> None:
+        async def work(exchange: Exchange, asking: RequestContext) -> None:
             try:
                 asked = decoder.decode(exchange.body)
             except (ValueError, RecursionError) as error:
                 raise unreadable(error, body, exchange.body, "request") from error
-            self._service.adapter_of(asked.model)  # whose name it must be, or one of its adapters'
+            service.adapter_of(asked.model)  # whose name it must be, or one of its adapters'
             try:
-                told = await work(asked)
+                told = await change(asked)
             except UsageError as error:
                 raise BadRequest(str(error)) from None
-            own = {"model": self._service.name, "adapters": list(self._service.session.adapters)}
+            own = {"model": service.name, "adapters": list(session.adapters)}
             exchange.respond(200, encode(own | told), headers=plain_headers(asking.id))
 
-        return handle
+        return work
+
+    works: Mapping[type[Struct], Any] = {LoadBody: load, UnloadBody: unload, UpdateBody: update}
+    told = json_responses("What there is now.", object_schema("model", "adapters"))
+    return [
+        Route(
+            "POST",
+            url,
+            service.handler(reading(body, works[body])),
+            "admin",
+            summary,
+            {"body": body, "responses": told},
+        )
+        for url, (body, summary) in CHANGES.items()
+    ]
 
 
 def next_version(name: str, known: Sequence[str]) -> str:
@@ -283,17 +273,12 @@ def _text(service: ModelService) -> list[Route]:
     return [
         Route("POST", path, service.handler(work), "api", summary, own)
         for path, work, summary, own in (
-            (
-                "/v1/completions",
-                chats.answer("/v1/completions"),
-                "Continue a text, as OpenAI has it.",
-                {"body": RequestBody, "required": ["prompt"], "responses": answers},
-            ),
-            (
-                "/v1/chat/completions",
-                chats.answer("/v1/chat/completions"),
-                "Answer a chat, as OpenAI has it.",
-                {"body": RequestBody, "required": ["messages"], "responses": answers},
+            *(
+                (url, chats.answer(url), summary, {"body": RequestBody, "required": [name], "responses": answers})
+                for url, name, summary in (
+                    ("/v1/completions", "prompt", "Continue a text, as OpenAI has it."),
+                    ("/v1/chat/completions", "messages", "Answer a chat, as OpenAI has it."),
+                )
             ),
             ("/predict", PredictEndpoint(service), "Several answers to one text.", predicted),
             ("/v1/generations", GenerationsEndpoint(service), "In frames of msgpack.", HIDDEN),

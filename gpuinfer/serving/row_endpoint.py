@@ -19,18 +19,11 @@ from numpy.typing import NDArray
 
 from gpuinfer.api import ModelSpec, Result
 from gpuinfer.http.http_exchange import Exchange
-from gpuinfer.models.row_format import (
-    BITS,
-    MEDIA_TYPE,
-    NotTensors,
-    answer_to_body,
-    row_dtype,
-    row_shape,
-    rows_from_body,
-)
+from gpuinfer.models import row_format
+from gpuinfer.models.row_format import BITS, MEDIA_TYPE, NotTensors, answer_to_body, rows_from_body
 from gpuinfer.serving.openai.requests import BadRequest, unreadable
-from gpuinfer.serving.request import RequestContext, plain_headers
-from gpuinfer.serving.service import LARGE, ModelService
+from gpuinfer.serving.request import RequestContext, encode, plain_headers
+from gpuinfer.serving.service import ModelService, session_arguments
 
 Block = NDArray[Any]
 ELEMENTS: Mapping[str, Any] = {
@@ -39,28 +32,16 @@ ELEMENTS: Mapping[str, Any] = {
     "int8": Annotated[int, Meta(ge=-128, le=127)],
     BITS: Annotated[int, Meta(ge=0, le=1)],
 }
-_encode = msgspec.json.Encoder().encode
-
-
-def rows_body_type(spec: ModelSpec) -> Any:
-    """The structure of a request in JSON: rows of this model."""
-    element: Any = ELEMENTS[spec.input_dtype]
-    fields: Any = [
-        ("rows", list[list[element]] | None, None),
-        ("x", list[element] | None, None),
-        ("model", str | None, None),
-    ]
-    return msgspec.defstruct("EvaluateBody", fields, forbid_unknown_fields=True)
 
 
 class RowsReader:
-    """Parses the rows of one model, in the form of `body_of`: at most `most` in a request."""
+    """Parses the rows of one model, in the form of `body`: at most `most` in a request."""
 
     def __init__(self, spec: ModelSpec, body: Any, most: int) -> None:
         self._body = body
         self._decode: Callable[[bytes], Any] = msgspec.json.Decoder(body).decode
         self._spec, self._most = spec, most
-        self._dtype, self._inputs = row_dtype(spec), spec.inputs
+        self._dtype, self._inputs = row_format.row_dtype(spec), spec.inputs
         self._bits, self._floats = spec.input_dtype == BITS, self._dtype.kind == "f"
 
     def from_json(self, body: bytes) -> tuple[Block, bool, str | None]:
@@ -90,7 +71,7 @@ class RowsReader:
             block = rows_from_body(body)
         except NotTensors as error:
             raise BadRequest(f"the body is not as it should be: {error}") from error
-        wanted = row_shape(self._spec)
+        wanted = row_format.row_shape(self._spec)
         if block.dtype != self._dtype or block.shape[1:] != wanted:
             raise BadRequest(
                 f"a tensor {block.dtype} {list(block.shape)}, and this model takes {self._dtype} "
@@ -114,35 +95,6 @@ class RowsReader:
         return block
 
 
-class RowAnswerWriter:
-    """Answers of one model for clients. An infinite value, as of a move that is not allowed, is null in JSON."""
-
-    def __init__(self, spec: ModelSpec) -> None:
-        plays = {"actions", "seats"} <= spec.arguments.keys()
-        self._names: Sequence[str] = ("policy", "values") if plays else ()
-
-    def to_json(self, result: Result, alone: bool) -> bytes:
-        """`{"outputs": …}`, or `{"y": …}` for one row given as `x`: of one tensor its rows, else each by name."""
-        if alone:
-            return _encode({"y": self._plain(result, lambda one: one[0].tolist())})
-        return _encode({"outputs": self._plain(result, lambda one: one.tolist())})
-
-    def _plain(self, result: Result, plain: Callable[[Any], Any]) -> Any:
-        if isinstance(result, np.ndarray):
-            return plain(result)
-        if isinstance(result, Mapping):
-            return {str(name): plain(one) for name, one in result.items()}
-        if isinstance(result, Sequence):
-            names = self._names if len(self._names) == len(result) else map(str, range(len(result)))
-            return {name: plain(one) for name, one in zip(names, result, strict=True)}
-        return plain(np.asarray(result))
-
-    @staticmethod
-    def to_tensors(result: Result) -> bytes:
-        """See `models.bodies`."""
-        return answer_to_body(result)
-
-
 MANY = 1024  # rows of an answer that is not written out as JSON on the event loop
 
 
@@ -151,7 +103,12 @@ class EvaluateEndpoint:
 
     def __init__(self, service: ModelService) -> None:
         self._service, self._session = service, service.session
-        self._writer, self.body = RowAnswerWriter(service.spec), rows_body_type(service.spec)
+        element: Any = ELEMENTS[service.spec.input_dtype]
+        rows, row = list[list[element]] | None, list[element] | None  # type: ignore[valid-type]
+        fields: Any = [("rows", rows, None), ("x", row, None), ("model", str | None, None)]
+        self.body: Any = msgspec.defstruct("EvaluateBody", fields, forbid_unknown_fields=True)
+        plays = {"actions", "seats"} <= service.spec.arguments.keys()
+        self._names: Sequence[str] = ("policy", "values") if plays else ()
 
     @cached_property
     def _reader(self) -> RowsReader:
@@ -161,22 +118,32 @@ class EvaluateEndpoint:
     async def __call__(self, exchange: Exchange, asking: RequestContext) -> None:
         """In JSON or safetensors; the answer in the form of the question, unless `Accept` names the other."""
         kind, wanted = exchange.headers.get("content-type", ""), exchange.headers.get("accept", "")
-        binary, alone, body, name = kind.startswith(MEDIA_TYPE), False, exchange.body, None
+        binary, alone, name = kind.startswith(MEDIA_TYPE), False, None
         if binary:
-            block = self._reader.from_tensors(body)
-        elif len(body) <= LARGE:
-            block, alone, name = self._reader.from_json(body)
+            block = self._reader.from_tensors(exchange.body)
         else:
-            block, alone, name = await self._service.decoded(self._reader.from_json, body)
+            block, alone, name = await self._service.decoded(self._reader.from_json, exchange.body)
         self._service.adapter_of(name or exchange.query.get("model"))  # of rows there are none
-        result = await self._session(
-            block, rows=len(block), priority=asking.priority, timeout=asking.timeout_s, client=asking.client
-        )
+        result = await self._session(block, rows=len(block), **session_arguments(asking))
         if wanted.startswith(MEDIA_TYPE) or (binary and not wanted.startswith("application/json")):
-            exchange.respond(200, self._writer.to_tensors(result), MEDIA_TYPE, plain_headers(asking.id))
+            exchange.respond(200, answer_to_body(result), MEDIA_TYPE, plain_headers(asking.id))
             return
-        if len(block) <= MANY:
-            said = self._writer.to_json(result, alone)
+        written = await asyncio.to_thread(self._json, result, alone) if len(block) > MANY else self._json(result, alone)
+        exchange.respond(200, written, headers=plain_headers(asking.id))
+
+    def _json(self, result: Result, alone: bool) -> bytes:
+        """`{"outputs": …}`, or `{"y": …}` for one row given as `x`: of one tensor its rows, else each by name. Infinite
+        values, as of moves that are not allowed, are null.
+        """
+
+        def plain(one: Any) -> Any:
+            return one[0].tolist() if alone else one.tolist()
+
+        if isinstance(result, Mapping):
+            said: Any = {str(name): plain(one) for name, one in result.items()}
+        elif isinstance(result, Sequence):
+            names = self._names if len(self._names) == len(result) else map(str, range(len(result)))
+            said = {name: plain(one) for name, one in zip(names, result, strict=True)}
         else:
-            said = await asyncio.to_thread(self._writer.to_json, result, alone)
-        exchange.respond(200, said, headers=plain_headers(asking.id))
+            said = plain(np.asarray(result))
+        return encode({"y" if alone else "outputs": said})

@@ -120,7 +120,16 @@ def chosen_models(own: ServeOptions) -> list[ChosenModel]:
         raise UsageError("--served-model-name is of one model, and --model names them. Leave it out.")
     texts = [name for name, place in named.items() if not is_of_rows(place)]
     networks = [name for name in named if name not in texts]
-    _refuse_what_is_of_one(own, texts)
+    for name in ("checkpoint", "meta", "dcp_path", "base_model"):
+        if getattr(own, name) is not None:
+            flag = name.replace("_", "-")
+            raise UsageError(f"--{flag} names a model, and --model does that already. Serve it alone, or leave it out.")
+    for name in OF_TEXT:
+        if len(texts) > 1 and getattr(own, name) not in (None, {}):
+            raise UsageError(
+                f"{_flag(name)} is said of one model of text, and there are {len(texts)}: {', '.join(texts)}. "
+                "Leave it out, and say it in the requests."
+            )
     weights, shares, adapters = _weights(own, networks), _shares(own, named), _adapters(own, texts)
     sizes = _sizes(own, networks)
     found = []
@@ -133,20 +142,6 @@ def chosen_models(own: ServeOptions) -> list[ChosenModel]:
             unmasking = default_unmasking(one, spec) if name in texts else None
         found.append(ChosenModel(name, spec, unmasking, shares.get(name, 1.0)))
     return found
-
-
-def _refuse_what_is_of_one(own: ServeOptions, texts: Sequence[str]) -> None:
-    for name in ("checkpoint", "meta", "dcp_path", "base_model"):
-        if getattr(own, name) is not None:
-            flag = name.replace("_", "-")
-            raise UsageError(f"--{flag} names a model, and --model does that already. Serve it alone, or leave it out.")
-    for name in OF_TEXT:
-        if len(texts) > 1 and getattr(own, name) not in (None, {}):
-            flag = "-D" if name == "decoder_options" else f"--{name.replace('_', '-')}"
-            raise UsageError(
-                f"{flag} is said of one model of text, and there are {len(texts)}: {', '.join(texts)}. "
-                "Leave it out, and say it in the requests."
-            )
 
 
 def _weights(own: ServeOptions, networks: Sequence[str]) -> dict[str, Path]:
@@ -226,19 +221,26 @@ def served_spec(own: ServeOptions) -> ModelSpec:
         raise UsageError(WANTED)
     check_model(own, "serve")
     if own.model is None or not is_of_rows(own.model):
-        _refuse_rows_flags(own)
+        for name in OF_ROWS:
+            if getattr(own, name) is not None:
+                raise UsageError(
+                    f"--{name} is said of a network of rows, and {text_model(own).name} is a model of text. "
+                    f"Leave it out, or give --model {' or '.join(NETWORKS)} or module:factory."
+                )
         return text_model(own, adapters=adapter_folders(own.adapter))
-    _refuse_text_flags(own)
+    if own.adapter:
+        raise UsageError(f"--adapter is said of a model of text, and {own.model} takes rows. Leave it out.")
+    for name in OF_TEXT:
+        if getattr(own, name) not in (None, {}):
+            raise UsageError(f"{_flag(name)} is said of a diffusion model, and {own.model} takes rows. Leave it out.")
     if own.input_dtype not in INPUT_DTYPES:
         raise UsageError(f"--input-dtype {own.input_dtype}: no such kind. Choose from {', '.join(INPUT_DTYPES)}.")
     built_in = own.model in NETWORKS
     features = _number(own, "features") or (FEATURES if built_in else None)
     if features is None:
         raise UsageError(f"{own.model} takes rows, and nobody says how long they are. Give --features N.")
-    sizes = {
-        "actions": _number(own, "actions") or (ACTIONS if built_in else None),
-        "seats": _number(own, "seats") or (SEATS if built_in else None),
-    }
+    usual = {"actions": ACTIONS, "seats": SEATS} if built_in else {}
+    sizes = {name: _number(own, name) or usual.get(name) for name in ("actions", "seats")}
     return ModelSpec(
         name=own.model,
         weights=str(own.weights) if own.weights else None,
@@ -253,22 +255,8 @@ def is_of_rows(name: str) -> bool:
     return name in NETWORKS or (":" in name and not Path(name).is_dir())
 
 
-def _refuse_rows_flags(own: ServeOptions) -> None:
-    for name in OF_ROWS:
-        if getattr(own, name) is not None:
-            raise UsageError(
-                f"--{name} is said of a network of rows, and {text_model(own).name} is a model of text. "
-                f"Leave it out, or give --model {' or '.join(NETWORKS)} or module:factory."
-            )
-
-
-def _refuse_text_flags(own: ServeOptions) -> None:
-    if own.adapter:
-        raise UsageError(f"--adapter is said of a model of text, and {own.model} takes rows. Leave it out.")
-    for name in OF_TEXT:
-        if getattr(own, name) not in (None, {}):
-            flag = "-D" if name == "decoder_options" else f"--{name.replace('_', '-')}"
-            raise UsageError(f"{flag} is said of a diffusion model, and {own.model} takes rows. Leave it out.")
+def _flag(name: str) -> str:
+    return "-D" if name == "decoder_options" else f"--{name.replace('_', '-')}"
 
 
 def default_unmasking(own: ServeOptions, spec: ModelSpec) -> Unmasking | None:

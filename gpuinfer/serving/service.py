@@ -71,11 +71,6 @@ class ModelService:
         limits = self.session.limits
         return limits.max_rows if limits.slots is None else min(limits.max_rows, limits.slots)
 
-    async def look_at_model(self) -> None:
-        """Read the backend's facts on the model, once it is loaded."""
-        await self.session.refresh()
-        self.model = self.session.snapshot().device.get("model") or {}
-
     def usual(self, tokens: int) -> Sampling:
         """The default sampling; `tokens`: the most of an answer that is generated from left to right."""
         if self.model.get("diffusion"):  # all of them are computed in each step, and make another answer
@@ -125,23 +120,13 @@ class ModelService:
             if asking.traceparent is not None:
                 exchange.notes["trace"] = asking.traceparent
             if self.spans.wanted:
-                asking.span = self.spans.begin(
-                    f"{exchange.method} {exchange.path}",
-                    asking.traceparent,
-                    {
-                        "http.request.method": exchange.method,
-                        "url.path": exchange.path,
-                        "gpuinfer.request_id": asking.id,
-                        "gpuinfer.priority": asking.priority.name.lower(),
-                    },
-                )
+                facts = {"http.request.method": exchange.method, "url.path": exchange.path}
+                facts |= {"gpuinfer.request_id": asking.id, "gpuinfer.priority": asking.priority.name.lower()}
+                asking.span = self.spans.begin(f"{exchange.method} {exchange.path}", asking.traceparent, facts)
             try:
                 await work(exchange, asking)
-            except (asyncio.CancelledError, ClientGone):
-                asking.span.failed("cancelled")
-                raise
-            except Malformed:  # answered by the connection
-                asking.span.failed("malformed")
+            except (asyncio.CancelledError, ClientGone, Malformed) as error:  # the connection answers malformed ones
+                asking.span.failed("malformed" if isinstance(error, Malformed) else "cancelled")
                 raise
             except Exception as error:  # noqa: BLE001 (a plugin may raise anything)
                 asking.span.failed(type(error).__name__)
@@ -159,7 +144,9 @@ class ModelService:
             self.health.dead = True
         elif not hasattr(error, "exit_code"):  # none of ours
             log.error("request %s: %s", request_id, error, exc_info=error)
-        return ErrorResponse(error, request_id, self.retry_s(), self.name)
+        seconds, counted = self.recent.window()  # the queue may have room after it, by the rate of the last answers
+        retry_s = self.health.pulse.waiting_rows * seconds / counted.rows if counted.rows else None
+        return ErrorResponse(error, request_id, retry_s, self.name)
 
     def _refuse(self, exchange: Exchange, error: BaseException, request_id: str) -> None:
         refused = self.refused(error, request_id)
@@ -175,11 +162,6 @@ class ModelService:
                 exchange.trailers = [told]
             else:
                 exchange.added.append(told)
-
-    def retry_s(self) -> float | None:
-        """Seconds until the queue may have room, by the rate at which rows are answered; None: unknown."""
-        rate = self.recent.rows_per_s
-        return self.health.pulse.waiting_rows / rate if rate else None
 
     @staticmethod
     async def decoded(decode: Callable[[bytes], T], body: bytes) -> T:

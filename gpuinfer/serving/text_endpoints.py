@@ -11,18 +11,18 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
-from msgspec import Meta, Struct
+from msgspec import Struct
 
 from gpuinfer.errors import BackendError, BadPrompt
-from gpuinfer.generation import MOST_TEMPERATURE, Generation, Part, Prompt
+from gpuinfer.generation import Generation, Part, Prompt
 from gpuinfer.http.http_exchange import ClientGone, Exchange
 from gpuinfer.runtime.session import Session
-from gpuinfer.serving.openai.requests import BadRequest, ParsedRequest, PromptDefaults, RequestReader, unreadable
+from gpuinfer.serving.openai.requests import BadRequest, PromptDefaults, RequestReader, unreadable
 from gpuinfer.serving.openai.responses import Chunks, Envelope, response
-from gpuinfer.serving.openai.schema import MOST_SAMPLES, MOST_TOKENS
+from gpuinfer.serving.openai.schema import MOST_TOKENS, Samples, Seed, Some, Temperature
 from gpuinfer.serving.request import MOST_PROMPTS, SAID, RequestContext, check_request, encode, plain_headers
 from gpuinfer.serving.service import ModelService, session_arguments, tokens_of
 from gpuinfer.text.answer_frames import FRAMES_TYPE, prompt_from_body, to_frame
@@ -97,16 +97,6 @@ def split_resumed(body: bytes, length: int) -> tuple[dict[int, ResumedSample] | 
 News = tuple[int, Part | Generation | BaseException]
 
 
-async def whole_generation(session: Session, prompts: Sequence[Prompt], ways: dict[str, Any]) -> Generation:
-    """All answers. The first prompt that fails ends the others."""
-    if len(prompts) == 1:
-        found: Generation = await session(prompts[0], rows=prompts[0].samples, **ways)
-        return found
-    async with asyncio.TaskGroup() as group:
-        asked = [group.create_task(session(one, rows=one.samples, **ways)) for one in prompts]
-    return join_generations([task.result() for task in asked])
-
-
 async def stream_parts(
     session: Session, prompts: Sequence[Prompt], ways: dict[str, Any]
 ) -> AsyncGenerator[Part | Generation]:
@@ -126,7 +116,17 @@ async def _several(
     session: Session, prompts: Sequence[Prompt], ways: dict[str, Any]
 ) -> AsyncGenerator[Part | Generation]:
     news: asyncio.Queue[News] = asyncio.Queue(1)
-    readers = [asyncio.create_task(_read_parts(session, one, ways, index, news)) for index, one in enumerate(prompts)]
+
+    async def read(index: int, prompt: Prompt) -> None:
+        try:
+            async with session.stream(prompt, rows=prompt.samples, **ways) as stream:
+                async for part in stream:
+                    await news.put((index, part))
+                await news.put((index, stream.result))
+        except Exception as error:  # noqa: BLE001 (raised again by the consumer)
+            await news.put((index, error))
+
+    readers = [asyncio.create_task(read(index, one)) for index, one in enumerate(prompts)]
     ended: dict[int, Generation] = {}
     try:
         while len(ended) < len(prompts):
@@ -142,18 +142,6 @@ async def _several(
         for reader in readers:
             reader.cancel()
         await asyncio.wait(readers)
-
-
-async def _read_parts(
-    session: Session, prompt: Prompt, ways: dict[str, Any], index: int, news: asyncio.Queue[News]
-) -> None:
-    try:
-        async with session.stream(prompt, rows=prompt.samples, **ways) as stream:
-            async for part in stream:
-                await news.put((index, part))
-            await news.put((index, stream.result))
-    except Exception as error:  # noqa: BLE001 (raised again by the consumer)
-        await news.put((index, error))
 
 
 def join_generations(answers: Sequence[Generation]) -> Generation:
@@ -195,9 +183,19 @@ class CompletionsEndpoint:
             )
             for one in asked:
                 check_request(one.prompt, self._service.widest)
-            prompts = _keyed(asked, asking.id, adapter)
-            if begun is not None:
-                prompts = _resumed(prompts, begun)
+            several, samples, prompts = len(asked) > 1, asked[0].prompt.samples, []
+            if any(sample >= samples * len(asked) for sample in begun or ()):
+                raise BadPrompt(
+                    f"something has been sent of a sample that was not asked for: there are {samples * len(asked)}."
+                )
+            for index, one in enumerate(asked):
+                own: dict[str, Any] = {} if adapter is None else {"adapter": adapter}
+                if one.prompt.sampling.seed is None:  # each draws its own answer; those with a seed that of the seed
+                    own["key"] = f"{asking.id}.{index}" if several else asking.id
+                if begun is not None:
+                    known = (begun.get(index * samples + sample) for sample in range(samples))
+                    own["begun"] = tuple(() if one is None else one.tokens for one in known)
+                prompts.append(msgspec.structs.replace(one.prompt, **own) if own else one.prompt)
             name, created = adapter or self._service.name, asking.created or int(time.time())
             envelope = Envelope(asking.id, asked[0].chat, name, created)
             if asked[0].stream:
@@ -206,7 +204,13 @@ class CompletionsEndpoint:
                     exchange, asking, prompts, CompletionEvents(chunks, self._service.behind_router, begun)
                 )
             else:
-                answers = await whole_generation(self._service.session, prompts, session_arguments(asking))
+                works = [self._service.session(one, rows=one.samples, **session_arguments(asking)) for one in prompts]
+                if several:
+                    async with asyncio.TaskGroup() as group:  # the first prompt that fails ends the others
+                        tasks = [group.create_task(work) for work in works]
+                    answers = join_generations([task.result() for task in tasks])
+                else:
+                    answers = await works[0]
                 asking.span.generated(answers)
                 self._service.spent(exchange, *tokens_of(answers))
                 exchange.respond(200, encode(response(envelope, answers)), headers=plain_headers(asking.id))
@@ -247,41 +251,15 @@ class CompletionsEndpoint:
             exchange.end()
 
 
-def _resumed(prompts: Sequence[Prompt], begun: Mapping[int, ResumedSample]) -> list[Prompt]:
-    """The prompts with the tokens that were sent of each sample. Raises `BadPrompt` for an unknown sample."""
-    samples = prompts[0].samples  # of each
-    if any(sample >= samples * len(prompts) for sample in begun):
-        raise BadPrompt(
-            f"something has been sent of a sample that was not asked for: there are {samples * len(prompts)}."
-        )
-    known = tuple(begun[sample].tokens if sample in begun else () for sample in range(samples * len(prompts)))
-    return [
-        msgspec.structs.replace(prompt, begun=known[index * samples : (index + 1) * samples])
-        for index, prompt in enumerate(prompts)
-    ]
-
-
-def _keyed(asked: Sequence[ParsedRequest], request_id: str, adapter: str | None) -> list[Prompt]:
-    """The prompts with their keys: each draws its own answer; those with a seed the answer of that seed."""
-    several = len(asked) > 1
-    found = []
-    for index, one in enumerate(asked):
-        own: dict[str, Any] = {} if adapter is None else {"adapter": adapter}
-        if one.prompt.sampling.seed is None:
-            own["key"] = f"{request_id}.{index}" if several else request_id
-        found.append(msgspec.structs.replace(one.prompt, **own) if own else one.prompt)
-    return found
-
-
 class PredictBody(Struct, forbid_unknown_fields=True):
     """The body of `POST /predict`."""
 
     prompt: str
-    num_samples: Annotated[int, Meta(ge=1, le=MOST_SAMPLES)] = 1
-    max_new_tokens: Annotated[int, Meta(ge=1, le=MOST_TOKENS)] = 128
-    temperature: Annotated[float, Meta(ge=0, le=MOST_TEMPERATURE)] = 1.0
+    num_samples: Samples = 1
+    max_new_tokens: Some = 128
+    temperature: Temperature = 1.0
     model: str | None = None
-    seed: Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)] | None = None
+    seed: Seed | None = None
 
 
 _decoder = msgspec.json.Decoder(PredictBody)

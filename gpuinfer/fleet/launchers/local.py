@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import psutil
@@ -42,9 +42,6 @@ class LocalLauncher(Launcher):
         self._command = tuple(command)
 
     async def launch(self, plan: ReplicaPlan) -> LocalReplica:
-        return self._start(plan)
-
-    def _start(self, plan: ReplicaPlan) -> LocalReplica:
         try:
             log = os.open(plan.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
         except OSError as error:
@@ -52,19 +49,21 @@ class LocalLauncher(Launcher):
             raise WorkError(f"{plan.name} cannot be started: its log {plan.log}: {error.strerror}. {cure}") from None
         try:
             begins = os.lseek(log, 0, os.SEEK_END)
-            process = subprocess.Popen(
-                (*self._command, *plan.arguments, LEAVING),
-                stdin=subprocess.PIPE,  # its end is ours
-                stdout=log,
-                stderr=log,
-                env=replica_environment(plan),
-                start_new_session=True,
-            )
+            given = replica_environment(children.with_our_path(), plan.threads)
+            if plan.devices is not None:
+                given["CUDA_VISIBLE_DEVICES"] = plan.devices
+            process = start_replica((*self._command, *plan.arguments), log, given)
         except OSError as error:
             raise WorkError(f"{plan.name} cannot be started: {error.strerror}. Look at {self._command[0]}.") from None
         finally:
             os.close(log)
         return LocalReplica(plan, process, begins)
+
+
+def start_replica(command: Sequence[str], log: int, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    """`gpuinfer serve` in a session of its own. It leaves when its standard input ends, and with it this process."""
+    words, ends = (*command, LEAVING), {"stdin": subprocess.PIPE, "stdout": log, "stderr": log}
+    return subprocess.Popen(words, env=environment, start_new_session=True, **ends)
 
 
 class LocalReplica(LaunchedReplica):
@@ -122,15 +121,10 @@ class LocalReplica(LaunchedReplica):
         return base.launch_failure(self._plan.name, why, self.last_words(), self.log)
 
 
-def replica_environment(plan: ReplicaPlan) -> dict[str, str]:
-    """Of a replica: this process's, with its own devices and share of the cores, and no settings but by its flags."""
-    given = {key: value for key, value in children.with_our_path().items() if key in KEPT or not key.startswith(OURS)}
-    if plan.devices is not None:
-        given["CUDA_VISIBLE_DEVICES"] = plan.devices
-    if plan.threads is not None:
-        for name in children.THREAD_COUNTS:
-            given.setdefault(name, str(plan.threads))
-    return given
+def replica_environment(inherited: Mapping[str, str], threads: int | None) -> dict[str, str]:
+    """Of a replica: what it inherits, with its share of the cores, and no settings but by its flags."""
+    given = {key: value for key, value in inherited.items() if key in KEPT or not key.startswith(OURS)}
+    return given if threads is None else {**dict.fromkeys(children.THREAD_COUNTS, str(threads)), **given}
 
 
 async def _until(done: Callable[[], bool], within_s: float) -> bool:

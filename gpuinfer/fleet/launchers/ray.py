@@ -16,7 +16,6 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -27,9 +26,8 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from gpuinfer.errors import UsageError, WorkError
-from gpuinfer.fleet.launchers import base
+from gpuinfer.fleet.launchers import base, local
 from gpuinfer.fleet.launchers.base import LaunchedReplica, Launcher, ReplicaPlan
-from gpuinfer.fleet.launchers.local import KEPT, LEAVING, OURS
 from gpuinfer.host import children
 
 READY = "ready.json"
@@ -56,19 +54,22 @@ class RayActor:
 
         `ready` is where the arguments want the ready file; `host` where it listens, by default at this node's address.
         """
-        places = {path: str(self._write(number, contents)) for number, (path, contents) in enumerate(files.items())}
-        places[ready] = str(self._folder / READY)
-        words = [places.get(word, word) for word in arguments]
-        program = command or (sys.executable, "-m", "gpuinfer")
+        places = {ready: str(self._folder / READY)}
+        for number, (path, contents) in enumerate(files.items()):
+            places[path] = str(self._folder / f"file-{number}")
+            with os.fdopen(os.open(places[path], os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+                file.write(contents)
+        if host is None:
+            import ray
+
+            util: Any = ray.util
+            host = str(util.get_node_ip_address())  # as the other nodes know this one
+        words = [*(command or local.COMMAND), *(places.get(word, word) for word in arguments), "--host", host]
+        given = local.replica_environment(os.environ, threads)
+        if threads is not None:
+            given |= dict.fromkeys(children.THREAD_COUNTS, str(threads))  # Ray sets 1 there, whatever was asked for
         with (self._folder / "log").open("ab") as log:
-            self._process = subprocess.Popen(
-                [*program, *words, "--host", host or _address(), LEAVING],
-                stdin=subprocess.PIPE,  # its end is ours: the replica leaves when this actor does
-                stdout=log,
-                stderr=log,
-                env=_environment(threads),
-                start_new_session=True,
-            )
+            self._process = local.start_replica(words, log.fileno(), given)
         return self._process.pid
 
     def poll(self, after: int) -> dict[str, Any]:
@@ -94,28 +95,6 @@ class RayActor:
             if self._process.stdin is not None:
                 self._process.stdin.close()
         shutil.rmtree(self._folder, ignore_errors=True)
-
-    def _write(self, number: int, contents: bytes) -> Path:
-        path = self._folder / f"file-{number}"
-        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-            file.write(contents)
-        return path
-
-
-def _address() -> str:
-    """Of this node, as the others know it."""
-    import ray
-
-    util: Any = ray.util
-    return str(util.get_node_ip_address())
-
-
-def _environment(threads: int | None) -> dict[str, str]:
-    """The actor's, devices included, and no settings but by flags."""
-    given = {key: value for key, value in os.environ.items() if key in KEPT or not key.startswith(OURS)}
-    if threads is not None:
-        given |= dict.fromkeys(children.THREAD_COUNTS, str(threads))  # Ray sets 1 there, whatever was asked for
-    return given
 
 
 log = logging.getLogger(__name__)
@@ -169,10 +148,19 @@ class RayLauncher(Launcher):
         async with self._opening:
             if self._ray is None:
                 self._ray = await asyncio.to_thread(self._open)
-                _take_signals_back()
+                if threading.current_thread() is threading.main_thread():
+                    # Ray's own code has put a handler before Python's, which aborts the process at a SIGTERM
+                    for number in (signal.SIGTERM, signal.SIGINT):
+                        if (handler := signal.getsignal(number)) is not None:
+                            signal.signal(number, handler)
         needed = (plan.setup_file, plan.key_file, plan.admin_key_file)
         files = {str(path): path.read_bytes() for path in needed if path is not None}
-        actor = RayReplica(plan, self._ray, self._placed(plan), self.options.pending)
+        gpus = self.options.gpus
+        if gpus is None:
+            gpus = 1.0 if self._ray.cluster_resources().get("GPU") else 0.0
+        wanted = {"num_cpus": self.options.cpus, "num_gpus": gpus, "max_restarts": 0, "max_concurrency": 4}
+        placed = self._ray.remote(RayActor).options(**wanted).remote()  # Ray finds a place for it
+        actor = RayReplica(plan, self._ray, placed, self.options.pending)
         actor.begin(self._command, files)
         self._launched.add(actor)
         return actor
@@ -206,14 +194,6 @@ class RayLauncher(Launcher):
             stack.pop_all()
         self._ours = True
         return ray
-
-    def _placed(self, plan: ReplicaPlan) -> Any:
-        """An actor that Ray finds a place for."""
-        gpus = self.options.gpus
-        if gpus is None:
-            gpus = 1.0 if self._ray.cluster_resources().get("GPU") else 0.0
-        wanted = {"num_cpus": self.options.cpus, "num_gpus": gpus, "max_restarts": 0, "max_concurrency": 4}
-        return self._ray.remote(RayActor).options(**wanted).remote()
 
     async def close(self) -> None:
         await asyncio.gather(*(actor.kill() for actor in self._launched), return_exceptions=True)
@@ -265,7 +245,8 @@ class RayReplica(LaunchedReplica):
                     raise
                 continue
             silent, heard = 0, heard + len(told["log"])
-            await asyncio.to_thread(self._keep, told["log"])
+            if told["log"]:
+                await asyncio.to_thread(self._keep, told["log"])
             if told["address"] is not None and self._address is None:
                 self._address = (told["address"][0], told["address"][1])
             if not told["alive"]:
@@ -275,13 +256,22 @@ class RayReplica(LaunchedReplica):
                 await asyncio.sleep(LOOK_S)
 
     def _keep(self, said: bytes) -> None:
-        if said:
-            with os.fdopen(os.open(self._plan.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "ab") as file:
-                file.write(said)
+        with os.fdopen(os.open(self._plan.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "ab") as file:
+            file.write(said)
 
     async def ready(self, within_s: float) -> tuple[str, int]:
         """`within_s` counts from when the actor has its place."""
-        await self._until_placed()
+        for seconds in (min(PLACED_S, self._pending_s), self._pending_s - PLACED_S):
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._placed.wait(), max(0.0, seconds))
+            if self._placed.is_set():
+                break
+            if seconds == PLACED_S:
+                there = await asyncio.to_thread(self._ray.available_resources)
+                free = ", ".join(f"{there.get(name, 0):g} {name}" for name in ("CPU", "GPU"))
+                log.warning("%s waits for its place: Ray has free %s", self._plan.name, free)
+        else:
+            raise self._failure(f"waited {self._pending_s:g} s for its place, which -L pending bounds")
         until = time.monotonic() + within_s
         while self._address is None or self._over:
             if self._over:
@@ -292,20 +282,6 @@ class RayReplica(LaunchedReplica):
             if time.monotonic() > until and self._address is None and not self._over:
                 raise self._failure(f"did not come up within {within_s:g} s (--start-timeout)")
         return self._address
-
-    async def _until_placed(self) -> None:
-        for seconds in (min(PLACED_S, self._pending_s), self._pending_s - PLACED_S):
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._placed.wait(), max(0.0, seconds))
-            if self._placed.is_set():
-                return
-            if seconds == PLACED_S:
-                log.warning("%s waits for its place: Ray has free %s", self._plan.name, await self._free())
-        raise self._failure(f"waited {self._pending_s:g} s for its place, which -L pending bounds")
-
-    async def _free(self) -> str:
-        free = await asyncio.to_thread(self._ray.available_resources)
-        return ", ".join(f"{free.get(name, 0):g} {name}" for name in ("CPU", "GPU"))
 
     @property
     def alive(self) -> bool:
@@ -340,14 +316,6 @@ class RayReplica(LaunchedReplica):
 
     def _failure(self, why: str) -> WorkError:
         return base.launch_failure(self._plan.name, why, self.last_words(), self.log)
-
-
-def _take_signals_back() -> None:
-    """Ray's own code has put a handler before Python's, which aborts the process at a SIGTERM."""
-    if threading.current_thread() is threading.main_thread():
-        for number in (signal.SIGTERM, signal.SIGINT):
-            if (handler := signal.getsignal(number)) is not None:
-                signal.signal(number, handler)
 
 
 def _try(address: str) -> None:

@@ -62,50 +62,6 @@ class SlurmJobState:
 GONE = SlurmJobState("COMPLETED", reason="SLURM has forgotten it")
 
 
-async def submit_job(arguments: Sequence[str], environment: Mapping[str, str]) -> str:
-    """The number of the job. Raises `WorkError` with sbatch's own words."""
-    ended = await _run(["sbatch", "--parsable", *arguments], environment)
-    number = ended.out.decode("utf-8", "replace").strip().partition(";")[0]
-    if ended.code != 0 or not number.isdigit():
-        raise WorkError(
-            f"sbatch refused the job: {error_output(ended)}\nCorrect what it names (-L account=, partition=, …)."
-        )
-    return number
-
-
-async def job_states(jobs: Sequence[str]) -> dict[str, SlurmJobState] | None:
-    """Each job that was asked for; None when SLURM does not answer, which says nothing about them."""
-    ended = await _run(["squeue", "--noheader", "--states=all", f"--jobs={','.join(jobs)}", f"--format={FORM}"])
-    if ended.code != 0 and NO_SUCH not in error_output(ended):
-        log.info("squeue does not tell how the jobs are: %s", error_output(ended))
-        return None
-    found = {}
-    for line in ended.out.decode("utf-8", "replace").splitlines():
-        number, state, node, reason = (*map(str.strip, line.split("|", 3)), "", "", "")[:4]
-        found[number] = SlurmJobState(state, node, reason)
-    return {job: found.get(job, GONE) for job in jobs}
-
-
-async def cancel_job(*arguments: str) -> None:
-    """Whether a job was there to be cancelled does not matter."""
-    await _run(["scancel", "--quiet", *arguments])
-
-
-def cancel_job_now(jobs: Sequence[str]) -> None:
-    """The same for a process that is about to end, without an event loop."""
-    with contextlib.suppress(OSError):
-        children.run_program(["scancel", "--quiet", *jobs], LEAVING_S)
-
-
-def slurm_failure() -> str:
-    """Why SLURM cannot be asked; empty when it can."""
-    try:
-        ended = children.run_program(["squeue", "--noheader", "--jobs=0"], LIMIT_S)
-    except OSError as error:
-        return str(error)
-    return "" if ended.code == 0 or NO_SUCH in error_output(ended) else error_output(ended)
-
-
 def error_output(ended: children.FinishedProgram) -> str:
     """What a program of SLURM's complained of, in its own words."""
     if ended.code is None:
@@ -119,6 +75,11 @@ async def _run(command: Sequence[str], environment: Mapping[str, str] | None = N
         return await asyncio.to_thread(children.run_program, command, LIMIT_S, b"", environment)
     except OSError as error:
         raise WorkError(f"{command[0]} cannot be run: {error.strerror}. Is SLURM still installed here?") from None
+
+
+async def _cancel(*arguments: str) -> None:
+    """Whether a job was there to be cancelled does not matter."""
+    await _run(["scancel", "--quiet", *arguments])
 
 
 PULSE_LOOK_S = 10  # between two looks at the fleet's pulse
@@ -235,7 +196,12 @@ class SlurmLauncher(Launcher):
             )
         if self.options.mounts and not self.options.container:
             raise UsageError("-L mounts goes with -L container=IMAGE. Give both, or leave it out.")
-        if why := slurm_failure():
+        try:
+            ended = children.run_program(["squeue", "--noheader", "--jobs=0"], LIMIT_S)
+            why = "" if ended.code == 0 or NO_SUCH in error_output(ended) else error_output(ended)
+        except OSError as error:
+            why = str(error)
+        if why:
             raise UsageError(f"SLURM does not answer here: {why}\nAsk `sinfo`, or leave --launcher slurm out.")
 
     @property
@@ -255,23 +221,25 @@ class SlurmLauncher(Launcher):
         srun = ["--ntasks=1", *(f"--{name}={value}" for name, value in given.items() if value is not None)]
         script = write_batch_script(plan, pulse, self._command, srun)
         begins = plan.log.stat().st_size if plan.log.exists() else 0
-        environment = local.replica_environment(plan)
-        number = await submit_job([*self._allocation(plan), str(script)], environment)
+        given = {name: getattr(own, name) for name in ("account", "partition", "qos", "constraint", "time")}
+        given |= {"reservation": own.reservation, "gpus": own.gpus, "mem": own.mem, "cpus-per-task": own.cpus}
+        output = str(plan.log).replace("%", "%%")  # for SLURM a percent sign begins a replacement
+        words = [f"--{name}={value}" for name, value in given.items() if value is not None]
+        # not requeued: a job that ends is replaced by the fleet, which then knows of it
+        words += ["--no-requeue", "--nodes=1", "--ntasks=1", "--open-mode=append", f"--output={output}"]
+        words += [f"--job-name=gpuinfer-{plan.name}", str(script)]
+        environment = local.replica_environment(children.with_our_path(), plan.threads)
+        ended = await _run(["sbatch", "--parsable", *words], environment)
+        number = ended.out.decode("utf-8", "replace").strip().partition(";")[0]
+        if ended.code != 0 or not number.isdigit():
+            cure = "Correct what it names (-L account=, partition=, …)."
+            raise WorkError(f"sbatch refused the job: {error_output(ended)}\n{cure}")
         job = SlurmReplica(plan, number, begins, self.options.pending, self._look)
         if not self._jobs:
             atexit.register(self._leave)
         self._jobs[number] = job
         log.info("%s is job %s", plan.name, number)
         return job
-
-    def _allocation(self, plan: ReplicaPlan) -> list[str]:
-        given = {name: getattr(self.options, name) for name in ("account", "partition", "qos", "constraint", "time")}
-        given |= {"reservation": self.options.reservation, "gpus": self.options.gpus, "mem": self.options.mem}
-        given |= {"cpus-per-task": self.options.cpus, "job-name": f"gpuinfer-{plan.name}"}
-        log = str(plan.log).replace("%", "%%")  # for SLURM a percent sign begins a replacement
-        # not requeued: a job that ends is replaced by the fleet, which then knows of it
-        fixed = ["--no-requeue", "--nodes=1", "--ntasks=1", "--open-mode=append", f"--output={log}"]
-        return [*fixed, *(f"--{name}={value}" for name, value in given.items() if value is not None)]
 
     # While there are jobs
 
@@ -292,8 +260,17 @@ class SlurmLauncher(Launcher):
         """Learn how all jobs are. One of which it is known how it ended is not asked for any more."""
         if not self._jobs:
             return
-        found = await job_states(list(self._jobs))
-        for number, job in (found or {}).items():
+        jobs = list(self._jobs)
+        ended = await _run(["squeue", "--noheader", "--states=all", f"--jobs={','.join(jobs)}", f"--format={FORM}"])
+        if ended.code != 0 and NO_SUCH not in error_output(ended):  # which says nothing about the jobs
+            log.info("squeue does not tell how the jobs are: %s", error_output(ended))
+            return
+        found = dict.fromkeys(jobs, GONE)
+        for line in ended.out.decode("utf-8", "replace").splitlines():
+            number, state, node, reason = (*map(str.strip, line.split("|", 3)), "", "", "")[:4]
+            if number in found:
+                found[number] = SlurmJobState(state, node, reason)
+        for number, job in found.items():
             if (known := self._jobs.get(number)) is not None:  # another look may have seen its end
                 known.learn(job)
             if job.settled:
@@ -306,7 +283,7 @@ class SlurmLauncher(Launcher):
             await asyncio.wait(self._tasks, timeout=GONE_S)
         self._tasks = []
         if self._jobs:
-            await cancel_job(*self._jobs)
+            await _cancel(*self._jobs)
         self._jobs.clear()
         atexit.unregister(self._leave)
         for pulse in self._pulses:
@@ -314,8 +291,9 @@ class SlurmLauncher(Launcher):
 
     def _leave(self) -> None:
         """Whatever has ended this process: what it has started goes with it."""
-        if self._jobs:
-            cancel_job_now(list(self._jobs))
+        with contextlib.suppress(OSError):
+            if self._jobs:
+                children.run_program(["scancel", "--quiet", *self._jobs], LEAVING_S)
 
 
 class SlurmReplica(LaunchedReplica):
@@ -361,14 +339,14 @@ class SlurmReplica(LaunchedReplica):
 
     async def terminate(self, within_s: float) -> None:
         if self.alive and not self.job.waits:
-            await cancel_job("--signal=TERM", self.number)
+            await _cancel("--signal=TERM", self.number)
             await self._gone(within_s)
         await self.kill()
 
     async def kill(self) -> None:
         if self.alive:
-            await cancel_job("--signal=KILL", "--full", self.number)
-            await cancel_job(self.number)  # also one that waits
+            await _cancel("--signal=KILL", "--full", self.number)
+            await _cancel(self.number)  # also one that waits
             if not await self._gone(GONE_S):
                 log.warning("%s: job %s is cancelled, and not gone yet", self._plan.name, self.number)
 

@@ -89,15 +89,7 @@ class Listener:
         self.ids = count(1)
         self.logs = http_exchange.log.isEnabledFor(logging.INFO)
         self._empty: asyncio.Event | None = None
-        self._refused, self._warned_at = 0, -WARN_S
-
-    def count_refused(self) -> None:
-        """Count a connection over the limit, and log the count now and then."""
-        self._refused += 1
-        if self.relay.now - self._warned_at >= WARN_S:
-            self._warned_at = self.relay.now
-            most = self.relay.config.connections
-            log.warning("more than %d connections at once: %d have been refused so far, with 503.", most, self._refused)
+        self.refused, self.warned_at = 0, -WARN_S  # connections over the limit
 
     async def until_empty(self) -> None:
         """Wait until all connections are closed."""
@@ -171,7 +163,11 @@ class RouterClientConnection(asyncio.Protocol):
         listener.open += 1
         self._relay.count(ProcessCell.CONNECTIONS)
         if (beyond := listener.open - config.connections) > 0:
-            listener.count_refused()
+            listener.refused += 1
+            if self._relay.now - listener.warned_at >= WARN_S:
+                listener.warned_at, most = self._relay.now, config.connections
+                what = "more than %d connections at once: %d have been refused so far, with 503."
+                log.warning(what, most, listener.refused)
             if beyond <= overflow_connections(config.refusals):
                 self._crowded = True
                 return
@@ -437,15 +433,11 @@ class RouterClientConnection(asyncio.Protocol):
         body = http_exchange.error_bytes(refusal.message, kind, code=refusal.code)
         head = http_exchange.head_bytes(refusal.status, "application/json", len(body), keep, headers)
         self._transport.write(head if request is not None and request.method == b"HEAD" else head + body)
-        if request is None:
-            self._linger()
-        else:
+        if request is not None:
             self.finish(close=not keep)
-
-    def _linger(self) -> None:
-        """Close the writing side and drop what still comes: a connection that is closed with bytes unread is reset, and
-        the client might never read why its request was refused.
-        """
+            return
+        # Close the writing side alone and drop what still comes: a connection that is closed with bytes unread is
+        # reset, and the client might never read why its request was refused.
         self._release()
         self._head, self._ahead, self._pieces, self._chunks = None, b"", [], None
         self._lingers, self._since = True, self._relay.now

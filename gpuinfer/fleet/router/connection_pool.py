@@ -100,7 +100,14 @@ class ReplicaConnection(asyncio.Protocol):
                     raise BrokenResponse
                 self._part = data
                 return None
-            head = self._read_head(data[:end], request.method)
+            raw = data[:end]
+            if raw != self._last_raw or request.method != self._last_method:
+                self._last_head, self._last_raw, self._last_method = (
+                    ResponseHead(raw, request.method),
+                    raw,
+                    request.method,
+                )
+            head = self._last_head  # answers within one second often have the same, which is parsed once
             if head.status >= 200:
                 break
             data = data[end:]
@@ -124,14 +131,6 @@ class ReplicaConnection(asyncio.Protocol):
             self._state = _OPEN_END
         request.answered(head)
         return data[end:] if end < len(data) else None
-
-    def _read_head(self, raw: bytes, method: bytes) -> ResponseHead:
-        """Parse a head; answers within one second often have the same one, which is parsed once."""
-        if raw == self._last_raw and method == self._last_method:
-            return self._last_head
-        self._last_head = head = ResponseHead(raw, method)
-        self._last_raw, self._last_method = raw, method
-        return head
 
     def _take_body(self, request: ProxiedRequest, data: bytes) -> None:
         if self._state == _SIZED:
@@ -273,10 +272,8 @@ class ConnectionPool:
         try:
             async with asyncio.timeout(self._connect_s):
                 await self._open_connection(lambda: connection)
-        except TimeoutError:
-            self._fail("timeout")
-        except OSError:
-            self._fail("refused")
+        except (TimeoutError, OSError) as error:
+            self._fail("timeout" if isinstance(error, TimeoutError) else "refused")
         else:
             self._open += 1  # before `gone` may have subtracted it
             if connection.is_open:

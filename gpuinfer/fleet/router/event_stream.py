@@ -51,7 +51,10 @@ class RelayedEvents:
         """The whole events that this piece completes."""
         if self._part:
             data = self._part + data
-        end = _end_of_events(data)
+        end = len(data)
+        if not data.endswith((b"\n\n", b"\n\r\n")):  # else behind the last empty line, with LF or CRLF
+            end = max(data.rfind(b"\n\n") + 2, data.rfind(b"\n\r\n") + 3)
+            end = end if b"\n\n" in data or b"\n\r\n" in data else 0
         whole, self._part = (data, b"") if end == len(data) else (data[:end], data[end:])
         if whole:
             self._note(whole)
@@ -95,10 +98,3 @@ class RelayedEvents:
                 tokens += [int(token) for token in found[2].split(b",") if token]
             sample["ended"] = sample["ended"] or bool(found[3])
         return msgspec.json.encode(samples) if samples else b""
-
-
-def _end_of_events(data: bytes) -> int:
-    """Behind the last empty line, with LF or CRLF; 0 when there is none."""
-    if data.endswith((b"\n\n", b"\n\r\n")):
-        return len(data)
-    return max(data.rfind(b"\n\n") + 2, data.rfind(b"\n\r\n") + 3, 3) if b"\n\n" in data or b"\n\r\n" in data else 0

@@ -46,27 +46,18 @@ def router_main(
     children.set_up_child()
     machine.descriptors()  # as many as it may have
     told = msgspec.msgpack.decode(config, type=RouterConfig)
-    if told.log is not None:
-        _log(told.log)
+    if told.log is not None:  # requests on standard error, which is the supervisor's
+        handler, log = logging.StreamHandler(), logging.getLogger("gpuinfer")
+        handler.setFormatter(JsonLogFormatter() if told.log == "json" else logging.Formatter("gpuinfer: %(message)s"))
+        log.setLevel(logging.INFO)
+        log.handlers = [handler]
+
+    async def serve() -> None:
+        await _RouterProcess(listeners, board, row, told).run(line)
+
     with asyncio.Runner(loop_factory=new_loop) as runner:
-        runner.run(_serve(line, listeners, board, row, told))
+        runner.run(serve())
     os._exit(0)
-
-
-def _log(form: str) -> None:
-    """Requests on standard error, which is the supervisor's."""
-    handler = logging.StreamHandler()
-    handler.setFormatter(JsonLogFormatter() if form == "json" else logging.Formatter("gpuinfer: %(message)s"))
-    log = logging.getLogger("gpuinfer")
-    log.setLevel(logging.INFO)
-    log.handlers = [handler]
-
-
-async def _serve(
-    line: socket.socket, listeners: Sequence[socket.socket], board: SharedCounters, row: int, config: RouterConfig
-) -> None:
-    router = _RouterProcess(listeners, board, row, config)
-    await router.run(line)
 
 
 class _RouterProcess:
@@ -138,20 +129,17 @@ class _RouterProcess:
         for server in self._servers:
             server.close()
         for listener in self._listeners:
-            await self._take_last(listener, self._listener.protocol)
+            listener.setblocking(False)
+            with contextlib.suppress(BlockingIOError):
+                while True:  # connections that the system has made would be lost with their socket
+                    connection, _ = listener.accept()
+                    connection.setblocking(False)
+                    protocol = self._listener.protocol
+                    await self._loop.connect_accepted_socket(protocol, connection, **self._tls)
             listener.close()
         await self._listener.until_empty()
         self._relay.close()
         self._tell({"event": "drained"})
-
-    async def _take_last(self, listener: socket.socket, protocol: Callable[[], asyncio.Protocol]) -> None:
-        """Connections that the system has made, and nobody has accepted yet, would be lost with their socket."""
-        listener.setblocking(False)
-        with contextlib.suppress(BlockingIOError):
-            while True:
-                connection, _ = listener.accept()
-                connection.setblocking(False)
-                await self._loop.connect_accepted_socket(protocol, connection, **self._tls)
 
 
 class MemberSlots:
@@ -228,11 +216,11 @@ class Routers:
 
     def __init__(self, config: RouterConfig, on_event: Callable[[Mapping[str, Any]], None]) -> None:
         self.config = config
-        self._on_event = on_event
-        self._board = SharedCounters(config.processes)
-        self._seats = MemberSlots(self._board)
+        self.heard = on_event
+        self.board = SharedCounters(config.processes)
+        self._seats = MemberSlots(self.board)
         self._roster = Roster(-1, ())
-        self._members: list[MemberSlot] = []
+        self.members: list[MemberSlot] = []
         self._processes: list[_ProcessHandle] = []
 
     async def start(self) -> int:
@@ -240,7 +228,9 @@ class Routers:
         config, port = self.config, self.config.port
         several = config.processes > 1
         if several:  # a port that others share would not count as in use
-            port = _free(config.host, port)
+            for one in (sockets := bind_tcp(config.host, port, False)):
+                port = int(one.getsockname()[1])
+                one.close()
         for row in range(config.processes):
             sockets = bind_tcp(config.host, port, several)
             port = sockets[0].getsockname()[1]
@@ -258,9 +248,9 @@ class Routers:
         if roster.version < self._roster.version:
             return
         self._roster = roster
-        self._members = self._seats.seated(roster)
+        self.members = self._seats.seated(roster)
         for process in self._processes:
-            process.tell({"members": self._members})
+            process.tell({"members": self.members})
 
     def exchange_keys(self, lines: list[str]) -> None:
         """Let these keys in from now on, in place of those of before."""
@@ -276,22 +266,18 @@ class Routers:
 
     def counters(self) -> Mapping[int, MemberCounters]:
         """By member id, of all that were ever in a roster and are not long gone."""
-        return {member: self._counters(slot) for member, slot in self._seats.taken.items()}
-
-    def _counters(self, slot: int) -> MemberCounters:
-        board = self._board
-        return MemberCounters(
-            requests=board.sum_of(slot, MemberCell.REQUESTS),
-            errors=board.sum_of(slot, MemberCell.ERRORS),
-            in_flight=board.sum_of(slot, MemberCell.IN_FLIGHT),
-            retried=board.sum_of(slot, MemberCell.RETRIED),
-            resumed=board.sum_of(slot, MemberCell.RESUMED),
-            breaker=_BREAKERS[board.most_of(slot, MemberCell.BREAKER)],
-        )
+        board, summed = self.board, [cell for cell in MemberCell if cell is not MemberCell.BREAKER]
+        return {
+            member: MemberCounters(
+                **{cell.name.lower(): board.sum_of(slot, cell) for cell in summed},
+                breaker=_BREAKERS[board.most_of(slot, MemberCell.BREAKER)],
+            )
+            for member, slot in self._seats.taken.items()
+        }
 
     def totals(self) -> RouterCounters:
         return RouterCounters(
-            **{total.name.lower(): self._board.total(total) for total in ProcessCell},
+            **{total.name.lower(): self.board.total(total) for total in ProcessCell},
             restarts=sum(process.restarts for process in self._processes),
         )
 
@@ -311,17 +297,6 @@ class Routers:
     async def close(self) -> None:
         """End the processes, whatever they do."""
         await asyncio.gather(*(process.close() for process in self._processes))
-
-    @property
-    def board(self) -> SharedCounters:
-        return self._board
-
-    @property
-    def members(self) -> list[MemberSlot]:
-        return self._members
-
-    def heard(self, message: Mapping[str, Any]) -> None:
-        self._on_event(message)
 
 
 class _ProcessHandle:
@@ -399,7 +374,9 @@ class _ProcessHandle:
         while True:
             begun = loop.time()
             await self._lost.wait()
-            self._bury()
+            if self._process is not None:
+                self._process.kill(END_S)
+            self._routers.board.bury(self._row)
             if self._ending:
                 return
             self.restarts += 1
@@ -407,11 +384,6 @@ class _ProcessHandle:
             await asyncio.sleep(AGAIN_S[min(lately, len(AGAIN_S)) - 1] if lately else 0)
             with contextlib.suppress(WorkError, OSError):
                 await self._spawn()
-
-    def _bury(self) -> None:
-        if self._process is not None:
-            self._process.kill(END_S)
-        self._routers.board.bury(self._row)
 
     def _stop_listening(self) -> None:
         for one in self._sockets:
@@ -442,11 +414,3 @@ class _ProcessHandle:
             self._channel.close()
         if self._process is not None:
             await asyncio.to_thread(self._process.kill, END_S)
-
-
-def _free(host: str, port: int) -> int:
-    sockets = bind_tcp(host, port, False)
-    port = int(sockets[0].getsockname()[1])
-    for one in sockets:
-        one.close()
-    return port

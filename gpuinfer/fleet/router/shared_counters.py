@@ -46,8 +46,13 @@ class SharedCounters:
     """It can be among a spawned process's arguments."""
 
     def __init__(self, processes: int) -> None:
-        self._number, size = _anonymous(), processes * _ROW * 8
-        os.ftruncate(self._number, size)
+        if hasattr(os, "memfd_create"):
+            self._number = os.memfd_create("gpuinfer-router", os.MFD_CLOEXEC)
+            os.fchmod(self._number, 0o600)
+        else:
+            with tempfile.TemporaryFile() as file:  # 0600, and gone from its folder at once
+                self._number = os.dup(file.fileno())
+        os.ftruncate(self._number, processes * _ROW * 8)
         self._open(processes)
 
     def _open(self, processes: int) -> None:
@@ -94,12 +99,3 @@ class SharedCounters:
             at = self.member_at(row, slot)
             for cell in MemberCell:
                 self.cells[at + cell] = 0
-
-
-def _anonymous() -> int:
-    if hasattr(os, "memfd_create"):
-        number = os.memfd_create("gpuinfer-router", os.MFD_CLOEXEC)
-        os.fchmod(number, 0o600)
-        return number
-    with tempfile.TemporaryFile() as file:  # 0600, and gone from its folder at once
-        return os.dup(file.fileno())

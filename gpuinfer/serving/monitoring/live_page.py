@@ -204,7 +204,15 @@ class LiveEvents:
         taker = self._taker
         try:
             exchange.begin(200, "text/event-stream", EVENT_HEADERS)
-            await self._tell(exchange, taker)
+            sent = 0
+            while not self._closed and not taker.done():
+                if self._number == sent:
+                    await self._news.wait()
+                    continue
+                sent = self._number
+                await exchange.write(self._latest)
+            if taker.done():
+                taker.result()  # raises what it died of
             exchange.end()
         finally:
             self.watchers -= 1
@@ -212,42 +220,31 @@ class LiveEvents:
                 taker.cancel()
                 self._taker = None
 
-    async def _tell(self, exchange: Exchange, taker: asyncio.Task[None]) -> None:
-        told = 0
-        while not self._closed and not taker.done():
-            if self._number == told:
-                await self._news.wait()
-                continue
-            told = self._number
-            await exchange.write(self._latest)
-        if taker.done():
-            taker.result()  # raises what it died of
-
     async def _take(self) -> None:
         past: deque[tuple[float, Snapshot]] = deque()
         try:
             while True:
-                latest = await self._event(past)
+                try:
+                    async with asyncio.timeout(TIMEOUT_S):
+                        seen = await self._see()
+                except TimeoutError:
+                    why = f"The server did not say how it is within {TIMEOUT_S:.0f} s."
+                    latest = event_bytes("trouble", {"message": why})
+                except (GpuinferError, OSError) as error:
+                    latest = event_bytes("trouble", {"message": str(error)[:TEXT]})
+                else:
+                    now = time.monotonic()
+                    while len(past) > 1 and past[1][0] <= now - WINDOW_S:
+                        past.popleft()
+                    then, before = past[0] if past else (now, seen.snapshot)
+                    past.append((now, seen.snapshot))
+                    view = live_view(seen.snapshot, before, now - then, seen.workers, seen.about)
+                    latest = event_bytes("look", view)
                 self._number, self._latest = self._number + 1, latest
                 self._wake()
                 await asyncio.sleep(self._every_s)
         finally:
             self._wake()
-
-    async def _event(self, past: deque[tuple[float, Snapshot]]) -> bytes:
-        try:
-            async with asyncio.timeout(TIMEOUT_S):
-                seen = await self._see()
-        except TimeoutError:
-            return event_bytes("trouble", {"message": f"The server did not say how it is within {TIMEOUT_S:.0f} s."})
-        except (GpuinferError, OSError) as error:
-            return event_bytes("trouble", {"message": str(error)[:300]})
-        now = time.monotonic()
-        while len(past) > 1 and past[1][0] <= now - WINDOW_S:
-            past.popleft()
-        then, before = past[0] if past else (now, seen.snapshot)
-        past.append((now, seen.snapshot))
-        return event_bytes("look", live_view(seen.snapshot, before, now - then, seen.workers, seen.about))
 
     def _wake(self) -> None:
         news, self._news = self._news, asyncio.Event()

@@ -94,17 +94,6 @@ OTHER = "other"
 NAME = 100  # characters of a name from outside
 
 
-def snapshot_families(snapshot: Snapshot) -> Iterator[Family]:
-    """All families of one snapshot, always in the same order. Unknown figures (tokens of rows) have none."""
-    yield from _requests(snapshot)
-    yield from _text(snapshot)
-    yield from _unmasking(snapshot)
-    yield from _batches(snapshot)
-    yield from _lanes(snapshot)
-    yield from _machine(snapshot)
-    yield from _models(snapshot)
-
-
 def _models(snapshot: Snapshot) -> Iterator[Family]:
     """The counters of each model, where there are several."""
     lines = {short_name(name): line for name, line in list(snapshot.models.items())[:MOST_MODELS]}
@@ -289,22 +278,20 @@ def exposition(snapshot: Snapshot, more: Sequence[Family] = (), floor: Floor | N
     """
     from prometheus_client import CollectorRegistry, generate_latest
 
-    families = list(snapshot_families(snapshot))
+    parts = (_requests, _text, _unmasking, _batches, _lanes, _machine, _models)  # always in this order
+    families = [family for part in parts for family in part(snapshot)]
     if floor is not None:
-        families = [_risen(family, floor) if family.kind == "counter" else family for family in families]
+        for place, family in enumerate(families):
+            samples = list(family.samples)
+            for at, (labels, value) in enumerate(samples if family.kind == "counter" else ()):
+                key = (family.name, *labels.values())
+                if not isinstance(value, Distribution):
+                    floor[key] = max(value, floor.get(key, 0.0))
+                    samples[at] = labels, floor[key]
+            families[place] = replace(family, samples=samples)
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_Collector([*families, *more]))
     return generate_latest(registry)
-
-
-def _risen(family: Family, floor: Floor) -> Family:
-    samples: list[tuple[Labels, Value]] = []
-    for labels, value in family.samples:
-        key = (family.name, *labels.values())
-        if not isinstance(value, Distribution):
-            value = floor[key] = max(value, floor.get(key, 0.0))
-        samples.append((labels, value))
-    return replace(family, samples=samples)
 
 
 class _Collector:

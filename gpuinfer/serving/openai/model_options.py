@@ -18,9 +18,9 @@ from pydantic.config import JsonDict
 from gpuinfer import api
 from gpuinfer.api import ModelSpec, Setup
 from gpuinfer.errors import BadPrompt, UsageError
-from gpuinfer.generation import MOST_PENALTY, MOST_REPETITION, MOST_TEMPERATURE, Constraint, Prompt, Rendering, Sampling
+from gpuinfer.generation import Constraint, Prompt, Rendering, Sampling
+from gpuinfer.serving.openai import schema
 from gpuinfer.serving.openai.sampling_fields import SAMPLING_FIELDS
-from gpuinfer.serving.openai.schema import MOST_TOKENS
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@+-]{0,99}")  # what stands in requests, in logs and as a metric's label
 WHAT = "letters, digits and any of . _ @ + -, a letter or a digit first, 100 at most"
@@ -109,10 +109,10 @@ class ModelOptions(api.Options):
     meta: Path | None = Field(None, description="its characters: meta.pkl or meta.json")
     dcp_path: Path | None = Field(None, description="a torch distributed checkpoint, a folder, instead of --model")
     base_model: Path | None = Field(None, description="the folder with its config.json and tokenizer")
-    context: int | None = Field(None, ge=1, le=MOST_TOKENS, description="tokens of prompt and answer [the model's]")
+    context: int | None = Field(None, **schema.SOME, description="tokens of prompt and answer [the model's]")
     deterministic: bool = Field(False, description="the same bits for a row in any batch")
     mask_token_id: int | None = Field(
-        None, ge=0, lt=1 << 31, description="of a diffusion model whose config does not say it"
+        None, **schema.TOKEN_ID, description="of a diffusion model whose config does not say it"
     )
     trust_remote_code: bool = Field(
         False,
@@ -123,27 +123,25 @@ class ModelOptions(api.Options):
 class SamplingOptions(api.Options):
     """How an answer is drawn."""
 
-    max_new_tokens: int = Field(128, ge=1, le=MOST_TOKENS, description="of each answer, at most")
-    min_tokens: int = Field(0, ge=0, le=MOST_TOKENS, description="of each answer, before it may end")
-    temperature: float = Field(1.0, ge=0, le=MOST_TEMPERATURE, description="0 takes the likeliest token")
-    top_k: int = Field(0, ge=-1, lt=1 << 31, description="draw from so many likeliest tokens; 0: from all")
-    top_p: float = Field(1.0, gt=0, le=1, description="draw from the likeliest that make up this share")
-    min_p: float = Field(0.0, ge=0, le=1, description="leave out what is less likely than this part of the likeliest")
-    repetition_penalty: float = Field(
-        1.0, gt=0, le=MOST_REPETITION, description="divides logits of tokens that were there"
+    max_new_tokens: int = Field(128, **schema.SOME, description="of each answer, at most")
+    min_tokens: int = Field(0, **schema.COUNT, description="of each answer, before it may end")
+    temperature: float = Field(1.0, **schema.TEMPERATURE, description="0 takes the likeliest token")
+    top_k: int = Field(0, **schema.TOP_K, description="draw from so many likeliest tokens; 0: from all")
+    top_p: float = Field(1.0, **schema.POSITIVE_SHARE, description="draw from the likeliest that make up this share")
+    min_p: float = Field(
+        0.0, **schema.SHARE, description="leave out what is less likely than this part of the likeliest"
     )
-    presence_penalty: float = Field(
-        0.0, ge=-MOST_PENALTY, le=MOST_PENALTY, description="off logits of tokens in the answer"
-    )
-    frequency_penalty: float = Field(0.0, ge=-MOST_PENALTY, le=MOST_PENALTY, description="the same, for each time")
+    repetition_penalty: float = Field(1.0, **schema.REPETITION, description="divides logits of tokens that were there")
+    presence_penalty: float = Field(0.0, **schema.PENALTY, description="off logits of tokens in the answer")
+    frequency_penalty: float = Field(0.0, **schema.PENALTY, description="the same, for each time")
     skip_special_tokens: bool = Field(True, description="leave special tokens out of the answers' texts")
     chat_template_kwargs: str | None = Field(
         None, description="JSON that the chat template reads: '{\"enable_thinking\": false}'"
     )
     stop: list[str] = Field(
-        [], max_length=64, description="end the answer before this text; repeatable", json_schema_extra=REPEATABLE
+        [], **schema.STOPS, description="end the answer before this text; repeatable", json_schema_extra=REPEATABLE
     )
-    stop_token_ids: list[int] = Field([], max_length=1024, description="end the answer after one of these: 1,2")
+    stop_token_ids: list[int] = Field([], **schema.STOP_TOKENS, description="end the answer after one of these: 1,2")
     ignore_eos: bool = Field(False, description="go on past the model's end token")
     json_schema: Path | None = Field(None, description="answers are JSON that fits the schema in this file")
     regex: str | None = Field(None, description="answers match this pattern")
@@ -261,9 +259,9 @@ def constraint_of(own: SamplingOptions) -> Constraint | None:
         flags = " and ".join(f"--{name.replace('_', '-')}" for name in given)
         raise UsageError(f"{flags} each say what an answer must be. Give one of them.")
     if own.json_schema:
-        schema = _schema(own.json_schema)
-        check_text("--json-schema", schema)
-        return Constraint(json_schema=schema)
+        form = _schema(own.json_schema)
+        check_text("--json-schema", form)
+        return Constraint(json_schema=form)
     if own.grammar:
         return Constraint(grammar=_text(own.grammar, "--grammar"))
     if own.choice:
@@ -308,14 +306,14 @@ def check_with_model(spec: ModelSpec, wanted: Sampling) -> None:
 
 def _schema(path: Path) -> dict[str, Any] | bool:
     try:
-        schema: Any = json.loads(_text(path, "--json-schema"))
+        form: Any = json.loads(_text(path, "--json-schema"))
     except (ValueError, RecursionError) as error:
         raise UsageError(f"--json-schema {path} is not JSON: {error}. Correct it.") from error
-    if not isinstance(schema, dict) and schema is not True:
+    if not isinstance(form, dict) and form is not True:
         raise UsageError(
-            f"--json-schema {path} is no JSON schema that an answer can fit: {json.dumps(schema)[:40]}. Give an object."
+            f"--json-schema {path} is no JSON schema that an answer can fit: {json.dumps(form)[:40]}. Give an object."
         )
-    return schema
+    return form
 
 
 def _text(path: Path, flag: str) -> str:

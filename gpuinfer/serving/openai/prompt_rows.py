@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -80,7 +81,11 @@ class PromptRowReader:
             row = self._row.decode(piece)
         except (ValueError, RecursionError) as error:
             why = _misnamed(piece) or unreadable(error, InputRow, piece, "row", LOOSE)
-            return ParsedRow(error=why, content=b"unreadable" + piece, id=_id_of(piece))
+            named = _Named()
+            with contextlib.suppress(ValueError, RecursionError):
+                named = msgspec.json.decode(piece, type=_Named)
+            id = named.id if named.custom_id is None else named.custom_id
+            return ParsedRow(error=why, content=b"unreadable" + piece, id=id)
         if isinstance(row, str):
             row = InputRow(prompt=row)
         is_request = bool(row.body) or row.custom_id is not None or row.url is not None
@@ -90,7 +95,21 @@ class PromptRowReader:
         try:
             refuse_unsupported(row)
             if is_request:
-                self._take_request(row, asked)
+                if row.url not in URLS:
+                    raise BadRequest(
+                        f"no requests of url {_short(row.url)} are answered. Choose from {', '.join(URLS)}."
+                    )
+                if row.method not in (None, "POST"):
+                    raise BadRequest(f"a request of method {_short(row.method)} asks nothing. Write POST.")
+                if not row.body:
+                    raise BadRequest("the request has no body. Give one.")
+                if row.adapter is not None:
+                    why = "a request of OpenAI's form names no adapter beside its body. Leave it out."
+                    raise BadRequest(why, "adapter")
+                asked.openai = "chat" if URLS[row.url] == "messages" else "completion"
+                found = self._requests.read(row.body, row.url)
+                asked.prompt, asked.model = found.prompt, found.model
+                asked.content = self._content((*found.said, asked.openai, None))
             else:
                 asked.prompt, said = parse_prompt(row, row.prompt_token_ids, self._defaults)
                 asked.content = self._content((*said, None, row.metadata))
@@ -102,14 +121,6 @@ class PromptRowReader:
             error = _misnamed(piece) or error
             asked.error, asked.metadata, asked.content = error, None, b"refused" + piece
         return asked
-
-    def _take_request(self, row: InputRow, asked: ParsedRow) -> None:
-        """Parse a request of the batch format. Raises `BadPrompt`."""
-        url = _url_of(row)
-        asked.openai = "chat" if URLS[url] == "messages" else "completion"
-        found = self._requests.read(row.body, url)
-        asked.prompt, asked.model = found.prompt, found.model
-        asked.content = self._content((*found.said, asked.openai, None))
 
     def _content(self, whole: tuple[Any, ...]) -> bytes:
         try:
@@ -147,19 +158,6 @@ def _pieces(path: Path, flag: str) -> Iterator[Piece]:
     yield from splitter.end()
 
 
-def _url_of(row: InputRow) -> str:
-    """The url of a batch request. Raises `BadRequest`."""
-    if row.url not in URLS:
-        raise BadRequest(f"no requests of url {_short(row.url)} are answered. Choose from {', '.join(URLS)}.")
-    if row.method not in (None, "POST"):
-        raise BadRequest(f"a request of method {_short(row.method)} asks nothing. Write POST.")
-    if not row.body:
-        raise BadRequest("the request has no body. Give one.")
-    if row.adapter is not None:
-        raise BadRequest("a request of OpenAI's form names no adapter beside its body. Leave it out.", "adapter")
-    return str(row.url)
-
-
 def _short(value: str | None) -> str:
     return "none" if value is None else f"'{value[:MOST_SHOWN]}'"
 
@@ -182,12 +180,3 @@ def _misnamed(piece: bytes) -> BadRequest | None:
 class _Named(Struct):
     id: str | int | None = None
     custom_id: str | None = None
-
-
-def _id_of(piece: bytes) -> str | int | None:
-    """The id of a malformed row, for its error."""
-    try:
-        named = msgspec.json.decode(piece, type=_Named)
-    except (ValueError, RecursionError):
-        return None
-    return named.id if named.custom_id is None else named.custom_id

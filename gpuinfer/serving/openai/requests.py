@@ -25,7 +25,6 @@ from gpuinfer.serving.openai.schema import (
     InputRow,
     LooseBody,
     RequestBody,
-    SamplingFields,
     Texts,
     UnsupportedFields,
 )
@@ -144,7 +143,12 @@ def parse_prompt(
             own["unmasking"] = filled
         samples, truncate = asked.n or defaults.samples, asked.truncate
         special = asked.add_special_tokens is not False
-        if check_chat_fields(asked, asked.messages is not None):
+        of_chat = [name for name in OF_CHATS if getattr(asked, name)]
+        of_chat += ["add_generation_prompt"] if asked.add_generation_prompt is False else []  # true is as it is anyway
+        if of_chat and asked.messages is None:
+            why = f"`{of_chat[0]}` is said of a chat, and this is a prompt. Give messages, or take it out."
+            raise BadRequest(why, of_chat[0])
+        if of_chat:
             written = requested_rendering(asked, written)
             own["rendering"] = msgspec.to_builtins(written)
     prompt = Prompt(
@@ -172,29 +176,24 @@ def text_or_tokens(
         names = "prompt, prompt_token_ids and messages"
         raise BadRequest(f"one of {names} is wanted, and this has {len(given) or 'none'}. Give one.")
     if messages is not None:
-        _check_chat(messages)
+        if not messages:
+            raise BadRequest("`messages` is empty. Give at least one message.", "messages")
+        for number, message in enumerate(messages):
+            if not isinstance(message.get("role"), str):
+                name = f"messages[{number}]"
+                raise BadRequest(f'`{name}` has no role. Write {{"role": "user", "content": …}}.', name)
         return None, None
-    return _text_or_tokens(prompt) if prompt is not None else (None, tokens)
-
-
-def _text_or_tokens(prompt: Texts) -> tuple[str | None, list[int] | None]:
+    if prompt is None:
+        return None, tokens
     alone = prompt[0] if isinstance(prompt, list) and len(prompt) == 1 else prompt  # a list of one prompt
     if isinstance(alone, str):
         return alone, None
-    tokens = [one for one in (alone if isinstance(alone, list) else [alone]) if isinstance(one, int)]
-    if len(tokens) == (len(alone) if isinstance(alone, list) else 1) and all(0 <= one < 1 << 31 for one in tokens):
+    listed = alone if isinstance(alone, list) else [alone]
+    tokens = [one for one in listed if isinstance(one, int) and 0 <= one < 1 << 31]
+    if len(tokens) == len(listed):
         return None, tokens
     why = "`prompt` is neither one text nor one list of token ids. Give each prompt a request or a row of its own."
     raise BadRequest(why, "prompt")
-
-
-def _check_chat(messages: Sequence[Mapping[str, Any]]) -> None:
-    if not messages:
-        raise BadRequest("`messages` is empty. Give at least one message.", "messages")
-    for number, message in enumerate(messages):
-        if not isinstance(message.get("role"), str):
-            name = f"messages[{number}]"
-            raise BadRequest(f'`{name}` has no role. Write {{"role": "user", "content": …}}.', name)
 
 
 def refuse_unsupported(asked: UnsupportedFields, able: tuple[str, ...] = ()) -> None:
@@ -204,16 +203,6 @@ def refuse_unsupported(asked: UnsupportedFields, able: tuple[str, ...] = ()) -> 
             raise _not_to_be_had(name)
     if asked.best_of is not None and asked.best_of != (asked.n or 1):
         raise _not_to_be_had("best_of")
-
-
-def check_chat_fields(asked: SamplingFields, is_chat: bool) -> bool:
-    """Whether the request sets how its chat is rendered. Raises `BadRequest` if it is no chat."""
-    given = [name for name in OF_CHATS if getattr(asked, name)]
-    given += ["add_generation_prompt"] if asked.add_generation_prompt is False else []  # true is as it is anyway
-    if given and not is_chat:
-        why = f"`{given[0]}` is said of a chat, and this is a prompt. Give messages, or take it out."
-        raise BadRequest(why, given[0])
-    return bool(given)
 
 
 def _not_to_be_had(name: str) -> BadRequest:

@@ -127,7 +127,15 @@ class Chunks:
         for sample, one in enumerate(generation.completions):
             sent = self._sent.get(sample, _Sent())
             if not sent.ended:
-                yield from self.of(_rest(sample, one, sent))
+                rest = Part(
+                    sample=sample,
+                    text=one.text[sent.characters :],
+                    tokens=one.tokens[sent.tokens :],
+                    logprobs=None if one.logprobs is None else one.logprobs[sent.tokens :],
+                    finish_reason=one.finish_reason,
+                    stop_reason=one.stop_reason,
+                )
+                yield from self.of(rest)
         if self.usage:
             yield {**self.envelope.around([], chunk=True), "usage": usage(generation, cached=self.envelope.cached)}
 
@@ -152,17 +160,6 @@ class Chunks:
         choice |= {"finish_reason": finish_reason} | (details or {})
         chunk = self.envelope.around([choice], chunk=True)
         return {**chunk, "usage": None} if self.usage else chunk
-
-
-def _rest(sample: int, one: Completion, sent: _Sent) -> Part:
-    return Part(
-        sample=sample,
-        text=one.text[sent.characters :],
-        tokens=one.tokens[sent.tokens :],
-        logprobs=None if one.logprobs is None else one.logprobs[sent.tokens :],
-        finish_reason=one.finish_reason,
-        stop_reason=one.stop_reason,
-    )
 
 
 # Log-probabilities

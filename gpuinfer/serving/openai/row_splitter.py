@@ -308,7 +308,11 @@ def _of_lines(head: bytes, name: str, source: str, whole: bool) -> ForeignFormat
         return None
     if b"\0" in head:
         return ForeignFormat("binary")
-    encoding = "utf-8-sig" if _is_utf8(head, whole) else "cp1252"
+    encoding = "utf-8-sig"
+    try:
+        codecs.getincrementaldecoder("utf-8")().decode(head, final=whole)
+    except UnicodeDecodeError:
+        encoding = "cp1252"
     first = lines[0].decode(encoding, errors="replace")
     delimiter = max(",\t;", key=first.count)
     columns = next(csv.reader([first], delimiter=delimiter))
@@ -331,11 +335,3 @@ def _is_row(line: bytes) -> bool:
         return isinstance(msgspec.json.decode(line), str)
     except (ValueError, RecursionError):
         return False
-
-
-def _is_utf8(head: bytes, whole: bool) -> bool:
-    try:
-        codecs.getincrementaldecoder("utf-8")().decode(head, final=whole)
-    except UnicodeDecodeError:
-        return False
-    return True

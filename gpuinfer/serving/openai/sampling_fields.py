@@ -7,23 +7,16 @@ from __future__ import annotations
 import json
 import operator
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 from pydantic import Field, field_validator
 
 from gpuinfer import api
 from gpuinfer.errors import BadPrompt, UsageError
-from gpuinfer.generation import MOST_GUIDANCE, Constraint, Listed, Rendering, Sampling, Unmasking
-from gpuinfer.serving.openai.schema import (
-    DRAWING,
-    MOST_DECODER_OPTIONS,
-    MOST_TOKENS,
-    ListedFormat,
-    ResponseFormat,
-    SamplingFields,
-    Structured,
-)
+from gpuinfer.generation import Constraint, Listed, Rendering, Sampling, Unmasking
+from gpuinfer.serving.openai import schema
+from gpuinfer.serving.openai.schema import DRAWING, MOST_DECODER_OPTIONS, Cache, SamplingFields, Structured
 
 # The fields of a request that mean the same as those of `Sampling`; those that need a conversion are named below.
 CONVERTED = frozenset({"max_tokens", "top_k", "stop", "stop_token_ids", "logprobs"})
@@ -87,61 +80,45 @@ def requested_rendering(request: SamplingFields, plain: Rendering) -> Rendering:
 def _constraints(request: SamplingFields) -> Iterator[Constraint | None]:
     """The forms that the request asks for. None: any text, whatever the defaults say."""
     if (form := request.response_format) is not None:
-        yield _of_format(form)
+        if form.type == "json_schema" and form.json_schema is None:
+            raise BadPrompt("response_format says json_schema and gives none. Add json_schema, or say json_object.")
+        wanted = (
+            {"type": "object"} if form.type == "json_object" or form.json_schema is None else form.json_schema.schema
+        )
+        yield None if form.type == "text" else Constraint(json_schema=_schema(wanted))
     guided = Structured(
         json=request.guided_json,
         regex=request.guided_regex,
         choice=request.guided_choice,
         grammar=request.guided_grammar,
     )
-    for one in (request.structured_outputs, guided):
-        if one is not None:
-            yield from _of_structured(one)
-
-
-def _of_format(form: ResponseFormat) -> Constraint | None:
-    if form.type == "text":
-        return None
-    if form.type == "json_object":
-        return Constraint(json_schema={"type": "object"})
-    if form.json_schema is None:
-        raise BadPrompt("response_format says json_schema and gives none. Add json_schema, or say json_object.")
-    return Constraint(json_schema=_schema(form.json_schema.schema))
-
-
-def _of_structured(wanted: Structured) -> Iterator[Constraint]:
-    if wanted.json is not None:
-        yield Constraint(json_schema=_schema(wanted.json))
-    if wanted.regex is not None:
-        yield Constraint(regex=wanted.regex)
-    if wanted.choice is not None:
-        yield Constraint(choice=tuple(wanted.choice))
-    if wanted.grammar is not None:
-        yield Constraint(grammar=wanted.grammar)
-    if wanted.listed is not None:
-        yield Constraint(listed=_listed(wanted.listed))
-
-
-def _listed(wanted: ListedFormat) -> Listed:
-    items = [(one, one) if isinstance(one, str) else one for one in wanted.items]
-    tags = {
-        name: value for name in ("begin", "end", "separator", "ends") if (value := getattr(wanted, name)) is not None
-    }
-    return Listed(items=tuple(items), **tags)
+    for one in (guided,) if request.structured_outputs is None else (request.structured_outputs, guided):
+        if one.json is not None:
+            yield Constraint(json_schema=_schema(one.json))
+        if one.regex is not None:
+            yield Constraint(regex=one.regex)
+        if one.choice is not None:
+            yield Constraint(choice=tuple(one.choice))
+        if one.grammar is not None:
+            yield Constraint(grammar=one.grammar)
+        if (listed := one.listed) is not None:
+            items = tuple((item, item) if isinstance(item, str) else item for item in listed.items)
+            given = {name: getattr(listed, name) for name in ("begin", "end", "separator", "ends")}
+            tags = {name: value for name, value in given.items() if value is not None}
+            yield Constraint(listed=Listed(items=items, **tags))
 
 
 def _schema(given: Mapping[str, Any] | str | bool) -> Mapping[str, Any] | bool:
     """Raises `BadPrompt` for what is no schema, and for the one that nothing fits."""
     try:
-        schema = msgspec.json.decode(given, type=dict[str, Any] | bool) if isinstance(given, str) else given
+        found = msgspec.json.decode(given, type=dict[str, Any] | bool) if isinstance(given, str) else given
     except (msgspec.DecodeError, RecursionError) as error:
         raise BadPrompt(f"the JSON schema is none: {error}. Give a schema as JSON.") from error
-    if schema is False:
+    if found is False:
         raise BadPrompt("the JSON schema is false, which no answer fits. Give an object, or leave it out.")
-    return schema
+    return found
 
 
-Cache = Literal["none", "prefix", "dual", "vicinity", "exact"]
 COPIED_FIELDS = tuple(name for name in SamplingFields.__struct_fields__ if name in Unmasking.__struct_fields__)
 UNMASKING_FIELDS = (*COPIED_FIELDS, "decoder_options")
 USUAL_TOKENS = 128  # of a diffusion model's answer, by default: each step computes all of them
@@ -156,12 +133,12 @@ class UnmaskingOptions(api.Options):
         description="of a diffusion model: which masks a step fills in [the model's]",
         json_schema_extra={"kind": "decoders"},
     )
-    threshold: float | None = Field(None, ge=0, le=1, description="confidence from which a mask is filled in")
-    steps: int | None = Field(None, ge=1, le=MOST_TOKENS, description="of a whole answer [one for each token]")
+    threshold: float | None = Field(None, **schema.SHARE, description="confidence from which a mask is filled in")
+    steps: int | None = Field(None, **schema.SOME, description="of a whole answer [one for each token]")
     block_length: int | None = Field(
-        None, ge=1, le=MOST_TOKENS, description="tokens that are filled in together [the model's, or the whole answer]"
+        None, **schema.SOME, description="tokens that are filled in together [the model's, or the whole answer]"
     )
-    cfg_scale: float | None = Field(None, ge=0, le=MOST_GUIDANCE, description="classifier-free guidance [none]")
+    cfg_scale: float | None = Field(None, **schema.GUIDANCE, description="classifier-free guidance [none]")
     cache: Cache | None = Field(
         None, description="what a step does not compute anew [none; exact if blocks are causal]"
     )

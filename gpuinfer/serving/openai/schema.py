@@ -16,12 +16,29 @@ MOST_SAMPLES = 4096  # of one prompt
 MOST_TOKENS = 1 << 30
 MOST_DECODER_OPTIONS = 32
 
-TokenId = Annotated[int, Meta(ge=0, lt=1 << 31)]
-Count = Annotated[int, Meta(ge=0, le=MOST_TOKENS)]
-Some = Annotated[int, Meta(ge=1, le=MOST_TOKENS)]
+# The ranges of fields, here and in the flags of commands (`model_options`, `sampling_fields`)
+TOKEN_ID: Any = {"ge": 0, "lt": 1 << 31}
+COUNT: Any = {"ge": 0, "le": MOST_TOKENS}
+SOME: Any = {"ge": 1, "le": MOST_TOKENS}
+SHARE: Any = {"ge": 0, "le": 1}
+POSITIVE_SHARE: Any = {"gt": 0, "le": 1}
+TEMPERATURE: Any = {"ge": 0, "le": MOST_TEMPERATURE}
+TOP_K: Any = {"ge": -1, "lt": 1 << 31}
+REPETITION: Any = {"gt": 0, "le": MOST_REPETITION}
+PENALTY: Any = {"ge": -MOST_PENALTY, "le": MOST_PENALTY}
+GUIDANCE: Any = {"ge": 0, "le": MOST_GUIDANCE}
+STOPS: Any = {"max_length": 64}
+STOP_TOKENS: Any = {"max_length": 1024}
+
+TokenId = Annotated[int, Meta(**TOKEN_ID)]
+Some = Annotated[int, Meta(**SOME)]
+Share = Annotated[float, Meta(**SHARE)]
+Temperature = Annotated[float, Meta(**TEMPERATURE)]
+Seed = Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
+Samples = Annotated[int, Meta(ge=1, le=MOST_SAMPLES)]
 Logprobs = Annotated[int, Meta(ge=0, le=MOST_LOGPROBS)]
-Penalty = Annotated[float, Meta(ge=-MOST_PENALTY, le=MOST_PENALTY)]
-Stops = Annotated[list[str], Meta(max_length=64)]
+Penalty = Annotated[float, Meta(**PENALTY)]
+Cache = Literal["none", "prefix", "dual", "vicinity", "exact"]
 Words = Annotated[list[str], Meta(min_length=1, max_length=100_000)]
 DecoderOptions = Annotated[dict[str, bool | int | float | str | None], Meta(max_length=MOST_DECODER_OPTIONS)]
 Texts = str | list[int | str | list[int]]
@@ -66,17 +83,17 @@ class SamplingFields(Struct, kw_only=True):
     max_tokens: Some | None = None
     max_completion_tokens: Some | None = None
     max_new_tokens: Some | None = None
-    min_tokens: Count | None = None
-    temperature: Annotated[float, Meta(ge=0, le=MOST_TEMPERATURE)] | None = None
-    top_k: Annotated[int, Meta(ge=-1, lt=1 << 31)] | None = None
-    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
-    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
-    repetition_penalty: Annotated[float, Meta(gt=0, le=MOST_REPETITION)] | None = None
+    min_tokens: Annotated[int, Meta(**COUNT)] | None = None
+    temperature: Temperature | None = None
+    top_k: Annotated[int, Meta(**TOP_K)] | None = None
+    top_p: Annotated[float, Meta(**POSITIVE_SHARE)] | None = None
+    min_p: Share | None = None
+    repetition_penalty: Annotated[float, Meta(**REPETITION)] | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
-    seed: Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)] | None = None
-    stop: str | Stops | None = None
-    stop_token_ids: Annotated[list[TokenId], Meta(max_length=1024)] | None = None
+    seed: Seed | None = None
+    stop: str | Annotated[list[str], Meta(**STOPS)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Meta(**STOP_TOKENS)] | None = None
     ignore_eos: bool | None = None
     logit_bias: dict[TokenId, Annotated[float, Meta(ge=-1e6, le=1e6)]] | None = None
     logprobs: bool | Logprobs | None = None
@@ -89,13 +106,13 @@ class SamplingFields(Struct, kw_only=True):
     guided_choice: Words | None = None
     guided_grammar: str | None = None
     decoder: Annotated[str, Meta(min_length=1, max_length=100)] | None = None
-    threshold: Annotated[float, Meta(ge=0, le=1)] | None = None
+    threshold: Share | None = None
     steps: Some | None = None
     block_length: Some | None = None
-    cfg_scale: Annotated[float, Meta(ge=0, le=MOST_GUIDANCE)] | None = None
-    cache: Literal["none", "prefix", "dual", "vicinity", "exact"] | None = None
+    cfg_scale: Annotated[float, Meta(**GUIDANCE)] | None = None
+    cache: Cache | None = None
     decoder_options: DecoderOptions | None = None
-    n: Annotated[int, Meta(ge=1, le=MOST_SAMPLES)] | None = None
+    n: Samples | None = None
     truncate: Literal["left", "right"] | None = None
     add_special_tokens: bool | None = None
     skip_special_tokens: bool | None = None
