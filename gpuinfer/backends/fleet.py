@@ -237,7 +237,7 @@ class FleetBackend(FleetRemote):
         with_model = {} if self.setup.model is None else self.setup.model.arguments
         names = adapter_folders_given(own.adapters, with_model)
         self._loaded = {text for name in names for text in (name, f"{name}@{FIRST_VERSION}")}
-        if own.endpoint is None and (odd := OF_A_SERVER & given - {"endpoint"}):
+        if own.endpoint is None and (odd := given & (OF_A_SERVER - {"endpoint"})):
             raise UsageError(f"-B {min(odd)} goes with -B endpoint=URL. Give both, or leave it out.")
         if own.endpoint is not None and (odd := given - OF_A_SERVER - {"retry"}):
             raise UsageError(

@@ -7,7 +7,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections import deque
 from collections.abc import Hashable, Iterable
 from dataclasses import replace
 
@@ -16,7 +15,8 @@ import msgspec
 from gpuinfer.errors import GpuinferError
 from gpuinfer.fleet.worker import Worker
 from gpuinfer.http.client import HttpClient
-from gpuinfer.stats import DONE_BY_A_DEVICE, LANES, Snapshot, merge_snapshots, since
+from gpuinfer.serving.health import RecentCounters
+from gpuinfer.stats import DONE_BY_A_DEVICE, LANES, Snapshot, merge_snapshots
 
 
 class MonotonicCounters:
@@ -61,7 +61,6 @@ def _together(parts: list[Snapshot]) -> Snapshot:
 EVERY_S = 1.0
 ANSWER_S = 1.5
 FRESH_S = 0.5  # no use in asking again
-KEPT = 11  # looks: rates are of the last ten seconds
 PATH = "/stats?form=wire"
 Life = tuple[int, int]  # id and number of start: a replica that was started again counts from nothing
 
@@ -72,7 +71,7 @@ class ReplicaCounters:
     def __init__(self) -> None:
         self._lives = MonotonicCounters()
         self._clients: dict[Life, HttpClient] = {}
-        self._looks: deque[tuple[float, Snapshot]] = deque(maxlen=KEPT)
+        self.recent = RecentCounters(FRESH_S)
         self._fetched_at, self._total = -FRESH_S, Snapshot()
 
     async def fetch(self, workers: Iterable[Worker], fresh_s: float = FRESH_S) -> Snapshot:
@@ -88,16 +87,9 @@ class ReplicaCounters:
         await asyncio.gather(*(self._ask(life, one) for life, one in there.items() if one.healthy or one.leaving))
         total = self._lives.total()
         self._fetched_at, self._total = now, total
-        if not self._looks or now - self._looks[-1][0] >= FRESH_S:
-            self._looks.append((now, total))
+        if self.recent.due(now):
+            self.recent.take(now, total)
         return total
-
-    def recent(self) -> tuple[float, Snapshot]:
-        """For so many seconds, what was counted in them; both empty before there are two looks."""
-        if len(self._looks) < 2:
-            return 0.0, Snapshot()
-        (first, before), (last, now) = self._looks[0], self._looks[-1]
-        return last - first, since(now, before)
 
     async def ask(self, workers: Iterable[Worker], path: str) -> bytes | None:
         """What the first replica that is up answers there; None without one."""

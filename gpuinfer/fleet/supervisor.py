@@ -189,7 +189,7 @@ class Fleet:
                 "replicas": len(self._members.own),
                 "decisions": [decision.told(time.monotonic()) for decision in self.decisions],
             },
-            **counter_stats(snapshot, *self._counting.recent(), 0.0),
+            **counter_stats(snapshot, *self._counting.recent.window(), 0.0),
         }
 
     async def ask_replica(self, path: str) -> bytes | None:

@@ -136,15 +136,15 @@ def read_key_lines(path: str | Path) -> list[str]:
     """
     path = Path(path)
     try:
-        text, found = read_regular(path, FILE_BYTES + 1)
+        text, info = read_regular(path, FILE_BYTES + 1)
     except OSError as error:
         raise UsageError(
             f"cannot read the key file {path} ({error.strerror}). Put a regular file there, with one key a line."
         ) from None
     others = stat.S_IRWXG | stat.S_IRWXO
-    if found.st_uid == 0 != os.geteuid():  # handed to a service by systemd or Kubernetes, whose group it is
+    if info.st_uid == 0 != os.geteuid():  # handed to a service by systemd or Kubernetes, whose group it is
         others &= ~stat.S_IRGRP
-    if found.st_mode & others:
+    if info.st_mode & others:
         raise UsageError(f"the key file {path} can be read by others. Run: chmod 600 {shlex.quote(str(path))}")
     if len(text) > FILE_BYTES:
         raise UsageError(f"the key file {path} has more than {FILE_BYTES:,} bytes. Write one key a line.")

@@ -118,6 +118,17 @@ def _complaint(host: str, port: int, error: OSError) -> UsageError:
     return UsageError(f"port {port} of {host} is in use{holder}. {cure}")
 
 
+def take_backlog(listener: socket.socket) -> list[socket.socket]:
+    """The connections that the system has made and nobody has accepted: they would be reset with the socket."""
+    made: list[socket.socket] = []
+    listener.setblocking(False)
+    with contextlib.suppress(OSError):
+        while True:
+            made.append(listener.accept()[0])
+            made[-1].setblocking(False)
+    return made
+
+
 KEEP_ALIVE_S = 5  # between two keep-alives
 AT_ONCE = struct.pack("ii", 1, 0)  # SO_LINGER of no seconds: to close is to reset
 

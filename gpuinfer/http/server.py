@@ -72,15 +72,11 @@ class HttpServer:
     def stop_accepting(self) -> None:
         """No more connections; those that are open end after their present response."""
         self.closing = True
-        for one in self._sockets:  # connections in the backlog would be reset with the listening socket
-            with contextlib.suppress(OSError):
-                while True:
-                    made, _ = one.accept()
-                    made.setblocking(False)
-                    taken = self.loop.connect_accepted_socket(self._connection, made, **self._tls)
-                    task = self.loop.create_task(taken)
-                    self._late.add(task)
-                    task.add_done_callback(self._late.discard)
+        for made in [made for listener in self._sockets for made in network.take_backlog(listener)]:
+            taken = self.loop.connect_accepted_socket(self._connection, made, **self._tls)
+            task = self.loop.create_task(taken)
+            self._late.add(task)
+            task.add_done_callback(self._late.discard)
         self._sockets.clear()
         for server in self._servers:
             server.close()

@@ -88,22 +88,21 @@ class ReplicaHealth:
         }
 
 
-EVERY_S, KEPT_S = 1.0, 10.0  # between two snapshots; the window of the rates in /stats
-
-
 @dataclass(slots=True)
 class RecentCounters:
-    """The counters of the last seconds, one snapshot a second."""
+    """The counters of the last `kept_s` seconds, from snapshots that are `every_s` apart or more."""
 
+    every_s: float = 1.0
+    kept_s: float = 10.0
     began: float = field(default_factory=time.monotonic)
     _seen: deque[tuple[float, Snapshot]] = field(default_factory=deque)
 
     def due(self, now: float) -> bool:
-        return not self._seen or now - self._seen[-1][0] >= EVERY_S
+        return not self._seen or now - self._seen[-1][0] >= self.every_s
 
     def take(self, now: float, snapshot: Snapshot) -> None:
         self._seen.append((now, snapshot))
-        while len(self._seen) > 2 and now - self._seen[0][0] > KEPT_S:
+        while len(self._seen) > 2 and now - self._seen[0][0] > self.kept_s:
             self._seen.popleft()
 
     def window(self) -> tuple[float, Snapshot]:

@@ -269,20 +269,19 @@ def _health(served: ServedModels) -> Route:
 def _text(service: ModelService) -> list[Route]:
     chats = CompletionsEndpoint(service)
     answers = json_responses("The answers; with `stream` as server-sent events.", CHOICES, "text/event-stream")
+    asked = {"body": RequestBody, "responses": answers}
     predicted = {"body": PredictBody, "responses": json_responses("The answers.", object_schema("samples"))}
+    predict, generate = service.handler(PredictEndpoint(service)), service.handler(GenerationsEndpoint(service))
     return [
-        Route("POST", path, service.handler(work), "api", summary, own)
-        for path, work, summary, own in (
-            *(
-                (url, chats.answer(url), summary, {"body": RequestBody, "required": [name], "responses": answers})
-                for url, name, summary in (
-                    ("/v1/completions", "prompt", "Continue a text, as OpenAI has it."),
-                    ("/v1/chat/completions", "messages", "Answer a chat, as OpenAI has it."),
-                )
-            ),
-            ("/predict", PredictEndpoint(service), "Several answers to one text.", predicted),
-            ("/v1/generations", GenerationsEndpoint(service), "In frames of msgpack.", HIDDEN),
-        )
+        *(
+            Route("POST", url, service.handler(chats.answer(url)), "api", summary, own)
+            for url, summary, own in (
+                ("/v1/completions", "Continue a text, as OpenAI has it.", {**asked, "required": ["prompt"]}),
+                ("/v1/chat/completions", "Answer a chat, as OpenAI has it.", {**asked, "required": ["messages"]}),
+            )
+        ),
+        Route("POST", "/predict", predict, "api", "Several answers to one text.", predicted),
+        Route("POST", "/v1/generations", generate, "api", "In frames of msgpack.", HIDDEN),
     ]
 
 

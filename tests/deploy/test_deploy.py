@@ -10,7 +10,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -22,6 +21,7 @@ import yaml
 from forking import Forked, own_environment
 from monitoring.exposed import everything, labels_of
 from ports import free_port
+from serving.replica_servers import until, write_keys
 
 from gpuinfer.cli.serve import ServeFleetOptions
 from gpuinfer.config.settings import Common
@@ -31,7 +31,6 @@ ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
 SECONDS = 120
 KEY = "a-key-of-the-tests"
-MANIFESTS = sorted(DEPLOY.rglob("*.yaml")) + sorted(DEPLOY.rglob("*.yml"))
 
 
 def documents(path: Path) -> list[Any]:
@@ -72,39 +71,28 @@ COMMANDS = {
 }
 
 
-@pytest.mark.parametrize("path", MANIFESTS, ids=lambda path: str(path.relative_to(DEPLOY)))
-def test_each_manifest_can_be_read(path):
-    assert all(isinstance(one, dict) for one in documents(path))
+THEIRS = {  # flags of other programs
+    "--config", "--target", "--build-arg", "--default-index", "--no-cache", "--uid", "--create-home", "--interval",
+    "--timeout", "--gpus", "--start-period", "--retries", "--system", "--now", "--from-file",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
     "path", [one for one in sorted(DEPLOY.rglob("*")) if one.is_file()], ids=lambda path: path.name
 )
-def test_each_option_of_ours_that_is_named_exists(path):
+def test_each_manifest_can_be_read_and_each_option_of_ours_that_is_named_exists(path):
+    if path.suffix in (".yaml", ".yml"):
+        assert all(isinstance(one, dict) for one in documents(path))
     known = {f"--{name.replace('_', '-')}" for name in (*ServeFleetOptions.model_fields, *Common.model_fields)}
-    theirs = {
-        "--config",
-        "--target",
-        "--build-arg",
-        "--default-index",
-        "--no-cache",
-        "--uid",
-        "--create-home",
-        "--interval",
-        "--timeout",
-        "--gpus",
-    }
-    theirs |= {"--start-period", "--retries", "--system", "--now", "--from-file"}
     named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", path.read_text()))
-    assert named - known - theirs == set()
+    assert named - known - THEIRS == set()
 
 
 @pytest.fixture
 def served(tmp_path) -> Iterator[Any]:
     """Starts `gpuinfer` with a command of deploy/, its paths and its port put to where they are here."""
     running: list[Forked] = []
-    (tmp_path / "keys").touch(mode=0o600)
-    (tmp_path / "keys").write_text(f"{KEY} name=tests\n")
+    write_keys(tmp_path / "keys", f"{KEY} name=tests")
 
     def start(words: list[str]) -> int:
         port = free_port()
@@ -116,11 +104,8 @@ def served(tmp_path) -> Iterator[Any]:
         with (tmp_path / "log").open("wb") as log:
             process = Forked(["gpuinfer", *words], tmp_path, own_environment(), stdout=log, stderr=log)
         running.append(process)
-        until = time.monotonic() + SECONDS
-        while not healthy(port):
-            assert process.poll() is None, (tmp_path / "log").read_text()
-            assert time.monotonic() < until, (tmp_path / "log").read_text()
-            time.sleep(0.1)
+        until(lambda: healthy(port) or process.poll() is not None, lambda: (tmp_path / "log").read_text())
+        assert process.poll() is None, (tmp_path / "log").read_text()
         return port
 
     def here(text: str) -> str:
@@ -198,13 +183,10 @@ def test_files_that_are_mounted_or_copied_are_there():
     }  # fmt: skip
 
 
-def test_the_proxys_configuration_is_that_of_the_page():
+def test_examples_of_the_page_are_the_files_and_lead_from_the_name_to_the_server():
     page = (ROOT / "docs" / "proxies.md").read_text()
     assert f"```nginx gpuinfer.conf\n{(DEPLOY / 'nginx.conf').read_text()}```" in page
-
-
-def test_the_example_for_traefik_leads_from_the_name_to_the_server():
-    (text,) = re.findall(r"^```yaml traefik.yml\n(.*?)^```", (ROOT / "docs" / "proxies.md").read_text(), re.M | re.S)
+    (text,) = re.findall(r"^```yaml traefik.yml\n(.*?)^```", page, re.M | re.S)
     told = yaml.safe_load(text)["http"]
     (router,) = told["routers"].values()
     balancer = told["services"][router["service"]]["loadBalancer"]

@@ -1,4 +1,4 @@
-"""Replicas that die, hang, never come up, come and go, as real processes; and what a supervisor decides, without any."""
+"""Replicas that die, hang, never come up, come and go, as real processes; and what a supervisor decides."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ import signal
 from collections.abc import AsyncIterator
 
 import pytest
-from run_router import ANSWER, Answer, Connection, Upstream, config, free_port, member, post, saying, until
+from run_router import Answer, Connection, Slow, Upstream, config, free_port, hang, member, post, saying, until
 
 from gpuinfer.errors import UsageError
 from gpuinfer.fleet.router.processes import Routers
@@ -41,12 +41,7 @@ async def ask(port: int, headers: str = "") -> Answer:
 
 
 async def test_two_processes_share_a_port_their_counters_and_what_is_in_flight():
-    release = asyncio.Event()
-
-    async def slow(request, writer):
-        await release.wait()
-        writer.write(ANSWER)
-
+    slow = Slow()
     upstreams = [Upstream(slow) for _ in range(4)]
     async with processes(*upstreams, processes=2) as (routers, port):
         assert len(set(routers.pids())) == 2
@@ -58,7 +53,7 @@ async def test_two_processes_share_a_port_their_counters_and_what_is_in_flight()
         counted = routers.counters()
         assert [counted[number].in_flight for number in range(4)] == [6, 6, 6, 6]
         assert routers.totals().connections == 24
-        release.set()
+        slow.release.set()
         assert {(await one).status for one in asking} == {200}
         await until(lambda: sum(one.in_flight for one in routers.counters().values()) == 0)
         assert sum(one.requests for one in routers.counters().values()) == 24
@@ -84,19 +79,14 @@ async def test_a_killed_process_is_replaced_knows_the_fleet_and_nobody_is_refuse
 
 
 async def test_draining_answers_all_that_is_under_way_and_takes_in_who_is_at_the_door():
-    release = asyncio.Event()
-
-    async def slow(request, writer):
-        await release.wait()
-        writer.write(ANSWER)
-
+    slow = Slow()
     upstream = Upstream(slow)
     async with processes(upstream) as (routers, port):
         asking = [asyncio.create_task(ask(port)) for _ in range(8)]
         await until(lambda: len(upstream.asked) == 8)
         draining = asyncio.create_task(routers.drain(30))
         await asyncio.sleep(0)
-        release.set()
+        slow.release.set()
         answers = await asyncio.gather(*asking)
         assert {answer.status for answer in answers} == {200}
         assert await draining
@@ -105,9 +95,6 @@ async def test_draining_answers_all_that_is_under_way_and_takes_in_who_is_at_the
 
 
 async def test_draining_has_an_end():
-    async def hang(request, writer):
-        await asyncio.Event().wait()
-
     upstream = Upstream(hang)
     async with processes(upstream) as (routers, port):
         asking = asyncio.create_task(ask(port))
@@ -136,20 +123,13 @@ async def test_each_process_knows_what_a_key_has_spent_at_the_others():
             pytest.fail("a process does not know what was spent at the other one")
 
 
-async def test_a_port_in_use_is_said_to_be_before_anything_starts():
+async def test_a_port_in_use_is_named_an_older_roster_changes_nothing_and_failures_are_told_to_the_owner():
     async with Upstream().running() as upstream:
         with pytest.raises(UsageError, match=f"port {upstream.port} .* is in use"):
             await Routers(config(port=upstream.port), told.append).start()
-
-
-async def test_an_older_roster_changes_nothing():
     async with processes(Upstream()) as (routers, port):
         routers.update(Roster(0, ()))
         assert (await ask(port)).status == 200
-
-
-async def test_failures_are_told_to_the_owner():
-    async with processes() as (routers, port):
         told.clear()
         routers.update(Roster(2, (FleetMember(7, "127.0.0.1", free_port(), "up"),)))
         asking = asyncio.create_task(ask(port))

@@ -17,14 +17,18 @@ from pathlib import Path
 from typing import Any
 
 import openai
+import psutil
 import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from prometheus_client.parser import text_string_to_metric_families
 from replica_servers import SECONDS, Server, bearer, serving, until, write_keys
 
 from gpuinfer.api import ModelSpec
+from gpuinfer.fleet.control import ControlServer
+from gpuinfer.http.access import Access
 from gpuinfer.serving.health import ReplicaHealth
 from gpuinfer.serving.monitoring.live_page import FILES
+from gpuinfer.serving.openai.schema import CHANGES
 from gpuinfer.serving.routes import replica_routes
 from gpuinfer.serving.service import ModelService, ServedModels
 
@@ -56,7 +60,19 @@ def server(request, tmp_path_factory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("front")
     made = certificate(folder)
     write_keys(folder / "keys", *KEYS)
-    words = (*TINY, *request.param, "--api-key-file", "keys", "--allowed-origins", APP, "--log-format", "json")
+    write_keys(folder / "admin", "the-owners-key")
+    words = (
+        *TINY,
+        *request.param,
+        "--api-key-file",
+        "keys",
+        "--admin-key-file",
+        "admin",
+        "--allowed-origins",
+        APP,
+        "--log-format",
+        "json",
+    )
     with serving(*words, "--tls-cert", made, "--tls-key", "made.key", folder=folder, certificate=made) as server:
         yield server
 
@@ -205,6 +221,42 @@ def test_what_is_no_http_and_a_client_that_went_away_are_in_the_log(server):
     assert 0 < logged(server, id="gone")["output_tokens"] < 4000
 
 
+OPEN = {"/health", *FILES}
+ROUTES = [(route.method, route.path, route.access) for route in ControlServer(None, Access(), "key", "").paths.routes]
+REPLICAS = [("GET", "/v1/models", "api"), ("POST", "/v1/completions", "api"), ("POST", "/predict", "api")]
+
+
+def test_no_route_answers_without_its_key_no_key_can_be_seen_and_what_a_fleet_keeps_is_for_its_owner_alone(server):
+    def status(method: str, path: str, headers: dict[str, str]) -> int:
+        """Of the answer's head alone: events have no end."""
+        with contextlib.closing(server.connect()) as connection:
+            body = b"{}" if method == "POST" else None
+            connection.request(method, path.replace("{id}", "0"), body, headers)
+            return connection.getresponse().status
+
+    family = [psutil.Process(server.process.pid), *psutil.Process(server.process.pid).children(recursive=True)]
+    told = [server.log, *(" ".join([*one.cmdline(), *one.environ().values()]) for one in family)]
+    keys = ["open", "the-owners-key"]
+    assert {path for _, path, access in ROUTES if access == "open"} == OPEN
+    assert {path for _, path, access in ROUTES if access == "admin"} == {"/workers", "/workers/{id}", *CHANGES}
+    replica = next((one.cmdline() for one in family if "--setup-file" in one.cmdline()), None)
+    for method, path, access in REPLICAS if replica is None else [*ROUTES, *REPLICAS]:
+        wrong = [{}, bearer("wrong"), bearer(""), {"Authorization": "open"}, {"Authorization": "Basic open"}]
+        for headers in [*wrong, *([bearer("open")] if access == "admin" else [])]:
+            assert status(method, path, headers) == (200 if access == "open" else 401)
+    if replica is not None:
+        assert status("GET", "/workers", bearer("the-owners-key")) == 200
+        folder = Path(replica[replica.index("--setup-file") + 1]).parent
+        keys += [(folder / name).read_text().strip() for name in ("replica.key", "admin.key")]
+        told += [log.read_text() for log in folder.glob("*.log")]
+        assert folder.stat().st_mode & 0o777 == 0o700
+        assert [one for one in folder.iterdir() if one.suffix != ".log" and one.stat().st_mode & 0o077] == []
+        open_ports = [one for child in family for one in child.net_connections("inet") if one.status == "LISTEN"]
+        assert {one.laddr.ip for one in open_ports} == {"127.0.0.1"}
+    for key in keys[1:]:
+        assert not [text for text in told if key in text]
+
+
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 
 
@@ -255,7 +307,6 @@ def test_for_people_the_log_is_words_a_star_lets_all_pages_in_and_each_request_i
     assert bad.status.code == 2
 
 
-OPEN = {"/health", *FILES}
 KEY = "the-api-key"
 
 

@@ -66,10 +66,11 @@ def test_what_cannot_be_is_refused_with_its_cure(llada, more, why):
 
 @pytest.mark.thorough
 @pytest.mark.timeout(600)
-def test_a_stream_goes_on_exactly_when_its_replica_is_killed(tmp_path):
-    asked = {**ASKED, "model": "tiny-llada", "max_tokens": 300, "n": 2, "logprobs": 1}
-    asked["extra_body"] = {"ignore_eos": True}
-    with serving(*WORDS, "--replicas", "2", folder=tmp_path) as server:
+@pytest.mark.parametrize("model", ["tiny", "tiny-llada"])
+def test_a_stream_goes_on_exactly_when_its_replica_is_killed(model, tmp_path):
+    asked = {**ASKED, "model": model, "max_tokens": 300, "n": 2, "logprobs": 1, "extra_body": {"ignore_eos": True}}
+    words = ("--model", model, "-B", "threads=1", *(() if model == "tiny" else ("--block-length", "4")))
+    with serving(*words, "--replicas", "2", folder=tmp_path) as server:
         try:
             with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=SECONDS, max_retries=0) as client:
                 whole = client.completions.create(**asked)

@@ -23,6 +23,9 @@ from gpuinfer.config import options
 from gpuinfer.config.options import GivenValue
 from gpuinfer.errors import UnknownName, WorkError
 
+SHOWN, READ = 3, 8 << 10  # lines of last words; bytes of the log that are looked at
+LINE = 300  # characters of one line
+
 
 @dataclass(frozen=True, slots=True)
 class ReplicaPlan:
@@ -57,7 +60,10 @@ class ReplicaPlan:
 class LaunchedReplica(ABC):
     """One replica that was started. It ends at most once; whatever is asked of one that has ended does no harm."""
 
-    log: Path | None = None
+    def __init__(self, plan: ReplicaPlan, begins: int | None = None) -> None:
+        """`begins`: where its words begin in the log, which attempts share; None: at its end now."""
+        self.plan, self.log = plan, plan.log
+        self._begins = begins if begins is not None else plan.log.stat().st_size if plan.log.exists() else 0
 
     @abstractmethod
     async def ready(self, within_s: float) -> tuple[str, int]:
@@ -78,8 +84,27 @@ class LaunchedReplica(ABC):
         return ""
 
     def last_words(self) -> str:
-        """The last lines of its log, for people; empty when it said nothing."""
-        return ""
+        """The last lines of its log, for people; empty when it said nothing. Of a log that somebody has cut shorter
+        since, all is its own.
+        """
+        try:
+            with self.log.open("rb") as file:
+                end = file.seek(0, os.SEEK_END)
+                file.seek(max(self._begins if self._begins <= end else 0, end - READ))
+                said = file.read(READ).decode("utf-8", "replace")
+        except OSError:
+            return ""
+        return "\n".join([line.strip()[:LINE] for line in said.splitlines() if line.strip()][-SHOWN:])
+
+    def failure(self, why: str) -> WorkError:
+        """It never came up: with what it said last and where there is more."""
+        words, ending = self.last_words(), f" ({self.ending})" if self.ending else ""
+        quoted = f' Its last words: "{words}".' if words else " It said nothing."
+        return WorkError(f"{self.called} {why}{ending}.{quoted}\nMore is in {self.log}.")
+
+    @property
+    def called(self) -> str:
+        return self.plan.name
 
     @property
     def suspended(self) -> bool:
@@ -151,8 +176,6 @@ def make_launcher(name: str, given: Mapping[str, GivenValue]) -> Launcher:
 
 
 LOOK_S = 0.05  # between two looks at the file
-SHOWN, READ = 3, 8 << 10  # lines of last words; bytes of the log that are looked at
-LINE = 300  # characters of one line
 
 
 class ReplicaAddress(msgspec.Struct, frozen=True):
@@ -187,26 +210,3 @@ async def wait_until_ready(
         if time.monotonic() > until:
             raise failed(f"did not come up within {within_s:g} s (--start-timeout)")
         await asyncio.sleep(LOOK_S)
-
-
-def last_log_lines(log: Path | None, after: int = 0) -> str:
-    """The last lines of a log from this byte on that say something; empty when there are none. In a log that somebody
-    has cut shorter since, all of it is later.
-    """
-    if log is None:
-        return ""
-    try:
-        with log.open("rb") as file:
-            end = file.seek(0, os.SEEK_END)
-            file.seek(max(after if after <= end else 0, end - READ))
-            said = file.read(READ).decode("utf-8", "replace")
-    except OSError:
-        return ""
-    lines = [line.strip()[:LINE] for line in said.splitlines() if line.strip()]
-    return "\n".join(lines[-SHOWN:])
-
-
-def launch_failure(name: str, why: str, words: str, log: Path | None) -> WorkError:
-    """A replica that never came up, with what it said last and where there is more."""
-    quoted = f' Its last words: "{words}".' if words else " It said nothing."
-    return WorkError(f"{name} {why}.{quoted}" + (f"\nMore is in {log}." if log else ""))

@@ -13,7 +13,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 
 import psutil
 from pydantic import BaseModel
@@ -62,20 +61,19 @@ class LocalLauncher(Launcher):
 
 def start_replica(command: Sequence[str], log: int, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
     """`gpuinfer serve` in a session of its own. It leaves when its standard input ends, and with it this process."""
-    words, ends = (*command, LEAVING), {"stdin": subprocess.PIPE, "stdout": log, "stderr": log}
-    return subprocess.Popen(words, env=environment, start_new_session=True, **ends)
+    words, ends = (*command, LEAVING), subprocess.PIPE
+    return subprocess.Popen(words, env=environment, start_new_session=True, stdin=ends, stdout=log, stderr=log)
 
 
 class LocalReplica(LaunchedReplica):
     """A replica that is a child of this process."""
 
     def __init__(self, plan: ReplicaPlan, process: subprocess.Popen[bytes], begins: int) -> None:
-        self.log: Path | None = plan.log
-        self.pid = process.pid
-        self._plan, self._process, self._begins = plan, process, begins
+        super().__init__(plan, begins)
+        self.pid, self._process = process.pid, process
 
     async def ready(self, within_s: float) -> tuple[str, int]:
-        address = await base.wait_until_ready(self._plan.ready_file, within_s, lambda: self.alive, self._failure)
+        address = await base.wait_until_ready(self.plan.ready_file, within_s, lambda: self.alive, self.failure)
         return address.host, address.port
 
     @property
@@ -99,9 +97,6 @@ class LocalReplica(LaunchedReplica):
         except ValueError:  # a real-time one
             return f"signal {-code}"
 
-    def last_words(self) -> str:
-        return base.last_log_lines(self.log, self._begins)
-
     async def terminate(self, within_s: float) -> None:
         if self.alive:
             self._process.terminate()
@@ -114,11 +109,6 @@ class LocalReplica(LaunchedReplica):
         await _until(lambda: not self.alive, children.REAPED_S)
         if self._process.stdin is not None:
             self._process.stdin.close()
-
-    def _failure(self, why: str) -> WorkError:
-        if self.ending:
-            why = f"{why} ({self.ending})"
-        return base.launch_failure(self._plan.name, why, self.last_words(), self.log)
 
 
 def replica_environment(inherited: Mapping[str, str], threads: int | None) -> dict[str, str]:

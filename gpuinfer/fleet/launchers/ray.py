@@ -208,16 +208,15 @@ class RayReplica(LaunchedReplica):
     """A replica in the care of an actor."""
 
     def __init__(self, plan: ReplicaPlan, ray: Any, handle: Any, pending_s: float) -> None:
-        self.log: Path | None = plan.log
-        self._plan, self._ray, self._handle, self._pending_s = plan, ray, handle, pending_s
-        self._begins = plan.log.stat().st_size if plan.log.exists() else 0
+        super().__init__(plan)
+        self._ray, self._handle, self._pending_s = ray, handle, pending_s
         self._over = ""  # why it is not alive any more
         self._placed, self._news = asyncio.Event(), asyncio.Event()
         self._address: tuple[str, int] | None = None
         self._task: asyncio.Task[None] | None = None
 
     def begin(self, command: Sequence[str], files: dict[str, bytes]) -> None:
-        plan = self._plan
+        plan = self.plan
         order = (command, plan.arguments, files, str(plan.ready_file), plan.threads)
         self._task = asyncio.create_task(self._follow(self._handle.start.remote(*order)))
 
@@ -256,7 +255,7 @@ class RayReplica(LaunchedReplica):
                 await asyncio.sleep(LOOK_S)
 
     def _keep(self, said: bytes) -> None:
-        with os.fdopen(os.open(self._plan.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "ab") as file:
+        with os.fdopen(os.open(self.plan.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "ab") as file:
             file.write(said)
 
     async def ready(self, within_s: float) -> tuple[str, int]:
@@ -269,26 +268,23 @@ class RayReplica(LaunchedReplica):
             if seconds == PLACED_S:
                 there = await asyncio.to_thread(self._ray.available_resources)
                 free = ", ".join(f"{there.get(name, 0):g} {name}" for name in ("CPU", "GPU"))
-                log.warning("%s waits for its place: Ray has free %s", self._plan.name, free)
+                log.warning("%s waits for its place: Ray has free %s", self.plan.name, free)
         else:
-            raise self._failure(f"waited {self._pending_s:g} s for its place, which -L pending bounds")
+            raise self.failure(f"waited {self._pending_s:g} s for its place, which -L pending bounds")
         until = time.monotonic() + within_s
         while self._address is None or self._over:
             if self._over:
-                raise self._failure(self._over + " before it served")
+                raise self.failure(self._over + " before it served")
             self._news.clear()
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._news.wait(), max(0.0, until - time.monotonic()))
             if time.monotonic() > until and self._address is None and not self._over:
-                raise self._failure(f"did not come up within {within_s:g} s (--start-timeout)")
+                raise self.failure(f"did not come up within {within_s:g} s (--start-timeout)")
         return self._address
 
     @property
     def alive(self) -> bool:
         return not self._over
-
-    def last_words(self) -> str:
-        return base.last_log_lines(self.log, self._begins)
 
     async def terminate(self, within_s: float) -> None:
         if self.alive and self._placed.is_set():
@@ -313,9 +309,6 @@ class RayReplica(LaunchedReplica):
                 await asyncio.wait_for(asyncio.wrap_future(handle.end.remote().future()), ANSWER_S)
         with contextlib.suppress(Exception):
             await asyncio.to_thread(self._ray.kill, handle)
-
-    def _failure(self, why: str) -> WorkError:
-        return base.launch_failure(self._plan.name, why, self.last_words(), self.log)
 
 
 def _try(address: str) -> None:

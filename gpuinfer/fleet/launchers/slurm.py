@@ -304,8 +304,8 @@ class SlurmReplica(LaunchedReplica):
     ) -> None:
         self.number = number
         self.job = SlurmJobState("PENDING")
-        self.log: Path | None = plan.log
-        self._plan, self._begins, self._pending_s, self._look = plan, begins, pending_s, look
+        super().__init__(plan, begins)
+        self._pending_s, self._look = pending_s, look
         self._changed = asyncio.Event()
 
     def learn(self, job: SlurmJobState) -> None:
@@ -313,7 +313,7 @@ class SlurmReplica(LaunchedReplica):
         if job == self.job:
             return
         if job.waits and job.reason not in ("", "None"):
-            log.warning("%s waits in the queue of SLURM (job %s): %s", self._plan.name, self.number, job.reason)
+            log.warning("%s waits in the queue of SLURM (job %s): %s", self.plan.name, self.number, job.reason)
         self.job = job
         self._changed.set()
 
@@ -321,21 +321,18 @@ class SlurmReplica(LaunchedReplica):
         """`within_s` counts from when the job runs."""
         await self._until(lambda: not self.job.waits, self._pending_s)
         if self.job.waits:
-            raise self._failure(
+            raise self.failure(
                 f"waited {self._pending_s:g} s in the queue ({self.job.reason}), which -L pending bounds"
             )
         # not `alive`: the failure tells how the job ended, which SLURM knows a moment after its last process has
         address = await base.wait_until_ready(
-            self._plan.ready_file, within_s, lambda: not self.job.settled, self._failure
+            self.plan.ready_file, within_s, lambda: not self.job.settled, self.failure
         )
         return (self.job.node if address.host in EVERYWHERE else address.host), address.port
 
     @property
     def alive(self) -> bool:
         return not self.job.ended
-
-    def last_words(self) -> str:
-        return base.last_log_lines(self.log, self._begins)
 
     async def terminate(self, within_s: float) -> None:
         if self.alive and not self.job.waits:
@@ -348,7 +345,7 @@ class SlurmReplica(LaunchedReplica):
             await _cancel("--signal=KILL", "--full", self.number)
             await _cancel(self.number)  # also one that waits
             if not await self._gone(GONE_S):
-                log.warning("%s: job %s is cancelled, and not gone yet", self._plan.name, self.number)
+                log.warning("%s: job %s is cancelled, and not gone yet", self.plan.name, self.number)
 
     async def _gone(self, within_s: float) -> bool:
         until = time.monotonic() + within_s
@@ -366,7 +363,6 @@ class SlurmReplica(LaunchedReplica):
                     self._changed.clear()
                     await self._changed.wait()
 
-    def _failure(self, why: str) -> WorkError:
-        return base.launch_failure(
-            f"{self._plan.name} (job {self.number}, {self.job.state})", why, self.last_words(), self.log
-        )
+    @property
+    def called(self) -> str:
+        return f"{self.plan.name} (job {self.number}, {self.job.state})"

@@ -26,7 +26,7 @@ from gpuinfer.host.child import AsyncChannel, ChannelClosed, Child
 from gpuinfer.host.process import shorten_collections
 from gpuinfer.http.access import reload_changed_files
 from gpuinfer.http.http_exchange import JsonLogFormatter
-from gpuinfer.http.network import Certificate, bind_tcp, new_loop
+from gpuinfer.http.network import Certificate, bind_tcp, new_loop, take_backlog
 
 BACKLOG = 4096
 SPENDING_S = 0.1  # between two tellings of what keys have spent
@@ -129,13 +129,8 @@ class _RouterProcess:
         for server in self._servers:
             server.close()
         for listener in self._listeners:
-            listener.setblocking(False)
-            with contextlib.suppress(BlockingIOError):
-                while True:  # connections that the system has made would be lost with their socket
-                    connection, _ = listener.accept()
-                    connection.setblocking(False)
-                    protocol = self._listener.protocol
-                    await self._loop.connect_accepted_socket(protocol, connection, **self._tls)
+            for connection in take_backlog(listener):
+                await self._loop.connect_accepted_socket(self._listener.protocol, connection, **self._tls)
             listener.close()
         await self._listener.until_empty()
         self._relay.close()

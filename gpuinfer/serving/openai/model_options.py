@@ -109,10 +109,15 @@ class ModelOptions(api.Options):
     meta: Path | None = Field(None, description="its characters: meta.pkl or meta.json")
     dcp_path: Path | None = Field(None, description="a torch distributed checkpoint, a folder, instead of --model")
     base_model: Path | None = Field(None, description="the folder with its config.json and tokenizer")
-    context: int | None = Field(None, **schema.SOME, description="tokens of prompt and answer [the model's]")
+    context: int | None = Field(
+        None, ge=schema.SOME.ge, le=schema.SOME.le, description="tokens of prompt and answer [the model's]"
+    )
     deterministic: bool = Field(False, description="the same bits for a row in any batch")
     mask_token_id: int | None = Field(
-        None, **schema.TOKEN_ID, description="of a diffusion model whose config does not say it"
+        None,
+        ge=schema.TOKEN_ID.ge,
+        lt=schema.TOKEN_ID.lt,
+        description="of a diffusion model whose config does not say it",
     )
     trust_remote_code: bool = Field(
         False,
@@ -123,25 +128,48 @@ class ModelOptions(api.Options):
 class SamplingOptions(api.Options):
     """How an answer is drawn."""
 
-    max_new_tokens: int = Field(128, **schema.SOME, description="of each answer, at most")
-    min_tokens: int = Field(0, **schema.COUNT, description="of each answer, before it may end")
-    temperature: float = Field(1.0, **schema.TEMPERATURE, description="0 takes the likeliest token")
-    top_k: int = Field(0, **schema.TOP_K, description="draw from so many likeliest tokens; 0: from all")
-    top_p: float = Field(1.0, **schema.POSITIVE_SHARE, description="draw from the likeliest that make up this share")
-    min_p: float = Field(
-        0.0, **schema.SHARE, description="leave out what is less likely than this part of the likeliest"
+    max_new_tokens: int = Field(128, ge=schema.SOME.ge, le=schema.SOME.le, description="of each answer, at most")
+    min_tokens: int = Field(0, ge=schema.COUNT.ge, le=schema.COUNT.le, description="of each answer, before it may end")
+    temperature: float = Field(
+        1.0, ge=schema.TEMPERATURE.ge, le=schema.TEMPERATURE.le, description="0 takes the likeliest token"
     )
-    repetition_penalty: float = Field(1.0, **schema.REPETITION, description="divides logits of tokens that were there")
-    presence_penalty: float = Field(0.0, **schema.PENALTY, description="off logits of tokens in the answer")
-    frequency_penalty: float = Field(0.0, **schema.PENALTY, description="the same, for each time")
+    top_k: int = Field(
+        0, ge=schema.TOP_K.ge, lt=schema.TOP_K.lt, description="draw from so many likeliest tokens; 0: from all"
+    )
+    top_p: float = Field(
+        1.0,
+        gt=schema.POSITIVE_SHARE.gt,
+        le=schema.POSITIVE_SHARE.le,
+        description="draw from the likeliest that make up this share",
+    )
+    min_p: float = Field(
+        0.0,
+        ge=schema.SHARE.ge,
+        le=schema.SHARE.le,
+        description="leave out what is less likely than this part of the likeliest",
+    )
+    repetition_penalty: float = Field(
+        1.0, gt=schema.REPETITION.gt, le=schema.REPETITION.le, description="divides logits of tokens that were there"
+    )
+    presence_penalty: float = Field(
+        0.0, ge=schema.PENALTY.ge, le=schema.PENALTY.le, description="off logits of tokens in the answer"
+    )
+    frequency_penalty: float = Field(
+        0.0, ge=schema.PENALTY.ge, le=schema.PENALTY.le, description="the same, for each time"
+    )
     skip_special_tokens: bool = Field(True, description="leave special tokens out of the answers' texts")
     chat_template_kwargs: str | None = Field(
         None, description="JSON that the chat template reads: '{\"enable_thinking\": false}'"
     )
     stop: list[str] = Field(
-        [], **schema.STOPS, description="end the answer before this text; repeatable", json_schema_extra=REPEATABLE
+        [],
+        max_length=schema.STOPS.max_length,
+        description="end the answer before this text; repeatable",
+        json_schema_extra=REPEATABLE,
     )
-    stop_token_ids: list[int] = Field([], **schema.STOP_TOKENS, description="end the answer after one of these: 1,2")
+    stop_token_ids: list[int] = Field(
+        [], max_length=schema.STOP_TOKENS.max_length, description="end the answer after one of these: 1,2"
+    )
     ignore_eos: bool = Field(False, description="go on past the model's end token")
     json_schema: Path | None = Field(None, description="answers are JSON that fits the schema in this file")
     regex: str | None = Field(None, description="answers match this pattern")

@@ -104,8 +104,8 @@ class PromptRowReader:
                 if not row.body:
                     raise BadRequest("the request has no body. Give one.")
                 if row.adapter is not None:
-                    why = "a request of OpenAI's form names no adapter beside its body. Leave it out."
-                    raise BadRequest(why, "adapter")
+                    reason = "a request of OpenAI's form names no adapter beside its body. Leave it out."
+                    raise BadRequest(reason, "adapter")
                 asked.openai = "chat" if URLS[row.url] == "messages" else "completion"
                 found = self._requests.read(row.body, row.url)
                 asked.prompt, asked.model = found.prompt, found.model

@@ -133,12 +133,21 @@ class UnmaskingOptions(api.Options):
         description="of a diffusion model: which masks a step fills in [the model's]",
         json_schema_extra={"kind": "decoders"},
     )
-    threshold: float | None = Field(None, **schema.SHARE, description="confidence from which a mask is filled in")
-    steps: int | None = Field(None, **schema.SOME, description="of a whole answer [one for each token]")
-    block_length: int | None = Field(
-        None, **schema.SOME, description="tokens that are filled in together [the model's, or the whole answer]"
+    threshold: float | None = Field(
+        None, ge=schema.SHARE.ge, le=schema.SHARE.le, description="confidence from which a mask is filled in"
     )
-    cfg_scale: float | None = Field(None, **schema.GUIDANCE, description="classifier-free guidance [none]")
+    steps: int | None = Field(
+        None, ge=schema.SOME.ge, le=schema.SOME.le, description="of a whole answer [one for each token]"
+    )
+    block_length: int | None = Field(
+        None,
+        ge=schema.SOME.ge,
+        le=schema.SOME.le,
+        description="tokens that are filled in together [the model's, or the whole answer]",
+    )
+    cfg_scale: float | None = Field(
+        None, ge=schema.GUIDANCE.ge, le=schema.GUIDANCE.le, description="classifier-free guidance [none]"
+    )
     cache: Cache | None = Field(
         None, description="what a step does not compute anew [none; exact if blocks are causal]"
     )

@@ -17,27 +17,27 @@ MOST_TOKENS = 1 << 30
 MOST_DECODER_OPTIONS = 32
 
 # The ranges of fields, here and in the flags of commands (`model_options`, `sampling_fields`)
-TOKEN_ID: Any = {"ge": 0, "lt": 1 << 31}
-COUNT: Any = {"ge": 0, "le": MOST_TOKENS}
-SOME: Any = {"ge": 1, "le": MOST_TOKENS}
-SHARE: Any = {"ge": 0, "le": 1}
-POSITIVE_SHARE: Any = {"gt": 0, "le": 1}
-TEMPERATURE: Any = {"ge": 0, "le": MOST_TEMPERATURE}
-TOP_K: Any = {"ge": -1, "lt": 1 << 31}
-REPETITION: Any = {"gt": 0, "le": MOST_REPETITION}
-PENALTY: Any = {"ge": -MOST_PENALTY, "le": MOST_PENALTY}
-GUIDANCE: Any = {"ge": 0, "le": MOST_GUIDANCE}
-STOPS: Any = {"max_length": 64}
-STOP_TOKENS: Any = {"max_length": 1024}
+TOKEN_ID = Meta(ge=0, lt=1 << 31)
+COUNT = Meta(ge=0, le=MOST_TOKENS)
+SOME = Meta(ge=1, le=MOST_TOKENS)
+SHARE = Meta(ge=0, le=1)
+POSITIVE_SHARE = Meta(gt=0, le=1)
+TEMPERATURE = Meta(ge=0, le=MOST_TEMPERATURE)
+TOP_K = Meta(ge=-1, lt=1 << 31)
+REPETITION = Meta(gt=0, le=MOST_REPETITION)
+PENALTY = Meta(ge=-MOST_PENALTY, le=MOST_PENALTY)
+GUIDANCE = Meta(ge=0, le=MOST_GUIDANCE)
+STOPS = Meta(max_length=64)
+STOP_TOKENS = Meta(max_length=1024)
 
-TokenId = Annotated[int, Meta(**TOKEN_ID)]
-Some = Annotated[int, Meta(**SOME)]
-Share = Annotated[float, Meta(**SHARE)]
-Temperature = Annotated[float, Meta(**TEMPERATURE)]
+TokenId = Annotated[int, TOKEN_ID]
+Some = Annotated[int, SOME]
+Share = Annotated[float, SHARE]
+Temperature = Annotated[float, TEMPERATURE]
 Seed = Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
 Samples = Annotated[int, Meta(ge=1, le=MOST_SAMPLES)]
 Logprobs = Annotated[int, Meta(ge=0, le=MOST_LOGPROBS)]
-Penalty = Annotated[float, Meta(**PENALTY)]
+Penalty = Annotated[float, PENALTY]
 Cache = Literal["none", "prefix", "dual", "vicinity", "exact"]
 Words = Annotated[list[str], Meta(min_length=1, max_length=100_000)]
 DecoderOptions = Annotated[dict[str, bool | int | float | str | None], Meta(max_length=MOST_DECODER_OPTIONS)]
@@ -83,17 +83,17 @@ class SamplingFields(Struct, kw_only=True):
     max_tokens: Some | None = None
     max_completion_tokens: Some | None = None
     max_new_tokens: Some | None = None
-    min_tokens: Annotated[int, Meta(**COUNT)] | None = None
+    min_tokens: Annotated[int, COUNT] | None = None
     temperature: Temperature | None = None
-    top_k: Annotated[int, Meta(**TOP_K)] | None = None
-    top_p: Annotated[float, Meta(**POSITIVE_SHARE)] | None = None
+    top_k: Annotated[int, TOP_K] | None = None
+    top_p: Annotated[float, POSITIVE_SHARE] | None = None
     min_p: Share | None = None
-    repetition_penalty: Annotated[float, Meta(**REPETITION)] | None = None
+    repetition_penalty: Annotated[float, REPETITION] | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     seed: Seed | None = None
-    stop: str | Annotated[list[str], Meta(**STOPS)] | None = None
-    stop_token_ids: Annotated[list[TokenId], Meta(**STOP_TOKENS)] | None = None
+    stop: str | Annotated[list[str], STOPS] | None = None
+    stop_token_ids: Annotated[list[TokenId], STOP_TOKENS] | None = None
     ignore_eos: bool | None = None
     logit_bias: dict[TokenId, Annotated[float, Meta(ge=-1e6, le=1e6)]] | None = None
     logprobs: bool | Logprobs | None = None
@@ -109,7 +109,7 @@ class SamplingFields(Struct, kw_only=True):
     threshold: Share | None = None
     steps: Some | None = None
     block_length: Some | None = None
-    cfg_scale: Annotated[float, Meta(**GUIDANCE)] | None = None
+    cfg_scale: Annotated[float, GUIDANCE] | None = None
     cache: Cache | None = None
     decoder_options: DecoderOptions | None = None
     n: Samples | None = None
