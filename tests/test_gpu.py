@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -29,7 +29,7 @@ pytestmark = [
 
 FEATURES, ACTIONS, SEATS = 64, 20, 4
 NETWORKS = ["blobnet", "blobnet-small"]
-CUDA = torch.device("cuda", 0)
+CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
 
 
 def spec(name):
@@ -56,23 +56,18 @@ def assert_alike(found, expected, tolerance):
             np.testing.assert_allclose(output, wanted, atol=tolerance, rtol=0)
 
 
-BATCHES = [
-    pytest.param([1], id="one row"),
-    pytest.param([16], id="exactly a bucket"),
-    pytest.param([17], id="just over a bucket"),
-    pytest.param([5, 0, 100, 3], id="several blocks"),
-    pytest.param([512], id="the largest bucket"),
-    pytest.param([700, 900], id="more than the largest bucket"),
-]
+GRAPHS = pytest.mark.parametrize("graphs", [True, False], ids=["graphs", "eager"])
 
 
-@pytest.mark.parametrize("sizes", BATCHES)
-@pytest.mark.parametrize("graphs", [pytest.param(True, id="graphs"), pytest.param(False, id="eager")])
+@GRAPHS
 @pytest.mark.parametrize("name", NETWORKS)
-def test_answers_are_those_of_the_cpu(name, graphs, sizes):
-    blocks = [positions(rows, seed) for seed, rows in enumerate(sizes)]
-    expected = CpuForward(network(name, device=torch.device("cpu")), torch.float32)(blocks)
-    assert_alike(on_cuda(network(name), graphs=graphs)(blocks), expected, 1e-4)
+def test_answers_are_those_of_the_cpu(name, graphs):
+    """Of one row, a bucket, just over one, several blocks, the largest bucket, and more than that."""
+    forward, cpu = on_cuda(network(name), graphs=graphs), CpuForward(network(name, device=CPU), torch.float32)
+    assert forward.graphs is graphs
+    for sizes in ([1], [16], [17], [5, 0, 100, 3], [512], [700, 900]):
+        blocks = [positions(rows, seed) for seed, rows in enumerate(sizes)]
+        assert_alike(forward(blocks), cpu(blocks), 1e-4)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -82,16 +77,8 @@ def test_half_precision_answers_are_near_those_of_full_precision(name, dtype):
     assert_alike(on_cuda(network(name, dtype), dtype)(blocks), on_cuda(network(name))(blocks), 0.1)
 
 
-@pytest.mark.parametrize("name", NETWORKS)
-def test_graphs_answer_what_single_launches_do(name):
-    captured, launched = on_cuda(network(name)), on_cuda(network(name), graphs=False)
-    assert captured.graphs, "nothing was captured"
-    for rows in (1, 16, 40, 512):
-        assert_alike(captured([positions(rows)]), launched([positions(rows)]), 1e-5)
-
-
+@GRAPHS
 @pytest.mark.parametrize("features", [FEATURES, 61])
-@pytest.mark.parametrize("graphs", [pytest.param(True, id="graphs"), pytest.param(False, id="eager")])
 def test_bits_are_unpacked_on_the_device(graphs, features):
     blocks = [positions(rows, seed)[:, :features] for seed, rows in enumerate((1, 100, 33))]
     packed = [np.packbits(block, axis=1, bitorder="little") for block in blocks]
@@ -126,7 +113,7 @@ class Marks(nn.Module):
         return x.cumsum(1), self.values[x[:, 0].long()]
 
 
-@pytest.mark.parametrize("graphs", [pytest.param(True, id="graphs"), pytest.param(False, id="eager")])
+@GRAPHS
 def test_answers_are_written_into_pinned_memory_and_faults_found_on_the_device(graphs):
     forward, sizes = on_cuda(Marks(), chunk_rows=4096, graphs=graphs), (3000, 5, 2500, 300, 1, 7)
     blocks = [positions(rows, seed) for seed, rows in enumerate(sizes)]
@@ -166,33 +153,19 @@ def test_memory_that_cannot_be_pinned_does_no_harm(caplog):
     first.close()
 
 
-def test_results_are_not_changed_by_later_batches():
-    forward = on_cuda(network("blobnet-small"))
-    kept = forward([positions(100, 1)])
-    copies = [tuple(output.copy() for output in result) for result in kept]
-    for seed in range(10):
-        forward([positions(100, seed)])
-    assert_alike(kept, copies, 0)
-
-
-def test_batches_in_flight_do_not_mix():
+def test_batches_in_flight_do_not_mix_and_results_are_not_changed_by_later_ones():
     forward = on_cuda(network("blobnet-small"), slots=2)
     expected = [forward([positions(300, seed)]) for seed in range(4)]
-    wrong = []
+    copies = [[tuple(output.copy() for output in one) for one in result] for result in expected]
 
     def ask(number):
         for _ in range(50):
-            found = forward([positions(300, number)])
-            if not np.allclose(found[0][1], expected[number][0][1], atol=1e-5):
-                wrong.append(number)
+            assert_alike(forward([positions(300, number)]), copies[number], 1e-5)
 
-    threads = [threading.Thread(target=ask, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(120)
-    assert not any(thread.is_alive() for thread in threads)
-    assert not wrong
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(ask, range(4), timeout=120))
+    for result, copy in zip(expected, copies, strict=True):
+        assert_alike(result, copy, 0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -232,26 +205,22 @@ class Greedy(nn.Module):
         return (x.sum(1, keepdim=True),)
 
 
-@pytest.mark.parametrize("graphs", [pytest.param(True, id="graphs"), pytest.param(False, id="eager")])
-def test_out_of_memory_at_the_start_halves_the_step_once_and_goes_on(graphs, caplog):
+def sums(*blocks):
+    return [(block.sum(1, keepdims=True, dtype=np.float32),) for block in blocks]
+
+
+@GRAPHS
+def test_out_of_memory_halves_the_step_and_goes_on(graphs, caplog):
+    module, blocks = Greedy(most=100), [positions(250), positions(33)]
     with caplog.at_level(logging.WARNING, "gpuinfer"):
-        forward = on_cuda(Greedy(most=100), chunk_rows=400, graphs=graphs)
-    blocks = [positions(250), positions(33)]
-    assert_alike(forward(blocks), [(block.sum(1, keepdims=True, dtype=np.float32),) for block in blocks], 0)
+        forward = on_cuda(module, chunk_rows=400, graphs=graphs)
+    assert_alike(forward(blocks), sums(*blocks), 0)
     assert forward.step.rows == 100
     assert len([record for record in caplog.records if "out of memory" in record.message]) == 1
-
-
-def test_out_of_memory_later_halves_the_step_and_goes_on():
-    module = Greedy(most=400)
-    forward = on_cuda(module, chunk_rows=400, graphs=False)
-    module.most = 60
-    block = positions(390)
-    assert_alike(forward([block]), [(block.sum(1, keepdims=True, dtype=np.float32),)], 0)
-    assert forward.step.rows <= 60
-
-
-def test_a_row_that_does_not_fit_alone_is_an_error_with_a_cure():
+    if not graphs:  # later, too
+        module.most = 60
+        assert_alike(forward(blocks), sums(*blocks), 0)
+        assert forward.step.rows <= 60
     with pytest.raises(BackendError, match="single row"):
         on_cuda(Greedy(most=0), chunk_rows=4)
 
@@ -267,7 +236,7 @@ def test_a_model_that_cannot_be_captured_runs_without_graphs_and_says_so(caplog)
     with caplog.at_level(logging.WARNING, "gpuinfer"):
         forward = on_cuda(Asks(), chunk_rows=32)
     block = positions(20)
-    assert_alike(forward([block]), [(block.sum(1, keepdims=True, dtype=np.float32),)], 0)
+    assert_alike(forward([block]), sums(block), 0)
     assert "cannot be captured" in caplog.text
 
 
@@ -284,15 +253,16 @@ async def test_the_backend_serves_from_the_device(deterministic):
     assert device["allocated_mb"] > 0
 
 
-STAGED = [
-    pytest.param({"parallel": "layers", "stages": 2}, id="layers"),
-    pytest.param({"parallel": "pipeline", "stages": 3}, id="pipeline"),
-    pytest.param({"parallel": "pipeline", "stages": 2, "micro_batch_rows": 7}, id="small micro-batches"),
-    pytest.param({"parallel": "pipeline", "stages": 2, "graphs": False}, id="without graphs"),
-]
-
-
-@pytest.mark.parametrize("options", STAGED)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"parallel": "layers", "stages": 2},
+        {"parallel": "pipeline", "stages": 3},
+        {"parallel": "pipeline", "stages": 2, "micro_batch_rows": 7},
+        {"parallel": "pipeline", "stages": 2, "graphs": False},
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("name", NETWORKS)
 async def test_stages_that_share_a_device_answer_as_the_cpu_does(name, options):
     batch = [Request(positions(rows, seed), rows) for seed, rows in enumerate((300, 1, 40))]
@@ -320,13 +290,10 @@ async def test_two_models_at_once_do_not_mix(gate):
             await backend.close()
 
 
-def test_the_roofline_is_measured_on_the_device():
+def test_the_roofline_is_measured_on_the_device_and_one_beyond_the_last_is_refused():
     found = measure(spec("blobnet-small"), devices=["cuda:0"], dtype="float32", seed=0, cores=2, budget_s=0.5)
     assert found.rows_per_s > 0
     assert "CUDA graph" in found.arrangement
-
-
-def test_a_device_beyond_the_last_is_refused_with_those_there_are():
     with pytest.raises(UsageError, match=r"this machine has cuda:0 \("):
         resolve_device(f"cuda:{torch.cuda.device_count()}")
 

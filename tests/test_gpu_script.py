@@ -62,9 +62,21 @@ def bench(tmp_path):
     return made
 
 
-def test_parts_share_the_time_and_what_one_leaves_goes_to_the_others(bench, monkeypatch):
+@pytest.fixture
+def parts(monkeypatch):
+    """Run these parts in the place of the real ones; a part is a function of the bench."""
+
+    def run(it, shares, **functions):
+        monkeypatch.setattr(gpu, "write", lambda it: None)
+        monkeypatch.setattr(gpu, "PARTS", {name: (functions[name], share) for name, share in shares.items()})
+        gpu.run(it, list(shares))
+        return [(one.part, one.status, one.why) for one in it.found]
+
+    return run
+
+
+def test_parts_share_the_time_and_what_one_leaves_goes_to_the_others(bench, parts):
     now, allowed = Hand(), {}
-    monkeypatch.setattr(gpu, "write", lambda it: None)
 
     def part(name, takes):
         def taking(it):
@@ -73,43 +85,26 @@ def test_parts_share_the_time_and_what_one_leaves_goes_to_the_others(bench, monk
 
         return taking
 
-    monkeypatch.setattr(
-        gpu, "PARTS", {"a": (part("a", 10), 50.0), "b": (part("b", 30), 25.0), "c": (part("c", 1), 25.0)}
-    )
-    gpu.run(bench(100.0, now), ["a", "b", "c"])
+    functions = {name: part(name, takes) for name, takes in (("a", 10), ("b", 30), ("c", 1))}
+    parts(bench(100.0, now), {"a": 50.0, "b": 25.0, "c": 25.0}, **functions)
     assert allowed == {"a": pytest.approx(50.0), "b": pytest.approx(45.0), "c": pytest.approx(60.0)}
 
 
-def test_when_the_time_is_up_the_rest_is_skipped_and_said_to_be(bench, monkeypatch):
+def test_when_the_time_is_up_the_rest_is_skipped_and_a_part_that_fails_costs_its_own_figures_alone(bench, parts):
     now = Hand()
-    it = bench(100.0, now)
-    monkeypatch.setattr(gpu, "write", lambda it: None)
 
     def slow(it):
+        it.add("x", {"rows/s": 5.0})
         now.time += 99.0
-
-    def never(it):
-        raise AssertionError
-
-    monkeypatch.setattr(gpu, "PARTS", {"slow": (slow, 1.0), "late": (never, 1.0), "later": (never, 1.0)})
-    gpu.run(it, ["slow", "late", "later"])
-    assert [(one.part, one.status, one.why) for one in it.found] == [
-        ("late", "skipped", "no time left"),
-        ("later", "skipped", "no time left"),
-    ]
-
-
-def test_a_part_that_fails_costs_its_own_figures_alone(bench, monkeypatch):
-    it = bench(100.0, Hand())
 
     def broken(it):
         raise ZeroDivisionError("alas")
 
-    monkeypatch.setattr(gpu, "write", lambda it: None)
-    monkeypatch.setattr(gpu, "PARTS", {"broken": (broken, 1.0), "well": (lambda it: it.add("x", {"rows/s": 5.0}), 1.0)})
-    gpu.run(it, ["broken", "well"])
-    assert [(one.part, one.status) for one in it.found] == [("broken", "failed"), ("well", "done")]
-    assert it.found[0].why == "ZeroDivisionError: alas"
+    found = parts(
+        bench(100.0, now), dict.fromkeys(("broken", "slow", "late"), 1.0), broken=broken, slow=slow, late=None
+    )
+    late = ("late", "skipped", "no time left")
+    assert found == [("broken", "failed", "ZeroDivisionError: alas"), ("slow", "done", ""), late]
 
 
 def test_a_command_has_its_share_but_no_less_than_is_worth_while(bench):
@@ -162,9 +157,9 @@ with open(sys.argv[sys.argv.index("--file") + 1], "a") as file:
 @pytest.mark.parametrize(
     ("end", "rest"),
     [
-        pytest.param("time.sleep(60)", [("the rest", "shortened", "no time left")], id="cut off"),
-        pytest.param("exit('alas')", [("the rest", "failed", "alas")], id="failed"),
-        pytest.param("pass", [], id="well"),
+        ("time.sleep(60)", [("the rest", "shortened", "no time left")]),
+        ("exit('alas')", [("the rest", "failed", "alas")]),
+        ("pass", []),
     ],
 )
 def test_what_probes_have_found_is_kept_however_they_end(bench, short, monkeypatch, tmp_path, end, rest):
@@ -208,9 +203,9 @@ def test_tests_that_fail_are_named(bench, monkeypatch):
 @pytest.mark.parametrize(
     ("does", "found"),
     [
-        pytest.param("file.write_text('{}')", ({}, "done"), id="a report"),
-        pytest.param("file.write_text('{}'); exit(4)", ({}, "done"), id="a report that says what failed"),
-        pytest.param("print('alas'); exit(1)", ("failed", "alas"), id="last words"),
+        ("file.write_text('{}')", ({}, "done")),
+        ("file.write_text('{}'); exit(4)", ({}, "done")),
+        ("print('alas'); exit(1)", ("failed", "alas")),
     ],
 )
 def test_what_a_command_leaves_counts_however_it_ends(bench, monkeypatch, does, found):
@@ -228,16 +223,9 @@ def test_what_a_command_leaves_counts_however_it_ends(bench, monkeypatch, does, 
 
 
 def test_the_table_says_what_it_is_of_and_what_is_missing():
-    figures = [
-        {
-            "part": "a",
-            "case": "b",
-            "figures": {"rows/s": 12345.6, "ratio": 0.98765, "use": None},
-            "status": "done",
-            "why": "",
-        },
-        {"part": "a", "case": "c", "figures": {}, "status": "skipped", "why": "no time left"},
-    ]
+    done = {"figures": {"rows/s": 12345.6, "ratio": 0.98765, "use": None}, "status": "done", "why": ""}
+    skipped = {"figures": {}, "status": "skipped", "why": "no time left"}
+    figures = [{"part": "a", "case": "b", **done}, {"part": "a", "case": "c", **skipped}]
     document = {"device_name": "X", "budget_s": 600.0, "spent_s": 100.0, "tried_on_a_cpu": True, "figures": figures}
     lines = gpu.table(document).splitlines()
     assert lines[0].startswith("X, 100 s of 600 s. **The program was tried on a CPU")
@@ -305,60 +293,51 @@ def refusing(*_):
     raise RuntimeError("operation not permitted\nwhen stream is capturing")
 
 
-@pytest.mark.parametrize(
-    ("act", "ends", "said"),
-    [
-        pytest.param(lambda it: None, lambda: None, "allowed; the capture survived", id="all is well"),
-        pytest.param(
-            refusing,
-            lambda: None,
-            "refused: operation not permitted; the capture survived",
-            id="what is done is refused",
-        ),
-        pytest.param(
-            lambda it: None, refusing, "allowed; the capture broke: operation not permitted", id="the capture breaks"
-        ),
-    ],
-)
-def test_what_becomes_of_a_capture_is_told(probes, monkeypatch, act, ends, said):
-    seen: list[bool] = []
-    over = threading.Event()
+def capturing(monkeypatch, *ends):
+    """Captures, of which each ends as the next of these functions does; set once the first is over."""
+    over, left = threading.Event(), iter(ends)
 
     @contextlib.contextmanager
     def captured(stream, pool):
         yield
         over.set()
-        ends()
-
-    def acts(it):
-        seen.append(over.wait(0.2))  # it waits for what is done meanwhile
-        act(it)
+        next(left)()
 
     monkeypatch.setattr(gpu_probes, "captured", captured)
+    return over
+
+
+def nothing(*_):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("act", "ends", "said"),
+    [
+        (nothing, nothing, "allowed; the capture survived"),
+        (refusing, nothing, "refused: operation not permitted; the capture survived"),
+        (nothing, refusing, "allowed; the capture broke: operation not permitted"),
+    ],
+)
+def test_what_becomes_of_a_capture_is_told(probes, monkeypatch, act, ends, said):
+    seen, over = [], capturing(monkeypatch, ends)
+
+    def acts(it):
+        seen.append(over.wait(0.2))  # the capture waits for what is done meanwhile
+        act(it)
+
     assert gpu_probes.during_a_capture(probes, acts) == said
     assert seen == [False]
 
 
 def test_after_a_capture_that_fails_memory_and_captures_are_tried(probes, monkeypatch):
-    @contextlib.contextmanager
-    def captured(stream, pool):
-        yield
-        ends()
-
-    def ends():
-        ended.append(True)
-        if len(ended) == 1:
-            refusing()
-
-    ended: list[bool] = []
-    monkeypatch.setattr(gpu_probes, "captured", captured)
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 0 if emptied else 256 << 20)
     emptied: list[bool] = []
+    capturing(monkeypatch, refusing, nothing, refusing, nothing)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 0 if emptied else 256 << 20)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(True))
     said = "fails (operation not permitted); 256 of 256 MiB given back; another capture: works"
     assert gpu_probes.after_a_failed_capture(probes) == said
     monkeypatch.setattr(torch.cuda, "empty_cache", refusing)
-    ended.clear()
     assert "empty_cache fails: operation not permitted" in gpu_probes.after_a_failed_capture(probes)
 
 
@@ -393,10 +372,10 @@ def wheel(folder: Path, name: str, version: str, *needs: str) -> None:
 @pytest.mark.parametrize(
     ("here", "taken"),
     [
-        pytest.param({}, ["a", "core"], id="nothing is there"),
-        pytest.param({"a": "2.1", "core": "1.0"}, [], id="all of it is there"),
-        pytest.param({"a": "1.0", "core": "1.0"}, ["a", "core"], id="too old, and what a newer one needs"),
-        pytest.param({"a": "2.1"}, ["core"], id="one of them"),
+        ({}, ["a", "core"]),
+        ({"a": "2.1", "core": "1.0"}, []),
+        ({"a": "1.0", "core": "1.0"}, ["a", "core"]),  # too old, and what a newer one needs
+        ({"a": "2.1"}, ["core"]),
     ],
 )
 def test_what_the_machine_has_is_preferred(monkeypatch, tmp_path, here, taken):

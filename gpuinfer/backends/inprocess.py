@@ -68,7 +68,11 @@ class InProcess(Backend):
         if self._trains:
             self.notices = processor.training_notices(self.setup, self.options.compute)
         else:
-            self._refuse_training_options()
+            if self.options.backward and self.setup.model is not None:
+                raise UsageError("-B backward=true is for models of rows, and this one is of text. Leave it out.")
+            given = [name for name in ("loss", "checkpoint_segments") if getattr(self.options, name)]
+            if given and self.setup.model is not None:
+                raise UsageError(f"-B {given[0]} is for gradients. Add -B backward=true, or leave it out.")
             self.notices = precision.notices(self.setup, self.options.compute)
         self._gate = arbiter_of(self.setup, free=not self.options.gate)  # the same one for all models of a run
         self._stands_beside = False  # another model, which may be loaded before this one
@@ -89,13 +93,6 @@ class InProcess(Backend):
         spec = self.setup.model
         return spec is not None and (spec.kind == "gradients" or (self.options.backward and spec.kind == "rows"))
 
-    def _refuse_training_options(self) -> None:
-        if self.options.backward and self.setup.model is not None:
-            raise UsageError("-B backward=true is for models of rows, and this one is of text. Leave it out.")
-        given = [name for name in ("loss", "checkpoint_segments") if getattr(self.options, name)]
-        if given and self.setup.model is not None:
-            raise UsageError(f"-B {given[0]} is for gradients. Add -B backward=true, or leave it out.")
-
     async def check(self) -> None:
         """Devices by their names; the layers of a model of rows that is to be cut, which is built for that. Of a model
         beside another, which may be loaded before it, also what would keep it from being loaded.
@@ -104,31 +101,26 @@ class InProcess(Backend):
             return  # of a workload that brings its own answers
         spec = self._served()
         model_options.check_names(self.setup.devices)
-        if self._stands_beside:
-            await asyncio.to_thread(self._refuse_unloadable, spec)
-        cut = self.options.parallel != "data" and spec.kind == "rows"
-        if cut or model_options.may_be_missing(self.setup.devices):
-            await asyncio.to_thread(self._check_there, spec if cut else None)
+        await asyncio.to_thread(self._check_in_thread, spec)
 
-    def _check_there(self, cut: ModelSpec | None) -> None:
-        if cut is not None:
-            from gpuinfer.models.pipeline.open_pipeline import check_layers
-
-            check_layers(cut, self.setup, self.options)
-        else:
-            from gpuinfer.models.device import resolve_devices
-
-            resolve_devices(self.setup.devices)
-
-    def _refuse_unloadable(self, spec: ModelSpec) -> None:
-        if spec.kind == "text":
+    def _check_in_thread(self, spec: ModelSpec) -> None:
+        """What imports torch, and may take a while."""
+        if self._stands_beside and spec.kind == "text":
             from gpuinfer.text.generator.setup import refuse_unloadable
 
             refuse_unloadable(spec, self.setup, self.options)
-        elif spec.kind == "rows":
+        elif self._stands_beside and spec.kind == "rows":
             from gpuinfer.models import load
 
             load.refuse_unloadable(spec)
+        if self.options.parallel != "data" and spec.kind == "rows":
+            from gpuinfer.models.pipeline.open_pipeline import check_layers
+
+            check_layers(spec, self.setup, self.options)
+        elif model_options.may_be_missing(self.setup.devices):
+            from gpuinfer.models.device import resolve_devices
+
+            resolve_devices(self.setup.devices)
 
     def _served(self) -> ModelSpec:
         """The model, which these options are for. Raises `UsageError`."""
@@ -195,8 +187,16 @@ class InProcess(Backend):
         A payload that does not fit gets a `BackendError` as its result, one at which the model raises that error; its
         neighbours are answered.
         """
+        context = contextvars.copy_context()  # so that the thread finds its lane in the time ledger
+        loop = asyncio.get_running_loop()
         if self._gradients is not None and self._threads is not None:
-            return await self._gradients_of(self._gradients, self._threads, batch)
+            from gpuinfer.models import gradients
+
+            payloads = [request.payload for request in batch]
+            passes = partial(gradients.answers_to, self._gradients.passed, payloads)
+            own = (getattr(one, "executor", None) for one in payloads)
+            executor: Executor = next(filter(None, own), self._threads)
+            return await loop.run_in_executor(executor, context.run, self._in_turn, passes)
         if self._opened is None or self._threads is None:
             raise BackendDied(
                 "the backend 'inprocess' is not running. Await start() before infer(), and not after close()."
@@ -210,38 +210,12 @@ class InProcess(Backend):
         blocks = [request.payload for index, request in enumerate(batch) if index not in misfits]
         if not blocks:
             return list(misfits.values())
-        context = contextvars.copy_context()  # so that the thread finds its lane in the time ledger
-        loop = asyncio.get_running_loop()
         compute = partial(answers_by_halving, self._opened.forward, blocks)
         answers = await loop.run_in_executor(self._threads, context.run, self._in_turn, compute)
-        answers = [self._of_the_model(one) if isinstance(one, Exception) else one for one in answers]
+        answers = [_blamed(spec, one) if isinstance(one, Exception) else one for one in answers]
         for index, error in misfits.items():  # in ascending order, so that each finds its place
             answers.insert(index, error)
         return answers
-
-    def _of_the_model(self, error: Exception) -> Exception:
-        """What the user's own model raised is said to be that: the backend is not at fault."""
-        spec = self.setup.model
-        if spec is None or ":" not in spec.name or isinstance(error, GpuinferError):
-            return error
-        from gpuinfer.models.load import title
-
-        made = BackendError(
-            f"{title(spec.name)} raised {error_text.short_message(error)}. Run it again with -vv to see where."
-        )
-        made.__cause__ = error
-        return made
-
-    async def _gradients_of(
-        self, opened: OpenedGradients, threads: ThreadPoolExecutor, batch: Sequence[Request]
-    ) -> Sequence[Result]:
-        from gpuinfer.models import gradients
-
-        context, payloads = contextvars.copy_context(), [request.payload for request in batch]
-        loop = asyncio.get_running_loop()
-        answers = partial(gradients.answers_to, opened.passed, payloads)
-        executor: Executor = next(filter(None, (getattr(one, "executor", None) for one in payloads)), threads)
-        return await loop.run_in_executor(executor, context.run, self._in_turn, answers)
 
     def _in_turn(self, answers: Callable[[], list[Any]]) -> list[Any]:
         """In a thread of its own, once it is its turn at the device, on as many cores as it has there."""
@@ -327,3 +301,16 @@ class InProcess(Backend):
         text, self._text = self._text, None
         if text is not None:
             await text.close()
+
+
+def _blamed(spec: ModelSpec, error: Exception) -> Exception:
+    """What the user's own model raised is said to be that: the backend is not at fault."""
+    if ":" not in spec.name or isinstance(error, GpuinferError):
+        return error
+    from gpuinfer.models.load import title
+
+    made = BackendError(
+        f"{title(spec.name)} raised {error_text.short_message(error)}. Run it again with -vv to see where."
+    )
+    made.__cause__ = error
+    return made

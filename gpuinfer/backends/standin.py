@@ -82,7 +82,13 @@ class StandIn(Backend):
             if not done.done():
                 done.set_result(None)
 
-        timer = loop.call_at(self._end_of(rows, device), finish)
+        if self._clock is None:
+            raise BackendDied("the backend 'standin' is not running. Await start() before infer(), not after close().")
+        now = self._clock()
+        slower = self.options.drift if now - self._started >= self.options.drift_after else 1.0
+        if device and device == next(reversed(self.devices)):
+            slower *= self.options.slow
+        timer = loop.call_at(now + slower * self.service.draw(rows, self._dice), finish)
         fails = self.service.fails(self._dice)
         count = self.devices.get(device)
         if count is not None:
@@ -96,16 +102,6 @@ class StandIn(Backend):
         if fails:
             raise BackendError("the stand-in failed this batch, as it was told to. Set -B failures=0 to have none.")
         return [request.payload for request in batch]
-
-    def _end_of(self, rows: int, device: str) -> float:
-        """When a batch that begins now on this device ends, on the loop's clock."""
-        if self._clock is None:
-            raise BackendDied("the backend 'standin' is not running. Await start() before infer(), not after close().")
-        now = self._clock()
-        slower = self.options.drift if now - self._started >= self.options.drift_after else 1.0
-        if device and device == next(reversed(self.devices)):
-            slower *= self.options.slow
-        return now + slower * self.service.draw(rows, self._dice)
 
     def device(self) -> Mapping[str, Any]:
         """The counters of each of several devices."""

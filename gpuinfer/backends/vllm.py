@@ -65,12 +65,14 @@ def why_not_installed() -> str | None:
             f"vLLM is not installed. Install it: {EXTRA}\nOn a machine without a GPU: {CPU}, "
             "with the list of packages in docs/vllm.md."
         )
-    if numbers_of(found) not in SUPPORTED:
-        return (
-            f"vLLM {found} is not one that gpuinfer knows: {spoken_list(SUPPORTED)} are. Install one of them: {EXTRA}, "
-            "or ask a running server with -B endpoint=URL."
-        )
-    return None
+    numbers = re.match(r"(\d+)\.(\d+)", found)
+    if numbers is not None and (int(numbers[1]), int(numbers[2])) in SUPPORTED:
+        return None
+    known = " and ".join(f"{major}.{minor}.x" for major, minor in SUPPORTED)
+    return (
+        f"vLLM {found} is not one that gpuinfer knows: {known} are. Install one of them: {EXTRA}, "
+        "or ask a running server with -B endpoint=URL."
+    )
 
 
 def require_vllm() -> str:
@@ -78,15 +80,6 @@ def require_vllm() -> str:
     if (problem := why_not_installed()) is not None:
         raise UsageError(f"the backend 'vllm' cannot be used: {problem}")
     return vllm_version() or ""
-
-
-def numbers_of(text: str) -> tuple[int, int] | None:
-    found = re.match(r"(\d+)\.(\d+)", text)
-    return None if found is None else (int(found[1]), int(found[2]))
-
-
-def spoken_list(versions: tuple[tuple[int, int], ...]) -> str:
-    return " and ".join(f"{major}.{minor}.x" for major, minor in versions)
 
 
 ROWS = 64  # in flight to a server at once, without -B max_num_seqs

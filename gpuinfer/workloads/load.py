@@ -53,9 +53,18 @@ class Payloads:
     """
 
     def __init__(self, spec: ModelSpec | None, most_rows: int, seed: int) -> None:
-        self._pool = None if spec is None else _pool(spec, most_rows + max(LEAST_POOL, most_rows), seed)
-        self._last = 0 if self._pool is None else len(self._pool) - most_rows  # where a block may begin
+        self._pool: NDArray[Any] | None = None
+        self._last = max(LEAST_POOL, most_rows)  # where a block may begin
         self._at = 0
+        if spec is None:
+            return
+        random, shape = np.random.default_rng(seed), (most_rows + self._last, spec.inputs)
+        if row_dtype(spec).kind == "f":
+            self._pool = random.standard_normal(shape).astype(row_dtype(spec))
+            return
+        drawn = random.integers(0, 2, shape, dtype=np.uint8)
+        bits = spec.input_dtype == BITS
+        self._pool = np.packbits(drawn, axis=1, bitorder="little") if bits else drawn.astype(row_dtype(spec))
 
     def take(self, rows: int) -> Any:
         if self._pool is None:
@@ -63,14 +72,6 @@ class Payloads:
         begin = self._at
         self._at = (begin + rows) % self._last
         return self._pool[begin : begin + rows]
-
-
-def _pool(spec: ModelSpec, rows: int, seed: int) -> NDArray[Any]:
-    random = np.random.default_rng(seed)
-    if row_dtype(spec).kind == "f":
-        return random.standard_normal((rows, spec.inputs)).astype(row_dtype(spec))
-    drawn = random.integers(0, 2, (rows, spec.inputs), dtype=np.uint8)
-    return np.packbits(drawn, axis=1, bitorder="little") if spec.input_dtype == BITS else drawn.astype(row_dtype(spec))
 
 
 ODD_LATE_S, ODD_SHARE = 0.5e-3, 0.05  # a generator that is later, and by more than such a share, is not believed
@@ -269,17 +270,15 @@ class ThinkingClients(LoadDriver):
     async def _client(self, dice: random.Random) -> None:
         draw, time = self._load.mix.draw(dice), self._loop.time
         with self._infer.client() as me:
-            while await self._thinks(dice) and self._sending and self._left > 0:
+            while self._left > 0:
+                if self._load.think:
+                    await self._rest(self._load.think_s(dice))
+                if time() >= self._until or not self._sending or self._left <= 0:
+                    return
                 self._left -= 1
                 full = await self._asker.ask(draw(0.0)._replace(client=me), time())
                 if full is not None:
                     await self._rest(full.retry_after_s or AGAIN_S)
-
-    async def _thinks(self, dice: random.Random) -> bool:
-        """Whether the load still goes on after that."""
-        if self._load.think:
-            await self._rest(self._load.think_s(dice))
-        return self._loop.time() < self._until
 
     async def _rest(self, seconds: float) -> None:
         """For so long, or until the load is over."""
@@ -296,18 +295,12 @@ class ThinkingClients(LoadDriver):
     def abandon(self) -> None:
         for task in self._tasks:
             task.cancel()
-            task.add_done_callback(_consume_exception)
+            task.add_done_callback(lambda done: done.cancelled() or done.exception())  # seen: the first was raised
 
 
 def _cancel_all(pause: asyncio.Future[None]) -> None:
     if not pause.done():
         pause.set_result(None)
-
-
-def _consume_exception(task: asyncio.Task[None]) -> None:
-    """Marks a failure as seen: the first one was raised."""
-    if not task.cancelled():
-        task.exception()
 
 
 log = logging.getLogger(__name__)
@@ -372,13 +365,16 @@ class Load(Workload):
             raise UsageError("--features is for a model of your own. Add --model module:factory, or leave it out.")
         if own.weights is not None and not own.weights.is_file():
             raise UsageError(f"--weights: no file '{own.weights}'. Give the file that holds the weights.")
-        self._mix = Mix(
-            parse_rows(own.rows),
-            classes_of(own.classes) if own.classes else {},
-            math.inf if own.timeout is None else own.timeout,
-            own.sources,
-        )
-        self.load: Arrivals = self._arrivals()
+        classes = classes_of(own.classes) if own.classes else {}
+        mix = Mix(parse_rows(own.rows), classes, math.inf if own.timeout is None else own.timeout, own.sources)
+        if own.replay is not None:
+            from gpuinfer.lab.simulate.fitting import replayed
+
+            self.load: Arrivals = replayed(own.replay)
+        elif (rates := schedule_of(own.schedule) if own.schedule is not None else own.rate) is not None:
+            self.load = open_arrivals(own.arrivals, rates, mix, own.burst, own.burst_s)
+        else:
+            self.load = ClosedLoop(own.clients or CLIENTS, own.think, mix=mix)
 
     def trial(self, setup: Setup, **changes: Any) -> Load | None:
         """Of clients: what comes from outside is answered as fast as it comes, and not faster."""
@@ -403,18 +399,6 @@ class Load(Workload):
     @property
     def asks(self) -> bool:
         return True
-
-    def _arrivals(self) -> Arrivals:
-        own = self.options
-        if own.replay is not None:
-            from gpuinfer.lab.simulate.fitting import replayed
-
-            return replayed(own.replay)
-        if own.schedule is not None:
-            return open_arrivals(own.arrivals, schedule_of(own.schedule), self._mix, own.burst, own.burst_s)
-        if own.rate is not None:
-            return open_arrivals(own.arrivals, own.rate, self._mix, own.burst, own.burst_s)
-        return ClosedLoop(own.clients or CLIENTS, own.think, mix=self._mix)
 
     @property
     def seconds(self) -> float:
@@ -445,7 +429,11 @@ class Load(Workload):
     async def run(self, infer: Infer) -> AsyncIterator[Progress]:
         yield Progress(0, self.total, "requests", note="making the backend ready", setup=True)
         limits = await infer.ready()
-        self._refuse_rows(limits.max_rows)
+        if self.load.most_rows > limits.max_rows:
+            raise UsageError(
+                f"requests of {self.load.most_rows} rows do not fit into a batch of {limits.max_rows}, and none is "
+                "split. Give fewer --rows, or raise the limit (-B max_rows)."
+            )
         spec = self.model() if infer.has_model else None
         tally = LoadTally()
         yield self._progress(tally, 0.0)  # the clock starts here, and so does the load
@@ -465,13 +453,6 @@ class Load(Workload):
             Load._warned = True
             log.warning("%s", doubt)
         yield self._progress(tally, driver.lasted_s)
-
-    def _refuse_rows(self, most: int) -> None:
-        if self.load.most_rows > most:
-            raise UsageError(
-                f"requests of {self.load.most_rows} rows do not fit into a batch of {most}, and none is split. "
-                "Give fewer --rows, or raise the limit (-B max_rows)."
-            )
 
     def _progress(self, tally: LoadTally, lasted_s: float) -> Progress:
         facts: dict[str, float] = {}

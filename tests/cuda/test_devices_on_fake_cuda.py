@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
-import weakref
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from gpuinfer.api import ModelSpec, Setup
-from gpuinfer.models.cuda_graphs import new_stream
 from gpuinfer.models.device import Gauge, device_name
 from gpuinfer.models.out_of_memory import answers, is_lost
 from gpuinfer.text import text_roofline
@@ -48,22 +45,3 @@ def test_memory_that_ran_out_is_given_back_before_a_smaller_step(cuda):
     troubles = FaultIsolation(SimpleNamespace(rows=[]))
     assert troubles.failed(["a", "b"], 8, torch.OutOfMemoryError("CUDA out of memory.")) is None
     assert cuda.log == ["the cache is emptied"]
-
-
-def test_a_stream_is_nobody_elses_until_it_ends_and_there_are_no_weak_references_to_it(monkeypatch):
-    """A stream that has had one crashes torch 2.11 when the next with its number is taken."""
-    numbers = itertools.cycle(range(70, 73))
-
-    class Stream:
-        __slots__ = ("__dict__", "cuda_stream")
-
-        def __init__(self, device):
-            self.cuda_stream = next(numbers)
-
-    monkeypatch.setattr(torch.cuda, "Stream", Stream)
-    held = [new_stream() for _ in range(3)]
-    assert [one.cuda_stream for one in held] == [70, 71, 72]
-    with pytest.raises(TypeError, match="weak reference"):
-        weakref.ref(held[0])
-    del held[1]
-    assert [new_stream().cuda_stream for _ in range(2)] == [71, 71]  # each given back at once

@@ -11,7 +11,7 @@ import os
 import sys
 import time
 import types
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping
 from importlib.util import find_spec
 from typing import Any
 
@@ -19,6 +19,7 @@ from gpuinfer.api import Lane
 from gpuinfer.backends.vllm_engine.engine_arguments import refuse_unknown
 from gpuinfer.backends.vllm_engine.list_constraints import processor_for
 from gpuinfer.backends.vllm_engine.lora_versions import VllmAdapter
+from gpuinfer.backends.vllm_engine.vllm_requests import VllmRequest
 from gpuinfer.errors import BackendDied, BadPrompt, GpuinferError, UsageError
 
 
@@ -74,9 +75,6 @@ class VllmCounters:
         self.prompt_tokens += int(prompts.computed)
         self.cached_tokens += int(prompts.cached_tokens)
         self.preemptions += int(iteration.num_preempted_reqs)
-        self._step(drawn)
-
-    def _step(self, rows: int) -> None:
         now = time.monotonic()
         seconds = 0.0 if self._since is None else now - self._since
         self.steps += 1
@@ -86,8 +84,8 @@ class VllmCounters:
             self._since = now
             self._enter("reply")  # so that the watchdog sees the lane move
             self._enter("forward")
-        if self.on_step is not None and rows:
-            self.on_step(rows, seconds)
+        if self.on_step is not None and drawn:
+            self.on_step(drawn, seconds)
 
     def counters(self) -> dict[str, Any]:
         """The counters of our own driver."""
@@ -112,25 +110,6 @@ class VllmCounters:
             "prefix_queries": self.prefix_queries,
             "prefix_hits": self.prefix_hits,
         }
-
-
-def stat_logger_factory(counting: VllmCounters) -> Any:
-    """The class of AsyncLLM's logger; AsyncLLM makes an instance for its one engine."""
-    from vllm.v1.metrics.loggers import StatLoggerBase
-
-    class Logger(StatLoggerBase):  # type: ignore[misc]
-        def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:
-            pass
-
-        def record(
-            self, scheduler_stats: Any, iteration_stats: Any, mm_cache_stats: Any = None, engine_idx: int = 0, **_: Any
-        ) -> None:
-            counting.record(scheduler_stats, iteration_stats)
-
-        def log_engine_initialized(self) -> None:
-            pass
-
-    return Logger
 
 
 USUAL = {
@@ -164,6 +143,19 @@ class VllmEngine:
         sys.modules["__main__"] = types.ModuleType("__main__")
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
+        from vllm.v1.metrics.loggers import StatLoggerBase
+
+        class Logger(StatLoggerBase):  # type: ignore[misc]
+            """AsyncLLM makes an instance for its one engine."""
+
+            def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:
+                pass
+
+            def record(self, scheduler_stats: Any, iteration_stats: Any, *_: Any, **more: Any) -> None:
+                counting.record(scheduler_stats, iteration_stats)
+
+            def log_engine_initialized(self) -> None:
+                pass
 
         refuse_unknown(arguments, [field.name for field in dataclasses.fields(AsyncEngineArgs)])
         try:
@@ -176,9 +168,7 @@ class VllmEngine:
                 f"vLLM does not take these engine arguments: {_line(error)} Correct that option."
             ) from error
         try:
-            llm = AsyncLLM.from_vllm_config(
-                config, stat_loggers=[stat_logger_factory(counting)], disable_log_stats=True
-            )
+            llm = AsyncLLM.from_vllm_config(config, stat_loggers=[Logger], disable_log_stats=True)
         except Exception as error:
             raise BackendDied(f"the vLLM engine did not start: {_line(error)}") from error
         return cls(llm, counting)
@@ -210,18 +200,8 @@ class VllmEngine:
             self._dead = BackendDied("the vLLM engine died. Start it again, unless it is already.")
         return self._dead
 
-    async def generate(
-        self,
-        number: str,
-        tokens: Sequence[int],
-        fields: Mapping[str, Any],
-        *,
-        adapter: VllmAdapter | None = None,
-        grammar: str | None = None,
-        growing: bool = False,
-        priority: int = 0,
-    ) -> AsyncIterator[Any]:
-        """vLLM's outputs: what is new each time when `growing`, else one at the end. Leaving early aborts it.
+    async def generate(self, request: VllmRequest) -> AsyncIterator[Any]:
+        """vLLM's outputs. Leaving early aborts the request.
 
         Raises `BadPrompt` for what vLLM refuses, `BackendDied` when the engine dies.
         """
@@ -233,17 +213,15 @@ class VllmEngine:
         if (dead := self.dead) is not None:
             raise dead
         try:
+            grammar, adapter = request.grammar, request.adapter
             sampling = SamplingParams(
-                **fields,
-                output_kind=RequestOutputKind.DELTA if growing else RequestOutputKind.FINAL_ONLY,
+                **request.fields,
+                output_kind=RequestOutputKind.DELTA if request.growing else RequestOutputKind.FINAL_ONLY,
                 structured_outputs=None if grammar is None else StructuredOutputsParams(grammar=grammar),
             )
-            asked = self._llm.generate(
-                {"type": "token", "prompt_token_ids": tokens},
-                sampling,
-                number,
-                lora_request=None if adapter is None else _lora(adapter),
-            )
+            prompt = {"type": "token", "prompt_token_ids": request.tokens}
+            lora = None if adapter is None else _lora(adapter)
+            asked = self._llm.generate(prompt, sampling, request.number, lora_request=lora)
             try:
                 async for output in asked:
                     yield output
@@ -257,7 +235,8 @@ class VllmEngine:
     async def try_out(self) -> None:
         """Answer trial requests: what vLLM prepares at first use is ready before work comes."""
         for number, fields in enumerate(TRIED):
-            async for _ in self.generate(f"try-{number}", [0], {**fields, "max_tokens": 2, "detokenize": False}):
+            request = VllmRequest(f"try-{number}", [0], {**fields, "max_tokens": 2, "detokenize": False})
+            async for _ in self.generate(request):
                 pass
         self.counting.forget()
 

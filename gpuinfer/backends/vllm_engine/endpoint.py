@@ -15,6 +15,7 @@ from typing import Any, cast
 from gpuinfer.api import Event, Limits, Request, Setup
 from gpuinfer.backends.vllm_engine.async_llm import VllmCounters
 from gpuinfer.backends.vllm_engine.lora_versions import VllmAdapter, VllmAdapters
+from gpuinfer.backends.vllm_engine.vllm_requests import PromptPreparer, VllmRequest
 from gpuinfer.errors import BackendDied, BackendError, BadPrompt, QueueFull, UsageError
 from gpuinfer.http.client import ClientError, ConnectionBroken, HttpClient, RequestTimedOut, Unreachable
 from gpuinfer.stats import Snapshot
@@ -23,7 +24,6 @@ from gpuinfer.text.text_options import FIRST_VERSION
 ANSWER_S = 3600.0  # for one answer
 ASK_S = 30.0  # for what is asked beside prompts
 PAUSE_S = 0.5  # before a server that is gone is asked again
-NAMES = ("regex", "choice", "grammar")  # constraints, as both call them
 METRICS = {  # vLLM's names → ours
     "vllm:num_requests_running": "running",
     "vllm:num_requests_waiting": "waiting",
@@ -72,27 +72,22 @@ class VllmEndpoint:
         self.name, self.length = wanted, bases[wanted]
         self.others = tuple(one["id"] for one in found if one.get("parent"))
 
-    async def generate(
-        self,
-        number: str,
-        tokens: Sequence[int],
-        fields: Mapping[str, Any],
-        *,
-        adapter: VllmAdapter | None = None,
-        grammar: str | None = None,
-        growing: bool = False,
-        priority: int = 0,
-    ) -> AsyncIterator[Any]:
-        """As `Engine.generate`. Raises `BadPrompt`, `BackendError`, and `BackendDied` for a server that stays away."""
-        body = body_of(self.name if adapter is None else adapter.called, number, tokens, fields, grammar, growing)
-        data, most = json.dumps(body).encode(), int(fields.get("logprobs", 0))
+    async def generate(self, request: VllmRequest) -> AsyncIterator[Any]:
+        """As `VllmEngine.generate`. Raises `BadPrompt`, `BackendError`, `BackendDied` for a server that stays away."""
+        data = json.dumps(body_of(self.name, request)).encode()
+        most = int(request.fields.get("logprobs", 0))
         until = asyncio.get_running_loop().time() + self._retry_s
         while True:
             begun = False
             try:
-                async for output in self._growing(data, most) if growing else self._whole(data, most):
-                    begun = True
-                    yield output
+                if request.growing:
+                    async for output in self._growing(data, most):
+                        begun = True
+                        yield output
+                else:
+                    answer = await self._client.request("POST", "/v1/completions", data, JSON)
+                    refuse(answer.status, answer.body)
+                    yield output_of(json.loads(answer.body), most)
                 return
             except (Unreachable, ConnectionBroken) as error:
                 if begun or asyncio.get_running_loop().time() > until:
@@ -100,11 +95,6 @@ class VllmEndpoint:
                 await asyncio.sleep(PAUSE_S)
             except RequestTimedOut as error:
                 raise BackendError(str(error)) from None
-
-    async def _whole(self, data: bytes, most: int) -> AsyncIterator[Any]:
-        answer = await self._client.request("POST", "/v1/completions", data, JSON)
-        refuse(answer.status, answer.body)
-        yield output_of(json.loads(answer.body), most)
 
     async def _growing(self, data: bytes, most: int) -> AsyncIterator[Any]:
         async with self._client.stream("POST", "/v1/completions", data, JSON) as answer:
@@ -144,13 +134,18 @@ class VllmEndpoint:
             raise UsageError(f"{self.url} refuses the adapter: {words(answer.body)} Correct it.")
 
     async def measure(self) -> None:
-        """Its metrics as counters, as far as it tells them."""
+        """Those of its metrics that we know become counters, summed over engines."""
         try:
             answer = await self._client.request("GET", "/metrics", timeout_s=ASK_S)
         except ClientError:
             return
-        for name, value in measured(answer.body.decode("utf-8", "replace")).items():
-            setattr(self.counting, name, value)
+        found: dict[str, float] = {}
+        for line in answer.body.decode("utf-8", "replace").splitlines():
+            name, _, rest = line.partition("{")
+            if (ours := METRICS.get(name)) is not None:
+                found[ours] = found.get(ours, 0.0) + float(rest.rpartition(" ")[2])
+        for name, value in found.items():
+            setattr(self.counting, name, value if name == "cache_usage" else int(value))
 
     async def end(self) -> None:
         await self._client.close()
@@ -162,59 +157,50 @@ class VllmEndpoint:
 JSON = (("Content-Type", "application/json"),)
 
 
-def body_of(
-    model: str, number: str, tokens: Sequence[int], fields: Mapping[str, Any], grammar: str | None, growing: bool
-) -> dict[str, Any]:
+def body_of(model: str, request: VllmRequest) -> dict[str, Any]:
     """What `/v1/completions` is asked. Raises `BadPrompt` for what it cannot be."""
-    if grammar is not None or "extra_args" in fields:
+    fields = request.fields
+    if request.grammar is not None or "extra_args" in fields:
         raise BadPrompt(
             "a constraint is wanted, and a vLLM server may read it otherwise than we do, or has no processor of ours. "
             "Leave it out, or use --backend vllm without -B endpoint."
         )
-    left_out = ("detokenize", "skip_clone", "prompt_logprobs", "logprobs")
-    body = {name: value for name, value in fields.items() if name not in left_out}
-    body |= {"model": model, "prompt": list(tokens), "request_id": number, "return_token_ids": True}
-    body |= {name: fields[name] for name in ("prompt_logprobs",) if name in fields and not growing}
-    if "prompt_logprobs" in fields and growing:
+    if "prompt_logprobs" in fields and request.growing:
         raise BadPrompt("a vLLM server tells no prompt_logprobs in a stream. Read the answer when it is whole.")
+    body = {name: value for name, value in fields.items() if name not in ("detokenize", "skip_clone")}
     if "logprobs" in fields:
-        body |= {"logprobs": fields["logprobs"], "return_tokens_as_token_ids": True}
+        body["return_tokens_as_token_ids"] = True
     if "logit_bias" in fields:
         body["logit_bias"] = {str(token): bias for token, bias in fields["logit_bias"].items()}
-    return {**body, "stream": growing}
+    called = model if request.adapter is None else request.adapter.called
+    body |= {"model": called, "prompt": list(request.tokens), "request_id": request.number}
+    return {**body, "return_token_ids": True, "stream": request.growing}
 
 
 def output_of(told: Mapping[str, Any], most: int) -> Any:
     """One response, or one chunk of a stream, as AsyncLLM's output. `most`: so many of the likeliest were asked for."""
     (choice,) = told["choices"]
-    tokens = choice.get("token_ids") or []
-    drawn = SimpleNamespace(
-        token_ids=tokens, logprobs=_logprobs(tokens, choice.get("logprobs"), most), weight_versions=None
-    )
-    echo = choice.get("prompt_logprobs")
-    usage = told.get("usage") or {}
-    cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+    tokens, logprobs, echo = choice.get("token_ids") or [], choice.get("logprobs"), None
+    each = None if logprobs is None else _logprobs(tokens, logprobs, most)
+    if (prompt := choice.get("prompt_logprobs")) is not None:
+        echo = [
+            one
+            and {int(token): SimpleNamespace(logprob=of["logprob"], rank=of["rank"] or 0) for token, of in one.items()}
+            for one in prompt
+        ]
+    details = (told.get("usage") or {}).get("prompt_tokens_details") or {}
     return SimpleNamespace(
-        outputs=[drawn],
-        prompt_logprobs=None if echo is None else [_position(one) for one in echo],
-        num_cached_tokens=cached,
+        outputs=[SimpleNamespace(token_ids=tokens, logprobs=each, weight_versions=None)],
+        prompt_logprobs=echo,
+        num_cached_tokens=details.get("cached_tokens") or 0,
         metrics=None,
     )
 
 
-def _position(one: Mapping[str, Any] | None) -> dict[int, Any] | None:
-    if one is None:
-        return None
-    return {int(token): SimpleNamespace(logprob=of["logprob"], rank=of["rank"] or 0) for token, of in one.items()}
-
-
-def _logprobs(tokens: Sequence[int], told: Mapping[str, Any] | None, most: int) -> list[dict[int, Any]] | None:
-    if told is None:
-        return None
+def _logprobs(tokens: Sequence[int], told: Mapping[str, Any], most: int) -> list[dict[int, Any]]:
     found = []
-    for token, logprob, top in zip(
-        tokens, told["token_logprobs"], told.get("top_logprobs") or [{}] * len(tokens), strict=True
-    ):
+    likeliest = told.get("top_logprobs") or [{}] * len(tokens)
+    for token, logprob, top in zip(tokens, told["token_logprobs"], likeliest, strict=True):
         known = {int(name.removeprefix("token_id:")): value for name, value in (top or {}).items()}
         ranked = sorted(known, key=lambda one: -known[one])
         position = {one: SimpleNamespace(logprob=known[one], rank=place) for place, one in enumerate(ranked, 1)}
@@ -247,16 +233,6 @@ def words(body: bytes) -> str:
     return text if text.endswith(".") else f"{text}."
 
 
-def measured(text: str) -> dict[str, float]:
-    """Of Prometheus' text those that we know, summed over engines."""
-    found: dict[str, float] = {}
-    for line in text.splitlines():
-        name, _, rest = line.partition("{")
-        if (ours := METRICS.get(name)) is not None:
-            found[ours] = found.get(ours, 0.0) + float(rest.rpartition(" ")[2])
-    return {name: value if name == "cache_usage" else int(value) for name, value in found.items()}
-
-
 class EndpointModel:
     """One server, asked from this process."""
 
@@ -280,7 +256,6 @@ class EndpointModel:
         if spec is None or spec.kind != "text":
             raise UsageError("the backend 'vllm' serves models of text, and this run has none. Use another --backend.")
         from gpuinfer.backends.vllm_engine.vllm_driver import VllmDriver
-        from gpuinfer.backends.vllm_engine.vllm_requests import PromptPreparer
         from gpuinfer.text.checkpoint import open_checkpoint
         from gpuinfer.text.language import open_language
         from gpuinfer.text.model import TextModel
@@ -326,10 +301,9 @@ class EndpointModel:
         """What it tells of itself: of all its clients, since its start."""
         await self._endpoint.measure()
         counted = self._endpoint.counting
-        tokens = {"input": counted.prompt_tokens, "output": counted.output_tokens}
         told = {
             "model": dict(self._facts),
-            "tokens": tokens,
+            "tokens": {"input": counted.prompt_tokens, "output": counted.output_tokens},
             "engine": counted.engine(),
             "adapters": list(self.adapters),
         }

@@ -56,12 +56,6 @@ OURS = {
 }
 
 
-_IN_PIECES = (
-    "vLLM on a CPU ends when a prompt goes through in pieces and its answer is drawn with a seed, as all answers here "
-    "are. Leave -B enable_chunked_prefill out."
-)
-
-
 class EngineOptions(api.Options):
     """Those of `AsyncEngineArgs` that are asked for most, by its own names, and a way to give the others."""
 
@@ -105,9 +99,15 @@ def engine_arguments(
     """
     given: Mapping[str, Any] = {} if setup.model is None else setup.model.arguments
     for name in own.engine_args:
-        refuse_ours(name)
+        if name in PASSED_ON:
+            raise UsageError(f"-B engine_args has '{name}', which is an option of its own. Give -B {name}=VALUE.")
+        if name in OURS:
+            raise UsageError(f"-B engine_args has '{name}', which gpuinfer sets itself: {OURS[name]}. Leave it out.")
     if on_cpu and own.enable_chunked_prefill:
-        raise UsageError(_IN_PIECES)
+        raise UsageError(
+            "vLLM on a CPU ends when a prompt goes through in pieces and its answer is drawn with a seed, as all "
+            "answers here are. Leave -B enable_chunked_prefill out."
+        )
     arguments: dict[str, Any] = {
         "model": folder,
         "seed": setup.seed,
@@ -134,14 +134,6 @@ def engine_arguments(
             arguments[name] = value
     arguments.update(own.engine_args)
     return {name: value for name, value in arguments.items() if value is not None}
-
-
-def refuse_ours(name: str) -> None:
-    """Raises `UsageError` for an engine argument that is not the user's to give in `engine_args`."""
-    if name in PASSED_ON:
-        raise UsageError(f"-B engine_args has '{name}', which is an option of its own. Give -B {name}=VALUE.")
-    if name in OURS:
-        raise UsageError(f"-B engine_args has '{name}', which gpuinfer sets itself: {OURS[name]}. Leave it out.")
 
 
 def refuse_unknown(arguments: Mapping[str, Any], known: Iterable[str]) -> None:

@@ -9,6 +9,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Mapping, Sequence
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any, cast
 
@@ -67,8 +68,10 @@ def write_bytes_tokenizer(folder: Path, vocabulary: int, end: int) -> None:
     """A tokenizer.json whose token i is byte i: what "tiny" has built in, as others read it."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-    letters = _letters()
-    pieces = {letters[byte]: byte for byte in range(256)}
+    # What stands for each byte in a byte-level vocabulary (Radford et al. 2019, GPT-2's `bytes_to_unicode`).
+    plain = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
+    others = iter(range(256, 512))
+    pieces = {chr(byte) if byte in plain else chr(next(others)): byte for byte in range(256)}
     tokenizer = Tokenizer(models.BPE(pieces, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -78,13 +81,6 @@ def write_bytes_tokenizer(folder: Path, vocabulary: int, end: int) -> None:
     tokenizer.save(str(folder / "tokenizer.json"))
     settings: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|end|>"}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-
-
-def _letters() -> list[str]:
-    """What stands for each byte in a byte-level vocabulary (Radford et al. 2019, GPT-2's `bytes_to_unicode`)."""
-    plain = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
-    others = iter(range(256, 512))
-    return [chr(byte) if byte in plain else chr(next(others)) for byte in range(256)]
 
 
 AHEAD = 0.25  # rows with vLLM beyond those that it computes, as a share of them: its queue is never empty
@@ -130,7 +126,8 @@ class VllmTextBackend(Backend):
         counting = VllmCounters()
         self._engine = VllmEngine.open(arguments, counting)
         language = open_language(checkpoint.language_files(), checkpoint.shape)
-        facts = {"model": checkpoint.name, "device": _device(), **self._engine.facts}
+        device = str(import_module("vllm.platforms").current_platform.get_device_name(0))
+        facts = {"model": checkpoint.name, "device": device, **self._engine.facts}
         length = self._engine.length - 1  # it draws a token also where none is asked for
         processed = arguments["logprobs_mode"] == "processed_logprobs"
         prompts = PromptPreparer(
@@ -138,7 +135,7 @@ class VllmTextBackend(Backend):
         )
         self._adapters = VllmAdapters(self._load, self._engine.unload, own.max_adapters)
         self._driver = VllmDriver(self._engine, prompts, self._adapters, seed=self.setup.seed, processed=processed)
-        self._text = TextModel(cast(Any, self._driver), context.stepped, lambda: {"name": facts["device"]})
+        self._text = TextModel(cast(Any, self._driver), context.stepped, lambda: {"name": device})
         self._updating = asyncio.Lock()
         await self._engine.try_out()
         for name, where in adapters.items():
@@ -163,8 +160,13 @@ class VllmTextBackend(Backend):
         async with self._updating:
             if adapter is not None:
                 await self._adapters.add(adapter, version, weights)
-            else:
-                await self._reload(version, weights, drain)
+                return
+            if not await asyncio.to_thread(Path(weights, "config.json").is_file):
+                raise UsageError(
+                    f"there is no model folder '{weights}'. Give one with config.json and safetensors files."
+                )
+            changed = partial(self._driver.change_version, version)
+            await self._engine.reload(weights, version=version, drain=drain, changed=changed)
 
     async def unload(self, adapter: str) -> None:
         async with self._updating:
@@ -181,11 +183,6 @@ class VllmTextBackend(Backend):
         await asyncio.to_thread(read_adapter, self._checkpoint, one.folder)
         await self._engine.load(one)
 
-    async def _reload(self, version: str, weights: str, drain: bool) -> None:
-        await asyncio.to_thread(refuse_no_folder, weights)
-        changed = partial(self._driver.change_version, version)
-        await self._engine.reload(weights, version=version, drain=drain, changed=changed)
-
     def device(self) -> Mapping[str, Any]:
         if not hasattr(self, "_text"):
             return {}
@@ -196,15 +193,3 @@ class VllmTextBackend(Backend):
             await self._text.close()
         elif hasattr(self, "_engine"):
             await asyncio.to_thread(self._engine.close)
-
-
-def refuse_no_folder(weights: str) -> None:
-    """Raises `UsageError` for what is no Hugging Face folder."""
-    if not Path(weights, "config.json").is_file():
-        raise UsageError(f"there is no model folder '{weights}'. Give one with config.json and safetensors files.")
-
-
-def _device() -> str:
-    from vllm.platforms import current_platform
-
-    return str(current_platform.get_device_name(0))

@@ -23,13 +23,11 @@ if TYPE_CHECKING:
     from gpuinfer.text.language.list_walks import ListedMatcher, ListRules, SeatedWalks
 
 KEY, BEGUN = "gpuinfer_listed", "gpuinfer_listed_begun"
-V1 = "gpuinfer.backends.vllm_engine.processor_v1:ListedProcessor"
-V2 = "gpuinfer.backends.vllm_engine.processor_v2:ListedProcessor"
 
 
 def processor_for(v2: bool) -> str:
     """The entry of `logits_processors`, module:class, for an engine with vLLM's second model runner or the first."""
-    return V2 if v2 else V1
+    return f"gpuinfer.backends.vllm_engine.processor_v{2 if v2 else 1}:ListedProcessor"
 
 
 def extra_args(listed: Listed, begun: Sequence[int] = ()) -> dict[str, Any]:
@@ -87,27 +85,17 @@ def mask_logits(logits: Tensor, rows: NDArray[np.int32], rules: ListRules | None
         flat[torch.from_numpy(places[~only]).to(logits.device)] = -torch.inf
         at = torch.from_numpy(places[only]).to(logits.device)
     kept = flat.index_select(0, at)
-    for first, end in [(0, len(few))] if len(few) == len(logits) else _runs(few):
-        logits[first:end].fill_(-torch.inf)
+    if len(few) == len(logits):
+        logits.fill_(-torch.inf)
+    elif len(few):  # by ranges of adjacent rows
+        ordered = np.sort(few)
+        breaks = np.flatnonzero(np.diff(ordered) > 1)
+        firsts = np.concatenate([ordered[:1], ordered[breaks + 1]])
+        ends = np.concatenate([ordered[breaks], ordered[-1:]]) + 1
+        for first, end in zip(firsts.tolist(), ends.tolist(), strict=True):
+            logits[first:end].fill_(-torch.inf)
     flat.index_copy_(0, at, kept)
     return logits
-
-
-def _runs(rows: NDArray[np.int32]) -> list[tuple[int, int]]:
-    """Ranges of adjacent rows: (first, end)."""
-    if not len(rows):
-        return []
-    ordered = np.sort(rows)
-    breaks = np.flatnonzero(np.diff(ordered) > 1)
-    firsts = np.concatenate([ordered[:1], ordered[breaks + 1]])
-    ends = np.concatenate([ordered[breaks], ordered[-1:]]) + 1
-    return list(zip(firsts.tolist(), ends.tolist(), strict=True))
-
-
-def force_tokens(logits: Tensor, place: int, tokens: Sequence[int]) -> None:
-    """Allow only these tokens in the row, with equal logits."""
-    logits[place].fill_(-float("inf"))
-    logits[place, list(tokens)] = 0.0
 
 
 log = logging.getLogger("gpuinfer")
@@ -193,8 +181,9 @@ class ListedRows:
             return logits
         mask_logits(logits, places, walks.rules(rows))
         for row, place in zip(rows.tolist(), places.tolist(), strict=True):
-            if walks.done(row) and len(self._ends[row]):
-                force_tokens(logits, place, self._ends[row])
+            if walks.done(row) and len(self._ends[row]):  # these tokens alone, with equal logits
+                logits[place].fill_(-float("inf"))
+                logits[place, list(self._ends[row])] = 0.0
         return logits
 
     def at(self, row: int) -> ListedMatcher:

@@ -56,7 +56,10 @@ class VllmAdapters:
 
     async def add(self, name: str, version: str, folder: str) -> None:
         """Load a version, which `name` means from now on. Raises `UsageError`, with nothing changed."""
-        refuse_odd(name)
+        if not name or SEPARATOR in name or name != name.strip():
+            raise UsageError(
+                f"an adapter cannot be called '{name}'. Use a name without spaces around it and without @."
+            )
         if name not in self._newest and len(self._newest) >= self._most:
             raise UsageError(
                 f"{self._most} adapters are loaded ({', '.join(sorted(self._newest))}), and there is room for no more. "
@@ -114,9 +117,3 @@ class VllmAdapters:
         if not one.users:
             self._left.discard(one.number)
             await self._unload(one)
-
-
-def refuse_odd(name: str) -> None:
-    """Raises `UsageError` for a name that prompts cannot ask for."""
-    if not name or SEPARATOR in name or name != name.strip():
-        raise UsageError(f"an adapter cannot be called '{name}'. Use a name without spaces around it and without @.")

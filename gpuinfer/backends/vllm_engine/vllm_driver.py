@@ -23,8 +23,8 @@ from gpuinfer.backends.vllm_engine import vllm_requests as mapping
 from gpuinfer.backends.vllm_engine.async_llm import VllmEngine
 from gpuinfer.backends.vllm_engine.list_constraints import extra_args
 from gpuinfer.backends.vllm_engine.lora_versions import VllmAdapter, VllmAdapters
-from gpuinfer.backends.vllm_engine.vllm_requests import VllmPrompt
-from gpuinfer.errors import BackendError, GpuinferError
+from gpuinfer.backends.vllm_engine.vllm_requests import VllmPrompt, VllmRequest
+from gpuinfer.errors import BackendError, GpuinferError, unwrap
 from gpuinfer.generation import Candidate, Completion, Generation, Logprob, Part, Sampling
 from gpuinfer.host import error_text
 from gpuinfer.text.generator.answer import (
@@ -61,7 +61,14 @@ class VllmAnswer:
         self.versions: VersionSpans = START_SPANS if begun is None else begun.versions or START_SPANS
         self.growing: DetokenizerProtocol | None = None
         self.given: PartEmitter | None = None
-        self._watch(prepared, number)
+        sampling = prepared.sampling
+        if sampling.stop or prepared.parts:
+            growing = language.detokenizer(sampling.stop, not sampling.skip_special_tokens, prepared.parts)
+            characters = growing.begin(self.begun)
+            self.growing = growing if sampling.stop else None
+            if prepared.parts:
+                before, spell = (characters, len(self.begun)), logprob_speller(language, sampling)
+                self.given = PartEmitter(number, growing, pushed=bool(sampling.stop), before=before, spell=spell)
         matcher = prepared.matcher if begun is None else begun.matcher
         self.matcher: MatcherProtocol | None = None if matcher is None else matcher.copy()
         listed = prepared.sampling.constraint is not None and prepared.sampling.constraint.listed is not None
@@ -69,38 +76,24 @@ class VllmAnswer:
         self.tokens += self.begun
         self.end: Ending | None = None if begun is None else begun.ending
 
-    def _watch(self, prepared: Prepared, number: int) -> None:
-        sampling = prepared.sampling
-        if not (sampling.stop or prepared.parts):
-            return
-        growing = self._language.detokenizer(sampling.stop, not sampling.skip_special_tokens, prepared.parts)
-        characters = growing.begin(self.begun)
-        self.growing = growing if sampling.stop else None
-        if prepared.parts:
-            before, spell = (characters, len(self.begun)), logprob_speller(self._language, sampling)
-            self.given = PartEmitter(number, growing, pushed=bool(sampling.stop), before=before, spell=spell)
-
     @property
     def watched(self) -> bool:
         """Whether it may end at a token at which vLLM would not end it, or somebody reads along."""
         endless = self.walk is not None and not self._ends  # nothing would end it when its list has
         return self.growing is not None or self.given is not None or endless
 
-    def push(self, tokens: Sequence[int]) -> bool:
-        """These tokens have been drawn. Whether the answer is complete; what comes after its end is dropped."""
+    def push(self, tokens: Sequence[int]) -> None:
+        """These tokens have been drawn; what comes after the answer's end is dropped."""
         for token in tokens:
             if self.end is not None:
                 break
             self.tokens.append(token)
-            self.end = self._ended(token)
-        return self.end is not None
-
-    def _ended(self, token: int) -> Ending | None:
-        if token in self._ends:
-            return END_TOKEN
-        count = len(self.tokens)
-        full = count >= self._limit
-        return find_ending(self.sampling, self.growing, self.matcher, token, count, full=full)
+            if token in self._ends:
+                self.end = END_TOKEN
+            else:
+                count = len(self.tokens)
+                full = count >= self._limit
+                self.end = find_ending(self.sampling, self.growing, self.matcher, token, count, full=full)
 
     def changed(self, version: str, at: int | None = None) -> None:
         """From token `at` on it is computed by these weights; None: from the next that comes."""
@@ -145,18 +138,6 @@ def logprob_of(token: int, found: Mapping[int, Any], most: int) -> Logprob:
     return Logprob(Candidate(token, float(chosen.logprob), int(chosen.rank)), likeliest)
 
 
-def echo_of(tokens: Sequence[int], found: Sequence[Any], most: int) -> tuple[Logprob | None, ...]:
-    """vLLM's log-probabilities of a prompt; the first token has none."""
-    return tuple(None if of is None else logprob_of(token, of, most) for token, of in zip(tokens, found, strict=False))
-
-
-def processed_of(sampling: Sampling, token: int, found: Mapping[int, Any] | None) -> float:
-    """Of the distribution that the token was drawn from. The likeliest token is taken for certain: 0."""
-    if sampling.temperature == 0.0 or found is None:
-        return 0.0
-    return float(found[token].logprob)
-
-
 Outcome = Generation | Exception
 NAMELESS = "default"  # vLLM's name for the weights of the start
 CLOSE_S = 10.0  # for vLLM to hear that nobody wants its answers any more
@@ -198,13 +179,11 @@ class VllmDriver:
         """Answer these; returns their tickets. Raises `BackendDied`."""
         if (dead := self._engine.dead) is not None:
             raise dead
-        return [self._submit(one) for one in prompts]
-
-    def _submit(self, asked: VllmPrompt) -> int:
-        ticket = next(self._tickets)
-        self._engine.counting.begin()
-        self._open[ticket] = self._loop.create_task(self._serve(ticket, asked))
-        return ticket
+        tickets = [next(self._tickets) for _ in prompts]
+        for ticket, asked in zip(tickets, prompts, strict=True):
+            self._engine.counting.begin()
+            self._open[ticket] = self._loop.create_task(self._serve(ticket, asked))
+        return tickets
 
     def cancel(self, ticket: int) -> None:
         if (task := self._open.get(ticket)) is not None:
@@ -241,15 +220,16 @@ class VllmDriver:
 
     def close(self) -> None:
         """Drop what is under way, and end the engine. From another thread than the loop's."""
-        with contextlib.suppress(TimeoutError):
-            asyncio.run_coroutine_threadsafe(self._drop(), self._loop).result(CLOSE_S)
-        self._engine.close()
 
-    async def _drop(self) -> None:
-        tasks = tuple(self._open.values())
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        async def drop() -> None:
+            tasks = tuple(self._open.values())
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+        with contextlib.suppress(TimeoutError):
+            asyncio.run_coroutine_threadsafe(drop(), self._loop).result(CLOSE_S)
+        self._engine.close()
 
     def number(self, ticket: int, sample: int) -> str:
         return f"{ticket}-{sample}-{next(self._numbers)}"
@@ -268,13 +248,9 @@ class _Work:
         self._echo: tuple[Logprob | None, ...] | None = None
         self._started = self._first = time.monotonic()
         self._adapter: VllmAdapter | None = None
-        self._again = self._needs_scoring()
+        raw = self._sampling.logprobs is not None  # and a step gives others
+        self._again = raw and driver._processed and not mapping.is_plain(self._sampling)
         self._answers: list[VllmAnswer] = []
-
-    def _needs_scoring(self) -> bool:
-        """Whether raw log-probabilities are wanted, and a step gives others."""
-        wanted = self._sampling.logprobs is not None
-        return wanted and self._driver._processed and not mapping.is_plain(self._sampling)
 
     async def generation(self) -> Generation:
         if (name := self._asked.adapter) is not None:
@@ -302,65 +278,57 @@ class _Work:
                 answer.changed(version)
 
     async def _samples(self) -> Sequence[Completion]:
-        count = self._prepared.samples
-        if count == 1:
+        if self._prepared.samples == 1:
             return [await self._sample(0)]
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(self._caught(number)) for number in range(count)]
-        outcomes = [task.result() for task in tasks]
-        for outcome in outcomes:
-            if isinstance(outcome, Exception):
-                raise outcome
-        return [one for one in outcomes if isinstance(one, Completion)]
-
-    async def _caught(self, number: int) -> Completion | Exception:
         try:
-            return await self._sample(number)
-        except Exception as error:  # noqa: BLE001  a group of errors says less than the first of them
-            return error
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(self._sample(number)) for number in range(self._prepared.samples)]
+        except ExceptionGroup as errors:
+            raise unwrap(errors) from None
+        return [task.result() for task in tasks]
 
     async def _sample(self, number: int) -> Completion:
         answer = VllmAnswer(self._asked.language, self._prepared, number)
         answer.changed(self._driver.version if self._adapter is None else self._adapter.called)
         self._answers.append(answer)
+        completion, part = await self._drawn(answer, number)
+        if part is not None:
+            self._driver.tell(((self._ticket, part),), ())
+        return completion
+
+    async def _drawn(self, answer: VllmAnswer, number: int) -> tuple[Completion, Part | None]:
+        """The whole answer, and its last part."""
+        drawing = self._prepared.limit > 0
         if not self._prepared.computes(number):
-            return self._finished(*(answer.nothing() if answer.end is None else answer.complete()))
-        growing = answer.watched and self._prepared.limit > 0
-        fields = self._fields(answer, number)
-        known = self._tokens + answer.begun
-        done = False
-        async for output in self._asking(number, known, fields, growing):
-            if self._took(answer, number, output):
-                done = True
+            return answer.nothing() if answer.end is None else answer.complete()
+        request = VllmRequest(
+            self._driver.number(self._ticket, number),
+            self._tokens + answer.begun,
+            self._fields(answer, number),
+            self._adapter,
+            self._asked.grammar,
+            growing=answer.watched and drawing,
+        )
+        async for output in self._engine.generate(request):
+            self._take(answer, number, output)
+            if answer.end is not None:
                 break
             if not self._again and (part := answer.more()) is not None:
                 self._driver.tell(((self._ticket, part),), ())
         if self._again and answer.tokens:
             await self._score(answer, number)
-        return self._finished(*(answer.complete() if done or self._prepared.limit > 0 else answer.nothing()))
-
-    def _asking(self, number: int, known: Sequence[int], fields: Any, growing: bool) -> Any:
-        return self._engine.generate(
-            self._driver.number(self._ticket, number),
-            known,
-            fields,
-            adapter=self._adapter,
-            grammar=self._asked.grammar,
-            growing=growing,
-        )
+        return answer.complete() if drawing or answer.end is not None else answer.nothing()
 
     def _fields(self, answer: VllmAnswer, number: int) -> dict[str, Any]:
-        wanted, begun = self._sampling, len(answer.begun)
-        seed = mapping.vllm_seed(
-            self._driver._seed, wanted, self._prepared.key, self._prepared.first_sample + number, begun
-        )
+        wanted, begun, prepared = self._sampling, len(answer.begun), self._prepared
         logprobs = None if self._again else wanted.logprobs
         if logprobs is None and wanted.processed_logprobs and wanted.temperature > 0.0:
             logprobs = 0
+        sample = prepared.first_sample + number
         fields = mapping.sampling_parameters(
             wanted,
-            limit=self._prepared.limit - begun,
-            seed=seed,
+            limit=prepared.limit - begun,
+            seed=mapping.vllm_seed(self._driver._seed, wanted, prepared.key, sample, begun),
             ends=self._asked.language.end_tokens,
             logprobs=logprobs,
             growing=answer.watched,
@@ -375,66 +343,46 @@ class _Work:
             fields["prompt_logprobs"] = max(wanted.logprobs, fields.get("prompt_logprobs", 0))
         return fields
 
-    def _took(self, answer: VllmAnswer, number: int, output: Any) -> bool:
-        """What has come of one sample. Whether its answer is complete."""
+    def _take(self, answer: VllmAnswer, number: int, output: Any) -> None:
+        """What has come of one sample: tokens, their log-probabilities, and the weights that computed them."""
         (drawn,) = output.outputs
-        if self._first == self._started:
-            self._first = self._first_token(output)
-            self._cached = min(int(output.num_cached_tokens or 0), len(self._tokens))
-        if output.prompt_logprobs is not None:
-            self._note(answer, number, output.prompt_logprobs)
-        if self._prepared.limit <= 0 or answer.end is not None:
-            return answer.end is not None
-        tokens = list(drawn.token_ids)
-        if self._adapter is None and not answer.watched:
-            self._note_versions(answer, drawn)
-        self._note_drawn(answer, tokens, drawn.logprobs)
-        return answer.push(tokens)
-
-    def _first_token(self, output: Any) -> float:
-        """When it came: by vLLM's own clock where its outputs come together at the end."""
-        latency = getattr(output.metrics, "first_token_latency", 0.0) or 0.0
-        now = time.monotonic()
-        return min(now, self._started + latency) if latency > 0.0 else now
-
-    def _note(self, answer: VllmAnswer, number: int, found: Sequence[Any]) -> None:
-        """Log-probabilities of the prompt, and of the tokens that the answer had begun with."""
         wanted, count = self._sampling, len(self._tokens)
-        if number == 0 and wanted.prompt_logprobs is not None and self._echo is None:
-            self._echo = echo_of(self._tokens, found[:count], wanted.prompt_logprobs)
-        if answer.begun and answer.logprobs is not None and not self._again and not answer.logprobs:
-            most = wanted.logprobs or 0
-            pairs = zip(answer.begun, found[count:], strict=True)
-            answer.logprobs += [logprob_of(token, of, most) for token, of in pairs]
-
-    def _note_versions(self, answer: VllmAnswer, drawn: Any) -> None:
-        """Where its weights changed while nobody looked: vLLM's own spans, of the tokens that it drew."""
-        for span in getattr(drawn, "weight_versions", None) or ():
-            if span.start and span.version != NAMELESS:
-                answer.changed(span.version, len(answer.begun) + span.start)
-
-    def _note_drawn(self, answer: VllmAnswer, tokens: Sequence[int], found: Sequence[Any] | None) -> None:
-        wanted = self._sampling
+        if self._first == self._started:  # by vLLM's own clock where its outputs come together at the end
+            latency = getattr(output.metrics, "first_token_latency", 0.0) or 0.0
+            now = time.monotonic()
+            self._first = min(now, self._started + latency) if latency > 0.0 else now
+            self._cached = min(int(output.num_cached_tokens or 0), count)
+        if (echo := output.prompt_logprobs) is not None:
+            if number == 0 and (most := wanted.prompt_logprobs) is not None and self._echo is None:
+                pairs = zip(self._tokens, echo[:count], strict=False)
+                self._echo = tuple(None if of is None else logprob_of(token, of, most) for token, of in pairs)
+            if answer.begun and answer.logprobs is not None and not self._again and not answer.logprobs:
+                begun = zip(answer.begun, echo[count:], strict=True)
+                answer.logprobs += [logprob_of(token, of, wanted.logprobs or 0) for token, of in begun]
+        if self._prepared.limit <= 0 or answer.end is not None:
+            return
+        tokens, found = list(drawn.token_ids), drawn.logprobs
+        if self._adapter is None and not answer.watched:  # where its weights changed while nobody looked
+            for span in getattr(drawn, "weight_versions", None) or ():
+                if span.start and span.version != NAMELESS:
+                    answer.changed(span.version, len(answer.begun) + span.start)
         if answer.logprobs is not None and not self._again and found is not None:
-            answer.logprobs += [
-                logprob_of(token, of, wanted.logprobs or 0) for token, of in zip(tokens, found, strict=True)
-            ]
-        if answer.processed is not None:
-            each = found if found is not None else [None] * len(tokens)
-            answer.processed += [processed_of(wanted, token, of) for token, of in zip(tokens, each, strict=True)]
+            each = zip(tokens, found, strict=True)
+            answer.logprobs += [logprob_of(token, of, wanted.logprobs or 0) for token, of in each]
+        if answer.processed is not None:  # of what was drawn from; the likeliest token is taken for certain
+            certain = wanted.temperature == 0.0 or found is None
+            logprobs = [0.0] * len(tokens)
+            if not certain:
+                logprobs = [float(of[token].logprob) for token, of in zip(tokens, found, strict=True)]
+            answer.processed += logprobs
+        answer.push(tokens)
 
     async def _score(self, answer: VllmAnswer, number: int) -> None:
         """Raw log-probabilities of what was drawn from another distribution, by one more pass over it."""
-        whole = self._tokens + answer.tokens
         most = self._sampling.logprobs or 0
         fields = {"max_tokens": 1, "temperature": 0.0, "detokenize": False, "prompt_logprobs": most}
-        async for output in self._engine.generate(
-            self._driver.number(self._ticket, number), whole, fields, adapter=self._adapter
-        ):
+        name = self._driver.number(self._ticket, number)
+        request = VllmRequest(name, self._tokens + answer.tokens, fields, self._adapter)
+        async for output in self._engine.generate(request):
             found = output.prompt_logprobs[len(self._tokens) :]
             answer.logprobs = [logprob_of(token, of, most) for token, of in zip(answer.tokens, found, strict=True)]
-
-    def _finished(self, completion: Completion, part: Part | None) -> Completion:
-        if part is not None:
-            self._driver.tell(((self._ticket, part),), ())
-        return completion

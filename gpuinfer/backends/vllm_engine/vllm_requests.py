@@ -13,8 +13,9 @@ from typing import Any
 
 from msgspec import structs
 
+from gpuinfer.backends.vllm_engine.lora_versions import VllmAdapter
 from gpuinfer.errors import BadPrompt
-from gpuinfer.generation import Constraint, Listed, Prompt, Sampling
+from gpuinfer.generation import Listed, Prompt, Sampling
 from gpuinfer.text.generator.prompts import Prepared, prepare, unmasking_field
 from gpuinfer.text.language.grammar import constraint_key, grammar_of
 from gpuinfer.text.language.language import Language
@@ -69,11 +70,8 @@ def check_vllm_sampling(sampling: Sampling, begun: bool, processed: bool = True)
         raise BadPrompt(
             f"temperature is {sampling.temperature:g}, and vLLM takes 0, or {COLDEST:g} to {HOTTEST:g}. Use such a one."
         )
-    penalised = sampling.presence_penalty or sampling.frequency_penalty
-    if not begun:
-        return
     grammar = sampling.constraint is not None and sampling.constraint.listed is None
-    if penalised or grammar:
+    if begun and (sampling.presence_penalty or sampling.frequency_penalty or grammar):
         what = "a constraint" if grammar else "presence or frequency penalty"
         raise BadPrompt(f"vLLM cannot go on with an answer with {what} that has begun elsewhere. Ask for it anew.")
 
@@ -109,6 +107,18 @@ def sampling_parameters(
     if logprobs is not None:
         fields["logprobs"] = logprobs
     return fields
+
+
+@dataclass(frozen=True, slots=True)
+class VllmRequest:
+    """What an engine or a server is asked for one sample: the prompt's tokens, and fields of `SamplingParams`."""
+
+    number: str
+    tokens: Sequence[int]
+    fields: Mapping[str, Any]
+    adapter: VllmAdapter | None = None
+    grammar: str | None = None
+    growing: bool = False  # what is new comes each time, else one output at the end
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -156,30 +166,24 @@ class PromptPreparer:
     ) -> list[VllmPrompt | Exception]:
         """Each ready to be asked, or the `BadPrompt` that says why not. Thread-safe."""
         plain = [one if one.adapter is None else structs.replace(one, adapter=None) for one in prompts]
-        found = prepare(self._language, plain, self._limits, enter)
-        return [
-            one if isinstance(one, Exception) else self._asked(prompt, one)
-            for prompt, one in zip(prompts, found, strict=True)
-        ]
-
-    def _asked(self, prompt: Prompt, prepared: Prepared) -> VllmPrompt | Exception:
-        try:
-            sampling = prompt.sampling
-            check_sampling(
-                structs.replace(sampling, max_tokens=max(1, sampling.max_tokens)), self._limits.shape.vocabulary
-            )
-            check_vllm_sampling(sampling, bool(prepared.begun), self._processed)
-            grammar = self._grammar(sampling.constraint)
-        except BadPrompt as error:
-            return error
-        listed = None if sampling.constraint is None else sampling.constraint.listed
-        return VllmPrompt(prepared, self._language, prompt.adapter, grammar, listed)
-
-    def _grammar(self, constraint: Constraint | None) -> str | None:
-        if constraint is None:
-            return None
-        if not self._constrains:
-            raise BadPrompt(
-                "vLLM cannot keep an answer to a constraint without a tokenizer. Add one to the model's folder."
-            )
-        return None if constraint.listed is not None else grammar_of(constraint_key(constraint))
+        found: list[VllmPrompt | Exception] = []
+        for prompt, prepared in zip(prompts, prepare(self._language, plain, self._limits, enter), strict=True):
+            if isinstance(prepared, Exception):
+                found.append(prepared)
+                continue
+            sampling, constraint = prompt.sampling, prompt.sampling.constraint
+            listed = None if constraint is None else constraint.listed
+            try:
+                drawing = structs.replace(sampling, max_tokens=max(1, sampling.max_tokens))
+                check_sampling(drawing, self._limits.shape.vocabulary)
+                check_vllm_sampling(sampling, bool(prepared.begun), self._processed)
+                if constraint is not None and not self._constrains:
+                    raise BadPrompt(
+                        "vLLM cannot keep an answer to a constraint without a tokenizer. Add one to the model's folder."
+                    )
+                grammar = None if constraint is None or listed is not None else grammar_of(constraint_key(constraint))
+            except BadPrompt as error:
+                found.append(error)
+            else:
+                found.append(VllmPrompt(prepared, self._language, prompt.adapter, grammar, listed))
+        return found

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Protocol
@@ -37,12 +37,6 @@ class MemoryParts:
         return MemoryParts(
             self.process, *(copies * part for part in (self.weights, self.cache, self.activations, self.working))
         )
-
-
-def sum_of_parts(several: Iterable[MemoryParts]) -> MemoryParts:
-    """Part by part."""
-    each = list(several)
-    return MemoryParts(*(sum(getattr(one, field.name) for one in each) for field in fields(MemoryParts)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,6 +181,8 @@ class MemoryExamination:
 
     def estimated(self) -> dict[str, Any]:
         """What is known before anything is tried, or with what has been until now."""
+        from gpuinfer.models.device import other_processes
+
         most = fitting = self._largest(1.0)
         measured = None
         if self._tried:
@@ -194,6 +190,12 @@ class MemoryExamination:
             measured = self._largest(over)
             fitting = min(most, measured)
         shown = self._batch or max(1, min(self._subject.usual, most))
+        stages = []
+        for one in self._subject.stages(shown):
+            named = _named(one.parts)
+            del named["process_bytes"]  # which all stages here have together
+            sizes = {**named, "estimated_bytes": one.parts.total}
+            stages.append({"stage": one.stage, "layers": list(one.layers), **sizes})
         bound = "limit" if fitting == self._subject.most else "memory"
         return {
             "device": str(self._device),
@@ -201,14 +203,14 @@ class MemoryExamination:
             "free_bytes": self._free,
             "room_bytes": self._room,
             "batch": self._estimate(shown),
-            "stages": [self._stage_estimate(one) for one in self._subject.stages(shown)],
+            "stages": stages,
             "pages": self._subject.pages(self._free),
             "also": [self._estimate(batch) for batch in self._also],
             "largest": {"batch": fitting, "by_estimate": most, "by_measurement": measured, "bound": bound},
             "estimated": self._estimate(fitting) if fitting else None,
             "tried": list(self._tried),
             "not_tried": self._why,
-            "others": self._others(),
+            "others": [asdict(one) for one in other_processes(self._device)],
         }
 
     def measured(self) -> dict[str, Any]:
@@ -229,17 +231,6 @@ class MemoryExamination:
     def _estimate(self, batch: int) -> dict[str, int]:
         parts = self._parts(batch)
         return {"batch": batch, **_named(parts), "estimated_bytes": parts.total}
-
-    @staticmethod
-    def _stage_estimate(one: StageParts) -> dict[str, Any]:
-        named = _named(one.parts)
-        del named["process_bytes"]  # which all stages here have together
-        return {"stage": one.stage, "layers": list(one.layers), **named, "estimated_bytes": one.parts.total}
-
-    def _others(self) -> list[dict[str, Any]]:
-        from gpuinfer.models.device import other_processes
-
-        return [asdict(one) for one in other_processes(self._device)]
 
     def _calibrate(self) -> float | None:
         """Take what a small batch takes beyond its estimate for what any batch does: kernels, threads, what libraries
@@ -263,17 +254,35 @@ class MemoryExamination:
 
     def _run(self, batch: int) -> float | None:
         """The seconds that it took; None: it cannot be tried, and `_why` says why."""
+        from gpuinfer.models.out_of_memory import first_line, is_out_of_memory
+
         try:
             return self._subject.run(batch)
         except Exception as error:  # noqa: BLE001 (whatever a library raises when memory is refused)
-            self._why = _complaint(batch, error)
+            what = "memory ran out" if is_out_of_memory(error) else type(error).__name__
+            self._why = f"at {batch:,} rows {what}: {first_line(error)}"
             return None
 
     def _probe(self, slow: float | None) -> None:
+        """Two batches, the larger as large as the bounds of memory and time let it be; one alone of a model that takes
+        long to open.
+        """
         at_rest = self._parts(1)
-        sizes = self._sizes(min(self._room, at_rest.process + at_rest.weights + PROBED))
-        for size in _bounded(sizes, slow if self._subject.timed else None):
-            self._rest()
+        room = min(self._room, at_rest.process + at_rest.weights + PROBED)
+        most = largest_batch(lambda rows: self._parts(rows).total <= room, min(self._subject.most, MOST_PROBED))
+        wanted = self._batch if self._batch is not None and self._parts(self._batch).total <= room else most
+        top = max(1, min(wanted, most))
+        sizes = [top] if at_rest.weights > HEAVY else _series(top)
+        if self._subject.timed and slow is not None and slow * top > PROBED_S:
+            sizes = _series(_even(max(1, int(PROBED_S / slow))))
+        for size in sizes:
+            self._meter.forget()
+            # Kernels are made for each batch size, and stay: they are the process's. So does what threads have freed of
+            # several copies, but that serves the next batch.
+            if self._on_cpu and self._copies == 1:
+                held = self._meter.held()
+                self._subject.process += max(0, held - self._held)
+                self._held = held
             seconds = self._run(size)
             if seconds is None:
                 return
@@ -281,35 +290,9 @@ class MemoryExamination:
             ratio = estimate["estimated_bytes"] / took if took else None
             self._tried.append({**estimate, "measured_bytes": took, "ratio": ratio, "seconds": seconds})
 
-    def _rest(self) -> None:
-        """Begin anew. Kernels are made for each batch size, and stay: they are the process's. So does what threads have
-        freed of several copies, but that serves the next batch.
-        """
-        self._meter.forget()
-        if self._on_cpu and self._copies == 1:
-            held = self._meter.held()
-            self._subject.process += max(0, held - self._held)
-            self._held = held
-
-    def _sizes(self, room: int) -> list[int]:
-        """Two batches, the larger as large as the bound lets it be; one alone of a model that takes long to open."""
-        most = largest_batch(lambda rows: self._parts(rows).total <= room, min(self._subject.most, MOST_PROBED))
-        wanted = self._batch if self._batch is not None and self._parts(self._batch).total <= room else most
-        top = max(1, min(wanted, most))
-        if self._parts(1).weights > HEAVY:
-            return [top]
-        return _series(top)
-
 
 def _named(parts: MemoryParts) -> dict[str, int]:
     return {f"{name}_bytes": size for name, size in asdict(parts).items()}
-
-
-def _complaint(batch: int, error: Exception) -> str:
-    from gpuinfer.models.out_of_memory import first_line, is_out_of_memory
-
-    what = "memory ran out" if is_out_of_memory(error) else type(error).__name__
-    return f"at {batch:,} rows {what}: {first_line(error)}"
 
 
 def _series(top: int) -> list[int]:
@@ -320,28 +303,22 @@ def _even(rows: int) -> int:
     return max(1, rows if rows < GRAIN else rows // GRAIN * GRAIN)
 
 
-def _bounded(sizes: Sequence[int], slow: float | None) -> Sequence[int]:
-    """The same shape of series, shrunk until the largest takes no longer than it may."""
-    if slow is None or slow * sizes[-1] <= PROBED_S:
-        return sizes
-    return _series(_even(max(1, int(PROBED_S / slow))))
-
-
 class Staged(Protocol):
-    """A model in stages that can be tried at several batch sizes. A batch counts what a run asks for at once."""
+    """A model in stages that can be tried at several batch sizes. A batch counts what a run asks for at once.
 
-    first: int  # as of `parts.Subject`
+    What has the name of a member of `MemorySubject` is as there; `run` has as many batches in flight as a run has.
+    """
+
+    first: int
     most: int
     usual: int
     timed: bool
     places: Sequence[str]  # the device of each stage
 
-    def warm_up(self) -> None:
-        """As `parts.Subject.warm_up`."""
-        ...
+    def warm_up(self) -> None: ...
 
     def describe(self) -> None:
-        """As `parts.Subject.describe`. Asked again, it knows already."""
+        """Asked again, it knows already."""
         ...
 
     def layers(self) -> Sequence[tuple[int, int]]:
@@ -352,21 +329,15 @@ class Staged(Protocol):
         """What a batch of so many should take in each stage, without the process."""
         ...
 
-    def pages(self, free: int) -> Mapping[str, int] | None:
-        """As `parts.Subject.pages`."""
-        ...
+    def pages(self, free: int) -> Mapping[str, int] | None: ...
 
-    def run(self, batch: int) -> float:
-        """As `parts.Subject.run`: with as many batches in flight as a run has."""
-        ...
+    def run(self, batch: int) -> float: ...
 
-    def facts(self) -> Mapping[str, Any]:
-        """As `parts.Subject.facts`."""
-        ...
+    def facts(self) -> Mapping[str, Any]: ...
 
 
 class StagesHere:
-    """Those on one device. Implements `parts.Subject`: they are tried with all the others, and measured here."""
+    """Those on one device, a `MemorySubject`: they are tried with all the others, and measured here."""
 
     def __init__(self, model: Staged, device: str) -> None:
         self._model, self._device = model, device
@@ -376,7 +347,9 @@ class StagesHere:
         self.pages = model.pages
 
     def parts(self, batch: int) -> MemoryParts:
-        return replace(sum_of_parts(one.parts for one in self.stages(batch)), process=self.process)
+        each = [one.parts for one in self.stages(batch)]
+        summed = MemoryParts(*(sum(getattr(one, field.name) for one in each) for field in fields(MemoryParts)))
+        return replace(summed, process=self.process)
 
     def stages(self, batch: int) -> Sequence[StageParts]:
         each = zip(self._model.places, self._model.layers(), self._model.parts(batch), strict=True)

@@ -33,7 +33,7 @@ from gpuinfer.models.footprint import (
 from gpuinfer.models.forward_cpu import CHUNK_ROWS, padded
 from gpuinfer.models.load import FactoryWants, title
 from gpuinfer.models.open_model import CPU_MAX_ROWS, CUDA_MAX_ROWS, Opened, open_model
-from gpuinfer.models.pipeline.open_pipeline import ModelCut, cut_model, in_flight_of, open_staged
+from gpuinfer.models.pipeline.open_pipeline import cut_model, in_flight_of, open_staged
 from gpuinfer.models.pipeline.schedule import ROOM
 from gpuinfer.models.pipeline.stage import BEHIND, mapped
 from gpuinfer.models.row_format import row_dtype, row_shape
@@ -45,7 +45,7 @@ WARM_UP = ModelSpec("blobnet-small", inputs=64, arguments={"actions": 8, "seats"
 
 
 class RowsSubject:
-    """Implements `parts.Subject`."""
+    """Implements `MemorySubject`."""
 
     timed = True
 
@@ -80,16 +80,14 @@ class RowsSubject:
     def parts(self, batch: int) -> MemoryParts:
         at_once = min(batch, int(self._options.get("chunk_rows") or batch))
         rows_in, answers = self._block(1).nbytes, self._answer
-        if self._device.type != "cuda":
-            return self._resident(batch, at_once, rows_in)
-        activations = round(self._forwards * at_once * max(0.0, self._on_device - rows_in - answers))
-        return MemoryParts(self.process, self._weights, 0, activations, self._forwards * at_once * (rows_in + answers))
-
-    def _resident(self, batch: int, at_once: int, rows_in: int) -> MemoryParts:
-        held = self._activations.resident_bytes(at_once)  # the answers to what goes at once among them
-        answers = batch * self._answer
-        activations = max(0, held - at_once * self._answer)
-        return MemoryParts(self.process, self._weights, 0, activations, answers + batch * rows_in)
+        if self._device.type == "cuda":
+            working = self._forwards * at_once * (rows_in + answers)
+            activations = round(self._forwards * at_once * max(0.0, self._on_device - rows_in - answers))
+        else:
+            working = batch * (rows_in + answers)
+            held = self._activations.resident_bytes(at_once)  # the answers to what goes at once among them
+            activations = max(0, held - at_once * answers)
+        return MemoryParts(self.process, self._weights, 0, activations, working)
 
     def pages(self, free: int) -> None:
         """Rows keep nothing."""
@@ -176,7 +174,7 @@ class StageEstimate:
 
 
 class StagedRows:
-    """Implements `stages.Staged`."""
+    """Implements `Staged`."""
 
     timed = True
 
@@ -207,14 +205,20 @@ class StagedRows:
         self.places, self._cut, self._rows = [str(place) for place in cut.places], cut.split, cut.rows
         self._in_flight = in_flight_of(self._tuning(), cut.places)
         self._answer = FLOAT * sum(int(np.prod(shape)) for shape in cut.answer.shapes)
-        self._looked = _looked_at(cut, self._spec.inputs)
+        entering: Sequence[Any] = [torch.ones(rows, self._spec.inputs, dtype=cut.dtype) for rows in TRACED]
+        looked = []
+        with torch.inference_mode():
+            for place, (start, stop) in zip(cut.places, cut.split, strict=True):
+                stage, entering = _stage(cut.segments[start:stop], place, entering)
+                looked.append(stage)
+        self._looked = looked
 
     def layers(self) -> Sequence[tuple[int, int]]:
         return [(start, stop - 1) for start, stop in self._cut]
 
     def parts(self, batch: int) -> Sequence[MemoryParts]:
         rows, pieces = min(padded(batch), self._rows), math.ceil(batch / self._rows)
-        under_way = 1 if self._alone else self._in_flight * pieces  # micro-batches
+        under_way = 1 if self._options["parallel"] == "layers" else self._in_flight * pieces  # micro-batches
         return [self._of_stage(number, batch, rows, under_way) for number in range(len(self._looked))]
 
     def _of_stage(self, number: int, batch: int, rows: int, under_way: int) -> MemoryParts:
@@ -226,20 +230,12 @@ class StagedRows:
         if not last:
             working += rows * one.row_out * min(under_way - 1, ROOM)
         if first:
+            each = block_of(self._spec, 1).nbytes  # as they came: on a CUDA device those of a micro-batch
             working += 0 if self._cuda else rows * one.row_in * min(under_way - 1, ROOM + 1)
-            working += self._rows_asked(batch, rows)
+            working += rows * each if self._cuda else self._in_flight * batch * each
         if last:
             working += rows * self._answer if self._cuda else (self._in_flight + 1) * batch * self._answer
         return MemoryParts(0, one.weights, 0, one.held(rows), round(working))
-
-    def _rows_asked(self, batch: int, rows: int) -> int:
-        """As they came: on the host all of them, on a CUDA device those of a micro-batch."""
-        each = block_of(self._spec, 1).nbytes
-        return rows * each if self._cuda else self._in_flight * batch * each
-
-    @property
-    def _alone(self) -> bool:
-        return bool(self._options["parallel"] == "layers")
 
     def pages(self, free: int) -> None:
         """Rows keep nothing."""
@@ -266,16 +262,6 @@ class StagedRows:
         return SimpleNamespace(**self._options)
 
 
-def _looked_at(cut: ModelCut, inputs: int) -> list[StageEstimate]:
-    entering = [torch.ones(rows, inputs, dtype=cut.dtype) for rows in TRACED]
-    found = []
-    with torch.inference_mode():
-        for place, (start, stop) in zip(cut.places, cut.split, strict=True):
-            stage, entering = _stage(cut.segments[start:stop], place, entering)
-            found.append(stage)
-    return found
-
-
 def _stage(
     segments: Sequence[nn.Module], place: torch.device, entering: Sequence[Any]
 ) -> tuple[StageEstimate, list[Any]]:
@@ -290,16 +276,13 @@ def _stage(
 
     if place.type == "cuda":
         small, large = (device_peaks(call, place, rows)[0] for rows in TRACED)
-        held: Callable[[int], int] = partial(_in_proportion, max(0.0, large - small) / (more - few))
+        each = max(0.0, large - small) / (more - few)
+        held: Callable[[int], int] = lambda rows: round(each * rows)  # noqa: E731
     else:
         held = activations(call, few, more).resident_bytes
     leaving = [own(there[rows]) for rows in TRACED]
     row_in, row_out = _row_bytes(entering[-1]), _row_bytes(leaving[-1])
     return StageEstimate(weight_bytes(own), row_in, row_out, held), leaving
-
-
-def _in_proportion(each: float, rows: int) -> int:
-    return round(each * rows)
 
 
 def _row_bytes(value: Any) -> float:

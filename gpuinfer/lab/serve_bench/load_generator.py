@@ -12,7 +12,6 @@ import itertools
 import random
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from gpuinfer.engine.arrivals import Arrivals
@@ -113,12 +112,25 @@ class LoadGenerator:
         self._until = self._began + load.seconds if load.seconds is not None else float("inf")
         self._left = float("inf") if load.requests is None else load.requests
         lags: list[float] = []
-        async with _looking(lags):
+
+        async def note_lags() -> None:
+            """How late the event loop comes to a timer, from which its waits of whole milliseconds are taken off."""
+            while True:
+                before = clock()
+                await asyncio.sleep(LOOK_S)
+                lags.append(max(0.0, clock() - before - LOOK_S))
+
+        looking = asyncio.ensure_future(note_lags())
+        try:
             used, since = time.process_time(), clock()
             await (self._closed() if load.arrivals is None else self._open(load.arrivals))
             spent = clock() - since
             share = (time.process_time() - used) / spent if spent else 0.0
-        ended = self._ended()
+        finally:
+            looking.cancel()
+        ended = self._until  # where the load ended by the clock, and not by its number
+        if load.seconds is None or self._left < 1 or self.stopping:
+            ended = max((one.ended for one in self._records if one.due >= self._began), default=self._began)
         offered = None
         if load.arrivals is not None and ended > self._began:
             offered = sum(self._began <= one.due <= ended for one in self._records) / (ended - self._began)
@@ -128,13 +140,7 @@ class LoadGenerator:
         """Send nothing more."""
         self.stopping = True
 
-    def _ended(self) -> float:
-        """The end of the time that counts: where the load ended by the clock, and not by its number, that."""
-        if self._load.seconds is not None and self._left >= 1 and not self.stopping:
-            return self._until
-        return max((one.ended for one in self._records if one.due >= self._began), default=self._began)
-
-    def _next(self, due: float) -> tuple[int, RequestRecord] | None:
+    def _next(self, due: float) -> tuple[PlannedRequest, RequestRecord] | None:
         """The next request, unless there is none left that is due at this time."""
         if self.stopping or due >= self._until:
             return None
@@ -144,61 +150,53 @@ class LoadGenerator:
             self._left -= 1
         record = RequestRecord(due)
         self._records.append(record)
-        return next(self._numbers), record
+        return self._calls.make(next(self._numbers)), record
 
     async def _closed(self) -> None:
-        clients = [asyncio.ensure_future(self._one_client()) for _ in range(self._load.concurrency)]
+        async def one_client() -> None:
+            answered: float | None = None
+            while (found := self._next(clock())) is not None:
+                call, record = found
+                record.due = clock()
+                record.lag_s = 0.0 if answered is None else record.due - answered
+                await self._ask(call, record)
+                answered = record.ended
+                if record.error in REFUSED:
+                    await asyncio.sleep(GRACE_S)
+                    answered = None
+
+        clients = [asyncio.ensure_future(one_client()) for _ in range(self._load.concurrency)]
         try:
             await asyncio.gather(*clients)
         finally:
             for one in clients:
                 one.cancel()
 
-    async def _one_client(self) -> None:
-        answered: float | None = None
-        while (found := self._next(clock())) is not None:
-            number, record = found
-            call = self._calls.make(number)
-            record.due = clock()
-            record.lag_s = 0.0 if answered is None else record.due - answered
-            await self._ask(call, record)
-            answered = record.ended
-            if record.error in REFUSED:
-                await asyncio.sleep(GRACE_S)
-                answered = None
-
     async def _open(self, arrivals: Arrivals) -> None:
+        """Each is sent when it is due, or at once where that is over."""
         tasks: set[asyncio.Task[None]] = set()
+        start, together = self._began - self._load.warmup_s, 0
         try:
             async with waking() as sleep_until:
-                await self._send_all(arrivals, tasks, sleep_until)
+                for ask in arrivals.asks(random.Random(f"{self._seed}/arrivals")):
+                    if (found := self._next(start + ask.at)) is None:
+                        break
+                    call, record = found
+                    if record.due > clock() or together >= TOGETHER:
+                        together = 0
+                        await sleep_until(record.due)
+                    together += 1
+                    if self.under_way >= MOST_AT_ONCE:
+                        record.error, record.ended = f"not sent: {MOST_AT_ONCE:,} under way", clock()
+                        continue
+                    task = asyncio.ensure_future(self._ask(call, record))
+                    tasks.add(task)
+                    task.add_done_callback(tasks.discard)
             if tasks:
                 await asyncio.wait(tasks)
         finally:
             for one in tasks:
                 one.cancel()
-
-    async def _send_all(self, arrivals: Arrivals, tasks: set[asyncio.Task[None]], sleep_until: SleepUntil) -> None:
-        """Each when it is due, or at once where that is over."""
-        start, together = self._began - self._load.warmup_s, 0
-        for ask in arrivals.asks(random.Random(f"{self._seed}/arrivals")):
-            if (found := self._next(start + ask.at)) is None:
-                return
-            number, record = found
-            call = self._calls.make(number)
-            if record.due > clock() or together >= TOGETHER:
-                together = 0
-                await sleep_until(record.due)
-            together += 1
-            self._send(call, record, tasks)
-
-    def _send(self, call: PlannedRequest, record: RequestRecord, tasks: set[asyncio.Task[None]]) -> None:
-        if self.under_way >= MOST_AT_ONCE:
-            record.error, record.ended = f"not sent: {MOST_AT_ONCE:,} under way", clock()
-            return
-        task = asyncio.ensure_future(self._ask(call, record))
-        tasks.add(task)
-        task.add_done_callback(tasks.discard)
 
     async def _ask(self, call: PlannedRequest, record: RequestRecord) -> None:
         """Never raises but when it is cancelled: what goes wrong is the record's."""
@@ -206,7 +204,24 @@ class LoadGenerator:
         record.rows = call.rows
         record.lag_s = record.lag_s or clock() - record.due
         try:
-            await (self._streamed(call, record) if self._calls.stream else self._whole(call, record))
+            # Asked as a stream, which knows when its bytes came: a whole answer waits for its turn of the event loop.
+            async with self._client.stream("POST", self._calls.path, call.body, self._headers) as reply:
+                record.route = reply.headers.get(ROUTE)
+                if reply.status == 200 and self._calls.stream:
+                    events = EventCounter(record)
+                    feed = events.feed
+                    async for at, data in reply.timed():
+                        feed(at, data)
+                    record.ended = reply.last_byte
+                    events.finish()
+                    return
+                body = await reply.read()
+            if reply.status != 200:
+                record.error = f"HTTP {reply.status}"
+            if not self._calls.stream:
+                record.ended, record.first = reply.last_byte, reply.first_byte
+                if reply.status == 200 and self._calls.endpoint in ("completions", "chat"):
+                    read_whole(record, body)
         except RequestTimedOut:
             record.error = "timeout"
         except Unreachable:
@@ -219,45 +234,3 @@ class LoadGenerator:
             self.under_way -= 1
             self.counted += 1
             record.ended = record.ended or clock()
-
-    async def _whole(self, call: PlannedRequest, record: RequestRecord) -> None:
-        """Asked as a stream, which knows when its bytes came: a whole answer waits for its turn of the event loop."""
-        async with self._client.stream("POST", self._calls.path, call.body, self._headers) as reply:
-            body = await reply.read()
-        record.ended, record.first = reply.last_byte, reply.first_byte
-        record.route = reply.headers.get(ROUTE)
-        if reply.status != 200:
-            record.error = f"HTTP {reply.status}"
-        elif self._calls.endpoint in ("completions", "chat"):
-            read_whole(record, body)
-
-    async def _streamed(self, call: PlannedRequest, record: RequestRecord) -> None:
-        async with self._client.stream("POST", self._calls.path, call.body, self._headers) as reply:
-            record.route = reply.headers.get(ROUTE)
-            if reply.status != 200:
-                record.error = f"HTTP {reply.status}"
-                await reply.read()
-                return
-            events = EventCounter(record)
-            feed = events.feed
-            async for at, data in reply.timed():
-                feed(at, data)
-            record.ended = reply.last_byte
-            events.finish()
-
-
-@asynccontextmanager
-async def _looking(lags: list[float]) -> AsyncIterator[None]:
-    """Notes how late the event loop comes to a timer, from which its waits of whole milliseconds are taken off."""
-
-    async def look() -> None:
-        while True:
-            before = clock()
-            await asyncio.sleep(LOOK_S)
-            lags.append(max(0.0, clock() - before - LOOK_S))
-
-    looking = asyncio.ensure_future(look())
-    try:
-        yield
-    finally:
-        looking.cancel()

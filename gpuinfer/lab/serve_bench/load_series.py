@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -23,6 +23,7 @@ from gpuinfer.lab.serve_bench.target_server import TargetServer
 from gpuinfer.report import report
 from gpuinfer.runtime.run import RunPlan
 from gpuinfer.stats import Histogram, Snapshot
+from gpuinfer.units import number, short, whole
 
 
 @dataclass(frozen=True)
@@ -101,13 +102,25 @@ class LoadSeries:
                 self._say(f"{way.name} · {doing}: {reason(error)}")
             return
         self.outcome.runs.append(measured)
-        self._say(f"{way.name} · {doing}: {load_text(self.summaries[-1])}")
+        figures = self.summaries[-1]
+        parts = [f"{number(figures['requests_per_s'])} requests/s"]
+        if figures["output_tokens_per_s"]:
+            parts.append(f"{number(figures['output_tokens_per_s'])} tokens/s")
+        parts.append(f"p50 {short(figures['e2e_s']['p50'])}, p99 {short(figures['e2e_s']['p99'])}")
+        if failed := sum(figures["errors"].values()):
+            parts.append(f"{whole(failed)} failed")
+        self._say(f"{way.name} · {doing}: {' · '.join(parts)}")
 
     async def _turn(self, way: ServerVariant, seed: int) -> LoadRun:
         load = way.load
         at_once = load.concurrency + 2 if load.arrivals is None else MOST_AT_ONCE
         key = () if self._plan.key is None else (("Authorization", f"Bearer {self._plan.key}"),)
-        async with self._url(way) as url:
+        async with AsyncExitStack() as ends:
+            url = way.url
+            if url is None:
+                self._servers += 1
+                server = target_server.serving(way.words, self._logs, self._servers, self._plan.command)
+                url = await ends.enter_async_context(server)
             client = HttpClient(url, connections=at_once, timeout_s=load.timeout_s, headers=key)
             try:
                 calls = self._plan.calls(
@@ -124,22 +137,19 @@ class LoadSeries:
                 self.sender = None
                 await client.close()
 
-    @asynccontextmanager
-    async def _url(self, way: ServerVariant) -> AsyncIterator[str]:
-        if way.url is not None:
-            yield way.url
-            return
-        self._servers += 1
-        async with target_server.serving(way.words, self._logs, self._servers, self._plan.command) as url:
-            yield url
-
     def _measured(self, way: ServerVariant, repeat: int, run: LoadRun) -> Measured:
         """Raises `WorkError` when nothing was answered."""
         figures = summarised(run, self._plan.promised)
         if not figures["answered"]:
             kinds = ", ".join(f"{kind} ({times})" for kind, times in figures["errors"].items())
             raise WorkError(f"no request was answered in {figures['seconds']:.1f} s{f': {kinds}' if kinds else ''}.")
-        metric = metric_of(figures, way.load)
+        # Runs are compared by goodput where times are promised; of an open loop, which everybody who keeps up serves at
+        # one rate, by the 95th percentile of the latency; else by tokens or requests per second.
+        metric = "output_tokens_per_s" if figures["output_tokens_per_s"] else "requests_per_s"
+        if figures["goodput_per_s"] is not None:
+            metric = "goodput_per_s"
+        elif way.load.arrivals is not None:
+            metric = LATENCY
         value = figures["e2e_s"]["p95"] if metric == LATENCY else figures[metric]
         if not value:
             raise WorkError("no answer came to its end within the time that counts. Give it more: --duration 30s.")
@@ -148,30 +158,6 @@ class LoadSeries:
         return Measured(
             way.name, repeat, self._course.seed + repeat, metric, value, made, figures["requests_per_s"], True
         )
-
-
-def metric_of(figures: Mapping[str, Any], load: OfferedLoad) -> str:
-    """What runs are compared by: goodput where times are promised; of an open loop, which everybody who keeps up serves
-    at one rate, the 95th percentile of the latency; else tokens or requests per second.
-    """
-    if figures["goodput_per_s"] is not None:
-        return "goodput_per_s"
-    if load.arrivals is not None:
-        return LATENCY
-    return "output_tokens_per_s" if figures["output_tokens_per_s"] else "requests_per_s"
-
-
-def load_text(figures: Mapping[str, Any]) -> str:
-    """One run in a line."""
-    from gpuinfer.units import number, short, whole
-
-    parts = [f"{number(figures['requests_per_s'])} requests/s"]
-    if figures["output_tokens_per_s"]:
-        parts.append(f"{number(figures['output_tokens_per_s'])} tokens/s")
-    parts.append(f"p50 {short(figures['e2e_s']['p50'])}, p99 {short(figures['e2e_s']['p99'])}")
-    if failed := sum(figures["errors"].values()):
-        parts.append(f"{whole(failed)} failed")
-    return " · ".join(parts)
 
 
 def load_report(way: ServerVariant, figures: Mapping[str, Any], run: LoadRun, seed: int) -> dict[str, Any]:

@@ -86,6 +86,15 @@ def summarised(run: LoadRun, promised: Mapping[str, float]) -> dict[str, Any]:
     inside = [one for one in run.records if one.error is None and run.began <= one.ended <= run.ended]
     seconds = max(run.ended - run.began, 1e-9)
     met = sum(keeps_promises(one, promised) for one in inside) if promised else None
+    tokens = 0.0  # that came within the window: of an answer that began or ended outside, the share of its time inside
+    for one in run.records:
+        if one.error is None and one.ended >= run.began:
+            first = one.first if one.events is not None and one.first else one.ended
+            last = max(one.last, first) if one.events is not None else one.ended
+            share = float(run.began <= last <= run.ended)
+            if last > first:
+                share = max(0.0, min(last, run.ended) - max(first, run.began)) / (last - first)
+            tokens += share * one.counted
     return {
         "requests": len(asked),
         "answered": len(right),
@@ -94,7 +103,7 @@ def summarised(run: LoadRun, promised: Mapping[str, float]) -> dict[str, Any]:
         "offered_per_s": run.offered_per_s,
         "requests_per_s": len(inside) / seconds,
         "rows_per_s": sum(one.rows for one in inside) / seconds,
-        "output_tokens_per_s": _output_tokens(run) / seconds,
+        "output_tokens_per_s": tokens / seconds,
         "input_tokens_per_s": sum(one.input_tokens or 0 for one in inside) / seconds,
         "tokens_by_events": any(one.tokens is None and one.events is not None for one in right),
         "goodput_per_s": None if met is None else met / seconds,
@@ -115,22 +124,6 @@ def gaps(record: RequestRecord) -> Iterable[float]:
     """Between the events of one stream: of several that came at once, all but the first waited for nothing."""
     times = record.events
     return [] if times is None else [times[at] - times[at - 1] for at in range(1, len(times))]
-
-
-def _output_tokens(run: LoadRun) -> float:
-    """Tokens that came within the window: of an answer that began or ended outside, the share of its time inside."""
-    total = 0.0
-    for one in run.records:
-        if one.error is not None or one.ended < run.began:
-            continue
-        first = one.first if one.events is not None and one.first else one.ended
-        last = max(one.last, first) if one.events is not None else one.ended
-        if last <= first:
-            share = float(run.began <= last <= run.ended)
-        else:
-            share = max(0.0, min(last, run.ended) - max(first, run.began)) / (last - first)
-        total += share * one.counted
-    return total
 
 
 def _mean(values: Sequence[float]) -> float | None:

@@ -72,7 +72,10 @@ def summed(found: Sequence[Any]) -> Any:
 def scaling(document: Document) -> list[dict[str, Any]]:
     """Of ways that differ in their replicas alone: how many times as fast as the first, and that for each replica."""
     rows = document["comparison"]
-    if len(rows) < 2 or any(set(row["settings"]) != {"replicas"} for row in rows) or is_time(rows[0]["metric"]):
+    if len(rows) < 2 or any(set(row["settings"]) != {"replicas"} for row in rows):
+        return []
+    metric = rows[0]["metric"]
+    if metric.endswith("_s") and not metric.endswith("_per_s"):  # a time
         return []
     replicas = {way["name"]: way["replicas"] for way in document["serve"]["ways"]}
     first, found = rows[0], []
@@ -95,20 +98,6 @@ def replicas_below(document: Document, least: float) -> list[str]:
     """Where replicas are not at least so efficient."""
     found = document["serve"]["scaling"]
     return [f"replicas={one['replicas']} ({one['efficiency']:.3f})" for one in found if one["efficiency"] < least]
-
-
-def is_time(metric: str) -> bool:
-    return metric.endswith("_s") and not metric.endswith("_per_s")
-
-
-def _answered(way: Mapping[str, Any]) -> list[str]:
-    """How evenly its replicas were asked, and by which reasons."""
-    each = [sum(whys.values()) for whys in way["routes"].values()]
-    whys: Counter[str] = Counter()
-    for one in way["routes"].values():
-        whys.update(one)
-    said = ", ".join(f"{why} {whole(times)}" for why, times in whys.most_common())
-    return [way["name"], whole(len(each)), whole(min(each)), whole(max(each)), said]
 
 
 def load_verdict(document: Document) -> str | None:
@@ -142,6 +131,14 @@ def load_page(title: str, document: Document) -> Page:
         if runs > 1
         else "one run, which tells nothing of the noise"
     )
+    # On a terminal without intervals, which the page has; turned where the ways are few.
+    rows = [[re.sub(r" \(.*\)", "", cell) for cell in row] for row in table.rows]
+    if len(rows) <= ABREAST:
+        turned = [[name, *(row[at] for row in rows)] for at, name in enumerate(table.columns) if at and rows]
+        brief = Table(["", *(row[0] for row in table.rows)], turned)
+    else:
+        kept = [at for at, name in enumerate(table.columns) if not name.startswith("TPOT")]
+        brief = Table([table.columns[at] for at in kept], [[row[at] for at in kept] for row in rows])
     plots = {}
     if (bars := len(table.rows)) > 1:
         plots["throughput"] = plot("The runs", bars, lambda axes: draw_throughput(axes, document))
@@ -156,7 +153,7 @@ def load_page(title: str, document: Document) -> Page:
         document["command"],
         table,
         f"{load['said']}; {count}" if runs else "nothing was measured",
-        brief=_brief(table),
+        brief=brief,
         notes=list(_notes(document)),
         more=list(_more(document)),
         plots=plots,
@@ -202,18 +199,6 @@ def _table(document: Document) -> Table:
     return Table(found, rows)
 
 
-def _brief(table: Table) -> Table:
-    """Without intervals, which the page has; turned where the ways are few."""
-    rows = [[re.sub(r" \(.*\)", "", cell) for cell in row] for row in table.rows]
-    if not rows:
-        return Table([""], [])
-    if len(rows) <= ABREAST:
-        heads = ["", *(row[0] for row in table.rows)]
-        return Table(heads, [[name, *(row[at] for row in rows)] for at, name in enumerate(table.columns) if at])
-    kept = [at for at, name in enumerate(table.columns) if not name.startswith("TPOT")]
-    return Table([table.columns[at] for at in kept], [[row[at] for at in kept] for row in rows])
-
-
 def _notes(document: Document) -> Iterator[tuple[str, str]]:
     """The notes below the table."""
     for way in document["serve"]["ways"]:
@@ -221,27 +206,22 @@ def _notes(document: Document) -> Iterator[tuple[str, str]]:
             kinds = sorted(way["errors"].items(), key=lambda one: -one[1])
             said = ", ".join(f"{kind} ({whole(times)})" for kind, times in kinds[:LONG_ERRORS])
             yield "failed requests", f"{way['name']}: {whole(failed)}: {said}. They have no part in the latencies."
-    yield from _of_the_sender([way for way in document["serve"]["ways"] if way["sender"]["saturated"]])
-    if any(way["tokens_by_events"] for way in document["serve"]["ways"]):
-        yield "tokens", "the server tells of no usage: each event of a stream is counted as one token"
-
-
-def _of_the_sender(ways: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
-    """Why the figures of these ways are not to be trusted."""
-    busy = [way for way in ways if way["sender"]["cpu_share"] > BUSY]
-    held = [way for way in ways if way not in busy]
+    saturated = [way for way in document["serve"]["ways"] if way["sender"]["saturated"]]
+    busy = [way for way in saturated if way["sender"]["cpu_share"] > BUSY]
     if busy:
         yield (
             "the sender",
             f"saturated: {_late(busy)}. These figures are as much its own as the server's. Ask for less, or spread the "
             "load over several senders.",
         )
-    if held:
+    if held := [way for way in saturated if way not in busy]:
         yield (
             "the sender",
             f"held up, though it had most of a core to spare: {_late(held)}. Something else was busy on this machine, "
             "which is in these latencies. Stop it, or send from another machine.",
         )
+    if any(way["tokens_by_events"] for way in document["serve"]["ways"]):
+        yield "tokens", "the server tells of no usage: each event of a stream is counted as one token"
 
 
 def _late(ways: Sequence[Mapping[str, Any]]) -> str:
@@ -260,7 +240,15 @@ def _more(document: Document) -> Iterator[Table]:
         if way[name]
     ]
     yield Table(["", *ALL_AT], latencies, "Latencies")
-    if routed := [_answered(way) for way in ways if way["routes"]]:
+    routed = []  # how evenly its replicas were asked, and by which reasons
+    for way in ways:
+        if way["routes"]:
+            each, whys = [sum(one.values()) for one in way["routes"].values()], Counter[str]()
+            for one in way["routes"].values():
+                whys.update(one)
+            said = ", ".join(f"{why} {whole(times)}" for why, times in whys.most_common())
+            routed.append([way["name"], whole(len(each)), whole(min(each)), whole(max(each)), said])
+    if routed:
         yield Table(["", "replicas", "fewest of one", "most of one", "why"], routed, "Who answered")
     senders = [
         [

@@ -108,12 +108,13 @@ class TextRequests(RequestSource):
         if self.users:
             body["user"] = f"user-{dice.randrange(self.users)}"
         body |= self.more
-        body |= self.given[number % len(self.given)] if self.given else self._drawn(dice)
+        if self.given:
+            body |= self.given[number % len(self.given)]
+        else:
+            text = " ".join(dice.choices(WORDS, k=self.scale.words(self.input_tokens.draw(dice))))
+            messages = {"messages": [{"role": "user", "content": text}]}
+            body |= messages if self.endpoint == "chat" else {"prompt": text}
         return PlannedRequest(encode(body))
-
-    def _drawn(self, dice: random.Random) -> dict[str, Any]:
-        text = " ".join(dice.choices(WORDS, k=self.scale.words(self.input_tokens.draw(dice))))
-        return {"messages": [{"role": "user", "content": text}]} if self.endpoint == "chat" else {"prompt": text}
 
 
 @dataclass(kw_only=True)
@@ -164,34 +165,27 @@ def read_prompts(path: Path, endpoint: Endpoint) -> list[dict[str, Any]]:
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "it is not UTF-8"
         raise UsageError(f"--prompts {path} cannot be read: {reason}. Give a file of JSON lines, or of text.") from None
-    found = [_asked(line, endpoint) for line in text.splitlines() if line.strip()]
+    found = []
+    for line in filter(str.strip, text.splitlines()):
+        row: Any = line  # a JSON object, or a text that is the prompt
+        if line.lstrip().startswith(("{", '"')):
+            with contextlib.suppress(msgspec.DecodeError):
+                row = msgspec.json.decode(line)
+        if isinstance(row, dict):
+            row = dict(row["body"]) if isinstance(row.get("body"), dict) else row  # of OpenAI's batches
+        else:
+            row = {"prompt": row if isinstance(row, str) else line}
+        for name in ("id", "custom_id", "metadata", "model"):
+            row.pop(name, None)
+        # As the endpoint wants it: a prompt becomes a user's message, and messages their contents.
+        if endpoint == "chat" and "messages" not in row:
+            row["messages"] = [{"role": "user", "content": row.pop("prompt", "")}]
+        if endpoint != "chat" and "prompt" not in row:
+            row["prompt"] = "\n".join(str(message.get("content", "")) for message in row.pop("messages", []))
+        found.append(row)
     if not found:
         raise UsageError(f"--prompts {path} holds no prompts. Give one JSON object a line, or one text.")
     return found
-
-
-def _asked(line: str, endpoint: Endpoint) -> dict[str, Any]:
-    """As the endpoint wants it: a prompt becomes a user's message, and messages their contents."""
-    row = _row(line)
-    for name in ("id", "custom_id", "metadata", "model"):
-        row.pop(name, None)
-    if endpoint == "chat" and "messages" not in row:
-        row["messages"] = [{"role": "user", "content": row.pop("prompt", "")}]
-    if endpoint != "chat" and "prompt" not in row:
-        row["prompt"] = "\n".join(str(message.get("content", "")) for message in row.pop("messages", []))
-    return row
-
-
-def _row(line: str) -> dict[str, Any]:
-    """A line as a JSON object, or as a text that is the prompt."""
-    row: Any = line
-    if line.lstrip().startswith(("{", '"')):
-        with contextlib.suppress(msgspec.DecodeError):
-            row = msgspec.json.decode(line)
-    if not isinstance(row, dict):
-        return {"prompt": row if isinstance(row, str) else line}
-    body = row.get("body")  # of OpenAI's batches
-    return dict(body if isinstance(body, dict) else row)
 
 
 clock = perf_counter
@@ -259,22 +253,16 @@ class EventCounter:
         window = self._edge + data
         count = window.count(EVENT)
         self._edge = window[1 - len(EVENT) :]
+        if not self._begun and b"\n" in data:
+            # From the first event that has content on, all are counted: those without stand at the end.
+            whole = self._tail[: self._tail.rfind(b"\n") + 1]
+            content = (before for before, line in enumerate(lines(whole)) if has_content(decoded(line)))
+            if (before := next(content, None)) is not None:
+                self._begun, self._record.first = True, at
+                count = (b"\n" + self._tail).count(EVENT) - before
         if self._begun:
             for _ in range(count):
                 self._times.append(at)
-        elif b"\n" in data:
-            self._look_for_content(at)
-
-    def _look_for_content(self, at: float) -> None:
-        """From the first event that has some on, all are counted: those without stand at the end."""
-        whole = self._tail[: self._tail.rfind(b"\n") + 1]
-        for before, line in enumerate(lines(whole)):
-            if has_content(decoded(line)):
-                self._begun = True
-                self._record.first = at
-                for _ in range((b"\n" + self._tail).count(EVENT) - before):
-                    self._times.append(at)
-                return
 
     def finish(self) -> None:
         """Take the events without content off the end, and read the usage or the error there."""

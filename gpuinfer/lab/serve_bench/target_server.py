@@ -80,14 +80,8 @@ async def scale(client: HttpClient, calls: TextRequests) -> WordsOfTokens:
     """How many tokens a word of ours has there, by the usage of two short answers; one, where it tells of none."""
     used = []
     for words in (FEW, MANY):
-        short = replace(
-            calls,
-            stream=False,
-            given=(),
-            input_tokens=LengthRange(words, words),
-            output_tokens=LengthRange(1, 1),
-            scale=SAME,
-        )
+        given, wanted = LengthRange(words, words), LengthRange(1, 1)
+        short = replace(calls, stream=False, given=(), scale=SAME, input_tokens=given, output_tokens=wanted)
         usage = decoded((await ask(client, short, -words)).body).get("usage")
         used.append(usage.get("prompt_tokens") if isinstance(usage, dict) else None)
     few, many = used
@@ -102,18 +96,15 @@ async def ask(client: HttpClient, calls: RequestSource, number: int = 0) -> Http
     headers = (("Content-Type", calls.content_type), ("Accept", calls.content_type))
     reply = await _once_started(client, "POST", calls.path, calls.make(number).body, headers)
     if reply.status != 200:
+        error: Any = decoded(reply.body).get("error")
+        message = error.get("message") if isinstance(error, Mapping) else error
+        text = message if isinstance(message, str) else reply.body.decode("utf-8", "replace")
+        why = " ".join(text.split())[:SAID] or "no reason given."
         raise WorkError(
-            f"{client.url}{calls.path} answers a first request with HTTP {reply.status}: {_said(reply)}\n"
+            f"{client.url}{calls.path} answers a first request with HTTP {reply.status}: {why}\n"
             f"{CURES.get(reply.status, CURE)}"
         )
     return reply
-
-
-def _said(reply: HttpResponse) -> str:
-    error: Any = decoded(reply.body).get("error")
-    message = error.get("message") if isinstance(error, Mapping) else error
-    text = message if isinstance(message, str) else reply.body.decode("utf-8", "replace")
-    return " ".join(text.split())[:SAID] or "no reason given."
 
 
 START_S, END_S = 300.0, 30.0

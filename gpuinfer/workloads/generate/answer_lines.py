@@ -5,7 +5,7 @@ They are written here and read back when a run is resumed: which rows are done, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
@@ -15,9 +15,8 @@ from msgspec import Raw, Struct
 from numpy.typing import NDArray
 
 from gpuinfer.errors import BadPrompt, GpuinferError
-from gpuinfer.generation import Completion, Generation, Logprob
+from gpuinfer.generation import Generation
 from gpuinfer.host import error_text
-from gpuinfer.host.files import put_whole
 from gpuinfer.http.http_exchange import error_body
 from gpuinfer.serving.openai.requests import BadRequest
 from gpuinfer.serving.openai.responses import Envelope, plain_logprob, response, status_of
@@ -96,26 +95,37 @@ class LineWriter:
                 token_ids=self._token_ids,
                 cached=self._timing,
             )
-            return self._encode(_batch_line(row, 200, response(envelope, generation), None)) + b"\n"
-        line = OutputLine(
-            id=row.id,
-            usage=TokenUsage(
-                prompt_tokens=generation.prompt_tokens,
-                completion_tokens=sum([len(one.tokens) for one in generation.completions]),
-            ),
-            timing=self._times(generation, seconds),
-            metadata=row.metadata,
-            digest=row.digest,
+            return self._batch_line(row, 200, response(envelope, generation), None)
+        samples = [
+            SampleLine(
+                text=one.text,
+                finish_reason=one.finish_reason,
+                stop_reason=one.stop_reason,
+                token_ids=one.tokens if self._token_ids else None,
+                logprobs=None if one.logprobs is None else [plain_logprob(each) for each in one.logprobs],
+            )
+            for one in generation.completions
+        ]
+        usage = TokenUsage(
+            prompt_tokens=generation.prompt_tokens,
+            completion_tokens=sum([len(one.tokens) for one in generation.completions]),
         )
+        line = OutputLine(id=row.id, usage=usage, metadata=row.metadata, digest=row.digest)
+        if self._timing:
+            line.timing = AnswerTiming(
+                first_token_s=generation.first_token_s,
+                seconds=generation.seconds,
+                total_s=seconds,
+                cached_tokens=generation.cached_tokens,
+            )
         if generation.prompt_logprobs is not None:
             line.prompt_logprobs = [None if one is None else plain_logprob(one) for one in generation.prompt_logprobs]
-        if len(generation.completions) > 1:
-            line.samples = [self._sample(one) for one in generation.completions]
-            return self._encode(line) + b"\n"
-        (one,) = generation.completions
-        line.text, line.finish_reason, line.stop_reason = one.text, one.finish_reason, one.stop_reason
-        line.token_ids = one.tokens if self._token_ids else None
-        line.logprobs = _all_plain(one.logprobs)
+        if len(samples) > 1:
+            line.samples = samples
+        else:
+            (one,) = samples
+            line.text, line.finish_reason, line.stop_reason = one.text, one.finish_reason, one.stop_reason
+            line.token_ids, line.logprobs = one.token_ids, one.logprobs
         return self._encode(line) + b"\n"
 
     def error(self, row: NamedRow, error: GpuinferError) -> bytes:
@@ -127,52 +137,26 @@ class LineWriter:
             return self._error(msgspec.structs.replace(row, id=plain_id, metadata=None), error)
 
     def _error(self, row: NamedRow, error: GpuinferError) -> bytes:
-        kind, message = kind_of(error), " ".join(error_text.safe_str(error).split())
+        """Its `type` is for scripts."""
+        message = " ".join(error_text.safe_str(error).split())
+        kind = (
+            "bad_row" if isinstance(error, BadRequest) else "bad_prompt" if isinstance(error, BadPrompt) else "failed"
+        )
         if row.openai is None:
             failure = Failure(type=kind, message=message, row=row.number, line=row.line)
             return self._encode(OutputLine(id=row.id, error=failure, metadata=row.metadata, digest=row.digest)) + b"\n"
         fault = {"code": kind, "message": message, "row": row.number, "line": row.line}
-        return self._encode(_batch_line(row, status_of(error), error_body(message, kind), fault)) + b"\n"
+        return self._batch_line(row, status_of(error), error_body(message, kind), fault)
 
-    def _sample(self, one: Completion) -> SampleLine:
-        return SampleLine(
-            text=one.text,
-            finish_reason=one.finish_reason,
-            stop_reason=one.stop_reason,
-            token_ids=one.tokens if self._token_ids else None,
-            logprobs=_all_plain(one.logprobs),
-        )
-
-    def _times(self, generation: Generation, seconds: float) -> AnswerTiming | None:
-        if not self._timing:
-            return None
-        return AnswerTiming(
-            first_token_s=generation.first_token_s,
-            seconds=generation.seconds,
-            total_s=seconds,
-            cached_tokens=generation.cached_tokens,
-        )
-
-
-def kind_of(error: GpuinferError) -> str:
-    """The `type` of an error row, for scripts."""
-    if isinstance(error, BadRequest):
-        return "bad_row"
-    return "bad_prompt" if isinstance(error, BadPrompt) else "failed"
-
-
-def _batch_line(row: NamedRow, status: int, body: dict[str, Any], fault: dict[str, Any] | None) -> dict[str, Any]:
-    line = {
-        "id": BATCH_ANSWER + row.digest,
-        "custom_id": row.id,
-        "response": {"status_code": status, "request_id": row.digest, "body": body},
-        "error": fault,
-    }
-    return line if row.metadata is None else {**line, "metadata": row.metadata}
-
-
-def _all_plain(found: Sequence[Logprob] | None) -> list[dict[str, Any]] | None:
-    return None if found is None else [plain_logprob(one) for one in found]
+    def _batch_line(self, row: NamedRow, status: int, body: dict[str, Any], fault: dict[str, Any] | None) -> bytes:
+        line = {
+            "id": BATCH_ANSWER + row.digest,
+            "custom_id": row.id,
+            "response": {"status_code": status, "request_id": row.digest, "body": body},
+            "error": fault,
+            **({} if row.metadata is None else {"metadata": row.metadata}),
+        }
+        return self._encode(line) + b"\n"
 
 
 BLOCK = 1024
@@ -234,12 +218,6 @@ class DoneRows:
         self.dropped += 1
         self.unreadable += found is None
         return None
-
-
-def rewrite_output(path: Path, keeps: Callable[[bytes], object]) -> None:
-    """Leave out all lines but those that `keeps` has a key for. A crash leaves the old file or the new one."""
-    with path.open("rb") as old:
-        put_whole(path, lambda new: new.writelines(line for line in old if keeps(line) is not None))
 
 
 class EarlierAnswers:

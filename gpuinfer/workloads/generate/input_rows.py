@@ -42,15 +42,17 @@ class InputSource:
         self.name = "standard input" if name == "-" else name
         self._path = name
         self._own = name != "-"
-        opened = _opened(name) if self._own and descriptor is None else descriptor
-        self._descriptor = sys.stdin.fileno() if opened is None else opened
         self._over = False
-
-    @property
-    def size(self) -> int | None:
-        """In bytes; None for what is no regular file."""
-        found = os.fstat(self._descriptor)
-        return found.st_size if stat.S_ISREG(found.st_mode) else None
+        if descriptor is not None or not self._own:
+            self._descriptor = sys.stdin.fileno() if descriptor is None else descriptor
+            return
+        check_input(name)
+        try:
+            self._descriptor = os.open(name, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            raise UsageError(
+                f"--input {name} cannot be read: {error.strerror}. Give a file that you may read."
+            ) from error
 
     async def chunks(self) -> AsyncIterator[bytes]:
         """Until the input ends or `stop` is called.
@@ -60,7 +62,7 @@ class InputSource:
         looked_at = False
         while chunk := await asyncio.to_thread(self._read):
             if not looked_at:
-                _refuse_other_format(chunk[:HEAD_BYTES], self._path, whole=False)
+                refuse_other_format(chunk[:HEAD_BYTES], self._path, whole=False)
                 looked_at = True
             yield chunk
 
@@ -80,8 +82,8 @@ class InputSource:
 
     def lines(self) -> int | None:
         """How many lines a regular file has that is not too large to count them; None for all else. Takes a while."""
-        size = self.size
-        if size is None or size > COUNT_BYTES:
+        found = os.fstat(self._descriptor)
+        if not stat.S_ISREG(found.st_mode) or found.st_size > COUNT_BYTES:
             return None
         count, position, last = 0, 0, b"\n"
         while not self._over and (chunk := os.pread(self._descriptor, 4 * CHUNK, position)):
@@ -127,26 +129,16 @@ def check_input(name: str) -> None:
         try:
             with open(name, "rb") as file:
                 head = file.read(HEAD_BYTES)
-                _refuse_other_format(head, name, whole=not file.read(1))
+                refuse_other_format(head, name, whole=not file.read(1))
         except OSError as error:
-            raise _unreadable(name, error) from error
+            raise UsageError(
+                f"--input {name} cannot be read: {error.strerror}. Give a file that you may read."
+            ) from error
 
 
-def _refuse_other_format(head: bytes, name: str, whole: bool) -> None:
+def refuse_other_format(head: bytes, name: str, whole: bool) -> None:
     if found := foreign_format(head, name, whole):
         raise UsageError(found.refused(f"--input {name}", PIPED))
-
-
-def _opened(name: str) -> int:
-    check_input(name)
-    try:
-        return os.open(name, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError as error:
-        raise _unreadable(name, error) from error
-
-
-def _unreadable(name: str, error: OSError) -> UsageError:
-    return UsageError(f"--input {name} cannot be read: {error.strerror}. Give a file that you may read.")
 
 
 KEY_BYTES = 12
@@ -252,40 +244,35 @@ class Namer:
         self._number = 0
 
     def name(self, rows: Sequence[ParsedRow]) -> list[NamedRow]:
-        keys = [_key(row) for row in rows]
-        return [
-            self._named(row, key, before) for row, key, before in zip(rows, keys, self._seen.count(keys), strict=True)
-        ]
-
-    def _named(self, row: ParsedRow, key: bytes, before: int) -> NamedRow:
-        self._number += 1
-        error, name = row.error, row.id
-        if name is None:
-            name = f"{PREFIX}{key.hex()}-{before + 1}" if before else PREFIX + key.hex()
-        elif before:
-            error = BadRequest(f"the id '{str(name)[:100]}' has come before. Give each row an id of its own.")
-        prompt = row.prompt or NOTHING
-        if row.prompt is not None:
-            msgspec.structs.force_setattr(prompt, "key", str(name))  # nothing else has seen it yet
-        return NamedRow(
-            number=self._number,
-            line=row.line,
-            id=name,
-            digest=self._digest(str(name), row.content, before),
-            prompt=prompt,
-            error=error,
-            openai=row.openai,
-            model=row.model,
-            metadata=row.metadata,
-        )
-
-    def _digest(self, name: str, content: bytes, before: int) -> str:
-        known = self._salted.copy()
-        known.update(b"%s\0%d\0" % (name.encode(errors="surrogatepass"), before) + content)
-        return known.hexdigest()
-
-
-def _key(row: ParsedRow) -> bytes:
-    """What tells whether a row has come before: its id, or else its content."""
-    text = row.content if row.id is None else str(row.id).encode(errors="surrogatepass")
-    return hashlib.blake2b(text, digest_size=KEY_BYTES, person=b"id" if row.id is not None else b"content").digest()
+        keys = []  # what tells whether a row has come before: its id, or else its content
+        for row in rows:
+            text = row.content if row.id is None else str(row.id).encode(errors="surrogatepass")
+            person = b"content" if row.id is None else b"id"
+            keys.append(hashlib.blake2b(text, digest_size=KEY_BYTES, person=person).digest())
+        named = []
+        for row, key, before in zip(rows, keys, self._seen.count(keys), strict=True):
+            self._number += 1
+            error, name = row.error, row.id
+            if name is None:
+                name = f"{PREFIX}{key.hex()}-{before + 1}" if before else PREFIX + key.hex()
+            elif before:
+                error = BadRequest(f"the id '{str(name)[:100]}' has come before. Give each row an id of its own.")
+            prompt = row.prompt or NOTHING
+            if row.prompt is not None:
+                msgspec.structs.force_setattr(prompt, "key", str(name))  # nothing else has seen it yet
+            digest = self._salted.copy()
+            digest.update(b"%s\0%d\0" % (str(name).encode(errors="surrogatepass"), before) + row.content)
+            named.append(
+                NamedRow(
+                    number=self._number,
+                    line=row.line,
+                    id=name,
+                    digest=digest.hexdigest(),
+                    prompt=prompt,
+                    error=error,
+                    openai=row.openai,
+                    model=row.model,
+                    metadata=row.metadata,
+                )
+            )
+        return named

@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from gpuinfer.errors import UsageError
-from gpuinfer.host.files import differences, no_folder, sync_folder
-from gpuinfer.workloads.generate.answer_lines import DoneRows, EarlierAnswers, read_key, rewrite_output
+from gpuinfer.host.files import differences, no_folder, put_whole, sync_folder
+from gpuinfer.workloads.generate.answer_lines import DoneRows, EarlierAnswers, read_key
 from gpuinfer.workloads.generate.input_rows import KeySet
 from gpuinfer.workloads.generate.output_writer import SpillFile, unfinished_lines
 
@@ -34,22 +34,27 @@ log = logging.getLogger(__name__)
 
 
 class OpenedOutput:
-    """An opened output: `descriptor` takes lines, `done` are the rows that it holds."""
+    """An opened output: `descriptor` takes lines, `done` are the rows that it holds.
 
-    def __init__(self, name: str, descriptor: int) -> None:
-        self.name = name
-        self.descriptor = descriptor
-        self.done = KeySet()
+    A file has a `path`, with a note; `is_ours`: there was no such file before. Else it is a stream.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        descriptor: int,
+        *,
+        path: Path | None = None,
+        note: RunNote | None = None,
+        is_ours: bool = False,
+        done: KeySet | None = None,
+    ) -> None:
+        self.name, self.descriptor, self.path = name, descriptor, path
+        self.done = KeySet() if done is None else done
         self.aside: SpillFile | None = None  # for answers that wait for an earlier one
         self.before: EarlierAnswers | None = None
-        self._note: RunNote | None = None
-        self.path: Path | None = None  # None: it is a stream
-        self._is_ours = self._finished = False
+        self._note, self._is_ours, self._finished = note, is_ours, False
         self.is_useless = False  # it goes when it is closed
-
-    def bind(self, note: RunNote, path: Path, is_new: bool) -> None:
-        """The output is a file with a note. `is_new`: there was no such file before."""
-        self._note, self.path, self._is_ours = note, path, is_new
 
     def take(self, digest: str) -> bytes | None:
         """The line of the row of this digest, where an earlier run has answered it and it is to be put in its place."""
@@ -143,14 +148,23 @@ def _opened(
 ) -> OpenedOutput:
     if not resume:  # there may be something since it was looked for
         _refuse_overwriting(path)
-    _bind(path, note, settings)
+    if parts := _parts(path):
+        found = note.settings()
+        if found is None:
+            raise UsageError(f"{note.path} does not say how {path} was made. Give another --output.")
+        if shown := differences(found, settings):
+            if any(map(_answers, parts)):
+                raise UsageError(f"{path} was made with other settings ({shown}). Use those, or give another --output.")
+            log.warning("%s held errors alone, of other settings (%s): it begins anew", path, shown)
+            for part in parts:
+                part.unlink()
+    note.write(settings)
     is_new = not path.exists()
     before, early = _beside(path)
     retry = retry and not before.exists()  # else that has begun already
     done = KeySet() if is_new else _mend(path, before, retry, ordered)
-    output = OpenedOutput(str(path), os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666))
-    output.bind(note, path, is_new)
-    output.done = done
+    descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    output = OpenedOutput(str(path), descriptor, path=path, note=note, is_ours=is_new, done=done)
     if ordered:
         output.aside = SpillFile(early, unfinished_lines(early, done, retry))
         output.before = EarlierAnswers(before) if before.exists() else None
@@ -172,22 +186,6 @@ def _refuse_overwriting(path: Path) -> None:
         raise UsageError(f"{part} exists already. Add --resume to go on with it, or give another --output.")
 
 
-def _bind(path: Path, note: RunNote, settings: Mapping[str, Any]) -> None:
-    """RunNote the settings. Raises `UsageError` when there are answers that were made with others."""
-    if parts := _parts(path):
-        found = note.settings()
-        if found is None:
-            raise UsageError(f"{note.path} does not say how {path} was made. Give another --output.")
-        if not (shown := differences(found, settings)):
-            return
-        if any(map(_answers, parts)):
-            raise UsageError(f"{path} was made with other settings ({shown}). Use those, or give another --output.")
-        log.warning("%s held errors alone, of other settings (%s): it begins anew", path, shown)
-        for part in parts:
-            part.unlink()
-    note.write(settings)
-
-
 def _answers(path: Path) -> bool:
     """Whether there is any line but errors."""
     with path.open("rb") as file:
@@ -203,12 +201,12 @@ def _mend(path: Path, before: Path, retry: bool, ordered: bool) -> KeySet:
             file.truncate(done.whole_bytes)
     if done.unreadable:
         log.warning("%s: %d lines cannot be read; their rows are asked again", path, done.unreadable)
-    if not done.dropped:
-        return done.rows
-    if ordered and not before.exists():
+    if done.dropped and ordered and not before.exists():
         path.rename(before)
         return KeySet()
-    rewrite_output(path, done.keeps)
+    if done.dropped:  # a crash leaves the old file or the new one
+        with path.open("rb") as old:
+            put_whole(path, lambda new: new.writelines(line for line in old if done.keeps(line) is not None))
     return done.rows
 
 
@@ -222,7 +220,21 @@ class RunNote:
 
     def __init__(self, output: Path) -> None:
         self.path = output.with_name(output.name + NOTE)
-        self._descriptor = _locked(self.path, output)
+        while True:
+            lock = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                os.close(lock)
+                why = f"{output} is being written by another run. Wait for it, or give another --output."
+                raise UsageError(why) from None
+            except OSError as error:
+                log.info("%s: no locks on this file system (%s)", self.path, error)
+            with contextlib.suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(lock), self.path.stat()):
+                    self._descriptor = lock
+                    return
+            os.close(lock)  # the run that had it has removed it meanwhile
 
     def settings(self) -> Mapping[str, Any] | None:
         """Those of the run that began this output; None when nothing legible says them."""
@@ -243,20 +255,3 @@ class RunNote:
         if remove or not os.fstat(self._descriptor).st_size:
             self.path.unlink(missing_ok=True)
         os.close(self._descriptor)
-
-
-def _locked(note: Path, output: Path) -> int:
-    while True:
-        lock = os.open(note, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(lock)
-            why = f"{output} is being written by another run. Wait for it, or give another --output."
-            raise UsageError(why) from None
-        except OSError as error:
-            log.info("%s: no locks on this file system (%s)", note, error)
-        with contextlib.suppress(FileNotFoundError):
-            if os.path.samestat(os.fstat(lock), note.stat()):
-                return lock
-        os.close(lock)  # the run that had it has removed it meanwhile

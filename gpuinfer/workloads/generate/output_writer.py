@@ -48,13 +48,11 @@ class OutputWriter(JournalThread["bytes | list[bytes]"]):
         self._enter = (lambda station: None) if lane is None else lane.enter
         self.start()
 
-    def put(self, line: bytes) -> None:
-        """Write the line soon. Raises `WorkError` when something could not be written."""
-        self.add(line, len(line))
-
-    def put_aside(self, line: bytes) -> None:
-        """Keep the line on the disk until it is put. Raises `WorkError` when something could not be written."""
-        if self._aside is not None:
+    def put(self, line: bytes, aside: bool = False) -> None:
+        """Write the line soon, or keep it `aside` on the disk until it is put. Raises `WorkError` after a failure."""
+        if not aside:
+            self.add(line, len(line))
+        elif self._aside is not None:
             self.add(Spilled(line), len(line))
 
     def keep_aside(self, lines: Iterable[bytes]) -> None:
@@ -107,7 +105,15 @@ class OutputWriter(JournalThread["bytes | list[bytes]"]):
     def _failed(self, error: Exception) -> WorkError:
         if not isinstance(error, OSError):
             return super()._failed(error)
-        return self._displaced() or output_unwritable(self._name, error, self._file.regular)
+        if displaced := self._displaced():
+            return displaced
+        if isinstance(error, BrokenPipeError):
+            return WorkError(f"{self._name} was closed before all was answered. To go on later, give --output a file.")
+        what = f"answers cannot be written to {self._name}: {error.strerror}."
+        if not self._file.regular:
+            return WorkError(f"{what} Give another --output.")
+        cure = "Free some space" if error.errno in FULL else "Mend that"
+        return WorkError(f"{what} What was answered before is kept. {cure}, then run again with --resume.")
 
     def _displaced(self) -> WorkError | None:
         """Why what is written does not come to lie at `path` any more, if so."""
@@ -134,19 +140,6 @@ class OutputWriter(JournalThread["bytes | list[bytes]"]):
             f"{self._name} was moved while answers were written to it; {there}. What was answered before is kept. Move "
             f"it back to {self._path} with the files beside it, then run again with --resume."
         )
-
-
-def output_unwritable(name: str, error: OSError, regular: bool) -> WorkError:
-    """`regular`: what was written can be gone on with."""
-    if isinstance(error, BrokenPipeError):
-        return WorkError(f"{name} was closed before all was answered. To go on later, give --output a file.")
-    if not regular:
-        return WorkError(f"answers cannot be written to {name}: {error.strerror}. Give another --output.")
-    cure = "Free some space" if error.errno in FULL else "Mend that"
-    return WorkError(
-        f"answers cannot be written to {name}: {error.strerror}. What was answered before is kept. "
-        f"{cure}, then run again with --resume."
-    )
 
 
 class SpillFile:
@@ -240,7 +233,14 @@ class OrderedOutput:
     def add(self, place: int, line: bytes, kept: bool = False) -> None:
         """Each place from 0 comes exactly once. `kept`: the line is on the disk elsewhere."""
         if place != self._next:
-            self._hold(place, line, kept)
+            self._held[place] = line
+            self._bytes_held += len(line)
+            if not kept:
+                self._outlet.put(line, aside=True)
+                self._bytes_aside += len(line)
+                if self._bytes_aside > max(LEAST_ASIDE, SHARE * self._bytes_held):
+                    self._outlet.keep_aside([*self._others(), *self._held.values()])
+                    self._bytes_aside = self._bytes_held
             return
         self._outlet.put(line)
         self._next += 1
@@ -249,17 +249,6 @@ class OrderedOutput:
             self._bytes_held -= len(held)
             self._next += 1
         self._moved.set()
-
-    def _hold(self, place: int, line: bytes, kept: bool) -> None:
-        self._held[place] = line
-        self._bytes_held += len(line)
-        if kept:
-            return
-        self._outlet.put_aside(line)
-        self._bytes_aside += len(line)
-        if self._bytes_aside > max(LEAST_ASIDE, SHARE * self._bytes_held):
-            self._outlet.keep_aside([*self._others(), *self._held.values()])
-            self._bytes_aside = self._bytes_held
 
     async def near(self, place: int) -> None:
         """Wait until this place is within the window."""

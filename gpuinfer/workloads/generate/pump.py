@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -50,15 +50,23 @@ class PromptRequester:
         """
         if prompt.samples <= self._widest:
             return await self._one(prompt, reads)
+        first, end = prompt.first_sample, prompt.first_sample + prompt.samples
         try:
             async with asyncio.TaskGroup() as group:
-                pieces = [
-                    group.create_task(self._one(piece, shift_part(reads, piece.first_sample - prompt.first_sample)))
-                    for piece in split_samples(prompt, self._widest)
-                ]
+                tasks = []
+                for start in range(first, end, self._widest):  # draws the same answers as the whole
+                    count = min(self._widest, end - start)
+                    piece = msgspec.structs.replace(prompt, first_sample=start, samples=count)
+                    tasks.append(group.create_task(self._one(piece, _shifted(reads, start - first))))
         except BaseExceptionGroup as errors:
             raise unwrap(errors) from None
-        return join_samples([piece.result() for piece in pieces])
+        pieces = [task.result() for task in tasks]
+        return msgspec.structs.replace(
+            pieces[0],
+            completions=tuple(one for piece in pieces for one in piece.completions),
+            first_token_s=min(piece.first_token_s for piece in pieces),
+            seconds=max(piece.seconds for piece in pieces),
+        )
 
     async def _one(self, prompt: Prompt, reads: Callable[[Part], None] | None) -> Generation:
         rows = prompt.samples
@@ -81,30 +89,11 @@ class PromptRequester:
             return stream.result
 
 
-def shift_part(reads: Callable[[Part], None] | None, first: int) -> Callable[[Part], None] | None:
+def _shifted(reads: Callable[[Part], None] | None, first: int) -> Callable[[Part], None] | None:
     """For the piece of a prompt whose samples begin at `first`."""
     if reads is None or not first:
         return reads
     return lambda part: reads(msgspec.structs.replace(part, sample=part.sample + first))
-
-
-def split_samples(prompt: Prompt, widest: int) -> list[Prompt]:
-    """Prompts of at most so many samples, which draw the same answers as the whole."""
-    first, end = prompt.first_sample, prompt.first_sample + prompt.samples
-    return [
-        msgspec.structs.replace(prompt, first_sample=start, samples=min(widest, end - start))
-        for start in range(first, end, widest)
-    ]
-
-
-def join_samples(pieces: Sequence[Generation]) -> Generation:
-    """The answers of all pieces as one."""
-    return msgspec.structs.replace(
-        pieces[0],
-        completions=tuple(one for piece in pieces for one in piece.completions),
-        first_token_s=min(piece.first_token_s for piece in pieces),
-        seconds=max(piece.seconds for piece in pieces),
-    )
 
 
 class RowBudget:
@@ -275,9 +264,17 @@ class Pump:
         self._enter("understand")
         jobs = self._namer.name([self._reader.read(piece) for piece in pieces])
         self.counts.read += len(jobs)
-        for job in self._not_done(jobs):
-            job.place = self._place()
-            if job.error is not None:
+        done = self._output.done
+        before = done.has([digest_key(job.digest) for job in jobs]) if len(done) else [False] * len(jobs)
+        for job, was_done in zip(jobs, before, strict=True):
+            line = self._output.take(job.digest)
+            self.counts.before += was_done or line is not None
+            if was_done:
+                continue
+            job.place, self._places = self._places, self._places + 1
+            if line is not None:
+                self._order.add(job.place, line, kept=True)
+            elif job.error is not None:
                 self._fail(job, job.error)
             else:
                 self._jobs.append(job)
@@ -289,21 +286,6 @@ class Pump:
         while len(self._jobs) > self.under_way:
             self._hungry.clear()
             await self._hungry.wait()
-
-    def _not_done(self, jobs: list[NamedRow]) -> Iterator[NamedRow]:
-        done = self._output.done
-        before = done.has([digest_key(job.digest) for job in jobs]) if len(done) else [False] * len(jobs)
-        for job, was_done in zip(jobs, before, strict=True):
-            line = self._output.take(job.digest)
-            self.counts.before += was_done or line is not None
-            if not was_done and line is not None:
-                self._order.add(self._place(), line, kept=True)
-            elif not was_done:
-                yield job
-
-    def _place(self) -> int:
-        self._places += 1
-        return self._places - 1
 
     def _wake(self, most: int) -> None:
         for _ in range(min(most, len(self._idle))):
@@ -319,7 +301,11 @@ class Pump:
             began = self._time()
             try:
                 generation = await self._asker.ask(job.prompt)
-                line = self._line(job, generation, self._time() - began)
+                try:
+                    line = self._writer.answer(job, generation, self._time() - began)
+                except Exception as error:  # only its own row fails
+                    why = f"the answer cannot be written ({error_text.full_message(error)})"
+                    raise BadResult(f"{why}. Leave out what is unusual in the row.") from error
             except BackendDied:
                 raise
             except (RequestError, BackendError) as error:
@@ -329,14 +315,6 @@ class Pump:
                 self._order.add(job.place, line)
             if self._outlet.full:
                 await self._outlet.room()
-
-    def _line(self, job: NamedRow, generation: Generation, seconds: float) -> bytes:
-        """Raises `BadResult` for an answer that cannot be written: only its own row fails."""
-        try:
-            return self._writer.answer(job, generation, seconds)
-        except Exception as error:
-            why = f"the answer cannot be written ({error_text.full_message(error)})"
-            raise BadResult(f"{why}. Leave out what is unusual in the row.") from error
 
     def _fail(self, job: NamedRow, error: GpuinferError) -> None:
         self.counts.fail(error)

@@ -101,7 +101,15 @@ class Generate(Workload):
         self.target = "-" if own.test else own.output
         check_model(own, "generate")
         check_text("--prompt", own.prompt)
-        self._check_files()
+        if own.prompt and own.input is not None:
+            raise UsageError("--prompt and --input each say what is asked. Give one of them.")
+        if own.input is not None:
+            input_rows.check_input(own.input)
+        elif not own.prompt:
+            raise UsageError(
+                "generate needs prompts. Give --prompt TEXT, --input FILE, or --input - for standard input."
+            )
+        output.check_output(self.target, own.input or "-", own.resume and not own.test)
         self.adapters = adapter_folders(own.adapter)
         most = min(own.max_new_tokens, TEST_TOKENS) if own.test else own.max_new_tokens
         self.sampling = sampling_of(
@@ -114,18 +122,6 @@ class Generate(Workload):
         self.rendering = rendering_of(own)
         if own.retry_errors and not own.resume:
             raise UsageError("--retry-errors goes on with an output that is there. Add --resume.")
-
-    def _check_files(self) -> None:
-        own = self.options
-        if own.prompt and own.input is not None:
-            raise UsageError("--prompt and --input each say what is asked. Give one of them.")
-        if own.input is not None:
-            input_rows.check_input(own.input)
-        elif not own.prompt:
-            raise UsageError(
-                "generate needs prompts. Give --prompt TEXT, --input FILE, or --input - for standard input."
-            )
-        output.check_output(self.target, own.input or "-", own.resume and not own.test)
 
     def trial(self, setup: Setup, **changes: Any) -> Generate | None:
         """The prompts from the first on, to nowhere. None where they can be read only once."""
@@ -163,10 +159,11 @@ class Generate(Workload):
                 yield progress
             return
         opening = asyncio.create_task(asyncio.to_thread(self._open))
-        waiting = asyncio.create_task(wait_for_end(opening))  # a thread cannot be cancelled, and leaves things open
+        # Cancelled, it leaves the thread alone, which cannot be cancelled, and leaves things open.
+        waiting = asyncio.create_task(asyncio.wait({opening}))
         async for _ in follow_task(waiting, infer.stopping):
             yield Progress(0, note="reading what is done" if own.resume else "opening the model", setup=True)
-        await wait_for_end(opening)
+        await asyncio.wait({opening})
         source, target, settings = opening.result()
         try:
             if not waiting.cancelled():
@@ -183,7 +180,7 @@ class Generate(Workload):
         check_with_model(self.model(), self.sampling)
         target = open_output(
             self.target,
-            {**settings, **self.form()},
+            {**settings, "token_ids": own.token_ids, "timing": own.timing, "ordered": self.ordered},
             resume=own.resume and not own.test,
             retry=own.retry_errors,
             ordered=self.ordered,
@@ -221,8 +218,16 @@ class Generate(Workload):
                 yield self._progress(pump, counting)
             if not running.cancelled():
                 target.finish(useless=pump.counts.none_right)
-            else:
-                self._say_stopped(pump)
+            elif target.path is not None and not pump.counts.done and not pump.waiting:
+                log.warning("stopped before the first answer. Run the same command again.")
+            elif target.path is not None:
+                place = f"in {self.target}{output.EARLY}"
+                early = f" ({pump.waiting} that wait for an earlier one: {place})" if pump.waiting else ""
+                log.warning(
+                    "stopped; what was answered is in %s%s. Run the same command with --resume to go on.",
+                    self.target,
+                    early,
+                )
         except BaseExceptionGroup as group:
             raise errors.unwrap(group) from group
         finally:
@@ -233,7 +238,12 @@ class Generate(Workload):
 
     async def _show(self, infer: Infer) -> AsyncIterator[Progress]:
         """The texts of the command line, answered on the terminal."""
-        loading = asyncio.create_task(self._load(infer))
+
+        async def load() -> None:
+            await asyncio.to_thread(check_with_model, self.model(), self.sampling)
+            await infer.ready()
+
+        loading = asyncio.create_task(load())
         try:
             async for _ in follow_task(loading, infer.stopping):
                 show_status("loading the model")
@@ -258,10 +268,6 @@ class Generate(Workload):
         self._say_failures(showing.counts)
         yield progress_of(showing.counts, len(rows))
 
-    async def _load(self, infer: Infer) -> None:
-        await asyncio.to_thread(check_with_model, self.model(), self.sampling)
-        await infer.ready()
-
     def _progress(self, pump: Pump, counting: asyncio.Task[int | None]) -> Progress:
         counts, total = pump.counts, None
         if counts.ended:
@@ -269,19 +275,6 @@ class Generate(Workload):
         elif not self.options.test and pump.splitter.by_lines and counting.done() and (lines := counting.result()):
             total = max(lines, counts.read)
         return progress_of(counts, total, pump.under_way)
-
-    def _say_stopped(self, pump: Pump) -> None:
-        if output.is_stream(self.target):
-            return
-        if not pump.counts.done and not pump.waiting:
-            log.warning("stopped before the first answer. Run the same command again.")
-            return
-        early = (
-            f" ({pump.waiting} that wait for an earlier one: in {self.target}{output.EARLY})" if pump.waiting else ""
-        )
-        log.warning(
-            "stopped; what was answered is in %s%s. Run the same command with --resume to go on.", self.target, early
-        )
 
     def _say_failures(self, counts: RowCounts, removed: bool = False) -> None:
         """Raises `WorkError` when not one row was answered."""
@@ -317,10 +310,6 @@ class Generate(Workload):
             **({"adapters": [list(one) for one in adapter_digests(self.adapters).items()]} if self.adapters else {}),
         }
 
-    def form(self) -> dict[str, Any]:
-        """How answers are written: one output has one form."""
-        return {"token_ids": self.options.token_ids, "timing": self.options.timing, "ordered": self.ordered}
-
 
 def progress_of(counts: RowCounts, total: int | None, outstanding: int | None = None) -> Progress:
     """How far the rows are, of `total`; `outstanding`: how many are under way at most."""
@@ -336,8 +325,3 @@ def progress_of(counts: RowCounts, total: int | None, outstanding: int | None = 
         failed=counts.failed,
         failure=str(counts.first_failure or ""),
     )
-
-
-async def wait_for_end(task: asyncio.Task[Any]) -> None:
-    """Cancelled, it leaves the task alone."""
-    await asyncio.wait({task})
