@@ -27,9 +27,7 @@ def spec(input_dtype="uint8", inputs=13):
         ("uint8", 13, (13,), np.uint8),
         ("int8", 13, (13,), np.int8),
         ("float32", 13, (13,), np.float32),
-        pytest.param("bits", 13, (2,), np.uint8, id="bits that leave some of the last byte"),
-        pytest.param("bits", 16, (2,), np.uint8, id="bits that fill their bytes"),
-        pytest.param("bits", 17, (3,), np.uint8, id="bits that need one more byte"),
+        *(("bits", inputs, shape, np.uint8) for inputs, shape in ((13, (2,)), (16, (2,)), (17, (3,)))),
     ],
 )
 def test_how_rows_travel(input_dtype, inputs, shape, dtype):
@@ -45,14 +43,14 @@ def test_an_input_dtype_that_nobody_serves_is_refused_with_the_choices():
 @pytest.mark.parametrize(
     ("payload", "rows", "said"),
     [
-        pytest.param(np.zeros((2, 13), np.uint8), 2, r"13 features packed as bits.*got uint8 \[2, 13\]", id="bytes"),
-        pytest.param(np.zeros((2, 3), np.uint8), 2, r"got uint8 \[2, 3\]", id="too wide"),
-        pytest.param(np.zeros((2, 1), np.uint8), 2, r"got uint8 \[2, 1\]", id="too narrow"),
-        pytest.param(np.zeros((2, 2), bool), 2, r"got bool \[2, 2\]", id="another dtype"),
-        pytest.param(np.zeros((2, 2), np.uint8), 3, "request of 3 rows", id="other rows"),
-        pytest.param(np.zeros((0, 2), np.uint8), 0, "request of 0 rows asks for nothing", id="no rows"),
-        pytest.param([[1, 2]], 0, r"uint8 \[rows, 2\].*got list", id="no array, of which nobody knows the rows"),
-        pytest.param(b"ab", 1, "got bytes", id="no array"),
+        (np.zeros((2, 13), np.uint8), 2, r"13 features packed as bits.*got uint8 \[2, 13\]"),
+        (np.zeros((2, 3), np.uint8), 2, r"got uint8 \[2, 3\]"),
+        (np.zeros((2, 1), np.uint8), 2, r"got uint8 \[2, 1\]"),
+        (np.zeros((2, 2), bool), 2, r"got bool \[2, 2\]"),
+        (np.zeros((2, 2), np.uint8), 3, "request of 3 rows"),
+        (np.zeros((0, 2), np.uint8), 0, "request of 0 rows asks for nothing"),
+        ([[1, 2]], 0, r"uint8 \[rows, 2\].*got list"),
+        (b"ab", 1, "got bytes"),
     ],
 )
 def test_rows_of_bits_that_do_not_fit_are_told_what_would(payload, rows, said):
@@ -97,26 +95,18 @@ def test_arrays_are_arranged_as_the_model_would_answer(layout, arranged):
 GOOD = {"kind": "dict", "names": ["a", "b"], "shapes": [[3], []]}
 
 
-@pytest.mark.parametrize(
-    "wire",
-    [
-        pytest.param(None, id="nothing"),
-        pytest.param([], id="no map"),
-        pytest.param({**GOOD, "kind": "list"}, id="an unknown kind"),
-        pytest.param({**GOOD, "kind": ["dict"]}, id="a kind that is no name"),
-        pytest.param({**GOOD, "kind": "tensor", "names": []}, id="a tensor that is two"),
-        pytest.param({**GOOD, "kind": "tuple"}, id="a tuple with names"),
-        pytest.param({**GOOD, "names": ["a"]}, id="a name too few"),
-        pytest.param({**GOOD, "names": ["a", "a"]}, id="a name twice"),
-        pytest.param({**GOOD, "names": ["a", 2]}, id="a name that is a number"),
-        pytest.param({**GOOD, "names": "ab"}, id="names in one word"),
-        pytest.param({**GOOD, "shapes": []}, id="no shapes"),
-        pytest.param({**GOOD, "shapes": [[3], 3]}, id="a shape that is a number"),
-        pytest.param({**GOOD, "shapes": [[3], [-1]]}, id="a negative size"),
-        pytest.param({**GOOD, "shapes": [[3], [True]]}, id="a size that is no number"),
-        pytest.param({"kind": "dict", "names": ["a", "b"]}, id="shapes missing"),
-    ],
-)
+NO_LAYOUTS = [
+    None,
+    [],
+    *({**GOOD, "kind": kind} for kind in ("list", ["dict"], "tuple")),
+    {**GOOD, "kind": "tensor", "names": []},
+    *({**GOOD, "names": names} for names in (["a"], ["a", "a"], ["a", 2], "ab")),
+    *({**GOOD, "shapes": shapes} for shapes in ([], [[3], 3], [[3], [-1]], [[3], [True]])),
+    {"kind": "dict", "names": ["a", "b"]},
+]
+
+
+@pytest.mark.parametrize("wire", NO_LAYOUTS, ids=str)
 def test_anything_else_on_the_wire_is_refused(wire):
     assert AnswerLayout.from_wire(GOOD)
     with pytest.raises(BackendError, match="same version"):

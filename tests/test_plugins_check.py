@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import forking
 import pytest
 from packages import install
 
@@ -31,57 +32,43 @@ def install_broken(folder: Path, points=POINTS) -> None:
     (folder / "small_nim.py").write_text(nim.replace("self.words = LAST + 1", "self.words = LAST"))
 
 
-@pytest.fixture(scope="module")
-def checked(tmp_path_factory):
-    """What the command says of the whole package, in a terminal of 80 columns."""
-    folder = tmp_path_factory.mktemp("site")
-    install_broken(folder)
-    return check("broken", folder, columns=80)
-
-
 def check(what: str, folder: Path, columns: int) -> subprocess.CompletedProcess[str]:
     """The command, with what is installed in the folder."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("GPUINFER_")}
     path = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
-    return subprocess.run(
-        [sys.executable, "-m", "gpuinfer", "plugins", "check", what, "--each", "1s"],
-        env={**environment, "PYTHONPATH": path, "COLUMNS": str(columns)},
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    own = forking.own_environment(PYTHONPATH=path, COLUMNS=str(columns))
+    words = [sys.executable, "-m", "gpuinfer", "plugins", "check", what, "--each", "1s"]
+    return subprocess.run(words, env=own, cwd=folder, capture_output=True, text=True, timeout=300)
 
 
-def of(plugin: str, out: str) -> str:
-    """What was said of one plugin, each finding in one line."""
-    part = re.search(rf"^{plugin}\n((?:  .*\n)+)", out, re.M)
-    assert part is not None, out
-    return re.sub(r"\n    ", " ", part[1])
-
-
-def test_a_package_that_breaks_promises_exits_4_and_counts_them(checked):
-    assert checked.returncode == 4, checked.stdout + checked.stderr
-    assert re.search(r"^\d+ of \d+ checks hold, 5 do not, \d+ were not tried$", checked.stdout, re.M), checked.stdout
-
-
-@pytest.mark.parametrize(
-    ("plugin", "said"),
-    [
-        ("backend hanging", "✗ answers each request with its own rows did not end within 1 s."),
-        ("backend hanging", "– answers in order not tried: 'answers each request with its own rows' did not end"),
-        ("backend hanging", "✓ closes"),
-        ("backend crashing", "✗ starts its process ended: a last word (exit code 3)."),
-        ("strategy late", "✗ cuts in the end with a lone request: it never cuts"),
-        ("strategy late", "– serves every request of a random load not tried"),
-        ("workload needy", "needs place, which has no default. Check it with --set place=VALUE."),
-        ("game small", "✗ plays within its sizes, in plain Python with bounds checked `deal` (small_nim.py, line"),
-        ("game small", "Declare words = 5 or more."),
-        ("game small", "– plays the same when compiled not tried: compiled, it would write where it may not"),
+FAULTS = {
+    "backend hanging": [
+        "✗ answers each request with its own rows did not end within 1 s.",
+        "– answers in order not tried: 'answers each request with its own rows' did not end",
+        "✓ closes",
     ],
-)
-def test_each_fault_is_named_beside_its_plugin(checked, plugin, said):
-    assert said in of(plugin, checked.stdout)
+    "backend crashing": ["✗ starts its process ended: a last word (exit code 3)."],
+    "strategy late": [
+        "✗ cuts in the end with a lone request: it never cuts",
+        "– serves every request of a random load not tried",
+    ],
+    "workload needy": ["needs place, which has no default. Check it with --set place=VALUE."],
+    "game small": [
+        "✗ plays within its sizes, in plain Python with bounds checked `deal` (small_nim.py, line",
+        "Declare words = 5 or more.",
+        "– plays the same when compiled not tried: compiled, it would write where it may not",
+    ],
+}
+
+
+def test_each_fault_of_a_package_is_named_beside_its_plugin_and_they_are_counted(tmp_path):
+    install_broken(tmp_path)
+    done = check("broken", tmp_path, columns=80)
+    assert done.returncode == 4, done.stdout + done.stderr
+    assert re.search(r"^\d+ of \d+ checks hold, 5 do not, \d+ were not tried$", done.stdout, re.M), done.stdout
+    for plugin, faults in FAULTS.items():
+        part = re.search(rf"^{plugin}\n((?:  .*\n)+)", done.stdout, re.M)
+        assert part is not None, done.stdout
+        assert [fault for fault in faults if fault not in re.sub(r"\n    ", " ", part[1])] == []
 
 
 @pytest.fixture
@@ -113,9 +100,6 @@ def test_the_time_for_a_package_has_an_end(site):
         ("workload needy: is checked", False),
     ]
     assert "the limit of 0.01 s for the package is over" in findings[0].detail
-
-
-def test_a_package_that_is_not_installed_is_named():
     with pytest.raises(UsageError, match="no installed package 'no-such-package'"):
         check_package("no-such-package")
 
@@ -134,15 +118,17 @@ def test_a_game_in_order_passes_every_check(site, monkeypatch):
 @pytest.mark.parametrize(
     ("path", "code", "said"),
     [
-        pytest.param("small_nim:Nim", 4, "`deal` (small_nim.py, line", id="a game"),
-        pytest.param("broken_plugins:Late", 4, "strategy broken_plugins:Late", id="a strategy"),
-        pytest.param("small_nim:HEAPS", 2, "is no class of a game, backend, strategy", id="what is no plugin"),
-        pytest.param("small_nim:Nimm", 2, "has no attribute 'Nimm'", id="a class that is not there"),
-        pytest.param("no_such_module:Nim", 2, "no module named 'no_such_module'", id="a module that is not there"),
+        ("small_nim:Nim", 4, "`deal` (small_nim.py, line"),
+        ("broken_plugins:Late", 4, "strategy broken_plugins:Late"),
+        ("small_nim:HEAPS", 2, "is no class of a game, backend, strategy"),
+        ("small_nim:Nimm", 2, "has no attribute 'Nimm'"),
+        ("no_such_module:Nim", 2, "no module named 'no_such_module'"),
     ],
 )
-def test_a_class_is_checked_by_its_path(tmp_path, path, code, said):
-    install_broken(tmp_path)
-    done = check(path, tmp_path, columns=200)
-    assert done.returncode == code, done.stdout + done.stderr
-    assert said in " ".join((done.stdout + done.stderr).split())
+def test_a_class_is_checked_by_its_path(site, gpuinfer, monkeypatch, path, code, said):
+    install_broken(site)
+    monkeypatch.chdir(site)
+    for name in ("small_nim", "broken_plugins"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    ended, out, err = gpuinfer("plugins", "check", path, "--each", "1s")
+    assert (ended, said in " ".join((out + err).split())) == (code, True), out + err

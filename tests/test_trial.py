@@ -49,35 +49,16 @@ def ways(merged, change):
 
 
 def a_report(wall_s=600.0, change=None, **more):
-    bottleneck = {
-        "class": "batch cap too small",
-        "why": "It is small.",
-        "advice": "Allow larger batches.",
-        "change": {"flag": "-B", "name": "max_rows", "value": 16} if change is None else change,
-        "command": "gpuinfer load -B max_rows=16",
-        "gain": {"low": 1.8, "high": 2.2, "expected": 2.0},
-        "bounds": {},
-        "trial": None,
-        "not_tried": None,
-    }
-    return {
-        "workload": "load",
-        "status": "done",
-        "setup_s": 1.0,
-        "wall_s": wall_s,
-        "latency_s": {"mean": 0.01},
-        "queue_wait_s": {},
-        "batches": {"slots": None},
-        "roofline": None,
-        "bottleneck": bottleneck,
-        **more,
-    }
+    change = {"flag": "-B", "name": "max_rows", "value": 16} if change is None else change
+    advice = {"advice": "Allow larger batches.", "change": change, "command": "gpuinfer load -B max_rows=16"}
+    gain, untried = {"low": 1.8, "high": 2.2, "expected": 2.0}, {"trial": None, "not_tried": None}
+    verdict = {"class": "batch cap too small", "why": "It is small.", "gain": gain, "bounds": {}}
+    run = {"workload": "load", "status": "done", "setup_s": 1.0, "wall_s": wall_s, "latency_s": {"mean": 0.01}}
+    run |= {"queue_wait_s": {}, "batches": {"slots": None}, "roofline": None}
+    return {**run, "bottleneck": {**verdict, **advice, **untried}, **more}
 
 
 JUDGED = {**a_report()["bottleneck"], "healthy": False, "station": "forward", "share": 0.5, "unexplained": 0.0}
-
-
-# What is measured
 
 
 def test_a_change_that_helps_is_measured_in_turns_beside_the_setting_in_force():
@@ -124,41 +105,30 @@ def test_a_trial_never_outlasts_its_time_nor_do_its_processes():
     assert worker.exitcode == -signal.SIGKILL
 
 
-# For how long
-
-
 @pytest.mark.parametrize(
     ("report", "start_s", "pairs"),
     [
-        pytest.param(a_report(10.0), 0.0, None, id="ten seconds leave no time"),
-        pytest.param(a_report(60.0), 0.0, 2, id="a minute leaves time for two pairs"),
-        pytest.param(a_report(60.0), 4.0, None, id="not where each start takes long"),
-        pytest.param(a_report(600.0), 4.0, 4, id="ten minutes for four of them"),
-        pytest.param(a_report(60.0, latency_s={"mean": 1.0}), 0.0, None, id="nor where an answer takes long"),
-        pytest.param(a_report(60.0, latency_s={"mean": 9.0}, queue_wait_s={"mean": 8.99}), 0.0, 2, id="waiting aside"),
+        (a_report(10.0), 0.0, None),
+        (a_report(60.0), 0.0, 2),
+        (a_report(60.0), 4.0, None),  # each start takes long
+        (a_report(600.0), 4.0, 4),
+        (a_report(60.0, latency_s={"mean": 1.0}), 0.0, None),  # an answer takes long
+        (a_report(60.0, latency_s={"mean": 9.0}, queue_wait_s={"mean": 8.99}), 0.0, 2),  # it waits for long
     ],
 )
 def test_a_trial_takes_its_share_of_the_runs_time_and_no_more(report, start_s, pairs):
     trial_plan = plan_trial(report, start_s)
     assert (trial_plan and trial_plan.pairs) == pairs
     if trial_plan is not None:
-        assert (
-            2 * trial_plan.pairs * (trial_plan.seconds + start_s)
-            < trial_plan.about_s
-            < trial_plan.most_s
-            == turns.SHARE * report["wall_s"]
-        )
+        least_s = 2 * trial_plan.pairs * (trial_plan.seconds + start_s)
+        assert least_s < trial_plan.about_s < trial_plan.most_s == turns.SHARE * report["wall_s"]
 
 
 @pytest.mark.parametrize(
     "phases",
     [
-        pytest.param(
-            [("starting", 0.1), ("measuring the roofline", 7.0), ("starting the workers", 8.0)], id="measured first"
-        ),
-        pytest.param(
-            [("starting", 0.1), ("starting the workers", 2.0), ("measuring the roofline", 8.9)], id="measured last"
-        ),
+        [("starting", 0.1), ("measuring the roofline", 7.0), ("starting the workers", 8.0)],
+        [("starting", 0.1), ("starting the workers", 2.0), ("measuring the roofline", 8.9)],
     ],
 )
 def test_how_long_a_start_takes_leaves_the_roofline_out(phases):
@@ -178,11 +148,11 @@ def test_a_load_from_outside_is_answered_as_fast_as_it_comes_and_is_not_tried():
 @pytest.mark.parametrize(
     ("asked", "terminal", "quiet", "tries"),
     [
-        pytest.param(None, True, False, True, id="on a terminal"),
-        pytest.param(None, False, False, False, id="not in a pipe"),
-        pytest.param(None, True, True, False, id="not where only the result is wanted"),
-        pytest.param(True, False, True, True, id="when it is asked for"),
-        pytest.param(False, True, False, False, id="never against --no-trial"),
+        (None, True, False, True),
+        (None, False, False, False),
+        (None, True, True, False),
+        (True, False, True, True),
+        (False, True, False, False),
     ],
 )
 def test_an_advice_is_tried(monkeypatch, asked, terminal, quiet, tries):
@@ -190,73 +160,39 @@ def test_an_advice_is_tried(monkeypatch, asked, terminal, quiet, tries):
     assert workload.wants_trial(settings(trial=asked, quiet=quiet or None).common) is tries
 
 
-# What is left of the advice
-
-
-@pytest.mark.parametrize(
-    ("ends", "advice", "given"),
-    [
-        pytest.param((1.42, 1.31, 1.55), "Allow larger batches.", True, id="faster: it stands"),
-        pytest.param((1.0, 0.97, 1.03), "Tried -B max_rows=16: no faster (0.97 to 1.03). Nothing simple to change.",
-                     False, id="as fast: it goes"),
-        pytest.param((0.28, 0.26, 0.31),
-                     "Tried -B max_rows=16: slower, 0.28 times as fast (0.26 to 0.31). Nothing simple to change.",
-                     False, id="slower: it goes"),
-        pytest.param((1.2, 0.8, 1.8), "Allow larger batches.", True, id="unclear: it stays a prediction"),
-    ],
-)  # fmt: skip
-def test_after_a_trial_the_verdict_advises_what_has_helped(ends, advice, given):
-    found = after(a_report()["bottleneck"], TriedAdvice(*ends, 4.0, 8, "gpuinfer load -B max_rows=16"))
-    assert found["advice"] == advice
-    assert (found["command"] is not None, found["change"] is not None) == (given, given)
-    assert (found["class"], found["trial"]["command"]) == ("batch cap too small", "gpuinfer load -B max_rows=16")
-
-
 def text_of(lines):
     return "\n".join(f"{line.name}: {line.text}" for line in lines)
 
 
-def test_why_it_was_not_tried_stands_beside_the_prediction():
-    report = a_report()
-    report["bottleneck"]["not_tried"] = workload.TOO_SHORT
-    assert "Predicted, not tried (the run was too short): 2.0 times as fast (1.8 to 2.2)." in text_of(
-        panel_rows(report)
-    )
+SLOWER = "-B max_rows=16: slower, 0.28 times as fast (0.26 to 0.31). Nothing simple to change."
 
 
 @pytest.mark.parametrize(
-    ("ends", "words"),
+    ("ends", "given", "words"),
     [
-        ((1.42, 1.31, 1.55), "tried: 1.42 times as fast (1.31 to 1.55), 8 turns of 4 s."),
-        ((1.0, 0.97, 1.03), "tried: -B max_rows=16: no faster (0.97 to 1.03). Nothing simple to change."),
-        (
-            (1.2, 0.8, 1.8),
-            "(0.80 to 1.80), 8 turns of 4 s. No clear answer: what the advice brings stays a prediction.",
-        ),
+        ((1.42, 1.31, 1.55), True, "1.42 times as fast (1.31 to 1.55), 8 turns of 4 s."),
+        ((1.0, 0.97, 1.03), False, "-B max_rows=16: no faster (0.97 to 1.03). Nothing simple to change."),
+        ((0.28, 0.26, 0.31), False, SLOWER),
+        ((1.2, 0.8, 1.8), True, "1.20 times as fast (0.80 to 1.80), 8 turns of 4 s. No clear answer: what the advice "
+         "brings stays a prediction."),
     ],
-)
-def test_what_was_measured_is_said(ends, words):
-    told = after(a_report()["bottleneck"], TriedAdvice(*ends, 4.0, 8, "gpuinfer load -B max_rows=16"))
-    assert words in text_of(trial_rows(told))
+)  # fmt: skip
+def test_after_a_trial_the_verdict_advises_what_has_helped_and_says_what_was_measured(ends, given, words):
+    found = after(a_report()["bottleneck"], TriedAdvice(*ends, 4.0, 8, "gpuinfer load -B max_rows=16"))
+    assert found["advice"] == ("Allow larger batches." if given else f"Tried {words}")
+    assert (found["command"] is not None, found["change"] is not None) == (given, given)
+    assert (found["class"], found["trial"]["command"]) == ("batch cap too small", "gpuinfer load -B max_rows=16")
+    assert f"tried: {words}" in text_of(trial_rows(found))
     if ends[1] > 1:
-        told_at_once = text_of(panel_rows({**a_report(), "bottleneck": told}))
-        assert "Allow larger batches. Tried: 1.42 times as fast (1.31 to 1.55), 8 turns of 4 s." in told_at_once
-
-
-# It harms nothing
-
-
-def measured(report, **more):
-    ahead = workload.Ahead(OptionChange("-B", "max_rows", 16), lambda: None, lambda: None, PLAN)
-    return workload.trial_report(report, ahead, Display("load", live=False))["bottleneck"]
+        assert f"Allow larger batches. Tried: {words}" in text_of(panel_rows({**a_report(), "bottleneck": found}))
 
 
 @pytest.mark.parametrize(
     ("raised", "said"),
     [
-        pytest.param(KeyboardInterrupt(), "it was skipped", id="Ctrl-C"),
-        pytest.param(WorkError("no room for so many rows."), "no room for so many rows", id="an error of its own"),
-        pytest.param(ZeroDivisionError(), "ZeroDivisionError", id="an error of a plugin"),
+        (KeyboardInterrupt(), "it was skipped"),
+        (WorkError("no room for so many rows."), "no room for so many rows"),
+        (ZeroDivisionError(), "ZeroDivisionError"),
     ],
 )
 def test_whatever_ends_a_trial_the_report_stays_and_says_so(monkeypatch, raised, said):
@@ -264,8 +200,11 @@ def test_whatever_ends_a_trial_the_report_stays_and_says_so(monkeypatch, raised,
         raise raised
 
     monkeypatch.setattr(AdviceTrial, "run", run)
-    found = measured(a_report())
+    ahead = workload.Ahead(OptionChange("-B", "max_rows", 16), lambda: None, lambda: None, PLAN)
+    found = workload.trial_report(a_report(), ahead, Display("load", live=False))["bottleneck"]
     assert found == {**a_report()["bottleneck"], "not_tried": said}
+    untried = {**a_report(), "bottleneck": found}
+    assert f"Predicted, not tried ({said}): 2.0 times as fast (1.8 to 2.2)." in text_of(panel_rows(untried))
     assert text_of(trial_rows(found)) == f"not tried: {said}. What the advice brings stays a prediction."
 
 
@@ -323,9 +262,6 @@ def test_without_a_terminal_nothing_is_tried_unless_asked_for(monkeypatch, capsy
     told = json.loads(Path("r.json").read_text())["bottleneck"]
     assert (told["trial"], told["not_tried"]) == (None, None)
     assert "Predicted, not tried: 2.0 times as fast" in capsys.readouterr().out
-
-
-# The work that is tried
 
 
 def test_what_workloads_try_writes_nothing_and_never_ends(tmp_path):

@@ -39,38 +39,18 @@ def test_an_environment_in_order_keeps_every_promise(environment):
     assert_ok(check_environment(environment))
 
 
-class Stranger(Good):
+def showing(shown):
     async def observe(self):
-        return {"c": Observation([{"role": "user", "content": "?"}])}
+        return shown
+
+    return type("Shown", (Good,), {"observe": observe})
 
 
-class Bare(Good):
-    async def observe(self):
-        return {"a": "say something"}
-
-
-class Prompted(Good):
-    async def observe(self):
-        return {"a": Observation(["say something"])}
-
-
-class Silent(Good):
-    agents = ()
-
-
-class Literal(Good):
+def stepping(outcome):
     async def step(self, answers):
-        return Outcome(rewards={agent: float(said or 0) for agent, said in answers.items()}, done=True)
+        return outcome(answers)
 
-
-class Lost(Good):
-    async def step(self, answers):
-        return Outcome(rewards={"a": float("nan")}, done=True)
-
-
-class Forgetful(Good):
-    async def step(self, answers):
-        return None
+    return type("Stepped", (Good,), {"step": step})
 
 
 class Chance(Good):
@@ -92,16 +72,28 @@ class Lax(Good):
         rounds: int = 1
 
 
+def literal(answers):
+    return Outcome(rewards={agent: float(said or 0) for agent, said in answers.items()}, done=True)
+
+
 @pytest.mark.parametrize(
     ("environment", "promise", "said"),
     [
-        (Stranger, BEGINS, "'c', which is no agent. They are a, b"),
-        (Bare, BEGINS, "observe gave str for a"),
-        (Prompted, BEGINS, "a is shown 'say something'. A message is"),
-        (Silent, BEGINS, "its agents are []"),
-        (Literal, BEARS, "could not convert string to float"),
-        (Lost, BEARS, "the reward of a is nan. Give a finite number."),
-        (Forgetful, BEARS, "step gave a NoneType. Return"),
+        (
+            showing({"c": Observation([{"role": "user", "content": "?"}])}),
+            BEGINS,
+            "'c', which is no agent. They are a, b",
+        ),
+        (showing({"a": "say something"}), BEGINS, "observe gave str for a"),
+        (showing({"a": Observation(["say something"])}), BEGINS, "a is shown 'say something'. A message is"),
+        (type("Silent", (Good,), {"agents": ()}), BEGINS, "its agents are []"),
+        (stepping(literal), BEARS, "could not convert string to float"),
+        (
+            stepping(lambda answers: Outcome(rewards={"a": float("nan")}, done=True)),
+            BEARS,
+            "the reward of a is nan. Give",
+        ),
+        (stepping(lambda answers: None), BEARS, "step gave a NoneType. Return"),
         (Chance, SAME, "Draw chance from `reset`'s seed alone."),
         (Remembers, AGAIN, "Let `reset` forget all of the last game."),
         (Lax, "refuses unknown options", "Derive `class Options(gpuinfer.api.Options)`"),

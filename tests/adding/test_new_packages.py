@@ -21,21 +21,24 @@ KINDS = list(registry.KINDS.values())
 FEWER = {"--games": "4", "--rows": "500", "--groups": "1"}  # counts that only cost time
 
 
+def new(kind: str) -> template.NewPackage:
+    return template.NewPackage(kind, f"try-{kind}")
+
+
+PACKAGES = [new(kind).package for kind in KINDS]
+
+
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
     """All six packages, installed by the command into a folder of plugins."""
     place = tmp_path_factory.mktemp("new")
     for kind in KINDS:
         template.write_package(new(kind), place)
-    paths = [new(kind).package + os.sep for kind in KINDS]
+    paths = [package + os.sep for package in PACKAGES]
     done = gpuinfer("plugins", "install", *paths, "--yes", "--no-index", "--into", "folder", place=place)
     for kind in KINDS:
         assert f"adds      {kind} try-{kind}" in done
     return place
-
-
-def new(kind: str) -> template.NewPackage:
-    return template.NewPackage(kind, f"try-{kind}")
 
 
 def environment(place: Path) -> dict[str, str]:
@@ -51,20 +54,19 @@ def gpuinfer(*words: str, place: Path, within: Path | None = None) -> str:
     return done.stdout
 
 
+def module(*words: str, within: Path, env: dict[str, str] | None = None) -> str:
+    """What `python -m WORDS` says, which ends well."""
+    command = [sys.executable, "-m", *words]
+    done = subprocess.run(command, env=env, cwd=within, capture_output=True, text=True, timeout=800)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
 def test_their_own_tests_pass(place):
     """Among them the conformance kit; that of the game compiles for half a minute: see below."""
     game = f"{new('game').package}/tests/test_{new('game').module}.py::test_the_installed_package_keeps_the_contract"
     words = ["pytest", "-q", "-p", "no:cacheprovider", "-W", "error", "--rootdir", str(place), "--deselect", game]
-    done = subprocess.run(
-        [sys.executable, "-m", *words, *(new(kind).package for kind in KINDS)],
-        env=environment(place),
-        cwd=place,
-        capture_output=True,
-        text=True,
-        timeout=800,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "1 deselected" in done.stdout
+    assert "1 deselected" in module(*words, *PACKAGES, within=place, env=environment(place))
 
 
 @pytest.mark.soak
@@ -86,21 +88,11 @@ def test_what_its_readme_shows_runs(kind, place, tmp_path):
 
 def test_they_are_formatted_and_without_lint(place):
     for words in (["format", "--check"], ["check"]):
-        command = [sys.executable, "-m", "ruff", *words, "--no-cache", *(new(kind).package for kind in KINDS)]
-        done = subprocess.run(command, cwd=place, capture_output=True, text=True, timeout=200)
-        assert done.returncode == 0, done.stdout + done.stderr
+        module("ruff", *words, "--no-cache", *PACKAGES, within=place)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("kind", KINDS)
 def test_their_types_hold(kind, place, tmp_path):
     words = ["--follow-imports", "silent", "--python-executable", sys.executable, "--cache-dir", str(tmp_path)]
-    done = subprocess.run(
-        [sys.executable, "-m", "mypy", *words],
-        env={**os.environ, "MYPYPATH": str(ROOT)},
-        cwd=place / new(kind).package,
-        capture_output=True,
-        text=True,
-        timeout=800,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    module("mypy", *words, within=place / new(kind).package, env={**os.environ, "MYPYPATH": str(ROOT)})

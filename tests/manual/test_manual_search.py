@@ -13,72 +13,67 @@ def known():
     return pages().values()
 
 
-FIRST = [
-    ("out of memory", "questions#out-of-memory"),
-    ("slow", "questions#why-is-it-slow"),
-    ("why is my gpu idle", "questions#why-is-it-slow"),
-    ("batch size", "questions#which-batch-size"),
-    ("multi gpu", "questions#multi-gpu"),
-    ("amd", "questions#does-it-run-on"),
-    ("no gpu", "questions#no-gpu"),
-    ("gguf", "questions#which-models"),
-    ("download a model", "questions#which-models"),
-    ("csv", "questions#my-prompts"),
-    ("port in use", "questions#which-ports"),
-    ("kill", "questions#can-i-stop"),
-    ("reproducible", "questions#are-results"),
-    ("docker", "questions#docker"),
-    ("exit code", "questions#what-do-exit-codes"),
-    ("license", "questions#which-python"),
-    ("what is a strategy", "questions#what-is-a-workload"),
-    ("my own network", "questions#how-do-i-use-my-own-network"),
-    ("chess", "questions#can-it-play-chess"),
-    ("uninstall", "questions#how-do-i-uninstall"),
-    ("openai", "questions#is-there-a-chat"),
-    ("plugin", "plugins"),
-    ("several gpus", "questions#multi-gpu"),
-    ("metrics", "monitoring"),
-    ("elo", "selfplay#two-networks"),
-    ("ray", "fleet#with-ray"),
-    ("api key", "serve#api-keys"),
-    ("verl", "rollouts#what-trainers-read"),
-    ("wandb", "questions#curves"),
-    ("tensorboard", "questions#curves"),
-    ("eta", "questions#how-long"),
-    ("resign", "questions#does-self-play-resign"),
-    ("notebook", "questions#from-python"),
-    ("jupyter", "questions#from-python"),
-    ("asyncio", "questions#from-python"),
-    ("python api", "questions#from-python"),
-    ("from python", "questions#from-python"),
-    ("bitsandbytes", "questions#which-models"),
-    ("speculative decoding", "questions#fine-tuning"),
-    ("langchain", "questions#fine-tuning"),
-    ("--max-model-len", "questions#i-know-vllm"),
-]
-AMONG_THREE = [
-    ("resume", "generate#when-something-goes-wrong"),
-    ("central server", "central"),
-    ("structured output", "generate#structured-output"),
-    ("bottleneck", "diagnosis"),
-    ("slurm", "fleet"),
-    ("prometheus", "monitoring#prometheus"),
-    ("a strategy of my own", "own-strategy"),
-    ("opponent", "selfplay#two-networks"),
-    ("kl target", "rollouts"),
-    ("lora adapter", "serve#adapters"),
-    ("responses api", "serve#not-here-the-responses-api"),
-    ("openai responses", "serve#not-here-the-responses-api"),
-    ("offline", "install#offline-one-file"),
-    ("stop", "generate#stop-a-run"),
-    ("write a game", "selfplay#write-a-game"),
-    ("gpuinfer.toml", "settings"),
+# an address, and queries of which it is the first answer
+FIRST = """
+questions#out-of-memory: out of memory
+questions#why-is-it-slow: slow, why is my gpu idle
+questions#which-batch-size: batch size
+questions#multi-gpu: multi gpu, several gpus
+questions#does-it-run-on: amd
+questions#no-gpu: no gpu
+questions#which-models: gguf, download a model, bitsandbytes
+questions#my-prompts: csv
+questions#which-ports: port in use
+questions#can-i-stop: kill
+questions#are-results: reproducible
+questions#docker: docker
+questions#what-do-exit-codes: exit code
+questions#which-python: license
+questions#what-is-a-workload: what is a strategy
+questions#how-do-i-use-my-own-network: my own network
+questions#can-it-play-chess: chess
+questions#how-do-i-uninstall: uninstall
+questions#is-there-a-chat: openai
+plugins: plugin
+monitoring: metrics
+selfplay#two-networks: elo
+fleet#with-ray: ray
+serve#api-keys: api key
+rollouts#what-trainers-read: verl
+questions#curves: wandb, tensorboard
+questions#how-long: eta
+questions#does-self-play-resign: resign
+questions#from-python: notebook, jupyter, asyncio, python api, from python
+questions#fine-tuning: speculative decoding, langchain
+questions#i-know-vllm: --max-model-len
+"""
+# likewise, of which it is among the first three
+AMONG_THREE = """
+generate#when-something-goes-wrong: resume
+central: central server
+generate#structured-output: structured output
+diagnosis: bottleneck
+fleet: slurm
+monitoring#prometheus: prometheus
+own-strategy: a strategy of my own
+selfplay#two-networks: opponent
+rollouts: kl target
+serve#adapters: lora adapter
+serve#not-here-the-responses-api: responses api, openai responses
+install#offline-one-file: offline
+generate#stop-a-run: stop
+selfplay#write-a-game: write a game
+settings: gpuinfer.toml
+"""
+CASES = [
+    (query, address, places)
+    for places, table in ((1, FIRST), (3, AMONG_THREE))
+    for address, _, queries in (line.partition(": ") for line in table.strip().splitlines())
+    for query in queries.split(", ")
 ]
 
 
-@pytest.mark.parametrize(
-    ("query", "address", "places"), [*((*one, 1) for one in FIRST), *((*one, 3) for one in AMONG_THREE)]
-)
+@pytest.mark.parametrize(("query", "address", "places"), CASES)
 def test_a_query_finds_its_section_among_the_first(known, query, address, places):
     found = search(known, query)
     first = [section.address for section in found.sections[:places]]

@@ -68,3 +68,14 @@ def test_every_command_is_there_with_its_own_flags(written):
         assert f"\n## gpuinfer {name}\n" in page
     assert "`--determinizations N`" in page
     assert "| `--dtype NAME` | Number format of the model: float32, bfloat16 or float16. | `float32` |" in page
+
+
+def test_the_models_that_a_shell_offers_are_there():
+    from gpuinfer.models.networks import NETWORKS
+    from gpuinfer.serving.openai.model_options import TEXT_MODELS
+    from gpuinfer.text.checkpoint.built_in import BUILT_IN
+
+    assert set(TEXT_MODELS) == set(BUILT_IN)
+    for workload, more in (("selfplay", {"uniform", "rollout"}), ("train", set()), ("load", {"none"})):
+        field = options.fields_of(registry.load("workloads", workload).Options)["model"]
+        assert set(field.json_schema_extra["names"]) == set(NETWORKS) | more
