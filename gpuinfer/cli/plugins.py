@@ -125,10 +125,7 @@ def show_one(
     _apply_settings()
     record = registry.find(kind, name)
     plugin = registry.load(kind, name)
-    origin = [
-        ("package", record.package, f"{record.place}; {_contract(record)}"),
-        ("module", record.module, ""),
-    ]
+    origin = [("package", record.package, f"{record.place}; {_contract(record)}"), ("module", record.module, "")]
     if problem := registry.missing_library(plugin):
         origin.append(("missing", problem, ""))
     facts(
