@@ -1,4 +1,8 @@
-"""Fleets of stand-in replicas: what members in this process need, and whole fleets as programs of their own."""
+"""Fleets of stand-in replicas: what members in this process need, and whole fleets as programs of their own. Run as a
+program, it is what `gpuinfer serve --replicas` does, without a model, and writes FOLDER/ready.json once it serves:
+
+    python tests/fleet/fleet_programs.py FOLDER '{"replicas": 3, "standin": {"answer_s": 0.01}}'
+"""
 
 from __future__ import annotations
 
@@ -16,8 +20,13 @@ from typing import Any
 
 import psutil
 
+from gpuinfer.cli import serve
 from gpuinfer.fleet.launchers.local import LocalLauncher
-from gpuinfer.fleet.plan import FleetPlan
+from gpuinfer.fleet.plan import FleetPlan, Scaling
+from gpuinfer.fleet.supervisor import Fleet
+from gpuinfer.host import signals
+from gpuinfer.host.files import write_whole
+from gpuinfer.http.access import Access, Keys
 from gpuinfer.http.client import HttpClient, HttpResponse
 
 HERE = Path(__file__).parent
@@ -123,8 +132,8 @@ def words_of(process: psutil.Process, word: str) -> bool:
 
 
 def standin(folder: Path, **given: Any) -> list[str]:
-    """The command of a fleet of stand-ins; `given`: as `standin_fleet` takes it."""
-    return [sys.executable, str(HERE / "standin_fleet.py"), str(folder), json.dumps(given)]
+    """The command of a fleet of stand-ins; `given`: those of a plan."""
+    return [sys.executable, __file__, str(folder), json.dumps(given)]
 
 
 @contextlib.asynccontextmanager
@@ -149,3 +158,20 @@ async def all_gone(processes: list[psutil.Process]) -> None:
         return False
 
     await until(lambda: not any(map(runs, processes)), "the end of all of a fleet's processes")
+
+
+def main(folder: Path, given: dict[str, Any]) -> int:
+    if scaling := given.pop("scaling", None):
+        given["scaling"] = Scaling(**scaling)
+    made = plan(access=Access(admin=Keys([ADMIN_KEY])), **given)
+
+    def say(fleet: Fleet) -> None:
+        told = {"host": made.host, "port": fleet.port, "pid": os.getpid(), "folder": fleet.logs}
+        write_whole(folder / "ready.json", json.dumps(told).encode())
+
+    signals.own()
+    return serve.run(made, launcher(), say, lambda news: print(news, flush=True))
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1]), json.loads(sys.argv[2])))

@@ -114,41 +114,6 @@ def test_any_pieces_are_read_as_the_whole(kind, cuts, other_cuts, chunked):
     assert content(answered) == expected
 
 
-@given(
-    st.lists(st.binary(min_size=1, max_size=30), max_size=6),
-    st.lists(st.integers(0, 500), max_size=10),
-    st.binary(max_size=5),
-)
-def test_chunks_end_where_they_end_in_any_pieces(parts, places, after):
-    data = b"".join(chunk(part) for part in parts) + b"0\r\n\r\n"
-    reader, found = ChunkDecoder(), b""
-    *pieces, last = cut(data, places)
-    for piece in pieces:
-        found += reader.feed(piece)
-        assert not reader.complete
-    found += reader.feed(last + after)
-    assert (found, reader.complete, reader.rest) == (b"".join(parts), True, after)
-
-
-@pytest.mark.parametrize(
-    "data",
-    [
-        b"g\r\n",
-        b"1;a=b\r\nx\r\n",
-        b"1\nx\n",
-        b"-1\r\n",
-        b"0x1\r\nx\r\n",
-        b" 1\r\nx\r\n",
-        b"1\r\nxy\r\n",
-        b"F" * 9,
-        b"0\r\nA\nB\r\n",
-    ],
-)
-def test_what_is_no_chunk_is_not_taken_for_one(data):
-    with pytest.raises(Malformed):
-        ChunkDecoder().feed(data)
-
-
 @given(st.binary(max_size=200))
 def test_no_bytes_of_a_replica_do_more_than_break_its_connection(data):
     for read in (

@@ -6,7 +6,6 @@ import contextlib
 import gzip
 import http.client
 import json
-import signal
 import socket
 import subprocess
 import threading
@@ -222,8 +221,21 @@ def test_what_is_no_http_and_a_client_that_went_away_are_in_the_log(server):
 
 
 OPEN = {"/health", *FILES}
+
+
+class Nothing:
+    moved = waiting_rows = 0
+    longest_s, serving = 0.0, False
+
+
+def of_a_replica(kind: str) -> list[tuple[str, str, str]]:
+    models = ServedModels([ModelService(Nothing(), ReplicaHealth(Nothing(), "m", kind), ModelSpec("m", kind=kind))])
+    return [(route.method, route.path, route.access) for route in replica_routes(models)]
+
+
 ROUTES = [(route.method, route.path, route.access) for route in ControlServer(None, Access(), "key", "").paths.routes]
 REPLICAS = [("GET", "/v1/models", "api"), ("POST", "/v1/completions", "api"), ("POST", "/predict", "api")]
+OF_ONE = [*of_a_replica("text"), *of_a_replica("rows")]
 
 
 def test_no_route_answers_without_its_key_no_key_can_be_seen_and_what_a_fleet_keeps_is_for_its_owner_alone(server):
@@ -237,10 +249,10 @@ def test_no_route_answers_without_its_key_no_key_can_be_seen_and_what_a_fleet_ke
     family = [psutil.Process(server.process.pid), *psutil.Process(server.process.pid).children(recursive=True)]
     told = [server.log, *(" ".join([*one.cmdline(), *one.environ().values()]) for one in family)]
     keys = ["open", "the-owners-key"]
-    assert {path for _, path, access in ROUTES if access == "open"} == OPEN
+    assert [{path for _, path, access in one if access == "open"} for one in (ROUTES, OF_ONE)] == [OPEN, OPEN]
     assert {path for _, path, access in ROUTES if access == "admin"} == {"/workers", "/workers/{id}", *CHANGES}
     replica = next((one.cmdline() for one in family if "--setup-file" in one.cmdline()), None)
-    for method, path, access in REPLICAS if replica is None else [*ROUTES, *REPLICAS]:
+    for method, path, access in OF_ONE if replica is None else [*ROUTES, *REPLICAS]:
         wrong = [{}, bearer("wrong"), bearer(""), {"Authorization": "open"}, {"Authorization": "Basic open"}]
         for headers in [*wrong, *([bearer("open")] if access == "admin" else [])]:
             assert status(method, path, headers) == (200 if access == "open" else 401)
@@ -307,31 +319,6 @@ def test_for_people_the_log_is_words_a_star_lets_all_pages_in_and_each_request_i
     assert bad.status.code == 2
 
 
-KEY = "the-api-key"
-
-
-class Nothing:
-    moved = waiting_rows = 0
-    longest_s, serving = 0.0, False
-
-
-@pytest.mark.parametrize("kind", ["text", "rows"])
-def test_only_health_and_the_pages_files_are_open_and_no_other_route_answers_without_its_key(several, kind):
-    health = ReplicaHealth(Nothing(), "m", kind)
-    models = ServedModels([ModelService(Nothing(), health, ModelSpec("m", inputs=2, kind=kind))])
-    routes = replica_routes(models)
-    assert {route.path for route in routes if route.access == "open"} == OPEN
-    for header in (None, "Bearer wrong", f"Basic {KEY}", f"Bearer {KEY}x", "Bearer ", KEY):
-        for route in routes:
-            if route.path not in OPEN:
-                headers = {} if header is None else {"Authorization": header}
-                answer = several.ask(route.path, b"{}" if route.method == "POST" else None, headers, route.method)
-                assert (answer.status, answer.error["code"]) == (401, "invalid_api_key"), (route.path, answer.body)
-    assert several.ask("/v1/models", headers={"Authorization": f"bearer {KEY}"}).status == 200
-    assert KEY not in several.log
-    assert "with a key" in several.log
-
-
 @contextlib.contextmanager
 def watching(server: Server, headers: dict[str, str] | None = None) -> Iterator[Iterator[tuple[str, Any]]]:
     with contextlib.closing(server.connect()) as connection:
@@ -376,17 +363,3 @@ def test_metrics_and_events_count_what_was_asked_and_no_counter_falls(rows):
         look = next(look for _, look in events if look["totals"]["requests"] >= wanted)
         assert look["latency_s"]["p50"] > 0
         assert look["batches"]["sizes"]
-
-
-def test_with_a_key_the_page_is_open_and_what_it_shows_is_not_and_a_server_that_leaves_ends_its_events(tmp_path):
-    write_keys(tmp_path / "keys", "secret")
-    with serving("--model", "blobnet-small", "--api-key-file", "keys", folder=tmp_path) as server:
-        assert server.ask("/").status == 200
-        for path in ("/events", "/metrics", "/stats"):
-            assert server.ask(path).status == 401
-        assert server.ask("/metrics", headers=bearer("secret")).status == 200
-        with watching(server, bearer("secret")) as events:
-            assert next(events)[0] == "look"
-            server.process.send_signal(signal.SIGTERM)
-            assert {name for name, _ in events} <= {"look"}
-            assert server.process.wait(SECONDS) == 0

@@ -50,16 +50,6 @@ def test_one_that_reads_nothing_holds_up_nobody(tiny):
     until(lambda: tiny.ask("/health").json["in_flight"] == 0)
 
 
-def test_a_client_that_has_sent_everything_gets_its_answer_and_nothing_before_it(tiny):
-    """As `nc -N`, some proxies and health checkers do."""
-    asked = {"prompt": "Hello", "max_tokens": 40, "ignore_eos": True}
-    completions = [("/v1/completions", asked), ("/v1/completions", {**asked, "stream": True})]
-    for path, body in [*completions, ("/health", None), ("/stats", None)]:
-        with tiny.begun(path, body) as client:
-            client.shutdown(socket.SHUT_WR)
-            assert client.recv(1 << 16).startswith(b"HTTP/1.1 200 OK\r\n")
-
-
 @pytest.mark.thorough
 def test_with_few_descriptors_further_clients_hear_a_503_and_the_log_says_why(tmp_path):
     words = ("--model", "tiny", "-B", "threads=1", "-B", "slots=2")
@@ -91,7 +81,8 @@ def said(client: socket.socket) -> bool:
 
 
 def test_sigterm_finishes_what_is_under_way_and_takes_nothing_new(tmp_path):
-    with serving(*SLOW, "-B", "beta=4", folder=tmp_path) as server:
+    with serving(*SLOW, "-B", "beta=4", folder=tmp_path) as server, server.begun("/events") as watching:
+        assert watching.recv(100).startswith(b"HTTP/1.1 200")  # events without end, that hold nothing up
         found = []
         asking = threading.Thread(target=lambda: found.append(server.ask("/v1/evaluate", ROW)))
         asking.start()

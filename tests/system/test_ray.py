@@ -21,7 +21,6 @@ sys.path.insert(0, SHAMS)
 from plans import COMMAND, SECONDS, plan  # noqa: E402
 
 from gpuinfer.errors import WorkError  # noqa: E402
-from gpuinfer.fleet.launchers import base  # noqa: E402
 from gpuinfer.fleet.launchers.ray import RayLauncher  # noqa: E402
 
 pytestmark = [
@@ -147,7 +146,3 @@ async def test_a_cluster_that_is_not_there_is_told_in_rays_words(tmp_path):
     with pytest.raises(WorkError, match=r"a Ray cluster at 127\.0\.0\.1:1 cannot be had"):
         await ray.launch(planned(tmp_path))
     await ray.close()
-
-
-def test_the_launcher_is_found_by_its_name():
-    assert isinstance(base.make_launcher("ray", {}), RayLauncher)

@@ -18,7 +18,6 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "launchers"))
 from plans import COMMAND, SECONDS, plan
 
 from gpuinfer.errors import WorkError
-from gpuinfer.fleet.launchers import base
 from gpuinfer.fleet.launchers.slurm import SlurmLauncher
 
 pytestmark = pytest.mark.system
@@ -134,7 +133,3 @@ async def test_a_job_whose_fleet_was_killed_ends_itself(tmp_path):
     fleet.kill()
     await fleet.communicate()
     await until(lambda: not jobs())
-
-
-def test_the_launcher_is_found_by_its_name():
-    assert isinstance(base.make_launcher("slurm", {}), SlurmLauncher)
