@@ -69,7 +69,8 @@ def render_haproxy(targets: Sequence[HaproxyServer], front: HaproxyPlan) -> str:
         backend.append(f"    stick on req.hdr({SESSION}) if {{ req.hdr({SESSION}) -m found }}")
     if front.key is not None:
         backend.append(f'    http-request set-header Authorization "Bearer {front.key}"')
-    numbers = {name: _ms(getattr(front, f"{name}_s")) for name in ("connect", "timeout", "slow_start")}
+    seconds = {"connect": front.connect_s, "timeout": front.timeout_s, "slow_start": front.slow_start_s}
+    numbers = {name: f"{max(1, round(one * 1000))}ms" for name, one in seconds.items()}
     lines = [
         f"    server replica-{number} {target.host}:{target.port} maxconn {target.most}"
         for number, target in enumerate(targets)
@@ -113,7 +114,3 @@ backend replicas
     default-server check inter 500ms fastinter 200ms fall 6 rise 1 slowstart {slow_start}
 {servers}
 """
-
-
-def _ms(seconds: float) -> str:
-    return f"{max(1, round(seconds * 1000))}ms"

@@ -86,14 +86,6 @@ def head_bytes(status: int, content_type: str, length: int | None, keep: bool, h
     return _beginning(status, content_type) + _date(int(time.time())) + more.encode("latin-1")
 
 
-def refusal_bytes(status: int, message: str, *, head_only: bool = False) -> bytes:
-    """The whole response to what is no request that could be answered; the connection closes after it."""
-    body = error_bytes(message, error_type_of(status))
-    return head_bytes(status, "application/json", len(body), False, RETRY if status == 503 else ()) + body * (
-        not head_only
-    )
-
-
 def check_field(name: str, value: str) -> None:
     """Raise ValueError for what would end a header's line."""
     if _UNSAFE.search(value) or not _NAME.fullmatch(name):

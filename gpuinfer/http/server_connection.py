@@ -258,14 +258,16 @@ class ServerConnection(asyncio.Protocol):
         self._server.count("refused")
         self._release()
         exchange, self._exchange = self._exchange, None
-        head_only = exchange is not None and exchange.method == "HEAD"
         if exchange is None:
             refused = {"refused": error.message}
             http_exchange.log_request(logging.INFO, "", "", error.status, 0.0, self._peer, refused)
         else:
             exchange.status, exchange.notes["refused"] = error.status, error.message
             http_exchange.log_exchange(exchange)
-        self.transport.write(http_exchange.refusal_bytes(error.status, error.message, head_only=head_only))
+        body = http_exchange.error_bytes(error.message, http_exchange.error_type_of(error.status))
+        retry = http_exchange.RETRY if error.status == 503 else ()
+        head = http_exchange.head_bytes(error.status, "application/json", len(body), False, retry)
+        self.transport.write(head if exchange is not None and exchange.method == "HEAD" else head + body)
         self._close()
 
     def _release(self) -> None:

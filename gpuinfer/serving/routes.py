@@ -28,7 +28,7 @@ from gpuinfer.serving.openai.schema import CHANGES, LoadBody, RequestBody, Unloa
 from gpuinfer.serving.request import NoSuchModel, RequestContext, encode, new_id, plain_headers
 from gpuinfer.serving.row_endpoint import EvaluateEndpoint
 from gpuinfer.serving.service import ModelService, ServedModels, Work
-from gpuinfer.serving.text_endpoints import CompletionsEndpoint, GenerationsEndpoint, PredictBody, PredictEndpoint
+from gpuinfer.serving.text_endpoints import PredictBody, completions, generations, predictions
 
 ERROR = {
     "type": "object",
@@ -267,14 +267,13 @@ def _health(served: ServedModels) -> Route:
 
 
 def _text(service: ModelService) -> list[Route]:
-    chats = CompletionsEndpoint(service)
     answers = json_responses("The answers; with `stream` as server-sent events.", CHOICES, "text/event-stream")
     asked = {"body": RequestBody, "responses": answers}
     predicted = {"body": PredictBody, "responses": json_responses("The answers.", object_schema("samples"))}
-    predict, generate = service.handler(PredictEndpoint(service)), service.handler(GenerationsEndpoint(service))
+    predict, generate = service.handler(predictions(service)), service.handler(generations(service))
     return [
         *(
-            Route("POST", url, service.handler(chats.answer(url)), "api", summary, own)
+            Route("POST", url, service.handler(completions(service, url)), "api", summary, own)
             for url, summary, own in (
                 ("/v1/completions", "Continue a text, as OpenAI has it.", {**asked, "required": ["prompt"]}),
                 ("/v1/chat/completions", "Answer a chat, as OpenAI has it.", {**asked, "required": ["messages"]}),

@@ -301,8 +301,7 @@ class ServedModels:
         plain = exchange.path != WITHOUT_JSON and not exchange.headers.get("content-type", "").startswith(MEDIA_TYPE)
         if plain:
             body = exchange.body[resumed_bytes(exchange.headers, self.services[0].behind_router) :]
-            name = _name_in(body) if len(body) <= LARGE else await asyncio.to_thread(_name_in, body)
-            if name is not None:
+            if (name := await ModelService.decoded(_name_in, body)) is not None:
                 return name
         return exchange.query.get("model")
 

@@ -23,8 +23,17 @@ from gpuinfer.runtime.session import Session
 from gpuinfer.serving.openai.requests import BadRequest, PromptDefaults, RequestReader, unreadable
 from gpuinfer.serving.openai.responses import Chunks, Envelope, response
 from gpuinfer.serving.openai.schema import MOST_TOKENS, Samples, Seed, Some, Temperature
-from gpuinfer.serving.request import MOST_PROMPTS, SAID, RequestContext, check_request, encode, plain_headers
-from gpuinfer.serving.service import ModelService, session_arguments, tokens_of
+from gpuinfer.serving.request import (
+    FAILED_HERE,
+    MOST_PROMPTS,
+    SAID,
+    ErrorResponse,
+    RequestContext,
+    check_request,
+    encode,
+    plain_headers,
+)
+from gpuinfer.serving.service import ModelService, Work, session_arguments, tokens_of
 from gpuinfer.text.answer_frames import FRAMES_TYPE, prompt_from_body, to_frame
 
 CONTENT_TYPE = "text/event-stream; charset=utf-8"
@@ -52,18 +61,18 @@ class CompletionEvents:
         for sample, one in (begun or {}).items():
             chunks.taken_up(sample, len(one.tokens), one.ended)
 
-    def of(self, part: Part) -> bytes:
-        """The events of a part, as one piece; it may be empty."""
-        if part.sample in self._over:
-            return b""
-        return b"".join([self._event(chunk, part.tokens) for chunk in self._chunks.of(part)])
-
-    def end(self, answers: Generation) -> bytes:
-        """The last events: what no part had, the usage, and the end."""
+    def frame(self, news: Part | Generation) -> bytes:
+        """The events of a part, as one piece, which may be empty; of the whole answer the last ones: what no part had,
+        the usage, and the end.
+        """
+        if isinstance(news, Part):
+            if news.sample in self._over:
+                return b""
+            return b"".join([self._event(chunk, news.tokens) for chunk in self._chunks.of(news)])
         events = []
-        for chunk in self._chunks.end(answers):
+        for chunk in self._chunks.end(news):
             sample = chunk["choices"][0]["index"] if chunk["choices"] else 0
-            events.append(self._event(chunk, answers.completions[sample].tokens))  # all of it: there were no parts
+            events.append(self._event(chunk, news.completions[sample].tokens))  # all of it: there were no parts
         return b"".join([*events, DONE])
 
     def _event(self, chunk: dict[str, Any], tokens: tuple[int, ...]) -> bytes:
@@ -79,6 +88,10 @@ class CompletionEvents:
 
 def _event(chunk: Any) -> bytes:
     return b"data: " + _encode(chunk) + b"\n\n"
+
+
+def failed_event(error: Exception, refused: ErrorResponse) -> bytes:
+    return b"data: " + refused.body + b"\n\n" + DONE
 
 
 def split_resumed(body: bytes, length: int) -> tuple[dict[int, ResumedSample] | None, bytes]:
@@ -146,8 +159,6 @@ async def _several(
 
 def join_generations(answers: Sequence[Generation]) -> Generation:
     """The answers as one: completions in order, tokens added up."""
-    if len(answers) == 1:
-        return answers[0]
     return Generation(
         completions=tuple(one for each in answers for one in each.completions),
         prompt_tokens=sum(one.prompt_tokens for one in answers),
@@ -158,97 +169,103 @@ def join_generations(answers: Sequence[Generation]) -> Generation:
     )
 
 
+async def whole(
+    service: ModelService, exchange: Exchange, asking: RequestContext, prompts: Sequence[Prompt]
+) -> Generation:
+    """The answers to all prompts as one, accounted for."""
+    works = [service.session(one, rows=one.samples, **session_arguments(asking)) for one in prompts]
+    if len(works) == 1:
+        answers: Generation = await works[0]
+    else:
+        async with asyncio.TaskGroup() as group:  # the first prompt that fails ends the others
+            tasks = [group.create_task(work) for work in works]
+        answers = join_generations([task.result() for task in tasks])
+    asking.span.generated(answers)
+    service.spent(exchange, *tokens_of(answers))
+    return answers
+
+
+async def send_stream(
+    service: ModelService,
+    exchange: Exchange,
+    asking: RequestContext,
+    prompts: Sequence[Prompt],
+    kind: tuple[str, Sequence[tuple[str, str]]],
+    frame: Callable[[Part | Generation], bytes],
+    failure: Callable[[Exception, ErrorResponse], bytes],
+) -> None:
+    """Send an answer as it comes. `kind`: the response's content type and headers. `failure` writes an error once the
+    response has begun, with the first part; an error before that has a status of its own.
+    """
+    tokens, ways = 0, session_arguments(asking)
+    try:
+        async with contextlib.aclosing(stream_parts(service.session, prompts, ways)) as answers:
+            async for news in answers:
+                if isinstance(news, Generation):
+                    asking.span.generated(news)
+                    service.spent(exchange, *tokens_of(news))
+                else:
+                    tokens += len(news.tokens)
+                data = frame(news)
+                if not exchange.begun:
+                    exchange.begin(200, *kind)
+                if data:
+                    await exchange.write(data)
+        exchange.end()
+    except (ClientGone, asyncio.CancelledError):
+        exchange.notes["output_tokens"] = tokens
+        raise
+    except Exception as error:
+        if not exchange.begun:
+            raise
+        asking.span.failed(type(error).__name__)
+        refused = service.refused(error, asking.id)  # which logs what is internal
+        exchange.notes["refused"] = refused.message
+        await exchange.write(failure(error, refused))
+        exchange.end()
+
+
 USUAL = {"/v1/completions": 16, "/v1/chat/completions": MOST_TOKENS}
 """Tokens of an answer that is asked for without a number: as OpenAI has them, where a chat goes on to its end."""
 
 
-class CompletionsEndpoint:
-    """Both routes of one service."""
+def completions(service: ModelService, url: str) -> Work:
+    """The work of one of the two routes."""
+    readers: list[RequestReader] = []
 
-    def __init__(self, service: ModelService) -> None:
-        self._service = service
-        self._readers: dict[str, RequestReader] = {}
-
-    def answer(self, url: str) -> Callable[[Exchange, RequestContext], Any]:
-        """The work of the route `url`."""
-
-        async def work(exchange: Exchange, asking: RequestContext) -> None:
-            begun, body = split_resumed(exchange.body, asking.begun)
-            if url not in self._readers:  # the defaults are known once the model is loaded
-                self._readers[url] = RequestReader(PromptDefaults(self._service.usual(USUAL[url])), streams=True)
-            reader = self._readers[url]
-            asked = await self._service.decoded(lambda body: reader.read_all(body, url, MOST_PROMPTS), body)
-            adapter = self._service.adapter_of(
-                exchange.query.get("model") if asked[0].model is None else asked[0].model
+    async def work(exchange: Exchange, asking: RequestContext) -> None:
+        begun, body = split_resumed(exchange.body, asking.begun)
+        if not readers:  # the defaults are known once the model is loaded
+            readers.append(RequestReader(PromptDefaults(service.usual(USUAL[url])), streams=True))
+        asked = await service.decoded(lambda body: readers[0].read_all(body, url, MOST_PROMPTS), body)
+        adapter = service.adapter_of(exchange.query.get("model") if asked[0].model is None else asked[0].model)
+        for one in asked:
+            check_request(one.prompt, service.widest)
+        several, samples, prompts = len(asked) > 1, asked[0].prompt.samples, []
+        if any(sample >= samples * len(asked) for sample in begun or ()):
+            raise BadPrompt(
+                f"something has been sent of a sample that was not asked for: there are {samples * len(asked)}."
             )
-            for one in asked:
-                check_request(one.prompt, self._service.widest)
-            several, samples, prompts = len(asked) > 1, asked[0].prompt.samples, []
-            if any(sample >= samples * len(asked) for sample in begun or ()):
-                raise BadPrompt(
-                    f"something has been sent of a sample that was not asked for: there are {samples * len(asked)}."
-                )
-            for index, one in enumerate(asked):
-                own: dict[str, Any] = {} if adapter is None else {"adapter": adapter}
-                if one.prompt.sampling.seed is None:  # each draws its own answer; those with a seed that of the seed
-                    own["key"] = f"{asking.id}.{index}" if several else asking.id
-                if begun is not None:
-                    known = (begun.get(index * samples + sample) for sample in range(samples))
-                    own["begun"] = tuple(() if one is None else one.tokens for one in known)
-                prompts.append(msgspec.structs.replace(one.prompt, **own) if own else one.prompt)
-            name, created = adapter or self._service.name, asking.created or int(time.time())
-            envelope = Envelope(asking.id, asked[0].chat, name, created)
-            if asked[0].stream:
-                chunks = Chunks(envelope, asked[0].usage)
-                await self._stream(
-                    exchange, asking, prompts, CompletionEvents(chunks, self._service.behind_router, begun)
-                )
-            else:
-                works = [self._service.session(one, rows=one.samples, **session_arguments(asking)) for one in prompts]
-                if several:
-                    async with asyncio.TaskGroup() as group:  # the first prompt that fails ends the others
-                        tasks = [group.create_task(work) for work in works]
-                    answers = join_generations([task.result() for task in tasks])
-                else:
-                    answers = await works[0]
-                asking.span.generated(answers)
-                self._service.spent(exchange, *tokens_of(answers))
-                exchange.respond(200, encode(response(envelope, answers)), headers=plain_headers(asking.id))
+        for index, one in enumerate(asked):
+            own: dict[str, Any] = {} if adapter is None else {"adapter": adapter}
+            if one.prompt.sampling.seed is None:  # each draws its own answer; those with a seed that of the seed
+                own["key"] = f"{asking.id}.{index}" if several else asking.id
+            if begun is not None:
+                known = (begun.get(index * samples + sample) for sample in range(samples))
+                own["begun"] = tuple(() if one is None else one.tokens for one in known)
+            prompts.append(msgspec.structs.replace(one.prompt, **own) if own else one.prompt)
+        name, created = adapter or service.name, asking.created or int(time.time())
+        envelope = Envelope(asking.id, asked[0].chat, name, created)
+        if asked[0].stream:
+            chunks = Chunks(envelope, asked[0].usage)
+            events = CompletionEvents(chunks, service.behind_router, begun)
+            kind = (CONTENT_TYPE, plain_headers(asking.id, HEADERS))
+            await send_stream(service, exchange, asking, prompts, kind, events.frame, failed_event)
+        else:
+            answers = await whole(service, exchange, asking, prompts)
+            exchange.respond(200, encode(response(envelope, answers)), headers=plain_headers(asking.id))
 
-        return work
-
-    async def _stream(
-        self, exchange: Exchange, asking: RequestContext, prompts: Sequence[Prompt], told: CompletionEvents
-    ) -> None:
-        """Send events. The response begins with the first part; an error before that has a status of its own."""
-        tokens = 0
-        try:
-            async with contextlib.aclosing(
-                stream_parts(self._service.session, prompts, session_arguments(asking))
-            ) as answers:
-                async for news in answers:
-                    if isinstance(news, Generation):
-                        asking.span.generated(news)
-                        self._service.spent(exchange, *tokens_of(news))
-                    else:
-                        tokens += len(news.tokens)
-                    data = told.end(news) if isinstance(news, Generation) else told.of(news)
-                    if not exchange.begun:
-                        exchange.begin(200, CONTENT_TYPE, plain_headers(asking.id, HEADERS))
-                    if data:
-                        await exchange.write(data)
-            exchange.end()
-        except (ClientGone, asyncio.CancelledError):
-            exchange.notes["output_tokens"] = tokens
-            raise
-        except Exception as error:
-            if not exchange.begun:
-                raise
-            asking.span.failed(type(error).__name__)
-            refused = self._service.refused(error, asking.id)
-            exchange.notes["refused"] = refused.message
-            await exchange.write(b"data: " + refused.body + b"\n\n" + DONE)
-            exchange.end()
+    return work
 
 
 class PredictBody(Struct, forbid_unknown_fields=True):
@@ -265,19 +282,16 @@ class PredictBody(Struct, forbid_unknown_fields=True):
 _decoder = msgspec.json.Decoder(PredictBody)
 
 
-class PredictEndpoint:
-    """The route of one service."""
+def predictions(service: ModelService) -> Work:
+    """The work of /predict."""
 
-    def __init__(self, service: ModelService) -> None:
-        self._service = service
-
-    async def __call__(self, exchange: Exchange, asking: RequestContext) -> None:
+    async def work(exchange: Exchange, asking: RequestContext) -> None:
         try:
-            asked = await self._service.decoded(_decoder.decode, exchange.body)
+            asked = await service.decoded(_decoder.decode, exchange.body)
         except (ValueError, RecursionError) as error:
             raise unreadable(error, PredictBody, exchange.body, "request") from error
-        adapter = self._service.adapter_of(asked.model or exchange.query.get("model"))
-        usual = self._service.usual(asked.max_new_tokens)
+        adapter = service.adapter_of(asked.model or exchange.query.get("model"))
+        usual = service.usual(asked.max_new_tokens)
         sampling = msgspec.structs.replace(
             usual, max_tokens=asked.max_new_tokens, temperature=asked.temperature, seed=asked.seed
         )
@@ -285,50 +299,32 @@ class PredictEndpoint:
         prompt = Prompt(text=asked.prompt, sampling=sampling, samples=asked.num_samples, key=key)
         if adapter is not None:
             prompt = msgspec.structs.replace(prompt, adapter=adapter)
-        check_request(prompt, self._service.widest)
-        found = await self._service.session(prompt, rows=prompt.samples, **session_arguments(asking))
-        asking.span.generated(found)
-        self._service.spent(exchange, *tokens_of(found))
+        check_request(prompt, service.widest)
+        found = await whole(service, exchange, asking, [prompt])
         samples: list[dict[str, Any]] = [{"text": one.text, "tokens": one.tokens} for one in found.completions]
         exchange.respond(200, encode({"samples": samples}), headers=plain_headers(asking.id))
 
+    return work
 
-class GenerationsEndpoint:
-    """The route of one service. With the query `parts=0` the answer comes as one frame."""
 
-    def __init__(self, service: ModelService) -> None:
-        self._service = service
+def generations(service: ModelService) -> Work:
+    """The work of /v1/generations. With the query `parts=0` the answer comes as one frame."""
 
-    async def __call__(self, exchange: Exchange, asking: RequestContext) -> None:
-        adapter = self._service.adapter_of(exchange.query.get("model"))
-        prompt = await self._service.decoded(prompt_from_body, exchange.body)
+    async def work(exchange: Exchange, asking: RequestContext) -> None:
+        adapter = service.adapter_of(exchange.query.get("model"))
+        prompt = await service.decoded(prompt_from_body, exchange.body)
         if adapter is not None and not prompt.adapter:
             prompt = msgspec.structs.replace(prompt, adapter=adapter)
-        check_request(prompt, self._service.widest)
+        check_request(prompt, service.widest)
         if exchange.query.get("parts") == "0":
-            found = await self._service.session(prompt, rows=prompt.samples, **session_arguments(asking))
-            self._service.spent(exchange, *tokens_of(found))
-            exchange.respond(200, to_frame(found), FRAMES_TYPE, plain_headers(asking.id))
+            answer = to_frame(await whole(service, exchange, asking, [prompt]))
+            exchange.respond(200, answer, FRAMES_TYPE, plain_headers(asking.id))
             return
-        try:
-            async with contextlib.aclosing(
-                stream_parts(self._service.session, [prompt], session_arguments(asking))
-            ) as answers:
-                async for news in answers:
-                    if not exchange.begun:
-                        exchange.begin(200, FRAMES_TYPE, plain_headers(asking.id))
-                    if isinstance(news, Generation):
-                        self._service.spent(exchange, *tokens_of(news))
-                    await exchange.write(to_frame(news))
-            exchange.end()
-        except (ClientGone, asyncio.CancelledError):
-            raise
-        except Exception as error:
-            if not exchange.begun:
-                raise
-            self._service.refused(error, asking.id)  # which logs what is internal
-            if not isinstance(error, SAID):
-                why = f"the model failed at this request. The server's log says why, under its id {asking.id}."
-                error = BackendError(why)
-            await exchange.write(to_frame(error))
-            exchange.end()
+
+        def failure(error: Exception, refused: ErrorResponse) -> bytes:
+            return to_frame(error if isinstance(error, SAID) else BackendError(FAILED_HERE.format(id=asking.id)))
+
+        kind = (FRAMES_TYPE, plain_headers(asking.id))
+        await send_stream(service, exchange, asking, [prompt], kind, to_frame, failure)
+
+    return work

@@ -338,7 +338,8 @@ class RouterClientConnection(asyncio.Protocol):
             if (value := head.headers.get(name.lower())) is not None:
                 lines += f"\r\n{name}: {value}".encode("latin-1")
         self._request = request = ProxiedRequest(relay, self, head, body, request_id, lines)
-        relay.send_to_control(request)
+        relay.active += 1
+        request.start(relay.control)
 
     # Answers
 

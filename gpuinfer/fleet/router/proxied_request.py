@@ -150,7 +150,13 @@ class ProxiedRequest:
         self.last = self._relay.now
         self._relay.answered(self, head.status)
         if self._sent:
-            self._resume_with(head)
+            if head.status != 200 or not head.events:  # else the answer continues another replica's
+                self._drop_connection()
+                if head.leaving:
+                    self._relay.refused_draining(self)
+                    self._relay.place(self)
+                else:
+                    self._lost("refused" if head.status in TRY_AGAIN else "broken")
             return
         self._answer_head = head
         if 0 <= head.length <= self._relay.whole_bytes:
@@ -192,16 +198,6 @@ class ProxiedRequest:
         self._forget()
         self._relay.place(self)
         return True
-
-    def _resume_with(self, head: ResponseHead) -> None:
-        """The head of an answer that continues another replica's: it is not passed on."""
-        if head.status != 200 or not head.events:
-            self._drop_connection()
-            if head.leaving:
-                self._relay.refused_draining(self)
-                self._relay.place(self)
-                return
-            self._lost("refused" if head.status in TRY_AGAIN else "broken")
 
     def _lines(self, head: ResponseHead) -> bytes:
         self._close = self.head.close or self._relay.closing or (self.head.old and head.length < 0)

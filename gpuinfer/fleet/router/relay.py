@@ -64,30 +64,7 @@ class TickTimer:
             connection.check_timeout(self.now)
 
 
-AT_FIRST, AT_MOST = 5.0, 100.0
-
-
-class RetryBudget:
-    """Each request earns a share of a retry; each retry costs one."""
-
-    __slots__ = ("_left", "_share")
-
-    def __init__(self, share: float) -> None:
-        self._share = share
-        self._left = AT_FIRST if share > 0 else 0.0
-
-    def earn(self) -> None:
-        if self._left < AT_MOST:
-            self._left += self._share
-
-    def spend(self) -> bool:
-        """Take one retry, if there is one. Whether there was."""
-        if self._left < 1:
-            return False
-        self._left -= 1
-        return True
-
-
+RETRIES_AT_FIRST, RETRIES_AT_MOST = 5.0, 100.0
 LOSSES = 5  # replicas that may die while they have one request, which could be the cause
 WAITING = 4096  # requests that may wait for a replica at a time
 DRAINING_S = 2.0  # until the roster shows that a replica drains
@@ -122,7 +99,7 @@ class Relay:
         self._loop, self._report = loop, report
         self._shared = counters.processes > 1
         self._policy = make_policy(config.policy, random.Random(), **config.policy_options)
-        self._budget = RetryBudget(config.retry_budget)
+        self._retries = RETRIES_AT_FIRST if config.retry_budget > 0 else 0.0  # each request earns a share of one
         self._waiting: deque[ProxiedRequest] = deque()
         self._cells, self._totals = counters.cells, counters.total_at(row, ProcessCell.CONNECTIONS)
         self._requests = self._totals + int(ProcessCell.REQUESTS)
@@ -138,13 +115,9 @@ class Relay:
         """Send a new request to a replica."""
         self.active += 1
         self._cells[self._requests] += 1
-        self._budget.earn()
+        if self._retries < RETRIES_AT_MOST:
+            self._retries += self.config.retry_budget
         self._choose(request)
-
-    def send_to_control(self, request: ProxiedRequest) -> None:
-        """Send a new request to the control application."""
-        self.active += 1
-        request.start(self.control)
 
     def over(self, request: ProxiedRequest) -> None:
         """A request is over, whatever its outcome."""
@@ -156,7 +129,9 @@ class Relay:
         if replica is None:
             return
         replica.leave()
-        if replica.breaker.state == HALF_OPEN and request.probes and replica.breaker.probe_ended():
+        breaker = replica.breaker
+        if breaker.state == HALF_OPEN and request.probes and breaker.probing:
+            breaker.probing = False  # the one request of a half-open breaker has ended without an answer
             self.members.changed(replica)
 
     # Which replica
@@ -170,7 +145,16 @@ class Relay:
         usable = self.members.usable
         loads = [one for one in usable if one.member not in request.tried] if request.tried else usable
         if not loads or request.attempt >= self.config.attempts or request.losses >= LOSSES:
-            self._wait_or_give_up(request)
+            may_wait = self.members.any_expected() and self.clock() - request.started < self.config.wait_s
+            if request.losses >= LOSSES or request.attempt >= self.config.attempts:
+                failed = f"{request.attempt} replicas failed while they had this request. Try it by itself."
+                request.give_up(502, failed)
+            elif self.closing or len(self._waiting) >= WAITING or not may_wait:
+                self.count(ProcessCell.UNROUTED)
+                request.give_up(503, "no replica is up. Try again.", retry_s=2)
+            else:
+                self._waiting.append(request)
+                request.waits = True
             return
         if self._shared:
             for one in loads:
@@ -187,17 +171,6 @@ class Relay:
             replica.breaker.probing = True
             self.members.refresh()
         request.start(replica.pool)
-
-    def _wait_or_give_up(self, request: ProxiedRequest) -> None:
-        may_wait = self.members.any_expected() and self.clock() - request.started < self.config.wait_s
-        if request.losses >= LOSSES or request.attempt >= self.config.attempts:
-            request.give_up(502, f"{request.attempt} replicas failed while they had this request. Try it by itself.")
-        elif self.closing or len(self._waiting) >= WAITING or not may_wait:
-            self.count(ProcessCell.UNROUTED)
-            request.give_up(503, "no replica is up. Try again.", retry_s=2)
-        else:
-            self._waiting.append(request)
-            request.waits = True
 
     def _wake(self) -> None:
         """A replica may take requests again."""
@@ -245,8 +218,9 @@ class Relay:
         others = [one for one in self.members.usable if one.member not in tried]
         if status == 429:
             others = [one for one in others if one.in_flight / one.speed < replica.in_flight / replica.speed]
-        if not others or not self._budget.spend():
+        if not others or self._retries < 1:
             return False
+        self._retries -= 1
         request.tried = tried
         request.retried += f"; retried={status}"
         replica.add(MemberCell.RETRIED)

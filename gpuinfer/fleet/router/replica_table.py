@@ -71,11 +71,6 @@ class CircuitBreaker:
             return self._open(now)
         return False
 
-    def probe_ended(self) -> bool:
-        """The one request of a half-open breaker has ended without an answer. Whether it was under way."""
-        was, self.probing = self.probing, False
-        return was
-
     def ready(self, now: float) -> bool:
         """Let one request through once the breaker has been open for long enough. Whether it does."""
         if self.state != OPEN or now < self.opens_at:
