@@ -46,27 +46,29 @@ def test_one_file_is_known_where_it_runs(inside):
     assert str(installation.one_file()) == "/opt/gpuinfer"
 
 
-def test_a_python_that_inherits_the_variable_is_not_inside(monkeypatch):
+def test_a_python_that_inherits_the_variable_is_not_inside_and_the_variable_is_no_setting(monkeypatch):
     monkeypatch.setenv(installation.ONE_FILE_VARIABLE, "/opt/gpuinfer")
-    assert installation.one_file() is None
+    assert (installation.one_file(), settings.load().common.backend) == (None, "inprocess")
 
 
-def test_the_variable_is_no_setting(monkeypatch):
-    monkeypatch.setenv(installation.ONE_FILE_VARIABLE, "/opt/gpuinfer")
-    assert settings.load().common.backend == "inprocess"
-
-
-def test_a_version_that_nobody_has_used_for_a_day_goes(inside):
-    made(inside.parent, "1-a", OLD_S)
-    made(inside.parent, "3-c", installation.KEPT_S / 2)
-    installation.remove_old_versions()
-    assert names(inside) == {"2-b", "2-b.lock", "3-c", "3-c.lock"}
-
-
-def test_ours_stays_however_old(inside):
+@pytest.mark.parametrize(
+    ("there", "stay"),
+    [
+        pytest.param([("1-a", OLD_S, "")], set(), id="a version that nobody has used for a day"),
+        pytest.param(
+            [("3-c", installation.KEPT_S / 2, "")], {"3-c", "3-c.lock"}, id="one that somebody has used since"
+        ),
+        pytest.param([("1-a", OLD_S, ".part")], set(), id="what was left half unpacked"),
+        pytest.param([("0-z", OLD_S, ".00c0ffee.part")], set(), id="what was left half removed"),
+        pytest.param([("3-c", 0.0, ".00c0ffee.part")], {"3-c.00c0ffee.part", "3-c.lock"}, id="what is being unpacked"),
+    ],
+)
+def test_other_versions_go_when_they_are_old_and_ours_stays_however_old(inside, there, stay):
     os.utime(inside.parent / "2-b.lock", (0, 0))
+    for name, unused_s, end in there:
+        made(inside.parent, name, unused_s, end)
     installation.remove_old_versions()
-    assert names(inside) == {"2-b", "2-b.lock"}
+    assert names(inside) == {"2-b", "2-b.lock"} | stay
 
 
 def test_a_version_that_a_process_uses_stays(inside):
@@ -77,20 +79,6 @@ def test_a_version_that_a_process_uses_stays(inside):
         assert {"1-a", "1-a.lock"} <= names(inside)
     installation.remove_old_versions()
     assert names(inside) == {"2-b", "2-b.lock"}
-
-
-def test_what_was_left_half_unpacked_or_half_removed_goes(inside):
-    made(inside.parent, "1-a", OLD_S, end=".part")
-    (inside.parent / "0-z.00c0ffee.part").mkdir()
-    os.utime(inside.parent / "0-z.00c0ffee.part", (0, 0))
-    installation.remove_old_versions()
-    assert names(inside) == {"2-b", "2-b.lock"}
-
-
-def test_what_is_being_unpacked_stays(inside):
-    (inside.parent / "3-c.00c0ffee.part").mkdir()
-    installation.remove_old_versions()
-    assert "3-c.00c0ffee.part" in names(inside)
 
 
 def test_elsewhere_nothing_is_removed(inside, monkeypatch):

@@ -97,18 +97,17 @@ def test_options_and_commands_are_found(known, query, command):
 
 
 @pytest.mark.parametrize(
-    ("wrong", "right"), [("roofine", "roofline"), ("prometeus", "prometheus"), ("--temprature", "--temperature")]
+    ("word", "instead"),
+    [
+        *(("roofine", "roofline"), ("prometeus", "prometheus"), ("--temprature", "--temperature")),
+        *((word, None) for word in ("pandb", "zeta", "fesign", "gdpr", "rust", "excel", "zzyzxqq")),
+    ],
 )
-def test_a_misspelled_word_is_taken_for_the_nearest(known, wrong, right):
-    found = search(known, wrong)
-    assert (found.instead, bool(found.sections)) == ({wrong: right}, True)
-
-
-@pytest.mark.parametrize("word", ["pandb", "zeta", "fesign", "gdpr", "rust", "excel", "zzyzxqq"])
-def test_a_word_is_not_taken_for_a_look_alike(known, word):
+def test_a_misspelled_word_is_taken_for_the_nearest_but_not_for_a_look_alike(known, word, instead):
     found = search(known, word)
-    assert (found.sections, found.instead, set(found.unknown)) == ([], {}, {word})
-    assert all(one[0] == word[0] for one in found.unknown[word])
+    assert bool(found.sections) == bool(instead)
+    assert (found.instead, set(found.unknown)) == (({word: instead}, set()) if instead else ({}, {word}))
+    assert all(one[0] == word[0] for one in found.unknown.get(word, ()))
 
 
 def test_a_section_with_all_words_comes_before_one_with_one_of_them_often():
@@ -128,14 +127,21 @@ def test_signs_of_the_query_language_are_words_like_others(known, query):
     assert isinstance(search(known, query).sections, list)
 
 
-def test_of_a_long_section_the_rows_and_paragraphs_with_the_word_are_shown():
-    rows = "\n".join(f"| `--flag-{number}` | does {number} |" for number in range(60))
-    section = read_page(
-        "long", f"# Long\n\nHow it begins.\n\n| option | what |\n|---|---|\n{rows}\n\nThe end."
-    ).sections[0]
-    assert passage(section, ["--flag-7"]).splitlines() == ["| option | what |", "|---|---|", "| `--flag-7` | does 7 |"]
+ROWS = "\n".join(f"| `--flag-{number}` | does {number} |" for number in range(60))
 
 
-def test_a_long_section_that_has_a_word_in_its_heading_alone_shows_how_it_begins():
-    section = read_page("long", "# Queue\n\nHow it begins.\n\n" + "More.\n\n" * 40).sections[0]
-    assert passage(section, ["queue"]) == "How it begins."
+@pytest.mark.parametrize(
+    ("rest", "word", "shown"),
+    [
+        pytest.param(
+            f"| option | what |\n|---|---|\n{ROWS}\n\nThe end.",
+            "--flag-7",
+            "| option | what |\n|---|---|\n| `--flag-7` | does 7 |",
+            id="the rows and paragraphs with the word",
+        ),
+        pytest.param("More.\n\n" * 40, "queue", "How it begins.", id="how it begins, for a word of its heading alone"),
+    ],
+)
+def test_of_a_long_section_is_shown(rest, word, shown):
+    section = read_page("long", f"# Queue\n\nHow it begins.\n\n{rest}").sections[0]
+    assert passage(section, [word]) == shown

@@ -30,20 +30,12 @@ printf '%s\\n' "${{COMPREPLY[@]}}"
 """
 
 
-@pytest.fixture(scope="module")
-def manual() -> list[Path]:
-    found = sorted(MAN.glob("*.1"))
-    assert found, f"there are no manual pages in {MAN}: run `make share`"
-    return found
-
-
-def test_there_is_a_page_for_each_command(manual):
+def test_there_is_a_page_for_each_command_and_man_reads_it_without_a_warning():
+    manual = sorted(MAN.glob("*.1"))
+    assert manual, f"there are no manual pages in {MAN}: run `make share`"
     names = {page.stem for page in manual}
     assert {"gpuinfer", "gpuinfer-bench-serve", "gpuinfer-rollouts-export"} <= names
     assert {f"gpuinfer-{name}" for name in registry.COMMANDS} <= names
-
-
-def test_man_reads_every_page_without_a_warning(manual):
     for page in manual:
         command = ["man", "--warnings", "-E", "UTF-8", "-l", str(page)]
         read = subprocess.run(command, capture_output=True, text=True, timeout=200, check=True)

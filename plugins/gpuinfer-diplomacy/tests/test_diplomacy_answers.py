@@ -7,43 +7,46 @@ from gpuinfer_diplomacy.board import Board
 from gpuinfer_diplomacy.orders import BEGIN, ReadAnswer, read_answer
 
 
-@pytest.fixture(scope="module")
-def start():
-    return Board().position()
-
-
 @pytest.mark.parametrize(
-    ("text", "expected"),
+    ("text", "begin", "expected"),
     [
-        pytest.param("<orders>\nA PAR H\n</orders>", ReadAnswer(("A PAR H",)), id="an order"),
-        pytest.param("Well: <orders>\n</orders> A PAR H", ReadAnswer(()), id="what stands outside is no order"),
+        pytest.param("<orders>\nA PAR H\n</orders>", BEGIN, ReadAnswer(("A PAR H",)), id="an order"),
+        pytest.param("Well: <orders>\n</orders> A PAR H", BEGIN, ReadAnswer(()), id="what stands outside is no order"),
         pytest.param(
-            "<orders> a  par - bur; F BRE H, </orders>", ReadAnswer(("A PAR - BUR", "F BRE H")), id="written loosely"
+            "<orders> a  par - bur; F BRE H, </orders>",
+            BEGIN,
+            ReadAnswer(("A PAR - BUR", "F BRE H")),
+            id="written loosely",
         ),
         pytest.param(
-            "<orders>\n* A PAR H\n- F BRE H.\n</orders>", ReadAnswer(("A PAR H", "F BRE H")), id="with bullets"
+            "<orders>\n* A PAR H\n- F BRE H.\n</orders>", BEGIN, ReadAnswer(("A PAR H", "F BRE H")), id="with bullets"
         ),
         pytest.param(
-            "<orders>\nA PAR H\nA PAR - BUR\n</orders>", ReadAnswer(("A PAR H",), repeated=1), id="the first counts"
+            "<orders>\nA PAR H\nA PAR - BUR\n</orders>",
+            BEGIN,
+            ReadAnswer(("A PAR H",), repeated=1),
+            id="the first counts",
         ),
         pytest.param(
-            "<orders>\nA PAR - MOS\nA MUN H\n</orders>", ReadAnswer((), illegal=2), id="too far, and not its own"
+            "<orders>\nA PAR - MOS\nA MUN H\n</orders>", BEGIN, ReadAnswer((), illegal=2), id="too far, and not its own"
         ),
         pytest.param(
-            "<orders>\nA PAR H\nA MAR S A P", ReadAnswer(("A PAR H",), unfinished=True), id="cut off within an order"
+            "<orders>\nA PAR H\nA MAR S A P",
+            BEGIN,
+            ReadAnswer(("A PAR H",), unfinished=True),
+            id="cut off within an order",
         ),
-        pytest.param("<orders>", ReadAnswer((), unfinished=True), id="cut off at once"),
-        pytest.param("A PAR H", ReadAnswer((), none=True), id="no orders begun"),
-        pytest.param("", ReadAnswer((), none=True), id="nothing"),
+        pytest.param("<orders>", BEGIN, ReadAnswer((), unfinished=True), id="cut off at once"),
+        pytest.param("A PAR H", BEGIN, ReadAnswer((), none=True), id="no orders begun"),
+        pytest.param("", BEGIN, ReadAnswer((), none=True), id="nothing"),
+        pytest.param(
+            "\nA PAR H\n</orders>", "", ReadAnswer(("A PAR H",)), id="where nothing begins them, from the start"
+        ),
     ],
 )
-def test_an_answer_is_read(start, text, expected):
-    assert read_answer(text, start, "FRANCE", BEGIN) == expected
+def test_an_answer_is_read(text, begin, expected):
+    assert read_answer(text, Board().position(), "FRANCE", begin) == expected
 
 
-def test_where_nothing_begins_them_an_answer_is_orders_from_the_start(start):
-    assert read_answer("\nA PAR H\n</orders>", start, "FRANCE", "") == ReadAnswer(("A PAR H",))
-
-
-def test_a_very_long_answer_is_not_read_to_its_end(start):
-    assert read_answer("<orders>" + "x\n" * 10**6, start, "FRANCE", BEGIN).illegal <= 1000
+def test_a_very_long_answer_is_not_read_to_its_end():
+    assert read_answer("<orders>" + "x\n" * 10**6, Board().position(), "FRANCE", BEGIN).illegal <= 1000

@@ -25,30 +25,24 @@ def three_years():
     return game(horizon=3)
 
 
-def test_the_last_phase_is_the_winter_of_the_last_year_or_the_last_before_it(three_years):
-    titles = [next(iter(shown.values())).messages[-1]["content"].split("\n")[0] for shown, _ in three_years]
-    assert titles[0] == "Spring 1901, moves"
-    assert titles[-1].split(",")[0] in ("Winter 1903", "Fall 1903")
-    assert [outcome.done for _, outcome in three_years] == [False] * (len(titles) - 1) + [True]
+def titles(told) -> list[str]:
+    return [next(iter(shown.values())).messages[-1]["content"].split("\n")[0] for shown, _ in told]
 
 
-def test_orders_of_all_kinds_are_asked_for(three_years):
-    kinds = {
-        next(iter(shown.values())).messages[-1]["content"].split("\n")[0].split(", ")[1] for shown, _ in three_years
-    }
-    assert kinds >= {"moves", "builds and disbands"}
+def test_orders_of_all_kinds_are_asked_for_until_the_winter_of_the_last_year_or_the_last_before_it(three_years):
+    phases = titles(three_years)
+    assert phases[0] == "Spring 1901, moves"
+    assert phases[-1].split(",")[0] in ("Winter 1903", "Fall 1903")
+    assert [outcome.done for _, outcome in three_years] == [False] * (len(phases) - 1) + [True]
+    asked = {title.split(", ")[1] for title in [*phases, *titles(game(horizon=8))]}
+    assert asked >= {"moves", "builds and disbands", "retreats"}
 
 
-def test_retreats_are_asked_for():
-    titles = [next(iter(shown.values())).messages[-1]["content"].split("\n")[0] for shown, _ in game(horizon=8)]
-    assert any(title.endswith("retreats") for title in titles)
-
-
-def test_only_powers_with_something_to_order_are_asked(three_years):
+def test_only_powers_with_something_to_order_are_asked_and_all_are_shown_the_same_board_first(three_years):
     for shown, _ in three_years:
         assert shown
-        for observation in shown.values():
-            assert observation.constraint.listed.items
+        assert all(observation.constraint.listed.items for observation in shown.values())
+        assert len({each.messages[-1]["content"].partition("You are ")[0] for each in shown.values()}) == 1
 
 
 def test_no_rewards_before_the_end_and_then_they_add_up_to_one(three_years):
@@ -93,22 +87,19 @@ def test_the_same_game_in_another_process():
     assert runs[0].stderr == ""  # the engine's import is quiet
 
 
-def test_answers_that_make_no_sense_are_counted_and_the_units_hold():
-    async def nonsense():
-        environment = Diplomacy(horizon=1)
-        await environment.reset(0)
-        shown = await environment.observe()
-        said = {"FRANCE": "<orders>\nA PAR - MOS\nA PAR H\nA PAR H\n</orders>", "NOBODY": "x", "ITALY": "hm"}
-        outcome = await environment.step(said)
-        return shown, outcome, await environment.observe()
+async def one_phase(answers: dict[str, str], **options):
+    """What is shown, what comes of the answers, and what is shown then."""
+    environment = Diplomacy(horizon=1, **options)
+    await environment.reset(0)
+    return await environment.observe(), await environment.step(answers), await environment.observe()
 
-    shown, outcome, then = asyncio.run(nonsense())
+
+def test_answers_that_make_no_sense_are_counted_and_the_units_hold():
+    said = {"FRANCE": "<orders>\nA PAR - MOS\nA PAR H\nA PAR H\n</orders>", "NOBODY": "x", "ITALY": "hm"}
+    shown, outcome, then = asyncio.run(one_phase(said))
     assert sorted(shown) == sorted(POWERS)
-    counted = {
-        name: outcome.metrics[name]
-        for name in ("orders", "illegal_orders", "repeated_orders", "answers_without_orders")
-    }
-    assert counted == {"orders": 1, "illegal_orders": 1, "repeated_orders": 1, "answers_without_orders": 6}
+    counted = {"orders": 1, "illegal_orders": 1, "repeated_orders": 1, "answers_without_orders": 6}
+    assert {name: outcome.metrics[name] for name in counted} == counted
     assert "FRANCE owns BRE MAR PAR; has A MAR, A PAR, F BRE" in then["FRANCE"].messages[-1]["content"]
 
 
@@ -121,30 +112,13 @@ def test_answers_that_make_no_sense_are_counted_and_the_units_hold():
     ],
 )
 def test_when_nobody_says_where_orders_begin_the_run_is_told_what_to_do(begin, answer, remark):
-    async def one_phase():
-        environment = Diplomacy(horizon=1, begin=begin)
-        await environment.reset(0)
-        return await environment.step({"FRANCE": answer})
-
-    assert re.search(remark, asyncio.run(one_phase()).remark)
+    assert re.search(remark, asyncio.run(one_phase({"FRANCE": answer}, begin=begin))[1].remark)
 
 
 def test_what_happened_is_shown():
-    async def one_move():
-        environment = Diplomacy(horizon=1)
-        await environment.reset(0)
-        await environment.step(
-            {"FRANCE": "<orders>\nA PAR - BUR\n</orders>", "GERMANY": "<orders>\nA MUN - BUR\n</orders>"}
-        )
-        return (await environment.observe())["ITALY"].messages[-1]["content"]
-
-    assert "Before: A PAR - BUR (bounce); A MUN - BUR (bounce)" in asyncio.run(one_move())
-
-
-def test_all_powers_are_shown_the_same_board_first(three_years):
-    for shown, _ in three_years:
-        texts = {observation.messages[-1]["content"].partition("You are ")[0] for observation in shown.values()}
-        assert len(texts) == 1
+    said = {power: f"<orders>\nA {place} - BUR\n</orders>" for power, place in (("FRANCE", "PAR"), ("GERMANY", "MUN"))}
+    then = asyncio.run(one_phase(said))[2]["ITALY"].messages[-1]["content"]
+    assert "Before: A PAR - BUR (bounce); A MUN - BUR (bounce)" in then
 
 
 def test_with_a_memory_of_the_game_the_rules_are_said_once():
@@ -154,23 +128,19 @@ def test_with_a_memory_of_the_game_the_rules_are_said_once():
 
 
 @pytest.mark.parametrize(
-    ("detail", "line"),
-    [("moves", "A PAR - BRE BUR GAS PIC"), ("orders", "A PAR - BRE, A PAR - BUR"), ("brief", "You are FRANCE.")],
+    ("options", "begin", "line"),
+    [
+        ({"detail": "moves"}, "<orders>", "A PAR - BRE BUR GAS PIC"),
+        ({"detail": "orders"}, "<orders>", "A PAR - BRE, A PAR - BUR"),
+        ({"detail": "brief"}, "<orders>", "You are FRANCE."),
+        pytest.param({"begin": ""}, "", "\n<orders>", id="the question begins the orders"),
+        pytest.param({"begin": "\n"}, "\n", "Write a line of thoughts, then the orders", id="a line of thoughts does"),
+    ],
 )
-def test_how_much_is_shown_of_ones_own(detail, line):
-    assert line in game(horizon=1, detail=detail)[0][0]["FRANCE"].messages[-1]["content"]
-
-
-def test_where_nothing_begins_them_the_orders_are_begun_by_the_question():
-    observation = game(horizon=1, begin="")[0][0]["FRANCE"]
-    assert observation.messages[-1]["content"].endswith("\n<orders>")
-    assert observation.constraint.listed.begin == ""
-
-
-def test_a_line_of_thoughts_can_begin_them():
-    observation = game(horizon=1, begin="\n")[0][0]["FRANCE"]
-    assert "Write a line of thoughts, then the orders" in observation.messages[0]["content"]
-    assert observation.constraint.listed.begin == "\n"
+def test_what_a_power_is_shown_and_what_begins_its_orders(options, begin, line):
+    observation = game(horizon=1, **options)[0][0]["FRANCE"]
+    assert line in "".join(message["content"] for message in observation.messages)
+    assert observation.constraint.listed.begin == begin
 
 
 def test_who_is_the_policy_and_who_an_opponent():
@@ -194,11 +164,8 @@ def test_scores(score, expected):
     assert scores({"a": "x", "b": "x" * 18, "c": ""}, score) == {"a": 0, "b": 1, "c": 0}
 
 
-def test_importing_the_package_imports_no_engine():
+def test_importing_the_package_imports_no_engine_and_the_engines_log_is_left_to_the_program():
     code = "import sys, gpuinfer_diplomacy; sys.exit('diplomacy' in sys.modules)"
     subprocess.run([sys.executable, "-W", "error", "-c", code], check=True)
-
-
-def test_the_engines_log_is_left_to_the_program():
     game(horizon=1)
     assert logging.getLogger("diplomacy").handlers == []

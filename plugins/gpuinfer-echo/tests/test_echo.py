@@ -23,24 +23,18 @@ from gpuinfer.testing import (
 )
 
 
-def test_the_backend_keeps_the_contract():
-    assert_ok(check_backend(lambda: Echo(seconds=0.0)))
-
-
-def test_the_strategy_keeps_the_contract():
-    assert_ok(check_strategy(lambda: Fixed(rows=4)))
-
-
-def test_the_backend_of_text_keeps_the_contract():
-    assert_ok(check_backend(lambda: Starling(seconds=0.0)))
-
-
-def test_the_workload_keeps_the_contract_with_its_processes():
-    assert_ok(check_workload(lambda: Ping(rows=50)))
-
-
-def test_the_installed_package_keeps_the_contract():
-    assert_ok(check_package("gpuinfer-echo"))
+@pytest.mark.parametrize(
+    ("check", "what"),
+    [
+        pytest.param(check_backend, lambda: Echo(seconds=0.0), id="the backend"),
+        pytest.param(check_backend, lambda: Starling(seconds=0.0), id="the backend of text"),
+        pytest.param(check_strategy, lambda: Fixed(rows=4), id="the strategy"),
+        pytest.param(check_workload, lambda: Ping(rows=50), id="the workload with its processes"),
+        pytest.param(check_package, "gpuinfer-echo", id="the installed package"),
+    ],
+)
+def test_each_keeps_the_contract(check, what):
+    assert_ok(check(what))
 
 
 @pytest.mark.parametrize(
@@ -60,37 +54,35 @@ def test_echo_answers_with_the_payload():
     assert asyncio.run(Echo(seconds=0.0).infer([Request("a"), Request("b")])) == ["a", "b"]
 
 
-def answers_of(*prompts: Prompt) -> list[Any]:
+def said(*requests: Request) -> list[Any]:
+    """What a starling says to them, in its order: the text of a part or of an answer, or the kind of an error."""
+
     async def ask_starling() -> list[Any]:
         starling = Starling(seconds=0.01)
         await starling.start(BackendContext())
         assert starling.limits == Limits(16, 16, 16)
-        return [event.error or event.value async for event in starling.stream([Request(prompt) for prompt in prompts])]
+        return [
+            type(event.error) if event.error else getattr(event.value, "completions", [event.value])[0].text
+            async for event in starling.stream(list(requests))
+        ]
 
     return run_virtual(ask_starling())
 
 
-def test_the_starling_answers_the_shorter_prompt_first():
-    long, short = (Prompt(text="to be or", sampling=Sampling(max_tokens=tokens, temperature=0.0)) for tokens in (5, 2))
-    assert [answer.completions[0].text for answer in answers_of(long, short)] == ["to be", "to be or to be"]
+def asked(text: str, tokens: int, **how: bool) -> Request:
+    return Request(Prompt(text=text, sampling=Sampling(max_tokens=tokens, temperature=0.0)), **how)
 
 
-def test_the_starling_is_heard_word_by_word_by_those_who_listen():
-    async def listen() -> list[Any]:
-        starling = Starling(seconds=0.01)
-        await starling.start(BackendContext())
-        prompt = Prompt(text="to be", sampling=Sampling(max_tokens=3, temperature=0.0))
-        return [event.value async for event in starling.stream([Request(prompt, parts=True)])]
-
-    *parts, answer = run_virtual(listen())
-    assert [part.text for part in parts] == ["to", " be", " to"]
-    assert "".join(part.text for part in parts) == answer.completions[0].text
-
-
-def test_the_starling_refuses_one_prompt_and_answers_the_next():
-    refused, answered = answers_of(Prompt(tokens=(1, 2)), Prompt(text="hey", sampling=Sampling(max_tokens=1)))
-    assert isinstance(refused, BadPrompt)
-    assert answered.completions[0].text == "hey"
+@pytest.mark.parametrize(
+    ("requests", "expected"),
+    [
+        pytest.param([asked("to be or", 5), asked("to be or", 2)], ["to be", "to be or to be"], id="the shorter first"),
+        pytest.param([asked("to be", 3, parts=True)], ["to", " be", " to", "to be to"], id="word by word who listens"),
+        pytest.param([Request(Prompt(tokens=(1, 2))), asked("hey", 1)], [BadPrompt, "hey"], id="one is refused"),
+    ],
+)
+def test_the_starling_answers(requests, expected):
+    assert said(*requests) == expected
 
 
 class Heard:
