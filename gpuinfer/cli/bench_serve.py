@@ -87,7 +87,15 @@ def load_of(own: LoadOptions, replicas: int = 1) -> OfferedLoad:
     times = replicas if own.per_replica else 1
     if own.per_replica and own.replay is not None:
         raise UsageError("--per-replica is for --concurrency and --rate: a trace is as it is. Leave one of them out.")
-    arrivals = _arrivals(own, times)
+    from gpuinfer.engine.arrivals import Mix, open_arrivals
+    from gpuinfer.lab.simulate.fitting import replayed
+
+    arrivals: Arrivals | None = None
+    if own.replay is not None:
+        arrivals = replayed(own.replay)
+    elif own.rate is not None:
+        kind = "constant" if own.arrivals == "uniform" else own.arrivals
+        arrivals = open_arrivals(kind, own.rate * times, Mix(), own.burst, own.burst_s)
     ends = own.requests is not None or (arrivals is not None and arrivals.count is not None)
     seconds = own.duration if own.duration is not None or ends else DURATION_S
     return OfferedLoad(
@@ -98,18 +106,6 @@ def load_of(own: LoadOptions, replicas: int = 1) -> OfferedLoad:
         warmup_s=0.0 if own.replay is not None else own.warmup,
         timeout_s=own.timeout,
     )
-
-
-def _arrivals(own: LoadOptions, times: int) -> Arrivals | None:
-    from gpuinfer.engine.arrivals import Mix, open_arrivals
-    from gpuinfer.lab.simulate.fitting import replayed
-
-    if own.replay is not None:
-        return replayed(own.replay)
-    if own.rate is None:
-        return None
-    kind = "constant" if own.arrivals == "uniform" else own.arrivals
-    return open_arrivals(kind, own.rate * times, Mix(), own.burst, own.burst_s)
 
 
 def load_said(own: LoadOptions, calls: RequestSource | None) -> str:

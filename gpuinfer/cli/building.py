@@ -83,7 +83,21 @@ def around(name: str, workload: Workload, merged: settings.Settings) -> RunPlan:
         processes = workload.processes
     setup = replace(setup_of(common), model=model, processes=processes, deterministic=workload.deterministic)
     backend, strategy = served(name, setup, merged)
-    return RunPlan(workload, backend, strategy, shown_settings(name, merged, workload, backend, strategy))
+    shown = merged.common.model_dump(
+        mode="json", by_alias=True, exclude={"disabled_plugins", "quiet", "verbose", "live", "trial"}
+    )
+    return RunPlan(
+        workload,
+        backend,
+        strategy,
+        {
+            **shown,
+            "workload": name,
+            name: _plain(workload.options),
+            "backends": {merged.common.backend: _plain(backend.options)},
+            "strategies": {merged.common.strategy: _plain(strategy.options)},
+        },
+    )
 
 
 def served(name: str, setup: Setup, merged: settings.Settings) -> tuple[Backend, Strategy]:
@@ -123,22 +137,6 @@ def _given_of(merged: settings.Settings, kind: str, name: str, made: Backend | S
 def _made(kind: str, name: str, merged: settings.Settings, setup: Setup) -> Any:
     plugin = registry.load(kind, name)
     return blame.make(plugin, setup, merged.options(kind, name, plugin))
-
-
-def shown_settings(
-    name: str, merged: settings.Settings, workload: Workload, backend: Backend, strategy: Strategy
-) -> dict[str, Any]:
-    """The settings in force, defaults included, as plain values."""
-    common = merged.common.model_dump(
-        mode="json", by_alias=True, exclude={"disabled_plugins", "quiet", "verbose", "live", "trial"}
-    )
-    return {
-        **common,
-        "workload": name,
-        name: _plain(workload.options),
-        "backends": {merged.common.backend: _plain(backend.options)},
-        "strategies": {merged.common.strategy: _plain(strategy.options)},
-    }
 
 
 def _plain(options: Any) -> dict[str, Any]:

@@ -16,10 +16,11 @@ from pydantic import Field
 
 from gpuinfer.api import ModelSpec
 from gpuinfer.cli import flags
-from gpuinfer.cli.problems import FAILED, MARGIN
+from gpuinfer.cli.problems import FAILED
+from gpuinfer.cli.screen.talk import TalkScreen
 from gpuinfer.errors import BackendDied, BackendError, GpuinferError, PromptTooLong, RequestError, UsageError
 from gpuinfer.generation import Prompt
-from gpuinfer.host.terminal import dim, printable, show_status, write
+from gpuinfer.host.terminal import printable, write
 from gpuinfer.serving.openai.model_options import (
     AdapterOptions,
     ModelOptions,
@@ -81,8 +82,8 @@ def execute(values: Mapping[str, Any]) -> int:
     setup = replace(setup_of(common), model=spec, deterministic=own.deterministic)
     backend, strategy = served(NAME, setup, merged)
     log_to_people(common.verbose)
-    screen = Terminal(quiet=common.quiet)
-    with screen.loading():
+    screen = ChatScreen(NAME, "messages", common.quiet)
+    with screen.waiting("loading the model"):
         shape = _chatting(spec)
         if "max_new_tokens" not in own.model_fields_set and shape is not None and shape.masking is not None:
             usual = msgspec.structs.replace(plain.sampling, max_tokens=USUAL_TOKENS)
@@ -92,7 +93,7 @@ def execute(values: Mapping[str, Any]) -> int:
 
         session = BackgroundSession(backend, strategy)
     with session:
-        with screen.loading():
+        with screen.waiting("loading the model"):
             session.ready()
         screen.note(f"{spec.name} on {common.backend}. /help says what there is, Ctrl-D ends.")
         ctrl_c = CtrlC()
@@ -149,48 +150,17 @@ class CtrlC:
             raise KeyboardInterrupt
 
 
-class Terminal:
-    """Messages from standard input, answers to standard output, and everything else to standard error."""
+class ChatScreen(TalkScreen):
+    """Answers on standard output."""
 
-    def __init__(self, quiet: bool = False) -> None:
-        if sys.stdin is None:
-            raise UsageError("chat reads messages, and there is no standard input. Run it in a terminal, or pipe them.")
-        self.talks = sys.stdin.isatty()
-        self._quiet = quiet
-        self._shows = sys.stdout.isatty()
-        self._at_start = True  # of a line
-        if self.talks and self._shows:
-            with contextlib.suppress(ImportError):
-                import readline
-
-                readline.parse_and_bind("set enable-bracketed-paste on")
-        else:
-            sys.stdin.reconfigure(errors="replace")  # type: ignore[union-attr]
-
-    @contextlib.contextmanager
-    def loading(self) -> Iterator[None]:
-        if not self._quiet:
-            show_status("loading the model")
-        try:
-            yield
-        finally:
-            show_status("")
+    _at_start = True  # of a line
 
     def read(self, goes_on: bool) -> str:
-        """The next line. Raises `EOFError`."""
-        if not self.talks:
-            if not (line := sys.stdin.readline()):
-                raise EOFError
-            return line.removesuffix("\n")
-        asking = GOES_ON if goes_on else PROMPT
-        if self._shows:
-            return _line(asking)
-        write(asking, sys.stderr)
-        return input()
+        return self.ask(GOES_ON if goes_on else PROMPT)
 
     def answer(self, text: str) -> None:
         if text:
-            write(printable(text) if self._shows else text, sys.stdout)
+            write(printable(text) if self.shows else text, sys.stdout)
             self._at_start = text.endswith("\n")
 
     def end_answer(self) -> None:
@@ -200,21 +170,9 @@ class Terminal:
             self._at_start = True
 
     def note(self, text: str) -> None:
-        """Show a note, where messages come from a terminal."""
-        if self.talks and not self._quiet:
-            write((dim(printable(text)) if sys.stderr.isatty() else text) + "\n", sys.stderr)
-
-    def complain(self, text: str) -> None:
-        write(f"{MARGIN}{printable(text)}\n", sys.stderr)
-
-
-def _line(asking: str) -> str:
-    """A line edited with readline. At its end the cursor goes to a line of its own."""
-    try:
-        return input(asking)
-    except (EOFError, KeyboardInterrupt):
-        print()
-        raise
+        """Where messages come from a terminal."""
+        if self.talks:
+            super().note(text)
 
 
 app = flags.command(NAME, flags.of(ChatOptions, NAME), COMMON, TEXT, execute)
@@ -239,7 +197,7 @@ class ChatConversation:
     def __init__(
         self,
         ask: Callable[[Prompt], Any],
-        screen: Terminal,
+        screen: ChatScreen,
         plain: Prompt,
         system: str | None = None,
         ctrl_c: AbstractContextManager[Any] | None = None,

@@ -12,7 +12,7 @@ import typer
 
 from gpuinfer.cli.manual import manual_pages
 from gpuinfer.cli.manual.manual_pages import ManualPage, ManualSection, pages
-from gpuinfer.cli.manual.manual_search import FoundSection, passage, search
+from gpuinfer.cli.manual.manual_search import passage, search
 from gpuinfer.config import foreign_names
 from gpuinfer.errors import UsageError
 
@@ -82,7 +82,12 @@ def _answer(known: Mapping[str, ManualPage], query: str) -> Iterator[Any]:
         yield _passage(found.sections[0], passage(found.sections[0], found.words))
         yield from _others(found.sections[1 : OTHERS + 1])
     else:
-        raise UsageError(_nothing(query, found))
+        nearest = [one for words in found.unknown.values() for one in words]
+        here = "".join(map(_called_here, found.unknown)) or " Either it is not there, or it has another name here."
+        raise UsageError(
+            f"no page says '{query}'{_or_else(nearest)}.{here} "
+            "`gpuinfer docs questions` has what newcomers ask, `gpuinfer docs` lists the pages."
+        )
 
 
 def _page(known: Mapping[str, ManualPage], name: str) -> ManualPage | None:
@@ -113,15 +118,6 @@ def _others(sections: Sequence[ManualSection]) -> Iterator[Any]:
 
     if sections:
         yield address_list("Also", [(one.address, " › ".join(one.headings)) for one in sections])
-
-
-def _nothing(query: str, found: FoundSection) -> str:
-    near = [one for words in found.unknown.values() for one in words]
-    here = "".join(map(_called_here, found.unknown))
-    return (
-        f"no page says '{query}'{_or_else(near)}.{here or ' Either it is not there, or it has another name here.'} "
-        "`gpuinfer docs questions` has what newcomers ask, `gpuinfer docs` lists the pages."
-    )
 
 
 def _called_here(word: str) -> str:

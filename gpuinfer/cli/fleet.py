@@ -107,7 +107,12 @@ def haproxy_config(
 ) -> None:
     """A configuration of HAProxy for the same fleet, on standard output: haproxy -c -f FILE checks it."""
     flags = {"url": url, "worker": worker or None, "bind": bind, "routing": routing, "key_file": key_file}
-    own = _options({**flags, "maxconn": maxconn, "timeout": timeout})
+    theirs = {**flags, "maxconn": maxconn, "timeout": timeout}
+    table = settings.load().table(NAME)
+    given = {
+        name: GivenValue(value, f"--{name.replace('_', '-')}") for name, value in theirs.items() if value is not None
+    }
+    own = FleetStatusOptions(**options.check(FleetStatusOptions, {**table, **given}, NAME))
     from gpuinfer.fleet.haproxy import HaproxyPlan, HaproxyServer, render_haproxy
 
     found = _workers_of(own.url, api_key_file) if own.url and not own.worker else [*own.worker]
@@ -116,15 +121,6 @@ def haproxy_config(
     print(render_haproxy(targets, front), end="")
     if own.key_file is not None:
         print("gpuinfer: the configuration holds the key: keep it as safe (chmod 600).", file=sys.stderr)
-
-
-def _options(flags: Mapping[str, Any]) -> FleetStatusOptions:
-    """The table of the settings, with the flags on top. Raises `UsageError`."""
-    table = settings.load().table(NAME)
-    given = {
-        name: GivenValue(value, f"--{name.replace('_', '-')}") for name, value in flags.items() if value is not None
-    }
-    return FleetStatusOptions(**options.check(FleetStatusOptions, {**table, **given}, NAME))
 
 
 def _workers_of(url: str, api_key_file: Path | None) -> list[str]:

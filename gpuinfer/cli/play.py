@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import random
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,11 +15,12 @@ from pydantic import Field
 from gpuinfer import api
 from gpuinfer.api import Setup
 from gpuinfer.cli import flags
-from gpuinfer.cli.problems import FAILED, MARGIN
+from gpuinfer.cli.problems import FAILED
+from gpuinfer.cli.screen.talk import TalkScreen
 from gpuinfer.config import blame, registry
 from gpuinfer.config.options import check
 from gpuinfer.errors import UsageError
-from gpuinfer.host.terminal import dim, printable, show_status, write
+from gpuinfer.host.terminal import printable, write
 
 NAME = "play"
 COMMON = (
@@ -85,7 +86,7 @@ def execute(values: Mapping[str, Any]) -> int:
         raise UsageError(f"--seat {own.seat}: {own.game} has {selfplay.game.seats}. Give one of them.")
     spec = selfplay.model()
     log_to_people(common.verbose)
-    screen = GameScreen(common.quiet)
+    screen = GameScreen(NAME, "moves", common.quiet)
     deal = random.randrange(DEALS) if own.deal is None else own.deal
     with contextlib.ExitStack() as open_until_the_end:
         with screen.waiting("getting the game ready; its search is compiled once, a minute or two"):
@@ -198,49 +199,14 @@ def _listed(names: Sequence[str]) -> str:
     return ", ".join(names[:NAMED]) + more
 
 
-class GameScreen:
-    """Moves from standard input, the game to standard output, and everything else to standard error."""
-
-    def __init__(self, quiet: bool = False) -> None:
-        if sys.stdin is None:
-            raise UsageError("play reads moves, and there is no standard input. Run it in a terminal, or pipe them.")
-        self.talks = sys.stdin.isatty()
-        self._quiet = quiet
-        if not self.talks:
-            sys.stdin.reconfigure(errors="replace")  # type: ignore[union-attr]
-        elif sys.stdout.isatty():
-            with contextlib.suppress(ImportError):
-                import readline  # noqa: F401  edits the line that `input` reads
-
-    @contextlib.contextmanager
-    def waiting(self, what: str) -> Iterator[None]:
-        if not self._quiet:
-            show_status(what)
-        try:
-            yield
-        finally:
-            show_status("")
+class GameScreen(TalkScreen):
+    """The game on standard output."""
 
     def read(self) -> str:
-        """The next line. Raises `EOFError`."""
-        if not self.talks:
-            if not (line := sys.stdin.readline()):
-                raise EOFError
-            return line
-        if sys.stdout.isatty():
-            return input(PROMPT)
-        write(PROMPT, sys.stderr)
-        return input()
+        return self.ask(PROMPT)
 
     def say(self, text: str) -> None:
         write(printable(text) + "\n", sys.stdout)
-
-    def note(self, text: str) -> None:
-        if not self._quiet:
-            write((dim(text) if sys.stderr.isatty() else text) + "\n", sys.stderr)
-
-    def complain(self, text: str) -> None:
-        write(f"{MARGIN}{printable(text)}\n", sys.stderr)
 
 
 app = flags.command(NAME, flags.of(PlayOptions, NAME), COMMON, TEXT, execute)

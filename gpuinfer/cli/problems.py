@@ -9,7 +9,6 @@ import sys
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from gpuinfer.config import foreign_names
 from gpuinfer.errors import GpuinferError
@@ -42,7 +41,19 @@ def message(error: BaseException, words: Sequence[str] = ()) -> str:
     if isinstance(error, GpuinferError):
         return error_text.safe_str(error)
     if hasattr(error, "format_message"):  # Typer's: a flag or argument that it could not read
-        return _usage(error, words)
+        said, context = str(getattr(error, "message", "")), getattr(error, "ctx", None)
+        command = context.command_path if context else "gpuinfer"
+        name = getattr(error, "option_name", None)
+        params = context.command.params if context else ()
+        known = [flag for parameter in params for flag in (*parameter.opts, *parameter.secondary_opts)]
+        if context is None or name is None or "No such option" not in said:
+            extra = EXTRA.search(said)
+            hint = _as_flag(extra[1].split()[0], known) if extra else ""
+            return f"{error.format_message().rstrip('.')}. {hint}See {command} --help."
+        if not name.startswith("--"):  # Typer reads -ngl as -n -g -l
+            name = next((word for word in words if word.startswith(name)), name)
+        hint = foreign_names.flag_hint(name, known)
+        return f"{command} has no flag '{name}'. {hint}{' ' if hint else ''}See {command} --help."
     pydantic = sys.modules.get("pydantic")
     if pydantic is not None and isinstance(error, pydantic.ValidationError):
         lines = []
@@ -60,23 +71,6 @@ def verbosity(words: list[str]) -> int:
     given = sum(word.count("v") for word in words if re.fullmatch("-v+", word)) + words.count("--verbose")
     named = os.environ.get("GPUINFER_VERBOSE", "")
     return max(given, int(named) if named.isdecimal() else 0)
-
-
-def _usage(error: Any, words: Sequence[str]) -> str:
-    """Typer's complaint with the flag that was meant, and where to read on."""
-    context = getattr(error, "ctx", None)
-    command = context.command_path if context else "gpuinfer"
-    name = getattr(error, "option_name", None)
-    params = context.command.params if context else ()
-    known = [flag for parameter in params for flag in (*parameter.opts, *parameter.secondary_opts)]
-    if context is None or name is None or "No such option" not in str(error.message):
-        extra = EXTRA.search(str(error.message))
-        hint = _as_flag(extra[1].split()[0], known) if extra else ""
-        return f"{error.format_message().rstrip('.')}. {hint}See {command} --help."
-    if not name.startswith("--"):  # Typer reads -ngl as -n -g -l
-        name = next((word for word in words if word.startswith(name)), name)
-    hint = foreign_names.flag_hint(name, known)
-    return f"{command} has no flag '{name}'. {hint}{' ' if hint else ''}See {command} --help."
 
 
 def _as_flag(word: str, known: Sequence[str]) -> str:

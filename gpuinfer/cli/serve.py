@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from gpuinfer.config.settings import Common, Settings
     from gpuinfer.config.setup_file import ServerSetup
     from gpuinfer.fleet.launchers.base import Launcher
-    from gpuinfer.fleet.plan import FleetPlan, Scaling
+    from gpuinfer.fleet.plan import FleetPlan
     from gpuinfer.fleet.supervisor import Fleet
     from gpuinfer.http.access import Access
     from gpuinfer.serving.replica import ListenOptions
@@ -89,7 +89,14 @@ def plan_of(
 
     if described.setup.trace is not None:
         raise UsageError("--trace records one server, and this is a fleet. Leave it out, or serve without --replicas.")
-    scaling = _scaling(own)
+    if own.min_replicas is None and own.max_replicas is None:
+        scaling = None
+    else:
+        from gpuinfer.fleet.plan import Scaling
+
+        least = own.min_replicas or 1
+        most_replicas = own.max_replicas or max(least, own.replicas or len(own.gpus.split(",") if own.gpus else ""))
+        scaling = Scaling(least, most_replicas, own.target_queue, own.scale_down_delay)
     replicas = own.replicas or (scaling.least if scaling else len((own.gpus or "0").split(",")))
     if own.gpus is not None:
         if any(device == "cpu" or ":" in device for device in described.setup.devices):
@@ -132,16 +139,6 @@ def plan_of(
     )
     plan.check()
     return plan
-
-
-def _scaling(own: ServeFleetOptions) -> Scaling | None:
-    if own.min_replicas is None and own.max_replicas is None:
-        return None
-    from gpuinfer.fleet.plan import Scaling
-
-    least = own.min_replicas or 1
-    most = own.max_replicas or max(least, own.replicas or len(own.gpus.split(",") if own.gpus else ""))
-    return Scaling(least, most, own.target_queue, own.scale_down_delay)
 
 
 def run(plan: FleetPlan, launcher: Launcher, say: Callable[[Fleet], None], tell: Callable[[str], None]) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import typing
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +39,15 @@ def variants_of(target: str, values: Values, compare: Sequence[str], *, timed: b
     setter = functools.partial(_setter, target, values)
     axes: dict[Axis, list[str]] = {}
     for word in compare:
-        axis, named = _compared(word, known, setter)
-        axes[axis] = list(dict.fromkeys([*axes.get(axis, []), *named]))
+        name, said = split_axis(word)
+        name = name or "backend"
+        flag = None if name in known or name in KINDS else setter(name)
+        if flag is None and (name not in known or name in (*SINGLE, *KINDS)):
+            raise UnknownName("setting to compare", name, set(known) - {*SINGLE, *KINDS}, label="Settings")
+        if not said:
+            raise UsageError(f"--compare {word}: names nothing to compare. Write --compare {name}=a,b.")
+        axis = (flag, name) if flag else (name, "")
+        axes[axis] = list(dict.fromkeys([*axes.get(axis, []), *said]))
     for key, option in axes:
         if _given_twice(values, key, option):
             short = SHORTS.get(key) or flags.flag(key)
@@ -133,17 +140,6 @@ def _given_twice(values: Values, flag: str, option: str) -> bool:
     if option:
         return any(_key(word) == option for word in values.get(flag) or [])
     return values.get(flag) is not None
-
-
-def _compared(word: str, known: Mapping[str, Any], setter: Callable[[str], str | None]) -> tuple[Axis, list[str]]:
-    key, named = split_axis(word)
-    key = key or "backend"
-    flag = None if key in known or key in KINDS else setter(key)
-    if flag is None and (key not in known or key in (*SINGLE, *KINDS)):
-        raise UnknownName("setting to compare", key, set(known) - {*SINGLE, *KINDS}, label="Settings")
-    if not named:
-        raise UsageError(f"--compare {word}: names nothing to compare. Write --compare {key}=a,b.")
-    return (flag, key) if flag else (key, ""), named
 
 
 def _grids(plugin: Any, values: Values, backends: Sequence[str]) -> Iterator[tuple[Axis, list[str]]]:

@@ -40,7 +40,11 @@ def fault_of_hiding(game: PythonGame) -> str | None:
     """What the search can see and the player to move cannot; None where nothing was found."""
     end: float | None
     seen = list(_seen(game))
-    alike = _told_apart(game, _alike(seen))
+    groups: dict[bytes, list[Position]] = {}
+    for each in seen:
+        if len(group := groups.setdefault(each.known, [])) < KEPT:
+            group.append(each.position)
+    alike = _told_apart(game, ((group[0], other) for group in groups.values() for other in group[1:]))
     if not game.hidden:
         return OPEN if any(differ for _, _, differ in alike) else None
     guesses = list(_told_apart(game, _guessed(game, seen)))
@@ -110,14 +114,6 @@ def _seen(game: PythonGame) -> Iterator[PlayerView]:
         end = end or time.monotonic() + PLAYED_S
         if time.monotonic() > end:
             return
-
-
-def _alike(seen: Sequence[PlayerView]) -> Iterator[tuple[Position, Position]]:
-    groups: dict[bytes, list[Position]] = {}
-    for one in seen:
-        if len(group := groups.setdefault(one.known, [])) < KEPT:
-            group.append(one.position)
-    return ((group[0], other) for group in groups.values() for other in group[1:])
 
 
 def _guessed(game: PythonGame, seen: Sequence[PlayerView]) -> Iterator[tuple[Position, Position]]:

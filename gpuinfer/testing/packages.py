@@ -212,7 +212,16 @@ class _Package:
         silence_s, events = START_S, Channel(child.end)
         while True:
             if not events.poll(max(0.0, min(silence_s, self._end - time.monotonic()))):
-                self._give_up(silence_s)
+                if time.monotonic() < self._end:
+                    self._broken_off(f"did not come back within {silence_s:g} s and was ended. Give every wait an end.")
+                else:
+                    self._broken_off(
+                        f"the limit of {self._limit_s:g} s for the package is over. Allow more, or make it quicker."
+                    )
+                    for its_kind, its_name in self._left:
+                        self._plugin = f"{registry.KINDS[its_kind]} {its_name}"
+                        self._add(Finding("is checked", False, "not tried: there was no time left. Allow more."))
+                    self._left = []
                 return
             try:
                 event = events.receive()
@@ -234,16 +243,6 @@ class _Package:
                 self._used |= set(event["used"])
                 self._left = self._left[1:]
             silence_s = OVERDUE * event.get("limit_s", self._order["each_s"]) + START_S
-
-    def _give_up(self, silence_s: float) -> None:
-        if time.monotonic() < self._end:
-            self._broken_off(f"did not come back within {silence_s:g} s and was ended. Give every wait an end.")
-            return
-        self._broken_off(f"the limit of {self._limit_s:g} s for the package is over. Allow more, or make it quicker.")
-        for kind, name in self._left:
-            self._plugin = f"{registry.KINDS[kind]} {name}"
-            self._add(Finding("is checked", False, "not tried: there was no time left. Allow more."))
-        self._left = []
 
     def _broken_off(self, why: str) -> None:
         kind, name = self._left.pop(0)

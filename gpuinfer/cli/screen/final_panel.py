@@ -61,7 +61,19 @@ def panel_rows(report: Mapping[str, Any], trying_s: float | None = None) -> Iter
         times = [f"{what} {short(found[what])}" for what in ("mean", "p95", "p99") if what in found]
         lost = errors_of(found.get("errors"))
         yield PanelRow(name, ", ".join([f"{whole(found['requests'])} answered", *times, *([lost] if lost else [])]))
-    yield from _time(report)
+    cores, device = report.get("cores"), report.get("device") or {}
+    if not cores or not cores["stations"] or device.get("reserved_mb"):
+        if stations := _shares(report.get("time_s") or {}):
+            yield PanelRow("time", stations)
+    else:
+        count = cores["count"]
+        of = f"of {count} cores" if count > 1 else "of one core"
+        yield PanelRow(
+            "time", f"{of}: {_shares(on_cores(cores))}" if cores["idle_s"] is not None else _shares(on_cores(cores))
+        )
+        if cores["waiting_s"] > WAITED * cores["busy_s"]:
+            waiting = cores["waiting_s"] / (cores["waiting_s"] + cores["busy_s"])
+            yield PanelRow("", f"threads that were ready to run waited for a core {waiting:.0%} of their time")
     for index, line in enumerate(report.get("models") or ()):
         did = f"{whole(line['output_tokens'])} tokens" if line["output_tokens"] else f"{whole(line['rows'])} rows"
         waits = [("in the queue", (line["queue_wait_s"] or {}).get("mean")), ("for turns", line["turn_wait_s"])]
@@ -92,7 +104,10 @@ def panel_rows(report: Mapping[str, Any], trying_s: float | None = None) -> Iter
     for notice in report.get("notices") or ():
         yield PanelRow("strategy", str(notice), "warning")
     failures = report.get("failures") or {}
-    if errors := errors_of(with_failed(_in_vain(report), failures.get("count"))):
+    vain = report.get("errors") or {}
+    if errors := errors_of(
+        with_failed({**vain, "cancelled": 0} if report.get("status") == "partial" else vain, failures.get("count"))
+    ):
         yield PanelRow("errors", errors, "bad")
     if first := failures.get("first"):
         yield PanelRow("the first", str(first), "bad")
@@ -171,28 +186,28 @@ def _layers(first: int, last: int) -> str:
     return f"layers {first} to {last}" if last > first else f"layer {first}"
 
 
-def _time(report: Mapping[str, Any]) -> Iterator[PanelRow]:
-    """Where it went: of the cores where the model computes on them, of the lanes where it does so elsewhere."""
-    cores, device = report.get("cores"), report.get("device") or {}
-    if not cores or not cores["stations"] or device.get("reserved_mb"):
-        if stations := _shares(report.get("time_s") or {}):
-            yield PanelRow("time", stations)
-        return
-    count = cores["count"]
-    of = f"of {count} cores" if count > 1 else "of one core"
-    yield PanelRow(
-        "time", f"{of}: {_shares(on_cores(cores))}" if cores["idle_s"] is not None else _shares(on_cores(cores))
-    )
-    if cores["waiting_s"] > WAITED * cores["busy_s"]:
-        waited = cores["waiting_s"] / (cores["waiting_s"] + cores["busy_s"])
-        yield PanelRow("", f"threads that were ready to run waited for a core {waited:.0%} of their time")
-
-
 def _roofline(roofline: Mapping[str, Any], rates: Mapping[str, float]) -> Iterator[PanelRow]:
     if not roofline:
         return
     if "least_s" in roofline:
-        yield from _text_roofline(roofline, rates.get("output_tokens_per_s") or 0.0)
+        finished = rates.get("output_tokens_per_s") or 0.0
+        what = "memory bandwidth" if roofline["limited_by"] == "memory" else "products"
+        earlier = "; measured by an earlier run" if roofline["remembered"] else ""
+        rate, computed = (
+            f"{number(roofline['tokens_per_s'])} tokens/s",
+            roofline["efficiency"] * roofline["tokens_per_s"],
+        )
+        if roofline["raised"]:
+            yield PanelRow("roofline", f"this run: {rate}, more than what was measured of the machine allows", "strong")
+        else:
+            if computed > UNFINISHED * finished:
+                rate = f"{number(computed)} of {rate}, with those of answers that are not finished"
+            yield PanelRow(
+                "roofline",
+                f"{roofline['efficiency']:.0%} of what this machine can do with this model at "
+                f"{whole(roofline['at_rows'])} rows ({rate}); limited by {what}{earlier}",
+                "strong",
+            )
         return
     best = f"{number(roofline['rows_per_s'])} rows/s at {whole(roofline['at_rows'])} rows, {roofline['arrangement']}"
     efficiency = roofline.get("efficiency")
@@ -203,26 +218,6 @@ def _roofline(roofline: Mapping[str, Any], rates: Mapping[str, float]) -> Iterat
         return
     yield PanelRow(
         "roofline", f"{best} (the bare model)" if efficiency is None else f"{efficiency:.0%} of {best}", "strong"
-    )
-
-
-def _text_roofline(roofline: Mapping[str, Any], finished: float) -> Iterator[PanelRow]:
-    """Of a model of text: how much of what the machine can do with it, and what limits that. `finished`: the tokens/s
-    of answers that are complete, which `throughput` has; the roofline counts all that were computed.
-    """
-    what = "memory bandwidth" if roofline["limited_by"] == "memory" else "products"
-    earlier = "; measured by an earlier run" if roofline["remembered"] else ""
-    rate, computed = f"{number(roofline['tokens_per_s'])} tokens/s", roofline["efficiency"] * roofline["tokens_per_s"]
-    if roofline["raised"]:
-        yield PanelRow("roofline", f"this run: {rate}, more than what was measured of the machine allows", "strong")
-        return
-    if computed > UNFINISHED * finished:
-        rate = f"{number(computed)} of {rate}, with those of answers that are not finished"
-    yield PanelRow(
-        "roofline",
-        f"{roofline['efficiency']:.0%} of what this machine can do with this model at {whole(roofline['at_rows'])} "
-        f"rows ({rate}); limited by {what}{earlier}",
-        "strong",
     )
 
 
@@ -322,12 +317,6 @@ def _records(report: Mapping[str, Any]) -> Iterator[PanelRow]:
         begun = (report.get("errors") or {}).get("cancelled", 0)
         asked = f": {whole(begun)} request{'' if begun == 1 else 's'} under way or waiting" if begun else ""
         yield PanelRow("", f"Stopped with work left{asked}.{cure}", "warning")
-
-
-def _in_vain(report: Mapping[str, Any]) -> Mapping[str, int]:
-    """The errors, without requests that are merely still to do, as the run was stopped."""
-    errors = report.get("errors") or {}
-    return {**errors, "cancelled": 0} if report.get("status") == "partial" else errors
 
 
 def _shares(parts: Mapping[str, float]) -> str:
