@@ -296,7 +296,7 @@ def by_the_server(schedule, strategy):
                 number = next(numbers)
                 heapq.heappush(ends, (now + schedule.service_s(number), number, step, now, schedule.failing(number)))
             look_at = step
-        diary.held = list(queue.held(Patience()))
-        diary.snapshot = queue.snapshot(lanes)
+        diary.held = list(queue.core.held(Patience()))
+        diary.snapshot = queue.core.snapshot(lanes)
         caller.blocks.clear()
     return diary

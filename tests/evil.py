@@ -13,14 +13,18 @@ from packages import install
 
 from gpuinfer.api import Backend, BackendContext, Infer, Limits, Options, Progress, QueueView, Strategy, Workload
 
-POINTS = {
-    "backends": {"evil": "evil:Evil"},
-    "strategies": {"far": "evil:Far"},
-    "workloads": {"few": "evil:Few"},
-}
+POINTS = {"backends": {"evil": "evil:Evil"}, "strategies": {"far": "evil:Far"}, "workloads": {"few": "evil:Few"}}
 
 
-class Evil(Backend):
+class Fails:
+    """Raises in the method that the option `fail` names."""
+
+    def _fail(self, method: str) -> None:
+        if self.options.fail == method:
+            raise RuntimeError(f"evil {method}\nand more of it")
+
+
+class Evil(Fails, Backend):
     """Answers with what it was asked, but for the method that is named."""
 
     class Options(Options):
@@ -42,10 +46,6 @@ class Evil(Backend):
                 if asyncio.get_running_loop().time() > self.until:  # the test is long over
                     raise
         self._fail(method)
-
-    def _fail(self, method: str) -> None:
-        if self.options.fail == method:
-            raise RuntimeError(f"evil {method}\nand more of it")
 
     @property
     def until(self) -> float:
@@ -75,7 +75,7 @@ class Evil(Backend):
         await self._do("close")
 
 
-class Far(Strategy):
+class Far(Fails, Strategy):
     """Cuts far away, or not even that."""
 
     class Options(Options):
@@ -100,12 +100,8 @@ class Far(Strategy):
     def observe(self, batch):
         self._fail("observe")
 
-    def _fail(self, method: str) -> None:
-        if self.options.fail == method:
-            raise RuntimeError(f"evil {method}")
 
-
-class Few(Workload):
+class Few(Fails, Workload):
     """Asks a few questions, and bears what becomes of them."""
 
     class Options(Options):
@@ -116,10 +112,6 @@ class Few(Workload):
 
     def model(self):
         self._fail("model")
-
-    def _fail(self, method: str) -> None:
-        if self.options.fail == method:
-            raise RuntimeError(f"evil {method}")
 
     async def run(self, infer: Infer) -> AsyncIterator[Progress]:
         self._fail("run")

@@ -126,8 +126,7 @@ class CannotStart(Scripted):
 
 
 @pytest.mark.parametrize(
-    ("backend", "options", "cure"),
-    [(Scripted, {"max_queue_rows": 3}, "at least 4"), (CannotStart, {}, "--device cpu")],
+    ("backend", "options", "cure"), [(Scripted, {"max_queue_rows": 3}, "at least 4"), (CannotStart, {}, "--device cpu")]
 )
 @virtual
 async def test_a_backend_whose_engine_cannot_start_is_closed(backend, options, cure):
@@ -135,24 +134,6 @@ async def test_a_backend_whose_engine_cannot_start_is_closed(backend, options, c
     with pytest.raises(UsageError, match=cure):
         await started(backend, **options)
     assert backend.closed == 1
-
-
-@virtual
-async def test_a_busy_group_does_not_starve_a_quiet_one():
-    class Impatient(Dynamic):
-        def cut_at(self, queue):
-            return -math.inf
-
-    backend = Scripted(Limits(max_rows=1))
-    engine = await started(backend, Impatient())
-    busy = [submit(engine, "busy", group="busy") for _ in range(3)]
-    await asyncio.sleep(0.5)
-    quiet = submit(engine, "quiet", group="quiet")
-    await asyncio.sleep(0.1)
-    busy += [submit(engine, "busy", group="busy") for _ in range(20)]
-    await outcomes([quiet])
-    assert len(backend.batches) == 4
-    await outcomes(busy)
 
 
 class Remote(Scripted):
@@ -184,23 +165,7 @@ async def test_requests_wait_for_company_as_long_as_is_said(backend, clients, wa
     assert now() - began == pytest.approx(took_s)
 
 
-# Deadlines and cancellation
-
-
-@virtual
-async def test_a_deadline_expires_while_the_backend_is_busy_and_costs_nothing():
-    backend = Scripted()
-    engine = await started(backend)
-    first = submit(engine, "first")
-    await asyncio.sleep(0.1)
-    began = now()
-    with pytest.raises(Expired, match=r"after 0\.500 s in the queue"):
-        await engine.submit("late", timeout=0.5)
-    assert now() - began == pytest.approx(0.5)
-    await first
-    await engine.close()
-    assert backend.batches == [["first"]]
-    assert engine.snapshot().errors["expired"] == 1
+# Cancellation
 
 
 @pytest.mark.parametrize("clumsy", [False, True])
@@ -409,20 +374,6 @@ async def test_the_strategy_learns_what_ran_and_at_which_rate_rows_arrive():
     assert rates[-1] == pytest.approx(200.0, rel=0.05)
 
 
-@virtual
-async def test_whoever_is_turned_away_is_counted_in_its_class():
-    engine = await started(strategy=ByPriority(), max_queue_rows=16)
-    tasks = [submit(engine, number, priority=LOW) for number in range(20)]
-    tasks += [submit(engine, "high", priority=HIGH) for _ in range(6)]
-    found = await outcomes(tasks)
-    assert (found.count(QueueFull), found[20:]) == (10, ["high"] * 6)
-    counts = engine.snapshot().classes
-    assert {name: (one["requests"], one["errors"]["rejected"]) for name, one in counts.items()} == {
-        "high": (6, 0),
-        "low": (10, 10),
-    }
-
-
 # Streams
 
 
@@ -466,8 +417,7 @@ async def test_a_stream_settles_each_request_as_it_comes_and_an_early_end_fails_
 
 
 @pytest.mark.parametrize(
-    "build",
-    [Dynamic, Adaptive, partial(Adaptive, latency_target=0.1), ByPriority, partial(ByPriority, mode="strict")],
+    "build", [Dynamic, Adaptive, partial(Adaptive, latency_target=0.1), ByPriority, partial(ByPriority, mode="strict")]
 )
 @virtual
 async def test_slots_that_come_free_are_filled_though_their_batch_runs_on_and_no_more_than_there_are(build):

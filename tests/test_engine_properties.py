@@ -348,9 +348,6 @@ def test_any_history_keeps_every_promise_many_times_over():
     run_state_machine_as_test(
         EngineMachine,
         settings=settings(
-            max_examples=5000,
-            stateful_step_count=80,
-            deadline=None,
-            suppress_health_check=list(HealthCheck),
+            max_examples=5000, stateful_step_count=80, deadline=None, suppress_health_check=list(HealthCheck)
         ),
     )

@@ -81,25 +81,6 @@ def test_it_is_woken_by_any_event_and_by_no_timer_too_early(event):
     assert precise_loop.run(main())
 
 
-WAITS = """
-import asyncio
-from gpuinfer.host import event_loop
-async def main():
-    print("waiting", flush=True)
-    await asyncio.sleep(600)
-event_loop.run(main())
-"""
-
-
-def test_ctrl_c_ends_it():
-    pipe = subprocess.PIPE
-    with subprocess.Popen([sys.executable, "-c", WAITS], stdout=pipe, stderr=pipe, text=True) as child:
-        assert child.stdout.readline() == "waiting\n"
-        child.send_signal(signal.SIGINT)
-        _, err = child.communicate(timeout=60)
-    assert "KeyboardInterrupt" in err
-
-
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="timer slack is Linux's")
 def test_the_threads_timer_slack_is_as_it_was_afterwards():
     async def slack():

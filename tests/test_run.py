@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import textwrap
-import threading
 import time
 from pathlib import Path
 
@@ -134,15 +133,8 @@ def test_the_second_signal_cancels_at_once_and_the_handlers_are_put_back():
     made = go(Endless(), grace_s=3600, on_update=again)
     assert made["status"] == "partial"
     assert interrupted
+    assert asyncio.run(asyncio.to_thread(go, Counting(total=3)))["status"] == "done", "outside of the main thread"
     assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
-
-
-def test_a_run_outside_the_main_thread_leaves_signals_alone():
-    made = []
-    thread = threading.Thread(target=lambda: made.append(go(Counting(total=3))))
-    thread.start()
-    thread.join(60)
-    assert made[0]["status"] == "done"
 
 
 @pytest.mark.parametrize(
@@ -175,21 +167,6 @@ async def test_cancelling_the_run_ends_the_workload():
 
 def serving_a_model():
     return Doubler(Setup(model=Modelled(total=3).model()))
-
-
-@pytest.mark.thorough
-def test_a_backend_with_a_model_has_its_roofline_measured_before_and_after(monkeypatch):
-    for name, seconds in (("BEFORE_S", 0.3), ("LEAST_AFTER_S", 0.05)):
-        monkeypatch.setattr(run_roofline, name, seconds)
-    monkeypatch.setattr(run_roofline, "place_of", lambda *_, **__: None)
-    phases = []
-    made = checked(go(Modelled(total=3), serving_a_model, on_update=lambda update: phases.append(update.phase)))
-    found = made["roofline"]
-    assert len(found["measured"]) == 2
-    assert found["rows_per_s"] == max(found["measured"])
-    measured = [phase for phase in dict.fromkeys(phases) if "roofline" in phase]
-    assert measured == ["measuring the roofline", "measuring the roofline again"]
-    assert sum(made["time_s"].values()) == pytest.approx(made["wall_s"] * made["lanes"]), "its time is not the run's"
 
 
 @pytest.mark.parametrize(
@@ -254,72 +231,38 @@ class Preparing(Modelled):
 KNOWN = KeptSearch(64, "one", 1e9, 300.0)
 
 
-@pytest.mark.parametrize(
-    ("known", "order"),
-    [
-        pytest.param(
-            KNOWN, ["prepares for 1000000000.0", "ready", "before", "goes on", "again", "closed"], id="once it is ready"
-        ),
-        pytest.param(
-            None,
-            ["before", "prepares for 2000000000.0", "ready", "goes on", "again", "closed"],
-            id="where needed first",
-        ),
-    ],
-)
-def test_the_bare_model_is_measured_while_nothing_else_computes(known, order, monkeypatch):
-    """Where an earlier run has found at which batch size it is at its best, it is measured once all is ready; what is
-    told is what was measured now.
-    """
-    told = measured_by(monkeypatch, known=known)
-    workload = Preparing(total=3)
-    workload.told = told
-    seen = []
-    made = checked(go(workload, serving_a_model, on_update=lambda update: seen.append(update.roofline)))
-    assert told == order
-    assert made["roofline"]["measured"] == [2e9, 2e9]
-    assert {one.rows_per_s for one in seen if one} <= {2e9}
-    assert sum(made["time_s"].values()) == pytest.approx(made["wall_s"] * made["lanes"]), "its time is not the run's"
-
-
-@pytest.mark.parametrize("known", [None, KNOWN])
-@pytest.mark.parametrize("fails", ["before", "again"])
-def test_a_run_goes_on_without_what_measures_its_roofline(fails, known, monkeypatch, caplog):
-    workload = Preparing(total=3)
-    workload.told = measured_by(monkeypatch, known=known, fails=(fails,))
-    made = checked(go(workload, serving_a_model))
-    assert (made["status"], made["progress"]["done"]) == ("done", 3)
-    assert (made["roofline"] and made["roofline"]["measured"]) == (None if fails == "before" else [2e9])
-    assert "the run goes on without it: it was killed" in caplog.text
+FIRST = ["before", "prepares for 2000000000.0", "ready"]  # where the best batch size is needed first
+ONCE_READY = ["prepares for 1000000000.0", "ready", "before"]  # where an earlier run has found it
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize(
-    ("phase", "known"),
-    [
-        pytest.param("measuring the roofline", None, id="before"),
-        pytest.param("measuring the roofline", KNOWN, id="once it is ready"),
-        pytest.param("measuring the roofline again", None, id="afterwards"),
-    ],
-)
-def test_a_signal_while_the_roofline_is_measured_ends_that_at_once(phase, known, monkeypatch):
-    """What was finished is kept."""
-    afterwards = phase.endswith("again")
-    workload = Preparing(total=3) if known else Modelled(total=3)
-    workload.told = measured_by(monkeypatch, known=known, hangs=("again",) if afterwards else ("before",))
+@pytest.mark.parametrize("known", [None, KNOWN], ids=["", "known"])
+@pytest.mark.parametrize("wrong", ["", "fails before", "fails again", "hangs before", "hangs again"])
+def test_the_bare_model_is_measured_while_nothing_else_computes_and_a_run_goes_on_without_it(
+    wrong, known, monkeypatch, caplog
+):
+    """A signal ends what hangs; what was finished is kept."""
+    how, _, which = wrong.partition(" ")
+    told = measured_by(monkeypatch, known=known, **({how: (which,)} if how else {}))
+    workload, sent, seen = Preparing(total=3), [], []
+    workload.told = told
 
-    sent = []
-
-    def interrupt(update):
-        if update.phase == phase and not sent:  # a third signal would end the tests
+    def watch(update):
+        seen.append(update.roofline)
+        phase = "measuring the roofline" + " again" * (which == "again")
+        if how == "hangs" and update.phase == phase and not sent:  # a third signal would end the tests
             sent.append(os.kill(os.getpid(), signal.SIGTERM))
 
-    made = checked(go(workload, serving_a_model, on_update=interrupt))
-    assert workload.told[-1] == "closed"
-    done = 3 if afterwards else 0
-    assert made["progress"]["done"] == done
-    assert made["status"] == ("done" if done else "partial")
-    assert (made["roofline"] is None) == (not done)
+    made = checked(go(workload, serving_a_model, on_update=watch))
+    assert told[-1] == "closed"
+    assert wrong or told == [*(ONCE_READY if known else FIRST), "goes on", "again", "closed"]
+    done = (0, "partial") if wrong == "hangs before" else (3, "done")
+    assert (made["progress"]["done"], made["status"]) == done
+    measured = None if which == "before" else [2e9] if wrong else [2e9, 2e9]
+    assert (made["roofline"] and made["roofline"]["measured"]) == measured
+    assert ("the run goes on without it: it was killed" in caplog.text) == (how == "fails")
+    assert {one.rows_per_s for one in seen if one} <= {2e9}
+    assert sum(made["time_s"].values()) == pytest.approx(made["wall_s"] * made["lanes"]), "its time is not the run's"
 
 
 STOPPED = """

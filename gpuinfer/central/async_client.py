@@ -55,12 +55,9 @@ class AsyncClient:
     async def open(self) -> None:
         self._loop = asyncio.get_running_loop()
         await asyncio.to_thread(self._connection.open)
-        self._listen()
-        self._keep(self._watch())
-
-    def _listen(self) -> None:
         self._loop.add_reader(self._connection.fileno(), self._read)
         self._up.set()
+        self._keep(self._watch())
 
     def _keep(self, work: Any) -> None:
         task = self._loop.create_task(work)
@@ -99,12 +96,10 @@ class AsyncClient:
 
     def _read(self) -> None:
         try:
-            settled = self._connection.receive()
+            for number, outcome in self._connection.receive():
+                self._settle(number, outcome)
         except GpuinferError as error:
             self._gone(error)
-            return
-        for number, outcome in settled:
-            self._settle(number, outcome)
 
     def _settle(self, number: int, outcome: Any) -> None:
         future = self._waiting.pop(number, None)
@@ -132,7 +127,8 @@ class AsyncClient:
             if not isinstance(error, BackendDied):
                 raise error
             await asyncio.to_thread(self._connection.come_back, error)
-            self._listen()
+            self._loop.add_reader(self._connection.fileno(), self._read)
+            self._up.set()
         except GpuinferError as final:
             self._lose(final)
         except Exception as strange:  # noqa: BLE001 (whatever it is, no request may wait for ever)
@@ -241,7 +237,17 @@ class TextConnection(CentralConnection):
         if record.kind == RecordKind.GOODBYE:
             raise parting(record)
         if record.kind == RecordKind.PART:
-            return self._part(record)
+            if (sent := self._sent.get(record.number)) is None:  # cancelled
+                return None
+            outcome: Part | GpuinferError | None = part_from_wire(record.body)
+            if isinstance(outcome, Part) and sent.had is not None:
+                try:
+                    outcome = sent.had.fresh(outcome)
+                except BackendError as error:
+                    outcome = error
+            if isinstance(outcome, GpuinferError):
+                self.abandon(record.number)
+            return None if outcome is None else (record.number, outcome)  # None: a part already delivered
         if self._sent.pop(record.number, None) is None:  # cancelled
             return None
         if record.kind == RecordKind.GENERATION:
@@ -249,20 +255,6 @@ class TextConnection(CentralConnection):
         if record.kind == RecordKind.FAILED:
             return record.number, error_from_wire(record.body)
         return record.number, BackendError("the central server sent an answer of no known kind. Start it again.")
-
-    def _part(self, record: WireRecord) -> tuple[int, Any] | None:
-        """A part, or the error that ends its request; None for a part already delivered, or of a cancelled request."""
-        if (sent := self._sent.get(record.number)) is None:
-            return None
-        outcome: Part | GpuinferError | None = part_from_wire(record.body)
-        if isinstance(outcome, Part) and sent.had is not None:
-            try:
-                outcome = sent.had.fresh(outcome)
-            except BackendError as error:
-                outcome = error
-        if isinstance(outcome, GpuinferError):
-            self.abandon(record.number)
-        return None if outcome is None else (record.number, outcome)
 
 
 class AsyncTextClient(AsyncClient):
@@ -367,8 +359,6 @@ class RemoteTextBackend(Backend):
 
 @dataclass(frozen=True)
 class TextConnector:
-    """How a worker process connects to the server."""
-
     kind: type[RemoteTextBackend]
     setup: Setup
     address: ServerAddress

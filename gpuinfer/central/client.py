@@ -153,7 +153,7 @@ class CentralClient:
                 try:
                     number = connection.ask(request, 0)
                 except QueueFull:
-                    if not connection.lends:
+                    if not connection.lent:
                         raise
                     self._wait_on(deadline, timeout)
                 else:

@@ -154,7 +154,6 @@ class ClientSession:
 
     @property
     def stuck(self) -> bool:
-        """Whether the socket has not taken all that was sent."""
         return bool(self._unsent)
 
     def dismiss(self, error: GpuinferError) -> None:
@@ -212,9 +211,7 @@ class ClientAcceptor:
         """`welcome`: the record that greets a client, and its descriptor; `pin`: see `ClientSession`."""
         self.sessions: dict[int, ClientSession] = {}
         self._unidentified: set[ClientSession] = set()  # sessions without a greeting
-        self._waiting_lines: list[
-            ClientSession
-        ] = []  # of the sessions, those that have, and have another line that is not over
+        self._waiting_lines: list[ClientSession] = []  # of those that have, with another line that is not over
         self._leaving: list[ClientSession] = []  # gone, with requests in a batch
         self._listener, self._token = listener, token
         self._most_clients = most_clients
@@ -238,7 +235,6 @@ class ClientAcceptor:
         self._wake_writer.send(b"!")
 
     def ready(self) -> Ready:
-        """What is ready now."""
         return self._selector.select(0)
 
     def wait(self, seconds: float) -> Ready:
@@ -266,7 +262,7 @@ class ClientAcceptor:
                 self._accept(forget)
             elif key.data is not None and not key.data.gone and not self._receive(key.data, events, on_record):
                 self._drop(key.data, forget)
-        for session in self.overdue:
+        for session in self._overdue():
             self._drop(session, forget)
         for session in tuple(self._waiting_lines):
             if not self._has_another_line(session):
@@ -276,16 +272,11 @@ class ClientAcceptor:
     @property
     def due(self) -> bool:
         """Whether `take_in` may have something to do although nothing is ready."""
-        return bool(self._waiting_lines or self.overdue)
+        return bool(self._waiting_lines or self._overdue())
 
-    @property
-    def overdue(self) -> list[ClientSession]:
+    def _overdue(self) -> list[ClientSession]:
         """Sessions whose greeting is late; the next `take_in` drops them."""
-        return (
-            [one for one in self._unidentified if time.monotonic() - one.since > GREETING_S]
-            if self._unidentified
-            else []
-        )
+        return [one for one in self._unidentified if time.monotonic() - one.since > GREETING_S]
 
     def _accept(self, forget: Forget) -> None:
         try:
@@ -381,6 +372,11 @@ class ClientAcceptor:
             self._leaving.append(session)
 
     # Sending
+
+    def dismiss_all(self, error: GpuinferError) -> None:
+        """Tell every client why the server serves it no more."""
+        for session in tuple(self.sessions.values()):
+            session.dismiss(error)
 
     def send(self, session: ClientSession, data: bytes) -> None:
         """Best without a lock held: the client that this wakes may take this core at once."""

@@ -75,13 +75,12 @@ class CentralConnection:
         self._pulse: HeartbeatWatch
         self._unpacker = Unpacker(self.largest_body)
         self._blocks: list[Block] = []
-        self._descriptors: list[
-            shared_memory.Descriptor
-        ] = []  # of the blocks: a server that comes back needs them again
+        self._descriptors: list[shared_memory.Descriptor] = []  # of the blocks, for a server that comes back
         self._idle: list[Block] = []  # the pool: nobody uses them
         self._owned: dict[int, Block] = {}  # by the address of their memory: handed out by `block`
         self._asked: dict[int, OpenRequest] = {}
         self._busy: set[int] = set()  # numbers of blocks whose rows are with the server
+        self.lent = 0  # blocks of the pool that are out, which an answer brings back
         self.abandoned = 0  # questions that nobody waits for, and the server has not let go of
         self._numbers = 0
         self._ended: GpuinferError | None = None  # why nothing more will come on this line
@@ -103,11 +102,6 @@ class CentralConnection:
     @property
     def outstanding(self) -> int:
         return len(self._asked)
-
-    @property
-    def lends(self) -> bool:
-        """Whether a block of the pool is out, which an answer brings back."""
-        return any(question.borrowed for question in self._asked.values())
 
     def fileno(self) -> int:
         return -1 if self._socket is None else self._socket.fileno()
@@ -240,14 +234,6 @@ class CentralConnection:
     def _present(self, block: Block, descriptor: shared_memory.Descriptor) -> None:
         self._put(pack_record(WireRecord(RecordKind.BLOCK, block=block.number, rows=block.room)), [descriptor.number])
 
-    def _borrow(self, rows: int) -> Block:
-        """A block of the pool with room for so many rows."""
-        for index, block in enumerate(self._idle):
-            if block.room >= rows:
-                return self._idle.pop(index)
-        room = min(self.limits.max_rows, max(LEAST_ROOM, 1 << (rows - 1).bit_length()))
-        return self._new_block(room, full=len(self._blocks) - len(self._owned) >= POOLED)
-
     # Asking
 
     def ask(self, request: Request, client: int) -> int:
@@ -270,13 +256,19 @@ class CentralConnection:
         refuse_group(request.group)
         block = self._owned.get(_place(payload)) if payload.flags.c_contiguous else None
         if (borrowed := block is None or block.room < rows) or block is None:
-            block = self._borrow(rows)
+            index = next((n for n, one in enumerate(self._idle) if one.room >= rows), None)
+            if index is not None:
+                block = self._idle.pop(index)
+            else:
+                room = min(self.limits.max_rows, max(LEAST_ROOM, 1 << (rows - 1).bit_length()))
+                block = self._new_block(room, full=len(self._blocks) - len(self._owned) >= POOLED)
             block.rows[:rows] = payload
         elif block.number in self._busy:
             raise RequestError("this block is with the server already. Await its answer first, or take a second block.")
         self._numbers = (self._numbers + 1) % 2**32
         question = OpenRequest(self._numbers, request, block, client, borrowed)
         self._asked[question.number] = question
+        self.lent += borrowed
         self._busy.add(block.number)
         self._send_question(question)
         return question.number
@@ -330,23 +322,6 @@ class CentralConnection:
             data = b""
         if not data:
             raise self._gone()
-        settled = self._take(data)
-        if self._ended is not None and not settled:  # else the next call raises: what was answered before is answered
-            raise self._ended
-        return settled
-
-    def _gone(self) -> BackendDied:
-        if self._patience_s <= 0:
-            return BackendDied("the central server is gone. Start it again; with the option restart it comes back.")
-        if self._lives:
-            times = "once" if self._lives == 1 else f"{self._lives} times"
-            return BackendDied(
-                f"the central server is gone: it came back {times}, and died again before it answered. "
-                f"Probably these {self.asked_for} end it: look at them, or at the model, and start it again."
-            )
-        return BackendDied("the central server is gone, and has not come back. See its last words, and start it again.")
-
-    def _take(self, data: bytes) -> list[tuple[int, Any]]:
         settled = []
         try:
             for record in self._unpacker.feed(data):
@@ -359,7 +334,22 @@ class CentralConnection:
         else:
             if settled:
                 self._said, self._lives = None, 0
+        if self._ended is not None and not settled:  # else the next call raises: what was answered before is answered
+            raise self._ended
         return settled
+
+    def _gone(self) -> BackendDied:
+        if self._patience_s <= 0:
+            return BackendDied("the central server is gone. Start it again; with the option restart it comes back.")
+        if not self._lives:
+            return BackendDied(
+                "the central server is gone, and has not come back. See its last words, and start it again."
+            )
+        times = "once" if self._lives == 1 else f"{self._lives} times"
+        return BackendDied(
+            f"the central server is gone: it came back {times}, and died again before it answered. "
+            f"Probably these {self.asked_for} end it: look at them, or at the model, and start it again."
+        )
 
     def _settle(self, record: WireRecord) -> tuple[int, Any] | None:
         if record.kind == RecordKind.GOODBYE:
@@ -377,6 +367,7 @@ class CentralConnection:
         self._busy.discard(question.block.number)
         self.abandoned -= question.abandoned
         if question.borrowed:
+            self.lent -= 1
             self._idle.append(question.block)
         return None if question.abandoned else (question.number, outcome)
 

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import msgspec
 from msgspec import Struct
 
+from gpuinfer.api import Priority
 from gpuinfer.errors import BackendError, BadPrompt, GpuinferError
 from gpuinfer.generation import Generation, Part, Prompt
 from gpuinfer.host import error_text
@@ -41,7 +42,6 @@ class ServerAddress:
 
 
 def listen() -> tuple[socket.socket, ServerAddress]:
-    """A new listening socket."""
     name = f"gpuinfer-{secrets.token_hex(16)}"
     path = f"\0{name}" if ABSTRACT else str(Path(tempfile.mkdtemp(prefix="gpuinfer-")) / "server")  # mode 0700
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -69,6 +69,8 @@ def is_own_user(connection: socket.socket) -> bool:
 VERSION = 5
 HEADER = struct.Struct("<BBHIIIId")  # in the order of Record's fields, then the bytes of the body and `left_s`
 LARGEST_BODY = 1 << 20  # bytes: checked before the memory is taken
+PRIORITIES = tuple(Priority)
+NAMES = 1024  # of clients in one process that are told apart: they cost memory as long as it is connected
 NOBODY = 0xFFFFFFFF  # as the client of a request: no client is named
 
 
@@ -91,9 +93,7 @@ class RecordKind(enum.IntEnum):
 
 
 KINDS = frozenset(RecordKind)
-TYPED = frozenset(
-    {RecordKind.PROMPT, RecordKind.GENERATION, RecordKind.PART}
-)  # their bodies are bytes here: others know their types
+TYPED = frozenset({RecordKind.PROMPT, RecordKind.GENERATION, RecordKind.PART})  # bodies are bytes: others know them
 
 
 class WireRecord(NamedTuple):
@@ -105,14 +105,23 @@ class WireRecord(NamedTuple):
     number: int = 0
     client: int = 0
     rows: int = 0
-    left_s: float = (
-        0.0  # to the deadline: times that two processes mean by the same clock reading would not be portable
-    )
+    left_s: float = 0.0  # to the deadline: two processes need not mean the same time by a clock's reading
     body: Any = None
+
+    @property
+    def priority_class(self) -> Priority:
+        return PRIORITIES[min(self.priority, Priority.LOW)]
+
+    def client_name(self, session: int) -> Hashable:
+        """Who asks, in the process of this session; None where the record names no client."""
+        return None if self.client == NOBODY else (session, self.client % NAMES)
+
+
+def failed_record(number: int, error: GpuinferError) -> bytes:
+    return pack_record(WireRecord(RecordKind.FAILED, number=number, body=error_to_wire(error)))
 
 
 def hello(token: bytes, client: bytes) -> WireRecord:
-    """A client's greeting."""
     return WireRecord(RecordKind.HELLO, body={"token": token, "version": VERSION, "client": client})
 
 
@@ -130,8 +139,6 @@ def pack_record(record: WireRecord) -> bytes:
 
 class Unpacker:
     """Records out of a stream of bytes that arrive in pieces."""
-
-    __slots__ = ("_lacking", "_largest_body", "_pieces", "_rest")
 
     def __init__(self, largest_body: int = LARGEST_BODY) -> None:
         self._rest = b""

@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from gpuinfer.api import Limits, Priority, Request, Result, Strategy, forward_lane
+from gpuinfer.api import Limits, Request, Result, Strategy, forward_lane
 from gpuinfer.central.blocks import Block, BlockForm
 from gpuinfer.central.client_sessions import ClientAcceptor, ClientSession, Ready
-from gpuinfer.central.protocol import NOBODY, GarbledRecord, RecordKind, WireRecord, group_of, pack_record
+from gpuinfer.central.protocol import GarbledRecord, RecordKind, WireRecord, failed_record, group_of, pack_record
 from gpuinfer.engine.core import Batch, Core, Journal, outcome_of
 from gpuinfer.engine.lanes import BatchPace, forward_lanes
 from gpuinfer.engine.results import find_fault
@@ -29,7 +29,6 @@ from gpuinfer.engine.scheduler import Cut
 from gpuinfer.engine.watchdog import Held, Patience
 from gpuinfer.errors import BackendDied, BackendError, BadResult, Closed, DeviceLost, GpuinferError, WorkError
 from gpuinfer.host import error_text
-from gpuinfer.host.error_text import error_to_wire
 from gpuinfer.models.row_format import AnswerLayout
 from gpuinfer.stats import Lane, Snapshot
 
@@ -132,9 +131,6 @@ def unlike(result: Result, layout: AnswerLayout) -> str | None:
     return f"shapes {list(shapes)} a row where {list(layout.shapes)} were agreed. Let the model always answer alike."
 
 
-NAMES = 1024  # of clients in one process that are told apart: they cost memory as long as it is connected
-PRIORITIES = tuple(Priority)
-
 Send = Callable[[ClientSession, bytes], None]
 
 
@@ -160,8 +156,8 @@ class RowQueue:
         recorder: Journal | None,
         clock: Callable[[], float],
     ) -> None:
-        self._core = Core(strategy, recorder)
-        self._core.open(limits, max_queue_rows)
+        self.core = Core(strategy, recorder)
+        self.core.open(limits, max_queue_rows)
         self._form, self._limits, self._send, self._clock = form, limits, send, clock
         self._waiting: dict[tuple[int, int], Request] = {}  # by session and number, until they are cut
 
@@ -169,19 +165,16 @@ class RowQueue:
 
     def take(self, session: ClientSession, record: WireRecord) -> bool:
         """Do what a record says; whether it has brought a request into the queue. Raises `Garbled` for nonsense."""
-        if record.kind == RecordKind.ASK:
-            return self._ask(session, record)
         if record.kind == RecordKind.BLOCK:
             session.attach(record, self._form, self._limits.max_rows)
         elif record.kind == RecordKind.CANCEL:  # the client drops the answer to a request that is in a batch
             if (request := self._waiting.get((session.number, record.number))) is not None:
-                self._core.withdraw(request)
+                self.core.withdraw(request)
                 self._fail(request, Closed("this request was cancelled."), "cancelled")
-        else:
+        elif record.kind != RecordKind.ASK:
             raise GarbledRecord(f"a record of kind {record.kind}")
-        return False
-
-    def _ask(self, session: ClientSession, record: WireRecord) -> bool:
+        if record.kind != RecordKind.ASK:
+            return False
         block = session.blocks.get(record.block)
         if block is None or not 1 <= record.rows <= block.room or math.isnan(record.left_s):
             raise GarbledRecord("a request for rows that are not there")
@@ -189,52 +182,50 @@ class RowQueue:
             raise GarbledRecord("a second request before the first is answered")
         now = self._clock()
         group = group_of(record.body.get("group")) if isinstance(record.body, dict) else None
-        client = None if record.client == NOBODY else (session.number, record.client % NAMES)
-        priority = PRIORITIES[min(record.priority, Priority.LOW)]
-        payload = BlockRows(session, record.number, block, record.rows)
-        request = Request(payload, record.rows, now, priority, now + record.left_s, group, client)
-        if (shed := self._core.arrive(request)) is not None:
+        client, payload = record.client_name(session.number), BlockRows(session, record.number, block, record.rows)
+        request = Request(payload, record.rows, now, record.priority_class, now + record.left_s, group, client)
+        if (shed := self.core.arrive(request)) is not None:
             for other, error in shed.turned_away:
                 self._fail(other, error, outcome_of(error))
             if shed.refusal is not None:
-                self._send(session, _failed(record.number, shed.refusal))
+                self._send(session, failed_record(record.number, shed.refusal))
                 return False
         self._waiting[session.number, record.number] = request
         session.asked.add(record.block)
         if client is not None and client not in session.names:
             session.names.add(client)
-            self._core.join(client, now)
+            self.core.join(client, now)
         return True
 
     def forget(self, session: ClientSession) -> None:
         """A client has gone: withdraw its requests that are not in a batch."""
         now = self._clock()
         for key, request in [item for item in self._waiting.items() if item[0][0] == session.number]:
-            self._core.withdraw(request)
-            self._core.settled(request, "cancelled", now)
+            self.core.withdraw(request)
+            self.core.settled(request, "cancelled", now)
             del self._waiting[key]
         for name in session.names:
-            self._core.leave(name)
+            self.core.leave(name)
 
     def _fail(self, request: Request, error: GpuinferError, outcome: str) -> None:
         """Settle a request that has left the queue and was not cut."""
         asked: BlockRows = request.payload
         self._waiting.pop((asked.session.number, asked.number), None)
         asked.session.asked.discard(asked.block.number)
-        self._core.settled(request, outcome, self._clock(), error)
-        self._send(asked.session, _failed(asked.number, error))
+        self.core.settled(request, outcome, self._clock(), error)
+        self._send(asked.session, failed_record(asked.number, error))
 
     # Batches
 
     def next_batch(self, now: float, lanes: int = 1) -> Batch | float:
         """The batch that is due when so many lanes are free, or when to look again."""
-        while not isinstance(step := self._core.decide(now, lanes), float):
+        while not isinstance(step := self.core.decide(now, lanes), float):
             if isinstance(step, Cut):
                 for request in step.requests:
                     asked: BlockRows = request.payload
                     asked.session.serving += 1
                     del self._waiting[asked.session.number, asked.number]
-                return self._core.launch(step, now)
+                return self.core.launch(step, now)
             for request in step.requests:
                 error = step.error_of(request)
                 self._fail(request, error, outcome_of(error))
@@ -250,7 +241,7 @@ class RowQueue:
             answer = (
                 pack_record(WireRecord(RecordKind.ANSWER, number=asked.number))
                 if error is None
-                else _failed(asked.number, error)
+                else failed_record(asked.number, error)
             )
             answers.setdefault(asked.session, []).append(answer)
         return answers
@@ -262,30 +253,13 @@ class RowQueue:
             session.serving -= 1
             session.release()
             if error is None:
-                self._core.settled(request, "ok", ended)
+                self.core.settled(request, "ok", ended)
             else:
-                self._core.settled(request, outcome_of(error), ended, error)
+                self.core.settled(request, outcome_of(error), ended, error)
         if served.again:
-            self._core.retried(batch.requests)
+            self.core.retried(batch.requests)
         if served.whole:
-            self._core.ended(batch, started, ended - started, ended)
-
-    def lose_lane(self) -> None:
-        """One batch in flight less from now on."""
-        self._core.lose_lane()
-
-    # Counters
-
-    def held(self, patience: Patience) -> Iterator[Held]:
-        """Requests that the strategy holds back without a reason. Any thread may ask."""
-        return self._core.held(patience)
-
-    def snapshot(self, lanes: list[Lane]) -> Snapshot:
-        return self._core.snapshot(lanes)
-
-
-def _failed(number: int, error: GpuinferError) -> bytes:
-    return pack_record(WireRecord(RecordKind.FAILED, number=number, body=error_to_wire(error)))
+            self.core.ended(batch, started, ended - started, ended)
 
 
 SPIN_S = 100e-6  # waking up costs as much, and what runs next runs slower
@@ -351,13 +325,12 @@ class RowServer:
 
     def held(self, patience: Patience) -> Iterator[Held]:
         """Requests that the strategy holds back; `busy_s` tells of forwards that do not end."""
-        return self._queue.held(patience)
+        return self._queue.core.held(patience)
 
     def dismiss_all(self, error: GpuinferError) -> None:
         """Tell every client why the server serves it no more."""
         with self._state:
-            for session in self._lines.sessions.values():
-                session.dismiss(error)
+            self._lines.dismiss_all(error)
 
     def snapshot(self) -> Snapshot:
         """The counters of this moment: a client that has its answer finds it counted."""
@@ -366,7 +339,7 @@ class RowServer:
                 break
             time.sleep(0.001)
         with self._state:
-            return self._queue.snapshot(self.lanes)
+            return self._queue.core.snapshot(self.lanes)
 
     def busy_s(self) -> float:
         """How long the batch that has run longest has been running."""
@@ -376,7 +349,6 @@ class RowServer:
     # Leading
 
     def _work(self, lane: Lane) -> None:
-        """The life of one forward thread."""
         forward_lane.set(lane)
         try:
             batch: Batch | None = None
@@ -392,7 +364,7 @@ class RowServer:
                 self._serve(batch, lane)
             if lane.retired:  # its device is gone: the others go on
                 with self._state:
-                    self._queue.lose_lane()
+                    self._queue.core.lose_lane()  # one batch in flight less from now on
         except BaseException as error:  # a server with a lane less would go on, and some would wait for ever
             self.fault = BackendDied(
                 f"the central server failed: {error_text.full_message(error)}. Start it again, and report this."
@@ -401,12 +373,17 @@ class RowServer:
 
     def _next(self, lane: Lane) -> Batch | None:
         """Lead until a batch is due; None when the server closes."""
+
+        def on_record(session: ClientSession, record: WireRecord) -> None:
+            if self._queue.take(session, record):
+                self._spin_pays = True
+
         lane.enter("queue")
         ready = self._lines.ready()  # what has come while no thread watched
         while not self._closing:
             if ready or self._lines.due:
                 with self._state:
-                    self._lines.take_in(ready, self._on_record, self._queue.forget)
+                    self._lines.take_in(ready, on_record, self._queue.forget)
             with self._state:
                 due = self._queue.next_batch(self._clock())
             if isinstance(due, Batch):
@@ -415,10 +392,6 @@ class RowServer:
             ready = self._wait(due - self._clock())
             lane.enter("queue")
         return None
-
-    def _on_record(self, session: ClientSession, record: WireRecord) -> None:
-        if self._queue.take(session, record):
-            self._spin_pays = True
 
     def _wait(self, seconds: float) -> Ready:
         """What is ready on the lines, after that long at most. Spins a little first, as long as that pays."""

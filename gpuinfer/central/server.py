@@ -68,7 +68,6 @@ class ServerProcess:
         restart: bool = False,
         texts: OtherTextBackend | None = None,
     ) -> None:
-        """Nothing is started yet."""
         self.limits: Limits  # once it has started
         self.adapters: tuple[str, ...] = ()  # that prompts may ask for
         self._at_start: frozenset[str] | None = None  # the adapters that each start brings back
@@ -173,7 +172,7 @@ class ServerProcess:
 
     def _refuse_when_closed(self) -> None:
         if self._closing.is_set():
-            raise Closed(_CLOSED_EARLY)
+            raise Closed("the server was closed while it started. Make another.")
 
     def _order(self) -> ServerStart:
         assert self._address is not None
@@ -471,8 +470,6 @@ def _disown_all() -> None:
 
 
 os.register_at_fork(after_in_child=_disown_all)
-
-_CLOSED_EARLY = "the server was closed while it started. Make another."
 
 
 def _spec(

@@ -51,8 +51,6 @@ class OtherTextBackend:
 
 @dataclass(frozen=True)
 class ServerStart:
-    """The arguments of a server process."""
-
     setup: Setup
     options: TorchModelOptions
     roofline: Roofline | None

@@ -18,16 +18,16 @@ from collections.abc import AsyncIterator, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
-from gpuinfer.api import Backend, BackendContext, Event, Limits, ModelSpec, Priority, Request, Result, Setup, Strategy
+from gpuinfer.api import Backend, BackendContext, Event, Limits, ModelSpec, Request, Result, Setup, Strategy
 from gpuinfer.central.client_sessions import ClientAcceptor, ClientSession, RecordBounds
 from gpuinfer.central.protocol import (
     LARGEST_BEGUN,
-    NOBODY,
     GarbledRecord,
     RecordKind,
     TextRequest,
     WeightsChange,
     WireRecord,
+    failed_record,
     generation_to_wire,
     group_of,
     pack_record,
@@ -41,7 +41,6 @@ from gpuinfer.engine.watchdog import Held, Patience
 from gpuinfer.errors import BackendDied, BackendError, BadPrompt, Closed, GpuinferError, WorkError
 from gpuinfer.generation import Part
 from gpuinfer.host import error_text
-from gpuinfer.host.error_text import error_to_wire
 from gpuinfer.stats import Snapshot
 from gpuinfer.text.answer_frames import LARGEST_FRAME, LARGEST_PROMPT
 from gpuinfer.text.model import TextModel
@@ -89,10 +88,8 @@ class ClientReplies:
 
 TEXT_BOUNDS = RecordBounds(body=LARGEST_PROMPT + LARGEST_BEGUN, unsent=2 * LARGEST_FRAME)
 MOST_WAITING = 1 << 20  # rows: clients of ours bound themselves, by the number of slots
-NAMES = 1024  # of clients in one process that are told apart: they cost memory as long as it is connected
 LOOK_S = 1.0  # between two looks at who has not said who it is
 SNAPSHOT_S = 1.0  # that the loop may take to count
-PRIORITIES = tuple(Priority)
 
 
 class OwnTextBackend(Backend):
@@ -216,8 +213,7 @@ class TextServer:
 
     def dismiss_all(self, error: GpuinferError) -> None:
         """Tell every client why the server serves it no more."""
-        for session in tuple(self._lines.sessions.values()):
-            session.dismiss(error)
+        self._lines.dismiss_all(error)
 
     def snapshot(self) -> Snapshot:
         """The counters of this moment; those of before when the loop is too busy to tell."""
@@ -265,29 +261,24 @@ class TextServer:
             )
 
     def _on_record(self, session: ClientSession, record: WireRecord) -> None:
-        if record.kind == RecordKind.PROMPT:
-            self._ask(session, record)
-        elif record.kind == RecordKind.CANCEL:  # the client reads this answer no more
-            self._cancel((session.number, record.number))
-            self._to(session).unread.pop(record.number, None)
-        else:
-            raise GarbledRecord(f"a record of kind {record.kind}")
-
-    def _ask(self, session: ClientSession, record: WireRecord) -> None:
         key = session.number, record.number
+        if record.kind == RecordKind.CANCEL:  # the client reads this answer no more
+            self._cancel(key)
+            self._to(session).unread.pop(record.number, None)
+            return
+        if record.kind != RecordKind.PROMPT:
+            raise GarbledRecord(f"a record of kind {record.kind}")
         if key in self._under_way or math.isnan(record.left_s):
             raise GarbledRecord("a second request before the first is answered")
         try:
             asked = request_from_wire(record.body)
         except BadPrompt as error:
-            self._to(session).reply(record.number, _failed(record.number, error))
+            self._to(session).reply(record.number, failed_record(record.number, error))
             return
-        group, who = group_of(asked.group), None
-        if record.client != NOBODY:
-            who = session.number, record.client % NAMES
-            if who not in session.names:
-                session.names.add(who)
-                self._engine.join(who)
+        group, who = group_of(asked.group), record.client_name(session.number)
+        if who is not None and who not in session.names:
+            session.names.add(who)
+            self._engine.join(who)
         self._under_way[key] = self._loop.create_task(self._serve(session, record, asked, group, who))
 
     async def _serve(
@@ -298,7 +289,7 @@ class TextServer:
             generation = await self._engine.submit(
                 asked.prompt,
                 rows=record.rows,
-                priority=PRIORITIES[min(record.priority, Priority.LOW)],
+                priority=record.priority_class,
                 timeout=record.left_s,
                 group=group,
                 client=who,
@@ -311,9 +302,9 @@ class TextServer:
             self.fault = self.fault or error
             return
         except GpuinferError as error:
-            reply = _failed(record.number, error)
+            reply = failed_record(record.number, error)
         except Exception as error:  # noqa: BLE001 (whatever it is, the client must hear of it)
-            reply = _failed(
+            reply = failed_record(
                 record.number,
                 BackendError(f"the central server failed: {error_text.full_message(error)}. Report this."),
             )
@@ -347,7 +338,3 @@ class TextServer:
             self._cancel(key)
         await asyncio.gather(*tasks, return_exceptions=True)
         await self._engine.close(drain=False)
-
-
-def _failed(number: int, error: GpuinferError) -> bytes:
-    return pack_record(WireRecord(RecordKind.FAILED, number=number, body=error_to_wire(error)))

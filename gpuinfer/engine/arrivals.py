@@ -88,14 +88,10 @@ class Arrivals(ABC):
     duration: float | None = None  # seconds after which it is over by itself
     count: int | None = None  # requests, as far as known
 
-    @property
-    def rows_per_s(self) -> float | None:
-        """The mean rate at which rows come; None when that depends on the answers, or is not known."""
-        return None
+    rows_per_s: float | None = None  # the mean rate; None when that depends on the answers, or is not known
 
     @property
     def most_rows(self) -> int:
-        """Of one request."""
         return self.mix.rows[1]
 
     @abstractmethod
@@ -104,43 +100,20 @@ class Arrivals(ABC):
 
 
 class Poisson(Arrivals):
-    """Requests that know nothing of one another: the gaps between them are exponential.
+    """Requests that know nothing of one another: the gaps between them are exponential, `rate` rows per second.
 
-    `rate` is in rows per second, or a schedule of (rows per second, seconds), which begins anew when it is over.
     Raises `UsageError` for a rate that cannot be.
     """
 
-    def __init__(self, rate: float | Sequence[tuple[float, float]], mix: Mix | None = None) -> None:
+    def __init__(self, rate: float, mix: Mix | None = None) -> None:
+        check_rate(rate)
+        self.rows_per_s: float = rate
         self.mix = mix or Mix()
-        self.schedule = [(rate, math.inf)] if isinstance(rate, int | float) else list(rate)
-        for rows_per_s, seconds in self.schedule:
-            if not seconds > 0 or rows_per_s < 0:
-                raise UsageError(f"{rows_per_s:g} rows/s for {seconds:g} s cannot be. Give numbers above 0.")
-            if rows_per_s:
-                check_rate(rows_per_s)
-        if not any(rows_per_s for rows_per_s, _ in self.schedule):
-            raise UsageError("a rate of 0 brings no request. Give a rate above 0, in rows per second.")
-        total = sum(seconds for _, seconds in self.schedule)
-        self.duration = total if total < math.inf else None
-        if self.rows_per_s * total < LEAST_IN_BURST * self.mix.mean_rows:
-            raise UsageError(f"hardly a request comes in {total:g} s of this schedule. Give longer times.")
-
-    @property
-    def rows_per_s(self) -> float:
-        if self.duration is None:
-            return self.schedule[0][0]
-        return sum(rate * seconds for rate, seconds in self.schedule) / self.duration
 
     def asks(self, dice: random.Random) -> Iterator[Offer]:
-        """Gaps have no memory, so each piece of the schedule may begin with a new one."""
-        draw, expovariate, start = self.mix.draw(dice), dice.expovariate, 0.0
-        for rate, seconds in itertools.cycle(self.schedule):
-            end, at = start + seconds, start
-            if rate:
-                per_s = rate / self.mix.mean_rows
-                while (at := at + expovariate(per_s)) < end:
-                    yield draw(at)
-            start = end
+        draw, at, per_s = self.mix.draw(dice), 0.0, self.rows_per_s / self.mix.mean_rows
+        while True:
+            yield draw(at := at + dice.expovariate(per_s))
 
 
 class Bursty(Arrivals):
@@ -157,17 +130,14 @@ class Bursty(Arrivals):
             raise UsageError(f"bursts of {factor:g} times the mean rate are none. Give a factor above 1.")
         if not 0 < length < math.inf:
             raise UsageError(f"bursts of {length:g} s cannot be. Give a length above 0.")
-        self.rate, self.factor, self.length, self.mix = rate, factor, length, mix or Mix()
+        self.rows_per_s: float = rate
+        self.factor, self.length, self.mix = factor, length, mix or Mix()
         if factor * rate * length < LEAST_IN_BURST * self.mix.mean_rows:
             raise UsageError(f"in bursts of {length:g} s hardly a request comes at {rate:g} rows/s. Give longer ones.")
 
-    @property
-    def rows_per_s(self) -> float:
-        return self.rate
-
     def asks(self, dice: random.Random) -> Iterator[Offer]:
         draw, start = self.mix.draw(dice), 0.0
-        per_s, silence = self.factor * self.rate / self.mix.mean_rows, (self.factor - 1) * self.length
+        per_s, silence = self.factor * self.rows_per_s / self.mix.mean_rows, (self.factor - 1) * self.length
         while True:
             start += dice.expovariate(1 / silence)
             end, at = start + dice.expovariate(1 / self.length), start
@@ -206,16 +176,12 @@ class RecordedArrivals(Arrivals):
         self.mix, self.count = Mix(), len(self.recorded)
         if not self.recorded:
             raise UsageError("nothing arrives in this recording. Record a run that asks for something.")
+        seconds = self.recorded[-1].at - self.recorded[0].at
+        self.rows_per_s = sum(ask.rows for ask in self.recorded) / seconds if seconds > 0 else None
 
     @property
     def most_rows(self) -> int:
         return max(ask.rows for ask in self.recorded)
-
-    @property
-    def rows_per_s(self) -> float | None:
-        """Over the whole recording; None for one that has no length."""
-        seconds = self.recorded[-1].at - self.recorded[0].at
-        return sum(ask.rows for ask in self.recorded) / seconds if seconds > 0 else None
 
     def asks(self, dice: random.Random) -> Iterator[Offer]:
         return iter(self.recorded)
@@ -252,14 +218,11 @@ class ConstantRate(Arrivals):
 
     def __init__(self, rate: float, mix: Mix | None = None) -> None:
         check_rate(rate)
-        self.rate, self.mix = rate, mix or Mix()
-
-    @property
-    def rows_per_s(self) -> float:
-        return self.rate
+        self.rows_per_s: float = rate
+        self.mix = mix or Mix()
 
     def asks(self, dice: random.Random) -> Iterator[Offer]:
-        draw, gap = self.mix.draw(dice), self.mix.mean_rows / self.rate
+        draw, gap = self.mix.draw(dice), self.mix.mean_rows / self.rows_per_s
         yield from (draw(number * gap) for number in itertools.count())
 
 
@@ -269,16 +232,15 @@ class PiecewiseArrivals(Arrivals):
     def __init__(self, schedule: Sequence[Piece], one: Callable[[float], Arrivals]) -> None:
         if not schedule:
             raise UsageError("a schedule of nothing brings no request. Give rates and times, such as 200:8s,3000:8s.")
+        for rate, seconds in schedule:
+            if not seconds > 0 or rate < 0:
+                raise UsageError(f"{rate:g} rows/s for {seconds:g} s cannot be. Give numbers above 0.")
         self.schedule = [(one(rate) if rate else None, seconds) for rate, seconds in schedule]
         self.duration = math.fsum(seconds for _, seconds in schedule)
-        self.rate = math.fsum(rate * seconds for rate, seconds in schedule) / self.duration
+        self.rows_per_s: float = math.fsum(rate * seconds for rate, seconds in schedule) / self.duration
         self.mix = next((load.mix for load, _ in self.schedule if load is not None), Mix())
-        if not self.rate:
+        if not self.rows_per_s:
             raise UsageError("a rate of 0 brings no request. Give a rate above 0, in rows per second.")
-
-    @property
-    def rows_per_s(self) -> float:
-        return self.rate
 
     def asks(self, dice: random.Random) -> Iterator[Offer]:
         start = 0.0

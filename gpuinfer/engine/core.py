@@ -243,7 +243,6 @@ class Core:
             yield Held(("cut", self.batches), self.strategy, f"{self.uncut}, for {{age}} now", patience.strategy_s)
 
     def snapshot(self, lanes: Sequence[Lane]) -> Snapshot:
-        """The counters of this moment."""
         slots = self.limits.slots if self._stepped else None
         return self._tally.snapshot(self.queue.rows, lanes, notices_of(self.strategy), slots or 0)
 

@@ -14,8 +14,6 @@ from gpuinfer.stats import ERRORS, ClassCount, Histogram, Lane, Snapshot, merge_
 class Tally:
     """Running counters. Every request ends in exactly one of: answered, or one of `stats.ERRORS`."""
 
-    __slots__ = ("_batch_s", "_batches", "_between_tokens", "_classes", "_failure", "_first_token", "_reasons")
-
     def __init__(self) -> None:
         self._classes = [ClassCount() for _ in Priority]
         self._batches: Counter[int] = Counter()

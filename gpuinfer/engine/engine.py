@@ -9,7 +9,6 @@ request costs no task.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 import logging
 import math
@@ -102,6 +101,12 @@ class Engine:
         self._hurried = self._loop.create_future()
         self._alarm = Alarm(self._loop, self._dispatch)  # batches run in this context, not in that of some request
         self._backend_open, self._doing = True, "starting"
+
+        def settle(request: Request, outcome: str, now: float, detail: object) -> None:
+            """With slots: those that the request took are free, though its batch runs on."""
+            self._core.settled(request, outcome, now, detail)
+            self._wake()
+
         context = BackendContext(
             strategy=self._given_strategy, roofline=roofline, stepped=self._stepped, lane=self._lane
         )
@@ -116,7 +121,7 @@ class Engine:
                 self._admits = limits.slots is not None and self._streams
                 self._core.open(limits, self._max_queue_rows, stepped=self._admits)
                 if limits.slots is not None:
-                    self._unsettled.settled = self._free_slots
+                    self._unsettled.settled = settle
                 self.lanes = opened_lanes(limits, self._clock, admits=self._admits)
                 self._free = FreeLanes(self.lanes)
                 if self._admits:
@@ -179,8 +184,10 @@ class Engine:
                 if waited:
                     self._wake()
                 else:
-                    with self._harmless(self.backend, "cancel"):
+                    try:
                         self.backend.cancel(request)
+                    except Exception as error:  # noqa: BLE001 (a plugin may raise anything: no request depends on it)
+                        self._warn(self.backend, "cancel", error)
             raise
 
     async def update(self, version: str, weights: str, *, adapter: str | None = None, drain: bool = True) -> None:
@@ -200,17 +207,14 @@ class Engine:
                 raise self._given_up or Closed(f"the engine was closed before {done}.")
 
     def join(self, client: Hashable) -> None:
-        """Count this client as live: a strategy may wait for it."""
         self._core.join(client, self._clock())
         self._wake()
 
     def leave(self, client: Hashable) -> None:
-        """Wait no longer for this client. Its outstanding requests stay."""
         self._core.leave(client)
         self._wake()
 
     def snapshot(self) -> Snapshot:
-        """The counters of this moment."""
         return self._core.snapshot([*self.lanes, *self._own_lanes])
 
     # Cutting
@@ -281,24 +285,10 @@ class Engine:
             self._free.put(lane)
         self._wake()
 
-    def _free_slots(self, request: Request, outcome: str, now: float, detail: object) -> None:
-        """Settle a request with slots: those it took are free, though its batch runs on."""
-        self._core.settled(request, outcome, now, detail)
-        self._wake()
-
-    @contextlib.contextmanager
-    def _harmless(self, plugin: object, method: str) -> Iterator[None]:
-        """Log, once, what a plugin raises where no request depends on it."""
-        try:
-            yield
-        except Exception as error:  # noqa: BLE001 (a plugin may raise anything)
-            self._warn(plugin, method, error)
-
     # Who holds what
 
     @property
     def busy(self) -> bool:
-        """Whether there is a request or a batch under way."""
         return bool(self._unsettled or self._running)
 
     @property
@@ -308,7 +298,6 @@ class Engine:
 
     @property
     def waiting_rows(self) -> int:
-        """The rows in the queue now."""
         return self._core.queue.rows
 
     @property
@@ -374,7 +363,7 @@ class Engine:
         finally:
             if not task.done():
                 task.cancel()
-                await asyncio.wait({task}, timeout=self._cancel_wait_s)
+                await asyncio.wait({task}, timeout=LET_GO_S if hurried.done() else CANCEL_WAIT_S)
         if ended:
             task.result()
         elif task.done() and not task.cancelled():
@@ -413,7 +402,7 @@ class Engine:
             for task in tasks:
                 task.cancel()
             if tasks:
-                await asyncio.wait(tasks, timeout=self._cancel_wait_s)
+                await asyncio.wait(tasks, timeout=LET_GO_S if self._hurried.done() else CANCEL_WAIT_S)
             await self._close_backend()
 
     def _fail_waiting(self) -> None:
@@ -421,17 +410,15 @@ class Engine:
             if self._core.withdraw(request):
                 self._unsettled.fail(request, _closed())
 
-    @property
-    def _cancel_wait_s(self) -> float:
-        return LET_GO_S if self._hurried.done() else CANCEL_WAIT_S
-
     async def _close_backend(self) -> None:
         if not self._backend_open:
             return
         self._backend_open, self._doing = False, "closing"
-        with self._harmless(self.backend, "close"):
+        try:
             if not await self._ends(self.backend.close(), self._patience_s):
                 log.warning("%s did not close in time, and is left as it is.", blame.who(self.backend))
+        except Exception as error:  # noqa: BLE001 (as for `cancel`)
+            self._warn(self.backend, "close", error)
         self._doing = ""
 
 

@@ -78,11 +78,9 @@ class FreeLanes:
         return lane
 
     def took(self, lane: Lane, rows: int, seconds: float) -> None:
-        """A batch that was answered."""
         if self._several:
             self._paces[lane.device].took(rows, seconds)
 
     def put(self, lane: Lane) -> None:
-        """It has no batch any more."""
         self._at_work[lane.device] -= self._several
         self._free.append(lane)

@@ -37,8 +37,6 @@ class Clients:
     think time is known, none is unusual.
     """
 
-    __slots__ = ("_answered", "_live", "_of", "_samples", "_thinking", "outstanding", "think_s")
-
     def __init__(self) -> None:
         self.outstanding = 0  # requests that are not settled, of all clients and of none
         self.think_s = math.inf  # from an answer to the same client's next request; inf: not known

@@ -27,8 +27,6 @@ Settled = Callable[[Request, str, float, object], None]
 class Unsettled:
     """Requests and their futures, from `submit` to the answer. Settling a request that has left does nothing."""
 
-    __slots__ = ("_clock", "_futures", "_on_part", "parts", "settled")
-
     def __init__(self, settled: Settled, clock: Callable[[], float]) -> None:
         self.parts = 0  # handed over so far
         self._futures: dict[Request, asyncio.Future[Any]] = {}

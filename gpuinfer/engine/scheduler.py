@@ -152,8 +152,6 @@ class QueueBounds:
     nothing through.
     """
 
-    __slots__ = ("rows", "widest")
-
     def __init__(self, limits: Limits, max_queue_rows: int | None) -> None:
         self.widest = limits.max_rows if limits.slots is None else min(limits.max_rows, limits.slots)
         if self.widest < 1 or limits.in_flight < 1:

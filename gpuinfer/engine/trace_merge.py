@@ -167,8 +167,6 @@ def merge_trace(trace: str | Path) -> Merged:
 
 @dataclass(frozen=True, slots=True)
 class _TracePart:
-    """What one engine has written."""
-
     path: Path
     header: dict[str, Any]
     complete: bool

@@ -48,8 +48,6 @@ class Arrival(NamedTuple):
 
 
 class CutRecord(NamedTuple):
-    """A batch was cut."""
-
     at: float
     batch: int  # among those of its engine
     rows: int
@@ -59,8 +57,6 @@ class CutRecord(NamedTuple):
 
 
 class RanRecord(NamedTuple):
-    """The backend has answered a batch."""
-
     at: float
     batch: int
     seconds: float  # in the backend
@@ -68,8 +64,6 @@ class RanRecord(NamedTuple):
 
 
 class Settle(NamedTuple):
-    """A request ended."""
-
     at: float
     id: int
     outcome: str  # "ok" or one of `stats.ERRORS`
@@ -90,8 +84,6 @@ class Header:
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """All events, each list in the order of time."""
-
     header: Header
     arrivals: list[Arrival] = field(default_factory=list)
     cuts: list[CutRecord] = field(default_factory=list)
@@ -183,7 +175,6 @@ class _Reader:
             self._refuse("no header of a trace")
 
     def _events(self) -> Iterator[list[Any]]:
-        """Each line as a list."""
         lines: BinaryIO = self._lines
         while line := lines.readline(LINE_BYTES):
             self._number += 1

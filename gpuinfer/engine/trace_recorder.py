@@ -83,21 +83,6 @@ class Recorder:
     microseconds, always downwards, so that what came later never comes earlier.
     """
 
-    __slots__ = (
-        "_batches",
-        "_descriptor",
-        "_flush_at",
-        "_lines",
-        "_lock",
-        "_names",
-        "_numbers",
-        "_over",
-        "_requests",
-        "_strategy",
-        "_trace",
-        "limits",
-    )
-
     def __init__(self, trace: Path, limits: Limits | None = None, strategy: str | None = None) -> None:
         self.limits = limits  # for the header; may be set until the first requests come
         self._trace, self._strategy = trace, strategy

@@ -63,12 +63,6 @@ def refuse_while_imported(what: str) -> None:
         raise UsageError(UNGUARDED_SAID.format(what))
 
 
-def end_process(process: BaseProcess, within_s: float) -> None:
-    """Kill the process, and wait for so many seconds at most until the system has taken it away."""
-    process.kill()
-    process.join(within_s)
-
-
 def kill_descendants() -> None:
     """Kill all descendants of this process, but for the tracker of shared memory, which tidies up afterwards."""
     import psutil  # 50 ms

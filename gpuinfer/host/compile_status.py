@@ -51,5 +51,4 @@ def in_compile_station() -> Iterator[None]:
 
 
 def is_compiling() -> bool:
-    """Whether there is anything."""
     return bool(_under_way)

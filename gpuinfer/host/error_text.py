@@ -24,7 +24,6 @@ def safe_repr(thing: Any) -> str:
 
 
 def type_name(thing: Any) -> str:
-    """The name of its class."""
     name: str = type.__dict__["__name__"].__get__(type(thing))  # a metaclass may have another
     return name
 

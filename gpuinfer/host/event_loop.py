@@ -52,7 +52,6 @@ class KernelTimer:
         self._library.timerfd_settime(self._descriptor, ABSOLUTE, ctypes.byref(spec), None)
 
     def close(self) -> None:
-        """Cancel the timer."""
         if self._descriptor >= 0:
             with contextlib.suppress(RuntimeError):  # the loop is closed
                 self._loop.remove_reader(self._descriptor)
@@ -142,8 +141,6 @@ class Alarm:
 
     It may ring too early, for a time that was set before: `ring` looks at the clock itself.
     """
-
-    __slots__ = ("_clock", "_context", "_due", "_kernel", "_loop", "_ring", "_rounds", "_timer")
 
     def __init__(self, loop: asyncio.AbstractEventLoop, ring: Callable[[], None]) -> None:
         self._loop = loop

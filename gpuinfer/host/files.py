@@ -147,7 +147,6 @@ class RecordFolder:
             raise UsageError(why) from error
 
     def release(self) -> None:
-        """Let others in."""
         self._release()
 
     def shards(self) -> Iterator[Path]:

@@ -123,7 +123,6 @@ class JournalThread(ABC, Generic[Item]):
             self._queued += size
 
     async def room(self) -> None:
-        """Wait while the queue is full."""
         await self._until(lambda: not self.full)
 
     async def flush(self) -> None:
@@ -155,7 +154,6 @@ class JournalThread(ABC, Generic[Item]):
             raise self._failure
 
     def _tell(self) -> None:
-        """The thread has come further."""
         if self._watched:
             self._watched = False
             with contextlib.suppress(RuntimeError):  # the loop is closed

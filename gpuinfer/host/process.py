@@ -70,16 +70,16 @@ def accept_any_character() -> None:
     """Standard output and error write a character that their encoding lacks (`PYTHONIOENCODING=ascii`) as a similar
     one, or "?", where Python would raise: a result that cannot be shown in full is no failure of the work.
     """
-    codecs.register_error("gpuinfer", _similar)
+
+    def similar(error: UnicodeError) -> tuple[str | bytes, int]:
+        if not isinstance(error, UnicodeEncodeError):
+            raise error
+        letter = error.object[error.start]
+        if ord(letter) in RAW:  # of a file's name: as the file system has it
+            return bytes([ord(letter) - 0xDC00]), error.start + 1
+        return PLAIN.get(letter, "?"), error.start + 1
+
+    codecs.register_error("gpuinfer", similar)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="gpuinfer")
-
-
-def _similar(error: UnicodeError) -> tuple[str | bytes, int]:
-    if not isinstance(error, UnicodeEncodeError):
-        raise error
-    letter = error.object[error.start]
-    if ord(letter) in RAW:  # of a file's name: as the file system has it
-        return bytes([ord(letter) - 0xDC00]), error.start + 1
-    return PLAIN.get(letter, "?"), error.start + 1

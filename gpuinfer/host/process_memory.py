@@ -57,23 +57,15 @@ def limit_memory(beside: int) -> None:
         OOM_SCORE.write_text("1000")
     with contextlib.suppress(OSError, ValueError):
         _, most = resource.getrlimit(resource.RLIMIT_DATA)
-        wanted = _private_bytes() + beside
+        # what RLIMIT_DATA counts (Linux): memory of its own that may be written to, taken or only promised
+        lines = STATUS.read_text().splitlines() if STATUS.exists() else []
+        private = next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmData")), resident_bytes())
+        wanted = private + beside
         if most == resource.RLIM_INFINITY or wanted < most:
             resource.setrlimit(resource.RLIMIT_DATA, (wanted, most))
 
 
-def _private_bytes() -> int:
-    """What RLIMIT_DATA counts (Linux): memory of its own that may be written to, taken or only promised."""
-    try:
-        lines = STATUS.read_text().splitlines()
-        return next(int(line.split()[1]) for line in lines if line.startswith("VmData")) * 1024
-    except (OSError, StopIteration):
-        return resident_bytes()
-
-
 class FaultUsage(NamedTuple):
-    """Counted until now."""
-
     at: float  # seconds, of any clock that goes on
     system_s: float  # that the calling thread spent in the system
     faults: int  # of the whole process, those that needed no disk

@@ -310,24 +310,20 @@ class _Execution:
             stream = self.workload.run(self.session)
             try:
                 async for progress in stream:
-                    await self._take(progress)
+                    if progress.setup and not self._at_work:
+                        self._clock_from = None
+                    elif self._clock_from is None:  # at the first progress that is no setup
+                        await self._measure()  # all is ready, and waits
+                        await self.session.mark()
+                        self._clock_from, self._cores_from = time.monotonic(), cpu_contention.core_time()
+                        self._counts_before, self._seen = dict(progress.counts), None
+                    self._at_work |= not progress.setup
+                    self._reports += 1
+                    self.progress = progress
+                    self.phase = progress.note or ("preparing" if progress.setup else "running")
             finally:  # end the workload's own contexts now, its worker processes above all, not at garbage collection
                 if (close := getattr(stream, "aclose", None)) is not None:
                     await close()
-
-    async def _take(self, progress: Progress) -> None:
-        """Note progress. The clock starts with the workload, or at its first progress that is no setup."""
-        if progress.setup and not self._at_work:
-            self._clock_from = None
-        elif self._clock_from is None:
-            await self._measure()  # all is ready, and waits
-            await self.session.mark()
-            self._clock_from, self._cores_from = time.monotonic(), cpu_contention.core_time()
-            self._counts_before, self._seen = dict(progress.counts), None
-        self._at_work |= not progress.setup
-        self._reports += 1
-        self.progress = progress
-        self.phase = progress.note or ("preparing" if progress.setup else "running")
 
     # Stopping
 
@@ -423,22 +419,19 @@ class _Execution:
             if notice not in self._noticed:
                 self._noticed.add(notice)
                 log.warning("%s", notice)
-        elapsed_s, setup_s = self.wall_s(), self.setup_s()
-        cores = report_sections.core_shares(snapshot, *self._used()) if elapsed_s else None
+        elapsed_s, setup_s, cores = self.wall_s(), self.setup_s(), None
+        if elapsed_s and self._clock_to is not None:
+            cores = report_sections.core_shares(snapshot, elapsed_s, self.cores())
+        elif elapsed_s:  # who uses the cores, by the last reading: reading takes time
+            now = time.monotonic()
+            if self._seen is None or now >= self._read_cores_at:
+                used = cpu_contention.core_time()
+                self._seen = self.wall_s(), used.since(self._cores_from) if used and self._cores_from else None
+                self._read_cores_at = now + max(CORE_TIME_S, CORE_TIME_SHARE * (time.monotonic() - now))
+            cores = report_sections.core_shares(snapshot, *self._seen)
         return RunUpdate(
             self.progress, snapshot, elapsed_s, setup_s, phase, self.roofline, cores, text_roofline=self.text_roofline
         )
-
-    def _used(self) -> tuple[float, CoreTime | None]:
-        """For how long the cores have been used, and by whom: of the last reading, since reading takes time."""
-        if self._clock_to is not None:
-            return self.wall_s(), self.cores()
-        now = time.monotonic()
-        if self._seen is None or now >= self._read_cores_at:
-            used, wall_s = cpu_contention.core_time(), self.wall_s()
-            self._seen = wall_s, used.since(self._cores_from) if used and self._cores_from else None
-            self._read_cores_at = now + max(CORE_TIME_S, CORE_TIME_SHARE * (time.monotonic() - now))
-        return self._seen
 
     def report(self, status: str) -> dict[str, Any]:
         names = {}

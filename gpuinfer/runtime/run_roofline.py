@@ -112,13 +112,11 @@ class BareModel:
         return self._measurer.measure(seconds, only=before, stopped=stopped)
 
     def close(self) -> None:
-        """End the process."""
         self._measurer.close()
 
 
 @contextlib.contextmanager
 def bare_model(backend: Backend) -> Iterator[BareModel]:
-    """Closed at the end."""
     made = BareModel(backend)
     try:
         yield made
@@ -138,7 +136,6 @@ def roofline_of(backend: Backend) -> Roofline | None:
 
 
 def attempted(measure: Callable[[], Roofline], stopped: Callable[[], bool]) -> Roofline | None:
-    """For a run that goes on without it."""
     try:
         return measure()
     except WorkError as error:

@@ -69,7 +69,47 @@ async def preflight(backend: Backend) -> None:
         )
 
 
-class Session(Infer):
+class Pulse:
+    """What the engines of some sessions are doing."""
+
+    _sessions: list[Session]
+
+    @property
+    def serving(self) -> bool:
+        """Whether a backend has requests that it has not answered."""
+        return any(one._started and one._engine.serving for one in self._sessions)
+
+    @property
+    def waiting_rows(self) -> int:
+        """The rows that wait in this process."""
+        return sum(one._engine.waiting_rows for one in self._sessions if one._started)
+
+    @property
+    def moved(self) -> int:
+        """A number that changes whenever a batch is cut or computed, or a request answered or given up."""
+        return sum(one._engine.moved for one in self._sessions if one._started)
+
+    @property
+    def longest_s(self) -> float:
+        """Seconds of the longest batch, or forward step, until now."""
+        return max(one._engine.longest_s for one in self._sessions)
+
+
+class OwnPulse(Pulse):
+    """Of one session, without those beside it."""
+
+    def __init__(self, session: Session) -> None:
+        self._sessions = [session]
+
+    @property
+    def lost(self) -> bool:
+        return self._sessions[0]._counting.lost
+
+    def snapshot(self) -> Snapshot:
+        return self._sessions[0]._counting.own()
+
+
+class Session(Infer, Pulse):
     """Binds one backend and one strategy to the workload, as an asynchronous context.
 
     The backend starts with the first request or at `ready`: when only worker processes make requests, no model is
@@ -96,7 +136,8 @@ class Session(Infer):
     ) -> None:
         self.roofline = roofline
         self.stopping = asyncio.Event() if within is None else within.stopping
-        self._name, self._within, self._beside = name, within, list[Session]()
+        self._name, self._within = name, within
+        self._sessions = [self]  # and those beside it
         self.called = ""  # what the run's own model is told apart by from those beside it; "": by its path
         self._backend, self._strategy = backend, strategy
         self._recorder = None  # of a remote backend: its server forms the batches, and records them
@@ -111,7 +152,7 @@ class Session(Infer):
         self.watchdog = Watchdog(patience, self._give_up, on_stuck, name)
         self.watchdog.watch(functools.partial(self._held, patience), backend, strategy)
         self._counting = SessionCounters(backend, self._engine, of_process=within is None)
-        self.own = OwnPulse(self._engine, self._counting)  # the counters of its own model, without those beside it
+        self.own = OwnPulse(self)
         self._starting: asyncio.Task[None] | None = None
         self._pauses_short = False
         self._clients = itertools.count()
@@ -144,44 +185,22 @@ class Session(Infer):
         return held if self._within is None else [replace(one, key=(self._name, one.key)) for one in held]
 
     def _give_up(self, error: WorkError) -> None:
-        for one in self._all():
+        for one in self._sessions:
             one._engine.give_up(error)
         self._on_fault(error)
-
-    def _all(self) -> list[Session]:
-        """This session and those beside it."""
-        return [self, *self._beside]
 
     @property
     def alike(self) -> bool:
         """Whether all models are the same network, with any weights: then a row costs the same in each."""
-        models = [one._backend.setup.model for one in self._all()]
+        models = [one._backend.setup.model for one in self._sessions]
         return len({model and model.name for model in models}) == 1
 
     @property
     def asked(self) -> bool:
         """Whether a request, or the start of a backend, is under way."""
-        return any(one._engine.busy or (one._starting is not None and not one._starting.done()) for one in self._all())
-
-    @property
-    def serving(self) -> bool:
-        """Whether a backend has requests that it has not answered."""
-        return any(one.own.serving for one in self._all())
-
-    @property
-    def waiting_rows(self) -> int:
-        """The rows that wait in this process."""
-        return sum(one.own.waiting_rows for one in self._all())
-
-    @property
-    def moved(self) -> int:
-        """A number that changes whenever a batch is cut or computed, or a request answered or given up."""
-        return sum(one.own.moved for one in self._all())
-
-    @property
-    def longest_s(self) -> float:
-        """Seconds of the longest batch, or forward step, until now."""
-        return max(one.own.longest_s for one in self._all())
+        return any(
+            one._engine.busy or (one._starting is not None and not one._starting.done()) for one in self._sessions
+        )
 
     async def check(self) -> None:
         """`preflight` of its own model. Starts nothing."""
@@ -244,7 +263,6 @@ class Session(Infer):
             return tuple(self._backend.adapters) if self._started else ()
 
     async def unload(self, adapter: str) -> None:
-        """See `Backend.unload`."""
         await self.ready()
         await self._engine.unload(adapter)
 
@@ -253,7 +271,7 @@ class Session(Infer):
             return self._backend.block(rows)
 
     def beside(self, spec: ModelSpec, share: float = 1.0) -> Session:
-        known = next((one for one in self._beside if one._backend.setup.model == spec), None)
+        known = next((one for one in self._sessions[1:] if one._backend.setup.model == spec), None)
         return self.open_beside(spec, share=share) if known is None else known
 
     def open_beside(self, spec: ModelSpec, name: str | None = None, share: float = 1.0) -> Session:
@@ -264,14 +282,14 @@ class Session(Infer):
         if name is None and (model := self._backend.setup.model) is not None:
             own, name = distinct_names(model, spec)
             self.called = self.called or (own if own != model_name(model) else "")
-        name = free_name(name or model_name(spec), (one._name for one in self._beside))
+        name = free_name(name or model_name(spec), (one._name for one in self._sessions[1:]))
         one = Session(backend, strategy, name=name, within=self)  # what the report calls its model, and its lanes
         self.watchdog.watch(functools.partial(one._held, Patience.of(backend.setup)), backend, strategy)
-        self._beside.append(one)
+        self._sessions.append(one)
         one._counting.model = name
         model = self._backend.setup.model
         mine = self.called or (model_name(model) if model is not None else type(self._backend).__name__.lower())
-        taken = mine in {one._name for one in self._beside}
+        taken = mine in {one._name for one in self._sessions[1:]}
         self._counting.model = f"own {mine}" if taken else mine  # the run's own model beside the others
         return one
 
@@ -314,12 +332,12 @@ class Session(Infer):
     async def stop(self) -> None:
         """Ask the workload and all its workers to keep what is finished and return."""
         self.stopping.set()
-        for workers in [workers for one in self._all() for workers in one._counting.workers]:
+        for workers in [workers for one in self._sessions for workers in one._counting.workers]:
             await workers.stop()
 
     def hurry(self) -> None:
         """Stop without waiting: worker processes are killed, and the backend has only a moment to close."""
-        for one in self._all():
+        for one in self._sessions:
             one._engine.hurry()
             for workers in one._counting.workers:
                 workers.hurry()
@@ -327,18 +345,18 @@ class Session(Infer):
     async def mark(self) -> None:
         """Count from here on, in every process and in a remote backend's server: what came before was preparation."""
         await self.refresh()
-        for one in self._all():
+        for one in self._sessions:
             one._counting.mark_far()
         await self.count_anew()
 
     async def count_anew(self) -> None:
         """`mark` without the remote server, which several processes share: only one of them asks it."""
-        for one in self._all():
+        for one in self._sessions:
             await one._counting.mark()
 
     async def refresh(self) -> None:
         """Ask a remote backend for its server's counters. The known ones stay when that takes over a second."""
-        await session_counters.refresh(one._counting for one in self._all())
+        await session_counters.refresh(one._counting for one in self._sessions)
 
     def watch(self, kind: type) -> None:
         self.watchdog.watch(tuple, kind)
@@ -349,59 +367,25 @@ class Session(Infer):
 
     def snapshot(self) -> Snapshot:
         """The counters since the mark: see `SessionCounters.snapshot`."""
-        return self._counting.snapshot((one._name, one.snapshot()) for one in self._beside)
+        return self._counting.snapshot((one._name, one.snapshot()) for one in self._sessions[1:])
 
     async def close(self) -> None:
         """Settle every request and close the backend, after those of the sessions beside it."""
         try:
-            for one in self._beside:
+            for one in self._sessions[1:]:
                 await one.close()
         finally:
-            await self._close()
-
-    async def _close(self) -> None:
-        self._counting.close()
-        if self._starting is None:
-            return
-        self._starting.cancel()  # no effect once it has started
-        await asyncio.wait({self._starting})
-        if self._starting.cancelled() or self._starting.exception() is not None:
-            return  # the engine has closed the backend already
-        try:
-            await self._engine.close(drain=False)
-        finally:
-            if self._pauses_short:
-                self._pauses_short = False
-                process.restore_collector()
-            if self._recorder is not None:
-                self._recorder.close()
-
-
-class OwnPulse:
-    """The counters of one engine, where those of `Session` are of all models together."""
-
-    def __init__(self, engine: Engine, counting: SessionCounters) -> None:
-        self._engine, self._counting = engine, counting
-
-    @property
-    def serving(self) -> bool:
-        return self._counting.started and self._engine.serving
-
-    @property
-    def waiting_rows(self) -> int:
-        return self._engine.waiting_rows if self._counting.started else 0
-
-    @property
-    def moved(self) -> int:
-        return self._engine.moved if self._counting.started else 0
-
-    @property
-    def longest_s(self) -> float:
-        return self._engine.longest_s
-
-    @property
-    def lost(self) -> bool:
-        return self._counting.lost
-
-    def snapshot(self) -> Snapshot:
-        return self._counting.own()
+            self._counting.close()
+            if self._starting is not None:
+                self._starting.cancel()  # no effect once it has started
+                await asyncio.wait({self._starting})
+                # else the engine has closed the backend already
+                if not self._starting.cancelled() and self._starting.exception() is None:
+                    try:
+                        await self._engine.close(drain=False)
+                    finally:
+                        if self._pauses_short:
+                            self._pauses_short = False
+                            process.restore_collector()
+                        if self._recorder is not None:
+                            self._recorder.close()

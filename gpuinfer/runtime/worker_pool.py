@@ -45,8 +45,6 @@ INSIDE = "gpuinfer.runtime.worker"  # what a child runs, loaded there alone: it 
 
 @dataclass(frozen=True)
 class WorkerJob:
-    """The arguments of one worker process."""
-
     index: int
     target: str  # module:function
     arguments: Mapping[str, Any]
@@ -182,7 +180,6 @@ class WorkerPool:
         await self._broadcast({"stop": True})
 
     def hurry(self) -> None:
-        """Kill the workers now."""
         self._kill()
 
     async def mark(self) -> None:

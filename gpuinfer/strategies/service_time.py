@@ -30,24 +30,6 @@ class ServiceTime:
     that is known is scaled. Each call costs the same however much was learnt.
     """
 
-    __slots__ = (
-        "_best",
-        "_covariance",
-        "_deviation",
-        "_edges",
-        "_judged",
-        "_learnt",
-        "_mean_rows",
-        "_mean_s",
-        "_seen",
-        "_sides",
-        "_sizes",
-        "_variance",
-        "batches",
-        "largest",
-        "smallest",
-    )
-
     def __init__(self) -> None:
         self.batches = 0  # learnt from
         self.smallest = self.largest = 0  # rows of a batch that was seen
@@ -132,7 +114,6 @@ class ServiceTime:
         return size is not None and size[0] >= FIRST
 
     def learn(self, rows: int, seconds: float) -> None:
-        """One batch of so many rows took so long."""
         self.batches += 1
         self.smallest = min(self.smallest or rows, rows)
         self.largest = max(self.largest, rows)
@@ -185,8 +166,6 @@ class ServiceTime:
 class _Side:
     """Whether batches have lately been slower, or faster, than chance can explain."""
 
-    __slots__ = ("_ratios", "_sign", "_sum")
-
     def __init__(self, sign: int) -> None:
         self._sign, self._sum = sign, 0.0
         self._ratios: list[float] = []
@@ -201,7 +180,6 @@ class _Side:
         return self._sum > CHANGE
 
     def factor(self) -> float:
-        """By how much."""
         return sorted(self._ratios)[len(self._ratios) // 2]
 
     def clear(self) -> None:
@@ -241,15 +219,12 @@ class SizeCurve:
     that a caller that could use a shorter one tries it. Never falling: what a larger batch does a smaller one can do.
     """
 
-    __slots__ = ("_batches", "_points", "_sizes")
-
     def __init__(self) -> None:
         self._batches = 0
         self._sizes: dict[int, list[float]] = {}  # size → [batches remembered, mean rows, mean seconds, last batch]
         self._points: list[Point] | None = None  # (rows, seconds), both rising; None: to be made anew
 
     def learn(self, rows: int, seconds: float) -> None:
-        """A batch of so many rows took so long."""
         self._batches += 1
         _learn_size(self._sizes, rows, seconds, AVERAGED)[3] = self._batches
         self._points = None

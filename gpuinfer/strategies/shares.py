@@ -46,8 +46,6 @@ class Credits:
     A debt stays, and is paid from what its class does not use of its share.
     """
 
-    __slots__ = ("_of", "_shares")
-
     def __init__(self, shares: Sequence[float]) -> None:
         """`shares` are parts of 1. What they leave is for the highest class that waits."""
         self._shares = list(shares)
@@ -98,43 +96,35 @@ def read_shares(given: Any, default: Sequence[float]) -> tuple[float, ...]:
     Classes that are not named share what is left in the proportion of their defaults.
     """
     parts = [part.strip() for part in given.split(",") if part.strip()] if isinstance(given, str) else given
-    if isinstance(parts, Mapping):
-        shares = _complete({str(name): _number(value) for name, value in parts.items()}, default)
-    elif not isinstance(parts, Sequence):
+    if not isinstance(parts, Mapping | Sequence):
         raise ValueError(f"{given!r} are no shares. {FORM}")
-    elif parts and all(isinstance(part, str) and _separator(part) for part in parts):
-        named = [part.split(_separator(part), 1) for part in parts]
-        if len({name.strip() for name, _ in named}) != len(named):
+    named = dict(parts) if isinstance(parts, Mapping) else None
+    if named is None and parts and all(isinstance(part, str) and _separator(part) for part in parts):
+        pairs = [part.split(_separator(part), 1) for part in parts]
+        named = {name.strip(): value for name, value in pairs}
+        if len(named) != len(pairs):
             raise ValueError(f"a class is named twice. {FORM}")
-        shares = _complete({name.strip(): _number(value) for name, value in named}, default)
-    elif len(parts) == len(CLASSES):
-        shares = [_number(part) for part in parts]
-    else:
-        raise ValueError(f"these are {len(parts)} shares. {FORM}")
-    return _checked(shares)
-
-
-def _checked(shares: Sequence[float]) -> tuple[float, ...]:
-    for name, share in zip(CLASSES, shares, strict=True):
-        if not 0 < share < math.inf:
-            raise ValueError(f"a share of {share:g} % for {name} cannot be. Give each class more than 0.")
-    if sum(shares) > 100 + 1e-9:
-        raise ValueError(f"the shares add up to {sum(shares):g} %. Give at most 100 in all.")
-    return tuple(shares)
-
-
-def _complete(named: Mapping[str, float], default: Sequence[float]) -> list[float]:
-    for name in named:
+    if named is None:
+        if len(parts) != len(CLASSES):
+            raise ValueError(f"these are {len(parts)} shares. {FORM}")
+        named = dict(zip(CLASSES, parts, strict=True))
+    shares = {str(name): _number(value) for name, value in named.items()}
+    for name in shares:
         if name not in CLASSES:
             near = get_close_matches(name, CLASSES, n=1, cutoff=0.5)
             hint = f" Did you mean '{near[0]}'?" if near else ""
             raise ValueError(f"no class named '{name}'.{hint} Classes: {', '.join(CLASSES)}.")
-    usual = dict(zip(CLASSES, default, strict=True))
-    others = sum(usual[name] for name in CLASSES if name not in named)
-    left = 100 - sum(named.values())
-    if others and left <= 0 < min(named.values()):
+    usual = {name: part for name, part in zip(CLASSES, default, strict=True) if name not in shares}
+    left = 100 - sum(shares.values())
+    if usual and left <= 0 < min(shares.values()):
         raise ValueError(f"the shares add up to {100 - left:g} %, which leaves nothing for the others. {FORM}")
-    return [named[name] if name in named else left * usual[name] / others for name in CLASSES]
+    shares |= {name: left * part / sum(usual.values()) for name, part in usual.items()}
+    for name in CLASSES:
+        if not 0 < shares[name] < math.inf:
+            raise ValueError(f"a share of {shares[name]:g} % for {name} cannot be. Give each class more than 0.")
+    if sum(shares.values()) > 100 + 1e-9:
+        raise ValueError(f"the shares add up to {sum(shares.values()):g} %. Give at most 100 in all.")
+    return tuple(shares[name] for name in CLASSES)
 
 
 def _separator(part: str) -> str:
@@ -165,8 +155,6 @@ class FairClients:
 
     Virtual time is the latest start that was served.
     """
-
-    __slots__ = ("_ends", "_now")
 
     def __init__(self) -> None:
         self._now = 0.0
@@ -225,7 +213,6 @@ class FairClients:
             push(next(others, None), others, start + request.rows)
 
     def served(self, requests: Iterable[Request]) -> None:
-        """These were cut, in this order."""
         now, ends = self._now, self._ends
         for request in requests:
             start = ends.get(request.client, 0.0)

@@ -56,7 +56,6 @@ class CutTiming:
         return deadline - self.service.late(queue.rows + 1) - TIMER_S if deadline < math.inf else math.inf
 
     def reason(self, queue: QueueView, target_s: float = math.inf) -> Reason:
-        """Why the batch is cut, now that it is due."""
         room = self.room(queue)
         if queue.rows >= room:
             return Reason.FULL if room == queue.limits.max_rows else Reason.CAP
@@ -143,7 +142,6 @@ class ClassLine:
 
     @property
     def head_rows(self) -> int:
-        """Of the next request; 0 when there is none."""
         return self.head.rows if self.head is not None else 0
 
     @property
@@ -151,7 +149,6 @@ class ClassLine:
         return self._aged[0] if self._aged else self._fresh[0]
 
     def count(self) -> int:
-        """All its rows."""
         return sum(request.rows for request in itertools.chain(self._aged, self._fresh))
 
 
@@ -212,8 +209,6 @@ TRIES = 32
 class CompanyBound:
     """Learns what batches cost and how fast the classes come; says how long a batch may get."""
 
-    __slots__ = ("_curve", "_rates", "_requests_rate", "_seen")
-
     def __init__(self) -> None:
         self._curve = SizeCurve()
         self._rates = [0.0] * len(Priority)  # rows per second that were cut; older batches count exponentially less
@@ -221,7 +216,6 @@ class CompanyBound:
         self._seen: float | None = None
 
     def account(self, rows: Sequence[int], requests: Sequence[int], now: float) -> None:
-        """So many of each class were cut."""
         fade = 1.0 if self._seen is None else math.exp(min(0.0, self._seen - now) / MEMORY_S)
         self._rates = [rate * fade + new / MEMORY_S for rate, new in zip(self._rates, rows, strict=True)]
         self._requests_rate = [
@@ -230,7 +224,6 @@ class CompanyBound:
         self._seen = now
 
     def observe(self, rows: int, seconds: float) -> None:
-        """A batch of so many rows took so long."""
         self._curve.learn(rows, seconds)
 
     def bearable_rows(self, oldest: Request, now: float, own: int, full: int, lanes: int, spread: float) -> int:
@@ -240,27 +233,23 @@ class CompanyBound:
         do. At least `own`, at most `full`.
         """
         seconds, whole = self._curve.seconds, self._curve.seconds(full)
-        left = (KEPT * whole + self._alone_s(oldest, full, lanes) - (now - oldest.arrived)) / (1 + spread)
+        # Nearly the longest that it would take if only its class and higher ones were there; inf: without a bound.
+        # While a batch of n runs, rate·τ(n) rows come; where that is n again it settles. Then all but one in a hundred
+        # come no earlier than shortly after a cut: they wait for what is left of a batch of n, and then for their own.
+        # At a low rate most find a lane free.
+        rate, requests = (sum(rates[: oldest.priority + 1]) / lanes for rates in (self._rates, self._requests_rate))
+        rows, alone_s = min(oldest.rows, math.ceil(rate / requests)) if requests else oldest.rows, math.inf
+        for _ in range(TRIES):
+            took = seconds(rows)
+            if rate * took <= rows:
+                busy = rate * took / rows
+                alone_s = took + (took * max(0.0, 1 - RARE / busy) if busy else 0.0)
+                break
+            rows = math.ceil(rate * took)
+            if rows >= full:
+                break
+        left = (KEPT * whole + alone_s - (now - oldest.arrived)) / (1 + spread)
         left = max(left, seconds(own) + FREE * whole)
         if own >= full or whole <= left:
             return full
         return own + bisect_right(range(own + 1, full + 1), left, key=seconds)
-
-    def _alone_s(self, request: Request, full: int, lanes: int) -> float:
-        """Nearly the longest that it would take if only its class and higher ones were there; inf: without a bound.
-
-        While a batch of n runs, rate·τ(n) rows come; where that is n again it settles. Then all but one in a hundred
-        come no earlier than shortly after a cut: they wait for what is left of a batch of n, and then for their own.
-        At a low rate most find a lane free.
-        """
-        rate, requests = (sum(rates[: request.priority + 1]) / lanes for rates in (self._rates, self._requests_rate))
-        rows = min(request.rows, math.ceil(rate / requests)) if requests else request.rows
-        for _ in range(TRIES):
-            own = self._curve.seconds(rows)
-            if rate * own <= rows:
-                busy = rate * own / rows
-                return own + (own * max(0.0, 1 - RARE / busy) if busy else 0.0)
-            rows = math.ceil(rate * own)
-            if rows >= full:
-                break
-        return math.inf

@@ -118,20 +118,19 @@ def network(features: int = FEATURES) -> nn.Module:
     return nn.Sequential(nn.Linear(features, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 5))
 
 
-def pair(features: int = FEATURES) -> nn.Module:
-    return Pair(features)
-
-
 class Pair(nn.Module):
     """Policy and value, as in self-play, from one trunk."""
 
-    def __init__(self, features: int) -> None:
+    def __init__(self, features: int = FEATURES) -> None:
         super().__init__()
         self.trunk, self.policy, self.value = nn.Linear(features, 64), nn.Linear(64, 7), nn.Linear(64, 2)
 
     def forward(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         hidden = self.trunk(rows).relu()
         return self.policy(hidden), self.value(hidden)
+
+
+pair = Pair
 
 
 class Together(nn.Module):

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from gpuinfer.api import BackendContext, Request
 from gpuinfer.backends.central import CentralRemote
 from gpuinfer.central.client import CentralClient
 from gpuinfer.errors import GpuinferError
@@ -76,12 +77,11 @@ def ask_forever(client: CentralClient, who: int, line: Line, seed: int, widest: 
             block = client.block(widest)
             while not line.poll(0):
                 rows = chance.randint(1, widest)
-                expected = named(who, asked % 60_000, rows)
+                expected, single = named(who, asked % 60_000, rows), named(who, (asked + 1) % 60_000, 1)
                 block[:rows] = expected
-                ahead = client.submit(named(who, (asked + 1) % 60_000, 1))
-                if fault := wrong(expected, client.evaluate(block[:rows])):
-                    return _end(line, f"wrong: {fault}", asked)
-                if fault := wrong(named(who, (asked + 1) % 60_000, 1), ahead.result()):
+                ahead = client.submit(single)
+                fault = wrong(expected, client.evaluate(block[:rows])) or wrong(single, ahead.result())
+                if fault:
                     return _end(line, f"wrong: {fault}", asked)
                 asked += 2
                 if asked == 2:
@@ -125,8 +125,6 @@ def ask_in_loop(way: Any, who: int, line: Line, seed: int, widest: int) -> None:
 
 
 async def _ask_in_loop(backend: CentralRemote, who: int, line: Line, seed: int, widest: int) -> None:
-    from gpuinfer.api import BackendContext, Request
-
     chance, asked = random.Random(seed), 0
     try:
         await backend.start(BackendContext())

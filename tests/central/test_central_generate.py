@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 import subprocess
 from importlib.resources import files
 from pathlib import Path
@@ -17,7 +15,6 @@ from servers import until
 pytestmark = pytest.mark.usefixtures("children_forked")
 
 SCHEMA = json.loads(files("gpuinfer").joinpath("report.schema.json").read_text())
-SECONDS = 120
 
 ROWS = [
     *({"id": number, "prompt": f"prompt {number}", "max_tokens": 3 + number % 5} for number in range(40)),
@@ -31,28 +28,6 @@ ROWS = [
     {"id": "bad", "prompt": "ab", "guided_regex": "(", "max_tokens": 8},
     {"id": "strange", "prompt_token_ids": [100_000], "max_tokens": 8},
 ]
-
-
-@pytest.fixture
-def prompts(tmp_path):
-    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
-    return tmp_path
-
-
-def started(*words, cwd):
-    fixed = ["--model", "tiny", "-B", "slots=8", "-B", "threads=1", "--device", "cpu", "--input", "prompts.jsonl"]
-    return Forked(["gpuinfer", "generate", *fixed, *words], cwd, stdin=subprocess.DEVNULL, text=True, workers=True)
-
-
-def ended(process):
-    """Its report and last words; fails when it leaves a process behind."""
-    try:
-        out, err = process.communicate(timeout=SECONDS)
-    finally:
-        process.kill()
-    assert "Traceback" not in err, err
-    until(lambda: not left_of(process.pid), "the end of all its processes")
-    return out, err
 
 
 def left_of(session):
@@ -69,9 +44,15 @@ def left_of(session):
 
 
 def generated(*words, cwd):
-    process = started("--quiet", "--json", "-", "--ordered", "--token-ids", "--deterministic", *words, cwd=cwd)
-    out, err = ended(process)
+    """Its report; fails when it leaves a process behind."""
+    fixed = ["--model", "tiny", "-B", "slots=8", "-B", "threads=1", "--device", "cpu", "--input", "prompts.jsonl"]
+    fixed += ["--quiet", "--json", "-", "--ordered", "--token-ids", "--deterministic"]
+    command = ["gpuinfer", "generate", *fixed, *words]
+    with Forked(command, cwd, stdin=subprocess.DEVNULL, text=True, workers=True) as process:
+        out, err = process.communicate(timeout=120)
+        until(lambda: not left_of(process.pid), "the end of all its processes")
     assert process.returncode == 0, err
+    assert "Traceback" not in err, err
     return json.loads(out)
 
 
@@ -84,12 +65,11 @@ def answers_in(path):
 
 
 @pytest.mark.thorough
-def test_the_answers_are_those_of_inprocess_and_the_batches_those_of_the_server(prompts):
-    reports = {
-        name: generated("--backend", name, "--output", f"{name}.jsonl", cwd=prompts)
-        for name in ("central", "inprocess")
-    }
-    answers = {name: answers_in(prompts / f"{name}.jsonl") for name in reports}
+def test_the_answers_are_those_of_inprocess_and_the_batches_those_of_the_server(tmp_path):
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    names = ("central", "inprocess")
+    reports = {one: generated("--backend", one, "--output", f"{one}.jsonl", cwd=tmp_path) for one in names}
+    answers = {name: answers_in(tmp_path / f"{name}.jsonl") for name in names}
     assert answers["central"] == answers["inprocess"]
     assert len(answers["central"]) == len(ROWS)
     for report in reports.values():
@@ -104,18 +84,3 @@ def test_the_answers_are_those_of_inprocess_and_the_batches_those_of_the_server(
     assert central["errors"]["failed"] == reports["inprocess"]["errors"]["failed"] == 2
     for part in ("throughput", "model", "device"):
         assert set(central[part]) == set(reports["inprocess"][part])
-
-
-@pytest.mark.thorough
-def test_asked_to_stop_it_keeps_what_is_answered_and_leaves_no_process_behind(prompts):
-    rows = ({"id": number, "prompt": "ab", "ignore_eos": True, "max_tokens": 100} for number in range(10_000))
-    (prompts / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    process = started("--backend", "central", "--output", "out.jsonl", cwd=prompts)
-    out = prompts / "out.jsonl"
-    until(lambda: process.poll() is not None or (out.exists() and out.stat().st_size > 0), "the first answers")
-    os.killpg(process.pid, signal.SIGINT)
-    _, err = ended(process)
-    assert process.returncode == 3, err
-    assert "--resume" in err
-    kept = [json.loads(line) for line in out.read_text().splitlines()]
-    assert 0 < len(kept) < 10_000

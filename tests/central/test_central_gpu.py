@@ -15,10 +15,7 @@ from gpuinfer.backends.inprocess import InProcess
 from gpuinfer.engine.engine import Engine
 from gpuinfer.strategies.dynamic import Dynamic
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 SECONDS = 120
 FEATURES = 64

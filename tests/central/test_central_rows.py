@@ -180,10 +180,7 @@ def refused(asked):
 
 def test_a_full_server_turns_the_lowest_class_away_and_says_when_to_come_again():
     low, high = 80, 10
-    with (
-        serving_held(in_flight=1, max_rows=WIDTH, strategy=ByPriority()) as (server, hold),
-        server.client() as client,
-    ):
+    with serving_held(in_flight=1, max_rows=WIDTH, strategy=ByPriority()) as (server, hold), server.client() as client:
         client.evaluate(named(1, 0, WIDTH))  # from now on it knows what a batch takes
         hold.close()
         first = client.submit(named(1, low + high, WIDTH))
@@ -207,10 +204,7 @@ def test_a_full_server_turns_the_lowest_class_away_and_says_when_to_come_again()
 
 @pytest.mark.thorough
 def test_no_more_rows_wait_in_the_server_than_it_was_told():
-    with (
-        serving_held(in_flight=1, max_rows=WIDTH, max_queue_rows=WIDTH) as (server, hold),
-        server.client() as client,
-    ):
+    with serving_held(in_flight=1, max_rows=WIDTH, max_queue_rows=WIDTH) as (server, hold), server.client() as client:
         hold.close()
         asked = [client.submit(named(1, 0, WIDTH))]
         hold.wait_until_reached()

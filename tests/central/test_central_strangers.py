@@ -16,6 +16,7 @@ from servers import mapped, pid_of, serving, serving_held, until
 from strangers import Stranger, header
 
 from gpuinfer.central.protocol import VERSION, RecordKind, WireRecord, pack_record
+from gpuinfer.host import child
 from gpuinfer.host.shared_memory import SEALS
 
 pytestmark = pytest.mark.usefixtures("children_forked")
@@ -23,8 +24,11 @@ pytestmark = pytest.mark.usefixtures("children_forked")
 
 @pytest.fixture(scope="module")
 def server():
-    with serving(max_rows=256) as server:
-        yield server
+    """On a machine that is busy a server may have no core for seconds: only here that is no reason to give it up."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(child, "LATE_S", 120.0)
+        with serving(max_rows=256) as server:
+            yield server
 
 
 @pytest.fixture(scope="module")

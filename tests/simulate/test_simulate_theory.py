@@ -10,6 +10,7 @@ import pytest
 
 from gpuinfer.api import BatchRecord, Limits, Priority, QueueView, Strategy
 from gpuinfer.backends.service_model import ServiceModel
+from gpuinfer.engine.arrivals import PiecewiseArrivals
 from gpuinfer.engine.trace_merge import merge_trace
 from gpuinfer.engine.trace_reader import read
 from gpuinfer.engine.trace_recorder import Recorder
@@ -22,6 +23,10 @@ from gpuinfer.stats import ERRORS
 from gpuinfer.strategies.dynamic import Dynamic
 
 PLAIN, LIMITS = ServiceModel(alpha=50e-6, beta=2e-3), Limits(64)
+
+
+def hurried(rate):
+    return Poisson(rate, Mix(timeout=0.05))
 
 
 class AtOnce(Strategy):
@@ -89,7 +94,7 @@ def test_a_closed_loop_is_exact_saturates_and_keeps_littles_law():
     "load",
     [
         pytest.param(Poisson(3000, Mix((1, 8), {Priority.HIGH: 0.5, Priority.LOW: 0.5}, 0.02, 7)), id="poisson"),
-        pytest.param(Poisson([(20_000, 0.2), (100, 0.5), (0, 0.1)], Mix(timeout=0.05)), id="steps"),
+        pytest.param(PiecewiseArrivals([(20_000, 0.2), (100, 0.5), (0, 0.1)] * 3, hurried), id="steps"),
         pytest.param(Bursty(3000, 6, 0.05), id="bursty"),
         pytest.param(ClosedLoop(50, 0.001, mix=Mix((1, 3))), id="closed"),
         pytest.param(ClosedLoop(50, 0.0), id="closed, more clients than may wait"),
@@ -182,7 +187,7 @@ def test_clients_of_whom_nobody_is_answered_come_to_an_end(think):
 
 def test_a_watch_sees_a_step_in_load_and_each_request():
     watch = Watch()
-    load = Poisson([(100, 1.0), (20_000, 0.2), (100, 4.0)], Mix(timeout=10))
+    load = PiecewiseArrivals([(100, 1.0), (20_000, 0.2), (100, 4.0)], lambda rate: Poisson(rate, Mix(timeout=10)))
     outcome = simulate(load, PLAIN, Dynamic, LIMITS, warmup=0, recorder=lambda: watch)
     assert len(watch.settled_at) == outcome.offered_requests
     assert sum(rows for _, rows, _ in watch.batches) == outcome.snapshot.rows
@@ -198,9 +203,8 @@ def one_request(**course):
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [  # what no flag lets through: test_simulate_command.py has the others
-        (lambda: Poisson(-1), "Give numbers above 0"),
-        (lambda: Poisson([(1, 0.0)]), "Give numbers above 0"),
-        (lambda: Poisson([(1, 1e-9)]), "Give longer times"),
+        (lambda: Poisson(-1), "rate above 0"),
+        (lambda: PiecewiseArrivals([(1, 0.0)], Poisson), "Give numbers above 0"),
         (lambda: Bursty(0), "rate above 0"),
         (lambda: Bursty(1, 1.0), "factor above 1"),
         (lambda: Bursty(1, 2.0, 0.0), "length above 0"),

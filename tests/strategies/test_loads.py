@@ -12,6 +12,7 @@ import pytest
 
 from gpuinfer.api import Backend, Limits, Priority
 from gpuinfer.backends.service_model import ServiceModel
+from gpuinfer.engine.arrivals import PiecewiseArrivals
 from gpuinfer.engine.engine import Engine
 from gpuinfer.lab.simulate import ClosedLoop, Mix, Poisson, simulate
 from gpuinfer.stats import summarise
@@ -141,7 +142,10 @@ PEAK = 64 / LINE.seconds(64)
     ("load", "more", "spans"),
     [
         pytest.param(
-            Poisson([(share * PEAK, 4.0) for share in (0.08, 0.75, 0.08)]), {}, [(0, 4), (6, 8), (10, 12)], id="a step"
+            PiecewiseArrivals([(share * PEAK, 4.0) for share in (0.08, 0.75, 0.08)], Poisson),
+            {},
+            [(0, 4), (6, 8), (10, 12)],
+            id="a step",
         ),
         pytest.param(
             Poisson(0.2 * PEAK), {"duration": 12.0, "drift": ((6.0, 2.0),)}, [(0, 6), (8, 12)], id="twice as slow"
