@@ -17,8 +17,8 @@ from gpuinfer.backends.inprocess import InProcess
 from gpuinfer.cli.app import run
 from gpuinfer.errors import UsageError, WorkError
 from gpuinfer.host.child import ChildLost
-from gpuinfer.lab.memory import memory_probe, probe_child
-from gpuinfer.lab.memory.batch_trials import MemoryParts, StagesHere, largest_batch
+from gpuinfer.lab.memory import memory_probe, probe_child, rows_memory
+from gpuinfer.lab.memory.batch_trials import MemoryParts, StageParts, StagesHere, largest_batch
 from gpuinfer.lab.memory.memory_options import MemoryOptions, memory_model
 from gpuinfer.lab.memory.probe_child import examine_memory
 from gpuinfer.lab.memory.rows_memory import RowsSubject, StagedRows
@@ -311,14 +311,15 @@ class Three:
     """Stages on two devices, of which the first has two."""
 
     first, most, usual, timed = 1, 1000, 10, False
-    places = ("cuda:0", "cuda:1", "cuda:0")
     warm_up = describe = facts = run = pages = None
 
-    def layers(self):
-        return [(0, 1), (2, 2), (3, 5)]
+    def __init__(self, *given):
+        pass
 
-    def parts(self, batch):
-        return [MemoryParts(0, 100 * number, batch, 10, 1) for number in (1, 2, 3)]
+    def stages(self, batch):
+        places = (("cuda:0", (0, 1)), ("cuda:1", (2, 2)), ("cuda:0", (3, 5)))
+        parts = [MemoryParts(0, 100 * number, batch, 10, 1) for number in (1, 2, 3)]
+        return [StageParts(number, *place, parts[number]) for number, place in enumerate(places)]
 
 
 def test_each_device_is_one_memory_whatever_the_model_does_there(monkeypatch):
@@ -328,8 +329,8 @@ def test_each_device_is_one_memory_whatever_the_model_does_there(monkeypatch):
     assert [(one.stage, one.layers) for one in here.stages(5)] == [(0, (0, 1)), (2, (3, 5))]
     devices, cpu = [torch.device("cuda", number) for number in (0, 1)], torch.device("cpu")
     setup = Setup(devices=("cuda:0", "cuda:1"))
-    monkeypatch.setattr(probe_child, "_staged", lambda *_: Three())
-    monkeypatch.setattr(probe_child, "_whole", lambda spec, own, *_: own.devices)
+    monkeypatch.setattr(rows_memory, "StagedRows", Three)
+    monkeypatch.setattr(rows_memory, "RowsSubject", lambda spec, own, *_: own.devices)
 
     def subjects(parallel, devices):
         return list(probe_child._subjects(ModelSpec("net"), setup, {"options": {"parallel": parallel}}, devices))

@@ -328,9 +328,6 @@ class _FakeCuda:
         finally:
             self._fake._capturing = False
 
-    def graph_pool_handle(self) -> Any:
-        return (0, 1)
-
     def cudart(self) -> Any:
         held = self._fake.registered
 
@@ -350,17 +347,11 @@ class _FakeCuda:
     def empty_cache(self) -> None:
         self._fake.log.append("the cache is emptied")
 
-    def is_available(self) -> bool:
-        return True
-
     def is_bf16_supported(self, including_emulation: bool = True) -> bool:
         return True
 
     def device_count(self) -> int:
         return self._fake.devices
-
-    def get_device_name(self, device: Any = None) -> str:
-        return "a device of fake tensors"
 
     def get_device_properties(self, device: Any = None) -> Any:
         return SimpleNamespace(total_memory=BYTES, uuid="0")
@@ -371,17 +362,12 @@ class _FakeCuda:
     def memory_allocated(self, device: Any = None) -> int:
         return self._fake.allocated
 
-    def memory_reserved(self, device: Any = None) -> int:
-        return self._fake.allocated
-
-    def max_memory_allocated(self, device: Any = None) -> int:
-        return self._fake.allocated
-
-    def max_memory_reserved(self, device: Any = None) -> int:
-        return self._fake.allocated
-
-    def reset_peak_memory_stats(self, device: Any = None) -> None:
-        pass
+    memory_reserved = max_memory_allocated = max_memory_reserved = memory_allocated
 
     def set_per_process_memory_fraction(self, share: float, device: Any = None) -> None:
         self._fake.log.append(f"at most {share:.3f} of the memory")
+
+    is_available = staticmethod(lambda: True)
+    get_device_name = staticmethod(lambda device=None: "a device of fake tensors")
+    reset_peak_memory_stats = staticmethod(lambda device=None: None)
+    graph_pool_handle = staticmethod(lambda: (0, 1))

@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 aten = torch.ops.aten
+Attention = Callable[..., Tensor]
 
 
-def memory_efficient(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False
-) -> Tensor:
-    return aten._scaled_dot_product_efficient_attention(
-        query, key, value, _whole(attn_mask, query, key), False, 0.0, is_causal
-    )[0]
+def with_whole_mask(kernel: Attention) -> Attention:
+    """Of kernels that want a mask for each query and key."""
+
+    def attention(
+        query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False
+    ) -> Tensor:
+        mask = None if attn_mask is None else attn_mask.expand(*query.shape[:3], key.shape[2])
+        return kernel(query, key, value, mask, False, 0.0, is_causal)[0]
+
+    return attention
 
 
-def cudnn(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False
-) -> Tensor:
-    return aten._scaled_dot_product_cudnn_attention(
-        query, key, value, _whole(attn_mask, query, key), False, 0.0, is_causal
-    )[0]
+memory_efficient = with_whole_mask(aten._scaled_dot_product_efficient_attention)
 
 
 def flash(
@@ -39,8 +41,9 @@ def plain(
     return aten._scaled_dot_product_attention_math(query, key, value, attn_mask, 0.0, is_causal)[0]
 
 
-KERNELS = {"memory-efficient": memory_efficient, "cudnn": cudnn, "flash": flash, "math": plain}
-
-
-def _whole(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
-    return None if mask is None else mask.expand(*query.shape[:3], key.shape[2])
+KERNELS = {
+    "memory-efficient": memory_efficient,
+    "cudnn": with_whole_mask(aten._scaled_dot_product_cudnn_attention),
+    "flash": flash,
+    "math": plain,
+}

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 if TYPE_CHECKING:
     import torch
 
+    from gpuinfer.lab.memory.rows_memory import StagedRows
+    from gpuinfer.lab.memory.text_memory import StagedText
     from gpuinfer.models.footprint import MemoryMeter
 
 
@@ -44,6 +46,7 @@ class StageParts:
     """What a stage of a model takes, without the process."""
 
     stage: int
+    device: str
     layers: tuple[int, int]  # the first and the last
     parts: MemoryParts
 
@@ -64,7 +67,7 @@ class MemorySubject(Protocol):
         ...
 
     def describe(self) -> None:
-        """Learn what is to be learnt before anything is tried."""
+        """Learn what is to be learnt before anything is tried. Asked again, it knows already."""
         ...
 
     def parts(self, batch: int) -> MemoryParts:
@@ -303,43 +306,10 @@ def _even(rows: int) -> int:
     return max(1, rows if rows < GRAIN else rows // GRAIN * GRAIN)
 
 
-class Staged(Protocol):
-    """A model in stages that can be tried at several batch sizes. A batch counts what a run asks for at once.
-
-    What has the name of a member of `MemorySubject` is as there; `run` has as many batches in flight as a run has.
-    """
-
-    first: int
-    most: int
-    usual: int
-    timed: bool
-    places: Sequence[str]  # the device of each stage
-
-    def warm_up(self) -> None: ...
-
-    def describe(self) -> None:
-        """Asked again, it knows already."""
-        ...
-
-    def layers(self) -> Sequence[tuple[int, int]]:
-        """The first and the last one of each stage, once it is described."""
-        ...
-
-    def parts(self, batch: int) -> Sequence[MemoryParts]:
-        """What a batch of so many should take in each stage, without the process."""
-        ...
-
-    def pages(self, free: int) -> Mapping[str, int] | None: ...
-
-    def run(self, batch: int) -> float: ...
-
-    def facts(self) -> Mapping[str, Any]: ...
-
-
 class StagesHere:
-    """Those on one device, a `MemorySubject`: they are tried with all the others, and measured here."""
+    """The stages of a model on one device, a `MemorySubject`: they are tried with all the others, and measured here."""
 
-    def __init__(self, model: Staged, device: str) -> None:
+    def __init__(self, model: StagedRows | StagedText, device: str) -> None:
         self._model, self._device = model, device
         self.process = 0
         self.first, self.most, self.usual, self.timed = model.first, model.most, model.usual, model.timed
@@ -352,9 +322,4 @@ class StagesHere:
         return replace(summed, process=self.process)
 
     def stages(self, batch: int) -> Sequence[StageParts]:
-        each = zip(self._model.places, self._model.layers(), self._model.parts(batch), strict=True)
-        return [
-            StageParts(number, layers, parts)
-            for number, (place, layers, parts) in enumerate(each)
-            if place == self._device
-        ]
+        return [one for one in self._model.stages(batch) if one.device == self._device]

@@ -22,7 +22,7 @@ from gpuinfer.units import memory
 if TYPE_CHECKING:
     import torch
 
-    from gpuinfer.lab.memory.batch_trials import MemorySubject, Staged
+    from gpuinfer.lab.memory.batch_trials import MemorySubject
 
 
 def examine_memory(request: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
@@ -65,39 +65,26 @@ def _subjects(
 ) -> Iterator[tuple[torch.device, int, MemorySubject]]:
     """For each memory its device, how many copies lie there, and the model, whole or those of its stages."""
     from gpuinfer.lab.memory.batch_trials import StagesHere
+    from gpuinfer.lab.memory.rows_memory import RowsSubject, StagedRows
+    from gpuinfer.lab.memory.text_memory import StagedText, TextSubject
     from gpuinfer.models.device import setups_of
 
     each = list(dict.fromkeys(devices))  # of stand-ins on the CPU one
     if request["options"].get("parallel", "data") != "data":
-        staged = _staged(spec, setup, request, devices)
+        staged: StagedRows | StagedText
+        if spec.kind == "text":
+            staged = StagedText(spec, setup, request["options"], devices, request["context"], request["probe"])
+        else:
+            staged = StagedRows(spec, setup, request["options"], devices)
         for device in each:
             yield device, 1, StagesHere(staged, str(device))
         return
     for device, own in zip(each, setups_of(setup, devices), strict=False):
         copies = len(devices) if device.type == "cpu" else 1
-        yield device, copies, _whole(spec, own, request, device, copies)
-
-
-def _whole(
-    spec: ModelSpec, setup: Setup, request: Mapping[str, Any], device: torch.device, copies: int
-) -> MemorySubject:
-    if spec.kind == "text":
-        from gpuinfer.lab.memory.text_memory import TextSubject
-
-        return TextSubject(spec, setup, request["options"], device, copies, request["context"])
-    from gpuinfer.lab.memory.rows_memory import RowsSubject
-
-    return RowsSubject(spec, setup, request["options"], device, copies)
-
-
-def _staged(spec: ModelSpec, setup: Setup, request: Mapping[str, Any], devices: Sequence[torch.device]) -> Staged:
-    if spec.kind == "text":
-        from gpuinfer.lab.memory.text_memory import StagedText
-
-        return StagedText(spec, setup, request["options"], devices, request["context"], request["probe"])
-    from gpuinfer.lab.memory.rows_memory import StagedRows
-
-    return StagedRows(spec, setup, request["options"], devices)
+        if spec.kind == "text":
+            yield device, copies, TextSubject(spec, own, request["options"], device, copies, request["context"])
+        else:
+            yield device, copies, RowsSubject(spec, own, request["options"], device, copies)
 
 
 def no_room(error: Exception, request: Mapping[str, Any]) -> UsageError | None:

@@ -174,7 +174,7 @@ class StageEstimate:
 
 
 class StagedRows:
-    """Implements `Staged`."""
+    """The stages of `StagesHere`; a batch counts what a run asks for at once."""
 
     timed = True
 
@@ -185,7 +185,7 @@ class StagedRows:
         self._devices, self._cuda = devices, devices[0].type == "cuda"
         self.most, self.first = MOST, TRACED[0]
         self.usual = int(options.get("max_rows") or (CUDA_MAX_ROWS if self._cuda else CPU_MAX_ROWS))
-        self.places: Sequence[str] = ()
+        self._places: Sequence[str] = ()
         self._cut: Sequence[tuple[int, int]] = ()
         self._looked: Sequence[StageEstimate] = ()
         self._rows = self._answer = self._in_flight = 0
@@ -202,7 +202,7 @@ class StagedRows:
         given = self._options["split_points"] is not None
         self._split_by = "given" if given else "time"
         self._options["split_points"] = [start for start, _ in cut.split[1:]]  # the same one whenever it is opened
-        self.places, self._cut, self._rows = [str(place) for place in cut.places], cut.split, cut.rows
+        self._places, self._cut, self._rows = [str(place) for place in cut.places], cut.split, cut.rows
         self._in_flight = in_flight_of(self._tuning(), cut.places)
         self._answer = FLOAT * sum(int(np.prod(shape)) for shape in cut.answer.shapes)
         entering: Sequence[Any] = [torch.ones(rows, self._spec.inputs, dtype=cut.dtype) for rows in TRACED]
@@ -213,13 +213,13 @@ class StagedRows:
                 looked.append(stage)
         self._looked = looked
 
-    def layers(self) -> Sequence[tuple[int, int]]:
-        return [(start, stop - 1) for start, stop in self._cut]
-
-    def parts(self, batch: int) -> Sequence[MemoryParts]:
+    def stages(self, batch: int) -> Sequence[StageParts]:
         rows, pieces = min(padded(batch), self._rows), math.ceil(batch / self._rows)
         under_way = 1 if self._options["parallel"] == "layers" else self._in_flight * pieces  # micro-batches
-        return [self._of_stage(number, batch, rows, under_way) for number in range(len(self._looked))]
+        return [
+            StageParts(number, place, (start, stop - 1), self._of_stage(number, batch, rows, under_way))
+            for number, (place, (start, stop)) in enumerate(zip(self._places, self._cut, strict=True))
+        ]
 
     def _of_stage(self, number: int, batch: int, rows: int, under_way: int) -> MemoryParts:
         """Working memory is what it has been given and what waits behind it; in the first stage also the rows that are

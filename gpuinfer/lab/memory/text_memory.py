@@ -213,7 +213,7 @@ FLOAT = 4  # bytes of a number that a stage hands on
 
 
 class StagedText(TextModelMemory):
-    """Implements `Staged`."""
+    """The stages of `StagesHere`."""
 
     def __init__(
         self,
@@ -228,15 +228,14 @@ class StagedText(TextModelMemory):
         super().__init__(spec, setup, options, devices, context)
         self._loaded = loaded
         self._places = places_for(self._checkpoint, setup, self._given)
-        self.places: Sequence[str] = [str(place) for place in self._places]
         self._cutter = cutter_of(self._given, self._places)
         self._cut: TextCut | None = None
         self._weights: Sequence[int] = ()  # of each stage
         self._split_by = ""
 
     def warm_up(self) -> None:
-        for device in dict.fromkeys(self.places):
-            setup = replace(self._setup, devices=(device,))
+        for device in dict.fromkeys(self._places):
+            setup = replace(self._setup, devices=(str(device),))
             warm_up_text(self._shape, setup, Tuning(step_tokens=self._step_tokens, threads=self._given.threads))
 
     def describe(self) -> None:
@@ -256,26 +255,25 @@ class StagedText(TextModelMemory):
         self._cut, self._given = cut, replace(self._given, split_points=points)  # the same one whenever it is opened
         self._weights = [sum(sizes[start:stop]) for start, stop in cut.split]
 
-    def layers(self) -> Sequence[tuple[int, int]]:
-        return [(start, stop - 1) for start, stop in self._known.split]
-
     @property
     def _known(self) -> TextCut:
         assert self._cut is not None, "describe() comes first"
         return self._cut
 
-    def parts(self, batch: int) -> Sequence[MemoryParts]:
+    def stages(self, batch: int) -> Sequence[StageParts]:
         """Some vectors of micro-batches lie between one stage and the next."""
         most = max(batch, self._step_tokens)  # tokens of a step
         pieces = self._cutter.count(most)
         tokens, found = math.ceil(most / pieces), []
-        for number, (portion, place) in enumerate(zip(self._known.portions, self._places, strict=True)):
+        each = zip(self._known.portions, self._places, self._known.split, strict=True)
+        for number, (portion, place, (start, stop)) in enumerate(each):
             shape, own = portion.shape, self._own(number)
             cache = self._cache_bytes(shape, batch, own)
             step = working(shape, tokens, batch, self.length, self._dtype, own, most_copied(place))
-            last = number == len(self.places) - 1
+            last = number == len(self._places) - 1
             waiting = 0 if last else min(pieces, ROOM + 1) * tokens * shape.hidden * FLOAT
-            found.append(MemoryParts(0, self._weights[number], cache, step.activations, step.copies + waiting))
+            parts = MemoryParts(0, self._weights[number], cache, step.activations, step.copies + waiting)
+            found.append(StageParts(number, str(place), (start, stop - 1), parts))
         return found
 
     def _own(self, number: int) -> bool:
@@ -296,7 +294,7 @@ class StagedText(TextModelMemory):
             **self._facts(sum(page_bytes(one.shape, self._dtype, self._own(number)) for number, one in portions)),
             "step_tokens": self._step_tokens,
             "parallel": self._given.parallel,
-            "stages": len(self.places),
+            "stages": len(self._places),
             "split": self._split_by,
             "micro_batches": self._cutter.count(max(self.usual, self._step_tokens)),
         }
