@@ -63,17 +63,18 @@ class CentralRemote(RemoteTextBackend):
             async for event in super().stream(batch):
                 yield event
             return
-        if len(batch) == 1:
-            yield await self._event(batch[0])
-            return
-        for answer in asyncio.as_completed([asyncio.ensure_future(self._event(request)) for request in batch]):
-            yield await answer
 
-    async def _event(self, request: Request) -> Event:
-        try:
-            return Event(request, await self._ask(request))
-        except GpuinferError as error:
-            return Event(request, error=error)
+        async def settled(request: Request) -> Event:
+            try:
+                return Event(request, await self._ask(request))
+            except GpuinferError as error:
+                return Event(request, error=error)
+
+        if len(batch) == 1:
+            yield await settled(batch[0])
+            return
+        for answer in asyncio.as_completed([asyncio.ensure_future(settled(request)) for request in batch]):
+            yield await answer
 
     async def _ask(self, request: Request) -> Result:
         if self._rows is None:

@@ -82,15 +82,13 @@ class FleetRemote(Backend):
         try:
             own = None if self.setup.model is None else ServerSetup(setup=self.setup).name
             served = await looking.served(self._name or own)
-            self._refuse_another(served, way.url)
+            if self.setup.model is not None:
+                self._refuse_another(self.setup.model, served, way.url)
             yield looking, served
         finally:
             await looking.close()
 
-    def _refuse_another(self, served: ServedModel, url: str) -> None:
-        model = self.setup.model
-        if model is None:
-            return
+    def _refuse_another(self, model: ModelSpec, served: ServedModel, url: str) -> None:
         if model.kind != served.kind:
             raise UsageError(
                 f"{url} serves a model of {served.kind}, '{served.id}', and this run has one of {model.kind}. "

@@ -70,21 +70,14 @@ def memory_model(options: MemoryOptions, setup: Setup) -> ModelSpec:
             f"memory takes one model, and got {named or 'none'}. Give --model blobnet, --model module:factory, "
             "--model FOLDER, or --checkpoint model.pt."
         )
-    return _of_rows(options, setup) if is_of_rows(options) else _of_text(options)
-
-
-def is_of_rows(options: MemoryOptions) -> bool:
     name = options.model
-    return name is not None and not Path(name).exists() and (name in (*NETWORKS, *NO_NETWORK) or ":" in name)
-
-
-def _of_text(options: MemoryOptions) -> ModelSpec:
-    unheard = [name for name in ("weights", *GAME, *SIZES) if getattr(options, name) is not None]
-    if unheard:
+    if name is not None and not Path(name).exists() and (name in (*NETWORKS, *NO_NETWORK) or ":" in name):
+        return _network(name, options, setup)
+    if unheard := [one for one in ("weights", *GAME, *SIZES) if getattr(options, one) is not None]:
+        called = name or options.checkpoint or options.dcp_path
         raise UsageError(
-            f"--{unheard[0]} belongs to a network of rows, and '{_called(options)}' is a model of text. Leave it out."
+            f"--{unheard[0]} belongs to a network of rows, and '{called}' is a model of text. Leave it out."
         )
-    name = options.model
     if name is not None and name not in TEXT_MODELS and not Path(name).exists():
         near = nearest(name, [*NETWORKS, *TEXT_MODELS])
         meant = f" Did you mean '{near}'?" if near else f" {hub}" if (hub := hub_hint(name)) else ""
@@ -96,37 +89,28 @@ def _of_text(options: MemoryOptions) -> ModelSpec:
     return text_spec(name, options, {"mask_token": options.mask_token_id})
 
 
-def _called(options: MemoryOptions) -> str:
-    return str(options.model or options.checkpoint or options.dcp_path)
-
-
-def _of_rows(options: MemoryOptions, setup: Setup) -> ModelSpec:
-    name = options.model or ""
+def _network(name: str, options: MemoryOptions, setup: Setup) -> ModelSpec:
+    """Of rows, which are those of a game as a run of self-play would ask for it, or as large as the options say."""
     if name in NO_NETWORK:
         raise UsageError(f"'{name}' is no network: it answers by itself, and holds nothing. Give --model blobnet.")
     for one in ("context", "meta", "base_model", "mask_token_id"):
         if getattr(options, one) is not None:
             raise UsageError(f"--{one.replace('_', '-')} belongs to a model of text, and '{name}' takes rows.")
     sizes = {one: value for one in SIZES if (value := getattr(options, one)) is not None}
+    game = {one: value for one in GAME if (value := getattr(options, one)) is not None}
     weights = None if options.weights is None else str(options.weights)
     if "features" in sizes:
-        if named := [one for one in GAME if getattr(options, one) is not None]:
-            raise UsageError(f"--features says how large a row is, and --{named[0]} too. Leave one of them out.")
+        if game:
+            raise UsageError(
+                f"--features says how large a row is, and --{next(iter(game))} too. Leave one of them out."
+            )
         inputs = sizes.pop("features")
         return ModelSpec(name, weights, inputs, "float32", arguments=sizes)
     if name in NETWORKS or options.game is not None:
-        spec = _of_game(options, setup, name)
+        spec = registry.load("workloads", GAMES)(setup, model=name, **game).model()
+        assert isinstance(spec, ModelSpec)
         return replace(spec, weights=weights, arguments={**spec.arguments, **sizes})
     raise UsageError(
         f"model '{name}' is made by a factory, and how large its rows are is not known. Give --game NAME, or "
         "--features N (and --actions N --seats N where the factory takes them)."
     )
-
-
-def _of_game(options: MemoryOptions, setup: Setup, name: str) -> ModelSpec:
-    """As a run of self-play would ask for it. Raises `UsageError` for a game that is not there."""
-    given = {one: value for one in GAME if (value := getattr(options, one)) is not None}
-    workload = registry.load("workloads", GAMES)(setup, model=name, **given)
-    spec = workload.model()
-    assert isinstance(spec, ModelSpec)
-    return spec

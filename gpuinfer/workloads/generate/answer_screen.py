@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Callable, Sequence
 
 from gpuinfer.api import Infer
-from gpuinfer.errors import BackendDied, BackendError, GpuinferError, RequestError
-from gpuinfer.generation import Generation, Part
+from gpuinfer.errors import BackendDied, BackendError, RequestError
+from gpuinfer.generation import Part
 from gpuinfer.host.terminal import TerminalWriter, dim, printable
 from gpuinfer.workloads.generate.input_rows import NamedRow
 from gpuinfer.workloads.generate.pump import PromptRequester, RowCounts, most_samples, rows_in_flight
@@ -64,11 +64,14 @@ class AnswerScreen:
         self._rows = rows
         self._asker = PromptRequester(infer, rows_in_flight(infer.limits), most_samples(infer.limits))
         self._terminal = TerminalWriter()
-        headings: list[str] = []
+        headings: list[str] = []  # the end of the prompt, which the answer goes on with
         self._first: list[int] = []  # where each row's answers begin
         for row in rows:
             self._first.append(len(headings))
-            headings += _headings(row)
+            text, samples = row.prompt.text or "", row.prompt.samples
+            shown = text if len(text) <= MOST_SHOWN else f"…{text[-MOST_SHOWN:]}"
+            several = [f"{number} of {samples}: {shown}" for number in range(1, samples + 1)]
+            headings += [shown] if samples == 1 else several
         self._shown = [(0, 0)] * len(headings)  # characters and tokens
         self._page = TerminalPage(headings, self._terminal.put)
 
@@ -90,10 +93,14 @@ class AnswerScreen:
         except BackendDied:
             raise
         except (RequestError, BackendError) as error:
-            self._fail(row, first, error)
-        else:
-            self.counts.answer(generation)
-            self._finish(row, first, generation)
+            self.counts.fail(error)
+            for number in range(first, first + row.prompt.samples):
+                self._page.end(number, f"no answer: {error}")
+            return
+        self.counts.answer(generation)
+        for number, one in enumerate(generation.completions, first):  # what no part has shown: there may be none
+            self._page.add(number, one.text[self._shown[number][0] :])
+            self._page.end(number, finish_remark(row, one.finish_reason, len(one.tokens)))
 
     def _take(self, row: NamedRow, first: int, part: Part) -> None:
         number = first + part.sample
@@ -103,17 +110,6 @@ class AnswerScreen:
         if part.finish_reason is not None:
             self._page.end(number, finish_remark(row, part.finish_reason, tokens + len(part.tokens)))
 
-    def _finish(self, row: NamedRow, first: int, generation: Generation) -> None:
-        """Show what no part has shown: a backend may send no parts."""
-        for number, one in enumerate(generation.completions, first):
-            self._page.add(number, one.text[self._shown[number][0] :])
-            self._page.end(number, finish_remark(row, one.finish_reason, len(one.tokens)))
-
-    def _fail(self, row: NamedRow, first: int, error: GpuinferError) -> None:
-        self.counts.fail(error)
-        for number in range(first, first + row.prompt.samples):
-            self._page.end(number, f"no answer: {error}")
-
 
 def finish_remark(row: NamedRow, finish_reason: str, tokens: int) -> str:
     """Why an answer of so many tokens ends where a reader may wonder."""
@@ -121,10 +117,3 @@ def finish_remark(row: NamedRow, finish_reason: str, tokens: int) -> str:
         return ""
     most = row.prompt.sampling.max_tokens
     return f"cut off after {most:,} tokens; more with --max-new-tokens" if tokens >= most else "the context is full"
-
-
-def _headings(row: NamedRow) -> list[str]:
-    """What stands before each of its answers: the end of the prompt, which they go on with."""
-    text, samples = row.prompt.text or "", row.prompt.samples
-    shown = text if len(text) <= MOST_SHOWN else f"…{text[-MOST_SHOWN:]}"
-    return [shown] if samples == 1 else [f"{number} of {samples}: {shown}" for number in range(1, samples + 1)]
