@@ -1,11 +1,20 @@
-"""What trainers are given: their own names, the right masks, and the very same groups when it is read back."""
+"""What trainers are given: their names and kinds, the right masks, and the very same groups when it is read back.
+
+The trainers' own code reads it too, where it is installed (verl 0.9, skyrl 0.4, trl 1.16, openpipe-art 0.5; prime-rl is
+on no package index).
+"""
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import math
+import sys
+from pathlib import Path
+from typing import Literal, TypedDict
 
+import msgspec
 import pytest
 from counts import examples
 from hypothesis import given, settings
@@ -36,6 +45,11 @@ def test_groups_come_back_from_each_form_as_they_were(tmp_path_factory, name, so
     assert list(FORMATS[name].read(path)) == some
 
 
+def with_trajectories(group, change):
+    games = (replace(game, trajectories=tuple(map(change, game.trajectories))) for game in group.games)
+    return replace(group, games=tuple(games))
+
+
 def forgetful(group):
     """Its trajectories, each played twice over: the second time begins anew."""
 
@@ -43,8 +57,7 @@ def forgetful(group):
         second = (replace(turn, anew=turn.step == 0) for turn in trajectory.turns)
         return replace(trajectory, turns=(*trajectory.turns, *second))
 
-    games = (replace(game, trajectories=tuple(map(again, game.trajectories))) for game in group.games)
-    return replace(group, games=tuple(games))
+    return with_trajectories(group, again)
 
 
 def exported(name, path, *some):
@@ -53,47 +66,28 @@ def exported(name, path, *some):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_several_turns_are_one_sequence_with_what_was_drawn_marked(tmp_path):
-    line, *_ = exported("verl", tmp_path / "out", group_of(3, tokens=2))
+def test_what_was_drawn_is_marked_and_what_is_compared_stands_together(tmp_path):
+    line, *_ = exported("verl", tmp_path / "verl", group_of(3, tokens=2))
     first, second = group_of(3, tokens=2).games[0].trajectories[0].turns
     assert tuple(line["prompt_ids"]) == first.prompt_tokens
     assert tuple(line["response_ids"]) == first.completion_tokens + second.prompt_tokens + second.completion_tokens
     assert line["response_mask"] == [1, 1, 0, 0, 0, 1, 1]
     assert line["response_logprobs"] == [*first.logprobs, 0, 0, 0, *second.logprobs]
-    assert line["reward_score"] == 0.5
-    assert line["num_turns"] == 4
-    assert line["extra_fields"]["group"] == "g3/A"
-
-
-def test_a_trajectory_that_forgot_is_several_samples(tmp_path):
-    (line,) = exported("skyrl", tmp_path / "out", forgetful(group_of(0)))
+    assert (line["reward_score"], line["num_turns"], line["extra_fields"]["group"]) == (0.5, 4, "g3/A")
+    (line,) = exported("skyrl", tmp_path / "skyrl", forgetful(group_of(0)))  # who forgot has several samples
     assert line["is_last_step"] == [False, True, False, True]
     assert line["trajectory_ids"] == [{"instance_id": "g0/A", "repetition_id": sample} for sample in (0, 0, 1, 1)]
     assert line["rewards"] == [0.5, 0.5, 1.5, 1.5]
-
-
-def test_a_flat_sample_has_everything_for_each_token(tmp_path):
-    lines = exported("prime-rl", tmp_path / "out", group_of(0, tokens=2))
+    lines = exported("prime-rl", tmp_path / "prime", group_of(0, tokens=2))
     of_tokens = ("mask", "logprobs", "temperatures", "advantages")
     assert all(len(line[name]) == len(line["token_ids"]) for line in lines for name in of_tokens)
     assert lines[0]["mask"] == [False] * 3 + [True, True] + [False] * 3 + [True, True]
-    assert lines[0]["advantages"] == pytest.approx([0, 0, 0, -1, -1, 0, 0, 0, -1, -1])
-    assert lines[1]["advantages"] == pytest.approx([0, 0, 0, 1, 1, 0, 0, 0, 1, 1])
+    assert [line["advantages"][3] for line in lines] == pytest.approx([-1, 1])
     assert lines[0]["ref_logprobs"] is None
-
-
-@pytest.mark.parametrize(
-    ("rewards", "expected"),
-    [
-        pytest.param([1.0, 1.0, 1.0], [0, 0, 0], id="all the same"),
-        pytest.param([0.0, 1.0], [-1, 1], id="one better"),
-        pytest.param([1e308, -1e308], [1, -1], id="that overflow"),
-        pytest.param([1.0], [0], id="one alone"),
-        pytest.param([], [], id="none"),
-    ],
-)
-def test_advantages(rewards, expected):
-    assert advantages(rewards) == pytest.approx(expected)
+    group = with_trajectories(group_of(0, samples=3), lambda one: replace(one, trainable=True))
+    lines = exported("trl", tmp_path / "trl", group)  # TRL compares the samples of one call, ART those of one group
+    assert [line["group"] for line in lines] == [["g0/A"] * 3, ["g0/B"] * 3]
+    assert [line["reward"] for line in lines] == [[0.5, 1.5, 2.5]] * 2
 
 
 @given(st.lists(st.floats(-1e6, 1e6), min_size=2, max_size=9))
@@ -104,13 +98,9 @@ def test_advantages_have_mean_0_and_deviation_1(rewards):
     assert spread == pytest.approx(1) or not any(found)
 
 
-def test_records_without_logprobs_are_refused(tmp_path):
-    group = group_of(0)
-    game = group.games[0]
-    silent = replace(game.trajectories[0], turns=(replace(game.trajectories[0].turns[0], logprobs=()),))
-    with pytest.raises(UsageError, match="g0/0/A has no log-probability for each"):
-        FORMATS["trl"].write([replace(group, games=(replace(game, trajectories=(silent,)),))], tmp_path / "out")
-    assert not list(tmp_path.iterdir())
+def test_advantages_of_equal_and_of_huge_rewards():
+    for rewards, expected in (([1.0] * 3, [0] * 3), ([0.0, 1.0], [-1, 1]), ([1e308, -1e308], [1, -1]), ([1.0], [0])):
+        assert advantages(rewards) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -125,27 +115,32 @@ def test_a_file_that_was_changed_is_refused(tmp_path, name):
         list(FORMATS[name].read(tmp_path / "nowhere"))
 
 
-def test_a_changed_mask_is_refused(tmp_path):
+def test_masks_and_log_probabilities_that_do_not_fit_are_refused(tmp_path):
     (line,) = exported("trl", tmp_path / "out", group_of(0))
     line["env_mask"][0][0] = 0
     (tmp_path / "out").write_text(json.dumps(line) + "\n")
     with pytest.raises(UsageError, match="its mask is not where its answers were"):
         list(FORMATS["trl"].read(tmp_path / "out"))
+    silent = with_trajectories(
+        group_of(0), lambda one: replace(one, turns=tuple(replace(turn, logprobs=()) for turn in one.turns))
+    )
+    with pytest.raises(UsageError, match="g0/0/A has no log-probability for each"):
+        FORMATS["trl"].write([silent], tmp_path / "silent")
+    assert not (tmp_path / "silent").exists()
 
 
 @pytest.fixture(scope="module")
 def records(tmp_path_factory):
     """A folder of two groups."""
 
-    async def run(folder):
+    async def write(folder):
         writer = Writer(folder, "jsonl", {"env": "toy"})
         for number in range(2):
             await writer.add(group_of(number))
         await writer.close()
+        return folder
 
-    folder = tmp_path_factory.mktemp("records")
-    asyncio.run(run(folder))
-    return folder
+    return asyncio.run(write(tmp_path_factory.mktemp("records")))
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -158,40 +153,237 @@ def test_the_command_writes_what_a_trainer_reads(gpuinfer, records, tmp_path, na
 
 
 @pytest.mark.parametrize(
-    ("words", "why"),
+    ("folder", "words", "cure"),
     [
-        pytest.param(
-            ["--to", "vrel", "--out", "out"], "no trainer named 'vrel'. Did you mean 'verl'?", id="no such one"
-        ),
-        pytest.param(["--to", "verl", "--out", "."], ". exists already. Give another --out.", id="already there"),
-        pytest.param(["--to", "verl", "--out", "no/out"], "there is no folder no. Create it", id="no folder"),
+        (None, "--to vrel --out out", "Did you mean 'verl'?"),
+        (None, "--to verl --out .", "Give another --out"),
+        (None, "--to verl --out no/out", "there is no folder no. Create it"),
+        (".", "--to verl --out out", "holds no rollouts"),
     ],
 )
-def test_what_cannot_be_exported_is_told(gpuinfer, records, tmp_path, monkeypatch, words, why):
+def test_what_cannot_be_exported_is_refused_with_the_cure(
+    gpuinfer, records, tmp_path, monkeypatch, folder, words, cure
+):
     monkeypatch.chdir(tmp_path)
-    code, _, told = gpuinfer("rollouts", "export", str(records), *words)
-    assert code == 2
-    assert why in told
-    assert "holds no rollouts" in gpuinfer("rollouts", "export", ".", "--to", "verl", "--out", "out")[2]
+    code, _, told = gpuinfer("rollouts", "export", folder or str(records), *words.split())
+    assert (code, cure in told) == (2, True), told
 
 
 def test_the_command_shows_what_there_is_in_80_columns(gpuinfer, records, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     code, said, _ = gpuinfer("rollouts", "show", str(records))
-    assert code == 0
-    assert "policy@v1" in said
+    assert (code, "policy@v1" in said) == (0, True)
     assert "2 groups, 4 games; tokens: 48 shown to the models, 80 drawn" in said
 
 
-def test_what_is_compared_stands_in_one_line(tmp_path):
-    """TRL compares the samples of one call, ART those of one group."""
+KINDS = {
+    "number": float,
+    "numbers": list[float],
+    "whole": int,
+    "tokens": list[int],
+    "marks": list[bool],
+    "rows_of_tokens": list[list[int]],
+    "rows_of_numbers": list[list[float]],
+    "name": str,
+    "names": list[str],
+    "figures": dict[str, float],
+    "anything": dict[str, object],
+    "numbers_or_none": list[float] | None,
+    "trajectories": list[TypedDict("TrajectoryID", {"instance_id": str, "repetition_id": int})],
+}
 
-    def shared(game):
-        return replace(game, trajectories=tuple(replace(one, trainable=True) for one in game.trajectories))
 
-    group = group_of(0, samples=3)
-    group = replace(group, games=tuple(map(shared, group.games)))
-    lines = exported("trl", tmp_path / "out", group)
-    assert [line["group"] for line in lines] == [["g0/A"] * 3, ["g0/B"] * 3]
-    assert [line["reward"] for line in lines] == [[0.5, 1.5, 2.5]] * 2
-    assert list(FORMATS["trl"].read(tmp_path / "out")) == [group]
+def fields(**names):
+    """Field → type, from the names of the fields that have a kind."""
+    return {name: KINDS[kind] for kind, some in names.items() for name in some.split()}
+
+
+DESCRIBED = {
+    # verl/experimental/agent_loop/agent_loop.py, AgentLoopOutput
+    "verl": fields(
+        tokens="prompt_ids response_ids response_mask",
+        numbers="response_logprobs",
+        number="reward_score",
+        whole="num_turns",
+        figures="metrics",
+        anything="extra_fields",
+    ),
+    # skyrl/train/generators/base.py, GeneratorOutput
+    "skyrl": fields(
+        rows_of_tokens="prompt_token_ids response_ids loss_masks",
+        rows_of_numbers="rollout_logprobs",
+        numbers="rewards",
+        names="stop_reasons",
+        figures="rollout_metrics",
+        trajectories="trajectory_ids",
+        marks="is_last_step",
+    ),
+    # src/prime_rl/transport/types.py, TrainingSample; `reward` has gone from its newest versions
+    "prime-rl": fields(
+        tokens="token_ids",
+        marks="mask",
+        numbers="logprobs temperatures advantages",
+        name="env_name trace_id",
+        numbers_or_none="ref_logprobs",
+        number="reward",
+        whole="branch_index",
+    ),
+    # what `rollout_func` of trl/trainer/grpo_trainer.py returns; the last three go to reward functions
+    "trl": fields(
+        rows_of_tokens="prompt_ids completion_ids env_mask",
+        rows_of_numbers="logprobs",
+        numbers="reward",
+        names="group trajectory",
+    ),
+}
+
+
+class Choice(TypedDict):
+    """ART: an answer, as OpenAI and vLLM give it."""
+
+    finish_reason: Literal["stop", "length"]
+    index: int
+    logprobs: dict[str, list[dict[str, object]]]
+    message: dict[str, str]
+    prompt_token_ids: list[int]
+    token_ids: list[int]
+
+
+class Trajectory(TypedDict):
+    """ART: src/art/trajectories, stored as src/art/utils/trajectory_logging.py has it."""
+
+    messages_and_choices: list[dict[str, object]]
+    additional_histories: list[dict[str, list[dict[str, object]]]]
+    reward: float
+    initial_policy_version: int
+    final_policy_version: int
+    metrics: dict[str, float]
+    metadata: dict[str, str | int]
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("exported")
+    for name, form in FORMATS.items():
+        form.write([group_of(0), forgetful(group_of(1)), group_of(2, tokens=1, samples=3)], folder / name)
+    return folder
+
+
+def lines(files, name):
+    return [json.loads(line) for line in (files / name).read_text().splitlines()]
+
+
+@pytest.mark.parametrize("name", DESCRIBED)
+def test_a_line_is_as_described_and_what_is_ours_stands_beside(files, name):
+    for line in lines(files, name):
+        assert set(line) - {"gpuinfer"} == set(DESCRIBED[name])
+        for field, kind in DESCRIBED[name].items():
+            msgspec.convert(line[field], kind)
+
+
+def test_a_table_for_art_is_as_described(files):
+    from pyarrow import parquet
+
+    table = parquet.read_table(files / "art")
+    assert table.schema.metadata[b"art.trajectory_parquet.version"] == b"2"
+    rows = table.to_pylist()
+    assert {(row["format_version"], row["group_index"]) for row in rows} == {(2, 0), (2, 1), (2, 2)}
+    for row in rows:
+        assert set(msgspec.json.decode(row["group_json"])["metadata"]) == {"group", "gpuinfer"}
+        trajectory = msgspec.json.decode(row["trajectory_json"], type=Trajectory)
+        choices = [msgspec.convert(one, Choice) for one in trajectory["messages_and_choices"] if "token_ids" in one]
+        assert [len(one["logprobs"]["content"]) for one in choices] == [len(one["token_ids"]) for one in choices]
+        assert len(choices) == 2
+
+
+def test_verl_reads_it(files):
+    theirs = pytest.importorskip("verl.experimental.agent_loop.agent_loop", exc_type=ImportError)
+    for text in (files / "verl").read_text().splitlines():
+        line, found = json.loads(text), theirs.AgentLoopOutput.model_validate_json(text).as_dict()
+        assert found["prompts"].tolist() == line["prompt_ids"]
+        assert found["responses"].tolist() == line["response_ids"]
+        assert found["response_mask"].tolist() == line["response_mask"]
+        assert found["rollout_log_probs"].tolist() == pytest.approx(line["response_logprobs"])
+        assert found["rm_scores"].sum().item() == pytest.approx(line["reward_score"])
+
+
+def test_skyrl_reads_it(files):
+    base = pytest.importorskip("skyrl.train.generators.base", exc_type=ImportError)
+    checks = pytest.importorskip("skyrl.train.utils.trainer_utils", exc_type=ImportError)
+    for line in lines(files, "skyrl"):
+        line["trajectory_ids"] = [base.TrajectoryID(**one) for one in line["trajectory_ids"]]
+        checks.validate_generator_output(sum(line["is_last_step"]), line, step_wise=True)
+        if all(line["is_last_step"]):
+            checks.validate_generator_output(len(line["response_ids"]), line)
+
+
+def test_art_reads_it(files):
+    logging = pytest.importorskip("art.utils.trajectory_logging", exc_type=ImportError)
+    tokenize = pytest.importorskip("art.preprocessing.tokenize", exc_type=ImportError)
+    from art.trajectories import LegacyHistory
+
+    class Tokenizer:
+        def decode(self, tokens):
+            return str(tokens)
+
+    expected = {(line["trace_id"], line["branch_index"]): line for line in lines(files, "prime-rl")}
+    count = 0
+    for group in logging.read_trajectory_groups_parquet(files / "art"):
+        for trajectory in group.trajectories:
+            first = LegacyHistory(messages_and_choices=trajectory.messages_and_choices, tools=None)
+            sequences = tokenize.assemble_vllm_training_sequences(
+                tokenizer=Tokenizer(),
+                histories=[first, *trajectory.additional_histories],
+                advantage=1.0,
+                allow_training_without_logprobs=False,
+                trajectory=trajectory,
+            )
+            for context, found in enumerate(sequences):
+                line = expected[trajectory.metadata["trajectory"], context]
+                assert found.token_ids == line["token_ids"]
+                assert list(map(bool, found.assistant_mask)) == line["mask"]
+                assert list(itertools.compress(found.logprobs, line["mask"])) == list(
+                    itertools.compress(line["logprobs"], line["mask"])
+                )
+                count += 1
+    assert count == len(expected)
+
+
+@pytest.mark.filterwarnings("ignore")  # theirs
+def test_trl_trains_on_it(tmp_path, files, monkeypatch):
+    tests = str(Path(__file__).parent.parent)  # has a folder `vllm`, which TRL would take for the package
+    monkeypatch.setattr(sys, "path", [one for one in sys.path if one != tests])
+    trl = pytest.importorskip("trl", exc_type=ImportError)
+    datasets = pytest.importorskip("datasets", exc_type=ImportError)
+    from tokenizers import Tokenizer, models
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    line, size = lines(files, "trl")[0], 100
+    words = Tokenizer(models.WordLevel({f"t{number}": number for number in range(size)}, unk_token="t0"))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="t99", pad_token="t98")
+    shape = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    samples, seen = len(line["prompt_ids"]), []
+
+    def reward(prompts, completions, reward, trajectory, **others):
+        seen.extend(trajectory)
+        return reward
+
+    trainer = trl.GRPOTrainer(
+        model=LlamaForCausalLM(LlamaConfig(vocab_size=size, **shape)),
+        processing_class=tokenizer,
+        reward_funcs=reward,
+        train_dataset=datasets.Dataset.from_dict({"prompt": ["t1"] * 4}),
+        rollout_func=lambda prompts, trainer: line,
+        args=trl.GRPOConfig(
+            output_dir=str(tmp_path),
+            per_device_train_batch_size=samples,
+            num_generations=samples,
+            max_steps=1,
+            report_to=[],
+            use_cpu=True,
+            bf16=False,
+            save_strategy="no",
+        ),
+    )
+    trainer.train()
+    assert seen == line["trajectory"]

@@ -11,12 +11,12 @@ import shutil
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from counts import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 from record_draws import group_of, groups
 
 from gpuinfer.errors import UsageError, WorkError
@@ -49,14 +49,6 @@ def in_folder(folder):
     return {group.number: group for group in read(folder)}
 
 
-@given(groups)
-def test_a_group_comes_back_from_its_line_as_it_was(group):
-    line = shards.encode(group)
-    assert line.count(b"\n") == 1
-    assert shards.decode(line) == group
-    assert shards.group_number(line) == group.number
-
-
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("shard_bytes", [1, 3000, 64 << 20], ids=["a shard a group", "some shards", "one shard"])
 def test_what_was_added_is_read_in_its_order(tmp_path, form, shard_bytes):
@@ -69,49 +61,19 @@ def test_what_was_added_is_read_in_its_order(tmp_path, form, shard_bytes):
     assert manifest["shards"] == sorted(path.name for path in tmp_path.glob("shard-*"))
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_a_run_goes_on_with_what_there_is(tmp_path, form):
-    assert written(tmp_path, range(3), form) == frozenset()
-    assert written(tmp_path, range(6), form, resume=True) == {0, 1, 2}
-    assert in_folder(tmp_path) == {number: group_of(number) for number in range(6)}
-
-
-def test_a_run_that_is_on_can_be_read(tmp_path):
-    async def run():
-        writer = Writer(tmp_path, "jsonl", HEADER)
-        await writer.add(group_of(0))
-        await writer.flush()
-        seen = list(read(tmp_path))
-        await writer.close()
-        return seen
-
-    assert asyncio.run(run()) == [group_of(0)]
-
-
-def test_other_settings_are_refused_by_name(tmp_path):
-    written(tmp_path, [0])
-
-    async def other():
-        Writer(tmp_path, "jsonl", {**HEADER, "seed": 2, "horizon": 3}, resume=True)
-
-    with pytest.raises(UsageError, match=r"\(horizon: null there, 3 here; seed: 1 there, 2 here\)"):
-        asyncio.run(other())
-
-
-def test_two_writers_do_not_share_a_folder(tmp_path):
-    async def run():
-        writer = Writer(tmp_path, "jsonl", HEADER)
-        with pytest.raises(UsageError, match="in use by another run"):
-            Writer(tmp_path, "jsonl", HEADER, resume=True)
-        await writer.close()
-        await Writer(tmp_path, "jsonl", HEADER, resume=True).close()
-
-    asyncio.run(run())
-
-
-def test_a_group_is_added_once(tmp_path):
+async def test_a_folder_can_be_read_meanwhile_and_has_one_writer_with_the_same_settings(tmp_path):
+    writer = Writer(tmp_path, "jsonl", HEADER)
+    await writer.add(group_of(4))
+    await writer.flush()
+    assert list(read(tmp_path)) == [group_of(4)]
     with pytest.raises(ValueError, match="group 4 is there already"):
-        written(tmp_path, [4, 4])
+        await writer.add(group_of(4))
+    with pytest.raises(UsageError, match="in use by another run"):
+        Writer(tmp_path, "jsonl", HEADER, resume=True)
+    await writer.close()
+    with pytest.raises(UsageError, match=r"\(horizon: null there, 3 here; seed: 1 there, 2 here\)"):
+        Writer(tmp_path, "jsonl", {**HEADER, "seed": 2, "horizon": 3}, resume=True)
+    await Writer(tmp_path, "jsonl", HEADER, resume=True).close()
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -200,66 +162,48 @@ def test_a_full_disk_is_told_and_nothing_is_lost(tmp_path, form):
     assert in_folder(tmp_path) == {number: group_of(number) for number in range(50)}
 
 
-def test_a_damaged_line_costs_its_own_group_alone(tmp_path):
-    written(tmp_path, range(3))
-    shard = tmp_path / "shard-000000.jsonl"
-    first, second, third = shard.read_bytes().splitlines(keepends=True)
-    shard.write_bytes(first + second[:40] + b"\0" * 9 + second[49:-3] + b"\n" + third)
-    with pytest.raises(UsageError, match="line 2: this is no group"):
+@pytest.mark.parametrize(("form", "kept"), [("jsonl", {0, 2}), ("parquet", set())])
+def test_what_is_damaged_is_set_aside_and_its_groups_are_played_again(tmp_path, form, kept):
+    """A damaged line costs its own group alone, a damaged table all of its groups."""
+    written(tmp_path, range(3), form)
+    shard = tmp_path / f"shard-000000.{form}"
+    data = shard.read_bytes()
+    place = data.index(b"\n") + 40 if form == "jsonl" else len(data) // 3
+    end = data.index(b"\n", place) if form == "jsonl" else len(data)
+    shard.write_bytes(data[:place] + b"\0" * 9 + data[place + 9 : end - 3] + data[end:])
+    with pytest.raises(UsageError, match=r"line 2: this is no group|is damaged .*--resume"):
         list(read(tmp_path))
-    assert written(tmp_path, range(3), resume=True) == {0, 2}
+    assert written(tmp_path, range(3), form, resume=True) == kept
     assert in_folder(tmp_path) == {number: group_of(number) for number in range(3)}
-    assert Path(tmp_path / "shard-000000.broken").exists()
+    assert (tmp_path / "shard-000000.broken").exists()
 
 
-def test_what_no_file_holds_is_named(tmp_path):
-    async def run(group):
-        writer = Writer(tmp_path, "jsonl", HEADER)
-        try:
-            await writer.add(group)
-            await writer.flush()
-        finally:
-            with pytest.raises(WorkError):
-                await writer.close()
-
+async def test_what_no_file_holds_is_named(tmp_path):
+    writer = Writer(tmp_path, "jsonl", HEADER)
     group = group_of(3)
-    game = group.games[1]
-    game = type(game)(
-        **{**{name: getattr(game, name) for name in game.__struct_fields__}, "metrics": {"m": float("nan")}}
-    )
-    bad = type(group)(**{**{name: getattr(group, name) for name in group.__struct_fields__}, "games": (game,)})
+    game = replace(group.games[1], metrics={"m": float("nan")})
+    await writer.add(replace(group, games=(game,)))
     with pytest.raises(WorkError, match="a metric of group 3, sample 1 is not finite"):
-        asyncio.run(run(bad))
+        await writer.flush()
+    with pytest.raises(WorkError):
+        await writer.close()
 
 
 @settings(max_examples=examples(40))
 @given(st.lists(groups, min_size=1, max_size=3))
-def test_groups_come_back_from_a_table_as_they_were(tmp_path_factory, some):
+def test_groups_come_back_from_lines_and_from_a_table_as_they_were(tmp_path_factory, some):
+    for group in some:
+        line = shards.encode(group)
+        assert (line.count(b"\n"), shards.group_number(line), shards.decode(line)) == (1, group.number, group)
     path = tmp_path_factory.mktemp("table") / "shard.parquet"
     with path.open("wb") as file:
         parquet.write_groups(file, some)
     assert list(parquet.read_groups(path)) == some
-
-
-def test_everything_that_is_recorded_has_a_column():
     columns = set(parquet.table_schema().names)
     prefixes = {"group": Group, "game": Game, "trajectory": Trajectory, "": Turn}
     inner = {"group_games", "group_failed", "game_trajectories", "trajectory_turns"}
     named = {f"{prefix}_{name}".lstrip("_") for prefix, part in prefixes.items() for name in part.__struct_fields__}
-    assert columns == (named - inner) | {"failed", "game", "trajectory", "turn"}
-
-
-def test_a_damaged_table_is_set_aside_and_its_groups_are_played_again(tmp_path):
-    written(tmp_path, range(3), "parquet")
-    shard = tmp_path / "shard-000000.parquet"
-    data = bytearray(shard.read_bytes())
-    data[len(data) // 3] ^= 0xFF
-    shard.write_bytes(data)
-    with pytest.raises(UsageError, match=r"is damaged .*--resume"):
-        list(read(tmp_path))
-    assert written(tmp_path, range(3), "parquet", resume=True) == frozenset()
-    assert in_folder(tmp_path) == {number: group_of(number) for number in range(3)}
-    assert (tmp_path / "shard-000000.broken").exists()
+    assert columns == (named - inner) | {"failed", "game", "trajectory", "turn"}  # all that is recorded
 
 
 def test_parquet_without_its_package_names_the_command(tmp_path, monkeypatch):
