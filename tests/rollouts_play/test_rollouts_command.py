@@ -5,6 +5,8 @@ import pytest
 from forking import run
 from rollouts_run import HERE, ended, groups_in, rollouts, started, timeless, until
 
+from gpuinfer.workloads.rollouts.options import RoleOpponent, Roles
+
 CHATTING = ("--env", "rollout_tables:Chatting", "--model", "null", "--groups", 6, "--samples-per-group", 2)
 SLOWLY = (*CHATTING, "--env-option", "wait=0.15", "--groups-in-flight", 1)
 
@@ -23,7 +25,9 @@ def test_a_run_ends_with_all_groups_and_a_report(at_once):
     assert report["status"] == "done"
     assert report["progress"]["done"] == 6
     assert [group.number for group in groups_in(folder)] == list(range(6))
-    tokens = sum(len(turn.completion_tokens) for group in groups_in(folder) for turn in group.turns())
+    turns = [turn for group in groups_in(folder) for turn in group.turns()]
+    assert all(turn.logprobs == (-1.5,) * len(turn.completion_tokens) for turn in turns)  # the instant model's own
+    tokens = sum(len(turn.completion_tokens) for turn in turns)
     rates, wall_s = report["throughput"], report["wall_s"]
     assert tokens <= round(rates["output_tokens_per_s"] * wall_s) <= 2 * tokens  # the first were asked for twice
     assert rates["games_per_min"] * wall_s / 60 == pytest.approx(12)
@@ -57,30 +61,52 @@ def test_a_run_that_was_ended_goes_on_and_plays_each_group_once(at_once, tmp_pat
     assert [one for one in found if one.number in {had.number for had in before}] == before
 
 
+ARITHMETIC = "--env arithmetic --model null"
+
+
 @pytest.mark.parametrize(
-    ("words", "code", "said"),
+    ("words", "cure"),
     [
-        pytest.param(("--model", "null"), 2, "rollouts needs an environment", id="no environment"),
-        pytest.param(("--env", "arithmetic"), 2, "rollouts needs a model", id="no model"),
-        pytest.param(("--env", "arithmetic", "--model", "null", "--resume"), 2, "Add --out DIR", id="resume nothing"),
-        pytest.param(
-            ("--env", "arithmetic", "--model", "null", "--ref-model", "tiny"),
-            2,
-            "Add --reference inline",
-            id="no reference",
-        ),
-        pytest.param(
-            ("--env", "arithmetic", "--model", "null", "--reference", "inline", "--ref-model", "tiniy"),
-            2,
-            "Did you mean 'tiny'?",
-            id="a reference that is not there",
-        ),
-        pytest.param(("--env", "arithmetc", "--model", "null"), 2, "Did you mean 'arithmetic'", id="a slip"),
+        ("--model null", "rollouts needs an environment"),
+        ("--env arithmetic", "rollouts needs a model"),
+        (f"{ARITHMETIC} --resume", "Add --out DIR"),
+        (f"{ARITHMETIC} --ref-model tiny", "Add --reference inline"),
+        (f"{ARITHMETIC} --reference inline --ref-model tiniy", "Did you mean 'tiny'?"),
+        ("--env arithmetc --model null", "Did you mean 'arithmetic'"),
+        ("--env rollout_tables:Chating --model null", "has no attribute 'Chating'"),
+        ("--env nowhere_at_all:X --model null", "No module named 'nowhere_at_all'"),
+        (f"{ARITHMETIC} --env-option larges=3", "has no option 'larges'. Did you mean 'largest'?"),
+        (f"{ARITHMETIC} --env-option largest=x", "is not a whole number"),
+        (f"{ARITHMETIC} --env-option largest", "not of the form key=value"),
+        ("--env rollout_tables:by_function --model null --env-option stops=1", "Did you mean 'steps'"),
+        (f"{ARITHMETIC} --opponent enemy", "--opponent enemy: not of the form role=MODEL"),
+        (f"{ARITHMETIC} --opponent a=x --opponent a=y", "--opponent names 'a' twice"),
+        (f"{ARITHMETIC} --opponent a=adapter:b", "no such adapter. Add --adapter b=DIR"),
+        (f"{ARITHMETIC} --role-temperature a=hot", "--role-temperature a=hot: no temperature"),
+        (f"{ARITHMETIC} --role-temperature a=-1", "Give a number from 0 to 1000"),
+        (f"{ARITHMETIC} --adapter a=/nowhere", "there is no adapter_config.json in it"),
+        (f"{ARITHMETIC} --plain --steps steps.jsonl", "there is no trainer. Add --trainer-seconds"),
+        (f"{ARITHMETIC} --plain --listen 127.0.0.1:0 --trainer-seconds 1", "Give one of them"),
+        (f"{ARITHMETIC} --plain --listen 0.0.0.0:0", "--api-key-file"),
+        (f"{ARITHMETIC} --plain --groups 4 --trainer-seconds 1 --prefill 9", "Use --prefill 3"),
     ],
 )
-def test_a_command_line_that_cannot_be_is_refused_with_the_cure(gpuinfer, words, code, said):
-    found = gpuinfer("rollouts", *words)
-    assert (found[0], said in found[2]) == (code, True), found[2]
+def test_a_command_line_that_cannot_be_is_refused_with_the_cure(gpuinfer, empty_folder, words, cure):
+    code, _, err = gpuinfer("rollouts", *words.split())
+    assert (code, cure in " ".join(err.split())) == (2, True), err
+
+
+def test_roles_have_models_adapters_and_temperatures_and_other_weights_decide_another_record(tmp_path):
+    (tmp_path / "adapter_config.json").write_text("{}")
+    cast = Roles.of(["enemy=tiny", "rival=adapter:old"], ["enemy=0.5"], [f"old={tmp_path}"])
+    assert cast.opponents == {"enemy": RoleOpponent(model="tiny"), "rival": RoleOpponent(adapter="old")}
+    assert (cast.temperatures, cast.policy) == ({"enemy": 0.5}, None)
+    cast = Roles.of([], [], [f"policy={tmp_path}"])
+    assert cast.policy == "policy"
+    before = cast.deciding()
+    assert cast.deciding() == before
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"1")
+    assert cast.deciding() != before
 
 
 def test_an_environment_that_blocks_for_ever_is_named_and_given_up():
@@ -92,19 +118,10 @@ def test_an_environment_that_blocks_for_ever_is_named_and_given_up():
     assert "rollout_tables.py" in said
 
 
-BLOB = (
-    "--env",
-    "gpuinfer.rollouts.builtin_environments:BlobText",
-    "--env-option",
-    "cards=1",
-    "--groups",
-    2,
-)
-
-
 def test_opponents_are_another_model_with_a_temperature_of_its_own_and_do_not_learn(tmp_path):
+    blob = ("--env", "gpuinfer.rollouts.builtin_environments:BlobText", "--env-option", "cards=1", "--groups", 2)
     more = ("--opponent", "opponent=tiny", "--role-temperature", "opponent=0.5", "--samples-per-group", 2)
-    code, _, err = rollouts(*BLOB, *more, "--model", "null", "--out", tmp_path / "out")
+    code, _, err = rollouts(*blob, *more, "--model", "null", "--out", tmp_path / "out")
     assert code == 0, err
     for group in groups_in(tmp_path / "out"):
         for game in group.games:
@@ -140,10 +157,3 @@ def played(folder, *words):
     done = run([*line, *games, *words], HERE, workers=True)
     assert done.returncode == 0, done.stderr
     return [timeless(group) for group in groups_in(folder)]
-
-
-def test_a_backend_that_knows_the_models_own_log_probabilities_alone_is_asked_for_them(at_once):
-    """As the instant model is."""
-    folder, _ = at_once
-    turns = [turn for group in groups_in(folder) for turn in group.turns()]
-    assert all(turn.logprobs == (-1.5,) * len(turn.completion_tokens) for turn in turns)

@@ -1,6 +1,7 @@
 """Token in, token out: a conversation's tokens are those of the whole chat, and what was said stays as it was."""
 
 import asyncio
+import json
 
 import pytest
 from hypothesis import given
@@ -74,21 +75,16 @@ def test_an_answer_that_was_cut_off_is_ended_as_the_template_ends_it(language, t
     assert text == language.render_chat(messages[:-1], Rendering()) + turns[-1][1]
 
 
-def test_what_was_drawn_is_never_tokenised_again(language):
+async def test_what_was_drawn_is_never_tokenised_again(language):
     """Tokens that no tokenizer would have chosen for their text."""
-
-    async def talk():
-        chat, said = ChatEncoder(language), TokenConversation()
-        first = await chat.added(said, Observation(messages=[{"role": "user", "content": "go on"}]))
-        spelled = sum((tokens_of(language, letter) for letter in "hello"), ())
-        said.add_answer(first, Completion(text="hello", tokens=(*spelled, END), finish_reason="stop"))
-        second = await chat.added(said, Observation(messages=[{"role": "user", "content": "more"}]))
-        chat.close()
-        return first, spelled, second, said.tokens
-
-    first, spelled, second, tokens = asyncio.run(talk())
-    assert tokens == (*first, *spelled, END)
+    chat, said = ChatEncoder(language), TokenConversation()
+    first = await chat.added(said, Observation(messages=[{"role": "user", "content": "go on"}]))
+    spelled = sum((tokens_of(language, letter) for letter in "hello"), ())
     assert spelled != tokens_of(language, "hello")
+    said.add_answer(first, Completion(text="hello", tokens=(*spelled, END), finish_reason="stop"))
+    second = await chat.added(said, Observation(messages=[{"role": "user", "content": "more"}]))
+    chat.close()
+    assert said.tokens == (*first, *spelled, END)
     assert language.decode(second, special_tokens=True) == "\n<|im_start|>user\nmore<|im_end|>\n<|im_start|>assistant\n"
 
 
@@ -108,27 +104,20 @@ def test_a_template_that_changes_what_was_said_does_not_change_its_tokens(folder
     )
 
 
-def test_a_template_that_forgets_answers_is_refused_with_the_cure(folder, tmp_path):
+def test_a_template_that_forgets_answers_and_none_at_all_are_refused_with_the_cure(folder, tmp_path):
     template = "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}\n{% endif %}{% endfor %}"
-    language = language_of(str(with_template(folder, tmp_path / "forgets", template)))
     turns = [([{"role": "user", "content": "one"}], "a"), ([{"role": "user", "content": "two"}], "b")]
     with pytest.raises(BadPrompt, match="leaves out an answer"):
-        conversation(language, turns)
-
-
-def test_a_model_without_a_template_is_refused_unless_chats_are_plain(folder, tmp_path):
+        conversation(language_of(str(with_template(folder, tmp_path / "forgets", template))), turns)
     language = language_of(str(with_template(folder, tmp_path / "plain", None)))
     with pytest.raises(UsageError, match=r"no chat template.*--plain"):
         ChatEncoder(language)
-    turns = [([{"role": "user", "content": "one"}], "a"), ([{"role": "user", "content": "two"}], "b")]
     _, tokens = conversation(language, turns, ends=False, plain=True)
     assert language.decode(tokens) == "user: one\nassistant: a\nuser: two\nassistant: b"
 
 
 def with_template(folder, to, template):
     """A copy of the model with this chat template, or without one."""
-    import json
-
     made = copy_of(folder, to)
     (made / "chat_template.jinja").unlink(missing_ok=True)
     path = made / "tokenizer_config.json"

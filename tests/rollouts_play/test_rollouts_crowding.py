@@ -1,6 +1,7 @@
 """Which games are let in: told with a toy of a game that asks, is answered and goes on."""
 
 import asyncio
+import contextlib
 
 import pytest
 from hypothesis import given
@@ -50,45 +51,33 @@ async def settled():
         await asyncio.sleep(0)
 
 
-def played(play, slots, agents=1, counts=None):
-    async def run():
-        games = Games(ConcurrencyController(counts or RolloutCounts(), slots), agents)
-        try:
-            return await play(games)
-        finally:
-            await games.end()
-
-    return asyncio.run(run())
+@contextlib.asynccontextmanager
+async def games_of(slots, agents=1, counts=None):
+    games = Games(ConcurrencyController(counts or RolloutCounts(), slots), agents)
+    try:
+        yield games
+    finally:
+        await games.end()
 
 
-def test_conversations_have_slots_too_until_it_is_known_that_nothing_is_said_again():
-    async def play(games):
+async def test_conversations_have_slots_too_until_it_is_known_that_nothing_is_said_again():
+    async with games_of(slots=7, agents=3, counts=RolloutCounts(input_tokens=10)) as games:
         for number in range(4):
             await games.come(number)
             for _ in range(2):  # of three agents one is asked
                 games.controller.counts.answered(None)
-        before = list(games.inside)
+        assert games.inside == [0, 1]
         await games.go(0)
         games.controller.counts.asked = 2
         games.controller.admit_waiting()
         await settled()
-        return before, list(games.inside)
-
-    assert played(play, slots=7, agents=3, counts=RolloutCounts(input_tokens=10)) == ([0, 1], [1, 2, 3])
+        assert games.inside == [1, 2, 3]
 
 
-@pytest.mark.parametrize(
-    ("cached", "most"),
-    [
-        pytest.param(1.0, 10, id="all is found again: there may be more"),
-        pytest.param(0.8, 8, id="most is found again"),
-        pytest.param(0.0, 8, id="nothing is found again: there is a slot for each all the same"),
-    ],
-)
-def test_how_much_a_backend_remembers_is_found_out(cached, most):
+@pytest.mark.parametrize(("cached", "most"), [(1.0, 10), (0.8, 8), (0.0, 8)])
+async def test_games_are_let_in_by_how_much_a_backend_remembers(cached, most):
     counts = RolloutCounts()
-
-    async def play(games):
+    async with games_of(slots=8, counts=counts) as games:
         await games.come(0)
         counts.input_tokens, counts.carried_tokens, counts.again = 1000, 900, 20
         counts.kept_tokens = int(900 * cached)
@@ -96,38 +85,31 @@ def test_how_much_a_backend_remembers_is_found_out(cached, most):
         for number in range(1, 12):
             await games.come(number)
             games.controller.counts.answered(None)
-        return len(games.inside)
-
-    assert played(play, slots=8, counts=counts) == most
+        assert len(games.inside) == most
 
 
 @given(
-    moves=st.lists(st.tuples(st.sampled_from(["come", "go", "cancel"]), st.integers(0, 30)), max_size=40),
+    moves=st.lists(st.tuples(st.sampled_from(["come", "go", "cancel"]), st.integers(0, 30)), min_size=1, max_size=40),
     slots=st.integers(1, 5),
     agents=st.integers(1, 4),
 )
 def test_whoever_comes_gets_a_place_in_turn_and_nobody_waits_before_an_empty_table(moves, slots, agents):
-    async def play(games):
-        come = 0
-        for move, number in moves:
-            if move == "come":
-                await games.come(come)
-                come += 1
-            elif number < come:
-                if move == "go":
-                    games._go[number].set()
-                else:
-                    games._tasks[number].cancel()
+    async def play():
+        async with games_of(slots, agents) as games:
+            for number, (move, which) in enumerate(moves):
+                if move == "come" or not number:
+                    await games.come(len(games._tasks))
+                elif which < len(games._tasks):
+                    games._go[which].set() if move == "go" else games._tasks[which].cancel()
+                    await settled()
+            left = [number for number, task in enumerate(games._tasks) if not task.done()]
+            assert games.inside == sorted(games.inside) == left[: len(games.inside)]
+            assert games.inside or not left
+            assert games.controller.games == len(games.inside)
+            for number in left:
+                games._go[number].set()
+            for _ in left:
                 await settled()
-        left = [number for number, task in enumerate(games._tasks) if not task.done()]
-        assert games.inside == sorted(games.inside) == left[: len(games.inside)]
-        assert games.inside or not left
-        assert games.controller.games == len(games.inside)
-        for number in left:
-            games._go[number].set()
-        for _ in left:
-            await settled()
-        assert games.inside == []
+            assert games.inside == []
 
-    if any(move == "come" for move, _ in moves):
-        played(play, slots, agents)
+    asyncio.run(play())

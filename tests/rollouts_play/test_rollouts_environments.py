@@ -1,4 +1,3 @@
-import asyncio
 import random
 
 import pytest
@@ -17,18 +16,15 @@ from gpuinfer.rollouts.builtin_environments import Arithmetic, BlobRules, BlobTe
         pytest.param("9" * 5000, 0.0, id="more digits than are read"),
     ],
 )
-def test_arithmetic_rewards_exactly_the_right_number(answer, reward):
-    async def play(seed):
+async def test_arithmetic_rewards_exactly_the_right_number(answer, reward):
+    for seed in range(20):
         made = Arithmetic(largest=20)
         await made.reset(seed)
         ((agent, shown),) = (await made.observe()).items()
         question = shown.messages[-1]["content"].removeprefix("What is ").partition("?")[0]
         left, sign, right = question.split()
         result = {"+": int(left) + int(right), "-": int(left) - int(right), "*": int(left) * int(right)}[sign]
-        return await made.step({agent: answer.format(result)})
-
-    for seed in range(20):
-        outcome = asyncio.run(play(seed))
+        outcome = await made.step({agent: answer.format(result)})
         assert (outcome.rewards, outcome.done) == ({"solver": reward}, True)
 
 
@@ -69,20 +65,16 @@ def compiled_state(game, rules):
     return state
 
 
-def played(seed, say, **options):
-    """The environment after a whole game, all that was shown, and the last outcome."""
-
-    async def play():
-        table, shown = BlobText(**options), []
-        await table.reset(seed)
-        while True:
-            ((agent, observation),) = (await table.observe()).items()
-            shown.append((agent, observation))
-            outcome = await table.step({agent: say(observation)})
-            if outcome.done:
-                return table, shown, outcome
-
-    return asyncio.run(play())
+async def played(seed, say, **options):
+    """All that was shown, and the last outcome of a whole game."""
+    table, shown = BlobText(**options), []
+    await table.reset(seed)
+    while True:
+        ((agent, observation),) = (await table.observe()).items()
+        shown.append((agent, observation))
+        outcome = await table.step({agent: say(observation)})
+        if outcome.done:
+            return shown, outcome
 
 
 def legal_of(observation):
@@ -90,23 +82,16 @@ def legal_of(observation):
     return constraint.choice or tuple(text for _, text in constraint.listed.items)
 
 
-def test_blob_hears_every_legal_move_and_rewards_the_points():
-    _, shown, outcome = played(3, lambda one: f" {legal_of(one)[-1].upper()}. ")
+async def test_blob_rewards_legal_moves_with_points_and_plays_a_legal_one_for_what_is_none():
+    shown, outcome = await played(3, lambda one: f" {legal_of(one)[-1].upper()}. ")
     assert outcome.metrics == {"illegal_moves": 0.0}
     assert set(outcome.rewards) == {"player-1", "player-2", "player-3", "player-4"}
     assert all(0 <= reward <= 1 for reward in outcome.rewards.values())
     assert len(shown) == 4 * 6
-    introduced = [one for _, one in shown if one.messages[0]["role"] == "system"]
-    assert len(introduced) == 4
-
-
-def test_what_is_no_move_costs_and_the_first_legal_one_is_played():
-    _, _, outcome = played(3, lambda one: "pass", penalty=0.5, cards=1, players=2)
+    assert sum(one.messages[0]["role"] == "system" for _, one in shown) == 4  # each is introduced once
+    _, outcome = await played(3, lambda one: "pass", penalty=0.5, cards=1, players=2)
     assert outcome.metrics == {"illegal_moves": 4.0}
     assert all(reward <= 1 - 2 * 0.5 for reward in outcome.rewards.values())
-
-
-def test_a_move_stands_between_tags_after_free_thought():
-    said = "hm, 3? <move>\n{}\n</move>"
-    _, _, outcome = played(5, lambda one: said.format(legal_of(one)[0]), thinking=True)
+    thought = "hm, 3? <move>\n{}\n</move>"
+    _, outcome = await played(5, lambda one: thought.format(legal_of(one)[0]), thinking=True)
     assert outcome.metrics == {"illegal_moves": 0.0}
