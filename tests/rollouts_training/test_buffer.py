@@ -1,27 +1,17 @@
-"""Groups that wait for the trainer: each is given once, in order, none too old, and nobody waits for ever."""
+"""Groups that wait for the trainer: each is given once, in order, none too old; and how many may be under way."""
 
 import asyncio
 
 import pytest
 from counts import examples
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 from played import group
 
 from gpuinfer.errors import Closed
-from gpuinfer.rollouts.buffer import GroupBuffer
+from gpuinfer.rollouts.buffer import Capacity, CapacityGate, GroupBuffer
 from gpuinfer.rollouts.record import oldest_version, version_lags, version_number
-
-PATIENCE_S = 60.0
-
-
-def run(main):
-    async def bounded():
-        async with asyncio.timeout(PATIENCE_S):
-            return await main
-
-    return asyncio.run(bounded())
 
 
 async def turns(number=8):
@@ -33,47 +23,13 @@ def numbers(groups):
     return [one.number for one in groups]
 
 
-@pytest.mark.parametrize(
-    ("name", "number"), [("", 0), ("v7", 7), ("policy@v12", 12), ("3", 3), ("a@b@v2", 2), ("base", 0), ("v", 0)]
-)
-def test_numbers_of_versions(name, number):
-    assert version_number(name) == number
-
-
 def test_a_group_is_as_old_as_its_oldest_trainable_token():
+    names = {"": 0, "v7": 7, "policy@v12": 12, "3": 3, "a@b@v2": 2, "base": 0, "v": 0}
+    assert {name: version_number(name) for name in names} == names
     assert oldest_version(group(0, ["v5", "v3", "v4"])) == 3
     assert oldest_version(group(0, ["v5"], opponent=["v1"])) == 5
     assert oldest_version(group(0, ()), otherwise=9) == 9
     assert version_lags([group(0, ["v5", "v3"]), group(1, ["policy@v6"])], 6) == [3, 0]
-
-
-def test_what_is_too_old_is_dropped_whether_it_waits_or_comes():
-    async def main():
-        gone = []
-        buffer = GroupBuffer(depth=8, max_staleness=1, on_drop=gone.append)
-        for number, versions in enumerate([["v0"], ["v2", "v1"], ["v2"]]):
-            assert await buffer.put(group(number, versions))
-        assert buffer.advance(2) == 1
-        assert numbers(gone) == [0]
-        assert not await buffer.put(group(3, ["v3", "v0"]))
-        assert numbers(gone) == [0, 3]
-        assert numbers(await buffer.take(2)) == [1, 2]
-        assert buffer.shelf.counts() == {"put": 4, "given": 2, "dropped": 2, "waiting": 0}
-
-    run(main())
-
-
-def test_who_waits_for_room_with_what_grows_too_old_does_not_wait_on():
-    async def main():
-        buffer = GroupBuffer(depth=1, max_staleness=0)
-        await buffer.put(group(0, ["v1"]))
-        putting = asyncio.create_task(buffer.put(group(1, ["v0"])))
-        await turns()
-        assert not putting.done()
-        buffer.advance(1)
-        assert await putting is False
-
-    run(main())
 
 
 class BufferMachine(RuleBasedStateMachine):
@@ -202,3 +158,68 @@ def test_any_history_of_a_buffer_gives_each_group_once_or_counts_it_as_dropped()
     run_state_machine_as_test(
         BufferMachine, settings=settings(max_examples=examples(100), stateful_step_count=30, deadline=None)
     )
+
+
+CAPACITIES = [  # what differs from 64 at a time and batches of 4 that may not be stale, and the room
+    ({}, 4),
+    ({"running": 4}, 0),
+    ({"accepted": 4}, 0),
+    ({"accepted": 4, "version": 1}, 4),
+    ({"staleness": 1}, 8),
+    ({"staleness": 1, "concurrency": 5}, 5),
+    ({"staleness": 1, "concurrency": 5, "running": 3}, 2),
+    ({"staleness": 9, "running": 4, "accepted": 40}, -4),
+    ({"staleness": None, "accepted": 10**6, "running": 60}, 4),
+    ({"first": 7, "version": 8, "accepted": 4}, 4),
+]
+
+
+def test_the_rule_of_capacity():
+    for state, room in CAPACITIES:
+        assert Capacity(**{"concurrency": 64, "batch": 4, "staleness": 0, **state}).room == room, state
+
+
+@settings(max_examples=examples(200), deadline=None)
+@given(
+    st.integers(1, 6),
+    st.integers(1, 4),
+    st.integers(0, 3) | st.none(),
+    st.lists(st.sampled_from(["ask", "cancel", "accept", "fail", "drop", "advance"]), max_size=60),
+)
+@pytest.mark.property
+def test_a_gate_never_lets_in_more_than_the_rule_and_keeps_nobody_out_without_need(concurrency, batch, eta, events):
+    async def main():
+        capacity = Capacity(concurrency=concurrency, batch=batch, staleness=eta)
+        gate, waiting, inside = CapacityGate(capacity), [], 0
+        for event in events:
+            if event == "ask":
+                waiting.append(asyncio.create_task(gate.admitted()))
+            elif event == "cancel" and waiting:
+                waiting.pop().cancel()
+            elif event == "accept" and inside:
+                gate.accepted()
+                inside -= 1
+            elif event == "fail" and inside:
+                gate.failed()
+                inside -= 1
+            elif event == "drop" and capacity.accepted:
+                gate.dropped()
+            elif event == "advance":
+                gate.advance(capacity.version + 1)
+            await turns()
+            let_in = [task for task in waiting if task.done()]
+            assert waiting[: len(let_in)] == let_in  # in the order in which they asked
+            del waiting[: len(let_in)]
+            for _ in let_in:
+                gate.started()
+            inside += len(let_in)
+            assert capacity.running == inside <= concurrency
+            if eta is not None:
+                assert capacity.accepted + capacity.running <= (eta + capacity.version + 1) * batch
+            assert not waiting or capacity.room <= 0
+            assert gate.waiting == len(waiting)
+        gate.close()
+        ends = await asyncio.gather(*waiting, return_exceptions=True)
+        assert all(isinstance(end, Closed) for end in ends)
+
+    asyncio.run(main())

@@ -7,6 +7,7 @@ import pytest
 from counts import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 from played import game, trajectory, turn
 
 from gpuinfer.rollouts.kl import AdaptiveKl, divergence, drift, from_reference, from_trainer
@@ -39,28 +40,15 @@ def test_the_mean_importance_ratio_is_one_in_expectation(sampler, trainer):
     assert sum(s * ratio for s, ratio in zip(sampler, ratios, strict=True)) == pytest.approx(1.0)
 
 
-def test_a_policy_is_at_no_distance_from_itself():
+def test_divergence_and_drift_at_the_edges():
     same = [-0.5, -3.0, -0.01]
-    found = divergence(same, same)
-    assert (found.tokens, found.k1, found.k3, found.largest) == (3, 0.0, 0.0, 0.0)
+    assert structs.astuple(divergence(same, same)) == (3, 0.0, 0.0, 0.0)
     moved = drift(same, same)
     assert (moved.mean, moved.largest, moved.effective) == (1.0, 1.0, 1.0)
-
-
-def test_one_token_that_outweighs_all_others_leaves_a_sample_of_one():
-    assert drift([0.0, -50.0, -50.0, -50.0], [-1.0, -1.0, -1.0, -1.0]).effective == pytest.approx(0.25)
-
-
-def test_what_the_reference_thinks_impossible_overflows_nothing():
-    found = divergence([-1000.0, -1.0], [-0.1, -2000.0])
-    assert math.isfinite(found.k3)
-    assert math.isfinite(drift([-0.1], [-2000.0]).mean)
-    assert drift([-0.1, -2000.0], [-2000.0, -0.1]).effective == pytest.approx(0.5)
-
-
-def test_nothing_is_known_of_no_tokens_and_unlike_lengths_are_refused():
-    assert divergence([], []) is None
-    assert drift([], []) is None
+    assert drift([0.0, -50.0, -50.0, -50.0], [-1.0] * 4).effective == pytest.approx(0.25)  # one outweighs all others
+    assert drift([-0.1, -2000.0], [-2000.0, -0.1]).effective == pytest.approx(0.5)  # nothing overflows
+    assert math.isfinite(divergence([-1000.0, -1.0], [-0.1, -2000.0]).k3)
+    assert (divergence([], []), drift([], [])) == (None, None)
     with pytest.raises(ValueError, match="cannot be compared"):
         divergence([-1.0], [-1.0, -2.0])
 
@@ -84,28 +72,12 @@ def test_the_trainers_logprobs_are_held_against_the_sampled_ones():
         from_trainer([played], {"0/0/a": [[-1.0, -2.0]]})
 
 
-@pytest.mark.parametrize(
-    ("seen", "coefficient"),
-    [
-        pytest.param(6.0, 0.2, id="on target it stays"),
-        pytest.param(6.3, 0.2 * 1.005, id="a little over it grows by the error"),
-        pytest.param(60.0, 0.2 * 1.02, id="far over it grows by the cut-off error"),
-        pytest.param(0.0, 0.2 * 0.98, id="far under it shrinks likewise"),
-        pytest.param(math.nan, 0.2, id="what is no number moves nothing"),
-    ],
-)
-def test_the_coefficient_moves_against_the_error(seen, coefficient):
+def test_the_coefficient_moves_against_the_error_and_keeps_the_target():
     """Ziegler et al. 2019: an error of at most 0.2, times a gain of 0.1 a batch, which is a horizon of ten batches."""
-    assert AdaptiveKl(6.0, 0.2, horizon=640).update(seen, 64) == pytest.approx(coefficient)
-
-
-def test_without_a_target_the_coefficient_stays():
+    for seen, factor in ((6.0, 1.0), (6.3, 1.005), (60.0, 1.02), (0.0, 0.98), (math.nan, 1.0)):
+        assert AdaptiveKl(6.0, 0.2, horizon=640).update(seen, 64) == pytest.approx(0.2 * factor)
     assert AdaptiveKl(None, 0.05).update(3.0, 1000) == 0.05
-
-
-def test_the_controller_finds_the_coefficient_that_keeps_the_target():
-    """A policy whose divergence falls as its coefficient grows, as 1 / coefficient does."""
     controller = AdaptiveKl(0.5, 0.01, horizon=100)
     for _ in range(2000):
-        controller.update(1 / controller.coefficient, 10)
+        controller.update(1 / controller.coefficient, 10)  # a divergence that falls as its coefficient grows
     assert 1 / controller.coefficient == pytest.approx(0.5, rel=0.01)

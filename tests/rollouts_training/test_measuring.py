@@ -62,46 +62,34 @@ class Blocking(Environment):
         self.closed = True
 
 
-def test_a_measured_environment_is_the_environment():
-    async def main():
-        meter = RolloutMeter()
-        made = meter.environments(EnvironmentMaker("toy", Blocking, ""))()
-        assert made.agents == ("a",)
-        assert made.roles == {"a": "policy"}
-        await made.reset(7)
-        assert await made.observe() == {"a": 7}
-        stepping = asyncio.create_task(made.step({}))
-        await asyncio.sleep(0)
-        assert (meter.in_environment.value, meter.thinking.value) == (1, 0)
-        stepping.cancel()
-        with pytest.raises(KeyError, match="cancelled inside"):
-            await stepping
-        assert (meter.in_environment.value, meter.thinking.value) == (0, 1)
-        await made.close()
-        assert (meter.in_environment.value, meter.thinking.value) == (0, 0)
-        assert made._own.closed
-        assert meter.take()["blocked_s"] > 0
-        assert meter.take()["blocked_s"] == 0
-
-    asyncio.run(main())
+async def test_a_measured_environment_is_the_environment():
+    meter = RolloutMeter()
+    made = meter.environments(EnvironmentMaker("toy", Blocking, ""))()
+    assert (made.agents, made.roles) == (("a",), {"a": "policy"})
+    await made.reset(7)
+    assert await made.observe() == {"a": 7}
+    stepping = asyncio.create_task(made.step({}))
+    await asyncio.sleep(0)
+    assert (meter.in_environment.value, meter.thinking.value) == (1, 0)
+    stepping.cancel()
+    with pytest.raises(KeyError, match="cancelled inside"):
+        await stepping
+    assert (meter.in_environment.value, meter.thinking.value) == (0, 1)
+    await made.close()
+    assert (meter.in_environment.value, meter.thinking.value, made._own.closed) == (0, 0, True)
+    assert meter.take()["blocked_s"] > 0
+    assert meter.take()["blocked_s"] == 0
 
 
-def generation(*spans):
-    return Generation(
-        completions=(Completion(text="ab", tokens=(1, 2), finish_reason="stop", versions=spans),), prompt_tokens=1
-    )
-
-
-@pytest.mark.parametrize(
-    ("told", "known"),
-    [
-        pytest.param(((0, ""),), ((0, "v3"),), id="the backend knows of no versions"),
-        pytest.param(((0, "policy@v2"),), ((0, "policy@v2"),), id="it does"),
-        pytest.param(((0, ""), (1, "v2")), ((0, "v3"), (1, "v2")), id="it has been told in between"),
-    ],
-)
-def test_tokens_without_a_version_are_of_that_which_was_in_force_when_they_were_asked_for(told, known):
-    assert name_version(generation(*told), "v3").completions[0].versions == known
+def test_tokens_without_a_version_are_of_that_which_was_in_force_when_they_were_requested():
+    for spans, known in (
+        (((0, ""),), ((0, "v3"),)),
+        (((0, "policy@v2"),), ((0, "policy@v2"),)),
+        (((0, ""), (1, "v2")), ((0, "v3"), (1, "v2"))),
+    ):
+        answer = Completion(text="ab", tokens=(1, 2), finish_reason="stop", versions=spans)
+        named = name_version(Generation(completions=(answer,), prompt_tokens=1), "v3")
+        assert named.completions[0].versions == known
 
 
 def test_the_counters_of_a_run_become_those_of_a_step():

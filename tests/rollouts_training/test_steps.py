@@ -12,41 +12,30 @@ def record(step):
     return StepRecord(step=step, version=step, at_s=float(step), wall_s=1.0, numbers=(step,), metrics={"loss": 0.5})
 
 
-def test_each_step_can_be_read_as_soon_as_it_is_written(tmp_path):
-    file = StepsFile(tmp_path / "steps.jsonl")
+def test_each_step_can_be_read_at_once_and_a_torn_line_is_cut_off(tmp_path):
+    path = tmp_path / "steps.jsonl"
+    file = StepsFile(path)
     for step in range(3):
         file.add(record(step))
-        assert [one.step for one in read_steps(file.path)] == list(range(step + 1))
+        assert list(read_steps(path)) == [record(one) for one in range(step + 1)]
     file.close()
-    lines = [json.loads(line) for line in file.path.read_text().splitlines()]
-    assert lines[2]["step"] == 2
-    assert lines[2]["verdict"] is None
-    assert list(read_steps(file.path)) == [record(step) for step in range(3)]
-
-
-def test_a_line_that_a_crash_left_half_written_is_cut_off(tmp_path):
-    path = tmp_path / "steps.jsonl"
-    first = StepsFile(path)
-    first.add(record(0))
-    first.close()
+    line = json.loads(path.read_text().splitlines()[2])
+    assert (line["step"], line["verdict"]) == (2, None)
     with path.open("ab") as torn:
-        torn.write(b'{"step":1,"ver')
+        torn.write(b'{"step":3,"ver')
     again = StepsFile(path, resume=True)
-    assert again.before == [record(0)]
-    again.add(record(1))
+    assert again.before == [record(step) for step in range(3)]
+    again.add(record(3))
     again.close()
-    assert list(read_steps(path)) == [record(0), record(1)]
+    assert list(read_steps(path)) == [record(step) for step in range(4)]
 
 
-def test_a_file_is_written_anew_unless_it_is_gone_on_with(tmp_path):
+def test_what_cannot_be_gone_on_with_or_written_is_named(tmp_path):
     path = tmp_path / "steps.jsonl"
     path.write_text("something else\n")
     with pytest.raises(UsageError, match=r"line 1 of .* is no step"):
         StepsFile(path, resume=True)
     StepsFile(path).close()
     assert path.read_bytes() == b""
-
-
-def test_a_place_that_cannot_be_written_is_named(tmp_path):
     with pytest.raises(UsageError, match=r"--steps .* cannot be written"):
         StepsFile(tmp_path / "nowhere" / "steps.jsonl")

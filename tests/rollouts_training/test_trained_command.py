@@ -52,31 +52,8 @@ def test_the_record_says_which_version_drew_each_token(tmp_path):
     assert versions == [("",), *((f"v{number}",) for number in range(1, 8))]  # each begun with the newest weights
 
 
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        pytest.param(["--steps", "steps.jsonl"], "there is no trainer. Add --trainer-seconds", id="steps of nobody"),
-        pytest.param(["--listen", "127.0.0.1:0", "--trainer-seconds", 1], "Give one of them", id="two trainers"),
-        pytest.param(["--listen", "0.0.0.0:0"], "--api-key-file", id="an open address"),
-        pytest.param(["--trainer-seconds", 1, "--prefill", 9], "Use --prefill 3", id="a prefill that never comes"),
-    ],
-)
-def test_flags_that_do_not_go_together_are_refused(tmp_path, words, says):
-    code, _, said = rollouts(*SMALL, "--groups", 4, *words)
-    assert code == 2
-    assert says in said
-
-
 def listening(tmp_path, *words):
     return started(*SMALL, "--listen", "127.0.0.1:0", "--steps", tmp_path / "steps.jsonl", *words)
-
-
-def line_with(stream, wanted):
-    """Read lines up to one with this in it."""
-    for line in stream:
-        if wanted in line:
-            return line
-    raise AssertionError(f"it ended without {wanted!r}")
 
 
 def url_of(run):
@@ -111,7 +88,7 @@ def test_a_trainer_that_is_killed_in_the_midst_of_a_batch_and_started_again_lose
     with listening(tmp_path, "--groups", 8, "--batch-groups", 2) as run:
         url = url_of(run)
         with subprocess.Popen([sys.executable, str(stuck), url], stdout=subprocess.PIPE, text=True) as first:
-            line_with(first.stdout, "stuck")
+            assert any("stuck" in line for line in first.stdout)
             first.send_signal(signal.SIGKILL)
         second = subprocess.run(
             [sys.executable, str(EXAMPLE), url], capture_output=True, text=True, timeout=WAIT_S, check=False

@@ -10,51 +10,26 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from played import group, trajectory, turn
 
-from gpuinfer.api import Infer, Limits
-from gpuinfer.errors import UsageError
+from gpuinfer.api import Limits
 from gpuinfer.rollouts.record import Game, Group
 from gpuinfer.rollouts.steps import StepsFile, read_steps
 from gpuinfer.rollouts.trainer import Consumer, SimulatedTrainer, Trained
 from gpuinfer.rollouts.training import Training, TrainingPlan
 
-PATIENCE_S = 60.0
 
-
-class Weights(Infer):
-    """Takes weights, and remembers them; `refuses` some."""
+class Weights:
+    """Stands in for a session: takes weights, and remembers them."""
 
     limits = Limits(4, slots=4)
 
-    def __init__(self, refuses=()):
-        self.given, self.refuses = [], refuses
+    def __init__(self):
+        self.given = []
 
-    async def __call__(self, payload, **ways):
-        raise NotImplementedError
-
-    def stream(self, payload, **ways):
-        raise NotImplementedError
-
-    def client(self):
-        raise NotImplementedError
-
-    def lane(self, name):
-        raise NotImplementedError
-
-    def workers(self, target, arguments):
-        raise NotImplementedError
+    async def counted(self):
+        return {}
 
     async def update(self, version, weights, *, adapter=None, drain=True):
-        if weights in self.refuses:
-            raise UsageError(f"{weights} does not fit.")
         self.given.append((version, weights, adapter, drain))
-
-
-def run(main):
-    async def bounded():
-        async with asyncio.timeout(PATIENCE_S):
-            return await main
-
-    return asyncio.run(bounded())
 
 
 async def play(side, numbers, made=None):
@@ -80,49 +55,37 @@ def made_side(consumer, plan=None, steps=None, infer=None):
     return Training(infer or Weights(), consumer, plan or TrainingPlan(), steps)
 
 
-def test_every_group_is_trained_on_and_every_step_told(tmp_path):
-    async def main():
-        file = StepsFile(tmp_path / "steps.jsonl")
-        plan = TrainingPlan(depth=4, batch=2)
-        side = made_side(SimulatedTrainer(0.0, batch=2), plan, file)
-        await whole(side, range(7))
-        file.close()
-        return side
-
-    side = run(main())
+async def test_every_group_is_trained_on_and_every_step_told(tmp_path):
+    file, infer = StepsFile(tmp_path / "steps.jsonl"), Weights()
+    trainer = SimulatedTrainer(0.0, weights="adapter/", adapter="policy", batch=2)
+    side = made_side(trainer, TrainingPlan(depth=4, batch=2), file, infer)
+    await whole(side, range(7))
+    file.close()
     found = list(read_steps(tmp_path / "steps.jsonl"))
-    assert [one.step for one in found] == [0, 1, 2, 3]
-    assert [(one.version, one.version_after) for one in found] == [(0, 1), (1, 2), (2, 3), (3, 4)]
+    assert [(one.step, one.version, one.version_after, one.groups) for one in found] == [
+        (0, 0, 1, 2),
+        (1, 1, 2, 2),
+        (2, 2, 3, 2),
+        (3, 3, 4, 1),
+    ]
     assert [number for one in found for number in one.numbers] == list(range(7))
-    assert [one.groups for one in found] == [2, 2, 2, 1]
     for before, after in itertools.pairwise(found):
         assert after.at_s == pytest.approx(before.at_s + after.wall_s)
         parts = after.absent_s + after.wait_s + after.train_s + after.adapter_load_s
         assert 0 < parts <= after.wall_s + 1e-6
     assert max(one.staleness_max for one in found) <= side.plan.staleness == 2
-    assert side.facts()["trained_groups"] == 7
-    assert side.facts()["steps"] == 4
+    facts = side.facts()
+    assert (facts["trained_groups"], facts["steps"], facts["adapter_loads"]) == (7, 4, 4)
+    # the backend takes the weights, goes on with what is under way, and names the versions itself
+    assert infer.given == [(f"v{n}", "adapter/", "policy", False) for n in (1, 2, 3, 4)]
+    assert side.version_of_answers() is None
 
 
-def test_weights_are_handed_to_the_backend_and_answers_under_way_go_on():
-    async def main():
-        infer = Weights()
-        side = made_side(SimulatedTrainer(0.0, weights="adapter/", adapter="policy"), infer=infer)
-        assert side.version_of_answers() is None
-        await whole(side, range(3))
-        assert infer.given == [(f"v{n}", "adapter/", "policy", False) for n in (1, 2, 3)]
-        assert side.version_of_answers() is None  # the backend names them itself
-        assert side.facts()["adapter_loads"] == 3
-
-    run(main())
-
-
-def test_what_is_too_old_is_dropped_counted_and_played_again_in_its_place():
+async def test_what_is_too_old_is_dropped_counted_and_played_again_in_its_place():
     """A trainer that counts three versions while groups of the first wait: those go, and others come."""
 
     class Leaping(Consumer):
-        def __init__(self):
-            self.version = 0
+        version = 0
 
         async def wait_for_request(self):
             return 1
@@ -131,22 +94,18 @@ def test_what_is_too_old_is_dropped_counted_and_played_again_in_its_place():
             self.version += 1
             return Trained(version=self.version)
 
-    async def main():
-        side = made_side(Leaping(), TrainingPlan(depth=3, max_staleness=1))
-        seen = []
+    side, seen = made_side(Leaping(), TrainingPlan(depth=3, max_staleness=1)), []
 
-        def made(number):
-            seen.append(number)
-            return group(number, ["v0"])  # all by the first weights, however late
+    def made(number):
+        seen.append(number)
+        return group(number, ["v0"])  # all by the first weights, however late
 
-        await whole(side, range(20), made)
-        assert seen == list(range(20))
-        facts = side.facts()
-        assert facts["trained_groups"] + facts["groups_dropped"] == 20
-        assert facts["groups_dropped"] > 0
-        assert facts["staleness_max"] <= 1
-
-    run(main())
+    await whole(side, range(20), made)
+    assert seen == list(range(20))
+    facts = side.facts()
+    assert facts["trained_groups"] + facts["groups_dropped"] == 20
+    assert facts["groups_dropped"] > 0
+    assert facts["staleness_max"] <= 1
 
 
 def scored(number):
@@ -155,37 +114,24 @@ def scored(number):
     return Group(id=str(number), number=number, environment="toy", games=games, seconds=3.0, reference_s=1.0)
 
 
-def test_the_divergence_and_its_coefficient_stand_in_each_step(tmp_path):
-    async def main():
-        file = StepsFile(tmp_path / "steps.jsonl")
-        plan = TrainingPlan(kl_target=0.01, kl_coefficient=0.1, kl_horizon=10)
-        await whole(made_side(SimulatedTrainer(0.0), plan, file), range(3), scored)
-        file.close()
-
-    run(main())
-    found = list(read_steps(tmp_path / "steps.jsonl"))
-    assert all(one.kl_k1 == pytest.approx(0.5) for one in found)
-    assert all(one.kl == pytest.approx(2.718281828**-0.5 - 1 + 0.5, rel=1e-6) for one in found)
-    assert [one.kl_coefficient for one in found] == pytest.approx([0.1 * 1.02**n for n in (1, 2, 3)])
-    assert all(one.reference_share == 0.25 for one in found)
-
-
-def test_what_the_trainer_thinks_of_the_tokens_is_held_against_the_samplers(tmp_path):
+async def test_divergence_coefficient_and_the_trainers_own_log_probabilities_stand_in_each_step(tmp_path):
     class Tells(SimulatedTrainer):
         async def train(self, groups, step):
             trained = await super().train(groups, step)
             said = {f"{one.number}/0/a": [[-1.0, -2.0]] for one in groups}
             return msgspec.structs.replace(trained, logprobs=said, metrics={"loss": 0.5})
 
-    async def main():
-        file = StepsFile(tmp_path / "steps.jsonl")
-        await whole(made_side(Tells(0.0), steps=file), range(2), scored)
-        file.close()
-
-    run(main())
-    for one in read_steps(tmp_path / "steps.jsonl"):
-        assert (one.ratio_mean, one.ratio_max, one.effective) == (1.0, 1.0, 1.0)
-        assert one.metrics == {"loss": 0.5}
+    file = StepsFile(tmp_path / "steps.jsonl")
+    plan = TrainingPlan(kl_target=0.01, kl_coefficient=0.1, kl_horizon=10)
+    await whole(made_side(Tells(0.0), plan, file), range(3), scored)
+    file.close()
+    found = list(read_steps(tmp_path / "steps.jsonl"))
+    for one in found:
+        assert one.kl_k1 == pytest.approx(0.5)
+        assert one.kl == pytest.approx(2.718281828**-0.5 - 1 + 0.5, rel=1e-6)
+        assert one.reference_share == 0.25
+        assert (one.ratio_mean, one.ratio_max, one.effective, one.metrics) == (1.0, 1.0, 1.0, {"loss": 0.5})
+    assert [one.kl_coefficient for one in found] == pytest.approx([0.1 * 1.02**n for n in (1, 2, 3)])
 
 
 @settings(max_examples=examples(60), deadline=None)
@@ -234,4 +180,4 @@ def test_any_plan_comes_to_its_end_with_every_group_trained_or_dropped(
         capacity = side.gate.capacity
         assert (capacity.running, capacity.accepted) == (0, facts["trained_groups"])
 
-    run(main())
+    asyncio.run(main())
