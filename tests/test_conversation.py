@@ -15,9 +15,9 @@ from gpuinfer.generation import Completion, Generation, Part, Prompt, Sampling
 class Answer:
     """One that comes in the given parts; an exception among them is raised."""
 
-    def __init__(self, *parts: str | BaseException, whole: str | None = None, reason: str = "stop") -> None:
+    def __init__(self, *parts: str | BaseException, reason: str = "stop") -> None:
         self._parts = parts
-        said = "".join(part for part in parts if isinstance(part, str)) if whole is None else whole
+        said = "".join(part for part in parts if isinstance(part, str))
         self.result = Generation(
             completions=(Completion(text=said, tokens=(1, 2, 3), finish_reason=reason),), prompt_tokens=1
         )
@@ -75,43 +75,25 @@ def words(prompt: Prompt) -> list[str]:
     return [f"{message['role']}: {message['content']}" for message in prompt.messages or ()]
 
 
-def test_the_model_is_asked_with_all_that_was_said():
-    script = Script("one", "", "two")
-    first, second = talk(script, system="Be kind.")
-    assert words(first) == ["system: Be kind.", "user: one"]
+def test_the_model_is_asked_with_all_that_was_said_since_the_last_reset():
+    script = Script("one", "", "two", "/reset", "one")
+    first, second, third = talk(script, system="Be kind.")
+    assert words(first) == words(third) == ["system: Be kind.", "user: one"]
     assert words(second) == ["system: Be kind.", "user: one", "assistant: hello", "user: two"]
-    assert script.answers == "hello\nhello\n"
-    assert first.key != second.key
+    assert script.answers == "hello\nhello\nhello\n"
+    assert len({first.key, second.key, third.key}) == 3  # so that the same words may be answered otherwise
 
 
-def test_after_a_reset_nothing_is_remembered_but_the_system_message():
-    first, second = talk(Script("one", "/reset", "one"), system="Be kind.")
-    assert words(first) == words(second)
-    assert first.key != second.key  # so that the same words may be answered otherwise
-
-
-def test_the_system_message_can_be_set_and_seen():
-    script = Script("/system", "/system Be brief. ", "hi")
-    (asked,) = talk(script)
-    assert words(asked) == ["system: Be brief.", "user: hi"]
-    assert script.notes == ["No system message", "From now on the system message is: Be brief."]
-
-
-@pytest.mark.parametrize("line", ["/exit", "/quit", EOFError])
-def test_it_ends(line):
-    assert talk(Script(line, "never")) == []
-
-
-def test_a_command_that_is_not_known_names_the_nearest_and_asks_nothing():
-    script = Script("/rest", "/help")
-    assert talk(script) == []
-    assert script.notes[0] == "There is no command /rest. Did you mean /reset? /help lists them."
-    assert "/system TEXT" in script.notes[1]
-
-
-def test_a_line_may_go_on_in_the_next_one_and_a_space_keeps_a_slash_from_being_a_command():
-    asked = talk(Script("one \\", "two", " /etc/hosts"))
-    assert [words(one)[-1] for one in asked] == ["user: one \ntwo", "user: /etc/hosts"]
+def test_commands_and_lines_that_go_on():
+    script = Script("/system", "/system Be brief. ", "hi", "/rest", "/help", "one \\", "two", " /etc/hosts")
+    asked = talk(script)
+    assert words(asked[0]) == ["system: Be brief.", "user: hi"]
+    assert [words(one)[-1] for one in asked[1:]] == ["user: one \ntwo", "user: /etc/hosts"]
+    assert script.notes[:2] == ["No system message", "From now on the system message is: Be brief."]
+    assert script.notes[2] == "There is no command /rest. Did you mean /reset? /help lists them."
+    assert "/system TEXT" in script.notes[3]
+    for line in ("/exit", "/quit", EOFError):
+        assert talk(Script(line, "never")) == []
 
 
 def test_ctrl_c_ends_the_answer_and_what_was_said_is_remembered():
@@ -125,35 +107,22 @@ def test_ctrl_c_ends_the_answer_and_what_was_said_is_remembered():
     assert script.notes == ["Stopped."]
 
 
-def test_a_message_that_fails_counts_as_not_said():
+def test_answers_that_fail_or_are_cut_off():
     answers = iter([Answer(BadPrompt("no. Mend it.")), Answer("yes")])
     script = Script("one", "two")
     asked = talk(script, lambda: next(answers))
-    assert words(asked[1]) == ["user: two"]
+    assert words(asked[1]) == ["user: two"]  # what failed counts as not said
     assert script.complaints == ["no. Mend it."]
-
-
-def test_a_conversation_that_has_grown_too_long_is_told_what_to_do():
     error = PromptTooLong("the prompt has 90 tokens and the context 64. Shorten it, or use --truncate left or right.")
     script = Script("one")
     talk(script, lambda: Answer(error))
     (said,) = script.complaints
     assert said.startswith("the prompt has 90 tokens and the context 64. /reset begins anew")
     assert "truncate" not in said
-
-
-@pytest.mark.parametrize(
-    ("reason", "allowed", "said"),
-    [("length", 3, "--max-new-tokens allows more"), ("length", 9, "context is full: /reset begins anew")],
-)
-def test_an_answer_that_was_cut_off_says_why(reason, allowed, said):
-    script = Script("one")
-    plain = Prompt(sampling=Sampling(max_tokens=allowed))
-    ChatConversation(lambda prompt: Answer("a", reason=reason), script, plain).run()
-    assert said in script.notes[0]
-
-
-def test_a_backend_that_is_gone_ends_the_conversation():
+    for allowed, said in ((3, "--max-new-tokens allows more"), (9, "context is full: /reset begins anew")):
+        script, plain = Script("one"), Prompt(sampling=Sampling(max_tokens=allowed))
+        ChatConversation(lambda prompt: Answer("a", reason="length"), script, plain).run()
+        assert said in script.notes[0]
     with pytest.raises(BackendDied):
         talk(Script("one", "two"), lambda: Answer("a", BackendDied("gone. Start again.")))
 

@@ -169,7 +169,7 @@ def _prompts(path: Any, checkpoint: Any, seed: int, most: int) -> Any:
 
     if path is None:
         return DrawnPrompts(checkpoint.shape.vocabulary, checkpoint.shape.end_tokens, seed)
-    return prompts_from_file(Path(path), open_language(checkpoint.language_files(), checkpoint.shape), most)
+    return prompts_from_file(Path(path), open_language(checkpoint.language, checkpoint.shape), most)
 
 
 def _folder(checkpoint: Any, scratch: Path) -> Path | None:

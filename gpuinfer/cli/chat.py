@@ -114,7 +114,7 @@ def _chatting(spec: ModelSpec) -> Shape | None:
         checkpoint = open_checkpoint(spec)
     except UsageError:
         return None  # a backend that cannot read it will say so
-    if not has_chat_template(checkpoint.language_files()):
+    if not has_chat_template(checkpoint.language):
         raise UsageError(
             f"{spec.name} has no chat template: it is no chat model. "
             "Try `gpuinfer generate --prompt TEXT`, or give a folder whose tokenizer_config.json has one."

@@ -182,8 +182,7 @@ def check_tokens(policy: ModelSpec, reference: ModelSpec) -> None:
     from gpuinfer.text.language import open_language
 
     ways = [
-        open_language(found.language_files(), found.shape)
-        for found in (open_checkpoint(spec) for spec in (policy, reference))
+        open_language(found.language, found.shape) for found in (open_checkpoint(spec) for spec in (policy, reference))
     ]
     sizes = [way.vocabulary for way in ways]
     step = max(1, min(sizes) // PROBES)

@@ -1,4 +1,6 @@
-"""Adapters with random weights, the weights that they come to, and folders of them as PEFT writes them."""
+"""Adapters with random weights, the weights that they come to, folders of them as PEFT writes them, and one prompt
+under weights that change.
+"""
 
 from __future__ import annotations
 
@@ -84,3 +86,20 @@ def peft_folder(folder: Path, shape: Shape, rank: int = 4, seed: int = 0, target
     }  # fmt: skip
     (folder / "adapter_config.json").write_text(json.dumps(own | config))
     return folder
+
+
+def stepped(generator, asked, changes, *, parts=True):
+    """The answer and the parts of one prompt, with other weights before the steps of these numbers."""
+    [prepared] = generator.prepare([asked])
+    if isinstance(prepared, Exception):
+        raise prepared
+    generator.add(0, replace(prepared, parts=parts))
+    given, number = [], 0
+    while True:
+        if number in changes:
+            generator.update(*changes[number])
+        step = generator.step()
+        given += [part for _, part in step.parts]
+        number += 1
+        if step.finished:
+            return step.finished[0][1], given

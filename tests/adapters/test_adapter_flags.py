@@ -49,15 +49,14 @@ def test_an_output_is_gone_on_with_under_the_same_weights_alone(adapters, tmp_pa
     assert "adapters" not in settings()
 
 
-def test_what_is_no_adapter_is_refused_with_the_form(tmp_path):
-    with pytest.raises(UsageError, match="--adapter policy: not of the form NAME=DIR"):
-        adapter_folders(["policy"])
-    with pytest.raises(UsageError, match=r"no adapter_config\.json"):
-        adapter_folders([f"policy={tmp_path}"])
-
-
-def test_a_server_has_them_from_its_start(adapters):
+def test_a_server_has_them_from_its_start_and_what_is_no_adapter_is_refused(adapters, tmp_path):
     spec = served_spec(ServeOptions(model=str(tiny_checkpoint("qwen2")), adapter=[f"policy={adapters[0]}"]))
     assert spec.arguments["adapters"] == {"policy": str(adapters[0].resolve())}
     with pytest.raises(UsageError, match="--adapter is said of a model of text"):
         served_spec(ServeOptions(model="blobnet", adapter=["policy=x"]))
+    for given, why in (
+        ("policy", "--adapter policy: not of the form NAME=DIR"),
+        (f"a={tmp_path}", "no adapter_config"),
+    ):
+        with pytest.raises(UsageError, match=why):
+            adapter_folders([given])

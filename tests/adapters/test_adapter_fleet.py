@@ -80,17 +80,14 @@ async def test_what_was_there_from_the_start_and_was_unloaded_stays_away():
     assert late.told == ["2"], "nor is it asked for again"
 
 
-async def test_what_the_first_refuses_is_told_to_no_other():
+async def test_what_the_first_refuses_is_told_to_no_other_and_one_that_is_gone_fails_nothing():
     changes, first, second = Told("key"), Worker(1, refuses=UsageError("no such folder")), Worker(2)
     with pytest.raises(UsageError, match="no such folder"):
         await changes.update([first, second], adapter("a", "1"))
     assert (second.told, changes.adapters) == ([], ())
     with pytest.raises(BackendDied, match="no replica is up"):
         await changes.update([Worker(3, "starting")], adapter("a", "1"))
-
-
-async def test_one_that_is_gone_meanwhile_fails_nothing():
-    changes, first, second = Told("key"), Worker(1), Worker(2, refuses=BackendDied("gone"))
+    first.refuses, second.refuses = None, BackendDied("gone")
     await changes.update([first, second], adapter("a", "1"))
     assert first.told == ["1"]
     second.refuses, second.attempts = None, 2

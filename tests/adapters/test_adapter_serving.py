@@ -79,15 +79,13 @@ def test_adapters_are_models_of_their_own_as_long_as_they_are_loaded(server, fol
         ("load", {"lora_name": "x", "lora_path": "x", "more": 1}, "no field `more`"),
         ("unload", {"lora_name": "nobody"}, "start, start@0"),
     ],
-    ids=["no folder", "no path", "an odd name", "twice", "an odd field", "nobody"],
 )
 def test_what_cannot_be_done_is_said_with_the_cure(server, path, body, word):
     answer = server.ask(f"/v1/{path}_lora_adapter", body, KEY)
-    assert answer.status == 400, answer.body
-    assert word in answer.error["message"]
+    assert (answer.status, word in answer.error["message"]) == (400, True), answer.body
 
 
-@pytest.mark.parametrize("headers", [{}, {"Authorization": "Bearer wrong"}])
-@pytest.mark.parametrize("path", ["/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/v1/update_weights"])
-def test_nobody_changes_anything_without_the_admin_key(server, path, headers):
-    assert server.ask(path, {"lora_name": "start"}, headers).status == 401
+def test_without_the_admin_key_no_weights_change(server):
+    for path in ("/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/v1/update_weights"):
+        for headers in ({}, {"Authorization": "Bearer wrong"}):
+            assert server.ask(path, {"lora_name": "start"}, headers).status == 401

@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from msgspec import structs
+from random_adapters import stepped
 from text.toy import WAIT_S, Gate, alone, prompt, run, submitted, toy_generator
 
 from gpuinfer.errors import BadPrompt, UsageError
@@ -43,46 +44,27 @@ def test_what_one_has_cached_serves_it_alone(generator):
     load(generator, "policy", "v2", 7)
     [newer] = run(generator, [of("policy", prompt(LONG))])
     [old] = run(generator, [of("policy@v1", prompt(LONG))])
-    assert [one.cached_tokens for one in (first, again, base, newer, old)] == [0, PAGE, 0, 0, PAGE]
-    assert newer.completions == wanted(prompt(LONG), 7, "policy@v2")
+    load(generator, "policy", "v1", 9)
+    [renewed] = run(generator, [of("policy", prompt(LONG))])
+    answers = (first, again, base, newer, old, renewed)
+    assert [one.cached_tokens for one in answers] == [0, PAGE, 0, 0, PAGE, 0]
     assert old.completions == first.completions == wanted(prompt(LONG), 5, "policy@v1")
-
-
-def test_the_same_version_loaded_again_shares_nothing_with_the_one_before(generator):
-    for weights in (5, 9):
-        load(generator, "policy", "v1", weights)
-        [answer] = run(generator, [of("policy", prompt(LONG))])
-        assert (answer.cached_tokens, answer.completions) == (0, wanted(prompt(LONG), weights, "policy@v1"))
-    assert list(generator.decoder.loaded.values()) == [9]
-
-
-def test_an_answer_under_way_keeps_its_own_until_it_is_complete(generator):
-    load(generator, "policy", "v1", 5)
-    [prepared] = generator.prepare([of("policy", prompt("ab", 12))])
-    generator.add("old", prepared)
-    generator.step()
-    for number in range(2, 6):
-        load(generator, "policy", f"v{number}", 10 + number)
-    assert 5 in generator.decoder.loaded.values()
-    while not (finished := generator.step().finished):
-        pass
-    [(_, answer)] = finished
-    assert answer.completions == wanted(prompt("ab", 12), 5, "policy@v1")
-    load(generator, "policy", "v9", 99)
-    assert sorted(generator.decoder.loaded.values()) == [14, 15, 99], "the newest three"
+    assert newer.completions == wanted(prompt(LONG), 7, "policy@v2")
+    assert renewed.completions == wanted(prompt(LONG), 9, "policy@v1")
 
 
 def test_what_is_unloaded_is_refused_and_goes_with_its_last_answer(generator):
     load(generator, "policy", "v1", 5)
     load(generator, "policy", "v2", 6)
+    generator.unload_adapter("policy@v1")
+    assert generator.adapters == ("policy", "policy@v2")
+    [refused] = generator.prepare([of("polcy", prompt("ab"))])
+    assert "policy, policy@v2" in str(refused)
     waiting, late = generator.prepare([of("policy", prompt("ab", 9)), of("policy", prompt("cd"))])
     generator.add(0, waiting)
     generator.step()
     generator.unload_adapter("policy")
-    assert generator.adapters == ()
-    assert generator.decoder.loaded == {2: 6}
-    [refused] = generator.prepare([of("policy", prompt("ab"))])
-    assert isinstance(refused, BadPrompt)
+    assert (generator.adapters, generator.decoder.loaded) == ((), {2: 6})
     generator.add(1, late)
     finished = {}
     while generator.busy:
@@ -92,15 +74,6 @@ def test_what_is_unloaded_is_refused_and_goes_with_its_last_answer(generator):
     assert generator.decoder.loaded == {}
     with pytest.raises(UsageError, match="this model has none"):
         generator.unload_adapter("policy")
-
-
-def test_one_version_can_be_unloaded_by_itself(generator):
-    load(generator, "policy", "v1", 5)
-    load(generator, "policy", "v2", 6)
-    generator.unload_adapter("policy@v1")
-    assert generator.adapters == ("policy", "policy@v2")
-    [refused] = generator.prepare([of("polcy", prompt("ab"))])
-    assert "policy, policy@v2" in str(refused)
 
 
 def test_the_newest_version_of_each_name_keeps_its_place(generator):
@@ -119,32 +92,10 @@ def test_the_newest_version_of_each_name_keeps_its_place(generator):
 
 def test_the_base_may_change_under_an_adapter_and_the_answer_says_so(generator):
     load(generator, "policy", "v1", 5)
-    [prepared] = generator.prepare([of("policy", prompt("ab", 9))])
-    generator.add(0, prepared)
-    for _ in range(4):
-        generator.step()
-    generator.update("w2", 64)
-    while not (finished := generator.step().finished):
-        pass
-    [(_, answer)] = finished
+    answer, _ = stepped(generator, of("policy", prompt("ab", 9)), {4: ("w2", 64)})
     assert answer.completions[0].versions == ((0, "policy@v1"), (4, "policy@v1+w2"))
     [after] = run(generator, [of("policy", prompt("ab", 9))])
     assert after.completions == wanted(prompt("ab", 9), 5 ^ 64, "policy@v1+w2")
-
-
-def test_cancelled_and_failed_prompts_let_go_of_theirs(generator):
-    load(generator, "policy", "v1", 5)
-    poisoned, cancelled = generator.prepare([of("policy", prompt("zz", 9)), of("policy", prompt("ab", 9))])
-    generator.add("poisoned", poisoned)
-    generator.add("cancelled", cancelled)
-    generator.step()
-    generator.unload_adapter("policy")
-    generator.cancel("cancelled")
-    assert generator.decoder.loaded
-    generator.decoder.poison = int(generator._table.last[generator._table.rows.index(None) - 1])
-    while generator.busy:
-        generator.step()
-    assert not generator.decoder.loaded
 
 
 def test_a_driver_loads_between_steps_and_refuses_without_ending():

@@ -10,7 +10,7 @@ from counts import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import structs
-from run_adapters import stepped
+from random_adapters import stepped
 from text.sampling_reference import PATHS, draw, edited, filtered, mask_of, sampler
 from text.toy import alone, joined, prompt, run, toy_generator
 
@@ -107,20 +107,16 @@ def test_a_stop_string_cuts_it_with_its_tokens_and_no_tokens_have_none():
     assert none.completions[0].processed == ()
 
 
-@pytest.mark.parametrize("cut", [0, 1, 4, 9])
-def test_who_goes_on_elsewhere_keeps_it(cut):
+def test_who_goes_on_elsewhere_keeps_it_and_tokens_without_theirs_are_refused():
     one = asked("ab", top_k=5, temperature=0.7, samples=2)
     whole, parts = stepped(toy_generator(), one, {})
-    had = DeliveredAnswer(one)
-    for part in parts[: 2 * cut]:
-        had.fresh(part)
-    again, _ = stepped(toy_generator(), had.rest(), {})
-    assert again.completions == whole.completions
-
-
-def test_tokens_without_theirs_cannot_be_gone_on_with():
-    one = structs.replace(asked("ab"), begun=((1, 2),))
-    with pytest.raises(BadPrompt, match="begun_processed"):
-        stepped(toy_generator(), one, {})
-    with pytest.raises(BadPrompt, match="begun_processed"):
-        stepped(toy_generator(), structs.replace(one, begun_processed=((-0.5,),)), {})
+    for cut in (0, 1, 4, 9):
+        had = DeliveredAnswer(one)
+        for part in parts[: 2 * cut]:
+            had.fresh(part)
+        again, _ = stepped(toy_generator(), had.rest(), {})
+        assert again.completions == whole.completions
+    begun = structs.replace(asked("ab"), begun=((1, 2),))
+    for bad in (begun, structs.replace(begun, begun_processed=((-0.5,),))):
+        with pytest.raises(BadPrompt, match="begun_processed"):
+            stepped(toy_generator(), bad, {})

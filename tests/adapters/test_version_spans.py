@@ -7,7 +7,7 @@ import asyncio
 import pytest
 from helpers import AtOnce, Doubler
 from msgspec import structs
-from run_adapters import stepped
+from random_adapters import stepped
 from text.tiny import tiny_checkpoint
 from text.toy import alone, joined, prompt, toy_generator
 
@@ -32,13 +32,6 @@ def test_spans_are_joined_where_the_version_stays():
     assert versions_begun_in(((0, ""), (5, "b")), 0) == ((5, "b"),)
 
 
-def test_an_answer_says_from_which_token_on_which_weights_drew_it():
-    whole, parts = stepped(toy_generator(), prompt("ab", 9, samples=2), {3: ("v1", 5), 6: ("v2", 6)})
-    assert [one.versions for one in whole.completions] == [((0, ""), (3, "v1"), (6, "v2"))] * 2
-    assert joined(parts) == list(whole.completions)
-    assert whole.versions == ("", "v1", "v2")
-
-
 def test_only_weights_that_drew_kept_tokens_are_named():
     whole, _ = stepped(toy_generator(), prompt("ab", 4), {1: ("v1", 5), 0: ("v0", 7)})
     assert whole.completions[0].versions == ((0, "v0"), (1, "v1"))
@@ -54,33 +47,32 @@ def test_only_weights_that_drew_kept_tokens_are_named():
     assert whole.completions[0].text == base.text[:2]
 
 
-@pytest.mark.parametrize("cut", [0, 1, 4, 6, 9])
-def test_who_goes_on_elsewhere_says_what_drew_the_tokens_before(cut):
+def test_an_answer_says_which_weights_drew_which_tokens_here_and_where_it_goes_on():
     """The first server dies after so many parts; the second has the newest weights alone."""
-    asked = prompt("ab", 9, samples=2)
-    changes = {3: ("v1", 5), 6: ("v2", 6)}
-    _, parts = stepped(toy_generator(), asked, changes)
-    had = DeliveredAnswer(asked)
-    for part in parts[: 2 * cut]:
-        had.fresh(part)
-    second = toy_generator()
-    second.update("v3", 9)
-    whole, more = stepped(second, had.rest(), {})
-    spans = ((0, ""), (3, "v1"), (6, "v2"))
-    wanted = with_version(tuple(span for span in spans if span[0] < cut), cut, "v3") if cut < 9 else spans
-    assert [one.versions for one in whole.completions] == [wanted] * 2
-    fresh = [part for part in parts[: 2 * cut] if part.finish_reason is None or cut == 9]
-    again = [part for part in more if part.finish_reason is None or cut < 9]
-    assert joined([*fresh, *again]) == list(whole.completions)
+    asked, spans = prompt("ab", 9, samples=2), ((0, ""), (3, "v1"), (6, "v2"))
+    whole, parts = stepped(toy_generator(), asked, {3: ("v1", 5), 6: ("v2", 6)})
+    assert [one.versions for one in whole.completions] == [spans] * 2
+    assert joined(parts) == list(whole.completions)
+    assert whole.versions == ("", "v1", "v2")
+    for cut in (0, 1, 4, 6, 9):
+        had = DeliveredAnswer(asked)
+        for part in parts[: 2 * cut]:
+            had.fresh(part)
+        second = toy_generator()
+        second.update("v3", 9)
+        whole, more = stepped(second, had.rest(), {})
+        wanted = with_version(tuple(span for span in spans if span[0] < cut), cut, "v3") if cut < 9 else spans
+        assert [one.versions for one in whole.completions] == [wanted] * 2
+        fresh = [part for part in parts[: 2 * cut] if part.finish_reason is None or cut == 9]
+        again = [part for part in more if part.finish_reason is None or cut < 9]
+        assert joined([*fresh, *again]) == list(whole.completions)
 
 
 def test_versions_of_tokens_that_are_not_there_are_refused():
     begun = structs.replace(prompt("ab", 9), begun=((1, 2, 3),))
-    for spans in (((3, "v1"),), ((0, "a"), (0, "b")), ((-1, "a"),)):
-        with pytest.raises(BadPrompt, match="versions"):
-            stepped(toy_generator(), structs.replace(begun, begun_versions=(spans,)), {})
-    with pytest.raises(BadPrompt, match="one for each sample"):
-        stepped(toy_generator(), structs.replace(begun, begun_versions=((), ())), {})
+    for spans in ((((3, "v1"),),), (((0, "a"), (0, "b")),), (((-1, "a"),),), ((), ())):
+        with pytest.raises(BadPrompt, match="one for each sample" if spans == ((), ()) else "versions"):
+            stepped(toy_generator(), structs.replace(begun, begun_versions=spans), {})
 
 
 def folder(seed):

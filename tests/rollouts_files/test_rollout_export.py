@@ -1,17 +1,12 @@
-"""What trainers are given: their names and kinds, the right masks, and the very same groups when it is read back.
-
-The trainers' own code reads it too, where it is installed (verl 0.9, skyrl 0.4, trl 1.16, openpipe-art 0.5; prime-rl is
-on no package index).
+"""What trainers are given: the names and kinds of verl 0.9, skyrl 0.4, trl 1.16, openpipe-art 0.5 and prime-rl, the
+right masks, and the very same groups when it is read back.
 """
 
 from __future__ import annotations
 
 import asyncio
-import itertools
 import json
 import math
-import sys
-from pathlib import Path
 from typing import Literal, TypedDict
 
 import msgspec
@@ -294,96 +289,3 @@ def test_a_table_for_art_is_as_described(files):
         choices = [msgspec.convert(one, Choice) for one in trajectory["messages_and_choices"] if "token_ids" in one]
         assert [len(one["logprobs"]["content"]) for one in choices] == [len(one["token_ids"]) for one in choices]
         assert len(choices) == 2
-
-
-def test_verl_reads_it(files):
-    theirs = pytest.importorskip("verl.experimental.agent_loop.agent_loop", exc_type=ImportError)
-    for text in (files / "verl").read_text().splitlines():
-        line, found = json.loads(text), theirs.AgentLoopOutput.model_validate_json(text).as_dict()
-        assert found["prompts"].tolist() == line["prompt_ids"]
-        assert found["responses"].tolist() == line["response_ids"]
-        assert found["response_mask"].tolist() == line["response_mask"]
-        assert found["rollout_log_probs"].tolist() == pytest.approx(line["response_logprobs"])
-        assert found["rm_scores"].sum().item() == pytest.approx(line["reward_score"])
-
-
-def test_skyrl_reads_it(files):
-    base = pytest.importorskip("skyrl.train.generators.base", exc_type=ImportError)
-    checks = pytest.importorskip("skyrl.train.utils.trainer_utils", exc_type=ImportError)
-    for line in lines(files, "skyrl"):
-        line["trajectory_ids"] = [base.TrajectoryID(**one) for one in line["trajectory_ids"]]
-        checks.validate_generator_output(sum(line["is_last_step"]), line, step_wise=True)
-        if all(line["is_last_step"]):
-            checks.validate_generator_output(len(line["response_ids"]), line)
-
-
-def test_art_reads_it(files):
-    logging = pytest.importorskip("art.utils.trajectory_logging", exc_type=ImportError)
-    tokenize = pytest.importorskip("art.preprocessing.tokenize", exc_type=ImportError)
-    from art.trajectories import LegacyHistory
-
-    class Tokenizer:
-        def decode(self, tokens):
-            return str(tokens)
-
-    expected = {(line["trace_id"], line["branch_index"]): line for line in lines(files, "prime-rl")}
-    count = 0
-    for group in logging.read_trajectory_groups_parquet(files / "art"):
-        for trajectory in group.trajectories:
-            first = LegacyHistory(messages_and_choices=trajectory.messages_and_choices, tools=None)
-            sequences = tokenize.assemble_vllm_training_sequences(
-                tokenizer=Tokenizer(),
-                histories=[first, *trajectory.additional_histories],
-                advantage=1.0,
-                allow_training_without_logprobs=False,
-                trajectory=trajectory,
-            )
-            for context, found in enumerate(sequences):
-                line = expected[trajectory.metadata["trajectory"], context]
-                assert found.token_ids == line["token_ids"]
-                assert list(map(bool, found.assistant_mask)) == line["mask"]
-                assert list(itertools.compress(found.logprobs, line["mask"])) == list(
-                    itertools.compress(line["logprobs"], line["mask"])
-                )
-                count += 1
-    assert count == len(expected)
-
-
-@pytest.mark.filterwarnings("ignore")  # theirs
-def test_trl_trains_on_it(tmp_path, files, monkeypatch):
-    tests = str(Path(__file__).parent.parent)  # has a folder `vllm`, which TRL would take for the package
-    monkeypatch.setattr(sys, "path", [one for one in sys.path if one != tests])
-    trl = pytest.importorskip("trl", exc_type=ImportError)
-    datasets = pytest.importorskip("datasets", exc_type=ImportError)
-    from tokenizers import Tokenizer, models
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-
-    line, size = lines(files, "trl")[0], 100
-    words = Tokenizer(models.WordLevel({f"t{number}": number for number in range(size)}, unk_token="t0"))
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="t99", pad_token="t98")
-    shape = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    samples, seen = len(line["prompt_ids"]), []
-
-    def reward(prompts, completions, reward, trajectory, **others):
-        seen.extend(trajectory)
-        return reward
-
-    trainer = trl.GRPOTrainer(
-        model=LlamaForCausalLM(LlamaConfig(vocab_size=size, **shape)),
-        processing_class=tokenizer,
-        reward_funcs=reward,
-        train_dataset=datasets.Dataset.from_dict({"prompt": ["t1"] * 4}),
-        rollout_func=lambda prompts, trainer: line,
-        args=trl.GRPOConfig(
-            output_dir=str(tmp_path),
-            per_device_train_batch_size=samples,
-            num_generations=samples,
-            max_steps=1,
-            report_to=[],
-            use_cpu=True,
-            bf16=False,
-            save_strategy="no",
-        ),
-    )
-    trainer.train()
-    assert seen == line["trajectory"]

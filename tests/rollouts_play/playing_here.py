@@ -22,7 +22,7 @@ HERE = "rollout_tables"
 
 def language_of(name: str) -> Any:
     checkpoint = open_checkpoint(ModelSpec(name, kind="text"))
-    return open_language(checkpoint.language_files(), checkpoint.shape)
+    return open_language(checkpoint.language, checkpoint.shape)
 
 
 @contextlib.asynccontextmanager

@@ -171,7 +171,7 @@ class Played(Rollouts):
 @functools.cache
 def _language() -> Any:
     checkpoint = open_checkpoint(ModelSpec("tiny", kind="text"))
-    return open_language(checkpoint.language_files(), checkpoint.shape)
+    return open_language(checkpoint.language, checkpoint.shape)
 
 
 async def _run(world: World, path: Any) -> Mapping[str, float]:

@@ -7,10 +7,10 @@ import io
 import os
 import pickle
 import re
+import shutil
 import subprocess
 import sys
 import warnings
-from contextlib import nullcontext
 from pathlib import Path
 
 import forking
@@ -55,8 +55,8 @@ def spec(folder: Path, base: Path) -> ModelSpec:
     return ModelSpec(str(folder), str(folder), arguments={"base_model": str(base)}, kind="text")
 
 
-def trained(folder: Path, base: Path):
-    return open_checkpoint(spec(folder, base))
+def trained(folder: Path, base: Path | None = None):
+    return open_checkpoint(spec(folder, base or tiny_checkpoint("llama")))
 
 
 def wrapped(state):
@@ -85,29 +85,24 @@ SAVED = {
 
 @pytest.mark.parametrize("how", SAVED)
 def test_weights_are_found_under_whatever_names_a_trainer_has_given_them(how, tmp_path):
-    base, folder = tiny_checkpoint("llama"), tiny_checkpoint("llama", seed=1)
-    checkpoint = trained(saved(SAVED[how](tensors(folder)), tmp_path / "dcp"), base)
-    own = opened(folder)
+    folder = tiny_checkpoint("llama", seed=1)
+    checkpoint, own = trained(saved(SAVED[how](tensors(folder)), tmp_path / "dcp")), opened(folder)
     assert same(checkpoint.weights(torch.float32), own.weights(torch.float32))
     assert checkpoint.store.digests(own.store.tensors) == own.store.digests(own.store.tensors)
-    assert checkpoint.language.folder == base
+    assert checkpoint.language.folder == tiny_checkpoint("llama")
 
 
-@pytest.mark.parametrize("family", DIFFUSION)
-def test_diffusion_models_in_training_are_found_under_their_own_names(family, tmp_path):
-    base, folder = tiny_diffusion(family), tiny_diffusion(family, seed=1)
-    for number, state in enumerate((tensors(folder), {"model": tensors(folder)}, wrapped(tensors(folder)))):
+@pytest.mark.parametrize("family", [*DIFFUSION, "qwen2", "gpt2"])
+def test_other_families_are_found_under_their_own_names_and_keep_ties_and_dtype(family, tmp_path):
+    if family in DIFFUSION:
+        base, folder = tiny_diffusion(family), tiny_diffusion(family, seed=1)
+    else:
+        base, folder = tiny_checkpoint(family), tiny_checkpoint(family, seed=1, dtype="bfloat16")
+    states = [tensors(folder), {"model": tensors(folder)}, wrapped(tensors(folder))]
+    for number, state in enumerate(states if family in DIFFUSION else states[1:2]):
         checkpoint = trained(saved(state, tmp_path / str(number)), base)
-        assert checkpoint.shape == opened(folder).shape
-        assert same(checkpoint.weights(torch.float32), opened(folder).weights(torch.float32))
-
-
-@pytest.mark.parametrize("family", ["qwen2", "gpt2"])
-def test_a_tied_model_is_tied_and_keeps_its_dtype(family, tmp_path):
-    folder = tiny_checkpoint(family, seed=1, dtype="bfloat16")
-    checkpoint = trained(saved({"model": tensors(folder)}, tmp_path / "dcp"), tiny_checkpoint(family))
-    assert (checkpoint.dtype, checkpoint.shape.tied) == ("bfloat16", True)
-    assert same(checkpoint.weights(torch.bfloat16), opened(folder).weights(torch.bfloat16))
+        assert (checkpoint.shape, checkpoint.dtype) == (opened(folder).shape, opened(folder).dtype)
+        assert same(checkpoint.weights(torch.bfloat16), opened(folder).weights(torch.bfloat16))
 
 
 def test_answers_are_those_of_transformers_with_the_same_weights(tmp_path):
@@ -129,10 +124,10 @@ def test_answers_are_those_of_transformers_with_the_same_weights(tmp_path):
 
 
 def test_a_running_model_takes_the_weights_and_a_folder_is_written_with_them(tmp_path):
-    base, folder = tiny_checkpoint("llama"), tiny_checkpoint("llama", seed=1)
+    folder = tiny_checkpoint("llama", seed=1)
     place, wanted = saved({"model": tensors(folder)}, tmp_path / "dcp"), opened(folder).weights(torch.float32)
-    assert same(read_other_weights(opened(base), str(place), torch.float32), wanted)
-    save_folder(trained(place, base), tmp_path / "whole")
+    assert same(read_other_weights(opened(tiny_checkpoint("llama")), str(place), torch.float32), wanted)
+    save_folder(trained(place), tmp_path / "whole")
     assert same(opened(tmp_path / "whole").weights(torch.float32), wanted)
 
 
@@ -202,13 +197,12 @@ def edited(place: Path, change, protocol: int = 4) -> None:
 @pytest.mark.parametrize("protocol", [2, 4])
 @pytest.mark.parametrize("where", ["in the place of all", "within", "in a tensor"])
 def test_what_would_run_code_is_refused_and_runs_nothing(protocol, where, tmp_path):
-    base = tiny_checkpoint("llama")
-    place = saved(tensors(base), tmp_path / "dcp")
+    place = saved(tensors(tiny_checkpoint("llama")), tmp_path / "dcp")
     vandal = Vandal(tmp_path / "ran")
     if where == "in a tensor":
         archive = io.BytesIO()
         torch.save(vandal, archive, pickle_protocol=protocol)
-        chunk = trained(place, base).store.tensors["model.norm.weight"].chunks[0]
+        chunk = trained(place).store.tensors["model.norm.weight"].chunks[0]
         with chunk.path.open("r+b") as file:
             file.seek(chunk.start)
             file.write(archive.getvalue())
@@ -216,7 +210,7 @@ def test_what_would_run_code_is_refused_and_runs_nothing(protocol, where, tmp_pa
     else:
         edited(place, lambda _: vandal if where == "in the place of all" else Metadata({}, vandal, {}), protocol)
     with pytest.raises(UsageError, match=r"mkdir|would run code|damaged"):
-        trained(place, base).weights(torch.float32)
+        trained(place).weights(torch.float32)
     assert not (tmp_path / "ran").exists()
 
 
@@ -226,50 +220,44 @@ def shortened(metadata, name: str, length: int) -> None:
             info.length = length
 
 
-def tensor_of(metadata):
-    return metadata.state_dict_metadata["lm_head.weight"]
-
-
-def halved(metadata):
-    tensor_of(metadata).chunks[0] = ChunkStorageMetadata(torch.Size([0, 0]), torch.Size([192, 64]))
-
-
-def first_place(metadata):
-    return next(iter(metadata.storage_data.values()))
-
-
-def nowhere(metadata):
-    metadata.storage_data = {key: one for key, one in metadata.storage_data.items() if key.fqn != "lm_head.weight"}
+def edits(metadata):
+    """What damages a checkpoint's metadata; and which error that ends in."""
+    head = metadata.state_dict_metadata["lm_head.weight"]
+    place = next(iter(metadata.storage_data.values()))
+    others = {key: one for key, one in metadata.storage_data.items() if key.fqn != "lm_head.weight"}
+    half = ChunkStorageMetadata(torch.Size([0, 0]), torch.Size([192, 64]))
+    return {
+        "a file of another folder": (place, "relative_path", "../../secret.distcp"),
+        "compressed": (place, "transform_descriptors", ["zstd"]),
+        "half of it missing": (head, "chunks", [half]),
+        "a size beyond all": (head, "size", torch.Size([1 << 40, 1 << 40])),
+        "a chunk beyond the end": (head.chunks[0], "offsets", torch.Size([1, 0])),
+        "a tensor without a place": (metadata, "storage_data", others),
+    }
 
 
 UNSOUND = {
-    "a file of another folder": (
-        lambda metadata: setattr(first_place(metadata), "relative_path", "../../secret.distcp"),
-        "no .distcp file of its own folder",
-    ),
-    "compressed": (lambda metadata: setattr(first_place(metadata), "transform_descriptors", ["zstd"]), "compressed"),
-    "half of it missing": (halved, "cannot have|not all of it"),
-    "a size beyond all": (
-        lambda metadata: setattr(tensor_of(metadata), "size", torch.Size([1 << 40, 1 << 40])),
-        "no metadata of a checkpoint",
-    ),
-    "a chunk beyond the end": (
-        lambda metadata: setattr(tensor_of(metadata).chunks[0], "offsets", torch.Size([1, 0])),
-        "has no file|beyond its end",
-    ),
-    "a tensor without a place": (nowhere, "has no file"),
-    "too few bytes": (lambda metadata: shortened(metadata, "lm_head.weight", 100), "cannot have 100 bytes"),
+    "a file of another folder": "no .distcp file of its own folder",
+    "compressed": "compressed",
+    "half of it missing": "cannot have|not all of it",
+    "a size beyond all": "no metadata of a checkpoint",
+    "a chunk beyond the end": "has no file|beyond its end",
+    "a tensor without a place": "has no file",
+    "too few bytes": "cannot have 100 bytes",
 }
 
 
-@pytest.mark.parametrize("case", UNSOUND)
-def test_metadata_that_contradicts_itself_is_refused(case, tmp_path):
-    change, why = UNSOUND[case]
-    base = tiny_checkpoint("llama")
-    place = saved(tensors(base), tmp_path / "dcp")
-    edited(place, change)
-    with pytest.raises(UsageError, match=why):
-        trained(place, base)
+def test_metadata_that_contradicts_itself_is_refused(tmp_path):
+    place = saved(tensors(tiny_checkpoint("llama")), tmp_path / "dcp")
+    whole = (place / ".metadata").read_bytes()
+    for case, why in UNSOUND.items():
+        (place / ".metadata").write_bytes(whole)
+        if case == "too few bytes":
+            edited(place, lambda metadata: shortened(metadata, "lm_head.weight", 100))
+        else:
+            edited(place, lambda metadata, case=case: setattr(*edits(metadata)[case]))
+        with pytest.raises(UsageError, match=why):
+            trained(place)
 
 
 def test_chunks_that_overlap_are_refused(tmp_path):
@@ -284,32 +272,21 @@ def test_chunks_that_overlap_are_refused(tmp_path):
 
 @settings(max_examples=examples(200), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(place=st.floats(0, 1, exclude_max=True), byte=st.integers(0, 255))
-def test_a_damaged_byte_is_told_or_does_no_harm(place, byte, damaged):
-    folder, metadata, base = damaged
-    data = bytearray(metadata)
+def test_a_damaged_byte_is_told_or_does_no_harm(place, byte, whole):
+    data = bytearray((whole / "metadata").read_bytes())
     data[int(place * len(data))] = byte
-    (folder / ".metadata").write_bytes(data)
+    (whole / "dcp" / ".metadata").write_bytes(data)
     with contextlib.suppress(UsageError):
-        trained(folder, base).weights(torch.float32)
+        trained(whole / "dcp").weights(torch.float32)
 
 
 @pytest.fixture(scope="module")
-def damaged(tmp_path_factory):
-    base = tiny_checkpoint("llama")
-    folder = saved(tensors(base), tmp_path_factory.mktemp("damaged") / "dcp")
-    return folder, (folder / ".metadata").read_bytes(), base
-
-
-def test_a_file_that_was_cut_short_is_told_with_its_tensor(tmp_path):
-    base = tiny_checkpoint("llama")
-    place = saved(tensors(base), tmp_path / "dcp")
-    [file] = place.glob("*.distcp")
-    os.truncate(file, file.stat().st_size - 1000)
-    with pytest.raises(UsageError, match=re.escape(file.name)):
-        trained(place, base).weights(torch.float32)
-    file.unlink()
-    with pytest.raises(UsageError, match=re.escape(file.name)):
-        trained(place, base).weights(torch.float32)
+def whole(tmp_path_factory):
+    """A checkpoint, and its metadata beside it."""
+    folder = tmp_path_factory.mktemp("damaged")
+    saved(tensors(tiny_checkpoint("llama")), folder / "dcp")
+    shutil.copy(folder / "dcp" / ".metadata", folder / "metadata")
+    return folder
 
 
 NOT_IT = {
@@ -326,36 +303,40 @@ NOT_IT = {
 @pytest.mark.parametrize("kind", NOT_IT)
 def test_a_checkpoint_of_another_model_is_refused_by_its_tensors(kind, tmp_path):
     change, why = NOT_IT[kind]
-    base = tiny_checkpoint("llama")
     with pytest.raises(UsageError, match=why):
-        trained(saved(change(tensors(base)), tmp_path / "dcp"), base)
+        trained(saved(change(tensors(tiny_checkpoint("llama"))), tmp_path / "dcp"))
 
 
-def test_a_folder_that_is_no_checkpoint_and_a_base_that_is_none_are_refused(tmp_path):
+def test_files_and_folders_that_are_absent_or_cut_short_are_named(tmp_path):
     with pytest.raises(UsageError, match=re.escape("has no .metadata")):
-        trained(tmp_path, tiny_checkpoint("llama"))
+        trained(tmp_path)
     with pytest.raises(UsageError, match="--base-model"):
         trained(tmp_path, tmp_path / "nothing")
+    place = saved(tensors(tiny_checkpoint("llama")), tmp_path / "dcp")
+    [file] = place.glob("*.distcp")
+    os.truncate(file, file.stat().st_size - 1000)
+    with pytest.raises(UsageError, match=re.escape(file.name)):
+        trained(place).weights(torch.float32)
+    file.unlink()
+    with pytest.raises(UsageError, match=re.escape(file.name)):
+        trained(place).weights(torch.float32)
 
 
-@pytest.mark.parametrize(
-    ("flags", "why"),
-    [
-        ({"dcp_path": "dcp", "base_model": "."}, None),
+def test_flags_name_a_checkpoint_and_its_base_together(tmp_path):
+    (tmp_path / "dcp").mkdir()
+    for flags, why in (
         ({"dcp_path": "dcp"}, "go together"),
         ({"dcp_path": "none", "base_model": "."}, "--dcp-path: there is no folder"),
         ({"dcp_path": "dcp", "base_model": "none"}, "--base-model: there is no folder"),
         ({"dcp_path": "dcp", "base_model": ".", "checkpoint": "x"}, "and not both"),
-    ],
-)
-def test_flags_name_a_checkpoint_and_its_base_together(flags, why, tmp_path):
-    (tmp_path / "dcp").mkdir()
-    options = ModelOptions(**{name: tmp_path / path for name, path in flags.items()})
-    with nullcontext() if why is None else pytest.raises(UsageError, match=why):
-        check_model(options, "serve")
-        found = text_model(options)
-        assert (found.name, found.weights) == (str(tmp_path / "dcp"),) * 2
-        assert found.arguments == {"base_model": str(tmp_path)}
+    ):
+        with pytest.raises(UsageError, match=why):
+            check_model(ModelOptions(**{name: tmp_path / path for name, path in flags.items()}), "serve")
+    options = ModelOptions(dcp_path=tmp_path / "dcp", base_model=tmp_path)
+    check_model(options, "serve")
+    found = text_model(options)
+    assert (found.name, found.weights) == (str(tmp_path / "dcp"),) * 2
+    assert found.arguments == {"base_model": str(tmp_path)}
 
 
 @pytest.mark.thorough

@@ -199,35 +199,26 @@ def test_variables_that_the_template_does_not_read_are_reported_once(tmp_path, c
     ]
 
 
-def test_a_template_file_goes_before_the_settings(tmp_path):
+def test_which_template_is_taken(tmp_path):
     path = folder(tmp_path / "m", byte_level(), chat_template={"chat_template": "three"})
-    user = [{"role": "user", "content": "x"}]
-    assert rendered(language(path, byte_level()), user) == "three"
-    assert rendered(chat_language(path, "two"), user) == "two"
-    (path / "chat_template.jinja").write_text("one {{ messages[0].content }}")
-    assert rendered(chat_language(path, "two"), user) == "one x"
-
-
-def test_of_several_templates_the_default_is_taken(tmp_path):
+    assert rendered(language(path, byte_level()), ASKED) == "three"
+    assert rendered(chat_language(path, "two"), ASKED) == "two"
+    (path / "chat_template.jinja").write_text("one {{ messages[0].role }}")
+    assert rendered(chat_language(path, "two"), ASKED) == "one user"
     several, single = [{"name": "rag", "template": "R"}, {"name": "default", "template": "D"}], [{"template": "O"}]
     for templates, text in ((several, "D"), (single, "O")):
-        opened = chat_language(tmp_path / "m", templates)
-        assert opened.has_chat_template
-        assert rendered(opened, ASKED) == text
-
-
-def test_a_model_without_a_template_wants_a_prompt(tmp_path):
-    opened = language(tmp_path / "m", byte_level())
+        opened = chat_language(tmp_path / "n", templates)
+        assert (opened.has_chat_template, rendered(opened, ASKED)) == (True, text)
+    opened = language(tmp_path / "none", byte_level())
     assert not opened.has_chat_template
-    assert "Give a prompt instead of messages" in refusal(opened, Prompt(messages=({"role": "user", "content": "x"},)))
+    assert "Give a prompt instead of messages" in refusal(opened, Prompt(messages=tuple(ASKED)))
 
 
 def test_text_parts_stay_parts_where_the_template_knows_them_and_are_joined_where_not(tmp_path):
     parts = [{"role": "user", "content": [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]}]
     assert rendered(chat_language(tmp_path / "a", MACROS), parts).startswith("<USER>one<USER>two")
     assert "user\none\ntwo<|im_end|>" in rendered(chat_language(tmp_path / "b", CHATML), parts)
-    printed = "{{ messages[0].content }}"
-    assert rendered(chat_language(tmp_path / "c", printed), parts) == "one\ntwo"
+    assert rendered(chat_language(tmp_path / "c", "{{ messages[0].content }}"), parts) == "one\ntwo"
 
 
 DOUBLING = "{% set n = namespace(t='x') %}{% for i in range(60) %}{% set n.t = n.t OP n.t %}{% endfor %}"

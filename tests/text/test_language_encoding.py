@@ -89,27 +89,18 @@ def test_end_tokens_come_from_all_files_that_name_them(tmp_path):
     assert opened.end_tokens == (2, 7, 0, 1)
 
 
-@pytest.mark.parametrize(
-    ("files", "more", "beginning"),
-    [
-        pytest.param(LanguageFiles(bytes=True), {"end_tokens": (256,)}, 256, id="bytes begin after an end"),
-        pytest.param(LanguageFiles(characters=("a", "\n")), {}, 1, id="characters begin on a new line"),
-        pytest.param(LanguageFiles(characters=("a", "b")), {"beginning_token": 0}, 0, id="the model names the token"),
-    ],
-)
-def test_an_empty_prompt_is_the_token_that_begins_texts(files, more, beginning):
-    opened = open_language(files, shape(260, **more))
-    (tokens,) = opened.encode([Prompt(text="")])
-    assert tokens.tolist() == [beginning]
-    assert tokens.dtype == np.int32
-
-
-def test_an_empty_prompt_without_a_beginning_is_refused(tmp_path):
+def test_an_empty_prompt_is_the_token_that_begins_texts_or_is_refused(tmp_path):
+    for files, more, beginning in (
+        (LanguageFiles(bytes=True), {"end_tokens": (256,)}, 256),  # after an end
+        (LanguageFiles(characters=("a", "\n")), {}, 1),  # on a new line
+        (LanguageFiles(characters=("a", "b")), {"beginning_token": 0}, 0),  # as the model says
+    ):
+        (tokens,) = open_language(files, shape(260, **more)).encode([Prompt(text="")])
+        assert (tokens.tolist(), tokens.dtype) == ([beginning], np.int32)
     opened = language(tmp_path / "m", byte_level())
     assert "empty" in refusal(opened, Prompt(text=""))
     assert "empty" in refusal(opened, Prompt(tokens=()))
-    begun = language(tmp_path / "n", byte_level(), tokenizer_config={"bos_token": "<|im_start|>"})
-    assert encoded(begun, "") == [[1]]
+    assert encoded(language(tmp_path / "n", byte_level(), tokenizer_config={"bos_token": "<|im_start|>"}), "") == [[1]]
 
 
 def test_texts_tokens_and_bad_prompts_keep_their_order():
@@ -141,20 +132,16 @@ def test_texts_tokens_and_bad_prompts_keep_their_order():
     assert "chat template" in messages[-1]
 
 
-def test_a_tokenizer_larger_than_the_model_is_held_to_the_models_vocabulary(tmp_path):
+def test_a_tokenizer_larger_than_the_model_and_letters_that_an_alphabet_lacks(tmp_path):
     path = folder(tmp_path / "m", byte_level())
     size = Tokenizer.from_str(byte_level()).get_vocab_size()
     opened = open_language(LanguageFiles(path), shape(size - 1))
     assert f"token {size - 1}" in refusal(opened, Prompt(text="a<tool call>"))
     assert len(encoded(opened, "the fox")) == 1
-
-
-def test_characters_that_an_alphabet_lacks_are_named():
     opened = open_language(LanguageFiles(characters=tuple("abc ")), shape(4))
     assert encoded(opened, "a cab") == [[0, 3, 2, 0, 1]]
     assert opened.decode([2, 0, 1, 9]) == "cab"
-    message = refusal(opened, Prompt(text="a fox, a dog"))
-    assert "'f', 'o', 'x', ',', 'd', …" in message
+    assert "'f', 'o', 'x', ',', 'd', …" in refusal(opened, Prompt(text="a fox, a dog"))
 
 
 @pytest.mark.parametrize(

@@ -3,13 +3,12 @@
 import random
 
 import pytest
-from counts import examples
+from counts import SOAK, examples
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from language_samples import KINDS, shape
 from tokenizers import Tokenizer
 
-from gpuinfer.generation import Prompt
 from gpuinfer.text.checkpoint import LanguageFiles
 from gpuinfer.text.language import Language, open_language
 from gpuinfer.text.language.detokenizer import IncrementalDetokenizer
@@ -48,8 +47,12 @@ def grown(
     return growing, None
 
 
-def check_growth(kind: str, tokens: list[int]) -> None:
+@pytest.mark.parametrize("kind", LANGUAGES)
+@settings(max_examples=2000 if SOAK else examples(60), deadline=None)
+@given(data=st.data())
+def test_a_text_grows_to_what_all_its_tokens_decode_to(kind, data):
     language = LANGUAGES[kind]
+    tokens = data.draw(tokens_of(language))
     growing, shown, certain = language.detokenizer(), "", 0
     whole = language.decode(tokens)
     for count, token in enumerate(tokens, 1):
@@ -62,37 +65,14 @@ def check_growth(kind: str, tokens: list[int]) -> None:
     assert growing.kept == len(tokens)
 
 
-@pytest.mark.parametrize("kind", LANGUAGES)
-@settings(max_examples=examples(60), deadline=None)
-@given(data=st.data())
-def test_a_text_grows_to_what_all_its_tokens_decode_to(kind, data):
-    check_growth(kind, data.draw(tokens_of(LANGUAGES[kind])))
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("kind", LANGUAGES)
-@settings(max_examples=2000, deadline=None)
-@given(data=st.data())
-def test_a_text_grows_to_what_all_its_tokens_decode_to_at_length(kind, data):
-    check_growth(kind, data.draw(tokens_of(LANGUAGES[kind])))
-
-
 @pytest.mark.parametrize("kind", TOKENIZERS)
-def test_decoding_is_that_of_the_tokenizers_library(kind):
+def test_decoding_is_that_of_the_tokenizers_library_with_special_tokens_and_without(kind):
     draws = random.Random(5)
-    tokenizer, language = TOKENIZERS[kind], LANGUAGES[kind]
-    for _ in range(200):
-        tokens = [draws.randrange(language.vocabulary) for _ in range(draws.randrange(12))]
-        assert language.decode(tokens) == grown(language, tokens)[0].text == tokenizer.decode(tokens)
-
-
-@pytest.mark.parametrize("kind", TOKENIZERS)
-def test_special_tokens_are_part_of_the_text_on_request(kind):
-    draws = random.Random(6)
     tokenizer, language = TOKENIZERS[kind], LANGUAGES[kind]
     special = [token for token, entry in tokenizer.get_added_tokens_decoder().items() if entry.special]
     for _ in range(200):
         tokens = [draws.choice([draws.randrange(language.vocabulary), *special]) for _ in range(draws.randrange(12))]
+        assert language.decode(tokens) == grown(language, tokens)[0].text == tokenizer.decode(tokens)
         growing = language.detokenizer(special_tokens=True)
         for token in tokens:
             growing.push(token)
@@ -154,17 +134,6 @@ def test_what_is_certain_stays_so_however_the_answer_ends(kind, data):
             assert certain <= kept
 
 
-@pytest.mark.parametrize("kind", LANGUAGES)
-def test_without_stop_strings_nothing_waits_but_half_characters(kind):
-    language = LANGUAGES[kind]
-    growing, given = language.detokenizer(), ""
-    for count, token in enumerate(language.encode([Prompt(text="abc")])[0].tolist(), 1):
-        growing.push(token)
-        new, certain = growing.settled()
-        given += new
-        assert (given, certain) == (growing.text, count)
-
-
 STOPPED = {  # stop strings; for each byte the stop string that it completes, and the new final text and tokens
     "a beginning is held back until it is none": (
         ["###", "\n\n"],
@@ -190,13 +159,15 @@ def test_text_that_may_be_a_stop_string_is_held_back(case):
         assert growing.settled() == (text, tokens)
 
 
-def test_half_a_character_is_never_shown():
+def test_half_a_character_is_never_shown_and_a_whole_one_at_once():
     for kind in ("bytes", "byte level", "byte fallback"):
-        growing = LANGUAGES[kind].detokenizer()
-        for token in byte_tokens(LANGUAGES[kind], "日本😀"):
+        growing, given = LANGUAGES[kind].detokenizer(), ""
+        for token in byte_tokens(LANGUAGES[kind], "abc日本😀"):
             growing.push(token)
-            assert "�" not in growing.settled()[0]
-        assert growing.text == "日本😀"
+            given += growing.settled()[0]
+            assert "�" not in given
+        assert growing.text == "abc日本😀"
+        assert given == ("" if kind == "byte fallback" else "abc日本😀")  # there the run of bytes may go on
 
 
 @example("日😀")

@@ -262,7 +262,7 @@ class EndpointModel:
 
         await endpoint.open(name)
         checkpoint = await asyncio.to_thread(open_checkpoint, spec)
-        language = await asyncio.to_thread(open_language, checkpoint.language_files(), checkpoint.shape)
+        language = await asyncio.to_thread(open_language, checkpoint.language, checkpoint.shape)
         length = endpoint.length - 1
         facts = {"model": endpoint.name, "endpoint": endpoint.url, "slots": endpoint.rows, "context": length}
         prompts = PromptPreparer(language, checkpoint.shape, endpoint.rows, length, facts, True, processed)

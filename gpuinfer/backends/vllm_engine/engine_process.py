@@ -125,7 +125,7 @@ class VllmTextBackend(Backend):
         )
         counting = VllmCounters()
         self._engine = VllmEngine.open(arguments, counting)
-        language = open_language(checkpoint.language_files(), checkpoint.shape)
+        language = open_language(checkpoint.language, checkpoint.shape)
         device = str(import_module("vllm.platforms").current_platform.get_device_name(0))
         facts = {"model": checkpoint.name, "device": device, **self._engine.facts}
         length = self._engine.length - 1  # it draws a token also where none is asked for

@@ -207,7 +207,7 @@ def open_setup(options: VerifyOptions, setup: Setup) -> VerifySetup:
     checkpoint = open_checkpoint(spec)
     if (wanted := unmasking_of(options)) is not None:
         check_with_model(spec, Sampling(unmasking=wanted))
-    shape, language = checkpoint.shape, open_language(checkpoint.language_files(), checkpoint.shape)
+    shape, language = checkpoint.shape, open_language(checkpoint.language, checkpoint.shape)
     room = shape.positions - options.new_tokens
     if room < 1:
         raise UsageError(f"--new-tokens {options.new_tokens}: the model has {shape.positions} positions. Use fewer.")

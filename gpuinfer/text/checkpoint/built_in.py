@@ -54,17 +54,9 @@ class DrawnStore:
     def read(self, name: str, into: Tensor) -> None:
         if into.dim() == 1:
             into.fill_(0.0 if name.endswith("bias") else 1.0)
-        else:
-            into.copy_(self._matrix(name, tuple(into.shape)))
-
-    def digests(self, names: Collection[str]) -> dict[str, bytes]:
-        """Digests of the recipe, whose names of fields are part of them, not of the values."""
-        return dict.fromkeys(names, f"drawn by torch {torch.__version__}, {self._speakable}, {self._recipe}".encode())
-
-    def _matrix(self, name: str, shape: tuple[int, ...]) -> Tensor:
+            return
         generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))  # values do not depend on the read order
-        drawn = torch.empty(shape)
-        names, recipe = self._names, self._recipe
+        drawn, names, recipe = torch.empty(tuple(into.shape)), self._names, self._recipe
         if name == names.embedding_of(names.prefix):
             drawn.normal_(0.0, recipe.embedding, generator=generator)[:, 0] = 1.0
         elif name == names.head_of(names.prefix):
@@ -75,7 +67,11 @@ class DrawnStore:
             drawn.normal_(0.0, (attends and recipe.looks) or recipe.layers, generator=generator)
             if name.endswith((f"{names.out}.weight", f"{names.down}.weight")):
                 drawn[0] = 0.0
-        return drawn
+        into.copy_(drawn)
+
+    def digests(self, names: Collection[str]) -> dict[str, bytes]:
+        """Digests of the recipe, whose names of fields are part of them, not of the values."""
+        return dict.fromkeys(names, f"drawn by torch {torch.__version__}, {self._speakable}, {self._recipe}".encode())
 
 
 END = 256  # tokens 0 to 255 are bytes
@@ -85,22 +81,6 @@ TEMPLATE = (  # of chats: a line for each message
     "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
 )
-
-
-def null_shape() -> Shape:
-    return Shape(
-        family="null",
-        vocabulary=END + 1,
-        hidden=1,
-        layers=0,  # nothing to cache
-        heads=1,
-        kv_heads=1,
-        head_dim=1,
-        intermediate=1,
-        positions=1 << 17,
-        tied=True,
-        end_tokens=(END,),
-    )
 
 
 def tiny_shape() -> Shape:
@@ -147,18 +127,16 @@ def tiny_llada2_shape() -> Shape:
     return tiny_masked_shape("llada2", layers=3, kv_heads=2, rope=rope, experts=experts)
 
 
-def tiny_llada_moe_shape() -> Shape:
-    return tiny_masked_shape("llada-moe", experts=Experts(count=8, chosen=2, intermediate=64))
-
-
 BUILT_IN: Mapping[str, Callable[[], Shape]] = {
     "tiny": tiny_shape,
     "tiny-llada": lambda: tiny_masked_shape("llada"),
-    "tiny-llada-moe": tiny_llada_moe_shape,
+    "tiny-llada-moe": lambda: tiny_masked_shape("llada-moe", experts=Experts(count=8, chosen=2, intermediate=64)),
     "tiny-llada2": tiny_llada2_shape,
     "tiny-dream": lambda: tiny_masked_shape("dream"),
     "tiny-sdar": lambda: tiny_masked_shape("sdar", kv_heads=2),
-    "null": null_shape,
+    "null": lambda: Shape(
+        "null", END + 1, 1, 0, 1, 1, 1, 1, 1 << 17, tied=True, end_tokens=(END,)
+    ),  # no layer to cache
 }
 MASKED_RECIPE = Recipe(layers=0.2, looks=0.12, head=0.55, silence=-512.0)
 """Layers with a larger output, so that masks, whose embeddings are equal, become different tokens; attention not so
@@ -296,15 +274,15 @@ def _llada2(shape: Shape) -> dict[str, Any]:
     }
 
 
-def _sdar(shape: Shape) -> dict[str, Any]:
-    return {**_usual(shape), "head_dim": shape.head_dim, "block_size": shape.masking and shape.masking.block}
-
-
 CONFIGS: Mapping[str, Callable[[Shape], dict[str, Any]]] = {
     "qwen2": _usual,
     "llada": _llada,
     "llada-moe": _llada_moe,
     "llada2": _llada2,
     "dream": _usual,
-    "sdar": _sdar,
+    "sdar": lambda shape: {
+        **_usual(shape),
+        "head_dim": shape.head_dim,
+        "block_size": shape.masking and shape.masking.block,
+    },
 }

@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
@@ -43,9 +43,13 @@ class DigestSource(NamedTuple):
 
 def tensor_digests(sources: Mapping[str, DigestSource]) -> Digests:
     """The digest of each. Raises what `read` raises."""
+
+    def leaf(source: DigestSource, at: int) -> bytes:
+        return hashlib.sha256(source.read(at, min(CHUNK_BYTES, source.size - at))).digest()
+
     with ThreadPoolExecutor(cores(), "gpuinfer-digests") as pool:
         leaves = {
-            name: [pool.submit(_leaf, source, at) for at in range(0, source.size, CHUNK_BYTES)]
+            name: [pool.submit(leaf, source, at) for at in range(0, source.size, CHUNK_BYTES)]
             for name, source in sources.items()
         }
         try:
@@ -58,22 +62,31 @@ def tensor_digests(sources: Mapping[str, DigestSource]) -> Digests:
             raise
 
 
-def _leaf(source: DigestSource, at: int) -> bytes:
-    return hashlib.sha256(source.read(at, min(CHUNK_BYTES, source.size - at))).digest()
-
-
 def cached_digests(path: Path, names: Collection[str], compute: Callable[[], Digests]) -> Digests:
     """The digests of these tensors of a file: from the cache, if the file's size, times and inode are unchanged; else
-    computed, and cached.
+    computed, and cached. If the cache cannot be written, the next run computes them again.
     """
     began, stamp = time.time(), _stamp(path)
     name = hashlib.sha256(str(path.resolve()).encode(errors="replace")).hexdigest()[:32]
     place = Path(platformdirs.user_cache_dir("gpuinfer")) / "digests" / f"{name}.json"
-    if stamp is not None and (known := _known(place, stamp)).keys() >= set(names):
-        return {name: known[name] for name in names}
+    if stamp is None:
+        return compute()
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
+        entry = json.loads(place.read_bytes())
+        if entry["stamp"] == stamp:
+            return {name: bytes.fromhex(entry["digests"][name]) for name in names}
     found = compute()
-    if stamp is not None and stamp == _stamp(path) and max(stamp["changed"], stamp["moved"]) / 1e9 < began - SETTLED_S:
-        _keep(place, {"stamp": stamp, "digests": {name: digest.hex() for name, digest in found.items()}})
+    if stamp == _stamp(path) and max(stamp["changed"], stamp["moved"]) / 1e9 < began - SETTLED_S:
+        with contextlib.suppress(OSError):
+            place.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            draft = place.with_suffix(f".{os.getpid()}")
+            draft.write_text(
+                json.dumps({"stamp": stamp, "digests": {name: digest.hex() for name, digest in found.items()}})
+            )
+            draft.replace(place)
+            entries = sorted(place.parent.glob("*.json"), key=lambda one: one.stat().st_mtime)
+            for old in entries[:-MOST_KEPT]:
+                old.unlink(missing_ok=True)
     return found
 
 
@@ -93,28 +106,6 @@ def _stamp(path: Path) -> dict[str, Any] | None:
     }
 
 
-def _known(place: Path, stamp: Mapping[str, Any]) -> Digests:
-    try:
-        entry = json.loads(place.read_bytes())
-        if entry["stamp"] != stamp:
-            return {}
-        return {name: bytes.fromhex(digest) for name, digest in entry["digests"].items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return {}
-
-
-def _keep(place: Path, entry: Mapping[str, Any]) -> None:
-    """If the cache cannot be written, the next run computes the digests again."""
-    with contextlib.suppress(OSError):
-        place.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        draft = place.with_suffix(f".{os.getpid()}")
-        draft.write_text(json.dumps(entry))
-        draft.replace(place)
-        entries = sorted(place.parent.glob("*.json"), key=lambda one: one.stat().st_mtime)
-        for old in entries[:-MOST_KEPT]:
-            old.unlink(missing_ok=True)
-
-
 SETTINGS = (
     "config.json",
     "generation_config.json",
@@ -129,37 +120,8 @@ SETTINGS = (
 )
 
 
-def checkpoint_fingerprint(store: Store, files: Iterable[Path]) -> str:
-    """32 hexadecimal digits of the files and the weights, which are read unless their digests are cached.
-
-    The folder's path and the division into shards do not matter.
-    """
-    digest = hashlib.sha256()
-    for path in files:
-        _add(digest, path.name.encode(), file_digest(path))
-    content = store.digests(store.tensors)
-    for name in sorted(store.tensors):
-        stored = store.tensors[name]
-        _add(digest, f"{name} {stored.dtype} {list(stored.shape)}".encode(), content[name])
-    return digest.hexdigest()[:32]
-
-
 def settings_files(folder: Path) -> list[Path]:
     return [folder / name for name in SETTINGS if (folder / name).is_file()]
-
-
-def file_digest(path: Path) -> bytes:
-    try:
-        with path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").digest()
-    except OSError as error:
-        raise UsageError(f"cannot read {path}: {error.strerror}. Check its permissions.") from None
-
-
-def _add(digest: hashlib._Hash, *pieces: bytes) -> None:
-    for piece in pieces:
-        digest.update(len(piece).to_bytes(8, "little"))
-        digest.update(piece)
 
 
 @dataclass(frozen=True)
@@ -185,8 +147,27 @@ class Checkpoint:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Hexadecimal digest of settings, tokenizer and weights, which this reads. Raises `UsageError`."""
-        return checkpoint_fingerprint(self.store, self.settings)
+        """32 hexadecimal digits of settings, tokenizer and weights, which are read unless their digests are cached. The
+        folder's path and the division into shards do not matter. Raises `UsageError`.
+        """
+        digest = hashlib.sha256()
+
+        def add(*pieces: bytes) -> None:
+            for piece in pieces:
+                digest.update(len(piece).to_bytes(8, "little"))
+                digest.update(piece)
+
+        for path in self.settings:
+            try:
+                with path.open("rb") as file:
+                    add(path.name.encode(), hashlib.file_digest(file, "sha256").digest())
+            except OSError as error:
+                raise UsageError(f"cannot read {path}: {error.strerror}. Check its permissions.") from None
+        content = self.store.digests(self.store.tensors)
+        for name in sorted(self.store.tensors):
+            stored = self.store.tensors[name]
+            add(f"{name} {stored.dtype} {list(stored.shape)}".encode(), content[name])
+        return digest.hexdigest()[:32]
 
     def weights(self, dtype: torch.dtype, *, by_layer: bool = False) -> Weights:
         """All weights, copied from the file, matrices in `dtype`; `by_layer`: each layer is read on first access.
@@ -199,6 +180,3 @@ class Checkpoint:
     ) -> Estimate:
         """See `estimate_memory`. Loads nothing."""
         return estimate_memory(self.layout, slots, pages, length, dtype, beside, own)
-
-    def language_files(self) -> LanguageFiles:
-        return self.language

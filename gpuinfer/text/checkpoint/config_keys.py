@@ -27,7 +27,7 @@ class PublishedFamily:
     neutral: Mapping[str, tuple[Any, ...]]  # the only values that are implemented here
 
 
-def _key_set(text: str) -> frozenset[str]:
+def key_set(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
@@ -43,14 +43,14 @@ MASKED: Mapping[str, PublishedFamily] = {
     "llada": PublishedFamily(
         "LLaDAModelLM",
         ("llada",),
-        _key_set(
+        key_set(
             "mask_token_id d_model n_heads n_kv_heads multi_query_attention n_layers mlp_hidden_size mlp_ratio "
             "embedding_size max_sequence_length weight_tying activation_type rms_norm_eps rope_theta include_qkv_bias"
         ),
-        _key_set(
+        key_set(
             "alibi_bias_max attention_layer_norm_with_affine init_cutoff_factor init_device init_fn init_std precision"
         )
-        | _key_set("rope_full_precision"),  # angles are always float32 here
+        | key_set("rope_full_precision"),  # angles are always float32 here
         {
             "attention_layer_norm": (False,),
             "bias_for_layer_norm": (False,),
@@ -67,7 +67,7 @@ MASKED: Mapping[str, PublishedFamily] = {
     "llada-moe": PublishedFamily(
         "LLaDAMoEModelLM",
         ("llada", "lladamoe", "llada_moe"),
-        _key_set(
+        key_set(
             f"{_SHARED} {_SIZES} attention_bias qk_layernorm dense_intermediate_size expert_intermediate_size "
             "moe_layer_freq num_experts num_experts_per_tok"
         ),
@@ -85,12 +85,12 @@ MASKED: Mapping[str, PublishedFamily] = {
     "llada2": PublishedFamily(
         "LLaDA2MoeModelLM",
         ("llada2_moe",),
-        _key_set(
+        key_set(
             f"{_DENSE} block_size first_k_dense_replace moe_intermediate_size moe_shared_expert_intermediate_size "
             "n_group num_experts num_experts_per_tok num_shared_experts rotary_dim routed_scaling_factor topk_group "
             "use_bias use_qkv_bias"
         ),
-        _key_set(f"{_NO_WINDOW} output_dropout mtp_loss_scaling_factor"),
+        key_set(f"{_NO_WINDOW} output_dropout mtp_loss_scaling_factor"),
         {
             "moe_router_enable_expert_bias": (True,),
             "norm_head": (False,),
@@ -102,12 +102,12 @@ MASKED: Mapping[str, PublishedFamily] = {
             "use_rmsnorm": (True,),
         },
     ),
-    "dream": PublishedFamily("DreamModel", ("Dream", "dream"), _key_set(_DENSE), _key_set(_NO_WINDOW), {}),
+    "dream": PublishedFamily("DreamModel", ("Dream", "dream"), key_set(_DENSE), key_set(_NO_WINDOW), {}),
     "sdar": PublishedFamily(
         "SDARForCausalLM",
         ("sdar",),
-        _key_set(f"{_DENSE} attention_bias block_size"),
-        _key_set(
+        key_set(f"{_DENSE} attention_bias block_size"),
+        key_set(
             f"{_NO_WINDOW} debug ep_size fuse_cross_entropy micro_forward save_gate skip_checkpoint use_deepep "
             "use_fused_linear_cross_entropy"
         ),
@@ -116,15 +116,6 @@ MASKED: Mapping[str, PublishedFamily] = {
 }
 
 TOKENIZERS = {"dream": "DreamTokenizer"}  # own classes that add nothing to their files (Qwen's vocabulary)
-
-
-def family_of_architecture(architecture: str) -> str | None:
-    return next((family for family, one in MASKED.items() if one.architecture == architecture), None)
-
-
-def architectures_of(kind: str) -> tuple[str, ...]:
-    """The architectures with this model_type; empty: it is no diffusion model's."""
-    return tuple(one.architecture for one in MASKED.values() if kind in one.types)
 
 
 MOST_JSON_BYTES = 64 << 20
@@ -228,10 +219,6 @@ def read_json(path: Path) -> dict[str, Any]:
 SHOWN = 3  # keys in a message
 
 
-def _names(text: str) -> tuple[str, ...]:
-    return tuple(text.split())
-
-
 _ANY = "model_type architectures auto_map quantization_config vocab_size tie_word_embeddings eos_token_id bos_token_id"
 _ROTARY = (
     "hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim hidden_act "
@@ -245,7 +232,7 @@ _GPT2 = (
 )
 
 HONOURED: Mapping[str, frozenset[str]] = {
-    family: frozenset(names.split())
+    family: key_set(names)
     for family, names in {
         "llama": f"{_ANY} {_ROTARY} attention_bias mlp_bias",
         "mistral": f"{_ANY} {_ROTARY} sliding_window layer_types",
@@ -258,8 +245,7 @@ HONOURED: Mapping[str, frozenset[str]] = {
 
 # Keys without effect on the logits. Keys of biases are here because the tensors are checked instead: one too many, or a
 # missing one, is refused when the weights are opened.
-HARMLESS = frozenset(
-    _names("""
+HARMLESS = key_set("""
     name_or_path transformers_version torch_dtype dtype tokenizer_class finetuning_task task_specific_params prefix
     license model_name model_revision is_llama_config transformers.js_config
 
@@ -292,14 +278,13 @@ HARMLESS = frozenset(
     max_window_layers n_ctx seq_length max_seq_len max_seq_length max_sequence_length model_max_length max_tokens
 
     attention_bias mlp_bias qkv_bias use_bias bias use_qkv_bias attention_out_bias o_proj_bias lm_head_bias
-    """)
-)  # fmt: skip
+    """)  # fmt: skip
 HARMLESS_BEGINNINGS = ("_", "unsloth_", "axolotl_", "summary_")
 
 # Features of other models, and the values that switch them off.
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     **dict.fromkeys(
-        _names("""
+        key_set("""
         is_encoder_decoder add_cross_attention tie_encoder_decoder use_parallel_residual parallel_residual parallel_attn
         alibi use_alibi new_decoder_architecture use_mrope use_qk_norm qk_norm qk_layernorm use_logn_attn
         use_dynamic_ntk logn rope_interleaved rope_interleave use_rope_scaling scale_embeddings scale_embedding
@@ -308,9 +293,9 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
         """),
         (False,),
     ),
-    **dict.fromkeys(_names("is_causal use_rope use_rotary_embeddings causal"), (True,)),
+    **dict.fromkeys(key_set("is_causal use_rope use_rotary_embeddings causal"), (True,)),
     **dict.fromkeys(
-        _names("""
+        key_set("""
         embedding_multiplier residual_multiplier logits_scaling logit_scale embedding_scale lm_head_multiplier
         scale_emb width_multiplier output_multiplier_scale rope_ratio rotary_pct rotary_percent rope_scaling_factor
         partial_rotary_factor
@@ -318,7 +303,7 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
         (1,),
     ),
     **dict.fromkeys(
-        _names("""
+        key_set("""
         num_experts num_local_experts n_routed_experts n_shared_experts num_nextn_predict_layers attn_logit_softcapping
         final_logit_softcapping logit_softcapping router_jitter_noise mtp_num_layers num_mtp_layers clip_qkv
         """),
@@ -332,19 +317,23 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "layer_types": ("full_attention",),  # each of them
 }  # fmt: skip
 
-_ROPE = (
+ROPE_KNOWN = key_set(
     "rope_type type rope_theta factor original_max_position_embeddings attention_factor beta_fast beta_slow "
-    "low_freq_factor high_freq_factor mscale mscale_all_dim truncate partial_rotary_factor short_factor long_factor"
+    "low_freq_factor high_freq_factor mscale mscale_all_dim truncate partial_rotary_factor short_factor long_factor "
+    "finetuned original_rope_theta"  # the last two change nothing
 )
-ROPE_HONOURED = frozenset(_ROPE.split())
-ROPE_HARMLESS = frozenset({"finetuned", "original_rope_theta"})
 ROPE_NEUTRAL: Mapping[str, tuple[Any, ...]] = dict.fromkeys(("attn_factor", "extrapolation_factor", "alpha"), (1,))
 
 
 def refuse_unknown_keys(family: str, config: ConfigFields) -> None:
     """Raises `UsageError` with keys and values, unless each is honoured, harmless or neutral."""
-    honoured, harmless, neutral = _known(family)
-    known = honoured | harmless
+    neutral: Mapping[str, tuple[Any, ...]]
+    if family in MASKED:
+        own = MASKED[family]
+        known = own.honoured | key_set(_ANY) | own.harmless | (HARMLESS - own.neutral.keys())
+        neutral = {**NEUTRAL, **own.neutral}
+    else:
+        known, neutral = HONOURED[family] | HARMLESS, NEUTRAL
     strange = [
         name
         for name, value in config.values.items()
@@ -354,23 +343,12 @@ def refuse_unknown_keys(family: str, config: ConfigFields) -> None:
     _refuse(config, strange, f"a {family} model here does not know", cure)
 
 
-def _known(family: str) -> tuple[frozenset[str], frozenset[str], Mapping[str, tuple[Any, ...]]]:
-    """Keys that are honoured, that are harmless, and that must have one of the given values."""
-    if family not in MASKED:
-        return HONOURED[family], HARMLESS, NEUTRAL
-    own = MASKED[family]
-    return (
-        own.honoured | frozenset(_ANY.split()),
-        own.harmless | (HARMLESS - own.neutral.keys()),
-        {**NEUTRAL, **own.neutral},
-    )
-
-
 def refuse_unknown_rope_keys(scaling: ConfigFields) -> None:
     """`refuse_unknown_keys` for rope_scaling or rope_parameters."""
-    known = ROPE_HONOURED | ROPE_HARMLESS
     strange = [
-        name for name, value in scaling.values.items() if name not in known and not _neutral(ROPE_NEUTRAL, name, value)
+        name
+        for name, value in scaling.values.items()
+        if name not in ROPE_KNOWN and not _neutral(ROPE_NEUTRAL, name, value)
     ]
     _refuse(scaling, strange, "the rotary positions here do not know", ANOTHER_PROGRAM)
 
@@ -456,8 +434,9 @@ def _masked_family(config: ConfigFields) -> str | None:
     Code in the folder (auto_map) is no error: all these families bring some, and none is needed here.
     """
     architecture = next(iter(config.texts("architectures")), "")
-    family, kind = family_of_architecture(architecture), config.values.get("model_type")
-    known = architectures_of(kind) if isinstance(kind, str) else ()
+    family = next((family for family, one in MASKED.items() if one.architecture == architecture), None)
+    kind = config.values.get("model_type")
+    known = [one.architecture for one in MASKED.values() if isinstance(kind, str) and kind in one.types]
     if family is None:
         if known and not architecture:
             raise UsageError(

@@ -18,13 +18,7 @@ from torch import Tensor
 from gpuinfer.errors import UsageError
 from gpuinfer.text.checkpoint.checkpoint import Checkpoint, Digests
 from gpuinfer.text.checkpoint.model_family import NO_HINTS, MaskHints
-from gpuinfer.text.checkpoint.pickle_reader import (
-    FLOATS,
-    PickledRecord,
-    TensorStore,
-    load_tensors,
-    read_pickle,
-)
+from gpuinfer.text.checkpoint.pickle_reader import FLOATS, PickledRecord, TensorStore, load_tensors, read_pickle
 from gpuinfer.text.checkpoint.safetensors_folder import HEAD, assembled
 from gpuinfer.text.checkpoint.tensor_layout import StoredTensor, names_of
 from gpuinfer.text.transformer import Shape
@@ -195,11 +189,6 @@ USUAL = frozenset({"model", "state_dict", "app", "module"})  # words in the pref
 SHOWN = 3
 
 
-def plain_name(name: str) -> str:
-    """The name without wrappers, and with dots for slashes."""
-    return ".".join(word for word in name.replace("/", ".").split(".") if word not in WRAPPERS)
-
-
 def transformers_names(
     folder: str, stored: Collection[str], body: str, embedding: str, head: str | None
 ) -> Mapping[str, str]:
@@ -209,9 +198,21 @@ def transformers_names(
     stored prefix ("embed_tokens.weight"); `head`: "lm_head", or None if the head has the prefix too. Raises
     `UsageError` if the checkpoint holds no such model, or several.
     """
-    names = {plain_name(name): name for name in sorted(stored, reverse=True)}
+    names = {}  # without wrappers, and with dots for slashes
+    for name in sorted(stored, reverse=True):
+        words = name.replace("/", ".").split(".")
+        names[".".join(word for word in words if word not in WRAPPERS)] = name
     begins = [name.removesuffix(embedding) for name in names if name == embedding or name.endswith(f".{embedding}")]
-    begin = _chosen(folder, begins, embedding)
+    if not begins:
+        raise UsageError(
+            f"{folder} holds no tensor '{embedding}': it is no checkpoint of such a model. Give the base model that it "
+            "was trained from, and save the state dict under transformers' names."
+        )
+    usual = [begin for begin in begins if set(begin.split(".")) - {""} <= USUAL] or sorted(begins)
+    if len(usual) > 1:  # averages or other models are stored too
+        shown = ", ".join(f"'{begin}{embedding}'" for begin in usual[:SHOWN])
+        raise UsageError(f"{folder} holds several models: {shown}. Save the one that is to be served by itself.")
+    (begin,) = usual
     above = begin.removesuffix(body) if begin == body or begin.endswith(f".{body}") else begin
     found = {body + name.removeprefix(begin): theirs for name, theirs in names.items() if name.startswith(begin)}
     for prefix in (begin, above) if head else ():
@@ -220,20 +221,6 @@ def transformers_names(
                 found.pop(body + name.removeprefix(begin), None)
                 found[name.removeprefix(prefix)] = theirs
     return found
-
-
-def _chosen(folder: str, begins: list[str], embedding: str) -> str:
-    """The prefix of the model itself, if averages or other models are stored too."""
-    if not begins:
-        raise UsageError(
-            f"{folder} holds no tensor '{embedding}': it is no checkpoint of such a model. Give the base model that it "
-            "was trained from, and save the state dict under transformers' names."
-        )
-    usual = [begin for begin in begins if set(begin.split(".")) - {""} <= USUAL] or sorted(begins)
-    if len(usual) > 1:
-        shown = ", ".join(f"'{begin}{embedding}'" for begin in usual[:SHOWN])
-        raise UsageError(f"{folder} holds several models: {shown}. Save the one that is to be served by itself.")
-    return usual[0]
 
 
 class DcpStore:
@@ -248,7 +235,18 @@ class DcpStore:
         for chunk in tensor.chunks:
             place = into[tuple(slice(at, at + size) for at, size in zip(chunk.offsets, chunk.sizes, strict=True))]
             try:
-                place.copy_(_read_chunk(chunk, tensor.dtype))
+                with chunk.path.open("rb") as file:
+                    file.seek(chunk.start)
+                    data = file.read(chunk.length)
+                if len(data) != chunk.length:
+                    raise ValueError("it ends within its values")
+                found = load_tensors(io.BytesIO(data))
+                if not isinstance(found, Tensor) or found.layout != torch.strided:
+                    raise ValueError("it holds no plain tensor")
+                if found.dtype != tensor.dtype or tuple(found.shape) != chunk.sizes:
+                    own = f"{found.dtype} {list(found.shape)}"
+                    raise ValueError(f"it is {own}, and .metadata says {tensor.dtype} {list(chunk.sizes)}")
+                place.copy_(found)
             except OSError as error:
                 raise UsageError(f"cannot read {chunk.path}: {error.strerror}. Copy all of the checkpoint.") from None
             except ValueError as error:
@@ -262,25 +260,6 @@ class DcpStore:
             self.read(name, whole)
             found |= TensorStore(self.where, {name: whole}).digests([name])
         return found
-
-
-def _read_chunk(chunk: TensorChunk, dtype: torch.dtype) -> Tensor:
-    """What the chunk holds. Raises `ValueError` for anything but a dense tensor of these sizes."""
-    with chunk.path.open("rb") as file:
-        file.seek(chunk.start)
-        data = file.read(chunk.length)
-    if len(data) != chunk.length:
-        raise ValueError("it ends within its values")
-    tensor = load_tensors(io.BytesIO(data))
-    if not isinstance(tensor, Tensor) or tensor.layout != torch.strided:
-        raise ValueError("it holds no plain tensor")
-    if tensor.dtype != dtype or tuple(tensor.shape) != chunk.sizes:
-        raise ValueError(f"it is {tensor.dtype} {list(tensor.shape)}, and .metadata says {dtype} {list(chunk.sizes)}")
-    return tensor
-
-
-def is_dcp(path: Path) -> bool:
-    return (path / METADATA).is_file()
 
 
 def open_store(folder: Path, shape: Shape) -> DcpStore:

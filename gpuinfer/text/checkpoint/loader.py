@@ -12,7 +12,7 @@ from gpuinfer.errors import UsageError
 from gpuinfer.text.checkpoint.built_in import BUILT_IN, open_builtin
 from gpuinfer.text.checkpoint.checkpoint import Checkpoint
 from gpuinfer.text.checkpoint.config_keys import ConfigFields
-from gpuinfer.text.checkpoint.distributed_checkpoint import is_dcp, open_store, open_trained
+from gpuinfer.text.checkpoint.distributed_checkpoint import METADATA, open_store, open_trained
 from gpuinfer.text.checkpoint.model_family import MaskHints, shape_of
 from gpuinfer.text.checkpoint.nanogpt import open_nanogpt
 from gpuinfer.text.checkpoint.safetensors_folder import (
@@ -24,7 +24,7 @@ from gpuinfer.text.checkpoint.safetensors_folder import (
     read_header,
     spare_tensors,
 )
-from gpuinfer.text.checkpoint.tensor_layout import check_store, read_all_weights
+from gpuinfer.text.checkpoint.tensor_layout import Store, check_store, read_all_weights
 from gpuinfer.text.text_options import no_such_model, path_kind
 from gpuinfer.text.transformer import Shape, Weights
 
@@ -82,8 +82,23 @@ def read_other_weights(checkpoint: Checkpoint, place: str, dtype: torch.dtype) -
     if (path / "config.json").is_file():
         masking = checkpoint.shape.masking  # mask and block do not change, whatever the other folder lacks
         hints = MaskHints() if masking is None else MaskHints(masking.mask_token, masking.block)
-        _refuse_another(checkpoint.shape, shape_of(read_config(path), hints=hints), path)
-    store = open_store(path, checkpoint.shape) if is_dcp(path) else _store(path)
+        own, other = checkpoint.shape, shape_of(read_config(path), hints=hints)
+        compared = [field.name for field in fields(Shape) if field.name not in NOT_COMPARED]
+        differing = [name for name in compared if getattr(own, name) != getattr(other, name)]
+        if differing:
+            changed = ", ".join(
+                f"{name} {getattr(other, name)} instead of {getattr(own, name)}" for name in differing[:SHOWN]
+            )
+            raise UsageError(f"the weights in {path} are of another model: {changed}. Start it as a model of its own.")
+    store: Store
+    if (path / METADATA).is_file():
+        store = open_store(path, checkpoint.shape)
+    elif path.is_dir():
+        store = open_shards(path)
+    elif path.suffix == ".safetensors" and path.is_file():
+        store = SafetensorsStore(str(path), dict(read_header(path)))
+    else:
+        raise UsageError(f"there are no weights at {path}. Give a folder with safetensors files, or one such file.")
     layout = checkpoint.layout  # nanoGPT's tensors have one form
     if checkpoint.shape.family != "nanogpt":
         layout = layout_for(checkpoint.shape, checkpoint.layout.biases, store)
@@ -94,21 +109,3 @@ def read_other_weights(checkpoint: Checkpoint, place: str, dtype: torch.dtype) -
         )
     check_store(store, layout, spare=spare_tensors(checkpoint.shape))
     return read_all_weights(store, layout, dtype)
-
-
-def _store(path: Path) -> SafetensorsStore:
-    if path.is_dir():
-        return open_shards(path)
-    if path.suffix == ".safetensors" and path.is_file():
-        return SafetensorsStore(str(path), dict(read_header(path)))
-    raise UsageError(f"there are no weights at {path}. Give a folder with safetensors files, or one such file.")
-
-
-def _refuse_another(own: Shape, other: Shape, path: Path) -> None:
-    compared = [field.name for field in fields(Shape) if field.name not in NOT_COMPARED]
-    differing = [name for name in compared if getattr(own, name) != getattr(other, name)]
-    if differing:
-        changed = ", ".join(
-            f"{name} {getattr(other, name)} instead of {getattr(own, name)}" for name in differing[:SHOWN]
-        )
-        raise UsageError(f"the weights in {path} are of another model: {changed}. Start it as a model of its own.")

@@ -128,8 +128,17 @@ def working(
     """
     rows = rows if shape.masking is None else max(rows, 2 * length)
     heads = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
-    activations = rows * (4 * shape.hidden + max(3 * heads, _inner(shape))) * (dtype.itemsize + 4)
-    logits = _logit_bytes(shape, rows, slots, length, 1 if own else SAMPLING_COPIES)
+    each, experts = 3 if shape.gated else 2, shape.experts  # values of one token between the products of an MLP …
+    inner = each * shape.intermediate
+    if experts is not None:  # … or those of its experts, with the input and output of each
+        chosen = experts.chosen * (2 * shape.hidden + each * experts.intermediate)
+        inner = max(inner, chosen + each * experts.shared)
+    activations = rows * (4 * shape.hidden + max(3 * heads, inner)) * (dtype.itemsize + 4)
+    if shape.masking is None:
+        logits = slots * shape.vocabulary * 4 * (1 if own else SAMPLING_COPIES)
+    else:
+        outputs = max(length, min(rows, most_outputs(shape)))
+        logits = shape.vocabulary * (outputs * 4 + min(outputs, SCORED_ROWS) * 8 * SAMPLING_COPIES)
     if own:
         return WorkingMemory(activations, logits)
     keys = length * shape.kv_heads * shape.head_dim  # of one row in one layer
@@ -141,23 +150,6 @@ def working(
 def most_outputs(shape: Shape) -> int:
     """How many positions a diffusion model's step computes logits of, unless a single row needs more."""
     return max(1, LOGIT_BYTES // (4 * shape.vocabulary))
-
-
-def _logit_bytes(shape: Shape, rows: int, slots: int, length: int, copies: int) -> int:
-    if shape.masking is None:
-        return slots * shape.vocabulary * 4 * copies
-    outputs = max(length, min(rows, most_outputs(shape)))
-    scored = min(outputs, SCORED_ROWS)
-    return shape.vocabulary * (outputs * 4 + scored * 8 * SAMPLING_COPIES)
-
-
-def _inner(shape: Shape) -> int:
-    """Values of one token between the products of an MLP: those of its experts, with the input and output of each."""
-    each = 3 if shape.gated else 2
-    dense, experts = each * shape.intermediate, shape.experts
-    if experts is None:
-        return dense
-    return max(dense, experts.chosen * (2 * shape.hidden + each * experts.intermediate) + each * experts.shared)
 
 
 def refuse_short(pages: int | None, length: int) -> None:
@@ -173,33 +165,30 @@ def refuse_short(pages: int | None, length: int) -> None:
 def refuse_oversized(
     name: str, estimated: Estimate, free_bytes: int, *, pages: int, length: int, dtype: torch.dtype
 ) -> None:
-    """Raises `UsageError` with the numbers and the cure if the peak is over `free_bytes`."""
+    """Raises `UsageError` with the numbers and the cure if the peak is over `free_bytes`: fewer pages only if they hold
+    one row.
+    """
     if estimated.peak_bytes <= free_bytes:
         return
-    kind = str(dtype).removeprefix("torch.")
-    raise UsageError(
-        f"model '{name}' does not fit: weights {_gb(estimated.weights_bytes)} in {kind}, {pages:,} pages of {PAGE} "
-        f"tokens {_gb(estimated.cache_bytes)}, {_gb(estimated.peak_bytes)} at the peak; {_gb(free_bytes)} are free. "
-        f"One row of {length:,} tokens takes {row_pages(length):,} pages.\n"
-        f"{_cure(estimated, free_bytes, pages, length, dtype)}"
-    )
-
-
-def _cure(estimated: Estimate, free_bytes: int, pages: int, length: int, dtype: torch.dtype) -> str:
-    """The cure with its number: fewer pages only if they hold one row."""
     narrow = "" if dtype.itemsize <= 2 else "--dtype bfloat16, which halves both"
     spare = free_bytes - (estimated.peak_bytes - estimated.cache_bytes)
     fitting = spare * pages // estimated.cache_bytes if estimated.cache_bytes else 0
     if fitting >= 1:
-        fewer = f"-B pages={fitting}" if fitting >= row_pages(length) else ""
-        choices = [fewer, f"--context {fitting * PAGE}" if not fewer else "", narrow]
-        return f"Use {' or '.join(choice for choice in choices if choice)}."
-    if estimated.weights_bytes + estimated.cache_bytes <= free_bytes:
-        return "A step takes more than is left: use a smaller --batch-size, or a smaller -B step_tokens."
-    if narrow and estimated.weights_bytes // 2 < free_bytes:
-        return f"Not even one page fits beside the weights: use {narrow}, or a larger device."
-    return "The weights alone are too large: use a smaller model, or a larger device."
-
-
-def _gb(size: int) -> str:
-    return f"{size / GB:.3g} GB"
+        enough = fitting >= row_pages(length)
+        choices = [f"-B pages={fitting}" if enough else f"--context {fitting * PAGE}", *([narrow] if narrow else [])]
+        cure = f"Use {' or '.join(choices)}."
+    elif estimated.weights_bytes + estimated.cache_bytes <= free_bytes:
+        cure = "A step takes more than is left: use a smaller --batch-size, or a smaller -B step_tokens."
+    elif narrow and estimated.weights_bytes // 2 < free_bytes:
+        cure = f"Not even one page fits beside the weights: use {narrow}, or a larger device."
+    else:
+        cure = "The weights alone are too large: use a smaller model, or a larger device."
+    weights, cache, peak, free = (
+        f"{size / GB:.3g} GB"
+        for size in (estimated.weights_bytes, estimated.cache_bytes, estimated.peak_bytes, free_bytes)
+    )
+    kind = str(dtype).removeprefix("torch.")
+    raise UsageError(
+        f"model '{name}' does not fit: weights {weights} in {kind}, {pages:,} pages of {PAGE} tokens {cache}, "
+        f"{peak} at the peak; {free} are free. One row of {length:,} tokens takes {row_pages(length):,} pages.\n{cure}"
+    )

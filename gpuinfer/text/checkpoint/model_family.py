@@ -49,23 +49,6 @@ BLOCKS = {"llada2": 32, "sdar": 4}  # positions, the default of `block_size`
 MOST_EXPERTS = 1 << 16
 
 
-def masked_shape(
-    family: str, config: ConfigFields, generation: ConfigFields, mask_token: int | None, block: int | None
-) -> Shape:
-    """`mask_token` and `block` as the user gives them; None: those of the file, or of the published model.
-
-    Raises `UsageError`.
-    """
-    shape = SHAPES[family](config, generation)
-    known = KNOWN.get((family, shape.vocabulary))
-    ends = tuple(dict.fromkeys([*shape.end_tokens, *(known.ends if known else ())]))
-    mask = _mask_token(config, known, mask_token, replace(shape, end_tokens=ends))
-    if family in BLOCKS and block is None:
-        block = config.integer("block_size", BLOCKS[family])
-    masking = masking_of(family, mask, block if family in BLOCKS else None)
-    return replace(shape, end_tokens=ends, masking=masking)
-
-
 def masking_of(family: str, mask_token: int, block: int | None = None) -> Masking:
     """`block`: of a block-causal family; None: its default."""
     return Masking(
@@ -101,6 +84,12 @@ def _llada(config: ConfigFields, generation: ConfigFields) -> Shape:
         raise config.wrong("embedding_size", f"{tokens} or more, as 'vocab_size' says")
     if head_dim % 2:
         raise config.wrong("n_heads", f"such that heads have an even size ({head_dim})")
+    single = config.flag("multi_query_attention", False)
+    kv_heads = config.integer("n_kv_heads", 1 if single else heads)
+    if heads % kv_heads or (single and kv_heads != 1):
+        raise config.wrong(
+            "n_kv_heads", "1, as 'multi_query_attention' says" if single else f"a divisor of {heads} heads"
+        )
     rope, positions = rope_of(config, head_dim, config.integer("max_sequence_length"))
     tied = config.flag("weight_tying", False)
     if config.flag("tie_word_embeddings", tied) != tied:
@@ -111,7 +100,7 @@ def _llada(config: ConfigFields, generation: ConfigFields) -> Shape:
         hidden=hidden,
         layers=config.integer("n_layers", most=MOST_LAYERS),
         heads=heads,
-        kv_heads=_llada_kv_heads(config, heads),
+        kv_heads=kv_heads,
         head_dim=head_dim,
         intermediate=config.integer("mlp_hidden_size", hidden * config.integer("mlp_ratio", 4)),
         positions=positions,
@@ -122,17 +111,6 @@ def _llada(config: ConfigFields, generation: ConfigFields) -> Shape:
         end_tokens=end_tokens_of(config, generation, None, vocabulary),
         beginning_token=beginning_of(config, None, vocabulary),
     )
-
-
-def _llada_kv_heads(config: ConfigFields, heads: int) -> int:
-    """Either key may give the number; without both, there are as many as heads."""
-    single = config.flag("multi_query_attention", False)
-    kv_heads = config.integer("n_kv_heads", 1 if single else heads)
-    if heads % kv_heads or (single and kv_heads != 1):
-        raise config.wrong(
-            "n_kv_heads", "1, as 'multi_query_attention' says" if single else f"a divisor of {heads} heads"
-        )
-    return kv_heads
 
 
 def _llada_moe(config: ConfigFields, generation: ConfigFields) -> Shape:
@@ -233,9 +211,21 @@ def shape_of(
     fields, ends = ConfigFields(config), ConfigFields(generation or {}, "generation_config.json")
     family = supported_family(fields)
     if family in MASKED:
-        shape = masked_shape(family, fields, ends, hints.mask_token, hints.block)
+        shape = SHAPES[family](fields, ends)
+        known = KNOWN.get((family, shape.vocabulary))
+        shape = replace(shape, end_tokens=tuple(dict.fromkeys([*shape.end_tokens, *(known.ends if known else ())])))
+        block = None
+        if family in BLOCKS:
+            block = fields.integer("block_size", BLOCKS[family]) if hints.block is None else hints.block
+        mask = _mask_token(fields, known, hints.mask_token, shape)
+        shape = replace(shape, masking=masking_of(family, mask, block))
     elif family == "gpt2":
-        fields = _renamed(fields)
+        values = dict(fields.values)
+        for other, own in GPT2_NAMES.items():  # all under GPT-2's own names
+            given = values.pop(other, None)
+            if given is not None and values.setdefault(own, given) != given:
+                raise fields.wrong(other, f"{values[own]!r}, as '{own}' says"[:90])
+        fields = ConfigFields(values)
         shape = _gpt2(fields, ends)
     else:
         shape = rotary_shape(family, fields, ends)
@@ -258,16 +248,6 @@ def biases_of(config: Mapping[str, Any]) -> Biases:
     attention = family in ("llama", "qwen3", "sdar", "llada-moe") and fields.flag("attention_bias", False)
     inner = family == "llama" and fields.flag("mlp_bias", False)
     return Biases(attention, attention, inner, inner)
-
-
-def _renamed(config: ConfigFields) -> ConfigFields:
-    """The same fields under GPT-2's own names. Raises `UsageError` if both names are given and differ."""
-    values = dict(config.values)
-    for other, own in GPT2_NAMES.items():
-        given = values.pop(other, None)
-        if given is not None and values.setdefault(own, given) != given:
-            raise config.wrong(other, f"{values[own]!r}, as '{own}' says"[:90])
-    return ConfigFields(values, config.where)
 
 
 def _gpt2(config: ConfigFields, generation: ConfigFields) -> Shape:

@@ -29,45 +29,45 @@ def read_characters(path: Path) -> tuple[str, ...]:
 
     Raises `UsageError`.
     """
-    meta = read_json(path) if path.suffix == ".json" else _pickled(path)
+    if path.suffix == ".json":
+        meta = read_json(path)
+    else:
+        try:
+            if path.stat().st_size > MOST_BYTES:
+                raise UsageError(f"{path} is over {MOST_BYTES >> 20} MiB, too much for an alphabet. Check --meta.")
+            meta = read_pickle(path.read_bytes())
+        except OSError as error:
+            raise UsageError(f"cannot read {path}: {error.strerror}. Check --meta.") from None
+        except ValueError as error:
+            raise UsageError(
+                f"{path} is no plain meta.pkl: {error}. Save it again as JSON, with itos and stoi."
+            ) from None
     pairs = _pairs(meta)
+    characters = [pairs.get(number) for number in range(len(pairs))]
+    wanted = ""
     if not pairs or sorted(pairs) != list(range(len(pairs))):
-        raise _wrong(path, "ids from 0 on, each with its character")
-    characters = tuple(pairs[number] for number in range(len(pairs)))
-    if not all(isinstance(one, str) and len(one) == 1 for one in characters):
-        raise _wrong(path, "single characters; for other tokens give a folder with a tokenizer.json")
-    if len(set(characters)) != len(characters):
-        raise _wrong(path, "each character once")
-    return characters
-
-
-def _pickled(path: Path) -> Any:
-    try:
-        if path.stat().st_size > MOST_BYTES:
-            raise UsageError(f"{path} is over {MOST_BYTES >> 20} MiB, too much for an alphabet. Check --meta.")
-        return read_pickle(path.read_bytes())
-    except OSError as error:
-        raise UsageError(f"cannot read {path}: {error.strerror}. Check --meta.") from None
-    except ValueError as error:
-        raise UsageError(f"{path} is no plain meta.pkl: {error}. Save it again as JSON, with itos and stoi.") from None
+        wanted = "ids from 0 on, each with its character"
+    elif not all(isinstance(one, str) and len(one) == 1 for one in characters):
+        wanted = "single characters; for other tokens give a folder with a tokenizer.json"
+    elif len(set(characters)) != len(characters):
+        wanted = "each character once"
+    if wanted:
+        raise UsageError(f"{path} does not hold {wanted}. Give the meta file that the model was trained with.")
+    return tuple(str(one) for one in characters)
 
 
 def _pairs(meta: Any) -> dict[int, Any]:
-    """Texts by token id; {} if the file has none."""
+    """Texts by token id, which JSON writes as a text; {} if the file has none, if an id is none or occurs twice."""
     if not isinstance(meta, Mapping):
         return {}
     itos, stoi = meta.get("itos"), meta.get("stoi")
+    items: list[tuple[Any, Any]] = []
     if isinstance(itos, list | tuple):
-        return dict(enumerate(itos))
-    if isinstance(itos, Mapping):
-        return _numbered(itos.items())
-    if isinstance(stoi, Mapping):
-        return _numbered((number, text) for text, number in stoi.items())
-    return {}
-
-
-def _numbered(items: Any) -> dict[int, Any]:
-    """Pairs of an id, which JSON writes as a text, and its text; {} if an id is none, or occurs twice."""
+        items = list(enumerate(itos))
+    elif isinstance(itos, Mapping):
+        items = list(itos.items())
+    elif isinstance(stoi, Mapping):
+        items = [(number, text) for text, number in stoi.items()]
     pairs: dict[int, Any] = {}
     for number, text in items:
         if isinstance(number, str) and number.isascii() and number.isdecimal() and len(number) < 10:
@@ -76,10 +76,6 @@ def _numbered(items: Any) -> dict[int, Any]:
             return {}
         pairs[number] = text
     return pairs
-
-
-def _wrong(path: Path, wanted: str) -> UsageError:
-    return UsageError(f"{path} does not hold {wanted}. Give the meta file that the model was trained with.")
 
 
 WRAPPERS = ("_orig_mod.", "module.")  # what torch.compile and DistributedDataParallel put before each name
@@ -96,12 +92,37 @@ def open_nanogpt(path: Path, meta: Path | None, name: str) -> Checkpoint:
     Raises `UsageError`.
     """
     content = read_torch_file(path)
-    store = TensorStore(str(path), unwrapped(plain_tensors(_object(content, "model", path), str(path))))
-    shape = shape_of_nanogpt(_arguments(content, path), store)
-    language, files = language_beside(path, meta)
+    if not isinstance(content.get("model"), Mapping):
+        raise UsageError(f"{path} holds no 'model'. Save it as nanoGPT's train.py does.")
+    tensors: dict[str, Tensor] = {}
+    for given, tensor in plain_tensors(content["model"], str(path)).items():
+        own = given
+        while wrapper := next((one for one in WRAPPERS if own.startswith(one)), None):
+            own = own.removeprefix(wrapper)
+        tensors[own] = tensor
+    store = TensorStore(str(path), tensors)
+    shape = _shape(content, path, store)
+    found = meta or next((path.parent / one for one in ALPHABETS if (path.parent / one).is_file()), path.parent)
+    folder = found.parent if found.name in TOKENIZERS else found
+    if not folder.is_dir():
+        language, files = LanguageFiles(characters=read_characters(found)), [found]
+        count = len(language.characters or ())
+        if count > shape.vocabulary:
+            raise UsageError(
+                f"the alphabet has {count} characters, {path} knows {shape.vocabulary} tokens. "
+                "Give the --meta file that it was trained with."
+            )
+    elif any((folder / one).is_file() for one in TOKENIZERS):
+        language, files = LanguageFiles(folder=folder), settings_files(folder)
+        shape = replace(shape, end_tokens=(GPT2_END,)) if shape.vocabulary > GPT2_END else shape
+    else:
+        raise UsageError(
+            f"{path} does not say which token is which character. Give --meta meta.pkl (or meta.json, or a folder with "
+            "the tokenizer.json that it was trained with)."
+        )
     layout = Gpt2Layout(
-        _with_end_token(shape, language, path),
-        Biases(*(f"{BLOCK}0.{name}.bias" in store.tensors for name in PRODUCTS)),  # `check_store` compares all blocks
+        shape,
+        Biases(*(f"{BLOCK}0.{one}.bias" in store.tensors for one in PRODUCTS)),  # `check_store` compares all blocks
         transposed=False,
         norm_shifts="transformer.ln_f.bias" in store.tensors,
     )
@@ -118,18 +139,17 @@ def open_nanogpt(path: Path, meta: Path | None, name: str) -> Checkpoint:
     )
 
 
-def unwrapped(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The same tensors under the names that the model's author gave."""
-    plain: dict[str, Tensor] = {}
-    for name, tensor in tensors.items():
-        while wrapper := next((one for one in WRAPPERS if name.startswith(one)), None):
-            name = name.removeprefix(wrapper)
-        plain[name] = tensor
-    return plain
-
-
-def shape_of_nanogpt(arguments: ConfigFields, store: TensorStore) -> Shape:
-    """Vocabulary and positions are those of the tensors, unless the arguments give them."""
+def _shape(content: Mapping[str, Any], path: Path, store: TensorStore) -> Shape:
+    """Of `model_args`; else of `config`, which holds settings of the training script too. Vocabulary and positions are
+    those of the tensors, unless the arguments give them.
+    """
+    if isinstance(content.get("model_args"), Mapping):
+        arguments = ConfigFields(content["model_args"], f"{path}: model_args")
+        refuse_unknown_keys("nanogpt", arguments)
+    elif isinstance(content.get("config"), Mapping):
+        arguments = ConfigFields(content["config"], f"{path}: config")
+    else:
+        raise UsageError(f"{path} holds neither 'model_args' nor 'config'. Save it as nanoGPT's train.py does.")
     found = ((name, store.tensors.get(name)) for name in (EMBEDDING, POSITIONS))
     rows = {name: tensor.shape[0] for name, tensor in found if tensor is not None and len(tensor.shape) == 2}
     hidden, heads = arguments.integer("n_embd"), arguments.integer("n_head")
@@ -152,46 +172,3 @@ def shape_of_nanogpt(arguments: ConfigFields, store: TensorStore) -> Shape:
         learned_positions=True,
         tied=not tensors_differ(store, EMBEDDING, HEAD),
     )
-
-
-def language_beside(path: Path, meta: Path | None) -> tuple[LanguageFiles, list[Path]]:
-    """The model's tokenizer or alphabet, and its files."""
-    found = meta or next((path.parent / name for name in ALPHABETS if (path.parent / name).is_file()), path.parent)
-    folder = found.parent if found.name in TOKENIZERS else found
-    if folder.is_dir():
-        if any((folder / name).is_file() for name in TOKENIZERS):
-            return LanguageFiles(folder=folder), settings_files(folder)
-        raise UsageError(
-            f"{path} does not say which token is which character. Give --meta meta.pkl (or meta.json, or a folder with "
-            "the tokenizer.json that it was trained with)."
-        )
-    return LanguageFiles(characters=read_characters(found)), [found]
-
-
-def _with_end_token(shape: Shape, language: LanguageFiles, path: Path) -> Shape:
-    """The shape with its language's end token. Raises `UsageError` if the alphabet is larger than the vocabulary."""
-    if language.characters is None:
-        return replace(shape, end_tokens=(GPT2_END,)) if shape.vocabulary > GPT2_END else shape
-    if len(language.characters) > shape.vocabulary:
-        raise UsageError(
-            f"the alphabet has {len(language.characters)} characters, {path} knows {shape.vocabulary} tokens. "
-            "Give the --meta file that it was trained with."
-        )
-    return shape
-
-
-def _arguments(content: Mapping[str, Any], path: Path) -> ConfigFields:
-    """`model_args`; else `config`, which holds settings of the training script too."""
-    if isinstance(content.get("model_args"), Mapping):
-        arguments = ConfigFields(content["model_args"], f"{path}: model_args")
-        refuse_unknown_keys("nanogpt", arguments)
-        return arguments
-    if isinstance(content.get("config"), Mapping):
-        return ConfigFields(content["config"], f"{path}: config")
-    raise UsageError(f"{path} holds neither 'model_args' nor 'config'. Save it as nanoGPT's train.py does.")
-
-
-def _object(content: Mapping[str, Any], name: str, path: Path) -> Mapping[Any, Any]:
-    if not isinstance(content.get(name), Mapping):
-        raise UsageError(f"{path} holds no '{name}'. Save it as nanoGPT's train.py does.")
-    return content[name]  # type: ignore[no-any-return]

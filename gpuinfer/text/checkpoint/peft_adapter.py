@@ -5,6 +5,7 @@ An unknown key of adapter_config.json is refused.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import re
@@ -17,7 +18,7 @@ import torch
 
 from gpuinfer.errors import UsageError
 from gpuinfer.text.checkpoint.checkpoint import Checkpoint
-from gpuinfer.text.checkpoint.config_keys import ConfigFields, read_json
+from gpuinfer.text.checkpoint.config_keys import ConfigFields, key_set, read_json
 from gpuinfer.text.checkpoint.safetensors_folder import SafetensorsStore, read_header
 from gpuinfer.text.checkpoint.tensor_layout import Gpt2Layout, RotaryLayout
 from gpuinfer.text.transformer import Adapter, LowRank, Product, Shape
@@ -27,19 +28,13 @@ MOST_RANK = 512
 MERGE = "Merge it into its base model (PEFT's merge_and_unload), and serve that."
 
 
-def _names(text: str) -> tuple[str, ...]:
-    return tuple(text.split())
-
-
 HONOURED = frozenset(["peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern"])
-HARMLESS = frozenset(
-    _names("""
+HARMLESS = key_set("""
     base_model_name_or_path revision task_type inference_mode lora_dropout auto_mapping peft_version target_modules
     exclude_modules layers_to_transform layers_pattern fan_in_fan_out ensure_weight_tying low_cpu_mem_usage
     runtime_config ephemeral_gpu_offload megatron_core qalora_group_size eva_config corda_config loftq_config
     lora_ga_config
-    """)
-)  # the file itself shows which tensors there are; the other keys matter in training only
+    """)  # the file itself shows which tensors there are; the other keys matter in training only
 REFUSED: Mapping[str, str] = {
     "use_dora": "is a DoRA adapter, which scales whole columns of the base",
     "modules_to_save": "holds whole modules beside its low ranks",
@@ -61,7 +56,6 @@ STARTS = (True, False, "gaussian", "eva", "orthogonal")
 class AdapterConfig:
     """`rank` and `scale` take a module's name, such as `model.layers.0.self_attn.q_proj`."""
 
-    where: str
     own_rank: int
     alpha: float
     root: bool  # the scale is alpha / √rank (Kalajdzievski 2023, rsLoRA), else alpha / rank
@@ -69,11 +63,19 @@ class AdapterConfig:
     alphas: Mapping[str, float]
 
     def rank(self, module: str) -> int:
-        return int(_matching(self.ranks, module, self.own_rank))
+        return int(self._matching(self.ranks, module, self.own_rank))
 
     def scale(self, module: str) -> float:
-        rank, alpha = self.rank(module), float(_matching(self.alphas, module, self.alpha))
+        rank, alpha = self.rank(module), self._matching(self.alphas, module, self.alpha)
         return alpha / (math.sqrt(rank) if self.root else rank)
+
+    def _matching(self, patterns: Mapping[str, float], module: str, otherwise: float) -> float:
+        """As PEFT has it: the first pattern that is the end of the module's name."""
+        for pattern, value in patterns.items():
+            with contextlib.suppress(re.error):
+                if re.match(rf"(.*\.)?({pattern})$", module):
+                    return value
+        return otherwise
 
 
 def read_adapter_config(folder: Path) -> AdapterConfig:
@@ -84,62 +86,41 @@ def read_adapter_config(folder: Path) -> AdapterConfig:
     config = ConfigFields(read_json(path), str(path))
     if (kind := str(config.values.get("peft_type", "")).upper()) != "LORA":
         raise UsageError(f"{path} is of type '{kind[:40]}', and adapters here are of type LORA. {MERGE}")
-    _refuse(config)
-    return AdapterConfig(
-        where=str(folder),
-        own_rank=config.integer("r", most=MOST_RANK),
-        alpha=config.number("lora_alpha", 8.0),
-        root=config.flag("use_rslora", False),
-        ranks={name: _rank(config, value) for name, value in config.mapping("rank_pattern").items()},
-        alphas={name: _alpha(config, value) for name, value in config.mapping("alpha_pattern").items()},
-    )
-
-
-def _refuse(config: ConfigFields) -> None:
     if (bias := config.values.get("bias", "none")) not in ("none", None):
-        raise UsageError(f"{config.where} has bias '{str(bias)[:40]}': biases of the base that were trained. {MERGE}")
+        raise UsageError(f"{path} has bias '{str(bias)[:40]}': biases of the base that were trained. {MERGE}")
     for name, why in REFUSED.items():
         if not _nothing(config.values.get(name)):
-            raise UsageError(f"{config.where} {why} ('{name}'), which is not served here. {MERGE}")
+            raise UsageError(f"{path} {why} ('{name}'), which is not served here. {MERGE}")
     if (start := config.values.get("init_lora_weights", True)) not in STARTS:
         raise UsageError(
-            f"{config.where} was begun with init_lora_weights '{str(start)[:40]}', which changes the base too. Save it "
+            f"{path} was begun with init_lora_weights '{str(start)[:40]}', which changes the base too. Save it "
             "for the base as it was (PEFT: path_initial_model_for_weight_conversion)."
         )
     known = HONOURED | HARMLESS | REFUSED.keys() | {"bias", "init_lora_weights"}
     strange = [name for name, value in config.values.items() if name not in known and not _nothing(value)]
     if strange:
         raise UsageError(
-            f"{config.where} has '{strange[0][:60]}', which may change what is computed and is not known here. {MERGE} "
+            f"{path} has '{strange[0][:60]}', which may change what is computed and is not known here. {MERGE} "
             "If you know that it changes nothing, remove it."
         )
+    ranks, alphas = config.mapping("rank_pattern"), config.mapping("alpha_pattern")
+    for value in ranks.values():
+        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MOST_RANK:
+            raise config.wrong("rank_pattern", f"ranks from 1 to {MOST_RANK}")
+    for value in alphas.values():
+        if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
+            raise config.wrong("alpha_pattern", "numbers")
+    return AdapterConfig(
+        own_rank=config.integer("r", most=MOST_RANK),
+        alpha=config.number("lora_alpha", 8.0),
+        root=config.flag("use_rslora", False),
+        ranks=ranks,
+        alphas=alphas,
+    )
 
 
 def _nothing(value: Any) -> bool:
     return value is None or value is False or value in ({}, [], "")
-
-
-def _rank(config: ConfigFields, value: Any) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MOST_RANK:
-        raise config.wrong("rank_pattern", f"ranks from 1 to {MOST_RANK}")
-    return value
-
-
-def _alpha(config: ConfigFields, value: Any) -> float:
-    if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
-        raise config.wrong("alpha_pattern", "numbers")
-    return float(value)
-
-
-def _matching(patterns: Mapping[str, Any], module: str, otherwise: Any) -> Any:
-    """As PEFT has it: the first pattern that is the end of the module's name."""
-    for pattern, value in patterns.items():
-        try:
-            if re.match(rf"(.*\.)?({pattern})$", module):
-                return value
-        except re.error:
-            continue
-    return otherwise
 
 
 FILE = "adapter_model.safetensors"
@@ -169,11 +150,9 @@ def targets_of(layout: RotaryLayout | Gpt2Layout) -> dict[str, AdapterTarget]:
             "mlp.c_fc": AdapterTarget("up", 0, inner, hidden),
             "mlp.c_proj": AdapterTarget("down", 0, hidden, inner),
         }
-    names, sizes = layout.names, qkv_sizes(shape)
-    queries = sizes[0]
-    outputs = sizes if len(names.qkv) == len(sizes) else (sum(sizes),)
-    firsts = (0, queries, queries + sizes[1])
-    parts = zip(names.qkv, firsts, outputs, strict=False)
+    names, queries, keys = layout.names, shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    outputs = (queries, keys, keys) if len(names.qkv) == 3 else (queries + 2 * keys,)
+    parts = zip(names.qkv, (0, queries, queries + keys), outputs, strict=False)
     attention = {name: AdapterTarget("qkv", first, size, hidden) for name, first, size in parts}
     attention[names.out] = AdapterTarget("out", 0, hidden, queries)
     if shape.experts is not None:
@@ -184,12 +163,6 @@ def targets_of(layout: RotaryLayout | Gpt2Layout) -> dict[str, AdapterTarget]:
         f"{names.mlp}{names.up}": AdapterTarget("up", inner, inner, hidden),
         f"{names.mlp}{names.down}": AdapterTarget("down", 0, hidden, inner),
     }
-
-
-def qkv_sizes(shape: Shape) -> tuple[int, int, int]:
-    """Outputs that are queries, keys, values."""
-    keys = shape.kv_heads * shape.head_dim
-    return shape.heads * shape.head_dim, keys, keys
 
 
 def read_adapter(checkpoint: Checkpoint, place: str) -> Adapter:
@@ -204,7 +177,14 @@ def read_adapter(checkpoint: Checkpoint, place: str) -> Adapter:
     if not folder.is_dir():
         raise UsageError(f"there is no folder {folder} with an adapter. Give one as PEFT saves it (save_pretrained).")
     config = read_adapter_config(folder)
-    store = _store(folder)
+    if not (folder / FILE).is_file():
+        if (folder / "adapter_model.bin").is_file():
+            raise UsageError(
+                f"{folder} holds its weights as a pickle (adapter_model.bin), which is not read, as it can run code. "
+                "Save it again where you trust it: model.save_pretrained(folder, safe_serialization=True)"
+            )
+        raise UsageError(f"{folder} has no {FILE}. Copy the whole folder.")
+    store = SafetensorsStore(str(folder), dict(read_header(folder / FILE)))
     layout = checkpoint.layout
     targets = targets_of(layout)
     before = "transformer.h.{}." if isinstance(layout, Gpt2Layout) else layout.names.prefix + layout.names.layer
@@ -215,17 +195,6 @@ def read_adapter(checkpoint: Checkpoint, place: str) -> Adapter:
         _check(store, config, module, pair, target)
         layers[number] += _read(store, pair, target, config.scale(module), shape)
     return Adapter(tuple(map(tuple, layers)))
-
-
-def _store(folder: Path) -> SafetensorsStore:
-    if (folder / FILE).is_file():
-        return SafetensorsStore(str(folder), dict(read_header(folder / FILE)))
-    if (folder / "adapter_model.bin").is_file():
-        raise UsageError(
-            f"{folder} holds its weights as a pickle (adapter_model.bin), which is not read, as it can run code. Save "
-            "it again where you trust it: model.save_pretrained(folder, safe_serialization=True)"
-        )
-    raise UsageError(f"{folder} has no {FILE}. Copy the whole folder.")
 
 
 Pairs = dict[tuple[int, str], dict[str, str]]
@@ -289,8 +258,8 @@ def _read(
             raise UsageError(f"{store.where} holds NaN or infinity in '{pair[half]}'. Use another step.")
     down, up = halves
     up *= scale
-    if target.product != "qkv" or target.outputs <= shape.heads * shape.head_dim:
+    queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    if target.product != "qkv" or target.outputs <= queries:
         return [LowRank(target.product, target.first, down, up)]
-    queries, keys, _ = qkv_sizes(shape)
     edges = itertools.pairwise((0, queries, queries + keys, target.outputs))
     return [LowRank("qkv", first, down, up[first:end].contiguous()) for first, end in edges]

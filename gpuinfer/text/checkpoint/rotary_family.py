@@ -11,7 +11,7 @@ prompt was cut and cached.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -30,34 +30,77 @@ def rope_of(config: ConfigFields, head_dim: int, positions: int, *, partial: boo
     scaling = rope_fields(config, positions)
     refuse_unknown_rope_keys(scaling)
     kind = scaling.text("rope_type", scaling.text("type", "default"))
-    head_dim = _turned(scaling, head_dim, partial)
+    share, turned = scaling.number("partial_rotary_factor", 1.0), head_dim
+    if share != 1.0:
+        if not partial:
+            raise elsewhere("only a part of each head turns (partial_rotary_factor)")
+        turned = int(head_dim * share)
+        if turned % 2 or not 0 < turned <= head_dim:
+            wanted = f"a share that makes an even number of a head's {head_dim} values"
+            raise scaling.wrong("partial_rotary_factor", wanted)
     base = scaling.number("rope_theta", BASE)
-    if kind == "yarn":
-        return _yarn(scaling, base, head_dim, positions)
-    plain = 1.0 / _powers(base, head_dim)
+    # float32 [turned / 2]: positions per radian
+    powers = torch.pow(base, torch.arange(0, turned, 2, dtype=torch.float32) / turned)
+    plain = 1.0 / powers
     if kind in ("default", "dynamic"):
-        return _rope(plain), positions
+        return Rope(tuple(plain.tolist()), 1.0), positions
     if kind == "linear":
         factor = scaling.number("factor")
-        return _rope(plain / factor), int(positions * max(1.0, factor))
+        return Rope(tuple((plain / factor).tolist()), 1.0), int(positions * max(1.0, factor))
+    original = scaling.number("original_max_position_embeddings")
     if kind == "llama3":
-        return _rope(_llama3(scaling, plain)), positions
+        return Rope(tuple(_llama3_angles(scaling, plain, original).tolist()), 1.0), positions
+    if kind == "yarn":
+        factor = scaling.number("factor", positions / original)
+        angles = _yarn_angles(scaling, powers, base, factor, original)
+        longest = max(positions, int(original * factor))
+        return Rope(tuple(angles.tolist()), _attention_factor(scaling, factor)), longest
     raise elsewhere(
         f"rotary positions of type '{kind[:40]}' are asked for (default, linear, dynamic, llama3, yarn run here)"
     )
 
 
-def _turned(scaling: ConfigFields, head_dim: int, partial: bool) -> int:
-    """How many of a head's values are rotated."""
-    share = scaling.number("partial_rotary_factor", 1.0)
-    if share == 1.0:
-        return head_dim
-    if not partial:
-        raise elsewhere("only a part of each head turns (partial_rotary_factor)")
-    turned = int(head_dim * share)
-    if turned % 2 or not 0 < turned <= head_dim:
-        raise scaling.wrong("partial_rotary_factor", f"a share that makes an even number of a head's {head_dim} values")
-    return turned
+def _llama3_angles(scaling: ConfigFields, plain: Tensor, original: float) -> Tensor:
+    factor = scaling.number("factor")
+    low, high = scaling.number("low_freq_factor"), scaling.number("high_freq_factor")
+    if high == low:
+        raise scaling.wrong("high_freq_factor", "different from low_freq_factor")
+    wavelengths = 2 * math.pi / plain
+    slowed = torch.where(wavelengths > original / low, plain / factor, plain)
+    smooth = (original / wavelengths - low) / (high - low)
+    blended = (1 - smooth) * slowed / factor + smooth * slowed
+    between = ~(wavelengths < original / high) & ~(wavelengths > original / low)
+    return torch.where(between, blended, slowed)
+
+
+def _yarn_angles(scaling: ConfigFields, powers: Tensor, base: float, factor: float, original: float) -> Tensor:
+    """Between two dimensions angles change from the plain to the slowed ones."""
+    turned = 2 * len(powers)
+    if base == 1.0:
+        raise scaling.wrong("rope_theta", "other than 1")
+
+    def dimension(turns: float) -> float:
+        return (turned * math.log(original / (turns * 2 * math.pi))) / (2 * math.log(base))
+
+    low = dimension(scaling.number("beta_fast", 32.0))
+    high = dimension(scaling.number("beta_slow", 1.0))
+    if scaling.flag("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, turned - 1)
+    high += 0.001 if low == high else 0.0  # else a division by zero
+    kept = 1 - ((torch.arange(turned // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
+    return 1.0 / (factor * powers) * (1 - kept) + 1.0 / powers * kept
+
+
+def _attention_factor(scaling: ConfigFields, factor: float) -> float:
+    def magnitude(scale: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
+
+    if scaling.has("attention_factor"):
+        return scaling.number("attention_factor")
+    if scaling.values.get("mscale") and scaling.values.get("mscale_all_dim"):
+        return magnitude(scaling.number("mscale")) / magnitude(scaling.number("mscale_all_dim"))
+    return magnitude(1)
 
 
 def rope_fields(config: ConfigFields, positions: int) -> ConfigFields:
@@ -77,78 +120,25 @@ def rope_fields(config: ConfigFields, positions: int) -> ConfigFields:
     return ConfigFields(merged, f"{config.where}: {name}")
 
 
-def _powers(base: float, head_dim: int) -> Tensor:
-    """Float32 [head_dim / 2]: positions per radian."""
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
-    return torch.pow(base, exponents)
-
-
-def _rope(angles: Tensor, attention_factor: float = 1.0) -> Rope:
-    return Rope(tuple(angles.tolist()), attention_factor)
-
-
-def _llama3(scaling: ConfigFields, plain: Tensor) -> Tensor:
-    factor, original = scaling.number("factor"), scaling.number("original_max_position_embeddings")
-    low, high = scaling.number("low_freq_factor"), scaling.number("high_freq_factor")
-    if high == low:
-        raise scaling.wrong("high_freq_factor", "different from low_freq_factor")
-    wavelengths = 2 * math.pi / plain
-    slowed = torch.where(wavelengths > original / low, plain / factor, plain)
-    smooth = (original / wavelengths - low) / (high - low)
-    blended = (1 - smooth) * slowed / factor + smooth * slowed
-    between = ~(wavelengths < original / high) & ~(wavelengths > original / low)
-    return torch.where(between, blended, slowed)
-
-
-def _yarn(scaling: ConfigFields, base: float, head_dim: int, positions: int) -> tuple[Rope, int]:
-    original = scaling.number("original_max_position_embeddings")
-    factor = scaling.number("factor", positions / original)
-    powers = _powers(base, head_dim)
-    slow, fast = 1.0 / (factor * powers), 1.0 / powers
-    low, high = _range(scaling, base, head_dim, original)
-    high += 0.001 if low == high else 0.0  # else a division by zero
-    kept = 1 - ((torch.arange(head_dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
-    angles = slow * (1 - kept) + fast * kept
-    return _rope(angles, _attention_factor(scaling, factor)), max(positions, int(original * factor))
-
-
-def _range(scaling: ConfigFields, base: float, head_dim: int, original: float) -> tuple[float, float]:
-    """The dimensions between which angles change from the plain to the slowed ones."""
-    if base == 1.0:
-        raise scaling.wrong("rope_theta", "other than 1")
-
-    def dimension(turns: float) -> float:
-        return (head_dim * math.log(original / (turns * 2 * math.pi))) / (2 * math.log(base))
-
-    low = dimension(scaling.number("beta_fast", 32.0))
-    high = dimension(scaling.number("beta_slow", 1.0))
-    if scaling.flag("truncate", True):
-        low, high = math.floor(low), math.ceil(high)
-    return max(low, 0), min(high, head_dim - 1)
-
-
-def _attention_factor(scaling: ConfigFields, factor: float) -> float:
-    if scaling.has("attention_factor"):
-        return scaling.number("attention_factor")
-    above, below = scaling.values.get("mscale"), scaling.values.get("mscale_all_dim")
-    if above and below:
-        return _magnitude(factor, scaling.number("mscale")) / _magnitude(factor, scaling.number("mscale_all_dim"))
-    return _magnitude(factor, 1)
-
-
-def _magnitude(factor: float, scale: float) -> float:
-    return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
-
-
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 def windows_of(family: str, config: ConfigFields, layers: int) -> tuple[int | None, ...]:
     """Positions that each layer attends to, the current one included; None: all. Empty: all layers attend to all."""
-    if family not in SLIDES:
+    if family == "mistral":  # an absent window is transformers' default; null or 0: none
+        slides = bool(config.values.get("sliding_window", 4096))
+    elif family in ("qwen2", "qwen3"):
+        slides = config.flag("use_sliding_window", False)
+    else:
         return ()
-    window = SLIDES[family](config)
-    kinds = _listed(config, layers)
+    window = config.integer("sliding_window", 4096) if slides else None
+    kinds = config.texts("layer_types")
+    if kinds and len(kinds) != layers:
+        raise UsageError(
+            f"{config.where}: layer_types names {len(kinds)} layers, num_hidden_layers says {layers}. Mend one of them."
+        )
+    if strange := set(kinds) - {FULL, SLIDING}:
+        raise elsewhere(f"layers of kind '{min(strange)[:40]}' are asked for")
     if not kinds:  # Mistral's layers are alike, Qwen's have a window from `max_window_layers` on
         first = 0 if family == "mistral" else config.integer("max_window_layers", 28, least=0)
         kinds = tuple(SLIDING if window is not None and layer >= first else FULL for layer in range(layers))
@@ -159,30 +149,6 @@ def windows_of(family: str, config: ConfigFields, layers: int) -> tuple[int | No
         )
     windows = tuple(window if kind == SLIDING else None for kind in kinds)
     return windows if any(windows) else ()
-
-
-def _mistral(config: ConfigFields) -> int | None:
-    """Absent: transformers' default; null or 0: none."""
-    return config.integer("sliding_window", 4096) if config.values.get("sliding_window", 4096) else None
-
-
-def _qwen(config: ConfigFields) -> int | None:
-    return config.integer("sliding_window", 4096) if config.flag("use_sliding_window", False) else None
-
-
-SLIDES: Mapping[str, Callable[[ConfigFields], int | None]] = {"mistral": _mistral, "qwen2": _qwen, "qwen3": _qwen}
-
-
-def _listed(config: ConfigFields, layers: int) -> tuple[str, ...]:
-    listed = config.texts("layer_types")
-    if listed and len(listed) != layers:
-        raise UsageError(
-            f"{config.where}: layer_types names {len(listed)} layers, num_hidden_layers says {layers}. "
-            "Mend one of them."
-        )
-    if strange := set(listed) - {FULL, SLIDING}:
-        raise elsewhere(f"layers of kind '{min(strange)[:40]}' are asked for")
-    return listed
 
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
@@ -244,7 +210,17 @@ def rotary_shape(
     """`intermediate`: the key with the size of a dense MLP. `partial`: a part of each head may be left unrotated."""
     known = DEFAULTS[family]
     hidden, heads = config.integer("hidden_size", known.hidden), config.integer("num_attention_heads", known.heads)
-    head_dim = _head_dim(family, config, hidden, heads)
+    if config.has("head_dim") or known.head_dim is not None:
+        head_dim = config.integer("head_dim", known.head_dim, most=MOST_HEAD_DIM)
+    else:
+        head_dim = divided(config, hidden, heads)
+    if head_dim % 2:
+        raise config.wrong("head_dim", f"even, as rotary positions need ({head_dim})")
+    # absent: the family's own number; null: as many as heads
+    own = heads if known.kv_heads is None or "num_key_value_heads" in config.values else known.kv_heads
+    kv_heads = config.integer("num_key_value_heads", own)
+    if heads % kv_heads:
+        raise config.wrong("num_key_value_heads", f"a divisor of {heads} heads")
     layers = config.integer("num_hidden_layers", known.layers, most=MOST_LAYERS)
     longest = config.integer("max_position_embeddings", known.positions)
     rope, positions = rope_of(config, head_dim, longest, partial=partial)
@@ -255,7 +231,7 @@ def rotary_shape(
         hidden=hidden,
         layers=layers,
         heads=heads,
-        kv_heads=_kv_heads(family, config, heads),
+        kv_heads=kv_heads,
         head_dim=head_dim,
         intermediate=config.integer(intermediate, known.intermediate),
         positions=positions,
@@ -270,32 +246,11 @@ def rotary_shape(
     )
 
 
-def _head_dim(family: str, config: ConfigFields, hidden: int, heads: int) -> int:
-    known = DEFAULTS[family].head_dim
-    if config.has("head_dim") or known is not None:
-        size = config.integer("head_dim", known, most=MOST_HEAD_DIM)
-    else:
-        size = divided(config, hidden, heads)
-    if size % 2:
-        raise config.wrong("head_dim", f"even, as rotary positions need ({size})")
-    return size
-
-
 def divided(config: ConfigFields, hidden: int, heads: int) -> int:
     """Values of one head."""
     if hidden % heads or hidden // heads > MOST_HEAD_DIM:
         raise UsageError(f"{config.where}: {heads} heads do not divide {hidden} values. Copy it again.")
     return hidden // heads
-
-
-def _kv_heads(family: str, config: ConfigFields, heads: int) -> int:
-    """Absent: the family's own number; null: as many as heads."""
-    known = DEFAULTS[family].kv_heads
-    kv_heads = heads if known is None or "num_key_value_heads" in config.values else known
-    kv_heads = config.integer("num_key_value_heads", kv_heads)
-    if heads % kv_heads:
-        raise config.wrong("num_key_value_heads", f"a divisor of {heads} heads")
-    return kv_heads
 
 
 def activation_of(config: ConfigFields, name: str, default: str) -> Activation:

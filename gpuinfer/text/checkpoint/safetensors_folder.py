@@ -90,39 +90,42 @@ class SafetensorsStore:
                 file.seek(place.start)
                 if into.dtype == place.dtype:
                     _fill(file, into, place.path, name)
-                else:
-                    _fill_cast(file, into, place, name)
+                    return
+                flat = into.reshape(-1)
+                staging = torch.empty(min(flat.numel(), STAGING_BYTES // place.dtype.itemsize), dtype=place.dtype)
+                for start in range(0, flat.numel(), max(1, staging.numel())):
+                    part = staging[: flat.numel() - start]
+                    _fill(file, part, place.path, name)
+                    flat[start : start + part.numel()].copy_(part)
         except OSError as error:
             raise UsageError(f"cannot read {place.path}: {error.strerror}. Is its disk still there?") from None
 
     def digests(self, names: Collection[str]) -> Digests:
         """Those of a whole file are kept until it changes."""
+
+        def compute(path: Path, places: Mapping[str, TensorPlace]) -> Digests:
+            try:
+                with path.open("rb", buffering=0) as file:
+                    return tensor_digests({name: source(file.fileno(), name, place) for name, place in places.items()})
+            except OSError as error:
+                raise UsageError(f"cannot read {path}: {error.strerror}. Is its disk still there?") from None
+
+        def source(file: int, name: str, place: TensorPlace) -> DigestSource:
+            def read(start: int, length: int) -> bytes:
+                content = os.pread(file, length, place.start + start)  # lets threads share the open file
+                if len(content) != length:
+                    raise damaged(place.path, f"it ends within tensor '{name}'")
+                return content
+
+            return DigestSource(prod(place.shape) * place.dtype.itemsize, read)
+
         found: Digests = {}
         for path in sorted({self.tensors[name].path for name in names}):
             wanted = {name: self.tensors[name] for name in names if self.tensors[name].path == path}
             whole = len(wanted) == sum(place.path == path for place in self.tensors.values())
-            compute = partial(self._computed, path, wanted)
-            found |= cached_digests(path, wanted, compute) if whole else compute()
+            computed = partial(compute, path, wanted)
+            found |= cached_digests(path, wanted, computed) if whole else computed()
         return found
-
-    def _computed(self, path: Path, places: Mapping[str, TensorPlace]) -> Digests:
-        try:
-            with path.open("rb", buffering=0) as file:
-                return tensor_digests({name: _source(file.fileno(), name, place) for name, place in places.items()})
-        except OSError as error:
-            raise UsageError(f"cannot read {path}: {error.strerror}. Is its disk still there?") from None
-
-
-def _source(file: int, name: str, place: TensorPlace) -> DigestSource:
-    """A tensor's bytes. `pread` lets threads share the open file."""
-
-    def read(start: int, length: int) -> bytes:
-        content = os.pread(file, length, place.start + start)
-        if len(content) != length:
-            raise damaged(place.path, f"it ends within tensor '{name}'")
-        return content
-
-    return DigestSource(prod(place.shape) * place.dtype.itemsize, read)
 
 
 def _fill(file: Any, into: Tensor, path: Path, name: str) -> None:
@@ -136,15 +139,6 @@ def _fill(file: Any, into: Tensor, path: Path, name: str) -> None:
         rest = rest[count:]
 
 
-def _fill_cast(file: Any, into: Tensor, place: TensorPlace, name: str) -> None:
-    flat = into.reshape(-1)
-    staging = torch.empty(min(flat.numel(), STAGING_BYTES // place.dtype.itemsize), dtype=place.dtype)
-    for start in range(0, flat.numel(), max(1, staging.numel())):
-        part = staging[: flat.numel() - start]
-        _fill(file, part, place.path, name)
-        flat[start : start + part.numel()].copy_(part)
-
-
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 SHOWN = 3
 
@@ -153,14 +147,22 @@ def open_shards(folder: Path) -> SafetensorsStore:
     """Raises `UsageError` if there are no safetensors files, one is missing, or a header is damaged."""
     if (folder / WHOLE).is_file():
         return SafetensorsStore(str(folder), dict(read_header(folder / WHOLE)))
-    if (folder / INDEX).is_file():
-        return SafetensorsStore(str(folder), _indexed(folder))
-    raise _none(folder)
-
-
-def _indexed(folder: Path) -> dict[str, TensorPlace]:
-    names = _weight_map(folder / INDEX)
+    path = folder / INDEX
+    if not path.is_file():
+        if any(folder.glob("*.bin")):
+            raise UsageError(
+                f"{folder} holds its weights as pickles (*.bin), which are not read, as they can run code. Convert "
+                f'them where you trust them: python -c "import transformers as t; '
+                f"t.AutoModelForCausalLM.from_pretrained('{folder}', dtype='auto').save_pretrained('{folder}')\""
+            )
+        raise UsageError(f"{folder} has neither {WHOLE} nor {INDEX}. Copy the whole model folder.")
+    names = read_json(path).get("weight_map")
+    if not isinstance(names, dict) or not names or not all(isinstance(file, str) for file in names.values()):
+        raise UsageError(f"{path} has no weight_map from tensors to files. Copy it again from where the model came.")
     files = sorted(set(names.values()))
+    for file in files:
+        if Path(file).name != file or not file.endswith(".safetensors"):
+            raise UsageError(f"{path} names '{file[:80]}', no safetensors file of its own folder. Copy it again.")
     if missing := [file for file in files if not (folder / file).is_file()]:
         more = f" and {len(missing) - SHOWN} more" if len(missing) > SHOWN else ""
         raise UsageError(f"{folder} lacks {', '.join(missing[:SHOWN])}{more} of {len(files)} shards. Copy them too.")
@@ -168,27 +170,7 @@ def _indexed(folder: Path) -> dict[str, TensorPlace]:
     for file in files:
         header = read_header(folder / file)
         tensors.update({name: place for name, place in header.items() if names.get(name) == file})
-    return tensors
-
-
-def _weight_map(path: Path) -> dict[str, str]:
-    names = read_json(path).get("weight_map")
-    if not isinstance(names, dict) or not names or not all(isinstance(file, str) for file in names.values()):
-        raise UsageError(f"{path} has no weight_map from tensors to files. Copy it again from where the model came.")
-    for file in names.values():
-        if Path(file).name != file or not file.endswith(".safetensors"):
-            raise UsageError(f"{path} names '{file[:80]}', no safetensors file of its own folder. Copy it again.")
-    return names
-
-
-def _none(folder: Path) -> UsageError:
-    if any(folder.glob("*.bin")):
-        return UsageError(
-            f"{folder} holds its weights as pickles (*.bin), which are not read, as they can run code. Convert them "
-            f'where you trust them: python -c "import transformers as t; '
-            f"t.AutoModelForCausalLM.from_pretrained('{folder}', dtype='auto').save_pretrained('{folder}')\""
-        )
-    return UsageError(f"{folder} has neither {WHOLE} nor {INDEX}. Copy the whole model folder.")
+    return SafetensorsStore(str(folder), tensors)
 
 
 HEAD = "lm_head.weight"
@@ -206,20 +188,21 @@ def assembled(
 
     `folder` is the one folder that holds all of them, or None. Raises `UsageError`.
     """
-    config = read_config(base)
-    shape = shape_of(config, optional(base / "generation_config.json"), hints)
-    tokenizer = optional(base / "tokenizer_config.json")
+    config, others = read_config(base), [base / "generation_config.json", base / "tokenizer_config.json"]
+    generation, tokenizer = (read_json(path) if path.is_file() else {} for path in others)
+    shape = shape_of(config, generation, hints)
     if shape.family not in TOKENIZERS or tokenizer.get("tokenizer_class") != TOKENIZERS[shape.family]:
         refuse_remote_code(tokenizer, str(base / "tokenizer_config.json"))
     store = open_weights(shape)
     layout = layout_for(shape, biases_of(config), store)
     check_store(store, layout, spare=spare_tensors(shape))
+    matrices = [str(one.dtype).removeprefix("torch.") for one in store.tensors.values() if len(one.shape) > 1]
     return Checkpoint(
         name=name,
         shape=layout.shape,
         folder=folder,
         settings=settings_files(base),
-        dtype=stored_dtype(store),
+        dtype=max(set(matrices), key=matrices.count, default="float32"),  # the most frequent
         layout=layout,
         store=store,
         language=LanguageFiles(folder=base),
@@ -271,13 +254,3 @@ def tensors_differ(store: Store, one: str, other: str) -> bool:
         return True
     content = store.digests([one, other])
     return content[one] != content[other]
-
-
-def stored_dtype(store: Store) -> str:
-    """The most frequent dtype of matrices."""
-    kinds = [str(stored.dtype).removeprefix("torch.") for stored in store.tensors.values() if len(stored.shape) > 1]
-    return max(set(kinds), key=kinds.count) if kinds else "float32"
-
-
-def optional(path: Path) -> dict[str, Any]:
-    return read_json(path) if path.is_file() else {}

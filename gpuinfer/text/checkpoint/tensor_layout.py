@@ -271,19 +271,16 @@ def check_store(store: Store, layout: TensorLayout, spare: Sequence[str] = ()) -
     wanted = {part.name: part.shape for part in tensor_parts(layout)}
     missing = {name: shape for name, shape in wanted.items() if name not in store.tensors}
     problems = _without_experts(missing, wanted)
-    problems += [
-        f"'{name}' {list(shape)} is missing{_nearest(name, store, wanted) if at < SHOWN else ''}"
-        for at, (name, shape) in enumerate(missing.items())
-    ]
+    unknown = [name for name in store.tensors if name not in wanted]
+    for at, (name, shape) in enumerate(missing.items()):
+        near = difflib.get_close_matches(name, unknown, n=1, cutoff=0.8) if at < SHOWN else []
+        problems.append(f"'{name}' {list(shape)} is missing" + (f" (is it '{near[0][:120]}'?)" if near else ""))
     problems += [
         f"'{name}' is {list(store.tensors[name].shape)}, config.json makes it {list(shape)}"
         for name, shape in wanted.items()
         if name in store.tensors and store.tensors[name].shape != shape
     ]
-    known = wanted.keys() | set(spare)
-    problems += [
-        f"'{name}' is not part of it" for name in store.tensors if name not in known and not BUFFERS.search(name)
-    ]
+    problems += [f"'{name}' is not part of it" for name in unknown if name not in spare and not BUFFERS.search(name)]
     if problems:
         more = f" and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
         raise UsageError(
@@ -312,12 +309,6 @@ def _without_experts(missing: dict[str, tuple[int, ...]], wanted: Collection[str
     return messages
 
 
-def _nearest(name: str, store: Store, wanted: Mapping[str, tuple[int, ...]]) -> str:
-    """The most similar name among unknown tensors, in words."""
-    found = difflib.get_close_matches(name, [one for one in store.tensors if one not in wanted], n=1, cutoff=0.8)
-    return f" (is it '{found[0][:120]}'?)" if found else ""
-
-
 def all_weights(layout: TensorLayout, take: Take) -> Weights:
     """All weights, those of layers included, each taken once."""
     weights = layout.weights(take)
@@ -334,7 +325,13 @@ def read_all_weights(store: Store, layout: TensorLayout, dtype: torch.dtype, *, 
         row = 0
         for part in parts:
             rows = part.shape[-1] if part.transposed else part.shape[0]
-            _read(store, part, into[row : row + rows])
+            place = into[row : row + rows]
+            if part.transposed:
+                staging = torch.empty(part.shape, dtype=place.dtype)
+                store.read(part.name, staging)
+                place.copy_(staging.T)
+            else:
+                store.read(part.name, place)
             row += rows
         return into
 
@@ -344,12 +341,3 @@ def read_all_weights(store: Store, layout: TensorLayout, dtype: torch.dtype, *, 
 def joined_size(parts: Sequence[TensorPart]) -> tuple[int, ...]:
     shapes = [part.shape[::-1] if part.transposed else part.shape for part in parts]
     return (sum(shape[0] for shape in shapes), *shapes[0][1:])
-
-
-def _read(store: Store, part: TensorPart, into: Tensor) -> None:
-    if not part.transposed:
-        store.read(part.name, into)
-        return
-    staging = torch.empty(part.shape, dtype=into.dtype)
-    store.read(part.name, staging)
-    into.copy_(staging.T)

@@ -156,7 +156,7 @@ def open_generator(
     free = sum(map(free_memory, dict.fromkeys(devices)))
     length, estimate = fit_to_memory(checkpoint, wanted.slots, wanted.pages, wanted.context, dtype, free, beside, own)
     with ThreadPoolExecutor(2, "gpuinfer-opening") as others:  # while weights are read, which needs no Python
-        language = others.submit(open_language, checkpoint.language_files(), checkpoint.shape)
+        language = others.submit(open_language, checkpoint.language, checkpoint.shape)
         if own:
             from gpuinfer.models.kernel_cache import load_compiler
 

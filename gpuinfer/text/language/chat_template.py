@@ -55,23 +55,16 @@ class GenerationTag(Extension):
 class _Metered(NodeTransformer):
     """Counts turns of loops and calls of macros, and measures the results of `~`, which no other hook sees."""
 
-    def visit_For(self, node: nodes.For) -> nodes.Node:
-        return self._counted(node)
+    def counted(self, node: Any) -> nodes.Node:
+        self.generic_visit(node)
+        node.body.insert(0, nodes.ExprStmt(_call("turn", [], node.lineno), lineno=node.lineno))
+        return node  # type: ignore[no-any-return]
 
-    def visit_Macro(self, node: nodes.Macro) -> nodes.Node:
-        return self._counted(node)
-
-    def visit_CallBlock(self, node: nodes.CallBlock) -> nodes.Node:
-        return self._counted(node)
+    visit_For = visit_Macro = visit_CallBlock = counted
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
         self.generic_visit(node)
         return _call("joined", node.nodes, node.lineno)
-
-    def _counted(self, node: Any) -> nodes.Node:
-        self.generic_visit(node)
-        node.body.insert(0, nodes.ExprStmt(_call("turn", [], node.lineno), lineno=node.lineno))
-        return node  # type: ignore[no-any-return]
 
 
 def _call(method: str, arguments: list[nodes.Expr], line: int) -> nodes.Call:
@@ -88,7 +81,13 @@ class Sandbox(ImmutableSandboxedEnvironment):
         super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, "jinja2.ext.loopcontrols"])
         self.filters["tojson"] = tojson
         self.filters.update({name: _guarded(self.filters[name]) for name in WIDENING})
-        self.filters["format"] = _formatted
+
+        def formatted(text: Any, *values: Any, **named: Any) -> str:
+            _check_format(text)
+            _check_widths((*values, *named.values()))
+            return str(do_format(text, *values, **named))
+
+        self.filters["format"] = formatted
         self.globals.pop("lipsum", None)
         self.globals.update(raise_exception=raise_exception, strftime_now=strftime_now)
         self._meter = threading.local()
@@ -175,13 +174,6 @@ def _size_of(operator: str, left: Any, right: Any) -> float:
     return sum(sizes)
 
 
-def _formatted(text: Any, *values: Any, **named: Any) -> str:
-    """The filter `format` without wide padding."""
-    _check_format(text)
-    _check_widths((*values, *named.values()))
-    return str(do_format(text, *values, **named))
-
-
 def raise_exception(message: str) -> None:
     raise TemplateError(message)
 
@@ -198,32 +190,6 @@ def tojson(
 
 
 MARK = "<<here the last message is to go on>> "
-LOST = "the model's chat template does not write the last message as it is, so it cannot be gone on with"
-
-
-def mark_end(chat: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The chat with a mark at the end of its last message. Raises `BadPrompt` if that message has no text."""
-    last = chat[-1]
-    content = last.get("content")
-    if isinstance(content, str):
-        return [*chat[:-1], {**last, "content": content + MARK}]
-    parts = list(content or ())
-    places = [place for place, part in enumerate(parts) if "text" in part]
-    if not places:
-        raise BadPrompt("the last message has no text to go on with. Give it one, or leave continue_final_message out.")
-    part = parts[places[-1]]
-    parts[places[-1]] = {**part, "text": part["text"] + MARK}
-    return [*chat[:-1], {**last, "content": parts}]
-
-
-def cut_at_mark(text: str, chat: Sequence[Mapping[str, Any]]) -> str:
-    """The text of a marked chat up to its mark. Raises `BadPrompt` if the template has dropped the mark."""
-    place = text.rfind(MARK.rstrip())
-    content = chat[-1]["content"]
-    last = content if isinstance(content, str) else [part["text"] for part in content if "text" in part][-1]
-    if place < 0 or last.strip() not in text:
-        raise BadPrompt(f"{LOST}. Leave continue_final_message out.")
-    return text[:place] if text.startswith(MARK, place) else text[:place].rstrip()
 
 
 MOST_MESSAGES = 10_000
@@ -261,9 +227,51 @@ class ChatTemplate:
         """Raises `BadPrompt`."""
         if rendering is not PLAIN:
             self._check(rendering)
-        chat: Sequence[Mapping[str, Any]] = [self._checked(message) for message in checked_chat(messages)]
-        text = self._rendered(mark_end(chat) if rendering.continue_final_message else chat, rendering)
-        return cut_at_mark(text, chat) if rendering.continue_final_message else text
+        if not messages:
+            raise BadPrompt("a chat needs at least one message. Give one, such as {role: user, content: …}.")
+        if len(messages) > MOST_MESSAGES:
+            raise BadPrompt(f"a chat of {len(messages)} messages. Give at most {MOST_MESSAGES}.")
+        for number, message in enumerate(messages):
+            if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+                raise BadPrompt(f"message {number} of the chat has no role. Give it one: system, user or assistant.")
+        chat = [self._plain(message) for message in messages]
+        if rendering.continue_final_message:
+            return self._continued(chat, rendering)
+        return self._written(chat, rendering)
+
+    def _continued(self, chat: list[dict[str, Any]], rendering: Rendering) -> str:
+        """The chat up to where its last message ends, which a mark shows."""
+        content = chat[-1].get("content")
+        parts = [{"text": content}] if isinstance(content, str) else list(content or ())
+        places = [place for place, part in enumerate(parts) if "text" in part]
+        if not places:
+            raise BadPrompt(
+                "the last message has no text to go on with. Give it one, or leave continue_final_message out."
+            )
+        last = parts[places[-1]]["text"]
+        parts[places[-1]] = {**parts[places[-1]], "text": last + MARK}
+        marked = {**chat[-1], "content": last + MARK if isinstance(content, str) else parts}
+        text = self._written([*chat[:-1], marked], rendering)
+        place = text.rfind(MARK.rstrip())
+        if place < 0 or last.strip() not in text:
+            raise BadPrompt(
+                "the model's chat template does not write the last message as it is, so it cannot be gone on with. "
+                "Leave continue_final_message out."
+            )
+        return text[:place] if text.startswith(MARK, place) else text[:place].rstrip()
+
+    def _written(self, chat: Sequence[Mapping[str, Any]], rendering: Rendering) -> str:
+        why: Exception
+        try:
+            return self._render(chat, rendering)
+        except TemplateError as error:
+            said, why = "the model's chat template refuses this chat", error
+        except (RecursionError, MemoryError) as error:
+            said, why = "this chat is nested too deep or too large for its template", error
+        except Exception as error:  # noqa: BLE001 - a template is a program: it may raise anything
+            said, why = f"the model's chat template fails on this chat: {type(error).__name__}", error
+        text = " ".join(str(why).split())
+        raise BadPrompt(f"{said}: {text if len(text) <= SHOWN else text[: SHOWN - 1] + '…'}")
 
     def _check(self, rendering: Rendering) -> None:
         """Raises `BadPrompt` for contradictions, and for tools if the template does not read them. Warns once of other
@@ -296,20 +304,6 @@ class ChatTemplate:
         except TemplateError:  # rendering reports the error
             return frozenset()
 
-    def _rendered(self, chat: Sequence[Mapping[str, Any]], rendering: Rendering) -> str:
-        try:
-            return self._render(chat, rendering)
-        except TemplateError as error:
-            raise BadPrompt(f"the model's chat template refuses this chat: {_shortened(error)}") from None
-        except (RecursionError, MemoryError) as error:
-            raise BadPrompt(
-                f"this chat is nested too deep or too large for its template: {_shortened(error)}"
-            ) from None
-        except Exception as error:  # noqa: BLE001 - a template is a program: it may raise anything
-            raise BadPrompt(
-                f"the model's chat template fails on this chat: {type(error).__name__}: {_shortened(error)}"
-            ) from None
-
     def _render(self, chat: Sequence[Mapping[str, Any]], rendering: Rendering = PLAIN) -> str:
         variables = {
             **self.named,
@@ -325,61 +319,28 @@ class ChatTemplate:
     def _template(self) -> Template:
         return self._sandbox.from_string(self.source)
 
-    def _checked(self, message: Mapping[str, Any]) -> dict[str, Any]:
+    def _plain(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """A content of parts stays a list for a template that reads lists; for others it becomes one text."""
         content = message.get("content")
         if content is None or isinstance(content, str):
             return dict(message)
-        texts = text_parts(content)
-        if self._knows_lists():
-            return dict(message)
-        return {**message, "content": "\n".join(texts)}
-
-    def _knows_lists(self) -> bool:
-        """Whether the template reads lists. One that expects texts prints a list in Python's form, or fails."""
+        if not isinstance(content, Sequence) or isinstance(content, bytes):
+            raise BadPrompt(f"a message's content is a {type(content).__name__}. Give a text, or a list of text parts.")
+        for part in content:
+            kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+            if kind != "text":
+                raise BadPrompt(
+                    f"a message holds a part of type '{kind}', and this model reads text alone. Leave it out."
+                )
+            if not isinstance(part.get("text"), str):
+                raise BadPrompt('a text part of a message has no text. Write it as {"type": "text", "text": "…"}.')
         with self._lock:
-            if self._reads_lists is None:
-                self._reads_lists = self._tried()
-            return self._reads_lists
-
-    def _tried(self) -> bool:
-        parts = [{"type": "text", "text": PROBE}]
-        try:
-            text = self._render([{"role": "user", "content": parts}])
-        except Exception:  # noqa: BLE001 - any failure means that the template does not read lists
-            return False
-        return PROBE in text and f"'{PROBE}'" not in text and f'"{PROBE}"' not in text
-
-
-def checked_chat(messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
-    """Raises `BadPrompt` unless these are messages with roles."""
-    if not messages:
-        raise BadPrompt("a chat needs at least one message. Give one, such as {role: user, content: …}.")
-    if len(messages) > MOST_MESSAGES:
-        raise BadPrompt(f"a chat of {len(messages)} messages. Give at most {MOST_MESSAGES}.")
-    for number, message in enumerate(messages):
-        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-            raise BadPrompt(f"message {number} of the chat has no role. Give it one: system, user or assistant.")
-    return messages
-
-
-def text_parts(content: Any) -> list[str]:
-    """The texts of a content given in parts. Raises `BadPrompt` for parts of another kind."""
-    if not isinstance(content, Sequence) or isinstance(content, bytes):
-        raise BadPrompt(f"a message's content is a {type(content).__name__}. Give a text, or a list of text parts.")
-    return [_text_of(part) for part in content]
-
-
-def _text_of(part: Any) -> str:
-    kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-    text = part.get("text") if isinstance(part, Mapping) else None
-    if kind != "text":
-        raise BadPrompt(f"a message holds a part of type '{kind}', and this model reads text alone. Leave it out.")
-    if not isinstance(text, str):
-        raise BadPrompt('a text part of a message has no text. Write it as {"type": "text", "text": "…"}.')
-    return text
-
-
-def _shortened(error: BaseException) -> str:
-    text = " ".join(str(error).split())
-    return text if len(text) <= SHOWN else text[: SHOWN - 1] + "…"
+            if self._reads_lists is None:  # a template that expects texts prints a list in Python's form, or fails
+                try:
+                    text = self._render([{"role": "user", "content": [{"type": "text", "text": PROBE}]}])
+                    self._reads_lists = PROBE in text and f"'{PROBE}'" not in text and f'"{PROBE}"' not in text
+                except Exception:  # noqa: BLE001 - any failure means that the template does not read lists
+                    self._reads_lists = False
+        if self._reads_lists:
+            return dict(message)
+        return {**message, "content": "\n".join(part["text"] for part in content)}

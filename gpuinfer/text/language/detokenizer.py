@@ -61,37 +61,25 @@ class Spelling:
             return found
 
 
-def byte_level_table() -> dict[str, int]:
-    """Bytes by the characters that stand for them in byte-level vocabularies (Radford et al. 2019)."""
-    plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in set(plain)]
-    return {**{chr(byte): byte for byte in plain}, **{chr(256 + n): byte for n, byte in enumerate(others)}}
-
-
 def spelling_of(decoder: Any, text_of: Callable[[int], str | None]) -> Spelling:
     """The spelling of a decoder of `tokenizers`. `text_of`: a token's text in the vocabulary, None if the token is left
     out of texts. Raises `UsageError` for a decoder whose pieces depend on later tokens.
     """
-    steps = _flat(json.loads(decoder.__getstate__())) if decoder is not None else []
-    if [step["type"] for step in steps] == ["ByteLevel"]:
-        return _byte_level(text_of)
+
+    def flat(step: Any) -> list[dict[str, Any]]:
+        return [one for part in step["decoders"] for one in flat(part)] if step["type"] == "Sequence" else [step]
+
+    steps = flat(json.loads(decoder.__getstate__())) if decoder is not None else []
     if not steps:
-
-        def spaced(token: int) -> str | None:
-            return None if (text := text_of(token)) is None else " " + text
-
-        return Spelling(False, spaced, text_of, joins=True)
-    return _pieces(steps, text_of)
-
-
-def _flat(step: Any) -> list[dict[str, Any]]:
-    if step["type"] == "Sequence":
-        return [one for inner in step["decoders"] for one in _flat(inner)]
-    return [step]
-
-
-def _byte_level(text_of: Callable[[int], str | None]) -> Spelling:
-    table = byte_level_table()
+        return Spelling(
+            False, lambda token: None if (text := text_of(token)) is None else " " + text, text_of, joins=True
+        )
+    if [step["type"] for step in steps] != ["ByteLevel"]:
+        return _pieces(steps, text_of)
+    # the characters that stand for bytes in byte-level vocabularies (Radford et al. 2019)
+    plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in set(plain)]
+    table = {**{chr(byte): byte for byte in plain}, **{chr(256 + n): byte for n, byte in enumerate(others)}}
 
     def piece(token: int) -> bytes | None:
         text = text_of(token)
@@ -110,41 +98,34 @@ def _pieces(steps: list[dict[str, Any]], text_of: Callable[[int], str | None]) -
     kinds = [step["type"] for step in steps]
     whole = steps[kinds.index("Fuse") :] if "Fuse" in kinds else []
     alone = steps[: len(steps) - len(whole)]
-    changes = [_change(step) for step in alone]
     if "ByteFallback" in kinds[:-1] and kinds[kinds.index("ByteFallback") + 1] != "Fuse":
         raise _unknown("ByteFallback before " + kinds[kinds.index("ByteFallback") + 1])
-    strip = sum(_stripped(step) for step in whole[1:])
+    for step in alone:
+        if step["type"] not in ("ByteFallback", "Metaspace", "Replace") or "String" not in step.get(
+            "pattern", "String"
+        ):
+            raise _unknown(step["type"])
+    for step in whole[1:]:
+        if step["type"] != "Fuse" and (step["type"] != "Strip" or step["stop"] or step["content"] != " "):
+            raise _unknown(f"{step['type']} after Fuse")
+    strip = sum(int(step.get("start", 0)) for step in whole[1:])
 
     def piece(token: int, first: bool = False) -> Piece:
-        text: Piece = text_of(token)
-        for change in changes:
-            if isinstance(text, str):
-                text = change(text, first)
+        text = text_of(token)
+        if text is None:
+            return None
+        for step in alone:
+            if step["type"] == "Replace":
+                text = text.replace(step["pattern"]["String"], step["content"])
+            elif step["type"] == "Metaspace":
+                drops = step.get("prepend_scheme", "always") != "never"
+                text = text.replace(step["replacement"], "" if first and drops else " ")
+            elif match := _BYTE.fullmatch(text):
+                return bytes([int(match[1], 16)])
         return text
 
     lead = (lambda token: piece(token, True)) if "Metaspace" in kinds else None
     return Spelling(False, piece, lead, strip)
-
-
-def _stripped(step: dict[str, Any]) -> int:
-    if step["type"] == "Fuse":
-        return 0
-    if step["type"] != "Strip" or step["stop"] or step["content"] != " ":
-        raise _unknown(f"{step['type']} after Fuse")
-    return int(step["start"])
-
-
-def _change(step: dict[str, Any]) -> Callable[[str, bool], Piece]:
-    """A step as a function of a token's text, and of whether the token is the first."""
-    kind = step["type"]
-    if kind == "Replace" and "String" in step["pattern"]:
-        return lambda text, first: text.replace(step["pattern"]["String"], step["content"])
-    if kind == "ByteFallback":
-        return lambda text, first: bytes([int(match[1], 16)]) if (match := _BYTE.fullmatch(text)) else text
-    if kind == "Metaspace":
-        mark, drops = step["replacement"], step.get("prepend_scheme", "always") != "never"
-        return lambda text, first: text.replace(mark, "" if first and drops else " ")
-    raise _unknown(kind)
 
 
 def _unknown(what: str) -> UsageError:
@@ -206,17 +187,30 @@ class IncrementalDetokenizer:
 
     def push(self, token: int) -> str | None:
         """Append a token. Returns the stop string that the token completes, if any."""
-        self._cut = None
+        self._cut = found = None
         piece = self._spelling.piece(token)
         if self._first and piece is not None:
             self._first = False
             if self._spelling.lead is not None:
                 piece = self._spelling.lead(token)
-        new = self._written(piece)
-        found = self._appended(new) if new else None
+        if new := self._written(piece):
+            self._parts.append(new)
+            self._length += len(new)
+            if self._stop:
+                window, old = self._tail + new, len(self._tail)
+                best = (len(window) + 1, 0)
+                for one in self._stop:
+                    place = window.find(one, max(0, old - len(one) + 1))
+                    if place >= 0 and (place + len(one), place) < best:
+                        found, best = one, (place + len(one), place)
+                if found is not None:
+                    self._cut = self._length - len(window) + best[1]
+                self._tail = window[-self._reach :] if self._reach else ""
         self._ends.append(self._length)
         if self._incremental:
-            self._sure.append(self._certain())
+            length, tail = (self._run.length, self._run.tail) if self._unsure else (self._length, self._tail)
+            certain = length - self._held(tail)
+            self._sure.append(certain if self._cut is None else min(certain, self._cut))
         return found
 
     def begin(self, tokens: Sequence[int]) -> int:
@@ -233,7 +227,7 @@ class IncrementalDetokenizer:
             return "".join(self._parts)[: self._cut]
         if self._run.open and self._bytes.getstate()[0]:  # an incomplete character makes the whole run invalid
             return "".join(self._parts[: self._run.parts]) + REPLACEMENT * self._run.bytes
-        return "".join(self._parts) + self._rest()
+        return "".join(self._parts) + self._bytes.getstate()[0].decode("utf-8", "replace")
 
     def settled(self) -> tuple[str, int]:
         """The text that has become final since the last call, and how many tokens are final in all.
@@ -245,11 +239,23 @@ class IncrementalDetokenizer:
         All texts together are those that were final when the last of these tokens was pushed, even if more are by now:
         the number of tokens alone determines the text, whatever the number and times of calls.
         """
-        tokens = max(self._given_tokens, self._certain_tokens())
+        if not (self._stop or self._unsure or self._bytes.getstate()[0]):
+            tokens = len(self._ends)
+        else:
+            certain = self._sure[-1] if self._sure else 0
+            tokens = bisect_left(self._ends, certain) + 1 if certain else 0
+        tokens = max(self._given_tokens, tokens)
         sure = self._sure[tokens - 1] if tokens else 0
         if sure == self._given and self._stop:  # no new text: the tokens wait for theirs
             return "", self._given_tokens
-        new = self._since(self._given)[: sure - self._given]
+        lacking, last = self._length - self._given, []
+        for part in reversed(self._parts):
+            last.append(part)
+            lacking -= len(part)
+            if lacking <= 0:
+                break
+        text = "".join(reversed(last))
+        new = (text[-lacking:] if lacking else text)[: sure - self._given]
         self._given, self._given_tokens = sure, tokens
         return new, tokens
 
@@ -261,17 +267,19 @@ class IncrementalDetokenizer:
         return bisect_left(self._ends, self._cut) + 1 if self._cut else 0
 
     def _written(self, piece: Piece) -> str:
-        """The characters that become complete with a piece."""
+        """The characters that become complete with a piece. Those of a run of bytes are text for as long as the whole
+        run is valid.
+        """
         if piece is None:
             return ""
-        if isinstance(piece, bytes):
-            return self._bytes.decode(piece) if self._spelling.raw else self._byte(piece)
-        closing = self._closed() if self._run.open else ""
-        return closing + self._stripped(piece)
-
-    def _byte(self, piece: bytes) -> str:
-        """One byte of a run: its characters are text for as long as the whole run is valid."""
+        if isinstance(piece, bytes) and self._spelling.raw:
+            return self._bytes.decode(piece)
         run = self._run
+        if not isinstance(piece, bytes):
+            lost = self._broken() if run.open and self._bytes.getstate()[0] else ""
+            if run.open:
+                self._run = _Run()
+            return lost + self._stripped(piece)
         if not run.open:
             self._run = run = _Run(True, len(self._parts), self._length, self._tail, self._strip)
         run.bytes += 1
@@ -291,13 +299,6 @@ class IncrementalDetokenizer:
         self._length, self._tail, self._strip = run.length, run.tail, 0
         return REPLACEMENT * run.bytes
 
-    def _closed(self) -> str:
-        """End the run."""
-        half = self._bytes.getstate()[0]
-        lost = self._broken() if half else ""
-        self._run = _Run()
-        return lost
-
     def _stripped(self, text: str) -> str:
         while self._strip and text:
             if text[0] != " ":
@@ -306,57 +307,10 @@ class IncrementalDetokenizer:
             text, self._strip = text[1:], self._strip - 1
         return text
 
-    def _appended(self, new: str) -> str | None:
-        self._parts.append(new)
-        self._length += len(new)
-        if not self._stop:
-            return None
-        window = self._tail + new
-        found = self._find(window, len(self._tail))
-        self._tail = window[-self._reach :] if self._reach else ""
-        return found
-
-    def _find(self, window: str, old: int) -> str | None:
-        """The first stop string that ends after the first `old` characters of the window."""
-        found, best = None, (len(window) + 1, 0)
-        for one in self._stop:
-            place = window.find(one, max(0, old - len(one) + 1))
-            if place >= 0 and (place + len(one), place) < best:
-                found, best = one, (place + len(one), place)
-        if found is not None:
-            self._cut = self._length - len(window) + best[1]
-        return found
-
     @property
     def _unsure(self) -> bool:
         """Whether the last characters may still become replacement characters."""
         return self._run.open and not self._run.broken
-
-    def _certain(self) -> int:
-        """Characters that no later token can change."""
-        length, tail = (self._run.length, self._run.tail) if self._unsure else (self._length, self._tail)
-        certain = length - self._held(tail)
-        return certain if self._cut is None else min(certain, self._cut)
-
-    def _certain_tokens(self) -> int:
-        if not (self._stop or self._unsure or self._bytes.getstate()[0]):
-            return len(self._ends)
-        certain = self._sure[-1] if self._sure else 0
-        return bisect_left(self._ends, certain) + 1 if certain else 0
-
-    def _since(self, place: int) -> str:
-        """The text from character `place` on."""
-        lacking, found = self._length - place, []
-        for part in reversed(self._parts):
-            found.append(part)
-            lacking -= len(part)
-            if lacking <= 0:
-                break
-        return "".join(reversed(found))[-lacking:] if lacking else "".join(reversed(found))
-
-    def _rest(self) -> str:
-        """The text of an incomplete character at the end."""
-        return self._bytes.getstate()[0].decode("utf-8", "replace")
 
     def _held(self, text: str) -> int:
         """Characters at the end that may begin a stop string."""

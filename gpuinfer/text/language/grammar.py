@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from gpuinfer.errors import BadPrompt
 from gpuinfer.generation import Constraint
-from gpuinfer.text.language.detokenizer import Codec, Piece, Spelling
+from gpuinfer.text.language.detokenizer import Codec
 from gpuinfer.text.language.grammar_examiner import GrammarExaminer, limits
 
 if TYPE_CHECKING:
@@ -62,7 +62,9 @@ def constraint_key(constraint: Constraint) -> Key:
             raise BadPrompt(
                 f"choice is too long. Give at most {MOST_CHOICES} texts of {LONGEST_CHOICES} characters in all."
             )
-        return "choice", "(?:" + "|".join(_literal(one) for one in choices) + ")"
+        escaped = [_META.sub(lambda match: "\\" + match[0], text) for text in choices]
+        literals = [_CONTROL.sub(lambda match: f"\\x{ord(match[0]):02x}", text) for text in escaped]
+        return "choice", "(?:" + "|".join(literals) + ")"
     if kinds == ["listed"]:
         raise BadPrompt("a list between tags is no grammar. It is matched in another way.")
     return "grammar", _within(constraint.grammar, LONGEST_GRAMMAR, "grammar")
@@ -121,12 +123,6 @@ def _depth(value: Any) -> int:
     return depth
 
 
-def _literal(text: str) -> str:
-    """A regex that matches this text alone."""
-    escaped = _META.sub(lambda match: "\\" + match[0], text)
-    return _CONTROL.sub(lambda match: f"\\x{ord(match[0]):02x}", escaped)
-
-
 EXAMINER = GrammarExaminer()
 MOST_COMPILED = 256  # grammars in the cache
 PATIENCE_S, TOKEN_S = 2.0, 0.005  # CPU time of one answer's grammar: its budget, and what each token adds
@@ -170,7 +166,14 @@ class GrammarMatchers:
             if (known := self._compiled.get(key)) is not None:
                 self._compiled.move_to_end(key)
         if known is None:
-            known = self._kept(key)
+            try:
+                known = self._compile(key)
+            except BadPrompt as error:
+                known = BadPrompt(str(error))
+            with self._lock:
+                self._compiled[key] = known
+                while len(self._compiled) > MOST_COMPILED:
+                    self._compiled.popitem(last=False)
         if isinstance(known, BadPrompt):
             raise BadPrompt(str(known))
         return known.copy()
@@ -184,20 +187,11 @@ class GrammarMatchers:
                 self._tries = Tries(self._codec, self._vocabulary)
             return self._tries
 
-    def _kept(self, key: Key) -> GrammarMatcher | BadPrompt:
-        compiled: GrammarMatcher | BadPrompt
-        try:
-            compiled = self._compile(key)
-        except BadPrompt as error:
-            compiled = BadPrompt(str(error))
-        with self._lock:
-            self._compiled[key] = compiled
-            while len(self._compiled) > MOST_COMPILED:
-                self._compiled.popitem(last=False)
-        return compiled
-
     def _compile(self, key: Key) -> GrammarMatcher:
-        table = self._opened()
+        with self._building:
+            if self._table is None:
+                self._table = TokenTable(self._codec, self._vocabulary, self._end_tokens)
+            table = self._table
         what = {"schema": "JSON schema"}.get(key[0], key[0])
         try:
             grammar = grammar_of(key)
@@ -212,12 +206,6 @@ class GrammarMatchers:
         matcher.check()
         return matcher
 
-    def _opened(self) -> TokenTable:
-        with self._building:
-            if self._table is None:
-                self._table = TokenTable(self._codec, self._vocabulary, self._end_tokens)
-            return self._table
-
 
 class TokenTable:
     """A vocabulary for llguidance. Making one takes half a second for 150,000 tokens."""
@@ -231,37 +219,26 @@ class TokenTable:
         self.all_words = words_of(vocabulary + self.extra)
         ends = list(end_tokens) or [vocabulary]
         self.end = token_bits(ends, self.all_words)
-        self.tokenizer = self._tokenizer(codec, ends)
         self.known = token_bits([token for token in range(vocabulary) if token not in ends], self.all_words)
-        self.lost_first, self.space = self._first(codec.spelling)
-
-    def _tokenizer(self, codec: Codec, ends: list[int]) -> LLTokenizer:
-        pieces = [_as_bytes(codec.spelling.piece(token)) for token in range(self.vocabulary)] + [END] * self.extra
-        special = sorted({token for token in codec.hidden if token < self.vocabulary} | set(ends))
+        spelling = codec.spelling
+        pieces = [spelling.piece(token) for token in range(vocabulary)]
+        written = [piece.encode("utf-8", "replace") if isinstance(piece, str) else piece or b"" for piece in pieces]
+        written += [END] * self.extra
+        special = sorted({token for token in codec.hidden if token < vocabulary} | set(ends))
         for token in special:
-            pieces[token] = f"<|{token}|>".encode()
-        return LLTokenizer(TokenizerWrapper(_Pieces(pieces, special, ends[0])), eos_token=ends, slices=None)
-
-    def _first(self, spelling: Spelling) -> tuple[Words | None, Words | None]:
-        """Tokens that lose a space at the beginning of a text, and those of them that are a single space."""
-        if not spelling.eats_spaces:
-            return None, None
-        pieces = {token: spelling.piece(token) for token in range(self.vocabulary)}
-        lost = [token for token, piece in pieces.items() if piece is not None and _loses(spelling, token, piece)]
-        space = [token for token in lost if pieces[token] in (" ", b" ")]
-        return token_bits(lost, self.all_words), token_bits(space, self.all_words)
-
-
-def _as_bytes(piece: Piece) -> bytes:
-    if isinstance(piece, str):
-        return piece.encode("utf-8", "replace")
-    return piece or b""  # a token without text is never allowed
-
-
-def _loses(spelling: Spelling, token: int, piece: str | bytes) -> bool:
-    if spelling.lead is not None and spelling.lead(token) != piece:
-        return True
-    return spelling.strip > 0 and piece[:1] in (" ", b" ")
+            written[token] = f"<|{token}|>".encode()
+        self.tokenizer = LLTokenizer(TokenizerWrapper(_Pieces(written, special, ends[0])), eos_token=ends, slices=None)
+        # tokens that lose a space at the beginning of a text, and those of them that are a single space
+        self.lost_first: Words | None = None
+        self.space: Words | None = None
+        if spelling.eats_spaces:
+            lost = []
+            for token, piece in enumerate(pieces):
+                changes = piece is not None and spelling.lead is not None and spelling.lead(token) != piece
+                if changes or (piece is not None and spelling.strip > 0 and piece[:1] in (" ", b" ")):
+                    lost.append(token)
+            self.lost_first = token_bits(lost, self.all_words)
+            self.space = token_bits([token for token in lost if pieces[token] in (" ", b" ")], self.all_words)
 
 
 class _Pieces:
@@ -343,7 +320,11 @@ class GrammarMatcher:
         self._check_error()
         self._free_space = False
         if self._first and self._table.lost_first is not None:
-            self._begin(self._table.lost_first)
+            kept = self._mask & ~self._table.lost_first
+            if not kept.any() and self._mask.any() and self._table.space is not None:
+                self._free_space = True
+                kept = self._table.space
+            self._mask[:] = kept
         if self._table.extra:
             np.bitwise_and(self._mask, self._table.known, out=self._mask)
         if not self._mask.any() and not self._inner.is_accepting():
@@ -358,13 +339,6 @@ class GrammarMatcher:
         self._left_s -= time.thread_time() - started
         if self._left_s < 0:
             raise self._refused("it takes too long to see which tokens may come next")
-
-    def _begin(self, lost: Words) -> None:
-        kept = self._mask & ~lost
-        if not kept.any() and self._mask.any() and self._table.space is not None:
-            self._free_space = True
-            kept = self._table.space
-        self._mask[:] = kept
 
     def _check_error(self) -> None:
         if self._inner.is_error():

@@ -39,12 +39,25 @@ class GrammarExaminer:
         text = grammar.encode()
         with self._lock:
             try:
-                process = self._started()
-                if process.stdin is None:
-                    raise OSError("no pipe")
-                process.stdin.write(_HEADER.pack(len(text)) + text)
-                process.stdin.flush()
-                return str(json.loads(self._line(process)))
+                if self._process is None or self._process.poll() is not None:
+                    self.close()
+                    command = [sys.executable, "-I", os.path.abspath(__file__)]
+                    pipe = subprocess.PIPE
+                    self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL)
+                    self._stop = weakref.finalize(self, _end, self._process)
+                grammars, answers = self._process.stdin, self._process.stdout
+                assert grammars is not None
+                assert answers is not None
+                grammars.write(_HEADER.pack(len(text)) + text)
+                grammars.flush()
+                answer, end = b"", time.monotonic() + SECONDS
+                while not answer.endswith(b"\n"):
+                    ready, _, _ = select.select([answers], [], [], max(0.0, end - time.monotonic()))
+                    more = os.read(answers.fileno(), 1 << 16) if ready else b""
+                    if not more:
+                        raise OSError("no answer")
+                    answer += more
+                return str(json.loads(answer))
             except (OSError, ValueError):
                 self.close()
                 return f"it takes more than {SECONDS:g} s or {MEMORY >> 30} GiB to compile"
@@ -53,27 +66,6 @@ class GrammarExaminer:
         if self._stop is not None:
             self._stop()
         self._process = self._stop = None
-
-    def _started(self) -> subprocess.Popen[bytes]:
-        if self._process is None or self._process.poll() is not None:
-            self.close()
-            command = [sys.executable, "-I", os.path.abspath(__file__)]
-            pipe = subprocess.PIPE
-            self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL)
-            self._stop = weakref.finalize(self, _end, self._process)
-        return self._process
-
-    def _line(self, process: subprocess.Popen[bytes]) -> bytes:
-        """The child's answer. Raises `OSError` on timeout."""
-        answer, end = b"", time.monotonic() + SECONDS
-        answers = process.stdout.fileno() if process.stdout else -1
-        while not answer.endswith(b"\n"):
-            ready, _, _ = select.select([answers], [], [], max(0.0, end - time.monotonic()))
-            more = os.read(answers, 1 << 16) if ready else b""
-            if not more:
-                raise OSError("no answer")
-            answer += more
-        return answer
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
@@ -112,32 +104,23 @@ def complaint(tokenizer: Any, grammar: str) -> str:
     return str(matcher.get_error())
 
 
-def _bound() -> None:
-    """Limit this process's memory. Without such limits on the platform, the parent's timeout remains."""
-    with contextlib.suppress(ImportError, OSError, ValueError):
-        import resource
-
-        resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-
-
-def _bound_next() -> None:
-    """Limit the CPU time of the next grammar, in case the parent has died."""
-    with contextlib.suppress(ImportError, OSError, ValueError):
-        import resource
-
-        hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
-        resource.setrlimit(resource.RLIMIT_CPU, (int(time.process_time() + 2 * SECONDS), hard))
-
-
 def main(grammars: IO[bytes], answers: IO[bytes]) -> None:
     from llguidance import LLTokenizer
     from llguidance._tokenizer import TokenizerWrapper
 
-    _bound()
+    where_there_are_limits = contextlib.suppress(
+        ImportError, NameError, OSError, ValueError
+    )  # else the parent's timeout remains
+    with where_there_are_limits:
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     tokenizer = LLTokenizer(TokenizerWrapper(_Bytes()), eos_token=[256])
     while len(header := grammars.read(_HEADER.size)) == _HEADER.size:
-        _bound_next()
+        with where_there_are_limits:  # of the CPU time of this grammar, in case the parent has died
+            hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
+            resource.setrlimit(resource.RLIMIT_CPU, (int(time.process_time() + 2 * SECONDS), hard))
         grammar = grammars.read(_HEADER.unpack(header)[0]).decode()
         answers.write(json.dumps(complaint(tokenizer, grammar)[:2000]).encode() + b"\n")
         answers.flush()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,7 +16,6 @@ from gpuinfer.text.language.grammar import GrammarMatcher, GrammarMatchers
 from gpuinfer.text.language.tokenizer import (
     Bytes,
     Characters,
-    Subwords,
     TokenizerSettings,
     open_subwords,
     read_settings,
@@ -58,10 +56,17 @@ class Language:
         texts: dict[bool, list[tuple[int, str]]] = {True: [], False: []}  # by whether special tokens are added
         for number, prompt in enumerate(prompts):
             try:
-                if (tokens := self._tokens_of(prompt)) is not None:
-                    results[number] = tokens
-                else:
-                    texts[prompt.messages is None and prompt.special_tokens].append((number, self._text_of(prompt)))
+                if (prompt.text is not None) + (prompt.tokens is not None) + (prompt.messages is not None) != 1:
+                    raise BadPrompt("a prompt is a text, tokens or messages. Give exactly one of them.")
+                if prompt.tokens is not None:
+                    results[number] = self._checked(_array(prompt.tokens))
+                    continue
+                text = prompt.text if prompt.messages is None else self.render_chat(prompt.messages, prompt.rendering)
+                if not isinstance(text, str):
+                    raise BadPrompt(f"the text of a prompt is a {type(text).__name__}. Write a string.")
+                if len(text) > LONGEST_TEXT:
+                    raise BadPrompt(f"the prompt has {len(text)} characters. Give at most {LONGEST_TEXT}.")
+                texts[prompt.messages is None and prompt.special_tokens].append((number, text))
             except BadPrompt as error:
                 results[number] = error
         known = self._codec.size <= self.vocabulary
@@ -77,13 +82,14 @@ class Language:
 
     def spell_out(self, found: Logprob, special_tokens: bool = False) -> Logprob:
         """The log-probabilities with their tokens' bytes. `special_tokens`: they are part of the text."""
-        named = [self._named(one, special_tokens) for one in (found.chosen, *found.likeliest)]
-        return Logprob(named[0], tuple(named[1:]))
 
-    def _named(self, one: Candidate, special_tokens: bool) -> Candidate:
-        piece = self._codec.literal.piece(one.token)
-        name = piece.encode() if isinstance(piece, str) else piece
-        return Candidate(one.token, one.logprob, one.rank, name, not special_tokens and one.token in self._codec.hidden)
+        def named(one: Candidate) -> Candidate:
+            piece = self._codec.literal.piece(one.token)
+            name = piece.encode() if isinstance(piece, str) else piece
+            hidden = not special_tokens and one.token in self._codec.hidden
+            return Candidate(one.token, one.logprob, one.rank, name, hidden)
+
+        return Logprob(named(found.chosen), tuple(map(named, found.likeliest)))
 
     def detokenizer(
         self, stop: Sequence[str] = (), special_tokens: bool = False, incremental: bool = True
@@ -107,18 +113,6 @@ class Language:
         """The compiler of lists, for `list_support`. Threads may call it."""
         return self._matchers.tries()
 
-    def _tokens_of(self, prompt: Prompt) -> NDArray[np.int32] | BadPrompt | None:
-        """The tokens of a prompt of tokens; None: it is a text or a chat."""
-        if (prompt.text is not None) + (prompt.tokens is not None) + (prompt.messages is not None) != 1:
-            raise BadPrompt("a prompt is a text, tokens or messages. Give exactly one of them.")
-        if prompt.tokens is None:
-            return None
-        try:
-            tokens = np.asarray(prompt.tokens, np.int64 if prompt.tokens else np.int32).ravel()
-        except (TypeError, ValueError, OverflowError):
-            raise BadPrompt("the tokens of a prompt are no integers. Give token numbers.") from None
-        return self._checked(tokens)
-
     def _checked(self, tokens: Any, known: bool = False) -> Encoded:
         """The tokens, at least one, if all are in the vocabulary, which `known` spares checking; else the error."""
         if isinstance(tokens, BadPrompt):
@@ -137,13 +131,12 @@ class Language:
             )
         return np.ascontiguousarray(tokens, np.int32)
 
-    def _text_of(self, prompt: Prompt) -> str:
-        text = prompt.text if prompt.messages is None else self.render_chat(prompt.messages, prompt.rendering)
-        if not isinstance(text, str):
-            raise BadPrompt(f"the text of a prompt is a {type(text).__name__}. Write a string.")
-        if len(text) > LONGEST_TEXT:
-            raise BadPrompt(f"the prompt has {len(text)} characters. Give at most {LONGEST_TEXT}.")
-        return text
+
+def _array(tokens: Sequence[int]) -> NDArray[np.int64] | NDArray[np.int32]:
+    try:
+        return np.asarray(tokens, np.int64 if tokens else np.int32).ravel()
+    except (TypeError, ValueError, OverflowError):
+        raise BadPrompt("the tokens of a prompt are no integers. Give token numbers.") from None
 
 
 ENDS_BEGIN = ("gpt2", "nanogpt")  # families trained with the end token before each text too
@@ -160,7 +153,18 @@ def open_language(files: LanguageFiles, shape: Shape) -> Language:
         return Language(characters, shape.vocabulary, shape.end_tokens, beginning)
     if files.folder is None:
         raise UsageError("the model has no tokenizer. Give its alphabet with --meta, or a folder with tokenizer.json.")
-    return _from_folder(files.folder, shape)
+    settings = read_settings(files.folder)
+    codec = open_subwords(files.folder, shape.family, settings)
+    beginning, end = (
+        None if name not in settings.named else codec.tokenizer.token_to_id(settings.named[name])
+        for name in ("bos_token", "eos_token")
+    )
+    # any end token of config.json, generation_config.json and the tokenizer ends an answer
+    listed = [*shape.end_tokens, *settings.end_tokens, *([] if end is None else [end])]
+    ends = tuple(dict.fromkeys(token for token in listed if token < shape.vocabulary))
+    spare = ends if shape.family in ENDS_BEGIN else ()
+    template = None if settings.template is None else ChatTemplates(settings)
+    return Language(codec, shape.vocabulary, ends, _first(shape.beginning_token, beginning, *spare), template)
 
 
 def has_chat_template(files: LanguageFiles) -> bool:
@@ -171,28 +175,6 @@ def has_chat_template(files: LanguageFiles) -> bool:
 def _templates(files: LanguageFiles) -> ChatTemplates | None:
     settings = TokenizerSettings(template=files.template) if files.folder is None else read_settings(files.folder)
     return None if settings.template is None else ChatTemplates(settings)
-
-
-def _from_folder(folder: Path, shape: Shape) -> Language:
-    settings = read_settings(folder)
-    codec = open_subwords(folder, shape.family, settings)
-    ends = _end_tokens(codec, settings, shape)
-    spare = ends if shape.family in ENDS_BEGIN else ()
-    beginning = _first(shape.beginning_token, _token(codec, settings, "bos_token"), *spare)
-    template = None if settings.template is None else ChatTemplates(settings)
-    return Language(codec, shape.vocabulary, ends, beginning, template)
-
-
-def _end_tokens(codec: Subwords, settings: TokenizerSettings, shape: Shape) -> tuple[int, ...]:
-    """The end tokens of config.json, generation_config.json and the tokenizer: any of them ends an answer."""
-    own = _token(codec, settings, "eos_token")
-    ends = [*shape.end_tokens, *settings.end_tokens, *([] if own is None else [own])]
-    return tuple(dict.fromkeys(token for token in ends if token < shape.vocabulary))
-
-
-def _token(codec: Subwords, settings: TokenizerSettings, name: str) -> int | None:
-    text = settings.named.get(name)
-    return None if text is None else codec.tokenizer.token_to_id(text)
 
 
 def _first(*tokens: int | None) -> int | None:

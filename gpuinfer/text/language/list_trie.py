@@ -66,14 +66,10 @@ class TokenBytes:
 
 
 def _joined_pieces(pieces: Sequence[Piece]) -> tuple[NDArray[np.int64], Bytes]:
-    written = [_bytes(piece) for piece in pieces]
+    written = [piece.encode("utf-8", "replace") if isinstance(piece, str) else piece or b"" for piece in pieces]
     starts = np.zeros(len(written) + 1, np.int64)
     np.cumsum([len(one) for one in written], out=starts[1:])
     return starts, np.frombuffer(b"".join(written), np.uint8).copy()
-
-
-def _bytes(piece: Piece) -> bytes:
-    return piece.encode("utf-8", "replace") if isinstance(piece, str) else piece or b""
 
 
 MOST_ITEMS = 10_000
@@ -117,19 +113,15 @@ def check_list(listed: Listed) -> None:
             f"Give at most {MOST_ITEMS} of {LONGEST_ITEMS} in all."
         )
     for text in texts:
-        _check_item(text, listed)
-
-
-def _check_item(text: str, listed: Listed) -> None:
-    if not text or len(text) > LONGEST_ITEM:
-        raise BadPrompt(f"an item of the list has {len(text)} characters. Give 1 to {LONGEST_ITEM} to each.")
-    _check_unicode(text)
-    for name in ("separator", "end"):
-        if (inside := getattr(listed, name)) in text:
-            raise BadPrompt(
-                f"the item {_shown(text)} of the list holds its {name}, {inside!r}: it would be read as several. "
-                f"Use another {name}, or write the item in another way."
-            )
+        if not text or len(text) > LONGEST_ITEM:
+            raise BadPrompt(f"an item of the list has {len(text)} characters. Give 1 to {LONGEST_ITEM} to each.")
+        _check_unicode(text)
+        for name in ("separator", "end"):
+            if (inside := getattr(listed, name)) in text:
+                raise BadPrompt(
+                    f"the item {_shown(text)} of the list holds its {name}, {inside!r}: it would be read as several. "
+                    f"Use another {name}, or write the item in another way."
+                )
 
 
 def _check_unicode(text: str) -> None:
@@ -156,22 +148,17 @@ def lines_of(listed: Listed, codec: Codec, token_bytes: TokenBytes) -> ListLines
             f"the tokenizer spells the end of {listed.end!r} byte by byte, which what follows could undo. "
             "Use another `end`, or let the answer end there (`ends`)."
         )
-    if not listed.begin and token_bytes.differs:
-        _check_first(spelt, token_bytes)
+    if not listed.begin and token_bytes.differs:  # a line may be the first of the text
+        starts, data = token_bytes.lead
+        for token in {int(tokens[0]) for tokens in spelt}:
+            if data[starts[token] : starts[token + 1]].tobytes() != token_bytes.of([token])[0]:
+                raise BadPrompt(
+                    "the tokenizer says something else at the beginning of a text than further on, and a list without "
+                    "`begin` begins there. Give it a `begin`."
+                )
     return ListLines(
         np.concatenate(spelt), offsets(spelt), (*(tuple(dict.fromkeys(some)) for some in units.values()), ()), names
     )
-
-
-def _check_first(spelt: Sequence[Ints], token_bytes: TokenBytes) -> None:
-    """Each line may be the first of the text, where its first token must have the same bytes as further on."""
-    starts, data = token_bytes.lead
-    for token in {int(tokens[0]) for tokens in spelt}:
-        if data[starts[token] : starts[token + 1]].tobytes() != token_bytes.of([token])[0]:
-            raise BadPrompt(
-                "the tokenizer says something else at the beginning of a text than further on, and a list without "
-                "`begin` begins there. Give it a `begin`."
-            )
 
 
 def spell_texts(texts: Sequence[str], listed: Listed, codec: Codec, token_bytes: TokenBytes) -> list[Ints]:
@@ -311,11 +298,25 @@ def build_trie(lines: ListLines, tag: ListTag, token_bytes: TokenBytes, ends: bo
     """The trie of all lines. Raises `BadPrompt` for an ambiguous list."""
     order = sorted_lines(lines)
     first, token, line = _grown(lines, order)
-    codes, sets, count = _codes([lines.units[number] for number in order.tolist()], len(lines.names))
+    units = [lines.units[number] for number in order.tolist()]
+    several = sum(len(some) > 1 for some in units)
+    sets = np.zeros((several + 2 * len(units) + 1, -(-max(len(lines.names), 1) // 32)), np.int32)
+    codes, count = np.empty(len(units), np.int32), 0  # of each line in `item`; sets of items with several units
+    for place, some in enumerate(units):
+        codes[place] = some[0] if len(some) == 1 else -3 - count if some else cpu_trie.END
+        if len(some) > 1:
+            for unit in some:
+                sets[count, unit // 32] |= np.uint32(1 << unit % 32).astype(np.int32)
+            count += 1
     nodes = len(token)
     need, item = np.zeros(nodes, np.int32), np.zeros(nodes, np.int32)
     count = cpu_trie.gather_units(nodes, first, line, codes, sets, count, need, item)
-    _check_ambiguous(first, token, item)
+    after_item = np.repeat(item != cpu_trie.NO_ITEM, np.diff(first))  # of each node but the first, in order
+    if np.isin(token[1:][after_item], token[first[0] : first[1]]).any():
+        raise BadPrompt(
+            "an item of the list begins with another one, and goes on as the separator does: the text could be "
+            "read in two ways. Use another separator."
+        )
     words = sets.shape[1]
     parts = {
         cpu_trie.FIRST: first,
@@ -325,8 +326,10 @@ def build_trie(lines: ListLines, tag: ListTag, token_bytes: TokenBytes, ends: bo
         cpu_trie.SETS: sets[:count].reshape(-1),
         cpu_trie.GOTO: tag.goto.reshape(-1),
     }
-    lengths = {cpu_trie.NODES: nodes, cpu_trie.WORDS: words, cpu_trie.LENGTH: len(tag.goto)}
-    image = _joined_parts(parts, {**lengths, cpu_trie.ENDS: int(ends)})
+    header = np.zeros(cpu_trie.HEADER, np.int32)
+    header[list(parts)] = len(header) + np.cumsum([0, *map(len, parts.values())])[:-1]
+    header[[cpu_trie.NODES, cpu_trie.WORDS, cpu_trie.LENGTH, cpu_trie.ENDS]] = nodes, words, len(tag.goto), int(ends)
+    image = np.concatenate([header, *parts.values()])
     letter = int(token_bytes.data[token_bytes.starts[token[1]]])  # each line begins with the separator
     starts, bars = _bars(image, tag, token_bytes, letter)
     image = np.concatenate([image, starts, bars])
@@ -362,41 +365,6 @@ def _grown(lines: ListLines, order: NDArray[np.int64]) -> tuple[Ints, Ints, Ints
     return first[: nodes + 1], token[:nodes], line[:nodes]
 
 
-def _codes(units: Sequence[Sequence[int]], count: int) -> tuple[Ints, NDArray[np.int32], int]:
-    """The code in `item` of each line, the sets of units, and how many sets there are: of items with several units."""
-    several = sum(len(some) > 1 for some in units)
-    sets = np.zeros((several + 2 * len(units) + 1, -(-max(count, 1) // 32)), np.int32)
-    codes, row = np.empty(len(units), np.int32), 0
-    for place, some in enumerate(units):
-        codes[place] = some[0] if len(some) == 1 else -3 - row if some else cpu_trie.END
-        if len(some) > 1:
-            for unit in some:
-                sets[row, unit // 32] |= np.uint32(1 << unit % 32).astype(np.int32)
-            row += 1
-    return codes, sets, row
-
-
-def _check_ambiguous(first: Ints, token: Ints, item: Ints) -> None:
-    """Raises `BadPrompt` if, where an item is complete, the same token continues another item and begins a new line."""
-    after_item = np.repeat(item != cpu_trie.NO_ITEM, np.diff(first))  # of each node but the first, in order
-    if np.isin(token[1:][after_item], token[first[0] : first[1]]).any():
-        raise BadPrompt(
-            "an item of the list begins with another one, and goes on as the separator does: the text could be "
-            "read in two ways. Use another separator."
-        )
-
-
-def _joined_parts(parts: dict[int, NDArray[np.int32]], numbers: dict[int, int]) -> Ints:
-    header = np.zeros(cpu_trie.HEADER, np.int32)
-    place = len(header)
-    for field, part in parts.items():
-        header[field] = place
-        place += len(part)
-    for field, number in numbers.items():
-        header[field] = number
-    return np.concatenate([header, *parts.values()])
-
-
 def _bars(image: Ints, tag: ListTag, token_bytes: TokenBytes, letter: int) -> tuple[Ints, Ints]:
     """Barred tokens by state of the tag: they complete the tag and go on as no list begins."""
     barred = np.ones(len(tag.tokens), np.bool_)
@@ -418,14 +386,14 @@ class Tries:
         self._tags: OrderedDict[str, ListTag] = OrderedDict()
         self._kept: OrderedDict[Listed, Trie | str] = OrderedDict()  # errors too
         self._bytes = 0
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
 
     def trie(self, listed: Listed) -> Trie:
         """The trie of a list. Concurrent calls for the same list compile it once. Raises `BadPrompt`."""
         with self._lock:
             known = self._kept.get(listed)
             if known is None:
-                known = self._kept[listed] = self._compiled(listed)
+                known = self._kept[listed] = self._compile(listed)
                 self._bytes += _size(known)
                 while len(self._kept) > 1 and (len(self._kept) > MOST_KEPT or self._bytes > KEPT_BYTES):
                     self._bytes -= _size(self._kept.popitem(last=False)[1])
@@ -435,31 +403,25 @@ class Tries:
             raise BadPrompt(known)
         return known
 
-    def token_bytes(self) -> TokenBytes:
-        """The bytes of the vocabulary's tokens. Raises `BadPrompt`."""
-        with self._lock:
-            return self._opened()
-
-    def _opened(self) -> TokenBytes:
-        if self._token_bytes is None:
-            self._token_bytes = TokenBytes(self._codec.spelling, self._vocabulary)
-        return self._token_bytes
-
-    def _compiled(self, listed: Listed) -> Trie | str:
+    def _compile(self, listed: Listed) -> Trie | str:
         try:
-            token_bytes = self._opened()
+            token_bytes = self.token_bytes()
             lines = lines_of(listed, self._codec, token_bytes)
-            return build_trie(lines, self._tag(listed.begin, token_bytes), token_bytes, listed.ends)
+            if listed.begin not in self._tags:
+                self._tags[listed.begin] = tag_of(listed.begin, token_bytes)
+                while len(self._tags) > MOST_TAGS:
+                    self._tags.popitem(last=False)
+            self._tags.move_to_end(listed.begin)
+            return build_trie(lines, self._tags[listed.begin], token_bytes, listed.ends)
         except BadPrompt as error:
             return str(error)
 
-    def _tag(self, text: str, token_bytes: TokenBytes) -> ListTag:
-        if text not in self._tags:
-            self._tags[text] = tag_of(text, token_bytes)
-            while len(self._tags) > MOST_TAGS:
-                self._tags.popitem(last=False)
-        self._tags.move_to_end(text)
-        return self._tags[text]
+    def token_bytes(self) -> TokenBytes:
+        """The bytes of the vocabulary's tokens. Raises `BadPrompt`."""
+        with self._lock:
+            if self._token_bytes is None:
+                self._token_bytes = TokenBytes(self._codec.spelling, self._vocabulary)
+            return self._token_bytes
 
 
 def _size(known: Trie | str) -> int:

@@ -7,7 +7,7 @@ would be others, and gradients would push at tokens that were not allowed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -211,19 +211,17 @@ def list_support(
             "the answer's nodes are not those of its tokens in this list: it was drawn with another list, or by a "
             "model with another vocabulary. Give the list of its request."
         )
-    return list(_supports(matcher, tokens))
-
-
-def _supports(matcher: ListedMatcher, tokens: Sequence[int]) -> Iterator[Support]:
+    supports = []
     for place, token in enumerate(tokens):
         rules = matcher.walks.rules(ROW)
         kind = 0 if rules is None else int(rules.kinds[0])
         if rules is None or kind not in (ONLY, ALL_BUT):
-            yield ANYTHING
+            supports.append(ANYTHING)
         else:
-            yield rules.ids[: rules.starts[1]].copy(), kind == ONLY
+            supports.append((rules.ids[: rules.starts[1]].copy(), kind == ONLY))
         if matcher.walks.advance(ROW, np.array([token], np.int32))[0] == REFUSED:
             raise BadPrompt(
                 f"token {place + 1} of the answer, {token}, is not allowed by its list: it was drawn with another. "
                 "Give the list of its request."
             )
+    return supports

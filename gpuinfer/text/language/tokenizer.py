@@ -39,12 +39,16 @@ def read_settings(folder: Path) -> TokenizerSettings:
     config = read_object(folder / "tokenizer_config.json")
     merged = {**read_object(folder / "special_tokens_map.json"), **config}
     named = {name: text for name in NAMED_TOKENS if (text := _content(merged.get(name))) is not None}
-    listed = [text for name in LISTS for item in _listed(merged.get(name)) if (text := _content(item)) is not None]
+    lists = [list(one.values()) if isinstance(one, Mapping) else one for one in map(merged.get, LISTS)]
+    items = [item for some in lists if isinstance(some, list) for item in some]
+    listed = [text for item in items if (text := _content(item)) is not None]
+    end = read_object(folder / "generation_config.json").get("eos_token_id")
+    ends = [one for one in (end if isinstance(end, list) else [end]) if isinstance(one, int)]
     return TokenizerSettings(
         config=config,
         named=named,
         special=tuple(dict.fromkeys([*named.values(), *listed])),
-        end_tokens=_ids(read_object(folder / "generation_config.json").get("eos_token_id")),
+        end_tokens=tuple(one for one in ends if not isinstance(one, bool) and one >= 0),
         template=_template(folder, config, DEFAULT),
         tool_template=_template(folder, config, WITH_TOOLS),
     )
@@ -70,19 +74,10 @@ def _content(token: Any) -> str | None:
     return token if isinstance(token, str) else None
 
 
-def _listed(value: Any) -> list[Any]:
-    if isinstance(value, Mapping):
-        return list(value.values())
-    return value if isinstance(value, list) else []
-
-
-def _ids(value: Any) -> tuple[int, ...]:
-    values = value if isinstance(value, list) else [value]
-    return tuple(one for one in values if isinstance(one, int) and not isinstance(one, bool) and one >= 0)
-
-
 def _template(folder: Path, config: Mapping[str, Any], name: str) -> str | None:
-    """The template of this name. A separate file goes before the settings, as in transformers."""
+    """The template of this name; a single template is the default. A separate file goes before the settings, as in
+    transformers.
+    """
     file = "chat_template.jinja" if name == DEFAULT else f"additional_chat_templates/{name}.jinja"
     if (own := folder / file).is_file():
         try:
@@ -90,22 +85,18 @@ def _template(folder: Path, config: Mapping[str, Any], name: str) -> str | None:
         except (OSError, ValueError) as error:
             raise UsageError(f"{own} cannot be read: {error}. Copy it again from where it came.") from None
     for settings in (config, read_object(folder / "chat_template.json")):
-        if (template := _named(settings.get("chat_template"), name)) is not None:
-            return template
+        templates = settings.get("chat_template")
+        if isinstance(templates, list):
+            pairs = [one for one in templates if isinstance(one, Mapping)]
+            templates = {one.get("name"): one.get("template") for one in pairs}
+        if isinstance(templates, Mapping):
+            only = next(iter(templates.values())) if len(templates) == 1 and name == DEFAULT else None
+            found = templates.get(name, only)
+        else:
+            found = templates if name == DEFAULT else None
+        if isinstance(found, str):
+            return found
     return None
-
-
-def _named(templates: Any, name: str) -> str | None:
-    """The template of this name; a single template is the default."""
-    if isinstance(templates, list):
-        pairs = [one for one in templates if isinstance(one, Mapping)]
-        templates = {one.get("name"): one.get("template") for one in pairs}
-    if isinstance(templates, Mapping):
-        only = next(iter(templates.values())) if len(templates) == 1 and name == DEFAULT else None
-        found = templates.get(name, only)
-    else:
-        found = templates if name == DEFAULT else None
-    return found if isinstance(found, str) else None
 
 
 SPACE = "▁"
@@ -114,8 +105,20 @@ OWN = ("mistral", "qwen2")  # families for which transformers ignores the named 
 
 
 def respaced(tokenizer: Tokenizer, family: str, settings: Mapping[str, Any]) -> None:
-    """Give a Llama tokenizer, in place, the spaces that transformers' LlamaTokenizer gives it."""
-    if settings.get("tokenizer_class") not in CLASSES or family in OWN or not _spaced(tokenizer):
+    """Give a Llama tokenizer, in place, the spaces that transformers' LlamaTokenizer gives it: a BPE of characters with
+    "▁" for a space.
+    """
+    if settings.get("tokenizer_class") not in CLASSES or family in OWN or type(tokenizer.model).__name__ != "BPE":
+        return
+
+    def kinds(part: Any, several: str) -> list[str]:
+        state: dict[str, Any] = {"type": "Sequence", several: []}
+        if part is not None:
+            state = json.loads(part.__getstate__())
+        return [step["type"] for step in (state[several] if state["type"] == "Sequence" else [state])]
+
+    found = kinds(tokenizer.normalizer, "normalizers"), kinds(tokenizer.pre_tokenizer, "pretokenizers")
+    if found not in ((["Prepend", "Replace"], []), (["Replace"], []), ([], ["Metaspace"])):
         return
     prefix = settings.get("add_prefix_space")
     prefix = True if prefix is None else bool(prefix)
@@ -124,22 +127,6 @@ def respaced(tokenizer: Tokenizer, family: str, settings: Mapping[str, Any]) -> 
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(replacement=SPACE, prepend_scheme=scheme, split=False)
     steps = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
     tokenizer.decoder = decoders.Sequence([*steps, decoders.Strip(content=" ", left=1)] if prefix else steps)
-
-
-def _spaced(tokenizer: Tokenizer) -> bool:
-    """Whether the tokenizer is a BPE of characters with "▁" for a space."""
-    if type(tokenizer.model).__name__ != "BPE":
-        return False
-    normalizer = [step["type"] for step in _steps(tokenizer.normalizer, "normalizers")]
-    before = [step["type"] for step in _steps(tokenizer.pre_tokenizer, "pretokenizers")]
-    return (normalizer, before) in ((["Prepend", "Replace"], []), (["Replace"], []), ([], ["Metaspace"]))
-
-
-def _steps(part: Any, several: str) -> list[dict[str, Any]]:
-    if part is None:
-        return []
-    state = json.loads(part.__getstate__())
-    return list(state[several]) if state["type"] == "Sequence" else [state]
 
 
 # How Qwen2 cuts a text into words before it merges bytes (Qwen team 2024, tokenizer.json of the released models).
@@ -161,69 +148,61 @@ class Subwords:
         self.size = 1 + max(tokenizer.get_vocab().values(), default=-1)
         added = tokenizer.get_added_tokens_decoder()
         self.hidden = frozenset(token for token, entry in added.items() if entry.special)
-        self.spelling = spelling_of(tokenizer.decoder, self._text_of)
-        self.literal = spelling_of(tokenizer.decoder, self._literal_of)
+
+        def literal(token: int) -> str | None:
+            return None if token < 0 else tokenizer.id_to_token(token)
+
+        self.literal = spelling_of(tokenizer.decoder, literal)
+        self.spelling = spelling_of(tokenizer.decoder, lambda token: None if token in self.hidden else literal(token))
 
     def encode(self, texts: Sequence[str], special_tokens: bool) -> list[Encoded]:
+        def alone(text: str) -> Encoded:
+            try:
+                text.encode()
+                return np.array(self.tokenizer.encode(text, add_special_tokens=special_tokens).ids, np.int32)
+            except UnicodeEncodeError as error:
+                return bad_unicode(error)
+            except Exception as error:  # noqa: BLE001 - as below
+                return BadPrompt(f"the tokenizer refuses this text: {error}. Give its tokens instead.")
+
         try:
             encodings = self.tokenizer.encode_batch_fast(list(texts), add_special_tokens=special_tokens)
         except Exception:  # noqa: BLE001 - the library raises its own and Python's: one of the texts is bad
-            return [self._alone(text, special_tokens) for text in texts]
+            return list(map(alone, texts))
         return [np.array(encoding.ids, np.int32) for encoding in encodings]
 
     def decode(self, tokens: Sequence[int], special_tokens: bool = False) -> str:
         plain = tokens if isinstance(tokens, list | tuple) else list(tokens)
         return str(self.tokenizer.decode(plain, skip_special_tokens=not special_tokens))
 
-    def _alone(self, text: str, special_tokens: bool) -> Encoded:
-        try:
-            text.encode()
-            return np.array(self.tokenizer.encode(text, add_special_tokens=special_tokens).ids, np.int32)
-        except UnicodeEncodeError as error:
-            return bad_unicode(error)
-        except Exception as error:  # noqa: BLE001 - as above
-            return BadPrompt(f"the tokenizer refuses this text: {error}. Give its tokens instead.")
-
-    def _text_of(self, token: int) -> str | None:
-        return None if token in self.hidden else self._literal_of(token)
-
-    def _literal_of(self, token: int) -> str | None:
-        return None if token < 0 else self.tokenizer.id_to_token(token)
-
 
 def open_subwords(folder: Path, family: str, settings: TokenizerSettings) -> Subwords:
     """The tokenizer of a folder. Raises `UsageError` if there is none, or it cannot be used."""
-    tokenizer = _opened(folder, family, settings)
-    _add(tokenizer, settings)
-    return Subwords(tokenizer)
-
-
-def _opened(folder: Path, family: str, settings: TokenizerSettings) -> Tokenizer:
     whole, vocabulary, merges = (folder / name for name in ("tokenizer.json", "vocab.json", "merges.txt"))
     try:
         if whole.is_file():
             tokenizer = Tokenizer.from_file(str(whole))
             respaced(tokenizer, family, settings.config)
-            return tokenizer
-        if vocabulary.is_file() and merges.is_file():
-            return _from_merges(str(vocabulary), str(merges), family, settings)
+        elif vocabulary.is_file() and merges.is_file():
+            tokenizer = _merging(models.BPE.from_file(str(vocabulary), str(merges)), family, settings)
+        else:
+            tokenizer = None
     except Exception as error:  # noqa: BLE001 - the library raises plain Exception
         raise UsageError(f"the tokenizer in {folder} cannot be read: {error}. Copy it again.") from None
-    raise _no_tokenizer(folder)
-
-
-def _no_tokenizer(folder: Path) -> UsageError:
-    if (folder / "tokenizer.model").is_file():
-        return UsageError(
+    if tokenizer is None and (folder / "tokenizer.model").is_file():
+        raise UsageError(
             f"{folder} has its tokenizer as tokenizer.model alone, and tokenizer.json is needed. Make it with\n"
             "transformers: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER), with sentencepiece installed."
         )
-    return UsageError(f"{folder} has no tokenizer. Copy tokenizer.json (or vocab.json and merges.txt) into it.")
+    if tokenizer is None:
+        raise UsageError(f"{folder} has no tokenizer. Copy tokenizer.json (or vocab.json and merges.txt) into it.")
+    _add_tokens(tokenizer, settings)
+    return Subwords(tokenizer)
 
 
-def _from_merges(vocabulary: str, merges: str, family: str, settings: TokenizerSettings) -> Tokenizer:
+def _merging(model: models.BPE, family: str, settings: TokenizerSettings) -> Tokenizer:
     """Byte-level BPE as it was published: the pieces and the order of their merges (Radford et al. 2019)."""
-    tokenizer = Tokenizer(models.BPE.from_file(vocabulary, merges))
+    tokenizer = Tokenizer(model)
     space = bool(settings.config.get("add_prefix_space", False))
     if family in QWEN:
         tokenizer.normalizer = normalizers.NFC()
@@ -235,22 +214,27 @@ def _from_merges(vocabulary: str, merges: str, family: str, settings: TokenizerS
     tokenizer.decoder = decoders.ByteLevel()
     if tokenizer.token_to_id(END_OF_TEXT) is not None:
         tokenizer.add_special_tokens([END_OF_TEXT])
-    _begin(tokenizer, settings)
+    beginning = settings.named.get("bos_token", END_OF_TEXT)
+    token = tokenizer.token_to_id(beginning)
+    if settings.config.get("add_bos_token") is True and token is not None:  # tokenizer.json says so itself
+        template = [(beginning, token)]
+        tokenizer.post_processor = processors.TemplateProcessing(f"{beginning} $A", special_tokens=template)
     return tokenizer
 
 
-def _begin(tokenizer: Tokenizer, settings: TokenizerSettings) -> None:
-    """`add_bos_token` of the settings; tokenizer.json says so itself."""
-    beginning = settings.named.get("bos_token", END_OF_TEXT)
-    token = tokenizer.token_to_id(beginning)
-    if settings.config.get("add_bos_token") is True and token is not None:
-        template = [(beginning, token)]
-        tokenizer.post_processor = processors.TemplateProcessing(f"{beginning} $A", special_tokens=template)
-
-
-def _add(tokenizer: Tokenizer, settings: TokenizerSettings) -> None:
+def _add_tokens(tokenizer: Tokenizer, settings: TokenizerSettings) -> None:
     """Tokens that the settings know and the tokenizer does not, or not as special ones."""
-    for token, entry in _entries(settings):
+    entries = settings.config.get("added_tokens_decoder")
+    good = (
+        []
+        if not isinstance(entries, dict)
+        else [
+            (int(token), entry)
+            for token, entry in entries.items()
+            if token.isdecimal() and isinstance(entry, dict) and isinstance(entry.get("content"), str)
+        ]
+    )
+    for token, entry in sorted(good, key=lambda pair: pair[0]):
         if tokenizer.id_to_token(token) is None and token == tokenizer.get_vocab_size():
             switches = {name: bool(entry.get(name, False)) for name in ("lstrip", "rstrip", "single_word", "special")}
             added = AddedToken(str(entry["content"]), normalized=bool(entry.get("normalized", True)), **switches)
@@ -258,15 +242,6 @@ def _add(tokenizer: Tokenizer, settings: TokenizerSettings) -> None:
     known = {entry.content for entry in tokenizer.get_added_tokens_decoder().values()}
     special = [one for one in settings.special if one not in known and tokenizer.token_to_id(one) is not None]
     tokenizer.add_special_tokens([AddedToken(one, special=True, normalized=False) for one in special])
-
-
-def _entries(settings: TokenizerSettings) -> list[tuple[int, dict[str, object]]]:
-    """`added_tokens_decoder`, by token."""
-    entries = settings.config.get("added_tokens_decoder")
-    if not isinstance(entries, dict):
-        return []
-    good = [(int(token), entry) for token, entry in entries.items() if token.isdecimal() and isinstance(entry, dict)]
-    return sorted((pair for pair in good if isinstance(pair[1].get("content"), str)), key=lambda pair: pair[0])
 
 
 MOST_NAMED = 5  # missing characters in an error
@@ -282,16 +257,16 @@ class Bytes:
         self.hidden: frozenset[int] = frozenset()
 
     def encode(self, texts: Sequence[str], special_tokens: bool) -> list[Encoded]:
-        return [self._encoded(text) for text in texts]
+        found: list[Encoded] = []
+        for text in texts:
+            try:
+                found.append(np.frombuffer(text.encode(), np.uint8).astype(np.int32))
+            except UnicodeEncodeError as error:
+                found.append(bad_unicode(error))
+        return found
 
     def decode(self, tokens: Sequence[int], special_tokens: bool = False) -> str:
         return bytes([token for token in tokens if 0 <= token < 256]).decode("utf-8", "replace")
-
-    def _encoded(self, text: str) -> Encoded:
-        try:
-            return np.frombuffer(text.encode(), np.uint8).astype(np.int32)
-        except UnicodeEncodeError as error:
-            return bad_unicode(error)
 
 
 class Characters:
@@ -301,27 +276,24 @@ class Characters:
         self._characters = tuple(characters)
         self._tokens = {character: token for token, character in enumerate(self._characters)}
         self.size = len(self._characters)
-        self.spelling = self.literal = Spelling(True, self._piece)
+        pieces = [character.encode("utf-8", "replace") for character in self._characters]
+        self.spelling = self.literal = Spelling(True, lambda token: pieces[token] if 0 <= token < self.size else None)
         self.hidden: frozenset[int] = frozenset()
 
     def encode(self, texts: Sequence[str], special_tokens: bool) -> list[Encoded]:
-        return [self._encoded(text) for text in texts]
+        found: list[Encoded] = []
+        for text in texts:
+            try:
+                found.append(np.array([self._tokens[character] for character in text], np.int32))
+            except KeyError:
+                missing = list(islice(dict.fromkeys(one for one in text if one not in self._tokens), MOST_NAMED + 1))
+                named = ", ".join(map(repr, missing[:MOST_NAMED])) + (", …" if len(missing) > MOST_NAMED else "")
+                lacking = f"the model's alphabet of {self.size} characters lacks {named}"
+                found.append(BadPrompt(f"{lacking}. Leave them out of the prompt."))
+        return found
 
     def decode(self, tokens: Sequence[int], special_tokens: bool = False) -> str:
         return "".join([self._characters[token] for token in tokens if 0 <= token < self.size])
 
     def token(self, character: str) -> int | None:
         return self._tokens.get(character)
-
-    def _encoded(self, text: str) -> Encoded:
-        try:
-            return np.array([self._tokens[character] for character in text], np.int32)
-        except KeyError:
-            missing = list(islice(dict.fromkeys(one for one in text if one not in self._tokens), MOST_NAMED + 1))
-        named = ", ".join(map(repr, missing[:MOST_NAMED])) + (", …" if len(missing) > MOST_NAMED else "")
-        return BadPrompt(f"the model's alphabet of {self.size} characters lacks {named}. Leave them out of the prompt.")
-
-    def _piece(self, token: int) -> bytes | None:
-        if not 0 <= token < self.size:
-            return None
-        return self._characters[token].encode("utf-8", "replace")

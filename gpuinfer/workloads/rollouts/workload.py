@@ -219,7 +219,7 @@ class Rollouts(Workload):
         from gpuinfer.text.language import open_language
 
         checkpoint = open_checkpoint(spec)
-        language = open_language(checkpoint.language_files(), checkpoint.shape)
+        language = open_language(checkpoint.language, checkpoint.shape)
         return ChatEncoder(language, self.rendering, plain=self.options.plain)
 
     def deciding_settings(self) -> dict[str, Any]:
