@@ -132,7 +132,7 @@ class Language:
         return np.ascontiguousarray(tokens, np.int32)
 
 
-def _array(tokens: Sequence[int]) -> NDArray[np.int64] | NDArray[np.int32]:
+def _array(tokens: Sequence[int]) -> NDArray[Any]:
     try:
         return np.asarray(tokens, np.int64 if tokens else np.int32).ravel()
     except (TypeError, ValueError, OverflowError):
