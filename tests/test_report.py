@@ -20,7 +20,7 @@ from gpuinfer.host.cpu_contention import CoreTime
 from gpuinfer.report.document import json_schema
 from gpuinfer.report.report import Run, batches_section, build, evidence, rates_section, schema, time_s
 from gpuinfer.report.report_sections import core_shares, model_lines
-from gpuinfer.rollouts.steps import STALL_TEXTS
+from gpuinfer.rollouts.steps import STALL_CAUSES
 from gpuinfer.serving.health import RecentCounters, counter_stats
 from gpuinfer.stats import Histogram, Snapshot, merge_snapshots, of_model, since
 
@@ -126,7 +126,7 @@ def test_every_report_fits_the_schema(changes):
 
 
 facts_of_games = st.dictionaries(
-    st.sampled_from(sorted({*TRAINED, "groups_limited", *(f"stall: {kind}" for kind in STALL_TEXTS)})),
+    st.sampled_from(sorted({*TRAINED, "groups_limited", *(f"stall: {kind}" for kind in STALL_CAUSES)})),
     st.floats(0, 1e9),
 )
 

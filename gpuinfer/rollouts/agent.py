@@ -41,14 +41,7 @@ class TokenConversation:
         self.place: int | None = None  # of the last answer among the messages
         self.end: int | None = None  # the last token of it
 
-    def add_observation(self, observation: Observation) -> None:
-        """Add the new messages."""
-        if observation.anew:
-            self.tokens, self.messages, self.place, self.end = (), [], None, None
-        self.messages += observation.messages
-
     def add_answer(self, prompt: Sequence[int], answer: Completion) -> None:
-        """Add the answer that was drawn after `prompt`."""
         self.tokens = (*self.tokens, *prompt, *answer.tokens)
         self.place = len(self.messages)
         self.messages.append({"role": ASSISTANT, "content": answer.text})
@@ -70,7 +63,10 @@ class ChatEncoder:
 
     async def added(self, conversation: TokenConversation, observation: Observation) -> tuple[int, ...]:
         """The tokens that the observation adds, up to where the answer begins. Raises `BadPrompt`."""
-        conversation.add_observation(observation)
+        if observation.anew:
+            conversation.tokens, conversation.messages = (), []
+            conversation.place = conversation.end = None
+        conversation.messages += observation.messages
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._thread, self._added, conversation)
 
@@ -80,22 +76,18 @@ class ChatEncoder:
     def _added(self, conversation: TokenConversation) -> tuple[int, ...]:
         if conversation.place is None:
             return self._tokens(self._written(conversation.messages))
-        text, end = self._after_answer(conversation.messages, conversation.place), conversation.end
-        if end not in self._ends or not (literal := self._language.decode([end], special_tokens=True)):
-            return self._tokens(text)
-        tokens = self._tokens(literal + text.removeprefix(literal))  # as a tokenizer writes what stands after it
-        return tokens[1:] if tokens[:1] == (end,) else self._tokens(text.removeprefix(literal))
-
-    def _after_answer(self, messages: list[Mapping[str, Any]], place: int) -> str:
-        """What the template writes after the answer that is message `place`."""
+        messages, place, end = conversation.messages, conversation.place, conversation.end
         marked = [*messages[:place], {"role": ASSISTANT, "content": MARK}, *messages[place + 1 :]]
-        _, mark, after = self._written(marked).rpartition(MARK)
+        _, mark, text = self._written(marked).rpartition(MARK)  # what the template writes after the answer
         if not mark:
             raise BadPrompt(
                 "the model's chat template leaves out an answer that is not the last message, so that a chat cannot be "
                 "gone on with. Let the environment say `anew` with the whole chat, or add --plain."
             )
-        return after
+        if end not in self._ends or not (literal := self._language.decode([end], special_tokens=True)):
+            return self._tokens(text)
+        tokens = self._tokens(literal + text.removeprefix(literal))  # as a tokenizer writes what stands after it
+        return tokens[1:] if tokens[:1] == (end,) else self._tokens(text.removeprefix(literal))
 
     def _written(self, messages: Sequence[Mapping[str, Any]]) -> str:
         if self._plain:
@@ -157,7 +149,6 @@ class RolloutCounts:
     changed: Callable[[], None] = field(default=lambda: None)  # called when `asked` has become less
 
     def ask(self, answers: int) -> None:
-        """One game asks for so many at once."""
         self.begun += answers
         self.asked += answers
         self.steps += bool(answers)
@@ -202,15 +193,32 @@ class Agent:
         asked = time.monotonic()
         anew = observation.anew or not self._turns
         added = await self._speaker.chat.added(self._conversation, observation)
-        sampling = self._sampling(observation, constrain)
+        sampling = self._speaker.sampling
+        if constrain and observation.constraint is not None:
+            sampling = msgspec.structs.replace(sampling, constraint=observation.constraint)
+        if self._counts.raw and sampling.logprobs is None:
+            sampling = msgspec.structs.replace(sampling, logprobs=0)
+        if observation.max_tokens is not None:
+            sampling = msgspec.structs.replace(sampling, max_tokens=observation.max_tokens)
         prompt = Prompt(
             tokens=self._conversation.tokens + added,
             sampling=sampling,
             key=f"{self._key}/{len(self._turns)}",
             adapter=self._speaker.adapter,
         )
-        generation = await self._generate(prompt, carried=len(self._conversation.tokens))
+        carried = len(self._conversation.tokens)
+        generation = await self._request(prompt, carried)
         (drawn,) = generation.completions
+        if sampling.logprobs is None and drawn.processed is None:  # a backend that has only the model's own
+            if not (self._counts.raw or is_plain_sampling(sampling)):
+                log.warning(
+                    "the backend does not tell log-probabilities under temperature, filters and constraints, and the "
+                    "record has none of such answers. Choose another backend, or draw without them."
+                )
+            self._counts.raw = True
+            again = msgspec.structs.replace(prompt, sampling=msgspec.structs.replace(sampling, logprobs=0))
+            generation = await self._request(again, carried)  # which draws the same
+            (drawn,) = generation.completions
         seconds = time.monotonic() - asked
         timing = Timing(
             asked=asked - self._began,
@@ -219,7 +227,28 @@ class Agent:
             seconds=generation.seconds,
         )
         self._conversation.add_answer(added, drawn)
-        self._turns.append(_turn(step, observation, anew, added, drawn, sampling, generation.cached_tokens, timing))
+        raw = tuple(one.chosen.logprob for one in drawn.logprobs or ())
+        if drawn.processed is not None and len(drawn.processed) == len(drawn.tokens):
+            logprobs = drawn.processed
+        else:  # none where the backend does not tell those of the distribution that was drawn from
+            logprobs = raw if is_plain_sampling(sampling) else ()
+        turn = Turn(
+            step=step,
+            messages=tuple(dict(message) for message in observation.messages),
+            anew=anew,
+            prompt_tokens=added,
+            completion_tokens=drawn.tokens,
+            text=drawn.text,
+            finish_reason=drawn.finish_reason,
+            logprobs=logprobs,
+            policy_logprobs=raw if drawn.logprobs is not None else None,
+            spans=tuple(Span(start, version) for start, version in drawn.versions),
+            nodes=drawn.nodes,
+            cached_tokens=generation.cached_tokens,
+            temperature=sampling.temperature,
+            timing=timing,
+        )
+        self._turns.append(turn)
         return drawn.text
 
     def reward(self, step: int, amount: float) -> None:
@@ -239,30 +268,6 @@ class Agent:
             reward=self._reward,
         )
 
-    def _sampling(self, observation: Observation, constrain: bool) -> Sampling:
-        found = self._speaker.sampling
-        if constrain and observation.constraint is not None:
-            found = msgspec.structs.replace(found, constraint=observation.constraint)
-        if self._counts.raw and found.logprobs is None:
-            found = msgspec.structs.replace(found, logprobs=0)
-        if observation.max_tokens is not None:
-            found = msgspec.structs.replace(found, max_tokens=observation.max_tokens)
-        return found
-
-    async def _generate(self, prompt: Prompt, carried: int) -> Generation:
-        """With log-probabilities: a backend that has only the model's own is asked again, and draws the same."""
-        found = await self._request(prompt, carried)
-        if prompt.sampling.logprobs is not None or found.completions[0].processed is not None:
-            return found
-        if not (self._counts.raw or is_plain_sampling(prompt.sampling)):
-            log.warning(
-                "the backend does not tell log-probabilities under temperature, filters and constraints, and the "
-                "record has none of such answers. Choose another backend, or draw without them."
-            )
-        self._counts.raw = True
-        again = msgspec.structs.replace(prompt, sampling=msgspec.structs.replace(prompt.sampling, logprobs=0))
-        return await self._request(again, carried)
-
     async def _request(self, prompt: Prompt, carried: int) -> Generation:
         """A queue that is full is tried again: others may ask the same backend."""
         found = await retry_when_full(lambda: self._speaker.infer(prompt), TRIES)
@@ -272,42 +277,6 @@ class Agent:
         return found
 
 
-def _turn(
-    step: int,
-    observation: Observation,
-    anew: bool,
-    added: tuple[int, ...],
-    drawn: Completion,
-    sampling: Sampling,
-    cached: int,
-    timing: Timing,
-) -> Turn:
-    raw = tuple(one.chosen.logprob for one in drawn.logprobs or ())
-    return Turn(
-        step=step,
-        messages=tuple(dict(message) for message in observation.messages),
-        anew=anew,
-        prompt_tokens=added,
-        completion_tokens=drawn.tokens,
-        text=drawn.text,
-        finish_reason=drawn.finish_reason,
-        logprobs=_drawn_logprobs(drawn, raw, sampling),
-        policy_logprobs=raw if drawn.logprobs is not None else None,
-        spans=tuple(Span(start, version) for start, version in drawn.versions),
-        nodes=drawn.nodes,
-        cached_tokens=cached,
-        temperature=sampling.temperature,
-        timing=timing,
-    )
-
-
 def is_plain_sampling(sampling: Sampling) -> bool:
     """Whether the sampling draws from the model's own distribution."""
     return sampling == Sampling(**{name: getattr(sampling, name) for name in NO_CHANGE})
-
-
-def _drawn_logprobs(drawn: Completion, raw: tuple[float, ...], sampling: Sampling) -> tuple[float, ...]:
-    """Under the distribution that was drawn from; none where the backend does not tell them."""
-    if drawn.processed is not None and len(drawn.processed) == len(drawn.tokens):
-        return drawn.processed
-    return raw if is_plain_sampling(sampling) else ()

@@ -8,7 +8,6 @@ import asyncio
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from gpuinfer.errors import Closed
 from gpuinfer.rollouts.record import Group, oldest_version
@@ -21,7 +20,6 @@ class ChangeEvent:
         self._waiting: list[asyncio.Future[None]] = []
 
     def __len__(self) -> int:
-        """How many wait."""
         return len(self._waiting)
 
     async def wait(self) -> None:
@@ -104,10 +102,6 @@ class Shelf:
             self.waiting = deque(group for group in self.waiting if not self.stale(group))
         return gone
 
-    def counts(self) -> dict[str, Any]:
-        """What came and went: put, given, dropped, waiting."""
-        return {"put": self.put, "given": self.given, "dropped": self.dropped, "waiting": len(self.waiting)}
-
 
 class GroupBuffer:
     """A shelf with waiting: `put` waits for room, `take` for groups, each first come, first served.
@@ -132,7 +126,6 @@ class GroupBuffer:
         self._changed = ChangeEvent()
 
     def __len__(self) -> int:
-        """How many groups wait."""
         return len(self.shelf.waiting)
 
     async def put(self, group: Group) -> bool:
@@ -155,7 +148,7 @@ class GroupBuffer:
                 return kept
         finally:
             self._coming -= 1
-            self._look_for_end()
+            self.shelf.ended = self._ending and not self._coming
             self._changed.notify()
 
     async def take(self, wanted: int) -> list[Group]:
@@ -190,16 +183,13 @@ class GroupBuffer:
     def end(self) -> None:
         """No more groups will be put, except by those that wait in `put`; what is left can be taken."""
         self._ending = True
-        self._look_for_end()
+        self.shelf.ended = not self._coming
         self._changed.notify()
 
     def close(self) -> None:
         """`put` and `take` raise `Closed`, also those that wait. The groups stay where they were written."""
         self._closed = True
         self._changed.notify()
-
-    def _look_for_end(self) -> None:
-        self.shelf.ended = self._ending and not self._coming
 
 
 CAPACITY_CLOSED = "the run is ending: no more groups are begun."
@@ -261,7 +251,8 @@ class CapacityGate:
         if self._closed:
             raise Closed(CAPACITY_CLOSED)
         if self.capacity.room > 0 and not self._asking:
-            self._promise()
+            self.capacity.running += 1
+            self._promised += 1
             return
         turn = asyncio.get_running_loop().create_future()
         self._asking.append(turn)
@@ -287,13 +278,14 @@ class CapacityGate:
 
     def accepted(self) -> None:
         """One that was under way is played."""
-        self._left()
         self.capacity.accepted += 1
-        self._let_in()
+        self.failed()
 
     def failed(self) -> None:
         """One that was under way will not come."""
-        self._left()
+        if self.capacity.running <= 0:
+            raise RuntimeError("no group is under way")
+        self.capacity.running -= 1
         self._let_in()
 
     def dropped(self) -> None:
@@ -318,18 +310,10 @@ class CapacityGate:
             if not turn.done():
                 turn.set_exception(Closed(CAPACITY_CLOSED))
 
-    def _promise(self) -> None:
-        self.capacity.running += 1
-        self._promised += 1
-
-    def _left(self) -> None:
-        if self.capacity.running <= 0:
-            raise RuntimeError("no group is under way")
-        self.capacity.running -= 1
-
     def _let_in(self) -> None:
         while self._asking and self.capacity.room > 0:
             turn = self._asking.popleft()
             if not turn.done():
-                self._promise()
+                self.capacity.running += 1
+                self._promised += 1
                 turn.set_result(None)

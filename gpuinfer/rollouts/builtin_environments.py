@@ -155,8 +155,17 @@ class BlobText(Environment):
         messages = [{"role": "user", "content": text}]
         if agent not in self._spoken:
             self._spoken.add(agent)
-            messages = [{"role": "system", "content": self._introduction(agent)}, *messages]
-        return {agent: Observation(messages=messages, constraint=self._constraint(moves))}
+            cards = ", ".join(map(card_name, sorted(self._game.hands[self._game.turn])))
+            introduction = (
+                f"{RULES.format(cards=self.options.cards)} You are {agent} of {len(self.agents)}. "
+                f"Trump is {SUITS[self._game.trump]}: the {card_name(self._game.turned)} was turned. You hold: {cards}."
+            )
+            messages = [{"role": "system", "content": introduction}, *messages]
+        constraint = Constraint(choice=tuple(moves))
+        if self.options.thinking:
+            listed = Listed(items=tuple(("move", move) for move in moves), begin=OPEN, end=CLOSE)
+            constraint = Constraint(listed=listed)
+        return {agent: Observation(messages=messages, constraint=constraint)}
 
     async def step(self, answers: Mapping[str, str]) -> Outcome:
         agent, moves = self._at_turn, self._moves()
@@ -188,19 +197,6 @@ class BlobText(Environment):
     def _moves(self) -> dict[str, int]:
         """The legal moves in words."""
         return {str(one) if self._game.bidding else card_name(one): one for one in self._game.legal()}
-
-    def _introduction(self, agent: str) -> str:
-        hand = self._game.hands[self._game.turn]
-        cards = ", ".join(map(card_name, sorted(hand)))
-        return (
-            f"{RULES.format(cards=self.options.cards)} You are {agent} of {len(self.agents)}. "
-            f"Trump is {SUITS[self._game.trump]}: the {card_name(self._game.turned)} was turned. You hold: {cards}."
-        )
-
-    def _constraint(self, moves: list[str]) -> Constraint:
-        if not self.options.thinking:
-            return Constraint(choice=tuple(moves))
-        return Constraint(listed=Listed(items=tuple(("move", move) for move in moves), begin=OPEN, end=CLOSE))
 
     def _understood(self, answer: str, moves: Mapping[str, int]) -> str | None:
         """The move that the answer is, but for capitals, spaces and a full stop; None: it is none."""

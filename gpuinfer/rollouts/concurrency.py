@@ -62,7 +62,18 @@ class ConcurrencyController:
     @contextlib.asynccontextmanager
     async def place(self) -> AsyncIterator[GamePlace]:
         """Wait for the place of one game, and free the place at the end."""
-        place = await self._enter()
+        if not self.room:
+            turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._waiting.append(turn)
+            try:
+                await turn
+            except asyncio.CancelledError:
+                if turn.done():
+                    asyncio.get_running_loop().call_soon(self.admit_waiting)
+                raise
+        place = GamePlace(self._agents)
+        self._places.add(place)
+        self.admit_waiting()
         try:
             yield place
         finally:
@@ -90,21 +101,6 @@ class ConcurrencyController:
                 return  # it takes its place, and looks again
         if not self._waiting:
             self.changed()
-
-    async def _enter(self) -> GamePlace:
-        if not self.room:
-            turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            self._waiting.append(turn)
-            try:
-                await turn
-            except asyncio.CancelledError:
-                if turn.done():
-                    asyncio.get_running_loop().call_soon(self.admit_waiting)
-                raise
-        place = GamePlace(self._agents)
-        self._places.add(place)
-        self.admit_waiting()
-        return place
 
     @property
     def _has_room(self) -> bool:
@@ -169,6 +165,5 @@ class GroupFeed:
             yield number
 
     def finished(self) -> None:
-        """One group is over."""
         self.under_way -= 1
         self._change.set()

@@ -59,23 +59,31 @@ class EnvironmentMaker:
 
 def open_environment(name: str, given: Sequence[str], horizon: int | None = None) -> EnvironmentMaker:
     """The environment of that name with options `key=value`. Raises `UsageError`."""
-    factory = import_paths.load_named("environment", name, "module:factory") if ":" in name else _installed(name)
+    if ":" in name:
+        factory = import_paths.load_named("environment", name, "module:factory")
+        origin = blame.owner_of(getattr(factory, "__module__", name.partition(":")[0]))
+    else:
+        try:
+            factory = registry.load("environments", name)
+        except UnknownName as error:
+            if (package := OURS.get(name)) is None:
+                raise
+            raise UsageError(f"{error} Ours is in a package of its own: pip install {package}") from None
+        origin = f"package {registry.find('environments', name).package}"
     if not callable(factory):
         raise UsageError(f"environment '{name}' is a {type(factory).__name__}, which cannot be called. Name a class.")
-    model = _options_of(factory)
-    pairs = several(_pair(one) for one in given)
+    model, words = _options_of(factory), []
+    for word in given:
+        key, equals, value = word.partition("=")
+        key = key.strip().replace("-", "_")
+        if not (key and equals):
+            raise UsageError(f"{FLAG} {word}: not of the form key=value. Write {FLAG} {key or 'key'}=VALUE.")
+        words.append((key, GivenValue(value, f"{FLAG} {key}")))
+    pairs = several(words)
     knows = HORIZON in model.model_fields
     if knows and horizon is not None and HORIZON not in pairs:
         pairs[HORIZON] = GivenValue(horizon, "--horizon")
-    return EnvironmentMaker(name, factory, _origin(name, factory), check(model, pairs, f"environment '{name}'"), knows)
-
-
-def _pair(word: str) -> tuple[str, GivenValue]:
-    key, equals, value = word.partition("=")
-    key = key.strip().replace("-", "_")
-    if not (key and equals):
-        raise UsageError(f"{FLAG} {word}: not of the form key=value. Write {FLAG} {key or 'key'}=VALUE.")
-    return key, GivenValue(value, f"{FLAG} {key}")
+    return EnvironmentMaker(name, factory, origin, check(model, pairs, f"environment '{name}'"), knows)
 
 
 def _options_of(factory: Any) -> type[BaseModel]:
@@ -90,21 +98,6 @@ def _options_of(factory: Any) -> type[BaseModel]:
         kind = Any if parameter.annotation is parameter.empty else parameter.annotation
         fields[name] = (kind, ... if parameter.default is parameter.empty else parameter.default)
     return create_model("Options", __config__=ConfigDict(extra="forbid", arbitrary_types_allowed=True), **fields)
-
-
-def _origin(name: str, factory: Any) -> str:
-    if ":" not in name:
-        return f"package {registry.find('environments', name).package}"
-    return blame.owner_of(getattr(factory, "__module__", name.partition(":")[0]))
-
-
-def _installed(name: str) -> Any:
-    try:
-        return registry.load("environments", name)
-    except UnknownName as error:
-        if (package := OURS.get(name)) is None:
-            raise
-        raise UsageError(f"{error} Ours is in a package of its own: pip install {package}") from None
 
 
 T = TypeVar("T")
@@ -162,22 +155,44 @@ class GuardedEnvironment:
         with blame_game(self._make.who, "__init__"):
             self._own = self._make()
         await self._call("reset", self._own.reset(seed))
-        self.agents = self._agents(getattr(self._own, "agents", None))
-        self.roles = self._roles(getattr(self._own, "roles", None) or {})
+        agents: Any = getattr(self._own, "agents", None)
+        if isinstance(agents, str) or not isinstance(agents, Sequence) or not agents:
+            raise self._nonsense("reset", f"agents that are {agents!r:.60} and no list of names")
+        if not all(isinstance(one, str) and one for one in agents) or len(set(agents)) < len(agents):
+            raise self._nonsense("reset", f"agents {list(agents)!r:.60}: each needs a name of its own")
+        if len(agents) > MOST_AGENTS:
+            raise self._nonsense("reset", f"{len(agents)} agents, and {MOST_AGENTS} are the most")
+        self.agents = tuple(agents)
+        roles: Any = getattr(self._own, "roles", None) or {}
+        if not isinstance(roles, Mapping) or not all(isinstance(role, str) for role in roles.values()):
+            raise self._nonsense("reset", f"roles that are {roles!r:.60} and no mapping of agents to names")
+        for agent in roles:
+            self._check_agent("reset", agent)
+        self.roles = dict(roles)
 
     async def observe(self) -> Mapping[str, Observation]:
         """Only agents that there are, each with messages."""
-        found: Any = await self._call("observe", self._environment.observe())
+        assert self._own is not None
+        found: Any = await self._call("observe", self._own.observe())
         if not isinstance(found, Mapping):
             raise self._nonsense("observe", f"a {type(found).__name__} and no mapping of agents to observations")
         for agent, observation in found.items():
             self._check_agent("observe", agent)
-            self._check_observation(agent, observation)
+            if not isinstance(observation, Observation):
+                raise self._nonsense("observe", f"a {type(observation).__name__} for '{agent}' and no Observation")
+            messages: Any = observation.messages
+            if isinstance(messages, str) or not isinstance(messages, Sequence) or len(messages) > MOST_MESSAGES:
+                what = f"messages for '{agent}' that are {messages!r:.60} and no list of messages"
+                raise self._nonsense("observe", what)
+            for message in messages:
+                if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+                    raise self._nonsense("observe", f"a message for '{agent}' without a role: {message!r:.60}")
         return found
 
     async def step(self, answers: Mapping[str, str]) -> Outcome:
         """Rewards are finite, and of agents that there are."""
-        found: Any = await self._call("step", self._environment.step(answers))
+        assert self._own is not None
+        found: Any = await self._call("step", self._own.step(answers))
         if not isinstance(found, Outcome):
             raise self._nonsense("step", f"a {type(found).__name__} and no Outcome")
         for name, kind in (("rewards", found.rewards), ("metrics", found.metrics)):
@@ -185,11 +200,13 @@ class GuardedEnvironment:
                 raise self._nonsense("step", f"{name} that are a {type(kind).__name__} and no mapping")
         if not isinstance(found.remark, str):
             raise self._nonsense("step", f"a remark that is {found.remark!r:.60} and no text")
-        for agent, reward in found.rewards.items():
+        for agent in found.rewards:
             self._check_agent("step", agent)
-            self._check_number(f"a reward of agent '{agent}'", reward)
-        for name, value in found.metrics.items():
-            self._check_number(f"the metric '{name}'", value)
+        numbers = {f"a reward of agent '{agent}'": value for agent, value in found.rewards.items()}
+        numbers |= {f"the metric '{name}'": value for name, value in found.metrics.items()}
+        for what, value in numbers.items():
+            if not (isinstance(value, bool | int | float) and math.isfinite(value)):
+                raise self._nonsense("step", f"{what} that is {value!r:.60} and no finite number")
         return found
 
     async def close(self) -> None:
@@ -198,18 +215,25 @@ class GuardedEnvironment:
             own, self._own = self._own, None
             await self._call("close", own.close())
 
-    @property
-    def _environment(self) -> Environment:
-        if self._own is None:
-            raise GameFailed(f"{self._make.who} was used before its reset. Report this.")
-        return self._own
-
     async def _call(self, method: str, call: Coroutine[Any, Any, T]) -> T:
         began = time.monotonic()
+
+        def held(seconds: float) -> None:
+            self.counts.blocked_s += seconds
+            if seconds > LONG_S and not self.counts.blocked_said:
+                self.counts.blocked_said = True
+                log.warning(
+                    "%s kept all other games waiting for %.2g s in %s. Let it compute in a thread: await "
+                    "asyncio.to_thread(…).",
+                    self._make.who,
+                    seconds,
+                    method,
+                )
+
         try:
             async with asyncio.timeout(self._limit_s):
                 with blame_game(self._make.who, method):
-                    return await (BlockingTimer(call, lambda s: self._held(method, s)) if isawaitable(call) else call)
+                    return await (BlockingTimer(call, held) if isawaitable(call) else call)
         except TimeoutError as error:
             raise GameFailed(
                 f"{self._make.who} has not come back from {method} within {self._limit_s:g} s. "
@@ -218,53 +242,10 @@ class GuardedEnvironment:
         finally:
             self.seconds += time.monotonic() - began
 
-    def _held(self, method: str, seconds: float) -> None:
-        self.counts.blocked_s += seconds
-        if seconds > LONG_S and not self.counts.blocked_said:
-            self.counts.blocked_said = True
-            log.warning(
-                "%s kept all other games waiting for %.2g s in %s. Let it compute in a thread: await "
-                "asyncio.to_thread(…).",
-                self._make.who,
-                seconds,
-                method,
-            )
-
-    def _agents(self, found: Any) -> tuple[str, ...]:
-        if isinstance(found, str) or not isinstance(found, Sequence) or not found:
-            raise self._nonsense("reset", f"agents that are {found!r:.60} and no list of names")
-        if not all(isinstance(one, str) and one for one in found) or len(set(found)) < len(found):
-            raise self._nonsense("reset", f"agents {list(found)!r:.60}: each needs a name of its own")
-        if len(found) > MOST_AGENTS:
-            raise self._nonsense("reset", f"{len(found)} agents, and {MOST_AGENTS} are the most")
-        return tuple(found)
-
-    def _roles(self, found: Any) -> Mapping[str, str]:
-        if not isinstance(found, Mapping) or not all(isinstance(role, str) for role in found.values()):
-            raise self._nonsense("reset", f"roles that are {found!r:.60} and no mapping of agents to names")
-        for agent in found:
-            self._check_agent("reset", agent)
-        return dict(found)
-
     def _check_agent(self, method: str, agent: Any) -> None:
         if agent not in self.agents:
             known = ", ".join(self.agents[:8])
             raise self._nonsense(method, f"an agent {agent!r:.60} that is not one of its own ({known})")
-
-    def _check_observation(self, agent: str, found: Any) -> None:
-        if not isinstance(found, Observation):
-            raise self._nonsense("observe", f"a {type(found).__name__} for '{agent}' and no Observation")
-        messages = found.messages
-        if isinstance(messages, str) or not isinstance(messages, Sequence) or len(messages) > MOST_MESSAGES:
-            raise self._nonsense("observe", f"messages for '{agent}' that are {messages!r:.60} and no list of messages")
-        for message in messages:
-            if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-                raise self._nonsense("observe", f"a message for '{agent}' without a role: {message!r:.60}")
-
-    def _check_number(self, what: str, value: Any) -> None:
-        if isinstance(value, bool | int | float) and math.isfinite(value):
-            return
-        raise self._nonsense("step", f"{what} that is {value!r:.60} and no finite number")
 
     def _nonsense(self, method: str, what: str) -> GameFailed:
         return GameFailed(

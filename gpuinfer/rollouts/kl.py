@@ -14,7 +14,7 @@ import numpy as np
 from msgspec import Struct
 from numpy.typing import ArrayLike, NDArray
 
-from gpuinfer.rollouts.record import Group, Trajectory, Turn
+from gpuinfer.rollouts.record import Group, Trajectory
 
 MOST_LOG_RATIO = 60.0  # e^60 is what a ratio counts for at most: beyond it a sum of others would be lost in it
 
@@ -71,7 +71,8 @@ def from_reference(groups: Iterable[Group]) -> KlDivergence | None:
     """
     pairs = [
         (turn.policy_logprobs if turn.policy_logprobs is not None else turn.logprobs, turn.reference_logprobs)
-        for turn in _trained(groups)
+        for trajectory in _trajectories(groups)
+        for turn in trajectory.turns
         if turn.reference_logprobs is not None
     ]
     return divergence(_joined(policy for policy, _ in pairs), _joined(reference for _, reference in pairs))
@@ -132,8 +133,3 @@ def _trajectories(groups: Iterable[Group]) -> Iterator[Trajectory]:
     for group in groups:
         for game in group.games:
             yield from (trajectory for trajectory in game.trajectories if trajectory.trainable)
-
-
-def _trained(groups: Iterable[Group]) -> Iterator[Turn]:
-    for trajectory in _trajectories(groups):
-        yield from trajectory.turns

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from gpuinfer.api import Infer
-from gpuinfer.generation import Completion, Generation
+from gpuinfer.generation import Generation
 from gpuinfer.rollouts.environment import Environment
 from gpuinfer.rollouts.guarded_environment import BlockingTimer, EnvironmentMaker
 
@@ -96,7 +96,6 @@ class RolloutMeter:
         self._cold_told = False
 
     def answered(self, found: Any) -> None:
-        """An answer has come, whole."""
         self.calls += 1
         if type(found) is not Generation:
             return
@@ -119,6 +118,12 @@ class RolloutMeter:
         blocked, self.blocked_s = self.blocked_s, 0.0
         answers = {"calls": self.calls, "input_tokens": self.input_tokens, "output_tokens": self.output_tokens}
         self.calls = self.input_tokens = self.output_tokens = 0
+        cold_s = 0.0  # what the first token of all took beyond what those of later answers took
+        if not self._cold_told and self._first_token is not None:
+            self._cold_told = True
+            first_s = self._first_token - self.began
+            if self._usual_s is not None and first_s >= COLD * self._usual_s:  # else many began at once
+                cold_s = first_s - self._usual_s
         alive = in_environment + thinking
         before, self._reference_told = self._reference_told, self.reference_s()
         return {
@@ -129,18 +134,8 @@ class RolloutMeter:
             "environment_share": in_environment / alive if alive else 0.0,
             "blocked_s": blocked,
             **answers,
-            "cold_start_s": self._cold(),
+            "cold_start_s": cold_s,
         }
-
-    def _cold(self) -> float:
-        """What the first token of all took beyond what those of later answers took; 0 where there were none in the
-        first step, or it was no more than a few times as long: many begin at once then.
-        """
-        if self._cold_told or self._first_token is None:
-            return 0.0
-        self._cold_told = True
-        first_s = self._first_token - self.began
-        return 0.0 if self._usual_s is None or first_s < COLD * self._usual_s else first_s - self._usual_s
 
     def environments(self, make: EnvironmentMaker) -> EnvironmentMaker:
         """The same, each of its games measured."""
@@ -236,12 +231,13 @@ class TimedEnvironment(Environment):
             with meter.in_environment.during():
                 if not hasattr(call, "__await__"):
                     return await call  # which says what is wrong with it
-                return await BlockingTimer(call, self._blocked)
+
+                def blocked(seconds: float) -> None:
+                    meter.blocked_s += seconds
+
+                return await BlockingTimer(call, blocked)
         finally:
             meter.thinking.add(1)
-
-    def _blocked(self, seconds: float) -> None:
-        self._meter.blocked_s += seconds
 
 
 Name = Callable[[], str | None]
@@ -270,10 +266,10 @@ def name_version(found: Any, name: str) -> Any:
     """A generation whose tokens of unnamed weights are of these."""
     if type(found) is not Generation:
         return found
-    return msgspec.structs.replace(found, completions=tuple(_with_version(one, name) for one in found.completions))
-
-
-def _with_version(one: Completion, name: str) -> Completion:
-    if all(version for _, version in one.versions):
-        return one
-    return msgspec.structs.replace(one, versions=tuple((start, said or name) for start, said in one.versions))
+    named = (
+        one
+        if all(version for _, version in one.versions)
+        else msgspec.structs.replace(one, versions=tuple((start, said or name) for start, said in one.versions))
+        for one in found.completions
+    )
+    return msgspec.structs.replace(found, completions=tuple(named))

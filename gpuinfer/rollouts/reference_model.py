@@ -13,7 +13,7 @@ from msgspec import structs
 from gpuinfer.api import Infer, ModelSpec, Priority
 from gpuinfer.errors import BackendError, BadPrompt, BadResult, PromptTooLong, QueueFull, UsageError, WorkError, unwrap
 from gpuinfer.generation import Generation, Prompt, Sampling
-from gpuinfer.rollouts.record import Game, Group, Turn
+from gpuinfer.rollouts.record import Group, Turn
 
 AHEAD = 2  # contexts asked for at once, for each slot: one that becomes free finds the next
 BESIDE = 8  # of the slots, the part that deferred passes take at most
@@ -62,26 +62,27 @@ class ReferenceModel:
     async def add(self, group: Group) -> Group:
         """The group with the reference's log-probabilities, and `reference_s`. After `admit`."""
         began = time.monotonic()
-        self._begin(began)
+        self._since = self._since if self._under_way else began
+        self._under_way += 1
         try:
             if self._room is None:
                 await self.ready()
-            turns = chain.from_iterable(await _all([self._context(*one) for one in _contexts(group)]))
+            trained = [one for game in group.games for one in game.trajectories if one.trainable]
+            scores = await _all([self._context(*context) for one in trained for context in one.contexts()])
         finally:
-            self._end()
+            self._under_way -= 1
+            if not self._under_way:
+                self._seconds += time.monotonic() - self._since
             self._backlog.release()
         self.groups += 1
-        games = tuple(_with(game, turns) for game in group.games)
-        return structs.replace(group, games=games, reference_s=time.monotonic() - began)
-
-    def _begin(self, now: float) -> None:
-        self._since = self._since if self._under_way else now
-        self._under_way += 1
-
-    def _end(self) -> None:
-        self._under_way -= 1
-        if not self._under_way:
-            self._seconds += time.monotonic() - self._since
+        turns, games = chain.from_iterable(scores), []
+        for game in group.games:
+            trajectories = tuple(
+                structs.replace(one, turns=tuple(islice(turns, len(one.turns)))) if one.trainable else one
+                for one in game.trajectories
+            )
+            games.append(structs.replace(game, trajectories=trajectories))
+        return structs.replace(group, games=tuple(games), reference_s=time.monotonic() - began)
 
     async def _context(self, tokens: tuple[int, ...], turns: tuple[Turn, ...]) -> list[Turn]:
         start = len(turns[0].prompt_tokens)
@@ -123,25 +124,6 @@ class ReferenceModel:
                 full = error
                 await asyncio.sleep(error.retry_after_s or AGAIN_S)
         raise full
-
-
-Context = tuple[tuple[int, ...], tuple[Turn, ...]]
-
-
-def _contexts(group: Group) -> Iterator[Context]:
-    for game in group.games:
-        for trajectory in game.trajectories:
-            if trajectory.trainable:
-                yield from trajectory.contexts()
-
-
-def _with(game: Game, turns: Iterator[Turn]) -> Game:
-    """The game with these in the place of its trainable turns, in their order."""
-    trajectories = (
-        structs.replace(one, turns=tuple(islice(turns, len(one.turns)))) if one.trainable else one
-        for one in game.trajectories
-    )
-    return structs.replace(game, trajectories=tuple(trajectories))
 
 
 async def _all(work: Sequence[Coroutine[Any, Any, list[Turn]]]) -> list[list[Turn]]:

@@ -66,7 +66,7 @@ class RolloutLoop:
                 async for number in self._feed:
                     groups.create_task(self._one(number))
                 if self._training is not None:
-                    self._training.all_begun()
+                    self._training.recorder.tail_from = time.monotonic()  # no more groups are begun
             if self._keeper is not None:
                 await self._keeper.flush()
             if self._training is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import msgspec
 from msgspec import Struct
@@ -136,6 +136,7 @@ StallCause = Literal[
     "environment slow",
 ]
 StallKind = Literal["healthy", StallCause]
+STALL_CAUSES: tuple[StallCause, ...] = get_args(StallCause)
 LEAST_STALL = 0.1  # of a step, lost: less is no stall
 ORDINARY = 0.15  # of the rollouts' time: a part that is less is not what keeps them
 FULL = 0.85  # of the slots: with so many rows asked for, the engine has what it can take
@@ -169,11 +170,20 @@ def stall_of(step: StepRecord, depth: float) -> Stall:
     the last groups are alone: how few are played at once is no stall then.
     """
     case = _Case(step, depth)
-    shares = {kind: share for kind, share in case.shares().items() if case.may_be(kind)}
+    shares = {
+        kind: share
+        for kind, share in case.shares().items()
+        if (kind in OF_THE_FIRST if case.first else not (case.last and kind in OF_CROWDS))
+    }
     kind = max(shares, key=lambda name: shares[name], default=None)
     if kind is None or math.fsum(shares.values()) < LEAST_STALL:
-        return Stall(kind="healthy", share=0.0, why=case.healthy(), advice="", shares=shares)
-    why, advice = STALL_TEXTS[kind](case)
+        why = f"The trainer was at work {case.train_s / case.wall_s:.0%} of the step: {case.waited()}."
+        if case.wait_s >= LEAST_STALL * case.wall_s and case.first:
+            why = f"The first step waits for the first rollouts: {case.waited()}."
+        elif case.wait_s >= LEAST_STALL * case.wall_s and case.last:
+            why = f"No more groups were left to be begun: {case.waited()}."
+        return Stall(kind="healthy", share=0.0, why=why, advice="", shares=shares)
+    why, advice = _text(kind, case)
     return Stall(kind=kind, share=shares[kind], why=why, advice=advice, shares=shares)
 
 
@@ -191,18 +201,16 @@ class _Case:
         self.first = _sound(step.at_s) <= self.wall_s * 1.01
         self.last = _sound(step.tail_s) > 0
 
-    def may_be(self, kind: StallKind) -> bool:
-        """Whether this kind can have delayed the step."""
-        return kind in OF_THE_FIRST if self.first else not (self.last and kind in OF_CROWDS)
-
     def parts(self) -> dict[StallKind, float]:
         """Parts of the rollouts' time: a group's in its reference pass, a game's in its environment, the engine's in
         constraints. They sum to 1 at most.
         """
         step = self.step
-        reference = _part(step.reference_share)
-        environment = _part(step.environment_s / self.wall_s if step.environment_s else 0.0) * (1 - reference)
-        constraint = _part(step.constraint_s / self.wall_s if step.constraint_s else 0.0) * (1 - reference)
+        reference = min(_sound(step.reference_share), 1.0)
+        environment, constraint = (
+            min(_sound(seconds / self.wall_s if seconds else 0.0), 1.0) * (1 - reference)
+            for seconds in (step.environment_s, step.constraint_s)
+        )
         total = max(1.0, reference + environment + constraint)
         return {
             "reference pass": reference / total,
@@ -229,18 +237,62 @@ class _Case:
             return "starvation"
         return "too little concurrency"
 
-    def healthy(self) -> str:
-        if self.first and self.wait_s >= LEAST_STALL * self.wall_s:
-            return f"The first step waits for the first rollouts: {self.waited()}."
-        if self.last and self.wait_s >= LEAST_STALL * self.wall_s:
-            return f"No more groups were left to be begun: {self.waited()}."
-        return f"The trainer was at work {self.train_s / self.wall_s:.0%} of the step: {self.waited()}."
-
     def waited(self) -> str:
         return f"the trainer waited {short(self.wait_s)} of {short(self.wall_s)}"
 
 
-def _starvation(case: _Case) -> tuple[str, str]:
+def _text(kind: StallKind, case: _Case) -> tuple[str, str]:
+    """Why the step took longer, with the numbers, and the advice."""
+    step, wall, waited = case.step, short(case.wall_s), case.waited()
+    match kind:
+        case "starvation":
+            return _starvation_text(case)
+        case "reference pass":
+            part, under_way = case.parts()["reference pass"], short(_sound(step.reference_s))
+            return (
+                f"A group spent {part:.0%} of its time in its reference pass, which was under way for {under_way} of "
+                f"{wall}: {waited}.",
+                "Let it go beside play, --reference deferred, or take a smaller --ref-model.",
+            )
+        case "adapter load":
+            return (
+                f"New weights took {short(case.load_s)} of {wall} until they were in force, "
+                f"{case.load_s / case.wall_s:.0%} of the step; training took {short(case.train_s)}.",
+                "Train on more groups at a time (--batch-groups), and hand over an adapter on a local disk.",
+            )
+        case "cold start":
+            return (
+                f"An engine that was just started gave its first token after {short(case.cold_s)}, "
+                f"{case.cold_s / case.wall_s:.0%} of the step: {waited}.",
+                "It is paid once, by longer runs the less; where engines are replaced again and again, see why.",
+            )
+        case "constraint":
+            return (
+                f"{short(_sound(step.constraint_s))} of {wall} went into constraints, compiling them and cutting the "
+                f"choice down: {waited}.",
+                "Lists of what is legal cost least, patterns and grammars more; --no-constrain shows what they cost.",
+            )
+        case "engine saturated":
+            return (
+                f"Rows were asked for {case.offered:.1f} times as many as the {step.slots:,} slots, and the engine was "
+                f"in its steps for {short(_sound(step.inference_s))} of {wall}: {waited}.",
+                "Another engine (--backend fleet -B replicas=2), more slots (--batch-size), or fewer tokens a game.",
+            )
+        case "too little concurrency":
+            rows = case.offered * step.slots
+            why = f"Only {rows:,.1f} rows were asked for at once, of {step.slots:,} slots: {waited}."
+            if case.offered <= 0.0 or step.running <= 0:
+                return why, "Play more groups at once: --groups-in-flight."
+            wanted = min(math.ceil(step.running / case.offered), step.running + step.slots)
+            return why, f"Play more groups at once: --groups-in-flight {max(wanted, step.running + 1)}."
+    part = case.parts()["environment slow"]
+    return (
+        f"Games were in their environment, and asked for nothing, {part:.0%} of their time: {waited}.",
+        "Make its calls quicker, or play more groups at once, --groups-in-flight, so that others ask meanwhile.",
+    )
+
+
+def _starvation_text(case: _Case) -> tuple[str, str]:
     rollout_s, train_s, depth = case.rollout_s, case.train_s, case.depth
     allowed = f"{depth:g} × {short(train_s)} = {short(depth * train_s)}"
     if rollout_s > depth * train_s:
@@ -257,79 +309,6 @@ def _starvation(case: _Case) -> tuple[str, str]:
     return why, f"Let {wanted} batches be played ahead: --buffer-depth {groups}, and no smaller --max-staleness."
 
 
-def _reference(case: _Case) -> tuple[str, str]:
-    part = case.parts()["reference pass"]
-    why = (
-        f"A group spent {part:.0%} of its time in its reference pass, which was under way for "
-        f"{short(_sound(case.step.reference_s))} of {short(case.wall_s)}: {case.waited()}."
-    )
-    return why, "Let it go beside play, --reference deferred, or take a smaller --ref-model."
-
-
-def _load(case: _Case) -> tuple[str, str]:
-    why = (
-        f"New weights took {short(case.load_s)} of {short(case.wall_s)} until they were in force, "
-        f"{case.load_s / case.wall_s:.0%} of the step; training took {short(case.train_s)}."
-    )
-    return why, "Train on more groups at a time (--batch-groups), and hand over an adapter on a local disk."
-
-
-def _cold(case: _Case) -> tuple[str, str]:
-    why = (
-        f"An engine that was just started gave its first token after {short(case.cold_s)}, "
-        f"{case.cold_s / case.wall_s:.0%} of the step: {case.waited()}."
-    )
-    return why, "It is paid once, by longer runs the less; where engines are replaced again and again, see why."
-
-
-def _constraint(case: _Case) -> tuple[str, str]:
-    why = (
-        f"{short(_sound(case.step.constraint_s))} of {short(case.wall_s)} went into constraints, compiling them and "
-        f"cutting the choice down: {case.waited()}."
-    )
-    return why, "Lists of what is legal cost least, patterns and grammars more; --no-constrain shows what they cost."
-
-
-def _saturated(case: _Case) -> tuple[str, str]:
-    step = case.step
-    why = (
-        f"Rows were asked for {case.offered:.1f} times as many as the {step.slots:,} slots, and the engine was in its "
-        f"steps for {short(_sound(step.inference_s))} of {short(case.wall_s)}: {case.waited()}."
-    )
-    return why, "Another engine (--backend fleet -B replicas=2), more slots (--batch-size), or fewer tokens a game."
-
-
-def _concurrency(case: _Case) -> tuple[str, str]:
-    step, offered = case.step, case.offered
-    why = f"Only {offered * step.slots:,.1f} rows were asked for at once, of {step.slots:,} slots: {case.waited()}."
-    if offered <= 0.0 or step.running <= 0:
-        return why, "Play more groups at once: --groups-in-flight."
-    wanted = min(math.ceil(step.running / offered), step.running + step.slots)
-    return why, f"Play more groups at once: --groups-in-flight {max(wanted, step.running + 1)}."
-
-
-def _environment(case: _Case) -> tuple[str, str]:
-    part = case.parts()["environment slow"]
-    why = f"Games were in their environment, and asked for nothing, {part:.0%} of their time: {case.waited()}."
-    return why, "Make its calls quicker, or play more groups at once, --groups-in-flight, so that others ask meanwhile."
-
-
-STALL_TEXTS: Mapping[str, Any] = {
-    "starvation": _starvation,
-    "reference pass": _reference,
-    "adapter load": _load,
-    "cold start": _cold,
-    "constraint": _constraint,
-    "engine saturated": _saturated,
-    "too little concurrency": _concurrency,
-    "environment slow": _environment,
-}
-
-
 def _sound(value: float) -> float:
     """The value, at least 0; 0 for NaN."""
     return min(max(0.0, value), MOST_SECONDS) if value == value else 0.0
-
-
-def _part(value: float) -> float:
-    return min(_sound(value), 1.0)

@@ -183,7 +183,6 @@ class TrainerServer(BatchHandoff):
                     await self._told_over.wait()
 
     async def close(self) -> None:
-        """Listen no more."""
         self.end()
         if self._server is not None:
             await self._server.drain(1.0)
@@ -202,7 +201,9 @@ class TrainerServer(BatchHandoff):
         task = asyncio.create_task(waiting)
         try:
             while not task.done():
-                left_s = self._plan.patience_s if self._asking else self._heard + self._plan.patience_s - _now()
+                left_s = (
+                    self._plan.patience_s if self._asking else self._heard + self._plan.patience_s - time.monotonic()
+                )
                 if left_s <= 0:
                     raise WorkError(
                         f"no trainer has asked at {self.url} for {self._plan.patience_s:g} s. Start it, and run again "
@@ -218,6 +219,11 @@ class TrainerServer(BatchHandoff):
 
     def routes(self) -> list[Route]:
         at = "/v1/rollouts"
+
+        async def ack(message: AckRequest) -> Any:
+            await self._apply_report(message, message.batch)
+            return {"batch": message.batch, "version": self.training.version}
+
         return [
             Route("GET", "/health", self._health, "open", "Whether the run goes on."),
             Route("GET", f"{at}/status", self._handler(BatchReport, self._status), "api", "Buffer, version and steps."),
@@ -228,7 +234,7 @@ class TrainerServer(BatchHandoff):
                 "api",
                 "The next batch, or the same again.",
             ),
-            Route("POST", f"{at}/ack", self._handler(AckRequest, self._ack), "api", "A batch is trained on."),
+            Route("POST", f"{at}/ack", self._handler(AckRequest, ack), "api", "A batch is trained on."),
             Route("POST", f"{at}/update", self._handler(UpdateRequest, self._update), "admin", "The weights are new."),
         ]
 
@@ -242,7 +248,12 @@ class TrainerServer(BatchHandoff):
                 )
                 message = await work(request)
             except (UsageError, WorkError, UnknownBatch) as error:
-                exchange.refuse(http_status_of(error), str(error))
+                status = 400 if isinstance(error, UsageError) else 500
+                if isinstance(error, UnknownBatch):  # the message does not fit the state
+                    status = 409
+                elif isinstance(error, BackendError | Closed):
+                    status = 503
+                exchange.refuse(status, str(error))
             else:
                 large = isinstance(message, TakeResponse) and bool(message.groups)
                 written = (
@@ -255,7 +266,7 @@ class TrainerServer(BatchHandoff):
                     self._told_over.set()
             finally:
                 self._asking -= 1
-                self._heard = _now()
+                self._heard = time.monotonic()
 
         return handle
 
@@ -298,10 +309,6 @@ class TrainerServer(BatchHandoff):
             again=self.times > 1,
         )
 
-    async def _ack(self, message: AckRequest) -> Any:
-        await self._apply_report(message, message.batch)
-        return {"batch": message.batch, "version": self.training.version}
-
     async def _update(self, message: UpdateRequest) -> Any:
         if message.version is None:
             raise UsageError(f'which version? Send {{"version": {self.training.version + 1}}}.')
@@ -328,16 +335,3 @@ class TrainerServer(BatchHandoff):
                 from_trainer(self.batch.groups, message.logprobs)
             except ValueError as error:
                 raise UsageError(str(error)) from None
-
-
-def http_status_of(error: Exception) -> int:
-    """409: the message does not fit the state; 503: the backend is gone."""
-    if isinstance(error, UnknownBatch):
-        return 409
-    if isinstance(error, BackendError | Closed):
-        return 503
-    return 400 if isinstance(error, UsageError) else 500
-
-
-def _now() -> float:
-    return time.monotonic()

@@ -41,27 +41,21 @@ class StepRecorder:
         self._ready: dict[int, float] = {}  # group's number → when it came
         self._began = self._ended = time.monotonic()
         self._engine = EngineCounts()
-        self._loading_s = 0.0  # in the present step
+        self.loading_s = 0.0  # in the present step, until now
         self._dropped = 0  # before it
-        self._tail_from: float | None = None  # since when no more groups are begun
-        self._recording: asyncio.Task[None] | None = None
+        self.tail_from: float | None = None  # since when no more groups are begun
+        self.recording: asyncio.Task[None] | None = None
 
     async def open(self) -> None:
-        """Count from now on."""
         self._began = self._ended = self.meter.began = time.monotonic()
         self.meter.take()
         self._engine = EngineCounts.of(await self._infer.counted())
 
     async def close(self) -> None:
         """Wait until the last step is recorded. Raises what the recording did."""
-        if self._recording is not None:
-            await self._recording
-            self._recording = None
-
-    def abandon(self) -> None:
-        """A step that is being recorded is left out."""
-        if self._recording is not None:
-            self._recording.cancel()
+        if self.recording is not None:
+            await self.recording
+            self.recording = None
 
     # What happens in between
 
@@ -69,21 +63,12 @@ class StepRecorder:
         self._ready[group.number] = time.monotonic()
 
     def discarded(self, group: Group) -> None:
-        """The group was dropped."""
         self._ready.pop(group.number, None)
 
     def loaded(self, seconds: float) -> None:
         """New weights are in force, after `seconds`."""
-        self._loading_s += seconds
+        self.loading_s += seconds
         self.totals.adapter_loads += 1
-
-    @property
-    def loading_s(self) -> float:
-        """In this step, until now."""
-        return self._loading_s
-
-    def all_begun(self) -> None:
-        self._tail_from = time.monotonic()
 
     async def end_step(self, record: StepRecord, groups: Sequence[Group], trained: Trained, requested: float) -> None:
         """The step ends now. `record`: what the training knows, with all groups dropped so far; `requested`: when the
@@ -93,7 +78,14 @@ class StepRecorder:
         now = time.monotonic()
         wall_s, absent_s = now - self._ended, max(0.0, requested - self._ended)
         dropped, self._dropped = record.dropped - self._dropped, record.dropped
-        loading_s, self._loading_s, self._ended = self._loading_s, 0.0, now
+        loading_s, self.loading_s, self._ended = self.loading_s, 0.0, now
+        policy: dict[str, Any] = {"kl_coefficient": self.controller.coefficient}
+        found = kl.from_reference(groups)
+        if found is not None:
+            coefficient = self.controller.update(found.k3, sum(len(group.games) for group in groups))
+            policy = {"kl": found.k3, "kl_k1": found.k1, "kl_coefficient": coefficient}
+        if trained.logprobs and (moved := kl.from_trainer(groups, trained.logprobs)) is not None:
+            policy |= {"ratio_mean": moved.mean, "ratio_max": moved.largest, "effective": moved.effective}
         record = msgspec.structs.replace(
             record,
             at_s=now - self._began,
@@ -101,11 +93,11 @@ class StepRecorder:
             absent_s=absent_s,
             adapter_load_s=loading_s,
             **self._of_batch(groups, record.version),
-            **self._of_policy(groups, trained),
+            **policy,
             dropped=dropped,
-            tail_s=0.0 if self._tail_from is None else min(wall_s, now - self._tail_from),
+            tail_s=0.0 if self.tail_from is None else min(wall_s, now - self.tail_from),
         )
-        self._recording = asyncio.create_task(self._record(record, self.meter.take()))
+        self.recording = asyncio.create_task(self._record(record, self.meter.take()))
 
     async def _record(self, record: StepRecord, measured: Mapping[str, float]) -> None:
         counted = EngineCounts.of(await self._infer.counted())
@@ -133,17 +125,6 @@ class StepRecorder:
             "reference_share": sum(own / seconds for seconds, own in lasted if seconds) / max(1, len(groups)),
             "step_rollout_s": max(ready, default=0.0) - min(begun, default=0.0),
         }
-
-    def _of_policy(self, groups: Sequence[Group], trained: Trained) -> dict[str, Any]:
-        fields: dict[str, Any] = {"kl_coefficient": self.controller.coefficient}
-        found = kl.from_reference(groups)
-        if found is not None:
-            games = sum(len(group.games) for group in groups)
-            coefficient = self.controller.update(found.k3, games)
-            fields = {"kl": found.k3, "kl_k1": found.k1, "kl_coefficient": coefficient}
-        if trained.logprobs and (moved := kl.from_trainer(groups, trained.logprobs)) is not None:
-            fields |= {"ratio_mean": moved.mean, "ratio_max": moved.largest, "effective": moved.effective}
-        return fields
 
 
 def slots_of(infer: Infer) -> int:
@@ -325,10 +306,6 @@ class Training:
         except Closed:
             self.recorder.discarded(group)
 
-    def all_begun(self) -> None:
-        """No more groups will be begun."""
-        self.recorder.all_begun()
-
     def end(self) -> None:
         """No more groups will come from play."""
         self._ended = True
@@ -345,33 +322,35 @@ class Training:
         """Step after step, until there are no more groups or the trainer wants none. Raises what the trainer does, as
         an exception group.
         """
+
+        async def give_again() -> None:
+            """Groups of an earlier run count as if this run had played them."""
+            with contextlib.suppress(Closed):
+                while (group := await asyncio.to_thread(next, self._again, None)) is not None:
+                    await self.gate.admitted()
+                    self.gate.started()
+                    self.gate.accepted()
+                    await self.put(group)
+            self._given_again.set()
+            if self._ended:
+                self.buffer.end()
+
         try:
             async with asyncio.TaskGroup() as tasks:
-                giving = tasks.create_task(self._give_again())
+                giving = tasks.create_task(give_again())
                 try:
                     await self.recorder.open()
                     while await self._one_step():
                         pass
                     await self.recorder.close()
                 finally:
-                    self.recorder.abandon()
+                    if self.recorder.recording is not None:  # a step that is being recorded is left out
+                        self.recorder.recording.cancel()
                     self.close()
                 giving.cancel()
             await self.consumer.drain()
         finally:
             self.consumer.end()
-
-    async def _give_again(self) -> None:
-        """Groups of an earlier run count as if this run had played them."""
-        with contextlib.suppress(Closed):
-            while (group := await asyncio.to_thread(next, self._again, None)) is not None:
-                await self.gate.admitted()
-                self.gate.started()
-                self.gate.accepted()
-                await self.put(group)
-        self._given_again.set()
-        if self._ended:
-            self.buffer.end()
 
     async def _one_step(self) -> bool:
         """One step of the trainer. False when there was none."""

@@ -95,49 +95,37 @@ groups = st.builds(
 
 def group_of(number: int, tokens: int = 5, samples: int = 2) -> Group:
     """Two agents, of which the policy says `tokens` tokens; no two groups are alike."""
-    return Group(
-        id=f"g{number}",
-        number=number,
-        environment="toy",
-        games=tuple(game_of(number, sample, tokens) for sample in range(samples)),
-        started=float(number),
-        seconds=0.25,
-    )
 
+    def turn(step: int, drawn: tuple[int, ...]) -> Turn:
+        return Turn(
+            step=step,
+            messages=({"role": "user", "content": f"step {step}"},),
+            anew=step == 0,
+            prompt_tokens=(1, 2, 3 + step),
+            completion_tokens=drawn,
+            text="so it is",
+            finish_reason="stop",
+            logprobs=tuple(-0.1 * place - 1 / 3 for place in range(len(drawn))),
+            spans=(Span(0, "policy@v1"),),
+            reward=0.25,
+        )
 
-def game_of(number: int, sample: int, tokens: int) -> Game:
-    drawn = tuple((number * 31 + sample * 7 + place) % 50_000 for place in range(tokens))
-    return Game(
-        sample=sample,
-        seed=number * 1000 + sample,
-        ending="done",
-        steps=2,
-        metrics={"illegal": 0.0},
-        trajectories=tuple(
-            Trajectory(
-                id=f"g{number}/{sample}/{agent}",
-                agent=agent,
-                role=role,
-                trainable=role == "policy",
-                model="tiny",
-                reward=sample + 0.5,
-                turns=tuple(turn_of(step, drawn) for step in range(2)),
-            )
-            for agent, role in (("A", "policy"), ("B", "opponent"))
-        ),
-    )
+    def trajectory(sample: int, agent: str, role: str) -> Trajectory:
+        drawn = tuple((number * 31 + sample * 7 + place) % 50_000 for place in range(tokens))
+        return Trajectory(
+            id=f"g{number}/{sample}/{agent}",
+            agent=agent,
+            role=role,
+            trainable=role == "policy",
+            model="tiny",
+            reward=sample + 0.5,
+            turns=tuple(turn(step, drawn) for step in range(2)),
+        )
 
+    def game(sample: int) -> Game:
+        sides = trajectory(sample, "A", "policy"), trajectory(sample, "B", "opponent")
+        seed, metrics = number * 1000 + sample, {"illegal": 0.0}
+        return Game(sample=sample, seed=seed, ending="done", steps=2, metrics=metrics, trajectories=sides)
 
-def turn_of(step: int, drawn: tuple[int, ...]) -> Turn:
-    return Turn(
-        step=step,
-        messages=({"role": "user", "content": f"step {step}"},),
-        anew=step == 0,
-        prompt_tokens=(1, 2, 3 + step),
-        completion_tokens=drawn,
-        text="so it is",
-        finish_reason="stop",
-        logprobs=tuple(-0.1 * place - 1 / 3 for place in range(len(drawn))),
-        spans=(Span(0, "policy@v1"),),
-        reward=0.25,
-    )
+    games = tuple(game(sample) for sample in range(samples))
+    return Group(id=f"g{number}", number=number, environment="toy", games=games, started=float(number), seconds=0.25)

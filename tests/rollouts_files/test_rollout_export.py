@@ -7,7 +7,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-from typing import Literal, TypedDict
+from typing import TypedDict
 
 import msgspec
 import pytest
@@ -183,6 +183,7 @@ KINDS = {
     "names": list[str],
     "figures": dict[str, float],
     "anything": dict[str, object],
+    "objects": list[dict[str, object]],
     "numbers_or_none": list[float] | None,
     "trajectories": list[TypedDict("TrajectoryID", {"instance_id": str, "repetition_id": int})],
 }
@@ -233,27 +234,21 @@ DESCRIBED = {
 }
 
 
-class Choice(TypedDict):
-    """ART: an answer, as OpenAI and vLLM give it."""
+# ART: an answer, as OpenAI and vLLM give it; src/art/trajectories, stored as src/art/utils/trajectory_logging.py has it
+CHOICE = fields(name="finish_reason", whole="index", anything="logprobs message", tokens="prompt_token_ids token_ids")
+TRAJECTORY = fields(
+    objects="messages_and_choices additional_histories",
+    number="reward",
+    whole="initial_policy_version final_policy_version",
+    figures="metrics",
+    anything="metadata",
+)
 
-    finish_reason: Literal["stop", "length"]
-    index: int
-    logprobs: dict[str, list[dict[str, object]]]
-    message: dict[str, str]
-    prompt_token_ids: list[int]
-    token_ids: list[int]
 
-
-class Trajectory(TypedDict):
-    """ART: src/art/trajectories, stored as src/art/utils/trajectory_logging.py has it."""
-
-    messages_and_choices: list[dict[str, object]]
-    additional_histories: list[dict[str, list[dict[str, object]]]]
-    reward: float
-    initial_policy_version: int
-    final_policy_version: int
-    metrics: dict[str, float]
-    metadata: dict[str, str | int]
+def check(line, described):
+    assert set(line) - {"gpuinfer"} == set(described)
+    for field, kind in described.items():
+        msgspec.convert(line[field], kind)
 
 
 @pytest.fixture(scope="module")
@@ -271,9 +266,7 @@ def lines(files, name):
 @pytest.mark.parametrize("name", DESCRIBED)
 def test_a_line_is_as_described_and_what_is_ours_stands_beside(files, name):
     for line in lines(files, name):
-        assert set(line) - {"gpuinfer"} == set(DESCRIBED[name])
-        for field, kind in DESCRIBED[name].items():
-            msgspec.convert(line[field], kind)
+        check(line, DESCRIBED[name])
 
 
 def test_a_table_for_art_is_as_described(files):
@@ -285,7 +278,10 @@ def test_a_table_for_art_is_as_described(files):
     assert {(row["format_version"], row["group_index"]) for row in rows} == {(2, 0), (2, 1), (2, 2)}
     for row in rows:
         assert set(msgspec.json.decode(row["group_json"])["metadata"]) == {"group", "gpuinfer"}
-        trajectory = msgspec.json.decode(row["trajectory_json"], type=Trajectory)
-        choices = [msgspec.convert(one, Choice) for one in trajectory["messages_and_choices"] if "token_ids" in one]
-        assert [len(one["logprobs"]["content"]) for one in choices] == [len(one["token_ids"]) for one in choices]
+        trajectory = json.loads(row["trajectory_json"])
+        check(trajectory, TRAJECTORY)
+        choices = [one for one in trajectory["messages_and_choices"] if "token_ids" in one]
         assert len(choices) == 2
+        for choice in choices:
+            check(choice, CHOICE)
+            assert len(choice["logprobs"]["content"]) == len(choice["token_ids"])

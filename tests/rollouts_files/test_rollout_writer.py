@@ -167,10 +167,9 @@ def test_what_is_damaged_is_set_aside_and_its_groups_are_played_again(tmp_path, 
     """A damaged line costs its own group alone, a damaged table all of its groups."""
     written(tmp_path, range(3), form)
     shard = tmp_path / f"shard-000000.{form}"
-    data = shard.read_bytes()
-    place = data.index(b"\n") + 40 if form == "jsonl" else len(data) // 3
-    end = data.index(b"\n", place) if form == "jsonl" else len(data)
-    shard.write_bytes(data[:place] + b"\0" * 9 + data[place + 9 : end - 3] + data[end:])
+    data = bytearray(shard.read_bytes())
+    data[data.index(b"\n") + 40 if form == "jsonl" else len(data) // 3] ^= 0xFF
+    shard.write_bytes(data)
     with pytest.raises(UsageError, match=r"line 2: this is no group|is damaged .*--resume"):
         list(read(tmp_path))
     assert written(tmp_path, range(3), form, resume=True) == kept
@@ -194,7 +193,7 @@ async def test_what_no_file_holds_is_named(tmp_path):
 def test_groups_come_back_from_lines_and_from_a_table_as_they_were(tmp_path_factory, some):
     for group in some:
         line = shards.encode(group)
-        assert (line.count(b"\n"), shards.group_number(line), shards.decode(line)) == (1, group.number, group)
+        assert (line.count(b"\n"), shards.decode(line)) == (1, group)
     path = tmp_path_factory.mktemp("table") / "shard.parquet"
     with path.open("wb") as file:
         parquet.write_groups(file, some)

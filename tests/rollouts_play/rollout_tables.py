@@ -39,26 +39,9 @@ class Chatting(Environment):
         )
 
 
-class Unhappy(Chatting):
-    """Finds fault with all that is said."""
-
-    async def step(self, answers):
-        return dataclasses.replace(await super().step(answers), remark="nobody bids. Try --env-option loud=true.")
-
-
-class Endless(Chatting):
-    """Never says that it is over."""
-
-    async def step(self, answers):
-        return Outcome()
-
-
-class Hanging(Chatting):
-    """Never comes back from a step."""
-
-    async def step(self, answers):
-        await asyncio.Event().wait()
-        raise AssertionError
+def by_function(steps: int = 1):
+    """A factory that is no class."""
+    return Chatting(steps=steps)
 
 
 class Flaky(Chatting):
@@ -73,38 +56,6 @@ class Flaky(Chatting):
         return await super().step(answers)
 
 
-class Crooked(Chatting):
-    """Answers nonsense, of the kind that the option names."""
-
-    class Options(Chatting.Options):
-        kind: str = "nan"
-
-    async def observe(self):
-        match self.options.kind:
-            case "list":
-                return ["left"]
-            case "stranger":
-                return {"middle": Observation(messages=user("hello"))}
-            case "text":
-                return {"left": "hello"}
-            case "roleless":
-                return {"left": Observation(messages=[{"content": "hello"}])}
-        return await super().observe()
-
-    async def step(self, answers):
-        outcomes = {
-            "nan": lambda: Outcome(rewards={"left": float("nan")}),
-            "none": lambda: None,
-            "rewarded": lambda: Outcome(rewards={"middle": 1.0}),
-        }
-        return outcomes[self.options.kind]()
-
-
-def by_function(steps: int = 1):
-    """A factory that is no class."""
-    return Chatting(steps=steps)
-
-
 class Blocking(Chatting):
     """Computes on the event loop, so that all other games wait."""
 
@@ -114,3 +65,31 @@ class Blocking(Chatting):
     async def step(self, answers):
         time.sleep(self.options.seconds)  # noqa: ASYNC251
         return await super().step(answers)
+
+
+class Crooked(Chatting):
+    """Misbehaves in the way that the option names."""
+
+    class Options(Chatting.Options):
+        kind: str
+
+    async def observe(self):
+        shown = {
+            "list": ["left"],
+            "stranger": {"middle": Observation(messages=user("hello"))},
+            "text": {"left": "hello"},
+            "roleless": {"left": Observation(messages=[{"content": "hello"}])},
+        }
+        return shown.get(self.options.kind) or await super().observe()
+
+    async def step(self, answers):
+        match self.options.kind:
+            case "hangs":
+                await asyncio.Event().wait()
+            case "none":
+                return None
+            case "unhappy":
+                remark = "nobody bids. Try --env-option loud=true."
+                return dataclasses.replace(await super().step(answers), remark=remark)
+        rewards = {"nan": {"left": float("nan")}, "rewarded": {"middle": 1.0}}  # and "endless" ends no game
+        return Outcome(rewards=rewards.get(self.options.kind, {}))

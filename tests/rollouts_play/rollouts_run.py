@@ -10,7 +10,7 @@ import msgspec
 from forking import Forked, own_environment
 
 from gpuinfer.rollouts.files import read
-from gpuinfer.rollouts.record import Group, Timing
+from gpuinfer.rollouts.record import Group
 
 SECONDS = 120  # after which a process that does not end has failed
 HERE = Path(__file__).parent
@@ -47,17 +47,15 @@ def groups_in(folder: Path) -> list[Group]:
     return sorted(read(folder), key=lambda group: group.number) if (folder / "manifest.json").exists() else []
 
 
-def timeless(group: Group) -> Group:
-    """The record without when it was, and without what was cached."""
+def timeless(group: Group) -> object:
+    """The record, as plain values, without when it was and what was cached."""
 
-    def of_turn(turn):
-        return msgspec.structs.replace(turn, timing=Timing(), cached_tokens=0)
+    def without(value):
+        if isinstance(value, dict):
+            return {name: without(one) for name, one in value.items() if name not in OF_TIME}
+        return [without(one) for one in value] if isinstance(value, list) else value
 
-    def of_trajectory(one):
-        return msgspec.structs.replace(one, turns=tuple(map(of_turn, one.turns)))
+    return without(msgspec.json.decode(msgspec.json.encode(group)))
 
-    def of_game(game):
-        return msgspec.structs.replace(game, seconds=0.0, trajectories=tuple(map(of_trajectory, game.trajectories)))
 
-    games, failed = (tuple(map(of_game, games)) for games in (group.games, group.failed))
-    return msgspec.structs.replace(group, started=0.0, seconds=0.0, games=games, failed=failed)
+OF_TIME = ("timing", "cached_tokens", "started", "seconds")

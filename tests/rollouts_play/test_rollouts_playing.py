@@ -49,37 +49,37 @@ async def test_a_game_that_fails_is_recorded_and_played_again():
 
 
 @pytest.mark.parametrize(
-    ("environment", "options", "plan", "said"),
+    ("kind", "plan", "said"),
     [
-        ("Endless", [], {"max_turns": 4}, "has not ended a game in 4 steps"),
-        ("Hanging", [], {"step_seconds": 0.2}, "has not come back from step within 0.2 s"),
-        ("Crooked", ["kind=nan"], {}, "step answered a reward of agent 'left' that is nan"),
-        ("Crooked", ["kind=none"], {}, "step answered a NoneType and no Outcome"),
-        ("Crooked", ["kind=rewarded"], {}, "an agent 'middle' that is not one of its own"),
-        ("Crooked", ["kind=list"], {}, "observe answered a list and no mapping"),
-        ("Crooked", ["kind=stranger"], {}, "an agent 'middle' that is not"),
-        ("Crooked", ["kind=text"], {}, "a str for 'left' and no Observation"),
-        ("Crooked", ["kind=roleless"], {}, "a message for 'left' without a role"),
+        ("endless", {"max_turns": 4}, "has not ended a game in 4 steps"),
+        ("hangs", {"step_seconds": 0.2}, "has not come back from step within 0.2 s"),
+        ("nan", {}, "step answered a reward of agent 'left' that is nan"),
+        ("none", {}, "step answered a NoneType and no Outcome"),
+        ("rewarded", {}, "an agent 'middle' that is not one of its own"),
+        ("list", {}, "observe answered a list and no mapping"),
+        ("stranger", {}, "an agent 'middle' that is not"),
+        ("text", {}, "a str for 'left' and no Observation"),
+        ("roleless", {}, "a message for 'left' without a role"),
     ],
 )
-async def test_an_environment_that_makes_no_sense_ends_the_run_by_name(environment, options, plan, said):
+async def test_an_environment_that_makes_no_sense_ends_the_run_by_name(kind, plan, said):
     with pytest.raises(WorkError, match=said) as caught:
-        await played(environment, *options, attempts=2, model="null", **plan)
-    assert f"environment '{HERE}:{environment}'" in str(caught.value)
+        await played("Crooked", f"kind={kind}", attempts=2, model="null", **plan)
+    assert f"environment '{HERE}:Crooked'" in str(caught.value)
     assert "group 0 could not be played: 4 games ended in an error, from 2 starts" in str(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("environment", "said"),
+    ("words", "said"),
     [
-        ("Unhappy", r"\): nobody bids. Try --env-option loud=true\.$"),
-        ("Blocking", r"kept all other games waiting for \d[\d.]* s in step.*asyncio.to_thread"),
+        (["Crooked", "kind=unhappy"], r"\): nobody bids. Try --env-option loud=true\.$"),
+        (["Blocking"], r"kept all other games waiting for \d[\d.]* s in step.*asyncio.to_thread"),
     ],
 )
-async def test_what_is_amiss_with_an_environment_is_logged_once(environment, said, caplog):
-    await played(environment, samples=2, model="null")
+async def test_what_is_amiss_with_an_environment_is_logged_once(words, said, caplog):
+    await played(*words, samples=2, model="null", attempts=1, max_turns=2)
     (record,) = caplog.records
-    assert record.getMessage().startswith(f"environment '{HERE}:{environment}' (")
+    assert record.getMessage().startswith(f"environment '{HERE}:{words[0]}' (")
     assert re.search(said, record.getMessage(), re.S)
 
 

@@ -7,7 +7,7 @@ import pytest
 from gpuinfer.generation import Completion, Generation
 from gpuinfer.rollouts.environment import Environment, Outcome
 from gpuinfer.rollouts.guarded_environment import EnvironmentMaker
-from gpuinfer.rollouts.meter import EngineCounts, LevelIntegral, RolloutMeter, name_version
+from gpuinfer.rollouts.meter import LevelIntegral, RolloutMeter, name_version
 
 
 class Clock:
@@ -90,35 +90,3 @@ def test_tokens_without_a_version_are_of_that_which_was_in_force_when_they_were_
         answer = Completion(text="ab", tokens=(1, 2), finish_reason="stop", versions=spans)
         named = name_version(Generation(completions=(answer,), prompt_tokens=1), "v3")
         assert named.completions[0].versions == known
-
-
-def test_the_counters_of_a_run_become_those_of_a_step():
-    early = {
-        "batch_s": {"4": [1, 0.5]},
-        "lanes": [
-            {"name": "forward 0", "stations": {"idle": 5.0, "forward": 1.0, "constrain": 0.25}},
-            {"name": "prompts 0", "stations": {"idle": 6.0, "understand": 0.1, "constrain": 0.15}},
-        ],
-        "device": {"tokens": {"input": 10, "output": 5}},
-        "slots": 8,
-    }
-    late = {
-        **early,
-        "batch_s": {"4": [3, 1.5], "8": [1, 1.0]},
-        "device": {"tokens": {"input": 30, "output": 25}},
-    }
-    late["lanes"] = [
-        {"name": "forward 0", "stations": {"idle": 5.0, "forward": 3.0, "constrain": 0.5}},
-        early["lanes"][1],
-    ]
-    found = EngineCounts.of(late).since(EngineCounts.of(early))
-    assert found == EngineCounts(
-        inference_s=2.25,
-        row_s=12.0,
-        step_s=2.0,
-        constraint_s=0.25,
-        input_tokens=20,
-        output_tokens=20,
-        slots=8,
-        counts=True,
-    )

@@ -20,7 +20,7 @@ from virtual_engine import World, lost, run
 from gpuinfer.api import Setup
 from gpuinfer.backends.inprocess import InProcess
 from gpuinfer.report.verdict import to_try
-from gpuinfer.rollouts.steps import STALL_TEXTS, StepRecord, stall_of
+from gpuinfer.rollouts.steps import STALL_CAUSES, StepRecord, stall_of
 from gpuinfer.runtime.session import Session
 from gpuinfer.workloads.rollouts.workload import Rollouts
 
@@ -90,7 +90,7 @@ PLANTS = {  # small, middling, large
 
 
 def test_all_kinds_are_planted():
-    assert set(PLANTS) == set(STALL_TEXTS)
+    assert set(PLANTS) == set(STALL_CAUSES)
 
 
 @pytest.mark.parametrize("name", HEALTHY)

@@ -44,16 +44,8 @@ def byte_fallback(metaspace: bool = False) -> str:
     pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "▁▁"]
     merges = [("▁", "▁")]
     pieces += [chr(one) for one in range(0x21, 0x7F)] + ["é", "日"]
-    for left, right in [
-        ("▁", "t"),
-        ("t", "h"),
-        ("▁t", "h"),
-        ("h", "e"),
-        ("▁", "{"),
-        ("l", "o"),
-        (":", "▁"),
-        ("a", "▁"),
-    ]:
+    for pair in ("▁ t", "t h", "▁t h", "h e", "▁ {", "l o", ": ▁", "a ▁"):
+        left, right = pair.split()
         if left in pieces:
             merges.append((left, right))
             pieces.append(left + right)

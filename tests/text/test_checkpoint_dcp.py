@@ -220,42 +220,31 @@ def shortened(metadata, name: str, length: int) -> None:
             info.length = length
 
 
-def edits(metadata):
-    """What damages a checkpoint's metadata; and which error that ends in."""
-    head = metadata.state_dict_metadata["lm_head.weight"]
-    place = next(iter(metadata.storage_data.values()))
-    others = {key: one for key, one in metadata.storage_data.items() if key.fqn != "lm_head.weight"}
-    half = ChunkStorageMetadata(torch.Size([0, 0]), torch.Size([192, 64]))
-    return {
-        "a file of another folder": (place, "relative_path", "../../secret.distcp"),
-        "compressed": (place, "transform_descriptors", ["zstd"]),
-        "half of it missing": (head, "chunks", [half]),
-        "a size beyond all": (head, "size", torch.Size([1 << 40, 1 << 40])),
-        "a chunk beyond the end": (head.chunks[0], "offsets", torch.Size([1, 0])),
-        "a tensor without a place": (metadata, "storage_data", others),
-    }
-
-
-UNSOUND = {
-    "a file of another folder": "no .distcp file of its own folder",
-    "compressed": "compressed",
-    "half of it missing": "cannot have|not all of it",
-    "a size beyond all": "no metadata of a checkpoint",
-    "a chunk beyond the end": "has no file|beyond its end",
-    "a tensor without a place": "has no file",
-    "too few bytes": "cannot have 100 bytes",
-}
-
-
 def test_metadata_that_contradicts_itself_is_refused(tmp_path):
     place = saved(tensors(tiny_checkpoint("llama")), tmp_path / "dcp")
     whole = (place / ".metadata").read_bytes()
-    for case, why in UNSOUND.items():
+    half = [ChunkStorageMetadata(torch.Size([0, 0]), torch.Size([192, 64]))]
+
+    def head(metadata):
+        return metadata.state_dict_metadata["lm_head.weight"]
+
+    def file(metadata):
+        return next(iter(metadata.storage_data.values()))
+
+    def without_place(metadata):
+        metadata.storage_data = {k: one for k, one in metadata.storage_data.items() if k.fqn != "lm_head.weight"}
+
+    for change, why in (
+        (lambda all: setattr(file(all), "relative_path", "../../secret.distcp"), "no .distcp file of its own folder"),
+        (lambda all: setattr(file(all), "transform_descriptors", ["zstd"]), "compressed"),
+        (lambda all: setattr(head(all), "chunks", half), "cannot have|not all of it"),
+        (lambda all: setattr(head(all), "size", torch.Size([1 << 40, 1 << 40])), "no metadata of a checkpoint"),
+        (lambda all: setattr(head(all).chunks[0], "offsets", torch.Size([1, 0])), "has no file|beyond its end"),
+        (without_place, "has no file"),
+        (lambda all: shortened(all, "lm_head.weight", 100), "cannot have 100 bytes"),
+    ):
         (place / ".metadata").write_bytes(whole)
-        if case == "too few bytes":
-            edited(place, lambda metadata: shortened(metadata, "lm_head.weight", 100))
-        else:
-            edited(place, lambda metadata, case=case: setattr(*edits(metadata)[case]))
+        edited(place, change)
         with pytest.raises(UsageError, match=why):
             trained(place)
 

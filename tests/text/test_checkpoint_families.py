@@ -39,7 +39,6 @@ GPT2_SIZES = {name: SIZES[name] for name in SIZES if name not in ("intermediate_
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
 SCALINGS = {
     "plain": {},
-    "another base": {"rope_theta": 500000.0},
     "whole-number base": {"rope_theta": 1000000},
     "linear": {"rope_scaling": {"type": "linear", "factor": 4.0}},
     "dynamic": {"rope_scaling": {"rope_type": "dynamic", "factor": 3.0}},
@@ -54,15 +53,7 @@ SCALINGS = {
     },
     "yarn with mscale": {"rope_scaling": {"rope_type": "yarn", "factor": 40.0, "mscale": 0.7, "mscale_all_dim": 0.9}},
     "yarn, attention factor": {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "attention_factor": 0.8}},
-    "newer layout": {"rope_parameters": {"rope_type": "default", "rope_theta": 77777.0}},
-    "newer layout, yarn": {
-        "rope_parameters": {
-            "rope_type": "yarn",
-            "rope_theta": 1e6,
-            "factor": 4.0,
-            "original_max_position_embeddings": 128,
-        }
-    },
+    "newer layout": {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0}},
     "newer layout, linear": {"rope_parameters": {"rope_type": "linear", "rope_theta": 5000.0, "factor": 2.0}},
     "both layouts": {"rope_parameters": {"rope_type": "linear", "factor": 2.0}, "rope_theta": 12345.0},
 }
@@ -198,15 +189,14 @@ GPT2 = {
     "summary_type": "cls_index", "summary_use_proj": True, "vocab_size": 128,
     "task_specific_params": {"text-generation": {"do_sample": True, "max_length": 50}},
 }  # fmt: skip
+LLAMA3_ROPE = {**LLAMA3, "rope_type": "llama3"}
 HEALTHY = {
-    "Llama 2, its first release": {**LLAMA, "_name_or_path": "meta-llama/Llama-2-7b-hf", "max_length": 4096},
-    "Llama 2 chat": {**LLAMA, "do_sample": True, "temperature": 0.6, "top_p": 0.9, "pad_token_id": 0},
-    "Llama 3": {**LLAMA, "attention_bias": False, "attention_dropout": 0.0, "rope_theta": 500000.0},
-    "Llama 3.1": {
-        **LLAMA, "mlp_bias": False, "rope_scaling": {**LLAMA3, "rope_type": "llama3"},
-        "eos_token_id": [2, 3, 4],
+    "Llama 2 chat, its first release": {
+        **LLAMA, "_name_or_path": "meta-llama/Llama-2-7b-hf", "max_length": 4096, "do_sample": True, "temperature": 0.6,
+        "top_p": 0.9, "pad_token_id": 0, "attention_bias": False,
     },
-    "Llama 3.2": {**LLAMA, "head_dim": 16, "rope_scaling": {**LLAMA3, "rope_type": "llama3", "factor": 32.0}},
+    "Llama 3.1": {**LLAMA, "mlp_bias": False, "rope_scaling": LLAMA3_ROPE, "eos_token_id": [2, 3, 4]},
+    "Llama 3.2": {**LLAMA, "head_dim": 16, "rope_scaling": {**LLAMA3_ROPE, "factor": 32.0}, "rope_theta": 500000.0},
     "Llama through Unsloth": {**LLAMA, "unsloth_fixed": True, "unsloth_version": "2024.9", "pad_token_id": 5},
     "Vicuna": {**LLAMA, "max_sequence_length": 2048, "rope_scaling": {"factor": 4.0, "type": "linear"}},
     "Yarn Llama 2": {
@@ -215,24 +205,18 @@ HEALTHY = {
     },
     "SmolLM2": {
         **LLAMA, "is_llama_config": True, "rope_interleaved": False, "rope_theta": 130000,
-        "transformers.js_config": {"kv_cache_dtype": {"q4f16": "float16"}},
+        "transformers.js_config": {"kv_cache_dtype": {"q4f16": "float16"}}, "_attn_implementation": "sdpa",
     },
-    "TinyLlama": {**LLAMA, "torch_dtype": "bfloat16", "attention_bias": False},
-    "R1-Distill-Llama": {**LLAMA, "rope_scaling": {**LLAMA3, "rope_type": "llama3"}, "_attn_implementation": "sdpa"},
     "Mistral 0.1": MISTRAL,
-    "Mistral 0.3": {**MISTRAL, "sliding_window": None, "rope_theta": 1000000.0},
-    "Mistral Nemo": {**MISTRAL, "sliding_window": None, "head_dim": 32},
-    "Qwen2": QWEN2,
-    "Qwen2.5 7B": {**QWEN2, "use_mrope": False, "rope_scaling": None},
+    "Mistral Nemo": {**MISTRAL, "sliding_window": None, "head_dim": 32, "rope_theta": 1000000.0},
+    "Qwen2.5": {**QWEN2, "use_mrope": False, "rope_scaling": None, "max_window_layers": 21},
     "Qwen2.5 with YaRN": {
         **QWEN2, "rope_scaling": {"factor": 4.0, "original_max_position_embeddings": 32768, "type": "yarn"}
     },
-    "R1-Distill-Qwen": {**QWEN2, "use_mrope": False, "max_window_layers": 21},
     "Qwen3": {
         **QWEN2, "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "attention_bias": False,
         "head_dim": 32, "sliding_window": None,
     },
-    "GPT-2": GPT2,
     "DialoGPT": {**GPT2, "output_past": True, "n_special": 0, "predict_special_tokens": True},
     "GPT-2 as others name it": {
         **{name: value for name, value in GPT2.items() if name not in ("n_embd", "n_head")},
@@ -288,42 +272,25 @@ REFUSED = {  # by how the message ends: family, changes, what it names
     ],
     "remove it from config.json.": [
     ("llama", {"logit_scale": 0.25}, "'logit_scale': 0.25"),
-    ("llama", {"residual_multiplier": 0.22}, "residual_multiplier"),
     ("llama", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
     ("llama", {"sliding_window": 512}, "sliding_window"),
     ("llama", {"layer_types": ["sliding_attention"] * 2}, "layer_types"),
-    ("llama", {"no_rope_layers": [1, 1]}, "no_rope_layers"),
     ("llama", {"is_causal": False}, "'is_causal': False"),
     ("llama", {"something_new": True}, "something_new"),
     ("llama", {"pruned_heads": {"0": [1]}}, "pruned_heads"),
-    ("llama", {"per_layer_config": {"0": {"hidden_act": "relu"}}}, "per_layer_config"),
-    ("qwen2", {"dual_chunk_attention_config": {"chunk_size": 9}}, "dual_chunk"),
     ("qwen2", {"use_mrope": True}, "use_mrope"),
-    ("mistral", {"attention_multiplier": 0.1}, "attention_multiplier"),
     ("gpt2", {"alibi": True}, "alibi"),
     ("gpt2", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling"),
     ("llama", {"rope_scaling": {"type": "linear", "factor": 2.0, "mrope_section": [1]}}, "mrope"),
     ("llada", {"scale_logits": True}, "'scale_logits': True"),
-    ("llada", {"alibi": True}, "alibi"),
     ("llada", {"block_type": "sequential"}, "'block_type': 'sequential'"),
-    ("llada", {"layer_norm_type": "default"}, "layer_norm_type"),
-    ("llada", {"attention_layer_norm": True}, "attention_layer_norm"),
-    ("llada", {"include_bias": True}, "include_bias"),
-    ("llada", {"input_emb_norm": True}, "input_emb_norm"),
-    ("llada", {"clip_qkv": 8.0}, "clip_qkv"),
     ("llada", {"rope": False}, "'rope': False"),
     ("llada-moe", {"norm_topk_prob": True}, "norm_topk_prob"),
-    ("llada-moe", {"routed_scaling_factor": 2.0}, "routed_scaling_factor"),
     ("llada-moe", {"shared_expert_intermediate_size": 64}, "shared_expert"),
-    ("llada-moe", {"moe_router_score_function": "sigmoid"}, "score_function"),
     ("llada2", {"score_function": "softmax"}, "score_function"),
-    ("llada2", {"norm_topk_prob": False}, "norm_topk_prob"),
     ("llada2", {"use_qk_norm": False}, "use_qk_norm"),
-    ("llada2", {"norm_head": True}, "norm_head"),
-    ("llada2", {"num_nextn_predict_layers": 1}, "num_nextn"),
     ("dream", {"use_sliding_window": True}, "use_sliding_window"),
     ("dream", {"num_experts": 8}, "num_experts"),
-    ("sdar", {"something_new": 1}, "something_new"),
     ("sdar", {"qk_layernorm": True}, "qk_layernorm"),
     ],
     ".": [

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from gpuinfer.text.language.list_trie import Tries
-    from gpuinfer.text.language.list_walks import ListedMatcher, ListRules, SeatedWalks
+    from gpuinfer.text.language.list_walks import ListedMatcher, ListRules, ListWalks
 
 KEY, BEGUN = "gpuinfer_listed", "gpuinfer_listed_begun"
 
@@ -119,7 +119,7 @@ class ListedRows:
     def __init__(self, folder: str, family: str, vocabulary: int, count: int) -> None:
         self._folder, self._family, self._vocabulary, self._count = Path(folder), family, vocabulary, count
         self._tries: Tries | None = None
-        self._walks: SeatedWalks | None = None
+        self._walks: ListWalks | None = None
         self._ends: list[Sequence[int]] = [()] * count
         self.listed: set[int] = set()
 

@@ -18,7 +18,7 @@ import numpy as np
 if TYPE_CHECKING:
     from gpuinfer.text.language.detokenizer import Encoded, Spelling
     from gpuinfer.text.language.list_trie import Trie, Tries
-    from gpuinfer.text.language.list_walks import ListedMatcher, SeatedWalks
+    from gpuinfer.text.language.list_walks import ListedMatcher, ListWalks
 
 PLACES = 75  # of the map
 UNITS = 17  # that one power may have at most
@@ -147,7 +147,7 @@ class ConstraintBench:
             self.start.advance(int(token))
         self.walks = self._scattered()
 
-    def _scattered(self) -> SeatedWalks:
+    def _scattered(self) -> ListWalks:
         """All rows inside their lists, each some tokens on."""
         walks, dice = self.start.new_walks(self.rows), random.Random(0)
         for row in range(self.rows):
@@ -156,7 +156,7 @@ class ConstraintBench:
                 self._say(walks, row, dice)
         return walks
 
-    def _say(self, walks: SeatedWalks, row: int, dice: random.Random) -> None:
+    def _say(self, walks: ListWalks, row: int, dice: random.Random) -> None:
         rules = walks.rules(self.slots[row : row + 1])
         if rules is None:
             raise ValueError("a row has left its list.")

@@ -10,18 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, Any
 
 import msgspec
 from msgspec import Struct
 
-from gpuinfer.rollouts.export.samples import Sample
 from gpuinfer.rollouts.export.trainer_format import OWN, Block, ExportPiece, Format, Kept, by_start
 from gpuinfer.rollouts.files.parquet import require_pyarrow
 from gpuinfer.rollouts.record import Turn, version_number
-
-if TYPE_CHECKING:
-    import pyarrow
 
 VERSION = 2  # of the layout
 Item = dict[str, Any]  # a message, or a `Choice`
@@ -88,10 +84,24 @@ class Art(Format[GroupLine]):
         import pyarrow as pa
         from pyarrow import parquet
 
-        form = _schema()
+        text, count = pa.large_string(), pa.int64()
+        columns = {"format_version": pa.int16(), "group_index": count, "trajectory_index": count}
+        columns |= {"group_json": text, "trajectory_json": text, "reward": pa.float64()}
+        form = pa.schema(list(columns.items()), metadata={"art.trajectory_parquet.version": str(VERSION)})
         with parquet.ParquetWriter(file, form, compression="zstd") as writer:
             for number, line in enumerate(lines):
-                rows = list(_rows(number, line))
+                facts = msgspec.json.encode(line.facts).decode()
+                rows = [
+                    {
+                        "format_version": VERSION,
+                        "group_index": number,
+                        "trajectory_index": place,
+                        "group_json": facts,
+                        "trajectory_json": msgspec.json.encode(trajectory).decode(),
+                        "reward": trajectory.reward,
+                    }
+                    for place, trajectory in enumerate(line.trajectories)
+                ]
                 writer.write_table(pa.Table.from_pylist(rows, form))
 
     def load(self, file: IO[bytes]) -> Iterator[GroupLine]:
@@ -108,13 +118,24 @@ class Art(Format[GroupLine]):
     def lines(self, block: Block) -> Iterator[GroupLine]:
         for of_agent in by_start(block):
             own = msgspec.json.encode([kept for _, kept in of_agent]).decode()
-            trajectories = tuple(
-                _trajectory([sample for sample, _ in pairs])
-                for _, pairs in groupby(of_agent, lambda pair: (pair[0].place.game, pair[0].place.trajectory))
-            )
-            yield GroupLine(
-                facts=GroupFacts(metadata={"group": of_agent[0][0].start, OWN: own}), trajectories=trajectories
-            )
+            trajectories = []
+            for _, pairs in groupby(of_agent, lambda pair: (pair[0].place.game, pair[0].place.trajectory)):
+                contexts = [sample for sample, _ in pairs]
+                whole, played = contexts[0].trajectory, contexts[0].group.games[contexts[0].place.game]
+                versions = [version_number(version) for one in contexts for version in one.versions] or [0]
+                first, *others = (_items(one.turns) for one in contexts)
+                line = TrajectoryLine(
+                    messages_and_choices=first,
+                    additional_histories=tuple(map(History, others)),
+                    reward=whole.reward,
+                    initial_policy_version=versions[0],
+                    final_policy_version=versions[-1],
+                    metrics=played.metrics,
+                    metadata={"trajectory": whole.id, "agent": whole.agent, "sample": contexts[0].repetition},
+                )
+                trajectories.append(line)
+            facts = GroupFacts(metadata={"group": of_agent[0][0].start, OWN: own})
+            yield GroupLine(facts=facts, trajectories=tuple(trajectories))
 
     def pieces(self, line: GroupLine) -> Iterator[ExportPiece]:
         if (own := line.facts.metadata.get(OWN)) is None:
@@ -132,64 +153,23 @@ class Art(Format[GroupLine]):
             yield _piece(kept, items)
 
 
-def _schema() -> pyarrow.Schema:
-    import pyarrow as pa
-
-    text, number = pa.large_string(), pa.int64()
-    columns = {"format_version": pa.int16(), "group_index": number, "trajectory_index": number}
-    columns |= {"group_json": text, "trajectory_json": text, "reward": pa.float64()}
-    return pa.schema(list(columns.items()), metadata={"art.trajectory_parquet.version": str(VERSION)})
-
-
-def _rows(number: int, line: GroupLine) -> Iterator[Item]:
-    facts = msgspec.json.encode(line.facts).decode()
-    for place, trajectory in enumerate(line.trajectories):
-        yield {
-            "format_version": VERSION,
-            "group_index": number,
-            "trajectory_index": place,
-            "group_json": facts,
-            "trajectory_json": msgspec.json.encode(trajectory).decode(),
-            "reward": trajectory.reward,
-        }
-
-
-def _trajectory(samples: Sequence[Sample]) -> TrajectoryLine:
-    """Of its samples, one a context."""
-    whole, played = samples[0].trajectory, samples[0].group.games[samples[0].place.game]
-    versions = [version_number(version) for one in samples for version in one.versions] or [0]
-    first, *others = (_items(one.turns) for one in samples)
-    return TrajectoryLine(
-        messages_and_choices=first,
-        additional_histories=tuple(map(History, others)),
-        reward=whole.reward,
-        initial_policy_version=versions[0],
-        final_policy_version=versions[-1],
-        metrics=played.metrics,
-        metadata={"trajectory": whole.id, "agent": whole.agent, "sample": samples[0].repetition},
-    )
-
-
 def _items(turns: Sequence[Turn]) -> tuple[Item, ...]:
+    """The messages of a context, and its answers as choices."""
     items: list[Item] = []
     before: tuple[int, ...] = ()
     for turn in turns:
         before += turn.prompt_tokens
-        items += [dict(message) for message in turn.messages]
-        items.append(msgspec.to_builtins(_choice(before, turn)))
+        chances = zip(turn.completion_tokens, turn.logprobs, strict=True)
+        choice = Choice(
+            finish_reason=turn.finish_reason,
+            logprobs=Logprobs(tuple(TokenLogprob(f"token_id:{token}", logprob) for token, logprob in chances)),
+            message=Message(turn.text),
+            prompt_token_ids=before,
+            token_ids=turn.completion_tokens,
+        )
+        items += [*(dict(message) for message in turn.messages), msgspec.to_builtins(choice)]
         before += turn.completion_tokens
     return tuple(items)
-
-
-def _choice(before: tuple[int, ...], turn: Turn) -> Choice:
-    chances = zip(turn.completion_tokens, turn.logprobs, strict=True)
-    return Choice(
-        finish_reason=turn.finish_reason,
-        logprobs=Logprobs(tuple(TokenLogprob(f"token_id:{token}", logprob) for token, logprob in chances)),
-        message=Message(turn.text),
-        prompt_token_ids=before,
-        token_ids=turn.completion_tokens,
-    )
 
 
 def _piece(kept: Kept, items: Sequence[Item]) -> ExportPiece:

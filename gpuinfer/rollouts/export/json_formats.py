@@ -8,7 +8,6 @@ from collections.abc import Iterator
 
 from msgspec import Struct
 
-from gpuinfer.rollouts.export.samples import Sample
 from gpuinfer.rollouts.export.trainer_format import Block, ExportPiece, Format, Kept, by_start
 
 
@@ -125,31 +124,25 @@ class PrimeRl(Format[TrainingLine]):
 
     def lines(self, block: Block) -> Iterator[TrainingLine]:
         for sample, kept in block:
-            yield _prime_rl_line(sample, kept)
+            shown, mask, reference = len(sample.prompt), sample.mask, sample.reference_logprobs
+            yield TrainingLine(
+                token_ids=sample.prompt + sample.response,
+                mask=(False,) * shown + tuple(map(bool, mask)),
+                logprobs=(0.0,) * shown + sample.logprobs,
+                temperatures=(1.0,) * shown + sample.temperatures,
+                env_name=sample.group.environment,
+                ref_logprobs=None if reference is None else (0.0,) * shown + reference,
+                advantages=(0.0,) * shown + tuple(sample.advantage * drawn for drawn in mask),
+                reward=sample.trajectory.reward,
+                trace_id=sample.trajectory.id,
+                branch_index=sample.place.context,
+                gpuinfer=kept,
+            )
 
     def pieces(self, line: TrainingLine) -> Iterator[ExportPiece]:
         shown = line.gpuinfer.place.sizes[0][0] if line.gpuinfer.place.sizes else 0
         mask = tuple(map(int, line.mask[shown:]))
         yield ExportPiece(line.gpuinfer, line.token_ids[:shown], line.token_ids[shown:], mask, line.logprobs[shown:])
-
-
-def _prime_rl_line(sample: Sample, kept: Kept) -> TrainingLine:
-    shown = len(sample.prompt)
-    mask = sample.mask
-    reference = sample.reference_logprobs
-    return TrainingLine(
-        token_ids=sample.prompt + sample.response,
-        mask=(False,) * shown + tuple(map(bool, mask)),
-        logprobs=(0.0,) * shown + sample.logprobs,
-        temperatures=(1.0,) * shown + sample.temperatures,
-        env_name=sample.group.environment,
-        ref_logprobs=None if reference is None else (0.0,) * shown + reference,
-        advantages=(0.0,) * shown + tuple(sample.advantage * drawn for drawn in mask),
-        reward=sample.trajectory.reward,
-        trace_id=sample.trajectory.id,
-        branch_index=sample.place.context,
-        gpuinfer=kept,
-    )
 
 
 class RolloutLine(Struct, frozen=True, kw_only=True):
@@ -171,23 +164,19 @@ class Trl(Format[RolloutLine]):
 
     def lines(self, block: Block) -> Iterator[RolloutLine]:
         for of_agent in by_start(block):
-            yield _trl_line(of_agent)
+            samples = [sample for sample, _ in of_agent]
+            yield RolloutLine(
+                prompt_ids=tuple(one.prompt for one in samples),
+                completion_ids=tuple(one.response for one in samples),
+                logprobs=tuple(one.logprobs for one in samples),
+                env_mask=tuple(one.mask for one in samples),
+                reward=tuple(one.trajectory.reward for one in samples),
+                group=tuple(one.start for one in samples),
+                trajectory=tuple(one.trajectory.id for one in samples),
+                gpuinfer=tuple(kept for _, kept in of_agent),
+            )
 
     def pieces(self, line: RolloutLine) -> Iterator[ExportPiece]:
         lists = (line.gpuinfer, line.prompt_ids, line.completion_ids, line.env_mask, line.logprobs)
         for one in zip(*lists, strict=True):
             yield ExportPiece(*one)
-
-
-def _trl_line(block: Block) -> RolloutLine:
-    samples = [sample for sample, _ in block]
-    return RolloutLine(
-        prompt_ids=tuple(one.prompt for one in samples),
-        completion_ids=tuple(one.response for one in samples),
-        logprobs=tuple(one.logprobs for one in samples),
-        env_mask=tuple(one.mask for one in samples),
-        reward=tuple(one.trajectory.reward for one in samples),
-        group=tuple(one.start for one in samples),
-        trajectory=tuple(one.trajectory.id for one in samples),
-        gpuinfer=tuple(kept for _, kept in block),
-    )

@@ -115,27 +115,21 @@ def samples(group: Group) -> list[Sample]:
     """The samples of a group, by game, trajectory and context. Raises `UsageError` for a record without
     log-probabilities.
     """
-    better = _advantages(group)
+    rewards: dict[str, dict[tuple[int, int], float]] = {}  # of the policy's trajectories, by agent
+    for place, each in enumerate(group.games):
+        for at, trajectory in enumerate(each.trajectories):
+            if trajectory.trainable:
+                rewards.setdefault(trajectory.agent, {})[place, at] = trajectory.reward
+    better: dict[tuple[int, int], float] = {}
+    for of_agent in rewards.values():
+        better |= zip(of_agent, advantages(list(of_agent.values())), strict=True)
     return [
-        Sample(group, SamplePlace(game, at, context, _sizes(turns)), turns, last, better[game, at])
+        Sample(group, SamplePlace(game, at, context, sizes), turns, last, better[game, at])
         for game, played in enumerate(group.games)
         for at, trajectory in enumerate(played.trajectories)
         for context, turns, last in _contexts(trajectory)
+        for sizes in [tuple((len(turn.prompt_tokens), len(turn.completion_tokens)) for turn in turns)]
     ]
-
-
-def _advantages(group: Group) -> dict[tuple[int, int], float]:
-    """The advantage of each trajectory of the policy, among the trajectories of the same agent."""
-    of_agents: dict[str, dict[tuple[int, int], float]] = {}
-    for place, game in enumerate(group.games):
-        for at, trajectory in enumerate(game.trajectories):
-            if trajectory.trainable:
-                of_agents.setdefault(trajectory.agent, {})[place, at] = trajectory.reward
-    return {
-        where: one
-        for rewards in of_agents.values()
-        for where, one in zip(rewards, advantages(list(rewards.values())), strict=True)
-    }
 
 
 def _contexts(trajectory: Trajectory) -> Iterator[tuple[int, tuple[Turn, ...], bool]]:
@@ -153,10 +147,6 @@ def _contexts(trajectory: Trajectory) -> Iterator[tuple[int, tuple[Turn, ...], b
                 "Export what `gpuinfer rollouts` has recorded."
             )
         yield number, turns, number == found[-1][0]
-
-
-def _sizes(turns: Sequence[Turn]) -> tuple[tuple[int, int], ...]:
-    return tuple((len(turn.prompt_tokens), len(turn.completion_tokens)) for turn in turns)
 
 
 def _along(turns: Sequence[Turn], drawn: Sequence[Sequence[T]], shown: T) -> tuple[T, ...]:

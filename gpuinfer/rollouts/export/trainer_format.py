@@ -54,7 +54,9 @@ def blocks(groups: Iterable[Group]) -> Iterator[Block]:
             continue
         if held:
             yield held
-        first = Kept(place=found[0].place, groups=(*waiting, emptied(group, found)))
+        nothing = {"prompt_tokens": (), "completion_tokens": (), "logprobs": ()}  # the samples hold them
+        left = {_where(one.place): tuple(replace(turn, **nothing) for turn in one.turns) for one in found}
+        first = Kept(place=found[0].place, groups=(*waiting, _with_contexts(group, left)))
         held = [(found[0], first), *((one, Kept(place=one.place)) for one in found[1:])]
         waiting = []
     if not held:
@@ -89,11 +91,6 @@ def restored(pieces: Iterable[ExportPiece]) -> Iterator[Group]:
             yield from piece.kept.after
 
 
-def emptied(group: Group, found: Sequence[Sample]) -> Group:
-    """The group without the tokens and log-probabilities that its samples hold."""
-    return _with_contexts(group, {_where(one.place): tuple(map(_emptied, one.turns)) for one in found})
-
-
 def _filled(pieces: Sequence[ExportPiece]) -> Group:
     group = pieces[0].kept.groups[-1]
     by_context = {
@@ -124,10 +121,6 @@ def _with_contexts(group: Group, new: Mapping[Where, tuple[Turn, ...]]) -> Group
         return replace(old, trajectories=tuple(trajectory(place, at, one) for at, one in enumerate(old.trajectories)))
 
     return replace(group, games=tuple(game(place, one) for place, one in enumerate(group.games)))
-
-
-def _emptied(turn: Turn) -> Turn:
-    return replace(turn, prompt_tokens=(), completion_tokens=(), logprobs=())
 
 
 def _filled_turns(contexts: Mapping[Where, tuple[Turn, ...]], piece: ExportPiece) -> tuple[Turn, ...]:

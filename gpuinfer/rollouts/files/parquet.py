@@ -18,8 +18,6 @@ import msgspec
 from msgspec import structs
 
 from gpuinfer.errors import UsageError
-from gpuinfer.host.journal import whole_lines
-from gpuinfer.rollouts.files import shards
 from gpuinfer.rollouts.record import Game, Group, Span, Timing, Trajectory, Turn
 
 if TYPE_CHECKING:
@@ -106,13 +104,6 @@ def write_groups(file: IO[bytes], groups: Iterable[Group]) -> None:
             writer.write_table(pa.Table.from_arrays(columns, schema=form), row_group_size=len(rows))
 
 
-def groups_of(journal: Path) -> Iterator[Group]:
-    """The groups of a journal."""
-    for line in whole_lines(journal):
-        if (group := shards.decode(line)) is not None:
-            yield group
-
-
 def numbers(shard: Path) -> set[int] | None:
     """The numbers of the groups in a shard, every byte of which is checked; None for a damaged shard."""
     try:
@@ -132,14 +123,12 @@ def read_groups(shard: Path) -> Iterator[Group]:
 
 
 def _damage() -> tuple[type[Exception], ...]:
-    """The errors that reading a damaged shard raises."""
     import pyarrow as pa
 
     return (pa.ArrowException, OSError, ValueError, KeyError, TypeError)
 
 
 def _tables(shard: Path) -> Iterator[pyarrow.Table]:
-    """One a group."""
     from pyarrow import parquet
 
     with parquet.ParquetFile(shard, page_checksum_verification=True) as file:
@@ -148,55 +137,48 @@ def _tables(shard: Path) -> Iterator[pyarrow.Table]:
 
 
 def _rows(group: Group) -> Iterator[Row]:
-    of_group = _facts("group", group, GROUP)
+    def facts(prefix: str, part: Any, names: Iterable[str]) -> Row:
+        return {f"{prefix}_{name}": getattr(part, name) for name in names}
+
+    of_group = facts("group", group, GROUP)
     if not group.games and not group.failed:
         yield of_group
-    for failed, games in ((False, group.games), (True, group.failed)):
-        for place, game in enumerate(games):
-            for row in _game_rows(game):
-                yield {**of_group, "failed": failed, "game": place, **row}
-
-
-def _game_rows(game: Game) -> Iterator[Row]:
-    of_game = {**_facts("game", game, GAME), "game_metrics": list(game.metrics.items())}
-    if not game.trajectories:
-        yield of_game
-    for place, trajectory in enumerate(game.trajectories):
-        of_trajectory = {**of_game, "trajectory": place, **_facts("trajectory", trajectory, TRAJECTORY)}
-        if not trajectory.turns:
-            yield of_trajectory
-        for number, turn in enumerate(trajectory.turns):
-            yield {**of_trajectory, "turn": number, **_turn_row(turn)}
-
-
-def _turn_row(turn: Turn) -> Row:
-    row = {name: getattr(turn, name) for name in TURN}
-    spans = [{"start": span.start, "version": span.version} for span in turn.spans]
-    return {**row, "messages": _json(turn.messages).decode(), "spans": spans, "timing": structs.asdict(turn.timing)}
-
-
-def _facts(prefix: str, part: Any, names: Iterable[str]) -> Row:
-    return {f"{prefix}_{name}": getattr(part, name) for name in names}
+    games = [(failed, *one) for failed in (False, True) for one in enumerate(group.failed if failed else group.games)]
+    for failed, place, game in games:
+        of_game = {**of_group, "failed": failed, "game": place, **facts("game", game, GAME)}
+        of_game["game_metrics"] = list(game.metrics.items())
+        if not game.trajectories:
+            yield of_game
+        for at, trajectory in enumerate(game.trajectories):
+            of_trajectory = {**of_game, "trajectory": at, **facts("trajectory", trajectory, TRAJECTORY)}
+            if not trajectory.turns:
+                yield of_trajectory
+            for number, turn in enumerate(trajectory.turns):
+                yield {
+                    **of_trajectory,
+                    "turn": number,
+                    **{name: getattr(turn, name) for name in TURN},
+                    "messages": _json(turn.messages).decode(),
+                    "spans": [{"start": span.start, "version": span.version} for span in turn.spans],
+                    "timing": structs.asdict(turn.timing),
+                }
 
 
 def _group(rows: list[Row]) -> Group:
     """Of all its rows, in their order."""
     games: dict[bool, list[Game]] = {False: [], True: []}
-    for (failed, place), of_game in groupby(rows, lambda row: (row["failed"], row["game"])):
-        if place is not None:
-            games[failed].append(_game(list(of_game)))
+    for (failed, place), found in groupby(rows, lambda row: (row["failed"], row["game"])):
+        if place is None:
+            continue
+        of_game, trajectories = list(found), []
+        for at, some in groupby(of_game, lambda row: row["trajectory"]):
+            if at is not None:
+                of_one = list(some)
+                turns = tuple(_turn(row) for row in of_one if row["turn"] is not None)
+                trajectories.append(Trajectory(turns=turns, **_named("trajectory", of_one[0], TRAJECTORY)))
+        facts = {**_named("game", of_game[0], GAME), "metrics": dict(of_game[0]["game_metrics"])}
+        games[failed].append(Game(trajectories=tuple(trajectories), **facts))
     return Group(games=tuple(games[False]), failed=tuple(games[True]), **_named("group", rows[0], GROUP))
-
-
-def _game(rows: list[Row]) -> Game:
-    trajectories = []
-    for place, found in groupby(rows, lambda row: row["trajectory"]):
-        if place is not None:
-            of_one = list(found)
-            turns = tuple(_turn(row) for row in of_one if row["turn"] is not None)
-            trajectories.append(Trajectory(turns=turns, **_named("trajectory", of_one[0], TRAJECTORY)))
-    facts = {**_named("game", rows[0], GAME), "metrics": dict(rows[0]["game_metrics"])}
-    return Game(trajectories=tuple(trajectories), **facts)
 
 
 def _turn(row: Row) -> Turn:

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Literal, get_args
 
 import msgspec
-from msgspec import Struct, structs
+from msgspec import structs
 
 from gpuinfer.errors import WorkError
 from gpuinfer.host import error_text
-from gpuinfer.rollouts.record import Game, Group
+from gpuinfer.rollouts.record import Group
 
 SCHEMA = "gpuinfer.rollouts/1"
 Form = Literal["jsonl", "parquet"]
@@ -49,13 +48,6 @@ _decode = msgspec.json.Decoder(Group).decode
 MOST_SEED = 2**63  # a seed is an integer of 64 bits in every form
 
 
-class _Numbered(Struct):
-    number: int
-
-
-_numbered = msgspec.json.Decoder(_Numbered).decode
-
-
 def encode(group: Group) -> bytes:
     """Raises `WorkError` for what no form of file holds: a number that is not finite, a seed past 64 bits.
 
@@ -79,36 +71,19 @@ def decode(line: bytes) -> Group | None:
         return None
 
 
-def group_number(line: bytes) -> int | None:
-    """The number of the group in a line; None for any other line."""
-    try:
-        return _numbered(line).number if line.endswith(b"\n") else None
-    except (ValueError, RecursionError):
-        return None
-
-
 def check_group(group: Group) -> None:
     """Raises `WorkError` that names what is not finite."""
     for game in (*group.games, *group.failed):
+        of_game = f"of group {group.number}, sample {game.sample}"
         if not -MOST_SEED <= game.seed < MOST_SEED:
-            raise WorkError(
-                f"the seed {game.seed} of {_called(group, game)} has more than 64 bits. Draw a smaller one."
-            )
-        for name, values in _floats(game):
+            raise WorkError(f"the seed {game.seed} {of_game} has more than 64 bits. Draw a smaller one.")
+        turns = [turn for trajectory in game.trajectories for turn in trajectory.turns]
+        rewards = [one.reward for one in game.trajectories] + [turn.reward for turn in turns]
+        logprobs = [(turn.logprobs, turn.reference_logprobs or (), turn.policy_logprobs or ()) for turn in turns]
+        for name, values in (
+            ("a metric", game.metrics.values()),
+            ("a reward", rewards),
+            ("a log-probability", chain.from_iterable(chain.from_iterable(logprobs))),
+        ):
             if not all(map(math.isfinite, values)):
-                raise WorkError(
-                    f"{name} of {_called(group, game)} is not finite. See to what its environment and model give."
-                )
-
-
-def _called(group: Group, game: Game) -> str:
-    return f"group {group.number}, sample {game.sample}"
-
-
-def _floats(game: Game) -> Iterator[tuple[str, Sequence[float]]]:
-    yield "a metric", tuple(game.metrics.values())
-    for trajectory in game.trajectories:
-        yield "a reward", (trajectory.reward, *(turn.reward for turn in trajectory.turns))
-        for turn in trajectory.turns:
-            logprobs = (turn.logprobs, turn.reference_logprobs or (), turn.policy_logprobs or ())
-            yield "a log-probability", tuple(chain.from_iterable(logprobs))
+                raise WorkError(f"{name} {of_game} is not finite. See to what its environment and model give.")

@@ -83,7 +83,8 @@ class ShardJournal:
         else:
             from gpuinfer.rollouts.files import parquet
 
-            self._folder.put(shard.name, lambda file: parquet.write_groups(file, parquet.groups_of(journal)))
+            groups = (group for line in whole_lines(journal) if (group := shards.decode(line)) is not None)
+            self._folder.put(shard.name, lambda file: parquet.write_groups(file, groups))
             journal.unlink()
         sync_folder(self._folder.path)
 
@@ -97,7 +98,7 @@ def _numbers(folder: RecordFolder, shard: Path) -> set[int]:
             log.warning("%s is damaged: kept as .broken; its groups are played again", shard)
             shard.rename(shard.with_suffix(".broken"))
         return numbers or set()
-    found = {number: line for line in whole_lines(shard) if (number := shards.group_number(line)) is not None}
+    found = {group.number: line for line in whole_lines(shard) if (group := shards.decode(line)) is not None}
     if sum(map(len, found.values())) < shard.stat().st_size:
         log.warning("%s is damaged: kept as .broken; its groups that cannot be read are played again", shard)
         with contextlib.suppress(FileExistsError):

@@ -42,8 +42,6 @@ class DigestSource(NamedTuple):
 
 
 def tensor_digests(sources: Mapping[str, DigestSource]) -> Digests:
-    """The digest of each. Raises what `read` raises."""
-
     def leaf(source: DigestSource, at: int) -> bytes:
         return hashlib.sha256(source.read(at, min(CHUNK_BYTES, source.size - at))).digest()
 

@@ -279,7 +279,7 @@ HARMLESS = key_set("""
 
     attention_bias mlp_bias qkv_bias use_bias bias use_qkv_bias attention_out_bias o_proj_bias lm_head_bias
     """)  # fmt: skip
-HARMLESS_BEGINNINGS = ("_", "unsloth_", "axolotl_", "summary_")
+HARMLESS_BEGINNINGS: tuple[str, ...] = ("_", "unsloth_", "axolotl_", "summary_")
 
 # Features of other models, and the values that switch them off.
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
@@ -326,51 +326,42 @@ ROPE_NEUTRAL: Mapping[str, tuple[Any, ...]] = dict.fromkeys(("attn_factor", "ext
 
 
 def refuse_unknown_keys(family: str, config: ConfigFields) -> None:
-    """Raises `UsageError` with keys and values, unless each is honoured, harmless or neutral."""
+    """Raises `UsageError` with keys and values, unless each is honoured, harmless or neutral. The family "rope" is that
+    of rope_scaling and rope_parameters.
+    """
     neutral: Mapping[str, tuple[Any, ...]]
-    if family in MASKED:
+    beginnings, who = HARMLESS_BEGINNINGS, f"a {family} model here does not know"
+    if family == "rope":
+        known, neutral, beginnings, who = ROPE_KNOWN, ROPE_NEUTRAL, (), "the rotary positions here do not know"
+    elif family in MASKED:
         own = MASKED[family]
         known = own.honoured | key_set(_ANY) | own.harmless | (HARMLESS - own.neutral.keys())
         neutral = {**NEUTRAL, **own.neutral}
     else:
         known, neutral = HONOURED[family] | HARMLESS, NEUTRAL
+
+    def is_neutral(name: str, value: Any) -> bool:
+        """Whether the value switches the feature off. An empty value always does."""
+        if value is None or value in ({}, [], ""):
+            return True
+        off = neutral.get(name, ())
+        if isinstance(value, list) and not isinstance(value[0], dict | list):
+            return all(one in off for one in value)
+        return any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in off)
+
     strange = [
         name
         for name, value in config.values.items()
-        if name not in known and not name.startswith(HARMLESS_BEGINNINGS) and not _neutral(neutral, name, value)
+        if name not in known and not name.startswith(beginnings) and not is_neutral(name, value)
     ]
-    cure = "Generate with the program that trained it." if family == "nanogpt" else ANOTHER_PROGRAM
-    _refuse(config, strange, f"a {family} model here does not know", cure)
-
-
-def refuse_unknown_rope_keys(scaling: ConfigFields) -> None:
-    """`refuse_unknown_keys` for rope_scaling or rope_parameters."""
-    strange = [
-        name
-        for name, value in scaling.values.items()
-        if name not in ROPE_KNOWN and not _neutral(ROPE_NEUTRAL, name, value)
-    ]
-    _refuse(scaling, strange, "the rotary positions here do not know", ANOTHER_PROGRAM)
-
-
-def _neutral(neutral: Mapping[str, tuple[Any, ...]], name: str, value: Any) -> bool:
-    """Whether the value switches the feature off. An empty value always does."""
-    if value is None or value in ({}, [], ""):
-        return True
-    if isinstance(value, list) and not isinstance(value[0], dict | list):
-        return all(one in neutral.get(name, ()) for one in value)
-    return any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in neutral.get(name, ()))
-
-
-def _refuse(config: ConfigFields, strange: list[str], who: str, cure: str) -> None:
     if not strange:
         return
-    file = config.where.partition(":")[0]
+    cure = "Generate with the program that trained it." if family == "nanogpt" else ANOTHER_PROGRAM
     shown = ", ".join(f"'{name[:60]}': {shown_value(config.values[name])}" for name in strange[:SHOWN])
     more = f" and {len(strange) - SHOWN} more" if len(strange) > SHOWN else ""
     raise UsageError(
         f"{config.where} has {shown}{more}, which {who}: it may change what the model computes. "
-        f"{cure} If you know that it changes nothing, remove it from {file}."
+        f"{cure} If you know that it changes nothing, remove it from {config.where.partition(':')[0]}."
     )
 
 

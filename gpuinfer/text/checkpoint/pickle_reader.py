@@ -156,8 +156,6 @@ def load_tensors(file: Path | BinaryIO) -> Any:
 
 
 class TensorStore:
-    """Tensors that a file was read into."""
-
     def __init__(self, where: str, tensors: Mapping[str, Tensor]) -> None:
         self.where, self._tensors = where, tensors
         self.tensors = {name: StoredTensor(tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from gpuinfer.errors import UsageError
-from gpuinfer.text.checkpoint.config_keys import ConfigFields, elsewhere, refuse_unknown_rope_keys
+from gpuinfer.text.checkpoint.config_keys import ConfigFields, elsewhere, refuse_unknown_keys
 from gpuinfer.text.transformer import Rope, Shape
 
 BASE = 10_000.0
@@ -28,7 +28,7 @@ BASE = 10_000.0
 def rope_of(config: ConfigFields, head_dim: int, positions: int, *, partial: bool = False) -> tuple[Rope, int]:
     """The angles, and the longest context that they are for. `partial`: a part of each head may be left unrotated."""
     scaling = rope_fields(config, positions)
-    refuse_unknown_rope_keys(scaling)
+    refuse_unknown_keys("rope", scaling)
     kind = scaling.text("rope_type", scaling.text("type", "default"))
     share, turned = scaling.number("partial_rotary_factor", 1.0), head_dim
     if share != 1.0:

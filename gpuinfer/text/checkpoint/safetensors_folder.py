@@ -41,8 +41,6 @@ QUANTISED = ("F8_", "F4", "F6_", "U8", "I8", "I32")  # how quantised weights are
 
 @dataclass(frozen=True)
 class TensorPlace(StoredTensor):
-    """A tensor's bytes in a file."""
-
     path: Path
     start: int
 
@@ -78,8 +76,6 @@ def damaged(path: Path, why: str) -> UsageError:
 
 
 class SafetensorsStore:
-    """The tensors of all shards of a folder."""
-
     def __init__(self, where: str, tensors: Mapping[str, TensorPlace]) -> None:
         self.where, self.tensors = where, tensors
 

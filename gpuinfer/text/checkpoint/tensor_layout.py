@@ -225,8 +225,6 @@ def _linear(rows: Sequence[tuple[str, int]], columns: int, bias: bool, take: Tak
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A stored tensor's shape and dtype."""
-
     shape: tuple[int, ...]
     dtype: torch.dtype
 

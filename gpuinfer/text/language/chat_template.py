@@ -214,8 +214,6 @@ class ChatTemplates:
 
 
 class ChatTemplate:
-    """One chat template."""
-
     def __init__(self, source: str, named: Mapping[str, str]) -> None:
         self.source, self.named = source, named
         self._sandbox = Sandbox()

@@ -103,24 +103,16 @@ def _within(text: Any, longest: int, what: str) -> str:
 
 def _schema(schema: Any) -> str:
     """The schema's JSON text. `True` is any JSON."""
-    if _depth(schema) > DEEPEST:
-        raise BadPrompt(f"the JSON schema is nested deeper than {DEEPEST} levels. Make it flatter, or use $ref.")
+    depth, level = 0, [schema]  # levels of nested objects and lists
+    while inner := [one for one in level if isinstance(one, Mapping | list)]:
+        depth += 1
+        if depth > DEEPEST:
+            raise BadPrompt(f"the JSON schema is nested deeper than {DEEPEST} levels. Make it flatter, or use $ref.")
+        level = [one for values in inner for one in (values.values() if isinstance(values, Mapping) else values)]
     try:
         return json.dumps({} if schema is True else schema, ensure_ascii=False, default=dict)
     except (TypeError, ValueError) as error:
         raise BadPrompt(f"the JSON schema is not JSON: {error}. Write it with JSON's own types.") from None
-
-
-def _depth(value: Any) -> int:
-    """Levels of nested objects and lists, counted to one beyond the limit."""
-    depth, level = 0, [value]
-    while level and depth <= DEEPEST:
-        inner = [one.values() if isinstance(one, Mapping) else one for one in level if isinstance(one, Mapping | list)]
-        level = [one for values in inner for one in values]
-        depth += bool(inner)
-        if not inner:
-            break
-    return depth
 
 
 EXAMINER = GrammarExaminer()

@@ -77,10 +77,13 @@ class ListWalks:
         self._used[row, : trie.words] = other._used[place, : trie.words]
 
     def leave(self, row: int) -> None:
-        """Take the row's list away."""
         self._places[row]["image"] = 0
         self._tries[row] = None
         self._most[row] = 0
+
+    def seat(self, row: int, walk: ListedMatcher) -> None:
+        """Copy the matcher's state into the row."""
+        self.take(row, walk.walks)
 
     def rules(self, rows: Ints) -> ListRules | None:
         """The next tokens of these rows, valid until the next call; None: any token for all."""
@@ -105,7 +108,6 @@ class ListWalks:
         return nodes, int(cpu_trie.advance_all(row, tokens, self._places, self._used, self._spelt, nodes))
 
     def trie(self, row: int) -> Trie | None:
-        """The row's list."""
         return self._tries[row]
 
     def done(self, row: int) -> bool:
@@ -174,23 +176,15 @@ class ListedMatcher:
         copied.walks.take(0, walks, row)
         return copied
 
-    def new_walks(self, rows: int) -> SeatedWalks:
+    def new_walks(self, rows: int) -> ListWalks:
         """Arrays for `rows` rows of this vocabulary, without lists yet."""
-        return SeatedWalks(self.token_bytes, rows)
+        return ListWalks(self.token_bytes, rows)
 
     def nodes(self, tokens: Sequence[int] | Ints) -> tuple[int, ...]:
         """The node before each of these tokens of an answer; -1 in free text. Independent of this matcher's state."""
         walks = ListWalks(self.token_bytes, 1)
         walks.begin(0, self.trie)
         return tuple(walks.follow(0, np.array(tokens, np.int32))[0].tolist())
-
-
-class SeatedWalks(ListWalks):
-    """Walks whose rows start in the state of a matcher."""
-
-    def seat(self, row: int, walk: ListedMatcher) -> None:
-        """Copy the matcher's state into the row."""
-        self.take(row, walk.walks)
 
 
 Support = tuple[Ints, bool]  # tokens, ascending; True: only these were allowed, False: all but these

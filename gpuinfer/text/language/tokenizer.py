@@ -15,6 +15,7 @@ import numpy as np
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from gpuinfer.errors import BadPrompt, UsageError
+from gpuinfer.text.checkpoint.config_keys import read_json
 from gpuinfer.text.language.detokenizer import Encoded, Spelling, bad_unicode, spelling_of
 
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -56,15 +57,7 @@ def read_settings(folder: Path) -> TokenizerSettings:
 
 def read_object(path: Path) -> dict[str, Any]:
     """A JSON object; {} when there is no such file."""
-    try:
-        value = json.loads(path.read_text("utf-8"))
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError, RecursionError) as error:
-        raise UsageError(f"{path} cannot be read as JSON: {error}. Copy it again from where it came.") from None
-    if not isinstance(value, dict):
-        raise UsageError(f"{path} does not hold a JSON object. Copy it again from where it came.")
-    return value
+    return read_json(path) if path.is_file() else {}
 
 
 def _content(token: Any) -> str | None:

@@ -148,20 +148,22 @@ class Roles:
     @classmethod
     def of(cls, opponents: Sequence[str], temperatures: Sequence[str], adapters: Sequence[str]) -> Roles:
         """Raises `UsageError` for what is not of the flags' form, or names what is not there."""
-        found = cls(
-            {role: _opponent(role, text) for role, text in pairs_of("--opponent", opponents, "role=MODEL").items()},
-            {
-                role: _temperature(role, text)
-                for role, text in pairs_of("--role-temperature", temperatures, "role=0.7").items()
-            },
-            adapter_folders(adapters),
-        )
-        for role, one in found.opponents.items():
-            if one.adapter is not None and one.adapter not in found.adapters:
+        found, others, warmths = adapter_folders(adapters), {}, {}
+        for role, text in pairs_of("--opponent", opponents, "role=MODEL").items():
+            name = text.removeprefix(ADAPTER)
+            if name != text and name not in found:
+                raise UsageError(f"--opponent {role}={text}: no such adapter. Add --adapter {name}=DIR.")
+            others[role] = RoleOpponent(model=text) if name == text else RoleOpponent(adapter=name)
+        for role, text in pairs_of("--role-temperature", temperatures, "role=0.7").items():
+            try:
+                warmths[role] = float(text)
+            except ValueError:
+                warmths[role] = -1.0
+            if not 0 <= warmths[role] <= MOST_TEMPERATURE:
                 raise UsageError(
-                    f"--opponent {role}={ADAPTER}{one.adapter}: no such adapter. Add --adapter {one.adapter}=DIR."
+                    f"--role-temperature {role}={text}: no temperature. Give a number from 0 to {MOST_TEMPERATURE:g}."
                 )
-        return found
+        return cls(others, warmths, found)
 
     @property
     def policy(self) -> str | None:
@@ -175,24 +177,6 @@ class Roles:
             "temperatures": dict(self.temperatures),
             "adapters": adapter_digests(self.adapters),
         }
-
-
-def _opponent(role: str, text: str) -> RoleOpponent:
-    if text.startswith(ADAPTER):
-        return RoleOpponent(adapter=text.removeprefix(ADAPTER))
-    return RoleOpponent(model=text)
-
-
-def _temperature(role: str, text: str) -> float:
-    try:
-        number = float(text)
-    except ValueError:
-        number = -1.0
-    if not 0 <= number <= MOST_TEMPERATURE:
-        raise UsageError(
-            f"--role-temperature {role}={text}: no temperature. Give a number from 0 to {MOST_TEMPERATURE:g}."
-        )
-    return number
 
 
 def check_training(own: TrainingOptions) -> None:

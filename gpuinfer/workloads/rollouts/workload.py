@@ -121,7 +121,7 @@ class Rollouts(Workload):
         return PlayPlan(
             samples=own.samples_per_group,
             seed=self.setup.seed,
-            horizon=None if self.environment.knows_horizon else own.horizon,
+            horizon=own.horizon,
             max_turns=own.max_turns,
             step_seconds=own.step_seconds,
             attempts=own.attempts,
@@ -168,38 +168,37 @@ class Rollouts(Workload):
                     yield self._progress(loop.tally, player, training)
             except BaseExceptionGroup as group:
                 raise errors.unwrap(group) from group
-        self._say(loop.tally, stopped=running.cancelled())
+        if loop.tally.failed:
+            log.warning(
+                "%d games ended in an error and were played again; the record has them as failed.", loop.tally.failed
+            )
+        if running.cancelled() and self.options.out is not None:
+            log.warning("stopped; what was played is in %s. Run it again with --resume to go on.", self.options.out)
         yield self._progress(loop.tally, player, training)
 
     async def _prepare(self, infer: Infer) -> RolloutStage:
         """Everything that may take a while before the first game."""
-        spec = self.model()
+        own, spec = self.options, self.model()
         await asyncio.to_thread(check_with_model, spec, self.sampling)
         async with contextlib.AsyncExitStack() as if_refused:
             stage = RolloutStage(await asyncio.to_thread(self._chat, spec))
             if_refused.push_async_callback(stage.close)
-            if self.options.out is not None:
+            if own.out is not None:
                 settings = await asyncio.to_thread(self.deciding_settings)
-                stage.keeper = Writer(self.options.out, self.options.format, settings, resume=self.options.resume)
+                stage.keeper = Writer(own.out, own.format, settings, resume=own.resume)
             await infer.ready()
             for name, folder in self.cast.adapters.items():
                 await infer.update(START, str(folder), adapter=name, drain=False)
             for role, opponent in self.cast.opponents.items():
                 stage.opponents[role] = await self._speaker(infer, role, opponent, stage)
-            stage.reference = await self._reference(infer)
+            if own.reference != "none":
+                other = None if own.ref_model is None else replace(spec, name=own.ref_model, weights=None)
+                if other is not None:
+                    await asyncio.to_thread(check_tokens, spec, other)
+                stage.reference = ReferenceModel(infer, inline=own.reference == "inline", model=other)
+                await stage.reference.ready()
             if_refused.pop_all()
         return stage
-
-    async def _reference(self, infer: Infer) -> ReferenceModel | None:
-        own = self.options
-        if own.reference == "none":
-            return None
-        spec = None if own.ref_model is None else replace(self.model(), name=own.ref_model, weights=None)
-        if spec is not None:
-            await asyncio.to_thread(check_tokens, self.model(), spec)
-        found = ReferenceModel(infer, inline=own.reference == "inline", model=spec)
-        await found.ready()
-        return found
 
     async def _speaker(self, infer: Infer, role: str, opponent: RoleOpponent, stage: RolloutStage) -> Speaker:
         """Who is no part of what learns."""
@@ -258,14 +257,6 @@ class Rollouts(Workload):
             note=f"{tally.failed} games played again" if tally.failed else "",
             before=tally.before,
         )
-
-    def _say(self, tally: RolloutTally, stopped: bool) -> None:
-        if tally.failed:
-            log.warning(
-                "%d games ended in an error and were played again; the record has them as failed.", tally.failed
-            )
-        if stopped and self.options.out is not None:
-            log.warning("stopped; what was played is in %s. Run it again with --resume to go on.", self.options.out)
 
 
 @contextlib.asynccontextmanager
