@@ -60,17 +60,14 @@ def account_station(lane: AccountedLane, station: str) -> None:
         if place != IDLE_STATION and last.stays == number + (last is lane):
             account.ended.append((last, place, now - since))
     account.open = (lane, station, lane.stays, now)
-    if now - account.read_at >= CPU_CLOCK_READ_S:
-        _divide_cpu_time(account, now)
-
-
-def _divide_cpu_time(account: _ThreadAccount, now: float) -> None:
-    """Give what the thread ran since the last reading to the stations that it was in, each by its length."""
+    if now - account.read_at < CPU_CLOCK_READ_S:
+        return
+    # What the thread ran since the last reading goes to the stations that it was in, to each by its length.
     ran = time.thread_time()
     lasted = sum(seconds for _, _, seconds in account.ended)
     share = min(1.0, (ran - account.ran) / lasted) if lasted > 0 else 0.0
-    for lane, station, seconds in account.ended:
-        lane.ran[station] = lane.ran.get(station, 0.0) + seconds * share
+    for one, spent, seconds in account.ended:
+        one.ran[spent] = one.ran.get(spent, 0.0) + seconds * share
     account.ended.clear()
     account.read_at, account.ran = now, ran
 
@@ -144,7 +141,7 @@ def mean_size(sizes: Mapping[int, int]) -> float:
 class Lane:
     """One worker thread or forward slot. Only its own thread calls `enter`; anyone may read what it has counted."""
 
-    __slots__ = ("_clock", "_real", "_since", "_spent", "_station", "device", "name", "ran", "retired", "stays")
+    __slots__ = ("_clock", "_real", "_since", "_spent", "device", "name", "ran", "retired", "station", "stays")
 
     def __init__(
         self, name: str, station: str = "idle", clock: Callable[[], float] = time.monotonic, device: str = ""
@@ -155,26 +152,21 @@ class Lane:
         self.stays, self.ran = 0, dict[str, float]()  # see `spending`
         self._clock, self._real = clock, clock is time.monotonic
         self._spent: dict[str, list[float]] = {}  # station → [seconds, visits that have ended]
-        self._station = station
+        self.station = station  # where it is now
         self._since = clock()
 
     def enter(self, station: str) -> None:
         now = self._clock()
-        spent = self._spent.get(self._station)
+        spent = self._spent.get(self.station)
         if spent is None:
-            self._spent[self._station] = [now - self._since, 1]
+            self._spent[self.station] = [now - self._since, 1]
         else:
             spent[0] += now - self._since
             spent[1] += 1
-        self._station, self._since = station, now
+        self.station, self._since = station, now
         self.stays += 1
         if self._real:  # on a virtual clock no thread spends CPU time
             account_station(self, station)
-
-    @property
-    def station(self) -> str:
-        """Where it is now."""
-        return self._station
 
     def rebook(self, source: str, target: str, seconds: float) -> None:
         """So many seconds of what was booked as one station were another's: it shows only afterwards which."""
@@ -197,7 +189,7 @@ class Lane:
     def stations(self) -> dict[str, float]:
         """Seconds in each station until now."""
         times = {station: spent[0] for station, spent in list(self._spent.items())}
-        times[self._station] = times.get(self._station, 0.0) + self._clock() - self._since
+        times[self.station] = times.get(self.station, 0.0) + self._clock() - self._since
         return times
 
     def visits(self) -> dict[str, int]:

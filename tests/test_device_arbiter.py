@@ -119,32 +119,6 @@ def test_models_run_at_once_where_shares_are_whole_cores(models, rates):
     assert [count / 20.0 for count in done] == pytest.approx(rates, rel=0.1, abs=1)
 
 
-def test_alone_and_freely_no_forward_waits():
-    for scheduler, members in ((FairScheduler(1), 1), (FairScheduler(2, free=True), 3)):
-        models = [scheduler.join(1.0) for _ in range(members)]
-        turns = [scheduler.ask(models[number % members], 2, 0.0) for number in range(3)]
-        assert scheduler.due(0.0)[0] == turns
-        for turn in turns:
-            scheduler.done(turn, 1.0)
-        assert [model.had_s for model in models] == [3.0 / members] * members
-
-
-@pytest.mark.parametrize(
-    ("at_once", "free", "begun", "width", "has_all"),
-    [(False, False, 1, 2, True), (True, False, 2, 1, False), (False, True, 2, 1, False)],
-    ids=["in turns", "at once", "free"],
-)
-def test_forwards_of_a_device_that_takes_whole_forwards(at_once, free, begun, width, has_all):
-    scheduler = FairScheduler(2, at_once=at_once, free=free)
-    first, second = (scheduler.ask(scheduler.join(1.0), 2, 0.0, alone=1) for _ in range(2))
-    assert scheduler.due(0.0)[0] == [first, second][:begun]
-    assert (first.width, first.has_all) == (width, has_all)
-    scheduler.done(first, 1.0)
-    scheduler.due(1.0)
-    assert second.began_at is not None
-    assert scheduler.has_passed_on(first) is has_all
-
-
 def test_cores_are_reserved_for_a_model_that_asks_again_at_once_but_not_for_long():
     scheduler = FairScheduler(2)
     first, second = scheduler.join(1.0), scheduler.join(1.0)

@@ -21,12 +21,9 @@ from gpuinfer.engine.engine import Engine
 from gpuinfer.engine.lanes import FreeLanes, forward_lanes
 from gpuinfer.errors import BackendDied, BackendError, DeviceLost, UsageError
 from gpuinfer.generation import Prompt, Sampling
-from gpuinfer.host import machine
 from gpuinfer.models import device as devices
-from gpuinfer.models import model_options
 from gpuinfer.models.device import device_labels, merged_readings, resolve_devices, setups_of
 from gpuinfer.models.open_model import DataParallel, ModelCopy, Opened
-from gpuinfer.models.out_of_memory import says_lost
 from gpuinfer.strategies.dynamic import Dynamic
 from gpuinfer.testing import run_virtual
 
@@ -264,31 +261,9 @@ async def test_names_that_say_it_themselves_are_refused_without_torch(kind, name
             await backend.check()
 
 
-@pytest.mark.parametrize(
-    ("names", "there", "asked"),
-    [(("cuda:1",), 2, False), (("cuda:2",), 2, True), (("cuda",), 0, True), (("auto", "cpu", "all"), 0, False)],
-)
-def test_torch_is_asked_for_a_device_that_seems_not_to_be_there(names, there, asked, monkeypatch):
-    monkeypatch.setattr(machine, "has_cuda", lambda: there > 0)
-    monkeypatch.setattr(machine, "cuda_devices", lambda: max(1, there))
-    assert model_options.may_be_missing(names) is asked
-
-
 async def test_a_device_that_is_not_there_and_several_where_one_can_be_served_are_refused():
     with pytest.raises(UsageError, match=r"no device 'cuda:99'"):
         await InProcess(Setup(model=ModelSpec("blobnet-small"), devices=("cuda:99",))).check()
     for names in (TWO, ("all",)):
         with pytest.raises(UsageError, match="only one can be served"):
             _ = Setup(devices=names).device
-
-
-@pytest.mark.parametrize(
-    ("words", "lost"),
-    [
-        ("CUDA error: an illegal memory access was encountered", True),
-        ("CUDA error: out of memory", False),
-        ("mat1 and mat2 shapes cannot be multiplied", False),
-    ],
-)
-def test_which_words_mean_that_a_device_is_gone(words, lost):
-    assert says_lost(RuntimeError(words)) is lost

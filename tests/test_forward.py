@@ -2,7 +2,6 @@
 
 import contextlib
 import logging
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -11,7 +10,6 @@ from counts import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from gpuinfer import api
 from gpuinfer.api import ModelSpec
@@ -21,7 +19,6 @@ from gpuinfer.models import pinned_memory
 from gpuinfer.models.forward_cpu import CpuForward
 from gpuinfer.models.forward_cuda import bucket_for, buckets_up_to
 from gpuinfer.models.load import build
-from gpuinfer.models.out_of_memory import is_out_of_memory
 from gpuinfer.models.pinned_memory import copy_plan, deliver, unstage
 from gpuinfer.models.row_blocks import RowBlocks, sound_rows, table_of, unpacked
 
@@ -185,21 +182,6 @@ def test_a_device_finds_the_faults_that_the_host_finds(rows, shapes, data):
     assert sound.tolist() == [fault is None for fault in faults]
 
 
-def test_looking_for_faults_costs_few_kernels():
-    """They run with every batch: one for each part that is wider than a number, to join two, and to compare."""
-    launched = []
-
-    class Counting(TorchDispatchMode):
-        def __torch_dispatch__(self, function, types, given=(), named=None):
-            if not function.is_view:
-                launched.append(function.overloadpacket.__name__)
-            return function(*given, **(named or {}))
-
-    with Counting():
-        sound_rows([torch.ones(5, 52), torch.ones(5), torch.ones(5, 4)], 5)
-    assert sorted(launched) == ["amax", "amax", "lt", "maximum", "maximum", "ones", "ones", "ones"]
-
-
 # The same answer whatever the company
 
 
@@ -235,16 +217,6 @@ def test_with_a_fixed_shape_a_rows_answer_is_the_same_bits_in_any_company(name, 
     check()
 
 
-def test_threads_may_share_one():
-    forward = CpuForward(network("blobnet-small"), torch.float32, 16)
-    blocks = [positions(40, seed) for seed in range(4)]
-    expected = [forward([block])[0] for block in blocks]
-    with ThreadPoolExecutor(4) as threads:
-        for _ in range(20):
-            for ours, theirs in zip(threads.map(lambda block: forward([block])[0], blocks), expected, strict=True):
-                assert_equal(ours, theirs)
-
-
 # Memory
 
 
@@ -264,21 +236,6 @@ def test_out_of_memory_halves_the_step_says_so_once_and_goes_on(fixed_shape, cap
 def test_a_row_that_does_not_fit_alone_is_an_error_with_a_cure():
     with pytest.raises(BackendError, match=r"single row: .*can't allocate memory.*smaller model, dtype bfloat16"):
         CpuForward(Sums(most=0), torch.float32, 4)([positions(3)])
-
-
-def test_which_errors_mean_out_of_memory():
-    with pytest.raises(RuntimeError) as torchs_own:
-        torch.empty(1 << 60, dtype=torch.uint8)
-    for error, answer in (
-        (torchs_own.value, True),
-        (torch.OutOfMemoryError("CUDA out of memory."), True),
-        (MemoryError(), True),
-        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate"), True),
-        (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"), True),
-        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
-        (ValueError("out of memory"), False),
-    ):
-        assert is_out_of_memory(error) is answer, error
 
 
 # Staging and buckets

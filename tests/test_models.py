@@ -13,7 +13,7 @@ from gpuinfer.api import ModelSpec
 from gpuinfer.errors import UnknownName, UsageError
 from gpuinfer.models.device import resolve_device, resolve_dtype
 from gpuinfer.models.load import build, probe, title, trainable
-from gpuinfer.models.networks import Affine, BlobNet, BlobNetSmall, PackedAffine
+from gpuinfer.models.networks import BlobNet, BlobNetSmall
 from gpuinfer.models.row_format import AnswerLayout
 
 CPU = torch.device("cpu")
@@ -85,15 +85,6 @@ def test_the_frozen_form_answers_the_same_and_illegal_actions_are_minus_infinity
         assert torch.equal(policy.isneginf(), illegal)
         assert policy.softmax(1).isfinite().all()
         assert values.isfinite().all()
-
-
-def test_the_plain_and_the_packed_product_agree():
-    weight, bias, inputs, residual = torch.randn(24, 16), torch.randn(24), torch.randn(7, 16), torch.randn(7, 24)
-    best, plain = Affine.best(weight, bias, device=CPU, dtype=torch.float32), Affine(weight, bias)
-    assert isinstance(best, PackedAffine) == torch.backends.mkldnn.is_available()
-    torch.testing.assert_close(best(inputs), plain(inputs))
-    torch.testing.assert_close(best.relu(inputs), plain(inputs).clamp(min=0))
-    torch.testing.assert_close(best.plus(inputs, residual), plain(inputs) + residual)
 
 
 # Building
@@ -290,9 +281,4 @@ def test_the_public_way_builds_the_same_module_from_what_a_run_says():
         assert torch.equal(ours, theirs)
     with pytest.raises(UsageError, match="is a model of text"):
         models.build(ModelSpec("tiny", kind="text"))
-
-
-def test_a_model_of_the_users_own_is_named_with_whose_it_is():
     assert title("numpy:zeros") == f"model 'numpy:zeros' (package numpy {np.__version__})"
-    assert title("test_models:here") == f"model 'test_models:here' ({__file__})"
-    assert [title(name) for name in ("nowhere:at_all", "blobnet")] == ["model 'nowhere:at_all'", "model 'blobnet'"]

@@ -4,10 +4,11 @@ it (NVML).
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -61,7 +62,13 @@ def other_processes(device: torch.device) -> list[OtherProcess]:
         return []
     if os.getpid() not in held and torch.cuda.memory_reserved(device):
         return []
-    strangers = [OtherProcess(pid, _name_of(pid), mb) for pid, mb in held.items() if pid != os.getpid()]
+    strangers = []
+    for pid, mb in held.items():
+        name = ""
+        with contextlib.suppress(psutil.Error):  # ended, or this container has other process numbers
+            name = str(psutil.Process(pid).name())
+        if pid != os.getpid():
+            strangers.append(OtherProcess(pid, name, mb))
     return sorted(strangers, key=lambda one: (-(one.mb or 0.0), one.pid))
 
 
@@ -74,13 +81,6 @@ def merged_processes(readings: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         mb = one["mb"] if known is None or known["mb"] is None else known["mb"] + (one["mb"] or 0.0)
         found[one["pid"]] = {**one, "mb": mb}
     return {"others": list(found.values()), "pids": pids} if pids else {}
-
-
-def _name_of(pid: int) -> str:
-    try:
-        return str(psutil.Process(pid).name())
-    except psutil.Error:  # ended, or this container has other process numbers
-        return ""
 
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -103,7 +103,13 @@ def resolve_device(name: str) -> torch.device:
         return torch.device("cpu")
     number, count = index_of(name) or 0, torch.cuda.device_count() if torch.cuda.is_available() else 0
     if number >= count:
-        raise UsageError(f"no device 'cuda:{number}': {cuda_state(count)} Try --device {'cuda:0' if count else 'cpu'}.")
+        state = "torch sees no CUDA device; `nvidia-smi` tells whether the driver does."
+        if count:
+            present = ", ".join(f"cuda:{number} ({torch.cuda.get_device_name(number)})" for number in range(count))
+            state = f"this machine has {present}."
+        elif torch.version.cuda is None:
+            state = f"torch {torch.__version__} is built without CUDA."
+        raise UsageError(f"no device 'cuda:{number}': {state} Try --device {'cuda:0' if count else 'cpu'}.")
     return torch.device("cuda", number)
 
 
@@ -114,20 +120,17 @@ def resolve_devices(names: Sequence[str]) -> list[torch.device]:
     named twice, and for CPU and CUDA together.
     """
     check_names(names)
-    found = [device for name in names for device in _every(name)]
+    found: list[torch.device] = []
+    for name in names:
+        first = resolve_device(name)
+        count = torch.cuda.device_count() if name in EVERY and first.type == "cuda" else 0
+        found += [torch.device("cuda", number) for number in range(count)] or [first]
     if len({device.type for device in found}) > 1:
         raise mixed(names)
     twice = [device for place, device in enumerate(found) if device.type == "cuda" and device in found[:place]]
     if twice:
         raise named_twice(names, twice[0])
     return found
-
-
-def _every(name: str) -> list[torch.device]:
-    first = resolve_device(name)
-    if name not in EVERY or first.type == "cpu":
-        return [first]
-    return [torch.device("cuda", number) for number in range(torch.cuda.device_count())]
 
 
 def device_labels(devices: Sequence[torch.device]) -> list[str]:
@@ -160,16 +163,6 @@ def merged_readings(readings: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     }
 
 
-def cuda_state(count: int) -> str:
-    """Which CUDA devices there are, or why there are none, as a sentence."""
-    if count:
-        present = ", ".join(f"cuda:{number} ({torch.cuda.get_device_name(number)})" for number in range(count))
-        return f"this machine has {present}."
-    if torch.version.cuda is None:
-        return f"torch {torch.__version__} is built without CUDA."
-    return "torch sees no CUDA device; `nvidia-smi` tells whether the driver does."
-
-
 def device_name(device: torch.device) -> str:
     """The product name of a device."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()
@@ -183,7 +176,14 @@ class Gauge:
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.name = device, device_name(device)
-        self._utilisation = nvml_utilisation(device) if device.type == "cuda" else None
+        self._handle: Any = None  # NVML's; None without a working NVML
+        if device.type == "cuda":
+            with contextlib.suppress(Exception):  # absent, too old, no rights, no driver: the gauge does without
+                import pynvml
+
+                handle = handle_of(device)
+                pynvml.nvmlDeviceGetUtilizationRates(handle)
+                self._handle = handle
         self._others: list[dict[str, Any]] = []
         self._looked_at = -LOOK_S
 
@@ -199,25 +199,12 @@ class Gauge:
             "allocated_mb": torch.cuda.max_memory_allocated(self.device) / MEGABYTE,
             "reserved_mb": torch.cuda.max_memory_reserved(self.device) / MEGABYTE,
         }
-        if self._utilisation is not None:
-            reading["utilisation"] = self._utilisation()
-            reading |= {"others": self._seen(), "pids": [os.getpid()]}
+        if self._handle is not None:
+            import pynvml
+
+            now = time.monotonic()
+            if now - self._looked_at >= LOOK_S:
+                self._others, self._looked_at = [asdict(one) for one in other_processes(self.device)], now
+            utilisation = float(pynvml.nvmlDeviceGetUtilizationRates(self._handle).gpu) / 100
+            reading |= {"utilisation": utilisation, "others": self._others, "pids": [os.getpid()]}
         return reading
-
-    def _seen(self) -> list[dict[str, Any]]:
-        now = time.monotonic()
-        if now - self._looked_at >= LOOK_S:
-            self._others, self._looked_at = [asdict(one) for one in other_processes(self.device)], now
-        return self._others
-
-
-def nvml_utilisation(device: torch.device) -> Callable[[], float] | None:
-    """A function that reads recent utilisation, 0 to 1; None without a working NVML."""
-    try:
-        import pynvml
-
-        handle = handle_of(device)
-        pynvml.nvmlDeviceGetUtilizationRates(handle)
-    except Exception:  # noqa: BLE001 (absent, too old, no rights, no driver: the gauge does without)
-        return None
-    return lambda: float(pynvml.nvmlDeviceGetUtilizationRates(handle).gpu) / 100

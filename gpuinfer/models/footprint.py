@@ -8,7 +8,7 @@ import gc
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -117,51 +117,32 @@ def device_peaks(call: Callable[[int], Any], device: torch.device, rows: int) ->
     return torch.cuda.max_memory_allocated(device) - before[0], torch.cuda.max_memory_reserved(device) - before[1]
 
 
-class MemoryMeter(Protocol):
-    """A device's memory, in bytes."""
+class MemoryMeter:
+    """A process's memory, in bytes: resident memory of the interpreter, of libraries, of the model."""
 
     def free(self) -> int:
         """Available memory."""
-        ...
-
-    def held(self) -> int:
-        """Memory of this process."""
-        ...
-
-    def forget(self) -> None:
-        """Return freed memory and reset the peak."""
-        ...
-
-    def peak(self) -> int:
-        """The peak since `forget`."""
-        ...
-
-    def bound(self, beside: int) -> None:
-        """Limit this process to `beside` bytes more than it holds now."""
-        ...
-
-
-class CpuMemoryMeter:
-    """Resident memory: of the interpreter, of libraries, of the model."""
-
-    def free(self) -> int:
         return memory_available()
 
     def held(self) -> int:
+        """Memory of this process."""
         return resident_bytes()
 
     def forget(self) -> None:
+        """Return freed memory and reset the peak."""
         gc.collect()
         reset_peak()
 
     def peak(self) -> int:
+        """The peak since `forget`."""
         return peak_bytes()
 
     def bound(self, beside: int) -> None:
+        """Limit this process to `beside` bytes more than it holds now."""
         limit_memory(beside)
 
 
-class CudaMemoryMeter:
+class CudaMemoryMeter(MemoryMeter):
     """Memory that torch's allocator reserves on one device, gaps between tensors included, the
     driver's own excluded.
     """
@@ -194,4 +175,4 @@ class CudaMemoryMeter:
 
 
 def memory_meter_of(device: torch.device) -> MemoryMeter:
-    return CudaMemoryMeter(device) if device.type == "cuda" else CpuMemoryMeter()
+    return CudaMemoryMeter(device) if device.type == "cuda" else MemoryMeter()

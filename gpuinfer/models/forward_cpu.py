@@ -131,14 +131,10 @@ class CpuForward:
             whole = as_tensor(pieces[0])
             if whole.dtype == self.dtype:
                 return whole
-        staging = self._staging(chunk, self.bits or run.blocks[0].shape[1])
+        wanted = (chunk, self.bits or run.blocks[0].shape[1])  # this thread's buffer of one chunk [rows, features]
+        staging: Tensor | None = getattr(self._own, "staging", None)
+        if staging is None or staging.shape != wanted:
+            staging = self._own.staging = torch.empty(wanted, dtype=self.dtype)
         self._cast(pieces, staging[:rows])
         staging[rows:shape].zero_()
         return staging[:shape]
-
-    def _staging(self, *shape: int) -> Tensor:
-        """This thread's buffer of one chunk [rows, features] in the run's dtype."""
-        staging: Tensor | None = getattr(self._own, "staging", None)
-        if staging is None or staging.shape != shape:
-            staging = self._own.staging = torch.empty(shape, dtype=self.dtype)
-        return staging

@@ -163,24 +163,21 @@ class CudaForward:
         try:
             with torch.inference_mode(), torch.cuda.device(self.device):
                 enter_station("transfer")
-                self._fill(slot, run, targets)
+                done = 0
+                while done < run.rows:
+                    chunk = self.step.rows
+                    rows = min(chunk, run.rows - done)
+                    shape = chunk if self.fixed_shape else rows
+                    with self.step.under_way(shape):
+                        failure = self._attempt(slot, run, done, rows, chunk, targets)
+                    if failure is not None:
+                        release_cached_memory()
+                        self.step.make_room(shape, failure)
+                        continue
+                    self.step.made(shape)
+                    done += rows
         finally:
             self._free.put(slot)
-
-    def _fill(self, slot: ForwardSlot, run: RowBlocks, targets: AnswerTargets) -> None:
-        done = 0
-        while done < run.rows:
-            chunk = self.step.rows
-            rows = min(chunk, run.rows - done)
-            shape = chunk if self.fixed_shape else rows
-            with self.step.under_way(shape):
-                failure = self._attempt(slot, run, done, rows, chunk, targets)
-            if failure is not None:
-                release_cached_memory()
-                self.step.make_room(shape, failure)
-                continue
-            self.step.made(shape)
-            done += rows
 
     def _attempt(
         self, slot: ForwardSlot, run: RowBlocks, start: int, rows: int, chunk: int, targets: AnswerTargets

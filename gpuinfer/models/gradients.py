@@ -24,9 +24,9 @@ from gpuinfer.errors import BackendError, UsageError
 from gpuinfer.gradients import Gradients, TrainingBatch
 from gpuinfer.models import losses, model_layers
 from gpuinfer.models.device import Gauge, resolve_device
-from gpuinfer.models.load import probe, trainable
+from gpuinfer.models.load import probe, with_weights
 from gpuinfer.models.model_layers import check_same
-from gpuinfer.models.networks import SHOWN, load_weights, mismatches
+from gpuinfer.models.networks import mismatch
 from gpuinfer.models.open_model import ForwardTuning, compute_with, computing_threads, divide_cores, threads_for
 from gpuinfer.models.out_of_memory import first_line, is_out_of_memory, keep_freed_memory
 from gpuinfer.models.pinned_memory import queued
@@ -109,17 +109,20 @@ def open_gradients(spec: ModelSpec, setup: Setup, tuning: GradientTuning) -> Ope
 
     Raises `UsageError` when the model or the loss cannot be loaded, or the model's layers cannot be told apart.
     """
-    _refuse(setup, tuning)
+    refuse_float16_gradients(setup)
+    if (tuning.in_flight or 1) > 1:
+        raise UsageError(
+            f"-B in_flight={tuning.in_flight}: a device computes gradients one batch at a time. Leave it out."
+        )
+    if tuning.compile:
+        raise UsageError("-B compile=true is for answers, not for gradients. Leave it out.")
     row_dtype(spec)
     loss = losses.find_loss(tuning.loss)
     device = resolve_device(setup.device)
     computed = computed_in(setup.dtype, tuning.compute, device.type == "cpu")
     divide_cores(setup, tuning)
     keep_freed_memory()
-    module = trainable(spec, setup.seed)
-    if spec.weights is not None:
-        load_weights(module, spec.weights, spec.name)
-    module = module.float().to(device)
+    module = with_weights(spec, setup.seed).float().to(device)
     probe(module.eval(), spec, device=device, dtype=torch.float32)
     passes = GradientPass(
         module,
@@ -149,16 +152,6 @@ def open_gradients(spec: ModelSpec, setup: Setup, tuning: GradientTuning) -> Ope
             "in_force": in_force,
         },
     )
-
-
-def _refuse(setup: Setup, tuning: GradientTuning) -> None:
-    refuse_float16_gradients(setup)
-    if (tuning.in_flight or 1) > 1:
-        raise UsageError(
-            f"-B in_flight={tuning.in_flight}: a device computes gradients one batch at a time. Leave it out."
-        )
-    if tuning.compile:
-        raise UsageError("-B compile=true is for answers, not for gradients. Leave it out.")
 
 
 class GradientPass:
@@ -192,7 +185,16 @@ class GradientPass:
         self._measured: dict[int, int] = {}  # rows → bytes of activations
         self.segments = 1
         if checkpoint_segments is not None:
-            module, self.segments = self._divided(module, checkpoint_segments, layers)
+            rows = torch.ones(TRIED_ROWS, spec.inputs, device=self._device)
+            with torch.inference_mode():
+                before = module.eval()(rows)
+            module, self.segments = model_layers.divide(module, checkpoint_segments, layers, spec.name)
+            cure = (
+                "Its layers must each be called with the last one's answer: name others with -B layers=attribute, or "
+                f"{model_layers.CURE}."
+            )
+            divided = module
+            check_same(spec.name, before, lambda: divided.eval()(rows), "with its layers in segments", cure)
         self.module = module
 
     def __call__(self, batch: TrainingBatch) -> Gradients:
@@ -216,19 +218,6 @@ class GradientPass:
         finally:
             for parameter in self._parameters.values():
                 parameter.grad = None
-
-    def _divided(self, module: nn.Module, count: model_layers.Segments, layers: str | None) -> tuple[nn.Module, int]:
-        """The module in segments, checked to answer as before."""
-        rows = torch.ones(TRIED_ROWS, self._spec.inputs, device=self._device)
-        with torch.inference_mode():
-            before = module.eval()(rows)
-        module, made = model_layers.divide(module, count, layers, self._spec.name)
-        cure = (
-            "Its layers must each be called with the last one's answer: name others with -B layers=attribute, or "
-            f"{model_layers.CURE}."
-        )
-        check_same(self._spec.name, before, lambda: module.eval()(rows), "with its layers in segments", cure)
-        return module, made
 
     def _misfit(self, batch: TrainingBatch) -> BackendError | None:
         if not isinstance(batch, TrainingBatch):
@@ -265,11 +254,10 @@ class GradientPass:
         given: dict[str, Any] = {
             name: one for name, one in weights.items() if name in known or name not in self._states
         }
-        if problems := mismatches(known, given):
-            more = f" and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
+        if problems := mismatch(known, given):
             raise BackendError(
-                f"the weights of the batch do not fit model '{self._spec.name}': {'; '.join(problems[:SHOWN])}{more}. "
-                "Send those of its state_dict."
+                f"the weights of the batch do not fit model '{self._spec.name}': {problems}. Send those of its "
+                "state_dict."
             )
         for name, parameter in self._parameters.items():
             parameter.data = _tensor(weights[name]).to(self._device, parameter.dtype)

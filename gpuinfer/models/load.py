@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import save
-from torch import Tensor, nn
+from torch import nn
 
 from gpuinfer.api import ModelSpec
 from gpuinfer.config import blame, import_paths
@@ -45,7 +45,7 @@ def probe(module: nn.Module, spec: ModelSpec, *, device: torch.device, dtype: to
 
 
 def attempt(module: nn.Module, spec: ModelSpec, rows: int, device: torch.device, dtype: torch.dtype) -> AnswerLayout:
-    """The answers to a batch of so many rows."""
+    """The layout of the answers to a batch of so many rows, checked."""
     features = torch.ones(rows, spec.inputs, device=device, dtype=dtype)
     with torch.inference_mode():
         try:
@@ -56,10 +56,6 @@ def attempt(module: nn.Module, spec: ModelSpec, rows: int, device: torch.device,
                 f"{list(features.shape)} of {str(dtype).removeprefix('torch.')} on {device}. "
                 f"Let it take that shape and dtype{'' if dtype == torch.float32 else ', or try dtype float32'}."
             ) from error
-    return check(answer, rows, spec)
-
-
-def check(answer: Any, rows: int, spec: ModelSpec) -> AnswerLayout:
     expected = expected_shapes(spec, rows)
     wanted = " and ".join(f"{name} {shape}" for name, shape in expected) or f"tensors of {rows} rows"
     try:
@@ -67,30 +63,12 @@ def check(answer: Any, rows: int, spec: ModelSpec) -> AnswerLayout:
     except TypeError as error:
         raise UsageError(f"{title(spec.name)} answered with {error}. Let it return {wanted}.") from None
     shapes = [list(tensor.shape) for tensor in found]
-    if expected and (shapes != [shape for _, shape in expected] or not isinstance(answer, tuple | list)):
-        raise wrong_shapes(spec, rows, shapes, wanted)
-    if not found or any(not shape or shape[0] != rows for shape in shapes):
-        raise wrong_shapes(spec, rows, shapes, wanted)
-    check_numbers(found, spec)
-    return layout
-
-
-def expected_shapes(spec: ModelSpec, rows: int) -> Sequence[tuple[str, list[int]]]:
-    """The shapes that the workload expects; None when it names neither actions nor seats."""
-    if "actions" not in spec.arguments or "seats" not in spec.arguments:
-        return []
-    return [("policy logits", [rows, spec.arguments["actions"]]), ("values", [rows, spec.arguments["seats"]])]
-
-
-def wrong_shapes(spec: ModelSpec, rows: int, shapes: list[list[int]], wanted: str) -> UsageError:
-    answered = " and ".join(map(str, shapes)) or "nothing"
-    return UsageError(
-        f"{title(spec.name)} answered a batch of {rows} rows with {answered}. Let it return {wanted}"
-        f"{' as a tuple' if ' and ' in wanted else ''}."
-    )
-
-
-def check_numbers(found: list[Tensor], spec: ModelSpec) -> None:
+    unlike = shapes != [shape for _, shape in expected] or not isinstance(answer, tuple | list)
+    if (expected and unlike) or not found or any(not shape or shape[0] != rows for shape in shapes):
+        raise UsageError(
+            f"{title(spec.name)} answered a batch of {rows} rows with {' and '.join(map(str, shapes)) or 'nothing'}. "
+            f"Let it return {wanted}{' as a tuple' if ' and ' in wanted else ''}."
+        )
     for place, tensor in enumerate(found):
         bad = "NaN" if bool(tensor.isnan().any()) else "+inf" if bool(tensor.isposinf().any()) else None
         if bad:
@@ -98,6 +76,14 @@ def check_numbers(found: list[Tensor], spec: ModelSpec) -> None:
                 f"{title(spec.name)} answered with {bad} in output {place} {list(tensor.shape)}. "
                 f"Check its weights{OVERFLOWS if tensor.dtype == torch.float16 else ''}."
             )
+    return layout
+
+
+def expected_shapes(spec: ModelSpec, rows: int) -> Sequence[tuple[str, list[int]]]:
+    """The shapes that the workload expects; none when it names neither actions nor seats."""
+    if "actions" not in spec.arguments or "seats" not in spec.arguments:
+        return []
+    return [("policy logits", [rows, spec.arguments["actions"]]), ("values", [rows, spec.arguments["seats"]])]
 
 
 def build(
@@ -108,13 +94,18 @@ def build(
 
     The same spec and seed give the same weights in every process. Raises `UsageError` when the model cannot be had.
     """
-    module = trainable(spec, seed)
-    if spec.weights is not None:
-        load_weights(module, spec.weights, spec.name)
-    module.eval().requires_grad_(False)
+    module = with_weights(spec, seed).eval().requires_grad_(False)
     if spec.name in NETWORKS:
         return module.freeze(device=device, dtype=dtype, compute=compute or dtype).eval()  # type: ignore[operator, no-any-return]
     return module.to(device=device, dtype=dtype).to(compute or dtype)
+
+
+def with_weights(spec: ModelSpec, seed: int) -> nn.Module:
+    """`trainable`, with the weights of the spec's file where it names one. Raises `UsageError` unless they fit."""
+    module = trainable(spec, seed)
+    if spec.weights is not None:
+        load_weights(module, spec.weights, spec.name)
+    return module
 
 
 def trainable(spec: ModelSpec, seed: int) -> nn.Module:
@@ -177,12 +168,13 @@ def find_factory(name: str, what: str = "model") -> Any:
     import_paths.in_working_folder()
     try:
         found: Any = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if import_paths.is_of(module_name, error):
-            raise import_paths.absent(name, error.name, what) from error
-        raise unimportable(name, error, what) from error
     except Exception as error:
-        raise unimportable(name, error, what) from error
+        if isinstance(error, ModuleNotFoundError) and import_paths.is_of(module_name, error):
+            raise import_paths.absent(name, error.name, what) from error
+        raise UsageError(
+            f"{title(name, what)}: importing '{module_name}' raised {error_text.full_message(error)}. "
+            f"`python -c 'import {module_name}'` shows where."
+        ) from error
     for part in path.split("."):
         if not hasattr(found, part):
             if module_name == "__main__":
@@ -190,12 +182,9 @@ def find_factory(name: str, what: str = "model") -> Any:
                     f"{what} '{path}' is not there when the program is imported, as the process that runs it does. "
                     "Define it at the top of the program, above `if __name__ == '__main__':`."
                 )
-            raise UnknownName(
-                f"{'factory' if what == 'model' else what} in module '{module_name}'",
-                path,
-                public_callables(found),
-                label="It has",
-            )
+            known = [name for name, value in vars(found).items() if callable(value) and not name.startswith("_")]
+            kind = f"{'factory' if what == 'model' else what} in module '{module_name}'"
+            raise UnknownName(kind, path, known, label="It has")
         found = getattr(found, part)
     if not callable(found):
         returns = "the module" if what == "model" else f"the {what}"
@@ -210,18 +199,6 @@ def title(name: str, what: str = "model") -> str:
     module, colon, _ = name.partition(":")
     owner = blame.owner_of(module) if colon else ""
     return f"{what} '{name}' ({owner})" if owner else f"{what} '{name}'"
-
-
-def unimportable(name: str, error: Exception, what: str) -> UsageError:
-    module_name = name.partition(":")[0]
-    return UsageError(
-        f"{title(name, what)}: importing '{module_name}' raised {error_text.full_message(error)}. "
-        f"`python -c 'import {module_name}'` shows where."
-    )
-
-
-def public_callables(module: Any) -> list[str]:
-    return [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
 
 
 class FactoryWants(UsageError):
@@ -279,9 +256,7 @@ def refuse_unloadable(spec: ModelSpec) -> None:
     built for the check, which takes milliseconds; of others only the factory is looked up.
     """
     if spec.name in NETWORKS or ":" not in spec.name:
-        module = trainable(spec, 0)
-        if spec.weights is not None:
-            load_weights(module, spec.weights, spec.name)
+        with_weights(spec, 0)
     else:
         find_factory(spec.name)
 
@@ -291,10 +266,7 @@ def write_weights(spec: ModelSpec, seed: int, path: Path) -> None:
 
     Raises `UsageError` when the model cannot be loaded, `WorkError` when the file cannot be written.
     """
-    module = trainable(spec, seed)
-    if spec.weights is not None:
-        load_weights(module, spec.weights, spec.name)
-    content = save({name: tensor.contiguous() for name, tensor in module.state_dict().items()})
+    content = save({name: one.contiguous() for name, one in with_weights(spec, seed).state_dict().items()})
     try:
         put_whole(path, lambda file: file.write(content))
     except OSError as error:

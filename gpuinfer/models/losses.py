@@ -52,12 +52,6 @@ def find_loss(name: str | None) -> Loss:
     return find_factory(name, what="loss")  # type: ignore[no-any-return]
 
 
-def takes(loss: Loss, settings: Mapping[str, float]) -> dict[str, float]:
-    """The settings that the loss function accepts."""
-    named = _arguments(loss)
-    return dict(settings) if named is None else {name: one for name, one in settings.items() if name in named}
-
-
 @functools.lru_cache
 def _arguments(loss: Loss) -> frozenset[str] | None:
     """The argument names; None: any. Cached, since `inspect` takes a third of a millisecond."""
@@ -77,8 +71,9 @@ def loss_and_parts(
 
     Parts on a CUDA device stay there, as float64 tensors [], until `read`: the host would wait for each.
     """
+    named = _arguments(loss)
     try:
-        found = loss(answers, targets, **takes(loss, settings))
+        found = loss(answers, targets, **{key: one for key, one in settings.items() if named is None or key in named})
     except Exception as error:
         given = ", ".join(f"{key} {list(tensor.shape)}" for key, tensor in targets.items())
         raise BackendError(
@@ -87,7 +82,9 @@ def loss_and_parts(
         ) from error
     scalar, parts = found if isinstance(found, tuple) and len(found) == 2 else (found, {})
     if not isinstance(scalar, Tensor) or scalar.numel() != 1 or not scalar.is_floating_point():
-        shape = f"a tensor {list(scalar.shape)} of {scalar.dtype}" if isinstance(scalar, Tensor) else _kind(found)
+        shape = f"a tuple of {len(found)}" if isinstance(found, tuple) else f"a {type(found).__name__}"
+        if isinstance(scalar, Tensor):
+            shape = f"a tensor {list(scalar.shape)} of {scalar.dtype}"
         raise BackendError(
             f"{title(name, 'loss')} returned {shape}, and not one number. Let it return a scalar tensor, such as the "
             "mean over the rows, or that and a dict of its parts."
@@ -124,11 +121,6 @@ def _number(value: Any) -> float | Tensor:
     if not isinstance(value, Tensor) or value.device.type == "cpu":
         return float(value.detach() if isinstance(value, Tensor) else value)
     return value.detach().double().reshape(())
-
-
-def _kind(found: Any) -> str:
-    """The type's name, for errors."""
-    return f"a tuple of {len(found)}" if isinstance(found, tuple) else f"a {type(found).__name__}"
 
 
 def _shapes(answers: Any) -> str:

@@ -152,24 +152,14 @@ def complaint_of(given: ForwardOptions, layers_serve: bool = False) -> str | Non
             f"{name}={said[name]} says how a model is cut into stages, and with parallel=data it is not cut. Add "
             f"-B parallel=pipeline or -B parallel=layers, or leave {name} out"
         )
-    return _points(given, said["split_points"]) or _whole(given)
-
-
-def _points(given: ForwardOptions, said: str | None) -> str | None:
-    points = given.split_points
-    if points is None:
-        return None
-    if not points or list(points) != sorted(set(points)):
-        return f"split_points={said} do not ascend. Name the layers at which stages begin in their order, such as 2,4"
-    if given.stages not in ("auto", len(points) + 1):
+    points, listed = given.split_points, said["split_points"]
+    if points is not None and (not points or list(points) != sorted(set(points))):
+        return f"split_points={listed} do not ascend. Name the layers at which stages begin in their order, such as 2,4"
+    if points is not None and given.stages not in ("auto", len(points) + 1):
         return (
-            f"split_points={said} make {len(points) + 1} stages, and stages={given.stages} asks for another number. "
+            f"split_points={listed} make {len(points) + 1} stages, and stages={given.stages} asks for another number. "
             "Leave one of them out"
         )
-    return None
-
-
-def _whole(given: ForwardOptions) -> str | None:
     if given.compile:
         return f"compile=true compiles a whole model, and parallel={given.parallel} cuts it. Leave one of them out"
     if given.parallel == "layers" and (given.in_flight or 1) > 1:

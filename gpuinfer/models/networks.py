@@ -243,14 +243,6 @@ class OneTokenLayer(nn.TransformerEncoderLayer):
         return answer
 
 
-def fused_attention(layer: nn.TransformerEncoderLayer) -> tuple[Tensor, Tensor]:
-    """The value and output projections as one linear map: float64 weight and bias."""
-    attention = layer.self_attn
-    inner, inner_bias = attention.in_proj_weight[2 * WIDTH :].double(), attention.in_proj_bias[2 * WIDTH :].double()
-    outer, outer_bias = attention.out_proj.weight.double(), attention.out_proj.bias.double()
-    return outer @ inner, outer @ inner_bias + outer_bias
-
-
 class BlobNet(nn.Module):
     """A transformer encoder over one token: 6 post-norm layers, width 256, 8 heads, feed-forward 1,024 with ReLU.
 
@@ -265,10 +257,6 @@ class BlobNet(nn.Module):
         self.layers = nn.ModuleList(OneTokenLayer() for _ in range(LAYERS))
         self.policy = nn.Linear(WIDTH, actions)
         self.value = nn.Linear(WIDTH, seats)
-
-    @property
-    def encoder(self) -> Sequence[nn.TransformerEncoderLayer]:
-        return cast(Sequence[nn.TransformerEncoderLayer], self.layers)
 
     def forward(self, features: Tensor) -> tuple[Tensor, Tensor]:
         """Features [rows, F] in the parameters' dtype → policy logits [rows, actions] and values [rows, seats].
@@ -296,10 +284,16 @@ class BlobNet(nn.Module):
         def frozen(layer: nn.TransformerEncoderLayer) -> FrozenLayer:
             grow = affine(layer.linear1.weight, layer.linear1.bias)
             shrink = affine(layer.linear2.weight, layer.linear2.bias)
-            return FrozenLayer(affine(*fused_attention(layer)), norm(layer.norm1), grow, shrink, norm(layer.norm2))
+            # The value and output projections as one linear map, multiplied in float64.
+            inner, outer = layer.self_attn, layer.self_attn.out_proj.weight.double()
+            weight = outer @ inner.in_proj_weight[2 * WIDTH :].double()
+            bias = outer @ inner.in_proj_bias[2 * WIDTH :].double() + inner.out_proj.bias.double()
+            return FrozenLayer(affine(weight, bias), norm(layer.norm1), grow, shrink, norm(layer.norm2))
 
         embed, heads = affine(self.embed.weight, self.embed.bias), affine(*stacked_heads(self.policy, self.value))
-        return FrozenBlobNet(embed, norm(self.norm), [frozen(layer) for layer in self.encoder], heads, self.actions)
+        return FrozenBlobNet(
+            embed, norm(self.norm), [frozen(cast(OneTokenLayer, one)) for one in self.layers], heads, self.actions
+        )
 
 
 class BlobNetSmall(nn.Module):
@@ -347,12 +341,10 @@ WRAPPERS = ("state_dict", "model")  # training scripts often keep the weights un
 def load_weights(module: nn.Module, path: str, model: str) -> None:
     """Load the weights of file `path` into `module`. Raises `UsageError` unless every key and shape fits."""
     weights = read_weights(Path(path))
-    wanted = module.state_dict()
-    if problems := mismatches(wanted, weights):
-        more = f" and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
+    if problems := mismatch(module.state_dict(), weights):
         raise UsageError(
-            f"the weights in {path} do not fit model '{model}': {'; '.join(problems[:SHOWN])}{more}. "
-            "Use the model and the game sizes that they were trained with."
+            f"the weights in {path} do not fit model '{model}': {problems}. Use the model and the game sizes that they "
+            "were trained with."
         )
     module.load_state_dict(weights)
 
@@ -373,10 +365,6 @@ def read_weights(path: Path) -> dict[str, Tensor]:
             f"cannot read weights from {path}: {reason}. Save a plain state_dict, best as safetensors "
             "(safetensors.torch.save_file)."
         ) from error
-    return named_tensors(content, path)
-
-
-def named_tensors(content: Any, path: Path) -> dict[str, Tensor]:
     if isinstance(content, Mapping):
         for key in WRAPPERS:
             if isinstance(content.get(key), Mapping):
@@ -387,8 +375,8 @@ def named_tensors(content: Any, path: Path) -> dict[str, Tensor]:
     raise UsageError(f"{path} does not hold a state_dict, names with tensors alone. Save model.state_dict() in it.")
 
 
-def mismatches(wanted: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> list[str]:
-    """Mismatches, a phrase each: absent keys, unknown keys, other shapes."""
+def mismatch(wanted: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> str:
+    """The first mismatches: absent keys, unknown keys, other shapes. "" where all fits."""
     problems = [f"'{key}' {list(wanted[key].shape)} is missing" for key in wanted if key not in given]
     problems += [f"'{key}' {list(given[key].shape)} is unknown to it" for key in given if key not in wanted]
     problems += [
@@ -396,4 +384,5 @@ def mismatches(wanted: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> lis
         for key, tensor in wanted.items()
         if key in given and given[key].shape != tensor.shape
     ]
-    return problems
+    more = f" and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
+    return "; ".join(problems[:SHOWN]) + more

@@ -28,7 +28,6 @@ from gpuinfer.errors import UsageError, WorkError
 from gpuinfer.host import error_text
 from gpuinfer.host.machine import cores
 from gpuinfer.models import load
-from gpuinfer.models.networks import load_weights
 from gpuinfer.models.row_blocks import tensors_of
 from gpuinfer.models.row_format import AnswerLayout
 
@@ -108,10 +107,7 @@ def open_exportable(spec: ModelSpec, seed: int) -> Exportable:
     cpu = torch.device("cpu")
     here = load.build(spec, device=cpu, dtype=torch.float32, seed=seed)
     layout = load.probe(here, spec, device=cpu, dtype=torch.float32)
-    written = load.trainable(spec, seed)
-    if spec.weights is not None:
-        load_weights(written, spec.weights, spec.name)
-    written.eval().requires_grad_(False).to(torch.float32)
+    written = load.with_weights(spec, seed).eval().requires_grad_(False).to(torch.float32)
     if (size := sum(tensor.nbytes for tensor in written.state_dict().values())) > LARGEST:
         raise UsageError(
             f"{load.title(spec.name)} has {size / 2**30:.1f} GiB of weights, and an ONNX file holds 2 GiB. "
@@ -130,9 +126,12 @@ def content(network: Exportable, told: Mapping[str, str]) -> bytes:
         with _quietly(), torch.no_grad():
             model = _written(_Flat(network.written), network)
     except Exception as error:
+        cause: BaseException = error  # the innermost: torch wraps it in pages of text
+        while cause.__cause__ is not None:
+            cause = cause.__cause__
         raise WorkError(
-            f"{load.title(network.spec.name)} cannot be exported: {_cause(error)}. Let its forward take any number of "
-            "rows, without branches on what is in them, and compute with operations of torch alone."
+            f"{load.title(network.spec.name)} cannot be exported: {error_text.short_message(cause)}. Let its forward "
+            "take any number of rows, without branches on what is in them, and compute with operations of torch alone."
         ) from error
     _tidy(model)
     for name, text in sorted(told.items()):
@@ -160,49 +159,29 @@ def _quietly() -> Iterator[None]:
 
 
 def _written(module: nn.Module, network: Exportable) -> onnx.ModelProto:
+    """Export from a graph by tracing the program (`strict`), where `len(rows)` is no constant; else by calling the
+    module; with an older torch by TorchScript after that.
+    """
+    import onnx
+
+    example = (torch.ones(EXAMPLE_ROWS, network.spec.inputs),)
+    told: dict[str, Any] = {"input_names": [INPUT], "output_names": list(network.outputs)}
+    told |= {"opset_version": OPSET, "verbose": False}
+    shapes = {"features": {0: torch.export.Dim.DYNAMIC}}
     try:
-        return _by_graph(module, network)
+        try:
+            graph = torch.export.export(module, example, dynamic_shapes=shapes, strict=True)
+        except Exception:  # noqa: BLE001 (the other way says what is wrong)
+            graph = torch.export.export(module, example, dynamic_shapes=shapes, strict=False)
+        program: Any = torch.onnx.export(graph, **told, dynamo=True)
+        return program.model_proto  # type: ignore[no-any-return]
     except Exception:
         if GRAPHS:
             raise
-        return _by_script(module, network)
-
-
-def _by_graph(module: nn.Module, network: Exportable) -> onnx.ModelProto:
-    """Export by tracing the program (`strict`), where `len(rows)` is no constant; else by calling the module."""
-    example, shapes = (_example(network),), {"features": {0: torch.export.Dim.DYNAMIC}}
-    try:
-        graph = torch.export.export(module, example, dynamic_shapes=shapes, strict=True)
-    except Exception:  # noqa: BLE001 (the other way says what is wrong)
-        graph = torch.export.export(module, example, dynamic_shapes=shapes, strict=False)
-    program: Any = torch.onnx.export(graph, **_named(network), dynamo=True)
-    model: onnx.ModelProto = program.model_proto
-    return model
-
-
-def _by_script(module: nn.Module, network: Exportable) -> onnx.ModelProto:
-    import onnx
-
     file: Any = io.BytesIO()
     axes = {name: {0: BATCH} for name in (INPUT, *network.outputs)}
-    torch.onnx.export(module, (_example(network),), file, **_named(network), dynamic_axes=axes, dynamo=False)
+    torch.onnx.export(module, example, file, **told, dynamic_axes=axes, dynamo=False)
     return onnx.load_model_from_string(file.getvalue())
-
-
-def _example(network: Exportable) -> Tensor:
-    return torch.ones(EXAMPLE_ROWS, network.spec.inputs)
-
-
-def _named(network: Exportable) -> dict[str, Any]:
-    names = {"input_names": [INPUT], "output_names": list(network.outputs)}
-    return {**names, "opset_version": OPSET, "verbose": False}
-
-
-def _cause(error: BaseException) -> str:
-    """The innermost error: torch wraps it in pages of text."""
-    while error.__cause__ is not None:
-        error = error.__cause__
-    return error_text.short_message(error)
 
 
 def _tidy(model: onnx.ModelProto) -> None:

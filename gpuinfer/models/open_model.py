@@ -104,7 +104,17 @@ def open_model(spec: ModelSpec, setup: Setup, tuning: ForwardTuning, roofline: R
         module = torch_compiled(module, spec, device, compute)
     forward: CpuForward | CudaForward
     if device.type == "cuda":
-        forward = cuda_forward(module, spec, device, compute, limits, setup, tuning)
+        chunk_rows = tuning.chunk_rows or (DETERMINISTIC_CHUNK_ROWS if setup.deterministic else limits.max_rows)
+        forward = CudaForward(
+            module,
+            spec,
+            device=device,
+            dtype=compute,
+            chunk_rows=chunk_rows if setup.deterministic else min(chunk_rows, limits.max_rows),
+            slots=limits.in_flight,
+            graphs=tuning.graphs,
+            fixed_shape=setup.deterministic,
+        )
     else:
         # A compiled module is compiled again for each new batch size: give it one.
         fixed_shape = setup.deterministic or tuning.compile
@@ -164,28 +174,6 @@ def compute_with(threads: int) -> None:
         torch.set_num_threads(threads)
 
 
-def cuda_forward(
-    module: nn.Module,
-    spec: ModelSpec,
-    device: torch.device,
-    dtype: torch.dtype,
-    limits: Limits,
-    setup: Setup,
-    tuning: ForwardTuning,
-) -> CudaForward:
-    chunk_rows = tuning.chunk_rows or (DETERMINISTIC_CHUNK_ROWS if setup.deterministic else limits.max_rows)
-    return CudaForward(
-        module,
-        spec,
-        device=device,
-        dtype=dtype,
-        chunk_rows=chunk_rows if setup.deterministic else min(chunk_rows, limits.max_rows),
-        slots=limits.in_flight,
-        graphs=tuning.graphs,
-        fixed_shape=setup.deterministic,
-    )
-
-
 def cores_of(setup: Setup) -> int:
     """This process's share of the machine's cores."""
     return max(1, cores() // setup.processes)
@@ -220,29 +208,24 @@ def open_on_devices(spec: ModelSpec, setup: Setup, tuning: ForwardTuning, roofli
         return opened[0]
     copies = [ModelCopy(*one) for one in zip(device_labels(devices), devices, opened, strict=True)]
     several = DataParallel(copies)
-    return replace(
-        opened[0],
-        limits=joint_limits([copy.opened.limits for copy in copies], copies),
-        forward=several,
-        device=several.device,
-        write=several.write if all(copy.opened.write is not None for copy in copies) else None,
-    )
-
-
-def joint_limits(limits: Sequence[Limits], copies: Sequence[ModelCopy]) -> Limits:
-    """Limits of several copies: a batch must fit each device; the lanes are those of all, the first of each device at
-    the front.
-    """
+    limits = [one.limits for one in opened]
     most = max(one.in_flight for one in limits)
     lanes = [
         copy.label for turn in range(most) for copy, one in zip(copies, limits, strict=True) if turn < one.in_flight
     ]
     enough = [one.enough_rows for one in limits if one.enough_rows is not None]
-    return Limits(
-        min(one.max_rows for one in limits),
-        len(lanes),
-        enough_rows=max(enough) if enough else None,
-        devices=tuple(lanes),
+    return replace(
+        opened[0],
+        # a batch must fit each device; the lanes are those of all, the first of each device at the front
+        limits=Limits(
+            min(one.max_rows for one in limits),
+            len(lanes),
+            enough_rows=max(enough) if enough else None,
+            devices=tuple(lanes),
+        ),
+        forward=several,
+        device=several.device,
+        write=several.write if all(copy.opened.write is not None for copy in copies) else None,
     )
 
 
@@ -289,7 +272,12 @@ class DataParallel:
         return self._run(blocks, compute)
 
     def _run(self, blocks: Sequence[Block], compute: Callable[[Opened], Sequence[Any]]) -> Sequence[Any]:
-        copy = self._of_lane() or self._other()
+        label = lane_device()
+        own = next((copy for copy in self._copies if copy.label == label), None)
+        if own is not None and own.count.failed:
+            self._retire()
+            own = None
+        copy = own or self._other()
         for last in (False, True):
             try:
                 return copy.run(blocks, compute)
@@ -305,14 +293,6 @@ class DataParallel:
                     ) from error
                 copy = other
         raise AssertionError("the second try has returned or raised")
-
-    def _of_lane(self) -> ModelCopy | None:
-        label = lane_device()
-        own = next((copy for copy in self._copies if copy.label == label), None)
-        if own is not None and own.count.failed:
-            self._retire()
-            return None
-        return own
 
     def _other(self) -> ModelCopy:
         """The least busy device of those that work. Raises `BackendDied`."""

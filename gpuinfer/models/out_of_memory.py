@@ -84,10 +84,23 @@ class StepSize:
         these rows are tried again as they are.
         """
         with self._ended:
-            if self._larger_has_ended():
-                return
+            if larger := [step for step, rows in self._under_way.items() if rows > self.rows]:
+                self.waiting += 1
+                try:
+                    ended = self._ended.wait_for(
+                        lambda: any(step not in self._under_way for step in larger), self._wait_s
+                    )
+                finally:
+                    self.waiting -= 1
+                if ended:
+                    return
+                for step in larger:  # it hangs: no thread waits for it again
+                    self._under_way.pop(step, None)
             if max(failed_rows, self.rows) <= 1:
-                raise self._single(cause)
+                raise BackendError(
+                    f"out of memory on a single row{self._where}: {first_line(cause)}. Use a smaller model, dtype "
+                    "bfloat16, or a device with more free memory."
+                ) from cause
             self.rows = min(self.rows, failed_rows // 2) if failed_rows >= self.rows else self.rows // 2
             self._failed = self._failed or failed_rows
 
@@ -107,29 +120,6 @@ class StepSize:
                 rows,
                 rows,
             )
-
-    def _larger_has_ended(self) -> bool:
-        """Wait, at most `wait_s`, for a step that is larger than steps that begin now. Whether one has ended."""
-        larger = [step for step, rows in self._under_way.items() if rows > self.rows]
-        if not larger:
-            return False
-        self.waiting += 1
-        try:
-            ended = self._ended.wait_for(lambda: any(step not in self._under_way for step in larger), self._wait_s)
-        finally:
-            self.waiting -= 1
-        if not ended:
-            for step in larger:  # it hangs: nobody waits for it again
-                self._under_way.pop(step, None)
-        return ended
-
-    def _single(self, cause: BaseException) -> BackendError:
-        error = BackendError(
-            f"out of memory on a single row{self._where}: {first_line(cause)}. Use a smaller model, dtype bfloat16, "
-            "or a device with more free memory."
-        )
-        error.__cause__ = cause
-        return error
 
 
 RAISED_IN = "raised in "

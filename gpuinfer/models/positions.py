@@ -28,7 +28,7 @@ import shlex
 import uuid
 import zipfile
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import IO, Any, ClassVar
@@ -167,11 +167,6 @@ def shards_of(path: Path) -> list[Path]:
     return shards
 
 
-def merge_games(parts: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
-    """Merge several collections of finished games."""
-    return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
-
-
 def _finished(shard: Path) -> list[int]:
     """The games in a shard whose checksum holds. Raises one of UNREADABLE."""
     with zipfile.ZipFile(shard) as archive:
@@ -231,8 +226,24 @@ KEYS = ("game", "move")
 
 def sizes_of(paths: Sequence[Path]) -> Sizes:
     """The sizes in each folder's first shard, which must agree. Raises `UsageError`, as `positions_of` does."""
-    found = {path: _sizes(next(iter(shards_of(path)))) for path in paths}
-    _refuse_games_that_differ(paths)
+    found: dict[Path, Sizes] = {}
+    told: list[tuple[Path, Mapping[str, Any]]] = []  # the folders that name their game, and the game
+    for path in paths:
+        shard = next(iter(shards_of(path)))
+        part = readable(shard, ARRAYS)
+        if any(array.ndim != 2 for array in part.values()):
+            raise _misfit(shard, part)
+        observation, policy, value = part["observation"], part["policy"], part["value"]
+        found[path] = Sizes(observation.shape[1], str(observation.dtype), policy.shape[1], value.shape[1])
+        try:
+            manifest = PositionsFolder(path).manifest()
+        except UsageError as error:
+            raise UsageError(str(error).replace("--out", "--records")) from error
+        if manifest is not None:
+            told.append((path, {name: manifest["settings"].get(name) for name in GAME}))
+    for path, game in told[1:]:
+        if shown := differences(told[0][1], game):
+            raise UsageError(f"{told[0][0]} and {path} hold different games ({shown}). Give records of one game alone.")
     (first, sizes), *others = found.items()
     for path, other in others:
         if other != sizes:
@@ -257,7 +268,7 @@ def positions_of(paths: Sequence[Path], newest: int | None = None) -> Positions:
     """
     sizes = sizes_of(paths)
     shards = [(number, shard) for number, path in enumerate(paths) for shard in shards_of(path)]
-    keys = [_read(shard, KEYS) for _, shard in shards]
+    keys = [readable(shard, KEYS) for _, shard in shards]
     lengths = [len(one["game"]) for one in keys]
     folder = np.repeat([number for number, _ in shards], lengths)
     game, move = (np.concatenate([one[name] for one in keys]) for name in KEYS)
@@ -272,8 +283,18 @@ def positions_of(paths: Sequence[Path], newest: int | None = None) -> Positions:
         wanted = place[start:end] >= 0
         if not wanted.any():
             continue
-        part = _read(shard, ARRAYS)
-        _refuse_misfit(shard, part, int(end - start), sizes)
+        part = readable(shard, ARRAYS)
+        rows = int(end - start)
+        shapes = {
+            "observation": ((rows, sizes.features), sizes.dtype),
+            "legal": ((rows, sizes.actions), "bool"),
+            "policy": ((rows, sizes.actions), "float32"),
+            "value": ((rows, sizes.seats), "float32"),
+        }
+        if any((part[name].shape, str(part[name].dtype)) != one for name, one in shapes.items()):
+            raise _misfit(shard, part)
+        if not (np.isfinite(part["policy"]).all() and np.isfinite(part["value"]).all()):
+            raise UsageError(f"{shard} holds what is no number. Take it out of the folder, and train without it.")
         for name, array in part.items():
             if name not in arrays:
                 arrays[name] = np.empty((len(order), array.shape[1]), array.dtype)
@@ -282,7 +303,8 @@ def positions_of(paths: Sequence[Path], newest: int | None = None) -> Positions:
     return Positions(**arrays, game=numbered.reshape(-1).astype(np.int64))
 
 
-def _read(shard: Path, names: Sequence[str]) -> dict[str, NDArray[Any]]:
+def readable(shard: Path, names: Sequence[str]) -> dict[str, NDArray[Any]]:
+    """`read_shard`, for users: raises `UsageError` where it cannot be read."""
     try:
         return read_shard(shard, names)
     except UNREADABLE as error:
@@ -291,51 +313,12 @@ def _read(shard: Path, names: Sequence[str]) -> dict[str, NDArray[Any]]:
         ) from error
 
 
-def _sizes(shard: Path) -> Sizes:
-    part = _read(shard, ARRAYS)
-    if any(array.ndim != 2 for array in part.values()):
-        raise _misfit(shard, part)
-    observation, policy, value = part["observation"], part["policy"], part["value"]
-    return Sizes(observation.shape[1], str(observation.dtype), policy.shape[1], value.shape[1])
-
-
-def _refuse_misfit(shard: Path, part: Mapping[str, NDArray[Any]], rows: int, sizes: Sizes) -> None:
-    wanted = {
-        "observation": ((rows, sizes.features), sizes.dtype),
-        "legal": ((rows, sizes.actions), "bool"),
-        "policy": ((rows, sizes.actions), "float32"),
-        "value": ((rows, sizes.seats), "float32"),
-    }
-    if any((part[name].shape, str(part[name].dtype)) != told for name, told in wanted.items()):
-        raise _misfit(shard, part)
-    if not (np.isfinite(part["policy"]).all() and np.isfinite(part["value"]).all()):
-        raise UsageError(f"{shard} holds what is no number. Take it out of the folder, and train without it.")
-
-
 def _misfit(shard: Path, part: Mapping[str, NDArray[Any]]) -> UsageError:
     found = ", ".join(f"{name} {array.dtype} {list(array.shape)}" for name, array in part.items())
     return UsageError(
         f"{shard} does not hold what self-play writes, or not of this game: {found}. "
         "Take it out of the folder, or give another with --records."
     )
-
-
-def _refuse_games_that_differ(paths: Sequence[Path]) -> None:
-    told = list(_games(paths))
-    for path, game in told[1:]:
-        if shown := differences(told[0][1], game):
-            raise UsageError(f"{told[0][0]} and {path} hold different games ({shown}). Give records of one game alone.")
-
-
-def _games(paths: Sequence[Path]) -> Iterator[tuple[Path, Mapping[str, Any]]]:
-    """The folders that name their game, and the game."""
-    for path in paths:
-        try:
-            manifest = PositionsFolder(path).manifest()
-        except UsageError as error:
-            raise UsageError(str(error).replace("--out", "--records")) from error
-        if manifest is not None:
-            yield path, {name: manifest["settings"].get(name) for name in GAME}
 
 
 def _refuse_too_many(rows: int, sizes: Sizes) -> None:

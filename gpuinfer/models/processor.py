@@ -57,32 +57,28 @@ def has_float16(cpuinfo: Path = CPUINFO, environment: Mapping[str, str] | None =
 
 def has_bfloat16_in_mkl(cpuinfo: Path = CPUINFO, environment: Mapping[str, str] | None = None) -> bool:
     """Whether MKL has products of bfloat16 that are one instruction here."""
-    try:
-        return has_bfloat16(cpuinfo, environment) and SERVED_BY_MKL in cpuinfo.read_text(errors="replace")
-    except OSError:
-        return False
+    return has_bfloat16(cpuinfo, environment) and SERVED_BY_MKL in _text(cpuinfo)
 
 
 def cpu_name(cpuinfo: Path = CPUINFO) -> str:
     """The processor's product name, or the system's name for its kind."""
-    try:
-        lines = cpuinfo.read_text(errors="replace").splitlines()
-    except OSError:
-        lines = []
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "") or (
-        platform.processor() or platform.machine()
-    )
+    lines = _text(cpuinfo).splitlines()
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, "") or platform.processor() or platform.machine()
 
 
 def flags(cpuinfo: Path = CPUINFO) -> frozenset[str]:
     """The flags that every core has, on processors with cores of two kinds too. Empty if unknown."""
-    try:
-        lines = cpuinfo.read_text(errors="replace").splitlines()
-    except OSError:
-        return frozenset()
-    split = (line.partition(":") for line in lines)
+    split = (line.partition(":") for line in _text(cpuinfo).splitlines())
     found = [frozenset(words.split()) for name, _, words in split if name.strip() in FLAG_LINES]
     return frozenset.intersection(*found) if found else frozenset()
+
+
+def _text(cpuinfo: Path) -> str:
+    try:
+        return cpuinfo.read_text(errors="replace")
+    except OSError:
+        return ""
 
 
 def _emulated(without: Mapping[str, frozenset[str]], environment: Mapping[str, str] | None) -> bool:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -307,7 +307,15 @@ def search_arrangements(
     Returns the best rate, with the smallest batch that comes as near to it as noise allows to tell.
     """
     coarse_s = COARSE_SHARE * budget_s / (len(arrangements) * len(sizes))
-    found = [c for arrangement in arrangements for c in growing_batches(look, arrangement, sizes, coarse_s)]
+    found: list[Timed] = []
+    for arrangement in arrangements:
+        best, stale = 0.0, 0
+        for rows in sizes:
+            found.append(Timed(arrangement, rows, sustained(look(arrangement, rows, coarse_s))))
+            stale = 0 if found[-1].rate > WORTH * best else stale + 1
+            best = max(best, found[-1].rate)
+            if stale == STALE:
+                break
     finalists = list(dict.fromkeys([smallest_of_the_best(found), fastest(found)]))
     final_s = (1 - COARSE_SHARE) * budget_s / (FINAL_ROUNDS * len(finalists))
     seen: list[list[float]] = [[] for _ in finalists]
@@ -318,18 +326,6 @@ def search_arrangements(
             break
     settled = [replace(c, rate=sustained(rates)) for c, rates in zip(finalists, seen, strict=True)]
     return replace(smallest_of_the_best(settled), rate=fastest(settled).rate)
-
-
-def growing_batches(look: Look, arrangement: Arrangement, sizes: Iterable[int], seconds: float) -> list[Timed]:
-    found: list[Timed] = []
-    best, stale = 0.0, 0
-    for rows in sizes:
-        found.append(Timed(arrangement, rows, sustained(look(arrangement, rows, seconds))))
-        stale = 0 if found[-1].rate > WORTH * best else stale + 1
-        best = max(best, found[-1].rate)
-        if stale == STALE:
-            break
-    return found
 
 
 def smallest_of_the_best(candidates: Sequence[Timed]) -> Timed:
@@ -349,7 +345,11 @@ def cpu_looks(module: nn.Module, inputs: torch.Tensor, arrangement: Arrangement,
 
     def forwards() -> list[LookMark]:
         try:
-            return repeat(module, inputs.clone(), together, seconds)
+            own = inputs.clone()
+            with torch.inference_mode():
+                module(own)  # allocates, and lays weights out
+                together.wait(THREADS_TOGETHER_S)
+                return marked(lambda: module(own), seconds)
         except BaseException:
             together.abort()  # the others must not wait for a forward that failed
             raise
@@ -361,10 +361,3 @@ def cpu_looks(module: nn.Module, inputs: torch.Tensor, arrangement: Arrangement,
         if not isinstance(error, threading.BrokenBarrierError):
             raise error
     return [len(inputs) * rate for rate in look_rates([future.result() for future in futures])]
-
-
-def repeat(module: nn.Module, inputs: torch.Tensor, together: threading.Barrier, seconds: float) -> list[LookMark]:
-    with torch.inference_mode():
-        module(inputs)  # allocates, and lays weights out
-        together.wait(THREADS_TOGETHER_S)
-        return marked(lambda: module(inputs), seconds)

@@ -114,7 +114,13 @@ class RooflineProcess:
         child = self.start()
         try:
             self._channel.send(question)
-            return message_from(self._channel, timeout_s, stopped)
+            deadline = time.monotonic() + timeout_s
+            while not self._channel.poll(min(LOOK_S, timeout_s)):
+                if stopped():
+                    raise BackendError("measuring the roofline was stopped. Start it again for the efficiency.")
+                if time.monotonic() > deadline:
+                    raise BackendError(f"measuring the roofline took longer than {timeout_s:g} s. {CURE}")
+            return dict(self._channel.receive())
         except ChannelClosed:
             code = child.exit_code()
             self.close()
@@ -130,16 +136,6 @@ class RooflineProcess:
         if child is not None:
             child.kill(GONE_S)  # first, so that a thread that waits for an answer meanwhile hears the end
             self._channel.close()
-
-
-def message_from(channel: Channel, timeout_s: float, stopped: Callable[[], bool]) -> dict[str, Any]:
-    deadline = time.monotonic() + timeout_s
-    while not channel.poll(min(LOOK_S, timeout_s)):
-        if stopped():
-            raise BackendError("measuring the roofline was stopped. Start it again for the efficiency.")
-        if time.monotonic() > deadline:
-            raise BackendError(f"measuring the roofline took longer than {timeout_s:g} s. {CURE}")
-    return dict(channel.receive())
 
 
 def roofline_from(message: dict[str, Any]) -> Roofline:
@@ -233,7 +229,16 @@ def kept_path(spec: ModelSpec, *, dtype: str, compute: str, cores: int, determin
 
 def recall(place: Path | None) -> KeptSearch | None:
     """The kept search; None if there is none, or it is too old or damaged."""
-    return _read(_kept(place))
+    told = _kept(place)
+    if not isinstance(told, Mapping):
+        return None
+    rows, arrangement = told.get("at_rows"), told.get("arrangement")
+    if type(rows) is not int or rows < 1 or not isinstance(arrangement, str):
+        return None
+    rate, peak_mb = (told.get(name) for name in ("rows_per_s", "peak_mb"))
+    if not isinstance(rate, float) or not isinstance(peak_mb, float) or not 0 < rate < float("inf") or not peak_mb > 0:
+        return None
+    return KeptSearch(rows, arrangement, rate, peak_mb)
 
 
 def _kept(place: Path | None) -> Any:
@@ -246,12 +251,10 @@ def _kept(place: Path | None) -> Any:
         return None
 
 
-def remember(place: Path | None, found: KeptSearch) -> None:
-    """Keep a search and delete old ones. If it cannot be written, the next run searches again."""
-    _keep(place, asdict(found))
-
-
-def _keep(place: Path | None, told: Mapping[str, Any]) -> None:
+def remember(place: Path | None, found: KeptSearch | TextRoofline) -> None:
+    """Keep a search, or the roofline of a text model, and delete old ones. If it cannot be written, the next run
+    searches again.
+    """
     if place is None:
         return
     with contextlib.suppress(OSError):
@@ -259,7 +262,7 @@ def _keep(place: Path | None, told: Mapping[str, Any]) -> None:
             if time.time() - other.stat().st_mtime > KEPT_S:
                 other.unlink()
     with contextlib.suppress(OSError):
-        files.write_whole(place, json.dumps(told).encode())
+        files.write_whole(place, json.dumps(asdict(found)).encode())
 
 
 def recall_text(place: Path | None) -> TextRoofline | None:
@@ -274,23 +277,6 @@ def recall_text(place: Path | None) -> TextRoofline | None:
     if not all(type(size) is int and size > 0 for size in sizes.values()):
         return None
     return TextRoofline(**rates, **sizes, remembered=True)  # type: ignore[arg-type]
-
-
-def remember_text(place: Path | None, found: TextRoofline) -> None:
-    """Keep the roofline of a text model, as `remember` does."""
-    _keep(place, asdict(found))
-
-
-def _read(told: Any) -> KeptSearch | None:
-    if not isinstance(told, Mapping):
-        return None
-    rows, arrangement = told.get("at_rows"), told.get("arrangement")
-    if type(rows) is not int or rows < 1 or not isinstance(arrangement, str):
-        return None
-    rate, peak_mb = (told.get(name) for name in ("rows_per_s", "peak_mb"))
-    if not isinstance(rate, float) or not isinstance(peak_mb, float) or not 0 < rate < float("inf") or not peak_mb > 0:
-        return None
-    return KeptSearch(rows, arrangement, rate, peak_mb)
 
 
 def _version(package: str) -> str:

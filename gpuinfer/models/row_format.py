@@ -42,12 +42,7 @@ def row_dtype(spec: ModelSpec) -> np.dtype[Any]:
 
 def row_shape(spec: ModelSpec) -> tuple[int, ...]:
     """The shape of one row in that array: a payload is [rows, *row_shape(spec)]."""
-    return (packed_width(spec.inputs) if spec.input_dtype == BITS else spec.inputs,)
-
-
-def packed_width(features: int) -> int:
-    """Bytes that so many features take as bits."""
-    return -(-features // 8)
+    return (-(-spec.inputs // 8) if spec.input_dtype == BITS else spec.inputs,)
 
 
 def network_title(spec: ModelSpec) -> str:
@@ -201,19 +196,14 @@ def from_body(body: bytes) -> tuple[dict[str, NDArray[Any]], dict[str, str]]:
     if len(header) > MOST_TENSORS:
         raise NotTensors(f"{len(header)} tensors, and at most {MOST_TENSORS} are read.")
     told: dict[str, _Tensor] = {name: _decoded(_tensor, one) for name, one in header.items()}
-    _refuse_gaps([tensor.data_offsets for tensor in told.values()], len(data))
-    return {name: _array(name[:40], tensor, data) for name, tensor in told.items()}, metadata
-
-
-def _refuse_gaps(offsets: Sequence[tuple[int, int]], size: int) -> None:
-    """Tensors must follow one another and fill the body: nothing is read twice, and nothing is hidden."""
-    at = 0
-    for begin, end in sorted(offsets):
+    at = 0  # tensors follow one another and fill the body: nothing is read twice, and nothing is hidden
+    for begin, end in sorted(tensor.data_offsets for tensor in told.values()):
         if begin != at or end < begin:
             raise NotTensors(f"a tensor begins at byte {begin:,} of the data, and the one before it ends at {at:,}.")
         at = end
-    if at != size:
-        raise NotTensors(f"{size:,} bytes of tensors, and the header tells of {at:,}.")
+    if at != len(data):
+        raise NotTensors(f"{len(data):,} bytes of tensors, and the header tells of {at:,}.")
+    return {name: _array(name[:40], tensor, data) for name, tensor in told.items()}, metadata
 
 
 def _split(body: bytes) -> tuple[dict[str, Any], memoryview]:

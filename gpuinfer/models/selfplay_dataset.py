@@ -12,8 +12,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from gpuinfer.errors import UsageError
-from gpuinfer.models.positions import UNREADABLE, read_shard, shards_of
+from gpuinfer.models.positions import read_shard, readable, shards_of
 
 FIELDS = ("observation", "legal", "policy", "value", "player", "game", "move")
 OPEN_SHARDS = 8  # kept in memory; a shuffled epoch over many shards reads them again and again
@@ -28,7 +27,7 @@ class SelfPlayRecords(Dataset[dict[str, torch.Tensor]]):
 
     def __init__(self, path: str | Path) -> None:
         self._shards = shards_of(Path(path))
-        self._ends = list(accumulate(_rows(shard) for shard in self._shards))
+        self._ends = list(accumulate(len(readable(shard, ["game"])["game"]) for shard in self._shards))
         self._open = lru_cache(OPEN_SHARDS)(_load)
 
     def __repr__(self) -> str:
@@ -54,15 +53,6 @@ class SelfPlayRecords(Dataset[dict[str, torch.Tensor]]):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._open = lru_cache(OPEN_SHARDS)(_load)
-
-
-def _rows(shard: Path) -> int:
-    try:
-        return len(read_shard(shard, ["game"])["game"])
-    except UNREADABLE as error:
-        raise UsageError(
-            f"{shard} cannot be read ({error}). Run gpuinfer selfplay with --resume to play its games again."
-        ) from error
 
 
 def _load(shard: Path) -> dict[str, np.ndarray]:

@@ -61,7 +61,7 @@ async def text_roofline(backend: Backend, rows: int, wall_s: float) -> TextRoofl
         log.debug("the roofline could not be measured: %s", error)
         return None
     if found is not None:
-        await asyncio.to_thread(roofline_process.remember_text, place_of(backend, machine.cores()), found)
+        await asyncio.to_thread(roofline_process.remember, place_of(backend, machine.cores()), found)
     return found
 
 

@@ -21,8 +21,7 @@ from gpuinfer.errors import UsageError, WorkError
 from gpuinfer.gradients import Gradients
 from gpuinfer.host.files import RecordFolder, unwritable
 from gpuinfer.host.journal import AppendFile
-from gpuinfer.models.load import trainable
-from gpuinfer.models.networks import load_weights
+from gpuinfer.models.load import with_weights
 from gpuinfer.models.out_of_memory import first_line, is_out_of_memory
 from gpuinfer.report import plotting
 
@@ -39,10 +38,7 @@ class Stepper:
     """
 
     def __init__(self, spec: ModelSpec, seed: int, weight_decay: float, clip_norm: float) -> None:
-        module = trainable(spec, seed)
-        if spec.weights is not None:
-            load_weights(module, spec.weights, spec.name)
-        module = module.float()
+        module = with_weights(spec, seed).float()
         self._weight_decay, self._clip = weight_decay, clip_norm
         self._trained = [name for name, one in module.named_parameters() if one.requires_grad]
         self._hold(module.state_dict(keep_vars=True), HOST)
@@ -76,7 +72,9 @@ class Stepper:
         device = next((one.device for one in found.values()), self._device)
         try:
             if device != self._device:
-                self._move(device)
+                moments = self._moments()
+                self._hold(self._tensors, device)
+                self._take(moments)
             return self._step(found, gradients.buffers, rate)
         except (RuntimeError, MemoryError) as error:
             if device == HOST or not is_out_of_memory(error):
@@ -103,11 +101,6 @@ class Stepper:
         for parameter in self._parameters.values():
             parameter.grad = None  # memory for the next pass
         return norm
-
-    def _move(self, device: torch.device) -> None:
-        moments = self._moments()
-        self._hold(self._tensors, device)
-        self._take(moments)
 
     def state(self) -> dict[str, Tensor]:
         """All that the next step depends on, in memory of the host."""

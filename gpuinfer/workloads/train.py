@@ -50,7 +50,12 @@ class TrainingBatches:
     ) -> None:
         self._symmetries = symmetries
         self._positions, self._seed = positions, seed
-        apart = _games_apart(positions.game, validation_share, seed)
+        # Whole games are kept apart: positions of one game are alike, and would tell what has been learnt by heart.
+        games = np.unique(positions.game)
+        count = round(validation_share * len(games))
+        if validation_share > 0 and len(games) > 1:
+            count = min(max(1, count), len(games) - 1)
+        apart = np.isin(positions.game, np.random.default_rng([seed, APART]).permutation(games)[:count])
         self.rows = np.flatnonzero(~apart)
         self.validation = np.flatnonzero(apart)[:MOST_VALIDATED]
         self.size = min(size, len(self.rows))
@@ -64,19 +69,16 @@ class TrainingBatches:
             self._order = np.random.default_rng([self._seed, ORDER, epoch]).permutation(self.rows)
             self._epoch = epoch
         batch = self._made(self._order[place * self.size : (place + 1) * self.size])
-        if self._symmetries is not None:
-            self._turn(batch, self._symmetries, step)
-        return batch
-
-    def _turn(self, batch: TrainingBatch, symmetries: Symmetries, step: int) -> None:
-        drawn = np.random.default_rng([self._seed, TURNED, step]).integers(
-            len(symmetries) + 1, size=len(batch.features)
-        )
+        if (symmetries := self._symmetries) is None:
+            return batch
+        dice = np.random.default_rng([self._seed, TURNED, step])
+        drawn = dice.integers(len(symmetries) + 1, size=len(batch.features))
         for number, (features, actions) in enumerate(zip(symmetries.features, symmetries.actions, strict=True)):
             rows = np.flatnonzero(drawn == number)
             batch.features[rows] = batch.features[np.ix_(rows, features)]
             for name in ("policy", "legal"):
                 batch.targets[name][rows] = batch.targets[name][np.ix_(rows, actions)]
+        return batch
 
     def validating(self) -> Iterator[TrainingBatch]:
         """The positions that are kept apart."""
@@ -89,16 +91,6 @@ class TrainingBatches:
             of.observation[rows],
             {"policy": of.policy[rows], "value": of.value[rows], "legal": of.legal[rows]},
         )
-
-
-def _games_apart(game: NDArray[np.int64], share: float, seed: int) -> NDArray[np.bool_]:
-    """Whole games: positions of one game are alike, and would tell what has been learnt by heart."""
-    games = np.unique(game)
-    count = round(share * len(games))
-    if share > 0 and len(games) > 1:
-        count = min(max(1, count), len(games) - 1)
-    drawn = np.random.default_rng([seed, APART]).permutation(games)[:count]
-    return np.isin(game, drawn)
 
 
 Schedule = Literal["cosine", "constant"]

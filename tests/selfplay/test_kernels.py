@@ -6,7 +6,6 @@ import importlib
 import importlib.util
 import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -121,19 +120,3 @@ def test_the_same_source_elsewhere_and_of_another_date_is_not_compiled_again(car
     if carried:
         names = [path.name for path in (tmp_path / "cache/gpuinfer/kernels").iterdir()]
         assert names == [path.name for path in folder.iterdir() if path.is_dir()]  # and nothing torn
-
-
-@pytest.mark.thorough
-def test_compiled_code_is_used_by_the_next_process():
-    """The kernels of Connect Four, which other tests have compiled, are read rather than compiled again."""
-    code = """
-from gpuinfer.workloads.selfplay import arrays, kernels
-from gpuinfer.workloads.selfplay.arena import Arena
-from gpuinfer.workloads.selfplay.games.connect_four import ConnectFour as Game
-module = kernels.load_search(Game.rules)
-Arena(Game(), module, arrays.Search(1, 2, 0, 1, 1.5, 0.25, 10.0, 1.0, 8, False), 1).play()
-print(sum(module.play.stats.cache_hits.values()), sum(module.play.stats.cache_misses.values()))
-"""
-    for _ in range(2):  # the first may have to compile
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240, check=True)
-    assert done.stdout.split() == ["1", "0"]

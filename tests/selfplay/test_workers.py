@@ -6,18 +6,14 @@ import json
 import re
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 from command import records_of, selfplay
 from matches import arena_of, same
-from one_batch import answered
 from table import Table
 
-from gpuinfer.api import ModelSpec, Request, Roofline, Setup
-from gpuinfer.backends.inprocess import InProcess
+from gpuinfer.api import Roofline, Setup
 from gpuinfer.host import machine
 from gpuinfer.models.roofline_measurement import combined
-from gpuinfer.workloads.selfplay import arrays
 from gpuinfer.workloads.selfplay.games.blob import Blob
 from gpuinfer.workloads.selfplay.workload import SelfPlay
 
@@ -39,22 +35,6 @@ def test_the_games_are_the_same_whatever_the_workers(words, tmp_path):
     assert len(found[0]["finished"]) == 40
     assert same(found[0], found[1])
     assert same(found[0], found[2])
-
-
-@pytest.mark.parametrize("model", ["blobnet", "blobnet-small"])
-async def test_a_row_is_answered_alike_alone_and_in_a_block(model):
-    """Positions from the search itself, float32, through the real backend: within 1e-5."""
-    arena = arena_of(Blob(), 40, evaluator=arrays.UNIFORM)
-    arena.add_games(range(40))
-    block = arena.features[: arena.play(rounds=5)].copy()
-    spec = ModelSpec(model, inputs=256, input_dtype="uint8", arguments={"actions": 52, "seats": 4})
-    setup = Setup(model=spec, devices=("cpu",))
-    (together,) = await answered(InProcess(setup), [Request(block, rows=len(block))])
-    alone = [await answered(InProcess(setup), [Request(row[None], rows=1)]) for row in block[:40]]
-    for part in range(2):
-        single, whole = np.concatenate([np.asarray(one[0][part]) for one in alone]), np.asarray(together[part])[:40]
-        np.testing.assert_allclose(single, whole, atol=1e-5, rtol=0)
-    assert (np.isneginf(np.asarray(together[0])) == (block[:, :52] == 0)).all()
 
 
 def test_the_table_deals_what_the_search_deals():

@@ -170,17 +170,6 @@ def test_a_run_that_broke_goes_on_to_the_same_bits(train, tmp_path, monkeypatch,
     assert curve(tmp_path / "broken") == curve(tmp_path / "whole")
 
 
-def test_the_curve_of_a_run_that_was_killed_in_a_row_is_that_of_one_that_was_not(train, tmp_path):
-    train(out="whole", schedule="constant", steps=10)
-    with (tmp_path / "whole" / "loss.jsonl").open("a") as file:
-        file.write('{"step":11,"loss":1.0}\n{"step":12,"lo')  # after the last checkpoint
-    train("--resume", out="whole", schedule="constant")
-    train(schedule="constant")
-    steps = [[row for row in curve(tmp_path / one) if "loss" in row] for one in ("whole", "out")]
-    assert [row["step"] for row in steps[0]] == list(range(1, STEPS + 1))
-    assert steps[0] == steps[1]
-
-
 @pytest.mark.thorough
 def test_a_run_that_is_killed_goes_on_to_the_same_bits(train, records, tmp_path):
     def modified():

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from gpuinfer.api import BackendContext, Lane, Limits, ModelSpec, Roofline, Setup
+from gpuinfer.api import BackendContext, Lane, ModelSpec, Roofline, Setup
 from gpuinfer.host import machine
 from gpuinfer.models.device import MEGABYTE, Gauge, merged_readings, resolve_devices
 from gpuinfer.models.load import build, probe, resolve_dtype
@@ -170,13 +170,17 @@ def open_staged(
 ) -> Opened:
     """`cut_model`, and each stage on its device. `lane` makes a lane of the time ledger for each stage."""
     made = cut_model(spec, setup, tuning)
-    places, split, sizes, rows, on_cpu, dtype = made.places, made.split, made.sizes, made.rows, made.on_cpu, made.dtype
+    places, split, sizes, rows, on_cpu = made.places, made.split, made.sizes, made.rows, made.on_cpu
+    dtype = made.dtype
     cut: dict[str, Any] = {"mode": tuning.parallel, "fits_one": fits_one(places, sum(sizes))}
     stages = stages_at(places, split, made.segments, made.times, spec, setup, tuning, dtype)
     weights = [sum(sizes[start:stop]) for start, stop in split]
     cut["stages"] = [stage_facts(*one) for one in zip(stages, split, weights, strict=True)]
 
-    limits = limits_of(setup, tuning, places, rows, roofline)
+    # Limits as of a whole model, except for batches in flight and the rows that keep all stages busy.
+    limits = limits_for(places[0], setup, tuning, roofline)
+    enough = min(limits.max_rows, rows * len(places)) if places[0].type == "cpu" else None
+    limits = replace(limits, in_flight=in_flight_of(tuning, places), enough_rows=enough)
     pipeline = Pipeline(stages, lane or BackendContext().lane)
     torch.set_num_threads(1)  # of those who call `forward`: they only join what the stages have computed
     forward = StagedForward(
@@ -222,16 +226,6 @@ def check_cut(module: nn.Module, segments: Sequence[nn.Module], spec: ModelSpec,
     check_same(spec.name, whole, lambda: reduce(lambda value, layer: layer(value), segments, features), BY_LAYER, cure)
 
 
-def limits_of(
-    setup: Setup, tuning: RowsStageTuning, places: Sequence[torch.device], rows: int, roofline: Roofline | None
-) -> Limits:
-    """Limits as of a whole model, except for batches in flight and the rows that keep all stages busy."""
-    usual = limits_for(places[0], setup, tuning, roofline)
-    in_flight = in_flight_of(tuning, places)
-    enough = min(usual.max_rows, rows * len(places)) if places[0].type == "cpu" else None
-    return replace(usual, in_flight=in_flight, enough_rows=enough)
-
-
 def in_flight_of(tuning: RowsStageTuning, places: Sequence[torch.device]) -> int:
     """Batches in flight: 1 with `layers`, else enough to keep all stages busy if each batch is one micro-batch."""
     return 1 if tuning.parallel == "layers" else tuning.in_flight or len(places) + 1
@@ -251,13 +245,13 @@ def check_layers(spec: ModelSpec, setup: Setup, options: StageOptions) -> None:
     """Raises `UsageError` where `open_staged` would: layers that cannot be told apart, impossible stages and split
     points. Reads no weights.
     """
+
+    def count() -> int:
+        bare = replace(spec, weights=None)
+        module = build(bare, device=HOST, dtype=torch.float32, seed=setup.seed)
+        return len(segments_of(module, spec.name, options.layers))
+
     devices = resolve_devices(setup.devices)
     with ThreadPoolExecutor(1) as thread:  # which ends: others are told their number of cores as they first compute
-        segments = thread.submit(_count, spec, setup, options.layers).result()
+        segments = thread.submit(count).result()
     count_for(options, devices, segments, spec.name)
-
-
-def _count(spec: ModelSpec, setup: Setup, layers: str | None) -> int:
-    bare = replace(spec, weights=None)
-    module = build(bare, device=torch.device("cpu"), dtype=torch.float32, seed=setup.seed)
-    return len(segments_of(module, spec.name, layers))

@@ -163,7 +163,12 @@ class Pipeline:
         the rest is then dropped, with the same exception. Raises `BackendDied` when the pipeline is closed meanwhile.
         """
         batch = Underway(count)
-        self._enter(batch)
+        with self._counting:
+            if self._closed:
+                raise _closed()
+            if not self._underway:
+                self._since = time.monotonic()
+            self._underway.add(batch)
         try:
             with self._feeding:
                 self._feed(batch, values)
@@ -171,7 +176,12 @@ class Pipeline:
         except StageQueueClosed:
             raise _closed() from None
         finally:
-            self._leave(batch, count)
+            with self._counting:
+                self._underway.discard(batch)
+                self._batches += 1
+                self._micro_batches += count
+                if not self._underway:
+                    self._active_s += time.monotonic() - self._since
 
     def _feed(self, batch: Underway, values: Iterable[Any]) -> None:
         try:
@@ -183,22 +193,6 @@ class Pipeline:
             raise
         except Exception as error:  # noqa: BLE001 (memory for one, say: as if the first stage had raised it)
             batch.fail(error)
-
-    def _enter(self, batch: Underway) -> None:
-        with self._counting:
-            if self._closed:
-                raise _closed()
-            if not self._underway:
-                self._since = time.monotonic()
-            self._underway.add(batch)
-
-    def _leave(self, batch: Underway, micro_batches: int) -> None:
-        with self._counting:
-            self._underway.discard(batch)
-            self._batches += 1
-            self._micro_batches += micro_batches
-            if not self._underway:
-                self._active_s += time.monotonic() - self._since
 
     @property
     def under_way(self) -> int:

@@ -10,10 +10,10 @@ from __future__ import annotations
 import copy
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate, pairwise
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -72,11 +72,6 @@ def least_largest(
     return None if cost == none[0] else list(pairwise([*starts, layers]))
 
 
-def at_points(points: Sequence[int], layers: int) -> Split:
-    """The stages that begin at layer 0 and at each of `points`, which ascend and lie between 1 and `layers` - 1."""
-    return list(pairwise([0, *points, layers]))
-
-
 def cores_by_stage(cores: int, seconds: Sequence[float]) -> list[int]:
     """Cores for stages that take so long: an equal number each, at least one, the rest to the slowest."""
     each, left = divmod(cores, len(seconds))
@@ -100,9 +95,25 @@ def segment_seconds(
     segment raises.
     """
 
+    def wait() -> None:
+        if place.type == "cuda":
+            wait_for_device(place)
+
     def measure() -> list[list[float]]:
+        found: list[list[float]] = []
+        started = time.perf_counter()
         with torch.inference_mode():
-            return list(_passes(segments, features, place))
+            while len(found) <= LEAST or (len(found) <= MOST and time.perf_counter() - started <= BUDGET_S):
+                value, seconds = mapped(features, lambda tensor: tensor.to(place, copy=True)), list[float]()
+                for segment in segments:
+                    there = segment if place.type == "cpu" else copy.deepcopy(segment).to(place)
+                    wait()
+                    before = time.perf_counter()
+                    value = there(value)
+                    wait()
+                    seconds.append(time.perf_counter() - before)
+                found.append(seconds)
+        return found
 
     found = in_thread(measure, threads)
     return [min(of_one) for of_one in zip(*found[1:], strict=True)]  # the first pass lays weights out
@@ -117,30 +128,6 @@ def in_thread(measure: Callable[[], Found], threads: int) -> Found:
 
     with ThreadPoolExecutor(1, thread_name_prefix="gpuinfer-layers") as thread:  # threads are a thread's own
         return thread.submit(measured).result()
-
-
-def _passes(segments: Sequence[nn.Module], features: torch.Tensor, place: torch.device) -> Iterator[list[float]]:
-    started = time.perf_counter()
-    for done in range(MOST + 1):
-        if done > LEAST and time.perf_counter() - started > BUDGET_S:
-            break
-        yield list(_pass(segments, mapped(features, lambda tensor: tensor.to(place, copy=True))))
-
-
-def _pass(segments: Sequence[nn.Module], value: Any) -> Iterator[float]:
-    place = value.device
-    for segment in segments:
-        there = segment if place.type == "cpu" else copy.deepcopy(segment).to(place)
-        _wait_for(place)
-        before = time.perf_counter()
-        value = there(value)
-        _wait_for(place)
-        yield time.perf_counter() - before
-
-
-def _wait_for(place: torch.device) -> None:
-    if place.type == "cuda":
-        wait_for_device(place)
 
 
 CPU_STAGES = 2  # the fewest that are a pipeline: each more makes them harder to keep alike
@@ -243,7 +230,7 @@ def split_for(
 ) -> Split:
     """The layers, of `sizes` bytes, of each stage. Raises `UsageError` where the devices have too little memory."""
     if tuning.split_points is not None:
-        return at_points(tuning.split_points, len(sizes))
+        return list(pairwise([0, *tuning.split_points, len(sizes)]))
     room = [room_on(place, places) for place in places]
     found = least_largest(times, sizes, room)
     if found is None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -28,31 +28,23 @@ from gpuinfer.models.row_blocks import (
 from gpuinfer.models.row_format import BITS, row_dtype, row_shape
 
 
-class Moving(Protocol):
-    """Copies rows in and answers out, in the callers' threads, while the stages compute."""
-
-    def load(self, pieces: Sequence[Block], shape: int) -> Any:
-        """The first stage's input: the rows of these blocks, padded with zeros to `shape` rows, in memory of its own,
-        as it may be needed until the last stage.
-        """
-        ...
-
-    def unload(self, answer: Any) -> Any:
-        """Contiguous float32 tensors on the CPU, arranged as the model's answer."""
-        ...
-
-
 class OnCpu:
-    """For the CPU: rows become features [rows, inputs] at once."""
+    """Copies rows in and answers out, in the callers' threads, while the stages compute: on a CPU rows become features
+    [rows, inputs] at once.
+    """
 
     def __init__(self, spec: ModelSpec, dtype: torch.dtype) -> None:
         self._inputs, self._dtype = spec.inputs, dtype
         self._cast = BitCast(spec.inputs, dtype) if spec.input_dtype == BITS else cast
 
     def load(self, pieces: Sequence[Block], shape: int) -> torch.Tensor:
+        """The first stage's input: the rows of these blocks, padded with zeros to `shape` rows, in memory of its own,
+        as it may be needed until the last stage.
+        """
         return filled_room(pieces, torch.empty(shape, self._inputs, dtype=self._dtype), self._cast)
 
     def unload(self, answer: Any) -> Any:
+        """Contiguous float32 tensors on the CPU, arranged as the model's answer."""
         return rearranged(answer, [tensor.float().contiguous() for tensor in tensors_of(answer)])
 
 
@@ -117,7 +109,7 @@ class StagedForward:
     """
 
     def __init__(
-        self, pipeline: Pipeline, moving: Moving, rows: int, *, even: bool, fixed_shape: bool, alone: bool
+        self, pipeline: Pipeline, moving: OnCpu | OnCuda, rows: int, *, even: bool, fixed_shape: bool, alone: bool
     ) -> None:
         self.pipeline, self._moving = pipeline, moving
         self.step = StepSize(rows)

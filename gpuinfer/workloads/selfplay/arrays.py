@@ -236,19 +236,10 @@ def node_bytes(game: PythonGame) -> int:
 
 def with_room(forest: Forest, nodes: int, edges: int) -> Forest:
     """The same, with room for so many of either in each tree: twice as much as there was, where it did not suffice."""
-    changed = {
-        name: _wider(getattr(forest, name), needed)
-        for name, needed in (("nodes", nodes), ("outcome", nodes), ("edges", edges))
-        if getattr(forest, name).shape[1] < needed
-    }
+    changed: dict[str, np.ndarray] = {}
+    for name, needed in (("nodes", nodes), ("outcome", nodes), ("edges", edges)):
+        array: np.ndarray = getattr(forest, name)
+        if array.shape[1] < needed:
+            changed[name] = np.zeros((len(array), max(needed, 2 * array.shape[1]), *array.shape[2:]), array.dtype)
+            changed[name][:, : array.shape[1]] = array
     return forest._replace(**changed) if changed else forest
-
-
-def _wider(array: np.ndarray, needed: int) -> np.ndarray:
-    wider = np.zeros((len(array), max(needed, 2 * array.shape[1]), *array.shape[2:]), array.dtype)
-    wider[:, : array.shape[1]] = array
-    return wider
-
-
-def allocate_wanted(trees: int) -> WantedEdges:
-    return WantedEdges(*(np.zeros(trees, np.int32) for _ in WantedEdges._fields))

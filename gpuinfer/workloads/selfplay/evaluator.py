@@ -144,17 +144,15 @@ def network_evaluator(infer: Infer, arena: GameSlots, who: str = "the model") ->
         yield NetworkShare(infer, me, arena, who).answer
 
 
-def uniform_evaluator(arena: GameSlots, rows: NDArray[np.intp], logits: np.ndarray, values: np.ndarray) -> None:
-    """`uniform`: equal priors and values of 0, as inside the search."""
+def _equal(arena: GameSlots, rows: NDArray[np.intp], logits: np.ndarray, values: np.ndarray) -> None:
+    """Equal priors and values of 0, as inside the search."""
     logits[rows] = values[rows] = 0.0
 
 
-def playout_evaluator(arena: GameSlots, rows: NDArray[np.intp], logits: np.ndarray, values: np.ndarray) -> None:
-    """`rollout`: equal priors, and the returns of a random playout each, as inside the search."""
-    arena.play_out(rows, logits, values)
-
-
-WITHOUT_NETWORK = {"uniform": uniform_evaluator, "rollout": playout_evaluator}
+WITHOUT_NETWORK: Mapping[str, Callable[[GameSlots, NDArray[np.intp], np.ndarray, np.ndarray], None]] = {
+    "uniform": _equal,
+    "rollout": lambda arena, *rows: arena.play_out(*rows),  # equal priors, and the returns of a random playout each
+}
 """What answers these rows of an arena's block, into the same rows of logits and values, by the name of an opponent."""
 
 
@@ -188,18 +186,14 @@ class DividedBlocks:
         self._values = np.zeros((rows, arena.game.seats), np.float32)
 
     async def ask(self, rows: int) -> Answers:
-        ours = self._moved_by_us()
+        games = self._arena.games
+        for slot in np.flatnonzero((games != self._known) & (games != arrays.IDLE)):
+            self._ours[slot], self._known[slot] = self._sides.of(int(games[slot])), games[slot]
+        slots, movers = self._arena.roots()
+        ours = np.asarray(self._ours[slots, movers])  # bool [rows] of the present block: the run's own model moves
         logits, values = self._logits[:rows], self._values[:rows]
         async with asyncio.TaskGroup() as group:
             for answer, whose in zip(self._shares, (ours, ~ours), strict=True):
                 if len(mine := np.flatnonzero(whose)):
                     group.create_task(answer(mine, logits, values))
         return logits, values
-
-    def _moved_by_us(self) -> NDArray[np.bool_]:
-        """bool [rows] of the present block."""
-        games = self._arena.games
-        for slot in np.flatnonzero((games != self._known) & (games != arrays.IDLE)):
-            self._ours[slot], self._known[slot] = self._sides.of(int(games[slot])), games[slot]
-        slots, movers = self._arena.roots()
-        return np.asarray(self._ours[slots, movers])

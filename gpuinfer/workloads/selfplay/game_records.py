@@ -8,7 +8,6 @@ import asyncio
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 
@@ -22,24 +21,10 @@ from gpuinfer.workloads.selfplay.game import Game, is_won_or_lost
 SHARD_S, SHARD_BYTES = 10.0, 32 << 20  # whichever comes first: games finished longer ago are on disk
 
 
-class GameKeeper(Protocol):
-    """Takes in finished games, as `Arena.collect` gives them, and says which of them count."""
-
-    async def add(self, part: dict[str, np.ndarray]) -> None: ...
-
-    async def write_if_due(self) -> None: ...
-
-    async def flush(self) -> None:
-        """All games that were added count when this returns."""
-        ...
-
-    def take(self) -> list[int]:
-        """The numbers of the games that count now and have not been taken before."""
-        ...
-
-
-class NumbersOnly:
-    """Keeps the numbers alone."""
+class GameKeeper:
+    """Takes in finished games, as `Arena.collect` gives them, and says which of them count: here their numbers alone,
+    and all of them at once.
+    """
 
     def __init__(self) -> None:
         self._kept: list[int] = []
@@ -49,14 +34,16 @@ class NumbersOnly:
 
     async def write_if_due(self) -> None: ...
 
-    async def flush(self) -> None: ...
+    async def flush(self) -> None:
+        """All games that were added count when this returns."""
 
     def take(self) -> list[int]:
+        """The numbers of the games that count now and have not been taken before."""
         kept, self._kept = self._kept, []
         return kept
 
 
-class ShardWriter(NumbersOnly):
+class ShardWriter(GameKeeper):
     """Collects finished games and writes them as shards, in a thread so that search and model go on."""
 
     def __init__(self, path: Path, infer: Infer) -> None:
@@ -108,7 +95,7 @@ class ShardWriter(NumbersOnly):
     def _write(self, parts: list[dict[str, np.ndarray]]) -> list[int]:
         self._lane.enter("record")
         try:
-            whole = positions.merge_games(parts)
+            whole = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
             self._folder.write(whole)
         finally:
             self._lane.enter("idle")
@@ -153,19 +140,20 @@ def refuse_returns(game: Game, returns: np.ndarray) -> None:
 
 def ended_games(games: Mapping[str, np.ndarray]) -> dict[int, Sequence[bool | float]]:
     """By number, the fields of an `Ended` of each. `games`: the arrays of `arrays.OF_GAMES`."""
-    numbers, rows = games["finished"].tolist(), (games[name] for name in ("returns", *OF_RESIGNATION))
-    return {number: list(_ended_game(*one)) for number, *one in zip(numbers, *rows, strict=True)}
-
-
-def _ended_game(returns: np.ndarray, loser: np.int8, checked: np.bool_, lowest: np.ndarray) -> EndedGame:
-    unbeaten = returns >= 0
-    return EndedGame(
-        checked=bool(checked),
-        resigned=bool(loser != NOBODY),
-        false=bool(loser != NOBODY and unbeaten[loser]),
-        lowest=float(lowest.min()),
-        lowest_false=float(lowest[unbeaten].min()),
-    )
+    found: dict[int, Sequence[bool | float]] = {}
+    columns = (games[name] for name in ("finished", "returns", *OF_RESIGNATION))
+    for number, returns, loser, checked, lowest in zip(*columns, strict=True):
+        unbeaten = returns >= 0
+        found[int(number)] = list(
+            EndedGame(
+                checked=bool(checked),
+                resigned=bool(loser != NOBODY),
+                false=bool(loser != NOBODY and unbeaten[loser]),
+                lowest=float(lowest.min()),
+                lowest_false=float(lowest[unbeaten].min()),
+            )
+        )
+    return found
 
 
 def recorded_ends(folder: positions.PositionsFolder) -> Mapping[int, Sequence[bool | float]]:

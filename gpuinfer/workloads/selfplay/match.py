@@ -103,7 +103,12 @@ class Match:
                 self._playing = True
                 yield self.progress()  # the run's clock starts
                 await self._deal(workers)
-            await self._end_when_over(workers)
+            if self._over or self.left or any(hand.held for hand in self._hands):
+                continue
+            self._over = True
+            for other, hand in enumerate(self._hands):
+                if hand.plays:
+                    await _send(workers, other, {"over": True})
 
     async def _receive(self, worker: int, message: Mapping[str, Any], workers: Workers) -> None:
         hand = self._hands[worker]
@@ -156,14 +161,6 @@ class Match:
         hand.held.update(given)
         hand.dry = not self.left
         await _send(workers, worker, {"games": given, "more": not hand.dry})
-
-    async def _end_when_over(self, workers: Workers) -> None:
-        if self._over or self.left or any(hand.held for hand in self._hands):
-            return
-        self._over = True
-        for worker, hand in enumerate(self._hands):
-            if hand.plays:
-                await _send(workers, worker, {"over": True})
 
     def progress(self, note: str = "", setup: bool = False) -> Progress:
         return Progress(

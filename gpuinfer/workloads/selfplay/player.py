@@ -8,7 +8,7 @@ import functools
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -36,7 +36,7 @@ from gpuinfer.workloads.selfplay.evaluator import (
     two_sides,
 )
 from gpuinfer.workloads.selfplay.game import Game
-from gpuinfer.workloads.selfplay.game_records import GameKeeper, NumbersOnly, ShardWriter
+from gpuinfer.workloads.selfplay.game_records import GameKeeper, ShardWriter
 from gpuinfer.workloads.selfplay.python_arena import PythonArena
 from gpuinfer.workloads.selfplay.python_game import PythonGame
 
@@ -59,7 +59,12 @@ async def play(infer: Infer, channel: Channel, arguments: Mapping[str, Any]) -> 
     determinizations = arguments["search"]["determinizations"]
     in_place = arguments["network"] and against is None  # rows of two networks lie there only once they are divided
     rooms = [rows_in_place(infer, game, count * determinizations) if in_place else None for count in slots]
-    arenas = await _telling(channel, asyncio.to_thread(_prepare, game, slots, rooms, arguments))
+    preparing = asyncio.create_task(asyncio.to_thread(_prepare, game, slots, rooms, arguments))
+    while not (await asyncio.wait({preparing}, timeout=LOOK_S))[0]:
+        if compile_status.is_compiling():  # the parent is told once
+            await channel.send({"note": COMPILING})
+            break
+    arenas = await preparing
     await channel.send({"ready": slots})
     await WorkerLoop(arenas, infer, channel, arguments, against).play()
 
@@ -109,16 +114,6 @@ def blocks(slots: int, halves: int, determinizations: int, max_rows: int | None)
     return [slots // count + (index < slots % count) for index in range(count)]
 
 
-async def _telling(channel: Channel, preparing: Coroutine[Any, Any, Made]) -> Made:
-    """What was prepared. The first time that something is compiled meanwhile, the parent is notified."""
-    task = asyncio.create_task(preparing)
-    while not (await asyncio.wait({task}, timeout=LOOK_S))[0]:
-        if compile_status.is_compiling():
-            await channel.send({"note": COMPILING})
-            break
-    return await task
-
-
 def _prepare(
     game: Game, slots: Sequence[int], rooms: Sequence[np.ndarray | None], arguments: Mapping[str, Any]
 ) -> list[GameSlots]:
@@ -161,7 +156,7 @@ class WorkerLoop:
         # A thread for the search, so that blocks can be cut and answered meanwhile; alone, it would only add a hop.
         self._thread = ThreadPoolExecutor(1, "gpuinfer-search") if len(arenas) > 1 else None
         self._lane = infer.lane("search")
-        self._keeper: GameKeeper = ShardWriter(Path(arguments["out"]), infer) if arguments["out"] else NumbersOnly()
+        self._keeper: GameKeeper = ShardWriter(Path(arguments["out"]), infer) if arguments["out"] else GameKeeper()
         self._began = time.monotonic()
 
     async def play(self) -> None:
@@ -181,16 +176,17 @@ class WorkerLoop:
         """All finished games count when this returns, however the round ended: those too of a search whose answers
         never came, and though the parent cancels this, which it does once another worker has failed.
         """
-        keeping = asyncio.ensure_future(self._collect_all())
+
+        async def collect_all() -> None:
+            for arena in self._arenas:
+                await self._collect(arena)
+            await self._keeper.flush()
+
+        keeping = asyncio.ensure_future(collect_all())
         while not keeping.done():
             with contextlib.suppress(asyncio.CancelledError):
                 await asyncio.shield(keeping)
         keeping.result()
-
-    async def _collect_all(self) -> None:
-        for arena in self._arenas:
-            await self._collect(arena)
-        await self._keeper.flush()
 
     async def _run(self, arena: GameSlots) -> None:
         play = self._with_network if arena.search.evaluator == arrays.NETWORK else self._alone
@@ -253,7 +249,12 @@ class WorkerLoop:
             if await self._supply(arena):
                 return True
             self._idle += 1
-            await self._wait_for_news(heard)
+            if self._idle == len(self._arenas) and not self._more:  # the parent waits for all games to count
+                await self._keeper.flush()
+                await self._channel.send(self._counts())
+            async with self._news:
+                while self._heard == heard:
+                    await self._news.wait()
             self._idle -= 1
         return False
 
@@ -263,13 +264,6 @@ class WorkerLoop:
         arena.add_games([self._queue.popleft() for _ in range(min(arena.spare(busy), len(self._queue)))])
         await self._ask()
         return bool(busy or arena.queued) and not self._infer.stopping.is_set()
-
-    async def _wait_for_news(self, heard: int) -> None:
-        if self._idle == len(self._arenas) and not self._more:  # the parent waits for all games to count
-            await self._keeper.flush()
-            await self._channel.send(self._counts())
-        async with self._news:
-            await self._news.wait_for(lambda: self._heard > heard)
 
     async def _ask(self) -> None:
         """Ask for games before they run out, but keep few: what lies here cannot be played by another worker."""

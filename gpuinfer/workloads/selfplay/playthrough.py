@@ -345,7 +345,13 @@ class Playthrough:
         row = np.zeros(self.game.features, self._row_dtype)
         self._call("observe", state, self._actions, len(legal), row)
         if self._row_dtype == np.int64:
-            self._check_range(row)
+            info = np.iinfo(self.game.feature_dtype)
+            beyond = row[(row < info.min) | (row > info.max)]
+            if beyond.size:
+                raise OutOfBounds(
+                    f"`observe` writes {beyond[0]} into features, which are {self.game.feature_dtype}. Keep to "
+                    f"{info.min}…{info.max}."
+                )
         mask = np.zeros(self.game.actions, bool)
         mask[legal] = True
         if not np.array_equal(row[: self.game.actions], mask):
@@ -359,15 +365,6 @@ class Playthrough:
         if not np.array_equal(before, state):
             raise OutOfBounds("`legal`, `to_move` or `observe` changes the position. Only `deal` and `apply` may.")
         return legal, row
-
-    def _check_range(self, row: np.ndarray) -> None:
-        info = np.iinfo(self.game.feature_dtype)
-        beyond = row[(row < info.min) | (row > info.max)]
-        if beyond.size:
-            raise OutOfBounds(
-                f"`observe` writes {beyond[0]} into features, which are {self.game.feature_dtype}. Keep to "
-                f"{info.min}…{info.max}."
-            )
 
     def _legal(self, state: np.ndarray, mover: int) -> list[int]:
         count = int(self._call("legal", state, self._actions))
@@ -401,15 +398,6 @@ class Playthrough:
                     "`determinize` writes a position that the player to move can tell from the true one: other seat, "
                     "actions or features. Fill whole positions, and change only what that player cannot see."
                 )
-
-    def refuse_open_cards(self) -> None:
-        """After all games. Raises `OutOfBounds` where no guess was ever wrong."""
-        if self.game.hidden and self.guessed >= ALWAYS and self.guessed == self.guessed_true:
-            raise OutOfBounds(
-                f"`determinize` wrote the true position each of {self.guessed * GUESSES} times, and hidden = True says "
-                "that part of it is hidden: the search would see that part. Draw it anew; set hidden = False where "
-                "every player sees the whole position."
-            )
 
     def _returns(self, number: int) -> list[float]:
         self._values[:] = math.nan
@@ -481,7 +469,12 @@ def played(game: Game, rules: ModuleType, numbers: Iterable[int], seconds: float
             end = end or time.monotonic() + seconds
             if time.monotonic() > end:
                 break
-        through.refuse_open_cards()
+        if game.hidden and through.guessed >= ALWAYS and through.guessed == through.guessed_true:
+            raise OutOfBounds(
+                f"`determinize` wrote the true position each of {through.guessed * GUESSES} times, and hidden = True "
+                "says that part of it is hidden: the search would see that part. Draw it anew; set hidden = False "
+                "where every player sees the whole position."
+            )
     except OutOfBounds as fault:
         found["fault"] = str(fault)
     except Exception as error:  # noqa: BLE001 (rules may raise anything)
@@ -510,7 +503,11 @@ def main() -> None:
     warnings.simplefilter("ignore")
     if order["plain"]:
         plain_bits()
-    signal.signal(signal.SIGALRM, _hangs)
+
+    def hangs(number: int, frame: FrameType | None) -> None:
+        raise TimeoutError("it did not come back")
+
+    signal.signal(signal.SIGALRM, hangs)
     signal.setitimer(signal.ITIMER_REAL, order["limit_s"])
     found: dict[str, Any]
     try:
@@ -525,10 +522,6 @@ def main() -> None:
         found = {"fault": str(error)}
     json.dump(found, answer)
     answer.close()
-
-
-def _hangs(number: int, frame: FrameType | None) -> None:
-    raise TimeoutError("it did not come back")
 
 
 if __name__ == "__main__":

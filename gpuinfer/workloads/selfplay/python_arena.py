@@ -54,7 +54,7 @@ class PythonArena(GameSlots):
         self._log: list[dict[str, np.ndarray]] = []
         self._forest = arrays.allocate_forest(self.trees, search.simulations, game.seats, game.max_legal)
         self._positions: list[list[Position]] = [[] for _ in range(self.trees)]  # of each node
-        self._wanted = arrays.allocate_wanted(self.trees)
+        self._wanted = arrays.WantedEdges(*(np.zeros(self.trees, np.int32) for _ in arrays.WantedEdges._fields))
         self._rows_of = np.zeros(self.trees, np.int32)
         self._rows = 0
         self._seats = np.zeros(game.seats, np.float32)
@@ -170,16 +170,13 @@ class PythonArena(GameSlots):
         self._wanted.tree[places] = range(trees.start, trees.stop)
         self._wanted.node[places] = self._wanted.edge[places] = ROOT
         if search.record:
-            self._remember(slot)
+            legal = np.zeros(game.actions, np.bool_)
+            legal[self._legal[slot]] = True
+            row = np.concatenate([legal, self._rules.observe(state)], dtype=game.feature_dtype)
+            self._records[slot].append(
+                {"observation": row, "legal": legal, "player": self._movers[slot], "move": self._moves[slot]}
+            )
         return roots
-
-    def _remember(self, slot: int) -> None:
-        legal = np.zeros(self.game.actions, np.bool_)
-        legal[self._legal[slot]] = True
-        row = np.concatenate([legal, self._rules.observe(self._states[slot])], dtype=self.game.feature_dtype)
-        self._records[slot].append(
-            {"observation": row, "legal": legal, "player": self._movers[slot], "move": self._moves[slot]}
-        )
 
     def _choose(self, slot: int) -> bool:
         """Add the visits of all determinizations up, record them, and play: drawn early in the game, the best later.
@@ -222,9 +219,13 @@ class PythonArena(GameSlots):
         self._under_way[slot], self._states[slot], self._records[slot] = arrays.IDLE, None, []
         self.counters[arrays.FINISHED] += 1
         player = np.array([row["player"] for row in rows], np.int8)
-        seats = self.game.seats
+        game, seats = self.game, self.game.seats
+        shapes = (("observation", game.features, game.feature_dtype), ("legal", game.actions, "bool"))
         part = {
-            **{name: self._stacked(name, rows) for name in ("observation", "legal", "policy")},
+            **{
+                name: np.array([row[name] for row in rows], dtype).reshape(len(rows), width)
+                for name, width, dtype in (*shapes, ("policy", game.actions, "float32"))
+            },
             "value": returns[(player[:, None] + np.arange(seats)) % seats],
             "player": player,
             "game": np.full(len(rows), number, np.int64),
@@ -236,13 +237,6 @@ class PythonArena(GameSlots):
             of_slot = (self._resigned[[slot]], self._checked[[slot]], self._lowest[[slot]])
             part |= dict(zip(arrays.OF_RESIGNATION, of_slot, strict=True))
         self._log.append(part)
-
-    def _stacked(self, name: str, rows: Sequence[dict[str, Any]]) -> np.ndarray:
-        if rows:
-            return np.stack([row[name] for row in rows])
-        width = self.game.features if name == "observation" else self.game.actions
-        dtypes = {"observation": self.game.feature_dtype, "legal": "bool", "policy": "float32"}
-        return np.zeros((0, width), dtypes[name])
 
     def play_out(self, rows: np.ndarray, logits: np.ndarray, values: np.ndarray) -> None:
         seats = np.arange(self.game.seats)

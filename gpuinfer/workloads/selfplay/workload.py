@@ -14,7 +14,7 @@ import numpy as np
 from pydantic import Field
 
 from gpuinfer import api
-from gpuinfer.api import Infer, ModelSpec, Progress, Roofline, Setup, Workload
+from gpuinfer.api import Infer, ModelSpec, Progress, Setup, Workload
 from gpuinfer.config import import_paths
 from gpuinfer.errors import UnknownName, UsageError
 from gpuinfer.host import machine
@@ -349,7 +349,13 @@ class SelfPlay(Workload):
             share = math.ceil(self.options.games_in_flight / workers)
         elif self.evaluator == "network":
             # Blocks of all workers meet in the batches of a device; on a CPU, a worker has cores of its own.
-            block = half_block(infer.roofline, workers if self.on_cuda else 1)
+            # Half a block each, which together fill the best batch of each device; or more, where that costs nothing.
+            # See docs/decisions/halves.md.
+            block, roofline = LEAST_ROWS, infer.roofline
+            if roofline is not None:
+                least = HEAVY_ROWS if roofline.rows_per_s < HEAVY_PER_S else LEAST_ROWS
+                sharing = workers if self.on_cuda else 1
+                block = max(least, math.ceil(roofline.at_rows * roofline.devices / sharing))
             share = 2 * max(1, block // self.determinizations)
             share *= 1 if self.opponent is None else 2
         else:
@@ -409,32 +415,11 @@ def _digest(path: Path | None) -> str | None:
     return None if path is None else hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def half_block(roofline: Roofline | None, sharing: int) -> int:
-    """Rows of half a block of each of `sharing` workers, which together fill the best batch of each device; or more,
-    where that costs nothing. See docs/decisions/halves.md.
-    """
-    if roofline is None:
-        return LEAST_ROWS
-    least = HEAVY_ROWS if roofline.rows_per_s < HEAVY_PER_S else LEAST_ROWS
-    return max(least, math.ceil(roofline.at_rows * roofline.devices / sharing))
-
-
 def parsed(text: str) -> dict[str, str]:
     """`key=value,key=value` as a dict; what stands between brackets is one value, as in `go(board_size=9,komi=5.5)`.
 
     Raises UsageError.
     """
-    pairs = [part.partition("=") for part in _outside_brackets(text) if part.strip()]
-    for key, equals, value in pairs:
-        if not (equals and key.strip() and value.strip()):
-            raise UsageError(
-                f"--game-options: '{key}{equals}{value}' is not of the form key=value. Write key=value,key=value."
-            )
-    return {key.strip(): value.strip() for key, _, value in pairs}
-
-
-def _outside_brackets(text: str) -> list[str]:
-    """Split at commas, but for those between brackets."""
     parts, depth = [""], 0
     for letter in text:
         depth += (letter == "(") - (letter == ")")
@@ -442,4 +427,10 @@ def _outside_brackets(text: str) -> list[str]:
             parts.append("")
         else:
             parts[-1] += letter
-    return parts
+    pairs = [part.partition("=") for part in parts if part.strip()]
+    for key, equals, value in pairs:
+        if not (equals and key.strip() and value.strip()):
+            raise UsageError(
+                f"--game-options: '{key}{equals}{value}' is not of the form key=value. Write key=value,key=value."
+            )
+    return {key.strip(): value.strip() for key, _, value in pairs}

@@ -94,20 +94,6 @@ def test_games_are_the_same_however_they_are_batched(name):
         assert np.array_equal(alone[key], together[key]), key
 
 
-def test_its_search_sees_the_move_that_wins():
-    game = OpenSpiel(name="tic_tac_toe")
-    state = game.game.new_initial_state()
-    for action in (0, 3, 1, 4):  # 2 completes the first row
-        state = state.child(action)
-    game.deal = lambda draw: state
-    arena = PythonArena(game, search_of(evaluator=arrays.UNIFORM, determinizations=1, simulations=200, noise=0.0), 1)
-    arena.add_games([0])
-    arena.play(rounds=100_000)
-    policy = arena.collect()["policy"][0]
-    assert policy.argmax() == 2
-    assert policy[2] > 0.8
-
-
 def test_what_is_hidden_is_dealt_anew_for_each_tree_and_shown_to_nobody_else(monkeypatch):
     poker = OpenSpiel(name="kuhn_poker")
     state = poker.game.new_initial_state().child(0).child(1)  # the first player has card 0, the second 1

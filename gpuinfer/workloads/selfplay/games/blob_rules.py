@@ -276,11 +276,7 @@ def legal(config, state, actions):
         following = cards & (SUIT << (13 * state[LED]))
         if following:
             cards = following
-    while cards:
-        actions[count] = trailing_zeros(cards)
-        cards &= cards - 1
-        count += 1
-    return count
+    return list_cards(cards, actions)
 
 
 @compiled
