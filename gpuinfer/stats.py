@@ -15,20 +15,13 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any, Protocol
+from typing import Any
 
 CPU_CLOCK_READ_S = 0.0005  # between two readings of the thread's clock, which takes a call of the system
 IDLE_STATION = "idle"  # a lane that waits: whatever its thread runs then is not for it
 
 
-class AccountedLane(Protocol):
-    """A lane, as far as this file knows it."""
-
-    stays: int  # how many stations it has entered so far
-    ran: dict[str, float]  # station → seconds on a core
-
-
-Stay = tuple[AccountedLane, str, int, float]
+Stay = tuple["Lane", str, int, float]
 """The lane, the station, which of the lane's stays it is, and since when."""
 
 
@@ -40,7 +33,7 @@ class _ThreadAccount:
     def __init__(self) -> None:
         self.read_at, self.ran = time.monotonic(), time.thread_time()
         self.open: Stay | None = None
-        self.ended: list[tuple[AccountedLane, str, float]] = []  # since the last reading: lane, station, seconds in it
+        self.ended: list[tuple[Lane, str, float]] = []  # since the last reading: lane, station, seconds in it
 
 
 class _ThreadAccounts(threading.local):
@@ -51,7 +44,7 @@ class _ThreadAccounts(threading.local):
 _of_this_thread = _ThreadAccounts()
 
 
-def account_station(lane: AccountedLane, station: str) -> None:
+def account_station(lane: Lane, station: str) -> None:
     """The calling thread has just taken this lane into this station."""
     account, now = _of_this_thread.account, time.monotonic()
     if account.open is not None:

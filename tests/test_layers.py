@@ -113,7 +113,6 @@ FACADES: dict[str, set[str]] = {
         "kernel_cache",
         "load",
         "model_options",
-        "networks",
         "onnx_export",
         "open_model",
         "out_of_memory",

@@ -166,14 +166,6 @@ class FairScheduler:
     def _whole_part(self, share: float) -> int:
         return max(1, int(self.room * share + ROUNDING))
 
-    def _width(self, turn: DeviceTurn, shares: Mapping[int, float]) -> int:
-        in_turn, least, alone = turn.widths
-        if len(shares) < 2 or self.free:
-            return alone
-        if self._are_at_once(shares):
-            return max(least, min(alone, self._whole_part(shares[id(turn.model)])))
-        return in_turn
-
     def has_passed_on(self, turn: DeviceTurn) -> bool:
         """Whether other models have the room that this forward had."""
         return self.free_room < turn.width and not self.free
@@ -190,7 +182,12 @@ class FairScheduler:
             if not model.waiting:
                 return begun, model.kept_until
             turn = model.waiting[0]
-            turn.width = self._width(turn, self._shares(now))
+            shares, (in_turn, least, alone) = self._shares(now), turn.widths
+            turn.width = in_turn
+            if len(shares) < 2 or self.free:
+                turn.width = alone
+            elif self._are_at_once(shares):
+                turn.width = max(least, min(alone, self._whole_part(shares[id(model)])))
             if turn.width > self.free_room and not unlimited:
                 break  # a narrower forward does not overtake: that could go on for ever
             model.waiting.popleft()

@@ -5,6 +5,7 @@ the memory that the pass holds for its way back.
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import time
 import weakref
@@ -51,24 +52,20 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         made = func(*args, **(kwargs or {}))
         given = {_key(one) for one in tree_iter((args, kwargs)) if isinstance(one, Tensor)}
         for one in tree_iter(made):
-            if isinstance(one, Tensor) and _key(one) not in given:
-                self._enter(one)
+            if not isinstance(one, Tensor) or (key := _key(one)) in given or key in self._alive:
+                continue
+            storage = one.untyped_storage()
+            size = storage.nbytes()
+            self._alive[key] = size, weakref.ref(storage, functools.partial(self._leave, key))
+            self.now += size
+            self.most = max(self.most, self.now)
         return made
 
     def leave(self, tensor: Tensor) -> None:
         """Stop counting a tensor's storage, which has become a parameter's gradient."""
         self._leave(_key(tensor))
 
-    def _enter(self, tensor: Tensor) -> None:
-        storage, key = tensor.untyped_storage(), _key(tensor)
-        if key in self._alive:
-            return
-        size = storage.nbytes()
-        self._alive[key] = size, weakref.ref(storage, lambda _: self._leave(key))
-        self.now += size
-        self.most = max(self.most, self.now)
-
-    def _leave(self, key: int) -> None:
+    def _leave(self, key: int, _: object = None) -> None:
         if (known := self._alive.pop(key, None)) is not None:
             self.now -= known[0]
 
@@ -242,25 +239,22 @@ class GradientPass:
             source: Mapping[str, Tensor] = self._own_buffers
         else:
             if batch.version != self._loaded:
-                self._load(weights)
+                known: dict[str, Tensor] = {**self._parameters, **self._buffers}
+                given: dict[str, Any] = {
+                    name: one for name, one in weights.items() if name in known or name not in self._states
+                }
+                if problems := mismatch(known, given):
+                    raise BackendError(
+                        f"the weights of the batch do not fit model '{self._spec.name}': {problems}. Send those of its "
+                        "state_dict."
+                    )
+                for name, parameter in self._parameters.items():
+                    parameter.data = _tensor(weights[name]).to(self._device, parameter.dtype)
             source = {name: _tensor(weights[name]) for name in self._buffers}
         self._loaded = None if weights is None else batch.version
         with torch.no_grad():
             for name, buffer in self._buffers.items():
                 buffer.copy_(source[name])
-
-    def _load(self, weights: Mapping[str, NDArray[Any] | Tensor]) -> None:
-        known: dict[str, Tensor] = {**self._parameters, **self._buffers}
-        given: dict[str, Any] = {
-            name: one for name, one in weights.items() if name in known or name not in self._states
-        }
-        if problems := mismatch(known, given):
-            raise BackendError(
-                f"the weights of the batch do not fit model '{self._spec.name}': {problems}. Send those of its "
-                "state_dict."
-            )
-        for name, parameter in self._parameters.items():
-            parameter.data = _tensor(weights[name]).to(self._device, parameter.dtype)
 
     def _passed(self, batch: TrainingBatch) -> Gradients:
         kept = batch.keep_on_device and self._device.type != "cpu"

@@ -94,7 +94,13 @@ def loss_and_parts(
             f"{title(name, 'loss')} returned a number that does not depend on the model's parameters. Compute it from "
             "the answers, without detach() or item()."
         )
-    return scalar.reshape(()), _numbers(parts, title(name, "loss"))
+    try:
+        return scalar.reshape(()), {str(key): _number(value) for key, value in parts.items()}
+    except (AttributeError, TypeError, ValueError, RuntimeError) as error:
+        raise BackendError(
+            f"{title(name, 'loss')} returned, beside the scalar, what are no numbers by name ({error}). Let it return "
+            "a dict of numbers there, or the scalar alone."
+        ) from error
 
 
 def read_loss(scalar: Tensor, parts: Mapping[str, float | Tensor]) -> tuple[float, dict[str, float]]:
@@ -104,17 +110,6 @@ def read_loss(scalar: Tensor, parts: Mapping[str, float | Tensor]) -> tuple[floa
     there = [one for one in parts.values() if isinstance(one, Tensor)]
     value, *numbers = torch.stack([scalar.detach().double(), *there]).cpu().tolist()
     return value, {name: numbers.pop(0) if isinstance(one, Tensor) else one for name, one in parts.items()}
-
-
-def _numbers(parts: Any, whose: str) -> dict[str, float | Tensor]:
-    """The parts of a loss. Raises `BackendError` for anything else."""
-    try:
-        return {str(key): _number(value) for key, value in parts.items()}
-    except (AttributeError, TypeError, ValueError, RuntimeError) as error:
-        raise BackendError(
-            f"{whose} returned, beside the scalar, what are no numbers by name ({error}). Let it return a dict of "
-            "numbers there, or the scalar alone."
-        ) from error
 
 
 def _number(value: Any) -> float | Tensor:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeGuard
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from gpuinfer.errors import UnknownName, UsageError
@@ -46,13 +46,20 @@ def find_layers(module: nn.Module, name: str, attribute: str | None, otherwise: 
     if attribute is not None:
         return Layers(_members(module, name, attribute, otherwise), attribute)
     if callable(listing := getattr(module, SEGMENTS, None)):
-        return Layers(_listed(listing(), name))
+        found = listing()
+        parts = list(found) if isinstance(found, Sequence | nn.ModuleList) else []
+        if not parts or not all(isinstance(part, nn.Module) for part in parts):
+            raise UsageError(
+                f"{title(name)}: segments() returned {type(found).__name__}, not a list of modules. Let it return the "
+                "modules that its forward calls one after the other."
+            )
+        return Layers(parts)
     if _is_plain_sequential(module):
         return Layers(_flattened(module))
-    found = list(_rows_of_layers(module, ""))
-    if len(found) == 1:
-        return Layers(_members(module, name, found[0], otherwise), found[0])
-    what = f"{', '.join(found)} are all rows of alike layers" if found else f"it is a {type(module).__name__}"
+    rows = list(_rows_of_layers(module, ""))
+    if len(rows) == 1:
+        return Layers(_members(module, name, rows[0], otherwise), rows[0])
+    what = f"{', '.join(rows)} are all rows of alike layers" if rows else f"it is a {type(module).__name__}"
     raise UsageError(f"the layers of {title(name)} cannot be told apart: {what}. {_cure(module, otherwise)}")
 
 
@@ -68,23 +75,12 @@ def check_same(name: str, before: Any, again: Callable[[], Any], how: str, cure:
             f"{title(name)} cannot be called {how}: {type(error).__name__}: {first_line(error)}. {cure}"
         ) from error
     old = tensors_of(before)
-    if len(old) != len(after) or not all(map(_close, old, after)):
+    alike = [
+        one.shape == other.shape and torch.allclose(one.float(), other.float(), RELATIVE, ABSOLUTE, equal_nan=True)
+        for one, other in zip(old, after, strict=False)
+    ]
+    if len(old) != len(after) or not all(alike):
         raise UsageError(f"{title(name)} answers otherwise when it is called {how}. {cure}")
-
-
-def _close(one: Tensor, other: Tensor) -> bool:
-    return one.shape == other.shape and torch.allclose(one.float(), other.float(), RELATIVE, ABSOLUTE, equal_nan=True)
-
-
-def _listed(found: object, name: str) -> list[nn.Module]:
-    """The modules that `segments()` returned. Raises `UsageError` for anything else."""
-    parts = list(found) if isinstance(found, Sequence | nn.ModuleList) else []
-    if not parts or not all(isinstance(part, nn.Module) for part in parts):
-        raise UsageError(
-            f"{title(name)}: segments() returned {type(found).__name__}, not a list of modules. Let it return the "
-            "modules that its forward calls one after the other."
-        )
-    return parts
 
 
 def _is_plain_sequential(module: nn.Module) -> TypeGuard[nn.Sequential]:

@@ -140,7 +140,10 @@ class PositionsFolder(RecordFolder):
         for shard in self.shards():
             try:
                 if shard.name not in self._known:
-                    self._known[shard.name] = _finished(shard)
+                    with zipfile.ZipFile(shard) as archive:
+                        if (damaged := archive.testzip()) is not None:
+                            raise ValueError(f"{damaged} is damaged")
+                    self._known[shard.name] = read_shard(shard, ["finished"])["finished"].tolist()
             except UNREADABLE as error:
                 log.warning("%s cannot be read (%s): set aside as .broken, its games are played again", shard, error)
                 shard.rename(shard.with_suffix(".broken"))
@@ -165,15 +168,6 @@ def shards_of(path: Path) -> list[Path]:
             f"{path} holds no records. Write some with `gpuinfer selfplay --out {shlex.quote(str(path))}`."
         )
     return shards
-
-
-def _finished(shard: Path) -> list[int]:
-    """The games in a shard whose checksum holds. Raises one of UNREADABLE."""
-    with zipfile.ZipFile(shard) as archive:
-        if (damaged := archive.testzip()) is not None:
-            raise ValueError(f"{damaged} is damaged")
-    games: list[int] = read_shard(shard, ["finished"])["finished"].tolist()
-    return games
 
 
 def read_shard(shard: Path, names: Iterable[str]) -> dict[str, np.ndarray]:

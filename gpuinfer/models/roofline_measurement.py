@@ -67,10 +67,16 @@ def look_rates(threads: Sequence[Sequence[LookMark]], look_s: float = LOOK_S) ->
     start, stop = max(marks[0].at for marks in threads), min(marks[-1].at for marks in threads)
     if stop <= start:  # they took turns: what each did in its own time is all that is known
         return [_rate(threads, [marks[0].at for marks in threads], [marks[-1].at for marks in threads])]
-    pass_s = max(_had(marks) / marks[-1].passes for marks in threads)
+    # Seconds in which a thread did not wait for a core, for each of its passes.
+    pass_s = max((last.at - first.at - (last.waited - first.waited)) / last.passes for first, *_, last in threads)
     edges = np.linspace(start, stop, 1 + max(1, int((stop - start) / max(look_s, PASSES * pass_s))))
     found = [
-        (_served(threads, a, b), _rate(threads, [a] * len(threads), [b] * len(threads))) for a, b in pairwise(edges)
+        # The share of this stretch in which the thread that waited most had a core, and the rate.
+        (
+            1 - max(_between(marks, a, b)[1] for marks in threads) / (b - a),
+            _rate(threads, [a] * len(threads), [b] * len(threads)),
+        )
+        for a, b in pairwise(edges)
     ]
     fair = [rate for served, rate in found if served >= SERVED]
     return fair or [_rate(threads, [start] * len(threads), [stop] * len(threads))]
@@ -87,11 +93,6 @@ def stands(rates: Sequence[float]) -> bool:
     return len(rates) >= STANDING and STANDS * max(rates) <= sorted(rates)[-REPEATED]
 
 
-def _had(marks: Sequence[LookMark]) -> float:
-    """Seconds in which a thread did not wait for a core."""
-    return marks[-1].at - marks[0].at - (marks[-1].waited - marks[0].waited)
-
-
 def _rate(threads: Sequence[Sequence[LookMark]], starts: Sequence[float], stops: Sequence[float]) -> float:
     """The rate of all threads together, each between its own two moments, without waiting for cores."""
     total = 0.0
@@ -99,11 +100,6 @@ def _rate(threads: Sequence[Sequence[LookMark]], starts: Sequence[float], stops:
         passes, waited = _between(marks, start, stop)
         total += passes / max(stop - start - waited, 1e-9)
     return total
-
-
-def _served(threads: Sequence[Sequence[LookMark]], start: float, stop: float) -> float:
-    """The share of this stretch in which the thread that waited most had a core."""
-    return 1 - max(_between(marks, start, stop)[1] for marks in threads) / (stop - start)
 
 
 def _between(marks: Sequence[LookMark], start: float, stop: float) -> tuple[float, float]:

@@ -15,7 +15,7 @@ import json
 import os
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -44,26 +44,10 @@ class RooflineProcess:
     after each measurement on CUDA, where it would keep memory; the next request starts another.
     """
 
-    def __init__(
-        self,
-        spec: ModelSpec,
-        *,
-        devices: Sequence[str],
-        dtype: str,
-        seed: int,
-        cores: int,
-        deterministic: bool = False,
-        compute: str = "auto",
-    ) -> None:
+    def __init__(self, spec: ModelSpec, **arguments: Any) -> None:
+        """`arguments`: those of `roofline_measurement.measure`, but for `budget_s` and `only`."""
         self._spec = spec
-        self._arguments = {
-            "devices": list(devices),
-            "dtype": dtype,
-            "seed": seed,
-            "cores": cores,
-            "deterministic": deterministic,
-            "compute": compute,
-        }
+        self._arguments = {**arguments, "devices": list(arguments["devices"])}
         self._child: Child | None = None
         self._channel: Channel
         self.peak_mb = 0.0  # MiB that the process had taken when it last answered

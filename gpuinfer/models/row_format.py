@@ -191,7 +191,13 @@ def to_body(tensors: Mapping[str, NDArray[Any]], metadata: Mapping[str, str] | N
 
 def from_body(body: bytes) -> tuple[dict[str, NDArray[Any]], dict[str, str]]:
     """The tensors, views of `body`, and the metadata. Raises `NotTensors`."""
-    header, data = _split(body)
+    if len(body) < _LENGTH.size:
+        raise NotTensors(f"{len(body)} bytes are no safetensors.")
+    (length,) = _LENGTH.unpack_from(body)
+    if not 2 <= length <= min(LARGEST_HEADER, len(body) - _LENGTH.size):
+        raise NotTensors(f"a header of {length:,} bytes in {len(body):,}; at most {LARGEST_HEADER:,} are read.")
+    begins = _LENGTH.size + length
+    header, data = _decoded(_header, body[_LENGTH.size : begins]), memoryview(body)[begins:]
     metadata = _decoded(_metadata, header.pop(METADATA)) if METADATA in header else {}
     if len(header) > MOST_TENSORS:
         raise NotTensors(f"{len(header)} tensors, and at most {MOST_TENSORS} are read.")
@@ -204,16 +210,6 @@ def from_body(body: bytes) -> tuple[dict[str, NDArray[Any]], dict[str, str]]:
     if at != len(data):
         raise NotTensors(f"{len(data):,} bytes of tensors, and the header tells of {at:,}.")
     return {name: _array(name[:40], tensor, data) for name, tensor in told.items()}, metadata
-
-
-def _split(body: bytes) -> tuple[dict[str, Any], memoryview]:
-    if len(body) < _LENGTH.size:
-        raise NotTensors(f"{len(body)} bytes are no safetensors.")
-    (length,) = _LENGTH.unpack_from(body)
-    if not 2 <= length <= min(LARGEST_HEADER, len(body) - _LENGTH.size):
-        raise NotTensors(f"a header of {length:,} bytes in {len(body):,}; at most {LARGEST_HEADER:,} are read.")
-    end = _LENGTH.size + length
-    return _decoded(_header, body[_LENGTH.size : end]), memoryview(body)[end:]
 
 
 def _decoded(decoder: Any, data: Any) -> Any:

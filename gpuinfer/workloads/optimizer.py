@@ -75,7 +75,22 @@ class Stepper:
                 moments = self._moments()
                 self._hold(self._tensors, device)
                 self._take(moments)
-            return self._step(found, gradients.buffers, rate)
+            for name, parameter in self._parameters.items():
+                parameter.grad = found.get(name)
+            norm = float(torch.nn.utils.clip_grad_norm_(self._parameters.values(), self._clip))
+            if not norm < float("inf"):
+                raise WorkError(
+                    f"the gradients' norm is {norm}: training has diverged. Lower --learning-rate or --clip-norm, "
+                    "raise --warmup-steps, and go on from the last checkpoint with --resume, or begin again."
+                )
+            for group in self._optimizer.param_groups:
+                group["lr"] = rate
+            self._optimizer.step()
+            for name, value in gradients.buffers.items():
+                self._tensors[name].copy_(_tensor(value))
+            for parameter in self._parameters.values():
+                parameter.grad = None  # memory for the next pass
+            return norm
         except (RuntimeError, MemoryError) as error:
             if device == HOST or not is_out_of_memory(error):
                 raise
@@ -83,24 +98,6 @@ class Stepper:
                 f"out of memory in a step of the optimizer, which keeps two numbers for each weight on {device}: "
                 f"{first_line(error)}. Leave more for it: a smaller --batch-size, or -B checkpoint_segments=auto."
             ) from None  # its frames hold on to the memory
-
-    def _step(self, found: Mapping[str, Tensor], buffers: Mapping[str, Any], rate: float) -> float:
-        for name, parameter in self._parameters.items():
-            parameter.grad = found.get(name)
-        norm = float(torch.nn.utils.clip_grad_norm_(self._parameters.values(), self._clip))
-        if not norm < float("inf"):
-            raise WorkError(
-                f"the gradients' norm is {norm}: training has diverged. Lower --learning-rate or --clip-norm, raise "
-                "--warmup-steps, and go on from the last checkpoint with --resume, or begin again."
-            )
-        for group in self._optimizer.param_groups:
-            group["lr"] = rate
-        self._optimizer.step()
-        for name, value in buffers.items():
-            self._tensors[name].copy_(_tensor(value))
-        for parameter in self._parameters.values():
-            parameter.grad = None  # memory for the next pass
-        return norm
 
     def state(self) -> dict[str, Tensor]:
         """All that the next step depends on, in memory of the host."""
@@ -170,7 +167,15 @@ class TrainingFolder(RecordFolder):
         """The same tensors and metadata are the same bytes: safetensors itself writes metadata in the order of a hash
         table, which is another one each time.
         """
-        content = memoryview(save(_apart(tensors), metadata))
+        # Each in memory of its own, as the format wants it: tensors that share theirs, or have gaps, as copies.
+        seen: set[int] = set()
+        apart: dict[str, Tensor] = {}
+        for key, one in tensors.items():
+            place = one.untyped_storage().data_ptr()
+            whole = one.is_contiguous() and one.untyped_storage().nbytes() == one.nbytes
+            apart[key] = one if whole and place not in seen else one.contiguous().clone()
+            seen.add(place)
+        content = memoryview(save(apart, metadata))
         begins = 8 + int.from_bytes(content[:8], "little")  # the header's size, the header, then the tensors
         told = msgspec.json.encode({**msgspec.json.decode(content[8:begins]), "__metadata__": metadata})
         told += b" " * (-len(told) % 8)  # aligns the tensors, as the format wants it
@@ -199,15 +204,3 @@ class TrainingFolder(RecordFolder):
 
 def _line(row: plotting.LossRow) -> bytes:
     return msgspec.json.encode(row) + b"\n"
-
-
-def _apart(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Each in memory of its own, as the format wants it: those that share theirs, or have gaps, as copies."""
-    seen: set[int] = set()
-    found = {}
-    for name, one in state.items():
-        place = one.untyped_storage().data_ptr()
-        whole = one.is_contiguous() and one.untyped_storage().nbytes() == one.nbytes
-        found[name] = one if whole and place not in seen else one.contiguous().clone()
-        seen.add(place)
-    return found

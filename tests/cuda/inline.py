@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from gpuinfer.api import Lane
-from gpuinfer.models.pipeline.schedule import PipelineStage
+from gpuinfer.models.pipeline.stage import CpuStage, CudaStage
 
 
 class Inline:
@@ -14,7 +14,7 @@ class Inline:
 
     under_way = 0
 
-    def __init__(self, stages: Sequence[PipelineStage], lane: Callable[[str], Lane]) -> None:
+    def __init__(self, stages: Sequence[CpuStage | CudaStage], lane: Callable[[str], Lane]) -> None:
         self.stages, self._lane = stages, lane("inline")
 
     def run(self, values: Iterable[Any], count: int) -> list[Any]:

@@ -102,37 +102,6 @@ def test_a_run_goes_on_only_with_the_same_rules_and_the_same_network(folder):
     assert "the game's rules or its sizes: not noted there, as an earlier gpuinfer wrote it" in run(12, 2)
 
 
-def digests(folder, monkeypatch, first=()):
-    """Of game and network, in a process that knows neither yet and imports these modules before."""
-    with monkeypatch.context() as here:
-        for name in FILES:
-            here.delitem(sys.modules, name.removesuffix(".py"), raising=False)
-        here.chdir(folder)
-        here.syspath_prepend(str(folder))
-        for name in first:
-            importlib.import_module(name)
-        importlib.invalidate_caches()
-        found = rules_digest.game_digest(games.build_game("pick:Pick", {})), rules_digest.network_digest("net:Net")
-        for name in FILES:
-            sys.modules.pop(name.removesuffix(".py"), None)
-        return found
-
-
-def test_neither_place_nor_order_nor_comments_nor_other_files_make_another_game(folder, monkeypatch):
-    (here := folder / "here").mkdir()
-    for name in FILES:
-        shutil.move(folder / name, here / name)
-    before = digests(here, monkeypatch)
-    moved = folder / "a" / "longer" / "way"
-    shutil.copytree(here, moved)
-    (moved / "other.py").write_text("nothing = 1\n")
-    text = (
-        (moved / "pick.py").read_text().replace("import OVER, PythonGame", "import (  # both\n    OVER, PythonGame\n)")
-    )
-    (moved / "pick.py").write_text(f"# mine\n{text}")
-    assert digests(moved, monkeypatch, first=("net", "rules", "other")) == before
-
-
 def test_our_own_games_have_a_version_and_sizes_and_our_networks_their_names():
     one, other = ConnectFour(), ConnectFour()
     assert rules_digest.game_digest(one) == rules_digest.game_digest(other)

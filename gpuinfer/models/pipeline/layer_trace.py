@@ -82,11 +82,7 @@ def traced_along(module: nn.Module, layers: Sequence[nn.Module], name: str, attr
             f"{title(name)}: its forward does not call the members of '{attribute}' once each and in their order. "
             "Name another attribute, or give it a method segments()."
         )
-    return _cut(root, nodes, [nodes.index(node) + 1 for node in calls[:-1]])
-
-
-def _cut(root: nn.Module, nodes: Sequence[fx.Node], places: Sequence[int]) -> list[nn.Module]:
-    """The segments that end before each of these places, and one for the rest."""
+    places = [nodes.index(node) + 1 for node in calls[:-1]]  # the segments end before each of these
     at = {node: place for place, node in enumerate(nodes)}
     answer = nodes[-1].args[0]
     segments: list[nn.Module] = []

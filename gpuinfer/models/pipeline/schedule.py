@@ -11,13 +11,13 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
 from queue import SimpleQueue
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 from gpuinfer.api import Lane
 from gpuinfer.errors import BackendDied
 from gpuinfer.models.out_of_memory import raised_in
+from gpuinfer.models.pipeline.stage import CpuStage, CudaStage
 
 Item = TypeVar("Item")
 
@@ -69,24 +69,6 @@ CLOSE_S = 5.0  # for the threads to end
 OPEN_S = 60.0  # for them to begin
 
 
-class PipelineStage(Protocol):
-    """One stage's computation; all methods are called in the stage's thread."""
-
-    name: str  # for people: "layers 0 to 3 on cuda:0"
-
-    def at_work(self) -> AbstractContextManager[None]:
-        """Wraps all work of the stage's thread: sets device, cores, number of threads."""
-        ...
-
-    def compute(self, value: Any, lane: Lane) -> Any:
-        """From the previous stage's value to the next stage's; enters the lane's stations."""
-        ...
-
-    def settle(self) -> None:
-        """No micro-batch is waiting: wait for what was launched."""
-        ...
-
-
 class MicroBatch:
     """A micro-batch in the pipeline."""
 
@@ -129,7 +111,7 @@ class Underway:
 class Pipeline:
     """Stages in a row. Any number of threads may call `run`; `lane` makes a lane of the time ledger by name."""
 
-    def __init__(self, stages: Sequence[PipelineStage], lane: Callable[[str], Lane]) -> None:
+    def __init__(self, stages: Sequence[CpuStage | CudaStage], lane: Callable[[str], Lane]) -> None:
         self.stages = stages
         self._queues: list[StageQueue[MicroBatch]] = [StageQueue(ROOM) for _ in stages]
         self._feeding = threading.Lock()  # one batch behind the other: none is held up by a later one

@@ -38,7 +38,9 @@ Mode = Callable[[], AbstractContextManager[Any]]
 
 
 class CpuStage:
-    """`segments`, called in turn with `threads` threads on `cores` (None: wherever the system puts them)."""
+    """`segments`, called in turn with `threads` threads on `cores` (None: wherever the system puts them). `name` is for
+    people: "layers 0 to 3 on cuda:0". All methods are called in the stage's thread.
+    """
 
     device = torch.device("cpu")
 
@@ -55,18 +57,20 @@ class CpuStage:
 
     @contextlib.contextmanager
     def at_work(self) -> Iterator[None]:
+        """Wraps all work of the stage's thread: sets device, cores, number of threads."""
         settle_on(self.threads, self.cores)
         with self._mode():
             yield
 
     def compute(self, value: Any, lane: Lane) -> Any:
+        """From the previous stage's value to the next stage's; enters the lane's stations."""
         lane.enter("forward")
         for segment in self.segments:
             value = segment(value)
         return value
 
     def settle(self) -> None:
-        """Nothing to wait for: a CPU has finished when its thread has."""
+        """No micro-batch is waiting: wait for what was launched. A CPU has finished when its thread has."""
 
 
 def settle_on(threads: int, cores: Collection[int] | None) -> None:

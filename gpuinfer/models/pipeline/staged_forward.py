@@ -157,7 +157,13 @@ class StagedForward:
             outcomes = [outcome for value in values for outcome in self.pipeline.run([value], 1)]
         else:
             outcomes = self.pipeline.run(values, len(spans))
-        return [self._answer(outcome, stop - start) for outcome, (start, stop) in zip(outcomes, spans, strict=True)]
+        found: list[Any] = []
+        for outcome, (start, stop) in zip(outcomes, spans, strict=True):
+            if not isinstance(outcome, BaseException):
+                answer = self._moving.unload(outcome)
+                outcome = rearranged(answer, [tensor[: stop - start] for tensor in tensors_of(answer)])  # no padding
+            found.append(outcome)
+        return found
 
     def _values(self, run: RowBlocks, spans: Sequence[Range], step: int) -> Iterator[Any]:
         """The first stage's inputs, one by one."""
@@ -168,10 +174,3 @@ class StagedForward:
             value = self._moving.load(run.pieces(start, stop), shape)
             enter_station("stages")
             yield value
-
-    def _answer(self, outcome: Any, rows: int) -> Any:
-        """The first so many rows of an answer, without padding; an exception is returned as it is."""
-        if isinstance(outcome, BaseException):
-            return outcome
-        answer = self._moving.unload(outcome)
-        return rearranged(answer, [tensor[:rows] for tensor in tensors_of(answer)])

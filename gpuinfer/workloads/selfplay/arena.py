@@ -22,7 +22,7 @@ class GameSlots(ABC):
     `features` is where the leaves are written: [slots × determinizations, features], by default memory of its own.
     """
 
-    _under_way: np.ndarray  # int64 [slots]: the number of the game in each, or `arrays.IDLE`
+    games: np.ndarray  # int64 [slots]: the number of the game in each, or `arrays.IDLE`
     _moves: np.ndarray  # int64 [slots]: moves of it that were made
 
     def __init__(self, game: Game, search: arrays.Search, slots: int, features: np.ndarray | None = None) -> None:
@@ -51,7 +51,7 @@ class GameSlots(ABC):
     @property
     def begun(self) -> float:
         """The games under way as shares of the longest possible one, added up."""
-        return float(self._moves[self._under_way != arrays.IDLE].sum()) / self.game.max_moves
+        return float(self._moves[self.games != arrays.IDLE].sum()) / self.game.max_moves
 
     def spare(self, busy: int) -> int:
         """How many more games to queue: for each free slot one, and a few so that none waits for the next round."""
@@ -59,14 +59,9 @@ class GameSlots(ABC):
         return max(0, self.slots - busy + ahead - self.queued)
 
     @property
-    def games(self) -> np.ndarray:
-        """int64 [slots]: the number of the game in each, or `arrays.IDLE`."""
-        return self._under_way
-
-    @property
     def busy(self) -> int:
         """Slots with a game."""
-        return int(np.count_nonzero(self._under_way != arrays.IDLE))
+        return int(np.count_nonzero(self.games != arrays.IDLE))
 
     @abstractmethod
     def play(self, logits: np.ndarray | None = None, values: np.ndarray | None = None, rounds: int = 1) -> int:
@@ -100,7 +95,7 @@ class Arena(GameSlots):
         super().__init__(game, search, slots, features)
         self._kernels = kernels
         self._games = arrays.allocate_games(game, slots, search.record)
-        self._under_way, self._moves = self._games.game, self._games.moves
+        self.games, self._moves = self._games.game, self._games.moves
         self._trees = arrays.allocate_trees(game, self.trees, search.simulations)
         self._log = arrays.allocate_log(game, self._log_room, search.record)
         self._scratch = (np.zeros(game.scratch[0], np.int64), np.zeros(game.scratch[1], np.float64))
@@ -117,35 +112,15 @@ class Arena(GameSlots):
         return trees // self.search.determinizations, self._trees.nodes["mover"][trees, 0]
 
     def play(self, logits: np.ndarray | None = None, values: np.ndarray | None = None, rounds: int = 1) -> int:
-        return int(
-            self._kernels.play(
-                self.game.config,
-                self.search,
-                self._games,
-                self._trees,
-                self._log,
-                self._queue,
-                self.counters,
-                self._scratch,
-                self._work,
-                self.features,
-                self._no_logits if logits is None else logits,
-                self._no_values if values is None else values,
-                rounds,
-            )
-        )
+        answers = (self._no_logits if logits is None else logits, self._no_values if values is None else values)
+        logged = (self._log, self._queue, self.counters, self._scratch, self._work, self.features)
+        played = self._kernels.play(self.game.config, self.search, self._games, self._trees, *logged, *answers, rounds)
+        return int(played)
 
     def play_out(self, rows: np.ndarray, logits: np.ndarray, values: np.ndarray) -> None:
-        self._kernels.play_out(
-            self.game.config,
-            self.search,
-            self._games,
-            self._trees,
-            self._work,
-            np.asarray(np.flatnonzero(self._trees.row >= 0)[rows], np.int64),
-            logits,
-            values,
-        )
+        chosen = np.asarray(np.flatnonzero(self._trees.row >= 0)[rows], np.int64)
+        told = (self.game.config, self.search, self._games, self._trees, self._work)
+        self._kernels.play_out(*told, chosen, logits, values)
 
     def collect(self) -> dict[str, np.ndarray] | None:
         games, rows = int(self.counters[arrays.LOG_GAMES]), int(self.counters[arrays.LOG_ROWS])

@@ -7,7 +7,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
-from collections.abc import Callable, Coroutine, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -133,15 +133,45 @@ def two_sides(
     arena: GameSlots, sides: Pairing, ours: AbstractContextManager[Answer], theirs: AbstractContextManager[Answer]
 ) -> Iterator[Ask]:
     """Each row goes to the side whose seat moves at the root of its tree."""
+    rows_of_block, seats = len(arena.features), arena.game.seats
+    known = np.full(arena.slots, arrays.IDLE, np.int64)  # the games for which `seats_of_ours` holds
+    seats_of_ours = np.zeros((arena.slots, seats), np.bool_)
+    all_logits = np.zeros((rows_of_block, arena.game.actions), np.float32)
+    all_values = np.zeros((rows_of_block, seats), np.float32)
+
     with ours as answer, theirs as others:
-        yield DividedBlocks(arena, sides, [answer, others]).ask
+
+        async def ask(rows: int) -> Answers:
+            games = arena.games
+            for slot in np.flatnonzero((games != known) & (games != arrays.IDLE)):
+                seats_of_ours[slot], known[slot] = sides.of(int(games[slot])), games[slot]
+            slots, movers = arena.roots()
+            mine = np.asarray(seats_of_ours[slots, movers])  # bool [rows]: the run's own model moves there
+            logits, values = all_logits[:rows], all_values[:rows]
+            async with asyncio.TaskGroup() as group:
+                for evaluate, whose in ((answer, mine), (others, ~mine)):
+                    if len(places := np.flatnonzero(whose)):
+                        group.create_task(evaluate(places, logits, values))
+            return logits, values
+
+        yield ask
 
 
 @contextlib.contextmanager
 def network_evaluator(infer: Infer, arena: GameSlots, who: str = "the model") -> Iterator[Answer]:
     """One of two sides that ask models."""
+    mine = rows_in_place(infer, arena.game, len(arena.features))
+    room = np.empty_like(arena.features) if mine is None else mine
     with infer.client() as me:
-        yield NetworkShare(infer, me, arena, who).answer
+
+        async def answer(rows: NDArray[np.intp], logits: np.ndarray, values: np.ndarray) -> None:
+            count = len(rows)
+            block = room[:count]
+            np.take(arena.features, rows, axis=0, out=block, mode="clip")  # which writes to `out` without a copy
+            result = await infer(block, rows=count, client=me)
+            logits[rows], values[rows] = as_answers(result, count, arena.game, who)
+
+        yield answer
 
 
 def _equal(arena: GameSlots, rows: NDArray[np.intp], logits: np.ndarray, values: np.ndarray) -> None:
@@ -154,46 +184,3 @@ WITHOUT_NETWORK: Mapping[str, Callable[[GameSlots, NDArray[np.intp], np.ndarray,
     "rollout": lambda arena, *rows: arena.play_out(*rows),  # equal priors, and the returns of a random playout each
 }
 """What answers these rows of an arena's block, into the same rows of logits and values, by the name of an opponent."""
-
-
-class NetworkShare:
-    """The rows of an arena's blocks that one network answers."""
-
-    def __init__(self, infer: Infer, client: Hashable, arena: GameSlots, who: str) -> None:
-        self._infer, self._client, self._game, self._who = infer, client, arena.game, who
-        self._features = arena.features
-        mine = rows_in_place(infer, arena.game, len(arena.features))
-        self._block = np.empty_like(arena.features) if mine is None else mine
-
-    async def answer(self, rows: NDArray[np.intp], logits: np.ndarray, values: np.ndarray) -> None:
-        """Put the answers to these rows of the block into the same rows of `logits` and `values`."""
-        count = len(rows)
-        block = self._block[:count]
-        np.take(self._features, rows, axis=0, out=block, mode="clip")  # which writes to `out` without a copy
-        result = await self._infer(block, rows=count, client=self._client)
-        logits[rows], values[rows] = as_answers(result, count, self._game, self._who)
-
-
-class DividedBlocks:
-    """The blocks of one arena, each divided between the model and the opponent."""
-
-    def __init__(self, arena: GameSlots, sides: Pairing, shares: Sequence[Answer]) -> None:
-        self._arena, self._sides, self._shares = arena, sides, shares
-        self._known = np.full(arena.slots, arrays.IDLE, np.int64)  # the games for which `_ours` holds
-        self._ours = np.zeros((arena.slots, arena.game.seats), np.bool_)
-        rows = len(arena.features)
-        self._logits = np.zeros((rows, arena.game.actions), np.float32)
-        self._values = np.zeros((rows, arena.game.seats), np.float32)
-
-    async def ask(self, rows: int) -> Answers:
-        games = self._arena.games
-        for slot in np.flatnonzero((games != self._known) & (games != arrays.IDLE)):
-            self._ours[slot], self._known[slot] = self._sides.of(int(games[slot])), games[slot]
-        slots, movers = self._arena.roots()
-        ours = np.asarray(self._ours[slots, movers])  # bool [rows] of the present block: the run's own model moves
-        logits, values = self._logits[:rows], self._values[:rows]
-        async with asyncio.TaskGroup() as group:
-            for answer, whose in zip(self._shares, (ours, ~ours), strict=True):
-                if len(mine := np.flatnonzero(whose)):
-                    group.create_task(answer(mine, logits, values))
-        return logits, values

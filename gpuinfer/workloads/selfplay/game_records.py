@@ -90,16 +90,16 @@ class ShardWriter(GameKeeper):
             self._writing = asyncio.create_task(self._store(parts))
 
     async def _store(self, parts: list[dict[str, np.ndarray]]) -> None:
-        self._kept += await asyncio.to_thread(self._write, parts)
+        def write() -> list[int]:
+            self._lane.enter("record")
+            try:
+                whole = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+                self._folder.write(whole)
+            finally:
+                self._lane.enter("idle")
+            return [int(game) for game in whole["finished"]]
 
-    def _write(self, parts: list[dict[str, np.ndarray]]) -> list[int]:
-        self._lane.enter("record")
-        try:
-            whole = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
-            self._folder.write(whole)
-        finally:
-            self._lane.enter("idle")
-        return [int(game) for game in whole["finished"]]
+        self._kept += await asyncio.to_thread(write)
 
 
 CHECKED = 0.1  # of all games, as in AlphaGo Zero

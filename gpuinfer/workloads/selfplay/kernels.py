@@ -13,7 +13,6 @@ import inspect
 import sys
 from pathlib import Path
 from types import FunctionType, ModuleType
-from typing import Any
 
 import numpy as np
 
@@ -68,18 +67,16 @@ def rules_of(name: str) -> ModuleType:
 
 def search_cache_folder(rules: ModuleType) -> Path:
     """A folder named by all that the compiled code is made from; a temporary one if need be."""
-    return kernel_cache.cache_folder([rules.__name__.encode(), *sources(rules)])
-
-
-def sources(rules: ModuleType) -> list[bytes]:
-    """The files of all compiled functions that the rules reach, and the constants that Numba freezes into them."""
     files, constants = reached(rules)
     files |= {str(SEARCH.with_name(name)) for name in ("search.py", "arrays.py", "bits.py", "puct.py")}
-    return [Path(file).read_bytes() for file in sorted(files)] + sorted(constants)
+    parts = [rules.__name__.encode(), *(Path(file).read_bytes() for file in sorted(files)), *sorted(constants)]
+    return kernel_cache.cache_folder(parts)
 
 
 def reached(rules: ModuleType, *, ours: bool = True) -> tuple[set[str], set[bytes]]:
-    """Those files, by their paths, and those constants; without `ours` none of this package's own functions."""
+    """The files, by their paths, of all compiled functions that the rules reach, and the constants that Numba freezes
+    into them; without `ours` none of this package's own functions.
+    """
     files: set[str] = set()
     constants: set[bytes] = set()
     pending: list[FunctionType] = [getattr(rules, name).py_func for name in FUNCTIONS]
@@ -93,21 +90,14 @@ def reached(rules: ModuleType, *, ours: bool = True) -> tuple[set[str], set[byte
         used = inspect.getclosurevars(function)
         for name, value in {**used.globals, **used.nonlocals}.items():
             if isinstance(value, ModuleType):
-                if ours or not is_own_module(value.__name__):
-                    files |= file_of(value)
-                pending += [found.py_func for found in attributes(value, function) if hasattr(found, "py_func")]
+                file = getattr(value, "__file__", None) or ""
+                if file.endswith(".py") and (ours or not is_own_module(value.__name__)):
+                    files.add(file)
+                for one in function.__code__.co_names:  # what the function may mean by `module.name`
+                    if (inner := getattr(getattr(value, one, None), "py_func", None)) is not None:
+                        pending.append(inner)
             elif hasattr(value, "py_func"):
                 pending.append(value.py_func)
             elif isinstance(value, (*FROZEN, np.ndarray)):
                 constants.add(name.encode() + (value.tobytes() if hasattr(value, "tobytes") else repr(value).encode()))
     return files, constants
-
-
-def attributes(module: ModuleType, function: FunctionType) -> list[Any]:
-    """What the function may mean by `module.name`."""
-    return [getattr(module, name) for name in function.__code__.co_names if hasattr(module, name)]
-
-
-def file_of(module: ModuleType) -> set[str]:
-    file = getattr(module, "__file__", None) or ""
-    return {file} if file.endswith(".py") else set()

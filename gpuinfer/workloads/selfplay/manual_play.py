@@ -190,7 +190,7 @@ class _PythonSlot(PythonArena):
 
     def _until_a_choice(self) -> int:
         self._unsearched = self._has_choice(SLOT)
-        self._under_way[SLOT] = self._number if self._unsearched else arrays.IDLE
+        self.games[SLOT] = self._number if self._unsearched else arrays.IDLE
         self._forest.row[:] = -1
         if not self._unsearched:
             self.outcome = self._rules.returns(self._states[SLOT])
@@ -211,7 +211,7 @@ class _PythonSlot(PythonArena):
 
     @property
     def mover(self) -> int | None:
-        return None if self._under_way[SLOT] == arrays.IDLE else int(self._movers[SLOT])
+        return None if self.games[SLOT] == arrays.IDLE else int(self._movers[SLOT])
 
     @property
     def choices(self) -> Sequence[int]:

@@ -139,7 +139,12 @@ class Match:
         self._ids, self.left = itertools.chain(sorted(hand.held), self._ids), self.left + len(hand.held)
         back, hand.held = len(hand.held), set()
         if self.left and not any(other.plays or other.ended for other in self._hands):  # ended: asked to stop
-            raise WorkerDied(self._lost())
+            out = hand.arguments["out"]
+            kept = f"{self.done} of {self._total} games are kept in {out}: run again with --resume."
+            raise WorkerDied(
+                "every worker was killed before the games were done (SIGKILL; out of memory?). "
+                f"{kept if out else 'Run again, with --out to keep games and with fewer --workers.'}"
+            )
         if back:
             log.warning("worker %d was killed: the others play the %d games that it had", worker, back)
         if self._playing:
@@ -163,6 +168,13 @@ class Match:
         await _send(workers, worker, {"games": given, "more": not hand.dry})
 
     def progress(self, note: str = "", setup: bool = False) -> Progress:
+        slots = sum(hand.arguments["slots"] for hand in self._hands if hand.plays or hand.ended)
+        facts = {
+            "workers": sum(hand.plays or hand.ended for hand in self._hands),
+            "blocks": max((len(hand.blocks) for hand in self._hands if hand.blocks), default=1),
+            "games_in_flight": slots,
+            "rows_outstanding": slots * self._hands[0].arguments["search"]["determinizations"],
+        }
         return Progress(
             done=self.done,
             total=self._total,
@@ -170,27 +182,9 @@ class Match:
             before=self._before,
             begun=sum(hand.begun for hand in self._hands),
             counts={name: sum(hand.counts.get(name, 0) for hand in self._hands) for name in COUNTS},
-            facts=self.facts() | {name: fact for one in self._tallies.values() for name, fact in one.facts().items()},
+            facts=facts | {name: fact for one in self._tallies.values() for name, fact in one.facts().items()},
             note=note,
             setup=setup,
-        )
-
-    def facts(self) -> dict[str, float]:
-        slots = sum(hand.arguments["slots"] for hand in self._hands if hand.plays or hand.ended)
-        return {
-            "workers": sum(hand.plays or hand.ended for hand in self._hands),
-            "blocks": max((len(hand.blocks) for hand in self._hands if hand.blocks), default=1),
-            "games_in_flight": slots,
-            "rows_outstanding": slots * self._hands[0].arguments["search"]["determinizations"],
-        }
-
-    def _lost(self) -> str:
-        """What to say when no worker is left."""
-        out = self._hands[0].arguments["out"]
-        kept = f"{self.done} of {self._total} games are kept in {out}: run again with --resume."
-        return (
-            "every worker was killed before the games were done (SIGKILL; out of memory?). "
-            f"{kept if out else 'Run again, with --out to keep games and with fewer --workers.'}"
         )
 
 

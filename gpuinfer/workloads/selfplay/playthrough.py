@@ -131,17 +131,17 @@ def _known(rules: CheckedRules, position: Position) -> KnownPosition | None:
     """None where no seat moves."""
     if (mover := rules.to_move(position)) < 0:
         return None
-    leads = {action: _leads(rules, rules.apply(position, action), mover) for action in rules.legal(position)}
+    leads: dict[int, tuple[Any, ...]] = {}
+    for action in rules.legal(position):
+        there = rules.apply(position, action)
+        after = rules.to_move(there)
+        if after == OVER:
+            leads[action] = OVER, tuple(np.roll(rules.returns(there), -mover).round(4).tolist())
+        elif after == CHANCE:
+            leads[action] = CHANCE, len(rules.chances(there))
+        else:
+            leads[action] = (after - mover) % rules.game.seats, len(rules.legal(there))
     return KnownPosition(position, mover, leads, rules.observe(position))
-
-
-def _leads(rules: CheckedRules, position: Position, mover: int) -> tuple[Any, ...]:
-    after = rules.to_move(position)
-    if after == OVER:
-        return OVER, tuple(np.roll(rules.returns(position), -mover).round(4).tolist())
-    if after == CHANCE:
-        return CHANCE, len(rules.chances(position))
-    return (after - mover) % rules.game.seats, len(rules.legal(position))
 
 
 def _refuse(one: KnownPosition, there: KnownPosition, turn: BoardSymmetry) -> None:
@@ -212,21 +212,22 @@ class PythonPlaythrough:
             seen = self._seen(position, mover)
             if mover >= 0 and len(seen[1]) > 1 and looked < LOOKED_AT:
                 self._guess(position, seen)
-            after = rules.apply(position, self._choice(mover, seen[1]))
+            actions: list[int] = [action for action, _ in seen[1]] if mover == CHANCE else seen[1]
+            after = rules.apply(position, actions[-self._number] if self._number < 2 else self._moves.choice(actions))
             length.count(mover)
             mover_after = rules.to_move(after)
-            if looked < LOOKED_AT and not _same_position(seen, self._seen(position, rules.to_move(position))):
+            if looked < LOOKED_AT and not _alike(seen, self._seen(position, rules.to_move(position))):
                 raise OutOfBounds(
                     "`apply` changes the position that it is given. Make another one: the tree keeps them all."
                 )
             looked, position, mover = looked + 1, after, mover_after
-        return self._returns(position)
-
-    def _choice(self, mover: int, choices: list[Any]) -> int:
-        actions: list[int] = [action for action, _ in choices] if mover == CHANCE else choices
-        if self._number < 2:
-            return actions[-self._number]
-        return self._moves.choice(actions)
+        returns: list[float] = rules.returns(position).tolist()
+        if self.game.won_or_lost and not is_won_or_lost(returns):
+            raise OutOfBounds(
+                f"`returns` gives {returns}, and won_or_lost = True says that they are 1 and -1, or 0 for both. Give "
+                "those, or leave won_or_lost out."
+            )
+        return returns
 
     def _seen(self, position: Position, mover: int) -> SeenPosition:
         """A second look must see the same."""
@@ -240,26 +241,13 @@ class PythonPlaythrough:
 
     def _guess(self, position: Position, seen: SeenPosition) -> None:
         guess = self.game.determinize(position, self._draw)
-        if not _same_position(seen, self._seen(guess, self._rules.to_move(guess, "determinize"))):
+        if not _alike(seen, self._seen(guess, self._rules.to_move(guess, "determinize"))):
             raise OutOfBounds(
                 "`determinize` gives a position that the player to move can tell from the true one: other seat, "
                 "actions or features. Change only what that player cannot see."
             )
-        if not _same_position(seen, self._seen(position, self._rules.to_move(position))):
+        if not _alike(seen, self._seen(position, self._rules.to_move(position))):
             raise OutOfBounds("`determinize` changes the position that it is given. Make another one.")
-
-    def _returns(self, position: Position) -> list[float]:
-        returns: list[float] = self._rules.returns(position).tolist()
-        if self.game.won_or_lost and not is_won_or_lost(returns):
-            raise OutOfBounds(
-                f"`returns` gives {returns}, and won_or_lost = True says that they are 1 and -1, or 0 for both. Give "
-                "those, or leave won_or_lost out."
-            )
-        return returns
-
-
-def _same_position(one: SeenPosition, other: SeenPosition) -> bool:
-    return one[:2] == other[:2] and np.array_equal(one[2], other[2])
 
 
 GUESSES = 2  # determinizations of a position
@@ -302,14 +290,12 @@ class Playthrough:
                 raise OutOfBounds(
                     f"game {number} goes on after {made} moves where max_moves = {made}. Declare the longest game's."
                 )
-            self._call("apply", self._state, np.int16(self._choice(moves, number, legal)))
+            # The first two games go to the edges of the rules: always the first action, always the last.
+            action = legal[-number] if number < 2 else moves.choice(legal)
+            self._call("apply", self._state, np.int16(action))
             made += 1
         digest.update(repr([round(value, 4) for value in self._returns(number)]).encode())
         self.digests.append(digest.hexdigest())
-
-    def _choice(self, moves: random.Random, number: int, legal: list[int]) -> int:
-        """The first two games go to the edges of the rules: always the first action, always the last."""
-        return legal[0] if number == 0 else legal[-1] if number == 1 else moves.choice(legal)
 
     def _deal(self, number: int) -> None:
         """Into memory that holds another game: what `deal` does not write, the search has from the game before."""
@@ -444,8 +430,9 @@ SIZES_OF = {
 """The sizes of the arrays that each function is given, the one that it writes first."""
 
 
-def _alike(first: tuple[list[int], np.ndarray], second: tuple[list[int], np.ndarray]) -> bool:
-    return first[0] == second[0] and np.array_equal(first[1], second[1])
+def _alike(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
+    """Whether two looks at a position have seen the same; the features are last."""
+    return one[:-1] == other[:-1] and np.array_equal(one[-1], other[-1])
 
 
 def _place(error: BaseException, rules: ModuleType) -> str:

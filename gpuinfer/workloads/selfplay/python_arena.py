@@ -39,7 +39,7 @@ class PythonArena(GameSlots):
     def __init__(self, game: PythonGame, search: arrays.Search, slots: int, features: np.ndarray | None = None) -> None:
         super().__init__(game, search, slots, features)
         self._rules = CheckedRules(game)
-        self._under_way = np.full(slots, arrays.IDLE, np.int64)
+        self.games = np.full(slots, arrays.IDLE, np.int64)
         self._moves = np.zeros(slots, np.int64)
         self._states: list[Position] = [None] * slots
         self._legal: list[list[int]] = [[]] * slots  # at the position that is searched
@@ -103,7 +103,7 @@ class PythonArena(GameSlots):
         """The slots whose search has ended, or that have no game while there is one to begin."""
         done = self._forest.done.reshape(self.slots, -1).min(axis=1) >= self.search.simulations
         if not (self.queued and len(self._log) < self._log_room):
-            done &= self._under_way != arrays.IDLE
+            done &= self.games != arrays.IDLE
         return np.flatnonzero(done)
 
     def _go_on(self) -> list[Position]:
@@ -112,9 +112,9 @@ class PythonArena(GameSlots):
         """
         roots: list[Position] = []
         for slot in self._ended().tolist():
-            if self._under_way[slot] != arrays.IDLE and not self._choose(slot):
+            if self.games[slot] != arrays.IDLE and not self._choose(slot):
                 self._finish(slot)
-            while self._under_way[slot] != arrays.IDLE or self._start(slot):
+            while self.games[slot] != arrays.IDLE or self._start(slot):
                 if self._has_choice(slot):
                     roots += self._search(slot, len(roots))
                     break
@@ -127,7 +127,7 @@ class PythonArena(GameSlots):
             return False
         number = int(self._queue[self.counters[arrays.NEXT]])
         self.counters[arrays.NEXT] += 1
-        self._under_way[slot], self._moves[slot] = number, 0
+        self.games[slot], self._moves[slot] = number, 0
         self._resigned[slot], self._lowest[slot] = arrays.NOBODY, np.inf
         self._checked[slot] = unit_of(self.search.seed, number) < self.search.resign_check
         seed_stream(self._streams[slot], self.search.seed, number // self.search.games_per_deal)
@@ -215,8 +215,8 @@ class PythonArena(GameSlots):
             returns[loser] = -1.0
         else:
             returns = self._rules.returns(self._states[slot])
-        number, rows = self._under_way[slot], self._records[slot]
-        self._under_way[slot], self._states[slot], self._records[slot] = arrays.IDLE, None, []
+        number, rows = self.games[slot], self._records[slot]
+        self.games[slot], self._states[slot], self._records[slot] = arrays.IDLE, None, []
         self.counters[arrays.FINISHED] += 1
         player = np.array([row["player"] for row in rows], np.int8)
         game, seats = self.game, self.game.seats
@@ -258,7 +258,7 @@ class PythonArena(GameSlots):
     def policies(self) -> dict[int, list[np.ndarray]]:
         """Of each game under way or not collected yet, its policies so far, float32 [actions]: what is recorded."""
         ended = {int(part["finished"][0]): list(part["policy"]) for part in self._log}
-        busy = [(int(number), slot) for slot, number in enumerate(self._under_way) if number != arrays.IDLE]
+        busy = [(int(number), slot) for slot, number in enumerate(self.games) if number != arrays.IDLE]
         return ended | {
             number: [row["policy"] for row in self._records[slot] if "policy" in row] for number, slot in busy
         }

@@ -70,17 +70,14 @@ def rehearse(
         found = _child({**order, "plain": None})
         return Rehearsal(found["odd"] if "odd" in found else found["fault"])
     found = _child({**order, "plain": True})
-    if found.get("odd") is None:
-        return _rehearsal(found, plain=True)
-    compiled = _child({**order, "plain": False, "limit_s": order["limit_s"] + START_S})
-    if compiled.get("odd") is not None:
-        compiled["fault"] = f"{found['odd']}. Compiled, with bounds checked: {compiled['odd']}."
-    return _rehearsal(compiled, plain=False)
-
-
-def _rehearsal(found: Mapping[str, Any], plain: bool) -> Rehearsal:
-    counts = {key: found.get(key, 0) for key in ("games", "positions")}
-    return Rehearsal(found.get("fault"), **counts, digests=tuple(found.get("digests", ())), plain=plain)
+    plain = found.get("odd") is None
+    if not plain:
+        odd = found["odd"]
+        found = _child({**order, "plain": False, "limit_s": order["limit_s"] + START_S})
+        if found.get("odd") is not None:
+            found["fault"] = f"{odd}. Compiled, with bounds checked: {found['odd']}."
+    digests = tuple(found.get("digests", ()))
+    return Rehearsal(found.get("fault"), found.get("games", 0), found.get("positions", 0), digests, plain)
 
 
 def _child(order: Mapping[str, Any]) -> dict[str, Any]:

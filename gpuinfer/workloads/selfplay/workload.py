@@ -320,6 +320,10 @@ class SelfPlay(Workload):
 
     def search(self) -> dict[str, Any]:
         """The fields of `arrays.Search`."""
+        checked = 0.0  # the share of games in which no player may resign
+        if self.options.resign is not None:
+            asked = self.options.resign_check
+            checked = game_records.CHECKED if asked is None else asked
         names = ("simulations", "exploration", "noise", "concentration", "temperature", "temperature_moves")
         return {
             **{name: getattr(self.options, name) for name in names},
@@ -329,15 +333,8 @@ class SelfPlay(Workload):
             "record": self.options.out is not None,
             "games_per_deal": 1 if self.options.opponent_model is None else PAIR,
             "resign": self.options.resign or 0.0,
-            "resign_check": self._checked,
+            "resign_check": checked,
         }
-
-    @property
-    def _checked(self) -> float:
-        """The share of games in which no player may resign."""
-        if self.options.resign is None:
-            return 0.0
-        return game_records.CHECKED if self.options.resign_check is None else self.options.resign_check
 
     def slots(self, infer: Infer, workers: int, left: int) -> int:
         """How many games a worker has in flight: with a network, two blocks of the best batch size, or one of twice it;
@@ -388,7 +385,10 @@ class SelfPlay(Workload):
         return {
             "game": self.options.game,
             "game_options": self.game.options.model_dump(),
-            **self.sources(),
+            # What the names of game and networks meant: the same names may mean something else another day.
+            "rules": rules_digest.game_digest(self.game),
+            "network": rules_digest.network_digest(self.options.model),
+            "opponent_network": rules_digest.network_digest(self.options.opponent_model),
             **search,
             "model": self.options.model,
             "weights": _digest(self.options.weights),
@@ -396,14 +396,6 @@ class SelfPlay(Workload):
             "opponent_weights": _digest(self.options.opponent_weights),
             "dtype": self.setup.dtype if self.evaluator == "network" else None,
             "deterministic": self.options.deterministic,
-        }
-
-    def sources(self) -> dict[str, str | None]:
-        """What the names of game and networks meant, as digests: the same names may mean something else another day."""
-        return {
-            "rules": rules_digest.game_digest(self.game),
-            "network": rules_digest.network_digest(self.options.model),
-            "opponent_network": rules_digest.network_digest(self.options.opponent_model),
         }
 
 

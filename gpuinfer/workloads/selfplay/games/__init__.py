@@ -36,7 +36,18 @@ def build_game(name: str, options: Mapping[str, Any]) -> Game:
     given |= variant
     with blame.blaming(kind, "__init__"):
         game: Game = kind(None, **check(kind.Options, given, f"game '{name}'"))
-    _refuse_incomplete(game, name)
+    if missing := [field for field in SIZES if not hasattr(game, field)]:
+        raise UsageError(f"game '{name}' does not say its {', '.join(missing)}. Set them in its __init__.")
+    try:
+        check_sizes(game)
+    except OutOfBounds as fault:
+        raise UsageError(f"game '{name}': {fault}") from None
+    if isinstance(game, PythonGame) and game.hidden and type(game).determinize is PythonGame.determinize:
+        raise UsageError(
+            f"game '{name}' hides something from its players (hidden = True) and has no `determinize`: its search "
+            "would see what they cannot. Write `determinize`; set hidden = False where every player sees the whole "
+            "position."
+        )
     return game
 
 
@@ -75,20 +86,3 @@ def _imported(name: str) -> type[Game]:
     if not (isinstance(found, type) and issubclass(found, Game)):
         raise UsageError(f"game '{name}' is not a gpuinfer.workloads.selfplay.game.Game. Derive it from that class.")
     return found
-
-
-def _refuse_incomplete(game: Game, name: str) -> None:
-    """Raises UsageError for a game that lacks what `game.py` asks for."""
-    missing = [field for field in SIZES if not hasattr(game, field)]
-    if missing:
-        raise UsageError(f"game '{name}' does not say its {', '.join(missing)}. Set them in its __init__.")
-    try:
-        check_sizes(game)
-    except OutOfBounds as fault:
-        raise UsageError(f"game '{name}': {fault}") from None
-    if isinstance(game, PythonGame) and game.hidden and type(game).determinize is PythonGame.determinize:
-        raise UsageError(
-            f"game '{name}' hides something from its players (hidden = True) and has no `determinize`: its search "
-            "would see what they cannot. Write `determinize`; set hidden = False where every player sees the whole "
-            "position."
-        )
