@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -13,15 +11,16 @@ import typer
 from gpuinfer.cli import bench_generators, bench_rollouts, flags, output, workload_targets
 from gpuinfer.cli.comparison_end import (
     apply_winner,
+    check_ratio,
     comparison_flag,
     concluded,
     finished,
     refuse_records,
     report_folder,
     single,
+    usual_flags,
 )
 from gpuinfer.cli.comparison_progress import ComparisonProgress, interruptible
-from gpuinfer.errors import UsageError
 
 if TYPE_CHECKING:
     from gpuinfer.lab.bench.measurement import Variant
@@ -86,39 +85,24 @@ def _root() -> None:
 
 
 def bench_flags() -> flags.Parameters:
-    return {
-        "compare": comparison_flag("compare", list[str] | None, "A,B", "Backends to compare, or key=a,b; repeatable."),
-        "repeats": comparison_flag(
-            "repeats", int, "N", f"Runs of each, in turn. [default: {REPEATS}]", default=REPEATS, min=1
-        ),
-        "seconds": comparison_flag(
-            "seconds",
-            str | None,
-            "S",
-            f"Length of a run. [default: {SECONDS:g}, of a load {LOAD_SECONDS:g}; with --games, until they are played]",
-        ),
-        "warmup": comparison_flag(
-            "warmup", str | None, "S", f"Length of a run before the first. [default: {WARM_UP_S:g}]"
-        ),
-        "fail_under": comparison_flag(
-            "fail_under",
-            float | None,
-            "RATIO",
-            "Exit 4 when one is not at least so many times as fast as the first, by its metric.",
-        ),
-        "report": comparison_flag(
-            "report", Path | None, "DIR", "Write JSON, Markdown, a page and its plots to this folder."
-        ),
-        "apply": comparison_flag("apply", bool, "", "Write the winner's settings to gpuinfer.toml.", default=False),
-    }
+    length = f"{SECONDS:g}, of a load {LOAD_SECONDS:g}; with --games, until they are played"
+    warmup = f"Length of a run before the first. [default: {WARM_UP_S:g}]"
+    usual = usual_flags(
+        ("A,B", "Backends to compare, or key=a,b; repeatable."),
+        REPEATS,
+        "Exit 4 when one is not at least so many times as fast as the first, by its metric.",
+        seconds=comparison_flag("seconds", str | None, "S", f"Length of a run. [default: {length}]"),
+        warmup=comparison_flag("warmup", str | None, "S", warmup),
+    )
+    apply = comparison_flag("apply", bool, "", "Write the winner's settings to gpuinfer.toml.", default=False)
+    return {**usual, "apply": apply}
 
 
 def execute(target: str, values: Mapping[str, Any], own: Mapping[str, Any]) -> int:
     """Compare, show, write. The exit code."""
     from gpuinfer.cli.building import merge
 
-    if own["fail_under"] is not None and not 0 < own["fail_under"] < math.inf:
-        raise UsageError(f"--fail-under {own['fail_under']}: nothing could fail that. Give a ratio such as 0.95.")
+    check_ratio(own["fail_under"])
     common = merge(target, single(values)).common
     destination, folder = output.Destination(common.report), report_folder(own["report"])
     if target == bench_generators.TARGET:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gpuinfer.cli import flags
-from gpuinfer.cli.comparison_end import comparison_flag, concluded
+from gpuinfer.cli.comparison_end import comparison_flag, concluded, repeats_flag
 from gpuinfer.cli.comparison_progress import ComparisonProgress, interruptible
 from gpuinfer.cli.grid import whole_numbers
 from gpuinfer.config import registry
@@ -54,9 +54,7 @@ def rollouts_flags() -> flags.Parameters:
         "processor": comparison_flag(
             "processor", bool, "", "Measure decoding between tags, and nothing else.", default=False
         ),
-        "repeats": comparison_flag(
-            "repeats", int, "N", f"Runs of each, in turn. [default: {REPEATS}]", default=REPEATS, min=1
-        ),
+        "repeats": repeats_flag(REPEATS),
     }
 
 

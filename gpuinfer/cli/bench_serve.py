@@ -19,12 +19,13 @@ from pydantic import Field
 from gpuinfer import api
 from gpuinfer.cli import flags, output
 from gpuinfer.cli.comparison_end import (
+    check_ratio,
     comparison_exit_code,
-    comparison_flag,
     logs_folder,
     printer,
     report_folder,
     show_comparison,
+    usual_flags,
     write_report,
 )
 from gpuinfer.cli.grid import parts, points, split_axis
@@ -327,18 +328,10 @@ def command() -> Any:
     ours = {
         "url": url,
         **flags.of(LoadOptions, NAME),
-        "compare": comparison_flag("compare", list[str] | None, "KEY=A,B", "Ways to compare, or URLs; repeatable."),
-        "repeats": comparison_flag(
-            "repeats", int, "N", f"Runs of each, in turn. [default: {REPEATS}]", default=REPEATS, min=1
-        ),
-        "fail_under": comparison_flag(
-            "fail_under",
-            float | None,
-            "RATIO",
+        **usual_flags(
+            ("KEY=A,B", "Ways to compare, or URLs; repeatable."),
+            REPEATS,
             "Exit 4 when one is not so many times as good as the first; of replicas, not so efficient.",
-        ),
-        "report": comparison_flag(
-            "report", Path | None, "DIR", "Write JSON, Markdown, a page and its plots to this folder."
         ),
         **common,
     }
@@ -381,8 +374,7 @@ def execute(values: Mapping[str, Any], theirs: Sequence[str]) -> int:
 
     merged = merge(NAME, {name: values[name] for name in COMMON})
     common = merged.common
-    if (least := values["fail_under"]) is not None and not 0 < least < float("inf"):
-        raise UsageError(f"--fail-under {least}: nothing could fail that. Give a ratio such as 0.95.")
+    check_ratio(least := values["fail_under"])
     own = _options(values)
     from gpuinfer.http.access import read_keys
     from gpuinfer.lab.serve_bench.load_series import LoadPlan

@@ -39,6 +39,30 @@ def comparison_flag(
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=option, annotation=kind)
 
 
+def usual_flags(compare: tuple[str, str], repeats: int, fail_under: str, **more: inspect.Parameter) -> flags.Parameters:
+    """Those that each comparison has, and `more` among them: `compare` and `fail_under` say what they mean there."""
+    return {
+        "compare": comparison_flag("compare", list[str] | None, *compare),
+        "repeats": repeats_flag(repeats),
+        **more,
+        "fail_under": comparison_flag("fail_under", float | None, "RATIO", fail_under),
+        "report": comparison_flag(
+            "report", Path | None, "DIR", "Write JSON, Markdown, a page and its plots to this folder."
+        ),
+    }
+
+
+def repeats_flag(repeats: int) -> inspect.Parameter:
+    text = f"Runs of each, in turn. [default: {repeats}]"
+    return comparison_flag("repeats", int, "N", text, default=repeats, min=1)
+
+
+def check_ratio(least: float | None) -> None:
+    """Raises `UsageError` for a --fail-under that nothing could fail."""
+    if least is not None and not 0 < least < float("inf"):
+        raise UsageError(f"--fail-under {least}: nothing could fail that. Give a ratio such as 0.95.")
+
+
 def finished(
     target: str,
     document: Mapping[str, Any],

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import typer
-
 from gpuinfer.cli import flags
 from gpuinfer.cli.comparison_progress import interruptible
+from gpuinfer.lab.memory.memory_options import MemoryOptions, memory_model
 
 NAME = "memory"
 COMMON = ("backend_options", "device", "dtype", "seed", "json", "quiet", "verbose", "config")
@@ -25,26 +24,20 @@ A network of rows needs to know how large a row is: --game, or --features with
 """
 
 
-def _app() -> typer.Typer:
-    from gpuinfer.lab.memory.memory_options import MemoryOptions
-
-    return flags.command(NAME, flags.of(MemoryOptions, NAME), COMMON, TEXT, execute)
-
-
 def execute(values: Mapping[str, Any]) -> int:
     """Estimate, measure, show, write. Raises `UsageError` for a batch that does not fit."""
     from gpuinfer.cli.building import setup_of
     from gpuinfer.cli.screen.display import show_page
     from gpuinfer.cli.workload import begin_run, progress_lines
     from gpuinfer.config import registry
-    from gpuinfer.lab.memory import memory_options, memory_probe
+    from gpuinfer.lab.memory import memory_probe
 
-    merged, destination, options = begin_run(NAME, memory_options.MemoryOptions, values)
+    merged, destination, options = begin_run(NAME, MemoryOptions, values)
     common = merged.common
     backend = registry.load("backends", BACKEND)
     own = backend.Options(**merged.options("backends", BACKEND, backend)).model_dump(mode="json")
     setup = setup_of(common)
-    spec = memory_options.memory_model(options, setup)
+    spec = memory_model(options, setup)
     how = "measuring small batches of" if options.probe else "looking at"
     progress_lines(NAME, common.quiet)(f"{how} '{spec.name}' in a process of its own")
     with interruptible():
@@ -55,4 +48,4 @@ def execute(values: Mapping[str, Any]) -> int:
     return 0
 
 
-app = _app()
+app = flags.command(NAME, flags.of(MemoryOptions, NAME), COMMON, TEXT, execute)

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-import typer
 from pydantic import Field
 
 from gpuinfer.cli import flags, output
@@ -221,11 +220,6 @@ Ctrl-C finishes what is under way; once more ends at once.
 LAUNCHER_TEXT = "Option of the launcher, such as account=… of slurm; repeatable."
 
 
-def _app() -> typer.Typer:
-    launcher = {"launcher_options": flags.words("launcher_options", "-L", "KEY=VALUE", LAUNCHER_TEXT)}
-    return flags.command(NAME, {**flags.of(ServeFleetOptions, NAME), **launcher}, COMMON, TEXT, execute)
-
-
 def execute(values: Mapping[str, Any]) -> int:
     """Serve until a signal comes. The exit code: 3 when requests were broken off."""
     from gpuinfer.cli.building import merge
@@ -397,4 +391,5 @@ def _welcome(described: ServerSetup, own: ServeFleetOptions, host: str, port: in
     return f"{names} at {address}, {who}. Ctrl-C ends it.\ncurl {address}{path}{key} -d '{body}'"
 
 
-app = _app()
+_launcher = {"launcher_options": flags.words("launcher_options", "-L", "KEY=VALUE", LAUNCHER_TEXT)}
+app = flags.command(NAME, {**flags.of(ServeFleetOptions, NAME), **_launcher}, COMMON, TEXT, execute)

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import typer
-
 from gpuinfer.cli import flags
 from gpuinfer.cli.comparison_progress import interruptible
 from gpuinfer.cli.problems import CHECK_FAILED, PARTIAL
+from gpuinfer.lab.verify.verify_setup import VerifyOptions
 
 NAME = "verify"
 COMMON = ("device", "dtype", "seed", "json", "quiet", "verbose", "config")
@@ -27,19 +26,12 @@ Exits 4 when a check does not hold.
 """
 
 
-def _app() -> typer.Typer:
-    from gpuinfer.lab.verify.verify_setup import VerifyOptions
-
-    return flags.command(NAME, flags.of(VerifyOptions, NAME), COMMON, TEXT, execute)
-
-
 def execute(values: Mapping[str, Any]) -> int:
     """Verify, show, write. The exit code: 3 stopped, 4 when a check does not hold, else 0."""
     from gpuinfer.api import Setup
     from gpuinfer.cli.screen.display import show_page
     from gpuinfer.cli.workload import begin_run, progress_lines
     from gpuinfer.lab.verify.verification import Verification, verify_page
-    from gpuinfer.lab.verify.verify_setup import VerifyOptions
 
     merged, destination, options = begin_run(NAME, VerifyOptions, values)
     common = merged.common
@@ -58,4 +50,4 @@ def execute(values: Mapping[str, Any]) -> int:
     return CHECK_FAILED if not verification.holds else PARTIAL if stopped else 0
 
 
-app = _app()
+app = flags.command(NAME, flags.of(VerifyOptions, NAME), COMMON, TEXT, execute)
