@@ -1,10 +1,12 @@
-"""Installs small real packages into a folder: modules, and the metadata that pip would write."""
+"""Small real packages, installed into a folder or as wheels (PEP 427): nothing is built for them."""
 
 from __future__ import annotations
 
 import textwrap
+import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 COUNT = '''
 """A workload, a backend and a strategy that a third party could have written."""
@@ -80,6 +82,39 @@ COUNT_POINTS = {
     "strategies": {"at-once": "count_package:AtOnce"},
 }
 
+BACKEND = '''
+    """A backend for tests."""
+    from gpuinfer.api import Backend, Limits
+    class Good(Backend):
+        """Answers each row with itself."""
+        limits = Limits(64)
+        async def infer(self, batch):
+            return [request.payload for request in batch]
+'''
+NEVER = "raise SystemExit('imported')"
+
+
+def package_files(
+    name: str,
+    groups: Mapping[str, Mapping[str, str]],
+    modules: Mapping[str, str] | None,
+    *,
+    version: str,
+    metadata: str = "dist-info",
+    requires: Sequence[str] = (),
+) -> dict[str, str]:
+    """The files of an installed package: `groups` are entry points, `modules` sources by name."""
+    plain = name.replace("-", "_")
+    place = f"{plain}-{version}.dist-info/METADATA" if metadata == "dist-info" else f"{plain}.egg-info/PKG-INFO"
+    needs = "".join(f"Requires-Dist: {one}\n" for one in requires)
+    files = {f"{module}.py": textwrap.dedent(source) for module, source in (modules or {}).items()}
+    files[place] = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\nSummary: Made.\n{needs}"
+    files[f"{place.partition('/')[0]}/entry_points.txt"] = "\n".join(
+        f"[{group}]\n" + "".join(f"{key} = {target}\n" for key, target in each.items())
+        for group, each in groups.items()
+    )
+    return files
+
 
 def install(
     folder: Path,
@@ -88,25 +123,45 @@ def install(
     modules: Mapping[str, str] | None = None,
     *,
     version: str = "1.0",
-    metadata: str = "dist-info",
-    requires: Sequence[str] = (),
+    **more: Any,
 ) -> None:
     """Put a package into `folder` as pip would: `points` are its entry points by kind, `modules` its files by name."""
-    plain = name.replace("-", "_")
-    place, file = folder / f"{plain}-{version}.dist-info", "METADATA"
-    if metadata != "dist-info":
-        place, file = folder / f"{plain}.egg-info", "PKG-INFO"
-    place.mkdir(parents=True)
-    needs = "".join(f"Requires-Dist: {one}\n" for one in requires)
-    (place / file).write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n{needs}")
-    groups = [
-        f"[gpuinfer.{kind}]\n" + "".join(f"{n} = {t}\n" for n, t in each.items()) for kind, each in points.items()
-    ]
-    (place / "entry_points.txt").write_text("\n".join(groups))
-    for module, source in (modules or {}).items():
-        (folder / f"{module}.py").write_text(textwrap.dedent(source))
+    groups = {f"gpuinfer.{kind}": each for kind, each in points.items()}
+    for place, text in package_files(name, groups, modules, version=version, **more).items():
+        (folder / place).parent.mkdir(parents=True, exist_ok=True)
+        (folder / place).write_text(text)
 
 
 def install_count(folder: Path) -> None:
     """The package `gpuinfer-count`: workload `count`, backend `parrot`, strategy `at-once`."""
     install(folder, "gpuinfer-count", COUNT_POINTS, {"count_package": COUNT}, version="1.2")
+
+
+def make_wheel(
+    folder: Path,
+    name: str,
+    version: str = "1.0",
+    *,
+    points: Mapping[str, Mapping[str, str]] | None = None,
+    requires: Sequence[str] = (),
+    modules: Mapping[str, str] | None = None,
+) -> Path:
+    """A wheel of pure Python in `folder`: `points` are entry points by group, `modules` sources by name."""
+    plain = name.replace("-", "_")
+    info = f"{plain}-{version}.dist-info"
+    files = package_files(name, points or {}, modules, version=version, requires=requires)
+    files[f"{info}/WHEEL"] = "Wheel-Version: 1.0\nGenerator: tests\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+    files[f"{info}/RECORD"] = "".join(f"{path},,\n" for path in files) + f"{info}/RECORD,,\n"
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{plain}-{version}-py3-none-any.whl"
+    with zipfile.ZipFile(path, "w") as wheel:
+        for place, text in files.items():
+            wheel.writestr(place, text)
+    return path
+
+
+def plugin_wheel(folder: Path, name: str, version: str = "1.0", *, backend: str, **more: object) -> Path:
+    """With one backend of this name."""
+    module = name.replace("-", "_")
+    said = {"requires": ["gpuinfer>=0.1"], "modules": {module: BACKEND}, **more}
+    return make_wheel(folder, name, version, points={"gpuinfer.backends": {backend: f"{module}:Good"}}, **said)  # type: ignore[arg-type]

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from made_wheels import NEVER, make_wheel, plugin_wheel
+from packages import NEVER, make_wheel, plugin_wheel
 from scratch import Scratch
 
 pytestmark = pytest.mark.thorough

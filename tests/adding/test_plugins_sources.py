@@ -14,8 +14,7 @@ from importlib.metadata import distributions
 from pathlib import Path
 
 import pytest
-from made_wheels import BACKEND, make_wheel
-from packages import install
+from packages import BACKEND, install, make_wheel
 
 from gpuinfer import __version__, testing
 from gpuinfer.config import registry
