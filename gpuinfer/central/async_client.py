@@ -48,13 +48,10 @@ class AsyncClient:
         self._lost: GpuinferError | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
-    @property
-    def limits(self) -> Limits:
-        return self._connection.limits
-
     async def open(self) -> None:
         self._loop = asyncio.get_running_loop()
         await asyncio.to_thread(self._connection.open)
+        self.limits = self._connection.limits
         self._loop.add_reader(self._connection.fileno(), self._read)
         self._up.set()
         self._keep(self._watch())

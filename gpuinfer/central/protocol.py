@@ -14,7 +14,6 @@ import struct
 import sys
 import tempfile
 from collections.abc import Collection, Hashable, Iterator, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,7 +24,6 @@ from msgspec import Struct
 from gpuinfer.api import Priority
 from gpuinfer.errors import BackendError, BadPrompt, GpuinferError
 from gpuinfer.generation import Generation, Part, Prompt
-from gpuinfer.host import error_text
 from gpuinfer.host.error_text import error_to_wire
 from gpuinfer.text.answer_frames import LARGEST_PROMPT, UNFIT, packed_answer, packed_prompt
 
@@ -245,32 +243,6 @@ class WeightsChange(Struct, frozen=True):
     weights: str | None = None
     adapter: str | None = None
     drain: bool = True
-
-
-class PendingChanges:
-    """Changes that are under way in the server process, and their outcomes."""
-
-    def __init__(self) -> None:
-        self._futures: dict[int, Future[Sequence[str]]] = {}
-
-    def __bool__(self) -> bool:
-        return bool(self._futures)
-
-    def add(self, number: int, future: Future[Sequence[str]]) -> None:
-        """The result of `future`: the names that `Prompt.adapter` may have afterwards."""
-        self._futures[number] = future
-
-    def done(self) -> Iterator[dict[str, Any]]:
-        """The outcomes of changes that are over, as messages."""
-        for number in [number for number, future in self._futures.items() if future.done()]:
-            try:
-                outcome: dict[str, Any] = {"adapters": list(self._futures.pop(number).result())}
-            except GpuinferError as error:
-                outcome = {"refused": error_to_wire(error)}
-            except BaseException as error:  # noqa: BLE001 (whatever it is, the owner must hear of it)
-                why = f"the weights could not be changed: {error_text.full_message(error)}. Report this."
-                outcome = {"refused": error_to_wire(BackendError(why))}
-            yield {"changed": number, **outcome}
 
 
 def changes_to_replay(

@@ -84,7 +84,7 @@ class ServerProcess:
         self._line_lock = threading.Lock()  # one question to the process at a time
         self._questions = 0  # asked so far: an answer that comes too late is not taken for the next one's
         self._error: GpuinferError | None = None  # why it is not there
-        self._gone = False  # for good
+        self.lost = False  # its process died, and is not started again
         self._at_exit: Finalize | None = None
         self._before: list[Snapshot] = []  # what processes that died had counted, as far as known
         self._latest = Snapshot()
@@ -205,7 +205,7 @@ class ServerProcess:
 
         Raises `Closed` unless the server runs, and why it died when it will not come back.
         """
-        if self._gone and self._error is not None and self._final is None:
+        if self.lost and self._error is not None and self._final is None:
             raise self._error
         if self._address is None or self._final is not None:
             raise Closed("this server does not run. Use it as `with CentralServer(…) as server:`.")
@@ -216,11 +216,6 @@ class ServerProcess:
         if self._address is None:
             raise Closed("this server has not been started. Call start() first.")
         return self._address
-
-    @property
-    def lost(self) -> bool:
-        """Whether its process died, and is not started again."""
-        return self._gone
 
     @property
     def restarts_within_s(self) -> float:
@@ -276,7 +271,7 @@ class ServerProcess:
             with self._line_lock, contextlib.suppress(ChannelClosed):
                 while self._child is child and self._channel.poll(0):
                     self._take_in()
-            if number not in self._changed and (self._child is not child or self._gone or self._closing.is_set()):
+            if number not in self._changed and (self._child is not child or self.lost or self._closing.is_set()):
                 raise BackendDied(f"{self._called} ended before its update had. Update it again when it is back.")
             time.sleep(CHANGING_S)
         outcome = self._changed.pop(number)
@@ -381,7 +376,7 @@ class ServerProcess:
 
     def _lose(self, error: GpuinferError) -> None:
         """It is not there, and will not be."""
-        self._error, self._gone = error, True
+        self._error, self.lost = error, True
         self._let_go()
 
     def _let_go(self) -> None:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from gpuinfer.api import Backend, Roofline, Setup, Strategy
 from gpuinfer.central.blocks import BlockForm
-from gpuinfer.central.protocol import PendingChanges, WeightsChange
+from gpuinfer.central.protocol import WeightsChange
 from gpuinfer.central.row_server import BatchRunner, RowServer
 from gpuinfer.engine.trace_recorder import Recorder
 from gpuinfer.engine.watchdog import Patience, Watchdog
@@ -151,11 +151,18 @@ def _obey(owner: Channel, server: RowServer | TextServer, opened: Any, order: Se
 
     watchdog = Watchdog(Patience.of(order.setup), give_up, name="the central server")
     watchdog.watch(partial(server.held, watchdog.patience))
-    pending = PendingChanges()
+    pending: dict[int, Future[Sequence[str]]] = {}  # changes of weights that are under way
     while os.getppid() == order.owner:  # forked children of a dead owner may hold its end of the channel open
         asked = owner.poll(CHANGING_S if pending else LOOK_S)
-        for outcome in pending.done():
-            owner.send(outcome)
+        for number in [number for number, change in pending.items() if change.done()]:
+            try:
+                outcome: dict[str, Any] = {"adapters": list(pending.pop(number).result())}
+            except GpuinferError as error:
+                outcome = {"refused": error_to_wire(error)}
+            except BaseException as error:  # noqa: BLE001 (whatever it is, the owner must hear of it)
+                why = f"the weights could not be changed: {error_text.full_message(error)}. Report this."
+                outcome = {"refused": error_to_wire(BackendError(why))}
+            owner.send({"changed": number, **outcome})
         watchdog.check_again()
         fault = server.fault
         if fault is None and server.busy_s() > order.batch_timeout_s:  # also while it is asked
@@ -178,7 +185,7 @@ def _obey(owner: Channel, server: RowServer | TextServer, opened: Any, order: Se
                 changed.set_exception(UsageError("a model of rows keeps its weights. End the run, and start another."))
             else:
                 changed = server.change(WeightsChange(**wanted["change"]))
-            pending.add(wanted["number"], changed)
+            pending[wanted["number"]] = changed
             continue
         if closing := "close" in wanted:
             server.close(DRAIN_S)

@@ -150,7 +150,7 @@ def merge_trace(trace: str | Path) -> Merged:
     temporary = part_path(path, WHOLE)
     try:
         found = [one for one in trace_parts(path) if one != temporary]
-        parts = sorted(filter(None, map(_TracePart.of, found)), key=lambda part: part.since)
+        parts = sorted(filter(None, map(_TracePart.of, found)), key=lambda part: float(part.header["monotonic"]))
         temporary.unlink(missing_ok=True)
         counts = _write_whole(temporary, path.suffix == ".gz", parts)
         temporary.replace(path)
@@ -184,10 +184,6 @@ class _TracePart:
         except (ValueError, TypeError, KeyError):
             return None
         return cls(path, header, last == f"\n{PART_END}".encode()) if known else None
-
-    @property
-    def since(self) -> float:
-        return float(self.header["monotonic"])
 
     def entries(self, engine: int) -> Iterator[Entry]:
         """Its events in the order of their times, those of one time as they were written."""

@@ -102,9 +102,35 @@ async def _work(line: AsyncChannel, heart: Heartbeat, job: WorkerJob) -> None:
     )
     try:
         async with session:
-            channel, reporter = ParentChannel(line), _Reporter(line, session)
-            listening = asyncio.create_task(_listen(line, channel.inbox, reporter, work))
-            tasks = [listening, asyncio.create_task(reporter.run())]
+            channel, marks = ParentChannel(line), 0
+
+            async def send_counters() -> None:
+                """Stamped with how many marks this process has seen."""
+                await line.send({"snapshot": session.snapshot().to_wire(), "marks": marks})
+
+            async def report() -> None:
+                with contextlib.suppress(ChannelClosed):
+                    while True:
+                        await asyncio.sleep(REPORT_S)
+                        await send_counters()
+
+            async def listen() -> None:
+                nonlocal marks
+                with contextlib.suppress(ChannelClosed):
+                    while True:
+                        frame = await line.receive()
+                        if "message" in frame:
+                            channel.inbox.put_nowait(frame["message"])
+                        elif "mark" in frame:
+                            await session.count_anew()
+                            marks += 1
+                        elif "stop" in frame:
+                            await session.stop()
+                _exit_in(WIND_UP_S)
+                if work is not None:
+                    work.cancel()
+
+            tasks = [asyncio.create_task(listen()), asyncio.create_task(report())]
             try:
                 if session.has_model:
                     await session.ready()
@@ -115,49 +141,11 @@ async def _work(line: AsyncChannel, heart: Heartbeat, job: WorkerJob) -> None:
                     task.cancel()
                 await asyncio.wait(tasks)
                 with contextlib.suppress(ChannelClosed):
-                    await reporter.send()
+                    await send_counters()
     except asyncio.CancelledError:
         if faults:
             raise faults[0] from None
         raise
-
-
-class _Reporter:
-    """Sends the session's snapshot to the parent, stamped with how many marks it has seen."""
-
-    def __init__(self, line: AsyncChannel, session: Session) -> None:
-        self.session = session
-        self._line, self._marks = line, 0
-
-    async def mark(self) -> None:
-        await self.session.count_anew()
-        self._marks += 1
-
-    async def send(self) -> None:
-        await self._line.send({"snapshot": self.session.snapshot().to_wire(), "marks": self._marks})
-
-    async def run(self) -> None:
-        with contextlib.suppress(ChannelClosed):
-            while True:
-                await asyncio.sleep(REPORT_S)
-                await self.send()
-
-
-async def _listen(
-    line: AsyncChannel, inbox: asyncio.Queue[Mapping[str, Any]], reporter: _Reporter, work: asyncio.Task[Any] | None
-) -> None:
-    with contextlib.suppress(ChannelClosed):
-        while True:
-            frame = await line.receive()
-            if "message" in frame:
-                inbox.put_nowait(frame["message"])
-            elif "mark" in frame:
-                await reporter.mark()
-            elif "stop" in frame:
-                await reporter.session.stop()
-    _exit_in(WIND_UP_S)
-    if work is not None:
-        work.cancel()
 
 
 def _exit_in(seconds: float) -> None:

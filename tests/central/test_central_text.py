@@ -11,7 +11,6 @@ import signal
 
 import pytest
 from counts import examples
-from dying import Dying, Odd
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import structs
@@ -19,7 +18,7 @@ from programs import is_alive
 from servers import pid_of, until
 from strangers import Stranger
 from text.toy import joined
-from texts import SLOTS, asking, long, serving_text, short
+from texts import SLOTS, Dying, Odd, asking, long, serving_text, short
 
 from gpuinfer.api import Priority
 from gpuinfer.central import server as server_module

@@ -6,11 +6,12 @@ import contextlib
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
-from gpuinfer.api import ModelSpec, Setup
+from gpuinfer.api import Backend, BackendContext, Limits, ModelSpec, Setup
 from gpuinfer.backends.central import CentralRemote
 from gpuinfer.central.server import ServerProcess
 from gpuinfer.config import registry
 from gpuinfer.engine.engine import Engine
+from gpuinfer.errors import BackendDied
 from gpuinfer.generation import Prompt, Sampling
 from gpuinfer.text.text_options import TorchModelOptions
 
@@ -53,3 +54,23 @@ def short(key: str, tokens: int = 4) -> Prompt:
 def long(key: str) -> Prompt:
     """It goes on for thousands of steps."""
     return short(key, CONTEXT - 100)
+
+
+class Dying(Backend):
+    """In the central server's place for a model of text: says something and dies when it is asked."""
+
+    serves = ("text",)
+
+    async def start(self, context: BackendContext) -> None:
+        self.limits = Limits(4, in_flight=4, slots=4)
+
+    async def infer(self, batch: Any) -> Any:
+        print("INFO all is well\nOddError: the moon is in the way\nand so on", flush=True)
+        raise BackendDied("the toy died. Start it again, unless it is already.")
+
+
+class Odd(Dying):
+    """What it says of its device is nonsense."""
+
+    def device(self) -> Any:
+        raise KeyError("positions")
