@@ -135,7 +135,7 @@ class RolloutCounts:
     input_tokens: int = 0
     output_tokens: int = 0
     cached_tokens: int = 0
-    again: int = 0  # calls of agents that had spoken before, and of what they said then:
+    again: int = 0  # calls of agents that had answered before, and of their earlier messages:
     carried_tokens: int = 0  # the tokens with which their prompts began
     kept_tokens: int = 0  # those of them that were cached
     steps: int = 0  # of games in which an agent was asked

@@ -1,7 +1,7 @@
 """The built-in environments, registered like anyone's.
 
 Arithmetic: one question, one answer, one reward, to try a loop before it costs anything. Blob: a trick game in words,
-in which bids and cards are said and everyone hears what the others have said since.
+in which bids and cards are messages, and each agent is shown the moves since its last turn.
 """
 
 from __future__ import annotations

@@ -18,8 +18,8 @@ from gpuinfer.rollouts.agent import RolloutCounts
 if TYPE_CHECKING:
     from gpuinfer.rollouts.training import Training
 
-CARRIED = 0.5  # of all prompt tokens, what was said before: from there on conversations count
-KEPT, LOST = 0.9, 0.7  # of what was said before, what is found again: there may be more; there were too many
+CARRIED = 0.5  # of all prompt tokens, earlier messages: from there on conversations count
+KEPT, LOST = 0.9, 0.7  # of earlier messages, the part that is cached: there may be more games; there were too many
 MOST_GAMES = 4  # for each slot, however slow the environment is
 GROWTH = 1.25  # of the conversations that there may be
 
@@ -46,8 +46,10 @@ class ConcurrencyController:
         self._waiting: deque[asyncio.Future[None]] = deque()
         self._places: set[GamePlace] = set()
         self._agents: int | None = None  # of the latest game
-        self._carries: bool | None = None  # most of a prompt is what was said before; None: no game is over yet
-        self.changed: Callable[[], None] = lambda: None  # is told when there may be room for more than those who wait
+        self._carries: bool | None = None  # most of a prompt is earlier messages; None: no game is over yet
+        self.changed: Callable[[], None] = lambda: (
+            None
+        )  # called when there may be room for more games than those that wait
         counts.changed = self.admit_waiting
 
     @property

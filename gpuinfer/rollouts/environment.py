@@ -20,7 +20,7 @@ class Observation:
     """What one agent is shown when it is to speak."""
 
     messages: Sequence[Mapping[str, Any]]  # a chat: {role, content}, those that are new to it since it last spoke
-    anew: bool = False  # the agent has forgotten what was said before: the messages are all there is
+    anew: bool = False  # the agent's earlier messages are dropped: these are the whole chat
     constraint: Constraint | None = None  # what its answer must match
     max_tokens: int | None = None  # of its answer; None: as the run says
 
@@ -65,7 +65,7 @@ class Environment(ABC):
 
     @abstractmethod
     async def step(self, answers: Mapping[str, str]) -> Outcome:
-        """Take what each of them said, whatever it is: text that makes no sense costs reward, it is no error."""
+        """Take each agent's answer, whatever it is: text that makes no sense costs reward, it is no error."""
 
     async def close(self) -> None:  # noqa: B027  most have nothing to let go of
         """Let go of everything. Called once."""

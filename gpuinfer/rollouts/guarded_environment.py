@@ -129,7 +129,7 @@ class BlockingTimer(Awaitable[T]):
 
 log = logging.getLogger(__name__)
 
-LONG_S = 0.5  # to keep the event loop, before it is said
+LONG_S = 0.5  # to keep the event loop, before it is reported
 MOST_AGENTS = 10_000
 MOST_MESSAGES = 10_000  # of one observation
 

@@ -160,7 +160,7 @@ class EngineCounts:
     input_tokens: int = 0
     output_tokens: int = 0
     slots: int = 0
-    counts: bool = False  # whether tokens are told at all
+    counts: bool = False  # whether tokens are counted at all
 
     @classmethod
     def of(cls, wire: Mapping[str, Any]) -> EngineCounts:
@@ -246,7 +246,7 @@ Name = Callable[[], str | None]
 class MeteredInfer(InferWrapper):
     """The run's way to answers, with the rows under way counted, and each answer's tokens under a version.
 
-    `name` tells the version of the weights when something is asked, for backends that are not told of it themselves:
+    `name` returns the version of the weights at the time of a request, for backends that do not know the version:
     where the backend names none, the answer is of that version; None: it stays without a name.
     """
 
@@ -269,7 +269,7 @@ def name_version(found: Any, name: str) -> Any:
     named = (
         one
         if all(version for _, version in one.versions)
-        else msgspec.structs.replace(one, versions=tuple((start, said or name) for start, said in one.versions))
+        else msgspec.structs.replace(one, versions=tuple((start, known or name) for start, known in one.versions))
         for one in found.completions
     )
     return msgspec.structs.replace(found, completions=tuple(named))

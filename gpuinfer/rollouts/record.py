@@ -1,6 +1,6 @@
 """The record of rollouts: exact to the token, and whole without the model's tokenizer.
 
-Versions of the policy are numbers where they are compared, and names where weights are told apart.
+Versions of the policy are numbers where they are compared, and names where weights are distinguished.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ class Timing(Struct, frozen=True, kw_only=True):
 
 
 class Turn(Struct, frozen=True, kw_only=True):
-    """What one agent was shown at one moment, and what it said."""
+    """What one agent was shown at one moment, and its answer."""
 
     step: int  # of its environment, from 0
     messages: tuple[Mapping[str, Any], ...]  # that were new to it
-    anew: bool  # it goes on from nothing that was said before: `prompt_tokens` are all there is
+    anew: bool  # the context starts here: `prompt_tokens` are all of it
     prompt_tokens: tuple[int, ...]  # what was added before the answer, after the trajectory's tokens so far
     completion_tokens: tuple[int, ...]
     text: str

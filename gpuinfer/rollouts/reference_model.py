@@ -86,7 +86,7 @@ class ReferenceModel:
 
     async def _context(self, tokens: tuple[int, ...], turns: tuple[Turn, ...]) -> list[Turn]:
         start = len(turns[0].prompt_tokens)
-        if start == len(tokens) and len(turns) == 1:  # it has said nothing
+        if start == len(tokens) and len(turns) == 1:  # no token was generated
             return [structs.replace(turns[0], reference_logprobs=())]
         sampling = Sampling(max_tokens=0, prompt_logprobs=0, prompt_logprob_start=start)
         generation = await self._ask(Prompt(tokens=tokens, sampling=sampling, key="reference"))
@@ -137,7 +137,7 @@ async def _all(work: Sequence[Coroutine[Any, Any, list[Turn]]]) -> list[list[Tur
 
 
 def scored(turns: Sequence[Turn], generation: Generation) -> Iterator[Turn]:
-    """A context's turns with their reference's log-probabilities, by what the model said of all its tokens.
+    """A context's turns with their reference's log-probabilities, from those of all its tokens.
 
     Raises `BadResult` where that does not fit.
     """

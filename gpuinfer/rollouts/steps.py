@@ -51,7 +51,7 @@ class StepRecord(Struct, frozen=True, kw_only=True):
     kl: float | None = None  # k3 from the reference, for each token; None: no reference was computed
     kl_k1: float | None = None
     kl_coefficient: float | None = None  # after the step
-    ratio_mean: float | None = None  # trainer / sampler, where the trainer told
+    ratio_mean: float | None = None  # trainer / sampler, where the trainer reported its own
     ratio_max: float | None = None
     effective: float | None = None  # sample size, as a share
     metrics: Mapping[str, float] = {}  # the trainer's own

@@ -100,7 +100,7 @@ class SimulatedTrainer(Consumer):
 class TrainerBatch(Struct, frozen=True, kw_only=True):
     """Groups that a trainer behind a line was given, and has not told of yet."""
 
-    number: int  # counts from 1; said again when it is done
+    number: int  # counts from 1; the trainer reports it when it is done
     step: int
     version: int  # of the trainer's weights when it was given
     groups: tuple[Group, ...]

@@ -224,6 +224,15 @@ class TrainerServer(BatchHandoff):
             await self._apply_report(message, message.batch)
             return {"batch": message.batch, "version": self.training.version}
 
+        async def update(message: UpdateRequest) -> Any:
+            if message.version is None:
+                raise UsageError(f'which version? Send {{"version": {self.training.version + 1}}}.')
+            self._check(message, message.batch)
+            await self.training.update(message.version, message.weights, message.adapter)
+            if message.batch:
+                self.done(message.batch, logprobs=message.logprobs, metrics=message.metrics)
+            return {"version": self.training.version}
+
         return [
             Route("GET", "/health", self._health, "open", "Whether the run goes on."),
             Route("GET", f"{at}/status", self._handler(BatchReport, self._status), "api", "Buffer, version and steps."),
@@ -235,7 +244,7 @@ class TrainerServer(BatchHandoff):
                 "The next batch, or the same again.",
             ),
             Route("POST", f"{at}/ack", self._handler(AckRequest, ack), "api", "A batch is trained on."),
-            Route("POST", f"{at}/update", self._handler(UpdateRequest, self._update), "admin", "The weights are new."),
+            Route("POST", f"{at}/update", self._handler(UpdateRequest, update), "admin", "The weights are new."),
         ]
 
     def _handler(self, body: type[B], work: Callable[[B], Awaitable[Any]]) -> Handler:
@@ -308,15 +317,6 @@ class TrainerServer(BatchHandoff):
             groups=batch.groups,
             again=self.times > 1,
         )
-
-    async def _update(self, message: UpdateRequest) -> Any:
-        if message.version is None:
-            raise UsageError(f'which version? Send {{"version": {self.training.version + 1}}}.')
-        self._check(message, message.batch)
-        await self.training.update(message.version, message.weights, message.adapter)
-        if message.batch:
-            self.done(message.batch, logprobs=message.logprobs, metrics=message.metrics)
-        return {"version": self.training.version}
 
     async def _apply_report(self, message: BatchReport, done: int | None) -> None:
         """The version first: it is in force when the step of the finished batch ends."""

@@ -138,7 +138,7 @@ def engine_fields(engine: EngineCounts, measured: Mapping[str, float], wall_s: f
     inference_s = min(engine.inference_s, wall_s)
     room = slots * wall_s
     given, drawn = engine.input_tokens, engine.output_tokens
-    if not engine.counts:  # the backend tells of none: those of the answers that have come
+    if not engine.counts:  # the backend counts none: those of the answers that have come
         given, drawn = int(measured["input_tokens"]), int(measured["output_tokens"])
     games_s = max(measured["environment_share"] * wall_s, min(wall_s, measured["blocked_s"]))
     return {
@@ -275,7 +275,7 @@ class Training:
             return
         if left := done - {number for record in self._steps.before for number in record.numbers}:
             self._again = (group for group in files.read(folder) if group.number in left)
-            log.warning("%d groups of %s that nobody has trained on go to the trainer first.", len(left), folder)
+            log.warning("%d groups of %s that no step has trained on go to the trainer first.", len(left), folder)
 
     # The gate of the loop
 

@@ -295,27 +295,6 @@ REFUSED = {  # by how the message ends: family, changes, what it names
     ],
     ".": [
     ("llama", {"auto_map": {"AutoModelForCausalLM": "modeling.Evil"}}, "which is refused with every backend. If you"),
-    ("llama", {"hidden_size": "64"}, ""),
-    ("llama", {"hidden_size": -64}, ""),
-    ("llama", {"hidden_size": 1 << 60}, ""),
-    ("llama", {"num_hidden_layers": 10**6}, ""),
-    ("llama", {"num_attention_heads": 5}, ""),
-    ("llama", {"num_key_value_heads": 3}, ""),
-    ("llama", {"head_dim": 15}, ""),
-    ("llama", {"rms_norm_eps": "small"}, ""),
-    ("llama", {"rope_scaling": "linear"}, ""),
-    ("llama", {"rope_scaling": {"type": "linear"}}, ""),
-    ("llama", {"rope_scaling": {"type": "linear", "factor": 0}}, ""),
-    ("llama", {"rope_scaling": {"type": "llama3", **LLAMA3, "high_freq_factor": 1.0}}, ""),
-    ("llama", {"rope_theta": float("nan")}, ""),
-    ("llama", {"rope_theta": 1.0, "rope_scaling": {"type": "yarn", "factor": 2.0}}, ""),
-    ("llama", {"tie_word_embeddings": "yes"}, ""),
-    ("llama", {"eos_token_id": "</s>"}, ""),
-    ("llama", {"model_type": 7}, ""),
-    ("llama", {"model_type": "qwen3", "layer_types": ["full_attention"]}, ""),
-    ("llama", {"model_type": "qwen3", "layer_types": ["sliding_attention"] * 4}, ""),
-    ("llama", {"model_type": "mistral", "sliding_window": None, "layer_types": ["sliding_attention"] * 4}, ""),
-    ("llama", {"model_type": "gpt2", "n_embd": 32}, ""),
     ("llada", {"embedding_size": 100}, "'embedding_size' is 100, not 384 or more"),
     ("llada", {"multi_query_attention": True}, "'n_kv_heads' is 2, not 1"),
     ("llada", {"n_kv_heads": 3}, "a divisor of 4 heads"),
@@ -341,6 +320,18 @@ REFUSED = {  # by how the message ends: family, changes, what it names
     ("dream", {"quantization_config": {"quant_method": "awq"}}, "quantised (awq)"),
     ],
 }  # fmt: skip
+SENSELESS = [  # changes of a Llama's config
+    {"hidden_size": "64"}, {"hidden_size": -64}, {"hidden_size": 1 << 60}, {"num_hidden_layers": 10**6},
+    {"num_attention_heads": 5}, {"num_key_value_heads": 3}, {"head_dim": 15}, {"rms_norm_eps": "small"},
+    {"rope_scaling": "linear"}, {"rope_scaling": {"type": "linear"}},
+    {"rope_scaling": {"type": "linear", "factor": 0}},
+    {"rope_scaling": {"type": "llama3", **LLAMA3, "high_freq_factor": 1.0}}, {"rope_theta": float("nan")},
+    {"rope_theta": 1.0, "rope_scaling": {"type": "yarn", "factor": 2.0}}, {"tie_word_embeddings": "yes"},
+    {"eos_token_id": "</s>"}, {"model_type": 7}, {"model_type": "qwen3", "layer_types": ["full_attention"]},
+    {"model_type": "qwen3", "layer_types": ["sliding_attention"] * 4},
+    {"model_type": "mistral", "sliding_window": None, "layer_types": ["sliding_attention"] * 4},
+    {"model_type": "gpt2", "n_embd": 32},
+]  # fmt: skip
 CASES = [pytest.param(ending, *row, id=f"{row[0]} {row[1]}") for ending, rows in REFUSED.items() for row in rows]
 
 
@@ -349,6 +340,11 @@ def refusal(config):
         shape_of(config)
     assert str(refused.value).endswith(".")
     return str(refused.value)
+
+
+def test_a_config_that_makes_no_sense_is_refused():
+    for changes in SENSELESS:
+        refusal({**written("llama"), **changes})
 
 
 @pytest.mark.parametrize(("ending", "family", "changes", "named"), CASES)

@@ -15,7 +15,7 @@ from msgspec import structs
 from gpuinfer.errors import BadPrompt
 from gpuinfer.generation import Constraint, Listed
 from gpuinfer.text.language import Language, list_trie
-from gpuinfer.text.language.list_trie import MOST_ITEMS, MOST_KEPT, TokenBytes, Tries, lines_of
+from gpuinfer.text.language.list_trie import MOST_ITEMS, MOST_KEPT, TokenBytes, Tries, spelt_lines
 from gpuinfer.text.language.list_walks import list_support
 
 PADDED = 7  # tokens that the model has and the tokenizer does not
@@ -136,7 +136,7 @@ def test_an_item_beyond_the_vocabulary_and_two_constraints_at_once_are_refused()
 def spelled_lines(kind, listed):
     """The tokens of each line by its text, which their bytes make up."""
     token_bytes = TokenBytes(codec_of(kind).spelling, codec_of(kind).size)
-    lines = lines_of(listed, codec_of(kind), token_bytes)
+    lines = spelt_lines(listed, codec_of(kind), token_bytes)
     each = [lines.tokens[a:b] for a, b in zip(lines.starts, lines.starts[1:], strict=False)]
     return {b"".join(token_bytes.of(tokens)).decode(): tokens.tolist() for tokens in each}
 

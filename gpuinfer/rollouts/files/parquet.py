@@ -1,9 +1,9 @@
 """Groups as tables: one row a turn, in columns that any reader of Parquet knows (pyarrow, DuckDB, Polars, pandas).
 
-What is said of a group, game or trajectory stands in each of its rows. `game`, `trajectory` and `turn` are places in
-the record; a group without games, a game without trajectories, a trajectory without turns has one row, with nulls from
-there on. Tokens are int32. Floats are those of the record, in 64 bits: most had 32, and the zeros that this adds take
-no room when they are packed. Messages are JSON. A group is a row group.
+The fields of a group, game or trajectory are repeated in each of its rows. `game`, `trajectory` and `turn` are places
+in the record; a group without games, a game without trajectories, a trajectory without turns has one row, with nulls
+from there on. Tokens are int32. Floats are those of the record, in 64 bits: most had 32, and the zeros that this adds
+take no room when they are packed. Messages are JSON. A group is a row group.
 """
 
 from __future__ import annotations

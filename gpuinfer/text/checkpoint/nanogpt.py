@@ -1,6 +1,6 @@
 """Opens nanoGPT's `model.pt` (Karpathy 2022), which holds "model" and "model_args" or "config".
 
-The alphabet of a character-level model lies beside it: nanoGPT's meta.pkl, or the same as JSON.
+The alphabet of a character-level model is a file beside it: nanoGPT's meta.pkl, or the same as JSON.
 """
 
 from __future__ import annotations

@@ -263,13 +263,13 @@ class ChatTemplate:
         try:
             return self._render(chat, rendering)
         except TemplateError as error:
-            said, why = "the model's chat template refuses this chat", error
+            what, why = "the model's chat template refuses this chat", error
         except (RecursionError, MemoryError) as error:
-            said, why = "this chat is nested too deep or too large for its template", error
+            what, why = "this chat is nested too deep or too large for its template", error
         except Exception as error:  # noqa: BLE001 - a template is a program: it may raise anything
-            said, why = f"the model's chat template fails on this chat: {type(error).__name__}", error
+            what, why = f"the model's chat template fails on this chat: {type(error).__name__}", error
         text = " ".join(str(why).split())
-        raise BadPrompt(f"{said}: {text if len(text) <= SHOWN else text[: SHOWN - 1] + '…'}")
+        raise BadPrompt(f"{what}: {text if len(text) <= SHOWN else text[: SHOWN - 1] + '…'}")
 
     def _check(self, rendering: Rendering) -> None:
         """Raises `BadPrompt` for contradictions, and for tools if the template does not read them. Warns once of other

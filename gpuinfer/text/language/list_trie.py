@@ -133,7 +133,7 @@ def _check_unicode(text: str) -> None:
         raise BadPrompt(f"{_shown(text)} in the list holds a replacement character. Write the character itself.")
 
 
-def lines_of(listed: Listed, codec: Codec, token_bytes: TokenBytes) -> ListLines:
+def spelt_lines(listed: Listed, codec: Codec, token_bytes: TokenBytes) -> ListLines:
     """The list as lines of tokens. Raises `BadPrompt` as `check_list` does, or if the tokenizer cannot spell it."""
     check_list(listed)
     names = tuple(dict.fromkeys(unit for unit, _ in listed.items))
@@ -406,7 +406,7 @@ class Tries:
     def _compile(self, listed: Listed) -> Trie | str:
         try:
             token_bytes = self.token_bytes()
-            lines = lines_of(listed, self._codec, token_bytes)
+            lines = spelt_lines(listed, self._codec, token_bytes)
             if listed.begin not in self._tags:
                 self._tags[listed.begin] = tag_of(listed.begin, token_bytes)
                 while len(self._tags) > MOST_TAGS:
