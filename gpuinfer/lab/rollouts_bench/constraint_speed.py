@@ -166,10 +166,10 @@ class ConstraintBench:
 
     def build(self, times: int) -> ConstraintCost:
         """From the tokens of all lines to the compiled list."""
-        from gpuinfer.text.language.list_trie import build_trie, lines_of, tag_of
+        from gpuinfer.text.language.list_trie import build_trie, spelt_lines, tag_of
 
         said = self.tries.token_bytes()
-        lines, tag = lines_of(self.listed, self.codec, said), tag_of(self.listed.begin, said)
+        lines, tag = spelt_lines(self.listed, self.codec, said), tag_of(self.listed.begin, said)
         return ConstraintCost(
             f"build {len(self.listed.items)} orders", _median(lambda: build_trie(lines, tag, said, True), times)
         )
