@@ -9,9 +9,8 @@ import pytest
 import torch
 from fake_device import fake_device, load_guard
 from host_waits import Device
-from inline import Inline, at_once
-from kernels import KERNELS
 from recording import Cuda, missing
+from replaced import KERNELS, Inline, at_once
 
 
 @pytest.fixture(scope="session")

@@ -14,9 +14,9 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 sys.path += [str(Path(__file__).parents[1] / part) for part in ("text", "adapters")]
 
 from counting import Asked, own_kernels, real_host_memory
-from kernels import KERNELS
 from random_adapters import random_adapter
 from random_models import LLAMA, MIXTURES, VARIANTS, random_weights
+from replaced import KERNELS
 from steps import seeing, step_of
 
 from gpuinfer.text.decoder import torch_batch, torch_layers, triton_layers

@@ -1,11 +1,16 @@
-"""Models of text from checkpoint to answer on a CUDA device: opened, sized and tried, prompts, tokens, masks."""
+"""Models of text from checkpoint to answer on a CUDA device: opened, sized and tried, prompts, tokens, masks, scores;
+and what the device is asked beside: what it holds, if it answers, how fast it is.
+"""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
+import torch
 
 sys.path.append(str(Path(__file__).parents[1]))
 
@@ -15,7 +20,13 @@ from text.unmasking import run as run_masks
 
 from gpuinfer.api import ModelSpec, Setup
 from gpuinfer.generation import Generation, Prompt, Sampling
+from gpuinfer.models.device import Gauge, device_name
+from gpuinfer.models.out_of_memory import answers, is_lost
+from gpuinfer.text import text_roofline
+from gpuinfer.text.diffusion import torch_scores
+from gpuinfer.text.diffusion.scoring import Asked, Scorer, guided
 from gpuinfer.text.generator import Tuning, open_generator
+from gpuinfer.text.generator.fault_isolation import FaultIsolation
 
 UPLOADS = "text/decoder/torch_batch.py Uploads.room"  # until the copy before is over
 DRAWN = "text/sampling/torch_path.py Download.values"
@@ -118,3 +129,74 @@ def test_stages_answer_as_one_device_does(cuda, stages_inline, model, parallel, 
             assert finished(run(one, prompts_with())) == [5, 5, 5, 5]
         else:
             assert finished(run_masks(one, [prompt_of(LONG, 8, ignore_eos=True), prompt_of("x", 8)])) == [8, 8]
+
+
+# Scores of masks: sent in one copy, read back once
+
+
+VOCABULARY = 301
+OPTIONS = {
+    "the likeliest": {"temperature": 0.0},
+    "drawn": {"temperature": 0.8, "seed": 5},
+    "filtered": {"temperature": 0.8, "top_k": 9, "top_p": 0.7, "min_p": 0.1},
+    "edited": {"temperature": 0.0, "logit_bias": {5: 30.0, 8: 1.5}, "min_tokens": 4, "stop_token_ids": (5, 6)},
+}
+
+
+def wanted(sampling, first, count):
+    return Asked(sampling, "k", 0, first, np.arange(count, dtype=np.int32), 0)
+
+
+@pytest.mark.parametrize("needs", [(), ("margin", "entropy")], ids=str)
+@pytest.mark.parametrize("options", [*([name] for name in OPTIONS), [*OPTIONS]], ids=" and ".join)
+def test_rows_of_all_kinds_are_scored_with_one_copy_and_one_wait(cuda, options, needs):
+    each = torch_scores.ROWS  # more than one piece, and logits that no row wants
+    rows = [wanted(Sampling(**OPTIONS[name]), number * each, each - 1) for number, name in enumerate(options)]
+    scorer = Scorer(VOCABULARY, cuda.device, threads=1, seed=3, end_tokens=(7,), mask_token=300)
+    logits = torch.zeros(len(options) * each + 1, VOCABULARY, device=cuda.device)
+    for times in (1, 2):  # into two buffers in turn
+        with cuda.waiting_only_in(DRAWN):
+            scored = scorer.score(logits, rows, needs)
+        assert (cuda.waits, cuda.sent) == ({DRAWN: times}, times)
+        assert (len(scored.tokens), scored.bad) == (len(logits), {})
+    with cuda.waiting_only_in(DRAWN, UPLOADS):  # until a copy is over before its memory is written again
+        scorer.score(logits, rows, needs)
+    assert (cuda.waits, cuda.sent) == ({DRAWN: 3, UPLOADS: 1}, 3)
+
+
+def test_a_row_that_is_guided_waits_for_nothing(cuda):
+    both = torch.zeros(2, 3, VOCABULARY, device=cuda.device)
+    with cuda.waiting_only_in():
+        guided(both[0], both[1], 1.5)
+
+
+# The device itself
+
+
+def test_a_gauge_tells_what_tensors_and_allocator_hold(cuda):
+    cuda.allocated = 3 << 20
+    read = Gauge(cuda.device).read()
+    assert (read["name"], read["allocated_mb"], read["reserved_mb"]) == (device_name(cuda.device), 3.0, 3.0)
+
+
+def test_a_device_that_still_answers_is_not_lost(cuda):
+    with cuda.waiting_only_in("models/out_of_memory.py answers"):
+        assert answers(cuda.device)
+        assert not is_lost(RuntimeError("CUDA error: invalid configuration argument"), cuda.device)
+
+
+def test_the_roofline_of_text_waits_for_the_device_after_each_pass(cuda, monkeypatch):
+    generator = opened(dtype="float32", slots=2, context=32, step_tokens=16)
+    monkeypatch.setattr(text_roofline, "LOOK_S", 0.0)
+    threads = torch.get_num_threads()
+    generator.decoder.use(threads + 1)
+    assert torch.get_num_threads() == threads  # which are the processor's
+    with cuda.waiting_only_in("text/text_roofline.py _look", UPLOADS):
+        found = text_roofline.measure_roofline(generator.decoder, rows=2, step_tokens=16, seconds=0.0)
+    assert found.at_rows == 2
+
+
+def test_memory_that_ran_out_is_given_back_before_a_smaller_step(cuda):
+    troubles = FaultIsolation(SimpleNamespace(rows=[]))
+    assert troubles.failed(["a", "b"], 8, torch.OutOfMemoryError("CUDA out of memory.")) is None
+    assert cuda.log == ["the cache is emptied"]

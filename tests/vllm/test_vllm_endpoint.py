@@ -15,7 +15,7 @@ from peft import adapter
 from ports import free_port
 from vllm_held import Held
 
-from gpuinfer.api import ModelSpec, Setup
+from gpuinfer.api import ModelSpec
 from gpuinfer.backends.vllm_engine.engine_process import folder_of
 from gpuinfer.errors import BadPrompt, UsageError
 from gpuinfer.generation import Constraint, Part, Prompt, Sampling
@@ -45,7 +45,7 @@ def asked(tmp_path_factory) -> Iterator[Held]:
     try:
         url = f"http://127.0.0.1:{port}"
         wait_for(f"{url}/health", server)
-        one = Held(Setup(ModelSpec("tiny", kind="text")), endpoint=url, model="it")
+        one = Held(endpoint=url, model="it")
         yield one
         one.close()
     finally:
@@ -72,9 +72,8 @@ def test_a_server_answers_as_an_engine_of_our_own_does(asked, held):
         Prompt(text="measured", sampling=Sampling(max_tokens=0, prompt_logprobs=1)),
     ]
     for theirs, ours in zip(asked.asked(*prompts), held.asked(*prompts), strict=True):
-        assert [one.text for one in theirs.completions] == [one.text for one in ours.completions]
-        assert [one.tokens for one in theirs.completions] == [one.tokens for one in ours.completions]
-        assert [one.stop_reason for one in theirs.completions] == [one.stop_reason for one in ours.completions]
+        said = [[(one.text, one.tokens, one.stop_reason) for one in each.completions] for each in (theirs, ours)]
+        assert said[0] == said[1]
         for one, other in zip(theirs.completions[0].logprobs or (), ours.completions[0].logprobs or (), strict=True):
             assert abs(one.chosen.logprob - other.chosen.logprob) < 1e-4
             assert [like.token for like in one.likeliest] == [like.token for like in other.likeliest]
@@ -95,9 +94,9 @@ def test_an_adapter_goes_by_name_and_version(asked, tmp_path):
     prompt = Prompt(text="adapt", adapter="policy", sampling=GREEDY)
     with pytest.raises(BadPrompt, match="'policy'"):
         asked.asked(prompt)
-    asked.run(asked.backend.update("v1", str(adapter(tmp_path / "1", 1)), adapter="policy"))
+    asked.update("v1", adapter(tmp_path / "1", 1), adapter="policy")
     (first,) = asked.asked(prompt)
-    asked.run(asked.backend.update("v2", str(adapter(tmp_path / "2", 2)), adapter="policy"))
+    asked.update("v2", adapter(tmp_path / "2", 2), adapter="policy")
     (second,) = asked.asked(prompt)
     assert (first.versions, second.versions) == (("policy@v1",), ("policy@v2",))
     assert first.completions[0].tokens != second.completions[0].tokens
@@ -109,7 +108,7 @@ def test_what_a_server_cannot_do_is_refused_with_another_way(asked, tmp_path):
     with pytest.raises(BadPrompt, match="raw ones"):
         asked.asked(Prompt(text="a", sampling=Sampling(temperature=0.5, processed_logprobs=True)))
     with pytest.raises(UsageError, match="without -B endpoint"):
-        asked.run(asked.backend.update("w2", str(tmp_path)))
+        asked.update("w2", tmp_path)
     with pytest.raises(UsageError, match="serves it, not 'another'"):
         Held(endpoint=asked.backend.options.endpoint, model="another")
 

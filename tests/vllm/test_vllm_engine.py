@@ -10,43 +10,17 @@ import numpy as np
 import pytest
 from msgspec import structs
 from peft import adapter
-from vllm_held import SECONDS
+from vllm_held import CLOSE, SECONDS, own, scored
 
-from gpuinfer.api import BackendContext, ModelSpec, Request, Setup
-from gpuinfer.backends.inprocess import InProcess
+from gpuinfer.api import ModelSpec, Request
 from gpuinfer.backends.vllm_engine.engine_process import folder_of
 from gpuinfer.errors import BadPrompt, UsageError
 from gpuinfer.generation import Constraint, Generation, Listed, Part, Prompt, Sampling
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 TEXTS = ("The capital", "once upon a time", "1 2 3 4", "gpuinfer", "a", "Zürich", "{", "one more prompt of them")
-CLOSE = 1e-4  # of log-probabilities, and of the top two at a tie
 GREEDY = Sampling(max_tokens=24, temperature=0.0, ignore_eos=True, logprobs=2)
 DRAWN = Sampling(max_tokens=12, temperature=0.8, top_p=0.9, ignore_eos=True)
-
-
-def own(*prompts: Prompt) -> list[Generation]:
-    """The same prompts answered by our own engine."""
-
-    async def answered() -> list[Generation]:
-        backend = InProcess(Setup(ModelSpec("tiny", kind="text")))
-        await backend.start(BackendContext())
-        try:
-            requests = [Request(prompt, rows=prompt.samples) for prompt in prompts]
-            answers = {event.request: event.value async for event in backend.stream(requests)}
-        finally:
-            await backend.close()
-        return [answers[request] for request in requests]
-
-    return asyncio.run(answered())
-
-
-def scored(held, prompt: Prompt, tokens: tuple[int, ...]) -> np.ndarray:
-    """The log-probability of each of these tokens after the prompt, by a forward of our own engine."""
-    whole = tuple((prompt.text or "").encode()) + tokens
-    (echo,) = own(Prompt(tokens=whole, sampling=Sampling(max_tokens=0, prompt_logprobs=0)))
-    assert echo.prompt_logprobs is not None
-    return np.array([one.chosen.logprob for one in echo.prompt_logprobs[-len(tokens) :] if one])
 
 
 def test_greedy_answers_are_those_of_our_own_engine_up_to_ties(held):
@@ -75,7 +49,8 @@ def test_raw_and_processed_logprobs_are_those_of_a_separate_forward(held):
     for asked, answer in ((prompt, drawn), (plain, undisturbed)):
         (one,) = answer.completions
         raw = np.array([position.chosen.logprob for position in one.logprobs])
-        np.testing.assert_allclose(raw, scored(held, asked, one.tokens), atol=CLOSE)
+        known = scored((*asked.text.encode(), *one.tokens), len(one.tokens))
+        np.testing.assert_allclose(raw, known, atol=CLOSE)
     (one,) = undisturbed.completions
     np.testing.assert_allclose([position.chosen.logprob for position in one.logprobs], one.processed, atol=CLOSE)
     (one,) = drawn.completions
@@ -83,11 +58,8 @@ def test_raw_and_processed_logprobs_are_those_of_a_separate_forward(held):
         kept >= position.chosen.logprob - 1.5 for kept, position in zip(one.processed, one.logprobs, strict=True)
     )
     assert list(one.processed) != [position.chosen.logprob for position in one.logprobs]
-
-
-def test_the_likeliest_token_is_taken_for_certain(held):
-    (answer,) = held.asked(Prompt(text="a", sampling=structs.replace(GREEDY, processed_logprobs=True)))
-    assert set(answer.completions[0].processed) == {0.0}
+    (likeliest,) = held.asked(Prompt(text="a", sampling=structs.replace(GREEDY, processed_logprobs=True)))
+    assert set(likeliest.completions[0].processed) == {0.0}  # taken for certain
 
 
 def test_prompt_logprobs_are_those_of_our_own_engine(held):
@@ -113,11 +85,8 @@ def test_the_same_seed_draws_the_same_and_samples_differ_by_their_numbers(held):
 
 @pytest.mark.parametrize(
     "sampling",
-    [
-        pytest.param(structs.replace(GREEDY, logprobs=1), id="greedy, with logprobs"),
-        pytest.param(DRAWN, id="drawn"),
-        pytest.param(structs.replace(GREEDY, stop=("e", "~~"), min_tokens=2), id="stop strings"),
-    ],
+    [structs.replace(GREEDY, logprobs=1), DRAWN, structs.replace(GREEDY, stop=("e", "~~"), min_tokens=2)],
+    ids=["greedy, with logprobs", "drawn", "stop strings"],
 )
 def test_parts_make_the_answer(held, sampling):
     prompt, parts = Prompt(text="once upon a time", samples=2, sampling=sampling), list[Part]()
@@ -190,31 +159,27 @@ def test_what_cannot_be_served_fails_alone_and_names_its_field(held, prompt, why
 def test_a_request_that_nobody_wants_any_more_is_taken_from_the_engine(held):
     request = Request(Prompt(text="long", sampling=Sampling(max_tokens=2000, ignore_eos=True)))
 
-    async def left() -> None:
-        """A machine that is held up may see it only when it is answered; or an engine that was held up starts again."""
-        ended: object = None
-        until = time.monotonic() + SECONDS / 2
-        while time.monotonic() < until:
-            stream = held.backend.stream([request])
-            reading = asyncio.ensure_future(anext(stream))
-            seen = await busy_before(reading)
-            reading.cancel()
-            (ended,) = await asyncio.gather(reading, return_exceptions=True)
-            await stream.aclose()
-            if seen:
-                return
-            await asyncio.sleep(0.5)
-        pytest.fail(f"it always ended before it was seen at work: {ended!r:.500}")
-
-    async def busy_before(reading) -> bool:
+    async def seen_at_work(reading) -> bool:
         while not reading.done():
-            if await busy(held):
+            if (await held.backend.stats())["device"]["engine"]["running"] > 0:
                 return not reading.done()
             await asyncio.sleep(0.01)
         return False
 
-    async def busy(held) -> bool:
-        return (await held.backend.stats())["device"]["engine"]["running"] > 0
+    async def left() -> None:
+        """A machine that is held up may see it only when it is answered; or an engine that was held up starts again."""
+        until = time.monotonic() + SECONDS / 2
+        while time.monotonic() < until:
+            stream = held.backend.stream([request])
+            reading = asyncio.ensure_future(anext(stream))
+            seen = await seen_at_work(reading)
+            reading.cancel()
+            await asyncio.gather(reading, return_exceptions=True)
+            await stream.aclose()
+            if seen:
+                return
+            await asyncio.sleep(0.5)
+        pytest.fail("it always ended before it was seen at work")
 
     held.run(left())
     held.asked(Prompt(text="a"))  # a step after it, which counts what is left
@@ -230,14 +195,8 @@ def test_what_the_engine_counts_is_told(held):
     assert after["tokens"]["output"] - before["tokens"]["output"] == 32
     assert after["tokens"]["input"] - before["tokens"]["input"] == 4 * 320
     assert after["steps"]["steps"] > before["steps"]["steps"]
-    assert after["engine"].keys() >= {
-        "running",
-        "waiting",
-        "preemptions",
-        "cache_usage",
-        "prefix_queries",
-        "prefix_hits",
-    }
+    counted = {"running", "waiting", "preemptions", "cache_usage", "prefix_queries", "prefix_hits"}
+    assert after["engine"].keys() >= counted
     assert after["model"]["slots"] == 64
 
 
@@ -245,9 +204,9 @@ def test_adapters_have_a_name_and_a_number_for_each_version(held, tmp_path):
     base = Prompt(text="adapt", sampling=GREEDY)
     asked = structs.replace(base, adapter="policy")
     plain = held.asked(base)[0]
-    held.run(held.backend.update("v1", str(adapter(tmp_path / "1", 1)), adapter="policy"))
+    held.update("v1", adapter(tmp_path / "1", 1), adapter="policy")
     first = held.asked(asked)[0]
-    held.run(held.backend.update("v2", str(adapter(tmp_path / "2", 2)), adapter="policy"))
+    held.update("v2", adapter(tmp_path / "2", 2), adapter="policy")
     second, still = held.asked(asked, base)
     assert first.versions == ("policy@v1",)
     assert second.completions[0].versions == ((0, "policy@v2"),)
@@ -256,7 +215,7 @@ def test_adapters_have_a_name_and_a_number_for_each_version(held, tmp_path):
     assert held.backend.adapters == ("policy", "policy@v1", "policy@v2")
     assert held.asked(structs.replace(base, adapter="policy@v1"))[0].completions == first.completions
     with pytest.raises(UsageError, match=r"hidden|inputs|shape|128"):
-        held.run(held.backend.update("v3", str(adapter(tmp_path / "3", 3, hidden=128)), adapter="policy"))
+        held.update("v3", adapter(tmp_path / "3", 3, hidden=128), adapter="policy")
     assert held.asked(asked)[0].completions == second.completions
     held.run(held.backend.unload("policy"))
     with pytest.raises(BadPrompt, match="the adapter 'policy'"):
@@ -275,16 +234,16 @@ def test_other_weights_answer_from_the_update_on_and_old_caches_serve_nobody(hel
     weights["lm_head.weight"][32:127] = weights["lm_head.weight"][32:127][torch.randperm(95)].clone()
     save_file(weights, other / "model.safetensors", metadata={"format": "pt"})
     (before,) = held.asked(prompt)
-    held.run(held.backend.update("w2", str(other)))
+    held.update("w2", other)
     (after,) = held.asked(prompt)
     assert (after.versions, after.cached_tokens) == (("w2",), 0)
     assert after.completions[0].tokens != before.completions[0].tokens
-    held.run(held.backend.update("w3", str(first), drain=False))
+    held.update("w3", first, drain=False)
     (again,) = held.asked(prompt)
     assert (again.versions, again.cached_tokens) == (("w3",), 0)
     assert again.completions[0].tokens == before.completions[0].tokens
     with pytest.raises(UsageError, match="there is no model folder"):
-        held.run(held.backend.update("w4", str(tmp_path / "nowhere")))
+        held.update("w4", tmp_path / "nowhere")
 
 
 ITEMS = (("PAR", "A PAR - BUR"), ("PAR", "A PAR H"), ("MAR", "A MAR S A PAR - BUR"))

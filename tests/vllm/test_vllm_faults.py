@@ -14,10 +14,11 @@ import psutil
 import pytest
 from msgspec import structs
 from peft import adapter
+from vllm_held import TINY
 
-from gpuinfer.api import BackendContext, ModelSpec, Setup
+from gpuinfer.api import BackendContext
 from gpuinfer.backends.vllm import Vllm
-from gpuinfer.errors import GpuinferError, UsageError
+from gpuinfer.errors import GpuinferError
 from gpuinfer.generation import Part, Prompt, Sampling
 from gpuinfer.strategies.dynamic import Dynamic
 
@@ -32,7 +33,7 @@ def gone(processes: list[psutil.Process]) -> bool:
 
 def test_a_killed_engine_is_replaced_and_answers_what_was_asked_with_the_adapters_that_it_had(held, tmp_path):
     """The core first, then the whole process; a reader who reads along goes on where it was."""
-    held.run(held.backend.update("v9", str(adapter(tmp_path / "a", 9)), adapter="mended"))
+    held.update("v9", adapter(tmp_path / "a", 9), adapter="mended")
     plain = Prompt(text="what was asked", sampling=LONG)
     adapted = structs.replace(plain, adapter="mended")
     whole, other = held.asked(plain, adapted)
@@ -49,33 +50,36 @@ def test_a_killed_engine_is_replaced_and_answers_what_was_asked_with_the_adapter
             if not (read.done() or any(one.done() for one in asked)):
                 break
         victim.send_signal(signal.SIGKILL)
-        answers = [one.result(240) for one in asked]
+        answers = [one.result(600) for one in asked]
         assert [one.completions[0].tokens for one in answers] == [one.completions[0].tokens for one in (whole, other)]
         assert answers[1].versions == ("mended@v9",)
-        assert read.result(240).completions[0].tokens == whole.completions[0].tokens
+        assert read.result(600).completions[0].tokens == whole.completions[0].tokens
         assert sum((part.tokens for part in parts), ()) == whole.completions[0].tokens
         held.asked(Prompt(text="a"))  # by the new one, also where all had been answered before the old one went
         assert gone(before)
 
 
-def test_an_engine_that_cannot_start_says_why(tmp_path):
-    setup = Setup(ModelSpec("tiny", kind="text"))
-
-    async def started(**options: object) -> None:
-        backend = Vllm(setup, **options)
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        (
+            {"engine_args": {"max_num_seq": 3}},
+            r"no engine argument of vLLM named 'max_num_seq'.*Did you mean 'max_num_seqs'",
+        ),
+        ({"max_model_len": 1 << 20}, r"(?s)engine arguments:.*max_model_len"),
+        ({"start_timeout": 0.5}, r"did not come up within 0\.5 s"),
+    ],
+)
+def test_an_engine_that_cannot_start_says_why(options, why):
+    async def started() -> None:
+        backend = Vllm(TINY, **options)
         try:
-            await backend.start(BackendContext(strategy=Dynamic(setup)))
+            await backend.start(BackendContext(strategy=Dynamic(TINY)))
         finally:
             await backend.close()
 
-    with pytest.raises(
-        UsageError, match=r"no engine argument of vLLM named 'max_num_seq'.*Did you mean 'max_num_seqs'"
-    ):
-        asyncio.run(started(engine_args={"max_num_seq": 3}))
-    with pytest.raises(UsageError, match=r"(?s)engine arguments:.*max_model_len"):
-        asyncio.run(started(max_model_len=1 << 20))
-    with pytest.raises(GpuinferError, match=r"did not come up within 0\.5 s"):
-        asyncio.run(started(start_timeout=0.5))
+    with pytest.raises(GpuinferError, match=why):
+        asyncio.run(started())
     assert not [one for one in psutil.Process().children(recursive=True) if "gpuinfer server" in one.name()]
 
 

@@ -1,4 +1,7 @@
-"""A vLLM engine that many tests share, on an event loop in a thread of its own: each start takes half a minute."""
+"""A vLLM engine that many tests share, on an event loop in a thread of its own: each start takes half a minute.
+
+And what our own engine answers to the same prompts.
+"""
 
 from __future__ import annotations
 
@@ -7,30 +10,33 @@ import threading
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
+import numpy as np
 import psutil
 
 from gpuinfer.api import BackendContext, ModelSpec, Request, Setup
+from gpuinfer.backends.inprocess import InProcess
 from gpuinfer.backends.vllm import Vllm
-from gpuinfer.generation import Generation, Part, Prompt
+from gpuinfer.generation import Generation, Part, Prompt, Sampling
 from gpuinfer.strategies.dynamic import Dynamic
 
 T = TypeVar("T")
+TINY = Setup(ModelSpec("tiny", kind="text"))
 SECONDS = 240.0  # after which an engine that does not start or answer has failed
+CLOSE = 1e-4  # of log-probabilities, and of the top two at a tie
 
 
 class Held:
     """One backend, started. Its calls block."""
 
-    def __init__(self, setup: Setup | None = None, **options: Any) -> None:
-        self.setup = setup or Setup(ModelSpec("tiny", kind="text"))
+    def __init__(self, setup: Setup = TINY, **options: Any) -> None:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
-        self.backend = Vllm(self.setup, **options)
-        self.run(self.backend.start(BackendContext(strategy=Dynamic(self.setup))))
+        self.backend = Vllm(setup, **options)
+        self.run(self.backend.start(BackendContext(strategy=Dynamic(setup))))
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result(SECONDS)
+        return self.start(work).result(SECONDS)
 
     def start(self, work: Coroutine[Any, Any, T]) -> Any:
         return asyncio.run_coroutine_threadsafe(work, self._loop)
@@ -53,6 +59,9 @@ class Held:
 
         return self.run(all_of_them())
 
+    def update(self, version: str, weights: object, **options: Any) -> None:
+        self.run(self.backend.update(version, str(weights), **options))
+
     def device(self) -> dict[str, Any]:
         return dict(self.run(self.backend.stats())["device"])
 
@@ -70,3 +79,25 @@ class Held:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(SECONDS)
         self._loop.close()
+
+
+def own(*prompts: Prompt) -> list[Generation]:
+    """The same prompts answered by our own engine."""
+
+    async def answered() -> list[Generation]:
+        backend = InProcess(TINY)
+        await backend.start(BackendContext())
+        try:
+            requests = [Request(prompt, rows=prompt.samples) for prompt in prompts]
+            answers = {event.request: event.value async for event in backend.stream(requests)}
+        finally:
+            await backend.close()
+        return [answers[request] for request in requests]
+
+    return asyncio.run(answered())
+
+
+def scored(tokens: tuple[int, ...], count: int) -> np.ndarray:
+    """The log-probabilities of the last `count` of these tokens, by a forward of our own engine."""
+    (echo,) = own(Prompt(tokens=tokens, sampling=Sampling(max_tokens=0, prompt_logprobs=0)))
+    return np.array([one.chosen.logprob for one in echo.prompt_logprobs[-count:]])
