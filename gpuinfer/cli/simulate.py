@@ -20,6 +20,7 @@ from gpuinfer.host.files import no_folder
 if TYPE_CHECKING:
     from gpuinfer.cli.simulation_options import Scenario
     from gpuinfer.config.settings import Common
+    from gpuinfer.lab.presenter import Page
     from gpuinfer.lab.simulate import SimulationOutcome
 
 COMMON = ("strategy", "strategy_options", "seed", "max_queue_rows", "json", "trace", "quiet", "verbose", "config")
@@ -55,6 +56,7 @@ def execute(values: Mapping[str, Any]) -> int:
     """Simulate, show, write. The exit code: 4 when no number of replicas meets the target, 3 when stopped, else 0."""
     from gpuinfer.cli import simulation_options
     from gpuinfer.cli.flags import spelled
+    from gpuinfer.cli.screen.display import show_page
     from gpuinfer.cli.workload import log_to_people
 
     values = dict(values)
@@ -68,11 +70,12 @@ def execute(values: Mapping[str, Any]) -> int:
     whole = True
     with interruptible():
         if cases[0].options.solve:
-            document = _solved(cases[0], common, command, destination.stdout)
+            document, page = _solved(cases[0], common, command)
         else:
-            document, whole = _simulated(cases, common, command, destination.stdout)
+            document, page, whole = _simulated(cases, common, command)
+    show_page(page, on_stderr=destination.stdout)
     destination.write(document)
-    _draw(cases[0].options.plot, document)
+    _draw(cases[0].options.plot, page)
     if not whole:
         return PARTIAL
     return CHECK_FAILED if document["solve"] and document["solve"]["replicas"] is None else 0
@@ -101,43 +104,26 @@ def _check_files(cases: Sequence[Scenario], common: Common) -> None:
         raise UsageError(f"--plot {plot} cannot be written. Give a file in a folder of yours.")
 
 
-def _simulated(cases: Sequence[Scenario], common: Common, command: str, on_stderr: bool) -> tuple[dict[str, Any], bool]:
-    """The document, and whether every setting came to be simulated before the user stopped it."""
-    from gpuinfer.cli.screen.display import comparison
+def _simulated(cases: Sequence[Scenario], common: Common, command: str) -> tuple[dict[str, Any], Page, bool]:
+    """The document and its page, and whether every setting came to be simulated before the user stopped it."""
     from gpuinfer.lab.simulate import simulation_tables
-    from gpuinfer.lab.simulate.simulation_tables import run_figures, simulation_document
 
     runs = []
     for number, case in enumerate(cases, 1):
         try:
-            runs.append(run_figures(case.labels, case.strategy, _run(case, common.trace), case.target_s))
+            outcome = _run(case, common.trace)
         except KeyboardInterrupt:
             if not runs:
                 raise
             _say(f"stopped; {len(runs)} of {len(cases)} settings are simulated", quiet=False)
             break
+        runs.append(simulation_tables.run_figures(case.labels, case.strategy, outcome, case.target_s))
         if len(cases) > 1:
-            _say(f"{number} of {len(cases)} · {simulation_tables.sweep_name(runs[-1])}", common.quiet)
-    if len(cases) == 1:
-        facts = [*simulation_tables.run_notes(runs[0]), *_beyond(cases[:1])]
-        comparison(
-            f"simulate · {cases[0].title}",
-            simulation_tables.LATENCY,
-            list(simulation_tables.latency_rows(runs[0])),
-            facts,
-            on_stderr=on_stderr,
-        )
-    else:
-        title = f"simulate · {len(runs)} settings"
-        remarks = [*simulation_tables.sweep_notes(runs), *_beyond(cases)]
-        comparison(
-            title,
-            simulation_tables.sweep_columns(runs),
-            list(simulation_tables.sweep_rows(runs)),
-            remarks,
-            on_stderr=on_stderr,
-        )
-    return simulation_document(command, common.seed, runs, None), len(runs) == len(cases)
+            _say(f"{number} of {len(cases)} · {simulation_tables.settings_label(case.labels)}", common.quiet)
+    document = simulation_tables.simulation_document(command, common.seed, runs, None)
+    title, varied = (f"{len(runs)} settings", [*cases[0].labels]) if len(cases) > 1 else (cases[0].title, [])
+    page = simulation_tables.simulation_page(f"simulate · {title}", document, varied, _beyond(cases))
+    return document, page, len(runs) == len(cases)
 
 
 def _run(case: Scenario, trace: str | None) -> SimulationOutcome:
@@ -165,11 +151,9 @@ def _run(case: Scenario, trace: str | None) -> SimulationOutcome:
                 one.close()
 
 
-def _solved(case: Scenario, common: Common, command: str, on_stderr: bool) -> dict[str, Any]:
-    from gpuinfer.cli.screen.display import comparison
+def _solved(case: Scenario, common: Common, command: str) -> tuple[dict[str, Any], Page]:
     from gpuinfer.lab.simulate import simulation_tables
     from gpuinfer.lab.simulate.outcome import solve
-    from gpuinfer.lab.simulate.simulation_tables import run_figures, simulation_document
 
     def outcome(replicas: int) -> SimulationOutcome:
         _say(f"simulating {replicas} replica{'s' if replicas > 1 else ''} …", common.quiet)
@@ -185,14 +169,12 @@ def _solved(case: Scenario, common: Common, command: str, on_stderr: bool) -> di
         capacity=service.capacity(case.limits.max_rows) * case.limits.in_flight,
     )
     runs = [
-        run_figures({"replicas": str(trial.replicas)}, case.strategy, trial.outcome, case.target_s)
+        simulation_tables.run_figures({"replicas": str(trial.replicas)}, case.strategy, trial.outcome, case.target_s)
         for trial in solution.tried
     ]
-    columns = simulation_tables.sweep_columns(runs) if runs else ("replicas", *simulation_tables.FIGURES)
-    notes = [("answer", solution.answer), *_beyond([case])]
+    document = simulation_tables.simulation_document(command, common.seed, runs, solution)
     title = f"simulate · {case.title.rpartition(' · ')[0]} · how many replicas?"
-    comparison(title, columns, list(simulation_tables.sweep_rows(runs)), notes, on_stderr=on_stderr)
-    return simulation_document(command, common.seed, runs, solution)
+    return document, simulation_tables.simulation_page(title, document, ["replicas"], _beyond([case]))
 
 
 def _beyond(cases: Sequence[Scenario]) -> list[tuple[str, str]]:
@@ -204,16 +186,16 @@ def _beyond(cases: Sequence[Scenario]) -> list[tuple[str, str]]:
     return [("notice", f"batches of over {largest} rows were not measured: their times follow a straight line")]
 
 
-def _draw(path: Path | None, document: Mapping[str, Any]) -> None:
+def _draw(path: Path | None, page: Page) -> None:
     if path is None:
         return
-    if not document["runs"]:
+    if not page.plots:
         print(f"plot: nothing was simulated, so there is no {path}", file=sys.stderr)
         return
-    from gpuinfer.lab.simulate.simulation_tables import draw_simulation
+    from gpuinfer.report import plotting
 
     try:
-        path.write_bytes(draw_simulation(document, path.suffix.lower().removeprefix(".")))
+        path.write_bytes(plotting.image(page.plots["simulation"].figure(), path.suffix.lower().removeprefix(".")))
     except OSError as error:
         raise WorkError(f"the plot could not be written to {path}: {error.strerror}. Make room there.") from error
     print(f"plot: {path}", file=sys.stderr)

@@ -12,13 +12,15 @@ from typing import TYPE_CHECKING, Any
 from gpuinfer import __version__
 from gpuinfer.api import Reason
 from gpuinfer.config.options import natural
+from gpuinfer.lab.presenter import Note, Page, Plot, Table
 from gpuinfer.lab.simulate.outcome import LEAST_SERVED, SimulationOutcome, Solution
-from gpuinfer.report.plotting import COLOURS, image
-from gpuinfer.stats import ERRORS, FLOOR, SUB_BUCKETS, Snapshot, mean_size, percentile, summarise
+from gpuinfer.report.plotting import COLOURS
+from gpuinfer.stats import ERRORS, FLOOR, SUB_BUCKETS, mean_size, percentile, summarise
 from gpuinfer.units import number, short, whole
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 SCHEMA = "gpuinfer.simulation/1"
 STEP = 0.01  # between two points of a distribution
@@ -27,23 +29,42 @@ STEP = 0.01  # between two points of a distribution
 def simulation_document(
     command: str, seed: int, runs: Sequence[dict[str, Any]], solution: Solution | None
 ) -> dict[str, Any]:
-    """`runs` are made by `run`."""
+    """`runs` are made by `run_figures`."""
+    solved = solution and {
+        "target_s": solution.target_s,
+        "least_served": LEAST_SERVED,
+        "replicas": solution.replicas,
+        "answer": solution.answer,
+        "tried": [
+            {
+                "replicas": trial.replicas,
+                "p95_s": trial.p95 if trial.p95 < math.inf else None,
+                "served_share": trial.outcome.served_share,
+                "met": trial.met,
+            }
+            for trial in solution.tried
+        ],
+    }
     return {
         "schema": SCHEMA,
         "gpuinfer": __version__,
         "command": command,
         "seed": seed,
         "runs": list(runs),
-        "solve": None if solution is None else _solve(solution),
+        "solve": solved,
     }
 
 
 def run_figures(
     settings: Mapping[str, str], strategy: str, outcome: SimulationOutcome, target_s: float | None
 ) -> dict[str, Any]:
-    """One simulation; `settings` are those in which it differs from the others."""
-    snapshot = outcome.snapshot
-    p95 = outcome.latency_s.get("p95", math.inf)
+    """One simulation; `settings` are those in which it differs from the others. Batches as in the report of a run:
+    sizes in doublings, seconds by rows; null where no batch ran.
+    """
+    snapshot, batches = outcome.snapshot, outcome.snapshot.batches
+    p95, count, sizes = outcome.latency_s.get("p95", math.inf), sum(batches.values()), Counter[int]()
+    for rows, times in batches.items():
+        sizes[1 << max(0, rows - 1).bit_length()] += times
     return {
         "settings": dict(settings),
         "strategy": strategy,
@@ -54,31 +75,32 @@ def run_figures(
         "served_share": outcome.served_share,
         "capacity_rows_per_s": outcome.capacity_rows_per_s,
         "utilisation": outcome.utilisation,
-        "batches": batch_figures(snapshot),
+        "batches": {
+            "count": count,
+            "rows_mean": mean_size(batches) if count else None,
+            "rows_p50": percentile(batches, 0.5) if count else None,
+            "rows_max": max(batches) if count else None,
+            "sizes": {str(size): times for size, times in sorted(sizes.items())},
+            "seconds": {str(rows): spent[1] / spent[0] for rows, spent in sorted(snapshot.batch_s.items()) if spent[0]},
+            "reasons": {reason.value: snapshot.reasons.get(reason.value, 0) for reason in Reason},
+        },
         "latency_s": outcome.latency_s,
         "latency_cdf": cdf(snapshot.latency),
         "queue_wait_s": outcome.queue_wait_s,
-        "classes": {name: _of_class(count) for name, count in snapshot.classes.items()},
+        "classes": {
+            name: {
+                **summarise(seen["latency"]),
+                "requests": seen["requests"],
+                "rows": seen["rows"],
+                "errors": {error: seen["errors"].get(error, 0) for error in ERRORS},
+                "queue_wait_s": summarise(seen["queue_wait"]),
+            }
+            for name, seen in snapshot.classes.items()
+        },
         "errors": {name: snapshot.errors.get(name, 0) for name in ERRORS},
         "target_s": target_s,
         "met": None if target_s is None else p95 <= target_s and outcome.served_share >= LEAST_SERVED,
         "notices": list(outcome.notices),
-    }
-
-
-def batch_figures(snapshot: Snapshot) -> dict[str, Any]:
-    """As in the report of a run: sizes in doublings, seconds by rows; null where no batch ran."""
-    count, sizes = sum(snapshot.batches.values()), Counter[int]()
-    for rows, times in snapshot.batches.items():
-        sizes[1 << max(0, rows - 1).bit_length()] += times
-    return {
-        "count": count,
-        "rows_mean": mean_size(snapshot.batches) if count else None,
-        "rows_p50": percentile(snapshot.batches, 0.5) if count else None,
-        "rows_max": max(snapshot.batches) if count else None,
-        "sizes": {str(size): times for size, times in sorted(sizes.items())},
-        "seconds": {str(rows): spent[1] / spent[0] for rows, spent in sorted(snapshot.batch_s.items()) if spent[0]},
-        "reasons": {reason.value: snapshot.reasons.get(reason.value, 0) for reason in Reason},
     }
 
 
@@ -94,50 +116,33 @@ def cdf(histogram: Mapping[str, Any]) -> list[tuple[float, float]]:
     return points
 
 
-def _of_class(count: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        **summarise(count["latency"]),
-        "requests": count["requests"],
-        "rows": count["rows"],
-        "errors": {name: count["errors"].get(name, 0) for name in ERRORS},
-        "queue_wait_s": summarise(count["queue_wait"]),
-    }
-
-
-def _solve(solution: Solution) -> dict[str, Any]:
-    return {
-        "target_s": solution.target_s,
-        "least_served": LEAST_SERVED,
-        "replicas": solution.replicas,
-        "answer": solution.answer,
-        "tried": [
-            {
-                "replicas": trial.replicas,
-                "p95_s": trial.p95 if trial.p95 < math.inf else None,
-                "served_share": trial.outcome.served_share,
-                "met": trial.met,
-            }
-            for trial in solution.tried
-        ],
-    }
-
-
 LATENCY = ("latency", "mean", "p50", "p95", "p99", "max")
 FIGURES = ("rows/s", "mean", "p95", "p99", "batch", "busy")
 
 Run = Mapping[str, Any]
 
 
-def latency_rows(run: Run) -> Iterator[list[str]]:
-    """One run: arrival to answer of all requests, that of each class where there are several, and arrival to batch."""
-    yield _times("all", run["latency_s"])
-    if len(run["classes"]) > 1:
-        for name, seen in run["classes"].items():
-            yield _times(name, seen)
-    yield _times("in the queue", run["queue_wait_s"])
+def simulation_page(
+    title: str, document: Mapping[str, Any], varied: Sequence[str] = (), remarks: Sequence[Note] = ()
+) -> Page:
+    """What people are shown of one simulation; or, where settings are `varied`, a line for each. `remarks` end it."""
+    runs = document["runs"]
+    solution, plots = document["solve"], {"simulation": Plot(title, lambda: simulation_figure(runs))}
+    if varied:
+        table, notes = (
+            _sweep(runs, varied),
+            [*_sweep_notes(runs)] if solution is None else [("answer", solution["answer"])],
+        )
+    else:
+        (run,) = runs
+        of_classes = run["classes"].items() if len(run["classes"]) > 1 else ()
+        seen = [("all", run["latency_s"]), *of_classes, ("in the queue", run["queue_wait_s"])]
+        table, notes = Table(LATENCY, [[name, *_times(times, LATENCY[1:])] for name, times in seen]), [*_run_notes(run)]
+    verdict = dict(notes).get("answer") or dict(notes).get("verdict", "")
+    return Page(title, verdict, document["command"], table, notes=[*notes, *remarks], plots=plots if runs else {})
 
 
-def run_notes(run: Run) -> Iterator[tuple[str, str]]:
+def _run_notes(run: Run) -> Iterator[Note]:
     """Name and text of what else there is to say of one run."""
     yield "throughput", f"{_rate(run)} of {_rows_per_s(run['offered']['rows_per_s'])} rows/s offered"
     batches = run["batches"]
@@ -147,65 +152,51 @@ def run_notes(run: Run) -> Iterator[tuple[str, str]]:
         why = {reason: times / batches["count"] for reason, times in batches["reasons"].items() if times}
         shares = sorted(why.items(), key=lambda item: -item[1])
         yield "cut because", ", ".join(f"{reason} {_percent(share)}" for reason, share in shares)
-    yield (
-        "busy",
-        f"{_percent(run['utilisation'])} of the time; capacity {_rows_per_s(run['capacity_rows_per_s'])} rows/s",
-    )
+    capacity = _rows_per_s(run["capacity_rows_per_s"])
+    yield "busy", f"{_percent(run['utilisation'])} of the time; capacity {capacity} rows/s"
     lost = {kind: count for kind, count in run["errors"].items() if count}
     if lost:
         yield "lost", ", ".join(f"{whole(count)} {kind}" for kind, count in lost.items())
     if run["met"] is not None:
-        yield "verdict", f"the target of {short(run['target_s'])} for p95 is {_verdict(run)}"
+        verdict = "met" if run["met"] else "missed"
+        if verdict == "missed" and run["latency_s"] and run["latency_s"]["p95"] <= run["target_s"]:
+            verdict = f"met by what is answered, but {_percent(1 - run['served_share'])} is lost"
+        yield "verdict", f"the target of {short(run['target_s'])} for p95 is {verdict}"
     for notice in run["notices"]:
         yield "notice", notice
 
 
-def sweep_columns(runs: Sequence[Run]) -> list[str]:
+def _sweep(runs: Sequence[Run], varied: Sequence[str]) -> Table:
     """What was varied, and the figures."""
-    return [*(key.replace("_", " ") for key in runs[0]["settings"]), *FIGURES, *(["lost"] if _any_lost(runs) else [])]
-
-
-def sweep_rows(runs: Sequence[Run]) -> Iterator[list[str]]:
-    """One for each of several runs, under `columns`."""
+    lossy, rows = any(run["served_share"] < 1 for run in runs), []
     for run in runs:
-        latency = run["latency_s"]
         first, *more = run["settings"].values()
-        yield [
-            ("✓ " if run["met"] else "✗ " if run["met"] is not None else "") + first,
-            *more,
-            _rate(run),
-            *(short(latency[part]) if latency else "–" for part in ("mean", "p95", "p99")),
-            number(run["batches"]["rows_mean"] or 0.0),
-            _percent(run["utilisation"]),
-            *([_percent(1 - run["served_share"])] if _any_lost(runs) else []),
-        ]
+        rows.append(
+            [
+                ("✓ " if run["met"] else "✗ " if run["met"] is not None else "") + first,
+                *more,
+                _rate(run),
+                *_times(run["latency_s"], ("mean", "p95", "p99")),
+                number(run["batches"]["rows_mean"] or 0.0),
+                _percent(run["utilisation"]),
+                *([_percent(1 - run["served_share"])] if lossy else []),
+            ]
+        )
+    return Table([*(key.replace("_", " ") for key in varied), *FIGURES, *(["lost"] if lossy else [])], rows)
 
 
-def sweep_notes(runs: Sequence[Run]) -> Iterator[tuple[str, str]]:
+def _sweep_notes(runs: Sequence[Run]) -> Iterator[Note]:
     """The notes of several runs, each notice once."""
     targets = {run["target_s"] for run in runs} - {None}
     if len(targets) == 1:
-        target = targets.pop()
-        yield "target", f"p95 of {short(target)}: ✓ met, ✗ missed"
+        yield "target", f"p95 of {short(targets.pop())}: ✓ met, ✗ missed"
     for notice in dict.fromkeys(notice for run in runs for notice in run["notices"]):
         yield "notice", notice
 
 
-def sweep_name(run: Run) -> str:
+def settings_label(settings: Mapping[str, str]) -> str:
     """Such as `max_wait 1ms, strategy dynamic`."""
-    return ", ".join(f"{key.replace('_', ' ')} {value}" for key, value in run["settings"].items())
-
-
-def _verdict(run: Run) -> str:
-    """A target that only the few who are answered meet is missed."""
-    if run["met"]:
-        return "met"
-    within = run["latency_s"] and run["latency_s"]["p95"] <= run["target_s"]
-    return f"met by what is answered, but {_percent(1 - run['served_share'])} is lost" if within else "missed"
-
-
-def _any_lost(runs: Sequence[Run]) -> bool:
-    return any(run["served_share"] < 1 for run in runs)
+    return ", ".join(f"{key.replace('_', ' ')} {value}" for key, value in settings.items())
 
 
 def _rate(run: Run) -> str:
@@ -216,8 +207,8 @@ def _rows_per_s(rate: float) -> str:
     return whole(rate) if rate >= 100 else number(rate)
 
 
-def _times(name: str, times: Mapping[str, float]) -> list[str]:
-    return [name, *(short(times[part]) if part in times else "–" for part in LATENCY[1:])]
+def _times(times: Mapping[str, float], parts: Sequence[str]) -> list[str]:
+    return [short(times[part]) if part in times else "–" for part in parts]
 
 
 def _percent(share: float) -> str:
@@ -229,11 +220,11 @@ QUANTILES = {"p50": ":", "p95": "-", "p99": "--"}  # and how each line is drawn
 MOST_LINES = len(COLOURS)
 
 
-def draw_simulation(document: Mapping[str, Any], kind: str) -> bytes:
-    """A `gpuinfer.simulation/1` as `png` or `svg`, the same bytes for the same document."""
+def simulation_figure(runs: Sequence[Run]) -> Figure:
+    """The runs of a `gpuinfer.simulation/1`: of one its distributions, of several the figures over what was varied."""
     from matplotlib.figure import Figure
 
-    runs, alone = document["runs"], len(document["runs"]) == 1
+    alone = len(runs) == 1
     panels = 3 if alone else 2
     figure = Figure(figsize=(WIDTH, HEIGHT * panels * (0.8 if alone else 1.0)), layout="constrained")
     axes = figure.subplots(panels)
@@ -246,7 +237,7 @@ def draw_simulation(document: Mapping[str, Any], kind: str) -> bytes:
         _shares(axes[2], reasons, "why batches were cut")
     else:
         _over(axes[0], axes[1], runs)
-    return image(figure, kind)
+    return figure
 
 
 def _distribution(axes: Axes, run: Run) -> None:
@@ -280,7 +271,11 @@ def _over(above: Axes, below: Axes, runs: Sequence[Run]) -> None:
     """Latency, and rows per second, over what was swept: the key of the most values that are numbers across."""
     from matplotlib.ticker import LogLocator
 
-    across = _across(runs)
+    def rank(key: str) -> tuple[bool, int]:
+        values = {run["settings"][key] for run in runs}
+        return all(_number(value) is not None for value in values), len(values)
+
+    across = max(list(runs[0]["settings"]), key=rank)
     names = list(dict.fromkeys(run["settings"][across] for run in runs))
     values = [_number(name) for name in names]
     scaled = None not in values
@@ -290,8 +285,8 @@ def _over(above: Axes, below: Axes, runs: Sequence[Run]) -> None:
     }
     groups: dict[str, list[Run]] = {}
     for run in runs:
-        others = [f"{key.replace('_', ' ')} {value}" for key, value in run["settings"].items() if key != across]
-        groups.setdefault(", ".join(others), []).append(run)
+        others = {key: value for key, value in run["settings"].items() if key != across}
+        groups.setdefault(settings_label(others), []).append(run)
     for place, (label, group) in enumerate(list(groups.items())[:MOST_LINES]):
         ordered = sorted(group, key=lambda run: places[run["settings"][across]])
         at = [places[run["settings"][across]] for run in ordered]
@@ -314,15 +309,6 @@ def _over(above: Axes, below: Axes, runs: Sequence[Run]) -> None:
     below.set_ylabel("rows per second")
     below.set_ylim(0, 1.1 * max(run["throughput"]["rows_per_s"] for run in runs) or 1)
     below.yaxis.set_major_formatter(lambda value, _: number(value))
-
-
-def _across(runs: Sequence[Run]) -> str:
-    def rank(key: str) -> tuple[bool, int]:
-        values = {run["settings"][key] for run in runs}
-        return all(_number(value) is not None for value in values), len(values)
-
-    keys: list[str] = list(runs[0]["settings"])
-    return max(keys, key=rank)
 
 
 def _number(text: str) -> float | None:
