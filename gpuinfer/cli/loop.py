@@ -122,10 +122,12 @@ def execute(values: Mapping[str, Any]) -> int:
     kept = {name: value for name, value in options.model_dump(mode="json").items() if name not in NO_PART}
     digest = hashlib.sha256(options.weights.read_bytes()).hexdigest() if options.weights else None
     folder.claim({**kept, "weights": digest, "seed": common.seed, "dtype": common.dtype, **sources}, options.resume)
-    if not plan.first.exists():  # the first generation, once: what comes later begins with no other weights
+    if not (
+        first := plan.weights(0)
+    ).exists():  # the first generation, once: what comes later begins with no other weights
         from gpuinfer.models.load import write_weights
 
-        write_weights(spec, common.seed, plan.first)
+        write_weights(spec, common.seed, first)
     settings, command = options.model_dump(mode="json"), flags.spelled(NAME, values)
     ended, error = "failed", None
     try:
@@ -141,18 +143,13 @@ def execute(values: Mapping[str, Any]) -> int:
         loop_summary.write_loop(plan, document)
         folder.release()
     if document["iterations"]:
-        from gpuinfer.cli.screen.display import comparison
+        from gpuinfer.cli.screen.display import show_page
 
-        notes = [("strength", loop_summary.loop_verdict(document)), *loop_summary.strength_lines(document)]
+        page, title = loop_summary.loop_page(document, {}), f"loop · {options.game} · {options.model}"
+        notes = [("strength", page.verdict), *loop_summary.strength_lines(document)]
         notes += [("weights", document["weights"])] if document["weights"] else []
         notes += [("written", f"{options.out}/loop.html, and beside it JSON, Markdown and the plot")]
-        comparison(
-            f"loop · {options.game} · {options.model}",
-            loop_summary.loop_columns(document),
-            list(loop_summary.loop_rows(document)),
-            notes,
-            on_stderr=destination.stdout,
-        )
+        show_page(replace(page, notes=notes), title, on_stderr=destination.stdout)
     if error is not None:
         raise error
     if ended == "partial":

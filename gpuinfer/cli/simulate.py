@@ -108,7 +108,7 @@ def _simulated(cases: Sequence[Scenario], common: Common, command: str) -> tuple
     """The document and its page, and whether every setting came to be simulated before the user stopped it."""
     from gpuinfer.lab.simulate import simulation_tables
 
-    runs = []
+    runs: list[dict[str, Any]] = []
     for number, case in enumerate(cases, 1):
         try:
             outcome = _run(case, common.trace)

@@ -23,7 +23,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import Any, Literal
 
 from gpuinfer.errors import UsageError, WorkError
 from gpuinfer.host import children
@@ -52,10 +52,10 @@ class LoopStep:
         return self.report.with_suffix(".log")
 
 
-def step_report(step: LoopStep) -> Report | None:
+def done_report(path: Path) -> Report | None:
     """What a step has left; None where it is not done."""
     try:
-        report = json.loads(step.report.read_text("utf-8"))
+        report = json.loads(path.read_text("utf-8"))
     except (OSError, ValueError):
         return None
     return report if isinstance(report, dict) and report.get("status") == "done" else None
@@ -86,23 +86,16 @@ class LoopPlan:
     training: Sequence[str] = ()
     common: Sequence[str] = ()
 
-    @property
-    def first(self) -> Path:
-        return self.folder / FIRST
-
     def of(self, iteration: int) -> Path:
         return self.folder / f"iteration-{iteration:03d}"
 
     def weights(self, iteration: int) -> Path:
         """Those that an iteration has come to; of 0, the first generation's."""
-        return self.first if iteration == 0 else self.of(iteration) / "training" / WEIGHTS
+        return self.folder / FIRST if iteration == 0 else self.of(iteration) / "training" / WEIGHTS
 
     def curve(self, iteration: int) -> Path:
         """Where its training says what the loss of each step was."""
         return self.of(iteration) / "training" / plotting.LOSS_FILE
-
-    def is_evaluated(self, iteration: int) -> bool:
-        return iteration == self.iterations or bool(self.evaluate_every and iteration % self.evaluate_every == 0)
 
     def playing(self, iteration: int) -> int:
         """The iteration whose network plays after this one: the newest that has won its gate, 0 for the first
@@ -114,7 +107,7 @@ class LoopPlan:
 
     def has_won(self, iteration: int) -> bool:
         """Whether its network has won its gate."""
-        report = step_report(self._step("gate", iteration, {}))
+        report = done_report(self.of(iteration) / "gate.json")
         return self.gate is not None and report is not None and float(report["strength"]["score"]) >= self.gate
 
     def steps(self) -> Iterator[LoopStep]:
@@ -122,65 +115,52 @@ class LoopPlan:
         other.
         """
         for iteration in range(1, self.iterations + 1):
-            for kind in KINDS:
-                if (kind != "gate" or self.gate is not None) and (kind != "match" or self.is_evaluated(iteration)):
-                    yield self.step(kind, iteration)
+            every = self.evaluate_every
+            evaluated = iteration == self.iterations or bool(every and iteration % every == 0)
+            left_out = {"gate": self.gate is None, "match": not evaluated}
+            yield from (self.step(kind, iteration) for kind in KINDS if not left_out.get(kind))
 
     def step(self, kind: Kind, iteration: int) -> LoopStep:
-        asked = {"games": self._games, "training": self._training, "gate": self._gate, "match": self._match}
-        return self._step(kind, iteration, asked[kind](iteration))
-
-    def _step(self, kind: Kind, iteration: int, words: Mapping[str, Any]) -> LoopStep:
+        """One command. Training goes on from the network that was trained last, whether it has won or not, as AlphaGo
+        Zero (Silver et al. 2017); each iteration plays other games, and each match has the same deals: what changes
+        from one to the next is the network.
+        """
         report = self.of(iteration) / f"{kind}.json"
-        command = ["train", *self.training] if kind == "training" else ["selfplay", *self.play]
-        everyone = {"model": self.model, "out": report.with_suffix(""), "json": report}
-        flags = [f"--{name}={value}" for name, value in {**everyone, **words}.items()]
+        flags: dict[str, Any] = {"model": self.model, "out": report.with_suffix(""), "json": report}
+        more: list[str] = []
         if kind == "training":
+            flags |= {
+                "weights": self.weights(iteration - 1),
+                "steps": self.training_steps,
+                "batch-size": self.batch_size,
+                "learning-rate": f"{self.learning_rate:g}",
+                "seed": self.seed + iteration,
+            }
             window = range(max(1, iteration - self.window + 1), iteration + 1)
-            flags += [f"--records={self.of(one) / 'games'}" for one in window]
-            flags += ["--no-picture"]  # the loop draws one of all iterations
-        return LoopStep(kind, iteration, [*command, *flags, "--resume", *self.common], report)
-
-    def _games(self, iteration: int) -> dict[str, Any]:
-        """Other games in each iteration: their random numbers begin where no other's do."""
-        words = {
-            "weights": self.weights(self.playing(iteration - 1)),
-            "games": self.games,
-            "temperature-moves": self.temperature_moves,
-            "seed": self.seed + iteration,
-            "resign": self.resign,
-            "resign-check": self.resign_check,
-        }
-        return {name: value for name, value in words.items() if value is not None}
-
-    def _training(self, iteration: int) -> dict[str, Any]:
-        """From the network that was trained last, whether it has won or not, as AlphaGo Zero (Silver et al. 2017)."""
-        return {
-            "weights": self.weights(iteration - 1),
-            "steps": self.training_steps,
-            "batch-size": self.batch_size,
-            "learning-rate": f"{self.learning_rate:g}",
-            "seed": self.seed + iteration,
-        }
-
-    def _gate(self, iteration: int) -> dict[str, Any]:
-        against = self.weights(self.playing(iteration - 1))
-        return self._against(against, self.weights(iteration), self.gate_games, self.seed + iteration)
-
-    def _match(self, iteration: int) -> dict[str, Any]:
-        """The same deals in each: what changes from one to the next is the network."""
-        return self._against(self.first, self.weights(self.playing(iteration)), self.evaluation_games, self.seed)
-
-    def _against(self, opponent: Path, weights: Path, games: int, seed: int) -> dict[str, Any]:
-        """Without noise."""
-        return {
-            "weights": weights,
-            "opponent-model": self.model,
-            "opponent-weights": opponent,
-            "games": games,
-            "noise": 0,
-            "seed": seed,
-        }
+            more = [f"--records={self.of(one) / 'games'}" for one in window]
+            more += ["--no-picture"]  # the loop draws one of all iterations
+        elif kind == "games":
+            flags |= {
+                "weights": self.weights(self.playing(iteration - 1)),
+                "games": self.games,
+                "temperature-moves": self.temperature_moves,
+                "seed": self.seed + iteration,
+                "resign": self.resign,
+                "resign-check": self.resign_check,
+            }
+        else:
+            gate = kind == "gate"
+            flags |= {
+                "weights": self.weights(iteration if gate else self.playing(iteration)),
+                "opponent-model": self.model,
+                "opponent-weights": self.weights(self.playing(iteration - 1) if gate else 0),
+                "games": self.gate_games if gate else self.evaluation_games,
+                "noise": 0,
+                "seed": self.seed + iteration if gate else self.seed,
+            }
+        command = ["train", *self.training] if kind == "training" else ["selfplay", *self.play]
+        command += [f"--{name}={value}" for name, value in flags.items() if value is not None]
+        return LoopStep(kind, iteration, [*command, *more, "--resume", *self.common], report)
 
 
 STOP_S = 60.0  # for a command to keep what is finished, once it is asked to stop
@@ -196,7 +176,7 @@ class Remaining:
         self._kinds: dict[Path, Kind] = {}  # of steps that are not done, by their reports
         self._took: dict[Kind, float] = {}
         for step in plan.steps():
-            if (report := step_report(step)) is None:
+            if (report := done_report(step.report)) is None:
                 self._kinds[step.report] = step.kind
             else:
                 self._took[step.kind] = step_seconds(report)
@@ -225,33 +205,32 @@ def step_seconds(report: Report) -> float:
 def run_step(step: LoopStep, program: Sequence[str], verbose: bool) -> Report:
     """Do what is left of a step: `program` and the step's words. Its report.
 
-    Raises `UsageError` for what the command refuses, `WorkError` when it fails, and `KeyboardInterrupt` when it was
-    stopped, by us or by itself.
+    The command holds our standard input's other end, and leaves when we do (`host/children.py`). Raises `UsageError`
+    for what it refuses, `WorkError` when it fails, and `KeyboardInterrupt` when it was stopped, by us or by itself.
     """
     step.report.parent.mkdir(parents=True, exist_ok=True)
+    streams: dict[str, Any] = {"stdin": subprocess.PIPE, "start_new_session": True}
     with step.log.open("ab") as log:
         begins = log.tell()
-        code = _ended([*program, *step.words], None if verbose else log)
-    if code == 0 and (report := step_report(step)) is not None:
+        streams |= {"stdout": subprocess.DEVNULL, "stderr": None} if verbose else {"stdout": log, "stderr": log}
+        with subprocess.Popen([*program, *step.words], **streams) as process:
+            try:
+                code = process.wait()
+            except KeyboardInterrupt:
+                process.send_signal(signal.SIGTERM)
+                with contextlib.suppress(KeyboardInterrupt, subprocess.TimeoutExpired):
+                    process.wait(STOP_S)
+                raise
+            finally:
+                children.kill_program(process)
+    if code == 0 and (report := done_report(step.report)) is not None:
         return report
     if code == PARTIAL:
         raise KeyboardInterrupt
-    raise _failure(step, code, "" if verbose else _log_from(step.log, begins))
-
-
-def _ended(command: Sequence[str], log: IO[bytes] | None) -> int:
-    """The command's exit code. It holds our standard input's other end, and leaves when we do (`host/children.py`)."""
-    out = log or subprocess.DEVNULL
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=out, stderr=log, start_new_session=True) as process:
-        try:
-            return process.wait()
-        except KeyboardInterrupt:
-            process.send_signal(signal.SIGTERM)
-            with contextlib.suppress(KeyboardInterrupt, subprocess.TimeoutExpired):
-                process.wait(STOP_S)
-            raise
-        finally:
-            children.kill_program(process)
+    output = b""
+    with contextlib.suppress(OSError):
+        output = b"" if verbose else step.log.read_bytes()[begins:]
+    raise _failure(step, code, output.decode("utf-8", "replace"))
 
 
 def _failure(step: LoopStep, code: int, output: str) -> Exception:
@@ -268,12 +247,6 @@ def _failure(step: LoopStep, code: int, output: str) -> Exception:
     return WorkError(f"{what} failed: {complaint or f'it ended with code {code}.'}\n{after}")
 
 
-def _log_from(log: Path, begins: int) -> str:
-    with contextlib.suppress(OSError):
-        return log.read_bytes()[begins:].decode("utf-8", "replace")
-    return ""
-
-
 def run_loop(
     steps: Iterable[LoopStep],
     verbose: bool,
@@ -283,7 +256,7 @@ def run_loop(
 ) -> None:
     """All steps that are not done. `ended` gets the seconds that each took. Raises what `run_step` does."""
     for step in steps:
-        if (done := step_report(step)) is not None:
+        if (done := done_report(step.report)) is not None:
             continue
         began(step)
         start = time.monotonic()

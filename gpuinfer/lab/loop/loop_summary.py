@@ -5,12 +5,12 @@ training step is in `loss.jsonl`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from gpuinfer.lab.loop.loop_runner import KINDS, LoopPlan, Report, step_report, step_seconds
+from gpuinfer.lab.loop.loop_runner import KINDS, LoopPlan, Report, done_report, step_seconds
 from gpuinfer.lab.presenter import Page, Plot, Table, write_file
 from gpuinfer.report import plotting
 from gpuinfer.report.game_statistics import in_elo, in_score, signed
@@ -32,7 +32,7 @@ def loop_document(plan: LoopPlan, settings: Mapping[str, Any], command: str, sta
     found: dict[int, dict[str, Report]] = {}
     for iteration in range(1, plan.iterations + 1):
         for kind in KINDS:  # matches too that were due under another --iterations
-            if (report := step_report(plan.step(kind, iteration))) is not None:
+            if (report := done_report(plan.of(iteration) / f"{kind}.json")) is not None:
                 found.setdefault(iteration, {})[kind] = report
     iterations = [_iteration(number, reports, plan.has_won(number)) for number, reports in found.items()]
     return {
@@ -72,36 +72,6 @@ def final_loss(report: Report) -> float | None:
     return None if found is None else float(found["total"])
 
 
-def loop_columns(document: Document) -> Sequence[str]:
-    """The heads of the table."""
-    return (*COLUMNS, GATE) if _has_gates(document) else COLUMNS
-
-
-def _has_gates(document: Document) -> bool:
-    return any(one["gate"] for one in document["iterations"])
-
-
-def _told_of_gate(gate: Mapping[str, Any] | None) -> str:
-    return f"{gate['score']:.1%}, {'won' if gate['won'] else 'not won'}" if gate else "–"
-
-
-def loop_rows(document: Document) -> Iterator[Sequence[str]]:
-    """The table, an iteration a row."""
-    gates = _has_gates(document)
-    for one in document["iterations"]:
-        strength = one["strength"]
-        yield (
-            str(one["iteration"]),
-            _or_dash(one["games"], whole),
-            _or_dash(one["games_s"], duration),
-            _or_dash(one["loss"], number),
-            _or_dash(one["training_s"], duration),
-            in_elo(strength) if strength else "–",
-            f"{strength['score']:.1%}" if strength else "–",
-            *([_told_of_gate(one["gate"])] if gates else []),
-        )
-
-
 def loop_verdict(document: Document) -> str:
     """How the last network that played stands against the first."""
     strength = document["strength"]
@@ -110,10 +80,6 @@ def loop_verdict(document: Document) -> str:
     number = next(one["iteration"] for one in reversed(document["iterations"]) if one["strength"])
     iterations = f"{number} iteration{'s' if number > 1 else ''}"
     return f"After {iterations}: {in_score(strength)} against the first generation, {in_elo(strength)}."
-
-
-def _or_dash(value: Any, words: Any) -> str:
-    return "–" if value is None else str(words(value))
 
 
 WIDTH = 48  # columns
@@ -129,36 +95,27 @@ def strength_lines(document: Document) -> Iterator[tuple[str, str]]:
     if low == high:  # all matches drawn, or none whose interval has an end
         low, high = -1.0, 1.0
     if matches:
-        yield "Elo", _scale(low, high)
+        left, right = (signed(end) if end else "0" for end in (low, high))
+        scale = list(left + right.rjust(WIDTH - len(left)))
+        zero = _column(0.0, low, high)
+        if all(scale[at] == " " for at in range(max(0, zero - 1), min(WIDTH, zero + 2))):  # there is room for it
+            scale[zero] = "0"
+        yield "Elo", "".join(scale)
     for iteration, strength in matches.items():
-        yield f"iteration {iteration}", _line(strength, low, high)
+        begin, end = strength["elo_ci95"]
+        first = 0 if begin is None else _column(begin, low, high)
+        last = WIDTH - 1 if end is None else _column(end, low, high)
+        line = [" "] * WIDTH
+        line[_column(0.0, low, high)] = ZERO
+        line[first : last + 1] = LINE * (last + 1 - first)
+        line[first], line[last] = BEGIN if begin is not None else BEYOND[0], END if end is not None else BEYOND[1]
+        if strength["elo"] is not None:
+            line[_column(strength["elo"], low, high)] = MEAN
+        yield f"iteration {iteration}", "".join(line).rstrip()
 
 
 def _column(elo: float, low: float, high: float) -> int:
     return round((elo - low) / (high - low) * (WIDTH - 1))
-
-
-def _scale(low: float, high: float) -> str:
-    """The ends, and 0 where there is room for it between them."""
-    left, right = (signed(end) if end else "0" for end in (low, high))
-    line = list(left + right.rjust(WIDTH - len(left)))
-    zero = _column(0.0, low, high)
-    if all(line[at] == " " for at in range(max(0, zero - 1), min(WIDTH, zero + 2))):
-        line[zero] = "0"
-    return "".join(line)
-
-
-def _line(strength: Mapping[str, Any], low: float, high: float) -> str:
-    begin, end = strength["elo_ci95"]
-    first = 0 if begin is None else _column(begin, low, high)
-    last = WIDTH - 1 if end is None else _column(end, low, high)
-    line = [" "] * WIDTH
-    line[_column(0.0, low, high)] = ZERO
-    line[first : last + 1] = LINE * (last + 1 - first)
-    line[first], line[last] = BEGIN if begin is not None else BEYOND[0], END if end is not None else BEYOND[1]
-    if strength["elo"] is not None:
-        line[_column(strength["elo"], low, high)] = MEAN
-    return "".join(line).rstrip()
 
 
 SIZE = 8.0, 4.6  # inches
@@ -177,13 +134,31 @@ def write_loop(plan: LoopPlan, document: Document) -> None:
 
 
 def loop_page(document: Document, curves: Mapping[int, Sequence[plotting.LossRow]]) -> Page:
-    """What people are shown of a loop. `curves`: each iteration's rows of `loss.jsonl`."""
+    """What people are shown of a loop, an iteration a row. `curves`: each iteration's rows of `loss.jsonl`."""
     title = "Elo over the first generation, and the loss, by iteration"
+    columns = (*COLUMNS, GATE) if any(one["gate"] for one in document["iterations"]) else COLUMNS
+
+    def shown(value: Any, words: Callable[[Any], str]) -> str:
+        return "–" if value is None else words(value)
+
+    rows = [
+        (
+            str(one["iteration"]),
+            shown(one["games"], whole),
+            shown(one["games_s"], duration),
+            shown(one["loss"], number),
+            shown(one["training_s"], duration),
+            shown(one["strength"], in_elo),
+            shown(one["strength"], lambda strength: f"{strength['score']:.1%}"),
+            shown(one["gate"], lambda gate: f"{gate['score']:.1%}, {'won' if gate['won'] else 'not won'}"),
+        )[: len(columns)]
+        for one in document["iterations"]
+    ]
     return Page(
         "gpuinfer loop",
         loop_verdict(document),
         document["command"],
-        Table(loop_columns(document), list(loop_rows(document))),
+        Table(columns, rows),
         notes=[("verdict", loop_verdict(document)), ("command", document["command"])],
         plots={"loop": Plot(title, lambda: loop_figure(document, curves))},
     )

@@ -27,7 +27,7 @@ from gpuinfer.models.out_of_memory import LARGEST, LARGEST_OF_ROWS, keep_freed_m
 from gpuinfer.models.pinned_memory import register
 from gpuinfer.models.pipeline.layer_trace import segments_of
 from gpuinfer.models.pipeline.schedule import Pipeline
-from gpuinfer.models.pipeline.stage import CpuStage, CudaStage
+from gpuinfer.models.pipeline.stage import CpuStage, CudaStage, Segment
 from gpuinfer.models.pipeline.stage_plan import (
     RowsStageTuning,
     Split,
@@ -64,23 +64,64 @@ def stages_at(
     seconds = [sum(times[number][start:stop]) for number, (start, stop) in enumerate(split)]
     # As in one forward, a row's answer must not depend on how many they are.
     threads = threads_of(seconds, setup, tuning.threads or (1 if setup.deterministic else None))
-    cores = own_cores(threads, setup)
-    stages: list[Placed] = []
+    layers: list[list[nn.Module]] = []
     there: dict[object, torch.device] = {}  # modules and parameters → where they are
-    for number, (place, (start, stop)) in enumerate(zip(places, split, strict=True)):
+    for place, (start, stop) in zip(places, split, strict=True):
         own = nn.ModuleList(segments[start:stop])
         if any(there.get(part, place) != place for part in (*own.modules(), *own.parameters())):
             own = copy.deepcopy(own)  # layers that share weights, on two devices
         there |= dict.fromkeys([*own.modules(), *own.parameters()], place)
-        own = own.to(place)
-        name = f"{layers_label(start, stop)} on {place}"
+        layers.append(list(own.to(place)))
+    enter = ToCuda(spec, places[0], dtype) if places[0].type == "cuda" else None
+    return placed(places, split, layers, threads, setup, enter, from_cuda)
+
+
+def placed(
+    places: Sequence[torch.device],
+    split: Split,
+    segments: Sequence[Sequence[Segment]],
+    threads: Sequence[int],
+    setup: Setup,
+    enter: Segment | None,
+    leave: Segment | None,
+    **mode: Any,
+) -> list[Placed]:
+    """Stages that call these `segments`, each at its place; on a CPU with its threads, and cores of its own where there
+    are enough. `enter` and `leave`: what comes into the first and out of the last on a CUDA device goes through them.
+    """
+    cores, stages = own_cores(threads, setup), list[Placed]()
+    for number, (place, (start, stop)) in enumerate(zip(places, split, strict=True)):
+        name = f"layer {start} on {place}" if stop == start + 1 else f"layers {start} to {stop - 1} on {place}"
         if place.type == "cpu":
-            stages.append(CpuStage(name, list(own), threads[number], cores[number]))
+            stages.append(CpuStage(name, segments[number], threads[number], cores[number], **mode))
         else:
-            enter = ToCuda(spec, place, dtype) if number == 0 else None
-            leave = from_cuda if number == len(places) - 1 else None
-            stages.append(CudaStage(name, list(own), place, enter, leave))
+            first, last = enter if number == 0 else None, leave if number == len(places) - 1 else None
+            stages.append(CudaStage(name, segments[number], place, first, last, **mode))
     return stages
+
+
+def readings_of(stages: Sequence[Placed]) -> Callable[[], dict[str, Any]]:
+    """Of `Backend.device`: what the stages' devices say, as one."""
+    gauges = [Gauge(device) for device in dict.fromkeys(stage.device for stage in stages)]
+    return lambda: merged_readings([gauge.read() for gauge in gauges])
+
+
+def parallel_facts(
+    mode: str, fits: bool | None, stages: Sequence[Placed], split: Split, sizes: Sequence[int]
+) -> dict[str, Any]:
+    """How a model is cut, for the report, in plain values; `fits`: whether one device would hold it, `sizes`: bytes of
+    each layer's weights.
+    """
+    each = [
+        {
+            "layers": [start, stop - 1],
+            "device": str(stage.device),
+            "threads": stage.threads,
+            "weights_mb": sum(sizes[start:stop]) / MEGABYTE,
+        }
+        for stage, (start, stop) in zip(stages, split, strict=True)
+    ]
+    return {"mode": mode, "fits_one": fits, "stages": each}
 
 
 def threads_of(seconds: Sequence[float], setup: Setup, threads: int | None) -> list[int]:
@@ -103,10 +144,6 @@ def own_cores(threads: Sequence[int], setup: Setup) -> list[list[int] | None]:
         found.append(allowed[:count])
         allowed = allowed[count:]
     return found
-
-
-def layers_label(start: int, stop: int) -> str:
-    return f"layer {start}" if stop == start + 1 else f"layers {start} to {stop - 1}"
 
 
 HOST = torch.device("cpu")
@@ -171,11 +208,9 @@ def open_staged(
     """`cut_model`, and each stage on its device. `lane` makes a lane of the time ledger for each stage."""
     made = cut_model(spec, setup, tuning)
     places, split, sizes, rows, on_cpu = made.places, made.split, made.sizes, made.rows, made.on_cpu
-    dtype = made.dtype
-    cut: dict[str, Any] = {"mode": tuning.parallel, "fits_one": fits_one(places, sum(sizes))}
+    dtype, fits = made.dtype, fits_one(places, sum(sizes))
     stages = stages_at(places, split, made.segments, made.times, spec, setup, tuning, dtype)
-    weights = [sum(sizes[start:stop]) for start, stop in split]
-    cut["stages"] = [stage_facts(*one) for one in zip(stages, split, weights, strict=True)]
+    cut, reading = parallel_facts(tuning.parallel, fits, stages, split, sizes), readings_of(stages)
 
     # Limits as of a whole model, except for batches in flight and the rows that keep all stages busy.
     limits = limits_for(places[0], setup, tuning, roofline)
@@ -191,7 +226,6 @@ def open_staged(
         fixed_shape=setup.deterministic,
         alone=tuning.parallel == "layers",
     )
-    gauges = [Gauge(device) for device in dict.fromkeys(places)]
     threads = max(stage.threads for stage in stages)
     in_force = {
         "max_rows": limits.max_rows,
@@ -203,7 +237,7 @@ def open_staged(
     facts = {"computes_in": made.computed, "threads": threads, "in_force": in_force, "parallel": cut}
 
     def device() -> Mapping[str, Any]:
-        return {**merged_readings([gauge.read() for gauge in gauges]), **facts, "stages": pipeline.counts()}
+        return {**reading(), **facts, "stages": pipeline.counts()}
 
     return Opened(
         spec,
@@ -229,16 +263,6 @@ def check_cut(module: nn.Module, segments: Sequence[nn.Module], spec: ModelSpec,
 def in_flight_of(tuning: RowsStageTuning, places: Sequence[torch.device]) -> int:
     """Batches in flight: 1 with `layers`, else enough to keep all stages busy if each batch is one micro-batch."""
     return 1 if tuning.parallel == "layers" else tuning.in_flight or len(places) + 1
-
-
-def stage_facts(stage: Placed, layers: tuple[int, int], weights: int) -> dict[str, Any]:
-    """A stage for the report, in plain values."""
-    return {
-        "layers": [layers[0], layers[1] - 1],
-        "device": str(stage.device),
-        "threads": stage.threads,
-        "weights_mb": weights / MEGABYTE,
-    }
 
 
 def check_layers(spec: ModelSpec, setup: Setup, options: StageOptions) -> None:

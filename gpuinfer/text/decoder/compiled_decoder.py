@@ -181,7 +181,7 @@ class CpuDecoder:
         else:
             positions[:rows], owners[:rows] = positions_of(step), np.repeat(every[:segments], step.lengths)
         sees[:rows] = positions[:rows] + 1 if step.sees is None else step.sees
-        clears[:rows] = _clears(step, positions[:rows], sees[:rows], self._in_copies(step))
+        clears[:rows] = self._clears(step, positions[:rows], sees[:rows])
         columns = min(pages.shape[1], step.pages.shape[1])
         pages[:segments, :columns] = step.pages[:, :columns]
         if step.vectors is not None:
@@ -200,14 +200,24 @@ class CpuDecoder:
         self._fewest.took(rows, threads, time.perf_counter() - began)
         return by_adapter
 
-    def _in_copies(self, step: Step) -> NDArray[np.bool_]:
-        """Which segments begin in a page that has been copied, and that none has written into since."""
-        begin = np.zeros(len(step.starts), np.bool_)
+    def _clears(self, step: Step, positions: NDArray[np.int32], sees: NDArray[np.int32]) -> NDArray[np.int64]:
+        """Of each token from where on in its page the values of an earlier row are to be cleared; -1: from nowhere. It
+        is the last token of a segment that clears, what lies behind all that it sees, unless that is clear since the
+        segment before: it is not where the segment begins in a page that is a copy, which has all that its source has,
+        and that none has written into since.
+        """
+        in_copies = np.zeros(len(step.starts), np.bool_)
         if len(self._copied):
-            pages = step.pages[np.arange(len(begin)), step.starts // PAGE]
-            begin = np.isin(pages, self._copied)
+            pages = step.pages[np.arange(len(in_copies)), step.starts // PAGE]
+            in_copies = np.isin(pages, self._copied)
             self._copied = np.setdiff1d(self._copied, pages)
-        return begin
+        places = np.maximum(positions + 1, sees) - positions // PAGE * PAGE
+        due = (places < PAGE) & ((positions % PAGE == 0) | np.repeat(in_copies, step.lengths))
+        if len(positions) > len(step.lengths):
+            last = np.zeros(len(positions), np.bool_)
+            last[firsts_of(step) + step.lengths - 1] = True
+            due = last & (places < PAGE) & (due | np.repeat(step.lengths > 1, step.lengths))
+        return np.where(due, places, -1)
 
     def _attend_to(
         self, which: int, step: Step, going: NDArray[np.int32], owners: NDArray[np.int32], sees: NDArray[np.int32]
@@ -306,25 +316,14 @@ class CpuDecoder:
             aligned((rows * shape.heads, 2), np.float32),
             *_chosen(shape, rows, multiplied),
         )
-        self._threads = Threads(self._most_threads, serve, self._arguments(rows, shared))
-
-    def _arguments(self, rows: int, shared: tuple[NDArray[Any], ...]) -> tuple[Any, ...]:
-        needed = self._adapters.rank or self.shape.experts is not None
-        wide = product_with("float32").address if needed else 0
-        product = product_with(self._kind).address
-        addresses = [product, _sched_yield(), wide, self._pool.address, *self._packed.addresses]
         own = (self._scratch(rows), self._adapters.tables)
-        eps = float(self.shape.norm_eps)
-        return (
-            self._sizes,
-            np.array(addresses, np.int64),
-            eps,
-            self._step,
-            self._attention,
-            self._packed.model,
-            shared,
-            own,
-        )
+        widened = self._adapters.rank or shape.experts is not None
+        wide, product = product_with("float32").address if widened else 0, product_with(self._kind).address
+        sched_yield = ctypes.cast(ctypes.CDLL(None).sched_yield, ctypes.c_void_p).value or 0
+        addresses = np.array([product, sched_yield, wide, self._pool.address, *self._packed.addresses], np.int64)
+        eps, model = float(shape.norm_eps), self._packed.model
+        arguments = (self._sizes, addresses, eps, self._step, self._attention, model, shared, own)
+        self._threads = Threads(self._most_threads, serve, arguments)
 
     def _scratch(self, rows: int) -> tuple[NDArray[Any], ...]:
         """Each thread's own: the thread is the first index. Whole cache lines, so that no two threads write to one."""
@@ -373,22 +372,6 @@ def _kind(dtype: torch.dtype, compute: str) -> Kind:
     return "widened" if compute == FLOAT32 or found == "none" else found
 
 
-def _clears(
-    step: Step, positions: NDArray[np.int32], sees: NDArray[np.int32], in_copies: NDArray[np.bool_]
-) -> NDArray[np.int64]:
-    """Of each token from where on in its page the values of an earlier row are to be cleared; -1: from nowhere. It is
-    the last token of a segment that clears, what lies behind all that it sees, unless that is clear since the segment
-    before: it is not where the page is a copy, which has all that its source has (`in_copies` [segments]).
-    """
-    places = np.maximum(positions + 1, sees) - positions // PAGE * PAGE
-    due = (places < PAGE) & ((positions % PAGE == 0) | np.repeat(in_copies, step.lengths))
-    if len(positions) > len(step.lengths):
-        last = np.zeros(len(positions), np.bool_)
-        last[firsts_of(step) + step.lengths - 1] = True
-        due = last & (places < PAGE) & (due | np.repeat(step.lengths > 1, step.lengths))
-    return np.where(due, places, -1)
-
-
 def _widest_inner(shape: Shape) -> int:
     return max((shape.inner(layer) for layer in range(shape.layers)), default=0)
 
@@ -404,7 +387,3 @@ def _chosen(shape: Shape, rows: int, multiplied: np.dtype[Any]) -> tuple[NDArray
         return np.zeros((0, 0), np.int32), np.zeros((0, 0), np.float32), aligned((0, 0), multiplied)
     inner = aligned((rows * experts.chosen, experts.intermediate), multiplied)
     return np.zeros((rows, experts.chosen), np.int32), np.zeros((rows, experts.chosen), np.float32), inner
-
-
-def _sched_yield() -> int:
-    return ctypes.cast(ctypes.CDLL(None).sched_yield, ctypes.c_void_p).value or 0

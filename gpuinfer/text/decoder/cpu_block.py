@@ -8,13 +8,26 @@ in the block nor on how wide the processor's vectors are.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from gpuinfer.text.decoder.cpu_math import BITS, F32, I32, I64, TILE, VOID, WIDE, WIDE_VECTORS, splat, sum_of_none
+from gpuinfer.text.decoder.cpu_math import (
+    BITS,
+    F32,
+    I32,
+    I64,
+    TILE,
+    VOID,
+    WIDE,
+    WIDE_VECTORS,
+    own_function,
+    splat,
+    sum_of_none,
+)
 
 BYTE, I16, BIT = ir.IntType(8), ir.IntType(16), ir.IntType(1)
 ADDRESS = ir.PointerType(BYTE)
@@ -58,7 +71,8 @@ def block(typing, kind, rows, inner, a, lda, panels, apart, c, ldc, columns, fre
             case = builder.append_basic_block(f"rows{count}")
             choice.add_case(llvm_number(count), case)
             builder.position_at_end(case)
-            builder.call(_function(builder.module, kind.literal_value, count), values[2:])
+            write = partial(_write, kind.literal_value, count, panels_for(count))
+            builder.call(own_function(builder.module, f"block_{kind.literal_value}_{count}", 12, write), values[2:])
             builder.branch(done)
         builder.position_at_end(done)
         return context.get_dummy_value()
@@ -66,20 +80,7 @@ def block(typing, kind, rows, inner, a, lda, panels, apart, c, ldc, columns, fre
     return types.void(kind, *[types.int64] * 13), generate
 
 
-def _function(module, kind, rows):
-    name = f"block_{kind}_{rows}"
-    if name in module.globals:
-        return module.globals[name]
-    function = ir.Function(module, ir.FunctionType(VOID, [I64] * 12), name)
-    function.linkage = "internal"
-    function.attributes.add("noinline")
-    builder = ir.IRBuilder(function.append_basic_block("entry"))
-    _write(builder, kind, rows, panels_for(rows), *function.args)
-    builder.ret_void()
-    return function
-
-
-def _write(builder, kind, rows, panels, inner, a, lda, weight, apart, c, ldc, columns, fresh, ahead, gap, stride):
+def _write(kind, rows, panels, builder, inner, a, lda, weight, apart, c, ldc, columns, fresh, ahead, gap, stride):
     there = builder.udiv(builder.add(columns, llvm_number(TILE - 1)), llvm_number(TILE))
     sides = _Pointers.of_rows(builder, a, lda, rows)
     weights = _Pointers.of_panels(builder, weight, apart, panels, there)
@@ -88,7 +89,12 @@ def _write(builder, kind, rows, panels, inner, a, lda, weight, apart, c, ldc, co
     sums = [[sum_of_none(builder) for _ in range(panels)] for _ in range(rows)]
     whole = builder.icmp_signed(">=", columns, llvm_number(panels * TILE))
     with builder.if_then(builder.icmp_unsigned("==", fresh, llvm_number(0))):
-        _load_sums(builder, targets, sums, columns, whole)
+        # Sums go on from what stands in c.
+        _each_sum(
+            builder, targets, sums, columns, whole,
+            lambda place, total: builder.store(builder.load(place, align=4), total),
+            lambda place, total, mask: builder.store(load_some(builder, place, mask), total),
+        )  # fmt: skip
     terms = 1 if kind == "float32" else 2
     steps = builder.udiv(inner, llvm_number(terms))
     with cgutils.for_range_slice(builder, llvm_number(0), steps, llvm_number(1)):
@@ -106,41 +112,32 @@ def _write(builder, kind, rows, panels, inner, a, lda, weight, apart, c, ldc, co
         odd = builder.icmp_unsigned("!=", builder.and_(inner, llvm_number(1)), llvm_number(0))
         with builder.if_then(odd, likely=False):
             _add(builder, kind, sides, weights, sums, last=True)
-    _store_sums(builder, targets, sums, columns, whole)
+    _each_sum(
+        builder, targets, sums, columns, whole,
+        lambda place, total: builder.store(builder.load(total), place, align=4),
+        lambda place, total, mask: store_some(builder, builder.load(total), place, mask),
+    )  # fmt: skip
 
 
-def _load_sums(builder, targets, sums, columns, whole):
-    """Sums go on from what stands in c. Masks are for the last columns alone: AVX2 is slow at them."""
+def _each_sum(builder, targets, sums, columns, whole, plainly, masked):
+    """Between c and the sums: `plainly(place, total)` of whole panels, else `masked(place, total, mask)`. Masks are for
+    the last columns alone: AVX2 is slow at them.
+    """
+
+    def places():
+        for target, totals in zip(targets, sums, strict=True):
+            for panel, total in enumerate(totals):
+                at = builder.add(target, llvm_number(LINE * panel))
+                yield builder.inttoptr(at, ir.PointerType(WIDE)), total, panel
+
     with builder.if_else(whole) as (all_columns, some_columns):
         with all_columns:
-            for place, total, _ in _places(builder, targets, sums):
-                builder.store(builder.load(place, align=4), total)
+            for place, total, _ in places():
+                plainly(place, total)
         with some_columns:
-            masks = _masks(builder, columns, sums)
-            for place, total, panel in _places(builder, targets, sums):
-                builder.store(load_some(builder, place, masks[panel]), total)
-
-
-def _store_sums(builder, targets, sums, columns, whole):
-    with builder.if_else(whole) as (all_columns, some_columns):
-        with all_columns:
-            for place, total, _ in _places(builder, targets, sums):
-                builder.store(builder.load(total), place, align=4)
-        with some_columns:
-            masks = _masks(builder, columns, sums)
-            for place, total, panel in _places(builder, targets, sums):
-                store_some(builder, builder.load(total), place, masks[panel])
-
-
-def _places(builder, targets, sums):
-    """Where in c each sum belongs, the sum, and the number of its panel."""
-    for target, totals in zip(targets, sums, strict=True):
-        for panel, total in enumerate(totals):
-            yield _place(builder, target, panel), total, panel
-
-
-def _masks(builder, columns, sums):
-    return [mask_of(builder, columns, panel) for panel in range(len(sums[0]))]
+            masks = [mask_of(builder, columns, panel) for panel in range(len(sums[0]))]
+            for place, total, panel in places():
+                masked(place, total, masks[panel])
 
 
 def _add(builder, kind, sides, weights, sums, last=False):
@@ -231,10 +228,6 @@ def prefetch(builder, address):
     """Have the cache line with this address brought to the second-level cache."""
     read, second_level, data = ir.Constant(I32, 0), ir.Constant(I32, 2), ir.Constant(I32, 1)
     call(builder, "llvm.prefetch.p0", VOID, builder.inttoptr(address, ADDRESS), read, second_level, data)
-
-
-def _place(builder, target, panel):
-    return builder.inttoptr(builder.add(target, llvm_number(LINE * panel)), ir.PointerType(WIDE))
 
 
 class _Moving:

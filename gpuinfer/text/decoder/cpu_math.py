@@ -27,6 +27,21 @@ def _call(builder, address, signature, arguments):
     return builder.call(function, arguments)
 
 
+def own_function(module, name, count, write):
+    """The function `name` of an LLVM module, of so many int64, which is not inlined; made when it is first asked for:
+    `write(builder, *arguments)` gives it its body.
+    """
+    if name in module.globals:
+        return module.globals[name]
+    function = ir.Function(module, ir.FunctionType(VOID, [I64] * count), name)
+    function.linkage = "internal"
+    function.attributes.add("noinline")
+    builder = ir.IRBuilder(function.append_basic_block("entry"))
+    write(builder, *function.args)
+    builder.ret_void()
+    return function
+
+
 @intrinsic
 def call_product(typing, function, m, n, k, a, lda, b, c, ldc):
     """c float32 [m, n] = a [m, k] · b, by the product of `cpu_product` at an address; a, b, c are addresses too."""

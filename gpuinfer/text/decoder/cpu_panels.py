@@ -223,21 +223,16 @@ WITHOUT_AMX: Mapping[str, frozenset[str]] = {
 
 @functools.cache
 def kind_of_bfloat16() -> Literal["amx", "avx512", "none"]:
-    """Which of our products of bfloat16 (`cpu_product`) this process can have computed."""
+    """Which of our products of bfloat16 (`cpu_product`) this process can have computed. The system is asked for the
+    matrix unit, for all threads of this process.
+    """
     if processor.excludes_bfloat16():
         return "none"
     features = frozenset(FEATURES.split(","))
-    if {"+amx-bf16", "+amx-tile", "+avx512f"} <= features and not _excludes_amx() and _permitted():
-        return "amx"
+    excluded = any(os.environ.get(name, "").lower() in values for name, values in WITHOUT_AMX.items())
+    here = platform.system() == "Linux" and platform.machine() == "x86_64"
+    if {"+amx-bf16", "+amx-tile", "+avx512f"} <= features and here and not excluded:
+        refused = ctypes.CDLL(None).syscall(ARCH_PRCTL, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA)
+        if not refused:
+            return "amx"
     return "avx512" if {"+avx512bf16", "+avx512f"} <= features else "none"
-
-
-def _excludes_amx() -> bool:
-    return any(os.environ.get(name, "").lower() in values for name, values in WITHOUT_AMX.items())
-
-
-def _permitted() -> bool:
-    """Ask the system for the matrix unit, for all threads of this process; False where it does not give it."""
-    if platform.system() != "Linux" or platform.machine() != "x86_64":
-        return False
-    return bool(ctypes.CDLL(None).syscall(ARCH_PRCTL, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0)

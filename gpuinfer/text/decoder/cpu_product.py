@@ -49,7 +49,7 @@ from gpuinfer.text.decoder.cpu_block import (
     prefetch,
     store_some,
 )
-from gpuinfer.text.decoder.cpu_math import I64, SOURCES, TILE, VOID, WIDE, inlined
+from gpuinfer.text.decoder.cpu_math import I64, SOURCES, TILE, VOID, WIDE, inlined, own_function
 from gpuinfer.text.decoder.cpu_panels import TERMS
 
 I8, I16 = ir.IntType(8), ir.IntType(16)
@@ -158,26 +158,14 @@ def tiles(typing, tall, terms, a, lda, weight, apart, c, ldc, height, columns, g
     def generate(context, builder, signature, values):
         for count in (1, 2):
             with builder.if_then(builder.icmp_signed("==", values[0], llvm_number(count))):
-                builder.call(_function(builder.module, count, 4 // count), values[1:])
+                write = functools.partial(_write, count, 4 // count)
+                builder.call(own_function(builder.module, f"tiles_{count}_{4 // count}", 12, write), values[1:])
         return context.get_dummy_value()
 
     return types.void(*[types.int64] * 13), generate
 
 
-def _function(module, tall, wide):
-    name = f"tiles_{tall}_{wide}"
-    if name in module.globals:
-        return module.globals[name]
-    function = ir.Function(module, ir.FunctionType(VOID, [I64] * 12), name)
-    function.linkage = "internal"
-    function.attributes.add("noinline")
-    builder = ir.IRBuilder(function.append_basic_block("entry"))
-    _write(builder, tall, wide, *function.args)
-    builder.ret_void()
-    return function
-
-
-def _write(builder, tall, wide, terms, a, lda, weight, apart, c, ldc, height, columns, goes_on, ahead, lines):
+def _write(tall, wide, builder, terms, a, lda, weight, apart, c, ldc, height, columns, goes_on, ahead, lines):
     room = cgutils.alloca_once(builder, ir.ArrayType(I8, tall * TILE_BYTES))
     room.align = LINE
     sums = [

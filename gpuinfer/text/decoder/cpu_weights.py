@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -42,45 +43,36 @@ def packed(weights: Weights, shape: Shape, positions: int) -> PackedWeights:
     """For rows of up to so many positions. A head that is the embedding is kept once. Each layer is asked for once, and
     its matrices are let go as soon as they are packed.
     """
-    with ThreadPoolExecutor(machine.cores(), "gpuinfer-packing") as pool:
-        return _packed_by(pool, weights, shape, positions)
-
-
-def _packed_by(pool: Executor, weights: Weights, shape: Shape, positions: int) -> PackedWeights:
-    keep, rest = _Keep(pool), []
+    keep, rest, experts = _Keep(), [], shape.experts
     addresses, of_experts = [], []
-    for number in range(shape.layers):
-        layer, inner = weights.layers[number], shape.inner(number)
-        addresses += [
-            keep.add(layer.qkv.weight),
-            keep.add(layer.out.weight),
-            keep.add(layer.up.weight[:inner]),
-            keep.add(layer.up.weight[inner:] if shape.gated else None),
-            keep.add(layer.down.weight),
-        ]
-        of_experts += _keep_experts(keep, shape, layer.mixture)
-        rest.append(_without_matrices(layer))
-        del layer
-    addresses.append(keep.add(weights.head.weight))
+    with ThreadPoolExecutor(machine.cores(), "gpuinfer-packing") as pool:
+        add = partial(keep.add, pool)
+        for number in range(shape.layers):
+            layer, inner = weights.layers[number], shape.inner(number)
+            addresses += [add(layer.qkv.weight), add(layer.out.weight), add(layer.up.weight[:inner])]
+            addresses += [add(layer.up.weight[inner:] if shape.gated else None), add(layer.down.weight)]
+            if layer.mixture is not None:
+                of_experts.append(add(layer.mixture.router.float()))
+                for up, down in zip(layer.mixture.up, layer.mixture.down, strict=True):
+                    gate, value = up[: len(up) // 2], up[len(up) // 2 :]
+                    of_experts += [add(gate), add(value), add(down)] if shape.gated else [add(up), 0, add(down)]
+            elif experts is not None:
+                of_experts += [0] * (1 + at.EXPERT_WEIGHTS * experts.count)
+            rest.append(_without_matrices(layer))
+            del layer
+        addresses.append(add(weights.head.weight))
     head, model = len(keep.kept) - 1, _model_arrays(replace(weights, layers=rest), shape, positions)
     return PackedWeights(addresses + of_experts, keep.kept, model, head)
 
 
 def _without_matrices(layer: Layer) -> Layer:
     """Its norms and biases, and of its matrices how many rows they have."""
-
-    def emptied(linear: Linear) -> Linear:
-        return Linear(linear.weight.new_empty((len(linear.weight), 0)), linear.bias)
-
     mixture, none = layer.mixture, layer.qkv.weight.new_empty(0)
-    return replace(
-        layer,
-        qkv=emptied(layer.qkv),
-        out=emptied(layer.out),
-        up=emptied(layer.up),
-        down=emptied(layer.down),
-        mixture=None if mixture is None else Mixture(none, mixture.bias, none, none),
-    )
+    emptied: dict[str, Any] = {
+        name: Linear(linear.weight.new_empty((len(linear.weight), 0)), linear.bias)
+        for name, linear in (("qkv", layer.qkv), ("out", layer.out), ("up", layer.up), ("down", layer.down))
+    }
+    return replace(layer, **emptied, mixture=None if mixture is None else Mixture(none, mixture.bias, none, none))
 
 
 def tied(weights: Weights) -> bool:
@@ -112,82 +104,56 @@ def angles(shape: Shape, length: int) -> tuple[NDArray[np.float32], NDArray[np.f
 
 
 def _model_arrays(weights: Weights, shape: Shape, positions: int) -> tuple[NDArray[Any], ...]:
-    """Embeddings, norms, angles, biases, and what layers differ in."""
+    """Embeddings; scales and shifts of norms [2 × layers + 1, hidden] in the order in which rows pass them; angles,
+    biases, what layers differ in; and what is added to the scores of experts where they are chosen, [layers, experts],
+    and what all are scaled by.
+    """
     embedding = weights.embedding[:0] if tied(weights) else weights.embedding
     places = weights.positions if weights.positions is not None else weights.embedding[:0]
+    passed = [norm for layer in weights.layers for norm in (layer.attention_norm, layer.mlp_norm)]
+    norms: list[Norm] = [*passed, weights.norm]
     ones = torch.ones(shape.head_dim)
     query, key = (
-        torch.stack([ones if norm is None else norm.scale.float() for norm in found])
+        _stack([ones if norm is None else norm.scale for norm in found])
         for found in zip(*((layer.query_norm, layer.key_norm) for layer in weights.layers), strict=True)
     )
-    windows = np.array([window or 0 for window in shape.layer_windows], np.int64)
-    inners = np.array([(shape.inner(layer), shape.mixed(layer)) for layer in range(shape.layers)], np.int64)
-    return (
-        as_stored(embedding).copy(),
-        as_stored(places).copy(),
-        *_norms(weights),
-        query.numpy(),
-        key.numpy(),
-        *angles(shape, positions),
-        _stack([bias_of(layer.qkv) for layer in weights.layers]),
-        _stack([bias_of(layer.out) for layer in weights.layers]),
-        _stack_unequal([bias_of(layer.up) for layer in weights.layers]),
-        _stack([bias_of(layer.down) for layer in weights.layers]),
-        windows,
-        inners,
-        *_routing(shape, weights),
-    )
-
-
-def _norms(weights: Weights) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """Scales and shifts [2 × layers + 1, hidden] in the order in which rows pass them."""
-    found: list[Norm] = []
-    for layer in weights.layers:
-        found += [layer.attention_norm, layer.mlp_norm]
-    found.append(weights.norm)
-    shifts = [torch.zeros_like(norm.scale) if norm.shift is None else norm.shift for norm in found]
-    return _stack([norm.scale for norm in found]), _stack(shifts)
-
-
-def _routing(shape: Shape, weights: Weights) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """What is added to the scores of experts where they are chosen, [layers, experts], and what all are scaled by."""
+    ups = [bias_of(layer.up) for layer in weights.layers]
+    width = max(len(row) for row in ups)
     experts = shape.experts
     biases = np.zeros((shape.layers, experts.count if experts else 0), np.float32)
     for number, layer in enumerate(weights.layers):
         if layer.mixture is not None and layer.mixture.bias is not None:
             biases[number] = layer.mixture.bias.float().numpy()
-    return biases, np.array([experts.scale if experts else 1.0], np.float32)
-
-
-def _keep_experts(keep: _Keep, shape: Shape, mixture: Mixture | None) -> list[int]:
-    """The addresses of a layer's experts; zeros where it has none and others do."""
-    if shape.experts is None:
-        return []
-    if mixture is None:
-        return [0] * (1 + at.EXPERT_WEIGHTS * shape.experts.count)
-    addresses, inner = [keep.add(mixture.router.float())], shape.experts.intermediate
-    for up, down in zip(mixture.up, mixture.down, strict=True):
-        addresses += [keep.add(up[:inner]), keep.add(up[inner:] if shape.gated else None), keep.add(down)]
-    return addresses
+    return (
+        as_stored(embedding).copy(),
+        as_stored(places).copy(),
+        _stack([norm.scale for norm in norms]),
+        _stack([torch.zeros_like(norm.scale) if norm.shift is None else norm.shift for norm in norms]),
+        query,
+        key,
+        *angles(shape, positions),
+        _stack([bias_of(layer.qkv) for layer in weights.layers]),
+        _stack([bias_of(layer.out) for layer in weights.layers]),
+        _stack([torch.nn.functional.pad(row, (0, width - len(row))) for row in ups]),  # zeros behind the shorter ones
+        _stack([bias_of(layer.down) for layer in weights.layers]),
+        np.array([window or 0 for window in shape.layer_windows], np.int64),
+        np.array([(shape.inner(layer), shape.mixed(layer)) for layer in range(shape.layers)], np.int64),
+        biases,
+        np.array([experts.scale if experts else 1.0], np.float32),
+    )
 
 
 class _Keep:
-    def __init__(self, pool: Executor) -> None:
-        self._arena, self._pool = MemoryArena(), pool
+    def __init__(self) -> None:
+        self._arena = MemoryArena()
         self.kept: list[NDArray[Any]] = []
 
-    def add(self, weight: torch.Tensor | None) -> int:
+    def add(self, pool: Executor, weight: torch.Tensor | None) -> int:
         """The address of its panels, or 0 where there is no weight."""
         if weight is None:
             return 0
-        self.kept.append(panels_of(weight, self._arena, self._pool))
+        self.kept.append(panels_of(weight, self._arena, pool))
         return int(self.kept[-1].ctypes.data)
-
-
-def _stack_unequal(rows: list[torch.Tensor]) -> NDArray[np.float32]:
-    """With zeros behind the shorter ones."""
-    width = max(len(row) for row in rows)
-    return _stack([torch.nn.functional.pad(row.float(), (0, width - len(row))) for row in rows])
 
 
 def _stack(rows: list[torch.Tensor]) -> NDArray[np.float32]:
@@ -246,24 +212,6 @@ class _Order:
     back: NDArray[np.int32]
     runs: NDArray[np.int64]
 
-    def of(self, step: Step) -> bool:
-        own = self.step
-        return step.adapters is own.adapters and step.lengths is own.lengths and len(step.tokens) == len(own.tokens)
-
-    def applied(self, step: Step) -> Step:
-        """The segments in this order; the logits that are asked for stay in theirs."""
-        order = self.order
-        return replace(
-            step,
-            tokens=step.tokens[self.rows],
-            pages=step.pages[order],
-            starts=step.starts[order],
-            lengths=step.lengths[order],
-            wanted=self.back[step.wanted],
-            sees=None if step.sees is None else step.sees[self.rows],
-            vectors=None if step.vectors is None else replace(step.vectors, places=self.back[step.vectors.places]),
-        )
-
 
 class LoadedAdapters:
     """The adapters that steps may name, in `tables` [places, layers, PARTS, FACTS]: place 0 has none."""
@@ -295,13 +243,26 @@ class LoadedAdapters:
         self.tables[place] = 0
 
     def sorted(self, step: Step) -> SortedStep:
-        """The same step, with the rows of each adapter side by side."""
+        """The same step, with the rows of each adapter side by side; wanted logits stay in their order."""
         if step.adapters is None:
             return SortedStep(step, NO_RUNS)
-        order = self._order
-        if order is None or not order.of(step):
-            order = self._order = self._ordered(step)
-        return SortedStep(order.applied(step), order.runs, order.back)
+        if (one := self._order) is not None:
+            own = one.step
+            same = step.adapters is own.adapters and step.lengths is own.lengths
+            one = one if same and len(step.tokens) == len(own.tokens) else None
+        if one is None:
+            one = self._order = self._ordered(step)
+        moved = replace(
+            step,
+            tokens=step.tokens[one.rows],
+            pages=step.pages[one.order],
+            starts=step.starts[one.order],
+            lengths=step.lengths[one.order],
+            wanted=one.back[step.wanted],
+            sees=None if step.sees is None else step.sees[one.rows],
+            vectors=None if step.vectors is None else replace(step.vectors, places=one.back[step.vectors.places]),
+        )
+        return SortedStep(moved, one.runs, one.back)
 
     def _ordered(self, step: Step) -> _Order:
         assert step.adapters is not None

@@ -135,26 +135,24 @@ def open_and_try(decoder: TorchDecoder, sizing: Sizing, step_tokens: int) -> tup
             if not is_out_of_memory(error):
                 raise
             failure = error.with_traceback(None)  # its frames hold on to the memory
-        if sizing.pages == row_pages(decoder.length) and sizing.slots == 1:
+        of_a_row = row_pages(decoder.length)
+        if sizing.pages == of_a_row and sizing.slots == 1:
             raise too_large(sizing, decoder.length) from failure
-        sizing = fewer_pages(sizing, row_pages(decoder.length), failure)
-
-
-def fewer_pages(sizing: Sizing, of_a_row: int, failure: BaseException) -> Sizing:
-    """Fewer pages, and where there are only those of one row fewer slots."""
-    pages = max(of_a_row, int(sizing.pages * SHRINK))
-    slots = min(sizing.slots, pages) if pages < sizing.pages else max(1, int(sizing.slots * SHRINK))
-    flags = f"-B pages={pages}" if slots == sizing.slots else f"--batch-size {slots} -B pages={pages}"
-    logger.warning(
-        "no room for %d pages and steps of %d rows (%s): going on with %d and %d. Set %s to start there.",
-        sizing.pages,
-        sizing.slots,
-        first_line(failure),
-        pages,
-        slots,
-        flags,
-    )
-    return replace(sizing, slots=slots, pages=pages, working_bytes=sizing.working_bytes * slots // sizing.slots)
+        # Fewer pages, and where there are only those of one row fewer slots.
+        pages = max(of_a_row, int(sizing.pages * SHRINK))
+        slots = min(sizing.slots, pages) if pages < sizing.pages else max(1, int(sizing.slots * SHRINK))
+        flags = f"-B pages={pages}" if slots == sizing.slots else f"--batch-size {slots} -B pages={pages}"
+        logger.warning(
+            "no room for %d pages and steps of %d rows (%s): going on with %d and %d. Set %s to start there.",
+            sizing.pages,
+            sizing.slots,
+            first_line(failure),
+            pages,
+            slots,
+            flags,
+        )
+        working_bytes = sizing.working_bytes * slots // sizing.slots
+        sizing = replace(sizing, slots=slots, pages=pages, working_bytes=working_bytes)
 
 
 def largest_step_bytes(decoder: TorchDecoder, step_tokens: int) -> int:
@@ -172,20 +170,18 @@ def largest_step_bytes(decoder: TorchDecoder, step_tokens: int) -> int:
     ]
     for step in 2 * steps:  # what is captured as a graph is captured the second time
         logits = decoder.forward(step)
-        copies = sampling_scratch(decoder.shape, logits)
+        if decoder.shape.masking is None:  # as much memory as sampling takes for these logits
+            copies = [torch.empty_like(logits) for _ in range(SAMPLING_COPIES - 1)]
+        else:
+            scored = logits[:SCORED_ROWS]
+            copies = [torch.empty_like(scored, dtype=torch.float64) for _ in range(SAMPLING_COPIES)]
+            del scored
         del copies, logits
     decoder.empty()
     if not cuda:
         return decoder.held_bytes()
     wait_for_device(decoder.device)
     return torch.cuda.max_memory_allocated(decoder.device) - before
-
-
-def sampling_scratch(shape: Shape, logits: torch.Tensor) -> list[torch.Tensor]:
-    """As much memory as sampling takes for these logits."""
-    if shape.masking is None:
-        return [torch.empty_like(logits) for _ in range(SAMPLING_COPIES - 1)]
-    return [torch.empty_like(logits[:SCORED_ROWS], dtype=torch.float64) for _ in range(SAMPLING_COPIES)]
 
 
 def largest_steps(shape: Shape, slots: int, pages: int, length: int, step_tokens: int) -> list[Step]:
@@ -195,7 +191,11 @@ def largest_steps(shape: Shape, slots: int, pages: int, length: int, step_tokens
     Of a diffusion model as many whole canvases as there may be, one at least, and logits for as many of their tokens.
     """
     if shape.masking is not None:
-        return [_canvases(max(1, min(slots, step_tokens // length)), pages, length, most_outputs(shape))]
+        count = max(1, min(slots, step_tokens // length))
+        tokens, starts = np.zeros(count * length, np.int32), np.zeros(count, np.int32)
+        wanted = np.arange(min(len(tokens), max(most_outputs(shape), length)), dtype=np.int32)
+        lengths, sees = np.full(count, length, np.int32), np.full(len(tokens), length, np.int32)
+        return [Step(tokens, _table(count, pages, length), starts, lengths, wanted, sees=sees)]
     chunk = max(1, min(length, step_tokens - (slots - 1)))
     steps = []
     for last in sorted({1, chunk}):
@@ -204,13 +204,6 @@ def largest_steps(shape: Shape, slots: int, pages: int, length: int, step_tokens
         tokens = np.zeros(int(lengths.sum()), np.int32)
         steps.append(Step(tokens, _table(slots, pages, length), np.int32(length) - lengths, lengths, wanted))
     return steps
-
-
-def _canvases(count: int, pages: int, length: int, outputs: int) -> Step:
-    tokens, starts = np.zeros(count * length, np.int32), np.zeros(count, np.int32)
-    wanted = np.arange(min(len(tokens), max(outputs, length)), dtype=np.int32)
-    lengths, sees = np.full(count, length, np.int32), np.full(len(tokens), length, np.int32)
-    return Step(tokens, _table(count, pages, length), starts, lengths, wanted, sees=sees)
 
 
 def _table(rows: int, pages: int, length: int) -> NDArray[np.int32]:
@@ -231,7 +224,8 @@ class NullDecoder:
         self.reads_drawn = False
         self.shape, self.slots, self.pages, self.length = shape, slots, pages, length
         self.device = torch.device("cpu")
-        self.token = next(token for token in (LETTER, *range(shape.vocabulary)) if self._suits(token))
+        tokens = (LETTER, *range(shape.vocabulary))
+        self.token = next(token for token in tokens if token < shape.vocabulary and token not in shape.end_tokens)
         self._logits = torch.zeros((0, shape.vocabulary))
 
     def forward(self, step: Step) -> Tensor:
@@ -277,9 +271,6 @@ class NullDecoder:
 
     def close(self) -> None:
         pass
-
-    def _suits(self, token: int) -> bool:
-        return token < self.shape.vocabulary and token not in self.shape.end_tokens
 
 
 STEP_TOKENS = 2048

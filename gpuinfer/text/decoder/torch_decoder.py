@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
@@ -32,7 +32,7 @@ from gpuinfer.text.decoder.torch_layers import (
 )
 from gpuinfer.text.decoder.torch_static import GraphForm, StaticBatches, compile_on_call, left_uncompiled, try_compiled
 from gpuinfer.text.decoder.triton_layers import TritonLayers
-from gpuinfer.text.transformer import PAGE, Adapter, Shape, Step, Weights
+from gpuinfer.text.transformer import PAGE, Adapter, LowRank, Shape, Step, Weights
 
 Packed = TypeVar("Packed", Weights, Adapter)
 
@@ -198,7 +198,11 @@ class TorchDecoder:
     @torch.no_grad()
     def pack_adapter(self, adapter: Adapter) -> Adapter:
         """See `step.Decoder.pack_adapter`."""
-        return self._made_here(torch_layers.adapter_on_device(adapter, self.device, self.dtype))
+
+        def here(low: LowRank) -> LowRank:
+            return replace(low, down=low.down.to(self.device, self.dtype), up=low.up.to(self.device, self.dtype))
+
+        return self._made_here(Adapter(tuple(tuple(map(here, layer)) for layer in adapter.layers)))
 
     def load(self, number: int, packed: object) -> None:
         """See `step.Decoder.load`."""
@@ -252,7 +256,11 @@ class TorchDecoder:
             batch = batch_of(step, self._cache, set(self.shape.layer_windows), self._uploads)
         else:
             batch = tiled_batch_of(step, self._cache, self._uploads, self._tile_rows)
-        return replace(batch, adapted=self._adapted(step), vectors=self._vectors(step))
+        if step.adapters is None:
+            return replace(batch, vectors=self._vectors(step))
+        # Launched kernel by kernel: a captured graph would compute the adapters of the step that it was captured with.
+        adapted = self._adapted(adapters_of(step), lambda own: queued(np.flatnonzero(own), self.device))
+        return replace(batch, adapted=adapted, vectors=self._vectors(step))
 
     @property
     def _tile_rows(self) -> int | None:
@@ -271,18 +279,10 @@ class TorchDecoder:
         if self._tile_rows is None:
             self._cache.begin(step, in_parts)
 
-    def _adapted(self, step: Step) -> tuple[AdaptedRows, ...]:
-        """Which rows of the step have which adapters. Such a step is launched kernel by kernel: a captured graph would
-        compute the adapters of the step that it was captured with.
-        """
-        if step.adapters is None:
-            return ()
-        of_rows = adapters_of(step)
-        return tuple(
-            AdaptedRows(self._adapters[number], queued(np.flatnonzero(of_rows == number), self.device))
-            for number in np.unique(of_rows).tolist()
-            if number
-        )
+    def _adapted(self, numbers: NDArray[Any], chosen: Callable[[NDArray[np.bool_]], Tensor]) -> tuple[AdaptedRows, ...]:
+        """The adapters that rows of these numbers have; `chosen` makes of which these are what `AdaptedRows` holds."""
+        found = (number for number in np.unique(numbers).tolist() if number)
+        return tuple(AdaptedRows(self._adapters[number], chosen(numbers == number)) for number in found)
 
     def _vectors(self, step: Step) -> tuple[Tensor, Tensor] | None:
         if step.vectors is None:
@@ -314,7 +314,9 @@ class TorchDecoder:
             if one_by_one:
                 form = GraphForm(rows, reach, answered)
                 table = table_of(step, segments[members], reach // PAGE, self._cache.blank)
-                adapted = self._adapted_tile(adapters[members], rows)
+                padded = np.zeros(rows, np.int64)  # all rows of a tile go through each adapter
+                padded[: len(members)] = adapters[members]
+                adapted = self._adapted(padded, lambda own: torch.from_numpy(own).to(self.device))
                 found = self._static.compute(form, where, tokens[:, members], table, adapted)
             elif answered:
                 found = self._logits(together[number * rows : (number + 1) * rows])
@@ -365,16 +367,6 @@ class TorchDecoder:
             tokens, positions, places, tuple(groups), of_kernel, sees, adapted, vectors=vectors, tile=rows
         )
         return self._hidden(batch), at
-
-    def _adapted_tile(self, numbers: NDArray[np.int32], rows: int) -> tuple[AdaptedRows, ...]:
-        """The adapters of a tile of `rows` rows, of which the first have these numbers. All rows go through each."""
-        padded = np.zeros(rows, np.int32)
-        padded[: len(numbers)] = numbers
-        return tuple(
-            AdaptedRows(self._adapters[number], torch.from_numpy(padded == number).to(self.device))
-            for number in np.unique(padded).tolist()
-            if number
-        )
 
     def _hidden(self, batch: StepBatch) -> Tensor:
         """What the last layer gives, [rows, hidden], with the batch's keys and values in the cache."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
@@ -23,6 +23,7 @@ from gpuinfer.text.transformer import Adapter, Experts, Layer, Linear, LowRank, 
 
 Activate = Callable[[Tensor], Tensor]
 """From what up projections give to what goes into down projections."""
+Results = TypeVar("Results", Tensor, tuple[Tensor, ...])
 ALIGNED = 16  # bytes: the kernel for all experts at once wants rows whose size is a multiple of it
 Mix = Callable[[Experts, Mixture, Tensor, Activate], Tensor]
 
@@ -32,21 +33,16 @@ def chosen_for(experts: Experts, mixture: Mixture, x: Tensor) -> tuple[Tensor, T
     logits = F.linear(x.float(), mixture.router)
     scores = logits.softmax(-1) if experts.scores == "softmax" else logits.sigmoid()
     ranked = scores if mixture.bias is None else scores + mixture.bias
-    if experts.groups > 1:
-        ranked = _of_best_groups(experts, ranked)
+    if experts.groups > 1:  # none but those of the groups whose two best have the highest sum (DeepSeek-AI 2024)
+        grouped = ranked.view(*ranked.shape[:-1], experts.groups, -1)
+        best = grouped.topk(min(2, grouped.shape[-1])).values.sum(-1).topk(experts.groups_chosen).indices
+        kept = torch.zeros_like(grouped[..., 0], dtype=torch.bool).scatter_(-1, best, True)
+        ranked = grouped.masked_fill(~kept[..., None], -torch.inf).flatten(-2)
     chosen = ranked.topk(experts.chosen).indices.sort(-1).values
     shares = scores.gather(-1, chosen)
     if experts.normalised:
         shares = shares / shares.sum(-1, keepdim=True)
     return chosen, shares * experts.scale
-
-
-def _of_best_groups(experts: Experts, ranked: Tensor) -> Tensor:
-    """-inf for all experts but those of the groups whose two best have the highest sum (DeepSeek-AI 2024)."""
-    grouped = ranked.view(*ranked.shape[:-1], experts.groups, -1)
-    best = grouped.topk(min(2, grouped.shape[-1])).values.sum(-1).topk(experts.groups_chosen).indices
-    kept = torch.zeros_like(grouped[..., 0], dtype=torch.bool).scatter_(-1, best, True)
-    return grouped.masked_fill(~kept[..., None], -torch.inf).flatten(-2)
 
 
 def sorted_mix(experts: Experts, mixture: Mixture, x: Tensor, activate: Activate) -> Tensor:
@@ -56,13 +52,13 @@ def sorted_mix(experts: Experts, mixture: Mixture, x: Tensor, activate: Activate
     chosen, shares = chosen_for(experts, mixture, x)
     by_expert, order = chosen.flatten().sort(stable=True)
     ends = torch.searchsorted(by_expert, torch.arange(experts.count, device=x.device), right=True, out_int32=True)
-    inner = activate(grouped(x[order // experts.chosen], mixture.up, ends))
-    found = grouped(inner, mixture.down, ends)
+    inner = activate(grouped_product(x[order // experts.chosen], mixture.up, ends))
+    found = grouped_product(inner, mixture.down, ends)
     given = torch.empty_like(found).index_copy_(0, order, found).view(*chosen.shape, -1)
     return (given.float() * shares[..., None]).sum(1)
 
 
-def grouped(x: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+def grouped_product(x: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
     """Rows [rows, in], each by its expert's of `weights` [experts, out, `aligned` in]; those of an expert end before
     `ends`.
     """
@@ -181,23 +177,14 @@ def with_adapters(x: Tensor, weights: Linear, product: Product, added: Added) ->
     out = projected(x, weights)
     for chosen, lows in added:
         for low in lows:
-            if low.product == product:
-                _add(out[:, low.first : low.first + len(low.up)], x, chosen, low)
+            if low.product != product:
+                continue
+            place = out[:, low.first : low.first + len(low.up)]
+            if chosen.dtype == torch.bool:
+                place.copy_(torch.where(chosen[:, None], place + F.linear(F.linear(x, low.down), low.up), place))
+            else:
+                place.index_add_(0, chosen, F.linear(F.linear(x.index_select(0, chosen), low.down), low.up))
     return out
-
-
-def _add(out: Tensor, x: Tensor, chosen: Tensor, low: LowRank) -> None:
-    if chosen.dtype == torch.bool:
-        out.copy_(torch.where(chosen[:, None], out + F.linear(F.linear(x, low.down), low.up), out))
-    else:
-        out.index_add_(0, chosen, F.linear(F.linear(x.index_select(0, chosen), low.down), low.up))
-
-
-def adapter_on_device(adapter: Adapter, device: torch.device, dtype: torch.dtype) -> Adapter:
-    def low(given: LowRank) -> LowRank:
-        return replace(given, down=given.down.to(device, dtype), up=given.up.to(device, dtype))
-
-    return Adapter(tuple(tuple(low(one) for one in layer) for layer in adapter.layers))
 
 
 def turned(heads: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
@@ -254,24 +241,13 @@ def between(shape: Shape, inner: Tensor) -> Tensor:
     return activated(gate, shape.activation) * value
 
 
-def queries_keys_values_adapted(
-    shape: Shape,
-    layer: Layer,
-    lows: Sequence[Sequence[LowRank]],
-    x: Tensor,
-    cosines: Tensor | None,
-    sines: Tensor | None,
-    *chosen: Tensor,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """`asked` where adapters, of which the layer has these parts, are for those `chosen` rows."""
-    return queries_keys_values(shape, layer, x, cosines, sines, list(zip(chosen, lows, strict=True)))
-
-
-def after_attention_adapted(
-    shape: Shape, mix: Mix, layer: Layer, lows: Sequence[Sequence[LowRank]], x: Tensor, mixed: Tensor, *chosen: Tensor
-) -> Tensor:
-    """`further` where adapters, of which the layer has these parts, are for those `chosen` rows."""
-    return after_attention(shape, mix, layer, x, mixed, list(zip(chosen, lows, strict=True)))
+def with_chosen_rows(
+    work: Callable[..., Results], lows: Sequence[Sequence[LowRank]], given: int
+) -> Callable[..., Results]:
+    """`work` of so many tensors, with adapters whose parts in the layer are `lows`: behind these tensors come the rows
+    that have each adapter.
+    """
+    return lambda *rows: work(*rows[:given], list(zip(rows[given:], lows, strict=True)))
 
 
 def activated(x: Tensor, activation: str) -> Tensor:
@@ -285,7 +261,6 @@ def activated(x: Tensor, activation: str) -> Tensor:
 Window = int | None
 Attention = Callable[..., Tensor]
 """As `torch.nn.functional.scaled_dot_product_attention`, of which it takes `attn_mask` and `is_causal`."""
-Results = TypeVar("Results", Tensor, tuple[Tensor, ...])
 
 
 @dataclass(frozen=True)
@@ -404,11 +379,12 @@ class PlainLayers:
         cosines, sines = self._turns(batch.positions)
         chosen, windows = [one.chosen for one in batch.adapted], self.shape.layer_windows
         for number, layer in enumerate(weights.layers):
-            before, after = partial(self._asked, layer), partial(self._further, layer)
+            before: Callable[..., tuple[Tensor, ...]] = partial(self._asked, layer)
+            after: Callable[..., Tensor] = partial(self._further, layer)
             if batch.adapted:  # not compiled: what they add has as many forms as there are adapters
                 lows = [one.adapter.layers[number] for one in batch.adapted]
-                before = partial(queries_keys_values_adapted, self.shape, layer, lows)
-                after = partial(after_attention_adapted, self.shape, self._mix, layer, lows)
+                before = with_chosen_rows(partial(queries_keys_values, self.shape, layer), lows, 3)
+                after = with_chosen_rows(partial(after_attention, self.shape, self._mix, layer), lows, 2)
             queries, keys, values = in_tiles(batch.tile, before, x, cosines, sines, *chosen)
             cache.write(number, batch.places, keys, values)
             mixed = attend(batch, queries, cache, number, windows[number], self.attention)
@@ -460,47 +436,25 @@ def plain_attention(
 def of_group(
     group: PaddedGroup, queries: Tensor, cache: PageCache, layer: int, window: Window, attention: Attention
 ) -> Tensor:
-    """The same for one group: [segments × width, heads × head_dim]."""
+    """The same for one group: [segments × width, heads × head_dim]. The queries of heads that share keys are one long
+    run, so that keys are read once for all of them, unless their order is plainly causal.
+    """
     asking = queries
     if group.rows is not None:
         asking = queries[group.rows] if isinstance(group.rows, slice) else queries.index_select(0, group.rows)
     asking = asking.view(-1, group.width, *asking.shape[1:])
-    keys, values = cache.read(layer, group.pages, len(asking), group.reach)
-    if group.width == 1:
-        mixed = one_each(asking, keys, values, group.masks[window], attention)
-    else:
-        mixed = many_each(asking, keys, values, group.masks[window], group.causal, attention)
-    return mixed.reshape(-1, mixed.shape[-2] * mixed.shape[-1])
-
-
-def one_each(asking: Tensor, keys: Tensor, values: Tensor, added: Tensor | None, attention: Attention) -> Tensor:
-    """Attention of one query a row, [segments, 1, heads, head_dim]. The heads that share keys stand in for the queries
-    of a longer run, so that the keys are read once for all of them.
-    """
-    shared = asking.reshape(len(asking), keys.shape[2], -1, asking.shape[-1])
-    mixed = attention(shared, keys.transpose(1, 2), values.transpose(1, 2), attn_mask=added)
-    return mixed.flatten(1, 2)[:, None]
-
-
-def many_each(
-    asking: Tensor, keys: Tensor, values: Tensor, added: Tensor | None, causal: bool, attention: Attention
-) -> Tensor:
-    """Attention of runs, [segments, width, heads, head_dim]. The queries of heads that share keys are one long run,
-    unless their order is plainly causal.
-    """
     segments, width, heads, dim = asking.shape
-    asking = asking.transpose(1, 2)
-    if causal and added is None:
-        keys, values = for_each_head(keys, heads), for_each_head(values, heads)
-    else:
+    keys, values = cache.read(layer, group.pages, segments, group.reach)
+    shared, added = heads // keys.shape[2], group.masks[window]
+    if width == 1:
         asking = asking.reshape(segments, keys.shape[2], -1, dim)
-        keys, values = keys.transpose(1, 2), values.transpose(1, 2)
-    mixed = attention(asking, keys, values, attn_mask=added, is_causal=causal and added is None)
+        mixed = attention(asking, keys.transpose(1, 2), values.transpose(1, 2), attn_mask=added)
+        return mixed.flatten(1, 2).reshape(-1, heads * dim)
+    asking, causal = asking.transpose(1, 2), group.causal and added is None
+    if not causal:
+        asking = asking.reshape(segments, keys.shape[2], -1, dim)
+    elif shared > 1:
+        keys, values = (held.repeat_interleave(shared, dim=2) for held in (keys, values))
+    mixed = attention(asking, keys.transpose(1, 2), values.transpose(1, 2), attn_mask=added, is_causal=causal)
     # Not `view`: the kernels of a device lay their results out each in its own way.
-    return mixed.reshape(segments, heads, width, dim).transpose(1, 2)
-
-
-def for_each_head(held: Tensor, heads: int) -> Tensor:
-    """[segments, heads, reach, head_dim], each kv head as often as query heads share it."""
-    shared = heads // held.shape[2]
-    return (held if shared == 1 else held.repeat_interleave(shared, dim=2)).transpose(1, 2)
+    return mixed.reshape(segments, heads, width, dim).transpose(1, 2).reshape(-1, heads * dim)

@@ -265,22 +265,18 @@ class StaticBatches:
             room[:, : tiles.shape[1]] = tiles
             room[:, tiles.shape[1] :] = [[form.tokens - 1], [1], [segments]]
         wanted[0, : len(step.wanted)] = step.wanted
-        write_plan(self._shared_beside(step), items, prefixes)
+        # What segments of one token share is read once; and programs beside one another read parts of a long one,
+        # which a form for as many rows as there may be has no other for.
+        (most, slots), single = self._shared_room(self.rows), np.flatnonzero(step.lengths == 1)
+        plan = None
+        if self._prefixes is not None and most and len(single):
+            whole = step.starts[single].astype(np.int64) // PAGE
+            plan = self._prefixes.plan(step.pages[single], whole, most, slots, apart=True)
+        write_plan(plan, items, prefixes)
         self._uploads.copy(self._inputs[:used])
         self._run(self._work, form)
         on_device = fields(self._inputs, shapes)[4]
         return self._found[: form.tokens], on_device[0, : len(step.wanted)]
-
-    def _shared_beside(self, step: Step) -> PrefixPlan | None:
-        """Which prefixes are read once of the segments that bring one token each, in a step with prompts; and what
-        programs beside one another read of a long one, which a form for as many rows as there may be has no other for.
-        """
-        items, slots = self._shared_room(self.rows)
-        lone = np.flatnonzero(step.lengths == 1)
-        if self._prefixes is None or not items or not len(lone):
-            return None
-        whole = step.starts[lone].astype(np.int64) // PAGE
-        return self._prefixes.plan(step.pages[lone], whole, items, slots, apart=True)
 
     def _shapes(self, form: GraphForm) -> Shapes:
         """`of_tokens` [4, tokens]; which prefixes are shared; the table [rows, columns]."""
@@ -291,7 +287,9 @@ class StaticBatches:
         """`of_tokens` [4, tokens]; the table [rows + 1, columns], whose last row is blank; tiles [3, tiles] of segments
         of one token, and of longer ones; which tokens are wanted [1, tokens]; which prefixes are shared.
         """
-        table, tiles = (self.rows + 1, self.cache.columns), ((3, self.rows), (3, self._run_tiles(tokens)))
+        assert self._tile_rows is not None
+        of_runs = even(tokens // self._tile_rows + self.rows + 1)  # each of the segments may end within a tile
+        table, tiles = (self.rows + 1, self.cache.columns), ((3, self.rows), (3, of_runs))
         return (4, tokens), table, *tiles, (1, tokens), *self._shared_shapes(self.rows)
 
     def _shared_shapes(self, rows: int) -> Shapes:
@@ -304,11 +302,6 @@ class StaticBatches:
         if self._prefixes is None or rows < LEAST_SHARING:
             return 0, 0
         return even(max(LEAST_ITEMS, rows // 2)), min(MOST_SLOTS, max(LEAST_SLOTS, SHARED_PARTS // rows))
-
-    def _run_tiles(self, tokens: int) -> int:
-        """Tiles of runs of so many tokens together, at most: each of the segments may end within one."""
-        assert self._tile_rows is not None
-        return even(tokens // self._tile_rows + self.rows + 1)
 
     def nbytes(self) -> int:
         return self._inputs.nbytes + self._outputs.nbytes + self._found.nbytes
@@ -323,21 +316,16 @@ class StaticBatches:
         return GraphForm(bucket_for(len(step.lengths), self.row_buckets), reach, answered, width)
 
     def _work(self, form: GraphForm | PromptForm) -> None:
-        if isinstance(form, PromptForm):
-            self._compute_prompts(form)
-        else:
+        if isinstance(form, GraphForm):
             self._compute(form)
-
-    def _compute_prompts(self, form: PromptForm) -> None:
+            return
+        assert self._tile_rows is not None
         inputs, table, lone, runs, _, items, prefixes = fields(self._inputs, self._prompt_shapes(form.tokens))
         tokens, positions, into, sees = inputs.unbind()
-        shared = self._shared_on_device(items, prefixes, self.rows)
-        tiles = (self._tiles_of(table, lone, 1, shared), self._tiles_of(table, runs, self._tile_rows or 1))
+        shared, room = self._shared_on_device(items, prefixes, self.rows), self.cache.room
+        (a, b, c), (d, e, f) = lone.unbind(), runs.unbind()
+        tiles = Tiles(table, (a, b, c), 1, room, shared), Tiles(table, (d, e, f), self._tile_rows, room)
         self._found[: form.tokens].copy_(self._hidden(StepBatch(tokens, positions, into, tiles=tiles, sees=sees)))
-
-    def _tiles_of(self, table: Tensor, tiles: Tensor, most: int, shared: SharedPrefixes | None = None) -> Tiles:
-        firsts, counts, segments = tiles.unbind()
-        return Tiles(table, (firsts, counts, segments), most, self.cache.room, shared)
 
     def _shared_on_device(self, items: Tensor, prefixes: Tensor, rows: int) -> SharedPrefixes | None:
         _, slots = self._shared_room(rows)

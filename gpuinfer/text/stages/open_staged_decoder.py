@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
@@ -18,12 +18,11 @@ from torch import Tensor
 from gpuinfer.api import Lane, Setup
 from gpuinfer.errors import UsageError
 from gpuinfer.models.cuda_graphs import wait_for_device
-from gpuinfer.models.device import Gauge, merged_readings, resolve_devices
+from gpuinfer.models.device import resolve_devices
 from gpuinfer.models.load import title
 from gpuinfer.models.model_options import CutOptions
-from gpuinfer.models.pipeline.open_pipeline import Placed, layers_label, own_cores, stage_facts, threads_of
+from gpuinfer.models.pipeline.open_pipeline import parallel_facts, placed, readings_of, threads_of
 from gpuinfer.models.pipeline.schedule import Pipeline
-from gpuinfer.models.pipeline.stage import CpuStage, CudaStage
 from gpuinfer.models.pipeline.stage_plan import Split, fits_one, in_thread, places_of, split_for, times_on
 from gpuinfer.text.decoder.open_decoder import Sizing, estimate, free_memory, kernels_for, open_and_try, own_kernels
 from gpuinfer.text.decoder.torch_decoder import TorchDecoder
@@ -43,31 +42,30 @@ def layer_seconds(shape: Shape, make: MakePortion, threads: int) -> list[float]:
     """Of each layer, the embedding with the first and the head with the last: the least of several passes. Layers that
     are alike are measured once.
     """
+    rows, zeros = np.arange(ROWS, dtype=np.int32), np.zeros(ROWS, np.int32)
+    step = Step(zeros, rows[:, None].copy(), zeros, np.ones(ROWS, np.int32), rows)
+
+    def measure(portion: Portion) -> float:
+        taken = []
+        with contextlib.closing(make(portion, ROWS, ROWS)) as decoder, torch.no_grad():
+            compute = decoder.forward if portion.last else decoder.hidden
+            for _ in range(1 + PASSES):  # the first compiles, and finds its memory
+                before = time.perf_counter()
+                compute(step)
+                if decoder.device.type == "cuda":
+                    wait_for_device(decoder.device)
+                taken.append(time.perf_counter() - before)
+        return min(taken[1:])
+
     known: dict[Hashable, float] = {}
     found = []
     for layer in range(shape.layers):
         portion = Portion(shape, layer, layer + 1)
         alike = portion.first, portion.last, shape.mixed(layer), shape.windows[layer : layer + 1]
         if alike not in known:
-            known[alike] = in_thread(partial(_seconds, portion, make), threads)
+            known[alike] = in_thread(partial(measure, portion), threads)
         found.append(known[alike])
     return found
-
-
-def _seconds(portion: Portion, make: MakePortion) -> float:
-    rows = np.arange(ROWS, dtype=np.int32)
-    zeros = np.zeros(ROWS, np.int32)
-    step = Step(zeros, rows[:, None].copy(), zeros, np.ones(ROWS, np.int32), rows)
-    taken = []
-    with contextlib.closing(make(portion, ROWS, ROWS)) as decoder, torch.no_grad():
-        compute = decoder.forward if portion.last else decoder.hidden
-        for _ in range(1 + PASSES):  # the first compiles, and finds its memory
-            before = time.perf_counter()
-            compute(step)
-            if decoder.device.type == "cuda":
-                wait_for_device(decoder.device)
-            taken.append(time.perf_counter() - before)
-    return min(taken[1:])
 
 
 CPU_LEAST, CUDA_LEAST = 8, 64  # tokens of a micro-batch: with fewer a stage is mostly reading its weights
@@ -184,18 +182,32 @@ def open_in_stages(
         wanted: dict[str, Any] = {"slots": slots, "pages": pages, "length": length, "step_tokens": step_tokens}
         return estimate(shape, dtype, place, free, **wanted, own=own, sharing=sharing)
 
-    if places[0].type == "cpu":
-        sizing = find(shape, places[0], free_memory(places[0]))
-        decoders = _decoders(making, portions, sizing.slots, sizing.pages, places, threads)
-    else:
-        decoders = _decoders(making, portions, 1, 1, places, threads)  # the weights are there before room is counted
-        sizing = fill_devices(decoders, places, find, step_tokens)
-    stages = _stages(portions, decoders, places, threads, setup)
-    told = _told(stages, cut.split, cut.sizes, {"mode": tuning.parallel, "fits_one": whole_fits})
-    in_force = {"threads": max(threads), "stages": len(stages)}
-    alone = tuning.parallel == "layers"
-    cutter = cutter_of(tuning, places)
-    return StagedDecoder(shape, portions, decoders, Pipeline(stages, lane), cutter, alone, told, in_force), sizing
+    on_cpu = places[0].type == "cpu"
+    # On other devices the weights are there before room is counted.
+    sizing = find(shape, places[0], free_memory(places[0])) if on_cpu else None
+    room = (1, 1) if sizing is None else (sizing.slots, sizing.pages)
+    each = zip(portions, places, threads, strict=True)
+    decoders = [making.decoder(portion, *room, place, count) for portion, place, count in each]
+    sizing = sizing or fill_devices(decoders, places, find, step_tokens)
+    segments = [
+        [PortionSegment(number, portion, decoder)]
+        for number, (portion, decoder) in enumerate(zip(portions, decoders, strict=True))
+    ]
+    # The first stage's step comes from no other stage: it enters as it is.
+    stages = placed(places, cut.split, segments, threads, setup, lambda value: value, None, mode=torch.no_grad)
+    facts = parallel_facts(tuning.parallel, whole_fits, stages, cut.split, cut.sizes)
+    reading = readings_of(stages)
+    staged = StagedDecoder(
+        shape,
+        portions,
+        decoders,
+        Pipeline(stages, lane),
+        cutter_of(tuning, places),
+        alone=tuning.parallel == "layers",
+        described=lambda: {**reading(), "parallel": facts},
+        in_force={"threads": max(threads), "stages": len(stages)},
+    )
+    return staged, sizing
 
 
 def cutter_of(tuning: CutOptions, places: Sequence[torch.device]) -> MicroBatchCutter:
@@ -220,18 +232,6 @@ def _bytes(part: Any) -> int:
     if isinstance(part, Tensor):
         return part.nbytes
     return 0 if part is None else sum(map(_bytes, vars(part).values()))
-
-
-def _decoders(
-    making: PortionSettings,
-    portions: Sequence[Portion],
-    slots: int,
-    pages: int,
-    places: Sequence[torch.device],
-    threads: Sequence[int],
-) -> list[PortionDecoder]:
-    each = zip(portions, places, threads, strict=True)
-    return [making.decoder(portion, slots, pages, place, count) for portion, place, count in each]
 
 
 def fill_devices(
@@ -267,39 +267,3 @@ def fill_devices(
         min(own.free_bytes for own in tried),
         sum(own.measured_bytes or 0 for own in tried),
     )
-
-
-def _stages(
-    portions: Sequence[Portion],
-    decoders: Sequence[PortionDecoder],
-    places: Sequence[torch.device],
-    threads: Sequence[int],
-    setup: Setup,
-) -> list[Placed]:
-    cores = own_cores(threads, setup)
-    stages: list[Placed] = []
-    for number, (portion, decoder, place) in enumerate(zip(portions, decoders, places, strict=True)):
-        name = f"{layers_label(portion.start, portion.stop)} on {place}"
-        segments = [PortionSegment(number, portion, decoder)]
-        if place.type == "cpu":
-            stages.append(CpuStage(name, segments, threads[number], cores[number], torch.no_grad))
-        else:
-            enter = _as_it_is if portion.first else None
-            stages.append(CudaStage(name, segments, place, enter, mode=torch.no_grad))
-    return stages
-
-
-def _as_it_is(value: Any) -> Any:
-    """The first stage's step, which comes from no other stage."""
-    return value
-
-
-def _told(
-    stages: Sequence[Placed], split: Split, sizes: Sequence[int], cut: Mapping[str, Any]
-) -> Callable[[], Mapping[str, Any]]:
-    gauges = [Gauge(device) for device in dict.fromkeys(stage.device for stage in stages)]
-    each = [
-        stage_facts(stage, (start, stop), sum(sizes[start:stop]))
-        for stage, (start, stop) in zip(stages, split, strict=True)
-    ]
-    return lambda: {**merged_readings([gauge.read() for gauge in gauges]), "parallel": {**cut, "stages": each}}

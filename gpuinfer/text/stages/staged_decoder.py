@@ -66,15 +66,12 @@ class Portion:
         return Adapter(whole.layers[self.start : self.stop])
 
 
-Range = tuple[int, int]
-
-
 @dataclass(frozen=True, slots=True)
 class _Piece:
     """Tokens and segments of a step; arrays that steps of the same rows have in common."""
 
-    tokens: Range
-    segments: Range
+    tokens: tuple[int, int]
+    segments: tuple[int, int]
     skipped: int  # tokens of the first of these segments that are in an earlier piece
     pages: NDArray[np.int32]
     lengths: NDArray[np.int32]
@@ -112,9 +109,13 @@ class MicroBatchCutter:
 
 
 def _pieces(step: Step, count: int) -> list[_Piece]:
-    ends = np.cumsum(step.lengths, dtype=np.int64)
+    """About as many tokens in each; whole segments where tokens say what they see."""
+    ends, total = np.cumsum(step.lengths, dtype=np.int64), len(step.tokens)
+    places = {round(total * number / count) for number in range(1, count)}
+    if step.sees is not None:
+        places = {int(ends[np.searchsorted(ends, place)]) for place in places}
     found = []
-    for first, last in _ranges(step, ends, count):
+    for first, last in pairwise(sorted({0, *places, total})):
         one, other = np.searchsorted(ends, [first, last - 1], "right").tolist()
         segments = slice(one, other + 1)
         lengths = step.lengths[segments].copy()
@@ -126,21 +127,16 @@ def _pieces(step: Step, count: int) -> list[_Piece]:
     return found
 
 
-def _ranges(step: Step, ends: NDArray[np.int64], count: int) -> Sequence[Range]:
-    """Tokens of each piece, about as many in each."""
-    total = len(step.tokens)
-    places = {round(total * number / count) for number in range(1, count)}
-    if step.sees is not None:  # whole segments
-        places = {int(ends[np.searchsorted(ends, place)]) for place in places}
-    bounds = sorted({0, *places, total})
-    return list(pairwise(bounds))
-
-
 def _part(step: Step, piece: _Piece) -> Step:
     (first, last), (one, other) = piece.tokens, piece.segments
-    starts = step.starts[one:other].copy()
+    starts, vectors = step.starts[one:other].copy(), None
     starts[0] += piece.skipped
     low, high = np.searchsorted(step.wanted, [first, last]).tolist()
+    if step.vectors is not None:
+        begin, end = np.searchsorted(step.vectors.places, [first, last]).tolist()
+        if begin < end:
+            places = step.vectors.places[begin:end] - np.int32(first)
+            vectors = replace(step.vectors, places=places, values=step.vectors.values[begin:end])
     return Step(
         step.tokens[first:last].copy(),
         piece.pages,
@@ -149,18 +145,8 @@ def _part(step: Step, piece: _Piece) -> Step:
         step.wanted[low:high] - np.int32(first),
         piece.adapters,
         None if step.sees is None else step.sees[first:last].copy(),
-        _vectors(step, first, last),
+        vectors,
     )
-
-
-def _vectors(step: Step, first: int, last: int) -> Any:
-    if step.vectors is None:
-        return None
-    low, high = np.searchsorted(step.vectors.places, [first, last]).tolist()
-    if low == high:
-        return None
-    places = step.vectors.places[low:high] - np.int32(first)
-    return replace(step.vectors, places=places, values=step.vectors.values[low:high])
 
 
 class PortionDecoder(Decoder, Protocol):
@@ -200,18 +186,15 @@ class PortionSegment:
             value(self._number, self._decoder)
             return value
         step, entering, room = value
-        given = step if entering is None else self._entered(step, entering)
+        given, count = step, len(step.tokens)
+        if entering is not None:  # in the place of each token a vector: a later portion's embedding knows no tokens
+            if count > len(self._places):
+                self._blank, self._places = np.zeros(2 * count, np.int32), np.arange(2 * count, dtype=np.int32)
+            given = replace(step, tokens=self._blank[:count], vectors=Vectors(self._places[:count], entering))
         if not self._portion.last:
             return step, self._decoder.hidden(given), room
         logits = self._decoder.forward(given)
         return logits if room is None else room.logits.copy_(logits)
-
-    def _entered(self, step: Step, entering: Tensor) -> Step:
-        """The step with a vector in the place of each token, which the embedding of a later portion does not know."""
-        count = len(step.tokens)
-        if count > len(self._places):
-            self._blank, self._places = np.zeros(2 * count, np.int32), np.arange(2 * count, dtype=np.int32)
-        return replace(step, tokens=self._blank[:count], vectors=Vectors(self._places[:count], entering))
 
 
 class StagedDecoder:
