@@ -4,6 +4,7 @@ this machine reaches with the bare decoder, measured with nothing else running.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -79,59 +80,28 @@ class StepCost:
 
     def of(self, extent: StepExtent) -> RooflineCost:
         """The cost of a step of this extent."""
-        shape = self.shape
-        attention = self._attention_flops(extent)
-        flops, values = attention, float(extent.outputs > 0) * shape.hidden * shape.vocabulary
-        flops += 2.0 * shape.hidden * shape.vocabulary * extent.outputs
+        shape, experts, hidden = self.shape, self.shape.experts, self.shape.hidden
+        qkv = (shape.heads + 2 * shape.kv_heads) * shape.head_dim * hidden
+        out, head = shape.heads * shape.head_dim * hidden, hidden * shape.vocabulary
+        flops, values = 2.0 * head * extent.outputs, float(extent.outputs > 0) * head
+        attended = cached = 0.0
         for layer in range(shape.layers):
             passed = extent.outputs if layer == shape.layers - 1 else extent.tokens
-            flops += 2.0 * (self._qkv * extent.tokens + (self._out + self._mlp(layer)) * passed)
-            values += self._qkv + self._out + self._read_of_mlp(layer, passed)
-        cached = self._cached_values(extent) + extent.tokens * shape.cache_values
-        return RooflineCost(flops, self.item_bytes * (values + cached), attention)
-
-    @property
-    def _qkv(self) -> int:
-        return (self.shape.heads + 2 * self.shape.kv_heads) * self.shape.head_dim * self.shape.hidden
-
-    @property
-    def _out(self) -> int:
-        return self.shape.heads * self.shape.head_dim * self.shape.hidden
-
-    def _mlp(self, layer: int) -> int:
-        """Values of the weights that one token meets."""
-        dense = self._matrices * self.shape.inner(layer) * self.shape.hidden
-        experts = self.shape.experts
-        if experts is None or not self.shape.mixed(layer):
-            return dense
-        return dense + (experts.chosen * 3 * experts.intermediate + experts.count) * self.shape.hidden
-
-    def _read_of_mlp(self, layer: int, tokens: int) -> int:
-        """Values that so many tokens read at the most: all experts, once there are tokens enough to choose them."""
-        experts = self.shape.experts
-        if experts is None or not self.shape.mixed(layer):
-            return self._mlp(layer)
-        met = min(experts.count, experts.chosen * tokens)
-        dense = self._matrices * self.shape.inner(layer) * self.shape.hidden
-        return dense + (met * 3 * experts.intermediate + experts.count) * self.shape.hidden
-
-    @property
-    def _matrices(self) -> int:
-        return 3 if self.shape.gated else 2
-
-    def _attention_flops(self, extent: StepExtent) -> float:
-        """Queries by keys and weights by values: four operations for each value of a head and position seen."""
-        each = 4.0 * self.shape.heads * self.shape.head_dim
-        return sum(each * self._within(layer, extent.attended, extent.tokens) for layer in range(self.shape.layers))
-
-    def _cached_values(self, extent: StepExtent) -> float:
-        each = 2.0 * self.shape.kv_heads * self.shape.head_dim
-        return sum(each * self._within(layer, extent.read, extent.tokens) for layer in range(self.shape.layers))
-
-    def _within(self, layer: int, positions: int, tokens: int) -> int:
-        """Of these positions those that the layer's window leaves, of so many tokens, at the most."""
-        window = self.shape.windows[layer] if self.shape.windows else None
-        return positions if window is None else min(positions, tokens * window)
+            met = read = (3 if shape.gated else 2) * shape.inner(layer) * hidden  # values of weights
+            if experts is not None and shape.mixed(layer):
+                expert, router = 3 * experts.intermediate * hidden, experts.count * hidden
+                met += experts.chosen * expert + router
+                # All experts are read, once there are tokens enough to choose them.
+                read += min(experts.count, experts.chosen * passed) * expert + router
+            window = shape.windows[layer] if shape.windows else None
+            left = math.inf if window is None else extent.tokens * window  # positions that it leaves, at the most
+            attended, cached = attended + min(extent.attended, left), cached + min(extent.read, left)
+            flops += 2.0 * (qkv * extent.tokens + (out + met) * passed)
+            values += qkv + out + read
+        # Queries by keys and weights by values: four operations for each value of a head and position seen.
+        attention = 4.0 * shape.heads * shape.head_dim * attended
+        values += 2.0 * shape.kv_heads * shape.head_dim * cached + extent.tokens * shape.cache_values
+        return RooflineCost(flops + attention, self.item_bytes * values, attention)
 
 
 SEGMENT = 256  # tokens of a prompt in a step of prompts, at most

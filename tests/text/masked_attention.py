@@ -28,6 +28,21 @@ def masked_logits(shape: Shape, weights: Weights, tokens: Sequence[int], sees: S
     return _applied(_normed(x, weights.norm, shape), weights.head)
 
 
+def mixed_by_pages(
+    shape: Shape, cache, queries: Tensor, pages: Sequence[Tensor], sees: Sequence[int], window=None
+) -> Tensor:
+    """Float64 [rows, heads × head_dim] of `queries` [rows, heads, head_dim] over a layer's pages, those of each row."""
+    found = []
+    for query, own, seen in zip(queries.double(), pages, sees, strict=True):
+        held = [one[0, own].flatten(0, 1)[:seen].double() for one in (cache.keys, cache.values)]
+        keys, values = (one.repeat_interleave(shape.heads // shape.kv_heads, 1).transpose(0, 1) for one in held)
+        scores = torch.einsum("hd,hpd->hp", query, keys) / shape.head_dim**0.5
+        if window is not None:
+            scores[:, : max(0, seen - window)] = -torch.inf
+        found.append(torch.einsum("hp,hpd->hd", scores.softmax(-1), values).flatten())
+    return torch.stack(found)
+
+
 def _applied(x: Tensor, linear: Linear) -> Tensor:
     return F.linear(x, linear.weight.to(EXACT), None if linear.bias is None else linear.bias.to(EXACT))
 

@@ -104,27 +104,23 @@ def planned(paths, columns, tile=32, items=128, slots=8, split=512):
     return plan
 
 
-def test_samples_of_prompts_read_each_prompt_as_often_as_they_need_tiles():
+def test_what_samples_of_prompts_and_of_a_system_prompt_have_in_common_is_read_as_often_as_they_need_tiles():
     plan = planned(grouped([64, 40, 1], 32, 40), 40)
     assert plan.positions_read(np.full(105, 40 * PAGE)) == (2 + 2) * 1024 + 104 * 256 + 1280
     assert plan.begins.tolist() == [1024] * 104 + [0]
     assert plan.items[END].max() == 1024
     assert set((plan.items[END] - plan.items[BEGIN]).tolist()) == {512}
-
-
-def test_a_system_prompt_is_read_once_for_the_samples_of_all_prompts():
     plan = planned(grouped([6, 5, 3], 20, 24, system=9), 24)
     assert plan.positions_read(np.full(14, 24 * PAGE)) == (9 + 3 * 11 + 14 * 4) * PAGE
 
 
-def test_a_prefix_so_short_that_partial_results_take_longer_is_not_shared():
-    assert not planned(grouped([2, 2], 3, 8), 8).begins.any()
+@pytest.mark.parametrize(("counts", "shared", "worth"), [([2, 2], 3, False), ([2, 2], 4, True), ([5], 1, True)])
+def test_a_prefix_so_short_that_partial_results_take_longer_is_not_shared(counts, shared, worth):
+    assert planned(grouped(counts, shared, 8), 8).begins.any() == worth
     pages, whole = table(grouped([3, 2], 4, 8), 8), np.full(5, 7)
     for least, begin in ((12 * PAGE, 4 * PAGE), (12 * PAGE + 1, 0)):
         plan = PrefixPlanner(32, 512, least=least).plan(pages, whole, 128, 8)
         assert plan.begins.tolist() == [begin] * 5
-    assert planned(grouped([2, 2], 4, 8), 8).begins.all()
-    assert planned(grouped([5], 1, 8), 8).begins.all()
 
 
 def test_where_items_do_not_suffice_portions_are_longer_and_the_most_is_saved():

@@ -60,45 +60,27 @@ def answers(prompts=PROMPTS, run=run, **options):
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_text_is_that_of_the_whole_model(way):
-    assert answers(**way) == answers()
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("way", WAYS)
-def test_in_bfloat16_too(way):
-    assert answers(dtype="bfloat16", **way) == answers(dtype="bfloat16")
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("way", WAYS)
-def test_in_float16_too(way):
-    assert answers(dtype="float16", **way) == answers(dtype="float16")
-
-
-def test_no_stage_chooses_kernels_for_the_others(monkeypatch):
-    """Torch's choice among kernels of attention is the process's: a stage that leaves its own would end another's."""
-
-    def noting(*given):
-        allowed.add(torch.backends.cuda.flash_sdp_enabled())
-        return attended(*given)
-
-    allowed, attended = set(), torch_layers.of_group
-    monkeypatch.setattr(torch_layers, "of_group", noting)
-    answers(PROMPTS[:1], dtype="float16", parallel="layers")
-    assert allowed == {True}
+@pytest.mark.parametrize(
+    "dtype", ["float32", *(pytest.param(dtype, marks=pytest.mark.thorough) for dtype in ("bfloat16", "float16"))]
+)
+def test_text_is_that_of_the_whole_model(way, dtype):
+    assert answers(dtype=dtype, **way) == answers(dtype=dtype)
 
 
 def test_attention_in_float16_does_not_depend_on_which_kernels_are_allowed(monkeypatch):
-    """As it did where another stage had just allowed the faster one, between a stage's choice and its use."""
-    expected, attended = answers(PROMPTS[1:2], dtype="float16"), torch_layers.of_group
+    """Torch's choice among kernels is the process's: no stage makes one that another would lose by, and none
+    goes by that of another which has just allowed the faster kernel.
+    """
+    expected, attended, allowed = answers(PROMPTS[1:2], dtype="float16"), torch_layers.of_group, set()
 
     def beside_another(*given):
+        allowed.add(torch.backends.cuda.flash_sdp_enabled())
         with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
             return attended(*given)
 
     monkeypatch.setattr(torch_layers, "of_group", beside_another)
-    assert answers(PROMPTS[1:2], dtype="float16") == expected
+    assert answers(PROMPTS[1:2], dtype="float16", parallel="layers") == expected
+    assert allowed == {True}
 
 
 @pytest.mark.thorough
@@ -138,10 +120,11 @@ def test_micro_batches_are_the_step_in_parts(segments, rows, whole_segments, dat
         adapters = [np.repeat(part.adapters, part.lengths) for part in parts]
         assert np.array_equal(np.concatenate(adapters), np.repeat(step.adapters, step.lengths))
         assert [token for part in parts for token in part.tokens[part.wanted].tolist()] == (7 * wanted).tolist()
-        vectors = [(part, part.vectors) for part in parts if part.vectors is not None]
-        found = [token for part, own in vectors for token in part.tokens[own.places].tolist()]
-        assert found == (7 * places).tolist()
-        assert [value for _, own in vectors for value in own.values[:, 0].tolist()] == places.tolist()
+        own = [
+            (part.tokens[part.vectors.places], part.vectors.values[:, 0]) for part in parts if part.vectors is not None
+        ]
+        assert [token for tokens, _ in own for token in tokens.tolist()] == (7 * places).tolist()
+        assert [value for _, values in own for value in values.tolist()] == places.tolist()
         assert all(part.lengths.min() > 0 for part in parts)
         if whole_segments:
             assert sum(len(part.lengths) for part in parts) == len(starts)
@@ -200,10 +183,10 @@ def backend(model="tiny", devices=("cpu",), **options):
 @pytest.mark.parametrize(
     ("model", "options", "said"),
     [
-        pytest.param("tiny", {"stages": 9}, r"9 stages, and model 'tiny' has \d layers.*-B stages=", id="too many"),
-        pytest.param("tiny", {"split_points": (9,)}, r"has \d layers, 0 to \d", id="a point out of range"),
-        pytest.param("tiny", {"layers": "blocks"}, "are known. Leave -B layers out", id="an attribute"),
-        pytest.param("null", {}, "has no layers to cut. Leave -B parallel out", id="no layers"),
+        ("tiny", {"stages": 9}, r"9 stages, and model 'tiny' has \d layers.*-B stages="),
+        ("tiny", {"split_points": (9,)}, r"has \d layers, 0 to \d"),
+        ("tiny", {"layers": "blocks"}, "are known. Leave -B layers out"),
+        ("null", {}, "has no layers to cut. Leave -B parallel out"),
     ],
 )
 async def test_what_cannot_be_cut_so_says_why(model, options, said):

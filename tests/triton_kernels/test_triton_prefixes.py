@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from masked_attention import mixed_by_pages
 from random_models import LLAMA, VARIANTS, random_weights
 from steps import copy_row, step_of
 
@@ -34,10 +35,7 @@ SHARING = {
     "more prompts than items": (["aa", "bbbb", "bbbb", "aa", "bbbb"], [70, 129, 150, 72, 140], 1),
     "a page that one row has not filled yet": (["aaa", "aaa", "aa"], [97, 110, 80], 2),
 }
-SHAPES = [
-    pytest.param({"heads": 4, "kv_heads": 2, "head_dim": 16}, id="two heads share"),
-    pytest.param({"heads": 3, "kv_heads": 1, "head_dim": 20}, id="three heads share, of an odd size"),
-]
+SHAPES = [{"heads": 4, "kv_heads": 2, "head_dim": 16}, {"heads": 3, "kv_heads": 1, "head_dim": 20}]
 
 
 class Attending:
@@ -84,24 +82,16 @@ class Attending:
 
     def wanted(self):
         """As float64 has it."""
-        shape, found = self.shape, []
-        for row, seen in enumerate(self.sees.tolist()):
-            held = [
-                one[0, self.pages[row]].flatten(0, 1)[:seen].double() for one in (self.cache.keys, self.cache.values)
-            ]
-            keys, values = (one.repeat_interleave(shape.heads // shape.kv_heads, 1).transpose(0, 1) for one in held)
-            scores = torch.einsum("hd,hpd->hp", self.queries[row].double(), keys) / shape.head_dim**0.5
-            found.append(torch.einsum("hp,hpd->hd", scores.softmax(-1), values).flatten())
-        return torch.stack(found)
+        return mixed_by_pages(self.shape, self.cache, self.queries, self.pages, self.sees.tolist())
 
 
-@pytest.mark.parametrize("way", ["one program a row", "in portions"])
 @pytest.mark.parametrize("listed", [False, True], ids=["rows", "listed"])
 @pytest.mark.parametrize("name", SHARING)
-def test_rows_that_share_are_answered_as_by_themselves(monkeypatch, name, listed, way):
+def test_rows_that_share_are_answered_as_by_themselves(monkeypatch, name, listed):
+    """In one program a row, and in portions: the same bits."""
     names, sees, items = SHARING[name]
-    one = Attending(replace(LLAMA, heads=4, kv_heads=2, head_dim=16), names, sees)
-    monkeypatch.setattr(triton_layers, "FEW_PROGRAMS", 0 if way == "one program a row" else 1 << 20)
+    one = Attending(replace(LLAMA, **SHAPES[0]), names, sees)
+    monkeypatch.setattr(triton_layers, "FEW_PROGRAMS", 0)
     monkeypatch.setattr(triton_layers, "SHARED_QUERIES", 16)
     tile = triton_layers.shared_rows(one.shape, torch.float32)
     plan = one.plan(tile, items)
@@ -111,11 +101,11 @@ def test_rows_that_share_are_answered_as_by_themselves(monkeypatch, name, listed
     assert (together - one.wanted()).abs().max() < 1e-5
     own = torch.from_numpy(plan.begins == 0)
     assert torch.equal(together[own], alone[own])
-    monkeypatch.setattr(triton_layers, "FEW_PROGRAMS", 1 << 20 if way == "one program a row" else 0)
+    monkeypatch.setattr(triton_layers, "FEW_PROGRAMS", 1 << 20)
     assert torch.equal(one.mixed(plan, listed=listed), together)
 
 
-@pytest.mark.parametrize("heads", SHAPES)
+@pytest.mark.parametrize("heads", SHAPES, ids=str)
 def test_whole_tiles_of_rows_and_heads_are_right(heads):
     one = Attending(replace(LLAMA, **heads), ["aabb"] * 4 + ["aa"] * 3, [140] * 4 + [100] * 3)
     plan = one.plan(triton_layers.shared_rows(one.shape, torch.float32), 100)
@@ -182,16 +172,3 @@ def test_few_long_rows_beside_a_prompt_are_read_in_portions(monkeypatch):
         answers.append(one.forward(step_of((0, 150, [5]), (1, 0, TOKENS[:5]), (2, 40, [7]), last_only=True)).clone())
     assert [plan.begins.tolist() for plan in plans] == [[128, 0]]
     assert (answers[0] - answers[1]).abs().max() < 1e-4 * answers[1].abs().max()
-
-
-def test_kernels_that_answer_wrongly_of_what_rows_share_are_not_used(monkeypatch, caplog):
-    launch = TritonLayers._launch
-
-    def without_items(layers, kernel, *given, **sizes):
-        if kernel is not layers._kernels.attend_shared:
-            launch(layers, kernel, *given, **sizes)
-
-    monkeypatch.setattr(TritonLayers, "_launch", without_items)
-    one = decoder(LLAMA, kernels=True, graphs=False)
-    assert not isinstance(one._layers, TritonLayers)
-    assert "do not work here" in caplog.text

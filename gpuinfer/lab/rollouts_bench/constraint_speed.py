@@ -16,12 +16,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 if TYPE_CHECKING:
-    from gpuinfer.text.language.detokenizer import Encoded, Spelling
+    from gpuinfer.text.language.detokenizer import Encoded
     from gpuinfer.text.language.list_trie import Trie, Tries
-    from gpuinfer.text.language.list_walks import ListedMatcher, ListWalks
+    from gpuinfer.text.language.list_walks import ListedMatcher
 
 PLACES = 75  # of the map
 UNITS = 17  # that one power may have at most
+ORDER_WORDS = (" A", " F", " S", " C", " H", " -", ">\n", "</", "orders")
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 
@@ -29,25 +30,17 @@ class Vocabulary:
     """`size` tokens: the bytes, the words of orders, and words of no order. A `Codec`: the longest token first."""
 
     def __init__(self, size: int, seed: int = 0) -> None:
+        from gpuinfer.text.language.detokenizer import Spelling
+
         dice = random.Random(seed)
-        words = [f" {word}" for word in counted_places(dice)] + [
-            " A",
-            " F",
-            " S",
-            " C",
-            " H",
-            " -",
-            ">\n",
-            "</",
-            "orders",
-        ]
+        words = [*(f" {word}" for word in counted_places(dice)), *ORDER_WORDS]
         known = dict.fromkeys([bytes([byte]) for byte in range(256)] + [word.encode() for word in words])
         while len(known) < size:
             known[" ".join("".join(dice.choices(LETTERS, k=3)).lower() for _ in range(2)).encode()] = None
         self.pieces, self.size = list(known), size
         self.tokens = {piece: token for token, piece in enumerate(self.pieces)}
         self.hidden: frozenset[int] = frozenset()
-        self.spelling = self.literal = _spelling(self.pieces)
+        self.spelling = self.literal = Spelling(True, self.pieces.__getitem__)
 
     def encode(self, texts: Sequence[str], special_tokens: bool) -> list[Encoded]:
         return [np.array(list(self._tokens(text.encode())), np.int32) for text in texts]
@@ -64,12 +57,6 @@ class Vocabulary:
             found.append(self.tokens[text[place:end]])
             place = end
         return found
-
-
-def _spelling(pieces: Sequence[bytes]) -> Spelling:
-    from gpuinfer.text.language.detokenizer import Spelling
-
-    return Spelling(True, pieces.__getitem__)
 
 
 def counted_places(dice: random.Random) -> list[str]:
@@ -145,24 +132,16 @@ class ConstraintBench:
         self.start: ListedMatcher = ListedMatcher(self.tries.token_bytes(), self.trie)
         for token in self.codec.encode([self.listed.begin], False)[0]:  # type: ignore[union-attr]
             self.start.advance(int(token))
-        self.walks = self._scattered()
-
-    def _scattered(self) -> ListWalks:
-        """All rows inside their lists, each some tokens on."""
-        walks, dice = self.start.new_walks(self.rows), random.Random(0)
-        for row in range(self.rows):
-            walks.seat(row, self.start)
+        self.walks, dice = self.start.new_walks(rows), random.Random(0)
+        for row in range(rows):  # inside their lists, each some tokens on
+            self.walks.seat(row, self.start)
+            own = self.slots[row : row + 1]
             for _ in range(dice.randrange(20)):
-                self._say(walks, row, dice)
-        return walks
-
-    def _say(self, walks: ListWalks, row: int, dice: random.Random) -> None:
-        rules = walks.rules(self.slots[row : row + 1])
-        if rules is None:
-            raise ValueError("a row has left its list.")
-        token = dice.choice(rules.ids[: rules.starts[1]].tolist())
-        if walks.advance(self.slots[row : row + 1], np.array([token], np.int32))[0]:
-            walks.seat(row, self.start)
+                if (rules := self.walks.rules(own)) is None:
+                    raise ValueError("a row has left its list.")
+                token = dice.choice(rules.ids[: rules.starts[1]].tolist())
+                if self.walks.advance(own, np.array([token], np.int32))[0]:
+                    self.walks.seat(row, self.start)
 
     def build(self, times: int) -> ConstraintCost:
         """From the tokens of all lines to the compiled list."""
@@ -170,9 +149,8 @@ class ConstraintBench:
 
         said = self.tries.token_bytes()
         lines, tag = spelt_lines(self.listed, self.codec, said), tag_of(self.listed.begin, said)
-        return ConstraintCost(
-            f"build {len(self.listed.items)} orders", _median(lambda: build_trie(lines, tag, said, True), times)
-        )
+        (taken,) = _in_turns([lambda: build_trie(lines, tag, said, True)], times)
+        return ConstraintCost(f"build {len(self.listed.items)} orders", taken)
 
     def steps(self, times: int) -> Iterator[ConstraintCost]:
         """What the own engine does in a step, with lists of tokens and with masks."""
@@ -266,12 +244,6 @@ def _timed(run: Callable[[], object]) -> float:
     begun = time.perf_counter()
     run()
     return time.perf_counter() - begun
-
-
-def _median(run: Callable[[], object], times: int) -> float:
-    """In milliseconds."""
-    run()
-    return 1e3 * median(_timed(run) for _ in range(times))
 
 
 def _in_turns(runs: Sequence[Callable[[], object]], times: int) -> list[float]:

@@ -208,19 +208,14 @@ class ForcedInfer(InferWrapper):
         self._answers = answers
 
     async def __call__(self, payload: Any, **ways: Any) -> Any:
-        answer = self._answer(payload)
+        if (answer := self._answers.get(payload.key)) is None:
+            raise WorkError(
+                f"the record has no answer to {payload.key}: the games have gone another way than when they were "
+                "recorded. Compare with an environment that keeps to its seed."
+            )
         free = msgspec.structs.replace(
             payload.sampling, constraint=None, max_tokens=answer.length, min_tokens=0, ignore_eos=True
         )
         found: Generation = await self._own(msgspec.structs.replace(payload, sampling=free), **ways)
         replaced = tuple(msgspec.structs.replace(one, text=answer.text) for one in found.completions)
         return msgspec.structs.replace(found, completions=replaced)
-
-    def _answer(self, prompt: Prompt) -> RecordedAnswers:
-        try:
-            return self._answers[prompt.key]
-        except KeyError:
-            raise WorkError(
-                f"the record has no answer to {prompt.key}: the games have gone another way than when they were "
-                "recorded. Compare with an environment that keeps to its seed."
-            ) from None

@@ -77,7 +77,9 @@ def peak(wanted: SelectedCases) -> RolloutsCase:
 def engines(wanted: SelectedCases) -> RolloutsCase:
     ways = [
         RolloutsVariant(
-            _counted(count, "engine"), {"backend": "fleet"}, {"replicas": str(count), "backend": wanted.backend}
+            f"{count} engine{'s' if count > 1 else ''}",
+            {"backend": "fleet"},
+            {"replicas": str(count), "backend": wanted.backend},
         )
         for count in wanted.engines
     ]
@@ -127,7 +129,3 @@ def named_cases(names: Sequence[str]) -> list[Callable[[SelectedCases], Rollouts
         if name not in CASES:
             raise UnknownName("case", name, CASES, label="Cases")
     return [CASES[name] for name in CASES if name in names]
-
-
-def _counted(count: int, word: str) -> str:
-    return f"{count} {word}" if count == 1 else f"{count} {word}s"

@@ -48,7 +48,15 @@ def rollouts_document(found: Sequence[tuple[RolloutsCase, Document]], left_out: 
         "verdict": " ".join(case_verdict(case, document) for case, document in found if document["comparison"])
         or "Nothing was measured to the end.",
         "rollouts": {
-            "cases": [_of_case(case, document) for case, document in found],
+            "cases": [
+                {
+                    "name": case.name,
+                    "title": case.title,
+                    "ways": [row["name"] for row in document["comparison"]],
+                    "verdict": case_verdict(case, document),
+                }
+                for case, document in found
+            ],
             "game": None,
             "steps": [],
             "processor": [],
@@ -62,11 +70,6 @@ def processor_document(document: dict[str, Any], costs: Sequence[Mapping[str, An
     said = "; ".join(f"{one['name']}: {number(one['ratio'])}× {one['beside']}" for one in pairs)
     section = {"cases": [], "game": None, "steps": [], "processor": list(costs)}
     return {**document, "verdict": f"{said}.", "rollouts": section}
-
-
-def _of_case(case: RolloutsCase, document: Document) -> dict[str, Any]:
-    names = [row["name"] for row in document["comparison"]]
-    return {"name": case.name, "title": case.title, "ways": names, "verdict": case_verdict(case, document)}
 
 
 def case_verdict(case: RolloutsCase, document: Document) -> str:
@@ -170,12 +173,23 @@ def _row(row: Mapping[str, Any], report: Mapping[str, Any] | None) -> list[str]:
 
 
 def _more(own: Mapping[str, Any]) -> Iterator[Table]:
+    def tokens(row: Mapping[str, Any]) -> list[str]:
+        counts = [whole(row[name]) for name in ("calls", "prompt", "cached", "completion")]
+        return [row["name"], *counts, number(row["completion"] / row["calls"]) if row["calls"] else ""]
+
     if (game := own["game"]) is not None:
-        steps_rows = [*map(_tokens, game["by_step"]), _tokens({"name": "all", **game["all"]})]
-        yield Table(TOKENS, steps_rows, "Tokens of one game, by step")
-        yield Table(TOKENS, [*map(_tokens, game["by_agent"])], "Tokens of one game, by agent")
+        rows = [*map(tokens, game["by_step"]), tokens({"name": "all", **game["all"]})]
+        yield Table(TOKENS, rows, "Tokens of one game, by step")
+        yield Table(TOKENS, [*map(tokens, game["by_agent"])], "Tokens of one game, by agent")
     if own["steps"]:
-        yield Table(STEPS, [_steps(one) for one in own["steps"]], "Steps of the trainer")
+        rows = []
+        for one in own["steps"]:
+            starved = sum(wait > WAITING * wall for wait, wall in zip(one["wait_s"], one["wall_s"], strict=True))
+            kinds = Counter(kind for kind in one["stalls"] if kind).most_common()
+            times = [short(median(one[name])) for name in ("wall_s", "train_s", "wait_s", "rollout_s")]
+            stalls = ", ".join(f"{kind} {count}" for kind, count in kinds)
+            rows.append([way_of(one["way"]), whole(len(one["wall_s"])), *times, whole(starved), stalls])
+        yield Table(STEPS, rows, "Steps of the trainer")
 
 
 def _notes(own: Mapping[str, Any]) -> Iterator[Note]:
@@ -187,26 +201,11 @@ def _notes(own: Mapping[str, Any]) -> Iterator[Note]:
             f"{number(found['cached'])} computed before, and {number(found['completion'])} drawn",
         )
     if own["steps"]:
-        yield "buffer", "; ".join(_waits(one) for one in own["steps"])
-
-
-def _waits(one: Mapping[str, Any]) -> str:
-    waited, lasted = sum(one["wait_s"]), sum(one["wall_s"])
-    share = waited / lasted if lasted else 0.0
-    return f"{way_of(one['way'])}: {short(median(one['wall_s']))} a step, {share:.0%} of it waiting"
-
-
-def _tokens(row: Mapping[str, Any]) -> list[str]:
-    counts = [whole(row[name]) for name in ("calls", "prompt", "cached", "completion")]
-    return [row["name"], *counts, number(row["completion"] / row["calls"]) if row["calls"] else ""]
-
-
-def _steps(one: Mapping[str, Any]) -> list[str]:
-    starved = sum(wait > WAITING * wall for wait, wall in zip(one["wait_s"], one["wall_s"], strict=True))
-    kinds = Counter(kind for kind in one["stalls"] if kind)
-    times = [short(median(one[name])) for name in ("wall_s", "train_s", "wait_s", "rollout_s")]
-    said = ", ".join(f"{kind} {count}" for kind, count in kinds.most_common())
-    return [way_of(one["way"]), whole(len(one["wall_s"])), *times, whole(starved), said]
+        waits = []
+        for one in own["steps"]:
+            share = sum(one["wait_s"]) / (sum(one["wall_s"]) or 1.0)
+            waits.append(f"{way_of(one['way'])}: {short(median(one['wall_s']))} a step, {share:.0%} of it waiting")
+        yield "buffer", "; ".join(waits)
 
 
 def draw_steps(axes: Axes, document: Document) -> None:

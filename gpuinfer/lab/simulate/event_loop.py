@@ -8,7 +8,7 @@ import heapq
 import itertools
 import math
 import random
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
@@ -22,7 +22,7 @@ from gpuinfer.errors import UsageError
 from gpuinfer.fleet.routing_policies import DEFAULT_POLICY, ReplicaLoad, RoutedRequest, make_policy
 from gpuinfer.lab.simulate.outcome import SimulationOutcome
 from gpuinfer.lab.simulate.simulated_replica import Running, SimulatedReplica
-from gpuinfer.stats import Lane, Snapshot, merge_snapshots
+from gpuinfer.stats import Lane, merge_snapshots
 
 
 class ArrivalFeed(Protocol):
@@ -86,12 +86,12 @@ class ClosedFeed:
         """
         return self._plan(client, now + max(least_s, self._load.think_s(self._dice)))
 
-    def wants_more(self, now: float) -> bool:
-        """Whether a client that were answered now would ask again."""
+    def asks_more(self, now: float) -> bool:
+        """Whether a client that is answered now asks again."""
         return self._left >= 1 and now <= self._until
 
     def _plan(self, client: Hashable, at: float) -> bool:
-        if self._left < 1 or at > self._until:
+        if not self.asks_more(at):
             return False
         self._left -= 1
         heapq.heappush(self._due, (at, next(self._numbers), client))
@@ -300,7 +300,9 @@ class Simulation:
                     replica.end(running, now)
                 touched.append(replica)
             if feed.taken >= warm_taken or now >= warm_at:
-                self._count_from_here()
+                for replica in self.replicas:  # what is counted begins here
+                    replica.count_from_here()
+                self._began = replace(self._mark(), rows=0, requests=0, busy_s=0.0, lanes_s=0.0)
                 warm_taken = warm_at = math.inf
             if self._full is None and (self._ebbs or (open_loop and feed.next_at == math.inf)):
                 self._full = self._mark()
@@ -316,16 +318,11 @@ class Simulation:
         or there was no cut at all.
         """
         for replica in self.replicas:
-            asks_again = self._closed is not None and self._closed.wants_more(self.now)
+            asks_again = self._closed is not None and self._closed.asks_more(self.now)
             if replica.core.queue.rows and (asks_again or not replica.core.batches):
                 raise replica.uncut()
             replica.dispatch(self.now, draining=True)
         return bool(self._events)
-
-    def _count_from_here(self) -> None:
-        for replica in self.replicas:
-            replica.count_from_here()
-        self._began = replace(self._mark(), rows=0, requests=0, busy_s=0.0, lanes_s=0.0)
 
     def _mark(self) -> Mark:
         seen = merge_snapshots(replica.snapshot() for replica in self.replicas)
@@ -341,6 +338,12 @@ class Simulation:
         seconds = until.now - began.now
         limits = self._limits
         capacity = self._service.capacity(limits.max_rows) * limits.in_flight * len(self.replicas)
+        notices, offered = [notice for one in snapshots for notice in one.notices], self._arrivals.rows_per_s
+        if offered is not None and offered > capacity:
+            notices.append(
+                f"offered {offered:,.0f} rows/s > capacity {capacity:,.0f} rows/s: the queue grows, and so do "
+                f"these times, the longer it lasts and until it is full. Offer less, or add replicas."
+            )
         return SimulationOutcome(
             snapshot=merge_snapshots(snapshots),
             replicas=snapshots,
@@ -353,19 +356,9 @@ class Simulation:
             served_requests_per_s=_rate(until.requests, seconds),
             utilisation=_rate(until.busy_s, until.lanes_s),
             capacity_rows_per_s=capacity,
-            notices=tuple(overload_notices(snapshots, self._arrivals.rows_per_s, capacity)),
+            notices=tuple(dict.fromkeys(notices)),
         )
 
 
 def _rate(count: float, seconds: float) -> float:
     return count / seconds if seconds > 0 else 0.0
-
-
-def overload_notices(snapshots: Sequence[Snapshot], offered: float | None, capacity: float) -> Iterator[str]:
-    """What the strategies and the load have to say, each once."""
-    yield from dict.fromkeys(notice for snapshot in snapshots for notice in snapshot.notices)
-    if offered is not None and offered > capacity:
-        yield (
-            f"offered {offered:,.0f} rows/s > capacity {capacity:,.0f} rows/s: the queue grows, and so do "
-            f"these times, the longer it lasts and until it is full. Offer less, or add replicas."
-        )

@@ -147,8 +147,13 @@ def solve(
         why = f"{whole(offered or 0)} rows/s are offered, and each serves {number(capacity)}"
         return Solution(target_s, None, [], f"Over {MOST:,} replicas would be needed: {why}. Use faster ones.")
     while not meets(enough):
-        if _in_vain(tried, below, enough, target_s) or 2 * enough > MOST:
-            return Solution(target_s, None, _sorted(tried), _defeat(tried[enough], target_s))
+        few, many = tried.get(below), tried[enough]
+        in_vain = 2 * enough > MOST
+        if few is not None:  # whether twice the replicas have brought quicker answers, or more of them
+            quicker = many.p95 > target_s and many.p95 < GAIN * few.p95
+            in_vain |= not quicker and GAIN * many.outcome.served_share <= few.outcome.served_share
+        if in_vain:
+            return Solution(target_s, None, [tried[count] for count in sorted(tried)], _defeat(many, target_s))
         below, enough = enough, 2 * enough
     while enough - below > 1:
         middle = (below + enough) // 2
@@ -156,20 +161,8 @@ def solve(
             enough = middle
         else:
             below = middle
-    return Solution(target_s, enough, _sorted(tried), _victory(tried, enough, target_s, offered, capacity))
-
-
-def _in_vain(tried: dict[int, ReplicaTrial], before: int, now: int, target_s: float) -> bool:
-    """Whether twice the replicas have brought next to nothing of what is lacking: quicker answers, or more of them."""
-    if before not in tried:
-        return False
-    few, many = tried[before], tried[now]
-    quicker = many.p95 > target_s and many.p95 < GAIN * few.p95
-    return not quicker and GAIN * many.outcome.served_share <= few.outcome.served_share
-
-
-def _sorted(tried: dict[int, ReplicaTrial]) -> list[ReplicaTrial]:
-    return [tried[replicas] for replicas in sorted(tried)]
+    answer = _victory(tried, enough, target_s, offered, capacity)
+    return Solution(target_s, enough, [tried[count] for count in sorted(tried)], answer)
 
 
 def _defeat(last: ReplicaTrial, target_s: float) -> str:

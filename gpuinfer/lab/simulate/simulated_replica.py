@@ -110,7 +110,9 @@ class SimulatedReplica:
         self.woken, self._alone = True, False
 
     def dispatch(self, now: float, *, draining: bool = False) -> None:
-        """Do what the core decides, and ask to be called again in time."""
+        """Do what the core decides, and ask to be called again in time. Raises `StrategyError` for a strategy that puts
+        a cut off for ever.
+        """
         self.woken = False
         if not self.core.queue.rows:
             return
@@ -118,7 +120,12 @@ class SimulatedReplica:
         while not isinstance(step := self.core.decide(now, len(self._free), draining=draining), float):
             in_vain = False
             if isinstance(step, Cut):
-                self._launch(step, now)
+                batch, lane = self.core.launch(step, now), self._free.pop()
+                self._postponed = 0
+                lane.enter("forward")
+                seconds = self._service_s(step.rows, now)
+                ends = now + seconds + self._turn_s(len(step.requests))
+                self._schedule(ends, self, Running(batch, lane, now, seconds))
             elif isinstance(step, Fault):
                 raise step.error
             else:
@@ -126,7 +133,13 @@ class SimulatedReplica:
                     self._settle(request, "expired", now)
         self._rung = False
         if in_vain and self._free:
-            self._look_in_vain()
+            # The strategy's time has come, and it has put the cut off. During a batch it may wait for its end, as long
+            # as anything happens; and it may wait for each client.
+            idle = len(self._free) == len(self.lanes)
+            self._postponed = self._postponed + 1 if idle or self._alone else 0
+            self._alone = True
+            if self._postponed > POSTPONED + len(self.core.queue.clients):
+                raise self.uncut(f"it has put that off {self._postponed:,} times in a row")
         if step < math.inf:
             self._ring_at(step)
 
@@ -147,25 +160,6 @@ class SimulatedReplica:
         strategy = self.core.strategy
         said = f"{blame.who(strategy)} {self.core.uncut}, and {why}"
         return StrategyError(f"{said}. Choose another with --strategy. {blame.cure_for(strategy)}")
-
-    def _look_in_vain(self) -> None:
-        """The strategy's time has come, and it has put the cut off. Raises when it does so for ever.
-
-        During a batch it may wait for its end, as long as anything happens; and it may wait for each client.
-        """
-        idle = len(self._free) == len(self.lanes)
-        self._postponed = self._postponed + 1 if idle or self._alone else 0
-        self._alone = True
-        if self._postponed > POSTPONED + len(self.core.queue.clients):
-            raise self.uncut(f"it has put that off {self._postponed:,} times in a row")
-
-    def _launch(self, cut: Cut, now: float) -> None:
-        batch = self.core.launch(cut, now)
-        self._postponed = 0
-        lane = self._free.pop()
-        lane.enter("forward")
-        seconds = self._service_s(cut.rows, now)
-        self._schedule(now + seconds + self._turn_s(len(cut.requests)), self, Running(batch, lane, now, seconds))
 
     def _settle(self, request: Request, outcome: str, now: float) -> None:
         """A request that was let in ends."""

@@ -110,7 +110,11 @@ class CpuPath:
                 processed,
             )
 
-        self._lanes.share(run, values.size if rules is None else logits_looked_at(values.shape[1], rules))
+        looked_at = values.size
+        if rules is not None:
+            few = int((rules.kinds == cpu_draw.ONLY).sum())
+            looked_at = int(rules.starts[-1]) + values.shape[1] * (len(rules.kinds) - few)
+        self._lanes.share(run, looked_at)
         wanted = records["logprobs"][slots].astype(np.int64)
         wanting = np.flatnonzero((wanted >= 0) & (tokens >= 0)) if self._slots.with_logprobs else NO_ROWS
         most = np.minimum(wanted[wanting], values.shape[1])
@@ -134,12 +138,6 @@ class CpuPath:
 
     def close(self) -> None:
         self._lanes.close()
-
-
-def logits_looked_at(vocabulary: int, rules: TokenRules) -> int:
-    """How many logits a draw looks at."""
-    few = rules.kinds == cpu_draw.ONLY
-    return int(rules.starts[-1]) + vocabulary * int(len(few) - few.sum())
 
 
 def scratch(vocabulary: int) -> tuple[NDArray[Any], ...]:

@@ -51,7 +51,10 @@ class PendingDraw:
         """
         found = self._queued.finish(kept)
         tokens = found.codes
-        bad = _bad(tokens) if len(tokens) and tokens.min() < 0 else {}
+        bad: dict[int, RequestError] = {}
+        if len(tokens) and tokens.min() < 0:
+            bad = {int(row): draw_failure(int(tokens[row])) for row in np.flatnonzero(tokens < 0)}
+            tokens[list(bad)] = -1
         logprobs: list[Logprob | None] = [None] * len(tokens)
         if found.described is not None:
             wanted, chosen = self._wanted[found.rows], tokens[found.rows]
@@ -176,13 +179,6 @@ def logprobs_of(described: Described, chosen: NDArray[np.int32], wanted: NDArray
     ranks, logprobs, likeliest = described
     columns = (chosen, ranks, logprobs, likeliest, wanted)
     return [logprob_of(*row) for row in zip(*(column.tolist() for column in columns), strict=True)]
-
-
-def _bad(tokens: NDArray[np.int32]) -> dict[int, RequestError]:
-    """Why rows have failed; their tokens become -1."""
-    bad = {int(row): draw_failure(int(tokens[row])) for row in np.flatnonzero(tokens < 0)}
-    tokens[list(bad)] = -1
-    return bad
 
 
 def draw_failure(code: int) -> RequestError:

@@ -40,7 +40,12 @@ def check_sampling(sampling: Sampling, vocabulary: int) -> None:
     _whole("prompt_logprob_start", sampling.prompt_logprob_start, 0)
     _whole("seed", sampling.seed, SEEDS.start, SEEDS.stop - 1)
     if sampling.logit_bias:
-        _check_biases(sampling, vocabulary)
+        _at_most("logit_bias", len(sampling.logit_bias), MAX_BIASES)
+        _in_vocabulary("logit_bias", sampling.logit_bias, vocabulary)
+        for token, bias in sampling.logit_bias.items():
+            if not math.isfinite(bias):
+                cure = "Give a finite number; -100 bars a token in practice."
+                raise BadPrompt(f"logit_bias of token {token} is {bias}. {cure}")
     if sampling.stop:
         _at_most("stop", len(sampling.stop), MAX_STOPS)
         if (length := sum(map(len, sampling.stop))) > LONGEST_STOPS:
@@ -48,16 +53,6 @@ def check_sampling(sampling: Sampling, vocabulary: int) -> None:
     if sampling.stop_token_ids:
         _at_most("stop_token_ids", len(sampling.stop_token_ids), MAX_STOP_TOKENS)
         _in_vocabulary("stop_token_ids", sampling.stop_token_ids, vocabulary)
-
-
-def _check_biases(sampling: Sampling, vocabulary: int) -> None:
-    _at_most("logit_bias", len(sampling.logit_bias), MAX_BIASES)
-    _in_vocabulary("logit_bias", sampling.logit_bias, vocabulary)
-    for token, bias in sampling.logit_bias.items():
-        if not math.isfinite(bias):
-            raise BadPrompt(
-                f"logit_bias of token {token} is {bias}. Give a finite number; -100 bars a token in practice."
-            )
 
 
 def _within(name: str, value: float, least: float, most: float, open_below: bool = False) -> None:
@@ -168,8 +163,17 @@ class SamplingSlots:
         begun: NDArray[np.int32] = NO_TOKENS,
     ) -> None:
         """Start an answer in the slot, after the tokens `begun`. Raises BadPrompt, the slot as it was."""
-        settings = self._checked(sampling)
-        seen = np.union1d(self._prompt_tokens(sampling, prompt), begun) if is_penalised(sampling) else NO_TOKENS
+        if self._last is None or self._last[0] is not sampling:
+            check_sampling(sampling, self._vocabulary)
+            self._last = sampling, settings_of(sampling)
+        settings, seen, penalised = self._last[1], NO_TOKENS, is_penalised(sampling)
+        if sampling.repetition_penalty != 1.0 and len(prompt):  # else no penalty asks for the prompt's tokens
+            seen = np.unique(prompt).astype(np.int32)
+            if seen[0] < 0 or seen[-1] >= self._vocabulary:
+                ends = f"{seen[0]} to {seen[-1]}"
+                raise BadPrompt(f"the prompt has tokens {ends}. The model's are 0 to {self._vocabulary - 1}.")
+        if penalised:
+            seen = np.union1d(seen, begun)
         self.release(slot)
         seed = self._seed if sampling.seed is None else sampling.seed
         named = hash_of(key) if sampling.seed is None else 0
@@ -180,7 +184,7 @@ class SamplingSlots:
             self.bias_values.put(slot, list(sampling.logit_bias.values()))
         if lengths[1]:
             self.stops.put(slot, sampling.stop_token_ids)
-        if is_penalised(sampling):
+        if penalised:
             self.seen_ids.put(slot, seen)
             self.seen_counts.put(slot, np.bincount(np.searchsorted(seen, begun), minlength=len(seen)))
             self.penalised.add(slot)
@@ -210,23 +214,6 @@ class SamplingSlots:
             self.seen_ids.values,
             self.seen_counts.values,
         )
-
-    def _checked(self, sampling: Sampling) -> tuple[Any, ...]:
-        if self._last is None or self._last[0] is not sampling:
-            check_sampling(sampling, self._vocabulary)
-            self._last = sampling, settings_of(sampling)
-        return self._last[1]
-
-    def _prompt_tokens(self, sampling: Sampling, prompt: NDArray[np.int32]) -> NDArray[np.int32]:
-        """The different tokens of the prompt, as far as a penalty asks for them."""
-        if sampling.repetition_penalty == 1.0 or not len(prompt):
-            return NO_TOKENS
-        tokens = np.unique(prompt).astype(np.int32)
-        if tokens[0] < 0 or tokens[-1] >= self._vocabulary:
-            raise BadPrompt(
-                f"the prompt has tokens {tokens[0]} to {tokens[-1]}. The model's are 0 to {self._vocabulary - 1}."
-            )
-        return tokens
 
 
 def settings_of(sampling: Sampling) -> tuple[Any, ...]:

@@ -119,43 +119,33 @@ def edited(values: Tensor, sent: Mapping[str, Tensor]) -> Tensor:
     if "bias_at" in sent:
         at = sent["bias_at"]
         flat[at] = flat[at] + sent["bias_values"].view(torch.float64).float()
-    if "seen_at" in sent:
-        penalise(flat, sent, values.shape[1])
+    if "seen_at" in sent:  # see `cpu_values.penalise`
+        at, counts = sent["seen_at"], sent["seen_counts"].float()
+        rows = at.div(values.shape[1], rounding_mode="floor")
+        repetition, presence, frequency = (
+            sent[name].view(torch.float64).float()[rows] for name in ("repetition", "presence", "frequency")
+        )
+        found = flat[at]
+        found = torch.where(found > 0, found / repetition, found * repetition)
+        flat[at] = torch.where(counts > 0, (found - frequency * counts) - presence, found)
     if "masks" in sent:
         words = sent["masks"].view(torch.int32).view(len(values), -1)
         values.masked_fill_(~allowed(words, values.shape[1]), -torch.inf)
     if "barred_at" in sent:
         flat.index_fill_(0, sent["barred_at"], -torch.inf)
-    if "early_at" in sent:
-        bar_ends(values, sent["early_at"])
+    if "early_at" in sent:  # end and stop tokens of early rows, but for those that would be left with nothing
+        at = sent["early_at"]
+        rows, before = at.div(values.shape[1], rounding_mode="floor"), flat[at]
+        flat.index_fill_(0, at, -torch.inf)
+        emptied = values.amax(1) == -torch.inf
+        flat[at] = torch.where(emptied[rows], before, -torch.inf)
     return values
-
-
-def penalise(flat: Tensor, sent: Mapping[str, Tensor], vocabulary: int) -> None:
-    """See `cpu_values.penalise`."""
-    at, counts = sent["seen_at"], sent["seen_counts"].float()
-    rows = at.div(vocabulary, rounding_mode="floor")
-    repetition, presence, frequency = (
-        sent[name].view(torch.float64).float()[rows] for name in ("repetition", "presence", "frequency")
-    )
-    found = flat[at]
-    found = torch.where(found > 0, found / repetition, found * repetition)
-    flat[at] = torch.where(counts > 0, (found - frequency * counts) - presence, found)
 
 
 def allowed(words: Tensor, vocabulary: int) -> Tensor:
     """bool [rows, vocabulary] from bits, int32 [rows, words]."""
     bits = torch.arange(32, dtype=torch.int32, device=words.device)
     return ((words[:, :, None] >> bits) & 1).bool().flatten(1)[:, :vocabulary]
-
-
-def bar_ends(values: Tensor, at: Tensor) -> None:
-    """Take end and stop tokens away from early rows, but for those that would be left with nothing."""
-    flat, rows = values.view(-1), at.div(values.shape[1], rounding_mode="floor")
-    before = flat[at]
-    flat.index_fill_(0, at, -torch.inf)
-    emptied = values.amax(1) == -torch.inf
-    flat[at] = torch.where(emptied[rows], before, -torch.inf)
 
 
 # Draws
