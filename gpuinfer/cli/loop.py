@@ -174,7 +174,8 @@ def _network(options: LoopOptions, seed: int) -> tuple[ModelSpec, dict[str, Any]
     spec: ModelSpec | None = made.model()
     if spec is None:
         raise UsageError(f"--model {options.model} is no network, and has nothing to learn. Name one, such as blobnet.")
-    return spec, made.sources()
+    deciding = made.deciding_settings()
+    return spec, {name: deciding[name] for name in ("rules", "network", "opponent_network")}
 
 
 def _refuse_what_training_refuses(plan: LoopPlan, spec: ModelSpec, merged: Settings) -> None:
