@@ -153,5 +153,4 @@ BOARD = [7 + (k - 7) // 42 * 42 + COLUMNS[(k - 7) % 42 // 6] * 6 + (k - 7) % 6 f
 WronglyMirrored = _game(  # mirrors actions, and leaves the board as it is
     "WronglyMirrored", Mirrored, symmetries=lambda *given: [([*range(6, -1, -1), *range(7, 91)], [*range(6, -1, -1)])]
 )
-Shifted = _game("Shifted", Mirrored, symmetries=lambda *given: [([*COLUMNS, *range(7, 91)], COLUMNS)])
 ShiftedBoard = _game("ShiftedBoard", Mirrored, symmetries=lambda *given: [([*COLUMNS, *BOARD], COLUMNS)])

@@ -35,10 +35,10 @@ def test_records_say_the_symmetries_of_their_game_and_training_turns_positions(t
     assert losses[0] != losses[1]
 
 
-@pytest.mark.parametrize("name", ["WronglyMirrored", "Shifted", "ShiftedBoard"])
-def test_a_symmetry_that_is_none_is_found_before_a_run_and_by_the_kit(name):
+def test_a_symmetry_that_is_none_is_found_before_a_run_and_by_the_kit():
+    """One of which only the edges of the board tell."""
     with pytest.raises(OutOfBounds, match="symmetry 0 of `symmetries` turns"):
-        refuse_symmetries(getattr(broken, name)(), games=1000, seconds=30.0)
+        refuse_symmetries(broken.ShiftedBoard(), games=1000, seconds=30.0)
 
 
 def test_a_true_symmetry_is_borne_out_and_a_wrong_one_named_before_anything_is_played(tmp_path):
