@@ -172,14 +172,11 @@ def execute(values: Mapping[str, Any]) -> int:
         raise WorkError(f"{options.out} cannot be written: {error.strerror}. Give another --out.") from error
     finally:
         if found:
-            size = len(content)
-            from gpuinfer.models import onnx_export
-
             furthest, shapes = _worst(found), zip(network.outputs, network.layout.shapes, strict=True)
             document = {
                 "schema": SCHEMA,
                 "file": str(options.out),
-                "bytes": size,
+                "bytes": len(content),
                 "kept": furthest <= options.tolerance,
                 "opset": onnx_export.OPSET,
                 "inputs": {onnx_export.INPUT: [onnx_export.BATCH, subject.spec.inputs]},

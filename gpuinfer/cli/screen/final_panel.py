@@ -51,7 +51,10 @@ def panel_rows(report: Mapping[str, Any], trying_s: float | None = None) -> Iter
     yield from _batches(report.get("batches") or {})
     yield from _pages(report.get("pages") or {})
     yield from _unmasking(report.get("unmasking") or {})
-    yield from _stages(report.get("stages") or {})
+    if seen := report.get("stages"):  # of a model that is cut
+        busy = ", ".join(f"{_layers(*stage['layers'])} {stage['busy_share']:.0%}" for stage in seen["stages"])
+        micro = f"{whole(seen['micro_batches'])} micro-batches, {seen['bubble_share']:.0%} bubbles"
+        yield PanelRow("stages", f"{seen['parallel']}, busy: {busy}; {micro}")
     for key, name in TIMES.items():
         values = report.get(key) or {}
         if any(values.values()):
@@ -171,15 +174,6 @@ def _unmasking(found: Mapping[str, float]) -> Iterator[PanelRow]:
     idle = f"{found['idle_share']:.0%} committed nothing" if found["idle_forwards"] else ""
     anew = f"{found['computed_share']:.0%} of positions computed anew"
     yield PanelRow("forwards", ", ".join(filter(None, [whole(found["forwards"]), tokens, idle, anew])))
-
-
-def _stages(found: Mapping[str, Any]) -> Iterator[PanelRow]:
-    """Of a model that is cut."""
-    if not found:
-        return
-    busy = ", ".join(f"{_layers(*stage['layers'])} {stage['busy_share']:.0%}" for stage in found["stages"])
-    micro = f"{whole(found['micro_batches'])} micro-batches, {found['bubble_share']:.0%} bubbles"
-    yield PanelRow("stages", f"{found['parallel']}, busy: {busy}; {micro}")
 
 
 def _layers(first: int, last: int) -> str:
