@@ -164,6 +164,9 @@ def test_each_run_has_prompts_of_its_own_where_there_are_enough_and_only_ours_ar
     given = FilePrompts([[number] for number in range(needed(sizes, repeats))])
     taken = [one for repeat in range(repeats + 1) for one in given.of(repeat, max(sizes))]
     assert sorted(taken) == list(given.tokens)
+    drawn = DrawnPrompts(9, (0,), seed=1)
+    assert drawn.of(0, 4) == drawn.of(0, 4) != drawn.of(1, 4)
+    assert {token for one in drawn.of(2, 50) for token in one} == set(range(1, 9))
     masked = work(unmasking=Unmasking(decoder="threshold", threshold=0.5))
     assert masked.order("batched")["unmasking"]["threshold"] == 0.5
     assert masked.order("vllm")["unmasking"] is None

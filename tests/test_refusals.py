@@ -76,6 +76,7 @@ BENCH --compare order=up,down --order up | 2 | --compare and --order both name v
 BENCH --compare seconds=1,2 -B seconds=1 | 2 | --compare and -B both name values of 'seconds'
 BENCH --compare parrot,inprocess | 2 | --compare and --backend
 bench count --compare parrot -B parot.seconds=1 | 2 | no backend named 'parot' … 'parrot'
+bench count --backend parot -B seconds=0,1ms | 2 | no backend named 'parot' … 'parrot'
 bench count --compare parrot,inprocess -B seconds | 2 | -B seconds=VALUE
 BENCH --seconds soon | 2 | --seconds: 'soon' is no time
 BENCH --repeats 0 | 2 | --repeats
