@@ -1,19 +1,34 @@
-"""`gpuinfer rollouts` as people run it, with the instant model: a process of its own, and what it leaves on disk."""
+"""A rollout run: `gpuinfer rollouts` in a process of its own, with the instant model, and what it leaves on disk; or a
+group played in this process, by the engine and the player without a command around them.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 from forking import Forked, own_environment
 
+from gpuinfer.api import ModelSpec, Setup
+from gpuinfer.backends.inprocess import InProcess
+from gpuinfer.generation import Sampling
+from gpuinfer.rollouts.agent import ChatEncoder
 from gpuinfer.rollouts.files import read
+from gpuinfer.rollouts.gameplay import GroupPlayer, PlayPlan
+from gpuinfer.rollouts.guarded_environment import open_environment
 from gpuinfer.rollouts.record import Group
+from gpuinfer.runtime.session import Session
+from gpuinfer.strategies.dynamic import Dynamic
+from gpuinfer.text.checkpoint import open_checkpoint
+from gpuinfer.text.language import open_language
 
 SECONDS = 120  # after which a process that does not end has failed
 HERE = Path(__file__).parent
+TABLES = "rollout_tables"
 INSTANT = HERE.parent / "generate" / "instant.py"
 
 
@@ -59,3 +74,24 @@ def timeless(group: Group) -> object:
 
 
 OF_TIME = ("timing", "cached_tokens", "started", "seconds")
+
+
+def language_of(name: str) -> Any:
+    checkpoint = open_checkpoint(ModelSpec(name, kind="text"))
+    return open_language(checkpoint.language, checkpoint.shape)
+
+
+@contextlib.asynccontextmanager
+async def player(
+    environment: str, options: Sequence[str] = (), *, model: str = "tiny", slots: int = 8, **plan: Any
+) -> AsyncIterator[GroupPlayer]:
+    spec = ModelSpec(model, arguments={"slots": slots, "context": 512}, kind="text")
+    setup = Setup(model=spec, seed=plan.get("seed", 0))
+    name = environment if ":" in environment or environment == "arithmetic" else f"{TABLES}:{environment}"
+    plan.setdefault("sampling", Sampling(max_tokens=6, logprobs=0, processed_logprobs=True))
+    chat = ChatEncoder(language_of(model))
+    try:
+        async with Session(InProcess(setup), Dynamic(setup)) as session:
+            yield GroupPlayer(session, open_environment(name, options), PlayPlan(**plan), chat)
+    finally:
+        chat.close()

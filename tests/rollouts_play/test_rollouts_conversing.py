@@ -6,7 +6,7 @@ import json
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from playing_here import language_of
+from rollouts_run import language_of
 from text.tiny import END, copy_of, tiny_checkpoint
 
 from gpuinfer.errors import BadPrompt, UsageError

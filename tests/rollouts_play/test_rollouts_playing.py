@@ -3,8 +3,7 @@ import math
 import re
 
 import pytest
-from playing_here import HERE, player
-from rollouts_run import timeless
+from rollouts_run import TABLES, player, timeless
 
 from gpuinfer.errors import WorkError
 from gpuinfer.rollouts.reference_model import ReferenceModel
@@ -65,7 +64,7 @@ async def test_a_game_that_fails_is_recorded_and_played_again():
 async def test_an_environment_that_makes_no_sense_ends_the_run_by_name(kind, plan, said):
     with pytest.raises(WorkError, match=said) as caught:
         await played("Crooked", f"kind={kind}", attempts=2, model="null", **plan)
-    assert f"environment '{HERE}:Crooked'" in str(caught.value)
+    assert f"environment '{TABLES}:Crooked'" in str(caught.value)
     assert "group 0 could not be played: 4 games ended in an error, from 2 starts" in str(caught.value)
 
 
@@ -79,7 +78,7 @@ async def test_an_environment_that_makes_no_sense_ends_the_run_by_name(kind, pla
 async def test_what_is_amiss_with_an_environment_is_logged_once(words, said, caplog):
     await played(*words, samples=2, model="null", attempts=1, max_turns=2)
     (record,) = caplog.records
-    assert record.getMessage().startswith(f"environment '{HERE}:{words[0]}' (")
+    assert record.getMessage().startswith(f"environment '{TABLES}:{words[0]}' (")
     assert re.search(said, record.getMessage(), re.S)
 
 
