@@ -9,65 +9,46 @@ import jsonschema
 import pytest
 from msgspec import structs
 from text.tiny import tiny_checkpoint
-from text.toy import Generating, alone, joined, toy_generator
+from text.toy import WAIT_S, Gate, Generating, alone, joined, prompt, toy_generator
 
 from gpuinfer.api import ModelSpec, Request, Setup
 from gpuinfer.backends.inprocess import InProcess
 from gpuinfer.engine.engine import Engine
 from gpuinfer.engine.stream import PartStream, Unread
 from gpuinfer.errors import BackendDied, BadPrompt, Closed, Expired, UsageError
-from gpuinfer.generation import Constraint, Prompt, Sampling
+from gpuinfer.generation import Constraint
 from gpuinfer.report.report import schema
 from gpuinfer.strategies.dynamic import Dynamic
 from gpuinfer.testing import assert_ok, check_backend
 from gpuinfer.text.model import FEW
 
-WAIT_S = 60.0
 SLOTS = 4
-
-
-def prompt(text="abc", max_tokens=5, samples=1, **more):
-    sampling = Sampling(max_tokens=max_tokens, ignore_eos=True, **more)
-    return Prompt(text=text, key=text, samples=samples, sampling=sampling)
-
-
 PROMPTS = [prompt(text, 2 + number) for number, text in enumerate(("a", "bc", "def", "ghij", "klm", "no", "p"))]
-
-
-class Gate:
-    """Holds the generator before its next step, or the one after so many, until it is opened."""
-
-    def __init__(self, generator, after=0):
-        self.reached, self.open, self._free = threading.Event(), threading.Event(), iter(range(after))
-        self._forward = generator.decoder.forward
-        generator.decoder.forward = self._held
-
-    def _held(self, step):
-        if next(self._free, None) is not None:
-            return self._forward(step)
-        self.reached.set()
-        assert self.open.wait(WAIT_S)
-        return self._forward(step)
-
-    async def closed_on_a_step(self):
-        assert await asyncio.to_thread(self.reached.wait, WAIT_S)
+ANSWERS = [alone(one) for one in PROMPTS]
 
 
 @asynccontextmanager
-async def serving(generator=None, **more):
-    """An engine over a toy generator with four slots."""
-    async with running(Generating(generator or toy_generator(SLOTS)), **more) as engine:
-        yield engine
-
-
-@asynccontextmanager
-async def running(backend, **more):
-    engine = Engine(backend, Dynamic(), **more)
+async def serving(backend=None, **more):
+    """An engine over a toy generator with four slots, or over this backend."""
+    engine = Engine(backend or Generating(toy_generator(SLOTS)), Dynamic(), **more)
     await engine.start()
     try:
         yield engine
     finally:
         await engine.close(drain=False)
+
+
+@asynccontextmanager
+async def gated(**more):
+    """An engine, and the gate before a step of its generator."""
+    generator = toy_generator(SLOTS)
+    gate = Gate(generator, more.pop("after", 0))
+    async with serving(Generating(generator), **more) as engine:
+        yield engine, gate
+
+
+async def reached(gate):
+    assert await asyncio.to_thread(gate.reached.wait, WAIT_S)
 
 
 def asked(engine, *prompts, **more):
@@ -80,68 +61,37 @@ async def outcomes(tasks):
     return [type(one) if isinstance(one, BaseException) else one.completions for one in found]
 
 
-def answers(prompts):
-    return [alone(one) for one in prompts]
-
-
-def run(main):
-    """The test as a coroutine on a real loop, as the generator's thread needs one."""
-
-    def test(*arguments, **more):
-        asyncio.run(main(*arguments, **more))
-
-    test.__name__, test.__doc__ = main.__name__, main.__doc__
-    return test
-
-
-@run
-async def test_more_prompts_than_slots_get_the_answers_they_get_alone():
+async def test_more_prompts_than_slots_are_answered_as_alone_a_bad_one_fails_alone_and_steps_are_counted():
     async with serving() as engine:
-        wanted = [*PROMPTS, prompt("xyz", samples=3)]
-        assert await outcomes(asked(engine, *wanted)) == answers(wanted)
-
-
-@run
-async def test_a_prompt_that_cannot_be_served_fails_alone():
-    async with serving() as engine:
-        bad = prompt("what the alphabet lacks: ¿")
-        found = await outcomes(asked(engine, PROMPTS[0], bad, PROMPTS[1]))
-        assert found == [alone(PROMPTS[0]), BadPrompt, alone(PROMPTS[1])]
-        assert engine.snapshot().errors["failed"] == 1
-
-
-@run
-async def test_the_steps_are_the_batches_and_the_slots_are_told():
-    async with serving() as engine:
-        await outcomes(asked(engine, *PROMPTS))
+        samples, bad = prompt("xyz", samples=3), prompt("what the alphabet lacks: ¿")
+        foreign = structs.replace(prompt("abc"), adapter="mine")
+        found = await outcomes(asked(engine, *PROMPTS, samples, bad, foreign))
+        assert found == [*ANSWERS, alone(samples), BadPrompt, BadPrompt]
         snapshot, counters = engine.snapshot(), engine.backend.driver.counters()
-        assert snapshot.slots == SLOTS
+        assert snapshot.errors["failed"] == 2
+        assert snapshot.slots == SLOTS >= max(snapshot.batches)
         assert sum(snapshot.batches.values()) == counters["steps"]
         assert sum(rows * count for rows, count in snapshot.batches.items()) == counters["rows"]
         assert {rows: count for rows, (count, _) in snapshot.batch_s.items()} == snapshot.batches
-        assert max(snapshot.batches) <= SLOTS
-        assert 1 <= sum(snapshot.reasons.values()) <= len(PROMPTS)
+        assert 1 <= sum(snapshot.reasons.values()) <= len(PROMPTS) + 3
+        with pytest.raises(BadPrompt, match="adapter 'mine'"):
+            await engine.submit(foreign)
 
 
-@run
 async def test_a_cancelled_answer_frees_its_slots_for_others():
-    generator = toy_generator(SLOTS)
-    gate = Gate(generator)
-    async with serving(generator) as engine:
+    async with gated() as (engine, gate):
         [endless] = asked(engine, prompt("a", 60, samples=SLOTS))
-        await gate.closed_on_a_step()
+        await reached(gate)
         waiting = asked(engine, *PROMPTS)
         endless.cancel()
         await asyncio.wait({endless})
         gate.open.set()
-        assert await outcomes(waiting) == answers(PROMPTS)
+        assert await outcomes(waiting) == ANSWERS
         assert engine.snapshot().errors["cancelled"] == 1
-        assert engine.backend.driver.counters()["output_tokens"] <= SLOTS + sum(
-            each.sampling.max_tokens for each in PROMPTS
-        )
+        most = SLOTS + sum(each.sampling.max_tokens for each in PROMPTS)
+        assert engine.backend.driver.counters()["output_tokens"] <= most
 
 
-@run
 async def test_what_is_cancelled_while_its_prompt_is_understood_never_takes_a_slot():
     generator = toy_generator(16)
     begun, go_on, prepare = threading.Event(), threading.Event(), generator.prepare
@@ -152,7 +102,7 @@ async def test_what_is_cancelled_while_its_prompt_is_understood_never_takes_a_sl
         return prepare(prompts)
 
     generator.prepare = slowly
-    async with serving(generator) as engine:
+    async with serving(Generating(generator)) as engine:
         tasks = asked(engine, *(prompt("abc", 3) for _ in range(FEW + 1)))
         assert await asyncio.to_thread(begun.wait, WAIT_S)
         tasks[0].cancel()
@@ -162,19 +112,15 @@ async def test_what_is_cancelled_while_its_prompt_is_understood_never_takes_a_sl
         assert engine.backend.driver.counters()["output_tokens"] == 3 * FEW
 
 
-@run
 async def test_a_prompt_expires_while_others_have_the_slots():
-    generator = toy_generator(SLOTS)
-    gate = Gate(generator)
-    async with serving(generator) as engine:
+    async with gated() as (engine, gate):
         first = asked(engine, *PROMPTS[:SLOTS])
-        await gate.closed_on_a_step()
-        assert await outcomes(asked(engine, prompt(), timeout=0.01)) == [Expired]
+        await reached(gate)
+        assert await outcomes(asked(engine, prompt("abc"), timeout=0.01)) == [Expired]
         gate.open.set()
-        assert await outcomes(first) == answers(PROMPTS[:SLOTS])
+        assert await outcomes(first) == ANSWERS[:SLOTS]
 
 
-@run
 async def test_a_generator_that_dies_fails_all_there_are_and_all_that_come():
     generator = toy_generator(SLOTS)
 
@@ -182,13 +128,12 @@ async def test_a_generator_that_dies_fails_all_there_are_and_all_that_come():
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
     generator.decoder.forward = lost
-    async with serving(generator) as engine:
+    async with serving(Generating(generator)) as engine:
         assert set(await outcomes(asked(engine, *PROMPTS))) == {BackendDied}
-        assert await outcomes(asked(engine, prompt())) == [BackendDied]
+        assert await outcomes(asked(engine, prompt("abc"))) == [BackendDied]
 
 
-@run
-async def test_the_stations_of_a_lane_sum_to_the_time_it_is_open():
+async def test_the_stations_of_a_lane_sum_to_the_time_it_is_open_and_constraints_are_booked_as_such():
     ticks = itertools.count()
     async with serving(clock=lambda: float(next(ticks))) as engine:
         lane, prompts = engine.lanes
@@ -200,126 +145,114 @@ async def test_the_stations_of_a_lane_sum_to_the_time_it_is_open():
         # whether memory is touched for the first time is the system's
         assert stations.keys() - {"first touch"} == {"prefill", "forward", "sample", "reply", "idle"}
         assert prompts.stations().keys() == {"understand", "idle"}
-
-
-@run
-async def test_what_a_constraint_costs_is_booked_as_such_before_the_first_step_and_after():
-    async with serving() as engine:
         await outcomes(asked(engine, prompt("a", 4, constraint=Constraint(regex="[abc]{8}"))))
-        assert all(lane.visits().get("constrain") for lane in engine.lanes)
+        assert all(lane.visits().get("constrain") for lane in engine.lanes)  # before the first step and after
 
 
-@run
 async def test_closing_answers_what_is_under_way_and_fails_what_waits():
-    generator = toy_generator(SLOTS)
-    gate = Gate(generator)
-    async with serving(generator) as engine:
+    async with gated() as (engine, gate):
         tasks = asked(engine, *PROMPTS)
-        await gate.closed_on_a_step()
+        await reached(gate)
         closing = asyncio.ensure_future(engine.close(drain=False))
         await asyncio.sleep(0)
         gate.open.set()
         await asyncio.wait_for(closing, WAIT_S)
-        found = await outcomes(tasks)
-        assert found == [*answers(PROMPTS[:SLOTS]), *(Closed for _ in PROMPTS[SLOTS:])]
-    assert generator.decoder.closed
+        assert await outcomes(tasks) == [*ANSWERS[:SLOTS], *(Closed for _ in PROMPTS[SLOTS:])]
+    assert engine.backend.generator.decoder.closed
 
 
-@run
 async def test_closing_waits_only_so_long_for_a_step():
-    generator = toy_generator(SLOTS)
-    gate = Gate(generator)
-    async with serving(generator, patience_s=0.05) as engine:
+    async with gated(patience_s=0.05) as (engine, gate):
         tasks = asked(engine, *PROMPTS)
-        await gate.closed_on_a_step()
+        await reached(gate)
         await engine.close(drain=False)
         assert await outcomes(tasks) == [Closed for _ in PROMPTS]
         gate.open.set()
 
 
-@run
 async def test_a_stream_that_nobody_follows_gives_its_slots_back():
-    generator = toy_generator(SLOTS)
-    gate = Gate(generator, after=3)  # else the longer ones may have come to their ends too
-    async with serving(generator) as engine:
-        text = engine.backend.text
-        stream = text.stream([Request(prompt("a", 1)), Request(prompt("b", 60)), Request(prompt("c", 60))])
+    async with gated(after=3) as (engine, gate):  # else the longer ones may have come to their ends too
+        stream = engine.backend.text.stream([Request(prompt(text, most)) for text, most in zip("abc", (1, 60, 60))])  # noqa: B905
         assert (await anext(stream)).value.completions == alone(prompt("a", 1))
         await stream.aclose()
         gate.open.set()
-        assert await outcomes(asked(engine, *PROMPTS)) == answers(PROMPTS)
+        assert await outcomes(asked(engine, *PROMPTS)) == ANSWERS
         assert engine.backend.driver.counters()["finished"] == 1 + len(PROMPTS)
+
+
+# Answers that are read while they grow
 
 
 def reading(engine, one):
     return PartStream(lambda on_part: engine.submit(one, rows=one.samples, on_part=on_part))
 
 
-@run
 async def test_what_is_read_as_it_grows_is_what_is_answered():
     async with serving() as engine:
-        wanted = [
-            *PROMPTS,
-            prompt("xyz", samples=3),
-            prompt("stopped", 40, stop=("e", "qu")),
-            prompt("told", logprobs=1),
-        ]
+        stopped, told = prompt("stopped", 40, stop=("e", "qu")), prompt("told", logprobs=1)
+        wanted = [*PROMPTS, prompt("xyz", samples=3), stopped, told]
         streams = [reading(engine, one) for one in wanted]
         others = asked(engine, *PROMPTS)
         for one, stream in zip(wanted, streams, strict=True):
             assert joined([part async for part in stream]) == list(alone(one))
             assert stream.result.completions == alone(one)
-        assert await outcomes(others) == answers(PROMPTS)
+        assert await outcomes(others) == ANSWERS
 
 
-@run
 async def test_a_reader_that_leaves_frees_its_slots_at_the_next_step():
-    generator = toy_generator(SLOTS)
-    gate = Gate(generator)
-    async with serving(generator) as engine:
+    async with gated() as (engine, gate):
         leaving, staying = reading(engine, prompt("ab", 9, samples=2)), reading(engine, prompt("c", 9, samples=2))
-        await gate.closed_on_a_step()
+        await reached(gate)
         await leaving.aclose()
         gate.open.set()
         assert joined([part async for part in staying]) == list(alone(prompt("c", 9, samples=2)))
-        assert {len(step.pages) for step in generator.decoder.steps[1:]} == {2}
+        assert {len(step.pages) for step in engine.backend.generator.decoder.steps[1:]} == {2}
 
 
-@run
 async def test_a_reader_that_does_not_read_stalls_no_other_and_is_owed_one_part_a_sample():
     async with serving() as engine:
-        unread = Unread()
+        unread, parts = Unread(), []
         late = asked(engine, prompt("late", 40, samples=2), on_part=unread.add)
-        assert await outcomes(asked(engine, *PROMPTS)) == answers(PROMPTS)
+        assert await outcomes(asked(engine, *PROMPTS)) == ANSWERS
         await outcomes(late)
-        parts = []
         while unread:
             parts.append(unread.take())
         assert [part.sample for part in parts] == [0, 1]
         assert joined(parts) == list(alone(prompt("late", 40, samples=2)))
 
 
+# The backend in this process
+
+
 def text_backend(name, **options):
-    return InProcess(Setup(devices=("cpu",), model=ModelSpec(name, kind="text")), context=64, **options)
+    return InProcess(
+        Setup(devices=("cpu",), model=ModelSpec(name, kind="text")), context=64, **{"slots": SLOTS, **options}
+    )
 
 
-def test_the_backend_in_this_process_keeps_all_promises_of_one_with_slots():
-    assert_ok(check_backend(lambda: text_backend("null", slots=8)))
+GREEDY = [prompt("The tide " * (1 + number), 8, temperature=0.0) for number in range(6)]
 
 
-@run
+async def whole(tasks):
+    return await asyncio.wait_for(asyncio.gather(*tasks), WAIT_S)
+
+
+@pytest.mark.parametrize("files", [False, True])
+def test_it_keeps_all_promises_also_with_files_whose_weights_can_be_exchanged(files):
+    name = str(tiny_checkpoint("qwen2")) if files else "null"
+    findings = check_backend(lambda: text_backend(name, slots=8))
+    assert_ok(findings)
+    assert "changes its weights" in {finding.name for finding in findings}
+
+
 async def test_weights_are_exchanged_while_it_runs():
     """The second folder's answers are those of a backend that has started with it."""
     folders = [str(tiny_checkpoint("qwen2", seed=seed)) for seed in (0, 1)]
-    wanted, texts = [greedy_prompt(number) for number in range(3)], {}
-
-    async def whole(tasks):
-        return await asyncio.wait_for(asyncio.gather(*tasks), WAIT_S)
-
+    wanted, texts = GREEDY[:3], {}
     for version, folder in zip(("", "v1"), folders, strict=True):
-        async with running(text_backend(folder, slots=SLOTS)) as engine:
+        async with serving(text_backend(folder)) as engine:
             texts[version] = [answer.completions[0].text for answer in await whole(asked(engine, *wanted))]
-    async with running(text_backend(folders[0], slots=SLOTS)) as engine:
+    async with serving(text_backend(folders[0])) as engine:
         under_way = asked(engine, *wanted)
         await asyncio.sleep(0)
         await engine.backend.update("v1", folders[1])
@@ -328,48 +261,20 @@ async def test_weights_are_exchanged_while_it_runs():
         assert {answer.versions for answer in after} == {("v1",)}
         for number, answer in enumerate(await whole(under_way)):
             assert answer.completions[0].text == texts[answer.version][number]
-        with pytest.raises(UsageError, match="no weights at"):
-            await engine.backend.update("v2", "nowhere")
-        with pytest.raises(UsageError, match="adapter_config"):
-            await engine.backend.update("v2", folders[0], adapter="mine")
+        for place, adapter, said in (("nowhere", None, "no weights at"), (folders[0], "mine", "adapter_config")):
+            with pytest.raises(UsageError, match=said):
+                await engine.backend.update("v2", place, adapter=adapter)
         assert {answer.version for answer in await whole(asked(engine, *wanted))} == {"v1"}
 
 
-@run
-async def test_a_prompt_for_an_adapter_is_refused_and_its_neighbours_are_answered():
-    async with serving() as engine:
-        refused, answered = await asyncio.gather(
-            *asked(engine, structs.replace(prompt(), adapter="mine"), prompt()), return_exceptions=True
-        )
-    assert isinstance(refused, BadPrompt)
-    assert "adapter 'mine'" in str(refused)
-    assert answered.completions == alone(prompt())
-
-
-def test_the_backend_keeps_all_promises_with_files_whose_weights_can_be_exchanged():
-    findings = check_backend(lambda: text_backend(str(tiny_checkpoint("qwen2")), slots=8))
-    assert_ok(findings)
-    assert "changes its weights" in {finding.name for finding in findings}
-
-
-@run
 async def test_a_real_model_answers_in_company_as_alone_and_tells_what_it_takes():
-    greedy = [greedy_prompt(number) for number in range(6)]
-    engine = Engine(text_backend("tiny", slots=SLOTS), Dynamic())
-    await engine.start()
-    try:
-        together = await outcomes(asked(engine, *greedy))
-        assert together == [(await outcomes(asked(engine, one)))[0] for one in greedy]
+    async with serving(text_backend("tiny")) as engine:
+        together = await outcomes(asked(engine, *GREEDY))
+        assert together == [(await outcomes(asked(engine, one)))[0] for one in GREEDY]
         device = engine.backend.device()
         jsonschema.validate(device["model"], schema()["properties"]["model"])
         assert (device["model"]["slots"], device["model"]["context"]) == (SLOTS, 64)
         assert device["model"]["estimated_bytes"] > device["model"]["cache_bytes"] > 0
         assert device["tokens"]["output"] == 2 * sum(len(found[0].tokens) for found in together)
-    finally:
-        await engine.close()
     with pytest.raises(Closed):
-        await engine.submit(greedy[0])
-
-
-def greedy_prompt(number):
-    return prompt("The tide " * (1 + number), 8, temperature=0.0)
+        await engine.submit(GREEDY[0])

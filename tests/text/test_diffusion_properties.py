@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-from collections import defaultdict
-from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -13,7 +11,8 @@ from counts import examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from msgspec import structs
-from text.toy import LETTERS, joined
+from text.company import arrivals, check_company
+from text.toy import LETTERS
 from text.unmasking import KINDS, decoder_of, generator_over, run
 
 from gpuinfer.config import registry
@@ -23,18 +22,6 @@ from gpuinfer.text.diffusion.unmasking_plan import with_threshold
 LENGTH = 72
 NAMES = registry.names("decoders")
 OPTIONS = {"block-refinement": {"edit_threshold": 0.3}, "dream": {"algorithm": "margin", "temperature": 0.5}}
-
-
-@dataclass(frozen=True)
-class Arrival:
-    """A prompt, the step before which it comes, and the step before which nobody wants it any more; whether its answer
-    is given out in parts.
-    """
-
-    prompt: Prompt
-    step: int
-    cancelled: int | None
-    parts: bool
 
 
 def prompts(kind: str) -> st.SearchStrategy[Prompt]:
@@ -80,16 +67,9 @@ def prompts(kind: str) -> st.SearchStrategy[Prompt]:
 @st.composite
 def mixes(draw: Any) -> dict[str, Any]:
     kind = draw(st.sampled_from(list(KINDS)))
-    arrivals = st.builds(
-        Arrival,
-        prompts(kind),
-        step=st.integers(0, 20),
-        cancelled=st.one_of(st.none(), st.none(), st.none(), st.integers(0, 30)),
-        parts=st.booleans(),
-    )
     return {
         "kind": kind,
-        "coming": draw(st.lists(arrivals, min_size=1, max_size=9)),
+        "coming": draw(st.lists(arrivals(prompts(kind), 20), min_size=1, max_size=9)),
         "slots": draw(st.integers(2, 5)),
         "step_tokens": draw(st.sampled_from([1, 24, 100, 1000])),
         "most_parts_s": draw(st.sampled_from([math.inf, 2000.0, 1e-9])),
@@ -103,48 +83,21 @@ def lone(kind: str) -> Any:
 
 def alone(kind: str, prompt: Prompt) -> tuple[Completion, ...]:
     """Each sample by itself, with nothing else there."""
-    found = []
-    for number in range(prompt.samples):
-        (outcome,) = run(lone(kind), [replaced(prompt, samples=1, first_sample=prompt.first_sample + number)])
-        found += outcome.completions
-    return tuple(found)
+    numbers = range(prompt.first_sample, prompt.first_sample + prompt.samples)
+    each = [run(lone(kind), [structs.replace(prompt, samples=1, first_sample=number)])[0] for number in numbers]
+    return tuple(completion for outcome in each for completion in outcome.completions)
 
 
-def replaced(prompt: Prompt, **changes: Any) -> Prompt:
-    return structs.replace(prompt, **changes)
+def check(kind, coming, slots, step_tokens, most_parts_s):
+    generator, useful = generator_over(decoder_of(kind, slots, LENGTH), step_tokens, most_parts_s), []
 
-
-def check(kind: str, coming: list[Arrival], slots: int, step_tokens: int, most_parts_s: float) -> None:
-    generator = generator_over(decoder_of(kind, slots, LENGTH), step_tokens, most_parts_s)
-    waiting = sorted(enumerate(coming), key=lambda entry: entry[1].step)
-    prepared = generator.prepare([arrival.prompt for arrival in coming])
-    outcomes: dict[object, object] = {}
-    given: dict[object, list[Part]] = defaultdict(list)
-    dropped, useful, step = set(), 0, 0
-    while waiting or generator.busy:
-        while waiting and waiting[0][1].step <= step and waiting[0][1].prompt.samples <= generator.free_slots:
-            number, _ = waiting.pop(0)
-            generator.add(number, replace(prepared[number], parts=coming[number].parts))
-        dropped |= {n for n, arrival in enumerate(coming) if arrival.cancelled == step and generator.cancel(n)}
-        stepped = generator.step()
-        useful += stepped.output_tokens
+    def watch(stepped):
         assert stepped.tokens <= stepped.positions
-        for number, part in stepped.parts:
-            assert number not in outcomes
-            given[number].append(part)
-        for number, outcome in stepped.finished:
-            assert number not in outcomes
-            outcomes[number] = outcome
-        step += 1
-        assert step < 5000
-    assert outcomes.keys() == set(range(len(coming))) - dropped
-    for number, outcome in outcomes.items():
-        assert isinstance(outcome, Generation), outcome
-        assert outcome.completions == alone(kind, coming[number].prompt)
-        assert joined(given[number]) == (list(outcome.completions) if coming[number].parts else [])
+        useful.append(stepped.output_tokens)
+
+    outcomes, dropped = check_company(generator, coming, lambda prompt: alone(kind, prompt), watch)
     if not dropped and not any(arrival.prompt.sampling.stop for arrival in coming):
-        assert useful == sum(len(one.tokens) for outcome in outcomes.values() for one in outcome.completions)
-    assert generator.free_slots == slots
+        assert sum(useful) == sum(len(one.tokens) for outcome in outcomes.values() for one in outcome.completions)
 
 
 @settings(max_examples=examples(60), deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -174,8 +127,8 @@ def test_an_answer_that_is_taken_up_elsewhere_goes_on_as_if_it_had_never_stopped
     kind, prompt, shares = case
     whole = alone(kind, prompt)
     begun = tuple(one.tokens[: round(share * len(one.tokens))] for one, share in zip(whole, shares, strict=True))
-    given: list[tuple[object, Part]] = []
-    (outcome,) = run(lone(kind), [replaced(prompt, begun=begun)], given)
+    given: list[tuple[int, Part]] = []
+    (outcome,) = run(lone(kind), [structs.replace(prompt, begun=begun)], given)
     assert isinstance(outcome, Generation), outcome
     assert outcome.completions == whole
     for sample, (one, before) in enumerate(zip(whole, begun, strict=True)):

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from text import diffusion_reference as reference
 from text.diffusion_oracle import embedding_of, predictions
-from text.tiny_diffusion import MASK, tiny_diffusion
+from text.tiny_diffusion import FAMILIES, MASK, tiny_diffusion
 from text.unmasking import generator_of, run
 
 from gpuinfer.generation import Generation, Prompt, Sampling, Unmasking
@@ -61,9 +61,8 @@ def test_lladas_procedure_with_guidance(length, block, steps, scale):
 def test_dreams_procedure(algorithm, prompt, length, steps):
     generator, model = opened("dream")
     expected = reference.dream(model, MASK, PROMPTS[prompt], length, steps, algorithm)
-    assert (
-        answered(generator, PROMPTS[prompt], length, steps=steps, options={"algorithm": algorithm}) == expected.tokens
-    )
+    found = answered(generator, PROMPTS[prompt], length, steps=steps, options={"algorithm": algorithm})
+    assert found == expected.tokens
 
 
 PICKS = {
@@ -86,21 +85,15 @@ def test_rules_of_which_masks(rule):
         assert found == expected.tokens
 
 
-def test_credit():
-    generator, model = opened("llada")
-    for length, block in ((20, 20), (19, 8)):
-        expected = reference.credit(model, MASK, PROMPTS[5], length, block, 0.7)
-        found = answered(generator, PROMPTS[5], length, decoder="credit", threshold=0.7, block_length=block)
-        assert found == expected.tokens
-
-
-def test_smoothing():
+def test_credit_and_smoothing():
     generator, model = opened("llada")
     embedding = embedding_of(tiny_diffusion("llada"))
     for length, block in ((20, 20), (19, 8)):
+        how = {"threshold": 0.7, "block_length": block}
+        expected = reference.credit(model, MASK, PROMPTS[5], length, block, 0.7)
+        assert answered(generator, PROMPTS[5], length, decoder="credit", **how) == expected.tokens
         expected = reference.smoothing(model, embedding, MASK, PROMPTS[5], length, block, 0.7)
-        found = answered(generator, PROMPTS[5], length, decoder="smoothing", threshold=0.7, block_length=block)
-        assert found == expected.tokens
+        assert answered(generator, PROMPTS[5], length, decoder="smoothing", **how) == expected.tokens
 
 
 @pytest.mark.parametrize("edit", [0.0, 0.5])
@@ -110,20 +103,22 @@ def test_llada2s_procedure(prompt, length, threshold, edit):
     generator, model = opened("llada2")
     block = generator.decoder.shape.masking.block
     expected = reference.block_refinement(model, MASK, PROMPTS[prompt], length, block, block, threshold, edit)
-    found = answered(generator, PROMPTS[prompt], length, threshold=threshold, options={"edit_threshold": edit})
-    assert found == expected.tokens
+    how = {"threshold": threshold, "options": {"edit_threshold": edit}}
+    for cache in ("none", "exact"):
+        assert answered(generator, PROMPTS[prompt], length, cache=cache, **how) == expected.tokens
 
 
 @pytest.mark.parametrize("steps", [1, 2, 3])
 def test_sdars_procedure(steps):
     generator, model = opened("sdar")
-    block = generator.decoder.shape.masking.block
-    blocks = 6
+    block, blocks = generator.decoder.shape.masking.block, 6
     canvas = [*PROMPTS[8]]
     for _ in range(blocks):  # what lies behind a block is not seen
-        filled = reference.by_blocks(model, MASK, canvas, block, block, steps, reference.sdar(0.6))
-        canvas += filled.tokens
-    found = answered(
-        generator, PROMPTS[8], blocks * block, threshold=0.6, steps=steps * blocks, options={"least": "quota"}
-    )
-    assert found == canvas[8:]
+        canvas += reference.by_blocks(model, MASK, canvas, block, block, steps, reference.sdar(0.6)).tokens
+    how = {"threshold": 0.6, "steps": steps * blocks, "options": {"least": "quota"}}
+    for cache in ("none", "exact"):
+        assert answered(generator, PROMPTS[8], blocks * block, cache=cache, **how) == canvas[8:]
+
+
+def test_every_family_is_tried():
+    assert set(FAMILIES) == {"llada", "llada-moe", "dream", "llada2", "sdar"}

@@ -1,6 +1,11 @@
-"""Scores of masks: what they say of a row of logits, and that nothing else has a say in it."""
+"""Scores of masks: what they say of a row of logits, and that nothing else has a say in it; and what masks are blended
+with.
+"""
 
 from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -8,11 +13,13 @@ import torch
 from counts import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from text.unmasking import MASK, answered, decoder_of, generator_over, prompt_of
 
 from gpuinfer.errors import BadPrompt, BadResult
 from gpuinfer.generation import Sampling
-from gpuinfer.text.diffusion.scoring import Asked, Scored, Scorer, guided
+from gpuinfer.text.diffusion.scoring import Asked, Blender, Scored, Scorer, guided
 from gpuinfer.text.sampling import compiled_path
+from gpuinfer.text.transformer import Step
 
 VOCABULARY = 301
 ENDS = (7,)
@@ -28,19 +35,12 @@ SAMPLINGS = st.builds(
     logit_bias=st.sampled_from([{}, {}, {5: 30.0}, {5: -100.0, 8: 1.5}]),
     stop_token_ids=st.sampled_from([(), (5, 6)]),
 )
+PATHS = pytest.mark.parametrize("path", ["compiled", "torch"])  # both on the CPU; the second is that of GPUs
 
 
-@pytest.fixture(params=["compiled", "torch"])
-def scorer(request):
-    """One that scores in this way, both on the CPU."""
-    made = scorer_of(request.param)
-    yield made
-    made.close()
-
-
-def scorer_of(way: str, threads: int = 2, vocabulary: int = VOCABULARY, **more) -> Scorer:
-    made = Scorer(vocabulary, "cpu", threads=threads, seed=3, **more)
-    made._on_cpu = way == "compiled"  # the other way, which is for GPUs
+def scorer_of(path: str, threads: int = 2, **more) -> Scorer:
+    made = Scorer(VOCABULARY, "cpu", threads=threads, seed=3, **more)
+    made._on_cpu = path == "compiled"
     return made
 
 
@@ -53,8 +53,9 @@ def asked(sampling=None, first=0, count=4, key="k", sample=0, step=0, at=0) -> A
     return Asked(sampling or Sampling(temperature=0.0), key, sample, first, positions, step)
 
 
-def test_the_likeliest_token_its_probability_the_margin_and_the_entropy(scorer):
-    logits = logits_of(8)
+@PATHS
+def test_the_likeliest_token_its_probability_the_margin_and_the_entropy(path):
+    logits, scorer = logits_of(8), scorer_of(path)
     chances = torch.softmax(logits.double(), 1)
     first, second = chances.topk(2, 1).values.T
     scored = scorer.score(logits, [asked(count=8)], NEEDS)
@@ -62,32 +63,43 @@ def test_the_likeliest_token_its_probability_the_margin_and_the_entropy(scorer):
     np.testing.assert_allclose(scored.confidence, first, rtol=1e-6)
     np.testing.assert_allclose(scored.margin, first - second, rtol=1e-6)
     np.testing.assert_allclose(scored.entropy, -(chances * chances.log()).sum(1), rtol=1e-6)
+    told = scored.logprobs(2, 3)  # of the token at its step
+    assert told.chosen.token == scored.tokens[2]
+    assert told.chosen.logprob == pytest.approx(np.log(scored.confidence[2]), abs=1e-6)
+    assert [one.rank for one in told.likeliest] == [1, 2, 3]
+    # Of a drawn token, without the temperature.
+    logits = logits_of(50, scale=1.0)
+    scored = scorer.score(logits, [asked(Sampling(temperature=2.0, top_k=20), count=50)])
+    chances = torch.softmax(logits.double(), 1)[np.arange(50), scored.tokens]
+    np.testing.assert_allclose(scored.confidence, chances, rtol=1e-5)
 
 
-def test_confidences_near_one_are_told_apart(scorer):
+@PATHS
+def test_confidences_near_one_are_told_apart(path):
     """As float64 tells them apart: by what is left to 1."""
     logits = torch.full((3, VOCABULARY), -100.0)
     logits[:, 4] = 0.0
     logits[:, 5] = torch.tensor([-25.0, -26.0, -27.0])
     logits[:, 200] = torch.tensor([-22.0, -23.0, -24.0])
-    left = 1 - scorer.score(logits, [asked(count=3)]).confidence
+    left = 1 - scorer_of(path).score(logits, [asked(count=3)]).confidence
     expected = torch.tensor([[25.0, 22.0], [26.0, 23.0], [27.0, 24.0]], dtype=torch.float64).neg().exp().sum(1)
     np.testing.assert_allclose(left, expected, rtol=1e-4)
 
 
-def same(one: Scored, place: slice, other: Scored, place_of_other: slice, row: int, row_of_other: int) -> None:
+def check_same(one: Scored, place: slice, row: int, alone: Scored) -> None:
     for name in ("tokens", "confidence", "margin", "entropy"):
-        assert getattr(one, name)[place].tolist() == getattr(other, name)[place_of_other].tolist(), name
-    assert one.uniform(row).tolist() == other.uniform(row_of_other).tolist()
+        assert getattr(one, name)[place].tolist() == getattr(alone, name).tolist(), name
+    assert one.uniform(row).tolist() == alone.uniform(0).tolist()
+
+
+ROWS = st.lists(st.tuples(SAMPLINGS, st.integers(1, 5), st.integers(0, 3)), min_size=1, max_size=5)
 
 
 @settings(max_examples=examples(25), deadline=None)
-@given(
-    rows=st.lists(st.tuples(SAMPLINGS, st.integers(1, 5), st.integers(0, 3)), min_size=1, max_size=5), data=st.data()
-)
-def test_a_row_has_the_same_scores_alone_and_in_company_and_with_any_threads(rows, data):
+@given(rows=ROWS, seed=st.integers(0, 99))
+def test_a_row_has_the_same_scores_alone_and_in_company_and_with_any_threads(rows, seed):
     firsts = np.cumsum([0] + [count for _, count, _ in rows])
-    logits = logits_of(int(firsts[-1]), data.draw(st.integers(0, 99)))
+    logits = logits_of(int(firsts[-1]), seed)
     company = [
         asked(sampling, int(first), count, f"row {number}", number % 2, step, at=step)
         for number, ((sampling, count, step), first) in enumerate(zip(rows, firsts, strict=False))
@@ -98,67 +110,50 @@ def test_a_row_has_the_same_scores_alone_and_in_company_and_with_any_threads(row
         together = many.score(logits.clone(), company, NEEDS)
     for number, row in enumerate(company):
         place = slice(row.first, row.first + len(row.positions))
-        alone = one.score(logits[place].clone(), [asked_at(row, 0)], NEEDS)
-        same(together, place, alone, slice(None), number, 0)
+        check_same(together, place, number, one.score(logits[place].clone(), [replace(row, first=0)], NEEDS))
     many.close()
-
-
-def asked_at(row: Asked, first: int) -> Asked:
-    return Asked(row.sampling, row.key, row.sample, first, row.positions, row.step)
 
 
 @settings(max_examples=examples(25), deadline=None)
 @given(sampling=SAMPLINGS, seed=st.integers(0, 99))
-def test_both_ways_agree(sampling, seed):
-    logits = logits_of(9, seed)
-    found = [
-        scorer_of(way, end_tokens=ENDS, mask_token=300).score(logits.clone(), [asked(sampling, count=9)], NEEDS)
-        for way in ("compiled", "torch")
-    ]
-    assert found[0].tokens.tolist() == found[1].tokens.tolist()
+def test_both_paths_agree(sampling, seed):
+    logits, scored = logits_of(9, seed), []
+    for path in ("compiled", "torch"):
+        scorer = scorer_of(path, end_tokens=ENDS, mask_token=300)
+        scored.append(scorer.score(logits.clone(), [asked(sampling, count=9)], NEEDS))
+    assert scored[0].tokens.tolist() == scored[1].tokens.tolist()
     for name in ("confidence", "margin", "entropy"):
-        np.testing.assert_allclose(getattr(found[0], name), getattr(found[1], name), rtol=1e-5, atol=1e-12)
+        np.testing.assert_allclose(getattr(scored[0], name), getattr(scored[1], name), rtol=1e-5, atol=1e-12)
 
 
-def drawn(scorer, **changes) -> list[int]:
-    given_row = {"sampling": Sampling(temperature=3.0), "count": 6} | changes
-    return scorer.score(logits_of(6, scale=0.5), [asked(**given_row)]).tokens.tolist()
+@PATHS
+def test_draws_follow_seed_key_sample_position_and_step(path):
+    scorer, plain, own = scorer_of(path), Sampling(temperature=3.0), Sampling(temperature=3.0, seed=4)
+
+    def drawn(sampling=plain, **changes):
+        return scorer.score(logits_of(6, scale=0.5), [asked(sampling, count=6, **changes)]).tokens.tolist()
+
+    assert drawn() == drawn()
+    for other in (drawn(key="other"), drawn(sample=1), drawn(step=1), drawn(at=1), drawn(own)):
+        assert other != drawn()
+    assert drawn(own) == drawn(own, key="other")
 
 
-def test_draws_follow_seed_key_sample_position_and_step(scorer):
-    base = drawn(scorer)
-    assert drawn(scorer) == base
-    changed = [drawn(scorer, key="other"), drawn(scorer, sample=1), drawn(scorer, step=1), drawn(scorer, at=1)]
-    changed.append(drawn(scorer, sampling=Sampling(temperature=3.0, seed=4)))
-    assert all(other != base for other in changed)
-    own = Sampling(temperature=3.0, seed=4)
-    assert drawn(scorer, sampling=own) == drawn(scorer, sampling=own, key="other")
-
-
-def test_confidence_is_of_the_drawn_token_without_the_temperature(scorer):
-    logits = logits_of(50, scale=1.0)
-    scored = scorer.score(logits, [asked(Sampling(temperature=2.0, top_k=20), count=50)])
-    chances = torch.softmax(logits.double(), 1)[np.arange(50), scored.tokens]
-    np.testing.assert_allclose(scored.confidence, chances, rtol=1e-5)
-
-
-def test_the_mask_itself_never_comes(scorer):
+@PATHS
+def test_the_mask_itself_never_comes_and_ends_wait_for_min_tokens(path):
     logits = logits_of(3)
     logits[:, 300] = 50.0
-    masked = scorer_of("compiled" if scorer._on_cpu else "torch", mask_token=300)
-    scored = masked.score(logits, [asked(count=3)])
+    scored = scorer_of(path, mask_token=300).score(logits, [asked(count=3)])
     assert 300 not in scored.tokens
     assert scored.logprobs(0, 20).chosen.rank == 1
-
-
-def test_end_and_stop_tokens_wait_for_min_tokens(scorer):
     logits = torch.zeros(6, VOCABULARY)
     logits[:, 7], logits[:, 6], logits[:, 1] = 3.0, 2.0, 1.0
-    own = scorer_of("compiled" if scorer._on_cpu else "torch", end_tokens=ENDS)
     sampling = Sampling(temperature=0.0, min_tokens=4, stop_token_ids=(6,))
-    assert own.score(logits, [asked(sampling, count=6)]).tokens.tolist() == [1, 1, 1, 1, 7, 7]
+    found = scorer_of(path, end_tokens=ENDS).score(logits, [asked(sampling, count=6)]).tokens
+    assert found.tolist() == [1, 1, 1, 1, 7, 7]
 
 
+@PATHS
 @pytest.mark.parametrize(
     ("value", "error"),
     [
@@ -167,21 +162,12 @@ def test_end_and_stop_tokens_wait_for_min_tokens(scorer):
         pytest.param(-torch.inf, BadPrompt, id="nothing may come"),
     ],
 )
-def test_a_row_fails_alone(scorer, value, error):
+def test_a_row_fails_alone(path, value, error):
     logits = logits_of(6)
     logits[4] = value
-    scored = scorer.score(logits, [asked(count=3), asked(first=3, count=3)], NEEDS)
+    scored = scorer_of(path).score(logits, [asked(count=3), asked(first=3, count=3)], NEEDS)
     assert {row: type(why) for row, why in scored.bad.items()} == {1: error}
     assert scored.tokens.tolist() == [*logits[:4].argmax(1).tolist(), -1, int(logits[5].argmax())]
-
-
-def test_log_probabilities_are_of_the_token_at_its_step(scorer):
-    logits = logits_of(4)
-    scored = scorer.score(logits, [asked(count=4)])
-    told = scored.logprobs(2, 3)
-    assert told.chosen.token == scored.tokens[2]
-    assert told.chosen.logprob == pytest.approx(np.log(scored.confidence[2]), abs=1e-6)
-    assert [one.rank for one in told.likeliest] == [1, 2, 3]
 
 
 def test_guidance_is_the_reference_formula():
@@ -201,7 +187,44 @@ def test_a_gpu_says_the_same_alone_and_in_company_and_nearly_what_the_processor_
     together = scorer.score(logits.cuda(), company, NEEDS)
     for number, row in enumerate(company):
         place = slice(row.first, row.first + 10)
-        same(together, place, scorer.score(logits[place].cuda(), [asked_at(row, 0)], NEEDS), slice(None), number, 0)
+        check_same(together, place, number, scorer.score(logits[place].cuda(), [replace(row, first=0)], NEEDS))
     here = scorer_of("compiled", mask_token=300).score(logits, company, NEEDS)
     assert (here.tokens == together.tokens).mean() > 0.99
     np.testing.assert_allclose(here.entropy, together.entropy, rtol=1e-5)
+
+
+# Blending
+
+
+def blender(embedding: torch.Tensor, threads: int = 1) -> Blender:
+    return Blender(SimpleNamespace(embedding=lambda: embedding), 3, threads)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_mask_becomes_its_embedding_and_a_share_of_the_expected_one(dtype):
+    dice = torch.Generator().manual_seed(0)
+    embedding, logits = torch.randn(200, 24, generator=dice).to(dtype), 3 * torch.randn(9, 200, generator=dice)
+    logits[:, 3] = -torch.inf
+    places = np.array([1, 4, 8])
+    found = blender(embedding).blended(logits, places, 0.25)
+    expected = embedding[3].double() + 0.25 * logits[places].double().softmax(-1) @ embedding.double()
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+    together = blender(embedding, threads=3).blended(logits, np.arange(9), 0.25)
+    assert (together[places] == found).all()  # the same bits with any neighbours and threads
+
+
+def test_masks_enter_the_next_step_of_their_block_blended_and_tokens_do_not(monkeypatch):
+    decoder, steps = decoder_of("all see all", 2, 72), list[Step]()
+    forward = decoder.forward
+    monkeypatch.setattr(decoder, "forward", lambda step: (steps.append(step), forward(step))[1])
+    answered(generator_over(decoder), prompt_of("hello", 12, block_length=6, decoder="smoothing", ignore_eos=True))
+    assert len(steps) > 4
+    for step in steps:
+        if (step.tokens[5:11] == MASK).all() or not (step.tokens[5:11] == MASK).any():
+            continue
+        masks = np.flatnonzero(step.tokens == MASK)
+        assert step.vectors.places.tolist() == masks[masks < 11].tolist()
+        assert step.vectors.values.shape == (len(step.vectors.places), decoder.shape.hidden)
+    options = ({"first": first, "most": 1.0} for first in (0.0, 1.0))
+    asked = [prompt_of("hello", 30, decoder="smoothing", options=one, ignore_eos=True) for one in options]
+    assert len({answered(generator_over(decoder), one).tokens for one in asked}) == 2

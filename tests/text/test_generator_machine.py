@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 from counts import examples
@@ -13,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from msgspec import structs
 from text.pages_held import all_free, check_pages
 from text.test_generator_properties import prompts
-from text.toy import LETTERS, alone, joined, toy_generator
+from text.toy import LETTERS, add, alone, joined, toy_generator
 
 from gpuinfer.errors import BackendError, BadResult
 from gpuinfer.generation import Constraint, Generation, Prompt, Sampling
@@ -71,10 +69,8 @@ class Served(RuleBasedStateMachine):
             self.add(Prompt(text=BEGINNING + LETTERS[number % ALIKE], sampling=sampling), parts=False)
 
     def add(self, prompt, parts):
-        [prepared] = self.generator.prepare([prompt])
-        assert not isinstance(prepared, Exception), prepared
         self.count += 1
-        self.generator.add(self.count, replace(prepared, parts=parts))
+        add(self.generator, prompt, first=self.count, parts=parts)
         self.open[self.count] = prompt
         if parts:
             self.given[self.count] = []
