@@ -2,7 +2,6 @@
 
 import asyncio
 import itertools
-import threading
 from contextlib import asynccontextmanager
 
 import jsonschema
@@ -20,7 +19,6 @@ from gpuinfer.generation import Constraint
 from gpuinfer.report.report import schema
 from gpuinfer.strategies.dynamic import Dynamic
 from gpuinfer.testing import assert_ok, check_backend
-from gpuinfer.text.model import FEW
 
 SLOTS = 4
 PROMPTS = [prompt(text, 2 + number) for number, text in enumerate(("a", "bc", "def", "ghij", "klm", "no", "p"))]
@@ -92,26 +90,6 @@ async def test_a_cancelled_answer_frees_its_slots_for_others():
         assert engine.backend.driver.counters()["output_tokens"] <= most
 
 
-async def test_what_is_cancelled_while_its_prompt_is_understood_never_takes_a_slot():
-    generator = toy_generator(16)
-    begun, go_on, prepare = threading.Event(), threading.Event(), generator.prepare
-
-    def slowly(prompts, enter):
-        begun.set()
-        assert go_on.wait(WAIT_S)
-        return prepare(prompts)
-
-    generator.prepare = slowly
-    async with serving(Generating(generator)) as engine:
-        tasks = asked(engine, *(prompt("abc", 3) for _ in range(FEW + 1)))
-        assert await asyncio.to_thread(begun.wait, WAIT_S)
-        tasks[0].cancel()
-        await asyncio.wait({tasks[0]})
-        go_on.set()
-        assert await outcomes(tasks[1:]) == FEW * [alone(prompt("abc", 3))]
-        assert engine.backend.driver.counters()["output_tokens"] == 3 * FEW
-
-
 async def test_a_prompt_expires_while_others_have_the_slots():
     async with gated() as (engine, gate):
         first = asked(engine, *PROMPTS[:SLOTS])
@@ -159,15 +137,6 @@ async def test_closing_answers_what_is_under_way_and_fails_what_waits():
         await asyncio.wait_for(closing, WAIT_S)
         assert await outcomes(tasks) == [*ANSWERS[:SLOTS], *(Closed for _ in PROMPTS[SLOTS:])]
     assert engine.backend.generator.decoder.closed
-
-
-async def test_closing_waits_only_so_long_for_a_step():
-    async with gated(patience_s=0.05) as (engine, gate):
-        tasks = asked(engine, *PROMPTS)
-        await reached(gate)
-        await engine.close(drain=False)
-        assert await outcomes(tasks) == [Closed for _ in PROMPTS]
-        gate.open.set()
 
 
 async def test_a_stream_that_nobody_follows_gives_its_slots_back():

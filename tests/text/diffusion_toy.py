@@ -5,11 +5,14 @@ Its tokens look at one another over any distance, at their places, and are as su
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from gpuinfer.text.transformer import Masking, Shape, Step
 
 VOCABULARY, MASK, HIDDEN, LONGEST = 41, 40, 16, 128
 
@@ -38,3 +41,27 @@ class Toy:
 
 def prompt_of(length: int, seed: int = 0) -> list[int]:
     return [int(token) for token in np.random.RandomState(1000 + seed).randint(0, MASK, length)]
+
+
+class ToyMasks:
+    """`step.Decoder` of such a model, over whole canvases; in blocks of `block` positions, where it is set."""
+
+    slots, length, pages, device, computes_in = 2, LONGEST, 16, torch.device("cpu"), "float32"
+
+    def __init__(self, model: Callable[..., Tensor], block: int | None = None) -> None:
+        self.model, self.forwards = model, 0
+        sizes = {"hidden": 1, "layers": 1, "heads": 1, "kv_heads": 1, "head_dim": 1, "intermediate": 1}
+        masking = Masking(MASK, block=block)
+        self.shape = Shape("toy", VOCABULARY, positions=LONGEST, end_tokens=(), masking=masking, **sizes)
+
+    def forward(self, step: Step) -> Tensor:
+        assert step.starts.tolist() == [0]
+        self.forwards += 1
+        tokens, sees = step.tokens.tolist(), step.sees[step.wanted]
+        seen = {end: self.model(tokens[:end]) for end in set(sees.tolist())}
+        return torch.stack([seen[end][at] for end, at in zip(sees.tolist(), step.wanted.tolist(), strict=True)])
+
+    def embedding(self) -> Any:
+        return self.model.embedding
+
+    def close(self) -> None: ...

@@ -15,17 +15,20 @@ import pytest
 from packages import install
 from pydantic import ConfigDict
 from text import diffusion_reference as reference
-from text.diffusion_filling import filled
-from text.diffusion_toy import MASK, Toy, prompt_of
+from text.diffusion_toy import MASK, VOCABULARY, Toy, ToyMasks, prompt_of
+from text.toy import run
 
 from gpuinfer.config import registry
 from gpuinfer.errors import BadPrompt, PluginError
-from gpuinfer.generation import Sampling, Unmasking
+from gpuinfer.generation import Prompt, Sampling, Unmasking
 from gpuinfer.testing import assert_ok
 from gpuinfer.testing.decoders import check_decoder, viewed
 from gpuinfer.text.diffusion import unmasking_plan
 from gpuinfer.text.diffusion.decoders import schedule
+from gpuinfer.text.diffusion.diffusion_generator import DiffusionGenerator
 from gpuinfer.text.diffusion.unmasking_decoder import Decision, Edited, UnmaskingDecoder
+from gpuinfer.text.language.language import Language
+from gpuinfer.text.language.tokenizer import Characters
 
 HERE = Path(__file__).parent
 RECORDED = json.loads((HERE / "block_refinement.json").read_text())["cases"]
@@ -37,25 +40,42 @@ def decoder(name: str, **options) -> UnmaskingDecoder:
     return unmasking_plan.decoder_for(Sampling(unmasking=Unmasking(decoder=name, options=options)), "low-confidence")
 
 
+def filled(model, prompt, length, *, block=None, seed=None, **how):
+    """The tokens that a generator answers with over whole canvases, and its forwards. `block`: it is block-causal."""
+    made = ToyMasks(model, block)
+    language = Language(Characters(tuple(map(chr, range(200, 200 + VOCABULARY)))), VOCABULARY, ())
+    generator = DiffusionGenerator(made, language, seed=0, end_tokens=(), step_tokens=512, threads=1)
+    sampling = Sampling(
+        max_tokens=length, temperature=0.0, ignore_eos=True, seed=seed, unmasking=Unmasking(cache="none", **how)
+    )
+    [outcome] = run(generator, [Prompt(tokens=tuple(prompt), sampling=sampling)])
+    generator.close()
+    return list(outcome.completions[0].tokens), made.forwards
+
+
 @pytest.mark.parametrize("case", RECORDED, ids=lambda case: "-".join(str(case[name]) for name in list(case)[:-1]))
 def test_block_refinement_does_what_diffusers_pipeline_did(case):
     """Recorded by record_block_refinement.py; the reference of the other tests is held to it too."""
-    toy, prompt = Toy(case["seed"]), prompt_of(case["prompt"])
-    sizes, threshold, edit = (case["length"], case["block"], case["steps"]), case["threshold"], case["edit"]
-    assert reference.block_refinement(toy, MASK, prompt, *sizes, threshold, edit).tokens == case["tokens"]
-    own = decoder("block-refinement", edit_threshold=edit)
-    assert filled(own, toy, MASK, prompt, *sizes, threshold=threshold, aligned=True).tokens == case["tokens"]
+    toy, prompt, length, block = Toy(case["seed"]), prompt_of(case["prompt"]), case["length"], case["block"]
+    threshold, edit = case["threshold"], case["edit"]
+    expected = reference.block_refinement(toy, MASK, prompt, length, block, case["steps"], threshold, edit)
+    assert expected.tokens == case["tokens"]
+    blocks = -(-(len(prompt) + length) // block) - len(prompt) // block
+    how = {"decoder": "block-refinement", "options": {"edit_threshold": edit}, "threshold": threshold}
+    assert filled(toy, prompt, length, block=block, steps=case["steps"] * blocks, **how) == (
+        case["tokens"],
+        expected.forwards,
+    )
 
 
 @pytest.mark.parametrize(("name", "options", "steps"), [("random", {}, 8), ("dream", {"temperature": 5.0}, 16)])
 def test_a_random_order_follows_the_schedule_and_the_seed(name, options, steps):
     def order(seed):
-        sampling = Sampling(temperature=0.0, seed=seed)
-        return filled(decoder(name, **options), Toy(), MASK, prompt_of(4), 16, steps, steps, sampling=sampling)
+        return filled(Toy(), prompt_of(4), 16, seed=seed, decoder=name, options=options, steps=steps)
 
     assert order(1) == order(1)
-    assert name == "dream" or order(1).forwards == steps
-    assert len({tuple(order(seed).tokens) for seed in range(8)}) > 4
+    assert name == "dream" or order(1)[1] == steps
+    assert len({tuple(order(seed)[0]) for seed in range(8)}) > 4
     for count in (1, 2, 10**12):  # Dream's schedule ends with any number of steps
         assert sum(schedule(50, count, 1e-3).values()) == 50
 
@@ -113,15 +133,15 @@ def leftmost(tmp_path, monkeypatch):
 
 @pytest.mark.usefixtures("leftmost")
 def test_a_decoder_of_another_package_keeps_the_contract_and_fills_in_from_the_left():
-    toy, prompt, seen = Toy(), prompt_of(4), []
+    toy, seen = Toy(), []
 
     def watched(tokens):
         seen.append([at for at, token in enumerate(tokens) if token == MASK])
         return toy(tokens)
 
-    found = filled(decoder("leftmost", most=3), watched, MASK, prompt, 12, 12, 12, threshold=0.0)
-    assert found.forwards == 4
-    assert seen[1:] == [list(range(first, 16)) for first in (4, 7, 10, 13)]
+    how = {"decoder": "leftmost", "options": {"most": 3}, "steps": 12, "threshold": 0.0}
+    assert filled(watched, prompt_of(4), 12, **how)[1] == 4
+    assert seen == [list(range(first, 16)) for first in (4, 7, 10, 13)]
     assert_ok(check_decoder(registry.load("decoders", "leftmost")))
     assert registry.find("decoder", "leftmost").package == "acme 1.0"
     assert len(EXAMPLE.splitlines()) < 40

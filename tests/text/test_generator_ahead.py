@@ -68,18 +68,6 @@ def test_where_what_comes_next_depends_on_the_tokens_they_are_waited_for(samplin
     assert found[1].completions == alone(beside)
 
 
-def test_a_slot_is_taken_anew_while_a_step_is_under_way_for_its_row():
-    first, second, beside = (prompt(text, 12) for text in ("abc", "xyz", "de"))
-    generator = started(first, beside, slots=2)
-    for _ in range(3):
-        generator.step()
-    generator.cancel(0)
-    add(generator, second, first=2)
-    outcomes = finish(generator)
-    assert [outcomes[2].completions, outcomes[1].completions] == [alone(second), alone(beside)]
-    all_free(generator)
-
-
 def test_steps_that_find_no_memory_are_tried_again_when_none_is_under_way(caplog):
     asked = [prompt(text, 12) for text in ("abc", "xyz", "de")]
     generator = started(*asked[:2], slots=3)
@@ -104,16 +92,6 @@ def test_weights_change_behind_the_step_that_is_under_way():
     assert completion.versions == ((0, ""), (4, "v1"))
     assert completion.tokens[:4] == alone(asked)[0].tokens[:4]
     assert completion.tokens != alone(asked)[0].tokens
-
-
-def test_what_steps_report_is_what_the_decoder_computed():
-    text = "what does the fox say, and why "
-    asked = [prompt(text[n:], 5 + n, samples=2, logprobs=1) for n in range(4)]
-    generator, steps = toy_generator(slots=4, ahead=True), []
-    outcomes = run(generator, asked, watch=steps.append)
-    assert [outcome.completions for outcome in outcomes] == [alone(one) for one in asked]
-    assert sum(one.output_tokens for one in steps) == sum(2 * (5 + n) for n in range(4))
-    assert sum(one.tokens for one in steps) == generator.decoder.computed
 
 
 def test_a_device_that_never_comes_to_what_was_drawn_ends_the_generator_which_closes_with_a_step_under_way():

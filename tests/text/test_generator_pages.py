@@ -36,18 +36,6 @@ def finished(generator):
 # Sharing
 
 
-def test_a_text_that_comes_again_among_many_that_begin_alike_is_known_once():
-    """More of them than are looked through for the one that is most alike."""
-    generator = toy_generator(slots=3, length=64, pages=40, step_tokens=64)
-    texts = [text_of(20) + LETTERS[one] + LETTERS[other] for one in range(6) for other in range(5)]
-    for turn in range(3):
-        for start in range(0, len(texts), 5):
-            asked = [prompt(text, temperature=0.0) for text in [texts[turn], *texts[start : start + 5]]]
-            assert [outcome.completions for outcome in run(generator, asked)] == [alone(one, 64) for one in asked]
-            check_pages(generator)
-    all_free(generator)
-
-
 def test_samples_of_a_prompt_share_its_full_pages_and_have_copies_of_the_last_one():
     generator = toy_generator(slots=8, length=128, step_tokens=128)
     add(generator, prompt(text_of(70), 40, samples=8))
@@ -275,23 +263,6 @@ def test_an_answer_that_was_stopped_is_the_one_that_it_would_have_been(kind, pag
         assert outcome.prompt_logprobs == whole.prompt_logprobs
         assert joined([part for to, part in given if to == number]) == list(outcome.completions)
     all_free(short)
-
-
-def test_a_prompt_that_is_stopped_half_way_is_echoed_once():
-    generator = toy_generator(slots=4, length=128, step_tokens=2, pages=5)
-    echoed = prompt(text_of(90), 4, prompt_logprobs=1)
-    add(generator, prompt("abc", 120), echoed)
-    outcomes, preempted = finished(generator)
-    assert preempted
-    [expected] = run(toy_generator(slots=4, length=128, step_tokens=8), [echoed])
-    assert outcomes[1].prompt_logprobs == expected.prompt_logprobs
-    assert outcomes[1].completions == expected.completions
-
-
-def test_more_samples_than_there_are_pages_go_one_after_another():
-    generator, asked = toy_generator(slots=8, length=128, pages=4), prompt(text_of(40), 12, samples=8)
-    add(generator, asked)
-    assert finished(generator)[0][0].completions == alone(asked, 128)
 
 
 def test_a_row_with_an_adapter_is_computed_again_with_it():
