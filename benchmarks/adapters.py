@@ -26,7 +26,8 @@ from gpuinfer.api import ModelSpec, Setup
 from gpuinfer.generation import Generation, Prompt, Sampling
 from gpuinfer.text.checkpoint import Checkpoint, open_checkpoint, read_adapter
 from gpuinfer.text.checkpoint.peft_adapter import targets_of
-from gpuinfer.text.generator import Driver, Tuning, open_generator
+from gpuinfer.text.generator import Driver, open_generator
+from gpuinfer.text.text_options import TorchModelOptions
 from gpuinfer.text.transformer import Decoder, Step
 
 STEPS = 24  # of one measurement
@@ -102,7 +103,7 @@ def steps(given: argparse.Namespace, scratch: Path) -> None:
 
 def decoder_of(given: argparse.Namespace) -> Decoder:
     setup = Setup(devices=("cpu",))
-    tuning = Tuning(slots=given.rows, context=256, threads=1)
+    tuning = TorchModelOptions(slots=given.rows, context=256, threads=1)
     return open_generator(ModelSpec(given.model, kind="text"), setup, tuning).decoder
 
 
@@ -128,7 +129,9 @@ def exchanges(given: argparse.Namespace, scratch: Path) -> None:
     spec = ModelSpec(given.model, kind="text")
     checkpoint = open_checkpoint(spec)
     folders = [peft_folder(scratch / f"v{seed}", checkpoint, 16, seed) for seed in range(2)]
-    generator = open_generator(spec, Setup(devices=("cpu",)), Tuning(slots=given.rows, context=256, threads=1))
+    generator = open_generator(
+        spec, Setup(devices=("cpu",)), TorchModelOptions(slots=given.rows, context=256, threads=1)
+    )
     driver = Driver(generator)
     try:
         busy = Busy(driver, folders, given.rows)

@@ -38,7 +38,8 @@ from gpuinfer.generation import Generation, Prompt, Sampling, Unmasking
 from gpuinfer.host import machine
 from gpuinfer.lab.bench.measurement import Interval, interval, ratio
 from gpuinfer.stats import DIFFUSION_COUNTS, DiffusionCounters
-from gpuinfer.text.generator import Driver, Tuning, open_generator
+from gpuinfer.text.generator import Driver, open_generator
+from gpuinfer.text.text_options import TorchModelOptions
 
 SLOTS, BLOCK, HEAD = 16, 32, 12.0
 PROMPT, ANSWER = 64, 128
@@ -92,7 +93,7 @@ class Bench:
     @contextmanager
     def driver(self, slots: int = SLOTS) -> Iterator[Driver]:
         spec = ModelSpec(str(self.folder), arguments={"slots": slots, "context": self.sizes.positions}, kind="text")
-        driver = Driver(open_generator(spec, Setup(model=spec, devices=("cpu",)), Tuning()))
+        driver = Driver(open_generator(spec, Setup(model=spec, devices=("cpu",)), TorchModelOptions()))
         try:
             yield driver
         finally:

@@ -30,7 +30,8 @@ from gpuinfer.lab.bench.generators import DrawnPrompts
 from gpuinfer.lab.bench.measurement import Interval, interval, ratio
 from gpuinfer.lab.peers.peer_process import PROGRAMS, PeerProcess, python_of, pythons
 from gpuinfer.text.checkpoint import open_checkpoint, save_folder
-from gpuinfer.text.generator import Driver, Tuning, open_generator
+from gpuinfer.text.generator import Driver, open_generator
+from gpuinfer.text.text_options import TorchModelOptions
 
 NAMES = ("batched", "transformers", "vllm")
 PRODUCTS, PEERS = "products", "best peer"
@@ -206,7 +207,7 @@ def ragged(given: argparse.Namespace) -> None:
     mean, new = int(prompts.mean()), int(answers.mean())
     arguments = {"slots": SLOTS, "context": PROMPT[1] + ANSWER[1]}
     spec = ModelSpec(given.model, arguments=arguments, kind="text")
-    generator = open_generator(spec, Setup(model=spec, devices=("cpu",)), Tuning())
+    generator = open_generator(spec, Setup(model=spec, devices=("cpu",)), TorchModelOptions())
     driver, vocabulary = Driver(generator), generator.decoder.shape.vocabulary
 
     def seconds(lengths: Sequence[int], wanted: Sequence[int]) -> float:

@@ -175,7 +175,6 @@ FACADES: dict[str, set[str]] = {
         "diffusion.unmasking_plan",
         "generator",
         "generator.answer",
-        "generator.interfaces",
         "generator.prompts",
         "generator.setup",
         "language",

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from gpuinfer.config.options import OptionChange
 from gpuinfer.report import thresholds
 from gpuinfer.report.causes_rows import cap_too_small, more_rows
 from gpuinfer.report.evidence import Evidence, busy_s, cap, outstanding
@@ -39,36 +38,23 @@ def too_many_threads(case: RunCase) -> Verdict | None:
         or run.cores_busy < thresholds.OURS_LEAST * run.cores
     ):
         return None
-    found = _fewer_threads(run) or _fewer_workers(run)
-    if found is None:
+    lanes, forwards = busy_s(run.lanes) / run.wall_s, len(run.forwards)
+    most = max(1, run.cores // max(forwards, 1))
+    # Forwards with more threads than cores, by their option; where that is unknown, the threads must be seen at work,
+    # since an event loop that waits its turn is none of them.
+    many = run.cores_busy - lanes >= thresholds.OURS_LEAST * run.cores if run.threads is None else run.threads > most
+    workers = run.facts.get("workers", len(run.work))
+    if forwards and many and run.runnable - lanes >= thresholds.HIDDEN_THREADS * run.cores:
+        advice, change = "Use fewer threads in each forward.", run.change("-B", most, "threads")
+    elif workers > run.cores and busy_s(run.work) / run.wall_s > thresholds.CROWDED * run.cores:
+        advice, change = "Use no more workers than there are cores.", run.change("--", run.cores, "workers")
+    else:
         return None
-    advice, change = found
     why = f"{run.runnable:.1f} threads wanted a core at once and there are {run.cores}, so they took turns"
     if run.cpu_wait_s:
         why += f": ready to run, they waited {run.waited:.0%} of their time"
     gain = Gain.up_to(min(run.runnable / run.cores, 1 / run.efficiency if run.efficiency else run.runnable))
     return Verdict("oversubscribed CPUs", run.largest(), why + ".", advice, change, gain)
-
-
-def _fewer_threads(run: Evidence) -> tuple[str, OptionChange | None] | None:
-    """Forwards have more threads than there are cores, by their option; where the option is unknown, the threads must
-    be seen at work, since an event loop that waits its turn is none of them.
-    """
-    lanes, forwards = busy_s(run.lanes) / run.wall_s, len(run.forwards)
-    most = max(1, run.cores // max(forwards, 1))
-    many = run.cores_busy - lanes >= thresholds.OURS_LEAST * run.cores if run.threads is None else run.threads > most
-    if not forwards or not many or run.runnable - lanes < thresholds.HIDDEN_THREADS * run.cores:
-        return None
-    return "Use fewer threads in each forward.", run.change("-B", most, "threads")
-
-
-def _fewer_workers(run: Evidence) -> tuple[str, OptionChange | None] | None:
-    if (
-        run.facts.get("workers", len(run.work)) <= run.cores
-        or busy_s(run.work) / run.wall_s <= thresholds.CROWDED * run.cores
-    ):
-        return None
-    return "Use no more workers than there are cores.", run.change("--", run.cores, "workers")
 
 
 def others_have_the_cores(case: RunCase) -> Verdict | None:
@@ -135,19 +121,17 @@ def small_batches(case: RunCase) -> Verdict | None:
     if run.cores_busy < thresholds.OURS_AT_WORK * run.cores_left:
         return None
     if math.isfinite(cap(run)) and run.cut_by("full", "cap") >= thresholds.PLAINLY_CAPPED:
-        return _for_a_cap(case, curve.best())
+        best = curve.best()
+        gain = _gain(case, best)
+        if gain >= thresholds.WORTH_A_CHANGE:
+            return cap_too_small(case, best, _promised(gain))
+        if run.rows_mean <= thresholds.SMALL_BATCH and best <= thresholds.ROOMY * cap(run):  # no larger ones were seen
+            most = min(outstanding(run) / len(run.forwards), thresholds.SMALL_BATCH * cap(run))
+            return cap_too_small(case, most, Gain())
+        return None
     rows = curve.enough()
     gain = _gain(case, rows)
     return more_rows(case, rows, _promised(gain)) if gain >= thresholds.WORTH_A_CHANGE else None
-
-
-def _for_a_cap(case: RunCase, best: float) -> Verdict | None:
-    run, gain = case.run, _gain(case, best)
-    if gain >= thresholds.WORTH_A_CHANGE:
-        return cap_too_small(case, best, _promised(gain))
-    if run.rows_mean <= thresholds.SMALL_BATCH and best <= thresholds.ROOMY * cap(run):  # nobody has seen larger ones
-        return cap_too_small(case, min(outstanding(run) / len(run.forwards), thresholds.SMALL_BATCH * cap(run)), Gain())
-    return None
 
 
 def _gain(case: RunCase, rows: float) -> float:

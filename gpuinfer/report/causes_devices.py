@@ -7,14 +7,13 @@ NeurIPS 2019, section 2.3). With one batch at a time over s equal stages it is (
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Final, cast
+from typing import cast
 
 from gpuinfer.models.model_options import OF_STAGES
 from gpuinfer.report import thresholds
 from gpuinfer.report.document import StageLine, StagesSection
-from gpuinfer.report.evidence import Evidence, Lane, busy_s, is_stage, place, station_s
+from gpuinfer.report.evidence import Evidence, busy_s, is_stage, place, station_s
 from gpuinfer.report.forecast import Gain, RunCase, Verdict
 from gpuinfer.stats import Snapshot
 
@@ -27,30 +26,13 @@ def by_side(case: RunCase) -> Verdict | None:
     if not run.on_cpu or run.runnable <= thresholds.CROWDED * run.cores:
         return None
     why = (
-        f"The forwards of {_named(run)} ran at once: {run.runnable:.1f} threads wanted a core and there are {run.cores}"
+        f"The forwards of {' and '.join(line['name'] for line in run.models)} ran at once: {run.runnable:.1f} threads "
+        f"wanted a core and there are {run.cores}"
     )
     if run.cpu_wait_s:
         why += f"; ready to run, they waited {run.waited:.0%} of their time"
     gain, change = Gain.up_to(run.runnable / run.cores), run.change("-B", "true", "gate")
     return Verdict("oversubscribed CPUs", "forward", f"{why}.", "Let the models share the device.", change, gain)
-
-
-def in_turns(verdict: Verdict, run: Evidence) -> Verdict:
-    """The verdict, preceded by how long forwards waited for other models' where that was long."""
-    forwards = run.forwards
-    waited = station_s(forwards, "turn") / (run.wall_s * len(forwards)) if forwards else 0.0
-    if len(run.models) < 2 or waited < thresholds.WAITED_FOR_TURNS:
-        return verdict
-    had = " and ".join(f"{line['name']} {line['device_share']:.0%}" for line in run.models)
-    turns = f"The models took turns: forwards waited {waited:.0%} of the time for theirs; of the device, {had}."
-    return replace(verdict, why=f"{turns} {verdict.why}")
-
-
-def _named(run: Evidence) -> str:
-    return " and ".join(line["name"] for line in run.models)
-
-
-BUBBLES_TOLD: Final = "pipeline bubbles"  # the verdict's class
 
 
 def of_stages(snapshot: Snapshot, wall_s: float) -> StagesSection | None:
@@ -61,10 +43,11 @@ def of_stages(snapshot: Snapshot, wall_s: float) -> StagesSection | None:
     lanes = [lane for lane in snapshot.lanes if is_stage(lane["name"])]
     if not cut or not counted or not lanes or wall_s <= 0:
         return None
-    each = [
-        cast(StageLine, {**stage, "busy_share": _busy(_of_number(lanes, number), wall_s)})
-        for number, stage in enumerate(cut["stages"])
-    ]
+    each: list[StageLine] = []
+    for number, stage in enumerate(cut["stages"]):
+        own = [lane for lane in lanes if lane["name"].rpartition(": ")[2] == f"stage {number}"]
+        busy = min(1.0, busy_s(own) / (wall_s * len(own))) if own else 0.0
+        each.append(cast(StageLine, {**stage, "busy_share": busy}))
     processes = len({place(lane["name"]) for lane in lanes})
     active_s = min(float(counted["active_s"]), wall_s * processes)
     could = active_s * len(each)
@@ -79,14 +62,6 @@ def of_stages(snapshot: Snapshot, wall_s: float) -> StagesSection | None:
     }
 
 
-def _of_number(lanes: Sequence[Lane], number: int) -> list[Lane]:
-    return [lane for lane in lanes if lane["name"].rpartition(": ")[2] == f"stage {number}"]
-
-
-def _busy(lanes: Sequence[Lane], wall_s: float) -> float:
-    return min(1.0, busy_s(lanes) / (wall_s * len(lanes))) if lanes else 0.0
-
-
 def bubbles(case: RunCase) -> Verdict | None:
     """The stages hold the run back, and part of their time is bubbles: whole models would have none."""
     run = case.run
@@ -96,28 +71,7 @@ def bubbles(case: RunCase) -> Verdict | None:
         or run.staged["bubble_share"] < thresholds.BUBBLES
     ):
         return None
-    gain = Gain.up_to(min(1 / (1 - run.staged["bubble_share"]), 1 / run.efficiency if run.efficiency else math.inf))
-    advice, value = _advice(run, run.staged)
-    change = run.change("-B", value, "parallel") if value else None
-    if change and value == "data":
-        change = replace(change, without=OF_STAGES)
-    return Verdict(BUBBLES_TOLD, "forward", _why(run, run.staged), advice, change, gain)
-
-
-def beside(verdict: Verdict, run: Evidence) -> Verdict:
-    """The verdict, with the advice not to cut a model that fits whole."""
-    if not run.staged or not run.staged["fits_one"] or verdict.kind == BUBBLES_TOLD:
-        return verdict
-    told = f"The model is cut into {len(run.staged['stages'])} stages and fits whole: parallel=data on {_where(run)} "
-    return replace(verdict, why=f"{verdict.why} {told}is the better choice.")
-
-
-def _where(run: Evidence) -> str:
-    return "the same cores" if run.on_cpu else "each of these devices"
-
-
-def _why(run: Evidence, staged: Mapping[str, Any]) -> str:
-    used = [stage["busy_share"] for stage in staged["stages"]]
+    staged, used = run.staged, [stage["busy_share"] for stage in run.staged["stages"]]
     shares = ", ".join(f"{share:.0%}" for share in used)
     why = (
         f"The {len(used)} stages were busy {shares} of the time, and {staged['bubble_share']:.0%} of what they had was "
@@ -131,13 +85,34 @@ def _why(run: Evidence, staged: Mapping[str, Any]) -> str:
         why += (
             f" It is {run.efficiency:.0%} of what whole models do beside one another on the same cores (the roofline)."
         )
-    return why
-
-
-def _advice(run: Evidence, staged: Mapping[str, Any]) -> tuple[str, str | None]:
-    """The advice, and the value of `parallel` in it."""
+    change = None
     if staged["fits_one"]:
-        return f"The model fits whole: parallel=data on {_where(run)} has no bubbles, and is the better choice.", "data"
-    if staged["parallel"] == "layers":
-        return "Keep several micro-batches in flight.", "pipeline"
-    return "Have more rows outstanding, make micro-batches smaller, or cut it elsewhere (split_points).", None
+        advice = f"The model fits whole: parallel=data on {_where(run)} has no bubbles, and is the better choice."
+        if change := run.change("-B", "data", "parallel"):
+            change = replace(change, without=OF_STAGES)
+    elif staged["parallel"] == "layers":
+        advice, change = "Keep several micro-batches in flight.", run.change("-B", "pipeline", "parallel")
+    else:
+        advice = "Have more rows outstanding, make micro-batches smaller, or cut it elsewhere (split_points)."
+    gain = Gain.up_to(min(1 / (1 - staged["bubble_share"]), 1 / run.efficiency if run.efficiency else math.inf))
+    return Verdict("pipeline bubbles", "forward", why, advice, change, gain)
+
+
+def beside(verdict: Verdict, run: Evidence) -> Verdict:
+    """The verdict, preceded by how long forwards waited for other models' where that was long, and followed by the
+    advice not to cut a model that fits whole.
+    """
+    why, forwards = verdict.why, run.forwards
+    waited = station_s(forwards, "turn") / (run.wall_s * len(forwards)) if forwards else 0.0
+    if len(run.models) >= 2 and waited >= thresholds.WAITED_FOR_TURNS:
+        had = " and ".join(f"{line['name']} {line['device_share']:.0%}" for line in run.models)
+        turns = f"The models took turns: forwards waited {waited:.0%} of the time for theirs; of the device, {had}."
+        why = f"{turns} {why}"
+    if run.staged and run.staged["fits_one"] and verdict.kind != "pipeline bubbles":
+        why += f" The model is cut into {len(run.staged['stages'])} stages and fits whole: parallel=data on "
+        why += f"{_where(run)} is the better choice."
+    return replace(verdict, why=why)
+
+
+def _where(run: Evidence) -> str:
+    return "the same cores" if run.on_cpu else "each of these devices"

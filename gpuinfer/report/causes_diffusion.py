@@ -7,7 +7,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from gpuinfer.config.options import OptionChange
 from gpuinfer.report import thresholds
 from gpuinfer.report.causes_text import forward_share
 from gpuinfer.report.evidence import Evidence
@@ -17,7 +16,6 @@ from gpuinfer.stats import DiffusionCounters
 SCHEDULED = frozenset({"low-confidence", "random", "dream"})  # commit as many as the schedule says, sure or not
 CONFIDENT = {"threshold": 0.9, "hierarchical": 0.9, "credit": 0.9, "smoothing": 0.9, "block-refinement": 0.9}
 """Decoder → the threshold from which lower ones are the trade that papers make (Wu et al. 2025, "Fast-dLLM")."""
-KEPT = {"prefix": "the keys and values before the block", "dual": "all keys and values but the block's"}
 CAUTION = "`gpuinfer verify` with it tells how many tokens differ."
 
 
@@ -26,21 +24,32 @@ def recomputation(case: RunCase) -> Verdict | None:
     run, found = case.run, _model_bound(case.run)
     if found is None or run.steps.get("positions", 0) <= 0:
         return None
-    if (cache := _cache_to_take(run)) is None:
+    cache = _in_force(run, "cache") or "none"  # the one that keeps more than the one in force
+    if run.model.get("block_causal"):
+        better = "exact" if cache != "exact" else None
+    else:
+        better = "dual" if cache in ("none", "prefix") else None
+    if better is None:
         return None
-    left = _left_with(cache, run, found)
+    left = _left_with(better, run, found)
     share = forward_share(run, "forward", "prefill")
     expected = 1 / (1 - share + share * min(1.0, left / found.computed_share)) if found.computed_share else 1.0
     if expected < thresholds.WORTH_A_CHANGE:
         return None
     why = (
         f"{found.computed_share:.0%} of all positions were computed anew in each of {found.forwards:,.0f} forwards "
-        f"(cache {_in_force(run, 'cache') or 'none'}), of {found.positions / found.forwards:,.0f} on average; with the "
-        f"cache {cache} it would be {left:.0%}."
+        f"(cache {cache}), of {found.positions / found.forwards:,.0f} on average; with the cache {better} it would be "
+        f"{left:.0%}."
     )
     low = expected * (1 - thresholds.REPLAY_DOUBT) if run.on_cpu else 1.0  # elsewhere a small step mostly reads weights
     gain = Gain(max(1.0, low), expected * (1 + thresholds.REPLAY_DOUBT), expected)
-    return Verdict("recomputation", "forward", why, _caveat(cache), run.change("--", cache, "cache"), gain)
+    advice = "Keep finished blocks: in a block-causal model that changes no answer."
+    if better == "dual":
+        advice = (
+            "Keep all keys and values but the block's until the next block: what is kept was computed over masks, so "
+        )
+        advice += f"answers may change. {CAUTION}"
+    return Verdict("recomputation", "forward", why, advice, run.change("--", better, "cache"), gain)
 
 
 def few_tokens(case: RunCase) -> Verdict | None:
@@ -49,10 +58,17 @@ def few_tokens(case: RunCase) -> Verdict | None:
     if found is None or found.tokens_per_forward >= thresholds.FEW_TOKENS:
         return None
     decoder = str(_in_force(run, "decoder") or "")
-    cured = _more_a_forward(run, decoder)
-    if cured is None:
-        return None
-    in_force, advice, change = cured
+    steps, threshold, usual = _in_force(run, "steps"), _in_force(run, "threshold"), CONFIDENT.get(decoder)
+    if decoder in SCHEDULED:
+        in_force = f"and the schedule has {f'{steps:,} steps' if steps else 'a step for each token'}"
+        advice = "Commit every token that the model is sure of, in as few steps as that takes"
+        advice += "; or give fewer --steps." if "steps" in run.options.get("--", {}) else "."
+        change = run.change("--", "threshold", "decoder")
+    elif usual is not None and threshold is not None and threshold > usual:
+        in_force, advice = f"and the threshold is {threshold:g}", f"Commit tokens from a confidence of {usual:g} on."
+        change = run.change("--", usual, "threshold")
+    else:
+        return None  # the model is not sure of more: another threshold would be a worse answer
     idle = f", and {found.idle_share:.0%} of them committed none" if found.idle else ""
     why = (
         f"{found.tokens_per_forward:.2f} useful tokens came of each of {found.forwards:,.0f} forwards{idle}: the "
@@ -65,35 +81,8 @@ def few_tokens(case: RunCase) -> Verdict | None:
 
 def _model_bound(run: Evidence) -> DiffusionCounters | None:
     """The steps' counters of a diffusion model that computes nearly all of the time; None of others."""
-    found = DiffusionCounters.of(run.steps)
-    return (
-        found
-        if found and found.forwards and forward_share(run, "forward", "prefill") >= thresholds.DIFFUSION_BUSY
-        else None
-    )
-
-
-def _more_a_forward(run: Evidence, decoder: str) -> tuple[str, str, OptionChange | None] | None:
-    """The setting in force, how to get more tokens a forward, and the option for it."""
-    if decoder in SCHEDULED:
-        steps = _in_force(run, "steps")
-        in_force = f"and the schedule has {steps:,} steps" if steps else "and the schedule has a step for each token"
-        advice = "Commit every token that the model is sure of, in as few steps as that takes"
-        advice += "; or give fewer --steps." if "steps" in run.options.get("--", {}) else "."
-        return in_force, advice, run.change("--", "threshold", "decoder")
-    threshold, usual = _in_force(run, "threshold"), CONFIDENT.get(decoder)
-    if usual is None or threshold is None or threshold <= usual:
-        return None  # the model is not sure of more: another threshold would be a worse answer
-    advice = f"Commit tokens from a confidence of {usual:g} on."
-    return f"and the threshold is {threshold:g}", advice, run.change("--", usual, "threshold")
-
-
-def _cache_to_take(run: Evidence) -> str | None:
-    """The cache that keeps more than the one in force; None if there is none."""
-    cache = _in_force(run, "cache") or "none"
-    if run.model.get("block_causal"):
-        return "exact" if cache != "exact" else None
-    return "dual" if cache in ("none", "prefix") else None
+    found, busy = DiffusionCounters.of(run.steps), forward_share(run, "forward", "prefill")
+    return found if found and found.forwards and busy >= thresholds.DIFFUSION_BUSY else None
 
 
 def _left_with(cache: str, run: Evidence, found: DiffusionCounters) -> float:
@@ -109,13 +98,6 @@ def _left_with(cache: str, run: Evidence, found: DiffusionCounters) -> float:
     if cache == "exact":
         return min(1.0, (forwards + 1) * block / (forwards * canvas))
     return min(1.0, ((forwards - 1) * block + canvas) / (forwards * canvas))
-
-
-def _caveat(cache: str) -> str:
-    if cache == "exact":
-        return "Keep finished blocks: in a block-causal model that changes no answer."
-    kept = KEPT[cache]
-    return f"Keep {kept} until the next block: what is kept was computed over masks, so answers may change. {CAUTION}"
 
 
 def _in_force(run: Evidence, name: str) -> Any:

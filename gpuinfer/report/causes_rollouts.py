@@ -34,6 +34,11 @@ def of_training(
         return None
     inference_s = inference(lanes, wall_s)
     games, calls, drawn = counts.get("games", 0.0), facts["calls"], counts.get("output_tokens", 0.0)
+
+    def rates(tokens: float) -> TokenRates:
+        within = tokens / inference_s if inference_s > 0 else None
+        return {"wall": tokens / wall_s if wall_s > 0 else 0.0, "inference": within}
+
     return {
         "calls": calls,
         "games_failed": facts.get("games_failed", 0.0),
@@ -41,8 +46,8 @@ def of_training(
         "tokens_per_game": drawn / games if games else None,
         "tokens_per_call": drawn / calls if calls else None,
         "inference_s": inference_s,
-        "input_tokens_per_s": _rates(counts.get("input_tokens", 0.0), wall_s, inference_s),
-        "output_tokens_per_s": _rates(drawn, wall_s, inference_s),
+        "input_tokens_per_s": rates(counts.get("input_tokens", 0.0)),
+        "output_tokens_per_s": rates(drawn),
         "environment_share": min(1.0, facts.get("environment_share", 0.0)),
         "reference_share": min(1.0, facts.get("reference_share", 0.0)),
         "adapter_loads": facts.get("adapter_loads", 0.0),
@@ -53,13 +58,6 @@ def of_training(
 def inference(lanes: Sequence[Lane], wall_s: float) -> float:
     """Seconds in which the busiest engine was at work."""
     return min(wall_s, max((busy_s([lane]) for lane in lanes if is_forward(lane["name"])), default=0.0))
-
-
-def _rates(tokens: float, wall_s: float, inference_s: float) -> TokenRates:
-    return {
-        "wall": tokens / wall_s if wall_s > 0 else 0.0,
-        "inference": tokens / inference_s if inference_s > 0 else None,
-    }
 
 
 def _trainer(facts: Mapping[str, float]) -> Any:
@@ -128,11 +126,8 @@ def slow_environment(case: RunCase) -> Verdict | None:
 def few_groups(case: RunCase) -> Verdict | None:
     """Fewer groups are played at once than the engine has room for, by an option."""
     run = case.run
-    if (
-        "calls" not in run.facts
-        or offered_share(run) >= thresholds.ENGINE_FULL
-        or (change := _more_groups(run)) is None
-    ):
+    change = _more_groups(run)
+    if "calls" not in run.facts or offered_share(run) >= thresholds.ENGINE_FULL or change is None:
         return None
     why = f"{run.facts['groups_in_flight']:,.1f} groups were played at once: {_asked(run)}."
     filling = ": so many fill the slots" if run.total is None or float(change.value) < run.total else ": all of them"
@@ -199,9 +194,10 @@ def _concurrency(run: Evidence) -> tuple[str, OptionChange | None]:
     return many, change
 
 
-def _another_engine(run: Evidence) -> str:
+def _engine(run: Evidence) -> tuple[str, OptionChange | None]:
     replicas = run.options.get("-B", {}).get("replicas")
-    return f"More replicas than {replicas}" if replicas else "Another engine (--backend fleet -B replicas=2)"
+    another = f"More replicas than {replicas}" if replicas else "Another engine (--backend fleet -B replicas=2)"
+    return f"{another}, a smaller model, or fewer tokens a game.", None
 
 
 CURES: Mapping[str, Callable[[Evidence], tuple[str, OptionChange | None]]] = {
@@ -211,10 +207,7 @@ CURES: Mapping[str, Callable[[Evidence], tuple[str, OptionChange | None]]] = {
     "adapter load": lambda run: ("Train on more groups at a time: --batch-groups; adapters on a local disk.", None),
     "cold start": lambda run: ("Nothing needs mending: it is paid once, and by a longer run the less.", None),
     "constraint": lambda run: ("Lists of what is legal cost least, patterns and grammars more.", None),
-    "engine saturated": lambda run: (
-        f"{_another_engine(run)}, a smaller model, or fewer tokens a game.",
-        None,
-    ),
+    "engine saturated": _engine,
     "environment slow": lambda run: ("Make its calls quicker, or play more groups at once.", _more_groups(run)),
 }
 """Kind of stall → what mends it, in words, and as an option set to another value where there is one."""

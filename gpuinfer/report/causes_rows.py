@@ -39,13 +39,10 @@ def more_rows(case: RunCase, best: float, gain: Gain | None = None) -> Verdict:
         need += f", {best * len(run.forwards):,.0f} for {len(run.forwards)} forwards at once"
     why = f"{outstanding_product(run.facts, rows)} rows outstanding, batches of {run.rows_mean:,.0f}; {need}."
     told = advise(case, why, max(best / run.rows_usual, 1.0), gain)
-    return replace(told, advice=told.advice + _lift(run, best))
-
-
-def _lift(run: Evidence, rows: float) -> str:
-    """A note for batches of so many rows: the strategy's cap must be lifted too."""
     cap = run.options.get("-S", {}).get("max_rows")
-    return f" Leave -S max_rows={cap} out then: it would keep them small." if cap and cap < rows else ""
+    if cap and cap < best:
+        return replace(told, advice=f"{told.advice} Leave -S max_rows={cap} out then: it would keep them small.")
+    return told
 
 
 def advise(case: RunCase, why: str, factor: float, gain: Gain | None = None) -> Verdict:
@@ -182,62 +179,42 @@ def forwards(case: RunCase) -> Verdict | None:
     run = case.run
     limit = "cap" if "cap" in case.bounds else "forward"
     searching = case.binds("search") and case.reached("search") > case.reached(limit)
-    if not run.forwards or run.busy(run.forwards) < thresholds.BUSY or searching:
+    lanes = len(run.forwards)
+    if not lanes or run.busy(run.forwards) < thresholds.BUSY or searching:
         return None
+    queues = max(1, len({place(lane["name"]) for lane in run.forwards}))
+    change = run.change("-B", lanes // queues + 1, "in_flight")
     moving, computing = station_s(run.answering, "transfer"), station_s(run.answering, "forward")
     if moving > computing:
-        return _transfer(case, moving, computing)
+        why = f"The forward lanes spent {moving:,.1f} s moving rows and {computing:,.1f} s computing on them."
+        if not run.on_cpu and lanes > queues:  # they overlap already, and there is one way to the device
+            return Verdict("transfer-bound", "transfer", why, "Send fewer bytes for each row: uint8 or bits.")
+        gain = case.gain_of(
+            lambda now: with_lanes(now, 1), _spare(run) if run.on_cpu else (moving + computing) / moving
+        )
+        return Verdict("transfer-bound", "transfer", why, "Move one batch while another is computed.", change, gain)
     best = case.curve.best() if case.curve else 0.0
     if case.curve and best > run.rows_mean > 0 and case.faster(best) > thresholds.WORTH_A_CHANGE:
         return cap_too_small(case, best) if limit == "cap" else more_rows(case, case.curve.enough())
     why = f"The forward lanes were busy {run.busy(run.forwards):.0%} of the time, {run.rows_mean:,.0f} rows a batch"
-    if (idle := _idle_cores(case, why) or _idle_device(case, why, computing)) is not None:
-        return idle
-    return _saturated(run, why + (f"; {run.efficiency:.0%} of the roofline." if run.roofline else "."))
-
-
-def _idle_cores(case: RunCase, why: str) -> Verdict | None:
-    """The forward lanes are busy, but too few, or with too few threads, for the cores."""
-    run = case.run
-    if run.idle_cores <= thresholds.IDLE_CORES * run.cores or not any(lane.get("ran") for lane in run.answering):
-        return None
-    why += f", and {run.idle_cores:.1f} of {run.cores} cores were idle."
-    gain = Gain.up_to(_left(run, run.cores / max(run.cores - run.idle_cores, 1.0)))
-    lanes = max(len(run.forwards), 1)
-    if run.threads is not None and run.threads * lanes < run.cores:
-        why += f" A forward has {run.threads} thread{'' if run.threads == 1 else 's'}."
-        change = run.change("-B", run.cores // lanes, "threads")
-        return Verdict("idle cores", "forward", why, "Let forwards compute on all cores.", change, gain)
-    places = max(1, len({place(lane["name"]) for lane in run.forwards}))
-    change = run.change("-B", lanes // places + 1, "in_flight")
-    return Verdict("idle cores", "forward", why, "Compute more batches at once.", change, gain)
-
-
-def _idle_device(case: RunCase, why: str, computing: float) -> Verdict | None:
-    """The forward lanes are busy, and yet a CUDA device is not: even one forward after the other, all of
-    them together leave it idle while rows and answers are moved.
-    """
-    run = case.run
+    # Too few lanes, or lanes with too few threads, for the cores.
+    if run.idle_cores > thresholds.IDLE_CORES * run.cores and any(lane.get("ran") for lane in run.answering):
+        why += f", and {run.idle_cores:.1f} of {run.cores} cores were idle."
+        gain, advice = (
+            Gain.up_to(_left(run, run.cores / max(run.cores - run.idle_cores, 1.0))),
+            "Compute more batches at once.",
+        )
+        if run.threads is not None and run.threads * lanes < run.cores:
+            why += f" A forward has {run.threads} thread{'' if run.threads == 1 else 's'}."
+            advice, change = "Let forwards compute on all cores.", run.change("-B", run.cores // lanes, "threads")
+        return Verdict("idle cores", "forward", why, advice, change, gain)
+    # A CUDA device that even one forward after the other leaves idle, while rows and answers are moved.
     at_work = computing / run.wall_s
-    if run.on_cpu or at_work >= thresholds.SATURATED or run.efficiency >= thresholds.SATURATED:
-        return None
-    why += f". But all of them together computed for {at_work:.0%} of it, and moved rows and answers meanwhile."
-    queues = max(1, len({place(lane["name"]) for lane in run.forwards}))
-    change = run.change("-B", len(run.forwards) // queues + 1, "in_flight")
-    gain = Gain.up_to(_left(run, 1 / at_work))
-    return Verdict("transfer-bound", "transfer", why, "Compute one batch while others are moved.", change, gain)
-
-
-def _transfer(case: RunCase, moving: float, computing: float) -> Verdict:
-    run, lanes = case.run, len(case.run.forwards)
-    queues = max(1, len({place(lane["name"]) for lane in run.forwards}))
-    why = f"The forward lanes spent {moving:,.1f} s moving rows and {computing:,.1f} s computing on them."
-    if not run.on_cpu and lanes > queues:  # they overlap already, and there is one way to the device
-        return Verdict("transfer-bound", "transfer", why, "Send fewer bytes for each row: uint8 or bits.")
-    most = _spare(run) if run.on_cpu else (moving + computing) / moving
-    gain = case.gain_of(lambda now: with_lanes(now, 1), most)
-    change = run.change("-B", lanes // queues + 1, "in_flight")
-    return Verdict("transfer-bound", "transfer", why, "Move one batch while another is computed.", change, gain)
+    if not run.on_cpu and max(at_work, run.efficiency) < thresholds.SATURATED:
+        why += f". But all of them together computed for {at_work:.0%} of it, and moved rows and answers meanwhile."
+        gain = Gain.up_to(_left(run, 1 / at_work))
+        return Verdict("transfer-bound", "transfer", why, "Compute one batch while others are moved.", change, gain)
+    return _saturated(run, why + (f"; {run.efficiency:.0%} of the roofline." if run.roofline else "."))
 
 
 def cap_too_small(case: RunCase, best: float, gain: Gain | None = None) -> Verdict:
@@ -285,30 +262,22 @@ def all_workers(case: RunCase) -> Verdict | None:
         kind, station = "client-bound", run.largest()
     why = f"The workers were busy {run.busy(run.work):.0%} of the time, most of it with {station}"
     why += f"; the forward lanes {run.busy(run.forwards):.0%}." if run.forwards else ", and answer themselves."
-    return _more_workers(case, kind, station, why)
-
-
-def _more_workers(case: RunCase, kind: VerdictClass, station: str, why: str) -> Verdict:
-    """More workers: as many as the forward lanes can answer and the cores have room for."""
-    run = case.run
+    # As many more as the forward lanes can answer and the cores have room for.
     now = run.facts.get("workers", 0)
     room = math.floor(now * _spare(run) + 0.1)
     others = [bound for name, bound in case.bounds.items() if name in ("forward", "roofline")]
     useful = math.ceil(now * min(others) / run.rows_per_s) if others and run.rows_per_s else room
     wanted = min(room, useful)
     if wanted <= now:
-        return Verdict(kind, station, why, _no_room(run))
+        advice = f"Only {run.cores_busy:.1f} of {run.cores} cores are busy: use more workers, or more clients."
+        return Verdict(kind, station, why, ALL_AT_WORK if _spare(run) < thresholds.ROOM else advice)
     most = wanted / now
     gain = case.gain_of(lambda now: with_workers(now, most), most)
     advice = f"Only {run.cores_busy:.1f} of {run.cores} cores are busy: use more workers."
     return Verdict(kind, station, why, advice, run.change("--", wanted, "workers"), gain)
 
 
-def _no_room(run: Evidence) -> str:
-    """The advice where no number of workers can be named."""
-    if _spare(run) < thresholds.ROOM:
-        return "All cores are at work: only more cores, or less work for each row, make this faster."
-    return f"Only {run.cores_busy:.1f} of {run.cores} cores are busy: use more workers, or more clients."
+ALL_AT_WORK = "All cores are at work: only more cores, or less work for each row, make this faster."
 
 
 def all_cores(case: RunCase) -> Verdict | None:
@@ -320,8 +289,7 @@ def all_cores(case: RunCase) -> Verdict | None:
     why += f"; {run.efficiency:.0%} of the roofline." if run.roofline else "."
     searching, answering = busy_s(run.work), busy_s(run.answering)
     if searching > answering:
-        advice = "All cores are at work: only more cores, or less work for each row, make this faster."
-        return Verdict("search-bound", "search", f"Searching took most of the time, and {why}", advice)
+        return Verdict("search-bound", "search", f"Searching took most of the time, and {why}", ALL_AT_WORK)
     return _saturated(run, f"The forward lanes took most of the time, and {why}")
 
 
@@ -342,9 +310,7 @@ def _saturated(run: Evidence, why: str) -> Verdict:
 
 def _spare(run: Evidence) -> float:
     """How many times the present use of the cores they have room for."""
-    return (
-        min(thresholds.MOST_WORKERS, run.cores_left / run.cores_busy) if run.cores_busy > 0 else thresholds.MOST_WORKERS
-    )
+    return min(thresholds.MOST_WORKERS, run.cores_left / run.cores_busy if run.cores_busy > 0 else math.inf)
 
 
 def _left(run: Evidence, factor: float) -> float:

@@ -210,18 +210,14 @@ def sampling(case: RunCase) -> Verdict | None:
     gain = Gain.up_to(1 / max(1 - share, 0.01))
     if any(in_use(run, name) for name in SAMPLING):
         return Verdict("sampling-bound", "sample", why, _less_beside(run, SAMPLING), None, gain)
-    if run.options.get("--", {}).get("temperature"):
-        dear = "Filters and chance cost" if _filters(run) else "Chance costs"
+    given = run.options.get("--", {})
+    if given.get("temperature"):
+        filters = (given.get("top_k") or 0) > 0 or (given.get("top_p") or 1) < 1 or (given.get("min_p") or 0) > 0
+        dear = "Filters and chance cost" if filters else "Chance costs"
         advice = f"{dear} most here: --temperature 0, the likeliest token, is cheapest."
         return Verdict("sampling-bound", "sample", why, advice, None, gain)
     advice = "Nothing that was asked for makes it dear: it goes through the whole vocabulary for each token."
     return Verdict("sampling-bound", "sample", why, advice, None, gain)
-
-
-def _filters(run: Evidence) -> bool:
-    """Whether a filter restricts the tokens that are drawn from, as far as flags say."""
-    given = run.options.get("--", {})
-    return (given.get("top_k") or 0) > 0 or (given.get("top_p") or 1) < 1 or (given.get("min_p") or 0) > 0
 
 
 def few_threads(case: RunCase) -> Verdict | None:
@@ -259,17 +255,10 @@ def idle_cores(case: RunCase) -> Verdict | None:
     else:
         why += " Nothing here says what its threads waited for."
     if _mostly_prompts(run):
-        change = (
-            run.change("-B", thresholds.WIDER_STEP, "step_tokens")
-            if _step_tokens(run) < thresholds.WIDER_STEP
-            else None
-        )
+        narrow = (run.options.get("-B", {}).get("step_tokens") or thresholds.WIDER_STEP) < thresholds.WIDER_STEP
+        change = run.change("-B", thresholds.WIDER_STEP, "step_tokens") if narrow else None
         return Verdict(IDLE, "prefill", why, "Steps of more tokens have larger parts.", change, gain)
     return Verdict(IDLE, "forward", why, "Steps of more rows have larger parts.", _more_rows_a_step(run), gain)
-
-
-def _step_tokens(run: Evidence) -> int:
-    return int(run.options.get("-B", {}).get("step_tokens") or thresholds.WIDER_STEP)
 
 
 def _leaves_cores_idle(run: Evidence) -> bool:
@@ -295,9 +284,20 @@ def too_few_pages(case: RunCase) -> Verdict | None:
         return None
     used = f"{_used(run) * run.slots:,.1f} of {run.slots:,} slots were in use"
     why = f"Pages of keys and values ran short: {shortage(run.steps)}; {used}."
-    advice, change = _more_pages(run, rows)
     gain = Gain.up_to(min(1 / max(_used(run), 0.01), thresholds.MOST_GAIN))
-    return Verdict("too few pages", "idle", why, advice, change, gain)
+    pages, context = run.model.get("pages", 0), run.model.get("context", 0)
+    if not (run.pages_given and pages and context):
+        advice = "Memory has no room for more: a shorter context, or fewer rows at once, need fewer."
+        return Verdict("too few pages", "idle", why, advice, None, gain)
+    # Pages for as many rows of full length as there may be at once; fewer pages allow fewer slots.
+    most = min(rows, MOST_SLOTS[not run.on_cpu]) if run.slots >= pages else run.slots
+    wanted = most * math.ceil(context / run.model["page_positions"])
+    size = wanted * run.model.get("cache_bytes", 0) / pages / 2**20
+    advice = (
+        f"{wanted:,} pages ({size:,.0f} MiB) are enough for {most:,} rows at once; with the option left out there are "
+        "as many as all rows need, or as memory allows."
+    )
+    return Verdict("too few pages", "idle", why, advice, run.change("-B", wanted, "pages"), gain)
 
 
 SHORTAGES = {
@@ -311,21 +311,6 @@ SHORTAGES = {
 def shortage(counts: Mapping[str, float]) -> str:
     """What the shortage cost, in words; "" if there was none."""
     return ", ".join(f"{whole(count)} {words}" for name, words in SHORTAGES.items() if (count := counts.get(name)))
-
-
-def _more_pages(run: Evidence, rows: int) -> tuple[str, OptionChange | None]:
-    """Pages for as many rows of full length as there may be at once."""
-    pages, context = run.model.get("pages", 0), run.model.get("context", 0)
-    if not (run.pages_given and pages and context):
-        return "Memory has no room for more: a shorter context, or fewer rows at once, need fewer.", None
-    most = min(rows, MOST_SLOTS[not run.on_cpu]) if run.slots >= pages else run.slots  # fewer pages allow fewer slots
-    wanted = most * math.ceil(context / run.model["page_positions"])
-    size = wanted * run.model.get("cache_bytes", 0) / pages / 2**20
-    advice = (
-        f"{wanted:,} pages ({size:,.0f} MiB) are enough for {most:,} rows at once; with the option left out there are "
-        "as many as all rows need, or as memory allows."
-    )
-    return advice, run.change("-B", wanted, "pages")
 
 
 def small_pieces(case: RunCase) -> Verdict | None:
@@ -432,7 +417,10 @@ def memory_bandwidth(case: RunCase) -> Verdict | None:
     run, share = case.run, _bandwidth(case.run)
     if share < thresholds.READS or _mostly_prompts(run):
         return None
-    each = (run.steps["bytes"] - run.steps.get("prefill_bytes", 0.0)) / max(_steps_of_answers(run), 1)
+    computing = forward_share(run, "forward", "prefill")
+    steps = sum(count for count, _ in run.batch_s.values())  # those of answers by their share of the time
+    steps_of_answers = steps * forward_share(run, "forward") / computing if computing else 0.0
+    each = (run.steps["bytes"] - run.steps.get("prefill_bytes", 0.0)) / max(steps_of_answers, 1)
     why = (
         f"{_in_use(run)}, and its steps read some {each / 2**20:,.0f} MiB each, weights above all, "
         f"{_as_fast_as(share, run.text_roofline['gbytes_per_s'])}."
@@ -465,12 +453,6 @@ def _as_fast_as(share: float, gives: float | None = None) -> str:
     return f"at {share:.0%} of {what} gives here" if share <= 1 else f"faster than {what} gave when it was measured"
 
 
-def _steps_of_answers(run: Evidence) -> float:
-    """The steps of answers among all steps, estimated by their share of the time."""
-    steps, share = sum(count for count, _ in run.batch_s.values()), forward_share(run, "forward", "prefill")
-    return steps * forward_share(run, "forward") / share if share else 0.0
-
-
 def below_the_roofline(case: RunCase) -> Verdict | None:
     """The run takes far longer than its steps at least need; names the largest part of the difference."""
     run = case.run
@@ -485,10 +467,22 @@ def below_the_roofline(case: RunCase) -> Verdict | None:
         f"{run.text_roofline['at_rows']:,} rows. {what[0].upper()}{what[1:]} took {share:.0%} of the time"
     )
     why += "".join(f", {other}" for other in others if not other.endswith(" 0%")) + "."
-    return Verdict(BELOW, station, why, _of_station(run, station, what), None, Gain.up_to(1 / max(efficiency, 0.01)))
+    if station in BLAMED:
+        advice = _less_beside(run, BLAMED[station])
+    elif station in ("compile", FIRST_TOUCH):
+        advice = "It is paid once: a longer run, or a server that stays, pays no more."
+    elif station == "idle":
+        advice = _all(run)
+    else:
+        advice = {
+            ATTENTION: "Shorter prompts and answers have less of it; so do prompts with a beginning in common.",
+            OTHERS: "Let it run alone.",
+            UNUSED_CORES: "Steps of more rows have larger parts, which more threads share out.",
+            SLOW_PRODUCTS: "Nothing that is set here mends it: report it with the model's config.json.",
+        }.get(what, "Steps of more rows share it; where there are no more rows, nothing that is set here mends it.")
+    return Verdict("below the roofline", station, why, advice, None, Gain.up_to(1 / max(efficiency, 0.01)))
 
 
-BELOW: Final = "below the roofline"
 ATTENTION, SLOW_PRODUCTS = "attention", "products that a library computes faster"
 BETWEEN = "what lies between products within a step"
 OTHERS, UNUSED_CORES = "other programs", "cores that were idle in steps"
@@ -518,21 +512,6 @@ def _lost(run: Evidence) -> dict[tuple[str, str], float]:
     known = math.fsum(lost["forward", name] for name in (OTHERS, UNUSED_CORES, SLOW_PRODUCTS))
     lost["forward", ATTENTION if of_attention else BETWEEN] = max(0.0, left - known)
     return lost
-
-
-def _of_station(run: Evidence, station: str, what: str) -> str:
-    if station in BLAMED:
-        return _less_beside(run, BLAMED[station])
-    if station in ("compile", FIRST_TOUCH):
-        return "It is paid once: a longer run, or a server that stays, pays no more."
-    if station == "idle":
-        return _all(run)
-    return {
-        ATTENTION: "Shorter prompts and answers have less of it; so do prompts with a beginning in common.",
-        OTHERS: "Let it run alone.",
-        UNUSED_CORES: "Steps of more rows have larger parts, which more threads share out.",
-        SLOW_PRODUCTS: "Nothing that is set here mends it: report it with the model's config.json.",
-    }.get(what, "Steps of more rows share it; where there are no more rows, nothing that is set here mends it.")
 
 
 def model(case: RunCase) -> Verdict | None:

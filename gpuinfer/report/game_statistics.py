@@ -187,24 +187,17 @@ class Resignations:
         if not self._known:
             return {}
         found: dict[str, float] = {"threshold": self._threshold, **self._counts}
-        if _too_many(found) and (advised := self._stricter()) is not None:
-            found[ADVISED] = advised
+        if _too_many(found):
+            # The mildest of stricter thresholds at which few enough of the same games would have been resigned falsely,
+            # and some rightly. Slightly too strict: a game whose loser would have resigned first counts as false if the
+            # other player came to judge it even worse.
+            resigned = false = 0
+            for step in range(len(THRESHOLDS), math.floor(self._threshold / STEP), -1):
+                resigned += self._reached[step]
+                false += self._reached_falsely[step]
+                if resigned and false <= MOST_FALSE * resigned:
+                    found[ADVISED] = round(step * STEP, 3)
         return {f"{RESIGNATION_FACT}{name}": value for name, value in found.items()}
-
-    def _stricter(self) -> float | None:
-        """The mildest of stricter thresholds at which few enough of the same games would have been resigned falsely,
-        and some rightly.
-
-        Slightly too strict: a game whose loser would have resigned first counts as false if the other player came to
-        judge it even worse.
-        """
-        found, resigned, false = None, 0, 0
-        for step in range(len(THRESHOLDS), math.floor(self._threshold / STEP), -1):
-            resigned += self._reached[step]
-            false += self._reached_falsely[step]
-            if resigned and false <= MOST_FALSE * resigned:
-                found = round(step * STEP, 3)
-        return found
 
 
 def _too_many(found: Mapping[str, float]) -> bool:
@@ -220,24 +213,22 @@ def of_resignation(facts: Mapping[str, float]) -> ResignationSection | None:
     found = {name: facts[f"{RESIGNATION_FACT}{name}"] for name in RESIGNATION_COUNTS}
     would, false = round(found["would_have_resigned"]), round(found["false"])
     advised = facts.get(f"{RESIGNATION_FACT}{ADVISED}")
+    advice = f"More than {MOST_FALSE:.0%} of resignations are false, and the network learns from them. "
+    if advised is None:
+        advice += (
+            "At no threshold up to 1 would it have been less: leave --resign out until the network has learnt more."
+        )
+    else:
+        advice += f"Try --resign {advised:g}: in these games it would have been no more than that."
     section = {
         "threshold": found.pop("threshold"),
         **{name: round(count) for name, count in found.items()},
         "false_rate": false / would if would else None,
         "false_rate_ci95": wilson(false, would) if would else None,
         "advised": advised,
-        "advice": _advice(advised) if _too_many(found) else None,
+        "advice": advice if _too_many(found) else None,
     }
     return cast(ResignationSection, section)
-
-
-def _advice(threshold: float | None) -> str:
-    cure = (
-        "At no threshold up to 1 would it have been less: leave --resign out until the network has learnt more."
-        if threshold is None
-        else f"Try --resign {threshold:g}: in these games it would have been no more than that."
-    )
-    return f"More than {MOST_FALSE:.0%} of resignations are false, and the network learns from them. {cure}"
 
 
 def wilson(hits: int, trials: int) -> list[float]:

@@ -8,9 +8,10 @@ as `loss_policy`, `gradient_norm`, and the `learning_rate` of the last of those 
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -48,17 +49,13 @@ def read_losses(path: Path) -> list[LossRow]:
         lines = path.read_bytes().splitlines()
     except OSError:
         return []
-    return list(_rows(lines))
-
-
-def _rows(lines: Sequence[bytes]) -> Iterator[LossRow]:
+    rows = []
     for line in lines:
-        try:
+        with contextlib.suppress(ValueError):
             row = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(row, dict) and isinstance(row.get("step"), int):
-            yield row
+            if isinstance(row, dict) and isinstance(row.get("step"), int):
+                rows.append(row)
+    return rows
 
 
 def plot_losses(rows: Sequence[LossRow]) -> Figure:
@@ -82,8 +79,12 @@ def plot_losses(rows: Sequence[LossRow]) -> Figure:
 
 
 def draw_losses(axes: Axes, points: Sequence[tuple[float, float]], colour: str, label: str | None = None) -> None:
-    """Draw a faint line of all points, and a smoothed line."""
-    few = list(_thinned(points))
+    """Draw a faint line of all points, thinned out to what a picture can show, and a smoothed line. Of neighbours it
+    shows means, each at the last one's step.
+    """
+    together = max(1, -(-len(points) // MOST_POINTS))
+    parts = [points[start : start + together] for start in range(0, len(points), together)]
+    few = [(part[-1][0], sum(value for _, value in part) / len(part)) for part in parts]
     width = max(1, len(few) // SMOOTHED)
     smooth = [
         (at, sum(value for _, value in before) / len(before))
@@ -92,11 +93,3 @@ def draw_losses(axes: Axes, points: Sequence[tuple[float, float]], colour: str, 
     ]
     axes.plot([at for at, _ in few], [value for _, value in few], color=colour, alpha=FAINT, linewidth=0.8)
     axes.plot([at for at, _ in smooth], [value for _, value in smooth], color=colour, linewidth=1.5, label=label)
-
-
-def _thinned(points: Sequence[tuple[float, float]]) -> Iterator[tuple[float, float]]:
-    """Thin a line out to what a picture can show: means of neighbours, each at the last one's step."""
-    together = -(-len(points) // MOST_POINTS)
-    for start in range(0, len(points), together or 1):
-        part = points[start : start + together]
-        yield part[-1][0], sum(value for _, value in part) / len(part)

@@ -90,24 +90,19 @@ def judge(run: Evidence) -> BottleneckSection:
         return _section(NOTHING_ASKED, run, {})
     case = RunCase.of(run)
     causes = GENERATION if run.slots else CAUSES
-    fitting = (found for cause in causes if (found := cause(case)) and not _done_already(found, run))
-    verdict = causes_cpu_contention.beside_others(next(fitting, None) or causes_rows.no_cause_fits(case), run)
-    verdict = causes_devices.beside(causes_devices.in_turns(verdict, run), run)
-    return _section(_beside(verdict, run), run, dict(case.bounds))
-
-
-def _done_already(verdict: Verdict, run: Evidence) -> bool:
-    """Whether it advises a setting that is in force, so that another cause must be found."""
-    return verdict.change is not None and run.in_force(verdict.change)
-
-
-def _beside(verdict: Verdict, run: Evidence) -> Verdict:
-    """The verdict, preceded by a load that is higher than what was answered."""
-    offered = run.facts.get("offered_rows_per_s", 0.0)
-    if verdict.kind == "arrival-bound" or run.rows_per_s >= thresholds.KEEPS_UP * offered:
-        return verdict
-    beside = f"{offered:,.0f} rows/s arrived and only {run.rows_per_s:,.0f} were answered."
-    return replace(verdict, why=f"{beside} {verdict.why}", healthy=False)
+    verdict = None
+    for cause in causes:
+        found = cause(case)
+        if found and not (found.change and run.in_force(found.change)):  # else that is done: another cause is at work
+            verdict = found
+            break
+    verdict = causes_cpu_contention.beside_others(verdict or causes_rows.no_cause_fits(case), run)
+    verdict = causes_devices.beside(verdict, run)
+    offered = run.facts.get("offered_rows_per_s", 0.0)  # a load that is higher than what was answered
+    if verdict.kind != "arrival-bound" and run.rows_per_s < thresholds.KEEPS_UP * offered:
+        lost = f"{offered:,.0f} rows/s arrived and only {run.rows_per_s:,.0f} were answered."
+        verdict = replace(verdict, why=f"{lost} {verdict.why}", healthy=False)
+    return _section(verdict, run, dict(case.bounds))
 
 
 def _section(verdict: Verdict, run: Evidence, bounds: dict[str, float]) -> BottleneckSection:
@@ -131,19 +126,8 @@ def _section(verdict: Verdict, run: Evidence, bounds: dict[str, float]) -> Bottl
 
 # Options that change how the same work is done, so that its speed says all: not how much there is of it, nor what.
 QUICK = {
-    *(
-        "dtype",
-        "workers",
-        "games_in_flight",
-        "groups_in_flight",
-        "batch_size",
-        "max_rows",
-        "max_wait",
-        "slots",
-        "step_tokens",
-        "chunk_rows",
-    ),
-    *("threads", "in_flight", "parallel", "gate"),
+    *("dtype", "workers", "games_in_flight", "groups_in_flight", "batch_size", "max_rows", "max_wait", "slots"),
+    *("step_tokens", "chunk_rows", "threads", "in_flight", "parallel", "gate"),
 }
 
 

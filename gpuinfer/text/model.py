@@ -22,7 +22,7 @@ from gpuinfer.host import error_text
 if TYPE_CHECKING:
     from gpuinfer.models.device_arbiter import DeviceSlot
     from gpuinfer.text.generator import Driver, Prepared
-    from gpuinfer.text.generator.setup import TextOptions
+    from gpuinfer.text.text_options import TorchModelOptions
 
 Outcome = Generation | Exception
 FEW = 8  # short prompts that are prepared where they arrive: another thread costs more
@@ -70,7 +70,7 @@ class TextModel:
         cls,
         spec: ModelSpec,
         setup: Setup,
-        options: TextOptions,
+        options: TorchModelOptions,
         stepped: Callable[[int, float], None],
         place: DeviceSlot | None = None,
         lane: Callable[[str], Lane] | None = None,
@@ -337,7 +337,11 @@ class _Answers:
 
 
 def _drive(
-    spec: ModelSpec, setup: Setup, options: TextOptions, place: DeviceSlot | None, lane: Callable[[str], Lane] | None
+    spec: ModelSpec,
+    setup: Setup,
+    options: TorchModelOptions,
+    place: DeviceSlot | None,
+    lane: Callable[[str], Lane] | None,
 ) -> tuple[Driver, Callable[[], Mapping[str, Any]], Callable[[], str]]:
     """The driver of an opened model, and the functions for `gauge` and `waits_for`."""
     import gpuinfer.text.torch_import  # noqa: F401  before torch

@@ -21,7 +21,7 @@ from gpuinfer.text.model import TextModel
 
 if TYPE_CHECKING:
     from gpuinfer.models.device_arbiter import DeviceSlot
-    from gpuinfer.text.generator.setup import TextOptions
+    from gpuinfer.text.text_options import TorchModelOptions
 
 MOST_REMEMBERED = 8192  # prefixes that are remembered, the most recent ones
 CHARACTERS, TOKENS = 256, 64  # by which each prefix is longer than the one before
@@ -83,7 +83,7 @@ MOST_LOST = 2  # devices that may fail with one prompt: after them the prompt ma
 async def open_text(
     spec: ModelSpec,
     setup: Setup,
-    options: TextOptions,
+    options: TorchModelOptions,
     stepped: Callable[[int, float], None],
     place: DeviceSlot | None = None,
     lane: Callable[[str], Lane] | None = None,

@@ -49,7 +49,8 @@ from gpuinfer.models.pinned_memory import register
 from gpuinfer.models.pipeline.schedule import Pipeline
 from gpuinfer.models.pipeline.staged_forward import OnCuda, StagedForward
 from gpuinfer.text.decoder.torch_decoder import TorchDecoder
-from gpuinfer.text.generator import Driver, Tuning, open_generator
+from gpuinfer.text.generator import Driver, open_generator
+from gpuinfer.text.text_options import TorchModelOptions
 from gpuinfer.text.transformer import Masking
 
 SOURCES = Path(gpuinfer.__file__).parent
@@ -247,7 +248,7 @@ def test_a_generator_goes_on_with_tokens_that_it_has_not_seen(cuda, monkeypatch,
 
 
 def test_a_diffusion_model_fills_masks_on_a_stream_of_its_own(cuda):
-    tuning = Tuning(slots=2, context=64, threads=1, pages=6)
+    tuning = TorchModelOptions(slots=2, context=64, threads=1, pages=6)
     generator = open_generator(
         ModelSpec("tiny-llada", kind="text"), Setup(devices=("cuda:0",), dtype="float32"), tuning
     )

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from gpuinfer.api import ModelSpec, Setup
 from gpuinfer.generation import Completion, Generation, Prompt, Sampling
-from gpuinfer.text.generator import Driver, Tuning, open_generator
+from gpuinfer.text.generator import Driver, open_generator
+from gpuinfer.text.text_options import TorchModelOptions
 
 SLOTS, CONTEXT = 32, 2048
 ANSWER_S = 120.0  # for all prompts of a test, on a machine that stalls
@@ -30,7 +31,7 @@ class Answerer:
     ) -> None:
         spec = ModelSpec(str(folder), kind="text")
         setup = Setup(model=spec, devices=("cpu",), dtype=dtype, deterministic=deterministic)
-        self.generator = open_generator(spec, setup, Tuning(slots=SLOTS, context=CONTEXT, threads=threads))
+        self.generator = open_generator(spec, setup, TorchModelOptions(slots=SLOTS, context=CONTEXT, threads=threads))
         self._driver = Driver(self.generator)
 
     def __enter__(self) -> Answerer:

@@ -16,9 +16,9 @@ from gpuinfer.text.checkpoint import Checkpoint, open_checkpoint
 from gpuinfer.text.decoder.compiled_decoder import CpuDecoder, cpu_available
 from gpuinfer.text.decoder.torch_decoder import TorchDecoder
 from gpuinfer.text.decoder.torch_layers import tensors_of
-from gpuinfer.text.generator import Tuning
 from gpuinfer.text.stages.open_staged_decoder import open_in_stages
 from gpuinfer.text.stages.staged_decoder import StagedDecoder
+from gpuinfer.text.text_options import TorchModelOptions
 from gpuinfer.text.transformer import Decoder, Shape, Weights
 
 Make = Callable[..., Decoder]  # shape, weights, dtype, slots=, length=, and the pages of `steps.py` for so many rows
@@ -61,7 +61,7 @@ def in_stages(
     deterministic: bool = True,
 ) -> StagedDecoder:
     """Two of them, with micro-batches of a few tokens, so that prompts are cut in the middle."""
-    tuning = Tuning(parallel="pipeline", stages=2, threads=1, micro_batch_rows=3)
+    tuning = TorchModelOptions(parallel="pipeline", stages=2, threads=1, micro_batch_rows=3)
     decoder, _ = open_in_stages(
         Given(shape, weights),
         dtype,

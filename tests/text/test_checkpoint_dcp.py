@@ -37,7 +37,8 @@ from gpuinfer.serving.openai.model_options import ModelOptions, check_model, tex
 from gpuinfer.text.checkpoint import open_checkpoint, save_folder
 from gpuinfer.text.checkpoint.distributed_checkpoint import TensorChunk, _check_cover
 from gpuinfer.text.checkpoint.loader import read_other_weights
-from gpuinfer.text.generator import Tuning, open_generator
+from gpuinfer.text.generator import open_generator
+from gpuinfer.text.text_options import TorchModelOptions
 
 
 def tensors(folder: Path) -> dict[str, torch.Tensor]:
@@ -110,7 +111,7 @@ def test_answers_are_those_of_transformers_with_the_same_weights(tmp_path):
     folder = tiny_checkpoint("qwen2", seed=1)
     model = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
     place = saved({"model": model.state_dict()}, tmp_path / "dcp")
-    tuning = Tuning(slots=2, threads=1)
+    tuning = TorchModelOptions(slots=2, threads=1)
     generator = open_generator(spec(place, tiny_checkpoint("qwen2")), Setup(devices=("cpu",), dtype="float32"), tuning)
     prompt = Prompt(text="The quick brown fox", sampling=Sampling(temperature=0, max_tokens=12, ignore_eos=True))
     [prepared] = generator.prepare([prompt])

@@ -24,9 +24,9 @@ from gpuinfer.report.report import unmasking
 from gpuinfer.serving.monitoring.metrics import exposition
 from gpuinfer.stats import DIFFUSION_COUNTS, DiffusionCounters, Snapshot
 from gpuinfer.text.diffusion.unmasking_decoder import MOST_IDLE, Decision, UnmaskingDecoder
-from gpuinfer.text.generator import Tuning
 from gpuinfer.text.generator.driver import DriverCounters
 from gpuinfer.text.model import TextModel
+from gpuinfer.text.text_options import TorchModelOptions
 
 NAMES = registry.names("decoders")
 CAUSAL = KINDS["blocks of 4"]
@@ -422,7 +422,9 @@ def model():
     """As every road has it: from the driver's counters to `Backend.device`."""
 
     async def opened():
-        return await TextModel.open(SPEC, Setup(model=SPEC, devices=("cpu",)), Tuning(threads=1), lambda rows, s: None)
+        return await TextModel.open(
+            SPEC, Setup(model=SPEC, devices=("cpu",)), TorchModelOptions(threads=1), lambda rows, s: None
+        )
 
     with asyncio.Runner() as runner:
         made = runner.run(opened())

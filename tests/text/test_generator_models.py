@@ -22,10 +22,11 @@ from gpuinfer.api import ModelSpec, Setup
 from gpuinfer.errors import BadResult, UsageError
 from gpuinfer.generation import Constraint, Prompt, Sampling
 from gpuinfer.text.checkpoint import Checkpoint, open_checkpoint
-from gpuinfer.text.generator import Generator, Tuning, open_generator
+from gpuinfer.text.generator import Generator, open_generator
 from gpuinfer.text.generator.setup import fit_to_memory
 from gpuinfer.text.language.language import Language
 from gpuinfer.text.language.tokenizer import Characters
+from gpuinfer.text.text_options import TorchModelOptions
 
 TEXTS = [
     "The quick brown fox",
@@ -41,7 +42,7 @@ TEXTS = [
 def opened(folder, *, dtype="float32", arguments=None, **tuning):
     spec = ModelSpec(name=str(folder), kind="text", arguments=arguments or {})
     setup = Setup(devices=("cpu",), dtype=dtype, deterministic=True)
-    return open_generator(spec, setup, Tuning(**{"slots": 4, "step_tokens": 24, "threads": 1, **tuning}))
+    return open_generator(spec, setup, TorchModelOptions(**{"slots": 4, "step_tokens": 24, "threads": 1, **tuning}))
 
 
 ASKED_FIRST = """

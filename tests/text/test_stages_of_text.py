@@ -28,8 +28,9 @@ from gpuinfer.report.report import Run, build, schema
 from gpuinfer.strategies.dynamic import Dynamic
 from gpuinfer.text.decoder import torch_layers
 from gpuinfer.text.decoder.attention_plan import positions_of
-from gpuinfer.text.generator import Tuning, open_generator
+from gpuinfer.text.generator import open_generator
 from gpuinfer.text.stages.staged_decoder import MicroBatchCutter, Portion, PortionSegment
+from gpuinfer.text.text_options import TorchModelOptions
 from gpuinfer.text.transformer import Step, Vectors
 
 LONG = "a longer prompt that has to go through in chunks, beside others and before others: "
@@ -47,7 +48,9 @@ WAYS = [
 def opened(model="tiny", slots=4, dtype="float32", **tuning):
     setup = Setup(devices=("cpu",), dtype=dtype, deterministic=True)
     return open_generator(
-        ModelSpec(model, kind="text"), setup, Tuning(slots=slots, context=128, step_tokens=24, threads=1, **tuning)
+        ModelSpec(model, kind="text"),
+        setup,
+        TorchModelOptions(slots=slots, context=128, step_tokens=24, threads=1, **tuning),
     )
 
 

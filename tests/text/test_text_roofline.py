@@ -14,7 +14,8 @@ from gpuinfer.errors import UsageError
 from gpuinfer.report.report import schema
 from gpuinfer.report.report_sections import against_text_roofline
 from gpuinfer.text import precision, text_roofline
-from gpuinfer.text.generator import Tuning, open_generator
+from gpuinfer.text.generator import open_generator
+from gpuinfer.text.text_options import TorchModelOptions
 from gpuinfer.text.text_roofline import StepCost, StepExtent, step_extent
 from gpuinfer.text.transformer import PAGE, Experts, Shape, Step
 from gpuinfer.workloads.generate.workload import Generate
@@ -185,6 +186,6 @@ def test_bfloat16_is_multiplied_as_such_only_where_that_is_one_instruction_and_b
     for dtype in ("float32", "bfloat16"):
         setup = Setup(devices=("cpu",), dtype=dtype, deterministic=True)
         model = ModelSpec(name="tiny", kind="text", arguments={"context": 64})
-        generator = open_generator(model, setup, Tuning(slots=1, threads=1))
+        generator = open_generator(model, setup, TorchModelOptions(slots=1, threads=1))
         generator.close()
         assert (generator.facts["dtype"], generator.facts["computes_in"]) == (dtype, "float32")

@@ -18,9 +18,10 @@ from gpuinfer.api import ModelSpec, Setup
 from gpuinfer.generation import Completion, Generation, Prompt, Sampling, Unmasking
 from gpuinfer.text.diffusion.diffusion_generator import DiffusionGenerator
 from gpuinfer.text.generator.page_pool import pages_for
-from gpuinfer.text.generator.setup import Tuning, open_generator
+from gpuinfer.text.generator.setup import open_generator
 from gpuinfer.text.language.language import Language
 from gpuinfer.text.language.tokenizer import Characters
+from gpuinfer.text.text_options import TorchModelOptions
 from gpuinfer.text.transformer import Decoder, Masking, Shape, Step, Weights
 
 END, MASK = len(LETTERS), len(LETTERS) + 1
@@ -61,7 +62,9 @@ def generator_over(
 def generator_of(model: str, slots: int = 4, **tuning: int) -> DiffusionGenerator:
     """A built-in one by its name, or that of a folder."""
     spec = ModelSpec(model, None, 0, "int32", kind="text")
-    generator = open_generator(spec, Setup(devices=("cpu",), seed=SEED), Tuning(slots=slots, threads=1, **tuning))
+    generator = open_generator(
+        spec, Setup(devices=("cpu",), seed=SEED), TorchModelOptions(slots=slots, threads=1, **tuning)
+    )
     assert isinstance(generator, DiffusionGenerator)
     return generator
 

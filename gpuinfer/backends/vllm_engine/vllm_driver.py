@@ -33,6 +33,7 @@ from gpuinfer.text.generator.answer import (
     NO_COMPLETION,
     START_SPANS,
     Ending,
+    Matcher,
     PartEmitter,
     VersionSpans,
     completion,
@@ -41,14 +42,15 @@ from gpuinfer.text.generator.answer import (
     versions_until,
     with_version,
 )
-from gpuinfer.text.generator.interfaces import DetokenizerProtocol, LanguageProtocol, MatcherProtocol, WalkProtocol
 from gpuinfer.text.generator.prompts import Prepared
+from gpuinfer.text.language import IncrementalDetokenizer, Language
+from gpuinfer.text.language.list_walks import ListedMatcher
 
 
 class VllmAnswer:
     """One sample's answer as its tokens come."""
 
-    def __init__(self, language: LanguageProtocol, prepared: Prepared, number: int) -> None:
+    def __init__(self, language: Language, prepared: Prepared, number: int) -> None:
         self._language, self.sampling, self._limit = language, prepared.sampling, prepared.limit
         self._ends = frozenset(() if prepared.sampling.ignore_eos else language.end_tokens)
         self.tokens: list[int] = []
@@ -59,7 +61,7 @@ class VllmAnswer:
             self.processed = [] if begun is None else list(begun.processed)
         self.begun: list[int] = [] if begun is None else begun.tokens.tolist()
         self.versions: VersionSpans = START_SPANS if begun is None else begun.versions or START_SPANS
-        self.growing: DetokenizerProtocol | None = None
+        self.growing: IncrementalDetokenizer | None = None
         self.given: PartEmitter | None = None
         sampling = prepared.sampling
         if sampling.stop or prepared.parts:
@@ -70,9 +72,9 @@ class VllmAnswer:
                 before, spell = (characters, len(self.begun)), logprob_speller(language, sampling)
                 self.given = PartEmitter(number, growing, pushed=bool(sampling.stop), before=before, spell=spell)
         matcher = prepared.matcher if begun is None else begun.matcher
-        self.matcher: MatcherProtocol | None = None if matcher is None else matcher.copy()
+        self.matcher: Matcher | None = None if matcher is None else matcher.copy()
         listed = prepared.sampling.constraint is not None and prepared.sampling.constraint.listed is not None
-        self.walk = cast(WalkProtocol, prepared.matcher) if listed else None
+        self.walk = cast(ListedMatcher, prepared.matcher) if listed else None
         self.tokens += self.begun
         self.end: Ending | None = None if begun is None else begun.ending
 

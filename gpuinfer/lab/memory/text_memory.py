@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -33,7 +33,7 @@ from gpuinfer.text.checkpoint.memory_estimate import (
 )
 from gpuinfer.text.decoder import own_kernels
 from gpuinfer.text.decoder.open_decoder import CPU_SLOTS, CUDA_SLOTS, estimate
-from gpuinfer.text.generator import Tuning, open_generator
+from gpuinfer.text.generator import open_generator
 from gpuinfer.text.generator.prompts import Prepared
 from gpuinfer.text.generator.setup import checked_context, resolved_tuning
 from gpuinfer.text.stages.open_staged_decoder import (
@@ -45,12 +45,13 @@ from gpuinfer.text.stages.open_staged_decoder import (
     split_by_measured_times,
     split_by_times,
 )
+from gpuinfer.text.text_options import TorchModelOptions
 from gpuinfer.text.transformer import PAGE, Shape
 
 MOST = 65_536  # slots, as the backend has it
 WARM_UP, MASKED_WARM_UP = "tiny", "tiny-llada"
 NEW_TOKENS = 2
-TUNED = {field.name for field in fields(Tuning)} - {"adapters"}  # which are not loaded here
+TUNED = set(TorchModelOptions.model_fields) - {"adapters"}  # which are not loaded here
 
 
 class TextModelMemory:
@@ -74,7 +75,7 @@ class TextModelMemory:
         self._dtype, self._shape = resolve_dtype(setup.dtype), self._checkpoint.shape
         if not self._shape.layers and options.get("parallel", "data") == "data":  # else stages say what is wrong
             raise UsageError(f"model '{spec.name}' computes nothing and keeps nothing. Name a model that does.")
-        self._given = Tuning(**{name: options[name] for name in TUNED if options.get(name) is not None})
+        self._given = TorchModelOptions(**{name: options[name] for name in TUNED if options.get(name) is not None})
         tuning = resolved_tuning(spec, self._given, setup, self._device, self._shape)
         self._step_tokens = tuning.step_tokens or 1
         self.length = checked_context(self._shape, context or tuning.context)
@@ -109,7 +110,7 @@ class TextModelMemory:
             return None
         return {"slots": sizing.slots, "pages": sizing.pages, "cache_bytes": sizing.cache_bytes}
 
-    def _answered(self, tuning: Tuning, batch: int, copies: int = 1) -> float:
+    def _answered(self, tuning: TorchModelOptions, batch: int, copies: int = 1) -> float:
         """So many prompts that take as much memory as there may be: a chunk as long as a step takes, beside rows of one
         token; of a diffusion model whole canvases, as many as a step takes.
         """
@@ -177,14 +178,16 @@ class TextSubject(TextModelMemory):
         return self._facts(page_bytes(self._shape, self._dtype, self._own))
 
 
-def warm_up_text(shape: Shape, setup: Setup, tuning: Tuning, copies: int = 1) -> None:
+def warm_up_text(shape: Shape, setup: Setup, tuning: TorchModelOptions, copies: int = 1) -> None:
     """A small model like this one answers a prompt."""
     spec = ModelSpec(WARM_UP if shape.masking is None else MASKED_WARM_UP, kind="text")
     context = checked_context(open_checkpoint(spec).shape, None)
     answered(spec, setup, replace(tuning, slots=2, pages=4, context=min(context, 64)), [8, 1], copies)
 
 
-def answered(spec: ModelSpec, setup: Setup, tuning: Tuning, lengths: Sequence[int], copies: int = 1) -> float:
+def answered(
+    spec: ModelSpec, setup: Setup, tuning: TorchModelOptions, lengths: Sequence[int], copies: int = 1
+) -> float:
     """Answer prompts of so many tokens at once in each copy, every page of the cache taken: the seconds it took."""
     with contextlib.ExitStack() as opened:
         calls = []
@@ -234,9 +237,9 @@ class StagedText(TextModelMemory):
         self._split_by = ""
 
     def warm_up(self) -> None:
+        options = TorchModelOptions(step_tokens=self._step_tokens, threads=self._given.threads)
         for device in dict.fromkeys(self._places):
-            setup = replace(self._setup, devices=(str(device),))
-            warm_up_text(self._shape, setup, Tuning(step_tokens=self._step_tokens, threads=self._given.threads))
+            warm_up_text(self._shape, replace(self._setup, devices=(str(device),)), options)
 
     def describe(self) -> None:
         if self._cut is not None:

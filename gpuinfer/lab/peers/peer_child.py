@@ -85,14 +85,15 @@ def gpuinfer(order: Order) -> tuple[str, Run]:
     from gpuinfer import __version__
     from gpuinfer.api import ModelSpec, Setup
     from gpuinfer.generation import Prompt, Sampling, Unmasking
-    from gpuinfer.text.generator import Driver, Tuning, open_generator
+    from gpuinfer.text.generator import Driver, open_generator
+    from gpuinfer.text.text_options import TorchModelOptions
 
     unmasking = msgspec.convert(order.get("unmasking"), Unmasking | None)
     slots = order["rows"] * (2 if unmasking is not None and unmasking.cfg_scale else 1)  # of what guides a row, too
     arguments = {**order["arguments"], "slots": slots, "context": order["length"]}
     spec = ModelSpec(order["model"], weights=order["weights"], arguments=arguments, kind="text")
     setup = Setup(model=spec, devices=(order["device"],), dtype=order["dtype"], seed=order["seed"])
-    generator = open_generator(spec, setup, Tuning())
+    generator = open_generator(spec, setup, TorchModelOptions())
     driver = Driver(generator)
 
     def run(order: Order) -> int:

@@ -148,10 +148,11 @@ class Verification:
     def _eager(self, opened: VerifySetup, judge: DivergenceJudge, reference: Answers) -> Difference:
         if not opened.facts["device"].startswith("cuda"):
             return skipped(EAGER, "CUDA graphs need a CUDA device")
-        from gpuinfer.text.generator import Tuning, open_generator
+        from gpuinfer.text.generator import open_generator
+        from gpuinfer.text.text_options import TorchModelOptions
 
         slots = min(probed_answers.SOME, opened.decoder.slots)
-        tuning = Tuning(slots=slots, context=opened.decoder.length, graphs=False)
+        tuning = TorchModelOptions(slots=slots, context=opened.decoder.length, graphs=False)
         eager = open_generator(opened.spec, self.setup, tuning)
         try:
             route = probed_answers.filled_route(opened, reference.route.sampling, slots)

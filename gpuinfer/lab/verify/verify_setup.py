@@ -193,8 +193,9 @@ def open_setup(options: VerifyOptions, setup: Setup) -> VerifySetup:
     Raises `UsageError` when it cannot be had on this device, does not fit, or a prompt is wrong.
     """
     from gpuinfer.text.checkpoint import open_checkpoint
-    from gpuinfer.text.generator import Tuning, open_generator
+    from gpuinfer.text.generator import open_generator
     from gpuinfer.text.language import open_language
+    from gpuinfer.text.text_options import TorchModelOptions
 
     if sum(one is not None for one in (options.model, options.checkpoint, options.dcp_path)) != 1:
         raise UsageError("verify needs one model. Give --model FOLDER, or --checkpoint model.pt --meta meta.json.")
@@ -217,6 +218,6 @@ def open_setup(options: VerifyOptions, setup: Setup) -> VerifySetup:
         items = built_in_questions(language, shape.vocabulary, room, setup.seed)[: options.limit]
     context = max(len(item.tokens) for item in items) + options.new_tokens
     rows = max(options.batch_sizes) * (1 + bool(options.cfg_scale))  # what guides a row has a slot of its own
-    generator = open_generator(spec, setup, Tuning(slots=rows, context=context))
+    generator = open_generator(spec, setup, TorchModelOptions(slots=rows, context=context))
     facts, decoder = generator.facts, generator.decoder
     return VerifySetup(checkpoint, language, decoder, items, setup, options, facts, spec, facts["threads"], generator)

@@ -17,9 +17,10 @@ from gpuinfer.text.diffusion.scoring import Scored
 from gpuinfer.text.diffusion.unmasking_decoder import MOST_IDLE, Decision, Edited, View
 from gpuinfer.text.generator.adapter_versions import AdapterVersion
 from gpuinfer.text.generator.answer import END_TOKEN, FULL, MOST_PARTS_S, Ending, completion, find_ending
-from gpuinfer.text.generator.interfaces import Ints, LanguageProtocol
+from gpuinfer.text.generator.page_pool import Ints
 from gpuinfer.text.generator.prompts import PromptWork
 from gpuinfer.text.generator.slotted import AnswerTracker
+from gpuinfer.text.language import Language
 
 
 class UnmaskingApplier(AnswerTracker[CanvasRow]):
@@ -28,7 +29,7 @@ class UnmaskingApplier(AnswerTracker[CanvasRow]):
     def __init__(
         self,
         slots: CanvasSlots,
-        language: LanguageProtocol,
+        language: Language,
         vocabulary: int,
         end_tokens: Sequence[int],
         most_parts_s: float = MOST_PARTS_S,

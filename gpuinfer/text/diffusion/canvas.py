@@ -16,9 +16,10 @@ from gpuinfer.generation import Logprob
 from gpuinfer.text.checkpoint.memory_estimate import most_outputs
 from gpuinfer.text.diffusion.unmasking_plan import WARM_STEPS, CanvasLayout, UnmaskingPlan, cache_reach
 from gpuinfer.text.generator.answer import ResumedAnswer, VersionSpans, with_version
-from gpuinfer.text.generator.interfaces import Ints, LanguageProtocol, WalkProtocol
-from gpuinfer.text.generator.page_pool import PagePool, pages_for
+from gpuinfer.text.generator.page_pool import Ints, PagePool, pages_for
 from gpuinfer.text.generator.prompts import NO_TOKENS, PromptWork, answer_watchers
+from gpuinfer.text.language import Language
+from gpuinfer.text.language.list_walks import ListedMatcher
 from gpuinfer.text.transformer import Shape, Step, Vectors
 
 
@@ -33,7 +34,7 @@ class CanvasRow:
 
     def __init__(
         self,
-        language: LanguageProtocol,
+        language: Language,
         work: PromptWork[CanvasRow],
         number: int,
         plan: UnmaskingPlan,
@@ -48,7 +49,7 @@ class CanvasRow:
         self.begun: ResumedAnswer | None = prepared.begun[number] if prepared.begun else None
         # `growing` looks for stop strings, `given` gives the answer out while it grows
         self.growing, self.given = answer_watchers(language, prepared, number)
-        self.walk: WalkProtocol | None = None  # there are no constraints
+        self.walk: ListedMatcher | None = None  # there are no constraints
         self.logprobs: list[Logprob | None] | None = None  # of each token of the answer, as it was committed
         if prepared.sampling.logprobs is not None:
             self.logprobs = [None] * (layout.end - layout.prompt)

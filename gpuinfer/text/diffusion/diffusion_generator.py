@@ -33,17 +33,16 @@ from gpuinfer.text.diffusion.unmasking_plan import (
     plan_of,
     planned_prompt,
 )
-from gpuinfer.text.generator.driver import Stepped
 from gpuinfer.text.generator.fault_isolation import FaultIsolation, row_failed
-from gpuinfer.text.generator.interfaces import LanguageProtocol
 from gpuinfer.text.generator.prompts import Prepared, PromptWork, prepare, refuse_unfit
-from gpuinfer.text.generator.slotted import SlottedGenerator
+from gpuinfer.text.generator.slotted import SlottedGenerator, Stepped
+from gpuinfer.text.language import Language
 from gpuinfer.text.text_roofline import step_extent
 from gpuinfer.text.transformer import Decoder
 
 
 class DiffusionGenerator(SlottedGenerator[CanvasRow]):
-    """A `driver.TextGenerator` that fills masks in. Give it to a `Driver`, or step it yourself. It launches no step
+    """Fills masks in. Give it to a `Driver`, or step it yourself. It launches no step
     ahead, whatever `goes_ahead` says.
 
     `enter` is called with the station of the time ledger: "prefill" (a step that is mostly prompt, for the first time),
@@ -53,7 +52,7 @@ class DiffusionGenerator(SlottedGenerator[CanvasRow]):
     def __init__(
         self,
         decoder: Decoder,
-        language: LanguageProtocol,
+        language: Language,
         *,
         seed: int,
         end_tokens: Sequence[int],
@@ -85,7 +84,7 @@ class DiffusionGenerator(SlottedGenerator[CanvasRow]):
             self._slots, language, shape.vocabulary, end_tokens, self._most_parts_s, self._adapters.give_back
         )
         self._waited = 0  # rows that waited for pages, as of the last step
-        self._faults: FaultIsolation[CanvasRow] = FaultIsolation(self._slots, self.facts.get("model"))
+        self._faults: FaultIsolation[CanvasRow] = FaultIsolation(self._slots.rows, self.facts.get("model"))
 
     @property
     def free_slots(self) -> int:

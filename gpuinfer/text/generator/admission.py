@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from gpuinfer.text.generator.interfaces import Ints, LanguageProtocol, SamplerProtocol
-from gpuinfer.text.generator.page_pool import LEAST, PrefixMatch, pages_for
+from gpuinfer.text.generator.page_pool import LEAST, Ints, PrefixMatch, pages_for
 from gpuinfer.text.generator.prompts import NO_TOKENS, PromptWork, SampleRow
 from gpuinfer.text.generator.slot_table import RowPages, SlotTable
+from gpuinfer.text.language import Language
+from gpuinfer.text.sampling import Sampler
 from gpuinfer.text.transformer import PAGE, Decoder
 
 AHEAD = 16  # positions before its page is full a row gets the next one: so few steps look for full pages
@@ -33,8 +34,8 @@ class SlotAdmission:
         self,
         decoder: Decoder,
         table: SlotTable,
-        sampler: SamplerProtocol,
-        language: LanguageProtocol,
+        sampler: Sampler,
+        language: Language,
         changed: Callable[[], None],
     ) -> None:
         self._table, self._sampler, self._language, self._changed = table, sampler, language, changed

@@ -14,15 +14,12 @@ from numpy.typing import NDArray
 
 from gpuinfer.errors import BadPrompt
 from gpuinfer.generation import Completion, Logprob, Part, Prompt, Sampling
-from gpuinfer.text.generator.interfaces import (
-    DetokenizerProtocol,
-    Ints,
-    LanguageProtocol,
-    MatcherProtocol,
-    WalkProtocol,
-)
+from gpuinfer.text.generator.page_pool import Ints
+from gpuinfer.text.language import GrammarMatcher, IncrementalDetokenizer, Language
+from gpuinfer.text.language.list_walks import ListedMatcher
 
 VersionSpans = tuple[tuple[int, str], ...]
+Matcher = GrammarMatcher | ListedMatcher
 
 START_SPANS: VersionSpans = ((0, ""),)
 """All tokens by the weights of the start; no spans mean the same."""
@@ -67,7 +64,7 @@ class PartEmitter:
     def __init__(
         self,
         sample: int,
-        growing: DetokenizerProtocol,
+        growing: IncrementalDetokenizer,
         *,
         pushed: bool = False,
         before: tuple[int, int] = (0, 0),
@@ -143,8 +140,8 @@ NO_COMPLETION = Completion(text="", tokens=(), finish_reason="length")
 
 def find_ending(
     sampling: Sampling,
-    growing: DetokenizerProtocol | None,
-    matcher: MatcherProtocol | None,
+    growing: IncrementalDetokenizer | None,
+    matcher: Matcher | None,
     token: int,
     count: int,
     *,
@@ -171,21 +168,21 @@ def find_ending(
     return FULL if full else None
 
 
-def logprob_speller(language: LanguageProtocol, sampling: Sampling) -> Spell | None:
+def logprob_speller(language: Language, sampling: Sampling) -> Spell | None:
     """A function that adds texts to the tokens of a log-probability; None: they are not wanted."""
     return partial(language.spell_out, special_tokens=not sampling.skip_special_tokens) if sampling.spelled else None
 
 
 def completion(
-    language: LanguageProtocol,
+    language: Language,
     sampling: Sampling,
-    growing: DetokenizerProtocol | None,
+    growing: IncrementalDetokenizer | None,
     tokens: Sequence[int],
     logprobs: Sequence[Logprob] | None,
     end: Ending,
     versions: VersionSpans = START_SPANS,
     processed: Sequence[float] | None = None,
-    walk: WalkProtocol | None = None,
+    walk: ListedMatcher | None = None,
 ) -> Completion:
     """The answer as it is delivered, from all that has been drawn."""
     if isinstance(end.cause, str) and growing is not None:
@@ -213,13 +210,13 @@ class ResumedAnswer:
 
     tokens: Ints  # int32, from the first on
     ending: Ending | None  # None: it goes on after them
-    matcher: MatcherProtocol | None  # where they lead in the constraint
+    matcher: Matcher | None  # where they lead in the constraint
     versions: VersionSpans  # of the weights that drew them
     processed: tuple[float, ...]  # one for each, where they are wanted
 
 
 def resumed_answers(
-    language: LanguageProtocol, prompt: Prompt, limit: int, vocabulary: int, matcher: MatcherProtocol | None
+    language: Language, prompt: Prompt, limit: int, vocabulary: int, matcher: Matcher | None
 ) -> tuple[ResumedAnswer, ...]:
     """One for each sample, or none if no sample resumes. `limit`: the most tokens of an answer.
 
@@ -255,9 +252,7 @@ def _checked(given: Any, sample: int, limit: int, vocabulary: int) -> Ints:
 class _ResumedReplay:
     """Replays one sample's tokens to stop strings and constraint, as if they were being drawn."""
 
-    def __init__(
-        self, language: LanguageProtocol, prompt: Prompt, sample: int, limit: int, matcher: MatcherProtocol | None
-    ) -> None:
+    def __init__(self, language: Language, prompt: Prompt, sample: int, limit: int, matcher: Matcher | None) -> None:
         self._prompt, self._sampling, self._sample, self._limit = prompt, prompt.sampling, sample, limit
         self._ends = () if prompt.sampling.ignore_eos else language.end_tokens
         stop = prompt.sampling.stop

@@ -13,10 +13,11 @@ from gpuinfer.text.generator.adapter_versions import AdapterVersion
 from gpuinfer.text.generator.admission import SlotAdmission
 from gpuinfer.text.generator.answer import END_TOKEN, MOST_PARTS_S, Ending, completion, find_ending, with_version
 from gpuinfer.text.generator.composer import Echo, LaunchedStep, PromptChunk, StepComposer, StepPlan
-from gpuinfer.text.generator.interfaces import DrawnProtocol, LanguageProtocol
 from gpuinfer.text.generator.prompts import PromptWork, SampleRow
 from gpuinfer.text.generator.slot_table import SlotTable
 from gpuinfer.text.generator.slotted import AnswerTracker
+from gpuinfer.text.language import Language
+from gpuinfer.text.sampling import DrawnTokens
 
 GOES_ON, COMPLETE, REFUSED = 0, 1, 2  # a list's outcome for a token
 
@@ -29,7 +30,7 @@ class StepApplier(AnswerTracker[SampleRow]):
         table: SlotTable,
         admission: SlotAdmission,
         composer: StepComposer,
-        language: LanguageProtocol,
+        language: Language,
         enter: Callable[[str], None] = lambda station: None,
         most_parts_s: float = MOST_PARTS_S,
         give_back: Callable[[AdapterVersion], None] = lambda adapter: None,
@@ -76,7 +77,7 @@ class StepApplier(AnswerTracker[SampleRow]):
         table.last[plan.draws] = -1 - np.arange(len(plan.draws), dtype=np.int32)
 
     def settle(
-        self, step: LaunchedStep, kept: NDArray[np.bool_], drawn: DrawnProtocol | None, now: float, last: bool
+        self, step: LaunchedStep, kept: NDArray[np.bool_], drawn: DrawnTokens | None, now: float, last: bool
     ) -> None:
         """Write a step's tokens down. `kept`, bool [draws]: rows whose tokens are still wanted; `last`: no other step
         has been launched since.

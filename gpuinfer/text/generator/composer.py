@@ -9,9 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpuinfer.generation import Logprob
-from gpuinfer.text.generator.interfaces import DrawingProtocol, Ints
+from gpuinfer.text.generator.page_pool import Ints
 from gpuinfer.text.generator.prompts import SampleRow
 from gpuinfer.text.generator.slot_table import SlotTable
+from gpuinfer.text.sampling.sampler import PendingDraw
 from gpuinfer.text.text_roofline import StepExtent, shared_positions
 from gpuinfer.text.transformer import Step
 
@@ -67,7 +68,7 @@ class LaunchedStep:
     """A step that has been launched, what it draws, and how things stood then."""
 
     plan: StepPlan
-    drawing: DrawingProtocol | None
+    drawing: PendingDraw | None
     echoes: Sequence[Echo]
     positions: Ints  # [draws] of the tokens that are drawn
     epochs: NDArray[np.int64]  # [draws] of their slots

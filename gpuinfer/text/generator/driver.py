@@ -1,6 +1,4 @@
-"""The thread that steps a generator as long as there is work, and the protocol of generators, whatever order they write
-in.
-"""
+"""The thread that steps a generator as long as there is work."""
 
 from __future__ import annotations
 
@@ -8,14 +6,14 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 from gpuinfer.api import Lane, TextRoofline
 from gpuinfer.errors import BackendDied, Closed, UsageError
-from gpuinfer.generation import Generation, Part, Prompt
+from gpuinfer.generation import Generation, Part
 from gpuinfer.host import compile_status
 from gpuinfer.host.process_memory import FirstTouchCost
 from gpuinfer.models.cuda_graphs import own_stream
@@ -23,134 +21,8 @@ from gpuinfer.models.device_arbiter import DeviceSlot, UnsharedSlot
 from gpuinfer.models.out_of_memory import first_line
 from gpuinfer.stats import Lane as LedgerLane
 from gpuinfer.text.generator.prompts import Prepared
-from gpuinfer.text.text_roofline import RooflineCost, StepCost, StepExtent
-
-
-@dataclass(frozen=True, slots=True)
-class Stepped:
-    """What one step did."""
-
-    finished: Sequence[tuple[Hashable, Generation | Exception]]
-    parts: Sequence[tuple[Hashable, Part]] = ()  # of answers that are read while they grow; they come before `finished`
-    rows: int = 0  # that took part
-    tokens: int = 0  # that went through the decoder
-    prompt_tokens: int = 0  # of them, those of prompts
-    cached: int = 0  # prompt tokens that another prompt had computed
-    recomputed: int = 0  # of `tokens`, those computed again after their pages were taken away
-    waited: int = 0  # rows that began to wait for pages
-    preempted: int = 0  # rows whose pages were taken away: their tokens are computed again later
-    output_tokens: int = 0  # drawn
-    held: bool = False  # prompts were cut, or waited, as the step was full
-    echoing: bool = False  # it was full because of the logits that prompts' log-probabilities need
-    positions: int = 0  # of all canvases in the step, those of guidance too; 0 where the model goes from left to right
-    committed: int = 0  # masks that became tokens; `output_tokens` are those that an answer has in the end
-    idle: int = 0  # of `rows`, those that committed nothing
-    extent: StepExtent | None = None  # of what the decoder computed, from which the least cost follows
-
-
-class TextGenerator(Protocol):
-    """Answers prompts, a step at a time, in a fixed number of slots. All calls come from one thread, but for those that
-    say otherwise.
-    """
-
-    facts: Mapping[str, Any]  # estimated and actual sizes, for reports
-    enter: Callable[[str], None]  # called with a station of the time ledger when it begins
-    goes_ahead: bool  # whether a further step may be at work on the device when `step` returns; set before each
-
-    @property
-    def device(self) -> Any:
-        """The torch.device that it computes on."""
-        ...
-
-    @property
-    def slots(self) -> int:
-        """How many rows can be under way at once."""
-        ...
-
-    @property
-    def free_slots(self) -> int:
-        """How many more rows may be added."""
-        ...
-
-    @property
-    def busy(self) -> bool:
-        """Whether there is anything for a step to do."""
-        ...
-
-    def prepare(self, prompts: Sequence[Prompt], enter: Callable[[str], None] = ...) -> list[Prepared | Exception]:
-        """Prompts ready to be added, or the `BadPrompt` that refuses one. From any thread; `enter` is called with what
-        that thread does: "understand" or "constrain".
-        """
-        ...
-
-    def add(self, ticket: Hashable, prepared: Prepared) -> None:
-        """Take one of `free_slots` for each sample. A later step finishes the answer.
-
-        Raises `ValueError` when the ticket is in use or there are too few slots.
-        """
-        ...
-
-    def cancel(self, ticket: Hashable) -> bool:
-        """Stop computing this answer: its slots are free at once. False when it is finished or unknown."""
-        ...
-
-    def step(self) -> Stepped:
-        """Compute the next step, and report it; where steps are launched ahead, the one before it.
-
-        Raises `BackendDied` when the model cannot go on; what is wrong with one row fails that row alone.
-        """
-        ...
-
-    def read_weights(self, place: str) -> object:
-        """Other weights for the same model, as `update` takes them. From any thread. Raises `UsageError`."""
-        ...
-
-    def update(self, version: str, weights: object) -> None:
-        """Compute with these weights from the next step on, and name them `version` in answers.
-
-        Answers under way go on with their cached keys and values, which serve no other prompt.
-        """
-        ...
-
-    @property
-    def adapters(self) -> Sequence[str]:
-        """The values that `Prompt.adapter` may have: names, and names with versions. From any thread."""
-        ...
-
-    def read_adapter(self, name: str, place: str) -> object:
-        """The adapter in the folder `place`, as `load_adapter` takes it, to be loaded as `name`. From any thread.
-        Raises `UsageError`.
-        """
-        ...
-
-    def load_adapter(self, name: str, version: str, adapter: object) -> None:
-        """From now on `name` means this adapter in prompts that are added, and so does `name@version` while it is
-        loaded. Answers under way keep theirs. Raises `UsageError`, with nothing changed.
-        """
-        ...
-
-    def unload_adapter(self, name: str) -> None:
-        """Prompts may not use it any more; answers under way keep it. Raises `UsageError` for an unknown name."""
-        ...
-
-    def measure(self, rows: int, seconds: float) -> TextRoofline:
-        """What this machine reaches with the model at best: see `text_roofline.measure_roofline`. Only while nothing is
-        under way; the prefix cache is emptied. Raises `UsageError` for a model that cannot be measured.
-        """
-        ...
-
-    def use(self, threads: int) -> None:
-        """Compute with at most so many threads from the next step on, beside other models that have the other cores."""
-        ...
-
-    def rest(self) -> None:
-        """Another model has the device until the next step."""
-        ...
-
-    def close(self) -> None:
-        """Free threads and memory."""
-        ...
-
+from gpuinfer.text.generator.slotted import SlottedGenerator, Stepped
+from gpuinfer.text.text_roofline import StepCost
 
 logger = logging.getLogger("gpuinfer")
 
@@ -196,26 +68,6 @@ class DriverCounters:
     with_penalties: int = 0
     read_as_they_grow: int = 0
 
-    def add_cost(self, cost: RooflineCost, prompts: bool) -> None:
-        """Add the least cost of a step; `prompts`: most of its tokens were of prompts."""
-        self.flops += cost.flops
-        self.bytes += cost.bytes
-        self.attention_flops += cost.attention
-        if prompts:
-            self.prefill_flops += cost.flops
-            self.prefill_bytes += cost.bytes
-
-    def add_prompt(self, prepared: Prepared) -> None:
-        """Count what a prompt wants beside its tokens."""
-        own = prepared.sampling
-        listed = own.constraint is not None and own.constraint.listed is not None
-        self.with_constraints += own.constraint is not None and not listed
-        self.with_lists += listed
-        self.with_stop += bool(own.stop)
-        self.with_logprobs += own.logprobs is not None or own.prompt_logprobs is not None or own.processed_logprobs
-        self.with_penalties += own.repetition_penalty != 1 or bool(own.presence_penalty or own.frequency_penalty)
-        self.read_as_they_grow += prepared.parts
-
     def add(self, stepped: Stepped, seconds: float) -> None:
         self.steps += 1
         self.seconds += seconds
@@ -254,7 +106,7 @@ class Driver:
 
     def __init__(
         self,
-        generator: TextGenerator,
+        generator: SlottedGenerator[Any],
         *,
         lane: Lane | None = None,
         deliver: Deliver | None = None,
@@ -324,7 +176,7 @@ class Driver:
                 self._rouse()
 
     def update(self, version: str, weights: object, *, drain: bool) -> Future[None]:
-        """Change to these weights (`TextGenerator.read_weights`) between two steps; from any thread.
+        """Change to these weights (`SlottedGenerator.read_weights`) between two steps; from any thread.
 
         With `drain` answers under way are completed first, and prompts that are not under way wait until the change.
         The future can be cancelled until then. It and this call raise `BackendDied` or `Closed`.
@@ -332,11 +184,11 @@ class Driver:
         return self._between_steps(lambda: self.generator.update(version, weights), drain)
 
     def load_adapter(self, name: str, version: str, adapter: object) -> Future[None]:
-        """`TextGenerator.load_adapter` between two steps, from any thread."""
+        """`SlottedGenerator.load_adapter` between two steps, from any thread."""
         return self._between_steps(lambda: self.generator.load_adapter(name, version, adapter))
 
     def unload_adapter(self, name: str) -> Future[None]:
-        """`TextGenerator.unload_adapter` between two steps, from any thread."""
+        """`SlottedGenerator.unload_adapter` between two steps, from any thread."""
         return self._between_steps(lambda: self.generator.unload_adapter(name))
 
     def _between_steps(self, apply: Callable[[], None], drain: bool = False) -> Future[None]:
@@ -348,7 +200,7 @@ class Driver:
         return change.done
 
     def measure(self, rows: int, seconds: float) -> Future[TextRoofline]:
-        """`TextGenerator.measure` once nothing is under way; from any thread."""
+        """`SlottedGenerator.measure` once nothing is under way; from any thread."""
         done: Future[TextRoofline] = Future()
 
         def apply() -> None:
@@ -403,7 +255,14 @@ class Driver:
                     self._step()
             reason: Exception = _closed()
         except BaseException as error:  # noqa: BLE001  whatever it is, no caller may wait for this thread for ever
-            reason = error if isinstance(error, BackendDied) else _died(error)
+            reason = (
+                error
+                if isinstance(error, BackendDied)
+                else BackendDied(
+                    f"the generator's thread ended ({type(error).__name__}: {first_line(error)}). "
+                    "Start again; -vv shows where it happened."
+                )
+            )
             logger.error("%s", reason)
         self._fail_all(reason)
         try:
@@ -429,17 +288,25 @@ class Driver:
         for ticket in cancelled:
             self.generator.cancel(ticket)
         self._change_weights()
-        while not self._updates and (entry := self._next_that_fits()) is not None:
-            self._counters.add_prompt(entry[1])
-            self.generator.add(*entry)
+        while not self._updates:
+            with self._wake:  # the next prompt, when there are slots for all its samples
+                if not self._waiting or self._waiting[0][1].samples > self.generator.free_slots:
+                    break
+                ticket, prepared = self._waiting.popleft()
+            self._count_prompt(prepared)
+            self.generator.add(ticket, prepared)
         return True
 
-    def _next_that_fits(self) -> tuple[int, Prepared] | None:
-        """The next prompt, when there are slots for all its samples."""
-        with self._wake:
-            if self._waiting and self._waiting[0][1].samples <= self.generator.free_slots:
-                return self._waiting.popleft()
-        return None
+    def _count_prompt(self, prepared: Prepared) -> None:
+        """Count what a prompt wants beside its tokens."""
+        counters, own = self._counters, prepared.sampling
+        listed = own.constraint is not None and own.constraint.listed is not None
+        counters.with_constraints += own.constraint is not None and not listed
+        counters.with_lists += listed
+        counters.with_stop += bool(own.stop)
+        counters.with_logprobs += own.logprobs is not None or own.prompt_logprobs is not None or own.processed_logprobs
+        counters.with_penalties += own.repetition_penalty != 1 or bool(own.presence_penalty or own.frequency_penalty)
+        counters.read_as_they_grow += prepared.parts
 
     def _change_weights(self) -> None:
         """Make the changes that are due. One that has to drain first stays, and so do all that came after it."""
@@ -472,19 +339,25 @@ class Driver:
             if self._place.end(turn):
                 self.generator.rest()
         if stepped.rows:
-            self._counters.add(stepped, seconds)
-            self._account(stepped)
+            self._count(stepped, seconds)
             if self.on_step is not None:
                 self._notify(self.on_step, stepped.rows, seconds)
         if stepped.finished or stepped.parts:
             outcomes = [(ticket, outcome) for ticket, outcome in stepped.finished if isinstance(ticket, int)]
             self._hand_out(outcomes, cast(Sequence[tuple[int, Part]], stepped.parts))
 
-    def _account(self, stepped: Stepped) -> None:
-        """Count the step's least cost, and the part of its time that first touches of memory took."""
+    def _count(self, stepped: Stepped, seconds: float) -> None:
+        """Count a step, its least cost, and the part of its time that first touches of memory took."""
         counters, prompts = self._counters, 2 * stepped.prompt_tokens > stepped.tokens
+        counters.add(stepped, seconds)
         if self._cost is not None and stepped.extent is not None:
-            counters.add_cost(self._cost.of(stepped.extent), prompts)
+            cost = self._cost.of(stepped.extent)
+            counters.flops += cost.flops
+            counters.bytes += cost.bytes
+            counters.attention_flops += cost.attention
+            if prompts:
+                counters.prefill_flops += cost.flops
+                counters.prefill_bytes += cost.bytes
         touching = self._first_touch.end()
         counters.faults, counters.first_touch_s = self._first_touch.faults, counters.first_touch_s + touching
         if touching and isinstance(self._lane, LedgerLane):
@@ -526,10 +399,3 @@ class Driver:
 
 def _closed() -> Closed:
     return Closed("the model was closed before the answer was complete. Submit it again.")
-
-
-def _died(error: BaseException) -> BackendDied:
-    return BackendDied(
-        f"the generator's thread ended ({type(error).__name__}: {first_line(error)}). "
-        "Start again; -vv shows where it happened."
-    )

@@ -7,41 +7,29 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Sequence
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 import torch
 
 from gpuinfer.errors import BackendDied, BackendError
 from gpuinfer.models.cuda_graphs import release_cached_memory
 from gpuinfer.models.out_of_memory import first_line, is_out_of_memory, says_lost
+from gpuinfer.text.generator.slotted import AnswerRow
 
 logger = logging.getLogger("gpuinfer")
 
 MOST_FAILURES = 32  # steps in a row: enough to tell any of 16 rows that all fail from a device that is gone
 
 
-class SeatedRow(Protocol):
-    """A row of any generator."""
-
-    @property
-    def slot(self) -> int: ...
-
-
-R = TypeVar("R", bound=SeatedRow)
-
-
-class SeatTable(Protocol[R]):
-    """The row of each slot."""
-
-    rows: list[R | None]
+R = TypeVar("R", bound=AnswerRow)
 
 
 class FaultIsolation(Generic[R]):
     """The bounds of the next step: `most` tokens (None: no bound), and `only` these rows."""
 
-    def __init__(self, table: SeatTable[R], model: str | None = None) -> None:
-        """`model`: its name in warnings."""
-        self._table = table
+    def __init__(self, seats: list[R | None], model: str | None = None) -> None:
+        """`seats`: the row of each slot, now and later; `model`: its name in warnings."""
+        self._seats = seats
         self._whose = f" of {model}" if model else ""
         self._suspects: list[list[R]] = []  # groups that are tried one after another, the last first
         self._failures = 0
@@ -51,7 +39,7 @@ class FaultIsolation(Generic[R]):
     def only(self) -> Collection[R] | None:
         """The rows to be tried; None: no row is suspected."""
         while self._suspects:
-            group = [row for row in self._suspects[-1] if self._table.rows[row.slot] is row]
+            group = [row for row in self._suspects[-1] if self._seats[row.slot] is row]
             if group:
                 return group
             self._suspects.pop()
@@ -69,7 +57,21 @@ class FaultIsolation(Generic[R]):
         Raises `BackendDied` when there is no use in going on.
         """
         if is_out_of_memory(error):
-            return self._shrink(rows, tokens, error)
+            if torch.cuda.is_available():
+                release_cached_memory()
+            if tokens <= 1:
+                return rows[0]
+            if self.most is None:
+                logger.warning(
+                    "out of memory at a step of %d tokens%s: going on with fewer at once. "
+                    "Set -B slots=%d or -B step_tokens=%d to start there.",
+                    tokens,
+                    self._whose,
+                    max(1, len(rows) // 2),
+                    max(1, tokens // 2),
+                )
+            self.most = tokens // 2
+            return None
         self._failures += 1
         if self._failures > MOST_FAILURES or says_lost(error):
             raise model_died(error) from error
@@ -79,23 +81,6 @@ class FaultIsolation(Generic[R]):
             return rows[0]
         half = len(rows) // 2
         self._suspects += [list(rows[half:]), list(rows[:half])]
-        return None
-
-    def _shrink(self, rows: Sequence[R], tokens: int, error: Exception) -> R | None:
-        if torch.cuda.is_available():
-            release_cached_memory()
-        if tokens <= 1:
-            return rows[0]
-        if self.most is None:
-            logger.warning(
-                "out of memory at a step of %d tokens%s: going on with fewer at once. "
-                "Set -B slots=%d or -B step_tokens=%d to start there.",
-                tokens,
-                self._whose,
-                max(1, len(rows) // 2),
-                max(1, tokens // 2),
-            )
-        self.most = tokens // 2
         return None
 
 

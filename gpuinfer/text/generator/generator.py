@@ -24,13 +24,14 @@ from gpuinfer.models.pinned_memory import queued
 from gpuinfer.text.generator.admission import SlotAdmission
 from gpuinfer.text.generator.apply_step import StepApplier
 from gpuinfer.text.generator.composer import Echo, LaunchedStep, PromptChunk, StepComposer, StepPlan
-from gpuinfer.text.generator.driver import Stepped
 from gpuinfer.text.generator.fault_isolation import FaultIsolation, model_died, row_failed
-from gpuinfer.text.generator.interfaces import DrawingProtocol, Ints, LanguageProtocol, SamplerProtocol
+from gpuinfer.text.generator.page_pool import Ints
 from gpuinfer.text.generator.prompts import Prepared, PromptWork, SampleRow, prepare
 from gpuinfer.text.generator.slot_table import SlotTable
-from gpuinfer.text.generator.slotted import SlottedGenerator
-from gpuinfer.text.sampling.slot_settings import TokenRules
+from gpuinfer.text.generator.slotted import SlottedGenerator, Stepped
+from gpuinfer.text.language import Language
+from gpuinfer.text.sampling import Sampler
+from gpuinfer.text.sampling.sampler import PendingDraw
 from gpuinfer.text.text_roofline import step_extent
 from gpuinfer.text.transformer import PAGE, Decoder
 
@@ -38,7 +39,7 @@ logger = logging.getLogger("gpuinfer")
 
 
 class Generator(SlottedGenerator[SampleRow]):
-    """A `driver.TextGenerator` from left to right. Give it to a `Driver`, or step it yourself.
+    """Generates from left to right. Give it to a `Driver`, or step it yourself.
 
     On CUDA a step is composed and launched while the device works on the one before, whose tokens it takes from where
     they are drawn (`_may_go_ahead` says when not); only then are the tokens of the one before read and written down.
@@ -51,7 +52,7 @@ class Generator(SlottedGenerator[SampleRow]):
     def __init__(
         self,
         decoder: Decoder,
-        language: LanguageProtocol,
+        language: Language,
         *,
         seed: int,
         end_tokens: Sequence[int],
@@ -59,25 +60,19 @@ class Generator(SlottedGenerator[SampleRow]):
         threads: int,
         deterministic: bool,
         gather_steps: int = 0,
-        sampler: SamplerProtocol | None = None,
+        sampler: Sampler | None = None,
         **common: Any,
     ) -> None:
         """`common`: see `SlottedGenerator`."""
         super().__init__(decoder, language, **common)
         vocabulary = decoder.shape.vocabulary
-        if sampler is None:
-            from gpuinfer.text.sampling import Sampler
-
-            sampler = Sampler(
-                decoder.slots,
-                vocabulary,
-                decoder.device,
-                seed=seed,
-                end_tokens=end_tokens,
-                threads=threads,
-                deterministic=deterministic,
-            )
-        self.sampler: SamplerProtocol = sampler
+        how: dict[str, Any] = {
+            "seed": seed,
+            "end_tokens": end_tokens,
+            "threads": threads,
+            "deterministic": deterministic,
+        }
+        self.sampler = sampler or Sampler(decoder.slots, vocabulary, decoder.device, **how)
         self._table = SlotTable(decoder.slots, decoder.length, vocabulary, end_tokens)
         self._composer = StepComposer(self._table, step_tokens, gather_steps)
         self._admission = SlotAdmission(decoder, self._table, self.sampler, language, self._composer.changed)
@@ -90,7 +85,7 @@ class Generator(SlottedGenerator[SampleRow]):
             self._most_parts_s,
             self._adapters.give_back,
         )
-        self._faults: FaultIsolation[SampleRow] = FaultIsolation(self._table, self.facts.get("model"))
+        self._faults: FaultIsolation[SampleRow] = FaultIsolation(self._table.rows, self.facts.get("model"))
         self._masks = np.full((decoder.slots, -(-vocabulary // 32)), -1, np.int32)
         self._reported = (0, 0, 0)  # the admission's `cached`, `waited` and `preempted` at the last report
         self._queued = decoder.device.type == "cuda"
@@ -246,15 +241,26 @@ class Generator(SlottedGenerator[SampleRow]):
             faults.passed()  # none of them has anything to compute now
         return self._composer.compose(prefilling, faults.most, None)
 
-    def _run(self, plan: StepPlan, before: DrawingProtocol | None) -> tuple[DrawingProtocol | None, list[Echo]]:
+    def _run(self, plan: StepPlan, before: PendingDraw | None) -> tuple[PendingDraw | None, list[Echo]]:
         """The step's draw, and log-probabilities of prompts. After a failure the same step can be run again."""
         self.enter("prefill" if 2 * plan.prompt_tokens > len(plan.step.tokens) else "forward")
         logits = self.decoder.forward(plan.step if before is None else replace(plan.step, drawn=before.tokens))
-        masks, rules = self._masked(plan.draws), self._ruled(plan.draws)
+        masks, rules = self._masked(plan.draws), None
+        if self._table.listed and self._table.walks is not None and len(plan.draws):
+            if not self._queued:
+                self.enter("constrain")
+            rules = self._table.walks.rules(plan.draws)  # of rows with lists, which need no mask
         if not self._queued:
             self.enter("sample")
         echoes = [self._echo(chunk, logits) for chunk in plan.chunks if chunk.echoes]
-        self._copy_for_followers(plan.chunks)
+        copies = [  # of the partial last page of a prompt, for each of its followers
+            (int(self._table.pages[chunk.row.slot, chunk.end // PAGE]), spare)
+            for chunk in plan.chunks
+            if chunk.last
+            for spare in chunk.row.spares
+        ]
+        if copies:
+            self.decoder.copy_pages(*map(list, zip(*copies, strict=True)))
         if not len(plan.draws):
             return None, echoes
         if plan.picks is not None:
@@ -262,18 +268,6 @@ class Generator(SlottedGenerator[SampleRow]):
         if rules is None:
             return self.sampler.begin(logits, plan.draws, masks), echoes
         return self.sampler.begin(logits, plan.draws, masks, rules), echoes
-
-    def _copy_for_followers(self, chunks: Sequence[PromptChunk]) -> None:
-        """Copy the partial last page of a prompt for each of its followers."""
-        sources: list[int] = []
-        targets: list[int] = []
-        for chunk in chunks:
-            if chunk.last and chunk.row.spares:
-                last = self._table.pages[chunk.row.slot, chunk.end // PAGE]
-                sources += [int(last)] * len(chunk.row.spares)
-                targets += chunk.row.spares
-        if targets:
-            self.decoder.copy_pages(sources, targets)
 
     def _masked(self, slots: Ints) -> Ints | None:
         """Masks of constrained rows, made while the forward is under way on another device. None: there are none."""
@@ -290,15 +284,6 @@ class Generator(SlottedGenerator[SampleRow]):
             if row is not None and row.matcher is not None:
                 row.matcher.mask(masks[i])
         return masks
-
-    def _ruled(self, slots: Ints) -> TokenRules | None:
-        """Rules of rows with lists, which need no mask."""
-        table = self._table
-        if not table.listed or table.walks is None or not len(slots):
-            return None
-        if not self._queued:
-            self.enter("constrain")
-        return table.walks.rules(slots)
 
     def _echo(self, chunk: PromptChunk, logits: Tensor) -> Echo:
         """Log-probabilities of the tokens after those that are echoed, as far as they are known."""

@@ -10,9 +10,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
-from gpuinfer.text.generator.interfaces import Ints
 from gpuinfer.text.transformer import PAGE, Shape
+
+Ints = NDArray[np.int32]
 
 
 def pages_for(positions: int) -> int:

@@ -16,6 +16,7 @@ from gpuinfer.errors import BadPrompt, PromptTooLong
 from gpuinfer.generation import Completion, Logprob, Prompt, Sampling, Unmasking
 from gpuinfer.text.generator.adapter_versions import AdapterVersion
 from gpuinfer.text.generator.answer import (
+    Matcher,
     PartEmitter,
     ResumedAnswer,
     VersionSpans,
@@ -23,14 +24,9 @@ from gpuinfer.text.generator.answer import (
     resumed_answers,
     with_version,
 )
-from gpuinfer.text.generator.interfaces import (
-    DetokenizerProtocol,
-    Ints,
-    LanguageProtocol,
-    MatcherProtocol,
-    WalkProtocol,
-)
-from gpuinfer.text.generator.page_pool import PrefixNode, pages_for
+from gpuinfer.text.generator.page_pool import Ints, PrefixNode, pages_for
+from gpuinfer.text.language import IncrementalDetokenizer, Language
+from gpuinfer.text.language.list_walks import ListedMatcher
 from gpuinfer.text.sampling import check_sampling
 from gpuinfer.text.transformer import PAGE, Shape
 
@@ -65,7 +61,7 @@ class Prepared:
     samples: int
     first_sample: int
     key: str
-    matcher: MatcherProtocol | None  # each sample works on a copy
+    matcher: Matcher | None  # each sample works on a copy
     parts: bool = False  # the answers are given out while they grow
     begun: tuple[ResumedAnswer, ...] = ()  # of each sample, if any has begun
     adapter: str | None = None  # as the prompt names it: the version is looked up when the prompt is added
@@ -96,7 +92,7 @@ MOST_SAMPLES = 1 << 32  # of one prompt, in all its parts: random numbers tell n
 
 
 def prepare(
-    language: LanguageProtocol,
+    language: Language,
     prompts: Sequence[Prompt],
     decoder: PromptLimits,
     enter: Enter = lambda station: None,
@@ -116,7 +112,7 @@ def prepare(
 
 
 def _prepare_one(
-    language: LanguageProtocol,
+    language: Language,
     prompt: Prompt,
     tokens: Ints,
     decoder: PromptLimits,
@@ -124,7 +120,7 @@ def _prepare_one(
     refuse_adapter: Callable[[str], None],
 ) -> Prepared | BadPrompt:
     sampling, length = prompt.sampling, decoder.length
-    matcher: MatcherProtocol | None = None
+    matcher: Matcher | None = None
     begun: tuple[ResumedAnswer, ...] = ()
     try:
         if prompt.adapter is not None:
@@ -202,7 +198,7 @@ class SampleRow:
         "waited", "walk", "work",
     )  # fmt: skip
 
-    def __init__(self, language: LanguageProtocol, work: PromptWork[SampleRow], number: int) -> None:
+    def __init__(self, language: Language, work: PromptWork[SampleRow], number: int) -> None:
         prepared = work.prepared
         sampling, prompt = prepared.sampling, len(prepared.tokens)
         self.work, self.number, self.slot = work, number, -1
@@ -223,10 +219,10 @@ class SampleRow:
         # `growing` looks for stop strings, `given` gives the answer out while it grows
         self.growing, self.given = answer_watchers(language, prepared, number)
         matcher = prepared.matcher if self.begun is None else self.begun.matcher
-        self.matcher: MatcherProtocol | None = None
-        self.walk: WalkProtocol | None = None  # of a list: `SlotTable.walks` moves it on
+        self.matcher: Matcher | None = None
+        self.walk: ListedMatcher | None = None  # of a list: `SlotTable.walks` moves it on
         if matcher is not None:  # checked first: a Protocol check of None takes 8 µs, as much as all the rest
-            if isinstance(matcher, WalkProtocol):
+            if isinstance(matcher, ListedMatcher):
                 self.walk = matcher
             else:
                 self.matcher = matcher.copy()
@@ -263,8 +259,8 @@ class SampleRow:
 
 
 def answer_watchers(
-    language: LanguageProtocol, prepared: Prepared, number: int
-) -> tuple[DetokenizerProtocol | None, PartEmitter | None]:
+    language: Language, prepared: Prepared, number: int
+) -> tuple[IncrementalDetokenizer | None, PartEmitter | None]:
     """For the sample of this number: what looks for stop strings, and what gives the answer out while it grows; each
     None where it is not wanted. Both begin behind the tokens that the sample has begun with.
     """

@@ -5,11 +5,11 @@ What does not fit in memory, or cannot be loaded, is refused before anything is.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -19,7 +19,6 @@ from gpuinfer.generation import Prompt, Sampling
 from gpuinfer.host.machine import cores
 from gpuinfer.host.process_memory import return_free_memory
 from gpuinfer.models.device import resolve_device, resolve_devices, resolve_dtype
-from gpuinfer.models.model_options import CutOptions, Parallel
 from gpuinfer.models.out_of_memory import keep_freed_memory
 from gpuinfer.text.checkpoint import open_checkpoint, read_adapter
 from gpuinfer.text.checkpoint.memory_estimate import refuse_short
@@ -27,7 +26,7 @@ from gpuinfer.text.generator.adapter_versions import check_name
 from gpuinfer.text.generator.generator import Generator
 from gpuinfer.text.generator.prompts import Prepared
 from gpuinfer.text.stages.open_staged_decoder import places_for
-from gpuinfer.text.text_options import FIRST_VERSION, MAX_ADAPTERS, adapter_folders_given
+from gpuinfer.text.text_options import FIRST_VERSION, TorchModelOptions, adapter_folders_given
 from gpuinfer.text.transformer import PAGE, Decoder, Shape
 
 if TYPE_CHECKING:
@@ -83,56 +82,14 @@ def checked_context(shape: Shape, context: int | None) -> int:
     return context
 
 
-@dataclass(frozen=True, slots=True)
-class Tuning:
-    """A backend's options, as far as they concern generation."""
-
-    slots: int | None = None  # rows under way at once; None: as many as are worth while (CPU: 64 at most)
-    pages: int | None = None  # of the cache; None: what these rows need at full length, or what there is memory for
-    context: int | None = None  # positions of a row, prompt and answer; None: the model's, 4096 at most
-    step_tokens: int | None = None  # most tokens of one step, prompts chunked; None: `usual_step_tokens`
-    threads: int | None = None  # of the decoder and the sampler on a CPU; None: this process's share of the cores
-    compile: bool = False  # torch.compile what lies between the matrix products
-    graphs: bool = True  # on CUDA, steps of one token a row, and of few tokens of prompts, are captured graphs
-    adapters: Mapping[str, str] | None = None  # folders by name, that are loaded from the start
-    max_adapters: int = MAX_ADAPTERS  # loaded at once
-    parallel: Parallel = "data"  # from here on: `models.stages.options`
-    stages: int | Literal["auto"] = "auto"
-    split_points: Sequence[int] | None = None
-    micro_batch_rows: int | None = None
-
-
 CPU_STEP_TOKENS, CUDA_STEP_TOKENS = 512, 2048
 CPU_CANVAS_TOKENS, CUDA_CANVAS_TOKENS = 2048, 8192  # of diffusion models, whose rows bring all of their positions
 CUDA_GATHER_STEPS = 8  # a step of many tokens of prompts is no captured graph, and takes as long as several that are
 NULL_STEP_TOKENS = 1 << 16  # where nothing is computed a step never takes long
 
 
-class TextOptions(CutOptions, Protocol):
-    """`Tuning`, or a backend's options that have the same fields."""
-
-    @property
-    def slots(self) -> int | None: ...
-    @property
-    def pages(self) -> int | None: ...
-    @property
-    def context(self) -> int | None: ...
-    @property
-    def step_tokens(self) -> int | None: ...
-    @property
-    def threads(self) -> int | None: ...
-    @property
-    def compile(self) -> bool: ...
-    @property
-    def graphs(self) -> bool: ...
-    @property
-    def adapters(self) -> Mapping[str, str] | None: ...
-    @property
-    def max_adapters(self) -> int: ...
-
-
 def open_generator(
-    spec: ModelSpec, setup: Setup, tuning: TextOptions, lane: Callable[[str], Lane] | None = None
+    spec: ModelSpec, setup: Setup, tuning: TorchModelOptions, lane: Callable[[str], Lane] | None = None
 ) -> Generator | DiffusionGenerator:
     """A generator for a model of kind "text", on `setup.device`, or in stages on all of `setup.devices`.
     `spec.arguments` may carry slots, pages, context and step_tokens: those of the tuning take precedence. Its `facts`
@@ -189,14 +146,17 @@ def _warm_up(generator: Generator | DiffusionGenerator) -> None:
         generator.step()
 
 
-def resolved_tuning(spec: ModelSpec, tuning: TextOptions, setup: Setup, device: torch.device, shape: Shape) -> Tuning:
+def resolved_tuning(
+    spec: ModelSpec, tuning: TorchModelOptions, setup: Setup, device: torch.device, shape: Shape
+) -> TorchModelOptions:
     """The user's tuning, with what follows from the machine and the model.
 
     Raises `UsageError` for numbers below 1, and for more threads than there are cores.
     """
-    given = {one.name: getattr(tuning, one.name) for one in fields(Tuning)}
+    given: dict[str, Any] = {}
     for name in ("slots", "pages", "context", "step_tokens"):
-        value = given[name] = spec.arguments.get(name) if given[name] is None else given[name]
+        own = getattr(tuning, name)
+        value = given[name] = spec.arguments.get(name) if own is None else own
         if value is not None and (not isinstance(value, int) or value < 1):
             raise UsageError(f"{name} is {value!r}. Use a whole number from 1.")
     given["step_tokens"] = given["step_tokens"] or usual_step_tokens(shape, device)
@@ -207,7 +167,7 @@ def resolved_tuning(spec: ModelSpec, tuning: TextOptions, setup: Setup, device: 
             f"Use -B threads=N with N from 1 to {cores()}, or leave it out."
         )
     given["adapters"] = adapter_folders_given(tuning.adapters, spec.arguments)
-    return Tuning(**given)
+    return tuning.model_copy(update=given)
 
 
 def usual_step_tokens(shape: Shape, device: torch.device) -> int:
@@ -223,8 +183,8 @@ def usual_step_tokens(shape: Shape, device: torch.device) -> int:
 def _decoder(
     checkpoint: Checkpoint,
     setup: Setup,
-    given: TextOptions,
-    tuning: Tuning,
+    given: TorchModelOptions,
+    tuning: TorchModelOptions,
     dtype: torch.dtype,
     length: int,
     lane: Callable[[str], Lane] | None,
@@ -259,7 +219,7 @@ def _decoder(
 def _assembled(
     checkpoint: Checkpoint,
     setup: Setup,
-    tuning: Tuning,
+    tuning: TorchModelOptions,
     dtype: torch.dtype,
     decoder: Decoder,
     sizing: Sizing,
@@ -313,7 +273,7 @@ def _assembled(
     return Generator(decoder, language, deterministic=setup.deterministic, gather_steps=gather_steps, **common)
 
 
-def refuse_unloadable(spec: ModelSpec, setup: Setup, options: TextOptions) -> None:
+def refuse_unloadable(spec: ModelSpec, setup: Setup, options: TorchModelOptions) -> None:
     """Raises `UsageError` for a model that is not there, a context that is longer than its own, pages for less than one
     row of it, more threads than cores, stages that its layers do not allow, and adapters that are not for it. Of the
     model's own files only headers are read.

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar, cast
 
 import torch
@@ -15,7 +16,7 @@ from msgspec import structs
 
 from gpuinfer.api import TextRoofline
 from gpuinfer.errors import BackendError, BadPrompt, GpuinferError, UsageError
-from gpuinfer.generation import Completion, Generation, Logprob, Part
+from gpuinfer.generation import Completion, Generation, Logprob, Part, Prompt
 from gpuinfer.models.out_of_memory import first_line
 from gpuinfer.text import text_roofline
 from gpuinfer.text.generator.adapter_versions import AdapterVersion, AdapterVersions, check_name, weights_name
@@ -28,13 +29,37 @@ from gpuinfer.text.generator.answer import (
     completion,
     versions_until,
 )
-from gpuinfer.text.generator.interfaces import DetokenizerProtocol, LanguageProtocol, WalkProtocol
 from gpuinfer.text.generator.prompts import Prepared, PromptWork
+from gpuinfer.text.language import IncrementalDetokenizer, Language
+from gpuinfer.text.language.list_walks import ListedMatcher
 from gpuinfer.text.text_options import MAX_ADAPTERS
+from gpuinfer.text.text_roofline import StepExtent
 from gpuinfer.text.transformer import Adapter, Decoder, Weights
 
 Finished = Sequence[tuple[Hashable, Generation | Exception]]
 Parts = Sequence[tuple[Hashable, Part]]
+
+
+@dataclass(frozen=True, slots=True)
+class Stepped:
+    """What one step did."""
+
+    finished: Finished
+    parts: Parts = ()  # of answers that are read while they grow; they come before `finished`
+    rows: int = 0  # that took part
+    tokens: int = 0  # that went through the decoder
+    prompt_tokens: int = 0  # of them, those of prompts
+    cached: int = 0  # prompt tokens that another prompt had computed
+    recomputed: int = 0  # of `tokens`, those computed again after their pages were taken away
+    waited: int = 0  # rows that began to wait for pages
+    preempted: int = 0  # rows whose pages were taken away: their tokens are computed again later
+    output_tokens: int = 0  # drawn
+    held: bool = False  # prompts were cut, or waited, as the step was full
+    echoing: bool = False  # it was full because of the logits that prompts' log-probabilities need
+    positions: int = 0  # of all canvases in the step, those of guidance too; 0 where the model goes from left to right
+    committed: int = 0  # masks that became tokens; `output_tokens` are those that an answer has in the end
+    idle: int = 0  # of `rows`, those that committed nothing
+    extent: StepExtent | None = None  # of what the decoder computed, from which the least cost follows
 
 
 class AnswerRow(Protocol):
@@ -43,9 +68,9 @@ class AnswerRow(Protocol):
     number: int
     slot: int
     begun: ResumedAnswer | None
-    growing: DetokenizerProtocol | None
+    growing: IncrementalDetokenizer | None
     given: PartEmitter | None
-    walk: WalkProtocol | None
+    walk: ListedMatcher | None
 
     @property
     def work(self) -> PromptWork[Any]: ...
@@ -63,9 +88,7 @@ class AnswerTracker(ABC, Generic[R]):
     before that.
     """
 
-    def __init__(
-        self, language: LanguageProtocol, most_parts_s: float, give_back: Callable[[AdapterVersion], None]
-    ) -> None:
+    def __init__(self, language: Language, most_parts_s: float, give_back: Callable[[AdapterVersion], None]) -> None:
         """`give_back` is called with the adapter of each answer that is complete, failed or cancelled."""
         self._language, self._most_parts_s, self._give_back = language, most_parts_s, give_back
         self._parts_due = 0.0  # when parts are given out next
@@ -180,14 +203,19 @@ class AnswerTracker(ABC, Generic[R]):
 
 
 class SlottedGenerator(ABC, Generic[R]):
-    """The part of `driver.TextGenerator` that does not depend on the order in which answers are written."""
+    """Answers prompts, a step at a time, in a fixed number of slots, whatever the order in which answers are written.
+    All calls come from one thread, but for those that say otherwise.
+
+    `facts` are estimated and actual sizes, for reports. `enter` is called with a station of the time ledger when it
+    begins. `goes_ahead`, set before each step: whether a further one may be at work on the device when `step` returns.
+    """
 
     answers: AnswerTracker[R]
 
     def __init__(
         self,
         decoder: Decoder,
-        language: LanguageProtocol,
+        language: Language,
         *,
         facts: Mapping[str, Any] | None = None,
         read: Callable[[str], Weights] | None = None,
@@ -211,21 +239,48 @@ class SlottedGenerator(ABC, Generic[R]):
 
     @property
     def device(self) -> torch.device:
+        """The device that it computes on."""
         return self.decoder.device  # type: ignore[no-any-return]
 
     @property
     def slots(self) -> int:
+        """How many rows can be under way at once."""
         return self.decoder.slots
 
     @property
     @abstractmethod
-    def free_slots(self) -> int: ...
+    def free_slots(self) -> int:
+        """How many more rows may be added."""
 
     @property
     def busy(self) -> bool:
+        """Whether there is anything for a step to do."""
         return bool(self.answers.works) or bool(self.answers.finished)
 
+    @abstractmethod
+    def prepare(
+        self, prompts: Sequence[Prompt], enter: Callable[[str], None] = lambda station: None
+    ) -> list[Prepared | Exception]:
+        """Prompts ready to be added, or the `BadPrompt` that refuses one. From any thread; `enter` is called with what
+        that thread does: "understand" or "constrain".
+        """
+
+    @abstractmethod
+    def step(self) -> Stepped:
+        """Compute the next step, and report it; where steps are launched ahead, the one before it.
+
+        Raises `BackendDied` when the model cannot go on; what is wrong with one row fails that row alone.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Free threads and memory."""
+
     def add(self, ticket: Hashable, prepared: Prepared) -> None:
+        """Take one of `free_slots` for each sample. A later step finishes the answer.
+
+        Raises `ValueError` when the ticket is in use or there are too few slots.
+        """
         if ticket in self.answers.works:
             raise ValueError(f"ticket {ticket!r} is in use.")
         if prepared.samples > self.free_slots:
@@ -243,23 +298,33 @@ class SlottedGenerator(ABC, Generic[R]):
         """Begin to answer a prompt; a sample that needs no step is complete at once."""
 
     def cancel(self, ticket: Hashable) -> bool:
+        """Stop computing this answer: its slots are free at once. False when it is finished or unknown."""
         work = self.answers.works.get(ticket)
         return work is not None and self.answers.withdraw(work)
 
     def read_weights(self, place: str) -> object:
+        """Other weights for the same model, as `update` takes them. From any thread. Raises `UsageError`."""
         if self._read is None:
             raise UsageError("this model has no files that its weights could be exchanged for. Start another model.")
         return self.decoder.pack(self._read(place))
 
     def update(self, version: str, weights: object) -> None:
+        """Compute with these weights from the next step on, and name them `version` in answers.
+
+        Answers under way go on with their cached keys and values, which serve no other prompt.
+        """
         self.decoder.swap(weights)
         self.answers.change_version(version)
 
     @property
     def adapters(self) -> Sequence[str]:
+        """The values that `Prompt.adapter` may have: names, and names with versions. From any thread."""
         return self._adapters.known
 
     def read_adapter(self, name: str, place: str) -> object:
+        """The adapter in the folder `place`, as `load_adapter` takes it, to be loaded as `name`. From any thread.
+        Raises `UsageError`.
+        """
         if self._read_adapter is None:
             raise UsageError("this model takes no adapters. Start another model.")
         check_name(name)
@@ -267,19 +332,28 @@ class SlottedGenerator(ABC, Generic[R]):
         return self.decoder.pack_adapter(self._read_adapter(place))
 
     def load_adapter(self, name: str, version: str, adapter: object) -> None:
+        """From now on `name` means this adapter in prompts that are added, and so does `name@version` while it is
+        loaded. Answers under way keep theirs. Raises `UsageError`, with nothing changed.
+        """
         self._adapters.load(name, version, adapter)
 
     def unload_adapter(self, name: str) -> None:
+        """Prompts may not use it any more; answers under way keep it. Raises `UsageError` for an unknown name."""
         self._adapters.unload(name)
 
     def _adapter_gone(self, number: int) -> None:
         """No answer is computed with this adapter any more."""
 
     def measure(self, rows: int, seconds: float) -> TextRoofline:
+        """What this machine reaches with the model at best: see `text_roofline.measure_roofline`. Only while nothing is
+        under way; the prefix cache is emptied. Raises `UsageError` for a model that cannot be measured.
+        """
         return text_roofline.measure_roofline(self.decoder, rows, int(self.facts.get("step_tokens") or rows), seconds)
 
     def use(self, threads: int) -> None:
+        """Compute with at most so many threads from the next step on, beside other models that have the other cores."""
         self.decoder.use(threads)
 
     def rest(self) -> None:
+        """Another model has the device until the next step."""
         self.decoder.rest()
