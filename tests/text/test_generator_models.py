@@ -190,8 +190,8 @@ def test_what_was_opened_is_told_with_what_was_estimated_and_the_tuning_comes_be
         pytest.param({"context": 10**6}, "--context N", id="a context that the model was not made for"),
         pytest.param({"pages": 3}, "Use -B pages=64, or --context 96", id="pages for less than one row"),
         pytest.param({"threads": 10**5}, "-B threads=N with N from 1 to", id="more threads than cores"),
-        pytest.param({"slots": 0}, "slots is 0", id="no slots"),
-        pytest.param({"slots": 10**9}, "does not fit", id="slots that fit nowhere"),
+        pytest.param({"arguments": {"slots": 0}}, "slots is 0", id="no slots"),
+        pytest.param({"arguments": {"slots": 10**9}}, "does not fit", id="slots that fit nowhere"),
     ],
 )
 def test_what_cannot_be_is_refused_before_anything_is_loaded(tuning, message, monkeypatch):

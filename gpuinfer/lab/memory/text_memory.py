@@ -75,12 +75,14 @@ class TextModelMemory:
         self._dtype, self._shape = resolve_dtype(setup.dtype), self._checkpoint.shape
         if not self._shape.layers and options.get("parallel", "data") == "data":  # else stages say what is wrong
             raise UsageError(f"model '{spec.name}' computes nothing and keeps nothing. Name a model that does.")
-        self._given = TorchModelOptions(**{name: options[name] for name in TUNED if options.get(name) is not None})
+        self._given = TorchModelOptions.model_construct(
+            **{name: options[name] for name in TUNED if options.get(name) is not None}
+        )
         tuning = resolved_tuning(spec, self._given, setup, self._device, self._shape)
         self._step_tokens = tuning.step_tokens or 1
         self.length = checked_context(self._shape, context or tuning.context)
         refuse_short(tuning.pages, self.length)
-        self._tuning = replace(tuning, context=self.length)
+        self._tuning = tuning.model_copy(update={"context": self.length})
         self.most = min(MOST, tuning.pages or MOST)
         usual = CUDA_SLOTS if self._device.type == "cuda" else CPU_SLOTS
         self.usual = min(self.most, tuning.slots or usual)
@@ -119,7 +121,7 @@ class TextModelMemory:
             lengths = [min(longest, self._step_tokens), *[1] * (batch - 1)]
         else:
             lengths = [longest] * min(batch, self._step_tokens // self.length + 1)
-        tuning = replace(tuning, slots=batch, pages=self._pages(batch), context=self.length)
+        tuning = tuning.model_copy(update={"slots": batch, "pages": self._pages(batch), "context": self.length})
         return answered(self._spec, self._setup, tuning, lengths, copies)
 
     def _facts(self, size: int) -> Mapping[str, Any]:
@@ -182,7 +184,9 @@ def warm_up_text(shape: Shape, setup: Setup, tuning: TorchModelOptions, copies: 
     """A small model like this one answers a prompt."""
     spec = ModelSpec(WARM_UP if shape.masking is None else MASKED_WARM_UP, kind="text")
     context = checked_context(open_checkpoint(spec).shape, None)
-    answered(spec, setup, replace(tuning, slots=2, pages=4, context=min(context, 64)), [8, 1], copies)
+    answered(
+        spec, setup, tuning.model_copy(update={"slots": 2, "pages": 4, "context": min(context, 64)}), [8, 1], copies
+    )
 
 
 def answered(
@@ -255,7 +259,8 @@ class StagedText(TextModelMemory):
             self._split_by = "weights" if self._given.split_points is None else "given"
             cut = split_by_times([sizes] * len(self._places), checkpoint, known, self._places, self._setup, self._given)
         points = tuple(start for start, _ in cut.split[1:])
-        self._cut, self._given = cut, replace(self._given, split_points=points)  # the same one whenever it is opened
+        self._cut = cut
+        self._given = self._given.model_copy(update={"split_points": points})  # the same one whenever it is opened
         self._weights = [sum(sizes[start:stop]) for start, stop in cut.split]
 
     @property
@@ -289,7 +294,7 @@ class StagedText(TextModelMemory):
         return self._sizing(free - sum(self._weights), own)
 
     def run(self, batch: int) -> float:
-        return self._answered(replace(self._given, step_tokens=self._step_tokens), batch)
+        return self._answered(self._given.model_copy(update={"step_tokens": self._step_tokens}), batch)
 
     def facts(self) -> Mapping[str, Any]:
         portions = enumerate(self._known.portions)
