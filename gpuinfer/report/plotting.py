@@ -49,7 +49,7 @@ def read_losses(path: Path) -> list[LossRow]:
         lines = path.read_bytes().splitlines()
     except OSError:
         return []
-    rows = []
+    rows: list[LossRow] = []
     for line in lines:
         with contextlib.suppress(ValueError):
             row = json.loads(line)
