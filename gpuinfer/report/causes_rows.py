@@ -20,11 +20,8 @@ from gpuinfer.report.forecast import (
     Verdict,
     alike,
     search_times,
-    with_cap,
-    with_lanes,
     with_rows,
     with_workers,
-    without_waiting,
 )
 
 KIND: Final = "too few rows outstanding"
@@ -106,7 +103,8 @@ def for_the_timer(case: RunCase) -> Verdict | None:
         f"Requests waited {run.queue_wait_s * 1e3:,.1f} ms on average for company while the forward lanes were idle "
         f"{idle:.0%} of the time; {max(waited, everybody):.0%} of the batches were cut because {what}."
     )
-    gain = case.gain_of(without_waiting, 1 / max(1 - idle, 0.01), anchored=False)
+    most = 1 / max(1 - idle, 0.01)
+    gain = case.gain_of(lambda now: [replace(one, wait_s=0.0, patience_s=0.0) for one in now], most, anchored=False)
     if waited < everybody and (gain.expected or 1.0) < thresholds.WORTH_NOT_WAITING:
         return None
     advice = "Do not wait: while the backend is busy a batch grows by itself."
@@ -189,9 +187,8 @@ def forwards(case: RunCase) -> Verdict | None:
         why = f"The forward lanes spent {moving:,.1f} s moving rows and {computing:,.1f} s computing on them."
         if not run.on_cpu and lanes > queues:  # they overlap already, and there is one way to the device
             return Verdict("transfer-bound", "transfer", why, "Send fewer bytes for each row: uint8 or bits.")
-        gain = case.gain_of(
-            lambda now: with_lanes(now, 1), _spare(run) if run.on_cpu else (moving + computing) / moving
-        )
+        most = _spare(run) if run.on_cpu else (moving + computing) / moving
+        gain = case.gain_of(lambda now: [replace(one, lanes=one.lanes + 1) for one in now], most)
         return Verdict("transfer-bound", "transfer", why, "Move one batch while another is computed.", change, gain)
     best = case.curve.best() if case.curve else 0.0
     if case.curve and best > run.rows_mean > 0 and case.faster(best) > thresholds.WORTH_A_CHANGE:
@@ -226,7 +223,7 @@ def cap_too_small(case: RunCase, best: float, gain: Gain | None = None) -> Verdi
         why += f"; the model is {case.faster(best):.1f} times as fast at {best:,.0f}"
     flag: OptionFlag = "-S" if run.cut_by("cap") > run.cut_by("full") else "-B"
     change = run.change(flag, round(best), "max_rows")
-    gain = gain or case.gain_of(lambda now: with_cap(now, best))
+    gain = gain or case.gain_of(lambda now: [replace(one, cap=best) for one in now])
     return Verdict("batch cap too small", "forward", why + ".", "Allow larger batches.", change, gain)
 
 

@@ -650,18 +650,12 @@ class _Plain:
             if name in NAMED:
                 return {"$ref": f"#/$defs/{NAMED[name]}", **rest}
             return {**self.of(self._parts[name]), **rest}
-        found = {key: self._fields(one) if key == "properties" else self.of(one) for key, one in value.items()}
-        if "properties" in found:
-            found.pop("title", None)
+        found = {key: self.of(one) for key, one in value.items() if key != "properties"}
+        if "properties" in value:
+            fields = {name: self.of(field) for name, field in value["properties"].items()}
+            found = {key: fields if key == "properties" else found[key] for key in value if key != "title"}
             found.setdefault("additionalProperties", False)
-        return self._nullable(found)
-
-    def _fields(self, fields: dict[str, Any]) -> dict[str, Any]:
-        return {name: self.of(field) for name, field in fields.items()}
-
-    @staticmethod
-    def _nullable(found: dict[str, Any]) -> dict[str, Any]:
-        """`{"type": ["number", "null"]}` in place of a choice of two where the other one is plain."""
+        # `{"type": ["number", "null"]}` in place of a choice of two where the other one is plain.
         kinds = found.get("anyOf", ())
         plain = [kind for kind in kinds if isinstance(kind.get("type"), str) and "properties" not in kind]
         if not kinds or len(plain) < len(kinds) or any(kind["type"] in ("object", "array") for kind in kinds):

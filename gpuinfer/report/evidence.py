@@ -296,42 +296,33 @@ class Curve:
 
 def curve_of(run: Evidence) -> Curve | None:
     """None when no batch was timed. A lane's own work around each batch (replies) counts as part of it."""
-    measured = _classes(run.batch_s)
-    if not measured:
+    total = math.fsum(count for count, _ in run.batch_s.values())
+    common = [one for one in size_classes(run.batch_s) if one[0] >= thresholds.RARE_BATCH * total]
+    if not common:
         return None
     spent = math.fsum(seconds for _, seconds in run.batch_s.values())
     around = max(1.0, busy_s(run.forwards) / spent) if spent else 1.0
-    points = [(rows, seconds * around) for rows, seconds in measured]
+    points = [(rows / count, seconds / count * around) for count, rows, seconds in common]
     best = run.roofline
     if best is not None and not any(
         1 / thresholds.NEAR_ROOFLINE < rows / best.at_rows < thresholds.NEAR_ROOFLINE for rows, _ in points
     ):
         alone = len(run.forwards) * best.at_rows / best.rows_per_s
         points.append((best.at_rows, alone * run.stretched))
-    return Curve(_rising(sorted(points)))
+    risen: list[tuple[float, float]] = []
+    for rows, seconds in sorted(points):  # a larger batch takes no less time: where noise says otherwise
+        risen.append((rows, max(seconds, risen[-1][1]) if risen else seconds))  # the earlier point holds
+    return Curve(risen)
 
 
-def _classes(batch_s: Mapping[int, Sequence[float]]) -> list[tuple[float, float]]:
-    """(mean rows, mean seconds) of the batches of about one size, for each size that is not rare."""
-    total = math.fsum(count for count, _ in batch_s.values())
+def size_classes(batch_s: Mapping[int, Sequence[float]]) -> list[list[float]]:
+    """[count, rows, seconds] of the batches of about one size, summed; the smallest size first."""
     classes: dict[int, list[float]] = {}
     for rows, (count, seconds) in batch_s.items():
         sums = classes.setdefault(round(thresholds.CLASSES_PER_DOUBLING * math.log2(max(rows, 1))), [0.0, 0.0, 0.0])
         for index, value in enumerate((count, count * rows, seconds)):
             sums[index] += value
-    return [
-        (rows / count, seconds / count)
-        for count, rows, seconds in classes.values()
-        if count >= thresholds.RARE_BATCH * total
-    ]
-
-
-def _rising(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """A larger batch takes no less time: where noise says otherwise the earlier point holds."""
-    risen: list[tuple[float, float]] = []
-    for rows, seconds in points:
-        risen.append((rows, max(seconds, risen[-1][1]) if risen else seconds))
-    return risen
+    return [sums for _, sums in sorted(classes.items())]
 
 
 def bounds(run: Evidence, curve: Curve | None) -> dict[str, float]:

@@ -78,20 +78,18 @@ class _Replay:
         while self._events:
             now = self._events[0][0]
             while self._events and self._events[0][0] <= now:  # all that happens at once, before a batch is cut
-                self._happen(now, *heapq.heappop(self._events)[2:])
+                _, _, kind, workers = heapq.heappop(self._events)
+                if kind == ARRIVE:
+                    self._queue.append((now, workers[0]))
+                elif kind == SERVED:
+                    self._free += 1
+                    self._serving -= len(workers)
+                    self.done += len(workers)
+                    self._under_way -= len(workers)
+                    for worker in workers:
+                        self._search(worker, now)
             self._cut(now)
         return now
-
-    def _happen(self, now: float, kind: int, workers: list[int]) -> None:
-        if kind == ARRIVE:
-            self._queue.append((now, workers[0]))
-        elif kind == SERVED:
-            self._free += 1
-            self._serving -= len(workers)
-            self.done += len(workers)
-            self._under_way -= len(workers)
-            for worker in workers:
-                self._search(worker, now)
 
     def _search(self, worker: int, now: float) -> None:
         """The worker's thread takes its blocks in the order in which they come back."""
@@ -106,7 +104,9 @@ class _Replay:
     def _cut(self, now: float) -> None:
         """Cut as `dynamic` does: when full, when the oldest block has waited, or when no other block can come."""
         while self._free and self._queue:
-            fits, due = self._room(), self._queue[0][0] + (self.system.wait_s or self.system.patience_s)
+            # Without a timer, lanes share the blocks under way evenly.
+            share = sys.maxsize if self.system.wait_s else math.ceil(self._under_way / self.system.lanes)
+            fits, due = min(self._fits, share), self._queue[0][0] + (self.system.wait_s or self.system.patience_s)
             anybody_else = len(self._queue) + self._serving < self._under_way
             if len(self._queue) < fits and due > now and anybody_else:
                 self._schedule(due, LOOK, [])
@@ -115,11 +115,6 @@ class _Replay:
             self._free -= 1
             self._serving += len(batch)
             self._schedule(now + self.system.curve.seconds(len(batch) * self.system.rows), SERVED, batch)
-
-    def _room(self) -> int:
-        """Blocks for the next batch: without a timer, lanes share the blocks under way evenly."""
-        share = sys.maxsize if self.system.wait_s else math.ceil(self._under_way / self.system.lanes)
-        return min(self._fits, share)
 
     def _schedule(self, when: float, kind: int, workers: list[int]) -> None:
         self._number += 1
@@ -207,18 +202,6 @@ def forecast(
 # Changes
 
 
-def without_waiting(systems: Sequence[QueueSystem]) -> list[QueueSystem]:
-    return [replace(system, wait_s=0.0, patience_s=0.0) for system in systems]
-
-
-def with_cap(systems: Sequence[QueueSystem], rows: float) -> list[QueueSystem]:
-    return [replace(system, cap=rows) for system in systems]
-
-
-def with_lanes(systems: Sequence[QueueSystem], more: int) -> list[QueueSystem]:
-    return [replace(system, lanes=system.lanes + more) for system in systems]
-
-
 def with_rows(systems: Sequence[QueueSystem], factor: float, search: float) -> list[QueueSystem]:
     """Blocks of `factor` times the rows, as many fewer, each `search` times as long to search for."""
     return [
@@ -239,7 +222,12 @@ def with_workers(systems: Sequence[QueueSystem], factor: float) -> list[QueueSys
         likes = [systems[index % len(systems)] for index in range(count)]
         scale = len(systems) / count
         return [replace(system, shares=[share * scale for share in system.shares]) for system in likes]
-    return [_with(system, max(1, round(len(system.search_s) * factor))) for system in systems]
+    found = []
+    for system in systems:
+        count = max(1, round(len(system.search_s) * factor))
+        each, share = statistics.fmean(system.search_s), math.fsum(system.shares) / count
+        found.append(replace(system, search_s=[each] * count, shares=[share] * count))
+    return found
 
 
 def alike(systems: Sequence[QueueSystem]) -> list[QueueSystem]:
@@ -250,11 +238,6 @@ def alike(systems: Sequence[QueueSystem]) -> list[QueueSystem]:
         replace(system, search_s=[middle] * len(system.search_s), shares=[share] * len(system.shares))
         for system in systems
     ]
-
-
-def _with(system: QueueSystem, count: int) -> QueueSystem:
-    share = math.fsum(system.shares) / count
-    return replace(system, search_s=[statistics.fmean(system.search_s)] * count, shares=[share] * count)
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,7 +37,7 @@ from gpuinfer.report.document import (
     StationTotals,
     UnmaskingSection,
 )
-from gpuinfer.report.evidence import Evidence, is_forward
+from gpuinfer.report.evidence import Evidence, is_forward, size_classes
 from gpuinfer.report.verdict import judge
 from gpuinfer.stats import ERRORS, DiffusionCounters, Snapshot, mean_size, percentile, summarise
 
@@ -78,6 +78,7 @@ def schema() -> dict[str, Any]:
 def build(run: Run) -> dict[str, Any]:
     """The report, in plain values."""
     snapshot, progress, told = run.snapshot, run.progress, evidence(run)
+    steps = snapshot.device.get("steps") or {}
     document: ReportDocument = {
         "schema": SCHEMA,
         "workload": run.workload,
@@ -88,17 +89,14 @@ def build(run: Run) -> dict[str, Any]:
         "wall_s": run.wall_s,
         "settings": json.loads(json.dumps(dict(run.settings), default=error_text.safe_str)),
         "status": cast(Literal["done", "partial", "failed"], run.status),
-        "progress": {
-            "done": progress.done,
-            "total": progress.total,
-            "unit": progress.unit,
-            "before": progress.before,
-        },
+        "progress": {"done": progress.done, "total": progress.total, "unit": progress.unit, "before": progress.before},
         "environment": environment(run.setup, snapshot.device),
         "throughput": rates_section(run),
         "batches": batches_section(snapshot),
         "unmasking": unmasking(snapshot),
-        "pages": pages_section(snapshot),
+        "pages": cast(PagesSection, {name: steps.get(name, 0) for name in SHORTAGES})
+        if "preempted_rows" in steps
+        else None,
         "stages": of_stages(snapshot, run.wall_s),
         "latency_s": spread_section(snapshot.latency),
         "queue_wait_s": spread_section(snapshot.queue_wait),
@@ -227,7 +225,9 @@ def batches_section(snapshot: Snapshot) -> BatchesSection:
         "slots": snapshot.slots or None,
         "occupancy": mean / slots_of_a_lane(snapshot) if mean is not None and snapshot.slots else None,
         "sizes": {str(size): times for size, times in sorted(doublings(snapshot.batches).items())},
-        "seconds": {str(rows): seconds for rows, seconds in service_times(snapshot.batch_s).items()},
+        "seconds": {
+            str(round(rows / times)): spent / times for times, rows, spent in size_classes(snapshot.batch_s) if times
+        },
         "reasons": cast(CutReasons, {reason.value: snapshot.reasons.get(reason.value, 0) for reason in Reason}),
     }
 
@@ -236,14 +236,6 @@ def unmasking(snapshot: Snapshot) -> UnmaskingSection | None:
     """The report's `unmasking`: tokens a forward and computed positions of a diffusion model; None of others."""
     found = DiffusionCounters.of(snapshot.device.get("steps"))
     return cast(UnmaskingSection, found.plain()) if found else None
-
-
-def pages_section(snapshot: Snapshot) -> PagesSection | None:
-    """The cost of a shortage of cache pages; None for models without pages."""
-    steps = snapshot.device.get("steps") or {}
-    if "preempted_rows" not in steps:
-        return None
-    return cast(PagesSection, {name: steps.get(name, 0) for name in SHORTAGES})
 
 
 def slots_of_a_lane(snapshot: Snapshot) -> float:
@@ -260,16 +252,6 @@ def of_class(count: Mapping[str, Any]) -> PriorityClass:
         "errors": error_counts(count["errors"]),
         "queue_wait_s": spread_section(count["queue_wait"]),
     }
-
-
-def service_times(batch_s: Mapping[int, Sequence[float]]) -> dict[int, float]:
-    """Mean rows → mean seconds of the batches of about one size: four sizes for each doubling."""
-    alike: dict[int, list[float]] = {}
-    for rows, (count, seconds) in batch_s.items():
-        sums = alike.setdefault(round(4 * math.log2(max(rows, 1))), [0, 0.0, 0.0])
-        for index, value in enumerate((count, count * rows, seconds)):
-            sums[index] += value
-    return {round(rows / count): seconds / count for _, (count, rows, seconds) in sorted(alike.items()) if count}
 
 
 def doublings(sizes: Mapping[int, int]) -> dict[int, int]:

@@ -32,15 +32,19 @@ _error = msgspec.msgpack.Decoder(dict[str, Any])
 News = Part | Generation | GpuinferError
 
 
+def no_prompt(payload: object) -> BackendError:
+    """The error of a request whose payload is something else."""
+    return BackendError(
+        f"a payload is a {type(payload).__name__}, but this model continues prompts. Submit gpuinfer.generation.Prompt."
+    )
+
+
 def packed_prompt(prompt: Any, asked: Any, most: int = LARGEST_PROMPT) -> bytes:
     """msgpack of `asked`, which is the prompt or holds it. Raises `BadPrompt` for what cannot travel, or has more bytes
     than `most`.
     """
     if not isinstance(prompt, Prompt):
-        raise BackendError(
-            f"a payload is a {type(prompt).__name__}, but this model continues prompts. "
-            "Submit gpuinfer.generation.Prompt."
-        )
+        raise no_prompt(prompt)
     try:
         data = _encoder.encode(asked)
     except UNFIT as error:

@@ -18,6 +18,7 @@ from gpuinfer.api import Event, Lane, Limits, ModelSpec, Request, Setup, TextRoo
 from gpuinfer.errors import BackendError, GpuinferError
 from gpuinfer.generation import Generation, Part, Prompt
 from gpuinfer.host import error_text
+from gpuinfer.text.answer_frames import no_prompt
 
 if TYPE_CHECKING:
     from gpuinfer.models.device_arbiter import DeviceSlot
@@ -230,7 +231,7 @@ class TextModel:
         payloads = [request.payload for request in group]
         prompts = [payload for payload in payloads if isinstance(payload, Prompt)]
         found = iter(self._driver.generator.prepare(prompts, enter) if prompts else ())
-        return [next(found) if isinstance(payload, Prompt) else _stranger(payload) for payload in payloads]
+        return [next(found) if isinstance(payload, Prompt) else no_prompt(payload) for payload in payloads]
 
     @contextlib.contextmanager
     def _understanding(self) -> Iterator[Callable[[str], None]]:
@@ -364,9 +365,3 @@ def _broken(error: Exception) -> BackendError:
 
 def _cancelled() -> BackendError:
     return BackendError("this answer was cancelled. Ask again.")
-
-
-def _stranger(payload: object) -> BackendError:
-    return BackendError(
-        f"a payload is a {type(payload).__name__}, but this model continues prompts. Submit gpuinfer.generation.Prompt."
-    )

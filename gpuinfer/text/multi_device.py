@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from gpuinfer.api import Event, Lane, Limits, ModelSpec, Request, Setup, forward_lane, forward_lanes
 from gpuinfer.errors import BackendDied, DeviceLost
-from gpuinfer.generation import Part, Prompt
+from gpuinfer.generation import Prompt
 from gpuinfer.text.answer_frames import DeliveredAnswer
 from gpuinfer.text.model import TextModel
 
@@ -95,7 +95,15 @@ async def open_text(
     """
     if options.parallel != "data":
         return await TextModel.open(spec, setup, options, stepped, place, lane)
-    each = await asyncio.to_thread(_each, setup)
+
+    def setups() -> dict[str, Setup]:
+        import gpuinfer.text.torch_import  # noqa: F401  before torch
+        from gpuinfer.models.device import device_labels, resolve_devices, setups_of
+
+        devices = resolve_devices(setup.devices)
+        return dict(zip(device_labels(devices), setups_of(setup, devices), strict=True))
+
+    each = await asyncio.to_thread(setups)
     if len(each) == 1:
         return await TextModel.open(spec, setup, options, stepped, place)
     models: dict[str, TextModel] = {}
@@ -107,14 +115,6 @@ async def open_text(
             await model.close()
         raise
     return TextDevices(models)
-
-
-def _each(setup: Setup) -> dict[str, Setup]:
-    import gpuinfer.text.torch_import  # noqa: F401  before torch
-    from gpuinfer.models.device import device_labels, resolve_devices, setups_of
-
-    devices = resolve_devices(setup.devices)
-    return dict(zip(device_labels(devices), setups_of(setup, devices), strict=True))
 
 
 @dataclass
@@ -164,7 +164,8 @@ class TextDevices:
                 event = await news.get()
                 asked = self._asked[event.request]
                 if not event.last:
-                    if (part := self._fresh(asked, event.value)) is not None:
+                    part = event.value if asked.had is None else asked.had.fresh(event.value)
+                    if part is not None:
                         yield Event(asked.request, part, last=False)
                     continue
                 if isinstance(event.error, BackendDied):
@@ -174,7 +175,13 @@ class TextDevices:
                         continue
                 left -= 1
                 self._forget(event.request, asked)
-                yield replace(event, request=asked.request, error=_final_error(event.error, asked))
+                error = event.error
+                if asked.losses >= MOST_LOST and isinstance(error, BackendDied):
+                    error = DeviceLost(
+                        f"{asked.losses} devices failed while they had this prompt ({error}). "
+                        "Leave it out, and try again."
+                    )
+                yield replace(event, request=asked.request, error=error)
         finally:
             for task in following:
                 task.cancel()
@@ -245,10 +252,6 @@ class TextDevices:
         asked.label, asked.released = self._take(again), False
         self._asked[again], self._of[asked.request] = asked, again
         return again
-
-    @staticmethod
-    def _fresh(asked: _RoutedPrompt, part: Part) -> Part | None:
-        return part if asked.had is None else asked.had.fresh(part)
 
     def _forget(self, sub: Request, asked: _RoutedPrompt) -> None:
         self._release(asked)
@@ -334,15 +337,6 @@ class TextDevices:
 
     async def close(self) -> None:
         await asyncio.gather(*(model.close() for model in self._models.values()))
-
-
-def _final_error(error: BaseException | None, asked: _RoutedPrompt) -> BaseException | None:
-    """The error of a request; `DeviceLost` when several devices have failed with it."""
-    if asked.losses < MOST_LOST or not isinstance(error, BackendDied):
-        return error
-    return DeviceLost(
-        f"{asked.losses} devices failed while they had this prompt ({error}). Leave it out, and try again."
-    )
 
 
 def _sums(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:

@@ -164,7 +164,15 @@ class CanvasSlots:
                 break
             self._pending.popleft()
             self._promised -= row.plan.slots
-            self._occupy(row)
+            row.slot = self._free.pop()
+            row.twin = self._free.pop() if row.plan.slots == 2 else -1
+            for slot in row.slots:
+                self.rows[slot] = row
+                self.held[slot] = pages_for(row.layout.end)
+                self.pages[slot, : self.held[slot]] = self.pool.take(int(self.held[slot]))
+                self.tokens[slot, : row.layout.end] = self._mask_token
+            self.tokens[row.slot, : row.layout.prompt] = row.work.prepared.tokens
+            self.active.append(row)
             placed.append(row)
         return placed
 
@@ -185,17 +193,6 @@ class CanvasSlots:
             self._free.append(slot)
             self.pool.free(self.pool.leave(self.pages[slot, : self.held[slot]]))
             self.held[slot] = 0
-
-    def _occupy(self, row: CanvasRow) -> None:
-        row.slot = self._free.pop()
-        row.twin = self._free.pop() if row.plan.slots == 2 else -1
-        for slot in row.slots:
-            self.rows[slot] = row
-            self.held[slot] = pages_for(row.layout.end)
-            self.pages[slot, : self.held[slot]] = self.pool.take(int(self.held[slot]))
-            self.tokens[slot, : row.layout.end] = self._mask_token
-        self.tokens[row.slot, : row.layout.prompt] = row.work.prepared.tokens
-        self.active.append(row)
 
 
 class CanvasTurn:

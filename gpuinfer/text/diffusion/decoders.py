@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from gpuinfer import api
-from gpuinfer.text.diffusion.unmasking_decoder import Decision, Edited, Need, UnmaskingDecoder, View, quota
+from gpuinfer.text.diffusion.unmasking_decoder import Decision, Need, UnmaskingDecoder, View, quota
 
 
 def best(scores: NDArray[np.float64], count: int) -> NDArray[np.bool_]:
@@ -46,13 +46,10 @@ class BlockRefinement(UnmaskingDecoder):
     def decide(self, kept: Any, view: View) -> Decision:
         commit = view.confidence > view.threshold
         due = max(quota(view.masks, view.steps, view.step), 1)
-        edit = None if view.edited is None else self._doubted(view.edited)
+        edit: NDArray[np.bool_] | None = None
+        if (edited := view.edited) is not None:
+            edit = (edited.confidence > self.options.edit_threshold) & (edited.likeliest != edited.tokens)
         return Decision(commit if commit.sum() >= due else best(view.confidence, due), edit)
-
-    def _doubted(self, edited: Edited) -> NDArray[np.bool_]:
-        surer = edited.confidence > self.options.edit_threshold
-        doubted: NDArray[np.bool_] = surer & (edited.likeliest != edited.tokens)
-        return doubted
 
 
 NEEDS: Mapping[str, frozenset[Need]] = {"margin": frozenset({"margin"}), "entropy": frozenset({"entropy"})}

@@ -212,10 +212,18 @@ class DiffusionGenerator(SlottedGenerator[CanvasRow]):
         for turn in asked.copy():
             if type(turn.row.plan.decoder).adjust is UnmaskingDecoder.adjust:
                 continue
+            row, decoder = turn.row, turn.row.plan.decoder
             try:
-                adjust(turn, logits)
+                places = queued(turn.logits + np.searchsorted(turn.asked, row.masks), logits.device)
+                own = logits[places].cpu()
+                values = own.numpy()
+                with blame.calling_within(decoder, "adjust"):
+                    decoder.adjust(row.kept, row.masks - row.layout.prompt, values)
+                if np.isnan(values).any() or (values == np.inf).any():
+                    raise blame.failure(decoder, "adjust left NaN or +inf in the logits")
+                logits[places] = own.to(logits.device)
             except Exception as error:  # noqa: BLE001  a plugin's: its row fails alone
-                self.answers.fail(turn.row.work, error)
+                self.answers.fail(row.work, error)
                 asked.remove(turn)
 
     def _unmask(self, asked: Sequence[CanvasTurn], scored: Scored) -> list[int]:
@@ -238,8 +246,12 @@ class DiffusionGenerator(SlottedGenerator[CanvasRow]):
             row = turn.row
             if type(row.plan.decoder).blend is UnmaskingDecoder.blend or not row.step or not self._slots.has(row):
                 continue
+            decoder = row.plan.decoder
             try:
-                share = share_of(row)
+                with blame.calling_within(decoder, "blend"):
+                    share = float(decoder.blend(row.kept, row.step))  # of the expected embedding, added to masks
+                if not math.isfinite(share):
+                    raise blame.failure(decoder, f"blend returned {share}")
                 places = turn.logits + np.searchsorted(turn.asked, row.masks)
                 row.blended = self._blender.blended(logits, places, share) if share else None
             except Exception as error:  # noqa: BLE001  a plugin's, or memory: its row fails alone
@@ -258,29 +270,6 @@ class DiffusionGenerator(SlottedGenerator[CanvasRow]):
         guilty = self._faults.failed(rows, len(plan.step.tokens), error)
         if guilty is not None:
             self.answers.fail(guilty.work, row_failed(error))
-
-
-def adjust(turn: CanvasTurn, logits: Tensor) -> None:
-    """Let a row's decoder change the logits of its block's masks. Raises `WorkError`, which names it."""
-    row, decoder = turn.row, turn.row.plan.decoder
-    places = queued(turn.logits + np.searchsorted(turn.asked, row.masks), logits.device)
-    own = logits[places].cpu()
-    values = own.numpy()
-    with blame.calling_within(decoder, "adjust"):
-        decoder.adjust(row.kept, row.masks - row.layout.prompt, values)
-    if np.isnan(values).any() or (values == np.inf).any():
-        raise blame.failure(decoder, "adjust left NaN or +inf in the logits")
-    logits[places] = own.to(logits.device)
-
-
-def share_of(row: CanvasRow) -> float:
-    """The share of the expected embedding that the decoder adds to masks. Raises `WorkError`, which names it."""
-    decoder = row.plan.decoder
-    with blame.calling_within(decoder, "blend"):
-        share = float(decoder.blend(row.kept, row.step))
-    if not math.isfinite(share):
-        raise blame.failure(decoder, f"blend returned {share}")
-    return share
 
 
 def _asked(turn: CanvasTurn) -> Asked:

@@ -87,7 +87,10 @@ class Scorer:
         self._on_cpu = torch.device(device).type == "cpu"
         self._uploads = Uploads(torch.device(device))  # of no account on the CPU
         self._lanes = Lanes(threads, "scoring")
-        self._work = [work_of(vocabulary) for _ in range(self._lanes.threads)] if self._on_cpu else []
+        self._work: list[tuple[Any, NDArray[np.float32]]] = []  # of each lane: its space, and room for edited logits
+        for _ in range(self._lanes.threads if self._on_cpu else 0):
+            blocks = np.zeros(BLOCK, np.float32), np.zeros(BLOCK, np.float32)
+            self._work.append(((*scratch(vocabulary), *blocks), np.zeros(vocabulary, np.float32)))
         self._sampler = Sampler(0, vocabulary, device, seed=seed, end_tokens=(), threads=1)  # for log-probabilities
         self._hash_of = functools.lru_cache(maxsize=4096)(hash_of)
 
@@ -113,7 +116,10 @@ class Scorer:
             torch_scores.score_rows(logits, flat, self._mask, out, self._uploads)
         tokens, confidence, margin, entropy = out
         found = margin if "margin" in needs else None, entropy if "entropy" in needs else None
-        return Scored(tokens, confidence, *found, bad_of(tokens, flat), rows, flat, logits, self._sampler)
+        failed = np.flatnonzero((tokens < 0) & (flat.owners >= 0))  # the first of a row's logits that fails says why
+        bad = {int(flat.owners[place]): draw_failure(int(tokens[place])) for place in failed[::-1]}
+        tokens[failed] = -1
+        return Scored(tokens, confidence, *found, bad, rows, flat, logits, self._sampler)
 
     def close(self) -> None:
         """Free threads."""
@@ -129,20 +135,6 @@ class Scorer:
             cpu_scores.score_rows(lane, lanes, values, arrays, self._mask, work, edited, *out)
 
         self._lanes.share(run, values.size)
-
-
-def work_of(vocabulary: int) -> tuple[tuple[NDArray[Any], ...], NDArray[np.float32]]:
-    """One lane's work space, and room for edited logits."""
-    blocks = np.zeros(BLOCK, np.float32), np.zeros(BLOCK, np.float32)
-    return (*scratch(vocabulary), *blocks), np.zeros(vocabulary, np.float32)
-
-
-def bad_of(tokens: NDArray[np.int32], flat: FlatRequests) -> dict[int, RequestError]:
-    """Why rows cannot go on, by the first of their logits that fails; its token becomes -1."""
-    failed = np.flatnonzero((tokens < 0) & (flat.owners >= 0))
-    bad = {int(flat.owners[place]): draw_failure(int(tokens[place])) for place in failed[::-1]}
-    tokens[failed] = -1
-    return bad
 
 
 @torch.inference_mode()
@@ -182,7 +174,8 @@ class Blender:
 
     def _compiled(self, logits: Tensor, places: NDArray[np.int64], embedding: Tensor) -> NDArray[np.float32]:
         values, count = logits.numpy(), len(places)
-        stored = _stored(embedding)
+        half = embedding.dtype == torch.bfloat16  # which kernels read as bits
+        stored: NDArray[Any] = (embedding.view(torch.uint16) if half else embedding.float()).numpy()
         out = np.zeros((count, stored.shape[1]), np.float32)
 
         def run(lane: int, lanes: int) -> None:
@@ -191,10 +184,3 @@ class Blender:
 
         self._lanes.share(run, count * stored.size // 16)
         return out
-
-
-def _stored(embedding: Tensor) -> NDArray[Any]:
-    """As kernels read it."""
-    if embedding.dtype == torch.bfloat16:
-        return embedding.view(torch.uint16).numpy()  # type: ignore[no-any-return]
-    return embedding.float().numpy()  # type: ignore[no-any-return]

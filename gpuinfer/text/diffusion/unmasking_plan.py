@@ -44,17 +44,15 @@ def decoder_for(sampling: Sampling, default: str) -> UnmaskingDecoder:
         decoder = make_decoder(name, json.dumps(dict(asked.options), sort_keys=True, default=str))
     except UsageError as error:
         raise BadPrompt(str(error)) from error
-    if asked.threshold is not None:
-        _check_threshold(decoder, asked.threshold)
+    if (threshold := asked.threshold) is not None:
+        if decoder.default_threshold is None:
+            others = " or ".join(with_threshold())
+            raise BadPrompt(f"decoder '{name}' has no threshold. Leave it out, or choose {others}.")
+        if not (isinstance(threshold, int | float) and 0 <= threshold <= 1):  # a NaN is in no range
+            raise BadPrompt(f"threshold is {threshold!r}. Give a number from 0 to 1.")
     if sampling.logit_bias and not decoder.biased:
         raise BadPrompt(f"decoder '{name}' takes no logit_bias. Leave it out, or choose another decoder.")
     return decoder
-
-
-def threshold_for(decoder: UnmaskingDecoder, asked: float | None) -> float:
-    """`View.threshold` of a request: the one asked for, else the decoder's."""
-    given = decoder.default_threshold if asked is None else asked
-    return 1.0 if given is None else float(given)
 
 
 @functools.lru_cache(maxsize=KEPT)
@@ -81,15 +79,6 @@ def with_threshold() -> list[str]:
         if kind.default_threshold is not None:
             found.append(name)
     return found
-
-
-def _check_threshold(decoder: UnmaskingDecoder, threshold: float) -> None:
-    if decoder.default_threshold is None:
-        raise BadPrompt(
-            f"decoder '{decoder.name}' has no threshold. Leave it out, or choose {' or '.join(with_threshold())}."
-        )
-    if not (isinstance(threshold, int | float) and 0 <= threshold <= 1):  # a NaN is in no range
-        raise BadPrompt(f"threshold is {threshold!r}. Give a number from 0 to 1.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,9 +201,10 @@ def plan_of(prompt: Prompt, shape: Shape, choose: Choose, slots: int) -> Unmaski
     check_sampling(structs.replace(sampling, max_tokens=max(1, sampling.max_tokens)), shape.vocabulary)
     asked, masking = sampling.unmasking or Unmasking(), shape.masking
     decoder = choose(sampling, usual_decoder(shape))
+    threshold = decoder.default_threshold if asked.threshold is None else asked.threshold
     return UnmaskingPlan(
         decoder,
-        threshold_for(decoder, asked.threshold),
+        1.0 if threshold is None else float(threshold),
         _whole("steps", asked.steps),
         _block(asked.block_length, masking),
         _scale(asked.cfg_scale, shape, slots),

@@ -107,10 +107,6 @@ class SlotAdmission:
         self.pages.tree.forget()
         self._beginnings.clear()
 
-    def computed(self, row: SampleRow) -> None:
-        """A chunk of the row's prefill is computed."""
-        self.pages.computed(row)
-
     def prefilled(self, row: SampleRow) -> None:
         """The row is prefilled, and its followers with it."""
         self._leave_prefill(row)

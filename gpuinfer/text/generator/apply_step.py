@@ -63,7 +63,7 @@ class StepApplier(AnswerTracker[SampleRow]):
         table.filled[plan.decoding] += 1
         for chunk in plan.chunks:
             table.filled[chunk.row.slot] = chunk.end
-            self._admission.computed(chunk.row)
+            self._admission.pages.computed(chunk.row)
             if not chunk.last:
                 continue
             self._admission.prefilled(chunk.row)

@@ -159,7 +159,12 @@ def resolved_tuning(
         value = given[name] = spec.arguments.get(name) if own is None else own
         if value is not None and (not isinstance(value, int) or value < 1):
             raise UsageError(f"{name} is {value!r}. Use a whole number from 1.")
-    given["step_tokens"] = given["step_tokens"] or usual_step_tokens(shape, device)
+    cpu_tokens, cuda_tokens = CPU_STEP_TOKENS, CUDA_STEP_TOKENS
+    if shape.masking is not None:
+        cpu_tokens, cuda_tokens = CPU_CANVAS_TOKENS, CUDA_CANVAS_TOKENS
+    elif not shape.layers:
+        cpu_tokens = cuda_tokens = NULL_STEP_TOKENS
+    given["step_tokens"] = given["step_tokens"] or (cuda_tokens if device.type == "cuda" else cpu_tokens)
     given["threads"] = threads = tuning.threads or max(1, cores() // setup.processes)
     if threads > cores():
         raise UsageError(
@@ -168,16 +173,6 @@ def resolved_tuning(
         )
     given["adapters"] = adapter_folders_given(tuning.adapters, spec.arguments)
     return tuning.model_copy(update=given)
-
-
-def usual_step_tokens(shape: Shape, device: torch.device) -> int:
-    """The most tokens of a step where the user sets no number."""
-    cuda = device.type == "cuda"
-    if shape.masking is not None:
-        return CUDA_CANVAS_TOKENS if cuda else CPU_CANVAS_TOKENS
-    if not shape.layers:
-        return NULL_STEP_TOKENS
-    return CUDA_STEP_TOKENS if cuda else CPU_STEP_TOKENS
 
 
 def _decoder(

@@ -110,10 +110,6 @@ class SlotTable:
         """Tokens of prompt and answer that the host knows, of a row that is past its prompt."""
         return int(self.filled[slot] + 1 - self.unread[slot])
 
-    def known_filled(self, slot: int) -> int:
-        """Positions of the cache of which the host knows the tokens."""
-        return int(self.filled[slot] - max(0, self.unread[slot] - 1))
-
     def walked(self, slots: Ints, tokens: Ints) -> NDArray[np.int8]:
         """Advance these rows' lists by these tokens. int8 [rows]: 0, 1 when its list is complete, 2 when it forbids the
         token.
@@ -253,7 +249,7 @@ class RowPages:
         all pages behind it must share it too. `last`: the partial page as well.
         """
         table, slot = self._table, row.slot
-        filled = table.known_filled(slot)
+        filled = int(table.filled[slot] - max(0, table.unread[slot] - 1))  # positions whose tokens the host knows
         assert row.node is not None
         column = (row.node.start + PAGE) // PAGE if row.node.key else 0
         while column < filled // PAGE:
