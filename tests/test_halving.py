@@ -12,13 +12,11 @@ from gpuinfer.models.row_format import answers_by_halving
 class Model:
     """Doubles numbers, and raises at those below zero."""
 
-    def __init__(self) -> None:
-        self.forwards = 0
+    forwards = 0
 
     def __call__(self, blocks):
         self.forwards += 1
-        bad = [block for block in blocks if block < 0]
-        if bad:
+        if bad := [block for block in blocks if block < 0]:
             raise ValueError(bad[0])
         return [2 * block for block in blocks]
 

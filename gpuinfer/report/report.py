@@ -162,12 +162,7 @@ def devices(snapshot: Snapshot, wall_s: float) -> dict[str, DeviceLine]:
 
 
 def _read(reading: Mapping[str, Any]) -> DeviceReading:
-    return {
-        "name": reading.get("name"),
-        "utilisation": reading.get("utilisation"),
-        "allocated_mb": reading.get("allocated_mb"),
-        "reserved_mb": reading.get("reserved_mb"),
-    }
+    return cast(DeviceReading, {name: reading.get(name) for name in DeviceReading.__annotations__})
 
 
 def environment(setup: Setup, device: Mapping[str, Any]) -> EnvironmentSection:

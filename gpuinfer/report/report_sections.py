@@ -24,32 +24,21 @@ def of_learning(facts: Mapping[str, float]) -> TrainingSection | None:
     """The report's `training`; None for a run that trains nothing. Unknown values are null."""
     if "training_steps" not in facts:
         return None
-    return {
+    counts = {name: facts.get(name, 0) for name in ("batch_size", "validation_positions", "checkpoint")}
+    known = ("epochs", "learning_rate", "gradient_norm", "first_loss", "forward_s", "backward_s", "optimizer_s")
+    losses: dict[str, dict[str, float] | None] = {"loss": None, "validation": None}
+    for name in losses.keys() & facts.keys():
+        parts = {key.removeprefix(f"{name}: "): facts[key] for key in facts if key.startswith(f"{name}: ")}
+        losses[name] = {"total": facts[name], **parts}
+    section = {
         "steps": facts["training_steps"],
-        "batch_size": facts.get("batch_size", 0),
+        **counts,
         "positions": facts.get("training_positions", 0),
-        "validation_positions": facts.get("validation_positions", 0),
-        "checkpoint": facts.get("checkpoint", 0),
-        "epochs": facts.get("epochs"),
-        "learning_rate": facts.get("learning_rate"),
-        "gradient_norm": facts.get("gradient_norm"),
-        "first_loss": facts.get("first_loss"),
-        "forward_s": facts.get("forward_s"),
-        "backward_s": facts.get("backward_s"),
-        "optimizer_s": facts.get("optimizer_s"),
-        "loss": _loss(facts, "loss"),
-        "validation": _loss(facts, "validation"),
+        **{name: facts.get(name) for name in known},
+        **losses,
         "activation_mb": facts["activation_bytes"] / 2**20 if facts.get("activation_bytes") else None,
     }
-
-
-def _loss(facts: Mapping[str, float], name: str) -> dict[str, float] | None:
-    """`{total, …parts}`."""
-    if name not in facts:
-        return None
-    before = f"{name}: "
-    parts = {key.removeprefix(before): value for key, value in facts.items() if key.startswith(before)}
-    return {"total": facts[name], **parts}
+    return cast(TrainingSection, section)
 
 
 ALIKE = 2.0  # times as many rows in a step, or as few: products of others are so much slower or quicker

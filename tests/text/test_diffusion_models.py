@@ -96,31 +96,18 @@ def test_a_block_causal_canvas_has_the_same_logits_block_by_block(make: Make, fa
     torch.testing.assert_close(torch.cat(found), logits_of(folder, canvas), atol=1e-4, rtol=1e-5)
 
 
-def test_dreams_predictions_stand_one_position_further() -> None:
-    folder = tiny_diffusion("dream")
-    logits, shifted = logits_of(folder, CANVASES[0]), predictions(folder, CANVASES[0])
-    assert torch.equal(shifted[1:], logits[:-1])
-    assert torch.equal(
-        predictions(tiny_diffusion("llada"), CANVASES[0]), logits_of(tiny_diffusion("llada"), CANVASES[0])
-    )
-    assert opened(folder).shape.masking.shifted
+def test_predictions_are_shifted_for_dream_alone_and_embeddings_may_stand_for_tokens() -> None:
+    for family in FAMILIES:
+        folder, plain, other = tiny_diffusion(family), list(CANVASES[0]), list(CANVASES[0])
+        logits, shifted = logits_of(folder, plain), predictions(folder, plain)
+        is_shifted = opened(folder).shape.masking.shifted
+        assert is_shifted == (family == "dream")
+        assert torch.equal(shifted[is_shifted:], logits[: len(logits) - is_shifted])
+        other[3] = 77
+        assert torch.equal(logits_of(folder, plain, {3: embedding_of(folder)[77]}), logits_of(folder, other))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_an_embedding_of_its_own_may_stand_for_a_token(family: str) -> None:
-    folder = tiny_diffusion(family)
-    plain, other = list(CANVASES[0]), list(CANVASES[0])
-    other[3] = 77
-    assert torch.equal(logits_of(folder, plain, {3: embedding_of(folder)[77]}), logits_of(folder, other))
-
-
-TWINS = {
-    "llada": "Llama",
-    "llada-moe": "Qwen3Moe",
-    "llada2": "Glm4Moe",
-    "dream": "Qwen2",
-    "sdar": "Qwen3",
-}
+TWINS = {"llada": "Llama", "llada-moe": "Qwen3Moe", "llada2": "Glm4Moe", "dream": "Qwen2", "sdar": "Qwen3"}
 RENAMED = {  # in this order
     "llada": {
         "model.transformer.ff_out": "lm_head", "model.transformer": "model", "wte": "embed_tokens", "ln_f": "norm",
@@ -167,9 +154,8 @@ def twin_tensors(family: str, config: dict[str, Any], tensors: dict[str, Tensor]
         for old, new in RENAMED.get(family, {}).items():
             name = name.replace(old, new)
         if "query_key_value" in name:
-            sizes = [config["head_dim"] * config["num_attention_heads"]] + 2 * [
-                config["head_dim"] * config["num_key_value_heads"]
-            ]
+            keys = config["head_dim"] * config["num_key_value_heads"]
+            sizes = [config["head_dim"] * config["num_attention_heads"], keys, keys]
             for kind, part in zip("qkv", tensor.split(sizes), strict=True):
                 found[name.replace("attention.query_key_value", f"self_attn.{kind}_proj")] = part
         else:

@@ -5,9 +5,8 @@ What does not fit in memory, or cannot be loaded, is refused before anything is.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -27,13 +26,11 @@ from gpuinfer.text.generator.generator import Generator
 from gpuinfer.text.generator.prompts import Prepared
 from gpuinfer.text.stages.open_staged_decoder import places_for
 from gpuinfer.text.text_options import FIRST_VERSION, TorchModelOptions, adapter_folders_given
-from gpuinfer.text.transformer import PAGE, Decoder, Shape
+from gpuinfer.text.transformer import PAGE, Shape
 
 if TYPE_CHECKING:
     from gpuinfer.text.checkpoint import Checkpoint, Estimate
-    from gpuinfer.text.decoder import Sizing
     from gpuinfer.text.diffusion.diffusion_generator import DiffusionGenerator
-    from gpuinfer.text.language import Language
 
 LONGEST = 4096  # positions of a row unless the user asks for more
 SHORTEST = 256  # below it the user has to ask
@@ -97,16 +94,20 @@ def open_generator(
 
     Raises `UsageError` when the model cannot be opened on this device, or does not fit.
     """
-    from gpuinfer.text.checkpoint import adapter_bytes, open_checkpoint, read_adapter
-    from gpuinfer.text.decoder import own_kernels
+    from gpuinfer.text.checkpoint import adapter_bytes
+    from gpuinfer.text.checkpoint.loader import read_other_weights
+    from gpuinfer.text.decoder import open_sized, own_kernels
     from gpuinfer.text.decoder.open_decoder import free_memory
     from gpuinfer.text.language import open_language
+    from gpuinfer.text.stages.open_staged_decoder import open_in_stages
+    from gpuinfer.text.stages.staged_decoder import StagedDecoder
 
     devices = [resolve_device(setup.device)] if tuning.parallel == "data" else resolve_devices(setup.devices)
     device, dtype = devices[0], resolve_dtype(setup.dtype)
     keep_freed_memory()
     checkpoint = open_checkpoint(spec)
     wanted = resolved_tuning(spec, tuning, setup, device, checkpoint.shape)
+    threads, step_tokens = wanted.threads or 1, wanted.step_tokens or CPU_STEP_TOKENS
     adapters = {name: read_adapter(checkpoint, place) for name, place in (wanted.adapters or {}).items()}
     beside = sum(adapter_bytes(one) for one in adapters.values())
     own = own_kernels(checkpoint.shape, dtype, device, wanted.compile)
@@ -118,8 +119,61 @@ def open_generator(
             from gpuinfer.models.kernel_cache import load_compiler
 
             others.submit(load_compiler)
-        decoder, sizing = _decoder(checkpoint, setup, tuning, wanted, dtype, length, lane)
-        generator = _assembled(checkpoint, setup, wanted, dtype, decoder, sizing, asdict(estimate), language.result())
+        sizes: dict[str, Any] = {
+            "slots": wanted.slots,
+            "pages": wanted.pages,
+            "length": length,
+            "sharing": setup.processes,
+            "step_tokens": step_tokens,
+        }
+        if tuning.parallel == "data":
+            how = {"deterministic": setup.deterministic, "compile": wanted.compile, "graphs": wanted.graphs}
+            decoder, sizing = open_sized(checkpoint, dtype, device, threads=threads, **how, **sizes)
+        else:
+            lane = lane or BackendContext().lane
+            decoder, sizing = open_in_stages(checkpoint, dtype, setup, tuning, lane=lane, **sizes)
+        spoken = language.result()
+    measured = sizing.measured_bytes  # of cache and step at the peak, where it was tried
+    common: dict[str, Any] = {
+        "seed": setup.seed,
+        "end_tokens": spoken.end_tokens,
+        "step_tokens": step_tokens,
+        "threads": threads,
+        "read": partial(read_other_weights, checkpoint, dtype=dtype),
+        "read_adapter": partial(read_adapter, checkpoint),
+        "max_adapters": wanted.max_adapters,
+        "facts": {
+            "model": checkpoint.name,
+            "family": checkpoint.shape.family,
+            "diffusion": checkpoint.shape.masking is not None,
+            "device": str(decoder.device),
+            "dtype": setup.dtype,
+            "computes_in": decoder.computes_in,
+            "slots": decoder.slots,
+            "pages": decoder.pages,
+            "page_positions": PAGE,
+            "context": decoder.length,
+            "step_tokens": step_tokens,
+            "threads": threads,
+            "estimated_weights_bytes": estimate.weights_bytes,
+            "estimated_cache_bytes": sizing.cache_bytes,
+            "estimated_bytes": estimate.weights_bytes + sizing.estimated_bytes,
+            "cache_bytes": decoder.cache_bytes(),
+            "measured_bytes": None if measured is None else estimate.weights_bytes + measured,
+            **(decoder.in_force if isinstance(decoder, StagedDecoder) else {}),
+        },
+    }
+    generator: Generator | DiffusionGenerator
+    if decoder.shape.masking is not None:
+        from gpuinfer.text.diffusion.diffusion_generator import DiffusionGenerator
+        from gpuinfer.text.diffusion.unmasking_plan import usual_unmasking
+
+        common["facts"].update(usual_unmasking(checkpoint.shape))
+        generator = DiffusionGenerator(decoder, spoken, **common)
+    else:
+        graphs = decoder.device.type == "cuda" and wanted.graphs and wanted.parallel == "data"
+        gather_steps = CUDA_GATHER_STEPS if graphs else 0
+        generator = Generator(decoder, spoken, deterministic=setup.deterministic, gather_steps=gather_steps, **common)
     for name, adapter in adapters.items():
         check_name(name)
         generator.load_adapter(name, FIRST_VERSION, generator.decoder.pack_adapter(adapter))
@@ -173,99 +227,6 @@ def resolved_tuning(
         )
     given["adapters"] = adapter_folders_given(tuning.adapters, spec.arguments)
     return tuning.model_copy(update=given)
-
-
-def _decoder(
-    checkpoint: Checkpoint,
-    setup: Setup,
-    given: TorchModelOptions,
-    tuning: TorchModelOptions,
-    dtype: torch.dtype,
-    length: int,
-    lane: Callable[[str], Lane] | None,
-) -> tuple[Decoder, Sizing]:
-    """Whole or in stages; `tuning` is what was `given`, with what follows from the machine."""
-    wanted: dict[str, Any] = {
-        "slots": tuning.slots,
-        "pages": tuning.pages,
-        "length": length,
-        "sharing": setup.processes,
-        "step_tokens": tuning.step_tokens or CPU_STEP_TOKENS,
-    }
-    if tuning.parallel != "data":
-        from gpuinfer.text.stages.open_staged_decoder import open_in_stages
-
-        lane = lane or BackendContext().lane
-        return open_in_stages(checkpoint, dtype, setup, given, lane=lane, **wanted)
-    from gpuinfer.text.decoder import open_sized
-
-    return open_sized(
-        checkpoint,
-        dtype,
-        resolve_device(setup.device),
-        threads=tuning.threads or 1,
-        deterministic=setup.deterministic,
-        compile=tuning.compile,
-        graphs=tuning.graphs,
-        **wanted,
-    )
-
-
-def _assembled(
-    checkpoint: Checkpoint,
-    setup: Setup,
-    tuning: TorchModelOptions,
-    dtype: torch.dtype,
-    decoder: Decoder,
-    sizing: Sizing,
-    estimate: Mapping[str, int],
-    language: Language,
-) -> Generator | DiffusionGenerator:
-    from gpuinfer.text.checkpoint import read_adapter
-    from gpuinfer.text.checkpoint.loader import read_other_weights
-    from gpuinfer.text.stages.staged_decoder import StagedDecoder
-
-    in_force = decoder.in_force if isinstance(decoder, StagedDecoder) else {}
-    threads, step_tokens = tuning.threads or 1, tuning.step_tokens or CPU_STEP_TOKENS
-    measured = sizing.measured_bytes  # of cache and step at the peak, where it was tried
-    common: dict[str, Any] = {
-        "seed": setup.seed,
-        "end_tokens": language.end_tokens,
-        "step_tokens": step_tokens,
-        "threads": threads,
-        "read": partial(read_other_weights, checkpoint, dtype=dtype),
-        "read_adapter": partial(read_adapter, checkpoint),
-        "max_adapters": tuning.max_adapters,
-        "facts": {
-            "model": checkpoint.name,
-            "family": checkpoint.shape.family,
-            "diffusion": checkpoint.shape.masking is not None,
-            "device": str(decoder.device),
-            "dtype": setup.dtype,
-            "computes_in": decoder.computes_in,
-            "slots": decoder.slots,
-            "pages": decoder.pages,
-            "page_positions": PAGE,
-            "context": decoder.length,
-            "step_tokens": step_tokens,
-            "threads": threads,
-            "estimated_weights_bytes": estimate["weights_bytes"],
-            "estimated_cache_bytes": sizing.cache_bytes,
-            "estimated_bytes": estimate["weights_bytes"] + sizing.estimated_bytes,
-            "cache_bytes": decoder.cache_bytes(),
-            "measured_bytes": None if measured is None else estimate["weights_bytes"] + measured,
-            **in_force,
-        },
-    }
-    if decoder.shape.masking is not None:
-        from gpuinfer.text.diffusion.diffusion_generator import DiffusionGenerator
-        from gpuinfer.text.diffusion.unmasking_plan import usual_unmasking
-
-        common["facts"].update(usual_unmasking(checkpoint.shape))
-        return DiffusionGenerator(decoder, language, **common)
-    graphs = decoder.device.type == "cuda" and tuning.graphs and tuning.parallel == "data"
-    gather_steps = CUDA_GATHER_STEPS if graphs else 0
-    return Generator(decoder, language, deterministic=setup.deterministic, gather_steps=gather_steps, **common)
 
 
 def refuse_unloadable(spec: ModelSpec, setup: Setup, options: TorchModelOptions) -> None:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from gpuinfer.text.generator.page_pool import LEAST, Ints, PagePool, PrefixMatch, PrefixTree, pages_for, prefix_cost
 from gpuinfer.text.generator.prompts import SampleRow
-from gpuinfer.text.language.list_walks import SeatedWalks
+from gpuinfer.text.language.list_walks import ListWalks
 from gpuinfer.text.transformer import PAGE, Decoder
 
 
@@ -44,7 +44,7 @@ class SlotTable:
         self.processed: NDArray[np.float64] | None = (
             None  # [slots, length] once a row wants it: what each token was worth
         )
-        self.walks: SeatedWalks | None = None  # once there is a row with a list
+        self.walks: ListWalks | None = None  # once there is a row with a list
         self.listed = 0  # slots with one
         self.read = np.zeros(slots, np.bool_)  # its answer is given out while it grows
         self.readers = 0  # slots of which it is
