@@ -26,8 +26,8 @@ from gpuinfer.text import text_roofline
 from gpuinfer.text.diffusion import torch_scores
 from gpuinfer.text.diffusion.scoring import Asked, Scorer, guided
 from gpuinfer.text.generator import open_generator
-from gpuinfer.text.text_options import TorchModelOptions
 from gpuinfer.text.generator.fault_isolation import FaultIsolation
+from gpuinfer.text.text_options import TorchModelOptions
 
 UPLOADS = "text/decoder/torch_batch.py Uploads.room"  # until the copy before is over
 DRAWN = "text/sampling/torch_path.py Download.values"
@@ -42,7 +42,9 @@ pytestmark = pytest.mark.usefixtures("text")
 def opened(model="tiny", dtype="bfloat16", deterministic=False, devices=("cuda:0",), **tuning):
     setup = Setup(devices=devices, dtype=dtype, deterministic=deterministic)
     return open_generator(
-        ModelSpec(model, kind="text"), setup, TorchModelOptions(**{"slots": 4, "context": 128, "step_tokens": 24} | tuning)
+        ModelSpec(model, kind="text"),
+        setup,
+        TorchModelOptions(**{"slots": 4, "context": 128, "step_tokens": 24} | tuning),
     )
 
 
