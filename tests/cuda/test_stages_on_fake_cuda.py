@@ -66,6 +66,6 @@ def test_rows_cross_the_stages_of_two_devices(cuda, options):
 
 def test_layers_are_timed_where_they_would_run_and_the_device_waited_for(cuda):
     cuda.devices = 2
-    before = cuda.waits["models/pipeline/stage_plan.py _wait_for"]
+    before = cuda.waits["models/pipeline/stage_plan.py segment_seconds.wait"]
     staged(devices=("cuda:0", "cuda:1"))
-    assert cuda.waits["models/pipeline/stage_plan.py _wait_for"] > before
+    assert cuda.waits["models/pipeline/stage_plan.py segment_seconds.wait"] > before

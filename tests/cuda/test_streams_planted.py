@@ -285,8 +285,8 @@ PLANTS = {
         steps(), cuda_graphs, "own_stream", "stream.wait_stream(torch.cuda.default_stream(device))", "pass", "zeros",
     ),
     "weights are stepped on a stream that the next pass does not wait for": (
-        training, Stepper, "_step", "self._optimizer.step()",
-        "with torch.cuda.stream(torch.cuda.Stream(self._device)):\n        self._optimizer.step()",
+        training, Stepper, "step", "self._optimizer.step()",
+        "with torch.cuda.stream(torch.cuda.Stream(self._device)):\n            self._optimizer.step()",
         "_fused_adamw_ writing",
     ),
     "a loss is read before it is there": (

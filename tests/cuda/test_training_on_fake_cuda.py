@@ -21,9 +21,9 @@ from gpuinfer.workloads.optimizer import Stepper
 
 FEATURES, ACTIONS, SEATS, ROWS = 44, 8, 3, 16
 HERE = "models/gradients.py GradientPass."
-LOSS, ARRAYS, LOADED = "models/losses.py read_loss", HERE + "_gradients", HERE + "_load"
+LOSS, ARRAYS, LOADED = "models/losses.py read_loss", HERE + "_gradients", HERE + "_use"
 STEPPER = "workloads/optimizer.py Stepper."
-NORM = STEPPER + "_step"
+NORM = STEPPER + "step"
 
 
 class Normed(nn.Module):
@@ -105,7 +105,7 @@ def test_after_the_first_step_only_the_batch_the_loss_and_the_norm_cross_the_bus
     spec, one = training(network)
     stepper, trained = Stepper(spec, 0, 0.01, 1.0), trainable(spec, 0)
     parameters, buffers = (dict(one).keys() for one in (trained.named_parameters(), trained.named_buffers()))
-    with cuda.waiting_only_in(LOSS, LOADED, *([HERE + "_use"] if buffers else [])):
+    with cuda.waiting_only_in(LOSS, LOADED):
         found = one.passed(on_device(spec, stepper, 0))
     with cuda.waiting_only_in(NORM, STEPPER + "_hold"):
         stepper.step(found, 1e-3)
