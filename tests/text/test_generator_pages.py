@@ -265,6 +265,12 @@ def test_an_answer_that_was_stopped_is_the_one_that_it_would_have_been(kind, pag
     all_free(short)
 
 
+def test_more_samples_than_there_are_pages_go_one_after_another():
+    generator, asked = toy_generator(slots=8, length=128, pages=4), prompt(text_of(40), 12, samples=8)
+    add(generator, asked)
+    assert finished(generator)[0][0].completions == alone(asked, 128)
+
+
 def test_a_row_with_an_adapter_is_computed_again_with_it():
     generator = toy_generator(slots=4, length=128, pages=5)
     generator.load_adapter("policy", "v1", 7)
