@@ -386,3 +386,18 @@ def test_the_page_on_architecture_has_every_part_and_names_only_files_that_are_t
     files = [path.as_posix() for path in PACKAGE.parent.rglob("*.py") if ".venv" not in path.parts]
     named = re.findall(r"`([\w/]+\.py)`", page)
     assert [name for name in named if not any(path.endswith(f"/{name}") for path in files)] == []
+
+
+def test_comments_and_docstrings_name_files_that_exist():
+    """`name.py` in backticks, anywhere in the package, is a file of this repository."""
+    root = PACKAGE.parent
+    folders = [root / name for name in ("gpuinfer", "tests", "plugins", "benchmarks", "tools", "examples", "one_file")]
+    known = {path.name for folder in folders for path in folder.rglob("*.py")}
+    gone = [
+        f"{path.relative_to(root)}:{number}: {named}"
+        for path in sorted(PACKAGE.rglob("*.py"))
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        for named in re.findall(r"`((?:\w+/)*\w+\.py)`", line)
+        if named.rpartition("/")[2] not in known
+    ]
+    assert not gone, "these files have other names by now:\n" + "\n".join(gone)

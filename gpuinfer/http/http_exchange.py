@@ -159,7 +159,7 @@ class Exchange:
         self.key: Key | None = None  # whose request this is, where keys are asked for
         self.began = time.monotonic()
         self.status = 0  # of the response, once that has begun
-        self.notes: dict[str, Any] = {}  # of the request log (`request_log.write`)
+        self.notes: dict[str, Any] = {}  # of the request log (`log_request`)
         self.routine = False  # a probe, such as /health, of no interest to the request log
         self.added: list[tuple[str, str]] = []  # headers that any response to the request has beside its own,
         self.trailers: list[tuple[str, str]] = []  # and such as follow a body in chunks

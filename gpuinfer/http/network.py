@@ -297,5 +297,5 @@ def new_loop() -> asyncio.AbstractEventLoop:
 
 
 def run_loop(main: Coroutine[Any, Any, T]) -> T:
-    """Like `host.loop.run`, on `new_loop()`. Timers are of whole milliseconds there."""
+    """Like `host.event_loop.run`, on `new_loop()`. Timers are of whole milliseconds there."""
     return event_loop.run(main, new_loop)

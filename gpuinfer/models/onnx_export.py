@@ -92,7 +92,7 @@ class _Flat(nn.Module):
         self.module = module
 
     def forward(self, features: Tensor) -> tuple[Tensor, ...]:
-        """Written for the oldest supported torch, which cannot trace `staging.tensors_of`."""
+        """Written for the oldest supported torch, which cannot trace `row_blocks.tensors_of`."""
         answer = self.module(features)
         if isinstance(answer, Tensor):
             return (answer.float(),)

@@ -19,7 +19,7 @@ OPEN_SHARDS = 8  # kept in memory; a shuffled epoch over many shards reads them 
 
 
 class SelfPlayRecords(Dataset[dict[str, torch.Tensor]]):
-    """One searched move an item: a dict of the arrays that `records.py` describes, without their first dimension.
+    """One searched move an item: a dict of the arrays that `game_records.py` describes, without their first dimension.
 
     `torch.utils.data.DataLoader` batches it as it is. Raises UsageError when the folder holds no records, or a shard
     that cannot be read.

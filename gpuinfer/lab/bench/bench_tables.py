@@ -43,7 +43,7 @@ SECTIONS = {
 
 
 def bench_page(document: Mapping[str, Any]) -> Page:
-    """What people are shown of a comparison. `document`: as `bench_document.build` makes it."""
+    """What people are shown of a comparison. `document`: as `bench_document.py` makes it."""
     title = f"gpuinfer bench {document['target']}"
     page = next((make for key, make in SECTIONS.items() if key in document), _page)(title, document)
     environment = (document["environment"] or {}).items()

@@ -90,7 +90,7 @@ def refuse_several(text: str | None, command: str, cure: str = "") -> None:
 REPEATABLE: JsonDict = {"repeatable": True}  # a flag that is given once for each value
 FORMS = ("json_schema", "regex", "choice", "grammar")
 TEXT_MODELS = ("tiny", "tiny-llada", "tiny-llada-moe", "tiny-llada2", "tiny-dream", "tiny-sdar", "null")
-"""What is built in (`text.checkpoint.builtin`, which imports torch)."""
+"""What is built in (`text/checkpoint/built_in.py`, which imports torch)."""
 GUIDED = 2  # slots of an answer with guidance, the most that one takes
 MOST_FILE = 1 << 20  # bytes of a schema or a grammar
 

@@ -41,8 +41,8 @@ LANES = np.int64(BLOCK)
 def score_rows(lane, lanes, logits, flat, mask, work, edited, tokens, confidence, margin, entropy):
     """Of every `lanes`-th of `logits` float32 [n, vocabulary] from `lane` on that somebody owns.
 
-    flat: the fields of `asking.Flat`; mask: the mask token, whose logit becomes -inf, or -1; edited: float32
-    [vocabulary]; work: `sampling.cpu.scratch` and two blocks of float32. tokens: int32 [n], BROKEN and EMPTY as in
+    flat: the fields of `torch_scores.FlatRequests`; mask: the mask token, whose logit becomes -inf, or -1; edited: float32
+    [vocabulary]; work: `compiled_path.scratch` and two blocks of float32. tokens: int32 [n], BROKEN and EMPTY as in
     `cpu_draw`; confidence: float64 [n]; margin, entropy: the same, or [0] where nobody needs it.
     """
     owners, positions, rows, bias_ids, bias_values, stops = flat
@@ -144,7 +144,7 @@ def runner_up(values, tops, likeliest):
 
 @inlined
 def unit(position, record):
-    """As `asking.units` with TOKENS."""
+    """As `torch_scores.units` with TOKENS."""
     key, seed = record.key, record.seed
     a, b, _, _ = philox(np.uint64(position), np.uint64(0), key & LOW_32, key >> U32, seed & LOW_32, seed >> U32)
     return np.float64(((a >> U5) << U26) | (b >> U6)) * UNIT

@@ -54,7 +54,7 @@ class DriverCounters:
     positions: int = 0  # of canvases, summed over steps: `tokens` are those of them that were computed
     committed: int = 0  # masks that became tokens
     idle: int = 0  # of `rows`, those that committed nothing
-    flops: float = 0.0  # of the decoder, the least that its steps take: `text.cost`
+    flops: float = 0.0  # of the decoder, the least that its steps take: `text_roofline.StepCost`
     bytes: float = 0.0  # likewise
     attention_flops: float = 0.0  # of `flops`
     prefill_flops: float = 0.0  # of `flops`, those of steps that were mostly prompts

@@ -54,7 +54,7 @@ NO_RULES = np.zeros(0, np.int8), np.zeros(1, np.int32), np.zeros(0, np.int32)
 
 
 class CompleteDraw:
-    """A draw that has been made: see `torch_path.Queued`."""
+    """A draw that has been made: see `torch_path.QueuedDraw`."""
 
     ready = True
 

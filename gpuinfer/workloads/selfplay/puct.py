@@ -4,7 +4,7 @@ PUCT with a network's priors is that of AlphaZero (Silver et al. 2018), and so i
 both root and best move worth too little resigns (Silver et al. 2017, "Mastering the game of Go without human
 knowledge", Methods).
 
-Compiled, and called by compiled code: `search.py` plays compiled rules, `growing.py` games in Python. `trees` has
+Compiled, and called by compiled code: `search.py` plays compiled rules, `python_search.py` games in Python. `trees` has
 records `nodes` [trees, …] (value, visits, count) and `edges` [trees, …] (prior, q, visits, action), and `inverse` and
 `root_of` as in `arrays.Trees`.
 """
