@@ -32,8 +32,8 @@ Make = Callable[[], UnmaskingDecoder]
 
 
 def check_decoder(make: Make, timeout_s: float = 30.0, *, examiner: Examination | None = None) -> list[Finding]:
-    """Every promise of `text.diffusion.unmasking_decoder.UnmaskingDecoder`; `make` is called for a new one as often as needed.
-    Each check may take `timeout_s`, or what `examiner` allows.
+    """Every promise of `text.diffusion.unmasking_decoder.UnmaskingDecoder`; `make` makes a new one
+    whenever one is needed. Each check may take `timeout_s`, or what `examiner` allows.
     """
     return run_bounded(functools.partial(_check, make), examiner or Examination(timeout_s))
 

@@ -14,8 +14,8 @@ CONTROL_KEY_HEADER = "X-Gpuinfer-Control-Key"  # proves to the control applicati
 class RouterConfig(Struct, frozen=True):
     """Sizes in bytes, times in seconds.
 
-    Requests for /v1/* and /predict go to replicas, but for those that change weights (`http_message.CHANGES`); these and
-    all others to the control application on the Unix socket `control`:
+    Requests for /v1/* and /predict go to replicas, but for those that change weights (`http_message.CHANGES`); these
+    and all others to the control application on the Unix socket `control`:
     with the client's own Authorization, and with `control_key` under `CONTROL_KEY_HEADER`.
     """
 

@@ -92,7 +92,7 @@ def attend(
     gathered, scores, weights, tops, part, more, mixed,
 ):  # fmt: skip
     """Take the piece's members, rows that go on, through its spans for one head of keys; `piece` is one of
-    `cpu_plan.AttentionPlan`. After the last piece of a row what its heads have mixed is in `mixed` [going, heads × head_dim].
+    `cpu_plan.AttentionPlan`. `mixed` [going, heads × head_dim] has the result after the last piece.
 
     `state` [going × heads, padded] holds the values weighed until now, `peaks` [going × heads, 2] their highest score
     and the sum of the weights. `gathered`, `scores`, `weights`, `tops`, `part`, `more` are scratch for as many queries

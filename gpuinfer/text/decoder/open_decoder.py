@@ -88,7 +88,7 @@ def estimate(
     sharing: int = 1,
 ) -> Sizing:
     """How many rows at once, and pages for rows of up to `length` positions, there is room for in `free` bytes; `slots`
-    and `pages` are what the user wants. `own`: our own kernels compute (see `checkpoint/memory_estimate.py`); `sharing`:
+    and `pages` are what the user wants. `own`: our own kernels compute (`checkpoint/memory_estimate.py`); `sharing`:
     models that find the same memory free and fill it later.
 
     Raises `UsageError`, with the numbers, when there is no room for those pages, or not even for one row's.

@@ -41,9 +41,9 @@ LANES = np.int64(BLOCK)
 def score_rows(lane, lanes, logits, flat, mask, work, edited, tokens, confidence, margin, entropy):
     """Of every `lanes`-th of `logits` float32 [n, vocabulary] from `lane` on that somebody owns.
 
-    flat: the fields of `torch_scores.FlatRequests`; mask: the mask token, whose logit becomes -inf, or -1; edited: float32
-    [vocabulary]; work: `compiled_path.scratch` and two blocks of float32. tokens: int32 [n], BROKEN and EMPTY as in
-    `cpu_draw`; confidence: float64 [n]; margin, entropy: the same, or [0] where nobody needs it.
+    flat: the fields of `torch_scores.FlatRequests`; mask: the mask token, whose logit becomes -inf, or -1; edited:
+    float32 [vocabulary]; work: `compiled_path.scratch`, two blocks of float32. tokens: int32 [n], BROKEN and EMPTY as
+    in `cpu_draw`; confidence: float64 [n]; margin, entropy: the same, or [0] where nobody needs it.
     """
     owners, positions, rows, bias_ids, bias_values, stops = flat
     for place in range(lane, logits.shape[0], lanes):
