@@ -1,7 +1,7 @@
 """A child that generates with llama.cpp from a GGUF file: all sequences of a batch at once, the likeliest token each.
 
 It needs a Python that has `llama_cpp` (the package llama-cpp-python), and of ours only
- `gpuinfer.lab.peers.peer_protocol`.
+ `gpuinfer.lab.peers.peer_child`.
 The weights stay as they are in the file, so that `dtype` says nothing here.
 """
 
@@ -12,7 +12,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from gpuinfer.lab.peers.peer_protocol import Order, Run, converse
+from gpuinfer.lab.peers.peer_child import Order, Run, converse
 
 AT_ONCE = 512  # tokens of prompts in a batch
 

@@ -18,7 +18,7 @@ from gpuinfer.errors import StrategyError, UsageError
 from gpuinfer.lab.simulate import Bursty, ClosedLoop, Mix, Offer, Poisson, RecordedArrivals, Watch, simulate
 from gpuinfer.lab.simulate.fitting import fitted
 from gpuinfer.lab.simulate.outcome import solve
-from gpuinfer.report.report import service_times
+from gpuinfer.report.report import batches_section
 from gpuinfer.stats import ERRORS
 from gpuinfer.strategies.dynamic import Dynamic
 
@@ -341,7 +341,7 @@ def test_a_report_and_a_trace_of_a_simulation_give_its_model_back(recorded, tmp_
     service = ServiceModel(alpha=100e-6, beta=3e-3, jitter=0.1, failures=0.02)
     path, outcome = recorded(Poisson(3000), service, limits=Limits(32, 2), requests=6000)
     assert len(read(path).arrivals) == 6000
-    report = {"batches": {"seconds": service_times(outcome.snapshot.batch_s), "rows_max": 20}}
+    report = {"batches": {**batches_section(outcome.snapshot), "rows_max": 20}}
     (tmp_path / "report.json").write_text(json.dumps(report))
     traced, reported = fitted(path), fitted(tmp_path / "report.json")
     assert (traced.limits, traced.largest, reported.largest) == (Limits(32, 2), outcome.max_batch_rows, 20)
