@@ -239,10 +239,9 @@ class InProcess(Backend):
     def streams(self) -> bool:
         return self._text is not None
 
-    async def stream(self, batch: Sequence[Request]) -> AsyncIterator[Event]:
+    def stream(self, batch: Sequence[Request]) -> AsyncIterator[Event]:
         """Of a text model: payloads are `generation.Prompt`, values `generation.Generation`. Rows as in `infer`."""
-        async for event in super().stream(batch) if self._text is None else self._text.stream(batch):
-            yield event
+        return super().stream(batch) if self._text is None else self._text.stream(batch)
 
     def cancel(self, request: Request) -> None:
         if self._text is not None:

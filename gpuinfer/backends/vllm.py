@@ -207,9 +207,8 @@ class Vllm(VllmRemote):
             raise
         self.limits = self._served.limits
 
-    async def stream(self, batch: Sequence[Request]) -> AsyncIterator[Event]:
-        async for event in super().stream(batch) if self._served is None else self._served.stream(batch):
-            yield event
+    def stream(self, batch: Sequence[Request]) -> AsyncIterator[Event]:
+        return super().stream(batch) if self._served is None else self._served.stream(batch)
 
     def cancel(self, request: Request) -> None:
         if self._served is None:

@@ -330,12 +330,11 @@ class RemoteTextBackend(Backend):
         answers = {event.request: event.error or event.value async for event in self.stream(batch)}
         return [answers[request] for request in batch]
 
-    async def stream(self, batch: Sequence[Request]) -> AsyncIterator[Event]:
+    def stream(self, batch: Sequence[Request]) -> AsyncIterator[Event]:
         """Each answer as it comes, in parts where they are wanted. What is unanswered is cancelled with the stream."""
         if self._link is None:
             raise self._closed()
-        async for event in self._link.stream(batch):
-            yield event
+        return self._link.stream(batch)
 
     def _closed(self) -> BackendDied:
         return BackendDied(f"the backend '{self.called}' is not running. Await start() first, and not after close().")

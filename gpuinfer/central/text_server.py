@@ -108,11 +108,10 @@ class OwnTextBackend(Backend):
         answers = {event.request: event.error or event.value async for event in self.stream(batch)}
         return [answers[request] for request in batch]
 
-    async def stream(self, batch: Sequence[Request]) -> AsyncIterator[Event]:
+    def stream(self, batch: Sequence[Request]) -> AsyncIterator[Event]:
         if self._text is None:
             raise BackendDied("the central server's model does not run. Start it again.")
-        async for event in self._text.stream(batch):
-            yield event
+        return self._text.stream(batch)
 
     def cancel(self, request: Request) -> None:
         if self._text is not None:

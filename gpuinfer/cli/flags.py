@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import shlex
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -133,16 +133,14 @@ def option_pairs(given: list[str], short: str, table: str) -> dict[str, GivenVal
     """`key=value` words as settings of a plugin's table, such as `backends.inprocess`; a key that is there often has
     all its values. Raises `UsageError`.
     """
-    return options.several(_pairs_of(given, short, table))
-
-
-def _pairs_of(given: list[str], short: str, table: str) -> Iterator[tuple[str, GivenValue]]:
+    pairs = []
     for word in given:
         key, equals, value = word.partition("=")
         if not (key and equals):
             raise UsageError(f"{short} {word}: not of the form key=value. Write {short} {key or 'key'}=VALUE.")
         key = key.strip().replace("-", "_")
-        yield f"{table}.{key}", GivenValue(value, f"{short} {key}")
+        pairs.append((f"{table}.{key}", GivenValue(value, f"{short} {key}")))
+    return options.several(pairs)
 
 
 def _of_field(name: str, field: FieldInfo) -> inspect.Parameter:
