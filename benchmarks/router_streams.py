@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from gpuinfer.http.network import new_loop
+from gpuinfer.http.network import new_network_loop
 
 EVENT = (
     b'id: 0.17\ndata: {"id":"c","object":"chat.completion.chunk","choices":[{"index":0,"delta":{"content":"w"}}]}\n\n'
@@ -71,7 +71,7 @@ def serve(events: int, gap_s: float, tell: Callable[[int], None]) -> None:
         tell(server.sockets[0].getsockname()[1])
         await asyncio.Event().wait()
 
-    with asyncio.Runner(loop_factory=new_loop) as runner:
+    with asyncio.Runner(loop_factory=new_network_loop) as runner:
         runner.run(main())
 
 
@@ -131,7 +131,7 @@ async def read_streams(port: int, streams: int, events: int, apart_s: float) -> 
 
 
 def measured(port: int, streams: int, events: int, apart_s: float) -> Streamed:
-    with asyncio.Runner(loop_factory=new_loop) as runner:
+    with asyncio.Runner(loop_factory=new_network_loop) as runner:
         return runner.run(read_streams(port, streams, events, apart_s))
 
 

@@ -70,7 +70,7 @@ def next_cut(strategy: Strategy, queue: Queue, now: float, limits: Limits, *, dr
     line, view = chosen
     try:
         cut = choose_batch(strategy, view, line.members, draining=draining)
-        with blaming(strategy, "account"):
+        with blaming_strategy(strategy, "account"):
             strategy.account(cut.requests, now)
     except StrategyError as error:
         return _fault(queue, view, error)
@@ -104,9 +104,9 @@ def choose_batch(strategy: Strategy, view: QueueView, members: Set[Request], *, 
 
     Raises `StrategyError` when the strategy raises, chooses nothing, or chooses what it may not.
     """
-    with blaming(strategy, "reason"):
+    with blaming_strategy(strategy, "reason"):
         reason = Reason.DRAIN if draining else Reason(strategy.reason(view))
-    with blaming(strategy, "select"):
+    with blaming_strategy(strategy, "select"):
         chosen = tuple(strategy.select(view))
         distinct = set(chosen)
     if not chosen:
@@ -131,7 +131,7 @@ def notices_of(strategy: Strategy) -> tuple[str, ...]:
 
 
 @contextlib.contextmanager
-def blaming(strategy: Strategy, method: str) -> Iterator[None]:
+def blaming_strategy(strategy: Strategy, method: str) -> Iterator[None]:
     """Whatever this method of the strategy raises is raised as `StrategyError`."""
     try:
         yield
@@ -206,7 +206,7 @@ def make_room(
     if view is None:
         return Shed(refusal=refusal)
     try:
-        with blaming(strategy, "shed"):
+        with blaming_strategy(strategy, "shed"):
             victims = list(strategy.shed(view, arriving))
             strangers = len(set(victims)) != len(victims) or any(victim not in queue for victim in victims)
         if strangers or any(victim.group != arriving.group for victim in victims):
@@ -224,7 +224,7 @@ def make_room(
 
 
 def _with_retry(strategy: Strategy, view: QueueView, request: Request, error: QueueFull) -> QueueFull:
-    with blaming(strategy, "retry_after"):
+    with blaming_strategy(strategy, "retry_after"):
         seconds = strategy.retry_after(view, request)
         error.retry_after_s = None if seconds is None else max(0.0, float(seconds))
     if error.retry_after_s is not None:

@@ -286,7 +286,7 @@ def _context() -> ssl.SSLContext:
 T = TypeVar("T")
 
 
-def new_loop() -> asyncio.AbstractEventLoop:
+def new_network_loop() -> asyncio.AbstractEventLoop:
     """A loop of uvloop's; where there is none, the ordinary one with precise timers."""
     try:
         import uvloop
@@ -297,5 +297,5 @@ def new_loop() -> asyncio.AbstractEventLoop:
 
 
 def run_loop(main: Coroutine[Any, Any, T]) -> T:
-    """Like `host.event_loop.run`, on `new_loop()`. Timers are of whole milliseconds there."""
-    return event_loop.run(main, new_loop)
+    """Like `host.event_loop.run`, on `new_network_loop()`. Timers are of whole milliseconds there."""
+    return event_loop.run(main, new_network_loop)

@@ -169,7 +169,7 @@ def join_generations(answers: Sequence[Generation]) -> Generation:
     )
 
 
-async def whole(
+async def send_whole(
     service: ModelService, exchange: Exchange, asking: RequestContext, prompts: Sequence[Prompt]
 ) -> Generation:
     """The answers to all prompts as one, accounted for."""
@@ -262,7 +262,7 @@ def completions(service: ModelService, url: str) -> Work:
             kind = (CONTENT_TYPE, plain_headers(asking.id, HEADERS))
             await send_stream(service, exchange, asking, prompts, kind, events.frame, failed_event)
         else:
-            answers = await whole(service, exchange, asking, prompts)
+            answers = await send_whole(service, exchange, asking, prompts)
             exchange.respond(200, encode(response(envelope, answers)), headers=plain_headers(asking.id))
 
     return work
@@ -300,7 +300,7 @@ def predictions(service: ModelService) -> Work:
         if adapter is not None:
             prompt = msgspec.structs.replace(prompt, adapter=adapter)
         check_request(prompt, service.widest)
-        found = await whole(service, exchange, asking, [prompt])
+        found = await send_whole(service, exchange, asking, [prompt])
         samples: list[dict[str, Any]] = [{"text": one.text, "tokens": one.tokens} for one in found.completions]
         exchange.respond(200, encode({"samples": samples}), headers=plain_headers(asking.id))
 
@@ -317,7 +317,7 @@ def generations(service: ModelService) -> Work:
             prompt = msgspec.structs.replace(prompt, adapter=adapter)
         check_request(prompt, service.widest)
         if exchange.query.get("parts") == "0":
-            answer = to_frame(await whole(service, exchange, asking, [prompt]))
+            answer = to_frame(await send_whole(service, exchange, asking, [prompt]))
             exchange.respond(200, answer, FRAMES_TYPE, plain_headers(asking.id))
             return
 

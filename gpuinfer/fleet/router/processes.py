@@ -26,7 +26,7 @@ from gpuinfer.host.child import AsyncChannel, ChannelClosed, Child
 from gpuinfer.host.process import shorten_collections
 from gpuinfer.http.access import reload_changed_files
 from gpuinfer.http.http_exchange import JsonLogFormatter
-from gpuinfer.http.network import Certificate, bind_tcp, new_loop, take_backlog
+from gpuinfer.http.network import Certificate, bind_tcp, new_network_loop, take_backlog
 
 BACKLOG = 4096
 SPENDING_S = 0.1  # between two tellings of what keys have spent
@@ -55,7 +55,7 @@ def router_main(
     async def serve() -> None:
         await _RouterProcess(listeners, board, row, told).run(line)
 
-    with asyncio.Runner(loop_factory=new_loop) as runner:
+    with asyncio.Runner(loop_factory=new_network_loop) as runner:
         runner.run(serve())
     os._exit(0)
 
