@@ -192,7 +192,9 @@ def run(line: str, folder: Path) -> None:
     if line.startswith("gpuinfer "):
         # a conversation ends with its messages: there are none
         own = {**ENVIRONMENT, "GPUINFER_PLUGINS": str(folder / ".plugins")}
-        done = forking.run(shortened(line), folder, own, LIMIT_S, workers=True)
+        # a plugin is checked in a process that starts workers from a thread: not by a fork of a fork
+        workers = not line.startswith("gpuinfer plugins check")
+        done = forking.run(shortened(line), folder, own, LIMIT_S, workers=workers)
     else:
         done = subprocess.run(
             ["bash", "-c", line.replace("curl ", "curl -f ", 1)],
