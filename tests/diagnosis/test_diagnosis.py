@@ -43,7 +43,7 @@ def crowded(verdict) -> bool:
     ],
 )
 def test_a_planted_bottleneck_is_named(name):
-    """Of runs that show it, in one of three at least (of text, in one of two): what a machine does beside may hold one of them back too."""
+    """Of runs that show it, in one of three at least, of text in one of two: a machine does other things beside."""
     told = []
     for seed in range(1000, 1005 if name in PLANTS else 1002):
         try:
