@@ -138,7 +138,7 @@ async def test_replicas_come_up_where_the_node_is_known_bring_their_logs_and_lea
         assert place is SLURM or {one.nice() for one in shams()} == {os.nice(0)}, "no background work"
         await first.terminate(SECONDS)
         assert (first.alive, second.alive) == (False, True)
-    assert not second.alive
+    assert place is SLURM or not second.alive, "what squeue says is not read any more once the launcher is closed"
 
 
 async def test_our_settings_stay_here_and_a_replica_that_does_not_leave_is_killed(place, tmp_path, monkeypatch):
