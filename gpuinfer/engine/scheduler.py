@@ -70,8 +70,10 @@ def next_cut(strategy: Strategy, queue: Queue, now: float, limits: Limits, *, dr
     line, view = chosen
     try:
         cut = choose_batch(strategy, view, line.members, draining=draining)
-        with blaming_strategy(strategy, "account"):
+        try:
             strategy.account(cut.requests, now)
+        except Exception as error:
+            raise raised_by(strategy, "account", error) from error
     except StrategyError as error:
         return _fault(queue, view, error)
     queue.remove(cut.requests)
@@ -104,11 +106,16 @@ def choose_batch(strategy: Strategy, view: QueueView, members: Set[Request], *, 
 
     Raises `StrategyError` when the strategy raises, chooses nothing, or chooses what it may not.
     """
-    with blaming_strategy(strategy, "reason"):
+    # no context manager: this runs for each batch
+    try:
         reason = Reason.DRAIN if draining else Reason(strategy.reason(view))
-    with blaming_strategy(strategy, "select"):
+    except Exception as error:
+        raise raised_by(strategy, "reason", error) from error
+    try:
         chosen = tuple(strategy.select(view))
         distinct = set(chosen)
+    except Exception as error:
+        raise raised_by(strategy, "select", error) from error
     if not chosen:
         raise blamed(strategy, "select chose nothing although a batch was due")
     if len(distinct) != len(chosen):
@@ -130,13 +137,17 @@ def notices_of(strategy: Strategy) -> tuple[str, ...]:
         return ()
 
 
+def raised_by(strategy: Strategy, method: str, error: Exception) -> StrategyError:
+    return blamed(strategy, f"{method} raised {error_text.short_message(error)}")
+
+
 @contextlib.contextmanager
 def blaming_strategy(strategy: Strategy, method: str) -> Iterator[None]:
     """Whatever this method of the strategy raises is raised as `StrategyError`."""
     try:
         yield
     except Exception as error:
-        raise blamed(strategy, f"{method} raised {error_text.short_message(error)}") from error
+        raise raised_by(strategy, method, error) from error
 
 
 def blamed(strategy: Strategy, what: str) -> StrategyError:
