@@ -73,7 +73,7 @@ def next_cut(strategy: Strategy, queue: Queue, now: float, limits: Limits, *, dr
         try:
             strategy.account(cut.requests, now)
         except Exception as error:
-            raise raised_by(strategy, "account", error) from error
+            raise strategy_raised(strategy, "account", error) from error
     except StrategyError as error:
         return _fault(queue, view, error)
     queue.remove(cut.requests)
@@ -110,12 +110,12 @@ def choose_batch(strategy: Strategy, view: QueueView, members: Set[Request], *, 
     try:
         reason = Reason.DRAIN if draining else Reason(strategy.reason(view))
     except Exception as error:
-        raise raised_by(strategy, "reason", error) from error
+        raise strategy_raised(strategy, "reason", error) from error
     try:
         chosen = tuple(strategy.select(view))
         distinct = set(chosen)
     except Exception as error:
-        raise raised_by(strategy, "select", error) from error
+        raise strategy_raised(strategy, "select", error) from error
     if not chosen:
         raise blamed(strategy, "select chose nothing although a batch was due")
     if len(distinct) != len(chosen):
@@ -137,7 +137,7 @@ def notices_of(strategy: Strategy) -> tuple[str, ...]:
         return ()
 
 
-def raised_by(strategy: Strategy, method: str, error: Exception) -> StrategyError:
+def strategy_raised(strategy: Strategy, method: str, error: Exception) -> StrategyError:
     return blamed(strategy, f"{method} raised {error_text.short_message(error)}")
 
 
@@ -147,7 +147,7 @@ def blaming_strategy(strategy: Strategy, method: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        raise raised_by(strategy, method, error) from error
+        raise strategy_raised(strategy, method, error) from error
 
 
 def blamed(strategy: Strategy, what: str) -> StrategyError:
