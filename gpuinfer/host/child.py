@@ -20,14 +20,15 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
 from gpuinfer.errors import UsageError, WorkError
 from gpuinfer.host import children, error_text, shared_memory
+
+T = TypeVar("T")
 
 HEADER = struct.Struct("<I")  # bytes of the message that follows
 LARGEST = 256 * 2**20  # bytes of one message: the receiver checks it before it takes the memory
@@ -277,6 +278,18 @@ class HeartbeatWatch:
         return bool(started)
 
 
+def started_with_channel(start: Callable[[socket.socket], T]) -> tuple[socket.socket, T]:
+    """Our end of a new channel, and the process that `start` has started with the other end."""
+    ours, theirs = socket.socketpair()
+    try:
+        return ours, start(theirs)
+    except BaseException:
+        ours.close()
+        raise
+    finally:
+        theirs.close()
+
+
 class Child:
     """A process that runs a function from the top of a module, which calls `children.set_up_child` first.
 
@@ -291,15 +304,10 @@ class Child:
 
         Raises `UsageError` for arguments that cannot be pickled, `OSError` when the system has no room for a process.
         """
-        self.end, theirs = socket.socketpair()
         self._group = group
-        try:
-            self.process: BaseProcess = children.spawn(target, theirs, *arguments, name=name, daemon=daemon)
-        except BaseException:
-            self.end.close()
-            raise
-        finally:
-            theirs.close()
+        self.end, self.process = started_with_channel(
+            lambda theirs: children.spawn(target, theirs, *arguments, name=name, daemon=daemon)
+        )
 
     @property
     def pid(self) -> int:
@@ -336,15 +344,10 @@ class ChildProgram:
     """
 
     def __init__(self, command: Sequence[str], log: Path, environment: Mapping[str, str]) -> None:
-        self.end, theirs = socket.socketpair()
-        try:
-            with log.open("wb") as noise:
-                self.process = children.start_program(command, noise, environment, theirs)
-        except BaseException:
-            self.end.close()
-            raise
-        finally:
-            theirs.close()
+        with log.open("wb") as noise:
+            self.end, self.process = started_with_channel(
+                lambda theirs: children.start_program(command, noise, environment, theirs)
+            )
 
     @property
     def pid(self) -> int:
