@@ -7,6 +7,7 @@ import inspect
 import os
 import signal
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -117,17 +118,17 @@ FIRST = ("tests/test_docs.py",)  # of a file's tests one process does all: the o
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of the cases of a test that is marked `sample`, the ordinary run tries the first alone. What takes longest begins
-    first.
+    """Of the cases of a test that is marked `sample(n)`, the ordinary run tries the first and each n-th after it; of one
+    marked `sample`, the first alone. What takes longest begins first.
     """
     items.sort(key=lambda item: not item.nodeid.startswith(FIRST))
-    seen: set[str] = set()
+    seen: Counter[str] = Counter()
     for item in items:
-        if item.get_closest_marker("sample") is not None:
+        if (sample := item.get_closest_marker("sample")) is not None:
             name = item.nodeid.partition("[")[0]
-            if name in seen:
+            if seen[name] % (sample.args[0] if sample.args else sys.maxsize):
                 item.add_marker("thorough")
-            seen.add(name)
+            seen[name] += 1
     for item in items:
         names = {mark.name for mark in item.iter_markers()}
         if item.path.is_relative_to(marked.TESTS) and marked.is_surprised_by(item.path, names):

@@ -27,6 +27,7 @@ def compared(gpuinfer, line: str):
     return code, document, err
 
 
+@pytest.mark.thorough
 def test_the_document_on_standard_output_stands_there_alone_and_a_report_in_its_folder(gpuinfer):
     code, document, err = compared(gpuinfer, f"{BENCH} {SLOW} --repeats 2 --report deep/out")
     assert code == 0

@@ -50,6 +50,7 @@ def test_noise_that_both_runs_of_a_pair_share_does_not_hide_a_difference():
     assert found.rows[0].speed.low < 50 < 200 < found.rows[0].speed.high
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     ("made", "code"),
     [

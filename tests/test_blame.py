@@ -215,6 +215,7 @@ SOURCES = {
 }
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("source", SOURCES.values(), ids=SOURCES)
 @pytest.mark.parametrize(
     "line",

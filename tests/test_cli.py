@@ -118,6 +118,7 @@ def test_plugins_list_imports_none(count_package):
         assert words in done.stdout
 
 
+@pytest.mark.thorough
 def test_a_plugin_whose_import_ends_the_process_harms_no_other(gpuinfer, count_package):
     installed(count_package, "import os; os._exit(7)", backends={"bad": "bad_module:X"})
     code, out, _ = gpuinfer("plugins", "list", "--load")
@@ -205,6 +206,7 @@ def test_a_standard_file_that_is_closed_becomes_no_pipe():
     assert (min(map(int, pipe)) > 2, first, second) == (True, "True", "True")
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize(
     ("words", "code", "encoding"),
     [

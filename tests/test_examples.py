@@ -9,6 +9,8 @@ import sys
 import types
 from pathlib import Path
 
+import pytest
+
 from gpuinfer.api import ModelSpec, Setup
 from gpuinfer.config.registry import KINDS
 from gpuinfer.generation import Prompt
@@ -31,6 +33,7 @@ def bare(text: str) -> str:
     return "\n".join(["", *(line.strip() for line in text.splitlines() if line.strip()), ""])
 
 
+@pytest.mark.thorough
 def test_the_central_client_runs_in_silence_but_for_what_it_did_and_its_page_quotes_it_as_it_is(tmp_path):
     words = [sys.executable, str(CLIENT)]  # a user's program need not lie where it is started
     done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=280, check=False)

@@ -394,6 +394,7 @@ def started(folder: Path, seconds: int, **more: str) -> subprocess.Popen[str]:
     return subprocess.Popen(command, env={**os.environ, **given}, text=True, **pipes)
 
 
+@pytest.mark.thorough
 def test_the_script_leaves_a_table_and_few_files(tmp_path):
     process = started(tmp_path / "results", 240, PARTS="versions")
     out, err = process.communicate(timeout=250)

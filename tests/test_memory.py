@@ -60,6 +60,7 @@ def measured(capsys, *words, device="cpu"):
     return only
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("children_forked")
 def test_the_estimate_alone_comes_from_a_child_process_too(capsys):
     assert measured(capsys, "--model", "tiny", "--no-probe")["tried"] == []

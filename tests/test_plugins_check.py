@@ -60,6 +60,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.thorough
 def test_each_fault_of_a_package_is_named_beside_its_plugin_and_they_are_counted(tmp_path):
     install_broken(tmp_path)
     done = check("broken", tmp_path, columns=80)

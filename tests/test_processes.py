@@ -125,6 +125,7 @@ async def test_a_channel_that_is_closed_or_is_announced_too_much_says_so():
 # Ends
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("target", "arguments", "kind", "message"),
     [

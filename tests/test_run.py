@@ -277,6 +277,7 @@ STOPPED = """
 """
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["Ctrl-C", "SIGTERM"])
 def test_a_signal_to_the_whole_group_ends_workers_by_way_of_the_parent(number, tmp_path):
     script = tmp_path / "stopped.py"

@@ -136,6 +136,7 @@ def rows_per_s(seconds=20.0, clients=600, **options):
     return run_virtual(run())
 
 
+@pytest.mark.thorough
 def test_two_devices_do_twice_the_work_and_a_slow_one_as_much_as_it_can():
     (one, _), (two, told), (uneven, shared) = rows_per_s(), rows_per_s(devices=2), rows_per_s(devices=2, slow=3.0)
     assert two >= 1.97 * one

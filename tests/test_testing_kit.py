@@ -513,6 +513,7 @@ def test_a_workload_is_run_for_real(workload):
     assert_ok(check_workload(workload))
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize(
     ("workload", "timeout_s", "said"),
     [

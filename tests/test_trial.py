@@ -225,6 +225,7 @@ def test_ctrl_c_ends_a_trial_in_the_midst_of_a_turn_and_its_processes_at_once():
     assert worker.exitcode == -signal.SIGKILL
 
 
+@pytest.mark.thorough
 def test_a_command_tries_its_advice_and_writes_what_it_measured(monkeypatch, capsys):
     """The whole way, of a run that is far too short for it: a thousand times its length may be spent on trying, since a
     busy machine takes seconds to start a turn, and a turn is long enough for an answer on one.

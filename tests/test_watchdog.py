@@ -43,6 +43,7 @@ HELD = [
 ]
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize(("backend", "strategy", "error", "said"), HELD)
 def test_what_is_held_is_said_by_name_then_given_up(backend, strategy, error, said, caplog):
     with pytest.raises(error, match=f"^{said} .*, and is given up. Mend it, or allow more with") as caught:

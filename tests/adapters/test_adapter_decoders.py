@@ -38,6 +38,7 @@ def loaded(decoder, adapters):
     return decoder
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("shape", SHAPES)
 @each_decoder
 def test_a_row_with_an_adapter_is_that_of_the_merged_model(make, shape):

@@ -174,6 +174,7 @@ def test_plugins_go_into_the_environment_unless_an_upgrade_would_lose_them(mark,
     assert places.choose_place("folder").folder == mine
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize(
     ("name", "error", "message"),
     [

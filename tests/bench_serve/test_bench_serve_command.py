@@ -55,6 +55,7 @@ def test_the_document_says_what_was_asked_and_who_answered(bench, server):
     assert document["serve"]["load"]["concurrency"] == 3
 
 
+@pytest.mark.thorough
 def test_two_urls_on_the_same_requests_with_a_report(gpuinfer, server):
     with scripted(first_s=0.1) as (slow, _):
         words = ["--compare", f"{server},{slow}", *SHORT, "--repeats", "2", "--report", "out", "--fail-under", "0.5"]

@@ -79,6 +79,7 @@ def server_of(process):
     raise AssertionError("no server")
 
 
+@pytest.mark.thorough
 def test_a_run_whose_server_is_killed_keeps_its_games_and_says_how_to_go_on(tmp_path):
     """Games of the last seconds too, which no shard holds yet."""
     words = ["--backend", "central", "--workers", "2", "--simulations", "10", "--model", "blobnet-small", "--no-live"]

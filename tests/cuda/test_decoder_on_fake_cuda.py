@@ -79,6 +79,7 @@ CASES = [(name, "memory-efficient") for name in SHAPES] + [
 ]
 
 
+@pytest.mark.sample(9)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(("name", "kernel"), CASES)
 def test_every_step_runs_on_the_device_and_waits_for_nothing(fake_cuda, name, way, kernel):
@@ -91,6 +92,7 @@ def test_every_step_runs_on_the_device_and_waits_for_nothing(fake_cuda, name, wa
         assert logits.shape == (len(step.wanted), shape.vocabulary)
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize(
     ("name", "way"), [(name, "in fixed shapes") for name in SHAPES] + [(name, way) for name in KINDS for way in WAYS]
 )
@@ -186,6 +188,7 @@ def test_steps_with_prompts_become_graphs_of_few_shapes(fake_cuda):
             assert decoder(LLAMA, fake_cuda, kernels=True, **options).most_prompt_tokens == 0
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", KINDS)
 def test_rows_with_adapters_and_hidden_states_run_on_the_device_too(fake_cuda, name, way):

@@ -23,6 +23,7 @@ def probe(monkeypatch):
     monkeypatch.setattr(footprint, "_place", id)  # fake tensors have no address
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("parallel", [{"parallel": "data"}, {"parallel": "pipeline", "stages": 2}], ids=str)
 @pytest.mark.parametrize("kind", ["rows", "text"])
 def test_a_model_is_described_and_tried_on_the_device(cuda, kind, parallel):

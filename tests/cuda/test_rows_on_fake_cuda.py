@@ -37,6 +37,7 @@ def block(spec, rows):
     return np.ones((rows, *row_shape(spec)), row_dtype(spec))
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("network", "dtype", "input_dtype"),
     [("blobnet-small", *one) for one in product(DTYPES, ("uint8", "int8", "float32", BITS))]

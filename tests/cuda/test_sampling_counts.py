@@ -80,6 +80,7 @@ def constraints(rows):
     return masks, SimpleNamespace(kinds=kinds, starts=starts, ids=np.tile(np.arange(4, dtype=np.int32), rows))
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize(
     ("dtype", "constrained"),
     [

@@ -33,6 +33,7 @@ def block(spec, rows):
     return np.ones((rows, *row_shape(spec)), row_dtype(spec))
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     ("network", "dtype", "input_dtype"),
     [("blobnet-small", *one) for one in product(("float32", "bfloat16", "float16"), ("uint8", "int8", "float32", BITS))]

@@ -159,6 +159,7 @@ MAKERS = {
 }
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize(
     ("make", "shape"),
     [("whole", "experts"), ("in stages", "plain"), ("in stages on two devices", "experts")],
@@ -175,6 +176,7 @@ def test_weights_that_another_thread_packs_are_exchanged_between_two_steps(cuda,
     assert found(cuda) == []
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
 def test_an_adapter_that_another_thread_packs_is_given_back_behind_a_step(cuda, make):
     decoder = make(SHAPE)
@@ -201,6 +203,7 @@ def tokens_of(futures):
     return [future.result(WAIT_S).completions[0].tokens for future in futures]
 
 
+@pytest.mark.thorough
 def test_models_of_text_and_of_rows_share_a_device(cuda):
     gate = DeviceArbiter(AT_ONCE, of_cores=False)
     drivers = [driver_of(gate.join()) for _ in range(2)]
@@ -227,6 +230,7 @@ def test_models_of_text_and_of_rows_share_a_device(cuda):
     assert [[len(tokens) for tokens in one] for one in answers[:2]] == [[4] * 5] * 2
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("options", WAYS.values(), ids=WAYS)
 def test_a_generator_goes_on_with_tokens_that_it_has_not_seen(cuda, monkeypatch, options):
     """But for a deterministic one; and its answers are those of a processor."""
@@ -247,6 +251,7 @@ def test_a_generator_goes_on_with_tokens_that_it_has_not_seen(cuda, monkeypatch,
     assert any(ahead) is (options != {"deterministic": True})
 
 
+@pytest.mark.thorough
 def test_a_diffusion_model_fills_masks_on_a_stream_of_its_own(cuda):
     tuning = TorchModelOptions(slots=2, context=64, threads=1, pages=6)
     generator = open_generator(

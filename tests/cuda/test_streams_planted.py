@@ -298,6 +298,7 @@ PLANTS = {
 }  # fmt: skip
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("planted", PLANTS.values(), ids=PLANTS)
 def test_a_race_that_is_planted_is_found(cuda, monkeypatch, planted):
     scenario, owner, name, old, new, words = planted
@@ -309,6 +310,7 @@ def test_a_race_that_is_planted_is_found(cuda, monkeypatch, planted):
 UNPLANTED = {scenario: name for name, (scenario, *_) in reversed(PLANTS.items())}
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("scenario", UNPLANTED, ids=[f"not that {name}" for name in UNPLANTED.values()])
 def test_where_they_are_planted_there_is_none(cuda, monkeypatch, scenario):
     scenario(monkeypatch)

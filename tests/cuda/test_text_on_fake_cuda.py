@@ -61,6 +61,7 @@ def prompts_with(**sampling):
     ]
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize(
     ("way", "sampling"),
     [
@@ -79,6 +80,7 @@ def test_prompts_are_answered_with_a_wait_for_each_draw(cuda, caplog, way, sampl
     assert bool(cuda.captured) == bool(cuda.replayed) == way.get("graphs", True)
 
 
+@pytest.mark.thorough
 def test_log_probabilities_of_prompts_are_read_for_each_chunk(cuda):
     one = opened()
     with cuda.waiting_only_in(UPLOADS, DRAWN):
@@ -86,6 +88,7 @@ def test_log_probabilities_of_prompts_are_read_for_each_chunk(cuda):
     assert len(outcome.prompt_logprobs) == len(LONG + "again")
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize(
     ("model", "unmasking"),
     [
@@ -106,6 +109,7 @@ def test_masks_are_filled_in_with_a_wait_for_each_step(cuda, caplog, model, unma
     assert caplog.messages == []
 
 
+@pytest.mark.thorough
 def test_masks_are_blended_on_the_device(cuda):
     one = opened("tiny-llada")
     cuda.read = 0.0  # no mask is sure enough to be committed before its step
@@ -114,6 +118,7 @@ def test_masks_are_blended_on_the_device(cuda):
     assert finished(outcomes) == [12]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("model", "parallel", "devices"),
     [
@@ -150,6 +155,7 @@ def wanted(sampling, first, count):
     return Asked(sampling, "k", 0, first, np.arange(count, dtype=np.int32), 0)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("needs", [(), ("margin", "entropy")], ids=str)
 @pytest.mark.parametrize("options", [*([name] for name in OPTIONS), [*OPTIONS]], ids=" and ".join)
 def test_rows_of_all_kinds_are_scored_with_one_copy_and_one_wait(cuda, options, needs):

@@ -56,6 +56,7 @@ def batch_of(spec, **named):
     return TrainingBatch(np.ones((ROWS, *row_shape(spec)), row_dtype(spec)), targets, **named)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("network", "segments", "dtype", "input_dtype"),
     [("blobnet-small", None, *one) for one in product(("float32", "bfloat16"), ("uint8", "float32", BITS))]

@@ -42,12 +42,14 @@ def assert_close(rows, expected):
         np.testing.assert_allclose([*row.values()], [*other.values()], rtol=1e-4, err_msg=f"{row} {other}")
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("device", ["cuda", "cuda:1"])
 def test_training_on_a_device_is_that_on_a_cpu(recorded, train, device):
     assert_close(train(device, out="there"), train("cpu", out="here"))
     assert found(recorded) == []
 
 
+@pytest.mark.thorough
 def test_what_a_device_has_begun_a_cpu_goes_on_with_and_the_other_way_round(recorded, train):
     expected = train("cpu", out="whole")
     for first, second in (("cuda", "cpu"), ("cpu", "cuda")):

@@ -82,6 +82,7 @@ def test_a_trained_network_answers_in_onnx_runtime_as_in_torch(export, records, 
             np.testing.assert_allclose(there, here, atol=1e-5)
 
 
+@pytest.mark.thorough
 def test_the_file_says_what_it_is_and_nothing_of_the_machine(export, records, tmp_path):
     assert export(f"--model blobnet-small --records {records} --seed 3")[0] == 0
     model = onnx.load(path := tmp_path / "net.onnx")
@@ -106,6 +107,7 @@ def test_the_file_says_what_it_is_and_nothing_of_the_machine(export, records, tm
     assert path.read_bytes() == content, "the same network is the same file"
 
 
+@pytest.mark.thorough
 def test_positions_of_a_game_are_played_where_there_are_no_records(export, tmp_path):
     code, report, _ = export("--model blobnet-small --game connect-four")
     assert (code, report["inputs"]) == (0, {"features": ["batch", 91]})
@@ -114,6 +116,7 @@ def test_positions_of_a_game_are_played_where_there_are_no_records(export, tmp_p
     assert (tmp_path / "net.onnx").stat().st_size == report["bytes"]
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize(
     ("name", "sizes", "outputs"),
     [

@@ -97,6 +97,7 @@ async def test_a_replica_comes_up_with_its_key_and_one_that_is_killed_is_started
         nudging.cancel()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("standin", "why"), [({}, "no sign of life"), ({"stuck": True}, "did none of it")])
 async def test_one_that_is_suspended_or_whose_work_stands_still_is_killed_and_replaced(standin, why):
     """The second one's port answers."""
@@ -126,6 +127,7 @@ async def test_a_suspended_supervisor_accuses_nobody():
         assert replica.pid == pid
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("given", "words"),
     [

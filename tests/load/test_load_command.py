@@ -54,6 +54,7 @@ def test_requests_that_are_turned_away_or_expire_are_counted(report, words, coun
     assert found["errors"][error] > 0
 
 
+@pytest.mark.thorough
 def test_a_rate_is_compared_by_latency(report):
     document = report(*BENCH, "--seconds", "0.8", "--rate", "400", "-S", "max_wait=0,150ms")
     jsonschema.validate(document, bench_schema())

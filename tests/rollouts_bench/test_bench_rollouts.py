@@ -58,6 +58,7 @@ def tokens_of(run, kind):
     return round(run["throughput"][f"{kind}_tokens_per_s"] * run["wall_s"])
 
 
+@pytest.mark.thorough
 def test_cases_are_run_shown_and_written_and_a_replay_asks_for_as_much_as_was_played(measured):
     document, out = measured(*BENCH, *SMALL, "--cases", "turns,peak", "--report", "folder")
     assert "one call at a time" in out
@@ -73,6 +74,7 @@ def test_cases_are_run_shown_and_written_and_a_replay_asks_for_as_much_as_was_pl
     }
 
 
+@pytest.mark.thorough
 def test_games_without_the_constraint_have_the_prompts_and_the_lengths_of_those_with_it(measured):
     own = ["--env", "blob-text", "--cases", "constraint", "--groups", "1", "--horizon", "3"]
     free, constrained = measured(*BENCH, *SMALL, *own)[0]["runs"]

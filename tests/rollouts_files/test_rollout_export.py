@@ -25,6 +25,7 @@ from gpuinfer.rollouts.files import Writer
 NAMES = list(FORMATS)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", NAMES)
 @settings(max_examples=examples(40))
 @given(some=st.lists(groups, max_size=4))

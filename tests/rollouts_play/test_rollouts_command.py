@@ -33,6 +33,7 @@ def test_a_run_ends_with_all_groups_and_a_report(at_once):
     assert rates["games_per_min"] * wall_s / 60 == pytest.approx(12)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("number", "code"),
     [
@@ -109,6 +110,7 @@ def test_roles_have_models_adapters_and_temperatures_and_other_weights_decide_an
     assert cast.deciding() != before
 
 
+@pytest.mark.thorough
 def test_an_environment_that_blocks_for_ever_is_named_and_given_up():
     """What then ends a process is the command line's own part, and these processes are forked."""
     block = ("--env", "rollout_tables:Blocking", "--env-option", "seconds=600", "--model", "null", "--groups", 1)

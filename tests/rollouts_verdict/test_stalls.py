@@ -101,6 +101,7 @@ def test_nothing_is_named_in_a_run_that_is_well(name, tmp_path, monkeypatch):
     assert not [name for name in facts if name.startswith("stall: ")]
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("size", range(3))
 @pytest.mark.parametrize("kind", PLANTS)
 def test_what_was_planted_is_named(kind, size, tmp_path, monkeypatch):

@@ -258,6 +258,7 @@ async def test_other_paths_go_to_the_control_application_and_one_that_is_gone_is
         assert (await router.post(headers=KEY)).status == 200
 
 
+@pytest.mark.thorough
 async def test_connections_over_the_limit_are_told_so_and_still_more_are_closed_at_once(caplog):
     async with routing(Upstream(), connections=2) as router:
         first, _, third = [await router.connect() for _ in range(3)]

@@ -31,6 +31,7 @@ def network(game):
     return lambda rows: answer(rows.copy())
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("game", "original"), GAMES)
 @pytest.mark.parametrize("number", range(2))
 def test_it_is_the_game_of_that_number_and_moves_are_taken_back(game, original, number):

@@ -138,6 +138,7 @@ def test_answers_that_no_search_can_use_fail_the_run(refused, tmp_path, factory,
     assert json.loads((tmp_path / "r.json").read_text())["status"] == "failed"
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize(
     ("game", "code", "said"),
     [

@@ -31,6 +31,7 @@ def go(backend, games=4, watched=None, **options):
     return run(match, served, AtOnce(), **(watched or {"roofline": False}))
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("halves", [1, 2], ids=["one block", "two halves"])
 def test_answers_may_lie_in_memory_that_the_next_request_overwrites(halves, tmp_path, monkeypatch):
     monkeypatch.setattr(SelfPlay, "halves", halves)

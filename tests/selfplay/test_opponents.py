@@ -38,6 +38,7 @@ SMALL = {"determinizations": 1, "evaluator": arrays.NETWORK, "games_per_deal": 2
 GAMES = pytest.mark.parametrize("game", [ConnectFour(), Blob(None, players=3)], ids=["connect-four", "three at blob"])
 
 
+@pytest.mark.thorough
 def test_a_match_says_who_is_stronger_and_records_say_whose_the_seats_were(tmp_path):
     def strength():
         records = records_of(tmp_path / "games")

@@ -22,6 +22,7 @@ from gpuinfer.workloads.selfplay.python_arena import PythonArena
 ALONE = {"determinizations": 1, "noise": 0.0}
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("game", [PythonConnectFour(), PythonBlob()], ids=["connect four", "blob"])
 def test_a_game_in_python_goes_as_the_compiled_one(game):
     told = {"evaluator": arrays.NETWORK, "simulations": 12}
@@ -130,6 +131,7 @@ def test_the_page_says_what_each_function_does_and_how_to_draw():
     assert [name for name in (*kernels.FUNCTIONS, "chances", *of_draw) if f"| `{name}(" not in page] == []
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("game", [PythonConnectFour, PythonBlob, Kuhn, Wager])
 def test_a_game_that_keeps_its_promises_passes(game):
     assert_ok(check_game(game))

@@ -77,6 +77,7 @@ def test_a_player_resigns_when_root_and_best_move_are_both_worth_too_little(aren
         assert (games["value"] == np.where(mine[:, None], [-1, 1], [1, -1])).all()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("number", range(4))
 def test_what_a_position_is_worth_is_that_of_a_plain_search(number):
     """Of all determinizations together, in a game with hidden cards."""
@@ -201,6 +202,7 @@ def test_at_a_threshold_that_is_advised_no_more_than_a_twentieth_is_false(games,
     assert false <= MOST_FALSE * would
 
 
+@pytest.mark.thorough
 def test_a_run_reports_what_its_records_say_and_goes_on_with_them(tmp_path):
     def recounted(records):
         """What is counted of records, in the plainest way."""

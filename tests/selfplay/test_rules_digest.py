@@ -64,6 +64,7 @@ def folder(tmp_path):
     return tmp_path
 
 
+@pytest.mark.thorough
 def test_a_run_goes_on_only_with_the_same_rules_and_the_same_network(folder):
     command = (
         "--game pick:Pick --model net:Net --simulations 4 --workers 1 --no-roofline --quiet --out games --device cpu"

@@ -18,6 +18,7 @@ from gpuinfer.workloads.selfplay.playthrough import refuse_symmetries
 PLAY = "gpuinfer selfplay --model uniform --simulations 2 --workers 1 --quiet --game"
 
 
+@pytest.mark.thorough
 def test_records_say_the_symmetries_of_their_game_and_training_turns_positions(tmp_path):
     def run(words):
         done = forking.run(words.split(), tmp_path)
@@ -41,6 +42,7 @@ def test_a_symmetry_that_is_none_is_found_before_a_run_and_by_the_kit():
         refuse_symmetries(broken.ShiftedBoard(), games=1000, seconds=30.0)
 
 
+@pytest.mark.thorough
 def test_a_true_symmetry_is_borne_out_and_a_wrong_one_named_before_anything_is_played(tmp_path):
     refuse_symmetries(broken.Mirrored(), games=200, seconds=10.0)
     for name in ("broken_in_python.py", "in_python.py"):

@@ -71,6 +71,7 @@ def test_workers_on_the_same_devices_share_their_best_batch(device, devices, wor
     assert play.slots(SimpleNamespace(roofline=roofline), workers, 10**9) == 2 * block
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("asked", [4, 40])
 def test_what_there_is_is_said_before_the_workers_start(asked, gpuinfer, monkeypatch):
     monkeypatch.setattr(machine, "cores", lambda: 2)

@@ -123,6 +123,7 @@ def test_tokens_beyond_a_quota_are_refused_until_they_are_back(server, key):
     assert int(answers[-1].headers["retry-after"]) >= 1
 
 
+@pytest.mark.thorough
 def test_keys_are_replaced_without_a_restart_and_a_wrong_file_changes_nothing(server):
     folder = server.log_file.parent
     write_keys(folder / "keys", *KEYS, "new name=new")

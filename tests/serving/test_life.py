@@ -207,6 +207,7 @@ def test_busy_is_healthy_and_stuck_is_one_that_has_work_and_moves_nothing(engine
 STRANGERS = ("http/", "serving/", "fleet/", "models/row_format.py")  # what reads bytes of strangers
 
 
+@pytest.mark.thorough
 def test_no_guard_goes_away_no_shell_is_asked_and_keys_are_compared_in_constant_time():
     """An `assert` is gone under -O: it may only tell the type checker something, and not where strangers' bytes are
     read. A shell interprets what a name may hold.

@@ -86,6 +86,7 @@ def assert_alike(found: torch.Tensor, wanted: torch.Tensor) -> None:
     torch.testing.assert_close(found, wanted.float(), atol=1e-4, rtol=0)
 
 
+@pytest.mark.sample(7)
 @each_decoder
 @each_model
 def test_prompts_of_any_length_in_chunks_beside_one_another(make, model):
@@ -161,6 +162,7 @@ def check_any_schedule(make, model, steps, slots, order):
 any_schedule = given(steps=schedules(), slots=st.permutations(range(6)), order=st.permutations(range(6 * COLUMNS)))
 
 
+@pytest.mark.sample
 @each_decoder
 @settings(max_examples=3, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @any_schedule
@@ -208,6 +210,7 @@ def canvases(draw):
     return tokens, draw(st.lists(st.integers(1, len(tokens)), min_size=len(tokens), max_size=len(tokens)))
 
 
+@pytest.mark.sample(5)
 @each_decoder
 @pytest.mark.parametrize("shape", [LLAMA, *MIXED.values()], ids=["dense", *MIXED])
 @settings(max_examples=examples(25), deadline=None)

@@ -45,6 +45,7 @@ def alone(name, shape=LLAMA, dtype=torch.float32, tokens=TOKENS, **options):
         return torch.cat([one.forward(step_of((0, at, [token]))).clone() for at, token in enumerate(tokens)])
 
 
+@pytest.mark.sample(7)
 @each_bitwise
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_prompt_in_chunks_beside_others_has_the_bits_it_has_token_by_token(name, shape):
@@ -63,6 +64,7 @@ def test_a_prompt_in_chunks_beside_others_has_the_bits_it_has_token_by_token(nam
         assert torch.equal(found, alone(name, SHAPES[shape], dtype, **options))
 
 
+@pytest.mark.sample(7)
 @kernels
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("shape", THREADED)

@@ -89,6 +89,7 @@ def test_the_cache_takes_memory_where_it_is_written():
         assert (int(resident.read_text().split()[1]) - before) * mmap.PAGESIZE < 100 << 20
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "way", ["traced", pytest.param("compiled", marks=[pytest.mark.soak, pytest.mark.filterwarnings("ignore")])]
 )
@@ -123,6 +124,7 @@ def test_short_runs_of_about_the_same_length_are_padded_to_a_fixed_shape(lengths
     assert (found and found.width) == width
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("sharing", [1, 2, 4])
 @settings(max_examples=examples(25), deadline=None)
 @given(data=st.data())

@@ -69,6 +69,7 @@ def decoder_of(make: Make, folder: Path, **options: Any) -> Decoder:
     return make(checkpoint.shape, checkpoint.weights(torch.float32), torch.float32, **settings)
 
 
+@pytest.mark.sample(5)
 @each_decoder
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_canvases_of_all_lengths_in_one_step_have_the_logits_of_the_plain_implementation(

@@ -76,6 +76,7 @@ for more in (
 """
 
 
+@pytest.mark.thorough
 def test_a_generator_that_is_open_has_all_kernels_that_a_request_may_need():
     """In a process of its own: in this one other tests have asked for everything."""
     environment = {**os.environ, "PYTHONPATH": f"{Path(__file__).parents[1]}:{os.environ.get('PYTHONPATH', '')}"}

@@ -244,6 +244,7 @@ WATCHED = {
 }
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("pages", [4, 5, 7])
 @pytest.mark.parametrize("kind", WATCHED)
 def test_an_answer_that_was_stopped_is_the_one_that_it_would_have_been(kind, pages):

@@ -102,6 +102,7 @@ class Recorded:
         return torch.zeros(len(step.wanted), self.shape.vocabulary)
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize(
     ("decoder", "rows", "tokens"),
     [

@@ -49,6 +49,7 @@ def copied(gradients):
     return {name: torch.tensor(one) for name, one in gradients.by_name.items()}
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("scale", [pytest.param(1.0, id="clipped"), pytest.param(1e-5, id="as they are")])
 @pytest.mark.parametrize("model", ["blobnet-small", "blobnet", "test_train_stepping:Turned"])
 def test_steps_are_those_of_torch_bit_for_bit(model, scale):
