@@ -1,32 +1,74 @@
-"""gpuinfer: a great many model answers from the accelerators you have."""
+"""gpuinfer: a great many model answers from the accelerators you have.
+
+In a program (`gpuinfer docs python` has a tutorial):
+
+    import gpuinfer
+
+    with gpuinfer.Batcher(model) as batcher:           # any torch.nn.Module, or a function of a batch
+        y = batcher.predict(x)                         # one row, from any thread; rows of all callers share batches
+        ys = list(batcher.map(xs))
+
+    async with gpuinfer.Batcher(model) as batcher:
+        y = await batcher(x, priority="high", timeout=0.2)
+
+    with gpuinfer.LLM("folder") as llm:                # a checkpoint of text
+        for answer in llm.generate(["Once", "The sea"], max_new_tokens=64):
+            print(answer.text)
+
+    games = gpuinfer.SelfPlay("connect-four", model=net, simulations=100)
+    records = games.play(300)
+
+    with gpuinfer.serve(model, port=0) as server:      # over HTTP
+        print(server.url)
+
+Each of these says where its time went: `.stats()`, `.report()`, `.verdict()`, and `with batcher.live(): ...`.
+The same from the command line: `gpuinfer --help`.
+"""
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from gpuinfer.api import Priority
     from gpuinfer.central.server import CentralServer
+    from gpuinfer.library.choices import adaptive as Adaptive
+    from gpuinfer.library.choices import by_priority as ByPriority
+    from gpuinfer.library.choices import dynamic as Dynamic
+    from gpuinfer.library.measured import SessionVerdict
 
     __version__: str
 
-__all__ = ["CentralServer", "__version__"]
+__all__ = ["Adaptive", "ByPriority", "CentralServer", "Dynamic", "Priority", "SessionVerdict", "__version__"]
+
+_PLACES = {
+    "Adaptive": "library.choices:adaptive",
+    "ByPriority": "library.choices:by_priority",
+    "CentralServer": "central.server:CentralServer",
+    "Dynamic": "library.choices:dynamic",
+    "Priority": "api:Priority",
+    "SessionVerdict": "library.measured:SessionVerdict",
+}
 
 
 def __getattr__(name: str) -> Any:
-    """Both are had when somebody asks for them: `gpuinfer --help` need not wait for NumPy, nor a worker process for the
-    reading of packages' metadata.
+    """Each name is imported when it is first used: `import gpuinfer` and `gpuinfer --help` load neither NumPy nor
+    torch, and a worker process need not read packages' metadata.
     """
     if name == "__version__":
-        return _version()
-    if name != "CentralServer":
+        found: Any = _version()
+    elif place := _PLACES.get(name):
+        module, _, attribute = place.partition(":")
+        found = getattr(import_module(f"gpuinfer.{module}"), attribute)
+    else:
         raise AttributeError(f"module 'gpuinfer' has no attribute '{name}'. It offers {', '.join(__all__)}.")
-    from gpuinfer.central.server import CentralServer
-
-    return CentralServer
+    globals()[name] = found  # the next to ask need not come here
+    return found
 
 
 def __dir__() -> list[str]:
-    """What completion offers: also what nobody has asked for yet."""
+    """What completion offers: also what nobody has used yet."""
     return sorted({*globals(), *__all__})
 
 
@@ -34,8 +76,6 @@ def _version() -> str:
     from importlib.metadata import PackageNotFoundError, version
 
     try:
-        found = version("gpuinfer")
+        return version("gpuinfer")
     except PackageNotFoundError:  # run from a checkout that was never installed
-        found = "0.0.0"
-    globals()["__version__"] = found  # the next to ask need not come here
-    return found
+        return "0.0.0"

@@ -14,6 +14,7 @@ PACKAGE = Path(__file__).parent.parent / "gpuinfer"
 FACADES: dict[str, set[str]] = {
     "backends": {"inprocess", "service_model", "vllm_engine.list_constraints"},
     "central": {"async_client", "connection", "protocol", "server", "server_process"},
+    "cli": {"screen.display", "screen.final_panel"},
     "config": {
         "blame",
         "foreign_names",
@@ -102,6 +103,7 @@ FACADES: dict[str, set[str]] = {
         "verify.verification",
         "verify.verify_setup",
     },
+    "library": {"choices", "measured"},
     "models": {
         "cuda_graphs",
         "device",

@@ -34,7 +34,7 @@ from gpuinfer.config import blame
 from gpuinfer.engine.core import Batch, Core, Journal
 from gpuinfer.engine.lanes import FreeLanes
 from gpuinfer.engine.lanes import forward_lanes as opened_lanes
-from gpuinfer.engine.results import OnPart, Unsettled, answer, as_failure
+from gpuinfer.engine.results import Future, OnPart, Unsettled, answer, as_failure
 from gpuinfer.engine.scheduler import Cut, PassThrough, class_of
 from gpuinfer.engine.watchdog import Held, Patience
 from gpuinfer.errors import Closed, WorkError
@@ -158,37 +158,47 @@ class Engine:
 
         `on_part` is handed the parts of the answer as they come, on this loop; it must neither wait nor raise.
         """
-        if self._shut is not None:
-            raise self._given_up or Closed(f"the engine {self._shut}")
         if type(priority) is not Priority:  # counted by its number: one that is none must do no harm half-way
             priority = class_of(priority)
         now = self._clock()
         request = Request(payload, rows, now, priority, now + timeout, group, client, on_part is not None)
+        future = self._loop.create_future()
+        self.enqueue(request, future, on_part)
+        try:
+            return await future
+        except BaseException:
+            self.withdraw(request)  # where the client was cancelled
+            raise
+
+    def enqueue(self, request: Request, future: Future, on_part: OnPart | None = None) -> None:
+        """Queue one request that has arrived now. `future` gets its result or error, on this loop; it may be one that
+        another thread waits for. Raises what `submit` raises at once.
+        """
+        if self._shut is not None:
+            raise self._given_up or Closed(f"the engine {self._shut}")
         if (shed := self._core.arrive(request)) is not None:
             for other, error in shed.turned_away:
                 self._unsettled.fail(other, error)
             if shed.refusal is not None:
                 raise shed.refusal
-        future = self._loop.create_future()
         self._unsettled.add(request, future, on_part)
-        if timeout < math.inf:
-            self._alarm.ring_within(timeout)
+        if request.deadline < math.inf:
+            self._alarm.ring_within(request.deadline - request.arrived)
         if self._free and not self._woken:
             self._wake()
-        try:
-            return await future
-        except BaseException:
-            if request in self._unsettled:  # the client was cancelled
-                waited = self._core.withdraw(request)
-                self._unsettled.drop(request)
-                if waited:
-                    self._wake()
-                else:
-                    try:
-                        self.backend.cancel(request)
-                    except Exception as error:  # noqa: BLE001 (a plugin may raise anything: no request depends on it)
-                        self._warn(self.backend, "cancel", error)
-            raise
+
+    def withdraw(self, request: Request) -> None:
+        """Cancel a request that is not settled yet."""
+        if request in self._unsettled:
+            waited = self._core.withdraw(request)
+            self._unsettled.drop(request)
+            if waited:
+                self._wake()
+            else:
+                try:
+                    self.backend.cancel(request)
+                except Exception as error:  # noqa: BLE001 (a plugin may raise anything: no request depends on it)
+                    self._warn(self.backend, "cancel", error)
 
     async def update(self, version: str, weights: str, *, adapter: str | None = None, drain: bool = True) -> None:
         """Have the backend change its weights: see `Backend.update`. Raises what it raises, and `Closed`."""

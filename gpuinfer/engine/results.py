@@ -7,6 +7,7 @@ offer (`shape`, `dtype`, `max`), so that NumPy, torch and others are all checked
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from typing import Any
@@ -20,6 +21,9 @@ from gpuinfer.host import error_text
 
 OnPart = Callable[[Part], None]
 
+Future = asyncio.Future[Any] | concurrent.futures.Future[Any]
+"""Of one result: of the engine's own loop, or one that another thread waits for."""
+
 Settled = Callable[[Request, str, float, object], None]
 """Called with each request as it leaves: how it ended ("ok", or one of `stats.ERRORS`), when, its result or error."""
 
@@ -29,7 +33,7 @@ class Unsettled:
 
     def __init__(self, settled: Settled, clock: Callable[[], float]) -> None:
         self.parts = 0  # handed over so far
-        self._futures: dict[Request, asyncio.Future[Any]] = {}
+        self._futures: dict[Request, Future] = {}
         self._on_part: dict[Request, OnPart] = {}  # of the requests that are read as they grow
         self.settled, self._clock = settled, clock
 
@@ -42,7 +46,7 @@ class Unsettled:
     def __iter__(self) -> Iterator[Request]:
         return iter(tuple(self._futures))
 
-    def add(self, request: Request, future: asyncio.Future[Result], on_part: OnPart | None = None) -> None:
+    def add(self, request: Request, future: Future, on_part: OnPart | None = None) -> None:
         """`on_part` is handed the parts of the answer as they come; it must neither wait nor raise."""
         self._futures[request] = future
         if on_part is not None:
@@ -74,9 +78,7 @@ class Unsettled:
         self._futures[request].cancel()
         self._release(request, "cancelled", self._clock())
 
-    def _release(
-        self, request: Request, outcome: str, now: float, detail: object = ""
-    ) -> asyncio.Future[Result] | None:
+    def _release(self, request: Request, outcome: str, now: float, detail: object = "") -> Future | None:
         """Take a request off the books. Its future is for the caller to settle; None when it has been cancelled."""
         future = self._futures.pop(request, None)
         if future is None:

@@ -7,16 +7,21 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
+import functools
 import logging
+import math
 import queue
 import sys
 import threading
-from collections.abc import Iterator
+import time
+from collections import deque
+from collections.abc import Callable, Coroutine, Hashable, Iterator, Mapping
 from concurrent.futures import Future
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
-from gpuinfer.api import Backend, Limits, Result, Strategy
+from gpuinfer.api import Backend, Limits, Priority, Request, Result, Strategy
 from gpuinfer.errors import WorkError
 from gpuinfer.generation import Part
 from gpuinfer.host import event_loop as precise_loop
@@ -26,35 +31,111 @@ from gpuinfer.runtime.session import Session
 CLOSE_S = 30.0  # for a session to close
 FAILED = 1  # the exit code of a process that has to be ended
 
+T = TypeVar("T")
+
 log = logging.getLogger(__name__)
 
 
-class BackgroundSession:
-    """The session of one backend and one strategy. Its methods block, and belong to the thread that opened it."""
+class PendingAnswer(concurrent.futures.Future[Any]):
+    """The future of a request to a `BackgroundSession`: any thread may wait for it, or cancel it."""
 
-    def __init__(self, backend: Backend, strategy: Strategy) -> None:
+    def __init__(self, session: BackgroundSession, request: Request) -> None:
+        super().__init__()
+        self._session, self.request = session, request
+
+    def cancel(self) -> bool:
+        """Ask the session's thread to cancel the request. False where it is settled already."""
+        if not self.done():
+            self._session.post(self._withdraw)
+        return not self.done() or self.cancelled()
+
+    def _withdraw(self) -> None:
+        self._session.session.engine.withdraw(self.request)
+        if not self.done():
+            super().cancel()
+            self.set_running_or_notify_cancel()
+
+
+class BackgroundSession:
+    """The session of one backend and one strategy, on an event loop in a thread of its own. Its methods block; any
+    thread may call them once it is open. `options` are those of `Session`.
+    """
+
+    session: Session  # once it is open
+
+    def __init__(self, backend: Backend, strategy: Strategy, **options: Any) -> None:
         self._backend, self._strategy = backend, strategy
+        self._options = {"on_stuck": _stuck, **options}
         self._opened: Future[tuple[asyncio.AbstractEventLoop, asyncio.Event, Session]] = Future()
         self._thread = threading.Thread(target=self._work, name="gpuinfer session", daemon=True)
+        self._posted: deque[Callable[[], None]] = deque()
+        self._woken = False  # the loop will take what is posted
 
     def __enter__(self) -> Self:
         self._thread.start()
-        self._loop, self._over, self._session = self._opened.result()
+        self._loop, self._over, self.session = self._opened.result()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._loop.call_soon_threadsafe(self._over.set)
+        with contextlib.suppress(RuntimeError):  # the loop is closed: its thread has ended
+            self._loop.call_soon_threadsafe(self._over.set)
         self._thread.join(CLOSE_S)
+
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        """The event loop of the session, once it is open."""
+        return self._loop
+
+    def call(self, coroutine: Coroutine[Any, Any, T], timeout: float | None = None) -> T:
+        """Run a coroutine on the session's loop, and wait for it."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(timeout)
 
     def ready(self) -> Limits:
         """Start the backend. Raises what that raises."""
-        return asyncio.run_coroutine_threadsafe(self._session.ready(), self._loop).result()
+        return self.call(self.session.ready())
 
-    def stream(self, payload: Any, *, rows: int = 1) -> BackgroundStream:
-        """Submit one request, and read its answer as it grows."""
-        return BackgroundStream(self._loop, self._session, payload, rows)
+    def submit(
+        self,
+        payload: Any,
+        *,
+        rows: int = 1,
+        priority: Priority = Priority.NORMAL,
+        timeout: float = math.inf,
+        group: Hashable = None,
+        client: Hashable = None,
+    ) -> PendingAnswer:
+        """Submit one request once `ready` has returned; the future raises what `Infer.__call__` raises."""
+        now = time.monotonic()
+        answer = PendingAnswer(self, Request(payload, rows, now, priority, now + timeout, group, client))
+        self.post(functools.partial(self._enqueue, answer))
+        return answer
+
+    def _enqueue(self, answer: PendingAnswer) -> None:
+        try:
+            self.session.engine.enqueue(answer.request, answer)
+        except Exception as error:  # noqa: BLE001 (the caller's)
+            answer.set_exception(error)
+
+    def post(self, call: Callable[[], None]) -> None:
+        """Have the loop's thread do this soon. Many calls wake it once."""
+        self._posted.append(call)
+        if not self._woken:
+            self._woken = True
+            try:
+                self._loop.call_soon_threadsafe(self._take_posted)
+            except RuntimeError:  # the loop is closed
+                self._take_posted()
+
+    def _take_posted(self) -> None:
+        self._woken = False  # before the last look: what is posted later wakes the loop again
+        while self._posted:
+            self._posted.popleft()()
+
+    def stream(self, payload: Any, *, rows: int = 1, **request: Any) -> BackgroundStream:
+        """Submit one request, and read its answer as it grows. `request`: as of `Infer.stream`."""
+        return BackgroundStream(self._loop, self.session, payload, rows, request)
 
     def _work(self) -> None:
         try:
@@ -67,7 +148,7 @@ class BackgroundSession:
 
     async def _serve(self) -> None:
         over = asyncio.Event()
-        async with Session(self._backend, self._strategy, on_stuck=_stuck) as session:
+        async with Session(self._backend, self._strategy, **self._options) as session:
             self._opened.set_result((asyncio.get_running_loop(), over, session))
             await over.wait()
 
@@ -75,13 +156,20 @@ class BackgroundSession:
 class BackgroundStream(Iterator[Part]):
     """The parts of an answer, each waited for. The reading raises the errors. `close` it when it is no longer read."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, session: Session, payload: Any, rows: int) -> None:
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        session: Session,
+        payload: Any,
+        rows: int,
+        request: Mapping[str, Any] | None = None,
+    ) -> None:
         self._arrived: queue.SimpleQueue[Part | None] = queue.SimpleQueue()  # no more than the answer itself
-        self._reading = asyncio.run_coroutine_threadsafe(self._read(session, payload, rows), loop)
+        self._reading = asyncio.run_coroutine_threadsafe(self._read(session, payload, rows, request or {}), loop)
         self._reading.add_done_callback(lambda reading: self._arrived.put(None))
 
-    async def _read(self, session: Session, payload: Any, rows: int) -> Result:
-        async with session.stream(payload, rows=rows) as stream:
+    async def _read(self, session: Session, payload: Any, rows: int, request: Mapping[str, Any]) -> Result:
+        async with session.stream(payload, rows=rows, **request) as stream:
             async for part in stream:
                 self._arrived.put(part)
             return stream.result

@@ -162,6 +162,11 @@ class Session(Infer, Pulse):
         return self._backend.limits
 
     @property
+    def engine(self) -> Engine:
+        """Its queue, for programs that wait for answers in other threads."""
+        return self._engine
+
+    @property
     def has_model(self) -> bool:
         """Whether the backend has been given a model to serve, here or where it is connected to."""
         return self._backend.remote or self._backend.setup.model is not None

@@ -9,6 +9,7 @@ import contextlib
 import io
 import re
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,7 @@ from rich import box
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.panel import Panel
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
@@ -128,6 +130,29 @@ class Display:
         self._result.print(
             _panel(tried_rows(report["bottleneck"]), Text.assemble(("gpuinfer", f"bold {ACCENT}"), " advice"))
         )
+
+
+@contextlib.contextmanager
+def progress_bar(label: str, total: int | None) -> Iterator[Callable[[int], None]]:
+    """A bar on standard error while the body runs, in a notebook below its cell; yields what takes one more `done`."""
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[rate]}"),
+        TimeRemainingColumn(),
+    )
+    began = time.monotonic()
+    with Progress(*columns, console=Console(stderr=True), refresh_per_second=8) as progress:
+        task, done = progress.add_task(label, total=total, rate=""), 0
+
+        def advance(more: int = 1) -> None:
+            nonlocal done
+            done += more
+            rate = done / max(time.monotonic() - began, 1e-9)
+            progress.update(task, completed=done, rate=f"{short(rate)}/s")
+
+        yield advance
 
 
 def frame(update: RunUpdate, rates: Mapping[str, float], title: str, width: int, height: int) -> RenderableType:

@@ -1,0 +1,1 @@
+"""What `import gpuinfer` offers, over the engine, the backends and the strategies that the commands use."""

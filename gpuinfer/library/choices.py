@@ -1,0 +1,160 @@
+"""Backends and strategies as a program names them, with options in the plugins' own words; errors in Python's words."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from gpuinfer.api import Backend, Priority, Setup, Strategy
+from gpuinfer.config import blame, registry
+from gpuinfer.config.options import GivenValue, check, natural
+from gpuinfer.errors import GpuinferError, RequestError, UsageError
+
+PLUGIN_FLAG = re.compile(r"(?<![\w-])-[BS] ([a-z_]+)=(\S*[^\s.,;:)])")
+FLAG = re.compile(r"(?<![\w-])--([a-z][a-z-]+)(?:[ =]([A-Za-z0-9_:./@%-]*[A-Za-z0-9_%/]))?")
+PLAIN_WORDS = frozenset(
+    {"with", "is", "names", "and", "or", "for", "to", "out", "a", "of", "in", "on", "says", "needs"}
+)
+
+
+def dynamic(*, max_wait: float | str | None = None, max_rows: int | str | None = None) -> Strategy:
+    """The strategy `dynamic`: a batch is cut when the device has room and nothing more is worth waiting for.
+
+    `max_wait`: seconds ("20ms") that a request may wait for company; default: learnt. `max_rows`: rows in one batch.
+    """
+    return strategy_of("dynamic", _given(max_wait=max_wait, max_rows=max_rows))
+
+
+def adaptive(*, latency_target: float | str | None = None) -> Strategy:
+    """The strategy `adaptive`: batches as large as keep 95 of 100 requests below `latency_target` seconds ("50ms")."""
+    return strategy_of("adaptive", _given(latency_target=latency_target))
+
+
+def by_priority(
+    *,
+    shares: Sequence[float] | Mapping[str, float] | str | None = None,
+    mode: str | None = None,
+    ageing: float | str | None = None,
+) -> Strategy:
+    """The strategy `priority`: classes `high`, `normal` and `low` with `shares` percent of the rows while all wait.
+
+    `mode`: "shares" or "strict", in which the highest class goes first, always. `ageing`: seconds of waiting after
+    which no newer request goes first.
+    """
+    if isinstance(shares, Mapping):
+        shares = ",".join(f"{name}={share:g}" for name, share in shares.items())
+    return strategy_of("priority", _given(shares=shares, mode=mode, ageing=ageing))
+
+
+def _given(**options: Any) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def strategy_of(
+    given: Strategy | str, options: Mapping[str, Any] | None = None, setup: Setup | None = None
+) -> Strategy:
+    """A new strategy, by name, or of the class and options of the one that is given. Raises `UsageError`."""
+    if isinstance(given, Strategy):
+        return type(given)(setup or given.setup, **given.options.model_dump())
+    if not isinstance(given, str):
+        raise UsageError(
+            f"strategy={given!r} is no strategy. Give a name ({', '.join(registry.names('strategies'))}) or an object "
+            'such as gpuinfer.Adaptive(latency_target="50ms").'
+        )
+    made: Strategy = _made("strategies", given, setup or Setup(), options or {})
+    return made
+
+
+def backend_of(name: str, setup: Setup, options: Mapping[str, Any]) -> Backend:
+    """The backend of this name, for the model of `setup`. Raises `UsageError`."""
+    if not isinstance(name, str):
+        raise UsageError(f"backend={name!r} is no name. Give one of {', '.join(registry.names('backends'))}.")
+    with in_python_words():
+        kind = registry.load("backends", name)
+        if setup.model is not None and setup.model.kind not in kind.serves:
+            raise UsageError(
+                f'backend="{name}" serves {" and ".join(kind.serves)}, and this is a model of {setup.model.kind}. '
+                f"Choose another: {', '.join(registry.names('backends'))}."
+            )
+        if not kind.several_devices:
+            setup.device  # noqa: B018  raises for several
+    made: Backend = _made("backends", name, setup, options)
+    return made
+
+
+def _made(kind: str, name: str, setup: Setup, options: Mapping[str, Any]) -> Any:
+    with in_python_words():
+        plugin = registry.load(kind, name)
+        given = {key: GivenValue(value, f"{key}={value!r}") for key, value in options.items()}
+        values = check(plugin.Options, given, f"{registry.KINDS[kind]} '{name}'")
+        return blame.make(plugin, setup, values)
+
+
+def setup_from(**fields: Any) -> Setup:
+    """A `Setup` with these fields; `devices` may be one name, a list of names or torch devices. None: the default."""
+    fields = {name: value for name, value in fields.items() if value is not None}
+    if "devices" in fields:
+        devices = fields["devices"]
+        listed = (
+            devices.split(",")
+            if isinstance(devices, str)
+            else devices
+            if isinstance(devices, list | tuple)
+            else [devices]
+        )
+        fields["devices"] = tuple(str(device).strip() for device in listed)
+    if "dtype" in fields:
+        fields["dtype"] = str(fields["dtype"]).removeprefix("torch.")
+    return replace(Setup(), **fields)
+
+
+def seconds_of(name: str, given: float | str | None) -> float | None:
+    """Seconds of a timeout, which may be written as "200ms". Raises `UsageError`."""
+    if given is None:
+        return None
+    found = natural(given, float)
+    if not isinstance(found, int | float) or not found > 0:
+        raise UsageError(f'{name}={given!r} is no time. Give seconds, or a text such as "200ms".')
+    return float(found)
+
+
+def priority_of(given: Priority | str) -> Priority:
+    """The class that a caller means: "high", "normal", "low". Raises `RequestError`."""
+    if isinstance(given, Priority):
+        return given
+    try:
+        return Priority[str(given).upper()]
+    except KeyError:
+        raise RequestError(f'priority={given!r} is no class of requests. Give "high", "normal" or "low".') from None
+
+
+def python_words(message: str) -> str:
+    """A message that names options as the command line does, with the same options as Python writes them."""
+
+    def option(found: re.Match[str]) -> str:
+        name, value = found[1].replace("-", "_"), found[2]
+        name = {"device": "devices"}.get(name, name)
+        if value is None or value in PLAIN_WORDS:
+            return f"{name}{'' if value is None else ' ' + value}"
+        return f"{name}={value}" if value.replace(".", "").isdigit() else f'{name}="{value}"'
+
+    return FLAG.sub(option, PLUGIN_FLAG.sub(lambda found: f"{found[1]}={found[2]}", message))
+
+
+@contextlib.contextmanager
+def in_python_words() -> Iterator[None]:
+    """Errors that leave the body name options as Python writes them."""
+    try:
+        yield
+    except GpuinferError as error:
+        raise reworded(error) from error.__cause__
+
+
+def reworded(error: GpuinferError) -> GpuinferError:
+    """The same error, whose message names options as Python writes them."""
+    if error.args and isinstance(error.args[0], str):
+        error.args = (python_words(error.args[0]), *error.args[1:])
+    return error
