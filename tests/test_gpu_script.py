@@ -420,7 +420,7 @@ def test_there_is_no_part_of_another_name(tmp_path):
     assert "no part blobnets. There are versions, attention" in err
 
 
-@pytest.mark.thorough  # minutes of many processes
+@pytest.mark.soak  # minutes of many processes; each part has a test of its own
 @pytest.mark.timeout(900)
 def test_all_of_it_on_a_cpu_leaves_figures_of_every_part(tmp_path):
     process = started(tmp_path, 600)

@@ -71,9 +71,8 @@ def test_the_estimate_alone_comes_from_a_child_process_too(capsys):
     ("words", "device", "stages"),
     [
         ("--model blobnet-small", "cpu,cpu", 0),
-        ("--model blobnet", "cpu", 0),
         ("--model tiny", "cpu", 0),
-        ("--model tiny-llada", "cpu", 0),
+        *(pytest.param(f"--model {name}", "cpu", 0, marks=pytest.mark.soak) for name in ("blobnet", "tiny-llada")),
         ("--model blobnet-small -B parallel=pipeline", "cpu", 2),
         ("--model tiny -B parallel=layers -B stages=3", "cpu", 3),
     ],

@@ -262,7 +262,7 @@ def test_a_stream_is_cancelled_when_its_client_goes(runner):
     runner(main())
 
 
-@pytest.mark.thorough
+@pytest.mark.soak  # a minute of waiting
 @pytest.mark.skipif(not hasattr(socket, "TCP_KEEPIDLE"), reason="this system keeps nothing alive as asked")
 async def test_a_client_that_has_closed_before_its_answer_is_noticed_once_its_system_has_forgotten_it():
     async with serving() as served:
