@@ -33,6 +33,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from gpuinfer.api import Priority
     from gpuinfer.central.server import CentralServer
+    from gpuinfer.library.batcher import Batcher
     from gpuinfer.library.choices import adaptive as Adaptive
     from gpuinfer.library.choices import by_priority as ByPriority
     from gpuinfer.library.choices import dynamic as Dynamic
@@ -40,10 +41,11 @@ if TYPE_CHECKING:
 
     __version__: str
 
-__all__ = ["Adaptive", "ByPriority", "CentralServer", "Dynamic", "Priority", "SessionVerdict", "__version__"]
+__all__ = ["Adaptive", "Batcher", "ByPriority", "CentralServer", "Dynamic", "Priority", "SessionVerdict", "__version__"]
 
 _PLACES = {
     "Adaptive": "library.choices:adaptive",
+    "Batcher": "library.batcher:Batcher",
     "ByPriority": "library.choices:by_priority",
     "CentralServer": "central.server:CentralServer",
     "Dynamic": "library.choices:dynamic",

@@ -140,6 +140,10 @@ class ModelSpec:
     """text: payloads are `generation.Prompt`, results `generation.Generation`. gradients: a model of rows in training,
     payloads are `gradients.TrainingBatch`, results `gradients.Gradients`."""
     strict: bool = False  # whether a factory that does not take every one of `arguments` is refused
+    layout: Any = None
+    """`models.row_layout.RowLayout` of rows that are no flat features. In this process payloads are then
+    `models.forward_leaves.SingleRow` or `RowBatch`; to others they travel packed, `input_dtype` "packed"."""
+    source: Any = None  # a model that the program has made (`models.model_object`); `name` is what it is called
 
 
 @dataclass(frozen=True, slots=True)

@@ -202,11 +202,15 @@ class InProcess(Backend):
                 "the backend 'inprocess' is not running. Await start() before infer(), and not after close()."
             )
         spec = self._opened.spec
-        misfits = {
-            index: error
-            for index, request in enumerate(batch)
-            if (error := misfit(request.payload, request.rows, spec))
-        }
+        misfits = (
+            {}
+            if spec.layout is not None
+            else {
+                index: error
+                for index, request in enumerate(batch)
+                if (error := misfit(request.payload, request.rows, spec))
+            }
+        )
         blocks = [request.payload for index, request in enumerate(batch) if index not in misfits]
         if not blocks:
             return list(misfits.values())
@@ -304,7 +308,7 @@ class InProcess(Backend):
 
 def _blamed(spec: ModelSpec, error: Exception) -> Exception:
     """What the user's own model raised is said to be that: the backend is not at fault."""
-    if ":" not in spec.name or isinstance(error, GpuinferError):
+    if (":" not in spec.name and spec.source is None) or isinstance(error, GpuinferError):
         return error
     from gpuinfer.models.load import title
 

@@ -135,7 +135,7 @@ class SessionFigures:
                 started_at=clock.started_at,
                 setup_s=clock.setup_s,
                 wall_s=clock.wall_s,
-                status="done" if clock.ended is not None else "partial",
+                status="done",
                 setup=clock.setup,
                 snapshot=snapshot,
                 progress=self._progress(snapshot),

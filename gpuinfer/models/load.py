@@ -94,6 +94,9 @@ def build(
 
     The same spec and seed give the same weights in every process. Raises `UsageError` when the model cannot be had.
     """
+    if spec.source is not None:
+        source: nn.Module = spec.source.build(device, compute or dtype)
+        return source
     module = with_weights(spec, seed).eval().requires_grad_(False)
     if spec.name in NETWORKS:
         return module.freeze(device=device, dtype=dtype, compute=compute or dtype).eval()  # type: ignore[operator, no-any-return]

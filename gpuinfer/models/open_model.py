@@ -25,6 +25,7 @@ from gpuinfer.host.machine import cores
 from gpuinfer.models.device import Gauge, device_labels, merged_readings, resolve_devices, setups_of
 from gpuinfer.models.forward_cpu import CpuForward
 from gpuinfer.models.forward_cuda import DETERMINISTIC_CHUNK_ROWS, CudaForward
+from gpuinfer.models.forward_leaves import LeavesForward
 from gpuinfer.models.load import build, probe, resolve_device, resolve_dtype
 from gpuinfer.models.networks import unpack
 from gpuinfer.models.out_of_memory import (
@@ -76,7 +77,7 @@ class Opened:
 
     spec: ModelSpec
     limits: Limits
-    forward: Callable[[Sequence[Block]], list[Any]]
+    forward: Callable[[Sequence[Any]], list[Any]]  # blocks, or what `spec.layout` describes
     answer: AnswerLayout  # what `forward` answers to each block
     device: Callable[[], Mapping[str, Any]]
     pin: Callable[[NDArray[Any]], Registration]  # memory of blocks and answers, so that the device itself uses it
@@ -99,6 +100,19 @@ def open_model(spec: ModelSpec, setup: Setup, tuning: ForwardTuning, roofline: R
     divide_cores(setup, tuning)
     keep_freed_memory(LARGEST_OF_ROWS if device.type == "cpu" else LARGEST)
     module = build(spec, device=device, dtype=dtype, seed=setup.seed, compute=compute)
+    gauge, threads = Gauge(device), threads_for(setup, tuning)
+    in_force = {"max_rows": limits.max_rows, "in_flight": limits.in_flight, "threads": threads}
+    reading = {"computes_in": computed, "threads": computing_threads(device, threads), "in_force": in_force}
+
+    def read_device() -> Mapping[str, Any]:
+        return {**gauge.read(), **reading}
+
+    if spec.layout is not None:
+        whose, check = f"model '{spec.name}'", bool(spec.arguments.get("check", True))
+        chunk_rows = min(tuning.chunk_rows or limits.max_rows, limits.max_rows)
+        leaves = LeavesForward(module, spec.layout, device, compute, chunk_rows=chunk_rows, check=check, whose=whose)
+        found = leaves.answer_layout()
+        return Opened(spec, limits, leaves, found, read_device, partial(register, device=device))
     answer = probe(module, spec, device=device, dtype=compute)
     if tuning.compile:
         module = torch_compiled(module, spec, device, compute)
@@ -122,19 +136,12 @@ def open_model(spec: ModelSpec, setup: Setup, tuning: ForwardTuning, roofline: R
         forward = CpuForward(
             module, compute, tuning.chunk_rows, fixed_shape=fixed_shape, bits=bits, whose=network_title(spec)
         )
-    gauge, threads = Gauge(device), threads_for(setup, tuning)
-    in_force = {"max_rows": limits.max_rows, "in_flight": limits.in_flight, "threads": threads}
     return Opened(
         spec,
         limits,
         forward,
         answer,
-        lambda: {
-            **gauge.read(),
-            "computes_in": computed,
-            "threads": computing_threads(device, threads),
-            "in_force": in_force,
-        },
+        read_device,
         partial(register, device=device),
         write=forward.write if isinstance(forward, CudaForward) else None,
     )

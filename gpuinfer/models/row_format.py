@@ -22,13 +22,14 @@ from numpy.typing import NDArray
 
 from gpuinfer.api import ModelSpec, Result
 from gpuinfer.errors import BackendDied, BackendError, DeviceLost, UnknownName
+from gpuinfer.models.row_layout import PACKED
 
 BITS = "bits"
 """Features that are 0 or 1, eight in a byte: feature i of a row is bit i % 8, the lowest first, of its byte i // 8."""
 
-ROW_DTYPES = {name: np.dtype("uint8" if name == BITS else name) for name in ("uint8", "int8", "float32", BITS)}
-INPUT_DTYPES = tuple(ROW_DTYPES)
-"""What `ModelSpec.input_dtype` may be."""
+INPUT_DTYPES = ("uint8", "int8", "float32", BITS)
+"""What `ModelSpec.input_dtype` may be, beside `PACKED` of rows with a layout."""
+ROW_DTYPES = {name: np.dtype("uint8" if name in (BITS, PACKED) else name) for name in (*INPUT_DTYPES, PACKED)}
 
 KINDS = ("tensor", "tuple", "dict")
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
-import functools
 import logging
 import math
 import queue
@@ -22,6 +21,7 @@ from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from gpuinfer.api import Backend, Limits, Priority, Request, Result, Strategy
+from gpuinfer.engine.engine import Engine
 from gpuinfer.errors import WorkError
 from gpuinfer.generation import Part
 from gpuinfer.host import event_loop as precise_loop
@@ -39,9 +39,11 @@ log = logging.getLogger(__name__)
 class PendingAnswer(concurrent.futures.Future[Any]):
     """The future of a request to a `BackgroundSession`: any thread may wait for it, or cancel it."""
 
-    def __init__(self, session: BackgroundSession, request: Request) -> None:
+    def __init__(self, session: BackgroundSession, request: Request, engine: Engine | None = None) -> None:
+        """`engine`: of another session on the same loop."""
         super().__init__()
         self._session, self.request = session, request
+        self.engine = engine or session.session.engine
 
     def cancel(self) -> bool:
         """Ask the session's thread to cancel the request. False where it is settled already."""
@@ -49,11 +51,22 @@ class PendingAnswer(concurrent.futures.Future[Any]):
             self._session.post(self._withdraw)
         return not self.done() or self.cancelled()
 
+    def enqueue(self) -> None:
+        """On the session's loop: put the request into the queue."""
+        try:
+            self.engine.enqueue(self.request, self)
+        except Exception as error:  # noqa: BLE001 (the caller's)
+            self.set_exception(error)
+
+    def cancelled_here(self) -> None:
+        """Called on the session's loop when it has been cancelled."""
+
     def _withdraw(self) -> None:
-        self._session.session.engine.withdraw(self.request)
         if not self.done():
             super().cancel()
             self.set_running_or_notify_cancel()
+            self.engine.withdraw(self.request)
+            self.cancelled_here()
 
 
 class BackgroundSession:
@@ -88,6 +101,11 @@ class BackgroundSession:
         """The event loop of the session, once it is open."""
         return self._loop
 
+    @property
+    def alive(self) -> bool:
+        """Whether its thread still runs."""
+        return self._thread.is_alive()
+
     def call(self, coroutine: Coroutine[Any, Any, T], timeout: float | None = None) -> T:
         """Run a coroutine on the session's loop, and wait for it."""
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(timeout)
@@ -109,14 +127,12 @@ class BackgroundSession:
         """Submit one request once `ready` has returned; the future raises what `Infer.__call__` raises."""
         now = time.monotonic()
         answer = PendingAnswer(self, Request(payload, rows, now, priority, now + timeout, group, client))
-        self.post(functools.partial(self._enqueue, answer))
+        self.send(answer)
         return answer
 
-    def _enqueue(self, answer: PendingAnswer) -> None:
-        try:
-            self.session.engine.enqueue(answer.request, answer)
-        except Exception as error:  # noqa: BLE001 (the caller's)
-            answer.set_exception(error)
+    def send(self, answer: PendingAnswer) -> None:
+        """Queue the request of this future, from any thread."""
+        self.post(answer.enqueue)
 
     def post(self, call: Callable[[], None]) -> None:
         """Have the loop's thread do this soon. Many calls wake it once."""

@@ -19,7 +19,7 @@ from dataclasses import replace
 from typing import Any
 
 from gpuinfer import stats
-from gpuinfer.api import Backend, Infer, Limits, ModelSpec, Priority, Result, Roofline, Strategy, Stream
+from gpuinfer.api import Backend, Infer, Limits, ModelSpec, Priority, Result, Roofline, Setup, Strategy, Stream
 from gpuinfer.config import blame
 from gpuinfer.engine.engine import Engine
 from gpuinfer.engine.results import OnPart
@@ -160,6 +160,16 @@ class Session(Infer, Pulse):
     @property
     def limits(self) -> Limits:  # type: ignore[override]  # read-only: the backend's own
         return self._backend.limits
+
+    @property
+    def remote(self) -> bool:
+        """Whether batches are formed elsewhere."""
+        return self._backend.remote
+
+    @property
+    def setup(self) -> Setup:
+        """The setup of its backend."""
+        return self._backend.setup
 
     @property
     def engine(self) -> Engine:

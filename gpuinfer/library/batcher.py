@@ -1,0 +1,703 @@
+"""`Batcher`: rows of many callers share batches of one model, from threads and from coroutines."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import AsyncIterable, AsyncIterator, Hashable, Iterable, Iterator, Mapping, Sequence, Sized
+from concurrent.futures import Future
+from dataclasses import replace
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Literal, Self
+
+from gpuinfer import stats
+from gpuinfer.api import ModelSpec, Priority, Request, Strategy
+from gpuinfer.errors import Closed, Expired, GpuinferError, QueueFull, RequestError, UsageError
+from gpuinfer.library.choices import (
+    backend_of,
+    in_python_words,
+    priority_of,
+    reworded,
+    seconds_of,
+    setup_from,
+    strategy_of,
+)
+from gpuinfer.library.measured import SessionClock, SessionFigures
+from gpuinfer.models.row_layout import (
+    PACKED,
+    Ragged,
+    RowLayout,
+    as_array,
+    checked_leaves,
+    layout_of_row,
+    leaves_of,
+    packed_rows,
+    padded_leaves,
+)
+from gpuinfer.runtime.background_session import BackgroundSession, PendingAnswer
+from gpuinfer.runtime.session import Session
+
+if TYPE_CHECKING:
+    from gpuinfer.models.model_object import LocalModel
+
+LEAST_CAPACITY = 4096  # rows that may be outstanding, unless the program says another number
+BATCHES_OUTSTANDING = 64  # the same, in full batches
+WINDOW_BATCHES = 4  # that `map` keeps outstanding
+ROOM_LOOK_S = 0.002  # of a coroutine that waits for room in another thread's queue
+
+
+class Batcher(SessionFigures):
+    """Answers rows with a model, many at a time: rows that several callers ask at once share a batch.
+
+    `model`: any `torch.nn.Module` (the object is given back untouched: gradients and dropout are off in a copy of its
+    modules that shares its weights), a class of such (`arguments` are passed to it), a function of a batch, or a name:
+    a built-in network or `"module:factory"`, with `weights` of a file. It is called with the rows of a batch joined
+    along a new first dimension, and answers with a tensor, or a tuple or dict of tensors, whose first dimension is that
+    of the rows. It is tried on two and three rows of ones first.
+
+    A row is a tensor or an array of any shape and dtype, a number, or a tuple or dict of these. The first row says what
+    all look like, unless `example` does. The parts of a tuple or dict are passed one by one if the model takes them so.
+    Answers to tensors are tensors, to arrays arrays. Floating point is computed in `dtype`.
+
+        with gpuinfer.Batcher(model) as batcher:             # from any thread
+            y = batcher.predict(x)
+            future = batcher.submit(x)
+            ys = list(batcher.map(xs))
+
+        async with gpuinfer.Batcher(model) as batcher:       # from any coroutine of this event loop
+            y = await batcher(x, priority="high", timeout=0.2)
+
+    `strategy`: when a batch is cut; a name, or `gpuinfer.Dynamic`, `Adaptive`, `ByPriority`. `backend`: "inprocess", or
+    "central" for a server process, which imports the model's class. `devices`: "auto", "cpu", "cuda:1", "all", or a
+    list. `ragged`: how rows whose first dimensions differ share batches: "pad" (filled up at their end with
+    `pad_value`, to a few lengths) or "group" (with rows of the same shape only). `queue`: when `max_queue_rows` are
+    outstanding, a further row waits ("wait") or raises `QueueFull` ("refuse"). `check`: an answer with NaN or +inf
+    raises `BadResult`. Further keyword arguments are the backend's options (`gpuinfer plugins list`), such as
+    `max_rows=4096` or `threads=1`.
+
+    Raises `UsageError` for what cannot be served, with the cure. Where a row makes the model raise, that row's caller
+    gets the error, and its neighbours are answered.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        strategy: Strategy | str = "dynamic",
+        backend: str = "inprocess",
+        devices: Any = "auto",
+        dtype: Any = "float32",
+        example: Any = None,
+        ragged: Ragged = None,
+        pad_value: float = 0,
+        queue: Literal["wait", "refuse"] = "wait",
+        max_queue_rows: int | None = None,
+        check: bool = True,
+        deterministic: bool = False,
+        arguments: Mapping[str, Any] | None = None,
+        weights: str | os.PathLike[str] | None = None,
+        seed: int = 0,
+        share: float = 1.0,
+        **options: Any,
+    ) -> None:
+        for name, given, choices in (("ragged", ragged, (None, "pad", "group")), ("queue", queue, ("wait", "refuse"))):
+            if given not in choices:
+                raise UsageError(f"{name}={given!r} is no choice. Give one of {', '.join(map(repr, choices))}.")
+        self._setup = setup_from(devices=devices, dtype=dtype, seed=seed, deterministic=deterministic, share=share)
+        self._model, self._arguments, self._check = model, dict(arguments or {}), check
+        self._weights = None if weights is None else os.fspath(weights)
+        self._backend, self._options = backend, options
+        self._strategy = strategy_of(strategy)
+        self._ragged: Ragged = ragged
+        self._pad_value, self._refuses, self._max_queue_rows = pad_value, queue == "refuse", max_queue_rows
+        self._source: LocalModel | None = None
+        if not isinstance(model, str):
+            from gpuinfer.models.model_object import LocalModel, PortableModel
+
+            self._source = LocalModel(model, self._arguments)
+            if backend != "inprocess":
+                PortableModel.of(self._source)  # refuses a model that cannot go to another process
+        self._layout = None if example is None else layout_of_row(example, ragged)
+        self._clock = SessionClock(
+            "batcher", backend, type(self._strategy).__name__.lower().removeprefix("by"), self._setup, {}
+        )
+        self._process = os.getpid()
+        self._closed = False
+        self._beside: Batcher | None = None  # the one on whose device and event loop this one computes
+        self._opening = threading.Lock()
+        self._background: BackgroundSession | None = None  # for threads
+        self._loop: asyncio.AbstractEventLoop | None = None  # of `async with`
+        self._opening_here = asyncio.Lock()
+        self._session: Session | None = None  # once the model is open
+        self._final: stats.Snapshot | None = None  # once it is closed
+        self._room = threading.Condition()
+        self._outstanding = 0  # rows that are not settled
+        self._capacity = 0
+        self._largest = 0  # rows of one request
+
+    # Opening and closing
+
+    def __enter__(self) -> Self:
+        self._refuse_unusable(in_loop=False)
+        if self._layout is not None:
+            self._open(self._layout)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _open(self, layout: RowLayout) -> None:
+        """Open the model, in a thread that answers any other. Blocks."""
+        with self._opening:
+            if self._session is not None:
+                return
+            self._refuse_unusable(in_loop=False)
+            backend = backend_of(self._backend, self._setup_of(layout), self._options)
+            background = BackgroundSession(backend, strategy_of(self._strategy, setup=backend.setup))
+            background.__enter__()
+            try:
+                with in_python_words():
+                    background.ready()
+            except BaseException:
+                background.__exit__(None, None, None)
+                raise
+            self._background = background
+            self._opened(layout, background.session)
+
+    def _opened(self, layout: RowLayout, session: Session) -> None:
+        limits = session.limits
+        self._layout, self._remote = layout, session.remote
+        self._largest = limits.max_rows
+        most = max(LEAST_CAPACITY, BATCHES_OUTSTANDING * limits.max_rows)
+        self._capacity = most if self._max_queue_rows is None else max(1, self._max_queue_rows)
+        self._clock.setup = session.setup
+        self._clock.begin()
+        self._session = session
+
+    def _setup_of(self, layout: RowLayout) -> Any:
+        source: Any = self._source
+        name = self._model
+        if self._source is not None:
+            from gpuinfer.models.model_object import PortableModel, title_of
+
+            name = title_of(self._source.model)
+            self._source.takes_arrays = layout.kind == "numpy"
+            if self._backend != "inprocess":
+                source = PortableModel.of(self._source)
+        arguments = {"check": self._check} if source is not None else {**self._arguments}
+        spec = ModelSpec(
+            name,
+            self._weights,
+            layout.row_bytes,
+            PACKED,
+            arguments,
+            layout=layout,
+            source=source,
+            strict=source is None,
+        )
+        return replace(self._setup, model=spec)
+
+    async def __aenter__(self) -> Self:
+        self._refuse_unusable(in_loop=True)
+        self._loop = asyncio.get_running_loop()
+        if self._layout is not None:
+            await self._open_here(self._layout)
+        return self
+
+    async def _open_here(self, layout: RowLayout) -> None:
+        """Open the model on the running event loop."""
+        async with self._opening_here:
+            if self._session is not None:
+                return
+            backend = backend_of(self._backend, self._setup_of(layout), self._options)
+            session = Session(backend, strategy_of(self._strategy, setup=backend.setup))
+            await session.__aenter__()
+            try:
+                with in_python_words():
+                    await session.ready()
+            except BaseException:
+                await session.__aexit__()
+                raise
+            self._opened(layout, session)
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._closed = True
+        if (session := self._session) is None:
+            return
+        await session.refresh()
+        try:
+            await session.__aexit__()
+        finally:
+            self._end(session)
+
+    def close(self) -> None:
+        """Answer what was asked, then close. Further rows raise `Closed`."""
+        if self._loop is not None and not self._closed:
+            raise UsageError("this batcher is open in an event loop. Leave its `async with` block instead.")
+        with self._opening:
+            background, was_closed, self._closed = self._background, self._closed, True
+        if was_closed or background is None or self._process != os.getpid():
+            return
+        with self._room:
+            while self._outstanding and background.alive:  # its watchdog ends every wait
+                self._room.wait(0.1)
+        with contextlib.suppress(GpuinferError):
+            background.call(background.session.refresh(), timeout=10)
+        background.__exit__(None, None, None)
+        self._end(background.session)
+
+    def _end(self, session: Session) -> None:
+        self._final = session.snapshot()
+        self._clock.end()
+        if self._source is not None:
+            self._source.release()
+
+    def _refuse_unusable(self, *, in_loop: bool) -> None:
+        if self._process != os.getpid():
+            raise UsageError(
+                "this batcher came into this process by fork, and its threads did not. Make another here, or start "
+                'processes by the method "spawn".'
+            )
+        if self._closed:
+            raise Closed("this batcher is closed. Make another.")
+        if in_loop and (self._session is not None or self._loop is not None):
+            raise UsageError("this batcher is open already. Make another for this event loop.")
+        if not in_loop and self._loop is not None:
+            raise UsageError(
+                "this batcher was opened by `async with`: await it in that event loop. Threads and other loops need "
+                "one that was opened by `with`."
+            )
+
+    # Asking
+
+    def predict(
+        self, row: Any, *, priority: Priority | str = Priority.NORMAL, timeout: float | str | None = None
+    ) -> Any:
+        """The model's answer to one row. Blocks; call it from as many threads as you like.
+
+        Raises `Expired` after `timeout` seconds ("200ms"), `QueueFull` where the queue refuses, `BackendError` where
+        the model raises on this row, `BadResult`, `RequestError` for a row unlike the others, `Closed`.
+        """
+        return self._waited(self.submit(row, priority=priority, timeout=timeout), timeout)
+
+    def submit(
+        self, row: Any, *, priority: Priority | str = Priority.NORMAL, timeout: float | str | None = None
+    ) -> Future[Any]:
+        """Ask for one row without waiting for its answer: `result()` of the future waits, `cancel()` cancels.
+
+        Waits while `max_queue_rows` are outstanding, unless the queue refuses. Raises as `predict` does.
+        """
+        if self._session is None or self._loop is not None or self._closed or self._process != os.getpid():
+            self._refuse_unusable(in_loop=False)
+            if self._session is None:
+                self._open(self._layout or layout_of_row(row, self._ragged))
+        payload, group = self._payload(row)
+        return self._send(payload, 1, group, priority, timeout)
+
+    def predict_batch(
+        self,
+        rows: Any,
+        *,
+        split: bool = False,
+        priority: Priority | str = Priority.NORMAL,
+        timeout: float | str | None = None,
+    ) -> Any:
+        """The answers to rows that the caller brings together: arrays with the rows along their first dimension.
+
+        More rows than a batch may have are divided, with `split` also among all devices. Raises as `predict` does.
+        """
+        futures = self._submit_batch(rows, split, priority, timeout)
+        return joined([self._waited(future, timeout) for future in futures])
+
+    def map(
+        self,
+        rows: Iterable[Any],
+        *,
+        ordered: bool = True,
+        priority: Priority | str = Priority.NORMAL,
+        progress: bool = False,
+    ) -> Iterator[Any]:
+        """The answers to rows that are read as they are needed, in their order or (`ordered=False`) as they come.
+
+        `progress` draws a bar on standard error. Raises as `predict` does, at the place of the row; what is
+        outstanding then is cancelled.
+        """
+        from gpuinfer.cli.screen.display import progress_bar
+
+        total = len(rows) if isinstance(rows, Sized) else None
+        with progress_bar("rows", total) if progress else contextlib.nullcontext(lambda count: None) as advance:
+            for answer in self._mapped(iter(rows), ordered, priority):
+                yield answer
+                advance(1)
+
+    def _mapped(self, rows: Iterator[Any], ordered: bool, priority: Priority | str) -> Iterator[Any]:
+        outstanding: deque[Future[Any]] = deque()
+        come: deque[Future[Any]] = deque()
+        arrived = threading.Semaphore(0)
+
+        def note(future: Future[Any]) -> None:
+            come.append(future)
+            arrived.release()
+
+        def ask() -> bool:
+            for row in rows:
+                future = self.submit(row, priority=priority)
+                outstanding.append(future)
+                if not ordered:
+                    future.add_done_callback(note)
+                return True
+            return False
+
+        try:
+            while ask() and len(outstanding) < self._window:
+                pass
+            while outstanding:
+                if ordered:
+                    future = outstanding.popleft()
+                else:
+                    arrived.acquire()
+                    future = come.popleft()
+                    outstanding.remove(future)
+                answer = future.result()
+                ask()
+                yield answer
+        finally:
+            for future in outstanding:
+                future.cancel()
+
+    async def __call__(
+        self, row: Any, *, priority: Priority | str = Priority.NORMAL, timeout: float | str | None = None
+    ) -> Any:
+        """The model's answer to one row, awaited. Cancelling the wait cancels the request. Raises as `predict` does."""
+        session = self._session
+        if session is None or self._closed:
+            session = await self._ready_here(row)
+        payload, group = self._payload(row)
+        return await self._ask(session, payload, 1, group, priority, timeout)
+
+    async def batch(
+        self,
+        rows: Any,
+        *,
+        split: bool = False,
+        priority: Priority | str = Priority.NORMAL,
+        timeout: float | str | None = None,
+    ) -> Any:
+        """`predict_batch`, awaited."""
+        session = self._session
+        if session is None or self._closed:
+            session = await self._ready_here(first_row(rows))
+        parts = self._divided(rows, split)
+        asked = (self._ask(session, *self._batch_payload(part), priority, timeout) for part in parts)
+        return joined(await asyncio.gather(*asked))
+
+    async def stream(self, rows: Iterable[Any] | AsyncIterable[Any], *, ordered: bool = True) -> AsyncIterator[Any]:
+        """`map`, for `async for`."""
+        outstanding: deque[asyncio.Task[Any]] = deque()
+        source = aiter(rows) if isinstance(rows, AsyncIterable) else _as_async(iter(rows))
+        ended = False
+        try:
+            while outstanding or not ended:
+                while not ended and len(outstanding) < (self._window if self._session else 1):
+                    try:
+                        outstanding.append(asyncio.ensure_future(self(await anext(source))))
+                    except StopAsyncIteration:
+                        ended = True
+                if not outstanding:
+                    return
+                if ordered:
+                    yield await outstanding.popleft()
+                    continue
+                done, _ = await asyncio.wait(outstanding, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    outstanding.remove(task)
+                    yield task.result()
+        finally:
+            for task in outstanding:
+                task.cancel()
+
+    @property
+    def _window(self) -> int:
+        return max(1, min(self._capacity, WINDOW_BATCHES * self._largest))
+
+    # One request
+
+    def _payload(self, row: Any) -> tuple[Any, Hashable]:
+        """A row as it travels, and whose batches it may share."""
+        layout = self._layout
+        assert layout is not None
+        leaves = checked_leaves(row, layout)
+        group = None
+        if layout.ragged is not None:
+            if layout.ragged == "pad":
+                leaves = padded_leaves(leaves, layout, self._pad_value)
+            group = tuple(tuple(leaf.shape) for leaf in leaves)
+        if self._remote:
+            import numpy as np
+
+            block = np.zeros((1, layout.row_bytes), np.uint8)
+            packed_rows([leaf[None] for leaf in leaves], layout, 1, block)
+            return block, group
+        from gpuinfer.models.forward_leaves import SingleRow
+
+        return SingleRow(leaves), group
+
+    def _batch_payload(self, leaves: Sequence[Any]) -> tuple[Any, int, Hashable]:
+        layout = self._layout
+        assert layout is not None
+        rows = len(leaves[0])
+        if self._remote:
+            import numpy as np
+
+            block = np.zeros((rows, layout.row_bytes), np.uint8)
+            packed_rows(leaves, layout, rows, block)
+            return block, rows, None
+        from gpuinfer.models.forward_leaves import RowBatch
+
+        group = tuple(tuple(leaf.shape[1:]) for leaf in leaves) if layout.ragged else None
+        return RowBatch(leaves, rows), rows, group
+
+    def _divided(self, rows: Any, split: bool) -> list[list[Any]]:
+        """The leaves of a batch, in portions that a request may have."""
+        layout = self._layout
+        assert layout is not None
+        checked_leaves(first_row(rows), layout)
+        leaves = [as_array(leaf) for leaf in leaves_of(rows)]
+        count = len(leaves[0])
+        if any(len(leaf) != count for leaf in leaves):
+            raise RequestError(f"arrays of {', '.join(str(len(leaf)) for leaf in leaves)} rows. Give each as many.")
+        portion = self._largest
+        if split and self._session is not None:
+            portion = min(portion, -(-count // max(1, self._session.limits.in_flight)))
+        return [[leaf[start : start + portion] for leaf in leaves] for start in range(0, count, portion)]
+
+    def _submit_batch(
+        self, rows: Any, split: bool, priority: Priority | str, timeout: float | str | None
+    ) -> list[Future[Any]]:
+        self._refuse_unusable(in_loop=False)
+        if self._session is None:
+            self._open(self._layout or layout_of_row(first_row(rows), self._ragged))
+        sent = []
+        for part in self._divided(rows, split):
+            payload, count, group = self._batch_payload(part)
+            sent.append(self._send(payload, count, group, priority, timeout))
+        return sent
+
+    def _send(
+        self, payload: Any, rows: int, group: Hashable, priority: Priority | str, timeout: float | str | None
+    ) -> Future[Any]:
+        background, session = self._background, self._session
+        assert background is not None
+        assert session is not None
+        seconds = seconds_until(timeout)
+        now = time.monotonic()
+        with self._room:
+            while self._outstanding and self._outstanding + rows > self._capacity:
+                if self._refuses:
+                    raise self._full(rows)
+                if not self._room.wait(min(1.0, max(0.0, now + seconds - time.monotonic()))):
+                    if time.monotonic() >= now + seconds:
+                        raise Expired(
+                            f"no room in the queue within {seconds:g} s. Ask fewer rows at once, or wait longer."
+                        )
+                    self._refuse_unusable(in_loop=False)
+            self._outstanding += rows
+        request = Request(payload, rows, now, priority_of(priority), now + seconds, group)
+        answer = RowFuture(background, request, session.engine)
+        answer.owner = self
+        background.send(answer)
+        return answer
+
+    def _full(self, rows: int) -> QueueFull:
+        return QueueFull(
+            f"the queue is full: {self._outstanding} of {self._capacity} rows are outstanding, and {rows} more do not "
+            'fit. Wait for answers first, raise max_queue_rows, or give queue="wait".'
+        )
+
+    def _settled(self, rows: int) -> None:
+        """So many rows are answered, or failed, or cancelled."""
+        with self._room:
+            self._outstanding -= rows
+            self._room.notify_all()
+
+    @staticmethod
+    def _waited(future: Future[Any], timeout: float | str | None) -> Any:
+        if timeout is None:
+            return future.result()
+        seconds = seconds_until(timeout)
+        try:
+            return future.result(seconds)
+        except TimeoutError:
+            future.cancel()
+            raise _too_late(seconds) from None
+
+    async def _ready_here(self, row: Any) -> Session:
+        """Open with this first row: on this loop after `async with`, else in a thread."""
+        if self._loop is None:
+            self._refuse_unusable(in_loop=False)
+            await asyncio.to_thread(self._open, self._layout or layout_of_row(row, self._ragged))
+        else:
+            if self._closed:
+                raise Closed("this batcher is closed. Make another.")
+            await self._open_here(self._layout or layout_of_row(row, self._ragged))
+        assert self._session is not None
+        return self._session
+
+    async def _ask(
+        self,
+        session: Session,
+        payload: Any,
+        rows: int,
+        group: Hashable,
+        priority: Priority | str,
+        timeout: float | str | None,
+    ) -> Any:
+        if self._loop is None:
+            return await self._ask_thread(payload, rows, group, priority, timeout)
+        if asyncio.get_running_loop() is not self._loop:
+            raise UsageError(
+                "this batcher was opened in another event loop. Await it there, or open one by `with`, which any loop "
+                "and thread may ask."
+            )
+        seconds = seconds_until(timeout)
+        while self._outstanding and self._outstanding + rows > self._capacity:
+            if self._refuses:
+                raise self._full(rows)
+            await asyncio.sleep(ROOM_LOOK_S)
+        self._outstanding += rows
+        try:
+            if timeout is None:
+                answer = await session(payload, rows=rows, priority=priority_of(priority), group=group)
+            else:
+                try:
+                    async with asyncio.timeout(seconds):
+                        answer = await session(
+                            payload, rows=rows, priority=priority_of(priority), timeout=seconds, group=group
+                        )
+                except TimeoutError:
+                    raise _too_late(seconds) from None
+        except GpuinferError as error:
+            raise reworded(error) from error.__cause__
+        finally:
+            self._outstanding -= rows
+        return self._unwrapped(answer, rows)
+
+    async def _ask_thread(
+        self, payload: Any, rows: int, group: Hashable, priority: Priority | str, timeout: float | str | None
+    ) -> Any:
+        """Ask the session's thread, and wait without blocking this loop."""
+        while not self._refuses and self._outstanding and self._outstanding + rows > self._capacity:  # noqa: ASYNC110
+            await asyncio.sleep(ROOM_LOOK_S)
+        future = self._send(payload, rows, group, priority, timeout)
+        seconds = seconds_until(timeout)
+        try:
+            async with asyncio.timeout(None if timeout is None else seconds):
+                return await asyncio.wrap_future(future)
+        except TimeoutError:
+            raise _too_late(seconds) from None
+
+    def _unwrapped(self, answer: Any, rows: int) -> Any:
+        """An answer as the caller gets it. From another process come arrays float32 [rows, …]."""
+        if not self._remote:
+            return answer.value
+        layout = self._layout
+        assert layout is not None
+
+        def made(part: Any) -> Any:
+            part = part[0] if rows == 1 else part
+            if layout.kind == "numpy":
+                return part
+            import torch
+
+            return torch.from_numpy(part) if getattr(part, "shape", ()) else torch.tensor(part)
+
+        if isinstance(answer, Mapping):
+            return {name: made(part) for name, part in answer.items()}
+        return tuple(map(made, answer)) if isinstance(answer, tuple | list) else made(answer)
+
+    # Figures
+
+    def _snapshot(self) -> stats.Snapshot:
+        if self._final is not None:
+            return self._final
+        if self._session is None:
+            return stats.Snapshot()
+        if self._background is not None and self._background.alive:
+            self._background.call(self._session.refresh(), timeout=10)
+        return self._session.snapshot()
+
+
+class RowFuture(PendingAnswer):
+    """The future of a row's answer, as its caller gets it."""
+
+    owner: Batcher
+
+    def set_result(self, result: Any) -> None:
+        """On the session's loop."""
+        super().set_result(self.owner._unwrapped(result, self.request.rows))
+        self.owner._settled(self.request.rows)
+
+    def set_exception(self, exception: BaseException | None) -> None:
+        """On the session's loop."""
+        if isinstance(exception, GpuinferError):
+            exception = reworded(exception)
+        super().set_exception(exception)
+        self.owner._settled(self.request.rows)
+
+    def cancelled_here(self) -> None:
+        """On the session's loop."""
+        self.owner._settled(self.request.rows)
+
+
+def joined(answers: Sequence[Any]) -> Any:
+    """The answers to portions of a batch as one: tensors, arrays, or tuples and dicts of them."""
+    first = answers[0]
+    if len(answers) == 1:
+        return first
+    if isinstance(first, Mapping):
+        return {name: joined([one[name] for one in answers]) for name in first}
+    if isinstance(first, tuple):
+        return tuple(joined(parts) for parts in zip(*answers, strict=True))
+    if hasattr(first, "untyped_storage"):
+        import torch
+
+        return torch.cat(list(answers))
+    import numpy as np
+
+    return np.concatenate(answers)
+
+
+def first_row(rows: Any) -> Any:
+    """The first row of a batch. Raises `RequestError` where there is none."""
+    if isinstance(rows, Mapping):
+        return {name: first_row(one) for name, one in rows.items()}
+    if isinstance(rows, tuple):
+        return tuple(map(first_row, rows))
+    array = as_array(rows)
+    if not array.shape or not array.shape[0]:
+        raise RequestError("a batch without rows asks for nothing. Give arrays with rows along their first dimension.")
+    return array[0]
+
+
+async def _as_async(rows: Iterator[Any]) -> AsyncIterator[Any]:
+    for row in rows:
+        yield row
+
+
+def seconds_until(timeout: float | str | None) -> float:
+    """The seconds of a timeout; infinite without one. Raises `UsageError`."""
+    seconds = seconds_of("timeout", timeout)
+    return math.inf if seconds is None else seconds
+
+
+def _too_late(seconds: float) -> Expired:
+    return Expired(f"no answer within {seconds:g} s. Ask fewer rows at once, or give a longer timeout.")

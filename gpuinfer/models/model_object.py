@@ -1,0 +1,335 @@
+"""Models that a program holds as objects: a module, a class, or a function of a batch.
+
+In this process the object's own tensors are computed with: `LocalModel` copies the modules around them and leaves the
+object as it is. For another process `PortableModel` carries each module's class by name, its plain attributes, and its
+tensors; nothing is pickled by torch, and classes are imported there, so that they must lie in a file.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import io
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from gpuinfer.errors import UsageError
+from gpuinfer.host import error_text
+from gpuinfer.models.load import find_factory
+from gpuinfer.models.row_layout import RowLayout
+
+SIMPLE = (type(None), bool, int, float, complex, str, bytes)
+OF_TORCH = (torch.dtype, torch.device, torch.memory_format)
+HOOKS = frozenset(
+    {
+        *("_backward_pre_hooks", "_backward_hooks", "_forward_hooks", "_forward_hooks_with_kwargs"),
+        *("_forward_hooks_always_called", "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs"),
+        *("_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"),
+    }
+)
+STRUCTURE = frozenset({"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "training"}) | HOOKS
+
+
+class FunctionModel(nn.Module):
+    """A function of a batch as a module. With `numpy` it is given arrays and may answer with arrays."""
+
+    def __init__(self, function: Callable[..., Any], numpy: bool) -> None:
+        super().__init__()
+        self.function, self.numpy = function, numpy
+
+    def forward(self, *leaves: Any, **named: Any) -> Any:
+        """What the function answers, its arrays as tensors."""
+        if self.numpy:
+            leaves, named = mapped(Tensor.numpy, leaves), mapped(Tensor.numpy, named)
+        return mapped(torch.from_numpy, self.function(*leaves, **named), np.ndarray)
+
+
+def mapped(change: Callable[[Any], Any], value: Any, kind: type = Tensor) -> Any:
+    """`value` with each `kind` in its tuples, lists and dicts changed."""
+    if isinstance(value, kind):
+        return change(value)
+    if isinstance(value, Mapping):
+        return {name: mapped(change, one, kind) for name, one in value.items()}
+    if isinstance(value, tuple | list):
+        return tuple(mapped(change, one, kind) for one in value)
+    return value
+
+
+def title_of(model: Any) -> str:
+    """What messages and reports call a model object."""
+    if isinstance(model, str):
+        return model
+    named = model if isinstance(model, type) or inspect.isroutine(model) else type(model)
+    return str(getattr(named, "__name__", type(model).__name__))
+
+
+class LocalModel:
+    """A model for this process. `build` gives what computes; `release` gives back what had to be changed for it."""
+
+    def __init__(self, model: Any, arguments: Mapping[str, Any] | None = None) -> None:
+        """`model`: a `torch.nn.Module`, a class of such (called with `arguments`), or a function of a batch. Raises
+        `UsageError` for anything else.
+        """
+        self.takes_arrays = False  # of a function: it is given NumPy arrays
+        self._training: list[nn.Module] = []
+        if isinstance(model, type):
+            try:
+                model = model(**(arguments or {}))
+            except Exception as error:
+                raise UsageError(
+                    f"{title_of(model)}({', '.join(f'{key}={value!r}' for key, value in (arguments or {}).items())}) "
+                    f"raised {error_text.full_message(error)}. Make the model yourself, and pass the object."
+                ) from error
+        elif arguments:
+            raise UsageError("arguments go with a class or a 'module:factory', and this model is made. Leave them out.")
+        if not callable(model):
+            raise UsageError(
+                f"model {model!r} is neither a torch.nn.Module nor a function. Pass a module, its class, "
+                "'module:factory', or a function of a batch."
+            )
+        self.model = model
+
+    def build(self, device: torch.device, dtype: torch.dtype) -> nn.Module:
+        """The module in evaluation mode on `device`, its floating-point tensors in `dtype`. A tensor that lies there in
+        that dtype already is shared with the object, not copied.
+        """
+        if not isinstance(self.model, nn.Module):
+            return FunctionModel(self.model, self.takes_arrays)
+        if isinstance(self.model, torch.jit.ScriptModule):
+            return self.model.copy().eval() if device.type == "cpu" else copy.deepcopy(self.model).to(device).eval()
+        memo: dict[int, Any] = {}
+        for tensor in (*self.model.parameters(), *self.model.buffers()):
+            wanted = dtype if tensor.is_floating_point() else tensor.dtype
+            moved = tensor.detach().to(device, wanted)
+            parameter = isinstance(tensor, nn.Parameter)
+            memo[id(tensor)] = nn.Parameter(moved, requires_grad=False) if parameter else moved
+        try:
+            if type(self.model).__name__ == "OptimizedModule":  # a copy would be compiled anew
+                raise TypeError
+            return copy.deepcopy(self.model, memo).eval()
+        except Exception:  # noqa: BLE001 (what a module holds may refuse to be copied: then it computes itself)
+            if any(memo[id(one)].data_ptr() != one.data_ptr() for one in self.model.parameters()):
+                raise UsageError(
+                    f"model {title_of(self.model)} cannot be copied, and its weights are not on {device} in {dtype}. "
+                    f"Move it there first: model.to({str(device)!r})."
+                ) from None
+            self._training = [one for one in self.model.modules() if one.training]
+            return self.model.eval()
+
+    def release(self) -> None:
+        """Back in the mode in which the object was, where it computed itself."""
+        for one in self._training:
+            one.training = True
+        self._training = []
+
+
+@dataclass(frozen=True)
+class ModuleRecord:
+    """A module as plain values. Tensors are numbers of `PortableModel.tensors`."""
+
+    kind: str  # module:class
+    attributes: dict[str, Any]
+    parameters: dict[str, int | None] = field(default_factory=dict)
+    buffers: dict[str, int | None] = field(default_factory=dict)
+    modules: dict[str, ModuleRecord | None] = field(default_factory=dict)
+    transient: tuple[str, ...] = ()  # buffers that are in no state_dict
+
+
+@dataclass(frozen=True)
+class NamedObject:
+    """A function or class of a file, which is imported by this name."""
+
+    path: str
+
+
+@dataclass(frozen=True)
+class PortableModel:
+    """A model that another process builds: a record of its modules and their tensors, a name, or TorchScript."""
+
+    record: ModuleRecord | NamedObject | bytes
+    tensors: Sequence[tuple[str, tuple[int, ...], bytes]] = ()
+    numpy: bool = False
+    compiled: bool = False
+
+    @classmethod
+    def of(cls, local: LocalModel) -> PortableModel:
+        """Raises `UsageError` for a model that cannot travel, with what to do."""
+        model, compiled = local.model, False
+        if not isinstance(model, nn.Module):
+            return cls(NamedObject(path_of(model, "function")), numpy=local.takes_arrays)
+        if isinstance(model, torch.jit.ScriptModule):
+            written = io.BytesIO()
+            torch.jit.save(model, written)  # type: ignore[no-untyped-call]
+            return cls(written.getvalue())
+        if type(model).__name__ == "OptimizedModule":
+            model, compiled = model._orig_mod, True
+        recorder = _Recorder()
+        record = recorder.record(model, "")
+        return cls(record, tuple(recorder.tensors), compiled=compiled)
+
+    def build(self, device: torch.device, dtype: torch.dtype) -> nn.Module:
+        """As `LocalModel.build`. Imports the classes. Raises `UsageError` where one is not found."""
+        if isinstance(self.record, bytes):
+            script: nn.Module = torch.jit.load(io.BytesIO(self.record), map_location=device)  # type: ignore[no-untyped-call]
+            return script.eval()
+        if isinstance(self.record, NamedObject):
+            return FunctionModel(find_factory(self.record.path, "function"), self.numpy)
+        tensors = [
+            torch.frombuffer(bytearray(data), dtype=getattr(torch, kind)).view(shape)
+            if data
+            else torch.empty(shape, dtype=getattr(torch, kind))
+            for kind, shape, data in self.tensors
+        ]
+        module = _built(self.record, tensors).eval().requires_grad_(False).to(device, dtype)
+        return torch.compile(module) if self.compiled else module  # type: ignore[return-value]
+
+    def release(self) -> None:
+        """Nothing was changed."""
+
+
+class _Recorder:
+    """Writes down modules; a tensor that several of them share is written once."""
+
+    def __init__(self) -> None:
+        self.tensors: list[tuple[str, tuple[int, ...], bytes]] = []
+        self._numbers: dict[int, int] = {}
+
+    def record(self, module: nn.Module, where: str) -> ModuleRecord:
+        path = path_of(type(module), "class")
+        for name in HOOKS:
+            if getattr(module, name, None):
+                raise _cannot_travel(where, f"has hooks ({name.strip('_')}), which do not travel")
+        return ModuleRecord(
+            path,
+            {
+                name: self._plain(value, f"{where}.{name}".strip("."))
+                for name, value in vars(module).items()
+                if name not in STRUCTURE
+            },
+            {name: self._number(one) for name, one in module._parameters.items()},
+            {name: self._number(one) for name, one in module._buffers.items()},
+            {
+                name: None if one is None else self.record(one, f"{where}.{name}".strip("."))
+                for name, one in module._modules.items()
+            },
+            tuple(sorted(module._non_persistent_buffers_set)),
+        )
+
+    def _number(self, tensor: Tensor | None) -> int | None:
+        if tensor is None:
+            return None
+        if id(tensor) not in self._numbers:
+            host = tensor.detach().cpu().contiguous()
+            data = host.view(-1).view(torch.uint8).numpy().tobytes() if host.numel() else b""
+            self._numbers[id(tensor)] = len(self.tensors)
+            self.tensors.append((str(host.dtype).removeprefix("torch."), tuple(host.shape), data))
+        return self._numbers[id(tensor)]
+
+    def _plain(self, value: Any, where: str) -> Any:
+        if isinstance(value, (*SIMPLE, *OF_TORCH)):
+            return value
+        if isinstance(value, Tensor):
+            return _TensorNumber(self._number(value))
+        if isinstance(value, tuple | list | set | frozenset):
+            plain = [self._plain(one, where) for one in value]
+            named = hasattr(value, "_fields")
+            return tuple(plain) if named or isinstance(value, torch.Size) else type(value)(plain)
+        if isinstance(value, dict):
+            return {self._plain(key, where): self._plain(one, where) for key, one in value.items()}
+        if isinstance(value, type) or inspect.isroutine(value):
+            return NamedObject(path_of(value, "class" if isinstance(value, type) else "function"))
+        raise _cannot_travel(where, f"is {type(value).__name__}, which does not travel")
+
+
+@dataclass(frozen=True)
+class _TensorNumber:
+    number: int | None
+
+
+def _cannot_travel(where: str, what: str) -> UsageError:
+    return UsageError(
+        f"the model cannot go to another process: {where or 'it'} {what}. Pass 'module:factory', a function in a file "
+        'that makes the model, or use backend="inprocess".'
+    )
+
+
+def path_of(value: Any, what: str) -> str:
+    """`module:name` of a class or function, by which another process imports it. Raises `UsageError` without one."""
+    module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", type(value).__qualname__)
+    if isinstance(name, str) and (module is None or module == "builtins" or module.startswith("torch.")):
+        found = getattr(sys.modules.get(module or "torch"), name, None)
+        if found is value and module is not None:
+            return f"{module}:{name}"
+        for place in ("torch", "torch.nn.functional"):  # what torch says of its own functions' modules is not so
+            if getattr(sys.modules.get(place), name, None) is value:
+                return f"{place}:{name}"
+    cure = f"Write it to a file, such as nets.py, import it from there (from nets import {name}), or use "
+    cure += 'backend="inprocess", which needs no other process.'
+    if module is None or "<" in name:
+        kind = "a lambda" if "<lambda>" in name else f"{what} '{name.rpartition('.')[2]}', made inside a function,"
+        raise UsageError(f"{kind} cannot be imported by another process. {cure}")
+    if module == "__main__" and not hasattr(sys.modules["__main__"], "__file__"):
+        raise UsageError(
+            f"{what} '{name}' is defined in a notebook or at a prompt, and another process cannot import it from "
+            f"there. {cure}"
+        )
+    return f"{module}:{name}"
+
+
+def _built(record: ModuleRecord, tensors: Sequence[Tensor]) -> nn.Module:
+    kind = find_factory(record.kind, "class")
+    module: nn.Module = kind.__new__(kind)
+    nn.Module.__init__(module)
+    for name, value in record.attributes.items():
+        module.__dict__[name] = _restored(value, tensors)
+    for name, number in record.parameters.items():
+        module._parameters[name] = None if number is None else nn.Parameter(tensors[number], requires_grad=False)
+    for name, number in record.buffers.items():
+        module._buffers[name] = None if number is None else tensors[number]
+    for name, one in record.modules.items():
+        module._modules[name] = None if one is None else _built(one, tensors)
+    module._non_persistent_buffers_set = set(record.transient)
+    return module
+
+
+def _restored(value: Any, tensors: Sequence[Tensor]) -> Any:
+    if isinstance(value, _TensorNumber):
+        return None if value.number is None else tensors[value.number]
+    if isinstance(value, NamedObject):
+        return find_factory(value.path, "function")
+    if isinstance(value, tuple | list | set | frozenset):
+        return type(value)(_restored(one, tensors) for one in value)
+    if isinstance(value, dict):
+        return {_restored(key, tensors): _restored(one, tensors) for key, one in value.items()}
+    return value
+
+
+def caller_of(module: nn.Module, layout: RowLayout) -> Callable[[Sequence[Any]], Any]:
+    """How the module is called with the leaves of a batch: one tensor; the parts of a tuple one by one, if it takes so
+    many; the parts of a dict by name, if it takes those names; else the tuple or dict as it is.
+    """
+    form = layout.form
+    if form is None:
+        return lambda leaves: module(leaves[0])
+    target = module.function if isinstance(module, FunctionModel) else module.forward
+    try:
+        signature = inspect.signature(target)
+    except (TypeError, ValueError):  # of compiled code
+        signature = inspect.Signature([inspect.Parameter("rows", inspect.Parameter.VAR_POSITIONAL)])
+    if isinstance(form, dict):
+        try:
+            signature.bind(**dict.fromkeys(form))
+        except TypeError:
+            return lambda leaves: module(layout.arrange(leaves))
+        return lambda leaves: module(**layout.arrange(leaves))
+    try:
+        signature.bind(*form)
+    except TypeError:
+        return lambda leaves: module(layout.arrange(leaves))
+    return lambda leaves: module(*layout.arrange(leaves))

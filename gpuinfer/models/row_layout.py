@@ -1,0 +1,313 @@
+"""Rows of any shape: one tensor, or tuples and dicts of tensors, described once and checked row by row.
+
+A row has one or more *leaves*, arrays of a shape and a dtype; `RowLayout` says where each is. In this process a row
+travels as its leaves. To other processes rows travel packed, as uint8 [rows, row_bytes]: the leaves' bytes one behind
+the other, each from a multiple of `ALIGNMENT` on.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gpuinfer.errors import RequestError, UsageError
+
+ALIGNMENT = 16  # bytes: processors load whole vectors from there
+MOST_LEAVES = 64
+PACKED = "packed"
+"""The `ModelSpec.input_dtype` of rows that travel packed."""
+
+Ragged = Literal["pad", "group"] | None
+Path = tuple[str | int, ...]
+
+ITEM_BYTES = {
+    "bool": 1,
+    "uint8": 1,
+    "int8": 1,
+    "int16": 2,
+    "int32": 4,
+    "int64": 8,
+    "float16": 2,
+    "bfloat16": 2,
+    "float32": 4,
+    "float64": 8,
+}
+FLOATS = frozenset({"float16", "bfloat16", "float32", "float64"})
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """One array of a row: where it is in the row, its shape and its dtype (torch's names)."""
+
+    path: Path
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
+
+    def __str__(self) -> str:
+        place = "".join(f"[{part!r}]" for part in self.path)
+        return f"{place and place + ' '}{self.dtype} {list(self.shape)}"
+
+
+@dataclass(frozen=True)
+class RowLayout:
+    """What a row looks like. `form`: None for a leaf, a tuple of forms, or a dict of forms (as sorted pairs).
+
+    With `ragged` the first dimension of each leaf that has one may differ from row to row: rows are padded at their end
+    to a few lengths ("pad"), or share batches with rows of their own shapes alone ("group").
+    """
+
+    form: Any
+    leaves: tuple[Leaf, ...]
+    kind: Literal["torch", "numpy"] = "torch"  # what a row is made of, and so an answer
+    ragged: Ragged = None
+
+    def __str__(self) -> str:
+        return " and ".join(map(str, self.leaves))
+
+    @cached_property
+    def offsets(self) -> tuple[int, ...]:
+        """Where each leaf begins in a packed row, in bytes."""
+        places, at = [], 0
+        for leaf in self.leaves:
+            places.append(at)
+            at += -(-leaf.nbytes // ALIGNMENT) * ALIGNMENT
+        return (*places, at)
+
+    @property
+    def row_bytes(self) -> int:
+        return self.offsets[-1]
+
+    def arrange(self, leaves: Sequence[Any]) -> Any:
+        """The leaves (of one row, or of a batch) in the form of a row."""
+        iterator = iter(leaves)
+
+        def built(form: Any) -> Any:
+            if form is None:
+                return next(iterator)
+            if isinstance(form, dict):
+                return {name: built(one) for name, one in form.items()}
+            return tuple(built(one) for one in form)
+
+        return built(self.form)
+
+    def with_shapes(self, shapes: Sequence[tuple[int, ...]]) -> RowLayout:
+        """The same, with leaves of these shapes: of a group of ragged rows."""
+        leaves = tuple(replace(leaf, shape=shape) for leaf, shape in zip(self.leaves, shapes, strict=True))
+        return replace(self, leaves=leaves)
+
+    def to_wire(self) -> dict[str, Any]:
+        """Plain values only."""
+        return {
+            "form": self.form,
+            "leaves": [[list(leaf.path), list(leaf.shape), leaf.dtype] for leaf in self.leaves],
+            "kind": self.kind,
+        }
+
+
+def leaves_of(row: Any) -> list[Any]:
+    """The arrays of a row, in the order of its layout: dicts by sorted names."""
+    if isinstance(row, dict):
+        return [leaf for name in sorted(row) for leaf in leaves_of(row[name])]
+    if isinstance(row, tuple):
+        return [leaf for one in row for leaf in leaves_of(one)]
+    return [row]
+
+
+def layout_of_row(row: Any, ragged: Ragged = None) -> RowLayout:
+    """The layout of rows like this one. Raises `RequestError` for what cannot be a row."""
+    leaves: list[Leaf] = []
+    kinds: set[str] = set()
+
+    def form_of(value: Any, path: Path) -> Any:
+        if isinstance(value, Mapping):
+            if not value or not all(isinstance(name, str) for name in value):
+                raise RequestError(
+                    f"{_where(path)} is a dict {_shown(value)}. Give it one or more names, all of them text."
+                )
+            return {name: form_of(value[name], (*path, name)) for name in sorted(value)}
+        if isinstance(value, tuple):
+            if not value:
+                raise RequestError(f"{_where(path)} is an empty tuple. Put the arrays of a row into it.")
+            return tuple(form_of(one, (*path, place)) for place, one in enumerate(value))
+        array = as_array(value, path)
+        kinds.add("torch" if is_tensor(array) else "numpy")
+        leaves.append(Leaf(path, tuple(array.shape), dtype_name(array, path)))
+        return None
+
+    form = form_of(row, ())
+    if len(leaves) > MOST_LEAVES:
+        raise RequestError(f"a row of {len(leaves)} arrays; at most {MOST_LEAVES} are taken. Join some of them.")
+    return RowLayout(form, tuple(leaves), "torch" if "torch" in kinds else "numpy", ragged)
+
+
+def is_tensor(value: Any) -> bool:
+    """Whether it is a tensor of torch, which is not imported for the question."""
+    return type(value).__module__.partition(".")[0] == "torch" or hasattr(value, "untyped_storage")
+
+
+def as_array(value: Any, path: Path = ()) -> Any:
+    """A leaf as a tensor on the CPU, or as a NumPy array. Raises `RequestError` for what is neither and cannot be one.
+
+    Python's own numbers, and lists of them, become float32, int64 or bool.
+    """
+    if is_tensor(value):
+        if value.device.type != "cpu":
+            return value.detach().cpu()
+        return value.detach() if value.requires_grad else value
+    if isinstance(value, np.ndarray | np.generic):
+        return np.asarray(value)
+    if isinstance(value, bool | int | float | list):
+        try:
+            array = np.asarray(value)
+        except ValueError:
+            array = np.asarray(None)
+        if array.dtype.kind in "biuf":
+            return array.astype(np.float32) if array.dtype.kind == "f" else array
+    raise RequestError(
+        f"{_where(path)} is {_shown(value)}, and a row is made of tensors, arrays and numbers, in tuples and dicts. "
+        "Turn it into one of these first."
+    )
+
+
+def dtype_name(array: Any, path: Path = ()) -> str:
+    """Torch's name of an array's dtype. Raises `RequestError` for one that no model takes."""
+    name = str(array.dtype).removeprefix("torch.")
+    if name not in ITEM_BYTES:
+        raise RequestError(f"{_where(path)} is of {name}. Convert it to one of {', '.join(ITEM_BYTES)}.")
+    return name
+
+
+def checked_leaves(row: Any, layout: RowLayout) -> list[Any]:
+    """The leaves of a row that is like the others. Raises `RequestError` for one that is not, with the cure."""
+    found = leaves_of(row)
+    if len(found) == len(layout.leaves):
+        for place, (value, leaf) in enumerate(zip(found, layout.leaves, strict=True)):
+            if (shape := getattr(value, "shape", None)) is None or getattr(value, "requires_grad", False):
+                found[place] = value = as_array(value, leaf.path)
+                shape = value.shape
+            if tuple(shape) != leaf.shape and not (layout.ragged and shape[1:] == leaf.shape[1:] and leaf.shape):
+                raise _unlike(row, layout)
+            if str(value.dtype).removeprefix("torch.") != leaf.dtype:
+                raise _unlike(row, layout)
+            if is_tensor(value) and value.device.type != "cpu":
+                found[place] = value.cpu()
+        if _same_form(row, layout.form):
+            return found
+    raise _unlike(row, layout)
+
+
+def _same_form(row: Any, form: Any) -> bool:
+    if form is None:
+        return not isinstance(row, dict | tuple)
+    if isinstance(form, dict):
+        return (
+            isinstance(row, dict) and row.keys() == form.keys() and all(_same_form(row[key], form[key]) for key in form)
+        )
+    return isinstance(row, tuple) and len(row) == len(form) and all(map(_same_form, row, form))
+
+
+def _unlike(row: Any, layout: RowLayout) -> RequestError:
+    """What is different about this row, and the cure."""
+    found = layout_of_row(row)
+    takes = f"this row is {found}, and the first one was {layout}."
+    if found.form != layout.form:
+        return RequestError(f"{takes} Give all rows the same names and places.")
+    for one, wanted in zip(found.leaves, layout.leaves, strict=True):
+        if one.dtype != wanted.dtype:
+            cast = f".to(torch.{wanted.dtype})" if found.kind == "torch" else f".astype(np.{wanted.dtype})"
+            return RequestError(f"{takes} Convert it: row{_place(one.path)}{cast}.")
+        if one.shape != wanted.shape:
+            batch = one.shape[1:] == wanted.shape
+            if batch:
+                return RequestError(f"{takes} That is a batch of {one.shape[0]} rows: give it to predict_batch.")
+            if one.shape[1:] == wanted.shape[1:] and one.shape and wanted.shape and not layout.ragged:
+                return RequestError(
+                    f'{takes} Rows of several lengths need ragged="pad" or ragged="group" when the batcher is made.'
+                )
+            return RequestError(f"{takes} Give all rows the same shape.")
+    return RequestError(f"{takes} Give all rows alike.")
+
+
+def packed_rows(leaves: Sequence[Any], layout: RowLayout, rows: int, target: NDArray[np.uint8]) -> None:
+    """Write the leaves of so many rows, arrays [rows, *shape], to packed rows: uint8 [rows, row_bytes]."""
+    for leaf, at, value in zip(layout.leaves, layout.offsets, leaves, strict=False):
+        if is_tensor(value):
+            import torch
+
+            raw = value.contiguous().view(rows, -1).view(torch.uint8).numpy()
+        else:
+            raw = np.ascontiguousarray(value).reshape(rows, -1).view(np.uint8)
+        target[:, at : at + leaf.nbytes] = raw
+
+
+def unpacked_leaves(block: Any, layout: RowLayout) -> list[Any]:
+    """The leaves of packed rows, tensors [rows, *shape] on the block's memory: uint8 [rows, row_bytes], of torch."""
+    import torch
+
+    rows = len(block)
+    found = []
+    for leaf, at in zip(layout.leaves, layout.offsets, strict=False):
+        raw = block[:, at : at + leaf.nbytes]
+        dtype = getattr(torch, leaf.dtype)
+        found.append((raw if leaf.nbytes else raw.contiguous()).view(dtype).view(rows, *leaf.shape))
+    return found
+
+
+def padded_length(length: int) -> int:
+    """The length that a ragged row is padded to: a power of two, or one and a half of it. Less than a third is padding.
+
+    Rows of one padded length share batches (bucketing by length).
+    """
+    if length <= 4:
+        return max(1, length)
+    power = 1 << (length - 1).bit_length()
+    return power * 3 // 4 if length <= power * 3 // 4 else power
+
+
+def padded_leaves(leaves: Sequence[Any], layout: RowLayout, value: float) -> list[Any]:
+    """The leaves of a ragged row, each filled up at its end to its padded length."""
+    found = []
+    for array, leaf in zip(leaves, layout.leaves, strict=True):
+        wanted = padded_length(array.shape[0]) if leaf.shape else 0
+        if not leaf.shape or array.shape[0] == wanted:
+            found.append(array)
+        elif is_tensor(array):
+            longer = array.new_full((wanted, *array.shape[1:]), value)
+            longer[: array.shape[0]] = array
+            found.append(longer)
+        else:
+            longer = np.full((wanted, *array.shape[1:]), value, array.dtype)
+            longer[: array.shape[0]] = array
+            found.append(longer)
+    return found
+
+
+def parsed_shape(text: str) -> tuple[int, ...]:
+    """A shape as the command line has it: `32`, `3x32x32`. Raises `UsageError`."""
+    parts = text.lower().split("x")
+    if not all(part.isdigit() and int(part) > 0 for part in parts):
+        raise UsageError(f"'{text}' is no shape. Write whole numbers with x between them, such as 3x32x32.")
+    return tuple(map(int, parts))
+
+
+def _where(path: Path) -> str:
+    return f"row{_place(path)}" if path else "this row"
+
+
+def _place(path: Path) -> str:
+    return "".join(f"[{part!r}]" for part in path)
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return f"{type(value).__name__} {text if len(text) < 60 else text[:57] + '…'}"
