@@ -316,7 +316,7 @@ class Batcher(SessionFigures):
         More rows than a batch may have are divided, with `split` also among all devices. Raises as `predict` does.
         """
         futures = self._submit_batch(rows, split, priority, timeout)
-        return joined([self._waited(future, timeout) for future in futures])
+        return joined_answers([self._waited(future, timeout) for future in futures])
 
     def map(
         self,
@@ -398,7 +398,7 @@ class Batcher(SessionFigures):
             session = await self._ready_here(first_row(rows))
         parts = self._divided(rows, split)
         asked = (self._ask(session, *self._batch_payload(part), priority, timeout) for part in parts)
-        return joined(await asyncio.gather(*asked))
+        return joined_answers(await asyncio.gather(*asked))
 
     async def stream(self, rows: Iterable[Any] | AsyncIterable[Any], *, ordered: bool = True) -> AsyncIterator[Any]:
         """`map`, for `async for`."""
@@ -658,15 +658,15 @@ class RowFuture(PendingAnswer):
         self.owner._settled(self.request.rows)
 
 
-def joined(answers: Sequence[Any]) -> Any:
+def joined_answers(answers: Sequence[Any]) -> Any:
     """The answers to portions of a batch as one: tensors, arrays, or tuples and dicts of them."""
     first = answers[0]
     if len(answers) == 1:
         return first
     if isinstance(first, Mapping):
-        return {name: joined([one[name] for one in answers]) for name in first}
+        return {name: joined_answers([one[name] for one in answers]) for name in first}
     if isinstance(first, tuple):
-        return tuple(joined(parts) for parts in zip(*answers, strict=True))
+        return tuple(joined_answers(parts) for parts in zip(*answers, strict=True))
     if hasattr(first, "untyped_storage"):
         import torch
 

@@ -153,9 +153,9 @@ class LeavesForward:
                 writeable = one if one.flags.writeable and one.flags.c_contiguous else one.copy()
                 parts.append(unpacked_leaves(torch.from_numpy(writeable), self._layout))
             elif isinstance(one, SingleRow):
-                parts.append([as_tensor(leaf)[None] for leaf in one.leaves])
+                parts.append([leaf_tensor(leaf)[None] for leaf in one.leaves])
             else:
-                parts.append([as_tensor(leaf) for leaf in one.leaves])
+                parts.append([leaf_tensor(leaf) for leaf in one.leaves])
         leaves = [column[0] if len(column) == 1 else torch.cat(column) for column in zip(*parts, strict=True)]
         rows = sum(map(len, requests))
         return [self._sent(leaf, cast) for leaf, cast in zip(leaves, self._casts, strict=True)], rows
@@ -168,7 +168,7 @@ class LeavesForward:
             try:
                 return torch.stack(list(column))
             except (TypeError, RuntimeError):  # some are arrays, or of another dtype than was agreed
-                return torch.stack([as_tensor(leaf) for leaf in column])
+                return torch.stack([leaf_tensor(leaf) for leaf in column])
         return torch.from_numpy(np.stack([leaf if isinstance(leaf, np.ndarray) else leaf.numpy() for leaf in column]))
 
     def _sent(self, leaf: Tensor, cast: torch.dtype | None) -> Tensor:
@@ -235,7 +235,7 @@ class LeavesForward:
         return found
 
 
-def as_tensor(leaf: Any) -> Tensor:
+def leaf_tensor(leaf: Any) -> Tensor:
     """A leaf as a tensor on its own memory, where torch can use that."""
     if isinstance(leaf, Tensor):
         return leaf

@@ -46,18 +46,18 @@ class FunctionModel(nn.Module):
     def forward(self, *leaves: Any, **named: Any) -> Any:
         """What the function answers, its arrays as tensors."""
         if self.numpy:
-            leaves, named = mapped(Tensor.numpy, leaves), mapped(Tensor.numpy, named)
-        return mapped(torch.from_numpy, self.function(*leaves, **named), np.ndarray)
+            leaves, named = changed_in(Tensor.numpy, leaves), changed_in(Tensor.numpy, named)
+        return changed_in(torch.from_numpy, self.function(*leaves, **named), np.ndarray)
 
 
-def mapped(change: Callable[[Any], Any], value: Any, kind: type = Tensor) -> Any:
+def changed_in(change: Callable[[Any], Any], value: Any, kind: type = Tensor) -> Any:
     """`value` with each `kind` in its tuples, lists and dicts changed."""
     if isinstance(value, kind):
         return change(value)
     if isinstance(value, Mapping):
-        return {name: mapped(change, one, kind) for name, one in value.items()}
+        return {name: changed_in(change, one, kind) for name, one in value.items()}
     if isinstance(value, tuple | list):
-        return tuple(mapped(change, one, kind) for one in value)
+        return tuple(changed_in(change, one, kind) for one in value)
     return value
 
 
