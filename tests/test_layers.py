@@ -103,7 +103,7 @@ FACADES: dict[str, set[str]] = {
         "verify.verification",
         "verify.verify_setup",
     },
-    "library": {"choices", "measured"},
+    "library": {"batcher", "choices", "measured"},
     "models": {
         "cuda_graphs",
         "device",
