@@ -241,6 +241,9 @@ class Progress:
     begun: float = 0.0  # how much is done of what is under way: two games half played make 1.0
     failed: int | None = None  # of `done`, how many ended in an error; None: what counts are the requests that did
     failure: str = ""  # what the first of them was told; "": what the first request was told whose batch failed
+    figures: Sequence[tuple[int, Mapping[str, float]]] = ()
+    """Of steps that have ended since the Progress before, each with its number: the loss of a training step, the reward
+    of a group. For trackers (`--track`); a name with a slash stays as it is, others get the workload's before them."""
 
 
 class Options(BaseModel):

@@ -84,7 +84,7 @@ def around(name: str, workload: Workload, merged: settings.Settings) -> RunPlan:
     setup = replace(setup_of(common), model=model, processes=processes, deterministic=workload.deterministic)
     backend, strategy = served(name, setup, merged)
     shown = merged.common.model_dump(
-        mode="json", by_alias=True, exclude={"disabled_plugins", "quiet", "verbose", "live", "trial"}
+        mode="json", by_alias=True, exclude={"disabled_plugins", "quiet", "verbose", "live", "trial", "track"}
     )
     return RunPlan(
         workload,

@@ -31,6 +31,7 @@ METAVARS = {
     "seed": "N",
     "json": "FILE|-",
     "trace": "FILE",
+    "track": "TARGET",
     "live": "",
     "roofline": "",
     "trial": "",
@@ -39,7 +40,7 @@ METAVARS = {
     "max_failures": "SHARE",
     "max_queue_rows": "N",
 }
-"""The common settings that are flags with one value, and what stands for the value in the help."""
+"""The common settings that are flags, and what stands for the value in the help."""
 
 Parameters = dict[str, inspect.Parameter]
 
@@ -52,17 +53,18 @@ def common_flags(max_failures: float = Workload.max_failures) -> Parameters:
         "strategy": _names("strategies"),
         "device": _from("auto", "all", "cpu", "cuda"),
         "dtype": _from(*map(str, options.choices(fields["dtype"].annotation))),
+        "track": _from("tensorboard=", "wandb", "mlflow"),
     }
     found: Parameters = {}
     for name, metavar in METAVARS.items():
         field = fields[name]
         about, _, unset = (field.description or "").partition("; none: ")  # what no value means is its default
         default = f"{max_failures:g}" if name == "max_failures" else unset or options.default_text(field)
-        text = _help(f"{about[:1].upper()}{about[1:]}.", default)
-        is_switch = options.accepts(field.annotation, bool)
+        is_switch, several = options.accepts(field.annotation, bool), options.takes_list(field.annotation)
+        text = _help(f"{about[:1].upper()}{about[1:]}{'; repeatable' if several else ''}.", default)
         found[name] = _parameter(
             name,
-            bool | None if is_switch else str | None,  # settings judge a text, wherever it came from
+            bool | None if is_switch else list[str] | None if several else str | None,  # settings judge a text
             [f"{flag(name)}/--no-{flag(name)[2:]}" if is_switch else flag(name)],
             text,
             metavar=metavar,
@@ -215,7 +217,7 @@ def _keys(kind: str) -> Callable[[typer.Context, str], list[str]]:
 
 
 SHORTS = {"backend_options": "-B", "strategy_options": "-S", "decoder_options": "-D"}
-SHOWN_ONLY = ("json", "trace", "live", "quiet", "verbose", "trial")  # how a run is shown, not what it does
+SHOWN_ONLY = ("json", "trace", "track", "live", "quiet", "verbose", "trial")  # how a run is shown, not what it does
 
 
 def spelled(name: str, values: Mapping[str, Any]) -> str:

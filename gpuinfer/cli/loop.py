@@ -25,10 +25,11 @@ from gpuinfer.units import duration, left_until, number, whole
 if TYPE_CHECKING:
     from gpuinfer.config.settings import Settings
     from gpuinfer.lab.loop.loop_runner import LoopPlan, LoopStep, Report
+    from gpuinfer.runtime.tracking import Tracking
 
 NAME = "loop"
 GATE_GAMES = 100  # unless somebody says how many
-COMMON = ("device", "dtype", "seed", "json", "quiet", "verbose", "config")
+COMMON = ("device", "dtype", "seed", "json", "track", "quiet", "verbose", "config")
 GAME = (
     "players",
     "cards",
@@ -99,7 +100,7 @@ class LoopOptions(api.Options):
 def execute(values: Mapping[str, Any]) -> int:
     """Do what is left of the loop, show and write it. The exit code: 3 stopped, 4 too weak, else 0."""
     from gpuinfer.cli.building import merge
-    from gpuinfer.cli.workload import log_to_people
+    from gpuinfer.cli.workload import log_to_people, open_tracking
     from gpuinfer.host.files import RecordFolder
     from gpuinfer.lab.loop import loop_summary
 
@@ -118,6 +119,8 @@ def execute(values: Mapping[str, Any]) -> int:
         raise UsageError(f"--out {options.out}: training reads several folders parted by commas. Give one without.")
     plan = _plan(options, options.out, merged)
     _refuse_what_training_refuses(plan, spec, merged)
+    settings, command = options.model_dump(mode="json"), flags.spelled(NAME, values)
+    tracking = open_tracking(NAME, common, {NAME: settings, **common.model_dump(include={"device", "dtype", "seed"})})
     folder = RecordFolder(options.out, "gpuinfer.loop-folder/1", "")
     kept = {name: value for name, value in options.model_dump(mode="json").items() if name not in NO_PART}
     digest = hashlib.sha256(options.weights.read_bytes()).hexdigest() if options.weights else None
@@ -128,10 +131,9 @@ def execute(values: Mapping[str, Any]) -> int:
         from gpuinfer.models.load import write_weights
 
         write_weights(spec, common.seed, first)
-    settings, command = options.model_dump(mode="json"), flags.spelled(NAME, values)
     ended, error = "failed", None
     try:
-        ended = _follow(plan, common.verbose > 0, common.quiet)
+        ended = _follow(plan, common.verbose > 0, common.quiet, tracking)
     except (UsageError, WorkError) as caught:
         error = caught
     finally:
@@ -142,6 +144,8 @@ def execute(values: Mapping[str, Any]) -> int:
             destination.write_failed(document, error)
         loop_summary.write_loop(plan, document)
         folder.release()
+        with tracking:
+            tracking.finish(ended, loop_summary.tracked_summary(document, error))
     if document["iterations"]:
         from gpuinfer.cli.screen.display import show_page
 
@@ -207,7 +211,7 @@ def _plan(options: LoopOptions, folder: Path, merged: Settings) -> LoopPlan:
     play += [f"{flags.flag(name)}={value}" for name in PLAY if (value := getattr(options, name)) is not None]
     play += [f"--device={common.device}"]
     training = [f"--device={_one_of(common.devices)}"]
-    everyone = ["--no-roofline", "--no-trial", "--no-live", f"--dtype={common.dtype}"]
+    everyone = ["--no-roofline", "--no-trial", "--no-live", "--track=none", f"--dtype={common.dtype}"]
     everyone += [f"--config={merged.file}"] if merged.file is not None else []
     everyone += ["--quiet"] if not common.verbose else []
     names = (
@@ -234,11 +238,14 @@ def _plan(options: LoopOptions, folder: Path, merged: Settings) -> LoopPlan:
     )
 
 
-def _follow(plan: LoopPlan, verbose: bool, quiet: bool) -> str:
+def _follow(plan: LoopPlan, verbose: bool, quiet: bool, tracking: Tracking) -> str:
     """All steps; how they ended: done or partial."""
     from gpuinfer.cli.comparison_progress import interruptible
+    from gpuinfer.lab.loop.loop_figures import LossFollower, step_figures
     from gpuinfer.lab.loop.loop_runner import Remaining, run_loop
 
+    tracking.start()
+    losses = LossFollower(plan, tracking.log if tracking.wanted else None)
     line, remaining = _Line(replaced=not verbose and sys.stderr.isatty()), Remaining(plan)
 
     def say(step: LoopStep, what: str, end: str = "\n") -> None:
@@ -249,17 +256,20 @@ def _follow(plan: LoopPlan, verbose: bool, quiet: bool) -> str:
 
     def ended(step: LoopStep, report: Report, seconds: float) -> None:
         remaining.ended(step, seconds)
+        losses.ended(step)
+        tracking.log(step.iteration, step_figures(step, report, plan.has_won(step.iteration)))
         won = f": it {'plays from now on' if plan.has_won(step.iteration) else 'does not play'}"
         say(step, _told(step, report, seconds) + (won if step.kind == "gate" else ""))
 
     def began(step: LoopStep) -> None:
+        losses.began(step)
         if verbose:
             say(step, f"{step.kind} …")
         elif line.replaced:
             say(step, f"{step.kind} … (tail -f {shlex.quote(str(step.log))})", end="")
 
     try:
-        with interruptible(), line:
+        with interruptible(), line, losses:
             run_loop(plan.steps(), verbose, began, ended)
     except KeyboardInterrupt:
         print("gpuinfer: stopped, and what is finished is kept. The same with --resume goes on.", file=sys.stderr)

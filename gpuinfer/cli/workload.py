@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from gpuinfer.engine.trace_merge import Merged
     from gpuinfer.lab.bench.advice_trial import TrialPlan
     from gpuinfer.runtime.run import RunPlan, RunUpdate
+    from gpuinfer.runtime.tracking import Tracking
 
 TOO_SHORT = "the run was too short"
 NO_TRIAL = "the workload has no trial of such a run"
@@ -252,8 +253,10 @@ def execute(name: str, values: Mapping[str, Any]) -> int:
     )
     allowed = plan.workload.max_failures if common.max_failures is None else common.max_failures
     ending = EndOfRun(plan.workload, merged, display, destination)
-    with display, _failed_report(destination, plan.workload):
-        report = _run(plan, common.roofline, ending, allowed, anew(name, values, plan.workload))
+    tracking = open_tracking(name, common, plan.settings)
+    with display, tracking, _failed_report(destination, plan.workload):
+        report = _run(plan, common.roofline, ending, allowed, anew(name, values, plan.workload), tracking)
+        tracking.finish_with(report)
     if report["status"] == "failed":
         failures = report["failures"]
         share = f"{failures['count']:,} of {failures['of']:,} failed ({failures['share']:.1%})"
@@ -278,7 +281,20 @@ def _named(plan: RunPlan, merged: settings.Settings) -> Iterator[output.Named]:
     yield from output.named_places(plan.strategy.options, "-S ")
 
 
-def _run(plan: RunPlan, roofline: bool, ending: EndOfRun, max_failures: float, command: str) -> dict[str, Any]:
+def open_tracking(name: str, common: Common, shown: Mapping[str, Any]) -> Tracking:
+    """The trackers of `--track`, which say on standard error where they are to be seen. Raises `UsageError`."""
+    from gpuinfer.runtime.tracking import Tracking
+
+    def say(where: str) -> None:
+        if not common.quiet:
+            print(f"track: {where}", file=sys.stderr)
+
+    return Tracking(common.track, name, shown, say)
+
+
+def _run(
+    plan: RunPlan, roofline: bool, ending: EndOfRun, max_failures: float, command: str, tracking: Tracking
+) -> dict[str, Any]:
     from gpuinfer.runtime.run import run
 
     return run(
@@ -293,6 +309,7 @@ def _run(plan: RunPlan, roofline: bool, ending: EndOfRun, max_failures: float, c
         on_report=ending.show,
         on_abandon=ending.write,
         max_failures=max_failures,
+        on_figures=tracking.log if tracking.wanted else None,
     )
 
 

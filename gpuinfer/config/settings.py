@@ -58,6 +58,11 @@ class Common(BaseModel):
     seed: int = Field(0, ge=0, lt=2**63, description="of everything random")
     report: str | None = Field(None, alias="json", description="write the report to this file; - is standard output")
     trace: str | None = Field(None, pattern=r"^[^\x00]+$", description="a file that records every request and batch")
+    track: list[str] = Field(
+        [],
+        json_schema_extra={"repeatable": True},
+        description="write the figures while the run goes: tensorboard=DIR, wandb=PROJECT or mlflow=EXPERIMENT",
+    )
     live: bool | None = Field(None, description="a live view, or plain lines; none: live on a terminal")
     quiet: bool = Field(False, description="no progress: only the result, and errors")
     verbose: int = Field(0, ge=0, description="1 says more, 2 shows tracebacks")

@@ -5,6 +5,7 @@ with the figures that the report and the verdict take from it (`gpuinfer.report.
 from __future__ import annotations
 
 import asyncio
+import statistics
 import time
 
 from gpuinfer.rollouts.concurrency import GroupFeed
@@ -23,6 +24,8 @@ class RolloutTally:
         self.groups = self.games = self.failed = self.turns = self.steps = 0
         self.played_s = self.reference_s = self.game_s = 0.0  # of all groups, and of all games
         self.group_s = 0.0  # of all groups in their places
+        self._rewards: list[float] = []  # of the policy's trajectories, in groups that `take_figures` has not had
+        self._metrics: dict[str, list[float]] = {}  # of their games, by name
 
     def add(self, group: Group, inline: bool) -> None:
         """`inline`: it was in its place until its reference was computed."""
@@ -35,6 +38,19 @@ class RolloutTally:
         self.failed += len(group.failed)
         self.steps += sum(game.steps for game in group.games)
         self.turns += sum(1 for _ in group.turns())
+        for game in group.games:
+            self._rewards += [one.reward for one in game.trajectories if one.trainable]
+            for name, value in game.metrics.items():
+                self._metrics.setdefault(name, []).append(value)
+
+    def take_figures(self) -> dict[str, float]:
+        """Means over the groups that were added since the last call: rewards, and the environment's metrics."""
+        rewards, self._rewards = self._rewards, []
+        metrics, self._metrics = self._metrics, {}
+        found = {f"metric_{name}": statistics.fmean(values) for name, values in metrics.items()}
+        if rewards:
+            found |= {"reward": statistics.fmean(rewards), "reward_std": statistics.pstdev(rewards)}
+        return found
 
     @property
     def done(self) -> int:

@@ -86,6 +86,17 @@ class StepRecord(Struct, frozen=True, kw_only=True):
     verdict: Mapping[str, Any] | None = None
 
 
+NO_FIGURES = ("step", "at_s", "slots")
+
+
+def figures_of(step: StepRecord) -> dict[str, float]:
+    """A step's numbers for trackers, as `trainer/wait_s`, and the trainer's own, as `trainer/metric_loss`."""
+    fields = msgspec.structs.asdict(step)
+    numbers = {name: one for name, one in fields.items() if isinstance(one, int | float) and name not in NO_FIGURES}
+    numbers |= {f"metric_{name}": one for name, one in step.metrics.items()}
+    return {f"trainer/{name}": float(one) for name, one in numbers.items()}
+
+
 class StepsFile:
     """Writes each step as it ends: one line, whole, in one call, so that it can be followed.
 

@@ -26,6 +26,7 @@ from gpuinfer.host.cpu_contention import CoreTime
 from gpuinfer.models import roofline_process
 from gpuinfer.report import report, report_sections
 from gpuinfer.runtime import run_roofline
+from gpuinfer.runtime.run_figures import RunFigures
 from gpuinfer.runtime.session import Session
 from gpuinfer.stats import Snapshot
 
@@ -87,6 +88,7 @@ async def execute(
     on_report: Callable[[dict[str, Any]], None] = lambda report: None,
     on_abandon: Callable[[dict[str, Any]], None] = lambda report: None,
     max_failures: float = 1.0,
+    on_figures: Callable[[int, Mapping[str, float]], None] | None = None,
 ) -> dict[str, Any]:
     """Run the workload and return its report (`report.SCHEMA`).
 
@@ -103,12 +105,17 @@ async def execute(
     `on_report` gets the report of a run without an error, before the backend is closed, which may take long. When a
     plugin blocks the event loop and the run has to end, `on_abandon` gets the report so far from another thread; then
     the process is ended, if it is the command line's own (`signals.owned`).
+
+    `on_figures` gets figures by name while the run goes on, with the workload's step: `runtime/run_figures.py` says
+    which. It is called on the event loop, at most a few times a second, and returns at once; what it raises is warned
+    of, and it is called no more. `tracking.Tracking.log` is such a function.
     """
     done: dict[str, Any] | None = None
     try:
         with recording(backend.setup.trace, on_trace):
             run = _Execution(workload, backend, strategy, on_update, until, update_s, grace_s, max_failures)
             run.settings, run.command, run.on_abandon = settings or {}, command, on_abandon
+            run.figures = RunFigures(run.name_of("workload"), on_figures)
             status = "failed"
             with signals.handled(run.asked, run.insist, run.force), contextlib.closing(run):
                 async with run.session:
@@ -151,6 +158,7 @@ class _Execution:
         self.session.watchdog.watch(self._held, workload)
         self.settings: Mapping[str, Any]
         self.command: str | None
+        self.figures: RunFigures
         self.on_abandon: Callable[[dict[str, Any]], None]
         self.reported = False  # to `on_report`
         self._max_failures = max_failures
@@ -283,6 +291,7 @@ class _Execution:
             await self.session.refresh()  # while a remote backend is still there
             await self._end(task, quietly=True)
             self._final = self.session.snapshot()
+            self.figures.look(self.update(), last=True)
 
     async def _end(self, task: asyncio.Task[None], quietly: bool = False) -> None:
         if not task.done():
@@ -297,6 +306,7 @@ class _Execution:
             began = time.thread_time()  # not wall time, which others' use of the cores adds to
             update = self.update()
             self._on_update(update)
+            self.figures.look(update)
             if self._until(update) and not self.session.stopping.is_set():
                 self._enough = True
                 self._stop(self._grace_s)
@@ -320,6 +330,7 @@ class _Execution:
                     self._at_work |= not progress.setup
                     self._reports += 1
                     self.progress = progress
+                    self.figures.add(progress)
                     self.phase = progress.note or ("preparing" if progress.setup else "running")
             finally:  # end the workload's own contexts now, its worker processes above all, not at garbage collection
                 if (close := getattr(stream, "aclose", None)) is not None:
@@ -433,11 +444,13 @@ class _Execution:
             self.progress, snapshot, elapsed_s, setup_s, phase, self.roofline, cores, text_roofline=self.text_roofline
         )
 
+    def name_of(self, kind: str) -> str:
+        """Of the workload, the backend or the strategy."""
+        given = self.settings.get(kind)
+        return given if isinstance(given, str) else type(getattr(self, kind)).__name__.lower()
+
     def report(self, status: str) -> dict[str, Any]:
-        names = {}
-        for kind in ("workload", "backend", "strategy"):
-            given = self.settings.get(kind)
-            names[kind] = given if isinstance(given, str) else type(getattr(self, kind)).__name__.lower()
+        names = {kind: self.name_of(kind) for kind in ("workload", "backend", "strategy")}
         return report.build(
             report.Run(
                 **names,

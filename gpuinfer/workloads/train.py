@@ -218,6 +218,7 @@ class _TrainingRun:
         self._latest: deque[Gradients] = deque(maxlen=LATEST)
         self._since: list[dict[str, float]] = []  # what the steps since the curve's last row came to
         self._rows: list[dict[str, float]] = []  # of the curve, to be written
+        self._untold: list[dict[str, float]] = []  # rows of the curve that no Progress has had
         self._write_at = 0.0
         self._tell_at = 0.0
         self._facts: dict[str, float] = {}
@@ -347,7 +348,7 @@ class _TrainingRun:
             mean = self._mean(found, "validation", rows)
             self._facts.update(mean)
             self._add_row()
-            self._rows.append({"step": self._step, **{name.replace(": ", "_"): one for name, one in mean.items()}})
+            self._add_to_curve({name.replace(": ", "_"): one for name, one in mean.items()})
 
     @staticmethod
     def _mean(found: list[Gradients], name: str, weights: list[int] | None = None) -> dict[str, float]:
@@ -365,8 +366,13 @@ class _TrainingRun:
         if self._since:
             last = self._since[-1]
             means = {name: math.fsum(one.get(name, 0.0) for one in self._since) / len(self._since) for name in last}
-            self._rows.append({"step": self._step, **means, "learning_rate": last["learning_rate"]})
+            self._add_to_curve({**means, "learning_rate": last["learning_rate"]})
             self._since.clear()
+
+    def _add_to_curve(self, figures: dict[str, float]) -> None:
+        row = {"step": self._step, **figures}
+        self._rows.append(row)
+        self._untold.append(row)
 
     async def _write_curve(self) -> None:
         self._write_at = time.monotonic() + CURVE_S
@@ -402,4 +408,6 @@ class _TrainingRun:
             **self._facts,
         }
         counts = {"steps": self._step - self._begun}
-        return Progress(self._step, self._own.steps, "steps", counts, facts, before=self._begun)
+        rows, self._untold = self._untold, []
+        figures = [(int(row["step"]), {name: one for name, one in row.items() if name != "step"}) for row in rows]
+        return Progress(self._step, self._own.steps, "steps", counts, facts, before=self._begun, figures=figures)

@@ -82,6 +82,14 @@ def loop_verdict(document: Document) -> str:
     return f"After {iterations}: {in_score(strength)} against the first generation, {in_elo(strength)}."
 
 
+def tracked_summary(document: Document, error: Exception | None) -> dict[str, str | float]:
+    """What a tracker is told at the end of a loop, which `error` has ended."""
+    strength = document["strength"] or {}
+    found = {"verdict": loop_verdict(document), "weights": document["weights"], "error": error and str(error)}
+    found |= {name: strength.get(name) for name in ("score", "elo")}
+    return {name: value for name, value in found.items() if value is not None}
+
+
 WIDTH = 48  # columns
 ZERO, BEGIN, LINE, MEAN, END = "┊├─●┤"
 BEYOND = "◀", "▶"  # an end that is not known: no number of Elo is that far

@@ -240,6 +240,9 @@ class Rollouts(Workload):
 
     def _progress(self, tally: RolloutTally, player: GroupPlayer, training: Training | None) -> Progress:
         counts = player.counts
+        figures = [] if training is None else training.recorder.take_figures()
+        if of_groups := tally.take_figures():
+            figures.append((tally.done, of_groups))
         return Progress(
             tally.done,
             self._groups,
@@ -256,6 +259,7 @@ class Rollouts(Workload):
             },
             note=f"{tally.failed} games played again" if tally.failed else "",
             before=tally.before,
+            figures=figures,
         )
 
 

@@ -1,0 +1,221 @@
+"""Where a run's figures can be tracked (`--track`): TensorBoard, Weights & Biases, MLflow.
+
+A tracker lives in a process of its own (`runtime/tracking.py`), so that no run waits for one, and none can harm a run.
+Another one is a class here, with its name in `TRACKERS`.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+from gpuinfer.errors import UnknownName, UsageError
+
+NOTHING = "none"  # a target: nothing is tracked, whatever the environment or a file says
+Summary = Mapping[str, str | float]
+
+
+class Tracker(ABC):
+    """One place that figures go to. `target` stands behind the `=` of `--track`; "": nothing does.
+
+    Methods are called one after the other from one thread. What they raise ends the tracking and is shown to the user
+    once; the run goes on.
+    """
+
+    package: ClassVar[str]  # that it imports, of the extra with the tracker's name
+
+    def __init__(self, target: str) -> None:
+        self.target = target
+
+    def check(self) -> None:
+        """Raise `UsageError` for a target that cannot be. Imports nothing heavy, and touches nothing."""
+        return
+
+    @abstractmethod
+    def start(self, run: str, settings: Mapping[str, Any]) -> str:
+        """Begin a run of this name with these settings, plain values in nested tables. Returns where it is to be seen,
+        for people.
+        """
+
+    @abstractmethod
+    def log(self, step: int, figures: Mapping[str, float]) -> None:
+        """Figures by name, such as `train/loss`. Steps count what the workload counts; each name has its own, which
+        never fall, unless a run goes on with an earlier one.
+        """
+
+    @abstractmethod
+    def finish(self, status: str, summary: Summary) -> None:
+        """The run is over: `done`, `partial`, `failed`, or `killed`, of which nothing more is known."""
+
+
+def open_tracker(word: str) -> Tracker:
+    """The tracker that `--track WORD` names, such as `tensorboard=runs`. Raises `UsageError` for one that is not known,
+    not installed, or has no such target.
+    """
+    name, equals, target = word.partition("=")
+    if name not in TRACKERS:
+        raise UnknownName("tracker", name, [*TRACKERS, NOTHING], label="Trackers")
+    if equals and not target:
+        raise UsageError(f"--track {word}: nothing stands behind the '='. Give --track {USUAL[name]}.")
+    tracker = TRACKERS[name](target)
+    found = importlib.util.find_spec(tracker.package)
+    if found is None or found.origin is None:  # a folder of that name, such as the one that wandb leaves
+        raise UsageError(
+            f"--track {word} needs the package {tracker.package}. Install it: pip install 'gpuinfer[{name}]'."
+        )
+    tracker.check()
+    return tracker
+
+
+def flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, str | int | float | bool]:
+    """Nested settings as `backends.inprocess.max_rows` → value, without what is not set. Lists become text."""
+    found: dict[str, str | int | float | bool] = {}
+    for name, value in settings.items():
+        if isinstance(value, Mapping):
+            found |= flat(value, f"{prefix}{name}.")
+        elif isinstance(value, list | tuple):
+            found[prefix + name] = ", ".join(map(str, value))
+        elif value is not None:
+            found[prefix + name] = value if isinstance(value, str | int | float | bool) else str(value)
+    return found
+
+
+class TensorBoard(Tracker):
+    """Event files in a folder of the run's own, below the one that is named."""
+
+    package = "tensorboard"
+
+    def check(self) -> None:
+        if not self.target:
+            raise UsageError("--track tensorboard needs a folder for its files. Give --track tensorboard=runs.")
+        above = next(path for path in (Path(self.target), *Path(self.target).absolute().parents) if path.exists())
+        if not above.is_dir():
+            raise UsageError(f"--track tensorboard={self.target}: {above} is a file. Name a folder.")
+
+    def start(self, run: str, settings: Mapping[str, Any]) -> str:
+        from tensorboard.plugins.hparams.summary_v2 import hparams_pb
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+        folder = Path(self.target, run)
+        self._writer = EventFileWriter(str(folder))
+        chosen = flat(settings)
+        table = "".join(f"| {name} | {_cell(value)} |\n" for name, value in chosen.items())
+        self._add(hparams_pb(chosen, trial_id=run))
+        self._add(_text_pb("settings", f"| setting | value |\n|---|---|\n{table}"))
+        self._writer.flush()
+        return f"{folder} (tensorboard --logdir {self.target})"
+
+    def log(self, step: int, figures: Mapping[str, float]) -> None:
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        values = [Summary.Value(tag=name, simple_value=value) for name, value in figures.items()]
+        self._add(Summary(value=values), step)
+        self._writer.flush()  # what was logged is in the file, whatever becomes of the run
+
+    def finish(self, status: str, summary: Summary) -> None:
+        lines = "".join(f"| {name} | {_cell(value)} |\n" for name, value in {"status": status, **summary}.items())
+        self._add(_text_pb("result", f"| | |\n|---|---|\n{lines}"))
+        self._writer.close()
+
+    def _add(self, summary: Any, step: int = 0) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event
+
+        self._writer.add_event(Event(wall_time=time.time(), step=step, summary=summary))
+
+
+def _cell(value: Any) -> str:
+    return str(value).replace("|", "\\|").replace("\n", " ")
+
+
+def _text_pb(tag: str, text: str) -> Any:
+    """A page of Markdown, as TensorBoard's text plugin reads it: the format is its `metadata.py`'s."""
+    from tensorboard.compat.proto.summary_pb2 import Summary
+    from tensorboard.compat.proto.tensor_pb2 import TensorProto
+    from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto
+    from tensorboard.compat.proto.types_pb2 import DT_STRING
+    from tensorboard.plugins.text.metadata import create_summary_metadata
+
+    one = TensorShapeProto(dim=[TensorShapeProto.Dim(size=1)])
+    tensor = TensorProto(dtype=DT_STRING, string_val=[text.encode()], tensor_shape=one)
+    metadata = create_summary_metadata(display_name=tag, description="")
+    return Summary(value=[Summary.Value(tag=tag, metadata=metadata, tensor=tensor)])
+
+
+class WeightsAndBiases(Tracker):
+    """A run of the project that is named, as PROJECT or ENTITY/PROJECT; where and whether it is sent is wandb's own
+    business (`wandb login`, `WANDB_MODE=offline`).
+    """
+
+    package = "wandb"
+
+    def start(self, run: str, settings: Mapping[str, Any]) -> str:
+        import wandb
+
+        entity, _, project = self.target.rpartition("/")
+        self._run = wandb.init(
+            entity=entity or None,
+            project=project or "gpuinfer",
+            name=run,
+            config=dict(settings),
+            settings=wandb.Settings(console="off"),
+        )
+        self._run.define_metric("step", hidden=True)
+        self._run.define_metric("*", step_metric="step")  # wandb's own steps may not fall, and ours have several units
+        return str(self._run.url or self._run.dir)
+
+    def log(self, step: int, figures: Mapping[str, float]) -> None:
+        self._run.log({**figures, "step": step})
+
+    def finish(self, status: str, summary: Summary) -> None:
+        self._run.summary.update({"status": status, **summary})
+        self._run.finish(exit_code=0 if status == "done" else 1)
+
+
+class MLflow(Tracker):
+    """A run of the experiment that is named, on the server that `MLFLOW_TRACKING_URI` names."""
+
+    package = "mlflow"
+    _statuses: ClassVar[Mapping[str, str]] = {"done": "FINISHED", "failed": "FAILED"}
+    _at_once = 100  # params; a server takes no more
+    _longest = 500  # characters of a param: older servers take no more
+    _no_name = re.compile(r"[^\w\-. :/]")
+
+    def start(self, run: str, settings: Mapping[str, Any]) -> str:
+        from mlflow.entities import Param
+        from mlflow.tracking import MlflowClient
+
+        experiment = self.target or "gpuinfer"
+        self._client = MlflowClient()
+        known = self._client.get_experiment_by_name(experiment)
+        number = known.experiment_id if known is not None else self._client.create_experiment(experiment)
+        self._run = self._client.create_run(number, run_name=run).info.run_id
+        params = [Param(self._name(key), str(value)[: self._longest]) for key, value in flat(settings).items()]
+        for begin in range(0, len(params), self._at_once):
+            self._client.log_batch(self._run, params=params[begin : begin + self._at_once])
+        return f"experiment {experiment}, run {self._run} ({self._client.tracking_uri})"
+
+    def log(self, step: int, figures: Mapping[str, float]) -> None:
+        from mlflow.entities import Metric
+
+        now = int(time.time() * 1000)
+        metrics = [Metric(self._name(name), value, now, step) for name, value in figures.items()]
+        self._client.log_batch(self._run, metrics=metrics)
+
+    def finish(self, status: str, summary: Summary) -> None:
+        from mlflow.entities import RunTag
+
+        tags = [RunTag(self._name(name), str(value)) for name, value in {"status": status, **summary}.items()]
+        self._client.log_batch(self._run, tags=tags)
+        self._client.set_terminated(self._run, self._statuses.get(status, "KILLED"))
+
+    def _name(self, name: str) -> str:
+        return self._no_name.sub("_", name)
+
+
+TRACKERS: Mapping[str, type[Tracker]] = {"tensorboard": TensorBoard, "wandb": WeightsAndBiases, "mlflow": MLflow}
+USUAL = {"tensorboard": "tensorboard=runs", "wandb": "wandb=PROJECT", "mlflow": "mlflow=EXPERIMENT"}
