@@ -133,7 +133,7 @@ def _cell(value: Any) -> str:
 
 
 def _text_pb(tag: str, text: str) -> Any:
-    """A page of Markdown, as TensorBoard's text plugin reads it: the format is its `metadata.py`'s."""
+    """A page of Markdown, as TensorBoard's text plugin reads it."""
     from tensorboard.compat.proto.summary_pb2 import Summary
     from tensorboard.compat.proto.tensor_pb2 import TensorProto
     from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto

@@ -79,6 +79,7 @@ FACADES: dict[str, set[str]] = {
         "bench.measurement",
         "bench.series",
         "bench.tuning",
+        "loop.loop_figures",
         "loop.loop_runner",
         "loop.loop_summary",
         "memory.memory_options",
@@ -150,7 +151,7 @@ FACADES: dict[str, set[str]] = {
         "trainer_server",
         "training",
     },
-    "runtime": {"background_session", "run", "run_roofline", "session"},
+    "runtime": {"background_session", "run", "run_roofline", "session", "tracking"},
     "serving": {
         "health",
         "monitoring.live_page",
@@ -223,10 +224,13 @@ HEAVY = {
     ],
     "numba": ["gpuinfer.workloads.selfplay", "gpuinfer.models", "gpuinfer.text"],
     "matplotlib": [],
+    "mlflow": [],
     "opentelemetry": [],
     "prometheus_client": [],
     "ray": [],
+    "tensorboard": [],
     "uvloop": [],
+    "wandb": [],
 }
 
 
