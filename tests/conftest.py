@@ -118,8 +118,8 @@ FIRST = ("tests/test_docs.py",)  # of a file's tests one process does all: the o
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of the cases of a test that is marked `sample(n)`, the ordinary run tries the first and each n-th after it; of one
-    marked `sample`, the first alone. What takes longest begins first.
+    """Of the cases of a test that is marked `sample(n)`, the ordinary run tries the first and each n-th after it; of
+    one marked `sample`, the first alone. What takes longest begins first.
     """
     items.sort(key=lambda item: not item.nodeid.startswith(FIRST))
     seen: Counter[str] = Counter()
