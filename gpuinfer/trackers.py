@@ -6,7 +6,6 @@ Another one is a class here, with its name in `TRACKERS`.
 
 from __future__ import annotations
 
-import importlib.util
 import re
 import time
 from abc import ABC, abstractmethod
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from gpuinfer.errors import UnknownName, UsageError
+from gpuinfer.host.installation import require_package
 
 NOTHING = "none"  # a target: nothing is tracked, whatever the environment or a file says
 Summary = Mapping[str, str | float]
@@ -63,11 +63,7 @@ def open_tracker(word: str) -> Tracker:
     if equals and not target:
         raise UsageError(f"--track {word}: nothing stands behind the '='. Give --track {USUAL[name]}.")
     tracker = TRACKERS[name](target)
-    found = importlib.util.find_spec(tracker.package)
-    if found is None or found.origin is None:  # a folder of that name, such as the one that wandb leaves
-        raise UsageError(
-            f"--track {word} needs the package {tracker.package}. Install it: pip install 'gpuinfer[{name}]'."
-        )
+    require_package(tracker.package, name, f"--track {word}")
     tracker.check()
     return tracker
 

@@ -27,6 +27,7 @@ OTHERS = {
     "--query-gpu",
     "--format",
     "--local-dir",
+    "--logdir",
 }  # flags of programs that are not ours
 OTHER_PROGRAMS = ("fleet/launchers/slurm", "config/packages/installer.py")  # write commands of SLURM's, pip's and uv's
 WHERE_INSTALLED = {

@@ -127,6 +127,7 @@ FACADES: dict[str, set[str]] = {
         "pipeline.stage",
         "pipeline.stage_plan",
         "positions",
+        "positions_parquet",
         "processor",
         "roofline_measurement",
         "roofline_process",
@@ -139,7 +140,9 @@ FACADES: dict[str, set[str]] = {
         "concurrency",
         "environment",
         "export",
+        "export.samples",
         "files",
+        "files.parquet",
         "gameplay",
         "guarded_environment",
         "meter",
@@ -216,6 +219,7 @@ FACADES: dict[str, set[str]] = {
 ONLY_IN = {"typer": ["gpuinfer.cli"], "rich": ["gpuinfer.cli.screen.display", "gpuinfer.cli.screen.terminal_markdown"]}
 HEAVY = {
     "torch": [
+        "gpuinfer.datasets",
         "gpuinfer.lab.memory.rows_memory",  # which a child process alone imports
         "gpuinfer.lab.memory.text_memory",
         "gpuinfer.models",

@@ -121,7 +121,7 @@ selfplay connect-four | 2 | --game connect-four?
 selfplay --game gomoku | 2 | Give --game gomoku:Gomoku.
 selfplay --game gomoku.py | 2 | Give --game gomoku:Gomoku.
 selfplay --game here | 2 | no game named 'here'.
-train --tensorboard runs | 2 | writes loss.jsonl and a picture
+train --tensorboard runs | 2 | --track tensorboard=DIR
 doctor --max-model-len 9 | 2 | Other commands have it as '--context'.
 doctor --xyzzy | 2 | no flag '--xyzzy'. See gpuinfer doctor --help.
 run-batch x | 2 | 'gpuinfer generate'

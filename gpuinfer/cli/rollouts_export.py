@@ -10,24 +10,27 @@ from typing import TYPE_CHECKING
 import typer
 
 from gpuinfer.cli.subcommands import WORDS
-from gpuinfer.errors import UnknownName, UsageError
-from gpuinfer.host.files import no_folder
+from gpuinfer.errors import UnknownName, UsageError, WorkError
+from gpuinfer.host.files import no_folder, put_whole
 
 if TYPE_CHECKING:
     from gpuinfer.rollouts.record import Group
 
 SHOWN = 40  # groups, unless --all asks for more
+PARQUET = "parquet"  # the records themselves, in the columns of `--format parquet`
 COLUMNS = ("group", "games", "turns", "in", "out", "reward", "versions")
 
 
 def _names() -> list[str]:
     from gpuinfer.rollouts.export import FORMATS
 
-    return list(FORMATS)
+    return [*FORMATS, PARQUET]
 
 
 FOLDER = typer.Argument(help="what --out of the run named", metavar="DIR")
-TO = typer.Option(..., "--to", metavar="TRAINER", help="verl, skyrl, prime-rl, trl or art.", autocompletion=_names)
+TO = typer.Option(
+    ..., "--to", metavar="TRAINER", help="verl, skyrl, prime-rl, trl, art or parquet.", autocompletion=_names
+)
 OUT = typer.Option(..., "--out", metavar="FILE", help="Write it to this file, which must not be there.")
 ALL = typer.Option(False, "--all", help=f"Every group, not only the first {SHOWN}.")
 
@@ -36,15 +39,31 @@ def export(folder: Path = FOLDER, to: str = TO, out: Path = OUT) -> None:
     from gpuinfer.rollouts.export import FORMATS
     from gpuinfer.rollouts.files import read
 
-    if to not in FORMATS:
-        raise UnknownName("trainer", to, FORMATS, label="Trainers")
+    if to not in _names():
+        raise UnknownName("trainer", to, _names(), label="Trainers")
     if out.exists():
         raise UsageError(f"{out} exists already. Give another --out.")
     if not out.parent.is_dir():
         raise no_folder("--out", out)
+    if to == PARQUET:
+        _write_parquet(folder, out)
+        return
     written = FORMATS[to].write(read(folder), out)
     of = f"{written.groups:,} groups, {written.samples:,} samples, {written.tokens:,} tokens to train on"
     print(f"gpuinfer: {out} is for {to}: {of}", file=sys.stderr)
+
+
+def _write_parquet(folder: Path, out: Path) -> None:
+    from gpuinfer.rollouts.export import Written
+    from gpuinfer.rollouts.files import parquet, read
+
+    parquet.require_pyarrow()
+    written = Written()
+    try:
+        put_whole(out, lambda file: parquet.write_groups(file, written.counted(read(folder))))
+    except OSError as error:
+        raise WorkError(f"{out} cannot be written: {error.strerror}. Free some space, or name another file.") from error
+    print(f"gpuinfer: {out} holds {written.groups:,} groups, a row a turn", file=sys.stderr)
 
 
 def show_exports(folder: Path = FOLDER, all_of_them: bool = ALL) -> None:

@@ -10,7 +10,8 @@ WORDS = {
     "rollouts": {
         "export": "What a trainer reads, from the records of a run.",
         "show": "What a folder of records holds.",
-    }
+    },
+    "selfplay": {"export": "The positions of a run's records as one Parquet file."},
 }
 """Workload → word → what it does. The commands are those of `gpuinfer.cli.<workload>_export`."""
 

@@ -18,8 +18,9 @@ NOTHING_FETCHED = (
     "Nothing is downloaded. Fetch the folder (hf download OWNER/NAME --local-dir NAME), and give it as --model."
 )
 ALWAYS = "That is always so here. Leave it out."
-CURVES = (
-    "Curves are files here: `gpuinfer train --out DIR` writes loss.jsonl and a picture, --json FILE a run's report."
+CURVES = "Runs have them: --track tensorboard=DIR of train, loop, rollouts, selfplay and generate."
+EXPORTED = (
+    "`gpuinfer selfplay export DIR` writes positions as Parquet, `gpuinfer rollouts export DIR` what trainers read."
 )
 DECIDES = "The model's folder decides that. Leave it out."
 NO_BEAMS = "There is no beam search. --num-samples N gives several answers."
@@ -104,13 +105,17 @@ OURS: dict[tuple[str, ...], str] = {
     ("--device cpu",): "cpu",
     ("--output", "--out"): "o output-file",
     ("--out", "--output"): "output-dir save-dir",
-    ("--log-dir", "--out", CURVES): "log-dir",
+    ("--log-dir", "--track tensorboard=DIR", "--out"): "log-dir logging-dir",
     ("--input", "--prompts", "--records"): "dataset",
     ("--records", "--input"): "data",
     ("--weights", "--checkpoint"): "ckpt",
     ("--weights",): "load",
     ("--resume",): "resume-from-checkpoint",
-    (CURVES,): "tensorboard wandb mlflow",
+    ("--track tensorboard=DIR", CURVES): "tensorboard tensorboard-dir",
+    ("--track wandb=PROJECT", CURVES): "wandb wandb-project",
+    ("--track mlflow=EXPERIMENT", CURVES): "mlflow",
+    ("--track", CURVES): "report-to logger log-to",
+    (EXPORTED,): "to",
     ("-v",): "debug log-level",
     ("--host",): "bind listen",
 }

@@ -1,4 +1,5 @@
-"""Where gpuinfer runs from: the one file that `make binary` builds, and the user's own folder of plugins.
+"""Where gpuinfer runs from: the one file that `make binary` builds, and the user's own folder of plugins; and what is
+installed beside it.
 
 The one file unpacks itself into a folder (`one_file/stub.c`) with a lock file beside it: each process that runs from
 the folder holds it shared, whoever removes the folder holds it alone. The folder of plugins comes last on Python's
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import importlib.util
 import os
 import shlex
 import shutil
@@ -16,6 +18,8 @@ import stat
 import sys
 import time
 from pathlib import Path
+
+from gpuinfer.errors import UsageError
 
 ONE_FILE_VARIABLE = "GPUINFER_ONE_FILE"
 ONE_FILE_MARK = "one-file.json"  # in the folder that is unpacked
@@ -112,3 +116,10 @@ def danger_of(folder: Path) -> str | None:
             mode = f"mode {stat.S_IMODE(status.st_mode):04o}"
             return f"others may write to {place} ({mode}). Take that from them: chmod go-w {shlex.quote(str(place))}."
     return None
+
+
+def require_package(package: str, extra: str, what: str) -> None:
+    """Raises `UsageError` where this package is not installed, which an extra of ours brings and `what` needs."""
+    found = importlib.util.find_spec(package)
+    if found is None or found.origin is None:  # a folder of that name, such as the one that wandb leaves
+        raise UsageError(f"{what} needs the package {package}. Install it: pip install 'gpuinfer[{extra}]'.")

@@ -8,13 +8,11 @@ import zipfile
 
 import numpy as np
 import pytest
-import torch
 from matches import arena_of, in_order, played, same
-from torch.utils.data import DataLoader
 
+from gpuinfer.datasets import SelfPlayDataset
 from gpuinfer.errors import UsageError
 from gpuinfer.models.positions import PositionsFolder, checked
-from gpuinfer.models.selfplay_dataset import FIELDS, SelfPlayRecords
 from gpuinfer.workloads.selfplay.games.blob import Blob
 
 SETTINGS = {"game": "blob", "seed": 1, "options": {"players": 4}}
@@ -129,7 +127,7 @@ def test_a_damaged_shard_is_named_to_readers_and_its_games_are_played_again(fold
     damaged(shard, how)
     if how != "flipped":
         with pytest.raises(UsageError, match=r"shard-\w+\.npz cannot be read .* --resume"):
-            SelfPlayRecords(folder.path)
+            SelfPlayDataset(folder.path)
     assert reopened(folder) == set(range(10, 16))
     assert not shard.exists()
     assert shard.with_suffix(".broken").exists()
@@ -145,23 +143,6 @@ def test_a_shard_with_objects_is_never_unpickled(folder):
     np.savez(folder.path / "shard-trap.npz", finished=trap, game=trap)
     assert reopened(folder) == set(range(16))
     assert not (folder.path / "sprung").exists()
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("workers", [0, 2])
-def test_a_loader_reads_every_row_once(folder, games, workers):
-    loader = DataLoader(
-        SelfPlayRecords(folder.path),
-        batch_size=16,
-        num_workers=workers,
-        multiprocessing_context="spawn" if workers else None,
-    )
-    batches = list(loader)
-    read = {name: torch.cat([batch[name] for batch in batches]).numpy() for name in FIELDS}
-    order = np.lexsort((read["move"], read["game"]))
-    for name in FIELDS:
-        assert (read[name][order] == np.concatenate([part[name] for part in games])).all()
-        assert read[name].dtype == games[0][name].dtype
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,6 @@ take no room when they are packed. Messages are JSON. A group is a row group.
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterable, Iterator
 from itertools import groupby
 from pathlib import Path
@@ -18,12 +17,12 @@ import msgspec
 from msgspec import structs
 
 from gpuinfer.errors import UsageError
+from gpuinfer.host.installation import require_package
 from gpuinfer.rollouts.record import Game, Group, Span, Timing, Trajectory, Turn
 
 if TYPE_CHECKING:
     import pyarrow
 
-MISSING = "needs the package pyarrow. Install it: pip install 'gpuinfer[parquet]'"
 GROUP = tuple(name for name in Group.__struct_fields__ if name not in ("games", "failed"))
 GAME = tuple(name for name in Game.__struct_fields__ if name != "trajectories")
 TRAJECTORY = tuple(name for name in Trajectory.__struct_fields__ if name != "turns")
@@ -36,8 +35,7 @@ Row = dict[str, Any]
 
 def require_pyarrow(what: str = "Parquet") -> None:
     """Raises `UsageError` where there is no pyarrow."""
-    if importlib.util.find_spec("pyarrow") is None:
-        raise UsageError(f"{what} {MISSING}.")
+    require_package("pyarrow", "parquet", what)
 
 
 def table_schema() -> pyarrow.Schema:
