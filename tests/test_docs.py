@@ -25,6 +25,7 @@ PLACEHOLDERS = {"module:Class": "nim:Nim"}  # what a reader puts their own name 
 SMALL = {"--games": "4", "--replicas": "2"}  # counts that only cost time
 BRIEFER = {  # what makes a command shorter that runs games
     "selfplay": ["--no-roofline"],
+    "selfplay export": [],
     "bench": ["--no-roofline", "--warmup", "0", "--seconds", "0.5", "--repeats", "1", "--model", "blobnet-small"],
     "bench generate": ["--no-roofline", "--warmup", "0", "--seconds", "0.5", "--repeats", "1"],
     "bench serve": ["--duration", "5s", "--warmup", "0", "--output-tokens", "4"],  # some end on a busy machine too
@@ -97,7 +98,7 @@ def shortened(line: str) -> list[str]:
         words += BRIEFER[name]
     if name == "selfplay" and "--games" not in words:
         words += ["--games", SMALL["--games"]]
-    if (words[1] in ONE_WORKER or " ".join(words[1:3]) in ONE_WORKER) and "--workers" not in words:
+    if (name in ONE_WORKER or " ".join(words[1:3]) in ONE_WORKER) and "--workers" not in words:
         words += ["--workers", "1"]
     return words
 

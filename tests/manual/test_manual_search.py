@@ -40,7 +40,9 @@ selfplay#two-networks: elo
 fleet#with-ray: ray
 serve#api-keys: api key
 rollouts#what-trainers-read: verl
-questions#curves: wandb, tensorboard
+questions#curves: wandb, tensorboard, mlflow, curves
+tracking: --track
+questions#a-pytorch-dataset: dataset, dataloader, pandas
 questions#how-long: eta
 questions#does-self-play-resign: resign
 questions#from-python: notebook, jupyter, asyncio, python api, from python
