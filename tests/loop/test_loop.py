@@ -17,11 +17,13 @@ from pathlib import Path
 import psutil
 import pytest
 from forking import Forked, own_environment
+from tracking.tracked_runs import TensorBoardRun
 
 from gpuinfer.cli import loop
 from gpuinfer.errors import UsageError, WorkError
 from gpuinfer.lab.loop import loop_runner, loop_summary
 from gpuinfer.lab.loop.loop_runner import KINDS, LoopPlan, run_loop
+from gpuinfer.runtime.tracking import Tracking
 
 TINY = ["--game", "connect-four", "--games", "12", "--simulations", "4", "--training-steps", "6", "--batch-size", "16"]
 WORK = [*TINY, "--iterations", "2", "--evaluation-games", "8", "--evaluate-every", "1", "--workers", "1", "--out", "l"]
@@ -160,7 +162,8 @@ def test_each_step_is_asked_for_what_the_ones_before_it_left(plan, follow):
 def test_each_line_of_a_loop_says_how_long_the_rest_takes_once_that_is_known(plan, tmp_path, monkeypatch, capsys):
     program = [sys.executable, COMMAND, str(tmp_path / "journal"), "done"]
     monkeypatch.setattr(loop_runner.run_loop, "__defaults__", (program,))
-    assert loop._follow(plan, verbose=False, quiet=False) == "done"
+    with Tracking([f"tensorboard={tmp_path / 'runs'}"], "loop", {}) as tracking:
+        assert loop._follow(plan, verbose=False, quiet=False, tracking=tracking) == "done"
     first, second, *_, last = capsys.readouterr().err.splitlines()
     assert re.fullmatch(r"iteration 1 of 3 · games in \d+ s: 30", first)  # how long training takes is not known
     assert re.fullmatch(r"iteration 1 of 3 · training in .*: loss 2\.50 · (\d+ s|about \d+ min) left.*", second)
@@ -174,6 +177,10 @@ def test_each_line_of_a_loop_says_how_long_the_rest_takes_once_that_is_known(pla
     found = {"games": 30, "checked": 10, "resigned": 8, "advice": "Try --resign 0.95."}
     step, report = next(iter(plan.steps())), {"progress": {"done": 30}, "resignation": found}
     assert loop._told(step, report, 3.0) == "games in 3 s: 30, 40% of 20 games resigned\n  Try --resign 0.95."
+    tracked = TensorBoardRun(tmp_path / "runs").scalars
+    assert tracked["loop/games"] == [(iteration, 30) for iteration in (1, 2, 3)]
+    assert tracked["loop/loss"] == [(iteration, 2.5) for iteration in (1, 2, 3)]
+    assert tracked["loop/score"] == [(iteration, 0.75) for iteration in (2, 3)]  # every second, and the last
 
 
 @pytest.mark.parametrize(
