@@ -37,20 +37,37 @@ if TYPE_CHECKING:
     from gpuinfer.library.choices import adaptive as Adaptive
     from gpuinfer.library.choices import by_priority as ByPriority
     from gpuinfer.library.choices import dynamic as Dynamic
+    from gpuinfer.library.llm import LLM, ContinuationScore
     from gpuinfer.library.measured import SessionVerdict
+    from gpuinfer.library.text_answers import TextAnswer
 
     __version__: str
 
-__all__ = ["Adaptive", "Batcher", "ByPriority", "CentralServer", "Dynamic", "Priority", "SessionVerdict", "__version__"]
+__all__ = [
+    "LLM",
+    "Adaptive",
+    "Batcher",
+    "ByPriority",
+    "CentralServer",
+    "ContinuationScore",
+    "Dynamic",
+    "Priority",
+    "SessionVerdict",
+    "TextAnswer",
+    "__version__",
+]
 
 _PLACES = {
     "Adaptive": "library.choices:adaptive",
     "Batcher": "library.batcher:Batcher",
     "ByPriority": "library.choices:by_priority",
     "CentralServer": "central.server:CentralServer",
+    "ContinuationScore": "library.llm:ContinuationScore",
     "Dynamic": "library.choices:dynamic",
+    "LLM": "library.llm:LLM",
     "Priority": "api:Priority",
     "SessionVerdict": "library.measured:SessionVerdict",
+    "TextAnswer": "library.text_answers:TextAnswer",
 }
 
 

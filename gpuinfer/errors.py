@@ -34,6 +34,7 @@ class GpuinferError(Exception):
 
     exit_code = 1
     report: dict[str, Any] | None = None  # of the run that failed, as far as it came
+    index: int | None = None  # of the prompt that failed, among those that were given to one call
 
 
 class UsageError(GpuinferError):

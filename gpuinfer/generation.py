@@ -73,6 +73,7 @@ class Sampling(Struct, frozen=True, kw_only=True):
     presence_penalty: float = 0.0  # over those of the answer
     frequency_penalty: float = 0.0
     seed: int | None = None  # of this prompt; None: the run's, and the prompt's own key
+    keyed: bool = False  # with a seed: it stands for the run's, and the prompt's own key counts too
     stop: tuple[str, ...] = ()  # not part of the answer
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False

@@ -14,9 +14,9 @@ from gpuinfer.config.options import GivenValue, check, natural
 from gpuinfer.errors import GpuinferError, RequestError, UsageError
 
 PLUGIN_FLAG = re.compile(r"(?<![\w-])-[BS] ([a-z_]+)=(\S*[^\s.,;:)])")
-FLAG = re.compile(r"(?<![\w-])--([a-z][a-z-]+)(?:[ =]([A-Za-z0-9_:./@%-]*[A-Za-z0-9_%/]))?")
+FLAG = re.compile(r"(?<![\w-])--(?!local-dir\b)([a-z][a-z-]+)(?:[ =]([A-Za-z0-9_:./@%-]*[A-Za-z0-9_%/]))?")
 PLAIN_WORDS = frozenset(
-    {"with", "is", "names", "and", "or", "for", "to", "out", "a", "of", "in", "on", "says", "needs"}
+    {"with", "is", "names", "and", "or", "for", "to", "out", "a", "of", "in", "on", "says", "has", "needs"}
 )
 
 

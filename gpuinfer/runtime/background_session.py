@@ -92,9 +92,13 @@ class BackgroundSession:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self.close_soon()
+        self._thread.join(CLOSE_S)
+
+    def close_soon(self) -> None:
+        """Have it close, and do not wait for that."""
         with contextlib.suppress(RuntimeError):  # the loop is closed: its thread has ended
             self._loop.call_soon_threadsafe(self._over.set)
-        self._thread.join(CLOSE_S)
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop:

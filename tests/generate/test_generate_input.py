@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gpuinfer.serving.openai import row_names
+from gpuinfer.serving.openai.row_names import KeySet
 from gpuinfer.serving.openai.row_splitter import RowSplitter, Unusable
-from gpuinfer.workloads.generate import input_rows
-from gpuinfer.workloads.generate.input_rows import KeySet
 
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text(),
@@ -99,8 +99,8 @@ def key(number: int) -> bytes:
 @given(st.lists(st.lists(st.integers(0, 60), max_size=40), max_size=40))
 def test_a_set_of_keys_counts_like_a_counter(blocks):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(input_rows, "RECENT", 8)
-        patch.setattr(input_rows, "LEAST_RUN", 64)
+        patch.setattr(row_names, "RECENT", 8)
+        patch.setattr(row_names, "LEAST_RUN", 64)
         known, counter = KeySet(), collections.Counter()
         for block in blocks:
             assert known.has([key(one) for one in block]) == [counter[one] > 0 for one in block]

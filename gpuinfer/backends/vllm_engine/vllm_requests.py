@@ -32,7 +32,7 @@ def vllm_seed(run: int, sampling: Sampling, key: str, sample: int, begun: int = 
     `begun`: tokens that have been drawn already. vLLM draws from the beginning of a seed's numbers, so an answer that
     goes on elsewhere has other numbers than one that never stopped.
     """
-    named = key if sampling.seed is None else ""
+    named = key if sampling.seed is None or sampling.keyed else ""
     base = run if sampling.seed is None else sampling.seed
     text = f"{base}\0{sample}\0{begun}\0{named}"
     return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest()) % SEEDS

@@ -28,7 +28,7 @@ from gpuinfer.cli.screen.final_panel import in_brief
 from gpuinfer.cli.screen.final_panel import panel_rows as summary_rows
 from gpuinfer.cli.screen.final_panel import trial_rows as tried_rows
 from gpuinfer.cli.screen.workload_rows import PanelRow
-from gpuinfer.units import bar, duration, short
+from gpuinfer.units import bar, duration, number, short
 
 if TYPE_CHECKING:
     from gpuinfer.lab.presenter import Page
@@ -150,7 +150,7 @@ def progress_bar(label: str, total: int | None) -> Iterator[Callable[[int], None
             nonlocal done
             done += more
             rate = done / max(time.monotonic() - began, 1e-9)
-            progress.update(task, completed=done, rate=f"{short(rate)}/s")
+            progress.update(task, completed=done, rate=f"{number(rate)}/s")
 
         yield advance
 

@@ -10,7 +10,7 @@ import logging
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from pydantic import Field
 from pydantic.config import JsonDict
@@ -18,9 +18,9 @@ from pydantic.config import JsonDict
 from gpuinfer import api
 from gpuinfer.api import ModelSpec, Setup
 from gpuinfer.errors import BadPrompt, UsageError
-from gpuinfer.generation import Constraint, Prompt, Rendering, Sampling
+from gpuinfer.generation import MOST_LOGPROBS, Constraint, Prompt, Rendering, Sampling
 from gpuinfer.serving.openai import schema
-from gpuinfer.serving.openai.sampling_fields import SAMPLING_FIELDS
+from gpuinfer.serving.openai.sampling_fields import SAMPLING_FIELDS, UnmaskingOptions
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@+-]{0,99}")  # what stands in requests, in logs and as a metric's label
 WHAT = "letters, digits and any of . _ @ + -, a letter or a digit first, 100 at most"
@@ -175,6 +175,19 @@ class SamplingOptions(api.Options):
     regex: str | None = Field(None, description="answers match this pattern")
     choice: list[str] = Field([], description="answers are one of these; repeatable", json_schema_extra=REPEATABLE)
     grammar: Path | None = Field(None, description="answers follow the grammar in this file: Lark or GBNF")
+
+
+class AnswerOptions(UnmaskingOptions, SamplingOptions):
+    """How a prompt is answered, where it does not say it itself."""
+
+    num_samples: int = Field(1, ge=1, le=schema.MOST_SAMPLES, description="answers to each prompt")
+    logprobs: int | None = Field(
+        None, ge=0, le=MOST_LOGPROBS, description="log-probabilities of tokens, and of so many likeliest"
+    )
+    prompt_logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS, description="the same of the prompt")
+    truncate: Literal["left", "right"] | None = Field(
+        None, description="what goes of a prompt that does not fit; without it the row is an error"
+    )
 
 
 def check_model(own: ModelOptions, command: str) -> None:

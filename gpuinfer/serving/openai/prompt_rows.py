@@ -56,10 +56,12 @@ class ParsedRow(Struct, kw_only=True, gc=False):
 
 
 class PromptRowReader:
-    """Parses rows. Never raises: a malformed row comes back with its error."""
+    """Parses rows. Never raises: a malformed row comes back with its error. `cure`: what else helps against a field
+    that is not known.
+    """
 
-    def __init__(self, defaults: PromptDefaults) -> None:
-        self._defaults, self._requests = defaults, RequestReader(defaults, cure=LOOSE)
+    def __init__(self, defaults: PromptDefaults, cure: str = LOOSE) -> None:
+        self._defaults, self._cure, self._requests = defaults, cure, RequestReader(defaults, cure=cure)
         self._row: Any = msgspec.json.Decoder(str | (InputRow if defaults.strict else LooseRow))
         self._encode = msgspec.msgpack.Encoder(order="deterministic").encode
 
@@ -80,7 +82,7 @@ class PromptRowReader:
         try:
             row = self._row.decode(piece)
         except (ValueError, RecursionError) as error:
-            why = _misnamed(piece) or unreadable(error, InputRow, piece, "row", LOOSE)
+            why = _misnamed(piece) or unreadable(error, InputRow, piece, "row", self._cure)
             named = _Named()
             with contextlib.suppress(ValueError, RecursionError):
                 named = msgspec.json.decode(piece, type=_Named)
@@ -136,14 +138,15 @@ def prompts_of(path: Path, flag: str, *, strict: bool = True) -> Iterator[Prompt
     be read.
     """
     reader = PromptRowReader(PromptDefaults(strict=strict))
-    for number, piece in enumerate(_pieces(path, flag), 1):
+    for number, piece in enumerate(pieces_of(path, flag), 1):
         asked = reader.read(piece)
         if asked.prompt is None:
             raise UsageError(f"{flag} {path}, row {number}: {asked.error}")
         yield asked.prompt
 
 
-def _pieces(path: Path, flag: str) -> Iterator[Piece]:
+def pieces_of(path: Path, flag: str) -> Iterator[Piece]:
+    """The rows of a file, cut and not parsed. Raises `UsageError` as `prompts_of` does, when it is read."""
     splitter = RowSplitter()
     try:
         with path.open("rb") as file:

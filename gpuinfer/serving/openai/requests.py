@@ -136,6 +136,8 @@ def parse_prompt(
     else:
         own = sampling_changes(asked)
         sampling = msgspec.structs.replace(defaults.sampling, **own) if own else defaults.sampling
+        if sampling.keyed and "seed" in own:
+            sampling = msgspec.structs.replace(sampling, keyed=False)
         if filled := sampling_fields.requested_unmasking(asked):
             sampling = msgspec.structs.replace(
                 sampling, unmasking=sampling_fields.override_unmasking(sampling.unmasking, filled)

@@ -93,7 +93,7 @@ def flattened_requests(
         sampling = row.sampling
         inverse, floor, top_p, top_k, min_tokens = settings_of(sampling)[:5]
         own = sampling.seed is not None
-        key = 0 if own else hash_of(row.key)
+        key = 0 if own and not sampling.keyed else hash_of(row.key)
         base = (sampling.seed if own else seed) or 0
         rows[number] = (inverse, floor, top_p, top_k, min_tokens, base & ((1 << 64) - 1), key, len(ids), len(stops))
         ids += sampling.logit_bias

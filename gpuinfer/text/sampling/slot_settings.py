@@ -176,7 +176,7 @@ class SamplingSlots:
             seen = np.union1d(seen, begun)
         self.release(slot)
         seed = self._seed if sampling.seed is None else sampling.seed
-        named = hash_of(key) if sampling.seed is None else 0
+        named = hash_of(key) if sampling.seed is None or sampling.keyed else 0
         lengths = (len(sampling.logit_bias), len(sampling.stop_token_ids), len(seen))
         self.records[slot] = (*settings, seed & MASK_64, named, sample, len(begun), *lengths)
         if lengths[0]:

@@ -20,7 +20,7 @@ from gpuinfer.host import error_text
 from gpuinfer.http.http_exchange import error_body
 from gpuinfer.serving.openai.requests import BadRequest
 from gpuinfer.serving.openai.responses import Envelope, plain_logprob, response, status_of
-from gpuinfer.workloads.generate.input_rows import KEY_BYTES, KeySet, NamedRow
+from gpuinfer.serving.openai.row_names import KEY_BYTES, KeySet, NamedRow
 
 BATCH_ANSWER = "batch_req_"  # before the digest, in the id of a batch's answer
 

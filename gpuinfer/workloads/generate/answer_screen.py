@@ -9,8 +9,9 @@ from gpuinfer.api import Infer
 from gpuinfer.errors import BackendDied, BackendError, RequestError
 from gpuinfer.generation import Part
 from gpuinfer.host.terminal import TerminalWriter, dim, printable
-from gpuinfer.workloads.generate.input_rows import NamedRow
-from gpuinfer.workloads.generate.pump import PromptRequester, RowCounts, most_samples, rows_in_flight
+from gpuinfer.serving.openai.row_names import NamedRow
+from gpuinfer.serving.prompt_requests import PromptRequester, most_samples, rows_in_flight
+from gpuinfer.workloads.generate.pump import RowCounts
 
 MOST_SHOWN = 200  # characters of a prompt
 

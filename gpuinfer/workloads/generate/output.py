@@ -22,8 +22,8 @@ from typing import Any
 
 from gpuinfer.errors import UsageError
 from gpuinfer.host.files import differences, no_folder, put_whole, sync_folder
+from gpuinfer.serving.openai.row_names import KeySet
 from gpuinfer.workloads.generate.answer_lines import DoneRows, EarlierAnswers, read_key
-from gpuinfer.workloads.generate.input_rows import KeySet
 from gpuinfer.workloads.generate.output_writer import SpillFile, unfinished_lines
 
 BEFORE, EARLY = ".before", ".early"

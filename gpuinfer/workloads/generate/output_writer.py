@@ -15,8 +15,8 @@ from gpuinfer.api import Lane
 from gpuinfer.errors import WorkError
 from gpuinfer.host.files import FULL, sync_folder
 from gpuinfer.host.journal import AppendFile, JournalThread
+from gpuinfer.serving.openai.row_names import KeySet
 from gpuinfer.workloads.generate.answer_lines import digest_key, read_key
-from gpuinfer.workloads.generate.input_rows import KeySet
 
 MOST_WAITING = 4 << 20  # bytes that wait to be written, before those who bring more must wait
 END_S = 30.0  # for the last bytes to be taken; a reader that has stopped reading is not waited for longer

@@ -11,7 +11,7 @@ import os
 import sys
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 from pydantic import Field
@@ -19,14 +19,13 @@ from pydantic import Field
 from gpuinfer import api, errors
 from gpuinfer.api import Infer, ModelSpec, Progress, Setup, Workload
 from gpuinfer.errors import UsageError, WorkError
-from gpuinfer.generation import MOST_LOGPROBS
 from gpuinfer.host.event_loop import follow_task
 from gpuinfer.host.terminal import show_status
 from gpuinfer.serving.openai.model_options import (
     REPEATABLE,
     AdapterOptions,
+    AnswerOptions,
     ModelOptions,
-    SamplingOptions,
     adapter_digests,
     adapter_folders,
     arithmetic,
@@ -40,12 +39,12 @@ from gpuinfer.serving.openai.model_options import (
 )
 from gpuinfer.serving.openai.prompt_rows import PromptRowReader
 from gpuinfer.serving.openai.requests import PromptDefaults
-from gpuinfer.serving.openai.sampling_fields import UnmaskingOptions, unmasking_of
-from gpuinfer.serving.openai.schema import MOST_SAMPLES
+from gpuinfer.serving.openai.row_names import Namer
+from gpuinfer.serving.openai.sampling_fields import unmasking_of
 from gpuinfer.workloads.generate import input_rows, output
 from gpuinfer.workloads.generate.answer_lines import LineWriter
 from gpuinfer.workloads.generate.answer_screen import AnswerScreen
-from gpuinfer.workloads.generate.input_rows import InputSource, Namer, input_of_texts, texts_as_rows
+from gpuinfer.workloads.generate.input_rows import InputSource, input_of_texts, texts_as_rows
 from gpuinfer.workloads.generate.output import OpenedOutput, open_output
 from gpuinfer.workloads.generate.pump import Pump, RowCounts
 
@@ -58,17 +57,9 @@ class PlaceOptions(api.Options):
     output: str = Field("-", description="answers, as JSONL; - is standard output")
 
 
-class GenerateOptions(UnmaskingOptions, SamplingOptions, PlaceOptions, AdapterOptions, ModelOptions):
+class GenerateOptions(AnswerOptions, PlaceOptions, AdapterOptions, ModelOptions):
     """What `gpuinfer generate` takes; `[generate]` of gpuinfer.toml too."""
 
-    num_samples: int = Field(1, ge=1, le=MOST_SAMPLES, description="answers to each prompt")
-    logprobs: int | None = Field(
-        None, ge=0, le=MOST_LOGPROBS, description="log-probabilities of tokens, and of so many likeliest"
-    )
-    prompt_logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS, description="the same of the prompt")
-    truncate: Literal["left", "right"] | None = Field(
-        None, description="what goes of a prompt that does not fit; without it the row is an error"
-    )
     batch_size: int | None = Field(None, ge=1, le=1 << 20, description="rows at once [as memory allows]")
     token_ids: bool = Field(False, description="write the tokens of each answer too")
     timing: bool = Field(False, description="write how long each answer took")
@@ -298,9 +289,10 @@ class Generate(Workload):
 
     def deciding_settings(self) -> dict[str, Any]:
         """All that decides what an answer is: what a row's digest covers beside the row."""
-        own = self.options
+        own, sampling = self.options, msgspec.to_builtins(self.sampling)
+        del sampling["keyed"]  # no flag sets it: outputs that began before there was one can go on
         return {
-            **msgspec.to_builtins(self.sampling),
+            **sampling,
             **{name: getattr(own, name) for name in DECIDING},
             "chat_template_kwargs": dict(self.rendering.variables),
             "seed": self.setup.seed,

@@ -1,0 +1,606 @@
+"""`gpuinfer.LLM`: a model of text in a program."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import inspect
+import os
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self, Unpack
+
+from msgspec import Struct
+
+from gpuinfer.api import Backend, Limits, Priority, Progress, Strategy
+from gpuinfer.config import registry
+from gpuinfer.config.foreign_names import option_hint
+from gpuinfer.config.options import GivenValue, check
+from gpuinfer.errors import BadPrompt, Closed, GpuinferError, UsageError
+from gpuinfer.generation import Prompt, Sampling
+from gpuinfer.host import children
+from gpuinfer.library.choices import backend_of, in_python_words, priority_of, seconds_of, setup_from, strategy_of
+from gpuinfer.library.measured import SessionClock, SessionFigures
+from gpuinfer.library.text_answers import (
+    Errors,
+    OpenedLLM,
+    PendingText,
+    TextAnswer,
+    TextAnswers,
+    TextStream,
+)
+from gpuinfer.library.text_prompts import AnswerKeywords, PromptReader, prompt_defaults
+from gpuinfer.runtime.background_session import BackgroundSession
+from gpuinfer.serving.openai.model_options import (
+    TEXT_MODELS,
+    ModelOptions,
+    adapter_folders,
+    check_model,
+    text_model,
+)
+from gpuinfer.serving.openai.requests import PromptDefaults
+from gpuinfer.stats import Snapshot
+
+if TYPE_CHECKING:
+    from gpuinfer.text.language import Language
+
+ELSEWHERE = ("fleet",)  # backends whose model may lie on another machine
+
+
+class ContinuationScore(Struct, frozen=True, kw_only=True):
+    """How likely a model thinks that a prompt goes on so."""
+
+    tokens: tuple[int, ...]  # of the continuation
+    logprobs: tuple[float, ...]  # of each of them, after all that comes before it
+    greedy: bool  # whether each of them is the likeliest token at its place
+
+    @property
+    def logprob(self) -> float:
+        """Of the whole continuation."""
+        return sum(self.logprobs)
+
+
+class LLM(SessionFigures):
+    """A model of text: answers, conversations, streams, scores.
+
+    A folder as Hugging Face has it, or a built-in toy (`tiny`), which needs no files:
+
+        import gpuinfer
+
+        llm = gpuinfer.LLM("tiny")
+        for answer in llm.generate(["Once upon a time", "The sea was"], max_new_tokens=16):
+            print(answer.text)
+        llm.close()
+
+    **Prompts** are texts, token ids, chats (lists of messages) or a mix of them; a list, an iterator, which is read
+    only as far ahead as the model needs, or a file as `gpuinfer generate --input` reads it. Answers come in the order
+    of their prompts, or as they are finished (`ordered=False`). All prompts that are under way share batches, whichever
+    call, thread or coroutine has asked. An answer depends on its prompt, the seed and the options, never on what else
+    is asked: the same call gives the same answers, and those that `gpuinfer generate` gives.
+
+        answers = list(llm.generate(prompts, n=4, temperature=0.8, seed=1))
+        answers[0].texts                               # of all four; .text: of the first
+
+    **Streams** give an answer while it grows:
+
+        for part in llm.stream("The sea was"):
+            print(part.text, end="")
+
+    **Coroutines** use the same methods: `async for` in place of `for`, and `await llm.answer(prompt)` for one answer.
+    Hundreds may wait at once, on any event loop.
+
+        async with gpuinfer.LLM("folder") as llm:
+            answer = await llm.answer("Once", timeout=10)
+            async for part in llm.stream("The sea was"):
+                ...
+
+    **Chats** go through the model's own template; **scores** say how likely a continuation is:
+
+        llm.chat([{"role": "user", "content": "Name a river."}]).text
+        [score] = llm.score("The capital of France is", [" Paris"])
+        score.logprob
+
+    **Options of an answer** are the flags of `gpuinfer generate` with underscores: `max_new_tokens`, `temperature`,
+    `top_p`, `stop`, `n`, `seed`, `logprobs`, `json_schema`, `regex`, `choice`, `grammar` and others (`AnswerKeywords`).
+
+    **Where the time went** is known at any moment: `stats()`, `report()`, `verdict()`, and `with llm.live(): ...`.
+
+    It opens with the first request, with `start()` or `with`, and computes in threads of its own: in a notebook or
+    beside a running event loop too. `close()`, or the end of a `with`, waits for what was asked.
+
+    `model`: a folder, or a built-in model. `backend`: "inprocess", "central" (a process of its own), "fleet" (several,
+    or a server that runs: endpoint="http://host:8000") or "vllm". `strategy`: a name, or such as
+    `gpuinfer.Adaptive(latency_target="50ms")`. `devices`: "auto", "cpu", "cuda:1", a list of them. `dtype`: "float32",
+    "bfloat16", "float16". `seed`: of all answers that name none. `context`: tokens of prompt and answer. `batch_size`:
+    prompts generated at once. `deterministic`: the same bits for a prompt in any company. `adapters`: folders of LoRA
+    adapters by name; the first is used where a call names none. Other keyword arguments are the model's (`checkpoint`,
+    `meta`, `dcp_path`, `base_model`, `mask_token_id`, `trust_remote_code`) and the backend's own options (`pages=512`).
+
+    Raises `UsageError` for what cannot be.
+    """
+
+    def __init__(
+        self,
+        model: str | os.PathLike[str] | None = None,
+        *,
+        backend: str = "inprocess",
+        strategy: Strategy | str = "dynamic",
+        devices: str | Sequence[Any] | None = None,
+        dtype: Any = None,
+        seed: int = 0,
+        context: int | None = None,
+        batch_size: int | None = None,
+        deterministic: bool = False,
+        adapters: Mapping[str, str | os.PathLike[str]] | None = None,
+        max_queue_rows: int | None = None,
+        patience: float | str | None = None,
+        give_up: float | str | None = None,
+        **options: Any,
+    ) -> None:
+        if model is not None and not isinstance(model, str | os.PathLike):
+            raise UsageError(
+                f"an LLM is a folder of a model of text, and this is a {type(model).__name__}. Give the folder's path; "
+                "for a torch.nn.Module there is gpuinfer.Batcher."
+            )
+        place = None if model is None else os.path.expanduser(os.fspath(model))
+        given = {"model": place, "context": context, "deterministic": deterministic}
+        given |= {name: options.pop(name) for name in ModelOptions.model_fields if name in options}
+        with in_python_words():
+            values = {name: value for name, value in given.items() if value is not None}
+            named = {name: GivenValue(value, f"{name}={value!r}") for name, value in values.items()}
+            own = ModelOptions(**check(ModelOptions, named, "LLM"))
+            check_model(own, "LLM")
+            folders = adapter_folders([f"{name}={os.fspath(folder)}" for name, folder in (adapters or {}).items()])
+            if batch_size is not None and (type(batch_size) is not int or not 1 <= batch_size <= 1 << 20):
+                raise UsageError(f"batch_size={batch_size!r} is no number of prompts. Give one from 1 on.")
+            if type(seed) is not int or not 0 <= seed < 1 << 63:
+                raise UsageError(f"seed={seed!r} is no seed. Give a whole number from 0 on.")
+            self._spec = text_model(own, batch_size, folders)
+        self._adapter = next(iter(folders), None)
+        self._setup = replace(
+            setup_from(
+                devices=devices,
+                dtype=dtype,
+                seed=seed,
+                max_queue_rows=max_queue_rows,
+                patience=seconds_of("patience", patience),
+                give_up=seconds_of("give_up", give_up),
+            ),
+            model=self._spec,
+            deterministic=deterministic,
+        )
+        self._options, self._backend_name, self._strategy = options, backend, strategy
+        self._refuse_unknown()
+        self._backend, self._used_strategy = self._made()
+        if own.trust_remote_code and not type(self._backend).remote_code:
+            raise UsageError("trust_remote_code: code that comes with a checkpoint is never run here. Leave it out.")
+        if place is not None and place not in TEXT_MODELS and not os.path.exists(place) and backend not in ELSEWHERE:
+            from gpuinfer.text.checkpoint import open_checkpoint  # it says what to do
+
+            with in_python_words():
+                open_checkpoint(self._spec)
+        name = type(self._used_strategy).__name__.lower() if isinstance(strategy, Strategy) else strategy
+        self._clock = SessionClock(
+            "generate",
+            backend,
+            name,
+            self._setup,
+            {
+                "generate": {**own.model_dump(mode="json"), "batch_size": batch_size},
+                "backends": {backend: self._backend.options.model_dump(mode="json")},
+                "strategies": {name: self._used_strategy.options.model_dump(mode="json")},
+            },
+        )
+        self._lock = threading.RLock()
+        self._opened: OpenedLLM | None = None
+        self._closed = False
+        self._process = os.getpid()
+        self._last = Snapshot()
+        self._language: Language | None = None
+
+    def _refuse_unknown(self) -> None:
+        with in_python_words():
+            own = registry.load("backends", self._backend_name).Options if isinstance(self._backend_name, str) else None
+        known = [*ModelOptions.model_fields, *inspect.signature(LLM).parameters, *(own.model_fields if own else ())]
+        for name, value in self._options.items():
+            if name not in known:
+                hint = option_hint(name, known)
+                between = f" {hint}" if hint else ""
+                raise UsageError(
+                    f"{name}={value!r:.60}: LLM has no option '{name}' on the backend '{self._backend_name}'.{between} "
+                    f"Options: {', '.join(sorted({*known} - {'model', 'options'}))}."
+                )
+
+    def _made(self) -> tuple[Backend, Strategy]:
+        backend = backend_of(self._backend_name, self._setup, self._options)
+        return backend, strategy_of(self._strategy, setup=self._setup)
+
+    # Opening and closing
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the model is loaded, and may be asked."""
+        return self._opened is not None and not self._closed
+
+    def start(self) -> Self:
+        """Load the model now, if that has not been done. Raises `UsageError` for one that cannot be loaded."""
+        self.opened()
+        return self
+
+    def opened(self) -> OpenedLLM:
+        """Its session, opened now where it is not. Raises `Closed`, and `UsageError` in a fork."""
+        if self._process != os.getpid():
+            raise UsageError(
+                "this LLM belongs to the process that made it, and this one is a fork of that. Make the LLM after the "
+                'fork; or start processes with multiprocessing.get_context("spawn").'
+            )
+        with self._lock:
+            if self._closed:
+                raise Closed("this LLM is closed. Make another one: gpuinfer.LLM(…).")
+            if self._opened is None:
+                self._opened = self._open()
+            return self._opened
+
+    def _open(self) -> OpenedLLM:
+        if self._backend.remote:
+            children.refuse_while_imported("a server")
+        session = BackgroundSession(self._backend, self._used_strategy)
+        with in_python_words(), contextlib.ExitStack() as if_refused:
+            session.__enter__()
+            if_refused.callback(self._anew)
+            if_refused.push(session)
+            session.call(session.session.check())
+            limits = session.ready()
+            if_refused.pop_all()
+        self._clock.begin()
+        _close_at_exit(self)
+        return OpenedLLM(session, limits)
+
+    def _anew(self) -> None:
+        """What could not be started cannot be started again."""
+        self._backend, self._used_strategy = self._made()
+
+    def close(self, *, drain: bool = True) -> None:
+        """Wait for what was asked, or cancel it (`drain=False`), and give the model's memory and processes back."""
+        with self._lock:
+            was_closed, self._closed = self._closed, True
+            opened = self._opened
+        if was_closed or opened is None or self._process != os.getpid():
+            return
+        opened.shut()
+        session = opened.session
+        try:
+            with contextlib.suppress(RuntimeError):  # the session's loop has ended
+                session.call(opened.settle(drain))
+                self._last = session.call(_counted(session))
+        finally:
+            self._clock.end()
+            session.__exit__(None, None, None)
+
+    def __enter__(self) -> Self:
+        return self.start()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close(drain=kind is None)
+
+    async def __aenter__(self) -> Self:
+        await asyncio.to_thread(self.start)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await asyncio.to_thread(self.close, drain=kind is None)
+
+    def __del__(self) -> None:
+        opened = getattr(self, "_opened", None)
+        if opened is not None and not self._closed and self._process == os.getpid():
+            opened.session.close_soon()  # nobody waits: this may be any thread
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else "open" if self._opened is not None else "not open yet"
+        return f"<gpuinfer.LLM {self._spec.name} on {self._clock.backend}, {state}>"
+
+    # Asking
+
+    def generate(
+        self,
+        prompts: Any,
+        *,
+        ordered: bool = True,
+        errors: Errors = "raise",
+        timeout: float | str | None = None,
+        priority: Priority | str = "normal",
+        progress: bool = False,
+        **options: Unpack[AnswerKeywords],
+    ) -> TextAnswers:
+        """Answer prompts: an iterator, for `for` and `async for`, of a `TextAnswer` for each.
+
+        `prompts`: a text, token ids, a chat (messages), a row as `{"prompt": "Once", "id": 7}`; a list, an array or an
+        iterator of these, or a file (`Path("prompts.jsonl")`; of a .txt each line is a prompt). `ordered`: in the order
+        of the prompts, or as they are finished. `errors`: "raise" raises a prompt's error in its place, with its
+        `index`; "return" gives the error in place of the answer, and goes on. `timeout`: seconds for each prompt, from
+        when the model is asked. `priority`: "high", "normal", "low" among all that wait. `progress`: draw a bar.
+
+        Leaving the loop early, or an error, cancels what is under way.
+        """
+        if errors not in ("raise", "return"):
+            raise UsageError(f'errors={errors!r} is no way to treat them. Give "raise" or "return".')
+        bar = None
+        if progress:
+            from gpuinfer.cli.screen.display import progress_bar
+
+            def bar(total: int | None) -> contextlib.AbstractContextManager[Callable[[int], None]]:
+                return progress_bar("prompts", total)
+
+        seconds, request = self._request(timeout, priority)
+        rows = PromptReader(prompts, self._defaults(options))
+        return TextAnswers(self, rows, ordered=ordered, errors=errors, timeout=seconds, request=request, bar=bar)
+
+    def answer(
+        self,
+        prompt: Any,
+        *,
+        timeout: float | str | None = None,
+        priority: Priority | str = "normal",
+        **options: Unpack[AnswerKeywords],
+    ) -> PendingText:
+        """Ask one prompt: `answer = await llm.answer("Once")` in a coroutine, or `llm.answer("Once").result()`.
+
+        Arguments as of `generate`. The same prompt has the same answer each time: ask for `n=4`, or give another
+        `seed`, for others.
+        """
+        row = self._one(prompt, options)
+        seconds, request = self._request(timeout, priority)
+        return PendingText(self.opened(), row, seconds, request)
+
+    def stream(
+        self,
+        prompt: Any,
+        *,
+        timeout: float | str | None = None,
+        priority: Priority | str = "normal",
+        **options: Unpack[AnswerKeywords],
+    ) -> TextStream:
+        """Answer one prompt while it grows: an iterator, for `for` and `async for`, of parts with a `text` each; then
+        `stream.result` is the whole answer. Arguments as of `generate`.
+        """
+        seconds, request = self._request(timeout, priority)
+        return TextStream(self, self._one(prompt, options), seconds, request)
+
+    def chat(
+        self,
+        messages: str | Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        timeout: float | str | None = None,
+        priority: Priority | str = "normal",
+        **options: Unpack[AnswerKeywords],
+    ) -> TextAnswer:
+        """The answer to a conversation, `[{"role": "user", "content": "Hi"}]`, or to one message of the user.
+
+        It goes through the model's chat template; `tools` are JSON schemas of functions that the template describes. In
+        a coroutine, `await llm.answer(messages)`; many conversations, `llm.generate([messages, …])`.
+        """
+        said = [{"role": "user", "content": messages}] if isinstance(messages, str) else list(messages)
+        asked: dict[str, Any] = {"messages": said} | ({"tools": list(tools)} if tools else {})
+        pending = self.answer(asked, timeout=timeout, priority=priority, **options)
+        try:
+            return pending.result()
+        except BaseException:
+            pending.cancel()
+            raise
+
+    def score(
+        self,
+        prompts: Any,
+        continuations: Any,
+        *,
+        timeout: float | str | None = None,
+        priority: Priority | str = "normal",
+        adapter: str | None = None,
+    ) -> list[ContinuationScore]:
+        """How likely each prompt goes on with its continuation: log-probabilities, nothing is drawn.
+
+        Two lists of one length, or one prompt and several continuations. Each is a text or token ids. Texts are
+        tokenized together: what scores is what follows the tokens that prompt and whole begin with alike.
+        """
+        many = [continuations] if _is_one_text(continuations) else list(continuations)
+        asked = [prompts] * len(many) if _is_one_text(prompts) else list(prompts)
+        if len(asked) != len(many):
+            raise UsageError(
+                f"{len(asked)} prompts and {len(many)} continuations: each prompt has one. Give as many, or one prompt "
+                "for all."
+            )
+        seconds, request = self._request(timeout, priority)
+        adapter = self._adapter if adapter is None else adapter or None
+        opened = self.opened()
+        rows, starts = [], list[int]()
+        for number, (prompt, continuation) in enumerate(zip(asked, many, strict=True)):
+            try:
+                tokens, start = self._scored_tokens(prompt, continuation)
+            except (BadPrompt, UsageError) as error:
+                raise type(error)(f"continuation {number}: {error}") from None
+            sampling = Sampling(max_tokens=0, prompt_logprobs=0, prompt_logprob_start=start)
+            rows.append(Prompt(tokens=tokens, sampling=sampling, key="score", adapter=adapter))
+            starts.append(start)
+        return opened.session.call(_scores(opened, rows, starts, seconds, request))
+
+    def update(
+        self,
+        version: str | int,
+        weights: str | os.PathLike[str],
+        *,
+        adapter: str | None = None,
+        drain: bool = True,
+    ) -> None:
+        """Compute with other weights from now on, or with those of an adapter, under the name `version`.
+
+        `weights`: a folder or a safetensors file with the same tensors. `drain`: what is under way is finished with the
+        old weights first; else it goes on with the new ones (`answer.generation.versions` tells). Raises `UsageError`
+        for weights that do not fit, and then nothing has changed.
+        """
+        session = self.opened().session
+        with in_python_words():
+            session.call(session.session.update(str(version), os.fspath(weights), adapter=adapter, drain=drain))
+
+    @property
+    def limits(self) -> Limits:
+        """What the model takes at once: `slots` are prompts. It opens the model."""
+        return self.opened().limits
+
+    @property
+    def adapters(self) -> Sequence[str]:
+        """The names that `adapter=` may have."""
+        return self.opened().session.session.adapters
+
+    def _defaults(self, options: Mapping[str, Any]) -> PromptDefaults:
+        if self._closed:
+            raise Closed("this LLM is closed. Make another one: gpuinfer.LLM(…).")
+        return prompt_defaults(options, self._adapter)
+
+    def _one(self, prompt: Any, options: Mapping[str, Any]) -> Any:
+        reader = PromptReader(prompt, self._defaults(options))
+        if reader.total != 1:
+            raise UsageError("this asks one prompt, and these may be several. Use `generate`, or give one of them.")
+        return next(reader)
+
+    def _request(self, timeout: float | str | None, priority: Priority | str) -> tuple[float | None, dict[str, Any]]:
+        seconds = seconds_of("timeout", timeout)
+        request: dict[str, Any] = {"priority": priority_of(priority)}
+        return seconds, request if seconds is None else {**request, "timeout": seconds}
+
+    def _scored_tokens(self, prompt: Any, continuation: Any) -> tuple[tuple[int, ...], int]:
+        """All tokens, and how many of them are the prompt's."""
+        if not isinstance(prompt, str) and not isinstance(continuation, str):
+            before, after = _token_ids(prompt), _token_ids(continuation)
+            whole, start = (*before, *after), len(before)
+        elif isinstance(prompt, str) and isinstance(continuation, str):
+            if not continuation:
+                raise BadPrompt("the continuation is empty. Give at least one token.")
+            before, whole = self._encoded(prompt, prompt + continuation)
+            pairs = enumerate(zip(before, whole, strict=False))
+            start = next((place for place, (one, other) in pairs if one != other), min(len(before), len(whole)))
+        else:
+            raise BadPrompt("of prompt and continuation one is a text and one is token ids. Give both alike.")
+        if start == len(whole):
+            raise BadPrompt("the continuation is empty. Give at least one token.")
+        if not start:
+            raise BadPrompt("nothing comes before the continuation. Give a prompt of at least one token.")
+        return whole, start
+
+    def _encoded(self, *texts: str) -> list[tuple[int, ...]]:
+        """Raises `BadPrompt`, and `UsageError` where only the backend can read the model."""
+        from gpuinfer.text.checkpoint import open_checkpoint
+        from gpuinfer.text.language import open_language
+
+        if self._language is None:
+            try:
+                checkpoint = open_checkpoint(self._spec)
+            except UsageError as error:
+                raise UsageError(f"texts cannot be tokenized here: {error} Token ids can be scored.") from error
+            self._language = open_language(checkpoint.language, checkpoint.shape)
+        encoded = self._language.encode([Prompt(text=text) for text in texts])
+        for one in encoded:
+            if isinstance(one, BadPrompt):
+                raise one
+        return [tuple(one.tolist()) for one in encoded if not isinstance(one, BadPrompt)]
+
+    # Figures
+
+    def _snapshot(self) -> Snapshot:
+        opened = self._opened
+        if opened is not None and not self._closed:
+            with contextlib.suppress(RuntimeError, TimeoutError):
+                self._last = opened.session.call(_counted(opened.session), 5.0)
+        return self._last
+
+    def _progress(self, snapshot: Snapshot) -> Progress:
+        opened = self._opened
+        if opened is None:
+            return Progress(0)
+        counts = {name: getattr(opened, name) for name in ("input_tokens", "output_tokens", "cached_tokens")}
+        return Progress(
+            opened.done,
+            counts=counts,
+            facts={"rows_outstanding": opened.rows},
+            failed=opened.failed,
+            failure=opened.first_failure,
+        )
+
+
+async def _counted(session: BackgroundSession) -> Snapshot:
+    await session.session.refresh()
+    return session.session.snapshot()
+
+
+async def _scores(
+    opened: OpenedLLM, rows: Sequence[Prompt], starts: Sequence[int], timeout: float | None, request: dict[str, Any]
+) -> list[ContinuationScore]:
+    requester = opened.requester(**request)
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(opened.ask(requester, row, timeout, None)) for row in rows]
+    except BaseExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+    scores = []
+    for number, (task, row, start) in enumerate(zip(tasks, rows, starts, strict=True)):
+        found = task.result()
+        if isinstance(found, GpuinferError):
+            found.args, found.index = (f"continuation {number}: {found}",), number
+            raise found
+        logprobs = [one for one in (found.prompt_logprobs or ())[start:] if one is not None]
+        scores.append(
+            ContinuationScore(
+                tokens=tuple((row.tokens or ())[start:]),
+                logprobs=tuple(one.chosen.logprob for one in logprobs),
+                greedy=all(one.chosen.rank == 1 for one in logprobs),
+            )
+        )
+    return scores
+
+
+def _is_one_text(given: Any) -> bool:
+    """A text, or token ids."""
+    if hasattr(given, "tolist"):
+        given = given.tolist()
+    if isinstance(given, list | tuple):
+        return bool(given) and isinstance(given[0], int)
+    if isinstance(given, str):
+        return True
+    if not isinstance(given, Iterable):
+        raise UsageError(f"{given!r:.60} cannot be scored. Give texts, or token ids.")
+    return False
+
+
+def _token_ids(given: Any) -> tuple[int, ...]:
+    if hasattr(given, "tolist"):
+        given = given.tolist()
+    if not isinstance(given, list | tuple) or not all(type(one) is int and 0 <= one < 1 << 31 for one in given):
+        raise BadPrompt(f"{given!r:.60} is neither a text nor token ids. Give one of these.")
+    return tuple(given)
+
+
+_open_ones: weakref.WeakSet[LLM] = weakref.WeakSet()
+
+
+def _close_at_exit(llm: LLM) -> None:
+    """Close it when the interpreter ends, before threads can no longer be started; `atexit` would be too late."""
+    _open_ones.add(llm)
+    _await_exit()
+
+
+@functools.cache
+def _await_exit() -> None:
+    def close_all() -> None:
+        for one in list(_open_ones):
+            with contextlib.suppress(Exception):
+                one.close(drain=False)
+
+    threading._register_atexit(close_all)  # type: ignore[attr-defined]
