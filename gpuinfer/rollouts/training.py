@@ -45,7 +45,7 @@ class StepRecorder:
         self._dropped = 0  # before it
         self.tail_from: float | None = None  # since when no more groups are begun
         self.recording: asyncio.Task[None] | None = None
-        self._untold: list[StepRecord] = []  # that `take_figures` has not had
+        self._unreported: list[StepRecord] = []  # that `take_figures` has not had
 
     async def open(self) -> None:
         self._began = self._ended = self.meter.began = time.monotonic()
@@ -107,13 +107,13 @@ class StepRecorder:
         record = msgspec.structs.replace(record, **found)
         record = msgspec.structs.replace(record, verdict=stall_of(record, self._depth).plain())
         self.totals.add(record)
-        self._untold.append(record)
+        self._unreported.append(record)
         if self._steps is not None:
             self._steps.add(record)
 
     def take_figures(self) -> list[tuple[int, dict[str, float]]]:
         """Of the steps that were recorded since the last call, each with its number (`steps.figures_of`)."""
-        records, self._untold = self._untold, []
+        records, self._unreported = self._unreported, []
         return [(record.step, figures_of(record)) for record in records]
 
     def _of_batch(self, groups: Sequence[Group], version: int) -> dict[str, Any]:

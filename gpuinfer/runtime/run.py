@@ -26,7 +26,7 @@ from gpuinfer.host.cpu_contention import CoreTime
 from gpuinfer.models import roofline_process
 from gpuinfer.report import report, report_sections
 from gpuinfer.runtime import run_roofline
-from gpuinfer.runtime.run_figures import RunFigures
+from gpuinfer.runtime.run_figures import OnFigures, RunFigures
 from gpuinfer.runtime.session import Session
 from gpuinfer.stats import Snapshot
 
@@ -88,7 +88,7 @@ async def execute(
     on_report: Callable[[dict[str, Any]], None] = lambda report: None,
     on_abandon: Callable[[dict[str, Any]], None] = lambda report: None,
     max_failures: float = 1.0,
-    on_figures: Callable[[int, Mapping[str, float]], None] | None = None,
+    on_figures: OnFigures | None = None,
 ) -> dict[str, Any]:
     """Run the workload and return its report (`report.SCHEMA`).
 

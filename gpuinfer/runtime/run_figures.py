@@ -1,7 +1,7 @@
 """The figures of a run by its workload's own steps (training steps, games, groups, rows), while it goes on: for
-trackers, and for whoever calls `run` with `on_figures`.
+trackers, and for callers of `run` with `on_figures`.
 
-`<workload>/…` are what the workload tells: the figures of its steps, and its facts. The others are the engine's, of the
+`<workload>/…` are the workload's own: the figures of its steps, and its facts. The others are the engine's, of the
 time since the figures before: `throughput/…`, `batch/rows`, `queue/…`, `latency/mean_s`, `time/…` (shares of the lanes'
 time by station), `device/…`, `errors/…` (all until now).
 """
@@ -25,22 +25,25 @@ POINTS = 500  # later a 500th of the run's time, so that a run of days has a few
 SETTINGS = ("workers", "blocks", "clients", "threads", "games_in_flight", "rows_outstanding", "offered_rows_per_s")
 """Facts that say how the run was set up (`Progress.facts`): no figures, as are those that do not change."""
 
+OnFigures = Callable[[int, Mapping[str, float]], None]
+"""Takes the figures of a step, by name. It is called on a run's event loop, and returns at once."""
+
 log = logging.getLogger(__name__)
 
 
 class RunFigures:
-    """Tells `on_figures` of one run. When that raises, it is warned of once and called no more."""
+    """Passes the figures of one run to `on_figures`, which is called no more once it has raised."""
 
-    def __init__(self, workload: str, on_figures: Callable[[int, Mapping[str, float]], None] | None) -> None:
+    def __init__(self, workload: str, on_figures: OnFigures | None) -> None:
         self._workload, self._on_figures = workload, on_figures
-        self._told: set[str] = set()  # names of figures that the workload gives by step: facts of these names are older
+        self._by_step: set[str] = set()  # figures that the workload has by step: facts of these names are older
         self._before: RunUpdate | None = None
 
     def add(self, progress: Progress) -> None:
-        """The figures of steps that the workload has told of."""
+        """The figures of the steps that this progress reports."""
         for step, figures in progress.figures if self._on_figures is not None else ():
-            self._told.update(figures)
-            self._tell(step, {self._name(name): value for name, value in figures.items()})
+            self._by_step.update(figures)
+            self._pass_on(step, {self._name(name): value for name, value in figures.items()})
 
     def look(self, update: RunUpdate, last: bool = False) -> None:
         """The engine's figures and the workload's facts, where it has come further and it is time."""
@@ -60,13 +63,13 @@ class RunFigures:
                 for name, one in update.progress.facts.items()
                 if known.get(name, one) != one
             }
-            own = {self._name(name): one for name, one in changed.items() if name not in (*SETTINGS, *self._told)}
-            self._tell(update.progress.done, {**own, **dict(_of_engine(before, update, passed_s))})
+            own = {self._name(name): one for name, one in changed.items() if name not in (*SETTINGS, *self._by_step)}
+            self._pass_on(update.progress.done, {**own, **dict(_of_engine(before, update, passed_s))})
 
     def _name(self, name: str) -> str:
         return name if "/" in name else f"{self._workload}/{name}"
 
-    def _tell(self, step: int, figures: Mapping[str, Any]) -> None:
+    def _pass_on(self, step: int, figures: Mapping[str, Any]) -> None:
         if self._on_figures is None:
             return
         try:
@@ -74,7 +77,7 @@ class RunFigures:
         except Exception as error:  # noqa: BLE001 (it is not ours, and no reason to lose a run)
             self._on_figures = None
             log.warning(
-                "the run's figures are told no more, and the run goes on: on_figures raised %s.",
+                "on_figures raised %s: it is called no more, and the run goes on.",
                 error_text.short_message(error),
             )
 
@@ -82,8 +85,8 @@ class RunFigures:
 def _of_engine(before: RunUpdate, now: RunUpdate, passed_s: float) -> Iterator[tuple[str, float]]:
     counted = since(now.snapshot, before.snapshot)
     counts = {name: count - before.progress.counts.get(name, 0.0) for name, count in now.progress.counts.items()}
-    tokens, told = counted_tokens(counted), {"rows": counted.rows, "requests": counted.requests}
-    for name, count in {**counts, **(told if counted.rows else {}), **tokens}.items():
+    tokens, requests = counted_tokens(counted), {"rows": counted.rows, "requests": counted.requests}
+    for name, count in {**counts, **(requests if counted.rows else {}), **tokens}.items():
         rate = max(0.0, count) / passed_s
         yield (f"throughput/{name}_per_min", rate * 60) if name == "games" else (f"throughput/{name}_per_s", rate)
     if counted.batches:

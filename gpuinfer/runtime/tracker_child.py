@@ -1,11 +1,13 @@
-"""The process of one tracker: `python -m gpuinfer.runtime.tracker_child WORD` answers each order of the run's process
-(`tracking.py`) with one line. When that process is gone it ends the tracked run as killed, and itself soon.
+"""The process of one tracker: `python -m gpuinfer.runtime.tracker_child WORD FOLDER` answers each order of the run's process
+(`tracking.py`) with one line. When that process is gone it ends the tracked run as killed, removes the folder of its own
+output, and ends soon.
 """
 
 from __future__ import annotations
 
 import os
 import select
+import shutil
 import signal
 import socket
 import sys
@@ -26,7 +28,7 @@ def main() -> None:
     channel_end = socket.socket(fileno=os.dup(0))
     threading.Thread(target=_end_after_parent, args=(os.dup(0),), daemon=True).start()
     nothing = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(nothing, 0)  # a library that asks its user something is told nothing
+    os.dup2(nothing, 0)  # a library that asks its user something gets an end of file
     os.dup2(2, 1)  # what libraries print goes where errors go
     channel, tracker = LineChannel(channel_end), open_tracker(sys.argv[1])
     while True:
@@ -34,9 +36,10 @@ def main() -> None:
             order = channel.receive()
         except ChannelClosed:
             tracker.finish("killed", {})
+            shutil.rmtree(sys.argv[2], ignore_errors=True)
             break
         try:
-            answer: dict[str, Any] = {"said": _obey(tracker, order)}
+            answer: dict[str, Any] = {"result": _execute(tracker, order)}
         except BaseException as error:  # noqa: BLE001  whatever it is, the run's process is to know
             answer = {"error": error_text.short_message(error)}
         channel.send(answer)
@@ -47,7 +50,7 @@ def main() -> None:
     os._exit(0)  # libraries' own ends may wait for a network without end
 
 
-def _obey(tracker: Tracker, order: dict[str, Any]) -> str:
+def _execute(tracker: Tracker, order: dict[str, Any]) -> str:
     if "start" in order:
         return tracker.start(order["start"], order["settings"])
     for step, figures in order.get("log", ()):

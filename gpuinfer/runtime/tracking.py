@@ -33,16 +33,12 @@ AT_ONCE = 256  # steps in one message
 
 log = logging.getLogger(__name__)
 
-Figures = Mapping[str, float]
-OnFigures = Callable[[int, Figures], None]
-"""Takes the figures of a step. It is called on a run's event loop, so it returns at once."""
-
 
 class Tracking:
     """The trackers that these words name (`tensorboard=runs`, `wandb`), from the start of one run to its end.
 
-    `run`: the command, such as `train`; the run's name is that with the time. `settings` are plain values. `said` is
-    told where each tracker's run is to be seen, from another thread. The trackers start with the first figures, so
+    `run`: the command, such as `train`; the run's name is that with the time. `settings` are plain values. `announce`
+    gets the place of each tracker's run, for people, from another thread. The trackers start with the first figures, so
     that a run that is refused leaves no trace. Raises `UsageError` for trackers that cannot be had. As a context
     manager it ends what it has started, whatever happens.
     """
@@ -52,14 +48,14 @@ class Tracking:
         words: Sequence[str],
         run: str,
         settings: Mapping[str, Any],
-        said: Callable[[str], None] = lambda where: None,
+        announce: Callable[[str], None] = lambda where: None,
     ) -> None:
         words = () if trackers.NOTHING in words else tuple(dict.fromkeys(words))
         for word in words:
             trackers.open_tracker(word)
         settings = json.loads(json.dumps(settings, default=error_text.safe_str))
         name = f"{run}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
-        self._threads = [_TrackerThread(word, name, settings, said) for word in words]
+        self._threads = [_TrackerThread(word, name, settings, announce) for word in words]
         self._started = self._finished = False
 
     @property
@@ -74,7 +70,7 @@ class Tracking:
             for thread in self._threads:
                 thread.start()
 
-    def log(self, step: int, figures: Figures) -> None:
+    def log(self, step: int, figures: Mapping[str, float]) -> None:
         """Pass on the figures of a step, to be tracked soon. Returns at once."""
         self.start()
         for thread in self._threads:
@@ -92,9 +88,10 @@ class Tracking:
     def finish_with(self, report: Mapping[str, Any], **more: str) -> None:
         """`finish` with what a run's report says: its verdict, its advice and its rates. `more`: in the summary."""
         bottleneck = report["bottleneck"]
-        told = {"bottleneck": bottleneck["class"], **{name: bottleneck[name] for name in ("why", "advice", "command")}}
+        verdict = {"bottleneck": bottleneck["class"]}
+        verdict |= {name: bottleneck[name] for name in ("why", "advice", "command")}
         rates = {f"throughput/{name}": rate for name, rate in report["throughput"].items()}
-        summary = {**told, "wall_s": report["wall_s"], "setup_s": report["setup_s"], **rates, **more}
+        summary = {**verdict, "wall_s": report["wall_s"], "setup_s": report["setup_s"], **rates, **more}
         self.finish(report["status"], {name: value for name, value in summary.items() if value is not None})
 
     def __enter__(self) -> Self:
@@ -118,9 +115,9 @@ class Tracking:
 class _TrackerThread(threading.Thread):
     """One tracker: its process, and what waits to be told to it."""
 
-    def __init__(self, word: str, run: str, settings: Mapping[str, Any], said: Callable[[str], None]) -> None:
+    def __init__(self, word: str, run: str, settings: Mapping[str, Any], announce: Callable[[str], None]) -> None:
         super().__init__(name=f"gpuinfer tracker {word}", daemon=True)
-        self._word, self._run_name, self._settings, self._said = word, run, settings, said
+        self._word, self._run_name, self._settings, self._announce = word, run, settings, announce
         self._queue: queue.Queue[tuple[int, dict[str, float]] | None] = queue.Queue(MOST_QUEUED)
         self._end: dict[str, Any] | None = None  # the last order
         self._child: ChildProgram | None = None
@@ -177,11 +174,11 @@ class _TrackerThread(threading.Thread):
                     self._child.kill(1.0)
 
     def _track(self, output: Path) -> None:
-        command = [sys.executable, "-P", "-m", "gpuinfer.runtime.tracker_child", self._word]
+        command = [sys.executable, "-P", "-m", "gpuinfer.runtime.tracker_child", self._word, str(output.parent)]
         self._child = child = ChildProgram(command, output, children.with_our_path())
         conversation = Conversation("its process", child, LineChannel(child.end))
         where = _ask(conversation, {"start": self._run_name, "settings": self._settings}, START_S)
-        self._said(f"{self._word.partition('=')[0]}: {where}")
+        self._announce(f"{self._word.partition('=')[0]}: {where}")
         while True:
             taken = [self._queue.get()]
             with contextlib.suppress(queue.Empty):
@@ -199,7 +196,7 @@ class _TrackerThread(threading.Thread):
 
 def _ask(conversation: Conversation, order: dict[str, Any], within_s: float) -> str:
     answer = conversation.ask(order, within_s)
-    if not isinstance(answer, dict) or "said" not in answer:
-        said = answer.get("error") if isinstance(answer, dict) else answer
-        raise WorkError(f"{str(said).rstrip('.')}.")
-    return str(answer["said"])
+    if not isinstance(answer, dict) or "result" not in answer:
+        error = answer.get("error") if isinstance(answer, dict) else answer
+        raise WorkError(f"{str(error).rstrip('.')}.")
+    return str(answer["result"])

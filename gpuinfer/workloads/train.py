@@ -218,7 +218,7 @@ class _TrainingRun:
         self._latest: deque[Gradients] = deque(maxlen=LATEST)
         self._since: list[dict[str, float]] = []  # what the steps since the curve's last row came to
         self._rows: list[dict[str, float]] = []  # of the curve, to be written
-        self._untold: list[dict[str, float]] = []  # rows of the curve that no Progress has had
+        self._unreported: list[dict[str, float]] = []  # rows of the curve, since the last Progress
         self._write_at = 0.0
         self._tell_at = 0.0
         self._facts: dict[str, float] = {}
@@ -372,7 +372,7 @@ class _TrainingRun:
     def _add_to_curve(self, figures: dict[str, float]) -> None:
         row = {"step": self._step, **figures}
         self._rows.append(row)
-        self._untold.append(row)
+        self._unreported.append(row)
 
     async def _write_curve(self) -> None:
         self._write_at = time.monotonic() + CURVE_S
@@ -408,6 +408,6 @@ class _TrainingRun:
             **self._facts,
         }
         counts = {"steps": self._step - self._begun}
-        rows, self._untold = self._untold, []
+        rows, self._unreported = self._unreported, []
         figures = [(int(row["step"]), {name: one for name, one in row.items() if name != "step"}) for row in rows]
         return Progress(self._step, self._own.steps, "steps", counts, facts, before=self._begun, figures=figures)

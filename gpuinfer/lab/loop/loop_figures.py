@@ -29,32 +29,32 @@ def step_figures(step: LoopStep, report: Report, has_won: bool) -> dict[str, flo
         prefix = "gate_" if step.kind == "gate" else ""
         strength = report["strength"]
         low, high = strength["elo_ci95"]
-        told = {"score": strength["score"], "elo": strength["elo"], "elo_low": low, "elo_high": high}
-        found |= {f"{prefix}{name}": value for name, value in told.items()}
+        ratings = {"score": strength["score"], "elo": strength["elo"], "elo_low": low, "elo_high": high}
+        found |= {f"{prefix}{name}": value for name, value in ratings.items()}
         if step.kind == "gate":
             found["gate_won"] = float(has_won)
     return {f"loop/{name}": float(value) for name, value in found.items() if value is not None}
 
 
 class LossFollower:
-    """Tells the rows of a training's loss curve as they come, from a thread, until the context ends. `tell`
-    None: to nobody.
+    """Passes the rows of a training's loss curve to `on_figures` as they come, from a thread, until the context ends.
+    None: there is no tracker.
     """
 
-    def __init__(self, plan: LoopPlan, tell: Callable[[int, Mapping[str, float]], None] | None) -> None:
-        self._plan, self._tell = plan, tell
+    def __init__(self, plan: LoopPlan, on_figures: Callable[[int, Mapping[str, float]], None] | None) -> None:
+        self._plan, self._on_figures = plan, on_figures
         self._iteration = 0  # that is trained; 0: none
-        self._told = 0  # rows of its curve
+        self._read = 0  # rows of its curve so far
         self._lock, self._over = threading.Lock(), threading.Event()
         self._thread = threading.Thread(target=self._follow, name="gpuinfer loss curve", daemon=True)
 
     def began(self, step: LoopStep) -> None:
-        if step.kind == "training" and self._tell is not None:
+        if step.kind == "training" and self._on_figures is not None:
             with self._lock:
-                self._iteration, self._told = step.iteration, 0
+                self._iteration, self._read = step.iteration, 0
 
     def ended(self, step: LoopStep) -> None:
-        """Tell the last rows."""
+        """Pass the last rows on."""
         if step.kind == "training":
             self._look()
             with self._lock:
@@ -77,11 +77,11 @@ class LossFollower:
 
     def _look(self) -> None:
         with self._lock:
-            if not self._iteration or self._tell is None:
+            if not self._iteration or self._on_figures is None:
                 return
             rows = plotting.read_losses(self._plan.curve(self._iteration))
             before = (self._iteration - 1) * self._plan.training_steps
-            for row in rows[self._told :]:
+            for row in rows[self._read :]:
                 figures = {f"train/{name}": float(value) for name, value in row.items() if name != "step"}
-                self._tell(before + int(row["step"]), figures)
-            self._told = len(rows)  # fewer than before where a training has gone on from its checkpoint
+                self._on_figures(before + int(row["step"]), figures)
+            self._read = len(rows)  # fewer than before where a training has gone on from its checkpoint
