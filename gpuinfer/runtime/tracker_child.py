@@ -1,6 +1,6 @@
-"""The process of one tracker: `python -m gpuinfer.runtime.tracker_child WORD FOLDER` answers each order of the run's process
-(`tracking.py`) with one line. When that process is gone it ends the tracked run as killed, removes the folder of its own
-output, and ends soon.
+"""The process of one tracker: `python -m gpuinfer.runtime.tracker_child WORD FOLDER` answers each order of the run's
+process (`tracking.py`) with one line. When that process is gone it ends the tracked run as killed, removes the folder
+of its own output, and ends soon.
 """
 
 from __future__ import annotations
