@@ -45,6 +45,7 @@ tracking: --track
 questions#a-pytorch-dataset: dataset, dataloader, pandas
 questions#how-long: eta
 questions#does-self-play-resign: resign
+questions#llm-in-a-program: llm
 questions#from-python: notebook, jupyter, asyncio, python api, from python
 questions#fine-tuning: speculative decoding, langchain
 questions#i-know-vllm: --max-model-len
