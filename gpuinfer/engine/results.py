@@ -90,7 +90,18 @@ class Unsettled:
         return None if gone else future
 
 
-PLAIN = frozenset({type(None), bool, int, float, str, bytes})  # by far the most common answers that hold no array
+class CheckedResult:
+    """A result that its backend has checked itself, for all rows of a batch at once."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+PLAIN = frozenset(
+    {type(None), bool, int, float, str, bytes, CheckedResult}
+)  # answers that need no check, by far the most
 
 
 def find_fault(result: Any, rows: int) -> str | None:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from gpuinfer.api import enter_station
+from gpuinfer.engine.results import CheckedResult
 from gpuinfer.errors import BackendError, BadResult, UsageError
 from gpuinfer.host import error_text
 from gpuinfer.models.forward_cpu import padded
@@ -28,32 +28,28 @@ UNSOUND = (
 )
 
 
-@dataclass(frozen=True, slots=True)
 class SingleRow:
     """One row on its way to the model: its leaves, arrays [*shape]."""
 
-    leaves: Sequence[Any]
+    __slots__ = ("leaves",)
+
+    def __init__(self, leaves: Sequence[Any]) -> None:
+        self.leaves = leaves
 
     def __len__(self) -> int:
         return 1
 
 
-@dataclass(frozen=True, slots=True)
 class RowBatch:
     """Rows that one caller brings together: their leaves, arrays [rows, *shape]."""
 
-    leaves: Sequence[Any]
-    rows: int
+    __slots__ = ("leaves", "rows")
+
+    def __init__(self, leaves: Sequence[Any], rows: int) -> None:
+        self.leaves, self.rows = leaves, rows
 
     def __len__(self) -> int:
         return self.rows
-
-
-@dataclass(frozen=True, slots=True)
-class ModelAnswer:
-    """A model's answer that has been checked; of a single row without the axis of the rows."""
-
-    value: Any
 
 
 Rows = SingleRow | RowBatch | NDArray[np.uint8]
@@ -86,8 +82,8 @@ class LeavesForward:
         self._own = threading.local()
 
     def __call__(self, requests: Sequence[Rows]) -> list[Any]:
-        """A `ModelAnswer` for each `SingleRow` and `RowBatch`, arrays float32 [rows, …] for packed rows; a `BadResult`
-        in the place of an answer that is not sound. Raises what the module raises.
+        """A `CheckedResult` for each `SingleRow` and `RowBatch`, arrays float32 [rows, …] for packed rows; where an
+        answer is not sound, a `BadResult`. Raises what the module raises.
         """
         enter_station("transfer")
         with torch.no_grad():
@@ -142,10 +138,9 @@ class LeavesForward:
 
     def _joined(self, requests: Sequence[Rows]) -> tuple[list[Tensor], int]:
         """The leaves of all rows, [rows, *shape], on the device."""
-        singles = [one for one in requests if isinstance(one, SingleRow)]
+        singles = [one.leaves for one in requests if isinstance(one, SingleRow)]
         if len(singles) == len(requests):
-            columns = zip(*(one.leaves for one in singles), strict=True)
-            leaves = [self._stacked(column) for column in columns]
+            leaves = [self._stacked(column) for column in zip(*singles, strict=True)]
             return [self._sent(leaf, cast) for leaf, cast in zip(leaves, self._casts, strict=True)], len(requests)
         parts = []
         for one in requests:
@@ -206,24 +201,26 @@ class LeavesForward:
         if self._check and (floats := [part for part in parts if part.is_floating_point()]):
             of_rows = sound_rows(floats, rows)
             sound = None if bool(of_rows.all()) else of_rows
-        if self._layout.kind == "numpy":
-            columns: list[Any] = [part.numpy() for part in parts]
-        else:
-            columns = parts
+        as_arrays = self._layout.kind == "numpy"
+        columns: list[Any] = [part.numpy() for part in parts] if as_arrays else parts
+        found: list[Any] = []
         if len(requests) == rows and all(type(one) is SingleRow for one in requests):
-            singles = [list(column) if self._layout.kind == "numpy" else column.unbind(0) for column in columns]
-            found: list[Any] = [ModelAnswer(rearranged(answer, list(one))) for one in zip(*singles, strict=True)]
+            each = [list(column) if as_arrays else column.unbind(0) for column in columns]
+            if isinstance(answer, Mapping):
+                found = [CheckedResult(dict(zip(answer, one, strict=True))) for one in zip(*each, strict=True)]
+            else:
+                values = zip(*each, strict=True) if isinstance(answer, tuple | list) else each[0]
+                found = list(map(CheckedResult, values))
         else:
-            found, at = [], 0
+            at = 0
             for request in requests:
                 end = at + len(request)
                 if isinstance(request, np.ndarray):
-                    own = rearranged(answer, [np.ascontiguousarray(part[at:end].numpy()) for part in parts])
-                    found.append(own)
+                    found.append(rearranged(answer, [np.ascontiguousarray(part[at:end].numpy()) for part in parts]))
                 else:
                     single = isinstance(request, SingleRow)
-                    own = rearranged(answer, [column[at] if single else column[at:end] for column in columns])
-                    found.append(ModelAnswer(own))
+                    own = [column[at] if single else column[at:end] for column in columns]
+                    found.append(CheckedResult(rearranged(answer, own)))
                 at = end
         if sound is not None:
             at = 0

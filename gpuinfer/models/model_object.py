@@ -101,8 +101,6 @@ class LocalModel:
         """
         if not isinstance(self.model, nn.Module):
             return FunctionModel(self.model, self.takes_arrays)
-        if isinstance(self.model, torch.jit.ScriptModule):
-            return self.model.copy().eval() if device.type == "cpu" else copy.deepcopy(self.model).to(device).eval()
         memo: dict[int, Any] = {}
         for tensor in (*self.model.parameters(), *self.model.buffers()):
             wanted = dtype if tensor.is_floating_point() else tensor.dtype
@@ -110,8 +108,8 @@ class LocalModel:
             parameter = isinstance(tensor, nn.Parameter)
             memo[id(tensor)] = nn.Parameter(moved, requires_grad=False) if parameter else moved
         try:
-            if type(self.model).__name__ == "OptimizedModule":  # a copy would be compiled anew
-                raise TypeError
+            if isinstance(self.model, torch.jit.ScriptModule) or type(self.model).__name__ == "OptimizedModule":
+                raise TypeError  # a copy of compiled code would be compiled anew
             return copy.deepcopy(self.model, memo).eval()
         except Exception:  # noqa: BLE001 (what a module holds may refuse to be copied: then it computes itself)
             if any(memo[id(one)].data_ptr() != one.data_ptr() for one in self.model.parameters()):

@@ -192,15 +192,13 @@ def checked_leaves(row: Any, layout: RowLayout) -> list[Any]:
     found = leaves_of(row)
     if len(found) == len(layout.leaves):
         for place, (value, leaf) in enumerate(zip(found, layout.leaves, strict=True)):
-            if (shape := getattr(value, "shape", None)) is None or getattr(value, "requires_grad", False):
+            if not isinstance(value, np.ndarray):
                 found[place] = value = as_array(value, leaf.path)
-                shape = value.shape
+            shape = value.shape
             if tuple(shape) != leaf.shape and not (layout.ragged and shape[1:] == leaf.shape[1:] and leaf.shape):
                 raise _unlike(row, layout)
             if str(value.dtype).removeprefix("torch.") != leaf.dtype:
                 raise _unlike(row, layout)
-            if is_tensor(value) and value.device.type != "cpu":
-                found[place] = value.cpu()
         if _same_form(row, layout.form):
             return found
     raise _unlike(row, layout)

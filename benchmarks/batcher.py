@@ -1,0 +1,233 @@
+"""What `gpuinfer.Batcher` costs: rows a second of many callers, beside the engine alone and beside the model alone.
+
+    python benchmarks/batcher.py [CASE ...] [--requests N] [--repeats N] [--clients 64]
+
+Cases: `null` (a backend that does nothing; the engine's own requests/s in the same run), `queue` (the batcher that one
+writes with asyncio.Queue and a timer), `net` (the 4.9 M network, 64 and 256 clients, beside the bare model at the same
+batch), `images` (a small convolution network on [3, 64, 64]), `litserve` and `ray` (what these do with the same model,
+where they are installed). Each case is run in turn, and medians of the rates are printed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import statistics
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+import gpuinfer
+from gpuinfer.api import Backend, Limits, Request, Result
+from gpuinfer.engine.engine import Engine
+from gpuinfer.host import event_loop
+
+
+class Null(Backend):
+    """Answers at once, with nothing."""
+
+    limits = Limits(max_rows=4096)
+
+    async def infer(self, batch: Sequence[Request]) -> Sequence[Result]:
+        return [None] * len(batch)
+
+
+async def engine_rate(clients: int, requests: int) -> float:
+    engine = Engine(Null(), gpuinfer.Dynamic())
+    await engine.start()
+
+    async def client() -> None:
+        for _ in range(requests // clients):
+            await engine.submit(None)
+
+    began = time.perf_counter()
+    await asyncio.gather(*(client() for _ in range(clients)))
+    taken = time.perf_counter() - began
+    await engine.close()
+    return requests // clients * clients / taken
+
+
+async def coroutines(model: Any, row: Any, clients: int, requests: int, **options: Any) -> float:
+    async with gpuinfer.Batcher(model, example=row, **options) as batcher:
+        return await asked_by_coroutines(batcher, row, clients, requests)
+
+
+async def asked_by_coroutines(ask: Callable[[Any], Any], row: Any, clients: int, requests: int) -> float:
+    async def client(count: int) -> None:
+        for _ in range(count):
+            await ask(row)
+
+    await asyncio.gather(*(client(2) for _ in range(clients)))  # the first of each size is slower
+    began = time.perf_counter()
+    await asyncio.gather(*(client(requests // clients) for _ in range(clients)))
+    return requests // clients * clients / (time.perf_counter() - began)
+
+
+def threads(model: Any, row: Any, clients: int, requests: int, **options: Any) -> float:
+    with gpuinfer.Batcher(model, example=row, **options) as batcher:
+
+        def client(count: int) -> None:
+            for _ in range(count):
+                batcher.predict(row)
+
+        for count in (2, requests // clients):
+            running = [threading.Thread(target=client, args=(count,)) for _ in range(clients)]
+            began = time.perf_counter()
+            for one in running:
+                one.start()
+            for one in running:
+                one.join()
+        return requests // clients * clients / (time.perf_counter() - began)
+
+
+class ByHand:
+    """The batcher that many write: an asyncio.Queue, a batch size and a timer."""
+
+    def __init__(self, model: Callable[[Any], Any], size: int = 64, wait_s: float = 0.005) -> None:
+        self._model, self._size, self._wait_s = model, size, wait_s
+        self._queue: asyncio.Queue[tuple[Any, asyncio.Future[Any]]] = asyncio.Queue()
+
+    async def __call__(self, row: Any) -> Any:
+        future = asyncio.get_running_loop().create_future()
+        await self._queue.put((row, future))
+        return await future
+
+    async def work(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            batch = [await self._queue.get()]
+            until = loop.time() + self._wait_s
+            while len(batch) < self._size and (left := until - loop.time()) > 0:
+                try:
+                    batch.append(await asyncio.wait_for(self._queue.get(), left))
+                except TimeoutError:
+                    break
+            answers = await asyncio.to_thread(self._answers, [row for row, _ in batch])
+            for (_, future), answer in zip(batch, answers, strict=True):
+                future.set_result(answer)
+
+    def _answers(self, rows: list[Any]) -> Any:
+        with torch.no_grad():
+            return self._model(torch.stack(rows)).unbind(0)
+
+
+async def by_hand(model: Any, row: Any, clients: int, requests: int) -> float:
+    batcher = ByHand(model)
+    worker = asyncio.create_task(batcher.work())
+    rate = await asked_by_coroutines(batcher, row, clients, requests)
+    worker.cancel()
+    return rate
+
+
+def bare_rate(model: nn.Module, row: Any, batch: int, seconds: float = 2.0) -> float:
+    """Rows a second of the model alone in batches of so many, joined and divided as rows are."""
+    model.eval()
+    rows, done = [row] * batch, 0
+    with torch.no_grad():
+        for _ in range(3):
+            model(torch.stack(rows))
+        began = time.perf_counter()
+        while (taken := time.perf_counter() - began) < seconds:
+            model(torch.stack(rows))
+            done += batch
+    return done / taken
+
+
+class SmallConvolutions(nn.Module):
+    """Images [3, 64, 64] to 10 classes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            *(nn.Conv2d(3, 16, 3, 2), nn.ReLU(), nn.Conv2d(16, 32, 3, 2), nn.ReLU(), nn.Conv2d(32, 32, 3, 2)),
+            *(nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 10)),
+        )
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return self.layers(images)  # type: ignore[no-any-return]
+
+
+def network() -> tuple[nn.Module, torch.Tensor]:
+    """The 4.9 M network as a plain module, and a row."""
+    from gpuinfer.models.networks import BlobNet
+
+    torch.manual_seed(0)
+    net = BlobNet(480, 30, 4)
+    row = torch.zeros(480)
+    row[:30] = 1
+    return net, row
+
+
+def run_loop(main: Any) -> Any:
+    return event_loop.run(main)
+
+
+def measured(cases: dict[str, Callable[[], float]], repeats: int) -> dict[str, float]:
+    """Each case in turn, so often; the median of each."""
+    found: dict[str, list[float]] = {name: [] for name in cases}
+    for _ in range(repeats):
+        for name, case in cases.items():
+            found[name].append(case())
+    return {name: statistics.median(rates) for name, rates in found.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("case", nargs="*", default=["null", "net", "images"])
+    parser.add_argument("--requests", type=int, default=40_000)
+    parser.add_argument("--repeats", type=int, default=3)
+    given = parser.parse_args()
+    number = torch.zeros(1)
+    if "null" in given.case:
+        count = given.requests
+        rates = measured(
+            {
+                "engine alone, 64 coroutines": lambda: run_loop(engine_rate(64, count)),
+                "Batcher, a function that returns its rows, 64 coroutines": lambda: run_loop(
+                    coroutines(lambda rows: rows, number, 64, count)
+                ),
+                "Batcher, 64 threads": lambda: threads(lambda rows: rows, number, 64, count),
+                "asyncio.Queue and a timer, 64 coroutines": lambda: run_loop(by_hand(lambda rows: rows, number, 64, count)),
+            },
+            given.repeats,
+        )
+        show(rates, next(iter(rates)))
+    if "net" in given.case:
+        net, row = network()
+        for clients in (64, 256):
+            count = clients * 60
+            rates = measured(
+                {
+                    f"bare model, batches of {clients}": lambda: bare_rate(net, row, clients),
+                    f"Batcher, {clients} coroutines": lambda: run_loop(coroutines(net, row, clients, count)),
+                    f"Batcher, {clients} threads": lambda: threads(net, row, clients, count),
+                    "asyncio.Queue and a timer": lambda: run_loop(by_hand(net.eval(), row, clients, count)),
+                },
+                given.repeats,
+            )
+            show(rates, next(iter(rates)))
+    if "images" in given.case:
+        images, image = SmallConvolutions(), torch.randn(3, 64, 64)
+        rates = measured(
+            {
+                "bare model, batches of 64 images": lambda: bare_rate(images, image, 64),
+                "Batcher, 64 coroutines": lambda: run_loop(coroutines(images, image, 64, 6400)),
+                "Batcher, 64 threads": lambda: threads(images, image, 64, 6400),
+            },
+            given.repeats,
+        )
+        show(rates, next(iter(rates)))
+
+
+def show(rates: dict[str, float], base: str) -> None:
+    for name, rate in rates.items():
+        print(f"{name:<60} {rate:>10,.0f} rows/s   {rate / rates[base]:.2f}")
+    print()
+
+
+if __name__ == "__main__":
+    main()
