@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from gpuinfer.library.choices import dynamic as Dynamic
     from gpuinfer.library.llm import LLM, ContinuationScore
     from gpuinfer.library.measured import SessionVerdict
+    from gpuinfer.library.model_group import Models
     from gpuinfer.library.text_answers import TextAnswer
 
     __version__: str
@@ -51,6 +52,7 @@ __all__ = [
     "CentralServer",
     "ContinuationScore",
     "Dynamic",
+    "Models",
     "Priority",
     "SessionVerdict",
     "TextAnswer",
@@ -65,6 +67,7 @@ _PLACES = {
     "ContinuationScore": "library.llm:ContinuationScore",
     "Dynamic": "library.choices:dynamic",
     "LLM": "library.llm:LLM",
+    "Models": "library.model_group:Models",
     "Priority": "api:Priority",
     "SessionVerdict": "library.measured:SessionVerdict",
     "TextAnswer": "library.text_answers:TextAnswer",

@@ -104,7 +104,7 @@ FACADES: dict[str, set[str]] = {
         "verify.verification",
         "verify.verify_setup",
     },
-    "library": {"batcher", "choices", "llm", "measured", "text_answers"},
+    "library": {"batcher", "choices", "llm", "measured", "model_group", "text_answers"},
     "models": {
         "cuda_graphs",
         "device",

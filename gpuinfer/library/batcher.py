@@ -26,7 +26,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from gpuinfer import stats
-from gpuinfer.api import ModelSpec, Priority, Request, Strategy
+from gpuinfer.api import Backend, ModelSpec, Priority, Request, Setup, Strategy
 from gpuinfer.errors import Closed, Expired, GpuinferError, QueueFull, RequestError, UsageError
 from gpuinfer.library.choices import (
     backend_of,
@@ -59,6 +59,14 @@ LEAST_CAPACITY = 4096  # rows that may be outstanding, unless the program says a
 BATCHES_OUTSTANDING = 64  # the same, in full batches
 WINDOW_BATCHES = 4  # that `map` keeps outstanding
 ROOM_LOOK_S = 0.002  # of a coroutine that waits for room in another thread's queue
+
+
+class SharedDevice:
+    """What batchers that share a device have in common: the backend that was opened there first."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.first: Backend | None = None
 
 
 class Batcher(SessionFigures):
@@ -138,7 +146,7 @@ class Batcher(SessionFigures):
         )
         self._process = os.getpid()
         self._closed = False
-        self._beside: Batcher | None = None  # the one on whose device and event loop this one computes
+        self._shared = SharedDevice()
         self._opening = threading.Lock()
         self._background: BackgroundSession | None = None  # for threads
         self._loop: asyncio.AbstractEventLoop | None = None  # of `async with`
@@ -171,7 +179,7 @@ class Batcher(SessionFigures):
             if self._session is not None:
                 return
             self._refuse_unusable(in_loop=False)
-            backend = backend_of(self._backend, self._setup_of(layout), self._options)
+            backend = self._backend_for(layout)
             background = BackgroundSession(backend, strategy_of(self._strategy, setup=backend.setup))
             background.__enter__()
             try:
@@ -198,7 +206,19 @@ class Batcher(SessionFigures):
         self._clock.begin()
         self._session = session
 
-    def _setup_of(self, layout: RowLayout) -> Any:
+    def share_device(self, device: SharedDevice) -> None:
+        """Take turns at a device with the other batchers that share it. Before this one is opened."""
+        self._shared = device
+
+    def _backend_for(self, layout: RowLayout) -> Backend:
+        setup = self._setup_of(layout)
+        with self._shared.lock, in_python_words():
+            if (first := self._shared.first) is not None and setup.model is not None:
+                return first.beside(setup.model, setup.share)
+            self._shared.first = backend_of(self._backend, setup, self._options)
+            return self._shared.first
+
+    def _setup_of(self, layout: RowLayout) -> Setup:
         source: Any = self._source
         name = self._model
         if self._source is not None:
@@ -233,7 +253,7 @@ class Batcher(SessionFigures):
         async with self._opening_here:
             if self._session is not None:
                 return
-            backend = backend_of(self._backend, self._setup_of(layout), self._options)
+            backend = self._backend_for(layout)
             session = Session(backend, strategy_of(self._strategy, setup=backend.setup))
             await session.__aenter__()
             try:
