@@ -192,7 +192,12 @@ def checked_leaves(row: Any, layout: RowLayout) -> list[Any]:
     found = leaves_of(row)
     if len(found) == len(layout.leaves):
         for place, (value, leaf) in enumerate(zip(found, layout.leaves, strict=True)):
-            if not isinstance(value, np.ndarray):
+            if isinstance(value, bool | int | float | list):  # Python's numbers are of no dtype until it is known
+                array = as_array(value, leaf.path)
+                if leaf.dtype in FLOATS or array.dtype.kind in "bi":
+                    array = array.astype("float32" if leaf.dtype == "bfloat16" else leaf.dtype)
+                found[place] = value = array
+            elif not isinstance(value, np.ndarray):
                 found[place] = value = as_array(value, leaf.path)
             shape = value.shape
             if tuple(shape) != leaf.shape and not (layout.ragged and shape[1:] == leaf.shape[1:] and leaf.shape):

@@ -174,6 +174,12 @@ def test_a_model_is_an_object_a_class_or_a_name(model, options):
         assert batcher.predict(torch.ones(3, 8, 8)).shape == (5,)
 
 
+def test_pythons_numbers_are_taken_as_the_dtype_of_the_rows():
+    with gpuinfer.Batcher(lambda rows: rows / 2) as batcher:
+        found = [batcher.predict(row) for row in ([1.5, 2.5], [1, 2], [True, False], np.ones(2, np.float32))]
+    assert [one.tolist() for one in found] == [[0.75, 1.25], [0.5, 1.0], [0.5, 0.0], [0.5, 0.5]]
+
+
 def test_many_threads_share_batches_and_each_has_its_own_answer():
     with gpuinfer.Batcher(lambda rows: rows * 2, example=torch.zeros(())) as batcher, ThreadPoolExecutor(16) as pool:
         numbers = [torch.tensor(float(number)) for number in range(400)]
