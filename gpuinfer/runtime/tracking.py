@@ -29,6 +29,7 @@ MOST_QUEUED = 4096  # steps that wait for a tracker; what comes beyond them is l
 START_S = 120.0  # for a tracker to begin: libraries are imported, servers are asked
 ANSWER_S = 300.0  # for it to take figures: its library may try a lost network again for minutes
 FINISH_S = 30.0  # for all trackers to take what is left, once the run is over
+PATIENCE_S = 2.0  # before somebody is told what is waited for
 AT_ONCE = 256  # steps in one message
 
 log = logging.getLogger(__name__)
@@ -57,6 +58,7 @@ class Tracking:
         name = f"{run}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
         self._threads = [_TrackerThread(word, name, settings, announce) for word in words]
         self._started = self._finished = False
+        self._announce = announce
 
     @property
     def wanted(self) -> bool:
@@ -77,13 +79,22 @@ class Tracking:
             thread.put((step, dict(figures)))
 
     def finish(self, status: str, summary: trackers.Summary) -> None:
-        """End the tracked runs: `done`, `partial` or `failed`. Waits `FINISH_S` at most until all is taken."""
+        """End the tracked runs: `done`, `partial` or `failed`. Waits `FINISH_S` at most until all is taken, or until
+        Ctrl-C.
+        """
         self.start()
         self._finished, until = True, time.monotonic() + FINISH_S
         for thread in self._threads:
             thread.finish(status, summary)
-        for thread in self._threads:
-            thread.join_until(until)
+        try:
+            for thread in self._threads:
+                thread.join(min(PATIENCE_S, FINISH_S))
+            if slow := [thread.word for thread in self._threads if thread.is_alive()]:
+                self._announce(f"{', '.join(slow)}: waiting {FINISH_S:g} s at most until all is taken. Ctrl-C ends it.")
+            for thread in self._threads:
+                thread.join_until(until)
+        except KeyboardInterrupt:
+            log.warning("Ctrl-C: what the trackers have not taken is left out.")
 
     def finish_with(self, report: Mapping[str, Any], **more: str) -> None:
         """`finish` with what a run's report says: its verdict, its advice and its rates. `more`: in the summary."""
@@ -117,7 +128,7 @@ class _TrackerThread(threading.Thread):
 
     def __init__(self, word: str, run: str, settings: Mapping[str, Any], announce: Callable[[str], None]) -> None:
         super().__init__(name=f"gpuinfer tracker {word}", daemon=True)
-        self._word, self._run_name, self._settings, self._announce = word, run, settings, announce
+        self.word, self._run_name, self._settings, self._announce = word, run, settings, announce
         self._queue: queue.Queue[tuple[int, dict[str, float]] | None] = queue.Queue(MOST_QUEUED)
         self._end: dict[str, Any] | None = None  # the last order
         self._child: ChildProgram | None = None
@@ -144,7 +155,7 @@ class _TrackerThread(threading.Thread):
             log.warning(
                 "--track %s: not all has been taken within %g s after the end, and the rest is left out. See to the "
                 "network, or to the disk.",
-                self._word,
+                self.word,
                 FINISH_S,
             )
 
@@ -164,7 +175,7 @@ class _TrackerThread(threading.Thread):
                     words = children.last_log_line(output)
                     log.warning(
                         "--track %s is left out from now on, and the run goes on: %s%s",
-                        self._word,
+                        self.word,
                         str(error),
                         f" Its last words: {words}" if words and words not in str(error) else "",
                     )
@@ -174,11 +185,11 @@ class _TrackerThread(threading.Thread):
                     self._child.kill(1.0)
 
     def _track(self, output: Path) -> None:
-        command = [sys.executable, "-P", "-m", "gpuinfer.runtime.tracker_child", self._word, str(output.parent)]
+        command = [sys.executable, "-P", "-m", "gpuinfer.runtime.tracker_child", self.word, str(output.parent)]
         self._child = child = ChildProgram(command, output, children.with_our_path())
         conversation = Conversation("its process", child, LineChannel(child.end))
         where = _ask(conversation, {"start": self._run_name, "settings": self._settings}, START_S)
-        self._announce(f"{self._word.partition('=')[0]}: {where}")
+        self._announce(f"{self.word.partition('=')[0]}: {where}")
         while True:
             taken = [self._queue.get()]
             with contextlib.suppress(queue.Empty):
@@ -191,7 +202,7 @@ class _TrackerThread(threading.Thread):
                 break
         conversation.close(within_s=1.0)
         if self._left_out:
-            log.warning("--track %s was slower than the run: %d steps are left out.", self._word, self._left_out)
+            log.warning("--track %s was slower than the run: %d steps are left out.", self.word, self._left_out)
 
 
 def _ask(conversation: Conversation, order: dict[str, Any], within_s: float) -> str:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
 import re
 import signal
 import statistics
+import threading
 import time
 from pathlib import Path
 
@@ -238,6 +240,27 @@ def test_a_tracker_that_fails_is_warned_of_once_and_left_out(how, said, tmp_path
     warned = [one.getMessage() for one in caplog.records]
     assert len(warned) == (said != ""), warned
     assert all(said in one and one.startswith("--track wandb") for one in warned), warned
+
+
+def test_ctrl_c_ends_the_wait_for_a_tracker_and_says_so(tmp_path, monkeypatch, caplog):
+    (tmp_path / "wandb").mkdir()
+    hanging = GOOD + "    def finish(self, **k): time.sleep(60)\n"
+    (tmp_path / "wandb" / "__init__.py").write_text(hanging)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(tracking, "PATIENCE_S", 0.01)
+    said = []
+
+    def announce(text):
+        said.append(text)
+        if "Ctrl-C ends it" in text:
+            threading.Timer(0.1, os.kill, [os.getpid(), signal.SIGINT]).start()
+
+    with Tracking(["wandb"], "selfplay", {}, announce) as tracked:
+        tracked.log(1, {"loss": 0.5})
+        until(lambda: said)
+        tracked.finish("done", {})
+    assert said[-1].startswith("wandb: waiting 30 s at most")
+    assert [one.getMessage() for one in caplog.records] == ["Ctrl-C: what the trackers have not taken is left out."]
 
 
 def test_a_slow_tracker_keeps_nobody_waiting_and_loses_what_is_too_much(tmp_path, monkeypatch, caplog):
