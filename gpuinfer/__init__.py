@@ -17,6 +17,7 @@ In a program (`gpuinfer docs python` has a tutorial):
 
     games = gpuinfer.SelfPlay("connect-four", model=net, simulations=100)
     records = games.play(300)
+    loader = DataLoader(gpuinfer.datasets.SelfPlayDataset("games"), batch_size=256)    # what `selfplay --out` wrote
 
     with gpuinfer.serve(model, port=0) as server:      # over HTTP
         print(server.url)
@@ -31,6 +32,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from gpuinfer import datasets
     from gpuinfer.api import Priority
     from gpuinfer.central.server import CentralServer
     from gpuinfer.library.batcher import Batcher
@@ -57,6 +59,7 @@ __all__ = [
     "SessionVerdict",
     "TextAnswer",
     "__version__",
+    "datasets",
 ]
 
 _PLACES = {
@@ -71,6 +74,7 @@ _PLACES = {
     "Priority": "api:Priority",
     "SessionVerdict": "library.measured:SessionVerdict",
     "TextAnswer": "library.text_answers:TextAnswer",
+    "datasets": "datasets",
 }
 
 
@@ -82,7 +86,8 @@ def __getattr__(name: str) -> Any:
         found: Any = _version()
     elif place := _PLACES.get(name):
         module, _, attribute = place.partition(":")
-        found = getattr(import_module(f"gpuinfer.{module}"), attribute)
+        found = import_module(f"gpuinfer.{module}")
+        found = getattr(found, attribute) if attribute else found
     else:
         raise AttributeError(f"module 'gpuinfer' has no attribute '{name}'. It offers {', '.join(__all__)}.")
     globals()[name] = found  # the next to ask need not come here
