@@ -175,6 +175,17 @@ def measured(cases: dict[str, Callable[[], float]], repeats: int) -> dict[str, f
     return {name: statistics.median(rates) for name, rates in found.items()}
 
 
+def network_cases(net, row, clients):
+    """The ways in which so many clients may have a network's answers: name → a measurement."""
+    count = clients * 60
+    return {
+        f"bare model, batches of {clients}": lambda: bare_rate(net, row, clients),
+        f"Batcher, {clients} coroutines": lambda: run_loop(coroutines(net, row, clients, count)),
+        f"Batcher, {clients} threads": lambda: threads(net, row, clients, count),
+        "asyncio.Queue and a timer": lambda: run_loop(by_hand(net.eval(), row, clients, count)),
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("case", nargs="*", default=["null", "net", "images"])
@@ -191,7 +202,9 @@ def main() -> None:
                     coroutines(lambda rows: rows, number, 64, count)
                 ),
                 "Batcher, 64 threads": lambda: threads(lambda rows: rows, number, 64, count),
-                "asyncio.Queue and a timer, 64 coroutines": lambda: run_loop(by_hand(lambda rows: rows, number, 64, count)),
+                "asyncio.Queue and a timer, 64 coroutines": lambda: run_loop(
+                    by_hand(lambda rows: rows, number, 64, count)
+                ),
             },
             given.repeats,
         )
@@ -199,16 +212,7 @@ def main() -> None:
     if "net" in given.case:
         net, row = network()
         for clients in (64, 256):
-            count = clients * 60
-            rates = measured(
-                {
-                    f"bare model, batches of {clients}": lambda: bare_rate(net, row, clients),
-                    f"Batcher, {clients} coroutines": lambda: run_loop(coroutines(net, row, clients, count)),
-                    f"Batcher, {clients} threads": lambda: threads(net, row, clients, count),
-                    "asyncio.Queue and a timer": lambda: run_loop(by_hand(net.eval(), row, clients, count)),
-                },
-                given.repeats,
-            )
+            rates = measured(network_cases(net, row, clients), given.repeats)
             show(rates, next(iter(rates)))
     if "images" in given.case:
         images, image = SmallConvolutions(), torch.randn(3, 64, 64)
