@@ -39,9 +39,11 @@ if TYPE_CHECKING:
     from gpuinfer.library.choices import adaptive as Adaptive
     from gpuinfer.library.choices import by_priority as ByPriority
     from gpuinfer.library.choices import dynamic as Dynamic
+    from gpuinfer.library.game_folder import GameRecords, PlayedGame
     from gpuinfer.library.llm import LLM, ContinuationScore
     from gpuinfer.library.measured import SessionVerdict
     from gpuinfer.library.model_group import Models
+    from gpuinfer.library.selfplay import SelfPlay
     from gpuinfer.library.text_answers import TextAnswer
 
     __version__: str
@@ -54,8 +56,11 @@ __all__ = [
     "CentralServer",
     "ContinuationScore",
     "Dynamic",
+    "GameRecords",
     "Models",
+    "PlayedGame",
     "Priority",
+    "SelfPlay",
     "SessionVerdict",
     "TextAnswer",
     "__version__",
@@ -69,9 +74,12 @@ _PLACES = {
     "CentralServer": "central.server:CentralServer",
     "ContinuationScore": "library.llm:ContinuationScore",
     "Dynamic": "library.choices:dynamic",
+    "GameRecords": "library.game_folder:GameRecords",
     "LLM": "library.llm:LLM",
     "Models": "library.model_group:Models",
+    "PlayedGame": "library.game_folder:PlayedGame",
     "Priority": "api:Priority",
+    "SelfPlay": "library.selfplay:SelfPlay",
     "SessionVerdict": "library.measured:SessionVerdict",
     "TextAnswer": "library.text_answers:TextAnswer",
     "datasets": "datasets",

@@ -15,6 +15,7 @@ from gpuinfer.errors import GpuinferError, RequestError, UsageError
 
 PLUGIN_FLAG = re.compile(r"(?<![\w-])-[BS] ([a-z_]+)=(\S*[^\s.,;:)])")
 FLAG = re.compile(r"(?<![\w-])--(?!local-dir\b)([a-z][a-z-]+)(?:[ =]([A-Za-z0-9_:./@%-]*[A-Za-z0-9_%/]))?")
+SWITCHES = frozenset({"deterministic", "oversubscribe", "resume"})  # flags without a value
 PLAIN_WORDS = frozenset(
     {"with", "is", "names", "and", "or", "for", "to", "out", "a", "of", "in", "on", "says", "has", "needs"}
 )
@@ -137,6 +138,9 @@ def python_words(message: str) -> str:
     def option(found: re.Match[str]) -> str:
         name, value = found[1].replace("-", "_"), found[2]
         name = {"device": "devices"}.get(name, name)
+        if name in SWITCHES or name.startswith("no_"):
+            switch = f"{name.removeprefix('no_')}={not name.startswith('no_')}"
+            return switch if value is None else f"{switch} {value}"
         if value is None or value in PLAIN_WORDS:
             return f"{name}{'' if value is None else ' ' + value}"
         return f"{name}={value}" if value.replace(".", "").isdigit() else f'{name}="{value}"'

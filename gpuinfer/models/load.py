@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +96,8 @@ def build(
     """
     if spec.source is not None:
         source: nn.Module = spec.source.build(device, compute or dtype)
+        if isinstance(source, tuple(NETWORKS.values())):  # one of ours, as training has left it
+            return source.freeze(device=device, dtype=dtype, compute=compute or dtype).eval()  # type: ignore[operator, no-any-return]
         return source
     module = with_weights(spec, seed).eval().requires_grad_(False)
     if spec.name in NETWORKS:
@@ -113,6 +115,9 @@ def with_weights(spec: ModelSpec, seed: int) -> nn.Module:
 
 def trainable(spec: ModelSpec, seed: int) -> nn.Module:
     """The model as its author wrote it, in float32 on the CPU, with weights drawn from `seed`."""
+    if spec.source is not None:
+        copied: nn.Module = spec.source.trainable()
+        return copied
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         if ":" in spec.name:
@@ -160,6 +165,26 @@ def from_factory(spec: ModelSpec) -> nn.Module:
             f"{title(spec.name)}: the factory returned {type(module).__name__}, not a torch.nn.Module. "
             "Let it return the module itself."
         )
+    return module
+
+
+def make_seeded(kind: Callable[..., nn.Module], offered: dict[str, Any], seed: int) -> nn.Module:
+    """What this class or function makes from what it takes of `offered`, weights drawn from `seed`. Raises `UsageError`
+    as it does for what `module:factory` names.
+    """
+    arguments = accepted(kind, offered, kind.__name__)
+    try:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            module = kind(**arguments)
+    except Exception as error:
+        given = ", ".join(f"{key}={value!r}" for key, value in arguments.items())
+        raise UsageError(
+            f"model {kind.__name__}({given}) raised {error_text.full_message(error)}. Make the model yourself, and "
+            "pass the object."
+        ) from error
+    if not isinstance(module, nn.Module):
+        raise UsageError(f"model {kind.__name__} made a {type(module).__name__}, not a torch.nn.Module.")
     return module
 
 
@@ -258,6 +283,8 @@ def refuse_unloadable(spec: ModelSpec) -> None:
     """Raises `UsageError` for a network of rows that does not exist, or whose weights do not fit. Built-in networks are
     built for the check, which takes milliseconds; of others only the factory is looked up.
     """
+    if spec.source is not None:
+        return
     if spec.name in NETWORKS or ":" not in spec.name:
         with_weights(spec, 0)
     else:

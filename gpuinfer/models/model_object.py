@@ -8,12 +8,14 @@ tensors; nothing is pickled by torch, and classes are imported there, so that th
 from __future__ import annotations
 
 import copy
+import hashlib
 import inspect
 import io
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -72,6 +74,8 @@ def title_of(model: Any) -> str:
 class LocalModel:
     """A model for this process. `build` gives what computes; `release` gives back what had to be changed for it."""
 
+    structure: ClassVar[str | None] = None  # of `PortableModel`
+
     def __init__(self, model: Any, arguments: Mapping[str, Any] | None = None) -> None:
         """`model`: a `torch.nn.Module`, a class of such (called with `arguments`), or a function of a batch. Raises
         `UsageError` for anything else.
@@ -120,6 +124,22 @@ class LocalModel:
             self._training = [one for one in self.model.modules() if one.training]
             return self.model.eval()
 
+    def trainable(self) -> nn.Module:
+        """A copy in float32 on the CPU, to be trained. Raises `UsageError` for a function, which has no weights."""
+        if not isinstance(self.model, nn.Module):
+            raise UsageError(f"model {title_of(self.model)} is a function, and has no weights to train. Pass a module.")
+        return copy.deepcopy(self.model).float().cpu()
+
+    def digest(self) -> str:
+        """Of its class and its weights, or of a function's name: the same model answers the same."""
+        made = hashlib.sha256(f"{getattr(self.model, '__module__', '')}:{title_of(self.model)}".encode())
+        if isinstance(self.model, nn.Module):
+            for name, one in self.model.state_dict().items():
+                made.update(f"{name} {one.dtype} {list(one.shape)}".encode())
+                if isinstance(one, Tensor) and one.numel():
+                    made.update(one.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+        return made.hexdigest()
+
     def release(self) -> None:
         """Back in the mode in which the object was, where it computed itself."""
         for one in self._training:
@@ -154,6 +174,12 @@ class PortableModel:
     tensors: Sequence[tuple[str, tuple[int, ...], bytes]] = ()
     numpy: bool = False
     compiled: bool = False
+
+    @property
+    def structure(self) -> str:
+        """All of it but the values of its tensors: what decides how fast it is."""
+        record = hashlib.sha256(self.record).hexdigest() if isinstance(self.record, bytes) else repr(self.record)
+        return f"{record} {[(kind, shape) for kind, shape, _ in self.tensors]} {self.compiled}"
 
     @classmethod
     def of(cls, local: LocalModel) -> PortableModel:
@@ -272,7 +298,7 @@ def path_of(value: Any, what: str) -> str:
     if module is None or "<" in name:
         kind = "a lambda" if "<lambda>" in name else f"{what} '{name.rpartition('.')[2]}', made inside a function,"
         raise UsageError(f"{kind} cannot be imported by another process. {cure}")
-    if module == "__main__" and not hasattr(sys.modules["__main__"], "__file__"):
+    if module == "__main__" and not os.path.isfile(getattr(sys.modules["__main__"], "__file__", None) or ""):
         raise UsageError(
             f"{what} '{name}' is defined in a notebook or at a prompt, and another process cannot import it from "
             f"there. {cure}"

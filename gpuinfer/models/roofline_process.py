@@ -16,7 +16,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -195,7 +195,8 @@ def kept_path(spec: ModelSpec, *, dtype: str, compute: str, cores: int, determin
     Asks no device and imports no torch.
     """
     told = {
-        "spec": asdict(spec),
+        "spec": asdict(replace(spec, source=None)),
+        "source": getattr(spec.source, "structure", None),
         "dtype": dtype,
         "compute": compute,
         "cores": cores,

@@ -67,6 +67,31 @@ class RunUpdate:
     text_roofline: TextRoofline | None = None  # of a model of text, as an earlier run has measured it
 
 
+class RunHandle:
+    """Stops a run of `execute` from any thread, as signals do; also before the run has begun."""
+
+    def __init__(self) -> None:
+        self._run: _Execution | None = None
+        self._stopped = False
+
+    def stop(self) -> None:
+        """Ask the workload to keep what is finished and return, as the first signal does."""
+        self._stopped = True
+        if self._run is not None:
+            self._run.interrupt()
+
+    def hurry(self) -> None:
+        """Stop without waiting, as the second signal does."""
+        self._stopped = True
+        if self._run is not None:
+            self._run.interrupt(at_once=True)
+
+    def attach(self, run: _Execution) -> None:
+        self._run = run
+        if self._stopped:
+            run.interrupt()
+
+
 def run(workload: Workload, backend: Backend, strategy: Strategy, **arguments: Any) -> dict[str, Any]:
     """`execute` for callers without an event loop."""
     return event_loop.run(execute(workload, backend, strategy, **arguments))
@@ -89,6 +114,7 @@ async def execute(
     on_abandon: Callable[[dict[str, Any]], None] = lambda report: None,
     max_failures: float = 1.0,
     on_figures: OnFigures | None = None,
+    handle: RunHandle | None = None,
 ) -> dict[str, Any]:
     """Run the workload and return its report (`report.SCHEMA`).
 
@@ -98,9 +124,9 @@ async def execute(
     True the run is over, and done. The run has failed when a larger share of its work than `max_failures` failed.
 
     The first SIGINT or SIGTERM asks the workload to stop and waits `grace_s` seconds at most; the second cancels it at
-    once. Errors of the workload are raised with the report so far as `error.report`; so is the `WorkError` about a
-    plugin that held something for longer than the setup's `give_up`. When the setup names a trace, `on_trace` gets what
-    was recorded, also after an error.
+    once; `handle` does both from a program. Errors of the workload are raised with the report so far as
+    `error.report`; so is the `WorkError` about a plugin that held something for longer than the setup's `give_up`. When
+    the setup names a trace, `on_trace` gets what was recorded, also after an error.
 
     `on_report` gets the report of a run without an error, before the backend is closed, which may take long. When a
     plugin blocks the event loop and the run has to end, `on_abandon` gets the report so far from another thread; then
@@ -116,6 +142,8 @@ async def execute(
             run = _Execution(workload, backend, strategy, on_update, until, update_s, grace_s, max_failures)
             run.settings, run.command, run.on_abandon = settings or {}, command, on_abandon
             run.figures = RunFigures(run.name_of("workload"), on_figures)
+            if handle is not None:
+                handle.attach(run)
             status = "failed"
             with signals.handled(run.asked, run.insist, run.force), contextlib.closing(run):
                 async with run.session:
@@ -347,8 +375,16 @@ class _Execution:
                 first,
                 self._grace_s,
             )
+        self.interrupt()
+
+    def interrupt(self, at_once: bool = False) -> None:
+        """Stop the run, which is then partial. Any thread may call it."""
         self._interrupted = True
-        self._loop.call_soon_threadsafe(self._stop, self._grace_s)
+        with contextlib.suppress(RuntimeError):  # the loop is closed: the run is over
+            if at_once:
+                self._loop.call_soon_threadsafe(self.insist)
+            else:
+                self._loop.call_soon_threadsafe(self._stop, self._grace_s)
 
     def insist(self) -> None:
         """The second signal: stop without waiting."""

@@ -35,7 +35,9 @@ Again = Callable[[float], Roofline | None]
 def has_roofline(backend: Backend) -> bool:
     """Whether a process of its own can measure the bare model: one of text is measured where it lies."""
     spec = backend.setup.model
-    return spec is not None and spec.kind == "rows"
+    if spec is None or spec.kind != "rows":
+        return False
+    return spec.source is None or spec.source.structure is not None  # which can travel
 
 
 def place_of(backend: Backend, cores: int) -> Path | None:

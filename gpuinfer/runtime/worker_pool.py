@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gpuinfer.api import Connector, Roofline, Setup, Strategy
-from gpuinfer.errors import GpuinferError, WorkerDied
+from gpuinfer.errors import GpuinferError, UsageError, WorkerDied
 from gpuinfer.host import children, shared_memory
 from gpuinfer.host.child import (
     BURIAL_S,
@@ -218,9 +218,11 @@ class WorkerPool:
         for child in self._processes:
             child.kill()
 
-    async def _death(self, worker: int) -> WorkerDied:
+    async def _death(self, worker: int) -> GpuinferError:
         """The error of a worker process that has ended without one of its own."""
         code = await self._exit_code(worker)
+        if code == children.UNGUARDED:
+            return UsageError(children.UNGUARDED_SAID.format("worker processes"))
         cure = "See its last words above, and run again with one worker to see it alone."
         if code is None:
             cure = "See to that, then run again."

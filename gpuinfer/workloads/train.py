@@ -148,10 +148,22 @@ class Train(Workload):
     options: Options
     goes_on_by, writes_to = ("resume",), ("out",)
 
-    def __init__(self, setup: Setup | None = None, /, **options: Any) -> None:
+    def __init__(
+        self,
+        setup: Setup | None = None,
+        /,
+        *,
+        source: Any = None,
+        source_digest: Callable[[], str] | None = None,
+        **options: Any,
+    ) -> None:
+        """`source`: the model, where it is an object of the program (`ModelSpec.source`), and `source_digest` a digest
+        of that; `options.model` is then what it is called.
+        """
         super().__init__(setup, **options)
+        self._source, self._source_digest = source, source_digest
         own = self.options
-        if own.model not in MODELS and ":" not in own.model:
+        if source is None and own.model not in MODELS and ":" not in own.model:
             raise UnknownName("model", own.model, MODELS, label="Choices")
         if own.weights is not None and not own.weights.is_file():
             raise UsageError(f"--weights: no file '{own.weights}'. Give the file that holds the weights.")
@@ -170,6 +182,7 @@ class Train(Workload):
             sizes.dtype,
             {"actions": sizes.actions, "seats": sizes.seats},
             kind="gradients",
+            source=self._source,
         )
 
     async def run(self, infer: Infer) -> AsyncIterator[Progress]:
@@ -195,6 +208,7 @@ class Train(Workload):
         return {
             **{name: getattr(own, name) for name in (*names, "value_weight", "validation_share")},
             "weights": hashlib.sha256(own.weights.read_bytes()).hexdigest() if own.weights else None,
+            **({} if self._source_digest is None else {"network": self._source_digest()}),
             "records": {"positions": len(positions), "digest": positions.digest()},
             "steps": own.steps if own.schedule == "cosine" else None,  # which decides the learning rate of each step
             "seed": self.setup.seed,

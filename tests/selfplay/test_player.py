@@ -139,7 +139,7 @@ class Silent(Told):
 
 
 def last_round(path):
-    return player.WorkerLoop([LastSearch()], Dead(), Silent(), {"out": str(path)}).play()
+    return player.WorkerLoop([LastSearch()], Dead(), Silent(), {"out": str(path), "shard_s": 10.0}).play()
 
 
 async def test_games_that_finished_in_a_search_whose_answers_never_come_are_kept(tmp_path):

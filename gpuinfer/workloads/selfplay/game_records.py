@@ -19,6 +19,7 @@ from gpuinfer.workloads.selfplay.arrays import NOBODY, OF_RESIGNATION
 from gpuinfer.workloads.selfplay.game import Game, is_won_or_lost
 
 SHARD_S, SHARD_BYTES = 10.0, 32 << 20  # whichever comes first: games finished longer ago are on disk
+SHARD_SHARE = 20  # of a run that is watched: a shard waits for this part of the run's time so far
 
 
 class GameKeeper:
@@ -44,15 +45,19 @@ class GameKeeper:
 
 
 class ShardWriter(GameKeeper):
-    """Collects finished games and writes them as shards, in a thread so that search and model go on."""
+    """Collects finished games and writes them as shards, in a thread so that search and model go on.
 
-    def __init__(self, path: Path, infer: Infer) -> None:
+    `first_s`: how long a game waits for its shard at the beginning of the run, later longer, and `SHARD_S` at most.
+    """
+
+    def __init__(self, path: Path, infer: Infer, first_s: float = SHARD_S) -> None:
         super().__init__()
         self._folder = positions.PositionsFolder(path)
         self._lane = infer.lane("records")
         self._parts: list[dict[str, np.ndarray]] = []
         self._bytes = 0
         self._oldest = 0.0
+        self._began, self._first_s = time.monotonic(), first_s
         self._turn = asyncio.Lock()
         self._writing: asyncio.Task[None] | None = None
 
@@ -66,7 +71,9 @@ class ShardWriter(GameKeeper):
 
     async def write_if_due(self) -> None:
         """Begin a shard when enough has come together, or the oldest game has waited long enough."""
-        if self._parts and (self._bytes > SHARD_BYTES or time.monotonic() > self._oldest + SHARD_S):
+        now = time.monotonic()
+        wait_s = min(SHARD_S, self._first_s + (now - self._began) / SHARD_SHARE)
+        if self._parts and (self._bytes > SHARD_BYTES or now > self._oldest + wait_s):
             async with self._turn:  # one shard at a time: memory stays bounded when the disk is slow
                 await self._written()
                 self._begin()

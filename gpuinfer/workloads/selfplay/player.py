@@ -156,7 +156,9 @@ class WorkerLoop:
         # A thread for the search, so that blocks can be cut and answered meanwhile; alone, it would only add a hop.
         self._thread = ThreadPoolExecutor(1, "gpuinfer-search") if len(arenas) > 1 else None
         self._lane = infer.lane("search")
-        self._keeper: GameKeeper = ShardWriter(Path(arguments["out"]), infer) if arguments["out"] else GameKeeper()
+        self._keeper: GameKeeper = GameKeeper()
+        if arguments["out"]:
+            self._keeper = ShardWriter(Path(arguments["out"]), infer, arguments["shard_s"])
         self._began = time.monotonic()
 
     async def play(self) -> None:

@@ -9,6 +9,8 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
+import threading
+import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +20,7 @@ from gpuinfer.errors import UsageError
 from gpuinfer.host import children
 from gpuinfer.workloads.selfplay import rules_digest
 from gpuinfer.workloads.selfplay.game import Game, is_own_module
+from gpuinfer.workloads.selfplay.python_game import PythonGame
 
 SECONDS = 1.0  # of play before a run
 GAMES = 200  # at most
@@ -40,17 +43,49 @@ class Rehearsal:
     plain: bool = True  # False: compiled with bounds checked, as the rules use what plain Python does not have
 
 
+_played_here: weakref.WeakSet[type[Game]] = weakref.WeakSet()  # classes that no child process can import
+
+
 def is_due(game: Game) -> bool:
     """Whether rules that are not ours have not been rehearsed as they are now."""
+    if _is_of_this_process(game):
+        return type(game) not in _played_here
     return not is_own_module(type(game).__module__) and not _mark(game).exists()
 
 
 def ensure(game: Game, name: str, options: Mapping[str, Any]) -> None:
     """Rehearse it, and remember that. Blocks for a few seconds. Raises `UsageError` for what would harm the run."""
-    rehearsal = rehearse(name, options, in_python=not game.compiled)
-    if rehearsal.fault is not None:
-        raise UsageError(f"game '{name}' is not played, since it does what it must not: {rehearsal.fault}")
-    _mark(game).touch()
+    here = _is_of_this_process(game)
+    fault = _fault_here(game) if here else rehearse(name, options, in_python=not game.compiled).fault
+    if fault is not None:
+        raise UsageError(f"game '{name}' is not played, since it does what it must not: {fault}")
+    if here:
+        _played_here.add(type(game))
+    else:
+        _mark(game).touch()
+
+
+def _is_of_this_process(game: Game) -> bool:
+    """Whether a child process cannot import it: it is defined in the program itself."""
+    return type(game).__module__ == "__main__" or "<locals>" in type(game).__qualname__
+
+
+def _fault_here(game: Game) -> str | None:
+    """What is wrong with it, as games in a thread of this process show. Raises `UsageError` for compiled rules."""
+    if not isinstance(game, PythonGame):
+        raise UsageError(
+            f"game '{type(game).__name__}' has compiled rules, which are first tried in a process of their own, and "
+            "that cannot import a class of the program itself. Write it into a file of its own, such as mygame.py."
+        )
+    from gpuinfer.workloads.selfplay.playthrough import fault_of  # imports Numba
+
+    found: list[str | None] = []
+    thread = threading.Thread(
+        target=lambda: found.append(fault_of(game, range(GAMES), SECONDS, [])), name="gpuinfer rehearsal", daemon=True
+    )
+    thread.start()
+    thread.join(SECONDS + GRACE_S)
+    return found[0] if found else f"it did not come back within {SECONDS + GRACE_S:g} s"
 
 
 def rehearse(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import hashlib
+import inspect
 import sys
 from collections.abc import Iterable, Iterator
 from importlib.machinery import ModuleSpec
@@ -26,12 +27,26 @@ def game_digest(game: Game) -> str:
     theirs = [module for module in theirs if module not in sys.stdlib_module_names]
     parts.append(type(game).__qualname__.encode())  # a file may have several games
     parts += source_of(theirs) if theirs else [str(game.rules_version).encode()]
+    parts += [_source_of_cell(kind) for kind in type(game).__mro__ if _is_of_cell(kind)]
     if game.compiled and not is_own_module(game.rules):
         from gpuinfer.workloads.selfplay import kernels  # which needs Numba: half a second, and ours are never asked
 
         files, constants = kernels.reached(kernels.rules_of(game.rules), ours=False)
         parts += sorted(_normal(Path(file)) for file in files) + sorted(constants)
     return _digest(parts)
+
+
+def _is_of_cell(kind: type) -> bool:
+    """Whether it is defined in a notebook or at a prompt: its module has no file."""
+    return kind.__module__ == "__main__" and not getattr(sys.modules["__main__"], "__file__", None)
+
+
+def _source_of_cell(kind: type) -> bytes:
+    """As far as Python has it."""
+    try:
+        return ast.unparse(ast.parse(inspect.cleandoc(inspect.getsource(kind)))).encode()
+    except (OSError, TypeError, SyntaxError):
+        return b""
 
 
 def network_digest(model: str | None) -> str | None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import logging
 import math
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -14,7 +16,7 @@ import numpy as np
 from pydantic import Field
 
 from gpuinfer import api
-from gpuinfer.api import Infer, ModelSpec, Progress, Setup, Workload
+from gpuinfer.api import Infer, ModelSpec, Progress, Setup, Workers, Workload
 from gpuinfer.config import import_paths
 from gpuinfer.errors import UnknownName, UsageError
 from gpuinfer.host import machine
@@ -68,7 +70,10 @@ class SelfPlay(Workload):
         )
         simulations: int = Field(30, ge=1, le=10_000, description="simulations in each tree")
         workers: int | None = Field(
-            None, ge=1, le=1024, description="processes [one a core]; more than two a core only take turns"
+            None,
+            ge=0,
+            le=1024,
+            description="processes [one a core], 0: in this one; more than two a core only take turns",
         )
         oversubscribe: bool = Field(False, description="start all of --workers, however few cores there are")
         games_in_flight: int | None = Field(
@@ -107,18 +112,32 @@ class SelfPlay(Workload):
     options: Options
     goes_on_by, writes_to = ("resume",), ("out",)
     prepares = True  # workers that are ready wait to be dealt games
+    first_shard_s = game_records.SHARD_S  # less where somebody reads the records while they grow
 
-    def __init__(self, setup: Setup | None = None, /, **options: Any) -> None:
+    def __init__(
+        self,
+        setup: Setup | None = None,
+        /,
+        *,
+        source: Any = None,
+        source_digest: Callable[[], str] | None = None,
+        **options: Any,
+    ) -> None:
+        """`source`: the model, where it is an object of the program (`ModelSpec.source`), and `source_digest` a digest
+        of that; `options.model` is then what it is called.
+        """
         super().__init__(setup, **options)
+        self.source, self._source_digest = source, source_digest
         given = {key: getattr(self.options, key) for key in games.FLAGS}
         self._game_options = {key: value for key, value in given.items() if value is not None}
         self._game_options |= parsed(self.options.game_options)
         self.game = games.build_game(self.options.game, self._game_options)
         refuse_several(self.options.model, "selfplay", ", and the one that it is to play against with --opponent-model")
-        if self.options.model not in MODELS and ":" not in self.options.model:
-            raise UnknownName("model", self.options.model, MODELS, label="Choices")
-        if ":" in self.options.model:
-            import_paths.refuse_absent_module(self.options.model)
+        if source is None:
+            if self.options.model not in MODELS and ":" not in self.options.model:
+                raise UnknownName("model", self.options.model, MODELS, label="Choices")
+            if ":" in self.options.model:
+                import_paths.refuse_absent_module(self.options.model)
         self._check_opponent()
         if self.options.resume and self.options.out is None:
             raise UsageError("--resume needs to know where the records are. Add --out DIR.")
@@ -130,6 +149,7 @@ class SelfPlay(Workload):
             game_records.refuse_resigning(self.game, self.options.game, self.options.resign, self.options.simulations)
         elif self.options.resign_check is not None:
             raise UsageError(f"--resign-check {self.options.resign_check:g}: nobody resigns. Add --resign 0.9.")
+        self._refuse_workers()
         self._games = self.options.games
 
     def _check_opponent(self) -> None:
@@ -161,7 +181,9 @@ class SelfPlay(Workload):
 
     def trial(self, setup: Setup, **changes: Any) -> SelfPlay:
         """Games without end and without records, as many in flight as there are of this one's."""
-        played = SelfPlay(setup, **{**self.options.model_dump(), "out": None, "resume": False, **changes})
+        played = SelfPlay(
+            setup, source=self.source, **{**self.options.model_dump(), "out": None, "resume": False, **changes}
+        )
         played._games = ENDLESS
         return played
 
@@ -186,7 +208,8 @@ class SelfPlay(Workload):
     def model(self) -> ModelSpec | None:
         if self.evaluator != "network":
             return None
-        return network(self.game, self.options.model, _text(self.options.weights))
+        spec = network(self.game, self.options.model, _text(self.options.weights))
+        return spec if self.source is None else replace(spec, source=self.source)
 
     @property
     def opponent(self) -> ModelSpec | None:
@@ -202,10 +225,30 @@ class SelfPlay(Workload):
 
     @property
     def evaluator(self) -> Literal["network", "uniform", "rollout"]:
+        if self.source is not None:
+            return "network"
         return self.options.model if self.options.model in ("uniform", "rollout") else "network"  # type: ignore[return-value]
 
     @property
+    def local(self) -> bool:
+        """Whether this process plays, and starts no worker."""
+        return self.options.workers == 0 or (
+            self.options.workers is None and games.why_local(type(self.game)) is not None
+        )
+
+    def _refuse_workers(self) -> None:
+        """Raises `UsageError` where worker processes are wanted that cannot have the game."""
+        if self.options.workers and (why := games.why_local(type(self.game))) is not None:
+            name = type(self.game).__name__
+            raise UsageError(
+                f"game '{name}' is defined {why}, and worker processes cannot import it from there. Write it into a "
+                f"file, such as mygame.py, and give mygame.{name}; or play in this process: --workers 0."
+            )
+
+    @property
     def processes(self) -> int:
+        if self.local:
+            return 1
         if (asked := self.options.workers) is not None:
             return asked if self.options.oversubscribe else min(asked, max(ALWAYS, A_CORE * machine.cores()))
         cores = min(machine.cores(), MOST_CUDA_WORKERS) if self.on_cuda else machine.cores()
@@ -265,7 +308,7 @@ class SelfPlay(Workload):
         )
         if match.left:
             yield match.progress("starting the workers", setup=True)
-            async with infer.workers(PLAYER, match.arguments) as workers:
+            async with self._players(infer, match.arguments) as workers:
                 async for progress in match.follow(workers):
                     yield progress
         if folder:
@@ -273,6 +316,16 @@ class SelfPlay(Workload):
                 tally.add(await asyncio.to_thread(of_records, folder))
             folder.close(match.done)
         yield match.progress()
+
+    def _players(
+        self, infer: Infer, arguments: Sequence[Mapping[str, Any]]
+    ) -> contextlib.AbstractAsyncContextManager[Workers]:
+        """Worker processes, or one player in this process."""
+        if not self.local:
+            return infer.workers(PLAYER, arguments)
+        from gpuinfer.workloads.selfplay.local_player import LocalPlayer  # compiles
+
+        return LocalPlayer(infer, arguments[0])
 
     def _counted(self) -> dict[str, tuple[GameTally, Callable[[PositionsFolder], Mapping[int, Any]]]]:
         """What is counted of games, by the name under which workers tell of it; and what reads it from records."""
@@ -314,6 +367,7 @@ class SelfPlay(Workload):
                 "network": self.evaluator == "network",
                 "opponent": opponent,
                 "out": str(self.options.out) if self.options.out else None,
+                "shard_s": self.first_shard_s,
             }
             for _ in range(workers)
         ]
@@ -387,7 +441,9 @@ class SelfPlay(Workload):
             "game_options": self.game.options.model_dump(),
             # What the names of game and networks meant: the same names may mean something else another day.
             "rules": rules_digest.game_digest(self.game),
-            "network": rules_digest.network_digest(self.options.model),
+            "network": self._source_digest()
+            if self._source_digest is not None
+            else rules_digest.network_digest(self.options.model),
             "opponent_network": rules_digest.network_digest(self.options.opponent_model),
             **search,
             "model": self.options.model,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,6 +18,39 @@ from gpuinfer.workloads.selfplay.python_game import PythonGame
 SIZES = ("rules", "seats", "actions", "max_legal", "max_moves", "features", "words", "config")
 
 FLAGS = ("players", "cards", "trump", "scoring")  # options of games that are flags of the command
+
+_classes: dict[str, type[Game]] = {}  # those that a program has given itself, by the names that `name_of` gives them
+
+
+def name_of(game: type[Game] | Game) -> tuple[str, dict[str, Any]]:
+    """The name under which `build_game` has this class in this process, and the options of an object of it.
+
+    Raises `UsageError` for what is no game. An object is made anew by its class and options.
+    """
+    kind = game if isinstance(game, type) else type(game)
+    if not issubclass(kind, Game):
+        raise UsageError(
+            f"game={game!r} is no game. Give a name such as \"connect-four\", 'module:Class', or a class that derives "
+            "from gpuinfer.workloads.selfplay.python_game.PythonGame."
+        )
+    options = {} if isinstance(game, type) else game.options.model_dump(exclude_unset=True)
+    record = blame.record_of(kind)
+    if record is not None and record.kind == "games":
+        return record.name, options
+    name = f"{kind.__module__}:{kind.__qualname__}"
+    _classes[name] = kind
+    return name, options
+
+
+def why_local(kind: type[Game]) -> str | None:
+    """Why no other process can import this class: where it is defined; None when others can."""
+    if "<locals>" in kind.__qualname__:
+        return "inside of a function"
+    module = sys.modules.get(kind.__module__)
+    file = getattr(module, "__file__", None) or ""
+    if kind.__module__ == "__main__" and not os.path.isfile(file):
+        return "in a notebook, or in a program without a file (standard input, python -c)"
+    return None
 
 
 def build_game(name: str, options: Mapping[str, Any]) -> Game:
@@ -75,6 +110,8 @@ def _found(name: str) -> tuple[type[Game], dict[str, GivenValue]]:
 
 def _imported(name: str) -> type[Game]:
     """What `module:Class` names; modules in the working folder count, as they do for `python -m`."""
+    if name in _classes:
+        return _classes[name]
     module, _, attribute = name.partition(":")
     if module.endswith(".py") or "/" in module:
         path = Path(module).with_suffix("")
