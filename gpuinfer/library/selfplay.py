@@ -280,7 +280,10 @@ class SelfPlay:
         given |= {} if out is None else {"out": out}
         with in_python_words():
             if not isinstance(self._game, str):
+                kind = self._game if isinstance(self._game, type) else type(self._game)
                 given["game"], of_object = known_games.name_of(self._game)
+                if given.get("workers") is None and known_games.why_local(kind) is not None:
+                    given["workers"] = 0
                 given["game_options"] = {**of_object, **_as_mapping(given.get("game_options") or {})}
             if isinstance(options := given.get("game_options"), Mapping):
                 given["game_options"] = ",".join(f"{name}={value}" for name, value in options.items())

@@ -298,7 +298,8 @@ def path_of(value: Any, what: str) -> str:
     if module is None or "<" in name:
         kind = "a lambda" if "<lambda>" in name else f"{what} '{name.rpartition('.')[2]}', made inside a function,"
         raise UsageError(f"{kind} cannot be imported by another process. {cure}")
-    if module == "__main__" and not os.path.isfile(getattr(sys.modules["__main__"], "__file__", None) or ""):
+    here = sys.modules.get(module)
+    if here is None or (module == "__main__" and not os.path.isfile(getattr(here, "__file__", None) or "")):
         raise UsageError(
             f"{what} '{name}' is defined in a notebook or at a prompt, and another process cannot import it from "
             f"there. {cure}"

@@ -46,6 +46,7 @@ questions#a-pytorch-dataset: dataset, dataloader, pandas
 questions#how-long: eta
 questions#does-self-play-resign: resign
 questions#llm-in-a-program: llm
+questions#selfplay-in-a-program: play_async, selfplay in a program
 questions#from-python: notebook, jupyter, asyncio, python api, from python
 questions#fine-tuning: speculative decoding, langchain
 questions#i-know-vllm: --max-model-len

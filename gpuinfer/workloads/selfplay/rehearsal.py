@@ -18,7 +18,7 @@ from typing import Any
 
 from gpuinfer.errors import UsageError
 from gpuinfer.host import children
-from gpuinfer.workloads.selfplay import rules_digest
+from gpuinfer.workloads.selfplay import games, rules_digest
 from gpuinfer.workloads.selfplay.game import Game, is_own_module
 from gpuinfer.workloads.selfplay.python_game import PythonGame
 
@@ -67,7 +67,7 @@ def ensure(game: Game, name: str, options: Mapping[str, Any]) -> None:
 
 def _is_of_this_process(game: Game) -> bool:
     """Whether a child process cannot import it: it is defined in the program itself."""
-    return type(game).__module__ == "__main__" or "<locals>" in type(game).__qualname__
+    return type(game).__module__ == "__main__" or games.why_local(type(game)) is not None
 
 
 def _fault_here(game: Game) -> str | None:
@@ -89,7 +89,7 @@ def _fault_here(game: Game) -> str | None:
 
 
 def rehearse(
-    name: str, options: Mapping[str, Any], seconds: float = SECONDS, games: int = GAMES, *, in_python: bool = False
+    name: str, options: Mapping[str, Any], seconds: float = SECONDS, count: int = GAMES, *, in_python: bool = False
 ) -> Rehearsal:
     """Play it for so long: in plain Python, or compiled with bounds checked where plain Python cannot. `in_python`: the
     rules are Python by themselves.
@@ -98,7 +98,7 @@ def rehearse(
         "game": name,
         "options": dict(options),
         "seconds": seconds,
-        "games": games,
+        "games": count,
         "limit_s": seconds + GRACE_S,
     }
     if in_python:

@@ -46,9 +46,8 @@ def why_local(kind: type[Game]) -> str | None:
     """Why no other process can import this class: where it is defined; None when others can."""
     if "<locals>" in kind.__qualname__:
         return "inside of a function"
-    module = sys.modules.get(kind.__module__)
-    file = getattr(module, "__file__", None) or ""
-    if kind.__module__ == "__main__" and not os.path.isfile(file):
+    file = getattr(sys.modules.get(kind.__module__), "__file__", None) or ""
+    if not os.path.isfile(file):
         return "in a notebook, or in a program without a file (standard input, python -c)"
     return None
 
