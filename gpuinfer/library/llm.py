@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, Unpack
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self, Unpack, overload
 
 from msgspec import Struct
 
@@ -33,7 +33,7 @@ from gpuinfer.library.text_answers import (
     TextAnswers,
     TextStream,
 )
-from gpuinfer.library.text_prompts import AnswerKeywords, PromptReader, prompt_defaults
+from gpuinfer.library.text_prompts import AnswerKeywords, OnePrompt, PromptReader, Prompts, prompt_defaults
 from gpuinfer.runtime.background_session import BackgroundSession
 from gpuinfer.serving.openai.model_options import (
     TEXT_MODELS,
@@ -232,7 +232,7 @@ class LLM(SessionFigures):
         return self
 
     def opened(self) -> OpenedLLM:
-        """Its session, opened now where it is not. Raises `Closed`, and `UsageError` in a fork."""
+        """What stands behind it, opened now where it is not. Raises `Closed`, and `UsageError` in a fork."""
         if self._process != os.getpid():
             raise UsageError(
                 "this LLM belongs to the process that made it, and this one is a fork of that. Make the LLM after the "
@@ -303,15 +303,47 @@ class LLM(SessionFigures):
         if opened is not None and not self._closed and self._process == os.getpid():
             opened.session.close_soon()  # nobody waits: this may be any thread
 
+    def __reduce__(self) -> NoReturn:
+        raise UsageError(
+            "an LLM cannot be sent to another process. Make one there; or serve the model once (`gpuinfer serve`), and "
+            'ask it from each: gpuinfer.LLM(…, backend="fleet", endpoint="http://127.0.0.1:8000").'
+        )
+
     def __repr__(self) -> str:
         state = "closed" if self._closed else "open" if self._opened is not None else "not open yet"
         return f"<gpuinfer.LLM {self._spec.name} on {self._clock.backend}, {state}>"
 
     # Asking
 
+    @overload
     def generate(
         self,
-        prompts: Any,
+        prompts: Prompts,
+        *,
+        ordered: bool = ...,
+        errors: Literal["raise"] = ...,
+        timeout: float | str | None = ...,
+        priority: Priority | str = ...,
+        progress: bool = ...,
+        **options: Unpack[AnswerKeywords],
+    ) -> TextAnswers[TextAnswer]: ...
+
+    @overload
+    def generate(
+        self,
+        prompts: Prompts,
+        *,
+        ordered: bool = ...,
+        errors: Literal["return"],
+        timeout: float | str | None = ...,
+        priority: Priority | str = ...,
+        progress: bool = ...,
+        **options: Unpack[AnswerKeywords],
+    ) -> TextAnswers[TextAnswer | GpuinferError]: ...
+
+    def generate(
+        self,
+        prompts: Prompts,
         *,
         ordered: bool = True,
         errors: Errors = "raise",
@@ -319,7 +351,7 @@ class LLM(SessionFigures):
         priority: Priority | str = "normal",
         progress: bool = False,
         **options: Unpack[AnswerKeywords],
-    ) -> TextAnswers:
+    ) -> TextAnswers[Any]:
         """Answer prompts: an iterator, for `for` and `async for`, of a `TextAnswer` for each.
 
         `prompts`: a text, token ids, a chat (messages), a row as `{"prompt": "Once", "id": 7}`; a list, an array or an
@@ -329,6 +361,13 @@ class LLM(SessionFigures):
         when the model is asked. `priority`: "high", "normal", "low" among all that wait. `progress`: draw a bar.
 
         Leaving the loop early, or an error, cancels what is under way.
+
+        `options`, each as the flag of `gpuinfer generate`: lengths (`max_new_tokens=128`, `min_tokens`), drawing
+        (`temperature=1.0`, `top_k`, `top_p`, `min_p`, `repetition_penalty`, `presence_penalty`, `frequency_penalty`,
+        `seed`, and `n` answers to each prompt), ends (`stop`, `stop_token_ids`, `ignore_eos`), forms (`json_schema`: a
+        dict, a model of pydantic or a `Path`; `regex`, `choice`, `grammar`), what is told (`logprobs`,
+        `prompt_logprobs`, `skip_special_tokens`), `truncate`, `adapter`, `chat_template_kwargs`; and of diffusion
+        models `decoder`, `steps`, `block_length`, `threshold`, `cfg_scale`, `cache`, `decoder_options`.
         """
         if errors not in ("raise", "return"):
             raise UsageError(f'errors={errors!r} is no way to treat them. Give "raise" or "return".')
@@ -345,7 +384,7 @@ class LLM(SessionFigures):
 
     def answer(
         self,
-        prompt: Any,
+        prompt: OnePrompt,
         *,
         timeout: float | str | None = None,
         priority: Priority | str = "normal",
@@ -362,7 +401,7 @@ class LLM(SessionFigures):
 
     def stream(
         self,
-        prompt: Any,
+        prompt: OnePrompt,
         *,
         timeout: float | str | None = None,
         priority: Priority | str = "normal",

@@ -17,7 +17,7 @@ from typing import Any, Generic, Literal, Protocol, Self, TypeVar
 from msgspec import Struct
 
 from gpuinfer.api import Limits
-from gpuinfer.errors import Closed, Expired, GpuinferError
+from gpuinfer.errors import BackendDied, Closed, Expired, GpuinferError
 from gpuinfer.generation import Completion, Generation, Logprob, Part, Prompt
 from gpuinfer.library.choices import reworded
 from gpuinfer.library.text_prompts import PromptReader
@@ -30,6 +30,7 @@ CLOSED_EARLY = "this LLM was closed before its answer was complete. Make another
 READ_S = 0.01  # for which prompts are read on while an answer is there
 
 T = TypeVar("T")
+A = TypeVar("A")  # TextAnswer, or with errors="return" also GpuinferError
 Errors = Literal["raise", "return"]
 
 
@@ -282,7 +283,7 @@ def answer_of(place: int, row: NamedRow, found: Generation | Exception) -> TextA
     return found
 
 
-class TextAnswers(Iterator["TextAnswer | GpuinferError"], AsyncIterator["TextAnswer | GpuinferError"]):
+class TextAnswers(Iterator[A], AsyncIterator[A]):
     """The answers to prompts, read with `for` or with `async for`, by one reader at a time.
 
     Prompts are read ahead as far as the model needs them, and no further: no more than that is in memory. An iterator
@@ -315,7 +316,7 @@ class TextAnswers(Iterator["TextAnswer | GpuinferError"], AsyncIterator["TextAns
     def __iter__(self) -> Self:
         return self
 
-    def __next__(self) -> TextAnswer | GpuinferError:
+    def __next__(self) -> A:
         try:
             while (found := self._next()) is None:
                 self._opened_work().answered.wait()
@@ -329,7 +330,7 @@ class TextAnswers(Iterator["TextAnswer | GpuinferError"], AsyncIterator["TextAns
     def __aiter__(self) -> Self:
         return self
 
-    async def __anext__(self) -> TextAnswer | GpuinferError:
+    async def __anext__(self) -> A:
         try:
             if not self._over and not self._llm.is_open:
                 await asyncio.to_thread(self._llm.opened)
@@ -342,10 +343,14 @@ class TextAnswers(Iterator["TextAnswer | GpuinferError"], AsyncIterator["TextAns
             raise StopAsyncIteration
         return self._told(found)
 
-    def _told(self, found: TextAnswer | Exception) -> TextAnswer | GpuinferError:
+    def _told(self, found: Any) -> A:
         self._advance(1)
-        if isinstance(found, TextAnswer) or (self._errors == "return" and isinstance(found, GpuinferError)):
-            return found
+        given: A = found
+        if isinstance(found, TextAnswer):
+            return given
+        of_all = isinstance(found, BackendDied | Closed)  # there will be no answer any more
+        if self._errors == "return" and isinstance(found, GpuinferError) and not of_all:
+            return given
         self.close()
         raise found
 

@@ -38,6 +38,12 @@ PROMPTS = (
 )
 
 
+OnePrompt = str | Mapping[str, Any] | Sequence[Any]
+"""A text, a row, token ids, or the messages of a chat."""
+Prompts = str | Mapping[str, Any] | os.PathLike[str] | Iterable[Any]
+"""One of those, many, or a file of them."""
+
+
 class AnswerArguments(AnswerOptions):
     """The options as keyword arguments."""
 
@@ -68,7 +74,7 @@ class AnswerKeywords(TypedDict, total=False):
     logprobs: int  # of each token, and of so many likeliest ones beside it
     prompt_logprobs: int  # the same of the prompt
     truncate: Literal["left", "right"]  # of a prompt that does not fit, what goes; else it is an error
-    json_schema: Mapping[str, Any] | bool | str | Path  # answers are JSON that fits: a schema, its JSON, or a file
+    json_schema: Mapping[str, Any] | bool | str | Path | type[Any]  # answers fit it: a dict, JSON, pydantic, a file
     regex: str  # answers match this pattern
     choice: Sequence[str]  # answers are one of these
     grammar: str | Path  # answers follow this grammar (Lark or GBNF): its text, or a file

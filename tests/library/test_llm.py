@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import json
+import pickle
 import subprocess
 import sys
 import threading
 import time
 import typing
 from pathlib import Path
+from typing import Literal
 
 import forking
 import numpy as np
+import pydantic
 import pytest
 
 import gpuinfer as library
@@ -181,11 +184,17 @@ def test_constraints_are_schemas_patterns_choices_and_grammars(llm, tmp_path):
         {"grammar": tmp_path / "yes.lark"},
         {"json_schema": {"const": 12}},
         {"json_schema": '{"const": 12}'},
+        {"json_schema": pydantic.RootModel[Literal[12]]},
     ]
     texts = [next(llm.generate("Once", **one)).text for one in cases]
     assert [len(texts[0]), texts[0].isdigit()] == [3, True]
-    assert texts[3:] == ["yes", "12", "12"]
+    assert texts[3:] == ["yes", "12", "12", "12"]
     assert {*texts[1:3]} <= {"yes", "no"}
+
+
+def test_it_cannot_be_sent_to_another_process(llm):
+    with pytest.raises(UsageError, match="cannot be sent to another process"):
+        pickle.dumps(llm)
 
 
 def test_the_keywords_are_the_options(llm):
@@ -354,7 +363,7 @@ def test_threads_share_batches(llm):
 
 def test_closing_waits_for_what_was_asked_and_takes_no_more():
     with library.LLM("tiny") as one:
-        pending = [one.answer(f"prompt {number}", max_new_tokens=30) for number in range(100)]
+        pending = [one.answer(f"prompt {number}", max_new_tokens=10) for number in range(100)]
         reading = one.generate((f"prompt {number}" for number in range(1000)), max_new_tokens=20)
         next(reading)
     assert all(answer.done() for answer in pending)
