@@ -40,11 +40,12 @@ if TYPE_CHECKING:
     from gpuinfer.library.choices import by_priority as ByPriority
     from gpuinfer.library.choices import dynamic as Dynamic
     from gpuinfer.library.game_folder import GameRecords, PlayedGame
-    from gpuinfer.library.llm import LLM, ContinuationScore
+    from gpuinfer.library.llm import LLM
     from gpuinfer.library.measured import SessionVerdict
     from gpuinfer.library.model_group import Models
     from gpuinfer.library.selfplay import SelfPlay
     from gpuinfer.library.text_answers import TextAnswer
+    from gpuinfer.library.text_scores import ContinuationScore
 
     __version__: str
 
@@ -72,7 +73,7 @@ _PLACES = {
     "Batcher": "library.batcher:Batcher",
     "ByPriority": "library.choices:by_priority",
     "CentralServer": "central.server:CentralServer",
-    "ContinuationScore": "library.llm:ContinuationScore",
+    "ContinuationScore": "library.text_scores:ContinuationScore",
     "Dynamic": "library.choices:dynamic",
     "GameRecords": "library.game_folder:GameRecords",
     "LLM": "library.llm:LLM",

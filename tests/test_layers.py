@@ -104,7 +104,17 @@ FACADES: dict[str, set[str]] = {
         "verify.verification",
         "verify.verify_setup",
     },
-    "library": {"batcher", "choices", "game_folder", "llm", "measured", "model_group", "selfplay", "text_answers"},
+    "library": {
+        "batcher",
+        "choices",
+        "game_folder",
+        "llm",
+        "measured",
+        "model_group",
+        "selfplay",
+        "text_answers",
+        "text_scores",
+    },
     "models": {
         "cuda_graphs",
         "device",

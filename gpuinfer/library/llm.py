@@ -9,31 +9,24 @@ import inspect
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self, Unpack, overload
-
-from msgspec import Struct
+from typing import Any, Literal, NoReturn, Self, Unpack, overload
 
 from gpuinfer.api import Backend, Limits, Priority, Progress, Strategy
 from gpuinfer.config import registry
 from gpuinfer.config.foreign_names import option_hint
 from gpuinfer.config.options import GivenValue, check
-from gpuinfer.errors import BadPrompt, Closed, GpuinferError, UsageError
-from gpuinfer.generation import Prompt, Sampling
+from gpuinfer.errors import Closed, GpuinferError, UsageError
 from gpuinfer.host import children
 from gpuinfer.library.choices import backend_of, in_python_words, priority_of, seconds_of, setup_from, strategy_of
+from gpuinfer.library.llm_session import OpenedLLM
 from gpuinfer.library.measured import SessionClock, SessionFigures
-from gpuinfer.library.text_answers import (
-    Errors,
-    OpenedLLM,
-    PendingText,
-    TextAnswer,
-    TextAnswers,
-    TextStream,
-)
+from gpuinfer.library.text_answers import Errors, TextAnswer, TextAnswers
 from gpuinfer.library.text_prompts import AnswerKeywords, OnePrompt, PromptReader, Prompts, prompt_defaults
+from gpuinfer.library.text_scores import ContinuationScore, ScoringPrompts, scores_of
+from gpuinfer.library.text_stream import PendingText, TextStream
 from gpuinfer.runtime.background_session import BackgroundSession
 from gpuinfer.serving.openai.model_options import (
     TEXT_MODELS,
@@ -45,23 +38,7 @@ from gpuinfer.serving.openai.model_options import (
 from gpuinfer.serving.openai.requests import PromptDefaults
 from gpuinfer.stats import Snapshot
 
-if TYPE_CHECKING:
-    from gpuinfer.text.language import Language
-
 ELSEWHERE = ("fleet",)  # backends whose model may lie on another machine
-
-
-class ContinuationScore(Struct, frozen=True, kw_only=True):
-    """How likely a model thinks that a prompt goes on so."""
-
-    tokens: tuple[int, ...]  # of the continuation
-    logprobs: tuple[float, ...]  # of each of them, after all that comes before it
-    greedy: bool  # whether each of them is the likeliest token at its place
-
-    @property
-    def logprob(self) -> float:
-        """Of the whole continuation."""
-        return sum(self.logprobs)
 
 
 class LLM(SessionFigures):
@@ -200,7 +177,7 @@ class LLM(SessionFigures):
         self._closed = False
         self._process = os.getpid()
         self._last = Snapshot()
-        self._language: Language | None = None
+        self._scoring = ScoringPrompts(self._spec)
 
     def _refuse_unknown(self) -> None:
         with in_python_words():
@@ -450,26 +427,10 @@ class LLM(SessionFigures):
         Two lists of one length, or one prompt and several continuations. Each is a text or token ids. Texts are
         tokenized together: what scores is what follows the tokens that prompt and whole begin with alike.
         """
-        many = [continuations] if _is_one_text(continuations) else list(continuations)
-        asked = [prompts] * len(many) if _is_one_text(prompts) else list(prompts)
-        if len(asked) != len(many):
-            raise UsageError(
-                f"{len(asked)} prompts and {len(many)} continuations: each prompt has one. Give as many, or one prompt "
-                "for all."
-            )
         seconds, request = self._request(timeout, priority)
-        adapter = self._adapter if adapter is None else adapter or None
         opened = self.opened()
-        rows, starts = [], list[int]()
-        for number, (prompt, continuation) in enumerate(zip(asked, many, strict=True)):
-            try:
-                tokens, start = self._scored_tokens(prompt, continuation)
-            except (BadPrompt, UsageError) as error:
-                raise type(error)(f"continuation {number}: {error}") from None
-            sampling = Sampling(max_tokens=0, prompt_logprobs=0, prompt_logprob_start=start)
-            rows.append(Prompt(tokens=tokens, sampling=sampling, key="score", adapter=adapter))
-            starts.append(start)
-        return opened.session.call(_scores(opened, rows, starts, seconds, request))
+        rows = self._scoring.pairs(prompts, continuations, self._adapter if adapter is None else adapter or None)
+        return opened.wait_for(lambda: scores_of(opened, rows, seconds, request))
 
     def update(
         self,
@@ -515,42 +476,6 @@ class LLM(SessionFigures):
         request: dict[str, Any] = {"priority": priority_of(priority)}
         return seconds, request if seconds is None else {**request, "timeout": seconds}
 
-    def _scored_tokens(self, prompt: Any, continuation: Any) -> tuple[tuple[int, ...], int]:
-        """All tokens, and how many of them are the prompt's."""
-        if not isinstance(prompt, str) and not isinstance(continuation, str):
-            before, after = _token_ids(prompt), _token_ids(continuation)
-            whole, start = (*before, *after), len(before)
-        elif isinstance(prompt, str) and isinstance(continuation, str):
-            if not continuation:
-                raise BadPrompt("the continuation is empty. Give at least one token.")
-            before, whole = self._encoded(prompt, prompt + continuation)
-            pairs = enumerate(zip(before, whole, strict=False))
-            start = next((place for place, (one, other) in pairs if one != other), min(len(before), len(whole)))
-        else:
-            raise BadPrompt("of prompt and continuation one is a text and one is token ids. Give both alike.")
-        if start == len(whole):
-            raise BadPrompt("the continuation is empty. Give at least one token.")
-        if not start:
-            raise BadPrompt("nothing comes before the continuation. Give a prompt of at least one token.")
-        return whole, start
-
-    def _encoded(self, *texts: str) -> list[tuple[int, ...]]:
-        """Raises `BadPrompt`, and `UsageError` where only the backend can read the model."""
-        from gpuinfer.text.checkpoint import open_checkpoint
-        from gpuinfer.text.language import open_language
-
-        if self._language is None:
-            try:
-                checkpoint = open_checkpoint(self._spec)
-            except UsageError as error:
-                raise UsageError(f"texts cannot be tokenized here: {error} Token ids can be scored.") from error
-            self._language = open_language(checkpoint.language, checkpoint.shape)
-        encoded = self._language.encode([Prompt(text=text) for text in texts])
-        for one in encoded:
-            if isinstance(one, BadPrompt):
-                raise one
-        return [tuple(one.tolist()) for one in encoded if not isinstance(one, BadPrompt)]
-
     # Figures
 
     def _snapshot(self) -> Snapshot:
@@ -577,53 +502,6 @@ class LLM(SessionFigures):
 async def _counted(session: BackgroundSession) -> Snapshot:
     await session.session.refresh()
     return session.session.snapshot()
-
-
-async def _scores(
-    opened: OpenedLLM, rows: Sequence[Prompt], starts: Sequence[int], timeout: float | None, request: dict[str, Any]
-) -> list[ContinuationScore]:
-    requester = opened.requester(**request)
-    try:
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(opened.ask(requester, row, timeout, None)) for row in rows]
-    except BaseExceptionGroup as errors:
-        raise errors.exceptions[0] from None
-    scores = []
-    for number, (task, row, start) in enumerate(zip(tasks, rows, starts, strict=True)):
-        found = task.result()
-        if isinstance(found, GpuinferError):
-            found.args, found.index = (f"continuation {number}: {found}",), number
-            raise found
-        logprobs = [one for one in (found.prompt_logprobs or ())[start:] if one is not None]
-        scores.append(
-            ContinuationScore(
-                tokens=tuple((row.tokens or ())[start:]),
-                logprobs=tuple(one.chosen.logprob for one in logprobs),
-                greedy=all(one.chosen.rank == 1 for one in logprobs),
-            )
-        )
-    return scores
-
-
-def _is_one_text(given: Any) -> bool:
-    """A text, or token ids."""
-    if hasattr(given, "tolist"):
-        given = given.tolist()
-    if isinstance(given, list | tuple):
-        return bool(given) and isinstance(given[0], int)
-    if isinstance(given, str):
-        return True
-    if not isinstance(given, Iterable):
-        raise UsageError(f"{given!r:.60} cannot be scored. Give texts, or token ids.")
-    return False
-
-
-def _token_ids(given: Any) -> tuple[int, ...]:
-    if hasattr(given, "tolist"):
-        given = given.tolist()
-    if not isinstance(given, list | tuple) or not all(type(one) is int and 0 <= one < 1 << 31 for one in given):
-        raise BadPrompt(f"{given!r:.60} is neither a text nor token ids. Give one of these.")
-    return tuple(given)
 
 
 _open_ones: weakref.WeakSet[LLM] = weakref.WeakSet()

@@ -17,6 +17,7 @@ import forking
 import numpy as np
 import pydantic
 import pytest
+from adapters.random_adapters import peft_folder
 
 import gpuinfer as library
 from gpuinfer.api import ModelSpec
@@ -382,6 +383,28 @@ def test_closing_in_haste_cancels_what_was_asked():
     for answer in pending:
         with pytest.raises(Closed):
             answer.result(LIMIT_S)
+
+
+def test_a_prompt_with_more_samples_than_slots_and_a_short_queue_are_waited_for():
+    with library.LLM("tiny", batch_size=2, max_queue_rows=2, seed=7) as one:
+        assert one.limits.slots == 2
+        [answer] = one.generate("Once", n=5, **SHORT)
+        assert len(set(answer.texts)) == 5
+        assert len(list(one.generate([f"prompt {number}" for number in range(20)], **SHORT))) == 20
+        assert sorted({part.sample for part in one.stream("Once", n=5, **SHORT)}) == [0, 1, 2, 3, 4]
+
+
+def test_the_first_adapter_is_used_where_none_is_named(tmp_path):
+    shape = open_checkpoint(ModelSpec("tiny", kind="text")).shape
+    folders = {name: peft_folder(tmp_path / name, shape, seed=seed) for name, seed in (("one", 1), ("two", 2))}
+    ask = {"temperature": 0, "max_new_tokens": 12, "ignore_eos": True}
+    with library.LLM("tiny", adapters=folders) as llm:
+        assert {"one", "two"} <= set(llm.adapters)
+        plain, one, two = (next(llm.generate("The tide", adapter=name, **ask)).text for name in ("", "one", "two"))
+        assert next(llm.generate("The tide", **ask)).text == one
+        assert len({plain, one, two}) == 3
+        base = llm.score("The tide", " turns", adapter="")[0].logprob
+        assert base != llm.score("The tide", " turns")[0].logprob
 
 
 def test_scores_are_the_log_probabilities_of_the_tokens(llm):

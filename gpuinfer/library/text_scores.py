@@ -1,0 +1,144 @@
+"""How likely a model of text thinks that prompts go on in some way."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from msgspec import Struct
+
+from gpuinfer.api import ModelSpec
+from gpuinfer.errors import BadPrompt, GpuinferError, UsageError, unwrap
+from gpuinfer.generation import Generation, Prompt, Sampling
+from gpuinfer.library.llm_session import OpenedLLM
+
+if TYPE_CHECKING:
+    from gpuinfer.text.language import Language
+
+
+class ContinuationScore(Struct, frozen=True, kw_only=True):
+    """How likely a model thinks that a prompt goes on so."""
+
+    tokens: tuple[int, ...]  # of the continuation
+    logprobs: tuple[float, ...]  # of each of them, after all that comes before it
+    greedy: bool  # whether each of them is the likeliest token at its place
+
+    @property
+    def logprob(self) -> float:
+        """Of the whole continuation."""
+        return sum(self.logprobs)
+
+
+class ScoringPrompts:
+    """Pairs of prompts and continuations as prompts that nothing is drawn for. `spec`: whose tokenizer is used."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        self._spec = spec
+        self._language: Language | None = None
+
+    def pairs(self, prompts: Any, continuations: Any, adapter: str | None) -> list[Prompt]:
+        """One for each continuation. Raises `UsageError` for lists that do not fit, `BadPrompt` for a bad pair."""
+        several = [continuations] if is_one_text(continuations) else list(continuations)
+        before = [prompts] * len(several) if is_one_text(prompts) else list(prompts)
+        if len(before) != len(several):
+            raise UsageError(
+                f"{len(before)} prompts and {len(several)} continuations: each prompt has one. Give as many, or one "
+                "prompt for all."
+            )
+        rows = []
+        for number, pair in enumerate(zip(before, several, strict=True)):
+            try:
+                tokens, start = self._tokens(*pair)
+            except (BadPrompt, UsageError) as error:
+                raise type(error)(f"continuation {number}: {error}") from None
+            sampling = Sampling(max_tokens=0, prompt_logprobs=0, prompt_logprob_start=start)
+            rows.append(Prompt(tokens=tokens, sampling=sampling, key="score", adapter=adapter))
+        return rows
+
+    def _tokens(self, prompt: Any, continuation: Any) -> tuple[tuple[int, ...], int]:
+        """All tokens, and how many of them are the prompt's."""
+        if not isinstance(prompt, str) and not isinstance(continuation, str):
+            before, after = _token_ids(prompt), _token_ids(continuation)
+            whole, start = (*before, *after), len(before)
+        elif isinstance(prompt, str) and isinstance(continuation, str):
+            if not continuation:
+                raise BadPrompt("the continuation is empty. Give at least one token.")
+            before, whole = self._encoded(prompt, prompt + continuation)
+            pairs = enumerate(zip(before, whole, strict=False))
+            start = next((place for place, (one, other) in pairs if one != other), min(len(before), len(whole)))
+        else:
+            raise BadPrompt("of prompt and continuation one is a text and one is token ids. Give both alike.")
+        if start == len(whole):
+            raise BadPrompt("the continuation is empty. Give at least one token.")
+        if not start:
+            raise BadPrompt("nothing comes before the continuation. Give a prompt of at least one token.")
+        return whole, start
+
+    def _encoded(self, *texts: str) -> list[tuple[int, ...]]:
+        """Raises `BadPrompt`, and `UsageError` where only the backend can read the model."""
+        from gpuinfer.text.checkpoint import open_checkpoint
+        from gpuinfer.text.language import open_language
+
+        if self._language is None:
+            try:
+                checkpoint = open_checkpoint(self._spec)
+            except UsageError as error:
+                raise UsageError(f"texts cannot be tokenized here: {error} Token ids can be scored.") from error
+            self._language = open_language(checkpoint.language, checkpoint.shape)
+        encoded = self._language.encode([Prompt(text=text) for text in texts])
+        for one in encoded:
+            if isinstance(one, BadPrompt):
+                raise one
+        return [tuple(one.tolist()) for one in encoded if not isinstance(one, BadPrompt)]
+
+
+async def scores_of(
+    opened: OpenedLLM, rows: Sequence[Prompt], timeout: float | None, request: dict[str, Any]
+) -> list[ContinuationScore]:
+    """On the session's loop. Raises the first error, whose `index` is the pair's place."""
+    requester = opened.requester(**request)
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(opened.ask(requester, row, timeout, None)) for row in rows]
+    except BaseExceptionGroup as errors:
+        raise unwrap(errors) from None
+    scores = []
+    for number, (row, task) in enumerate(zip(rows, tasks, strict=True)):
+        found = task.result()
+        if isinstance(found, GpuinferError):
+            found.args, found.index = (f"continuation {number}: {found}",), number
+            raise found
+        scores.append(score_of(row, found))
+    return scores
+
+
+def score_of(row: Prompt, found: Generation) -> ContinuationScore:
+    start = row.sampling.prompt_logprob_start
+    logprobs = [one for one in (found.prompt_logprobs or ())[start:] if one is not None]
+    return ContinuationScore(
+        tokens=(row.tokens or ())[start:],
+        logprobs=tuple(one.chosen.logprob for one in logprobs),
+        greedy=all(one.chosen.rank == 1 for one in logprobs),
+    )
+
+
+def is_one_text(value: Any) -> bool:
+    """A text, or token ids."""
+    if hasattr(value, "tolist"):
+        value = value.tolist()
+    if isinstance(value, list | tuple):
+        return bool(value) and isinstance(value[0], int)
+    if isinstance(value, str):
+        return True
+    if not isinstance(value, Iterable):
+        raise UsageError(f"{value!r:.60} cannot be scored. Give texts, or token ids.")
+    return False
+
+
+def _token_ids(value: Any) -> tuple[int, ...]:
+    if hasattr(value, "tolist"):
+        value = value.tolist()
+    if not isinstance(value, list | tuple) or not all(type(one) is int and 0 <= one < 1 << 31 for one in value):
+        raise BadPrompt(f"{value!r:.60} is neither a text nor token ids. Give one of these.")
+    return tuple(value)
