@@ -32,6 +32,7 @@ from gpuinfer.serving.openai.sampling_fields import unmasking_of
 from gpuinfer.serving.openai.schema import MOST_SAMPLES
 
 PROMPT_FILES = (".jsonl", ".json", ".txt")
+INLINE = ("json_schema", "regex", "grammar")  # forms that are no files here
 PROMPTS = (
     'Give a text, token ids ([1, 2]), a chat ([{"role": "user", "content": "Hi"}]), a list or an iterator of these, '
     'or a file of them (Path("prompts.jsonl")).'
@@ -49,7 +50,7 @@ class AnswerArguments(AnswerOptions):
 
     n: int | None = Field(None, ge=1, le=MOST_SAMPLES, description="answers to each prompt")
     seed: int | None = Field(None, ge=-(1 << 63), lt=1 << 63, description="in place of the model's")
-    adapter: str | None = Field(None, description="one of the model's")
+    adapter: str | None = Field(None, description="one of the model's; empty: none")
 
 
 class AnswerKeywords(TypedDict, total=False):
@@ -96,7 +97,9 @@ def prompt_defaults(given: Mapping[str, Any], adapter: str | None = None) -> Pro
     options = {name: value for name, value in given.items() if value is not None}
     if {"n", "num_samples"} <= options.keys():
         raise UsageError("n and num_samples are the same. Give one of them.")
-    forms = {name: options.pop(name) for name in ("json_schema", "grammar") if _is_inline(options.get(name))}
+    if not isinstance(own_adapter := options.pop("adapter", None), str | None):
+        raise UsageError(f"adapter={own_adapter!r:.60} is no name. Give that of an adapter of this model.")
+    forms = {name: options.pop(name) for name in INLINE if name in options and not isinstance(options[name], Path)}
     for name in ("stop", "choice", "stop_token_ids"):
         if isinstance(options.get(name), str | int):
             options[name] = [options[name]]
@@ -108,7 +111,7 @@ def prompt_defaults(given: Mapping[str, Any], adapter: str | None = None) -> Pro
         named = {key: GivenValue(value, f"{key}={value!r:.100}") for key, value in options.items()}
         own = AnswerArguments(**check(AnswerArguments, named, "an answer"))
         inline = [_constraint(name, value) for name, value in forms.items()]
-        if len(inline) + len([name for name in ("json_schema", "regex", "choice", "grammar") if name in options]) > 1:
+        if len(inline) + len([name for name in ("choice", *INLINE) if name in options]) > 1:
             raise UsageError("json_schema, regex, choice and grammar each say what an answer must be. Give one.")
         sampling = sampling_of(
             own,
@@ -119,20 +122,16 @@ def prompt_defaults(given: Mapping[str, Any], adapter: str | None = None) -> Pro
             keyed=own.seed is not None,  # as a run of this seed
             constraint=inline[0] if inline else constraint_of(own),
         )
-        adapter = adapter if own.adapter is None else own.adapter or None
+        adapter = adapter if own_adapter is None else own_adapter or None
         return PromptDefaults(sampling, rendering_of(own), own.n or own.num_samples, own.truncate, adapter=adapter)
 
 
-def _is_inline(form: Any) -> bool:
-    return form is not None and not isinstance(form, Path)
-
-
 def _constraint(name: str, form: Any) -> Constraint:
-    if name == "grammar":
+    if name != "json_schema":
         if not isinstance(form, str):
-            raise UsageError(f'grammar={form!r:.60} is no text. Give the grammar, or a file: Path("answer.lark").')
-        check_text("--grammar", form)
-        return Constraint(grammar=form)
+            raise UsageError(f"{name}={form!r:.60} is no text. Give the {name} as text.")
+        check_text(f"--{name}", form)
+        return Constraint(grammar=form) if name == "grammar" else Constraint(regex=form)
     if isinstance(form, str):
         try:
             form = json.loads(form)

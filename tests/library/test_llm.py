@@ -180,6 +180,7 @@ def test_constraints_are_schemas_patterns_choices_and_grammars(llm, tmp_path):
     (tmp_path / "yes.lark").write_text('start: "yes"')
     cases = [
         {"regex": "[0-9]{3}"},
+        {"regex": "none"},
         {"choice": ["yes", "no"]},
         {"grammar": 'start: "yes" | "no"'},
         {"grammar": tmp_path / "yes.lark"},
@@ -189,8 +190,9 @@ def test_constraints_are_schemas_patterns_choices_and_grammars(llm, tmp_path):
     ]
     texts = [next(llm.generate("Once", **one)).text for one in cases]
     assert [len(texts[0]), texts[0].isdigit()] == [3, True]
-    assert texts[3:] == ["yes", "12", "12", "12"]
-    assert {*texts[1:3]} <= {"yes", "no"}
+    assert texts[1] == "none"
+    assert texts[4:] == ["yes", "12", "12", "12"]
+    assert {*texts[2:4]} <= {"yes", "no"}
 
 
 def test_it_cannot_be_sent_to_another_process(llm):
@@ -214,6 +216,7 @@ BAD_OPTIONS = [
     pytest.param({"json_schema": "{"}, "json_schema is not JSON", id="no JSON"),
     pytest.param({"json_schema": 5}, "no schema that an answer can fit", id="no schema"),
     pytest.param({"grammar": 5}, "grammar=5 is no text", id="no grammar"),
+    pytest.param({"adapter": 5}, "adapter=5 is no name", id="no adapter's name"),
     pytest.param({"errors": "ignore"}, "errors='ignore' is no way", id="errors"),
     pytest.param({"timeout": "soon"}, "timeout='soon' is no time", id="timeout"),
     pytest.param({"priority": "urgent"}, "priority='urgent' is no class", id="priority"),
