@@ -74,6 +74,10 @@ class GameRecords:
         self._numbers: dict[Path, list[int]] = {}  # the games of each shard; shards never change
         self._shard = functools.lru_cache(OPEN_SHARDS)(_Shard)
 
+    def __reduce__(self) -> tuple[type[GameRecords], tuple[Path]]:
+        """Another process reads the same folder, while it is there."""
+        return GameRecords, (self.path,)
+
     @classmethod
     def temporary(cls) -> GameRecords:
         """In a folder that goes with the object, or at the end of the program: not with a fork of it."""
@@ -195,12 +199,14 @@ class _Shard:
         except UNREADABLE as error:
             raise UsageError(f"{path} cannot be read ({error}). play(resume=True) plays its games again.") from error
         self.numbers: list[int] = self.arrays["finished"].tolist()
+        self._place = {number: place for place, number in enumerate(self.numbers)}
         self._order = np.lexsort((self.arrays["move"], self.arrays["game"]))
-        self._games = self.arrays["game"][self._order]
+        games = self.arrays["game"][self._order]
+        self._starts, self._ends = (np.searchsorted(games, self.numbers, side) for side in ("left", "right"))
 
     def game(self, number: int) -> PlayedGame:
-        start, end = np.searchsorted(self._games, (number, number + 1))
-        rows, place = self._order[start:end], self.numbers.index(number)
+        place = self._place[number]
+        rows = self._order[self._starts[place] : self._ends[place]]
         one = {name: array[place if name in OF_GAMES else rows] for name, array in self.arrays.items()}
         more = {name: one[name] for name in OF_GAMES[2:] if name in one}
         return PlayedGame(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import gc
 import inspect
 import os
 import tempfile
@@ -142,9 +143,19 @@ class SelfPlay:
     `roofline`: whether the bare model is measured before the first run, in some seconds: it finds the best size of a
     block, and the verdict says how near a run came. By default on CUDA devices alone, where that size matters most.
 
-    All other options are those of the command `selfplay` (`help(gpuinfer.library.selfplay.SelfPlayOptions)`), and each
-    can be given to `play` and `stream` too, for one run. Raises `UsageError`, which ends with the cure, for options
-    that cannot be.
+    All other options are those of the command `selfplay`; each can be given to `play` and `stream` too, for one run:
+
+        simulations=30, determinizations=None        in each tree; guesses at what is hidden, a tree for each
+        exploration=1.5                              c of PUCT
+        noise=0.25, concentration=10.0               Dirichlet noise in the root's priors
+        temperature=1.0, temperature_moves=8         of the choice among visits, in a game's first moves
+        resign=None, resign_check=None               resign where a position is worth -0.9 or less: resign=0.9
+        opponent_model=None, opponent_weights=None   who has half of the seats: a name, as of `model`
+        games_in_flight=None                         games played at once, by all workers
+        deterministic=False                          the same games with a network, however they are batched
+        game_options={"rows": 5}                     of a game of yours; players, cards, trump, scoring: of "blob"
+
+    Raises `UsageError`, which ends with the cure, for options that cannot be.
     """
 
     def __init__(
@@ -402,7 +413,6 @@ class GameStream:
         self._run: BackgroundRun | None = None
         self._seen = records.shards()  # of earlier runs
         self._closed = False
-        self._release: Callable[[], None] = lambda: None  # the model, as it was
 
     def _started(self) -> BackgroundRun:
         """The run, which begins with the first call. Raises `Closed` once the stream is closed."""
@@ -415,8 +425,6 @@ class GameStream:
             self.records.run = self._run
             self._owner._records = self.records
             self._owner._streams.add(self)
-            workload: Any = self._plan.workload
-            self._release = getattr(workload.source, "release", self._release)
         return self._run
 
     def wait(self) -> None:
@@ -457,14 +465,20 @@ class GameStream:
 
     def close(self) -> None:
         """Stop the run in order, and wait for its end: what is finished is in `records`."""
-        self._closed = True
+        was_closed, self._closed = self._closed, True
         self._owner._streams.discard(self)
-        if self._run is not None:
-            try:
-                self._run.stop_in_order()
-            finally:
-                self._watch.__exit__(None, None, None)
-                self._release()
+        if self._run is None or was_closed:
+            return
+        try:
+            self._run.stop_in_order()
+        finally:
+            self._watch.__exit__(None, None, None)
+            workload: Any = self._plan.workload
+            if workload.source is not None:
+                workload.source.release()
+                workload.source = None
+                del self._plan
+                gc.collect()  # sessions are in cycles, and this one has a copy of the weights
 
     def __enter__(self) -> Self:
         return self

@@ -44,7 +44,8 @@ class BackgroundRun:
         *,
         roofline: bool | Roofline = True,
     ) -> None:
-        self.plan, self._what, self._roofline = plan, what, roofline
+        self._plan: RunPlan | None = plan  # until it is over: it holds the model
+        self._what, self._roofline = what, roofline
         self._on_update, self._on_figures = on_update, on_figures
         self._tracking = Tracking(track, str(plan.settings["workload"]), plan.settings)
         self._handle = RunHandle()
@@ -53,7 +54,7 @@ class BackgroundRun:
         self._report: dict[str, Any] | None = None
         self._process = os.getpid()
         self._started_at = datetime.now(UTC).isoformat(timespec="seconds")
-        self._thread = threading.Thread(target=self._work, name=f"gpuinfer {what}", daemon=True)
+        self._thread = threading.Thread(target=self._work, args=(plan,), name=f"gpuinfer {what}", daemon=True)
 
     def start(self) -> None:
         """Raises `UsageError` in a process that imports the program that started it."""
@@ -61,10 +62,9 @@ class BackgroundRun:
         _end_with_the_interpreter(self)
         self._thread.start()
 
-    def _work(self) -> None:
-        plan = self.plan
+    def _work(self, plan: RunPlan) -> None:
+        self._ended.set_running_or_notify_cancel()
         try:
-            self._ended.set_running_or_notify_cancel()
             with self._tracking:
                 made = event_loop.run(
                     execute(
@@ -81,11 +81,15 @@ class BackgroundRun:
                 if self._tracking.wanted:
                     self._tracking.finish_with(made)
         except BaseException as error:  # noqa: BLE001 (raised by those who wait)
-            self._report = getattr(error, "report", None)
+            self._end(getattr(error, "report", None))
             self._ended.set_exception(error)
         else:
-            self._report = made
+            self._end(made)
             self._ended.set_result(made)
+
+    def _end(self, report: dict[str, Any] | None) -> None:
+        self._report, self._plan = report, None
+        self._handle.detach()
 
     def _look(self, update: RunUpdate) -> None:
         self._update = update
@@ -157,10 +161,10 @@ class BackgroundRun:
 
     def report(self) -> dict[str, Any]:
         """All that was measured: until now while it runs. Raises `UsageError` when it has not begun to work."""
+        update, plan = self._update, self._plan  # before the look whether it is over
         if self._report is not None:
             return self._report
-        update, plan = self._update, self.plan
-        if update is None:
+        if update is None or plan is None:
             raise UsageError(f"{self._what} has no figures yet. Ask again once it runs.")
         return report.build(
             report.Run(

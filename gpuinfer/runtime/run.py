@@ -77,19 +77,23 @@ class RunHandle:
     def stop(self) -> None:
         """Ask the workload to keep what is finished and return, as the first signal does."""
         self._stopped = True
-        if self._run is not None:
-            self._run.interrupt()
+        if (run := self._run) is not None:
+            run.interrupt()
 
     def hurry(self) -> None:
         """Stop without waiting, as the second signal does."""
         self._stopped = True
-        if self._run is not None:
-            self._run.interrupt(at_once=True)
+        if (run := self._run) is not None:
+            run.interrupt(at_once=True)
 
     def attach(self, run: _Execution) -> None:
         self._run = run
         if self._stopped:
             run.interrupt()
+
+    def detach(self) -> None:
+        """The run is over."""
+        self._run = None
 
 
 def run(workload: Workload, backend: Backend, strategy: Strategy, **arguments: Any) -> dict[str, Any]:

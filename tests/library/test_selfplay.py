@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import copy
+import gc
 import json
 import os
 import subprocess
@@ -120,6 +122,13 @@ def test_a_dataset_keeps_the_temporary_folder_that_goes_with_its_records(games):
     assert place.is_dir()
     del dataset
     assert not place.exists()
+
+
+def test_another_process_reads_records_that_it_is_sent(games):
+    records = games.play(3)
+    assert alike(copy.copy(records), records)  # which is made as for another process
+    with pytest.raises(UsageError, match="were not played here: there is no report"):
+        copy.copy(records).report()
 
 
 def test_saved_records_are_gone_on_with(games, tmp_path):
@@ -359,6 +368,14 @@ def test_a_network_is_an_object_in_this_process_and_in_workers_and_is_left_as_it
     with torch.no_grad():
         network.policy.bias += 3.0 * torch.arange(7)
     assert not alike(here, games.play(4, workers=0)), "a run has the weights that the object has when it begins"
+
+
+def test_a_run_that_is_over_keeps_no_copy_of_the_network():
+    games = connect_four(model=Net(91, 7, 2))
+    kept = [games.play(1, workers=workers) for workers in (0, 1)]
+    gc.collect()
+    assert len(kept) == 2
+    assert [one for one in gc.get_objects() if type(one).__name__ == "PortableModel"] == []
 
 
 def test_a_class_is_made_with_what_the_game_says_and_a_local_one_is_played_with_here():
