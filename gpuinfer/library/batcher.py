@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import inspect
 import math
 import os
 import threading
@@ -13,6 +14,7 @@ from collections.abc import (
     AsyncIterable,
     AsyncIterator,
     Callable,
+    Coroutine,
     Hashable,
     Iterable,
     Iterator,
@@ -28,8 +30,10 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 from gpuinfer import stats
 from gpuinfer.api import Backend, ModelSpec, Priority, Request, Setup, Strategy
 from gpuinfer.errors import Closed, Expired, GpuinferError, QueueFull, RequestError, UsageError
+from gpuinfer.host import children
 from gpuinfer.library.choices import (
     backend_of,
+    checked_options,
     in_python_words,
     priority_of,
     reworded,
@@ -80,7 +84,7 @@ class Batcher(SessionFigures):
 
     A row is a tensor or an array of any shape and dtype, a number, or a tuple or dict of these. The first row says what
     all look like, unless `example` does. The parts of a tuple or dict are passed one by one if the model takes them so.
-    Answers to tensors are tensors, to arrays arrays. Floating point is computed in `dtype`.
+    Answers to tensors are tensors, to arrays arrays.
 
         with gpuinfer.Batcher(model) as batcher:             # from any thread
             y = batcher.predict(x)
@@ -92,11 +96,12 @@ class Batcher(SessionFigures):
 
     `strategy`: when a batch is cut; a name, or `gpuinfer.Dynamic`, `Adaptive`, `ByPriority`. `backend`: "inprocess", or
     "central" for a server process, which imports the model's class. `devices`: "auto", "cpu", "cuda:1", "all", or a
-    list. `ragged`: how rows whose first dimensions differ share batches: "pad" (filled up at their end with
-    `pad_value`, to a few lengths) or "group" (with rows of the same shape only). `queue`: when `max_queue_rows` are
-    outstanding, a further row waits ("wait") or raises `QueueFull` ("refuse"). `check`: an answer with NaN or +inf
-    raises `BadResult`. Further keyword arguments are the backend's options (`gpuinfer plugins list`), such as
-    `max_rows=4096` or `threads=1`.
+    list. `dtype`: what modules compute in; by default their own where that is float16 or bfloat16, else float32. Their
+    answers are float32. `ragged`: how rows whose first dimensions differ share batches: "pad" (filled up at their end
+    with `pad_value`, to a few lengths) or "group" (with rows of the same shape only). `queue`: when `max_queue_rows`
+    are outstanding, a further row waits ("wait") or raises `QueueFull` ("refuse"). `check`: an answer with NaN or +inf
+    raises `BadResult`. Further keyword arguments are the backend's options (`gpuinfer docs inprocess`), such as
+    `max_rows=256` (of a batch) or `threads=1`.
 
     Raises `UsageError` for what cannot be served, with the cure. Where a row makes the model raise, that row's caller
     gets the error, and its neighbours are answered.
@@ -109,7 +114,7 @@ class Batcher(SessionFigures):
         strategy: Strategy | str = "dynamic",
         backend: str = "inprocess",
         devices: Any = "auto",
-        dtype: Any = "float32",
+        dtype: Any = None,
         example: Any = None,
         ragged: Ragged = None,
         pad_value: float = 0,
@@ -126,10 +131,10 @@ class Batcher(SessionFigures):
         for name, given, choices in (("ragged", ragged, (None, "pad", "group")), ("queue", queue, ("wait", "refuse"))):
             if given not in choices:
                 raise UsageError(f"{name}={given!r} is no choice. Give one of {', '.join(map(repr, choices))}.")
-        self._setup = setup_from(devices=devices, dtype=dtype, seed=seed, deterministic=deterministic, share=share)
         self._model, self._arguments, self._check = model, dict(arguments or {}), check
         self._weights = None if weights is None else os.fspath(weights)
         self._backend, self._options = backend, options
+        checked_options(backend, options, inspect.signature(Batcher).parameters)
         self._strategy = strategy_of(strategy)
         self._ragged: Ragged = ragged
         self._pad_value, self._refuses, self._max_queue_rows = pad_value, queue == "refuse", max_queue_rows
@@ -140,9 +145,11 @@ class Batcher(SessionFigures):
             self._source = LocalModel(model, self._arguments)
             if backend != "inprocess":
                 PortableModel.of(self._source)  # refuses a model that cannot go to another process
+            dtype = dtype or self._source.half_dtype
+        self._setup = setup_from(devices=devices, dtype=dtype, seed=seed, deterministic=deterministic, share=share)
         self._layout = None if example is None else layout_of_row(example, ragged)
         self._clock = SessionClock(
-            "batcher", backend, type(self._strategy).__name__.lower().removeprefix("by"), self._setup, {}
+            "batcher", backend, type(self._strategy).__name__.lower().removeprefix("by"), self._setup
         )
         self._process = os.getpid()
         self._closed = False
@@ -159,6 +166,13 @@ class Batcher(SessionFigures):
         self._largest = 0  # rows of one request
         self._single: tuple[Any, Any, Any] = (None, None, None)  # class, shape and dtype of rows that are one array
         self._row_of: Callable[[Sequence[Any]], Any]  # once it is open: a row on its way, of its leaves
+
+    def __repr__(self) -> str:
+        from gpuinfer.models.model_object import title_of
+
+        state = "closed" if self._closed else "open" if self._session is not None else "not open yet"
+        rows = "" if self._layout is None else f", rows of {self._layout}"
+        return f"<gpuinfer.Batcher of {title_of(self._model)} on {self._backend}, {state}{rows}>"
 
     # Opening and closing
 
@@ -189,9 +203,9 @@ class Batcher(SessionFigures):
                 background.__exit__(None, None, None)
                 raise
             self._background = background
-            self._opened(layout, background.session)
+            self._opened(layout, backend, background.session)
 
-    def _opened(self, layout: RowLayout, session: Session) -> None:
+    def _opened(self, layout: RowLayout, backend: Backend, session: Session) -> None:
         limits = session.limits
         self._layout, self._remote = layout, session.remote
         self._largest = limits.max_rows
@@ -203,6 +217,10 @@ class Batcher(SessionFigures):
             self._row_of = SingleRow
             self._single = plain_row(layout)
         self._clock.setup = session.setup
+        self._clock.settings = {
+            "backends": {self._clock.backend: backend.options.model_dump(mode="json")},
+            "strategies": {self._clock.strategy: self._strategy.options.model_dump(mode="json")},
+        }
         self._clock.begin()
         self._session = session
 
@@ -211,6 +229,8 @@ class Batcher(SessionFigures):
         self._shared = device
 
     def _backend_for(self, layout: RowLayout) -> Backend:
+        if self._backend != "inprocess":
+            children.refuse_while_imported("a server")
         setup = self._setup_of(layout)
         with self._shared.lock, in_python_words():
             if (first := self._shared.first) is not None and setup.model is not None:
@@ -259,10 +279,11 @@ class Batcher(SessionFigures):
             try:
                 with in_python_words():
                     await session.ready()
+                await session.mark()
             except BaseException:
                 await session.__aexit__()
                 raise
-            self._opened(layout, session)
+            self._opened(layout, backend, session)
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -370,6 +391,11 @@ class Batcher(SessionFigures):
         """
         from gpuinfer.cli.screen.display import progress_bar
 
+        if isinstance(rows, Mapping):
+            raise UsageError(
+                "map takes rows one by one, and a dict is one row. A dict of arrays, whose first dimension is that of "
+                "the rows, goes to predict_batch."
+            )
         total = len(rows) if isinstance(rows, Sized) else None
         with progress_bar("rows", total) if progress else contextlib.nullcontext(lambda count: None) as advance:
             for answer in self._mapped(iter(rows), ordered, priority):
@@ -411,10 +437,21 @@ class Batcher(SessionFigures):
             for future in outstanding:
                 future.cancel()
 
-    async def __call__(
+    def __call__(
         self, row: Any, *, priority: Priority | str = Priority.NORMAL, timeout: float | str | None = None
-    ) -> Any:
-        """The model's answer to one row, awaited. Cancelling the wait cancels the request. Raises as `predict` does."""
+    ) -> Coroutine[Any, Any, Any]:
+        """The model's answer to one row, awaited: `y = await batcher(x)`, in a coroutine.
+
+        Cancelling the wait cancels the request. Raises as `predict` does, and `UsageError` where no event loop runs.
+        """
+        if asyncio._get_running_loop() is None:
+            raise UsageError(
+                "batcher(row) is awaited by coroutines: y = await batcher(row). Where no event loop runs, call "
+                "batcher.predict(row)."
+            )
+        return self._awaited(row, priority, timeout)
+
+    async def _awaited(self, row: Any, priority: Priority | str, timeout: float | str | None) -> Any:
         session = self._session
         if session is None or self._closed:
             session = await self._ready_here(row)
@@ -746,6 +783,11 @@ def first_row(rows: Any) -> Any:
         return {name: first_row(one) for name, one in rows.items()}
     if isinstance(rows, tuple):
         return tuple(map(first_row, rows))
+    if isinstance(rows, list) and any(isinstance(one, Mapping | tuple) or hasattr(one, "shape") for one in rows):
+        raise RequestError(
+            "a list of rows is no batch, which is one array with the rows along its first dimension. Stack them "
+            "(torch.stack, np.stack), or give them to map."
+        )
     array = as_array(rows)
     if not array.shape or not array.shape[0]:
         raise RequestError("a batch without rows asks for nothing. Give arrays with rows along their first dimension.")

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from gpuinfer.api import Backend, Priority, Setup, Strategy
 from gpuinfer.config import blame, registry
 from gpuinfer.config.options import GivenValue, check, natural
-from gpuinfer.errors import GpuinferError, RequestError, UsageError
+from gpuinfer.errors import GpuinferError, RequestError, UsageError, nearest
 
+VERBOSE = re.compile(r"Run it (?:again )?with -vv to see where(?: it comes from)?")
 PLUGIN_FLAG = re.compile(r"(?<![\w-])-[BS] ([a-z_]+)=(\S*[^\s.,;:)])")
 FLAG = re.compile(r"(?<![\w-])--(?!local-dir\b)([a-z][a-z-]+)(?:[ =]([A-Za-z0-9_:./@%-]*[A-Za-z0-9_%/]))?")
 SWITCHES = frozenset({"deterministic", "oversubscribe", "resume"})  # flags without a value
@@ -21,22 +22,22 @@ PLAIN_WORDS = frozenset(
 )
 
 
-def dynamic(*, max_wait: float | str | None = None, max_rows: int | str | None = None) -> Strategy:
+def dynamic(max_wait: float | str | None = None, *, max_rows: int | str | None = None) -> Strategy:
     """The strategy `dynamic`: a batch is cut when the device has room and nothing more is worth waiting for.
 
     `max_wait`: seconds ("20ms") that a request may wait for company; default: learnt. `max_rows`: rows in one batch.
     """
-    return strategy_of("dynamic", _given(max_wait=max_wait, max_rows=max_rows))
+    return strategy_of("dynamic", _given(max_wait=waited_s("max_wait", max_wait), max_rows=max_rows))
 
 
-def adaptive(*, latency_target: float | str | None = None) -> Strategy:
+def adaptive(latency_target: float | str | None = None) -> Strategy:
     """The strategy `adaptive`: batches as large as keep 95 of 100 requests below `latency_target` seconds ("50ms")."""
-    return strategy_of("adaptive", _given(latency_target=latency_target))
+    return strategy_of("adaptive", _given(latency_target=waited_s("latency_target", latency_target)))
 
 
 def by_priority(
-    *,
     shares: Sequence[float] | Mapping[str, float] | str | None = None,
+    *,
     mode: str | None = None,
     ageing: float | str | None = None,
 ) -> Strategy:
@@ -47,7 +48,12 @@ def by_priority(
     """
     if isinstance(shares, Mapping):
         shares = ",".join(f"{name}={share:g}" for name, share in shares.items())
-    return strategy_of("priority", _given(shares=shares, mode=mode, ageing=ageing))
+    return strategy_of("priority", _given(shares=shares, mode=mode, ageing=waited_s("ageing", ageing)))
+
+
+def waited_s(name: str, given: float | str | None) -> float | None:
+    """Seconds of an option, which may be written as "20ms" and may be 0. Raises `UsageError`."""
+    return 0.0 if given == 0 else seconds_of(name, given)
 
 
 def _given(**options: Any) -> dict[str, Any]:
@@ -84,6 +90,44 @@ def backend_of(name: str, setup: Setup, options: Mapping[str, Any]) -> Backend:
             setup.device  # noqa: B018  raises for several
     made: Backend = _made("backends", name, setup, options)
     return made
+
+
+OF_OTHERS = {
+    **dict.fromkeys(("max_batch_size", "batch_size", "max_batch"), "max_rows=…"),
+    **dict.fromkeys(
+        ("max_wait", "batch_timeout", "batch_wait_timeout_s", "max_latency_ms", "timeout_ms"),
+        'strategy=gpuinfer.Dynamic(max_wait="5ms")',
+    ),
+    **dict.fromkeys(("latency_target", "latency", "max_latency"), 'strategy=gpuinfer.Adaptive(latency_target="50ms")'),
+    **dict.fromkeys(("device", "gpus", "gpu"), "devices=…"),
+    **dict.fromkeys(("queue_size", "max_queue", "max_queue_size"), "max_queue_rows=…"),
+    **dict.fromkeys(("pad", "padding", "dynamic_shapes"), 'ragged="pad"'),
+    "timeout": "the timeout of predict, submit or `await batcher(row, timeout=…)`",
+}
+"""Options of other batchers → ours."""
+
+
+def checked_options(backend: str, options: Mapping[str, Any], own: Collection[str]) -> None:
+    """Raises `UsageError` for an option that neither the batcher has (`own`) nor its backend, with the nearest."""
+    if not options:
+        return
+    with in_python_words():
+        known = registry.load("backends", backend).Options.model_fields
+    for name, value in options.items():
+        if name in known:
+            continue
+        ours = OF_OTHERS.get(name, "")
+        near = nearest(name, [*own, *known])
+        hint = f" That is {ours} here." if ours else f" Did you mean '{near}'?" if near else ""
+        of_rows = sorted({*own, *known} - {"self", "model", "options"} - OF_TEXT)
+        raise UsageError(
+            f"{name}={value!r:.60}: Batcher has no option '{name}' on the backend '{backend}'.{hint} "
+            f"Options: {', '.join(of_rows)}."
+        )
+
+
+OF_TEXT = frozenset({"adapters", "context", "max_adapters", "pages", "slots", "step_tokens"})
+"""Options of backends that say nothing of rows."""
 
 
 def _made(kind: str, name: str, setup: Setup, options: Mapping[str, Any]) -> Any:
@@ -145,6 +189,7 @@ def python_words(message: str) -> str:
             return f"{name}{'' if value is None else ' ' + value}"
         return f"{name}={value}" if value.replace(".", "").isdigit() else f'{name}="{value}"'
 
+    message = VERBOSE.sub("`error.__cause__` says where", message)
     return FLAG.sub(option, PLUGIN_FLAG.sub(lambda found: f"{found[1]}={found[2]}", message))
 
 

@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 LOOK_S = 0.25  # between two looks of a live view
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class SessionVerdict:
     """What holds a session back, and what to change. `str` is the panel of the terminal; a notebook shows HTML."""
 
-    report: Mapping[str, Any] = field(repr=False)
+    report: Mapping[str, Any]
 
     @property
     def why(self) -> str:
@@ -41,9 +41,22 @@ class SessionVerdict:
 
     @property
     def advice(self) -> str:
-        """What to change, as a keyword argument; empty where there is nothing to change."""
+        """What to do about it, in a sentence."""
+        return python_words(str(self.report["bottleneck"]["advice"]))
+
+    @property
+    def change(self) -> str:
+        """The keyword argument that `advice` means; empty where it is none."""
         change = self.report["bottleneck"].get("change")
-        return python_words(f"{change['flag']} {change['name']}={change['value']}") if change else ""
+        if not change:
+            return ""
+        words = f"{change['name']}={change['value']!r}"
+        if change["flag"] == "-S":
+            return f"strategy=gpuinfer.{self.report['strategy'].capitalize()}({words})"
+        return words
+
+    def __repr__(self) -> str:
+        return str(self)
 
     def __str__(self) -> str:
         return "\n".join(f"{label:<12} {text}" for label, text in self._lines())
@@ -52,7 +65,8 @@ class SessionVerdict:
         from gpuinfer.cli.screen.final_panel import panel_rows
 
         for row in panel_rows(self.report):
-            for number, line in enumerate(python_words(row.text).split("\n")):
+            text = self.change if row.tone == "command" and self.change else python_words(row.text)
+            for number, line in enumerate(text.split("\n")):
                 yield ("" if number else row.name), line
 
     def _repr_html_(self) -> str:
@@ -72,7 +86,7 @@ class SessionClock:
     backend: str
     strategy: str
     setup: Setup
-    settings: Mapping[str, Any]
+    settings: Mapping[str, Any] = field(default_factory=dict)
     made: float = field(default_factory=time.monotonic)
     started_at: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
     began: float | None = None  # once the backend is ready

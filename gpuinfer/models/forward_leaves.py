@@ -180,7 +180,7 @@ class LeavesForward:
             parts = tensors_of(answer)
         except TypeError as error:
             raise BackendError(
-                f"{self._whose} answered with {error}. Let it return a tensor, or a tuple or dict of tensors."
+                f"{self._whose} answered with {error}. Let it return a tensor or an array, or a tuple or dict of these."
             ) from None
         given = len(leaves[0])
         for part in parts:

@@ -99,6 +99,13 @@ class LocalModel:
             )
         self.model = model
 
+    @property
+    def half_dtype(self) -> str | None:
+        """The name of the dtype of a module all of whose floating point has 16 bits; None of any other model."""
+        tensors = [*self.model.parameters(), *self.model.buffers()] if isinstance(self.model, nn.Module) else []
+        found = {one.dtype for one in tensors if one.is_floating_point()}
+        return str(found.pop()).removeprefix("torch.") if found in ({torch.float16}, {torch.bfloat16}) else None
+
     def build(self, device: torch.device, dtype: torch.dtype) -> nn.Module:
         """The module in evaluation mode on `device`, its floating-point tensors in `dtype`. A tensor that lies there in
         that dtype already is shared with the object, not copied.
@@ -293,7 +300,9 @@ def path_of(value: Any, what: str) -> str:
         for place in ("torch", "torch.nn.functional"):  # what torch says of its own functions' modules is not so
             if getattr(sys.modules.get(place), name, None) is value:
                 return f"{place}:{name}"
-    cure = f"Write it to a file, such as nets.py, import it from there (from nets import {name}), or use "
+    last = str(name).rpartition(".")[2]
+    last = "scaled" if "<" in last else last  # of a lambda, say
+    cure = f"Write it to a file, such as nets.py, import it from there (from nets import {last}), or use "
     cure += 'backend="inprocess", which needs no other process.'
     if module is None or "<" in name:
         kind = "a lambda" if "<lambda>" in name else f"{what} '{name.rpartition('.')[2]}', made inside a function,"

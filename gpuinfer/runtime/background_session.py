@@ -115,8 +115,10 @@ class BackgroundSession:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(timeout)
 
     def ready(self) -> Limits:
-        """Start the backend. Raises what that raises."""
-        return self.call(self.session.ready())
+        """Start the backend, and count from then on. Raises what that raises."""
+        limits = self.call(self.session.ready())
+        self.call(self.session.mark())  # what loading the model took is no work
+        return limits
 
     def submit(
         self,

@@ -162,6 +162,8 @@ def test_the_object_is_given_back_untouched_and_its_weights_are_shared():
         pytest.param(scripted(IMAGES), {}, id="TorchScript"),
         pytest.param("test_batcher:Convolutions", {"arguments": {"width": 3}}, id="a name"),
         pytest.param(IMAGES, {"dtype": torch.bfloat16}, id="bfloat16"),
+        pytest.param(Convolutions().to(torch.bfloat16), {}, id="in bfloat16"),
+        pytest.param(IMAGES, {"strategy": gpuinfer.Dynamic("2ms", max_rows=8)}, id="the first option by place"),
         pytest.param(IMAGES, {"strategy": "priority", "max_rows": "2k"}, id="a strategy by name"),
         pytest.param(IMAGES, {"strategy": gpuinfer.Adaptive(latency_target="50ms")}, id="a strategy"),
         pytest.param(IMAGES, {"devices": ["cpu", "cpu"]}, id="two devices"),
@@ -399,7 +401,7 @@ BAD_USE = [
     (lambda: gpuinfer.Batcher(3), "neither a torch.nn.Module nor a function"),
     (lambda: gpuinfer.Batcher(IMAGES, strategy="adaptve"), "Did you mean 'adaptive'"),
     (lambda: gpuinfer.Batcher(IMAGES, strategy=7), r"gpuinfer\.Adaptive"),
-    (lambda: gpuinfer.Adaptive(latency_target="soon"), "latency_target='soon'.*Give a number"),
+    (lambda: gpuinfer.Adaptive(latency_target="soon"), "latency_target='soon' is no time. Give seconds"),
     (lambda: gpuinfer.Batcher(IMAGES, ragged="yes"), "'pad', 'group'"),
     (lambda: gpuinfer.Batcher(IMAGES, queue="maybe"), "'wait', 'refuse'"),
     (lambda: gpuinfer.Batcher(IMAGES, arguments={"width": 2}), "Leave them out"),
@@ -410,8 +412,13 @@ BAD_USE = [
     (lambda: opened("nowhere:net"), "nowhere"),
     (lambda: opened(nn.Linear(3, 2)), r"was given 2 rows of float32 \[3, 8, 8\]|shapes cannot be multiplied"),
     (lambda: opened(lambda rows: rows.sum()), "Let the first dimension of each answer be that of the rows"),
-    (lambda: opened(lambda rows: "no"), "a tensor, or a tuple or dict of tensors"),
-    (lambda: gpuinfer.Batcher(lambda rows: rows, backend="central"), "a lambda.*nets.py"),
+    (lambda: opened(lambda rows: "no"), "a tensor or an array, or a tuple or dict of these"),
+    (lambda: gpuinfer.Batcher(lambda rows: rows, backend="central"), "a lambda.*nets.py.*import scaled"),
+    (lambda: gpuinfer.Batcher(IMAGES, max_batch_size=8), "That is max_rows=… here"),
+    (lambda: gpuinfer.Batcher(IMAGES, device="cpu"), "That is devices=… here"),
+    (lambda: gpuinfer.Batcher(IMAGES, max_wait=0.01), "strategy=gpuinfer.Dynamic"),
+    (lambda: gpuinfer.Batcher(IMAGES)(torch.zeros(3, 8, 8)), r"y = await batcher\(row\).*call batcher.predict"),
+    (lambda: list(gpuinfer.Batcher(IMAGES).map({"images": torch.zeros(2, 3, 8, 8)})), "goes to predict_batch"),
 ]
 
 
@@ -482,6 +489,70 @@ def test_figures_and_the_verdict_can_be_asked_at_any_time():
     assert "bottleneck" in str(verdict)
     assert "<table>" in verdict._repr_html_()
     assert batcher.report()["progress"]["done"] == 50
+
+
+def test_it_computes_in_the_dtype_of_a_half_precision_module():
+    seen = []
+
+    class Noting(nn.Linear):
+        def forward(self, rows):
+            seen.append((rows.dtype, self.weight.dtype))
+            return super().forward(rows)
+
+    for dtype, used in ((torch.bfloat16, torch.bfloat16), (torch.float64, torch.float32)):
+        seen.clear()
+        with gpuinfer.Batcher(Noting(3, 2).to(dtype)) as batcher:
+            assert batcher.predict(torch.ones(3)).dtype == torch.float32
+        assert set(seen) == {(used, used)}
+
+
+def test_a_list_of_rows_is_no_batch():
+    rows = [torch.zeros(3, 8, 8)] * 2
+    with gpuinfer.Batcher(IMAGES) as batcher, pytest.raises(RequestError, match=r"torch\.stack.*or give them to map"):
+        batcher.predict_batch(rows)
+
+
+def test_it_says_what_it_is():
+    batcher = gpuinfer.Batcher(IMAGES)
+    assert repr(batcher) == "<gpuinfer.Batcher of Convolutions on inprocess, not open yet>"
+    with batcher:
+        batcher.predict(torch.zeros(3, 8, 8))
+        assert repr(batcher).endswith("open, rows of float32 [3, 8, 8]>")
+    assert "closed" in repr(batcher)
+
+
+def test_its_report_counts_from_its_opening_on_and_shows_its_options():
+    """Else what the program did before would count as work, and no advice would name an option."""
+    batcher = gpuinfer.Batcher(IMAGES, example=torch.zeros(3, 8, 8), max_rows=8, strategy=gpuinfer.Dynamic("3ms"))
+    before = time.process_time()
+    with batcher:
+        report = batcher.report()
+    assert report["cores"]["busy_s"] <= time.process_time() - before
+    assert report["settings"]["backends"]["inprocess"]["max_rows"] == 8
+    assert report["settings"]["strategies"]["dynamic"]["max_wait"] == 0.003
+
+
+@pytest.mark.parametrize(
+    ("change", "written"),
+    [
+        (("-B", "max_rows", 192), "max_rows=192"),
+        (("-S", "max_wait", 0), "strategy=gpuinfer.Dynamic(max_wait=0)"),
+        (("--", "dtype", "bfloat16"), "dtype='bfloat16'"),
+        (None, ""),
+    ],
+)
+def test_a_verdict_names_the_change_as_python_writes_it(change, written):
+    batcher = gpuinfer.Batcher(IMAGES)
+    report = batcher.report()
+    made = change and dict(zip(("flag", "name", "value"), change, strict=True))
+    command = change and f"gpuinfer batcher {change[0]} {change[1]}={change[2]}"
+    report["bottleneck"] |= {"advice": "Do so.", "change": made, "command": command}
+    verdict = gpuinfer.SessionVerdict(report)
+    assert (verdict.advice, verdict.change) == ("Do so.", written)
+    assert written in str(verdict)
+    assert written.replace("'", "&#x27;") in verdict._repr_html_()
+    assert "gpuinfer batcher" not in str(verdict)
+    assert repr(verdict) == str(verdict)
 
 
 SCRIPTS = {

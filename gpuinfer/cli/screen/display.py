@@ -6,6 +6,7 @@ The only file of ours that imports rich. `view` and `summary` say what is shown;
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import io
 import re
 import sys
@@ -143,7 +144,9 @@ def progress_bar(label: str, total: int | None) -> Iterator[Callable[[int], None
         TimeRemainingColumn(),
     )
     began = time.monotonic()
-    with Progress(*columns, console=Console(stderr=True), refresh_per_second=8) as progress:
+    # In a notebook without ipywidgets rich would print a warning in the place of a bar: there it is a line at the end.
+    console = Console(stderr=True, force_jupyter=None if importlib.util.find_spec("ipywidgets") else False)
+    with Progress(*columns, console=console, refresh_per_second=8) as progress:
         task, done = progress.add_task(label, total=total, rate=""), 0
 
         def advance(more: int = 1) -> None:

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from gpuinfer.errors import WorkError
+from gpuinfer.errors import UsageError, WorkError
 from gpuinfer.fleet.router.client_connection import Listener
 from gpuinfer.fleet.router.protocol import FleetMember, Roster, RouterConfig
 from gpuinfer.fleet.router.relay import Relay
@@ -347,6 +347,8 @@ class _ProcessHandle:
             here.cancel()
             lost.cancel()
         if not self._here.is_set():
+            if self._process is not None and self._process.exit_code() == children.UNGUARDED:
+                raise UsageError(children.UNGUARDED_SAID.format("a fleet"))
             raise WorkError(f"router process {self._row} did not come up. Its last words are above.")
 
     def _hear(self, message: Mapping[str, Any]) -> None:
