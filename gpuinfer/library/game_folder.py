@@ -66,9 +66,13 @@ class GameRecords:
     Records that were not given a folder lie in a temporary one, which goes with this object.
     """
 
-    def __init__(self, path: str | Path, run: BackgroundRun | None = None) -> None:
-        """`path`: a folder that `SelfPlay.play(out=...)`, `save` or `gpuinfer selfplay --out` wrote."""
+    def __init__(self, path: str | Path, run: BackgroundRun | None = None, *, new: bool = False) -> None:
+        """`path`: a folder that `SelfPlay.play(out=…)`, `save` or `gpuinfer selfplay --out` wrote. Raises `UsageError`
+        where there is none, unless it is `new`.
+        """
         self.path = Path(path)
+        if not new and not self.path.is_dir():
+            raise UsageError(f"there is no folder {self.path}. Give one that `SelfPlay.play(out=…)` wrote.")
         self._folder = PositionsFolder(self.path)
         self.run = run  # the one that plays them here, if any
         self._numbers: dict[Path, list[int]] = {}  # the games of each shard; shards never change

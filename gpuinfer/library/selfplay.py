@@ -243,7 +243,7 @@ class SelfPlay:
         **options: Unpack[RunOptions],
     ) -> GameRecords:
         """`play` for a coroutine: the event loop goes on meanwhile. When it is cancelled the run stops in order."""
-        stream = self.stream(games, out=out, resume=resume, **options)
+        stream = await asyncio.to_thread(self.stream, games, out=out, resume=resume, **options)
         async with stream:
             await stream.wait_async()
         return stream.records
@@ -262,7 +262,7 @@ class SelfPlay:
         `self.records`.
         """
         self._refuse()
-        records = GameRecords.temporary() if out is None else GameRecords(out)
+        records = GameRecords.temporary() if out is None else GameRecords(out, new=True)
         if out is None and resume:
             raise UsageError('resume=True needs to know where the records are. Add out="folder".')
         changes = {name: one for name, one in options.items() if name not in WatchOptions.__annotations__}
@@ -287,22 +287,22 @@ class SelfPlay:
         changes = dict(changes)
         seed = changes.pop("seed", None)
         setup = self._setup if seed is None else replace(self._setup, seed=seed)
-        given: dict[str, Any] = {**self._options, **changes, "games": games, "resume": resume, "game": self._game}
-        given |= {} if out is None else {"out": out}
+        values: dict[str, Any] = {**self._options, **changes, "games": games, "resume": resume, "game": self._game}
+        values |= {} if out is None else {"out": out}
         with in_python_words():
             if not isinstance(self._game, str):
                 kind = self._game if isinstance(self._game, type) else type(self._game)
-                given["game"], of_object = known_games.name_of(self._game)
-                if given.get("workers") is None and known_games.why_local(kind) is not None:
-                    given["workers"] = 0
-                given["game_options"] = {**of_object, **_as_mapping(given.get("game_options") or {})}
-            if isinstance(options := given.get("game_options"), Mapping):
-                given["game_options"] = ",".join(f"{name}={value}" for name, value in options.items())
-            made = _ModelObject.of(given, self._backend, setup, functools.partial(_game_sizes, given))
-            given |= {} if made is None else {"model": made.title, "workers": made.workers}
+                values["game"], of_object = known_games.name_of(self._game)
+                if values.get("workers") is None and known_games.why_local(kind) is not None:
+                    values["workers"] = 0
+                values["game_options"] = {**of_object, **_as_mapping(values.get("game_options") or {})}
+            if isinstance(options := values.get("game_options"), Mapping):
+                values["game_options"] = ",".join(f"{name}={value}" for name, value in options.items())
+            made = _ModelObject.of(values, self._backend, setup, functools.partial(_game_sizes, values))
+            values |= {} if made is None else {"model": made.title, "workers": made.workers}
             known = set(RunOptions.__annotations__) | set(ARGUMENTS)
             return _plan_of(
-                "selfplay", given, known, setup, (self._backend, self._backend_options), self._strategy_in, made
+                "selfplay", values, known, setup, (self._backend, self._backend_options), self._strategy_in, made
             )
 
     def _strategy_in(self, setup: Setup) -> Strategy:
@@ -371,27 +371,27 @@ class SelfPlay:
         own = {name: one for name, one in self._options.items() if name in ("model", "weights")}
         if "model" in options:
             own.pop("weights", None)
-        shown = {name: one for name, one in options.items() if name in WatchOptions.__annotations__}
-        given = {**own, **{name: one for name, one in options.items() if name not in shown}}
-        given |= {"records": _folders(records), "steps": steps, "resume": resume}
-        if given.get("model") in ("uniform", "rollout"):
-            raise UsageError(f'model="{given["model"]}" has nothing to learn. Name a network: model="blobnet-small".')
+        watched = {name: one for name, one in options.items() if name in WatchOptions.__annotations__}
+        values = {**own, **{name: one for name, one in options.items() if name not in watched}}
+        values |= {"records": _folders(records), "steps": steps, "resume": resume}
+        if values.get("model") in ("uniform", "rollout"):
+            raise UsageError(f'model="{values["model"]}" has nothing to learn. Name a network: model="blobnet-small".')
         with contextlib.ExitStack() as stack, in_python_words():
-            given["out"] = Path(stack.enter_context(tempfile.TemporaryDirectory()) if out is None else out)
+            values["out"] = Path(stack.enter_context(tempfile.TemporaryDirectory()) if out is None else out)
             known = {*TrainOptions.__annotations__, "steps", "out", "resume", "backend_options"}
             served = "inprocess", dict(backend_options or {})
-            sizes = functools.partial(_records_sizes, given["records"])
-            made = _ModelObject.of({"workers": 0} | given, "inprocess", self._setup, sizes)
-            given |= {} if made is None else {"model": made.title}
+            sizes = functools.partial(_records_sizes, values["records"])
+            made = _ModelObject.of({"workers": 0} | values, "inprocess", self._setup, sizes)
+            values |= {} if made is None else {"model": made.title}
             strategy = functools.partial(strategy_of, "dynamic", {})
-            plan = _plan_of("train", given, known, self._setup, served, strategy, made)
-            watch = stack.enter_context(_Watch.of("train", steps, shown))
+            plan = _plan_of("train", values, known, self._setup, served, strategy, made)
+            watch = stack.enter_context(_Watch.of("train", steps, watched))
             run = BackgroundRun(plan, "training", watch.update, watch.on_figures, watch.track, roofline=False)
             self._last = run
             run.start()
             stack.callback(run.stop_in_order)
             watch.finish(run.result())
-            return _trained(plan, given["out"])
+            return _trained(plan, values["out"])
 
 
 class GameStream:
@@ -421,7 +421,11 @@ class GameStream:
         if self._run is None:
             self._owner._refuse()
             self._watch.__enter__()
-            self._run = self._owner._begin(self._plan, self._changes, self._watch)
+            try:
+                self._run = self._owner._begin(self._plan, self._changes, self._watch)
+            except BaseException:
+                self._watch.__exit__(None, None, None)
+                raise
             self.records.run = self._run
             self._owner._records = self.records
             self._owner._streams.add(self)
@@ -503,24 +507,24 @@ class _Watch:
     progress: bool = False
     track: Sequence[str] = ()
     on_figures: Callable[[int, Mapping[str, float]], None] | None = None
-    _shown: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+    _views: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
     _show: list[Callable[[RunUpdate], None]] = field(default_factory=list)
     _advance: Callable[[int], None] = lambda more: None
     _done: int = 0
 
     @classmethod
     def of(cls, title: str, total: int, options: Mapping[str, Any]) -> _Watch:
-        given = {name: options[name] for name in WatchOptions.__annotations__ if name in options}
-        track = given.pop("track", ())
-        return cls(title, total, track=[track] if isinstance(track, str) else list(track), **given)
+        values = {name: options[name] for name in WatchOptions.__annotations__ if name in options}
+        track = values.pop("track", ())
+        return cls(title, total, track=[track] if isinstance(track, str) else list(track), **values)
 
     def __enter__(self) -> Self:
         from gpuinfer.cli.screen.display import Display, progress_bar
 
         if self.live:
-            self._show.append(self._shown.enter_context(Display(self.title)).update)
+            self._show.append(self._views.enter_context(Display(self.title)).update)
         if self.progress:
-            self._advance = self._shown.enter_context(progress_bar(self.title, self.total))
+            self._advance = self._views.enter_context(progress_bar(self.title, self.total))
         return self
 
     def update(self, update: RunUpdate) -> None:
@@ -538,7 +542,7 @@ class _Watch:
             self._done = done
 
     def __exit__(self, *raised: object) -> None:
-        self._shown.close()
+        self._views.close()
 
 
 @dataclass(frozen=True)
@@ -604,7 +608,7 @@ def _records_sizes(folders: Sequence[Path]) -> dict[str, int]:
 
 def _plan_of(
     name: str,
-    given: Mapping[str, Any],
+    options: Mapping[str, Any],
     known: Set[str],
     setup: Setup,
     backend: tuple[str, Mapping[str, Any]],
@@ -613,13 +617,13 @@ def _plan_of(
 ) -> RunPlan:
     """The workload of that name with these options, its backend and its strategy. Raises `UsageError`."""
     kind = registry.load("workloads", name)
-    for option in given:
+    for option in options:
         if option not in kind.Options.model_fields:
             hint = option_hint(option, known)
             raise UsageError(
                 f"there is no option '{option}'. {hint}{' ' if hint else ''}Options: {', '.join(sorted(known))}."
             )
-    values = check(kind.Options, {key: GivenValue(value, f"{key}={value!r}") for key, value in given.items()}, name)
+    values = check(kind.Options, {key: GivenValue(value, f"{key}={value!r}") for key, value in options.items()}, name)
     if model is not None:
         values |= {"source": model.source, "source_digest": model.digest}
     workload = blame.make(kind, setup, values)

@@ -75,8 +75,8 @@ def alike(one: gpuinfer.GameRecords, other: gpuinfer.GameRecords) -> bool:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"model": "uniform", "workers": 0}, "--model uniform --workers 1"),
-        ({"model": "uniform", "workers": 1, "seed": 7}, "--model uniform --workers 1 --seed 7"),
+        ({"model": "uniform", "workers": 1}, "--model uniform --workers 0"),
+        ({"model": "uniform", "workers": 0, "seed": 7}, "--model uniform --workers 1 --seed 7"),
         ({"model": "blobnet-small", "workers": 0, "deterministic": True}, "--model blobnet-small --deterministic"),
         ({"model": "rollout", "workers": 1, "resign": 0.5}, "--model rollout --workers 1 --resign 0.5"),
     ],
@@ -466,6 +466,8 @@ def of_another_run(games, folder):
         ),
         (lambda games, folder: games.play(2, out="/proc/x"), "Give another folder with out."),
         (lambda games, folder: games.records, "nothing has been played yet"),
+        (lambda games, folder: gpuinfer.GameRecords(folder), "there is no folder"),
+        (lambda games, folder: games.train(games.play(1).path / "shard", model="blobnet-small"), "holds no records"),
         (lambda games, folder: games.train(folder), 'model="uniform" has nothing to learn'),
         (lambda games, folder: games.train(folder, model="blobnet-small"), "holds no records"),
         (lambda games, folder: games.train(folder, model="blobnet-small", step=3), "Did you mean 'steps'?"),
