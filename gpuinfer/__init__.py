@@ -19,7 +19,7 @@ In a program (`gpuinfer docs python` has a tutorial):
     records = games.play(300)
     loader = DataLoader(gpuinfer.datasets.SelfPlayDataset("games"), batch_size=256)    # what `selfplay --out` wrote
 
-    with gpuinfer.serve(model, port=0) as server:      # over HTTP
+    with gpuinfer.serve(model, example=x) as server:   # over HTTP: /v1/evaluate, of text OpenAI's API
         print(server.url)
 
 Each of these says where its time went: `.stats()`, `.report()`, `.verdict()`, and `with batcher.live(): ...`.
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from gpuinfer.library.measured import SessionVerdict
     from gpuinfer.library.model_group import Models
     from gpuinfer.library.selfplay import SelfPlay
+    from gpuinfer.library.server import ModelServer, serve
     from gpuinfer.library.text_answers import TextAnswer
     from gpuinfer.library.text_scores import ContinuationScore
 
@@ -60,12 +61,14 @@ __all__ = [
     "GameRecords",
     "Models",
     "PlayedGame",
+    "ModelServer",
     "Priority",
     "SelfPlay",
     "SessionVerdict",
     "TextAnswer",
     "__version__",
     "datasets",
+    "serve",
 ]
 
 _PLACES = {
@@ -81,6 +84,8 @@ _PLACES = {
     "PlayedGame": "library.game_folder:PlayedGame",
     "Priority": "api:Priority",
     "SelfPlay": "library.selfplay:SelfPlay",
+    "ModelServer": "library.server:ModelServer",
+    "serve": "library.server:serve",
     "SessionVerdict": "library.measured:SessionVerdict",
     "TextAnswer": "library.text_answers:TextAnswer",
     "datasets": "datasets",

@@ -142,7 +142,7 @@ class ModelSpec:
     strict: bool = False  # whether a factory that does not take every one of `arguments` is refused
     layout: Any = None
     """`models.row_layout.RowLayout` of rows that are no flat features. In this process payloads are then
-    `models.forward_leaves.SingleRow` or `RowBatch`; to others they travel packed, `input_dtype` "packed"."""
+    `models.row_layout.SingleRow` or `RowBatch`; to others they travel packed, `input_dtype` "packed"."""
     source: Any = None  # a model that the program has made (`models.model_object`); `name` is what it is called
 
 

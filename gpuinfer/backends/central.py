@@ -17,6 +17,7 @@ from gpuinfer.central.server import ServerProcess
 from gpuinfer.errors import BackendDied, GpuinferError, UsageError
 from gpuinfer.models import model_options
 from gpuinfer.models.model_options import PARALLEL, Parallel
+from gpuinfer.models.row_layout import ModelAnswer
 from gpuinfer.text import precision
 from gpuinfer.text.text_options import TorchModelOptions
 
@@ -79,7 +80,9 @@ class CentralRemote(RemoteTextBackend):
     async def _ask(self, request: Request) -> Result:
         if self._rows is None:
             raise self._closed()
-        return await self._rows.ask(request)
+        answer = await self._rows.ask(request)
+        spec = self.setup.model
+        return answer if spec is None or spec.layout is None else ModelAnswer(answer)  # it was checked over there
 
     @property
     def lost(self) -> BackendDied | None:

@@ -28,8 +28,17 @@ class BlockForm:
     def offsets(self, rows: int) -> list[int]:
         """Where the rows begin, where each part of the answer does, and where all ends."""
         sizes = [rows * prod(row_shape(self.spec)) * row_dtype(self.spec).itemsize]
-        sizes += [rows * prod(shape) * 4 for shape in self.answer.shapes]
+        sizes += [rows * prod(shape) * dtype.itemsize for shape, dtype in self._parts]
         return [0, *accumulate(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes)]
+
+    @property
+    def _parts(self) -> zip[tuple[tuple[int, ...], np.dtype[Any]]]:
+        return zip(self.answer.shapes, self.answer.array_dtypes, strict=True)
+
+    def answers(self, memory: mmap.mmap, rows: int) -> list[NDArray[Any]]:
+        """The answers in the memory of a block for so many rows: an array [rows, *shape] for each part."""
+        places = zip(self._parts, self.offsets(rows)[1:], strict=False)
+        return [_array(memory, at, (rows, *shape), dtype) for (shape, dtype), at in places]
 
     def size(self, rows: int) -> int:
         """Bytes of a block for so many rows."""
@@ -46,8 +55,8 @@ class BlockForm:
 
 
 class Block:
-    """One block, mapped: `rows` as the model takes them [room, ...], `answers` float32 [room, ...] for each part, and
-    `memory`, uint8, all of it.
+    """One block, mapped: `rows` as the model takes them [room, ...], `answers` [room, ...] for each part in the dtype
+    that was agreed, and `memory`, uint8, all of it.
     """
 
     __slots__ = ("_form", "answers", "memory", "number", "pin", "room", "rows")
@@ -56,11 +65,9 @@ class Block:
         self.number, self.room = number, room
         self.pin: Any = None  # the server's registration of this memory with a device
         self._form = form
-        offsets = form.offsets(room)
         self.memory: NDArray[np.uint8] = np.frombuffer(memory, np.uint8)
-        self.rows: NDArray[Any] = _array(memory, offsets[0], (room, *row_shape(form.spec)), row_dtype(form.spec))
-        parts = zip(form.answer.shapes, offsets[1:], strict=False)
-        self.answers = [_array(memory, offset, (room, *shape), np.dtype(np.float32)) for shape, offset in parts]
+        self.rows: NDArray[Any] = _array(memory, 0, (room, *row_shape(form.spec)), row_dtype(form.spec))
+        self.answers = form.answers(memory, room)
 
     def let_go(self) -> None:
         """Use it no more: unmapped when the last array over its memory is collected, whoever still knows the block. No

@@ -27,6 +27,7 @@ from gpuinfer.host.child import Channel, ChannelClosed, Heartbeat
 from gpuinfer.host.children import quoted_log_line
 from gpuinfer.host.error_text import error_to_wire
 from gpuinfer.host.shared_memory import Descriptor
+from gpuinfer.models.row_format import ANSWER_DTYPES
 from gpuinfer.text.text_options import TorchModelOptions
 
 if TYPE_CHECKING:
@@ -125,6 +126,11 @@ def _open(order: ServerStart, listener: socket.socket, pulse: int) -> _Opened:
         from gpuinfer.models.open_model import open_on_devices
 
         opened = open_on_devices(spec, order.setup, order.options, order.roofline)
+        if odd := next((one for one in opened.answer.dtypes if one not in ANSWER_DTYPES), None):
+            raise UsageError(
+                f"model '{spec.name}' answers with {odd}, which does not go to other processes. Let it answer with one "
+                f"of {', '.join(ANSWER_DTYPES)}, or compute in this process."
+            )
         form, recorder = BlockForm(spec, opened.answer), Recorder.of(order.setup, opened.limits, name)
         answerer, common["recorder"] = BatchRunner(opened), recorder
         rows = RowServer(answerer, form, opened.limits, strategy, listener, order.token, pulse, **common)

@@ -28,7 +28,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from gpuinfer import stats
-from gpuinfer.api import Backend, ModelSpec, Priority, Request, Setup, Strategy
+from gpuinfer.api import Backend, Priority, Request, Setup, Strategy
 from gpuinfer.errors import Closed, Expired, GpuinferError, QueueFull, RequestError, UsageError
 from gpuinfer.host import children
 from gpuinfer.library.choices import (
@@ -43,14 +43,15 @@ from gpuinfer.library.choices import (
 )
 from gpuinfer.library.measured import SessionClock, SessionFigures
 from gpuinfer.models.row_layout import (
-    PACKED,
     Ragged,
     RowLayout,
+    SingleRow,
     as_array,
+    batch_payload,
     checked_leaves,
     layout_of_row,
     leaves_of,
-    packed_rows,
+    named_spec,
     padded_leaves,
 )
 from gpuinfer.runtime.background_session import BackgroundSession, PendingAnswer
@@ -139,6 +140,16 @@ class Batcher(SessionFigures):
         self._ragged: Ragged = ragged
         self._pad_value, self._refuses, self._max_queue_rows = pad_value, queue == "refuse", max_queue_rows
         self._source: LocalModel | None = None
+        if ragged is not None and backend != "inprocess":
+            raise UsageError(
+                f'ragged={ragged!r} and backend="{backend}": to other processes all rows travel in one shape. Pad them '
+                'yourself and leave ragged out, or use backend="inprocess".'
+            )
+        if weights is not None and not isinstance(model, str):
+            raise UsageError(
+                "weights go with a model's name, and this one is an object. Load them into it first: "
+                "model.load_state_dict(safetensors.torch.load_file(weights))."
+            )
         if not isinstance(model, str):
             from gpuinfer.models.model_object import LocalModel, PortableModel
 
@@ -239,26 +250,13 @@ class Batcher(SessionFigures):
             return self._shared.first
 
     def _setup_of(self, layout: RowLayout) -> Setup:
-        source: Any = self._source
-        name = self._model
         if self._source is not None:
-            from gpuinfer.models.model_object import PortableModel, title_of
+            from gpuinfer.models.model_object import object_spec
 
-            name = title_of(self._source.model)
-            self._source.takes_arrays = layout.kind == "numpy"
-            if self._backend != "inprocess":
-                source = PortableModel.of(self._source)
-        arguments = {"check": self._check} if source is not None else {**self._arguments}
-        spec = ModelSpec(
-            name,
-            self._weights,
-            layout.row_bytes,
-            PACKED,
-            arguments,
-            layout=layout,
-            source=source,
-            strict=source is None,
-        )
+            elsewhere = self._backend != "inprocess"
+            spec = object_spec(self._source, layout, check=self._check, elsewhere=elsewhere)
+        else:
+            spec = named_spec(self._model, layout, self._weights, self._arguments)
         return replace(self._setup, model=spec)
 
     async def __aenter__(self) -> Self:
@@ -359,7 +357,7 @@ class Batcher(SessionFigures):
             if self._session is None:
                 self._open(self._layout or layout_of_row(row, self._ragged))
         payload, group = self._payload(row)
-        return self._send(payload, 1, group, priority, timeout)
+        return self._send(payload, None, group, priority, timeout)
 
     def predict_batch(
         self,
@@ -466,8 +464,8 @@ class Batcher(SessionFigures):
                 raise reworded(error) from error.__cause__
             finally:
                 self._outstanding -= 1
-            return self._unwrapped(answer, 1) if self._remote else answer.value
-        return await self._ask(session, payload, 1, group, priority, timeout)
+            return self._unwrapped(answer, None) if self._remote else answer.value
+        return await self._ask(session, payload, None, group, priority, timeout)
 
     async def batch(
         self,
@@ -531,27 +529,15 @@ class Batcher(SessionFigures):
                 leaves = padded_leaves(leaves, layout, self._pad_value)
             group = tuple(tuple(leaf.shape) for leaf in leaves)
         if self._remote:
-            import numpy as np
-
-            block = np.zeros((1, layout.row_bytes), np.uint8)
-            packed_rows([leaf[None] for leaf in leaves], layout, 1, block)
-            return block, group
+            return batch_payload([leaf[None] for leaf in leaves], 1, layout, packed=True), group
         return self._row_of(leaves), group
 
     def _batch_payload(self, leaves: Sequence[Any]) -> tuple[Any, int, Hashable]:
         layout = self._layout
         assert layout is not None
         rows = len(leaves[0])
-        if self._remote:
-            import numpy as np
-
-            block = np.zeros((rows, layout.row_bytes), np.uint8)
-            packed_rows(leaves, layout, rows, block)
-            return block, rows, None
-        from gpuinfer.models.forward_leaves import RowBatch
-
         group = tuple(tuple(leaf.shape[1:]) for leaf in leaves) if layout.ragged else None
-        return RowBatch(leaves, rows), rows, group
+        return batch_payload(leaves, rows, layout, packed=self._remote), rows, group
 
     def _divided(self, rows: Any, split: bool) -> list[list[Any]]:
         """The leaves of a batch, in portions that a request may have."""
@@ -580,9 +566,10 @@ class Batcher(SessionFigures):
         return sent
 
     def _send(
-        self, payload: Any, rows: int, group: Hashable, priority: Priority | str, timeout: float | str | None
+        self, payload: Any, count: int | None, group: Hashable, priority: Priority | str, timeout: float | str | None
     ) -> Future[Any]:
-        background, session = self._background, self._session
+        """`count`: how many rows it has; None for a single row, whose answer has no axis of the rows."""
+        background, session, rows = self._background, self._session, count or 1
         assert background is not None
         assert session is not None
         seconds = seconds_until(timeout)
@@ -600,7 +587,7 @@ class Batcher(SessionFigures):
             self._outstanding += rows
         request = Request(payload, rows, now, priority_of(priority), now + seconds, group)
         answer = RowFuture(background, request, session.engine)
-        answer.owner = self
+        answer.owner, answer.count = self, count
         background.send(answer)
         return answer
 
@@ -643,13 +630,14 @@ class Batcher(SessionFigures):
         self,
         session: Session,
         payload: Any,
-        rows: int,
+        count: int | None,
         group: Hashable,
         priority: Priority | str,
         timeout: float | str | None,
     ) -> Any:
+        rows = count or 1
         if self._loop is None:
-            return await self._ask_thread(payload, rows, group, priority, timeout)
+            return await self._ask_thread(payload, count, group, priority, timeout)
         if asyncio.get_running_loop() is not self._loop:
             raise UsageError(
                 "this batcher was opened in another event loop. Await it there, or open one by `with`, which any loop "
@@ -676,15 +664,16 @@ class Batcher(SessionFigures):
             raise reworded(error) from error.__cause__
         finally:
             self._outstanding -= rows
-        return self._unwrapped(answer, rows)
+        return self._unwrapped(answer, count)
 
     async def _ask_thread(
-        self, payload: Any, rows: int, group: Hashable, priority: Priority | str, timeout: float | str | None
+        self, payload: Any, count: int | None, group: Hashable, priority: Priority | str, timeout: float | str | None
     ) -> Any:
         """Ask the session's thread, and wait without blocking this loop."""
+        rows = count or 1
         while not self._refuses and self._outstanding and self._outstanding + rows > self._capacity:  # noqa: ASYNC110
             await asyncio.sleep(ROOM_LOOK_S)
-        future = self._send(payload, rows, group, priority, timeout)
+        future = self._send(payload, count, group, priority, timeout)
         seconds = seconds_until(timeout)
         try:
             async with asyncio.timeout(None if timeout is None else seconds):
@@ -692,15 +681,16 @@ class Batcher(SessionFigures):
         except TimeoutError:
             raise _too_late(seconds) from None
 
-    def _unwrapped(self, answer: Any, rows: int) -> Any:
-        """An answer as the caller gets it. From another process come arrays float32 [rows, …]."""
+    def _unwrapped(self, answer: Any, count: int | None) -> Any:
+        """An answer as the caller gets it. From another process come arrays [rows, …]."""
+        answer = answer.value
         if not self._remote:
-            return answer.value
+            return answer
         layout = self._layout
         assert layout is not None
 
         def made(part: Any) -> Any:
-            part = part[0] if rows == 1 else part
+            part = part[0] if count is None else part
             if layout.kind == "numpy":
                 return part
             import torch
@@ -727,10 +717,11 @@ class RowFuture(PendingAnswer):
     """The future of a row's answer, as its caller gets it."""
 
     owner: Batcher
+    count: int | None
 
     def set_result(self, result: Any) -> None:
         """On the session's loop."""
-        super().set_result(self.owner._unwrapped(result, self.request.rows))
+        super().set_result(self.owner._unwrapped(result, self.count))
         self.owner._settled(self.request.rows)
 
     def set_exception(self, exception: BaseException | None) -> None:

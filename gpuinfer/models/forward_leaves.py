@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -20,36 +21,12 @@ from gpuinfer.models.model_object import FunctionModel, caller_of
 from gpuinfer.models.out_of_memory import StepSize, is_out_of_memory
 from gpuinfer.models.row_blocks import layout_of, rearranged, sound_rows, tensors_of
 from gpuinfer.models.row_format import AnswerLayout
-from gpuinfer.models.row_layout import FLOATS, RowLayout, unpacked_leaves
+from gpuinfer.models.row_layout import FLOATS, ModelAnswer, RowBatch, RowLayout, SingleRow, unpacked_leaves
 
 UNSOUND = (
     "the answer holds NaN or +inf. Check the model's weights and this row; to mask logits use -inf; check=False lets "
     "such answers through."
 )
-
-
-class SingleRow:
-    """One row on its way to the model: its leaves, arrays [*shape]."""
-
-    __slots__ = ("leaves",)
-
-    def __init__(self, leaves: Sequence[Any]) -> None:
-        self.leaves = leaves
-
-    def __len__(self) -> int:
-        return 1
-
-
-class RowBatch:
-    """Rows that one caller brings together: their leaves, arrays [rows, *shape]."""
-
-    __slots__ = ("leaves", "rows")
-
-    def __init__(self, leaves: Sequence[Any], rows: int) -> None:
-        self.leaves, self.rows = leaves, rows
-
-    def __len__(self) -> int:
-        return self.rows
 
 
 Rows = SingleRow | RowBatch | NDArray[np.uint8]
@@ -121,7 +98,10 @@ class LeavesForward:
             try:
                 with torch.no_grad():
                     cast = [self._sent(one, kind) for one, kind in zip(ones, self._casts, strict=True)]
-                    found.append(layout_of(self._computed(cast, rows)))
+                    answer = self._computed(cast, rows)
+                dtypes = tuple(str(part.dtype).removeprefix("torch.") for part in tensors_of(answer))
+                plain = all(one == "float32" for one in dtypes)
+                found.append(replace(layout_of(answer), dtypes=() if plain else dtypes))
             except BackendError as error:
                 raise UsageError(str(error)) from error
             except Exception as error:

@@ -149,7 +149,7 @@ def from_catalogue(spec: ModelSpec) -> nn.Module:
 
 def from_factory(spec: ModelSpec) -> nn.Module:
     factory = find_factory(spec.name)
-    arguments = accepted(factory, {**spec.arguments, "features": spec.inputs}, spec.name)
+    arguments = accepted(factory, {**spec.arguments, **sizes_of_rows(spec)}, spec.name)
     if spec.strict:
         refuse_untaken(spec, arguments, [parameter.name for parameter in parameters_of(factory) or ()])
     try:
@@ -186,6 +186,16 @@ def make_seeded(kind: Callable[..., nn.Module], offered: dict[str, Any], seed: i
     if not isinstance(module, nn.Module):
         raise UsageError(f"model {kind.__name__} made a {type(module).__name__}, not a torch.nn.Module.")
     return module
+
+
+def sizes_of_rows(spec: ModelSpec) -> dict[str, Any]:
+    """What a factory may ask of the rows: `features`, their number, or the shape of one array of several dimensions."""
+    if spec.layout is None:
+        return {"features": spec.inputs}
+    if len(spec.layout.leaves) > 1 or spec.layout.form is not None:
+        return {}
+    (leaf,) = spec.layout.leaves
+    return {"features": leaf.shape[0] if len(leaf.shape) == 1 else leaf.shape}
 
 
 def find_factory(name: str, what: str = "model") -> Any:
@@ -239,9 +249,10 @@ class FactoryWants(UsageError):
 
 def refuse_untaken(spec: ModelSpec, taken: Iterable[str], known: Iterable[str]) -> None:
     """Raises `UsageError` for an argument of the spec that is not `taken`, with the nearest of those `known`."""
-    if (features := spec.arguments.get("features", spec.inputs)) != spec.inputs:
+    sizes = sizes_of_rows(spec)
+    if "features" in sizes and (features := spec.arguments.get("features", sizes["features"])) != sizes["features"]:
         raise UsageError(
-            f"{title(spec.name)}: the argument features={features!r} does not go with rows of {spec.inputs}. "
+            f"{title(spec.name)}: the argument features={features!r} does not go with rows of {sizes['features']}. "
             "Leave it out: the factory is given inputs under that name."
         )
     for name in spec.arguments:

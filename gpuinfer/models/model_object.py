@@ -21,10 +21,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from gpuinfer.api import ModelSpec
 from gpuinfer.errors import UsageError
 from gpuinfer.host import error_text
 from gpuinfer.models.load import find_factory
-from gpuinfer.models.row_layout import RowLayout
+from gpuinfer.models.row_layout import PACKED, RowLayout
 
 SIMPLE = (type(None), bool, int, float, complex, str, bytes)
 OF_TORCH = (torch.dtype, torch.device, torch.memory_format)
@@ -154,6 +155,16 @@ class LocalModel:
         self._training = []
 
 
+def object_spec(local: LocalModel, layout: RowLayout, *, check: bool = True, elsewhere: bool = False) -> ModelSpec:
+    """The spec of a model object for rows of this layout. `elsewhere`: another process computes. `check`: answers with
+    NaN or +inf are refused. Raises `UsageError` for a model that cannot travel.
+    """
+    local.takes_arrays = layout.kind == "numpy"
+    source = PortableModel.of(local) if elsewhere else local
+    name = title_of(local.model)
+    return ModelSpec(name, None, layout.row_bytes, PACKED, {"check": check}, layout=layout, source=source)
+
+
 @dataclass(frozen=True)
 class ModuleRecord:
     """A module as plain values. Tensors are numbers of `PortableModel.tensors`."""
@@ -195,9 +206,7 @@ class PortableModel:
         if not isinstance(model, nn.Module):
             return cls(NamedObject(path_of(model, "function")), numpy=local.takes_arrays)
         if isinstance(model, torch.jit.ScriptModule):
-            written = io.BytesIO()
-            torch.jit.save(model, written)  # type: ignore[no-untyped-call]
-            return cls(written.getvalue())
+            return cls(saved_script(model))
         if type(model).__name__ == "OptimizedModule":
             model, compiled = model._orig_mod, True
         recorder = _Recorder()
@@ -207,8 +216,7 @@ class PortableModel:
     def build(self, device: torch.device, dtype: torch.dtype) -> nn.Module:
         """As `LocalModel.build`. Imports the classes. Raises `UsageError` where one is not found."""
         if isinstance(self.record, bytes):
-            script: nn.Module = torch.jit.load(io.BytesIO(self.record), map_location=device)  # type: ignore[no-untyped-call]
-            return script.eval()
+            return loaded_script(self.record, device)
         if isinstance(self.record, NamedObject):
             return FunctionModel(find_factory(self.record.path, "function"), self.numpy)
         tensors = [
@@ -222,6 +230,19 @@ class PortableModel:
 
     def release(self) -> None:
         """Nothing was changed."""
+
+
+def saved_script(model: torch.jit.ScriptModule) -> bytes:
+    """TorchScript as bytes."""
+    written = io.BytesIO()
+    torch.jit.save(model, written)  # type: ignore[no-untyped-call]
+    return written.getvalue()
+
+
+def loaded_script(saved: bytes, device: torch.device) -> nn.Module:
+    """TorchScript in evaluation mode on `device`."""
+    script: nn.Module = torch.jit.load(io.BytesIO(saved), map_location=device)  # type: ignore[no-untyped-call]
+    return script.eval()
 
 
 class _Recorder:
@@ -293,6 +314,8 @@ def _cannot_travel(where: str, what: str) -> UsageError:
 def path_of(value: Any, what: str) -> str:
     """`module:name` of a class or function, by which another process imports it. Raises `UsageError` without one."""
     module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", type(value).__qualname__)
+    if inspect.isbuiltin(value):  # of a class that cannot be reached by its name
+        name = value.__name__
     if isinstance(name, str) and (module is None or module == "builtins" or module.startswith("torch.")):
         found = getattr(sys.modules.get(module or "torch"), name, None)
         if found is value and module is not None:
@@ -300,12 +323,12 @@ def path_of(value: Any, what: str) -> str:
         for place in ("torch", "torch.nn.functional"):  # what torch says of its own functions' modules is not so
             if getattr(sys.modules.get(place), name, None) is value:
                 return f"{place}:{name}"
-    last = str(name).rpartition(".")[2]
-    last = "scaled" if "<" in last else last  # of a lambda, say
-    cure = f"Write it to a file, such as nets.py, import it from there (from nets import {last}), or use "
+    own = str(name).rpartition(".")[2]
+    imported = "scaled" if "<" in own else own  # of a lambda, say
+    cure = f"Write it to a file, such as nets.py, import it from there (from nets import {imported}), or use "
     cure += 'backend="inprocess", which needs no other process.'
     if module is None or "<" in name:
-        kind = "a lambda" if "<lambda>" in name else f"{what} '{name.rpartition('.')[2]}', made inside a function,"
+        kind = "a lambda" if own == "<lambda>" else f"{what} '{own}', made inside a function,"
         raise UsageError(f"{kind} cannot be imported by another process. {cure}")
     here = sys.modules.get(module)
     if here is None or (module == "__main__" and not os.path.isfile(getattr(here, "__file__", None) or "")):

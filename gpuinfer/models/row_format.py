@@ -32,6 +32,8 @@ INPUT_DTYPES = ("uint8", "int8", "float32", BITS)
 ROW_DTYPES = {name: np.dtype("uint8" if name in (BITS, PACKED) else name) for name in (*INPUT_DTYPES, PACKED)}
 
 KINDS = ("tensor", "tuple", "dict")
+ANSWER_DTYPES = ("bool", "uint8", "int8", "int16", "int32", "int64", "float32", "float64")
+"""What a part of an answer may be made of on its way to another process."""
 
 
 def row_dtype(spec: ModelSpec) -> np.dtype[Any]:
@@ -90,17 +92,26 @@ def _cure(payload: Any, spec: ModelSpec) -> str:
 
 @dataclass(frozen=True, slots=True)
 class AnswerLayout:
-    """The layout of answers to a block: float32 arrays [rows, *shape], alone, in a tuple or in a dict."""
+    """The layout of answers to a block: arrays [rows, *shape], float32 or of `dtypes`, alone, in a tuple or in a
+    dict.
+    """
 
     kind: str  # one of KINDS
     shapes: tuple[tuple[int, ...], ...]  # of one row, for each array in order
     names: tuple[str, ...] = ()  # the keys of a dict, in the same order
+    dtypes: tuple[str, ...] = ()  # for each array in order; none where all are float32
 
     def __str__(self) -> str:
-        shapes = " and ".join(str(list(shape)) for shape in self.shapes)
+        kinds = [f"{dtype} " for dtype in self.dtypes] or [""] * len(self.shapes)
+        shapes = " and ".join(f"{dtype}{list(shape)}" for dtype, shape in zip(kinds, self.shapes, strict=True))
         return f"{self.kind} {', '.join(self.names)}{' of ' if self.names else ''}{shapes}"
 
-    def arrange(self, arrays: Sequence[NDArray[np.float32]]) -> Result:
+    @property
+    def array_dtypes(self) -> tuple[np.dtype[Any], ...]:
+        """For each array in order."""
+        return tuple(map(np.dtype, self.dtypes)) or (np.dtype(np.float32),) * len(self.shapes)
+
+    def arrange(self, arrays: Sequence[NDArray[Any]]) -> Result:
         """Arrange arrays, one for each shape in order, as the model answers."""
         if self.kind == "dict":
             return dict(zip(self.names, arrays, strict=True))
@@ -108,7 +119,8 @@ class AnswerLayout:
 
     def to_wire(self) -> dict[str, Any]:
         """Plain values only, for msgpack."""
-        return {"kind": self.kind, "names": list(self.names), "shapes": [list(shape) for shape in self.shapes]}
+        shapes = [list(shape) for shape in self.shapes]
+        return {"kind": self.kind, "names": list(self.names), "shapes": shapes, "dtypes": list(self.dtypes)}
 
     @classmethod
     def from_wire(cls, wire: Any) -> AnswerLayout:
@@ -118,14 +130,16 @@ class AnswerLayout:
                 "the server describes its answers in a way that is not understood here. "
                 "Let both ends run the same version of gpuinfer."
             )
-        return cls(wire["kind"], tuple(map(tuple, wire["shapes"])), tuple(wire["names"]))
+        return cls(wire["kind"], tuple(map(tuple, wire["shapes"])), tuple(wire["names"]), tuple(wire["dtypes"]))
 
 
 def is_layout(wire: Any) -> bool:
     if not isinstance(wire, Mapping) or wire.get("kind") not in KINDS:
         return False
-    shapes, names = wire.get("shapes"), wire.get("names")
-    if not isinstance(shapes, list) or not isinstance(names, list) or not shapes:
+    shapes, names, dtypes = wire.get("shapes"), wire.get("names"), wire.get("dtypes")
+    if not (isinstance(shapes, list) and isinstance(names, list) and isinstance(dtypes, list)) or not shapes:
+        return False
+    if len(dtypes) not in (0, len(shapes)) or any(one not in ANSWER_DTYPES for one in dtypes):
         return False
     named = len(shapes) if wire["kind"] == "dict" else 0
     return (

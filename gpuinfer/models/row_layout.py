@@ -16,6 +16,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from gpuinfer.api import ModelSpec
 from gpuinfer.errors import RequestError, UsageError
 
 ALIGNMENT = 16  # bytes: processors load whole vectors from there
@@ -105,13 +106,73 @@ class RowLayout:
         leaves = tuple(replace(leaf, shape=shape) for leaf, shape in zip(self.leaves, shapes, strict=True))
         return replace(self, leaves=leaves)
 
-    def to_wire(self) -> dict[str, Any]:
-        """Plain values only."""
-        return {
-            "form": self.form,
-            "leaves": [[list(leaf.path), list(leaf.shape), leaf.dtype] for leaf in self.leaves],
-            "kind": self.kind,
-        }
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of each leaf, for formats without nesting: its path with dots, such as `ids` or `0.mask`."""
+        return tuple(".".join(map(str, leaf.path)) or "rows" for leaf in self.leaves)
+
+    def to_wire(self) -> list[dict[str, Any]]:
+        """Each leaf as plain values: `path`, names and numbers; `shape`; `dtype`."""
+        return [{"path": list(leaf.path), "shape": list(leaf.shape), "dtype": leaf.dtype} for leaf in self.leaves]
+
+    @classmethod
+    def from_wire(cls, wire: Any) -> RowLayout:
+        """Raises `ValueError` for anything that `to_wire` does not make."""
+        try:
+            leaves = tuple(Leaf(tuple(one["path"]), tuple(one["shape"]), one["dtype"]) for one in wire)
+            sizes = [size for leaf in leaves for size in leaf.shape]
+            if not 1 <= len(leaves) <= MOST_LEAVES or not all(type(size) is int and size >= 0 for size in sizes):
+                raise ValueError
+            if not all(leaf.dtype in ITEM_BYTES and len(leaf.path) <= 16 for leaf in leaves):
+                raise ValueError
+            return cls(_form_of_paths([leaf.path for leaf in leaves]), leaves, "numpy")
+        except (TypeError, KeyError, IndexError, ValueError) as error:
+            raise ValueError("no description of rows") from error
+
+
+def _form_of_paths(paths: Sequence[Path]) -> Any:
+    """The form whose leaves lie at these paths, in their order. Raises `ValueError` where there is none."""
+    if list(paths) == [()]:
+        return None
+    parts: dict[str | int, list[Path]] = {}
+    for first, *rest in paths:
+        parts.setdefault(first, []).append(tuple(rest))
+    if all(type(part) is str for part in parts) and list(parts) == sorted(map(str, parts)):
+        return {str(name): _form_of_paths(found) for name, found in parts.items()}
+    if list(parts) != list(range(len(parts))):
+        raise ValueError("paths that no row has")
+    return tuple(map(_form_of_paths, parts.values()))
+
+
+class SingleRow:
+    """One row on its way to the model: its leaves, arrays [*shape]."""
+
+    __slots__ = ("leaves",)
+
+    def __init__(self, leaves: Sequence[Any]) -> None:
+        self.leaves = leaves
+
+    def __len__(self) -> int:
+        return 1
+
+
+class RowBatch:
+    """Rows that one caller brings together: their leaves, arrays [rows, *shape]."""
+
+    __slots__ = ("leaves", "rows")
+
+    def __init__(self, leaves: Sequence[Any], rows: int) -> None:
+        self.leaves, self.rows = leaves, rows
+
+    def __len__(self) -> int:
+        return self.rows
+
+
+@dataclass(frozen=True, slots=True)
+class ModelAnswer:
+    """A model's answer that has been checked; in this process that to a single row is without the axis of the rows."""
+
+    value: Any
 
 
 def leaves_of(row: Any) -> list[Any]:
@@ -251,6 +312,24 @@ def packed_rows(leaves: Sequence[Any], layout: RowLayout, rows: int, target: NDA
         else:
             raw = np.ascontiguousarray(value).reshape(rows, -1).view(np.uint8)
         target[:, at : at + leaf.nbytes] = raw
+
+
+def named_spec(
+    name: str, layout: RowLayout, weights: str | None = None, arguments: Mapping[str, Any] | None = None
+) -> ModelSpec:
+    """The spec of a model by its name, for rows of this layout."""
+    return ModelSpec(name, weights, layout.row_bytes, PACKED, {**(arguments or {})}, layout=layout, strict=True)
+
+
+def batch_payload(leaves: Sequence[Any], rows: int, layout: RowLayout, packed: bool) -> Any:
+    """The leaves of so many rows, arrays [rows, *shape], as they travel: in this process as a `RowBatch`, else packed,
+    uint8 [rows, row_bytes].
+    """
+    if not packed:
+        return RowBatch(leaves, rows)
+    block = np.zeros((rows, layout.row_bytes), np.uint8)
+    packed_rows(leaves, layout, rows, block)
+    return block
 
 
 def unpacked_leaves(block: Any, layout: RowLayout) -> list[Any]:

@@ -21,6 +21,8 @@ from gpuinfer.api import ModelSpec, Result
 from gpuinfer.http.http_exchange import Exchange
 from gpuinfer.models import row_format
 from gpuinfer.models.row_format import BITS, MEDIA_TYPE, NotTensors, answer_to_body, rows_from_body
+from gpuinfer.models.row_layout import ModelAnswer
+from gpuinfer.serving.layout_reader import LayoutBody, LayoutReader, refuse_unwritable
 from gpuinfer.serving.openai.requests import BadRequest, unreadable
 from gpuinfer.serving.request import RequestContext, encode, plain_headers
 from gpuinfer.serving.service import ModelService, session_arguments
@@ -102,18 +104,27 @@ class EvaluateEndpoint:
     """The route of one service, once its limits are known."""
 
     def __init__(self, service: ModelService) -> None:
+        """Raises `UsageError` for rows that a request cannot hold."""
         self._service, self._session = service, service.session
+        self._names: Sequence[str] = ()
+        if service.spec.layout is not None:
+            refuse_unwritable(service.spec.layout)
+            self.body: Any = LayoutBody
+            return
         element: Any = ELEMENTS[service.spec.input_dtype]
         rows, row = list[list[element]] | None, list[element] | None  # type: ignore[valid-type]
         fields: Any = [("rows", rows, None), ("x", row, None), ("model", str | None, None)]
-        self.body: Any = msgspec.defstruct("EvaluateBody", fields, forbid_unknown_fields=True)
+        self.body = msgspec.defstruct("EvaluateBody", fields, forbid_unknown_fields=True)
         plays = {"actions", "seats"} <= service.spec.arguments.keys()
-        self._names: Sequence[str] = ("policy", "values") if plays else ()
+        self._names = ("policy", "values") if plays else ()
 
     @cached_property
-    def _reader(self) -> RowsReader:
+    def _reader(self) -> RowsReader | LayoutReader:
         """Once the backend has started and its limits are known."""
-        return RowsReader(self._service.spec, self.body, self._service.widest)
+        spec, most = self._service.spec, self._service.widest
+        if spec.layout is not None:
+            return LayoutReader(spec.layout, most, self._session.remote)
+        return RowsReader(spec, self.body, most)
 
     async def __call__(self, exchange: Exchange, asking: RequestContext) -> None:
         """In JSON or safetensors; the answer in the form of the question, unless `Accept` names the other."""
@@ -125,6 +136,8 @@ class EvaluateEndpoint:
             block, alone, name = await self._service.decoded(self._reader.from_json, exchange.body)
         self._service.adapter_of(name or exchange.query.get("model"))  # of rows there are none
         result = await self._session(block, rows=len(block), **session_arguments(asking))
+        if isinstance(result, ModelAnswer):
+            result = result.value
         if wanted.startswith(MEDIA_TYPE) or (binary and not wanted.startswith("application/json")):
             exchange.respond(200, answer_to_body(result), MEDIA_TYPE, plain_headers(asking.id))
             return

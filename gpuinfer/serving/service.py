@@ -81,7 +81,11 @@ class ModelService:
         """The model's limits and facts, as far as they are known yet."""
         told: dict[str, Any] = {"kind": self.health.kind}
         if self.health.kind == "rows":
-            told |= {"family": self.spec.name, "features": self.spec.inputs, "input_dtype": self.spec.input_dtype}
+            told["family"] = self.spec.name
+            if self.spec.layout is None:
+                told |= {"features": self.spec.inputs, "input_dtype": self.spec.input_dtype}
+            else:
+                told["row"] = self.spec.layout.to_wire()
         if self.health.phase != "starting":
             told |= {name: self.model[name] for name in ("family", "diffusion") if name in self.model}
             told |= {"max_rows": self.widest, "slots": self.session.limits.slots}
