@@ -92,7 +92,7 @@ def test_arrays_are_arranged_as_the_model_would_answer(layout, arranged):
     assert layout.arrange(["first", "second"][: len(layout.shapes)]) == arranged
 
 
-GOOD = {"kind": "dict", "names": ["a", "b"], "shapes": [[3], []]}
+GOOD = {"kind": "dict", "names": ["a", "b"], "shapes": [[3], []], "dtypes": ["int64", "float32"]}
 
 
 NO_LAYOUTS = [
@@ -102,6 +102,7 @@ NO_LAYOUTS = [
     {**GOOD, "kind": "tensor", "names": []},
     *({**GOOD, "names": names} for names in (["a"], ["a", "a"], ["a", 2], "ab")),
     *({**GOOD, "shapes": shapes} for shapes in ([], [[3], 3], [[3], [-1]], [[3], [True]])),
+    *({**GOOD, "dtypes": dtypes} for dtypes in (["int64"], ["int64", "object"], ["int64", 3], None, "bool")),
     {"kind": "dict", "names": ["a", "b"]},
 ]
 

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from gpuinfer.api import ModelSpec
 from gpuinfer.models.row_format import AnswerLayout, row_dtype, row_shape
+from gpuinfer.models.row_layout import RowLayout
 
 ALIGNMENT = 64  # bytes: a cache line, and what vector loads like
 PER_CLIENT = 256  # blocks
@@ -47,11 +48,13 @@ class BlockForm:
     def to_wire(self) -> dict[str, Any]:
         spec = self.spec
         row = {"name": spec.name, "inputs": spec.inputs, "input_dtype": spec.input_dtype}
-        return {"row": row, "answer": self.answer.to_wire()}
+        layout = None if spec.layout is None else spec.layout.to_wire()
+        return {"row": row, "layout": layout, "answer": self.answer.to_wire()}
 
     @classmethod
     def from_wire(cls, wire: Any) -> BlockForm:
-        return cls(ModelSpec(**wire["row"]), AnswerLayout.from_wire(wire["answer"]))
+        layout = None if wire["layout"] is None else RowLayout.from_wire(wire["layout"])
+        return cls(ModelSpec(**wire["row"], layout=layout), AnswerLayout.from_wire(wire["answer"]))
 
 
 class Block:

@@ -8,9 +8,10 @@ import os
 import select
 import threading
 import time
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from typing import Any
 
+import numpy as np
 from numpy.typing import NDArray
 
 from gpuinfer.api import Priority, Request, Result
@@ -18,6 +19,7 @@ from gpuinfer.central.connection import GREETING_S, LOOK_S, POOLED, CentralConne
 from gpuinfer.central.protocol import ServerAddress
 from gpuinfer.engine.scheduler import class_of
 from gpuinfer.errors import BackendDied, Closed, Expired, GpuinferError, QueueFull, UsageError
+from gpuinfer.models.row_layout import RowLayout, batch_leaves, batch_payload, is_tensor
 
 SPIN_S = 200e-6  # a short round trip between two processes that are awake; longer ones may sleep
 PROBE_S = 500e-6  # the same when both have to wake up first
@@ -31,10 +33,11 @@ class PendingResult:
     Answers are read only while a thread of this client waits or submits.
     """
 
-    __slots__ = ("_client", "done", "error", "number", "timeout", "value")
+    __slots__ = ("_client", "done", "error", "number", "tensors", "timeout", "value")
 
-    def __init__(self, client: CentralClient, number: int, timeout: float | None) -> None:
+    def __init__(self, client: CentralClient, number: int, timeout: float | None, tensors: bool = False) -> None:
         self.number = number
+        self.tensors = tensors  # the rows were tensors, and so is the answer
         self.timeout = timeout  # seconds that it was given when it was sent
         self.done = False
         self.value: Result = None
@@ -106,7 +109,7 @@ class CentralClient:
 
     def evaluate(
         self,
-        rows: NDArray[Any],
+        rows: Any,
         *,
         timeout: float | None = None,
         priority: Priority = Priority.NORMAL,
@@ -114,6 +117,9 @@ class CentralClient:
     ) -> Result:
         """The model's answer to `rows`, an array [rows, features] in the model's input dtype: float32 arrays [rows, …],
         alone, in a tuple or in a dict as the model answers.
+
+        Of a server whose rows have a shape (`CentralServer(model, example=…)`) `rows` are tensors or arrays
+        [rows, *shape], in tuples and dicts as the example, and answers are tensors or arrays in the model's dtypes.
 
         Raises `BackendError` when the rows do not fit the model or the model fails on them, `BadResult`, `QueueFull`
         where the server's queue is full or the client's own blocks leave no room, `Expired` after `timeout` seconds,
@@ -128,7 +134,7 @@ class CentralClient:
 
     def submit(
         self,
-        rows: NDArray[Any],
+        rows: Any,
         *,
         timeout: float | None = None,
         priority: Priority = Priority.NORMAL,
@@ -140,11 +146,16 @@ class CentralClient:
         """
         deadline = _deadline(timeout)
         self._refuse_other_process()
-        count = rows.shape[0] if getattr(rows, "shape", ()) else 0
-        request = Request(rows, count, priority=class_of(priority), deadline=deadline, group=group)
+        tensors, request = False, None
         with self._changed:
             while True:
                 connection = self._ready or self._open(deadline)
+                if request is None:
+                    layout = connection.form.spec.layout
+                    if layout is not None:
+                        rows, tensors = packed_batch(rows, layout)
+                    count = rows.shape[0] if getattr(rows, "shape", ()) else 0
+                    request = Request(rows, count, priority=class_of(priority), deadline=deadline, group=group)
                 if connection.abandoned or connection.outstanding >= POOLED:
                     if not self._reading:  # what has come may free blocks
                         self._take_in()
@@ -157,7 +168,7 @@ class CentralClient:
                         raise
                     self._wait_on(deadline, timeout)
                 else:
-                    pending = self._pending[number] = PendingResult(self, number, timeout)
+                    pending = self._pending[number] = PendingResult(self, number, timeout, tensors)
                     return pending
 
     def _wait_on(self, deadline: float, timeout: float | None) -> None:
@@ -214,7 +225,7 @@ class CentralClient:
                 self._wait_on(give_up_at, timeout)
         if pending.error is not None:
             raise pending.error
-        return pending.value
+        return as_tensors(pending.value) if pending.tensors else pending.value
 
     def abandon(self, pending: PendingResult, error: GpuinferError) -> None:
         """Let `pending` fail with `error`, unless its answer has come, and cancel it in the server."""
@@ -327,6 +338,25 @@ class CentralClient:
                 self._connection.close()
             self._fail_all(Closed("this client was closed. Take another from server.client()."))
             self._changed.notify_all()
+
+
+def packed_batch(rows: Any, layout: RowLayout) -> tuple[NDArray[np.uint8], bool]:
+    """A batch of rows of this layout as it travels, uint8 [rows, row_bytes], and whether they were tensors. Rows that
+    are packed already stay where they are. Raises `RequestError` for rows unlike those of the server.
+    """
+    if isinstance(rows, np.ndarray) and rows.dtype == np.uint8 and rows.shape[1:] == (layout.row_bytes,):
+        return rows, False
+    leaves = batch_leaves(rows, layout)
+    return batch_payload(leaves, len(leaves[0]), layout, packed=True), is_tensor(leaves[0])
+
+
+def as_tensors(answer: Result) -> Any:
+    """An answer's arrays as tensors on the same memory."""
+    import torch
+
+    if isinstance(answer, Mapping):
+        return {name: torch.from_numpy(part) for name, part in answer.items()}
+    return tuple(map(torch.from_numpy, answer)) if isinstance(answer, tuple) else torch.from_numpy(answer)
 
 
 def _too_late(timeout: float | None) -> Expired:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import multiprocessing.connection
 import os
 import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from multiprocessing.util import Finalize
 from typing import Any, Self
@@ -36,6 +35,7 @@ from gpuinfer.host.child import (
 )
 from gpuinfer.host.children import quoted_log_line
 from gpuinfer.host.error_text import error_from_wire
+from gpuinfer.models.row_layout import ITEM_BYTES, Leaf, RowLayout, layout_of_row, named_spec
 from gpuinfer.stats import Snapshot, mean_size, merge_in_turn, percentile, summarise
 from gpuinfer.text.text_options import TorchModelOptions
 
@@ -400,16 +400,26 @@ class CentralServer(ServerProcess):
         Process(target=work, args=(server.client(),)).start()
     ```
 
-    `model` is `module:factory`, such a function itself, or a `ModelSpec`; `strategy` a name or an object. On a CPU
-    there are as many single-threaded forwards at once as cores, unless `in_flight` and `threads` say otherwise. With
-    `restart` a server that died comes back, and its clients ask again for what they had outstanding.
+    with CentralServer(ConvNet(), example=torch.zeros(3, 32, 32)) as server:
+        server.client().evaluate(images)                       # float32 [rows, 3, 32, 32]
+    ```
+
+    `model` is `module:factory`, such a function itself, or a `ModelSpec`; or a `torch.nn.Module`, or its class, which
+    is imported from its file over there. A row is flat, of `inputs` features; or as the `example`, a tensor, an array,
+    a number, or a tuple or dict of these, which models take as of a `Batcher`. With an `example` a function is one of
+    a batch.
+
+    `strategy` is a name or an object. On a CPU there are as many single-threaded forwards at once as cores, unless
+    `in_flight` and `threads` say otherwise. With `restart` a server that died comes back, and its clients ask again for
+    what they had outstanding.
     """
 
     def __init__(
         self,
-        model: str | ModelSpec | Callable[..., Any],
+        model: Any,
         *,
-        inputs: int = 0,
+        example: Any = None,
+        inputs: int | tuple[int, ...] = 0,
         input_dtype: str = "float32",
         weights: str | None = None,
         arguments: Mapping[str, Any] | None = None,
@@ -428,13 +438,9 @@ class CentralServer(ServerProcess):
         restart: bool = False,
     ) -> None:
         """Nothing is started yet. Raises `UsageError`."""
-        if isinstance(inputs, tuple | list) and inputs and all(isinstance(size, int) for size in inputs):
-            raise UsageError(
-                f"inputs is {inputs!r}, and a row is flat. Give inputs={math.prod(inputs)}, and let the model begin "
-                f"with x.view(-1, {', '.join(map(str, inputs))})."
-            )
-        if not isinstance(inputs, int) or inputs < 0:
-            raise UsageError(f"inputs is {inputs!r}. Give the number of features of a row.")
+        sizes = inputs if isinstance(inputs, tuple | list) else (inputs,)
+        if not sizes or not all(isinstance(size, int) and size >= (sizes is inputs) for size in sizes):
+            raise UsageError(f"inputs is {inputs!r}. Give the number of features of a row, or its shape.")
         counts = {"max_rows": max_rows, "chunk_rows": chunk_rows, "in_flight": in_flight, "threads": threads}
         counts |= {"max_clients": max_clients, "max_queue_rows": max_queue_rows}
         for name, count in counts.items():
@@ -442,7 +448,7 @@ class CentralServer(ServerProcess):
                 raise UsageError(f"{name} is {count!r}. Give a whole number, at least 1, or leave it out.")
         if not batch_timeout > 0:
             raise UsageError(f"batch_timeout is {batch_timeout}. Give seconds, more than 0.")
-        spec = _spec(model, inputs, input_dtype, weights, arguments or {})
+        spec = _spec(model, example, inputs, input_dtype, weights, arguments or {})
         setup = Setup(
             spec, tuple(device.split(",")), dtype, seed, deterministic=deterministic, max_queue_rows=max_queue_rows
         )
@@ -468,24 +474,70 @@ os.register_at_fork(after_in_child=_disown_all)
 
 
 def _spec(
-    model: str | ModelSpec | Callable[..., Any],
-    inputs: int,
+    model: Any,
+    example: Any,
+    inputs: int | tuple[int, ...],
     input_dtype: str,
     weights: str | None,
     arguments: Mapping[str, Any],
 ) -> ModelSpec:
     if not (isinstance(model, str | ModelSpec) or callable(model)):
-        raise UsageError(f"model is {model!r}. Give a function, its name as 'module:function', or a ModelSpec.")
+        raise UsageError(
+            f"model is {model!r}. Give a module, a function, its name as 'module:function', or a ModelSpec."
+        )
     if isinstance(model, ModelSpec):
         if model.kind == "text":
             raise UsageError("a CentralServer of your own takes rows. For text: `gpuinfer generate --backend central`.")
-        spec = model
-    else:
+        if example is not None:
+            raise UsageError(
+                "example goes with a module, a function or a name; a ModelSpec has a layout. Leave it out."
+            )
+        return _with_inputs(model)
+    is_module = hasattr(model, "state_dict") and not isinstance(model, type)
+    layout = _layout_of(example, inputs, input_dtype, is_module)
+    if layout is None:
         name = model if isinstance(model, str) else import_paths.import_path_of(model)
-        spec = ModelSpec(name, weights, inputs, input_dtype, arguments, strict=True)
+        import_paths.refuse_without_file(name)
+        return _with_inputs(ModelSpec(name, weights, int(inputs), input_dtype, arguments, strict=True))  # type: ignore[arg-type]
+    if isinstance(model, str) or not (is_module or example is not None):
+        name = model if isinstance(model, str) else import_paths.import_path_of(model)
+        import_paths.refuse_without_file(name)
+        return named_spec(name, layout, weights, arguments)
+    if weights is not None:
+        raise UsageError(
+            "weights go with a model's name, and this one is an object. Load them into it first: "
+            "model.load_state_dict(safetensors.torch.load_file(weights))."
+        )
+    from gpuinfer.models.model_object import LocalModel, object_spec
+
+    return object_spec(LocalModel(model, arguments), layout, elsewhere=True)
+
+
+def _layout_of(example: Any, inputs: int | tuple[int, ...], input_dtype: str, is_module: bool) -> RowLayout | None:
+    """What a row looks like; None for flat features of a model that its server makes."""
+    if example is not None:
+        if inputs:
+            raise UsageError("example and inputs both say what a row looks like. Leave inputs out.")
+        return layout_of_row(example)
+    if is_module and not inputs:
+        raise UsageError(
+            "what does a row look like? Say CentralServer(model, example=…) with one row, such as "
+            "example=torch.zeros(3, 32, 32), or inputs=N for N features."
+        )
+    if not is_module and isinstance(inputs, int):
+        return None
+    if input_dtype not in ITEM_BYTES:
+        raise UsageError(f"input_dtype={input_dtype!r} is none of {', '.join(ITEM_BYTES)}. Give one of them.")
+    shape = (inputs,) if isinstance(inputs, int) else tuple(inputs)
+    return RowLayout(None, (Leaf((), shape, input_dtype),), "numpy")
+
+
+def _with_inputs(spec: ModelSpec) -> ModelSpec:
     import_paths.refuse_without_file(spec.name)
     if spec.inputs < 1:
-        raise UsageError("how many features has a row? Say CentralServer(…, inputs=N).")
+        raise UsageError(
+            "what does a row look like? Say CentralServer(…, inputs=N) for N features, or example=… with one row."
+        )
     return spec
 
 

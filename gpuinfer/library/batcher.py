@@ -13,7 +13,6 @@ from collections import deque
 from collections.abc import (
     AsyncIterable,
     AsyncIterator,
-    Callable,
     Coroutine,
     Hashable,
     Iterable,
@@ -29,7 +28,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 from gpuinfer import stats
 from gpuinfer.api import Backend, Priority, Request, Setup, Strategy
-from gpuinfer.errors import Closed, Expired, GpuinferError, QueueFull, RequestError, UsageError
+from gpuinfer.errors import Closed, Expired, GpuinferError, QueueFull, UsageError
 from gpuinfer.host import children
 from gpuinfer.library.choices import (
     backend_of,
@@ -46,11 +45,11 @@ from gpuinfer.models.row_layout import (
     Ragged,
     RowLayout,
     SingleRow,
-    as_array,
+    batch_leaves,
     batch_payload,
     checked_leaves,
+    first_row,
     layout_of_row,
-    leaves_of,
     named_spec,
     padded_leaves,
 )
@@ -176,7 +175,6 @@ class Batcher(SessionFigures):
         self._capacity = 0
         self._largest = 0  # rows of one request
         self._single: tuple[Any, Any, Any] = (None, None, None)  # class, shape and dtype of rows that are one array
-        self._row_of: Callable[[Sequence[Any]], Any]  # once it is open: a row on its way, of its leaves
 
     def __repr__(self) -> str:
         from gpuinfer.models.model_object import title_of
@@ -223,9 +221,6 @@ class Batcher(SessionFigures):
         most = max(LEAST_CAPACITY, BATCHES_OUTSTANDING * limits.max_rows)
         self._capacity = most if self._max_queue_rows is None else max(1, self._max_queue_rows)
         if not self._remote:
-            from gpuinfer.models.forward_leaves import SingleRow
-
-            self._row_of = SingleRow
             self._single = plain_row(layout)
         self._clock.setup = session.setup
         self._clock.settings = {
@@ -519,7 +514,7 @@ class Batcher(SessionFigures):
         kind, shape, dtype = self._single
         like_most = type(row) is kind and row.shape == shape and row.dtype == dtype
         if like_most and (kind.__name__ == "ndarray" or (row.is_cpu and not row.requires_grad)):
-            return self._row_of((row,)), None
+            return SingleRow((row,)), None
         layout = self._layout
         assert layout is not None
         leaves = checked_leaves(row, layout)
@@ -530,7 +525,7 @@ class Batcher(SessionFigures):
             group = tuple(tuple(leaf.shape) for leaf in leaves)
         if self._remote:
             return batch_payload([leaf[None] for leaf in leaves], 1, layout, packed=True), group
-        return self._row_of(leaves), group
+        return SingleRow(leaves), group
 
     def _batch_payload(self, leaves: Sequence[Any]) -> tuple[Any, int, Hashable]:
         layout = self._layout
@@ -543,11 +538,8 @@ class Batcher(SessionFigures):
         """The leaves of a batch, in portions that a request may have."""
         layout = self._layout
         assert layout is not None
-        checked_leaves(first_row(rows), layout)
-        leaves = [as_array(leaf) for leaf in leaves_of(rows)]
+        leaves = batch_leaves(rows, layout)
         count = len(leaves[0])
-        if any(len(leaf) != count for leaf in leaves):
-            raise RequestError(f"arrays of {', '.join(str(len(leaf)) for leaf in leaves)} rows. Give each as many.")
         portion = self._largest
         if split and self._session is not None:
             portion = min(portion, -(-count // max(1, self._session.limits.in_flight)))
@@ -766,23 +758,6 @@ def joined_answers(answers: Sequence[Any]) -> Any:
     import numpy as np
 
     return np.concatenate(answers)
-
-
-def first_row(rows: Any) -> Any:
-    """The first row of a batch. Raises `RequestError` where there is none."""
-    if isinstance(rows, Mapping):
-        return {name: first_row(one) for name, one in rows.items()}
-    if isinstance(rows, tuple):
-        return tuple(map(first_row, rows))
-    if isinstance(rows, list) and any(isinstance(one, Mapping | tuple) or hasattr(one, "shape") for one in rows):
-        raise RequestError(
-            "a list of rows is no batch, which is one array with the rows along its first dimension. Stack them "
-            "(torch.stack, np.stack), or give them to map."
-        )
-    array = as_array(rows)
-    if not array.shape or not array.shape[0]:
-        raise RequestError("a batch without rows asks for nothing. Give arrays with rows along their first dimension.")
-    return array[0]
 
 
 async def _as_async(rows: Iterator[Any]) -> AsyncIterator[Any]:

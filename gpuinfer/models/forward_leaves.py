@@ -21,7 +21,7 @@ from gpuinfer.models.model_object import FunctionModel, caller_of
 from gpuinfer.models.out_of_memory import StepSize, is_out_of_memory
 from gpuinfer.models.row_blocks import layout_of, rearranged, sound_rows, tensors_of
 from gpuinfer.models.row_format import AnswerLayout
-from gpuinfer.models.row_layout import FLOATS, ModelAnswer, RowBatch, RowLayout, SingleRow, unpacked_leaves
+from gpuinfer.models.row_layout import FLOATS, RowBatch, RowLayout, SingleRow, unpacked_leaves
 
 UNSOUND = (
     "the answer holds NaN or +inf. Check the model's weights and this row; to mask logits use -inf; check=False lets "

@@ -270,6 +270,35 @@ def checked_leaves(row: Any, layout: RowLayout) -> list[Any]:
     raise _unlike(row, layout)
 
 
+def first_row(rows: Any) -> Any:
+    """The first row of a batch. Raises `RequestError` where there is none."""
+    if isinstance(rows, Mapping):
+        return {name: first_row(one) for name, one in rows.items()}
+    if isinstance(rows, tuple):
+        return tuple(map(first_row, rows))
+    if isinstance(rows, list) and any(isinstance(one, Mapping | tuple) or hasattr(one, "shape") for one in rows):
+        raise RequestError(
+            "a list of rows is no batch, which is one array with the rows along its first dimension. Stack them "
+            "(torch.stack, np.stack), or give them to map."
+        )
+    array = as_array(rows)
+    if not array.shape or not array.shape[0]:
+        raise RequestError("a batch without rows asks for nothing. Give arrays with rows along their first dimension.")
+    return array[0]
+
+
+def batch_leaves(rows: Any, layout: RowLayout) -> list[Any]:
+    """The leaves of a batch of rows of this layout, arrays [rows, *shape]. Raises `RequestError` for another one."""
+    alone = [tuple(getattr(leaf, "shape", ())) for leaf in leaves_of(rows)] == [leaf.shape for leaf in layout.leaves]
+    if alone and any(leaf.shape for leaf in layout.leaves):
+        raise RequestError(f"that is one row ({layout}) without the axis of the rows. Give row[None], or several rows.")
+    checked_leaves(first_row(rows), layout)
+    leaves = [as_array(leaf) for leaf in leaves_of(rows)]
+    if any(len(leaf) != len(leaves[0]) for leaf in leaves):
+        raise RequestError(f"arrays of {', '.join(str(len(leaf)) for leaf in leaves)} rows. Give each as many.")
+    return leaves
+
+
 def _same_form(row: Any, form: Any) -> bool:
     if form is None:
         return not isinstance(row, dict | tuple)
