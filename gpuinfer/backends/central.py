@@ -14,10 +14,10 @@ from gpuinfer.central.async_client import AsyncClient, RemoteTextBackend, TextCo
 from gpuinfer.central.connection import CentralConnection
 from gpuinfer.central.protocol import ServerAddress, WeightsChange
 from gpuinfer.central.server import ServerProcess
+from gpuinfer.engine.results import CheckedResult
 from gpuinfer.errors import BackendDied, GpuinferError, UsageError
 from gpuinfer.models import model_options
 from gpuinfer.models.model_options import PARALLEL, Parallel
-from gpuinfer.models.row_layout import ModelAnswer
 from gpuinfer.text import precision
 from gpuinfer.text.text_options import TorchModelOptions
 
@@ -82,7 +82,7 @@ class CentralRemote(RemoteTextBackend):
             raise self._closed()
         answer = await self._rows.ask(request)
         spec = self.setup.model
-        return answer if spec is None or spec.layout is None else ModelAnswer(answer)  # it was checked over there
+        return answer if spec is None or spec.layout is None else CheckedResult(answer)  # it was checked over there
 
     @property
     def lost(self) -> BackendDied | None:

@@ -168,13 +168,6 @@ class RowBatch:
         return self.rows
 
 
-@dataclass(frozen=True, slots=True)
-class ModelAnswer:
-    """A model's answer that has been checked; in this process that to a single row is without the axis of the rows."""
-
-    value: Any
-
-
 def leaves_of(row: Any) -> list[Any]:
     """The arrays of a row, in the order of its layout: dicts by sorted names."""
     if isinstance(row, dict):

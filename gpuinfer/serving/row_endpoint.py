@@ -18,10 +18,10 @@ from msgspec import Meta
 from numpy.typing import NDArray
 
 from gpuinfer.api import ModelSpec, Result
+from gpuinfer.engine.results import CheckedResult
 from gpuinfer.http.http_exchange import Exchange
 from gpuinfer.models import row_format
 from gpuinfer.models.row_format import BITS, MEDIA_TYPE, NotTensors, answer_to_body, rows_from_body
-from gpuinfer.models.row_layout import ModelAnswer
 from gpuinfer.serving.layout_reader import LayoutBody, LayoutReader, refuse_unwritable
 from gpuinfer.serving.openai.requests import BadRequest, unreadable
 from gpuinfer.serving.request import RequestContext, encode, plain_headers
@@ -136,7 +136,7 @@ class EvaluateEndpoint:
             block, alone, name = await self._service.decoded(self._reader.from_json, exchange.body)
         self._service.adapter_of(name or exchange.query.get("model"))  # of rows there are none
         result = await self._session(block, rows=len(block), **session_arguments(asking))
-        if isinstance(result, ModelAnswer):
+        if isinstance(result, CheckedResult):
             result = result.value
         if wanted.startswith(MEDIA_TYPE) or (binary and not wanted.startswith("application/json")):
             exchange.respond(200, answer_to_body(result), MEDIA_TYPE, plain_headers(asking.id))
