@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 
 LOOK_S = 0.1  # between two looks for games that have finished
 FIRST_SHARD_S = 0.3  # a game of a short run is there to be read so soon after it has ended
+OBJECTS = (("model", "weights", ""), ("opponent_model", "opponent_weights", "opponent_"))
+"""Options that may be objects, those of their weights, and how their names at the workload begin."""
 NO_PROCESS = "play in this process: workers=0"
 TRAINED = "weights.safetensors"  # in the folder of a training that is over
 ARGUMENTS = (
@@ -52,7 +54,7 @@ class SelfPlayOptions(TypedDict, total=False):
     workers: int | None
     games_in_flight: int | None
     oversubscribe: bool
-    opponent_model: str | None
+    opponent_model: Any
     opponent_weights: str | Path | None
     deterministic: bool
     exploration: float
@@ -150,7 +152,7 @@ class SelfPlay:
         noise=0.25, concentration=10.0               Dirichlet noise in the root's priors
         temperature=1.0, temperature_moves=8         of the choice among visits, in a game's first moves
         resign=None, resign_check=None               resign where a position is worth -0.9 or less: resign=0.9
-        opponent_model=None, opponent_weights=None   who has half of the seats: a name, as of `model`
+        opponent_model=None, opponent_weights=None   who has half of the seats: as `model` and `weights`
         games_in_flight=None                         games played at once, by all workers
         deterministic=False                          the same games with a network, however they are batched
         game_options={"rows": 5}                     of a game of yours; players, cards, trump, scoring: of "blob"
@@ -298,11 +300,15 @@ class SelfPlay:
                 values["game_options"] = {**of_object, **_as_mapping(values.get("game_options") or {})}
             if isinstance(options := values.get("game_options"), Mapping):
                 values["game_options"] = ",".join(f"{name}={value}" for name, value in options.items())
-            made = _ModelObject.of(values, self._backend, setup, functools.partial(_game_sizes, values))
-            values |= {} if made is None else {"model": made.title, "workers": made.workers}
+            sizes = functools.partial(_game_sizes, dict(values))
+            sources: dict[str, Any] = {}
+            for name, weights, of_workload in OBJECTS:
+                if (made := _ModelObject.of(values, self._backend, setup, sizes, name, weights)) is not None:
+                    values |= {name: made.title, "workers": made.workers}
+                    sources |= {f"{of_workload}source": made.source, f"{of_workload or 'source_'}digest": made.digest}
             known = set(RunOptions.__annotations__) | set(ARGUMENTS)
             return _plan_of(
-                "selfplay", values, known, setup, (self._backend, self._backend_options), self._strategy_in, made
+                "selfplay", values, known, setup, (self._backend, self._backend_options), self._strategy_in, sources
             )
 
     def _strategy_in(self, setup: Setup) -> Strategy:
@@ -383,8 +389,9 @@ class SelfPlay:
             sizes = functools.partial(_records_sizes, values["records"])
             made = _ModelObject.of({"workers": 0} | values, "inprocess", self._setup, sizes)
             values |= {} if made is None else {"model": made.title}
+            sources = {} if made is None else {"source": made.source, "source_digest": made.digest}
             strategy = functools.partial(strategy_of, "dynamic", {})
-            plan = _plan_of("train", values, known, self._setup, served, strategy, made)
+            plan = _plan_of("train", values, known, self._setup, served, strategy, sources)
             watch = stack.enter_context(_Watch.of("train", steps, watched))
             run = BackgroundRun(plan, "training", watch.update, watch.on_figures, watch.track, roofline=False)
             self._last = run
@@ -478,10 +485,11 @@ class GameStream:
         finally:
             self._watch.__exit__(None, None, None)
             workload: Any = self._plan.workload
-            if workload.source is not None:
-                workload.source.release()
-                workload.source = None
-                del self._plan
+            del self._plan
+            if sources := [one for one in (workload.source, workload.opponent_source) if one is not None]:
+                for source in sources:
+                    source.release()
+                workload.source = workload.opponent_source = None
                 gc.collect()  # sessions are in cycles, and this one has a copy of the weights
 
     def __enter__(self) -> Self:
@@ -556,19 +564,25 @@ class _ModelObject:
 
     @classmethod
     def of(
-        cls, options: Mapping[str, Any], backend: str, setup: Setup, sizes: Callable[[], Mapping[str, int]]
+        cls,
+        options: Mapping[str, Any],
+        backend: str,
+        setup: Setup,
+        sizes: Callable[[], Mapping[str, int]],
+        name: str = "model",
+        weights: str = "weights",
     ) -> _ModelObject | None:
-        """The model of these options; None where it is named. `sizes`: what a class may be made with.
+        """The model that the option `name` is; None where that is a name. `sizes`: what a class may be made with.
 
         Where worker processes cannot have it, and none were asked for, this process plays. Raises `UsageError`.
         """
-        model, workers = options.get("model"), options.get("workers")
+        model, workers = options.get(name), options.get("workers")
         if model is None or isinstance(model, str):
             return None
         from gpuinfer.models.model_object import LocalModel, PortableModel, title_of
 
-        if options.get("weights") is not None:
-            raise UsageError("weights go with the name of a model, and this one is an object that has its own.")
+        if options.get(weights) is not None:
+            raise UsageError(f"{weights} go with the name of a model, and this one is an object that has its own.")
         if isinstance(model, type) or _is_factory(model):
             from gpuinfer.models.load import make_seeded
 
@@ -613,9 +627,11 @@ def _plan_of(
     setup: Setup,
     backend: tuple[str, Mapping[str, Any]],
     strategy: Callable[[Setup], Strategy],
-    model: _ModelObject | None,
+    sources: Mapping[str, Any],
 ) -> RunPlan:
-    """The workload of that name with these options, its backend and its strategy. Raises `UsageError`."""
+    """The workload of that name with these options, its backend and its strategy. `sources`: the models that are
+    objects, as the workload takes them. Raises `UsageError`.
+    """
     kind = registry.load("workloads", name)
     for option in options:
         if option not in kind.Options.model_fields:
@@ -624,9 +640,7 @@ def _plan_of(
                 f"there is no option '{option}'. {hint}{' ' if hint else ''}Options: {', '.join(sorted(known))}."
             )
     values = check(kind.Options, {key: GivenValue(value, f"{key}={value!r}") for key, value in options.items()}, name)
-    if model is not None:
-        values |= {"source": model.source, "source_digest": model.digest}
-    workload = blame.make(kind, setup, values)
+    workload = blame.make(kind, setup, {**values, **sources})
     if not workload.asks and backend[0] != "inprocess":
         raise UsageError(
             f'backend="{backend[0]}" would never be asked with these options. Leave it out, or name a model.'

@@ -370,6 +370,18 @@ def test_a_network_is_an_object_in_this_process_and_in_workers_and_is_left_as_it
     assert not alike(here, games.play(4, workers=0)), "a run has the weights that the object has when it begins"
 
 
+def test_two_networks_that_are_objects_play_each_other(tmp_path):
+    new, old = Net(91, 7, 2), Net(91, 7, 2)
+    games = connect_four(model=new, opponent_model=old)
+    here = games.play(4, workers=0, out=tmp_path / "games")
+    assert games.report()["strength"]["games"] == 4
+    assert [one["name"] for one in games.report()["models"]] == ["own Net", "Net"]
+    assert {tuple(sorted(game.more["sides"])) for game in here} == {(False, True)}
+    assert alike(here, games.play(4, workers=2))
+    with pytest.raises(UsageError, match="the source of the opponent's network: changed since"):
+        games.play(6, workers=0, out=tmp_path / "games", resume=True, opponent_model=Net(91, 7, 2))
+
+
 def test_a_run_that_is_over_keeps_no_copy_of_the_network():
     games = connect_four(model=Net(91, 7, 2))
     kept = [games.play(1, workers=workers) for workers in (0, 1)]
@@ -424,6 +436,8 @@ def test_a_network_learns_from_records_and_plays_on(model, tmp_path):
         ({"model": 3}, "is neither a torch.nn.Module nor a function"),
         ({"weights": "nowhere"}, "no file 'nowhere'"),
         ({"model": torch.nn.Identity(), "weights": __file__}, "weights go with the name of a model"),
+        ({"opponent_model": torch.nn.Identity(), "opponent_weights": __file__}, "opponent_weights go with the name"),
+        ({"opponent_model": 3}, "is neither a torch.nn.Module nor a function"),
         ({"backend": "centrl"}, "Did you mean 'central'?"),
         ({"backend": "central", "model": "uniform"}, "Leave it out, or name a model."),
         ({"backend_options": {"max_row": 3}}, "Did you mean 'max_rows'?"),

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -83,9 +83,9 @@ async def opponent_of(arguments: Mapping[str, Any], infer: Infer, game: Game) ->
     if (given := arguments["opponent"]) is None:
         return None
     sides = Pairing(game.seats, arguments["search"]["seed"])
-    if given["model"] in WITHOUT_NETWORK:
+    if given["model"] in WITHOUT_NETWORK and given["source"] is None:
         return PlayerOpponent(given["model"], None, sides)
-    way = infer.beside(network(game, given["model"], given["weights"]))
+    way = infer.beside(replace(network(game, given["model"], given["weights"]), source=given["source"]))
     await way.ready()
     return PlayerOpponent(given["model"], way, sides)
 

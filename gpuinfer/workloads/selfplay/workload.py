@@ -121,13 +121,16 @@ class SelfPlay(Workload):
         *,
         source: Any = None,
         source_digest: Callable[[], str] | None = None,
+        opponent_source: Any = None,
+        opponent_digest: Callable[[], str] | None = None,
         **options: Any,
     ) -> None:
         """`source`: the model, where it is an object of the program (`ModelSpec.source`), and `source_digest` a digest
-        of that; `options.model` is then what it is called.
+        of that; `options.model` is then what it is called. So for the opponent.
         """
         super().__init__(setup, **options)
         self.source, self._source_digest = source, source_digest
+        self.opponent_source, self._opponent_digest = opponent_source, opponent_digest
         given = {key: getattr(self.options, key) for key in games.FLAGS}
         self._game_options = {key: value for key, value in given.items() if value is not None}
         self._game_options |= parsed(self.options.game_options)
@@ -163,9 +166,9 @@ class SelfPlay(Workload):
             )
         if model is None:
             return
-        if model not in MODELS and ":" not in model:
+        if self.opponent_source is None and model not in MODELS and ":" not in model:
             raise UnknownName("opponent", model, MODELS, label="Choices")
-        if ":" in model:
+        if self.opponent_source is None and ":" in model:
             import_paths.refuse_absent_module(model, "opponent")
         if self.evaluator != "network":
             raise UsageError(
@@ -181,9 +184,9 @@ class SelfPlay(Workload):
 
     def trial(self, setup: Setup, **changes: Any) -> SelfPlay:
         """Games without end and without records, as many in flight as there are of this one's."""
-        played = SelfPlay(
-            setup, source=self.source, **{**self.options.model_dump(), "out": None, "resume": False, **changes}
-        )
+        sources = {"source": self.source, "opponent_source": self.opponent_source}
+        options = {**self.options.model_dump(), "out": None, "resume": False, **changes}
+        played = SelfPlay(setup, **sources, **options)
         played._games = ENDLESS
         return played
 
@@ -215,9 +218,10 @@ class SelfPlay(Workload):
     def opponent(self) -> ModelSpec | None:
         """The other network; None without one, and for what needs none."""
         name = self.options.opponent_model
-        if name is None or name in WITHOUT_NETWORK:
+        if name is None or (name in WITHOUT_NETWORK and self.opponent_source is None):
             return None
-        return network(self.game, name, _text(self.options.opponent_weights))
+        spec = network(self.game, name, _text(self.options.opponent_weights))
+        return spec if self.opponent_source is None else replace(spec, source=self.opponent_source)
 
     @property
     def asks(self) -> bool:
@@ -356,7 +360,11 @@ class SelfPlay(Workload):
         workers = max(1, min(self.processes, left))
         opponent = None
         if self.options.opponent_model is not None:
-            opponent = {"model": self.options.opponent_model, "weights": _text(self.options.opponent_weights)}
+            opponent = {
+                "model": self.options.opponent_model,
+                "weights": _text(self.options.opponent_weights),
+                "source": self.opponent_source,
+            }
         return [
             {
                 "game": self.options.game,
@@ -444,7 +452,9 @@ class SelfPlay(Workload):
             "network": self._source_digest()
             if self._source_digest is not None
             else rules_digest.network_digest(self.options.model),
-            "opponent_network": rules_digest.network_digest(self.options.opponent_model),
+            "opponent_network": self._opponent_digest()
+            if self._opponent_digest is not None
+            else rules_digest.network_digest(self.options.opponent_model),
             **search,
             "model": self.options.model,
             "weights": _digest(self.options.weights),
