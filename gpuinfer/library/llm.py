@@ -175,7 +175,6 @@ class LLM(SessionFigures):
         self._lock = threading.RLock()
         self._opened: OpenedLLM | None = None
         self._closed = False
-        self._process = os.getpid()
         self._last = Snapshot()
         self._scoring = ScoringPrompts(self._spec)
 
@@ -210,11 +209,8 @@ class LLM(SessionFigures):
 
     def opened(self) -> OpenedLLM:
         """What stands behind it, opened now where it is not. Raises `Closed`, and `UsageError` in a fork."""
-        if self._process != os.getpid():
-            raise UsageError(
-                "this LLM belongs to the process that made it, and this one is a fork of that. Make the LLM after the "
-                'fork; or start processes with multiprocessing.get_context("spawn").'
-            )
+        if self._opened is not None:
+            self._opened.refuse_fork()
         with self._lock:
             if self._closed:
                 raise Closed("this LLM is closed. Make another one: gpuinfer.LLM(…).")
@@ -246,7 +242,7 @@ class LLM(SessionFigures):
         with self._lock:
             was_closed, self._closed = self._closed, True
             opened = self._opened
-        if was_closed or opened is None or self._process != os.getpid():
+        if was_closed or opened is None or opened.forked:
             return
         opened.shut()
         session = opened.session
@@ -277,7 +273,7 @@ class LLM(SessionFigures):
 
     def __del__(self) -> None:
         opened = getattr(self, "_opened", None)
-        if opened is not None and not self._closed and self._process == os.getpid():
+        if opened is not None and not self._closed and not opened.forked:
             opened.session.close_soon()  # nobody waits: this may be any thread
 
     def __reduce__(self) -> NoReturn:
@@ -480,7 +476,7 @@ class LLM(SessionFigures):
 
     def _snapshot(self) -> Snapshot:
         opened = self._opened
-        if opened is not None and not self._closed:
+        if opened is not None and not self._closed and not opened.forked:
             with contextlib.suppress(RuntimeError, TimeoutError):
                 self._last = opened.session.call(_counted(opened.session), 5.0)
         return self._last

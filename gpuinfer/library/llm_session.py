@@ -11,7 +11,7 @@ from collections.abc import Callable, Coroutine, Iterable
 from typing import Any, Protocol, TypeVar
 
 from gpuinfer.api import Limits
-from gpuinfer.errors import Closed, Expired, GpuinferError
+from gpuinfer.errors import Closed, Expired, GpuinferError, UsageError
 from gpuinfer.generation import Generation, Part, Prompt
 from gpuinfer.library.choices import reworded
 from gpuinfer.library.mailbox import Mailbox
@@ -35,6 +35,19 @@ class OpenedLLM:
         self._lock, self._shut, self._process = threading.Lock(), False, os.getpid()
         self.done = self.failed = self.input_tokens = self.output_tokens = self.cached_tokens = 0
         self.first_failure = ""
+
+    @property
+    def forked(self) -> bool:
+        """Whether this process is a fork of the one that has opened it: its threads are not here."""
+        return self._process != os.getpid()
+
+    def refuse_fork(self) -> None:
+        """Raises `UsageError` where nothing would ever be answered."""
+        if self.forked:
+            raise UsageError(
+                "this LLM was opened before this process was forked, and its threads did not come along. Make another "
+                'one here; or start processes with multiprocessing.get_context("spawn").'
+            )
 
     def requester(self, **request: Any) -> PromptRequester:
         return PromptRequester(self.session.session, self.rows, most_samples(self.limits), **request)
@@ -85,7 +98,7 @@ class OpenedLLM:
 
     def cancel(self, tasks: Iterable[asyncio.Task[Any]]) -> None:
         """Have these cancelled soon. Any thread may ask; in a fork, which has no part in them, nothing happens."""
-        if self._process == os.getpid():
+        if not self.forked:
             self.session.post(functools.partial(cancel_all, tasks))
 
     def shut(self) -> None:

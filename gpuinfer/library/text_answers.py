@@ -176,6 +176,7 @@ class TextAnswers(Iterator[A], AsyncIterator[A]):
             self._call = PendingCall(self._llm.opened(), self._timeout, **self._request)
             if self._bar is not None:
                 self._advance = self._showing.enter_context(self._bar(self._rows.total))
+        self._call.opened.refuse_fork()
         return self._call
 
     def _next(self) -> TextAnswer | Exception | None:

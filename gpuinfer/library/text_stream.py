@@ -48,7 +48,15 @@ class PendingText(concurrent.futures.Future[TextAnswer]):
             self._opened.cancel(self._tasks)
         return self.cancelled()
 
+    def result(self, timeout: float | None = None) -> TextAnswer:
+        """The answer, waited for. Raises `TimeoutError` after so many seconds, and what has kept it from coming."""
+        if not self.done():
+            self._opened.refuse_fork()
+        return super().result(timeout)
+
     def __await__(self) -> Generator[Any, None, TextAnswer]:
+        if not self.done():
+            self._opened.refuse_fork()
         return asyncio.wrap_future(self).__await__()
 
 
@@ -102,6 +110,7 @@ class TextStream(Iterator[Part], AsyncIterator[Part]):
                 raise reworded(self._row.error)
             self._call = PendingCall(self._llm.opened(), self._timeout, **self._request)
             self._call.submit(0, self._row.prompt, reads=True)
+        self._call.opened.refuse_fork()
         return self._call
 
     def _next(self) -> Part | EndOfAnswers | None:

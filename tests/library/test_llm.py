@@ -448,6 +448,10 @@ def test_its_figures_are_those_of_what_it_has_done(capfd):
     assert "20/20" in capfd.readouterr().err
 
 
+FORKED = (
+    "this LLM was opened before this process was forked, and its threads did not come along. Make another one here; or "
+    'start processes with multiprocessing.get_context("spawn").'
+)
 PROGRAMS = {
     "a program that ends while answers are under way": (
         """
@@ -460,30 +464,45 @@ PROGRAMS = {
         "1 False",
         "",
     ),
-    "a fork": (
+    "a fork of one that is open": (
         """
         import multiprocessing, gpuinfer
 
         def child(line):
-            try:
-                list(llm.generate("Once"))
-            except gpuinfer.errors.UsageError as error:
-                line.send(str(error))
+            for ask in (lambda: list(llm.generate("Once")), lambda: next(answers), pending.result, llm.stats):
+                try:
+                    line.send(type(ask()).__name__)
+                except Exception as error:
+                    line.send(str(error))
 
         if __name__ == "__main__":
-            import gpuinfer.errors
             with gpuinfer.LLM("tiny", backend=BACKEND) as llm:
-                list(llm.generate("Once", max_new_tokens=2))
+                answers = llm.generate(["Once"] * 9, max_new_tokens=500, ignore_eos=True)
+                next(answers)
+                pending = llm.answer("Once", max_new_tokens=2000, ignore_eos=True)
                 fork = multiprocessing.get_context("fork")
                 ours, theirs = fork.Pipe()
                 process = fork.Process(target=child, args=(theirs,))
                 process.start()
-                print(ours.recv())
+                print(*[ours.recv() for _ in range(4)], sep="\\n")
                 process.join()
-                print(len(list(llm.generate("Once", max_new_tokens=2))))
+                print(len(list(answers)))
         """,
-        "this LLM belongs to the process that made it, and this one is a fork of that. Make the LLM after the fork; or "
-        'start processes with multiprocessing.get_context("spawn").\n1',
+        "\n".join([FORKED, FORKED, FORKED, "dict", "8"]),
+        "",
+    ),
+    "a fork of one that is not open yet": (
+        """
+        import os, gpuinfer
+
+        if __name__ == "__main__":
+            llm = gpuinfer.LLM("tiny", backend=BACKEND)
+            child = os.fork()
+            print(len(list(llm.generate(["Once", "The sea"], max_new_tokens=2))), flush=True)
+            if child:
+                print(os.waitpid(child, 0)[1])
+        """,
+        "2\n2\n0",
         "",
     ),
 }
