@@ -55,8 +55,8 @@ def by_command(model: str, prompts: list[str], new_tokens: int, backend: str) ->
 
 def by_library(model: str, prompts: list[str], new_tokens: int, backend: str) -> Took:
     given = json.dumps([model, prompts, new_tokens, backend])
-    words = [sys.executable, __file__, "--one", given]
-    said = subprocess.run(words, check=True, timeout=LIMIT_S, stdout=subprocess.PIPE, text=True).stdout
+    words = [sys.executable, __file__, "--one"]
+    said = subprocess.run(words, input=given, check=True, timeout=LIMIT_S, stdout=subprocess.PIPE, text=True).stdout
     seconds, busy_s = json.loads(said)
     return seconds, busy_s
 
@@ -81,10 +81,10 @@ def main(words: list[str] | None = None) -> None:
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument("--backend", default="inprocess")
-    parser.add_argument("--one", help=argparse.SUPPRESS)
+    parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
     own = parser.parse_args(words)
     if own.one:
-        one(*json.loads(own.one))
+        one(*json.load(sys.stdin))
         return
     arguments: Any = (own.model, prompts_of(own.prompts), own.new_tokens, own.backend)
     pairs: list[tuple[Took, Took]] = []

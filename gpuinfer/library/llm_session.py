@@ -167,7 +167,8 @@ class PendingCall:
     def submit(self, place: int, prompt: Prompt, reads: bool = False) -> None:
         def done(found: Generation | Exception) -> None:
             self.answered.put((place, prompt.samples, found))
-            self.parts.put(None)
+            if reads:
+                self.parts.put(None)
 
         reader = self.parts.put if reads else None
         ask = functools.partial(self.opened.ask, self._requester, prompt, self._timeout, reader)

@@ -6,7 +6,9 @@ from __future__ import annotations
 
 import json
 import os
+from collections import deque
 from collections.abc import AsyncIterable, Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal, TypedDict
 
@@ -31,6 +33,7 @@ from gpuinfer.serving.openai.row_splitter import HEAD_BYTES, Piece, Unusable, fo
 from gpuinfer.serving.openai.sampling_fields import unmasking_of
 from gpuinfer.serving.openai.schema import MOST_SAMPLES
 
+BLOCK_ROWS = 64
 PROMPT_FILES = (".jsonl", ".json", ".txt")
 INLINE = ("json_schema", "regex", "grammar")  # forms that are no files here
 PROMPTS = (
@@ -150,25 +153,34 @@ def _constraint(name: str, form: Any) -> Constraint:
 class PromptReader:
     """The prompts that a caller gives, one after the other, as named rows: each has its prompt, or the error that
     refuses it. `total`: how many there are, as far as that is known. Raises `UsageError` for what holds no prompts.
+
+    Those of a list or a file are parsed in blocks, which is quicker; of an iterator each when it is asked for.
     """
 
     def __init__(self, given: Any, defaults: PromptDefaults) -> None:
         self._reader, self._namer = PromptRowReader(defaults, cure=", or put it under `metadata`"), Namer({})
         self.total: int | None
-        self._pieces, self.total = _pieces_in(given)
+        self._pieces, self.total, is_iterator = _pieces_in(given)
+        self._block = 1 if is_iterator else BLOCK_ROWS
+        self._rows: deque[NamedRow] = deque()
 
     def __iter__(self) -> Iterator[NamedRow]:
         return self
 
     def __next__(self) -> NamedRow:
-        return self._namer.name([self._reader.read(next(self._pieces))])[0]
+        if not self._rows:
+            self._rows.extend(self._namer.name([self._reader.read(one) for one in islice(self._pieces, self._block)]))
+        if not self._rows:
+            raise StopIteration
+        return self._rows.popleft()
 
     def close(self) -> None:
         if (close := getattr(self._pieces, "close", None)) is not None:
             close()
 
 
-def _pieces_in(given: Any) -> tuple[Iterator[Piece], int | None]:
+def _pieces_in(given: Any) -> tuple[Iterator[Piece], int | None, bool]:
+    """The rows, how many there are, and whether they come from an iterator of the caller's."""
     if isinstance(given, str) and given.endswith(PROMPT_FILES) and len(given.split()) == 1:
         if not Path(given).is_file():
             raise UsageError(
@@ -178,17 +190,17 @@ def _pieces_in(given: Any) -> tuple[Iterator[Piece], int | None]:
         given = Path(given)
     if isinstance(given, os.PathLike):
         path = Path(os.fspath(given))
-        return _lines_of_text(path) if _is_plain_text(path) else pieces_of(path, "prompts"), None
+        return _lines_of_text(path) if _is_plain_text(path) else pieces_of(path, "prompts"), None, False
     if hasattr(given, "tolist"):  # an array, or a tensor
         given = given.tolist()
     if isinstance(given, str | Mapping) or _is_one_prompt(given):
-        return iter([_piece(1, given)]), 1
+        return iter([_piece(1, given)]), 1, False
     if isinstance(given, AsyncIterable):
         raise UsageError("prompts come from an asynchronous iterator. Collect them first, or ask `answer` for each.")
     if not isinstance(given, Iterable) or isinstance(given, bytes):
         raise UsageError(f"prompts={given!r:.60} is nothing to answer. {PROMPTS}")
     total = len(given) if isinstance(given, Sequence) else None
-    return (_piece(number, one) for number, one in enumerate(given, 1)), total
+    return (_piece(number, one) for number, one in enumerate(given, 1)), total, total is None
 
 
 def _is_one_prompt(given: Any) -> bool:
