@@ -440,13 +440,17 @@ class GameStream:
 
     def wait(self) -> None:
         """Wait for the end of the run. Raises what it raised."""
-        run = self._started()
+        self._finish(self._started())
+
+    def _finish(self, run: BackgroundRun) -> None:
         with in_python_words():
             self._watch.finish(run.result())
 
     async def wait_async(self) -> None:
         """`wait` for a coroutine."""
-        run = self._started()
+        await self._finish_async(self._started())
+
+    async def _finish_async(self, run: BackgroundRun) -> None:
         with in_python_words():
             self._watch.finish(await run.result_async())
 
@@ -457,7 +461,7 @@ class GameStream:
             while not over:
                 over = run.wait(LOOK_S)  # before the look: the last games are written by then
                 yield from self.records.unseen(self._seen)
-            self.wait()
+            self._finish(run)
         finally:
             self.close()
 
@@ -470,7 +474,7 @@ class GameStream:
                 for game in await asyncio.to_thread(lambda: list(self.records.unseen(self._seen))):
                     yield game
                 await asyncio.sleep(0 if over else LOOK_S)
-            await self.wait_async()
+            await self._finish_async(run)
         finally:
             await asyncio.to_thread(self.close)
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from gpuinfer.api import Roofline
 from gpuinfer.errors import GpuinferError, UsageError
-from gpuinfer.host import children, event_loop
+from gpuinfer.host import children, error_text, event_loop
 from gpuinfer.report import report
 from gpuinfer.runtime.run import ABANDON_S, GRACE_S, RunHandle, RunPlan, RunUpdate, execute
 from gpuinfer.runtime.run_figures import OnFigures
@@ -98,8 +98,13 @@ class BackgroundRun:
     def _log(self, step: int, figures: Mapping[str, float]) -> None:
         if self._tracking.wanted:
             self._tracking.log(step, figures)
-        if self._on_figures is not None:
+        if self._on_figures is None:
+            return
+        try:
             self._on_figures(step, figures)
+        except Exception as error:  # noqa: BLE001 (a user's function: trackers and the run go on)
+            log.warning("on_figures raised %s: it is called no more.", error_text.short_message(error))
+            self._on_figures = None
 
     @property
     def over(self) -> bool:

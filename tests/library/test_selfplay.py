@@ -167,10 +167,12 @@ def test_the_run_says_where_its_time_went_also_while_it_goes_on(games, capfd):
     assert f"/{ENDLESS}" in capfd.readouterr().err
 
 
-def test_figures_go_to_a_function(games):
+def test_figures_go_to_a_function_and_one_that_raises_harms_nothing(games, caplog):
     seen = {}
     games.play(40, on_figures=lambda step, figures: seen.update(figures))
     assert seen["throughput/games_per_min"] > 0
+    assert len(games.play(40, on_figures=lambda step, figures: seen["no such figure"])) == 40
+    assert "on_figures raised KeyError: 'no such figure': it is called no more." in caplog.text
 
 
 # Coroutines, threads, signals
@@ -370,6 +372,7 @@ def test_a_network_is_an_object_in_this_process_and_in_workers_and_is_left_as_it
     assert not alike(here, games.play(4, workers=0)), "a run has the weights that the object has when it begins"
 
 
+@pytest.mark.thorough
 def test_two_networks_that_are_objects_play_each_other(tmp_path):
     new, old = Net(91, 7, 2), Net(91, 7, 2)
     games = connect_four(model=new, opponent_model=old)
@@ -382,6 +385,7 @@ def test_two_networks_that_are_objects_play_each_other(tmp_path):
         games.play(6, workers=0, out=tmp_path / "games", resume=True, opponent_model=Net(91, 7, 2))
 
 
+@pytest.mark.thorough
 def test_a_run_that_is_over_keeps_no_copy_of_the_network():
     games = connect_four(model=Net(91, 7, 2))
     kept = [games.play(1, workers=workers) for workers in (0, 1)]
@@ -402,7 +406,13 @@ def test_a_class_is_made_with_what_the_game_says_and_a_local_one_is_played_with_
         connect_four(model=Local(91, 7, 2), workers=1)
 
 
-@pytest.mark.parametrize("model", ["blobnet-small", Net(91, 7, 2)], ids=["named", "an object"])
+@pytest.mark.parametrize(
+    "model",
+    [
+        pytest.param("blobnet-small", id="named", marks=pytest.mark.thorough),
+        pytest.param(Net(91, 7, 2), id="an object"),
+    ],
+)
 def test_a_network_learns_from_records_and_plays_on(model, tmp_path):
     games = connect_four(model=model, workers=0)
     records = games.play(6)
@@ -509,10 +519,12 @@ def test_what_is_closed_says_so(games):
     assert len(list(stream)) == 2
     with pytest.raises(Closed, match="its games are in `records`"):
         list(stream)
+    endless = iter(games.stream(ENDLESS))
+    first = next(endless)
     games.close()
+    assert len([first, *endless]) == len(games.records), "what was finished by then is still read"
     with pytest.raises(Closed, match="Make another one"):
         games.play(2)
-    assert len(games.records) == 2
 
 
 def test_a_fork_reads_records_and_is_told_that_it_cannot_play(games):
