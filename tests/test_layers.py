@@ -123,6 +123,7 @@ FACADES: dict[str, set[str]] = {
         "footprint",
         "forward_cpu",
         "forward_cuda",
+        "forward_leaves_cuda",
         "gradients",
         "kernel_cache",
         "load",

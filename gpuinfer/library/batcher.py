@@ -84,7 +84,9 @@ class Batcher(SessionFigures):
 
     A row is a tensor or an array of any shape and dtype, a number, or a tuple or dict of these. The first row says what
     all look like, unless `example` does. The parts of a tuple or dict are passed one by one if the model takes them so.
-    Answers to tensors are tensors, to arrays arrays.
+    Answers to tensors are tensors, to arrays arrays. They lie on the CPU; but rows on a CUDA device that the model
+    computes on are joined there, without a way through the host, and so are their answers: complete, in memory of the
+    stream that was the current one when the row was asked.
 
         with gpuinfer.Batcher(model) as batcher:             # from any thread
             y = batcher.predict(x)
@@ -101,7 +103,8 @@ class Batcher(SessionFigures):
     with `pad_value`, to a few lengths) or "group" (with rows of the same shape only). `queue`: when `max_queue_rows`
     are outstanding, a further row waits ("wait") or raises `QueueFull` ("refuse"). `check`: an answer with NaN or +inf
     raises `BadResult`. Further keyword arguments are the backend's options (`gpuinfer docs inprocess`), such as
-    `max_rows=256` (of a batch) or `threads=1`.
+    `max_rows=256` (of a batch) or `threads=1`. On a CUDA device two threads run the model, each on its own stream; a
+    model that changes itself while it computes needs `in_flight=1`.
 
     Raises `UsageError` for what cannot be served, with the cure. Where a row makes the model raise, that row's caller
     gets the error, and its neighbours are answered.
@@ -175,6 +178,7 @@ class Batcher(SessionFigures):
         self._capacity = 0
         self._largest = 0  # rows of one request
         self._single: tuple[Any, Any, Any] = (None, None, None)  # class, shape and dtype of rows that are one array
+        self._devices: frozenset[Any] = frozenset()  # CUDA devices on which rows stay
 
     def __repr__(self) -> str:
         from gpuinfer.models.model_object import title_of
@@ -221,6 +225,10 @@ class Batcher(SessionFigures):
         most = max(LEAST_CAPACITY, BATCHES_OUTSTANDING * limits.max_rows)
         self._capacity = most if self._max_queue_rows is None else max(1, self._max_queue_rows)
         if not self._remote:
+            from gpuinfer.models.device import resolve_devices
+
+            if self._source is None or not self._source.takes_arrays:
+                self._devices = frozenset(one for one in resolve_devices(self._setup.devices) if one.type == "cuda")
             self._single = plain_row(layout)
         self._clock.setup = session.setup
         self._clock.settings = {
@@ -517,7 +525,7 @@ class Batcher(SessionFigures):
             return SingleRow((row,)), None
         layout = self._layout
         assert layout is not None
-        leaves = checked_leaves(row, layout)
+        leaves = checked_leaves(row, layout, self._devices)
         group = None
         if layout.ragged is not None:
             if layout.ragged == "pad":
@@ -525,20 +533,31 @@ class Batcher(SessionFigures):
             group = tuple(tuple(leaf.shape) for leaf in leaves)
         if self._remote:
             return batch_payload([leaf[None] for leaf in leaves], 1, layout, packed=True), group
+        if self._lies_there(leaves):
+            from gpuinfer.models.forward_leaves_cuda import DeviceRows
+
+            return DeviceRows([leaf[None] for leaf in leaves], 1, single=True), group
         return SingleRow(leaves), group
+
+    def _lies_there(self, leaves: Sequence[Any]) -> bool:
+        return bool(self._devices) and any(getattr(leaf, "is_cuda", False) for leaf in leaves)
 
     def _batch_payload(self, leaves: Sequence[Any]) -> tuple[Any, int, Hashable]:
         layout = self._layout
         assert layout is not None
         rows = len(leaves[0])
         group = tuple(tuple(leaf.shape[1:]) for leaf in leaves) if layout.ragged else None
+        if self._lies_there(leaves):
+            from gpuinfer.models.forward_leaves_cuda import DeviceRows
+
+            return DeviceRows(leaves, rows), rows, group
         return batch_payload(leaves, rows, layout, packed=self._remote), rows, group
 
     def _divided(self, rows: Any, split: bool) -> list[list[Any]]:
         """The leaves of a batch, in portions that a request may have."""
         layout = self._layout
         assert layout is not None
-        leaves = batch_leaves(rows, layout)
+        leaves = batch_leaves(rows, layout, self._devices)
         count = len(leaves[0])
         portion = self._largest
         if split and self._session is not None:

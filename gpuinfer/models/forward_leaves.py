@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -16,6 +15,7 @@ from gpuinfer.api import enter_station
 from gpuinfer.engine.results import CheckedResult
 from gpuinfer.errors import BackendError, BadResult, UsageError
 from gpuinfer.host import error_text
+from gpuinfer.models.cuda_graphs import release_cached_memory
 from gpuinfer.models.forward_cpu import padded
 from gpuinfer.models.model_object import FunctionModel, caller_of
 from gpuinfer.models.out_of_memory import StepSize, is_out_of_memory
@@ -31,6 +31,15 @@ UNSOUND = (
 
 Rows = SingleRow | RowBatch | NDArray[np.uint8]
 """What `LeavesForward` takes; arrays are packed rows, uint8 [rows, row_bytes]."""
+
+
+class LeafAnswers(NamedTuple):
+    """The answers to a batch, on the host."""
+
+    answer: Any  # as the module gave it, whose arrangement counts
+    parts: list[Tensor]  # its tensors, [rows, …]: floating point in float32, other dtypes as they are
+    sound: Tensor | None  # bool [rows], see `sound_rows`; None where nobody asked
+    kept: Sequence[list[Tensor]] = ()  # of the last requests, whose answers stay on a device: each one's own parts
 
 
 class LeavesForward:
@@ -56,7 +65,6 @@ class LeavesForward:
         self._casts = [dtype if leaf.dtype in FLOATS and not self._plain else None for leaf in layout.leaves]
         self._call = caller_of(module, layout)
         self.step = StepSize(chunk_rows, str(device), whose)
-        self._own = threading.local()
 
     def __call__(self, requests: Sequence[Rows]) -> list[Any]:
         """A `CheckedResult` for each `SingleRow` and `RowBatch`, arrays float32 [rows, …] for packed rows; where an
@@ -64,50 +72,41 @@ class LeavesForward:
         """
         enter_station("transfer")
         with torch.no_grad():
-            leaves, rows = self._joined(requests)
-            chunks, done = [], 0
-            while done < rows:
-                size = min(self.step.rows, rows - done)
-                part = leaves if size == rows else [leaf[done : done + size] for leaf in leaves]
-                try:
-                    with self.step.under_way(size):
-                        chunks.append(self._computed(part, size))
-                except (RuntimeError, MemoryError) as error:
-                    if not is_out_of_memory(error):
-                        raise
-                    failure = error.with_traceback(None)  # its frames hold references to the memory
-                else:
-                    self.step.made(size)
-                    done += size
-                    continue
-                self.step.make_room(size, failure)
-            answer = chunks[0]
-            if len(chunks) > 1:
-                answer = rearranged(answer, [torch.cat(parts) for parts in zip(*map(tensors_of, chunks), strict=True)])
+            found = self._answered(requests)
             enter_station("reply")
-            return self._divided(answer, requests, rows)
+            results = self._divided(found, requests)
+        if found.sound is not None and not bool(found.sound.all()):
+            at = 0
+            for place, request in enumerate(requests):
+                end = at + len(request)
+                if not bool(found.sound[at:end].all()):
+                    results[place] = BadResult(f"{self._whose}: {UNSOUND}")
+                at = end
+        return results
 
     def answer_layout(self) -> AnswerLayout:
         """What the model answers to a row, found by trying it on two and three rows of ones. Raises `UsageError`."""
         found = []
         for rows in (2, 3):
             ones = [
-                torch.ones(rows, *leaf.shape, dtype=getattr(torch, leaf.dtype), device=self._device)
+                torch.ones(rows, *leaf.shape, dtype=getattr(torch, leaf.dtype), device="cpu")
                 for leaf in self._layout.leaves
             ]
             try:
                 with torch.no_grad():
-                    cast = [self._sent(one, kind) for one, kind in zip(ones, self._casts, strict=True)]
-                    answer = self._computed(cast, rows)
-                dtypes = tuple(str(part.dtype).removeprefix("torch.") for part in tensors_of(answer))
+                    answers = self._answered([RowBatch(ones, rows)])
+                parts = answers.parts
+                dtypes = tuple(str(part.dtype).removeprefix("torch.") for part in parts)
                 plain = all(one == "float32" for one in dtypes)
-                found.append(replace(layout_of(answer), dtypes=() if plain else dtypes))
+                layout = layout_of(rearranged(answers.answer, parts))
+                found.append(replace(layout, dtypes=() if plain else dtypes))
             except BackendError as error:
                 raise UsageError(str(error)) from error
             except Exception as error:
                 raise UsageError(
-                    f"{self._whose} raised {error_text.full_message(error)}. It was given {rows} rows of {self._layout}"
-                    f" on {self._device}. Let it take a batch of such rows, their number being the first dimension."
+                    f"{self._whose} raised {error_text.full_message(error).rstrip('.')}. It was given {rows} rows of "
+                    f"{self._layout} on {self._device}. Let it take a batch of such rows, their number being the first "
+                    "dimension."
                 ) from error
         if found[0] != found[1]:
             raise UsageError(
@@ -116,28 +115,61 @@ class LeavesForward:
             )
         return found[0]
 
+    def _answered(self, requests: Sequence[Rows]) -> LeafAnswers:
+        """The model's answers to the rows of all requests."""
+        leaves, rows = self._joined(requests)
+        inputs = {leaf.untyped_storage().data_ptr() for leaf in leaves}
+        answer, parts = self._through(leaves, rows)
+        parts = [part.clone() if part.untyped_storage().data_ptr() in inputs else part.cpu() for part in parts]
+        return LeafAnswers(answer, parts, self._sound(parts, rows))
+
+    def _sound(self, parts: Sequence[Tensor], rows: int) -> Tensor | None:
+        floats = [part for part in parts if part.is_floating_point()] if self._check else []
+        return sound_rows(floats, rows) if floats else None
+
+    def _through(self, leaves: list[Tensor], rows: int) -> tuple[Any, list[Tensor]]:
+        """The model's answer to leaves on its device, [rows or more, *shape], and its tensors [rows, …] there; in
+        several steps where memory runs out.
+        """
+        chunks: list[list[Tensor]] = []
+        answer, done = None, 0
+        while done < rows:
+            size = min(self.step.rows, rows - done)
+            part = leaves if size == rows else [leaf[done : done + size] for leaf in leaves]
+            try:
+                with self.step.under_way(size):
+                    answer, parts = self._computed(part, size)
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error):
+                    raise
+                failure = error.with_traceback(None)  # its frames hold references to the memory
+            else:
+                self.step.made(size)
+                chunks.append(parts)
+                done += size
+                continue
+            if self._device.type == "cuda":
+                release_cached_memory()
+            self.step.make_room(size, failure)
+        return answer, chunks[0] if len(chunks) == 1 else [torch.cat(parts) for parts in zip(*chunks, strict=True)]
+
     def _joined(self, requests: Sequence[Rows]) -> tuple[list[Tensor], int]:
-        """The leaves of all rows, [rows, *shape], on the device."""
+        """The leaves of all rows, [rows, *shape] or padded, and how many rows there are."""
         singles = [one.leaves for one in requests if isinstance(one, SingleRow)]
+        rows = sum(map(len, requests))
         if len(singles) == len(requests):
             leaves = [self._stacked(column) for column in zip(*singles, strict=True)]
-            return [self._sent(leaf, cast) for leaf, cast in zip(leaves, self._casts, strict=True)], len(requests)
-        parts = []
-        for one in requests:
-            if isinstance(one, np.ndarray):
-                writeable = one if one.flags.writeable and one.flags.c_contiguous else one.copy()
-                parts.append(unpacked_leaves(torch.from_numpy(writeable), self._layout))
-            elif isinstance(one, SingleRow):
-                parts.append([leaf_tensor(leaf)[None] for leaf in one.leaves])
-            else:
-                parts.append([leaf_tensor(leaf) for leaf in one.leaves])
-        leaves = [column[0] if len(column) == 1 else torch.cat(column) for column in zip(*parts, strict=True)]
-        rows = sum(map(len, requests))
-        return [self._sent(leaf, cast) for leaf, cast in zip(leaves, self._casts, strict=True)], rows
+        else:
+            columns = zip(*(leaves_in(one, self._layout) for one in requests), strict=True)
+            leaves = [column[0] if len(column) == 1 else torch.cat(column) for column in columns]
+        return self._cast(leaves), rows
+
+    def _cast(self, leaves: Sequence[Tensor]) -> list[Tensor]:
+        return [leaf if cast is None else leaf.to(cast) for leaf, cast in zip(leaves, self._casts, strict=True)]
 
     def _stacked(self, column: Sequence[Any]) -> Tensor:
         """One leaf of several rows: few of them are filled up to a size that the library has prepared for."""
-        if self._device.type == "cpu" and not self._plain:
+        if not self._plain:
             column = [*column, *[column[0]] * (padded(len(column)) - len(column))]
         if isinstance(column[0], Tensor):
             try:
@@ -146,16 +178,12 @@ class LeavesForward:
                 return torch.stack([leaf_tensor(leaf) for leaf in column])
         return torch.from_numpy(np.stack([leaf if isinstance(leaf, np.ndarray) else leaf.numpy() for leaf in column]))
 
-    def _sent(self, leaf: Tensor, cast: torch.dtype | None) -> Tensor:
-        if self._device.type == "cuda":
-            leaf = leaf if leaf.is_cuda else leaf.pin_memory().to(self._device, non_blocking=True)
-        return leaf if cast is None or leaf.dtype == cast else leaf.to(cast)
-
-    def _computed(self, leaves: list[Tensor], rows: int) -> Any:
-        """The answer to so many rows, on the CPU; floating point in float32, other dtypes as they are."""
+    def _computed(self, leaves: list[Tensor], rows: int) -> tuple[Any, list[Tensor]]:
+        """The answer to so many rows, and its tensors: floating point in float32, other dtypes as they are."""
         enter_station("forward")
         answer = self._call(leaves)
-        enter_station("transfer")
+        if self._device.type == "cpu":
+            enter_station("transfer")
         try:
             parts = tensors_of(answer)
         except TypeError as error:
@@ -169,47 +197,46 @@ class LeavesForward:
                     f"{self._whose} answered {given} rows with {list(part.shape)}. Let the first dimension of each "
                     "answer be that of the rows."
                 )
-        parts = [part[:rows] if len(part) != rows else part for part in parts]
-        parts = [part.float() if part.is_floating_point() and part.dtype != torch.float64 else part for part in parts]
-        inputs = {leaf.untyped_storage().data_ptr() for leaf in leaves}
-        parts = [part.clone() if part.untyped_storage().data_ptr() in inputs else part for part in parts]
-        return rearranged(answer, [part.detach().cpu() for part in parts])
+        parts = [part.detach()[:rows] for part in parts]
+        return answer, [
+            part.float() if part.is_floating_point() and part.dtype != torch.float64 else part for part in parts
+        ]
 
-    def _divided(self, answer: Any, requests: Sequence[Rows], rows: int) -> list[Any]:
-        parts = [part[:rows] for part in tensors_of(answer)]
-        sound = None
-        if self._check and (floats := [part for part in parts if part.is_floating_point()]):
-            of_rows = sound_rows(floats, rows)
-            sound = None if bool(of_rows.all()) else of_rows
+    def _divided(self, found: LeafAnswers, requests: Sequence[Rows]) -> list[Any]:
+        """Each request's own answers, as `__call__` returns them."""
+        answer, parts = found.answer, found.parts
         as_arrays = self._layout.kind == "numpy"
         columns: list[Any] = [part.numpy() for part in parts] if as_arrays else parts
-        found: list[Any] = []
-        if len(requests) == rows and all(type(one) is SingleRow for one in requests):
+        results: list[Any] = []
+        if all(type(one) is SingleRow for one in requests):
             each = [list(column) if as_arrays else column.unbind(0) for column in columns]
             if isinstance(answer, Mapping):
-                found = [CheckedResult(dict(zip(answer, one, strict=True))) for one in zip(*each, strict=True)]
+                results = [CheckedResult(dict(zip(answer, one, strict=True))) for one in zip(*each, strict=True)]
             else:
                 values = zip(*each, strict=True) if isinstance(answer, tuple | list) else each[0]
-                found = list(map(CheckedResult, values))
+                results = list(map(CheckedResult, values))
         else:
             at = 0
             for request in requests:
                 end = at + len(request)
                 if isinstance(request, np.ndarray):
-                    found.append(rearranged(answer, [np.ascontiguousarray(part[at:end].numpy()) for part in parts]))
+                    results.append(rearranged(answer, [np.ascontiguousarray(part[at:end].numpy()) for part in parts]))
                 else:
                     single = isinstance(request, SingleRow)
                     own = [column[at] if single else column[at:end] for column in columns]
-                    found.append(CheckedResult(rearranged(answer, own)))
+                    results.append(CheckedResult(rearranged(answer, own)))
                 at = end
-        if sound is not None:
-            at = 0
-            for place, request in enumerate(requests):
-                end = at + len(request)
-                if not bool(sound[at:end].all()):
-                    found[place] = BadResult(f"{self._whose}: {UNSOUND}")
-                at = end
-        return found
+        return results
+
+
+def leaves_in(request: Rows, layout: RowLayout) -> list[Tensor]:
+    """The leaves of a request, tensors [rows, *shape] on their own memory, where torch can use that."""
+    if isinstance(request, SingleRow):
+        return [leaf_tensor(leaf)[None] for leaf in request.leaves]
+    if isinstance(request, RowBatch):
+        return [leaf_tensor(leaf) for leaf in request.leaves]
+    usable = request if request.flags.writeable and request.flags.c_contiguous else request.copy()
+    return unpacked_leaves(torch.from_numpy(usable), layout)
 
 
 def leaf_tensor(leaf: Any) -> Tensor:

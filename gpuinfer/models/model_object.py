@@ -81,7 +81,7 @@ class LocalModel:
         """`model`: a `torch.nn.Module`, a class of such (called with `arguments`), or a function of a batch. Raises
         `UsageError` for anything else.
         """
-        self.takes_arrays = False  # of a function: it is given NumPy arrays
+        self.takes_arrays = False  # a function, which is given NumPy arrays
         self._training: list[nn.Module] = []
         if isinstance(model, type):
             try:
@@ -159,7 +159,7 @@ def object_spec(local: LocalModel, layout: RowLayout, *, check: bool = True, els
     """The spec of a model object for rows of this layout. `elsewhere`: another process computes. `check`: answers with
     NaN or +inf are refused. Raises `UsageError` for a model that cannot travel.
     """
-    local.takes_arrays = layout.kind == "numpy"
+    local.takes_arrays = layout.kind == "numpy" and not isinstance(local.model, nn.Module)
     source = PortableModel.of(local) if elsewhere else local
     name = title_of(local.model)
     return ModelSpec(name, None, layout.row_bytes, PACKED, {"check": check}, layout=layout, source=source)
@@ -190,7 +190,7 @@ class PortableModel:
 
     record: ModuleRecord | NamedObject | bytes
     tensors: Sequence[tuple[str, tuple[int, ...], bytes]] = ()
-    numpy: bool = False
+    takes_arrays: bool = False
     compiled: bool = False
 
     @property
@@ -204,7 +204,7 @@ class PortableModel:
         """Raises `UsageError` for a model that cannot travel, with what to do."""
         model, compiled = local.model, False
         if not isinstance(model, nn.Module):
-            return cls(NamedObject(path_of(model, "function")), numpy=local.takes_arrays)
+            return cls(NamedObject(path_of(model, "function")), takes_arrays=local.takes_arrays)
         if isinstance(model, torch.jit.ScriptModule):
             return cls(saved_script(model))
         if type(model).__name__ == "OptimizedModule":
@@ -218,7 +218,7 @@ class PortableModel:
         if isinstance(self.record, bytes):
             return loaded_script(self.record, device)
         if isinstance(self.record, NamedObject):
-            return FunctionModel(find_factory(self.record.path, "function"), self.numpy)
+            return FunctionModel(find_factory(self.record.path, "function"), self.takes_arrays)
         tensors = [
             torch.frombuffer(bytearray(data), dtype=getattr(torch, kind)).view(shape)
             if data

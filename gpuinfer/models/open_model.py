@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -26,6 +27,7 @@ from gpuinfer.models.device import Gauge, device_labels, merged_readings, resolv
 from gpuinfer.models.forward_cpu import CpuForward
 from gpuinfer.models.forward_cuda import DETERMINISTIC_CHUNK_ROWS, CudaForward
 from gpuinfer.models.forward_leaves import LeavesForward
+from gpuinfer.models.forward_leaves_cuda import CudaLeavesForward
 from gpuinfer.models.load import build, probe, resolve_device, resolve_dtype
 from gpuinfer.models.networks import unpack
 from gpuinfer.models.out_of_memory import (
@@ -46,6 +48,8 @@ CPU_MAX_ROWS = 4096
 CPU_ENOUGH_ROWS = 512  # where the larger networks come within a few percent of their best on a core
 CUDA_MAX_ROWS = 65_536  # for the whole device
 CUDA_LEAST_ROWS = 8192  # for one of many processes
+BATCH_BYTES = {"cpu": 64 << 20, "cuda": 256 << 20}  # of rows of any shape: a batch of images has fewer rows
+LEAST_ROWS = 64  # however large they are
 
 
 class ForwardTuning(Protocol):
@@ -94,6 +98,8 @@ def open_model(spec: ModelSpec, setup: Setup, tuning: ForwardTuning, roofline: R
     """
     row_dtype(spec)  # refuses one that is unknown before anything is built
     device, dtype = resolve_device(setup.device), resolve_dtype(setup.dtype)
+    if getattr(spec.source, "takes_arrays", False):
+        device = torch.device("cpu")  # where a function of arrays computes
     computed = computed_in(setup.dtype, tuning.compute, device.type == "cpu")
     compute = resolve_dtype(computed)
     limits = limits_for(device, setup, tuning, roofline)
@@ -110,7 +116,12 @@ def open_model(spec: ModelSpec, setup: Setup, tuning: ForwardTuning, roofline: R
     if spec.layout is not None:
         whose, check = f"model '{spec.name}'", bool(spec.arguments.get("check", True))
         chunk_rows = min(tuning.chunk_rows or limits.max_rows, limits.max_rows)
-        leaves = LeavesForward(module, spec.layout, device, compute, chunk_rows=chunk_rows, check=check, whose=whose)
+        given: dict[str, Any] = {"chunk_rows": chunk_rows, "check": check, "whose": whose}
+        leaves = (
+            CudaLeavesForward(module, spec.layout, device, compute, lanes=limits.in_flight, **given)
+            if device.type == "cuda"
+            else LeavesForward(module, spec.layout, device, compute, **given)
+        )
         found = leaves.answer_layout()
         return Opened(spec, limits, leaves, found, read_device, partial(register, device=device))
     answer = probe(module, spec, device=device, dtype=compute)
@@ -148,12 +159,15 @@ def open_model(spec: ModelSpec, setup: Setup, tuning: ForwardTuning, roofline: R
 
 
 def limits_for(device: torch.device, setup: Setup, tuning: ForwardTuning, roofline: Roofline | None = None) -> Limits:
+    layout = None if setup.model is None else setup.model.layout
+    most = math.inf if layout is None else max(LEAST_ROWS, BATCH_BYTES[device.type] // max(1, layout.row_bytes))
     if device.type == "cuda":
-        rows = max(CUDA_LEAST_ROWS, CUDA_MAX_ROWS // setup.processes)
-        return Limits(tuning.max_rows or rows, tuning.in_flight or 2)  # one batch's copies behind the other's kernels
+        rows = min(most, max(CUDA_LEAST_ROWS, CUDA_MAX_ROWS // setup.processes))
+        lanes = tuning.in_flight or 2  # one batch's copies behind the other's kernels
+        return Limits(tuning.max_rows or int(rows), lanes)
     in_flight = cores_of(setup) // threads_for(setup, tuning) if setup.deterministic else 1
     enough_rows = roofline.at_rows if roofline is not None else CPU_ENOUGH_ROWS
-    max_rows = tuning.max_rows or CPU_MAX_ROWS
+    max_rows = tuning.max_rows or int(min(most, CPU_MAX_ROWS))
     return Limits(max_rows, tuning.in_flight or max(1, in_flight), enough_rows=min(enough_rows, max_rows))
 
 

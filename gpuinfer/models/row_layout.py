@@ -8,7 +8,7 @@ the other, each from a multiple of `ALIGNMENT` on.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
@@ -209,13 +209,14 @@ def is_tensor(value: Any) -> bool:
     return type(value).__module__.partition(".")[0] == "torch" or hasattr(value, "untyped_storage")
 
 
-def as_array(value: Any, path: Path = ()) -> Any:
-    """A leaf as a tensor on the CPU, or as a NumPy array. Raises `RequestError` for what is neither and cannot be one.
+def as_array(value: Any, path: Path = (), keep: Collection[Any] = ()) -> Any:
+    """A leaf as a tensor on the CPU or on a device of `keep`, or as a NumPy array. Raises `RequestError` for what is
+    neither and cannot be one.
 
     Python's own numbers, and lists of them, become float32, int64 or bool.
     """
     if is_tensor(value):
-        if value.device.type != "cpu":
+        if value.device.type != "cpu" and value.device not in keep:
             return value.detach().cpu()
         return value.detach() if value.requires_grad else value
     if isinstance(value, np.ndarray | np.generic):
@@ -241,8 +242,10 @@ def dtype_name(array: Any, path: Path = ()) -> str:
     return name
 
 
-def checked_leaves(row: Any, layout: RowLayout) -> list[Any]:
-    """The leaves of a row that is like the others. Raises `RequestError` for one that is not, with the cure."""
+def checked_leaves(row: Any, layout: RowLayout, keep: Collection[Any] = ()) -> list[Any]:
+    """The leaves of a row that is like the others; tensors stay on devices of `keep`. Raises `RequestError` for one
+    that is not, with the cure.
+    """
     found = leaves_of(row)
     if len(found) == len(layout.leaves):
         for place, (value, leaf) in enumerate(zip(found, layout.leaves, strict=True)):
@@ -252,7 +255,7 @@ def checked_leaves(row: Any, layout: RowLayout) -> list[Any]:
                     array = array.astype("float32" if leaf.dtype == "bfloat16" else leaf.dtype)
                 found[place] = value = array
             elif not isinstance(value, np.ndarray):
-                found[place] = value = as_array(value, leaf.path)
+                found[place] = value = as_array(value, leaf.path, keep)
             shape = value.shape
             if tuple(shape) != leaf.shape and not (layout.ragged and shape[1:] == leaf.shape[1:] and leaf.shape):
                 raise _unlike(row, layout)
@@ -274,19 +277,21 @@ def first_row(rows: Any) -> Any:
             "a list of rows is no batch, which is one array with the rows along its first dimension. Stack them "
             "(torch.stack, np.stack), or give them to map."
         )
-    array = as_array(rows)
+    array = rows if is_tensor(rows) else as_array(rows)
     if not array.shape or not array.shape[0]:
         raise RequestError("a batch without rows asks for nothing. Give arrays with rows along their first dimension.")
     return array[0]
 
 
-def batch_leaves(rows: Any, layout: RowLayout) -> list[Any]:
-    """The leaves of a batch of rows of this layout, arrays [rows, *shape]. Raises `RequestError` for another one."""
+def batch_leaves(rows: Any, layout: RowLayout, keep: Collection[Any] = ()) -> list[Any]:
+    """The leaves of a batch of rows of this layout, arrays [rows, *shape]; tensors stay on devices of `keep`. Raises
+    `RequestError` for another one.
+    """
     alone = [tuple(getattr(leaf, "shape", ())) for leaf in leaves_of(rows)] == [leaf.shape for leaf in layout.leaves]
     if alone and any(leaf.shape for leaf in layout.leaves):
         raise RequestError(f"that is one row ({layout}) without the axis of the rows. Give row[None], or several rows.")
-    checked_leaves(first_row(rows), layout)
-    leaves = [as_array(leaf) for leaf in leaves_of(rows)]
+    checked_leaves(first_row(rows), layout, keep)
+    leaves = [as_array(leaf, keep=keep) for leaf in leaves_of(rows)]
     if any(len(leaf) != len(leaves[0]) for leaf in leaves):
         raise RequestError(f"arrays of {', '.join(str(len(leaf)) for leaf in leaves)} rows. Give each as many.")
     return leaves

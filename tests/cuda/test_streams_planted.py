@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
 import re
-import textwrap
 import threading
 
 import numpy as np
@@ -26,6 +24,7 @@ from streamed import (
     found,
     generator_of,
     in_threads,
+    plant,
     random_weights,
     split_decoder,
     stages,
@@ -58,16 +57,6 @@ def cuda(recorded):
 
 
 ONE, TWO = (FIRST,) * 3, (FIRST, SECOND, SECOND)
-
-
-def plant(monkeypatch, owner, name, old, new):
-    """Have `owner.name` do something else: its source with `new` in the place of `old`."""
-    function = inspect.unwrap(getattr(owner, name))
-    source = textwrap.dedent(inspect.getsource(function))
-    assert source.count(old) == 1, (name, old)
-    made = {}
-    exec(source.replace(old, new), function.__globals__, made)  # noqa: S102
-    monkeypatch.setattr(owner, name, made[function.__name__])
 
 
 def rows(monkeypatch):
