@@ -14,12 +14,14 @@ from pydantic import Field
 from gpuinfer import api
 from gpuinfer.api import Backend, BackendContext, Connector, Event, Limits, ModelSpec, Request, Result, Setup
 from gpuinfer.config.setup_file import ServerSetup
+from gpuinfer.engine.results import CheckedResult
 from gpuinfer.errors import BackendDied, Closed, GpuinferError, UsageError
 from gpuinfer.fleet.replica_client import Endpoint, ReplicaClient, ServedModel
 from gpuinfer.generation import Part
 from gpuinfer.http.access import read_keys
 from gpuinfer.models import processor
 from gpuinfer.models.model_options import Compile
+from gpuinfer.models.row_layout import ANY_MODEL, Leaf, RowLayout
 from gpuinfer.text import precision
 from gpuinfer.text.text_options import (
     ADAPTERS_HELP,
@@ -73,7 +75,8 @@ class FleetRemote(Backend):
             slots = served.slots * replicas
             connections = max(LEAST_AHEAD, AHEAD * slots)
             self.limits = Limits(served.max_rows, in_flight=slots, slots=connections)
-        self._client = ReplicaClient(self._endpoint, connections, looking.model)
+        layout = None if self.setup.model is None else self.setup.model.layout
+        self._client = ReplicaClient(self._endpoint, connections, looking.model, layout)
 
     @contextlib.asynccontextmanager
     async def _checked_client(self, way: Endpoint) -> AsyncIterator[tuple[ReplicaClient, ServedModel]]:
@@ -94,7 +97,13 @@ class FleetRemote(Backend):
                 f"{url} serves a model of {served.kind}, '{served.id}', and this run has one of {model.kind}. "
                 f"Name another -B endpoint{', or another -B model of several' if self._name else ''}."
             )
-        if model.kind == "rows" and (model.inputs, model.input_dtype) != (served.features, served.input_dtype):
+        if model.layout is not None:
+            if not takes(served, model.layout):
+                raise UsageError(
+                    f"{url} serves '{served.id}', whose rows are {described(served)}, and these are {model.layout}. "
+                    "Give rows like those, or serve a model that takes these."
+                )
+        elif model.kind == "rows" and (model.inputs, model.input_dtype) != (served.features, served.input_dtype):
             more = "".join(f" --{name} {value}" for name, value in model.arguments.items())
             raise UsageError(
                 f"{url} serves '{served.id}', whose rows are {served.features} features as {served.input_dtype}, and "
@@ -102,7 +111,7 @@ class FleetRemote(Backend):
                 f"--model {model.name} --features {model.inputs} --input-dtype {model.input_dtype}{more}"
             )
         name = self._name or ServerSetup(setup=self.setup).name
-        if name != served.id:
+        if name not in (served.id, ANY_MODEL):
             raise UsageError(
                 f"{url} serves '{served.id}', and this run has '{name}'. If they are the same model, add "
                 f"-B model={served.id}; or else name that --model, or another -B endpoint."
@@ -151,7 +160,9 @@ class FleetRemote(Backend):
         work = self._client.generate(request, tell) if text else self._client.evaluate(request)
         task = self._tasks[request] = asyncio.ensure_future(work)
         try:
-            return await task
+            answer = await task
+            spec = self.setup.model
+            return answer if spec is None or spec.layout is None else CheckedResult(answer)  # over there
         except asyncio.CancelledError:
             if request not in self._tasks:
                 raise Closed("this request was cancelled.") from None
@@ -181,6 +192,24 @@ class FleetRemote(Backend):
         if self._client is not None:
             await self._client.close()
             self._client = None
+
+
+def takes(served: ServedModel, layout: RowLayout) -> bool:
+    """Whether a server's model takes rows of this layout."""
+    if served.row is not None:
+        return bool(served.row == layout.to_wire())
+    flat = layout.form is None and served.features is not None
+    return flat and layout.leaves[0] == Leaf((), (served.features or 0,), served.input_dtype or "")
+
+
+def described(served: ServedModel) -> str:
+    """What the rows of a server's model look like."""
+    if served.row is None:
+        return f"{served.input_dtype} [{served.features}]"
+    try:
+        return str(RowLayout.from_wire(served.row))
+    except ValueError:
+        return "of an unknown kind"
 
 
 @dataclass(frozen=True)

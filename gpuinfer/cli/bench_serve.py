@@ -127,7 +127,7 @@ def load_said(own: LoadOptions, calls: RequestSource | None) -> str:
     return f"{when}, {prompts}, {own.output_tokens} out{', streamed' if calls.stream else ''}"
 
 
-def calls_for(own: LoadOptions, model: str | None, features: int | None) -> Any:
+def calls_for(own: LoadOptions, model: str | None, features: str | None) -> Any:
     """The function from a target and a seed to its requests. Raises `UsageError` at once for what no target takes."""
     given, asked = _length("input_tokens", own.input_tokens), _length("output_tokens", own.output_tokens)
     if own.prompts is not None:
@@ -143,9 +143,15 @@ def calls_for(own: LoadOptions, model: str | None, features: int | None) -> Any:
             other = "evaluate" if target.kind == "rows" else "completions or chat"
             raise UsageError(f"--endpoint {endpoint}: this server's model is one of {target.kind}. Give {other}.")
         if endpoint == "evaluate":
-            width = features or target.features or FEATURES
+            from gpuinfer.models.row_layout import Leaf, RowLayout, parsed_shape
+
+            shape = () if features is None else parsed_shape(features)
+            layout = target.row
+            if layout is None and len(shape) > 1:
+                layout = RowLayout(None, (Leaf((), shape, "float32"),), "numpy")
+            width = shape[0] if shape else target.features or FEATURES
             named = target.model if target.several else None
-            return RowRequests(rows=own.rows, features=width, binary=own.binary, seed=seed, model=named)
+            return RowRequests(rows=own.rows, features=width, layout=layout, binary=own.binary, seed=seed, model=named)
         ignore = target.ours if own.ignore_eos is None else own.ignore_eos
         return TextRequests(
             endpoint=endpoint,
@@ -399,7 +405,7 @@ def execute(values: Mapping[str, Any], theirs: Sequence[str]) -> int:
     named = server.value("model") if elsewhere else None
     plan = LoadPlan(
         ways=ways,
-        calls=calls_for(own, named, int(features) if features else None),
+        calls=calls_for(own, named, str(features) if features else None),
         model=named,
         promised=promises(own.goodput) if own.goodput else {},
         key=key,

@@ -385,7 +385,12 @@ def _welcome(described: ServerSetup, own: ServeFleetOptions, host: str, port: in
         path, body = "/v1/completions", json.dumps({**named, "prompt": "Hello", "max_tokens": 16})
     else:
         which = f'"model": "{described.name}", ' if described.beside else ""
-        path, body = "/v1/evaluate", f'{{{which}"x": [{"0, " * min(2, model.inputs - 1 if model else 0)}…]}}'
+        numbers = "0, " * min(2, model.inputs - 1 if model else 0)
+        row = f"[{numbers}…]"
+        if model is not None and model.layout is not None:
+            depth = len(model.layout.leaves[0].shape)
+            row = f"{'[' * depth}…{']' * depth}"
+        path, body = "/v1/evaluate", f'{{{which}"x": {row}}}'
     key = " -H 'Authorization: Bearer KEY'" if own.api_key_file else ""
     names = " and ".join(described.names)
     return f"{names} at {address}, {who}. Ctrl-C ends it.\ncurl {address}{path}{key} -d '{body}'"

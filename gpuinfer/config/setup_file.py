@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -93,8 +94,25 @@ def read_setup_file(path: Path) -> ServerSetup:
     try:
         if path.stat().st_size > MOST_BYTES:
             raise UsageError(f"the setup file {path} has more than {MOST_BYTES:,} bytes. {cure}")
-        return msgspec.json.decode(path.read_bytes(), type=ServerSetup)
+        return _with_layouts(msgspec.json.decode(path.read_bytes(), type=ServerSetup))
     except OSError as error:
         raise UsageError(f"the setup file {path} cannot be read: {error.strerror}. {cure}") from error
-    except (msgspec.DecodeError, RecursionError) as error:
+    except (msgspec.DecodeError, RecursionError, ValueError) as error:
         raise UsageError(f"the setup file {path} describes no server: {error}. {cure}") from error
+
+
+def _with_layouts(described: ServerSetup) -> ServerSetup:
+    """The layouts of rows, which are plain values in the file. Raises `ValueError` for one that is none."""
+
+    def restored(spec: ModelSpec) -> ModelSpec:
+        if spec.layout is None:
+            return spec
+        from gpuinfer.models.row_layout import RowLayout
+
+        layout = spec.layout
+        return replace(spec, layout=RowLayout.from_wire(layout.get("leaves") if isinstance(layout, dict) else None))
+
+    model = described.setup.model
+    setup = described.setup if model is None else replace(described.setup, model=restored(model))
+    beside = tuple(msgspec.structs.replace(one, model=restored(one.model)) for one in described.beside)
+    return msgspec.structs.replace(described, setup=setup, beside=beside)

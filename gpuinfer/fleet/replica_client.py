@@ -40,6 +40,7 @@ from gpuinfer.http.client import (
     Unreachable,
 )
 from gpuinfer.models import row_format
+from gpuinfer.models.row_layout import RowLayout, unpacked_arrays
 from gpuinfer.text import answer_frames
 from gpuinfer.text.answer_frames import DeliveredAnswer, Unframer
 
@@ -62,6 +63,7 @@ class ServedModel(Struct, frozen=True):
     slots: int | None = None  # of one replica
     features: int | None = None
     input_dtype: str | None = None
+    row: Any = None  # of rows of any shape: `RowLayout.to_wire`
     parent: str | None = None  # of an adapter: the model
 
 
@@ -95,8 +97,11 @@ class ReplicaClient:
     several at that server.
     """
 
-    def __init__(self, endpoint: Endpoint, connections: int, model: str | None = None) -> None:
-        self._endpoint = endpoint
+    def __init__(
+        self, endpoint: Endpoint, connections: int, model: str | None = None, layout: RowLayout | None = None
+    ) -> None:
+        """`layout`: of rows that are submitted packed."""
+        self._endpoint, self._layout = endpoint, layout
         bearer = [("Authorization", f"Bearer {endpoint.key}")] if endpoint.key else []
         self._client = HttpClient(endpoint.url, connections=connections, timeout_s=ANSWER_S, headers=bearer)
         self.model = model
@@ -182,7 +187,7 @@ class ReplicaClient:
     async def evaluate(self, request: Request) -> Result:
         """The model's answer to a block of rows."""
         try:
-            body = row_format.rows_to_body(request.payload)
+            body = self._body_of(request.payload)
         except (row_format.NotTensors, AttributeError) as error:
             raise BackendError(f"these rows cannot travel: {error} Submit a NumPy array [rows, …].") from None
         head = [("Content-Type", row_format.MEDIA_TYPE)]
@@ -197,6 +202,12 @@ class ReplicaClient:
             return row_format.answer_from_body(response.body)
         except row_format.NotTensors as error:
             raise BackendError(f"{self._endpoint.url} sent no answer: {error} Let both ends run one version.") from None
+
+    def _body_of(self, rows: Any) -> bytes:
+        """Raises `NotTensors`."""
+        if self._layout is None:
+            return row_format.rows_to_body(rows)
+        return row_format.to_body(dict(zip(self._layout.names, unpacked_arrays(rows, self._layout), strict=True)))
 
     async def change(self, path: str, body: Mapping[str, Any]) -> None:
         """Change weights or adapters. Raises `UsageError` for refused changes, and for a key that is no admin's."""

@@ -42,6 +42,7 @@ from gpuinfer.library.choices import (
 )
 from gpuinfer.library.measured import SessionClock, SessionFigures
 from gpuinfer.models.row_layout import (
+    ANY_MODEL,
     Ragged,
     RowLayout,
     SingleRow,
@@ -147,12 +148,22 @@ class Batcher(SessionFigures):
                 f'ragged={ragged!r} and backend="{backend}": to other processes all rows travel in one shape. Pad them '
                 'yourself and leave ragged out, or use backend="inprocess".'
             )
-        if weights is not None and not isinstance(model, str):
+        if weights is not None and not isinstance(model, str | None):
             raise UsageError(
                 "weights go with a model's name, and this one is an object. Load them into it first: "
                 "model.load_state_dict(safetensors.torch.load_file(weights))."
             )
-        if not isinstance(model, str):
+        if model is None and "endpoint" not in options:
+            raise UsageError(
+                'model=None is that of a server that runs. Say where: backend="fleet", endpoint="http://host:8000"; '
+                "or pass a model."
+            )
+        if backend == "fleet" and not isinstance(model, str | None):
+            cure = "Pass None." if "endpoint" in options else "Pass 'module:factory', a function in a file."
+            raise UsageError(f"the replicas of a fleet load their model by its name, and this one is an object. {cure}")
+        if model is None:
+            self._model = ANY_MODEL
+        elif not isinstance(model, str):
             from gpuinfer.models.model_object import LocalModel, PortableModel
 
             self._source = LocalModel(model, self._arguments)
@@ -185,7 +196,7 @@ class Batcher(SessionFigures):
 
         state = "closed" if self._closed else "open" if self._session is not None else "not open yet"
         rows = "" if self._layout is None else f", rows of {self._layout}"
-        return f"<gpuinfer.Batcher of {title_of(self._model)} on {self._backend}, {state}{rows}>"
+        return f"<gpuinfer.Batcher of {title_of(self._model) or 'a model'} on {self._backend}, {state}{rows}>"
 
     # Opening and closing
 
@@ -700,8 +711,12 @@ class Batcher(SessionFigures):
         layout = self._layout
         assert layout is not None
 
+        import numpy as np
+
         def made(part: Any) -> Any:
             part = part[0] if count is None else part
+            if isinstance(part, np.ndarray) and not part.flags.writeable:  # of a body
+                part = part.copy()
             if layout.kind == "numpy":
                 return part
             import torch

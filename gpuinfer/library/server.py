@@ -36,7 +36,7 @@ def serve(
     strategy: Strategy | str = "dynamic",
     backend: str = "inprocess",
     devices: Any = "auto",
-    dtype: Any = "float32",
+    dtype: Any = None,
     arguments: Mapping[str, Any] | None = None,
     weights: str | os.PathLike[str] | None = None,
     check: bool = True,
@@ -73,11 +73,16 @@ def serve(
             f'host="{host}" lets others in. Give api_key_file= with keys, one a line, or insecure=True if everybody '
             "may."
         )
+    weights = None if weights is None else os.fspath(weights)
+    spec, half = _spec_of(model, example, backend, arguments, weights, check)
     setup = setup_from(
-        devices=devices, dtype=dtype, seed=seed, deterministic=deterministic, max_queue_rows=max_queue_rows
+        devices=devices,
+        dtype=dtype or half,
+        seed=seed,
+        deterministic=deterministic,
+        max_queue_rows=max_queue_rows,
+        model=spec,
     )
-    spec = _spec_of(model, example, backend, arguments, None if weights is None else os.fspath(weights), check)
-    setup = replace(setup, model=spec)
     made = backend_of(backend, setup, options)
     described = ServerSetup(setup=setup, backend=backend, served_model_name=name)
     from gpuinfer.http.access import Keys
@@ -98,14 +103,15 @@ def _spec_of(
     arguments: Mapping[str, Any] | None,
     weights: str | None,
     check: bool,
-) -> ModelSpec:
+) -> tuple[ModelSpec, str | None]:
+    """The model, and its dtype where all of it has 16 bits."""
     if isinstance(model, str) and (not is_of_rows(model) or (example is None and ":" not in model)):
         if example is not None or arguments:
             raise UsageError(
                 f"example and arguments are of models of rows, and '{model}' is one of text. Leave them out."
             )
         with in_python_words():
-            return served_spec(ServeOptions.model_validate({"model": model, "weights": weights}))
+            return served_spec(ServeOptions.model_validate({"model": model, "weights": weights})), None
     if isinstance(model, os.PathLike):
         return _spec_of(os.fspath(model), example, backend, arguments, weights, check)
     if example is None:
@@ -115,7 +121,7 @@ def _spec_of(
         )
     given = layout_of_row(example)
     if isinstance(model, str):
-        return named_spec(model, replace(given, kind="numpy"), weights, arguments)
+        return named_spec(model, replace(given, kind="numpy"), weights, arguments), None
     if weights is not None:
         raise UsageError(
             "weights go with a model's name, and this one is an object. Load them into it first: "
@@ -123,8 +129,9 @@ def _spec_of(
         )
     from gpuinfer.models.model_object import LocalModel, object_spec
 
-    spec = object_spec(LocalModel(model, arguments), given, check=check, elsewhere=backend != "inprocess")
-    return replace(spec, layout=replace(given, kind="numpy"))  # answers become JSON
+    local = LocalModel(model, arguments)
+    spec = object_spec(local, given, check=check, elsewhere=backend != "inprocess")
+    return replace(spec, layout=replace(given, kind="numpy")), local.half_dtype  # answers become JSON
 
 
 class ModelServer(SessionFigures):

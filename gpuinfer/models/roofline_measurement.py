@@ -29,6 +29,7 @@ from gpuinfer.models.device import resolve_devices, resolve_dtype
 from gpuinfer.models.load import build
 from gpuinfer.models.out_of_memory import is_out_of_memory, keep_freed_memory
 from gpuinfer.models.processor import computed_in
+from gpuinfer.models.row_layout import FLOATS
 
 LOOK_S = 0.1  # contains some forwards of most models, and fits between two stalls
 MARK_S = 0.02  # between two marks: one costs as much as some hundred rows of a small model
@@ -261,7 +262,12 @@ def measured_on(
     """The roofline of one device."""
     computed = resolve_dtype(computed_in(dtype, compute, place.type == "cpu"))
     module = build(spec, device=place, dtype=resolve_dtype(dtype), seed=seed, compute=computed)
-    inputs = torch.ones(max(CUDA_SIZES if place.type == "cuda" else CPU_SIZES), spec.inputs, dtype=computed)
+    shape: tuple[int, ...] = (spec.inputs,)
+    kind = computed
+    if spec.layout is not None:
+        leaf = spec.layout.leaves[0]
+        shape, kind = leaf.shape, computed if leaf.dtype in FLOATS else getattr(torch, leaf.dtype)
+    inputs = torch.ones(max(CUDA_SIZES if place.type == "cuda" else CPU_SIZES), *shape, dtype=kind)
     inputs = inputs.to(place)
 
     def look(arrangement: Arrangement, rows: int, seconds: float) -> Sequence[float]:

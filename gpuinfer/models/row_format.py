@@ -22,12 +22,12 @@ from numpy.typing import NDArray
 
 from gpuinfer.api import ModelSpec, Result
 from gpuinfer.errors import BackendDied, BackendError, DeviceLost, UnknownName
-from gpuinfer.models.row_layout import PACKED
+from gpuinfer.models.row_layout import FLAT_DTYPES, PACKED
 
 BITS = "bits"
 """Features that are 0 or 1, eight in a byte: feature i of a row is bit i % 8, the lowest first, of its byte i // 8."""
 
-INPUT_DTYPES = ("uint8", "int8", "float32", BITS)
+INPUT_DTYPES = FLAT_DTYPES
 """What `ModelSpec.input_dtype` may be, beside `PACKED` of rows with a layout."""
 ROW_DTYPES = {name: np.dtype("uint8" if name in (BITS, PACKED) else name) for name in (*INPUT_DTYPES, PACKED)}
 

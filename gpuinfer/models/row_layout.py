@@ -21,6 +21,7 @@ from gpuinfer.errors import RequestError, UsageError
 
 ALIGNMENT = 16  # bytes: processors load whole vectors from there
 MOST_LEAVES = 64
+ANY_MODEL = ""  # as the name of a model: the one that a server has
 PACKED = "packed"
 """The `ModelSpec.input_dtype` of rows that travel packed."""
 
@@ -39,6 +40,9 @@ ITEM_BYTES = {
     "float32": 4,
     "float64": 8,
 }
+ARRAY_DTYPES = tuple(name for name in ITEM_BYTES if name != "bfloat16")  # those that NumPy knows
+FLAT_DTYPES = ("uint8", "int8", "float32", "bits")  # of rows that are flat features
+MOST_VALUES = 1 << 24  # of one array of a row
 FLOATS = frozenset({"float16", "bfloat16", "float32", "float64"})
 
 
@@ -341,6 +345,23 @@ def packed_rows(leaves: Sequence[Any], layout: RowLayout, rows: int, target: NDA
         target[:, at : at + leaf.nbytes] = raw
 
 
+def array_spec(name: str, weights: str | None, features: int | str, dtype: str) -> ModelSpec:
+    """The spec of a model by its name, whose rows are one array: flat, of so many features, or of a shape (`3x32x32`).
+    Raises `UsageError` for a dtype that such rows cannot have.
+    """
+    shape = parsed_shape(str(features))
+    if math.prod(shape) > MOST_VALUES:
+        raise UsageError(f"--features {features}: a row of {math.prod(shape):,} values; {MOST_VALUES:,} are the most.")
+    if len(shape) == 1 and dtype in FLAT_DTYPES:
+        return ModelSpec(name, weights, shape[0], dtype)
+    if dtype not in ARRAY_DTYPES:
+        raise UsageError(
+            f"--input-dtype {dtype}: rows of {features} are of another kind. Choose from {', '.join(ARRAY_DTYPES)}."
+        )
+    layout = RowLayout(None, (Leaf((), shape, dtype),), "numpy")
+    return ModelSpec(name, weights, layout.row_bytes, PACKED, layout=layout)
+
+
 def named_spec(
     name: str, layout: RowLayout, weights: str | None = None, arguments: Mapping[str, Any] | None = None
 ) -> ModelSpec:
@@ -354,6 +375,32 @@ def batch_payload(leaves: Sequence[Any], rows: int, layout: RowLayout, packed: b
     """
     if not packed:
         return RowBatch(leaves, rows)
+    block = np.zeros((rows, layout.row_bytes), np.uint8)
+    packed_rows(leaves, layout, rows, block)
+    return block
+
+
+def unpacked_arrays(block: NDArray[np.uint8], layout: RowLayout) -> list[NDArray[Any]]:
+    """The leaves of packed rows, uint8 [rows, row_bytes], as arrays [rows, *shape]. Raises `RequestError` for bfloat16,
+    which NumPy does not know.
+    """
+    found = []
+    for leaf, at in zip(layout.leaves, layout.offsets, strict=False):
+        if leaf.dtype not in ARRAY_DTYPES:
+            raise RequestError(f"a row of {leaf} does not travel to a server. Convert it to float32.")
+        raw = np.ascontiguousarray(block[:, at : at + leaf.nbytes])
+        found.append(raw.view(leaf.dtype).reshape(len(block), *leaf.shape))
+    return found
+
+
+def drawn_rows(layout: RowLayout, rows: int, random: np.random.Generator) -> NDArray[np.uint8]:
+    """So many packed rows: floating point normally distributed, whole numbers and bool zeros and ones."""
+    leaves = [
+        random.standard_normal((rows, *leaf.shape)).astype(leaf.dtype)
+        if leaf.dtype in FLOATS
+        else random.integers(0, 2, (rows, *leaf.shape)).astype(leaf.dtype)
+        for leaf in layout.leaves
+    ]
     block = np.zeros((rows, layout.row_bytes), np.uint8)
     packed_rows(leaves, layout, rows, block)
     return block
@@ -404,7 +451,7 @@ def padded_leaves(leaves: Sequence[Any], layout: RowLayout, value: float) -> lis
 def parsed_shape(text: str) -> tuple[int, ...]:
     """A shape as the command line has it: `32`, `3x32x32`. Raises `UsageError`."""
     parts = text.lower().split("x")
-    if not all(part.isdigit() and int(part) > 0 for part in parts):
+    if len(text) > 80 or not all(part.isdecimal() and part.isascii() and int(part) > 0 for part in parts):
         raise UsageError(f"'{text}' is no shape. Write whole numbers with x between them, such as 3x32x32.")
     return tuple(map(int, parts))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,7 +16,7 @@ from gpuinfer.api import ModelSpec
 from gpuinfer.config import import_paths
 from gpuinfer.errors import UsageError
 from gpuinfer.generation import Sampling, Unmasking
-from gpuinfer.models.row_format import INPUT_DTYPES
+from gpuinfer.models.row_layout import ARRAY_DTYPES, FLAT_DTYPES, array_spec
 from gpuinfer.serving.openai.model_options import (
     TEXT_MODELS,
     AdapterOptions,
@@ -60,12 +60,16 @@ class ServeOptions(UnmaskingOptions, AdapterOptions, ModelOptions):
         None, description="of a network of rows: its weights, a safetensors file; of several NAME=FILE,NAME=FILE"
     )
     features: int | str | None = Field(
-        None, description="of a network of rows: values in one row; of several NAME=8,NAME=256, or one for all"
+        None,
+        description="of a network of rows: values in one row, or its shape, as 3x32x32; of several NAME=8,NAME=256, or "
+        "one for all",
     )
     actions: int | str | None = Field(None, description="of a network for games: its moves; of several likewise")
     seats: int | str | None = Field(None, description="of a network for games: its players; of several likewise")
     input_dtype: str = Field(
-        "float32", description="what the rows are made of: float32, uint8, int8 or bits; of several likewise"
+        "float32",
+        description="what the rows are made of: float32, uint8, int8 or bits; also float16, float64, int16, int32, "
+        "int64 or bool; of several likewise",
     )
     served_model_name: str | None = Field(
         None, pattern=r"^[A-Za-z0-9._:@+/-]{1,200}$", description="how clients name the model [its folder's name]"
@@ -233,21 +237,23 @@ def served_spec(own: ServeOptions) -> ModelSpec:
     for name in OF_TEXT:
         if getattr(own, name) not in (None, {}):
             raise UsageError(f"{_flag(name)} is said of a diffusion model, and {own.model} takes rows. Leave it out.")
-    if own.input_dtype not in INPUT_DTYPES:
-        raise UsageError(f"--input-dtype {own.input_dtype}: no such kind. Choose from {', '.join(INPUT_DTYPES)}.")
+    known = dict.fromkeys((*FLAT_DTYPES, *ARRAY_DTYPES))
+    if own.input_dtype not in known:
+        raise UsageError(f"--input-dtype {own.input_dtype}: no such kind. Choose from {', '.join(known)}.")
     built_in = own.model in NETWORKS
-    features = _number(own, "features") or (FEATURES if built_in else None)
+    shaped = re.search(r"\dx", str(own.features).lower()) is not None  # 3x32x32
+    if (shaped or own.input_dtype not in FLAT_DTYPES) and built_in:
+        raise UsageError(f"{own.model} takes flat features in {', '.join(FLAT_DTYPES)}. Give --features N.")
+    features = own.features if shaped else _number(own, "features") or (FEATURES if built_in else None)
     if features is None:
-        raise UsageError(f"{own.model} takes rows, and nobody says how long they are. Give --features N.")
+        raise UsageError(
+            f"{own.model} takes rows, and nobody says how long they are. Give --features N, or a shape, such as "
+            "--features 3x32x32."
+        )
     usual = {"actions": ACTIONS, "seats": SEATS} if built_in else {}
     sizes = {name: _number(own, name) or usual.get(name) for name in ("actions", "seats")}
-    return ModelSpec(
-        name=own.model,
-        weights=str(own.weights) if own.weights else None,
-        inputs=features,
-        input_dtype=own.input_dtype,
-        arguments={name: value for name, value in sizes.items() if value is not None},
-    )
+    spec = array_spec(own.model, str(own.weights) if own.weights else None, features, own.input_dtype)
+    return replace(spec, arguments={name: value for name, value in sizes.items() if value is not None})
 
 
 def is_of_rows(name: str) -> bool:

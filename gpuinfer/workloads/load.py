@@ -39,6 +39,7 @@ from gpuinfer.engine.arrivals import (
 from gpuinfer.errors import BackendDied, BackendError, BadResult, Expired, QueueFull, UnknownName, UsageError, WorkError
 from gpuinfer.host.event_loop import follow_task
 from gpuinfer.models.row_format import BITS, row_dtype
+from gpuinfer.models.row_layout import array_spec, drawn_rows
 from gpuinfer.serving.openai.model_options import refuse_several
 from gpuinfer.stats import Histogram
 
@@ -59,6 +60,9 @@ class Payloads:
         if spec is None:
             return
         random, shape = np.random.default_rng(seed), (most_rows + self._last, spec.inputs)
+        if spec.layout is not None:
+            self._pool = drawn_rows(spec.layout, shape[0], random)
+            return
         if row_dtype(spec).kind == "f":
             self._pool = random.standard_normal(shape).astype(row_dtype(spec))
             return
@@ -340,9 +344,10 @@ class Load(Workload):
             json_schema_extra={"names": ["blobnet", "blobnet-small", "none"]},
         )
         weights: Path | None = Field(None, description="safetensors, or a torch file of plain tensors")
-        features: int | None = Field(
-            None, ge=1, le=1_000_000, description="of a row, for a module:factory that plays no cards"
+        features: int | str | None = Field(
+            None, description="of a row, or its shape, as 3x32x32; for a module:factory that plays no cards"
         )
+        input_dtype: str = Field("float32", description="with features, what rows are made of: float32, int64, bool, …")
 
     options: Options
     _warned: ClassVar[bool] = False  # of a late generator: once is enough for a comparison of many runs
@@ -363,6 +368,9 @@ class Load(Workload):
             raise UnknownName("model", own.model, MODELS, label="Choices")
         if own.features is not None and ":" not in (own.model or ""):
             raise UsageError("--features is for a model of your own. Add --model module:factory, or leave it out.")
+        if own.features is None and own.input_dtype != "float32":
+            raise UsageError("--input-dtype goes with --features. Add --features N, or leave it out.")
+        self.model()  # refuses features that are none
         if own.weights is not None and not own.weights.is_file():
             raise UsageError(f"--weights: no file '{own.weights}'. Give the file that holds the weights.")
         classes = classes_of(own.classes) if own.classes else {}
@@ -389,7 +397,7 @@ class Load(Workload):
             return None
         weights = str(own.weights) if own.weights else None
         if own.features is not None:
-            return ModelSpec(own.model, weights, own.features)
+            return array_spec(own.model, weights, own.features, own.input_dtype)
         from gpuinfer.workloads.selfplay import games
 
         game = games.build_game("blob", {})

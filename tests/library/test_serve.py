@@ -13,8 +13,11 @@ import pytest
 import torch
 
 import gpuinfer
+from gpuinfer.api import Setup
+from gpuinfer.config.setup_file import ServerSetup, read_setup_file
 from gpuinfer.errors import RequestError, UsageError
 from gpuinfer.models.row_format import MEDIA_TYPE, answer_from_body, to_body
+from gpuinfer.models.row_layout import array_spec
 
 IMAGE = (3, 4, 4)
 
@@ -199,6 +202,70 @@ def test_what_are_no_ids_with_a_mask_is_refused_with_the_cure(masked, body, said
     status, error = ask(masked, "/v1/evaluate", body, headers)
     assert (status, error["type"]) == (400, "invalid_request_error"), error
     assert re.search(said, error["message"]), error
+
+
+def test_a_batcher_asks_a_server_that_runs(images, masked, model):
+    batch = torch.rand(3, *IMAGE)
+    with gpuinfer.Batcher(None, backend="fleet", endpoint=images.url) as batcher, torch.no_grad():
+        torch.testing.assert_close(batcher.predict_batch(batch), model(batch), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(batcher.predict(batch[0]), model(batch)[0], rtol=1e-4, atol=1e-5)
+    with gpuinfer.Batcher("kept", backend="fleet", endpoint=masked.url) as batcher:
+        row = {"ids": torch.tensor([1, 2, 1 << 60]), "mask": torch.tensor([True, False, True])}
+        answer = batcher.predict(row)
+        assert (answer["sum"].item(), answer["any"].dtype) == ((1 << 60) + 1, torch.bool)
+    with (
+        gpuinfer.Batcher(None, backend="fleet", endpoint=images.url) as batcher,
+        pytest.raises(UsageError, match=r"whose rows are float32 \[3, 4, 4\], and these are float32 \[5\]"),
+    ):
+        batcher.predict(torch.zeros(5))
+
+
+def test_which_model_a_fleet_has(model):
+    with pytest.raises(UsageError, match="endpoint="):
+        gpuinfer.Batcher(None)
+    with pytest.raises(UsageError, match="by its name, and this one is an object"):
+        gpuinfer.Batcher(model, backend="fleet")
+
+
+def test_a_server_of_a_shape_is_described_in_a_file(tmp_path):
+    spec = array_spec("nets:net", None, "3x32x32", "int64")
+    ServerSetup(setup=Setup(spec)).write(tmp_path / "setup.json")
+    assert read_setup_file(tmp_path / "setup.json").setup.model == spec
+    leaf = {"path": [], "shape": [3], "dtype": "int64"}
+    for odd in ([], 3, [leaf | {"shape": [-1]}], [leaf | {"path": ["a", 1]}], [leaf, leaf], [leaf | {"dtype": "text"}]):
+        written = json.loads((tmp_path / "setup.json").read_text())
+        written["setup"]["model"]["layout"]["leaves"] = odd
+        (tmp_path / "odd.json").write_text(json.dumps(written))
+        with pytest.raises(UsageError, match="describes no server"):
+            read_setup_file(tmp_path / "odd.json")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        pytest.param("serve --model blobnet --features 3x4", "blobnet takes flat features", id="a built-in network"),
+        pytest.param("serve --model nets:net --features 3xx", "'3xx' is no shape", id="no shape"),
+        pytest.param(
+            "serve --model nets:net --features 3x4 --input-dtype bits", "of another kind", id="bits of a shape"
+        ),
+        pytest.param("serve --model nets:net --input-dtype bfloat16 --features 3", "no such kind", id="bfloat16"),
+        pytest.param("serve --model nets:net", "or a shape, such as --features 3x32x32", id="nothing said"),
+        pytest.param("load --model nets:net --features 3y4", "'3y4' is no shape", id="no shape of a load"),
+        pytest.param("load --model nets:net --features 99999x99999", "are the most", id="too large"),
+        pytest.param("load --input-dtype int64", "goes with --features", id="a dtype alone"),
+    ],
+)
+def test_shapes_on_the_command_line_are_checked_at_once(gpuinfer, words, said):
+    code, _, told = gpuinfer(*words.split())
+    assert (code, said in told) == (2, True), told
+
+
+def test_a_load_draws_rows_of_a_shape(tmp_path, monkeypatch, gpuinfer):
+    (tmp_path / "nets.py").write_text("import torch\n\ndef tokens(features):\n    return torch.nn.Embedding(2, 3)\n")
+    monkeypatch.chdir(tmp_path)
+    words = "load --model nets:tokens --features 2x5 --input-dtype int64 --requests 20 --no-roofline --json report.json"
+    assert gpuinfer(*words.split())[0] == 0
+    assert json.loads((tmp_path / "report.json").read_text())["errors"]["failed"] == 0
 
 
 def test_a_row_at_which_the_model_raises_is_told_apart(images):

@@ -20,6 +20,7 @@ from urllib.parse import quote
 import msgspec
 
 from gpuinfer.errors import UsageError
+from gpuinfer.models.row_layout import RowLayout
 
 Endpoint = Literal["completions", "chat", "evaluate"]
 PATHS: Mapping[str, str] = {
@@ -119,10 +120,13 @@ class TextRequests(RequestSource):
 
 @dataclass(kw_only=True)
 class RowRequests(RequestSource):
-    """Rows of features for `/v1/evaluate`: normally distributed, drawn once, and sent round and round."""
+    """Rows for `/v1/evaluate`, of features or of a layout: normally distributed, whole numbers zeros and ones, drawn
+    once, and sent round and round.
+    """
 
     rows: int
     features: int
+    layout: RowLayout | None = None
     binary: bool
     seed: str
     model: str | None = None  # of several
@@ -144,6 +148,8 @@ class RowRequests(RequestSource):
         import numpy as np
 
         dice = np.random.default_rng([*self.seed.encode(), number])
+        if self.layout is not None:
+            return self._shaped(self.layout, dice)
         rows = dice.standard_normal((self.rows, self.features)).astype("float32")
         if self.binary:
             from safetensors.numpy import save
@@ -151,6 +157,15 @@ class RowRequests(RequestSource):
             return bytes(save({"rows": rows}))
         values = [[round(value, 3) for value in row] for row in rows.tolist()]
         return encode({"x": values[0]} if self.rows == 1 else {"rows": values})
+
+    def _shaped(self, layout: RowLayout, dice: Any) -> bytes:
+        from gpuinfer.models.row_format import to_body
+        from gpuinfer.models.row_layout import drawn_rows, unpacked_arrays
+
+        leaves = unpacked_arrays(drawn_rows(layout, self.rows, dice), layout)
+        if self.binary:
+            return to_body(dict(zip(layout.names, leaves, strict=True)))
+        return encode({"rows": layout.arrange([leaf.astype(object).tolist() for leaf in leaves])})
 
 
 def read_prompts(path: Path, endpoint: Endpoint) -> list[dict[str, Any]]:

@@ -17,6 +17,7 @@ from gpuinfer.fleet.launchers.base import ReplicaPlan
 from gpuinfer.fleet.launchers.local import COMMAND, LocalLauncher
 from gpuinfer.http.client import HttpClient, HttpResponse
 from gpuinfer.lab.serve_bench.requests import LengthRange, RequestSource, TextRequests, WordsOfTokens, clock, decoded
+from gpuinfer.models.row_layout import RowLayout
 
 FEW, MANY = 8, 72  # words of the two prompts that tell how many tokens a word has
 PATIENCE_S = 60.0
@@ -40,6 +41,7 @@ class TargetServer:
     ours: bool = False
     features: int | None = None  # of a row
     several: bool = False  # models there: a request says which
+    row: RowLayout | None = None  # of rows that are no flat features
 
 
 async def look(client: HttpClient, name: str | None = None) -> TargetServer:
@@ -55,12 +57,18 @@ async def look(client: HttpClient, name: str | None = None) -> TargetServer:
         raise UsageError(f"{client.url} serves {names}, and no '{name}'. Give one of them as --model, or leave it out.")
     first = found or (models[0] if models else {})
     model, features = first.get("id"), first.get("features")
+    try:
+        row = None if first.get("row") is None else RowLayout.from_wire(first["row"])
+    except ValueError:
+        cure = "Let both ends run one version."
+        raise UsageError(f"{client.url} describes its rows in a way that is not understood. {cure}") from None
     return TargetServer(
         model if isinstance(model, str) else None,
         "rows" if first.get("kind") == "rows" else "text",
         ours,
         features if isinstance(features, int) else None,
         len(models) > 1,
+        row,
     )
 
 
