@@ -1,4 +1,4 @@
-"""The Python of the page on programs runs as it stands there, from top to bottom."""
+"""The Python of the pages on programs runs as it stands there, from top to bottom."""
 
 from __future__ import annotations
 
@@ -7,14 +7,24 @@ from pathlib import Path
 
 import pytest
 
-PAGE = Path(__file__).parents[2] / "docs" / "python.md"
+ROOT = Path(__file__).parents[2]
+PAGES = {
+    "python.md": ("1 prompt 1: the prompt has 13000 tokens and the context 2048", "of 64 slots", "[3.0, 10.0, 66.0]"),
+    "tutorials/program.md": ("too late: ", "the queue is full: 256 of 256 rows", "bottleneck", "\n1.0\n"),
+}
 
 
 @pytest.mark.thorough
-def test_the_page_on_programs_runs_from_top_to_bottom(tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("page", PAGES)
+def test_a_page_on_programs_runs_from_top_to_bottom(page, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    blocks = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.M | re.S)
-    exec(compile("\n".join(blocks), PAGE.name, "exec"), {"__name__": "python_page"})  # noqa: S102
+    blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs" / page).read_text(), re.M | re.S)
+    exec(compile("\n".join(blocks), page, "exec"), {"__name__": "python_page"})  # noqa: S102
     said = capsys.readouterr().out
-    assert "1 prompt 1: the prompt has 13000 tokens and the context 2048" in said
-    assert "of 64 slots" in said
+    assert [words for words in PAGES[page] if words not in said] == []
+
+
+def test_the_tutorial_quotes_the_service_as_it_is():
+    page = (ROOT / "docs" / "tutorials" / "program.md").read_text()
+    [quoted] = re.findall(r"^```python fastapi_service.py\n(.*?)^```", page, re.M | re.S)
+    assert quoted in (ROOT / "examples" / "fastapi_service.py").read_text()

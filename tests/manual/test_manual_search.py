@@ -48,6 +48,9 @@ questions#does-self-play-resign: resign
 questions#llm-in-a-program: llm
 questions#selfplay-in-a-program: play_async, selfplay in a program
 questions#from-python: notebook, jupyter, asyncio, python api, from python
+questions#fastapi: fastapi, flask, django, litserve, bentoml, web service
+python#any-model: batcher, gpuinfer.Batcher
+tutorials/program: in your own program in ten minutes
 questions#fine-tuning: speculative decoding, langchain
 questions#i-know-vllm: --max-model-len
 """
