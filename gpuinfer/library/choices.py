@@ -14,7 +14,7 @@ from gpuinfer.config.options import GivenValue, check, natural
 from gpuinfer.errors import GpuinferError, RequestError, UsageError, nearest
 
 VERBOSE = re.compile(r"Run it (?:again )?with -vv to see where(?: it comes from)?")
-PLUGIN_FLAG = re.compile(r"(?<![\w-])-[BS] ([a-z_]+)=(\S*[^\s.,;:)])")
+PLUGIN_FLAG = re.compile(r"(?<![\w-])-[BS] ([a-z_]+)(?:=(\S*[^\s.,;:)]))?")
 FLAG = re.compile(r"(?<![\w-])--(?!local-dir\b)([a-z][a-z-]+)(?:[ =]([A-Za-z0-9_:./@%-]*[A-Za-z0-9_%/]))?")
 SWITCHES = frozenset({"deterministic", "oversubscribe", "resume"})  # flags without a value
 PLAIN_WORDS = frozenset(
@@ -190,7 +190,7 @@ def python_words(message: str) -> str:
         return f"{name}={value}" if value.replace(".", "").isdigit() else f'{name}="{value}"'
 
     message = VERBOSE.sub("`error.__cause__` says where", message)
-    return FLAG.sub(option, PLUGIN_FLAG.sub(lambda found: f"{found[1]}={found[2]}", message))
+    return FLAG.sub(option, PLUGIN_FLAG.sub(lambda found: found[1] + (f"={found[2]}" if found[2] else ""), message))
 
 
 @contextlib.contextmanager

@@ -292,6 +292,11 @@ def test_a_model_that_cannot_be_is_refused_when_it_is_made(arguments, said):
     assert said in str(raised.value)
 
 
+def test_errors_of_a_start_are_in_words_of_python_too():
+    with pytest.raises(UsageError, match=r"cannot reach http://127\.0\.0\.1:1 .*\n.* correct endpoint\.$"):
+        library.LLM("tiny", backend="fleet", endpoint="http://127.0.0.1:1", retry=0).start()
+
+
 @pytest.mark.parametrize("options", [{"devices": "tpu"}, {"dtype": "int8"}, {"devices": "cuda:77"}])
 def test_a_start_that_fails_may_be_tried_again(options):
     one = library.LLM("tiny", **options)
