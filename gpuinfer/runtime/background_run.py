@@ -213,9 +213,9 @@ def _end_with_the_interpreter(run: BackgroundRun) -> None:
 
 
 def _stop_all() -> None:
-    for run in list(_running):
+    ours = [run for run in _running if run._process == os.getpid() and not run.over]  # a fork has those of its parent
+    for run in ours:
         run.stop()
     until = time.monotonic() + CLOSE_S
-    for run in list(_running):
-        if not run.over and run._process == os.getpid():
-            run.wait(max(0.0, until - time.monotonic()))
+    for run in ours:
+        run.wait(max(0.0, until - time.monotonic()))
