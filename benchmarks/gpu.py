@@ -491,6 +491,7 @@ PARTS: dict[str, tuple[Callable[[Bench], None], float]] = {
     "tests": (tests, 90),
     "sanitizer": (sanitizer, 30),
     "blobnet": (Bench.probes, 45),
+    "batcher": (Bench.probes, 30),
     "kernels": (kernels, 40),
     "central": (central, 140),
     "text": (Bench.probes, 65),

@@ -9,6 +9,8 @@
 #   tests       the GPU tests (pytest -m gpu -W default --maxfail=15) but the one that compiles with torch
 #   sanitizer   those of streams and weights with TORCH_CUDA_SANITIZER=1
 #   blobnet     the bare network at 65,536 to 2,048 rows, eager and as a graph; a profile of a forward; with copies
+#   batcher     gpuinfer.Batcher with 256 and 64 rows outstanding, on the host and on the device: the 4.9 M network, and a
+#               convolution network on images; beside the bare model on such batches
 #   kernels     compiles what searches and samples once, so that it is no other part's time
 #   central     self-play, 16 workers, one server: 20,000 games at once and as many as it chooses, 4 and 2 batches in
 #               flight; then 20,000 games to their end

@@ -26,6 +26,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
+from itertools import repeat, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,8 @@ class Counts:
     permuted: int  # rows
     prefixes: tuple[int, int, int, int]  # rows, of which so many sample one prompt; positions of that, and of an answer
     timed: int  # calls, at most
+    callers: tuple[int, ...]  # rows that are outstanding in a batcher
+    asked_s: float  # seconds of asking a batcher
 
 
 LLAMA_1B = Shape(
@@ -90,6 +93,8 @@ ON_CUDA = Counts(
     permuted=2048,
     prefixes=(256, 64, 1024, 256),
     timed=200,
+    callers=(256, 64),
+    asked_s=1.5,
 )
 ON_CPU = Counts(
     rows=(64, 32, 16),
@@ -104,6 +109,8 @@ ON_CPU = Counts(
     permuted=64,
     prefixes=(8, 4, 64, 32),
     timed=3,
+    callers=(8,),
+    asked_s=0.2,
 )
 
 
@@ -707,6 +714,66 @@ def in_blocks(it: Probes, module: torch.nn.Module, spec: ModelSpec, rows: int) -
     return {"ms": took, "M rows/s": rows / took / 1000, "ms of a core": core_ms, "is sound": float(sound)}
 
 
+# Rows of any shape
+
+
+def batcher(it: Probes) -> None:
+    """`gpuinfer.Batcher` on the 4.9 M network and on a small convolution network, with so many rows outstanding, on the
+    host or on the device; beside the bare model on batches of as many.
+    """
+    for name, (model, row) in models_of_rows().items():
+        for callers in it.counts.callers:
+            bare: list[float] = []
+            it.attempt(f"{name}, {callers} rows: the bare model", bare_rate, it, model, row, callers, bare)
+            for where, place in {"host": torch.device("cpu"), "device": it.device}.items():
+                case = f"{name}, {callers} rows outstanding on the {where}"
+                it.attempt(case, asked, it, model, row.to(place), callers, bare, cuda=where == "device")
+
+
+def models_of_rows() -> dict[str, tuple[torch.nn.Module, Tensor]]:
+    """Modules and a row of each."""
+    from gpuinfer.models.networks import BlobNet
+
+    torch.manual_seed(0)
+    layers = [torch.nn.Conv2d(3, 16, 3, 2), torch.nn.ReLU(), torch.nn.Conv2d(16, 32, 3, 2), torch.nn.ReLU()]
+    images = torch.nn.Sequential(*layers, torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten(), torch.nn.Linear(32, 10))
+    return {"network": (BlobNet(480, 30, 4), torch.zeros(480)), "images": (images, torch.randn(3, 64, 64))}
+
+
+def bare_rate(it: Probes, model: torch.nn.Module, row: Tensor, rows: int, rates: list[float]) -> Figures:
+    """A batch that lies on the device, and one whose rows are stacked on the host, with copies both ways. The rate of
+    the latter is added to `rates`.
+    """
+    from gpuinfer.models.model_object import LocalModel
+
+    module = LocalModel(model).build(it.device, it.dtype)
+    there = row.expand(rows, *row.shape).to(it.device, it.dtype)
+
+    def with_stacking() -> list[Tensor]:
+        answers = module(torch.stack([row] * rows).to(it.device, it.dtype))
+        return [part.float().cpu() for part in (answers if isinstance(answers, tuple) else (answers,))]
+
+    with torch.inference_mode():
+        alone, stacked = it.ms(partial(module, there)), it.ms(with_stacking)
+    rates.append(1000 * rows / stacked)
+    return {"ms": alone, "rows/s": 1000 * rows / alone, "stacked and copied rows/s": rates[-1]}
+
+
+def asked(it: Probes, model: torch.nn.Module, row: Tensor, callers: int, bare: Sequence[float]) -> Figures:
+    import gpuinfer
+
+    options: dict[str, Any] = {"devices": str(it.device), "dtype": it.dtype, "max_queue_rows": callers}
+    with gpuinfer.Batcher(model, example=row, **options) as one:
+        for _ in one.map([row] * callers):  # the first of each size is slower
+            pass
+        done, began = 0, time.perf_counter()
+        for _ in one.map(takewhile(lambda _: time.perf_counter() - began < it.counts.asked_s, repeat(row))):
+            done += 1
+        rate = done / (time.perf_counter() - began)
+        rows = one.report()["batches"]["rows_mean"]
+    return {"rows/s": rate, "rows a batch": rows, "of the bare model": rate / bare[0] if bare else None}
+
+
 def positions(rows: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
     return np.random.default_rng(0).integers(0, 2, (rows, FEATURES), dtype=np.uint8)
 
@@ -894,6 +961,7 @@ PARTS: dict[str, Callable[[Probes], None]] = {
     "failed-capture": failed_capture,  # of which versions starts a process
     "attention": attention,
     "blobnet": blobnet,
+    "batcher": batcher,
     "text": text,
     "permuted": permuted,
     "prefixes": prefixes,

@@ -244,7 +244,7 @@ def test_the_packages_that_travel_are_all_that_is_needed():
     assert {name: listed[name].specifier for name in asked} == asked
 
 
-BARE = ("attention", "blobnet", "text", "permuted", "prefixes")  # the script below has versions
+BARE = ("attention", "blobnet", "batcher", "text", "permuted", "prefixes")  # the script below has versions
 
 
 @pytest.mark.parametrize("part", BARE)

@@ -14,6 +14,7 @@ import torch
 from streamed import FIRST, SECOND, found, in_threads, plant
 from torch import nn
 
+import gpuinfer
 from gpuinfer.api import Setup
 from gpuinfer.errors import BackendError, BadResult
 from gpuinfer.models import forward_leaves_cuda
@@ -159,6 +160,21 @@ def test_steps_that_do_not_fit_are_halved(cuda, monkeypatch, caplog):
         one.forward([SingleRow([row])])
 
 
+def test_a_compiled_module_is_given_few_sizes(cuda):
+    sizes = []
+
+    class OptimizedModule(nn.Module):  # as torch.compile calls its own
+        def forward(self, features):
+            sizes.append(len(features))
+            return features * 2
+
+    one = opened(LocalModel(OptimizedModule()), layout_of_row(torch.zeros(4)), chunk_rows=48, check=False)
+    for rows in (1, 17, 40, 100):
+        (answer,) = one.forward([RowBatch([torch.zeros(rows, 4)], rows)])
+        assert answer.value.shape == (rows, 4)
+    assert sizes == [16, 16, 16, 32, 48, 48, 48, 16]  # after two that tried it
+
+
 def test_a_function_of_arrays_computes_on_the_cpu_and_others_on_the_device(cuda):
     def doubled(rows):
         assert isinstance(rows, np.ndarray) or rows.is_cuda
@@ -255,6 +271,25 @@ def test_rows_on_another_device_are_answered_there(recorded, model):
         del answer
     for place, expected in enumerate(of_cpu(model, rows)):
         assert_same({name: part[place] / 2 for name, part in doubled.items()}, expected)
+    assert found(recorded) == []
+
+
+def test_a_batcher_answers_rows_where_they_lie(recorded, model):
+    rows = rows_of(24)
+    there = [{name: value.to(FIRST) for name, value in row.items()} for row in rows]
+    with gpuinfer.Batcher(model, devices="cuda:0", example=rows[0], max_rows=8) as batcher:
+        here = list(batcher.map(rows))
+        kept = list(batcher.map(there))
+        (alone,) = in_threads(1, lambda number: batcher.predict(there[0]))
+        image, tokens = (torch.stack(column) for column in zip(*map(leaves_of, there), strict=True))
+        joined = batcher.predict_batch({"image": image, "tokens": tokens})
+        with pytest.raises(BackendError, match="index out of range"):
+            batcher.predict({"image": rows[0]["image"], "tokens": rows[0]["tokens"] + 100})
+    assert {part.device.type for one in here for part in one.values()} == {"cpu"}
+    assert {part.device for one in [*kept, alone, joined] for part in one.values()} == {FIRST}
+    for place, expected in enumerate(of_cpu(model, rows)):
+        for answer in (here[place], kept[place], {name: part[place] for name, part in joined.items()}):
+            assert_same(answer, expected)
     assert found(recorded) == []
 
 
